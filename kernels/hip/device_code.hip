@@ -75,6 +75,7 @@ using ExpandKernel = ExpandWgmma<kFormat>;
   static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                            \
   extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                     \
       kernel(const MLA_KERNEL_ARGUMENT AttendArgs args) {                                   \
+    wait_for_previous_kernel();                                                             \
     Of_##kernel::run(args);                                                                 \
   }
 MLA_ATTEND_VARIANTS(MLA_ATTEND_KERNEL)
@@ -103,6 +104,11 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
     mla_move(const MLA_KERNEL_ARGUMENT MoveArgs args) {
   move_ranges(args);
+}
+
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
+    mla_copy_tensors(const MLA_KERNEL_ARGUMENT CopyTensorsArgs args) {
+  copy_tensors(args);
 }
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)

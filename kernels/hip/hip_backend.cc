@@ -95,7 +95,10 @@ absl::Status HipBackend::AddAppends(LaunchSlot& launch, std::span<const AppendRe
   const int64_t count = static_cast<int64_t>(records.size());
   absl::StatusOr<int64_t> prefix = launch.metadata().Take((count + 1) * sizeof(int32_t));
   if (!prefix.ok()) return prefix.status();
-  auto* first_row = reinterpret_cast<int32_t*>(launch.metadata().host(*prefix));
+  StagedRegion& metadata = launch.metadata();
+  const auto put_first_row = [&metadata, &prefix](int64_t i, int32_t first_row) {
+    metadata.Write(*prefix + i * int64_t{sizeof(first_row)}, &first_row, sizeof(first_row));
+  };
   int32_t rows = 0;
   for (int64_t i = 0; i < count; ++i) {
     const AppendRecord& r = records[i];
@@ -110,23 +113,23 @@ absl::Status HipBackend::AddAppends(LaunchSlot& launch, std::span<const AppendRe
                                                      "]: ", r.row_dim - r.rope_dim,
                                                      " latent values; want a multiple of ", group));
     }
-    first_row[i] = rows;
+    put_first_row(i, rows);
     rows += r.rows;
   }
-  first_row[count] = rows;
+  put_first_row(count, rows);
   if (rows == 0) return absl::OkStatus();
-  StagedRegion& metadata = launch.metadata();
-  auto uploaded = metadata.Put(records);
+  const int64_t layer = records[0].layer_offset;
+  auto uploaded = metadata.PutEach(records, [&](AppendRecord record) {
+    record.layer_offset -= layer;
+    record.kv_scale = DeviceScale(record.format, record.kv_scale);
+    return record;
+  });
   if (!uploaded.ok()) return uploaded.status();
-  auto* const staged = metadata.HostOf(*uploaded);
-  for (int64_t i = 0; i < count; ++i) {
-    staged[i].kv_scale = DeviceScale(records[i].format, records[i].kv_scale);
-  }
   AppendArgs args = {};
   args.records = *uploaded;
-  args.first_row = reinterpret_cast<const int32_t*>(launch.metadata().device(*prefix));
+  args.first_row = reinterpret_cast<const int32_t*>(metadata.device(*prefix));
   args.page_tables = table_mirror_.As<uint32_t>();
-  args.pool = pool_.As<uint8_t>();
+  args.pool = pool_.As<uint8_t>() + layer;
   args.count = static_cast<int32_t>(count);
   const LaunchShape shape{.grid_x = DivideUp(rows, arch_->waves_per_block), .threads = kThreads};
   return launch.AddKernel(kernels_.append, shape, args);
@@ -151,15 +154,17 @@ absl::Status HipBackend::AddProjection(LaunchSlot& launch,
   project_rows_.clear();
   const int64_t in_bytes = args.in_is_f32 ? 4 : 2, out_bytes = args.out_is_f32 ? 4 : 2;
   int32_t heads = 0;
+  const int32_t layer = records.empty() ? 0 : records[0].weights_slot;
   for (const ProjectionRecord& r : records) {
     heads = std::max(heads, r.num_heads);
+    const int32_t weights_slot = r.weights_slot - layer;
     if (project_rows_.size() + static_cast<size_t>(r.rows) > project_rows_.capacity()) {
       return absl::ResourceExhaustedError(
           absl::StrCat("projection rows: limit ", project_rows_.capacity()));
     }
     for (int32_t row = 0; row < r.rows; ++row) {
       const bool joins = !tiles_.empty() && tiles_.back().rows < kProjectRows &&
-                         tiles_.back().weights_slot == r.weights_slot &&
+                         tiles_.back().weights_slot == weights_slot &&
                          tiles_.back().head_offset == r.head_offset &&
                          tiles_.back().num_heads == r.num_heads;
       if (!joins) {
@@ -167,7 +172,7 @@ absl::Status HipBackend::AddProjection(LaunchSlot& launch,
           return absl::ResourceExhaustedError(
               absl::StrCat("projection tiles: limit ", tiles_.capacity()));
         }
-        tiles_.push_back({static_cast<int32_t>(project_rows_.size()), 0, r.weights_slot,
+        tiles_.push_back({static_cast<int32_t>(project_rows_.size()), 0, weights_slot,
                           r.head_offset, r.num_heads});
       }
       ++tiles_.back().rows;
@@ -185,6 +190,7 @@ absl::Status HipBackend::AddProjection(LaunchSlot& launch,
   ProjectArgs complete = args;
   complete.rows = *rows;
   complete.tiles = *tiles;
+  complete.weights += layer;
   const bool rows_alone =
       kernels_.project_row_wide != nullptr &&
       std::all_of(tiles_.begin(), tiles_.end(), [](const ProjectTile& t) { return t.rows == 1; });
@@ -265,13 +271,13 @@ float HipBackend::DeviceScale(KvFormat format, float scale) const {
 
 absl::StatusOr<const SegmentRecord*> HipBackend::PutSegments(LaunchSlot& slot,
                                                              const AttentionParams& params) {
-  auto segments = slot.metadata().Put(params.segments);
-  if (!segments.ok()) return segments;
-  auto* const staged = slot.metadata().HostOf(*segments);
-  for (size_t i = 0; i < params.segments.size(); ++i) {
-    staged[i].kv_scale = DeviceScale(params.desc.kv_format, params.segments[i].kv_scale);
-  }
-  return segments;
+  const SegmentRecord& first = params.segments[0];
+  return slot.metadata().PutEach(params.segments, [&](SegmentRecord record) {
+    record.layer_offset -= first.layer_offset;
+    record.weights_slot -= first.weights_slot;
+    record.kv_scale = DeviceScale(params.desc.kv_format, record.kv_scale);
+    return record;
+  });
 }
 
 absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& params,
@@ -298,7 +304,7 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   AttendArgs args = {};
   args.segments = run.segments;
   args.page_tables = table_mirror_.As<uint32_t>();
-  args.pool = pool_.As<uint8_t>();
+  args.pool = pool_.As<uint8_t>() + params.segments[0].layer_offset;
   args.work_indptr = plan.work_indptr;
   args.work_info = plan.work_info;
   args.partial_o = partial_o_.As<float>();
@@ -312,7 +318,8 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   run.idle_units = std::max(0, runtime_->units() - busy * args.blocks_per_unit);
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks),
                           .threads = static_cast<uint32_t>(variant.threads),
-                          .shared_bytes = static_cast<uint32_t>(variant.shared_bytes)};
+                          .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
+                          .overlap_predecessor = true};
   if (absl::Status s = slot.AddKernel(kernels_.attend[chosen], shape, args); !s.ok()) return s;
   return AddCombine(slot, params, plan, run);
 }
@@ -366,8 +373,10 @@ absl::Status HipBackend::Build(int32_t slot, const Launch& launch) {
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
   const bool alone = std::none_of(slots_.begin(), slots_.end(),
                                   [](const auto& other) { return other->running(); });
-  owner.Begin(launch.inputs, alone);
-  absl::Status s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
+  owner.Begin(launch, alone);
+  absl::Status s = page_work_->AddTensors(owner, owner.input_moves());
+  owner.BeginTimed();
+  if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
   if (s.ok()) s = page_work_->AddPages(owner, launch.pages);
   if (s.ok()) s = page_work_->AddTables(owner, launch);
@@ -376,6 +385,8 @@ absl::Status HipBackend::Build(int32_t slot, const Launch& launch) {
   if (s.ok()) s = AddAttention(slot, launch.absorbed);
   if (s.ok()) s = AddProject(owner, launch.project);
   if (s.ok()) s = AddAttention(slot, launch.expanded);
+  owner.EndTimed();
+  if (s.ok()) s = page_work_->AddTensors(owner, owner.output_moves());
   return s;
 }
 
@@ -385,7 +396,11 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
   if (owner.running()) return absl::FailedPreconditionError("the launch slot is still running");
   absl::Status s = Build(slot, launch);
-  if (s.ok()) s = owner.Submit(launch, pool_.at());
+  if (s.ok()) {
+    s = owner.Submit(launch, pool_.at());
+  } else {
+    owner.Abandon();
+  }
   if (s.ok()) return s;
   plans_->Release(slot);
   // A refused call leaves the device usable; a device that is gone refuses the next one too.

@@ -102,7 +102,7 @@ class HipBackend final : public AttentionBackend {
 
  private:
   struct Kernels {
-    Function move = nullptr, append = nullptr, combine = nullptr;
+    Function move = nullptr, copy_tensors = nullptr, append = nullptr, combine = nullptr;
     Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
     Function attend_expanded = nullptr;
     std::vector<Function> attend, expand;  // as those of ArchTraits
@@ -129,6 +129,8 @@ class HipBackend final : public AttentionBackend {
   absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
   // What the kernels scale a layer's rows with (kernel_args.h).
   float DeviceScale(KvFormat format, float scale) const;
+  // Layers and weights are counted from those of the first segment, so that the layers of a step
+  // have the same bytes; addresses in the kernels' arguments say what they are counted from.
   absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const AttentionParams& params);
   absl::Status AddAttention(int32_t slot, const AttentionParams& params);
   absl::Status AddAbsorbed(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan);

@@ -55,10 +55,11 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
   ExpandArgs expand = {};
   expand.segments = run.segments;
   expand.page_tables = table_mirror_.As<uint32_t>();
-  expand.pool = pool_.As<uint8_t>();
+  const SegmentRecord& first = params.segments[0];
+  expand.pool = pool_.As<uint8_t>() + first.layer_offset;
   expand.expansions = plan.expansions;
-  expand.w_uk = weights_.w_uk();
-  expand.w_uv = weights_.w_uv();
+  expand.w_uk = weights_.w_uk() + first.weights_slot;
+  expand.w_uv = weights_.w_uv() + first.weights_slot;
   expand.workspace = expanded_workspace_.As<uint8_t>();
   expand.granule_bytes = kPageGranuleBytes;
   ExpandedArgs attend = {};

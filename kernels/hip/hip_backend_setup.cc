@@ -152,6 +152,9 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
     return shared > 0 ? runtime_->AllowSharedBytes(*f, shared) : absl::OkStatus();
   };
   absl::Status s = find(kMoveKernel, 0, &kernels_.move);
+  if (s.ok() && runtime_->kernels_reach_host()) {
+    s = find(kCopyTensorsKernel, 0, &kernels_.copy_tensors);
+  }
   if (s.ok()) s = find(kAppendKernel, 0, &kernels_.append);
   if (s.ok()) s = find(kCombineKernel, arch_->combine_shared_bytes, &kernels_.combine);
   if (s.ok()) s = find(kProjectKernel, arch_->project_shared_bytes, &kernels_.project);
@@ -295,7 +298,8 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
     if (!slot.ok()) return slot.status();
     slots_.push_back(*std::move(slot));
   }
-  page_work_ = std::make_unique<PageWork>(limits, pool_.at(), table_mirror_.at(), kernels_.move);
+  page_work_ = std::make_unique<PageWork>(limits, pool_.at(), table_mirror_.at(), kernels_.move,
+                                          kernels_.copy_tensors);
   tiles_.reserve(static_cast<size_t>(ProjectionTiles(limits)));
   project_rows_.reserve(static_cast<size_t>(ProjectionRows(limits)));
   auto plans = PlanStore::Create(runtime_.get(), PlanCopies(limits), PlanBytes(limits));

@@ -16,8 +16,9 @@ constexpr int64_t kMaxMoveBlocks = 1 << 16;
 
 }  // namespace
 
-PageWork::PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move)
-    : limits_(limits), pool_(pool), table_(table), move_(move) {
+PageWork::PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move,
+                   Function copy_tensors)
+    : limits_(limits), pool_(pool), table_(table), move_(move), copy_tensors_(copy_tensors) {
   const auto pages = static_cast<size_t>(limits.page_ranges);
   const auto tables = static_cast<size_t>(limits.table_ranges);
   moves_.reserve(std::max(pages, tables));
@@ -27,19 +28,24 @@ PageWork::PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table,
 }
 
 absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
-  auto ranges = launch.metadata().Put(std::span<const MoveRange>(moves_));
+  StagedRegion& metadata = launch.metadata();
+  auto ranges = metadata.Put(std::span<const MoveRange>(moves_));
   if (!ranges.ok()) return ranges.status();
   const size_t counts = moves_.size() + ends.size();
-  absl::StatusOr<int64_t> at =
-      launch.metadata().Take(static_cast<int64_t>(counts * sizeof(int32_t)));
+  absl::StatusOr<int64_t> at = metadata.Take(static_cast<int64_t>(counts * sizeof(int32_t)));
   if (!at.ok()) return at.status();
-  auto* first_chunk = reinterpret_cast<int32_t*>(launch.metadata().host(*at));
-  const auto* on_device = reinterpret_cast<const int32_t*>(launch.metadata().device(*at));
+  const auto* on_device = reinterpret_cast<const int32_t*>(metadata.device(*at));
+  int64_t offset = *at;
+  const auto put = [&metadata, &offset](int64_t first_chunk) {
+    const auto value = static_cast<int32_t>(first_chunk);
+    metadata.Write(offset, &value, sizeof(value));
+    offset += static_cast<int64_t>(sizeof(value));
+  };
   size_t begin = 0;
   for (const size_t end : ends) {
     int64_t chunks = 0;
     for (size_t i = begin; i < end; ++i) {
-      *first_chunk++ = static_cast<int32_t>(chunks);
+      put(chunks);
       chunks += (moves_[i].bytes + kMoveChunkBytes - 1) / kMoveChunkBytes;
       if (chunks > std::numeric_limits<int32_t>::max()) {
         return absl::ResourceExhaustedError(absl::StrCat("page ranges: more than ",
@@ -47,7 +53,7 @@ absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends
                                                          " pieces of ", kMoveChunkBytes, " bytes"));
       }
     }
-    *first_chunk++ = static_cast<int32_t>(chunks);
+    put(chunks);
     MoveArgs args = {};
     args.ranges = *ranges + begin;
     args.first_chunk = on_device;
@@ -83,6 +89,19 @@ absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ran
   return AddMoves(slot, run_ends_);
 }
 
+absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves) {
+  static_assert(LaunchSlot::kMoves <= kTensorCopies);
+  if (moves.empty()) return absl::OkStatus();
+  CopyTensorsArgs args = {};
+  LaunchShape shape{.grid_x = 0, .threads = kThreads};
+  for (const LaunchSlot::Move& m : moves) {
+    TensorCopy& copy = args.copies[args.count++];
+    copy = {reinterpret_cast<uint8_t*>(m.to), reinterpret_cast<const uint8_t*>(m.from), m.bytes};
+    shape.grid_x += static_cast<uint32_t>(copy.blocks());
+  }
+  return slot.AddKernel(copy_tensors_, shape, args);
+}
+
 absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   const std::span<const TableRange> changed = launch.table_changes;
   absl::Status inside = CheckTableRanges(changed, limits_, launch.page_tables.size());
@@ -112,8 +131,7 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   // The entries are taken as they are now: the host may change them while the launch runs.
   for (const TableRange& r : table_ranges_) {
     const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));
-    std::memcpy(metadata.host(offset), launch.page_tables.data() + r.first,
-                static_cast<size_t>(bytes));
+    metadata.Write(offset, launch.page_tables.data() + r.first, static_cast<size_t>(bytes));
     moves_.push_back({reinterpret_cast<uint8_t*>(table_) + r.first * sizeof(uint32_t),
                       reinterpret_cast<const uint8_t*>(metadata.device(offset)), bytes});
     offset += bytes;

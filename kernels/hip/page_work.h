@@ -1,5 +1,6 @@
-// Page work of a launch and its changes of the page tables: one kernel (mla_move) a list, or a part
-// of a list whose ranges do not wait for each other.
+// What kernels copy for a launch: its page work and its changes of the page tables, one (mla_move)
+// a list or a part of a list whose ranges do not wait for each other; and small tensors between the
+// host and the device (mla_copy_tensors).
 //
 // Ownership: borrows the pool and the device's copy of the page tables; owns scratch memory only.
 // Threading: as the backend's launches, one thread at a time. Nothing is allocated after the
@@ -21,13 +22,16 @@ namespace mla::kernels::hip {
 
 class PageWork final {
  public:
-  // `table`: limits.page_table_entries entries. `move`: the kernel.
-  PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move);
+  // `table`: limits.page_table_entries entries. `move`, `copy_tensors`: the kernels.
+  PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move,
+           Function copy_tensors);
 
   // Add the kernels of a launch's part to `slot`. INVALID_ARGUMENT for what leaves the pool or the
   // table, RESOURCE_EXHAUSTED beyond the limits.
   absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
   absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
+  // None for no tensors.
+  absl::Status AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves);
 
  private:
   // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
@@ -35,7 +39,7 @@ class PageWork final {
 
   const BackendLimits limits_;
   const DevicePtr pool_, table_;
-  const Function move_;
+  const Function move_, copy_tensors_;
   // Scratch, capacity from the limits.
   std::vector<MoveRange> moves_;
   std::vector<size_t> run_ends_;

@@ -69,6 +69,7 @@ TEST_F(HipBackendTest, TheSelfTestNoticesAnyKernel) {
     options.images.push_back(Image("sm_90", kImage90));
     options.vendor = arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
     std::vector<std::string> kernels = common;
+    if (arch == &kSm90Traits) kernels.emplace_back(kCopyTensorsKernel);
     if (arch->project_row_wide_shared_bytes > 0) {
       kernels.emplace_back(kProjectRowWideKernel);
       kernels.emplace_back(kProjectRowDeepKernel);

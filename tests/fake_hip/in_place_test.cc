@@ -1,4 +1,5 @@
-// Small tensors in pinned memory that kernels use where they lie, and launches on one stream.
+// Small tensors in pinned memory that kernels use where they lie or copy, metadata that stays on
+// the device, and launches on one stream.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -64,7 +65,7 @@ class RowLaunch {
     layout_.ExpectOutputs(output_bytes_);
     const auto kv = layout_.InputReadOnce(row, kRowBytes);
     if (!kv.ok()) return kv.status();
-    record_ = {*kv, DType::kBf16, 576, 0, 0, 1152, 64, position, 1, 576};
+    record_ = {*kv, DType::kBf16, 576, 0, layer_offset_, 1152, 64, position, 1, 576};
     if (differs != nullptr) {
       const auto out = layout_.Output(differs, sizeof(*differs));
       if (!out.ok()) return out.status();
@@ -78,6 +79,7 @@ class RowLaunch {
     return backend.Submit(slot, launch_);
   }
   void set_output_bytes(int64_t bytes) { output_bytes_ = bytes; }
+  void set_layer_offset(int64_t bytes) { layer_offset_ = bytes; }
   bool in_place() const {
     return layout_.inputs()[0].in_place() &&
            (layout_.outputs().empty() || layout_.outputs()[0].in_place());
@@ -86,6 +88,7 @@ class RowLaunch {
  private:
   uint32_t page_ = 0;
   int64_t output_bytes_ = sizeof(int32_t);
+  int64_t layer_offset_ = 0;
   const TableRange table_{0, 1};
   AppendRecord record_{};
   LaunchLayout layout_;
@@ -113,7 +116,7 @@ TEST_F(InPlaceTest, KernelsReadAndWritePinnedMemory) {
   EXPECT_EQ(*differs, 0);  // until the launch has run
   ASSERT_TRUE(backend_->Wait(0).ok());
   EXPECT_EQ(*differs, 1);
-  EXPECT_EQ(control_->copies_in - in, 3);
+  EXPECT_EQ(control_->copies_in - in, 2);  // the last launch had the metadata of the one before
   EXPECT_EQ(control_->copies_out - out, 0);
   EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
 }
@@ -203,6 +206,75 @@ TEST_F(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
     ASSERT_TRUE(backend_->Wait(1).ok());
   }
   EXPECT_TRUE(backend_->Healthy().ok());
+}
+
+TEST_F(InPlaceTest, MetadataOfEqualLaunchesTravelsOnce) {
+  const auto copies_of = [&](int32_t position) {
+    const int64_t before = control_->copies_in;
+    RowLaunch launch;
+    EXPECT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), position).ok());
+    EXPECT_TRUE(backend_->Wait(0).ok());
+    return control_->copies_in - before;
+  };
+  EXPECT_EQ(copies_of(1), 1);
+  EXPECT_EQ(copies_of(1), 0);
+  EXPECT_EQ(copies_of(0), 1);
+  EXPECT_EQ(copies_of(0), 0);
+  EXPECT_EQ(ReadRows(*backend_, 2), std::vector<Bf16>(2 * kRowElements, 0x3f80));
+}
+
+TEST_F(InPlaceTest, LayersOfAStepHaveTheSameMetadata) {
+  constexpr int64_t kLayerBytes = 64 * kRowBytes;
+  const int64_t before = control_->copies_in;
+  for (const int layer : {0, 1, 2}) {
+    RowLaunch launch;
+    launch.set_layer_offset(layer * kLayerBytes);
+    ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, static_cast<Bf16>(0x3f80 + layer)), 0).ok());
+    ASSERT_TRUE(backend_->Wait(0).ok());
+  }
+  EXPECT_EQ(control_->copies_in - before, 1);
+  for (const int layer : {0, 1, 2}) {
+    AppendRecord stored = Append(nullptr, 1);
+    stored.layer_offset = layer * kLayerBytes;
+    const uint32_t page = 0;
+    std::vector<Bf16> row(kRowElements);
+    ASSERT_TRUE(kernels::ReadRows(*backend_, 0, {&page, 1}, stored, row.data()).ok());
+    EXPECT_EQ(row, std::vector<Bf16>(kRowElements, static_cast<Bf16>(0x3f80 + layer))) << layer;
+  }
+}
+
+TEST_F(InPlaceTest, AFailedUploadIsMadeAgain) {
+  RowLaunch first, second;
+  control_->FailOnce("hipMemcpyHtoDAsync");
+  EXPECT_FALSE(first.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  const int64_t before = control_->copies_in;
+  ASSERT_TRUE(second.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_EQ(control_->copies_in - before, 1);
+  EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
+}
+
+TEST_F(InPlaceTest, AKernelCopiesSmallTensorsOfALaunchThatRunsAlone) {
+  std::vector<Bf16> loose(kRowElements, 0x4000);
+  for (const bool alone : {true, false}) {
+    int32_t differs = 7;
+    RowLaunch other, store, compare;
+    ASSERT_TRUE(store.Submit(*backend_, 0, loose.data(), 0).ok());
+    ASSERT_TRUE(backend_->Wait(0).ok());
+    if (!alone) {
+      ASSERT_TRUE(other.Submit(*backend_, 1, Row(0, 0x3f80), 1).ok());
+    }
+    const int64_t in = control_->copies_in, out = control_->copies_out;
+    ASSERT_TRUE(compare.Submit(*backend_, 0, loose.data(), 0, &differs).ok());
+    ASSERT_TRUE(backend_->Wait(0).ok());
+    if (!alone) {
+      ASSERT_TRUE(backend_->Wait(1).ok());
+    }
+    EXPECT_EQ(differs, 0);
+    // The metadata; and tensors where other launches have kernels that their copies run beside.
+    EXPECT_EQ(control_->copies_in - in, alone ? 1 : 2);
+    EXPECT_EQ(control_->copies_out - out, alone ? 0 : 1);
+  }
 }
 
 // Devices whose kernels were never seen to reach host memory.

@@ -22,6 +22,7 @@ using kernels::WorkInfo;
 
 // Names of the kernels, as the module loader looks them up.
 inline constexpr char kMoveKernel[] = "mla_move";
+inline constexpr char kCopyTensorsKernel[] = "mla_copy_tensors";
 inline constexpr char kAppendKernel[] = "mla_append_kv";
 inline constexpr char kCombineKernel[] = "mla_combine";
 inline constexpr char kProjectKernel[] = "mla_project";
@@ -100,6 +101,23 @@ struct MoveArgs {
   int32_t blocks;  // of the grid
 };
 
+// Small tensors on their way between host and device memory. Grid: a block for every
+// kCopyBlockBytes of each; its threads load once each, so that all loads are on their way at once.
+inline constexpr int32_t kCopyBlockBytes = 4 * 1024;
+inline constexpr int32_t kTensorCopies = 8;
+struct TensorCopy {
+  uint8_t* to;
+  const uint8_t* from;
+  int64_t bytes;
+  constexpr int32_t blocks() const {
+    return static_cast<int32_t>((bytes + kCopyBlockBytes - 1) / kCopyBlockBytes);
+  }
+};
+struct CopyTensorsArgs {
+  TensorCopy copies[kTensorCopies];
+  int32_t count;
+};
+
 // Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.
 struct AppendArgs {
   const AppendRecord* records;
@@ -143,6 +161,7 @@ struct ProjectArgs {
 
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);
+static_assert(std::is_trivially_copyable_v<CopyTensorsArgs>);
 static_assert(std::is_trivially_copyable_v<ProjectArgs>);
 
 }  // namespace mla::kernels::hip

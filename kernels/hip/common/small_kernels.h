@@ -41,6 +41,32 @@ MLA_DEVICE void move_words(uint8_t* to, const uint8_t* from, int bytes) {
   }
 }
 
+// One block. `from` null: zeros.
+MLA_DEVICE void move_bytes(uint8_t* to, const uint8_t* from, int bytes) {
+  const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
+                    static_cast<uintptr_t>(bytes);
+  if (bits % 16 == 0) {
+    move_words<4>(to, from, bytes);
+  } else if (bits % 4 == 0) {
+    move_words<1>(to, from, bytes);
+  } else {
+    for (int at = thread_index(); at < bytes; at += kSmallThreads) {
+      *as_global<uint8_t>(to + at) = from == nullptr ? 0 : *as_global<const uint8_t>(from + at);
+    }
+  }
+}
+
+MLA_DEVICE void copy_tensors(const CopyTensorsArgs& args) {
+  int block = block_index();
+  int i = 0;
+  while (block >= args.copies[i].blocks()) block -= args.copies[i++].blocks();
+  const TensorCopy& c = args.copies[i];
+  const int64_t begin = static_cast<int64_t>(block) * kCopyBlockBytes;
+  const int64_t left = c.bytes - begin;
+  move_bytes(c.to + begin, c.from + begin,
+             left < kCopyBlockBytes ? static_cast<int>(left) : kCopyBlockBytes);
+}
+
 MLA_DEVICE void move_ranges(const MoveArgs& args) {
   let_next_kernel_start();
   const int chunks = args.first_chunk[args.count];
@@ -50,19 +76,7 @@ MLA_DEVICE void move_ranges(const MoveArgs& args) {
     const int64_t begin = static_cast<int64_t>(chunk - args.first_chunk[index]) * kMoveChunkBytes;
     const int64_t left = r.bytes - begin;
     const int bytes = left < kMoveChunkBytes ? static_cast<int>(left) : kMoveChunkBytes;
-    uint8_t* const to = r.to + begin;
-    const uint8_t* const from = r.from == nullptr ? nullptr : r.from + begin;
-    const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
-                      static_cast<uintptr_t>(bytes);
-    if (bits % 16 == 0) {
-      move_words<4>(to, from, bytes);
-    } else if (bits % 4 == 0) {
-      move_words<1>(to, from, bytes);
-    } else {
-      for (int at = thread_index(); at < bytes; at += kSmallThreads) {
-        *as_global<uint8_t>(to + at) = from == nullptr ? 0 : *as_global<const uint8_t>(from + at);
-      }
-    }
+    move_bytes(r.to + begin, r.from == nullptr ? nullptr : r.from + begin, bytes);
   }
 }
 

@@ -140,6 +140,17 @@ absl::StatusOr<StagedRegion> StagedRegion::Create(GpuRuntime* runtime, const cha
   return region;
 }
 
+void StagedRegion::Clear() {
+  if (changed_) known_ = 0;  // it was written and not uploaded
+  used_ = 0;
+  changed_ = false;
+}
+
+void StagedRegion::NoteUpload() {
+  known_ = std::max(known_, used_);
+  changed_ = false;
+}
+
 absl::StatusOr<int64_t> StagedRegion::Take(int64_t bytes) {
   const int64_t at = AlignRegion(used_);
   if (bytes < 0 || at + bytes > host_.size()) {
@@ -151,7 +162,11 @@ absl::StatusOr<int64_t> StagedRegion::Take(int64_t bytes) {
 }
 
 void StagedRegion::Write(int64_t offset, const void* from, size_t bytes) {
-  if (bytes > 0) std::memcpy(host(offset), from, bytes);
+  if (bytes == 0) return;
+  const bool known = offset + static_cast<int64_t>(bytes) <= known_;
+  if (known && std::memcmp(host(offset), from, bytes) == 0) return;
+  std::memcpy(host(offset), from, bytes);
+  changed_ = true;
 }
 
 }  // namespace mla::kernels::hip

@@ -103,14 +103,22 @@ class PinnedBuffer final : public HostBuffer {
 };
 
 // A region of host and device memory of equal size that is filled from the start during a launch
-// and goes to the device in one copy.
+// and goes to the device in one copy, or in none: what is written where the device already holds
+// the same bytes changes nothing, so a launch like the one before it has nothing to upload.
 class StagedRegion {
  public:
   static absl::StatusOr<StagedRegion> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
 
   int64_t bytes() const { return host_.size(); }
-  void Clear() { used_ = 0; }
+  // Starts again at the front.
+  void Clear();
   int64_t used() const { return used_; }
+  // Whether the device lacks something of what was written since Clear.
+  bool changed() const { return changed_; }
+  // An upload of used() bytes has been enqueued, before whatever reads them.
+  void NoteUpload();
+  // What the device holds is not known any more.
+  void Forget() { known_ = 0; }
   // Offset of `bytes` more, aligned to kRegionAlignment. RESOURCE_EXHAUSTED names the region.
   absl::StatusOr<int64_t> Take(int64_t bytes);
   std::byte* host(int64_t offset) const { return host_.data() + offset; }
@@ -120,11 +128,8 @@ class StagedRegion {
     return static_cast<int64_t>(reinterpret_cast<DevicePtr>(device) - device_.at());
   }
 
-  // Where what Put has placed lies on the host, until the region is uploaded.
-  template <class T>
-  T* HostOf(const T* device) const {
-    return reinterpret_cast<T*>(host(OffsetOf(reinterpret_cast<const std::byte*>(device))));
-  }
+  // Writes within what Take has given.
+  void Write(int64_t offset, const void* from, size_t bytes);
 
   // Copies `values` in and returns their device address.
   template <class T>
@@ -134,13 +139,30 @@ class StagedRegion {
     Write(*at, values.data(), values.size_bytes());
     return reinterpret_cast<const T*>(device(*at));
   }
+  // The same with each value as `stored` gives it.
+  template <class T, class Stored>
+  absl::StatusOr<const T*> PutEach(std::span<const T> values, Stored&& stored) {
+    absl::StatusOr<int64_t> at = Take(static_cast<int64_t>(values.size_bytes()));
+    if (!at.ok()) return at.status();
+    int64_t offset = *at;
+    for (const T& value : values) {
+      T made = stored(value);
+#if __has_builtin(__builtin_clear_padding)
+      __builtin_clear_padding(&made);  // so that equal records have equal bytes
+#endif
+      Write(offset, &made, sizeof(T));
+      offset += static_cast<int64_t>(sizeof(T));
+    }
+    return reinterpret_cast<const T*>(device(*at));
+  }
 
  private:
-  void Write(int64_t offset, const void* from, size_t bytes);
   std::string what_;
   PinnedBuffer host_;
   DeviceBuffer device_;
   int64_t used_ = 0;
+  int64_t known_ = 0;  // bytes in front that are alike on both sides, but for what changed
+  bool changed_ = false;
 };
 
 }  // namespace mla::kernels::hip

@@ -10,21 +10,48 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(300);
 constexpr auto kNap = std::chrono::microseconds(20);
-// Inputs that take as long on the bus as the next launch takes to come.
-constexpr int64_t kLargeInputs = 2 << 20;
 
 absl::Status NotPinned(const char* what) {
   return absl::InternalError(
       absl::StrCat("launch: an ", what, " in place is neither pinned nor shared"));
 }
 
-int64_t BytesOf(std::span<const HostInput> inputs) {
+// Of the tensors that are not used in place.
+template <class Tensor>
+int64_t BytesOf(std::span<const Tensor> tensors) {
   int64_t bytes = 0;
-  for (const HostInput& in : inputs) {
-    if (!in.in_place()) bytes += in.rows * in.row_bytes;
+  for (const Tensor& t : tensors) {
+    if (!t.in_place()) bytes += t.rows * t.row_bytes;
   }
   return bytes;
 }
+
+// Pieces of memory that they are in.
+template <class Tensor>
+bool InFewPieces(std::span<const Tensor> tensors, size_t most) {
+  int64_t pieces = 0;
+  for (const Tensor& t : tensors) {
+    if (!t.in_place()) pieces += t.pitch == t.row_bytes ? 1 : t.rows;
+  }
+  return pieces <= static_cast<int64_t>(most);
+}
+
+// Adds the pieces of rows that lie `to_pitch` and `from_pitch` bytes apart.
+template <class Moves>
+void AddPieces(Moves& moves, DevicePtr to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
+               int64_t row_bytes, int64_t rows) {
+  if (row_bytes == 0 || rows == 0) return;
+  if (rows == 1 || (to_pitch == row_bytes && from_pitch == row_bytes)) {
+    moves.push_back({to, from, rows * row_bytes});
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    moves.push_back({to + static_cast<uint64_t>(row * to_pitch),
+                     from + static_cast<uint64_t>(row * from_pitch), row_bytes});
+  }
+}
+
+DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
 
 absl::Status Full(const char* what, size_t limit) {
   return absl::ResourceExhaustedError(absl::StrCat("launch ", what, ": limit ", limit));
@@ -58,6 +85,8 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   slot->direct_in_.reserve(kMaxTransfers);
   slot->direct_out_.reserve(kMaxTransfers);
   slot->reached_.reserve(kMaxTransfers);
+  slot->input_moves_.reserve(kMoves);
+  slot->output_moves_.reserve(kMoves);
   return slot;
 }
 
@@ -74,11 +103,52 @@ SlotMemory LaunchSlot::Memory() const {
           region(workspace_.at(), workspace_.bytes())};
 }
 
-void LaunchSlot::Begin(std::span<const HostInput> inputs, bool alone) {
-  input_stream_ = alone && BytesOf(inputs) < kLargeInputs ? streams_.compute : streams_.in;
+void LaunchSlot::Begin(const Launch& launch, bool alone) {
+  const int64_t bytes = BytesOf(launch.inputs);
+  input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
   metadata_.Clear();
   kernels_.clear();
+  timed_begin_ = timed_end_ = 0;
+  input_moves_.clear();
+  output_moves_.clear();
+  if (!alone || !runtime_->kernels_reach_host()) return;
+  if (bytes <= kMovedBytes && InFewPieces(launch.inputs, kMoves)) FindInputMoves(launch.inputs);
+  if (BytesOf(launch.outputs) <= kMovedBytes && InFewPieces(launch.outputs, kMoves)) {
+    FindOutputMoves(launch.outputs);
+  }
 }
+
+// Bytes of host memory that is not pinned pass through the staged region, rows as far apart as on
+// the device.
+void LaunchSlot::FindInputMoves(std::span<const HostInput> inputs) {
+  for (const HostInput& in : inputs) {
+    if (in.in_place()) continue;
+    if (in.shared || Reaches(in.host, in.rows * in.row_bytes)) {
+      AddPieces(input_moves_, AddressOf(in.device), in.pitch, AddressOf(in.host), in.row_bytes,
+                in.row_bytes, in.rows);
+      continue;
+    }
+    const int64_t offset = input_.OffsetOf(in.device);
+    for (int64_t row = 0; row < in.rows; ++row) {
+      std::memcpy(input_.host(offset + row * in.pitch), in.host + row * in.row_bytes,
+                  static_cast<size_t>(in.row_bytes));
+    }
+    AddPieces(input_moves_, AddressOf(in.device), in.pitch, AddressOf(input_.host(offset)),
+              in.pitch, in.row_bytes, in.rows);
+  }
+}
+
+void LaunchSlot::FindOutputMoves(std::span<const HostOutput> outputs) {
+  for (const HostOutput& out : outputs) {
+    if (out.in_place()) continue;
+    const bool direct = out.shared || Reaches(out.host, out.rows * out.row_bytes);
+    const void* const to = direct ? out.host : output_.host(output_.OffsetOf(out.device));
+    AddPieces(output_moves_, AddressOf(to), direct ? out.row_bytes : out.pitch,
+              AddressOf(out.device), out.pitch, out.row_bytes, out.rows);
+  }
+}
+
+void LaunchSlot::Abandon() { EndCopies(); }
 
 bool LaunchSlot::Reaches(const void* host, int64_t bytes) {
   const PinnedRanges::Id piece = pinned_->Find(host, bytes);
@@ -143,11 +213,13 @@ absl::Status LaunchSlot::CopyOutput(const HostOutput& out, Stream stream) {
 
 absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   const Stream stream = input_stream_;
-  if (metadata_.used() > 0) {
+  if (metadata_.changed()) {
     absl::Status s =
         runtime_->CopyIn(metadata_.device(0), metadata_.host(0), metadata_.used(), stream);
     if (!s.ok()) return s;
+    metadata_.NoteUpload();
   }
+  if (!input_moves_.empty()) return absl::OkStatus();
   direct_in_.clear();
   int64_t staged_end = 0;
   for (const HostInput& in : inputs) {
@@ -198,9 +270,8 @@ absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, Devic
   return absl::OkStatus();
 }
 
-absl::Status LaunchSlot::EnqueueKernels() {
-  if (absl::Status s = runtime_->Record(started_, streams_.compute); !s.ok()) return s;
-  for (const Kernel& kernel : kernels_) {
+absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
+  for (const Kernel& kernel : std::span(kernels_).subspan(begin, end - begin)) {
     absl::Status s =
         runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
     if (!s.ok()) return s;
@@ -217,6 +288,14 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
     return absl::OkStatus();
   }
   end_ = done_;
+  if (!output_moves_.empty()) {
+    for (const HostOutput& out : outputs) {
+      direct_out_.push_back(out.in_place() || out.shared ||
+                            Reaches(out.host, out.rows * out.row_bytes));
+    }
+    absl::Status s = EnqueueKernels(timed_end_, kernels_.size());
+    return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
+  }
   if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
   int64_t staged_end = 0;
   for (const HostOutput& out : outputs) {
@@ -243,7 +322,9 @@ absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   absl::Status s = HoldInPlace(launch);
   if (s.ok()) s = EnqueueInputs(launch.inputs);
   if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
-  if (s.ok()) s = EnqueueKernels();
+  if (s.ok()) s = EnqueueKernels(0, timed_begin_);
+  if (s.ok()) s = runtime_->Record(started_, streams_.compute);
+  if (s.ok()) s = EnqueueKernels(timed_begin_, timed_end_);
   if (s.ok()) s = EnqueueReads(launch.page_reads, pool);
   if (s.ok()) s = runtime_->Record(computed_, streams_.compute);
   if (s.ok()) s = EnqueueOutputs(launch.outputs);
@@ -263,6 +344,7 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
     (void)runtime_->Synchronize(stream);
   }
+  metadata_.Forget();
   EndCopies();
   return s;
 }

@@ -6,9 +6,11 @@
 //   copy-out stream                                              wait, outputs --> done
 //
 // Streams of their own let copies overlap the kernels of other launches; changing from one to the
-// other takes the device some microseconds. Where no other launch runs, inputs that are not large
-// travel on the compute stream. Where no output is copied, because kernels write all of them to the
-// host's memory, `computed` is the launch's end.
+// other takes the device some microseconds, as changing between copies and kernels on one stream
+// does. Where no other launch runs, inputs that are not large travel on the compute stream, and
+// tensors that are small travel by a kernel (Moves) if kernels reach the host's memory. Metadata
+// that is what the slot's launch before had stays where it is. Where no output is copied, because
+// kernels write all of them to the host's memory, `computed` is the launch's end.
 #ifndef MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 
@@ -58,9 +60,29 @@ class LaunchSlot {
   SlotMemory Memory() const;
   bool running() const { return running_; }
 
-  // Empties metadata and kernels, which are those of the next Submit, of a launch with `inputs`.
-  // `alone`: no other launch runs. REQUIRES: the slot does not run.
-  void Begin(std::span<const HostInput> inputs, bool alone);
+  // A copy that a kernel makes: of `bytes` bytes, between device memory and memory of either kind
+  // that kernels reach.
+  struct Move {
+    DevicePtr to, from;
+    int64_t bytes;
+  };
+  // Most bytes of a launch's inputs, or of its outputs, that travel by a kernel, and most pieces.
+  // More take as long on the bus as the next launch takes to come.
+  static constexpr int64_t kMovedBytes = 2 << 20;
+  static constexpr size_t kMoves = 8;
+
+  // Empties metadata and kernels, which are those of the next Submit, of `launch`. `alone`: no
+  // other launch runs. Submit or Abandon follows. REQUIRES: the slot does not run.
+  void Begin(const Launch& launch, bool alone);
+  void Abandon();
+  // What kernels of this launch have to copy, before its first one and behind its last; valid until
+  // the next Begin. Empty: copies do.
+  std::span<const Move> input_moves() const { return input_moves_; }
+  std::span<const Move> output_moves() const { return output_moves_; }
+  // Kernels added from here on, or up to here, are what Wait's time is of; those before and behind
+  // copy.
+  void BeginTimed() { timed_begin_ = kernels_.size(); }
+  void EndTimed() { timed_end_ = kernels_.size(); }
   // What the inputs of that launch travel on; its kernels wait for it.
   Stream input_stream() const { return input_stream_; }
   StagedRegion& metadata() { return metadata_; }
@@ -82,7 +104,7 @@ class LaunchSlot {
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
 
  private:
-  static constexpr size_t kArgBytes = 128;
+  static constexpr size_t kArgBytes = 256;
   struct Kernel {
     Function function = nullptr;
     LaunchShape shape;
@@ -91,6 +113,8 @@ class LaunchSlot {
 
   LaunchSlot(GpuRuntime* runtime, const Streams& streams, std::shared_ptr<PinnedRanges> pinned)
       : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
+  void FindInputMoves(std::span<const HostInput> inputs);
+  void FindOutputMoves(std::span<const HostOutput> outputs);
   // Whether the device's copies reach these bytes by themselves; they may until EndCopies.
   bool Reaches(const void* host, int64_t bytes);
   void EndCopies();
@@ -104,7 +128,7 @@ class LaunchSlot {
   absl::Status HoldInPlace(const Launch& launch);
   // On the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
-  absl::Status EnqueueKernels();
+  absl::Status EnqueueKernels(size_t begin, size_t end);
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
   absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
 
@@ -117,6 +141,8 @@ class LaunchSlot {
   StagedRegion metadata_, input_, output_;
   DeviceBuffer workspace_;
   std::vector<Kernel> kernels_;
+  size_t timed_begin_ = 0, timed_end_ = 0;
+  std::vector<Move> input_moves_, output_moves_;
   std::span<const HostOutput> outputs_;       // of the launch that runs
   std::vector<bool> direct_in_, direct_out_;  // by position in its inputs and outputs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/common/kernel_args.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 #include "tests/fake_hip/runtime/fake_image.h"
 #include "tests/fake_hip/runtime/flaws.h"
@@ -374,6 +375,13 @@ int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned gr
   State().control.expanded_launches += function->name == mla::kernels::hip::kExpandedKernel;
   const auto* bytes = static_cast<const std::byte*>(parameters[0]);
   std::vector<std::byte> args(bytes, bytes + function->kernel->argument_bytes);
+  if (function->name == mla::kernels::hip::kCopyTensorsKernel) {
+    const auto* const copied =
+        reinterpret_cast<const mla::kernels::hip::CopyTensorsArgs*>(args.data());
+    for (int32_t i = 0; i < copied->count; ++i) {
+      State().control.bytes_by_kernel += copied->copies[i].bytes;
+    }
+  }
   const fake::Control& control = State().control;
   const char* const named = control.wrong_kernel;
   if (control.wrong_results && (named == nullptr || function->name == named)) return 0;
