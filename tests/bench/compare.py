@@ -55,6 +55,7 @@ class Metric:
 
 METRICS = {
     "us": Metric(Better.LESS, True),
+    "launch_us": Metric(Better.LESS, False),
     "p50_us": Metric(Better.LESS, True),
     "p99_us": Metric(Better.LESS, False),
     "token_ms": Metric(Better.LESS, True),

@@ -1,6 +1,7 @@
 // Times absorbed decode on this machine's GPU through the backend: GPU time of attention and
 // combine by events, the L2 overwritten before each launch, median. Planning and copies are outside
-// the time, as in the published tables of the peers.
+// the time, as in the published tables of the peers. Beside it the launch as a whole, which comes
+// to an idle device: from the call that submits it until its outputs are in host memory.
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
@@ -10,8 +11,10 @@
 // --compute fp8: products over 8-bit rows are of 8 bits too, where there is a kernel for that.
 // --sparse: each query row has an index list of so many random positions, ascending, or of all.
 //
-// A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS.
+// A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS, microseconds
+// of the launch as a whole (median).
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <iterator>
 #include <memory>
@@ -88,7 +91,13 @@ class Bench {
  private:
   absl::Status FillPool(int64_t bytes);
   void MakeLists(const Shape& shape);
-  absl::Status Launch(const Shape& shape, const kernels::PlanView& plan, int64_t* ns);
+  // Nanoseconds of the kernels, and of the launch as a whole if the device is `idle` before it.
+  struct Nanos {
+    int64_t kernels = 0, launch = 0;
+  };
+  absl::Status Launch(const Shape& shape, const kernels::PlanView& plan, bool idle, Nanos* ns);
+  absl::Status Repeat(const Shape& shape, const kernels::PlanView& plan, bool idle,
+                      std::vector<int64_t>* times);
 
   int64_t row_bytes() const { return row_.row_bytes; }
   int64_t page_bytes() const { return kPage * row_bytes(); }
@@ -199,7 +208,8 @@ absl::Status Bench::FillPool(int64_t bytes) {
   return runtime.Synchronize(backend_->compute_stream());
 }
 
-absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, int64_t* ns) {
+absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, bool idle,
+                           Nanos* ns) {
   const int64_t packed = int64_t{shape.batch} * shape.heads * flags_.query_rows;
   layout_.Clear();
   auto q = layout_.Input(q_->bytes().data(), packed * kQueryBytes);
@@ -256,11 +266,27 @@ absl::Status Bench::Launch(const Shape& shape, const kernels::PlanView& plan, in
   // Overwrites the L2 and keeps the device busy while the host enqueues.
   absl::Status s =
       backend_->runtime().Fill(flush_.at(), 0, kFlushBytes, backend_->compute_stream());
+  if (s.ok() && idle) s = backend_->runtime().Synchronize(backend_->compute_stream());
   if (!s.ok()) return s;
+  const auto before = std::chrono::steady_clock::now();
   if (s = backend_->Submit(0, launch); !s.ok()) return s;
   auto time = backend_->Wait(0);
-  if (time.ok()) *ns = *time;
-  return time.status();
+  if (!time.ok()) return time.status();
+  ns->kernels = *time;
+  ns->launch = std::chrono::nanoseconds(std::chrono::steady_clock::now() - before).count();
+  return absl::OkStatus();
+}
+
+// Times of launches, in ascending order.
+absl::Status Bench::Repeat(const Shape& shape, const kernels::PlanView& plan, bool idle,
+                           std::vector<int64_t>* times) {
+  for (int32_t i = -3; i < flags_.iterations; ++i) {  // the first three warm up
+    Nanos ns;
+    if (absl::Status s = Launch(shape, plan, idle, &ns); !s.ok()) return s;
+    if (i >= 0) times->push_back(idle ? ns.launch : ns.kernels);
+  }
+  std::sort(times->begin(), times->end());
+  return absl::OkStatus();
 }
 
 absl::Status Bench::Time(const Shape& shape) {
@@ -289,38 +315,32 @@ absl::Status Bench::Time(const Shape& shape) {
   if (flags_.top_k > 0) MakeLists(shape);
   auto plan = planner_.Build(requests, backend_->Traits(desc), *buffers_);
   if (!plan.ok()) return plan.status();
-  int64_t warm_up = 0;
-  for (int i = 0; i < 3; ++i) {
-    if (s = Launch(shape, *plan, &warm_up); !s.ok()) return s;
-  }
-  std::vector<int64_t> times;
-  for (int32_t i = -3; i < flags_.iterations; ++i) {  // the first three warm up
-    int64_t ns = 0;
-    if (s = Launch(shape, *plan, &ns); !s.ok()) return s;
-    if (i >= 0) times.push_back(ns);
-  }
-  std::sort(times.begin(), times.end());
+  std::vector<int64_t> times, launches;
+  s = Repeat(shape, *plan, false, &times);
+  if (s.ok()) s = Repeat(shape, *plan, true, &launches);
+  if (!s.ok()) return s;
+  const double launch_us = static_cast<double>(launches[launches.size() / 2]) / 1e3;
   const double us = static_cast<double>(times[times.size() / 2]) / 1e3;
   // A KV row meets the heads of all query rows, or of the one whose list names it.
   const int32_t meets = flags_.top_k > 0 ? 1 : flags_.query_rows;
   const double flop = 2.0 * static_cast<double>(shape.rows) * shape.heads * meets * (576 + 512);
   std::printf(
-      "%s%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, %zu items, "
-      "%zu merged tiles\n",
+      "%s%s%sh=%d b=%d ctx=%d%s q=%d: %.1f us (least %.1f) %.2f TB/s %.0f TFLOPS, launch %.1f us, "
+      "%zu items, %zu merged tiles\n",
       format_ == kernels::KvFormat::kBf16 ? "" : (flags_.kv + " ").c_str(),
       flags_.compute == "fp8" ? "products " : "",
       flags_.top_k > 0 ? (flags_.sparse + " ").c_str() : "", shape.heads, shape.batch,
       shape.context, flags_.ragged ? " ragged" : "", flags_.query_rows, us,
       static_cast<double>(times[0]) / 1e3, static_cast<double>(shape.rows * row_bytes()) / us / 1e6,
-      flop / us / 1e6, plan->work_info.size(), plan->reduce_final_map.size());
+      flop / us / 1e6, launch_us, plan->work_info.size(), plan->reduce_final_map.size());
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
       R"({"bench": "gpu_decode", "kv": "%s", "compute": "%s", "heads": %d, "batch": %d, )"
       R"("context": %d, "ragged": %s, "query_rows": %d, "us": %.1f, "least_us": %.1f, )"
-      R"("tflops": %.0f})",
+      R"("tflops": %.0f, "launch_us": %.1f})",
       flags_.kv, flags_.compute, shape.heads, shape.batch, shape.context,
       flags_.ragged ? "true" : "false", flags_.query_rows, us, static_cast<double>(times[0]) / 1e3,
-      flop / us / 1e6));
+      flop / us / 1e6, launch_us));
   return absl::OkStatus();
 }
 

@@ -1,0 +1,450 @@
+// Times steps of a worker beside a server, as two processes of one host: what a layer costs with
+// tensors in the server's GPU memory, or in host memory.
+//
+//   gpu_step --target unix:/run/mla/mla.sock [--memory device|host|both] [--profile absorbed|
+//            expanded|both] [--batch 1,32] [--layers 61] [--heads 128] [--context 2048]
+//            [--steps 20] [--spin-us 100000] [--device 0] [--json FILE]
+//
+// device: before each attend a kernel of the worker writes every byte of q and kv and reads every
+// byte of the last o. The time is that between two events of the worker's stream around the step,
+// over the layers; beside it the time of those kernels alone. host: the time from the entry in the
+// ring to its reply. Results are the medians of the steps, or of their attends.
+//
+// Before it times, the program runs a step with either memory and compares the outputs of the last
+// layer bit by bit. NVIDIA alone; another GPU of the host may be the worker's (--device).
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/cpp/client.h"
+#include "client/cpp/session.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
+#include "tests/bench/gpu/gpu_programs.h"
+#include "tests/bench/gpu/touch_kernel.h"
+
+namespace mla::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using kernels::hip::DevicePtr;
+using kernels::hip::GpuRuntime;
+
+constexpr uint64_t kLora = 512, kRope = 64, kNope = 128, kValue = 128;
+constexpr uint64_t kAlignment = 64;
+constexpr uint32_t kFillRows = 1024;  // of a step that fills the context
+constexpr uint32_t kLeaseMs = 60000;
+constexpr int kWarmUps = 3;
+constexpr char kModel[] = "gpu_step";
+
+uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+double Micros(Clock::duration time) {
+  return std::chrono::duration<double, std::micro>(time).count();
+}
+
+double Median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+struct Flags {
+  std::string target, memory = "both", profile = "both", json;
+  std::vector<int32_t> batch{1, 32};
+  int32_t layers = 61, heads = 128, context = 2048, steps = 20, spin_us = 100000, device = 0;
+};
+
+struct Point {
+  bool absorbed = true;
+  uint32_t batch = 1;
+  uint64_t kv_bytes = 0, in_bytes = 0, out_bytes = 0;
+};
+
+Point MakePoint(const Flags& flags, bool absorbed, int32_t batch) {
+  const uint64_t rows_heads = uint64_t{static_cast<uint32_t>(batch)} * flags.heads;
+  Point point{absorbed, static_cast<uint32_t>(batch)};
+  point.kv_bytes = AlignUp(point.batch * (kLora + kRope) * 2);
+  point.in_bytes = point.kv_bytes + rows_heads * ((absorbed ? kLora : kNope) + kRope) * 2;
+  point.out_bytes = rows_heads * (absorbed ? kLora : kValue) * 2;
+  return point;
+}
+
+// Small finite values of either sign.
+std::vector<uint16_t> Values(size_t count, uint32_t seed) {
+  std::vector<uint16_t> values(count);
+  for (uint16_t& value : values) {
+    seed = seed * 1664525u + 1013904223u;
+    value = static_cast<uint16_t>(0x3c00u | (seed >> 31) << 15 | (seed >> 16 & 0x1ffu));
+  }
+  return values;
+}
+
+// What one way of passing tensors took.
+struct Times {
+  double layer_us = 0;  // median
+  double least_us = 0;
+  double attend_us = 0;  // from the entry to the reply, median
+  double touch_us = 0;   // of the worker's kernel alone
+  double kernel_us = 0;  // of the server's kernels, by its replies
+  double queue_us = 0;
+};
+
+class Worker {
+ public:
+  explicit Worker(const Flags& flags) : flags_(flags) {}
+  ~Worker();
+
+  absl::Status Open(const std::vector<Point>& points);
+  // The outputs of a step's last layer.
+  absl::StatusOr<std::vector<std::byte>> LastOutputs(const Point& point, bool on_device);
+  absl::StatusOr<Times> Time(const Point& point, bool on_device);
+
+ private:
+  absl::Status OpenGpu();
+  absl::Status RegisterModel(bool weights);
+  absl::Status UploadWeights();
+  absl::Status Fill(client::Sequence* sequence);
+  absl::Status Touch(const Point& point, bool reads);
+  absl::Status RunStep(const Point& point, bool on_device);
+  absl::StatusOr<double> TimeTouches(const Point& point);
+  absl::Status AwaitStream();
+  client::AttendCall Call(const Point& point, bool on_device) const;
+
+  const Flags flags_;
+  std::unique_ptr<GpuRuntime> gpu_;
+  kernels::hip::Stream stream_ = nullptr;
+  kernels::hip::Event begin_ = nullptr, end_ = nullptr;
+  kernels::hip::Function touch_ = nullptr;
+  DevicePtr sink_ = 0;
+  std::unique_ptr<client::Client> client_;
+  std::unique_ptr<client::Session> session_;
+  std::vector<client::Sequence> sequences_;
+  std::span<std::byte> device_in_, device_out_, host_in_, host_out_;
+  std::vector<double> attends_, kernels_, queues_;  // of the steps since they were cleared
+};
+
+Worker::~Worker() {
+  session_.reset();
+  sequences_.clear();
+  if (client_ != nullptr) client_->UnregisterModel(kModel).IgnoreError();
+}
+
+absl::Status Worker::OpenGpu() {
+  auto gpu = GpuRuntime::Open(kernels::hip::Vendor::kNvidia, flags_.device, {});
+  if (!gpu.ok()) return gpu.status();
+  gpu_ = *std::move(gpu);
+  const auto code = std::as_bytes(std::span<const char>(kTouchPtx));
+  const auto module = gpu_->Load(code);
+  if (!module.ok()) return module.status();
+  const auto touch = gpu_->Find(*module, kTouchKernel);
+  if (!touch.ok()) return touch.status();
+  touch_ = *touch;
+  const auto stream = gpu_->CreateStream();
+  if (!stream.ok()) return stream.status();
+  stream_ = *stream;
+  for (kernels::hip::Event* event : {&begin_, &end_}) {
+    const auto made = gpu_->CreateEvent();
+    if (!made.ok()) return made.status();
+    *event = *made;
+  }
+  const auto sink = gpu_->Malloc(kAlignment);
+  if (sink.ok()) sink_ = *sink;
+  return sink.status();
+}
+
+absl::Status Worker::RegisterModel(bool weights) {
+  v1::ModelSpec spec;
+  spec.set_model_id(kModel);
+  spec.set_layers(flags_.layers);
+  v1::Geometry& geometry = *spec.mutable_geometry();
+  geometry.set_num_heads(flags_.heads);
+  geometry.set_kv_lora_rank(kLora);
+  geometry.set_rope_dim(kRope);
+  geometry.set_nope_dim(kNope);
+  geometry.set_v_dim(kValue);
+  spec.set_softmax_scale(0.0721687f);
+  spec.set_rope_owner(v1::ROPE_OWNER_WORKER);
+  if (auto registered = client_->RegisterModel(spec); !registered.ok()) return registered.status();
+  return weights ? UploadWeights() : absl::OkStatus();
+}
+
+absl::Status Worker::UploadWeights() {
+  const uint64_t head_bytes = kLora * (kNope + kValue) * 2;
+  const uint64_t most = std::max(head_bytes, client_->info().limits().weight_chunk_bytes());
+  const auto heads = static_cast<uint32_t>(std::min<uint64_t>(most / head_bytes, flags_.heads));
+  const std::vector<uint16_t> values = Values(heads * head_bytes / 2, 1);
+  uint32_t layer = 0, head = 0;
+  const auto next = [&]() -> std::optional<client::WeightsChunk> {
+    if (layer == static_cast<uint32_t>(flags_.layers)) return std::nullopt;
+    client::WeightsChunk chunk{layer, head, std::min(heads, flags_.heads - head), {}};
+    chunk.bytes.assign(reinterpret_cast<const char*>(values.data()), chunk.head_count * head_bytes);
+    head += chunk.head_count;
+    if (head == static_cast<uint32_t>(flags_.heads)) ++layer, head = 0;
+    return chunk;
+  };
+  return client_->UploadWeights(kModel, next).status();
+}
+
+absl::Status Worker::Fill(client::Sequence* sequence) {
+  const auto context = static_cast<uint32_t>(flags_.context);
+  while (sequence->length() < context) {
+    const auto rows = std::min(kFillRows, context - static_cast<uint32_t>(sequence->length()));
+    const uint64_t bytes = uint64_t{rows} * (kLora + kRope) * 2;
+    const std::vector<uint16_t> kv = Values(bytes / 2, static_cast<uint32_t>(sequence->id()));
+    std::memcpy(host_in_.data(), kv.data(), bytes);
+    auto step = session_->Begin(kModel, {{sequence, rows}}, {.lease_ms = kLeaseMs});
+    if (!step.ok()) return step.status();
+    for (int32_t layer = 0; layer < flags_.layers; ++layer) {
+      client::AttendCall call;
+      call.layer = static_cast<uint32_t>(layer);
+      call.row_count = rows;
+      call.num_heads = static_cast<uint32_t>(flags_.heads);
+      call.profile = v1::PROFILE_APPEND_ONLY;
+      call.kv = host_in_.data();
+      if (absl::Status s = (*step)->Attend(call).status(); !s.ok()) return s;
+    }
+    if (absl::Status s = (*step)->End().status(); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Worker::Open(const std::vector<Point>& points) {
+  uint64_t in = uint64_t{kFillRows} * (kLora + kRope) * 2, out = 0;
+  uint32_t batch = 0;
+  bool weights = false;
+  for (const Point& point : points) {
+    in = std::max(in, point.in_bytes);
+    out = std::max(out, point.out_bytes);
+    batch = std::max(batch, point.batch);
+    weights = weights || !point.absorbed;
+  }
+  client::ClientOptions options;
+  options.transport = client::ClientOptions::Transport::kRing;
+  options.shared_bytes = AlignUp(in) + AlignUp(out) + (8u << 20);
+  options.device_bytes = flags_.memory == "host" ? 0 : options.shared_bytes;
+  options.device = flags_.device;
+  options.spin_us = static_cast<uint32_t>(flags_.spin_us);
+  auto client = client::Client::Connect(flags_.target, options);
+  if (!client.ok()) return client.status();
+  client_ = *std::move(client);
+  if (absl::Status s = RegisterModel(weights); !s.ok()) return s;
+  auto session = client_->OpenSession();
+  if (!session.ok()) return session.status();
+  session_ = *std::move(session);
+  host_in_ = session_->Allocate(in);
+  host_out_ = session_->Allocate(out);
+  if (host_in_.empty() || host_out_.empty()) return absl::ResourceExhaustedError("no region");
+  if (flags_.memory != "host") {
+    if (absl::Status s = OpenGpu(); !s.ok()) return s;
+    if (absl::Status s = session_->DeviceStatus(); !s.ok()) return s;
+    if (const std::string warning = session_->DeviceWarning(); !warning.empty()) {
+      std::fprintf(stderr, "warning: %s\n", warning.c_str());
+    }
+    device_in_ = session_->AllocateOnDevice(in);
+    device_out_ = session_->AllocateOnDevice(out);
+    if (device_in_.empty() || device_out_.empty()) {
+      return absl::ResourceExhaustedError("no device memory");
+    }
+  }
+  for (uint32_t i = 0; i < batch; ++i) {
+    auto sequence = client_->OpenSequence(kModel);
+    if (!sequence.ok()) return sequence.status();
+    sequences_.push_back(*std::move(sequence));
+    if (absl::Status s = Fill(&sequences_.back()); !s.ok()) return s;
+  }
+  auto* const words = reinterpret_cast<uint32_t*>(host_in_.data());
+  for (uint64_t w = 0; w < in / 4; ++w) words[w] = TouchedWord(w);
+  return absl::OkStatus();
+}
+
+client::AttendCall Worker::Call(const Point& point, bool on_device) const {
+  const std::span<std::byte> in = on_device ? device_in_ : host_in_;
+  client::AttendCall call;
+  call.row_count = point.batch;
+  call.num_heads = static_cast<uint32_t>(flags_.heads);
+  call.profile = point.absorbed ? v1::PROFILE_ABSORBED : v1::PROFILE_EXPANDED;
+  call.kv = in.data();
+  call.q = in.data() + point.kv_bytes;
+  call.o = (on_device ? device_out_ : host_out_).data();
+  call.stream = stream_;
+  return call;
+}
+
+absl::Status Worker::Touch(const Point& point, bool reads) {
+  TouchArgs args;
+  args.write = reinterpret_cast<DevicePtr>(device_in_.data());
+  args.read = reinterpret_cast<DevicePtr>(device_out_.data());
+  args.sink = sink_;
+  args.write_pieces = static_cast<uint32_t>(point.in_bytes / 16);
+  args.read_pieces = reads ? static_cast<uint32_t>(point.out_bytes / 16) : 0;
+  const uint32_t pieces = std::max(args.write_pieces, args.read_pieces);
+  const uint32_t blocks = (pieces + kTouchThreads - 1) / kTouchThreads;
+  return gpu_->Launch(touch_,
+                      {.grid_x = std::min(blocks, static_cast<uint32_t>(4 * gpu_->units())),
+                       .threads = kTouchThreads},
+                      &args, stream_);
+}
+
+absl::Status Worker::RunStep(const Point& point, bool on_device) {
+  std::vector<client::StepRows> rows;
+  for (uint32_t i = 0; i < point.batch; ++i) rows.push_back({&sequences_[i], 1});
+  auto step = session_->Begin(kModel, rows, {.lease_ms = kLeaseMs});
+  if (!step.ok()) return step.status();
+  client::AttendCall call = Call(point, on_device);
+  absl::Status s;
+  if (on_device) s = gpu_->Record(begin_, stream_);
+  for (int32_t layer = 0; s.ok() && layer < flags_.layers; ++layer) {
+    call.layer = static_cast<uint32_t>(layer);
+    if (on_device) s = Touch(point, layer > 0);
+    if (!s.ok()) return s;
+    const Clock::time_point before = Clock::now();
+    const auto times = (*step)->Attend(call);
+    if (!times.ok()) return times.status();
+    attends_.push_back(Micros(Clock::now() - before));
+    kernels_.push_back(times->kernel_us);
+    queues_.push_back(times->queue_us);
+  }
+  if (on_device) {
+    if (s.ok()) s = Touch(point, true);
+    if (s.ok()) s = gpu_->Record(end_, stream_);
+    if (s.ok()) s = AwaitStream();
+  }
+  if (!s.ok()) return s;
+  // The rows are dropped, so that the context stays as long as it is.
+  return (*step)->End(std::vector<uint32_t>(point.batch, 0)).status();
+}
+
+absl::Status Worker::AwaitStream() { return gpu_->Synchronize(stream_); }
+
+absl::StatusOr<std::vector<std::byte>> Worker::LastOutputs(const Point& point, bool on_device) {
+  std::memset(host_out_.data(), 0, host_out_.size());
+  if (absl::Status s = RunStep(point, on_device); !s.ok()) return s;
+  std::vector<std::byte> outputs(point.out_bytes);
+  if (!on_device) {
+    std::memcpy(outputs.data(), host_out_.data(), outputs.size());
+    return outputs;
+  }
+  absl::Status s = gpu_->CopyOut(outputs.data(), reinterpret_cast<DevicePtr>(device_out_.data()),
+                                 static_cast<int64_t>(outputs.size()), stream_);
+  if (s.ok()) s = AwaitStream();
+  if (!s.ok()) return s;
+  return outputs;
+}
+
+// Of one, as many in a row as there are in a step.
+absl::StatusOr<double> Worker::TimeTouches(const Point& point) {
+  absl::Status s = gpu_->Record(begin_, stream_);
+  for (int32_t i = 0; s.ok() && i <= flags_.layers; ++i) s = Touch(point, true);
+  if (s.ok()) s = gpu_->Record(end_, stream_);
+  if (s.ok()) s = AwaitStream();
+  if (!s.ok()) return s;
+  const auto ns = gpu_->ElapsedNs(begin_, end_);
+  if (!ns.ok()) return ns.status();
+  return static_cast<double>(*ns) / 1e3 / (flags_.layers + 1);
+}
+
+absl::StatusOr<Times> Worker::Time(const Point& point, bool on_device) {
+  Times times;
+  if (on_device) {
+    const auto touch = TimeTouches(point);
+    if (!touch.ok()) return touch.status();
+    times.touch_us = *touch;
+  }
+  std::vector<double> layers;
+  for (int32_t i = -kWarmUps; i < flags_.steps; ++i) {
+    if (i == 0) attends_.clear(), kernels_.clear(), queues_.clear();
+    if (absl::Status s = RunStep(point, on_device); !s.ok()) return s;
+    if (i < 0 || !on_device) continue;
+    const auto ns = gpu_->ElapsedNs(begin_, end_);
+    if (!ns.ok()) return ns.status();
+    layers.push_back(static_cast<double>(*ns) / 1e3 / flags_.layers);
+  }
+  times.attend_us = Median(attends_);
+  times.kernel_us = Median(kernels_);
+  times.queue_us = Median(queues_);
+  const std::vector<double>& measured = on_device ? layers : attends_;
+  times.layer_us = Median(measured);
+  times.least_us = *std::min_element(measured.begin(), measured.end());
+  return times;
+}
+
+absl::Status Compare(Worker& worker, const Point& point, const std::string& name) {
+  const auto host = worker.LastOutputs(point, false);
+  if (!host.ok()) return host.status();
+  const auto device = worker.LastOutputs(point, true);
+  if (!device.ok()) return device.status();
+  size_t differ = 0;
+  for (size_t i = 0; i < host->size(); ++i) differ += (*host)[i] != (*device)[i] ? 1 : 0;
+  const bool zero =
+      std::all_of(host->begin(), host->end(), [](std::byte byte) { return byte == std::byte{0}; });
+  std::printf("%s: outputs with either memory: %zu of %zu bytes differ\n", name.c_str(), differ,
+              host->size());
+  if (differ == 0 && !zero) return absl::OkStatus();
+  return absl::DataLossError(zero ? "the outputs are zeros" : "the outputs differ");
+}
+
+std::string Report(const Flags& flags, const Point& point, bool on_device, const Times& times) {
+  const std::string name = absl::StrFormat("%s %s b=%d", on_device ? "device" : "host",
+                                           point.absorbed ? "absorbed" : "expanded", point.batch);
+  std::printf(
+      "%-22s %7.1f us a layer (least %.1f), attend %.1f, kernels %.0f, queue %.0f, touch %.1f\n",
+      name.c_str(), times.layer_us, times.least_us, times.attend_us, times.kernel_us,
+      times.queue_us, times.touch_us);
+  std::fflush(stdout);
+  return absl::StrFormat(
+      R"({"bench": "gpu_step", "memory": "%s", "profile": "%s", "heads": %d, "batch": %d, )"
+      R"("context": %d, "layers": %d, "us": %.1f, "least_us": %.1f, "attend_us": %.1f, )"
+      R"("kernel_us": %.1f, "touch_us": %.1f})",
+      on_device ? "device" : "host", point.absorbed ? "absorbed" : "expanded", flags.heads,
+      point.batch, flags.context, flags.layers, times.layer_us, times.least_us, times.attend_us,
+      times.kernel_us, times.touch_us);
+}
+
+absl::Status Run(const Flags& flags) {
+  std::vector<Point> points;
+  for (const bool absorbed : {true, false}) {
+    if (flags.profile == (absorbed ? "expanded" : "absorbed")) continue;
+    for (const int32_t batch : flags.batch) points.push_back(MakePoint(flags, absorbed, batch));
+  }
+  Worker worker(flags);
+  if (absl::Status s = worker.Open(points); !s.ok()) return s;
+  std::vector<std::string> rows;
+  for (const Point& point : points) {
+    if (flags.memory == "both") {
+      const std::string name =
+          absl::StrCat(point.absorbed ? "absorbed" : "expanded", " b=", point.batch);
+      if (absl::Status s = Compare(worker, point, name); !s.ok()) return s;
+    }
+    for (const bool on_device : {true, false}) {
+      if (flags.memory == (on_device ? "host" : "device")) continue;
+      const auto times = worker.Time(point, on_device);
+      if (!times.ok()) return times.status();
+      rows.push_back(Report(flags, point, on_device, *times));
+    }
+  }
+  return WriteJsonRows(flags.json, rows);
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  const Flag known[] = {
+      {"--target", &flags.target},   {"--memory", &flags.memory}, {"--profile", &flags.profile},
+      {"--batch", &flags.batch},     {"--layers", &flags.layers}, {"--heads", &flags.heads},
+      {"--context", &flags.context}, {"--steps", &flags.steps},   {"--spin-us", &flags.spin_us},
+      {"--device", &flags.device},   {"--json", &flags.json}};
+  absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
+  if (s.ok() && flags.target.empty()) s = absl::InvalidArgumentError("--target is missing");
+  if (s.ok()) s = Run(flags);
+  if (!s.ok()) std::fprintf(stderr, "%s\n", s.ToString().c_str());
+  return s.ok() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace mla::bench
+
+int main(int argc, char** argv) { return mla::bench::Main(argc, argv); }
