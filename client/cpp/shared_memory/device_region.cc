@@ -137,7 +137,8 @@ struct DeviceRegion::State {
   uint64_t allocation = 0;
   bool imported = false, reserved = false, mapped = false, opened = false;
   std::vector<void*> events;  // the server's, by slot
-  // Where the server's device is another one: this process's events, and a stream over there.
+  bool recorded_here = true;  // by streams of this process's device
+  // Where they are not: this process's events, and a stream over there.
   std::vector<void*> local;
   void* relay = nullptr;
   std::string warning;
@@ -177,7 +178,7 @@ struct DeviceRegion::State {
   ~State() {
     if (api.init == nullptr) return;
     {
-      const Current current(*this, true);
+      const Current current(*this, !recorded_here);
       for (void* event : events) (void)api.event_destroy(event);
       if (relay != nullptr) (void)api.stream_destroy(relay);
     }
@@ -244,8 +245,23 @@ struct DeviceRegion::State {
     return s;
   }
 
+  // In the context of this process's device, so that its streams record them; where the runtime
+  // opens them on their own device alone, a stream over there does.
   absl::Status OpenEvents(std::span<const std::byte> handles) {
+    if (!same_device() && OpenEventsOn(false, handles).ok()) {
+      recorded_here = true;
+      return absl::OkStatus();
+    }
+    recorded_here = same_device();
+    absl::Status s = OpenEventsOn(true, handles);
+    if (!s.ok() || recorded_here) return s;
     const Current current(*this, true);
+    s = current.status();
+    return s.ok() ? Check(api.stream_create(&relay, kStreamNonBlocking), "stream create") : s;
+  }
+
+  absl::Status OpenEventsOn(bool server, std::span<const std::byte> handles) {
+    const Current current(*this, server);
     absl::Status s = current.status();
     for (size_t at_byte = 0; s.ok() && at_byte < handles.size(); at_byte += sizeof(Handle)) {
       Handle handle;
@@ -254,12 +270,13 @@ struct DeviceRegion::State {
       s = Check(api.open_event(&event, handle), "event open");
       if (s.ok()) events.push_back(event);
     }
-    if (!s.ok() || same_device()) return s;
-    return Check(api.stream_create(&relay, kStreamNonBlocking), "stream create");
+    if (s.ok()) return s;
+    for (void* event : std::exchange(events, {})) (void)api.event_destroy(event);
+    return s;
   }
 
   absl::Status MakeLocalEvents() {
-    if (same_device()) return absl::OkStatus();
+    if (recorded_here) return absl::OkStatus();
     const Current current(*this, false);
     absl::Status s = current.status();
     while (s.ok() && local.size() < events.size()) {
@@ -335,9 +352,9 @@ absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
   {
     const State::Current current(*state_, false);
     if (absl::Status s = current.status(); !s.ok()) return s;
-    void* const event = state_->same_device() ? state_->events[slot] : state_->local[slot];
+    void* const event = state_->recorded_here ? state_->events[slot] : state_->local[slot];
     if (absl::Status s = Check(api.event_record(event, stream), "event record"); !s.ok()) return s;
-    if (state_->same_device()) return absl::OkStatus();
+    if (state_->recorded_here) return absl::OkStatus();
   }
   const State::Current current(*state_, true);
   absl::Status s = current.status();

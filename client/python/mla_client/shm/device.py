@@ -150,6 +150,7 @@ class DeviceRegion:
         self._undo: List[Callable[[], None]] = []
         self._events: List[int] = []
         self._local: List[int] = []
+        self._recorded_here = True  # the events, by streams of this process's device
         self._relay = 0
         self._lock = threading.Lock()
         self._blocks = Blocks(0, self.size)
@@ -159,19 +160,40 @@ class DeviceRegion:
         try:
             with self._own():
                 self.address = self._map(kind, descriptor, memory)
-            with self._servers():
-                for i in range(entries):
-                    at = HEADER.size + i * HANDLE_BYTES
-                    self._events.append(self._made(runtime.open_event,
-                                                   _handle(part[at:at + HANDLE_BYTES])))
-                if not self._same:
-                    self._relay = self._made(runtime.stream_create, _STREAM_NON_BLOCKING)
-            with self._own():
-                while not self._same and len(self._local) < entries:
-                    self._local.append(self._made(runtime.event_create, _EVENT_WITHOUT_TIMING))
+            self._open_events(part[HEADER.size:], entries)
         except BaseException:
             self.close()
             raise
+
+    def _open_events(self, handles: bytes, entries: int) -> None:
+        """In the context of this process's device, so that its streams record them; where the
+        runtime opens them on their own device alone, a stream over there does."""
+        runtime = self._runtime
+        for here in (True, False):
+            self._recorded_here = here
+            try:
+                with self._own() if here else self._servers():
+                    for at in range(0, entries * HANDLE_BYTES, HANDLE_BYTES):
+                        self._events.append(self._made(runtime.open_event,
+                                                       _handle(handles[at:at + HANDLE_BYTES])))
+                break
+            except errors.Internal:
+                if self._same or not here:
+                    raise
+                self._close_events()
+        if self._recorded_here:
+            return
+        with self._servers():
+            self._relay = self._made(runtime.stream_create, _STREAM_NON_BLOCKING)
+        with self._own():
+            while len(self._local) < entries:
+                self._local.append(self._made(runtime.event_create, _EVENT_WITHOUT_TIMING))
+
+    def _close_events(self) -> None:
+        with self._own() if self._recorded_here else self._servers():
+            for event in self._events:
+                self._runtime.event_destroy(event)
+        self._events = []
 
     @property
     def nvidia(self) -> bool:
@@ -239,9 +261,9 @@ class DeviceRegion:
         `torch.cuda.Stream.cuda_stream`; 0: the default stream). Does not wait for it."""
         runtime = self._runtime
         with self._own():
-            runtime.event_record(self._events[slot] if self._same else self._local[slot],
-                                 stream or None)
-        if self._same:
+            runtime.event_record(self._events[slot] if self._recorded_here
+                                 else self._local[slot], stream or None)
+        if self._recorded_here:
             return
         with self._servers():
             runtime.stream_wait(self._relay, self._local[slot], 0)
@@ -277,17 +299,16 @@ class DeviceRegion:
     def close(self) -> None:
         """Unmaps it: tensors that lie there must not be used any more. Repeating is harmless."""
         runtime = self._runtime
-        with self._servers():
-            for event in self._events:
-                runtime.event_destroy(event)
-            if self._relay:
+        self._close_events()
+        if self._relay:
+            with self._servers():
                 runtime.stream_destroy(self._relay)
         with self._own():
             for event in self._local:
                 runtime.event_destroy(event)
             while self._undo:
                 self._undo.pop()()
-        self._events, self._local, self._relay = [], [], 0
+        self._local, self._relay = [], 0
 
 
 def _handle(data: bytes) -> _Handle:
