@@ -14,6 +14,10 @@ constexpr int64_t kNanosPerMilli = 1'000'000;
 // a call with an epoch of before, of any process, is refused.
 constexpr uint64_t kRestoredEpochs = 1 << 20;
 
+// How many sequences of the cache one of the model is. Its tenant is charged for all of them, or
+// its bound would keep less than its share from others.
+int64_t CountOf(const Model& model) { return model.spec->windowed() ? 2 : 1; }
+
 std::string RequestKey(TenantKey tenant, const std::string& request_id) {
   return absl::StrCat(tenant, "/", request_id);
 }
@@ -152,12 +156,13 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
                        "sequences that are not open", "sequence_open",
                        absl::StatusCode::kAlreadyExists);
   }
-  absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, 1, "sequence");
+  const int64_t count = CountOf(*model);
+  absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, count, "sequence");
   if (!taken.ok()) return taken;
   const int64_t rows = prefix.chain == nullptr ? 0 : prefix.chain->rows();
   taken = tenants_->Take(*model->account, Resource::kPrefixTokens, rows, "prefix");
   if (!taken.ok()) {
-    tenants_->Return(*model->account, Resource::kSequences, 1);
+    tenants_->Return(*model->account, Resource::kSequences, count);
     return taken;
   }
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
@@ -168,7 +173,7 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
   }
   if (!slot.ok() || !window.ok()) {
     tenants_->Return(*model->account, Resource::kPrefixTokens, rows);
-    tenants_->Return(*model->account, Resource::kSequences, 1);
+    tenants_->Return(*model->account, Resource::kSequences, count);
     return Exhausted(slot.ok() ? window.status() : slot.status());
   }
   Sequence* const sequence = Insert(*slot, *window, tenant, model, *lease, args.client_id,
@@ -201,7 +206,8 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   if (absl::Status s = CheckRange("length", length, 0, committed); !s.ok()) return s;
   if (absl::Status s = CheckKept(*parent, length); !s.ok()) return s;
   Tenant& account = *parent->model->account;
-  absl::Status taken = tenants_->Take(account, Resource::kSequences, 1, "sequence");
+  const int64_t count = CountOf(*parent->model);
+  absl::Status taken = tenants_->Take(account, Resource::kSequences, count, "sequence");
   if (!taken.ok()) return taken;
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Fork(parent->slot, static_cast<int32_t>(length));
   absl::StatusOr<kvcache::SeqSlot> window = -1;
@@ -210,7 +216,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
     if (!window.ok()) cache_->Release(*slot);
   }
   if (!slot.ok() || !window.ok()) {
-    tenants_->Return(account, Resource::kSequences, 1);
+    tenants_->Return(account, Resource::kSequences, count);
     return Exhausted(slot.ok() ? window.status() : slot.status());
   }
   Renew(parent);
@@ -336,7 +342,7 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   if (sequence->window_slot >= 0) cache_->Release(sequence->window_slot, why);
   cache_->Release(slot, why);
   by_slot_[slot].reset();
-  tenants_->Return(*model->account, Resource::kSequences, 1);
+  tenants_->Return(*model->account, Resource::kSequences, CountOf(*model));
   tenants_->Return(*model->account, Resource::kPrefixTokens, prefix_tokens);
 }
 

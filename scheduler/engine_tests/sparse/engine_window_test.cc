@@ -232,6 +232,37 @@ TEST_F(EngineWindowTest, ForksAndTruncationGoBackAsFarAsRowsAreKept) {
   for (int i = 0; i < 6; ++i) Step(&text, 3, 2);
 }
 
+TEST_F(EngineWindowTest, ASequenceCountsForEachOfItsCaches) {
+  const auto used = [&] {
+    return h_.core().tenants().Usage(h_.tenant()).used[Resource::kSequences];
+  };
+  const SequenceInfo first = Open().info;
+  EXPECT_EQ(used(), 2);
+  ForkArgs fork;
+  fork.tenant = h_.tenant();
+  fork.parent = first.id;
+  fork.expected_epoch = first.epoch;
+  std::vector<SequenceId> open = {first.id};
+  TenantQuota quota;
+  quota.bounds[Resource::kSequences] = 7;
+  ASSERT_TRUE(h_.core().tenants().SetQuota(h_.tenant(), quota, false).ok());
+  absl::Status refused;
+  while (refused.ok() && open.size() < 8) {
+    const auto child = h_.core().ForkSequence(fork);
+    refused = child.status();
+    if (child.ok()) open.push_back(child->id);
+  }
+  EXPECT_EQ(open.size(), 3u);
+  EXPECT_EQ(DetailOf(refused).resource, "sequences") << refused;
+  OpenArgs args;
+  args.tenant = h_.tenant();
+  args.model_id = h_.model().id;
+  EXPECT_EQ(DetailOf(h_.core().OpenSequence(args).status()).resource, "sequences");
+  std::vector<SequenceId> absent;
+  h_.core().ReleaseSequences(h_.tenant(), open, &absent);
+  EXPECT_EQ(used(), 0);
+}
+
 TEST_F(EngineWindowTest, RowsDoNotMoveElsewhere) {
   Text text = Open();
   Step(&text, 6, 6);
