@@ -100,6 +100,9 @@ absl::StatusOr<MovingPages> EngineCore::BeginExport(const ExportArgs& args) {
   pages.state.id = args.id;
   pages.state.epoch = args.expected_epoch;
   pages.state.client_id = (*found)->client_id;
+  // The fork's rows are declared only where the tenant's bound has room for them once more.
+  pages.state.chain = cache_->chain((*found)->slot);
+  pages.state.declared = std::min(cache_->declared((*found)->slot), cache_->length((*held)->slot));
   return pages;
 }
 

@@ -261,5 +261,19 @@ TEST_F(EnginePrefixTest, RowsThatAreCommittedWhileACallRunsStayWhatTheyWere) {
   EXPECT_EQ(OpenWith(Tokens(5)).length, 5);
 }
 
+TEST_F(EnginePrefixTest, AnExportSaysWhatRowsAreWithoutRoomToDeclareThemTwice) {
+  const SequenceInfo source = OpenWith(Tokens(7));
+  Fill(source, 7, 50);
+  TenantQuota quota;
+  quota.bounds[Resource::kPrefixTokens] = Declared();
+  ASSERT_TRUE(h_.core().tenants().SetQuota(h_.tenant(), quota, false).ok());
+  const auto pages = h_.core().BeginExport({h_.tenant(), source.id, source.epoch, 0, 5});
+  ASSERT_TRUE(pages.ok()) << pages.status();
+  ASSERT_NE(pages->state.chain, nullptr);
+  EXPECT_EQ(pages->state.chain->tokens, Tokens(7));
+  EXPECT_EQ(pages->state.declared, 5);
+  EXPECT_EQ(Declared(), 7);
+}
+
 }  // namespace
 }  // namespace mla::scheduler
