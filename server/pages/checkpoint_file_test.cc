@@ -3,16 +3,30 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <set>
 #include <vector>
 
 #include "absl/strings/escaping.h"
 #include "base/error.h"
 #include "server/pages/checkpoint_store.h"
+
+namespace {
+std::set<ino_t> flushed;  // files and folders that fsync was called for
+}  // namespace
+
+// In place of the library's.
+extern "C" int fsync(int file) {
+  struct stat about;
+  if (fstat(file, &about) == 0) flushed.insert(about.st_ino);
+  return static_cast<int>(syscall(SYS_fsync, file));
+}
 
 namespace mla::server {
 namespace {
@@ -163,6 +177,19 @@ TEST_F(CheckpointFileTest, AnUnfinishedOrFailedFileLeavesTheOneBefore) {
   std::vector<std::string> read;
   EXPECT_TRUE(Read(&read).ok());
   EXPECT_EQ(read, std::vector<std::string>{"before"});
+}
+
+// A machine that loses power finds the folder and the key again.
+TEST_F(CheckpointFileTest, ANewStoreIsFlushedWithTheEntryOfItsFolder) {
+  CheckpointStoreOptions options;
+  options.path = File("new");
+  flushed.clear();
+  ASSERT_TRUE(CheckpointStore::Open(options).ok());
+  for (const std::string& path : {folder_.string(), File("new"), File("new") + "/key"}) {
+    struct stat about;
+    ASSERT_EQ(stat(path.c_str(), &about), 0) << path;
+    EXPECT_EQ(flushed.count(about.st_ino), 1u) << path;
+  }
 }
 
 TEST_F(CheckpointFileTest, AStoreKeepsItsKeyAndItsFolder) {

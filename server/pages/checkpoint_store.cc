@@ -159,7 +159,7 @@ absl::Status CheckpointStore::ReadKey() {
     if (!written || std::rename(aside.c_str(), path.c_str()) != 0 || fsync(lock_) != 0) {
       return SystemError(path, "write", errno);
     }
-    return absl::OkStatus();
+    return FlushOwnEntry();
   }
   if (file < 0) return SystemError(path, "open", errno);
   const absl::Cleanup closes = [file] { close(file); };
@@ -172,6 +172,16 @@ absl::Status CheckpointStore::ReadKey() {
                  absl::StrCat("a key has ", key_.size(), " bytes, this file ", about.st_size));
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::FlushOwnEntry() {
+  const std::string path = absl::StrCat(options_.path, "/..");
+  const int parent = openat(lock_, "..", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  // One that may not be read is hardly where this process has made the folder.
+  if (parent < 0) return errno == EACCES ? absl::OkStatus() : SystemError(path, "open", errno);
+  const int failed = fsync(parent) == 0 || errno == EROFS || errno == EINVAL ? 0 : errno;
+  close(parent);
+  return failed == 0 ? absl::OkStatus() : SystemError(path, "fsync", failed);
 }
 
 absl::Status CheckpointStore::Scan() {
@@ -308,6 +318,8 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Save(Engine* engine, const std::
   if (!file.ok()) return file.status();
   const absl::StatusOr<v1::CheckpointHeader> header = Write(engine, tenant, *pages, file->get());
   if (!header.ok()) return header.status();
+  // The entry of the tenant's folder, which this call or one beside it has made.
+  if (fsync(lock_) != 0) return SystemError(parent, "fsync", errno);
   const MutexLock lock(names_);
   const Room before = RoomOf(path);
   status = (*file)->Publish();
@@ -363,10 +375,12 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::Restore(Engine* engine,
   const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
     const absl::StatusOr<bool> read = (*file)->Next(&frame);
     if (!read.ok()) return read.status();
-    if (!*read) return nullptr;
-    if (part.ParseFromString(frame)) return &part;
-    return MakeError(absl::StatusCode::kDataLoss, "a checkpoint's frame is no part",
-                     {.reason = "checkpoint_damaged"});
+    if (!*read && part.has_trailer()) return nullptr;
+    if (*read && part.ParseFromString(frame)) return &part;
+    return MakeError(
+        absl::StatusCode::kDataLoss,
+        *read ? "a checkpoint's frame is no part" : "a checkpoint that ends without a trailer",
+        {.reason = "checkpoint_damaged"});
   };
   uint64_t bytes = 0;
   const int64_t chunk = std::max(options_.chunk_bytes, kSentChunkBytes);

@@ -74,6 +74,8 @@ class CheckpointStore final {
   explicit CheckpointStore(const CheckpointStoreOptions& options) : options_(options) {}
   absl::Status Prepare();
   absl::Status ReadKey();
+  // Flushes the entry of the folder itself, which is new when the key is.
+  absl::Status FlushOwnEntry();
   absl::Status Scan();
   std::string FolderOf(const std::string& tenant) const;
   std::string FileOf(const std::string& tenant, scheduler::SequenceId id) const;
