@@ -183,7 +183,12 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
   message->kind = RequestKind::kAttend;
   message->step_id = attend.step_id();
   scheduler::StepShape shape;
-  if (!FindShape(attend.step_id(), &shape)) {
+  // A step whose BeginStep was prepared for a dense model, which another one of its name replaced
+  // before the engine had the message, has no positions to size by.
+  const auto no_positions = [&shape] {
+    return shape.model->attention != kernels::AttentionKind::kDense && shape.positions == nullptr;
+  };
+  if (!FindShape(attend.step_id(), &shape) || no_positions()) {
     message->attend = {};
     message->attend.sized_for.num_heads = scheduler::AttendArgs::kUnsized;
     message->sizes = {};

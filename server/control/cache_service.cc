@@ -184,11 +184,14 @@ grpc::Status CacheService::ListCheckpoints(grpc::ServerContext* context,
   return rpc_.Serve(context, "Cache.ListCheckpoints", [&](const Identity& who) {
     absl::Status status = CheckCheckpoints(0);
     if (!status.ok()) return status;
-    for (const CheckpointInfo& info : checkpoints_->List(who.tenant)) {
-      Fill(info, reply->add_checkpoints());
-    }
-    reply->set_boot_id(rpc_.boot_id);
-    return status;
+    // It reads a header of each file.
+    return AsUpload(who.tenant, context, [&]() -> absl::Status {
+      for (const CheckpointInfo& info : checkpoints_->List(who.tenant)) {
+        Fill(info, reply->add_checkpoints());
+      }
+      reply->set_boot_id(rpc_.boot_id);
+      return absl::OkStatus();
+    });
   });
 }
 

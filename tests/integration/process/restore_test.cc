@@ -1,6 +1,7 @@
 // Checkpoints across restarts of a server process, which is killed at any time: what was answered
 // is there, and is what was written.
 #include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -13,6 +14,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "mla/v1/cache.grpc.pb.h"
 #include "tests/integration/processes.h"
 #include "tests/integration/worker.h"
 
@@ -187,7 +191,9 @@ TEST_F(RestoreTest, DamagedFilesAreRefusedAndLeaveNothing) {
   EXPECT_EQ(refused(changed).code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(refused(whole.substr(0, whole.size() / 2)).code(), absl::StatusCode::kDataLoss);
   // Torn at a border of frames: the rows are not all there.
-  EXPECT_FALSE(refused(whole.substr(0, whole.size() - 4 - 34 - 16)).ok());
+  const absl::Status torn = refused(whole.substr(0, whole.size() - 4 - 38 - 16));
+  EXPECT_EQ(torn.code(), absl::StatusCode::kDataLoss) << torn;
+  EXPECT_THAT(std::string(torn.message()), HasSubstr("without a trailer"));
   changed = whole;
   changed[8] = 9;
   EXPECT_THAT(std::string(refused(changed).message()), HasSubstr("version 9"));
@@ -218,6 +224,30 @@ TEST_F(RestoreTest, CheckpointsAreTheTenantsOwnAndNeedTheirModel) {
   EXPECT_EQ(client_->Restore({id}).status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(client_->DropCheckpoints({id})->dropped(), 1u);
   EXPECT_EQ(client_->ListCheckpoints()->checkpoints_size(), 0);
+}
+
+TEST_F(RestoreTest, AListCountsAsAnUpload) {
+  const ServerProcess small(
+      {absl::StrCat("--checkpoint-path=", folder_.File("other")), "--wire-max-uploads=1"});
+  const auto client = *client::Client::Connect(small.target(), {});
+  const auto stub =
+      v1::Cache::NewStub(grpc::CreateChannel(small.target(), grpc::InsecureChannelCredentials()));
+  const auto list_until = [&](absl::StatusCode code) {
+    absl::Status status;
+    for (int i = 0; i < 500; ++i) {
+      status = client->ListCheckpoints().status();
+      if (status.code() == code) break;
+      absl::SleepFor(absl::Milliseconds(20));
+    }
+    EXPECT_EQ(status.code(), code) << status;
+  };
+  grpc::ClientContext context;
+  v1::ImportReply reply;
+  const auto import = stub->Import(&context, &reply);  // which waits for its first message
+  list_until(absl::StatusCode::kResourceExhausted);
+  context.TryCancel();
+  EXPECT_FALSE(import->Finish().ok());
+  list_until(absl::StatusCode::kOk);
 }
 
 TEST_F(RestoreTest, AServerWithoutAFolderSaysSo) {
