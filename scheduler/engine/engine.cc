@@ -235,7 +235,7 @@ absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args) {
 }
 
 absl::StatusOr<MovingPages> Engine::BeginExport(const ExportArgs& args) {
-  return impl_->WithRole([&](EngineCore& core) { return core.BeginExport(args); });
+  return impl_->WithRole([&](EngineCore& core) { return core.transfers().BeginExport(args); });
 }
 
 absl::StatusOr<MovingPages> Engine::BeginImport(const ImportArgs& args) {
@@ -243,7 +243,7 @@ absl::StatusOr<MovingPages> Engine::BeginImport(const ImportArgs& args) {
 }
 
 absl::Status Engine::StartMove(PageMove* move) {
-  return impl_->WithRole([&](EngineCore& core) { return core.StartMove(move); });
+  return impl_->WithRole([&](EngineCore& core) { return core.transfers().Start(move); });
 }
 
 absl::Status Engine::MovePart(PageMove* move) {
@@ -256,12 +256,13 @@ absl::Status Engine::MovePart(PageMove* move) {
 absl::StatusOr<SequenceInfo> Engine::EndImport(const std::string& tenant, SequenceId id,
                                                int64_t not_finite_from,
                                                const SequenceState* state) {
-  return impl_->WithRole(
-      [&](EngineCore& core) { return core.EndImport(tenant, id, not_finite_from, state); });
+  return impl_->WithRole([&](EngineCore& core) {
+    return core.transfers().EndImport(tenant, id, not_finite_from, state);
+  });
 }
 
 void Engine::AbortImport(const std::string& tenant, const MovingPages& pages) {
-  impl_->WithRole([&](EngineCore& core) { core.AbortImport(tenant, pages); });
+  impl_->WithRole([&](EngineCore& core) { core.transfers().AbortImport(tenant, pages); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::TruncateSequence(const std::string& tenant, SequenceId id,

@@ -100,6 +100,10 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   core->opener_ = std::make_unique<StepOpener>(
       core->limits_, core->backend_.get(), core->cache_.get(), &core->tenants_, core->models_.get(),
       core->sequences_.get(), core->steps_.get());
+  core->transfers_ = std::make_unique<RowTransfers>(
+      core->limits_, core->backend_->Info().fp8,
+      RowTransfers::Parts{&core->tenants_, core->models_.get(), core->sequences_.get(),
+                          core->opener_.get(), core->cache_.get(), core->mover_.get()});
   absl::StatusOr<std::unique_ptr<Launcher>> launcher =
       Launcher::Create(options.limits, core->backend_.get(), core->cache_.get(),
                        core->page_tables(), core->models_.get(), clock);
@@ -286,6 +290,15 @@ absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const 
   absl::Status status = models_->Unregister(key, id);
   if (!status.ok()) return status;
   return static_cast<int32_t>(going.size());
+}
+
+absl::StatusOr<MovingPages> EngineCore::BeginImport(const ImportArgs& args) {
+  if (draining_) return DrainingError();
+  return transfers_->BeginImport(args);
+}
+
+void EngineCore::FailMoves(const std::string& why) {
+  mover_->Fail(MakeError(absl::StatusCode::kUnavailable, why, {.reason = "stopped"}));
 }
 
 int32_t EngineCore::RenewLeases(const SequenceSelection& selection, int64_t lease_ms,

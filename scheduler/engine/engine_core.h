@@ -20,13 +20,13 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "scheduler/batching/batch.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
+#include "scheduler/engine/row_transfers.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
 #include "scheduler/launching/page_mover.h"
@@ -94,16 +94,10 @@ class EngineCore {
   SequenceList GetSequences(const SequenceSelection& selection);
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
-  // --- Exports and imports (engine_moves.cc).
-  absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
+  // --- Exports and imports.
+  RowTransfers& transfers() { return *transfers_; }
+  // As transfers() has it, unless the server drains.
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
-  // Hands a part over; the move is answered unless there is an error.
-  absl::Status StartMove(PageMove* move);
-  // Commits what was reserved, of which rows from `not_finite_from` on may hold what is no number.
-  absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
-                                         int64_t not_finite_from,
-                                         const SequenceState* state = nullptr);
-  void AbortImport(const std::string& tenant, const MovingPages& pages);
   // Answers all moves that wait.
   void FailMoves(const std::string& why);
   int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
@@ -183,10 +177,6 @@ class EngineCore {
   // Returns its page work to the queue, and adds its requests to `failed`.
   void UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
                   std::vector<StreamRequest*>* failed);
-  static absl::Status MoveFailed(const absl::Status& cause);
-  absl::Status CheckTags(const Model& model, const PageTags& tags) const;
-  absl::StatusOr<Sequence*> ImportTarget(const ImportArgs& args, Model* model);
-  MovingPages Moving(const Sequence& sequence, int64_t first_row, int64_t rows) const;
   void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
   // A tenant's part of the service beside others.
   int32_t WeightOf(const StreamRequest& request) const {
@@ -209,9 +199,7 @@ class EngineCore {
   std::unique_ptr<StepOpener> opener_;
   std::unique_ptr<Launcher> launcher_;
   std::unique_ptr<PageMover> mover_;
-  // Imports that have not ended, their sequences perhaps gone: no other may get the id meanwhile,
-  // or it would get their rows.
-  absl::flat_hash_set<SequenceId> importing_;
+  std::unique_ptr<RowTransfers> transfers_;
   BatchPolicy policy_;
   WaitingRequests pending_;
   absl::flat_hash_map<StreamId, Stream> streams_;

@@ -17,6 +17,12 @@ constexpr MonotonicNanos kNever = std::numeric_limits<MonotonicNanos>::max();
 // Requests that ReadyWork looks at before it calls the work large.
 constexpr int kReadyWorkRequests = 64;
 
+absl::Status MoveFailed(const absl::Status& cause) {
+  return MakeError(absl::StatusCode::kInternal,
+                   absl::StrCat("the launch that moved rows failed: ", cause.message()),
+                   {.reason = "launch_failed"});
+}
+
 }  // namespace
 
 bool EngineCore::StartLaunch() {

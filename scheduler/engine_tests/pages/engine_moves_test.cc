@@ -28,7 +28,8 @@ class EngineMovesTest : public testing::EngineCoreTest {
 
   absl::StatusOr<MovingPages> BeginExport(const SequenceInfo& sequence, int64_t first = 0,
                                           std::optional<int64_t> end = {}) {
-    return h_.core().BeginExport({h_.tenant(), sequence.id, h_.Get(sequence.id).epoch, first, end});
+    return h_.core().transfers().BeginExport(
+        {h_.tenant(), sequence.id, h_.Get(sequence.id).epoch, first, end});
   }
   ImportArgs To(const MovingPages& from, SequenceId id = 0) {
     ImportArgs args;
@@ -48,7 +49,7 @@ class EngineMovesTest : public testing::EngineCoreTest {
       done = true;
       answer = status;
     };
-    absl::Status status = h_.core().StartMove(move);
+    absl::Status status = h_.core().transfers().Start(move);
     if (!status.ok()) return status;
     h_.Run();
     EXPECT_TRUE(done);
@@ -96,7 +97,7 @@ class EngineMovesTest : public testing::EngineCoreTest {
     absl::StatusOr<MovingPages> to = h_.core().BeginImport(args);
     if (!to.ok()) return to.status();
     if (absl::Status moved = MoveAll(*to, true, &payloads, 64); !moved.ok()) return moved;
-    return h_.core().EndImport(h_.tenant(), to->id, not_finite);
+    return h_.core().transfers().EndImport(h_.tenant(), to->id, not_finite);
   }
   // Adds a row behind `rows` rows and compares its output with the dense one.
   void ExpectRows(const SequenceInfo& sequence, int rows, uint64_t key) {
@@ -172,9 +173,9 @@ TEST_F(EngineMovesTest, NothingCountsUntilTheEnd) {
   auto begin = h_.Begin(stream_, 8, {{to.id, 1, 0, 1}});
   ExpectCode(*begin, absl::StatusCode::kFailedPrecondition, "in_step");
   ASSERT_TRUE(MoveAll(to, true, &payloads, 64).ok());
-  h_.core().AbortImport(h_.tenant(), to);
+  h_.core().transfers().AbortImport(h_.tenant(), to);
   EXPECT_EQ(h_.core().Stats().page_groups_used, used);
-  EXPECT_EQ(h_.core().EndImport(h_.tenant(), to.id, 0).status().code(),
+  EXPECT_EQ(h_.core().transfers().EndImport(h_.tenant(), to.id, 0).status().code(),
             absl::StatusCode::kNotFound);
   // Rows that are there stay when rows behind them come to nothing.
   const SequenceInfo copy = Import(To(pages), payloads).value();
@@ -279,7 +280,7 @@ TEST_F(EngineMovesTest, AReleasedSequenceEndsItsImport) {
   std::vector<SequenceId> absent;
   h_.core().ReleaseSequences(h_.tenant(), std::vector{to.id}, &absent);
   EXPECT_EQ(MoveAll(to, true, &payloads, 64).code(), absl::StatusCode::kNotFound);
-  h_.core().AbortImport(h_.tenant(), to);
+  h_.core().transfers().AbortImport(h_.tenant(), to);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
@@ -295,16 +296,16 @@ TEST_F(EngineMovesTest, AnIdIsNotRestoredWhileAnImportOfItHasNotEnded) {
   std::vector<SequenceId> absent;
   h_.core().ReleaseSequences(h_.tenant(), std::vector{first.id}, &absent);
   EXPECT_EQ(DetailOf(h_.core().BeginImport(args).status()).reason, "sequence_open");
-  EXPECT_FALSE(h_.core().EndImport(h_.tenant(), first.id, Engine::kAllFinite).ok());
+  EXPECT_FALSE(h_.core().transfers().EndImport(h_.tenant(), first.id, Engine::kAllFinite).ok());
   const MovingPages second = h_.core().BeginImport(args).value();
   EXPECT_EQ(second.id, 77u);
   ASSERT_TRUE(MoveAll(second, true, &payloads, 64).ok());
   const SequenceInfo restored =
-      h_.core().EndImport(h_.tenant(), second.id, Engine::kAllFinite).value();
+      h_.core().transfers().EndImport(h_.tenant(), second.id, Engine::kAllFinite).value();
   ExpectRows(restored, 4, 50);
   // An import that is aborted frees the id, too.
   h_.core().ReleaseSequences(h_.tenant(), std::vector{restored.id}, &absent);
-  h_.core().AbortImport(h_.tenant(), h_.core().BeginImport(args).value());
+  h_.core().transfers().AbortImport(h_.tenant(), h_.core().BeginImport(args).value());
   EXPECT_TRUE(h_.core().BeginImport(args).ok());
 }
 
@@ -320,7 +321,7 @@ TEST_F(EngineMovesTest, AMoveOutlivesItsSequenceAndKeepsItsGroup) {
   move.rows = 3;
   move.bytes = bytes;
   move.done = [&](const absl::Status& status) { done = status.ok(); };
-  ASSERT_TRUE(h_.core().StartMove(&move).ok());
+  ASSERT_TRUE(h_.core().transfers().Start(&move).ok());
   std::vector<SequenceId> absent;
   h_.core().ReleaseSequences(h_.tenant(), std::vector{pages.id, source.id}, &absent);
   EXPECT_EQ(h_.core().Stats().page_groups_pinned, 1);

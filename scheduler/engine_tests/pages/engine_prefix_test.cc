@@ -267,7 +267,8 @@ TEST_F(EnginePrefixTest, AnExportSaysWhatRowsAreWithoutRoomToDeclareThemTwice) {
   TenantQuota quota;
   quota.bounds[Resource::kPrefixTokens] = Declared();
   ASSERT_TRUE(h_.core().tenants().SetQuota(h_.tenant(), quota, false).ok());
-  const auto pages = h_.core().BeginExport({h_.tenant(), source.id, source.epoch, 0, 5});
+  const auto pages =
+      h_.core().transfers().BeginExport({h_.tenant(), source.id, source.epoch, 0, 5});
   ASSERT_TRUE(pages.ok()) << pages.status();
   ASSERT_NE(pages->state.chain, nullptr);
   EXPECT_EQ(pages->state.chain->tokens, Tokens(7));

@@ -266,8 +266,8 @@ TEST_F(EngineWindowTest, ASequenceCountsForEachOfItsCaches) {
 TEST_F(EngineWindowTest, RowsDoNotMoveElsewhere) {
   Text text = Open();
   Step(&text, 6, 6);
-  const auto exported =
-      h_.core().BeginExport({h_.tenant(), text.info.id, h_.Get(text.info.id).epoch, 0, {}});
+  const auto exported = h_.core().transfers().BeginExport(
+      {h_.tenant(), text.info.id, h_.Get(text.info.id).epoch, 0, {}});
   EXPECT_EQ(exported.status().code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(DetailOf(exported.status()).reason, "window_not_moved");
   ImportArgs import;

@@ -1,12 +1,12 @@
-// EngineCore: exports and imports of rows, and the moves that carry them.
+#include "scheduler/engine/row_transfers.h"
+
 #include <algorithm>
-#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
-#include "scheduler/engine/engine_core.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
 
 namespace mla::scheduler {
@@ -43,13 +43,7 @@ std::string DigestText(const std::string& digest) {
 
 }  // namespace
 
-absl::Status EngineCore::MoveFailed(const absl::Status& cause) {
-  return MakeError(absl::StatusCode::kInternal,
-                   absl::StrCat("the launch that moved rows failed: ", cause.message()),
-                   {.reason = "launch_failed"});
-}
-
-MovingPages EngineCore::Moving(const Sequence& sequence, int64_t first_row, int64_t rows) const {
+MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, int64_t rows) const {
   const Model& model = *sequence.model;
   MovingPages pages;
   pages.id = sequence.id;
@@ -60,7 +54,7 @@ MovingPages EngineCore::Moving(const Sequence& sequence, int64_t first_row, int6
   pages.tags.page_size = model.spec->page_size;
   pages.tags.index_dim = model.spec->indexer.dim;
   pages.tags.kv_format = model.spec->kv_format;
-  pages.tags.fp8 = backend_->Info().fp8;
+  pages.tags.fp8 = fp8_;
   pages.tags.weights_digest = model.spec->weights_digest;
   pages.tags.kv_scales = model.kv_scales;
   pages.tags.group_bytes =
@@ -75,8 +69,8 @@ MovingPages EngineCore::Moving(const Sequence& sequence, int64_t first_row, int6
   return pages;
 }
 
-absl::StatusOr<MovingPages> EngineCore::BeginExport(const ExportArgs& args) {
-  const TenantKey tenant = tenants_.Find(args.tenant);
+absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
+  const TenantKey tenant = tenants_->Find(args.tenant);
   absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
   if (!found.ok()) return found.status();
   if (absl::Status s = CheckMovable(*(*found)->model, "sequence_id"); !s.ok()) return s;
@@ -107,7 +101,7 @@ absl::StatusOr<MovingPages> EngineCore::BeginExport(const ExportArgs& args) {
 }
 
 // Whether rows with these tags mean in this model what they meant in theirs.
-absl::Status EngineCore::CheckTags(const Model& model, const PageTags& tags) const {
+absl::Status RowTransfers::CheckTags(const Model& model, const PageTags& tags) const {
   const ModelSpec& spec = *model.spec;
   const kernels::Geometry& want = spec.geometry;
   const kernels::Geometry& have = tags.geometry;
@@ -133,8 +127,8 @@ absl::Status EngineCore::CheckTags(const Model& model, const PageTags& tags) con
     if (number.got == number.want) continue;
     return Differs(number.field, absl::StrCat(number.got), absl::StrCat(number.want));
   }
-  if (HasFp8(model.layout) && tags.fp8 != backend_->Info().fp8) {
-    return Differs("fp8_kind", kernels::Name(tags.fp8), kernels::Name(backend_->Info().fp8));
+  if (HasFp8(model.layout) && tags.fp8 != fp8_) {
+    return Differs("fp8_kind", kernels::Name(tags.fp8), kernels::Name(fp8_));
   }
   if (tags.weights_digest != spec.weights_digest) {
     return Differs("model.weights_digest", DigestText(tags.weights_digest),
@@ -146,8 +140,8 @@ absl::Status EngineCore::CheckTags(const Model& model, const PageTags& tags) con
   return absl::OkStatus();
 }
 
-absl::StatusOr<Sequence*> EngineCore::ImportTarget(const ImportArgs& args, Model* model) {
-  const TenantKey tenant = tenants_.Find(args.tenant);
+absl::StatusOr<Sequence*> RowTransfers::ImportTarget(const ImportArgs& args, Model* model) {
+  const TenantKey tenant = tenants_->Find(args.tenant);
   if (args.id != 0) {
     absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
     if (!found.ok() || (*found)->model == model) return found;
@@ -168,9 +162,8 @@ absl::StatusOr<Sequence*> EngineCore::ImportTarget(const ImportArgs& args, Model
   return sequences_->Open(tenant, model, open, {});
 }
 
-absl::StatusOr<MovingPages> EngineCore::BeginImport(const ImportArgs& args) {
-  if (draining_) return DrainingError();
-  const TenantKey tenant = tenants_.Find(args.tenant);
+absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
+  const TenantKey tenant = tenants_->Find(args.tenant);
   absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "target.model_id");
   if (!model.ok()) return model.status();
   if (absl::Status s = CheckMovable(**model, "target.model_id"); !s.ok()) return s;
@@ -211,8 +204,8 @@ absl::StatusOr<MovingPages> EngineCore::BeginImport(const ImportArgs& args) {
   return pages;
 }
 
-absl::Status EngineCore::StartMove(PageMove* move) {
-  const TenantKey tenant = tenants_.Find(move->tenant);
+absl::Status RowTransfers::Start(PageMove* move) {
+  const TenantKey tenant = tenants_->Find(move->tenant);
   absl::StatusOr<Sequence*> found = sequences_->FindOrRefuse(tenant, move->id, "sequence_id");
   if (!found.ok()) return found.status();
   Sequence& sequence = **found;
@@ -243,17 +236,16 @@ absl::Status EngineCore::StartMove(PageMove* move) {
   kvcache::AddTransfers(pieces, move->offset, bytes, cache_->group_offset(note.entry),
                         move->bytes.data(), &note.transfers);
   mover_->Add(move);
-  nothing_ready_ = false;
   sequences_->Renew(&sequence);
   return absl::OkStatus();
 }
 
-absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, SequenceId id,
-                                                   int64_t not_finite_from,
-                                                   const SequenceState* state) {
+absl::StatusOr<SequenceInfo> RowTransfers::EndImport(const std::string& tenant, SequenceId id,
+                                                     int64_t not_finite_from,
+                                                     const SequenceState* state) {
   importing_.erase(id);
   absl::StatusOr<Sequence*> found =
-      sequences_->FindOrRefuse(tenants_.Find(tenant), id, "sequence_id");
+      sequences_->FindOrRefuse(tenants_->Find(tenant), id, "sequence_id");
   if (!found.ok()) return found.status();
   Sequence& sequence = **found;
   if (!sequence.imports) {
@@ -277,17 +269,13 @@ absl::StatusOr<SequenceInfo> EngineCore::EndImport(const std::string& tenant, Se
   return sequences_->Info(sequence);
 }
 
-void EngineCore::AbortImport(const std::string& tenant, const MovingPages& pages) {
+void RowTransfers::AbortImport(const std::string& tenant, const MovingPages& pages) {
   importing_.erase(pages.id);
-  Sequence* const sequence = sequences_->Find(tenants_.Find(tenant), pages.id);
+  Sequence* const sequence = sequences_->Find(tenants_->Find(tenant), pages.id);
   if (sequence == nullptr || !sequence->imports) return;
   sequence->imports = false;
   if (pages.opened) return sequences_->Release(sequence);
   cache_->Rollback(sequence->slot);
-}
-
-void EngineCore::FailMoves(const std::string& why) {
-  mover_->Fail(MakeError(absl::StatusCode::kUnavailable, why, {.reason = "stopped"}));
 }
 
 }  // namespace mla::scheduler

@@ -1,0 +1,80 @@
+// Exports and imports: which rows of a sequence move, what they mean, and what is held meanwhile.
+//
+// An export holds its rows by a fork of the sequence. An import reserves the pages of its rows,
+// which are committed together when all have come. The bytes are carried by launches (PageMover).
+//
+// Ownership: borrows everything. Threading: owned by the engine role.
+#ifndef MLA_SCHEDULER_ENGINE_ROW_TRANSFERS_H_
+#define MLA_SCHEDULER_ENGINE_ROW_TRANSFERS_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/formats/fp8.h"
+#include "scheduler/engine.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/launching/page_mover.h"
+#include "scheduler/limits.h"
+#include "scheduler/tables/model_table.h"
+#include "scheduler/tables/sequence_table.h"
+#include "scheduler/tables/step_opener.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::scheduler {
+
+class RowTransfers final {
+ public:
+  struct Parts {
+    const TenantTable* tenants;
+    ModelTable* models;
+    SequenceTable* sequences;
+    StepOpener* opener;
+    kvcache::KvCache* cache;
+    PageMover* mover;
+  };
+  // `fp8` is the kind of 8-bit floats in the pool.
+  RowTransfers(const Limits& limits, kernels::Fp8Kind fp8, const Parts& parts)
+      : limits_(limits),
+        fp8_(fp8),
+        tenants_(parts.tenants),
+        models_(parts.models),
+        sequences_(parts.sequences),
+        opener_(parts.opener),
+        cache_(parts.cache),
+        mover_(parts.mover) {}
+
+  // See engine.h, which has the same calls.
+  absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
+  absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
+  // Hands a part over; the move is answered unless there is an error.
+  absl::Status Start(PageMove* move);
+  // Commits what was reserved, of which rows from `not_finite_from` on may hold what is no number.
+  absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
+                                         int64_t not_finite_from,
+                                         const SequenceState* state = nullptr);
+  void AbortImport(const std::string& tenant, const MovingPages& pages);
+
+ private:
+  absl::Status CheckTags(const Model& model, const PageTags& tags) const;
+  absl::StatusOr<Sequence*> ImportTarget(const ImportArgs& args, Model* model);
+  MovingPages Moving(const Sequence& sequence, int64_t first_row, int64_t rows) const;
+
+  const Limits& limits_;
+  const kernels::Fp8Kind fp8_;
+  const TenantTable* const tenants_;
+  ModelTable* const models_;
+  SequenceTable* const sequences_;
+  StepOpener* const opener_;
+  kvcache::KvCache* const cache_;
+  PageMover* const mover_;
+  // Imports that have not ended, their sequences perhaps gone: no other may get the id meanwhile,
+  // or it would get their rows.
+  absl::flat_hash_set<SequenceId> importing_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_ENGINE_ROW_TRANSFERS_H_
