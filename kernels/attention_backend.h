@@ -54,6 +54,7 @@ struct BackendInfo {
   bool fp8_products = false;   // they get AttentionDesc::products of 8 bits where CanRun allows
   bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
   bool selects = false;        // makes them (Launch::selects)
+  int32_t index_dim = 0;       // that it makes them for; 0: any
   bool windows = false;        // computes on windows and entries (AttentionKind::kWindow)
   bool unified_memory = true;  // launches work on host memory in place
   // Launches whose outputs together take at most this many bytes are faster with outputs, and new

@@ -69,6 +69,9 @@ struct ArchTraits {
   // Of the kernels for tiles of one row; 0: there are none.
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
+  // Of the kernels of the indexer; 0: there are none.
+  int32_t index_logits_shared_bytes = 0;
+  int32_t index_select_shared_bytes = 0;
   int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
   // Blocks of combine may wait beside those of the attention kernel, on units that it leaves idle.
   bool combine_overlaps = false;
@@ -100,6 +103,8 @@ inline constexpr ArchTraits kSm90Traits{
     .project_shared_bytes = 49152,
     .project_row_wide_shared_bytes = 33280,
     .project_row_deep_shared_bytes = 10240,
+    .index_logits_shared_bytes = 8192,
+    .index_select_shared_bytes = 8456,
     .waves_per_block = 8,
     .combine_overlaps = true,
     .blocks_per_unit = 2,

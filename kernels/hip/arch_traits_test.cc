@@ -148,6 +148,7 @@ TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
       if (v.format != KvFormat::kBf16) want += std::string("_") + Name(v.format);
       if (v.products == DType::kFp8E4m3) want += "_products";
       if (v.attention == AttentionKind::kSparse) want += "_lists";
+      if (v.attention == AttentionKind::kWindow) want += "_window";
       EXPECT_EQ(v.kernel, want);
       EXPECT_GE(MostRows(*arch, v.format, v.products, v.attention), v.rows);
       for (const AttendVariant& next : arch->attend) {

@@ -8,7 +8,8 @@
 //     format     KvFormat of the rows in the pool
 //     products   DType of queries and probabilities in matrix products; queries come as bf16.
 //                kFp8E4m3 rounds both, and is for models that say so (AttentionDesc::products)
-//     attention  AttentionKind: KV rows by position, or those that index lists name
+//     attention  AttentionKind: KV rows by position, those that index lists name, or a window and
+//                entries, which are of the same format
 //     threads    of a block
 //     shared     dynamic shared memory in bytes; 0 where it is static
 //     exchanged  partial rows are written as accumulators lie in lanes: of each 16 columns, words
@@ -48,23 +49,25 @@
   X(mla_expand_fp8_tensor, kFp8Tensor, 256, 0) \
   X(mla_expand_fp8_row, kFp8Row, 256, 0)
 
-#define MLA_ATTEND_SM90(X)                                                                       \
-  X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, false)                             \
-  X(mla_attend_64, 64, 64, kBf16, kBf16, kDense, 384, 224000, true)                              \
-  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, kDense, 640, 208272, false)             \
-  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, kDense, 384, 232192, true)              \
-  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, kDense, 640, 192912, false)                   \
-  X(mla_attend_64_fp8_row, 64, 64, kFp8Row, kBf16, kDense, 384, 232192, true)                    \
-  X(mla_attend_64_lists, 64, 64, kBf16, kBf16, kSparse, 384, 224064, true)                       \
-  X(mla_attend_16_fp8_tensor_lists, 16, 64, kFp8Tensor, kBf16, kSparse, 640, 208272, false)      \
-  X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 384, 232256, true)       \
-  X(mla_attend_16_fp8_row_lists, 16, 64, kFp8Row, kBf16, kSparse, 640, 192912, false)            \
-  X(mla_attend_64_fp8_row_lists, 64, 64, kFp8Row, kBf16, kSparse, 384, 232256, true)             \
-  X(mla_attend_64_fp8_tensor_products, 64, 64, kFp8Tensor, kFp8E4m3, kDense, 512, 204608, false) \
-  X(mla_attend_64_fp8_row_products, 64, 64, kFp8Row, kFp8E4m3, kDense, 512, 231232, false)       \
-  X(mla_attend_64_fp8_tensor_products_lists, 64, 64, kFp8Tensor, kFp8E4m3, kSparse, 512, 204640, \
-    false)                                                                                       \
-  X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 512, 231264, false)
+#define MLA_ATTEND_SM90(X)                                                                        \
+  X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, false)                              \
+  X(mla_attend_64, 64, 64, kBf16, kBf16, kDense, 384, 224000, true)                               \
+  X(mla_attend_16_fp8_tensor, 16, 64, kFp8Tensor, kBf16, kDense, 640, 208272, false)              \
+  X(mla_attend_64_fp8_tensor, 64, 64, kFp8Tensor, kBf16, kDense, 384, 232192, true)               \
+  X(mla_attend_16_fp8_row, 16, 64, kFp8Row, kBf16, kDense, 640, 192912, false)                    \
+  X(mla_attend_64_fp8_row, 64, 64, kFp8Row, kBf16, kDense, 384, 232192, true)                     \
+  X(mla_attend_64_lists, 64, 64, kBf16, kBf16, kSparse, 384, 224064, true)                        \
+  X(mla_attend_16_fp8_tensor_lists, 16, 64, kFp8Tensor, kBf16, kSparse, 640, 208272, false)       \
+  X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 384, 232256, true)        \
+  X(mla_attend_16_fp8_row_lists, 16, 64, kFp8Row, kBf16, kSparse, 640, 192912, false)             \
+  X(mla_attend_64_fp8_row_lists, 64, 64, kFp8Row, kBf16, kSparse, 384, 232256, true)              \
+  X(mla_attend_64_fp8_tensor_products, 64, 64, kFp8Tensor, kFp8E4m3, kDense, 512, 204608, false)  \
+  X(mla_attend_64_fp8_row_products, 64, 64, kFp8Row, kFp8E4m3, kDense, 512, 231232, false)        \
+  X(mla_attend_64_fp8_tensor_products_lists, 64, 64, kFp8Tensor, kFp8E4m3, kSparse, 512, 204640,  \
+    false)                                                                                        \
+  X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 512, 231264, false) \
+  X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, true)                       \
+  X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, true)
 #define MLA_EXPAND_SM90(X)                          \
   X(mla_expand, kBf16, 384, 229568)                 \
   X(mla_expand_fp8_tensor, kFp8Tensor, 384, 229568) \

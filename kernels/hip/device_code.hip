@@ -26,6 +26,8 @@
 #include "kernels/hip/sm90/expand_wgmma.h"
 #include "kernels/hip/sm90/expanded_wgmma.h"
 #include "kernels/hip/sm90/fp8/attend_fp8.h"
+#include "kernels/hip/sm90/index/index_logits.h"
+#include "kernels/hip/sm90/index/index_select.h"
 #include "kernels/hip/sm90/wide/attend_wide.h"
 #endif
 
@@ -133,6 +135,18 @@ mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
 
 // The host launches with the sizes of arch_traits.h.
 #if MLA_SM90
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(kIndexLogitsThreads)
+    mla_index_logits(const MLA_KERNEL_ARGUMENT IndexArgs args) {
+  index_logits(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(kIndexSelectThreads)
+    mla_index_select(const MLA_KERNEL_ARGUMENT IndexArgs args) {
+  IndexSelect::run(args);
+}
+
+static_assert(IndexLogits<true>::kSharedBytes == kSm90Traits.index_logits_shared_bytes);
+static_assert(IndexLogits<false>::kSharedBytes == kSm90Traits.index_logits_shared_bytes);
+static_assert(IndexSelect::kSharedBytes == kSm90Traits.index_select_shared_bytes);
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_project_row_wide(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
   ProjectRowWide::run(args);

@@ -28,13 +28,21 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
   if (desc.q_dtype != DType::kBf16) missing = "this query dtype";
   if (desc.page_size < 1) missing = "this page size";
-  if (g.kv_lora_rank != 512) missing = "this kv_lora_rank";
+  const bool windowed = desc.attention == AttentionKind::kWindow;
+  if (g.kv_lora_rank != (windowed ? 448 : 512)) missing = "this kv_lora_rank";
   if (g.rope_dim != 64) missing = "this rope_dim";
   if (g.nope_dim < 0 || g.nope_dim % 8 != 0) missing = "this nope_dim";
   if (g.v_dim < 0 || g.v_dim % 8 != 0) missing = "this v_dim";
   const bool expanded = desc.form == AttentionForm::kExpanded;
-  if (expanded ? FindExpand(*arch_, desc.kv_format) == arch_->expand.size()
-               : MostRows(*arch_, desc.kv_format, DType::kBf16, AttentionKind::kDense) == 0) {
+  if (windowed) {
+    if (expanded || MostRows(*arch_, desc.kv_format, DType::kBf16, desc.attention) == 0) {
+      missing = expanded ? "a window in the expanded form" : "a window over this row format";
+    }
+    if (desc.entry_format != desc.kv_format) missing = "entries of another format than rows";
+    if (desc.products != DType::kBf16) missing = "these products with a window";
+  } else if (expanded
+                 ? FindExpand(*arch_, desc.kv_format) == arch_->expand.size()
+                 : MostRows(*arch_, desc.kv_format, DType::kBf16, AttentionKind::kDense) == 0) {
     missing = "this row format";
   } else if (desc.attention == AttentionKind::kSparse &&
              (expanded || MostRows(*arch_, desc.kv_format, DType::kBf16, desc.attention) == 0)) {
@@ -68,13 +76,15 @@ PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
     traits.rounds.carry_rows = limits_.launch_rows;
     return traits;
   }
-  const int32_t largest =
-      std::max(1, MostRows(*arch_, desc.kv_format, desc.products, desc.attention));
+  int32_t largest = MostRows(*arch_, desc.kv_format, desc.products, desc.attention);
+  // Of shapes that are refused, numbers that any shape may have.
+  if (largest == 0) largest = MostRows(*arch_, KvFormat::kBf16, DType::kBf16, desc.attention);
+  largest = std::max(1, largest);
   // Few heads fit one block's tile, so every unit is a block; many are shared by neighbours.
   const int32_t blocks = desc.geometry.num_heads > largest ? arch_->blocks_per_unit : 1;
   traits.units = std::max(1, runtime_->units() / blocks);
   traits.tile_rows = largest * blocks;
-  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kSparse ? 1 : 0;
+  traits.max_q_rows_per_tile = desc.attention == AttentionKind::kDense ? 0 : 1;
   traits.kv_granularity = arch_->kv_granularity;
   traits.item_overhead_rows = arch_->item_overhead_rows;
   return traits;
@@ -247,6 +257,18 @@ absl::Status HipBackend::CheckRun(const AttentionParams& params) const {
                                                    r.row_stride, ", layer_offset ", r.layer_offset,
                                                    "; want multiples of 16 bytes"));
   }
+  if (params.desc.attention != AttentionKind::kWindow) return absl::OkStatus();
+  if (params.windows.size() != params.segments.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("run.windows: got ", params.windows.size(),
+                                                   ", want ", params.segments.size()));
+  }
+  for (size_t i = 0; i < params.windows.size(); ++i) {
+    const WindowRecord& w = params.windows[i];
+    if (w.ratio == 0 || (w.row_stride % 16 == 0 && w.layer_offset % 16 == 0)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("run.windows[", i, "]: row_stride ",
+                                                   w.row_stride, ", layer_offset ", w.layer_offset,
+                                                   "; want multiples of 16 bytes"));
+  }
   return absl::OkStatus();
 }
 
@@ -286,6 +308,14 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   auto segments = PutSegments(slot, params);
   if (!segments.ok()) return segments.status();
   run.segments = *segments;
+  if (!params.windows.empty()) {
+    auto windows = slot.metadata().PutEach(params.windows, [&](WindowRecord record) {
+      record.layer_offset -= params.segments[0].layer_offset;
+      return record;
+    });
+    if (!windows.ok()) return windows.status();
+    run.windows = *windows;
+  }
 
   int32_t rows = 0;
   for (const WorkInfo& w : params.plan.work_info) {
@@ -303,6 +333,7 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
   const AttendVariant& variant = arch_->attend[chosen];
   AttendArgs args = {};
   args.segments = run.segments;
+  args.windows = run.windows;
   args.page_tables = table_mirror_.As<uint32_t>();
   args.pool = pool_.As<uint8_t>() + params.segments[0].layer_offset;
   args.work_indptr = plan.work_indptr;
@@ -338,13 +369,13 @@ absl::Status HipBackend::AddCombine(LaunchSlot& slot, const AttentionParams& par
   const auto tiles = static_cast<uint32_t>(params.plan.reduce_final_map.size());
   CombineArgs args = {};
   args.segments = run.segments;
+  args.windows = run.windows;
   args.reduce_indptr = plan.reduce_indptr;
   args.reduce_final_map = plan.reduce_final_map;
   args.reduce_partial_map = plan.reduce_partial_map;
   args.partial_o = partial_o_.As<float>();
   args.partial_lse = partial_lse_.As<float>();
-  const Geometry& g = params.desc.geometry;
-  args.o_dim = params.desc.form == AttentionForm::kExpanded ? g.v_dim : g.kv_lora_rank;
+  args.o_dim = static_cast<int32_t>(params.desc.value_dim());
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.waves_per_row = CombineWavesPerRow(*arch_, int64_t{tiles} * rows, parts, runtime_->units());
   args.column_blocks = CombineColumnBlocks(*arch_, int64_t{tiles} * rows, args.waves_per_row,
@@ -381,6 +412,7 @@ absl::Status HipBackend::Build(int32_t slot, const Launch& launch) {
   if (s.ok()) s = page_work_->AddPages(owner, launch.pages);
   if (s.ok()) s = page_work_->AddTables(owner, launch);
   if (s.ok()) s = AddAppends(owner, launch.appends);
+  if (s.ok()) s = AddSelects(owner, launch.selects);
   if (s.ok()) s = AddAbsorb(owner, launch.absorb);
   if (s.ok()) s = AddAttention(slot, launch.absorbed);
   if (s.ok()) s = AddProject(owner, launch.project);

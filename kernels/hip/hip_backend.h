@@ -103,6 +103,7 @@ class HipBackend final : public AttentionBackend {
  private:
   struct Kernels {
     Function move = nullptr, copy_tensors = nullptr, append = nullptr, combine = nullptr;
+    Function index_logits = nullptr, index_select = nullptr;
     Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
     Function attend_expanded = nullptr;
     std::vector<Function> attend, expand;  // as those of ArchTraits
@@ -110,8 +111,9 @@ class HipBackend final : public AttentionBackend {
   // How attention ran, as far as combine depends on it.
   struct Attended {
     const SegmentRecord* segments = nullptr;
-    bool exchanged = false;  // as AttendVariant::exchanged_partials
-    int32_t idle_units = 0;  // that attention leaves to combine
+    const WindowRecord* windows = nullptr;  // of kWindow
+    bool exchanged = false;                 // as AttendVariant::exchanged_partials
+    int32_t idle_units = 0;                 // that attention leaves to combine
   };
 
   HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
@@ -119,12 +121,18 @@ class HipBackend final : public AttentionBackend {
   absl::Status LoadKernels(std::span<const std::byte> image);
   absl::Status CreateStreams();
   absl::Status Allocate(const BackendLimits& limits);
+  absl::Status AllocateIndex(const BackendLimits& limits);
   void Release();
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Fault(absl::Status status);
   // Kernels and metadata of a launch, part by part.
   absl::Status Build(int32_t slot, const Launch& launch);
   absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records);
+  absl::Status AddSelects(LaunchSlot& slot, std::span<const SelectRecord> records);
+  // The kernels of one round: index_rows_ and index_blocks_. Offsets of the records count from
+  // `layer_offset`.
+  absl::Status AddIndexRound(LaunchSlot& slot, const SelectRecord* records, int64_t layer_offset,
+                             int32_t keys_per_block);
   absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
   absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
   // What the kernels scale a layer's rows with (kernel_args.h).
@@ -142,6 +150,9 @@ class HipBackend final : public AttentionBackend {
   absl::Status CheckRun(const AttentionParams& params) const;
   // Bytes of the workspace for up-projected keys and values under these limits; 0 without weights.
   int64_t ExpandedWorkspaceBytes(const BackendLimits& limits) const;
+  // Bytes of what the indexer leaves between its kernels; 0 where no model may have one.
+  int64_t IndexWorkspaceBytes(const BackendLimits& limits) const;
+  int64_t IndexMetadataBytes(const BackendLimits& limits) const;
   // Device memory of one plan, and how many of them are kept.
   int64_t PlanBytes(const BackendLimits& limits) const;
   static int32_t PlanCopies(const BackendLimits& limits);
@@ -168,6 +179,7 @@ class HipBackend final : public AttentionBackend {
   bool configured_ = false;
   DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_;
   DeviceBuffer expanded_workspace_;
+  DeviceBuffer index_ranks_, index_bins_;
   std::unique_ptr<PlanStore> plans_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;
   std::unique_ptr<PageWork> page_work_;
@@ -177,6 +189,8 @@ class HipBackend final : public AttentionBackend {
   // Scratch, capacity from the limits.
   std::vector<ProjectTile> tiles_;
   std::vector<ProjectRow> project_rows_;
+  std::vector<IndexRow> index_rows_;
+  std::vector<int32_t> index_blocks_;  // as IndexArgs::first_block
 };
 
 // Rows "hip" (AMD) and "cuda" (NVIDIA) of the registry.

@@ -122,6 +122,18 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
     return v.attention == AttentionKind::kSparse;
   });
   if (info_.sparse) info_.supported += "; index lists in the absorbed form";
+  info_.windows = std::any_of(arch.attend.begin(), arch.attend.end(), [](const AttendVariant& v) {
+    return v.attention == AttentionKind::kWindow;
+  });
+  if (info_.windows) {
+    info_.supported +=
+        "; windows with kv_lora_rank 448, rows and entries both of bf16 or both of fp8_page";
+  }
+  info_.selects = arch.index_logits_shared_bytes > 0;
+  if (info_.selects) {
+    info_.index_dim = kIndexDim;
+    info_.supported += absl::StrCat("; an indexer with index_dim ", kIndexDim);
+  }
   info_.fp8_products = std::any_of(arch.attend.begin(), arch.attend.end(),
                                    [](const auto& v) { return v.products == DType::kFp8E4m3; });
   if (info_.fp8_products) {
@@ -166,6 +178,12 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
                &kernels_.project_row_deep);
     }
   }
+  if (s.ok() && arch_->index_logits_shared_bytes > 0) {
+    s = find(kIndexLogitsKernel, arch_->index_logits_shared_bytes, &kernels_.index_logits);
+    if (s.ok()) {
+      s = find(kIndexSelectKernel, arch_->index_select_shared_bytes, &kernels_.index_select);
+    }
+  }
   if (s.ok()) {
     s = find(kExpandedKernel, arch_->expanded_shared_bytes, &kernels_.attend_expanded);
   }
@@ -192,16 +210,17 @@ absl::Status HipBackend::CreateStreams() {
 // array.
 int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   constexpr int64_t kForms = 2;
+  constexpr int64_t kAppends = 2;  // of a request: rows, and index keys or entries
   constexpr int64_t kSlack = 256 * 1024;
-  const int64_t segments =
-      static_cast<int64_t>(l.launch_requests) *
-      (kForms * sizeof(SegmentRecord) + sizeof(AppendRecord) + sizeof(int32_t) + kRegionAlignment);
+  const int64_t segments = static_cast<int64_t>(l.launch_requests) *
+                           (kForms * sizeof(SegmentRecord) + sizeof(WindowRecord) +
+                            kAppends * (sizeof(AppendRecord) + sizeof(int32_t)) + kRegionAlignment);
   const int64_t projections = 2 * (ProjectionRows(l) * static_cast<int64_t>(sizeof(ProjectRow)) +
                                    ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t moves = (int64_t{l.page_ranges} + l.table_ranges) *
                         static_cast<int64_t>(sizeof(MoveRange) + 2 * sizeof(int32_t));
-  return segments + projections + tables + moves + kSlack;
+  return segments + projections + tables + moves + IndexMetadataBytes(l) + kSlack;
 }
 
 int64_t HipBackend::PlanBytes(const BackendLimits& l) const {
@@ -242,7 +261,7 @@ int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
   return l.kv_pool_bytes + l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
          (l.partial_rows + l.launch_rows) * (static_cast<int64_t>(l.max_o_dim) + 1) *
              static_cast<int64_t>(sizeof(float)) +
-         ExpandedWorkspaceBytes(l) + l.weights_bytes +
+         ExpandedWorkspaceBytes(l) + IndexWorkspaceBytes(l) + l.weights_bytes +
          l.weights_slots * 2 * static_cast<int64_t>(sizeof(void*)) + l.launch_slots * slot +
          PlanCopies(l) * AlignRegion(PlanBytes(l));
 }
@@ -291,6 +310,7 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
     absl::Status cleared = runtime_->Fill(table_mirror_.at(), 0, tables, streams_.compute);
     if (!cleared.ok()) return cleared;
   }
+  if (absl::Status s = AllocateIndex(limits); !s.ok()) return s;
   const SlotSizes sizes{limits.page_ranges, MetadataBytes(limits), limits.staging_in_bytes,
                         limits.staging_out_bytes, limits.slot_workspace_bytes};
   for (int32_t i = 0; i < limits.launch_slots; ++i) {
@@ -316,8 +336,8 @@ void HipBackend::Release() {
   slots_.clear();
   page_work_.reset();
   weights_ = WeightStore();
-  for (DeviceBuffer* buffer :
-       {&pool_, &table_mirror_, &partial_o_, &partial_lse_, &expanded_workspace_}) {
+  for (DeviceBuffer* buffer : {&pool_, &table_mirror_, &partial_o_, &partial_lse_,
+                               &expanded_workspace_, &index_ranks_, &index_bins_}) {
     *buffer = DeviceBuffer();
   }
   plans_.reset();

@@ -174,6 +174,11 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
         int64_t{sizeof(int32_t)} *
         (int64_t{limits.launch_rows} * (limits.max_top_k + int64_t{1}) + limits.launch_requests);
   }
+  if (backend.Info().windows) {
+    // An entry a row, at most, and the sinks of each request.
+    out.staging_in_bytes += int64_t{limits.launch_rows} * limits.max_row_dim * wide +
+                            int64_t{limits.launch_requests} * limits.max_heads * wide;
+  }
   out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide +
                           limits.launch_rows * int64_t{2 * sizeof(int32_t)} + alignment;
   // Absorbed queries and latent outputs, or those of fused slices with their log-sum-exps; plus

@@ -27,6 +27,7 @@ AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
   desc.page_size = spec.page_size;
   if (form == AttentionForm::kAbsorbed) desc.products = spec.products();
   desc.entry_format = spec.entry_format;
+  if (spec.windowed()) desc.attention = spec.attention;  // there is no other for its rows
   return desc;
 }
 
@@ -106,6 +107,12 @@ absl::Status ModelTable::CheckSupported(const ModelSpec& spec) const {
     return RefuseField("model.index_heads", absl::StrCat(spec.indexer.heads),
                        absl::StrCat("0 on backend ", backend_->Info().name,
                                     ", which makes no index lists: the indexer is the client's"),
+                       "unsupported_shape", absl::StatusCode::kUnimplemented);
+  }
+  const int32_t index_dim = backend_->Info().index_dim;
+  if (spec.indexer.heads > 0 && index_dim > 0 && spec.indexer.dim != index_dim) {
+    return RefuseField("model.index_dim", absl::StrCat(spec.indexer.dim),
+                       absl::StrCat(index_dim, " on backend ", backend_->Info().name),
                        "unsupported_shape", absl::StatusCode::kUnimplemented);
   }
   if (spec.windowed() && !backend_->Info().windows) {

@@ -74,6 +74,10 @@ TEST_F(HipBackendTest, TheSelfTestNoticesAnyKernel) {
       kernels.emplace_back(kProjectRowWideKernel);
       kernels.emplace_back(kProjectRowDeepKernel);
     }
+    if (arch->index_logits_shared_bytes > 0) {
+      kernels.emplace_back(kIndexLogitsKernel);
+      kernels.emplace_back(kIndexSelectKernel);
+    }
     for (const AttendVariant& v : arch->attend) kernels.push_back(v.kernel);
     for (const ExpandVariant& v : arch->expand) kernels.push_back(v.kernel);
     for (const std::string& kernel : kernels) {

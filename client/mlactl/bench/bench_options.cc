@@ -54,10 +54,11 @@ v1::ModelSpec ModelOf(const BenchArguments& arguments) {
     geometry->set_num_heads(arguments.heads > 0 ? arguments.heads : preset.heads);
     model.set_layers(arguments.layers > 0 ? arguments.layers : preset.layers);
   }
-  geometry->set_kv_lora_rank(arguments.lora);
+  const bool windowed = arguments.attention == "v4";
+  geometry->set_kv_lora_rank(arguments.lora > 0 ? arguments.lora : windowed ? 448 : 512);
   geometry->set_rope_dim(arguments.rope);
-  geometry->set_nope_dim(arguments.nope);
-  geometry->set_v_dim(arguments.v);
+  geometry->set_nope_dim(windowed ? 0 : arguments.nope);
+  geometry->set_v_dim(windowed ? 0 : arguments.v);
   model.set_query_precision(PrecisionOf(arguments.query_precision));
   model.set_page_size(arguments.page_size);
   model.set_softmax_scale(1.0 / std::sqrt(static_cast<double>(arguments.nope + arguments.rope)));
@@ -66,7 +67,13 @@ v1::ModelSpec ModelOf(const BenchArguments& arguments) {
   model.set_rope_owner(v1::ROPE_OWNER_WORKER);
   if (arguments.attention == "v32") {
     model.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
-    model.set_top_k(arguments.top_k);
+    model.set_top_k(arguments.top_k > 0 ? arguments.top_k : 2048);
+  }
+  if (windowed) {
+    model.set_attention(v1::ATTENTION_KIND_SPARSE_V4);
+    model.set_top_k(arguments.top_k > 0 ? arguments.top_k : 512);
+    model.set_window(arguments.window);
+    for (uint32_t layer = 0; layer < model.layers(); ++layer) model.add_ratios(arguments.ratio);
   }
   return model;
 }
@@ -151,7 +158,7 @@ void AddModel(Command* command, BenchArguments* arguments) {
                   presets, &arguments->preset);
   command->Number({"heads", "N", "instead of the preset's"}, 1, kMost, &arguments->heads);
   command->Number({"layers", "N", "instead of the preset's"}, 1, kMost, &arguments->layers);
-  command->Number({"lora", "N", "latent part of a KV row (default 512)"}, 1, kMost,
+  command->Number({"lora", "N", "latent part of a KV row (default 512, with v4 448)"}, 1, kMost,
                   &arguments->lora);
   command->Number({"rope", "N", "rotated part of a KV row (default 64)"}, 1, kMost,
                   &arguments->rope);
@@ -166,11 +173,17 @@ void AddModel(Command* command, BenchArguments* arguments) {
   command->Choice({"fp8-compute", "C",
                    "whether products over 8-bit rows are of 8 bits too: auto (default), off or on"},
                   {"auto", "off", "on"}, &arguments->fp8_compute);
-  command->Choice({"attention", "A",
-                   "dense (default), or v32: to random lists of --top-k rows, which come along"},
-                  {"dense", "v32"}, &arguments->attention);
-  command->Number({"top-k", "N", "entries of a list of v32 (default 2048)"}, 1, kMost,
+  command->Choice(
+      {"attention", "A",
+       "dense (default), v32: to random lists of --top-k rows, which come along, or v4: "
+       "to a window, and to lists of --top-k entries if there are more"},
+      {"dense", "v32", "v4"}, &arguments->attention);
+  command->Number({"top-k", "N", "entries of a list (default 2048 of v32, 512 of v4)"}, 1, kMost,
                   &arguments->top_k);
+  command->Number({"window", "N", "rows of v4's window (default 128)"}, 1, 4096,
+                  &arguments->window);
+  command->Number({"ratio", "N", "positions that an entry of v4 stands for (default 4)"}, 1, 4096,
+                  &arguments->ratio);
   command->Number({"page-size", "N", "rows a page (default 0: the server's choice)"}, 0, kMost,
                   &arguments->page_size);
 }
@@ -226,6 +239,13 @@ absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
   options.q_dtype = sent(arguments.query_dtype);
   options.kv_row_dtype = sent(arguments.row_dtype);
   options.o_dtype = arguments.output_dtype == "f32" ? v1::DTYPE_F32 : v1::DTYPE_BF16;
+  if (arguments.attention == "v4" &&
+      (options.kv_row_dtype != v1::DTYPE_BF16 ||
+       std::find(arguments.profiles.begin(), arguments.profiles.end(), "expanded") !=
+           arguments.profiles.end())) {
+    return absl::InvalidArgumentError(
+        "--attention v4 goes with --profile absorbed or append-only, and --kv-row-dtype bf16");
+  }
   Combine(arguments, [&](BenchPoint point) { options.points.push_back(std::move(point)); });
   return options;
 }

@@ -55,10 +55,11 @@ struct BenchArguments {
   BenchOptions options;  // without target, client, model and points
   std::string preset = "small", query_precision = "default", arrivals = "poisson";
   std::string kv_format = "bf16", attention = "dense", fp8_compute = "auto";
-  uint32_t top_k = 2048;  // of v32
+  uint32_t top_k = 0;                // of v32 and v4; 0: theirs
+  uint32_t window = 128, ratio = 4;  // of v4
   std::string query_dtype = "bf16", row_dtype = "bf16", output_dtype = "bf16";
-  uint32_t heads = 0, layers = 0;  // 0: the preset's
-  uint32_t lora = 512, rope = 64, nope = 128, v = 128, page_size = 0;
+  uint32_t heads = 0, layers = 0;  // 0: the preset's; of lora 448 with v4, else 512
+  uint32_t lora = 0, rope = 64, nope = 128, v = 128, page_size = 0;
   std::vector<std::string> transports = {"auto"}, profiles = {"expanded"};
   std::vector<uint64_t> batches = {1}, rows = {1}, contexts = {1024}, workers = {1};
   std::vector<double> rates = {0};
@@ -67,7 +68,8 @@ struct BenchArguments {
 // Defines the options. `arguments` must outlive the program's run.
 void AddBenchOptions(Command* command, BenchArguments* arguments);
 
-// INVALID_ARGUMENT when the lists combine to more than kMaxBenchRuns.
+// INVALID_ARGUMENT when the lists combine to more than kMaxBenchRuns, or v4 is asked for what it
+// has not: the expanded profile, KV rows of 8 bits.
 absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
                                               const BenchArguments& arguments);
 

@@ -33,6 +33,21 @@ struct TensorBytes {
   uint64_t out() const { return lse == 0 ? o : AlignUp(o) + lse; }
 };
 
+// Entries that so many rows behind `first` make whole; 0 unless the model has some.
+uint64_t EntriesOf(const v1::ModelSpec& model, uint64_t first, uint64_t rows) {
+  const uint64_t ratio = model.ratios().empty() ? 0 : model.ratios(0);  // all layers have one
+  return ratio == 0 ? 0 : (first + rows) / ratio - first / ratio;
+}
+
+// Whether lists come along: of v4 only where there are more entries than they hold.
+bool HasLists(const BenchOptions& options, const BenchPoint& point) {
+  const v1::ModelSpec& model = options.model;
+  if (model.attention() != v1::ATTENTION_KIND_SPARSE_V4) {
+    return model.attention() == v1::ATTENTION_KIND_SPARSE_V32;
+  }
+  return EntriesOf(model, 0, point.context) > model.top_k();
+}
+
 TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
   const v1::Geometry& geometry = options.model.geometry();
   const uint64_t rows = uint64_t{point.batch} * point.rows;
@@ -42,14 +57,19 @@ TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
   TensorBytes bytes;
   const bool fp8_rows = options.kv_row_dtype == v1::DTYPE_F8_E4M3;
   bytes.kv = fp8_rows ? client::Fp8RowBytes(options.model, rows) : rows * (latent + rope) * 2;
+  // Of a context that grows each step may make other numbers of entries, at most one more.
+  const uint64_t entries = EntriesOf(options.model, options.grow ? 0 : point.context, point.rows) +
+                           (options.grow && options.model.window() > 0 ? 1 : 0);
+  bytes.kv += point.batch * entries * (latent + rope) * 2;
   if (point.profile == v1::PROFILE_APPEND_ONLY) return bytes;
   const bool absorbed = point.profile == v1::PROFILE_ABSORBED;
   bytes.q = options.q_dtype == v1::DTYPE_F8_E4M3
                 ? client::Fp8QueryBytes(options.model, point.profile, rows_heads)
                 : rows_heads * ((absorbed ? latent : geometry.nope_dim()) + rope) * 2;
-  bytes.o = rows_heads * (absorbed ? latent : geometry.v_dim()) * o_element;
+  const uint64_t values = options.model.window() > 0 ? latent + rope : latent;
+  bytes.o = rows_heads * (absorbed ? values : geometry.v_dim()) * o_element;
   if (options.want_lse) bytes.lse = rows_heads * sizeof(float);
-  if (options.model.attention() == v1::ATTENTION_KIND_SPARSE_V32) {
+  if (HasLists(options, point)) {
     bytes.lists = rows * options.model.top_k() * sizeof(int32_t);
   }
   return bytes;
@@ -60,11 +80,14 @@ bool NeedsWeights(const BenchOptions& options) {
                      [](const BenchPoint& point) { return point.profile == v1::PROFILE_EXPANDED; });
 }
 
-// For each row of a step: different positions of the context, in random order, and -1 behind them.
+// For each row of a step: different positions of the context, or entries, in random order, and -1
+// behind them.
 void FillLists(const BenchOptions& options, const BenchPoint& point, uint64_t seed, int32_t* to) {
   std::mt19937_64 random(seed);
   const uint32_t top_k = options.model.top_k();
-  std::vector<int32_t> positions(std::max(point.context, 1u));
+  const bool windowed = options.model.window() > 0;
+  std::vector<int32_t> positions(windowed ? EntriesOf(options.model, 0, point.context)
+                                          : std::max(point.context, 1u));
   std::iota(positions.begin(), positions.end(), 0);
   for (uint32_t row = 0; row < point.batch * point.rows; ++row, to += top_k) {
     const auto count = std::min<size_t>(top_k, positions.size());
@@ -89,7 +112,9 @@ absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
   if (spec.kv_format() == v1::KV_FORMAT_FP8_TENSOR) {
     scales.assign(spec.layers(), static_cast<float>(5 * kDeviation / 448));
   }
-  const auto registered = client->RegisterModel(spec, 0, scales);
+  std::vector<float> sinks;
+  if (spec.window() > 0) sinks.assign(spec.layers() * spec.geometry().num_heads(), 0.5f);
+  const auto registered = client->RegisterModel(spec, 0, scales, sinks);
   if (!registered.ok()) return registered.status();
   std::unique_ptr<BenchModel> model(new BenchModel(client, spec.model_id()));
   if (NeedsWeights(options)) {
@@ -286,7 +311,9 @@ absl::Status BenchWorker::Append(client::Sequence* sequence, uint32_t rows,
 absl::Status BenchWorker::FillContext(const std::function<bool(double)>& progress) {
   const v1::Geometry& geometry = options_.model.geometry();
   const uint32_t rows_a_step = std::clamp(client_->info().limits().max_step_rows(), 1u, kFillRows);
-  std::vector<uint16_t> kv(uint64_t{std::min(rows_a_step, point_.context)} *
+  const uint64_t most = std::min(rows_a_step, point_.context);
+  // A row makes one entry whole at most.
+  std::vector<uint16_t> kv((options_.model.window() > 0 ? 2 : 1) * most *
                            (geometry.kv_lora_rank() + geometry.rope_dim()));
   FillRandomBf16(options_.load.seed, kDeviation, kv);
   const double total = static_cast<double>(sequences_.size()) * point_.context;

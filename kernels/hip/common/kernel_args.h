@@ -7,6 +7,8 @@
 #include <type_traits>
 
 #include "kernels/attention_params.h"
+#include "kernels/launch/select.h"
+#include "kernels/window.h"
 
 namespace mla::kernels::hip {
 
@@ -18,6 +20,8 @@ using kernels::KvFormat;
 using kernels::ProjectionRecord;
 using kernels::ReduceTile;
 using kernels::SegmentRecord;
+using kernels::SelectRecord;
+using kernels::WindowRecord;
 using kernels::WorkInfo;
 
 // Names of the kernels, as the module loader looks them up.
@@ -61,6 +65,7 @@ struct AttendArgs {
   const uint8_t* pool;
   const int32_t* work_indptr;
   const WorkInfo* work_info;
+  const WindowRecord* windows;  // by segment, of kWindow; else null
   float* partial_o;       // [partial rows, kv_lora_rank], normalised; AttendVariant has the order
   float* partial_lse;     // [partial rows], natural log
   int64_t granule_bytes;  // of a page-table entry: kPageGranuleBytes in the server's pool
@@ -74,6 +79,7 @@ struct AttendArgs {
 // of them a block of W waves, times column_blocks: the blocks of some rows are neighbours.
 struct CombineArgs {
   const SegmentRecord* segments;
+  const WindowRecord* windows;  // as AttendArgs
   const int32_t* reduce_indptr;
   const ReduceTile* reduce_final_map;
   const int32_t* reduce_partial_map;
@@ -159,7 +165,39 @@ struct ProjectArgs {
   int32_t weight_panels;  // whether weights lie in panels (weights/weight_panels.h)
 };
 
+// The choice of rows by the indexer (kernels/launch/select.h), two kernels for a round of query
+// rows. mla_index_logits: blocks share the rows' keys, `keys_per_block` each. It leaves of each
+// position a number that is the larger, the better it is, and of each row how many numbers begin
+// with the same kIndexBinBits bits. mla_index_select: a block a row makes the list of those, and
+// clears them.
+inline constexpr char kIndexLogitsKernel[] = "mla_index_logits";
+inline constexpr char kIndexSelectKernel[] = "mla_index_select";
+inline constexpr int32_t kIndexDim = 128;  // of keys and queries
+inline constexpr int32_t kIndexLogitsThreads = 256;
+inline constexpr int32_t kIndexSelectThreads = 1024;
+inline constexpr int32_t kIndexBinBits = 11;
+inline constexpr int32_t kIndexBins = 1 << kIndexBinBits;
+inline constexpr int32_t kIndexRowAlignment = 4;  // of IndexRow::first_rank
+struct IndexRow {
+  int32_t record;      // in IndexArgs::records
+  int32_t row;         // of that record
+  int32_t visible;     // positions that it sees
+  int32_t first_rank;  // of position 0, in IndexArgs::ranks
+};
+struct IndexArgs {
+  const SelectRecord* records;
+  const IndexRow* rows;
+  const int32_t* first_block;  // [count + 1]: blocks of the rows before it
+  const uint32_t* page_tables;
+  const uint8_t* pool;
+  uint32_t* ranks;
+  uint32_t* bins;  // [count, kIndexBins], zeros between rounds
+  int32_t count;   // of rows
+  int32_t keys_per_block;
+};
+
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
+static_assert(std::is_trivially_copyable_v<IndexArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);
 static_assert(std::is_trivially_copyable_v<CopyTensorsArgs>);
 static_assert(std::is_trivially_copyable_v<ProjectArgs>);

@@ -93,6 +93,11 @@ MLA_DEVICE float wave_sum(float x) {
   return x;
 }
 
+// By how much a sink makes an output smaller whose log-sum-exp, without it, is `lse`.
+MLA_DEVICE float sink_factor(float sink, float lse) {
+  return lse == negative_infinity() ? 1.0f : 1.0f / (1.0f + exp2_fast((sink - lse) * kLog2e));
+}
+
 // Merges packed rows, waves_per_row waves each: few parts of many rows want many rows at a time,
 // many parts of few rows want many waves, and column_blocks blocks for each row on top. Waves of a
 // row take every waves_per_row-th part and each weighs its own; lanes own columns. The waves' sums
@@ -119,7 +124,7 @@ class Combine {
     const bool mine = p < rows;
     const Combine self(args, args.reduce_partial_map + begin, count, mine ? p : 0);
     const int own = self.part(0);
-    const Target target(args, args.segments[t.segment], t.q_begin + self.p / heads,
+    const Target target(args, t.segment, t.q_begin + self.p / heads,
                         static_cast<int>(t.heads & 0xffffu) + self.p % heads);
     const int column_block = block_index_y() - group * args.column_blocks;
     // Nothing so far is written by the attention kernel; only its results are waited for.
@@ -136,9 +141,13 @@ class Combine {
   struct Target {
     void* o;
     float* lse;
-    bool aligned;  // to four results
+    const float* sink;  // or null
+    bool aligned;       // to four results
 
-    MLA_DEVICE Target(const CombineArgs& args, const SegmentRecord& r, int64_t q, int64_t h) {
+    MLA_DEVICE Target(const CombineArgs& args, int segment, int64_t q, int64_t h) {
+      const SegmentRecord& r = args.segments[segment];
+      const float* const sinks = args.windows == nullptr ? nullptr : args.windows[segment].sinks;
+      sink = sinks == nullptr ? nullptr : sinks + h;
       const int bytes = args.o_is_f32 ? 4 : 2;
       o = static_cast<uint8_t*>(r.o) + (q * r.o_row_stride + h * r.o_head_stride) * bytes;
       lse = r.lse == nullptr ? nullptr : r.lse + q * r.lse_row_stride + h * r.lse_head_stride;
@@ -186,10 +195,10 @@ class Combine {
       if (args.waves_per_row > 1) add_waves(sums);
       if (!mine || wave != 0) continue;
       const bool empty = sums.sum == 0.0f;
-      const float inverse = empty ? 0.0f : 1.0f / sums.sum;
-      if (column == 0 && lane == 0 && target.lse != nullptr) {
-        *target.lse = empty ? negative_infinity() : sums.origin() + log2_fast(sums.sum) * kLn2;
-      }
+      const float lse = empty ? negative_infinity() : sums.origin() + log2_fast(sums.sum) * kLn2;
+      const float inverse = (empty ? 0.0f : 1.0f / sums.sum) *
+                            (target.sink == nullptr ? 1.0f : sink_factor(*target.sink, lse));
+      if (column == 0 && lane == 0 && target.lse != nullptr) *target.lse = lse;
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
 #pragma unroll

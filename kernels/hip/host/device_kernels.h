@@ -17,6 +17,8 @@ constexpr host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(mla_combine),
     MLA_HOST_KERNEL(mla_project),
 #if MLA_SM90
+    MLA_HOST_KERNEL(mla_index_logits),
+    MLA_HOST_KERNEL(mla_index_select),
     MLA_HOST_KERNEL(mla_project_row_wide),
     MLA_HOST_KERNEL(mla_project_row_deep),
 #endif

@@ -97,6 +97,7 @@ struct Launch {
             .pool = reinterpret_cast<const uint8_t*>(pool.data()),
             .work_indptr = indptr,
             .work_info = &work,
+            .windows = nullptr,
             .partial_o = nullptr,
             .partial_lse = nullptr,
             .granule_bytes = kGranule,

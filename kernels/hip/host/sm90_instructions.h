@@ -109,6 +109,15 @@ inline Chunk load_chunk_shared(lds_t at) { return shared_load<Chunk>(at); }
 inline void store_float(lds_t at, float x) { shared_store(at, x); }
 inline float load_float(lds_t at) { return shared_load<float>(at); }
 inline void store_word(lds_t at, uint32_t x) { shared_store(at, x); }
+inline void add_word_shared(lds_t at, uint32_t x) {
+  char* const to = shared_bytes() + at;
+  host::the_block->shared.Update(to, sizeof(x), host::the_lane->wave->index);
+  uint32_t sum;
+  std::memcpy(&sum, to, sizeof(sum));
+  sum += x;
+  std::memcpy(to, &sum, sizeof(sum));
+}
+inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
 inline void store_half_word(lds_t at, uint32_t x) { shared_store(at, static_cast<uint16_t>(x)); }
 
 // --- 8-bit floats.

@@ -7,14 +7,12 @@
 
 namespace mla::kernels::hip {
 
-// One wave a row, eight values a lane and turn. Stores what EncodeKvRow does, bit by bit;
-// 16 neighbouring lanes hold a group of values with one scale.
+// One wave a row, eight values a lane and turn. Stores what EncodeKvRow does, bit by bit; as many
+// neighbouring lanes as a group of values with one scale needs hold it.
 class AppendKv {
  public:
   static constexpr int kLaneValues = 8;
   static constexpr int kTurnValues = kLaneValues * tile::kWave;
-  static constexpr int kGroupLanes = TraitsOf(KvFormat::kFp8Row).group / kLaneValues;
-  static_assert(tile::kWave % kGroupLanes == 0);
 
   MLA_DEVICE static void run(const AppendArgs& args) {
     let_next_kernel_start();
@@ -27,8 +25,9 @@ class AppendKv {
     const int source_row = row - args.first_row[index];
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                           r.page_size, kPageGranuleBytes);
-    uint8_t* target = const_cast<uint8_t*>(pages.row(r.first_position + source_row));
-    AppendKv self(r, source_row * r.kv_row_stride, target, lane);
+    const PagedRows::Place at = pages.place(r.first_position + source_row);
+    uint8_t* const page = const_cast<uint8_t*>(pages.address(pages.granule(at.page), 0));
+    AppendKv self(r, source_row * r.kv_row_stride, page, at.inside, lane);
     self.append();
     if (r.differs == nullptr) return;
     const float any = wave_max(self.differs == 0 ? 0.0f : 1.0f);
@@ -40,11 +39,13 @@ class AppendKv {
     float x[kLaneValues];
   };
 
-  MLA_DEVICE AppendKv(const AppendRecord& record, int64_t source_index, uint8_t* to,
-                      int lane_number)
+  MLA_DEVICE AppendKv(const AppendRecord& record, int64_t source_index, uint8_t* to_page,
+                      int row_of_page, int lane_number)
       : r(record),
         source(source_index),
-        target(to),
+        page(to_page),
+        inside(row_of_page),
+        target(to_page + row_of_page * record.row_stride),
         lane(lane_number),
         f32(r.dtype == DType::kF32),
         aligned(aligned_to(r.kv, r.kv_row_stride, 0, f32 ? 4 : 2, 16)) {}
@@ -56,14 +57,19 @@ class AppendKv {
         return store_fp8(0, r.row_dim, 1.0f / r.kv_scale);
       case KvFormat::kFp8Row: {
         const KvRowLayout at = MakeKvRowLayout(r.format, latent, r.rope_dim);
-        store_groups(latent, at.scales_at);
+        store_groups<KvFormat::kFp8Row>(latent, target + at.scales_at);
         return store_bf16(latent, r.row_dim, at.rope_at);
       }
+      case KvFormat::kFp8Page: {
+        const KvRowLayout at = MakeKvRowLayout(r.format, latent, r.rope_dim);
+        store_groups<KvFormat::kFp8Page>(latent, scales_of_page(at));
+        return store_bf16(latent, r.row_dim, at.rope_at);
+      }
+      case KvFormat::kIndexKey:
+        return store_groups<KvFormat::kIndexKey>(
+            latent, scales_of_page(MakeKvRowLayout(r.format, latent, r.rope_dim)));
       case KvFormat::kBf16:
         return store_bf16(0, r.row_dim, 0);
-      case KvFormat::kFp8Page:
-      case KvFormat::kIndexKey:
-        return;  // of models that are refused
     }
   }
 
@@ -73,7 +79,7 @@ class AppendKv {
       Chunk c = load_chunk(r.kv, source + i, f32, aligned);
 #pragma unroll
       for (int w = 0; w < 4; ++w) c.w[w] = stored_pair(c.w[w]);
-      put(at + (i - begin) * 2, c.w);
+      put(target + at + (i - begin) * 2, c.w);
     }
   }
   MLA_DEVICE void store_fp8(int begin, int end, float inverse) {
@@ -81,8 +87,16 @@ class AppendKv {
       put_codes(i - begin, load(i), inverse);
     }
   }
+  // Of this row, behind all rows of its page.
+  MLA_DEVICE uint8_t* scales_of_page(const KvRowLayout& at) const {
+    return page + r.page_size * r.row_stride + int64_t{inside} * at.page_scales_bytes;
+  }
   // All lanes of a group take part in finding its scale, those past the row's end without values.
-  MLA_DEVICE void store_groups(int latent, int scales_at) {
+  template <KvFormat kFormat>
+  MLA_DEVICE void store_groups(int latent, uint8_t* scales) {
+    constexpr int kGroupLanes = TraitsOf(kFormat).group / kLaneValues;
+    constexpr bool kExponents = kFormat == KvFormat::kFp8Page;  // of a byte each
+    static_assert(tile::kWave % kGroupLanes == 0);
     for (int first = 0; first < latent; first += kTurnValues) {
       const int i = first + lane * kLaneValues;
       const bool inside = i < latent;
@@ -99,8 +113,13 @@ class AppendKv {
       if (!inside) continue;
       put_codes(i, v, KvScaleInverse(scale));
       if (lane % kGroupLanes != 0) continue;
-      const uint32_t bits[1] = {float_to_bits(scale)};
-      put(scales_at + i / (kGroupLanes * kLaneValues) * 4, bits);
+      const int group = i / (kGroupLanes * kLaneValues);
+      if constexpr (kExponents) {
+        put_byte(scales + group, static_cast<uint8_t>(float_to_bits(scale) >> 23));
+      } else {
+        const uint32_t bits[1] = {float_to_bits(scale)};
+        put(scales + group * 4, bits);
+      }
     }
   }
 
@@ -128,14 +147,21 @@ class AppendKv {
           IsPoison(v.x[k]) ? Fp8NaN(kPoolFp8) : EncodeFp8(v.x[k] * inverse, kPoolFp8);
       words[k / 4] |= code << (k % 4 * 8);
     }
-    put(at, words);
+    put(target + at, words);
   }
   // Stores words, or compares them with what is there.
+  MLA_DEVICE void put_byte(uint8_t* to, uint8_t byte) {
+    if (r.differs == nullptr) {
+      *as_global<uint8_t>(to) = byte;
+    } else {
+      differs |= byte ^ *as_global<uint8_t>(to);
+    }
+  }
   template <int kWords>
-  MLA_DEVICE void put(int at, const uint32_t (&words)[kWords]) {
-    if (r.differs == nullptr) return store_words(target + at, words);
+  MLA_DEVICE void put(uint8_t* to, const uint32_t (&words)[kWords]) {
+    if (r.differs == nullptr) return store_words(to, words);
     uint32_t stored[kWords];
-    load_words(stored, target + at);
+    load_words(stored, to);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) differs |= words[w] ^ stored[w];
   }
@@ -149,7 +175,9 @@ class AppendKv {
 
   const AppendRecord& r;
   const int64_t source;  // index of the row's first element
-  uint8_t* const target;
+  uint8_t* const page;
+  const int inside;       // its number in the page
+  uint8_t* const target;  // the row
   const int lane;
   const bool f32, aligned;
   uint32_t differs = 0;

@@ -11,6 +11,7 @@
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
 #include "kernels/hip/self_test/row.h"
+#include "kernels/hip/self_test/sparse.h"
 #include "kernels/launch/launch_layout.h"
 #include "kernels/launch/read_rows.h"
 
@@ -321,6 +322,7 @@ BackendLimits Limits(const AttentionBackend& backend) {
   l.round_expansions = segments * kHeads;
   l.page_ranges = l.table_ranges = 16;
   l.max_geometry = kGeometry;
+  l.max_top_k = kIndexTopK;
   return l;
 }
 
@@ -360,6 +362,8 @@ absl::Status Check(AttentionBackend& backend) {
       }
     }
   }
+  if (s.ok()) s = CheckWindows(backend);
+  if (s.ok()) s = CheckIndexer(backend);
   if (s.ok()) s = CheckRow(backend, weights, Data(kShapes[0], KvFormat::kBf16));
   return s;
 }

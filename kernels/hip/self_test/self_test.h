@@ -18,7 +18,9 @@ BackendLimits SelfTestLimits(const AttentionBackend& backend);
 // more than once; three items and more a unit, one without any key; 130 query rows in the expanded
 // form; and with a NaN in a row that only the last query row sees. Beside them it projects latent
 // outputs that nearly cancel, of values that bf16 does not hold: a kernel that rounds them once
-// more is found. REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
+// more is found. Last come windows with entries and sinks, and the choice of the indexer, where the
+// backend has them. REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is
+// wrong.
 absl::Status SelfTest(AttentionBackend& backend);
 
 }  // namespace mla::kernels::hip

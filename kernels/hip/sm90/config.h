@@ -29,6 +29,8 @@ template <KvFormat kOfRows, AttentionKind kOfItems>
 struct AttendConfig<64, kOfRows, DType::kBf16, kOfItems> : AttendBase {
   static constexpr KvFormat kFormat = kOfRows;
   static constexpr AttentionKind kAttention = kOfItems;
+  // With a window all of a row is value, rotated columns too.
+  static constexpr int kRope = kOfItems == AttentionKind::kWindow ? 0 : AttendBase::kRope;
   static constexpr int kStages = 2;
 };
 

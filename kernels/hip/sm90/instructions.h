@@ -64,6 +64,14 @@ MLA_DEVICE void store_word(lds_t at, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
+// Atomic additions, to shared and to global memory.
+MLA_DEVICE void add_word_shared(lds_t at, uint32_t x) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+MLA_DEVICE void add_word(uint32_t* at, uint32_t x) {
+  asm volatile("red.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
+
 MLA_DEVICE void store_half_word(lds_t at, uint32_t x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(x)) : "memory");
 }

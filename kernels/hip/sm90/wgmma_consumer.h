@@ -2,7 +2,7 @@
 #ifndef MLA_KERNELS_HIP_SM90_WGMMA_CONSUMER_H_
 #define MLA_KERNELS_HIP_SM90_WGMMA_CONSUMER_H_
 
-#include "kernels/hip/kv/row_source.h"
+#include "kernels/hip/kv/window_source.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
@@ -157,7 +157,7 @@ class WgmmaConsumer {
       tile::wgmma_begin();
       constexpr int kSteps = 8;
 #pragma unroll
-      for (int step = 0; step < kSteps + (part == L::kParts - 1 ? 4 : 0); ++step) {
+      for (int step = 0; step < kSteps + (L::kRotated && part == L::kParts - 1 ? 4 : 0); ++step) {
         const int block = L::block(kGroup, 2 * part + step / 4);
         const int offset = (block * L::kBlockBytes + (step & 3) * 32) >> 4;
         tile::wgmma_64x64(s, q + offset, k + offset, part > 0 || step > 0);
@@ -353,7 +353,10 @@ class WgmmaConsumer {
       const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
       // The outputs were summed with rounded probabilities, so they are divided by the sum of
       // those.
-      const float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
+      float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
+      if constexpr (C::kAttention == AttentionKind::kWindow) {
+        inverse *= sink_factor(args.windows[item.work.segment], item.head(mine ? p : 0), scale.lse);
+      }
 #pragma unroll
       for (int i = 2 * slot; i < kOutputs; i += 4) {
         state.o[i] = scale.empty ? 0.0f : state.o[i] * inverse;

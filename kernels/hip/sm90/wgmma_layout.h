@@ -15,17 +15,19 @@ struct WgmmaLayout {
   using lds_t = tile::lds_t;
   static constexpr int kRows = 64;
   static constexpr int kDim = C::kLora + C::kRope;
-  static constexpr int kBlocks = kDim / 64;        // column blocks of a tile
-  static constexpr int kBlockBytes = kRows * 128;  // of 64 rows
+  static constexpr int kBlocks = C::kLora / 64 + 1;  // column blocks of a tile
+  static constexpr bool kRotated = C::kRope > 0;     // the last block is part of the keys
+  static constexpr int kBlockBytes = kRows * 128;    // of 64 rows
   static constexpr int kTileBytes = kBlocks * kBlockBytes;
   static constexpr int kHalfBlocks = C::kLora / 128;  // of a group's output columns
   static constexpr int kGroupThreads = 128;
   static constexpr int kGroupWarps = 4;
   static constexpr int kParts = 4;  // of a tile, each with its own barrier: the scores start early
-  static_assert(C::kTileKv == kRows && C::kLora == 512 && C::kRope == 64);
+  static_assert(C::kTileKv == kRows && C::kLora == 512 && (C::kRope == 64 || C::kRope == 0));
   // Rows of 8 bits are widened on their way into a slot, through a staging area.
   static constexpr bool kWidens = C::kFormat != KvFormat::kBf16;
-  static constexpr bool kLists = C::kAttention == AttentionKind::kSparse;
+  // Items have one query row, which may not see all of its places.
+  static constexpr bool kLists = C::kAttention != AttentionKind::kDense;
 
   static constexpr int kOriginBytes = 2 * kRows * 4;
   static constexpr int kSumBytes = 2 * 2 * kRows * 8;

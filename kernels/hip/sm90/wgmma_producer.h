@@ -3,7 +3,7 @@
 #define MLA_KERNELS_HIP_SM90_WGMMA_PRODUCER_H_
 
 #include "kernels/hip/common/query_loader.h"
-#include "kernels/hip/kv/row_source.h"
+#include "kernels/hip/kv/window_source.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
@@ -84,7 +84,7 @@ class WgmmaProducer {
                             const uint8_t* const (&source)[kCopyRows]) const {
     copy_block(tile_base, L::block(s, 2 * part), source);
     copy_block(tile_base, L::block(s, 2 * part + 1), source);
-    if (part == L::kParts - 1) copy_block(tile_base, L::kBlocks - 1, source);
+    if (L::kRotated && part == L::kParts - 1) copy_block(tile_base, L::kBlocks - 1, source);
   }
 
   // With the first tile of an item come its queries, part by part.

@@ -133,6 +133,22 @@ TEST_F(MlactlBenchTest, TensorsOf8BitsTravelAsSuch) {
   for (const json& run : document["runs"]) EXPECT_EQ(run["steps"], 4) << run["name"];
 }
 
+TEST_F(MlactlBenchTest, SparseModelsBringTheirListsAndEntries) {
+  const std::string load = " --transport=inline,shm,ring-spin --rows=3 --steps=4 --warmup=0 ";
+  const json listed = Measure("--attention=v32 --profile=absorbed --top-k=3" + load);
+  EXPECT_EQ(listed["model"]["attention"], "ATTENTION_KIND_SPARSE_V32");
+  // 8 rows of context are 4 entries, which lists hold or not; some steps make two entries whole.
+  for (const char* options : {"--top-k=2", "--top-k=16", "--top-k=2 --grow --batch=2"}) {
+    const json windowed = Measure(absl::StrCat(
+        "--attention=v4 --profile=absorbed,append-only --window=4 --ratio=2 ", options, load));
+    EXPECT_EQ(windowed["model"]["attention"], "ATTENTION_KIND_SPARSE_V4");
+    ASSERT_EQ(windowed["runs"].size(), 6u);
+    for (const json& run : windowed["runs"]) EXPECT_EQ(run["steps"], 4) << run["name"];
+  }
+  EXPECT_EQ(Bench("--attention=v4 --profile=expanded --steps=1").code, 1);
+  ExpectNothingLeft();
+}
+
 TEST_F(MlactlBenchTest, EveryShapeOfTheListsIsARun) {
   const json document = Measure(
       "--profile=all --batch=1,3 --rows=2 --concurrency=2 --steps=6 --warmup=0 --grow --lse "

@@ -105,6 +105,15 @@ void SharedMemory::Write(const void* at, size_t bytes, int wave) {
   }
 }
 
+void SharedMemory::Update(const void* at, size_t bytes, int wave) {
+  size_t count = 0;
+  Word* const words = Words(at, bytes, "an update", &count);
+  for (size_t i = 0; i < count; ++i) {
+    if (words[i].written != interval_ || words[i].writer != kUpdates) Write(at, bytes, wave);
+    words[i].writer = kUpdates;
+  }
+}
+
 void SharedMemory::StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave) {
   const auto size = static_cast<size_t>(bytes);
   Write(to, size, wave);

@@ -57,6 +57,8 @@ class SharedMemory {
   // Before a lane of wave `wave` reads or writes.
   void Read(const void* at, size_t bytes, int wave);
   void Write(const void* at, size_t bytes, int wave);
+  // Before an atomic operation, which comes in any order with others of other waves.
+  void Update(const void* at, size_t bytes, int wave);
 
   void StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave);
   // Lands the oldest copies until `younger` are left, or all of groups before `group`.
@@ -69,6 +71,7 @@ class SharedMemory {
   void WatchCopiesOnly() { copies_only_ = true; }
 
  private:
+  static constexpr uint8_t kUpdates = 0xff;  // as writer: atomic operations, of any waves
   struct Delete {
     void operator()(char* memory) const;
   };
@@ -77,7 +80,7 @@ class SharedMemory {
     uint32_t written = 0;  // interval
     uint32_t read = 0;
     uint16_t readers = 0;  // a bit a wave
-    uint8_t writer = 0;    // wave
+    uint8_t writer = 0;    // wave, or kUpdates
     bool in_flight = false;
   };
   Word* Words(const void* at, size_t bytes, const char* what, size_t* count);

@@ -3,7 +3,7 @@
 #define MLA_KERNELS_HIP_SM90_WIDE_WIDENING_PRODUCER_H_
 
 #include "kernels/hip/common/query_loader.h"
-#include "kernels/hip/kv/row_source.h"
+#include "kernels/hip/kv/window_source.h"
 #include "kernels/hip/sm90/fp8/instructions.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
@@ -38,6 +38,8 @@ class WideningProducer {
  private:
   using Source = RowSource<C::kAttention>;
   static constexpr bool kRowScales = C::kFormat == KvFormat::kFp8Row;
+  // The last column block of values is bf16, and scales are exponents behind the rows of the page.
+  static constexpr bool kPages = C::kFormat == KvFormat::kFp8Page;
   static constexpr int kCodeChunks = C::kLora / 64;       // of a lane: one of each column block
   static constexpr int kRopeChunks = kRowScales ? 2 : 1;  // two chunks of bf16 or one of codes
   static constexpr int kChunks = 10;                      // of codes the last is none
@@ -48,8 +50,9 @@ class WideningProducer {
   static_assert(kChunks % L::kStages == L::kStages / 2);  // steps begin at two stages in turn
 
   struct Stream {
-    Chunk scales;               // of the row: one fp32 each 128 columns
+    Chunk scales;               // of the row: one fp32 each 128 columns, or a byte each 64
     const uint8_t *row, *next;  // that chunks are copied of: four lanes share a row
+    const uint8_t* exponents;   // of `next`, of kPages
     int entry;                  // of the row after those
     uint32_t seen = 0;          // bit i: whether the i-th row from `row` on is seen
   };
@@ -69,7 +72,13 @@ class WideningProducer {
       const bool seen = place(source, step) < source.end && source.sees_entry(stream.entry);
       stream.seen |= static_cast<uint32_t>(seen) << ahead;
     }
-    const uint8_t* const found = source.row_of(stream.entry);
+    const uint8_t* found;
+    if constexpr (kPages) {
+      found = source.row_of(stream.entry, stream.exponents);
+      tile::prefetch(stream.exponents);
+    } else {
+      found = source.row_of(stream.entry);
+    }
     stream.entry = source.entry(place(source, step + 1));
     return found;
   }
@@ -78,6 +87,11 @@ class WideningProducer {
     tile::prefetch(from + C::kLora + (kRowScales ? (lane & 1) * 128 : 0));
   }
   MLA_DEVICE void load_scales(Stream& stream) const {
+    if constexpr (kPages) {
+      const auto* from = as_global<const uint32_t>(stream.exponents);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) stream.scales.w[i] = from[i];
+    }
     if constexpr (!kRowScales) return;
     const auto* from = as_global<const uint32_t>(stream.row + C::kLora);
 #pragma unroll
@@ -97,7 +111,12 @@ class WideningProducer {
       ++step;
       from = stream.next;
     }
-    if (i < kCodeChunks) {
+    if constexpr (kPages) {
+      const Piece piece(slot_of(step), i);
+      const int chunk = piece.rotated < 0 ? piece.block * 4 + (lane & 3)
+                                          : (kPageCodes / 16) + (lane & 3) * 2 + piece.rotated;
+      if (i < kPieces) tile::copy_chunk(staged(step, i), from + chunk * 16);
+    } else if (i < kCodeChunks) {
       tile::copy_chunk(staged(step, i), from + block(step, i) * 64 + (lane & 3) * 16);
     } else if (i < kCodeChunks + kRopeChunks) {
       const int chunk = (lane & 3) * kRopeChunks + i - kCodeChunks;
@@ -105,6 +124,24 @@ class WideningProducer {
     }
     tile::close_copies();
   }
+  // Of kPages: what the i-th chunk of a lane is. The two of the last block, which is bf16, come
+  // where that block is in the order of the slot.
+  static constexpr int kPageCodes = C::kLora - 64;  // values that are codes
+  static constexpr int kPieces = kCodeChunks + 1;
+  struct Piece {
+    int turn;     // block in the order of the slot
+    int block;    // of the tile
+    int rotated;  // 0 or 1: of its two chunks; -1: it is of codes
+    MLA_DEVICE Piece(int slot, int i) {
+      const int last = slot == 0 ? kCodeChunks - 1 : kOtherHalf - 1;
+      turn = i <= last ? i : i - 1;
+      block = turn ^ slot * kOtherHalf;
+      rotated = turn == last ? i - last : -1;
+    }
+    MLA_DEVICE bool begins_turn() const { return rotated <= 0; }
+    MLA_DEVICE bool ends_turn() const { return rotated != 0; }
+  };
+
   // The column block that comes i-th: the second slot begins with the other half.
   MLA_DEVICE static int block(int step, int i) { return i ^ slot_of(step) * kOtherHalf; }
 
@@ -131,6 +168,18 @@ class WideningProducer {
         shared.slot(slot) + tile_row * 128 + (((lane & 3) * 2) ^ tile::swizzle(tile_row)) * 16;
     stream.next = find(source, step + 1, 1, stream);
     prefetch_row(stream.next);
+    if constexpr (kPages) {
+      store_pieces(step, slot, to, stream);
+    } else {
+      store_blocks(step, slot, to, stream);
+    }
+    publish(shared.filled(slot, L::kParts - 1));
+    if ((step & 1) != 0) uses ^= 1u << slot;
+    stream.row = stream.next;
+    stream.seen >>= 1;
+    load_scales(stream);
+  }
+  MLA_DEVICE void store_blocks(int step, int slot, lds_t to, const Stream& stream) {
 #pragma unroll 1
     for (int i = 0; i < kCodeChunks; ++i) {
       if (i % kOtherHalf == 0 && (step & 1) == 0) wait_emptied(slot, (i / kOtherHalf) ^ slot);
@@ -143,11 +192,34 @@ class WideningProducer {
       if (i % 2 == 1 && i + 2 < kCodeChunks) publish(shared.filled(slot, i / 2));
     }
     write_rope(step, to + kCodeChunks * L::kBlockBytes, stream);
-    publish(shared.filled(slot, L::kParts - 1));
-    if ((step & 1) != 0) uses ^= 1u << slot;
-    stream.row = stream.next;
-    stream.seen >>= 1;
-    load_scales(stream);
+  }
+  MLA_DEVICE void store_pieces(int step, int slot, lds_t to, const Stream& stream) {
+#pragma unroll 1
+    for (int i = 0; i < kPieces; ++i) {
+      const Piece piece(slot, i);
+      if (piece.turn % kOtherHalf == 0 && piece.begins_turn() && (step & 1) == 0) {
+        wait_emptied(slot, (piece.turn / kOtherHalf) ^ slot);
+      }
+      if (i == 0) write_seen(slot, step, (stream.seen & 1) != 0);
+      tile::wait_for_copies<L::kStages - 1>();
+      const Chunk chunk = tile::load_chunk_shared(staged(step, i));
+      const lds_t at = to + piece.block * L::kBlockBytes;
+      if (piece.rotated >= 0) {
+        tile::store_chunk(at ^ (piece.rotated * 16), chunk);
+      } else {
+        write_codes(chunk, exponent_scale(stream.scales, piece.block), at);
+      }
+      fetch(step, i + L::kStages, stream);
+      if (piece.turn % 2 == 1 && piece.ends_turn() && piece.turn + 2 < kCodeChunks) {
+        publish(shared.filled(slot, piece.turn / 2));
+      }
+    }
+    tile::wait_for_copies<L::kStages - 1>();  // of the chunk that is none
+    fetch(step, kPieces + L::kStages, stream);
+  }
+  MLA_DEVICE static float exponent_scale(const Chunk& scales, int block) {
+    const uint32_t word = block < 4 ? scales.w[0] : scales.w[1];
+    return stored_scale(bits_to_float((word >> (block & 3) * 8 & 0xffu) << 23));
   }
   MLA_DEVICE void write_rope(int step, lds_t to, const Stream& stream) const {
 #pragma unroll

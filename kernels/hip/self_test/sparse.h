@@ -1,0 +1,20 @@
+// The part of the self-test that is about windows, entries and sinks, and about the indexer.
+#ifndef MLA_KERNELS_HIP_SELF_TEST_SPARSE_H_
+#define MLA_KERNELS_HIP_SELF_TEST_SPARSE_H_
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+
+namespace mla::kernels::hip::self_test {
+
+inline constexpr int32_t kIndexTopK = 16;
+
+// One launch a format of rows: a query row whose tile is split, and one whose list names an entry
+// and none. Nothing where the backend has no windows.
+absl::Status CheckWindows(AttentionBackend& backend);
+// The choice of a query row. Nothing where the backend has no indexer.
+absl::Status CheckIndexer(AttentionBackend& backend);
+
+}  // namespace mla::kernels::hip::self_test
+
+#endif  // MLA_KERNELS_HIP_SELF_TEST_SPARSE_H_

@@ -1,0 +1,116 @@
+// Launches of attention to a window and to entries (kernels/window.h), and what they must answer,
+// by an oracle of its own in fp64.
+//
+// Rows and entries that a query row does not attend to are NaN, and page tables lead nowhere where
+// a window has gone by.
+#ifndef MLA_TESTS_CONFORMANCE_SPARSE_WINDOW_WORKLOAD_H_
+#define MLA_TESTS_CONFORMANCE_SPARSE_WINDOW_WORKLOAD_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "kernels/launch/launch_layout.h"
+#include "tests/conformance/suite/plan_builder.h"
+
+namespace mla::conformance {
+
+enum class WindowLists { kNone, kSome, kHoles, kEmpty };
+enum class WindowSinks { kNone, kAny, kInfinite, kMinusInfinite };
+
+struct WindowRequest {
+  int32_t window = 8, ratio = 4, page = 4, entry_page = 2, cached = 40, q_rows = 1;
+  WindowLists lists = WindowLists::kNone;
+  WindowSinks sinks = WindowSinks::kAny;
+  bool nan = false;  // a row that is attended to holds NaN
+};
+
+struct WindowCase {
+  uint64_t seed = 0;
+  int32_t heads = 8, latent = 32, rope = 16;
+  kernels::KvFormat rows = kernels::KvFormat::kBf16, entries = kernels::KvFormat::kBf16;
+  kernels::DType q = kernels::DType::kBf16, o = kernels::DType::kF32;
+  int32_t units = 1;
+  std::vector<WindowRequest> requests;
+};
+
+std::string ToString(const WindowCase& c);
+// Of any shape.
+std::vector<WindowCase> WindowCases();
+// Rows of DeepSeek V4's shape, in formats that GPUs take: bf16 queries, rows and entries alike.
+std::vector<WindowCase> WideWindowCases(int32_t count);
+// A backend that is to run such cases.
+kernels::BackendLimits WindowLimits();
+
+// One thread.
+class WindowWorkload {
+ public:
+  // What a request is made of, and where it lies.
+  struct Tensors {
+    std::vector<float> rows, entries, q, sinks;  // as sent, NaN where nothing may be read
+    std::vector<float> stored_rows, stored_entries;
+    std::vector<int32_t> list, begin;       // as SegmentRecord has them
+    std::vector<std::set<int32_t>> chosen;  // entries that a query row attends to
+    int64_t row_table = 0, entry_table = 0, row_stride = 0, entry_stride = 0;
+    int32_t longest = 0;  // places
+    std::vector<std::byte> narrow_q, narrow_o;
+    std::vector<float> o, lse;
+  };
+
+  explicit WindowWorkload(const WindowCase& c);
+
+  const Tensors& first() const { return tensors_[0]; }
+  // All requests in one launch, or one of them alone; an error too where the backend does not take
+  // such cases.
+  absl::Status Run(kernels::AttentionBackend& backend, const PlanBuilder& plan, int32_t units,
+                   int64_t only = -1);
+  // What the last Run has answered.
+  absl::Status Check() const;
+
+ private:
+  static constexpr int64_t kRowOffset = 64, kEntryOffset = 128;
+
+  // Where the launch sees a request's tensors.
+  struct Places {
+    const void *rows, *entries, *q, *sinks, *list, *begin;
+    void *o, *lse;
+  };
+
+  int32_t dim() const { return c_.latent + c_.rope; }
+  float Normal() { return normal_(random_); }
+  int32_t Whole(const WindowRequest& r, int32_t row) const {
+    return r.ratio == 0 ? 0 : (r.cached + row + 1) / r.ratio;
+  }
+  kernels::KvRowLayout Layout(kernels::KvFormat format) const {
+    return kernels::MakeKvRowLayout(format, c_.latent, c_.rope);
+  }
+  kernels::AttentionDesc Desc() const;
+  void Make(const WindowRequest& r);
+  void MakeLists(const WindowRequest& r, Tensors* t);
+  void Fill(std::vector<float>* values, int32_t row);
+  std::vector<float> Stored(const std::vector<float>& sent, kernels::KvFormat format) const;
+  int64_t Table(int32_t pages, int32_t gone);
+  std::vector<std::byte> Narrowed(const std::vector<float>& values, kernels::DType dtype) const;
+  absl::Status Place(kernels::LaunchLayout* layout, Tensors* t, Places* at) const;
+  void AddAppends(const WindowRequest& r, const Tensors& t, const Places& at,
+                  std::vector<kernels::AppendRecord>* to) const;
+  kernels::SegmentRecord Segment(const WindowRequest& r, const Tensors& t, const Places& at) const;
+  absl::Status CheckRow(size_t index, int32_t row, int32_t head) const;
+
+  const WindowCase c_;
+  std::mt19937_64 random_;
+  std::normal_distribution<float> normal_;
+  int64_t group_bytes_ = 0;
+  std::vector<uint32_t> table_;
+  std::vector<Tensors> tensors_;
+};
+
+}  // namespace mla::conformance
+
+#endif  // MLA_TESTS_CONFORMANCE_SPARSE_WINDOW_WORKLOAD_H_

@@ -1,0 +1,92 @@
+// The kernels of sm_90 for indexers and for windows, compiled for the host, against the oracles of
+// the conformance tests.
+#include <memory>
+#include <span>
+#include <string>
+
+#include "kernels/reference/reference_backend.h"
+#include "tests/conformance/sparse/indexer_workload.h"
+#include "tests/conformance/sparse/window_workload.h"
+#include "tests/conformance/suite/plan_builder.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+using conformance::IndexerCase;
+using conformance::IndexerWorkload;
+using conformance::WindowCase;
+using conformance::WindowWorkload;
+
+class SparseKernelsTest : public BackendOnFakeTest {
+ protected:
+  std::unique_ptr<HipBackend> Sm90() {
+    control_->arch = kSm90Traits.arch.data();
+    HipBackendOptions options = Options();
+    options.vendor = Vendor::kNvidia;
+    options.images = {Image("sm_90", kImage90)};
+    options.watchdog_ms = 600000;
+    return HipBackend::Create(options).value();
+  }
+};
+
+TEST_F(SparseKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
+  const auto backend = Sm90();
+  ASSERT_TRUE(backend->Info().selects);
+  EXPECT_EQ(backend->Info().index_dim, kIndexDim);
+  ASSERT_TRUE(backend->Configure(conformance::IndexerLimits()).ok());
+  ReferenceBackend reference;
+  ASSERT_TRUE(reference.Configure(conformance::IndexerLimits()).ok());
+  for (const IndexerCase& c : conformance::IndexerCases(10, {kIndexDim})) {
+    IndexerWorkload workload(c);
+    ASSERT_TRUE(workload.Run(reference, 0, c.rows).ok());  // the bytes of the pages
+    const absl::Status checked = workload.Check(*backend);
+    ASSERT_TRUE(checked.ok()) << ToString(c) << ": " << checked;
+  }
+}
+
+TEST_F(SparseKernelsTest, OtherIndexersAreRefused) {
+  const auto backend = Sm90();
+  ASSERT_TRUE(backend->Configure(conformance::IndexerLimits()).ok());
+  IndexerCase c;
+  c.dim = 64;
+  EXPECT_EQ(IndexerWorkload(c).Run(*backend, 0, 1).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(SparseKernelsTest, RowsAttendToTheWindowAndToEntries) {
+  const auto backend = Sm90();
+  ASSERT_TRUE(backend->Info().windows);
+  ASSERT_TRUE(backend->Configure(conformance::WindowLimits()).ok());
+  conformance::EvenPlanBuilder even;
+  const conformance::PlanBuilder plan = [&even](std::span<const conformance::PlanShape> shapes,
+                                                const PlanTraits& traits) {
+    return even.Build(shapes, traits);
+  };
+  for (const WindowCase& c : conformance::WideWindowCases(18)) {
+    WindowWorkload workload(c);
+    absl::Status checked = workload.Run(*backend, plan, c.units);
+    if (checked.ok()) checked = workload.Check();
+    ASSERT_TRUE(checked.ok()) << ToString(c) << ": " << checked;
+  }
+}
+
+TEST_F(SparseKernelsTest, OtherWindowsAreRefused) {
+  const auto backend = Sm90();
+  AttentionDesc desc;
+  desc.geometry = {64, 448, 64, 0, 0};
+  desc.attention = AttentionKind::kWindow;
+  desc.kv_format = desc.entry_format = KvFormat::kFp8Page;
+  EXPECT_TRUE(backend->CanRun(desc).ok());
+  desc.entry_format = KvFormat::kBf16;
+  EXPECT_FALSE(backend->CanRun(desc).ok());
+  desc.kv_format = KvFormat::kBf16;
+  EXPECT_TRUE(backend->CanRun(desc).ok());
+  desc.geometry.kv_lora_rank = 512;
+  EXPECT_FALSE(backend->CanRun(desc).ok());
+  desc.attention = AttentionKind::kDense;
+  EXPECT_TRUE(backend->CanRun(desc).ok());
+}
+
+}  // namespace
+}  // namespace mla::kernels::hip
