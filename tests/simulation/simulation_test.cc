@@ -52,6 +52,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.slices_fused, share);
   EXPECT_GT(counts.pages_found, share);
   EXPECT_GT(counts.pages_evicted, share / 4);
+  EXPECT_GT(counts.rows_imported, share);
 }
 
 TEST(Simulation, ASeedRepeats) {

@@ -188,7 +188,7 @@ Reasons Oracle::CheckFork(int tenant, uint64_t parent, uint64_t epoch, int64_t l
     return reasons;
   }
   reasons.AddIf(from->epoch != epoch, "epoch_mismatch");
-  reasons.AddIf(from->step != 0, "in_step");
+  reasons.AddIf(from->busy(), "in_step");
   reasons.AddIf(length < 0 || length > from->length(), "out_of_range");
   reasons.AddIf(static_cast<int>(sequences.size()) >= limits_.max_sequences ||
                     SequencesOf(tenant) >= QuotaOf(tenant).sequences,
@@ -205,7 +205,7 @@ Reasons Oracle::CheckTruncate(int tenant, uint64_t id, uint64_t epoch, int64_t l
   }
   if (IsRepeat(*sequence, epoch, length)) return reasons;
   reasons.AddIf(sequence->epoch != epoch, "epoch_mismatch");
-  reasons.AddIf(sequence->step != 0, "in_step");
+  reasons.AddIf(sequence->busy(), "in_step");
   reasons.AddIf(length < 0 || length > sequence->length(), "out_of_range");
   return reasons;
 }

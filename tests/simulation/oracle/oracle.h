@@ -86,7 +86,9 @@ struct OracleSequence {
   int tenant = 0;
   int model = -1;
   uint64_t epoch = 1;
-  uint64_t step = 0;                          // 0: none
+  uint64_t step = 0;     // 0: none
+  bool imports = false;  // rows are on their way into it
+  bool busy() const { return step != 0 || imports; }
   std::vector<std::vector<uint64_t>> layers;  // keys of the committed rows
   std::vector<int> groups;                    // indices of page groups
   std::vector<uint64_t> pages;                // names of its first pages, as declared
@@ -190,8 +192,22 @@ class Oracle {
   void ApplyMatch(uint64_t id, const std::vector<uint64_t>& pages, const std::string& salt,
                   size_t found);
 
+  // --- Rows that leave and come
+  // An export holds its rows by a fork (ApplyFork).
+  Reasons CheckExport(int tenant, uint64_t id, uint64_t epoch, int64_t first, int64_t end) const;
+  // `behind`: the sequence that gets the rows, 0 for a new one of the model.
+  // `shape`: of the model that the rows come from. Whether there are pages is CheckPages'.
+  Reasons CheckImport(int tenant, int model, const Shape& shape, uint64_t behind, uint64_t epoch,
+                      int64_t first, int64_t rows) const;
+  // Pages for the rows are reserved.
+  void ApplyImport(uint64_t id, int64_t rows, int64_t now);
+  // They are there, with these keys by layer.
+  void EndImport(uint64_t id, const std::vector<std::vector<uint64_t>>& rows, int64_t now);
+  void AbortImport(uint64_t id);
+
   // --- Steps
   Reasons CheckBegin(const OracleBegin& begin) const;
+  void CheckPages(const OracleBegin& begin, Reasons* reasons) const;
   // Whether a refusal for want of pages may be right although the bytes would suffice.
   bool PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const;
   uint64_t ApplyBegin(const OracleBegin& begin, int64_t now);  // the step's key
@@ -238,7 +254,6 @@ class Oracle {
 
  private:
   int64_t GroupsWanted(const OracleBegin& begin) const;
-  void CheckPages(const OracleBegin& begin, Reasons* reasons) const;
   void CheckMember(const OracleBegin& begin, size_t index, Reasons* reasons) const;
   void Publish(const OracleSequence& sequence);
   void TakeGroup(OracleSequence* sequence);

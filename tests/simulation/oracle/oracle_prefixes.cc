@@ -1,4 +1,4 @@
-// Oracle: pages that have names, and may be found by them.
+// Oracle: pages that have names, and may be found by them; rows that leave and come.
 #include <algorithm>
 
 #include "tests/simulation/oracle/oracle.h"
@@ -26,7 +26,7 @@ Reasons Oracle::CheckMatch(int tenant, uint64_t id, uint64_t epoch) const {
     return reasons;
   }
   reasons.AddIf(sequence->epoch != epoch, "epoch_mismatch");
-  reasons.AddIf(sequence->step != 0, "in_step");
+  reasons.AddIf(sequence->busy(), "in_step");
   return reasons;
 }
 
@@ -65,6 +65,63 @@ void Oracle::Publish(const OracleSequence& sequence) {
     published_groups_.insert(made.group);
     published_.emplace(sequence.pages[i], std::move(made));
   }
+}
+
+Reasons Oracle::CheckExport(int tenant, uint64_t id, uint64_t epoch, int64_t first,
+                            int64_t end) const {
+  Reasons reasons = CheckMatch(tenant, id, epoch);
+  const OracleSequence* sequence = Find(tenant, id);
+  if (sequence == nullptr) return reasons;
+  const int page = models[sequence->model].shape.page;
+  reasons.AddIf(end > sequence->length() || first > end || first % page != 0, "out_of_range");
+  reasons.AddIf(static_cast<int>(sequences.size()) >= limits_.max_sequences ||
+                    SequencesOf(tenant) >= QuotaOf(tenant).sequences,
+                "sequences_exhausted");
+  return reasons;
+}
+
+Reasons Oracle::CheckImport(int tenant, int model, const Shape& shape, uint64_t behind,
+                            uint64_t epoch, int64_t first, int64_t rows) const {
+  Reasons reasons = behind == 0 ? CheckOpen(tenant, model) : CheckMatch(tenant, behind, epoch);
+  reasons.AddIf(draining, "draining");
+  reasons.AddIf(!models[model].open, "model_not_found");
+  if (!reasons.none()) return reasons;
+  Shape other = shape;  // a model may be of another scale, and its rows are the same
+  other.scale = models[model].shape.scale;
+  reasons.AddIf(other != models[model].shape, "import_differs");
+  const OracleSequence* sequence = behind == 0 ? nullptr : Find(tenant, behind);
+  reasons.AddIf(sequence != nullptr && sequence->model != model, "wrong_model");
+  const int64_t length = sequence == nullptr ? 0 : sequence->length();
+  reasons.AddIf(first != length || length % shape.page != 0, "position_mismatch");
+  const int64_t most =
+      std::min<int64_t>(limits_.max_sequence_rows, int64_t{limits_.max_pages} * shape.page);
+  reasons.AddIf(rows < 1 || rows > most - length, "out_of_range");
+  return reasons;
+}
+
+void Oracle::ApplyImport(uint64_t id, int64_t rows, int64_t now) {
+  OracleSequence& sequence = sequences.at(id);
+  sequence.imports = true;
+  const int pages = PagesOf(sequence, sequence.length() + rows);
+  while (static_cast<int>(sequence.groups.size()) < pages) TakeGroup(&sequence);
+  Renew(&sequence, 0, now);
+}
+
+void Oracle::EndImport(uint64_t id, const std::vector<std::vector<uint64_t>>& rows, int64_t now) {
+  OracleSequence& sequence = sequences.at(id);
+  sequence.imports = false;
+  for (size_t layer = 0; layer < rows.size(); ++layer) {
+    auto& to = sequence.layers[layer];
+    to.insert(to.end(), rows[layer].begin(), rows[layer].end());
+  }
+  Publish(sequence);
+  Renew(&sequence, 0, now);
+}
+
+void Oracle::AbortImport(uint64_t id) {
+  OracleSequence& sequence = sequences.at(id);
+  sequence.imports = false;
+  ShrinkTo(&sequence, sequence.length());
 }
 
 }  // namespace mla::simulation

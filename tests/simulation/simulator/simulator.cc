@@ -23,14 +23,14 @@ constexpr Weighted kMix[] = {
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
     {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
     {Op::kBranch, 12},  {Op::kResend, 8},     {Op::kTenantCall, 12}, {Op::kFlood, 3},
-    {Op::kMatch, 14},
+    {Op::kMatch, 14},   {Op::kCopy, 8},
 };
 constexpr const char* kNames[] = {
     "register", "unregister", "weights",     "open",         "fork",      "truncate",  "release",
     "renew",    "get",        "open_stream", "close_stream", "begin",     "join",      "attend",
     "query",    "ranks",      "repeat",      "fill",         "refusable", "malformed", "end",
     "abort",    "launch",     "time",        "fault",        "drain",     "quota",     "evict",
-    "branch",   "resend",     "tenant_call", "flood",        "match",
+    "branch",   "resend",     "tenant_call", "flood",        "match",     "copy",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
@@ -63,6 +63,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   slices_fused += other.slices_fused;
   pages_found += other.pages_found;
   pages_evicted += other.pages_evicted;
+  rows_imported += other.rows_imported;
 }
 
 uint64_t Simulator::Mix64(uint64_t x) { return Mix(x); }
@@ -261,7 +262,7 @@ bool Simulator::Do(Op op) {
       &S::Ranks,        &S::Repeat,     &S::FillStep,    &S::Refusable, &S::Malformed,
       &S::End,          &S::Abort,      &S::Launch,      &S::Time,      &S::ArmFault,
       &S::Drain,        &S::SetQuota,   &S::Evict,       &S::Branch,    &S::Resend,
-      &S::CallAsTenant, &S::Flood,      &S::Match,
+      &S::CallAsTenant, &S::Flood,      &S::Match,       &S::Copy,
   };
   static_assert(std::size(kMethods) == static_cast<size_t>(Op::kCount));
   return (this->*kMethods[static_cast<size_t>(op)])();

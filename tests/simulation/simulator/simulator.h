@@ -67,6 +67,7 @@ enum class Op : uint8_t {
   kTenantCall,
   kFlood,
   kMatch,
+  kCopy,
   kCount,
 };
 const char* Name(Op op);
@@ -82,6 +83,7 @@ struct SimulatorCounts {
   int64_t one_slot_launches = 0;  // of devices like a CPU
   int64_t scrubs = 0, copies = 0, slices_fused = 0;
   int64_t pages_found = 0, pages_evicted = 0;  // of the prefix cache
+  int64_t rows_imported = 0;
   int64_t total() const;
   void Add(const SimulatorCounts& other);
 };
@@ -193,6 +195,25 @@ class Simulator final : public DeviceWatcher {
   size_t CheckFound(const scheduler::SequenceInfo& info, const DrawnPrefix& drawn);
   // Pages that were not found will hold other rows, so they get other names.
   void RenameFrom(uint64_t id, size_t found, DrawnPrefix drawn);
+  // Rows of one sequence out of the engine, and into another.
+  bool Copy();
+  struct CopiedRows {
+    int tenant = 0, model = -1;
+    scheduler::MovingPages pages;
+    std::vector<std::vector<std::byte>> payloads;  // by page group
+    std::vector<std::vector<uint64_t>> keys;       // of the rows, by layer
+  };
+  bool ExportRows(const OracleSequence& source, int64_t first, int64_t end, CopiedRows* rows);
+  // `restored`: the id that the new sequence had before; 0: an id of its own.
+  void ImportRows(const CopiedRows& rows, uint64_t behind, uint64_t restored);
+  bool ReserveImport(const CopiedRows& rows, int model, uint64_t behind, uint64_t restored,
+                     scheduler::MovingPages* to);
+  // REQUIRES: the sequence is in no step.
+  void ReleaseOne(int tenant, uint64_t id);
+  // Every part of all groups; false if one fails.
+  bool MoveParts(int tenant, const scheduler::MovingPages& pages, bool in,
+                 std::vector<std::vector<std::byte>>* payloads);
+  bool MovePart(int tenant, scheduler::PageMove part);
   bool Truncate();
   bool Release();
   bool Renew();
@@ -358,7 +379,14 @@ class Simulator final : public DeviceWatcher {
     int model = -1;
     DrawnPrefix prefix;
   };
-  std::vector<History> histories_;        // declared pages of sequences
+  std::vector<History> histories_;  // declared pages of sequences
+  struct SimMove {
+    scheduler::PageMove part;
+    std::vector<std::byte> memory;
+    bool done = false;
+    absl::Status answer;
+  };
+  std::unique_ptr<SimMove> move_;         // under way; outlives the engine's part in it
   int64_t bytes_cached_ = 0;              // by the prefix cache alone, when last looked at
   bool undrained_ = false;                // the engine has not taken all that was handed over
   uint64_t first_failed_ = ~uint64_t{0};  // launch, since the last look at the answers

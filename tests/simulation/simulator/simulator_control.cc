@@ -52,7 +52,7 @@ OracleSequence* Simulator::AnySequence(int tenant, bool free) {
   std::vector<OracleSequence*> candidates;
   for (auto& [id, sequence] : oracle_->sequences) {
     if (tenant != 0 && sequence.tenant != tenant) continue;
-    if (!free || sequence.step == 0) candidates.push_back(&sequence);
+    if (!free || !sequence.busy()) candidates.push_back(&sequence);
   }
   return candidates.empty() ? nullptr : candidates[Pick(candidates.size())];
 }
@@ -335,7 +335,7 @@ bool Simulator::Get() {
       continue;
     }
     if (info.length != sequence->length() || info.epoch != sequence->epoch ||
-        info.in_step != (sequence->step != 0) ||
+        info.in_step != sequence->busy() ||
         info.page_groups != static_cast<int64_t>(sequence->groups.size()) ||
         info.lease_left_ms != std::max<int64_t>(0, sequence->deadline - Now()) / kMilli) {
       Fail(absl::StrCat("Get: length ", info.length, " epoch ", info.epoch, " in step ",
