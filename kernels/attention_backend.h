@@ -52,6 +52,7 @@ struct BackendInfo {
   // What models over 8-bit rows get that leave open whether products are of 8 bits, and why.
   std::string fp8_compute = "bf16 products: this backend multiplies no 8-bit floats";
   bool fp8_products = false;   // they get AttentionDesc::products of 8 bits where CanRun allows
+  bool fp8_prefill = false;    // in the expanded form too
   bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
   bool selects = false;        // makes them (Launch::selects)
   int32_t index_dim = 0;       // that it makes them for; 0: any

@@ -21,7 +21,7 @@ enum class QueryPrecision : uint8_t {
 };
 
 inline constexpr size_t kWeightsDigestBytes = 32;
-// Whether the absorbed form over 8-bit rows has products of 8 bits too.
+// Whether attention over 8-bit rows has products of 8 bits too.
 enum class Fp8Compute : uint8_t {
   kAuto,  // at registration: where the backend is faster so; of bf16 rows afterwards, too
   kOff,

@@ -34,6 +34,7 @@ struct AttendVariant {
 struct ExpandVariant {
   const char* kernel;
   KvFormat format;
+  DType products;
   int32_t threads;
   int32_t shared_bytes;
 };
@@ -42,8 +43,8 @@ struct ExpandVariant {
                        exchanged)                                                          \
   {#kernel, rows,   tile,     KvFormat::format, DType::products, AttentionKind::attention, \
    threads, shared, exchanged},
-#define MLA_EXPAND_ROW(kernel, format, threads, shared) \
-  {#kernel, KvFormat::format, threads, shared},
+#define MLA_EXPAND_ROW(kernel, format, products, threads, shared) \
+  {#kernel, KvFormat::format, DType::products, threads, shared},
 inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
@@ -62,6 +63,9 @@ struct ArchTraits {
   int32_t expanded_threads = 256;
   int32_t expanded_shared_bytes = 0;  // dynamic; 0 where it is static
   int32_t expanded_blocks = 1;        // that a unit holds at a time
+  // With products of 8 bits; 0: there is no such kernel.
+  int32_t expanded_products_threads = 0;
+  int32_t expanded_products_shared_bytes = 0;
   // Weights for the up-projection lie in panels (weights/weight_panels.h).
   bool weight_panels = false;
   int32_t combine_shared_bytes = 0;
@@ -98,6 +102,8 @@ inline constexpr ArchTraits kSm90Traits{
     .expand = kSm90Expand,
     .expanded_threads = 384,
     .expanded_shared_bytes = 213632,
+    .expanded_products_threads = 384,
+    .expanded_products_shared_bytes = 215232,
     .weight_panels = true,
     .combine_shared_bytes = 16512,
     .project_shared_bytes = 49152,
@@ -156,10 +162,14 @@ constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType produc
   return most;
 }
 
-// Index in arch.expand; arch.expand.size(): there is no such kernel.
-constexpr size_t FindExpand(const ArchTraits& arch, KvFormat format) {
+// Index in arch.expand of the kernel for attention with such products; arch.expand.size(): there is
+// none.
+constexpr size_t FindExpand(const ArchTraits& arch, KvFormat format, DType products) {
   size_t i = 0;
-  while (i < arch.expand.size() && arch.expand[i].format != format) ++i;
+  while (i < arch.expand.size() &&
+         (arch.expand[i].format != format || arch.expand[i].products != products)) {
+    ++i;
+  }
   return i;
 }
 

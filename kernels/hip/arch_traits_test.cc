@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/common/kernel_args.h"
 
@@ -160,8 +161,10 @@ TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
     EXPECT_EQ(names.size(), arch->attend.size());
     for (const ExpandVariant& v : arch->expand) {
       const bool plain = v.format == KvFormat::kBf16;
-      EXPECT_EQ(v.kernel, plain ? "mla_expand" : std::string("mla_expand_") + Name(v.format));
-      EXPECT_EQ(&arch->expand[FindExpand(*arch, v.format)], &v);
+      std::string want = plain ? "mla_expand" : absl::StrCat("mla_expand_", Name(v.format));
+      if (v.products != DType::kBf16) want += "_products";
+      EXPECT_EQ(v.kernel, want);
+      EXPECT_EQ(&arch->expand[FindExpand(*arch, v.format, v.products)], &v);
     }
   }
 }

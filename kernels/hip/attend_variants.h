@@ -17,7 +17,8 @@
 //
 // Of one format, products and attention, lines are in the order of rows.
 //
-//   X(kernel, format, threads, shared)   up-projection of cached rows, for the expanded form
+//   X(kernel, format, products, threads, shared)   up-projection of cached rows, for the expanded
+//   form; products: DType of the keys and values that it makes, for attention with such products
 #ifndef MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 #define MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 
@@ -32,10 +33,10 @@
   X(mla_attend_64_fp8_tensor_lists, 64, 64, kFp8Tensor, kBf16, kSparse, 256, 0, false)   \
   X(mla_attend_128_fp8_tensor_lists, 128, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false) \
   X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)
-#define MLA_EXPAND_GFX950(X)                   \
-  X(mla_expand, kBf16, 256, 0)                 \
-  X(mla_expand_fp8_tensor, kFp8Tensor, 256, 0) \
-  X(mla_expand_fp8_row, kFp8Row, 256, 0)
+#define MLA_EXPAND_GFX950(X)                          \
+  X(mla_expand, kBf16, kBf16, 256, 0)                 \
+  X(mla_expand_fp8_tensor, kFp8Tensor, kBf16, 256, 0) \
+  X(mla_expand_fp8_row, kFp8Row, kBf16, 256, 0)
 
 #define MLA_ATTEND_GFX942(X)                                                           \
   X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                        \
@@ -44,10 +45,10 @@
   X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, false)                 \
   X(mla_attend_64_fp8_tensor_lists, 64, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false) \
   X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)
-#define MLA_EXPAND_GFX942(X)                   \
-  X(mla_expand, kBf16, 256, 0)                 \
-  X(mla_expand_fp8_tensor, kFp8Tensor, 256, 0) \
-  X(mla_expand_fp8_row, kFp8Row, 256, 0)
+#define MLA_EXPAND_GFX942(X)                          \
+  X(mla_expand, kBf16, kBf16, 256, 0)                 \
+  X(mla_expand_fp8_tensor, kFp8Tensor, kBf16, 256, 0) \
+  X(mla_expand_fp8_row, kFp8Row, kBf16, 256, 0)
 
 #define MLA_ATTEND_SM90(X)                                                                        \
   X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, false)                              \
@@ -68,9 +69,11 @@
   X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 512, 231264, false) \
   X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, true)                       \
   X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, true)
-#define MLA_EXPAND_SM90(X)                          \
-  X(mla_expand, kBf16, 384, 229568)                 \
-  X(mla_expand_fp8_tensor, kFp8Tensor, 384, 229568) \
-  X(mla_expand_fp8_row, kFp8Row, 384, 229568)
+#define MLA_EXPAND_SM90(X)                                             \
+  X(mla_expand, kBf16, kBf16, 384, 229568)                             \
+  X(mla_expand_fp8_tensor, kFp8Tensor, kBf16, 384, 229568)             \
+  X(mla_expand_fp8_row, kFp8Row, kBf16, 384, 229568)                   \
+  X(mla_expand_fp8_tensor_products, kFp8Tensor, kFp8E4m3, 384, 229600) \
+  X(mla_expand_fp8_row_products, kFp8Row, kFp8E4m3, 384, 229600)
 
 #endif  // MLA_KERNELS_HIP_ATTEND_VARIANTS_H_

@@ -23,8 +23,9 @@
 #else
 #include "kernels/hip/sm90/attend_wgmma.h"
 #include "kernels/hip/sm90/e4m3/attend_e4m3.h"
-#include "kernels/hip/sm90/expand_wgmma.h"
-#include "kernels/hip/sm90/expanded_wgmma.h"
+#include "kernels/hip/sm90/expanded/expand_wgmma.h"
+#include "kernels/hip/sm90/expanded/expanded_e4m3.h"
+#include "kernels/hip/sm90/expanded/expanded_wgmma.h"
 #include "kernels/hip/sm90/fp8/attend_fp8.h"
 #include "kernels/hip/sm90/index/index_logits.h"
 #include "kernels/hip/sm90/index/index_select.h"
@@ -47,7 +48,7 @@ namespace mla::kernels::hip {
 #if MLA_AMD
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts>, kKind>;
-template <KvFormat kFormat>
+template <KvFormat kFormat, DType kProducts>
 using ExpandKernel = Expand<ExpandedConfig, kFormat>;
 #else
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
@@ -64,8 +65,8 @@ struct AttendKernelOf<kRows, kFormat, DType::kFp8E4m3, kKind> {
 };
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = typename AttendKernelOf<kRows, kFormat, kProducts, kKind>::Type;
-template <KvFormat kFormat>
-using ExpandKernel = ExpandWgmma<kFormat>;
+template <KvFormat kFormat, DType kProducts>
+using ExpandKernel = ExpandWgmma<kFormat, kProducts>;
 #endif
 
 #define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, attention, threads, shared, \
@@ -82,12 +83,13 @@ using ExpandKernel = ExpandWgmma<kFormat>;
   }
 MLA_ATTEND_VARIANTS(MLA_ATTEND_KERNEL)
 
-#define MLA_EXPAND_KERNEL(kernel, format, threads, shared)                          \
-  static_assert(ExpandKernel<KvFormat::format>::kThreads == threads);               \
-  static_assert(MLA_AMD || ExpandKernel<KvFormat::format>::kSharedBytes == shared); \
-  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                             \
-      kernel(const MLA_KERNEL_ARGUMENT ExpandArgs args) {                           \
-    ExpandKernel<KvFormat::format>::run(args);                                      \
+#define MLA_EXPAND_KERNEL(kernel, format, products, threads, shared)   \
+  using Of_##kernel = ExpandKernel<KvFormat::format, DType::products>; \
+  static_assert(Of_##kernel::kThreads == threads);                     \
+  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);       \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                \
+      kernel(const MLA_KERNEL_ARGUMENT ExpandArgs args) {              \
+    Of_##kernel::run(args);                                            \
   }
 MLA_EXPAND_VARIANTS(MLA_EXPAND_KERNEL)
 
@@ -100,6 +102,10 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
     mla_attend_expanded(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
   ExpandedWgmma::run(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedE4m3::kThreads)
+    mla_attend_expanded_products(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
+  ExpandedE4m3::run(args);
 }
 #endif
 
@@ -162,6 +168,8 @@ static_assert(ProjectRowWide::kColumns == kProjectWideCols);
 static_assert(ProjectRowWide::kDepth == kProjectWideDepth);
 static_assert(ExpandedWgmma::kThreads == kSm90Traits.expanded_threads);
 static_assert(ExpandedWgmma::kSharedBytes == kSm90Traits.expanded_shared_bytes);
+static_assert(ExpandedE4m3::kThreads == kSm90Traits.expanded_products_threads);
+static_assert(ExpandedE4m3::kSharedBytes == kSm90Traits.expanded_products_shared_bytes);
 static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
 #endif

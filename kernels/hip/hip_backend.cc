@@ -41,7 +41,7 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
     if (desc.entry_format != desc.kv_format) missing = "entries of another format than rows";
     if (desc.products != DType::kBf16) missing = "these products with a window";
   } else if (expanded
-                 ? FindExpand(*arch_, desc.kv_format) == arch_->expand.size()
+                 ? FindExpand(*arch_, desc.kv_format, DType::kBf16) == arch_->expand.size()
                  : MostRows(*arch_, desc.kv_format, DType::kBf16, AttentionKind::kDense) == 0) {
     missing = "this row format";
   } else if (desc.attention == AttentionKind::kSparse &&
@@ -50,6 +50,10 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
   } else if (!expanded && desc.products != DType::kBf16 &&
              MostRows(*arch_, desc.kv_format, desc.products, desc.attention) == 0) {
     missing = "these products";
+  } else if (expanded && desc.products != DType::kBf16 &&
+             (!info_.fp8_prefill ||
+              FindExpand(*arch_, desc.kv_format, desc.products) == arch_->expand.size())) {
+    missing = "these products in the expanded form";
   }
   if (expanded) {
     if (g.nope_dim != kExpandedNope) missing = "this nope_dim in the expanded form";

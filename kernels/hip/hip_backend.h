@@ -105,7 +105,7 @@ class HipBackend final : public AttentionBackend {
     Function move = nullptr, copy_tensors = nullptr, append = nullptr, combine = nullptr;
     Function index_logits = nullptr, index_select = nullptr;
     Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
-    Function attend_expanded = nullptr;
+    Function attend_expanded = nullptr, attend_expanded_products = nullptr;
     std::vector<Function> attend, expand;  // as those of ArchTraits
   };
   // How attention ran, as far as combine depends on it.
@@ -119,6 +119,12 @@ class HipBackend final : public AttentionBackend {
   HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
              const ArchTraits& arch);
   absl::Status LoadKernels(std::span<const std::byte> image);
+  // The expanded form's kernels with products of 8 bits. UNIMPLEMENTED: none are written for this
+  // architecture; an error of the runtime where the image has none.
+  absl::Status LoadPrefill();
+  // Runs the self-test of all kernels; `prefill` becomes an error if only those of LoadPrefill
+  // fail.
+  absl::Status TestKernels(absl::Status* prefill);
   absl::Status CreateStreams();
   absl::Status Allocate(const BackendLimits& limits);
   absl::Status AllocateIndex(const BackendLimits& limits);
@@ -160,7 +166,14 @@ class HipBackend final : public AttentionBackend {
   int64_t StagedBytes(const BackendLimits& limits) const;
   absl::Status CheckExpanded(const AttentionParams& params) const;
   absl::Status AddExpanded(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan);
-  absl::Status AddRound(LaunchSlot& slot, const Round& round, int32_t units, size_t variant,
+  // Kernels of a round: up-projection as in arch_->expand, and attention.
+  struct RoundKernels {
+    size_t expand = 0;
+    Function attend = nullptr;
+    LaunchShape shape;  // of attention
+  };
+  RoundKernels KernelsOf(const AttentionDesc& desc, int32_t units) const;
+  absl::Status AddRound(LaunchSlot& slot, const Round& round, const RoundKernels& kernels,
                         const ExpandArgs& expand, const ExpandedArgs& attend);
 
   HipBackendOptions options_;

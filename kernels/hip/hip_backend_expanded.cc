@@ -70,21 +70,35 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
   attend.partial_o = partial_o_.As<float>();
   attend.partial_lse = partial_lse_.As<float>();
   attend.o_is_f32 = params.desc.o_dtype == DType::kF32;
-  const size_t variant = FindExpand(*arch_, params.desc.kv_format);
   const RoundView& rounds = *params.plan.rounds;
+  const RoundKernels kernels = KernelsOf(params.desc, rounds.units);
   for (const Round& round : rounds.rounds) {
-    absl::Status s = AddRound(slot, round, rounds.units, variant, expand, attend);
+    absl::Status s = AddRound(slot, round, kernels, expand, attend);
     if (!s.ok()) return s;
   }
   return rounds.merges ? AddCombine(slot, params, plan, run) : absl::OkStatus();
 }
 
-// `expand` and `attend` are those of the first round; `variant`: in arch_->expand.
-absl::Status HipBackend::AddRound(LaunchSlot& slot, const Round& round, int32_t units,
-                                  size_t variant, const ExpandArgs& expand,
-                                  const ExpandedArgs& attend) {
-  LaunchShape shape;
+HipBackend::RoundKernels HipBackend::KernelsOf(const AttentionDesc& desc, int32_t units) const {
+  const bool products = desc.products != DType::kBf16;
+  RoundKernels kernels;
+  kernels.expand = FindExpand(*arch_, desc.kv_format, desc.products);
+  kernels.attend = products ? kernels_.attend_expanded_products : kernels_.attend_expanded;
+  kernels.shape.grid_x = static_cast<uint32_t>(units);
+  kernels.shape.threads =
+      static_cast<uint32_t>(products ? arch_->expanded_products_threads : arch_->expanded_threads);
+  kernels.shape.shared_bytes = static_cast<uint32_t>(
+      products ? arch_->expanded_products_shared_bytes : arch_->expanded_shared_bytes);
+  return kernels;
+}
+
+// `expand` and `attend` are those of the first round.
+absl::Status HipBackend::AddRound(LaunchSlot& slot, const Round& round, const RoundKernels& kernels,
+                                  const ExpandArgs& expand, const ExpandedArgs& attend) {
   if (round.pairs > 0) {
+    const ExpandVariant& variant = arch_->expand[kernels.expand];
+    const auto units = static_cast<int32_t>(kernels.shape.grid_x);
+    LaunchShape shape;
     ExpandArgs args = expand;
     args.expansions += round.first_expansion;
     args.expansion_count = round.expansions;
@@ -92,16 +106,14 @@ absl::Status HipBackend::AddRound(LaunchSlot& slot, const Round& round, int32_t 
     args.blocks = ExpandBlocks(*arch_, round.pairs, round.heads, round.expansions, units);
     args.first_tile_pairs = FirstTilePairs(*arch_, round.pairs, round.heads, args.blocks);
     shape.grid_x = static_cast<uint32_t>(args.blocks);
-    shape.threads = static_cast<uint32_t>(arch_->expand[variant].threads);
-    shape.shared_bytes = static_cast<uint32_t>(arch_->expand[variant].shared_bytes);
-    if (absl::Status s = slot.AddKernel(kernels_.expand[variant], shape, args); !s.ok()) return s;
+    shape.threads = static_cast<uint32_t>(variant.threads);
+    shape.shared_bytes = static_cast<uint32_t>(variant.shared_bytes);
+    absl::Status s = slot.AddKernel(kernels_.expand[kernels.expand], shape, args);
+    if (!s.ok()) return s;
   }
   ExpandedArgs args = attend;
   args.unit_indptr += round.first_indptr;
-  shape.grid_x = static_cast<uint32_t>(units);
-  shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
-  shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
-  return slot.AddKernel(kernels_.attend_expanded, shape, args);
+  return slot.AddKernel(kernels.attend, kernels.shape, args);
 }
 
 }  // namespace mla::kernels::hip

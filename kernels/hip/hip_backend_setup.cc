@@ -80,15 +80,18 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
   }
   if (absl::Status s = backend->LoadKernels(*image); !s.ok()) return s;
   if (absl::Status s = backend->CreateStreams(); !s.ok()) return s;
+  absl::Status prefill = backend->LoadPrefill();
   if (options.self_test) {
-    const BackendLimits limits = SelfTestLimits(*backend);
-    absl::Status s = backend->Allocate(limits);
-    if (s.ok()) s = SelfTest(*backend);
-    backend->Release();
+    absl::Status s = backend->TestKernels(&prefill);
     if (!s.ok()) {
       return absl::InternalError(
           absl::StrCat("failed self-test on ", backend->info_.device, ": ", s.message()));
     }
+  }
+  if (prefill.ok()) {
+    absl::StrAppend(&backend->info_.fp8_compute, "; 8-bit products in prefill");
+  } else if (backend->info_.fp8_products) {
+    absl::StrAppend(&backend->info_.fp8_compute, "; bf16 products in prefill: ", prefill.message());
   }
   absl::StatusOr<int64_t> free_bytes = backend->runtime_->FreeMemory();
   if (!free_bytes.ok()) return free_bytes.status();
@@ -187,13 +190,42 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
   if (s.ok()) {
     s = find(kExpandedKernel, arch_->expanded_shared_bytes, &kernels_.attend_expanded);
   }
-  const auto find_each = [&s, &find](const auto& variants, std::vector<Function>& into) {
-    for (const auto& v : variants) {
-      if (s.ok()) s = find(v.kernel, v.shared_bytes, &into.emplace_back());
-    }
+  for (const AttendVariant& v : arch_->attend) {
+    if (s.ok()) s = find(v.kernel, v.shared_bytes, &kernels_.attend.emplace_back());
+  }
+  for (const ExpandVariant& v : arch_->expand) {
+    Function& into = kernels_.expand.emplace_back();
+    if (s.ok() && v.products == DType::kBf16) s = find(v.kernel, v.shared_bytes, &into);
+  }
+  return s;
+}
+
+absl::Status HipBackend::LoadPrefill() {
+  if (arch_->expanded_products_threads == 0) {
+    return absl::UnimplementedError(absl::StrCat("no kernels are written for ", info_.arch));
+  }
+  const auto find = [this](const char* name, int32_t shared, Function* into) {
+    absl::StatusOr<Function> f = runtime_->Find(module_, name);
+    if (!f.ok()) return f.status();
+    *into = *f;
+    return runtime_->AllowSharedBytes(*f, shared);
   };
-  find_each(arch_->attend, kernels_.attend);
-  find_each(arch_->expand, kernels_.expand);
+  absl::Status s = find(kExpandedProductsKernel, arch_->expanded_products_shared_bytes,
+                        &kernels_.attend_expanded_products);
+  for (size_t i = 0; i < arch_->expand.size() && s.ok(); ++i) {
+    const ExpandVariant& v = arch_->expand[i];
+    if (v.products != DType::kBf16) s = find(v.kernel, v.shared_bytes, &kernels_.expand[i]);
+  }
+  info_.fp8_prefill = s.ok();
+  return s;
+}
+
+absl::Status HipBackend::TestKernels(absl::Status* prefill) {
+  absl::Status s = Allocate(SelfTestLimits(*this));
+  if (s.ok()) s = SelfTest(*this);
+  if (s.ok() && prefill->ok()) *prefill = SelfTestPrefill(*this);
+  info_.fp8_prefill = prefill->ok();
+  Release();
   return s;
 }
 

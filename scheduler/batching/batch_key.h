@@ -16,7 +16,7 @@ struct BatchKey {
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
   kernels::AttentionKind attention = kernels::AttentionKind::kDense;
-  kernels::DType products = kernels::DType::kBf16;            // of the absorbed form
+  kernels::DType products = kernels::DType::kBf16;            // of both forms
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;  // of kWindow
   bool split_queries = false;                                 // of EXPANDED: QueryPrecision::kSplit
   friend bool operator==(const BatchKey&, const BatchKey&) = default;

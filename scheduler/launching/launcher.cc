@@ -107,10 +107,10 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   desc.form = form;
   desc.kv_format = key.kv_format;
   desc.attention = key.attention;
-  if (form == AttentionForm::kAbsorbed) desc.products = key.products;
   desc.entry_format = key.entry_format;
-  const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   const kernels::BackendInfo& info = backend_->Info();
+  if (form == AttentionForm::kAbsorbed || info.fp8_prefill) desc.products = key.products;
+  const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;
   desc.o_dtype = between ? info.latent_o_dtype : key.o_dtype;
   return desc;

@@ -88,7 +88,7 @@ MUTATIONS = (
              "amd/expand.h", "copies.template wait<kStages - 2, 3 * kCopies>();",
              "copies.template wait<kStages - 2, 3 * kCopies + 1>();"),
     Mutation("wait_for_products", "Outputs are scaled before their product is finished.",
-             "sm90/expanded_wgmma.h",
+             "sm90/expanded/expanded_wgmma.h",
              "      softmax(s, state, first, unmasked_end, scale, factor);\n"
              "      tile::wgmma_wait<0>();",
              "      softmax(s, state, first, unmasked_end, scale, factor);\n"

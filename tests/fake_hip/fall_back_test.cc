@@ -1,5 +1,6 @@
 // What the registry does, and says, when a GPU can not serve: every fault with both vendors'
 // runtimes, on a machine that has none of them and on one that does.
+#include <algorithm>
 #include <string>
 
 #include "gmock/gmock.h"
@@ -109,6 +110,66 @@ TEST_P(FallBackTest, AFailingCallIsNamed) {
   control_->fail_after = 0;
   control_->fail_code = 200;
   ExpectFallBack("GPU module load: device kernel image is invalid (200)");
+}
+
+// Prefill with products of 8 bits is left out by itself, with its reason; all else is there.
+class PrefillFallBackTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    control_ = FakeControl();
+    ASSERT_NE(control_, nullptr);
+    control_->arch = "sm_90";
+    options_.libraries = {kLibrary};
+    options_.images = {Image("sm_90", kImage90)};
+    options_.vendor = Vendor::kNvidia;
+  }
+  void TearDown() override { EXPECT_EQ(control_->live_bytes, 0); }
+
+  void Expect(bool prefill, const std::string& reason) const {
+    auto backend = HipBackend::Create(options_);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    EXPECT_EQ((*backend)->Info().fp8_prefill, prefill);
+    EXPECT_THAT((*backend)->Info().fp8_compute, HasSubstr(reason));
+    AttentionDesc desc;
+    desc.geometry = {16, 512, 64, 128, 128};
+    desc.kv_format = KvFormat::kFp8Row;
+    desc.products = DType::kFp8E4m3;
+    EXPECT_TRUE((*backend)->CanRun(desc).ok());
+    desc.form = AttentionForm::kExpanded;
+    EXPECT_EQ((*backend)->CanRun(desc).ok(), prefill);
+    desc.products = DType::kBf16;
+    EXPECT_TRUE((*backend)->CanRun(desc).ok());
+  }
+
+  fake_hip::Control* control_ = nullptr;
+  HipBackendOptions options_;
+};
+
+TEST_F(PrefillFallBackTest, AWorkingDeviceHasIt) {
+  options_.self_test = false;
+  Expect(true, "; 8-bit products in prefill");
+}
+
+TEST_F(PrefillFallBackTest, ImageWithoutItsKernels) {
+  options_.self_test = false;
+  // Those of all other kernels are looked up before.
+  const auto others =
+      static_cast<int>(kSm90Traits.attend.size()) + 7 +
+      static_cast<int>(std::count_if(kSm90Traits.expand.begin(), kSm90Traits.expand.end(),
+                                     [](const auto& v) { return v.products == DType::kBf16; }));
+  control_->FailOnce("hipModuleGetFunction", others, 500);
+  Expect(false, "; bf16 products in prefill: GPU module function: ");
+}
+
+TEST_F(PrefillFallBackTest, WrongAnswersOfItsKernels) {
+  options_.self_test = true;
+  control_->wrong_results = true;
+  for (const char* kernel : {kExpandedProductsKernel, "mla_expand_fp8_row_products"}) {
+    control_->wrong_kernel = kernel;
+    Expect(false, "; bf16 products in prefill: expanded form, 150 keys, fp8_");
+  }
+  control_->wrong_kernel = "none of them";
+  Expect(true, "; 8-bit products in prefill");
 }
 
 INSTANTIATE_TEST_SUITE_P(Vendors, FallBackTest,

@@ -13,6 +13,8 @@
 // Rows past `rows` are zero. Values that are not finite are stored as zero: the row holds a NaN
 // then (kernels/dtype.h), which is in its keys too, so every query that sees the row has a NaN in
 // its probability, and one that does not see it meets none.
+//
+// With products of 8 bits panels hold other things: sm90/expanded/code_results.h.
 #ifndef MLA_KERNELS_HIP_COMMON_EXPANDED_ARGS_H_
 #define MLA_KERNELS_HIP_COMMON_EXPANDED_ARGS_H_
 
@@ -25,6 +27,7 @@
 namespace mla::kernels::hip {
 
 inline constexpr char kExpandedKernel[] = "mla_attend_expanded";
+inline constexpr char kExpandedProductsKernel[] = "mla_attend_expanded_products";  // of 8 bits
 
 // The dims that the kernels are written for.
 inline constexpr int32_t kExpandedLora = 512;

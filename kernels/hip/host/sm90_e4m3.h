@@ -34,6 +34,9 @@ uint32_t choose_bytes(uint32_t a, uint32_t b) {
 inline void multiply_e4m3(float (&c)[32], uint64_t a, uint64_t b, int accumulate) {
   host::StartProduct({c, 64, accumulate != 0, false, false, a, {}, b, 0, host::Element::kE4m3});
 }
+inline void multiply_e4m3(float (&c)[64], uint64_t a, uint64_t b, int accumulate) {
+  host::StartProduct({c, 128, accumulate != 0, false, false, a, {}, b, 0, host::Element::kE4m3});
+}
 inline void multiply_held_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   host::StartProduct({c,
                       64,

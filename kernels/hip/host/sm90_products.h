@@ -35,6 +35,11 @@ inline void multiply_rows(float (&c)[64], uint64_t a, uint64_t b, int accumulate
 inline void multiply_columns(float (&c)[64], uint64_t a, uint64_t b, int accumulate) {
   host::StartProduct({c, 128, accumulate != 0, false, true, a, {}, b, 0});
 }
+inline void multiply_turned(float (&c)[64], uint64_t a, uint64_t b, int accumulate) {
+  host::Product product{c, 128, accumulate != 0, false, false, a, {}, b, 0};
+  product.a_down = true;
+  host::StartProduct(product);
+}
 inline void multiply_held(float (&c)[64], const uint32_t* a, uint64_t b) {
   host::StartProduct({c, 128, true, true, true, 0, {a[0], a[1], a[2], a[3]}, b, 0});
 }

@@ -69,6 +69,10 @@ inline constexpr double kOfValue = 2e-3, kOfOutput = 0.016, kCosine = 1e-5, kLse
 // is the cosine difference.
 inline constexpr double kOfValueProducts = 1.0 / 16, kCosineProducts = 0.5 / 768;
 inline constexpr double kLseProducts = 6 * 0.055 / 39 + kLse;
+// In the expanded form keys and values are rounded too: outputs by as much again, by half as much
+// in the mean square, since mantissas of values are of all kinds, and logits 1.5 times as far.
+inline constexpr double kOfValuePrefill = 2 * kOfValueProducts;
+inline constexpr double kCosinePrefill = 1.5 * kCosineProducts, kLsePrefill = 1.5 * kLseProducts;
 // Latent outputs that bf16 does not tell from (1, -1). W_UV of up to 0.2 makes the difference up to
 // 2^-12, many times what sums in fp32 may be off.
 inline constexpr float kNarrow[] = {1.0f + 0x1p-10f, -1.0f};

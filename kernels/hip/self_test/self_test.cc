@@ -59,14 +59,17 @@ absl::Status Wrong(const std::string& where, double got, double want) {
 absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
   const std::vector<float>& o = expanded ? d.expanded_o : d.o;
   const std::vector<float>& lse = expanded ? d.expanded_lse : d.lse;
-  const bool exact = expanded || d.products == DType::kBf16;
-  const double of_value = (exact ? kOfValue : kOfValueProducts) * LargestValue(d, w);
-  const double of_lse = exact ? kLse : kLseProducts;
+  const bool exact = d.products == DType::kBf16;
+  const auto limit = [&](double plain, double products, double prefill) {
+    return exact ? plain : expanded ? prefill : products;
+  };
+  const double of_value = limit(kOfValue, kOfValueProducts, kOfValuePrefill) * LargestValue(d, w);
+  const double of_lse = limit(kLse, kLseProducts, kLsePrefill);
   double errors = 0.0, norms = 0.0;
-  const bool plain = d.format == KvFormat::kBf16;
+  const bool bf16_rows = d.format == KvFormat::kBf16;
   const std::string form = absl::StrCat(
       expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows, " keys, ",
-      plain ? "" : absl::StrCat(Name(d.format), " rows, "), exact ? "" : "products of 8 bits, ",
+      bf16_rows ? "" : absl::StrCat(Name(d.format), " rows, "), exact ? "" : "products of 8 bits, ",
       d.shape.lists ? "index lists, " : "", "row ");
   for (int32_t row = 0; row < d.rows; ++row) {
     for (int32_t head = 0; head < kHeads; ++head) {
@@ -87,7 +90,7 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
       }
     }
   }
-  if (errors <= (exact ? kCosine : kCosineProducts) * norms) return absl::OkStatus();
+  if (errors <= limit(kCosine, kCosineProducts, kCosinePrefill) * norms) return absl::OkStatus();
   return Wrong(absl::StrCat(expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows,
                             " keys: cosine difference of all outputs"),
                errors / norms, 0.0);
@@ -183,7 +186,7 @@ AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   params.desc.geometry = kGeometry;
   params.desc.o_dtype = DType::kF32;
   if (d.shape.lists) params.desc.attention = AttentionKind::kSparse;
-  params.desc.products = expanded ? DType::kBf16 : d.products;
+  params.desc.products = d.products;
   if (expanded) params.desc.form = AttentionForm::kExpanded;
   params.segments = work.segments;
   params.plan = work.View();
@@ -335,7 +338,7 @@ absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape
   if (shape.lists) desc.attention = AttentionKind::kSparse;
   if (!backend.CanRun(desc).ok()) shape.absorbed = 0;
   desc.form = AttentionForm::kExpanded;
-  if (products != DType::kBf16 || !backend.CanRun(desc).ok()) shape.expanded = 0;
+  if (!backend.CanRun(desc).ok()) shape.expanded = 0;
   if (shape.absorbed == 0 && shape.expanded == 0) return absl::OkStatus();
   Data data(shape, format, products);
   absl::Status s = Attend(backend, data);
@@ -358,7 +361,9 @@ absl::Status Check(AttentionBackend& backend) {
       for (const Shape& shape : tested) {
         if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16);
         if (format == KvFormat::kBf16 || !shape.all_units) continue;
-        if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kFp8E4m3);
+        Shape absorbed = shape;
+        absorbed.expanded = 0;
+        if (s.ok()) s = CheckShape(backend, weights, absorbed, format, DType::kFp8E4m3);
       }
     }
   }
@@ -368,11 +373,27 @@ absl::Status Check(AttentionBackend& backend) {
   return s;
 }
 
+absl::Status CheckPrefill(AttentionBackend& backend) {
+  const Weights weights;
+  absl::Status s =
+      backend.LoadWeights(0, kGeometry, 0, kHeads, weights.uk.data(), weights.uv.data());
+  for (const KvFormat format : backend.Info().kv_formats) {
+    if (format == KvFormat::kBf16) continue;
+    for (Shape shape : kShapes) {
+      shape.absorbed = 0;
+      if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kFp8E4m3);
+    }
+  }
+  return s;
+}
+
 }  // namespace
 }  // namespace self_test
 
 BackendLimits SelfTestLimits(const AttentionBackend& backend) { return self_test::Limits(backend); }
 
 absl::Status SelfTest(AttentionBackend& backend) { return self_test::Check(backend); }
+
+absl::Status SelfTestPrefill(AttentionBackend& backend) { return self_test::CheckPrefill(backend); }
 
 }  // namespace mla::kernels::hip

@@ -23,6 +23,10 @@ BackendLimits SelfTestLimits(const AttentionBackend& backend);
 // wrong.
 absl::Status SelfTest(AttentionBackend& backend);
 
+// The same of the expanded form with products of 8 bits, within what its roundings allow: of
+// queries, keys, probabilities and values.
+absl::Status SelfTestPrefill(AttentionBackend& backend);
+
 }  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_

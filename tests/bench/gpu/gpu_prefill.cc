@@ -3,7 +3,9 @@
 // each launch, median.
 //
 //   gpu_prefill [--heads 16,128] [--rows 1024,4096,16384] [--context 0] [--iterations 20]
-//               [--workspace-mb 640] [--image FILE] [--json FILE]
+//               [--workspace-mb 640] [--dtype bf16|fp8] [--image FILE] [--json FILE]
+//
+// --dtype fp8: rows of fp8_tensor, keys, values and probabilities as e4m3.
 //
 // One request of `rows` new rows on `context` cached ones, causal. A line per shape: microseconds
 // and TFLOPS of both kernels (2 x 320 operations a head and visible pair; 2 x 512 x 256 a head and
@@ -19,6 +21,7 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "kernels/formats/fp8.h"
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/planning/planner.h"
@@ -35,13 +38,13 @@ using kernels::hip::DeviceBuffer;
 constexpr int32_t kPage = 64;
 constexpr int32_t kRowDim = kernels::hip::kExpandedLora + kernels::hip::kExpandedRope;
 constexpr int32_t kQDim = kernels::hip::kExpandedNope + kernels::hip::kExpandedRope;
-constexpr int64_t kPageBytes = int64_t{kPage} * kRowDim * sizeof(Bf16);
 constexpr int64_t kFlushBytes = int64_t{256} << 20;
 
 struct Flags {
   std::vector<int32_t> heads{16, 128}, rows{1024, 4096, 16384};
   int32_t context = 0, iterations = 20;
   int64_t workspace_mb = 640;
+  std::string dtype = "bf16";
   std::string json;   // file for rows of JSON
   std::string image;  // file with device code to use in place of what was built in
 };
@@ -58,6 +61,9 @@ class Prefill {
   };
   absl::Status LoadKernels(std::span<const kernels::hip::KernelImage> images);
   absl::StatusOr<DeviceBuffer> Random(int64_t bytes, uint32_t seed);
+  absl::StatusOr<DeviceBuffer> RandomCodes(int64_t bytes);
+  bool fp8() const { return flags_.dtype == "fp8"; }
+  int64_t row_bytes() const { return kRowDim * (fp8() ? 1 : int64_t{sizeof(Bf16)}); }
   template <class T>
   absl::StatusOr<DeviceBuffer> Upload(std::span<const T> values);
   absl::Status Prepare(int32_t heads, int32_t rows);
@@ -70,7 +76,9 @@ class Prefill {
   kernels::hip::GpuRuntime* runtime_ = nullptr;
   const kernels::hip::ArchTraits* arch_ = nullptr;
   kernels::hip::Stream stream_ = nullptr;
+  const kernels::hip::ExpandVariant* variant_ = nullptr;
   kernels::hip::Function expand_ = nullptr, attend_ = nullptr;
+  kernels::hip::LaunchShape attend_shape_;
   std::vector<kernels::hip::Event> events_;
   kernels::RoundTraits round_traits_;
   std::unique_ptr<scheduler::RoundPlanner> round_planner_;
@@ -133,13 +141,25 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
 }
 
 absl::Status Prefill::LoadKernels(std::span<const kernels::hip::KernelImage> images) {
+  const size_t expand =
+      fp8() ? FindExpand(*arch_, kernels::KvFormat::kFp8Tensor, kernels::DType::kFp8E4m3) : 0;
+  if (expand == arch_->expand.size()) {
+    return absl::UnimplementedError("no prefill in 8 bits on this architecture");
+  }
+  variant_ = &arch_->expand[expand];
+  attend_shape_.threads =
+      static_cast<uint32_t>(fp8() ? arch_->expanded_products_threads : arch_->expanded_threads);
+  attend_shape_.shared_bytes = static_cast<uint32_t>(fp8() ? arch_->expanded_products_shared_bytes
+                                                           : arch_->expanded_shared_bytes);
+  const char* const attend =
+      fp8() ? kernels::hip::kExpandedProductsKernel : kernels::hip::kExpandedKernel;
   for (const kernels::hip::KernelImage& image : images) {
     if (image.arch != runtime_->arch()) continue;
     auto module = runtime_->Load(image.bytes);
     if (!module.ok()) return module.status();
     for (const auto& [name, shared, function] :
-         {std::tuple(arch_->expand[0].kernel, arch_->expand[0].shared_bytes, &expand_),
-          std::tuple(kernels::hip::kExpandedKernel, arch_->expanded_shared_bytes, &attend_)}) {
+         {std::tuple(variant_->kernel, variant_->shared_bytes, &expand_),
+          std::tuple(attend, static_cast<int32_t>(attend_shape_.shared_bytes), &attend_)}) {
       auto found = runtime_->Find(*module, name);
       if (!found.ok()) return found.status();
       *function = *found;
@@ -159,6 +179,17 @@ absl::StatusOr<DeviceBuffer> Prefill::Upload(std::span<const T> values) {
   if (s.ok()) s = runtime_->Synchronize(stream_);
   if (!s.ok()) return s;
   return buffer;
+}
+
+// Codes of N(0, 1) x 50; with a layer's scale of 0.002 they are N(0, 1) / 10.
+absl::StatusOr<DeviceBuffer> Prefill::RandomCodes(int64_t bytes) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal(0.0f, 50.0f);
+  std::vector<uint8_t> codes(static_cast<size_t>(bytes));
+  for (uint8_t& code : codes) {
+    code = kernels::EncodeFp8(normal(random), kernels::Fp8Kind::kE4m3Fn);
+  }
+  return Upload<uint8_t>(codes);
 }
 
 // N(0, 1) / 10.
@@ -185,13 +216,19 @@ absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
   const int64_t head_bytes = int64_t{2} * kernels::hip::kExpandedLora * 128 * heads;
   const int64_t packed = int64_t{rows} * heads;
   for (const auto& [buffer, bytes, seed] :
-       {std::tuple(&pool_, pages * kPageBytes, 1u), std::tuple(&q_, packed * kQDim * 2, 2u),
+       {std::tuple(&pool_, pages * kPage * row_bytes(), 1u),
+        std::tuple(&q_, packed * kQDim * 2, 2u),
         std::tuple(&o_, packed * kernels::hip::kExpandedValue * 2, 3u),
         std::tuple(&lse_, packed * 4, 4u), std::tuple(&w_uk_, head_bytes, 5u),
         std::tuple(&w_uv_, head_bytes, 6u)}) {
     auto made = Random(bytes, seed);
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
+  }
+  if (fp8()) {
+    auto codes = RandomCodes(pages * kPage * row_bytes());
+    if (!codes.ok()) return codes.status();
+    pool_ = *std::move(codes);
   }
   if (absl::Status s = Plan(heads, rows); !s.ok()) return s;
   std::vector<uint32_t> table(static_cast<size_t>(pages));
@@ -216,7 +253,7 @@ absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
                   weights_.As<const uint16_t*>(),
                   weights_.As<const uint16_t*>() + 1,
                   workspace_.As<uint8_t>(),
-                  kPageBytes,
+                  kPage * row_bytes(),
                   0,
                   0,
                   0,
@@ -244,8 +281,8 @@ absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
   r.o_row_stride = int64_t{heads} * kernels::hip::kExpandedValue;
   r.lse_head_stride = 1;
   r.lse_row_stride = heads;
-  r.row_stride = kRowDim * 2;
-  r.kv_scale = 1.0f;
+  r.row_stride = row_bytes();
+  r.kv_scale = fp8() ? 0.002f : 1.0f;
   r.page_size = kPage;
   r.q_rows = rows;
   r.kv_rows = kv_rows;
@@ -285,16 +322,15 @@ absl::StatusOr<Prefill::Times> Prefill::Launch() {
     expand.first_tile_pairs =
         kernels::hip::FirstTilePairs(*arch_, round.pairs, round.heads, expand.blocks);
     kernels::hip::LaunchShape shape;
-    shape.threads = static_cast<uint32_t>(arch_->expand[0].threads);
+    shape.threads = static_cast<uint32_t>(variant_->threads);
     shape.grid_x = static_cast<uint32_t>(expand.blocks);
-    shape.shared_bytes = static_cast<uint32_t>(arch_->expand[0].shared_bytes);
+    shape.shared_bytes = static_cast<uint32_t>(variant_->shared_bytes);
     if (s.ok()) s = runtime_->Launch(expand_, shape, &expand, stream_);
     record();
     kernels::hip::ExpandedArgs attend = attend_args_;
     attend.unit_indptr += round.first_indptr;
-    shape.threads = static_cast<uint32_t>(arch_->expanded_threads);
+    shape = attend_shape_;
     shape.grid_x = static_cast<uint32_t>(rounds_.units);
-    shape.shared_bytes = static_cast<uint32_t>(arch_->expanded_shared_bytes);
     if (s.ok()) s = runtime_->Launch(attend_, shape, &attend, stream_);
     record();
   }
@@ -326,16 +362,17 @@ absl::Status Prefill::Time(int32_t heads, int32_t rows) {
   const double kv_rows = rows + flags_.context;
   const double pairs = rows * (kv_rows - 0.5 * (rows - 1));
   std::printf(
-      "h=%d q=%d kv=%.0f: up-projection %.1f us %.0f TFLOPS, attention %.1f us (least %.1f) %.0f "
+      "%s h=%d q=%d kv=%.0f: up-projection %.1f us %.0f TFLOPS, attention %.1f us (least %.1f) "
+      "%.0f "
       "TFLOPS, sum %.1f us; %zu rounds, %zu items%s\n",
-      heads, rows, kv_rows, up_us, 262144.0 * kv_rows * heads / up_us / 1e6, us,
-      static_cast<double>(attend[0]) / 1e3, 640.0 * pairs * heads / us / 1e6, up_us + us,
+      flags_.dtype.c_str(), heads, rows, kv_rows, up_us, 262144.0 * kv_rows * heads / up_us / 1e6,
+      us, static_cast<double>(attend[0]) / 1e3, 640.0 * pairs * heads / us / 1e6, up_us + us,
       rounds_.rounds.size(), rounds_.items.size(), rounds_.merges ? ", split" : "");
   std::fflush(stdout);
   json_.push_back(absl::StrFormat(
-      R"({"bench": "gpu_prefill", "dtype": "bf16", "heads": %d, "rows": %d, )"
+      R"({"bench": "gpu_prefill", "dtype": "%s", "heads": %d, "rows": %d, )"
       R"("context": %d, "up_projection_us": %.1f, "attention_us": %.1f, "us": %.1f})",
-      heads, rows, flags_.context, up_us, us, up_us + us));
+      flags_.dtype, heads, rows, flags_.context, up_us, us, up_us + us));
   return absl::OkStatus();
 }
 
@@ -346,10 +383,15 @@ int Main(int argc, char** argv) {
                         {"--context", &flags.context},
                         {"--iterations", &flags.iterations},
                         {"--workspace-mb", &flags.workspace_mb},
+                        {"--dtype", &flags.dtype},
                         {"--image", &flags.image},
                         {"--json", &flags.json}};
-  if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
-    std::fprintf(stderr, "%s\n", s.ToString().c_str());
+  absl::Status read = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
+  if (read.ok() && flags.dtype != "bf16" && flags.dtype != "fp8") {
+    read = absl::InvalidArgumentError("--dtype: got '" + flags.dtype + "', want bf16 or fp8");
+  }
+  if (!read.ok()) {
+    std::fprintf(stderr, "%s\n", read.ToString().c_str());
     return 2;
   }
   auto prefill = Prefill::Create(flags);

@@ -107,7 +107,8 @@ int64_t CaseSpec::PackedRows() const {
 }
 
 bool ComputeInFp8(CaseSpec& spec) {
-  if (spec.kv_format == kernels::KvFormat::kBf16 || spec.route != Route::kAbsorbed) return false;
+  if (spec.kv_format == kernels::KvFormat::kBf16) return false;
+  if (spec.route == Route::kAbsorbProject) return false;
   if (IsWide(spec.inputs)) return false;
   spec.products = kernels::DType::kFp8E4m3;
   return true;

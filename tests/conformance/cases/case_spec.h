@@ -77,8 +77,7 @@ struct CaseSpec {
   // Between absorb and attention, and between attention and project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;
-  // Of the absorbed form. With kFp8E4m3 the queries of kAbsorbed are such as their rounding keeps,
-  // unless rounds_queries.
+  // With kFp8E4m3 the queries of kAbsorbed are such as their rounding keeps, unless rounds_queries.
   kernels::DType products = kernels::DType::kBf16;
   bool rounds_queries = false;
   float logit_deviation = 0.0f;  // of kSpread
@@ -105,8 +104,8 @@ struct CaseSpec {
   int64_t PackedRows() const;
 };
 
-// Makes it a case with products in e4m3. False where there are none for it: over bf16 rows, in the
-// expanded form, and between the projections, whose latent queries no case can choose.
+// Makes it a case with products in e4m3. False where there are none for it: over bf16 rows, with wide
+// inputs, and between the projections, whose latent queries no case can choose.
 bool ComputeInFp8(CaseSpec& spec);
 
 std::string ToString(const CaseSpec& spec);

@@ -142,8 +142,18 @@ struct Limits {
   Tolerance o, lse;
 };
 
+// Of the expanded form, where keys and values are rounded too.
+Limits E4m3PrefillLimits(const Workload& workload) {
+  // Values of pairs that cancel have five times the mean square of outputs.
+  const double times = workload.spec.inputs == InputKind::kCancellation ? 5.0 : 1.0;
+  return {{2 * kE4m3Rounding * workload.max_abs_value, 0.016,
+           times * (kE4m3AnyCosine + 0.5 * kE4m3MeanSquare)},
+          {5 * kE4m3LseLimit, 2 * kE4m3Rounding, 1.0}};
+}
+
 Limits E4m3Limits(const Workload& workload) {
   const CaseSpec& spec = workload.spec;
+  if (spec.route == Route::kExpanded) return E4m3PrefillLimits(workload);
   // Of a logit, by rounded queries.
   const double moved = spec.rounds_queries ? std::sqrt(kE4m3MeanSquare) * spec.logit_deviation : 0;
   const bool repeated = std::any_of(spec.requests.begin(), spec.requests.end(),

@@ -68,6 +68,16 @@ void LoadLeft(const Wave& wave, size_t index, float (&left)[kRows * kMostDepth])
   const int bytes = BytesOf(first.of), depth = kDepthBytes / bytes;
   if (!first.a_held) {
     const Operand a(first.a, first.of);
+    if (first.a_down) {
+      float x[kChunkBytes];
+      for (int k = 0; k < depth; ++k) {
+        for (int row = 0; row < kRows; row += kChunkBytes / bytes) {
+          a.Load(k, (wave.index % 4 * kRows + row) * bytes, x);
+          for (int e = 0; e < kChunkBytes / bytes; ++e) left[(row + e) * depth + k] = x[e];
+        }
+      }
+      return;
+    }
     for (int row = 0; row < kRows; ++row) {
       for (int k = 0; k < kDepthBytes; k += kChunkBytes) {
         a.Load(wave.index % 4 * kRows + row, k, left + row * depth + k / bytes);

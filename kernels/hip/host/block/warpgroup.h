@@ -22,6 +22,7 @@ struct Product {
   uint64_t b;
   uint64_t group;  // set by StartProduct
   Element of = Element::kBf16;
+  bool a_down = false;  // as b_down, of bf16: 64 rows of a are the columns of shared memory
 };
 
 void StartProduct(Product product);

@@ -60,6 +60,11 @@ MLA_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b) {
 #define MLA_E4M3_NAMES_32                                                   \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define MLA_E4M3_NAMES_64                                                            \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "          \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
 // c [64 x 64] (+)= a [64 x 32] b [64 x 32]^T of e4m3, both along rows.
 MLA_DEVICE void multiply_e4m3(float (&c)[32], uint64_t a, uint64_t b, int accumulate) {
@@ -70,9 +75,18 @@ MLA_DEVICE void multiply_e4m3(float (&c)[32], uint64_t a, uint64_t b, int accumu
       : MLA_E4M3_16(c, 0), MLA_E4M3_16(c, 16)
       : "l"(a), "l"(b), "r"(accumulate));
 }
-// The same with a in registers: thread t holds, of the rows of its accumulators r and r + 8, four
-// values each from columns k = 4 (t % 4) and k + 16 on: a[0] = (r, k), a[1] = (r + 8, k),
-// a[2] = (r, k + 16), a[3] = (r + 8, k + 16).
+// c [64 x 128] (+)= a [64 x 32] b [128 x 32]^T of e4m3, both along rows.
+MLA_DEVICE void multiply_e4m3(float (&c)[64], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " MLA_E4M3_NAMES_64
+      "%64, %65, p, 1, 1;\n}\n"
+      : MLA_E4M3_16(c, 0), MLA_E4M3_16(c, 16), MLA_E4M3_16(c, 32), MLA_E4M3_16(c, 48)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+// c [64 x 64] (+)= a [64 x 32] b [64 x 32]^T, a in registers: thread t holds, of the rows of its
+// accumulators r and r + 8, four values each from columns k = 4 (t % 4) and k + 16 on: a[0] = (r,
+// k), a[1] = (r + 8, k), a[2] = (r, k + 16), a[3] = (r + 8, k + 16).
 MLA_DEVICE void multiply_held_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b,
                                    int accumulate) {
   asm volatile(
@@ -97,6 +111,7 @@ MLA_DEVICE void multiply_held_e4m3(float (&c)[4], const uint32_t (&a)[4], uint64
 #undef MLA_E4M3_4
 #undef MLA_E4M3_16
 #undef MLA_E4M3_NAMES_32
+#undef MLA_E4M3_NAMES_64
 
 }  // namespace mla::kernels::hip::tile
 

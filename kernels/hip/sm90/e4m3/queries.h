@@ -3,6 +3,7 @@
 #define MLA_KERNELS_HIP_SM90_E4M3_QUERIES_H_
 
 #include "kernels/hip/common/query_loader.h"
+#include "kernels/hip/sm90/e4m3/code_scale.h"
 #include "kernels/hip/sm90/e4m3/layout.h"
 
 namespace mla::kernels::hip {
@@ -64,12 +65,7 @@ class E4m3Queries {
     largest = greater(largest, tile::exchange_word<4>(largest));
     largest = greater(largest, tile::exchange_word<8>(largest));
     largest = greater(largest, tile::exchange_word<16>(largest));
-    // 448 is 1.75 x 2^8. Exponents are kept where both the scale and its inverse are normal.
-    const uint32_t above = (largest & 0x7fffffu) > 0x600000u ? 1u : 0u;
-    const uint32_t found = (largest >> 23) + above;
-    const uint32_t exponent = found < 20 ? 20 : found > 250 ? 250 : found;
-    const float power = bits_to_float((exponent - 8) << 23);
-    const float inverse = bits_to_float((254 + 8 - exponent) << 23);
+    const auto [power, inverse] = code_scale(largest);
     const bool finite = largest < 0x7f800000u;
     if (lane == 0) {
       tile::store_float(shared.query_scale() + row * 4,

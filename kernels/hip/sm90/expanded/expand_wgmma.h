@@ -1,31 +1,31 @@
-// Up-projection on sm_90a, with warpgroup products: keys [128 x 128] and values
-// [128 x 128] of one head from 128 cached rows, depth 512.
+// Up-projection on sm_90a, with warpgroup products: keys [128 x 128] and values [128 x 128] of one
+// head from 128 cached rows, depth 512.
 //
-//   warp 0:        W_UK, then W_UV of a head, depth 64 at a time --> stages [64
-//   x 128], kStages deep warps 1 to 3:  rows, once a tile of them --> rows [128
-//   x 512], stays warpgroup 1:   keys of a head     |  rounds, stores     |
-//   keys of the next head .. warpgroup 2:   .. rounds, stores  |  values of a
-//   head   |  rounds, stores
+//   warp 0           W_UK, then W_UV of a head, depth 64 at a time, to stages [64 x 128]
+//   warps 1 to 3     rows, once a tile of them, to [128 x 512], where they stay
+//   warpgroup 1      keys of a head           |  rounds, stores     |  keys of the next head ..
+//   warpgroup 2      .. rounds, stores        |  values of a head   |  rounds, stores
 //
-// The two warpgroups take turns of kPanels stages: one has the matrix unit
-// while the other rounds its 128 x 128 results into shared memory, from where
-// they go to the workspace by bulk copies. A group gives the turn once its last
-// stage is there, so that the other waits for the next phase of barriers that
-// have no phase before it open.
+// The two warpgroups take turns of kPanels stages: one has the matrix unit while the other rounds
+// its 128 x 128 results into shared memory, from where they go to the workspace by bulk copies. A
+// group gives the turn once its last stage is there, so that the other waits for the next phase of
+// barriers that have no phase before it open.
 //
-// A block keeps its rows in shared memory over all its heads, and weights are
-// all it reads.
-#ifndef MLA_KERNELS_HIP_SM90_EXPAND_WGMMA_H_
-#define MLA_KERNELS_HIP_SM90_EXPAND_WGMMA_H_
+// A block keeps its rows in shared memory over all its heads, and weights are all it reads.
+//
+// kResults: bf16, laid out as expanded_args.h says, or e4m3 (code_results.h). Values of e4m3 are
+// multiplied transposed, with W_UV as the first operand, so that they leave the matrix unit as the
+// second operand of the attention's product must lie.
+#ifndef MLA_KERNELS_HIP_SM90_EXPANDED_EXPAND_WGMMA_H_
+#define MLA_KERNELS_HIP_SM90_EXPANDED_EXPAND_WGMMA_H_
 
 #include "kernels/hip/common/expanded_pairs.h"
+#include "kernels/hip/sm90/expanded/code_results.h"
 #include "kernels/hip/sm90/fp8/instructions.h"
-#include "kernels/hip/sm90/tile.h"
-#include "kernels/hip/sm90/warpgroup.h"
 
 namespace mla::kernels::hip {
 
-template <KvFormat kFormat>
+template <KvFormat kFormat, DType kResults = DType::kBf16>
 class ExpandWgmma {
  public:
   static constexpr int kThreads = 384;
@@ -36,8 +36,9 @@ class ExpandWgmma {
   static constexpr int kStageBytes = 128 * 128;
   static constexpr int kGroups = 2;  // that multiply
   static constexpr int kBarriers = 2 * kStages + 2 * kPanels;
-  static constexpr int kSharedBytes =
-      kRowsBytes + kStages * kStageBytes + kGroups * kPanelBytes + kBarriers * 8;
+  static constexpr int kSharedBytes = kRowsBytes + kStages * kStageBytes + kGroups * kPanelBytes +
+                                      kBarriers * 8 +
+                                      (kResults == DType::kBf16 ? 0 : kGroups * kCodeScratchBytes);
   static_assert(kExpandedNope == 128 && kExpandedValue == 128);
 
   MLA_DEVICE static void run(const ExpandArgs& args) {
@@ -67,6 +68,7 @@ class ExpandWgmma {
   static constexpr int kOfGroup = 3;   // its own threads; kOfGroup + 1 is warpgroup 2's
   static constexpr int kHalves = 2;    // of the tile's rows, 64 each
   static constexpr int kOutputs = 64;  // of one half, a thread
+  static constexpr bool kCodes = kResults != DType::kBf16;
   static constexpr bool kWidens = kFormat != KvFormat::kBf16;
   // Threads that copy rows, those of a row, rows at once, and how often that is for a tile.
   static constexpr int kCopiers = 96;
@@ -150,7 +152,7 @@ class ExpandWgmma {
         copy_tile(pairs, copier, parity);
         parity ^= 1;
       }
-      if (pairs.head == 0) copy_rotated<kFormat>(pairs, copier, kCopiers);
+      if (!kCodes && pairs.head == 0) copy_rotated<kFormat>(pairs, copier, kCopiers);
     }
   }
   MLA_DEVICE void copy_tile(const ExpandPairs& pairs, int copier, uint32_t parity) const {
@@ -228,6 +230,8 @@ class ExpandWgmma {
 
   template <bool kKeys>
   MLA_DEVICE void multiply() const {
+    CodeResults<kFormat, kKeys ? kOfGroup : kOfGroup + 1> codes(
+        results(), barriers + kBarriers * 8 + (group - 1) * kCodeScratchBytes, thread);
     Ring ring;
     uint32_t tile_parity = 1;
     if (!kKeys) {
@@ -240,7 +244,12 @@ class ExpandWgmma {
       take_turn<kKeys>(pairs, tile_parity, c, ring);
       ring.skip_turn();
       const int existing = pairs.existing_rows();
-      if constexpr (kKeys) {
+      if constexpr (kCodes && kKeys) {
+        if (pairs.fresh_tile()) codes.take_rotated(pairs);
+        codes.store_keys(pairs, c);
+      } else if constexpr (kCodes) {
+        codes.store_values(pairs, c);
+      } else if constexpr (kKeys) {
         store_part<kKeysPart>(pairs, existing, existing < kExpandedRows, c);
       } else {
         const bool careful = existing < kExpandedRows || tile::any(!surely_finite(c));
@@ -289,6 +298,10 @@ class ExpandWgmma {
             tile::along_rows(rows + panel * kPanelBytes + half * (64 * 128) + step * 32);
         if constexpr (kKeys) {
           tile::multiply_rows(c[half], own, tile::along_rows(stage + step * 32), more);
+        } else if constexpr (kCodes) {
+          tile::multiply_turned(c[half],
+                                tile::down_rows(stage + half * (64 * 128) + step * 2048, 0),
+                                tile::along_rows(rows + panel * kPanelBytes + step * 32), more);
         } else {
           tile::multiply_columns(c[half], own, tile::down_rows(stage + step * 2048, 64 * 128),
                                  more);
@@ -376,4 +389,4 @@ class ExpandWgmma {
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_KERNELS_HIP_SM90_EXPAND_WGMMA_H_
+#endif  // MLA_KERNELS_HIP_SM90_EXPANDED_EXPAND_WGMMA_H_

@@ -11,12 +11,12 @@
 // The two warpgroups take turns: one has the matrix unit while the other is at its exponentials
 // (named barriers kTurn). P stays in registers, where the accumulators of S lie as operands of the
 // second product.
-#ifndef MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_
-#define MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_
+#ifndef MLA_KERNELS_HIP_SM90_EXPANDED_EXPANDED_WGMMA_H_
+#define MLA_KERNELS_HIP_SM90_EXPANDED_EXPANDED_WGMMA_H_
 
 #include "kernels/hip/common/expanded_item.h"
 #include "kernels/hip/common/query_loader.h"
-#include "kernels/hip/sm90/warpgroup.h"
+#include "kernels/hip/sm90/expanded/expanded_results.h"
 
 namespace mla::kernels::hip {
 
@@ -65,7 +65,7 @@ class ExpandedWgmma {
   using Rows = WarpgroupRows<kTile>;
   using Scores = typename Rows::Scores[1];
   static constexpr int kScores = Rows::kScoreElems;
-  static constexpr int kOutputs = kExpandedValue / 2;
+  static constexpr int kOutputs = ExpandedResults::kOutputs;
   static constexpr float kSlack = 0.0f;
   // Named barriers.
   static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
@@ -87,7 +87,11 @@ class ExpandedWgmma {
   };
 
   MLA_DEVICE explicit ExpandedWgmma(const ExpandedArgs& a)
-      : args(a), group(tile::wave_index() >> 2), thread(thread_index() & 127), lane(thread & 31) {
+      : args(a),
+        group(tile::wave_index() >> 2),
+        thread(thread_index() & 127),
+        lane(thread & 31),
+        results{a, group - 1, thread >> 5, lane} {
     q_tile = tile::shared_base<kSharedBytes>();
     k_tiles = q_tile + kQBytes;
     v_tiles = k_tiles + kStages * kKBytes;
@@ -210,9 +214,6 @@ class ExpandedWgmma {
   }
 
   // --- Attention.
-  MLA_DEVICE int row(int slot) const {
-    return (group - 1) * 64 + Rows::row(thread >> 5, lane, slot);
-  }
   MLA_DEVICE void await_turn() const { tile::named_wait(kTurn + group - 1, 256); }
   MLA_DEVICE void give_turn() const { tile::named_arrive(kTurn + 2 - group, 256); }
   MLA_DEVICE void release(uint32_t barrier) const {
@@ -353,33 +354,16 @@ class ExpandedWgmma {
     for (int i = 0; i < kOutputs; ++i) state.o[i] = 0.0f;
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      const int r = row(slot);
+      const int r = results.row(slot);
       state.softmax.clear(slot);
       state.limit[slot] = r < item.rows ? item.limit(r) : item.work.kv_end;
     }
-    if (e.carried_row >= 0) carry_in(e, item, state);
-  }
-  // Goes on from normalised results: as if one key of that log-sum-exp and value had been seen.
-  MLA_DEVICE void carry_in(const ExpandedItem& e, const Item& item, State& state) const {
-    const float unscaled = 1.0f / item.segment->kv_scale;
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const int r = row(slot);
-      if (r >= item.rows) continue;
-      const int64_t at = static_cast<int64_t>(e.carried_row) + r;
-      const float lse = args.partial_lse[at];
-      if (lse == negative_infinity()) continue;
+    // As if one key of the earlier results' log-sum-exp and value had been seen.
+    results.carry_in(e, item, state.o, [&](int slot, float lse) {
       state.softmax.origin[slot] = lse * kLog2e;
       state.softmax.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
-      const float* o = args.partial_o + at * kExpandedValue + 2 * (lane & 3);
-#pragma unroll
-      for (int j = 0; j < kOutputs / 4; ++j) {
-        state.o[4 * j + 2 * slot] = o[8 * j] * unscaled;
-        state.o[4 * j + 2 * slot + 1] = o[8 * j + 1] * unscaled;
-      }
-    }
+    });
   }
-
   MLA_DEVICE void start_scores(int stage, float (&s)[kScores]) const {
     const uint32_t q = q_tile + (group - 1) * (64 * 128), k = k_tiles + stage * kKBytes;
     tile::pin(s);
@@ -422,59 +406,22 @@ class ExpandedWgmma {
     for (int i = 0; i < kScores / 2; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
   }
 
-  // --- Results.
-  MLA_DEVICE void finish(const Item& item, State& state) const {
-    const AttendArgs results = results_of(args);
-    const bool f32 = item.work.partial_row >= 0 || args.o_is_f32 != 0;
-    const bool whole = aligned_results(results, item, 8);
-    const bool pairs = aligned_results(results, item, 2);
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const int r = row(slot);
-      RowScale scale(state.softmax.origin[slot], Rows::row_sum(state.softmax.sum[slot]));
-      scale.inverse *= item.segment->kv_scale;
-      const RowTarget target(results, item, r < item.rows ? r : 0, kExpandedValue);
-      const bool stored = r < item.rows;
-      if (stored && (lane & 3) == 0 && target.lse != nullptr) *target.lse = scale.lse;
-      if (!f32 && whole) {
-        store_chunks(state, slot, scale, target, stored);
-        continue;
-      }
-      if (!stored) continue;
-#pragma unroll
-      for (int j = 0; j < kOutputs / 4; ++j) {
-        const float run[2] = {scale.empty ? 0.0f : state.o[4 * j + 2 * slot] * scale.inverse,
-                              scale.empty ? 0.0f : state.o[4 * j + 2 * slot + 1] * scale.inverse};
-        store_run(target.base, target.index + 8 * j + 2 * (lane & 3), run, target.f32, pairs);
-      }
-    }
+  MLA_DEVICE void finish(const Item& item, const State& state) const {
+    RowScale scale[2] = {statistics(state, 0), statistics(state, 1)};
+    scale[0].inverse *= item.segment->kv_scale;
+    scale[1].inverse *= item.segment->kv_scale;
+    results.store(item, scale, state.o);
   }
-  // bf16, 16 bytes a lane: four lanes of a row exchange their words.
-  MLA_DEVICE void store_chunks(const State& state, int slot, const RowScale& scale,
-                               const RowTarget& target, bool stored) const {
-#pragma unroll
-    for (int j = 0; j < kOutputs / 4; j += 4) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 4 * (j + i) + 2 * slot;
-        words[i] = scale.empty
-                       ? 0
-                       : pack_bf16(state.o[at] * scale.inverse, state.o[at + 1] * scale.inverse);
-      }
-      tile::gather_chunks(words, lane);
-      if (stored) {
-        store_words(static_cast<uint16_t*>(target.base) + target.index + 8 * (j + (lane & 3)),
-                    words);
-      }
-    }
+  MLA_DEVICE static RowScale statistics(const State& state, int slot) {
+    return RowScale(state.softmax.origin[slot], Rows::row_sum(state.softmax.sum[slot]));
   }
 
   const ExpandedArgs& args;
   const int group, thread, lane;
+  const ExpandedResults results;
   uint32_t q_tile, k_tiles, v_tiles, barriers;
 };
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_KERNELS_HIP_SM90_EXPANDED_WGMMA_H_
+#endif  // MLA_KERNELS_HIP_SM90_EXPANDED_EXPANDED_WGMMA_H_
