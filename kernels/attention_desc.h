@@ -53,8 +53,8 @@ struct AttentionDesc {
   int32_t page_size = 64;  // rows a page, >= 1
   AttentionKind attention = AttentionKind::kDense;
   KvFormat entry_format = KvFormat::kBf16;  // of the entries of kWindow
-  // What the absorbed form multiplies over 8-bit rows: kBf16, or kFp8E4m3, for which queries and
-  // probabilities are rounded where a kernel does so. The expanded form takes no notice.
+  // What is multiplied over 8-bit rows: kBf16, or kFp8E4m3, for which queries and probabilities are
+  // rounded where a kernel does so, in the expanded form keys and values too.
   DType products = DType::kBf16;
 
   // Elements of an output row of a head.

@@ -66,6 +66,7 @@ struct ArchTraits {
   // With products of 8 bits; 0: there is no such kernel.
   int32_t expanded_products_threads = 0;
   int32_t expanded_products_shared_bytes = 0;
+  int32_t expanded_products_keys = 0;  // BackendInfo::fp8_prefill_keys
   // Weights for the up-projection lie in panels (weights/weight_panels.h).
   bool weight_panels = false;
   int32_t combine_shared_bytes = 0;
@@ -104,6 +105,7 @@ inline constexpr ArchTraits kSm90Traits{
     .expanded_shared_bytes = 213632,
     .expanded_products_threads = 384,
     .expanded_products_shared_bytes = 215232,
+    .expanded_products_keys = 2048,
     .weight_panels = true,
     .combine_shared_bytes = 16512,
     .project_shared_bytes = 49152,

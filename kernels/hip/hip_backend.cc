@@ -51,7 +51,7 @@ absl::Status HipBackend::CanRun(const AttentionDesc& desc) const {
              MostRows(*arch_, desc.kv_format, desc.products, desc.attention) == 0) {
     missing = "these products";
   } else if (expanded && desc.products != DType::kBf16 &&
-             (!info_.fp8_prefill ||
+             (info_.fp8_prefill_keys == 0 ||
               FindExpand(*arch_, desc.kv_format, desc.products) == arch_->expand.size())) {
     missing = "these products in the expanded form";
   }

@@ -89,7 +89,9 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
     }
   }
   if (prefill.ok()) {
-    absl::StrAppend(&backend->info_.fp8_compute, "; 8-bit products in prefill");
+    absl::StrAppend(&backend->info_.fp8_compute, "; 8-bit products in prefill where a row sees ",
+                    backend->info_.fp8_prefill_keys,
+                    " keys or more on average, bf16 products where it sees fewer");
   } else if (backend->info_.fp8_products) {
     absl::StrAppend(&backend->info_.fp8_compute, "; bf16 products in prefill: ", prefill.message());
   }
@@ -216,7 +218,7 @@ absl::Status HipBackend::LoadPrefill() {
     const ExpandVariant& v = arch_->expand[i];
     if (v.products != DType::kBf16) s = find(v.kernel, v.shared_bytes, &kernels_.expand[i]);
   }
-  info_.fp8_prefill = s.ok();
+  if (s.ok()) info_.fp8_prefill_keys = arch_->expanded_products_keys;
   return s;
 }
 
@@ -224,7 +226,7 @@ absl::Status HipBackend::TestKernels(absl::Status* prefill) {
   absl::Status s = Allocate(SelfTestLimits(*this));
   if (s.ok()) s = SelfTest(*this);
   if (s.ok() && prefill->ok()) *prefill = SelfTestPrefill(*this);
-  info_.fp8_prefill = prefill->ok();
+  if (!prefill->ok()) info_.fp8_prefill_keys = 0;
   Release();
   return s;
 }

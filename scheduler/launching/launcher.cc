@@ -101,6 +101,16 @@ absl::Status Launcher::WaitOldest() {
   return kernel_ns.status();
 }
 
+int64_t MeanSeenKeys(std::span<const kernels::SegmentRecord> records) {
+  int64_t rows = 0, keys = 0;
+  for (const kernels::SegmentRecord& r : records) {
+    const int64_t weight = int64_t{r.q_rows} * r.num_heads;
+    rows += weight;
+    keys += weight * (r.causal != 0 ? r.kv_rows - r.q_rows / 2 : r.kv_rows);
+  }
+  return rows > 0 ? keys / rows : 0;
+}
+
 kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) const {
   kernels::AttentionDesc desc;
   desc.geometry = key.geometry;
@@ -109,7 +119,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   desc.attention = key.attention;
   desc.entry_format = key.entry_format;
   const kernels::BackendInfo& info = backend_->Info();
-  if (form == AttentionForm::kAbsorbed || info.fp8_prefill) desc.products = key.products;
+  if (form == AttentionForm::kAbsorbed) desc.products = key.products;
   const bool between = key.profile == Profile::kExpanded && form == AttentionForm::kAbsorbed;
   desc.q_dtype = between ? info.absorbed_q_dtype(key.q_dtype, key.split_queries) : key.q_dtype;
   desc.o_dtype = between ? info.latent_o_dtype : key.o_dtype;
@@ -134,6 +144,11 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
     }
     form.params.desc = Desc(to->batch.key, form.form);
     form.params.segments = form.records.records;
+    const int32_t least_keys = backend_->Info().fp8_prefill_keys;
+    if (form.form == AttentionForm::kExpanded && least_keys > 0 &&
+        MeanSeenKeys(form.records.records) >= least_keys) {
+      form.params.desc.products = to->batch.key.products;
+    }
     form.params.q_fragments = form.records.fragments;
     form.params.windows = form.records.windows;
     // Cut for the heads that are there: few heads of a large model need not share units as all do.

@@ -24,6 +24,9 @@
 
 namespace mla::scheduler {
 
+// Keys that a query row sees, on average over the rows and heads of `records`; 0 without rows.
+int64_t MeanSeenKeys(std::span<const kernels::SegmentRecord> records);
+
 class Launcher {
  public:
   // For a configured backend. `page_tables` are those that `cache` writes; all outlive the

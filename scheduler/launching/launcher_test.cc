@@ -9,6 +9,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "scheduler/launching/launcher.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/testing/engine_harness.h"
 #include "scheduler/testing/heap_buffers.h"
@@ -95,6 +96,22 @@ TEST(LauncherTest, PlansOfAnyBatchWithinTheBudgetFit) {
     }
   }
   EXPECT_GT(cut, 300);
+}
+
+TEST(LauncherTest, SeenKeysAreAveragedOverRowsAndHeads) {
+  EXPECT_EQ(MeanSeenKeys({}), 0);
+  kernels::SegmentRecord prefill{}, decode{};
+  prefill.q_rows = prefill.kv_rows = 1000;
+  prefill.num_heads = 4;
+  prefill.causal = 1;
+  decode.q_rows = 1;
+  decode.kv_rows = 100000;
+  decode.num_heads = 4000;
+  EXPECT_EQ(MeanSeenKeys({&prefill, 1}), 500);
+  const kernels::SegmentRecord both[] = {prefill, decode};
+  EXPECT_EQ(MeanSeenKeys(both), (500 + 100000) / 2);
+  prefill.causal = 0;
+  EXPECT_EQ(MeanSeenKeys({&prefill, 1}), 1000);
 }
 
 constexpr int kHeads = 16;

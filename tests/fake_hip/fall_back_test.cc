@@ -128,7 +128,7 @@ class PrefillFallBackTest : public ::testing::Test {
   void Expect(bool prefill, const std::string& reason) const {
     auto backend = HipBackend::Create(options_);
     ASSERT_TRUE(backend.ok()) << backend.status();
-    EXPECT_EQ((*backend)->Info().fp8_prefill, prefill);
+    EXPECT_EQ((*backend)->Info().fp8_prefill_keys > 0, prefill);
     EXPECT_THAT((*backend)->Info().fp8_compute, HasSubstr(reason));
     AttentionDesc desc;
     desc.geometry = {16, 512, 64, 128, 128};

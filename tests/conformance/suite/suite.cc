@@ -135,6 +135,8 @@ constexpr double kE4m3LogitRounding = 18.0 / 8192;
 // mantissa of 1 takes, 1/768, where all may be such; over mantissas of all kinds less.
 constexpr double kE4m3AnyCosine = 0.5 / 768, kE4m3SpreadCosine = 3e-4;
 constexpr double kE4m3LseLimit = 4e-3;
+// Of a tile's 64 products of one sign each drops up to 2^-13 of their sum.
+constexpr double kE4m3DroppedCosine = 0.5 * (64.0 / 8192) * (64.0 / 8192);
 constexpr double kDeviations = 6.0;  // that one of many errors may be from zero
 
 // Limits of outputs and of log-sum-exps.
@@ -158,7 +160,7 @@ Limits E4m3Limits(const Workload& workload) {
   const double moved = spec.rounds_queries ? std::sqrt(kE4m3MeanSquare) * spec.logit_deviation : 0;
   const bool repeated = std::any_of(spec.requests.begin(), spec.requests.end(),
                                     [](const auto& r) { return r.repeats > 1; });
-  const double of_weights = repeated                            ? kCosineLimit
+  const double of_weights = repeated                            ? kCosineLimit + kE4m3DroppedCosine
                             : spec.inputs == InputKind::kSpread ? kE4m3SpreadCosine
                                                                 : kE4m3AnyCosine;
   const double most = kDeviations * moved;
