@@ -51,7 +51,7 @@ struct BackendInfo {
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of 8-bit floats in its pool
   // What models over 8-bit rows get that leave open whether products are of 8 bits, and why.
   std::string fp8_compute = "bf16 products: this backend multiplies no 8-bit floats";
-  bool fp8_products = false;   // they get AttentionDesc::products of 8 bits where CanRun allows
+  bool fp8_products = false;  // they get AttentionDesc::products of 8 bits where CanRun allows
   // In the expanded form too where a query row sees at least so many keys, on average over the rows
   // and heads of a launch: there it is faster. 0: it has no such products.
   int32_t fp8_prefill_keys = 0;

@@ -104,8 +104,8 @@ struct CaseSpec {
   int64_t PackedRows() const;
 };
 
-// Makes it a case with products in e4m3. False where there are none for it: over bf16 rows, with wide
-// inputs, and between the projections, whose latent queries no case can choose.
+// Makes it a case with products in e4m3. False where there are none for it: over bf16 rows, with
+// wide inputs, and between the projections, whose latent queries no case can choose.
 bool ComputeInFp8(CaseSpec& spec);
 
 std::string ToString(const CaseSpec& spec);
