@@ -2,7 +2,7 @@
 //
 // Every operand tile in shared memory is a list of column blocks of 64 bf16 (128 bytes) a row; the
 // 16-byte chunk c of row r lies at chunk position c ^ (r & 7), which makes each ldmatrix of eight
-// rows touch all 32 banks once. See docs/kernels.md.
+// rows touch all 32 banks once. See docs/kernels/sm90.md.
 #ifndef MLA_KERNELS_HIP_SM90_TILE_H_
 #define MLA_KERNELS_HIP_SM90_TILE_H_
 
