@@ -175,8 +175,7 @@ void AddModel(Command* command, BenchArguments* arguments) {
                   {"auto", "off", "on"}, &arguments->fp8_compute);
   command->Choice(
       {"attention", "A",
-       "dense (default), v32: to random lists of --top-k rows, which come along, or v4: "
-       "to a window, and to lists of --top-k entries if there are more"},
+       "dense (default), v32: random lists of --top-k rows, or v4: a window and entries"},
       {"dense", "v32", "v4"}, &arguments->attention);
   command->Number({"top-k", "N", "entries of a list (default 2048 of v32, 512 of v4)"}, 1, kMost,
                   &arguments->top_k);

@@ -1,0 +1,108 @@
+// The self-test that a GPU backend runs before it is offered, against a fake HIP runtime whose
+// results can be made wrong.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/hip/hip_backend.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+using ::testing::HasSubstr;
+
+class SelfTestTest : public BackendOnFakeTest {
+ protected:
+  static HipBackendOptions WithSelfTest() {
+    HipBackendOptions options = Options();
+    options.self_test = true;
+    return options;
+  }
+};
+
+TEST_F(SelfTestTest, AFailureIsNotOffered) {
+  control_->wrong_results = true;
+  const HipBackendOptions options = WithSelfTest();
+  const absl::Status status = HipBackend::Create(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.message(), HasSubstr("failed self-test on Fake Instinct"));
+}
+
+// What only shows where loops turn around, with pages of three rows, without keys, or as NaN.
+TEST_F(SelfTestTest, NoticesWhatFewRowsDoNotShow) {
+  using fake_hip::Flaw;
+  const HipBackendOptions options = WithSelfTest();
+  const std::vector<std::pair<Flaw, const char*>> flaws = {
+      {Flaw::kThirdItem, "row "},
+      {Flaw::kLateTile, "absorbed form, 1600 keys"},
+      {Flaw::kOddPages, "absorbed form, 1600 keys"},
+      {Flaw::kNaNAsZero, "absorbed form, 1600 keys, row 1 of 4"},
+      {Flaw::kNoKeys, "absorbed form, 150 keys, row 2 of 4"},
+      {Flaw::kSecondTile, "expanded form, 850 keys, row 12"},
+      {Flaw::kCarriedWrong, "expanded form"}};
+  for (const auto& [flaw, where] : flaws) {
+    control_->flaw = flaw;
+    const absl::Status status = HipBackend::Create(options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << static_cast<int>(flaw);
+    EXPECT_THAT(status.message(), HasSubstr(where)) << static_cast<int>(flaw);
+  }
+}
+
+// Rounding latent outputs once more changes nothing much but where they nearly cancel.
+TEST_F(SelfTestTest, NoticesRoundedLatentOutputs) {
+  control_->rounded_inputs = true;
+  const HipBackendOptions options = WithSelfTest();
+  const absl::Status status = HipBackend::Create(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.message(), HasSubstr("fp32 latent outputs, head 0: output column"));
+}
+
+std::vector<std::string> KernelsOf(const ArchTraits& arch) {
+  std::vector<std::string> kernels = {kMoveKernel, kAppendKernel, kCombineKernel, kProjectKernel,
+                                      kExpandedKernel};
+  if (arch.arch == kSm90Traits.arch) kernels.emplace_back(kCopyTensorsKernel);
+  if (arch.project_row_wide_shared_bytes > 0) {
+    kernels.emplace_back(kProjectRowWideKernel);
+    kernels.emplace_back(kProjectRowDeepKernel);
+  }
+  if (arch.index_logits_shared_bytes > 0) {
+    kernels.emplace_back(kIndexLogitsKernel);
+    kernels.emplace_back(kIndexSelectKernel);
+  }
+  for (const AttendVariant& v : arch.attend) kernels.push_back(v.kernel);
+  for (const ExpandVariant& v : arch.expand) {
+    if (v.products == DType::kBf16) kernels.push_back(v.kernel);  // others: fall_back_test.cc
+  }
+  return kernels;
+}
+
+class SelfTestKernelsTest : public SelfTestTest,
+                            public ::testing::WithParamInterface<const ArchTraits*> {};
+
+// Each kernel by itself: none is offered that has not given a known answer.
+TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
+  const ArchTraits& arch = *GetParam();
+  control_->wrong_results = true;
+  control_->arch = arch.arch.data();
+  HipBackendOptions options = WithSelfTest();
+  options.images.push_back(Image("sm_90", kImage90));
+  options.vendor = &arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+  for (const std::string& kernel : KernelsOf(arch)) {
+    control_->wrong_kernel = kernel.c_str();
+    const absl::Status status = HipBackend::Create(options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << kernel;
+    EXPECT_THAT(status.message(), HasSubstr("failed self-test on Fake Instinct: ")) << kernel;
+  }
+  control_->wrong_kernel = "none of them";
+  EXPECT_TRUE(HipBackend::Create(options).ok());
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, SelfTestKernelsTest,
+                         ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits),
+                         [](const auto& arch) { return std::string(arch.param->arch); });
+
+}  // namespace
+}  // namespace mla::kernels::hip
