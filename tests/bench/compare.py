@@ -70,16 +70,19 @@ METRICS = {
     "longest_launch_ms": Metric(Better.LESS, False),
     "up_projection_us": Metric(Better.LESS, True),
     "attention_us": Metric(Better.LESS, True),
+    "attend_us": Metric(Better.LESS, False),
+    "kernel_us": Metric(Better.LESS, False),
     "steps": Metric(Better.COUNT, True),
     "copies": Metric(Better.COUNT, True),
 }
 # Figures that name a row, references that are measured beside the product, and what follows from
 # other metrics.
 ROW_NUMBERS = {
-    "threads", "heads", "batch", "context", "rows", "query_rows", "ragged", "groups"}
+    "threads", "heads", "batch", "context", "rows", "query_rows", "ragged", "groups",
+    "layers", "top_k"}
 NOT_COMPARED = {
     "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
-    "speedup", "least_us", "tflops",
+    "speedup", "least_us", "touch_us", "tflops",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row

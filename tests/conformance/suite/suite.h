@@ -78,6 +78,11 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 // dims an element counts as at least so much that this error, and no larger one, stays under the
 // limit.
 //
+// Matrix units may cut their fp32 sums instead of rounding them: each step of 16 keys drops up to
+// 2^-23 of the sum. Where values are of one sign (repeated sequences) that adds up to 0.05 % of 64k
+// keys and to 0.8 % of 1M keys that one unit sums alone; half its square is added to the cosine
+// difference.
+//
 // Cases that round probabilities to e4m3 (CaseSpec::RoundsProbabilities) have limits of their own.
 // Outputs are sum p (1 + e) v / sum p (1 + e), which differs from o by sum p e (v - o):
 // - A weight is off by at most 1/16 of itself, so outputs are within 1/16 of max |V|.
@@ -92,11 +97,10 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 // - Queries that are rounded (CaseSpec::rounds_queries) are off by the mean square 1/1536 of
 //   themselves over all mantissas. A logit of deviation s moves by s/39, a weight by as much of
 //   itself, so half the square of that is added.
-// - Of a row that sees a repeated sequence, whose values have the mean of three deviations,
-// roundings
-//   average out to less than the usual 1e-5. The matrix unit keeps 13 bits below its largest term:
-//   of the 64 products of a tile each drops at most 2^-13 of their sum, 0.8 % in all, whose square
-//   by two is added. A sum of 4096 keys drops many times as much.
+// - Of a row that sees a repeated sequence, whose values have the mean of three deviations, what
+//   rounding does averages out to less than the usual 1e-5. The matrix unit keeps 13 bits below its
+//   largest term: of the 64 products of a tile each drops at most 2^-13 of their sum, 0.8 % in all;
+//   half its square is added. A sum of 4096 keys drops many times as much.
 // - Log-sum-exps may be off by 4e-3, or 0.2 % by sums of logits that keep 13 bits.
 // - In the expanded form keys and values are rounded too. Outputs are within 2/16 of max |V|, half
 //   the mean square of the values' rounding is added to the cosine difference, and both are less
