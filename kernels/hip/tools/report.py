@@ -95,6 +95,8 @@ KNOWN_SPILLS = {
     ("sm_90", "mla_attend_64_fp8_row_products"): 28,
     ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 244,
     ("sm_90", "mla_attend_64_fp8_row_products_lists"): 376,
+    ("sm_90", "mla_attend_64_window"): 268,
+    ("sm_90", "mla_attend_64_fp8_page_window"): 132,
 }
 
 
