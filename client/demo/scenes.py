@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Callable, List, Sequence
+import time
+from typing import Callable, Iterator, List, Sequence, Tuple
 
 import mla_client
 import numpy as np
 from checks import Comparison, LocalModel
-from generate import Generator, feed_together
+from generate import SEQUENCE_LEASE_MS, Generator, feed_together
+from mla_client.gen import admin_pb2
+from mla_client.testing import ServerProcess
 from model import Array, Model
 
 Say = Callable[[str], None]
@@ -25,6 +29,24 @@ class Run:
     prompt: List[int]
     tokens: List[int]
     logits: Array  # [tokens, vocab] that each token was chosen from
+
+
+@contextlib.contextmanager
+def served(server: str, server_args: List[str], transport: str
+           ) -> Iterator[Tuple[mla_client.Client, admin_pb2.GetServerInfoReply, Say]]:
+    """A client of a server that runs meanwhile, what it says of itself, and how lines with the time
+    since the start are printed."""
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:6.1f} s] {text}", flush=True)
+
+    with ServerProcess(server, server_args) as process, mla_client.Client.connect(
+            process.target, transport=transport, lease_ms=SEQUENCE_LEASE_MS) as client:
+        info = client.server_info()
+        say(f"server {info.server_version}, backend {info.backend.name}, transport "
+            f"{client.transport}")
+        yield client, info, say
 
 
 def generate(model: Model, service: mla_client.Service, registered: mla_client.Model,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pathlib
 import sys
-import time
 from typing import List
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -17,8 +16,6 @@ import corpus
 import mla_client
 import scenes
 from attention import register
-from generate import SEQUENCE_LEASE_MS
-from mla_client.testing import ServerProcess
 from model import Model
 from v32.sparse import INDEX_DIM, TOP_K, Indexer, Result, SparseGenerator, check
 
@@ -48,16 +45,7 @@ def generate(model: Model, service: mla_client.Service, profile: mla_client.Prof
 
 def run(model: Model, server: str, server_args: List[str], transport: str) -> bool:
     """The whole demo against a server that it starts; the last line says how it went."""
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f} s] {text}", flush=True)
-
-    with ServerProcess(server, server_args) as process, mla_client.Client.connect(
-            process.target, transport=transport, lease_ms=SEQUENCE_LEASE_MS) as client:
-        info = client.server_info()
-        say(f"server {info.server_version}, backend {info.backend.name}, transport "
-            f"{client.transport}")
+    with scenes.served(server, server_args, transport) as (client, info, say):
         prompt = corpus.prompt(PROMPT_BYTES)
         runs = [(profile, False) for profile in PROFILES]
         runs += [(profile, True) for profile in PROFILES if "indexer" in info.capabilities]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pathlib
 import sys
-import time
 from typing import List
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -16,8 +15,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import corpus
 import mla_client
 import scenes
-from generate import SEQUENCE_LEASE_MS
-from mla_client.testing import ServerProcess
 from model import Model
 from v4.window import Result, Worker, WindowGenerator, check
 
@@ -46,16 +43,7 @@ def generate(model: Model, service: mla_client.Service, prompt: List[int], count
 
 def run(model: Model, server: str, server_args: List[str], transport: str) -> bool:
     """The whole demo against a server that it starts; the last line says how it went."""
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f} s] {text}", flush=True)
-
-    with ServerProcess(server, server_args) as process, mla_client.Client.connect(
-            process.target, transport=transport, lease_ms=SEQUENCE_LEASE_MS) as client:
-        info = client.server_info()
-        say(f"server {info.server_version}, backend {info.backend.name}, transport "
-            f"{client.transport}")
+    with scenes.served(server, server_args, transport) as (client, _, say):
         result = generate(model, client, corpus.prompt(PROMPT_BYTES), TOKENS, say)
     print(f"demo v4: {result.tokens.agree}/{result.tokens.positions} agree "
           f"({result.tokens.near_ties} near ties; {result.lists})")
