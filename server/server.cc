@@ -159,8 +159,9 @@ absl::Status Server::Parts::OpenCheckpoints() {
   const Config::Checkpoint& config = options.config.checkpoint;
   if (config.path.empty()) return absl::OkStatus();
   const int64_t tenant = config.tenant_bytes > 0 ? config.tenant_bytes : config.bytes / 8 * 7;
-  auto opened = CheckpointStore::Open({config.path, config.bytes, tenant, config.tenant_files,
-                                       options.config.wire.weight_chunk_bytes});
+  auto opened =
+      CheckpointStore::Open({config.path, config.bytes, tenant, config.tenant_files,
+                             options.config.wire.weight_chunk_bytes, &metrics.checkpoints()});
   if (!opened.ok()) return opened.status();
   checkpoints = *std::move(opened);
   return absl::OkStatus();

@@ -53,13 +53,15 @@ absl::StatusOr<Sequence> Client::ImportPages(
 }
 
 absl::Status Client::WatchEvents(std::optional<uint64_t> after,
-                                 const std::function<bool(const v1::WatchEventsReply&)>& take) {
+                                 const std::function<bool(const v1::WatchEventsReply&)>& take,
+                                 bool all_tenants) {
   if (absl::Status status = impl_->Lost(); !status.ok()) return status;
   grpc::ClientContext context;
   // A watch has no end of its own, so no deadline either.
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
   v1::WatchEventsRequest request;
   if (after) request.set_after(*after);
+  request.set_all_tenants(all_tenants);
   const auto reader = impl_->cache->WatchEvents(&context, request);
   v1::WatchEventsReply reply;
   while (reader->Read(&reply)) {
@@ -71,9 +73,10 @@ absl::Status Client::WatchEvents(std::optional<uint64_t> after,
   return FromGrpc(reader->Finish(), context);
 }
 
-absl::StatusOr<v1::ExplainReply> Client::Explain(uint32_t most) {
+absl::StatusOr<v1::ExplainReply> Client::Explain(uint32_t most, bool all_tenants) {
   v1::ExplainRequest request;
   request.set_most(most);
+  request.set_all_tenants(all_tenants);
   return impl_->Unary<v1::ExplainReply>(
       [&](auto* context, auto* reply) { return impl_->cache->Explain(context, request, reply); });
 }

@@ -159,11 +159,13 @@ class Client final {
 
   // --- What becomes of cached rows, with the capability "cache_events" (docs/kv_cache.md). Calls
   // `take` with events behind number `after` (absent: from now on), at first with those that the
-  // server still knows, until it returns false. OK then, else why the watch has ended.
+  // server still knows, until it returns false. OK then, else why the watch has ended. Operators
+  // may see events of all tenants; `after` is 0 or absent then.
   absl::Status WatchEvents(std::optional<uint64_t> after,
-                           const std::function<bool(const v1::WatchEventsReply&)>& take);
+                           const std::function<bool(const v1::WatchEventsReply&)>& take,
+                           bool all_tenants = false);
   // The latest matches that have not found all they asked for. `most`: 0: the server's default.
-  absl::StatusOr<v1::ExplainReply> Explain(uint32_t most = 0);
+  absl::StatusOr<v1::ExplainReply> Explain(uint32_t most = 0, bool all_tenants = false);
 
   // --- Checkpoints, with the capability "checkpoints" (docs/cache/checkpoints.md). A whole
   // upload's deadline.

@@ -1,6 +1,7 @@
 #include "client/mlactl/page_commands.h"
 
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -199,9 +200,14 @@ std::string KindName(v1::CacheEventKind kind) {
                       : absl::AsciiStrToLower(absl::StripPrefix(name, "CACHE_EVENT_KIND_"));
 }
 
+// The model's name, behind the tenant's where events of all tenants are shown.
+std::string ModelName(const std::string& tenant, const std::string& model) {
+  return tenant.empty() ? model : absl::StrCat(tenant, "/", model);
+}
+
 std::string EventText(const v1::CacheEvent& event) {
-  std::string text =
-      absl::StrFormat("%d %-8s %s", event.number(), KindName(event.kind()), event.model_id());
+  std::string text = absl::StrFormat("%d %-8s %s", event.number(), KindName(event.kind()),
+                                     ModelName(event.tenant(), event.model_id()));
   if (event.sequence_id() != 0)
     absl::StrAppendFormat(&text, " sequence %016x", event.sequence_id());
   if (event.rows() > 0) absl::StrAppendFormat(&text, " rows %d", event.rows());
@@ -218,6 +224,7 @@ std::string EventText(const v1::CacheEvent& event) {
 struct EventsOptions {
   uint64_t after = 0;
   bool all = false;
+  bool all_tenants = false;
   uint64_t count = 0;  // 0: no end
 };
 
@@ -226,11 +233,15 @@ int Events(const CommonOptions& common, const EventsOptions& options) {
   if (!client.ok()) return Fail(client.status());
   std::optional<uint64_t> after;
   if (options.all || options.after > 0) after = options.after;
-  uint64_t seen = 0, last = options.after;
+  uint64_t seen = 0;
+  std::map<std::string, uint64_t> last = {{"", options.after}};  // by tenant
   const auto take = [&](const v1::WatchEventsReply& reply) {
     for (const v1::CacheEvent& event : reply.events()) {
-      if (last != 0 && event.number() != last + 1) std::fputs("(events are missing)\n", stderr);
-      last = event.number();
+      uint64_t& before = last[event.tenant()];
+      if (before != 0 && event.number() != before + 1) {
+        std::fputs("(events are missing)\n", stderr);
+      }
+      before = event.number();
       const std::string line =
           common.json ? absl::StrReplaceAll(ToJson(event), {{"\n ", " "}, {"\n}", "}"}})
                       : EventText(event);
@@ -240,7 +251,7 @@ int Events(const CommonOptions& common, const EventsOptions& options) {
     }
     return true;
   };
-  const absl::Status status = (*client)->WatchEvents(after, take);
+  const absl::Status status = (*client)->WatchEvents(after, take, options.all_tenants);
   return status.ok() ? kOk : Fail(status);
 }
 
@@ -265,7 +276,8 @@ std::string MissesText(const v1::ExplainReply& reply) {
     absl::StrAppendFormat(&text, "%-20s %016x %8d %8d %8d  %s, %s\n",
                           absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", at, absl::UTCTimeZone()),
                           miss.sequence_id(), miss.first_row(), miss.rows_asked(),
-                          miss.rows_found(), WhyMissed(miss.end()), miss.model_id());
+                          miss.rows_found(), WhyMissed(miss.end()),
+                          ModelName(miss.tenant(), miss.model_id()));
   }
   return text;
 }
@@ -277,19 +289,30 @@ void AddEventCommands(Program* program) {
                                  .summary = "what becomes of cached rows, until Ctrl-C",
                                  .examples = "mlactl events --all\nmlactl events --json\n"});
   events.Flag("all", "begin with the oldest event that is kept", &options->all);
+  events.Flag("all-tenants", "of all tenants, for operators; not with --after",
+              &options->all_tenants);
   events.Number({"after", "N", "begin behind event N"}, 1, UINT64_MAX, &options->after);
   events.Number({"count", "N", "end after N events"}, 1, UINT64_MAX, &options->count);
   events.Run([options](const CommonOptions& common) { return Events(common, *options); });
-  const auto most = std::make_shared<uint32_t>(20);
+  struct ExplainOptions {
+    uint32_t most = 20;
+    bool all_tenants = false;
+  };
+  const auto shown = std::make_shared<ExplainOptions>();
   Command explain =
       program->Add({.name = "explain",
                     .group = kGroup,
                     .summary = "why the latest matches did not find all rows",
                     .examples = "mlactl explain\nmlactl explain --most=100 --json\n"});
-  explain.Number({"most", "N", "misses, the latest first (default 20)"}, 1, 8192, most.get());
-  explain.Run([most](const CommonOptions& common) {
+  explain.Number({"most", "N", "misses, the latest first (default 20)"}, 1, 8192, &shown->most);
+  explain.Flag("all-tenants", "of all tenants, for operators", &shown->all_tenants);
+  explain.Run([shown](const CommonOptions& common) {
     return CallAndPrint(
-        common, [most](client::Client* client) { return client->Explain(*most); }, MissesText);
+        common,
+        [shown](client::Client* client) {
+          return client->Explain(shown->most, shown->all_tenants);
+        },
+        MissesText);
   });
 }
 

@@ -234,7 +234,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   }
   SetLease(model.get(), *lease_ns);
   if (auto* const events = cache_->events()) {
-    events->SetLayout(model->layout_id, tenant, spec.id);
+    events->SetLayout(model->layout_id, tenant, account->name(), spec.id);
   }
   model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
   NoteForms(spec, model.get());

@@ -132,14 +132,13 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
       CallClass::kReserved);
 }
 
-void FillStats(const scheduler::EngineStats& from, const WireCounters& wire,
-               v1::GetStatsReply* to) {
+void FillStats(const StatSources& from, v1::GetStatsReply* to) {
   const auto* descriptor = v1::GetStatsReply::descriptor();
   const auto* reflection = v1::GetStatsReply::GetReflection();
   for (const Stat& stat : AllStats()) {
     if (stat.field == nullptr) continue;
     const auto* field = descriptor->FindFieldByName(stat.field);
-    const uint64_t value = stat.read({from, wire});
+    const uint64_t value = stat.read(from);
     if (field->cpp_type() == google::protobuf::FieldDescriptor::CPPTYPE_UINT32) {
       reflection->SetUInt32(to, field, static_cast<uint32_t>(value));
     } else {
@@ -153,7 +152,8 @@ grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetS
   return rpc_.Serve(
       context, "Admin.GetStats",
       [&](const Identity&) {
-        FillStats(Stats(), rpc_.metrics->wire(), reply);
+        const scheduler::EngineStats stats = Stats();
+        FillStats({stats, rpc_.metrics->wire(), rpc_.metrics->checkpoints()}, reply);
         reply->set_boot_id(rpc_.boot_id);
         return absl::OkStatus();
       },

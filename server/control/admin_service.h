@@ -71,8 +71,7 @@ class AdminService final : public v1::Admin::Service {
 };
 
 // The reply of GetStats; also behind the status page.
-void FillStats(const scheduler::EngineStats& stats, const WireCounters& wire,
-               v1::GetStatsReply* reply);
+void FillStats(const StatSources& stats, v1::GetStatsReply* reply);
 
 }  // namespace mla::server
 

@@ -21,7 +21,7 @@ std::string BytesOf(const kvcache::PrefixKey& key) {
   return std::string(reinterpret_cast<const char*>(&key), sizeof(key));
 }
 
-void Fill(const kvcache::Event& from, v1::CacheEvent* to) {
+void Fill(const kvcache::Event& from, bool named, v1::CacheEvent* to) {
   to->set_number(from.number);
   to->set_kind(static_cast<v1::CacheEventKind>(from.kind));
   to->set_tier(from.kind == kvcache::EventKind::kRestored ? v1::CACHE_TIER_CHECKPOINT
@@ -33,9 +33,10 @@ void Fill(const kvcache::Event& from, v1::CacheEvent* to) {
   if (from.key) to->set_key(BytesOf(*from.key));
   if (from.parent) to->set_parent(BytesOf(*from.parent));
   to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+  if (named) to->set_tenant(*from.tenant_name);
 }
 
-void Fill(const kvcache::Miss& from, v1::CacheMiss* to) {
+void Fill(const kvcache::Miss& from, bool named, v1::CacheMiss* to) {
   to->set_model_id(*from.model);
   to->set_sequence_id(from.sequence);
   to->set_first_row(static_cast<uint64_t>(from.first_row));
@@ -43,9 +44,18 @@ void Fill(const kvcache::Miss& from, v1::CacheMiss* to) {
   to->set_rows_found(static_cast<uint64_t>(from.rows_found));
   to->set_end(static_cast<v1::MatchEnd>(from.end));
   to->set_unix_ms(static_cast<uint64_t>(from.unix_ms));
+  if (named) to->set_tenant(*from.tenant_name);
 }
 
 }  // namespace
+
+absl::StatusOr<std::optional<scheduler::TenantKey>> CacheService::TenantToShow(const Identity& who,
+                                                                               bool all) const {
+  // The call keeps the tenant's row, so the key stays.
+  if (!all) return rpc_.engine->tenants()->Find(who.tenant);
+  if (absl::Status status = CheckOperator(who, rpc_.operators); !status.ok()) return status;
+  return std::nullopt;
+}
 
 grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
                                        const v1::WatchEventsRequest* request,
@@ -53,15 +63,22 @@ grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
   return rpc_.Serve(context, "Cache.WatchEvents", [&](const Identity& who) {
     Watchers::Place place(watchers_);
     if (absl::Status status = place.Check("WatchEvents"); !status.ok()) return status;
+    const bool all = request->all_tenants();
+    const auto tenant = TenantToShow(who, all);
+    if (!tenant.ok()) return tenant.status();
+    if (all) {
+      if (absl::Status status = CheckRange("after", request->after(), 0, 0); !status.ok()) {
+        return status;
+      }
+    }
     const kvcache::EventLog& log = *rpc_.engine->events();
-    // The call keeps the tenant's row, so the key stays.
-    const scheduler::TenantKey tenant = rpc_.engine->tenants()->Find(who.tenant);
-    kvcache::EventLog::Cursor cursor =
-        request->has_after() ? log.After(tenant, request->after()) : log.End();
+    kvcache::EventLog::Cursor cursor = !request->has_after() ? log.End()
+                                       : all                 ? log.Begin()
+                                             : log.After(**tenant, request->after());
     for (bool first = true;; first = false) {
       v1::WatchEventsReply reply;
-      for (const kvcache::Event& event : log.Read(tenant, kBatch, &cursor)) {
-        Fill(event, reply.add_events());
+      for (const kvcache::Event& event : log.Read(*tenant, kBatch, &cursor)) {
+        Fill(event, all, reply.add_events());
       }
       reply.set_boot_id(rpc_.boot_id);
       const bool sent = first || reply.events_size() > 0;
@@ -82,9 +99,10 @@ grpc::Status CacheService::Explain(grpc::ServerContext* context, const v1::Expla
       return status;
     }
     const size_t most = request->most() == 0 ? kMisses : request->most();
-    const scheduler::TenantKey tenant = rpc_.engine->tenants()->Find(who.tenant);
-    for (const kvcache::Miss& miss : rpc_.engine->events()->Misses(tenant, most)) {
-      Fill(miss, reply->add_misses());
+    const auto tenant = TenantToShow(who, request->all_tenants());
+    if (!tenant.ok()) return tenant.status();
+    for (const kvcache::Miss& miss : rpc_.engine->events()->Misses(*tenant, most)) {
+      Fill(miss, request->all_tenants(), reply->add_misses());
     }
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();

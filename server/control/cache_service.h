@@ -10,6 +10,7 @@
 #define MLA_SERVER_CONTROL_CACHE_SERVICE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "mla/v1/cache.grpc.pb.h"
@@ -58,6 +59,10 @@ class CacheService final : public v1::Cache::Service {
   // Runs `body` with a place among the tenant's uploads.
   template <typename Body>
   absl::Status AsUpload(const std::string& tenant, grpc::ServerContext* context, Body body);
+  // Whose events a caller sees: its own tenant's, or with `all` everything (nullopt), which
+  // PERMISSION_DENIED refuses to callers that are no operators.
+  absl::StatusOr<std::optional<scheduler::TenantKey>> TenantToShow(const Identity& who,
+                                                                   bool all) const;
   // UNIMPLEMENTED without checkpoints; as many ids as sequences may be open.
   absl::Status CheckCheckpoints(int ids) const;
   bool Read(grpc::ServerContext* context, Reader* reader, v1::ImportRequest* message);

@@ -66,6 +66,7 @@ class Metrics final : public scheduler::EngineObserver {
   void OnPageGroupFreed(int64_t held_ns) override;
 
   WireCounters& wire() { return wire_; }
+  CheckpointCounters& checkpoints() { return checkpoints_; }
   TenantCounters* ForTenant(const std::string& tenant);
   // A request that was refused before the engine took it.
   void CountRejected(const std::string& reason);
@@ -94,6 +95,7 @@ class Metrics final : public scheduler::EngineObserver {
  private:
   struct Impl;
   WireCounters wire_;
+  CheckpointCounters checkpoints_;
   std::unique_ptr<Impl> impl_;
 };
 

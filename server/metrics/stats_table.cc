@@ -15,6 +15,9 @@ uint64_t Unsigned(Number value) {
 #define MLA_WIRE(member) \
   [](const StatSources& from) -> uint64_t { return Unsigned(from.wire.member.load()); }
 
+#define MLA_CHECKPOINTS(member) \
+  [](const StatSources& from) -> uint64_t { return Unsigned(from.checkpoints.member.load()); }
+
 constexpr Stat Row(const char* field, const char* metric, const char* help,
                    uint64_t (*read)(const StatSources&), const char* label = nullptr,
                    const char* value = nullptr, double unit = 1) {
@@ -126,6 +129,23 @@ constexpr Stat kStats[] = {
     Row("prefix_rows_found", "mla_prefix_rows_found_total",
         "Rows that matches found, and that no client has to compute and send.",
         MLA_ENGINE(prefix.rows_found)),
+    Row("checkpoints", "mla_checkpoints", "Checkpoint files.", MLA_CHECKPOINTS(files)),
+    Row("checkpoint_bytes", "mla_checkpoint_bytes", "Bytes of checkpoint files.",
+        MLA_CHECKPOINTS(bytes)),
+    Row("checkpoint_last_unix_ms", "mla_checkpoint_last_timestamp_seconds",
+        "When the latest checkpoint was written, in seconds since 1970; 0: there is none.",
+        MLA_CHECKPOINTS(last_unix_ms), nullptr, nullptr, 1e-3),
+    Row("checkpoint_saves", "mla_checkpoint_saves_total",
+        "Checkpoints by result: ok, or failed where the disk failed or had no room.",
+        MLA_CHECKPOINTS(saves), "result", "ok"),
+    Row("checkpoint_save_failures", "mla_checkpoint_saves_total", nullptr,
+        MLA_CHECKPOINTS(save_failures), "result", "failed"),
+    Row("checkpoint_restores", "mla_checkpoint_restores_total",
+        "Sequences opened from their checkpoints by result: ok, or failed where the file could not "
+        "be read or the server had no room.",
+        MLA_CHECKPOINTS(restores), "result", "ok"),
+    Row("checkpoint_restore_failures", "mla_checkpoint_restores_total", nullptr,
+        MLA_CHECKPOINTS(restore_failures), "result", "failed"),
     Row(nullptr, "mla_kv_read_bytes_total",
         "Bytes of KV rows that launches attended to, once for each record.",
         MLA_ENGINE(kv_bytes_read)),

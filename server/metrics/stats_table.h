@@ -32,9 +32,20 @@ struct WireCounters {
   std::atomic<int32_t> rings{0};
 };
 
+// Checkpoints on the server's disk. All zero without a folder for them.
+struct CheckpointCounters {
+  std::atomic<int64_t> files{0};
+  std::atomic<int64_t> bytes{0};
+  std::atomic<int64_t> last_unix_ms{0};  // when the latest was written; 0: never
+  std::atomic<uint64_t> saves{0}, restores{0};
+  // The disk fails or has no room, or a file is damaged; not what a caller got wrong.
+  std::atomic<uint64_t> save_failures{0}, restore_failures{0};
+};
+
 struct StatSources {
   const scheduler::EngineStats& engine;
   const WireCounters& wire;
+  const CheckpointCounters& checkpoints;
 };
 
 struct Stat {

@@ -181,7 +181,9 @@ TEST_F(CheckpointFileTest, AnUnfinishedOrFailedFileLeavesTheOneBefore) {
 
 // A machine that loses power finds the folder and the key again.
 TEST_F(CheckpointFileTest, ANewStoreIsFlushedWithTheEntryOfItsFolder) {
+  CheckpointCounters counters;
   CheckpointStoreOptions options;
+  options.counters = &counters;
   options.path = File("new");
   flushed.clear();
   ASSERT_TRUE(CheckpointStore::Open(options).ok());
@@ -193,7 +195,9 @@ TEST_F(CheckpointFileTest, ANewStoreIsFlushedWithTheEntryOfItsFolder) {
 }
 
 TEST_F(CheckpointFileTest, AStoreKeepsItsKeyAndItsFolder) {
+  CheckpointCounters counters;
   CheckpointStoreOptions options;
+  options.counters = &counters;
   options.path = File("store");
   options.bytes = options.tenant_bytes = 1 << 20;
   kvcache::PrefixSecret secret;
@@ -210,7 +214,11 @@ TEST_F(CheckpointFileTest, AStoreKeepsItsKeyAndItsFolder) {
   EXPECT_EQ(fs::status(File("store")).permissions(), fs::perms::owner_all);
   fs::create_directories(File("store") + "/tenant");
   std::ofstream(File("store") + "/tenant/1.ckpt.3.part") << "unfinished";
+  std::ofstream(File("store") + "/tenant/2.ckpt") << "whole";
   EXPECT_EQ((*CheckpointStore::Open(options))->prefix_secret(), secret);
+  EXPECT_EQ(counters.files, 1);
+  EXPECT_EQ(counters.bytes, 5);
+  EXPECT_GT(counters.last_unix_ms, 0);
   EXPECT_FALSE(fs::exists(File("store") + "/tenant/1.ckpt.3.part"));
   const std::string key = File("store") + "/key";
   chmod(key.c_str(), 0640);

@@ -64,6 +64,12 @@ absl::StatusOr<bool> MakeFolder(const std::string& path) {
   return true;
 }
 
+int64_t UnixMillis() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
 v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::SequenceState& state,
                               const v1::PagesHeader& pages) {
   v1::CheckpointHeader header;
@@ -75,10 +81,7 @@ v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::Sequen
     header.set_not_finite_from(static_cast<uint64_t>(state.not_finite_from));
   }
   *header.mutable_pages() = pages;
-  header.set_saved_unix_ms(
-      static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(
-                                std::chrono::system_clock::now().time_since_epoch())
-                                .count()));
+  header.set_saved_unix_ms(static_cast<uint64_t>(UnixMillis()));
   if (state.chain == nullptr) return header;
   const kvcache::PrefixChain& chain = *state.chain;
   v1::CheckpointPrefix* const prefix = header.mutable_prefix();
@@ -105,6 +108,18 @@ std::shared_ptr<const kvcache::PrefixChain> ChainOf(const v1::CheckpointPrefix& 
   const size_t whole = chain->tokens.size() / static_cast<size_t>(page_size);
   if (!chain->opaque && chain->keys.size() != whole) return nullptr;
   return prefix.declared() <= static_cast<uint64_t>(chain->rows()) ? chain : nullptr;
+}
+
+// True for what an operator must know of: what a caller got wrong is not.
+bool IsFailure(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsResourceExhausted(status) ||
+         absl::IsDataLoss(status) || absl::IsInternal(status);
+}
+
+void CountCall(const absl::Status& status, std::atomic<uint64_t>* done,
+               std::atomic<uint64_t>* failed) {
+  if (status.ok()) ++*done;
+  if (IsFailure(status)) ++*failed;
 }
 
 CheckpointInfo InfoOf(const v1::CheckpointHeader& header, int64_t bytes) {
@@ -186,6 +201,7 @@ absl::Status CheckpointStore::FlushOwnEntry() {
 
 absl::Status CheckpointStore::Scan() {
   const MutexLock lock(mutex_);
+  int64_t latest = 0;
   std::error_code failed;
   for (fs::directory_iterator folder(options_.path, failed), end; !failed && folder != end;
        folder.increment(failed)) {
@@ -198,15 +214,16 @@ absl::Status CheckpointStore::Scan() {
         std::error_code ignored;
         fs::remove(path, ignored);
       } else if (path.extension() == kSuffix) {
-        const Room room = RoomOf(path);
-        Room& used = used_[folder->path().filename()];
-        used.bytes += room.bytes;
-        used.files += room.files;
-        used_by_all_ += room.bytes;
+        AddRoom(folder->path().filename(), RoomOf(path));
+        struct stat about;
+        if (stat(path.c_str(), &about) == 0) {
+          latest = std::max<int64_t>(latest, about.st_mtim.tv_sec * 1000);
+        }
       }
     }
     if (inner) return SystemError(folder->path(), "read", inner.value());
   }
+  options_.counters->last_unix_ms = latest;
   return failed ? SystemError(options_.path, "read", failed.value()) : absl::OkStatus();
 }
 
@@ -241,9 +258,7 @@ absl::Status CheckpointStore::TakeRoom(const std::string& folder, const Room& mo
   const bool files = used.files + more.files > options_.tenant_files;
   const bool own = more.bytes > options_.tenant_bytes - used.bytes;
   if (!files && !own && more.bytes <= options_.bytes - used_by_all_) {
-    used.bytes += more.bytes;
-    used.files += more.files;
-    used_by_all_ += more.bytes;
+    AddRoom(folder, more);
     return absl::OkStatus();
   }
   const char* const unit = files ? " checkpoints" : " bytes of checkpoints";
@@ -265,10 +280,16 @@ absl::Status CheckpointStore::TakeRoom(const std::string& folder, const Room& mo
 
 void CheckpointStore::ReturnRoom(const std::string& folder, const Room& less) {
   const MutexLock lock(mutex_);
+  AddRoom(folder, {-less.bytes, -less.files});
+}
+
+void CheckpointStore::AddRoom(const std::string& folder, const Room& more) {
   Room& used = used_[folder];
-  used.bytes -= less.bytes;
-  used.files -= less.files;
-  used_by_all_ -= less.bytes;
+  used.bytes += more.bytes;
+  used.files += more.files;
+  used_by_all_ += more.bytes;
+  options_.counters->bytes += more.bytes;
+  options_.counters->files += more.files;
 }
 
 absl::StatusOr<v1::CheckpointHeader> CheckpointStore::Write(Engine* engine,
@@ -288,6 +309,15 @@ absl::StatusOr<v1::CheckpointHeader> CheckpointStore::Write(Engine* engine,
 
 absl::StatusOr<CheckpointInfo> CheckpointStore::Save(Engine* engine, const std::string& tenant,
                                                      SequenceId id, uint64_t epoch) {
+  auto saved = SaveFile(engine, tenant, id, epoch);
+  CheckpointCounters& counters = *options_.counters;
+  if (saved.ok()) counters.last_unix_ms = saved->saved_unix_ms;
+  CountCall(saved.status(), &counters.saves, &counters.save_failures);
+  return saved;
+}
+
+absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const std::string& tenant,
+                                                         SequenceId id, uint64_t epoch) {
   const absl::StatusOr<scheduler::MovingPages> pages =
       engine->BeginExport({tenant, id, epoch, 0, std::nullopt});
   if (!pages.ok()) return pages.status();
@@ -346,6 +376,16 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::Restore(Engine* engine,
                                                                  SequenceId id,
                                                                  const std::string& client_id,
                                                                  int64_t lease_ms) {
+  auto restored = RestoreFile(engine, tenant, id, client_id, lease_ms);
+  CountCall(restored.status(), &options_.counters->restores, &options_.counters->restore_failures);
+  return restored;
+}
+
+absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::RestoreFile(Engine* engine,
+                                                                     const std::string& tenant,
+                                                                     SequenceId id,
+                                                                     const std::string& client_id,
+                                                                     int64_t lease_ms) {
   auto file = CheckpointReader::Open(FileOf(tenant, id), DeriveKey(key_, kFilePurpose));
   if (!file.ok()) return file.status();
   const absl::StatusOr<v1::CheckpointHeader> header = ReadHeader(file->get());

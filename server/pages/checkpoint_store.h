@@ -21,6 +21,7 @@
 #include "base/mutex.h"
 #include "mla/v1/checkpoint.pb.h"
 #include "scheduler/engine.h"
+#include "server/metrics/stats_table.h"
 #include "server/pages/checkpoint_file.h"
 
 namespace mla::server {
@@ -36,10 +37,11 @@ struct CheckpointInfo {
 
 struct CheckpointStoreOptions {
   std::string path;
-  int64_t bytes = 0;         // of all files
-  int64_t tenant_bytes = 0;  // of one tenant's
-  int32_t tenant_files = 0;  // of one tenant
-  int64_t chunk_bytes = 0;   // of a part, at most
+  int64_t bytes = 0;                       // of all files
+  int64_t tenant_bytes = 0;                // of one tenant's
+  int32_t tenant_files = 0;                // of one tenant
+  int64_t chunk_bytes = 0;                 // of a part, at most
+  CheckpointCounters* counters = nullptr;  // outlives the store
 };
 
 class CheckpointStore final {
@@ -77,6 +79,13 @@ class CheckpointStore final {
   // Flushes the entry of the folder itself, which is new when the key is.
   absl::Status FlushOwnEntry();
   absl::Status Scan();
+  absl::StatusOr<CheckpointInfo> SaveFile(scheduler::Engine* engine, const std::string& tenant,
+                                          scheduler::SequenceId id, uint64_t epoch);
+  absl::StatusOr<scheduler::SequenceInfo> RestoreFile(scheduler::Engine* engine,
+                                                      const std::string& tenant,
+                                                      scheduler::SequenceId id,
+                                                      const std::string& client_id,
+                                                      int64_t lease_ms);
   std::string FolderOf(const std::string& tenant) const;
   std::string FileOf(const std::string& tenant, scheduler::SequenceId id) const;
   absl::StatusOr<v1::CheckpointHeader> ReadHeader(CheckpointReader* file) const;
@@ -88,6 +97,8 @@ class CheckpointStore final {
   static Room RoomOf(const std::string& path);
   // Takes room for so much more of a tenant's, if there is.
   absl::Status TakeRoom(const std::string& folder, const Room& more);
+  // Takes it, whatever the bounds are.
+  void AddRoom(const std::string& folder, const Room& more) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReturnRoom(const std::string& folder, const Room& less);
   // Writes aside what the engine has of the sequence; its header.
   absl::StatusOr<v1::CheckpointHeader> Write(scheduler::Engine* engine, const std::string& tenant,

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVar
+from typing import Any, AsyncIterator, Callable, List, Optional, Sequence as Seq, Tuple, TypeVar
 
 import numpy.typing as npt
 
 from mla_client import errors
 from mla_client.pages import Checkpoint, Pages
-from mla_client.pages.events import CacheMiss
+from mla_client.pages.events import CacheEvent, CacheMiss
 from mla_client.service import Model, Sequence, Service, Step
 from mla_client.types import AttendResult, Prefix, PrefixMatch, Profile
 
@@ -84,10 +84,28 @@ class AsyncService:
         client = self._client()
         return await self._wait(lambda: client.checkpoint(sequences))
 
-    async def explain(self, most: int = 0) -> List[CacheMiss]:
+    async def watch_events(self, after: Optional[int] = None, *,
+                           all_tenants: bool = False) -> AsyncIterator[List[CacheEvent]]:
+        """As Client.watch_events. Ends with its task, or by `aclose`. Each watch has a thread of
+        its own."""
+        watch = self._client().watch_events(after, all_tenants=all_tenants)
+        waiter = concurrent.futures.ThreadPoolExecutor(1, "mla-events")
+        try:
+            while True:
+                # StopIteration cannot pass through a future.
+                events = await asyncio.get_running_loop().run_in_executor(
+                    waiter, next, watch, None)
+                if events is None:
+                    return
+                yield events
+        finally:
+            watch.close()
+            waiter.shutdown(wait=False)
+
+    async def explain(self, most: int = 0, *, all_tenants: bool = False) -> List[CacheMiss]:
         """As Client.explain."""
         client = self._client()
-        return await self._wait(lambda: client.explain(most))
+        return await self._wait(lambda: client.explain(most, all_tenants=all_tenants))
 
     async def restore(self, model: Model, sequence_ids: Seq[int],
                       **options: Any) -> List[Sequence]:

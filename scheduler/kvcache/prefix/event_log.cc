@@ -32,7 +32,8 @@ EventLog::EventLog(uint64_t seed, int32_t kept)
 
 uint64_t EventLog::FirstNumber() { return (1 + Mix(&seed_) % kFirstNumbers) << kFirstNumberShift; }
 
-void EventLog::SetLayout(LayoutId layout, TenantKey tenant, const std::string& model) {
+void EventLog::SetLayout(LayoutId layout, TenantKey tenant, const std::string& tenant_name,
+                         const std::string& model) {
   const MutexLock lock(mutex_);
   if (layouts_.size() <= static_cast<size_t>(layout)) {
     layouts_.resize(static_cast<size_t>(layout) + 1);
@@ -42,6 +43,7 @@ void EventLog::SetLayout(LayoutId layout, TenantKey tenant, const std::string& m
   });
   Layout set;
   set.tenant = tenant;
+  set.tenant_name = std::make_shared<const std::string>(tenant_name);
   set.model = std::make_shared<const std::string>(model);
   set.last = same == layouts_.end() ? std::make_shared<uint64_t>(FirstNumber()) : same->last;
   layouts_[static_cast<size_t>(layout)] = std::move(set);
@@ -65,6 +67,7 @@ void EventLog::Add(LayoutId layout, Event event) {
   if (of == nullptr) return;
   event.number = ++*of->last;
   event.tenant = of->tenant;
+  event.tenant_name = of->tenant_name;
   event.model = of->model;
   events_[added_++ % events_.size()] = std::move(event);
 }
@@ -75,6 +78,7 @@ void EventLog::Add(LayoutId layout, Miss miss) {
   const Layout* const of = Find(layout);
   if (of == nullptr) return;
   miss.tenant = of->tenant;
+  miss.tenant_name = of->tenant_name;
   miss.model = of->model;
   misses_[missed_++ % misses_.size()] = std::move(miss);
 }
@@ -95,24 +99,30 @@ EventLog::Cursor EventLog::End() const {
   return {added_};
 }
 
-std::vector<Event> EventLog::Read(TenantKey tenant, size_t most, Cursor* cursor) const {
+EventLog::Cursor EventLog::Begin() const {
+  const MutexLock lock(mutex_);
+  return {Oldest()};
+}
+
+std::vector<Event> EventLog::Read(std::optional<TenantKey> tenant, size_t most,
+                                  Cursor* cursor) const {
   const MutexLock lock(mutex_);
   std::vector<Event> read;
   uint64_t& at = cursor->next;
   for (at = std::max(at, Oldest()); at < added_ && read.size() < most; ++at) {
     const Event& event = events_[at % events_.size()];
-    if (event.tenant == tenant) read.push_back(event);
+    if (!tenant || event.tenant == *tenant) read.push_back(event);
   }
   return read;
 }
 
-std::vector<Miss> EventLog::Misses(TenantKey tenant, size_t most) const {
+std::vector<Miss> EventLog::Misses(std::optional<TenantKey> tenant, size_t most) const {
   const MutexLock lock(mutex_);
   std::vector<Miss> found;
   const uint64_t kept = std::min<uint64_t>(missed_, misses_.size());
   for (uint64_t back = 1; back <= kept && found.size() < most; ++back) {
     const Miss& miss = misses_[(missed_ - back) % misses_.size()];
-    if (miss.tenant == tenant) found.push_back(miss);
+    if (!tenant || miss.tenant == *tenant) found.push_back(miss);
   }
   return found;
 }

@@ -45,9 +45,10 @@ enum class EventKind : uint8_t {
 struct Event {
   uint64_t number = 0;  // given by the log
   EventKind kind = EventKind::kStored;
-  TenantKey tenant = 0;                      // given by the log
-  std::shared_ptr<const std::string> model;  // its name; given by the log
-  uint64_t sequence = 0;                     // 0: the event is of none
+  TenantKey tenant = 0;                            // given by the log
+  std::shared_ptr<const std::string> tenant_name;  // likewise
+  std::shared_ptr<const std::string> model;        // its name; given by the log
+  uint64_t sequence = 0;                           // 0: the event is of none
   int64_t first_row = 0;
   int64_t rows = 0;
   std::optional<PrefixKey> key;     // of a whole page
@@ -57,8 +58,9 @@ struct Event {
 
 // A match that ended before all rows that were asked for.
 struct Miss {
-  TenantKey tenant = 0;                      // given by the log
-  std::shared_ptr<const std::string> model;  // likewise
+  TenantKey tenant = 0;                            // given by the log
+  std::shared_ptr<const std::string> tenant_name;  // likewise
+  std::shared_ptr<const std::string> model;        // likewise
   uint64_t sequence = 0;
   int64_t first_row = 0;
   int64_t rows_asked = 0;
@@ -77,13 +79,14 @@ class EventLog final {
 
   // --- By the engine.
   // Events of the layout are the tenant's from now on.
-  void SetLayout(LayoutId layout, TenantKey tenant, const std::string& model);
+  void SetLayout(LayoutId layout, TenantKey tenant, const std::string& tenant_name,
+                 const std::string& model);
   void DropLayout(LayoutId layout);
   // Adds an event of the layout; nothing where the layout has no tenant.
   void Add(LayoutId layout, Event event);
   void Add(LayoutId layout, Miss miss);
 
-  // --- By readers.
+  // --- By readers. Without a tenant: of all.
   struct Cursor {
     uint64_t next = 0;  // position in the log
   };
@@ -91,14 +94,17 @@ class EventLog final {
   Cursor After(TenantKey tenant, uint64_t after) const;
   // Behind all events.
   Cursor End() const;
-  // The tenant's next events, at most so many; moves the cursor behind them.
-  std::vector<Event> Read(TenantKey tenant, size_t most, Cursor* cursor) const;
-  // The tenant's latest misses, at most so many, the latest first.
-  std::vector<Miss> Misses(TenantKey tenant, size_t most) const;
+  // Before all that are kept.
+  Cursor Begin() const;
+  // The next events, at most so many; moves the cursor behind them.
+  std::vector<Event> Read(std::optional<TenantKey> tenant, size_t most, Cursor* cursor) const;
+  // The latest misses, at most so many, the latest first.
+  std::vector<Miss> Misses(std::optional<TenantKey> tenant, size_t most) const;
 
  private:
   struct Layout {
     TenantKey tenant = 0;
+    std::shared_ptr<const std::string> tenant_name;
     std::shared_ptr<const std::string> model;  // null: not in use
     std::shared_ptr<uint64_t> last;  // number of the tenant's last event; all its layouts'
   };

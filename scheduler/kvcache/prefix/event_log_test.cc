@@ -24,9 +24,9 @@ std::vector<Event> ReadAll(const EventLog& log, TenantKey tenant, uint64_t after
 
 TEST(EventLogTest, EventsAreTheTenantsOwnAndNumberedWithoutGaps) {
   EventLog log(7, 16);
-  log.SetLayout(0, kOne, "a");
-  log.SetLayout(1, kTwo, "b");
-  log.SetLayout(2, kOne, "c");
+  log.SetLayout(0, kOne, "one", "a");
+  log.SetLayout(1, kTwo, "two", "b");
+  log.SetLayout(2, kOne, "one", "c");
   for (uint64_t i = 0; i < 9; ++i) log.Add(static_cast<LayoutId>(i % 3), Stored(i));
   log.Add(5, Stored(99));  // of no tenant
   const std::vector<Event> ones = ReadAll(log, kOne), twos = ReadAll(log, kTwo);
@@ -41,9 +41,28 @@ TEST(EventLogTest, EventsAreTheTenantsOwnAndNumberedWithoutGaps) {
   EXPECT_TRUE(ReadAll(log, 3).empty());
 }
 
+TEST(EventLogTest, WithoutATenantEventsAreOfAllInTheirOrder) {
+  EventLog log(7, 4);
+  log.SetLayout(0, kOne, "one", "a");
+  log.SetLayout(1, kTwo, "two", "b");
+  for (uint64_t i = 0; i < 6; ++i) {
+    log.Add(static_cast<LayoutId>(i % 2), Stored(i));
+    log.Add(static_cast<LayoutId>(i % 2), Miss());
+  }
+  EventLog::Cursor cursor = log.Begin();
+  const std::vector<Event> events = log.Read(std::nullopt, 100, &cursor);
+  ASSERT_EQ(events.size(), 4u);
+  for (size_t i = 0; i < events.size(); ++i) EXPECT_EQ(events[i].sequence, i + 2);
+  EXPECT_EQ(*events[0].tenant_name, "one");
+  EXPECT_EQ(*events[1].tenant_name, "two");
+  const std::vector<Miss> misses = log.Misses(std::nullopt, 100);
+  ASSERT_EQ(misses.size(), 4u);
+  EXPECT_EQ(*misses[0].tenant_name, "two");
+}
+
 TEST(EventLogTest, AReaderGoesOnWhereItWas) {
   EventLog log(7, 16);
-  log.SetLayout(0, kOne, "a");
+  log.SetLayout(0, kOne, "one", "a");
   EventLog::Cursor end = log.End();
   for (uint64_t i = 0; i < 5; ++i) log.Add(0, Stored(i));
   EXPECT_EQ(log.Read(kOne, 2, &end).size(), 2u);
@@ -57,8 +76,8 @@ TEST(EventLogTest, AReaderGoesOnWhereItWas) {
 
 TEST(EventLogTest, WhatIsLostIsSeenFromTheNumbers) {
   EventLog log(7, 4);
-  log.SetLayout(0, kOne, "a");
-  log.SetLayout(1, kTwo, "b");
+  log.SetLayout(0, kOne, "one", "a");
+  log.SetLayout(1, kTwo, "two", "b");
   log.Add(0, Stored(0));
   const uint64_t last = ReadAll(log, kOne).back().number;
   EventLog::Cursor cursor = log.End();
@@ -73,11 +92,11 @@ TEST(EventLogTest, WhatIsLostIsSeenFromTheNumbers) {
 
 TEST(EventLogTest, ATenantThatComesAgainBeginsElsewhere) {
   EventLog log(7, 16);
-  log.SetLayout(0, kOne, "a");
+  log.SetLayout(0, kOne, "one", "a");
   log.Add(0, Stored(1));
   log.DropLayout(0);
   log.Add(0, Stored(2));  // nothing
-  log.SetLayout(0, kOne, "a");
+  log.SetLayout(0, kOne, "one", "a");
   log.Add(0, Stored(3));
   const std::vector<Event> events = ReadAll(log, kOne);
   ASSERT_EQ(events.size(), 2u);
@@ -86,8 +105,8 @@ TEST(EventLogTest, ATenantThatComesAgainBeginsElsewhere) {
 
 TEST(EventLogTest, MissesAreTheLatestOfTheTenant) {
   EventLog log(7, 4);
-  log.SetLayout(0, kOne, "a");
-  log.SetLayout(1, kTwo, "b");
+  log.SetLayout(0, kOne, "one", "a");
+  log.SetLayout(1, kTwo, "two", "b");
   for (int64_t i = 0; i < 6; ++i) {
     Miss miss;
     miss.rows_asked = i;
@@ -105,7 +124,7 @@ TEST(EventLogTest, MissesAreTheLatestOfTheTenant) {
 
 TEST(EventLogTest, ReadersAndTheEngineDoNotDisturbEachOther) {
   EventLog log(7, 64);
-  log.SetLayout(0, kOne, "a");
+  log.SetLayout(0, kOne, "one", "a");
   constexpr uint64_t kEvents = 20000;
   std::thread reader([&log] {
     EventLog::Cursor cursor = log.After(kOne, 0);

@@ -135,7 +135,7 @@ TEST_F(KvCachePrefixTest, EventsSayWhatBecomesOfCachedRows) {
   Make(3);
   EventLog log(7);
   cache_->set_events(&log);
-  log.SetLayout(layout_, 5, "m");
+  log.SetLayout(layout_, 5, "t", "m");
   const SeqSlot first = Open();
   cache_->SetName(first, 11);
   Declare(first, Tokens(6));

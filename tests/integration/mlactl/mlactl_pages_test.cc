@@ -249,7 +249,12 @@ TEST_F(MlactlPagesTest, EventsAndMissesAreShown) {
                            "other tokens, m\n"));
   const json misses = json::parse(Shell(a_.Mlactl("explain --most=1 --json")).output);
   EXPECT_EQ(misses["misses"][0]["end"], "MATCH_END_DIVERGED");
-  // Another tenant sees none of it.
+  // Another tenant sees none of it, but for operators, as all callers of this host are here.
+  EXPECT_THAT(Shell(a_.Mlactl("events --all --all-tenants --tenant=other --count=1")).output,
+              HasSubstr(" stored   default/m sequence "));
+  EXPECT_THAT(Shell(a_.Mlactl("explain --tenant=other --all-tenants")).output,
+              HasSubstr("other tokens, default/m\n"));
+  EXPECT_EQ(Shell(a_.Mlactl("events --all-tenants --after=7")).code, 3);
   EXPECT_EQ(Shell(a_.Mlactl("explain --tenant=other")).output.find("diverged"), std::string::npos);
 }
 

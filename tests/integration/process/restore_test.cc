@@ -90,6 +90,12 @@ TEST_F(RestoreTest, RowsOutliveTheServer) {
   EXPECT_EQ(restored->sequence.id(), id);
   EXPECT_NE(restored->sequence.epoch(), epoch);  // calls of before are refused
   EXPECT_EQ(restored->sequence.length(), 11u);
+  const auto stats = client_->GetStats();
+  EXPECT_EQ(stats->checkpoints(), 1u);
+  EXPECT_EQ(stats->checkpoint_bytes(), fs::file_size(Files().at(0)));
+  EXPECT_GT(stats->checkpoint_last_unix_ms(), 0u);  // of a server before
+  EXPECT_EQ(stats->checkpoint_restores(), 1u);
+  EXPECT_EQ(stats->checkpoint_saves(), 0u);
   for (const uint32_t rows : {1, 5}) {
     const absl::Status status = worker_->Step({&*restored}, {rows}, v1::PROFILE_ABSORBED);
     EXPECT_TRUE(status.ok()) << status;
@@ -200,8 +206,24 @@ TEST_F(RestoreTest, DamagedFilesAreRefusedAndLeaveNothing) {
   EXPECT_EQ(client_->ListCheckpoints()->checkpoints(0).length(), 0u);
   EXPECT_EQ(client_->GetStats()->sequences(), 0u);
   EXPECT_EQ(client_->GetStats()->page_groups_used(), 0u);
+  EXPECT_EQ(client_->GetStats()->checkpoint_restore_failures(), 4u);
   std::ofstream(file, std::ios::binary | std::ios::trunc) << whole;
   EXPECT_TRUE(Restore(id, track.cache).ok());
+}
+
+TEST_F(RestoreTest, CallsThatTheDiskFailsAreCounted) {
+  Track track = MakeTrack(11);
+  const uint64_t id = track.sequence.id();
+  ASSERT_TRUE(client_->Checkpoint({id}).ok());
+  const auto before = client_->GetStats();
+  EXPECT_EQ(before->checkpoint_saves(), 1u);
+  fs::remove_all(folder_.File("saved"));
+  EXPECT_EQ(client_->Checkpoint({id}).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(client_->Checkpoint({id + 1}).status().code(), absl::StatusCode::kNotFound);
+  const auto after = client_->GetStats();
+  EXPECT_EQ(after->checkpoint_saves(), 1u);
+  EXPECT_EQ(after->checkpoint_save_failures(), 1u);
+  EXPECT_EQ(after->checkpoint_last_unix_ms(), before->checkpoint_last_unix_ms());
 }
 
 TEST_F(RestoreTest, CheckpointsAreTheTenantsOwnAndNeedTheirModel) {

@@ -85,6 +85,16 @@ TEST_F(OperatorsTest, TheConfigurationMayRefuseCallersOfThisHost) {
   EXPECT_TRUE(*server.Connect()->IsServing());
 }
 
+TEST_F(OperatorsTest, OnlyTheySeeEventsOfAllTenants) {
+  const TestServer server([](server::Config& config) { config.listen.plain_operators = "none"; });
+  const auto client = server.Connect();
+  const auto take = [](const v1::WatchEventsReply&) { return false; };
+  EXPECT_TRUE(client->WatchEvents(0, take).ok());
+  EXPECT_TRUE(absl::IsPermissionDenied(client->WatchEvents(0, take, /*all_tenants=*/true)));
+  EXPECT_TRUE(client->Explain(1).ok());
+  EXPECT_TRUE(absl::IsPermissionDenied(client->Explain(1, /*all_tenants=*/true).status()));
+}
+
 TEST(LocalPeerTest, UnixSocketsAndLoopbackAreLocal) {
   for (const char* local :
        {"unix:/run/mla.sock", "unix:", "ipv4:127.0.0.1:1", "ipv4:127.9.9.9:65535", "ipv6:[::1]:9",

@@ -40,6 +40,7 @@ class CacheEvent(NamedTuple):
     key: bytes        # of a whole page, else empty
     parent: bytes
     unix_ms: int
+    tenant: str = ""  # with all_tenants
 
 
 class CacheMiss(NamedTuple):
@@ -52,6 +53,41 @@ class CacheMiss(NamedTuple):
     rows_found: int
     end: str  # absent, diverged or evicted, as PrefixMatch.end
     unix_ms: int
+    tenant: str = ""  # with all_tenants
+
+
+class EventWatch(Iterator[List[CacheEvent]]):
+    """Lists of events as they happen. `close`, from any thread, ends it: StopIteration then."""
+
+    def __init__(self, call: Any, boot_id: int) -> None:
+        self._call = call
+        self._boot_id = boot_id
+        self._closed = False
+
+    def __next__(self) -> List[CacheEvent]:
+        if self._closed:
+            raise StopIteration
+        try:
+            reply = next(self._call)
+        except StopIteration:
+            self.close()
+            raise
+        except grpc.RpcError as rpc_error:
+            if self._closed:
+                raise StopIteration from None
+            self.close()
+            raise errors.from_rpc(rpc_error) from rpc_error
+        if reply.boot_id != self._boot_id:
+            self.close()
+            raise errors.ServerRestarted("the server restarted: its events begin again")
+        return [CacheEvent(event.number, event.kind, event.model_id, event.sequence_id,
+                           event.first_row, event.rows, event.key, event.parent, event.unix_ms,
+                           event.tenant) for event in reply.events]
+
+    def close(self) -> None:
+        """Ends the watch; again: nothing."""
+        self._closed = True
+        self._call.cancel()
 
 
 class Events:
@@ -62,29 +98,23 @@ class Events:
     _metadata: Tuple[Tuple[str, str], ...]
     _call: Callable[..., Any]
 
-    def watch_events(self, after: Optional[int] = None) -> Iterator[List[CacheEvent]]:
+    def watch_events(self, after: Optional[int] = None, *,
+                     all_tenants: bool = False) -> EventWatch:
         """Events of the tenant behind number `after`, as they happen, at first those that the
         server still knows; None: from now on. The first list comes at once, and may be empty.
-        Close the iterator to end the watch. ServerRestarted when another server answers."""
-        request = cache_pb2.WatchEventsRequest()
+        Close the iterator to end the watch. ServerRestarted when another server answers.
+        Operators may see events of all tenants, each with its own numbers; `after` is 0 or None
+        then."""
+        request = cache_pb2.WatchEventsRequest(all_tenants=all_tenants)
         if after is not None:
             request.after = after
-        call = self._cache.WatchEvents(request, metadata=self._metadata)
-        try:
-            for reply in call:
-                if reply.boot_id != self.boot_id:
-                    raise errors.ServerRestarted("the server restarted: its events begin again")
-                yield [CacheEvent(event.number, event.kind, event.model_id, event.sequence_id,
-                                  event.first_row, event.rows, event.key, event.parent,
-                                  event.unix_ms) for event in reply.events]
-        except grpc.RpcError as rpc_error:
-            raise errors.from_rpc(rpc_error) from rpc_error
-        finally:
-            call.cancel()
+        return EventWatch(self._cache.WatchEvents(request, metadata=self._metadata), self.boot_id)
 
-    def explain(self, most: int = 0) -> List[CacheMiss]:
-        """The tenant's latest matches that have missed, the latest first. `most`: 0: 100."""
-        reply = self._call(self._cache.Explain, cache_pb2.ExplainRequest(most=most))
+    def explain(self, most: int = 0, *, all_tenants: bool = False) -> List[CacheMiss]:
+        """The tenant's latest matches that have missed, the latest first; for operators, those of
+        all tenants. `most`: 0: 100."""
+        reply = self._call(self._cache.Explain, cache_pb2.ExplainRequest(
+            most=most, all_tenants=all_tenants))
         return [CacheMiss(miss.model_id, miss.sequence_id, miss.first_row, miss.rows_asked,
-                          miss.rows_found, match_end(miss.end), miss.unix_ms)
+                          miss.rows_found, match_end(miss.end), miss.unix_ms, miss.tenant)
                 for miss in reply.misses]

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import io
+import itertools
 import tempfile
+import threading
 import unittest
 
 import mla_client
@@ -133,9 +135,12 @@ class PagesTest(Case):
 
 
 class EventsTest(Case):
+    first_tokens = itertools.count(0, 100)
+
     def setUp(self):
         super().setUp()
-        self.tokens = list(range(11))
+        first = next(self.first_tokens)  # of each test: rows that are cached are not stored again
+        self.tokens = list(range(first, first + 11))
         self.sequence.match(mla_client.Prefix(self.tokens))
 
     def test_events_are_numbered_and_go_on_where_a_reader_was(self):
@@ -155,7 +160,7 @@ class EventsTest(Case):
         watch.close()
 
     def test_misses_are_explained(self):
-        other = [*self.tokens[:4], 99, 98, 97, 96]
+        other = [*self.tokens[:4], 99999, 98, 97, 96]
         with self.model.open_sequence(prefix=mla_client.Prefix(other)) as missed:
             miss = self.client.explain()[0]
             self.assertEqual(miss[:6], ("m", missed.id, 0, 8, 4, "diverged"))
@@ -173,6 +178,42 @@ class EventsTest(Case):
         self.addCleanup(other.close)
         self.assertEqual(next(other.watch_events(after=0)), [])
         self.assertEqual(other.explain(), [])
+        # As operators, which all callers of this host are here, they see everything.
+        seen = {event.tenant for event in next(other.watch_events(after=0, all_tenants=True))}
+        self.assertIn("default", seen)
+        with self.model.open_sequence(prefix=mla_client.Prefix([99] * 8)):
+            self.assertEqual(other.explain(1, all_tenants=True)[0].tenant, "default")
+        with self.assertRaises(mla_client.InvalidArgument):
+            next(other.watch_events(after=7, all_tenants=True))
+
+    def test_events_for_asyncio(self):
+        async def run():
+            async with aio.AsyncService(self.client) as service:
+                watch = service.watch_events()
+                self.assertEqual(await watch.__anext__(), [])
+                latest = asyncio.ensure_future(watch.__anext__())
+                await service.release(self.sequence)  # stores the rest of its last page
+                event, = await latest
+                self.assertEqual((event.kind, event.first_row, event.rows),
+                                 (EventKind.STORED, 8, 3))
+                await watch.aclose()
+                with self.assertRaises(StopAsyncIteration):
+                    await watch.__anext__()
+                # A task that waits for events can be cancelled, and leaves no thread behind.
+                other = service.watch_events(after=event.number)
+                self.assertEqual(await other.__anext__(), [])
+                waiting = asyncio.ensure_future(other.__anext__())
+                await asyncio.sleep(0.05)
+                waiting.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await waiting
+            for _ in range(100):
+                if not any(thread.name.startswith("mla-events")
+                           for thread in threading.enumerate()):
+                    return
+                await asyncio.sleep(0.05)
+            self.fail("the threads of watches live on")
+        asyncio.run(run())
 
 
 class CheckpointsTest(Case):
