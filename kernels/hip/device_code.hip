@@ -47,7 +47,7 @@ namespace mla::kernels::hip {
 
 #if MLA_AMD
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
-using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts>, kKind>;
+using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts, kKind>, kKind>;
 template <KvFormat kFormat, DType kProducts>
 using ExpandKernel = Expand<ExpandedConfig, kFormat>;
 #else

@@ -1,5 +1,5 @@
-// The kernels of sm_90 for indexers and for windows, compiled for the host, against the oracles of
-// the conformance tests.
+// The kernels for indexers and for windows, compiled for the host, against the oracles of the
+// conformance tests.
 #include <memory>
 #include <span>
 #include <string>
@@ -18,20 +18,23 @@ using conformance::IndexerWorkload;
 using conformance::WindowCase;
 using conformance::WindowWorkload;
 
-class SparseKernelsTest : public BackendOnFakeTest {
+class SparseKernelsTest : public BackendOnFakeTest,
+                          public ::testing::WithParamInterface<const ArchTraits*> {
  protected:
-  std::unique_ptr<HipBackend> Sm90() {
-    control_->arch = kSm90Traits.arch.data();
+  std::unique_ptr<HipBackend> Backend() {
+    control_->arch = GetParam()->arch.data();
     HipBackendOptions options = Options();
-    options.vendor = Vendor::kNvidia;
-    options.images = {Image("sm_90", kImage90)};
+    options.vendor = GetParam() == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+    options.images.push_back(Image("sm_90", kImage90));
     options.watchdog_ms = 600000;
     return HipBackend::Create(options).value();
   }
 };
 
-TEST_F(SparseKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
-  const auto backend = Sm90();
+class IndexerKernelsTest : public SparseKernelsTest {};
+
+TEST_P(IndexerKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
+  const auto backend = Backend();
   ASSERT_TRUE(backend->Info().selects);
   EXPECT_EQ(backend->Info().index_dim, kIndexDim);
   ASSERT_TRUE(backend->Configure(conformance::IndexerLimits()).ok());
@@ -45,8 +48,8 @@ TEST_F(SparseKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
   }
 }
 
-TEST_F(SparseKernelsTest, OtherIndexersAreRefused) {
-  const auto backend = Sm90();
+TEST_P(IndexerKernelsTest, OtherIndexersAreRefused) {
+  const auto backend = Backend();
   ASSERT_TRUE(backend->Configure(conformance::IndexerLimits()).ok());
   IndexerCase c;
   c.dim = 64;
@@ -54,8 +57,8 @@ TEST_F(SparseKernelsTest, OtherIndexersAreRefused) {
             absl::StatusCode::kInvalidArgument);
 }
 
-TEST_F(SparseKernelsTest, RowsAttendToTheWindowAndToEntries) {
-  const auto backend = Sm90();
+TEST_P(SparseKernelsTest, RowsAttendToTheWindowAndToEntries) {
+  const auto backend = Backend();
   ASSERT_TRUE(backend->Info().windows);
   ASSERT_TRUE(backend->Configure(conformance::WindowLimits()).ok());
   conformance::EvenPlanBuilder even;
@@ -71,8 +74,8 @@ TEST_F(SparseKernelsTest, RowsAttendToTheWindowAndToEntries) {
   }
 }
 
-TEST_F(SparseKernelsTest, OtherWindowsAreRefused) {
-  const auto backend = Sm90();
+TEST_P(SparseKernelsTest, OtherWindowsAreRefused) {
+  const auto backend = Backend();
   AttentionDesc desc;
   desc.geometry = {64, 448, 64, 0, 0};
   desc.attention = AttentionKind::kWindow;
@@ -87,6 +90,14 @@ TEST_F(SparseKernelsTest, OtherWindowsAreRefused) {
   desc.attention = AttentionKind::kDense;
   EXPECT_TRUE(backend->CanRun(desc).ok());
 }
+
+std::string NameOf(const ::testing::TestParamInfo<const ArchTraits*>& arch) {
+  return std::string(arch.param->arch);
+}
+INSTANTIATE_TEST_SUITE_P(Architectures, SparseKernelsTest,
+                         ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits), NameOf);
+INSTANTIATE_TEST_SUITE_P(Architectures, IndexerKernelsTest, ::testing::Values(&kSm90Traits),
+                         NameOf);
 
 }  // namespace
 }  // namespace mla::kernels::hip

@@ -8,6 +8,7 @@
 #ifndef MLA_KERNELS_HIP_AMD_FP8_FORMAT_H_
 #define MLA_KERNELS_HIP_AMD_FP8_FORMAT_H_
 
+#include "kernels/hip/amd/page_format.h"
 #include "kernels/hip/kv/tile_format.h"
 
 namespace mla::kernels::hip {
@@ -36,6 +37,7 @@ struct Fp8Format {
   using Layout = StageLayout<kFormat, C>;
   using Shape = TileShape<C, W>;
   using Rows = Fp8Rows<Layout>;
+  using Copies = tile::Copies;
   using lds_t = tile::lds_t;
   using Order = Fp8Format;
   static constexpr int kGroups = W::kGroups;  // of lanes over the depth
@@ -195,6 +197,11 @@ template <class C>
 struct TileFormatOf<KvFormat::kBf16, C> {
   using Wave = tile::Wave<C::kWaveRows>;
   using Type = Bf16Format<C, Wave>;
+};
+template <class C>
+struct TileFormatOf<KvFormat::kFp8Page, C> {
+  using Wave = tile::Wave<C::kWaveRows>;
+  using Type = PageFormat<C, Wave>;
 };
 
 }  // namespace mla::kernels::hip

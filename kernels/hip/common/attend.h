@@ -23,6 +23,7 @@
 #include "kernels/hip/common/wave_exchange.h"
 #include "kernels/hip/kv/kv_stream.h"
 #include "kernels/hip/kv/visibility.h"
+#include "kernels/hip/kv/window_source.h"
 #if MLA_AMD
 #include "kernels/hip/amd/fp8_format.h"
 #else
@@ -31,7 +32,8 @@
 
 namespace mla::kernels::hip {
 
-// C: of AttendConfig. With index lists an item has one query row, whose list names the KV rows.
+// C: of AttendConfig. With index lists, and with a window, an item has one query row, whose list or
+// window names the KV rows.
 template <class C, AttentionKind kKind = AttentionKind::kDense>
 class Attend {
  public:
@@ -44,7 +46,8 @@ class Attend {
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kRows = C::kRowWaves * C::kWaveRows;
   using Source = RowSource<kKind>;
-  using Stream = KvStream<Source, Layout, C::kStages, kWaves>;
+  using Copies = typename Format::Copies;
+  using Stream = KvStream<Source, Layout, C::kStages, kWaves, Copies>;
   static constexpr int kStageBytes = Stream::kStageBytes;
   static constexpr bool kSharedP = C::kColWaves > 1;
   using Between = WaveExchange<C, W, (C::kOriginSlack > 0 || Layout::kRowScales)>;
@@ -67,7 +70,7 @@ class Attend {
   static constexpr bool kOwnQueries = tile::kDirectQueries;
   // A wave that is alone on its SIMD starts copies between products of scores, where issuing them
   // costs no time of its own.
-  static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !tile::Copies::kThroughRegisters;
+  static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !Copies::kThroughRegisters;
   static constexpr int kProductsBefore = 2;
   // Waves of a row exchange maxima only in tiles where an origin has to follow one.
   static constexpr bool kLazyShare = kSharedP && C::kOriginSlack > 0;
@@ -126,7 +129,7 @@ class Attend {
 
     for (int t = 0; t < tiles; ++t) {
       const int ahead = t + C::kStages - 1;
-      if constexpr (tile::Copies::kThroughRegisters) {
+      if constexpr (Copies::kThroughRegisters) {
         kv.land(t);
         block_barrier();
         if (t + 1 < tiles) kv.issue(t + 1);
@@ -149,7 +152,7 @@ class Attend {
       }
       state.visible.of_tile(kv, t);
       const lds_t tile_base =
-          stages + (tile::Copies::kThroughRegisters ? 0 : t % C::kStages) * kStageBytes;
+          stages + (Copies::kThroughRegisters ? 0 : t % C::kStages) * kStageBytes;
       step(tile_base, queries, state, scale, [&] {
         state.visible.look_ahead(kv, t + 1);
         if constexpr (kCopiesBetween) {
@@ -158,9 +161,9 @@ class Attend {
           kv.look_up_and_fetch(ahead + Stream::kLookAhead);
         }
       });
-      if constexpr (tile::Copies::kThroughRegisters) block_barrier();
+      if constexpr (Copies::kThroughRegisters) block_barrier();
     }
-    if constexpr (!tile::Copies::kThroughRegisters) kv.template wait<0>();
+    if constexpr (!Copies::kThroughRegisters) kv.template wait<0>();
     finish(item, state);
   }
 
@@ -473,6 +476,12 @@ class Attend {
       if (p >= item.rows) continue;
       RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
       if constexpr (Layout::kLayerScale) scale.inverse *= item.segment->kv_scale;
+      if constexpr (kKind == AttentionKind::kWindow) {
+        // Of parts the sink counts when they are merged.
+        if (item.work.partial_row < 0) {
+          scale.inverse *= sink_factor(to.windows[item.work.segment], item.head(p), scale.lse);
+        }
+      }
       writer.write(state.o, scale, slot, p, lane);
     }
   }

@@ -6,7 +6,8 @@
 
 namespace mla::kernels::hip {
 
-template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16>
+template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16,
+          AttentionKind kKind = AttentionKind::kDense>
 struct AttendConfig;
 
 // Four waves, each with its own packed rows, all output columns and its queries in registers. 128
@@ -19,9 +20,11 @@ struct AttendBase {
   // Powers of two by which maxima may pass the origin of the exponentials before that follows.
   static constexpr float kOriginSlack = 8.0f;
 };
-template <KvFormat kFormat_>
-struct AttendConfig<64, kFormat_, DType::kBf16> : AttendBase {
+template <KvFormat kFormat_, AttentionKind kKind>
+struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
+  // With a window all of a row is value, rotated columns too.
+  static constexpr int kRope = kKind == AttentionKind::kWindow ? 0 : AttendBase::kRope;
   // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
   static constexpr int kWaveRows = 16, kKeysAhead = 4, kValuesAhead = 4;
 };

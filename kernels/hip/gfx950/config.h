@@ -6,7 +6,8 @@
 
 namespace mla::kernels::hip {
 
-template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16>
+template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType::kBf16,
+          AttentionKind kKind = AttentionKind::kDense>
 struct AttendConfig;
 
 // Four waves, each with its own packed rows, all output columns and its queries in registers.
@@ -19,29 +20,33 @@ struct AttendBase {
   static constexpr float kOriginSlack = 8.0f;
 };
 // Of 64 rows, each wave keeps 16.
-template <KvFormat kFormat_>
-struct AttendConfig<64, kFormat_, DType::kBf16> : AttendBase {
+template <KvFormat kFormat_, AttentionKind kKind>
+struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
+  // With a window all of a row is value, rotated columns too.
+  static constexpr int kRope = kKind == AttentionKind::kWindow ? 0 : AttendBase::kRope;
+  // Rows that are widened on their way pass through registers.
+  static constexpr int kStages = kFormat == KvFormat::kFp8Page ? 1 : AttendBase::kStages;
   // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
   static constexpr int kWaveRows = 16, kKeysAhead = 8, kValuesAhead = 8;
 };
 // Each value has to be widened by the wave that reads it, so waves divide the tile: two of them
 // share 32 packed rows, each the scores of half of the KV rows and half of the output columns.
-template <>
-struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16> : AttendBase {
+template <AttentionKind kKind>
+struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
   static constexpr int kTileKv = 64, kStages = 3;
   static constexpr int kRowWaves = 2, kColWaves = 2;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 6;
 };
-template <KvFormat kFormat_>
-struct AttendConfig<128, kFormat_, DType::kBf16> : AttendBase {
+template <KvFormat kFormat_, AttentionKind kKind>
+struct AttendConfig<128, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 5;
 };
 // With others than these the compiler moves accumulators about in every turn.
-template <>
-struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16> : AttendBase {
+template <AttentionKind kKind>
+struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
   static constexpr int kWaveRows = 32, kKeysAhead = 4, kValuesAhead = 6;
 };

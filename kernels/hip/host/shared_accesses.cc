@@ -5,9 +5,10 @@
 //   shared_accesses IMAGE.so...
 //
 // Prints a line for each attention kernel of the architecture, "variant" and its traits
-// (attend_variants.h) with the bytes of a row; and one for each kernel, instruction and
-// pattern of addresses that differs by more than a constant: architecture, kernel, instruction, how
-// often it was met, and for each lane the bytes from the lowest address of the wave.
+// (attend_variants.h) with the bytes of a row and how many of its values are keys and values; and
+// one for each kernel, instruction and pattern of addresses that differs by more than a constant:
+// architecture, kernel, instruction, how often it was met, and for each lane the bytes from the
+// lowest address of the wave.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -46,6 +47,7 @@ void Count(const SharedAccess& access) {
 
 constexpr int32_t kRows = 256, kPageRows = 64, kRope = 64, kRow = 576, kHeads = 128;
 constexpr int64_t kGranule = 256;
+constexpr int32_t kWindowDim = kExpandedLora;  // of a row, all values
 
 // One segment of 128 query heads over kRows cached rows, all zeros, and buffers for any kernel.
 struct Launch {
@@ -61,12 +63,14 @@ struct Launch {
   int32_t indptr[2] = {0, 1};
   std::vector<int32_t> list = std::vector<int32_t>(kRows);  // all positions
   int32_t list_begin[2] = {0, kRows};
+  kernels::WindowRecord window{};  // all rows, and no entries
 
   Launch() {
     for (int64_t page = 0; page < kRows / kPageRows; ++page) {
       pages.push_back(static_cast<uint32_t>(page * kPageRows * kRow * 2 / kGranule));
     }
     std::iota(list.begin(), list.end(), 0);
+    window.window = kRows;
     segment.list = list.data();
     segment.list_begin = list_begin;
     segment.q = q.data();
@@ -97,7 +101,7 @@ struct Launch {
             .pool = reinterpret_cast<const uint8_t*>(pool.data()),
             .work_indptr = indptr,
             .work_info = &work,
-            .windows = nullptr,
+            .windows = &window,
             .partial_o = nullptr,
             .partial_lse = nullptr,
             .granule_bytes = kGranule,
@@ -176,10 +180,14 @@ bool RunImage(const char* path) {
   const ExpandedArgs expanded = launch.Expanded();
   const ArchTraits& arch = *FindArchTraits(image.arch);
   for (const AttendVariant& v : arch.attend) {
-    const int32_t row = kernels::MakeKvRowLayout(v.format, kExpandedLora, kRope).row_bytes;
-    std::printf("variant %s %s %d %d %s %d\n", image.arch, v.kernel, v.rows, v.tile,
-                kernels::Name(v.products), row);
-    launch.segment.row_stride = row;
+    const bool windowed = v.attention == kernels::AttentionKind::kWindow;
+    const int32_t keys = windowed ? kWindowDim : kExpandedLora + kRope;
+    const kernels::KvRowLayout row = kernels::MakeKvRowLayout(v.format, keys - kRope, kRope);
+    std::printf("variant %s %s %d %d %s %d %d %d\n", image.arch, v.kernel, v.rows, v.tile,
+                kernels::Name(v.products), row.row_bytes + row.page_scales_bytes, keys,
+                kExpandedLora);
+    launch.segment.row_stride = row.row_bytes;
+    launch.segment.list_begin = windowed ? nullptr : launch.list_begin;
     if (!RunKernel(image, v.kernel, &attend)) return false;
   }
   for (const ExpandVariant& v : arch.expand) {

@@ -104,7 +104,7 @@ class KvStream {
   MLA_DEVICE Bits seen(int n) const {
     static_assert(kLists && (kTileKv == 64 || kTileKv == 32));
     return static_cast<Bits>(
-        tile::ballot(source.sees_entry(fetched_entry(n, tile::lane_again() & (kTileKv - 1)))));
+        tile::ballot(source.sees_entry(entry(n, tile::lane_again() & (kTileKv - 1)))));
   }
 #endif
 
@@ -128,8 +128,7 @@ class KvStream {
       if constexpr (kInLds) {
         const tile::lds_t entry = entry_base(n) + g * tile::kWave * 4 + lane * 4;
         const uint32_t granule = float_to_bits(tile::load_float(entry));
-        const PagedRows& pages = source.pages;
-        from[g] = pages.address(granule, pages.place(position(n, g)).inside);
+        from[g] = source.address(granule, source.inside(position(n, g)));
       } else {
         from[g] = address(found[g]);
       }
@@ -140,8 +139,12 @@ class KvStream {
       // Lanes past the chunks of a half block copy its first ones again.
       const int place = chunk(kRow) & (Layout::chunks(kBlock) - 1);
       copies.template issue<index, offset(kRow, kBlock)>(
-          to, lane, from[kRow] + (place * 16 + Layout::source(kBlock)));
+          to, lane, from[kRow] + (place * Layout::chunk_bytes(kBlock) + Layout::source(kBlock)));
     });
+    if constexpr (Layout::kPageScales) {
+      static_assert(kCopyRows == 1 && !kInLds);
+      copies.issue_exponents(source.exponents(found[0].granule, found[0].inside));
+    }
     if constexpr (kScales) {
       copies.template issue_word<0>(scales(n % kStages), lane,
                                     from[kCopyRows] + (Layout::kRow.scales_at + scale_group() * 4));
@@ -166,14 +169,18 @@ class KvStream {
   MLA_DEVICE int position(int n, int g) const {
     const int row = g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
                                   : (wave * tile::kWave + lane) % kTileKv;
-    if constexpr (kLists) return source.position_of(fetched_entry(n, row));
-    return source.place(source.begin + n * kTileKv + row);
+    if constexpr (kLists) {
+      return source.position_of(entry(n, row));
+    } else {
+      return source.place(source.begin + n * kTileKv + row);
+    }
   }
 
   // --- Entries of lists, of tile n a lane each.
   MLA_DEVICE lds_t fetched_base(int n) const { return fetched + n % kFetchedTiles * kFetchedBytes; }
-  MLA_DEVICE int fetched_entry(int n, int row) const {
-    return static_cast<int>(float_to_bits(tile::load_float(fetched_base(n) + row * 4)));
+  MLA_DEVICE int entry(int n, int row) const {
+    const float word = tile::load_float(fetched_base(n) + row * 4);
+    return source.entry_of(first(n) + row, static_cast<int>(float_to_bits(word)));
   }
   MLA_DEVICE void fetch(int n) { fetch_to<0>(fetched_base(n), n); }
   template <int kOffset>
@@ -208,11 +215,10 @@ class KvStream {
     int inside;
   };
   MLA_DEVICE Found find(int at) const {
-    const PagedRows::Place p = source.pages.place(at);
-    return Found{source.pages.granule(p.page), p.inside};
+    return Found{*as_global<const uint32_t>(source.table_at(at)), source.inside(at)};
   }
   MLA_DEVICE const uint8_t* address(const Found& f) const {
-    return source.pages.address(f.granule, f.inside);
+    return source.address(f.granule, f.inside);
   }
 #else
   using Found = const uint8_t*;
@@ -224,9 +230,8 @@ class KvStream {
   template <int kRow = 0>
   MLA_DEVICE void copy_entries(int n) {
     if constexpr (kRow < kLookUps) {
-      const PagedRows& pages = source.pages;
-      copies.template issue_word<kRow * tile::kWave * 4>(
-          entry_base(n), lane, pages.table + pages.place(position(n, kRow)).page);
+      copies.template issue_word<kRow * tile::kWave * 4>(entry_base(n), lane,
+                                                         source.table_at(position(n, kRow)));
       copy_entries<kRow + 1>(n);
     }
   }

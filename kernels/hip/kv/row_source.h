@@ -39,8 +39,9 @@ class RowSource {
   }
 
   MLA_DEVICE int place(int at) const { return at < end ? at : end - 1; }
-  // Of lists: where the entry of a place lies.
+  // Of lists: where the word lies that makes the entry of a place, and that entry.
   MLA_DEVICE const int32_t* entry_at(int at) const { return list + place(at); }
+  MLA_DEVICE static int entry_of(int, int word) { return word; }
   // REQUIRES begin < end, here and below.
   MLA_DEVICE int entry(int at) const {
     if constexpr (kLists) return *as_global<const int32_t>(entry_at(at));
@@ -52,6 +53,15 @@ class RowSource {
   }
   MLA_DEVICE int position_of(int of_place) const { return sees_entry(of_place) ? of_place : 0; }
   MLA_DEVICE const uint8_t* row_of(int of_place) const { return pages.row(position_of(of_place)); }
+  // The same step by step, of a position: where the page table names its page, what row of the page
+  // it is, and where that lies.
+  MLA_DEVICE const uint32_t* table_at(int position) const {
+    return pages.table + pages.place(position).page;
+  }
+  MLA_DEVICE int inside(int position) const { return pages.place(position).inside; }
+  MLA_DEVICE const uint8_t* address(uint32_t granule, int row_inside) const {
+    return pages.address(granule, row_inside);
+  }
 
   // The same at once, for those who can wait for two or three loads in a row.
   MLA_DEVICE const uint8_t* row(int at) const { return row_of(entry(at)); }

@@ -29,11 +29,12 @@ struct TileShape {
   static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
 };
 
-// Rows of bf16, which products take as they are.
-template <class C, class W>
+// Rows that lie in shared memory as bf16, which products take as they are.
+template <class C, class W, KvFormat kFormat = KvFormat::kBf16>
 struct Bf16Format {
-  using Layout = StageLayout<KvFormat::kBf16, C>;
+  using Layout = StageLayout<kFormat, C>;
   using Shape = TileShape<C, W>;
+  using Copies = tile::Copies;  // that bring tiles
   using lds_t = tile::lds_t;
 
   // Which depth a step has: Order::depth(step, group) is the first of the eight values of a lane.

@@ -1,5 +1,5 @@
 // Which keys of a tile the packed rows of a wave see: those up to a row's own position, or those
-// that the index list of the item's query row names.
+// that the index list or the window of the item's query row names.
 #ifndef MLA_KERNELS_HIP_KV_VISIBILITY_H_
 #define MLA_KERNELS_HIP_KV_VISIBILITY_H_
 
@@ -49,8 +49,9 @@ class Visibility {
   bool ragged = false;   // some packed rows do not see all kv rows of the item
 };
 
-template <class C, class W>
-class Visibility<AttentionKind::kSparse, C, W> {
+// Of entries, which the source of rows says of each whether the item's query row sees it.
+template <class C, class W, bool kHidesValues>
+class ListVisibility {
  public:
   MLA_DEVICE void begin(const Item&, int, int) {}
   MLA_DEVICE void begin(const Item&) {}
@@ -64,8 +65,8 @@ class Visibility<AttentionKind::kSparse, C, W> {
   MLA_DEVICE void look_ahead(const Stream& kv, int n) {
     next = kv.seen(n);
   }
-  MLA_DEVICE bool masked() const { return left < C::kTileKv || hides_values(); }
-  MLA_DEVICE bool hides_values() const { return entries != kAll; }
+  MLA_DEVICE bool masked() const { return left < C::kTileKv || entries != kAll; }
+  MLA_DEVICE bool hides_values() const { return kHidesValues && entries != kAll; }
   MLA_DEVICE int first_hidden() const { return 0; }
   MLA_DEVICE uint32_t word(int, int column) const {
     const Bits places = left >= C::kTileKv ? kAll : (Bits{1} << (left & (C::kTileKv - 1))) - 1;
@@ -79,6 +80,11 @@ class Visibility<AttentionKind::kSparse, C, W> {
   Bits entries;  // of this tile, that the row sees
   Bits next;     // of the next tile
 };
+template <class C, class W>
+class Visibility<AttentionKind::kSparse, C, W> : public ListVisibility<C, W, true> {};
+// What is not seen of a window leads to a row that is.
+template <class C, class W>
+class Visibility<AttentionKind::kWindow, C, W> : public ListVisibility<C, W, false> {};
 
 }  // namespace mla::kernels::hip
 

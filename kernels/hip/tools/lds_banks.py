@@ -53,11 +53,14 @@ def passes(arch, instruction, addresses):
 
 @dataclasses.dataclass
 class Variant:
-    """A kernel of absorbed attention: packed rows, KV rows a tile, bytes of a KV row."""
+    """A kernel of absorbed attention: packed rows, KV rows a tile, bytes of a KV row, how many of
+    its values are keys and how many values."""
 
     rows: int
     tile: int
     row_bytes: int
+    keys: int
+    values: int
 
 
 class Accesses:
@@ -68,8 +71,8 @@ class Accesses:
         self._counts = collections.defaultdict(lambda: [0, 0, 0])
         for line in text.splitlines():
             if line.startswith("variant "):
-                _, arch, kernel, rows, tile, _, row_bytes = line.split()
-                self.variants[arch, kernel] = Variant(int(rows), int(tile), int(row_bytes))
+                _, arch, kernel, rows, tile, _, *rest = line.split()
+                self.variants[arch, kernel] = Variant(int(rows), int(tile), *map(int, rest))
                 continue
             arch, kernel, instruction, count, *addresses = line.split()
             found = self._counts[arch, kernel, instruction]

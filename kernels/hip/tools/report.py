@@ -47,12 +47,14 @@ MATRIX_BUSY = 0.55
 # Reads and writes of accumulation registers that a turn may have, for values of its own that the
 # compiler keeps there; an accumulator of 32 rows is 16 of them.
 ACCUMULATOR_MOVES = 15
-# Tiles in LDS where copies are waited for by count: kStages of gfx950/config.h.
+# Tiles in LDS where copies are waited for by count: kStages of gfx950/config.h. Rows of fp8_page
+# pass through registers.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
           "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
           "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3}
 STAGES |= {f"{name}_lists": stages for name, stages in STAGES.items()
            if re.match(r"mla_attend_\d", name)}
+STAGES["mla_attend_64_window"] = 4
 # Loops over rows of 8 bits, and over rows that lists name: the most that a turn may take of the
 # memory's time. Others of them have no bound. For rows of 8 bits the goal is 1.15; two-way bank
 # conflicts of the transposed reads leave 1.18. The bounds keep turns from growing.
@@ -79,7 +81,7 @@ def loop_of(arch, kernel, variants):
         rows = {"gfx950": 64, "gfx942": 32}[arch]
         return Loop(f"KV tile of {rows} rows", 128 * rows * 2 * (192 + 128), rows * 640)
     if v := variants.get((arch, kernel)):
-        return Loop(f"KV tile of {v.tile} rows", v.rows * v.tile * 2 * (576 + 512),
+        return Loop(f"KV tile of {v.tile} rows", v.rows * v.tile * 2 * (v.keys + v.values),
                     v.tile * v.row_bytes)
     return None
 
@@ -193,9 +195,9 @@ def loop_faults(arch, kernel, clocks, turn):
         yield f"{where}: waits for loads {turn.lead} clocks after they started"
     if arch != "gfx950":
         return
-    if turn.waits_for_all:
+    if turn.waits_for_all and kernel in STAGES:
         yield f"{where}: waits for all copies from memory in every turn"
-    if "fp8" in kernel or "lists" in kernel:
+    if "fp8" in kernel or "lists" in kernel or "window" in kernel:
         if kernel in TURN and max(matrix, lds, issue, turn.clocks) > TURN[kernel] * memory:
             yield f"{where}: takes more than {TURN[kernel]} of the memory's time"
     elif kernel == "mla_attend_128":
