@@ -47,6 +47,14 @@ struct Fp8Format {
   static constexpr int kRowReads = kLatentReads + kRopeReads;
   static_assert(Layout::kFp8 && (!Layout::kRowScales || Layout::kGroupValues == 128));
 
+  // Which KV rows the elements of scores are of: in runs of as many as the codes of a read of
+  // values. For runs of eight, lanes exchange bits 2 and 3 of the rows that they read as keys.
+  static constexpr int kRun = W::template ValueCodes<C::kTileKv>::kRun;
+  MLA_DEVICE static constexpr int run_order(int row) {
+    return kRun == 8 ? (row & ~12) | (row & 4) << 1 | (row & 8) >> 1 : row;
+  }
+  MLA_DEVICE static int score_col(int lane, int i) { return run_order(W::score_col(lane, i)); }
+
   // Whether a read of keys is of codes; else of bf16, as the products take it.
   MLA_DEVICE static constexpr bool codes(int read) {
     return read < kLatentReads || Layout::kFp8Rope;
@@ -69,9 +77,9 @@ struct Fp8Format {
     }
 
     MLA_DEVICE Keys(lds_t tile, int col_wave, int lane)
-        : rows(tile, col_wave * Shape::kWaveCols, lane) {
+        : rows(tile, col_wave * Shape::kWaveCols, run_order(lane)) {
       if constexpr (Layout::kRowScales) {
-        const int row = col_wave * Shape::kWaveCols + (lane & (W::kRows - 1));
+        const int row = col_wave * Shape::kWaveCols + (run_order(lane) & (W::kRows - 1));
 #pragma unroll
         for (int i = 0; i < kScales; ++i) {
           scale[i] = tile::load_float(
@@ -131,11 +139,11 @@ struct Fp8Format {
     // Scales of the rows that a lane's probabilities of step n are of, for its columns.
     MLA_DEVICE void load_scales(float (&to)[8], int n) const {
       const int of_columns = col_wave * (kWaveOutCols / Layout::kGroupValues) + group(n);
-      const int row = step(n) * W::kPvDepth + 4 * W::group(lane);
+      const int row = step(n) * W::kPvDepth + kRun * W::group(lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Chunk c = tile::load_chunk_shared(
-            Rows::scale_at(base, of_columns, row + half * (W::kPvDepth / 2)));
+            Rows::scale_at(base, of_columns, row + half * (kRun == 8 ? 4 : W::kPvDepth / 2)));
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[half * 4 + i] = bits_to_float(c.w[i]);
       }

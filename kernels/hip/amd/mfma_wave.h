@@ -183,7 +183,7 @@ struct WaveBase {
   template <int kTileRows>
   MLA_DEVICE static void store_p(lds_t tile, int row0, int kv0, const Scores& s, int lane) {
     static_assert(kRows == 32);
-    const lds_t at = shared_p_at<kTileRows>(tile, row0, lane);
+    const lds_t at = shared_p_at(tile, row0, lane);
     const Scores of_fragment[1] = {s};
 #pragma unroll
     for (int step = 0; step < kRows / kPvDepth; ++step) {
@@ -195,15 +195,15 @@ struct WaveBase {
   template <int kTileRows, int kSteps>
   MLA_DEVICE static void load_shared_p(P (&p)[kSteps], lds_t tile, int row0, int lane) {
     static_assert(kSteps * kGroups <= 8);
-    const lds_t at = shared_p_at<kTileRows>(tile, row0, lane);
+    const lds_t at = shared_p_at(tile, row0, lane);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       p[step].r = shared_load<u32x4>(flip(at, step * kGroups * 16));
     }
   }
-  template <int kTileRows>
   MLA_DEVICE static lds_t shared_p_at(lds_t tile, int row0, int lane) {
-    return chunk_at<kTileRows>(tile, row0 + (lane & (kRows - 1)), group(lane));
+    const int row = row0 + (lane & (kRows - 1));
+    return tile + row * 128 + ((group(lane) ^ written_swizzle(row)) << 4);
   }
   // The same operand from a row-major tile in LDS.
   template <int kTileRows>

@@ -316,22 +316,22 @@ class Attend {
   }
 
   // Scores of keys that a row does not see become -inf. Bit c of a row's word stands for the column
-  // score_col(0, i) = c further than the lane's first, W::score_col(lane, i) being that much more
-  // than W::score_col(lane, 0).
+  // score_col(0, i) = c further than the lane's first, score_col(lane, i) being that much more than
+  // score_col(lane, 0).
   MLA_DEVICE void hide(const State& state, typename W::Scores (&s)[kScoreFragments]) const {
     exclude_from_report_begin();
     const int lane = tile::lane_again();
     uint32_t visible[W::kSlots];
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
-      visible[slot] = state.visible.word(slot, col_wave * kWaveCols + W::score_col(lane, 0));
+      visible[slot] = state.visible.word(slot, col_wave * kWaveCols + Format::score_col(lane, 0));
     }
 #pragma unroll
     for (int f = 0; f < kScoreFragments; ++f) {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) {
         if (i % 4 == 0) schedule_fence();
-        const int column = f * W::kScoreCols + W::score_col(0, i);
+        const int column = f * W::kScoreCols + Format::score_col(0, i);
         const uint32_t seen = bit_as_mask(visible[W::score_slot(i)], column);
         const uint32_t x = float_to_bits(s[f].at(i));
         s[f].set(i, bits_to_float((x & seen) | (float_to_bits(negative_infinity()) & ~seen)));

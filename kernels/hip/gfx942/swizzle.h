@@ -7,6 +7,7 @@ namespace mla::kernels::hip::tile {
 
 // The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r).
 constexpr int swizzle(int row) { return row & 7; }
+constexpr int written_swizzle(int row) { return row & 7; }  // of a tile that lanes write themselves
 
 }  // namespace mla::kernels::hip::tile
 

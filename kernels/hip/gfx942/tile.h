@@ -137,6 +137,7 @@ struct Wave : WaveBase<kRows_> {
   // The same of codes: words of four columns, of four rows in each half of the depth.
   template <int kTileRows>
   struct ValueCodes {
+    static constexpr int kRun = 4;  // rows one behind the other
     struct Raw {
       uint32_t r[2][4];
     };

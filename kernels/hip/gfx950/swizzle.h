@@ -11,6 +11,8 @@ namespace mla::kernels::hip::tile {
 
 // The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r).
 constexpr int swizzle(int row) { return (row & 2) << 1 | (row & 4) >> 1 | (row >> 4 & 1); }
+// Of a tile that lanes write themselves, a row each: ds_write_b128 takes sixteen rows in order.
+constexpr int written_swizzle(int row) { return row >> 1 & 7; }
 
 }  // namespace mla::kernels::hip::tile
 

@@ -100,17 +100,21 @@ struct Wave : WaveBase<kRows_> {
           place(step * kPvDepth + (kAlong ? 4 : kPvDepth / 2), fragment * kOutCols));
     }
   };
-  // The same of codes: each group of 16 lanes reads 8 depth rows x 16 columns, in the order of the
-  // scores.
+  // The same of codes: each group of 16 lanes reads 8 depth rows x 16 columns. Of waves of 32 rows
+  // they are eight in a row, which no two lanes' banks are the same of: scores are in that order
+  // where keys are read in it (kRun). Else they are in the order of the scores, four and four.
   template <int kTileRows>
   struct ValueCodes {
+    static constexpr int kRun = kRows == 32 ? 8 : 4;
     struct Raw {
       u32x2 r;
     };
     lds_t at;
     MLA_DEVICE ValueCodes(lds_t tile, int lane) {
       const int i = lane & 15, eighth = i >> 1;
-      const int row = 4 * Base::group(lane) + (eighth & 3) + (eighth >> 2) * (kPvDepth / 2);
+      const int row = kRun == 8
+                          ? 8 * Base::group(lane) + eighth
+                          : 4 * Base::group(lane) + (eighth & 3) + (eighth >> 2) * (kPvDepth / 2);
       at = chunk_at<kTileRows>(tile, row, kRows == 32 ? lane >> 4 & 1 : 0) + (i & 1) * 8;
     }
     MLA_DEVICE void load(Raw& raw, int step, int fragment) const {

@@ -44,6 +44,8 @@ struct Bf16Format {
     W::template load_q<kRows>(q, tile, row0, step, lane);
   }
 
+  MLA_DEVICE static int score_col(int lane, int i) { return W::score_col(lane, i); }
+
   struct Keys {
     using Raw = typename W::K;
     static constexpr int kReads = Shape::kScoreSteps * Shape::kScoreFragments;
