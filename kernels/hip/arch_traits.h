@@ -74,7 +74,7 @@ struct ArchTraits {
   // Of the kernels for tiles of one row; 0: there are none.
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
-  // Of the kernels of the indexer; 0: there are none.
+  bool indexer = false;  // there are kernels for one
   int32_t index_logits_shared_bytes = 0;
   int32_t index_select_shared_bytes = 0;
   int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
@@ -111,6 +111,7 @@ inline constexpr ArchTraits kSm90Traits{
     .project_shared_bytes = 49152,
     .project_row_wide_shared_bytes = 33280,
     .project_row_deep_shared_bytes = 10240,
+    .indexer = true,
     .index_logits_shared_bytes = 8192,
     .index_select_shared_bytes = 8456,
     .waves_per_block = 8,
@@ -127,6 +128,7 @@ inline constexpr ArchTraits kGfx950Traits{
     .attend = kGfx950Attend,
     .expand = kGfx950Expand,
     .expanded_blocks = 2,
+    .indexer = true,
     .waves_per_block = 4,
     .blocks_per_unit = 1,
     .units_per_xcd = 32,
@@ -140,6 +142,7 @@ inline constexpr ArchTraits kGfx942Traits{
     .expand = kGfx942Expand,
     .fp8 = Fp8Kind::kE4m3Fnuz,
     .expanded_blocks = 2,
+    .indexer = true,
     .waves_per_block = 4,
     .blocks_per_unit = 2,
     .units_per_xcd = 38,

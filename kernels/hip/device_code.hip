@@ -20,6 +20,8 @@
 #if MLA_AMD
 #include "kernels/hip/amd/attend_expanded.h"
 #include "kernels/hip/amd/expand.h"
+#include "kernels/hip/amd/index_logits.h"
+#include "kernels/hip/amd/index_select.h"
 #else
 #include "kernels/hip/sm90/attend_wgmma.h"
 #include "kernels/hip/sm90/e4m3/attend_e4m3.h"
@@ -138,6 +140,17 @@ extern "C" __global__ void MLA_PROJECT_BOUNDS
 mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
   Project<ProjectConfig>::run(args);
 }
+
+#if MLA_AMD
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(kIndexLogitsThreads)
+    mla_index_logits(const MLA_KERNEL_ARGUMENT IndexArgs args) {
+  index_logits(args);
+}
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(kIndexSelectThreads)
+    mla_index_select(const MLA_KERNEL_ARGUMENT IndexArgs args) {
+  IndexSelect::run(args);
+}
+#endif
 
 // The host launches with the sizes of arch_traits.h.
 #if MLA_SM90

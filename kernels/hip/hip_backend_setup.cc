@@ -134,7 +134,7 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
     info_.supported +=
         "; windows with kv_lora_rank 448, rows and entries both of bf16 or both of fp8_page";
   }
-  info_.selects = arch.index_logits_shared_bytes > 0;
+  info_.selects = arch.indexer;
   if (info_.selects) {
     info_.index_dim = kIndexDim;
     info_.supported += absl::StrCat("; an indexer with index_dim ", kIndexDim);
@@ -183,7 +183,7 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
                &kernels_.project_row_deep);
     }
   }
-  if (s.ok() && arch_->index_logits_shared_bytes > 0) {
+  if (s.ok() && arch_->indexer) {
     s = find(kIndexLogitsKernel, arch_->index_logits_shared_bytes, &kernels_.index_logits);
     if (s.ok()) {
       s = find(kIndexSelectKernel, arch_->index_select_shared_bytes, &kernels_.index_select);

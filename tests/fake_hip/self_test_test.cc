@@ -68,7 +68,7 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
     kernels.emplace_back(kProjectRowWideKernel);
     kernels.emplace_back(kProjectRowDeepKernel);
   }
-  if (arch.index_logits_shared_bytes > 0) {
+  if (arch.indexer) {
     kernels.emplace_back(kIndexLogitsKernel);
     kernels.emplace_back(kIndexSelectKernel);
   }

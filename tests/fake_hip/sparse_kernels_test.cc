@@ -31,9 +31,7 @@ class SparseKernelsTest : public BackendOnFakeTest,
   }
 };
 
-class IndexerKernelsTest : public SparseKernelsTest {};
-
-TEST_P(IndexerKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
+TEST_P(SparseKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
   const auto backend = Backend();
   ASSERT_TRUE(backend->Info().selects);
   EXPECT_EQ(backend->Info().index_dim, kIndexDim);
@@ -48,7 +46,7 @@ TEST_P(IndexerKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
   }
 }
 
-TEST_P(IndexerKernelsTest, OtherIndexersAreRefused) {
+TEST_P(SparseKernelsTest, OtherIndexersAreRefused) {
   const auto backend = Backend();
   ASSERT_TRUE(backend->Configure(conformance::IndexerLimits()).ok());
   IndexerCase c;
@@ -91,13 +89,9 @@ TEST_P(SparseKernelsTest, OtherWindowsAreRefused) {
   EXPECT_TRUE(backend->CanRun(desc).ok());
 }
 
-std::string NameOf(const ::testing::TestParamInfo<const ArchTraits*>& arch) {
-  return std::string(arch.param->arch);
-}
 INSTANTIATE_TEST_SUITE_P(Architectures, SparseKernelsTest,
-                         ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits), NameOf);
-INSTANTIATE_TEST_SUITE_P(Architectures, IndexerKernelsTest, ::testing::Values(&kSm90Traits),
-                         NameOf);
+                         ::testing::Values(&kGfx950Traits, &kGfx942Traits, &kSm90Traits),
+                         [](const auto& arch) { return std::string(arch.param->arch); });
 
 }  // namespace
 }  // namespace mla::kernels::hip

@@ -71,6 +71,14 @@ MLA_DEVICE uint32_t scaled_bf16_of(uint32_t codes, float scale) {
 }
 #endif
 
+// --- Atomic additions.
+MLA_DEVICE void add_word_shared(lds_t at, uint32_t x) {
+  __hip_atomic_fetch_add((MLA_LDS uint32_t*)at, x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+MLA_DEVICE void add_word(uint32_t* at, uint32_t x) {
+  __hip_atomic_fetch_add(as_global<uint32_t>(at), x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+
 // --- Between lanes of a wave.
 MLA_DEVICE uint64_t ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
 // What lanes of the wave have written to LDS before is there for all of them.

@@ -38,6 +38,10 @@ MLA_DEVICE float exchange(float x) {
   return bits_to_float(static_cast<uint32_t>(permute(other, static_cast<int>(float_to_bits(x)))));
 }
 
+MLA_DEVICE uint32_t from_lane(uint32_t x, int from) {
+  return static_cast<uint32_t>(permute(from << 2, static_cast<int>(x)));
+}
+
 // The values of a lane and of the one 32 away, in either order.
 struct Two {
   float x, y;
@@ -65,6 +69,8 @@ MLA_DEVICE Chunk load_chunk_shared(lds_t at) {
 }
 MLA_DEVICE void store_float(lds_t at, float x) { shared_store<float>(at, x); }
 MLA_DEVICE float load_float(lds_t at) { return shared_load<float>(at); }
+MLA_DEVICE void store_word(lds_t at, uint32_t x) { shared_store<uint32_t>(at, x); }
+MLA_DEVICE uint32_t load_word_shared(lds_t at) { return shared_load<uint32_t>(at); }
 
 MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
   shared_store<u32x4>(at, *as_global<const u32x4>(source));

@@ -9,8 +9,10 @@
 #define __device__ __attribute__((device))
 #define __host__ __attribute__((host))
 #define __shared__ __attribute__((shared))
-#define MLA_LAUNCH_BOUNDS(threads) \
-  __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(1, 1)))
+// A CU has four SIMDs: blocks of 256 threads have one wave on each.
+#define MLA_LAUNCH_BOUNDS(threads)                              \
+  __attribute__((amdgpu_flat_work_group_size(threads, threads), \
+                 amdgpu_waves_per_eu((threads) / 256, (threads) / 256)))
 // Half the registers, so that two blocks fit a CU.
 #define MLA_LAUNCH_BOUNDS_OF_TWO(threads) \
   __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(2, 2)))

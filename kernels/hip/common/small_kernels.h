@@ -23,6 +23,13 @@ MLA_DEVICE int find_range(const int32_t* first, int count, int x) {
   return low;
 }
 
+// Of an indexer's logit: the larger, the better; those of kernels::SelectRank.
+MLA_DEVICE uint32_t index_rank(float logit) {
+  const float same = logit + 0.0f;  // zeros of either sign are equal
+  const uint32_t bits = same != same ? 0x7fffffffu : float_to_bits(same);
+  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+}
+
 // One block. All three are alike in their alignment to kWords words.
 template <int kWords>
 MLA_DEVICE void move_words(uint8_t* to, const uint8_t* from, int bytes) {

@@ -46,6 +46,16 @@ void shared_store(lds_t at, T x) {
   std::memcpy(at, &x, sizeof(T));
 }
 
+// --- Atomic additions.
+inline void add_word_shared(lds_t at, uint32_t x) {
+  host::the_block->shared.Update(at, sizeof(x), host::the_lane->wave->index);
+  uint32_t sum;
+  std::memcpy(&sum, at, sizeof(sum));
+  sum += x;
+  std::memcpy(at, &sum, sizeof(sum));
+}
+inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
+
 inline int opaque(int x) { return x; }
 inline u32x4 in_vector_registers(u32x4 x) { return x; }
 
@@ -84,7 +94,7 @@ inline uint64_t ballot(bool x) {
   return slot.result;
 }
 inline void wave_barrier() { ballot(true); }
-inline uint64_t from_lane(uint64_t x, int from) {
+inline uint64_t lane_value(uint64_t x, int from) {
   Exchange slot{x, from, 0};
   host::Meet(
       [](host::Wave& wave) {
@@ -97,15 +107,15 @@ inline uint64_t from_lane(uint64_t x, int from) {
   return slot.result;
 }
 inline int permute(int at_byte, int x) {
-  return static_cast<int>(from_lane(static_cast<uint32_t>(x), at_byte >> 2));
+  return static_cast<int>(lane_value(static_cast<uint32_t>(x), at_byte >> 2));
 }
 inline int read_lane(int x, int lane) {
-  return static_cast<int>(from_lane(static_cast<uint32_t>(x), host::Uniform(lane)));
+  return static_cast<int>(lane_value(static_cast<uint32_t>(x), host::Uniform(lane)));
 }
 inline u32x2 both_halves(uint32_t x) {
   const int lane = thread_index() & 31;
-  return u32x2{static_cast<uint32_t>(from_lane(x, lane)),
-               static_cast<uint32_t>(from_lane(x, lane + 32))};
+  return u32x2{static_cast<uint32_t>(lane_value(x, lane)),
+               static_cast<uint32_t>(lane_value(x, lane + 32))};
 }
 inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;

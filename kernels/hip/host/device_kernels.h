@@ -16,9 +16,9 @@ constexpr host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(mla_append_kv),
     MLA_HOST_KERNEL(mla_combine),
     MLA_HOST_KERNEL(mla_project),
-#if MLA_SM90
     MLA_HOST_KERNEL(mla_index_logits),
     MLA_HOST_KERNEL(mla_index_select),
+#if MLA_SM90
     MLA_HOST_KERNEL(mla_attend_expanded_products),
     MLA_HOST_KERNEL(mla_project_row_wide),
     MLA_HOST_KERNEL(mla_project_row_deep),

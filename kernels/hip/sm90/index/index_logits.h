@@ -17,13 +17,6 @@
 
 namespace mla::kernels::hip {
 
-// Of a logit: the larger, the better; those of kernels::SelectRank.
-MLA_DEVICE uint32_t index_rank(float logit) {
-  const float same = logit + 0.0f;  // zeros of either sign are equal
-  const uint32_t bits = same != same ? 0x7fffffffu : float_to_bits(same);
-  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
-}
-
 // Queries of kF32 are fp32, else bf16.
 template <bool kF32>
 class IndexLogits {
