@@ -117,6 +117,22 @@ struct SequenceList {
   std::vector<SequenceId> not_found;
 };
 
+// What a slower tier has, and what has passed through it.
+struct TierFigures {
+  int64_t bytes_total = 0, bytes_used = 0, groups = 0;
+  uint64_t groups_in = 0, bytes_in = 0;    // copies that were put there
+  uint64_t groups_out = 0, bytes_out = 0;  // page groups that came back to the pool from there
+  int64_t ns_in = 0, ns_out = 0;           // from the beginning of such a move to its end
+  uint64_t dropped = 0;                    // copies whose room was needed
+  uint64_t damaged = 0;                    // copies that were not what had been put there
+  uint64_t failed = 0;                     // reads and writes that the system refused
+};
+
+struct TierStats {
+  TierFigures host, file;
+  int32_t moving = 0;  // page groups on their way
+};
+
 struct EngineStats {
   int32_t sequences = 0, open_steps = 0, models = 0, streams = 0;
   int32_t requests_waiting = 0, requests_running = 0;
@@ -140,6 +156,7 @@ struct EngineStats {
   // Held by the prefix cache alone; part of neither used nor free.
   int64_t page_groups_cached = 0, kv_bytes_cached = 0;
   kvcache::PrefixStats prefix;
+  TierStats tiers;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
@@ -206,6 +223,11 @@ struct EngineOptions {
   std::function<uint64_t()> ids;
   // Secret of the prefix keys; none: an unpredictable one, as production needs.
   std::optional<kvcache::PrefixSecret> prefix_secret;
+  // The file of the slowest tier (Limits::file_tier_bytes); empty: none. Its folder must exist.
+  std::string tier_path;
+  // That seal and check what leaves the pool and comes back, and move it to the file and back; 0:
+  // the engine's own, for runs that repeat.
+  int32_t tier_threads = 2;
 };
 
 class Clock;  // scheduler/clock.h

@@ -23,6 +23,15 @@ struct Limits {
   int32_t max_pages_per_sequence = 8192;      // page-table entries of one sequence
   int32_t prefix_tokens = 8 << 20;  // rows that open sequences have declared; 4 bytes each
 
+  // --- Slower tiers of the prefix cache (docs/cache/tiers.md)
+  int64_t host_tier_bytes = 0;     // of host memory, beside the pool; 0: there are no slower tiers
+  int64_t file_tier_bytes = 0;     // of the tier's file, where there is one
+  int32_t tier_low_percent = 10;   // groups leave the pool once less of it is free
+  int32_t tier_high_percent = 20;  // until so much is
+  int32_t tier_file_hits = 1;      // matches that took a group's rows before the file gets them
+  int32_t tier_tenant_percent = 90;  // of a tier, that one tenant's copies may take
+  int64_t tier_wait_ms = 2000;       // how long Open and Match wait for rows of slower tiers
+
   // --- Models
   int32_t max_models = 8;
   int32_t max_layers = 128;                    // of one model

@@ -277,6 +277,7 @@ class TenantPoolAccount final : public kvcache::PoolAccount {
   int64_t GroupRoom() const override {
     return tenant_->bound(Resource::kKvBytes) - tenant_->used(Resource::kKvBytes);
   }
+  int64_t GroupBound() const override { return tenant_->bound(Resource::kKvBytes); }
   const void* owner() const override { return tenant_; }
   // The bound that refused since the last call; none: the pool itself had no room.
   std::optional<Resource> TakeRefused() { return std::exchange(refused_, std::nullopt); }

@@ -194,6 +194,8 @@ absl::Status Server::Parts::MakeEngine() {
   engine_options.tenants = TenantOptionsOf(config);
   engine_options.observer = &metrics;
   if (absl::Status opened = OpenCheckpoints(); !opened.ok()) return opened;
+  engine_options.tier_path = config.tiers.file_path;
+  engine_options.tier_threads = config.tiers.threads;
   if (checkpoints != nullptr) engine_options.prefix_secret = checkpoints->prefix_secret();
   auto made = scheduler::Engine::Create(engine_options, std::move(chosen), &clock);
   if (!made.ok()) return made.status();

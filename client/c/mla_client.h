@@ -218,7 +218,8 @@ typedef enum mla_match_end MLA_INT_ENUM {
   MLA_MATCH_END_ALL = 1,       // everything was found
   MLA_MATCH_END_ABSENT = 2,    // the rows that follow are not known
   MLA_MATCH_END_DIVERGED = 3,  // what is known goes on with other rows
-  MLA_MATCH_END_EVICTED = 4    // the rows that follow were there
+  MLA_MATCH_END_EVICTED = 4,   // the rows that follow were there
+  MLA_MATCH_END_DEFERRED = 5   // they are on their way back: ask again
 } mla_match_end;
 
 typedef struct mla_prefix_match {

@@ -218,6 +218,8 @@ std::string EventText(const v1::CacheEvent& event) {
   if (!event.parent().empty()) {
     absl::StrAppend(&text, " behind ", absl::BytesToHexString(event.parent()));
   }
+  if (event.tier() == v1::CACHE_TIER_HOST) absl::StrAppend(&text, " of host memory");
+  if (event.tier() == v1::CACHE_TIER_FILE) absl::StrAppend(&text, " of the file");
   return text + "\n";
 }
 
@@ -263,6 +265,8 @@ const char* WhyMissed(v1::MatchEnd end) {
       return "diverged: what is known goes on with other tokens";
     case v1::MATCH_END_EVICTED:
       return "evicted: the rows that follow were there, and their room was needed";
+    case v1::MATCH_END_DEFERRED:
+      return "deferred: the rows that follow were in a slower tier, and not back in time";
     default:
       return "unknown";
   }

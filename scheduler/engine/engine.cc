@@ -55,6 +55,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
   if (!core.ok()) return core.status();
   (*core)->CollectAnswers();
   Impl* raw = impl.get();
+  if (TierMoves* const tiers = (*core)->tiers()) {
+    tiers->set_wake([raw] { raw->inbox_.Wake(); });
+  }
   (*core)->models().set_on_gone(
       [raw](const Model& model) { raw->directory_.Erase(model.account->name(), model.spec->id); });
   impl->core_ = *std::move(core);
@@ -221,6 +224,7 @@ absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
       if (!status.ok()) return status;
     }
   }
+  impl_->AwaitTiers(args.tenant, prefix, 0);
   return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, prefix); });
 }
 
@@ -232,6 +236,7 @@ absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
   absl::Status status =
       impl_->prefixes_.Fill(args.tenant, args.prefix, args.first_row, committed, &*plan);
   if (!status.ok()) return status;
+  impl_->AwaitTiers(args.tenant, *plan, committed);
   return impl_->WithRole([&](EngineCore& core) { return core.MatchSequence(args, *plan); });
 }
 
@@ -367,6 +372,7 @@ EngineBytes Engine::CountBytes(const Limits& limits, const kernels::AttentionBac
   const kernels::BackendLimits sizes = BackendLimitsOf(limits, backend);
   EngineBytes bytes;
   bytes.host = LaunchHostBytes(limits, backend) + backend.HostWorkspaceSize(sizes);
+  if (limits.host_tier_bytes > 0) bytes.host += limits.host_tier_bytes + kvcache::kTierBlock;
   (backend.Info().unified_memory ? bytes.host : bytes.device) += backend.WorkspaceSize(sizes);
   return bytes;
 }

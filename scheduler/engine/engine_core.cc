@@ -86,6 +86,7 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   core->cache_->set_events(core->events_.get());
 
   core->mover_ = std::make_unique<PageMover>(core->cache_.get());
+  if (status = core->MakeTiers(); !status.ok()) return status;
   core->models_ = std::make_unique<ModelTable>(options.limits, core->backend_.get(),
                                                core->cache_.get(), &core->tenants_, clock);
   core->sequences_ =
@@ -110,6 +111,35 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
   if (!launcher.ok()) return launcher.status();
   core->launcher_ = *std::move(launcher);
   return core;
+}
+
+absl::Status EngineCore::MakeTiers() {
+  if (limits_.host_tier_bytes == 0) return absl::OkStatus();
+  const auto bytes = static_cast<size_t>(limits_.host_tier_bytes + kvcache::kTierBlock);
+  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> memory = backend_->AllocateHost(bytes);
+  if (!memory.ok()) return memory.status();
+  tier_memory_ = *std::move(memory);
+  kvcache::TierStoreOptions options;
+  options.memory = tier_memory_->bytes();
+  options.host_bytes = limits_.host_tier_bytes;
+  options.file_path = options_.tier_path;
+  options.file_bytes = limits_.file_tier_bytes;
+  options.threads = options_.tier_threads;
+  absl::StatusOr<std::unique_ptr<kvcache::TierStore>> store = kvcache::TierStore::Open(options);
+  if (!store.ok()) return store.status();
+  tiers_ =
+      std::make_unique<TierMoves>(limits_, cache_.get(), mover_.get(), clock_, *std::move(store));
+  return absl::OkStatus();
+}
+
+std::shared_ptr<TierWait> EngineCore::RestorePrefix(const std::string& tenant,
+                                                    const PrefixPlan& prefix, int64_t first_row) {
+  if (tiers_ == nullptr || prefix.chain == nullptr || draining_) return nullptr;
+  absl::StatusOr<Model*> model = models_->Find(tenants_.Find(tenant), prefix.spec->id, "model_id");
+  if (!model.ok() || (*model)->spec != prefix.spec) return nullptr;
+  int64_t most = limits_.max_sequence_rows;
+  if (prefix.max_rows > 0) most = std::min(most, prefix.max_rows);
+  return tiers_->Restore((*model)->layout_id, *prefix.chain, first_row, most);
 }
 
 StreamId EngineCore::OpenStream(const std::string& tenant,
@@ -369,6 +399,7 @@ EngineStats EngineCore::Stats() const {
   stats.page_groups_cached = cache.groups_cached;
   stats.kv_bytes_cached = cache.bytes_cached;
   stats.prefix = cache_->prefix_stats();
+  if (tiers_ != nullptr) stats.tiers = tiers_->stats();
   stats.copies_on_write = cache.copies_on_write;
   stats.kv_bytes_copied = cache.bytes_copied;
   stats.page_groups_scrubbed = cache.scrubs;

@@ -29,7 +29,8 @@
 #include "scheduler/engine/row_transfers.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
-#include "scheduler/launching/page_mover.h"
+#include "scheduler/moves/page_mover.h"
+#include "scheduler/moves/tier_moves.h"
 #include "scheduler/tables/model_table.h"
 #include "scheduler/tables/sequence_table.h"
 #include "scheduler/tables/step_opener.h"
@@ -64,7 +65,10 @@ class EngineCore {
   bool StartLaunch();
   // False when requests wait, if any, for others or for time to pass (NextTick), and not for a
   // launch.
-  bool MayLaunch() const { return (!pending_.empty() && !nothing_ready_) || mover_->waiting(); }
+  bool MayLaunch() const {
+    return (!pending_.empty() && !nothing_ready_) || mover_->waiting() ||
+           (tiers_ != nullptr && tiers_->ready());
+  }
   // Completes the oldest launch: waits for it if `wait`, else only if it is done.
   bool CompleteLaunch(bool wait);
   bool inflight() const { return launcher_->inflight() > 0; }
@@ -94,6 +98,13 @@ class EngineCore {
   SequenceList GetSequences(const SequenceSelection& selection);
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
+  // --- Slower tiers; null: there are none.
+  TierMoves* tiers() { return tiers_.get(); }
+  std::span<std::byte> tier_memory() { return tier_memory_->bytes(); }
+  // Brings back what slower tiers have of the plan's rows, from `first_row` on. Null: there is
+  // nothing to wait for.
+  std::shared_ptr<TierWait> RestorePrefix(const std::string& tenant, const PrefixPlan& prefix,
+                                          int64_t first_row);
   // --- Exports and imports.
   RowTransfers& transfers() { return *transfers_; }
   // As transfers() has it, unless the server drains.
@@ -144,6 +155,8 @@ class EngineCore {
   EngineCore(const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
              const Clock* clock);
 
+  absl::Status MakeTiers();
+
   // --- Steps
   absl::Status BeginStep(StreamRequest* request);
   absl::Status JoinStep(Step* step, StreamRequest* request);
@@ -189,6 +202,7 @@ class EngineCore {
   const Clock* const clock_;
   std::unique_ptr<kernels::AttentionBackend> backend_;
   std::unique_ptr<kernels::HostBuffer> page_tables_;  // of all sequences; the cache writes them
+  std::unique_ptr<kernels::HostBuffer> tier_memory_;  // null: no slower tiers
   const std::shared_ptr<kvcache::EventLog> events_;   // readers may outlive the engine
   std::unique_ptr<kvcache::KvCache> cache_;
   const std::shared_ptr<TenantTable> tenant_table_;
@@ -199,6 +213,7 @@ class EngineCore {
   std::unique_ptr<StepOpener> opener_;
   std::unique_ptr<Launcher> launcher_;
   std::unique_ptr<PageMover> mover_;
+  std::unique_ptr<TierMoves> tiers_;  // null: none
   std::unique_ptr<RowTransfers> transfers_;
   BatchPolicy policy_;
   WaitingRequests pending_;

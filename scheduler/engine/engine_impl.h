@@ -159,6 +159,14 @@ class Engine::Impl {
     }
   }
 
+  // Rows of the plan that slower tiers have are brought back, for as long as a call may wait.
+  void AwaitTiers(const std::string& tenant, const PrefixPlan& prefix, int64_t first_row) {
+    if (options_.limits.host_tier_bytes == 0 || prefix.chain == nullptr) return;
+    const std::shared_ptr<TierWait> wait =
+        WithRole([&](EngineCore& core) { return core.RestorePrefix(tenant, prefix, first_row); });
+    if (wait != nullptr && options_.dedicated_thread) wait->WaitFor(options_.limits.tier_wait_ms);
+  }
+
   // For Admit, the table of tenants and the registration of memory, which need no role.
   EngineCore& AnyThread() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *core_; }
 

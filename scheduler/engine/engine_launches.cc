@@ -26,8 +26,9 @@ absl::Status MoveFailed(const absl::Status& cause) {
 }  // namespace
 
 bool EngineCore::StartLaunch() {
+  const bool moved = tiers_ != nullptr && tiers_->Pump();
   BatchLaunch* launch = launcher_->FreeSlot();
-  if (launch == nullptr) return false;
+  if (launch == nullptr) return moved;
   const MonotonicNanos begin = clock_->Now();
   FailWaiting(begin);
   policy_.Choose(pending_, cache_->work(), begin, launch->batch);
@@ -37,7 +38,7 @@ bool EngineCore::StartLaunch() {
     policy_.TakeAnyPages(cache_->work(), launch->batch);
   }
   nothing_ready_ = launch->batch.empty();
-  if (nothing_ready_) return false;
+  if (nothing_ready_) return moved;
   for (StreamRequest* request : launch->batch.requests) {
     --request->engine.step->waiting;
     ++request->engine.step->inflight;

@@ -85,6 +85,9 @@ absl::Status KvCache::RemoveLayout(LayoutId layout) {
         absl::StrCat("layout ", layout, " is used by ", open, " sequences"));
   }
   DropCached(layout);
+  for (size_t i = restoring_.size(); i-- > 0;) {
+    if (restoring_[i].layout == layout) DropRestore(restoring_[i].room.id);
+  }
   if (events_ != nullptr) events_->DropLayout(layout);
   pool_.RemoveLayout(layout);
   return absl::OkStatus();
@@ -411,16 +414,17 @@ int64_t KvCache::free_groups(LayoutId layout) const {
 KvCacheStats KvCache::stats() const {
   const SlabPoolStats pool = pool_.stats();
   KvCacheStats stats;
+  const auto restoring = static_cast<int64_t>(restoring_.size());
   stats.bytes_total = pool.bytes_total;
-  stats.bytes_used = pool.bytes_used - pool.bytes_pinned - pool.bytes_cached;
-  stats.groups_used = pool.groups_used - pool.groups_pinned - pool.groups_cached;
+  stats.bytes_used = pool.bytes_used - pool.bytes_pinned - pool.bytes_cached - restoring_bytes_;
+  stats.groups_used = pool.groups_used - pool.groups_pinned - pool.groups_cached - restoring;
   stats.groups_cached = pool.groups_cached;
   stats.bytes_cached = pool.bytes_cached;
   stats.groups_free = pool.groups_free;
   stats.slabs_free = pool.slabs_free;
   stats.groups_shared = pool.groups_shared;
-  stats.groups_pinned = pool.groups_pinned;
-  stats.bytes_pinned = pool.bytes_pinned;
+  stats.groups_pinned = pool.groups_pinned + restoring;
+  stats.bytes_pinned = pool.bytes_pinned + restoring_bytes_;
   stats.sequences = open_sequences_;
   stats.allocations = allocations_;
   stats.freed = freed_;
@@ -453,10 +457,12 @@ std::string KvCache::CheckInvariants() const {
   }
   if (open != open_sequences_) return "open sequences miscounted";
   prefixes_.AddReferences(&references);
+  for (const Restoring& one : restoring_) ++references[one.room.entry];
   if (std::string fault = prefixes_.CheckInvariants(); !fault.empty()) return fault;
   const uint64_t freed =
       std::accumulate(freed_.begin(), freed_.end(), uint64_t{0}) + prefixes_.stats().freed;
-  const int64_t held = pool_.stats().groups_used - pool_.stats().groups_pinned;
+  const int64_t held = pool_.stats().groups_used - pool_.stats().groups_pinned -
+                       static_cast<int64_t>(restoring_.size());
   if (allocations_ - freed != static_cast<uint64_t>(held)) {
     return absl::StrCat(allocations_, " groups taken less ", freed, " freed are not the ", held,
                         " in use");

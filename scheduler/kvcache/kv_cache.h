@@ -78,7 +78,8 @@ struct KvCacheStats {
   int64_t groups_free = 0;  // free groups in slabs that are assigned to a layout
   int64_t slabs_free = 0;
   int64_t groups_shared = 0;  // reference count above one, the prefix cache's included
-  // Given back, and kept until page work on them is done; part of neither used nor free.
+  // Given back, and kept until page work on them is done, or taken for rows that come back from
+  // slower tiers; part of neither used nor free.
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
   int64_t sequences = 0;
@@ -147,6 +148,23 @@ class KvCache final {
   void SetName(SeqSlot sequence, uint64_t name) { At(sequence).name = name; }
   // An event of the whole sequence.
   void Note(SeqSlot sequence, EventKind kind);
+  // --- Groups that leave for slower tiers, and come back
+  PrefixCache& prefixes() { return prefixes_; }
+  const PrefixCache& prefixes() const { return prefixes_; }
+  const SlabPool& pool() const { return pool_; }
+  // An idle group becomes the youngest.
+  void Touch(uint32_t entry) { pool_.Touch(entry); }
+  struct RestoreRoom {
+    uint64_t id = 0;
+    uint32_t entry = SlabPool::kNoEntry;
+  };
+  // A group that bytes of the tenant are about to fill whole; kNoEntry when there is no room, also
+  // after evictions.
+  RestoreRoom TakeToRestore(LayoutId layout, TenantKey tenant);
+  // The bytes have come: the demoted node has the group.
+  void Restore(int32_t node, uint64_t id, Tier from);
+  // They have not, or are not wanted any more. Nothing happens if the layout has gone.
+  void DropRestore(uint64_t id);
   // Groups, slabs, keys and nodes looked at since start, to show what an operation costs.
   uint64_t steps() const { return pool_.steps() + prefixes_.stats().steps; }
 
@@ -214,7 +232,13 @@ class KvCache final {
     int32_t next_free = kNone;
   };
 
+  struct Restoring {
+    RestoreRoom room;
+    LayoutId layout = kNone;
+  };
+
   KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables);
+  RestoreRoom TakeRestoring(uint64_t id);
   Sequence& At(SeqSlot slot);
   const Sequence& At(SeqSlot slot) const;
   bool IsOpen(SeqSlot slot) const;
@@ -253,6 +277,9 @@ class KvCache final {
   uint64_t allocations_ = 0;
   uint64_t copies_on_write_ = 0;
   uint64_t scrubs_ = 0;
+  std::vector<Restoring> restoring_;  // groups that bytes are on their way into
+  uint64_t next_restore_ = 1;
+  int64_t restoring_bytes_ = 0;
   std::array<uint64_t, kFreedReasons> freed_ = {};
 };
 

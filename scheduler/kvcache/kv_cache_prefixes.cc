@@ -43,6 +43,7 @@ void KvCache::Note(SeqSlot slot, EventKind kind) {
   const Sequence& sequence = At(slot);
   Event event;
   event.kind = kind;
+  if (kind == EventKind::kRestored) event.tier = Tier::kCheckpoint;
   event.sequence = sequence.name;
   event.rows = sequence.length;
   events_->Add(sequence.layout, std::move(event));
@@ -96,6 +97,7 @@ PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
     pool_.Share(found.entry);
     table[static_cast<size_t>(sequence.pages++)] = found.entry;
     sequence.length += found.rows;
+    prefixes_.CountUse(found.node);
   };
   match.end = MatchEnd::kAll;
   while (sequence.length < most) {
@@ -105,6 +107,10 @@ PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
     PrefixCache::Found found;
     if (whole) found = prefixes_.Find(sequence.layout, *sequence.chain, page);
     if (found.rows == 0) found = prefixes_.FindRows(sequence.layout, *sequence.chain, page, left);
+    if (found.rows > 0 && found.entry == SlabPool::kNoEntry) {
+      match.end = MatchEnd::kDeferred;
+      break;
+    }
     if (found.rows > 0) take(found);
     if (found.rows == page_size) {
       sequence.pages_cached = sequence.pages;
@@ -149,6 +155,48 @@ bool KvCache::MakeRoom(std::span<const StepRows> rows) {
     wanted += pool_.references(last) > 1 || inside < pool_.pinned_rows(last);
   }
   return prefixes_.MakeRoom(layout, wanted, pool_.refusal());
+}
+
+KvCache::RestoreRoom KvCache::TakeToRestore(LayoutId layout, TenantKey tenant) {
+  SlabPool::Taken taken = pool_.Take(layout, tenant);
+  // As for a step: another bound may refuse once one does not.
+  for (int bound = 0; bound < 3 && taken.entry == SlabPool::kNoEntry; ++bound) {
+    if (!prefixes_.MakeRoom(layout, 1, pool_.refusal())) break;
+    taken = pool_.Take(layout, tenant);
+  }
+  if (taken.entry == SlabPool::kNoEntry) return {};
+  const RestoreRoom room = {next_restore_++, taken.entry};
+  restoring_.push_back({room, layout});
+  restoring_bytes_ += pool_.group_bytes(layout);
+  CheckAfterMutation();
+  return room;
+}
+
+KvCache::RestoreRoom KvCache::TakeRestoring(uint64_t id) {
+  const auto found = std::find_if(restoring_.begin(), restoring_.end(),
+                                  [id](const Restoring& one) { return one.room.id == id; });
+  if (found == restoring_.end()) return {};
+  const Restoring one = *found;
+  restoring_.erase(found);
+  restoring_bytes_ -= pool_.group_bytes(one.layout);
+  return one.room;
+}
+
+void KvCache::Restore(int32_t node, uint64_t id, Tier from) {
+  const RestoreRoom room = TakeRestoring(id);
+  Require(room.id != 0, "a group is restored that was not taken for it");
+  ++allocations_;
+  prefixes_.Restore(node, room.entry, from);
+  CheckAfterMutation();
+}
+
+void KvCache::DropRestore(uint64_t id) {
+  const RestoreRoom room = TakeRestoring(id);
+  if (room.id == 0) return;
+  // It may hold bytes of the tenant that had it before.
+  pool_.MarkMixed(room.entry);
+  pool_.Drop(room.entry);
+  CheckAfterMutation();
 }
 
 }  // namespace mla::kvcache

@@ -3,6 +3,7 @@
 #define MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -15,7 +16,9 @@ inline constexpr double kTolerance = 2e-5;
 
 class EngineCoreTest : public ::testing::Test {
  protected:
-  EngineCoreTest() : stream_(h_.core().OpenStream(h_.tenant())) {}
+  EngineCoreTest() : EngineCoreTest(HarnessOptions{TinyLimits(), TinyModel(), nullptr}) {}
+  explicit EngineCoreTest(HarnessOptions options)
+      : h_(std::move(options)), stream_(h_.core().OpenStream(h_.tenant())) {}
 
   // Commits `rows` rows to a sequence on both layers; layer l stores Rows(rows, key + l).
   void Fill(const SequenceInfo& seq, int rows, uint64_t key) {

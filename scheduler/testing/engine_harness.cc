@@ -141,6 +141,8 @@ EngineHarness::EngineHarness(HarnessOptions options) : clock_(1'000'000), model_
   engine.limits = options.limits;
   engine.tenants = options.tenants;
   engine.observer = options.observer;
+  engine.tier_path = options.tier_path;
+  engine.tier_threads = 0;
   uint64_t next_id = 0;
   auto core = EngineCore::Create(engine, std::move(backend), &clock_,
                                  [next_id]() mutable { return Mix(++next_id); });

@@ -55,6 +55,7 @@ struct HarnessOptions {
   std::unique_ptr<kernels::AttentionBackend> backend;  // null: reference
   EngineObserver* observer = nullptr;
   TenantTableOptions tenants = {};
+  std::string tier_path = {};
 };
 
 // Limits small enough that a test meets all of them.

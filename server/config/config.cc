@@ -377,8 +377,23 @@ std::string ShmSocketPath(const Config::Shm& shm, const std::string& unix_path) 
   return shm.path == "auto" ? unix_path + ".shm" : shm.path;
 }
 
+namespace {
+
+void CheckTiers(const Config& config, std::vector<std::string>* faults) {
+  if (config.tiers.file_path.empty()) return;
+  if (config.limits.host_tier_bytes == 0) {
+    faults->push_back("tiers.file_path: needs tiers.host_bytes, which rows pass on their way");
+  }
+  if (config.limits.file_tier_bytes == 0) {
+    faults->push_back("tiers.file_path: needs tiers.file_bytes");
+  }
+}
+
+}  // namespace
+
 void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   CheckListen(config, faults);
+  CheckTiers(config, faults);
   const auto at_most = [&](const char* small, auto small_value, const char* large,
                            auto large_value) {
     if (small_value <= large_value) return;

@@ -118,6 +118,11 @@ struct Config {
     int32_t tenant_files = 1024;        // of one tenant
   } checkpoint;
 
+  struct Tiers {            // whose bounds are among the limits
+    std::string file_path;  // empty: no file
+    int32_t threads = 2;
+  } tiers;
+
   struct Ops {
     std::string address = "127.0.0.1:50552";  // empty: off
     int32_t connections = 8;

@@ -1,6 +1,8 @@
-// Rows of the table of configuration keys, by type. For config_table.cc alone.
+// Rows of the table of configuration keys, by type. For the files that make it alone.
 #ifndef MLA_SERVER_CONFIG_CONFIG_KEY_H_
 #define MLA_SERVER_CONFIG_CONFIG_KEY_H_
+
+#include <vector>
 
 #include "server/config/config.h"
 
@@ -40,6 +42,9 @@ inline ConfigKey Choice(const char* name, const char* choices, const char* meani
                         const char* short_flag = "") {
   return {name, ConfigType::kChoice, 0, 0, choices, meaning, edge, short_flag, slot};
 }
+
+// Adds keys of the sections checkpoint and tiers.
+void AddCacheKeys(std::vector<ConfigKey>* keys);
 
 }  // namespace mla::server
 

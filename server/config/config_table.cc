@@ -89,18 +89,6 @@ void AddTlsAndOpsKeys(std::vector<ConfigKey>* keys) {
                  "How often the PEM files are looked at for changes.",
                  "Files that cannot be used are refused, and the last good ones stay in use.",
                  MLA_SLOT(tls.reload_ms)),
-          Text("checkpoint.path",
-               "Folder for checkpoints of sequences, which outlive the server; empty: none are "
-               "kept.",
-               "Holds the key that files are checked with; one server a folder.",
-               MLA_SLOT(checkpoint.path)),
-          Bytes("checkpoint.bytes", 1 << 20, int64_t{1} << 50, "Checkpoint files of all tenants.",
-                "Checkpoint is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(checkpoint.bytes)),
-          Bytes("checkpoint.tenant_bytes", 0, int64_t{1} << 50,
-                "Checkpoint files of one tenant; 0: 7/8 of checkpoint.bytes.",
-                "Checkpoint is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(checkpoint.tenant_bytes)),
-          Int("checkpoint.tenant_files", 1, 8192, "Checkpoints of one tenant.",
-              "Checkpoint is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(checkpoint.tenant_files)),
           Text("ops.listen", "Address of the operations port (metrics, health, status page).",
                "Plain HTTP and read-only: keep it on loopback or a private network; empty: off.",
                MLA_SLOT(ops.address)),
@@ -471,16 +459,14 @@ void AddGpuKeys(std::vector<ConfigKey>* keys) {
       });
 }
 
-#undef MLA_SLOT
-
 }  // namespace
 
 const std::vector<ConfigKey>& ConfigKeys() {
   static const std::vector<ConfigKey>* keys = [] {
     auto* const all = new std::vector<ConfigKey>();
-    for (const auto add :
-         {AddListenKeys, AddTlsAndOpsKeys, AddWireKeys, AddConnectionKeys, AddTenantKeys,
-          AddShmKeys, AddCapacityKeys, AddSchedulingKeys, AddBackendKeys, AddGpuKeys}) {
+    for (const auto add : {AddListenKeys, AddTlsAndOpsKeys, AddCacheKeys, AddWireKeys,
+                           AddConnectionKeys, AddTenantKeys, AddShmKeys, AddCapacityKeys,
+                           AddSchedulingKeys, AddBackendKeys, AddGpuKeys}) {
       add(all);
     }
     return all;

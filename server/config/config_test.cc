@@ -266,6 +266,7 @@ TEST(ConfigTest, WhatPassesTheEngineTakes) {
       roomy.prefill_rows = std::min(roomy.prefill_rows, roomy.launch_rows);
       roomy.decode_rows = std::min(roomy.decode_rows, roomy.launch_rows);
       roomy.launch_packed_rows = std::max(roomy.launch_packed_rows, roomy.max_heads);
+      roomy.tier_high_percent = std::max(roomy.tier_high_percent, roomy.tier_low_percent);
       roomy.slice_wait_us = std::min(roomy.slice_wait_us, roomy.queue_ms * 1000);
       EXPECT_EQ(scheduler::CheckLimits(roomy), absl::OkStatus()) << key.name << " = " << value;
       std::vector<std::string> faults;

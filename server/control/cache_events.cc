@@ -15,7 +15,8 @@ constexpr uint32_t kMisses = 100;  // where the client does not say how many
 constexpr auto kPause = std::chrono::milliseconds(50);
 
 static_assert(static_cast<int>(kvcache::EventKind::kStored) == v1::CACHE_EVENT_KIND_STORED);
-static_assert(static_cast<int>(kvcache::EventKind::kRestored) == v1::CACHE_EVENT_KIND_RESTORED);
+static_assert(static_cast<int>(kvcache::EventKind::kDamaged) == v1::CACHE_EVENT_KIND_DAMAGED);
+static_assert(static_cast<int>(kvcache::Tier::kFile) == v1::CACHE_TIER_FILE);
 
 std::string BytesOf(const kvcache::PrefixKey& key) {
   return std::string(reinterpret_cast<const char*>(&key), sizeof(key));
@@ -24,8 +25,7 @@ std::string BytesOf(const kvcache::PrefixKey& key) {
 void Fill(const kvcache::Event& from, bool named, v1::CacheEvent* to) {
   to->set_number(from.number);
   to->set_kind(static_cast<v1::CacheEventKind>(from.kind));
-  to->set_tier(from.kind == kvcache::EventKind::kRestored ? v1::CACHE_TIER_CHECKPOINT
-                                                          : v1::CACHE_TIER_POOL);
+  to->set_tier(static_cast<v1::CacheTier>(from.tier));
   to->set_model_id(*from.model);
   to->set_sequence_id(from.sequence);
   to->set_first_row(static_cast<uint64_t>(from.first_row));

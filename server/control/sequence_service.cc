@@ -23,7 +23,7 @@ void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
 namespace {
 
 void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
-  static_assert(static_cast<int>(kvcache::MatchEnd::kEvicted) == v1::MATCH_END_EVICTED);
+  static_assert(static_cast<int>(kvcache::MatchEnd::kDeferred) == v1::MATCH_END_DEFERRED);
   to->set_rows(static_cast<uint64_t>(from.matched.rows));
   to->set_end(static_cast<v1::MatchEnd>(from.matched.end));
 }

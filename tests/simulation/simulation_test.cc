@@ -52,6 +52,9 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.slices_fused, share);
   EXPECT_GT(counts.pages_found, share);
   EXPECT_GT(counts.pages_evicted, share / 4);
+  EXPECT_GT(counts.pages_demoted, share);
+  EXPECT_GT(counts.pages_restored, share / 10);
+  EXPECT_GT(counts.pages_damaged, share / 100);
   EXPECT_GT(counts.rows_imported, share);
 }
 

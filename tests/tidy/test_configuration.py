@@ -1,7 +1,7 @@
 """Every configuration key is documented, and nothing else is.
 
-The table in server/config/config_table.cc is where keys are declared, except that each resource of
-a tenant has its own in scheduler/tenant_table.cc; docs/configuration.md describes them and
+The tables in server/config/ are where keys are declared, except that each resource of a tenant has
+its own in scheduler/tenant_table.cc; docs/configuration.md describes them and
 deploy/config/example.yaml shows them.
 """
 
@@ -10,7 +10,7 @@ import unittest
 
 import test_tidy
 
-TABLE = "server/config/config_table.cc"
+TABLES = ("server/config/config_table.cc", "server/config/config_cache.cc")
 TENANT_TABLE = "scheduler/tenant_table.cc"
 REFERENCE = "docs/configuration.md"
 EXAMPLE = "deploy/config/example.yaml"
@@ -18,7 +18,8 @@ EXAMPLE = "deploy/config/example.yaml"
 
 def declared_keys():
     """The dotted names in the tables' rows."""
-    return (re.findall(r'[({]\s*"([a-z_]+\.[a-z_]+)",', test_tidy.read(TABLE)) +
+    tables = "".join(test_tidy.read(table) for table in TABLES)
+    return (re.findall(r'[({]\s*"([a-z_]+\.[a-z_]+)",', tables) +
             re.findall(r'"(tenants\.[a-z_]+)"', test_tidy.read(TENANT_TABLE)))
 
 

@@ -19,8 +19,8 @@ TOO_FULL = {
 FLOORS = {
     "server": ["logging", "process", "config", "grpc", "memory", "metrics", "lifecycle", "attend",
                "shared_memory", "connections", "pages", "control", "operations", ""],
-    "scheduler": ["kvcache/pool", "kvcache/prefix", "kvcache", "", "planning", "planning/cache",
-                  "tables", "batching", "launching", "engine"],
+    "scheduler": ["kvcache/pool", "kvcache/prefix", "kvcache", "kvcache/tiers", "", "planning",
+                  "planning/cache", "tables", "batching", "moves", "launching", "engine"],
 }
 PUBLIC = re.compile(r"//visibility:public")
 # Names that a user types, and libraries of the distribution.

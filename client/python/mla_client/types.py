@@ -167,8 +167,9 @@ class PrefixMatch(NamedTuple):
     """Rows that a sequence took from the prefix cache."""
 
     rows: int = 0
-    # "all", or why the next row was not found: "absent", "diverged" (other rows follow), "evicted";
-    # "": no rows were asked for, or the sequence ends inside a page.
+    # "all", or why the next row was not found: "absent", "diverged" (other rows follow), "evicted",
+    # "deferred" (on its way back from a slower tier: ask again); "": no rows were asked for, or the
+    # sequence ends inside a page.
     end: str = ""
 
 

@@ -21,6 +21,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -48,6 +49,7 @@ class PoolAccount {
   virtual void ReturnSlab(int64_t bytes) = 0;
   // Bytes of groups that the owner's own bound leaves; negative beyond it.
   virtual int64_t GroupRoom() const = 0;
+  virtual int64_t GroupBound() const { return std::numeric_limits<int64_t>::max(); }  // that bound
   // Layouts with equal owners, which are not null, share bounds.
   virtual const void* owner() const { return nullptr; }
 };
@@ -132,6 +134,8 @@ class SlabPool final {
   void RestoreMark(uint32_t entry);
   // The group may hold bytes of any tenant.
   void MarkMixed(uint32_t entry) { GroupOf(entry).mark = kMixed; }
+  // Who took the group last. REQUIRES: it is in use.
+  TenantKey tenant(uint32_t entry) const { return GroupOf(entry).mark; }
   int64_t offset(uint32_t entry) const { return int64_t{entry} * kernels::kPageGranuleBytes; }
   int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
 
@@ -150,11 +154,15 @@ class SlabPool final {
   bool Uncache(uint32_t entry);              // as Drop
   int32_t cached(uint32_t entry) const { return GroupOf(entry).cached; }  // its node, or -1
   uint32_t oldest_idle(LayoutId layout) const { return Of(layout).idle_first; }
+  bool idle(uint32_t entry) const { return GroupOf(entry).idle; }
   int64_t idle_groups(LayoutId layout) const { return Of(layout).groups_idle; }
   // Whether the accounts of two layouts have one owner.
   bool SameOwner(LayoutId a, LayoutId b) const;
   int64_t layouts() const { return static_cast<int64_t>(layouts_.size()); }
-  int64_t GroupRoom(LayoutId layout) const;  // of its account, in bytes
+  int64_t GroupRoom(LayoutId layout) const;   // of its account, in bytes
+  int64_t GroupBound(LayoutId layout) const;  // likewise
+  // An idle group becomes the youngest of its layout's.
+  void Touch(uint32_t entry);
   // free_groups if the slabs were free that idle groups of other layouts alone keep; with
   // `own_only`, of layouts with the same owner.
   int64_t FreeWithoutIdle(LayoutId layout, bool own_only) const;

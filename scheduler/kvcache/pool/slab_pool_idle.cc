@@ -63,6 +63,17 @@ int64_t SlabPool::GroupRoom(LayoutId layout) const {
   return account == nullptr ? std::numeric_limits<int64_t>::max() : account->GroupRoom();
 }
 
+int64_t SlabPool::GroupBound(LayoutId layout) const {
+  const PoolAccount* const account = Of(layout).account;
+  return account == nullptr ? std::numeric_limits<int64_t>::max() : account->GroupBound();
+}
+
+void SlabPool::Touch(uint32_t entry) {
+  if (!GroupOf(entry).idle) return;
+  Pin(entry);
+  Unpin(entry);
+}
+
 bool SlabPool::HeldByIdleGroups(int32_t index, LayoutId layout, bool own_only) const {
   const int32_t head = At(index).head;
   if (head == kNone) return false;

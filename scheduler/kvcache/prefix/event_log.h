@@ -31,20 +31,27 @@ enum class MatchEnd : uint8_t {
   kAbsent,    // the next page is not known
   kDiverged,  // what is known goes on with other rows
   kEvicted,   // the next page was there, and its room was needed
+  kDeferred,  // the next page is in a slower tier, and was not back in time
 };
-inline constexpr size_t kMatchEnds = 5;
+inline constexpr size_t kMatchEnds = 6;
 
 enum class EventKind : uint8_t {
   kStored = 1,  // rows of a page can be found from now on
   kEvicted,     // they cannot any more: their room was needed
   kDropped,     // all of the model cannot any more: it has gone, or has got other scales
   kExpired,     // a sequence's lease ran out
-  kRestored,    // a sequence was opened from its checkpoint
+  kRestored,    // a sequence was opened from its checkpoint, or a page is in the pool again
+  kDemoted,     // a page has left the pool, and has a copy in a slower tier
+  kDamaged,     // a copy in a slower tier is not what was put there, and was dropped
 };
+
+// Where rows are, or were. Numbers of mla.v1.CacheTier.
+enum class Tier : uint8_t { kPool = 1, kCheckpoint, kHost, kFile };
 
 struct Event {
   uint64_t number = 0;  // given by the log
   EventKind kind = EventKind::kStored;
+  Tier tier = Tier::kPool;
   TenantKey tenant = 0;                            // given by the log
   std::shared_ptr<const std::string> tenant_name;  // likewise
   std::shared_ptr<const std::string> model;        // its name; given by the log

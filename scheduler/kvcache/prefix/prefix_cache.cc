@@ -35,7 +35,7 @@ PrefixCache::Found PrefixCache::Find(LayoutId layout, const PrefixChain& chain, 
   if (!chain.opaque && !StartsWith(chain.page_tokens(page, chain.page_size), node.tokens)) {
     return {};
   }
-  return {node.entry, chain.page_size};
+  return {node.entry, chain.page_size, found->second};
 }
 
 PrefixCache::Found PrefixCache::FindRows(LayoutId layout, const PrefixChain& chain, int32_t page,
@@ -49,7 +49,9 @@ PrefixCache::Found PrefixCache::FindRows(LayoutId layout, const PrefixChain& cha
     ++stats_.steps;
     if (At(node).layout != layout) continue;
     const int32_t agree = Agreeing(At(node).tokens, wanted);
-    if (agree > best.rows) best = {At(node).entry, agree};
+    // Of equals, one that is in the pool.
+    const bool nearer = agree == best.rows && best.entry == SlabPool::kNoEntry;
+    if (agree > best.rows || (agree > 0 && nearer)) best = {At(node).entry, agree, node};
   }
   return best;
 }
@@ -97,7 +99,13 @@ bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   Require(rows > 0 && (whole || !chain.opaque), "a part of a page is published without tokens");
   const PrefixKey& parent = chain.parent(page);
   const PrefixKey key = whole ? chain.keys[static_cast<size_t>(page)] : PrefixKey();
-  if (whole && whole_.contains(key)) return false;
+  if (const auto known = whole_.find(key); whole && known != whole_.end()) {
+    if (At(known->second).entry != SlabPool::kNoEntry) return false;
+    // Demoted, and computed once more: these are the same rows.
+    At(known->second).entry = entry;
+    pool_->Cache(entry, known->second);
+    return true;
+  }
   std::span<const uint32_t> tokens;
   if (!chain.opaque) {
     tokens = chain.page_tokens(page, rows);
@@ -115,8 +123,10 @@ bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   node.entry = entry;
   node.key = key;
   node.parent = parent;
+  node.tenant = pool_->tenant(entry);
   node.whole = whole;
   node.rows = rows;
+  node.uses = 0;
   node.tokens.assign(tokens.begin(), tokens.end());
   node.next = kNone;
   if (whole) whole_.emplace(key, index);
@@ -153,8 +163,8 @@ void PrefixCache::Remove(int32_t index) {
       families_.erase(node.parent);
     }
   }
-  if (pool_->references(node.entry) == 1) work_->Cancel(node.entry);
-  stats_.freed += pool_->Uncache(node.entry);
+  if (node.entry != SlabPool::kNoEntry) ReturnGroup(&node);
+  if (outside_ != nullptr) outside_->Forget(index);
   --stats_.nodes;
   --of_layout_[static_cast<size_t>(node.layout)];
   node.layout = kNone;
@@ -163,21 +173,59 @@ void PrefixCache::Remove(int32_t index) {
   free_ = index;
 }
 
+void PrefixCache::ReturnGroup(Node* node) {
+  const uint32_t entry = std::exchange(node->entry, SlabPool::kNoEntry);
+  if (pool_->references(entry) == 1) work_->Cancel(entry);
+  stats_.freed += pool_->Uncache(entry);
+}
+
+void PrefixCache::Note(int32_t index, EventKind kind, Tier tier) {
+  if (events_ == nullptr) return;
+  const Node& node = At(index);
+  Event event;
+  event.kind = kind;
+  event.tier = tier;
+  event.rows = node.rows;
+  if (node.whole) event.key = node.key;
+  event.parent = node.parent;
+  events_->Add(node.layout, std::move(event));
+}
+
 void PrefixCache::Evict(uint32_t entry) {
   const int32_t index = pool_->cached(entry);
+  if (outside_ != nullptr && outside_->Has(index)) return Demote(index);
+  Lose(index, EventKind::kEvicted, Tier::kPool);
+}
+
+void PrefixCache::Lose(int32_t index, EventKind why, Tier tier) {
   const Node& node = At(index);
   if (node.whole) evicted_[node.key.low % kEvictedKept] = node.key.low;
-  if (events_ != nullptr) {
-    Event event;
-    event.kind = EventKind::kEvicted;
-    event.rows = node.rows;
-    if (node.whole) event.key = node.key;
-    event.parent = node.parent;
-    events_->Add(node.layout, std::move(event));
-  }
+  Note(index, why, tier);
   ++stats_.evicted;
   ++stats_.steps;
   Remove(index);
+}
+
+PrefixCache::About PrefixCache::about(int32_t index) const {
+  const Node& node = At(index);
+  return {node.layout, node.entry, node.tenant, node.uses};
+}
+
+void PrefixCache::Demote(int32_t index) {
+  Note(index, EventKind::kDemoted, Tier::kPool);
+  ++stats_.demoted;
+  ++stats_.steps;
+  ReturnGroup(&At(index));
+}
+
+void PrefixCache::Restore(int32_t index, uint32_t entry, Tier from) {
+  Node& node = At(index);
+  Require(node.entry == SlabPool::kNoEntry, "rows are restored that are in the pool");
+  node.entry = entry;
+  pool_->Cache(entry, index);
+  pool_->Drop(entry);
+  ++stats_.restored;
+  Note(index, EventKind::kRestored, from);
 }
 
 void PrefixCache::EvictOldest(LayoutId layout, int64_t groups) {
@@ -250,7 +298,8 @@ void PrefixCache::Drop(LayoutId layout) {
 
 void PrefixCache::AddReferences(std::unordered_map<uint32_t, int32_t>* references) const {
   for (const Node& node : nodes_) {
-    if (node.layout != kNone) ++(*references)[node.entry];
+    if (node.layout == kNone || node.entry == SlabPool::kNoEntry) continue;
+    ++(*references)[node.entry];
   }
 }
 
@@ -260,7 +309,11 @@ std::string PrefixCache::CheckInvariants() const {
     const Node& node = nodes_[i];
     if (node.layout == kNone) continue;
     ++used;
-    if (pool_->cached(node.entry) != static_cast<int32_t>(i)) {
+    if (node.entry == SlabPool::kNoEntry) {
+      if (outside_ == nullptr || !outside_->Has(static_cast<int32_t>(i))) {
+        return absl::StrCat("node ", i, " has its rows nowhere");
+      }
+    } else if (pool_->cached(node.entry) != static_cast<int32_t>(i)) {
       return absl::StrCat("node ", i, ": its group is cached as ", pool_->cached(node.entry));
     }
     if (!node.whole) continue;

@@ -9,9 +9,12 @@
 // A published group is never written again: writers see more than one reference and copy. So what
 // Find returns cannot be stale, and a caller that shares the group keeps it.
 //
+// Where rows have copies in slower tiers (CopiesOutside), a node may outlive its group: it is
+// demoted, and found without one, until the rows are back.
+//
 // Costs: Find and Publish look at one key and at most kMostSiblings nodes, evictions are O(1);
 // MakeRoom looks through the slabs where a layout's own idle groups do not suffice. Memory: a node
-// for each group of the pool at most, with 4 bytes a row.
+// for each group of the pool and of the slower tiers at most, with 4 bytes a row.
 // Threading: owned by the KvCache that holds it.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CACHE_H_
@@ -43,19 +46,40 @@ struct PrefixStats {
   uint64_t published = 0;   // groups
   uint64_t superseded = 0;  // nodes whose rows a longer one has
   uint64_t evicted = 0;     // groups whose room was needed
+  uint64_t demoted = 0;     // groups that left the pool, their rows in a slower tier
+  uint64_t restored = 0;    // and came back
   uint64_t freed = 0;       // groups that came back to the pool, for any reason
   int64_t nodes = 0;
   uint64_t steps = 0;  // keys and nodes looked at, to show what an operation costs
 };
 
+// What slower tiers have of nodes, by their index.
+class CopiesOutside {
+ public:
+  virtual ~CopiesOutside() = default;
+  virtual bool Has(int32_t node) const = 0;
+  // The node is no more: its index may come back for another one.
+  virtual void Forget(int32_t node) = 0;
+};
+
 class PrefixCache final {
  public:
+  static constexpr int32_t kNone = -1;
   // Nodes with the same parent that a look by rows compares, the latest first.
   static constexpr int32_t kMostSiblings = 32;
 
   struct Found {
-    uint32_t entry = SlabPool::kNoEntry;
+    uint32_t entry = SlabPool::kNoEntry;  // kNoEntry with rows: the node is demoted
     int32_t rows = 0;
+    int32_t node = kNone;
+  };
+  // Of a node.
+  struct About {
+    LayoutId layout = -1;
+    uint32_t entry = SlabPool::kNoEntry;  // kNoEntry: demoted
+    TenantKey tenant = 0;
+    int32_t uses = 0;  // matches that took its rows
+    bool demoted() const { return entry == SlabPool::kNoEntry; }
   };
 
   PrefixCache(SlabPool* pool, PageWorkQueue* work);
@@ -79,6 +103,22 @@ class PrefixCache final {
   // refused for `why`. Counts first: false, and nothing is evicted, when that would not suffice.
   // Groups of the layout itself go first, then whole slabs of others.
   bool MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why);
+
+  // --- Rows in slower tiers
+  // Idle groups of which there are copies are demoted from now on where they were evicted. Outlives
+  // the cache.
+  void set_outside(CopiesOutside* outside) { outside_ = outside; }
+  About about(int32_t node) const;
+  void CountUse(int32_t node) { ++At(node).uses; }
+  // The idle group of a node that has a copy outside goes back to the pool.
+  void Demote(int32_t node);
+  // The rows of a demoted node are in `entry`, whose one reference becomes the cache's.
+  void Restore(int32_t node, uint32_t entry, Tier from);
+  // A demoted node whose last copy is gone: its room was needed, or it was damaged.
+  void Lose(int32_t node, EventKind why, Tier tier);
+  // Something of the node is to be told.
+  void Note(int32_t node, EventKind kind, Tier tier);
+
   // Forgets all groups of the layout; those of others are not looked at.
   void Drop(LayoutId layout);
 
@@ -89,15 +129,16 @@ class PrefixCache final {
   std::string CheckInvariants() const;
 
  private:
-  static constexpr int32_t kNone = -1;
   static constexpr size_t kEvictedKept = 1 << 14;  // keys, to tell kEvicted from kAbsent
 
   struct Node {
     LayoutId layout = kNone;  // kNone: not in use
     uint32_t entry = SlabPool::kNoEntry;
     PrefixKey key, parent;  // key: of a whole page
+    TenantKey tenant = 0;
     bool whole = false;
     int32_t rows = 0;
+    int32_t uses = 0;
     std::vector<uint32_t> tokens;        // of its rows; empty if they were named by a key
     int32_t prev = kNone, next = kNone;  // nodes with tokens and the same parent; next of free ones
   };
@@ -110,6 +151,7 @@ class PrefixCache final {
   void Link(int32_t node);
   void Remove(int32_t node);
   void Evict(uint32_t entry);
+  void ReturnGroup(Node* node);
   void EvictOldest(LayoutId layout, int64_t groups);
   bool DropSlabs(LayoutId layout, int64_t groups, bool own_only);
   bool EvictOfOwner(LayoutId layout, int64_t bytes);
@@ -117,6 +159,7 @@ class PrefixCache final {
   SlabPool* const pool_;
   PageWorkQueue* const work_;
   EventLog* events_ = nullptr;
+  CopiesOutside* outside_ = nullptr;
   std::vector<Node> nodes_;
   std::vector<int64_t> of_layout_;  // nodes
   int32_t free_ = kNone;

@@ -70,6 +70,13 @@ absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> FakeDevice::AllocateHost(si
   return buffer;
 }
 
+std::span<std::byte> FakeDevice::OwnMemory(size_t bytes) const {
+  for (const std::span<std::byte> memory : own_) {
+    if (memory.size() == bytes) return memory;
+  }
+  return {};
+}
+
 absl::Status FakeDevice::LoadWeights(int32_t slot, const kernels::Geometry& geometry,
                                      int32_t head_begin, int32_t head_end,
                                      const kernels::Bf16* w_uk, const kernels::Bf16* w_uv) {

@@ -70,6 +70,8 @@ class FakeDevice final : public kernels::AttentionBackend {
   int64_t parts() const { return parts_; }  // of all launches
   // Whether a launch that has not ended reads or writes the memory.
   bool Uses(const void* host, int64_t bytes) const;
+  // What the scheduler has of AllocateHost in a block of so many bytes; empty: none.
+  std::span<std::byte> OwnMemory(size_t bytes) const;
   // When the next running launch ends; -1: none runs.
   int64_t NextDone() const;
 

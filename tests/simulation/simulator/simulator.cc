@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "scheduler/kvcache/tiers/tier_file.h"
 #include "tests/simulation/oracle/patterns.h"
 
 namespace mla::simulation {
@@ -23,14 +24,14 @@ constexpr Weighted kMix[] = {
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
     {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
     {Op::kBranch, 12},  {Op::kResend, 8},     {Op::kTenantCall, 12}, {Op::kFlood, 3},
-    {Op::kMatch, 14},   {Op::kCopy, 8},
+    {Op::kMatch, 14},   {Op::kCopy, 8},       {Op::kDamage, 2},
 };
 constexpr const char* kNames[] = {
     "register", "unregister", "weights",     "open",         "fork",      "truncate",  "release",
     "renew",    "get",        "open_stream", "close_stream", "begin",     "join",      "attend",
     "query",    "ranks",      "repeat",      "fill",         "refusable", "malformed", "end",
     "abort",    "launch",     "time",        "fault",        "drain",     "quota",     "evict",
-    "branch",   "resend",     "tenant_call", "flood",        "match",     "copy",
+    "branch",   "resend",     "tenant_call", "flood",        "match",     "copy",      "damage",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
@@ -63,6 +64,9 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   slices_fused += other.slices_fused;
   pages_found += other.pages_found;
   pages_evicted += other.pages_evicted;
+  pages_demoted += other.pages_demoted;
+  pages_restored += other.pages_restored;
+  pages_damaged += other.pages_damaged;
   rows_imported += other.rows_imported;
 }
 
@@ -74,6 +78,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   device_ = device.get();
   scheduler::EngineOptions options;
   options.limits = EngineLimits();
+  options.tier_threads = 0;
   options.dedicated_thread = false;
   uint64_t next_id = Mix(seed);
   options.prefix_secret.emplace();
@@ -163,6 +168,9 @@ void Simulator::DrawConfig() {
   slice_wait_us_ = Chance(25) ? 0 : 200;
   kv_wait_ms_ = draw(5, 30);
   queue_ms_ = draw(500, 3000);
+  tier_groups_ = Chance(50) ? draw(2, 40) : 0;
+  tier_low_percent_ = draw(20, 90);
+  tier_high_percent_ = draw(tier_low_percent_, 100);
   fault_percent_ = Chance(60) ? draw(5, 60) : 0;
   drains_ = Chance(15);
   loses_device_ = fault_percent_ > 0 && Chance(10);
@@ -225,6 +233,9 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.slice_wait_us = slice_wait_us_;
   limits.kv_wait_ms = kv_wait_ms_;
   // Two seconds at most: the longest lease bounds it.
+  limits.host_tier_bytes = tier_groups_ * kvcache::kTierBlock;
+  limits.tier_low_percent = tier_low_percent_;
+  limits.tier_high_percent = tier_high_percent_;
   limits.queue_ms = std::min<int64_t>(queue_ms_, limits.max_lease_ms);
   return limits;
 }
@@ -262,7 +273,7 @@ bool Simulator::Do(Op op) {
       &S::Ranks,        &S::Repeat,     &S::FillStep,    &S::Refusable, &S::Malformed,
       &S::End,          &S::Abort,      &S::Launch,      &S::Time,      &S::ArmFault,
       &S::Drain,        &S::SetQuota,   &S::Evict,       &S::Branch,    &S::Resend,
-      &S::CallAsTenant, &S::Flood,      &S::Match,       &S::Copy,
+      &S::CallAsTenant, &S::Flood,      &S::Match,       &S::Copy,      &S::Damage,
   };
   static_assert(std::size(kMethods) == static_cast<size_t>(Op::kCount));
   return (this->*kMethods[static_cast<size_t>(op)])();
@@ -293,6 +304,9 @@ std::string Simulator::Run(int operations) {
     counts_.scrubs = static_cast<int64_t>(stats.page_groups_scrubbed);
     counts_.copies = static_cast<int64_t>(stats.copies_on_write);
     counts_.slices_fused = static_cast<int64_t>(stats.slices_fused);
+    counts_.pages_demoted = static_cast<int64_t>(stats.prefix.demoted);
+    counts_.pages_restored = static_cast<int64_t>(stats.prefix.restored);
+    counts_.pages_damaged = static_cast<int64_t>(stats.tiers.host.damaged);
     counts_.launches = device_->launches();
     if (device_options_.unified) counts_.one_slot_launches = device_->launches();
     counts_.commands = device_->parts();

@@ -68,6 +68,7 @@ enum class Op : uint8_t {
   kFlood,
   kMatch,
   kCopy,
+  kDamage,
   kCount,
 };
 const char* Name(Op op);
@@ -82,7 +83,8 @@ struct SimulatorCounts {
   int64_t most_passed_over = 0;   // by launches, of a request that could run
   int64_t one_slot_launches = 0;  // of devices like a CPU
   int64_t scrubs = 0, copies = 0, slices_fused = 0;
-  int64_t pages_found = 0, pages_evicted = 0;  // of the prefix cache
+  int64_t pages_found = 0, pages_evicted = 0;                        // of the prefix cache
+  int64_t pages_demoted = 0, pages_restored = 0, pages_damaged = 0;  // of slower tiers
   int64_t rows_imported = 0;
   int64_t total() const;
   void Add(const SimulatorCounts& other);
@@ -197,6 +199,10 @@ class Simulator final : public DeviceWatcher {
   void RenameFrom(uint64_t id, size_t found, DrawnPrefix drawn);
   // Rows of one sequence out of the engine, and into another.
   bool Copy();
+  // Changes bytes of the host tier.
+  bool Damage();
+  // Until rows of slower tiers that were asked for are back.
+  void AwaitTiers();
   struct CopiedRows {
     int tenant = 0, model = -1;
     scheduler::MovingPages pages;
@@ -357,6 +363,8 @@ class Simulator final : public DeviceWatcher {
   int light_ = 0;  // with floods: one more tenant, which takes part in nothing else
   int64_t launch_ms_ = 10;
   int prefill_rows_ = 0, decode_rows_ = 0, most_tenants_ = 0;
+  int tier_groups_ = 0;  // room of the host tier; 0: there is none
+  int tier_low_percent_ = 0, tier_high_percent_ = 0;
   int64_t slice_wait_us_ = 0, kv_wait_ms_ = 0, queue_ms_ = 0;
 
   scheduler::SimulatedClock clock_;

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
+#include "scheduler/kvcache/tiers/tier_file.h"
 #include "tests/simulation/simulator/simulator.h"
 
 namespace mla::simulation {
@@ -103,14 +104,52 @@ bool Simulator::Match() {
   BeforeCall();
   const Reasons expect = oracle_->CheckMatch(tenant, id, epoch);
   const auto info = engine_->MatchSequence(args);
+  bool deferred = false;
   if (Foretold("Match", info.status(), expect)) {
     CheckFound(*info, drawn);
+    deferred = info->matched.end == kvcache::MatchEnd::kDeferred;
     oracle_->Renew(&oracle_->sequences.at(id), 0, Now());
     if (histories_.size() < kHistories) histories_.emplace_back();
     histories_[Pick(histories_.size())] = {oracle_->sequences.at(id).model, drawn};
   }
   AfterCall();
+  if (deferred && !failed()) {
+    AwaitTiers();
+    BeforeCall();
+    // The sequence may have gone meanwhile.
+    if (oracle_->Find(tenant, id) != nullptr && oracle_->CheckMatch(tenant, id, epoch).none()) {
+      const auto again = engine_->MatchSequence(args);
+      if (again.ok()) CheckFound(*again, drawn);
+      if (again.ok()) oracle_->Renew(&oracle_->sequences.at(id), 0, Now());
+      if (!again.ok()) Fail(absl::StrCat("Match once more: ", again.status().ToString()));
+    }
+    AfterCall();
+  }
   Trace(id, drawn.pages.size(), static_cast<uint64_t>(info.status().code()));
+  return true;
+}
+
+void Simulator::AwaitTiers() {
+  for (int round = 0; round < kMoveRounds && !failed(); ++round) {
+    BeforeCall();
+    const bool moving = engine_->Stats().tiers.moving > 0;
+    AfterCall();
+    if (!moving) return;
+    if (Poll()) continue;
+    const int64_t done_at = device_->NextDone();
+    if (done_at > Now()) clock_.Advance(done_at - Now());
+  }
+}
+
+bool Simulator::Damage() {
+  if (tier_groups_ == 0) return false;
+  const auto bytes = static_cast<size_t>((tier_groups_ + 1) * kvcache::kTierBlock);
+  const std::span<std::byte> memory = device_->OwnMemory(bytes);
+  // Somewhere in the first bytes of each block: groups are small.
+  const uint64_t place = Pick(256);
+  for (size_t at = place; at < memory.size(); at += kvcache::kTierBlock / 4) {
+    if (Chance(30)) memory[at] ^= std::byte{1};
+  }
   return true;
 }
 

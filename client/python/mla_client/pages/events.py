@@ -10,7 +10,7 @@ import grpc
 from mla_client import errors
 from mla_client.gen import cache_pb2
 
-MATCH_ENDS = ("", "all", "absent", "diverged", "evicted")  # by number in the contract
+MATCH_ENDS = ("", "all", "absent", "diverged", "evicted", "deferred")  # by number in the contract
 
 
 def match_end(number: int) -> str:
@@ -25,7 +25,9 @@ class EventKind(enum.IntEnum):
     EVICTED = 2   # they cannot any more: their room was needed
     DROPPED = 3   # none of the model can: it has gone, or its scales changed
     EXPIRED = 4   # a sequence's lease ran out
-    RESTORED = 5  # a sequence was opened from its checkpoint
+    RESTORED = 5  # a sequence was opened from its checkpoint, or a page is in the pool again
+    DEMOTED = 6   # a page has left the pool, and can still be found
+    DAMAGED = 7   # a copy of a page is not what it was, and was dropped
 
 
 class CacheEvent(NamedTuple):
@@ -51,7 +53,7 @@ class CacheMiss(NamedTuple):
     first_row: int
     rows_asked: int
     rows_found: int
-    end: str  # absent, diverged or evicted, as PrefixMatch.end
+    end: str  # absent, diverged, evicted or deferred, as PrefixMatch.end
     unix_ms: int
     tenant: str = ""  # with all_tenants
 

@@ -6,8 +6,8 @@
 // others even if its sequence ends meanwhile.
 //
 // Ownership: borrows cache and moves. Threading: owned by the engine role.
-#ifndef MLA_SCHEDULER_LAUNCHING_PAGE_MOVER_H_
-#define MLA_SCHEDULER_LAUNCHING_PAGE_MOVER_H_
+#ifndef MLA_SCHEDULER_MOVES_PAGE_MOVER_H_
+#define MLA_SCHEDULER_MOVES_PAGE_MOVER_H_
 
 #include <cstdint>
 #include <deque>
@@ -51,4 +51,4 @@ class PageMover final {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_LAUNCHING_PAGE_MOVER_H_
+#endif  // MLA_SCHEDULER_MOVES_PAGE_MOVER_H_

@@ -1,4 +1,4 @@
-#include "scheduler/launching/page_mover.h"
+#include "scheduler/moves/page_mover.h"
 
 #include <algorithm>
 #include <utility>

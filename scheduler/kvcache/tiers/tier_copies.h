@@ -1,0 +1,115 @@
+// What slower tiers have of the prefix cache's nodes: copies, by node and by age.
+//
+// The copies of a layout in a tier are in order of when they were put there or used last. Where a
+// tier has no room, the oldest of all goes, or the oldest of the layout's owner, if the owner has
+// its share. A node that a move is about (Hold) keeps its rooms until the move lets them go, also
+// when the node itself is forgotten meanwhile.
+//
+// Ownership: borrows cache and store. Threading: owned by the engine role.
+#ifndef MLA_SCHEDULER_KVCACHE_TIERS_TIER_COPIES_H_
+#define MLA_SCHEDULER_KVCACHE_TIERS_TIER_COPIES_H_
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/kvcache/tiers/tier_store.h"
+
+namespace mla::kvcache {
+
+enum class TierIndex : uint8_t { kHost, kFile };
+inline constexpr size_t kTiers = 2;
+
+class TierCopies final : public CopiesOutside {
+ public:
+  static constexpr uint32_t kNoRoom = TierRooms::kNone;
+  static constexpr int32_t kNone = -1;
+  // Copies that are dropped at most to make room for one: of other sizes, they may give none.
+  static constexpr int kMostDrops = 64;
+
+  TierCopies(int32_t tenant_percent, KvCache* cache, TierStore* store)
+      : tenant_percent_(tenant_percent), cache_(cache), store_(store) {}
+
+  // --- By node. A life is one use of a node's index.
+  uint64_t Know(int32_t node);  // its life
+  bool Lives(int32_t node, uint64_t life) const;
+  uint32_t room(TierIndex tier, int32_t node) const;  // kNoRoom: no copy
+  const GroupSeal& seal(int32_t node) const { return At(node).seal; }
+  void set_seal(int32_t node, const GroupSeal& seal) { At(node).seal = seal; }
+  bool held(int32_t node) const;
+  void Hold(int32_t node);
+  // The move has ended.
+  void LetGo(int32_t node, uint64_t life);
+
+  // --- Copies
+  void Add(TierIndex tier, int32_t node, uint32_t room);
+  void Drop(TierIndex tier, int32_t node);
+  // Becomes the youngest.
+  void Use(TierIndex tier, int32_t node);
+  // Drops the copy, and with a node's last one the node, unless its rows are in the pool.
+  void GiveUp(TierIndex tier, int32_t node, EventKind why);
+  // A room for a group of the layout, for the caller to free. Drops copies; kNoRoom if that does
+  // not do.
+  uint32_t TakeRoom(TierIndex tier, LayoutId layout);
+  void FreeRoom(TierIndex tier, uint32_t room, int64_t group_bytes);
+  // The node of the oldest copy that is not held; kNone if there is none.
+  int32_t Oldest(TierIndex tier) const { return OldestOf(tier, kNone); }
+  uint64_t dropped(TierIndex tier) const { return dropped_[Index(tier)]; }
+
+  // CopiesOutside
+  bool Has(int32_t node) const override;
+  void Forget(int32_t node) override;
+
+ private:
+  static size_t Index(TierIndex tier) { return static_cast<size_t>(tier); }
+
+  struct Copy {
+    uint32_t room = kNoRoom;
+    uint64_t stamp = 0;
+    int32_t prev = kNone, next = kNone;  // of its layout in its tier, the oldest first
+  };
+  struct Node {
+    uint64_t life = 0;  // 0: not known
+    LayoutId layout = kNone;
+    int64_t bytes = 0;
+    bool held = false;
+    GroupSeal seal;
+    std::array<Copy, kTiers> copies;
+  };
+  struct List {
+    int32_t oldest = kNone, youngest = kNone;
+    int64_t bytes = 0;
+  };
+  struct Orphan {  // a room of a node that was forgotten while a move used it
+    uint64_t life = 0;
+    TierIndex tier = TierIndex::kHost;
+    uint32_t room = kNoRoom;
+    int64_t bytes = 0;
+  };
+
+  Node& At(int32_t node) { return nodes_[static_cast<size_t>(node)]; }
+  const Node& At(int32_t node) const { return nodes_[static_cast<size_t>(node)]; }
+  TierRooms& Rooms(TierIndex tier) const {
+    return tier == TierIndex::kHost ? store_->host() : *store_->file();
+  }
+  List& ListOf(TierIndex tier, LayoutId layout);
+  void Link(TierIndex tier, int32_t node);
+  void Unlink(TierIndex tier, int32_t node);
+  // Of the layout's owner alone, unless it is kNone.
+  int32_t OldestOf(TierIndex tier, LayoutId layout) const;
+  int64_t BytesOfOwner(TierIndex tier, LayoutId layout) const;
+
+  const int32_t tenant_percent_;
+  KvCache* const cache_;
+  TierStore* const store_;
+  std::vector<Node> nodes_;                      // by the prefix cache's index
+  std::array<std::vector<List>, kTiers> lists_;  // by layout
+  std::vector<Orphan> orphans_;
+  std::array<uint64_t, kTiers> dropped_ = {};
+  uint64_t next_life_ = 1, next_stamp_ = 1;
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_TIERS_TIER_COPIES_H_

@@ -1,0 +1,59 @@
+// The file of the slowest tier: a header, then places for page groups. Nothing in it outlives the
+// process: it is made empty at each start, and what says where rows lie, and their seals, are in
+// memory alone.
+//
+//   "MLATIER\n"  version: uint32 = 1  zeros up to kHeaderBytes  groups ...
+//
+// Reads and writes pass the page cache by (O_DIRECT) where the file system allows it.
+#ifndef MLA_SCHEDULER_KVCACHE_TIERS_TIER_FILE_H_
+#define MLA_SCHEDULER_KVCACHE_TIERS_TIER_FILE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace mla::kvcache {
+
+// What sizes, offsets and addresses are multiples of.
+inline constexpr int64_t kTierBlock = 4096;
+
+// Thread-safe: calls share nothing but the descriptor.
+class TierFile final {
+ public:
+  static constexpr int64_t kHeaderBytes = kTierBlock;
+
+  // Takes `bytes` of the disk. An existing file must be empty or one of these, and no other
+  // server's; the folder must exist. UNAVAILABLE with reason "disk_full" or "disk_failed",
+  // FAILED_PRECONDITION for a file that is something else.
+  static absl::StatusOr<std::unique_ptr<TierFile>> Open(const std::string& path, int64_t bytes);
+  // Removes the file.
+  ~TierFile();
+
+  // REQUIRES: `at`, size and address of `from` or `to` are multiples of kTierBlock.
+  absl::Status Write(int64_t at, std::span<const std::byte> from);
+  // A file that ends too early is an error.
+  absl::Status Read(int64_t at, std::span<std::byte> to);
+  // Writes, reads and compares a block.
+  absl::Status SelfTest();
+  bool direct() const { return direct_; }
+
+ private:
+  TierFile(std::string path, int file, bool direct)
+      : path_(std::move(path)), file_(file), direct_(direct) {}
+  absl::Status Prepare(int64_t bytes);
+  absl::Status Failed(const char* what, int code) const;
+
+  const std::string path_;
+  const int file_;
+  const bool direct_;
+  bool ours_ = false;  // to be removed
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_TIERS_TIER_FILE_H_

@@ -1,0 +1,136 @@
+// Where page groups are kept outside the pool: host memory, and a file. Rooms for groups of any
+// size, and the work on their bytes: seals, checks, reads and writes, on threads of its own.
+//
+// A group has one seal (group_mac.h), made when its bytes have come out of the pool, which is good
+// for every copy: the rows of a group that is cached never change. Every job that hands bytes on
+// checks it first.
+//
+// Ownership: owns the file and the threads; borrows memory. Threading: rooms are the engine role's;
+// jobs run on the store's threads, or in Start where there are none.
+#ifndef MLA_SCHEDULER_KVCACHE_TIERS_TIER_STORE_H_
+#define MLA_SCHEDULER_KVCACHE_TIERS_TIER_STORE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "scheduler/kvcache/pool/slab_pool.h"
+#include "scheduler/kvcache/tiers/group_mac.h"
+#include "scheduler/kvcache/tiers/tier_file.h"
+
+namespace mla::kvcache {
+
+// Rooms of one tier: a budget of bytes cut into groups of any size. Not thread-safe.
+class TierRooms final {
+ public:
+  static constexpr uint32_t kNone = SlabPool::kNoEntry;
+
+  explicit TierRooms(int64_t bytes) : pool_(bytes, 0) {}
+  // Bytes of a group's room.
+  static int64_t Rounded(int64_t bytes) {
+    return (bytes + kTierBlock - 1) / kTierBlock * kTierBlock;
+  }
+  uint32_t Take(int64_t group_bytes);  // kNone: no room
+  void Free(uint32_t room, int64_t group_bytes);
+  int64_t offset(uint32_t room) const { return pool_.offset(room); }
+  int64_t bytes_total() const { return pool_.stats().bytes_total; }
+  int64_t bytes_used() const { return pool_.stats().bytes_used; }
+  int64_t groups_used() const { return pool_.stats().groups_used; }
+
+ private:
+  struct Size {
+    LayoutId layout = -1;
+    int64_t groups = 0;
+  };
+  SlabPool pool_;
+  std::map<int64_t, Size> sizes_;  // in use, by Rounded bytes
+};
+
+struct TierJob {
+  enum class Kind : uint8_t {
+    kSeal,   // makes the seal of `host`
+    kCheck,  // of `host` against the seal
+    kWrite,  // the same, and writes it to the file
+    kRead,   // reads `host` from the file, then the same
+  };
+  Kind kind = Kind::kSeal;
+  std::span<std::byte> host;  // room, filled up to a multiple of kTierBlock
+  size_t bytes = 0;           // of it, that the seal is over
+  int64_t at = 0;             // in the file
+  GroupSeal seal;
+  // When it has been collected. DATA_LOSS: the seal does not hold; UNAVAILABLE: the disk.
+  absl::Status status;
+  int64_t ran_ns = 0;
+};
+
+struct TierStoreOptions {
+  std::span<std::byte> memory;  // of the host tier; kTierBlock more than its bytes
+  int64_t host_bytes = 0;
+  std::string file_path;  // empty: no file
+  int64_t file_bytes = 0;
+  int32_t threads = 0;  // 0: jobs run in Start
+};
+
+class TierStore final {
+ public:
+  // Empties the file, takes its bytes and tests it.
+  static absl::StatusOr<std::unique_ptr<TierStore>> Open(const TierStoreOptions& options);
+  ~TierStore();  // when jobs that run have ended; others are dropped
+
+  TierRooms& host() { return host_; }
+  const TierRooms& host() const { return host_; }
+  TierRooms* file() { return file_rooms_.get(); }  // null: no file
+  const TierRooms* file() const { return file_rooms_.get(); }
+  bool direct() const { return file_ != nullptr && file_->direct(); }
+  std::span<std::byte> host_bytes(uint32_t room, int64_t group_bytes) const {
+    return memory_.subspan(static_cast<size_t>(host_.offset(room)),
+                           static_cast<size_t>(TierRooms::Rounded(group_bytes)));
+  }
+  int64_t file_offset(uint32_t room) const {
+    return TierFile::kHeaderBytes + file_rooms_->offset(room);
+  }
+
+  // The job, of the caller, comes back from Collect.
+  void Start(TierJob* job);
+  // Jobs that have ended, since the last call.
+  std::vector<TierJob*> Collect();
+  bool has_ended() const { return has_ended_.load(std::memory_order_acquire); }
+  // Called from the store's threads when a job has ended. Set before the first Start.
+  void set_wake(std::function<void()> wake) { wake_ = std::move(wake); }
+
+ private:
+  explicit TierStore(const TierStoreOptions& options);
+  void Run(TierJob* job);
+  void Work();
+  absl::Status Check(const TierJob& job) const;
+
+  GroupMac mac_;
+  std::span<std::byte> memory_;
+  TierRooms host_;
+  std::unique_ptr<TierRooms> file_rooms_;
+  std::unique_ptr<TierFile> file_;
+  std::function<void()> wake_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<TierJob*> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::vector<TierJob*> ended_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<bool> has_ended_{false};
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_TIERS_TIER_STORE_H_

@@ -1,0 +1,215 @@
+// Seals, the file, rooms and jobs of the slower tiers.
+#include "scheduler/kvcache/tiers/tier_store.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+
+namespace mla::kvcache {
+namespace {
+
+constexpr int64_t kGroup = 10'000;  // no multiple of anything
+constexpr int64_t kRoom = 3 * kTierBlock;
+
+std::string TempPath(const std::string& name) {
+  const char* const folder = std::getenv("TEST_TMPDIR");
+  return std::string(folder == nullptr ? "/tmp" : folder) + "/" + name;
+}
+
+class TierStoreTest : public ::testing::Test {
+ protected:
+  absl::StatusOr<std::unique_ptr<TierStore>> TryOpen(int threads, int64_t file_groups) {
+    memory_.resize(static_cast<size_t>(8 * kRoom + kTierBlock));
+    TierStoreOptions options;
+    options.memory = memory_;
+    options.host_bytes = 8 * kRoom;
+    if (file_groups > 0) options.file_path = path_;
+    options.file_bytes = file_groups * kRoom;
+    options.threads = threads;
+    return TierStore::Open(options);
+  }
+  void Open(int threads = 0, int64_t file_groups = 4) {
+    auto opened = TryOpen(threads, file_groups);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    store_ = *std::move(opened);
+  }
+  // A job on a room filled with bytes of its own.
+  TierJob Fill(int value) {
+    TierJob job;
+    job.host = store_->host_bytes(store_->host().Take(kGroup), kGroup);
+    job.bytes = kGroup;
+    std::iota(reinterpret_cast<uint8_t*>(job.host.data()),
+              reinterpret_cast<uint8_t*>(job.host.data()) + kGroup, static_cast<uint8_t>(value));
+    return job;
+  }
+  const absl::Status& Run(TierJob* job, TierJob::Kind kind) {
+    job->kind = kind;
+    store_->Start(job);
+    while (store_->Collect().empty()) std::this_thread::yield();
+    return job->status;
+  }
+  void ChangeFile(int64_t at) {
+    std::fstream file(path_, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(at);
+    const auto byte = static_cast<char>(file.get() ^ 0x10);
+    file.seekp(at);
+    file.put(byte);
+  }
+
+  const std::string path_ = TempPath("tier");
+  std::vector<std::byte> memory_;
+  std::unique_ptr<TierStore> store_;
+};
+
+TEST_F(TierStoreTest, ASealFindsAnyChange) {
+  GroupMac mac;
+  std::vector<std::byte> bytes(1000, std::byte{5});
+  const GroupSeal seal = mac.Seal(bytes);
+  EXPECT_TRUE(mac.Holds(seal, bytes));
+  for (size_t i = 0; i < bytes.size(); i += 37) {
+    bytes[i] ^= std::byte{1};
+    EXPECT_FALSE(mac.Holds(seal, bytes)) << i;
+    bytes[i] ^= std::byte{1};
+  }
+  EXPECT_FALSE(mac.Holds(seal, std::span(bytes).first(999)));
+  EXPECT_TRUE(mac.Holds(seal, bytes));
+  // Another key, or another use of this one, gives another tag.
+  EXPECT_NE(mac.Seal(bytes).tag, seal.tag);
+  EXPECT_FALSE(GroupMac().Holds(seal, bytes));
+}
+
+TEST_F(TierStoreTest, RoomsOfAllSizesShareOneBudget) {
+  TierRooms rooms(16 * kTierBlock);
+  const uint32_t small = rooms.Take(1);
+  const uint32_t large = rooms.Take(8 * kTierBlock);
+  ASSERT_NE(small, TierRooms::kNone);
+  ASSERT_NE(large, TierRooms::kNone);
+  EXPECT_EQ(rooms.offset(large) % kTierBlock, 0);
+  EXPECT_EQ(rooms.Take(8 * kTierBlock), TierRooms::kNone);
+  EXPECT_EQ(rooms.bytes_used(), 9 * kTierBlock);
+  rooms.Free(small, 1);
+  EXPECT_NE(rooms.Take(8 * kTierBlock), TierRooms::kNone);
+  EXPECT_EQ(rooms.Take(17 * kTierBlock), TierRooms::kNone);
+}
+
+TEST_F(TierStoreTest, AGroupComesBackFromTheFileAsItWas) {
+  Open();
+  TierJob job = Fill(3);
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kSeal).ok());
+  const std::vector<std::byte> before(job.host.begin(), job.host.begin() + kGroup);
+  job.at = store_->file_offset(store_->file()->Take(kGroup));
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kWrite).ok()) << job.status;
+  std::memset(job.host.data(), 0, job.host.size());
+  EXPECT_EQ(Run(&job, TierJob::Kind::kCheck).code(), absl::StatusCode::kDataLoss);
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kRead).ok()) << job.status;
+  EXPECT_TRUE(std::equal(before.begin(), before.end(), job.host.begin()));
+}
+
+TEST_F(TierStoreTest, WhatMemoryHasChangedIsNotWritten) {
+  Open();
+  TierJob job = Fill(3);
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kSeal).ok());
+  job.host[kGroup - 1] ^= std::byte{4};
+  job.at = store_->file_offset(store_->file()->Take(kGroup));
+  EXPECT_EQ(Run(&job, TierJob::Kind::kWrite).code(), absl::StatusCode::kDataLoss);
+}
+
+TEST_F(TierStoreTest, AFileThatWasChangedBehindItsBackIsFoundOut) {
+  Open();
+  TierJob first = Fill(3), second = Fill(50);
+  for (TierJob* const job : {&first, &second}) {
+    ASSERT_TRUE(Run(job, TierJob::Kind::kSeal).ok());
+    job->at = store_->file_offset(store_->file()->Take(kGroup));
+    ASSERT_TRUE(Run(job, TierJob::Kind::kWrite).ok());
+  }
+  ChangeFile(first.at + 4321);
+  EXPECT_EQ(Run(&first, TierJob::Kind::kRead).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(DetailOf(first.status).reason, "tier_damaged");
+  // The place of another group.
+  std::swap(first.at, second.at);
+  EXPECT_EQ(Run(&first, TierJob::Kind::kRead).code(), absl::StatusCode::kDataLoss);
+  std::swap(first.at, second.at);
+  EXPECT_TRUE(Run(&second, TierJob::Kind::kRead).ok());
+  // It ends too early.
+  std::filesystem::resize_file(path_, static_cast<uintmax_t>(second.at + 100));
+  EXPECT_EQ(Run(&second, TierJob::Kind::kRead).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(DetailOf(second.status).reason, "disk_failed");
+}
+
+TEST_F(TierStoreTest, AFullDiskIsSaid) {
+  // Files of this process may be no longer than the header and two groups.
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  Open();
+  TierJob job = Fill(3);
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kSeal).ok());
+  const rlimit low = {static_cast<rlim_t>(TierFile::kHeaderBytes + kTierBlock), before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
+  job.at = store_->file_offset(store_->file()->Take(kGroup));
+  // The first block is written, the next is not.
+  const absl::Status written = Run(&job, TierJob::Kind::kWrite);
+  const auto opened = TryOpen(0, 4);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(written.code(), absl::StatusCode::kUnavailable) << written;
+  EXPECT_EQ(DetailOf(written).reason, "disk_full");
+  EXPECT_FALSE(opened.ok());
+}
+
+TEST_F(TierStoreTest, OnlyAFileOfItsKindIsTakenOver) {
+  {
+    std::ofstream other(path_);
+    other << std::string(8192, 'x');
+  }
+  const auto refused = TryOpen(0, 4);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << refused.status();
+  EXPECT_EQ(std::filesystem::file_size(path_), 8192u);
+  std::filesystem::remove(path_);
+  Open();
+  EXPECT_EQ(TryOpen(0, 4).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(std::filesystem::exists(path_));
+  store_.reset();
+  EXPECT_FALSE(std::filesystem::exists(path_));
+  // One that a server has left behind.
+  {
+    std::ofstream left(path_);
+    left << "MLATIER\n" << std::string(100'000, 'y');
+  }
+  Open();
+  EXPECT_EQ(std::filesystem::file_size(path_),
+            static_cast<size_t>(TierFile::kHeaderBytes + 4 * kRoom));
+}
+
+TEST_F(TierStoreTest, ThreadsRunJobsAndWakeTheirCollector) {
+  Open(3);
+  std::atomic<int> woken = 0;
+  store_->set_wake([&] { ++woken; });
+  std::vector<TierJob> jobs;
+  for (int i = 0; i < 8; ++i) jobs.push_back(Fill(i));
+  for (int round = 0; round < 50; ++round) {
+    for (TierJob& job : jobs) {
+      job.kind = round == 0 ? TierJob::Kind::kSeal : TierJob::Kind::kCheck;
+      store_->Start(&job);
+    }
+    for (size_t ended = 0; ended < jobs.size();) ended += store_->Collect().size();
+    for (const TierJob& job : jobs) EXPECT_TRUE(job.status.ok());
+  }
+  while (woken < 400) std::this_thread::yield();
+  for (TierJob& job : jobs) store_->Start(&job);
+  store_.reset();
+}
+
+}  // namespace
+}  // namespace mla::kvcache

@@ -1,0 +1,405 @@
+#include "scheduler/moves/tier_moves.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "absl/status/status.h"
+
+namespace mla::scheduler {
+
+using kvcache::EventKind;
+using kvcache::LayoutId;
+using kvcache::PrefixCache;
+using kvcache::SlabPool;
+using kvcache::Tier;
+using kvcache::TierCopies;
+using kvcache::TierIndex;
+using kvcache::TierJob;
+
+void TierWait::CountDown() {
+  const MutexLock lock(mutex_);
+  if (--left_ == 0) changed_.NotifyAll();
+}
+
+void TierWait::WaitFor(int64_t ms) {
+  MutexLock lock(mutex_);
+  changed_.WaitFor(lock, std::chrono::milliseconds(ms),
+                   [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return left_ <= 0; });
+}
+
+TierMoves::TierMoves(const Limits& limits, kvcache::KvCache* cache, PageMover* mover,
+                     const Clock* clock, std::unique_ptr<kvcache::TierStore> store)
+    : limits_(limits),
+      cache_(cache),
+      mover_(mover),
+      clock_(clock),
+      store_(std::move(store)),
+      copies_(limits.tier_tenant_percent, cache, store_.get()) {
+  cache_->prefixes().set_outside(&copies_);
+}
+
+TierMoves::~TierMoves() { cache_->prefixes().set_outside(nullptr); }
+
+bool TierMoves::ready() const {
+  if (store_->has_ended() || !parts_done_.empty()) return true;
+  if (cache_->steps() == looked_at_) return false;
+  const auto layouts = static_cast<LayoutId>(cache_->pool().layouts());
+  for (LayoutId layout = 0; layout < layouts; ++layout) {
+    if (WantsRoom(layout)) return true;
+  }
+  return false;
+}
+
+bool TierMoves::Pump() {
+  if (!ready()) return false;
+  bool did = store_->has_ended() || !parts_done_.empty();
+  for (TierJob* const job : store_->Collect()) {
+    const auto move = std::find_if(moves_.begin(), moves_.end(),
+                                   [job](const auto& one) { return &one->job == job; });
+    OnJob(move->get());
+  }
+  for (Move* const move : std::exchange(parts_done_, {})) OnPart(move);
+  while (RestoreOne()) did = true;
+  int left = kMostAtOnce;
+  while (left > 0 && (DemoteOne() || StoreOne())) --left;
+  looked_at_ = left > 0 ? cache_->steps() : ~uint64_t{0};
+  return did || left < kMostAtOnce;
+}
+
+bool TierMoves::MayBegin(int64_t bytes) const {
+  return moves_.empty() || (moves_.size() < kMostMoves && moving_bytes_ + bytes <= kMovingBytes);
+}
+
+TierMoves::Move* TierMoves::Begin(Kind kind, int32_t node) {
+  const PrefixCache::About about = cache_->prefixes().about(node);
+  auto move = std::make_unique<Move>();
+  move->kind = kind;
+  move->node = node;
+  move->life = copies_.Know(node);
+  move->layout = about.layout;
+  move->tenant = about.tenant;
+  move->bytes = cache_->pool().group_bytes(about.layout);
+  move->began = clock_->Now();
+  copies_.Hold(node);
+  moving_bytes_ += move->bytes;
+  if (kind == Kind::kDemote) leaving_bytes_ += move->bytes;
+  moves_.push_back(std::move(move));
+  return moves_.back().get();
+}
+
+TierMoves::Move* TierMoves::Find(int32_t node) {
+  for (const auto& move : moves_) {
+    if (move->node == node && Lives(*move)) return move.get();
+  }
+  return nullptr;
+}
+
+void TierMoves::End(Move* move) {
+  if (move->room != TierCopies::kNoRoom) {
+    const TierIndex tier = move->kind == Kind::kStore ? TierIndex::kFile : TierIndex::kHost;
+    copies_.FreeRoom(tier, move->room, move->bytes);
+  }
+  copies_.LetGo(move->node, move->life);
+  moving_bytes_ -= move->bytes;
+  if (move->kind == Kind::kDemote) leaving_bytes_ -= move->bytes;
+  for (const auto& wait : move->waits) wait->CountDown();
+  std::erase_if(moves_, [move](const auto& one) { return one.get() == move; });
+}
+
+// The move's room in host memory, or the node's.
+std::span<std::byte> TierMoves::HostBytes(const Move& move) const {
+  const bool own = move.room != TierCopies::kNoRoom && move.kind != Kind::kStore;
+  const uint32_t room = own ? move.room : copies_.room(TierIndex::kHost, move.node);
+  return store_->host_bytes(room, move.bytes);
+}
+
+void TierMoves::StartJob(Move* move, TierJob::Kind kind) {
+  TierJob& job = move->job;
+  job.kind = kind;
+  job.host = HostBytes(*move);
+  job.bytes = static_cast<size_t>(move->bytes);
+  if (kind != TierJob::Kind::kSeal) job.seal = copies_.seal(move->node);
+  if (kind == TierJob::Kind::kWrite) job.at = store_->file_offset(move->room);
+  if (kind == TierJob::Kind::kRead) {
+    job.at = store_->file_offset(copies_.room(TierIndex::kFile, move->node));
+  }
+  store_->Start(&job);
+}
+
+void TierMoves::StartPart(Move* move, uint32_t entry, bool in) {
+  PageMove& part = move->part;
+  part.in = in;
+  part.bytes = HostBytes(*move).first(static_cast<size_t>(move->bytes));
+  part.engine.entry = entry;
+  part.engine.tenant = move->tenant;
+  part.engine.ticket = cache_->work().last();
+  part.engine.transfers = {{cache_->group_offset(entry), move->bytes, part.bytes.data()}};
+  part.done = [this, move](const absl::Status& status) {
+    move->part_status = status;
+    parts_done_.push_back(move);
+  };
+  mover_->Add(&part);
+}
+
+void TierMoves::OnJob(Move* move) {
+  switch (move->kind) {
+    case Kind::kDemote:
+      return OnSealed(move);
+    case Kind::kStore:
+      return OnWritten(move);
+    case Kind::kRestore:
+      return OnChecked(move);
+  }
+}
+
+void TierMoves::OnPart(Move* move) {
+  if (move->kind == Kind::kRestore) return OnRestored(move);
+  if (!move->part_status.ok() || !Lives(*move)) return End(move);
+  StartJob(move, TierJob::Kind::kSeal);
+}
+
+void TierMoves::Fault(TierIndex tier, const Move& move) {
+  const bool damaged = move.job.status.code() == absl::StatusCode::kDataLoss;
+  (damaged ? Figures(tier).damaged : Figures(tier).failed) += 1;
+  copies_.GiveUp(tier, move.node, EventKind::kDamaged);
+}
+
+int64_t TierMoves::MarkOf(LayoutId layout, int32_t percent) const {
+  const SlabPool& pool = cache_->pool();
+  return std::min(pool.stats().bytes_total, pool.GroupBound(layout)) / 100 * percent;
+}
+
+int64_t TierMoves::FreeOf(LayoutId layout) const {
+  const SlabPool& pool = cache_->pool();
+  const int64_t free = pool.stats().bytes_total - pool.stats().bytes_used;
+  return std::min(free, pool.GroupRoom(layout)) + leaving_bytes_;
+}
+
+bool TierMoves::WantsRoom(LayoutId layout) const {
+  const SlabPool& pool = cache_->pool();
+  if (!pool.Has(layout) || pool.idle_groups(layout) == 0) return false;
+  const bool again = demoting_ == layout;
+  return FreeOf(layout) <
+         MarkOf(layout, again ? limits_.tier_high_percent : limits_.tier_low_percent);
+}
+
+bool TierMoves::DemoteOne() {
+  const auto layouts = static_cast<LayoutId>(cache_->pool().layouts());
+  const LayoutId first = std::max<LayoutId>(demoting_, 0);
+  for (LayoutId i = 0; i < layouts; ++i) {
+    const LayoutId layout = (first + i) % layouts;
+    if (!WantsRoom(layout)) continue;
+    demoting_ = layout;
+    if (DemoteOneOf(layout)) return true;
+  }
+  return false;
+}
+
+bool TierMoves::DemoteOneOf(LayoutId layout) {
+  const SlabPool& pool = cache_->pool();
+  const uint32_t entry = pool.oldest_idle(layout);
+  const int32_t node = pool.cached(entry);
+  if (copies_.Has(node)) {
+    cache_->prefixes().Demote(node);
+    copies_.Use(TierIndex::kHost, node);
+    return true;
+  }
+  // Held by a move that has just begun or failed: it will be the oldest again.
+  if (copies_.held(node) || !MayBegin(pool.group_bytes(layout))) return false;
+  const uint32_t room = copies_.TakeRoom(TierIndex::kHost, layout);
+  if (room == TierCopies::kNoRoom) return false;
+  Move* const move = Begin(Kind::kDemote, node);
+  move->room = room;
+  StartPart(move, entry, false);
+  return true;
+}
+
+void TierMoves::OnSealed(Move* move) {
+  if (!Lives(*move)) return End(move);
+  const int32_t node = move->node;
+  copies_.set_seal(node, move->job.seal);
+  copies_.Add(TierIndex::kHost, node, std::exchange(move->room, TierCopies::kNoRoom));
+  TierFigures& host = stats_.host;
+  ++host.groups_in;
+  host.bytes_in += static_cast<uint64_t>(move->bytes);
+  host.ns_in += clock_->Now() - move->began;
+  End(move);
+  const PrefixCache::About about = cache_->prefixes().about(node);
+  if (!about.demoted() && cache_->pool().idle(about.entry)) cache_->prefixes().Demote(node);
+}
+
+bool TierMoves::StoreOne() {
+  if (store_->file() == nullptr) return false;
+  const int64_t total = store_->host().bytes_total();
+  const int64_t free = total - store_->host().bytes_used();
+  storing_ = free < total / 100 * (storing_ ? limits_.tier_high_percent : limits_.tier_low_percent);
+  if (!storing_) return false;
+  const int32_t node = copies_.Oldest(TierIndex::kHost);
+  if (node < 0) return false;
+  const PrefixCache::About about = cache_->prefixes().about(node);
+  const bool elsewhere =
+      !about.demoted() || copies_.room(TierIndex::kFile, node) != TierCopies::kNoRoom;
+  if (elsewhere) {
+    copies_.Drop(TierIndex::kHost, node);
+    return true;
+  }
+  if (!MayBegin(cache_->pool().group_bytes(about.layout))) return false;
+  uint32_t room = TierCopies::kNoRoom;
+  if (about.uses >= limits_.tier_file_hits) room = copies_.TakeRoom(TierIndex::kFile, about.layout);
+  if (room == TierCopies::kNoRoom) {
+    copies_.GiveUp(TierIndex::kHost, node, EventKind::kEvicted);
+    return true;
+  }
+  Move* const move = Begin(Kind::kStore, node);
+  move->room = room;
+  StartJob(move, TierJob::Kind::kWrite);
+  return true;
+}
+
+void TierMoves::OnWritten(Move* move) {
+  if (!Lives(*move)) return End(move);
+  const int32_t node = move->node;
+  const absl::Status& status = move->job.status;
+  if (status.ok()) {
+    copies_.Add(TierIndex::kFile, node, std::exchange(move->room, TierCopies::kNoRoom));
+    TierFigures& file = stats_.file;
+    ++file.groups_in;
+    file.bytes_in += static_cast<uint64_t>(move->bytes);
+    file.ns_in += clock_->Now() - move->began;
+    copies_.Drop(TierIndex::kHost, node);
+  } else if (status.code() == absl::StatusCode::kDataLoss) {
+    Fault(TierIndex::kHost, *move);
+  } else {
+    ++stats_.file.failed;
+    copies_.GiveUp(TierIndex::kHost, node, EventKind::kEvicted);
+  }
+  End(move);
+}
+
+std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::PrefixChain& chain,
+                                             int64_t first_row, int64_t most_rows) {
+  const int32_t page_size = chain.page_size;
+  const int64_t end = std::min<int64_t>(most_rows, chain.rows());
+  PrefixCache& prefixes = cache_->prefixes();
+  const SlabPool& pool = cache_->pool();
+  int64_t room = pool.free_groups(layout) + pool.idle_groups(layout);
+  std::vector<int32_t> nodes;
+  for (int64_t row = first_row; row < end; row += page_size) {
+    const auto page = static_cast<int32_t>(row / page_size);
+    const auto left = static_cast<int32_t>(std::min<int64_t>(end - row, page_size));
+    PrefixCache::Found found;
+    if (left == page_size) found = prefixes.Find(layout, chain, page);
+    if (found.rows == 0) found = prefixes.FindRows(layout, chain, page, left);
+    if (found.rows == 0) break;
+    if (found.entry == SlabPool::kNoEntry) {
+      if (room-- <= 0) break;
+      nodes.push_back(found.node);
+    } else {
+      room -= pool.idle(found.entry);
+      cache_->Touch(found.entry);
+    }
+    if (found.rows < page_size) break;
+  }
+  if (nodes.empty()) return nullptr;
+  auto wait = std::make_shared<TierWait>(static_cast<int32_t>(nodes.size()));
+  for (const int32_t node : nodes) wanted_.push_back({node, copies_.Know(node), wait});
+  while (RestoreOne()) {
+  }
+  return wait;
+}
+
+bool TierMoves::RestoreOne() {
+  if (wanted_.empty()) return false;
+  const Wanted wanted = wanted_.front();
+  const int32_t node = wanted.node;
+  const auto drop = [&] {
+    wanted_.pop_front();
+    wanted.wait->CountDown();
+    return true;
+  };
+  if (!copies_.Lives(node, wanted.life)) return drop();
+  const PrefixCache::About about = cache_->prefixes().about(node);
+  if (!about.demoted() || !copies_.Has(node)) return drop();
+  if (copies_.held(node)) {
+    Move* const move = Find(node);
+    // One on its way to the file comes back after that.
+    if (move->kind != Kind::kRestore) return false;
+    move->waits.push_back(wanted.wait);
+    wanted_.pop_front();
+    return true;
+  }
+  if (!MayBegin(cache_->pool().group_bytes(about.layout))) return false;
+  const bool in_host = copies_.room(TierIndex::kHost, node) != TierCopies::kNoRoom;
+  Move* const move = Begin(Kind::kRestore, node);
+  move->waits.push_back(wanted.wait);
+  wanted_.pop_front();
+  if (in_host) {
+    StartJob(move, TierJob::Kind::kCheck);
+    return true;
+  }
+  move->from = TierIndex::kFile;
+  move->room = copies_.TakeRoom(TierIndex::kHost, about.layout);
+  if (move->room == TierCopies::kNoRoom) {
+    End(move);
+  } else {
+    StartJob(move, TierJob::Kind::kRead);
+  }
+  return true;
+}
+
+void TierMoves::OnChecked(Move* move) {
+  if (!Lives(*move)) return End(move);
+  if (!move->job.status.ok()) {
+    const bool other = move->from == TierIndex::kHost &&
+                       copies_.room(TierIndex::kFile, move->node) != TierCopies::kNoRoom;
+    if (other) {
+      for (const auto& wait : std::exchange(move->waits, {})) {
+        wanted_.push_front({move->node, move->life, wait});
+      }
+    }
+    Fault(move->from, *move);
+    return End(move);
+  }
+  if (move->room != TierCopies::kNoRoom) {
+    copies_.Add(TierIndex::kHost, move->node, std::exchange(move->room, TierCopies::kNoRoom));
+  }
+  if (!cache_->prefixes().about(move->node).demoted()) return End(move);
+  move->restore = cache_->TakeToRestore(move->layout, move->tenant);
+  if (move->restore.id == 0) return End(move);
+  StartPart(move, move->restore.entry, true);
+}
+
+void TierMoves::OnRestored(Move* move) {
+  const bool wanted =
+      move->part_status.ok() && Lives(*move) && cache_->prefixes().about(move->node).demoted();
+  if (!wanted) {
+    cache_->DropRestore(move->restore.id);
+    return End(move);
+  }
+  TierFigures& from = Figures(move->from);
+  ++from.groups_out;
+  from.bytes_out += static_cast<uint64_t>(move->bytes);
+  from.ns_out += clock_->Now() - move->began;
+  cache_->Restore(move->node, move->restore.id,
+                  move->from == TierIndex::kHost ? Tier::kHost : Tier::kFile);
+  copies_.Use(TierIndex::kHost, move->node);
+  copies_.Use(TierIndex::kFile, move->node);
+  End(move);
+}
+
+TierStats TierMoves::stats() const {
+  TierStats stats = stats_;
+  const auto fill = [](const kvcache::TierRooms& rooms, TierFigures* figures) {
+    figures->bytes_total = rooms.bytes_total();
+    figures->bytes_used = rooms.bytes_used();
+    figures->groups = rooms.groups_used();
+  };
+  fill(store_->host(), &stats.host);
+  stats.host.dropped = copies_.dropped(TierIndex::kHost);
+  if (store_->file() != nullptr) fill(*store_->file(), &stats.file);
+  stats.file.dropped = copies_.dropped(TierIndex::kFile);
+  stats.moving = static_cast<int32_t>(moves_.size());
+  return stats;
+}
+
+}  // namespace mla::scheduler

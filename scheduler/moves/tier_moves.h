@@ -1,0 +1,153 @@
+// Page groups on their way between the pool and slower tiers: which go, and when.
+//
+//   pool --(launch reads)---> host memory --(thread writes)--> file
+//   pool <--(launch writes)-- host memory <--(thread reads)--- file
+//
+// Only groups that the prefix cache alone holds leave the pool: the oldest of a layout, once less
+// than tier_low_percent of the pool, or of what its tenant may have, is free, until
+// tier_high_percent are. A copy stays while its tier has room, so a group that comes back and goes
+// once more is not copied again. The host tier in turn passes on to the file what tier_file_hits
+// matches have used, and drops the rest, the oldest first.
+//
+// Bytes move with launches (PageMover) and on the store's threads; the role only keeps the books.
+// Every copy is checked against its seal before its bytes go anywhere. One that is not what it was
+// is dropped, counted and told as an event; matches then miss.
+//
+// Ownership: owns the store; borrows the rest. Threading: owned by the engine role, but for
+// TierWait.
+#ifndef MLA_SCHEDULER_MOVES_TIER_MOVES_H_
+#define MLA_SCHEDULER_MOVES_TIER_MOVES_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/mutex.h"
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/kvcache/tiers/tier_copies.h"
+#include "scheduler/kvcache/tiers/tier_store.h"
+#include "scheduler/limits.h"
+#include "scheduler/moves/page_mover.h"
+
+namespace mla::scheduler {
+
+// Until groups that were asked for are back, or have been given up. Any thread may wait.
+class TierWait final {
+ public:
+  explicit TierWait(int32_t groups) : left_(groups) {}
+  void CountDown();
+  void WaitFor(int64_t ms);
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  int32_t left_ ABSL_GUARDED_BY(mutex_);
+};
+
+class TierMoves final {
+ public:
+  // Of all moves at a time; a single group may be larger.
+  static constexpr int64_t kMovingBytes = int64_t{64} << 20;
+  static constexpr size_t kMostMoves = 16;
+  // Groups that one call of Pump lets go.
+  static constexpr int kMostAtOnce = 256;
+
+  TierMoves(const Limits& limits, kvcache::KvCache* cache, PageMover* mover, const Clock* clock,
+            std::unique_ptr<kvcache::TierStore> store);
+  // Jobs that run are waited for. REQUIRES: no launch moves anything for it any more.
+  ~TierMoves();
+
+  // Takes what has ended a step further, and starts what should move. Never waits. True if it did
+  // anything.
+  bool Pump();
+  // Whether Pump might do something.
+  bool ready() const;
+  // Brings the demoted pages of the chain back, from the one on that begins at `first_row`, as far
+  // as they are known, wanted and the pool has room. Null: there is nothing to wait for.
+  std::shared_ptr<TierWait> Restore(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
+                                    int64_t first_row, int64_t most_rows);
+  // `wake` is called from other threads when there is something for Pump. Set before any move.
+  void set_wake(std::function<void()> wake) { store_->set_wake(std::move(wake)); }
+  TierStats stats() const;
+
+ private:
+  enum class Kind : uint8_t { kDemote, kRestore, kStore };
+  struct Move {
+    Kind kind = Kind::kDemote;
+    int32_t node = -1;
+    uint64_t life = 0;
+    kvcache::LayoutId layout = -1;
+    TenantKey tenant = 0;
+    int64_t bytes = 0;
+    kvcache::KvCache::RestoreRoom restore;
+    uint32_t room = kvcache::TierCopies::kNoRoom;         // that is not the node's yet
+    kvcache::TierIndex from = kvcache::TierIndex::kHost;  // of a restore
+    MonotonicNanos began = 0;
+    kvcache::TierJob job;
+    PageMove part;
+    absl::Status part_status;
+    std::vector<std::shared_ptr<TierWait>> waits;
+  };
+  struct Wanted {
+    int32_t node = -1;
+    uint64_t life = 0;
+    std::shared_ptr<TierWait> wait;
+  };
+
+  bool Lives(const Move& move) const { return copies_.Lives(move.node, move.life); }
+  bool MayBegin(int64_t bytes) const;
+  Move* Begin(Kind kind, int32_t node);
+  Move* Find(int32_t node);
+  void End(Move* move);
+  std::span<std::byte> HostBytes(const Move& move) const;
+  void StartJob(Move* move, kvcache::TierJob::Kind kind);
+  void StartPart(Move* move, uint32_t entry, bool in);
+  // The file, or memory, has given back something else, or nothing.
+  void Fault(kvcache::TierIndex tier, const Move& move);
+  TierFigures& Figures(kvcache::TierIndex tier) {
+    return tier == kvcache::TierIndex::kHost ? stats_.host : stats_.file;
+  }
+
+  // --- Out of the pool
+  int64_t MarkOf(kvcache::LayoutId layout, int32_t percent) const;
+  int64_t FreeOf(kvcache::LayoutId layout) const;
+  bool WantsRoom(kvcache::LayoutId layout) const;
+  bool DemoteOne();
+  bool DemoteOneOf(kvcache::LayoutId layout);
+  void OnSealed(Move* move);
+  // --- Out of host memory
+  bool StoreOne();
+  void OnWritten(Move* move);
+  // --- Back
+  bool RestoreOne();
+  void OnChecked(Move* move);
+  void OnRestored(Move* move);
+
+  void OnJob(Move* move);
+  void OnPart(Move* move);
+
+  const Limits& limits_;
+  kvcache::KvCache* const cache_;
+  PageMover* const mover_;
+  const Clock* const clock_;
+  std::vector<std::unique_ptr<Move>> moves_;  // outlive the store's threads
+  const std::unique_ptr<kvcache::TierStore> store_;
+  kvcache::TierCopies copies_;
+  std::vector<Move*> parts_done_;
+  std::deque<Wanted> wanted_;
+  int64_t moving_bytes_ = 0;
+  int64_t leaving_bytes_ = 0;        // of them, out of the pool
+  kvcache::LayoutId demoting_ = -1;  // until the high mark is reached
+  bool storing_ = false;
+  uint64_t looked_at_ = ~uint64_t{0};  // the cache's steps after the last Pump
+  TierStats stats_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_MOVES_TIER_MOVES_H_
