@@ -99,8 +99,9 @@ TEST_F(TierStoreTest, RoomsOfAllSizesShareOneBudget) {
   EXPECT_EQ(rooms.offset(large) % kTierBlock, 0);
   EXPECT_EQ(rooms.Take(8 * kTierBlock), TierRooms::kNone);
   EXPECT_EQ(rooms.bytes_used(), 9 * kTierBlock);
-  rooms.Free(small, 1);
-  EXPECT_NE(rooms.Take(8 * kTierBlock), TierRooms::kNone);
+  rooms.Free(large, 8 * kTierBlock);
+  EXPECT_EQ(rooms.bytes_used(), kTierBlock);
+  EXPECT_NE(rooms.Take(15 * kTierBlock), TierRooms::kNone);
   EXPECT_EQ(rooms.Take(17 * kTierBlock), TierRooms::kNone);
 }
 
