@@ -14,7 +14,6 @@ using testing::EngineCoreTest;
 using testing::Pointers;
 using testing::Row;
 using testing::Rows;
-using testing::TestRequest;
 
 class EngineRefusalsTest : public EngineCoreTest {
  protected:

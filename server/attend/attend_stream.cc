@@ -15,8 +15,6 @@
 namespace mla::server {
 namespace {
 
-using scheduler::Resource;
-
 // Counted beside a message's tensors, so that tiny messages are bounded too.
 constexpr size_t kMessageOverhead = 1024;
 

@@ -247,7 +247,7 @@ TEST(ListsOfAMessageTest, IndexInputsAreForTheServersIndexer) {
 }
 
 TEST(ListsOfAMessageTest, RefusesWhatIsOutOfRange) {
-  const auto field = [](v1::Attend message, const scheduler::ModelSpec& model) {
+  const auto field = [](const v1::Attend& message, const scheduler::ModelSpec& model) {
     const Parsed parsed = Parse(message, model);
     EXPECT_EQ(parsed.status.code(), absl::StatusCode::kInvalidArgument);
     return parsed.detail.field;

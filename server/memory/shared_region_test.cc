@@ -86,7 +86,10 @@ class SharedRegionTest : public ::testing::Test {
     EXPECT_TRUE(region.ok()) << region.status();
     return *std::move(region);
   }
-  void End(std::shared_ptr<SharedRegion> region) { table_->Remove(*region); }
+  void End(std::shared_ptr<SharedRegion>&& region) {
+    table_->Remove(*region);
+    region.reset();
+  }
   // Once nothing is being closed any more.
   int64_t MappedAfterClosing() {
     while (table_->mapped_bytes() > 0) std::this_thread::yield();

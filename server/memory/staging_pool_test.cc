@@ -45,7 +45,7 @@ TEST(StagingPoolTest, Edges) {
   EXPECT_FALSE(static_cast<bool>(pool.Take(1)));
   const uint64_t releases = pool.releases();
   StagingPool::Block moved = std::move(block);
-  EXPECT_FALSE(static_cast<bool>(block));
+  EXPECT_FALSE(static_cast<bool>(block));  // NOLINT(bugprone-use-after-move): it is empty now
   moved.Reset();
   EXPECT_EQ(pool.releases(), releases + 1);
   EXPECT_TRUE(static_cast<bool>(pool.Take(1)));

@@ -53,10 +53,8 @@ std::string BytesText(double bytes) {
   size_t unit = 0;
   for (; bytes >= 1024 && unit + 1 < std::size(kUnits); ++unit) bytes /= 1024;
   if (unit == 0) return absl::StrFormat("%.0f B", bytes);
-  return absl::StrFormat(bytes < 10    ? "%.2f %s"
-                         : bytes < 100 ? "%.1f %s"
-                                       : "%.0f %s",
-                         bytes, kUnits[unit]);
+  const int digits = bytes < 10 ? 2 : bytes < 100 ? 1 : 0;
+  return absl::StrFormat("%.*f %s", digits, bytes, kUnits[unit]);
 }
 
 std::string NumberText(double number) {

@@ -167,7 +167,7 @@ TEST(BlockTest, SharedMemoryHasBoundsAndAlignment) {
 }
 
 TEST(BlockTest, LanesOfAWaveStayTogether) {
-  int slot = 0;
+  static int slot = 0;
   static int* const at = &slot;
   EXPECT_THAT(Launch([](const void*) { Meet(Index() == 3 ? OtherThing : Nothing, at); }),
               HasSubstr("different instructions"));
