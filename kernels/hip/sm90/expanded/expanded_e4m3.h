@@ -8,16 +8,17 @@
 //        O += P V (first columns, of tile t)  |  S = Q K^T (of t + 1)  |  O += P V (the others)
 //                                             |     sums of the first  |  softmax of t + 1
 //
-// Of each tile, a row's probabilities are 2^(x - top + kShift) with the row's largest logit `top`
-// of the tile, so the largest is not rounded. The matrix unit adds with 13 bits below the largest,
-// so it sums the keys of a tile alone; those sums are added in fp32, times the tile's factor and
-// the scale of its values.
+// The matrix unit adds with 13 bits below the largest, so it sums the keys of a tile alone; those
+// sums are added in fp32, times the tile's factor and the scale of its values (code_softmax.h). A
+// group gives the turn to the other one when its scores are there: exponentials of one group are
+// made beside products of the other.
 #ifndef MLA_KERNELS_HIP_SM90_EXPANDED_EXPANDED_E4M3_H_
 #define MLA_KERNELS_HIP_SM90_EXPANDED_EXPANDED_E4M3_H_
 
 #include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/sm90/e4m3/code_scale.h"
 #include "kernels/hip/sm90/e4m3/instructions.h"
+#include "kernels/hip/sm90/expanded/code_softmax.h"
 #include "kernels/hip/sm90/expanded/expanded_results.h"
 #include "kernels/hip/sm90/fp8/layout.h"
 
@@ -52,6 +53,7 @@ class ExpandedE4m3 {
   MLA_DEVICE static void run(const ExpandedArgs& args) {
     const ExpandedE4m3 self(args);
     self.prepare();
+    if (tile::wave_index() > 0) self.bring_first_item();
     if (self.group == 0) {
       tile::give_registers<56>();
       if (tile::wave_index() == 0) {
@@ -70,23 +72,15 @@ class ExpandedE4m3 {
   using Scores = typename Rows::Scores[1];
   static constexpr int kScores = Rows::kScoreElems;
   static constexpr int kOutputs = ExpandedResults::kOutputs;
-  static constexpr float kShift = 8.0f;  // 2^8 is the power of two below the largest code
-  static constexpr float kSlack = 8.0f;
   // Named barriers.
   static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
-  static constexpr int kBoth = 3;
+  static constexpr int kBoth = 3, kFirst = 4;
+  static constexpr int kBringers = 3;  // warps
 
   struct State {
     float o[kOutputs];
-    float origin[2];
-    float sum[2];    // of probabilities of this lane's keys
-    float scale[2];  // from scores to logits, without that of the keys
+    CodeSoftmax rows;
     int limit[2];
-  };
-  // Of a tile: what brings older sums and its own to the origin, and its values too.
-  struct Factors {
-    float old[2], now[2], value[2];
-    bool moved;
   };
   using Stages = Ring<kStages>;
   struct Tiles {
@@ -153,55 +147,77 @@ class ExpandedE4m3 {
     });
   }
 
+  // By all warps but the first, since they would wait for it.
+  MLA_DEVICE void bring_first_item() const {
+    const int index = args.unit_indptr[block_index()];
+    if (index == args.unit_indptr[block_index() + 1]) return;
+    const ExpandedItem& e = read_record(args.items + index);
+    const Item item = as_item(args, e);
+    const int warp = tile::wave_index() - 1;
+    if (warp < kBringers) store_records(e, item, 0, warp * 32 + lane);
+    bring_queries<kThreads / 32 - 1>(item, 0, warp);
+    tile::named_sync<kFirst, kThreads - 32>();
+    if (warp < kBringers) tile::barrier_arrive(q_full(0));
+  }
   MLA_DEVICE void bring_items() const {
     const int warp = tile::wave_index() - 1, word = warp * 32 + lane;
     int index = 0;
     for_each_expanded(args, [&](const ExpandedItem& e, const Item& item) {
-      const auto* from_item = reinterpret_cast<const uint32_t*>(&e);
-      const auto* from_segment = reinterpret_cast<const uint32_t*>(item.segment);
-      constexpr int kItemWords = sizeof(ExpandedItem) / 4,
-                    kSegmentWords = sizeof(SegmentRecord) / 4;
-      static_assert(kItemWords + kSegmentWords <= 96);
-      uint32_t value = 0;
-      if (word < kItemWords) {
-        value = from_item[word];
-      } else if (word < kItemWords + kSegmentWords) {
-        value = from_segment[word - kItemWords];
+      if (index == 0) {  // is there
+        ++index;
+        return;
       }
       const QueryLoader loader(item);
-      for (int p = word; p < item.rows; p += 96) {
+      for (int p = word; p < item.rows; p += 32 * kBringers) {
         const auto* row = reinterpret_cast<const uint8_t*>(loader.row(p));
 #pragma unroll
         for (int line = 0; line < kQueryChunks * 16; line += 128) tile::prefetch(row + line);
       }
       const int at = index % kQueryTiles;
       tile::barrier_wait(q_empty(at), (index / kQueryTiles & 1) ^ 1);
-      if (word < kItemWords + kSegmentWords) {
-        reinterpret_cast<uint32_t*>(records(index))[word] = value;
-      }
-      if (loader.aligned) {
-        bring_queries<true>(item, loader.row(0), at, warp);
-      } else {
-        bring_queries<false>(item, loader.row(0), at, warp);
-      }
-      tile::publish_shared();
+      store_records(e, item, index, word);
+      bring_queries<kBringers>(item, at, warp);
       tile::barrier_arrive(q_full(at));
       ++index;
     });
   }
-  // Every third row is this warp's. Rows of one head are a stride apart; rows past the item's take
-  // its first.
-  template <bool kAligned>
-  MLA_DEVICE void bring_queries(const Item& item, const uint16_t* first, int at, int warp) const {
+  // By thread `word` of the bringers.
+  MLA_DEVICE void store_records(const ExpandedItem& e, const Item& item, int index,
+                                int word) const {
+    const auto* from_item = reinterpret_cast<const uint32_t*>(&e);
+    const auto* from_segment = reinterpret_cast<const uint32_t*>(item.segment);
+    constexpr int kItemWords = sizeof(ExpandedItem) / 4, kSegmentWords = sizeof(SegmentRecord) / 4;
+    static_assert(kItemWords + kSegmentWords <= 32 * kBringers);
+    auto* const to = reinterpret_cast<uint32_t*>(records(index));
+    if (word < kItemWords) {
+      to[word] = from_item[word];
+    } else if (word < kItemWords + kSegmentWords) {
+      to[word] = from_segment[word - kItemWords];
+    }
+  }
+  template <int kWarps>
+  MLA_DEVICE void bring_queries(const Item& item, int at, int warp) const {
+    const QueryLoader loader(item);
+    if (loader.aligned) {
+      bring_rows<true, kWarps>(item, loader.row(0), at, warp);
+    } else {
+      bring_rows<false, kWarps>(item, loader.row(0), at, warp);
+    }
+    tile::publish_shared();
+  }
+  // Every kWarps-th row is this warp's. Rows of one head are a stride apart; rows past the item's
+  // take its first.
+  template <bool kAligned, int kWarps>
+  MLA_DEVICE void bring_rows(const Item& item, const uint16_t* first, int at, int warp) const {
     constexpr int kAtOnce = 6;
     const int64_t stride = item.segment->q_row_stride;
     const float scale = item.segment->softmax_scale * item.segment->kv_scale * kLog2e;
 #pragma unroll 1
-    for (int begin = warp; begin < kExpandedRows; begin += 3 * kAtOnce) {
+    for (int begin = warp; begin < kExpandedRows; begin += kWarps * kAtOnce) {
       Chunk chunks[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int row = begin + 3 * i;
+        const int row = begin + kWarps * i;
         chunks[i] = Chunk{};
         if (lane < kQueryChunks) {
           chunks[i] =
@@ -210,7 +226,7 @@ class ExpandedE4m3 {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (begin + 3 * i < kExpandedRows) write_row(chunks[i], at, begin + 3 * i, scale);
+        if (begin + kWarps * i < kExpandedRows) write_row(chunks[i], at, begin + kWarps * i, scale);
       }
     }
   }
@@ -303,15 +319,15 @@ class ExpandedE4m3 {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int r = results.row(slot);
-      state.origin[slot] = negative_infinity();
-      state.sum[slot] = 0.0f;
-      state.scale[slot] = tile::load_float(query_scales(query_tile) + r * 4);
+      state.rows.origin[slot] = negative_infinity();
+      state.rows.sum[slot] = 0.0f;
+      state.rows.scale[slot] = tile::load_float(query_scales(query_tile) + r * 4);
       state.limit[slot] = r < item.rows ? item.limit(r) : item.work.kv_end;
     }
     // As if one key of the earlier results' log-sum-exp and value had been seen.
     results.carry_in(e, item, state.o, [&](int slot, float lse) {
-      state.origin[slot] = lse * kLog2e;
-      state.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
+      state.rows.origin[slot] = lse * kLog2e;
+      state.rows.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
     });
   }
 
@@ -325,12 +341,12 @@ class ExpandedE4m3 {
     tile::barrier_wait(full(ring.at), ring.parity);
     await_turn();
     start_scores(tiles.query_tile, ring.at, s[0].c);
-    give_turn();
     tile::wgmma_wait<0>();
     tile::pin(s[0].c);
+    give_turn();
     if (tiles.count == 1) release(q_empty(tiles.query_tile));
-    Factors factors = softmax(s, ring.at, first, tiles.unmasked_end, state);
-    pack(s[0].c, p);
+    CodeSoftmax::Tops tops = take_tops(s, ring.at, first, tiles.unmasked_end, state);
+    CodeSoftmax::Factors factors = state.rows.take(s[0].c, tops, p);
     for (int t = 1; t < tiles.count; ++t) {
       Stages ahead = ring;
       ahead.next();
@@ -339,19 +355,18 @@ class ExpandedE4m3 {
       await_turn();
       start_values(stage(ring.at) + kKeyBytes, p, sums);
       start_scores(tiles.query_tile, ahead.at, s[0].c);
-      give_turn();
       tile::wgmma_wait<1>();
       add<0>(sums, factors, state);
       start_values(stage(ring.at) + kKeyBytes + kHalf * 2 * kTile, p, sums);
       tile::wgmma_wait<1>();
       tile::pin(s[0].c);
+      give_turn();
       if (t == tiles.count - 1) release(q_empty(tiles.query_tile));
-      const Factors next = softmax(s, ahead.at, first, tiles.unmasked_end, state);
+      tops = take_tops(s, ahead.at, first, tiles.unmasked_end, state);
       tile::wgmma_wait<0>();
       add<kHalf>(sums, factors, state);
+      factors = state.rows.take(s[0].c, tops, p);
       release(empty(ring.at));
-      factors = next;
-      pack(s[0].c, p);
       ring = ahead;
     }
     start_values(stage(ring.at) + kKeyBytes, p, sums);
@@ -399,7 +414,7 @@ class ExpandedE4m3 {
   }
   // Sums of a tile to those of columns 2 kBegin and on.
   template <int kBegin>
-  MLA_DEVICE static void add(float (&sums)[kHalf], const Factors& f, State& state) {
+  MLA_DEVICE static void add(float (&sums)[kHalf], const CodeSoftmax::Factors& f, State& state) {
     tile::pin(sums);
     if (f.moved) {
 #pragma unroll
@@ -412,65 +427,20 @@ class ExpandedE4m3 {
     tile::pin(sums);  // before they are wanted again
   }
 
-  // Probabilities in place of the scores.
-  MLA_DEVICE Factors softmax(Scores& s, int at, int first, int unmasked_end, State& state) const {
+  // Hides keys that rows do not see, and looks at the others.
+  MLA_DEVICE CodeSoftmax::Tops take_tops(Scores& s, int at, int first, int unmasked_end,
+                                         const State& state) const {
     if (first + kTile > unmasked_end) Rows::hide(s[0], state.limit, first, lane);
-    float of_tile[2];  // what keys and values are times
+    float of_tile[2];
     tile::load_two_floats(of_tile, scales(at));
-    float top[2], scale[2], from[2];
-    Rows::Softmax::maxima(s, top);
-    Factors f;
-    bool moved = false;
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      scale[slot] = state.scale[slot] * of_tile[0];
-      const bool empty = top[slot] == negative_infinity();
-      const float most = empty ? top[slot] : top[slot] * scale[slot];
-      const bool follows = most > state.origin[slot] + kSlack;
-      const float next = follows ? most : state.origin[slot];
-      const float counted = next == negative_infinity() ? 0.0f : next;
-      f.old[slot] = follows ? exp2_fast(state.origin[slot] - counted) : 1.0f;
-      f.now[slot] = exp2_fast(most - counted - kShift);
-      f.value[slot] = f.now[slot] * of_tile[1];
-      from[slot] = (empty ? 0.0f : most) - kShift;
-      state.origin[slot] = next;
-      moved |= follows;
-    }
-    f.moved = tile::any(moved);
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int slot = Rows::score_slot(i);
-      s[0].c[i] = exp2_fast(fma_f(s[0].c[i], scale[slot], -from[slot]));
-      sum[slot] += s[0].c[i];
-    }
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      state.sum[slot] = fma_f(sum[slot], f.now[slot], state.sum[slot] * f.old[slot]);
-    }
-    return f;
-  }
-  // Probabilities as the operands of the second product: word 2 c + h has row h of keys 16 c and
-  // on.
-  MLA_DEVICE static void pack(const float (&s)[kScores], uint32_t (&p)[kScores / 4]) {
-#pragma unroll
-    for (int c = 0; c < kScores / 8; ++c) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int i = 8 * c + 2 * h;
-        p[2 * c + h] = tile::pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
-      }
-    }
+    return state.rows.tops(s[0].c, of_tile);
   }
 
   MLA_DEVICE void finish(const Item& item, const State& state) const {
-    RowScale scale[2] = {statistics(state, 0), statistics(state, 1)};
+    RowScale scale[2] = {state.rows.statistics(0), state.rows.statistics(1)};
     scale[0].inverse *= item.segment->kv_scale;
     scale[1].inverse *= item.segment->kv_scale;
     results.store(item, scale, state.o);
-  }
-  MLA_DEVICE static RowScale statistics(const State& state, int slot) {
-    return RowScale(state.origin[slot], Rows::row_sum(state.sum[slot]));
   }
 
   const ExpandedArgs& args;
