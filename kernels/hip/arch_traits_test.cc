@@ -136,6 +136,19 @@ TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
     EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 16).products, DType::kBf16);
     EXPECT_EQ(chosen(kSm90Traits, DType::kBf16, 128).products, DType::kBf16);
     EXPECT_EQ(MostRows(kGfx950Traits, KvFormat::kFp8Row, DType::kFp8E4m3, kind), 0);
+    for (const int32_t rows : {1, 64, 65, 128}) {
+      const size_t i = ChooseAttend(kGfx950Traits, KvFormat::kFp8Tensor, DType::kFp8E4m3, kind,
+                                    rows, kUnits, kUnits);
+      const AttendVariant& v = kGfx950Traits.attend[i];
+      EXPECT_EQ(v.rows, rows > 64 ? 128 : 64);
+      EXPECT_EQ(v.products, rows > 64 ? DType::kFp8E4m3 : DType::kBf16);
+    }
+  }
+  for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
+    const bool some =
+        std::any_of(arch->attend.begin(), arch->attend.end(),
+                    [](const AttendVariant& v) { return v.products == DType::kFp8E4m3; });
+    EXPECT_EQ(arch->fp8_compute.empty(), !some) << arch->arch;
   }
 }
 

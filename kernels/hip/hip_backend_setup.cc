@@ -139,13 +139,8 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
     info_.index_dim = kIndexDim;
     info_.supported += absl::StrCat("; an indexer with index_dim ", kIndexDim);
   }
-  info_.fp8_products = std::any_of(arch.attend.begin(), arch.attend.end(),
-                                   [](const auto& v) { return v.products == DType::kFp8E4m3; });
-  if (info_.fp8_products) {
-    info_.fp8_compute =
-        "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "
-        "of bf16 products; bf16 products below, where reading the rows takes the time";
-  }
+  info_.fp8_products = !arch.fp8_compute.empty();
+  if (info_.fp8_products) info_.fp8_compute = std::string(arch.fp8_compute);
   info_.units = runtime_->units();
   info_.unified_memory = false;
   info_.in_place_bytes = runtime_->kernels_reach_host() ? kMostBytesInPlace : 0;

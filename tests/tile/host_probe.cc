@@ -11,6 +11,9 @@ constexpr kernels::hip::host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(probe_rows_16),      MLA_HOST_KERNEL(probe_rows_32),
     MLA_HOST_KERNEL(probe_copy),         MLA_HOST_KERNEL(probe_math),
     MLA_HOST_KERNEL(probe_lanes),
+#if MLA_GFX950
+    MLA_HOST_KERNEL(probe_codes),
+#endif
 #if MLA_SM90
     MLA_HOST_KERNEL(probe_wgmma_scores), MLA_HOST_KERNEL(probe_wgmma_outputs),
     MLA_HOST_KERNEL(probe_matrices),     MLA_HOST_KERNEL(probe_barriers),

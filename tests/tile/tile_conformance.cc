@@ -334,6 +334,25 @@ void AddArithmetic(int wave, std::vector<Case>& cases) {
   cases.push_back(lanes);
 }
 
+// Of numbers that codes hold.
+void AddCodes(std::vector<Case>& cases) {
+  constexpr int kRows = 32;
+  for (const auto& [what, a, b] : std::vector<Operands>{
+           {"rows of a", Whole(kRows, kDepth, 8, 6), OneHot(kKvRows, kDepth)},
+           {"rows of b", OneHot(kRows, kDepth), Whole(kKvRows, kDepth, 8, 7)},
+           {"whole numbers", Whole(kRows, kDepth, 8, 8), Whole(kKvRows, kDepth, 8, 9)}}) {
+    Case c{"probe_codes", what, 64, a.values, b.values, {}, {}, Product(a, b, true)};
+    for (int row = 0; row < kRows; ++row) {
+      const auto power = static_cast<float>(1 << row % 4);
+      float sum = 0.0f;
+      for (int k = 0; k < kDepth; ++k) sum += a.get(row, k) * power;
+      for (int col = 0; col < kKvRows; ++col) c.wanted[size_t(row) * kKvRows + col] *= power;
+      c.wanted.push_back(sum);
+    }
+    cases.push_back(c);
+  }
+}
+
 void AddWarpgroups(std::vector<Case>& cases) {
   constexpr uint32_t kThreads = 128;
   for (const Operands& o : Fillings(kGroupRows, kDepth, kKvRows, kDepth)) {
@@ -433,6 +452,7 @@ int Main(int argc, char** argv) {
   AddRows(device->wave(), cases);
   AddCopy(device->wave(), cases);
   AddArithmetic(device->wave(), cases);
+  if (device->runtime().arch() == "gfx950") AddCodes(cases);
   if (device->runtime().vendor() == kernels::hip::Vendor::kNvidia) AddWarpgroups(cases);
   int64_t elements = 0, wrong = 0;
   for (const Case& c : cases) {

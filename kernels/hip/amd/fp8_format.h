@@ -8,7 +8,6 @@
 #ifndef MLA_KERNELS_HIP_AMD_FP8_FORMAT_H_
 #define MLA_KERNELS_HIP_AMD_FP8_FORMAT_H_
 
-#include "kernels/hip/amd/page_format.h"
 #include "kernels/hip/kv/tile_format.h"
 
 namespace mla::kernels::hip {
@@ -32,12 +31,14 @@ struct Fp8Codes {
   }
 };
 
-template <KvFormat kFormat, class C, class W>
+template <KvFormat kFormat, class C, class OfWave>
 struct Fp8Format {
+  using W = OfWave;
   using Layout = StageLayout<kFormat, C>;
   using Shape = TileShape<C, W>;
   using Rows = Fp8Rows<Layout>;
   using Copies = tile::Copies;
+  static constexpr bool kCodes = false;
   using lds_t = tile::lds_t;
   using Order = Fp8Format;
   static constexpr int kGroups = W::kGroups;  // of lanes over the depth
@@ -194,22 +195,6 @@ struct Fp8Format {
   MLA_DEVICE static void hide_unseen(lds_t tile_base, int first_row, int thread) {
     Rows::template hide_unseen<kThreads>(tile_base, first_row, thread);
   }
-};
-
-template <KvFormat kFormat, class C>
-struct TileFormatOf {
-  using Wave = tile::Wave<C::kWaveRows>;
-  using Type = Fp8Format<kFormat, C, Wave>;
-};
-template <class C>
-struct TileFormatOf<KvFormat::kBf16, C> {
-  using Wave = tile::Wave<C::kWaveRows>;
-  using Type = Bf16Format<C, Wave>;
-};
-template <class C>
-struct TileFormatOf<KvFormat::kFp8Page, C> {
-  using Wave = tile::Wave<C::kWaveRows>;
-  using Type = PageFormat<C, Wave>;
 };
 
 }  // namespace mla::kernels::hip

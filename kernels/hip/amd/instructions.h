@@ -10,6 +10,7 @@ namespace mla::kernels::hip::tile {
 MLA_VECTOR(short, 4, bf16x4);
 MLA_VECTOR(uint32_t, 2, u32x2);
 MLA_VECTOR(uint32_t, 4, u32x4);
+MLA_VECTOR(uint32_t, 8, u32x8);
 MLA_VECTOR(float, 2, f32x2);
 MLA_VECTOR(float, 4, f32x4);
 MLA_VECTOR(float, 16, f32x16);
@@ -57,12 +58,20 @@ MLA_DEVICE u32x4 in_vector_registers(u32x4 x) {
   return x;
 }
 
+MLA_DEVICE float round_up(float x) { return __builtin_ceilf(x); }
+
 // --- Two 8-bit floats of the pool's kind, in the low or the high half of a word.
 template <bool kHigh>
 MLA_DEVICE f32x2 floats_of(uint32_t codes) {
   return __builtin_bit_cast(f32x2, __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), kHigh));
 }
 #if MLA_GFX950
+// Two numbers rounded to 8-bit floats, in that half of `others`, whose other half stays.
+template <bool kHigh>
+MLA_DEVICE uint32_t codes_of(float low, float high, uint32_t others) {
+  return static_cast<uint32_t>(
+      __builtin_amdgcn_cvt_pk_fp8_f32(low, high, static_cast<int>(others), kHigh));
+}
 // As packed bf16, times 2 to the power that `scale` has as its exponent.
 template <bool kHigh>
 MLA_DEVICE uint32_t scaled_bf16_of(uint32_t codes, float scale) {
@@ -110,6 +119,15 @@ MLA_DEVICE f32x16 multiply_32x32x16(u32x4 a, u32x4 b, f32x16 c) {
 MLA_DEVICE f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) {
   const bf16x8 x = __builtin_bit_cast(bf16x8, a), y = __builtin_bit_cast(bf16x8, b);
   return __builtin_amdgcn_mfma_f32_16x16x32_bf16(x, y, c, 0, 0, 0);
+}
+// Of 8-bit floats, those of b times 2^(b_exponent - 127). A lane has 32 bytes of its row's, or
+// column's, depth, and the exponent that they share.
+MLA_DEVICE f32x16 multiply_codes_32x32x64(u32x8 a, u32x8 b, int b_exponent, f32x16 c) {
+  constexpr int kE4m3 = 0, kOne = 127;
+  typedef int Words __attribute__((ext_vector_type(8)));
+  return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(__builtin_bit_cast(Words, a),
+                                                         __builtin_bit_cast(Words, b), c, kE4m3,
+                                                         kE4m3, 0, kOne, 0, b_exponent);
 }
 #else
 MLA_DEVICE f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) {

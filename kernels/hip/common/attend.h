@@ -25,7 +25,7 @@
 #include "kernels/hip/kv/visibility.h"
 #include "kernels/hip/kv/window_source.h"
 #if MLA_AMD
-#include "kernels/hip/amd/fp8_format.h"
+#include "kernels/hip/amd/tile_format_of.h"
 #else
 #include "kernels/hip/sm90/tile_format_of.h"
 #endif
@@ -75,12 +75,23 @@ class Attend {
   // Waves of a row exchange maxima only in tiles where an origin has to follow one.
   static constexpr bool kLazyShare = kSharedP && C::kOriginSlack > 0;
   static constexpr bool kHeldP = C::kValuesAhead > 0;  // probabilities of all steps are held
-  static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && kWaveCols <= 32);
+  static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && kWaveCols <= 64);
+  // Products of 8 bits: probabilities are rounded so much that outputs are divided by the sum of
+  // what was multiplied.
+  static constexpr bool kCodes = Format::kCodes;
+  static_assert(!kCodes || (!kSharedP && kPvSteps == 1));
 
+  struct SumsOfCodes {
+    typename W::Out sums;  // of this row in all elements
+    int exponent;          // plus 127, of the tile's probabilities
+  };
+  struct NoSums {};
+  using RoundedSums = std::conditional_t<kCodes, SumsOfCodes, NoSums>;
   struct State {
     typename W::Out o[kOutFragments];
     OnlineSoftmax<W, kScoreFragments> softmax;
     Visibility<kKind, C, W> visible;
+    RoundedSums rounded;
   };
   struct Probabilities {
     typename W::P of_step[kHeldP ? kPvSteps : 1];
@@ -180,7 +191,10 @@ class Attend {
   }
 
   MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
-    if constexpr (kOwnQueries) {
+    if constexpr (kCodes) {
+      Format::load_queries(QueryLoader(item), row_wave * C::kWaveRows, tile::lane_again(),
+                           queries.q);
+    } else if constexpr (kOwnQueries) {
       QueryLoader(item).load<W, typename Format::Order>(row_wave * C::kWaveRows, tile::lane_again(),
                                                         queries.q);
     } else {
@@ -199,6 +213,7 @@ class Attend {
     const int lane = tile::lane_again();
 #pragma unroll
     for (int f = 0; f < kOutFragments; ++f) W::clear(state.o[f]);
+    if constexpr (kCodes) W::clear(state.rounded.sums);
 #pragma unroll
     for (int s = 0; s < W::kSlots; ++s) {
       state.softmax.clear(s);
@@ -282,7 +297,9 @@ class Attend {
         exclude_from_report_end();
       }
     }
-    if (state.visible.masked()) hide(state, s);
+    if (state.visible.masked()) {
+      hide_unseen_scores<Format>(state.visible, col_wave * kWaveCols, s);
+    }
     return odd;
   }
 
@@ -299,7 +316,10 @@ class Attend {
       if constexpr (kOdd) between.load_flags(moves, odd);
     };
     bool moved;
-    if (!kLazyShare || scores) {
+    if constexpr (kCodes) {
+      moved =
+          Format::update(state.softmax, s, scale, C::kOriginSlack, factor, state.rounded.exponent);
+    } else if (!kLazyShare || scores) {
       moved = state.softmax.update(s, scale, C::kOriginSlack, factor, share_all);
     } else {
       moved = state.softmax.follow_others(s, scale, C::kOriginSlack, factor, share_all);
@@ -311,33 +331,9 @@ class Attend {
         schedule_fence();
         W::scale(state.o[f], factor);
       }
+      if constexpr (kCodes) W::scale(state.rounded.sums, factor);
       exclude_from_report_end();
     }
-  }
-
-  // Scores of keys that a row does not see become -inf. Bit c of a row's word stands for the column
-  // score_col(0, i) = c further than the lane's first, score_col(lane, i) being that much more than
-  // score_col(lane, 0).
-  MLA_DEVICE void hide(const State& state, typename W::Scores (&s)[kScoreFragments]) const {
-    exclude_from_report_begin();
-    const int lane = tile::lane_again();
-    uint32_t visible[W::kSlots];
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-      visible[slot] = state.visible.word(slot, col_wave * kWaveCols + Format::score_col(lane, 0));
-    }
-#pragma unroll
-    for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i) {
-        if (i % 4 == 0) schedule_fence();
-        const int column = f * W::kScoreCols + Format::score_col(0, i);
-        const uint32_t seen = bit_as_mask(visible[W::score_slot(i)], column);
-        const uint32_t x = float_to_bits(s[f].at(i));
-        s[f].set(i, bits_to_float((x & seen) | (float_to_bits(negative_infinity()) & ~seen)));
-      }
-    }
-    exclude_from_report_end();
   }
 
   // Where a wave is alone on its SIMD no other wave works while it waits for LDS: there reads run
@@ -400,7 +396,10 @@ class Attend {
     constexpr bool kScaledP = Values::kScalesP && !kExact;
     auto& p = held.of_step;
     typename W::P scaled;
-    if constexpr (kHeldP && !kSharedP && !kScaledP) {
+    if constexpr (kCodes) {
+      W::make_p(p[0], s, state.rounded.exponent);
+      W::add_up(state.rounded.sums, p[0]);
+    } else if constexpr (kHeldP && !kSharedP && !kScaledP) {
 #pragma unroll
       for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
     }
@@ -475,6 +474,7 @@ class Attend {
       const int p = row_wave * C::kWaveRows + W::row(lane, slot);
       if (p >= item.rows) continue;
       RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
+      if constexpr (kCodes) scale.inverse = scale.empty ? 0.0f : 1.0f / state.rounded.sums.at(0);
       if constexpr (Layout::kLayerScale) scale.inverse *= item.segment->kv_scale;
       if constexpr (kKind == AttentionKind::kWindow) {
         // Of parts the sink counts when they are merged.

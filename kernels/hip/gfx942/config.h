@@ -17,6 +17,7 @@ struct AttendBase {
   static constexpr int kRope = 64;
   static constexpr int kTileKv = 32;
   static constexpr int kRowWaves = 4, kColWaves = 1, kStages = 1;
+  static constexpr DType kProducts = DType::kBf16;
   // Powers of two by which maxima may pass the origin of the exponentials before that follows.
   static constexpr float kOriginSlack = 8.0f;
 };

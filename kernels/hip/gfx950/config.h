@@ -16,6 +16,7 @@ struct AttendBase {
   static constexpr int kRope = 64;
   static constexpr int kTileKv = 32;
   static constexpr int kRowWaves = 4, kColWaves = 1, kStages = 4;
+  static constexpr DType kProducts = DType::kBf16;
   // Powers of two by which maxima may pass the origin of the exponentials before that follows.
   static constexpr float kOriginSlack = 8.0f;
 };
@@ -49,6 +50,15 @@ template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
   static constexpr int kWaveRows = 32, kKeysAhead = 4, kValuesAhead = 6;
+};
+
+// With products of 8 bits, whose operands of values are 64 KV rows deep.
+template <AttentionKind kKind>
+struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
+  static constexpr DType kProducts = DType::kFp8E4m3;
+  static constexpr int kTileKv = 64, kStages = 3;
+  static constexpr int kWaveRows = 32, kKeysAhead = 3, kValuesAhead = 3;
 };
 
 // Attention: two blocks a CU of two stages each.

@@ -59,6 +59,8 @@ inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
 inline int opaque(int x) { return x; }
 inline u32x4 in_vector_registers(u32x4 x) { return x; }
 
+inline float round_up(float x) { return std::ceil(x); }
+
 // --- 8-bit floats.
 template <bool kHigh>
 f32x2 floats_of(uint32_t codes) {
@@ -73,6 +75,13 @@ uint32_t scaled_bf16_of(uint32_t codes, float scale) {
   const f32x2 x = floats_of<kHigh>(codes);
   const int exponent = static_cast<int>(float_to_bits(scale) >> 23 & 0xffu) - 127;
   return pack_bf16(std::ldexp(x[0], exponent), std::ldexp(x[1], exponent));
+}
+
+template <bool kHigh>
+uint32_t codes_of(float low, float high, uint32_t others) {
+  constexpr auto kKind = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
+  const uint32_t pair = EncodeFp8(low, kKind) | static_cast<uint32_t>(EncodeFp8(high, kKind)) << 8;
+  return kHigh ? (others & 0xffffu) | pair << 16 : (others & 0xffff0000u) | pair;
 }
 
 // --- Between lanes of a wave.
@@ -172,6 +181,47 @@ inline f32x16 multiply_32x32x16(u32x4 a, u32x4 b, f32x16 c) { return multiply_wa
 inline f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
 inline f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) { return multiply_wave<32>(a, b, c); }
 inline f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
+
+struct CodesSlot {
+  u32x8 a, b;
+  int b_exponent;
+  f32x16 c;
+};
+inline f32x16 multiply_codes_32x32x64(const u32x8& a, const u32x8& b, int b_exponent,
+                                      const f32x16& c) {
+  CodesSlot slot{a, b, b_exponent, c};
+  host::Meet(
+      [](host::Wave& wave) {
+        constexpr int kRows = 32, kDepth = 64, kEach = 32, kElements = 16;
+        alignas(32) static thread_local float left[kRows * kDepth], right[kDepth * kRows],
+            sums[kRows * kRows];
+        const auto row_of = [](int lane, int i) {
+          return 8 * (i >> 2) + 4 * (lane / 32) + (i & 3);
+        };
+        for (int lane = 0; lane < 64; ++lane) {
+          const auto& from = wave.slot<CodesSlot>(lane);
+          const int row = lane % kRows, first = lane / kRows * kEach;
+          uint8_t x[kEach], y[kEach];
+          std::memcpy(x, &from.a, sizeof(x));
+          std::memcpy(y, &from.b, sizeof(y));
+          for (int e = 0; e < kEach; ++e) {
+            left[row * kDepth + first + e] = DecodeFp8(x[e], Fp8Kind::kE4m3Fn);
+            right[(first + e) * kRows + row] =
+                std::ldexp(DecodeFp8(y[e], Fp8Kind::kE4m3Fn), from.b_exponent - 127);
+          }
+          for (int i = 0; i < kElements; ++i) sums[row_of(lane, i) * kRows + row] = from.c[i];
+        }
+        host::MultiplyAdd(sums, left, right, kRows, kRows, kDepth);
+        for (int lane = 0; lane < 64; ++lane) {
+          auto& to = wave.slot<CodesSlot>(lane);
+          for (int i = 0; i < kElements; ++i) {
+            to.c[i] = sums[row_of(lane, i) * kRows + lane % kRows];
+          }
+        }
+      },
+      &slot);
+  return slot.c;
+}
 
 // A group of 16 lanes reads kRows rows of 16 columns: kLanes lanes give the addresses of a row's
 // parts, kRows columns each, and every lane receives one column.

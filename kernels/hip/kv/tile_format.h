@@ -30,11 +30,13 @@ struct TileShape {
 };
 
 // Rows that lie in shared memory as bf16, which products take as they are.
-template <class C, class W, KvFormat kFormat = KvFormat::kBf16>
+template <class C, class OfWave, KvFormat kFormat = KvFormat::kBf16>
 struct Bf16Format {
+  using W = OfWave;
   using Layout = StageLayout<kFormat, C>;
   using Shape = TileShape<C, W>;
-  using Copies = tile::Copies;  // that bring tiles
+  using Copies = tile::Copies;           // that bring tiles
+  static constexpr bool kCodes = false;  // products are of 8 bits
   using lds_t = tile::lds_t;
 
   // Which depth a step has: Order::depth(step, group) is the first of the eight values of a lane.

@@ -86,6 +86,35 @@ class Visibility<AttentionKind::kSparse, C, W> : public ListVisibility<C, W, tru
 template <class C, class W>
 class Visibility<AttentionKind::kWindow, C, W> : public ListVisibility<C, W, false> {};
 
+// Scores of keys that a row does not see become -inf; the wave's begin with the tile's key
+// `first_column`. Bit c of a row's word stands for the column score_col(0, i) = c further than the
+// lane's first, Format::score_col(lane, i) being that much more than score_col(lane, 0).
+template <class Format, class Visible, class Scores, int kFragments>
+MLA_DEVICE void hide_unseen_scores(const Visible& visible, int first_column,
+                                   Scores (&s)[kFragments]) {
+  using W = typename Format::W;
+  exclude_from_report_begin();
+  const int lane = tile::lane_again();
+  uint32_t words[W::kSlots];
+#pragma unroll
+  for (int f = 0; f < kFragments; ++f) {
+    if (f * W::kScoreCols % 32 == 0) {
+      const int first = first_column + f * W::kScoreCols + Format::score_col(lane, 0);
+#pragma unroll
+      for (int slot = 0; slot < W::kSlots; ++slot) words[slot] = visible.word(slot, first);
+    }
+#pragma unroll
+    for (int i = 0; i < W::kScoreElems; ++i) {
+      if (i % 4 == 0) schedule_fence();
+      const int column = f * W::kScoreCols % 32 + Format::score_col(0, i);
+      const uint32_t seen = bit_as_mask(words[W::score_slot(i)], column);
+      const uint32_t x = float_to_bits(s[f].at(i));
+      s[f].set(i, bits_to_float((x & seen) | (float_to_bits(negative_infinity()) & ~seen)));
+    }
+  }
+  exclude_from_report_end();
+}
+
 }  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_KV_VISIBILITY_H_

@@ -25,11 +25,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
 
 # Clocks an instruction keeps its pipe busy for one wave of 64 lanes: matrix instructions by their
-# operations over the data sheet's rate (1024 bf16 operations a clock and SIMD on gfx950, 512 on
-# gfx942), LDS instructions by their bytes at the assumed peak (lds_banks.PEAK) if no banks
-# conflict, the others by the four clocks that a 16-lane SIMD takes to issue 64 lanes.
+# operations over the data sheet's rate (1024 bf16 operations a clock and SIMD on gfx950, twice as
+# many of 8 bits, 512 of bf16 on gfx942), LDS instructions by their bytes at the assumed peak
+# (lds_banks.PEAK) if no banks conflict, the others by the four clocks that a 16-lane SIMD takes to
+# issue 64 lanes.
 MATRIX_CLOCKS = {
-    "gfx950": {"v_mfma_f32_32x32x16_bf16": 32, "v_mfma_f32_16x16x32_bf16": 16},
+    "gfx950": {"v_mfma_f32_32x32x16_bf16": 32, "v_mfma_f32_16x16x32_bf16": 16,
+               "v_mfma_scale_f32_32x32x64_f8f6f4": 64},
     "gfx942": {"v_mfma_f32_32x32x8_bf16": 32, "v_mfma_f32_16x16x16_bf16": 16},
 }
 LDS_CLOCKS = {name: size * lds_banks.LANES // lds_banks.PEAK
@@ -51,13 +53,15 @@ ACCUMULATOR_MOVES = 15
 # pass through registers.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
           "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
+          "mla_attend_128_fp8_tensor_products": 3,
           "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3}
 STAGES |= {f"{name}_lists": stages for name, stages in STAGES.items()
            if re.match(r"mla_attend_\d", name)}
 STAGES["mla_attend_64_window"] = 4
 # Loops over rows of 8 bits, and over rows that lists name: the most that a turn may take of the
 # memory's time. Others of them have no bound. The bounds keep turns from growing.
-TURN = {"mla_attend_64_fp8_tensor": 1.15, "mla_attend_64_lists": 1.15,
+TURN = {"mla_attend_64_fp8_tensor": 1.15, "mla_attend_128_fp8_tensor_products": 1.3,
+        "mla_attend_64_lists": 1.15,
         "mla_attend_128_lists": 1.20}
 
 
