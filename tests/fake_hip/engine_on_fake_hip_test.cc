@@ -75,17 +75,17 @@ class LastLaunch final : public scheduler::EngineObserver {
   int32_t work_items = 0;
 };
 
-TEST(EngineOnFakeHip, AnIndexerIsRefusedByName) {
+TEST(EngineOnFakeHip, AnIndexerOfAnotherWidthIsRefusedByName) {
   const std::unique_ptr<EngineHarness> h = Harness();
   scheduler::ModelSpec spec = h->model();
   spec.id = "indexed";
   spec.attention = kernels::AttentionKind::kSparse;
   spec.top_k = 4;
-  spec.indexer = {64, 128};
+  spec.indexer = {64, 64};
   const absl::Status status =
       h->core().models().Register(h->core().FindTenant(h->tenant()), spec).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(DetailOf(status).field, "model.index_heads");
+  EXPECT_EQ(DetailOf(status).field, "model.index_dim");
   EXPECT_EQ(DetailOf(status).got, "64");
 }
 
