@@ -12,6 +12,7 @@
 #include "kernels/dtype.h"
 #include "kernels/formats/kv_format.h"
 #include "kernels/hip/attend_variants.h"
+#include "kernels/hip/common/kernel_args.h"
 
 namespace mla::kernels::hip {
 
@@ -76,8 +77,12 @@ struct ArchTraits {
   // Of the kernels for tiles of one row; 0: there are none.
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
+  // There is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
+  bool widens_lists = false;
   bool indexer = false;  // there are kernels for one
+  // Of its first kernel without the queries, which may lie there too (index_query_bytes).
   int32_t index_logits_shared_bytes = 0;
+  bool index_queries_shared = false;
   int32_t index_select_shared_bytes = 0;
   int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
   // Blocks of combine may wait beside those of the attention kernel, on units that it leaves idle.
@@ -116,9 +121,11 @@ inline constexpr ArchTraits kSm90Traits{
     .project_shared_bytes = 49152,
     .project_row_wide_shared_bytes = 33280,
     .project_row_deep_shared_bytes = 10240,
+    .widens_lists = true,
     .indexer = true,
-    .index_logits_shared_bytes = 8192,
-    .index_select_shared_bytes = 8456,
+    .index_logits_shared_bytes = 78848,
+    .index_queries_shared = true,
+    .index_select_shared_bytes = 73992,
     .waves_per_block = 8,
     .combine_overlaps = true,
     .blocks_per_unit = 2,
@@ -159,6 +166,33 @@ inline constexpr ArchTraits kGfx942Traits{
     .kv_granularity = 32,
     .item_overhead_rows = 256,
 };
+
+// Whether a launch with lists, of work items with so many places and at most `rows` packed rows,
+// over segments of `kv_rows` rows of `format`, has them widened to bf16 once: where each is read
+// twice or more, by blocks that would widen it themselves. Measured: widening a row at each of its
+// uses takes twice the time of reading it widened, or more.
+constexpr bool WidensLists(const ArchTraits& arch, KvFormat format, int32_t rows, int64_t places,
+                           int64_t kv_rows) {
+  constexpr int32_t kFewRows = 16;  // kernels for these multiply codes
+  return arch.widens_lists && format == KvFormat::kFp8Row && rows > kFewRows &&
+         places >= 2 * kv_rows;
+}
+
+// Keys of a block of mla_index_logits where query rows see `keys` in all: few enough that all units
+// have blocks, and so many that bringing the queries does not count.
+constexpr int32_t IndexKeysPerBlock(int64_t keys, int32_t units) {
+  constexpr int32_t kLeast = 256, kMost = 4096;
+  constexpr int64_t kBlocksPerUnit = 4;  // that there should be
+  int32_t chosen = kLeast;
+  while (chosen < kMost && chosen < keys / (kBlocksPerUnit * units)) chosen *= 2;
+  return chosen;
+}
+
+// Dynamic shared memory of mla_index_logits for queries of so many heads.
+constexpr int32_t IndexLogitsSharedBytes(const ArchTraits& arch, int32_t heads, DType dtype) {
+  const int32_t of_queries = arch.index_queries_shared ? index_query_bytes(heads, dtype) : 0;
+  return arch.index_logits_shared_bytes + of_queries;
+}
 
 // Dies of a device of `units` units that blocks are dealt to in turn.
 constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {

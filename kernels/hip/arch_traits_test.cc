@@ -248,5 +248,22 @@ TEST(CombineWavesBeside, GivesUpWavesOnlyForBlocksThatStartEarly) {
   EXPECT_EQ(CombineWavesBeside(kGfx950Traits, kRows, kParts, 4, kBlocks, 100), 4);
 }
 
+TEST(WidensLists, WhereRowsAreReadTwiceByBlocksThatWidenThem) {
+  constexpr auto kRow = KvFormat::kFp8Row;
+  EXPECT_TRUE(WidensLists(kSm90Traits, kRow, 128, 200, 100));
+  EXPECT_FALSE(WidensLists(kSm90Traits, kRow, 128, 199, 100));
+  EXPECT_FALSE(WidensLists(kSm90Traits, kRow, 16, 200, 100));
+  EXPECT_FALSE(WidensLists(kSm90Traits, KvFormat::kFp8Tensor, 128, 200, 100));
+  EXPECT_FALSE(WidensLists(kSm90Traits, KvFormat::kBf16, 128, 200, 100));
+  EXPECT_FALSE(WidensLists(kGfx950Traits, kRow, 128, 200, 100));
+}
+
+TEST(IndexKeysPerBlock, IsLargestWhereAllUnitsStillHaveBlocks) {
+  EXPECT_EQ(IndexKeysPerBlock(1, kUnits), 256);
+  EXPECT_EQ(IndexKeysPerBlock(16 * 65536, kUnits), 2048);
+  EXPECT_EQ(IndexKeysPerBlock(64 * 65536, kUnits), 4096);
+  EXPECT_EQ(IndexKeysPerBlock(int64_t{1} << 40, kUnits), 4096);
+}
+
 }  // namespace
 }  // namespace mla::kernels::hip

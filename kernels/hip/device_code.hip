@@ -32,6 +32,7 @@
 #include "kernels/hip/sm90/index/index_logits.h"
 #include "kernels/hip/sm90/index/index_select.h"
 #include "kernels/hip/sm90/wide/attend_wide.h"
+#include "kernels/hip/sm90/wide/widen_rows.h"
 #endif
 
 #if MLA_GFX950
@@ -154,7 +155,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(kIndexSelectThreads)
 
 // The host launches with the sizes of arch_traits.h.
 #if MLA_SM90
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(kIndexLogitsThreads)
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(kIndexLogitsThreads)
     mla_index_logits(const MLA_KERNEL_ARGUMENT IndexArgs args) {
   index_logits(args);
 }
@@ -163,8 +164,12 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(kIndexSelectThreads)
   IndexSelect::run(args);
 }
 
-static_assert(IndexLogits<true>::kSharedBytes == kSm90Traits.index_logits_shared_bytes);
-static_assert(IndexLogits<false>::kSharedBytes == kSm90Traits.index_logits_shared_bytes);
+extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
+    mla_widen_rows(const MLA_KERNEL_ARGUMENT WidenArgs args) {
+  WidenRows::run(args);
+}
+
+static_assert(IndexLayout::kFixedBytes == kSm90Traits.index_logits_shared_bytes);
 static_assert(IndexSelect::kSharedBytes == kSm90Traits.index_select_shared_bytes);
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_project_row_wide(const MLA_KERNEL_ARGUMENT ProjectArgs args) {

@@ -321,9 +321,17 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
     run.windows = *windows;
   }
 
+  run.format = params.desc.kv_format;
+  run.products = params.desc.products;
+  run.page_tables = table_mirror_.As<uint32_t>();
+  run.pool = pool_.As<uint8_t>() + params.segments[0].layer_offset;
+
   int32_t rows = 0;
   for (const WorkInfo& w : params.plan.work_info) {
     rows = std::max(rows, PackedRows(w.q_begin, w.q_end, w.heads));
+  }
+  if (Widens(params, run, rows)) {
+    if (absl::Status s = AddWiden(slot, params, &run); !s.ok()) return s;
   }
   int32_t busy = 0;
   uint32_t units = 0;  // up to the last that has work
@@ -332,14 +340,14 @@ absl::Status HipBackend::AddAbsorbed(LaunchSlot& slot, const AttentionParams& pa
     ++busy;
     units = static_cast<uint32_t>(i) + 1;
   }
-  const size_t chosen = ChooseAttend(*arch_, params.desc.kv_format, params.desc.products,
-                                     params.desc.attention, rows, busy, runtime_->units());
+  const size_t chosen = ChooseAttend(*arch_, run.format, run.products, params.desc.attention, rows,
+                                     busy, runtime_->units());
   const AttendVariant& variant = arch_->attend[chosen];
   AttendArgs args = {};
   args.segments = run.segments;
   args.windows = run.windows;
-  args.page_tables = table_mirror_.As<uint32_t>();
-  args.pool = pool_.As<uint8_t>() + params.segments[0].layer_offset;
+  args.page_tables = run.page_tables;
+  args.pool = run.pool;
   args.work_indptr = plan.work_indptr;
   args.work_info = plan.work_info;
   args.partial_o = partial_o_.As<float>();

@@ -103,7 +103,7 @@ class HipBackend final : public AttentionBackend {
  private:
   struct Kernels {
     Function move = nullptr, copy_tensors = nullptr, append = nullptr, combine = nullptr;
-    Function index_logits = nullptr, index_select = nullptr;
+    Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
     Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
     Function attend_expanded = nullptr, attend_expanded_products = nullptr;
     std::vector<Function> attend, expand;  // as those of ArchTraits
@@ -112,8 +112,13 @@ class HipBackend final : public AttentionBackend {
   struct Attended {
     const SegmentRecord* segments = nullptr;
     const WindowRecord* windows = nullptr;  // of kWindow
-    bool exchanged = false;                 // as AttendVariant::exchanged_partials
-    int32_t idle_units = 0;                 // that attention leaves to combine
+    // What the rows are, and where the segments find them.
+    KvFormat format = KvFormat::kBf16;
+    DType products = DType::kBf16;
+    const uint32_t* page_tables = nullptr;
+    const uint8_t* pool = nullptr;
+    bool exchanged = false;  // as AttendVariant::exchanged_partials
+    int32_t idle_units = 0;  // that attention leaves to combine
   };
 
   HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
@@ -135,10 +140,16 @@ class HipBackend final : public AttentionBackend {
   absl::Status Build(int32_t slot, const Launch& launch);
   absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records);
   absl::Status AddSelects(LaunchSlot& slot, std::span<const SelectRecord> records);
-  // The kernels of one round: index_rows_ and index_blocks_. Offsets of the records count from
+  // What the rounds of an indexer's launch have in common. Offsets of the records count from
   // `layer_offset`.
-  absl::Status AddIndexRound(LaunchSlot& slot, const SelectRecord* records, int64_t layer_offset,
-                             int32_t keys_per_block);
+  struct Indexing {
+    const SelectRecord* records;
+    int64_t layer_offset;
+    int32_t keys_per_block;
+    int32_t logits_shared_bytes;
+  };
+  // The kernels of one round: index_rows_ and index_blocks_.
+  absl::Status AddIndexRound(LaunchSlot& slot, const Indexing& all);
   absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
   absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
   // What the kernels scale a layer's rows with (kernel_args.h).
@@ -148,6 +159,11 @@ class HipBackend final : public AttentionBackend {
   absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const AttentionParams& params);
   absl::Status AddAttention(int32_t slot, const AttentionParams& params);
   absl::Status AddAbsorbed(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan);
+  // Whether the rows of `run` are to be widened first, for work items of at most `rows` packed
+  // rows.
+  bool Widens(const AttentionParams& params, const Attended& run, int32_t rows) const;
+  // Widens them; `run` says what they then are and where.
+  absl::Status AddWiden(LaunchSlot& slot, const AttentionParams& params, Attended* run);
   absl::Status AddCombine(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan,
                           const Attended& run);
   absl::Status CheckProjections(const char* verb, std::span<const ProjectionRecord> records) const;
@@ -156,7 +172,8 @@ class HipBackend final : public AttentionBackend {
   absl::Status CheckRun(const AttentionParams& params) const;
   // Bytes of the workspace for up-projected keys and values under these limits; 0 without weights.
   int64_t ExpandedWorkspaceBytes(const BackendLimits& limits) const;
-  // Bytes of what the indexer leaves between its kernels; 0 where no model may have one.
+  // Bytes of what the indexer leaves between its kernels, or of rows that are widened for lists; 0
+  // where no model may have either.
   int64_t IndexWorkspaceBytes(const BackendLimits& limits) const;
   int64_t IndexMetadataBytes(const BackendLimits& limits) const;
   // Device memory of one plan, and how many of them are kept.

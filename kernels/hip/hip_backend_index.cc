@@ -11,22 +11,23 @@ namespace {
 // A launch that needs more goes in rounds.
 constexpr int64_t kRanks = int64_t{16} << 20;
 constexpr int32_t kRoundRows = 1024;
-// Keys of a block of mla_index_logits: few enough that all units have blocks, and so many that
-// bringing the queries does not count.
-constexpr int64_t kLeastBlockKeys = 256, kMostBlockKeys = 2048;
-constexpr int64_t kBlocksPerUnit = 4;  // that there should be
 
 int64_t RanksOf(int32_t visible) {
   return (int64_t{visible} + kIndexRowAlignment - 1) / kIndexRowAlignment * kIndexRowAlignment;
 }
 
-int32_t KeysPerBlock(std::span<const SelectRecord> records, int32_t units) {
+int64_t KeysOf(std::span<const SelectRecord> records) {
   int64_t keys = 0;
   for (const SelectRecord& r : records) keys += int64_t{r.rows} * r.kv_rows;
-  const int64_t wanted = keys / (kBlocksPerUnit * units);
-  int64_t chosen = kLeastBlockKeys;
-  while (chosen < kMostBlockKeys && chosen < wanted) chosen *= 2;
-  return static_cast<int32_t>(chosen);
+  return keys;
+}
+
+int32_t LogitsSharedBytes(const ArchTraits& arch, std::span<const SelectRecord> records) {
+  int32_t most = 0;
+  for (const SelectRecord& r : records) {
+    most = std::max(most, IndexLogitsSharedBytes(arch, r.indexer.heads, r.dtype));
+  }
+  return most;
 }
 
 }  // namespace
@@ -59,25 +60,24 @@ absl::Status HipBackend::AllocateIndex(const BackendLimits& limits) {
   return runtime_->Fill(index_bins_.at(), 0, index_bins_.bytes(), streams_.compute);
 }
 
-absl::Status HipBackend::AddIndexRound(LaunchSlot& slot, const SelectRecord* records,
-                                       int64_t layer_offset, int32_t keys_per_block) {
+absl::Status HipBackend::AddIndexRound(LaunchSlot& slot, const Indexing& all) {
   auto rows = slot.metadata().Put(std::span<const IndexRow>(index_rows_));
   if (!rows.ok()) return rows.status();
   auto blocks = slot.metadata().Put(std::span<const int32_t>(index_blocks_));
   if (!blocks.ok()) return blocks.status();
   IndexArgs args = {};
-  args.records = records;
+  args.records = all.records;
   args.rows = *rows;
   args.first_block = *blocks;
   args.page_tables = table_mirror_.As<uint32_t>();
-  args.pool = pool_.As<uint8_t>() + layer_offset;
+  args.pool = pool_.As<uint8_t>() + all.layer_offset;
   args.ranks = index_ranks_.As<uint32_t>();
   args.bins = index_bins_.As<uint32_t>();
   args.count = static_cast<int32_t>(index_rows_.size());
-  args.keys_per_block = keys_per_block;
+  args.keys_per_block = all.keys_per_block;
   LaunchShape shape{.grid_x = static_cast<uint32_t>(index_blocks_.back()),
                     .threads = kIndexLogitsThreads,
-                    .shared_bytes = static_cast<uint32_t>(arch_->index_logits_shared_bytes)};
+                    .shared_bytes = static_cast<uint32_t>(all.logits_shared_bytes)};
   if (absl::Status s = slot.AddKernel(kernels_.index_logits, shape, args); !s.ok()) return s;
   shape.grid_x = static_cast<uint32_t>(args.count);
   shape.threads = kIndexSelectThreads;
@@ -107,10 +107,11 @@ absl::Status HipBackend::AddSelects(LaunchSlot& slot, std::span<const SelectReco
     return record;
   });
   if (!uploaded.ok()) return uploaded.status();
-  const int32_t keys_per_block = KeysPerBlock(records, runtime_->units());
+  const Indexing all{*uploaded, layer, IndexKeysPerBlock(KeysOf(records), runtime_->units()),
+                     LogitsSharedBytes(*arch_, records)};
   int64_t ranks = 0;
   const auto end_round = [&] {
-    absl::Status s = AddIndexRound(slot, *uploaded, layer, keys_per_block);
+    absl::Status s = AddIndexRound(slot, all);
     ranks = 0;
     index_rows_.clear();
     index_blocks_.assign(1, 0);
@@ -126,7 +127,7 @@ absl::Status HipBackend::AddSelects(LaunchSlot& slot, std::span<const SelectReco
       }
       index_rows_.push_back({static_cast<int32_t>(i), row, visible, static_cast<int32_t>(ranks)});
       index_blocks_.push_back(index_blocks_.back() +
-                              (visible + keys_per_block - 1) / keys_per_block);
+                              (visible + all.keys_per_block - 1) / all.keys_per_block);
       ranks += RanksOf(visible);
     }
   }

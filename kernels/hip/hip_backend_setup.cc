@@ -178,8 +178,10 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
                &kernels_.project_row_deep);
     }
   }
+  if (s.ok() && arch_->widens_lists) s = find(kWidenKernel, 0, &kernels_.widen);
   if (s.ok() && arch_->indexer) {
-    s = find(kIndexLogitsKernel, arch_->index_logits_shared_bytes, &kernels_.index_logits);
+    s = find(kIndexLogitsKernel, IndexLogitsSharedBytes(*arch_, kMaxIndexHeads, DType::kF32),
+             &kernels_.index_logits);
     if (s.ok()) {
       s = find(kIndexSelectKernel, arch_->index_select_shared_bytes, &kernels_.index_select);
     }
@@ -241,9 +243,10 @@ int64_t HipBackend::MetadataBytes(const BackendLimits& l) const {
   constexpr int64_t kForms = 2;
   constexpr int64_t kAppends = 2;  // of a request: rows, and index keys or entries
   constexpr int64_t kSlack = 256 * 1024;
-  const int64_t segments = static_cast<int64_t>(l.launch_requests) *
-                           (kForms * sizeof(SegmentRecord) + sizeof(WindowRecord) +
-                            kAppends * (sizeof(AppendRecord) + sizeof(int32_t)) + kRegionAlignment);
+  const int64_t segments =
+      static_cast<int64_t>(l.launch_requests) *
+      (kForms * sizeof(SegmentRecord) + sizeof(int32_t) + sizeof(WindowRecord) +
+       kAppends * (sizeof(AppendRecord) + sizeof(int32_t)) + kRegionAlignment);
   const int64_t projections = 2 * (ProjectionRows(l) * static_cast<int64_t>(sizeof(ProjectRow)) +
                                    ProjectionTiles(l) * static_cast<int64_t>(sizeof(ProjectTile)));
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));

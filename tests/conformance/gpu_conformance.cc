@@ -365,13 +365,15 @@ absl::StatusOr<int64_t> RunIndexer(const Flags& flags, const Gpu& gpu) {
   if (!s.ok()) return s;
   const int32_t dim = (*backend)->Info().index_dim;
   int64_t failures = 0;
-  for (const IndexerCase& c : IndexerCases(static_cast<int32_t>(flags.shapes), {dim})) {
+  std::vector<IndexerCase> cases = IndexerCases(static_cast<int32_t>(flags.shapes), {dim});
+  for (const IndexerCase& c : LongIndexerCases()) cases.push_back(c);
+  for (const IndexerCase& c : cases) {
     IndexerWorkload workload(c);
     s = workload.Run(reference, 0, c.rows).status();  // the bytes of the pages
     if (s.ok()) s = workload.Check(**backend);
     failures += Failed(ToString(c), s);
   }
-  std::printf("indexer: %lld launches, %lld failures\n", static_cast<long long>(flags.shapes),
+  std::printf("indexer: %lld launches, %lld failures\n", static_cast<long long>(cases.size()),
               static_cast<long long>(failures));
   return failures;
 }

@@ -68,6 +68,7 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
     kernels.emplace_back(kProjectRowWideKernel);
     kernels.emplace_back(kProjectRowDeepKernel);
   }
+  if (arch.widens_lists) kernels.emplace_back(kWidenKernel);
   if (arch.indexer) {
     kernels.emplace_back(kIndexLogitsKernel);
     kernels.emplace_back(kIndexSelectKernel);

@@ -3,6 +3,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/sparse/indexer_workload.h"
@@ -38,7 +39,9 @@ TEST_P(SparseKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
   ASSERT_TRUE(backend->Configure(conformance::IndexerLimits()).ok());
   ReferenceBackend reference;
   ASSERT_TRUE(reference.Configure(conformance::IndexerLimits()).ok());
-  for (const IndexerCase& c : conformance::IndexerCases(10, {kIndexDim})) {
+  std::vector<IndexerCase> cases = conformance::IndexerCases(10, {kIndexDim});
+  for (const IndexerCase& c : conformance::LongIndexerCases()) cases.push_back(c);
+  for (const IndexerCase& c : cases) {
     IndexerWorkload workload(c);
     ASSERT_TRUE(workload.Run(reference, 0, c.rows).ok());  // the bytes of the pages
     const absl::Status checked = workload.Check(*backend);

@@ -133,6 +133,19 @@ struct AppendArgs {
   int32_t count;
 };
 
+// All KV rows of some segments, of fp8_row, as rows of bf16 one behind the other. One wave a row;
+// `first_row[i]` counts the rows of segments before i.
+inline constexpr char kWidenKernel[] = "mla_widen_rows";
+inline constexpr int32_t kWidenedRowBytes = (512 + 64) * 2;
+struct WidenArgs {
+  const SegmentRecord* segments;
+  const int32_t* first_row;  // [count + 1]
+  const uint32_t* page_tables;
+  const uint8_t* pool;
+  uint8_t* rows;
+  int32_t count;
+};
+
 // out[r, h, :n] = in[r, h, :k] x w[h, k, n], and out[r, h, n:n+copy] = in[r, h, k:k+copy].
 // Rows of all records are gathered into tiles of kProjectRows; a tile stays within one weight slot
 // and head range.
@@ -178,6 +191,16 @@ inline constexpr int32_t kIndexSelectThreads = 1024;
 inline constexpr int32_t kIndexBinBits = 11;
 inline constexpr int32_t kIndexBins = 1 << kIndexBinBits;
 inline constexpr int32_t kIndexRowAlignment = 4;  // of IndexRow::first_rank
+// Where mla_index_logits keeps queries in shared memory: operands of some heads each, of fp32
+// queries two.
+inline constexpr int32_t kIndexHeadBlock = 64;
+inline constexpr int32_t kIndexOperandBytes = kIndexHeadBlock * kIndexDim * 2;
+constexpr int32_t index_blocks(int32_t heads) {
+  return (heads + kIndexHeadBlock - 1) / kIndexHeadBlock;
+}
+constexpr int32_t index_query_bytes(int32_t heads, DType dtype) {
+  return index_blocks(heads) * (dtype == DType::kF32 ? 2 : 1) * kIndexOperandBytes;
+}
 struct IndexRow {
   int32_t record;      // in IndexArgs::records
   int32_t row;         // of that record
@@ -198,6 +221,7 @@ struct IndexArgs {
 
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
 static_assert(std::is_trivially_copyable_v<IndexArgs>);
+static_assert(std::is_trivially_copyable_v<WidenArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);
 static_assert(std::is_trivially_copyable_v<CopyTensorsArgs>);
 static_assert(std::is_trivially_copyable_v<ProjectArgs>);

@@ -63,9 +63,10 @@ inline void store_matrices_transposed(lds_t at, uint32_t r0, uint32_t r1, uint32
   store_chunk(at, c);
 }
 
-inline void multiply_held_f16(float (&c)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+template <int kElements>
+void multiply_held_f16(float (&c)[kElements], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   host::StartProduct({c,
-                      16,
+                      2 * kElements,
                       accumulate != 0,
                       true,
                       false,

@@ -92,6 +92,7 @@ inline uint32_t ballot(bool x) {
       &slot);
   return slot.result;
 }
+inline uint32_t bits_set(uint32_t x) { return static_cast<uint32_t>(__builtin_popcount(x)); }
 template <int kStep>
 uint32_t exchange_word(uint32_t x) {
   return from_lane(x, (thread_index() & 31) ^ kStep);
@@ -120,6 +121,8 @@ inline void add_word_shared(lds_t at, uint32_t x) {
 inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
 inline void store_half_word(lds_t at, uint32_t x) { shared_store(at, static_cast<uint16_t>(x)); }
 
+inline float positive(float x) { return x < 0.0f ? 0.0f : x; }
+
 // --- 8-bit floats.
 inline uint32_t bf16_of_codes(uint32_t codes) {
   constexpr auto kKind = Fp8Kind::kE4m3Fn;
@@ -127,11 +130,13 @@ inline uint32_t bf16_of_codes(uint32_t codes) {
                    DecodeFp8(static_cast<uint8_t>(codes >> 8), kKind));
 }
 // --- Asynchronous copies.
-inline void copy_chunk(lds_t at, const void* source) {
+inline void copy_bytes(lds_t at, const void* source, int bytes) {
   host::Lane& lane = *host::the_lane;
   char* const to = shared_bytes() + at;
-  host::the_block->shared.StartCopy(lane.copies, to, source, 16, lane.wave->index);
+  host::the_block->shared.StartCopy(lane.copies, to, source, bytes, lane.wave->index);
 }
+inline void copy_chunk(lds_t at, const void* source) { copy_bytes(at, source, 16); }
+inline void copy_word(lds_t at, const void* source) { copy_bytes(at, source, 4); }
 inline void close_copies() { host::the_lane->copies.CloseGroup(); }
 template <int kYounger>
 void wait_for_copies() {

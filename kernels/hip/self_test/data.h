@@ -38,6 +38,9 @@ struct Shape {
   // The first segment is one query row with the heads of all, and index lists name the KV rows: all
   // of them in an order of their own, or but for the one with the NaN, and -1 in between.
   bool lists = false;
+  // KV rows of the segment without a key, whose list is empty: of many, no row of the launch is
+  // read so often that rows would be widened first (WidensLists).
+  int32_t unlisted = 0;
 };
 // Small ones first: what is wrong with a kernel shows there already, as a rule. Two query rows make
 // a tile for one block of the smallest of the attention kernels, twenty one that takes the largest
@@ -49,10 +52,11 @@ inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
                                     {1600, 3, 800, 20, 0, true, true},
                                     {850, 3, 0, 0, 130, true, true}};
 inline constexpr Shape kListShapes[] = {{150, 64, 96, 20, 0, true, false, true},
+                                        {150, 64, 96, 20, 0, true, false, true, 1 << 20},
                                         {1600, 3, 800, 2, 0, false, true, true},
                                         {1600, 3, 800, 20, 0, true, true, true}};
-// Rows of other formats than bf16 take the first of both: what differs is in every tile.
-inline constexpr size_t kFp8Shapes = 2;
+// Rows of other formats than bf16 take the first of each: what differs is in every tile.
+inline constexpr size_t kFp8Shapes = 2, kFp8ListShapes = 3;
 inline constexpr int32_t kMostRows = 1600;
 inline constexpr int32_t kMostQueries = 130;
 inline constexpr int32_t kMostAbsorbed = 20;

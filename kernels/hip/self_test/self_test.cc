@@ -166,7 +166,7 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
     r.o = static_cast<float*>(expanded ? s.expanded_o : s.latent) + row * r.o_row_stride;
     r.lse = static_cast<float*>(expanded ? s.expanded_lse : s.lse) + row * kHeads;
     r.q_rows = i == 0 ? d.queries : 1;
-    r.kv_rows = i == 0 ? d.shape.kv_rows : i == 1 ? 0 : kShortRows;
+    r.kv_rows = i == 0 ? d.shape.kv_rows : i == 1 ? d.shape.unlisted : kShortRows;
     r.num_heads = kHeads;
     if (d.shape.lists) {
       r.num_heads = r.q_rows * kHeads;
@@ -354,8 +354,9 @@ absl::Status Check(AttentionBackend& backend) {
       backend.LoadWeights(0, kGeometry, 0, kHeads, weights.uk.data(), weights.uv.data());
   if (s.ok()) s = CheckPages(backend);
   for (const KvFormat format : backend.Info().kv_formats) {
-    const size_t shapes = format == KvFormat::kBf16 ? std::size(kShapes) : kFp8Shapes;
-    const size_t with_lists = std::min(shapes, std::size(kListShapes));
+    const bool all = format == KvFormat::kBf16;
+    const size_t shapes = all ? std::size(kShapes) : kFp8Shapes;
+    const size_t with_lists = all ? std::size(kListShapes) : kFp8ListShapes;
     for (const auto tested :
          {std::span(kShapes).first(shapes), std::span(kListShapes).first(with_lists)}) {
       for (const Shape& shape : tested) {

@@ -34,6 +34,8 @@ MLA_DEVICE uint32_t exchange_word(uint32_t x) {
   return __shfl_xor_sync(0xffffffffu, x, kStep);
 }
 
+MLA_DEVICE uint32_t bits_set(uint32_t x) { return static_cast<uint32_t>(__popc(x)); }
+
 // The value of a lane, which may differ from lane to lane.
 MLA_DEVICE uint32_t from_lane(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 // The value of one lane, for all: `from` is the same in every lane.
@@ -93,6 +95,10 @@ MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
                : "memory");
 }
+// The same of four bytes.
+MLA_DEVICE void copy_word(lds_t at, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(source) : "memory");
+}
 // Copies since the last call are a group; waits until at most kYounger groups are still under way.
 MLA_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kYounger>
@@ -120,6 +126,12 @@ MLA_DEVICE void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, 
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
+}
+// The larger of x and zero; NaN stays.
+MLA_DEVICE float positive(float x) {
+  float out;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(out) : "f"(x));
+  return out;
 }
 MLA_DEVICE void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(

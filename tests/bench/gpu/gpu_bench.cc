@@ -141,6 +141,7 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   limits.launch_packed_rows = packed;
   limits.partial_rows = 400000;
   limits.max_o_dim = 512;
+  limits.max_top_k = flags_.top_k;
   limits.staging_in_bytes =
       packed * kQueryBytes + (1 << 20) + batch * (flags_.query_rows + 1) * (flags_.top_k + 1) * 4;
   limits.staging_out_bytes = packed * 516 * 4 + (1 << 20);

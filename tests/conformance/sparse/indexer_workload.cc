@@ -18,6 +18,7 @@ using kernels::Bf16;
 using kernels::DType;
 
 constexpr int32_t kMostPositions = 1500;
+constexpr int32_t kLongPositions = 9500;
 constexpr int32_t kMostTopK = 256;
 constexpr int64_t kPlaneOffset = 48;  // of index keys in a page group
 constexpr size_t kReads = 4096;
@@ -59,13 +60,15 @@ absl::Status Wrong(const std::string& what) { return absl::InternalError(what); 
 std::string ToString(const IndexerCase& c) {
   return absl::StrCat("indexer seed ", c.seed, " heads ", c.heads, " dim ", c.dim, " page ",
                       c.page_size, " positions ", c.positions, " rows ", c.rows, " top_k ", c.top_k,
-                      c.dtype == DType::kF32 ? " fp32" : " bf16", c.many_equal ? " equal" : "");
+                      c.dtype == DType::kF32 ? " fp32" : " bf16",
+                      c.distinct > 0 ? absl::StrCat(" of ", c.distinct) : "",
+                      c.alike ? " alike" : "");
 }
 
 kernels::BackendLimits IndexerLimits() {
   kernels::BackendLimits limits;
   limits.kv_pool_bytes = 16 << 20;
-  limits.page_table_entries = kMostPositions;
+  limits.page_table_entries = kLongPositions;
   limits.launch_slots = 1;
   limits.launch_requests = 4;
   limits.launch_rows = 64;
@@ -75,7 +78,7 @@ kernels::BackendLimits IndexerLimits() {
   limits.max_geometry = {1, 16, 0, 0, 0};
   limits.table_ranges = 1;
   limits.page_ranges = 4096;
-  limits.staging_in_bytes = 4 << 20;
+  limits.staging_in_bytes = 8 << 20;
   limits.staging_out_bytes = 1 << 20;
   limits.slot_workspace_bytes = 1 << 20;
   return limits;
@@ -96,7 +99,22 @@ std::vector<IndexerCase> IndexerCases(int32_t count, const std::vector<int32_t>&
     c.positions =
         c.rows + static_cast<int32_t>(random() % (i % 4 == 0 ? kMostPositions - 10 : 400));
     c.dtype = random() % 2 == 0 ? DType::kBf16 : DType::kF32;
-    c.many_equal = i % 5 == 0;
+    c.distinct = i % 5 == 0 ? 7 : 0;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+std::vector<IndexerCase> LongIndexerCases() {
+  std::vector<IndexerCase> cases;
+  for (int32_t i = 0; i < 4; ++i) {
+    IndexerCase c;
+    c.seed = static_cast<uint64_t>(i) + 101;
+    c.positions = kLongPositions + i;
+    c.heads = i % 2 == 0 ? 8 : 1;
+    c.top_k = i % 2 == 0 ? kMostTopK : 100;
+    c.distinct = i < 2 ? i + 1 : 0;
+    c.alike = i == 2;
     cases.push_back(c);
   }
   return cases;
@@ -113,16 +131,17 @@ IndexerWorkload::IndexerWorkload(const IndexerCase& c)
   for (uint32_t& page : table_) page = page * static_cast<uint32_t>(group_granules_);
   // Of very different sizes, so that a scale that is not the row's own changes the order.
   std::normal_distribution<float> normal;
-  const int32_t different = c.many_equal ? 7 : c.positions;
+  const int32_t different = c.distinct > 0 ? c.distinct : c.positions;
   std::vector<float> distinct(static_cast<size_t>(different) * c.dim);
   for (int32_t row = 0; row < different; ++row) {
-    const float size = std::ldexp(1.0f, static_cast<int>(random_() % 7) - 3);
+    const float size = c.alike ? 0.1f : std::ldexp(1.0f, static_cast<int>(random_() % 7) - 3);
     for (int32_t i = 0; i < c.dim; ++i) {
-      distinct[static_cast<size_t>(row) * c.dim + i] = size * normal(random_);
+      const float same = c.alike ? static_cast<float>(i % 5 - 2) : 0.0f;
+      distinct[static_cast<size_t>(row) * c.dim + i] = same + size * normal(random_);
     }
   }
   for (int32_t position = 0; position < c.positions; ++position) {
-    const size_t row = c.many_equal ? random_() % different : static_cast<size_t>(position);
+    const size_t row = c.distinct > 0 ? random_() % different : static_cast<size_t>(position);
     keys_.insert(keys_.end(), &distinct[row * c.dim], &distinct[row * c.dim] + c.dim);
   }
   queries_.resize(static_cast<size_t>(c.rows) * c.heads * c.dim);
@@ -287,7 +306,7 @@ absl::Status IndexerWorkload::CheckList(int32_t row, const std::vector<int32_t>&
   std::vector<int32_t> best(order.begin(), order.begin() + wanted);
   std::sort(best.begin(), best.end());
   // Equal keys have equal logits whatever rounds, so few different keys are chosen exactly.
-  if ((threshold - next > kGap * largest || c_.many_equal) && list != best) {
+  if ((threshold - next > kGap * largest || c_.distinct > 0) && list != best) {
     return wrong("another choice than the oracle's");
   }
   for (const int32_t position : list) {

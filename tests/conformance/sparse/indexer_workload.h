@@ -24,12 +24,16 @@ struct IndexerCase {
   uint64_t seed = 0;
   int32_t heads = 64, dim = 128, page_size = 64, positions = 1000, rows = 1, top_k = 64;
   kernels::DType dtype = kernels::DType::kBf16;
-  bool many_equal = false;  // keys take few different values
+  int32_t distinct = 0;  // values that keys take; 0: as many as there are
+  bool alike = false;    // keys are nearly one and the same
 };
 
 std::string ToString(const IndexerCase& c);
 // Of index keys of one of `dims` elements each.
 std::vector<IndexerCase> IndexerCases(int32_t count, const std::vector<int32_t>& dims);
+// Of so many positions that backends which gather what may be chosen, first or at all, have too
+// little room for it.
+std::vector<IndexerCase> LongIndexerCases();
 // A backend that is to run such cases.
 kernels::BackendLimits IndexerLimits();
 

@@ -84,6 +84,18 @@ MLA_DEVICE void store_matrices_transposed(uint32_t at, uint32_t r0, uint32_t r1,
 MLA_HELD_16_COLUMNS(multiply_held_f16, "f16.f16")
 MLA_HELD_16_COLUMNS(multiply_held_bf16, "bf16.bf16")
 #undef MLA_HELD_16_COLUMNS
+// The same with 64 columns.
+MLA_DEVICE void multiply_held_f16(float (&c)[32], const uint32_t (&a)[4], uint64_t b,
+                                  int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+      : MLA_HELD_8(c, 0), MLA_HELD_8(c, 8), MLA_HELD_8(c, 16), MLA_HELD_8(c, 24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
 #undef MLA_HELD_4
 #undef MLA_HELD_8
 

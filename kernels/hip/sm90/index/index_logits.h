@@ -2,18 +2,20 @@
 //
 //   scale of its key * sum over index heads of  weight * relu(query . codes of the key)
 //
-// A warp takes eight keys at a time. Heads are the rows of its products, 16 each, and keys their
-// columns. Which elements of the depth a product takes is free, as long as both operands agree: of
-// each key four lanes hold 32 codes each that lie one behind the other, as they are loaded. Queries
-// stay in registers, 64 heads of bf16 or 32 of fp32, which are two bf16 each; more heads take
-// further turns over the same keys.
+// Two groups of four warps share the keys of a block, 64 at a time in turn. Keys are the rows of
+// their products and held in registers, 64 heads are the columns. Codes become binary16, which
+// holds them all. Queries lie in shared memory as binary16, each head's times a power of two that
+// its weight takes back: exact for bf16, and of fp32 two numbers each, which keep 22 bits.
+//
+// Which elements of the depth a product takes is free, as long as both operands agree: of each key
+// four lanes hold 32 codes each. A lane copies them through a place of shared memory that no other
+// lane touches, kStages turns deep, so that keys are on their way without registers and barriers.
 #ifndef MLA_KERNELS_HIP_SM90_INDEX_INDEX_LOGITS_H_
 #define MLA_KERNELS_HIP_SM90_INDEX_INDEX_LOGITS_H_
 
 #include "kernels/hip/common/memory.h"
 #include "kernels/hip/common/small_kernels.h"
-#include "kernels/hip/sm90/fp8/instructions.h"
-#include "kernels/hip/sm90/tile.h"
+#include "kernels/hip/sm90/index/index_queries.h"
 
 namespace mla::kernels::hip {
 
@@ -21,184 +23,165 @@ namespace mla::kernels::hip {
 template <bool kF32>
 class IndexLogits {
  public:
-  static constexpr int kKeys = 8;  // of a warp and turn
-  static constexpr int kWarps = kIndexLogitsThreads / tile::kWave;
-  static constexpr int kSharedBytes = kIndexBins * 4;
+  using L = IndexLayout;
+  using lds_t = tile::lds_t;
 
-  MLA_DEVICE IndexLogits(const IndexArgs& a, const IndexRow& query_row, const SelectRecord& r,
+  MLA_DEVICE IndexLogits(const IndexArgs& a, const IndexRow& query_row, const SelectRecord& record,
                          int first_key)
-      : args(a),
-        row(query_row),
-        record(r),
-        pages(a.page_tables, r.page_table, a.pool, r.layer_offset, r.row_stride, r.page_size,
-              kPageGranuleBytes),
+      : blocks(index_blocks(record.indexer.heads)),
+        pages(a.page_tables, record.page_table, a.pool, record.layer_offset, record.row_stride,
+              record.page_size, kPageGranuleBytes),
+        ranks(a.ranks + query_row.first_rank),
+        warp(tile::wave_index()),
         lane(tile::lane_index()),
-        first(first_key + tile::wave_index() * kKeys),
+        first(first_key + (warp / L::kGroupWarps) * L::kKeys + (warp % L::kGroupWarps) * 16),
         end(first_key + a.keys_per_block < query_row.visible ? first_key + a.keys_per_block
                                                              : query_row.visible) {}
 
-  MLA_DEVICE void run() {
-    for (int head = 0; head < record.indexer.heads; head += kHeads) {
-      load_queries(head);
-      for_all_keys(head > 0, head + kHeads >= record.indexer.heads);
+  MLA_DEVICE void run() const {
+    const int of_group = first - (warp % L::kGroupWarps) * 16;
+    const int turns = of_group < end ? (end - of_group + kStride - 1) / kStride : 0;
+    uint32_t granules[kRows];
+    for (int turn = 0; turn < kAhead; ++turn) {
+      find(granules, turn);
+      if (turn < turns) copy(granules, turn);
+      tile::close_copies();
     }
+    find(granules, kAhead);
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      if (turn + kAhead < turns) copy(granules, turn + kAhead);
+      tile::close_copies();
+      find(granules, turn + kAhead + 1);
+      tile::wait_for_copies<kAhead>();
+      score(turn);
+    }
+    tile::wait_for_copies<0>();
   }
 
  private:
+  static constexpr int kRows = 2;  // of a warp's 16, whose codes a lane has a share of: 8 apart
   static constexpr int kSteps = kIndexDim / 16;  // of the depth
-  static constexpr int kTerms = kF32 ? 2 : 1;    // bf16 that make a query
-  static constexpr int kBlocks = 4;              // of 16 rows of products
-  static constexpr int kSums = kBlocks / kTerms;
-  static constexpr int kHeads = 16 * kSums;  // at a time
-  static constexpr int kAhead = 4;           // turns that keys are loaded ahead
-  static constexpr int kStride = kKeys * kWarps;
-  static constexpr int kCodes = kIndexDim / 4;  // of a key, that a lane holds
+  static constexpr int kAhead = L::kStages - 1;  // turns that keys are copied ahead
+  static constexpr int kStride = L::kKeys * L::kGroups;
+  static constexpr int kTerms = kF32 ? 2 : 1;  // binary16 that make a query
 
-  struct Keys {
-    uint32_t codes[kCodes / 4];
-    float scale;
-  };
-
-  MLA_DEVICE int key() const { return lane >> 2; }
   MLA_DEVICE int quarter() const { return lane & 3; }
-  // Position of this lane's key in a turn; those past the end repeat the last one.
-  MLA_DEVICE int position(int turn) const {
-    const int at = first + turn * kStride + key();
+  // Position of one of this lane's rows in a turn; those past the end repeat the last one.
+  MLA_DEVICE int position(int turn, int i) const {
+    const int at = first + turn * kStride + i * 8 + (lane >> 2);
     return at < end ? at : end - 1;
   }
-  MLA_DEVICE uint32_t granule(int turn) const {
-    return pages.granule(pages.place(position(turn)).page);
-  }
-
-  MLA_DEVICE const uint8_t* query(int head) const {
-    const int64_t query_bytes = kIndexDim * (kF32 ? 4 : 2);
-    const int64_t row_bytes = record.indexer.heads * (query_bytes + 4);
-    return static_cast<const uint8_t*>(record.inputs) + row.row * row_bytes + head * query_bytes;
-  }
-
-  // Elements 2 i and 2 i + 1 of this lane's quarter, and of fp32 what bf16 leaves of them.
-  MLA_DEVICE void load_pair(int head, int i, uint32_t& high, uint32_t& low) const {
-    high = low = 0;
-    if (head >= record.indexer.heads) return;
-    const auto* from = as_global<const uint32_t>(query(head)) + quarter() * (kCodes / 2) * kTerms;
-    if constexpr (kF32) {
-      const float x = bits_to_float(from[2 * i]), y = bits_to_float(from[2 * i + 1]);
-      high = pack_bf16(x, y);
-      low = pack_bf16(x - bits_to_float(high << 16), y - bits_to_float(high & 0xffff0000u));
-    } else {
-      high = from[i];
+  MLA_DEVICE void find(uint32_t (&granules)[kRows], int turn) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      granules[i] = pages.granule(pages.place(position(turn, i)).page);
     }
   }
+  // Where this lane's chunk, or its scale, waits for its turn.
+  MLA_DEVICE lds_t chunk_of(int turn, int i) const {
+    return shared.keys() + (((turn % L::kStages) * L::kWarps + warp) * (2 * kRows) + i) * 512 +
+           lane * 16;
+  }
+  MLA_DEVICE lds_t scale_of(int turn) const {
+    return shared.scales() + ((turn % L::kStages) * L::kWarps + warp) * 128 + lane * 4;
+  }
 
-  MLA_DEVICE void load_queries(int first_head) {
-    const auto* const weight_at = as_global<const float>(query(record.indexer.heads));
+  MLA_DEVICE void copy(const uint32_t (&granules)[kRows], int turn) const {
 #pragma unroll
-    for (int b = 0; b < kSums; ++b) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int head = first_head + b * 16 + half * 8 + (lane >> 2);
-        weights[b][half] = head < record.indexer.heads ? weight_at[head] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < 2 * kSteps; ++i) {
-          uint32_t high, low;
-          load_pair(head, i, high, low);
-          queries[b][i >> 1][half + 2 * (i & 1)] = high;
-          if constexpr (kF32) queries[b + kSums][i >> 1][half + 2 * (i & 1)] = low;
-        }
+    for (int i = 0; i < kRows; ++i) {
+      const int inside = pages.place(position(turn, i)).inside;
+      const uint8_t* const page = pages.address(granules[i], 0);
+      const uint8_t* const codes = page + inside * pages.row_stride + quarter() * 16;
+      tile::copy_chunk(chunk_of(turn, 2 * i), codes);
+      tile::copy_chunk(chunk_of(turn, 2 * i + 1), codes + 64);
+      if (quarter() == i) {
+        tile::copy_word(scale_of(turn), page + pages.page_size * pages.row_stride + inside * 4);
       }
     }
   }
 
-  MLA_DEVICE void load(Keys& keys, int turn, uint32_t granule_of_page) const {
-    const PagedRows::Place at = pages.place(position(turn));
-    const uint8_t* const page = pages.address(granule_of_page, 0);
-    const uint8_t* const codes = page + at.inside * pages.row_stride + quarter() * kCodes;
+  MLA_DEVICE void score(int turn) const {
+    uint32_t keys[kSteps][4];
 #pragma unroll
-    for (int i = 0; i < kCodes / 16; ++i) {
-      uint32_t words[4];
-      load_words(words, codes + 16 * i);
+    for (int i = 0; i < 2 * kRows; ++i) {
+      const Chunk codes = tile::load_chunk_shared(chunk_of(turn, i));
 #pragma unroll
-      for (int w = 0; w < 4; ++w) keys.codes[4 * i + w] = words[w];
-    }
-    keys.scale = *as_global<const float>(page + pages.page_size * pages.row_stride + at.inside * 4);
-  }
-
-  // Every turn of this warp; keys are loaded kAhead turns before their use, and where their pages
-  // are as many turns before that.
-  MLA_DEVICE void for_all_keys(bool adds, bool last) const {
-    const int turns = first < end ? (end - first + kStride - 1) / kStride : 0;
-    if (turns == 0) return;
-    Keys keys[kAhead];
-    uint32_t granules[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      load(keys[i], i, granule(i));
-      granules[i] = granule(i + kAhead);
-    }
-    for (int turn = 0; turn < turns; turn += kAhead) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (turn + i >= turns) break;
-        add(keys[i], turn + i, adds, last);
-        load(keys[i], turn + i + kAhead, granules[i]);
-        granules[i] = granule(turn + i + 2 * kAhead);
+      for (int w = 0; w < 4; ++w) {
+        keys[i % 2 * 4 + w][i / 2] = tile::fp8_to_f16<0>(codes.w[w]);
+        keys[i % 2 * 4 + w][i / 2 + 2] = tile::fp8_to_f16<1>(codes.w[w]);
       }
     }
+    float logits[kRows] = {};
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      float products[32];
+      multiply(products, keys, block);
+      add_heads(logits, products, block);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      logits[i] += tile::exchange<1>(logits[i]);
+      logits[i] += tile::exchange<2>(logits[i]);
+    }
+    const int at = first + turn * kStride + quarter() * 8 + (lane >> 2);
+    if (quarter() >= kRows || at >= end) return;
+    const float scale = stored_scale(tile::load_float(scale_of(turn)));
+    const uint32_t rank = index_rank((quarter() == 0 ? logits[0] : logits[1]) * scale);
+    *as_global<uint32_t>(ranks + at) = rank;
+    tile::add_word_shared(shared.bins() + (rank >> (32 - kIndexBinBits)) * 4, 1);
   }
 
-  MLA_DEVICE void add(const Keys& keys, int turn, bool adds, bool last) const {
-    float sums[kSums][4] = {};
+  // Of 64 heads and 64 keys.
+  MLA_DEVICE void multiply(float (&products)[32], const uint32_t (&keys)[kSteps][4],
+                           int block) const {
+    tile::wgmma_begin();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint32_t low = tile::bf16_of_codes(keys.codes[step]);
-      const uint32_t high = tile::bf16_of_codes(keys.codes[step] >> 16);
+    for (int term = 0; term < kTerms; ++term) {
+      const lds_t queries = shared.queries(block * kTerms + term);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        tile::mma_16x8x16(sums[b % kSums], queries[b][step], low, high);
+      for (int step = 0; step < kSteps; ++step) {
+        const lds_t at = tile::chunk_at<kIndexHeadBlock>(queries, 0, step * 2);
+        tile::multiply_held_f16(products, keys[step], tile::along_rows(at), term + step > 0);
       }
     }
-    // This lane's heads of keys 2 (lane % 4) and the next.
-    float of_key[2] = {0.0f, 0.0f};
+    tile::wgmma_commit();
+    tile::wgmma_wait<0>();
+    tile::pin(products);
+  }
+
+  // This lane's heads are 8 j + 2 (lane % 4) and the next.
+  MLA_DEVICE void add_heads(float (&logits)[kRows], const float (&products)[32], int block) const {
+    float sums[kRows][2] = {};
 #pragma unroll
-    for (int b = 0; b < kSums; ++b) {
+    for (int j = 0; j < kIndexHeadBlock / 8; ++j) {
+      float weights[2];
+      tile::load_two_floats(
+          weights, shared.weights() + (block * kIndexHeadBlock + 8 * j + 2 * quarter()) * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float product = sums[b][i] < 0.0f ? 0.0f : sums[b][i];  // NaN stays
-        of_key[i & 1] = fma_f(weights[b][i >> 1], product, of_key[i & 1]);
+        float& sum = sums[i >> 1][i & 1];
+        sum = fma_f(weights[i & 1], tile::positive(products[4 * j + i]), sum);
       }
     }
-    uint32_t all[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of_key[i] += tile::exchange<4>(of_key[i]);
-      of_key[i] += tile::exchange<8>(of_key[i]);
-      of_key[i] += tile::exchange<16>(of_key[i]);
-      all[i] = tile::from_lane(float_to_bits(of_key[i]), key() >> 1);
-    }
-    const int at = first + turn * kStride + key();
-    if (quarter() != 0 || at >= end) return;
-    uint32_t* const to = as_global<uint32_t>(args.ranks + row.first_rank + at);
-    float logit = bits_to_float((key() & 1) == 0 ? all[0] : all[1]);
-    if (adds) logit += bits_to_float(*to);
-    if (!last) {
-      *to = float_to_bits(logit);
-      return;
-    }
-    const uint32_t rank = index_rank(logit * stored_scale(keys.scale));
-    *to = rank;
-    tile::add_word_shared(tile::shared_base<kSharedBytes>() + (rank >> (32 - kIndexBinBits)) * 4,
-                          1);
+    for (int i = 0; i < kRows; ++i) logits[i] += sums[i][0] + sums[i][1];
   }
 
-  const IndexArgs& args;
-  const IndexRow row;
-  const SelectRecord& record;
+  const L shared{};
+  const int blocks;  // of 64 heads
   const PagedRows pages;
-  const int lane;
-  const int first, end;                  // positions: of this warp's first turn, of the block
-  uint32_t queries[kBlocks][kSteps][4];  // operands
-  float weights[kSums][2];
+  uint32_t* const ranks;
+  const int warp, lane;
+  const int first, end;  // positions: of this warp's first turn, of the block
 };
+
+template <bool kF32>
+MLA_DEVICE void index_logits_of(const IndexArgs& args, const IndexRow& row,
+                                const SelectRecord& record, int first_key) {
+  IndexQueries<kF32>::write(record, row.row);
+  IndexLogits<kF32>(args, row, record, first_key).run();
+}
 
 MLA_DEVICE void index_logits(const IndexArgs& args) {
   const int index = find_range(args.first_block, args.count, block_index());
@@ -206,16 +189,15 @@ MLA_DEVICE void index_logits(const IndexArgs& args) {
   const SelectRecord& record = args.records[row.record];
   const int wanted = record.list_begin[row.row + 1] - record.list_begin[row.row];
   if (wanted <= 0 || wanted >= row.visible) return;  // nothing is to be chosen
-  const tile::lds_t bins = tile::shared_base<IndexLogits<false>::kSharedBytes>();
+  const int first_key = (block_index() - args.first_block[index]) * args.keys_per_block;
+  const tile::lds_t bins = IndexLayout().bins();
   for (int i = thread_index(); i < kIndexBins; i += kIndexLogitsThreads) {
     tile::store_word(bins + i * 4, 0);
   }
-  block_barrier();
-  const int first_key = (block_index() - args.first_block[index]) * args.keys_per_block;
   if (record.dtype == DType::kF32) {
-    IndexLogits<true>(args, row, record, first_key).run();
+    index_logits_of<true>(args, row, record, first_key);
   } else {
-    IndexLogits<false>(args, row, record, first_key).run();
+    index_logits_of<false>(args, row, record, first_key);
   }
   block_barrier();
   for (int i = thread_index(); i < kIndexBins; i += kIndexLogitsThreads) {

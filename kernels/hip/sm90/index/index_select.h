@@ -1,9 +1,12 @@
 // The lists of an indexer on sm_90, from the ranks that index_logits.h leaves: a block a query row.
 //
 // The rank of the last position that is chosen is found digit by digit, from the highest: of each
-// digit's values it is counted how many ranks have them behind the digits that are known. Then one
-// turn over the ranks writes the positions in their order: those of larger ranks, and of those with
-// the very rank the first, as many as are left to choose.
+// digit's values it is counted how many ranks have them behind the digits that are known. As soon
+// as the ranks that may still be chosen fit, they and their positions are gathered in shared
+// memory, and what is left to do is done there: mostly behind the first digit, whose counts
+// index_logits.h leaves, so that ranks are read once. The last turn writes positions in their
+// order: those of larger ranks, and of those with the very rank the first, as many as are left to
+// choose.
 #ifndef MLA_KERNELS_HIP_SM90_INDEX_INDEX_SELECT_H_
 #define MLA_KERNELS_HIP_SM90_INDEX_INDEX_SELECT_H_
 
@@ -16,7 +19,8 @@ namespace mla::kernels::hip {
 class IndexSelect {
  public:
   static constexpr int kWarps = kIndexSelectThreads / tile::kWave;
-  static constexpr int kSharedBytes = kIndexBins * 4 + (2 * kWarps + 2) * 4;
+  static constexpr int kMostHeld = 8192;  // ranks in shared memory
+  static constexpr int kSharedBytes = kMostHeld * 8 + kIndexBins * 4 + (2 * kWarps + 2) * 4;
 
   MLA_DEVICE static void run(const IndexArgs& args) {
     const int index = block_index();
@@ -39,6 +43,26 @@ class IndexSelect {
   static constexpr int kAhead = 4;  // such reads on their way
   static constexpr int kStep = kIndexSelectThreads * kRun;
 
+  // Where ranks are read from: kRun of them at a multiple of that, and the positions they are of.
+  struct All {
+    const uint32_t* ranks;
+    int count;
+    MLA_DEVICE void load(uint32_t (&words)[kRun], int at) const { load_words(words, ranks + at); }
+    MLA_DEVICE int position(int at) const { return at; }
+  };
+  struct Held {
+    tile::lds_t ranks, positions;
+    int count;
+    MLA_DEVICE void load(uint32_t (&words)[kRun], int at) const {
+      const Chunk c = tile::load_chunk_shared(ranks + at * 4);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) words[k] = c.w[k];
+    }
+    MLA_DEVICE int position(int at) const {
+      return static_cast<int>(tile::load_word_shared(positions + at * 4));
+    }
+  };
+
   MLA_DEVICE IndexSelect(const SelectRecord& r, const IndexRow& row, int first, int count)
       : record(r),
         list(r.list + first),
@@ -47,7 +71,9 @@ class IndexSelect {
         wanted(count),
         lane(tile::lane_index()),
         warp(tile::wave_index()),
-        bins(tile::shared_base<kSharedBytes>()),
+        held{tile::shared_base<kSharedBytes>(), tile::shared_base<kSharedBytes>() + kMostHeld * 4,
+             0},
+        bins(held.positions + kMostHeld * 4),
         warp_sums(bins + kIndexBins * 4),
         found(warp_sums + 2 * kWarps * 4) {}
 
@@ -76,50 +102,99 @@ class IndexSelect {
   }
 
   MLA_DEVICE void choose(const uint32_t* ranks) {
+    const All all{ranks, visible};
     int shift = 32 - kIndexBinBits;
     int left = wanted;  // to choose among the ranks that begin with `rank`
     uint32_t rank = find_digit(kIndexBins, left);
-    while (shift > 0) {
+    while (true) {
+      const int eligible = wanted - left + of_digit;
+      if (held.count == 0 && eligible <= kMostHeld) gather(all, rank, shift);
+      if (shift == 0) break;
       const int bits = shift < kIndexBinBits ? shift : kIndexBinBits;
-      count_digit(ranks, rank, shift, bits);
+      if (held.count > 0) {
+        count_digit(held, rank, shift, bits);
+      } else {
+        count_digit(all, rank, shift, bits);
+      }
       shift -= bits;
       rank = rank << bits | find_digit(1 << bits, left);
     }
-    write(ranks, rank, left);
-  }
-
-  // Calls body(position, rank) for the positions of this thread.
-  template <class Body>
-  MLA_DEVICE void for_each_rank(const uint32_t* ranks, const Body& body) const {
-    for (int at = thread_index() * kRun; at < visible; at += kAhead * kStep) {
-      uint32_t words[kAhead][kRun] = {};
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (at + i * kStep < visible) load_words(words[i], ranks + at + i * kStep);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-        for (int k = 0; k < kRun; ++k) {
-          const int position = at + i * kStep + k;
-          if (position < visible) body(words[i][k]);
-        }
-      }
+    if (held.count > 0) {
+      write(held, rank, left);
+    } else {
+      write(all, rank, left);
     }
   }
 
   // Counts the values of the next `bits` bits of the ranks whose bits from `shift` on are `prefix`.
-  MLA_DEVICE void count_digit(const uint32_t* ranks, uint32_t prefix, int shift, int bits) const {
+  template <class Ranks>
+  MLA_DEVICE void count_digit(const Ranks& from, uint32_t prefix, int shift, int bits) const {
     for (int i = thread_index(); i < kIndexBins; i += kIndexSelectThreads) {
       tile::store_word(bins + i * 4, 0);
     }
     block_barrier();
     const uint32_t mask = (1u << bits) - 1;
-    for_each_rank(ranks, [&](uint32_t rank) {
-      if (rank >> shift != prefix) return;
-      tile::add_word_shared(bins + (rank >> (shift - bits) & mask) * 4, 1);
-    });
+    for (int at = thread_index() * kRun; at < from.count; at += kAhead * kStep) {
+      uint32_t words[kAhead][kRun] = {};
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (at + i * kStep < from.count) from.load(words[i], at + i * kStep);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) {
+          if (at + i * kStep + k >= from.count || words[i][k] >> shift != prefix) continue;
+          tile::add_word_shared(bins + (words[i][k] >> (shift - bits) & mask) * 4, 1);
+        }
+      }
+    }
     block_barrier();
+  }
+
+  // Takes the ranks whose bits from `shift` on are at least `prefix`, in the order of positions: a
+  // warp finds those of 1024 positions at a time, a bit each, of which a lane then has 32.
+  MLA_DEVICE void gather(const All& from, uint32_t prefix, int shift) {
+    constexpr int kOfLane = 32, kOfWarp = kOfLane * tile::kWave;
+    for (int first = 0; first < from.count; first += kWarps * kOfWarp) {
+      const int begin = first + warp * kOfWarp;
+      uint32_t taken = begin < from.count ? find_taken(from, begin, prefix, shift) : 0, all;
+      int place = held.count + static_cast<int>(sum_before(tile::bits_set(taken), all));
+      for (; taken != 0; taken &= taken - 1) {
+        const int bit = 31 - leading_zeros(static_cast<int>(taken & (0u - taken)));
+        tile::store_word(held.positions + place++ * 4,
+                         static_cast<uint32_t>(begin + lane * kOfLane + bit));
+      }
+      held.count += static_cast<int>(all);
+    }
+    block_barrier();
+    for (int i = thread_index(); i < held.count; i += kIndexSelectThreads) {
+      const auto position = tile::load_word_shared(held.positions + i * 4);
+      tile::store_word(held.ranks + i * 4, as_global<const uint32_t>(from.ranks)[position]);
+    }
+    block_barrier();
+  }
+  // Which positions from begin + 32 * lane on are taken, a bit each.
+  MLA_DEVICE uint32_t find_taken(const All& from, int begin, uint32_t prefix, int shift) const {
+    constexpr int kLoads = 16;  // on their way
+    uint32_t taken = 0;
+#pragma unroll 1
+    for (int row = 0; row < tile::kWave; row += kLoads) {
+      const int at = begin + row * tile::kWave + lane;
+      uint32_t ranks[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const bool there = at + i * tile::kWave < from.count;
+        ranks[i] = there ? as_global<const uint32_t>(from.ranks)[at + i * tile::kWave] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const bool there = at + i * tile::kWave < from.count;
+        const uint32_t bits = tile::ballot(there && ranks[i] >> shift >= prefix);
+        if (lane == row + i) taken = bits;
+      }
+    }
+    return taken;
   }
 
   // The largest digit of which, and of larger ones, there are at least `left`; takes the larger
@@ -138,6 +213,7 @@ class IndexSelect {
     }
     block_barrier();
     const uint32_t digit = tile::load_word_shared(found);
+    of_digit = static_cast<int>(count_of(static_cast<int>(digit)));
     left -= static_cast<int>(tile::load_word_shared(found + 4));
     block_barrier();
     return digit;
@@ -167,16 +243,17 @@ class IndexSelect {
   static_assert(kWarps == tile::kWave);
 
   // Positions of larger ranks and the first `equals` of the rank itself, in their order.
-  MLA_DEVICE void write(const uint32_t* ranks, uint32_t rank, int equals) {
+  template <class Ranks>
+  MLA_DEVICE void write(const Ranks& from, uint32_t rank, int equals) {
     int larger_before = 0, equal_before = 0;  // of the turns before
-    for (int first = 0; first < visible; first += kStep) {
+    for (int first = 0; first < from.count; first += kStep) {
       const int at = first + thread_index() * kRun;
       uint32_t words[kRun] = {};
-      if (at < visible) load_words(words, ranks + at);
+      if (at < from.count) from.load(words, at);
       uint32_t counts = 0;  // larger ones, and equal ones above them
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        if (at + k >= visible) continue;
+        if (at + k >= from.count) continue;
         counts += words[k] > rank ? 1u : words[k] == rank ? 1u << 16 : 0u;
       }
       uint32_t all;
@@ -185,12 +262,12 @@ class IndexSelect {
       int equal = equal_before + static_cast<int>(before >> 16);
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
-        if (at + k >= visible) continue;
+        if (at + k >= from.count) continue;
         const int taken = equal < equals ? equal : equals;
         if (words[k] > rank) {
-          put(larger++ + taken, at + k);
+          put(larger++ + taken, from.position(at + k));
         } else if (words[k] == rank && equal++ < equals) {
-          put(larger + taken, at + k);
+          put(larger + taken, from.position(at + k));
         }
       }
       larger_before += static_cast<int>(all & 0xffffu);
@@ -202,7 +279,9 @@ class IndexSelect {
   int32_t* const list;
   int32_t* const copy;  // or null
   const int visible, wanted, lane, warp;
+  Held held;  // empty until ranks are gathered
   const tile::lds_t bins, warp_sums, found;
+  int of_digit = 0;   // ranks that have the digit found last
   uint32_t turn = 0;  // two sets of sums, so that one barrier is enough
 };
 
