@@ -80,7 +80,8 @@ struct ArchTraits {
   // There is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
   bool widens_lists = false;
   bool indexer = false;  // there are kernels for one
-  // Of its first kernel without the queries, which may lie there too (index_query_bytes).
+  int32_t index_logits_threads = 256;
+  // Of the same kernel without the queries, which may lie there too (index_query_bytes).
   int32_t index_logits_shared_bytes = 0;
   bool index_queries_shared = false;
   int32_t index_select_shared_bytes = 0;
@@ -123,7 +124,8 @@ inline constexpr ArchTraits kSm90Traits{
     .project_row_deep_shared_bytes = 10240,
     .widens_lists = true,
     .indexer = true,
-    .index_logits_shared_bytes = 78848,
+    .index_logits_threads = 384,
+    .index_logits_shared_bytes = 87040,
     .index_queries_shared = true,
     .index_select_shared_bytes = 73992,
     .waves_per_block = 8,
@@ -181,7 +183,7 @@ constexpr bool WidensLists(const ArchTraits& arch, KvFormat format, int32_t rows
 // Keys of a block of mla_index_logits where query rows see `keys` in all: few enough that all units
 // have blocks, and so many that bringing the queries does not count.
 constexpr int32_t IndexKeysPerBlock(int64_t keys, int32_t units) {
-  constexpr int32_t kLeast = 256, kMost = 4096;
+  constexpr int32_t kLeast = 256, kMost = 8192;
   constexpr int64_t kBlocksPerUnit = 4;  // that there should be
   int32_t chosen = kLeast;
   while (chosen < kMost && chosen < keys / (kBlocksPerUnit * units)) chosen *= 2;

@@ -261,8 +261,8 @@ TEST(WidensLists, WhereRowsAreReadTwiceByBlocksThatWidenThem) {
 TEST(IndexKeysPerBlock, IsLargestWhereAllUnitsStillHaveBlocks) {
   EXPECT_EQ(IndexKeysPerBlock(1, kUnits), 256);
   EXPECT_EQ(IndexKeysPerBlock(16 * 65536, kUnits), 2048);
-  EXPECT_EQ(IndexKeysPerBlock(64 * 65536, kUnits), 4096);
-  EXPECT_EQ(IndexKeysPerBlock(int64_t{1} << 40, kUnits), 4096);
+  EXPECT_EQ(IndexKeysPerBlock(64 * 65536, kUnits), 8192);
+  EXPECT_EQ(IndexKeysPerBlock(int64_t{1} << 40, kUnits), 8192);
 }
 
 }  // namespace

@@ -151,11 +151,13 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(kIndexSelectThreads)
     mla_index_select(const MLA_KERNEL_ARGUMENT IndexArgs args) {
   IndexSelect::run(args);
 }
+static_assert(kIndexLogitsThreads == kGfx950Traits.index_logits_threads);
+static_assert(kIndexLogitsThreads == kGfx942Traits.index_logits_threads);
 #endif
 
 // The host launches with the sizes of arch_traits.h.
 #if MLA_SM90
-extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(kIndexLogitsThreads)
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(IndexLayout::kThreads)
     mla_index_logits(const MLA_KERNEL_ARGUMENT IndexArgs args) {
   index_logits(args);
 }
@@ -169,6 +171,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
   WidenRows::run(args);
 }
 
+static_assert(IndexLayout::kThreads == kSm90Traits.index_logits_threads);
 static_assert(IndexLayout::kFixedBytes == kSm90Traits.index_logits_shared_bytes);
 static_assert(IndexSelect::kSharedBytes == kSm90Traits.index_select_shared_bytes);
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)

@@ -76,7 +76,7 @@ absl::Status HipBackend::AddIndexRound(LaunchSlot& slot, const Indexing& all) {
   args.count = static_cast<int32_t>(index_rows_.size());
   args.keys_per_block = all.keys_per_block;
   LaunchShape shape{.grid_x = static_cast<uint32_t>(index_blocks_.back()),
-                    .threads = kIndexLogitsThreads,
+                    .threads = static_cast<uint32_t>(arch_->index_logits_threads),
                     .shared_bytes = static_cast<uint32_t>(all.logits_shared_bytes)};
   if (absl::Status s = slot.AddKernel(kernels_.index_logits, shape, args); !s.ok()) return s;
   shape.grid_x = static_cast<uint32_t>(args.count);

@@ -16,6 +16,8 @@
 
 namespace mla::kernels::hip {
 
+inline constexpr int kIndexLogitsThreads = 256;
+
 // Queries of kF32 are fp32, else bf16.
 template <bool kF32>
 class IndexLogits {

@@ -186,7 +186,6 @@ struct ProjectArgs {
 inline constexpr char kIndexLogitsKernel[] = "mla_index_logits";
 inline constexpr char kIndexSelectKernel[] = "mla_index_select";
 inline constexpr int32_t kIndexDim = 128;  // of keys and queries
-inline constexpr int32_t kIndexLogitsThreads = 256;
 inline constexpr int32_t kIndexSelectThreads = 1024;
 inline constexpr int32_t kIndexBinBits = 11;
 inline constexpr int32_t kIndexBins = 1 << kIndexBinBits;

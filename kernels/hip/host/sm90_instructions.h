@@ -97,6 +97,13 @@ template <int kStep>
 uint32_t exchange_word(uint32_t x) {
   return from_lane(x, (thread_index() & 31) ^ kStep);
 }
+inline uint32_t sum_of_warp(uint32_t x) {
+  x += exchange_word<1>(x);
+  x += exchange_word<2>(x);
+  x += exchange_word<4>(x);
+  x += exchange_word<8>(x);
+  return x + exchange_word<16>(x);
+}
 template <int kStep>
 float exchange(float x) {
   return bits_to_float(exchange_word<kStep>(float_to_bits(x)));
@@ -136,6 +143,9 @@ inline void copy_bytes(lds_t at, const void* source, int bytes) {
   host::the_block->shared.StartCopy(lane.copies, to, source, bytes, lane.wave->index);
 }
 inline void copy_chunk(lds_t at, const void* source) { copy_bytes(at, source, 16); }
+using CachePolicy = uint64_t;
+inline CachePolicy cache_policy(bool) { return 0; }
+inline void copy_chunk(lds_t at, const void* source, CachePolicy) { copy_chunk(at, source); }
 inline void copy_word(lds_t at, const void* source) { copy_bytes(at, source, 4); }
 inline void close_copies() { host::the_lane->copies.CloseGroup(); }
 template <int kYounger>

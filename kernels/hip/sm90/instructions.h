@@ -36,6 +36,9 @@ MLA_DEVICE uint32_t exchange_word(uint32_t x) {
 
 MLA_DEVICE uint32_t bits_set(uint32_t x) { return static_cast<uint32_t>(__popc(x)); }
 
+// Sum over the lanes of a warp.
+MLA_DEVICE uint32_t sum_of_warp(uint32_t x) { return __reduce_add_sync(0xffffffffu, x); }
+
 // The value of a lane, which may differ from lane to lane.
 MLA_DEVICE uint32_t from_lane(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 // The value of one lane, for all: `from` is the same in every lane.
@@ -93,6 +96,19 @@ MLA_DEVICE uint32_t bf16_of_codes(uint32_t codes) {
 // Starts the copy of one chunk; it is complete with the stage that is closed next.
 MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
+               : "memory");
+}
+// The same where other data in the L2 goes before what is copied, or is kept longer.
+using CachePolicy = uint64_t;
+MLA_DEVICE CachePolicy cache_policy(bool keep) {
+  CachePolicy first, normal;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return keep ? normal : first;
+}
+MLA_DEVICE void copy_chunk(lds_t at, const void* source, CachePolicy policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(at),
+               "l"(source), "l"(policy)
                : "memory");
 }
 // The same of four bytes.

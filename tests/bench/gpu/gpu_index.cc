@@ -225,7 +225,7 @@ absl::Status Indexer::Launch(int64_t (&ns)[2]) {
       runtime_->Fill(reinterpret_cast<kernels::hip::DevicePtr>(flush_), 0, kFlushBytes, stream_);
   if (s.ok()) s = runtime_->Record(events_[0], stream_);
   shape.grid_x = blocks_;
-  shape.threads = kernels::hip::kIndexLogitsThreads;
+  shape.threads = static_cast<uint32_t>(arch_->index_logits_threads);
   shape.shared_bytes = static_cast<uint32_t>(
       kernels::hip::IndexLogitsSharedBytes(*arch_, flags_.index_heads, kernels::DType::kBf16));
   if (s.ok()) s = runtime_->Launch(logits_, shape, &args_, stream_);

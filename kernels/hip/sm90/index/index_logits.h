@@ -2,7 +2,7 @@
 //
 //   scale of its key * sum over index heads of  weight * relu(query . codes of the key)
 //
-// Two groups of four warps share the keys of a block, 64 at a time in turn. Keys are the rows of
+// Three groups of four warps share the keys of a block, 64 at a time in turn. Keys are the rows of
 // their products and held in registers, 64 heads are the columns. Codes become binary16, which
 // holds them all. Queries lie in shared memory as binary16, each head's times a power of two that
 // its weight takes back: exact for bf16, and of fp32 two numbers each, which keep 22 bits.
@@ -28,10 +28,11 @@ class IndexLogits {
 
   MLA_DEVICE IndexLogits(const IndexArgs& a, const IndexRow& query_row, const SelectRecord& record,
                          int first_key)
-      : blocks(index_blocks(record.indexer.heads)),
+      : heads(record.indexer.heads),
         pages(a.page_tables, record.page_table, a.pool, record.layer_offset, record.row_stride,
               record.page_size, kPageGranuleBytes),
         ranks(a.ranks + query_row.first_rank),
+        keep(tile::cache_policy(record.rows > 1)),
         warp(tile::wave_index()),
         lane(tile::lane_index()),
         first(first_key + (warp / L::kGroupWarps) * L::kKeys + (warp % L::kGroupWarps) * 16),
@@ -93,8 +94,8 @@ class IndexLogits {
       const int inside = pages.place(position(turn, i)).inside;
       const uint8_t* const page = pages.address(granules[i], 0);
       const uint8_t* const codes = page + inside * pages.row_stride + quarter() * 16;
-      tile::copy_chunk(chunk_of(turn, 2 * i), codes);
-      tile::copy_chunk(chunk_of(turn, 2 * i + 1), codes + 64);
+      tile::copy_chunk(chunk_of(turn, 2 * i), codes, keep);
+      tile::copy_chunk(chunk_of(turn, 2 * i + 1), codes + 64, keep);
       if (quarter() == i) {
         tile::copy_word(scale_of(turn), page + pages.page_size * pages.row_stride + inside * 4);
       }
@@ -102,22 +103,25 @@ class IndexLogits {
   }
 
   MLA_DEVICE void score(int turn) const {
-    uint32_t keys[kSteps][4];
-#pragma unroll
-    for (int i = 0; i < 2 * kRows; ++i) {
-      const Chunk codes = tile::load_chunk_shared(chunk_of(turn, i));
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        keys[i % 2 * 4 + w][i / 2] = tile::fp8_to_f16<0>(codes.w[w]);
-        keys[i % 2 * 4 + w][i / 2 + 2] = tile::fp8_to_f16<1>(codes.w[w]);
-      }
-    }
     float logits[kRows] = {};
 #pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
-      float products[32];
-      multiply(products, keys, block);
-      add_heads(logits, products, block);
+    for (int first_head = 0; first_head < heads; first_head += kIndexHeadBlock) {
+      float products[kIndexHeadBlock / 2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t keys[kSteps / 2][4];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const Chunk codes = tile::load_chunk_shared(chunk_of(turn, 2 * i + half));
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            keys[w][i] = tile::fp8_to_f16<0>(codes.w[w]);
+            keys[w][i + 2] = tile::fp8_to_f16<1>(codes.w[w]);
+          }
+        }
+        multiply(products, keys, first_head, half);
+      }
+      add_heads(logits, products, first_head);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -132,17 +136,18 @@ class IndexLogits {
     tile::add_word_shared(shared.bins() + (rank >> (32 - kIndexBinBits)) * 4, 1);
   }
 
-  // Of 64 heads and 64 keys.
-  MLA_DEVICE void multiply(float (&products)[32], const uint32_t (&keys)[kSteps][4],
-                           int block) const {
+  // Of 64 heads and 64 keys, over half of the depth; the first half begins the sums.
+  MLA_DEVICE void multiply(float (&products)[kIndexHeadBlock / 2],
+                           const uint32_t (&keys)[kSteps / 2][4], int first_head, int half) const {
+    const int block = first_head / kIndexHeadBlock;
     tile::wgmma_begin();
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) {
       const lds_t queries = shared.queries(block * kTerms + term);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const lds_t at = tile::chunk_at<kIndexHeadBlock>(queries, 0, step * 2);
-        tile::multiply_held_f16(products, keys[step], tile::along_rows(at), term + step > 0);
+      for (int step = 0; step < kSteps / 2; ++step) {
+        const lds_t at = tile::chunk_at<kIndexHeadBlock>(queries, 0, half * 8 + step * 2);
+        tile::multiply_held_f16(products, keys[step], tile::along_rows(at), term + step + half > 0);
       }
     }
     tile::wgmma_commit();
@@ -151,13 +156,13 @@ class IndexLogits {
   }
 
   // This lane's heads are 8 j + 2 (lane % 4) and the next.
-  MLA_DEVICE void add_heads(float (&logits)[kRows], const float (&products)[32], int block) const {
+  MLA_DEVICE void add_heads(float (&logits)[kRows], const float (&products)[kIndexHeadBlock / 2],
+                            int first_head) const {
     float sums[kRows][2] = {};
 #pragma unroll
     for (int j = 0; j < kIndexHeadBlock / 8; ++j) {
       float weights[2];
-      tile::load_two_floats(
-          weights, shared.weights() + (block * kIndexHeadBlock + 8 * j + 2 * quarter()) * 4);
+      tile::load_two_floats(weights, shared.weights() + (first_head + 8 * j + 2 * quarter()) * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& sum = sums[i >> 1][i & 1];
@@ -169,9 +174,10 @@ class IndexLogits {
   }
 
   const L shared{};
-  const int blocks;  // of 64 heads
+  const int heads;
   const PagedRows pages;
   uint32_t* const ranks;
+  const tile::CachePolicy keep;  // keys that one row reads leave the L2 first, not ranks
   const int warp, lane;
   const int first, end;  // positions: of this warp's first turn, of the block
 };
@@ -191,7 +197,7 @@ MLA_DEVICE void index_logits(const IndexArgs& args) {
   if (wanted <= 0 || wanted >= row.visible) return;  // nothing is to be chosen
   const int first_key = (block_index() - args.first_block[index]) * args.keys_per_block;
   const tile::lds_t bins = IndexLayout().bins();
-  for (int i = thread_index(); i < kIndexBins; i += kIndexLogitsThreads) {
+  for (int i = thread_index(); i < kIndexBins; i += IndexLayout::kThreads) {
     tile::store_word(bins + i * 4, 0);
   }
   if (record.dtype == DType::kF32) {
@@ -200,7 +206,7 @@ MLA_DEVICE void index_logits(const IndexArgs& args) {
     index_logits_of<false>(args, row, record, first_key);
   }
   block_barrier();
-  for (int i = thread_index(); i < kIndexBins; i += kIndexLogitsThreads) {
+  for (int i = thread_index(); i < kIndexBins; i += IndexLayout::kThreads) {
     const uint32_t count = tile::load_word_shared(bins + i * 4);
     if (count > 0) tile::add_word(args.bins + int64_t{index} * kIndexBins + i, count);
   }

@@ -20,13 +20,14 @@ struct IndexLayout {
   using lds_t = tile::lds_t;
   static constexpr int kKeys = 64;  // of a group and turn
   static constexpr int kGroupWarps = 4;
-  static constexpr int kWarps = kIndexLogitsThreads / tile::kWave;
+  static constexpr int kThreads = 384;
+  static constexpr int kWarps = kThreads / tile::kWave;
   static constexpr int kGroups = kWarps / kGroupWarps;
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 3;
   static constexpr int kBinBytes = kIndexBins * 4;
   static constexpr int kKeyBytes = kStages * kGroups * kKeys * kIndexDim;
   static constexpr int kScaleBytes = kStages * kWarps * tile::kWave * 4;
-  static constexpr int kWeightBytes = 1024;
+  static constexpr int kWeightBytes = 512;
   static constexpr int kFixedBytes = kBinBytes + kKeyBytes + kScaleBytes + kWeightBytes;
   static_assert(kernels::kMaxIndexHeads * 4 <= kWeightBytes && kFixedBytes % 1024 == 0);
 
@@ -55,7 +56,7 @@ class IndexQueries {
     const auto* const weights = as_global<const float>(first + heads * (kIndexDim * kElement));
     const int own = thread_index() >> 2;
 #pragma unroll 1
-    for (int block = 0; block < index_blocks(heads); ++block) {
+    for (int block = 0; block < index_blocks(heads) && thread_index() < kThreads; ++block) {
       const int head = block * kIndexHeadBlock + own;
       uint32_t values[kValues] = {};
       if (head < heads) load(values, first + head * (kIndexDim * kElement));
@@ -75,7 +76,8 @@ class IndexQueries {
   static constexpr int kTerms = kF32 ? 2 : 1;
   static constexpr int kMine = kIndexDim / 4;           // elements
   static constexpr int kValues = kMine * kElement / 4;  // words
-  static_assert(kIndexLogitsThreads == 4 * kIndexHeadBlock);
+  static constexpr int kThreads = 4 * kIndexHeadBlock;  // that have part in it
+  static_assert(kThreads <= L::kThreads && kThreads % tile::kWave == 0);
 
   MLA_DEVICE static int quarter() { return thread_index() & 3; }
 

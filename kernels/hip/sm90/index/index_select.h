@@ -24,6 +24,12 @@ class IndexSelect {
 
   MLA_DEVICE static void run(const IndexArgs& args) {
     const int index = block_index();
+    uint32_t* const of_row = args.bins + int64_t{index} * kIndexBins;
+    uint32_t counts[kOwnBins];
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+      counts[i] = as_global<uint32_t>(of_row)[i * kIndexSelectThreads + thread_index()];
+    }
     const IndexRow row = args.rows[index];
     const SelectRecord& record = args.records[row.record];
     const int begin = record.list_begin[row.row];
@@ -32,25 +38,27 @@ class IndexSelect {
     if (self.wanted >= row.visible) {
       self.put_all();
     } else if (self.wanted > 0) {
-      self.take_bins(args.bins + int64_t{index} * kIndexBins);
+      self.take_bins(counts, of_row);
       self.choose(args.ranks + row.first_rank);
     }
     self.fill_rest();
   }
 
  private:
-  static constexpr int kRun = 4;    // ranks a thread reads at once
-  static constexpr int kAhead = 4;  // such reads on their way
+  static constexpr int kRun = 4;  // ranks a thread reads at once
+  static constexpr int kOwnBins = kIndexBins / kIndexSelectThreads;
   static constexpr int kStep = kIndexSelectThreads * kRun;
 
   // Where ranks are read from: kRun of them at a multiple of that, and the positions they are of.
   struct All {
+    static constexpr int kAhead = 4;  // such reads on their way
     const uint32_t* ranks;
     int count;
     MLA_DEVICE void load(uint32_t (&words)[kRun], int at) const { load_words(words, ranks + at); }
     MLA_DEVICE int position(int at) const { return at; }
   };
   struct Held {
+    static constexpr int kAhead = 1;
     tile::lds_t ranks, positions;
     int count;
     MLA_DEVICE void load(uint32_t (&words)[kRun], int at) const {
@@ -93,31 +101,32 @@ class IndexSelect {
   }
 
   // The counts of the first digit, which the next launch finds cleared.
-  MLA_DEVICE void take_bins(uint32_t* from) const {
-    for (int i = thread_index(); i < kIndexBins; i += kIndexSelectThreads) {
-      tile::store_word(bins + i * 4, as_global<uint32_t>(from)[i]);
-      as_global<uint32_t>(from)[i] = 0;
+  MLA_DEVICE void take_bins(const uint32_t (&counts)[kOwnBins], uint32_t* from) const {
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+      const int bin = i * kIndexSelectThreads + thread_index();
+      tile::store_word(bins + bin * 4, counts[i]);
+      as_global<uint32_t>(from)[bin] = 0;
     }
     block_barrier();
   }
 
   MLA_DEVICE void choose(const uint32_t* ranks) {
     const All all{ranks, visible};
-    int shift = 32 - kIndexBinBits;
+    int shift = 32, bits = kIndexBinBits;
     int left = wanted;  // to choose among the ranks that begin with `rank`
-    uint32_t rank = find_digit(kIndexBins, left);
+    uint32_t rank = 0;
     while (true) {
-      const int eligible = wanted - left + of_digit;
-      if (held.count == 0 && eligible <= kMostHeld) gather(all, rank, shift);
+      shift -= bits;
+      rank = rank << bits | find_digit(1 << bits, left);
+      if (held.count == 0 && wanted - left + of_digit <= kMostHeld) gather(all, rank, shift);
       if (shift == 0) break;
-      const int bits = shift < kIndexBinBits ? shift : kIndexBinBits;
+      bits = shift < kIndexBinBits ? shift : kIndexBinBits;
       if (held.count > 0) {
         count_digit(held, rank, shift, bits);
       } else {
         count_digit(all, rank, shift, bits);
       }
-      shift -= bits;
-      rank = rank << bits | find_digit(1 << bits, left);
     }
     if (held.count > 0) {
       write(held, rank, left);
@@ -133,6 +142,7 @@ class IndexSelect {
       tile::store_word(bins + i * 4, 0);
     }
     block_barrier();
+    constexpr int kAhead = Ranks::kAhead;
     const uint32_t mask = (1u << bits) - 1;
     for (int at = thread_index() * kRun; at < from.count; at += kAhead * kStep) {
       uint32_t words[kAhead][kRun] = {};
@@ -203,13 +213,16 @@ class IndexSelect {
     // From the largest on, two digits a thread.
     const int mine = digits - 1 - 2 * thread_index();
     const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
-    uint32_t all;
-    const auto before = static_cast<int>(sum_before(high + low, all));
-    const int both = static_cast<int>(high + low);
-    if (before < left && before + both >= left) {
-      const bool first = before + static_cast<int>(high) >= left;
-      tile::store_word(found, static_cast<uint32_t>(first ? mine : mine - 1));
-      tile::store_word(found + 4, static_cast<uint32_t>(first ? before : before + int(high)));
+    const uint32_t both = high + low, of_warp = tile::sum_of_warp(both);
+    const int before_warp = static_cast<int>(sum_of_warps_before(of_warp));
+    // One warp has the digit.
+    if (before_warp < left && before_warp + static_cast<int>(of_warp) >= left) {
+      const int before = before_warp + static_cast<int>(scan(both) - both);
+      if (before < left && before + static_cast<int>(both) >= left) {
+        const bool first = before + static_cast<int>(high) >= left;
+        tile::store_word(found, static_cast<uint32_t>(first ? mine : mine - 1));
+        tile::store_word(found + 4, static_cast<uint32_t>(first ? before : before + int(high)));
+      }
     }
     block_barrier();
     const uint32_t digit = tile::load_word_shared(found);
@@ -220,16 +233,23 @@ class IndexSelect {
   }
   MLA_DEVICE uint32_t count_of(int digit) const { return tile::load_word_shared(bins + digit * 4); }
 
+  // Of the warps before this one; `all`: of all.
+  MLA_DEVICE uint32_t sum_of_warps_before(uint32_t of_warp) {
+    uint32_t all;
+    return sum_of_warps_before(of_warp, all);
+  }
+  MLA_DEVICE uint32_t sum_of_warps_before(uint32_t of_warp, uint32_t& all) {
+    const tile::lds_t sums = warp_sums + (turn++ & 1) * kWarps * 4;
+    if (lane == 0) tile::store_word(sums + warp * 4, of_warp);
+    block_barrier();
+    const uint32_t of_warps = tile::load_word_shared(sums + lane * 4);
+    all = tile::sum_of_warp(of_warps);
+    return tile::sum_of_warp(lane < warp ? of_warps : 0);
+  }
   // Of the threads before this one; `all`: of all.
   MLA_DEVICE uint32_t sum_before(uint32_t x, uint32_t& all) {
-    const tile::lds_t sums = warp_sums + (turn++ & 1) * kWarps * 4;
     const uint32_t in_warp = scan(x);
-    if (lane == tile::kWave - 1) tile::store_word(sums + warp * 4, in_warp);
-    block_barrier();
-    const uint32_t of_warps = scan(tile::load_word_shared(sums + lane * 4));
-    all = tile::from_lane(of_warps, kWarps - 1);
-    const uint32_t before = tile::from_lane(of_warps, warp > 0 ? warp - 1 : 0);
-    return (warp > 0 ? before : 0) + in_warp - x;
+    return sum_of_warps_before(tile::from_lane(in_warp, tile::kWave - 1), all) + in_warp - x;
   }
   // Sum over the lanes up to this one.
   MLA_DEVICE uint32_t scan(uint32_t x) const {
