@@ -241,7 +241,7 @@ absl::Status Client::UnregisterModel(const std::string& model_id) {
 
 absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
                                               const std::string& request_id,
-                                              const v1::Prefix& prefix) {
+                                              const v1::Prefix& prefix, v1::PrefixMatch* match) {
   v1::OpenRequest request;
   *request.mutable_prefix() = prefix;
   request.set_model_id(model_id);
@@ -258,6 +258,7 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
     reply = impl_->Unary<v1::OpenReply>(open);
   }
   if (!reply.ok()) return reply.status();
+  if (match != nullptr) *match = reply->match();
   return Sequence(this, reply->sequence());
 }
 

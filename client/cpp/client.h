@@ -137,10 +137,11 @@ class Client final {
   // `request_id` makes a retry safe; empty: a random one, and the call is repeated once when the
   // connection broke under it.
   // With `prefix` the sequence starts with as many of these rows as are cached, its length(); with
-  // none where the server lacks the capability `prefix_cache`.
+  // none where the server lacks the capability `prefix_cache`. `match` receives where that ended.
   absl::StatusOr<Sequence> OpenSequence(const std::string& model_id,
                                         const std::string& request_id = "",
-                                        const v1::Prefix& prefix = {});
+                                        const v1::Prefix& prefix = {},
+                                        v1::PrefixMatch* match = nullptr);
   // No ids: all of the tenant's, or only this client's.
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);

@@ -12,6 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/mutex.h"
+#include "client/mlactl/agents/scene.h"
+#include "client/mlactl/agents/scene_report.h"
 #include "client/mlactl/bench/bench_options.h"
 #include "client/mlactl/bench/bench_report.h"
 #include "client/mlactl/bench/bench_worker.h"
@@ -34,7 +36,13 @@ constexpr char kNotes[] =
     "that a stall counts in every step that it delays; concurrency is then the most steps under\n"
     "way.\n"
     "\n"
-    "network is the layer's time without the server's own queue, plan, kernel and write.\n";
+    "network is the layer's time without the server's own queue, plan, kernel and write.\n"
+    "\n"
+    "--scene=agents runs conversations instead, whose turns share the rows of those before "
+    "through\n"
+    "the server's prefix cache; --scene=agent-turn a long turn, with and without its rows in the\n"
+    "cache. --context is the rows of the longest turn. The report has the share of rows that was\n"
+    "found and the time to the first output.\n";
 
 constexpr char kExamples[] =
     "mlactl bench\n"
@@ -42,7 +50,8 @@ constexpr char kExamples[] =
     "--plot=wire.svg\n"
     "mlactl bench --preset=deepseek-v3 --batch=1,32,128 --context=4096 --shared-context\n"
     "mlactl bench --rate=500,1000,2000 --concurrency=64 --duration=30\n"
-    "mlactl bench --rows=512 --context=0 --steps=20       # prefill\n";
+    "mlactl bench --rows=512 --context=0 --steps=20       # prefill\n"
+    "mlactl bench --scene=agents --context=8192 --concurrency=2 --plot=agents.svg\n";
 
 std::string MeasureText(const LoadProgress& progress) {
   const auto micros = [](int64_t ns) { return static_cast<double>(ns) * 1e-3; };
@@ -164,9 +173,51 @@ absl::Status RunAll(const BenchOptions& options, client::Client* client,
   return (*model)->Remove();
 }
 
+// Registers the model, runs the trace and removes the model.
+absl::StatusOr<SceneRun> RunSceneOnce(const BenchOptions& options, Trace trace,
+                                      client::Client* client, const std::string& model_id,
+                                      Progress* progress) {
+  const std::atomic<bool>& interrupted = CatchInterrupts();
+  auto model = BenchModel::Create(client, options, model_id, [&](double done) {
+    progress->Show("uploading weights", done);
+    return !interrupted.load();
+  });
+  if (!model.ok()) return model.status();
+  auto run = RunScene(options, std::move(trace), client, model_id, progress, interrupted);
+  if (!run.ok()) return run.status();
+  if (absl::Status status = (*model)->Remove(); !status.ok()) return status;
+  return run;
+}
+
+int BenchScene(const CommonOptions& common, const BenchOptions& options) {
+  auto trace = SceneTrace(options);
+  if (!trace.ok()) return FailUsage(trace.status());
+  if (const std::string& file = options.scene.save_file; !file.empty()) {
+    const absl::Status written = WriteFile(file, TraceText(*trace));
+    if (!written.ok()) return Fail(written);
+  }
+  auto client = client::Client::Connect(options.target, options.client);
+  if (!client.ok()) return Fail(client.status());
+  const v1::GetServerInfoReply server = (*client)->info();
+  Progress progress(stderr, options.quiet);
+  const std::string model_id = NewModelId("bench");
+  const auto run = RunSceneOnce(options, *std::move(trace), client->get(), model_id, &progress);
+  progress.Clear();
+  int code = run.ok() ? kOk : Fail(run.status());
+  if (run.ok()) {
+    code = Emit(common, SceneJson(options, server, *run), SceneText(options, *run));
+    if (!options.plot_file.empty() && code == kOk) {
+      const absl::Status written = WriteFile(options.plot_file, SceneSvg(options, *run));
+      if (!written.ok()) code = Fail(written);
+    }
+  }
+  return CatchInterrupts().load() ? Interrupted(client->get(), {{model_id}}) : code;
+}
+
 int Bench(const CommonOptions& common, const BenchArguments& arguments) {
   const auto options = MakeBenchOptions(common, arguments);
   if (!options.ok()) return FailUsage(options.status());
+  if (!options->scene.name.empty()) return BenchScene(common, *options);
   auto client = client::Client::Connect(options->target, options->client);
   if (!client.ok()) return Fail(client.status());
   const std::atomic<bool>& interrupted = CatchInterrupts();

@@ -84,6 +84,27 @@ size_t Runs(const BenchArguments& arguments) {
          arguments.rates.size();
 }
 
+// A scene is one run, of the dense model with outputs.
+absl::Status CheckScene(const BenchArguments& arguments) {
+  const SceneOptions& scene = arguments.options.scene;
+  if (scene.name.empty()) return absl::OkStatus();
+  if (Runs(arguments) != 1) {
+    return absl::InvalidArgumentError("--scene is one run: lists may have one value");
+  }
+  if (arguments.attention != "dense" || arguments.profiles[0] == "append-only") {
+    return absl::InvalidArgumentError(
+        "--scene goes with --attention dense, and --profile expanded or absorbed");
+  }
+  if (arguments.contexts[0] < 2 || arguments.contexts[0] > kMaxTraceRows) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--context: got ", arguments.contexts[0], ", must be 2..", kMaxTraceRows, " with --scene"));
+  }
+  if (scene.name == "agent-turn" && arguments.workers[0] != 1) {
+    return absl::InvalidArgumentError("--scene=agent-turn goes with --concurrency 1");
+  }
+  return absl::OkStatus();
+}
+
 // Calls `add` with every combination, the last list fastest.
 template <typename Add>
 void Combine(const BenchArguments& arguments, Add add) {
@@ -106,7 +127,8 @@ void Combine(const BenchArguments& arguments, Add add) {
   }
 }
 
-void AddLoad(Command* command, BenchArguments* arguments) {
+// `scene`: with it, decode steps and their options are left out.
+void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
   LoadOptions* const load = &arguments->options.load;
   command->Choices(
       {"transport", "LIST", "inline, shm, ring-futex, ring-spin, all, or auto (default)"},
@@ -115,38 +137,93 @@ void AddLoad(Command* command, BenchArguments* arguments) {
       {"concurrency", "LIST", "workers, each with a connection of its own (default 1)"}, 1, 4096,
       kMaxList, &arguments->workers);
   CLI::Option* const rate =
-      command->Reals({"rate", "LIST", "steps a second: an open loop (default: closed loop)"}, 1e-3,
-                     1e7, kMaxList, &arguments->rates);
+      command
+          ->Reals({"rate", "LIST", "steps a second: an open loop (default: closed loop)"}, 1e-3,
+                  1e7, kMaxList, &arguments->rates)
+          ->excludes(scene);
   command
       ->Choice({"arrivals", "KIND", "of the open loop: poisson (default) or uniform"},
                {"poisson", "uniform"}, &arguments->arrivals)
       ->needs(rate);
   CLI::Option* const duration =
-      command->Real({"duration", "SECONDS", "measured time of a run (default 10)"}, 0.1, 86400,
-                    &load->duration_s);
+      command
+          ->Real({"duration", "SECONDS", "measured time of a run (default 10)"}, 0.1, 86400,
+                 &load->duration_s)
+          ->excludes(scene);
   command
       ->Number({"steps", "N", "measure N steps instead"}, 1, std::numeric_limits<uint64_t>::max(),
                &load->steps)
-      ->excludes(duration);
-  command->Real({"warmup", "SECONDS", "before it is measured (default 1)"}, 0, 3600,
-                &load->warmup_s);
+      ->excludes(duration)
+      ->excludes(scene);
+  command
+      ->Real({"warmup", "SECONDS", "before it is measured (default 1)"}, 0, 3600, &load->warmup_s)
+      ->excludes(scene);
 }
 
-void AddShape(Command* command, BenchArguments* arguments) {
+void AddShape(Command* command, CLI::Option* scene, BenchArguments* arguments) {
   constexpr uint64_t kMost = 1u << 20;
   command->Choices({"profile", "LIST", "expanded (default), absorbed, append-only, all"},
                    {"expanded", "absorbed", "append-only"}, {}, &arguments->profiles);
-  command->Numbers({"batch", "LIST", "sequences of a step (default 1)"}, 1, kMost, kMaxList,
-                   &arguments->batches);
-  command->Numbers({"rows", "LIST", "new rows of each sequence in a step (default 1: decode)"}, 1,
-                   kMost, kMaxList, &arguments->rows);
-  command->Numbers(
-      {"context", "LIST", "rows of each sequence before the first step (default 1024)"}, 0,
-      1u << 30, kMaxList, &arguments->contexts);
-  command->Flag("shared-context", "sequences are forks of one, sharing its pages",
-                &arguments->options.shared_context);
-  command->Flag("grow", "steps commit their rows (default: dropped, so that the context stays)",
-                &arguments->options.grow);
+  command
+      ->Numbers({"batch", "LIST", "sequences of a step (default 1)"}, 1, kMost, kMaxList,
+                &arguments->batches)
+      ->excludes(scene);
+  command
+      ->Numbers({"rows", "LIST", "new rows of each sequence in a step (default 1: decode)"}, 1,
+                kMost, kMaxList, &arguments->rows)
+      ->excludes(scene);
+  command->Numbers({"context", "LIST",
+                    "rows of each sequence before the first step (default 1024); of scenes, see "
+                    "below"},
+                   0, 1u << 30, kMaxList, &arguments->contexts);
+  command
+      ->Flag("shared-context", "sequences are forks of one, sharing its pages",
+             &arguments->options.shared_context)
+      ->excludes(scene);
+  command
+      ->Flag("grow", "steps commit their rows (default: dropped, so that the context stays)",
+             &arguments->options.grow)
+      ->excludes(scene);
+}
+
+CLI::Option* AddScene(Command* command, SceneOptions* scene) {
+  constexpr uint64_t kMost = 1u << 20;
+  CLI::Option* const name =
+      command->Choice({"scene", "SCENE", "instead of decode steps: agents or agent-turn"},
+                      {"agents", "agent-turn"}, &scene->name);
+  AgentsShape* const shape = &scene->shape;
+  const auto number = [&](const char* option, const char* help, uint64_t least, uint64_t most,
+                          uint32_t* value) {
+    command->Number({option, "N", help}, least, most, value)->needs(name);
+  };
+  number("conversations", "of agents (default 8)", 1, kMost, &shape->conversations);
+  number("turns", "of each conversation (default 43)", 1, 4096, &shape->turns);
+  number("system", "rows that all conversations begin with (default 512)", 0, kMaxTraceRows,
+         &shape->system);
+  number("outputs", "of each turn (default 4)", 1, 65536, &shape->output);
+  number("branches", "of a conversation that has some (default 3)", 0, 4096, &shape->branches);
+  command
+      ->Real({"branching", "SHARE", "of the conversations that have branches (default 0.44)"}, 0, 1,
+             &shape->branching)
+      ->needs(name);
+  command
+      ->Real({"pause-ms", "MS", "between turns, the mean (default 2000)"}, 0, 1e6, &shape->pause_ms)
+      ->needs(name);
+  command
+      ->Real({"share", "SHARE", "of agent-turn's rows that the cache has (default 0.96)"}, 0, 0.999,
+             &scene->share)
+      ->needs(name);
+  number("repeats", "of agent-turn (default 3)", 1, 1000, &scene->repeats);
+  number("prefill-rows", "of a step that computes an input (default 512)", 1, 65536,
+         &scene->prefill_rows);
+  command
+      ->Real({"speed", "X", "of the trace's time (default 0: nothing is waited for)"}, 0, 1e6,
+             &scene->speed)
+      ->needs(name);
+  command->Text({"trace", "FILE", "run this trace"}, &scene->trace_file)->needs(name);
+  command->Text({"save-trace", "FILE", "write the trace that is run"}, &scene->save_file)
+      ->needs(name);
+  return name;
 }
 
 void AddModel(Command* command, BenchArguments* arguments) {
@@ -199,18 +276,28 @@ std::string BenchPoint::Name() const {
 
 void AddBenchOptions(Command* command, BenchArguments* arguments) {
   BenchOptions* const options = &arguments->options;
-  AddLoad(command, arguments);
-  AddShape(command, arguments);
+  CLI::Option* const scene = AddScene(command, &options->scene);
+  AddLoad(command, scene, arguments);
+  AddShape(command, scene, arguments);
   AddModel(command, arguments);
-  command->Flag("lse", "request the log-sum-exp of every row and head too", &options->want_lse);
-  command->Choice({"q-dtype", "TYPE", "of q as sent: bf16 (default) or e4m3"}, {"bf16", "e4m3"},
-                  &arguments->query_dtype);
-  command->Choice({"kv-row-dtype", "TYPE", "of KV rows as sent: bf16 (default) or e4m3"},
-                  {"bf16", "e4m3"}, &arguments->row_dtype);
-  command->Choice({"output-dtype", "TYPE", "of o: bf16 (default) or f32"}, {"bf16", "f32"},
-                  &arguments->output_dtype);
-  command->Flag("touch", "write every input byte and read every output byte, as a model does",
-                &options->touch);
+  command->Flag("lse", "request the log-sum-exp of every row and head too", &options->want_lse)
+      ->excludes(scene);
+  command
+      ->Choice({"q-dtype", "TYPE", "of q as sent: bf16 (default) or e4m3"}, {"bf16", "e4m3"},
+               &arguments->query_dtype)
+      ->excludes(scene);
+  command
+      ->Choice({"kv-row-dtype", "TYPE", "of KV rows as sent: bf16 (default) or e4m3"},
+               {"bf16", "e4m3"}, &arguments->row_dtype)
+      ->excludes(scene);
+  command
+      ->Choice({"output-dtype", "TYPE", "of o: bf16 (default) or f32"}, {"bf16", "f32"},
+               &arguments->output_dtype)
+      ->excludes(scene);
+  command
+      ->Flag("touch", "write every input byte and read every output byte, as a model does",
+             &options->touch)
+      ->excludes(scene);
   AddSpin(command, &options->spin_us);
   command->Number({"seed", "N", "of arrivals and data (default 1)"}, 0,
                   std::numeric_limits<uint64_t>::max(), &options->load.seed);
@@ -225,6 +312,7 @@ absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
     return absl::InvalidArgumentError(
         absl::StrCat("the lists combine to ", runs, " runs, at most ", kMaxBenchRuns));
   }
+  if (absl::Status status = CheckScene(arguments); !status.ok()) return status;
   BenchOptions options = arguments.options;
   options.target = common.target;
   options.client = common.client;

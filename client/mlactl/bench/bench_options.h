@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/cpp/client.h"
+#include "client/mlactl/agents/trace.h"
 #include "client/mlactl/cli/program.h"
 #include "client/mlactl/cli/transport.h"
 #include "client/mlactl/load/load_loop.h"
@@ -32,11 +33,23 @@ struct BenchPoint {
   std::string Name() const;
 };
 
+// A scene in place of decode steps: conversations of agents (client/mlactl/agents).
+struct SceneOptions {
+  std::string name;                   // agents or agent-turn; empty: no scene
+  AgentsShape shape;                  // but for the context, which is the point's
+  double share = 0.96;                // agent-turn: of the rows, that the cache has
+  uint32_t repeats = 3;               // agent-turn
+  uint32_t prefill_rows = 512;        // of a step that computes rows of an input
+  double speed = 0;                   // of the trace's time; 0: nothing is waited for
+  std::string trace_file, save_file;  // empty: none
+};
+
 struct BenchOptions {
   std::string target;
   client::ClientOptions client;  // of every connection, without transport and sizes: see points
   v1::ModelSpec model;           // without model_id, which the run sets
   std::vector<BenchPoint> points;
+  SceneOptions scene;           // with a scene there is one point
   LoadOptions load;             // without concurrency and rate: see points
   bool shared_context = false;  // sequences are forks of one, instead of filled each
   bool grow = false;            // steps commit their rows; otherwise the context stays as it is
@@ -69,7 +82,8 @@ struct BenchArguments {
 void AddBenchOptions(Command* command, BenchArguments* arguments);
 
 // INVALID_ARGUMENT when the lists combine to more than kMaxBenchRuns, or v4 is asked for what it
-// has not: the expanded profile, KV rows of 8 bits.
+// has not: the expanded profile, KV rows of 8 bits; or a scene for more than one run, or for what
+// it has not: index lists, rows without outputs, several workers in agent-turn.
 absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
                                               const BenchArguments& arguments);
 

@@ -1,0 +1,45 @@
+// `mlactl bench --scene`: runs a trace of agents' conversations on a server.
+//
+// Workers take conversations whose next turn is due; a conversation has one turn at a time, and
+// between its turns nothing is kept but what the server's prefix cache has.
+#ifndef MLA_CLIENT_MLACTL_AGENTS_SCENE_H_
+#define MLA_CLIENT_MLACTL_AGENTS_SCENE_H_
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/client.h"
+#include "client/mlactl/agents/tier_events.h"
+#include "client/mlactl/agents/trace.h"
+#include "client/mlactl/agents/turn_worker.h"
+#include "client/mlactl/bench/bench_options.h"
+#include "client/mlactl/cli/progress.h"
+#include "mla/v1/admin.pb.h"
+
+namespace mla::mlactl {
+
+struct SceneRun {
+  Trace trace;
+  std::vector<TurnResult> turns;  // as the trace's; not done: the run ended before
+  double seconds = 0;
+  v1::GetStatsReply before, after;  // of the server, all its clients together
+  std::string transport;            // in use
+  TierEvents::Rows tiers;           // what has become of cached rows
+  bool tiers_complete = true;       // false: some of it was lost
+  bool interrupted = false;
+};
+
+// The trace that the options name or describe; INVALID_ARGUMENT says what is wrong with it.
+absl::StatusOr<Trace> SceneTrace(const BenchOptions& options);
+
+// REQUIRES: options.points has one entry; the model is registered with weights, if it needs them.
+absl::StatusOr<SceneRun> RunScene(const BenchOptions& options, Trace trace, client::Client* client,
+                                  const std::string& model_id, Progress* progress,
+                                  const std::atomic<bool>& interrupted);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_AGENTS_SCENE_H_

@@ -1,0 +1,41 @@
+// What has become of a model's cached rows, by tier: counted from the server's events.
+//
+// Threading: none.
+#ifndef MLA_CLIENT_MLACTL_AGENTS_TIER_EVENTS_H_
+#define MLA_CLIENT_MLACTL_AGENTS_TIER_EVENTS_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "absl/status/status.h"
+#include "client/cpp/client.h"
+#include "mla/v1/cache.pb.h"
+
+namespace mla::mlactl {
+
+class TierEvents final {
+ public:
+  // Rows by tier ("pool") and kind ("stored").
+  using Rows = std::map<std::string, std::map<std::string, uint64_t>>;
+
+  explicit TierEvents(const std::string& model_id) : model_id_(model_id) {}
+
+  // Counts what has happened since the last call. The server keeps its latest events only, so it
+  // should be called often.
+  absl::Status Read(client::Client* client);
+
+  const Rows& rows() const { return rows_; }
+  bool complete() const { return complete_; }  // false: some events were lost
+
+ private:
+  const std::string model_id_;
+  uint64_t last_ = 0;   // number of the last event that was read
+  bool begun_ = false;  // an event of the model was read
+  bool complete_ = true;
+  Rows rows_;
+};
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_AGENTS_TIER_EVENTS_H_

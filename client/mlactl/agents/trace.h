@@ -1,0 +1,78 @@
+// Traces of agents' conversations: which turns there were, how long, and which rows they share.
+//
+// A trace is text, a JSON object a line; client/mlactl/agents/README.md has the keys. The first
+// line says how many rows a block has; each other line is a turn. A turn's rows are named by the
+// ids of their blocks, as other traces of requests do it: two turns share a beginning where the
+// same ids stand for it, and nothing says what the rows were.
+//
+// Threading: none.
+#ifndef MLA_CLIENT_MLACTL_AGENTS_TRACE_H_
+#define MLA_CLIENT_MLACTL_AGENTS_TRACE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace mla::mlactl {
+
+struct Turn {
+  double at_ms = 0;  // it does not begin before, counted from the first turn's start
+  uint32_t conversation = 0;
+  // It goes on with a fork of the conversation's turn before that is no branch, and the turns
+  // behind it do not see it.
+  bool branch = false;
+  uint32_t input_rows = 0;   // of the prompt, those of earlier turns included
+  uint32_t output_rows = 0;  // at least 1
+  // Of its rows: of the input at least, of the output as far as later turns share it.
+  std::vector<uint64_t> blocks;
+};
+
+struct Trace {
+  uint32_t block_rows = 64;
+  std::vector<Turn> turns;  // of a conversation in their order
+
+  // What the rows [first, end) of a turn stand for. Rows behind its blocks have none: the result
+  // is shorter then.
+  std::vector<uint32_t> Tokens(const Turn& turn, uint32_t first, uint32_t end) const;
+  // Rows at the beginning of both, whole blocks.
+  uint32_t Shared(const Turn& one, const Turn& other) const;
+};
+
+inline constexpr uint32_t kMaxTraceRows = 1u << 24;  // of a turn
+inline constexpr uint32_t kMaxBlockRows = 1u << 16;
+inline constexpr size_t kMaxTraceTurns = 1u << 20;
+
+// INVALID_ARGUMENT names the line and the key: no such trace, or a number out of its bounds.
+absl::StatusOr<Trace> ParseTrace(absl::string_view text);
+std::string TraceText(const Trace& trace);
+
+// What GenerateAgents makes. Lengths are in rows.
+struct AgentsShape {
+  uint32_t conversations = 8;
+  uint32_t turns = 43;      // of each conversation
+  uint32_t context = 4096;  // input of the last turn
+  uint32_t system = 512;    // beginning that all conversations share
+  uint32_t output = 4;      // of each turn
+  double branching = 0.44;  // share of the conversations that have branches
+  uint32_t branches = 3;    // of each of those
+  double pause_ms = 2000;   // between turns, the mean
+};
+
+// Conversations whose inputs grow with each turn by what the turn before has put out and by more,
+// of random length, up to `context`. Some have branches: an agent that is started with a fork of
+// the conversation and rows of its own, an eighth of `context`. REQUIRES: context >= system +
+// turns * (output + 1), and at least one block of rows.
+Trace GenerateAgents(const AgentsShape& shape, uint64_t seed);
+
+// One turn of a long conversation, again and again: `repeats` times with nothing of its `context`
+// rows in the cache, and as often with `share` of them. A turn before those puts them there.
+// REQUIRES: context is more than a block.
+Trace GenerateTurn(uint32_t context, double share, uint32_t repeats, uint64_t seed);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_AGENTS_TRACE_H_

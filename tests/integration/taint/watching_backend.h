@@ -1,0 +1,71 @@
+// A backend that looks at every page into which a launch stores rows, as the page is behind the
+// launch, and overwrites what launches have left in their workspaces.
+#ifndef MLA_TESTS_INTEGRATION_TAINT_WATCHING_BACKEND_H_
+#define MLA_TESTS_INTEGRATION_TAINT_WATCHING_BACKEND_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kernels/attention_backend.h"
+
+namespace mla::integration {
+
+class WatchingBackend final : public kernels::AttentionBackend {
+ public:
+  // `look` gets the words of a page at one layer, on the thread that has the engine's role.
+  // `zeroes`: false leaves out what launches are told to zero.
+  WatchingBackend(std::unique_ptr<kernels::AttentionBackend> inner, bool zeroes,
+                  std::function<void(std::span<const uint16_t>)> look);
+
+  const kernels::BackendInfo& Info() const override { return inner_->Info(); }
+  absl::Status CanRun(const kernels::AttentionDesc& d) const override { return inner_->CanRun(d); }
+  kernels::PlanTraits Traits(const kernels::AttentionDesc& d) const override {
+    return inner_->Traits(d);
+  }
+  int32_t ExpandedFormMinRows(const kernels::Geometry& g) const override {
+    return inner_->ExpandedFormMinRows(g);
+  }
+  int64_t WorkspaceSize(const kernels::BackendLimits& l) const override {
+    return inner_->WorkspaceSize(l);
+  }
+  absl::Status Configure(const kernels::BackendLimits& l) override {
+    slots_.resize(static_cast<size_t>(l.launch_slots));
+    return inner_->Configure(l);
+  }
+  absl::Status Healthy() const override { return inner_->Healthy(); }
+  absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override {
+    return inner_->AllocateHost(bytes);
+  }
+  absl::Status LoadWeights(int32_t slot, const kernels::Geometry& g, int32_t begin, int32_t end,
+                           const kernels::Bf16* uk, const kernels::Bf16* uv) override {
+    return inner_->LoadWeights(slot, g, begin, end, uk, uv);
+  }
+  absl::Status FreeWeights(int32_t slot) override { return inner_->FreeWeights(slot); }
+  kernels::SlotMemory Memory(int32_t slot) override { return inner_->Memory(slot); }
+  absl::Status Submit(int32_t slot, const kernels::Launch& launch) override;
+  bool Done(int32_t slot) override { return inner_->Done(slot); }
+  absl::StatusOr<int64_t> Wait(int32_t slot) override;
+
+ private:
+  struct Slot {
+    kernels::Launch launch;  // with what is read beside
+    std::vector<kernels::PageTransfer> reads;
+    std::vector<kernels::PageRange> pages;
+    std::vector<uint16_t> words;
+    size_t own_reads = 0;  // of the launch's own, which come first
+  };
+  void AddReads(const kernels::AppendRecord& record, Slot* slot) const;
+
+  const std::unique_ptr<kernels::AttentionBackend> inner_;
+  const bool zeroes_;
+  const std::function<void(std::span<const uint16_t>)> look_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace mla::integration
+
+#endif  // MLA_TESTS_INTEGRATION_TAINT_WATCHING_BACKEND_H_
