@@ -137,6 +137,7 @@ class SceneRunner {
     workers.clear();
     events.Read(client).IgnoreError();
     run_.tiers = events.rows();
+    run_.restored = events.restored();
     run_.tiers_complete = events.complete();
     stats = client->GetStats();
     if (!stats.ok()) return stats.status();

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -27,8 +28,10 @@ struct SceneRun {
   double seconds = 0;
   v1::GetStatsReply before, after;  // of the server, all its clients together
   std::string transport;            // in use
-  TierEvents::Rows tiers;           // what has become of cached rows
-  bool tiers_complete = true;       // false: some of it was lost
+  // When rows came back from slower tiers (TierEvents::restored).
+  std::vector<std::pair<int64_t, std::string>> restored;
+  TierEvents::Rows tiers;      // what has become of cached rows
+  bool tiers_complete = true;  // false: some of it was lost
   bool interrupted = false;
 };
 

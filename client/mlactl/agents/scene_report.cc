@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <map>
 #include <thread>
 #include <utility>
@@ -27,6 +28,7 @@ struct HitClass {
 };
 constexpr std::array<HitClass, 4> kClasses = {
     {{"96 % or more", 0.955}, {"80 to 96 %", 0.8}, {"less than 80 %", 1e-9}, {"none", 0}}};
+constexpr char kPool[] = "pool";
 constexpr std::array<std::pair<const char*, double>, 4> kQuantiles = {
     {{"p50", 0.5}, {"p90", 0.9}, {"p99", 0.99}, {"max", 1.0}}};
 
@@ -46,10 +48,22 @@ std::string EndName(v1::MatchEnd end) {
   return absl::AsciiStrToLower(absl::StripPrefix(name, "MATCH_END_"));
 }
 
+// The tier from which rows came back last while the turn's sequence was opened; of several workers,
+// rows of either. The pool where none came.
+std::string TierOf(const SceneRun& run, const TurnResult& result) {
+  const auto behind =
+      std::upper_bound(run.restored.begin(), run.restored.end(), result.open_to_ms,
+                       [](int64_t at, const auto& event) { return at < event.first; });
+  if (behind == run.restored.begin()) return kPool;
+  const auto& [at, tier] = *std::prev(behind);
+  return at < result.open_from_ms ? kPool : tier;
+}
+
 struct Sums {
   uint64_t turns = 0, branches = 0, asked = 0, found = 0, outputs = 0, refused = 0;
   std::map<std::string, uint64_t> ends;
   std::array<LatencyHistogram, kClasses.size()> first;  // by class
+  std::map<std::string, LatencyHistogram> by_tier;      // turns that found rows
   LatencyHistogram first_all, next;
 
   explicit Sums(const SceneRun& run) {
@@ -66,6 +80,7 @@ struct Sums {
       ++ends[EndName(result.end)];
       first[ClassOf(turn, result)].Record(result.first_ns);
       first_all.Record(result.first_ns);
+      if (result.found > 0) by_tier[TierOf(run, result)].Record(result.first_ns);
       for (const int64_t ns : result.next_ns) next.Record(ns);
     }
   }
@@ -174,6 +189,10 @@ std::string SceneText(const BenchOptions& options, const SceneRun& run) {
     if (sums.first[i].count() == 0) continue;
     text += Line(absl::StrCat("first output, found ", kClasses[i].name), sums.first[i]);
   }
+  for (const auto& [tier, times] : sums.by_tier) {
+    // With the pool alone these are the lines above.
+    if (sums.by_tier.size() > 1) text += Line(absl::StrCat("first output, rows of ", tier), times);
+  }
   text += Line("first output, all", sums.first_all);
   if (sums.next.count() > 0) text += Line("next output", sums.next);
   if (options.scene.name == "agent-turn" && sums.Speedup() > 0) {
@@ -220,6 +239,7 @@ std::string SceneJson(const BenchOptions& options, const v1::GetServerInfoReply&
   for (size_t i = 0; i < kClasses.size(); ++i) {
     json["first_ms"][kClasses[i].name] = TimesJson(sums.first[i]);
   }
+  for (const auto& [tier, times] : sums.by_tier) json["first_ms_by_tier"][tier] = TimesJson(times);
   json["next_ms"] = TimesJson(sums.next);
   if (options.scene.name == "agent-turn") json["speedup"] = sums.Speedup();
   json["turns"] = TurnsJson(run);

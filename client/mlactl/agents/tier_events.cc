@@ -34,7 +34,11 @@ absl::Status TierEvents::Read(client::Client* client) {
       last_ = event.number();
       if (event.model_id() != model_id_) continue;
       begun_ = true;
-      rows_[TierName(event.tier())][KindName(event.kind())] += event.rows();
+      const std::string tier = TierName(event.tier());
+      rows_[tier][KindName(event.kind())] += event.rows();
+      if (event.kind() == v1::CACHE_EVENT_KIND_RESTORED) {
+        restored_.emplace_back(static_cast<int64_t>(event.unix_ms()), tier);
+      }
     }
     return reply.events_size() >= kFullReply;
   });

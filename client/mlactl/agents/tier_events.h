@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "client/cpp/client.h"
@@ -26,6 +28,8 @@ class TierEvents final {
   absl::Status Read(client::Client* client);
 
   const Rows& rows() const { return rows_; }
+  // When rows came back to the pool, in Unix milliseconds, and from which tier; in their order.
+  const std::vector<std::pair<int64_t, std::string>>& restored() const { return restored_; }
   bool complete() const { return complete_; }  // false: some events were lost
 
  private:
@@ -34,6 +38,7 @@ class TierEvents final {
   bool begun_ = false;  // an event of the model was read
   bool complete_ = true;
   Rows rows_;
+  std::vector<std::pair<int64_t, std::string>> restored_;
 };
 
 }  // namespace mla::mlactl

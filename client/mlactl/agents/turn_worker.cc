@@ -38,6 +38,12 @@ CallBytes BytesOf(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows
           rows_heads * (query + geometry.rope_dim()) * 2, rows_heads * value * 2};
 }
 
+int64_t UnixMillis() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
 int64_t NanosSince(Clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
@@ -157,7 +163,9 @@ absl::Status TurnWorker::Append(client::Sequence* sequence, uint32_t rows) {
 
 absl::Status TurnWorker::Try(const Trace& trace, const Turn& turn, bool keep, TurnResult* result) {
   const Clock::time_point start = Clock::now();
+  result->open_from_ms = UnixMillis();
   absl::StatusOr<client::Sequence> sequence = Open(trace, turn, result);
+  result->open_to_ms = UnixMillis();
   if (!sequence.ok()) return sequence.status();
   while (sequence->length() < turn.input_rows) {
     const auto rows =

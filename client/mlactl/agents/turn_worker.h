@@ -27,6 +27,7 @@ namespace mla::mlactl {
 // What became of a turn. Times are in nanoseconds.
 struct TurnResult {
   bool done = false;
+  int64_t open_from_ms = 0, open_to_ms = 0;      // the call that opens its sequence, Unix time
   double start_s = 0;                            // since the run began
   uint32_t found = 0;                            // rows of the input that did not have to be sent
   v1::MatchEnd end = v1::MATCH_END_UNSPECIFIED;  // where the match ended
