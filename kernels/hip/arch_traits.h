@@ -61,7 +61,7 @@ struct ArchTraits {
   std::span<const ExpandVariant> expand;
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
   // Where the absorbed form has products of 8 bits, for BackendInfo; empty: nowhere.
-  std::string_view fp8_compute;
+  std::string_view fp8_compute = {};
   // Attention of the expanded form; rows as kExpandedRows.
   int32_t expanded_threads = 256;
   int32_t expanded_shared_bytes = 0;  // dynamic; 0 where it is static
