@@ -93,6 +93,11 @@ void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& back
        {"at_least", absl::StrCat("2 * wire.staging_bytes, ", wire.staging_bytes)}});
 }
 
+// Once, with the reason: what models over 8-bit rows are given is chosen by the backend.
+void LogFp8Compute(const kernels::BackendInfo& backend) {
+  Log(LogLevel::kInfo, "fp8_compute", {{"in_force", backend.fp8_compute}});
+}
+
 OperatorPolicy OperatorsOf(const Config::Listen& listen) {
   OperatorPolicy policy;
   for (const absl::string_view name :
@@ -203,6 +208,7 @@ absl::Status Server::Parts::MakeEngine() {
   metrics.SetTenants(engine->tenants(), config.tenants.metrics);
   metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
   WarnOfSmallQuota(config.wire, engine->backend_info());
+  LogFp8Compute(engine->backend_info());
   auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
   if (!staging.ok()) return staging.status();
   pool = std::make_shared<AttendMessagePool>(*std::move(staging), engine->tenants());

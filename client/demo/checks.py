@@ -9,7 +9,7 @@ rounding alone explains the choice. E itself must stay below a fixed bound.
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Sequence
+from typing import Dict, List, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,11 @@ from model import Array, Model
 # E must stay below so many times the noise that was seen with the model.
 NOISE_FACTOR = 4
 MAX_NEAR_TIES = 8
+
+
+def bounds(noise: Mapping[str, float]) -> Dict[str, float]:
+    """By format of KV rows, what E must stay below, of a model with this noise."""
+    return {kv_format: NOISE_FACTOR * seen for kv_format, seen in noise.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +76,7 @@ class LocalModel:
     def __init__(self, model: Model, kv_format: str = "bf16"):
         """`kv_format`: that of the cache which the remote logits come from."""
         self._model = model
-        self.bound = NOISE_FACTOR * model.noise[kv_format]  # of E
+        self.bound = bounds(model.noise)[kv_format]  # of E
         self._prefixes: List[_Prefix] = []
 
     def logits(self, text: npt.NDArray[np.int64], first: int) -> Array:

@@ -10,10 +10,10 @@ it went; the exit status is 1 unless all of it went well.
 --model says which: `trained` writes English (trained/README.md), `seeded` has random weights, four
 times the heads and a mixture of experts; `v32` is the trained one with sparse attention as in
 DeepSeek V3.2, `v4` with a window and entries as in V4; both have demos of their own (v32/run.py,
-v4/run.py). --kv-format says how the cache keeps rows; the
-comparison is with float32 all the same, so its bound is wider for 8 bits. --transport says
-how the steps travel; auto takes the command ring where there is one. --record writes every request
-and its expected outputs to a file (RECORDING.md).
+v4/run.py). --kv-format says how the cache keeps rows; the comparison is with float32 all the same,
+so its bound is wider for 8 bits (docs/fp8.md states it). --transport says how the steps travel;
+auto takes the command ring where there is one. --record writes every request and its expected
+outputs to a file (RECORDING.md).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import numpy as np
 import scenes
 import trained
 from attention import register
-from checks import Comparison, LocalModel
+from checks import Comparison, LocalModel, bounds
 from generate import SEQUENCE_LEASE_MS, Phase
 from mla_client.testing import ServerProcess
 from mla_client.transport import TRANSPORTS
@@ -242,8 +242,11 @@ def main() -> int:
                         help="passed on to the server; may be repeated")
     parser.add_argument("--model", choices=MODELS, default="trained",
                         help="which model (default: %(default)s)")
+    allowed = ", ".join(f"{bound:g} ({kv_format})"
+                        for kv_format, bound in bounds(trained.NOISE).items())
     parser.add_argument("--kv-format", choices=trained.NOISE, default="bf16",
-                        help="how the cache keeps rows (default: %(default)s)")
+                        help="how the cache keeps rows; the trained model's logits must differ "
+                             f"from float32 by less than {allowed} (default: %(default)s)")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto",
                         help="how steps travel (default: %(default)s)")
     parser.add_argument("--record", metavar="FILE", help="write a recording, 0.1 to 0.4 GB")

@@ -152,6 +152,16 @@ TEST(ProcessTest, WarnsOfAQuotaThatQueriesInPlaceWouldFill) {
   }
 }
 
+TEST(ProcessTest, SaysOnceWhatProductsRowsOf8BitsGet) {
+  ServerProcess process({"--backend=cpu"});
+  ASSERT_EQ(process.Health(), 0) << process.Log();
+  const std::string log = process.Log();
+  const size_t at = log.find("fp8_compute");
+  ASSERT_NE(at, std::string::npos) << log;
+  EXPECT_THAT(log.substr(at), HasSubstr("bf16 products: this backend multiplies no 8-bit floats"));
+  EXPECT_EQ(log.find("fp8_compute", at + 1), std::string::npos) << log;
+}
+
 TEST(ProcessTest, TermDrainsAndEndsWithZero) {
   ServerProcess process({"--log-format=json"});
   ASSERT_EQ(process.Health(), 0) << process.Log();
