@@ -1,5 +1,5 @@
 // What one tenant has written is never seen by another: in pages that it gets, in outputs, in rows
-// that leave by export, or in files of checkpoints.
+// that leave by export, in files of checkpoints, or in what comes back from slower tiers.
 //
 // Three tenants, whose rows have a value of their own each, do whatever moves rows: steps that
 // commit some rows or none, forks, truncation, release, matches of prefixes that all of them name
@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -139,6 +140,19 @@ class Tenant {
     } else {
       Step(&one);
     }
+  }
+  // Tiers from which rows came back to the pool, of the events that the server still knows.
+  void AddRestored(std::set<v1::CacheTier>* tiers) {
+    EXPECT_TRUE(client_
+                    ->WatchEvents(0,
+                                  [tiers](const v1::WatchEventsReply& reply) {
+                                    for (const v1::CacheEvent& event : reply.events()) {
+                                      if (event.kind() != v1::CACHE_EVENT_KIND_RESTORED) continue;
+                                      tiers->insert(event.tier());
+                                    }
+                                    return reply.events_size() >= 256;  // there may be more
+                                  })
+                    .ok());
   }
   uint64_t exported() const { return exported_; }
   uint64_t attended() const { return attended_; }
@@ -273,12 +287,19 @@ struct Scene {
   TempFolder folder;
   std::unique_ptr<TestServer> server;
 
-  explicit Scene(bool zeroes) {
+  Scene(bool zeroes, bool tiers) {
     server = std::make_unique<TestServer>(
         [&](server::Config& config) {
           config.backend = "cpu";
           config.limits.kv_cache_bytes = 96 << 10;
           config.checkpoint.path = folder.File("saved");
+          if (!tiers) return;
+          config.limits.host_tier_bytes = 48 << 10;
+          config.limits.file_tier_bytes = 4 << 20;
+          config.tiers.file_path = folder.File("tier");
+          config.limits.tier_file_hits = 0;
+          config.limits.tier_low_percent = 30;
+          config.limits.tier_high_percent = 50;
         },
         [this, zeroes]() -> std::unique_ptr<kernels::AttentionBackend> {
           kernels::BackendOptions options;
@@ -309,11 +330,11 @@ struct Scene {
   }
 };
 
-TEST(TaintTest, NoWordOfATenantIsSeenByAnother) {
-  Scene scene(/*zeroes=*/true);
-  const auto tenants = scene.Run(Operations());
+// Expects that nothing was found, and that rows have moved.
+void ExpectNothingFound(const Scene& scene, const std::vector<std::unique_ptr<Tenant>>& tenants,
+                        int operations) {
   EXPECT_EQ(scene.findings.count(), 0u) << scene.findings.first();
-  EXPECT_GT(scene.findings.pages(), static_cast<uint64_t>(Operations()));
+  EXPECT_GT(scene.findings.pages(), static_cast<uint64_t>(operations));
   for (const auto& tenant : tenants) {
     EXPECT_GT(tenant->exported(), 0u);
     EXPECT_GT(tenant->attended(), 0u);
@@ -321,8 +342,13 @@ TEST(TaintTest, NoWordOfATenantIsSeenByAnother) {
   }
   // Pages have gone from tenant to tenant.
   const auto stats = scene.server->Connect()->GetStats();
-  EXPECT_GT(stats->page_groups_scrubbed(), static_cast<uint64_t>(Operations()) / 50);
-  EXPECT_GT(stats->page_groups_evicted(), 0u);
+  EXPECT_GT(stats->page_groups_scrubbed(), static_cast<uint64_t>(operations) / 50);
+}
+
+TEST(TaintTest, NoWordOfATenantIsSeenByAnother) {
+  Scene scene(/*zeroes=*/true, /*tiers=*/false);
+  ExpectNothingFound(scene, scene.Run(Operations()), Operations());
+  EXPECT_GT(scene.server->Connect()->GetStats()->page_groups_evicted(), 0u);
   size_t files = 0;
   for (const auto& at : fs::recursive_directory_iterator(scene.folder.File("saved"))) {
     if (at.path().extension() != ".ckpt") continue;
@@ -336,9 +362,19 @@ TEST(TaintTest, NoWordOfATenantIsSeenByAnother) {
   EXPECT_GT(files, kTenants);
 }
 
+TEST(TaintTest, NorDoesAnyComeBackFromATier) {
+  Scene scene(/*zeroes=*/true, /*tiers=*/true);
+  const auto tenants = scene.Run(Operations());
+  ExpectNothingFound(scene, tenants, Operations());
+  std::set<v1::CacheTier> restored;
+  for (const auto& tenant : tenants) tenant->AddRestored(&restored);
+  EXPECT_TRUE(restored.contains(v1::CACHE_TIER_HOST));
+  EXPECT_TRUE(restored.contains(v1::CACHE_TIER_FILE));
+}
+
 // The same, but pages are not zeroed when they go to another tenant.
 TEST(TaintTest, PagesThatWereNotZeroedAreNoticed) {
-  Scene scene(/*zeroes=*/false);
+  Scene scene(/*zeroes=*/false, /*tiers=*/false);
   scene.Run(600);
   EXPECT_GT(scene.findings.count(), 0u);
   EXPECT_EQ(scene.findings.first(), "a page has words of two tenants");
