@@ -7,6 +7,12 @@
 
 namespace mla::scheduler {
 
+namespace {
+
+constexpr int64_t kNanosPerMilli = 1'000'000;
+
+}  // namespace
+
 using kvcache::EventKind;
 using kvcache::LayoutId;
 using kvcache::PrefixCache;
@@ -64,6 +70,22 @@ bool TierMoves::Pump() {
   while (left > 0 && (DemoteOne() || StoreOne())) --left;
   looked_at_ = left > 0 ? cache_->steps() : ~uint64_t{0};
   return did || left < kMostAtOnce;
+}
+
+void TierMoves::Keep(int32_t node) {
+  const MonotonicNanos now = clock_->Now();
+  const int64_t ms = std::max<int64_t>(limits_.tier_wait_ms, kLeastKeptMs);
+  if (now >= drop_kept_at_) {
+    absl::erase_if(kept_, [&](const auto& one) { return one.second.until <= now; });
+    drop_kept_at_ = now + ms * kNanosPerMilli;
+  }
+  kept_[node] = {copies_.Know(node), now + ms * kNanosPerMilli};
+}
+
+bool TierMoves::Kept(int32_t node) const {
+  const auto found = kept_.find(node);
+  return found != kept_.end() && copies_.Lives(node, found->second.life) &&
+         clock_->Now() < found->second.until;
 }
 
 bool TierMoves::MayBegin(int64_t bytes) const {
@@ -153,6 +175,7 @@ void TierMoves::OnJob(Move* move) {
 }
 
 void TierMoves::OnPart(Move* move) {
+  if (!move->part_status.ok()) retry_at_ = clock_->Now() + kRetryMs * kNanosPerMilli;
   if (move->kind == Kind::kRestore) return OnRestored(move);
   if (!move->part_status.ok() || !Lives(*move)) return End(move);
   StartJob(move, TierJob::Kind::kSeal);
@@ -184,11 +207,15 @@ bool TierMoves::WantsRoom(LayoutId layout) const {
 }
 
 bool TierMoves::DemoteOne() {
+  if (Pauses()) return false;
   const auto layouts = static_cast<LayoutId>(cache_->pool().layouts());
   const LayoutId first = std::max<LayoutId>(demoting_, 0);
   for (LayoutId i = 0; i < layouts; ++i) {
     const LayoutId layout = (first + i) % layouts;
-    if (!WantsRoom(layout)) continue;
+    if (!WantsRoom(layout)) {
+      if (demoting_ == layout) demoting_ = -1;
+      continue;
+    }
     demoting_ = layout;
     if (DemoteOneOf(layout)) return true;
   }
@@ -199,6 +226,7 @@ bool TierMoves::DemoteOneOf(LayoutId layout) {
   const SlabPool& pool = cache_->pool();
   const uint32_t entry = pool.oldest_idle(layout);
   const int32_t node = pool.cached(entry);
+  if (Kept(node)) return false;
   if (copies_.Has(node)) {
     cache_->prefixes().Demote(node);
     copies_.Use(TierIndex::kHost, node);
@@ -225,7 +253,9 @@ void TierMoves::OnSealed(Move* move) {
   host.ns_in += clock_->Now() - move->began;
   End(move);
   const PrefixCache::About about = cache_->prefixes().about(node);
-  if (!about.demoted() && cache_->pool().idle(about.entry)) cache_->prefixes().Demote(node);
+  if (!about.demoted() && cache_->pool().idle(about.entry) && !Kept(node)) {
+    cache_->prefixes().Demote(node);
+  }
 }
 
 bool TierMoves::StoreOne() {
@@ -283,7 +313,7 @@ std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::Pre
   PrefixCache& prefixes = cache_->prefixes();
   const SlabPool& pool = cache_->pool();
   int64_t room = pool.free_groups(layout) + pool.idle_groups(layout);
-  std::vector<int32_t> nodes;
+  std::vector<int32_t> nodes, present;
   for (int64_t row = first_row; row < end; row += page_size) {
     const auto page = static_cast<int32_t>(row / page_size);
     const auto left = static_cast<int32_t>(std::min<int64_t>(end - row, page_size));
@@ -297,10 +327,12 @@ std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::Pre
     } else {
       room -= pool.idle(found.entry);
       cache_->Touch(found.entry);
+      present.push_back(found.node);
     }
     if (found.rows < page_size) break;
   }
   if (nodes.empty()) return nullptr;
+  for (const int32_t node : present) Keep(node);
   auto wait = std::make_shared<TierWait>(static_cast<int32_t>(nodes.size()));
   for (const int32_t node : nodes) wanted_.push_back({node, copies_.Know(node), wait});
   while (RestoreOne()) {
@@ -319,7 +351,7 @@ bool TierMoves::RestoreOne() {
   };
   if (!copies_.Lives(node, wanted.life)) return drop();
   const PrefixCache::About about = cache_->prefixes().about(node);
-  if (!about.demoted() || !copies_.Has(node)) return drop();
+  if (!about.demoted() || !copies_.Has(node) || Pauses()) return drop();
   if (copies_.held(node)) {
     Move* const move = Find(node);
     // One on its way to the file comes back after that.
@@ -382,6 +414,7 @@ void TierMoves::OnRestored(Move* move) {
   from.ns_out += clock_->Now() - move->began;
   cache_->Restore(move->node, move->restore.id,
                   move->from == TierIndex::kHost ? Tier::kHost : Tier::kFile);
+  Keep(move->node);
   copies_.Use(TierIndex::kHost, move->node);
   copies_.Use(TierIndex::kFile, move->node);
   End(move);

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "base/mutex.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
@@ -56,6 +57,11 @@ class TierMoves final {
   static constexpr size_t kMostMoves = 16;
   // Groups that one call of Pump lets go.
   static constexpr int kMostAtOnce = 256;
+  // Pages that are wanted back stay in the pool for tiers.wait_ms, and at least so long, so that
+  // who waits for them finds them.
+  static constexpr int64_t kLeastKeptMs = 1000;
+  // Nothing moves for so long after a launch that failed: the device may be lost.
+  static constexpr int64_t kRetryMs = 1000;
 
   TierMoves(const Limits& limits, kvcache::KvCache* cache, PageMover* mover, const Clock* clock,
             std::unique_ptr<kvcache::TierStore> store);
@@ -93,6 +99,10 @@ class TierMoves final {
     absl::Status part_status;
     std::vector<std::shared_ptr<TierWait>> waits;
   };
+  struct Keeping {
+    uint64_t life = 0;
+    MonotonicNanos until = 0;
+  };
   struct Wanted {
     int32_t node = -1;
     uint64_t life = 0;
@@ -112,6 +122,11 @@ class TierMoves final {
   TierFigures& Figures(kvcache::TierIndex tier) {
     return tier == kvcache::TierIndex::kHost ? stats_.host : stats_.file;
   }
+
+  // The node's group is not to leave the pool for a while.
+  void Keep(int32_t node);
+  bool Kept(int32_t node) const;
+  bool Pauses() const { return clock_->Now() < retry_at_; }
 
   // --- Out of the pool
   int64_t MarkOf(kvcache::LayoutId layout, int32_t percent) const;
@@ -140,6 +155,9 @@ class TierMoves final {
   kvcache::TierCopies copies_;
   std::vector<Move*> parts_done_;
   std::deque<Wanted> wanted_;
+  absl::flat_hash_map<int32_t, Keeping> kept_;  // by node
+  MonotonicNanos drop_kept_at_ = 0;
+  MonotonicNanos retry_at_ = 0;
   int64_t moving_bytes_ = 0;
   int64_t leaving_bytes_ = 0;        // of them, out of the pool
   kvcache::LayoutId demoting_ = -1;  // until the high mark is reached

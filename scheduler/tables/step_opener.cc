@@ -118,6 +118,7 @@ absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, con
     if (entry.sequence->window_slot < 0) continue;
     step_rows_.push_back({entry.sequence->window_slot, entry.rows});
   }
+  model.pool_account->TakeRefused();  // of pages that a slower tier wanted back
   const absl::Status status = cache_->Reserve(step_rows_);
   const std::optional<Resource> refused = model.pool_account->TakeRefused();
   if (!status.ok()) return RefusePages(entries, model, field, refused, status);

@@ -157,6 +157,16 @@ TEST_F(EngineTiersTest, AMatchThatDoesNotWaitSaysThatRowsAreOnTheirWay) {
   EXPECT_EQ(late.length, kRows);
 }
 
+// Open sequences alone take more than the marks leave, so all that comes back would leave at once.
+TEST_F(EngineTiersTest, RowsThatCameBackStayUntilTheyAreMatched) {
+  for (int text = 0; text < 6; ++text) Leave(10 * text);
+  for (int text = 0; text < 6; ++text) {
+    const SequenceInfo back = OpenWith(10 * text);
+    EXPECT_EQ(back.length, kRows) << text;
+    EXPECT_EQ(back.matched.end, MatchEnd::kAll) << text;
+  }
+}
+
 TEST_F(EngineTiersTest, ACopyThatMemoryHasChangedIsDroppedAndNotUsed) {
   for (int text = 0; text < 6; ++text) Leave(10 * text);
   const auto memory = h_.core().tier_memory();

@@ -20,7 +20,7 @@ uint64_t TierCopies::Know(int32_t node) {
   if (known.life != 0) return known.life;
   known.life = next_life_++;
   known.layout = cache_->prefixes().about(node).layout;
-  known.bytes = cache_->pool().group_bytes(known.layout);
+  known.bytes = TierRooms::Rounded(cache_->pool().group_bytes(known.layout));
   return known.life;
 }
 
@@ -136,7 +136,7 @@ int32_t TierCopies::OldestOf(TierIndex tier, LayoutId layout) const {
 
 uint32_t TierCopies::TakeRoom(TierIndex tier, LayoutId layout) {
   TierRooms& rooms = Rooms(tier);
-  const int64_t bytes = cache_->pool().group_bytes(layout);
+  const int64_t bytes = TierRooms::Rounded(cache_->pool().group_bytes(layout));
   const int64_t share = rooms.bytes_total() / 100 * tenant_percent_;
   if (bytes > share) return kNoRoom;
   for (int drops = 0; drops <= kMostDrops; ++drops) {
