@@ -98,9 +98,9 @@ class E4m3Scorer {
     float top[2];
     take_scores(tiles, slot, first, state, s, top);
     TileSums sums;
-    // What was published here before is no longer needed: factors and probabilities.
-    tile::barrier_wait(shared.adopted(slot), ring.parity ^ 1);
     move_origins(slot, top, sums, state);
+    // What was published here before is no longer needed.
+    tile::barrier_wait(shared.adopted(slot), ring.parity ^ 1);
     uint32_t codes[kScores / 4];
     make_probabilities(slot, state, s, codes, sums);
     store_probabilities(slot, codes);

@@ -74,7 +74,11 @@ class E4m3Values {
     } else {
       add_blocks<false>(slot, o);
     }
-    if (lane == 0) tile::barrier_arrive(shared.adopted(slot));
+    // The scorers write the slot's next factors once it is filled again, so it is free only now.
+    if (lane == 0) {
+      tile::barrier_arrive(shared.emptied(slot));
+      tile::barrier_arrive(shared.adopted(slot));
+    }
   }
   // By a factor of each packed row.
   MLA_DEVICE void scale_by(lds_t factors, float (&x)[kProduct]) const {
@@ -94,7 +98,6 @@ class E4m3Values {
     for_constants<kBlocks>([&](auto block) {
       uint32_t operand[kSteps][4];
       read<kHide>(slot, column(block) / 16, operand);
-      if (block + 1 == kBlocks && lane == 0) tile::barrier_arrive(shared.emptied(slot));
       float sums[kProduct];
       tile::pin(sums);
       tile::wgmma_begin();
