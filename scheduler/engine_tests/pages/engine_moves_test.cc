@@ -214,6 +214,34 @@ TEST_F(EngineMovesTest, RowsOfAnotherMeaningAreRefused) {
   EXPECT_EQ(h_.core().Stats().sequences, 1);
 }
 
+TEST_F(EngineMovesTest, EightBitRowsOfTheOtherKindAreRefused) {
+  ModelSpec spec = h_.model();
+  spec.id = "eight_bits";
+  spec.kv_format = kernels::KvFormat::kFp8Row;
+  const auto tenant = h_.core().FindTenant(h_.tenant());
+  ASSERT_TRUE(h_.core().models().Register(tenant, spec).ok());
+  const Model& model = **h_.core().models().Find(tenant, spec.id, "model_id");
+  ImportArgs args;
+  args.tenant = h_.tenant();
+  args.model_id = spec.id;
+  args.tags.geometry = spec.geometry;
+  args.tags.layers = spec.layers;
+  args.tags.page_size = model.spec->page_size;
+  args.tags.rows = 1;
+  args.tags.kv_format = spec.kv_format;
+  args.tags.group_bytes =
+      kvcache::PayloadBytes(kvcache::GroupPieces(model.layout, model.spec->page_size));
+  args.tags.weights_digest = model.spec->weights_digest;
+  args.tags.fp8 = kernels::Fp8Kind::kE4m3Fnuz;
+  const absl::Status status = h_.core().BeginImport(args).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_EQ(DetailOf(status).field, "part.header.fp8_kind");
+  args.tags.fp8 = kernels::Fp8Kind::kE4m3Fn;
+  const absl::StatusOr<MovingPages> own = h_.core().BeginImport(args);
+  ASSERT_TRUE(own.ok()) << own.status();
+  h_.core().transfers().AbortImport(h_.tenant(), *own);
+}
+
 TEST_F(EngineMovesTest, AQuotaHoldsAndNothingIsLeft) {
   const SequenceInfo source = h_.Open();
   Fill(source, 8, 50);
