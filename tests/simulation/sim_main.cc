@@ -41,6 +41,7 @@ void Print(const SimulatorCounts& counts) {
   } others[] = {
       {"answers compared", counts.answers_checked},
       {"of them by lists", counts.lists_checked},
+      {"with a window", counts.windows_checked},
       {"calls sent again", counts.resent},
       {"refusals foretold", counts.refusals},
       {"steps committed", counts.commits},

@@ -5,8 +5,12 @@
 #include <thread>
 #include <vector>
 
+#include "tests/simulation/windows/window_simulator.h"
+
 namespace mla::simulation {
 namespace {
+
+constexpr int kWindowShare = 10;  // of the operations, that models with a window get on top
 
 struct SeedResult {
   SimulatorCounts counts;
@@ -21,6 +25,11 @@ SeedResult RunSeed(uint64_t seed, int steps) {
   if (!result.violation.empty()) result.violation += "\n" + simulator.Tail();
   result.counts = simulator.counts();
   result.hash = simulator.hash();
+  if (!result.violation.empty()) return result;
+  WindowSimulator windows(seed);
+  result.violation = windows.Run(steps / kWindowShare);
+  result.counts.windows_checked = windows.counts().answers;
+  result.hash ^= windows.hash();
   return result;
 }
 

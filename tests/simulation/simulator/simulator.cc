@@ -68,6 +68,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   pages_restored += other.pages_restored;
   pages_damaged += other.pages_damaged;
   rows_imported += other.rows_imported;
+  windows_checked += other.windows_checked;
 }
 
 uint64_t Simulator::Mix64(uint64_t x) { return Mix(x); }

@@ -86,6 +86,7 @@ struct SimulatorCounts {
   int64_t pages_found = 0, pages_evicted = 0;                        // of the prefix cache
   int64_t pages_demoted = 0, pages_restored = 0, pages_damaged = 0;  // of slower tiers
   int64_t rows_imported = 0;
+  int64_t windows_checked = 0;  // answers of WindowSimulator
   int64_t total() const;
   void Add(const SimulatorCounts& other);
 };
