@@ -9,7 +9,8 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import mutation_harness  # noqa: E402
 
-AREAS = ("cache", "planner", "queue", "leases", "quotas", "redo", "prefix", "lists", "moves")
+AREAS = ("cache", "planner", "queue", "leases", "quotas", "redo", "prefix", "lists", "moves",
+         "windows")
 ALL = os.environ.get("MLA_TEST_LONG", "") != ""
 
 
