@@ -96,6 +96,36 @@ struct MatchArgs {
   PrefixArgs prefix;
 };
 
+// What a client asks for cached rows. Numbers of mla.v1.HintKind.
+enum class HintKind : uint8_t {
+  kPin = 1,   // they stay in the pool for ttl_ms; 0: no more
+  kRetain,    // they go later than others
+  kPrefetch,  // they come back from slower tiers
+  kDemote,    // they go to a slower tier
+};
+
+struct HintArgs {
+  std::string tenant;
+  HintKind kind = HintKind::kPin;
+  SequenceId id = 0;  // whose declared rows are meant; 0: those of `prefix`
+  uint64_t expected_epoch = 0;
+  std::string model_id;
+  PrefixArgs prefix;
+  int64_t ttl_ms = 0;
+  int32_t priority = 0;  // 0 .. PrefixCache::kMostPriority
+};
+
+// What became of it. Numbers of mla.v1.HintOutcome.
+enum class HintOutcome : uint8_t { kAccepted = 1, kClipped, kDeferred, kRefused };
+
+struct HintAnswer {
+  HintOutcome outcome = HintOutcome::kRefused;
+  int64_t rows = 0;           // that the hint named
+  int64_t rows_done = 0;      // for which it is done
+  int64_t rows_deferred = 0;  // that are on their way between tiers
+  const char* reason = "";    // a stable token: why it was not all of them
+};
+
 struct ForkArgs {
   std::string tenant;
   SequenceId parent = 0;
@@ -297,6 +327,9 @@ class Engine {
   // Says what rows of a sequence stand for, from first_row on, and adds cached rows behind the
   // committed ones as far as they are found. A repeat gives the same answer.
   absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args);
+
+  // What becomes of cached rows, as their user wants it. Never waits for rows to move.
+  absl::StatusOr<HintAnswer> Hint(const HintArgs& args);
 
   // --- Rows out of the pool and into it (kvcache/page_moves.h).
   // Makes a fork that holds the rows; the caller releases it. Also while the engine drains.

@@ -15,6 +15,8 @@ absl::Status CheckLimits(const Limits& limits) {
       {"limits.max_sequence_rows", limits.max_sequence_rows, 1, 1 << 30},
       {"limits.max_pages_per_sequence", limits.max_pages_per_sequence, 1, 1 << 28},
       {"limits.prefix_tokens", limits.prefix_tokens, 1, 1 << 30},
+      {"kv_cache.pinned_percent", limits.pinned_percent, 0, 90},
+      {"kv_cache.tenant_pinned_percent", limits.tenant_pinned_percent, 0, 90},
       {"tiers.host_bytes", limits.host_tier_bytes, 0, kMostKvCacheBytes},
       {"tiers.file_bytes", limits.file_tier_bytes, 0, kMostKvCacheBytes},
       {"tiers.low_percent", limits.tier_low_percent, 0, 100},

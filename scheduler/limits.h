@@ -23,6 +23,9 @@ struct Limits {
   int32_t max_pages_per_sequence = 8192;      // page-table entries of one sequence
   int32_t prefix_tokens = 8 << 20;  // rows that open sequences have declared; 4 bytes each
 
+  int32_t pinned_percent = 50;         // of the pool, that hints of all tenants pin
+  int32_t tenant_pinned_percent = 25;  // of what a tenant may have of it, that its hints pin
+
   // --- Slower tiers of the prefix cache (docs/cache/tiers.md)
   int64_t host_tier_bytes = 0;     // of host memory, beside the pool; 0: there are no slower tiers
   int64_t file_tier_bytes = 0;     // of the tier's file, where there is one

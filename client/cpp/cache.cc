@@ -81,6 +81,11 @@ absl::StatusOr<v1::ExplainReply> Client::Explain(uint32_t most, bool all_tenants
       [&](auto* context, auto* reply) { return impl_->cache->Explain(context, request, reply); });
 }
 
+absl::StatusOr<v1::HintReply> Client::Hint(const v1::HintRequest& request) {
+  return impl_->Unary<v1::HintReply>(
+      [&](auto* context, auto* reply) { return impl_->cache->Hint(context, request, reply); });
+}
+
 absl::StatusOr<v1::CheckpointReply> Client::Checkpoint(const std::vector<uint64_t>& ids) {
   v1::CheckpointRequest request;
   request.mutable_sequence_ids()->Add(ids.begin(), ids.end());

@@ -168,6 +168,9 @@ class Client final {
   // The latest matches that have not found all they asked for. `most`: 0: the server's default.
   absl::StatusOr<v1::ExplainReply> Explain(uint32_t most = 0, bool all_tenants = false);
 
+  // Asks something for cached rows, with the capability "cache_hints".
+  absl::StatusOr<v1::HintReply> Hint(const v1::HintRequest& request);
+
   // --- Checkpoints, with the capability "checkpoints" (docs/cache/checkpoints.md). A whole
   // upload's deadline.
   absl::StatusOr<v1::CheckpointReply> Checkpoint(const std::vector<uint64_t>& ids);

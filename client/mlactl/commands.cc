@@ -9,6 +9,7 @@
 #include "client/mlactl/bench/bench_command.h"
 #include "client/mlactl/cli/completion.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/hints/hint_command.h"
 #include "client/mlactl/operator_commands.h"
 #include "client/mlactl/page_commands.h"
 #include "client/mlactl/query_commands.h"
@@ -46,6 +47,7 @@ void AddCommands(Program* program) {
   AddReplayCommand(program);
   AddOperatorCommands(program);
   AddPageCommands(program);
+  AddHintCommand(program);
   AddCompletion(program);
 }
 

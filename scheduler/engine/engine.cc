@@ -79,6 +79,7 @@ Engine::~Engine() {
   impl_->inbox_.Wake();
   if (impl_->thread_.joinable()) impl_->thread_.join();
   impl_->answers_.Stop();
+  impl_->DropCore();
 }
 
 StreamId Engine::OpenStream(const std::string& tenant, std::shared_ptr<const StreamSteps>* steps) {
@@ -238,6 +239,18 @@ absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
   if (!status.ok()) return status;
   impl_->AwaitTiers(args.tenant, *plan, committed);
   return impl_->WithRole([&](EngineCore& core) { return core.MatchSequence(args, *plan); });
+}
+
+absl::StatusOr<HintAnswer> Engine::Hint(const HintArgs& args) {
+  PrefixPlan prefix;
+  if (args.id == 0) {
+    prefix.spec = FindModel(args.tenant, args.model_id);
+    if (prefix.spec != nullptr) {
+      absl::Status status = impl_->prefixes_.Fill(args.tenant, args.prefix, 0, 0, &prefix);
+      if (!status.ok()) return status;
+    }
+  }
+  return impl_->WithRole([&](EngineCore& core) { return core.Hint(args, prefix); });
 }
 
 absl::StatusOr<SequenceInfo> Engine::ForkSequence(const ForkArgs& args) {

@@ -28,11 +28,11 @@ TenantTableOptions TenantOptionsOf(const EngineOptions& options) {
   return tenants;
 }
 
-absl::Status ModelChanged(const OpenArgs& args) {
+absl::Status ModelChanged(const std::string& model_id) {
   return MakeError(absl::StatusCode::kAborted,
-                   absl::StrCat("model ", args.model_id, " was registered while the call ran"),
+                   absl::StrCat("model ", model_id, " was registered while the call ran"),
                    {.field = "model_id",
-                    .got = args.model_id,
+                    .got = model_id,
                     .limit = "a model that stays while the call runs",
                     .reason = "changed_meanwhile"});
 }
@@ -54,7 +54,11 @@ EngineCore::EngineCore(const EngineOptions& options,
   if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
 
-EngineCore::~EngineCore() = default;
+// Launches that run write into memory that goes with this.
+EngineCore::~EngineCore() {
+  while (launcher_ != nullptr && CompleteLaunch(/*wait=*/true)) {
+  }
+}
 
 std::span<uint32_t> EngineCore::page_tables() {
   const std::span<std::byte> bytes = page_tables_->bytes();
@@ -87,6 +91,8 @@ absl::StatusOr<std::unique_ptr<EngineCore>> EngineCore::Create(
 
   core->mover_ = std::make_unique<PageMover>(core->cache_.get());
   if (status = core->MakeTiers(); !status.ok()) return status;
+  core->hints_ =
+      std::make_unique<CacheHints>(core->limits_, core->cache_.get(), core->tiers_.get(), clock);
   core->models_ = std::make_unique<ModelTable>(options.limits, core->backend_.get(),
                                                core->cache_.get(), &core->tenants_, clock);
   core->sequences_ =
@@ -198,7 +204,7 @@ absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args,
   const TenantKey tenant = tenants_.Find(args.tenant);
   absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
   if (!model.ok()) return model.status();
-  if (!args.prefix.empty() && prefix.spec != (*model)->spec) return ModelChanged(args);
+  if (!args.prefix.empty() && prefix.spec != (*model)->spec) return ModelChanged(args.model_id);
   absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args, prefix);
   if (!sequence.ok()) return sequence.status();
   return sequences_->Info(**sequence);
@@ -226,6 +232,25 @@ absl::StatusOr<SequenceInfo> EngineCore::MatchSequence(const MatchArgs& args,
   absl::Status status = sequences_->Match(*found, prefix);
   if (!status.ok()) return status;
   return sequences_->Info(**found);
+}
+
+absl::StatusOr<HintAnswer> EngineCore::Hint(const HintArgs& args, const PrefixPlan& prefix) {
+  const TenantKey tenant = tenants_.Find(args.tenant);
+  if (args.id != 0) {
+    absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
+    if (!found.ok()) return found.status();
+    const Sequence& sequence = **found;
+    const auto& chain = cache_->chain(sequence.slot);
+    if (chain == nullptr) return HintAnswer{.reason = "absent"};
+    const int64_t rows = std::min(cache_->declared(sequence.slot), cache_->length(sequence.slot));
+    return hints_->Do(args, sequence.model->layout_id, tenant, *chain, rows);
+  }
+  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
+  if (!model.ok()) return model.status();
+  if (prefix.spec != (*model)->spec) return ModelChanged(args.model_id);
+  int64_t rows = prefix.chain->rows();
+  if (prefix.max_rows > 0) rows = std::min(rows, prefix.max_rows);
+  return hints_->Do(args, (*model)->layout_id, tenant, *prefix.chain, rows);
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args) {

@@ -29,6 +29,7 @@
 #include "scheduler/engine/row_transfers.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
+#include "scheduler/moves/cache_hints.h"
 #include "scheduler/moves/page_mover.h"
 #include "scheduler/moves/tier_moves.h"
 #include "scheduler/tables/model_table.h"
@@ -98,6 +99,8 @@ class EngineCore {
   SequenceList GetSequences(const SequenceSelection& selection);
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
+  // `prefix`: of args.prefix, if it names the rows.
+  absl::StatusOr<HintAnswer> Hint(const HintArgs& args, const PrefixPlan& prefix);
   // --- Slower tiers; null: there are none.
   TierMoves* tiers() { return tiers_.get(); }
   std::span<std::byte> tier_memory() { return tier_memory_->bytes(); }
@@ -214,6 +217,7 @@ class EngineCore {
   std::unique_ptr<Launcher> launcher_;
   std::unique_ptr<PageMover> mover_;
   std::unique_ptr<TierMoves> tiers_;  // null: none
+  std::unique_ptr<CacheHints> hints_;
   std::unique_ptr<RowTransfers> transfers_;
   BatchPolicy policy_;
   WaitingRequests pending_;

@@ -121,7 +121,7 @@ class Engine::Impl {
     } else {
       busy |= core_->CompleteLaunch(/*wait=*/false);
       if (!busy && core_->inflight()) {
-        std::this_thread::yield();
+        if (options_.dedicated_thread) std::this_thread::yield();
         busy = true;
       }
     }
@@ -169,6 +169,9 @@ class Engine::Impl {
 
   // For Admit, the table of tenants and the registration of memory, which need no role.
   EngineCore& AnyThread() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *core_; }
+
+  // While what its threads may wake is there. REQUIRES: no call comes any more.
+  void DropCore() ABSL_NO_THREAD_SAFETY_ANALYSIS { core_.reset(); }
 
   void LetOthersIn() const {
     for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();

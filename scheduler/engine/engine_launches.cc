@@ -313,11 +313,13 @@ void EngineCore::Tick() {
   }
   stats_.leases_expired += sequences_->ExpireLeases();
   stats_.models_expired += models_->ExpireLeases();
+  hints_->Expire();
 }
 
 MonotonicNanos EngineCore::NextTick() const {
   const MonotonicNanos now = pending_.empty() ? 0 : clock_->Now();
-  MonotonicNanos next = std::min(sequences_->NextExpiry(), models_->NextExpiry());
+  MonotonicNanos next =
+      std::min({sequences_->NextExpiry(), models_->NextExpiry(), hints_->NextExpiry()});
   for (const Step* step : steps_->open()) {
     if (step->idle()) next = std::min(next, step->lease_deadline);
   }

@@ -66,8 +66,9 @@ bool TierMoves::Pump() {
   }
   for (Move* const move : std::exchange(parts_done_, {})) OnPart(move);
   while (RestoreOne()) did = true;
+  while (DemoteWanted()) did = true;
   int left = kMostAtOnce;
-  while (left > 0 && (DemoteOne() || StoreOne())) --left;
+  while (left > 0 && (StoreOne() || DemoteOne())) --left;
   looked_at_ = left > 0 ? cache_->steps() : ~uint64_t{0};
   return did || left < kMostAtOnce;
 }
@@ -206,6 +207,28 @@ bool TierMoves::WantsRoom(LayoutId layout) const {
          MarkOf(layout, again ? limits_.tier_high_percent : limits_.tier_low_percent);
 }
 
+void TierMoves::Leave(int32_t node) {
+  if (leaving_.size() >= kMostWanted) return;
+  kept_.erase(node);
+  leaving_.push_back({node, copies_.Know(node), nullptr});
+  while (DemoteWanted()) {
+  }
+}
+
+bool TierMoves::DemoteWanted() {
+  if (leaving_.empty()) return false;
+  const Wanted wanted = leaving_.front();
+  const PrefixCache::About about = cache_->prefixes().about(wanted.node);
+  const bool goes = copies_.Lives(wanted.node, wanted.life) && !copies_.held(wanted.node) &&
+                    !about.demoted() && cache_->pool().idle(about.entry) && !Pauses();
+  if (goes && !copies_.Has(wanted.node) && !MayBegin(cache_->pool().group_bytes(about.layout))) {
+    return false;
+  }
+  leaving_.pop_front();
+  if (goes) DemoteGroup(about.layout, about.entry);
+  return true;
+}
+
 bool TierMoves::DemoteOne() {
   if (Pauses()) return false;
   const auto layouts = static_cast<LayoutId>(cache_->pool().layouts());
@@ -217,14 +240,13 @@ bool TierMoves::DemoteOne() {
       continue;
     }
     demoting_ = layout;
-    if (DemoteOneOf(layout)) return true;
+    if (DemoteGroup(layout, cache_->prefixes().OldestIdle(layout))) return true;
   }
   return false;
 }
 
-bool TierMoves::DemoteOneOf(LayoutId layout) {
+bool TierMoves::DemoteGroup(LayoutId layout, uint32_t entry) {
   const SlabPool& pool = cache_->pool();
-  const uint32_t entry = pool.oldest_idle(layout);
   const int32_t node = pool.cached(entry);
   if (Kept(node)) return false;
   if (copies_.Has(node)) {
@@ -234,6 +256,12 @@ bool TierMoves::DemoteOneOf(LayoutId layout) {
   }
   // Held by a move that has just begun or failed: it will be the oldest again.
   if (copies_.held(node) || !MayBegin(pool.group_bytes(layout))) return false;
+  const kvcache::TierRooms& host = store_->host();
+  const bool full = host.bytes_total() - host.bytes_used() < pool.group_bytes(layout);
+  const bool storing = std::any_of(moves_.begin(), moves_.end(),
+                                   [](const auto& move) { return move->kind == Kind::kStore; });
+  // What is on its way to the file makes room soon; without that, the oldest copies would go.
+  if (full && storing) return false;
   const uint32_t room = copies_.TakeRoom(TierIndex::kHost, layout);
   if (room == TierCopies::kNoRoom) return false;
   Move* const move = Begin(Kind::kDemote, node);
@@ -322,7 +350,7 @@ std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::Pre
     if (found.rows == 0) found = prefixes.FindRows(layout, chain, page, left);
     if (found.rows == 0) break;
     if (found.entry == SlabPool::kNoEntry) {
-      if (room-- <= 0) break;
+      if (room-- <= 0 || wanted_.size() + nodes.size() >= kMostWanted) break;
       nodes.push_back(found.node);
     } else {
       room -= pool.idle(found.entry);

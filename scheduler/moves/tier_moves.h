@@ -57,6 +57,8 @@ class TierMoves final {
   static constexpr size_t kMostMoves = 16;
   // Groups that one call of Pump lets go.
   static constexpr int kMostAtOnce = 256;
+  // Groups that wait for a move, in either direction.
+  static constexpr size_t kMostWanted = 1 << 16;
   // Pages that are wanted back stay in the pool for tiers.wait_ms, and at least so long, so that
   // who waits for them finds them.
   static constexpr int64_t kLeastKeptMs = 1000;
@@ -77,6 +79,9 @@ class TierMoves final {
   // as they are known, wanted and the pool has room. Null: there is nothing to wait for.
   std::shared_ptr<TierWait> Restore(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
                                     int64_t first_row, int64_t most_rows);
+  // The idle group of a node that is known leaves the pool, now or when it has been copied. Nothing
+  // happens where kMostWanted wait already.
+  void Leave(int32_t node);
   // `wake` is called from other threads when there is something for Pump. Set before any move.
   void set_wake(std::function<void()> wake) { store_->set_wake(std::move(wake)); }
   TierStats stats() const;
@@ -133,7 +138,9 @@ class TierMoves final {
   int64_t FreeOf(kvcache::LayoutId layout) const;
   bool WantsRoom(kvcache::LayoutId layout) const;
   bool DemoteOne();
-  bool DemoteOneOf(kvcache::LayoutId layout);
+  bool DemoteWanted();
+  // False: not now.
+  bool DemoteGroup(kvcache::LayoutId layout, uint32_t entry);
   void OnSealed(Move* move);
   // --- Out of host memory
   bool StoreOne();
@@ -154,7 +161,8 @@ class TierMoves final {
   const std::unique_ptr<kvcache::TierStore> store_;
   kvcache::TierCopies copies_;
   std::vector<Move*> parts_done_;
-  std::deque<Wanted> wanted_;
+  std::deque<Wanted> wanted_;                   // back
+  std::deque<Wanted> leaving_;                  // to leave the pool
   absl::flat_hash_map<int32_t, Keeping> kept_;  // by node
   MonotonicNanos drop_kept_at_ = 0;
   MonotonicNanos retry_at_ = 0;

@@ -302,6 +302,11 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "A page group holds one page of every layer, so large pages waste the tail of short "
               "sequences and small ones cost table entries.",
               MLA_SLOT(limits.default_page_size)),
+          Int("kv_cache.pinned_percent", 0, 90, "Part of the pool that hints of all tenants pin.",
+              "Steps find no room in what is pinned.", MLA_SLOT(limits.pinned_percent)),
+          Int("kv_cache.tenant_pinned_percent", 0, 90,
+              "Part of what a tenant may have of the pool that its hints pin.",
+              "Hints beyond it are clipped.", MLA_SLOT(limits.tenant_pinned_percent)),
           Int("limits.max_sequences", 1, 1000000, "Open sequences, all tenants together.",
               "Open is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_sequences)),
           Int("limits.max_sequence_rows", 1, 1073741824, "Rows of one sequence.",

@@ -1,10 +1,11 @@
-// CacheService: events of cached rows, and why matches missed.
+// CacheService: events of cached rows, why matches missed, and hints.
 #include <chrono>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
 #include "server/control/cache_service.h"
+#include "server/grpc/request_validator.h"
 
 namespace mla::server {
 namespace {
@@ -88,6 +89,27 @@ grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
       if (watchers_->OverAfter(*context, kPause)) break;
     }
     return absl::OkStatus();
+  });
+}
+
+grpc::Status CacheService::Hint(grpc::ServerContext* context, const v1::HintRequest* request,
+                                v1::HintReply* reply) {
+  static_assert(static_cast<int>(scheduler::HintKind::kDemote) == v1::HINT_KIND_DEMOTE);
+  static_assert(static_cast<int>(scheduler::HintOutcome::kRefused) == v1::HINT_OUTCOME_REFUSED);
+  return rpc_.Serve(context, "Cache.Hint", [&](const Identity& who) {
+    scheduler::HintArgs args;
+    args.tenant = who.tenant;
+    absl::Status status = ParseHint(*request, rpc_.engine->limits(), &args);
+    if (!status.ok()) return status;
+    const absl::StatusOr<scheduler::HintAnswer> answer = rpc_.engine->Hint(args);
+    if (!answer.ok()) return answer.status();
+    reply->set_outcome(static_cast<v1::HintOutcome>(answer->outcome));
+    reply->set_rows(static_cast<uint64_t>(answer->rows));
+    reply->set_rows_done(static_cast<uint64_t>(answer->rows_done));
+    reply->set_rows_deferred(static_cast<uint64_t>(answer->rows_deferred));
+    reply->set_reason(answer->reason);
+    reply->set_boot_id(rpc_.boot_id);
+    return status;
   });
 }
 

@@ -39,6 +39,8 @@ class CacheService final : public v1::Cache::Service {
                       v1::ImportReply* reply) override;
   grpc::Status WatchEvents(grpc::ServerContext* context, const v1::WatchEventsRequest* request,
                            grpc::ServerWriter<v1::WatchEventsReply>* writer) override;
+  grpc::Status Hint(grpc::ServerContext* context, const v1::HintRequest* request,
+                    v1::HintReply* reply) override;
   grpc::Status Explain(grpc::ServerContext* context, const v1::ExplainRequest* request,
                        v1::ExplainReply* reply) override;
   grpc::Status Checkpoint(grpc::ServerContext* context, const v1::CheckpointRequest* request,

@@ -383,6 +383,29 @@ absl::Status ParseMatch(const v1::MatchRequest& message, const Limits& limits,
   return RefuseField("prefix", "neither token_ids nor page_keys", "one of both", "missing");
 }
 
+absl::Status ParseHint(const v1::HintRequest& message, const Limits& limits,
+                       scheduler::HintArgs* args) {
+  constexpr int kLast = static_cast<int>(scheduler::HintKind::kDemote);
+  constexpr int32_t kMostPriority = kvcache::PrefixCache::kMostPriority;
+  MLA_RETURN_IF_ERROR(CheckRange("kind", static_cast<int>(message.kind()), 1, kLast));
+  args->kind = static_cast<scheduler::HintKind>(message.kind());
+  MLA_RETURN_IF_ERROR(CheckRange("ttl_ms", message.ttl_ms(), 0, limits.max_lease_ms));
+  MLA_RETURN_IF_ERROR(CheckRange("priority", message.priority(), 0, kMostPriority));
+  args->ttl_ms = message.ttl_ms();
+  args->priority = static_cast<int32_t>(message.priority());
+  args->id = message.sequence_id();
+  args->expected_epoch = message.expected_epoch();
+  MLA_RETURN_IF_ERROR(ParsePrefix(message.prefix(), limits, &args->prefix));
+  if (args->id != 0 && !args->prefix.empty()) {
+    return RefuseField("prefix", "a prefix beside sequence_id", "one of both", "conflict");
+  }
+  if (args->id != 0) return absl::OkStatus();
+  args->model_id = message.model_id();
+  MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "model_id", false, limits));
+  if (!args->prefix.empty()) return absl::OkStatus();
+  return RefuseField("prefix", "neither a prefix nor sequence_id", "one of both", "missing");
+}
+
 absl::Status ParseOpen(const v1::OpenRequest& message, const Limits& limits,
                        scheduler::OpenArgs* args) {
   MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "model_id", false, limits));

@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 #include "mla/v1/attention.pb.h"
+#include "mla/v1/cache.pb.h"
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
 #include "proto/wire/fp8/fp8_tensor.h"
@@ -95,6 +96,8 @@ absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& 
                        scheduler::OpenArgs* args);
 absl::Status ParseMatch(const v1::MatchRequest& message, const scheduler::Limits& limits,
                         scheduler::MatchArgs* args);
+absl::Status ParseHint(const v1::HintRequest& message, const scheduler::Limits& limits,
+                       scheduler::HintArgs* args);
 absl::Status ParsePrefix(const v1::Prefix& message, const scheduler::Limits& limits,
                          scheduler::PrefixArgs* args);
 absl::Status ParseFork(const v1::ForkRequest& message, const scheduler::Limits& limits,

@@ -20,7 +20,7 @@ from typing import Any, AsyncIterator, Callable, List, Optional, Sequence as Seq
 import numpy.typing as npt
 
 from mla_client import errors
-from mla_client.pages import Checkpoint, Pages
+from mla_client.pages import Checkpoint, HintAnswer, Pages
 from mla_client.pages.events import CacheEvent, CacheMiss
 from mla_client.service import Model, Sequence, Service, Step
 from mla_client.types import AttendResult, Prefix, PrefixMatch, Profile
@@ -106,6 +106,11 @@ class AsyncService:
         """As Client.explain."""
         client = self._client()
         return await self._wait(lambda: client.explain(most, all_tenants=all_tenants))
+
+    async def hint(self, kind: int, target: Any, **options: Any) -> HintAnswer:
+        """As Client.hint."""
+        client = self._client()
+        return await self._wait(lambda: client.hint(kind, target, **options))
 
     async def restore(self, model: Model, sequence_ids: Seq[int],
                       **options: Any) -> List[Sequence]:

@@ -127,6 +127,8 @@ bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   node.whole = whole;
   node.rows = rows;
   node.uses = 0;
+  node.priority = 0;
+  node.pin = 0;
   node.tokens.assign(tokens.begin(), tokens.end());
   node.next = kNone;
   if (whole) whole_.emplace(key, index);
@@ -174,6 +176,10 @@ void PrefixCache::Remove(int32_t index) {
 }
 
 void PrefixCache::ReturnGroup(Node* node) {
+  if (std::exchange(node->pin, 0) != 0) {
+    CountPinned(*node, -1);
+    pool_->Unpin(node->entry);
+  }
   const uint32_t entry = std::exchange(node->entry, SlabPool::kNoEntry);
   if (pool_->references(entry) == 1) work_->Cancel(entry);
   stats_.freed += pool_->Uncache(entry);
@@ -228,8 +234,52 @@ void PrefixCache::Restore(int32_t index, uint32_t entry, Tier from) {
   Note(index, EventKind::kRestored, from);
 }
 
+void PrefixCache::CountPinned(const Node& node, int32_t change) {
+  const int64_t bytes = change * pool_->group_bytes(node.layout);
+  pinned_groups_ += change;
+  pinned_bytes_ += bytes;
+  int64_t& of_tenant = pinned_of_[node.tenant];
+  of_tenant += bytes;
+  if (of_tenant == 0) pinned_of_.erase(node.tenant);
+}
+
+uint64_t PrefixCache::Pin(int32_t index) {
+  Node& node = At(index);
+  Require(node.entry != SlabPool::kNoEntry, "rows are pinned that are not in the pool");
+  if (node.pin == 0) {
+    CountPinned(node, 1);
+    pool_->Pin(node.entry);
+  }
+  return node.pin = next_pin_++;
+}
+
+void PrefixCache::Unpin(int32_t index, uint64_t id) {
+  Node& node = At(index);
+  if (node.layout == kNone || node.pin == 0 || (id != 0 && node.pin != id)) return;
+  node.pin = 0;
+  CountPinned(node, -1);
+  pool_->Unpin(node.entry);
+}
+
+int64_t PrefixCache::pinned_bytes(TenantKey tenant) const {
+  const auto found = pinned_of_.find(tenant);
+  return found == pinned_of_.end() ? 0 : found->second;
+}
+
+uint32_t PrefixCache::OldestIdle(LayoutId layout) {
+  for (int32_t passed = 0; passed < kMostPassedOver; ++passed) {
+    const uint32_t entry = pool_->oldest_idle(layout);
+    Node& node = At(pool_->cached(entry));
+    if (node.priority == 0) return entry;
+    --node.priority;
+    ++stats_.steps;
+    pool_->Touch(entry);
+  }
+  return pool_->oldest_idle(layout);
+}
+
 void PrefixCache::EvictOldest(LayoutId layout, int64_t groups) {
-  for (; groups > 0; --groups) Evict(pool_->oldest_idle(layout));
+  for (; groups > 0; --groups) Evict(OldestIdle(layout));
 }
 
 bool PrefixCache::DropSlabs(LayoutId layout, int64_t groups, bool own_only) {

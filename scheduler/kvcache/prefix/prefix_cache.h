@@ -104,6 +104,24 @@ class PrefixCache final {
   // Groups of the layout itself go first, then whole slabs of others.
   bool MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why);
 
+  // --- Hints
+  static constexpr int32_t kMostPriority = 3;
+  // Groups that are passed over at most to find the one that goes.
+  static constexpr int32_t kMostPassedOver = 16;
+  // The node's group is passed over so many times before it goes.
+  void SetPriority(int32_t node, int32_t priority) { At(node).priority = priority; }
+  // The group stays in the pool until Unpin. Returns the pin's id, another one each time. REQUIRES:
+  // not demoted.
+  uint64_t Pin(int32_t node);
+  // Nothing happens unless the node has this pin; 0: any.
+  void Unpin(int32_t node, uint64_t id = 0);
+  uint64_t pin(int32_t node) const { return At(node).pin; }  // 0: none
+  int64_t pinned_groups() const { return pinned_groups_; }
+  int64_t pinned_bytes() const { return pinned_bytes_; }
+  int64_t pinned_bytes(TenantKey tenant) const;
+  // The idle group that goes next; passes over those of priority. REQUIRES: there is one.
+  uint32_t OldestIdle(LayoutId layout);
+
   // --- Rows in slower tiers
   // Idle groups of which there are copies are demoted from now on where they were evicted. Outlives
   // the cache.
@@ -139,6 +157,8 @@ class PrefixCache final {
     bool whole = false;
     int32_t rows = 0;
     int32_t uses = 0;
+    int32_t priority = 0;
+    uint64_t pin = 0;
     std::vector<uint32_t> tokens;        // of its rows; empty if they were named by a key
     int32_t prev = kNone, next = kNone;  // nodes with tokens and the same parent; next of free ones
   };
@@ -152,6 +172,7 @@ class PrefixCache final {
   void Remove(int32_t node);
   void Evict(uint32_t entry);
   void ReturnGroup(Node* node);
+  void CountPinned(const Node& node, int32_t change);
   void EvictOldest(LayoutId layout, int64_t groups);
   bool DropSlabs(LayoutId layout, int64_t groups, bool own_only);
   bool EvictOfOwner(LayoutId layout, int64_t bytes);
@@ -163,9 +184,12 @@ class PrefixCache final {
   std::vector<Node> nodes_;
   std::vector<int64_t> of_layout_;  // nodes
   int32_t free_ = kNone;
-  absl::flat_hash_map<PrefixKey, int32_t> whole_;     // by key
-  absl::flat_hash_map<PrefixKey, int32_t> families_;  // first of the nodes with a parent
-  std::vector<uint64_t> evicted_;                     // low halves of keys, by themselves
+  absl::flat_hash_map<PrefixKey, int32_t> whole_;      // by key
+  absl::flat_hash_map<PrefixKey, int32_t> families_;   // first of the nodes with a parent
+  absl::flat_hash_map<TenantKey, int64_t> pinned_of_;  // bytes
+  int64_t pinned_groups_ = 0, pinned_bytes_ = 0;
+  uint64_t next_pin_ = 1;
+  std::vector<uint64_t> evicted_;  // low halves of keys, by themselves
   PrefixStats stats_;
 };
 

@@ -145,10 +145,10 @@ bool Simulator::Damage() {
   if (tier_groups_ == 0) return false;
   const auto bytes = static_cast<size_t>((tier_groups_ + 1) * kvcache::kTierBlock);
   const std::span<std::byte> memory = device_->OwnMemory(bytes);
-  // Somewhere in the first bytes of each block: groups are small.
-  const uint64_t place = Pick(256);
-  for (size_t at = place; at < memory.size(); at += kvcache::kTierBlock / 4) {
-    if (Chance(30)) memory[at] ^= std::byte{1};
+  // Few groups are larger than a quarter of their room, so only some of it counts.
+  constexpr size_t kApart = 64;
+  for (size_t at = Pick(kApart); at < memory.size(); at += kApart) {
+    if (Chance(20)) memory[at] ^= std::byte{0x55};
   }
   return true;
 }

@@ -20,6 +20,7 @@ import grpc
 from mla_client import errors
 from mla_client.gen import cache_pb2
 from mla_client.pages.events import Events
+from mla_client.pages.hints import HintAnswer, HintKind, HintOutcome, Hints
 from mla_client.service import Model, Sequence
 from mla_client.types import SequenceState
 
@@ -90,7 +91,7 @@ def _checkpoint(info: Any) -> Checkpoint:
                       info.saved_unix_ms)
 
 
-class Pages(Events):
+class Pages(Events, Hints):
     """Mixed into Client."""
 
     timeout_s: float

@@ -290,6 +290,14 @@ void BadInputTest::TryEvents() {
     v1::ExplainReply reply;
     return cache->Explain(context, request, &reply);
   });
+  v1::HintRequest hint;
+  hint.set_kind(v1::HINT_KIND_PIN);
+  hint.set_model_id("m");
+  hint.mutable_prefix()->add_page_keys(std::string(32, 'k'));
+  TryUnary(hint, [&](auto* context, const auto& request) {
+    v1::HintReply reply;
+    return cache->Hint(context, request, &reply);
+  });
 }
 
 void BadInputTest::TryCheckpoints() {

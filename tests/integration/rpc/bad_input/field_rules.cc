@@ -255,6 +255,12 @@ std::map<std::string, FieldRule> PageRules() {
       {"WatchEventsRequest.all_tenants", any},
       {"ExplainRequest.most", {0, 8192, "most", {}}},
       {"ExplainRequest.all_tenants", any},
+      {"HintRequest.kind", {1, 4, "kind", {}}},
+      {"HintRequest.sequence_id", {0, 0, "prefix", {}}},  // beside a prefix
+      {"HintRequest.expected_epoch", any},
+      {"HintRequest.model_id", {1, kMostName, "model_id", {}}},
+      {"HintRequest.ttl_ms", {0, kMostLease, "ttl_ms", {}}},
+      {"HintRequest.priority", {0, 3, "priority", {}}},
       {"CheckpointRequest.sequence_ids", any},
       {"RestoreRequest.sequence_ids", any},
       {"RestoreRequest.client_id", {0, kMostName, "client_id", {}}},

@@ -1,0 +1,13 @@
+// mlactl hint: what becomes of cached rows, as their user wants it.
+#ifndef MLA_CLIENT_MLACTL_HINTS_HINT_COMMAND_H_
+#define MLA_CLIENT_MLACTL_HINTS_HINT_COMMAND_H_
+
+#include "client/mlactl/cli/program.h"
+
+namespace mla::mlactl {
+
+void AddHintCommand(Program* program);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_HINTS_HINT_COMMAND_H_

@@ -1,0 +1,66 @@
+// What clients ask for their cached rows: to keep them in the pool for a time, to let them go later
+// than others, to bring them back, to make room of them. Each hint is answered with what became of
+// it, in rows.
+//
+// A pin holds page groups in the pool until its time is up, or until it is taken back. What one
+// tenant and what all of them pin is bounded, so that steps find room. A pin is the group's, not
+// the caller's: any call of the tenant that names the same rows changes it.
+//
+// Ownership: borrows everything. Threading: owned by the engine role.
+#ifndef MLA_SCHEDULER_MOVES_CACHE_HINTS_H_
+#define MLA_SCHEDULER_MOVES_CACHE_HINTS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "scheduler/clock.h"
+#include "scheduler/engine.h"
+#include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/limits.h"
+#include "scheduler/moves/tier_moves.h"
+
+namespace mla::scheduler {
+
+class CacheHints final {
+ public:
+  // `tiers` may be null: there are no slower tiers.
+  CacheHints(const Limits& limits, kvcache::KvCache* cache, TierMoves* tiers, const Clock* clock)
+      : limits_(limits), cache_(cache), tiers_(tiers), clock_(clock) {}
+
+  // For the cached ones of the chain's first `rows` rows. REQUIRES: args checked.
+  HintAnswer Do(const HintArgs& args, kvcache::LayoutId layout, TenantKey tenant,
+                const kvcache::PrefixChain& chain, int64_t rows);
+  // Ends pins whose time is up.
+  void Expire();
+  MonotonicNanos NextExpiry() const;  // max() if never
+
+ private:
+  struct Page {
+    int32_t node = -1;
+    int32_t rows = 0;
+  };
+  struct Pin {
+    MonotonicNanos until = 0;
+    int32_t node = -1;
+    uint64_t id = 0;
+    static bool Later(const Pin& a, const Pin& b) { return a.until > b.until; }
+  };
+
+  std::vector<Page> Find(kvcache::LayoutId layout, const kvcache::PrefixChain& chain, int64_t rows);
+  void Remember(const Pin& pin);
+  // What becomes of one page.
+  enum class Done : uint8_t { kYes, kLater, kNo };
+  Done PinOne(const HintArgs& args, kvcache::LayoutId layout, TenantKey tenant, int32_t node);
+  Done DemoteOne(int32_t node);
+
+  const Limits& limits_;
+  kvcache::KvCache* const cache_;
+  TierMoves* const tiers_;
+  const Clock* const clock_;
+  // A heap, the next to end first; also some that have gone, or were replaced.
+  std::vector<Pin> pins_;
+};
+
+}  // namespace mla::scheduler
+
+#endif  // MLA_SCHEDULER_MOVES_CACHE_HINTS_H_
