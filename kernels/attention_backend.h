@@ -169,6 +169,13 @@ class HostBuffer {
   virtual std::span<std::byte> bytes() = 0;
 };
 
+// What the launches of a backend have cost the host since Configure, where a device runs them.
+struct HostWork {
+  int64_t copied_bytes = 0;  // of tensors, into or out of pinned memory of the backend's
+  int64_t sleeps = 0;        // times that a thread slept until the device was done with something
+  int64_t polling_ns = 0;    // from launches' submission to their end, while threads look at events
+};
+
 class AttentionBackend {
  public:
   virtual ~AttentionBackend() = default;
@@ -189,6 +196,7 @@ class AttentionBackend {
   }
   virtual absl::Status Configure(const BackendLimits& limits) = 0;
   virtual absl::Status Healthy() const = 0;
+  virtual HostWork Work() const { return {}; }
 
   // --- Memory.
   virtual absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) = 0;

@@ -191,6 +191,7 @@ struct EngineStats {
   uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
+  kernels::HostWork host_work;
 };
 
 // One launch, as reported to the observer after it completed. Durations in nanoseconds.

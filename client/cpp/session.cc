@@ -331,6 +331,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     piece->lse = MutableRows(call.lse, row.lse, first, count);
     piece->chosen = MutableRows(call.chosen, row.chosen, first, count);
     piece->stream = call.stream;
+    piece->chained = call.chained;
     pending.pieces_.push_back(piece);
     InputTensors sent = InputsOf(call, model_, row, first, count, piece.get());
     if (model_.window() > 0) sent.kv = KvOf(call, row.kv, first, count, &piece->kv);

@@ -80,6 +80,12 @@ struct AttendCall {
   // Of tensors in device memory (Session::AllocateOnDevice): the CUstream or hipStream_t whose work
   // so far the server waits for before it reads them; null: the default stream.
   void* stream = nullptr;
+  // What `stream` is given after AttendAsync has returned runs once the outputs are there, or the
+  // call has failed: no thread need wait in between, and Wait may come layers later. Wait still
+  // says whether the outputs are good; before it has, do not block on the stream, since only Wait
+  // notices that the server has gone, and lets the stream go on then. All calls of the session that
+  // are under way are such calls of one stream, else FAILED_PRECONDITION.
+  bool chained = false;
   IndexLists lists;
   // In place of `lists`, for models with an indexer: what it makes them from, a record a row of
   // index queries [index_heads, index_dim] of q_dtype, then head weights [index_heads], fp32.

@@ -72,6 +72,7 @@ class HipBackend final : public AttentionBackend {
   int64_t HostWorkspaceSize(const BackendLimits& limits) const override;
   absl::Status Configure(const BackendLimits& limits) override;
   absl::Status Healthy() const override { return health_; }
+  HostWork Work() const override;
 
   absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) override;
   // From any thread. Pins the memory in place. On an error launches reach it through the pinned
@@ -134,6 +135,7 @@ class HipBackend final : public AttentionBackend {
   absl::Status Allocate(const BackendLimits& limits);
   absl::Status AllocateIndex(const BackendLimits& limits);
   void Release();
+  absl::Status AwaitShared(absl::Status copied, int64_t bytes);
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Fault(absl::Status status);
   // Kernels and metadata of a launch, part by part.
@@ -200,6 +202,7 @@ class HipBackend final : public AttentionBackend {
   BackendInfo info_;
   int64_t free_bytes_ = 0;  // on the device when the backend was made
   absl::Status health_;
+  HostWork shared_work_;           // of ReadShared and WriteShared
   std::atomic<bool> lost_{false};  // health_ is an error, for other threads
   Module module_ = nullptr;
   Kernels kernels_;

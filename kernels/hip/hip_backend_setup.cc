@@ -423,15 +423,31 @@ absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> HipBackend::AllocateShared(i
                             std::chrono::milliseconds(2 * options_.watchdog_ms));
 }
 
+HostWork HipBackend::Work() const {
+  HostWork all = shared_work_;
+  for (const auto& slot : slots_) {
+    all.copied_bytes += slot->work().copied_bytes;
+    all.sleeps += slot->work().sleeps;
+    all.polling_ns += slot->work().polling_ns;
+  }
+  return all;
+}
+
+absl::Status HipBackend::AwaitShared(absl::Status copied, int64_t bytes) {
+  if (!copied.ok()) return copied;
+  shared_work_.copied_bytes += bytes;
+  ++shared_work_.sleeps;
+  return runtime_->Synchronize(streams_.compute);
+}
+
 absl::Status HipBackend::ReadShared(void* to, const void* from, int64_t bytes) {
-  absl::Status s =
-      runtime_->CopyOut(to, reinterpret_cast<DevicePtr>(from), bytes, streams_.compute);
-  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
+  return AwaitShared(
+      runtime_->CopyOut(to, reinterpret_cast<DevicePtr>(from), bytes, streams_.compute), bytes);
 }
 
 absl::Status HipBackend::WriteShared(void* to, const void* from, int64_t bytes) {
-  absl::Status s = runtime_->CopyIn(reinterpret_cast<DevicePtr>(to), from, bytes, streams_.compute);
-  return s.ok() ? runtime_->Synchronize(streams_.compute) : s;
+  return AwaitShared(
+      runtime_->CopyIn(reinterpret_cast<DevicePtr>(to), from, bytes, streams_.compute), bytes);
 }
 
 absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base) {

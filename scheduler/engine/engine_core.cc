@@ -428,6 +428,7 @@ EngineStats EngineCore::Stats() const {
   stats.copies_on_write = cache.copies_on_write;
   stats.kv_bytes_copied = cache.bytes_copied;
   stats.page_groups_scrubbed = cache.scrubs;
+  stats.host_work = backend_->Work();
   for (const Step* step : steps_->open()) stats.requests_running += step->inflight;
   return stats;
 }

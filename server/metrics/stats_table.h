@@ -30,6 +30,8 @@ struct WireCounters {
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
   std::atomic<int32_t> shared_regions{0};  // with a handle
   std::atomic<int32_t> rings{0};
+  // Of rings whose next entry waits for its client's GPU: how long, and naps on the way.
+  std::atomic<uint64_t> device_polling_ns{0}, device_sleeps{0};
 };
 
 // Checkpoints on the server's disk. All zero without a folder for them.

@@ -166,6 +166,7 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
   stats.slices_fused = 8;
   stats.slice_waits_expired = 6;
   stats.slice_waits_skipped = 5;
+  stats.host_work = {.copied_bytes = 700, .sleeps = 11, .polling_ns = 1'500'000'000};
   const std::string text = metrics.Expose(stats);
   for (const char* line : {
            "mla_kv_page_group_allocations_total 9\n",
@@ -181,6 +182,9 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
            "mla_slices_fused_total 8\n",
            "mla_slice_waits_expired_total 6\n",
            "mla_slice_waits_skipped_total 5\n",
+           "mla_device_copied_bytes_total 700\n",
+           "mla_device_sleeps_total{with=\"launch\"} 11\n",
+           "mla_device_polling_seconds_total{with=\"launch\"} 1.5\n",
        }) {
     EXPECT_THAT(text, HasSubstr(line));
   }

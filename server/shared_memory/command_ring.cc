@@ -190,6 +190,7 @@ void CommandRing::AwaitDevice(int64_t now) const {
     wire::SpinPause();
   } else {
     std::this_thread::sleep_for(kDeviceNap);
+    options_.metrics->wire().device_sleeps.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
@@ -203,6 +204,8 @@ bool CommandRing::ServeHeld() {
   const absl::StatusOr<bool> done = region_->device()->Done(held_.event);
   if (done.ok() && *done) {
     held_.any = false;
+    options_.metrics->wire().device_polling_ns.fetch_add(
+        static_cast<uint64_t>(SteadyNanos() - held_.since_ns), std::memory_order_relaxed);
     Serve(held_.entry);
     return true;
   }

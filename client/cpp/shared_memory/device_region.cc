@@ -20,6 +20,9 @@ constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kNvidiaMpsEnabled = 133;
+constexpr unsigned kPortableAndMapped = 3;
+constexpr unsigned kEqualOrLater = 0;
+constexpr uint32_t kAllBits = 0xffffffffu;
 
 using Handle = std::array<uint8_t, wire::kDeviceHandleBytes>;
 using Uuid = std::array<uint8_t, 16>;
@@ -56,6 +59,12 @@ struct Table {
   int (*nvidia_push)(void*);
   int (*nvidia_pop)(void**);
   int (*nvidia_attribute)(int*, int, int);
+  // Null where the runtime has none.
+  int (*register_host)(void*, size_t, unsigned);
+  int (*unregister_host)(void*);
+  int (*device_address)(void**, void*, unsigned);
+  int (*amd_await_word)(void*, void*, uint32_t, unsigned, uint32_t);
+  int (*nvidia_await_word)(void*, void*, uint32_t, unsigned);
 };
 
 struct Alias {
@@ -92,6 +101,13 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(nvidia_pop, nullptr, "cuCtxPopCurrent_v2"),
     MLA_ALIAS(nvidia_attribute, nullptr, "cuDeviceGetAttribute"),
 };
+constexpr Alias kOptional[] = {
+    MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
+    MLA_ALIAS(unregister_host, "hipHostUnregister", "cuMemHostUnregister"),
+    MLA_ALIAS(device_address, "hipHostGetDevicePointer", "cuMemHostGetDevicePointer_v2"),
+    MLA_ALIAS(amd_await_word, "hipStreamWaitValue32", nullptr),
+    MLA_ALIAS(nvidia_await_word, nullptr, "cuStreamWaitValue32_v2"),
+};
 #undef MLA_ALIAS
 
 absl::StatusOr<Table> OpenTable(bool nvidia, const std::string& library) {
@@ -115,6 +131,11 @@ absl::StatusOr<Table> OpenTable(bool nvidia, const std::string& library) {
     if (entry == nullptr) {
       return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
     }
+    std::memcpy(reinterpret_cast<char*>(&table) + alias.offset, &entry, sizeof(entry));
+  }
+  for (const Alias& alias : kOptional) {
+    const char* const name = nvidia ? alias.nvidia : alias.amd;
+    void* const entry = name == nullptr ? nullptr : dlsym(opened, name);
     std::memcpy(reinterpret_cast<char*>(&table) + alias.offset, &entry, sizeof(entry));
   }
   return table;
@@ -141,6 +162,9 @@ struct DeviceRegion::State {
   // Where they are not: this process's events, and a stream over there.
   std::vector<void*> local;
   void* relay = nullptr;
+  // Memory whose words streams wait for: here, and as the device has it.
+  std::span<std::byte> words;
+  std::byte* words_there = nullptr;
   std::string warning;
 
   bool same_device() const { return device == server_device; }
@@ -184,6 +208,7 @@ struct DeviceRegion::State {
     }
     const Current current(*this, false);
     for (void* event : local) (void)api.event_destroy(event);
+    if (!words.empty()) (void)api.unregister_host(words.data());
     if (opened) (void)api.close_memory(at);
     if (mapped) (void)api.unmap(at, bytes());
     if (reserved) (void)api.unreserve(at, bytes());
@@ -361,6 +386,37 @@ absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
   if (s.ok()) s = Check(api.stream_wait(state_->relay, state_->local[slot], 0), "stream wait");
   if (s.ok()) s = Check(api.event_record(state_->events[slot], state_->relay), "event record");
   return s;
+}
+
+absl::Status DeviceRegion::MapWords(std::span<std::byte> memory) {
+  const Table& api = state_->api;
+  const bool waits = nvidia() ? api.nvidia_await_word != nullptr : api.amd_await_word != nullptr;
+  if (!waits || api.register_host == nullptr || api.unregister_host == nullptr ||
+      api.device_address == nullptr) {
+    return absl::UnimplementedError("device memory: the GPU runtime's streams wait for no words");
+  }
+  const State::Current current(*state_, false);
+  absl::Status s = current.status();
+  if (s.ok()) {
+    s = Check(api.register_host(memory.data(), memory.size(), kPortableAndMapped), "host register");
+  }
+  if (!s.ok()) return s;
+  state_->words = memory;
+  void* there = nullptr;
+  s = Check(api.device_address(&there, memory.data(), 0), "device address");
+  state_->words_there = static_cast<std::byte*>(there);
+  return s;
+}
+
+absl::Status DeviceRegion::AwaitWord(const uint32_t* word, uint32_t value, void* stream) {
+  const Table& api = state_->api;
+  const State::Current current(*state_, false);
+  if (absl::Status s = current.status(); !s.ok()) return s;
+  void* const at =
+      state_->words_there + (reinterpret_cast<const std::byte*>(word) - state_->words.data());
+  return Check(nvidia() ? api.nvidia_await_word(stream, at, value, kEqualOrLater)
+                        : api.amd_await_word(stream, at, value, kEqualOrLater, kAllBits),
+               "stream wait for a word");
 }
 
 }  // namespace mla::client

@@ -314,13 +314,32 @@ bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
 
 // --------------------------------------------------------------------------------------- Ring
 
-bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream) {
+// Before the entry of this index is published.
+absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chained) {
+  const uint32_t slot = index & (connect_reply_.ring_entries - 1);
+  absl::Status s = device_->Record(slot, stream);
+  if (!s.ok() || !chained) return s;
+  if (!chained_) s = device_->MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
+  chained_ = s.ok();
+  return s.ok() ? device_->AwaitWord(&completions_[slot].sequence, wire::PublishedSequence(index),
+                                     stream)
+                : s;
+}
+
+void SharedMemory::ReleaseStreams() {
+  if (!chained_) return;
+  for (uint64_t index = taken_; index < submitted_; ++index) {
+    Atomic(completions_[index & (connect_reply_.ring_entries - 1)].sequence)
+        .store(wire::PublishedSequence(index), std::memory_order_release);
+  }
+}
+
+bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream, bool chained) {
   if (in_flight() >= connect_reply_.ring_entries) return false;
   if ((entry.flags & wire::kEntryOnDevice) != 0 && entry.kind == wire::kEntryAttend) {
     // An event that could not be recorded says nothing: the server would read too early.
-    const uint32_t event = submitted_ & (connect_reply_.ring_entries - 1);
     if (device_ == nullptr) return false;
-    device_status_.Update(device_->Record(event, stream));
+    device_status_.Update(RecordEvent(submitted_, stream, chained));
     if (!device_status_.ok()) return false;
   }
   wire::SubmissionEntry& slot = submissions_[submitted_ & (connect_reply_.ring_entries - 1)];

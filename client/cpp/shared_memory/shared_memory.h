@@ -86,7 +86,11 @@ class SharedMemory final {
   // Publishes an entry (its sequence is set here) and wakes the server if it sleeps. False when as
   // many requests as the ring has entries wait for their completions to be taken. With
   // kEntryOnDevice the server waits for what `stream` has been given so far (DeviceRegion::Record).
-  bool Submit(wire::SubmissionEntry entry, void* stream = nullptr);
+  // `chained`: what `stream` is given afterwards waits for the completion that is as many after the
+  // first as this entry is; REQUIRES kEntryOnDevice.
+  bool Submit(wire::SubmissionEntry entry, void* stream = nullptr, bool chained = false);
+  // Lets streams that wait for completions go on, which will not come any more.
+  void ReleaseStreams();
   // Takes the next completion if there is one. For kEntryMessage, Message must be read before the
   // next call of Poll or Wait, which gives its slot back.
   bool Poll(wire::CompletionEntry* entry);
@@ -113,6 +117,7 @@ class SharedMemory final {
   bool Ready() const;
   bool Connected() const;
   void GiveBack();
+  absl::Status RecordEvent(uint64_t index, void* stream, bool chained);
 
   const SharedMemoryOptions options_;
   int socket_ = -1;
@@ -126,6 +131,7 @@ class SharedMemory final {
   bool held_ = false;                  // the last completion's slot has not been given back
   BlockList blocks_;                   // of the arena
   std::unique_ptr<DeviceRegion> device_;
+  bool chained_ = false;  // there have been chained entries
   absl::Status device_status_;
 };
 

@@ -72,6 +72,17 @@ bool RingStream::PlaceMessage(const v1::AttendStreamRequest& request, InFlight* 
   return true;
 }
 
+// A chained request is not begun before the one before it is answered. Others may overtake.
+absl::Status RingStream::CheckChain(const PendingReply& pending, bool is_attend) const {
+  const bool in_order = std::all_of(in_flight_.begin(), in_flight_.end(), [&](const auto& other) {
+    const PendingReply& before = *other.second.pending;
+    return before.chained == pending.chained &&
+           (!before.chained || before.stream == pending.stream);
+  });
+  if (in_order || !is_attend) return absl::OkStatus();
+  return absl::FailedPreconditionError("chained: calls of another kind or stream are under way");
+}
+
 void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                       const std::shared_ptr<PendingReply>& pending) {
   const Deadline deadline = Clock::now() + timeout_;
@@ -79,6 +90,7 @@ void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inpu
   const bool is_attend = request->body_case() == v1::AttendStreamRequest::kAttend;
   absl::Status status = broken_;
   if (status.ok()) status = CheckDevicePlaces(*memory_, inputs, *pending);
+  if (status.ok()) status = CheckChain(*pending, is_attend);
   while (status.ok()) {
     if (closing_) {
       status = absl::UnavailableError("the session has ended");
@@ -99,7 +111,12 @@ void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inpu
       entry.out_offset = flight.room.out_offset;
       if (flight.room.on_device) entry.flags |= wire::kEntryOnDevice;
     }
-    if (placed && memory_->Submit(entry, pending->stream)) {
+    if (placed && pending->chained && !flight.room.on_device) {
+      FreeTensors(memory_.get(), &flight.room);
+      status = absl::FailedPreconditionError("chained: the tensors are not in device memory");
+      break;
+    }
+    if (placed && memory_->Submit(entry, pending->stream, pending->chained)) {
       ++next_tag_;
       in_flight_[tag] = std::move(flight);
       return;
@@ -183,6 +200,7 @@ absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
 void RingStream::Break(const absl::Status& status) {
   if (broken_.ok()) broken_ = status;
   memory_->Disconnect();
+  memory_->ReleaseStreams();
   for (auto& [tag, flight] : in_flight_) {
     flight.pending->status = broken_;
     flight.pending->done = true;

@@ -54,6 +54,9 @@ class RingStream final : public StepStream {
     TensorPlacement room;  // of tensors, or of a message and its reply
   };
 
+  // Whether replies come in the order of requests, so that a stream may wait for its own.
+  absl::Status CheckChain(const PendingReply& pending, bool is_attend) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
                     wire::SubmissionEntry* entry);
   absl::Status TakeOne(MutexLock* lock, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

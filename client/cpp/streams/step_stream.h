@@ -29,6 +29,7 @@ struct InputTensors {
 struct PendingReply {
   std::span<std::byte> o, lse, chosen;
   void* stream = nullptr;  // AttendCall::stream
+  bool chained = false;    // AttendCall::chained
   // Of the request, as they are sent, where the caller's are not.
   std::vector<int32_t> lists;
   std::vector<std::byte> kv, q;

@@ -39,6 +39,8 @@ struct LaunchShape {
   uint32_t shared_bytes = 0;
   // May start before its predecessor on the stream has ended; the kernel itself waits for it.
   bool overlap_predecessor = false;
+
+  bool operator==(const LaunchShape&) const = default;
 };
 
 // Entry points as the vendors' libraries export them; gpu_runtime.cc fills it by name.

@@ -85,6 +85,9 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   slot->direct_in_.reserve(kMaxTransfers);
   slot->direct_out_.reserve(kMaxTransfers);
   slot->reached_.reserve(kMaxTransfers);
+  // Those before the timed ones, these, and those behind.
+  slot->one_by_one_.reserve(3);
+  if (auto graphs = KernelGraphs::Open(runtime); graphs.ok()) slot->graphs_ = *std::move(graphs);
   slot->input_moves_.reserve(kMoves);
   slot->output_moves_.reserve(kMoves);
   return slot;
@@ -108,6 +111,7 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
   metadata_.Clear();
   kernels_.clear();
+  one_by_one_.clear();
   timed_begin_ = timed_end_ = 0;
   input_moves_.clear();
   output_moves_.clear();
@@ -118,8 +122,16 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   }
 }
 
-// Bytes of host memory that is not pinned pass through the staged region, rows as far apart as on
-// the device.
+int64_t LaunchSlot::StageInput(const HostInput& in) {
+  const int64_t offset = input_.OffsetOf(in.device);
+  for (int64_t row = 0; row < in.rows; ++row) {
+    std::memcpy(input_.host(offset + row * in.pitch), in.host + row * in.row_bytes,
+                static_cast<size_t>(in.row_bytes));
+  }
+  work_.copied_bytes += in.rows * in.row_bytes;
+  return offset;
+}
+
 void LaunchSlot::FindInputMoves(std::span<const HostInput> inputs) {
   for (const HostInput& in : inputs) {
     if (in.in_place()) continue;
@@ -128,11 +140,7 @@ void LaunchSlot::FindInputMoves(std::span<const HostInput> inputs) {
                 in.row_bytes, in.rows);
       continue;
     }
-    const int64_t offset = input_.OffsetOf(in.device);
-    for (int64_t row = 0; row < in.rows; ++row) {
-      std::memcpy(input_.host(offset + row * in.pitch), in.host + row * in.row_bytes,
-                  static_cast<size_t>(in.row_bytes));
-    }
+    const int64_t offset = StageInput(in);
     AddPieces(input_moves_, AddressOf(in.device), in.pitch, AddressOf(input_.host(offset)),
               in.pitch, in.row_bytes, in.rows);
   }
@@ -168,9 +176,10 @@ void LaunchSlot::EndCopies() {
 absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& shape,
                                         const void* args, size_t bytes) {
   if (kernels_.size() == kernels_.capacity()) return Full("kernels", kernels_.capacity());
-  Kernel& kernel = kernels_.emplace_back();
+  PendingKernel& kernel = kernels_.emplace_back();
   kernel.function = function;
   kernel.shape = shape;
+  kernel.arg_bytes = static_cast<uint32_t>(bytes);
   std::memcpy(kernel.args.data(), args, bytes);
   return absl::OkStatus();
 }
@@ -225,11 +234,7 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   for (const HostInput& in : inputs) {
     direct_in_.push_back(in.in_place() || in.shared || Reaches(in.host, in.rows * in.row_bytes));
     if (direct_in_.back()) continue;
-    const int64_t offset = input_.OffsetOf(in.device);
-    for (int64_t row = 0; row < in.rows; ++row) {
-      std::memcpy(input_.host(offset + row * in.pitch), in.host + row * in.row_bytes,
-                  static_cast<size_t>(in.row_bytes));
-    }
+    const int64_t offset = StageInput(in);
     staged_end = std::max(staged_end, offset + (in.rows - 1) * in.pitch + in.row_bytes);
   }
   // Bytes that pass through the region travel as one copy; gaps left by direct ones are rewritten
@@ -271,7 +276,10 @@ absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, Devic
 }
 
 absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
-  for (const Kernel& kernel : std::span(kernels_).subspan(begin, end - begin)) {
+  const auto kernels = std::span<const PendingKernel>(kernels_).subspan(begin, end - begin);
+  if (graphs_ != nullptr && graphs_->Launch(kernels, streams_.compute)) return absl::OkStatus();
+  one_by_one_.push_back(kernels);
+  for (const PendingKernel& kernel : kernels) {
     absl::Status s =
         runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
     if (!s.ok()) return s;
@@ -338,6 +346,11 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   if (s.ok()) {
     running_ = true;
     outputs_ = launch.outputs;
+    submitted_ = std::chrono::steady_clock::now();
+    if (graphs_ != nullptr) {
+      graphs_->Prepare();
+      for (const auto& kernels : one_by_one_) graphs_->Learn(kernels);
+    }
     return s;
   }
   // What was enqueued still uses this slot's memory: let it end before the slot is used again.
@@ -348,8 +361,6 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   EndCopies();
   return s;
 }
-
-absl::StatusOr<bool> LaunchSlot::Done() { return runtime_->Done(end_); }
 
 absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   const auto start = std::chrono::steady_clock::now();
@@ -367,12 +378,18 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
       return absl::DeadlineExceededError(
           absl::StrCat("the GPU has not ended a launch within ", watchdog.count(), " ms"));
     }
-    if (waited > kSpin) std::this_thread::sleep_for(kNap);
+    if (waited <= kSpin) continue;
+    std::this_thread::sleep_for(kNap);
+    ++work_.sleeps;
   }
+  work_.polling_ns +=
+      std::chrono::nanoseconds(std::chrono::steady_clock::now() - submitted_).count();
   for (size_t i = 0; i < outputs_.size(); ++i) {
+    if (direct_out_[i]) continue;
     const HostOutput& out = outputs_[i];
     const int64_t offset = output_.OffsetOf(out.device);
-    for (int64_t row = 0; !direct_out_[i] && row < out.rows; ++row) {
+    work_.copied_bytes += out.rows * out.row_bytes;
+    for (int64_t row = 0; row < out.rows; ++row) {
       std::memcpy(out.host + row * out.row_bytes, output_.host(offset + row * out.pitch),
                   static_cast<size_t>(out.row_bytes));
     }

@@ -10,11 +10,11 @@
 // does. Where no other launch runs, inputs that are not large travel on the compute stream, and
 // tensors that are small travel by a kernel (Moves) if kernels reach the host's memory. Metadata
 // that is what the slot's launch before had stays where it is. Where no output is copied, because
-// kernels write all of them to the host's memory, `computed` is the launch's end.
+// kernels write all of them to the host's memory, `computed` is the launch's end. Kernels between
+// two events that came in this sequence before are launched as one graph (kernel_graphs.h).
 #ifndef MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 
-#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -25,6 +25,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
+#include "kernels/hip/runtime/kernel_graphs.h"
 
 namespace mla::kernels::hip {
 
@@ -59,6 +60,7 @@ class LaunchSlot {
 
   SlotMemory Memory() const;
   bool running() const { return running_; }
+  const HostWork& work() const { return work_; }
 
   // A copy that a kernel makes: of `bytes` bytes, between device memory and memory of either kind
   // that kernels reach.
@@ -88,7 +90,7 @@ class LaunchSlot {
   StagedRegion& metadata() { return metadata_; }
   template <class Args>
   absl::Status AddKernel(Function function, const LaunchShape& shape, const Args& args) {
-    static_assert(sizeof(Args) <= kArgBytes);
+    static_assert(sizeof(Args) <= PendingKernel::kArgBytes);
     return AddKernelBytes(function, shape, &args, sizeof(Args));
   }
 
@@ -98,19 +100,12 @@ class LaunchSlot {
   // Page transfers keep the order of launches: the device copies them between the kernels of
   // earlier and of later ones. `pool` is where the pool begins.
   absl::Status Submit(const Launch& launch, DevicePtr pool);
-  absl::StatusOr<bool> Done();
+  absl::StatusOr<bool> Done() { return runtime_->Done(end_); }
   // Waits, hands outputs over and returns the nanoseconds the kernels took. DEADLINE_EXCEEDED when
   // the device has not answered within `watchdog`.
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
 
  private:
-  static constexpr size_t kArgBytes = 256;
-  struct Kernel {
-    Function function = nullptr;
-    LaunchShape shape;
-    alignas(16) std::array<std::byte, kArgBytes> args;
-  };
-
   LaunchSlot(GpuRuntime* runtime, const Streams& streams, std::shared_ptr<PinnedRanges> pinned)
       : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
   void FindInputMoves(std::span<const HostInput> inputs);
@@ -121,6 +116,9 @@ class LaunchSlot {
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
   absl::Status Enqueue(const Launch& launch, DevicePtr pool);
+  // Bytes of host memory that is not pinned, into the staged region, rows as far apart as on the
+  // device; their offset there.
+  int64_t StageInput(const HostInput& in);
   absl::Status CopyInput(const HostInput& in, Stream stream);
   absl::Status CopyOutput(const HostOutput& out, Stream stream);
   absl::Status EnqueueInputs(std::span<const HostInput> inputs);
@@ -140,13 +138,19 @@ class LaunchSlot {
   bool running_ = false;
   StagedRegion metadata_, input_, output_;
   DeviceBuffer workspace_;
-  std::vector<Kernel> kernels_;
+  std::vector<PendingKernel> kernels_;
+  // A sequence between two events of a launch has the same arguments but for its layer's in most of
+  // this slot's launches, so the slot has graphs of its own. Null: the runtime has none.
+  std::unique_ptr<KernelGraphs> graphs_;
+  std::vector<std::span<const PendingKernel>> one_by_one_;  // sequences that went to the device so
   size_t timed_begin_ = 0, timed_end_ = 0;
   std::vector<Move> input_moves_, output_moves_;
   std::span<const HostOutput> outputs_;       // of the launch that runs
   std::vector<bool> direct_in_, direct_out_;  // by position in its inputs and outputs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
   Event end_ = nullptr;  // of the launch that runs: computed_ or done_
+  std::chrono::steady_clock::time_point submitted_;
+  HostWork work_;
 };
 
 }  // namespace mla::kernels::hip

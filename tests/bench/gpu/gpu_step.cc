@@ -3,14 +3,21 @@
 //
 //   gpu_step --target unix:/run/mla/mla.sock [--memory device|host|both] [--profile absorbed|
 //            expanded|both] [--batch 1,32] [--layers 61] [--heads 128] [--context 2048]
-//            [--steps 20] [--spin-us 100000] [--device 0] [--json FILE]
+//            [--steps 20] [--spin-us 100000] [--device 0] [--ops HOST:PORT] [--json FILE]
 //
 // device: before each attend a kernel of the worker writes every byte of q and kv and reads every
 // byte of the last o. The time is that between two events of the worker's stream around the step,
-// over the layers; beside it the time of those kernels alone. host: the time from the entry in the
-// ring to its reply. Results are the medians of the steps, or of their attends.
+// over the layers; beside it the time of those kernels alone. Then the same with chained calls
+// (AttendCall::chained): not a thread but the stream waits for replies, and is given all layers
+// ahead. host: the time from the entry in the ring to its reply. Results are the medians of the
+// steps, or of their attends.
 //
-// Before it times, the program runs a step with either memory and compares the outputs of the last
+// --ops: where the server answers GET /metrics. A line then says what the host did for a layer, by
+// the server's counters: tensor bytes that it copied, times that a thread of it slept for the GPU,
+// and for how much of the layer's time one looked whether the GPU was done with the worker's
+// kernels, and with the launch. The worker copies none and sleeps never; it polls for its reply.
+//
+// Before it times, the program runs a step in each way and compares the outputs of the last
 // layer bit by bit. NVIDIA alone; another GPU of the host may be the worker's (--device).
 #include <algorithm>
 #include <chrono>
@@ -26,7 +33,8 @@
 #include "client/cpp/session.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "tests/bench/gpu/gpu_programs.h"
-#include "tests/bench/gpu/touch_kernel.h"
+#include "tests/bench/gpu/server_trace.h"
+#include "tests/bench/gpu/step_worker.h"
 
 namespace mla::bench {
 namespace {
@@ -35,14 +43,10 @@ using Clock = std::chrono::steady_clock;
 using kernels::hip::DevicePtr;
 using kernels::hip::GpuRuntime;
 
-constexpr uint64_t kLora = 512, kRope = 64, kNope = 128, kValue = 128;
-constexpr uint64_t kAlignment = 64;
 constexpr uint32_t kFillRows = 1024;  // of a step that fills the context
 constexpr uint32_t kLeaseMs = 60000;
 constexpr int kWarmUps = 3;
 constexpr char kModel[] = "gpu_step";
-
-uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 double Micros(Clock::duration time) {
   return std::chrono::duration<double, std::micro>(time).count();
@@ -54,25 +58,10 @@ double Median(std::vector<double> values) {
 }
 
 struct Flags {
-  std::string target, memory = "both", profile = "both", json;
+  std::string target, memory = "both", profile = "both", ops, json;
   std::vector<int32_t> batch{1, 32};
   int32_t layers = 61, heads = 128, context = 2048, steps = 20, spin_us = 100000, device = 0;
 };
-
-struct Point {
-  bool absorbed = true;
-  uint32_t batch = 1;
-  uint64_t kv_bytes = 0, in_bytes = 0, out_bytes = 0;
-};
-
-Point MakePoint(const Flags& flags, bool absorbed, int32_t batch) {
-  const uint64_t rows_heads = uint64_t{static_cast<uint32_t>(batch)} * flags.heads;
-  Point point{absorbed, static_cast<uint32_t>(batch)};
-  point.kv_bytes = AlignUp(point.batch * (kLora + kRope) * 2);
-  point.in_bytes = point.kv_bytes + rows_heads * ((absorbed ? kLora : kNope) + kRope) * 2;
-  point.out_bytes = rows_heads * (absorbed ? kLora : kValue) * 2;
-  return point;
-}
 
 // Small finite values of either sign.
 std::vector<uint16_t> Values(size_t count, uint32_t seed) {
@@ -92,6 +81,7 @@ struct Times {
   double touch_us = 0;   // of the worker's kernel alone
   double kernel_us = 0;  // of the server's kernels, by its replies
   double queue_us = 0;
+  ServerTrace trace;  // of a layer; zeros without --ops
 };
 
 class Worker {
@@ -101,8 +91,8 @@ class Worker {
 
   absl::Status Open(const std::vector<Point>& points);
   // The outputs of a step's last layer.
-  absl::StatusOr<std::vector<std::byte>> LastOutputs(const Point& point, bool on_device);
-  absl::StatusOr<Times> Time(const Point& point, bool on_device);
+  absl::StatusOr<std::vector<std::byte>> LastOutputs(const Point& point, Way way);
+  absl::StatusOr<Times> Time(const Point& point, Way way);
 
  private:
   absl::Status OpenGpu();
@@ -110,10 +100,15 @@ class Worker {
   absl::Status UploadWeights();
   absl::Status Fill(client::Sequence* sequence);
   absl::Status Touch(const Point& point, bool reads);
-  absl::Status RunStep(const Point& point, bool on_device);
+  absl::Status RunStep(const Point& point, Way way);
+  absl::Status RunLayers(client::Step& step, const Point& point, Way way);
+  absl::Status Finish(client::PendingAttend& pending, Clock::time_point begun);
   absl::StatusOr<double> TimeTouches(const Point& point);
   absl::Status AwaitStream();
-  client::AttendCall Call(const Point& point, bool on_device) const;
+  absl::StatusOr<ServerTrace> Trace() const {
+    return flags_.ops.empty() ? ServerTrace() : ReadTrace(flags_.ops);
+  }
+  client::AttendCall Call(const Point& point, Way way) const;
 
   const Flags flags_;
   std::unique_ptr<GpuRuntime> gpu_;
@@ -262,7 +257,8 @@ absl::Status Worker::Open(const std::vector<Point>& points) {
   return absl::OkStatus();
 }
 
-client::AttendCall Worker::Call(const Point& point, bool on_device) const {
+client::AttendCall Worker::Call(const Point& point, Way way) const {
+  const bool on_device = way != Way::kHost;
   const std::span<std::byte> in = on_device ? device_in_ : host_in_;
   client::AttendCall call;
   call.row_count = point.batch;
@@ -272,6 +268,7 @@ client::AttendCall Worker::Call(const Point& point, bool on_device) const {
   call.q = in.data() + point.kv_bytes;
   call.o = (on_device ? device_out_ : host_out_).data();
   call.stream = stream_;
+  call.chained = way == Way::kChained;
   return call;
 }
 
@@ -290,30 +287,50 @@ absl::Status Worker::Touch(const Point& point, bool reads) {
                       &args, stream_);
 }
 
-absl::Status Worker::RunStep(const Point& point, bool on_device) {
+absl::Status Worker::Finish(client::PendingAttend& pending, Clock::time_point begun) {
+  const auto times = pending.Wait();
+  if (!times.ok()) return times.status();
+  attends_.push_back(Micros(Clock::now() - begun));
+  kernels_.push_back(times->kernel_us);
+  queues_.push_back(times->queue_us);
+  return absl::OkStatus();
+}
+
+absl::Status Worker::RunLayers(client::Step& step, const Point& point, Way way) {
+  client::AttendCall call = Call(point, way);
+  std::vector<client::PendingAttend> chain;
+  absl::Status s;
+  for (int32_t layer = 0; s.ok() && layer < flags_.layers; ++layer) {
+    call.layer = static_cast<uint32_t>(layer);
+    if (way != Way::kHost) s = Touch(point, layer > 0);
+    if (!s.ok()) return s;
+    const Clock::time_point begun = Clock::now();
+    client::PendingAttend pending = step.AttendAsync(call);
+    if (way == Way::kChained) {
+      chain.push_back(std::move(pending));
+    } else {
+      s = Finish(pending, begun);
+    }
+  }
+  if (s.ok() && way != Way::kHost) {
+    s = Touch(point, true);
+    if (s.ok()) s = gpu_->Record(end_, stream_);
+  }
+  for (client::PendingAttend& pending : chain) {
+    if (s.ok()) s = Finish(pending, Clock::now());
+  }
+  return s;
+}
+
+absl::Status Worker::RunStep(const Point& point, Way way) {
   std::vector<client::StepRows> rows;
   for (uint32_t i = 0; i < point.batch; ++i) rows.push_back({&sequences_[i], 1});
   auto step = session_->Begin(kModel, rows, {.lease_ms = kLeaseMs});
   if (!step.ok()) return step.status();
-  client::AttendCall call = Call(point, on_device);
   absl::Status s;
-  if (on_device) s = gpu_->Record(begin_, stream_);
-  for (int32_t layer = 0; s.ok() && layer < flags_.layers; ++layer) {
-    call.layer = static_cast<uint32_t>(layer);
-    if (on_device) s = Touch(point, layer > 0);
-    if (!s.ok()) return s;
-    const Clock::time_point before = Clock::now();
-    const auto times = (*step)->Attend(call);
-    if (!times.ok()) return times.status();
-    attends_.push_back(Micros(Clock::now() - before));
-    kernels_.push_back(times->kernel_us);
-    queues_.push_back(times->queue_us);
-  }
-  if (on_device) {
-    if (s.ok()) s = Touch(point, true);
-    if (s.ok()) s = gpu_->Record(end_, stream_);
-    if (s.ok()) s = AwaitStream();
-  }
+  if (way != Way::kHost) s = gpu_->Record(begin_, stream_);
+  if (s.ok()) s = RunLayers(**step, point, way);
+  if (s.ok() && way != Way::kHost) s = AwaitStream();
   if (!s.ok()) return s;
   // The rows are dropped, so that the context stays as long as it is.
   return (*step)->End(std::vector<uint32_t>(point.batch, 0)).status();
@@ -321,11 +338,11 @@ absl::Status Worker::RunStep(const Point& point, bool on_device) {
 
 absl::Status Worker::AwaitStream() { return gpu_->Synchronize(stream_); }
 
-absl::StatusOr<std::vector<std::byte>> Worker::LastOutputs(const Point& point, bool on_device) {
+absl::StatusOr<std::vector<std::byte>> Worker::LastOutputs(const Point& point, Way way) {
   std::memset(host_out_.data(), 0, host_out_.size());
-  if (absl::Status s = RunStep(point, on_device); !s.ok()) return s;
+  if (absl::Status s = RunStep(point, way); !s.ok()) return s;
   std::vector<std::byte> outputs(point.out_bytes);
-  if (!on_device) {
+  if (way == Way::kHost) {
     std::memcpy(outputs.data(), host_out_.data(), outputs.size());
     return outputs;
   }
@@ -348,7 +365,8 @@ absl::StatusOr<double> Worker::TimeTouches(const Point& point) {
   return static_cast<double>(*ns) / 1e3 / (flags_.layers + 1);
 }
 
-absl::StatusOr<Times> Worker::Time(const Point& point, bool on_device) {
+absl::StatusOr<Times> Worker::Time(const Point& point, Way way) {
+  const bool on_device = way != Way::kHost;
   Times times;
   if (on_device) {
     const auto touch = TimeTouches(point);
@@ -356,14 +374,22 @@ absl::StatusOr<Times> Worker::Time(const Point& point, bool on_device) {
     times.touch_us = *touch;
   }
   std::vector<double> layers;
+  absl::StatusOr<ServerTrace> before;
   for (int32_t i = -kWarmUps; i < flags_.steps; ++i) {
-    if (i == 0) attends_.clear(), kernels_.clear(), queues_.clear();
-    if (absl::Status s = RunStep(point, on_device); !s.ok()) return s;
+    if (i == 0) {
+      attends_.clear(), kernels_.clear(), queues_.clear();
+      before = Trace();
+    }
+    if (absl::Status s = RunStep(point, way); !s.ok()) return s;
     if (i < 0 || !on_device) continue;
     const auto ns = gpu_->ElapsedNs(begin_, end_);
     if (!ns.ok()) return ns.status();
     layers.push_back(static_cast<double>(*ns) / 1e3 / flags_.layers);
   }
+  const absl::StatusOr<ServerTrace> after = Trace();
+  if (!before.ok()) return before.status();
+  if (!after.ok()) return after.status();
+  times.trace = after->Since(*before, 1.0 * flags_.steps * flags_.layers);
   times.attend_us = Median(attends_);
   times.kernel_us = Median(kernels_);
   times.queue_us = Median(queues_);
@@ -374,42 +400,56 @@ absl::StatusOr<Times> Worker::Time(const Point& point, bool on_device) {
 }
 
 absl::Status Compare(Worker& worker, const Point& point, const std::string& name) {
-  const auto host = worker.LastOutputs(point, false);
+  const auto host = worker.LastOutputs(point, Way::kHost);
   if (!host.ok()) return host.status();
-  const auto device = worker.LastOutputs(point, true);
-  if (!device.ok()) return device.status();
-  size_t differ = 0;
-  for (size_t i = 0; i < host->size(); ++i) differ += (*host)[i] != (*device)[i] ? 1 : 0;
-  const bool zero =
-      std::all_of(host->begin(), host->end(), [](std::byte byte) { return byte == std::byte{0}; });
-  std::printf("%s: outputs with either memory: %zu of %zu bytes differ\n", name.c_str(), differ,
-              host->size());
-  if (differ == 0 && !zero) return absl::OkStatus();
-  return absl::DataLossError(zero ? "the outputs are zeros" : "the outputs differ");
+  if (std::all_of(host->begin(), host->end(), [](std::byte b) { return b == std::byte{0}; })) {
+    return absl::DataLossError("the outputs are zeros");
+  }
+  for (const Way way : {Way::kDevice, Way::kChained}) {
+    const auto device = worker.LastOutputs(point, way);
+    if (!device.ok()) return device.status();
+    size_t differ = 0;
+    for (size_t i = 0; i < host->size(); ++i) differ += (*host)[i] != (*device)[i] ? 1 : 0;
+    std::printf("%s: outputs, host and %s: %zu of %zu bytes differ\n", name.c_str(), NameOf(way),
+                differ, host->size());
+    if (differ > 0) return absl::DataLossError("the outputs differ");
+  }
+  return absl::OkStatus();
 }
 
-std::string Report(const Flags& flags, const Point& point, bool on_device, const Times& times) {
-  const std::string name = absl::StrFormat("%s %s b=%d", on_device ? "device" : "host",
+std::string Report(const Flags& flags, const Point& point, Way way, const Times& times) {
+  const std::string name = absl::StrFormat("%s %s b=%d", NameOf(way),
                                            point.absorbed ? "absorbed" : "expanded", point.batch);
   std::printf(
       "%-22s %7.1f us a layer (least %.1f), attend %.1f, kernels %.0f, queue %.0f, touch %.1f\n",
       name.c_str(), times.layer_us, times.least_us, times.attend_us, times.kernel_us,
       times.queue_us, times.touch_us);
+  const ServerTrace& trace = times.trace;
+  if (!flags.ops.empty()) {
+    std::printf(
+        "%-22s a layer: %.0f bytes copied by the host, %.3f sleeps, polling %.1f us (worker's "
+        "kernels) and %.1f us (launch), %.0f %%\n",
+        "", trace.copied_bytes, trace.sleeps, trace.client_polling_us, trace.launch_polling_us,
+        100 * (trace.client_polling_us + trace.launch_polling_us) / times.layer_us);
+  }
   std::fflush(stdout);
   return absl::StrFormat(
       R"({"bench": "gpu_step", "memory": "%s", "profile": "%s", "heads": %d, "batch": %d, )"
       R"("context": %d, "layers": %d, "us": %.1f, "least_us": %.1f, "attend_us": %.1f, )"
-      R"("kernel_us": %.1f, "touch_us": %.1f})",
-      on_device ? "device" : "host", point.absorbed ? "absorbed" : "expanded", flags.heads,
-      point.batch, flags.context, flags.layers, times.layer_us, times.least_us, times.attend_us,
-      times.kernel_us, times.touch_us);
+      R"("kernel_us": %.1f, "touch_us": %.1f, "copied_bytes": %.0f, "sleeps": %.3f, )"
+      R"("client_polling_us": %.1f, "launch_polling_us": %.1f})",
+      NameOf(way), point.absorbed ? "absorbed" : "expanded", flags.heads, point.batch,
+      flags.context, flags.layers, times.layer_us, times.least_us, times.attend_us, times.kernel_us,
+      times.touch_us, trace.copied_bytes, trace.sleeps, trace.client_polling_us,
+      trace.launch_polling_us);
 }
 
 absl::Status Run(const Flags& flags) {
   std::vector<Point> points;
   for (const bool absorbed : {true, false}) {
     if (flags.profile == (absorbed ? "expanded" : "absorbed")) continue;
-    for (const int32_t batch : flags.batch) points.push_back(MakePoint(flags, absorbed, batch));
+    for (const int32_t batch : flags.batch)
+      points.push_back(MakePoint(flags.heads, absorbed, batch));
   }
   Worker worker(flags);
   if (absl::Status s = worker.Open(points); !s.ok()) return s;
@@ -420,11 +460,11 @@ absl::Status Run(const Flags& flags) {
           absl::StrCat(point.absorbed ? "absorbed" : "expanded", " b=", point.batch);
       if (absl::Status s = Compare(worker, point, name); !s.ok()) return s;
     }
-    for (const bool on_device : {true, false}) {
-      if (flags.memory == (on_device ? "host" : "device")) continue;
-      const auto times = worker.Time(point, on_device);
+    for (const Way way : {Way::kDevice, Way::kChained, Way::kHost}) {
+      if (flags.memory == (way == Way::kHost ? "device" : "host")) continue;
+      const auto times = worker.Time(point, way);
       if (!times.ok()) return times.status();
-      rows.push_back(Report(flags, point, on_device, *times));
+      rows.push_back(Report(flags, point, way, *times));
     }
   }
   return WriteJsonRows(flags.json, rows);
@@ -436,7 +476,7 @@ int Main(int argc, char** argv) {
       {"--target", &flags.target},   {"--memory", &flags.memory}, {"--profile", &flags.profile},
       {"--batch", &flags.batch},     {"--layers", &flags.layers}, {"--heads", &flags.heads},
       {"--context", &flags.context}, {"--steps", &flags.steps},   {"--spin-us", &flags.spin_us},
-      {"--device", &flags.device},   {"--json", &flags.json}};
+      {"--device", &flags.device},   {"--ops", &flags.ops},       {"--json", &flags.json}};
   absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
   if (s.ok() && flags.target.empty()) s = absl::InvalidArgumentError("--target is missing");
   if (s.ok()) s = Run(flags);

@@ -45,10 +45,13 @@ struct Control {
   int64_t allocations = 0;
   int64_t launches = 0;
   int64_t expanded_launches = 0;  // of them, attention of the expanded form
-  int64_t registered_bytes = 0;   // of host memory
-  int64_t copies_in = 0;          // from the host, however many rows
-  int64_t bytes_in = 0;           // that these copied
-  int64_t bytes_by_kernel = 0;    // that a kernel copied between host and device
+  int64_t graph_launches = 0;
+  int64_t graph_updates = 0;     // of a kernel in a graph
+  int64_t graphs = 0;            // that have been made and not destroyed
+  int64_t registered_bytes = 0;  // of host memory
+  int64_t copies_in = 0;         // from the host, however many rows
+  int64_t bytes_in = 0;          // that these copied
+  int64_t bytes_by_kernel = 0;   // that a kernel copied between host and device
   int64_t copies_out = 0;
   int64_t copies_on_device = 0;
   const void* last_copied_in = nullptr;   // host address

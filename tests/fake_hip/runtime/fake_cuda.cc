@@ -63,12 +63,54 @@ struct LaunchAttribute {
     int flag;
   } value;
 };
+struct Size3 {
+  unsigned x, y, z;
+};
+struct KernelNode {
+  void* function;
+  Size3 grid, block;
+  unsigned shared_bytes;
+  void** parameters;
+  void** extra;
+  void* kernel;
+  void* context;
+};
+struct HipKernelNode {
+  Size3 block;
+  void** extra;
+  void* function;
+  Size3 grid;
+  void** parameters;
+  unsigned shared_bytes;
+};
+struct GraphEdge {
+  unsigned char from_port, to_port, type, reserved[5];
+};
 struct LaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
   void* stream;
   const LaunchAttribute* attributes;
   unsigned attribute_count;
 };
+
+bool MayRun(const void* function, unsigned grid_x, unsigned grid_y, unsigned block_x,
+            unsigned shared_bytes) {
+  if (grid_x == 0 || grid_y == 0 || block_x == 0 || block_x > 1024) return false;
+  const std::lock_guard<std::mutex> lock(AllowedShared().mutex);
+  const auto found = AllowedShared().bytes.find(function);
+  const unsigned allowed = found == AllowedShared().bytes.end()
+                               ? kSharedWithoutAsking
+                               : static_cast<unsigned>(found->second);
+  return shared_bytes <= allowed;
+}
+
+bool MayRun(const KernelNode& node) {
+  return MayRun(node.function, node.grid.x, node.grid.y, node.block.x, node.shared_bytes);
+}
+
+HipKernelNode HipNode(const KernelNode& node) {
+  return {node.block, node.extra, node.function, node.grid, node.parameters, node.shared_bytes};
+}
 
 }  // namespace
 
@@ -90,6 +132,8 @@ int hipStreamCreateWithFlags(void**, unsigned);
 int hipStreamDestroy(void*);
 int hipStreamWaitEvent(void*, void*, unsigned);
 int hipStreamSynchronize(void*);
+int hipStreamWaitValue32(void*, void*, uint32_t, unsigned, uint32_t);
+int hipHostGetDevicePointer(void**, void*, unsigned);
 int hipEventCreateWithFlags(void**, unsigned);
 int hipEventDestroy(void*);
 int hipEventRecord(void*, void*);
@@ -110,6 +154,15 @@ int hipModuleUnload(void*);
 int hipModuleGetFunction(void**, void*, const char*);
 int hipModuleLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                           unsigned, void*, void**, void**);
+
+int hipGraphCreate(void**, unsigned);
+int hipGraphDestroy(void*);
+int hipGraphAddKernelNode(void**, void*, void* const*, size_t, const HipKernelNode*);
+int hipGraphInstantiateWithFlags(void**, void*, unsigned long long);
+int hipGraphExecDestroy(void*);
+int hipGraphExecKernelNodeSetParams(void*, void*, const HipKernelNode*);
+int hipGraphLaunch(void*, void*);
+int fake_hip_order_nodes(void*, void*);
 
 #define IN_CONTEXT(call) return current == nullptr ? kInvalidContext : call
 
@@ -183,6 +236,12 @@ int cuStreamDestroy_v2(void* stream) { IN_CONTEXT(hipStreamDestroy(stream)); }
 int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
   IN_CONTEXT(hipStreamWaitEvent(stream, event, flags));
 }
+int cuStreamWaitValue32_v2(void* stream, void* word, uint32_t value, unsigned flags) {
+  IN_CONTEXT(hipStreamWaitValue32(stream, word, value, flags, 0xffffffffu));
+}
+int cuMemHostGetDevicePointer_v2(void** there, void* here, unsigned flags) {
+  IN_CONTEXT(hipHostGetDevicePointer(there, here, flags));
+}
 int cuStreamSynchronize(void* stream) { IN_CONTEXT(hipStreamSynchronize(stream)); }
 int cuEventCreate(void** event, unsigned flags) {
   IN_CONTEXT(hipEventCreateWithFlags(event, flags));
@@ -237,15 +296,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                    void* stream, void** parameters, void** extra) {
   if (current == nullptr) return kInvalidContext;
-  if (grid_x == 0 || grid_y == 0 || block_x == 0 || block_x > 1024) return kInvalidValue;
-  {
-    const std::lock_guard<std::mutex> lock(AllowedShared().mutex);
-    const auto found = AllowedShared().bytes.find(function);
-    const unsigned allowed = found == AllowedShared().bytes.end()
-                                 ? kSharedWithoutAsking
-                                 : static_cast<unsigned>(found->second);
-    if (shared_bytes > allowed) return kInvalidValue;
-  }
+  if (!MayRun(function, grid_x, grid_y, block_x, shared_bytes)) return kInvalidValue;
   return hipModuleLaunchKernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z,
                                shared_bytes, stream, parameters, extra);
 }
@@ -256,5 +307,31 @@ int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, v
   return cuLaunchKernel(function, c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
                         c->block_z, c->shared_bytes, c->stream, parameters, extra);
 }
+int cuGraphCreate(void** graph, unsigned flags) { IN_CONTEXT(hipGraphCreate(graph, flags)); }
+int cuGraphDestroy(void* graph) { IN_CONTEXT(hipGraphDestroy(graph)); }
+int cuGraphAddKernelNode_v2(void** node, void* graph, void* const* after, size_t count,
+                            const KernelNode* params) {
+  if (current == nullptr) return kInvalidContext;
+  if (!MayRun(*params)) return kInvalidValue;
+  const HipKernelNode made = HipNode(*params);
+  return hipGraphAddKernelNode(node, graph, after, count, &made);
+}
+int cuGraphAddDependencies_v2(void*, void* const* from, void* const* to, const GraphEdge* edges,
+                              size_t count) {
+  if (current == nullptr) return kInvalidContext;
+  if (count != 1 || edges->from_port > 2 || edges->to_port != 0) return kInvalidValue;
+  return fake_hip_order_nodes(*from, *to);
+}
+int cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long flags) {
+  IN_CONTEXT(hipGraphInstantiateWithFlags(exec, graph, flags));
+}
+int cuGraphExecDestroy(void* exec) { IN_CONTEXT(hipGraphExecDestroy(exec)); }
+int cuGraphExecKernelNodeSetParams_v2(void* exec, void* node, const KernelNode* params) {
+  if (current == nullptr) return kInvalidContext;
+  if (!MayRun(*params)) return kInvalidValue;
+  const HipKernelNode made = HipNode(*params);
+  return hipGraphExecKernelNodeSetParams(exec, node, &made);
+}
+int cuGraphLaunch(void* exec, void* stream) { IN_CONTEXT(hipGraphLaunch(exec, stream)); }
 
 }  // extern "C"

@@ -19,6 +19,7 @@
 #include "kernels/hip/common/kernel_args.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 #include "tests/fake_hip/runtime/fake_image.h"
+#include "tests/fake_hip/runtime/fake_state.h"
 #include "tests/fake_hip/runtime/flaws.h"
 #include "tests/fake_hip/runtime/shared_event.h"
 
@@ -26,32 +27,12 @@ namespace mla::fake_hip {
 namespace {
 
 constexpr int kSuccess = 0;
-constexpr int kInvalidValue = 1;
 constexpr int kOutOfMemory = 2;
 constexpr int kInvalidImage = 200;
 constexpr int kNotFound = 500;
 constexpr int kNotReady = 600;
 constexpr int kLaunchFailure = 719;
 constexpr unsigned kInterprocess = 4;  // flag of events
-
-struct Stream {
-  std::deque<std::function<void()>> work;
-  uint64_t enqueued = 0;
-  uint64_t executed = 0;
-
-  void Add(std::function<void()> item) {
-    work.push_back(std::move(item));
-    ++enqueued;
-  }
-  void RunTo(uint64_t position) {
-    while (executed < position && !work.empty()) {
-      const std::function<void()> item = std::move(work.front());
-      work.pop_front();
-      ++executed;
-      item();
-    }
-  }
-};
 
 struct Event {
   Stream* stream = nullptr;
@@ -62,22 +43,13 @@ struct Event {
   }
 };
 
-struct Function {
-  std::string name;
-  const kernels::hip::host::Image* image;
-  const kernels::hip::host::Kernel* kernel;
-};
 struct Module {
   const kernels::hip::host::Image* image;
   std::deque<Function> functions;
 };
 
-struct Runtime {
-  std::recursive_mutex mutex;
-  Control control;
-  std::unordered_map<const void*, int64_t> device_memory;
-  std::unordered_map<const void*, int64_t> registered;
-};
+}  // namespace
+
 Runtime& State() {
   static Runtime& runtime = *[] {
     auto* const made = new Runtime;
@@ -98,16 +70,33 @@ int Enter(const char* call) {
   return fails ? control.fail_code : 0;
 }
 
-}  // namespace
+void Enqueue(const PendingLaunch& launch, Stream& stream) {
+  Control& control = State().control;
+  const Function& function = *launch.function;
+  ++control.launches;
+  control.expanded_launches += function.name == kernels::hip::kExpandedKernel;
+  if (function.name == kernels::hip::kCopyTensorsKernel) {
+    const auto* const copied =
+        reinterpret_cast<const kernels::hip::CopyTensorsArgs*>(launch.args.data());
+    for (int32_t i = 0; i < copied->count; ++i) control.bytes_by_kernel += copied->copies[i].bytes;
+  }
+  const char* const named = control.wrong_kernel;
+  if (control.wrong_results && (named == nullptr || function.name == named)) return;
+  stream.Add([function, launch, flaw = control.flaw, rounded = control.rounded_inputs] {
+    RunFlawed(flaw, rounded, function.name, launch.grid, launch.args, [&](const void* arguments) {
+      const char* const fault = function.image->run(*function.kernel, launch.grid, arguments);
+      if (fault == nullptr) return;
+      std::fprintf(stderr, "fake device: %s\n", fault);
+      State().control.lost = true;
+    });
+  });
+}
+
 }  // namespace mla::fake_hip
 
 using mla::fake_hip::Enter;
 using mla::fake_hip::State;
 namespace fake = mla::fake_hip;
-
-#define FAKE_ENTER(call)                                           \
-  const std::lock_guard<std::recursive_mutex> lock(State().mutex); \
-  if (const int code = Enter(call); code != 0) return code
 
 extern "C" {
 
@@ -371,30 +360,13 @@ int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned gr
                           unsigned block_x, unsigned, unsigned, unsigned shared_bytes,
                           fake::Stream* stream, void** parameters, void**) {
   FAKE_ENTER("hipModuleLaunchKernel");
-  ++State().control.launches;
-  State().control.expanded_launches += function->name == mla::kernels::hip::kExpandedKernel;
-  const auto* bytes = static_cast<const std::byte*>(parameters[0]);
-  std::vector<std::byte> args(bytes, bytes + function->kernel->argument_bytes);
-  if (function->name == mla::kernels::hip::kCopyTensorsKernel) {
-    const auto* const copied =
-        reinterpret_cast<const mla::kernels::hip::CopyTensorsArgs*>(args.data());
-    for (int32_t i = 0; i < copied->count; ++i) {
-      State().control.bytes_by_kernel += copied->copies[i].bytes;
-    }
-  }
-  const fake::Control& control = State().control;
-  const char* const named = control.wrong_kernel;
-  if (control.wrong_results && (named == nullptr || function->name == named)) return 0;
-  const mla::kernels::hip::host::Grid grid{grid_x, grid_y, block_x, shared_bytes};
-  stream->Add([function = *function, grid, args = std::move(args), flaw = control.flaw,
-               rounded = control.rounded_inputs] {
-    fake::RunFlawed(flaw, rounded, function.name, grid, args, [&](const void* arguments) {
-      const char* const fault = function.image->run(*function.kernel, grid, arguments);
-      if (fault == nullptr) return;
-      std::fprintf(stderr, "fake device: %s\n", fault);
-      State().control.lost = true;
-    });
-  });
+  fake::Enqueue(fake::PendingLaunch({.block = {block_x, 1, 1},
+                                     .extra = nullptr,
+                                     .function = function,
+                                     .grid = {grid_x, grid_y, 1},
+                                     .parameters = parameters,
+                                     .shared_bytes = shared_bytes}),
+                *stream);
   return 0;
 }
 

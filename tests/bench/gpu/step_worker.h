@@ -1,12 +1,42 @@
-// What a model's own kernels do between two layers, as far as a server can feel it: every byte of
-// the last outputs is read and every byte of the next inputs is written. PTX for sm_90, which the
-// driver compiles.
-#ifndef MLA_TESTS_BENCH_GPU_TOUCH_KERNEL_H_
-#define MLA_TESTS_BENCH_GPU_TOUCH_KERNEL_H_
+// What gpu_step's worker has: its shapes, the way of its tensors, and a kernel in place of those
+// that a model runs between two layers, as far as a server can feel them: every byte of the last
+// outputs is read and every byte of the next inputs is written. PTX for sm_90, which the driver
+// compiles.
+#ifndef MLA_TESTS_BENCH_GPU_STEP_WORKER_H_
+#define MLA_TESTS_BENCH_GPU_STEP_WORKER_H_
 
 #include <cstdint>
 
 namespace mla::bench {
+
+inline constexpr uint64_t kLora = 512, kRope = 64, kNope = 128, kValue = 128;
+inline constexpr uint64_t kAlignment = 64;
+
+inline uint64_t AlignUp(uint64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// Where tensors lie, and what waits for replies.
+enum class Way { kHost, kDevice, kChained };
+inline const char* NameOf(Way way) {
+  return way == Way::kHost ? "host" : way == Way::kDevice ? "device" : "chained";
+}
+
+// Sizes of an attend's tensors, in bytes: q lies behind kv.
+struct Point {
+  bool absorbed = true;
+  uint32_t batch = 1;
+  uint64_t kv_bytes = 0, in_bytes = 0, out_bytes = 0;
+};
+
+inline Point MakePoint(int32_t heads, bool absorbed, int32_t batch) {
+  const uint64_t rows_heads = uint64_t{static_cast<uint32_t>(batch)} * static_cast<uint32_t>(heads);
+  Point point{absorbed, static_cast<uint32_t>(batch)};
+  point.kv_bytes = AlignUp(point.batch * (kLora + kRope) * 2);
+  point.in_bytes = point.kv_bytes + rows_heads * ((absorbed ? kLora : kNope) + kRope) * 2;
+  point.out_bytes = rows_heads * (absorbed ? kLora : kValue) * 2;
+  return point;
+}
 
 inline constexpr char kTouchKernel[] = "touch";
 inline constexpr uint32_t kTouchThreads = 256;
@@ -87,4 +117,4 @@ write_done:
 
 }  // namespace mla::bench
 
-#endif  // MLA_TESTS_BENCH_GPU_TOUCH_KERNEL_H_
+#endif  // MLA_TESTS_BENCH_GPU_STEP_WORKER_H_

@@ -1,0 +1,253 @@
+#include "kernels/hip/runtime/kernel_graphs.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+constexpr unsigned char kProgrammaticPort = 1;
+constexpr unsigned char kProgrammaticEdge = 1;
+
+struct Size3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+struct AmdKernelNode {
+  Size3 block;
+  void** extra;
+  Function function;
+  Size3 grid;
+  void** parameters;
+  unsigned shared_bytes;
+};
+static_assert(sizeof(AmdKernelNode) == 64);
+struct NvidiaKernelNode {
+  Function function;
+  Size3 grid, block;
+  unsigned shared_bytes;
+  void** parameters;
+  void** extra;
+  void* kernel;
+  void* context;
+};
+static_assert(sizeof(NvidiaKernelNode) == 72);
+struct NvidiaEdge {
+  unsigned char from_port, to_port, type, reserved[5];
+};
+
+}  // namespace
+
+struct GraphTable {
+  int (*create)(GraphHandle**, unsigned);
+  int (*destroy)(GraphHandle*);
+  int (*add_kernel)(GraphNodeHandle**, GraphHandle*, GraphNodeHandle* const*, size_t, const void*);
+  int (*instantiate)(GraphExecHandle**, GraphHandle*, unsigned long long);
+  int (*destroy_exec)(GraphExecHandle*);
+  int (*set_kernel)(GraphExecHandle*, GraphNodeHandle*, const void*);
+  int (*launch)(GraphExecHandle*, Stream);
+  // NVIDIA only.
+  int (*nvidia_add_edges)(GraphHandle*, GraphNodeHandle* const*, GraphNodeHandle* const*,
+                          const NvidiaEdge*, size_t);
+};
+
+namespace {
+
+struct Alias {
+  const char* amd;  // null: the vendor has no such call
+  const char* nvidia;
+  size_t offset;
+};
+#define MLA_ALIAS(field, amd, nvidia) \
+  Alias { amd, nvidia, offsetof(GraphTable, field) }
+constexpr Alias kAliases[] = {
+    MLA_ALIAS(create, "hipGraphCreate", "cuGraphCreate"),
+    MLA_ALIAS(destroy, "hipGraphDestroy", "cuGraphDestroy"),
+    MLA_ALIAS(add_kernel, "hipGraphAddKernelNode", "cuGraphAddKernelNode_v2"),
+    MLA_ALIAS(instantiate, "hipGraphInstantiateWithFlags", "cuGraphInstantiateWithFlags"),
+    MLA_ALIAS(destroy_exec, "hipGraphExecDestroy", "cuGraphExecDestroy"),
+    MLA_ALIAS(set_kernel, "hipGraphExecKernelNodeSetParams", "cuGraphExecKernelNodeSetParams_v2"),
+    MLA_ALIAS(launch, "hipGraphLaunch", "cuGraphLaunch"),
+    MLA_ALIAS(nvidia_add_edges, nullptr, "cuGraphAddDependencies_v2"),
+};
+#undef MLA_ALIAS
+
+// A kernel as the vendor's calls take it.
+class NodeParams {
+ public:
+  NodeParams(Vendor vendor, const PendingKernel& kernel)
+      : parameters_{const_cast<std::byte*>(kernel.args.data())} {
+    const LaunchShape& shape = kernel.shape;
+    const Size3 grid{shape.grid_x, shape.grid_y, 1}, block{shape.threads, 1, 1};
+    if (vendor == Vendor::kAmd) {
+      amd_ = {block, nullptr, kernel.function, grid, parameters_, shape.shared_bytes};
+      at_ = &amd_;
+    } else {
+      nvidia_ = {kernel.function, grid,    block,   shape.shared_bytes,
+                 parameters_,     nullptr, nullptr, nullptr};
+      at_ = &nvidia_;
+    }
+  }
+  NodeParams(const NodeParams&) = delete;
+  NodeParams& operator=(const NodeParams&) = delete;
+  const void* at() const { return at_; }
+
+ private:
+  void* parameters_[1];
+  AmdKernelNode amd_;
+  NvidiaKernelNode nvidia_;
+  const void* at_;
+};
+
+bool OfOneKind(const PendingKernel& a, const PendingKernel& b) {
+  return a.function == b.function && a.shape.overlap_predecessor == b.shape.overlap_predecessor;
+}
+
+bool Same(const PendingKernel& a, const PendingKernel& b) {
+  return a.shape == b.shape && a.arg_bytes == b.arg_bytes &&
+         std::memcmp(a.args.data(), b.args.data(), a.arg_bytes) == 0;
+}
+
+void Copy(const PendingKernel& from, PendingKernel& to) {
+  to.function = from.function;
+  to.shape = from.shape;
+  to.arg_bytes = from.arg_bytes;
+  std::memcpy(to.args.data(), from.args.data(), from.arg_bytes);
+}
+
+// The words of `next` and as much again as they differ from those of `last`.
+void Extend(const PendingKernel& last, const PendingKernel& next, PendingKernel& expected) {
+  Copy(next, expected);
+  if (last.arg_bytes != next.arg_bytes) return;
+  for (size_t at = 0; at + sizeof(uint64_t) <= next.arg_bytes; at += sizeof(uint64_t)) {
+    uint64_t before, word;
+    std::memcpy(&before, last.args.data() + at, sizeof(before));
+    std::memcpy(&word, next.args.data() + at, sizeof(word));
+    word += word - before;
+    std::memcpy(expected.args.data() + at, &word, sizeof(word));
+  }
+}
+
+}  // namespace
+
+KernelGraphs::KernelGraphs(GpuRuntime* runtime, std::unique_ptr<GraphTable> table)
+    : runtime_(runtime), api_(std::move(table)) {
+  entries_.reserve(kMostGraphs);
+}
+
+KernelGraphs::~KernelGraphs() {
+  if (!runtime_->Bind().ok()) return;
+  for (Entry& entry : entries_) Destroy(entry);
+}
+
+absl::StatusOr<std::unique_ptr<KernelGraphs>> KernelGraphs::Open(GpuRuntime* runtime) {
+  auto table = std::make_unique<GraphTable>();
+  for (const Alias& alias : kAliases) {
+    const char* const name = runtime->vendor() == Vendor::kAmd ? alias.amd : alias.nvidia;
+    if (name == nullptr) continue;
+    void* const entry = runtime->EntryPoint(name);
+    if (entry == nullptr) {
+      return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
+    }
+    std::memcpy(reinterpret_cast<char*>(table.get()) + alias.offset, &entry, sizeof(entry));
+  }
+  return std::unique_ptr<KernelGraphs>(new KernelGraphs(runtime, std::move(table)));
+}
+
+KernelGraphs::Entry* KernelGraphs::Find(std::span<const PendingKernel> kernels) {
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) {
+    return std::equal(e.nodes.begin(), e.nodes.begin() + static_cast<ptrdiff_t>(e.count),
+                      kernels.begin(), kernels.end(),
+                      [](const Node& n, const PendingKernel& k) { return OfOneKind(n.last, k); });
+  });
+  return found == entries_.end() ? nullptr : &*found;
+}
+
+bool KernelGraphs::Set(Entry& entry, Node& node, const PendingKernel& kernel) {
+  if (Same(node.held, kernel)) return true;
+  node.held.arg_bytes = 0;  // what the graph holds is not known where this fails
+  const NodeParams params(runtime_->vendor(), kernel);
+  if (api_->set_kernel(entry.exec, node.handle, params.at()) != 0) return false;
+  Copy(kernel, node.held);
+  return true;
+}
+
+bool KernelGraphs::Launch(std::span<const PendingKernel> kernels, Stream stream) {
+  if (kernels.empty() || kernels.size() > kMostKernels) return false;
+  Entry* const entry = Find(kernels);
+  if (entry == nullptr || entry->exec == nullptr || !runtime_->Bind().ok()) return false;
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    if (!Set(*entry, entry->nodes[i], kernels[i])) return false;
+  }
+  if (api_->launch(entry->exec, stream) != 0) return false;
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    Node& node = entry->nodes[i];
+    node.regular = Same(node.expected, kernels[i]);
+    Extend(node.last, kernels[i], node.expected);
+    Copy(kernels[i], node.last);
+  }
+  entry->launched = true;
+  return true;
+}
+
+void KernelGraphs::Prepare() {
+  for (Entry& entry : entries_) {
+    if (!std::exchange(entry.launched, false)) continue;
+    for (Node& node : std::span(entry.nodes).first(entry.count)) {
+      if (node.regular && !Set(entry, node, node.expected)) return;
+    }
+  }
+}
+
+void KernelGraphs::Learn(std::span<const PendingKernel> kernels) {
+  if (kernels.empty() || kernels.size() > kMostKernels) return;
+  Entry* entry = Find(kernels);
+  if (entry == nullptr) {
+    if (entries_.size() == kMostGraphs) return;
+    entry = &entries_.emplace_back();
+    entry->count = kernels.size();
+    for (size_t i = 0; i < kernels.size(); ++i) Copy(kernels[i], entry->nodes[i].last);
+  }
+  if (entry->exec != nullptr || entry->refused || ++entry->uses < kUsesBefore) return;
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    Node& node = entry->nodes[i];
+    Copy(kernels[i], node.held);
+    Copy(kernels[i], node.last);
+    Copy(kernels[i], node.expected);
+  }
+  entry->refused = !Make(*entry);
+  if (entry->refused) Destroy(*entry);
+}
+
+bool KernelGraphs::Make(Entry& entry) {
+  if (!runtime_->Bind().ok() || api_->create(&entry.graph, 0) != 0) return false;
+  for (size_t i = 0; i < entry.count; ++i) {
+    if (!AddKernel(entry, i)) return false;
+  }
+  return api_->instantiate(&entry.exec, entry.graph, 0) == 0;
+}
+
+bool KernelGraphs::AddKernel(Entry& entry, size_t index) {
+  Node& node = entry.nodes[index];
+  GraphNodeHandle* const before = index > 0 ? entry.nodes[index - 1].handle : nullptr;
+  const bool overlaps = before != nullptr && runtime_->vendor() == Vendor::kNvidia &&
+                        node.held.shape.overlap_predecessor;
+  const size_t waits_for = before != nullptr && !overlaps ? 1 : 0;
+  const NodeParams params(runtime_->vendor(), node.held);
+  if (api_->add_kernel(&node.handle, entry.graph, waits_for > 0 ? &before : nullptr, waits_for,
+                       params.at()) != 0) {
+    return false;
+  }
+  if (!overlaps) return true;
+  const NvidiaEdge edge{kProgrammaticPort, 0, kProgrammaticEdge, {}};
+  return api_->nvidia_add_edges(entry.graph, &before, &node.handle, &edge, 1) == 0;
+}
+
+void KernelGraphs::Destroy(Entry& entry) {
+  if (entry.exec != nullptr) (void)api_->destroy_exec(std::exchange(entry.exec, nullptr));
+  if (entry.graph != nullptr) (void)api_->destroy(std::exchange(entry.graph, nullptr));
+}
+
+}  // namespace mla::kernels::hip

@@ -1,0 +1,224 @@
+// Kernels of launches that repeat are one call of the runtime, of either vendor; what it refuses
+// costs nothing but that.
+#include "kernels/hip/runtime/kernel_graphs.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/hip_backend.h"
+#include "tests/fake_hip/backend_fixture.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+constexpr size_t kRowElements = 576;
+
+constexpr int64_t kLayerBytes = 64 * 1152;
+
+// Appends a row to a layer's page, by two kernels: the page table's change, and the row.
+class LayerLaunch {
+ public:
+  absl::Status Submit(HipBackend& backend, int32_t slot, Bf16 value, int layer) {
+    row_.assign(kRowElements, value);
+    layout_ = LaunchLayout(backend, slot);
+    const auto kv = layout_.Input(row_.data(), 1152);
+    if (!kv.ok()) return kv.status();
+    record_ = {*kv, DType::kBf16, 576, 0, layer * kLayerBytes, 1152, 64, 0, 1, 576};
+    launch_.inputs = layout_.inputs();
+    launch_.page_tables = {&page_, 1};
+    launch_.table_changes = {&table_, 1};
+    launch_.appends = {&record_, 1};
+    return backend.Submit(slot, launch_);
+  }
+
+ private:
+  const uint32_t page_ = 0;
+  const TableRange table_{0, 1};
+  std::vector<Bf16> row_;
+  AppendRecord record_{};
+  LaunchLayout layout_;
+  Launch launch_;
+};
+
+class KernelGraphsTest : public BackendOnFakeTest, public ::testing::WithParamInterface<Vendor> {
+ protected:
+  bool amd() const { return GetParam() == Vendor::kAmd; }
+  const char* image() const { return amd() ? kImage950 : kImage90; }
+  void SetUp() override {
+    ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
+    Make();
+  }
+  void Make() {
+    backend_.reset();
+    control_->arch = amd() ? "gfx950" : "sm_90";
+    HipBackendOptions options = Options();
+    options.vendor = GetParam();
+    options.images = {Image(control_->arch, image())};
+    auto backend = HipBackend::Create(options);
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    backend_ = *std::move(backend);
+    ASSERT_TRUE(backend_->Configure(Limits()).ok());
+  }
+  void TearDown() override {
+    backend_.reset();
+    EXPECT_EQ(control_->graphs, 0);
+    BackendOnFakeTest::TearDown();
+  }
+  // The row of a layer.
+  std::vector<Bf16> Row(int layer) {
+    AppendRecord stored = Append(nullptr, 1);
+    stored.layer_offset = layer * kLayerBytes;
+    const uint32_t page = 0;
+    std::vector<Bf16> row(kRowElements);
+    EXPECT_TRUE(kernels::ReadRows(*backend_, 0, {&page, 1}, stored, row.data()).ok());
+    return row;
+  }
+  // Sequences of a launch: on NVIDIA devices a kernel brings the row, before the first event.
+  int64_t all() const { return amd() ? 1 : 2; }
+  // Stores a row in a layer; how many sequences were graphs.
+  int64_t Store(Bf16 value, int layer) {
+    const int64_t graphs = control_->graph_launches, kernels = control_->launches;
+    LayerLaunch launch;
+    EXPECT_TRUE(launch.Submit(*backend_, 0, value, layer).ok());
+    EXPECT_TRUE(backend_->Wait(0).ok());
+    EXPECT_GE(control_->launches - kernels, 2);
+    const int64_t of_graphs = control_->graph_launches - graphs;
+    EXPECT_EQ(Row(layer), std::vector<Bf16>(kRowElements, value)) << layer;
+    return of_graphs;
+  }
+
+  std::unique_ptr<HipBackend> backend_;
+};
+
+TEST_P(KernelGraphsTest, TheThirdLaunchOfASequenceIsOfItsGraph) {
+  EXPECT_EQ(Store(0x3f80, 0), 0);
+  EXPECT_EQ(Store(0x4000, 0), 0);
+  const int64_t made = control_->graphs, set = control_->graph_updates;
+  EXPECT_GE(made, 1);
+  EXPECT_EQ(Store(0x4040, 0), all());
+  EXPECT_EQ(control_->graph_updates, set);
+  EXPECT_EQ(Store(0x4080, 2), all());
+  EXPECT_EQ(Store(0x40a0, 1), all());
+  EXPECT_GT(control_->graph_updates, set);
+  EXPECT_EQ(control_->graphs, made);
+}
+
+TEST_P(KernelGraphsTest, LaunchesThatOverlapKeepTheirArguments) {
+  for (int i = 0; i < KernelGraphs::kUsesBefore; ++i) {
+    LayerLaunch first, second;
+    ASSERT_TRUE(first.Submit(*backend_, 0, 0x3f80, 0).ok());
+    ASSERT_TRUE(second.Submit(*backend_, 1, 0x3f80, 1).ok());
+    ASSERT_TRUE(backend_->Wait(0).ok());
+    ASSERT_TRUE(backend_->Wait(1).ok());
+  }
+  const int64_t before = control_->graph_launches;
+  LayerLaunch first, second;
+  ASSERT_TRUE(first.Submit(*backend_, 0, 0x4000, 2).ok());
+  ASSERT_TRUE(second.Submit(*backend_, 1, 0x4040, 3).ok());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  ASSERT_TRUE(backend_->Wait(1).ok());
+  EXPECT_GE(control_->graph_launches - before, 2);
+  EXPECT_EQ(Row(2), std::vector<Bf16>(kRowElements, 0x4000));
+  EXPECT_EQ(Row(3), std::vector<Bf16>(kRowElements, 0x4040));
+}
+
+TEST_P(KernelGraphsTest, LayersOfAStepAreSetBeforeTheyAreLaunched) {
+  // The graph is made with the second; the fifth is as far behind the fourth as that behind the
+  // third.
+  for (int layer = 0; layer < 5; ++layer) Store(static_cast<Bf16>(0x3f80 + layer), layer);
+  for (int layer = 5; layer < 8; ++layer) {
+    control_->fail_call = "hipGraphExecKernelNodeSetParams";
+    control_->fail_after = 0;
+    control_->fail_times = 1;
+    control_->fail_seen = layer == 6 ? 0 : 1;
+    // Of the sixth the launch itself sets nothing; what fails is what it sets for the seventh.
+    EXPECT_EQ(Store(static_cast<Bf16>(0x3f80 + layer), layer), all()) << layer;
+  }
+  // Neither of these was expected.
+  control_->fail_call = "";
+  EXPECT_EQ(Store(0x4000, 2), all());
+  EXPECT_EQ(Store(0x4040, 1), all());
+  EXPECT_EQ(Store(0x4080, 9), all());
+  EXPECT_EQ(Row(7), std::vector<Bf16>(kRowElements, 0x3f80 + 7));
+}
+
+TEST_P(KernelGraphsTest, WhatIsRefusedWhenItIsMadeIsLaunchedOneByOne) {
+  for (const char* call :
+       {"hipGraphCreate", "hipGraphAddKernelNode", "hipGraphInstantiateWithFlags"}) {
+    Make();
+    control_->fail_call = call;
+    control_->fail_after = 0;
+    control_->fail_times = -1;
+    for (int i = 0; i < 5; ++i) EXPECT_EQ(Store(static_cast<Bf16>(0x3f80 + i), i), 0) << call;
+    control_->fail_call = "";
+    EXPECT_EQ(Store(0x4000, 0), 0) << call;
+    EXPECT_EQ(control_->graphs, 0) << call;
+    EXPECT_TRUE(backend_->Healthy().ok());
+  }
+}
+
+TEST_P(KernelGraphsTest, ALaunchThatIsRefusedIsMadeOneByOneAndTheNextIsNot) {
+  for (const char* call : {"hipGraphExecKernelNodeSetParams", "hipGraphLaunch"}) {
+    Make();
+    Store(0x3f80, 0);
+    Store(0x4000, 0);
+    EXPECT_EQ(Store(0x4040, 0), all()) << call;
+    control_->fail_call = call;
+    control_->fail_after = control_->fail_seen = 0;
+    control_->fail_times = -1;
+    // The kernel that brings the row has nothing to be set.
+    const bool sets = std::string(call) == "hipGraphExecKernelNodeSetParams";
+    EXPECT_EQ(Store(0x4080, 4), sets ? all() - 1 : 0) << call;
+    control_->fail_call = "";
+    EXPECT_EQ(Store(0x40a0, 8), all()) << call;
+    EXPECT_TRUE(backend_->Healthy().ok());
+  }
+}
+
+// The class alone.
+TEST_P(KernelGraphsTest, SequencesAreBounded) {
+  backend_.reset();
+  const std::string library = kLibrary;
+  auto runtime = GpuRuntime::Open(GetParam(), 0, {&library, 1});
+  ASSERT_TRUE(runtime.ok()) << runtime.status();
+  const auto module = (*runtime)->Load(Image("", image()).bytes);
+  ASSERT_TRUE(module.ok()) << module.status();
+  PendingKernel kinds[2];
+  const char* const names[] = {kMoveKernel, kAppendKernel};
+  for (int i = 0; i < 2; ++i) {
+    const auto function = (*runtime)->Find(*module, names[i]);
+    ASSERT_TRUE(function.ok()) << function.status();
+    kinds[i].function = *function;
+    kinds[i].shape.threads = 256;
+    kinds[i].args.fill(std::byte{0});
+  }
+  auto graphs = KernelGraphs::Open(runtime->get());
+  ASSERT_TRUE(graphs.ok()) << graphs.status();
+  const auto learn = [&](uint32_t bits, size_t count) {
+    std::vector<PendingKernel> kernels;
+    for (size_t i = 0; i < count; ++i) kernels.push_back(kinds[bits >> i & 1]);
+    for (int i = 0; i < KernelGraphs::kUsesBefore; ++i) (*graphs)->Learn(kernels);
+  };
+  learn(0, 0);
+  learn(0, KernelGraphs::kMostKernels + 1);
+  EXPECT_EQ(control_->graphs, 0);
+  for (uint32_t bits = 0; bits < 2 * KernelGraphs::kMostGraphs; ++bits) {
+    learn(bits, KernelGraphs::kMostKernels);
+  }
+  EXPECT_EQ(control_->graphs, static_cast<int64_t>(KernelGraphs::kMostGraphs));
+  graphs->reset();
+  EXPECT_EQ(control_->graphs, 0);
+  (*runtime)->Unload(*module);
+}
+
+INSTANTIATE_TEST_SUITE_P(Vendors, KernelGraphsTest,
+                         ::testing::Values(Vendor::kAmd, Vendor::kNvidia), [](const auto& vendor) {
+                           return vendor.param == Vendor::kAmd ? "Amd" : "Nvidia";
+                         });
+
+}  // namespace
+}  // namespace mla::kernels::hip

@@ -1,0 +1,86 @@
+// What the fake HIP runtime is made of, for its entry points.
+#ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_STATE_H_
+#define MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_STATE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "tests/fake_hip/runtime/fake_control.h"
+#include "tests/fake_hip/runtime/fake_image.h"
+
+namespace mla::fake_hip {
+
+inline constexpr int kInvalidValue = 1;
+
+struct Stream {
+  std::deque<std::function<void()>> work;
+  uint64_t enqueued = 0;
+  uint64_t executed = 0;
+
+  void Add(std::function<void()> item) {
+    work.push_back(std::move(item));
+    ++enqueued;
+  }
+  void RunTo(uint64_t position) {
+    while (executed < position && !work.empty()) {
+      const std::function<void()> item = std::move(work.front());
+      work.pop_front();
+      ++executed;
+      item();
+    }
+  }
+};
+
+struct Function {
+  std::string name;
+  const kernels::hip::host::Image* image;
+  const kernels::hip::host::Kernel* kernel;
+};
+struct Size3 {
+  unsigned x, y, z;
+};
+struct KernelNodeParams {
+  Size3 block;
+  void** extra;
+  Function* function;
+  Size3 grid;
+  void** parameters;
+  unsigned shared_bytes;
+};
+// A launch, as a graph keeps it.
+struct PendingLaunch {
+  Function* function;
+  kernels::hip::host::Grid grid;
+  std::vector<std::byte> args;
+
+  explicit PendingLaunch(const KernelNodeParams& p)
+      : function(p.function), grid{p.grid.x, p.grid.y, p.block.x, p.shared_bytes} {
+    const auto* const bytes = static_cast<const std::byte*>(p.parameters[0]);
+    args.assign(bytes, bytes + p.function->kernel->argument_bytes);
+  }
+};
+struct Runtime {
+  std::recursive_mutex mutex;
+  Control control;
+  std::unordered_map<const void*, int64_t> device_memory;
+  std::unordered_map<const void*, int64_t> registered;
+};
+Runtime& State();
+// Every entry point begins here: 0 to go on, else the code to return.
+int Enter(const char* call);
+void Enqueue(const PendingLaunch& launch, Stream& stream);
+
+}  // namespace mla::fake_hip
+
+#define FAKE_ENTER(call)                                           \
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex); \
+  if (const int code = Enter(call); code != 0) return code
+
+#endif  // MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_STATE_H_

@@ -1,0 +1,177 @@
+// Chained calls: streams wait for replies in place of threads, and go on where none will come.
+#include <dlfcn.h>
+
+#include <cstring>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "client/cpp/shared_memory/shared_memory.h"
+#include "tests/integration/device_memory/device_server.h"
+
+namespace mla::integration {
+namespace {
+
+using absl::StatusCode;
+
+constexpr size_t kIn = 1152 + 2 * 1152, kOut = 2 * 512 * 4;
+
+// A stream of the fake runtime.
+class FakeStream {
+ public:
+  FakeStream() {
+    EXPECT_EQ(Call<int(void**, unsigned)>("hipStreamCreateWithFlags")(&stream_, 1), 0);
+  }
+  ~FakeStream() { Call<int(void*)>("hipStreamDestroy")(stream_); }
+  void* get() const { return stream_; }
+  void Finish() { EXPECT_EQ(Call<int(void*)>("hipStreamSynchronize")(stream_), 0); }
+
+ private:
+  template <class Function>
+  Function* Call(const char* name) {
+    void* const entry = dlsym(dlopen(kernels::hip::kLibrary, RTLD_NOW | RTLD_LOCAL), name);
+    EXPECT_NE(entry, nullptr) << name;
+    return reinterpret_cast<Function*>(entry);
+  }
+  void* stream_ = nullptr;
+};
+
+class ChainedTest : public testing::Test {
+ protected:
+  ChainedTest() : client_(server_->server().Connect(DeviceServer::Options())) {
+    worker_ = std::make_unique<Worker>(client_.get(), DeviceDims(), "m", 1);
+    track_ = std::make_unique<Track>(*worker_->Open());
+    for (int layer = 0; layer < DeviceDims().layers; ++layer) {
+      in_.push_back(worker_->session().AllocateOnDevice(kIn));
+      out_.push_back(worker_->session().AllocateOnDevice(kOut));
+      auto* const values = reinterpret_cast<uint16_t*>(in_.back().data());
+      for (size_t i = 0; i < kIn / 2; ++i) {
+        values[i] =
+            static_cast<uint16_t>(0x3c00u + 64 * (i + 7 * static_cast<size_t>(layer)) % 512);
+      }
+    }
+  }
+  std::unique_ptr<client::Step> Begin() {
+    auto step = worker_->session().Begin("m", {{&track_->sequence, 1}});
+    EXPECT_TRUE(step.ok()) << step.status();
+    return step.ok() ? *std::move(step) : nullptr;
+  }
+  client::AttendCall Call(int layer, bool chained) const {
+    const auto at = static_cast<size_t>(layer);
+    client::AttendCall call;
+    call.layer = static_cast<uint32_t>(layer);
+    call.row_count = 1;
+    call.num_heads = 2;
+    call.profile = v1::PROFILE_ABSORBED;
+    call.o_dtype = v1::DTYPE_F32;
+    call.kv = in_[at].data();
+    call.q = in_[at].data() + 1152;
+    call.o = out_[at].data();
+    call.stream = stream_.get();
+    call.chained = chained;
+    return call;
+  }
+  // Clears them.
+  std::vector<std::byte> TakeOutputs() {
+    std::vector<std::byte> all;
+    for (const std::span<std::byte> out : out_) {
+      all.insert(all.end(), out.begin(), out.begin() + kOut);
+      std::memset(out.data(), 0, kOut);
+    }
+    return all;
+  }
+
+  std::unique_ptr<DeviceServer> server_ = std::make_unique<DeviceServer>();
+  std::unique_ptr<client::Client> client_;
+  std::unique_ptr<Worker> worker_;
+  std::unique_ptr<Track> track_;
+  FakeStream stream_;
+  std::vector<std::span<std::byte>> in_, out_;
+};
+
+TEST_F(ChainedTest, TheStreamHasTheOutputsThoughNoThreadHasWaited) {
+  auto step = Begin();
+  for (int layer = 0; layer < DeviceDims().layers; ++layer) {
+    ASSERT_TRUE((*step).Attend(Call(layer, false)).ok());
+  }
+  ASSERT_TRUE(step->End({0}).ok());
+  const std::vector<std::byte> expected = TakeOutputs();
+  EXPECT_NE(expected, TakeOutputs());
+  for (int turn = 0; turn < 20; ++turn) {
+    step = Begin();
+    std::vector<client::PendingAttend> chain;
+    for (int layer = 0; layer < DeviceDims().layers; ++layer) {
+      chain.push_back(step->AttendAsync(Call(layer, true)));
+    }
+    stream_.Finish();
+    ASSERT_EQ(TakeOutputs(), expected) << turn;
+    for (client::PendingAttend& pending : chain) ASSERT_TRUE(pending.Wait().ok());
+    ASSERT_TRUE(step->End({0}).ok());
+  }
+}
+
+TEST_F(ChainedTest, AFailureLetsTheStreamGoOn) {
+  auto step = Begin();
+  client::AttendCall call = Call(0, true);
+  call.num_heads = 3;  // of two
+  client::PendingAttend refused = step->AttendAsync(call);
+  stream_.Finish();
+  EXPECT_EQ(refused.Wait().status().code(), StatusCode::kInvalidArgument);
+  EXPECT_TRUE(step->Attend(Call(0, true)).ok());
+}
+
+TEST_F(ChainedTest, CallsThatMayOvertakeAreRefused) {
+  auto step = Begin();
+  FakeStream other;
+  for (const bool chained : {false, true}) {
+    client::PendingAttend first = step->AttendAsync(Call(0, chained));
+    client::AttendCall second = Call(1, !chained);
+    EXPECT_EQ(step->Attend(second).status().code(), StatusCode::kFailedPrecondition);
+    if (chained) {
+      second = Call(1, true);
+      second.stream = other.get();
+      EXPECT_EQ(step->Attend(second).status().code(), StatusCode::kFailedPrecondition);
+    }
+    EXPECT_TRUE(first.Wait().ok());
+  }
+  std::vector<std::byte> in(kIn), out(kOut);
+  client::AttendCall on_host = Call(1, true);
+  on_host.kv = in.data();
+  on_host.q = in.data() + 1152;
+  on_host.o = out.data();
+  EXPECT_EQ(step->Attend(on_host).status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(step->Attend(Call(1, true)).ok());
+}
+
+TEST_F(ChainedTest, ARuntimeWithoutSuchWaitsSaysSo) {
+  server_->control().FailOnce("hipStreamWaitValue32");
+  auto step = Begin();
+  EXPECT_EQ(step->Attend(Call(0, true)).status().code(), StatusCode::kInternal);
+}
+
+TEST_F(ChainedTest, StreamsAreReleasedWhereNoReplyWillCome) {
+  client::SharedMemoryOptions options;
+  options.bytes = 1 << 20;
+  options.device_mib = 2;
+  options.device.library = kernels::hip::kLibrary;
+  auto ring =
+      client::SharedMemory::Connect(server_->server().folder().File("mla.sock.shm"), options);
+  ASSERT_TRUE(ring.ok()) << ring.status();
+  wire::SubmissionEntry entry{};
+  entry.kind = wire::kEntryAttend;
+  entry.flags = wire::kEntryOnDevice;
+  // Its answer comes; the next two have none, since the ring is closed.
+  ASSERT_TRUE((*ring)->Submit(entry, stream_.get(), true));
+  stream_.Finish();
+  track_.reset();
+  worker_.reset();
+  client_.reset();
+  server_.reset();
+  FakeStream mine;
+  ASSERT_TRUE((*ring)->Submit(entry, mine.get(), true));
+  (*ring)->ReleaseStreams();
+  mine.Finish();
+}
+
+}  // namespace
+}  // namespace mla::integration
