@@ -146,6 +146,7 @@ void CommandRing::Stop() {
   Atomic(header_->submit_doorbell).fetch_add(1);
   wire::FutexWake(&header_->submit_doorbell);
   if (thread_.joinable()) thread_.join();
+  if (std::exchange(held_.any, false)) held_.message->Unref();
   options_.engine->CloseStream(builder_.stream());
   Atomic(header_->closed).store(1);
   Atomic(header_->complete_doorbell).fetch_add(1);
@@ -206,12 +207,12 @@ bool CommandRing::ServeHeld() {
     held_.any = false;
     options_.metrics->wire().device_polling_ns.fetch_add(
         static_cast<uint64_t>(SteadyNanos() - held_.since_ns), std::memory_order_relaxed);
-    Serve(held_.entry);
+    Submit(held_.message, std::move(held_.prepared));
     return true;
   }
   if (done.ok() && SteadyNanos() < held_.until_ns) return false;
   held_.any = false;
-  AttendMessage* const message = TakeMessage(held_.entry);
+  AttendMessage* const message = held_.message;
   if (!done.ok()) {
     Refuse(message, MakeError(absl::StatusCode::kInternal, done.status().message(),
                               {.field = "device", .reason = "device_event"}));
@@ -242,7 +243,8 @@ bool CommandRing::TakeSubmission() {
   int64_t wait_ns = options_.device_wait_ms * 1'000'000;
   if (entry.timeout_us > 0) wait_ns = std::min(wait_ns, int64_t{entry.timeout_us} * 1000);
   const int64_t now = SteadyNanos();
-  held_ = {true, entry, (taken_ - 1) & mask_, now, now + wait_ns};
+  held_ = {true, TakeMessage(entry), absl::OkStatus(), (taken_ - 1) & mask_, now, now + wait_ns};
+  held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
   return ServeHeld();
 }
 
@@ -304,8 +306,12 @@ void CommandRing::Serve(const wire::SubmissionEntry& entry) {
       status = RefuseField("kind", absl::StrCat(int{entry.kind}), "1 (attend) or 2 (message)",
                            "unknown_value");
   }
-  if (status.ok()) status = builder_.Submit(message);
-  if (!status.ok()) Refuse(message, std::move(status));  // else the engine has it
+  Submit(message, std::move(status));
+}
+
+void CommandRing::Submit(AttendMessage* message, absl::Status prepared) {
+  if (prepared.ok()) prepared = builder_.Submit(message);
+  if (!prepared.ok()) Refuse(message, std::move(prepared));  // else the engine has it
 }
 
 void CommandRing::Refuse(AttendMessage* message, absl::Status status) {

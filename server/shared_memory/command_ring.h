@@ -92,6 +92,8 @@ class CommandRing final : public AttendMessageOwner {
   bool OnDevice(const wire::SubmissionEntry& entry) const;
   void Serve(const wire::SubmissionEntry& entry);
   AttendMessage* TakeMessage(const wire::SubmissionEntry& entry);
+  // Hands it to the engine, or answers what was wrong with it.
+  void Submit(AttendMessage* message, absl::Status prepared);
   void Refuse(AttendMessage* message, absl::Status status);
   absl::Status PrepareAttend(const wire::SubmissionEntry& entry, AttendMessage* message);
   absl::Status PrepareMessage(const wire::SubmissionEntry& entry, AttendMessage* message);
@@ -118,7 +120,8 @@ class CommandRing final : public AttendMessageOwner {
   // The last submission taken, while it waits for the client's GPU; those behind it wait with it.
   struct Held {
     bool any = false;
-    wire::SubmissionEntry entry;
+    AttendMessage* message = nullptr;
+    absl::Status prepared;  // of the message; the engine gets it if this is OK
     size_t event = 0;
     int64_t since_ns = 0, until_ns = 0;
   } held_;
