@@ -33,8 +33,8 @@
 #include "client/cpp/session.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "tests/bench/gpu/gpu_programs.h"
-#include "tests/bench/gpu/server_trace.h"
 #include "tests/bench/gpu/step_worker.h"
+#include "tests/bench/gpu/trace/server_trace.h"
 
 namespace mla::bench {
 namespace {

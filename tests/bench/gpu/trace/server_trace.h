@@ -1,6 +1,6 @@
 // What the host did for the launches of a server, by the counters that it exposes.
-#ifndef MLA_TESTS_BENCH_GPU_SERVER_TRACE_H_
-#define MLA_TESTS_BENCH_GPU_SERVER_TRACE_H_
+#ifndef MLA_TESTS_BENCH_GPU_TRACE_SERVER_TRACE_H_
+#define MLA_TESTS_BENCH_GPU_TRACE_SERVER_TRACE_H_
 
 #include <string>
 
@@ -27,4 +27,4 @@ absl::StatusOr<ServerTrace> ReadTrace(const std::string& address);
 
 }  // namespace mla::bench
 
-#endif  // MLA_TESTS_BENCH_GPU_SERVER_TRACE_H_
+#endif  // MLA_TESTS_BENCH_GPU_TRACE_SERVER_TRACE_H_

@@ -1,4 +1,4 @@
-#include "tests/bench/gpu/server_trace.h"
+#include "tests/bench/gpu/trace/server_trace.h"
 
 #include "gtest/gtest.h"
 
