@@ -118,6 +118,7 @@ template <typename Sequences>
 int64_t EntriesOf(const Sequences& sequences, int32_t ratio, int64_t begin, int64_t end) {
   int64_t entries = 0, offset = 0;
   for (const auto& sequence : sequences) {
+    if (offset >= end) break;
     const int64_t first = std::clamp<int64_t>(begin - offset, 0, sequence.rows);
     const int64_t last = std::clamp<int64_t>(end - offset, 0, sequence.rows);
     const int64_t start = StartOf(sequence);

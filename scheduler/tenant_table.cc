@@ -45,6 +45,8 @@ constexpr ResourceRow kRows[] = {
     {Resource::kPrefixTokens, "prefix_tokens", "tenants.prefix_tokens", "limits.prefix_tokens",
      false, "prefix_tokens_exhausted", 10000, 7,
      "Rows of open sequences that were declared for the prefix cache."},
+    {Resource::kControlBytes, "control_bytes", "tenants.control_bytes", "wire.control_bytes", true,
+     "control_bytes_full", 100, 4, "Serialized requests of control calls under way."},
 };
 static_assert(std::size(kRows) == kResourceCount);
 

@@ -65,8 +65,9 @@ enum class Resource : uint8_t {
   kRegionBytes,
   kControlCalls,
   kPrefixTokens,
+  kControlBytes,
 };
-inline constexpr size_t kResourceCount = 14;
+inline constexpr size_t kResourceCount = 15;
 
 struct ResourceRow {
   Resource resource;
@@ -288,6 +289,32 @@ class TenantPoolAccount final : public kvcache::PoolAccount {
   TenantTable* const table_;
   Tenant* const tenant_;
   std::optional<Resource> refused_;
+};
+
+// What was taken of one resource; returned when this goes. Movable, may be empty.
+class TenantUse final {
+ public:
+  TenantUse() = default;
+  // `amount` was taken of `table`, which outlives this.
+  TenantUse(TenantTable* table, TenantRef tenant, Resource resource, int64_t amount)
+      : table_(table), tenant_(std::move(tenant)), resource_(resource), amount_(amount) {}
+  TenantUse(TenantUse&& other) noexcept = default;
+  TenantUse& operator=(TenantUse&& other) noexcept {
+    std::swap(table_, other.table_);
+    std::swap(tenant_, other.tenant_);
+    std::swap(resource_, other.resource_);
+    std::swap(amount_, other.amount_);
+    return *this;
+  }
+  ~TenantUse() {
+    if (tenant_) table_->Return(*tenant_, resource_, amount_);
+  }
+
+ private:
+  TenantTable* table_ = nullptr;
+  TenantRef tenant_;
+  Resource resource_ = Resource::kControlCalls;
+  int64_t amount_ = 0;
 };
 
 }  // namespace mla::scheduler

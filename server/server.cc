@@ -16,6 +16,7 @@
 #include "scheduler/engine.h"
 #include "server/attend/attention_service.h"
 #include "server/backends.h"
+#include "server/connections/bounded_service.h"
 #include "server/connections/listeners.h"
 #include "server/control/admin_service.h"
 #include "server/control/cache_service.h"
@@ -140,6 +141,7 @@ struct Server::Parts {
   std::unique_ptr<CacheService> cache;
   std::unique_ptr<AdminService> admin;
   std::unique_ptr<HealthService> health;
+  std::vector<std::unique_ptr<BoundedService>> control;  // what gRPC sees of the four above
   std::unique_ptr<Watchdog> watchdog;
   std::shared_ptr<TlsFiles> tls;  // null: none configured
   std::unique_ptr<StatusSource> status;
@@ -254,6 +256,18 @@ void Server::Parts::MakeServices() {
   admin_options.checkpoints = checkpoints != nullptr;
   admin_options.stats = [this] { return watchdog->Stats(); };
   admin = std::make_unique<AdminService>(rpc, std::move(admin_options));
+  const auto serve = [&](grpc::Service* service, const std::string& name) {
+    const auto* contract =
+        google::protobuf::DescriptorPool::generated_pool()->FindServiceByName(name);
+    control.push_back(std::make_unique<BoundedService>(
+        service, *contract, [rpc](const grpc::ServerContextBase& caller, int64_t bytes) {
+          return rpc.AdmitRequest(caller, bytes);
+        }));
+  };
+  serve(sequences.get(), v1::Sequences::service_full_name());
+  serve(models.get(), v1::Models::service_full_name());
+  serve(cache.get(), v1::Cache::service_full_name());
+  serve(admin.get(), v1::Admin::service_full_name());
   HealthOptions health_options;
   health_options.services = {v1::Attention::service_full_name(), v1::Sequences::service_full_name(),
                              v1::Models::service_full_name(), v1::Cache::service_full_name(),
@@ -268,7 +282,7 @@ Services Server::Parts::ServicesToServe() {
   Services services;
   services.attention = attention.get();
   services.health = health.get();
-  services.control = {sequences.get(), models.get(), cache.get(), admin.get()};
+  for (const auto& service : control) services.control.push_back(service.get());
   services.tls = tls;
   services.on_connection_refused = [this] { metrics.wire().connections_refused.fetch_add(1); };
   services.on_undecodable = [this](const grpc::ServerContextBase& context) {

@@ -138,6 +138,11 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
               "alone; at most a quarter of them.",
               "Without one, uploads could keep every sequence's lease from being renewed.",
               MLA_SLOT(wire.control_reserve)),
+          Bytes("wire.control_bytes", 1048576, kTiB,
+                "Serialized requests of control calls under way, those above 16 KiB.",
+                "Once parsed, a request may take thirty times its bytes. Further ones are "
+                "RESOURCE_EXHAUSTED, and not parsed.",
+                MLA_SLOT(wire.control_bytes)),
           Int("wire.max_uploads", 1, 4096,
               "UploadWeights, Export, Import, Checkpoint and Restore calls at a time, all tenants "
               "together.",
@@ -147,7 +152,8 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
                  "An UploadWeights call that sends nothing for this long is cancelled.",
                  "Its weights are discarded and its thread is free again.",
                  MLA_SLOT(wire.upload_idle_ms)),
-          Int("wire.max_watchers", 1, 4096, "WatchStatus and WatchEvents calls at a time.",
+          Int("wire.max_watchers", 1, 4096,
+              "WatchStatus and WatchEvents calls at a time; one tenant may have half of them.",
               "Must be below wire.control_threads.", MLA_SLOT(wire.max_watchers)),
           Int("wire.max_health_calls", 2, 100000,
               "Open calls of grpc.health.v1, Watch above all; one tenant may have half of them.",

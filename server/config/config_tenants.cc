@@ -37,6 +37,7 @@ scheduler::PerResource<int64_t> ServerBounds(const Config& config) {
   bounds[Resource::kRegionBytes] = config.shm.total_bytes;
   bounds[Resource::kControlCalls] = control_calls;
   bounds[Resource::kPrefixTokens] = config.limits.prefix_tokens;
+  bounds[Resource::kControlBytes] = config.wire.control_bytes;
   return bounds;
 }
 

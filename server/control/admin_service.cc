@@ -175,8 +175,8 @@ void AdminService::FillUpdate(const ServerState::Snapshot& snapshot,
 grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
                                        const v1::WatchStatusRequest* request,
                                        grpc::ServerWriter<v1::StatusUpdate>* writer) {
-  return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity&) {
-    Watchers::Place place(options_.watchers);
+  return rpc_.Serve(context, "Admin.WatchStatus", [&](const Identity& who) {
+    const Watchers::Place place(options_.watchers, who.tenant);
     if (absl::Status status = place.Check("WatchStatus"); !status.ok()) return status;
     const uint32_t asked = request->interval_ms() == 0 ? 1000 : request->interval_ms();
     const auto interval = std::chrono::milliseconds(std::clamp<uint32_t>(asked, 100, 60000));

@@ -62,7 +62,7 @@ grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
                                        const v1::WatchEventsRequest* request,
                                        grpc::ServerWriter<v1::WatchEventsReply>* writer) {
   return rpc_.Serve(context, "Cache.WatchEvents", [&](const Identity& who) {
-    Watchers::Place place(watchers_);
+    const Watchers::Place place(watchers_, who.tenant);
     if (absl::Status status = place.Check("WatchEvents"); !status.ok()) return status;
     const bool all = request->all_tenants();
     const auto tenant = TenantToShow(who, all);

@@ -4,24 +4,55 @@
 #include "server/logging/logging.h"
 
 namespace mla::server {
+namespace {
 
-absl::StatusOr<CallSlot> RpcContext::Admit(const Identity& who, CallClass call_class) const {
+using scheduler::Resource;
+
+absl::StatusOr<scheduler::TenantUse> TakeBytes(scheduler::TenantTable* tenants,
+                                               const std::string& name, int64_t bytes) {
+  absl::StatusOr<scheduler::TenantRef> tenant = tenants->Enter(name);
+  if (!tenant.ok()) return tenant.status();
+  const absl::Status taken = tenants->Take(**tenant, Resource::kControlBytes, bytes, "request");
+  if (!taken.ok()) return taken;
+  return scheduler::TenantUse(tenants, *std::move(tenant), Resource::kControlBytes, bytes);
+}
+
+}  // namespace
+
+absl::StatusOr<scheduler::TenantUse> RpcContext::Admit(const Identity& who,
+                                                       CallClass call_class) const {
   scheduler::TenantTable& tenants = *engine->tenants();
   const bool reserved = call_class == CallClass::kReserved;
   absl::StatusOr<scheduler::TenantRef> tenant = tenants.Enter(who.tenant);
   absl::Status status = tenant.status();
   if (status.ok()) {
-    status = tenants.Take(**tenant, scheduler::Resource::kControlCalls, 1, "call",
-                          reserved ? control_reserve : 0);
+    status =
+        tenants.Take(**tenant, Resource::kControlCalls, 1, "call", reserved ? control_reserve : 0);
   } else if (reserved) {
     // Tenants without a row hold nothing, so their reads are cheap, and an operator must get in.
-    return CallSlot();
+    return scheduler::TenantUse();
   }
   if (!status.ok()) {
     metrics->CountRejected(DetailOf(status).reason);
     return status;
   }
-  return CallSlot(&tenants, *std::move(tenant));
+  return scheduler::TenantUse(&tenants, *std::move(tenant), Resource::kControlCalls, 1);
+}
+
+absl::StatusOr<scheduler::TenantUse> RpcContext::AdmitRequest(const grpc::ServerContextBase& caller,
+                                                              int64_t bytes) const {
+  const auto identity =
+      Identify(caller, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant);
+  if (!identity.ok()) {
+    Note("unparsed request", "", identity.status());
+    return identity.status();
+  }
+  auto use = TakeBytes(engine->tenants().get(), identity->tenant, bytes);
+  if (!use.ok()) {
+    metrics->CountRejected(DetailOf(use.status()).reason);
+    Note("unparsed request", identity->tenant, use.status());
+  }
+  return use;
 }
 
 void RpcContext::Note(const char* rpc, const std::string& tenant,

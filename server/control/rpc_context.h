@@ -29,25 +29,6 @@ enum class CallClass : uint8_t {
   kReserved,  // leases and administration: also from the reserve
 };
 
-// A call's place among the control calls of its tenant; gives it back.
-class CallSlot final {
- public:
-  CallSlot() = default;
-  CallSlot(scheduler::TenantTable* table, scheduler::TenantRef tenant)
-      : table_(table), tenant_(std::move(tenant)) {}
-  CallSlot(CallSlot&&) = default;
-  CallSlot& operator=(CallSlot&&) = delete;
-  ~CallSlot() {
-    if (tenant_) table_->Return(*tenant_, scheduler::Resource::kControlCalls, 1);
-  }
-  // Empty: an operator's call that needed none.
-  const scheduler::TenantRef& tenant() const { return tenant_; }
-
- private:
-  scheduler::TenantTable* table_ = nullptr;
-  scheduler::TenantRef tenant_;
-};
-
 struct RpcContext {
   scheduler::Engine* engine = nullptr;
   Metrics* metrics = nullptr;
@@ -78,7 +59,7 @@ struct RpcContext {
         Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant);
     absl::Status status = identity.status();
     if (status.ok()) {
-      const absl::StatusOr<CallSlot> slot = Admit(*identity, call_class);
+      const absl::StatusOr<scheduler::TenantUse> slot = Admit(*identity, call_class);
       status = slot.ok() ? body(*identity) : slot.status();
     }
     Note(rpc, identity.ok() ? identity->tenant : "", status);
@@ -87,7 +68,11 @@ struct RpcContext {
 
   // RESOURCE_EXHAUSTED when the tenant, or all tenants together, have as many control calls under
   // way as they may.
-  absl::StatusOr<CallSlot> Admit(const Identity& who, CallClass call_class) const;
+  absl::StatusOr<scheduler::TenantUse> Admit(const Identity& who, CallClass call_class) const;
+  // Charges a request that is not parsed yet to its caller, for BoundedService. RESOURCE_EXHAUSTED
+  // beyond wire.control_bytes or the tenant's control_bytes; the codes of Identify.
+  absl::StatusOr<scheduler::TenantUse> AdmitRequest(const grpc::ServerContextBase& caller,
+                                                    int64_t bytes) const;
   // Counts a finished call and logs it at debug level.
   void Note(const char* rpc, const std::string& tenant, const absl::Status& status) const;
 };

@@ -1,15 +1,39 @@
 #include "server/lifecycle/watchers.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 
 namespace mla::server {
 
-absl::Status Watchers::Place::Check(const char* call) {
-  if (before_ < watchers_->most_) return absl::OkStatus();
+Watchers::Place::Place(Watchers* watchers, std::string tenant)
+    : watchers_(watchers), tenant_(std::move(tenant)) {
+  const MutexLock lock(watchers_->mutex_);
+  int32_t& own = watchers_->of_tenant_[tenant_];
+  taken_ = watchers_->open_ < watchers_->most_ && own < (watchers_->most_ + 1) / 2;
+  if (taken_) {
+    ++own;
+    ++watchers_->open_;
+  } else if (own == 0) {
+    watchers_->of_tenant_.erase(tenant_);
+  }
+}
+
+Watchers::Place::~Place() {
+  if (!taken_) return;
+  const MutexLock lock(watchers_->mutex_);
+  --watchers_->open_;
+  const auto own = watchers_->of_tenant_.find(tenant_);
+  if (--own->second == 0) watchers_->of_tenant_.erase(own);
+}
+
+absl::Status Watchers::Place::Check(const char* call) const {
+  if (taken_) return absl::OkStatus();
   return RefuseField({.field = "call",
                       .got = absl::StrCat("one more ", call),
-                      .limit = absl::StrCat("at most ", watchers_->most_),
+                      .limit = absl::StrCat("at most ", (watchers_->most_ + 1) / 2,
+                                            " of a tenant, ", watchers_->most_, " in all"),
                       .reason = "too_many_watchers",
                       .retry_after_ms = 1000},
                      absl::StatusCode::kResourceExhausted);

@@ -1,5 +1,5 @@
 // Calls that send what happens until their client ends them or the server stops. Each holds a
-// control thread, so there is a bound on all of them together.
+// control thread, so there is a bound on all of them together; one tenant may have half of it.
 //
 // Threading: any thread.
 #ifndef MLA_SERVER_LIFECYCLE_WATCHERS_H_
@@ -7,11 +7,14 @@
 
 #include <grpcpp/server_context.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <string>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
+#include "base/mutex.h"
 #include "server/lifecycle/server_state.h"
 
 namespace mla::server {
@@ -24,16 +27,17 @@ class Watchers final {
   // A call's place; gives it back.
   class Place final {
    public:
-    explicit Place(Watchers* watchers) : watchers_(watchers) {}
-    ~Place() { watchers_->open_.fetch_sub(1); }
+    Place(Watchers* watchers, std::string tenant);
+    ~Place();
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
     // RESOURCE_EXHAUSTED with reason "too_many_watchers": the call, named `call`, has to end.
-    absl::Status Check(const char* call);
+    absl::Status Check(const char* call) const;
 
    private:
     Watchers* const watchers_;
-    const int32_t before_ = watchers_->open_.fetch_add(1);
+    const std::string tenant_;
+    bool taken_ = false;
   };
 
   const ServerState& state() const { return *state_; }
@@ -43,7 +47,9 @@ class Watchers final {
  private:
   const ServerState* const state_;
   const int32_t most_;
-  std::atomic<int32_t> open_{0};
+  Mutex mutex_;
+  int32_t open_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::flat_hash_map<std::string, int32_t> of_tenant_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace mla::server

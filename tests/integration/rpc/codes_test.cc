@@ -446,7 +446,7 @@ TEST(CodesTest, TenantNamesAreChecked) {
 }
 
 TEST(CodesTest, WatchersAreBounded) {
-  const TestServer server([](server::Config& config) { config.wire.max_watchers = 2; });
+  const TestServer server([](server::Config& config) { config.wire.max_watchers = 4; });
   const auto stub = v1::Admin::NewStub(
       grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
   v1::WatchStatusRequest request;
@@ -463,6 +463,13 @@ TEST(CodesTest, WatchersAreBounded) {
   watches[2] = stub->WatchStatus(&contexts[2], request);
   EXPECT_FALSE(watches[2]->Read(&update));
   EXPECT_EQ(watches[2]->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  // The other half is for other tenants.
+  grpc::ClientContext other;
+  other.AddMetadata("mla-tenant", "other");
+  const auto its_watch = stub->WatchStatus(&other, request);
+  EXPECT_TRUE(its_watch->Read(&update));
+  other.TryCancel();
+  its_watch->Finish();
   contexts[0].TryCancel();
   EXPECT_EQ(watches[0]->Finish().error_code(), grpc::StatusCode::CANCELLED);
   // Its place is free once the server has noticed.

@@ -1,4 +1,5 @@
-// Calls that no stub of the contract makes: compressed messages, and bodies that are no messages.
+// Calls that no stub of the contract makes: compressed messages, bodies that are no messages, and
+// messages that are large once parsed.
 #include <grpc/byte_buffer.h>
 #include <grpc/compression.h>
 #include <grpc/grpc.h>
@@ -7,12 +8,16 @@
 #include <zlib.h>
 
 #include <algorithm>
+#include <atomic>
 #include <fstream>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "mla/v1/admin.pb.h"
 #include "mla/v1/error.pb.h"
+#include "mla/v1/sequence.pb.h"
 #include "tests/integration/test_server.h"
 
 namespace mla::integration {
@@ -193,6 +198,70 @@ TEST(UndecodableTest, BodiesThatAreNoMessagesAreInvalidArgument) {
   EXPECT_NE(HttpGet(server.server().ops_port(), "/metrics")
                 .find("mla_requests_total{code=\"INVALID_ARGUMENT\",tenant=\"default\"} 18\n"),
             std::string::npos);
+}
+
+// An Open whose parsed form takes thirty times its bytes: empty page keys, two bytes each.
+std::string EmptyPageKeys(size_t bytes) {
+  v1::OpenRequest request;
+  request.set_model_id("m");
+  std::string keys;
+  keys.reserve(bytes);
+  for (size_t i = 0; i < bytes / 2; ++i) keys.append("\x12\x00", 2);
+  std::string body = request.SerializeAsString();
+  body += '\x2a';  // field 5, prefix
+  for (size_t left = keys.size();; left >>= 7) {
+    body += static_cast<char>((left & 0x7f) | (left > 0x7f ? 0x80 : 0));
+    if (left <= 0x7f) break;
+  }
+  return body + keys;
+}
+
+constexpr char kOpen[] = "/mla.v1.Sequences/Open";
+
+TEST(LargeRequestsTest, AreChargedToTheirTenantBeforeTheyAreParsed) {
+  const TestServer server([](server::Config& config) { config.wire.control_bytes = 2 * kMiB; });
+  RawCall raw(server.unix_target());
+  // Half of the bound is one tenant's. Refused by the handler, so it was parsed.
+  const Answer parsed = raw.Send(kOpen, EmptyPageKeys(kMiB - 4096), GRPC_COMPRESS_NONE);
+  EXPECT_EQ(parsed.code, GRPC_STATUS_INVALID_ARGUMENT) << parsed.text;
+  EXPECT_EQ(parsed.detail.field(), "prefix.page_keys");
+  const Answer refused = raw.Send(kOpen, EmptyPageKeys(kMiB + 4096), GRPC_COMPRESS_NONE);
+  EXPECT_EQ(refused.code, GRPC_STATUS_RESOURCE_EXHAUSTED) << refused.text;
+  EXPECT_EQ(refused.detail.field(), "request");
+  EXPECT_EQ(refused.detail.reason(), "control_bytes_full");
+  EXPECT_GT(refused.detail.retry_after_ms(), 0u);
+  // What was charged is given back, by either answer and by undecodable bytes.
+  const std::string garbage(100000, '\x07');
+  EXPECT_EQ(raw.Send(kOpen, garbage, GRPC_COMPRESS_NONE).detail.reason(), "malformed");
+  for (int calls = 0; calls < 4; ++calls) {
+    const Answer again = raw.Send(kOpen, EmptyPageKeys(kMiB - 4096), GRPC_COMPRESS_NONE);
+    EXPECT_EQ(again.detail.field(), "prefix.page_keys") << calls << again.text;
+  }
+}
+
+// 64 requests of 4 MiB took 7 GiB when all of them were parsed at a time.
+TEST(LargeRequestsTest, AFloodOfThemTakesBoundedMemory) {
+  constexpr int kCalls = 64;
+  const TestServer server;
+  const std::string body = EmptyPageKeys(4 * kMiB - 4096);
+  const size_t before = PeakBytes();
+  std::vector<std::thread> callers;
+  std::atomic<int> parsed{0}, refused{0};
+  for (int i = 0; i < kCalls; ++i) {
+    callers.emplace_back([&] {
+      RawCall raw(server.unix_target());
+      const Answer answer = raw.Send(kOpen, body, GRPC_COMPRESS_NONE);
+      if (answer.code == GRPC_STATUS_INVALID_ARGUMENT) parsed.fetch_add(1);
+      if (answer.detail.reason() == "control_bytes_full") refused.fetch_add(1);
+    });
+  }
+  // Small calls of others get through meanwhile.
+  for (int i = 0; i < 20; ++i) EXPECT_TRUE(*server.Connect()->IsServing());
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(parsed + refused, kCalls);
+  EXPECT_GT(parsed, 0);
+  // 16 MiB of one tenant, thirtyfold, and what the callers in this process hold themselves.
+  EXPECT_LT(PeakBytes() - before, 512 * kMiB + 3 * kCalls * body.size());
 }
 
 // A part of an upload that is no message is not taken for the upload's end.

@@ -1,0 +1,107 @@
+#include "server/connections/bounded_service.h"
+
+#include <grpc/byte_buffer.h>
+#include <grpcpp/impl/rpc_service_method.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/grpc/grpc_status.h"
+
+namespace mla::server {
+namespace {
+
+using grpc::internal::MethodHandler;
+using grpc::internal::RpcMethod;
+
+// The handler that generated code made for a method. A service shows it to derived classes only.
+class HandlerOf final : public grpc::Service {
+ public:
+  static MethodHandler* At(grpc::Service* service, int index) {
+    return (service->*&HandlerOf::GetHandler)(index);
+  }
+};
+
+RpcMethod::RpcType TypeOf(const google::protobuf::MethodDescriptor& method) {
+  if (method.client_streaming()) {
+    return method.server_streaming() ? RpcMethod::BIDI_STREAMING : RpcMethod::CLIENT_STREAMING;
+  }
+  return method.server_streaming() ? RpcMethod::SERVER_STREAMING : RpcMethod::NORMAL_RPC;
+}
+
+// Of a method with one request.
+class BoundedHandler final : public MethodHandler {
+ public:
+  // `inner` belongs to its service; both pointers outlive this.
+  BoundedHandler(MethodHandler* inner, const AdmitRequest* admit) : inner_(inner), admit_(admit) {}
+
+  // gRPC calls this first. It says nothing of the caller, so the bytes become the "request".
+  void* Deserialize(grpc_call* /*call*/, grpc_byte_buffer* bytes, grpc::Status* status,
+                    void** /*handler_data*/) override {
+    *status = grpc::Status::OK;
+    return bytes;
+  }
+
+  void RunHandler(const HandlerParameter& param) override {
+    auto* const bytes = static_cast<grpc_byte_buffer*>(param.request);
+    const int64_t size =
+        bytes == nullptr ? 0 : static_cast<int64_t>(grpc_byte_buffer_length(bytes));
+    scheduler::TenantUse use;
+    grpc::Status status = param.status;
+    if (status.ok() && size > kUnchargedRequestBytes) {
+      absl::StatusOr<scheduler::TenantUse> admitted = (*admit_)(*param.server_context, size);
+      if (admitted.ok()) {
+        use = *std::move(admitted);
+      } else {
+        status = ToGrpcStatus(admitted.status(), param.server_context);
+      }
+    }
+    void* request = nullptr;
+    void* data = nullptr;
+    if (status.ok()) {
+      request = inner_->Deserialize(param.call->call(), bytes, &status, &data);
+    } else if (bytes != nullptr) {
+      grpc_byte_buffer_destroy(bytes);
+    }
+    inner_->RunHandler(HandlerParameter(param.call, param.server_context, request, status, data,
+                                        param.call_requester));
+  }
+
+ private:
+  MethodHandler* const inner_;
+  const AdmitRequest* const admit_;
+};
+
+// Of a method whose handler reads its requests.
+class SameHandler final : public MethodHandler {
+ public:
+  explicit SameHandler(MethodHandler* inner) : inner_(inner) {}
+  void RunHandler(const HandlerParameter& param) override { inner_->RunHandler(param); }
+
+ private:
+  MethodHandler* const inner_;
+};
+
+}  // namespace
+
+BoundedService::BoundedService(grpc::Service* service,
+                               const google::protobuf::ServiceDescriptor& contract,
+                               AdmitRequest admit)
+    : admit_(std::move(admit)) {
+  names_.reserve(static_cast<size_t>(contract.method_count()));
+  // Generated services hold their methods in the order of the contract.
+  for (int i = 0; i < contract.method_count(); ++i) {
+    const google::protobuf::MethodDescriptor& method = *contract.method(i);
+    names_.push_back(absl::StrCat("/", contract.full_name(), "/", method.name()));
+    MethodHandler* const inner = HandlerOf::At(service, i);
+    MethodHandler* handler = nullptr;
+    if (method.client_streaming()) {
+      handler = new SameHandler(inner);
+    } else {
+      handler = new BoundedHandler(inner, &admit_);
+    }
+    AddMethod(new grpc::internal::RpcServiceMethod(names_.back().c_str(), TypeOf(method), handler));
+  }
+}
+
+}  // namespace mla::server

@@ -1,0 +1,53 @@
+// A control service whose large requests are admitted before they are parsed.
+//
+// gRPC parses the request of a unary call before its handler runs. A parsed message may take thirty
+// times its bytes (a repeated field with entries of two bytes), so the calls of one client could
+// take all memory before a handler sees the first of them. A BoundedService stands between gRPC and
+// such a service: it keeps a request as it came until `admit` has charged its bytes to the caller,
+// and parses it then. The charge ends with the call.
+//
+// The class builds on what gRPC's generated code builds on: handlers, and the table of a service's
+// methods. Streams of the client pass unchanged: their messages are read by the handler, which
+// bounds them.
+//
+// Threading: `admit` is called from any thread.
+#ifndef MLA_SERVER_CONNECTIONS_BOUNDED_SERVICE_H_
+#define MLA_SERVER_CONNECTIONS_BOUNDED_SERVICE_H_
+
+#include <google/protobuf/descriptor.h>
+#include <grpcpp/impl/service_type.h>
+#include <grpcpp/server_context.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::server {
+
+// Charges `bytes` of a serialized request to the caller, or refuses the call.
+using AdmitRequest = std::function<absl::StatusOr<scheduler::TenantUse>(
+    const grpc::ServerContextBase& caller, int64_t bytes)>;
+
+// Smaller requests are not charged: all threads together hold few of them, and leases and
+// administration must get through when larger requests fill the bound.
+inline constexpr int64_t kUnchargedRequestBytes = 16384;
+
+class BoundedService final : public grpc::Service {
+ public:
+  // `service` implements `contract` with synchronous handlers; it outlives this, and is not
+  // registered itself.
+  BoundedService(grpc::Service* service, const google::protobuf::ServiceDescriptor& contract,
+                 AdmitRequest admit);
+
+ private:
+  const AdmitRequest admit_;
+  std::vector<std::string> names_;  // "/mla.v1.Sequences/Open"; gRPC keeps pointers to them
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_CONNECTIONS_BOUNDED_SERVICE_H_
