@@ -222,7 +222,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"GetQuotaRequest.tenant", {0, kMostName, "tenant", {}}},
       {"GetQuotaRequest.all", {0, 1, "", {"tenant"}}},
       {"SetQuotaRequest.tenant", {1, kMostName, "tenant", {}}},
-      {"QuotaBound.resource", {1, 14, "bounds[0].resource", {}}},
+      {"QuotaBound.resource", {1, 15, "bounds[0].resource", {}}},
       {"QuotaBound.bound", {0, kMostPosition, "bounds[0].bound", {}}},
       {"SetQuotaRequest.weight", {0, 1000, "weight", {}}},
       {"SetQuotaRequest.reset", {}},
