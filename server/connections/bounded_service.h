@@ -4,7 +4,7 @@
 // times its bytes (a repeated field with entries of two bytes), so the calls of one client could
 // take all memory before a handler sees the first of them. A BoundedService stands between gRPC and
 // such a service: it keeps a request as it came until `admit` has charged its bytes to the caller,
-// and parses it then. The charge ends with the call.
+// and parses it then. The charge ends just after the call was answered.
 //
 // The class builds on what gRPC's generated code builds on: handlers, and the table of a service's
 // methods. Streams of the client pass unchanged: their messages are read by the handler, which
