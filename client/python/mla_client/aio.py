@@ -94,7 +94,7 @@ class AsyncService:
             while True:
                 # StopIteration cannot pass through a future.
                 events = await asyncio.get_running_loop().run_in_executor(
-                    waiter, next, watch, None)
+                    waiter, lambda: next(watch, None))
                 if events is None:
                     return
                 yield events
