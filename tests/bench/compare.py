@@ -74,6 +74,13 @@ METRICS = {
     "kernel_us": Metric(Better.LESS, False),
     "steps": Metric(Better.COUNT, True),
     "copies": Metric(Better.COUNT, True),
+    "sleeps": Metric(Better.COUNT, True),
+    "logits_us": Metric(Better.LESS, True),
+    "choice_us": Metric(Better.LESS, True),
+    "key_gbps": Metric(Better.MORE, False),
+    "gb_per_s": Metric(Better.MORE, False),
+    "client_polling_us": Metric(Better.LESS, False),
+    "launch_polling_us": Metric(Better.LESS, False),
 }
 # Figures that name a row, references that are measured beside the product, and what follows from
 # other metrics.
@@ -84,7 +91,7 @@ NOT_COMPARED = {
     "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
     "speedup", "least_us", "touch_us", "tflops",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
-    "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
+    "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
 # Texts that do not name a row either: older programs leave them out.
 DEFAULTS = {("kv", "bf16"), ("compute", "bf16")}
