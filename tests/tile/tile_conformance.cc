@@ -93,7 +93,8 @@ std::vector<float> Floats(const Matrix& m) {
 }
 
 bool BitEqual(float got, float wanted) {
-  return std::memcmp(&got, &wanted, sizeof(float)) == 0 || (got == 0.0f && wanted == 0.0f);
+  return std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(wanted) ||
+         (got == 0.0f && wanted == 0.0f);
 }
 // Of functions that the device approximates.
 bool Near(float got, float wanted) {
