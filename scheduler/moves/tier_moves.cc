@@ -254,7 +254,7 @@ bool TierMoves::DemoteGroup(LayoutId layout, uint32_t entry) {
     copies_.Use(TierIndex::kHost, node);
     return true;
   }
-  // Held by a move that has just begun or failed: it will be the oldest again.
+  // Held by a move that has just begun or failed: its turn comes again.
   if (copies_.held(node) || !MayBegin(pool.group_bytes(layout))) return false;
   const kvcache::TierRooms& host = store_->host();
   const bool full = host.bytes_total() - host.bytes_used() < pool.group_bytes(layout);

@@ -55,7 +55,7 @@ class TierMoves final {
   // Of all moves at a time; a single group may be larger.
   static constexpr int64_t kMovingBytes = int64_t{64} << 20;
   static constexpr size_t kMostMoves = 16;
-  // Groups that one call of Pump lets go.
+  // Groups that one call of Pump takes out of the pool or of host memory.
   static constexpr int kMostAtOnce = 256;
   // Groups that wait for a move, in either direction.
   static constexpr size_t kMostWanted = 1 << 16;
