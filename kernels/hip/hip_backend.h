@@ -30,16 +30,13 @@
 #include "kernels/attention_backend.h"
 #include "kernels/backend_registry.h"
 #include "kernels/hip/arch_traits.h"
-#include "kernels/hip/common/expanded_args.h"
-#include "kernels/hip/common/kernel_args.h"
-#include "kernels/hip/page_work.h"
+#include "kernels/hip/device_state.h"
+#include "kernels/hip/launch/launch_builder.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/device_sharing.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_images.h"
 #include "kernels/hip/runtime/launch_slot.h"
-#include "kernels/hip/runtime/plan_store.h"
-#include "kernels/hip/weights/weight_store.h"
 
 namespace mla::kernels::hip {
 
@@ -64,7 +61,7 @@ class HipBackend final : public AttentionBackend {
   static absl::StatusOr<std::unique_ptr<HipBackend>> Create(const HipBackendOptions& options);
   ~HipBackend() override;
 
-  const BackendInfo& Info() const override { return info_; }
+  const BackendInfo& Info() const override { return device_.info; }
   absl::Status CanRun(const AttentionDesc& desc) const override;
   PlanTraits Traits(const AttentionDesc& desc) const override;
   int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
@@ -97,133 +94,44 @@ class HipBackend final : public AttentionBackend {
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
 
   // The pool's device address, for tools that fill it directly.
-  DevicePtr pool() const { return pool_.at(); }
+  DevicePtr pool() const { return device_.pool.at(); }
   GpuRuntime& runtime() { return *runtime_; }
   Stream compute_stream() const { return streams_.compute; }
 
  private:
-  struct Kernels {
-    Function move = nullptr, copy_tensors = nullptr, append = nullptr, combine = nullptr;
-    Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
-    Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
-    Function attend_expanded = nullptr, attend_expanded_products = nullptr;
-    std::vector<Function> attend, expand;  // as those of ArchTraits
-  };
-  // How attention ran, as far as combine depends on it.
-  struct Attended {
-    const SegmentRecord* segments = nullptr;
-    const WindowRecord* windows = nullptr;  // of kWindow
-    // What the rows are, and where the segments find them.
-    KvFormat format = KvFormat::kBf16;
-    DType products = DType::kBf16;
-    const uint32_t* page_tables = nullptr;
-    const uint8_t* pool = nullptr;
-    bool exchanged = false;  // as AttendVariant::exchanged_partials
-    int32_t idle_units = 0;  // that attention leaves to combine
-  };
-
   HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
              const ArchTraits& arch);
   absl::Status LoadKernels(std::span<const std::byte> image);
-  // The expanded form's kernels with products of 8 bits. UNIMPLEMENTED: none are written for this
-  // architecture; an error of the runtime where the image has none.
-  absl::Status LoadPrefill();
-  // Runs the self-test of all kernels; `prefill` becomes an error if only those of LoadPrefill
-  // fail.
+  // Runs the self-test of all kernels; `prefill`, what kept those of FindPrefillKernels from being
+  // used, becomes an error if only those fail.
   absl::Status TestKernels(absl::Status* prefill);
   absl::Status CreateStreams();
   absl::Status Allocate(const BackendLimits& limits);
-  absl::Status AllocateIndex(const BackendLimits& limits);
   void Release();
   absl::Status AwaitShared(absl::Status copied, int64_t bytes);
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Fault(absl::Status status);
-  // Kernels and metadata of a launch, part by part.
-  absl::Status Build(int32_t slot, const Launch& launch);
-  absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records);
-  absl::Status AddSelects(LaunchSlot& slot, std::span<const SelectRecord> records);
-  // What the rounds of an indexer's launch have in common. Offsets of the records count from
-  // `layer_offset`.
-  struct Indexing {
-    const SelectRecord* records;
-    int64_t layer_offset;
-    int32_t keys_per_block;
-    int32_t logits_shared_bytes;
-  };
-  // The kernels of one round: index_rows_ and index_blocks_.
-  absl::Status AddIndexRound(LaunchSlot& slot, const Indexing& all);
-  absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
-  absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
-  // What the kernels scale a layer's rows with (kernel_args.h).
-  float DeviceScale(KvFormat format, float scale) const;
-  // Layers and weights are counted from those of the first segment, so that the layers of a step
-  // have the same bytes; addresses in the kernels' arguments say what they are counted from.
-  absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const AttentionParams& params);
-  absl::Status AddAttention(int32_t slot, const AttentionParams& params);
-  absl::Status AddAbsorbed(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan);
-  // Whether the rows of `run` are to be widened first, for work items of at most `rows` packed
-  // rows.
-  bool Widens(const AttentionParams& params, const Attended& run, int32_t rows) const;
-  // Widens them; `run` says what they then are and where.
-  absl::Status AddWiden(LaunchSlot& slot, const AttentionParams& params, Attended* run);
-  absl::Status AddCombine(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan,
-                          const Attended& run);
-  absl::Status CheckProjections(const char* verb, std::span<const ProjectionRecord> records) const;
-  absl::Status AddProjection(LaunchSlot& slot, std::span<const ProjectionRecord> records,
-                             const ProjectArgs& args);
-  absl::Status CheckRun(const AttentionParams& params) const;
-  // Bytes of the workspace for up-projected keys and values under these limits; 0 without weights.
-  int64_t ExpandedWorkspaceBytes(const BackendLimits& limits) const;
-  // Bytes of what the indexer leaves between its kernels, or of rows that are widened for lists; 0
-  // where no model may have either.
-  int64_t IndexWorkspaceBytes(const BackendLimits& limits) const;
-  int64_t IndexMetadataBytes(const BackendLimits& limits) const;
-  // Device memory of one plan, and how many of them are kept.
-  int64_t PlanBytes(const BackendLimits& limits) const;
-  static int32_t PlanCopies(const BackendLimits& limits);
-  int64_t MetadataBytes(const BackendLimits& limits) const;
+  // Of one launch slot, in pinned host memory and as much on the device.
   int64_t StagedBytes(const BackendLimits& limits) const;
-  absl::Status CheckExpanded(const AttentionParams& params) const;
-  absl::Status AddExpanded(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan);
-  // Kernels of a round: up-projection as in arch_->expand, and attention.
-  struct RoundKernels {
-    size_t expand = 0;
-    Function attend = nullptr;
-    LaunchShape shape;  // of attention
-  };
-  RoundKernels KernelsOf(const AttentionDesc& desc, int32_t units) const;
-  absl::Status AddRound(LaunchSlot& slot, const Round& round, const RoundKernels& kernels,
-                        const ExpandArgs& expand, const ExpandedArgs& attend);
+  int64_t ExpandedWorkspaceBytes(const BackendLimits& limits) const;
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;
   std::unique_ptr<DeviceSharing> sharing_;  // null: the library has no calls for it
-  const ArchTraits* arch_;
-  BackendInfo info_;
-  int64_t free_bytes_ = 0;  // on the device when the backend was made
+  int64_t free_bytes_ = 0;                  // on the device when the backend was made
   absl::Status health_;
   HostWork shared_work_;           // of ReadShared and WriteShared
   std::atomic<bool> lost_{false};  // health_ is an error, for other threads
   Module module_ = nullptr;
-  Kernels kernels_;
   Streams streams_;
+  DeviceState device_;
 
   BackendLimits limits_;
   bool configured_ = false;
-  DeviceBuffer pool_, table_mirror_, partial_o_, partial_lse_;
-  DeviceBuffer expanded_workspace_;
-  DeviceBuffer index_ranks_, index_bins_;
-  std::unique_ptr<PlanStore> plans_;
+  std::unique_ptr<LaunchBuilder> builder_;
   std::vector<std::unique_ptr<LaunchSlot>> slots_;
-  std::unique_ptr<PageWork> page_work_;
-  WeightStore weights_;
   // Shared with the buffers handed out, which may outlive a launch but not the backend.
   std::shared_ptr<PinnedRanges> pinned_ = std::make_shared<PinnedRanges>();
-  // Scratch, capacity from the limits.
-  std::vector<ProjectTile> tiles_;
-  std::vector<ProjectRow> project_rows_;
-  std::vector<IndexRow> index_rows_;
-  std::vector<int32_t> index_blocks_;  // as IndexArgs::first_block
 };
 
 // Rows "hip" (AMD) and "cuda" (NVIDIA) of the registry.

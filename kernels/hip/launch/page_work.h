@@ -1,12 +1,12 @@
 // What kernels copy for a launch: its page work and its changes of the page tables, one (mla_move)
-// a list or a part of a list whose ranges do not wait for each other; and small tensors between the
-// host and the device (mla_copy_tensors).
+// a list or a part of a list whose ranges do not wait for each other; new rows into pages
+// (mla_append); and small tensors between the host and the device (mla_copy_tensors).
 //
-// Ownership: borrows the pool and the device's copy of the page tables; owns scratch memory only.
+// Ownership: borrows the device's state; owns scratch memory only.
 // Threading: as the backend's launches, one thread at a time. Nothing is allocated after the
 // constructor.
-#ifndef MLA_KERNELS_HIP_PAGE_WORK_H_
-#define MLA_KERNELS_HIP_PAGE_WORK_H_
+#ifndef MLA_KERNELS_HIP_LAUNCH_PAGE_WORK_H_
+#define MLA_KERNELS_HIP_LAUNCH_PAGE_WORK_H_
 
 #include <cstddef>
 #include <span>
@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/device_state.h"
 #include "kernels/hip/runtime/launch_slot.h"
 #include "kernels/launch/page_ranges.h"
 
@@ -22,14 +23,17 @@ namespace mla::kernels::hip {
 
 class PageWork final {
  public:
-  // `table`: limits.page_table_entries entries. `move`, `copy_tensors`: the kernels.
-  PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move,
-           Function copy_tensors);
+  // `device` outlives this; its table mirror has limits.page_table_entries entries.
+  PageWork(const DeviceState& device, const BackendLimits& limits);
+
+  // Bytes of metadata that a launch may take here, at most.
+  static int64_t MetadataBytes(const BackendLimits& limits);
 
   // Add the kernels of a launch's part to `slot`. INVALID_ARGUMENT for what leaves the pool or the
   // table, RESOURCE_EXHAUSTED beyond the limits.
   absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
   absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
+  absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records) const;
   // None for no tensors.
   absl::Status AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves);
 
@@ -37,9 +41,8 @@ class PageWork final {
   // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
   absl::Status AddMoves(LaunchSlot& slot, std::span<const size_t> ends);
 
+  const DeviceState& device_;
   const BackendLimits limits_;
-  const DevicePtr pool_, table_;
-  const Function move_, copy_tensors_;
   // Scratch, capacity from the limits.
   std::vector<MoveRange> moves_;
   std::vector<size_t> run_ends_;
@@ -49,4 +52,4 @@ class PageWork final {
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_KERNELS_HIP_PAGE_WORK_H_
+#endif  // MLA_KERNELS_HIP_LAUNCH_PAGE_WORK_H_

@@ -1,4 +1,4 @@
-#include "kernels/hip/page_work.h"
+#include "kernels/hip/launch/page_work.h"
 
 #include <algorithm>
 #include <cstring>
@@ -16,15 +16,24 @@ constexpr int64_t kMaxMoveBlocks = 1 << 16;
 
 }  // namespace
 
-PageWork::PageWork(const BackendLimits& limits, DevicePtr pool, DevicePtr table, Function move,
-                   Function copy_tensors)
-    : limits_(limits), pool_(pool), table_(table), move_(move), copy_tensors_(copy_tensors) {
+PageWork::PageWork(const DeviceState& device, const BackendLimits& limits)
+    : device_(device), limits_(limits) {
   const auto pages = static_cast<size_t>(limits.page_ranges);
   const auto tables = static_cast<size_t>(limits.table_ranges);
   moves_.reserve(std::max(pages, tables));
   run_ends_.reserve(pages);
   page_runs_.Reserve(pages);
   table_ranges_.reserve(tables);
+}
+
+int64_t PageWork::MetadataBytes(const BackendLimits& l) {
+  constexpr int64_t kAppends = 2;  // of a request: rows, and index keys or entries
+  const int64_t appends = int64_t{l.launch_requests} * kAppends *
+                          static_cast<int64_t>(sizeof(AppendRecord) + sizeof(int32_t));
+  const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t moves = (int64_t{l.page_ranges} + l.table_ranges) *
+                        static_cast<int64_t>(sizeof(MoveRange) + 2 * sizeof(int32_t));
+  return appends + tables + moves;
 }
 
 absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
@@ -63,7 +72,7 @@ absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends
     begin = end;
     if (chunks == 0) continue;
     const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks), .threads = kThreads};
-    if (absl::Status s = launch.AddKernel(move_, shape, args); !s.ok()) return s;
+    if (absl::Status s = launch.AddKernel(device_.kernels.move, shape, args); !s.ok()) return s;
   }
   return absl::OkStatus();
 }
@@ -73,7 +82,7 @@ absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ran
   if (ranges.empty()) return absl::OkStatus();
   moves_.clear();
   run_ends_.clear();
-  auto* const pool = reinterpret_cast<uint8_t*>(pool_);
+  auto* const pool = device_.pool.As<uint8_t>();
   for (size_t done = 0; done < ranges.size();) {
     const size_t run = page_runs_.Next(ranges.subspan(done));
     for (const PageRange& r : ranges.subspan(done, run)) {
@@ -99,7 +108,7 @@ absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::
     copy = {reinterpret_cast<uint8_t*>(m.to), reinterpret_cast<const uint8_t*>(m.from), m.bytes};
     shape.grid_x += static_cast<uint32_t>(copy.blocks());
   }
-  return slot.AddKernel(copy_tensors_, shape, args);
+  return slot.AddKernel(device_.kernels.copy_tensors, shape, args);
 }
 
 absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
@@ -132,12 +141,60 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   for (const TableRange& r : table_ranges_) {
     const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));
     metadata.Write(offset, launch.page_tables.data() + r.first, static_cast<size_t>(bytes));
-    moves_.push_back({reinterpret_cast<uint8_t*>(table_) + r.first * sizeof(uint32_t),
+    moves_.push_back({device_.table_mirror.As<uint8_t>() + r.first * sizeof(uint32_t),
                       reinterpret_cast<const uint8_t*>(metadata.device(offset)), bytes});
     offset += bytes;
   }
   const size_t all = moves_.size();
   return AddMoves(slot, {&all, 1});
+}
+
+absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendRecord> records) const {
+  if (records.empty()) return absl::OkStatus();
+  const int64_t count = static_cast<int64_t>(records.size());
+  absl::StatusOr<int64_t> prefix = launch.metadata().Take((count + 1) * sizeof(int32_t));
+  if (!prefix.ok()) return prefix.status();
+  StagedRegion& metadata = launch.metadata();
+  const auto put_first_row = [&metadata, &prefix](int64_t i, int32_t first_row) {
+    metadata.Write(*prefix + i * int64_t{sizeof(first_row)}, &first_row, sizeof(first_row));
+  };
+  int32_t rows = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const AppendRecord& r = records[i];
+    if (r.row_dim % 8 != 0 || r.row_stride % 16 != 0 || r.layer_offset % 16 != 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "append.records[", i, "]: row_dim ", r.row_dim, ", row_stride ", r.row_stride,
+          ", layer_offset ", r.layer_offset, "; want multiples of 8 elements, 16 and 16 bytes"));
+    }
+    if (const int32_t group = TraitsOf(r.format).group;
+        group > 0 && (r.row_dim - r.rope_dim) % group != 0) {
+      return absl::InvalidArgumentError(absl::StrCat("append.records[", i,
+                                                     "]: ", r.row_dim - r.rope_dim,
+                                                     " latent values; want a multiple of ", group));
+    }
+    put_first_row(i, rows);
+    rows += r.rows;
+  }
+  put_first_row(count, rows);
+  if (rows == 0) return absl::OkStatus();
+  const int64_t layer = records[0].layer_offset;
+  auto uploaded = metadata.PutEach(records, [&](AppendRecord record) {
+    record.layer_offset -= layer;
+    record.kv_scale = device_.RowScale(record.format, record.kv_scale);
+    return record;
+  });
+  if (!uploaded.ok()) return uploaded.status();
+  AppendArgs args = {};
+  args.records = *uploaded;
+  args.first_row = reinterpret_cast<const int32_t*>(metadata.device(*prefix));
+  args.page_tables = device_.table_mirror.As<uint32_t>();
+  args.pool = device_.pool.As<uint8_t>() + layer;
+  args.count = static_cast<int32_t>(count);
+  const int32_t rows_of_block = device_.arch->waves_per_block;
+  const LaunchShape shape{
+      .grid_x = static_cast<uint32_t>((rows + rows_of_block - 1) / rows_of_block),
+      .threads = kThreads};
+  return launch.AddKernel(device_.kernels.append, shape, args);
 }
 
 }  // namespace mla::kernels::hip

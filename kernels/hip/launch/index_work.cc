@@ -1,9 +1,9 @@
-// HipBackend: the choice of rows by the indexer (kernels/launch/select.h).
+#include "kernels/hip/launch/index_work.h"
+
 #include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/hip_backend.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -32,63 +32,63 @@ int32_t LogitsSharedBytes(const ArchTraits& arch, std::span<const SelectRecord> 
 
 }  // namespace
 
-int64_t HipBackend::IndexWorkspaceBytes(const BackendLimits& l) const {
-  if (!info_.selects || l.max_top_k == 0) return 0;
+int64_t IndexWork::WorkspaceBytes(const BackendLimits& l, const BackendInfo& info) {
+  if (!info.selects || l.max_top_k == 0) return 0;
   return kRanks * int64_t{sizeof(uint32_t)} + int64_t{kRoundRows} * kIndexBins * sizeof(uint32_t);
 }
 
-int64_t HipBackend::IndexMetadataBytes(const BackendLimits& l) const {
-  if (!info_.selects || l.max_top_k == 0) return 0;
+int64_t IndexWork::MetadataBytes(const BackendLimits& l, const BackendInfo& info) {
+  if (!info.selects || l.max_top_k == 0) return 0;
   const int64_t rounds = l.launch_rows;  // at most, of which each has two arrays
   return l.launch_rows * static_cast<int64_t>(sizeof(IndexRow) + sizeof(int32_t)) +
          rounds * 2 * kRegionAlignment +
          l.launch_requests * static_cast<int64_t>(sizeof(SelectRecord)) + kRegionAlignment;
 }
 
-absl::Status HipBackend::AllocateIndex(const BackendLimits& limits) {
-  if (IndexWorkspaceBytes(limits) == 0) return absl::OkStatus();
-  auto ranks = DeviceBuffer::Create(runtime_.get(), "ranks of the indexer",
+absl::Status IndexWork::Allocate(const BackendLimits& limits, Stream stream) {
+  if (WorkspaceBytes(limits, device_.info) == 0) return absl::OkStatus();
+  auto ranks = DeviceBuffer::Create(device_.runtime, "ranks of the indexer",
                                     kRanks * int64_t{sizeof(uint32_t)});
   if (!ranks.ok()) return ranks.status();
-  auto bins = DeviceBuffer::Create(runtime_.get(), "counts of the indexer",
+  auto bins = DeviceBuffer::Create(device_.runtime, "counts of the indexer",
                                    int64_t{kRoundRows} * kIndexBins * sizeof(uint32_t));
   if (!bins.ok()) return bins.status();
-  index_ranks_ = *std::move(ranks);
-  index_bins_ = *std::move(bins);
-  index_rows_.reserve(kRoundRows);
-  index_blocks_.reserve(kRoundRows + 1);
-  return runtime_->Fill(index_bins_.at(), 0, index_bins_.bytes(), streams_.compute);
+  ranks_ = *std::move(ranks);
+  bins_ = *std::move(bins);
+  rows_.reserve(kRoundRows);
+  first_blocks_.reserve(kRoundRows + 1);
+  return device_.runtime->Fill(bins_.at(), 0, bins_.bytes(), stream);
 }
 
-absl::Status HipBackend::AddIndexRound(LaunchSlot& slot, const Indexing& all) {
-  auto rows = slot.metadata().Put(std::span<const IndexRow>(index_rows_));
+absl::Status IndexWork::AddRound(LaunchSlot& slot, const Indexing& all) {
+  auto rows = slot.metadata().Put(std::span<const IndexRow>(rows_));
   if (!rows.ok()) return rows.status();
-  auto blocks = slot.metadata().Put(std::span<const int32_t>(index_blocks_));
+  auto blocks = slot.metadata().Put(std::span<const int32_t>(first_blocks_));
   if (!blocks.ok()) return blocks.status();
   IndexArgs args = {};
   args.records = all.records;
   args.rows = *rows;
   args.first_block = *blocks;
-  args.page_tables = table_mirror_.As<uint32_t>();
-  args.pool = pool_.As<uint8_t>() + all.layer_offset;
-  args.ranks = index_ranks_.As<uint32_t>();
-  args.bins = index_bins_.As<uint32_t>();
-  args.count = static_cast<int32_t>(index_rows_.size());
+  args.page_tables = device_.table_mirror.As<uint32_t>();
+  args.pool = device_.pool.As<uint8_t>() + all.layer_offset;
+  args.ranks = ranks_.As<uint32_t>();
+  args.bins = bins_.As<uint32_t>();
+  args.count = static_cast<int32_t>(rows_.size());
   args.keys_per_block = all.keys_per_block;
-  LaunchShape shape{.grid_x = static_cast<uint32_t>(index_blocks_.back()),
-                    .threads = static_cast<uint32_t>(arch_->index_logits_threads),
+  LaunchShape shape{.grid_x = static_cast<uint32_t>(first_blocks_.back()),
+                    .threads = static_cast<uint32_t>(device_.arch->index_logits_threads),
                     .shared_bytes = static_cast<uint32_t>(all.logits_shared_bytes)};
-  if (absl::Status s = slot.AddKernel(kernels_.index_logits, shape, args); !s.ok()) return s;
+  if (absl::Status s = slot.AddKernel(device_.kernels.index_logits, shape, args); !s.ok()) return s;
   shape.grid_x = static_cast<uint32_t>(args.count);
   shape.threads = kIndexSelectThreads;
-  shape.shared_bytes = static_cast<uint32_t>(arch_->index_select_shared_bytes);
-  return slot.AddKernel(kernels_.index_select, shape, args);
+  shape.shared_bytes = static_cast<uint32_t>(device_.arch->index_select_shared_bytes);
+  return slot.AddKernel(device_.kernels.index_select, shape, args);
 }
 
-absl::Status HipBackend::AddSelects(LaunchSlot& slot, std::span<const SelectRecord> records) {
+absl::Status IndexWork::Add(LaunchSlot& slot, std::span<const SelectRecord> records) {
   if (records.empty()) return absl::OkStatus();
-  if (index_ranks_.bytes() == 0) {
-    return absl::UnimplementedError(absl::StrCat("an indexer; device: ", info_.device));
+  if (ranks_.bytes() == 0) {
+    return absl::UnimplementedError(absl::StrCat("an indexer; device: ", device_.info.device));
   }
   for (size_t i = 0; i < records.size(); ++i) {
     const SelectRecord& r = records[i];
@@ -107,31 +107,31 @@ absl::Status HipBackend::AddSelects(LaunchSlot& slot, std::span<const SelectReco
     return record;
   });
   if (!uploaded.ok()) return uploaded.status();
-  const Indexing all{*uploaded, layer, IndexKeysPerBlock(KeysOf(records), runtime_->units()),
-                     LogitsSharedBytes(*arch_, records)};
+  const Indexing all{*uploaded, layer, IndexKeysPerBlock(KeysOf(records), device_.runtime->units()),
+                     LogitsSharedBytes(*device_.arch, records)};
   int64_t ranks = 0;
   const auto end_round = [&] {
-    absl::Status s = AddIndexRound(slot, all);
+    absl::Status s = AddRound(slot, all);
     ranks = 0;
-    index_rows_.clear();
-    index_blocks_.assign(1, 0);
+    rows_.clear();
+    first_blocks_.assign(1, 0);
     return s;
   };
-  index_rows_.clear();
-  index_blocks_.assign(1, 0);
+  rows_.clear();
+  first_blocks_.assign(1, 0);
   for (size_t i = 0; i < records.size(); ++i) {
     for (int32_t row = 0; row < records[i].rows; ++row) {
       const int32_t visible = SelectVisible(records[i], row);
-      if (index_rows_.size() == kRoundRows || ranks + RanksOf(visible) > kRanks) {
+      if (rows_.size() == kRoundRows || ranks + RanksOf(visible) > kRanks) {
         if (absl::Status s = end_round(); !s.ok()) return s;
       }
-      index_rows_.push_back({static_cast<int32_t>(i), row, visible, static_cast<int32_t>(ranks)});
-      index_blocks_.push_back(index_blocks_.back() +
+      rows_.push_back({static_cast<int32_t>(i), row, visible, static_cast<int32_t>(ranks)});
+      first_blocks_.push_back(first_blocks_.back() +
                               (visible + all.keys_per_block - 1) / all.keys_per_block);
       ranks += RanksOf(visible);
     }
   }
-  return index_rows_.empty() ? absl::OkStatus() : end_round();
+  return rows_.empty() ? absl::OkStatus() : end_round();
 }
 
 }  // namespace mla::kernels::hip

@@ -1,23 +1,23 @@
-// HipBackend: the expanded form.
+#include "kernels/hip/launch/expanded_work.h"
+
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/hip_backend.h"
+#include "kernels/hip/launch/combine.h"
 
 namespace mla::kernels::hip {
 
 // Operations a head and KV row: what a query row saves, against the up-projection. The expanded
 // form wins somewhat earlier than these say, because the absorbed one pays for absorb and project
 // too: measured on an H200, both take the same time at about 130 rows.
-int32_t HipBackend::ExpandedFormMinRows(const Geometry& g) const {
-  if (expanded_workspace_.bytes() == 0) return limits_.launch_rows + 1;
+int32_t ExpandedWork::MinRows(const Geometry& g, int32_t launch_rows) {
   const int64_t saved = 2 * g.kv_lora_rank + g.rope_dim - (g.nope_dim + g.rope_dim + g.v_dim);
   const int64_t up = static_cast<int64_t>(g.kv_lora_rank) * (g.nope_dim + g.v_dim);
-  if (saved <= 0) return limits_.launch_rows + 1;
-  return static_cast<int32_t>(std::min<int64_t>(3 * up / (4 * saved) + 1, limits_.launch_rows + 1));
+  if (saved <= 0) return launch_rows + 1;
+  return static_cast<int32_t>(std::min<int64_t>(3 * up / (4 * saved) + 1, launch_rows + 1));
 }
 
-int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
+int64_t ExpandedWork::WorkspaceBytes(const BackendLimits& l, int64_t most) {
   if (l.weights_slots < 1) return 0;
   // No more than all rows of the pool take for all heads, each segment's last tile being padded.
   const int64_t row_bytes = (kExpandedLora + kExpandedRope) * 2;
@@ -25,11 +25,11 @@ int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
       l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
   const int64_t heads = std::max(1, l.max_geometry.num_heads);
   const int64_t all = rows / kExpandedRows * (kLeastRoundWorkspace * heads);
-  return std::max(kLeastRoundWorkspace, std::min(options_.expanded_workspace_bytes, all));
+  return std::max(kLeastRoundWorkspace, std::min(most, all));
 }
 
-absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
-  if (expanded_workspace_.bytes() == 0) {
+absl::Status ExpandedWork::Check(const AttentionParams& params) const {
+  if (device_.expanded_workspace.bytes() == 0) {
     return absl::FailedPreconditionError("run: the expanded form needs limits.weights_slots >= 1");
   }
   if (params.plan.rounds == nullptr) {
@@ -37,7 +37,8 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
   }
   for (size_t i = 0; i < params.segments.size(); ++i) {
     const SegmentRecord& r = params.segments[i];
-    if (r.q_rows == 0 || weights_.Holds(r.weights_slot, r.head_offset, r.num_heads)) continue;
+    if (r.q_rows == 0 || device_.weights.Holds(r.weights_slot, r.head_offset, r.num_heads))
+      continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "run.segments[", i, "]: weights slot ", r.weights_slot, " does not hold heads [",
         r.head_offset, ", ", r.head_offset + r.num_heads, ")"));
@@ -45,30 +46,29 @@ absl::Status HipBackend::CheckExpanded(const AttentionParams& params) const {
   return absl::OkStatus();
 }
 
-absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& params,
-                                     const DevicePlan& plan) {
-  Attended run;
-  auto segments = PutSegments(slot, params);
+absl::Status ExpandedWork::Add(LaunchSlot& slot, const AttentionParams& params,
+                               const DevicePlan& plan) const {
+  auto segments = PutSegments(slot, device_, params);
   if (!segments.ok()) return segments.status();
-  run.segments = *segments;
+  const Attended run{.segments = *segments};
 
   ExpandArgs expand = {};
   expand.segments = run.segments;
-  expand.page_tables = table_mirror_.As<uint32_t>();
+  expand.page_tables = device_.table_mirror.As<uint32_t>();
   const SegmentRecord& first = params.segments[0];
-  expand.pool = pool_.As<uint8_t>() + first.layer_offset;
+  expand.pool = device_.pool.As<uint8_t>() + first.layer_offset;
   expand.expansions = plan.expansions;
-  expand.w_uk = weights_.w_uk() + first.weights_slot;
-  expand.w_uv = weights_.w_uv() + first.weights_slot;
-  expand.workspace = expanded_workspace_.As<uint8_t>();
+  expand.w_uk = device_.weights.w_uk() + first.weights_slot;
+  expand.w_uv = device_.weights.w_uv() + first.weights_slot;
+  expand.workspace = device_.expanded_workspace.As<uint8_t>();
   expand.granule_bytes = kPageGranuleBytes;
   ExpandedArgs attend = {};
   attend.segments = run.segments;
   attend.items = plan.items;
   attend.unit_indptr = plan.unit_indptr;
   attend.workspace = expand.workspace;
-  attend.partial_o = partial_o_.As<float>();
-  attend.partial_lse = partial_lse_.As<float>();
+  attend.partial_o = device_.partial_o.As<float>();
+  attend.partial_lse = device_.partial_lse.As<float>();
   attend.o_is_f32 = params.desc.o_dtype == DType::kF32;
   const RoundView& rounds = *params.plan.rounds;
   const RoundKernels kernels = KernelsOf(params.desc, rounds.units);
@@ -76,39 +76,42 @@ absl::Status HipBackend::AddExpanded(LaunchSlot& slot, const AttentionParams& pa
     absl::Status s = AddRound(slot, round, kernels, expand, attend);
     if (!s.ok()) return s;
   }
-  return rounds.merges ? AddCombine(slot, params, plan, run) : absl::OkStatus();
+  return rounds.merges ? AddCombine(slot, device_, params, plan, run) : absl::OkStatus();
 }
 
-HipBackend::RoundKernels HipBackend::KernelsOf(const AttentionDesc& desc, int32_t units) const {
+ExpandedWork::RoundKernels ExpandedWork::KernelsOf(const AttentionDesc& desc, int32_t units) const {
   const bool products = desc.products != DType::kBf16;
   RoundKernels kernels;
-  kernels.expand = FindExpand(*arch_, desc.kv_format, desc.products);
-  kernels.attend = products ? kernels_.attend_expanded_products : kernels_.attend_expanded;
+  kernels.expand = FindExpand(*device_.arch, desc.kv_format, desc.products);
+  kernels.attend =
+      products ? device_.kernels.attend_expanded_products : device_.kernels.attend_expanded;
   kernels.shape.grid_x = static_cast<uint32_t>(units);
-  kernels.shape.threads =
-      static_cast<uint32_t>(products ? arch_->expanded_products_threads : arch_->expanded_threads);
-  kernels.shape.shared_bytes = static_cast<uint32_t>(
-      products ? arch_->expanded_products_shared_bytes : arch_->expanded_shared_bytes);
+  kernels.shape.threads = static_cast<uint32_t>(products ? device_.arch->expanded_products_threads
+                                                         : device_.arch->expanded_threads);
+  kernels.shape.shared_bytes =
+      static_cast<uint32_t>(products ? device_.arch->expanded_products_shared_bytes
+                                     : device_.arch->expanded_shared_bytes);
   return kernels;
 }
 
 // `expand` and `attend` are those of the first round.
-absl::Status HipBackend::AddRound(LaunchSlot& slot, const Round& round, const RoundKernels& kernels,
-                                  const ExpandArgs& expand, const ExpandedArgs& attend) {
+absl::Status ExpandedWork::AddRound(LaunchSlot& slot, const Round& round,
+                                    const RoundKernels& kernels, const ExpandArgs& expand,
+                                    const ExpandedArgs& attend) const {
   if (round.pairs > 0) {
-    const ExpandVariant& variant = arch_->expand[kernels.expand];
+    const ExpandVariant& variant = device_.arch->expand[kernels.expand];
     const auto units = static_cast<int32_t>(kernels.shape.grid_x);
     LaunchShape shape;
     ExpandArgs args = expand;
     args.expansions += round.first_expansion;
     args.expansion_count = round.expansions;
     args.pairs = round.pairs;
-    args.blocks = ExpandBlocks(*arch_, round.pairs, round.heads, round.expansions, units);
-    args.first_tile_pairs = FirstTilePairs(*arch_, round.pairs, round.heads, args.blocks);
+    args.blocks = ExpandBlocks(*device_.arch, round.pairs, round.heads, round.expansions, units);
+    args.first_tile_pairs = FirstTilePairs(*device_.arch, round.pairs, round.heads, args.blocks);
     shape.grid_x = static_cast<uint32_t>(args.blocks);
     shape.threads = static_cast<uint32_t>(variant.threads);
     shape.shared_bytes = static_cast<uint32_t>(variant.shared_bytes);
-    absl::Status s = slot.AddKernel(kernels_.expand[kernels.expand], shape, args);
+    absl::Status s = slot.AddKernel(device_.kernels.expand[kernels.expand], shape, args);
     if (!s.ok()) return s;
   }
   ExpandedArgs args = attend;

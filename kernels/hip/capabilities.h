@@ -1,0 +1,28 @@
+// What the kernels of an architecture compute, as AttentionBackend tells its caller.
+#ifndef MLA_KERNELS_HIP_CAPABILITIES_H_
+#define MLA_KERNELS_HIP_CAPABILITIES_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "kernels/attention_desc.h"
+#include "kernels/hip/arch_traits.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
+
+namespace mla::kernels::hip {
+
+// All but memory_bytes and fp8_prefill_keys, which are known later.
+BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch);
+
+// UNIMPLEMENTED with what is missing for `desc`.
+absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
+                            const AttentionDesc& desc);
+
+// How plans for `desc` are cut on a device of `units` units; `rounds` but for cache_bytes is the
+// caller's.
+PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDesc& desc);
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_CAPABILITIES_H_

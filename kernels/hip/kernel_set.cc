@@ -1,0 +1,73 @@
+#include "kernels/hip/kernel_set.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/common/expanded_args.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+// `shared`: dynamic shared memory in bytes that the kernel is launched with at most.
+absl::Status Find(GpuRuntime& runtime, Module module, const char* name, int32_t shared,
+                  Function* into) {
+  absl::StatusOr<Function> found = runtime.Find(module, name);
+  if (!found.ok()) return found.status();
+  *into = *found;
+  return shared > 0 ? runtime.AllowSharedBytes(*found, shared) : absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
+                         KernelSet* kernels) {
+  absl::Status s;
+  const auto find = [&](const char* name, int32_t shared, Function* into) {
+    if (s.ok()) s = Find(runtime, module, name, shared, into);
+  };
+  find(kMoveKernel, 0, &kernels->move);
+  if (runtime.kernels_reach_host()) find(kCopyTensorsKernel, 0, &kernels->copy_tensors);
+  find(kAppendKernel, 0, &kernels->append);
+  find(kCombineKernel, arch.combine_shared_bytes, &kernels->combine);
+  find(kProjectKernel, arch.project_shared_bytes, &kernels->project);
+  if (arch.project_row_wide_shared_bytes > 0) {
+    find(kProjectRowWideKernel, arch.project_row_wide_shared_bytes, &kernels->project_row_wide);
+    find(kProjectRowDeepKernel, arch.project_row_deep_shared_bytes, &kernels->project_row_deep);
+  }
+  if (arch.widens_lists) find(kWidenKernel, 0, &kernels->widen);
+  if (arch.indexer) {
+    find(kIndexLogitsKernel, IndexLogitsSharedBytes(arch, kMaxIndexHeads, DType::kF32),
+         &kernels->index_logits);
+    find(kIndexSelectKernel, arch.index_select_shared_bytes, &kernels->index_select);
+  }
+  find(kExpandedKernel, arch.expanded_shared_bytes, &kernels->attend_expanded);
+  for (const AttendVariant& v : arch.attend) {
+    find(v.kernel, v.shared_bytes, &kernels->attend.emplace_back());
+  }
+  for (const ExpandVariant& v : arch.expand) {
+    Function& into = kernels->expand.emplace_back();
+    if (v.products == DType::kBf16) find(v.kernel, v.shared_bytes, &into);
+  }
+  return s;
+}
+
+absl::Status FindPrefillKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
+                                KernelSet* kernels) {
+  if (arch.expanded_products_threads == 0) {
+    return absl::UnimplementedError(
+        absl::StrCat("no kernels are written for ", std::string(arch.arch)));
+  }
+  absl::Status s = Find(runtime, module, kExpandedProductsKernel,
+                        arch.expanded_products_shared_bytes, &kernels->attend_expanded_products);
+  for (size_t i = 0; i < arch.expand.size() && s.ok(); ++i) {
+    const ExpandVariant& v = arch.expand[i];
+    if (v.products == DType::kBf16) continue;
+    s = Find(runtime, module, v.kernel, v.shared_bytes, &kernels->expand[i]);
+  }
+  return s;
+}
+
+}  // namespace mla::kernels::hip

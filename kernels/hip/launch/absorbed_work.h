@@ -1,0 +1,49 @@
+// The absorbed form in a launch: attention over latent rows, lists or windows, and the merge. Rows
+// that many lists name are widened once beforehand (WidensLists).
+//
+// Ownership: borrows the device's state and scratch memory. Threading: as the backend's launches,
+// one thread at a time.
+#ifndef MLA_KERNELS_HIP_LAUNCH_ABSORBED_WORK_H_
+#define MLA_KERNELS_HIP_LAUNCH_ABSORBED_WORK_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "kernels/attention_params.h"
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/device_state.h"
+#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/runtime/plan_store.h"
+
+namespace mla::kernels::hip {
+
+class AbsorbedWork final {
+ public:
+  // `widened`: device memory for widened rows, which holds nothing when attention begins; may be
+  // empty.
+  AbsorbedWork(const DeviceState& device, const DeviceBuffer& widened)
+      : device_(device), widened_(widened) {}
+
+  absl::Status Add(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan) const;
+
+ private:
+  // What the rows are, and where the segments find them.
+  struct Rows {
+    const SegmentRecord* segments = nullptr;
+    KvFormat format = KvFormat::kBf16;
+    DType products = DType::kBf16;
+    const uint32_t* page_tables = nullptr;
+    const uint8_t* pool = nullptr;
+  };
+  // Whether the rows are to be widened first, for work items of at most `packed_rows`.
+  bool Widens(const AttentionParams& params, const Rows& rows, int32_t packed_rows) const;
+  // Widens them; `rows` says what they then are and where.
+  absl::Status AddWiden(LaunchSlot& slot, const AttentionParams& params, Rows* rows) const;
+
+  const DeviceState& device_;
+  const DeviceBuffer& widened_;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_LAUNCH_ABSORBED_WORK_H_

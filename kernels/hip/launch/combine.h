@@ -1,0 +1,41 @@
+// What both forms of attention share: segments for the device, and the merge of partial results.
+#ifndef MLA_KERNELS_HIP_LAUNCH_COMBINE_H_
+#define MLA_KERNELS_HIP_LAUNCH_COMBINE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_params.h"
+#include "kernels/hip/device_state.h"
+#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/runtime/plan_store.h"
+
+namespace mla::kernels::hip {
+
+// How attention ran, as far as the merge depends on it. Addresses are the device's.
+struct Attended {
+  const SegmentRecord* segments = nullptr;
+  const WindowRecord* windows = nullptr;  // of kWindow
+  bool exchanged = false;                 // as AttendVariant::exchanged_partials
+  int32_t idle_units = 0;                 // that attention leaves to the merge
+};
+
+// Packed rows (query rows x heads) of a work item or reduce tile, whose `heads` are as theirs.
+int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads);
+
+// The segments in the launch's metadata. Layers and weights are counted from those of the first
+// segment, so that the layers of a step have the same bytes; addresses in the kernels' arguments
+// say what they are counted from. RESOURCE_EXHAUSTED when they do not fit.
+absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const DeviceState& device,
+                                                 const AttentionParams& params);
+
+// Adds the kernel that merges the partials of the attention before it by their log-sum-exp; none if
+// the plan splits no rows. A part that saw no key has LSE -inf and weight 0; a row with no key at
+// all has output 0 and LSE -inf.
+absl::Status AddCombine(LaunchSlot& slot, const DeviceState& device, const AttentionParams& params,
+                        const DevicePlan& plan, const Attended& run);
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_LAUNCH_COMBINE_H_

@@ -1,0 +1,58 @@
+// The choice of rows by the indexer in a launch (kernels/launch/select.h), in rounds of as many
+// query rows as the workspace has room for.
+//
+// Ownership: borrows the device's state, owns the workspace between the indexer's two kernels.
+// Threading: as the backend's launches, one thread at a time. Nothing is allocated after Allocate.
+#ifndef MLA_KERNELS_HIP_LAUNCH_INDEX_WORK_H_
+#define MLA_KERNELS_HIP_LAUNCH_INDEX_WORK_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/device_state.h"
+#include "kernels/hip/runtime/device_memory.h"
+#include "kernels/hip/runtime/launch_slot.h"
+
+namespace mla::kernels::hip {
+
+class IndexWork final {
+ public:
+  explicit IndexWork(const DeviceState& device) : device_(device) {}
+
+  // Device memory that Allocate takes; 0 where no model may have an indexer or lists.
+  static int64_t WorkspaceBytes(const BackendLimits& limits, const BackendInfo& info);
+  // Bytes of metadata that a launch may take here, at most.
+  static int64_t MetadataBytes(const BackendLimits& limits, const BackendInfo& info);
+
+  // Once; clears the workspace on `stream`.
+  absl::Status Allocate(const BackendLimits& limits, Stream stream);
+  absl::Status Add(LaunchSlot& slot, std::span<const SelectRecord> records);
+
+  // Holds nothing between the kernels of Add and those of the next launch; may be empty.
+  const DeviceBuffer& scratch() const { return ranks_; }
+
+ private:
+  // What the rounds of a launch have in common. Offsets of the records count from `layer_offset`.
+  struct Indexing {
+    const SelectRecord* records;
+    int64_t layer_offset;
+    int32_t keys_per_block;
+    int32_t logits_shared_bytes;
+  };
+  // The kernels of one round: rows_ and first_blocks_.
+  absl::Status AddRound(LaunchSlot& slot, const Indexing& all);
+
+  const DeviceState& device_;
+  DeviceBuffer ranks_, bins_;
+  // Scratch, capacity from Allocate.
+  std::vector<IndexRow> rows_;
+  std::vector<int32_t> first_blocks_;  // as IndexArgs::first_block
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_LAUNCH_INDEX_WORK_H_

@@ -1,0 +1,139 @@
+#include "kernels/hip/launch/launch_builder.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/capabilities.h"
+#include "kernels/launch/read_rows.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+absl::Status CheckRecord(const char* what, size_t i, int64_t row_stride, int64_t layer_offset) {
+  if (row_stride % 16 == 0 && layer_offset % 16 == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("run.", what, "[", i, "]: row_stride ", row_stride,
+                                                 ", layer_offset ", layer_offset,
+                                                 "; want multiples of 16 bytes"));
+}
+
+// Device memory of one plan.
+int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
+  constexpr int64_t kMaxRounds = 1024;
+  constexpr int64_t kMaxUnits = 4096;
+  constexpr int64_t kArrays = 8;
+  const auto entries = [](int64_t count, size_t size) {
+    return count * static_cast<int64_t>(size);
+  };
+  const int64_t items =
+      entries(l.work_items, sizeof(WorkInfo)) + entries(kMaxUnits, sizeof(int32_t));
+  const int64_t reduce = entries(l.reduce_tiles + 1, sizeof(int32_t) + sizeof(ReduceTile)) +
+                         entries(l.reduce_partials, sizeof(int32_t));
+  const int64_t units = device.runtime->units() * device.arch->expanded_blocks + 1;
+  const int64_t rounds =
+      entries(l.round_items, sizeof(ExpandedItem)) +
+      entries(l.round_expansions, sizeof(Expansion)) +
+      entries(std::min(l.round_expansions + 1, kMaxRounds) * units, sizeof(int32_t));
+  return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
+}
+
+// A launch holds one of each form, at most; two more, so that compositions which alternate find
+// theirs again.
+int32_t PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
+
+}  // namespace
+
+LaunchBuilder::LaunchBuilder(const DeviceState& device, const BackendLimits& limits)
+    : device_(device),
+      limits_(limits),
+      pages_(device, limits),
+      index_(device),
+      projections_(device, limits),
+      absorbed_(device, index_.scratch()),
+      expanded_(device) {}
+
+absl::StatusOr<std::unique_ptr<LaunchBuilder>> LaunchBuilder::Create(const DeviceState& device,
+                                                                     const BackendLimits& limits,
+                                                                     Stream stream) {
+  std::unique_ptr<LaunchBuilder> builder(new LaunchBuilder(device, limits));
+  if (absl::Status s = builder->index_.Allocate(limits, stream); !s.ok()) return s;
+  auto plans = PlanStore::Create(device.runtime, PlanCopies(limits), PlanBytes(device, limits));
+  if (!plans.ok()) return plans.status();
+  builder->plans_ = *std::move(plans);
+  return builder;
+}
+
+int64_t LaunchBuilder::MetadataBytes(const BackendLimits& l, const BackendInfo& info) {
+  constexpr int64_t kForms = 2;
+  constexpr int64_t kSlack = 256 * 1024;  // the alignment of arrays
+  const int64_t segments =
+      int64_t{l.launch_requests} *
+      (kForms * static_cast<int64_t>(sizeof(SegmentRecord)) +
+       static_cast<int64_t>(sizeof(int32_t) + sizeof(WindowRecord)) + kRegionAlignment);
+  return segments + PageWork::MetadataBytes(l) + ProjectWork::MetadataBytes(l) +
+         IndexWork::MetadataBytes(l, info) + kSlack;
+}
+
+int64_t LaunchBuilder::HostBytes(const DeviceState& device, const BackendLimits& l) {
+  return PlanCopies(l) * AlignRegion(PlanBytes(device, l));
+}
+
+int64_t LaunchBuilder::WorkspaceBytes(const DeviceState& device, const BackendLimits& l) {
+  return IndexWork::WorkspaceBytes(l, device.info) + HostBytes(device, l);
+}
+
+absl::Status LaunchBuilder::CheckAttention(const AttentionParams& params) const {
+  absl::Status s = CheckSupported(*device_.arch, device_.info, params.desc);
+  if (!s.ok()) return s;
+  if (params.plan.partial_rows > limits_.partial_rows) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "plan: ", params.plan.partial_rows, " partial rows, limit ", limits_.partial_rows));
+  }
+  for (size_t i = 0; i < params.segments.size() && s.ok(); ++i) {
+    s = CheckRecord("segments", i, params.segments[i].row_stride, params.segments[i].layer_offset);
+  }
+  if (!s.ok() || params.desc.attention != AttentionKind::kWindow) return s;
+  if (params.windows.size() != params.segments.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("run.windows: got ", params.windows.size(),
+                                                   ", want ", params.segments.size()));
+  }
+  for (size_t i = 0; i < params.windows.size() && s.ok(); ++i) {
+    const WindowRecord& w = params.windows[i];
+    if (w.ratio != 0) s = CheckRecord("windows", i, w.row_stride, w.layer_offset);
+  }
+  return s;
+}
+
+absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
+                                         const AttentionParams& params) {
+  if (params.segments.empty()) return absl::OkStatus();
+  if (absl::Status s = CheckAttention(params); !s.ok()) return s;
+  if (params.plan.work_info.empty()) return absl::OkStatus();
+  const bool expanded = params.desc.form == AttentionForm::kExpanded;
+  if (expanded) {
+    if (absl::Status s = expanded_.Check(params); !s.ok()) return s;
+  }
+  absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, index, slot.input_stream());
+  if (!plan.ok()) return plan.status();
+  return expanded ? expanded_.Add(slot, params, *plan) : absorbed_.Add(slot, params, *plan);
+}
+
+absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
+  absl::Status s = pages_.AddTensors(slot, slot.input_moves());
+  slot.BeginTimed();
+  if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
+  if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
+  if (s.ok()) s = pages_.AddPages(slot, launch.pages);
+  if (s.ok()) s = pages_.AddTables(slot, launch);
+  if (s.ok()) s = pages_.AddAppends(slot, launch.appends);
+  if (s.ok()) s = index_.Add(slot, launch.selects);
+  if (s.ok()) s = projections_.AddAbsorb(slot, launch.absorb);
+  if (s.ok()) s = AddAttention(slot, index, launch.absorbed);
+  if (s.ok()) s = projections_.AddProject(slot, launch.project);
+  if (s.ok()) s = AddAttention(slot, index, launch.expanded);
+  slot.EndTimed();
+  if (s.ok()) s = pages_.AddTensors(slot, slot.output_moves());
+  return s;
+}
+
+}  // namespace mla::kernels::hip

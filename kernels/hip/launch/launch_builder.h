@@ -1,0 +1,63 @@
+// Turns a Launch into the kernels and metadata of a launch slot.
+//
+// Ownership: borrows the device's state; owns the device copies of plans, the workspaces between
+// kernels, and scratch memory. Threading: as the backend's launches, one thread at a time. Nothing
+// is allocated after Create.
+#ifndef MLA_KERNELS_HIP_LAUNCH_LAUNCH_BUILDER_H_
+#define MLA_KERNELS_HIP_LAUNCH_LAUNCH_BUILDER_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/device_state.h"
+#include "kernels/hip/launch/absorbed_work.h"
+#include "kernels/hip/launch/expanded_work.h"
+#include "kernels/hip/launch/index_work.h"
+#include "kernels/hip/launch/page_work.h"
+#include "kernels/hip/launch/project_work.h"
+#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/runtime/plan_store.h"
+
+namespace mla::kernels::hip {
+
+class LaunchBuilder final {
+ public:
+  // `device` outlives the builder and has its memory by now. Clears workspaces on `stream`.
+  static absl::StatusOr<std::unique_ptr<LaunchBuilder>> Create(const DeviceState& device,
+                                                               const BackendLimits& limits,
+                                                               Stream stream);
+
+  // Bytes of one launch's metadata, at most.
+  static int64_t MetadataBytes(const BackendLimits& limits, const BackendInfo& info);
+  // What Create takes, in device memory and in pinned host memory.
+  static int64_t WorkspaceBytes(const DeviceState& device, const BackendLimits& limits);
+  static int64_t HostBytes(const DeviceState& device, const BackendLimits& limits);
+
+  // Between slot.Begin and slot.Submit or Abandon. `index` is the slot's, under which the builder
+  // holds the launch's plans until Release. INVALID_ARGUMENT, FAILED_PRECONDITION and UNIMPLEMENTED
+  // for what the device does not run, RESOURCE_EXHAUSTED beyond the limits.
+  absl::Status Build(LaunchSlot& slot, int32_t index, const Launch& launch);
+  // The slot's launch has ended, or was refused and nothing of it runs.
+  void Release(int32_t index) { plans_->Release(index); }
+
+ private:
+  LaunchBuilder(const DeviceState& device, const BackendLimits& limits);
+  absl::Status AddAttention(LaunchSlot& slot, int32_t index, const AttentionParams& params);
+  absl::Status CheckAttention(const AttentionParams& params) const;
+
+  const DeviceState& device_;
+  const BackendLimits limits_;
+  PageWork pages_;
+  IndexWork index_;
+  ProjectWork projections_;
+  AbsorbedWork absorbed_;
+  ExpandedWork expanded_;
+  std::unique_ptr<PlanStore> plans_;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_LAUNCH_LAUNCH_BUILDER_H_

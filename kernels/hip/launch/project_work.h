@@ -1,0 +1,47 @@
+// The projections around the absorbed form in a launch: queries into the latent space (absorb), and
+// latent outputs out of it (project).
+//
+// Ownership: borrows the device's state; owns scratch memory only. Threading: as the backend's
+// launches, one thread at a time. Nothing is allocated after the constructor.
+#ifndef MLA_KERNELS_HIP_LAUNCH_PROJECT_WORK_H_
+#define MLA_KERNELS_HIP_LAUNCH_PROJECT_WORK_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/device_state.h"
+#include "kernels/hip/runtime/launch_slot.h"
+
+namespace mla::kernels::hip {
+
+class ProjectWork final {
+ public:
+  ProjectWork(const DeviceState& device, const BackendLimits& limits);
+
+  // Bytes of metadata that a launch may take here, at most.
+  static int64_t MetadataBytes(const BackendLimits& limits);
+
+  // FAILED_PRECONDITION for heads whose weights are not there, RESOURCE_EXHAUSTED beyond the
+  // limits.
+  absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
+  absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
+
+ private:
+  absl::Status Check(const char* verb, std::span<const ProjectionRecord> records) const;
+  // `args` but for rows and tiles, which are made of `records`.
+  absl::Status Add(LaunchSlot& slot, std::span<const ProjectionRecord> records,
+                   const ProjectArgs& args);
+
+  const DeviceState& device_;
+  // Scratch, capacity from the limits.
+  std::vector<ProjectTile> tiles_;
+  std::vector<ProjectRow> rows_;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_LAUNCH_PROJECT_WORK_H_
