@@ -48,6 +48,25 @@ using kvcache::PageMove;
 using kvcache::PageTags;
 using kvcache::SequenceState;
 
+// What a worker keeps of a sequence beside its rows and entries (mla.v1.EndStep.tails): bytes that
+// the engine never looks at. Sequences, forks and exports share them; they count against the tenant
+// until the last of these is gone. Written by who made it, before the engine gets it.
+struct Tail {
+  Tail(size_t bytes, TenantUse taken)
+      : data(std::make_unique_for_overwrite<std::byte[]>(bytes)),
+        size(bytes),
+        use(std::move(taken)) {}
+  const std::unique_ptr<std::byte[]> data;
+  const size_t size;
+  const TenantUse use;
+};
+
+// The tail of a sequence, and the length that it belongs to.
+struct SequenceTail {
+  int64_t position = 0;
+  std::shared_ptr<const Tail> tail;
+};
+
 struct SequenceInfo {
   SequenceId id = 0;
   uint64_t epoch = 0;
@@ -58,8 +77,9 @@ struct SequenceInfo {
   std::string model_id;
   std::string client_id;
   int64_t page_groups = 0;
-  int64_t declared = 0;          // rows of which is known what they stand for
-  kvcache::PrefixMatch matched;  // the last match
+  int64_t declared = 0;                  // rows of which is known what they stand for
+  kvcache::PrefixMatch matched;          // the last match
+  std::optional<int64_t> tail_position;  // absent: it has no tail
 };
 
 // Memory that an engine takes.
@@ -358,6 +378,13 @@ class Engine {
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);
+  // Memory for a tail, which the caller fills. RESOURCE_EXHAUSTED (tails_exhausted) names `field`.
+  // Without the role.
+  absl::StatusOr<std::shared_ptr<Tail>> MakeTail(const TenantRef& tenant, int64_t bytes,
+                                                 const char* field);
+  // NOT_FOUND (no_tail) if the sequence has none.
+  absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
+                                        uint64_t expected_epoch);
   // `not_found` receives the absent ids; returns how many were released / renewed.
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);

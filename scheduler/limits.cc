@@ -30,6 +30,8 @@ absl::Status CheckLimits(const Limits& limits) {
       {"limits.max_row_dim", limits.max_row_dim, 1, 8192},
       {"limits.max_v_dim", limits.max_v_dim, 0, 8192},
       {"limits.max_top_k", limits.max_top_k, 0, 1 << 16},
+      {"limits.max_tail_bytes", limits.max_tail_bytes, 0, 1 << 30},
+      {"limits.tail_bytes", limits.tail_bytes, 0, kMostKvCacheBytes},
       {"limits.weights_bytes", limits.weights_bytes, 0, int64_t{1} << 40},
       {"limits.max_step_rows", limits.max_step_rows, 1, 1 << 24},
       {"limits.max_step_sequences", limits.max_step_sequences, 1, limits.max_sequences},

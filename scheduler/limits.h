@@ -42,6 +42,8 @@ struct Limits {
   int32_t max_row_dim = 576;                   // kv_lora_rank + rope_dim
   int32_t max_v_dim = 256;                     // nope_dim and v_dim of the EXPANDED profile
   int32_t max_top_k = 2048;                    // entries of one index list
+  int64_t max_tail_bytes = 16 << 20;           // of the tail of one sequence
+  int64_t tail_bytes = int64_t{256} << 20;     // of host memory, tails of all sequences
   int64_t weights_bytes = int64_t{512} << 20;  // W_UK and W_UV of all models, as bf16
 
   // --- Steps

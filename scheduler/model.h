@@ -47,6 +47,7 @@ struct ModelSpec {
   // 0 of a layer without entries, and how entries are kept. Lists have at most `top_k` entries.
   int32_t window = 0;
   std::vector<int32_t> ratios = {};
+  int32_t tail_bytes = 0;  // of a sequence's tail (Tail); 0: sequences have none
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
 

@@ -128,8 +128,18 @@ int64_t EntriesOf(const Sequences& sequences, int32_t ratio, int64_t begin, int6
   return entries;
 }
 
+struct Tail;  // scheduler/engine.h
+
+struct TailArgs {
+  int32_t sequence = 0;  // its place in the step
+  // Null: the transport knew no such step, and took nothing.
+  std::shared_ptr<const Tail> tail;
+};
+
 struct EndStepArgs {
   std::vector<int32_t> committed_rows;  // empty: all
+  // Of the lengths that are committed, in the order of the step's sequences, each at most once.
+  std::vector<TailArgs> tails;
   // Lengths that the transport has room for in its reply. The end of a step of more sequences is
   // refused, and the step stays open.
   int32_t lengths_max = std::numeric_limits<int32_t>::max();

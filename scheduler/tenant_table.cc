@@ -47,6 +47,8 @@ constexpr ResourceRow kRows[] = {
      "Rows of open sequences that were declared for the prefix cache."},
     {Resource::kControlBytes, "control_bytes", "tenants.control_bytes", "wire.control_bytes", true,
      "control_bytes_full", 100, 4, "Serialized requests of control calls under way."},
+    {Resource::kTailBytes, "tail_bytes", "tenants.tail_bytes", "limits.tail_bytes", true,
+     "tails_exhausted", 10000, 7, "Tails of sequences, in host memory."},
 };
 static_assert(std::size(kRows) == kResourceCount);
 

@@ -66,8 +66,9 @@ enum class Resource : uint8_t {
   kControlCalls,
   kPrefixTokens,
   kControlBytes,
+  kTailBytes,
 };
-inline constexpr size_t kResourceCount = 15;
+inline constexpr size_t kResourceCount = 16;
 
 struct ResourceRow {
   Resource resource;

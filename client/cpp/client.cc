@@ -326,4 +326,14 @@ absl::StatusOr<v1::TruncateReply> Client::TruncateSequence(uint64_t id, uint64_t
   });
 }
 
+absl::StatusOr<v1::ReadTailReply> Client::ReadTail(uint64_t id, uint64_t epoch, uint64_t offset) {
+  v1::ReadTailRequest request;
+  request.set_sequence_id(id);
+  request.set_expected_epoch(epoch);
+  request.set_offset(offset);
+  return impl_->Unary<v1::ReadTailReply>([&](auto* context, auto* reply) {
+    return impl_->sequences->ReadTail(context, request, reply);
+  });
+}
+
 }  // namespace mla::client

@@ -191,6 +191,7 @@ class Client final {
                                              std::optional<uint64_t> length);
   absl::StatusOr<v1::MatchReply> MatchSequence(const v1::MatchRequest& request);
   absl::StatusOr<v1::TruncateReply> TruncateSequence(uint64_t id, uint64_t epoch, uint64_t length);
+  absl::StatusOr<v1::ReadTailReply> ReadTail(uint64_t id, uint64_t epoch, uint64_t offset);
   explicit Client(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
@@ -212,6 +213,13 @@ class Sequence final {
   // cached of the rest. FAILED_PRECONDITION if it differs from what was said of committed rows.
   absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0);
   absl::Status Truncate(uint64_t length);
+  // The tail that a step has left last (Step::End), and the length that it belongs to. NOT_FOUND:
+  // there is none, or the sequence was cut below it.
+  struct Tail {
+    uint64_t position = 0;
+    std::string bytes;
+  };
+  absl::StatusOr<Tail> ReadTail();
   absl::Status Refresh();  // asks for epoch and length
   absl::Status Release();
   void Detach() { client_ = nullptr; }  // the lease alone decides from now on

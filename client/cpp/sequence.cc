@@ -47,6 +47,21 @@ absl::Status Sequence::Truncate(uint64_t length) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
+  Tail tail;
+  for (size_t bytes = 1; tail.bytes.size() < bytes;) {
+    auto part = client_->ReadTail(id_, epoch_, tail.bytes.size());
+    if (!part.ok()) return part.status();
+    if (!tail.bytes.empty() && part->position() != tail.position) {
+      return absl::AbortedError("a step has left another tail meanwhile");
+    }
+    tail.position = part->position();
+    bytes = part->tail_bytes();
+    tail.bytes += part->tail();
+  }
+  return tail;
+}
+
 absl::Status Sequence::Refresh() {
   const auto reply = client_->GetSequences({id_}, false);
   if (!reply.ok()) return reply.status();

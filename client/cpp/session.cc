@@ -351,15 +351,25 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
   return pending;
 }
 
-absl::StatusOr<std::vector<uint64_t>> Step::End(const std::vector<uint32_t>& committed_rows) {
+absl::StatusOr<std::vector<uint64_t>> Step::End(const std::vector<uint32_t>& committed_rows,
+                                                std::span<const SequenceTail> tails) {
   v1::AttendStreamRequest request;
   request.mutable_end_step()->set_step_id(id_);
   request.mutable_end_step()->mutable_committed_rows()->Add(committed_rows.begin(),
                                                             committed_rows.end());
-  PendingReply result;
-  if (absl::Status status = stream_->Call(&request, &result); !status.ok()) return status;
+  auto result = std::make_shared<PendingReply>();
+  for (const SequenceTail& tail : tails) {
+    if (tail.bytes.size() != model_.tail_bytes()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("tails: got ", tail.bytes.size(), " bytes, must be ", model_.tail_bytes()));
+    }
+    request.mutable_end_step()->add_tails(tail.sequence);
+    result->kv.insert(result->kv.end(), tail.bytes.begin(), tail.bytes.end());
+  }
+  stream_->Send(&request, {.kv = result->kv, .q = {}, .lists = {}}, result);
+  if (absl::Status status = stream_->Wait(result.get()); !status.ok()) return status;
   open_ = false;
-  const auto& lengths = result.reply.end_step().lengths();
+  const auto& lengths = result->reply.end_step().lengths();
   for (size_t i = 0; i < rows_.size() && i < static_cast<size_t>(lengths.size()); ++i) {
     rows_[i].sequence->length_ = lengths[static_cast<int>(i)];
   }

@@ -104,6 +104,12 @@ std::vector<std::byte> EncodeFp8Rows(const v1::ModelSpec& model, std::span<const
 uint64_t Fp8QueryBytes(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows_heads);
 uint64_t Fp8RowBytes(const v1::ModelSpec& model, uint64_t rows);
 
+// The tail of a sequence (attention.proto, EndStep.tails), for the length that the step commits.
+struct SequenceTail {
+  uint32_t sequence = 0;             // its place in the step
+  std::span<const std::byte> bytes;  // as many as the model's tail_bytes
+};
+
 // Of the slowest piece of a call.
 struct AttendTimes {
   uint32_t queue_us = 0, plan_us = 0, kernel_us = 0, write_us = 0;
@@ -155,8 +161,11 @@ class Step final {
   absl::StatusOr<AttendTimes> AttendSparse(const AttendCall& call, const IndexLists& lists) {
     return AttendSparseAsync(call, lists).Wait();
   }
-  // Commits; empty: all rows. Updates the lengths of the sequences and returns them.
-  absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows = {});
+  // Commits; empty: all rows. Updates the lengths of the sequences and returns them. `tails`, in
+  // the order of the sequences, are copied. RESOURCE_EXHAUSTED, where the server has no room for
+  // them, leaves the step open.
+  absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows = {},
+                                            std::span<const SequenceTail> tails = {});
   absl::Status Abort();
 
  private:

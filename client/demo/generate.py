@@ -48,6 +48,12 @@ class Generator:
         """The attention of a step that has begun."""
         return StepAttention(self.model, step, self.profile)
 
+    def finish(self, step: mla_client.Step, start: int, keep: Optional[int]) -> None:
+        """Ends a step of rows from position `start` on, of which the first `keep` stay."""
+        del start
+        if keep is not None:
+            step.end([keep])
+
     def feed(self, tokens: Sequence[int], phase: Optional[Phase] = None,
              keep: Optional[int] = None) -> Array:
         """Adds tokens in one step, of which the first `keep` are committed; returns all logits."""
@@ -58,8 +64,7 @@ class Generator:
             attention = self.attention_of(step)
             logits = self.model.forward(np.asarray(tokens, np.int64),
                                         np.arange(start, start + len(tokens)), attention)
-            if keep is not None:
-                step.end([keep])
+            self.finish(step, start, keep)
         if phase is not None:
             phase.rows += len(tokens)
             phase.seconds += time.monotonic() - begin

@@ -298,6 +298,21 @@ SequenceList Engine::GetSequences(const SequenceSelection& selection) {
   return impl_->WithRole([&](EngineCore& core) { return core.GetSequences(selection); });
 }
 
+absl::StatusOr<std::shared_ptr<Tail>> Engine::MakeTail(const TenantRef& tenant, int64_t bytes,
+                                                       const char* field) {
+  TenantTable* const table = tenants().get();
+  absl::Status taken = table->Take(*tenant, Resource::kTailBytes, bytes, field);
+  if (!taken.ok()) return taken;
+  return std::make_shared<Tail>(static_cast<size_t>(bytes),
+                                TenantUse(table, tenant, Resource::kTailBytes, bytes));
+}
+
+absl::StatusOr<SequenceTail> Engine::ReadTail(const std::string& tenant, SequenceId id,
+                                              uint64_t expected_epoch) {
+  return impl_->WithRole(
+      [&](EngineCore& core) { return core.ReadTail(tenant, id, expected_epoch); });
+}
+
 int32_t Engine::ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                                  std::vector<SequenceId>* not_found) {
   return impl_->WithRole(
@@ -386,6 +401,7 @@ EngineBytes Engine::CountBytes(const Limits& limits, const kernels::AttentionBac
   EngineBytes bytes;
   bytes.host = LaunchHostBytes(limits, backend) + backend.HostWorkspaceSize(sizes);
   if (limits.host_tier_bytes > 0) bytes.host += limits.host_tier_bytes + kvcache::kTierBlock;
+  bytes.host += limits.tail_bytes;
   (backend.Info().unified_memory ? bytes.host : bytes.device) += backend.WorkspaceSize(sizes);
   return bytes;
 }

@@ -25,6 +25,7 @@ TenantTableOptions TenantOptionsOf(const EngineOptions& options) {
   tenants.server_bounds[Resource::kOpenSteps] = limits.max_open_steps;
   tenants.server_bounds[Resource::kQueuedRequests] = limits.queue_requests;
   tenants.server_bounds[Resource::kPrefixTokens] = limits.prefix_tokens;
+  tenants.server_bounds[Resource::kTailBytes] = limits.tail_bytes;
   return tenants;
 }
 
@@ -290,6 +291,22 @@ SequenceList EngineCore::GetSequences(const SequenceSelection& selection) {
     }
   }
   return list;
+}
+
+absl::StatusOr<SequenceTail> EngineCore::ReadTail(const std::string& tenant, SequenceId id,
+                                                  uint64_t expected_epoch) {
+  absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenants_.Find(tenant), id, expected_epoch);
+  if (!found.ok()) return found.status();
+  if ((*found)->tail.tail == nullptr) {
+    return MakeError(absl::StatusCode::kNotFound, absl::StrCat("sequence ", id, " has no tail"),
+                     {.field = "sequence_id",
+                      .got = absl::StrCat(id),
+                      .limit = "a sequence that a step has left with a tail",
+                      .reason = "no_tail",
+                      .last_good_position = cache_->length((*found)->slot)});
+  }
+  sequences_->Renew(*found);
+  return (*found)->tail;
 }
 
 int32_t EngineCore::ReleaseSequences(const std::string& tenant_name,

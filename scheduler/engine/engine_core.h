@@ -97,6 +97,8 @@ class EngineCore {
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
                                                 int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);
+  absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
+                                        uint64_t expected_epoch);
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
   // `prefix`: of args.prefix, if it names the rows.

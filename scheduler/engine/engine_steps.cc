@@ -186,6 +186,8 @@ absl::Status EngineCore::EndStep(StreamRequest* request, bool* wait) {
     return RefuseField(absl::StrCat("end_step.committed_rows[", i, "]"), absl::StrCat(committed[i]),
                        absl::StrCat("0..", step->entries[i].rows), "out_of_range");
   }
+  status = CheckTails(*step, request->end.tails);
+  if (!status.ok()) return status;
   if (!step->idle()) {
     step->end = request;
     *wait = true;
@@ -230,6 +232,11 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request) {
     const int64_t length = cache_->length(entry.sequence->slot);
     entry.sequence->ForgetRowsFrom(length);
     request->lengths.push_back(length);
+  }
+  for (TailArgs& args : request->end.tails) {
+    SequenceTail& tail = step->entries[static_cast<size_t>(args.sequence)].sequence->tail;
+    tail.position = request->lengths[static_cast<size_t>(args.sequence)];
+    tail.tail.swap(args.tail);  // what was there goes with the request: freeing takes a while
   }
   CloseStep(step, "");
   return absl::OkStatus();

@@ -59,6 +59,7 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
       {"model.layers", spec.layers, 1, limits.max_layers},
       {"model.page_size", spec.page_size, 1, 4096},
       {"model.top_k", spec.top_k, sparse ? 1 : 0, sparse || windowed ? limits.max_top_k : 0},
+      {"model.tail_bytes", spec.tail_bytes, 0, windowed ? limits.max_tail_bytes : 0},
       {"model.window", spec.window, windowed ? 1 : 0, windowed ? kernels::kMaxWindow : 0},
       {"model.index_heads", spec.indexer.heads, 0, sparse ? kernels::kMaxIndexHeads : 0},
       {"model.index_dim", spec.indexer.dim, indexed ? 1 : 0, indexed ? kernels::kMaxIndexDim : 0},

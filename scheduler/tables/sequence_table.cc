@@ -224,6 +224,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
                                  args.client_id.empty() ? parent->client_id : args.client_id,
                                  args.request_id, std::move(origin));
   child->not_finite_from = parent->not_finite_from;
+  child->tail = parent->tail;
   child->ForgetRowsFrom(length);
   // Without room for them the child goes on, and its rows are not declared.
   const int64_t declared = cache_->declared(child->slot);
@@ -406,6 +407,7 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
   info.page_groups = (rows + page_size - 1) / page_size;
   info.declared = cache_->declared(sequence.slot);
   info.matched = sequence.matched;
+  if (sequence.tail.tail != nullptr) info.tail_position = sequence.tail.position;
   return info;
 }
 

@@ -38,6 +38,7 @@ struct Sequence {
   // To be called when the rows from `length` on are gone.
   void ForgetRowsFrom(int64_t length) {
     if (not_finite_from >= length) not_finite_from = kNoRow;
+    if (tail.position > length) tail = {};
   }
 
   SequenceId id = 0;
@@ -50,6 +51,7 @@ struct Sequence {
   MonotonicNanos opened_ns = 0;
   Step* step = nullptr;  // the open step that holds it
   bool imports = false;  // rows of an import are on their way into it
+  SequenceTail tail;     // null: none
   std::string client_id;
   std::string request_id;  // as opened or forked
   std::string origin;      // what that request asked for, to tell a repeat from a clash

@@ -223,6 +223,27 @@ absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat)
   return status;
 }
 
+absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails) {
+  int32_t last = -1;
+  for (size_t i = 0; i < tails.size(); ++i) {
+    const auto& [sequence, tail] = tails[i];
+    const auto most = static_cast<int32_t>(step.entries.size()) - 1;
+    if (sequence <= last || sequence > most) {
+      return RefuseField(absl::StrCat("end_step.tails[", i, "]"), absl::StrCat(sequence),
+                         absl::StrCat(last + 1, "..", most, ": sequences of the step, ascending"),
+                         "out_of_range");
+    }
+    last = sequence;
+    if (tail != nullptr && tail->size == static_cast<size_t>(step.model->spec->tail_bytes)) {
+      continue;
+    }
+    return RefuseField("end_step.step_id", absl::StrCat(step.id),
+                       "the id of a step of the model that this request was sized for",
+                       "step_reused", absl::StatusCode::kFailedPrecondition);
+  }
+  return absl::OkStatus();
+}
+
 bool SameStep(const Step& step, const BeginStepArgs& args) {
   if (step.model->spec->id != args.model_id || step.participants != args.participants ||
       step.entries.size() != args.sequences.size()) {

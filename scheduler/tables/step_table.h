@@ -126,6 +126,8 @@ class StepTable {
 // The rules of one Attend against its step; pure.
 // Fields are those of AttendArgs; `*repeat` is set when its KV rows were accepted before.
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat);
+// Whether the tails are those of different sequences of the step, as large as its model's.
+absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails);
 // Equal contents: a repeat by the same stream or a join by another.
 bool SameStep(const Step& step, const BeginStepArgs& args);
 // Rows and entries that a row of the request attends to, at most, whatever its context; INT64_MAX

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -268,14 +269,26 @@ std::unique_ptr<TestRequest> EngineHarness::AppendOnly(StreamId stream, StepId s
 }
 
 std::unique_ptr<TestRequest> EngineHarness::End(StreamId stream, StepId step,
-                                                std::vector<int32_t> rows) {
+                                                std::vector<int32_t> rows,
+                                                std::vector<TailArgs> tails) {
   auto request = std::make_unique<TestRequest>();
   request->kind = RequestKind::kEndStep;
+  request->end.tails = std::move(tails);
   request->stream = stream;
   request->step_id = step;
   request->end.committed_rows = std::move(rows);
   Submit(request.get());
   return request;
+}
+
+std::shared_ptr<const Tail> EngineHarness::MakeTail(size_t bytes, uint8_t value) {
+  const auto row = core_->tenants().Enter(tenant());
+  const auto amount = static_cast<int64_t>(bytes);
+  if (!core_->tenants().TryTake(**row, Resource::kTailBytes, amount)) return nullptr;
+  auto tail = std::make_shared<Tail>(
+      bytes, TenantUse(&core_->tenants(), *row, Resource::kTailBytes, amount));
+  std::memset(tail->data.get(), value, bytes);
+  return tail;
 }
 
 std::unique_ptr<TestRequest> EngineHarness::Abort(StreamId stream, StepId step) {

@@ -91,7 +91,10 @@ class EngineHarness {
                                      int rows, int head, int heads, uint64_t q_key);
   std::unique_ptr<TestRequest> AppendOnly(StreamId stream, StepId step, int layer, int row_begin,
                                           const std::vector<Row>& kv);
-  std::unique_ptr<TestRequest> End(StreamId stream, StepId step, std::vector<int32_t> rows = {});
+  std::unique_ptr<TestRequest> End(StreamId stream, StepId step, std::vector<int32_t> rows = {},
+                                   std::vector<TailArgs> tails = {});
+  // Charged to the tenant, every byte of it `value`; null where the tenant's bound refuses it.
+  std::shared_ptr<const Tail> MakeTail(size_t bytes, uint8_t value);
   std::unique_ptr<TestRequest> Abort(StreamId stream, StepId step);
   // Launches until nothing is ready.
   void Run();

@@ -51,6 +51,7 @@ void AttendMessage::Recycle() {
   begin.positions.reset();
   attend = {};
   end.committed_rows.clear();
+  end.tails.clear();
   end.lengths_max = std::numeric_limits<int32_t>::max();
   total_rows = 0;
   lease_ms = 0;

@@ -114,13 +114,13 @@ absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
   return engine_->Submit(message);
 }
 
-absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header,
-                                           AttendMessage* message) {
+absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header, size_t bytes,
+                                           const ReadTails& read, AttendMessage* message) {
   switch (header.body_case()) {
     case v1::AttendStreamRequest::kBeginStep:
       return PrepareBegin(header.begin_step(), message);
     case v1::AttendStreamRequest::kEndStep:
-      return PrepareEnd(header.end_step(), message);
+      return PrepareEnd(header.end_step(), bytes, read, message);
     case v1::AttendStreamRequest::kAbortStep:
       message->kind = RequestKind::kAbortStep;
       message->step_id = header.abort_step().step_id();
@@ -131,10 +131,61 @@ absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header
   }
 }
 
-absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, AttendMessage* message) {
+absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, size_t bytes,
+                                              const ReadTails& read, AttendMessage* message) {
   message->kind = RequestKind::kEndStep;
   message->step_id = end.step_id();
-  return ParseEndStep(end, engine_->limits(), &message->end);
+  absl::Status status = ParseEndStep(end, engine_->limits(), &message->end);
+  if (!status.ok() || message->end.tails.empty()) return status;
+  return TakeTails(bytes, read, message);
+}
+
+absl::Status AttendRequestBuilder::TakeTails(size_t bytes, const ReadTails& read,
+                                             AttendMessage* message) {
+  scheduler::StepShape shape;
+  if (!FindShape(message->step_id, &shape)) return absl::OkStatus();  // the engine knows why
+  const auto size = static_cast<size_t>(shape.model->tail_bytes);
+  const size_t want = size * message->end.tails.size();
+  if (size == 0) {
+    return RefuseField("end_step.tails", absl::StrCat(message->end.tails.size(), " tails"),
+                       "none: the model was registered without tail_bytes", "no_tails_here");
+  }
+  if (bytes != want) {
+    return RefuseField("end_step.tails", absl::StrCat(bytes, " bytes"),
+                       absl::StrCat(want, " bytes: ", size, " a tail"), "payload_size");
+  }
+  if (!row_)
+    return RefuseField("tenant", "one more", "fewer tenants", "tenants_exhausted",
+                       absl::StatusCode::kResourceExhausted);
+  size_t offset = 0;
+  for (scheduler::TailArgs& args : message->end.tails) {
+    const auto tail = engine_->MakeTail(row_, shape.model->tail_bytes, "end_step.tails");
+    if (!tail.ok()) return tail.status();
+    read(offset, {(*tail)->data.get(), size});
+    offset += size;
+    args.tail = *tail;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AttendRequestBuilder::PrepareTailsIn(const SharedRegion& region,
+                                                  const v1::AttendStreamRequest& header,
+                                                  AttendMessage* message) {
+  const v1::SharedTensors& where = header.shared();
+  const uint64_t begin = where.in_offset(), bytes = where.in_length();
+  if (where.out_length() != 0) {
+    return RefuseField("shared.out_length", absl::StrCat(where.out_length()), "0 bytes",
+                       "payload_size");
+  }
+  const TensorMemory memory{region.data(), region.arena_offset(), region.size()};
+  absl::Status status = CheckPlace(memory, begin, bytes, "shared.", "in_offset");
+  if (!status.ok()) return status;
+  return Prepare(
+      header, bytes,
+      [from = region.data() + begin](size_t offset, std::span<std::byte> to) {
+        std::memcpy(to.data(), from + offset, to.size());
+      },
+      message);
 }
 
 absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
@@ -200,6 +251,23 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
     message->attend.listed_for = std::move(shape.positions);
   }
   return status;
+}
+
+absl::Status AttendRequestBuilder::FindRegion(const SharedRegionTable* regions,
+                                              const v1::SharedTensors& where, size_t payload_bytes,
+                                              AttendMessage* message) const {
+  if (payload_bytes != 0) {
+    return RefuseField("payload", absl::StrCat(payload_bytes, " bytes"), "empty beside shared",
+                       "payload_size");
+  }
+  if (regions != nullptr) message->region = regions->Find(tenant_, where.handle());
+  if (message->region != nullptr) return absl::OkStatus();
+  // The same words for a handle that never was, one of another tenant, and one that is no more.
+  return MakeError(absl::StatusCode::kNotFound, "shared.handle: no such region",
+                   {.field = "shared.handle",
+                    .got = "another handle",
+                    .limit = "the handle of a region whose connection stands",
+                    .reason = "region_not_found"});
 }
 
 SentLists AttendRequestBuilder::ListsOf(const AttendMessage& message) {

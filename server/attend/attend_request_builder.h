@@ -17,8 +17,11 @@
 #define MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,7 +49,17 @@ class AttendRequestBuilder final {
   absl::Status Submit(AttendMessage* message);
 
   // begin_step, end_step and abort_step. INVALID_ARGUMENT for any other body.
-  absl::Status Prepare(const v1::AttendStreamRequest& header, AttendMessage* message);
+  absl::Status Prepare(const v1::AttendStreamRequest& header, AttendMessage* message) {
+    return Prepare(header, 0, nullptr, message);
+  }
+  // The same for an end_step with tails, of which `bytes` were sent; `read` copies those from
+  // `offset` on. INVALID_ARGUMENT when they are not as many as the step's model says.
+  using ReadTails = std::function<void(size_t offset, std::span<std::byte> to)>;
+  absl::Status Prepare(const v1::AttendStreamRequest& header, size_t bytes, const ReadTails& read,
+                       AttendMessage* message);
+  // The same for tails in `region`, at header.shared's in_offset.
+  absl::Status PrepareTailsIn(const SharedRegion& region, const v1::AttendStreamRequest& header,
+                              AttendMessage* message);
   // Fills arguments and sizes; the tensors' addresses stay null. Sizes as ParseAttend. Of a step
   // that is neither open nor about to be, all sizes stay 0 and IsSized is false.
   absl::Status PrepareAttend(const v1::Attend& attend, int64_t payload_bytes, int64_t reply_bytes,
@@ -54,6 +67,10 @@ class AttendRequestBuilder final {
   static bool IsSized(const AttendMessage& message) {
     return message.attend.sized_for.num_heads != scheduler::AttendArgs::kUnsized;
   }
+  // Sets the message's region, that of `where`, beside which the message has no payload.
+  // NOT_FOUND: there is none of the tenant. `regions`: null: the path is off.
+  absl::Status FindRegion(const SharedRegionTable* regions, const v1::SharedTensors& where,
+                          size_t payload_bytes, AttendMessage* message) const;
   // Points a prepared attend at its tensors in `region`, which must stay mapped until it is
   // answered. INVALID_ARGUMENT when a place is unaligned or outside the arena. `prefix` stands
   // before the field's name in an error.
@@ -98,7 +115,9 @@ class AttendRequestBuilder final {
     scheduler::StepShape shape;
   };
 
-  absl::Status PrepareEnd(const v1::EndStep& end, AttendMessage* message);
+  absl::Status PrepareEnd(const v1::EndStep& end, size_t bytes, const ReadTails& read,
+                          AttendMessage* message);
+  absl::Status TakeTails(size_t bytes, const ReadTails& read, AttendMessage* message);
   absl::Status PrepareBegin(const v1::BeginStep& begin, AttendMessage* message);
   bool FindShape(scheduler::StepId id, scheduler::StepShape* shape);
 

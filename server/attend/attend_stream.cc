@@ -199,35 +199,37 @@ absl::Status AttendStream::Prepare(AttendMessage* message, bool* stalled) {
     return status.ok() && AttendRequestBuilder::IsSized(*message) ? TakeStaging(message, stalled)
                                                                   : status;
   }
+  if (header_.has_end_step() && header_.end_step().tails_size() > 0) return PrepareTails(message);
   if (payload_.size != 0 || header_.has_shared()) {
     const bool payload = payload_.size != 0;
     return RefuseField(payload ? "payload" : "shared",
                        payload ? absl::StrCat(payload_.size, " bytes") : "a place in a region",
-                       "absent unless the body is attend", "payload_size");
+                       "absent unless the body is attend, or end_step with tails", "payload_size");
   }
   return builder_.Prepare(header_, message);
+}
+
+absl::Status AttendStream::PrepareTails(AttendMessage* message) {
+  if (header_.has_shared()) {
+    absl::Status status =
+        builder_.FindRegion(shared_.regions, header_.shared(), payload_.size, message);
+    return status.ok() ? builder_.PrepareTailsIn(*message->region, header_, message) : status;
+  }
+  return builder_.Prepare(
+      header_, payload_.size,
+      [this](size_t offset, std::span<std::byte> to) {
+        shared_.copies->Gather(fragments_, payload_.offset + offset, to.size(), to.data());
+      },
+      message);
 }
 
 // Tensors that stay where they are: nothing is staged, nothing copied but index lists.
 absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) {
   const v1::SharedTensors& where = header_.shared();
-  if (payload_.size != 0) {
-    return RefuseField("payload", absl::StrCat(payload_.size, " bytes"), "empty beside shared",
-                       "payload_size");
-  }
-  if (shared_.regions != nullptr) {
-    message->region = shared_.regions->Find(builder_.tenant(), where.handle());
-  }
-  if (message->region == nullptr) {
-    // The same words for a handle that never was, one of another tenant, and one that is no more.
-    return MakeError(absl::StatusCode::kNotFound, "shared.handle: no such region",
-                     {.field = "shared.handle",
-                      .got = "another handle",
-                      .limit = "the handle of a region whose connection stands",
-                      .reason = "region_not_found"});
-  }
-  absl::Status status = builder_.PrepareAttend(header_.attend(), kTensorsElsewhere,
-                                               std::numeric_limits<int64_t>::max(), message);
+  absl::Status status = builder_.FindRegion(shared_.regions, where, payload_.size, message);
+  if (!status.ok()) return status;
+  status = builder_.PrepareAttend(header_.attend(), kTensorsElsewhere,
+                                  std::numeric_limits<int64_t>::max(), message);
   if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
   const uint64_t in = AttendRequestBuilder::SharedInBytes(message->sizes);
   const uint64_t out = AttendRequestBuilder::SharedOutBytes(message->sizes);

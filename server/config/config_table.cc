@@ -341,6 +341,14 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it. On a GPU, a launch has room for launch_rows "
               "lists.",
               MLA_SLOT(limits.max_top_k)),
+          Bytes("limits.max_tail_bytes", 0, 1 << 30,
+                "The tail of one sequence: what workers keep beside rows and entries.",
+                "Register refuses models above it. An inline EndStep with a tail must fit "
+                "wire.message_bytes.",
+                MLA_SLOT(limits.max_tail_bytes)),
+          Bytes("limits.tail_bytes", 0, kTiB, "Tails of all sequences, in host memory.",
+                "EndStep with a tail is RESOURCE_EXHAUSTED beyond it; without it the step ends.",
+                MLA_SLOT(limits.tail_bytes)),
           Bytes(
               "limits.weights_bytes", -1, kTiB,
               "W_UK and W_UV of all models, as bf16; -1: 2 GiB, or an eighth of the memory at hand "

@@ -38,6 +38,7 @@ scheduler::PerResource<int64_t> ServerBounds(const Config& config) {
   bounds[Resource::kControlCalls] = control_calls;
   bounds[Resource::kPrefixTokens] = config.limits.prefix_tokens;
   bounds[Resource::kControlBytes] = config.wire.control_bytes;
+  bounds[Resource::kTailBytes] = config.limits.tail_bytes;
   return bounds;
 }
 

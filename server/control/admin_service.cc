@@ -64,6 +64,7 @@ void AdminService::FillLimits(v1::Limits* to) const {
   to->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
   to->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
   to->set_max_top_k(static_cast<uint32_t>(from.max_top_k));
+  to->set_max_tail_bytes(static_cast<uint32_t>(from.max_tail_bytes));
   if (options_.shared_memory) {
     to->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
     to->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));
@@ -119,7 +120,9 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         if (rpc_.engine->backend_info().sparse) reply->add_capabilities("sparse");
         if (rpc_.engine->backend_info().selects) reply->add_capabilities("indexer");
         if (options_.checkpoints) reply->add_capabilities("checkpoints");
-        if (rpc_.engine->backend_info().windows) reply->add_capabilities("window");
+        if (rpc_.engine->backend_info().windows) {
+          for (const char* capability : {"window", "tails"}) reply->add_capabilities(capability);
+        }
         if (options_.shared_memory) {
           for (const char* capability : kSharedMemoryCapabilities)
             reply->add_capabilities(capability);

@@ -23,6 +23,7 @@ static_assert(static_cast<int>(Resource::kKvBytes) == v1::QUOTA_RESOURCE_KV_BYTE
 static_assert(static_cast<int>(Resource::kControlCalls) == v1::QUOTA_RESOURCE_CONTROL_CALLS);
 static_assert(static_cast<int>(Resource::kPrefixTokens) == v1::QUOTA_RESOURCE_PREFIX_TOKENS);
 static_assert(static_cast<int>(Resource::kControlBytes) == v1::QUOTA_RESOURCE_CONTROL_BYTES);
+static_assert(static_cast<int>(Resource::kTailBytes) == v1::QUOTA_RESOURCE_TAIL_BYTES);
 static_assert(scheduler::kResourceCount == v1::QuotaResource_ARRAYSIZE - 1);
 static_assert(static_cast<int>(scheduler::BoundSource::kRuntime) == v1::QUOTA_SOURCE_RUNTIME);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "server/grpc/request_validator.h"
 
 namespace mla::server {
@@ -18,9 +19,12 @@ void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
   to->set_client_id(from.client_id);
   to->set_page_groups(static_cast<uint64_t>(from.page_groups));
   to->set_declared(static_cast<uint64_t>(from.declared));
+  if (from.tail_position) to->set_tail_position(static_cast<uint64_t>(*from.tail_position));
 }
 
 namespace {
+
+constexpr size_t kTailPartBytes = 56 << 10;  // of one reply: fits any wire.message_bytes
 
 void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
   static_assert(static_cast<int>(kvcache::MatchEnd::kDeferred) == v1::MATCH_END_DEFERRED);
@@ -107,6 +111,26 @@ grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
     if (!cut.ok()) return cut.status();
     reply->set_epoch(cut->epoch);
     reply->set_length(static_cast<uint64_t>(cut->length));
+    reply->set_boot_id(rpc_.boot_id);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status SequenceService::ReadTail(grpc::ServerContext* context,
+                                       const v1::ReadTailRequest* request,
+                                       v1::ReadTailReply* reply) {
+  return rpc_.Serve(context, "Sequences.ReadTail", [&](const Identity& who) {
+    const auto read =
+        rpc_.engine->ReadTail(who.tenant, request->sequence_id(), request->expected_epoch());
+    if (!read.ok()) return read.status();
+    const auto size = static_cast<int64_t>(read->tail->size);
+    absl::Status status = CheckRange("offset", request->offset(), 0, size - 1);
+    if (!status.ok()) return status;
+    const size_t offset = request->offset();
+    reply->set_position(static_cast<uint64_t>(read->position));
+    reply->set_tail(read->tail->data.get() + offset,
+                    std::min(read->tail->size - offset, kTailPartBytes));
+    reply->set_tail_bytes(read->tail->size);
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });

@@ -24,6 +24,8 @@ class SequenceService final : public v1::Sequences::Service {
                     v1::ForkReply* reply) override;
   grpc::Status Truncate(grpc::ServerContext* context, const v1::TruncateRequest* request,
                         v1::TruncateReply* reply) override;
+  grpc::Status ReadTail(grpc::ServerContext* context, const v1::ReadTailRequest* request,
+                        v1::ReadTailReply* reply) override;
   grpc::Status Release(grpc::ServerContext* context, const v1::ReleaseRequest* request,
                        v1::ReleaseReply* reply) override;
   grpc::Status RenewLease(grpc::ServerContext* context, const v1::RenewLeaseRequest* request,

@@ -335,6 +335,14 @@ absl::Status ParseEndStep(const v1::EndStep& message, const Limits& limits,
     }
     args->committed_rows[static_cast<size_t>(i)] = static_cast<int32_t>(rows);
   }
+  MLA_RETURN_IF_ERROR(
+      CheckCount("end_step.tails", message.tails_size(), limits.max_step_sequences));
+  args->tails.resize(static_cast<size_t>(message.tails_size()));
+  for (int i = 0; i < message.tails_size(); ++i) {
+    MLA_RETURN_IF_ERROR(CheckRange([i] { return absl::StrCat("end_step.tails[", i, "]"); },
+                                   message.tails(i), 0, limits.max_step_sequences - 1));
+    args->tails[static_cast<size_t>(i)].sequence = static_cast<int32_t>(message.tails(i));
+  }
   return absl::OkStatus();
 }
 

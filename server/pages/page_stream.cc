@@ -97,6 +97,10 @@ absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, Pa
     return RefuseField("part.header.fp8_kind", absl::StrCat(static_cast<int>(header.fp8_kind())),
                        "FP8_KIND_E4M3FN or FP8_KIND_E4M3FNUZ", "unknown_value");
   }
+  if (header.has_tail_position() && model.tail_bytes == 0) {
+    return RefuseField("part.header.tail_position", absl::StrCat(header.tail_position()),
+                       "none: the model was registered without tail_bytes", "inconsistent");
+  }
   tags->geometry = model.geometry;
   tags->layers = model.layers;
   tags->page_size = model.page_size;
@@ -204,7 +208,8 @@ absl::Status PageStreamReader::Add(const v1::PagesPart& part, std::optional<Page
 absl::Status PageStreamReader::AddGroup(const v1::PageGroup& group) {
   const int64_t first = pages_.tags.first_row + rows_done_;
   const int64_t rows = std::min<int64_t>(left(), pages_.tags.page_size);
-  if (group.first_row() != static_cast<uint64_t>(first) || group.rows() != rows) {
+  if (group.first_row() != static_cast<uint64_t>(first) || group.rows() != rows ||
+      group.content() != v1::PAGE_CONTENT_ROWS) {
     return RefuseField("part.group",
                        absl::StrCat(group.rows(), " rows from ", group.first_row(), " on"),
                        absl::StrCat(rows, " rows from ", first, " on"), "order");

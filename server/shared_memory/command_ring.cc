@@ -394,13 +394,16 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
   request_arena_.Reset();
   auto* const request =
       google::protobuf::Arena::CreateMessage<v1::AttendStreamRequest>(&request_arena_);
-  if (!request->ParseFromString(message_bytes_) || !request->payload().empty() ||
-      request->has_shared()) {
+  const bool parsed = request->ParseFromString(message_bytes_) && request->payload().empty();
+  // Tails lie in the arena, too; the region need not be named.
+  const bool tails = parsed && request->end_step().tails_size() > 0;
+  if (!parsed || (request->has_shared() && !tails)) {
     return RefuseField("message", absl::StrCat(length, " other bytes"),
                        "an AttendStreamRequest without tensors", "malformed");
   }
   message->tag = request->tag();
-  absl::Status status = builder_.Prepare(*request, message);
+  absl::Status status = tails ? builder_.PrepareTailsIn(*region_, *request, message)
+                              : builder_.Prepare(*request, message);
   // What the step's reply needs is known to the engine alone.
   message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
   return status;

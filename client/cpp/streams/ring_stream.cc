@@ -56,18 +56,25 @@ RingStream::~RingStream() { Close().IgnoreError(); }
 
 // ------------------------------------------------------------------------------------- Sending
 
-bool RingStream::PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
-                              wire::SubmissionEntry* entry) {
-  const size_t bytes = request.ByteSizeLong();
+bool RingStream::PlaceMessage(std::span<const std::byte> tails, v1::AttendStreamRequest* request,
+                              InFlight* flight, wire::SubmissionEntry* entry) {
+  constexpr size_t kPlaceBytes = 64;  // of request->shared
   TensorPlacement& room = flight->room;
-  room.in = memory_->Allocate(bytes);
+  const size_t message_at = wire::AlignShared(tails.size());
+  room.in = memory_->Allocate(message_at + request->ByteSizeLong() + kPlaceBytes);
   room.out = memory_->Allocate(kReplyRoom);
   if (room.in.data() == nullptr || room.out.empty()) return false;
-  request.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(room.in.data()));
+  if (!tails.empty()) {
+    copier_.Copy(tails, room.in.data());
+    request->mutable_shared()->set_in_offset(memory_->OffsetOf(room.in.data()));
+    request->mutable_shared()->set_in_length(tails.size());
+  }
+  std::byte* const message = room.in.data() + message_at;
+  entry->row_count = static_cast<uint32_t>(request->ByteSizeLong());
+  request->SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(message));
   entry->kind = wire::kEntryMessage;
-  entry->row_count = static_cast<uint32_t>(bytes);
   entry->num_heads = static_cast<uint32_t>(kReplyRoom);
-  entry->in_offset = memory_->OffsetOf(room.in.data());
+  entry->in_offset = memory_->OffsetOf(message);
   entry->out_offset = memory_->OffsetOf(room.out.data());
   return true;
 }
@@ -105,7 +112,7 @@ void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inpu
     entry.tag = tag;
     const bool placed = is_attend
                             ? PlaceTensors(memory_.get(), &copier_, inputs, *pending, &flight.room)
-                            : PlaceMessage(*request, &flight, &entry);
+                            : PlaceMessage(inputs.kv, request, &flight, &entry);
     if (is_attend) {
       entry.in_offset = flight.room.in_offset;
       entry.out_offset = flight.room.out_offset;

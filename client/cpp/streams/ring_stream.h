@@ -57,8 +57,8 @@ class RingStream final : public StepStream {
   // Whether replies come in the order of requests, so that a stream may wait for its own.
   absl::Status CheckChain(const PendingReply& pending, bool is_attend) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool PlaceMessage(const v1::AttendStreamRequest& request, InFlight* flight,
-                    wire::SubmissionEntry* entry);
+  bool PlaceMessage(std::span<const std::byte> tails, v1::AttendStreamRequest* request,
+                    InFlight* flight, wire::SubmissionEntry* entry);
   absl::Status TakeOne(MutexLock* lock, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Finish(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Break(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -19,7 +19,7 @@ SharedStream::~SharedStream() { Close().IgnoreError(); }
 
 void SharedStream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                         const std::shared_ptr<PendingReply>& pending) {
-  if (request->body_case() != v1::AttendStreamRequest::kAttend) {
+  if (request->body_case() != v1::AttendStreamRequest::kAttend && inputs.size() == 0) {
     stream_->Send(request, {}, pending);
     return;
   }

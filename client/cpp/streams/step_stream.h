@@ -19,7 +19,8 @@
 
 namespace mla::client {
 
-// Tensors of an attend, in the order of the contract; empty where there is none.
+// Tensors of an attend, in the order of the contract; empty where there is none. Of an end_step,
+// its tails in place of kv.
 struct InputTensors {
   std::span<const std::byte> kv, q, lists;
   size_t size() const { return kv.size() + q.size() + lists.size(); }

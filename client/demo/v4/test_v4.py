@@ -64,6 +64,20 @@ class V4Test(unittest.TestCase):
         result = generate(WithoutSinks(exact=True))
         self.assertFalse(result.ok, result)
 
+    def test_another_tail_is_found(self):
+        class Stale(mla_client.LocalReference):
+            reads = 0
+
+            def _read_tail(self, sequence_id, epoch):
+                position, tail = super()._read_tail(sequence_id, epoch)
+                self.reads += 1
+                return position, np.full(len(tail) // 4, 9, np.float32).tobytes()
+
+        service = Stale(exact=True)
+        result = generate(service)
+        self.assertGreater(service.reads, 1)
+        self.assertFalse(result.ok, result)
+
     def test_a_narrower_window_is_found(self):
         class Narrow(mla_client.LocalReference):
             def _register(self, spec, lease_ms, kv_scales, sinks):

@@ -2,9 +2,11 @@
 
 Each row attends, in one softmax, to the last WINDOW rows, to compressed entries and to a sink.
 Layers differ: without entries; one for 4 rows, of which an indexer of the worker chooses TOP_K; one
-for 8 rows, all of them. The worker makes entries: means over the rows that they stand for. Rows and
-entries are keys and values alike, so an output has a rotated part, which the worker turns back by
-its own position before it goes on.
+for 8 rows, all of them. The worker makes entries: means over the rows that they stand for. Rows
+that no whole entry stands for yet are its tail, which it leaves with each step; now and then it
+forgets all rows and goes on from the tail that the server has. Rows and entries are keys and values
+alike, so an output has a rotated part, which the worker turns back by its own position before it
+goes on.
 
 The comparison is that of the V3.2 demo: the local float32 model is fed the tokens that the remote
 one chose, and attends to the entries that the remote lists named; lists are compared with those of
@@ -13,13 +15,13 @@ the local indexer.
 
 from __future__ import annotations
 
-from typing import List, Sequence
+from typing import List, Optional, Sequence
 
 import mla_client
 import numpy as np
 from attention import StepAttention, per_head
 from checks import NOISE_FACTOR, compare
-from generate import Generator
+from generate import Generator, Phase
 from model import Array, Attention, Model, rotate, yarn_frequencies
 from v32.sparse import Indexer, ListComparison, Lists, Result
 
@@ -29,6 +31,7 @@ RATIOS = (0, 4, 8)  # of a layer: its index modulo 3
 LISTED = 4          # layers of this ratio attend to lists
 
 PAGE = 16  # positions
+RESTARTS = 7  # at lengths that this divides, the worker has lost its rows
 
 
 class Worker:
@@ -51,7 +54,7 @@ class Worker:
         return mla_client.ModelSpec(
             name, mla_client.Geometry(c.heads, c.kv_lora, c.rope), c.layers, c.softmax_scale, PAGE,
             kv_format=kv_format, attention="sparse_v4", top_k=TOP_K, window=WINDOW,
-            ratios=self.ratios)
+            ratios=self.ratios, tail_bytes=4 * max(RATIOS) * c.layers * (c.kv_lora + c.rope))
 
     def entries(self, layer: int, rows: Array, first: int, last: int) -> Array:
         """Those that rows [first, last) of a sequence make whole; `rows` are all of it."""
@@ -59,6 +62,27 @@ class Worker:
         whole = range(first // ratio, last // ratio) if ratio else range(0)
         means = [rows[index * ratio:(index + 1) * ratio].mean(axis=0) for index in whole]
         return np.array(means, np.float32).reshape(-1, rows.shape[1])
+
+    def tail(self, rows: Sequence[Array], length: int) -> bytes:
+        """Of a sequence's first `length` rows, by layer, those that no whole entry stands for; each
+        layer has room for max(RATIOS) of them."""
+        kept = np.zeros((len(rows), max(RATIOS), rows[0].shape[1]), np.float32)
+        for layer, of_layer in enumerate(rows):
+            ratio = self.ratios[layer] or 1
+            own = of_layer[length // ratio * ratio:length]
+            kept[layer, :len(own)] = own
+        return kept.tobytes()
+
+    def rows_of_tail(self, tail: bytes, length: int) -> List[Array]:
+        """The first `length` rows by layer, as far as a tail has them; the others are NaN."""
+        c = self.model.config
+        kept = np.frombuffer(tail, np.float32).reshape(c.layers, max(RATIOS), -1)
+        rows = []
+        for layer, own in enumerate(kept):
+            count = length % (self.ratios[layer] or 1)
+            lost = np.full((length - count, own.shape[1]), np.nan, np.float32)
+            rows.append(np.concatenate([lost, own[:count]]))
+        return rows
 
     def query(self, layer: int, q_nope: Array, q_rope: Array) -> Array:
         """[rows, heads, lora + rope]."""
@@ -107,9 +131,11 @@ class WindowAttention(StepAttention):
         rows = np.concatenate([generator.rows[layer][:start], row])
         generator.rows[layer] = rows
         made = worker.entries(layer, rows, start, len(rows))
+        ratio = worker.ratios[layer]
+        entries = np.concatenate([generator.entries[layer][:start // ratio if ratio else 0], made])
+        generator.entries[layer] = entries
         lists = None
-        if worker.ratios[layer] == LISTED:
-            entries = worker.entries(layer, rows, 0, len(rows))
+        if ratio == LISTED:
             lists = Indexer.choose(worker.logits(layer, q_nope, q_rope, entries, start))
             generator.lists[layer][start:] = lists
         result = self._step.attend_window(layer, worker.query(layer, q_nope, q_rope), row, made,
@@ -120,17 +146,32 @@ class WindowAttention(StepAttention):
 
 
 class WindowGenerator(Generator):
-    """One sequence; remembers its rows, from which entries are made, and the lists that it sent."""
+    """One sequence; remembers its rows, from which entries are made, the entries, for the indexer,
+    and the lists that it sent."""
 
     def __init__(self, worker: Worker, service: mla_client.Service, sequence: mla_client.Sequence):
         super().__init__(worker.model, service, sequence, mla_client.Profile.ABSORBED)
         c = worker.model.config
         self.worker = worker
         self.rows: List[Array] = [np.zeros((0, c.kv_lora + c.rope), np.float32)] * c.layers
+        self.entries = list(self.rows)
         self.lists: List[Lists] = [[] for _ in range(c.layers)]  # by layer and position
+        self.restarts = 0
 
     def attention_of(self, step: mla_client.Step) -> StepAttention:
         return WindowAttention(self, step)
+
+    def finish(self, step: mla_client.Step, start: int, keep: Optional[int]) -> None:
+        count = step.total_rows if keep is None else keep
+        step.end([count], tails={0: self.worker.tail(self.rows, start + count)})
+
+    def feed(self, tokens: Sequence[int], phase: Optional[Phase] = None,
+             keep: Optional[int] = None) -> Array:
+        if self.sequence.length and self.sequence.length % RESTARTS == 0:
+            position, tail = self.sequence.read_tail()
+            self.rows = self.worker.rows_of_tail(tail, position)
+            self.restarts += 1
+        return super().feed(tokens, phase, keep)
 
 
 def forced_attention(worker: Worker, lists: List[Lists], comparison: ListComparison) -> Attention:

@@ -68,6 +68,10 @@ class AsyncService:
         """As Sequence.truncate."""
         await self._wait(lambda: sequence.truncate(length))
 
+    async def read_tail(self, sequence: Sequence) -> Tuple[int, bytes]:
+        """As Sequence.read_tail."""
+        return await self._wait(sequence.read_tail)
+
     async def export_rows(self, sequence: Sequence, first_row: int = 0,
                           end_row: Optional[int] = None) -> List[bytes]:
         """As Client.export_rows; all parts at once."""
@@ -167,9 +171,9 @@ class AsyncStep:
             lambda: self.step.attend_async(layer, q, kv, profile, **options))
         return await self._owner._wait(future.result)
 
-    async def end(self, committed: Optional[Seq[int]] = None) -> List[int]:
+    async def end(self, committed: Optional[Seq[int]] = None, **options: Any) -> List[int]:
         """As Step.end."""
-        return await self._owner._send(lambda: self.step.end(committed))
+        return await self._owner._send(lambda: self.step.end(committed, **options))
 
     async def abort(self) -> None:
         """As Step.abort."""

@@ -320,6 +320,17 @@ class Client(Service, Operations, Pages):
             sequence_id=sequence_id, length=length, expected_epoch=epoch))
         return reply.epoch, reply.length
 
+    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
+        tail, position, size = b"", -1, 1
+        while len(tail) < size:
+            reply = self._call(self._sequences.ReadTail, sequence_pb2.ReadTailRequest(
+                sequence_id=sequence_id, expected_epoch=epoch, offset=len(tail)))
+            if position not in (-1, reply.position):
+                raise errors.Aborted("read_tail: a step has left another tail meanwhile")
+            position, size = reply.position, reply.tail_bytes
+            tail += reply.tail
+        return position, tail
+
     def _release(self, sequence_ids: List[int]) -> List[int]:
         self._renewer.drop(sequence_ids)
         reply = self._call(self._sequences.Release,
@@ -359,9 +370,12 @@ class Client(Service, Operations, Pages):
     def _shared_memory(self, stream: Any) -> Optional[SharedMemory]:
         return (stream or self._own_stream()).memory
 
-    def _end(self, step: Step, committed: Optional[List[int]]) -> List[int]:
-        body = attention_pb2.EndStep(step_id=step.step_id, committed_rows=committed or [])
+    def _end(self, step: Step, committed: Optional[List[int]],
+             tails: List[Tuple[int, bytes]]) -> List[int]:
+        body = attention_pb2.EndStep(step_id=step.step_id, committed_rows=committed or [],
+                                     tails=[place for place, _ in tails])
         return list(self._ask(step._handle, REPLY_BYTES + LENGTH_BYTES * len(step.sequences),
+                              b"".join(tail for _, tail in tails),
                               end_step=body).end_step.lengths)
 
     def _abort(self, step: Step) -> None:
@@ -379,10 +393,11 @@ class Client(Service, Operations, Pages):
                 self._stream = self.open_stream()
             return self._stream
 
-    def _ask(self, stream: StepStream, reply_bytes: int = 0, **body: Any) -> Any:
+    def _ask(self, stream: StepStream, reply_bytes: int = 0, tails: bytes = b"",
+             **body: Any) -> Any:
         """One request of the stepping protocol that carries no tensor."""
         deadline = time.monotonic() + self.timeout_s
-        return stream.ask(deadline, reply_bytes, **body).wait(deadline)
+        return stream.ask(deadline, reply_bytes, tails, **body).wait(deadline)
 
     def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
               requests: Optional[Callable[[], Iterator[Any]]] = None,

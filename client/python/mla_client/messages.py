@@ -55,7 +55,8 @@ def spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
         attention=_number_of(spec.attention, _ATTENTION, "attention"), top_k=spec.top_k,
         index_heads=spec.index_heads, index_dim=spec.index_dim,
         weights_digest=spec.weights_digest, window=spec.window, ratios=spec.ratios,
-        entry_format=_number_of(spec.entry_format, _KV_FORMATS, "entry_format"))
+        entry_format=_number_of(spec.entry_format, _KV_FORMATS, "entry_format"),
+        tail_bytes=spec.tail_bytes)
 
 
 def spec_from_proto(message: Any) -> ModelSpec:
@@ -69,7 +70,7 @@ def spec_from_proto(message: Any) -> ModelSpec:
                      _ATTENTION[message.attention], message.top_k, message.index_heads,
                      message.index_dim, message.weights_digest,
                      _FP8_COMPUTE[message.fp8_compute], message.window, tuple(message.ratios),
-                     _KV_FORMATS[message.entry_format])
+                     _KV_FORMATS[message.entry_format], message.tail_bytes)
 
 
 def weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

@@ -11,14 +11,17 @@ import concurrent.futures
 import queue
 import threading
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
 
 import grpc
+import numpy as np
 
 from mla_client import errors, wire
 from mla_client.gen import attention_pb2
 from mla_client.shm.shared_memory import Placement, SharedMemory
 from mla_client.types import AttendArgs, DType, Geometry, Profile, Timings
+
+_Room = TypeVar("_Room")
 
 _METHOD = "/mla.v1.Attention/Attend"
 CLOSE_TIMEOUT_S = 2.0
@@ -56,10 +59,11 @@ class StepStream(abc.ABC):
         room first; DeadlineExceeded if there is none in time."""
 
     @abc.abstractmethod
-    def ask(self, deadline: float, reply_bytes: int = 0, **body: Any) -> Request:
+    def ask(self, deadline: float, reply_bytes: int = 0, tails: bytes = b"",
+            **body: Any) -> Request:
         """Sends a request of the stepping protocol that carries no tensor: the one field of
         AttendStreamRequest's `body` that is given. The reply has at most `reply_bytes` bytes; 0: it
-        is short."""
+        is short. `tails`: of an end_step."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -194,7 +198,7 @@ class AttendStream(StepStream):
     def _attend_shared(self, memory: SharedMemory, header: Any, args: AttendArgs, chunk: wire.Chunk,
                        geometry: Geometry, assembler: wire.ResultAssembler,
                        deadline: float) -> Request:
-        placement = self._placed(memory, args, chunk, geometry, deadline)
+        placement = self._with_room(memory, lambda: memory.place(args, chunk, geometry), deadline)
         shared = header.shared
         shared.handle = memory.handle
         shared.in_offset, shared.in_length = placement.in_offset, placement.in_length
@@ -216,24 +220,39 @@ class AttendStream(StepStream):
             memory.unplace(placement)
             raise
 
-    def _placed(self, memory: SharedMemory, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry,
-                deadline: float) -> Placement:
-        """Waits for room in the memory, which replies make."""
+    def _with_room(self, memory: SharedMemory, attempt: Callable[[], Optional[_Room]],
+                   deadline: float) -> _Room:
+        """What `attempt` takes of the memory. Waits for room there, which replies make."""
         while True:
             if self._broken is not None:
                 raise self._broken.again()
             seen = memory.freed
-            placement = memory.place(args, chunk, geometry)
-            if placement is not None:
-                return placement
+            taken = attempt()
+            if taken is not None:
+                return taken
             if memory.exhausted(seen):
                 raise does_not_fit()
             if not memory.wait_for_room(seen, deadline):
                 raise no_room()
 
-    def ask(self, deadline: float, reply_bytes: int = 0, **body: Any) -> Request:
-        return _GrpcRequest(self._send(attention_pb2.AttendStreamRequest(**body), [], 0, None,
-                                       deadline), None)
+    def ask(self, deadline: float, reply_bytes: int = 0, tails: bytes = b"",
+            **body: Any) -> Request:
+        header = attention_pb2.AttendStreamRequest(**body)
+        memory = self.memory
+        if memory is None or not tails:
+            parts = [np.frombuffer(tails, np.uint8)] if tails else []
+            return _GrpcRequest(self._send(header, parts, len(tails), None, deadline), None)
+        size = len(tails)
+        allocate, free = memory.allocate, memory.free
+        blocks = self._with_room(memory, lambda: allocate(size), deadline)
+        memory.map[blocks[0]:blocks[0] + size] = tails
+        header.shared.handle = memory.handle
+        header.shared.in_offset, header.shared.in_length = blocks[0], size
+        try:
+            return _GrpcRequest(self._send(header, [], 0, lambda *_: free(blocks), deadline), None)
+        except BaseException:
+            free(blocks)
+            raise
 
     def _send(self, header: Any, parts: List[Any], size: int,
               finish: Optional[Callable[[Any, float], None]],

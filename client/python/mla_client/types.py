@@ -114,6 +114,9 @@ class ModelSpec:
     window: int = 0
     ratios: Tuple[int, ...] = ()
     entry_format: str = ""
+    # Of "sparse_v4": bytes of what the worker keeps of a sequence beside rows and entries, which
+    # the server stores with steps (Step.end). 0: nothing.
+    tail_bytes: int = 0
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:
@@ -150,6 +153,7 @@ class SequenceState:
     client_id: str = ""
     page_groups: int = 0
     declared: int = 0  # leading rows of which the server knows what they stand for
+    tail_position: Optional[int] = None  # length that its tail belongs to; None: it has none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ using testing::MakeRow;
 using testing::Row;
 using testing::TestRequest;
 
-constexpr int kWindow = 4, kRatio = 2, kDim = 12, kHeads = 2;
+constexpr int kWindow = 4, kRatio = 2, kDim = 12, kHeads = 2, kTailBytes = 24;
 
 // A sequence as the test knows it: its committed rows at either layer, and the entries of layer 1.
 struct Text {
@@ -41,6 +41,7 @@ class EngineWindowTest : public ::testing::Test {
     options.model.window = kWindow;
     options.model.ratios = {0, kRatio};
     options.model.top_k = 8;
+    options.model.tail_bytes = kTailBytes;
     return options;
   }
 
@@ -57,8 +58,8 @@ class EngineWindowTest : public ::testing::Test {
   }
 
   // A step of `rows` rows after the text's, of which `commit` are kept; -1: it is aborted.
-  // `listed`: rows of layer 1 attend to some entries alone.
-  void Step(Text* text, int rows, int commit, bool listed = false) {
+  // `listed`: rows of layer 1 attend to some entries alone. `tail` > 0: what it leaves as the tail.
+  void Step(Text* text, int rows, int commit, bool listed = false, uint8_t tail = 0) {
     const StepId step = ++last_step_;
     const auto begun =
         h_.Begin(stream_, step, {{text->info.id, text->info.epoch, text->length(), rows}});
@@ -78,7 +79,9 @@ class EngineWindowTest : public ::testing::Test {
       ASSERT_TRUE(h_.Abort(stream_, step)->status.ok());
       return;
     }
-    const auto end = h_.End(stream_, step, {commit});
+    std::vector<TailArgs> tails;
+    if (tail > 0) tails.push_back({0, h_.MakeTail(kTailBytes, tail)});
+    const auto end = h_.End(stream_, step, {commit}, std::move(tails));
     ASSERT_TRUE(end->status.ok()) << end->status;
     const int length = text->length() + commit;
     for (auto& of_layer : after.rows) of_layer.resize(static_cast<size_t>(length));
@@ -157,6 +160,21 @@ class EngineWindowTest : public ::testing::Test {
           << "layer " << layer << " row " << row << " of " << visible;
     }
   }
+
+  // Position and first byte of the tail; {-1, 0}: there is none.
+  std::pair<int64_t, int> TailOf(const SequenceInfo& info) {
+    const auto read = h_.core().ReadTail(h_.tenant(), info.id, info.epoch);
+    const std::optional<int64_t> shown = h_.Get(info.id).tail_position;
+    EXPECT_EQ(shown.has_value(), read.ok());
+    if (!read.ok()) {
+      EXPECT_EQ(DetailOf(read.status()).reason, "no_tail") << read.status();
+      return {-1, 0};
+    }
+    EXPECT_EQ(*shown, read->position);
+    EXPECT_EQ(read->tail->size, size_t{kTailBytes});
+    return {read->position, static_cast<int>(read->tail->data[kTailBytes - 1])};
+  }
+  int64_t TailBytes() { return h_.core().tenants().Usage(h_.tenant()).used[Resource::kTailBytes]; }
 
   const std::vector<float> kSinks = {0.5f, -1.0f, 2.0f, 0.0f};
   EngineHarness h_{Options()};
@@ -261,6 +279,76 @@ TEST_F(EngineWindowTest, ASequenceCountsForEachOfItsCaches) {
   std::vector<SequenceId> absent;
   h_.core().ReleaseSequences(h_.tenant(), open, &absent);
   EXPECT_EQ(used(), 0);
+}
+
+TEST_F(EngineWindowTest, TailsBelongToTheLengthThatIsCommitted) {
+  using TailAt = std::pair<int64_t, int>;
+  Text text = Open();
+  EXPECT_EQ(TailOf(text.info), TailAt(-1, 0));
+  Step(&text, 5, 5, false, 1);
+  EXPECT_EQ(TailOf(text.info), TailAt(5, 1));
+  Step(&text, 3, 1, false, 2);  // two rows of the draft are rejected
+  EXPECT_EQ(TailOf(text.info), TailAt(6, 2));
+  Step(&text, 3, -1);
+  EXPECT_EQ(TailOf(text.info), TailAt(6, 2));
+  Step(&text, 2, 2);
+  EXPECT_EQ(TailOf(text.info), TailAt(6, 2));
+  Step(&text, 2, 0, false, 3);
+  EXPECT_EQ(TailOf(text.info), TailAt(8, 3));
+  EXPECT_EQ(TailBytes(), kTailBytes);
+}
+
+TEST_F(EngineWindowTest, ForksShareATailAndTruncationDropsIt) {
+  using TailAt = std::pair<int64_t, int>;
+  Text text = Open();
+  Step(&text, 6, 6, false, 7);
+  Step(&text, 1, 1);
+  const auto fork = [&](int64_t length) {
+    ForkArgs args;
+    args.tenant = h_.tenant();
+    args.parent = text.info.id;
+    args.expected_epoch = text.info.epoch;
+    args.length = length;
+    return *h_.core().ForkSequence(args);
+  };
+  EXPECT_EQ(TailOf(fork(7)), TailAt(6, 7));
+  const SequenceInfo at = fork(6), below = fork(5);
+  EXPECT_EQ(TailOf(at), TailAt(6, 7));
+  EXPECT_EQ(TailOf(below), TailAt(-1, 0));
+  EXPECT_EQ(TailBytes(), kTailBytes);  // once
+  const auto cut = h_.core().TruncateSequence(h_.tenant(), text.info.id, 6, text.info.epoch);
+  ASSERT_TRUE(cut.ok()) << cut.status();
+  EXPECT_EQ(TailOf(*cut), TailAt(6, 7));
+  const auto again = h_.core().TruncateSequence(h_.tenant(), cut->id, 5, cut->epoch);
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(TailOf(*again), TailAt(-1, 0));
+  EXPECT_EQ(TailOf(at), TailAt(6, 7));
+  std::vector<SequenceId> ids, absent;
+  for (const SequenceInfo& open : h_.core().GetSequences({h_.tenant(), {}, ""}).sequences) {
+    ids.push_back(open.id);
+  }
+  h_.core().ReleaseSequences(h_.tenant(), ids, &absent);
+  EXPECT_EQ(TailBytes(), 0);
+}
+
+TEST_F(EngineWindowTest, TailsThatDoNotFitTheStepAreRefused) {
+  const Text text = Open();
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{text.info.id, 1, 0, 2}})->status.ok());
+  const auto refused = [&](std::vector<TailArgs> tails) {
+    const auto end = h_.End(stream_, 1, {0}, std::move(tails));
+    return DetailOf(end->status);
+  };
+  EXPECT_EQ(refused({{1, h_.MakeTail(kTailBytes, 1)}}).field, "end_step.tails[0]");
+  EXPECT_EQ(refused({{0, h_.MakeTail(kTailBytes, 1)}, {0, h_.MakeTail(kTailBytes, 1)}}).field,
+            "end_step.tails[1]");
+  EXPECT_EQ(refused({{0, h_.MakeTail(kTailBytes + 1, 1)}}).reason, "step_reused");
+  EXPECT_EQ(refused({{0, nullptr}}).reason, "step_reused");
+  EXPECT_EQ(TailBytes(), 0);
+  TenantQuota quota;
+  quota.bounds[Resource::kTailBytes] = kTailBytes - 1;
+  ASSERT_TRUE(h_.core().tenants().SetQuota(h_.tenant(), quota, false).ok());
+  EXPECT_EQ(h_.MakeTail(kTailBytes, 1), nullptr);
+  EXPECT_TRUE(h_.End(stream_, 1, {0})->status.ok());  // the step was open all the time
 }
 
 TEST_F(EngineWindowTest, RowsDoNotMoveElsewhere) {

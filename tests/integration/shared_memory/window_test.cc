@@ -20,6 +20,7 @@ namespace {
 using Transport = client::ClientOptions::Transport;
 
 constexpr uint32_t kWindow = 6, kTopK = 8;
+constexpr uint32_t kTailBytes = 100'000;  // more than one reply brings
 constexpr uint32_t kRatios[] = {0, 4};
 
 class WindowTest : public ::testing::TestWithParam<Transport> {
@@ -33,6 +34,7 @@ class WindowTest : public ::testing::TestWithParam<Transport> {
     spec.set_window(kWindow);
     for (const uint32_t ratio : kRatios) spec.add_ratios(ratio);
     spec.set_top_k(kTopK);
+    spec.set_tail_bytes(kTailBytes);
     for (int i = 0; i < dims_.layers * dims_.heads; ++i) {
       sinks_.push_back(0.25f * static_cast<float>(i));
     }
@@ -125,7 +127,33 @@ class WindowTest : public ::testing::TestWithParam<Transport> {
     }
   }
 
-  const TestServer server_{[](server::Config& config) { config.wire.message_bytes = 1 << 18; }};
+  // Rows of both layers, with their entries, to none of which anything attends.
+  void AppendRows(client::Step* step) {
+    const auto dim = static_cast<size_t>(dims_.row());
+    for (uint32_t layer = 0; layer < 2; ++layer) {
+      const uint64_t rows = step->total_rows(), made = step->EntriesOf(layer, 0, rows);
+      const std::vector<uint16_t> kv((rows + made) * dim);
+      client::AttendCall call;
+      call.layer = layer;
+      call.row_count = static_cast<uint32_t>(rows);
+      call.profile = v1::PROFILE_APPEND_ONLY;
+      call.kv = kv.data();
+      ASSERT_TRUE(step->Attend(call).ok());
+    }
+  }
+  std::vector<std::byte> RandomTail() {
+    std::vector<std::byte> tail(kTailBytes);
+    for (std::byte& value : tail) value = static_cast<std::byte>(random_());
+    return tail;
+  }
+  static std::string Text(const std::vector<std::byte>& bytes) {
+    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  }
+
+  const TestServer server_{[](server::Config& config) {
+    config.wire.message_bytes = 1 << 18;
+    config.limits.tail_bytes = 4 * kTailBytes;  // of which a tenant may have seven eighths
+  }};
   const Dims dims_;
   std::mt19937_64 random_{9};
   std::vector<float> sinks_;
@@ -158,6 +186,61 @@ TEST_P(WindowTest, WhatTheWindowHasPassedIsRefused) {
   const auto forked = sequence.Fork(12);
   EXPECT_EQ(forked.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(client::DetailOf(forked.status())->reason(), "window_passed");
+}
+
+TEST_P(WindowTest, TailsComeBackAsTheyWereSent) {
+  client::Sequence first = *client_->OpenSequence("w"), second = *client_->OpenSequence("w");
+  EXPECT_EQ(client::DetailOf(first.ReadTail().status())->reason(), "no_tail");
+  const auto tail = RandomTail(), other = RandomTail();
+  auto step = *session_->Begin("w", {{&first, 3}, {&second, 2}});
+  AppendRows(step.get());
+  const std::vector<client::SequenceTail> both = {{0, tail}, {1, other}};
+  const auto ended = step->End({1, 2}, both);
+  ASSERT_TRUE(ended.ok()) << ended.status();
+  const auto read = first.ReadTail();
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->position, 1u);
+  EXPECT_TRUE(read->bytes == Text(tail));
+  EXPECT_EQ(second.ReadTail()->position, 2u);
+  EXPECT_TRUE(second.ReadTail()->bytes == Text(other));
+
+  step = *session_->Begin("w", {{&first, 1}, {&second, 1}});
+  AppendRows(step.get());
+  const std::vector<client::SequenceTail> one = {{1, tail}};
+  ASSERT_TRUE(step->End({}, one).ok());
+  EXPECT_EQ(first.ReadTail()->position, 1u);
+  EXPECT_EQ(second.ReadTail()->position, 3u);
+  EXPECT_TRUE(second.ReadTail()->bytes == Text(tail));
+  client::Sequence fork = *second.Fork();
+  EXPECT_TRUE(fork.ReadTail()->bytes == Text(tail));
+  ASSERT_TRUE(second.Truncate(2).ok());
+  EXPECT_EQ(client::DetailOf(second.ReadTail().status())->reason(), "no_tail");
+}
+
+TEST_P(WindowTest, TailsThatCannotBeStoredLeaveTheStepOpen) {
+  client::Sequence first = *client_->OpenSequence("w"), second = *client_->OpenSequence("w");
+  const auto tail = RandomTail();
+  const std::vector<client::SequenceTail> both = {{0, tail}, {1, tail}};
+  auto step = *session_->Begin("w", {{&first, 1}, {&second, 1}});
+  AppendRows(step.get());
+  const auto refused = [&](const std::vector<client::SequenceTail>& tails) {
+    const absl::Status status = step->End({}, tails).status();
+    EXPECT_FALSE(status.ok());
+    const auto detail = client::DetailOf(status);
+    return detail ? *detail : v1::ErrorDetail();
+  };
+  EXPECT_EQ(refused({{2, tail}}).field(), "end_step.tails[0]");
+  EXPECT_EQ(refused({{1u << 31, tail}}).field(), "end_step.tails[0]");
+  EXPECT_EQ(refused({{1, tail}, {0, tail}}).field(), "end_step.tails[1]");
+  EXPECT_EQ(refused({{0, std::span(tail).first(8)}}).field(), "");  // by the client
+  ASSERT_TRUE(step->End({}, both).ok());
+  step = *session_->Begin("w", {{&first, 1}, {&second, 1}});
+  AppendRows(step.get());
+  // The two that are there stay until the others take their place: room for four is needed.
+  EXPECT_EQ(refused(both).reason(), "tails_exhausted");
+  EXPECT_EQ(refused(both).resource(), "tail_bytes");
+  ASSERT_TRUE(step->End().ok());
+  EXPECT_EQ(first.ReadTail()->position, 1u);
 }
 
 TEST_P(WindowTest, RowsOfEightBitsAreRefused) {
@@ -210,6 +293,7 @@ TEST(WindowModelTest, RegistrationsAreChecked) {
   refused("sinks", [](auto& r) { r.add_sinks(0.5f); });
   refused("sinks[7]", [](auto& r) { r.set_sinks(7, std::nanf("")); });
   refused("model.window", [](auto& r) { r.mutable_model()->set_window(4097); });
+  refused("model.tail_bytes", [](auto& r) { r.mutable_model()->set_tail_bytes((16u << 20) + 1); });
   refused("model.entry_format",
           [](auto& r) { r.mutable_model()->set_entry_format(static_cast<v1::KvFormat>(99)); });
   EXPECT_TRUE(client->UnregisterModel("window").ok());

@@ -17,6 +17,7 @@ using scheduler::testing::Row;
 using scheduler::testing::TestRequest;
 
 constexpr int kDim = 12, kMostTexts = 5, kMostSteps = 3, kMostLength = 80, kMostListed = 8;
+constexpr size_t kTailBytes = 40;
 constexpr double kTolerance = 2e-3;
 
 uint64_t Mix(uint64_t x) {
@@ -34,6 +35,7 @@ void WindowCounts::Add(const WindowCounts& other) {
   commits += other.commits;
   aborts += other.aborts;
   passed += other.passed;
+  tails += other.tails;
 }
 
 uint64_t WindowSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
@@ -50,6 +52,7 @@ HarnessOptions WindowSimulator::Options(uint64_t seed) {
   model.ratios = {0, 2, drawn / 18 % 2 == 0 ? 4 : 1};
   model.layers = 3;
   model.top_k = kMostListed;
+  model.tail_bytes = kTailBytes;
   return options;
 }
 
@@ -119,6 +122,7 @@ void WindowSimulator::CutTo(Text* text, int length) {
     text->rows[layer].resize(static_cast<size_t>(length));
     text->entries[layer].resize(static_cast<size_t>(Entries(layer, length)));
   }
+  if (text->tail_at > length) text->tail = text->tail_at = 0;
 }
 
 bool WindowSimulator::Open() {
@@ -174,6 +178,7 @@ bool WindowSimulator::Truncate() {
   if (!cut.ok()) return true;
   text->epoch = cut->epoch;
   CutTo(text, length);
+  CheckTails();
   return true;
 }
 
@@ -349,7 +354,8 @@ void WindowSimulator::CheckRow(const Pending& pending, int row, int head) {
                     worst));
 }
 
-void WindowSimulator::Close(size_t at, const std::vector<int>* committed) {
+void WindowSimulator::Close(size_t at, const std::vector<int>* committed,
+                            const std::vector<int>& tails) {
   for (size_t i = 0; i < steps_[at].members.size(); ++i) {
     const Member& member = steps_[at].members[i];
     Text& text = *Find(member.id);
@@ -363,6 +369,10 @@ void WindowSimulator::Close(size_t at, const std::vector<int>* committed) {
       append(text.entries[layer], member.entry_keys[layer]);
     }
     CutTo(&text, member.start + (*committed)[i]);
+    if (tails[i] > 0) {
+      text.tail = tails[i];
+      text.tail_at = text.length();
+    }
     const int page = model().window_page_size();
     const int gone = std::max(0, text.length() - model().window) / page * page;
     text.gone = std::max(text.gone, gone);
@@ -382,13 +392,22 @@ bool WindowSimulator::End() {
     committed.push_back(Chance(60) ? member.rows
                                    : static_cast<int32_t>(Pick(uint64_t(member.rows) + 1)));
   }
-  const auto end = harness_->End(stream_, step.id, committed);
+  std::vector<int> sent;
+  std::vector<scheduler::TailArgs> tails;
+  for (size_t i = 0; i < step.members.size(); ++i) {
+    sent.push_back(Chance(40) ? 1 + static_cast<int>(Pick(250)) : 0);
+    if (sent.back() == 0) continue;
+    const auto value = static_cast<uint8_t>(sent.back());
+    tails.push_back({static_cast<int32_t>(i), harness_->MakeTail(kTailBytes, value)});
+  }
+  const auto end = harness_->End(stream_, step.id, committed, std::move(tails));
   harness_->Run();
   Answer();
   if (!end->status.ok() || !end->answered()) Fail(absl::StrCat("end: ", end->status.ToString()));
   ++counts_.commits;
   const std::vector<int> rows(committed.begin(), committed.end());
-  Close(at, &rows);
+  Close(at, &rows, sent);
+  CheckTails();
   return true;
 }
 
@@ -404,6 +423,23 @@ bool WindowSimulator::Abort() {
   }
   ++counts_.aborts;
   return true;
+}
+
+void WindowSimulator::CheckTails() {
+  for (const Text& text : texts_) {
+    if (text.in_step) continue;
+    const auto read = harness_->core().ReadTail(harness_->tenant(), text.id, text.epoch);
+    if (read.ok() != (text.tail > 0)) return Fail("a sequence has a tail, or none, unforetold");
+    if (!read.ok()) continue;
+    const auto value = static_cast<std::byte>(text.tail);
+    const std::byte* const data = read->tail->data.get();
+    if (read->position != text.tail_at || read->tail->size != kTailBytes ||
+        !std::all_of(data, data + kTailBytes, [value](std::byte b) { return b == value; })) {
+      return Fail(
+          absl::StrCat("another tail: at ", read->position, ", foretold is ", text.tail_at));
+    }
+    ++counts_.tails;
+  }
 }
 
 void WindowSimulator::CheckBooks() {
@@ -431,6 +467,8 @@ void WindowSimulator::Finish() {
   while (!texts_.empty()) Release();
   forked_ = false;
   CheckBooks();
+  const auto usage = harness_->core().tenants().Usage(harness_->tenant());
+  if (usage.used[scheduler::Resource::kTailBytes] != 0) Fail("tails of no sequence are counted");
   if (!pending_.empty()) Fail("a request without an answer");
 }
 

@@ -6,6 +6,7 @@
 //   - an OK answer equals attention in double over the last rows, the whole entries or those of its
 //     list, and the sink;
 //   - forks and truncation are granted just where the rows before are kept;
+//   - a tail is there, as it was sent, until rows before its position go;
 //   - page groups in use are those of the rows and entries that there are, and none in the end.
 #ifndef MLA_TESTS_SIMULATION_WINDOWS_WINDOW_SIMULATOR_H_
 #define MLA_TESTS_SIMULATION_WINDOWS_WINDOW_SIMULATOR_H_
@@ -24,6 +25,7 @@ struct WindowCounts {
   int64_t answers = 0;     // rows and heads that were compared
   int64_t commits = 0, aborts = 0;
   int64_t passed = 0;  // refusals because the window has passed
+  int64_t tails = 0;   // that were read, and were as foretold
   void Add(const WindowCounts& other);
 };
 
@@ -43,6 +45,8 @@ class WindowSimulator {
     uint64_t epoch = 0;
     bool in_step = false;
     int gone = 0;                                // rows that are no longer kept, in whole pages
+    int tail_at = 0;                             // position of its tail
+    int tail = 0;                                // of which each byte is this; 0: there is none
     std::vector<std::vector<uint64_t>> rows;     // by layer
     std::vector<std::vector<uint64_t>> entries;  // by layer
     int length() const { return static_cast<int>(rows[0].size()); }
@@ -99,7 +103,9 @@ class WindowSimulator {
 
   Text* AnyText(bool free);
   Text* Find(scheduler::SequenceId id);
-  void Close(size_t step, const std::vector<int>* committed);
+  // `tails`: the value of each member's; 0: none came.
+  void Close(size_t step, const std::vector<int>* committed, const std::vector<int>& tails = {});
+  void CheckTails();
   bool Kept(const Text& text, int length) const;
   void CutTo(Text* text, int length);
   void Fail(const std::string& what);

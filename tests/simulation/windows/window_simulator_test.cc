@@ -34,6 +34,7 @@ TEST(WindowSimulator, RandomOperationsAreAsForetold) {
   EXPECT_GT(counts.commits, 20 * share);
   EXPECT_GT(counts.aborts, 2 * share);
   EXPECT_GT(counts.passed, share / 2);
+  EXPECT_GT(counts.tails, 20 * share);
 }
 
 TEST(WindowSimulator, ASeedRepeats) {

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mla_client import bf16, errors, wire
 from mla_client.local.attention import (LocalSequence, LocalStep, ModelState, dense_attention,
-                                        visible_keys, whole_entries, window_attention)
+                                        tail_below, visible_keys, whole_entries, window_attention)
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
                               Profile, SequenceState, Timings, WeightsStatus)
@@ -107,6 +107,9 @@ class LocalReference(Service):
         most = spec.layers * geometry.num_heads * windowed
         if len(sinks) not in (0, most) or np.isnan(list(sinks)).any():
             raise errors.InvalidArgument("sinks: must be numbers, one a layer and head of a window")
+        if not 0 <= spec.tail_bytes < 1 << 31 or (spec.tail_bytes and not windowed):
+            raise errors.InvalidArgument(
+                f"model.tail_bytes: got {spec.tail_bytes} with attention {spec.attention!r}")
         if spec.entry_format not in ("", "bf16"):
             raise errors.Unimplemented(
                 f"model.entry_format: got {spec.entry_format!r}, entries are bf16 in this process")
@@ -214,6 +217,7 @@ class LocalReference(Service):
             child = self._sequences[state.sequence_id]
             if child.length == length:
                 child.entries = whole_entries(parent, length)
+                child.tail = tail_below(parent, length)
             return state
 
     def _settled(self, sequence_id: int, epoch: int) -> LocalSequence:
@@ -238,10 +242,19 @@ class LocalReference(Service):
                     f"truncate.length: got {length}, at most {sequence.length}")
             sequence.rows = [rows[:length] for rows in sequence.rows]
             sequence.entries = whole_entries(sequence, length)
+            sequence.tail = tail_below(sequence, length)
             sequence.length = length
             sequence.epoch += 1
             sequence.last_truncate = (length, epoch)
             return sequence.epoch, length
+
+    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
+        with self._lock:
+            tail = self._settled(sequence_id, epoch).tail
+            if tail is None:
+                raise errors.NotFound(f"sequence {sequence_id:#x}: no tail",
+                                      errors.ErrorDetail(reason="no_tail"))
+            return tail
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
         with self._lock:
@@ -262,7 +275,8 @@ class LocalReference(Service):
         return SequenceState(sequence.id, sequence.epoch, sequence.length,
                              in_step=sequence.step is not None,
                              open_step=sequence.step.id if sequence.step else 0,
-                             model_id=sequence.model.spec.model_id)
+                             model_id=sequence.model.spec.model_id,
+                             tail_position=sequence.tail[0] if sequence.tail else None)
 
     # --- Steps
 
@@ -420,7 +434,8 @@ class LocalReference(Service):
             first += count
         return o, lse
 
-    def _end(self, step: Step, committed: Optional[List[int]]) -> List[int]:
+    def _end(self, step: Step, committed: Optional[List[int]],
+             tails: List[Tuple[int, bytes]]) -> List[int]:
         with self._lock:
             opened = self._opened(step)
             committed = opened.rows if committed is None else committed
@@ -445,6 +460,9 @@ class LocalReference(Service):
                         sequence.entries[layer] = np.concatenate([sequence.entries[layer], own])
                 sequence.length += kept
                 first += rows
+            for place, tail in tails:
+                sequence = opened.sequences[place]
+                sequence.tail = sequence.length, bytes(tail)
             self._drop(opened)
             return [sequence.length for sequence in opened.sequences]
 

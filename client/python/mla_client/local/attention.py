@@ -31,6 +31,7 @@ class LocalSequence:
     step: Optional["LocalStep"] = None
     entries: List[npt.NDArray] = dataclasses.field(default_factory=list)  # as rows
     last_truncate: Optional[Tuple[int, int]] = None  # (length, expected epoch) of the last one
+    tail: Optional[Tuple[int, bytes]] = None         # (position, tail)
 
 
 @dataclasses.dataclass
@@ -42,6 +43,11 @@ class LocalStep:
     have_kv: npt.NDArray         # [layers, rows], bool
     # By layer: entries that the rows make whole, by row.
     entries: List[Dict[int, npt.NDArray]] = dataclasses.field(default_factory=list)
+
+
+def tail_below(sequence: LocalSequence, length: int) -> Optional[Tuple[int, bytes]]:
+    """The tail of a sequence's first rows."""
+    return sequence.tail if sequence.tail and sequence.tail[0] <= length else None
 
 
 def whole_entries(sequence: LocalSequence, length: int) -> List[npt.NDArray]:

@@ -36,7 +36,8 @@ def state_of(info: Any) -> SequenceState:
     """A sequence as a reply has it."""
     return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
                          info.in_step, info.open_step, info.model_id, info.client_id,
-                         info.page_groups, info.declared)
+                         info.page_groups, info.declared,
+                         info.tail_position if info.HasField("tail_position") else None)
 
 
 def write(file: BinaryIO, parts: Iterable[bytes]) -> int:

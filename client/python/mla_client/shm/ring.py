@@ -29,6 +29,7 @@ from mla_client.types import AttendArgs, Geometry, Timings
 SUBMISSION = struct.Struct("<BBBBQQIIIIIIQQ")
 COMPLETION = struct.Struct("<BBHQQIIIIIIQII")
 _TAG = 4  # its index among the fields of both
+SHARED_BYTES = 32  # of the place of tails in a message, at most
 ATTEND, MESSAGE = 1, 2
 HAS_KV, WANT_LSE, HAS_LISTS, SELECTS, WANT_LISTS, FP8_KV, ON_DEVICE = 1, 2, 4, 8, 16, 32, 64
 PLAN_REUSED = 1
@@ -252,13 +253,19 @@ class RingStream(stream.StepStream):
                      stream.timeout_us(args.timeout_s), placed.in_offset, placed.out_offset)
         return request
 
-    def ask(self, deadline: float, reply_bytes: int = 0, **body: Any) -> stream.Request:
+    def ask(self, deadline: float, reply_bytes: int = 0, tails: bytes = b"",
+            **body: Any) -> stream.Request:
         room = reply_bytes if reply_bytes > REPLY_SLOT_BYTES else 0
         tag = next(self._tags)
-        message = attention_pb2.AttendStreamRequest(tag=tag, **body).SerializeToString()
+        header = attention_pb2.AttendStreamRequest(tag=tag, **body)
+        most = header.ByteSize() + (SHARED_BYTES if tails else 0)
+        blocks = self._with_room(
+            lambda: self.memory.allocate(most + room, *([len(tails)] if tails else [])), deadline)
+        if tails:
+            self.memory.map[blocks[1]:blocks[1] + len(tails)] = tails
+            header.shared.in_offset, header.shared.in_length = blocks[1], len(tails)
+        message, offset = header.SerializeToString(), blocks[0]
         size = len(message)
-        blocks = self._with_room(lambda: self.memory.allocate(size + room), deadline)
-        offset = blocks[0]
         self.memory.map[offset:offset + size] = message
         request = _RingRequest(self, blocks)
         self._submit(request, deadline, MESSAGE, 0, 0, 0, tag, 0, 0, 0, size, 0, room, 0,

@@ -80,6 +80,42 @@ class WindowContract:
                 texts[layer] = stored[:20], entries[:20 // RATIOS[layer] if RATIOS[layer] else 0]
             self.window_step(sequence, rng, sinks, texts, 5, True)
 
+    def append(self, sequences, rows, keep, tails=None):
+        """A step of so many rows of each sequence, of zeros."""
+        with self.service.step([(sequence, rows) for sequence in sequences]) as step:
+            for layer, ratio in enumerate(RATIOS):
+                made = sum((s.length + rows) // ratio - s.length // ratio
+                           for s in sequences) if ratio else 0
+                step.attend_async(layer, None, np.zeros((rows * len(sequences), 32)),
+                                  mla_client.Profile.APPEND_ONLY,
+                                  entries=np.zeros((made, 32))).result()
+            step.end(keep, tails=tails)
+
+    def test_tails_belong_to_what_was_committed(self):
+        model = self.service.register_model(self.window_spec(tail_bytes=5000))
+        self.assertEqual(model.spec.tail_bytes, 5000)
+        tails = [secrets.token_bytes(5000) for _ in range(3)]
+        with model.open_sequence() as first, model.open_sequence() as second:
+            with self.assertRaisesRegex(mla_client.NotFound, "no tail"):
+                first.read_tail()
+            self.append([first, second], 3, [3, 1], {0: tails[0], 1: tails[1]})
+            self.assertEqual(first.read_tail(), (3, tails[0]))
+            self.assertEqual(second.read_tail(), (1, tails[1]))
+            self.assertEqual(first.refresh().tail_position, 3)
+            self.append([first, second], 2, [2, 2], {1: tails[2]})
+            self.assertEqual(first.read_tail(), (3, tails[0]))  # of an earlier length
+            self.assertEqual(second.read_tail(), (3, tails[2]))
+            with first.fork() as child, first.fork(3) as at, first.fork(2) as below:
+                self.assertEqual(child.read_tail(), (3, tails[0]))
+                self.assertEqual(at.read_tail(), (3, tails[0]))
+                self.assertIsNone(below.refresh().tail_position)
+            second.truncate(2)
+            with self.assertRaises(mla_client.NotFound):
+                second.read_tail()
+            for wrong in ({2: tails[0]}, {0: tails[0][1:]}):
+                with self.assertRaisesRegex(mla_client.InvalidArgument, "end.tails"):
+                    self.append([first], 1, [1], wrong)
+
     def test_entries_and_lists_are_checked(self):
         model, _, rng = self.register_window()
         with model.open_sequence() as sequence, self.service.step([(sequence, 4)]) as step:
@@ -96,7 +132,7 @@ class WindowContract:
 
     def test_specs_and_sinks_are_checked(self):
         for fields in ({"window": 0}, {"ratios": (2,)}, {"attention": "dense", "top_k": 0},
-                       {"ratios": (0, 3)}):
+                       {"ratios": (0, 3)}, {"tail_bytes": 1 << 31}):
             with self.subTest(fields), self.assertRaises(mla_client.InvalidArgument):
                 self.service.register_model(self.window_spec(**fields))
         for sinks in (np.zeros((2, 2)), np.full((2, 3), np.nan)):

@@ -153,6 +153,13 @@ void BadInputTest::TrySequences() {
     v1::TruncateReply reply;
     return sequences_->Truncate(context, request, &reply);
   });
+  v1::ReadTailRequest tail;
+  tail.set_sequence_id(track.sequence.id());
+  tail.set_expected_epoch(track.sequence.epoch());
+  TryUnary(tail, [&](auto* context, const auto& request) {
+    v1::ReadTailReply reply;
+    return sequences_->ReadTail(context, request, &reply);
+  });
   v1::RenewLeaseRequest renew;
   renew.add_sequence_ids(track.sequence.id());
   TryUnary(renew, [&](auto* context, const auto& request) {
@@ -189,7 +196,7 @@ void BadInputTest::TryModels() {
     });
   }
   // Lists of numbers that only a model with a window has: window_test.
-  seen_.insert({"mla.v1.ModelSpec.ratios", "mla.v1.RegisterRequest.sinks"});
+  seen_.insert({"mla.v1.ModelSpec.ratios", "mla.v1.RegisterRequest.sinks", "mla.v1.EndStep.tails"});
   ASSERT_TRUE(client_->RegisterModel(fp8.model()).ok());
   v1::UploadScalesRequest scales;
   scales.set_model_id(fp8.model().model_id());

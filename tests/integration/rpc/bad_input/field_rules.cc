@@ -175,6 +175,9 @@ std::map<std::string, FieldRule> SequenceRules() {
       {"TruncateRequest.sequence_id", any},
       {"TruncateRequest.length", {0, 0, "length", {}}},
       {"TruncateRequest.expected_epoch", any},
+      {"ReadTailRequest.sequence_id", any},
+      {"ReadTailRequest.expected_epoch", any},
+      {"ReadTailRequest.offset", any},  // its range: window_test
       {"ReleaseRequest.sequence_ids", any},
       {"RenewLeaseRequest.sequence_ids", any},
       {"RenewLeaseRequest.client_id", client},
@@ -204,6 +207,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"ModelSpec.window", {0, 0, "model.window", {}}},
       {"ModelSpec.ratios", {0, kAnything, "model.ratios", {"model.ratios"}}},
       {"ModelSpec.entry_format", {0, 0, "model.entry_format", {}}},
+      {"ModelSpec.tail_bytes", {0, 0, "model.tail_bytes", {}}},
       {"ModelSpec.rope_owner", {1, 1, "model.rope_owner", {}}},
       {"ModelSpec.query_precision", {0, 2, "model.query_precision", {}}},
       {"ModelSpec.page_size", {0, 4096, "model.page_size", {}}},
@@ -222,7 +226,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"GetQuotaRequest.tenant", {0, kMostName, "tenant", {}}},
       {"GetQuotaRequest.all", {0, 1, "", {"tenant"}}},
       {"SetQuotaRequest.tenant", {1, kMostName, "tenant", {}}},
-      {"QuotaBound.resource", {1, 15, "bounds[0].resource", {}}},
+      {"QuotaBound.resource", {1, 16, "bounds[0].resource", {}}},
       {"QuotaBound.bound", {0, kMostPosition, "bounds[0].bound", {}}},
       {"SetQuotaRequest.weight", {0, 1000, "weight", {}}},
       {"SetQuotaRequest.reset", {}},
@@ -272,8 +276,10 @@ std::map<std::string, FieldRule> PageRules() {
       {"PagesHeader.group_bytes", {1, uint64_t{1} << 40, "group_bytes", {}}},
       {"PagesHeader.first_row", {0, kMostRows, "first_row", {}}},
       {"PagesHeader.rows", {1, kMostRows, "rows", {"part.group"}}},
+      {"PagesHeader.tail_position", {1, 0, "tail_position", {}}},  // a model without tails has none
       {"PageGroup.first_row", {0, 0, "part.group", {}}},
       {"PageGroup.rows", {2, 2, "part.group", {}}},
+      {"PageGroup.content", {0, 0, "part.group", {}}},
       {"PageChunk.payload", {320, 320, "part.chunk.payload", {}}},  // 2 layers x 2 rows x 80
       {"PageGroupEnd.sha256", any},
       {"PagesTrailer.groups", {1, 1, "part.trailer.groups", {}}},
@@ -319,6 +325,7 @@ std::map<std::string, FieldRule> StreamRules() {
       {"Attend.want_lists", {0, 0, "attend.want_lists", {}}},
       {"EndStep.step_id", any},
       {"EndStep.committed_rows", {0, 2, "end_step.committed_rows[0]", {}}},
+      {"EndStep.tails", {0, 0, "end_step.tails[0]", {"end_step.tails"}}},
       {"AbortStep.step_id", any},
   };
 }

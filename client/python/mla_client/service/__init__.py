@@ -1,0 +1,284 @@
+"""The objects that a worker handles: Model, Sequence, Step, over any Service.
+
+`Client` (a server) and `LocalReference` (numpy, in this process) implement Service,
+so code written against one runs on the other.
+
+Threading: a Service may be shared by threads; a Sequence or a Step belongs to one thread at a time,
+except that `Step.attend` and `Step.attend_async` may be called from several.
+"""
+
+from __future__ import annotations
+
+import abc
+import secrets
+from typing import Any, List, Optional, Sequence as Seq, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_client import errors, wire
+from mla_client.service.step import Step
+from mla_client.shm import device as device_memory
+from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
+                              PrefixMatch, Profile, SequenceState, WeightsStatus)
+
+
+class AttendFuture(abc.ABC):
+    """The result of a call under way."""
+
+    @abc.abstractmethod
+    def result(self) -> AttendResult:
+        """Waits until the call is done or its deadline has passed. Raises MlaError."""
+
+
+class Service(abc.ABC):
+    """What a Model, a Sequence and a Step need. Users call the methods of those instead."""
+
+    timeout_s: float
+
+    @abc.abstractmethod
+    def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
+                  sinks: Seq[float]) -> Tuple[ModelSpec, int]:
+        """Returns the spec in force and the bytes of a page group."""
+
+    @abc.abstractmethod
+    def _unregister(self, model_id: str) -> None: ...
+
+    @abc.abstractmethod
+    def _upload_scales(self, model_id: str, scales: Seq[float]) -> None: ...
+
+    @abc.abstractmethod
+    def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
+                w_uv: npt.NDArray) -> WeightsStatus: ...
+
+    @abc.abstractmethod
+    def _open(self, model_id: str, request_id: str, lease_ms: int,
+              prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]: ...
+
+    @abc.abstractmethod
+    def _match(self, sequence_id: int, epoch: int, first_row: int,
+               prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]: ...
+
+    @abc.abstractmethod
+    def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
+              lease_ms: int) -> SequenceState: ...
+
+    @abc.abstractmethod
+    def _truncate(self, sequence_id: int, length: int, epoch: int) -> Tuple[int, int]:
+        """Returns (epoch, length)."""
+
+    @abc.abstractmethod
+    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
+        """Returns (position, tail)."""
+
+    @abc.abstractmethod
+    def _release(self, sequence_ids: List[int]) -> List[int]:
+        """Returns the ids that were not there."""
+
+    @abc.abstractmethod
+    def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]: ...
+
+    @abc.abstractmethod
+    def _begin(self, step: Step) -> Any:
+        """Returns a handle that the other step calls get."""
+
+    @abc.abstractmethod
+    def _attend(self, step: Step, args: AttendArgs) -> AttendFuture: ...
+
+    @abc.abstractmethod
+    def _end(self, step: Step, committed: Optional[List[int]],
+             tails: List[Tuple[int, bytes]]) -> List[int]:
+        """Returns the new lengths. `tails`: with the place in the step, ascending."""
+
+    @abc.abstractmethod
+    def _abort(self, step: Step) -> None: ...
+
+    def _shared_memory(self, stream: Any) -> Any:
+        """The SharedMemory of a stream (None: of the service's own), or None if it has none."""
+        return None
+
+    def register_model(self, spec: ModelSpec, *, lease_ms: int = 0,
+                       kv_scales: Seq[float] = (), sinks: Any = ()) -> "Model":
+        """Registers a model; repeating it with equal contents succeeds. With `lease_ms` > 0 it goes
+        when for so long nothing has named it and no sequence of it was open; 0: as the server is
+        configured, by default never.
+
+        `kv_scales`, one a layer, belong to kv_format "fp8_tensor": a stored value is its e4m3 code
+        times the scale of its layer. `Model.upload_scales` may bring them later.
+
+        `sinks` [layers, heads] belong to attention "sparse_v4": logits whose value is zero; -inf:
+        none. Without them there are none."""
+        sinks = np.asarray(sinks, np.float32)
+        heads = (spec.layers, spec.geometry.num_heads)
+        if sinks.size and sinks.shape != heads:
+            raise errors.InvalidArgument(f"sinks: got shape {sinks.shape}, must be {heads}")
+        in_force, page_group_bytes = self._register(spec, lease_ms, kv_scales,
+                                                    sinks.reshape(-1).tolist())
+        return Model(self, in_force, page_group_bytes)
+
+    def step(self, rows: Seq[Tuple["Sequence", int]], *, participants: int = 1, lease_ms: int = 0,
+             step_id: Optional[int] = None, stream: Any = None) -> Step:
+        """A step that adds `rows` rows to each sequence; use it in a `with` block.
+
+        Tensor-parallel ranks each make the same step, with the same `step_id`, on streams of their
+        own (`Client.open_stream`), all with `participants` set.
+        """
+        return Step(self, rows, participants, lease_ms, step_id, stream)
+
+    def buffers(self, model: "Model", rows: int, profile: Profile = Profile.EXPANDED, *,
+                heads: Optional[int] = None, kv: bool = True, want_lse: bool = False,
+                dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
+                stream: Any = None, device: str = "cpu") -> Buffers:
+        """Memory for the tensors of `rows` rows and `heads` heads (default: all), in which they are
+        used where they lie instead of being copied, if the stream has shared memory and room there;
+        ordinary arrays otherwise. `dtype` and `o_dtype` decide what the arrays are made of.
+        `device="cuda"` or "hip": on the server's GPU (`connect`'s device_bytes), else Unavailable.
+        """
+        geometry = model.spec.geometry
+        profile, dtype, o_dtype = Profile(profile), DType(dtype), wire.output_dtype(o_dtype)
+        if dtype == DType.F8_E4M3:
+            raise errors.InvalidArgument("buffers.dtype: got F8_E4M3, must be BF16 or F32")
+        heads = geometry.num_heads if heads is None else heads
+        if profile == Profile.APPEND_ONLY:
+            heads, want_lse = 0, False
+        if rows < 1 or (heads < 1 and profile != Profile.APPEND_ONLY):
+            raise errors.InvalidArgument(f"buffers: got {rows} rows, {heads} heads")
+        memory = self._shared_memory(stream)
+        row_dim = model.spec.sent_row_dim if kv else 0
+        shape = geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype
+        made = device_memory.buffers_in(memory, device, shape)
+        if made:
+            return made
+        computes = profile != Profile.APPEND_ONLY
+        return Buffers(
+            np.empty((rows, row_dim), dtype.numpy) if kv else None,
+            np.empty((rows, heads, geometry.q_dim(profile)), dtype.numpy) if computes else None,
+            np.empty((rows, heads, geometry.o_dim(profile)), o_dtype.numpy) if computes else None,
+            np.empty((rows, heads), np.float32) if want_lse else None, dtype)
+
+
+class Model:
+    """A registered model."""
+
+    def __init__(self, service: Service, spec: ModelSpec, page_group_bytes: int) -> None:
+        self.service = service
+        self.spec = spec                          # as in force: with the page size filled in
+        self.page_group_bytes = page_group_bytes  # the unit of KV allocation
+
+    def __repr__(self) -> str:
+        return f"<Model {self.spec.model_id!r}, {self.spec.layers} layers>"
+
+    def upload_scales(self, scales: Seq[float]) -> None:
+        """Sets the scales of kv_format "fp8_tensor", one a layer. Equal ones may be sent again,
+        others while no sequence of the model is open: else AlreadyExists."""
+        self.service._upload_scales(self.spec.model_id, scales)
+
+    def upload_weights(self, layer: int, w_uk: npt.NDArray, w_uv: npt.NDArray,
+                       head_begin: int = 0) -> WeightsStatus:
+        """Uploads W_UK [heads, nope, lora] and W_UV [heads, lora, v] of one layer.
+
+        float arrays are rounded to bf16; uint16 arrays are bf16 patterns. Both must cover the same
+        heads, beginning at `head_begin`. Repeating an upload succeeds; other values for heads that
+        are there already are AlreadyExists. EXPANDED is served once every layer and head is there.
+        """
+        geometry = self.spec.geometry
+        w_uk, w_uv = np.asarray(w_uk), np.asarray(w_uv)
+        heads = len(w_uk) if w_uk.ndim else 0
+        wire.check_number("layer", layer)
+        wire.check_number("head_begin", head_begin)
+        for name, array, shape in (
+                ("w_uk", w_uk, (heads, geometry.nope_dim, geometry.kv_lora_rank)),
+                ("w_uv", w_uv, (heads, geometry.kv_lora_rank, geometry.v_dim))):
+            if array.shape != shape:
+                raise errors.InvalidArgument(f"{name}: got shape {array.shape}, must be {shape}")
+        return self.service._upload(self.spec, layer, head_begin, w_uk, w_uv)
+
+    def open_sequence(self, *, request_id: str = "", lease_ms: int = 0,
+                      prefix: Optional[Prefix] = None) -> "Sequence":
+        """Opens a sequence. A repeated `request_id` returns the sequence it opened.
+
+        With `prefix` it starts with as many of these rows as the prefix cache has; `matched` and
+        `length` tell how many. It is empty otherwise."""
+        wire.check_number("lease_ms", lease_ms)
+        # A request id of our own makes the retries of the transport safe.
+        state, matched = self.service._open(
+            self.spec.model_id, request_id or secrets.token_hex(16), lease_ms, prefix)
+        sequence = Sequence(self, state)
+        sequence.matched = matched
+        return sequence
+
+    def unregister(self) -> None:
+        """Forgets the model. FailedPrecondition while sequences of it are open."""
+        self.service._unregister(self.spec.model_id)
+
+
+class Sequence:
+    """One token stream with its rows in the KV cache; released at the end of a `with` block."""
+
+    def __init__(self, model: Model, state: SequenceState) -> None:
+        self.model = model
+        self.id = state.sequence_id
+        self.epoch = state.epoch    # advanced by truncate
+        self.length = state.length  # committed rows
+        self.matched = PrefixMatch()  # the last time that rows were asked of the prefix cache
+        self.released = False
+
+    def __repr__(self) -> str:
+        state = ", released" if self.released else ""
+        return f"<Sequence {self.id:#x}, {self.length} rows, epoch {self.epoch}{state}>"
+
+    def __enter__(self) -> "Sequence":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if not self.released:
+            try:
+                self.release()
+            except errors.MlaError:
+                # The lease frees it; an error of the block, if any, matters more.
+                if exc_info[0] is None:
+                    raise
+
+    def fork(self, length: Optional[int] = None, *, request_id: str = "",
+             lease_ms: int = 0) -> "Sequence":
+        """A new sequence that shares the first `length` rows (default: all), copy-on-write."""
+        if length is not None:
+            wire.check_number("length", length, wire.LARGEST_POSITION)
+        wire.check_number("lease_ms", lease_ms)
+        state = self.model.service._fork(self.id, self.epoch, length,
+                                         request_id or secrets.token_hex(16), lease_ms)
+        return Sequence(self.model, state)
+
+    def match(self, prefix: Prefix, first_row: int = 0) -> PrefixMatch:
+        """Says what the rows from `first_row` on stand for, those that are committed and those to
+        come, and adds behind the committed ones what the prefix cache has of the rest. What was
+        said of committed rows before must stay: else FailedPrecondition."""
+        wire.check_number("first_row", first_row, wire.LARGEST_POSITION)
+        state, self.matched = self.model.service._match(self.id, self.epoch, first_row, prefix)
+        self.length = state.length
+        return self.matched
+
+    def truncate(self, length: int) -> None:
+        """Drops the rows from `length` on and starts a new epoch."""
+        wire.check_number("length", length, wire.LARGEST_POSITION)
+        self.epoch, self.length = self.model.service._truncate(self.id, length, self.epoch)
+
+    def read_tail(self) -> Tuple[int, bytes]:
+        """The last tail that a step has left (Step.end), and the length that it belongs to: a
+        worker that goes on from there first cuts the sequence to it. NotFound if there is none:
+        none was stored, or the sequence was cut below it."""
+        return self.model.service._read_tail(self.id, self.epoch)
+
+    def release(self) -> None:
+        """Frees the sequence; a step that holds it is aborted. A second call does nothing."""
+        if not self.released:
+            self.released = True
+            self.model.service._release([self.id])
+
+    def refresh(self) -> SequenceState:
+        """Asks the service, and takes over epoch and length. NotFound if it is gone."""
+        found, _ = self.model.service._get([self.id])
+        if not found:
+            raise errors.NotFound(f"sequence {self.id:#x}: released, expired or never opened")
+        self.epoch, self.length = found[0].epoch, found[0].length
+        return found[0]

@@ -1,0 +1,256 @@
+"""Steps: rows that are added to sequences, layer by layer."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from typing import TYPE_CHECKING, Any, List, Mapping, Optional, Sequence as Seq, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_client import errors, wire
+from mla_client.shm import device as device_memory
+from mla_client.types import AttendArgs, AttendResult, Buffers, DType, Profile
+
+if TYPE_CHECKING:
+    from mla_client.service import AttendFuture, Sequence, Service
+
+
+class Step:
+    """Rows that are added to sequences, layer by layer, and committed together.
+
+    The rows of a step are those of its sequences concatenated in order. A `with` block begins the
+    step; leaving it commits all rows unless `end` or `abort` was called inside, and an exception
+    aborts it.
+    """
+
+    def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
+                 lease_ms: int, step_id: Optional[int], stream: Any) -> None:
+        if not rows:
+            raise errors.InvalidArgument("step: needs at least one sequence")
+        if any(sequence.model.spec != rows[0][0].model.spec for sequence, _ in rows):
+            raise errors.InvalidArgument("step: all sequences must be of one model")
+        for index, (_, count) in enumerate(rows):
+            wire.check_number(f"step.rows[{index}]", count)
+        wire.check_number("step.participants", participants)
+        wire.check_number("step.lease_ms", lease_ms)
+        wire.check_number("step.step_id", step_id or 0, wire.LARGEST_POSITION)
+        self.service = service
+        self.model = rows[0][0].model
+        self.sequences = [sequence for sequence, _ in rows]
+        self.rows = [count for _, count in rows]
+        self.total_rows = sum(self.rows)
+        self.participants = participants
+        self.lease_ms = lease_ms
+        self.step_id = secrets.randbits(63) if step_id is None else step_id
+        self.stream = stream
+        self.open = False
+        self._handle: Any = None
+
+    def __repr__(self) -> str:
+        return (f"<Step {self.step_id:#x}, {self.total_rows} rows, "
+                f"{'open' if self.open else 'not open'}>")
+
+    def __enter__(self) -> Step:
+        return self.begin()
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if not self.open:
+            return
+        if kind is None:
+            self.end()
+            return
+        try:
+            self.abort()
+        except errors.MlaError:
+            pass  # the exception that is under way says more; the step's lease ends the rest
+
+    def begin(self) -> Step:
+        """Reserves pages for all rows of all layers, or fails as a whole."""
+        self._handle = self.service._begin(self)
+        self.open = True
+        return self
+
+    def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
+               profile: Profile = Profile.EXPANDED, *, row_begin: int = 0, head_offset: int = 0,
+               want_lse: bool = False, dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
+               kv_row_dtype: Optional[DType] = None, timeout_s: Optional[float] = None,
+               out: Optional[Buffers] = None) -> AttendResult:
+        """Stores KV rows and computes attention at one layer; see `attend_async`."""
+        return self.attend_async(layer, q, kv, profile, row_begin=row_begin,
+                                 head_offset=head_offset, want_lse=want_lse, dtype=dtype,
+                                 o_dtype=o_dtype, kv_row_dtype=kv_row_dtype,
+                                 timeout_s=timeout_s, out=out).result()
+
+    def attend_sparse(self, layer: int, q: npt.NDArray, lists: Any,
+                      kv: Optional[npt.NDArray] = None, profile: Profile = Profile.EXPANDED,
+                      **options: Any) -> AttendResult:
+        """Stores KV rows and computes sparse attention; see `attend_sparse_async`."""
+        return self.attend_sparse_async(layer, q, lists, kv, profile, **options).result()
+
+    def attend_sparse_async(self, layer: int, q: npt.NDArray, lists: Any,
+                            kv: Optional[npt.NDArray] = None,
+                            profile: Profile = Profile.EXPANDED, **options: Any) -> AttendFuture:
+        """As `attend_async`, with its options, where row i attends to the positions of `lists[i]`
+        alone: of its own sequence, from 0 to its own. -1 is none, and one that is repeated counts
+        once; a row without a position has output 0 and lse -inf.
+
+        `lists` is an array [n, width] or n arrays of any length, none longer than the model's
+        top_k. It is copied.
+        """
+        return self.attend_async(layer, q, kv, profile, lists=lists, **options)
+
+    def attend_indexed(self, layer: int, q: npt.NDArray, index_queries: npt.NDArray,
+                       head_weights: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                       profile: Profile = Profile.EXPANDED, *, want_lists: bool = False,
+                       **options: Any) -> AttendResult:
+        """Stores KV rows and computes sparse attention; see `attend_indexed_async`."""
+        return self.attend_indexed_async(layer, q, index_queries, head_weights, kv, profile,
+                                         want_lists=want_lists, **options).result()
+
+    def attend_indexed_async(self, layer: int, q: npt.NDArray, index_queries: npt.NDArray,
+                             head_weights: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                             profile: Profile = Profile.EXPANDED, *, want_lists: bool = False,
+                             **options: Any) -> AttendFuture:
+        """As `attend_async`, with its options, where the server's indexer chooses what each row
+        attends to: the top_k positions s that it sees of largest
+        sum(head_weights * relu(index_queries @ key[s])), of equal ones the lower.
+
+        `index_queries` [n, index_heads, index_dim] travel as `dtype`, `head_weights`
+        [n, index_heads] as float32. With `want_lists` the result has the lists."""
+        return self.attend_async(layer, q, kv, profile, index=(index_queries, head_weights),
+                                 want_lists=want_lists, **options)
+
+    def attend_window(self, layer: int, q: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                      entries: Optional[npt.NDArray] = None, lists: Any = None,
+                      **options: Any) -> AttendResult:
+        """Stores KV rows and entries, and attends to the window; see `attend_window_async`."""
+        return self.attend_window_async(layer, q, kv, entries, lists, **options).result()
+
+    def attend_window_async(self, layer: int, q: npt.NDArray, kv: Optional[npt.NDArray] = None,
+                            entries: Optional[npt.NDArray] = None, lists: Any = None,
+                            **options: Any) -> AttendFuture:
+        """As `attend_async` in ABSORBED, with its options, for models with "sparse_v4": the row at
+        position p attends to the last `window` rows up to its own, to entries and to its heads'
+        sinks.
+
+        With kv come the `entries` [n, row dim] that these rows make whole at the layer, in their
+        order (`ModelSpec.entry_ends` counts them): entry c with position (c + 1) * ratio - 1. A row
+        attends to all that are whole, or to those of `lists[i]`, as in `attend_sparse_async`. The
+        output has row dim elements; the log-sum-exp is without the sink."""
+        return self.attend_async(layer, q, kv, Profile.ABSORBED, lists=lists, entries=entries,
+                                 **options)
+
+    def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
+                     profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,
+                     head_offset: int = 0, want_lse: bool = False, dtype: DType = DType.BF16,
+                     o_dtype: DType = DType.BF16, kv_row_dtype: Optional[DType] = None,
+                     timeout_s: Optional[float] = None, out: Optional[Buffers] = None,
+                     lists: Any = None, index: Optional[Tuple[npt.NDArray, npt.NDArray]] = None,
+                     want_lists: bool = False, entries: Optional[npt.NDArray] = None
+                     ) -> AttendFuture:
+        """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
+
+        q [n, heads, q dim] and kv [n, row dim], where a model with an indexer has its index keys
+        behind the rows, are float arrays, or uint16 arrays of bf16 patterns; `dtype` is what
+        travels. With DType.F8_E4M3 queries do as 8-bit floats (half the bytes, each value off by up
+        to 1/16 of itself; capability "fp8_wire") and KV rows as bf16, unless `kv_row_dtype` is
+        DType.F8_E4M3, which may stand beside any dtype. Row ranges of a layer must be sent in
+        order, and exactly one of the head slices of a row range brings its kv. With APPEND_ONLY q
+        is None.
+
+        With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
+        and q may be passed as kv and q. After DeadlineExceeded they may still be in use. `lists`:
+        see `attend_sparse_async`; `index` and `want_lists`: see `attend_indexed_async`; `entries`:
+        see `attend_window_async`.
+        """
+        self._check_begun("attend")
+        geometry = self.model.spec.geometry
+        q, kv = _values(q), _values(kv)
+        device_memory.check_call(q, kv, out, lists, self.model.spec)
+        given = kv if q is None else q
+        if given is None:
+            raise errors.InvalidArgument("attend: needs q, kv or both")
+        rows = len(given) if given.ndim else 0
+        heads = 0 if q is None else (q.shape[1] if q.ndim == 3 else 0)
+        if (q is None) != (profile == Profile.APPEND_ONLY):
+            raise errors.InvalidArgument(f"attend.q: with {Profile(profile).name} it is "
+                                         f"{'missing' if q is None else 'not allowed'}")
+        if q is not None:
+            wire.check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
+        if kv is not None:
+            wire.check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
+        wire.check_number("attend.layer", layer)
+        wire.check_number("attend.row_begin", row_begin)
+        wire.check_number("attend.head_offset", head_offset)
+        if out is not None:
+            wire.check_shape("attend.out.o", out.o,
+                             None if q is None else (rows, heads, geometry.o_dim(profile)))
+            want_lse = out.lse is not None
+            dtype = dtype if dtype == DType.F8_E4M3 else out.dtype
+            o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
+        if index is not None and lists is not None:
+            raise errors.InvalidArgument("attend.lists: not beside index queries")
+        base = DType.BF16 if dtype == DType.F8_E4M3 else DType(dtype)  # what the server decodes to
+        spec, inputs = self.model.spec, lists
+        if lists is not None:
+            inputs = wire.index_lists(lists, rows, spec)
+        elif index is not None:
+            inputs = wire.index_inputs(*index, rows, spec, base)
+        q_parts = geometry.q_parts(profile) if dtype == DType.F8_E4M3 and q is not None else ()
+        kv_parts = wire.kv_parts(kv_row_dtype, base, spec)
+        ends = None
+        if spec.window > 0 or entries is not None:
+            of_step = spec.entry_ends(layer, [s.length for s in self.sequences], self.rows)
+            kv, ends = wire.with_entries(spec, kv, wire.floats(entries),
+                                         of_step[row_begin:row_begin + rows + 1], kv_parts)
+        args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
+                          q, kv, want_lse, base, wire.output_dtype(o_dtype),
+                          self.service.timeout_s if timeout_s is None else timeout_s, out,
+                          inputs, index is not None,
+                          spec.top_k if want_lists and index is not None else 0,
+                          q_parts, kv_parts if kv is not None else (), ends)
+        return self.service._attend(self, args)
+
+    def end(self, committed: Optional[Seq[int]] = None, *,
+            tails: Optional[Mapping[int, bytes]] = None) -> List[int]:
+        """Commits the first `committed` rows of each sequence (default: all); returns lengths.
+
+        `tails`, of sequences by their place in the step: bytes of the model's `tail_bytes` each,
+        for the lengths that this commits. They take the place of the tails that were there
+        (Sequence.read_tail). The step stays open when the server has no room for them
+        (ResourceExhausted), and may be ended without."""
+        self._check_begun("end")
+        # Arrays are sequences, too, though they have no truth value.
+        kept = None if committed is None else [operator.index(count) for count in committed]
+        for index, count in enumerate(kept or []):
+            wire.check_number(f"end.committed[{index}]", count)
+        sent = sorted((tails or {}).items())
+        tail_bytes = self.model.spec.tail_bytes
+        for place, tail in sent:
+            if not 0 <= place < len(self.rows) or len(tail) != tail_bytes or not tail_bytes:
+                raise errors.InvalidArgument(
+                    f"end.tails: got {len(tail)} bytes for sequence {place}, must be {tail_bytes} "
+                    f"for one of 0..{len(self.rows) - 1}")
+        lengths = self.service._end(self, kept, sent)
+        self.open = False
+        for sequence, length in zip(self.sequences, lengths):
+            sequence.length = length
+        return lengths
+
+    def abort(self) -> None:
+        """Drops the step; the sequences are as they were before it."""
+        self._check_begun("abort")
+        self.open = False
+        self.service._abort(self)
+
+    def _check_begun(self, what: str) -> None:
+        if self._handle is None:
+            raise errors.FailedPrecondition(
+                f"{what}: the step has not begun: use it in a `with` block, or call begin()")
+
+
+def _values(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
+    """What lies in the memory of a device stays as it is."""
+    return array if isinstance(array, device_memory.DeviceArray) else wire.floats(array)
