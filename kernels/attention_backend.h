@@ -104,6 +104,16 @@ struct RoundTraits {
   friend bool operator==(const RoundTraits&, const RoundTraits&) = default;
 };
 
+// Batches that are planned for fewer units, since `blocks` blocks of `block_rows` packed rows each
+// run at a time and those of a tile share its KV rows: fewer parts are written and merged then.
+struct SmallBatches {
+  int32_t blocks = 0;  // 0: there are none
+  int32_t block_rows = 1;
+  int32_t unit_kv_rows = 0;  // most KV rows for each of the fewer units
+
+  friend bool operator==(const SmallBatches&, const SmallBatches&) = default;
+};
+
 // How the planner should cut launches of one desc for this backend.
 struct PlanTraits {
   int32_t units = 1;                 // number of work_indptr ranges
@@ -119,6 +129,7 @@ struct PlanTraits {
   // height of a matrix unit, or where reading the KV rows begins to dominate). 0: all tiles cost
   // the same per KV row, whatever they hold. At most tile_rows.
   int32_t min_charged_rows = 0;
+  SmallBatches small = {};
   RoundTraits rounds = {};
 
   friend bool operator==(const PlanTraits&, const PlanTraits&) = default;

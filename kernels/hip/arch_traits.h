@@ -94,6 +94,9 @@ struct ArchTraits {
   int32_t blocks_per_unit = 1;
   // A launch of few work items is given to blocks of fewer rows, more of them an item.
   bool spreads_few_items = false;
+  // Over rows of bf16: most KV rows an item up to which that is faster than more items of blocks of
+  // more rows, by measurement; 0: never. For PlanTraits::small.
+  int32_t spread_kv_rows = 0;
   // Units of a die with an L2 of its own (XCD); 0: one L2 serves all units.
   int32_t units_per_xcd = 0;
   // Up-projection keeps a tile's rows over all heads; it rounds and stores while it multiplies.
@@ -132,6 +135,7 @@ inline constexpr ArchTraits kSm90Traits{
     .combine_overlaps = true,
     .blocks_per_unit = 2,
     .spreads_few_items = true,
+    .spread_kv_rows = 320,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
     .kv_granularity = 64,
@@ -210,6 +214,16 @@ constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType produc
     if (v.Serves(format, products, kind) && v.rows > most) most = v.rows;
   }
   return most;
+}
+
+// Rows of the smallest such kernel. REQUIRES MostRows(...) > 0.
+constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType products,
+                            AttentionKind kind) {
+  int32_t least = MostRows(arch, format, products, kind);
+  for (const AttendVariant& v : arch.attend) {
+    if (v.Serves(format, products, kind) && v.rows < least) least = v.rows;
+  }
+  return least;
 }
 
 // Index in arch.expand of the kernel for attention with such products; arch.expand.size(): there is

@@ -126,6 +126,11 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
   traits.max_q_rows_per_tile = desc.attention == AttentionKind::kDense ? 0 : 1;
   traits.kv_granularity = arch.kv_granularity;
   traits.item_overhead_rows = arch.item_overhead_rows;
+  if (arch.spread_kv_rows > 0 && desc.attention == AttentionKind::kDense &&
+      desc.kv_format == KvFormat::kBf16) {
+    traits.small = {units, LeastRows(arch, desc.kv_format, desc.products, desc.attention),
+                    arch.spread_kv_rows};
+  }
   return traits;
 }
 

@@ -20,13 +20,15 @@ namespace mla::scheduler {
 template <bool kFixed>
 class PlanWriter final {
  public:
-  PlanWriter(const kernels::PlanTraits& traits, const Tally& tally, MetadataBuffers& buffers)
+  // `sharing`: units that the work is cut for, at most all of them.
+  PlanWriter(const kernels::PlanTraits& traits, const Tally& tally, int32_t sharing,
+             MetadataBuffers& buffers)
       : buffers_(buffers),
         units_(traits.units),
         granularity_(static_cast<uint32_t>(traits.kv_granularity)),
         overhead_(int64_t{traits.item_overhead_rows} * ChargeScale(traits)),
         split_rows_(SplitRows(traits)) {
-    payload_ = kFixed ? DivideUp(Charge(tally), units_) : BalancedPayload(tally, traits);
+    payload_ = kFixed ? DivideUp(Charge(tally), units_) : BalancedPayload(tally, traits, sharing);
     at_.item = buffers.work_info().data();
     at_.unit_end = buffers.work_indptr().data();
     at_.partial = buffers.reduce_partial_map().data();
@@ -106,19 +108,20 @@ class PlanWriter final {
   }
 
   // The lesser of two charges a unit, either of which lets the units hold everything.
-  int64_t BalancedPayload(const Tally& tally, const kernels::PlanTraits& traits) const {
+  int64_t BalancedPayload(const Tally& tally, const kernels::PlanTraits& traits,
+                          int32_t sharing) const {
     if (tally.tiles == 0) return 0;
     // Every unit advances by its part of the whole: what it gets beyond that pays for the item that
     // its cut adds and for rounding the cut down.
     const int64_t slack = int64_t{granularity_} * ChargeScale(traits) - 1;
-    const int64_t by_share = DivideUp(Charge(tally), units_) + overhead_ + slack;
+    const int64_t by_share = DivideUp(Charge(tally), sharing) + overhead_ + slack;
     // Every tile gets as many units of its own, or every unit as many whole tiles, as if all were
     // as long as the longest: in a batch of equals, cuts then fall on tile borders.
     int64_t by_border = by_share;
-    if (tally.tiles > units_) {
-      by_border = DivideUp(tally.tiles, units_) * (tally.kv_most + overhead_);
+    if (tally.tiles > sharing) {
+      by_border = DivideUp(tally.tiles, sharing) * (tally.kv_most + overhead_);
     } else if (ChargeScale(traits) == 1) {
-      const int64_t piece = DivideUp(tally.kv_most, units_ / tally.tiles);
+      const int64_t piece = DivideUp(tally.kv_most, sharing / tally.tiles);
       by_border = DivideUp(piece, granularity_) * granularity_ + overhead_;
     }
     // A piece far below the overhead costs more in the merge than it saves.

@@ -113,6 +113,25 @@ absl::Status CheckFits(const PlanCapacity& needs, const PlanCapacity& has) {
   return absl::OkStatus();
 }
 
+// Units that share the batch: all, or those of PlanTraits::small.
+int32_t SharingUnits(std::span<const PlanSegment> segments, const PlanTraits& traits,
+                     const Tally& tally) {
+  const kernels::SmallBatches& small = traits.small;
+  if (tally.tiles > small.blocks || tally.kv_charge > int64_t{small.blocks} * small.unit_kv_rows ||
+      ChargeScale(traits) != 1) {
+    return traits.units;
+  }
+  int64_t rows = 1;  // of the largest tile
+  for (const PlanSegment& segment : segments) {
+    const TileShape shape = ShapeOf(std::max(1, segment.num_heads), traits);
+    rows = std::max(rows, int64_t{shape.heads} * std::min(shape.q_rows, segment.q_rows));
+  }
+  const int64_t blocks_of_tile = (rows + small.block_rows - 1) / small.block_rows;
+  const int64_t units = small.blocks / blocks_of_tile;
+  const bool few = tally.tiles <= units && tally.kv_charge <= units * small.unit_kv_rows;
+  return few && units < traits.units ? static_cast<int32_t>(units) : traits.units;
+}
+
 absl::Status CheckTrait(const char* name, int64_t got, int64_t least, int64_t most) {
   if (got >= least && got <= most) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -135,6 +154,13 @@ absl::Status CheckTraits(const PlanTraits& traits) {
   }
   if (auto s = CheckTrait("min_charged_rows", traits.min_charged_rows, 0, traits.tile_rows);
       !s.ok()) {
+    return s;
+  }
+  if (auto s = CheckTrait("small.blocks", traits.small.blocks, 0, kMost); !s.ok()) return s;
+  if (auto s = CheckTrait("small.block_rows", traits.small.block_rows, 1, kMaxTileRows); !s.ok()) {
+    return s;
+  }
+  if (auto s = CheckTrait("small.unit_kv_rows", traits.small.unit_kv_rows, 0, kMost); !s.ok()) {
     return s;
   }
   return CheckTrait("fixed_split_rows", traits.fixed_split_rows, 0, kMost);
@@ -170,7 +196,8 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanSegment> segment
   }
   if (auto s = CheckFits(Needs(tally, traits), buffers.capacity()); !s.ok()) return s;
 
-  PlanWriter<kFixed> writer(traits, tally, buffers);
+  const int32_t sharing = kFixed ? traits.units : SharingUnits(segments, traits, tally);
+  PlanWriter<kFixed> writer(traits, tally, sharing, buffers);
   if constexpr (!kFixed) {
     if (only_tiles) writer.PlaceOnlyTiles(segments);
   }

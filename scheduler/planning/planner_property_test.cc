@@ -43,6 +43,8 @@ class BatchMaker {
     traits.item_overhead_rows = Pick({0, 1, 64, 256, 5000});
     traits.fixed_split_rows = 0;
     traits.min_charged_rows = OneIn(3) ? 1 + Below(traits.tile_rows) : 0;
+    traits.small = {};
+    if (OneIn(4)) traits.small = {Pick({1, 8, 132}), Pick({1, 16, 64}), Pick({0, 64, 384, 5000})};
     segments.clear();
     const int count = OneIn(16) ? Below(120) : Below(9);
     const int64_t most_tiles = OneIn(16) ? 1000 : 60;  // bounds the time of a batch
@@ -132,14 +134,16 @@ PlanLimits Loosened(PlanLimits limits, std::mt19937& random) {
 }
 
 std::string Describe(const std::vector<PlanSegment>& segments, const PlanTraits& traits) {
-  std::string text = "units " + std::to_string(traits.units) + " tile_rows " +
-                     std::to_string(traits.tile_rows) + " max_heads_per_tile " +
-                     std::to_string(traits.max_heads_per_tile) + " max_q_rows_per_tile " +
-                     std::to_string(traits.max_q_rows_per_tile) + " granularity " +
-                     std::to_string(traits.kv_granularity) + " overhead " +
-                     std::to_string(traits.item_overhead_rows) + " min_charged " +
-                     std::to_string(traits.min_charged_rows) + " fixed_split " +
-                     std::to_string(traits.fixed_split_rows) + " segments";
+  std::string text =
+      "units " + std::to_string(traits.units) + " tile_rows " + std::to_string(traits.tile_rows) +
+      " max_heads_per_tile " + std::to_string(traits.max_heads_per_tile) + " max_q_rows_per_tile " +
+      std::to_string(traits.max_q_rows_per_tile) + " granularity " +
+      std::to_string(traits.kv_granularity) + " overhead " +
+      std::to_string(traits.item_overhead_rows) + " min_charged " +
+      std::to_string(traits.min_charged_rows) + " fixed_split " +
+      std::to_string(traits.fixed_split_rows) + " small " + std::to_string(traits.small.blocks) +
+      "/" + std::to_string(traits.small.block_rows) + "/" +
+      std::to_string(traits.small.unit_kv_rows) + " segments";
   for (const PlanSegment& r : segments) {
     text += " {" + std::to_string(r.q_rows) + ", " + std::to_string(r.kv_rows) + ", " +
             std::to_string(r.num_heads) + (r.causal ? "}" : ", false}");

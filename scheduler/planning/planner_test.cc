@@ -119,6 +119,21 @@ TEST_F(PlannerTest, PiecesAreNotFarBelowTheOverhead) {
   EXPECT_EQ(view.work_info.size(), 16u);
 }
 
+TEST_F(PlannerTest, SmallBatchesAreCutForFewerUnits) {
+  PlanTraits traits{.units = 66, .kv_granularity = 64, .item_overhead_rows = 256};
+  EXPECT_EQ(Plan({{1, 4096, 128}}, traits).work_info.size(), 64u);
+  traits.small = {.blocks = 132, .block_rows = 16, .unit_kv_rows = 384};
+  const PlanView view = Plan({{1, 4096, 128}}, traits);
+  EXPECT_EQ(view.work_info.size(), 16u);  // of 132 blocks, eight share a tile
+  EXPECT_EQ(view.work_indptr.size(), 67u);
+  EXPECT_EQ(Plan({{1, 6144, 128}}, traits).work_info.size(), 16u);
+  EXPECT_EQ(Plan({{1, 6145, 128}}, traits).work_info.size(), 49u);  // as without
+  EXPECT_EQ(Plan({{1, 2048, 64}, {1, 2048, 32}}, traits).work_info.size(), 32u);
+  EXPECT_EQ(Plan({{2, 2048, 8}}, traits).work_info.size(), 32u);  // each block has a whole tile
+  const std::vector<PlanSegment> many(17, PlanSegment{1, 64, 128});
+  EXPECT_EQ(Plan(many, traits).work_info.size(), 17u);
+}
+
 TEST_F(PlannerTest, PaddedSegmentYieldsNothing) {
   const PlanView view = Plan({{0, 50, 16}, {1, 50, 16}, {0, 0, 16}}, {.units = 2});
   ASSERT_EQ(view.work_info.size(), 1u);
@@ -286,6 +301,12 @@ TEST_F(PlannerTest, FaultsNameTheField) {
   EXPECT_EQ(message(good, {.tile_rows = 8, .min_charged_rows = 9}),
             "plan traits.min_charged_rows: got 9, limit 0..8");
   EXPECT_NE(message(good, {.fixed_split_rows = -1}).find("fixed_split_rows"), std::string::npos);
+  EXPECT_EQ(message(good, {.small = {.blocks = -1}}),
+            "plan traits.small.blocks: got -1, limit 0..2147483646");
+  EXPECT_EQ(message(good, {.small = {.block_rows = 0}}),
+            "plan traits.small.block_rows: got 0, limit 1..65536");
+  EXPECT_NE(message(good, {.small = {.unit_kv_rows = -1}}).find("small.unit_kv_rows"),
+            std::string::npos);
 }
 
 TEST_F(PlannerTest, ShortBuffersAreRefusedByName) {
