@@ -61,10 +61,14 @@ struct AttendConfig<64, kOfRows, DType::kFp8E4m3, kOfItems> : AttendBase {
   static constexpr KvFormat kFormat = kOfRows;
   static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = 4;
-  // Registers of a thread that makes scores, that sums values, that copies.
   static constexpr bool kScaled = kOfRows == KvFormat::kFp8Row;
-  static constexpr int kScoreRegisters = 88, kValueRegisters = kScaled ? 184 : 192,
-                       kCopyRegisters = kScaled ? 56 : 40;
+  // Steps of 32 columns of the queries that are held in registers.
+  static constexpr bool kHolds = !kScaled && kOfItems == AttentionKind::kDense;
+  static constexpr int kHeldSteps = kHolds ? 10 : 0;
+  // Registers of a thread that makes scores, that sums values, that copies.
+  static constexpr int kScoreRegisters = kHolds ? 120 : 88;
+  static constexpr int kValueRegisters = kHolds ? 176 : kScaled ? 184 : 192;
+  static constexpr int kCopyRegisters = kScaled ? 56 : 40;
 };
 
 struct ProjectConfig {

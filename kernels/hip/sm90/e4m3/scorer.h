@@ -27,14 +27,15 @@ class E4m3Scorer {
       state.sum[slot] = state.scaled[slot] = state.coded[slot] = 0.0f;
     }
     const Source source(args, item);
-    if (source.begin < source.end) bring_queries(item);
+    Held held;
+    if (source.begin < source.end) bring_queries(item, held);
     state.scale[0] = query_scale(0);
     state.scale[1] = query_scale(1);
     state.positive = state.scale[0] > 0.0f && state.scale[1] > 0.0f;
     const Tiles tiles{source.begin, source.end, L::kLists ? source.end : item.limit(0), index,
                       share};
     for (int first = tiles.begin; first < tiles.end; first += C::kTileKv) {
-      attend_tile(tiles, first, state);
+      attend_tile(tiles, first, held, state);
     }
     finish(load_item<L::kRows>(args, index, share), state);
   }
@@ -58,6 +59,11 @@ class E4m3Scorer {
     bool positive;   // both
   };
 
+  // The first columns of the queries as operands in registers: keys are then all that these
+  // products read from shared memory.
+  struct Held {
+    uint32_t q[C::kHeldSteps == 0 ? 1 : C::kHeldSteps][4];
+  };
   struct TileSums {
     float from[2], factor[2];  // what probabilities count from, and what brings them to the origin
     float of[2] = {0.0f, 0.0f}, scaled[2] = {0.0f, 0.0f};
@@ -72,12 +78,18 @@ class E4m3Scorer {
   }
   MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
 
-  MLA_DEVICE void bring_queries(const Item& item) const {
+  MLA_DEVICE void bring_queries(const Item& item, Held& held) const {
     tile::named_sync<kGroupBarrier, L::kGroupThreads>();  // the last item's are no longer needed
     const float scale = item.segment->softmax_scale * kLog2e * layer_scale(item);
     E4m3Queries<C>::write(shared, item, scale, warp, lane);
     tile::publish_shared();
     tile::named_sync<kGroupBarrier, L::kGroupThreads>();
+#pragma unroll
+    for (int step = 0; step < C::kHeldSteps; ++step) {
+      tile::load_matrices(held.q[step],
+                          tile::chunk_at<L::kRows>(shared.queries(), warp * 16 + (lane & 15),
+                                                   2 * step + (lane >> 4)));
+    }
   }
   // What all values of the layer are times.
   MLA_DEVICE static float layer_scale(const Item& item) {
@@ -87,11 +99,11 @@ class E4m3Scorer {
     if (lane == 0) tile::barrier_arrive(barrier);
   }
 
-  MLA_DEVICE void attend_tile(const Tiles& tiles, int first, State& state) {
+  MLA_DEVICE void attend_tile(const Tiles& tiles, int first, const Held& held, State& state) {
     const int slot = ring.at;
     Scores s;
     tile::barrier_wait(shared.filled(slot), ring.parity);
-    start(slot, s.c);
+    start(slot, held, s.c);
     tile::wgmma_wait<0>();
     tile::pin(s.c);
     if (!L::kScaledRows) release(shared.emptied(slot));
@@ -136,7 +148,7 @@ class E4m3Scorer {
   }
 
   // Starts the products of queries and a slot's keys.
-  MLA_DEVICE void start(int slot, float (&s)[kScores]) const {
+  MLA_DEVICE void start(int slot, const Held& held, float (&s)[kScores]) const {
     const lds_t keys = shared.slot(slot);
     tile::publish_shared();
     tile::pin(s);
@@ -145,7 +157,11 @@ class E4m3Scorer {
 #pragma unroll
     for (int step = 0; step < 4 * L::kBlocks; ++step) {
       const int offset = (step / 4 * L::kBlockBytes + (step & 3) * 32) >> 4;
-      tile::multiply_e4m3(s, q + offset, k + offset, step > 0);
+      if (step < C::kHeldSteps) {
+        tile::multiply_held_e4m3(s, held.q[step], k + offset, step > 0);
+      } else {
+        tile::multiply_e4m3(s, q + offset, k + offset, step > 0);
+      }
     }
     const uint32_t rope = shared.queries() + L::kLatentBytes;
     if constexpr (L::kScaledRows) {
