@@ -368,10 +368,11 @@ class Engine {
   // number; kAllFinite: none do.
   static constexpr int64_t kAllFinite = SequenceState::kAllFinite;
   // `state`, if not null: what its rows stand for, as before a restart; what the bounds of declared
-  // rows do not allow is left out.
+  // rows do not allow is left out. `tail`: that came with the rows, if one did.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
                                          int64_t not_finite_from,
-                                         const SequenceState* state = nullptr);
+                                         const SequenceState* state = nullptr,
+                                         SequenceTail tail = {});
   // Drops the rows, and the sequence if the import opened it.
   void AbortImport(const std::string& tenant, const MovingPages& pages);
 

@@ -94,10 +94,13 @@ std::string SequencesText(const v1::GetReply& reply) {
   std::string text = absl::StrFormat("%-16s %8s %10s %10s %-20s %s\n", "sequence", "epoch",
                                      "length", "lease ms", "model", "client");
   for (const v1::SequenceInfo& sequence : reply.sequences()) {
-    absl::StrAppendFormat(&text, "%016x %8d %10d %10d %-20s %s%s\n", sequence.sequence_id(),
+    const std::string tail = sequence.has_tail_position()
+                                 ? absl::StrCat(" (tail at ", sequence.tail_position(), ")")
+                                 : "";
+    absl::StrAppendFormat(&text, "%016x %8d %10d %10d %-20s %s%s%s\n", sequence.sequence_id(),
                           sequence.epoch(), sequence.length(), sequence.lease_left_ms(),
                           sequence.model_id(), sequence.client_id(),
-                          sequence.in_step() ? " (in a step)" : "");
+                          sequence.in_step() ? " (in a step)" : "", tail);
   }
   return text;
 }

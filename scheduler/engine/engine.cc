@@ -277,10 +277,10 @@ absl::Status Engine::MovePart(PageMove* move) {
 }
 
 absl::StatusOr<SequenceInfo> Engine::EndImport(const std::string& tenant, SequenceId id,
-                                               int64_t not_finite_from,
-                                               const SequenceState* state) {
+                                               int64_t not_finite_from, const SequenceState* state,
+                                               SequenceTail tail) {
   return impl_->WithRole([&](EngineCore& core) {
-    return core.transfers().EndImport(tenant, id, not_finite_from, state);
+    return core.transfers().EndImport(tenant, id, not_finite_from, state, std::move(tail));
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
 
@@ -29,12 +30,12 @@ bool HasFp8(const kvcache::GroupLayout& layout) {
   });
 }
 
-// Their pages are of two caches, which the page-group format does not hold.
-absl::Status CheckMovable(const Model& model, const char* field) {
-  if (!model.spec->windowed()) return absl::OkStatus();
-  return RefuseField(
-      field, absl::StrCat("model ", model.spec->id, ", whose attention has a window"),
-      "a model whose attention has none", "window_not_moved", absl::StatusCode::kUnimplemented);
+// Entries, the rows of the window and the tail are one thing: none goes without the others.
+absl::Status CheckWhole(const Model& model, bool whole, const char* field) {
+  if (whole || !model.spec->windowed()) return absl::OkStatus();
+  return RefuseField(field, "some rows of a model whose attention has a window",
+                     "all rows of a sequence, as a sequence of its own", "window_not_moved",
+                     absl::StatusCode::kUnimplemented);
 }
 
 std::string DigestText(const std::string& digest) {
@@ -66,6 +67,14 @@ MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, in
   pages.state.not_finite_from = sequence.not_finite_from;
   pages.state.chain = cache_->chain(sequence.slot);
   pages.state.declared = cache_->declared(sequence.slot);
+  if (!model.spec->windowed()) return pages;
+  pages.window_layout = model.window_layout;
+  pages.tags.window = model.spec->window;
+  pages.tags.ratios = model.spec->ratios;
+  pages.tags.entry_format = model.spec->entry_format;
+  pages.tags.tail_bytes = model.spec->tail_bytes;
+  pages.state.tail = sequence.tail.tail;
+  if (sequence.tail.tail != nullptr) pages.tags.tail_position = sequence.tail.position;
   return pages;
 }
 
@@ -73,7 +82,9 @@ absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
   const TenantKey tenant = tenants_->Find(args.tenant);
   absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
   if (!found.ok()) return found.status();
-  if (absl::Status s = CheckMovable(*(*found)->model, "sequence_id"); !s.ok()) return s;
+  if (absl::Status s = CheckWhole(*(*found)->model, args.first_row == 0, "first_row"); !s.ok()) {
+    return s;
+  }
   const int64_t committed = cache_->length((*found)->slot);
   const int64_t end = args.end_row.value_or(committed);
   if (absl::Status s = CheckRange("end_row", end, 0, committed); !s.ok()) return s;
@@ -137,7 +148,27 @@ absl::Status RowTransfers::CheckTags(const Model& model, const PageTags& tags) c
   if (tags.kv_scales != model.kv_scales) {
     return Differs("kv_scales", "other scales", "those of the model");
   }
-  return absl::OkStatus();
+  return CheckWindow(model, tags);
+}
+
+absl::Status RowTransfers::CheckWindow(const Model& model, const PageTags& tags) const {
+  const ModelSpec& spec = *model.spec;
+  if (tags.window != spec.window) {
+    return Differs("model.window", absl::StrCat(tags.window), absl::StrCat(spec.window));
+  }
+  if (tags.ratios != spec.ratios) {
+    return Differs("model.ratios", absl::StrJoin(tags.ratios, " "),
+                   absl::StrJoin(spec.ratios, " "));
+  }
+  if (spec.windowed() && tags.entry_format != spec.entry_format) {
+    return Differs("model.entry_format", kernels::Name(tags.entry_format),
+                   kernels::Name(spec.entry_format));
+  }
+  if (tags.tail_bytes != spec.tail_bytes) {
+    return Differs("model.tail_bytes", absl::StrCat(tags.tail_bytes),
+                   absl::StrCat(spec.tail_bytes));
+  }
+  return CheckRange("part.header.tail_position", tags.tail_position, -1, tags.rows);
 }
 
 absl::StatusOr<Sequence*> RowTransfers::ImportTarget(const ImportArgs& args, Model* model) {
@@ -166,7 +197,7 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   const TenantKey tenant = tenants_->Find(args.tenant);
   absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "target.model_id");
   if (!model.ok()) return model.status();
-  if (absl::Status s = CheckMovable(**model, "target.model_id"); !s.ok()) return s;
+  if (absl::Status s = CheckWhole(**model, args.id == 0, "target.sequence_id"); !s.ok()) return s;
   if (absl::Status same = CheckTags(**model, args.tags); !same.ok()) return same;
   absl::StatusOr<Sequence*> target = ImportTarget(args, *model);
   if (!target.ok()) return target.status();
@@ -188,6 +219,13 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
     status = CheckRange("part.header.rows", args.tags.rows, 1, room);
   }
   const auto rows = static_cast<int32_t>(args.tags.rows);
+  MovingPages pages = Moving(*sequence, length, rows);
+  pages.opened = args.id == 0;
+  if (status.ok() && sequence->window_slot >= 0) {
+    const int64_t skipped = FirstWindowRow(pages) / pages.window_layout.page_size;
+    cache_->SkipPages(sequence->window_slot, static_cast<int32_t>(skipped));
+    pages.tags.tail_position = args.tags.tail_position;
+  }
   if (status.ok()) {
     status = opener_->ReservePages({{sequence, static_cast<int32_t>(length), rows, 0}}, **model,
                                    "part.header.rows");
@@ -199,8 +237,6 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   sequence->imports = true;
   importing_.insert(sequence->id);
   sequences_->Renew(sequence);
-  MovingPages pages = Moving(*sequence, length, rows);
-  pages.opened = args.id == 0;
   return pages;
 }
 
@@ -209,12 +245,15 @@ absl::Status RowTransfers::Start(PageMove* move) {
   absl::StatusOr<Sequence*> found = sequences_->FindOrRefuse(tenant, move->id, "sequence_id");
   if (!found.ok()) return found.status();
   Sequence& sequence = **found;
-  const kvcache::GroupLayout& layout = sequence.model->layout;
+  const Model& model = *sequence.model;
+  const kvcache::GroupLayout& layout = move->window ? model.window_layout : model.layout;
+  const kvcache::SeqSlot slot = move->window ? sequence.window_slot : sequence.slot;
   const int64_t first = move->page * layout.page_size;
-  const int64_t committed = cache_->length(sequence.slot);
-  const int64_t end = committed + (move->in ? cache_->reserved(sequence.slot) : 0);
-  if (move->rows < 1 || move->rows > layout.page_size || first < (move->in ? committed : 0) ||
-      first + move->rows > end || (move->in && !sequence.imports)) {
+  const int64_t committed = slot < 0 ? 0 : cache_->length(slot);
+  const int64_t end = committed + (move->in && slot >= 0 ? cache_->reserved(slot) : 0);
+  if (slot < 0 || move->rows < 1 || move->rows > layout.page_size ||
+      first < (move->in ? committed : 0) || first + move->rows > end ||
+      (move->in && !sequence.imports)) {
     return MakeError(absl::StatusCode::kAborted, "the rows to be moved are not there any more",
                      {.field = "sequence_id",
                       .got = absl::StrCat(move->id),
@@ -229,7 +268,7 @@ absl::Status RowTransfers::Start(PageMove* move) {
                        "whole rows inside the group", "payload_size");
   }
   PageMove::EngineFields& note = move->engine;
-  note.entry = cache_->group(sequence.slot, move->page);
+  note.entry = cache_->group(slot, move->page);
   note.tenant = tenant;
   note.ticket = cache_->work().last();
   note.transfers.clear();
@@ -242,7 +281,8 @@ absl::Status RowTransfers::Start(PageMove* move) {
 
 absl::StatusOr<SequenceInfo> RowTransfers::EndImport(const std::string& tenant, SequenceId id,
                                                      int64_t not_finite_from,
-                                                     const SequenceState* state) {
+                                                     const SequenceState* state,
+                                                     SequenceTail tail) {
   importing_.erase(id);
   absl::StatusOr<Sequence*> found =
       sequences_->FindOrRefuse(tenants_->Find(tenant), id, "sequence_id");
@@ -263,6 +303,10 @@ absl::StatusOr<SequenceInfo> RowTransfers::EndImport(const std::string& tenant, 
     cache_->Undeclare(sequence.slot, static_cast<int32_t>(sequence.not_finite_from));
   }
   cache_->Commit(sequence.slot, rows);
+  if (const kvcache::SeqSlot window = sequence.window_slot; window >= 0) {
+    cache_->Commit(window, cache_->reserved(window));
+  }
+  sequence.tail = std::move(tail);
   if (state != nullptr) cache_->Note(sequence.slot, kvcache::EventKind::kRestored);
   if (state != nullptr && state->chain != nullptr) sequences_->Redeclare(&sequence, *state);
   sequences_->Renew(&sequence);

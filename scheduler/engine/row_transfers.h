@@ -54,12 +54,14 @@ class RowTransfers final {
   // Commits what was reserved, of which rows from `not_finite_from` on may hold what is no number.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
                                          int64_t not_finite_from,
-                                         const SequenceState* state = nullptr);
+                                         const SequenceState* state = nullptr,
+                                         SequenceTail tail = {});
   void AbortImport(const std::string& tenant, const MovingPages& pages);
 
  private:
   absl::Status CheckTags(const Model& model, const PageTags& tags) const;
   absl::StatusOr<Sequence*> ImportTarget(const ImportArgs& args, Model* model);
+  absl::Status CheckWindow(const Model& model, const PageTags& tags) const;
   MovingPages Moving(const Sequence& sequence, int64_t first_row, int64_t rows) const;
 
   const Limits& limits_;

@@ -140,6 +140,16 @@ absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
   return child;
 }
 
+void KvCache::SkipPages(SeqSlot slot, int32_t pages) {
+  Sequence& sequence = At(slot);
+  const GroupLayout& layout = pool_.layout(sequence.layout);
+  Require(sequence.length == 0 && sequence.pages == 0 && sequence.rows_reserved == kNone &&
+              layout.window > 0,
+          "pages are skipped that the sequence has");
+  sequence.length = pages * layout.page_size;
+  sequence.pages_gone = pages;
+}
+
 absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
   Sequence& sequence = At(slot);
   if (sequence.rows_reserved != kNone) return Reserved(slot);

@@ -112,6 +112,9 @@ class KvCache final {
   // A child that shares the parent's first `length` rows (<= its committed length). Same tenant.
   // INVALID_ARGUMENT, as of Truncate, below least_length.
   absl::StatusOr<SeqSlot> Fork(SeqSlot parent, int32_t length);
+  // Gives a sequence without rows, of a layout with a window, the length of so many whole pages, as
+  // if the window had passed their rows. REQUIRES: no reservation.
+  void SkipPages(SeqSlot sequence, int32_t pages);
   // Drops rows from `length` on; returns whole groups that hold none of the rest.
   absl::Status Truncate(SeqSlot sequence, int32_t length);
   // Also ends an open reservation. The slot may come back from the next Open.

@@ -3,6 +3,7 @@
 #ifndef MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
 #define MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -21,6 +22,10 @@
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
 #include "scheduler/kvcache/prefix/prefix_chain.h"
+
+namespace mla::scheduler {
+struct Tail;
+}
 
 namespace mla::kvcache {
 
@@ -43,8 +48,14 @@ struct PageTags {
   std::string weights_digest;    // as ModelSpec has it
   std::vector<float> kv_scales;  // one a layer, in formats that have such scales
   int64_t group_bytes = 0;       // of the payload of a whole group
-  int64_t first_row = 0;
+  int64_t first_row = 0;         // 0 with a window
   int64_t rows = 0;
+  // Of models with a window, as ModelSpec has it; 0: without.
+  int32_t window = 0;
+  std::vector<int32_t> ratios = {};
+  kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
+  int32_t tail_bytes = 0;
+  int64_t tail_position = -1;  // that the sequence's tail belongs to; -1: it has none
 };
 
 // What a sequence is beside its rows, to be had again after a restart.
@@ -53,9 +64,10 @@ struct SequenceState {
   uint64_t id = 0;
   uint64_t epoch = 0;
   std::string client_id;
-  int64_t not_finite_from = kAllFinite;      // row from which on some may hold what is no number
-  std::shared_ptr<const PrefixChain> chain;  // what its rows stand for; null: not known
-  int32_t declared = 0;                      // rows of the chain that are the sequence's
+  int64_t not_finite_from = kAllFinite;         // row from which on some may hold what is no number
+  std::shared_ptr<const PrefixChain> chain;     // what its rows stand for; null: not known
+  int32_t declared = 0;                         // rows of the chain that are the sequence's
+  std::shared_ptr<const scheduler::Tail> tail;  // null: none
 };
 
 struct ImportArgs {
@@ -78,20 +90,28 @@ struct MovingPages {
   uint64_t id = 0;
   bool opened = false;  // by the import
   std::string model_id;
-  GroupLayout layout;
+  GroupLayout layout;         // of rows, or of entries where there is a window
+  GroupLayout window_layout;  // of the window's rows
   PageTags tags;
   SequenceState state;  // of the sequence that is exported, or that gets the rows
 };
+
+// The first of the window's rows that move with a sequence: that of the page in which it begins.
+inline int64_t FirstWindowRow(const MovingPages& pages) {
+  const int32_t page_size = pages.window_layout.page_size;
+  return std::max<int64_t>(0, pages.tags.rows - pages.tags.window) / page_size * page_size;
+}
 
 // Part of a page group's payload on its way. Caller's memory; as it is from the hand-over until
 // `done`.
 struct PageMove {
   std::string tenant;
   uint64_t id = 0;
-  bool in = false;     // into the pool
-  int64_t page = 0;    // of the sequence
-  int32_t rows = 0;    // of the page, that the payload has
-  int64_t offset = 0;  // in the payload
+  bool in = false;      // into the pool
+  bool window = false;  // of the window's rows
+  int64_t page = 0;     // of the sequence
+  int32_t rows = 0;     // of the page, that the payload has
+  int64_t offset = 0;   // in the payload
   std::span<std::byte> bytes;
   // Called once, by the holder of the engine's role: it may do no more than hand on.
   std::function<void(const absl::Status&)> done;

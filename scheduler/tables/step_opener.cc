@@ -116,7 +116,9 @@ absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, con
   for (const StepEntry& entry : entries) {
     step_rows_.push_back({entry.sequence->slot, entry.rows});
     if (entry.sequence->window_slot < 0) continue;
-    step_rows_.push_back({entry.sequence->window_slot, entry.rows});
+    // Rows that an import leaves out are counted in its length.
+    const kvcache::SeqSlot window = entry.sequence->window_slot;
+    step_rows_.push_back({window, entry.start + entry.rows - cache_->length(window)});
   }
   model.pool_account->TakeRefused();  // of pages that a slower tier wanted back
   const absl::Status status = cache_->Reserve(step_rows_);

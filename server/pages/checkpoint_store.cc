@@ -333,9 +333,9 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   const std::string folder = FolderOf(tenant);
   const std::string parent = absl::StrCat(options_.path, "/", folder);
   const std::string path = FileOf(tenant, id);
-  const int64_t groups = (tags.rows + tags.page_size - 1) / tags.page_size;
   const int64_t chain = pages->state.chain == nullptr ? 0 : pages->state.chain->rows();
-  Room room = {groups * (tags.group_bytes + kGroupSpareBytes) + chain * kTokenBytes + kSpareBytes,
+  Room room = {MostPayloadBytes(*pages) + GroupCount(*pages) * kGroupSpareBytes +
+                   chain * kTokenBytes + kSpareBytes,
                RoomOf(path).files == 0 ? 1 : 0};
   absl::Status status = TakeRoom(folder, room);
   if (!status.ok()) return status;

@@ -6,6 +6,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "server/grpc/request_validator.h"
 
@@ -13,6 +14,7 @@ namespace mla::server {
 namespace {
 
 using scheduler::Limits;
+using scheduler::MovingPages;
 using scheduler::PageTags;
 
 absl::Status Order(const std::string& got, const std::string& want) {
@@ -69,7 +71,76 @@ std::string TagText(const PageTags& tags) {
   for (const float scale : tags.kv_scales) {
     absl::StrAppendFormat(&text, " %08x", std::bit_cast<uint32_t>(scale));
   }
-  return text + "\n";
+  text += '\n';
+  if (tags.window > 0) {
+    absl::StrAppend(&text, "window ", tags.window, "\nratios ", absl::StrJoin(tags.ratios, " "),
+                    "\nentry_format ", static_cast<int>(tags.entry_format), "\ntail_bytes ",
+                    tags.tail_bytes, "\ntail_position ", tags.tail_position, "\n");
+  }
+  return text;
+}
+
+int64_t GroupCount(const MovingPages& pages) {
+  const PageTags& tags = pages.tags;
+  const auto groups = [](int64_t rows, int64_t size) { return (rows + size - 1) / size; };
+  int64_t count = groups(tags.rows, tags.page_size);
+  if (tags.window > 0) {
+    count += groups(tags.rows - FirstWindowRow(pages), pages.window_layout.page_size);
+  }
+  return count + (tags.tail_position >= 0 ? 1 : 0);
+}
+
+StreamGroup GroupAt(const MovingPages& pages, int64_t index) {
+  const PageTags& tags = pages.tags;
+  StreamGroup group;
+  int64_t begin = tags.first_row, size = tags.page_size;
+  const int64_t of_rows = (tags.rows + size - 1) / size;
+  if (index >= of_rows) {
+    if (index == GroupCount(pages) - 1 && tags.tail_position >= 0) {
+      return {v1::PAGE_CONTENT_TAIL, tags.tail_position, 0};
+    }
+    group.content = v1::PAGE_CONTENT_WINDOW;
+    begin = FirstWindowRow(pages);
+    size = pages.window_layout.page_size;
+    index -= of_rows;
+  }
+  group.first_row = begin + index * size;
+  const int64_t left = tags.first_row + tags.rows - group.first_row;
+  group.rows = static_cast<int32_t>(std::min(size, left));
+  return group;
+}
+
+std::vector<kvcache::GroupPiece> PiecesOf(const MovingPages& pages, const StreamGroup& group) {
+  switch (group.content) {
+    case v1::PAGE_CONTENT_TAIL: {
+      kvcache::GroupPiece all;
+      all.bytes = pages.tags.tail_bytes;
+      all.unit = 1;
+      return {all};
+    }
+    case v1::PAGE_CONTENT_WINDOW:
+      return kvcache::GroupPieces(pages.window_layout, group.rows);
+    default:
+      return kvcache::GroupPieces(pages.layout, group.rows);
+  }
+}
+
+int64_t MostPayloadBytes(const MovingPages& pages) {
+  const PageTags& tags = pages.tags;
+  const int64_t of_rows = (tags.rows + tags.page_size - 1) / tags.page_size;
+  int64_t bytes = of_rows * tags.group_bytes;
+  if (tags.window > 0) {
+    const kvcache::GroupLayout& layout = pages.window_layout;
+    const int64_t pages_left =
+        (tags.rows - FirstWindowRow(pages) + layout.page_size - 1) / layout.page_size;
+    bytes += pages_left * kvcache::PayloadBytes(kvcache::GroupPieces(layout, layout.page_size));
+  }
+  return bytes + (tags.tail_position >= 0 ? tags.tail_bytes : 0);
+}
+
+int32_t PageSizeOf(const MovingPages& pages, const StreamGroup& group) {
+  return group.content == v1::PAGE_CONTENT_WINDOW ? pages.window_layout.page_size
+                                                  : pages.tags.page_size;
 }
 
 void FillHeader(const scheduler::ModelSpec& model, const PageTags& tags, v1::PagesHeader* header) {
@@ -80,6 +151,9 @@ void FillHeader(const scheduler::ModelSpec& model, const PageTags& tags, v1::Pag
   header->set_group_bytes(static_cast<uint64_t>(tags.group_bytes));
   header->set_first_row(static_cast<uint64_t>(tags.first_row));
   header->set_rows(static_cast<uint64_t>(tags.rows));
+  if (tags.tail_position >= 0) {
+    header->set_tail_position(static_cast<uint64_t>(tags.tail_position));
+  }
 }
 
 absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, PageTags* tags) {
@@ -106,6 +180,10 @@ absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, Pa
   tags->page_size = model.page_size;
   tags->index_dim = model.indexer.dim;
   tags->kv_format = model.kv_format;
+  tags->window = model.window;
+  tags->ratios = model.ratios;
+  tags->entry_format = model.entry_format;
+  tags->tail_bytes = model.tail_bytes;
   tags->weights_digest = model.weights_digest;
   tags->fp8 = static_cast<kernels::Fp8Kind>(header.fp8_kind());
   if (header.kv_scales_size() > limits.max_layers) {
@@ -120,7 +198,9 @@ absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, Pa
     status = TakeNumber(header.first_row(), 0, rows, "part.header.first_row", &tags->first_row);
   }
   if (status.ok()) status = TakeNumber(header.rows(), 1, rows, "part.header.rows", &tags->rows);
-  return status;
+  if (!status.ok() || !header.has_tail_position()) return status;
+  return TakeNumber(header.tail_position(), 0, tags->rows, "part.header.tail_position",
+                    &tags->tail_position);
 }
 
 absl::Status ParseExport(const v1::ExportRequest& message, const Limits& limits,
@@ -168,9 +248,12 @@ std::string PageDigests::Finish(EVP_MD_CTX* digest) {
   return out;
 }
 
-void PageDigests::BeginGroup(int64_t first_row, int32_t rows) {
+void PageDigests::BeginGroup(const StreamGroup& group) {
   EVP_DigestInit_ex(group_.get(), EVP_sha256(), nullptr);
-  const std::string place = absl::StrCat(tags_, "group ", first_row, " ", rows, "\n");
+  const char* const kind = group.content == v1::PAGE_CONTENT_ROWS     ? "group "
+                           : group.content == v1::PAGE_CONTENT_WINDOW ? "window "
+                                                                      : "tail ";
+  const std::string place = absl::StrCat(tags_, kind, group.first_row, " ", group.rows, "\n");
   EVP_DigestUpdate(group_.get(), place.data(), place.size());
 }
 
@@ -192,7 +275,7 @@ PageStreamReader::PageStreamReader(const scheduler::MovingPages& pages, int64_t 
 absl::Status PageStreamReader::Add(const v1::PagesPart& part, std::optional<PagePlace>* place) {
   place->reset();
   if (ended_) return Order(NameOf(part), "nothing after the trailer");
-  if (rows_ > 0) {
+  if (open_) {
     const bool whole = offset_ == kvcache::PayloadBytes(pieces_);
     if (whole && part.has_group_end()) return EndGroup(part.group_end());
     if (!whole && part.has_chunk()) return AddChunk(part.chunk().payload(), place);
@@ -200,24 +283,27 @@ absl::Status PageStreamReader::Add(const v1::PagesPart& part, std::optional<Page
                                      : absl::StrCat("chunk, until the group has ",
                                                     kvcache::PayloadBytes(pieces_), " bytes"));
   }
-  if (left() > 0 && part.has_group()) return AddGroup(part.group());
-  if (left() == 0 && part.has_trailer()) return AddTrailer(part.trailer());
-  return Order(NameOf(part), left() > 0 ? "group" : "trailer");
+  const bool more = groups_ < GroupCount(pages_);
+  if (more && part.has_group()) return AddGroup(part.group());
+  if (!more && part.has_trailer()) return AddTrailer(part.trailer());
+  return Order(NameOf(part), more ? "group" : "trailer");
 }
 
 absl::Status PageStreamReader::AddGroup(const v1::PageGroup& group) {
-  const int64_t first = pages_.tags.first_row + rows_done_;
-  const int64_t rows = std::min<int64_t>(left(), pages_.tags.page_size);
-  if (group.first_row() != static_cast<uint64_t>(first) || group.rows() != rows ||
-      group.content() != v1::PAGE_CONTENT_ROWS) {
-    return RefuseField("part.group",
-                       absl::StrCat(group.rows(), " rows from ", group.first_row(), " on"),
-                       absl::StrCat(rows, " rows from ", first, " on"), "order");
+  const auto text = [](v1::PageContent content, auto first, auto rows) {
+    return absl::StrCat(v1::PageContent_Name(content), ", ", rows, " rows from ", first, " on");
+  };
+  const StreamGroup want = GroupAt(pages_, groups_);
+  if (group.content() != want.content || group.rows() != static_cast<uint32_t>(want.rows) ||
+      group.first_row() != static_cast<uint64_t>(want.first_row)) {
+    return RefuseField("part.group", text(group.content(), group.first_row(), group.rows()),
+                       text(want.content, want.first_row, want.rows), "order");
   }
-  rows_ = static_cast<int32_t>(rows);
+  open_ = true;
+  group_ = want;
   offset_ = 0;
-  pieces_ = kvcache::GroupPieces(pages_.layout, rows_);
-  digests_.BeginGroup(first, rows_);
+  pieces_ = PiecesOf(pages_, want);
+  digests_.BeginGroup(want);
   return absl::OkStatus();
 }
 
@@ -232,7 +318,8 @@ absl::Status PageStreamReader::AddChunk(const std::string& payload,
         "payload_size");
   }
   digests_.Add(payload);
-  *place = {(pages_.tags.first_row + rows_done_) / pages_.tags.page_size, rows_, offset_};
+  const bool tail = group_.content == v1::PAGE_CONTENT_TAIL;
+  *place = {group_, tail ? 0 : group_.first_row / PageSizeOf(pages_, group_), offset_};
   offset_ += bytes;
   bytes_ += payload.size();
   return absl::OkStatus();
@@ -241,14 +328,13 @@ absl::Status PageStreamReader::AddChunk(const std::string& payload,
 absl::Status PageStreamReader::EndGroup(const v1::PageGroupEnd& end) {
   const std::string digest = digests_.EndGroup();
   if (end.sha256() != digest) return DigestDiffers("part.group_end.sha256", end.sha256(), digest);
-  rows_done_ += rows_;
-  rows_ = 0;
+  open_ = false;
   ++groups_;
   return absl::OkStatus();
 }
 
 absl::Status PageStreamReader::AddTrailer(const v1::PagesTrailer& trailer) {
-  if (trailer.groups() != groups_) {
+  if (trailer.groups() != static_cast<uint64_t>(groups_)) {
     return RefuseField("part.trailer.groups", absl::StrCat(trailer.groups()), absl::StrCat(groups_),
                        "order");
   }

@@ -37,12 +37,30 @@ absl::Status ParseExport(const v1::ExportRequest& message, const scheduler::Limi
 absl::Status ParseTarget(const v1::ImportTarget& message, const scheduler::Limits& limits,
                          scheduler::ImportArgs* args);
 
+// A page group of a stream.
+struct StreamGroup {
+  v1::PageContent content = v1::PAGE_CONTENT_ROWS;
+  int64_t first_row = 0;  // of a tail, its position
+  int32_t rows = 0;       // 0 of a tail
+};
+// Those of rows, then those of the window if the model has one, then the tail if there is one.
+int64_t GroupCount(const scheduler::MovingPages& pages);
+// REQUIRES: index below GroupCount.
+StreamGroup GroupAt(const scheduler::MovingPages& pages, int64_t index);
+// How the group's payload is made up; a tail is one piece of bytes.
+std::vector<kvcache::GroupPiece> PiecesOf(const scheduler::MovingPages& pages,
+                                          const StreamGroup& group);
+// Bytes of the payloads of all groups, at most.
+int64_t MostPayloadBytes(const scheduler::MovingPages& pages);
+// Rows of a page of the group's content. REQUIRES: no tail.
+int32_t PageSizeOf(const scheduler::MovingPages& pages, const StreamGroup& group);
+
 // Digests of one stream, group by group.
 class PageDigests final {
  public:
   explicit PageDigests(const scheduler::PageTags& tags);
 
-  void BeginGroup(int64_t first_row, int32_t rows);
+  void BeginGroup(const StreamGroup& group);
   void Add(absl::string_view payload);
   std::string EndGroup();
   // Over all groups so far; once.
@@ -59,8 +77,8 @@ class PageDigests final {
 
 // A place in the pages of a sequence.
 struct PagePlace {
-  int64_t page = 0;    // of the sequence
-  int32_t rows = 0;    // of it, that the payload has
+  StreamGroup group;
+  int64_t page = 0;    // of the sequence, unless it is the tail
   int64_t offset = 0;  // in the payload of the group
 };
 
@@ -83,16 +101,15 @@ class PageStreamReader final {
   absl::Status AddChunk(const std::string& payload, std::optional<PagePlace>* place);
   absl::Status EndGroup(const v1::PageGroupEnd& end);
   absl::Status AddTrailer(const v1::PagesTrailer& trailer);
-  int64_t left() const { return pages_.tags.rows - rows_done_; }
-
   const scheduler::MovingPages& pages_;
   const int64_t chunk_bytes_;
   PageDigests digests_;
-  int64_t rows_done_ = 0;  // of groups that have ended
-  int32_t rows_ = 0;       // of the group that is open; 0: none is
+  bool open_ = false;  // a group is
+  StreamGroup group_;  // that is, or was last
   std::vector<kvcache::GroupPiece> pieces_;
   int64_t offset_ = 0;  // in its payload
-  uint64_t groups_ = 0, bytes_ = 0;
+  int64_t groups_ = 0;  // that have ended
+  uint64_t bytes_ = 0;
   bool ended_ = false;
 };
 

@@ -32,7 +32,7 @@ std::vector<v1::PagesPart> Parts(const scheduler::MovingPages& pages) {
     v1::PageGroup* const group = parts.emplace_back().mutable_group();
     group->set_first_row(static_cast<uint64_t>(pages.tags.first_row + row));
     group->set_rows(static_cast<uint32_t>(rows));
-    digests.BeginGroup(pages.tags.first_row + row, rows);
+    digests.BeginGroup({v1::PAGE_CONTENT_ROWS, pages.tags.first_row + row, rows});
     for (int layer = 0; layer < 2; ++layer) {
       const std::string payload(static_cast<size_t>(rows) * 8,
                                 static_cast<char>('a' + row + layer));
@@ -73,8 +73,37 @@ TEST(PageStreamTest, WholeStreamsAreTakenAndPlaced) {
   EXPECT_EQ(outcome.places[0].page, 1);
   EXPECT_EQ(outcome.places[1].offset, 32);
   EXPECT_EQ(outcome.places[2].page, 2);
-  EXPECT_EQ(outcome.places[2].rows, 2);
+  EXPECT_EQ(outcome.places[2].group.rows, 2);
   EXPECT_EQ(outcome.places[3].offset, 16);
+}
+
+TEST(PageStreamTest, OfAWindowTheStreamHasEntriesThenRowsThenTheTail) {
+  scheduler::MovingPages pages = Pages();
+  pages.tags.first_row = 0;
+  pages.tags.rows = 21;
+  pages.tags.window = 6;
+  pages.window_layout = kvcache::MakeLayout({8, 2, 2, kernels::KvFormat::kBf16});
+  pages.tags.tail_bytes = 100;
+  EXPECT_EQ(GroupCount(pages), 6 + 4);  // rows 14 to 20: those from 15 on, in whole pages
+  pages.tags.tail_position = 20;
+  ASSERT_EQ(GroupCount(pages), 6 + 4 + 1);
+  const auto is = [&](int64_t index, v1::PageContent content, int64_t first, int32_t rows) {
+    const StreamGroup group = GroupAt(pages, index);
+    EXPECT_EQ(group.content, content) << index;
+    EXPECT_EQ(group.first_row, first) << index;
+    EXPECT_EQ(group.rows, rows) << index;
+  };
+  is(0, v1::PAGE_CONTENT_ROWS, 0, 4);
+  is(5, v1::PAGE_CONTENT_ROWS, 20, 1);
+  is(6, v1::PAGE_CONTENT_WINDOW, 14, 2);
+  is(9, v1::PAGE_CONTENT_WINDOW, 20, 1);
+  is(10, v1::PAGE_CONTENT_TAIL, 20, 0);
+  EXPECT_EQ(MostPayloadBytes(pages), 6 * 64 + 4 * 32 + 100);
+  const std::string tags = TagText(pages.tags);
+  pages.tags.tail_position = 19;
+  EXPECT_NE(TagText(pages.tags), tags);
+  pages.tags.window = 0;
+  EXPECT_EQ(TagText(pages.tags).find("window"), std::string::npos);
 }
 
 TEST(PageStreamTest, NoPartMayBeMissingTwiceThereOrElsewhere) {

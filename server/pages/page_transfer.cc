@@ -1,6 +1,8 @@
 #include "server/pages/page_transfer.h"
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <span>
 
@@ -18,54 +20,65 @@ std::span<std::byte> BytesOf(std::string* text) {
   return std::as_writable_bytes(std::span(text->data(), text->size()));
 }
 
-// Makes NaN of what a row of the layer's first plane may not hold; the first row of the page in
-// which something stands for NaN, or page_size.
+// Makes NaN of what a row of the layer's first plane may not hold. The position, from which on rows
+// may hold what is no number, that of the first row in which something stands for NaN; kAllFinite:
+// there is none. An entry counts as the row that makes it whole.
 int64_t Poison(const MovingPages& pages, const PagePlace& place, std::string* payload) {
   const scheduler::PageTags& tags = pages.tags;
+  const bool window = place.group.content == v1::PAGE_CONTENT_WINDOW;
+  const bool entries = tags.window > 0 && !window;
+  const kvcache::GroupLayout& layout = window ? pages.window_layout : pages.layout;
   const kernels::KvRowLayout at =
-      kernels::MakeKvRowLayout(tags.kv_format, tags.geometry.kv_lora_rank, tags.geometry.rope_dim);
-  int64_t first = tags.page_size;
-  for (const kvcache::GroupPiece& piece : kvcache::GroupPieces(pages.layout, place.rows)) {
+      kernels::MakeKvRowLayout(entries ? tags.entry_format : tags.kv_format,
+                               tags.geometry.kv_lora_rank, tags.geometry.rope_dim);
+  int64_t first = Engine::kAllFinite;
+  for (const kvcache::GroupPiece& piece : PiecesOf(pages, place.group)) {
     if (piece.plane != 0) continue;
     const auto size = static_cast<int64_t>(payload->size());
     const int64_t begin = std::max(place.offset, piece.payload_offset);
     const int64_t end = std::min(place.offset + size, piece.payload_offset + piece.bytes);
     if (begin >= end) continue;
-    const kvcache::KvPlane& plane = pages.layout.rows(piece.layer);
+    const kvcache::KvPlane& plane = layout.rows(piece.layer);
     const bool whole = at.traits.scales == kernels::KvScales::kInPage;
     const int64_t row = whole ? 0 : (begin - piece.payload_offset) / piece.unit;
-    const int64_t rows = whole ? place.rows : (end - begin) / piece.unit;
+    const int64_t rows = whole ? place.group.rows / plane.token_ratio : (end - begin) / piece.unit;
     const int64_t found =
         kernels::PoisonRows(at, tags.fp8, BytesOf(payload).data() + (begin - place.offset),
                             plane.row_stride, plane.rows, rows);
-    if (found < rows) first = std::min(first, row + found);
+    if (found == rows) continue;
+    const int64_t behind = (row + found + 1) * plane.token_ratio;
+    first = std::min(first, place.group.first_row + behind - 1);
   }
   return first;
 }
 
-// The group with row tags.first_row + `row`, and its digest.
 absl::Status SendGroup(Engine* engine, const std::string& tenant, const MovingPages& pages,
-                       int64_t row, PageDigests* digests, const PartSink& sink) {
-  const scheduler::PageTags& tags = pages.tags;
-  const int64_t first_row = tags.first_row + row;
+                       const StreamGroup& group, PageDigests* digests, const PartSink& sink) {
+  const bool tail = group.content == v1::PAGE_CONTENT_TAIL;
   scheduler::PageMove move;
   move.tenant = tenant;
   move.id = pages.id;
-  move.page = first_row / tags.page_size;
-  move.rows = static_cast<int32_t>(std::min<int64_t>(tags.page_size, tags.rows - row));
+  move.window = group.content == v1::PAGE_CONTENT_WINDOW;
+  move.page = tail ? 0 : group.first_row / PageSizeOf(pages, group);
+  move.rows = group.rows;
   v1::PagesPart part;
-  part.mutable_group()->set_first_row(static_cast<uint64_t>(first_row));
-  part.mutable_group()->set_rows(static_cast<uint32_t>(move.rows));
+  part.mutable_group()->set_first_row(static_cast<uint64_t>(group.first_row));
+  part.mutable_group()->set_rows(static_cast<uint32_t>(group.rows));
+  part.mutable_group()->set_content(group.content);
   absl::Status status = sink(part);
-  digests->BeginGroup(first_row, move.rows);
-  const auto pieces = kvcache::GroupPieces(pages.layout, move.rows);
+  digests->BeginGroup(group);
+  const auto pieces = PiecesOf(pages, group);
   const int64_t bytes = kvcache::PayloadBytes(pieces);
-  std::string* const payload = part.mutable_chunk()->mutable_payload();
   while (status.ok() && move.offset < bytes) {
     const int64_t end = kvcache::PartEnd(pieces, move.offset, kSentChunkBytes);
+    std::string* const payload = part.mutable_chunk()->mutable_payload();
     payload->resize(static_cast<size_t>(end - move.offset));
     move.bytes = BytesOf(payload);
-    status = engine->MovePart(&move);
+    if (tail) {
+      std::memcpy(payload->data(), pages.state.tail->data.get() + move.offset, payload->size());
+    } else {
+      status = engine->MovePart(&move);
+    }
     if (!status.ok()) return status;
     digests->Add(*payload);
     status = sink(part);
@@ -76,8 +89,27 @@ absl::Status SendGroup(Engine* engine, const std::string& tenant, const MovingPa
   return sink(part);
 }
 
+// What parts bring beside the rows that go to the pool.
+struct Brought {
+  int64_t not_finite_from = Engine::kAllFinite;
+  std::shared_ptr<scheduler::Tail> tail;
+};
+
+absl::Status TakeTailPart(Engine* engine, const std::string& tenant, const MovingPages& pages,
+                          int64_t offset, const std::string& payload, Brought* brought) {
+  if (brought->tail == nullptr) {
+    const absl::StatusOr<scheduler::TenantRef> row = engine->tenants()->Enter(tenant);
+    if (!row.ok()) return row.status();
+    auto tail = engine->MakeTail(*row, pages.tags.tail_bytes, "part.chunk.payload");
+    if (!tail.ok()) return tail.status();
+    brought->tail = *std::move(tail);
+  }
+  std::memcpy(brought->tail->data.get() + offset, payload.data(), payload.size());
+  return absl::OkStatus();
+}
+
 absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& pages,
-                  PageStreamReader* parts, const PartSource& source, int64_t* not_finite_from) {
+                  PageStreamReader* parts, const PartSource& source, Brought* brought) {
   std::optional<PagePlace> place;
   scheduler::PageMove move;
   move.tenant = tenant;
@@ -91,11 +123,15 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
     if (!status.ok()) return status;
     if (!place) continue;
     std::string* const payload = (*part)->mutable_chunk()->mutable_payload();
-    if (const int64_t row = Poison(pages, *place, payload); row < pages.tags.page_size) {
-      *not_finite_from = std::min(*not_finite_from, place->page * pages.tags.page_size + row);
+    if (place->group.content == v1::PAGE_CONTENT_TAIL) {
+      status = TakeTailPart(engine, tenant, pages, place->offset, *payload, brought);
+      if (!status.ok()) return status;
+      continue;
     }
+    brought->not_finite_from = std::min(brought->not_finite_from, Poison(pages, *place, payload));
+    move.window = place->group.content == v1::PAGE_CONTENT_WINDOW;
     move.page = place->page;
-    move.rows = place->rows;
+    move.rows = place->group.rows;
     move.offset = place->offset;
     move.bytes = BytesOf(payload);
     status = engine->MovePart(&move);
@@ -114,12 +150,12 @@ absl::Status SendPages(Engine* engine, const std::string& tenant, const MovingPa
   v1::PagesPart part;
   FillHeader(*model, tags, part.mutable_header());
   absl::Status status = sink(part);
-  uint64_t groups = 0;
-  for (int64_t row = 0; status.ok() && row < tags.rows; row += tags.page_size, ++groups) {
-    status = SendGroup(engine, tenant, pages, row, &digests, sink);
+  const int64_t groups = GroupCount(pages);
+  for (int64_t index = 0; status.ok() && index < groups; ++index) {
+    status = SendGroup(engine, tenant, pages, GroupAt(pages, index), &digests, sink);
   }
   if (!status.ok()) return status;
-  part.mutable_trailer()->set_groups(groups);
+  part.mutable_trailer()->set_groups(static_cast<uint64_t>(groups));
   part.mutable_trailer()->set_sha256(digests.End());
   return sink(part);
 }
@@ -130,10 +166,14 @@ absl::StatusOr<scheduler::SequenceInfo> TakePages(Engine* engine, const std::str
                                                   const scheduler::SequenceState* state,
                                                   uint64_t* bytes) {
   PageStreamReader parts(pages, chunk_bytes);
-  int64_t not_finite_from = state == nullptr ? Engine::kAllFinite : state->not_finite_from;
-  const absl::Status status = Take(engine, tenant, pages, &parts, source, &not_finite_from);
+  Brought brought;
+  if (state != nullptr) brought.not_finite_from = state->not_finite_from;
+  const absl::Status status = Take(engine, tenant, pages, &parts, source, &brought);
   *bytes = parts.bytes();
-  if (status.ok()) return engine->EndImport(tenant, pages.id, not_finite_from, state);
+  if (status.ok()) {
+    return engine->EndImport(tenant, pages.id, brought.not_finite_from, state,
+                             {pages.tags.tail_position, brought.tail});
+  }
   engine->AbortImport(tenant, pages);
   return status;
 }

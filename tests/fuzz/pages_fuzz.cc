@@ -46,27 +46,35 @@ scheduler::ModelSpec Model() {
   return model;
 }
 
+// Rows of both layers, then those of a window, then a tail.
 scheduler::MovingPages Pages() {
   scheduler::MovingPages pages;
   pages.layout = kvcache::MakeLayout({8, 4, 2, kernels::KvFormat::kBf16});
+  pages.window_layout = kvcache::MakeLayout({8, 2, 2, kernels::KvFormat::kBf16});
   const scheduler::ModelSpec model = Model();
   pages.tags.geometry = model.geometry;
   pages.tags.layers = model.layers;
   pages.tags.page_size = model.page_size;
   pages.tags.group_bytes = 64;
-  pages.tags.first_row = 4;
   pages.tags.rows = 6;
+  pages.tags.window = 3;
+  pages.tags.tail_bytes = 5;
+  pages.tags.tail_position = 6;
   return pages;
 }
+constexpr size_t kPayloads = 6 * 16 + 4 * 16 + 5;  // of rows, of the window's rows 2 to 5, the tail
 
 std::string CheckPlace(const scheduler::MovingPages& pages, const server::PagePlace& place,
                        size_t bytes) {
-  const int64_t first = place.page * pages.tags.page_size;
-  if (first < pages.tags.first_row || place.rows < 1 || place.rows > pages.tags.page_size ||
-      first + place.rows > pages.tags.first_row + pages.tags.rows) {
-    return "a chunk of rows that the header does not name";
-  }
-  const auto pieces = kvcache::GroupPieces(pages.layout, place.rows);
+  const server::StreamGroup& group = place.group;
+  const bool tail = group.content == v1::PAGE_CONTENT_TAIL;
+  const int64_t size = tail ? 1 : server::PageSizeOf(pages, group);
+  const bool named = tail ? group.first_row == 6 && group.rows == 0
+                          : group.rows >= 1 && group.rows <= size &&
+                                group.first_row == place.page * size &&
+                                group.first_row + group.rows <= pages.tags.rows;
+  if (!named) return "a chunk of rows that the header does not name";
+  const auto pieces = server::PiecesOf(pages, group);
   return kvcache::IsPart(pieces, place.offset, static_cast<int64_t>(bytes)) ? ""
                                                                             : "a chunk of no rows";
 }
@@ -109,7 +117,7 @@ std::string Read(const std::string& input, bool* whole) {
     if (std::string fault = CheckPlace(pages, *place, bytes); !fault.empty()) return fault;
   }
   *whole = reader.Finish().ok();
-  return *whole && taken != 96 ? "a whole stream of another size" : "";
+  return *whole && taken != kPayloads ? "a whole stream of another size" : "";
 }
 
 std::string Framed(const v1::PagesPart& part) {
@@ -126,14 +134,17 @@ std::string Seed() {
   server::FillHeader(Model(), pages.tags, part.mutable_header());
   std::string text =
       absl::StrCat(client::kPagesFileMagic, std::string("\1\0\0\0", 4), Framed(part));
-  for (int64_t row = 0; row < 6; row += 4) {
-    const auto rows = static_cast<int32_t>(std::min<int64_t>(4, 6 - row));
-    part.mutable_group()->set_first_row(static_cast<uint64_t>(4 + row));
-    part.mutable_group()->set_rows(static_cast<uint32_t>(rows));
+  const int64_t groups = server::GroupCount(pages);
+  for (int64_t index = 0; index < groups; ++index) {
+    const server::StreamGroup group = server::GroupAt(pages, index);
+    part.mutable_group()->set_first_row(static_cast<uint64_t>(group.first_row));
+    part.mutable_group()->set_rows(static_cast<uint32_t>(group.rows));
+    part.mutable_group()->set_content(group.content);
     text += Framed(part);
-    digests.BeginGroup(4 + row, rows);
-    for (int layer = 0; layer < 2; ++layer) {
-      const std::string payload(static_cast<size_t>(rows) * 8, static_cast<char>('a' + layer));
+    digests.BeginGroup(group);
+    for (const kvcache::GroupPiece& piece : server::PiecesOf(pages, group)) {
+      const std::string payload(static_cast<size_t>(piece.bytes),
+                                static_cast<char>('a' + piece.layer));
       part.mutable_chunk()->set_payload(payload);
       text += Framed(part);
       digests.Add(payload);
@@ -141,7 +152,7 @@ std::string Seed() {
     part.mutable_group_end()->set_sha256(digests.EndGroup());
     text += Framed(part);
   }
-  part.mutable_trailer()->set_groups(2);
+  part.mutable_trailer()->set_groups(static_cast<uint64_t>(groups));
   part.mutable_trailer()->set_sha256(digests.End());
   return text + Framed(part);
 }

@@ -351,17 +351,69 @@ TEST_F(EngineWindowTest, TailsThatDoNotFitTheStepAreRefused) {
   EXPECT_TRUE(h_.End(stream_, 1, {0})->status.ok());  // the step was open all the time
 }
 
-TEST_F(EngineWindowTest, RowsDoNotMoveElsewhere) {
+TEST_F(EngineWindowTest, RowsMoveElsewhereAsAWhole) {
   Text text = Open();
-  Step(&text, 6, 6);
-  const auto exported = h_.core().transfers().BeginExport(
-      {h_.tenant(), text.info.id, h_.Get(text.info.id).epoch, 0, {}});
-  EXPECT_EQ(exported.status().code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(DetailOf(exported.status()).reason, "window_not_moved");
+  Step(&text, 6, 6, false, 5);
+  const auto begin = [&](int64_t first_row) {
+    return h_.core().transfers().BeginExport(
+        {h_.tenant(), text.info.id, h_.Get(text.info.id).epoch, first_row, {}});
+  };
+  EXPECT_EQ(DetailOf(begin(4).status()).reason, "window_not_moved");
+  const auto exported = begin(0);
+  ASSERT_TRUE(exported.ok()) << exported.status();
+  EXPECT_EQ(exported->tags.window, kWindow);
+  EXPECT_EQ(exported->tags.tail_position, 6);
+  EXPECT_EQ(exported->state.tail->size, size_t{kTailBytes});
+  EXPECT_EQ(FirstWindowRow(*exported), 0);
   ImportArgs import;
   import.tenant = h_.tenant();
   import.model_id = text.info.model_id;
+  import.tags = exported->tags;
+  import.id = text.info.id;
+  import.expected_epoch = text.info.epoch;
   EXPECT_EQ(DetailOf(h_.core().BeginImport(import).status()).reason, "window_not_moved");
+  import.id = 0;
+  const auto refused = [&](auto&& change) {
+    ImportArgs other = import;
+    change(other.tags);
+    return DetailOf(h_.core().BeginImport(other).status()).field;
+  };
+  EXPECT_EQ(refused([](auto& tags) { tags.window = 5; }), "part.header.model.window");
+  EXPECT_EQ(refused([](auto& tags) { tags.ratios = {2, 2}; }), "part.header.model.ratios");
+  EXPECT_EQ(refused([](auto& tags) { tags.tail_bytes = 1; }), "part.header.model.tail_bytes");
+  EXPECT_EQ(refused([](auto& tags) { tags.tail_position = 7; }), "part.header.tail_position");
+  EXPECT_EQ(refused([](auto& tags) { tags.entry_format = kernels::KvFormat::kFp8Row; }),
+            "part.header.model.entry_format");
+}
+
+// What it attends to afterwards is in the tests of the transports.
+TEST_F(EngineWindowTest, AnImportTakesPagesOfTheWindowAlone) {
+  Text text = Open();
+  for (int i = 0; i < 4; ++i) Step(&text, 7, 7);
+  ImportArgs import;
+  import.tenant = h_.tenant();
+  import.model_id = text.info.model_id;
+  const auto exported =
+      h_.core().transfers().BeginExport({h_.tenant(), text.info.id, text.info.epoch, 0, {}});
+  ASSERT_TRUE(exported.ok()) << exported.status();
+  import.tags = exported->tags;
+  const auto used = h_.core().Stats().page_groups_used;
+  const auto pages = h_.core().BeginImport(import);
+  ASSERT_TRUE(pages.ok()) << pages.status();
+  // 28 rows: 7 pages of entries, and the window begins at row 24 with a page.
+  EXPECT_EQ(FirstWindowRow(*pages), 24);
+  EXPECT_EQ(h_.core().Stats().page_groups_used, used + 7 + 1);
+  h_.core().transfers().AbortImport(h_.tenant(), *pages);
+  EXPECT_EQ(h_.core().Stats().page_groups_used, used);
+  EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
+  const auto again = h_.core().BeginImport(import);
+  ASSERT_TRUE(again.ok()) << again.status();
+  const auto ended = h_.core().transfers().EndImport(h_.tenant(), again->id, Engine::kAllFinite);
+  ASSERT_TRUE(ended.ok()) << ended.status();
+  EXPECT_EQ(ended->length, 28);
+  EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
+  const auto cut = h_.core().TruncateSequence(h_.tenant(), ended->id, 27, ended->epoch);
+  EXPECT_EQ(DetailOf(cut.status()).reason, "window_passed");
 }
 
 TEST_F(EngineWindowTest, RowsSentAgainAreComparedWithTheirEntries) {

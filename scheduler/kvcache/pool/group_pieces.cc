@@ -33,7 +33,7 @@ std::vector<GroupPiece> GroupPieces(const GroupLayout& layout, int32_t rows) {
         piece.bytes = piece.unit = PlaneEnd(layout, plane) - plane.offset;
       } else {
         piece.unit = plane.row_stride;
-        piece.bytes = PlaneRun{plane}.bytes_of(rows);
+        piece.bytes = int64_t{rows / plane.token_ratio} * plane.row_stride;
       }
       payload += piece.bytes;
       pieces.push_back(piece);

@@ -3,8 +3,9 @@
 //
 //   payload:  [layer 0: plane 0 | plane 1 ...][layer 1: ...] ...
 //
-// A plane brings the rows that stand for the group's first `rows` tokens. Where scales lie behind
-// the rows of a page, it brings all of the plane. Bytes between planes are no part of it.
+// A plane brings the rows that stand for the group's first `rows` tokens; of rows that stand for
+// several, those that are whole. Where scales lie behind the rows of a page, it brings all of the
+// plane. Bytes between planes are no part of it.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_GROUP_PIECES_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_GROUP_PIECES_H_
 

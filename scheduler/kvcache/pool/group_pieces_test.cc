@@ -24,12 +24,12 @@ TEST(GroupPiecesTest, RowsOfEveryPlaneAreThere) {
   const auto pieces = GroupPieces(TwoPlanes(), 3);
   ASSERT_EQ(pieces.size(), 4u);
   EXPECT_EQ(pieces[0].bytes, 30);
-  EXPECT_EQ(pieces[1].bytes, 12);  // two rows stand for three tokens
+  EXPECT_EQ(pieces[1].bytes, 6);  // the second of its rows stands for the fourth token, too
   EXPECT_EQ(pieces[1].payload_offset, 30);
   EXPECT_EQ(pieces[2].group_offset, 60);
-  EXPECT_EQ(PayloadBytes(pieces), 84);
+  EXPECT_EQ(PayloadBytes(pieces), 72);
   EXPECT_EQ(PayloadBytes(GroupPieces(TwoPlanes(), 4)), 104);
-  EXPECT_EQ(PayloadBytes(GroupPieces(TwoPlanes(), 1)), 32);
+  EXPECT_EQ(PayloadBytes(GroupPieces(TwoPlanes(), 1)), 20);
 }
 
 TEST(GroupPiecesTest, PartsEndWhereRowsDo) {

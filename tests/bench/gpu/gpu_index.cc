@@ -5,8 +5,9 @@
 //             [--iterations 20] [--image FILE] [--json FILE]
 //
 // One query row of bf16 a request; pages of 64 rows in random order. --block-keys: of a block of
-// the first kernel, 0: as the backend does. A line: microseconds of both, and GB/s of index keys
-// (132 bytes each) of the first.
+// the first kernel, 0: as the backend does. A line: microseconds of both, GB/s of index keys (132
+// bytes each) of the first and of both, and what part that is of a copy's: of half of these bytes
+// to the place of the other half, which reads and writes as many.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -55,8 +56,8 @@ class Indexer {
   absl::Status LoadKernels();
   absl::Status FillKeys();
   absl::Status MakeArguments();
-  // Nanoseconds of the two.
-  absl::Status Launch(int64_t (&ns)[2]);
+  // Nanoseconds of the two, and of the copy.
+  absl::Status Launch(int64_t (&ns)[3]);
   template <class T>
   const T* Put(const std::vector<T>& values) {
     return static_cast<const T*>(
@@ -76,7 +77,9 @@ class Indexer {
   kernels::hip::IndexArgs args_ = {};
   uint32_t blocks_ = 0;
   void* flush_ = nullptr;
-  kernels::hip::Event events_[3] = {};
+  void* copy_ = nullptr;
+  int64_t copied_ = 0;                  // bytes
+  kernels::hip::Event events_[5] = {};  // around the kernels, and around the copy
 };
 
 void* Indexer::Keep(const void* from, int64_t bytes) {
@@ -138,6 +141,8 @@ absl::Status Indexer::FillKeys() {
   }
   const int64_t pages = int64_t{flags_.batch} * ((flags_.context + kPage - 1) / kPage);
   args_.pool = static_cast<uint8_t*>(Keep(nullptr, pages * kPageBytes));
+  copied_ = pages / 2 * kPageBytes;
+  copy_ = Keep(nullptr, copied_);
   for (int64_t done = 0; done < pages && status_.ok(); done += kPages) {
     status_.Update(runtime_->CopyIn(reinterpret_cast<kernels::hip::DevicePtr>(args_.pool) +
                                         static_cast<uint64_t>(done * kPageBytes),
@@ -219,7 +224,7 @@ absl::Status Indexer::MakeArguments() {
   return status_;
 }
 
-absl::Status Indexer::Launch(int64_t (&ns)[2]) {
+absl::Status Indexer::Launch(int64_t (&ns)[3]) {
   kernels::hip::LaunchShape shape;
   absl::Status s =
       runtime_->Fill(reinterpret_cast<kernels::hip::DevicePtr>(flush_), 0, kFlushBytes, stream_);
@@ -235,9 +240,18 @@ absl::Status Indexer::Launch(int64_t (&ns)[2]) {
   shape.shared_bytes = static_cast<uint32_t>(arch_->index_select_shared_bytes);
   if (s.ok()) s = runtime_->Launch(select_, shape, &args_, stream_);
   if (s.ok()) s = runtime_->Record(events_[2], stream_);
+  using Address = kernels::hip::DevicePtr;
+  if (s.ok()) s = runtime_->Fill(reinterpret_cast<Address>(flush_), 0, kFlushBytes, stream_);
+  if (s.ok()) s = runtime_->Record(events_[3], stream_);
+  if (s.ok()) {
+    s = runtime_->CopyDevice(reinterpret_cast<Address>(copy_),
+                             reinterpret_cast<Address>(args_.pool), copied_, stream_);
+  }
+  if (s.ok()) s = runtime_->Record(events_[4], stream_);
   if (s.ok()) s = runtime_->Synchronize(stream_);
-  for (int i = 0; i < 2 && s.ok(); ++i) {
-    auto elapsed = runtime_->ElapsedNs(events_[i], events_[i + 1]);
+  for (int i = 0; i < 3 && s.ok(); ++i) {
+    const int first = i == 2 ? 3 : i;
+    auto elapsed = runtime_->ElapsedNs(events_[first], events_[first + 1]);
     s = elapsed.status();
     if (s.ok()) ns[i] = *elapsed;
   }
@@ -248,26 +262,31 @@ absl::Status Indexer::Run() {
   absl::Status s = LoadKernels();
   if (s.ok()) s = FillKeys();
   if (s.ok()) s = MakeArguments();
-  std::vector<int64_t> times[2];
+  std::vector<int64_t> times[4];  // the third: of both kernels
   for (int32_t i = -kWarmUp; i < flags_.iterations && s.ok(); ++i) {
-    int64_t ns[2] = {};
+    int64_t ns[3] = {};
     s = Launch(ns);
     if (i < 0) continue;
     for (int part = 0; part < 2; ++part) times[part].push_back(ns[part]);
+    times[2].push_back(ns[0] + ns[1]);
+    times[3].push_back(ns[2]);
   }
   if (!s.ok()) return s;
-  double us[2], least[2];
-  for (int part = 0; part < 2; ++part) {
+  double us[4], least[4];
+  for (int part = 0; part < 4; ++part) {
     std::sort(times[part].begin(), times[part].end());
     us[part] = static_cast<double>(times[part][times[part].size() / 2]) / 1e3;
     least[part] = static_cast<double>(times[part][0]) / 1e3;
   }
-  const double rate = 132.0 * flags_.batch * flags_.context / us[0] / 1e3;
+  const double kilobytes = 132.0 * flags_.batch * flags_.context / 1e3;
+  const double rate = kilobytes / us[0];
+  const double copied = 2.0 * static_cast<double>(copied_) / 1e3 / us[3];
   std::printf(
       "index h=%d b=%d ctx=%d top_k=%d, %d keys a block: logits %.1f us (least %.1f) %.0f "
-      "GB/s, choice %.1f us (least %.1f)\n",
+      "GB/s, choice %.1f us (least %.1f), both %.1f us %.0f GB/s, a copy %.0f GB/s, of it %.3f\n",
       flags_.index_heads, flags_.batch, flags_.context, flags_.top_k, args_.keys_per_block, us[0],
-      least[0], rate, us[1], least[1]);
+      least[0], rate, us[1], least[1], us[2], kilobytes / us[2], copied,
+      kilobytes / us[2] / copied);
   const std::vector<std::string> json = {absl::StrFormat(
       R"({"bench": "gpu_index", "heads": %d, "batch": %d, "context": %d, "top_k": %d, )"
       R"("logits_us": %.1f, "choice_us": %.1f, "key_gbps": %.0f})",

@@ -150,7 +150,9 @@ class WindowTest : public ::testing::TestWithParam<Transport> {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
   }
 
-  const TestServer server_{[](server::Config& config) {
+  const TempFolder folder_;
+  const TestServer server_{[this](server::Config& config) {
+    config.checkpoint.path = folder_.File("checkpoints");
     config.wire.message_bytes = 1 << 18;
     config.limits.tail_bytes = 4 * kTailBytes;  // of which a tenant may have seven eighths
   }};
@@ -241,6 +243,62 @@ TEST_P(WindowTest, TailsThatCannotBeStoredLeaveTheStepOpen) {
   EXPECT_EQ(refused(both).resource(), "tail_bytes");
   ASSERT_TRUE(step->End().ok());
   EXPECT_EQ(first.ReadTail()->position, 1u);
+}
+
+TEST_P(WindowTest, SequencesMoveWithTheirEntriesAndTail) {
+  client::Sequence sequence = *client_->OpenSequence("w");
+  Step(&sequence, 7);
+  Step(&sequence, 90);
+  const auto tail = RandomTail();
+  const std::vector<client::SequenceTail> own = {{0, tail}};
+  auto step = *session_->Begin("w", {{&sequence, 1}});
+  AppendRows(step.get());
+  ASSERT_TRUE(step->End({0}, own).ok());
+  std::vector<v1::PagesPart> parts;
+  v1::ExportRequest request;
+  request.set_sequence_id(sequence.id());
+  request.set_expected_epoch(sequence.epoch());
+  const absl::Status exported = client_->ExportPages(request, [&](const v1::PagesPart& part) {
+    parts.push_back(part);
+    return absl::OkStatus();
+  });
+  ASSERT_TRUE(exported.ok()) << exported;
+  v1::ImportTarget target;
+  target.set_model_id("w");
+  size_t next = 0;
+  using Part = std::optional<v1::PagesPart>;
+  auto imported = client_->ImportPages(target, [&]() -> absl::StatusOr<Part> {
+    return next == parts.size() ? Part() : parts[next++];
+  });
+  ASSERT_TRUE(imported.ok()) << imported.status();
+  EXPECT_EQ(imported->length(), 97u);
+  EXPECT_EQ(imported->ReadTail()->position, 97u);
+  EXPECT_TRUE(imported->ReadTail()->bytes == Text(tail));
+  EXPECT_EQ(client::DetailOf(imported->Fork(20).status())->reason(), "window_passed");
+  Step(&*imported, 9, {});
+  Step(&*imported, 1, {{24, 0, 3}});
+}
+
+TEST_P(WindowTest, CheckpointsBringEntriesAndTailBack) {
+  client::Sequence sequence = *client_->OpenSequence("w");
+  Step(&sequence, 41);
+  const auto tail = RandomTail();
+  const std::vector<client::SequenceTail> own = {{0, tail}};
+  auto step = *session_->Begin("w", {{&sequence, 1}});
+  AppendRows(step.get());
+  ASSERT_TRUE(step->End({0}, own).ok());
+  const uint64_t id = sequence.id();
+  const auto saved = client_->Checkpoint({id});
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  ASSERT_TRUE(sequence.Release().ok());
+  auto restored = client_->Restore({id});
+  ASSERT_TRUE(restored.ok()) << restored.status();
+  client::Sequence& again = restored->front();
+  EXPECT_EQ(again.id(), id);
+  EXPECT_EQ(again.ReadTail()->position, 41u);
+  EXPECT_TRUE(again.ReadTail()->bytes == Text(tail));
+  Step(&again, 3, {{0}, {9, 1}, {}});
+  Step(&again, 8);
 }
 
 TEST_P(WindowTest, RowsOfEightBitsAreRefused) {
