@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
+#include <numeric>
 #include <random>
 #include <string_view>
 #include <thread>
@@ -99,6 +101,8 @@ BenchFlags ParseFlags(int argc, char** argv) {
       }
     } else if (Value(argument, "--kv=", &value)) {
       flags.kv = Formats(value);
+    } else if (Value(argument, "--top-k=", &value)) {
+      flags.top_k = std::max(0, std::atoi(value.c_str()));
     } else if (Value(argument, "--spin-us=", &value)) {
       flags.spin_us = std::max(0, std::atoi(value.c_str()));
     } else if (argument == "--deterministic") {
@@ -107,7 +111,7 @@ BenchFlags ParseFlags(int argc, char** argv) {
       std::fprintf(stderr,
                    "usage: %s [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] "
                    "[--only=TEXT] [--spin-us=200] [--deterministic] "
-                   "[--kv=bf16,fp8_tensor,fp8_row,fp8_page]\n",
+                   "[--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0]\n",
                    argv[0]);
       std::exit(2);
     }
@@ -125,6 +129,7 @@ void Report(const BenchRow& row) {
   }
   if (row.onednn_scaling > 0) std::printf("  oneDNN scaling %.2f", row.onednn_scaling);
   if (row.speedup > 0) std::printf("  speedup %.3f", row.speedup);
+  if (row.of_dense > 0) std::printf("  of dense %.3f", row.of_dense);
   std::printf("\n");
   std::fflush(stdout);
 }
@@ -140,10 +145,10 @@ void WriteJson(const std::string& path) {
                   "{\"bench\": \"%s\", \"shape\": \"%s\", \"kv\": \"%s\", \"threads\": %d, "
                   "\"us\": %.2f, "
                   "\"gflops\": %.2f, \"gemm_only_us\": %.2f, \"ratio\": %.4f, "
-                  "\"onednn_scaling\": %.3f, \"speedup\": %.4f}",
+                  "\"onednn_scaling\": %.3f, \"speedup\": %.4f, \"of_dense\": %.4f}",
                   r.bench.c_str(), r.shape.c_str(), Name(r.kv), r.threads, r.us, r.gflops,
                   r.gemm_only_us, r.us > 0 ? r.gemm_only_us / r.us : 0.0, r.onednn_scaling,
-                  r.speedup);
+                  r.speedup, r.of_dense);
     out << line << (i + 1 < Rows().size() ? ",\n" : "\n");
   }
   out << "]\n";
@@ -261,6 +266,21 @@ kernels::AppendRecord AttentionBench::AppendOf(int32_t first_position, int32_t r
   return record;
 }
 
+void AttentionBench::MakeLists(const std::vector<BenchRequest>& requests) {
+  std::mt19937 random(4);
+  lists_.clear();
+  list_begins_.clear();
+  for (const BenchRequest& request : requests) {
+    std::vector<int32_t> all(static_cast<size_t>(request.kv_rows - request.q_rows + 1));
+    std::iota(all.begin(), all.end(), 0);
+    list_begins_.push_back(static_cast<int32_t>(lists_.size()));
+    for (int32_t row = 0; row < request.q_rows; ++row) {
+      std::sample(all.begin(), all.end(), std::back_inserter(lists_), options_.top_k, random);
+      list_begins_.push_back(static_cast<int32_t>(lists_.size()));
+    }
+  }
+}
+
 void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   const kernels::Geometry& g = options_.geometry;
   const bool expanded = options_.form == kernels::AttentionForm::kExpanded;
@@ -269,6 +289,8 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   std::vector<scheduler::PlanSegment> shapes;
   records_.clear();
   int64_t q_at = 0, o_at = 0, page = 0;
+  size_t begins = 0;
+  if (options_.top_k > 0) MakeLists(requests);
   for (const BenchRequest& request : requests) {
     kernels::SegmentRecord record{};
     record.q = q_.data() + q_at;
@@ -287,8 +309,14 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
     record.weights_slot = expanded ? 0 : -1;
     record.softmax_scale = 0.135234f;
     record.causal = 1;
+    if (options_.top_k > 0) {
+      record.list_begin = &list_begins_[begins];
+      record.list = &lists_[static_cast<size_t>(list_begins_[begins])];
+      begins += static_cast<size_t>(request.q_rows) + 1;
+    }
     records_.push_back(record);
-    shapes.push_back({request.q_rows, request.kv_rows, g.num_heads, true});
+    shapes.push_back({request.q_rows, options_.top_k > 0 ? options_.top_k : request.kv_rows,
+                      g.num_heads, options_.top_k == 0});
     q_at += q_dim * g.num_heads * request.q_rows;
     o_at += o_dim * g.num_heads * request.q_rows;
     page += (request.kv_rows + options_.page_size - 1) / options_.page_size;
@@ -299,6 +327,7 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   params.desc.geometry = g;
   params.desc.form = options_.form;
   params.desc.kv_format = options_.kv_format;
+  if (options_.top_k > 0) params.desc.attention = kernels::AttentionKind::kSparse;
   params.desc.page_size = options_.page_size;
   params.segments = records_;
   params.plan = Must(planner_.Build(shapes, backend_->Traits(params.desc), *buffers_));

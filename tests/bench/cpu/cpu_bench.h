@@ -19,7 +19,7 @@ namespace mla::bench {
 
 // Command line of every CPU benchmark:
 //   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--spin-us=200]
-//   [--deterministic] [--kv=bf16,fp8_tensor,fp8_row,fp8_page]
+//   [--deterministic] [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0]
 struct BenchFlags {
   std::string json;
   std::string isa;  // forced dispatch level; empty: the best
@@ -29,6 +29,7 @@ struct BenchFlags {
   int32_t spin_us = 200;  // idle workers poll this long
   bool deterministic = false;
   std::vector<kernels::KvFormat> kv = {kernels::KvFormat::kBf16};  // formats of rows
+  int32_t top_k = 0;  // entries of index lists, in the benchmarks that know them; 0: none
 };
 // Prints usage and exits on a flag that it does not know.
 BenchFlags ParseFlags(int argc, char** argv);
@@ -41,7 +42,8 @@ struct BenchRow {
   double onednn_scaling = 0.0;  // of the bound, against one thread; 0: not measured
   double kv_rows_per_s = 0.0;
   kernels::KvFormat kv = kernels::KvFormat::kBf16;
-  double speedup = 0.0;  // over bf16 rows in the same run; 0: not measured
+  double speedup = 0.0;   // over bf16 rows in the same run; 0: not measured
+  double of_dense = 0.0;  // KV rows a second, over attention to all rows; 0: not measured
 };
 // Prints a row as text and keeps it; WriteJson writes all rows.
 void Report(const BenchRow& row);
@@ -81,6 +83,9 @@ class AttentionBench {
     std::string isa;
     bool deterministic = false;
     int32_t spin_us = 200;
+    // Each query row attends to a list of so many random positions, in ascending order, of those
+    // that it sees; 0: to all. REQUIRES: no more than kv_rows - q_rows of any request.
+    int32_t top_k = 0;
     int64_t max_kv_rows = 0;  // of all requests of a launch together
     int32_t max_q_rows = 0;
   };
@@ -98,6 +103,7 @@ class AttentionBench {
   kernels::AttentionBackend& backend() { return *backend_; }
 
  private:
+  void MakeLists(const std::vector<BenchRequest>& requests);
   kernels::AppendRecord AppendOf(int32_t first_position, int32_t rows) const;
 
   Options options_;
@@ -107,6 +113,7 @@ class AttentionBench {
   scheduler::Planner planner_;
   std::vector<uint32_t> tables_;
   std::vector<kernels::SegmentRecord> records_;
+  std::vector<int32_t> lists_, list_begins_;
   std::vector<kernels::AppendRecord> appends_;
   kernels::Launch launch_;
   std::vector<kernels::Bf16> q_, o_;

@@ -2,13 +2,15 @@
 // products alone, in the same process, alternating, on the same number of threads.
 //
 //   cpu_decode_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
-//                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page]
+//                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0]
 //
 // With several formats of rows each shape is timed on all of them in turns; "speedup" is the first
-// one's time over each one's.
+// one's time over each one's. With --top-k each is timed with index lists of so many entries, too,
+// where its context has as many: "of dense" is the rate of rows over that of attention to all.
 //
 // Shapes: heads x query rows x context of one request, and batches of 16 (uniform; ragged with the
 // same number of KV rows; for thread counts above 2 the uniform one shows how requests scale).
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -50,6 +52,15 @@ std::vector<Shape> Shapes() {
   return shapes;
 }
 
+// Whether each row of the shape sees more positions than a list has.
+bool HasLists(const Shape& shape, int32_t top_k) {
+  return std::all_of(shape.requests.begin(), shape.requests.end(),
+                     [top_k](const BenchRequest& r) { return r.kv_rows - r.q_rows >= top_k; });
+}
+
+// Query rows that attend to a KV row which attention to all reads once.
+double QueryRowsARead(const Shape& shape) { return shape.requests.front().q_rows; }
+
 void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
   std::vector<std::unique_ptr<GemmBound>> bounds;
   int64_t kv_rows = 0;
@@ -79,6 +90,14 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
       benches.back()->Prepare(shape.requests);
       bodies.emplace_back([bench = benches.back().get()] { bench->Run(); });
     }
+    const bool listed = flags.top_k > 0 && HasLists(shape, flags.top_k);
+    for (size_t i = 0; listed && i < flags.kv.size(); ++i) {
+      options.kv_format = flags.kv[i];
+      options.top_k = flags.top_k;
+      benches.push_back(std::make_unique<AttentionBench>(options));
+      benches.back()->Prepare(shape.requests);
+      bodies.emplace_back([bench = benches.back().get()] { bench->Run(); });
+    }
     bodies.emplace_back([&] {
       for (const auto& bound : bounds) bound->Run();
     });
@@ -98,6 +117,19 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
       row.kv_rows_per_s = static_cast<double>(kv_rows) / us[i] * 1e6;
       if (flags.kv.size() > 1) row.speedup = us[0] / us[i];
       Report(row);
+      if (!listed) continue;
+      const double rows = static_cast<double>(q_rows) * flags.top_k;
+      const double seconds = us[flags.kv.size() + i] * 1e-6;
+      BenchRow lists;
+      lists.bench = row.bench;
+      lists.shape = row.shape + " top_k=" + std::to_string(flags.top_k);
+      lists.kv = row.kv;
+      lists.threads = threads;
+      lists.us = seconds * 1e6;
+      lists.gflops = 2.0 * rows * shape.heads * (576 + 512) / seconds * 1e-9;
+      lists.kv_rows_per_s = rows / seconds;
+      lists.of_dense = lists.kv_rows_per_s / (row.kv_rows_per_s * QueryRowsARead(shape));
+      Report(lists);
     }
   }
 }
