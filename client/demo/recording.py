@@ -179,6 +179,9 @@ class Recorder(mla_client.Service):
         self._writer.write("truncate", sequence=number, length=length)
         return answer
 
+    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
+        return self._service._read_tail(sequence_id, epoch)
+
     def _release(self, sequence_ids: List[int]) -> List[int]:
         missing = self._service._release(sequence_ids)
         for sequence_id in sequence_ids:
@@ -236,8 +239,9 @@ class Recorder(mla_client.Service):
                 largest = self._largest.get((layer, profile), 0.0)
                 self._largest[layer, profile] = max(largest, float(np.abs(array).max()))
 
-    def _end(self, step: mla_client.Step, committed: Optional[List[int]]) -> List[int]:
-        lengths = self._service._end(step, committed)
+    def _end(self, step: mla_client.Step, committed: Optional[List[int]],
+             tails: List[Tuple[int, bytes]]) -> List[int]:
+        lengths = self._service._end(step, committed, tails)
         number, reference = self._steps.pop(step.step_id)
         expected = reference.end(committed)
         if expected != lengths:
