@@ -66,9 +66,10 @@ struct AttendConfig<64, kOfRows, DType::kFp8E4m3, kOfItems> : AttendBase {
   static constexpr bool kHolds = !kScaled && kOfItems == AttentionKind::kDense;
   static constexpr int kHeldSteps = kHolds ? 10 : 0;
   // Registers of a thread that makes scores, that sums values, that copies.
-  static constexpr int kScoreRegisters = kHolds ? 120 : 88;
-  static constexpr int kValueRegisters = kHolds ? 176 : kScaled ? 184 : 192;
-  static constexpr int kCopyRegisters = kScaled ? 56 : 40;
+  static constexpr bool kLists = kOfItems == AttentionKind::kSparse;
+  static constexpr int kScoreRegisters = kHolds ? 120 : !kScaled ? 88 : kLists ? 96 : 112;
+  static constexpr int kValueRegisters = kHolds ? 176 : !kScaled ? 192 : kLists ? 184 : 176;
+  static constexpr int kCopyRegisters = kScaled ? 48 : 40;
 };
 
 struct ProjectConfig {

@@ -97,9 +97,9 @@ KNOWN_SPILLS = {
     ("sm_90", "mla_attend_16_fp8_tensor_lists"): 44,
     ("sm_90", "mla_attend_64_fp8_tensor_lists"): 144,
     ("sm_90", "mla_attend_64_fp8_tensor_products"): 24,
-    ("sm_90", "mla_attend_64_fp8_row_products"): 16,
+    ("sm_90", "mla_attend_64_fp8_row_products"): 52,
     ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 244,
-    ("sm_90", "mla_attend_64_fp8_row_products_lists"): 384,
+    ("sm_90", "mla_attend_64_fp8_row_products_lists"): 408,
     ("sm_90", "mla_attend_64_window"): 268,
     ("sm_90", "mla_attend_64_fp8_page_window"): 132,
 }

@@ -2,8 +2,8 @@
 // queries and probabilities are rounded to it.
 //
 //   group 3      copies KV rows, tiles of 64 keys, four deep
-//   group 0      S [64 x 128] = Q K^T of two tiles, softmax, P to shared memory
-//   groups 1, 2  O^T [256 columns each x 64] += V^T P^T of the two tiles
+//   group 0      S [64 x 64] = Q K^T, softmax, P to shared memory
+//   groups 1, 2  O^T [256 columns each x 64] += V^T P^T
 //
 // Keys are read from shared memory as they lie. Values are the operand in registers: a transposed
 // read and a permutation of bytes make it, so no transposed copy of a tile is written.

@@ -11,8 +11,8 @@ namespace mla::kernels::hip {
 // a row; where a row lies is one lane's business: its entry is read three tiles ahead and its entry
 // of the page table two tiles ahead, so no load is waited for.
 //
-// Rows of fp8_row get one scale instead of four, a power of two: codes and rotated part are brought
-// to it in the slot. Copies of up to kBehind tiles run ahead of that, where slots are free.
+// Scales of fp8_row are brought into the form that scorers and summing groups take, and rows stay
+// as they are. Copies of up to kBehind tiles run ahead of that, where slots are free.
 template <class C>
 class E4m3Copier {
  public:
@@ -47,7 +47,7 @@ class E4m3Copier {
  private:
   static constexpr int kRows = 16;           // of a tile, of a warp
   static constexpr int kLaneRows = 4;        // of a tile, that a lane copies chunks of
-  static constexpr int kBehind = 1;          // tiles
+  static constexpr int kBehind = 2;          // tiles
   static constexpr float kLeast = 0x1p-60f;  // scale of a key
   static_assert(4 * kRows == L::kKeys);
 
@@ -129,7 +129,8 @@ class E4m3Copier {
   }
   MLA_DEVICE void finish_all() {
     if constexpr (L::kScaledRows) {
-      static_assert(kBehind == 1);
+      static_assert(kBehind == 2);
+      if (open > 1) finish<1>();
       if (open > 0) finish<0>();
     }
   }
@@ -139,75 +140,40 @@ class E4m3Copier {
     --open;
     tile::wait_for_copies<kYounger>();
     tile::sync_warp();
-    to_one_scale(finished.at);
+    sort_scales(finished.at);
     tile::publish_shared();
     tile::barrier_arrive(shared.filled(finished.at));
     finished.next();
   }
-  MLA_DEVICE void to_one_scale(int slot) const {
-    const lds_t at = row(0) * 128 + (lane & 7) * 16;  // of a block, and from row to row 4 x 128
-    float inverse[kLaneRows];
-    bool mixed = false;
+  MLA_DEVICE void sort_scales(int slot) const {
+    const int own = lane & (kRows - 1);
+    const int key = warp * kRows + own;
+    const Chunk raw = tile::load_chunk_shared(shared.raw_scales(slot) + key * 16);
+    float scale[L::kBlocks], top = kLeast;
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const int key = row(i);
-      const Chunk raw = tile::load_chunk_shared(shared.raw_scales(slot) + key * 16);
-      float top = kLeast;
-#pragma unroll
-      for (int b = 0; b < L::kBlocks; ++b) top = max_f(top, stored_scale(bits_to_float(raw.w[b])));
-      const uint32_t power = (float_to_bits(top) + 0x7fffffu) & 0x7f800000u;
-#pragma unroll
-      for (int b = 0; b < L::kBlocks; ++b) mixed |= raw.w[b] != power;
-      inverse[i] = bits_to_float((254u << 23) - power);
-      if ((lane & 7) == 0) {
-        tile::store_float(shared.key_scales(slot) + key * 4, bits_to_float(power));
-        tile::store_float(shared.key_exponents(slot) + key * 4,
-                          static_cast<float>(static_cast<int>(power >> 23) - 127));
-      }
-    }
-    divide_rotated(shared.rope(slot) + at, inverse);
-    if (!tile::any(mixed)) return;
-#pragma unroll 1
     for (int b = 0; b < L::kBlocks; ++b) {
-      const lds_t block = shared.slot(slot) + b * L::kBlockBytes + at;
-      Chunk codes[kLaneRows];
-      float scale[kLaneRows];
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        codes[i] = tile::load_chunk_shared(block + i * (4 * 128));
-        scale[i] = tile::load_float(shared.raw_scales(slot) + row(i) * 16 + b * 4);
-      }
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        multiply(codes[i], stored_scale(scale[i]) * inverse[i]);
-        tile::store_chunk(block + i * (4 * 128), codes[i]);
-      }
+      scale[b] = stored_scale(bits_to_float(raw.w[b]));
+      top = max_f(top, scale[b]);
     }
-  }
-  MLA_DEVICE static void divide_rotated(lds_t at, const float (&inverse)[kLaneRows]) {
-    Chunk rotated[kLaneRows];
+    const uint32_t power = (float_to_bits(top) + 0x7fffffu) & 0x7f800000u;
+    const float inverse = bits_to_float((254u << 23) - power);
+    tile::sync_warp();
+    if (lane >= kRows) return;
+    shared.write_key_scale(slot, key, power);
+    // As the scorers take them: of pairs of blocks, what the first is times in place of the second.
+    float of_scores[L::kBlocks];
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      rotated[i] = tile::load_chunk_shared(at + i * (4 * 128));
+    for (int b = 0; b < L::kBlocks; b += 2) {
+      const float least = max_f(scale[b] * 0x1p-40f, 0x1p-100f);
+      of_scores[b + 1] = scale[b + 1] < least ? least : scale[b + 1];
+      of_scores[b] = scale[b] / of_scores[b + 1];
     }
+    const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const uint32_t by = pack_bf16(inverse[i], inverse[i]);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        rotated[i].w[w] = tile::multiply_bf16_pairs(rotated[i].w[w], by);
-      }
-      tile::store_chunk(at + i * (4 * 128), rotated[i]);
-    }
-  }
-  // By at most 1.
-  MLA_DEVICE static void multiply(Chunk& codes, float by) {
-    const uint32_t pair = tile::pack_f16(by, by);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      codes.w[w] =
-          tile::e4m3_of_f16(tile::multiply_f16_pairs(tile::fp8_to_f16<0>(codes.w[w]), pair),
-                            tile::multiply_f16_pairs(tile::fp8_to_f16<1>(codes.w[w]), pair));
+    for (int b = 0; b < L::kBlocks; ++b) {
+      tile::store_float(shared.block_scales(slot, warp, b) + own * 4, of_scores[b]);
+      tile::store_half_word(shared.ratios(slot, warp, b) + place * 2,
+                            tile::pack_f16(scale[b] * inverse, 0.0f) & 0xffffu);
     }
   }
 

@@ -10,8 +10,8 @@ namespace mla::kernels::hip {
 // A value is an address, so every thread has its own.
 //
 //   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
-//                     [64 x 64 e4m3] or [64 x 64 bf16]. Slots also have the 16 bytes of scales that
-//                     rows of fp8_row come with
+//                     [64 x 64 e4m3] or [64 x 64 bf16]. Slots also have room for the scales
+//                     that rows of fp8_row come with
 //   probabilities     of the tile in a slot: [64 x 64 keys] e4m3, keys of 16 in the order of
 //   values.h
 template <class C>
@@ -30,8 +30,9 @@ struct E4m3Layout {
   static constexpr int kQueryBytes = kLatentBytes + kRopeBytes;
   static constexpr int kSlotBytes = kQueryBytes + kRawScaleBytes;
   static constexpr int kProbabilityBytes = kRows * kKeys;
-  // Of a slot: a scale a key, and its logarithm; which rows of a list are seen, a bit a row.
-  static constexpr int kKeyScaleBytes = kScaledRows ? 2 * kKeys * 4 : 0;
+  // Of a slot: the largest scale of a key and its logarithm, both as bf16; what its blocks' scales
+  // are to that, as binary16. And which rows of a list are seen, a bit a row.
+  static constexpr int kKeyScaleBytes = kScaledRows ? kKeys * 4 + kBlocks * kKeys * 2 : 0;
   static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
   // By packed row: scale of the queries, of results, and for each slot factors of new and of old
   // sums.
@@ -60,7 +61,20 @@ struct E4m3Layout {
   // Ones [8 x 128 e4m3].
   MLA_DEVICE lds_t ones() const { return probabilities(kSlots); }
   MLA_DEVICE lds_t key_scales(int s) const { return ones() + kOnesBytes + s * kKeyScaleBytes; }
-  MLA_DEVICE lds_t key_exponents(int s) const { return key_scales(s) + kKeys * 4; }
+  // Of 16 keys, from 16 * i on, and a block of columns. For scores: of each pair of blocks, what
+  // the first is times to be as if it had the scale of the second, and that scale. For values: the
+  // scale over the key's largest; keys 2 k, 2 k + 1, 2 k + 8 and 2 k + 9 side by side.
+  MLA_DEVICE lds_t block_scales(int s, int i, int b) const {
+    return raw_scales(s) + i * 256 + b * 64;
+  }
+  MLA_DEVICE lds_t ratios(int s, int i, int b) const {
+    return key_scales(s) + kKeys * 4 + i * 128 + b * 32;
+  }
+  // `power`: the bits of a power of two.
+  MLA_DEVICE void write_key_scale(int s, int key, uint32_t power) const {
+    const float exponent = static_cast<float>(static_cast<int>(power >> 23) - 127);
+    tile::store_word(key_scales(s) + key * 4, float_to_bits(exponent) | power >> 16);
+  }
   MLA_DEVICE lds_t seen(int s) const { return key_scales(kSlots) + s * kSeenBytes; }
   MLA_DEVICE lds_t stats(int i) const { return seen(kSlots) + i * kStatBytes; }
   MLA_DEVICE lds_t query_scale() const { return stats(0); }
@@ -85,7 +99,7 @@ struct E4m3Layout {
       for (int s = 0; s < kSlots; ++s) {
         // Which rows of a list are seen is no copy: each warp says by itself that it is there.
         tile::barrier_init(filled(s), kGroupThreads + (kLists && !kScaledRows ? kGroupWarps : 0));
-        tile::barrier_init(emptied(s), kGroupWarps + kValueWarps);
+        tile::barrier_init(emptied(s), kValueWarps);  // who come after the scorers
         tile::barrier_init(published(s), kGroupThreads);
         tile::barrier_init(adopted(s), kValueWarps);
       }

@@ -95,28 +95,29 @@ class E4m3Scorer {
   MLA_DEVICE static float layer_scale(const Item& item) {
     return C::kFormat == KvFormat::kFp8Tensor ? item.segment->kv_scale : 1.0f;
   }
-  MLA_DEVICE void release(lds_t barrier) const {
-    if (lane == 0) tile::barrier_arrive(barrier);
-  }
 
   MLA_DEVICE void attend_tile(const Tiles& tiles, int first, const Held& held, State& state) {
     const int slot = ring.at;
     Scores s;
     tile::barrier_wait(shared.filled(slot), ring.parity);
-    start(slot, held, s.c);
-    tile::wgmma_wait<0>();
-    tile::pin(s.c);
-    if (!L::kScaledRows) release(shared.emptied(slot));
+    KeyScales of_keys;
+    if constexpr (L::kScaledRows) {
+      score_blocks(slot, s.c);
+      read_key_scales(slot, of_keys);
+    } else {
+      start(slot, held, s.c);
+      tile::wgmma_wait<0>();
+      tile::pin(s.c);
+    }
     float top[2];
-    take_scores(tiles, slot, first, state, s, top);
+    take_scores(tiles, slot, first, of_keys, state, s, top);
     TileSums sums;
     move_origins(slot, top, sums, state);
     // What was published here before is no longer needed.
     tile::barrier_wait(shared.adopted(slot), ring.parity ^ 1);
     uint32_t codes[kScores / 4];
-    make_probabilities(slot, state, s, codes, sums);
+    make_probabilities(of_keys, state, s, codes, sums);
     store_probabilities(slot, codes);
-    if (L::kScaledRows) release(shared.emptied(slot));
     tile::publish_shared();
     tile::barrier_arrive(shared.published(slot));
     ring.next();
@@ -147,7 +148,7 @@ class E4m3Scorer {
     }
   }
 
-  // Starts the products of queries and a slot's keys.
+  // Starts the products of queries and a slot's keys of fp8_tensor.
   MLA_DEVICE void start(int slot, const Held& held, float (&s)[kScores]) const {
     const lds_t keys = shared.slot(slot);
     tile::publish_shared();
@@ -164,51 +165,110 @@ class E4m3Scorer {
       }
     }
     const uint32_t rope = shared.queries() + L::kLatentBytes;
-    if constexpr (L::kScaledRows) {
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        tile::wgmma_64x64(s, tile::along_rows(rope + step * 32),
-                          tile::along_rows(keys + L::kLatentBytes + step * 32), 1);
-      }
-    } else {
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        tile::multiply_e4m3(s, tile::along_narrow_rows(rope + step * 32),
-                            tile::along_narrow_rows(keys + L::kLatentBytes + step * 32), 1);
-      }
+    for (int step = 0; step < 2; ++step) {
+      tile::multiply_e4m3(s, tile::along_narrow_rows(rope + step * 32),
+                          tile::along_narrow_rows(keys + L::kLatentBytes + step * 32), 1);
     }
     tile::wgmma_commit();
   }
 
-  // Brings the keys' scales into the scores, hides those that are not seen, and takes the maxima.
-  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const State& state,
-                              Scores& s, float (&top)[2]) const {
-    const float(&scale)[2] = state.scale;
+  // Scores of fp8_row, whose blocks of columns have scales of their own: two blocks one after the
+  // other in each of two sums. While products of one are made, the other is brought to the scale of
+  // its next block (E4m3Layout::block_scales).
+  MLA_DEVICE void score_blocks(int slot, float (&s)[kScores]) const {
+    float other[kScores];
+    tile::publish_shared();
+    start_block<false>(slot, 0, s);
+    start_block<false>(slot, 2, other);
+    rescale(slot, 0, s);
+    start_block<true>(slot, 1, s);
+    rescale(slot, 2, other);
+    start_block<true>(slot, 3, other);
+    rescale(slot, 1, s);
+    start_rotated(slot, s);
+    rescale(slot, 3, other);
+    tile::wgmma_wait<0>();
+    tile::pin(s);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] += other[i];
+  }
+  template <bool kAdd>
+  MLA_DEVICE void start_block(int slot, int block, float (&s)[kScores]) const {
+    const uint64_t q = tile::along_rows(shared.queries()), k = tile::along_rows(shared.slot(slot));
+    tile::pin(s);
+    tile::wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const int offset = (block * L::kBlockBytes + step * 32) >> 4;
+      tile::multiply_e4m3(s, q + offset, k + offset, kAdd || step > 0);
+    }
+    tile::wgmma_commit();
+  }
+  MLA_DEVICE void start_rotated(int slot, float (&s)[kScores]) const {
+    const lds_t rope = shared.queries() + L::kLatentBytes;
+    tile::pin(s);
+    tile::wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      tile::wgmma_64x64(s, tile::along_rows(rope + step * 32),
+                        tile::along_rows(shared.rope(slot) + step * 32), 1);
+    }
+    tile::wgmma_commit();
+  }
+  // Once all products but those that were started last are made.
+  MLA_DEVICE void rescale(int slot, int block, float (&s)[kScores]) const {
+    float of_key[kScores / 4][2];
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      tile::load_two_floats(of_key[j], shared.block_scales(slot, j >> 1, block) + key(j & 1) * 4);
+    }
+    tile::wgmma_wait<1>();
+    tile::pin(s);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] *= of_key[i >> 2][i & 1];
+  }
+
+  // Of this lane's keys in fp8_row, as the layout has them: scale and logarithm.
+  struct KeyScales {
+    uint32_t of[kScores / 4][2];
+    MLA_DEVICE float scale(int j, int i) const { return bits_to_float(of[j][i & 1] << 16); }
+    MLA_DEVICE float exponent(int j, int i) const {
+      return bits_to_float(of[j][i & 1] & 0xffff0000u);
+    }
+  };
+  MLA_DEVICE void read_key_scales(int slot, KeyScales& keys) const {
     if constexpr (L::kScaledRows) {
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j) {
-        float of_key[2];
-        tile::load_two_floats(of_key, shared.key_scales(slot) + key(j) * 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s.c[4 * j + i] *= of_key[i & 1] * scale[i >> 1];
+        float words[2];
+        tile::load_two_floats(words, shared.key_scales(slot) + key(j) * 4);
+        keys.of[j][0] = float_to_bits(words[0]);
+        keys.of[j][1] = float_to_bits(words[1]);
       }
-    } else if (!state.positive) {
+    }
+  }
+
+  // Hides scores that are not seen, and takes the maxima: of fp8_row those of logits times the
+  // largest scale of a key.
+  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const KeyScales& keys,
+                              const State& state, Scores& s, float (&top)[2]) const {
+    if (!state.positive) {
       // Or the maximum would not be that of the logits.
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) s.c[i] *= scale[i >> 1 & 1];
+      for (int i = 0; i < kScores; ++i) s.c[i] *= state.scale[i >> 1 & 1];
     }
     if (L::kLists) hide_unseen(slot, s);
     if (first + C::kTileKv > tiles.unmasked_end) hide(tiles, first, s);
     float most[2][2];  // of two keys each
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
-      float exponent[2] = {0.0f, 0.0f};
-      if constexpr (L::kScaledRows) {
-        tile::load_two_floats(exponent, shared.key_exponents(slot) + key(j) * 4);
-      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float x = L::kScaledRows ? s.c[4 * j + i] + exponent[i & 1] : s.c[4 * j + i];
+        float x = s.c[4 * j + i];
+        if constexpr (L::kScaledRows) {
+          x = fma_f(x, rest_of_scale(state, i >> 1), keys.exponent(j, i));
+        }
         most[i >> 1][i & 1] = j == 0 ? x : max_f(most[i >> 1][i & 1], x);
       }
     }
@@ -240,9 +300,9 @@ class E4m3Scorer {
     }
   }
 
-  // Logits of fp8_tensor are scores times scale, those of fp8_row are there.
+  // What brings scores to logits, where they are not those already.
   MLA_DEVICE static float rest_of_scale(const State& state, int slot) {
-    return !L::kScaledRows && state.positive ? state.scale[slot] : 1.0f;
+    return state.positive ? state.scale[slot] : 1.0f;
   }
 
   // From the maxima of a tile to what its probabilities count from, and what brings its sums to the
@@ -252,7 +312,9 @@ class E4m3Scorer {
     bool moved = false;
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
-      top[slot] = Rows::row_max(top[slot]) * rest_of_scale(state, slot);
+      top[slot] = Rows::row_max(top[slot]);
+      // Of fp8_row these are logits times scales of keys.
+      if (!L::kScaledRows) top[slot] *= rest_of_scale(state, slot);
       const bool follows = top[slot] > state.origin[slot] + kSlack;
       const float next = follows ? top[slot] : state.origin[slot];
       const float counted = next == negative_infinity() ? 0.0f : next;
@@ -275,28 +337,22 @@ class E4m3Scorer {
 
   // Word 2 c + h of the codes: row h, keys 2 (lane % 4), the next, and eight further
   // of each, of 16.
-  MLA_DEVICE void make_probabilities(int slot, const State& state, const Scores& s,
+  MLA_DEVICE void make_probabilities(const KeyScales& keys, const State& state, const Scores& s,
                                      uint32_t (&codes)[kScores / 4], TileSums& sums) const {
 #pragma unroll
     for (int c = 0; c < kScores / 8; ++c) {
-      float of_key[2][2];
-      if constexpr (L::kScaledRows) {
-        tile::load_two_floats(of_key[0], shared.key_scales(slot) + key(2 * c) * 4);
-        tile::load_two_floats(of_key[1], shared.key_scales(slot) + key(2 * c + 1) * 4);
-      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float p[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float x = s.c[8 * c + 4 * (i >> 1) + 2 * h + (i & 1)];
-          p[i] = exp2_fast(L::kScaledRows ? x - sums.from[h]
-                                          : fma_f(x, rest_of_scale(state, h), -sums.from[h]));
+          p[i] = exp2_fast(fma_f(x, rest_of_scale(state, h), -sums.from[h]));
         }
         sums.of[h] += (p[0] + p[1]) + (p[2] + p[3]);
         if constexpr (L::kScaledRows) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) p[i] *= of_key[i >> 1][i & 1];
+          for (int i = 0; i < 4; ++i) p[i] *= keys.scale(2 * c + (i >> 1), i);
           sums.scaled[h] += (p[0] + p[1]) + (p[2] + p[3]);
         }
         codes[2 * c + h] = tile::pack_e4m3(p[0], p[1], p[2], p[3]);
