@@ -97,6 +97,9 @@ template <int kStep>
 uint32_t exchange_word(uint32_t x) {
   return from_lane(x, (thread_index() & 31) ^ kStep);
 }
+inline uint32_t greater_halves(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
+}
 inline uint32_t sum_of_warp(uint32_t x) {
   x += exchange_word<1>(x);
   x += exchange_word<2>(x);

@@ -39,6 +39,13 @@ MLA_DEVICE uint32_t bits_set(uint32_t x) { return static_cast<uint32_t>(__popc(x
 // Sum over the lanes of a warp.
 MLA_DEVICE uint32_t sum_of_warp(uint32_t x) { return __reduce_add_sync(0xffffffffu, x); }
 
+// Of two halves each, as unsigned numbers.
+MLA_DEVICE uint32_t greater_halves(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
 // The value of a lane, which may differ from lane to lane.
 MLA_DEVICE uint32_t from_lane(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 // The value of one lane, for all: `from` is the same in every lane.

@@ -100,6 +100,7 @@ KNOWN_SPILLS = {
     ("sm_90", "mla_attend_64_fp8_row_products"): 52,
     ("sm_90", "mla_attend_64_fp8_tensor_products_lists"): 244,
     ("sm_90", "mla_attend_64_fp8_row_products_lists"): 408,
+    ("sm_90", "mla_attend_expanded_products"): 156,
     ("sm_90", "mla_attend_64_window"): 268,
     ("sm_90", "mla_attend_64_fp8_page_window"): 132,
 }

@@ -205,71 +205,83 @@ class ExpandedE4m3 {
     }
     tile::publish_shared();
   }
-  // Every kWarps-th row is this warp's. Rows of one head are a stride apart; rows past the item's
-  // take its first.
+  // Every kWarps-th eight rows are this warp's, four lanes a row: lane i of them has the columns of
+  // three chunks of codes, 16 from 16 i on of each 64. Rows of one head are a stride apart; rows
+  // past the item's take its first.
   template <bool kAligned, int kWarps>
   MLA_DEVICE void bring_rows(const Item& item, const uint16_t* first, int at, int warp) const {
-    constexpr int kAtOnce = 6;
     const int64_t stride = item.segment->q_row_stride;
     const float scale = item.segment->softmax_scale * item.segment->kv_scale * kLog2e;
+    // Of eight lanes that store at a time, rows of four lanes lie in different banks.
+    const int own = (lane >> 2 & 1) * 4 + (lane >> 3);
 #pragma unroll 1
-    for (int begin = warp; begin < kExpandedRows; begin += kWarps * kAtOnce) {
-      Chunk chunks[kAtOnce];
+    for (int begin = warp * kAtOnce; begin < kExpandedRows; begin += kWarps * kAtOnce) {
+      const int row = begin + own;
+      const uint16_t* const from = first + (row < item.rows ? row * stride : 0);
+      Chunk chunks[kLaneChunks][2];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int row = begin + kWarps * i;
-        chunks[i] = Chunk{};
-        if (lane < kQueryChunks) {
-          chunks[i] =
-              load_chunk(first + (row < item.rows ? row * stride : 0), lane * 8, false, kAligned);
+      for (int j = 0; j < kLaneChunks; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          chunks[j][half] = load_chunk(from, j * 64 + (lane & 3) * 16 + half * 8, false, kAligned);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (begin + kWarps * i < kExpandedRows) write_row(chunks[i], at, begin + kWarps * i, scale);
-      }
+      write_row(chunks, at, row, scale);
     }
   }
+  static constexpr int kAtOnce = 8;
+  static constexpr int kLaneChunks = (kExpandedNope + kExpandedRope) / 64;
   static constexpr int kQueryChunks = (kExpandedNope + kExpandedRope) / 8;
 
-  // A lane has eight values. Codes lie as those of keys (code_results.h): lane 2 i and the next
-  // have 16, of which each writes half.
-  MLA_DEVICE void write_row(const Chunk& values, int at, int row, float scale) const {
-    uint32_t largest = 0;  // the bits of a magnitude
+  // Codes lie as those of keys (code_results.h).
+  MLA_DEVICE void write_row(const Chunk (&values)[kLaneChunks][2], int at, int row,
+                            float scale) const {
+    uint32_t halves = 0;  // the bits of magnitudes
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      largest = greater(largest, values.w[w] & 0x7fff0000u);
-      largest = greater(largest, values.w[w] << 16 & 0x7fffffffu);
+    for (int j = 0; j < kLaneChunks; ++j) {
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        halves = tile::greater_halves(halves, values[j][w >> 2].w[w & 3] & 0x7fff7fffu);
+      }
     }
-    largest = greater(largest, tile::exchange_word<1>(largest));
-    largest = greater(largest, tile::exchange_word<2>(largest));
-    largest = greater(largest, tile::exchange_word<4>(largest));
-    largest = greater(largest, tile::exchange_word<8>(largest));
-    largest = greater(largest, tile::exchange_word<16>(largest));
+    halves = tile::greater_halves(halves, tile::exchange_word<1>(halves));
+    halves = tile::greater_halves(halves, tile::exchange_word<2>(halves));
+    const uint32_t largest = greater(halves & 0xffff0000u, halves << 16);
     const CodeScale of_row = code_scale(largest);
     // A row with a number that is none has no others either.
     const bool finite = largest < 0x7f800000u;
-    if (lane == 0) tile::store_float(query_scales(at) + row * 4, of_row.power * scale);
-    const uint32_t low = finite ? codes(values.w[0], values.w[1], of_row.inverse) : 0x7f7f7f7fu;
-    const uint32_t high = finite ? codes(values.w[2], values.w[3], of_row.inverse) : 0x7f7f7f7fu;
-    const bool odd = (lane & 1) != 0;
-    const uint32_t other = tile::exchange_word<1>(odd ? low : high);
-    const uint32_t first = odd ? other : low, second = odd ? high : other;
-    if (lane >= kQueryChunks) return;
-    const int chunk = lane >> 1;
-    constexpr int kNope = kExpandedNope / 16;
-    const uint32_t to =
-        (chunk < kNope ? tile::chunk_at<kExpandedRows>(queries(at), row, chunk)
-                       : queries(at) + kExpandedRows * kExpandedNope + row * kExpandedRope +
-                             ((chunk - kNope) ^ narrow_swizzle(row)) * 16) +
-        (odd ? 8 : 0);
-    tile::store_word(to, tile::choose_bytes<0x5410>(first, second));
-    tile::store_word(to + 4, tile::choose_bytes<0x7632>(first, second));
+    if ((lane & 3) == 0) tile::store_float(query_scales(at) + row * 4, of_row.power * scale);
+    const uint32_t by = pack_bf16(of_row.inverse, of_row.inverse);
+#pragma unroll
+    for (int j = 0; j < kLaneChunks; ++j) {
+      uint32_t c[2][2];  // of four values each
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Chunk& from = values[j][i >> 1];
+        c[i >> 1][i & 1] =
+            finite ? codes(from.w[2 * (i & 1)], from.w[2 * (i & 1) + 1], by) : 0x7f7f7f7fu;
+      }
+      Chunk chunk;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        chunk.w[2 * i] = tile::choose_bytes<0x5410>(c[0][i], c[1][i]);
+        chunk.w[2 * i + 1] = tile::choose_bytes<0x7632>(c[0][i], c[1][i]);
+      }
+      const int sixteen = j * 4 + (lane & 3);
+      constexpr int kNope = kExpandedNope / 16;
+      tile::store_chunk(sixteen < kNope
+                            ? tile::chunk_at<kExpandedRows>(queries(at), row, sixteen)
+                            : queries(at) + kExpandedRows * kExpandedNope + row * kExpandedRope +
+                                  ((sixteen - kNope) ^ narrow_swizzle(row)) * 16,
+                        chunk);
+    }
   }
   MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
-  MLA_DEVICE static uint32_t codes(uint32_t a, uint32_t b, float by) {
-    return tile::pack_e4m3(low_half(a) * by, high_half(a) * by, low_half(b) * by,
-                           high_half(b) * by);
+  // Of four values times a power of two.
+  MLA_DEVICE static uint32_t codes(uint32_t a, uint32_t b, uint32_t by) {
+    a = tile::multiply_bf16_pairs(a, by);
+    b = tile::multiply_bf16_pairs(b, by);
+    return tile::pack_e4m3(low_half(a), high_half(a), low_half(b), high_half(b));
   }
   MLA_DEVICE static float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
   MLA_DEVICE static float high_half(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
