@@ -64,6 +64,8 @@ struct BackendInfo {
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
   // InPlace) than with copies of them. 0: no launch is.
   int64_t in_place_bytes = 0;
+  // Launches wait on the device for words of host memory (Launch::gate).
+  bool waits_for_words = false;
   // Queries may lie in fragments (kernels/input_fragments.h).
   bool reads_fragments = false;
   // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
@@ -267,6 +269,11 @@ class AttentionBackend {
   // Blocks until the launch has completed; a CPU backend computes on the calling thread too. Kernel
   // time in nanoseconds.
   virtual absl::StatusOr<int64_t> Wait(int32_t slot) = 0;
+  // Whether the slot's launch, for which Wait has returned, was late (Launch::gate).
+  virtual bool WasLate(int32_t slot) const {
+    static_cast<void>(slot);
+    return false;
+  }
 };
 
 }  // namespace mla::kernels

@@ -209,6 +209,9 @@ struct EngineStats {
   TierStats tiers;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
+  // Requests whose tensors were not there: handed back, and launches of such that waited too long.
+  uint64_t requests_handed_back = 0, launches_late = 0;
+  uint64_t launches_ahead = 0;  // that were submitted before their tensors were there
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   kernels::HostWork host_work;

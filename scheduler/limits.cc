@@ -52,6 +52,7 @@ absl::Status CheckLimits(const Limits& limits) {
       {"limits.max_step_lease_ms", limits.max_step_lease_ms, 1, int64_t{1} << 40},
       {"limits.slice_wait_us", limits.slice_wait_us, 0, limits.queue_ms * 1000},
       {"limits.kv_wait_ms", limits.kv_wait_ms, 0, limits.max_lease_ms},
+      {"limits.ahead_us", limits.ahead_us, 0, limits.launch_ms * 1000},
       {"limits.queue_ms", limits.queue_ms, 1, limits.max_lease_ms},
       {"limits.max_name_bytes", limits.max_name_bytes, 1, 1 << 16},
   };

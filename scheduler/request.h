@@ -21,6 +21,7 @@
 #include "kernels/dtype.h"
 #include "kernels/input_fragments.h"
 #include "kernels/launch/select.h"
+#include "kernels/launch/word.h"
 
 namespace mla::scheduler {
 
@@ -76,6 +77,12 @@ struct AttendArgs {
   // kv, q, o and lse lie in memory of AttentionBackend::AllocateShared, and what the client wrote
   // there is complete.
   bool on_device = false;
+  // No word: the tensors are there. Else they are once it is reached, and the request is launched
+  // ahead of that, or handed back (StreamRequest::handed_back).
+  kernels::WordValue ready;
+  // No word, or one that the launch may store as soon as the outputs are there, before Done. The
+  // transport stores it then in any case, whatever the answer.
+  kernels::WordValue done;
   // Row-major, host memory unless on_device; sizes follow from the model (the transport has checked
   // them).
   // [row_count, ModelSpec::sent_row_dim] if has_kv; of models with a window, the entries that these
@@ -163,6 +170,13 @@ struct RequestQueue;
 struct SliceGroup;
 struct Step;
 
+// Why a request whose tensors are not there yet has not been computed.
+enum class HandedBack : uint8_t {
+  kNo,
+  kBusy,  // others wait, or a launch waits for a client already
+  kLate,  // its launch waited on the device for Limits::ahead_us
+};
+
 class StreamRequest {
  public:
   virtual ~StreamRequest() = default;
@@ -180,6 +194,8 @@ class StreamRequest {
   BeginStepArgs begin;
   AttendArgs attend;
   EndStepArgs end;
+  // The thread that hands it over has more to do than to run its launch.
+  bool leave_launch = false;
 
   // --- Results, valid in Done when the status is OK.
   int32_t total_rows = 0;        // BeginStep
@@ -187,6 +203,9 @@ class StreamRequest {
   int32_t joined = 0;            // BeginStep
   std::vector<int64_t> lengths;  // EndStep
   RequestTimings timings;        // Attend
+  // Unless kNo, the status says nothing, and nothing has come of the request: it may be handed over
+  // again when its tensors are there.
+  HandedBack handed_back = HandedBack::kNo;
   // The step no longer exists (valid for errors too).
   bool step_aborted = false;
 
@@ -217,6 +236,7 @@ class StreamRequest {
     int32_t bad_head = -1;
     int32_t other_row = -1;  // of a repeat: the first, of all it brings, that differs; -1: none
     bool counted = false;    // among the tenant's queued requests
+    bool ahead = false;      // its tensors were not there when a launch was last chosen
   };
   EngineFields engine;
 };

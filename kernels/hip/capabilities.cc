@@ -56,6 +56,7 @@ BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch) {
   info.units = runtime.units();
   info.unified_memory = false;
   info.in_place_bytes = runtime.kernels_reach_host() ? kMostBytesInPlace : 0;
+  info.waits_for_words = runtime.kernels_reach_host();
   info.absorbed_q_of_f32 = DType::kBf16;  // the kernels read no other queries
   return info;
 }

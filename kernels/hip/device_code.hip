@@ -16,6 +16,7 @@
 #include "kernels/hip/common/attend.h"
 #include "kernels/hip/common/project.h"
 #include "kernels/hip/common/small_kernels.h"
+#include "kernels/hip/gate/gate.h"
 #include "kernels/hip/kv/append_kv.h"
 #if MLA_AMD
 #include "kernels/hip/amd/attend_expanded.h"
@@ -120,6 +121,16 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
     mla_copy_tensors(const MLA_KERNEL_ARGUMENT CopyTensorsArgs args) {
   copy_tensors(args);
+}
+
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(kGateThreads)
+    mla_gate(const MLA_KERNEL_ARGUMENT GateArgs args) {
+  gate(args);
+}
+
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(kGateThreads)
+    mla_signal(const MLA_KERNEL_ARGUMENT SignalArgs args) {
+  signal(args);
 }
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)

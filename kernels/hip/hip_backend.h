@@ -92,6 +92,9 @@ class HipBackend final : public AttentionBackend {
   absl::Status Submit(int32_t slot, const Launch& launch) override;
   bool Done(int32_t slot) override;
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
+  bool WasLate(int32_t slot) const override {
+    return CheckSlot(slot).ok() && slots_[static_cast<size_t>(slot)]->was_late();
+  }
 
   // The pool's device address, for tools that fill it directly.
   DevicePtr pool() const { return device_.pool.at(); }

@@ -7,6 +7,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/gate/gate_args.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -29,7 +30,11 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
     if (s.ok()) s = Find(runtime, module, name, shared, into);
   };
   find(kMoveKernel, 0, &kernels->move);
-  if (runtime.kernels_reach_host()) find(kCopyTensorsKernel, 0, &kernels->copy_tensors);
+  if (runtime.kernels_reach_host()) {
+    find(kCopyTensorsKernel, 0, &kernels->copy_tensors);
+    find(kGateKernel, 0, &kernels->gate);
+    find(kSignalKernel, 0, &kernels->signal);
+  }
   find(kAppendKernel, 0, &kernels->append);
   find(kCombineKernel, arch.combine_shared_bytes, &kernels->combine);
   find(kProjectKernel, arch.project_shared_bytes, &kernels->project);

@@ -15,9 +15,10 @@
 //   outputs       memory of the slot -> host memory
 //   page_reads    pool -> host memory, bytes as they are
 //
-// Empty spans leave a part out. Plain data without ownership: the launch and all that it refers to
-// stay valid and unchanged from Submit until Wait has returned. Addresses in records are those that
-// the backend sees; LaunchLayout (kernels/launch/launch_layout.h) gives them.
+// Between outputs and the end, the signals are set. Empty spans leave a part out. Plain data
+// without ownership: the launch and all that it refers to stay valid and unchanged from Submit
+// until Wait has returned. Addresses in records are those that the backend sees; LaunchLayout
+// (kernels/launch/launch_layout.h) gives them.
 #ifndef MLA_KERNELS_LAUNCH_LAUNCH_H_
 #define MLA_KERNELS_LAUNCH_LAUNCH_H_
 
@@ -29,6 +30,7 @@
 #include "kernels/attention_params.h"
 #include "kernels/input_fragments.h"
 #include "kernels/launch/select.h"
+#include "kernels/launch/word.h"
 
 namespace mla::kernels {
 
@@ -79,6 +81,14 @@ struct PageTransfer {
   int64_t bytes;
   std::byte* host;
 };
+// A launch whose inputs in device memory are there once `ready` is reached. It waits for that on
+// the device, before all else and for limit_ns at most. When these have passed it runs all the
+// same: then it was late, its outputs and what it has appended are worth nothing, and it sets no
+// signal.
+struct LaunchGate {
+  WordValue ready;  // no word: there is no gate
+  int64_t limit_ns = 0;
+};
 struct TableRange {  // entries of Launch::page_tables
   int64_t first, count;
 };
@@ -96,6 +106,10 @@ struct Projection {
 struct Launch {
   std::span<const HostInput> inputs;
   std::span<const HostOutput> outputs;
+  LaunchGate gate;  // of backends that wait for words
+  // Stored by the device as soon as the outputs are there, where that takes nothing but a kernel at
+  // the end: the caller stores them after Wait in any case.
+  std::span<const WordValue> signals;
   // Transfers of one list name no byte of the pool twice; at most limits.page_ranges a list.
   std::span<const PageTransfer> page_writes, page_reads;
   // The list takes effect as if its ranges were carried out one after another, so a range may read

@@ -9,7 +9,7 @@
 // likes. Without a ring the arena begins at 0.
 //
 // The ring. Entry i of either direction lies in slot i % entries and is valid once its `sequence`
-// word equals PublishedSequence(i): the writer fills the other 60 bytes first and then stores the
+// word equals PublishedSequence(i): the writer fills the other bytes first and then stores the
 // word with release order; the reader loads it with acquire order and copies the entry once before
 // it looks at any field. So a half-written entry is never read. The client may have at most
 // `entries` requests whose completions it has not taken, which is all the flow control there is: a
@@ -29,6 +29,13 @@
 // outputs are there when the completion is. An event is not recorded again before its entry's
 // completion was taken. The server makes memory and events, so the end of a client takes nothing
 // that the server uses.
+//
+// Chains. Where DeviceHeader::chains is 1, such an entry may have kEntryChained. Then no event is
+// recorded: the client's stream stores PublishedSequence(i) in RingHeader::ready when the tensors
+// of entry i may be used, and may wait until CompletionEntry::done of slot i % entries, which
+// belongs to submission i, is that value. The server, or its device, stores it when the outputs are
+// there or will not come. Entries in flight are all chained, by one stream, or none is, and a
+// client that begins a chain sets `ready` to the entry before its first.
 //
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_
@@ -96,7 +103,9 @@ struct RingHeader {
   uint8_t reserved2[56];
   // Line 3: written by the client: completions it has taken so far. Their slots may be reused.
   uint64_t completions_taken;
-  uint8_t reserved3[56];
+  uint64_t reserved3;
+  uint32_t ready;  // by its device, of chains
+  uint8_t reserved5[44];
   // Line 4: written by the server: 1 once the ring is dead. Requests without a completion are lost.
   uint32_t closed;
   uint8_t reserved4[60];
@@ -120,6 +129,7 @@ inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
 // KV rows are DTYPE_F8_E4M3. Without it they have no kv_row_dtype.
 inline constexpr uint8_t kEntryFp8Kv = 32;      // SubmissionEntry::flags
 inline constexpr uint8_t kEntryOnDevice = 64;   // SubmissionEntry::flags; without lists or 8 bits
+inline constexpr uint8_t kEntryChained = 128;   // SubmissionEntry::flags; with kEntryOnDevice
 inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
 
 struct SubmissionEntry {
@@ -157,7 +167,7 @@ struct CompletionEntry {
   // Of kEntryMessage.
   uint64_t message_offset;
   uint32_t message_length;
-  uint32_t reserved;
+  uint32_t done;  // of the submission of this slot; no part of what the writer fills
 };
 
 inline constexpr size_t kReplySlotBytes = 1024;
@@ -172,7 +182,7 @@ struct DeviceHeader {
   uint32_t magic;   // kHandshakeMagic
   uint32_t nvidia;  // 1: NVIDIA's handles, 0: AMD's
   uint32_t kind;    // DeviceMemoryKind
-  uint32_t reserved0;
+  uint32_t chains;  // 1: entries may have kEntryChained
   uint64_t bytes;
   uint8_t uuid[16];  // of the device, as its runtime reports it
   uint8_t reserved1[24];
@@ -185,10 +195,12 @@ static_assert(sizeof(ConnectReply) == 192 && std::is_trivially_copyable_v<Connec
 static_assert(offsetof(RingHeader, submit_doorbell) == 64);
 static_assert(offsetof(RingHeader, complete_doorbell) == 128);
 static_assert(offsetof(RingHeader, completions_taken) == 192);
+static_assert(offsetof(RingHeader, ready) == 208);
 static_assert(offsetof(RingHeader, closed) == 256);
 static_assert(sizeof(RingHeader) == 320 && std::is_trivially_copyable_v<RingHeader>);
 static_assert(sizeof(SubmissionEntry) == 64 && offsetof(SubmissionEntry, in_offset) == 48);
 static_assert(sizeof(CompletionEntry) == 64 && offsetof(CompletionEntry, message_offset) == 48);
+static_assert(offsetof(CompletionEntry, done) == 60);
 
 static_assert(sizeof(DeviceHeader) == 128 && offsetof(DeviceHeader, memory) == 64);
 

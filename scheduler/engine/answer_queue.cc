@@ -6,8 +6,9 @@ void DeliverAnswer(StreamRequest* request, const absl::Status& status, EngineObs
   // Read first: the request may be used again, or be gone, before Done returns.
   const RequestReport report{request->kind, status.ok(), request->timings.queue_ns,
                              request->engine.total_ns};
+  const bool answered = request->handed_back == HandedBack::kNo;
   request->Done(status);
-  if (observer != nullptr) observer->OnRequest(report);
+  if (observer != nullptr && answered) observer->OnRequest(report);
 }
 
 void AnswerQueue::Start(std::function<void()> after_delivery) {

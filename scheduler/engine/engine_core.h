@@ -181,12 +181,21 @@ class EngineCore {
   // --- Requests
   void Answer(StreamRequest* request, const absl::Status& status);
   void AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status);
+  // As Answer, without one.
+  void HandBack(StreamRequest* request, HandedBack why);
+  void Return(StreamRequest* request, const absl::Status& status);
+  // False: the request's tensors are not there, and a launch may not wait for them. Notes whether
+  // they are there by now.
+  bool MayGoAhead(StreamRequest* request) const;
+  // Of a request that waits, or that a launch has carried too early.
+  void HandBackUndone(StreamRequest* request, HandedBack why);
   void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status);
   void FailWaiting(MonotonicNanos now);  // deadlines and missing KV rows
   void FailLate(StreamRequest* request);
   void FailRowsMissing(StreamRequest* request, int32_t first, int32_t last);
   void FinishLaunch(BatchLaunch* launch);
+  void FinishLate(BatchLaunch* launch);
   void NoteReport(const LaunchReport& report);
   // A launch that did not start: it alone is undone. One that ran and failed is undone with those
   // behind it. The steps of their requests are aborted either way.

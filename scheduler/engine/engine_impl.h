@@ -177,10 +177,11 @@ class Engine::Impl {
     for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();
   }
 
-  // The submitting thread takes the role if it is free, and runs what is small.
-  void RunInline() {
+  // The submitting thread takes the role if it is free, and runs what is small, unless it is to
+  // leave that to the engine's thread.
+  void RunInline(bool leave_launch) {
     if (answers_.IsDelivering()) return;  // called from Done: its caller looks again
-    if (options_.inline_work <= 0) return inbox_.Wake();
+    if (options_.inline_work <= 0 || leave_launch) return inbox_.Wake();
     bool left = false;
     for (int i = 0; i < kInlineLaunches; ++i) {
       if (answers_.busy() || !role_.TryLock()) break;

@@ -47,6 +47,7 @@ bool EngineCore::StartLaunch() {
     }
   }
   const absl::Status status = launcher_->Submit(launch, begin);
+  stats_.launches_ahead += launch->launch.gate.ready.word != nullptr;
   launch->report.predicted_ns = policy_.PredictedNanos(launch->batch);
   if (!status.ok()) FailSubmit(launch, status);
   return true;
@@ -70,6 +71,10 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
   cache_->work().Acknowledge(&launch->batch.pages);
   mover_->Finish(&launch->batch, absl::OkStatus());
   LaunchReport& report = launch->report;
+  if (launch->late) {
+    FinishLate(launch);
+    return NoteReport(report);
+  }
   policy_.Observe(launch->batch, report.kernel_ns);
   ++stats_.launches;
   stats_.longest_launch_ns = std::max(stats_.longest_launch_ns, report.kernel_ns);
@@ -188,6 +193,37 @@ void EngineCore::AbortFailed(const std::vector<StreamRequest*>& failed, const ab
   for (const auto& [tenant, id] : steps) AbortStep(tenant, id, absl::InternalError(why));
 }
 
+bool EngineCore::MayGoAhead(StreamRequest* request) const {
+  StreamRequest::EngineFields& note = request->engine;
+  note.ahead = note.ahead && !request->attend.ready.Reached();
+  if (!note.ahead) return true;
+  // A launch that waits on the device keeps others waiting.
+  const int32_t others = pending_.size() - (note.queue != nullptr ? 1 : 0);
+  const kernels::WordValue& ready = request->attend.ready;
+  return limits_.ahead_us > 0 && backend_->Info().waits_for_words && others == 0 &&
+         backend_->InPlace(ready.word, sizeof(*ready.word)) && !launcher_->AwaitsClient();
+}
+
+void EngineCore::HandBackUndone(StreamRequest* request, HandedBack why) {
+  Step* const step = request->engine.step;
+  if (Appends(*request)) {
+    LayerProgress& layer = step->layers[request->attend.layer];
+    layer.accepted = FirstRow(*request);
+    layer.appended = std::min(layer.appended, layer.accepted);
+  }
+  HandBack(request, why);
+  FinishEndIfIdle(step);
+}
+
+// The client's work was not done in time: all that the launch has computed is worth nothing.
+void EngineCore::FinishLate(BatchLaunch* launch) {
+  for (StreamRequest* request : launch->batch.requests) {
+    request->engine.rows_launched = 0;
+    --request->engine.step->inflight;
+    HandBackUndone(request, HandedBack::kLate);
+  }
+}
+
 void EngineCore::RemovePending(StreamRequest* request) {
   pending_.Remove(request);
   policy_.slices().Leave(request);
@@ -237,7 +273,11 @@ void EngineCore::FailWaiting(MonotonicNanos now) {
     const StreamRequest::EngineFields& note = request->engine;
     int32_t first = 0;
     int32_t last = 0;
-    if (now >= note.deadline_ns) {
+    if (note.ahead && !MayGoAhead(request)) {
+      RemovePending(request);
+      --note.step->waiting;
+      HandBackUndone(request, HandedBack::kBusy);
+    } else if (now >= note.deadline_ns) {
       FailLate(request);
     } else if (BatchPolicy::WaitsForRows(*request, &first, &last) &&
                now - note.blocked_since_ns >= limits_.kv_wait_ms * kNanosPerMilli) {

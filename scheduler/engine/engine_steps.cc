@@ -23,6 +23,16 @@ void EngineCore::AnswerAt(MonotonicNanos now, StreamRequest* request, const absl
   ++stats_.requests_total;
   if (!status.ok()) ++stats_.requests_failed;
   request->engine.total_ns = now - request->engine.arrival_ns;
+  Return(request, status);
+}
+
+void EngineCore::HandBack(StreamRequest* request, HandedBack why) {
+  request->handed_back = why;
+  ++(why == HandedBack::kLate ? stats_.launches_late : stats_.requests_handed_back);
+  Return(request, absl::OkStatus());
+}
+
+void EngineCore::Return(StreamRequest* request, const absl::Status& status) {
   owned_.fetch_sub(1);
   if (std::exchange(request->engine.counted, false)) {
     tenants_.Return(*request->tenant, Resource::kQueuedRequests, 1);
@@ -36,6 +46,7 @@ void EngineCore::Accept(StreamRequest* request) {
   absl::Status status;
   bool wait = false;
   nothing_ready_ = false;
+  request->handed_back = HandedBack::kNo;
   if (!streams_.contains(request->stream)) {
     Answer(request, absl::CancelledError("the stream is closed"));
     return;
@@ -47,6 +58,10 @@ void EngineCore::Accept(StreamRequest* request) {
       status = BeginStep(request);
       break;
     case RequestKind::kAttend:
+      request->engine.ahead = request->attend.ready.word != nullptr;
+      // What waits goes first: this one is launched alone, or not at all.
+      if (request->engine.ahead && MayLaunch()) StartLaunch();
+      if (!MayGoAhead(request)) return HandBack(request, HandedBack::kBusy);
       status = AcceptAttend(request);
       wait = status.ok();
       break;

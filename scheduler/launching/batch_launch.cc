@@ -54,6 +54,7 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   projects.Reserve(2 * requests);
   lse.reserve(most);
   differs.reserve(most);
+  signals.reserve(most);
   auto floats =
       backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
   if (!floats.ok()) return floats.status();

@@ -72,6 +72,8 @@ struct BatchLaunch {
   // for other requests. Empty without repeats.
   std::vector<const int32_t*> differs;
   std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
+  std::vector<kernels::WordValue> signals;        // of requests that end with this launch
+  bool late = false;                              // once it has been waited for
 };
 
 }  // namespace mla::scheduler

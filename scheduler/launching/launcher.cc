@@ -30,6 +30,7 @@ Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
     : backend_(backend),
       page_tables_(page_tables),
       clock_(clock),
+      ahead_ns_(limits.ahead_us * 1000),
       stager_(limits, backend->Info(), models),
       records_(backend->Info(), cache, models),
       launches_(static_cast<size_t>(LaunchSlots(*backend))) {
@@ -88,6 +89,15 @@ absl::Status Launcher::Submit(BatchLaunch* to, MonotonicNanos chosen_from) {
   return status;
 }
 
+bool Launcher::AwaitsClient() const {
+  for (int32_t i = 0; i < inflight_; ++i) {
+    const size_t at = static_cast<size_t>(oldest_ + i) % launches_.size();
+    const kernels::WordValue& ready = launches_[at].launch.gate.ready;
+    if (ready.word != nullptr && !ready.Reached()) return true;
+  }
+  return false;
+}
+
 bool Launcher::OldestDone() { return inflight_ > 0 && backend_->Done(launches_[oldest_].slot); }
 
 absl::Status Launcher::WaitOldest() {
@@ -98,6 +108,7 @@ absl::Status Launcher::WaitOldest() {
   --inflight_;
   launch.report.ok = kernel_ns.ok();
   if (kernel_ns.ok()) launch.report.kernel_ns = *kernel_ns;
+  launch.late = kernel_ns.ok() && backend_->WasLate(launch.slot);
   return kernel_ns.status();
 }
 
@@ -172,6 +183,16 @@ void Launcher::Assemble(BatchLaunch* to) const {
   kernels::Launch& launch = to->launch;
   launch.inputs = to->layout.inputs();
   launch.outputs = to->layout.outputs();
+  launch.gate = {};
+  to->signals.clear();
+  for (const StreamRequest* request : to->batch.requests) {
+    const AttendArgs& args = request->attend;
+    // Alone in its batch then.
+    if (request->engine.ahead) launch.gate = {args.ready, ahead_ns_};
+    const bool ends = request->engine.rows_done + request->engine.rows_launched == args.row_count;
+    if (args.done.word != nullptr && ends) to->signals.push_back(args.done);
+  }
+  launch.signals = to->signals;
   launch.page_writes = to->batch.page_writes;
   launch.page_reads = to->batch.page_reads;
   launch.pages = to->batch.pages.ranges();

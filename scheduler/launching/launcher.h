@@ -41,6 +41,8 @@ class Launcher {
   // runs.
   absl::Status Submit(BatchLaunch* to, MonotonicNanos chosen_from);
   BatchLaunch* oldest() { return inflight_ == 0 ? nullptr : &launches_[oldest_]; }
+  // Whether a launch may be waiting on the device for a client's work.
+  bool AwaitsClient() const;
   bool OldestDone();
   // Blocks until the oldest launch has completed and frees its slot (its batch stays readable until
   // the slot's next Submit). Fills report.kernel_ns.
@@ -60,6 +62,7 @@ class Launcher {
   kernels::AttentionBackend* const backend_;
   const std::span<const uint32_t> page_tables_;
   const Clock* const clock_;
+  const int64_t ahead_ns_;  // that a launch may wait for a client's work
   TensorStager stager_;
   RecordBuilder records_;
   std::unique_ptr<PlanCache> plans_;

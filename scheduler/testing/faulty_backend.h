@@ -63,6 +63,12 @@ class FaultyBackend final : public kernels::AttentionBackend {
     has_two_slots_ = true;
   }
 
+  // ... and whose launches wait for words: one whose word has not been reached by its end is late.
+  void SetWaitsForWords() {
+    SetTwoSlots();
+    two_slots_.waits_for_words = true;
+  }
+
   const kernels::BackendInfo& Info() const override {
     return has_two_slots_ ? two_slots_ : inner_->Info();
   }
@@ -133,7 +139,14 @@ class FaultyBackend final : public kernels::AttentionBackend {
         attended_heads_ += record.num_heads;
       }
     }
+    if (!has_two_slots_) return inner_->Submit(slot, launch);
+    staging_[static_cast<size_t>(slot)].gate = launch.gate.ready;
+    staging_[static_cast<size_t>(slot)].signals = launch.signals;
     return inner_->Submit(slot, launch);
+  }
+  bool InPlace(const void*, int64_t) const override { return two_slots_.waits_for_words; }
+  bool WasLate(int32_t slot) const override {
+    return has_two_slots_ && staging_[static_cast<size_t>(slot)].late;
   }
   bool Done(int32_t slot) override { return inner_->Done(slot); }
   absl::StatusOr<int64_t> Wait(int32_t slot) override {
@@ -142,6 +155,12 @@ class FaultyBackend final : public kernels::AttentionBackend {
     holds_launch_ = false;
     absl::StatusOr<int64_t> waited = inner_->Wait(slot);
     if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
+    if (!two_slots_.waits_for_words) return waited;
+    Staging& staging = staging_[static_cast<size_t>(slot)];
+    staging.late = staging.gate.word != nullptr && !staging.gate.Reached();
+    for (const kernels::WordValue& signal : staging.signals) {
+      if (!staging.late) signal.Store();
+    }
     return waited;
   }
 
@@ -160,6 +179,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   kernels::BackendLimits limits_;
   struct Staging {
     std::vector<std::byte> in, out;
+    kernels::WordValue gate;
+    std::span<const kernels::WordValue> signals;
+    bool late = false;
   };
   std::vector<Staging> staging_;  // by slot
   std::function<void(int32_t)> on_load_weights_;

@@ -42,6 +42,7 @@ void AttendMessage::Recycle() {
   sent_lists = nullptr;
   answer = absl::OkStatus();
   reserved_bytes = 0;
+  ring_index = 0;
   begin_order = 0;
   answered_ns = 0;
   next = nullptr;
@@ -59,6 +60,8 @@ void AttendMessage::Recycle() {
   lengths.clear();
   timings = {};
   step_aborted = false;
+  leave_launch = false;
+  handed_back = scheduler::HandedBack::kNo;
 }
 
 AttendMessage* AttendMessagePool::Take() {

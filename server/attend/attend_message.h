@@ -61,6 +61,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
   size_t reserved_bytes = 0;             // bytes counted against the stream
   int64_t staged = 0;                    // bytes of input and output, counted against the tenant
+  uint64_t ring_index = 0;               // of a ring: its submission
   uint64_t begin_order = 0;              // of a BeginStep among its stream's; 0: not listed there
   int64_t answered_ns = 0;               // steady clock; of streams alone
   AttendMessage* next = nullptr;

@@ -442,6 +442,7 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
           limits.max_lease_ms);
   at_most("limits.slice_wait_us", limits.slice_wait_us, "limits.queue_ms x 1000",
           limits.queue_ms * 1000);
+  at_most("limits.ahead_us", limits.ahead_us, "limits.launch_ms x 1000", limits.launch_ms * 1000);
   at_most("limits.kv_wait_ms", limits.kv_wait_ms, "limits.queue_ms", limits.queue_ms);
   at_most("limits.queue_ms", limits.queue_ms, "limits.max_lease_ms", limits.max_lease_ms);
   at_most("limits.max_step_sequences", limits.max_step_sequences, "limits.max_sequences",

@@ -417,6 +417,9 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
               "0: slices are computed as they come. A rank that is late delays its siblings by "
               "this much once a step, until it is in time again, and delays no other request.",
               MLA_SLOT(limits.slice_wait_us)),
+          Int("limits.ahead_us", 0, 10000,
+              "How long a launch waits on the GPU for a client's kernels at most; microseconds.",
+              "0: never. Others' launches may wait as long.", MLA_SLOT(limits.ahead_us)),
           Millis("limits.kv_wait_ms", 0, kDayMs,
                  "How long a request waits for KV rows that another one brings.",
                  "0: they must have arrived before.", MLA_SLOT(limits.kv_wait_ms)),

@@ -218,6 +218,15 @@ constexpr Stat kStats[] = {
     Row(nullptr, "mla_device_copied_bytes_total",
         "Tensor bytes that the host itself copied on their way to the GPU or from it.",
         MLA_ENGINE(host_work.copied_bytes)),
+    Row(nullptr, "mla_launches_ahead_total",
+        "Launches of chained calls that were submitted before the client's GPU was done with the "
+        "tensors.",
+        MLA_ENGINE(launches_ahead)),
+    Row(nullptr, "mla_ahead_refused_total",
+        "Chained calls that were computed later than they were handed over ahead: other requests "
+        "waited (busy), or their launch waited for limits.ahead_us (late).",
+        MLA_ENGINE(requests_handed_back), "why", "busy"),
+    Row(nullptr, "mla_ahead_refused_total", nullptr, MLA_ENGINE(launches_late), "why", "late"),
     Row(nullptr, "mla_device_sleeps_total",
         "Times that a thread slept until the GPU was done: with a launch, or with a client's work "
         "before a request.",

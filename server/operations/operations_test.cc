@@ -166,6 +166,9 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
   stats.slices_fused = 8;
   stats.slice_waits_expired = 6;
   stats.slice_waits_skipped = 5;
+  stats.launches_ahead = 13;
+  stats.requests_handed_back = 14;
+  stats.launches_late = 15;
   stats.host_work = {.copied_bytes = 700, .sleeps = 11, .polling_ns = 1'500'000'000};
   const std::string text = metrics.Expose(stats);
   for (const char* line : {
@@ -183,6 +186,9 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
            "mla_slice_waits_expired_total 6\n",
            "mla_slice_waits_skipped_total 5\n",
            "mla_device_copied_bytes_total 700\n",
+           "mla_launches_ahead_total 13\n",
+           "mla_ahead_refused_total{why=\"busy\"} 14\n",
+           "mla_ahead_refused_total{why=\"late\"} 15\n",
            "mla_device_sleeps_total{with=\"launch\"} 11\n",
            "mla_device_polling_seconds_total{with=\"launch\"} 1.5\n",
        }) {

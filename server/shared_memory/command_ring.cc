@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "proto/wire/futex.h"
-#include "server/attend/attend_reply.h"
 #include "server/grpc/grpc_status.h"
 #include "server/logging/logging.h"
 
@@ -19,31 +18,16 @@ namespace {
 
 using scheduler::RequestKind;
 
-// Of what is parsed from a message without touching the heap.
-constexpr size_t kArenaBytes = 65536;
 // A sleeping ring looks at its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
 constexpr std::chrono::microseconds kDeviceNap{50};
-// A StepError whose texts are this long fits a slot.
-constexpr size_t kMaxErrorText = 160;
-// Of an EndStepReply: everything around the lengths, and one length as a varint.
-constexpr size_t kReplyFixedBytes = 64;
-constexpr size_t kLengthBytes = 10;
-static_assert(kReplyFixedBytes < wire::kReplySlotBytes);
-static_assert(5 * (kMaxErrorText + 3) + kReplyFixedBytes < wire::kReplySlotBytes);
+// Chained entries that are not handed over ahead once a launch has waited for one too long.
+constexpr int32_t kAheadPause = 16;
 
 template <typename T>
 std::atomic_ref<T> Atomic(T& word) {
   return std::atomic_ref<T>(word);
-}
-
-google::protobuf::ArenaOptions InitialBlock(std::vector<char>* block) {
-  google::protobuf::ArenaOptions options;
-  block->resize(kArenaBytes);
-  options.initial_block = block->data();
-  options.initial_block_size = block->size();
-  return options;
 }
 
 // One fetch of each word, so that the client cannot change what has been checked.
@@ -56,31 +40,6 @@ wire::SubmissionEntry CopyOnce(wire::SubmissionEntry* from) {
   wire::SubmissionEntry entry;
   std::memcpy(&entry, words.data(), sizeof(entry));
   return entry;
-}
-
-uint32_t Micros(int64_t ns) {
-  return static_cast<uint32_t>(std::clamp<int64_t>(ns / 1000, 0, UINT32_MAX));
-}
-
-// Sequences whose lengths an EndStepReply of so many bytes holds.
-int32_t LengthsWithin(size_t bytes) {
-  return static_cast<int32_t>((bytes - kReplyFixedBytes) / kLengthBytes);
-}
-
-// At the border of a character: protobuf reads no text that is not UTF-8.
-void Truncate(std::string* text) {
-  if (text->size() <= kMaxErrorText) return;
-  size_t end = kMaxErrorText;
-  while (end > 0 && (static_cast<unsigned char>((*text)[end]) & 0xc0) == 0x80) --end;
-  text->resize(end);
-}
-
-void ShortenTexts(v1::StepError* error) {
-  Truncate(error->mutable_message());
-  Truncate(error->mutable_detail()->mutable_field());
-  Truncate(error->mutable_detail()->mutable_limit());
-  Truncate(error->mutable_detail()->mutable_got());
-  Truncate(error->mutable_detail()->mutable_reason());
 }
 
 // The client knows the room for a reply as a field of the entry.
@@ -105,8 +64,11 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
           region_->data() + wire::CompletionsOffset(options_.entries))),
       builder_(options_.engine, options_.tenant),
       requests_(options_.metrics->ForTenant(options_.tenant)),
+      goes_ahead_(options_.engine->limits().ahead_us > 0 &&
+                  options_.engine->backend_info().waits_for_words),
       request_arena_(InitialBlock(&request_block_)),
-      reply_arena_(InitialBlock(&reply_block_)) {
+      replies_(region_, options_.entries, options_.boot_id) {
+  returned_.reserve(options_.entries);
   header_->magic = wire::kHandshakeMagic;
   header_->entries = options_.entries;
   header_->submissions_offset = wire::SubmissionsOffset();
@@ -121,6 +83,7 @@ void CommandRing::LayOutDevice() {
   std::byte* const at = region_->data() + wire::RingBytes(options_.entries);
   wire::DeviceHeader header{};
   header.magic = wire::kHandshakeMagic;
+  header.chains = 1;
   header.nvidia = from.nvidia ? 1 : 0;
   header.kind = from.descriptor >= 0 ? wire::kDeviceDescriptor : wire::kDeviceHandle;
   header.bytes = region_->device()->bytes().size();
@@ -146,8 +109,13 @@ void CommandRing::Stop() {
   Atomic(header_->submit_doorbell).fetch_add(1);
   wire::FutexWake(&header_->submit_doorbell);
   if (thread_.joinable()) thread_.join();
-  if (std::exchange(held_.any, false)) held_.message->Unref();
+  if (std::exchange(held_.any, false) && !held_.ahead) held_.message->Unref();
   options_.engine->CloseStream(builder_.stream());
+  {
+    const MutexLock lock(returned_mutex_);
+    for (AttendMessage* message : returned_) message->Unref();
+    returned_.clear();
+  }
   Atomic(header_->closed).store(1);
   Atomic(header_->complete_doorbell).fetch_add(1);
   wire::FutexWake(&header_->complete_doorbell);
@@ -177,9 +145,7 @@ void CommandRing::Run() {
     }
     for (int i = 0; i < kSpinsPerClock; ++i) {
       wire::SpinPause();
-      const uint32_t seen =
-          Atomic(submissions_[taken_ & mask_].sequence).load(std::memory_order_relaxed);
-      if (seen == wire::PublishedSequence(taken_)) break;
+      if (Published()) break;
     }
   }
 }
@@ -200,40 +166,100 @@ bool CommandRing::OnDevice(const wire::SubmissionEntry& entry) const {
          region_->device() != nullptr;
 }
 
+absl::StatusOr<bool> CommandRing::HeldIsReady() const {
+  if (held_.ready.word != nullptr) return held_.ready.Reached();
+  return region_->device()->Done(held_.event);
+}
+
 // False: what the client's GPU has to do for the held entry is not done.
 bool CommandRing::ServeHeld() {
-  const absl::StatusOr<bool> done = region_->device()->Done(held_.event);
+  const absl::StatusOr<bool> done = HeldIsReady();
   if (done.ok() && *done) {
     held_.any = false;
     options_.metrics->wire().device_polling_ns.fetch_add(
         static_cast<uint64_t>(SteadyNanos() - held_.since_ns), std::memory_order_relaxed);
+    if (held_.ahead) return true;  // the engine has it, or TakeReturned will
+    // The next one can be handed over while this one is computed.
+    held_.message->leave_launch = MayGoAhead() && Published();
     Submit(held_.message, std::move(held_.prepared));
     return true;
   }
-  if (done.ok() && SteadyNanos() < held_.until_ns) return false;
-  held_.any = false;
-  AttendMessage* const message = held_.message;
-  if (!done.ok()) {
-    Refuse(message, MakeError(absl::StatusCode::kInternal, done.status().message(),
-                              {.field = "device", .reason = "device_event"}));
-    return true;
+  if (done.ok() && SteadyNanos() < held_.until_ns) {
+    HandOverAhead();
+    return false;
   }
+  held_.any = false;
+  if (held_.ahead) return true;
+  if (done.ok()) {
+    RefuseUnready(held_.message);
+  } else {
+    Refuse(held_.message, MakeError(absl::StatusCode::kInternal, done.status().message(),
+                                    {.field = "device", .reason = "device_event"}));
+  }
+  return true;
+}
+
+void CommandRing::RefuseUnready(AttendMessage* message) {
   Refuse(message, MakeError(absl::StatusCode::kDeadlineExceeded,
                             "the GPU work before this request did not end in time",
                             {.field = "device",
                              .got = absl::StrCat(options_.device_wait_ms, " ms"),
                              .limit = "shm.device_wait_ms, or the request's timeout",
                              .reason = "device_not_ready"}));
-  return true;
+}
+
+bool CommandRing::MayGoAhead() const {
+  return goes_ahead_ && held_.ready.word != nullptr && pause_ == 0;
+}
+
+// So that its launch waits on the device, and not the host for the device.
+void CommandRing::HandOverAhead() {
+  if (std::exchange(held_.offered, true) || !held_.prepared.ok() || !MayGoAhead()) return;
+  held_.message->attend.ready = held_.ready;
+  held_.message->leave_launch = true;
+  held_.ahead = true;  // at once: it may come back before Submit returns
+  if (builder_.Submit(held_.message).ok()) return;
+  held_.ahead = false;
+  held_.message->attend.ready = {};
+}
+
+void CommandRing::NoteReturned(AttendMessage* message) {
+  {
+    const MutexLock lock(returned_mutex_);
+    returned_.push_back(message);
+    any_returned_ = true;
+  }
+  Atomic(header_->submit_doorbell).fetch_add(1);
+  wire::FutexWake(&header_->submit_doorbell);
+}
+
+void CommandRing::TakeReturned() {
+  while (any_returned_) {
+    AttendMessage* message = nullptr;
+    {
+      const MutexLock lock(returned_mutex_);
+      message = returned_.back();
+      returned_.pop_back();
+      any_returned_ = !returned_.empty();
+    }
+    if (message->handed_back == scheduler::HandedBack::kLate) pause_ = kAheadPause;
+    message->attend.ready = {};
+    message->leave_launch = false;
+    if (held_.any && held_.message == message) {
+      held_.ahead = false;
+    } else if (ReadyWord(*message).Reached()) {  // which has come since
+      Submit(message, absl::OkStatus());
+    } else {
+      RefuseUnready(message);
+    }
+  }
 }
 
 bool CommandRing::TakeSubmission() {
+  if (any_returned_) TakeReturned();
   if (held_.any) return ServeHeld();
-  wire::SubmissionEntry& slot = submissions_[taken_ & mask_];
-  if (Atomic(slot.sequence).load(std::memory_order_acquire) != wire::PublishedSequence(taken_)) {
-    return false;
-  }
-  const wire::SubmissionEntry entry = CopyOnce(&slot);
+  if (!Published()) return false;
+  const wire::SubmissionEntry entry = CopyOnce(&submissions_[taken_ & mask_]);
   ++taken_;
   if (!WithinBounds()) return true;
   if (!OnDevice(entry)) {
@@ -243,9 +269,33 @@ bool CommandRing::TakeSubmission() {
   int64_t wait_ns = options_.device_wait_ms * 1'000'000;
   if (entry.timeout_us > 0) wait_ns = std::min(wait_ns, int64_t{entry.timeout_us} * 1000);
   const int64_t now = SteadyNanos();
-  held_ = {true, TakeMessage(entry), absl::OkStatus(), (taken_ - 1) & mask_, now, now + wait_ns};
+  held_ = {};
+  held_.any = true;
+  held_.message = TakeMessage(entry);
+  held_.event = (taken_ - 1) & mask_;
+  held_.since_ns = now;
+  held_.until_ns = now + wait_ns;
+  if ((entry.flags & wire::kEntryChained) != 0) {
+    pause_ = std::max(0, pause_ - 1);
+    held_.ready = ReadyWord(*held_.message);
+    held_.message->attend.done = DoneWord(*held_.message);
+  }
   held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
   return ServeHeld();
+}
+
+bool CommandRing::Published() const {
+  return Atomic(submissions_[taken_ & mask_].sequence).load(std::memory_order_acquire) ==
+         wire::PublishedSequence(taken_);
+}
+
+kernels::WordValue CommandRing::ReadyWord(const AttendMessage& message) const {
+  return {&header_->ready, wire::PublishedSequence(message.ring_index)};
+}
+
+kernels::WordValue CommandRing::DoneWord(const AttendMessage& message) const {
+  return {&completions_[message.ring_index & mask_].done,
+          wire::PublishedSequence(message.ring_index)};
 }
 
 // Checks that there will be a free completion slot for what has just been taken.
@@ -267,9 +317,7 @@ void CommandRing::Sleep() {
   const uint32_t doorbell = Atomic(header_->submit_doorbell).load();
   Atomic(header_->server_waits).store(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const uint32_t seen =
-      Atomic(submissions_[taken_ & mask_].sequence).load(std::memory_order_acquire);
-  if (!stop_ && (cut_ || seen != wire::PublishedSequence(taken_))) {
+  if (!stop_ && !any_returned_ && (cut_ || !Published())) {
     wire::FutexWait(&header_->submit_doorbell, doorbell, kLongestSleepNanos);
   }
   Atomic(header_->server_waits).store(0);
@@ -289,6 +337,7 @@ AttendMessage* CommandRing::TakeMessage(const wire::SubmissionEntry& entry) {
   message->owner = this;
   message->stream = builder_.stream();
   message->tag = entry.tag;
+  message->ring_index = taken_ - 1;
   return message;
 }
 
@@ -412,6 +461,8 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
 // ---------------------------------------------------------------------------------- Completing
 
 void CommandRing::OnAnswered(AttendMessage* message) {
+  if (message->handed_back != scheduler::HandedBack::kNo) return NoteReturned(message);
+  DoneWord(*message).Store();
   requests_->Count(message->answer.code());
   builder_.Answered(*message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);
@@ -426,59 +477,13 @@ void CommandRing::OnAnswered(AttendMessage* message) {
 // There is a free slot: WithinBounds saw to that.
 void CommandRing::Complete(const AttendMessage& message) {
   const uint64_t index = completed_.load(std::memory_order_relaxed);
-  wire::CompletionEntry entry{};
-  entry.tag = message.tag;
-  entry.boot_id = options_.boot_id;
-  if (message.answer.ok() && message.kind == RequestKind::kAttend) {
-    const scheduler::RequestTimings& took = message.timings;
-    entry.kind = wire::kEntryAttend;
-    entry.flags = took.plan_reused ? wire::kEntryPlanReused : 0;
-    entry.launch_layers = static_cast<uint16_t>(took.launch_layers);
-    entry.queue_us = Micros(took.queue_ns);
-    entry.plan_us = Micros(took.plan_ns);
-    entry.kernel_us = Micros(took.kernel_ns);
-    entry.launch_requests = static_cast<uint32_t>(took.launch_requests);
-    entry.launch_clients = static_cast<uint32_t>(took.launch_clients);
-  } else {
-    entry.kind = wire::kEntryMessage;
-    FillMessage(message, index & mask_, &entry);
-  }
+  const wire::CompletionEntry entry = replies_.Make(message, index & mask_);
   wire::CompletionEntry& slot = completions_[index & mask_];
   std::memcpy(reinterpret_cast<char*>(&slot) + sizeof(slot.sequence),
               reinterpret_cast<const char*>(&entry) + sizeof(entry.sequence),
-              sizeof(entry) - sizeof(entry.sequence));
+              sizeof(entry) - sizeof(entry.sequence) - sizeof(entry.done));
   completed_.store(index + 1, std::memory_order_release);
   Atomic(slot.sequence).store(wire::PublishedSequence(index), std::memory_order_release);
-}
-
-// Writes the reply into the completion's own slot, or where the request offered room for it.
-void CommandRing::FillMessage(const AttendMessage& message, uint64_t slot,
-                              wire::CompletionEntry* entry) {
-  reply_arena_.Reset();
-  auto* const reply = google::protobuf::Arena::CreateMessage<v1::AttendStreamReply>(&reply_arena_);
-  FillReply(message, options_.boot_id, reply);
-  const std::span<std::byte> own(
-      region_->data() + wire::RepliesOffset(options_.entries) + slot * wire::kReplySlotBytes,
-      wire::kReplySlotBytes);
-  if (WriteReply(*reply, own, entry) || WriteReply(*reply, message.reply_area, entry)) return;
-  // An error with long texts: all other replies were bounded before the engine did the work.
-  if (!reply->has_error()) {
-    reply->mutable_error()->set_code(static_cast<int32_t>(absl::StatusCode::kInternal));
-    reply->mutable_error()->set_message("the request succeeded, but its reply has no room");
-  }
-  ShortenTexts(reply->mutable_error());
-  WriteReply(*reply, own, entry);
-}
-
-// False when the reply does not fit `room`; nothing is written then.
-bool CommandRing::WriteReply(const v1::AttendStreamReply& reply, std::span<std::byte> room,
-                             wire::CompletionEntry* entry) const {
-  const size_t bytes = reply.ByteSizeLong();
-  if (bytes > room.size()) return false;
-  reply.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(room.data()));
-  entry->message_offset = static_cast<uint64_t>(room.data() - region_->data());
-  entry->message_length = static_cast<uint32_t>(bytes);
-  return true;
 }
 
 void CommandRing::WakeClient() {

@@ -15,8 +15,9 @@
 // polling and nothing else: after shm.device_wait_ms, or the entry's own timeout, the entry is
 // answered with DEADLINE_EXCEEDED.
 //
-// Writes. A reply goes into its completion's slot or into the room that its request offered inside
-// the arena; WriteReply is the only place that writes one and checks its size against that room.
+// Of chained entries a word in the region says so in the event's place, and the engine gets them
+// ahead of it where launches can wait on the device (Limits::ahead_us). What the engine hands back,
+// because others wait or the client's GPU took too long, is held here like any other entry.
 //
 // Every attend allocates nothing; nor do the other messages once their buffers have grown.
 //
@@ -40,6 +41,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "base/mutex.h"
+#include "kernels/launch/word.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/wire/ring_layout.h"
 #include "scheduler/engine.h"
@@ -47,6 +49,7 @@
 #include "server/attend/attend_request_builder.h"
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"
+#include "server/shared_memory/ring_replies.h"
 
 namespace mla::server {
 
@@ -82,7 +85,16 @@ class CommandRing final : public AttendMessageOwner {
  private:
   void Run();
   bool TakeSubmission();
+  absl::StatusOr<bool> HeldIsReady() const;
   bool ServeHeld();
+  bool MayGoAhead() const;
+  void HandOverAhead();
+  void NoteReturned(AttendMessage* message);  // any thread
+  void TakeReturned();
+  bool Published() const;  // the next submission
+  void RefuseUnready(AttendMessage* message);
+  kernels::WordValue ReadyWord(const AttendMessage& message) const;  // of a chained entry
+  kernels::WordValue DoneWord(const AttendMessage& message) const;
   void AwaitDevice(int64_t now) const;
   bool WithinBounds();
   void Sleep();
@@ -99,10 +111,6 @@ class CommandRing final : public AttendMessageOwner {
   absl::Status PrepareMessage(const wire::SubmissionEntry& entry, AttendMessage* message);
 
   void Complete(const AttendMessage& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(completion_mutex_);
-  void FillMessage(const AttendMessage& message, uint64_t slot, wire::CompletionEntry* entry)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(completion_mutex_);
-  bool WriteReply(const v1::AttendStreamReply& reply, std::span<std::byte> room,
-                  wire::CompletionEntry* entry) const;
   void WakeClient();
 
   const CommandRingOptions options_;
@@ -123,8 +131,13 @@ class CommandRing final : public AttendMessageOwner {
     AttendMessage* message = nullptr;
     absl::Status prepared;  // of the message; the engine gets it if this is OK
     size_t event = 0;
+    kernels::WordValue ready;  // of a chained entry, which has no event
+    bool offered = false;      // to the engine, ahead of its tensors
+    bool ahead = false;        // the engine has it
     int64_t since_ns = 0, until_ns = 0;
   } held_;
+  const bool goes_ahead_;
+  int32_t pause_ = 0;  // chained entries until one may go ahead again
   bool cut_ = false;
   v1::Attend attend_;
   std::string message_bytes_;
@@ -132,9 +145,12 @@ class CommandRing final : public AttendMessageOwner {
   google::protobuf::Arena request_arena_;
 
   Mutex completion_mutex_;  // completions come from the engine and from the thread
-  std::vector<char> reply_block_ ABSL_GUARDED_BY(completion_mutex_);
-  google::protobuf::Arena reply_arena_ ABSL_GUARDED_BY(completion_mutex_);
+  RingReplies replies_ ABSL_GUARDED_BY(completion_mutex_);
   std::atomic<uint64_t> completed_{0};
+
+  Mutex returned_mutex_;
+  std::vector<AttendMessage*> returned_ ABSL_GUARDED_BY(returned_mutex_);  // handed back
+  std::atomic<bool> any_returned_{false};
 
   std::atomic<bool> stop_{false};
   bool stopped_ = false;

@@ -1,5 +1,5 @@
-// Small tensors in pinned memory that kernels use where they lie or copy, metadata that stays on
-// the device, and launches on one stream.
+// Small tensors in pinned memory that kernels use where they lie or copy, words of it that launches
+// wait for and set, metadata that stays on the device, and launches on one stream.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -80,6 +80,11 @@ class RowLaunch {
   }
   void set_output_bytes(int64_t bytes) { output_bytes_ = bytes; }
   void set_layer_offset(int64_t bytes) { layer_offset_ = bytes; }
+  void set_words(const WordValue& ready, int64_t limit_ns, const WordValue& done) {
+    launch_.gate = {ready, limit_ns};
+    done_ = done;
+    launch_.signals = {&done_, 1};
+  }
   bool in_place() const {
     return layout_.inputs()[0].in_place() &&
            (layout_.outputs().empty() || layout_.outputs()[0].in_place());
@@ -90,6 +95,7 @@ class RowLaunch {
   int64_t output_bytes_ = sizeof(int32_t);
   int64_t layer_offset_ = 0;
   const TableRange table_{0, 1};
+  WordValue done_;
   AppendRecord record_{};
   LaunchLayout layout_;
   Launch launch_;
@@ -194,18 +200,32 @@ TEST_F(InPlaceTest, LaunchesBesideEachOtherKeepTheirOrder) {
 
 // Calls that launches make only where they do not run alone.
 TEST_F(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
+  int32_t position = 1;
   for (const char* call : {"hipEventRecord", "hipStreamWaitEvent"}) {
     RowLaunch first, second, third;
     ASSERT_TRUE(first.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
     control_->FailOnce(call);
-    EXPECT_EQ(second.Submit(*backend_, 1, Row(4096, 0x4000), 1).code(),
+    EXPECT_EQ(second.Submit(*backend_, 1, Row(4096, 0x4000), position).code(),
               absl::StatusCode::kInternal);
     EXPECT_EQ(control_->fail_seen, 1) << call;
     ASSERT_TRUE(backend_->Wait(0).ok()) << call;
-    ASSERT_TRUE(third.Submit(*backend_, 1, Row(4096, 0x4000), 1).ok()) << call;
+    ASSERT_TRUE(third.Submit(*backend_, 1, Row(4096, 0x4000), position).ok()) << call;
     ASSERT_TRUE(backend_->Wait(1).ok());
+    ++position;  // else the slot would have nothing to upload
   }
   EXPECT_TRUE(backend_->Healthy().ok());
+}
+
+TEST_F(InPlaceTest, ALaunchThatUploadsNothingWaitsForNoUpload) {
+  RowLaunch first, second, third;
+  ASSERT_TRUE(first.Submit(*backend_, 1, Row(4096, 0x4000), 1).ok());
+  ASSERT_TRUE(backend_->Wait(1).ok());
+  ASSERT_TRUE(second.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  control_->FailOnce("hipStreamWaitEvent");
+  ASSERT_TRUE(third.Submit(*backend_, 1, Row(4096, 0x4000), 1).ok());
+  EXPECT_EQ(control_->fail_seen, 0);
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  ASSERT_TRUE(backend_->Wait(1).ok());
 }
 
 TEST_F(InPlaceTest, MetadataOfEqualLaunchesTravelsOnce) {
@@ -277,6 +297,68 @@ TEST_F(InPlaceTest, AKernelCopiesSmallTensorsOfALaunchThatRunsAlone) {
   }
 }
 
+class WordsTest : public InPlaceTest {
+ protected:
+  static constexpr int64_t kLimitNs = 2'000'000'000;
+  uint32_t* Word(size_t index) const {
+    return reinterpret_cast<uint32_t*>(memory_.data() + 8192) + 16 * index;
+  }
+};
+
+TEST_F(WordsTest, ALaunchWaitsForAWordAndSetsOneAtItsEnd) {
+  EXPECT_TRUE(backend_->Info().waits_for_words);
+  const WordValue ready{Word(0), 3}, done{Word(1), 8};
+  *Word(0) = 2;
+  RowLaunch launch;
+  launch.set_words(ready, kLimitNs, done);
+  ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  std::thread client([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    Row(0, 0x4000);
+    ready.Store();
+  });
+  EXPECT_TRUE(backend_->Wait(0).ok());
+  client.join();
+  EXPECT_FALSE(backend_->WasLate(0));
+  EXPECT_EQ(*Word(1), 8u);
+  EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x4000));
+}
+
+// Launch after launch, and so as graphs.
+TEST_F(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
+  for (uint32_t i = 0; i < 8; ++i) {
+    const bool late = i % 2 == 1;
+    const uint32_t value = 0xfffffffcu + i;  // across zero
+    *Word(0) = late ? value - 1 : value;
+    RowLaunch launch;
+    launch.set_words({Word(0), value}, late ? 1000 : kLimitNs, {Word(1), value});
+    ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+    const auto ns = backend_->Wait(0);
+    ASSERT_TRUE(ns.ok());
+    EXPECT_GE(*ns, 0);
+    EXPECT_EQ(backend_->WasLate(0), late);
+    EXPECT_EQ(*Word(1), late ? value - 1 : value);
+  }
+  EXPECT_GT(control_->graph_launches, 0);
+  RowLaunch plain;
+  ASSERT_TRUE(plain.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  EXPECT_TRUE(backend_->Wait(0).ok());
+  EXPECT_FALSE(backend_->WasLate(0));
+}
+
+TEST_F(WordsTest, WordsThatTheDeviceDoesNotReach) {
+  uint32_t loose[2] = {5, 5};
+  RowLaunch gated, signalling;
+  gated.set_words({&loose[0], 5}, kLimitNs, {Word(1), 1});
+  EXPECT_EQ(gated.Submit(*backend_, 0, Row(0, 0x3f80), 0).code(),
+            absl::StatusCode::kInvalidArgument);
+  *Word(0) = 5;
+  signalling.set_words({Word(0), 5}, kLimitNs, {&loose[1], 6});
+  ASSERT_TRUE(signalling.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_EQ(loose[1], 5u);  // left to the caller
+}
+
 // Devices whose kernels were never seen to reach host memory.
 TEST_F(InPlaceTest, AmdDevicesHaveCopies) {
   backend_->UnregisterHost(memory_);
@@ -285,6 +367,7 @@ TEST_F(InPlaceTest, AmdDevicesHaveCopies) {
   ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
   EXPECT_FALSE(backend_->InPlace(memory_.data(), kRowBytes));
   EXPECT_EQ(backend_->Info().in_place_bytes, 0);
+  EXPECT_FALSE(backend_->Info().waits_for_words);
 }
 
 }  // namespace

@@ -63,7 +63,11 @@ TEST_F(SelfTestTest, NoticesRoundedLatentOutputs) {
 std::vector<std::string> KernelsOf(const ArchTraits& arch) {
   std::vector<std::string> kernels = {kMoveKernel, kAppendKernel, kCombineKernel, kProjectKernel,
                                       kExpandedKernel};
-  if (arch.arch == kSm90Traits.arch) kernels.emplace_back(kCopyTensorsKernel);
+  if (arch.arch == kSm90Traits.arch) {
+    kernels.emplace_back(kCopyTensorsKernel);
+    kernels.emplace_back(kGateKernel);
+    kernels.emplace_back(kSignalKernel);
+  }
   if (arch.project_row_wide_shared_bytes > 0) {
     kernels.emplace_back(kProjectRowWideKernel);
     kernels.emplace_back(kProjectRowDeepKernel);

@@ -22,6 +22,7 @@ constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kNvidiaMpsEnabled = 133;
 constexpr unsigned kPortableAndMapped = 3;
 constexpr unsigned kEqualOrLater = 0;
+constexpr unsigned kWithBarrier = 0;  // what the stream has written before is seen first
 constexpr uint32_t kAllBits = 0xffffffffu;
 
 using Handle = std::array<uint8_t, wire::kDeviceHandleBytes>;
@@ -63,6 +64,7 @@ struct Table {
   int (*register_host)(void*, size_t, unsigned);
   int (*unregister_host)(void*);
   int (*device_address)(void**, void*, unsigned);
+  int (*store_word)(void*, void*, uint32_t, unsigned);
   int (*amd_await_word)(void*, void*, uint32_t, unsigned, uint32_t);
   int (*nvidia_await_word)(void*, void*, uint32_t, unsigned);
 };
@@ -105,6 +107,7 @@ constexpr Alias kOptional[] = {
     MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
     MLA_ALIAS(unregister_host, "hipHostUnregister", "cuMemHostUnregister"),
     MLA_ALIAS(device_address, "hipHostGetDevicePointer", "cuMemHostGetDevicePointer_v2"),
+    MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
     MLA_ALIAS(amd_await_word, "hipStreamWaitValue32", nullptr),
     MLA_ALIAS(nvidia_await_word, nullptr, "cuStreamWaitValue32_v2"),
 };
@@ -169,6 +172,9 @@ struct DeviceRegion::State {
 
   bool same_device() const { return device == server_device; }
   size_t bytes() const { return static_cast<size_t>(header.bytes); }
+  void* There(const uint32_t* word) const {
+    return words_there + (reinterpret_cast<const std::byte*>(word) - words.data());
+  }
 
   // Makes a device current for as long as it lives.
   class Current {
@@ -354,6 +360,7 @@ std::span<std::byte> DeviceRegion::memory() const {
   return {static_cast<std::byte*>(state_->at), state_->bytes()};
 }
 bool DeviceRegion::nvidia() const { return state_->header.nvidia != 0; }
+bool DeviceRegion::chains() const { return state_->header.chains != 0; }
 const std::string& DeviceRegion::warning() const { return state_->warning; }
 
 std::span<std::byte> DeviceRegion::Allocate(uint64_t bytes) {
@@ -391,8 +398,8 @@ absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
 absl::Status DeviceRegion::MapWords(std::span<std::byte> memory) {
   const Table& api = state_->api;
   const bool waits = nvidia() ? api.nvidia_await_word != nullptr : api.amd_await_word != nullptr;
-  if (!waits || api.register_host == nullptr || api.unregister_host == nullptr ||
-      api.device_address == nullptr) {
+  if (!waits || api.store_word == nullptr || api.register_host == nullptr ||
+      api.unregister_host == nullptr || api.device_address == nullptr) {
     return absl::UnimplementedError("device memory: the GPU runtime's streams wait for no words");
   }
   const State::Current current(*state_, false);
@@ -412,11 +419,17 @@ absl::Status DeviceRegion::AwaitWord(const uint32_t* word, uint32_t value, void*
   const Table& api = state_->api;
   const State::Current current(*state_, false);
   if (absl::Status s = current.status(); !s.ok()) return s;
-  void* const at =
-      state_->words_there + (reinterpret_cast<const std::byte*>(word) - state_->words.data());
+  void* const at = state_->There(word);
   return Check(nvidia() ? api.nvidia_await_word(stream, at, value, kEqualOrLater)
                         : api.amd_await_word(stream, at, value, kEqualOrLater, kAllBits),
                "stream wait for a word");
+}
+
+absl::Status DeviceRegion::StoreWord(const uint32_t* word, uint32_t value, void* stream) {
+  const State::Current current(*state_, false);
+  if (absl::Status s = current.status(); !s.ok()) return s;
+  return Check(state_->api.store_word(stream, state_->There(word), value, kWithBarrier),
+               "stream store of a word");
 }
 
 }  // namespace mla::client

@@ -40,6 +40,7 @@ class DeviceRegion final {
 
   std::span<std::byte> memory() const;  // device addresses
   bool nvidia() const;
+  bool chains() const;  // wire::DeviceHeader::chains
   // What will be slow, in words for people, or empty: worker and server share one GPU, and the
   // driver gives it to one process at a time.
   const std::string& warning() const;
@@ -55,9 +56,11 @@ class DeviceRegion final {
   // Records in the event of ring slot `slot` what `stream` (a CUstream or hipStream_t of the
   // process's device, null the default stream) has been given so far. Does not wait for it.
   absl::Status Record(uint32_t slot, void* stream);
-  // Lets streams wait for words of `memory`, of this process, which stays mapped until this object
-  // is gone; once. UNIMPLEMENTED: the runtime lacks a call for that.
+  // Lets streams wait for and store words of `memory`, of this process, which stays mapped until
+  // this object is gone; once. UNIMPLEMENTED: the runtime lacks a call for that.
   absl::Status MapWords(std::span<std::byte> memory);
+  // Stores the word once `stream` has done what it has been given so far. Does not wait itself.
+  absl::Status StoreWord(const uint32_t* word, uint32_t value, void* stream);
   // What `stream` is given from now on waits until the word of that memory is `value` or comes
   // after it, counting on from 2^32 - 1 to 0. Does not wait itself.
   absl::Status AwaitWord(const uint32_t* word, uint32_t value, void* stream);

@@ -317,20 +317,29 @@ bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
 // Before the entry of this index is published.
 absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chained) {
   const uint32_t slot = index & (connect_reply_.ring_entries - 1);
-  absl::Status s = device_->Record(slot, stream);
-  if (!s.ok() || !chained) return s;
-  if (!chained_) s = device_->MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
-  chained_ = s.ok();
-  return s.ok() ? device_->AwaitWord(&completions_[slot].sequence, wire::PublishedSequence(index),
-                                     stream)
-                : s;
+  if (!chained) return device_->Record(slot, stream);
+  absl::Status s;
+  if (!words_mapped_) {
+    s = device_->MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
+  }
+  words_mapped_ = s.ok();
+  const uint32_t value = wire::PublishedSequence(index);
+  if (!device_->chains()) {
+    if (s.ok()) s = device_->Record(slot, stream);
+    return s.ok() ? device_->AwaitWord(&completions_[slot].sequence, value, stream) : s;
+  }
+  if (in_flight() == 0) Atomic(header_->ready).store(value - 1, std::memory_order_release);
+  if (s.ok()) s = device_->StoreWord(&header_->ready, value, stream);
+  return s.ok() ? device_->AwaitWord(&completions_[slot].done, value, stream) : s;
 }
 
 void SharedMemory::ReleaseStreams() {
-  if (!chained_) return;
+  if (!words_mapped_) return;
   for (uint64_t index = taken_; index < submitted_; ++index) {
-    Atomic(completions_[index & (connect_reply_.ring_entries - 1)].sequence)
-        .store(wire::PublishedSequence(index), std::memory_order_release);
+    wire::CompletionEntry& slot = completions_[index & (connect_reply_.ring_entries - 1)];
+    for (uint32_t* word : {&slot.sequence, &slot.done}) {
+      Atomic(*word).store(wire::PublishedSequence(index), std::memory_order_release);
+    }
   }
 }
 
@@ -339,6 +348,7 @@ bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream, bool chaine
   if ((entry.flags & wire::kEntryOnDevice) != 0 && entry.kind == wire::kEntryAttend) {
     // An event that could not be recorded says nothing: the server would read too early.
     if (device_ == nullptr) return false;
+    if (chained && device_->chains()) entry.flags |= wire::kEntryChained;
     device_status_.Update(RecordEvent(submitted_, stream, chained));
     if (!device_status_.ok()) return false;
   }

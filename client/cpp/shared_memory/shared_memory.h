@@ -131,7 +131,7 @@ class SharedMemory final {
   bool held_ = false;                  // the last completion's slot has not been given back
   BlockList blocks_;                   // of the arena
   std::unique_ptr<DeviceRegion> device_;
-  bool chained_ = false;  // there have been chained entries
+  bool words_mapped_ = false;  // there have been chained entries
   absl::Status device_status_;
 };
 

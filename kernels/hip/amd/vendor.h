@@ -48,7 +48,14 @@ MLA_DEVICE void block_barrier() {
 MLA_DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
 // Waits for all loads from memory, and tells the compiler so: it would otherwise wait where they
 // are used, and there for copies too that have been started since and that it does not count.
-MLA_DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }  // vmcnt(0)
+MLA_DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }             // vmcnt(0)
+MLA_DEVICE uint64_t realtime_ns() { return 10 * __builtin_amdgcn_s_memrealtime(); }  // 100 MHz
+MLA_DEVICE uint32_t load_host_word(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+MLA_DEVICE void store_host_word(uint32_t* word, uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
 MLA_DEVICE void wait_for_previous_kernel() {}
 MLA_DEVICE void let_next_kernel_start() {}
 

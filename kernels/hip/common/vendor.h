@@ -19,6 +19,9 @@
 //                      run, and the division by page sizes that are no powers of two, which those
 //                      models run in every turn
 //   wait_for_loads     waits for all loads from memory, and tells the compiler so
+//   realtime_ns        a clock of the device in nanoseconds
+//   load_host_word, store_host_word   of words in host memory that other processors change or look
+//                      at: acquires, and releases what kernels before this one have written
 //   wait_for_previous_kernel, let_next_kernel_start   overlap of dependent launches
 #ifndef MLA_KERNELS_HIP_COMMON_VENDOR_H_
 #define MLA_KERNELS_HIP_COMMON_VENDOR_H_

@@ -13,6 +13,8 @@ constexpr host::Kernel kKernels[] = {
         MLA_HOST_KERNEL(mla_attend_expanded),
     MLA_HOST_KERNEL(mla_move),
     MLA_HOST_KERNEL(mla_copy_tensors),
+    MLA_HOST_KERNEL(mla_gate),
+    MLA_HOST_KERNEL(mla_signal),
     MLA_HOST_KERNEL(mla_append_kv),
     MLA_HOST_KERNEL(mla_combine),
     MLA_HOST_KERNEL(mla_project),

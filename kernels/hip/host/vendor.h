@@ -4,6 +4,7 @@
 #define MLA_KERNELS_HIP_HOST_VENDOR_H_
 
 #include <stdint.h>
+#include <time.h>
 
 #include <cmath>
 
@@ -34,6 +35,17 @@ MLA_DEVICE void block_barrier() { host::BlockBarrier(); }
 MLA_DEVICE int uniform(int x) { return host::Uniform(x); }
 MLA_DEVICE void wait_for_previous_kernel() {}
 MLA_DEVICE void let_next_kernel_start() {}
+MLA_DEVICE uint64_t realtime_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+MLA_DEVICE uint32_t load_host_word(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+MLA_DEVICE void store_host_word(uint32_t* word, uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
 // Waits for copies too.
 void wait_for_loads();
 

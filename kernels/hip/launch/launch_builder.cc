@@ -46,6 +46,7 @@ int32_t PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
 LaunchBuilder::LaunchBuilder(const DeviceState& device, const BackendLimits& limits)
     : device_(device),
       limits_(limits),
+      gate_(device),
       pages_(device, limits),
       index_(device),
       projections_(device, limits),
@@ -113,14 +114,17 @@ absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
   if (expanded) {
     if (absl::Status s = expanded_.Check(params); !s.ok()) return s;
   }
+  const int64_t uploads = plans_->uploads();
   absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, index, slot.input_stream());
   if (!plan.ok()) return plan.status();
+  if (plans_->uploads() != uploads) slot.NoteInput();
   return expanded ? expanded_.Add(slot, params, *plan) : absorbed_.Add(slot, params, *plan);
 }
 
 absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
   absl::Status s = pages_.AddTensors(slot, slot.input_moves());
   slot.BeginTimed();
+  if (s.ok()) s = gate_.AddGate(slot, launch.gate);
   if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
   if (s.ok()) s = pages_.AddPages(slot, launch.pages);
@@ -131,9 +135,10 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = AddAttention(slot, index, launch.absorbed);
   if (s.ok()) s = projections_.AddProject(slot, launch.project);
   if (s.ok()) s = AddAttention(slot, index, launch.expanded);
+  if (s.ok()) s = gate_.AddTimedSignals(slot, launch.signals);
   slot.EndTimed();
   if (s.ok()) s = pages_.AddTensors(slot, slot.output_moves());
-  return s;
+  return s.ok() ? gate_.AddSignalsBehindMoves(slot, launch.signals) : s;
 }
 
 }  // namespace mla::kernels::hip

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/device_state.h"
+#include "kernels/hip/gate/gate_work.h"
 #include "kernels/hip/launch/absorbed_work.h"
 #include "kernels/hip/launch/expanded_work.h"
 #include "kernels/hip/launch/index_work.h"
@@ -50,6 +51,7 @@ class LaunchBuilder final {
 
   const DeviceState& device_;
   const BackendLimits limits_;
+  GateWork gate_;
   PageWork pages_;
   IndexWork index_;
   ProjectWork projections_;

@@ -76,6 +76,12 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
       DeviceBuffer::Create(runtime, "slot workspace", AlignRegion(sizes.workspace));
   if (!workspace.ok()) return workspace.status();
   slot->workspace_ = *std::move(workspace);
+  auto outcome = DeviceBuffer::Create(runtime, "a gate's outcome", sizeof(GateOutcome));
+  auto report = PinnedBuffer::Create(runtime, "a gate's outcome", sizeof(GateOutcome));
+  if (!outcome.ok() || !report.ok()) return outcome.ok() ? report.status() : outcome.status();
+  slot->outcome_ = *std::move(outcome);
+  slot->report_ = *std::move(report);
+  std::memset(slot->report_.data(), 0, sizeof(GateOutcome));
   for (Event* event : {&slot->inputs_ready_, &slot->started_, &slot->computed_, &slot->done_}) {
     absl::StatusOr<Event> made = runtime->CreateEvent();
     if (!made.ok()) return made.status();
@@ -109,6 +115,9 @@ SlotMemory LaunchSlot::Memory() const {
 void LaunchSlot::Begin(const Launch& launch, bool alone) {
   const int64_t bytes = BytesOf(launch.inputs);
   input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
+  has_input_ = gated_ = was_late_ = false;
+  outputs_in_place_ = std::all_of(launch.outputs.begin(), launch.outputs.end(),
+                                  [](const HostOutput& out) { return out.in_place(); });
   metadata_.Clear();
   kernels_.clear();
   one_by_one_.clear();
@@ -227,6 +236,7 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
         runtime_->CopyIn(metadata_.device(0), metadata_.host(0), metadata_.used(), stream);
     if (!s.ok()) return s;
     metadata_.NoteUpload();
+    NoteInput();
   }
   if (!input_moves_.empty()) return absl::OkStatus();
   direct_in_.clear();
@@ -242,13 +252,15 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   if (staged_end > 0) {
     absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
     if (!s.ok()) return s;
+    NoteInput();
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const HostInput& in = inputs[i];
     if (!direct_in_[i] || in.in_place() || in.row_bytes == 0 || in.rows == 0) continue;
     if (absl::Status s = CopyInput(in, stream); !s.ok()) return s;
+    NoteInput();
   }
-  if (stream == streams_.compute) return absl::OkStatus();
+  if (stream == streams_.compute || !has_input_) return absl::OkStatus();
   if (absl::Status s = runtime_->Record(inputs_ready_, streams_.in); !s.ok()) return s;
   return runtime_->WaitFor(streams_.compute, inputs_ready_);
 }
@@ -290,8 +302,7 @@ absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
 absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
   direct_out_.clear();
   end_ = computed_;
-  const auto in_place = [](const HostOutput& out) { return out.in_place(); };
-  if (std::all_of(outputs.begin(), outputs.end(), in_place)) {
+  if (outputs_in_place_) {
     direct_out_.assign(outputs.size(), true);
     return absl::OkStatus();
   }
@@ -394,7 +405,10 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
                   static_cast<size_t>(out.row_bytes));
     }
   }
-  return runtime_->ElapsedNs(started_, computed_);
+  absl::StatusOr<int64_t> ns = runtime_->ElapsedNs(started_, computed_);
+  if (!ns.ok() || !gated_) return ns;
+  was_late_ = gate_report()->late != 0;
+  return std::max<int64_t>(0, *ns - static_cast<int64_t>(gate_report()->waited_ns));
 }
 
 }  // namespace mla::kernels::hip

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "kernels/attention_backend.h"
+#include "kernels/hip/gate/gate_args.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_graphs.h"
@@ -85,14 +86,29 @@ class LaunchSlot {
   // copy.
   void BeginTimed() { timed_begin_ = kernels_.size(); }
   void EndTimed() { timed_end_ = kernels_.size(); }
-  // What the inputs of that launch travel on; its kernels wait for it.
+  // What the inputs of that launch travel on; its kernels wait for it if something does, which
+  // NoteInput says where others than this class have enqueued it.
   Stream input_stream() const { return input_stream_; }
+  void NoteInput() { has_input_ = true; }
+  // Kernels write all outputs of that launch where they belong.
+  bool outputs_in_place() const { return outputs_in_place_; }
+  // The timed kernels begin with a gate (gate_args.h) and end with a signal, which brings its
+  // outcome to pinned memory. Wait's time is without what it waited.
+  void NoteGate() { gated_ = true; }
+  GateOutcome* gate_outcome() const { return outcome_.As<GateOutcome>(); }
+  GateOutcome* gate_report() const { return reinterpret_cast<GateOutcome*>(report_.data()); }
+  bool gated() const { return gated_; }
+  // Of the launch that Wait has returned for.
+  bool was_late() const { return was_late_; }
   StagedRegion& metadata() { return metadata_; }
   template <class Args>
   absl::Status AddKernel(Function function, const LaunchShape& shape, const Args& args) {
     static_assert(sizeof(Args) <= PendingKernel::kArgBytes);
     return AddKernelBytes(function, shape, &args, sizeof(Args));
   }
+
+  // Whether the device reaches these bytes by itself; it may until the launch has ended.
+  bool Reaches(const void* host, int64_t bytes);
 
   // Enqueues copies and kernels; the device starts as soon as earlier launches allow. Host memory
   // in a pinned range is copied by the device itself; the bytes of other memory pass through the
@@ -110,8 +126,6 @@ class LaunchSlot {
       : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
   void FindInputMoves(std::span<const HostInput> inputs);
   void FindOutputMoves(std::span<const HostOutput> outputs);
-  // Whether the device's copies reach these bytes by themselves; they may until EndCopies.
-  bool Reaches(const void* host, int64_t bytes);
   void EndCopies();
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
@@ -133,11 +147,15 @@ class LaunchSlot {
   GpuRuntime* runtime_;
   Streams streams_;
   Stream input_stream_ = nullptr;  // one of them
+  bool has_input_ = false;         // something of the launch is enqueued there
+  bool outputs_in_place_ = false;
+  bool gated_ = false, was_late_ = false;
   const std::shared_ptr<PinnedRanges> pinned_;
   std::vector<PinnedRanges::Id> reached_;  // each once
   bool running_ = false;
   StagedRegion metadata_, input_, output_;
-  DeviceBuffer workspace_;
+  DeviceBuffer workspace_, outcome_;
+  PinnedBuffer report_;
   std::vector<PendingKernel> kernels_;
   // A sequence between two events of a launch has the same arguments but for its layer's in most of
   // this slot's launches, so the slot has graphs of its own. Null: the runtime has none.

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/self_test/data.h"
+#include "kernels/hip/self_test/gate.h"
 #include "kernels/hip/self_test/plan.h"
 #include "kernels/hip/self_test/row.h"
 #include "kernels/hip/self_test/sparse.h"
@@ -373,6 +374,7 @@ absl::Status Check(AttentionBackend& backend) {
   }
   if (s.ok()) s = CheckWindows(backend);
   if (s.ok()) s = CheckIndexer(backend);
+  if (s.ok()) s = CheckGate(backend);
   if (s.ok()) s = CheckRow(backend, weights, Data(kShapes[0], KvFormat::kBf16));
   return s;
 }

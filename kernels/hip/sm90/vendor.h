@@ -39,6 +39,20 @@ MLA_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+MLA_DEVICE uint64_t realtime_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+MLA_DEVICE uint32_t load_host_word(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+MLA_DEVICE void store_host_word(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 MLA_DEVICE uint32_t bit_as_mask(uint32_t word, int at) { return 0u - (word >> at & 1u); }
 MLA_DEVICE int leading_zeros(int x) { return __clz(x); }
 

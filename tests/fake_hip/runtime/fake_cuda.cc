@@ -133,6 +133,7 @@ int hipStreamDestroy(void*);
 int hipStreamWaitEvent(void*, void*, unsigned);
 int hipStreamSynchronize(void*);
 int hipStreamWaitValue32(void*, void*, uint32_t, unsigned, uint32_t);
+int hipStreamWriteValue32(void*, void*, uint32_t, unsigned);
 int hipHostGetDevicePointer(void**, void*, unsigned);
 int hipEventCreateWithFlags(void**, unsigned);
 int hipEventDestroy(void*);
@@ -238,6 +239,9 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
 }
 int cuStreamWaitValue32_v2(void* stream, void* word, uint32_t value, unsigned flags) {
   IN_CONTEXT(hipStreamWaitValue32(stream, word, value, flags, 0xffffffffu));
+}
+int cuStreamWriteValue32_v2(void* stream, void* word, uint32_t value, unsigned flags) {
+  IN_CONTEXT(hipStreamWriteValue32(stream, word, value, flags));
 }
 int cuMemHostGetDevicePointer_v2(void** there, void* here, unsigned flags) {
   IN_CONTEXT(hipHostGetDevicePointer(there, here, flags));

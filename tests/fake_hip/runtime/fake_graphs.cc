@@ -105,5 +105,17 @@ int hipStreamWaitValue32(fake::Stream* stream, void* word, uint32_t value, unsig
   });
   return 0;
 }
+// Another process waits for the word, and cannot run this one's streams, so their work ends here.
+int hipStreamWriteValue32(fake::Stream* stream, void* word, uint32_t value, unsigned) {
+  FAKE_ENTER("hipStreamWriteValue32");
+  if (stream == nullptr) return fake::kInvalidValue;
+  stream->Add([word, value] {
+    const std::atomic_ref<uint32_t> stored(*static_cast<uint32_t*>(word));
+    stored.store(value, std::memory_order_release);
+  });
+  const fake::Control& control = State().control;
+  if (!control.hang && !control.lazy_words) stream->RunTo(stream->enqueued);
+  return 0;
+}
 
 }  // extern "C"

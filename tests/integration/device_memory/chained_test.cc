@@ -1,9 +1,12 @@
 // Chained calls: streams wait for replies in place of threads, and go on where none will come.
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <span>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "client/cpp/shared_memory/shared_memory.h"
@@ -108,6 +111,31 @@ TEST_F(ChainedTest, TheStreamHasTheOutputsThoughNoThreadHasWaited) {
     for (client::PendingAttend& pending : chain) ASSERT_TRUE(pending.Wait().ok());
     ASSERT_TRUE(step->End({0}).ok());
   }
+}
+
+// The fake GPU does one thing at a time, so a launch that waits on it for the client is always
+// late.
+TEST_F(ChainedTest, WhatWasLaunchedTooEarlyIsComputedAgain) {
+  const auto run = [this] {
+    const int64_t before = server_->control().launches;
+    auto step = Begin();
+    std::vector<client::PendingAttend> chain;
+    for (int layer = 0; layer < DeviceDims().layers; ++layer) {
+      chain.push_back(step->AttendAsync(Call(layer, true)));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    stream_.Finish();
+    const std::vector<std::byte> outputs = TakeOutputs();
+    for (client::PendingAttend& pending : chain) EXPECT_TRUE(pending.Wait().ok());
+    EXPECT_TRUE(step->End({0}).ok());
+    return std::pair(outputs, server_->control().launches - before);
+  };
+  const auto [expected, launches] = run();
+  server_->control().lazy_words = true;
+  const auto [outputs, more] = run();
+  server_->control().lazy_words = false;
+  EXPECT_EQ(outputs, expected);
+  EXPECT_GT(more, launches);
 }
 
 TEST_F(ChainedTest, AFailureLetsTheStreamGoOn) {

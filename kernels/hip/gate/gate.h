@@ -1,0 +1,41 @@
+// The kernels with which a launch waits for another process's GPU work and tells it of its end: one
+// block each.
+//
+// The gate waits for a word of host memory, and no longer than it was told: what may set the word
+// is another process. Kernels behind a gate run in either case. Behind one that has run out of time
+// their results are worth nothing, and the signal sets no word.
+#ifndef MLA_KERNELS_HIP_GATE_GATE_H_
+#define MLA_KERNELS_HIP_GATE_GATE_H_
+
+#include "kernels/hip/common/vendor.h"
+#include "kernels/hip/gate/gate_args.h"
+
+namespace mla::kernels::hip {
+
+// No kernel behind it starts before it has ended: one that waited on the device's units could keep
+// the work from them that is waited for.
+MLA_DEVICE void gate(const GateArgs& args) {
+  if (thread_index() != 0) return;
+  const uint64_t begin = realtime_ns();
+  uint64_t waited = 0;
+  bool late = false;
+  while (static_cast<int32_t>(load_host_word(args.word) - args.value) < 0) {
+    waited = realtime_ns() - begin;
+    late = waited >= args.limit_ns;
+    if (late) break;
+  }
+  args.outcome->waited_ns = waited;
+  args.outcome->late = late ? 1 : 0;
+}
+
+MLA_DEVICE void signal(const SignalArgs& args) {
+  wait_for_previous_kernel();
+  const int i = thread_index();
+  const bool late = args.outcome != nullptr && args.outcome->late != 0;
+  if (!late && i < args.count) store_host_word(args.words[i].word, args.words[i].value);
+  if (i == 0 && args.report != nullptr) *args.report = *args.outcome;
+}
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_GATE_GATE_H_

@@ -1,0 +1,51 @@
+// Arguments of the kernels in gate.h, shared by host and device. Addresses are device addresses;
+// those of words lie in pinned host memory.
+#ifndef MLA_KERNELS_HIP_GATE_GATE_ARGS_H_
+#define MLA_KERNELS_HIP_GATE_GATE_ARGS_H_
+
+#include <cstdint>
+#include <type_traits>
+
+namespace mla::kernels::hip {
+
+inline constexpr char kGateKernel[] = "mla_gate";
+inline constexpr char kSignalKernel[] = "mla_signal";
+inline constexpr uint32_t kGateThreads = 64;
+// Of a launch; those of more requests are left to the host.
+inline constexpr int32_t kMostSignals = 8;
+
+// What a gate leaves.
+struct GateOutcome {
+  uint64_t waited_ns;
+  uint32_t late;  // 1: the word had not come by then
+  uint32_t padding;
+};
+
+// Waits until `word` is `value` or comes after it.
+struct GateArgs {
+  const uint32_t* word;
+  uint32_t value;
+  uint32_t padding;
+  uint64_t limit_ns;
+  GateOutcome* outcome;  // in device memory: the host's would take the kernel's end longer
+};
+
+struct SignalArgs {
+  struct Word {
+    uint32_t* word;
+    uint32_t value;
+    uint32_t padding;
+  };
+  const GateOutcome* outcome;  // of the launch's gate; null: there is none
+  GateOutcome* report;         // in pinned memory, where the outcome is copied; or null
+  int32_t count;
+  uint32_t padding;
+  Word words[kMostSignals];
+};
+
+static_assert(std::is_trivially_copyable_v<GateArgs> && sizeof(GateArgs) == 32);
+static_assert(std::is_trivially_copyable_v<SignalArgs> && sizeof(SignalArgs) == 152);
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_GATE_GATE_ARGS_H_

@@ -1,0 +1,49 @@
+#include "kernels/hip/gate/gate_work.h"
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/gate/gate_args.h"
+
+namespace mla::kernels::hip {
+
+absl::Status GateWork::AddGate(LaunchSlot& slot, const LaunchGate& gate) {
+  if (gate.ready.word == nullptr) return absl::OkStatus();
+  if (device_.kernels.gate == nullptr || !slot.Reaches(gate.ready.word, sizeof(uint32_t))) {
+    return absl::InvalidArgumentError("gate: its word is not in pinned memory");
+  }
+  if (gate.limit_ns < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("gate: limit_ns: got ", gate.limit_ns, ", want >= 0"));
+  }
+  GateArgs args = {};
+  args.word = gate.ready.word;
+  args.value = gate.ready.value;
+  args.limit_ns = static_cast<uint64_t>(gate.limit_ns);
+  args.outcome = slot.gate_outcome();
+  slot.NoteGate();
+  return slot.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
+}
+
+absl::Status GateWork::AddTimedSignals(LaunchSlot& slot, std::span<const WordValue> signals) {
+  if (slot.outputs_in_place()) return AddSignals(slot, signals);
+  return slot.gated() ? AddSignals(slot, {}) : absl::OkStatus();
+}
+
+absl::Status GateWork::AddSignalsBehindMoves(LaunchSlot& slot, std::span<const WordValue> signals) {
+  return slot.output_moves().empty() ? absl::OkStatus() : AddSignals(slot, signals);
+}
+
+absl::Status GateWork::AddSignals(LaunchSlot& slot, std::span<const WordValue> signals) {
+  SignalArgs args = {};
+  if (slot.gated()) args.outcome = slot.gate_outcome();
+  if (slot.gated()) args.report = slot.gate_report();
+  const bool few = device_.kernels.signal != nullptr && signals.size() <= size_t{kMostSignals};
+  for (const WordValue& signal : signals) {
+    if (!few || !slot.Reaches(signal.word, sizeof(uint32_t))) break;
+    args.words[args.count++] = {signal.word, signal.value, 0};
+  }
+  if (args.count == 0 && !slot.gated()) return absl::OkStatus();
+  return slot.AddKernel(device_.kernels.signal,
+                        {.threads = kGateThreads, .overlap_predecessor = true}, args);
+}
+
+}  // namespace mla::kernels::hip

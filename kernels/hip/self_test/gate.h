@@ -1,0 +1,42 @@
+// The self-test's launches that wait for words and set them, on devices that reach the host's
+// memory. Internal to self_test.cc.
+#ifndef MLA_KERNELS_HIP_SELF_TEST_GATE_H_
+#define MLA_KERNELS_HIP_SELF_TEST_GATE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/attention_backend.h"
+#include "kernels/hip/self_test/data.h"
+
+namespace mla::kernels::hip::self_test {
+
+inline absl::Status CheckGate(AttentionBackend& backend) {
+  if (!backend.Info().waits_for_words) return absl::OkStatus();
+  constexpr int64_t kLimitNs = 100'000;
+  constexpr uint32_t kBefore = 0xffffffffu, kAwaited = 1, kUnset = 7, kSet = 9;
+  auto memory = backend.AllocateHost(128);
+  if (!memory.ok()) return memory.status();
+  auto* const words = reinterpret_cast<uint32_t*>((*memory)->bytes().data());
+  const WordValue ready{words, kAwaited}, done{words + 16, kSet};
+  Launch launch;
+  launch.gate = {ready, kLimitNs};
+  launch.signals = {&done, 1};
+  for (const bool late : {true, false}) {
+    *ready.word = late ? kBefore : kAwaited;
+    *done.word = kUnset;
+    absl::Status s = backend.Submit(0, launch);
+    if (s.ok()) s = backend.Wait(0).status();
+    if (!s.ok()) return s;
+    if (backend.WasLate(0) == late && *done.word == (late ? kUnset : kSet)) continue;
+    return absl::InternalError(absl::StrCat("a launch that waits for a word that ",
+                                            late ? "does not come" : "is there", ": late ",
+                                            backend.WasLate(0), ", signal ", *done.word));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace mla::kernels::hip::self_test
+
+#endif  // MLA_KERNELS_HIP_SELF_TEST_GATE_H_

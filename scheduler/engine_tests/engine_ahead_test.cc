@@ -1,0 +1,203 @@
+// Requests that are handed over before their tensors are there: launched ahead, or handed back.
+#include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
+#include "scheduler/engine/engine_core.h"
+#include "scheduler/testing/engine_fixture.h"
+#include "scheduler/testing/faulty_backend.h"
+
+namespace mla::scheduler {
+namespace {
+
+using testing::EngineCoreTest;
+using testing::FaultyBackend;
+using testing::HarnessOptions;
+using testing::kTolerance;
+using testing::Pointers;
+using testing::Row;
+using testing::Rows;
+using testing::TestRequest;
+
+constexpr uint64_t kQueryKey = 5;
+
+class EngineAheadTest : public EngineCoreTest {
+ protected:
+  EngineAheadTest() : EngineAheadTest(Backend(true)) {}
+  explicit EngineAheadTest(std::unique_ptr<FaultyBackend> backend)
+      : EngineCoreTest(
+            HarnessOptions{testing::TinyLimits(), testing::TinyModel(), std::move(backend)}) {
+    const SequenceInfo a = h_.Open();
+    EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
+  }
+  static std::unique_ptr<FaultyBackend> Backend(bool waits) {
+    auto made = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
+    if (waits) made->SetWaitsForWords();
+    return made;
+  }
+  // Of a layer, both rows, waiting for `ready_` to be layer + 1.
+  std::unique_ptr<TestRequest> Unready(int layer) {
+    auto request = h_.Unsent(stream_, 1, layer, 0, 2, Rows(2, 1 + layer), 0, 2, kQueryKey);
+    request->attend.ready = {&ready_, static_cast<uint32_t>(layer) + 1};
+    request->attend.done = {&done_, static_cast<uint32_t>(layer) + 1};
+    return request;
+  }
+  // As what holds it does once the tensors are there.
+  void HandOverAgain(TestRequest* request) {
+    request->attend.ready = {};
+    h_.Submit(request);
+    h_.Run();
+  }
+  void ExpectComputed(const TestRequest& request, int layer) {
+    ASSERT_TRUE(request.status.ok()) << request.status;
+    EXPECT_EQ(request.handed_back, HandedBack::kNo);
+    const std::vector<Row> rows = Rows(2, 1 + layer);
+    EXPECT_LT(h_.Error(request, Pointers(rows), {1, 2}, kQueryKey), kTolerance);
+  }
+  void ExpectCommits() {
+    auto other = h_.Attend(stream_, 1, 1, 0, Rows(2, 2), kQueryKey);
+    h_.Run();
+    EXPECT_TRUE(other->status.ok()) << other->status;
+    EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
+    EXPECT_EQ(h_.core().owned(), 0);
+    EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
+  }
+
+  uint32_t ready_ = 0, done_ = 0;
+};
+
+TEST_F(EngineAheadTest, ALaunchWaitsForTheTensorsOnTheDevice) {
+  auto request = Unready(0);
+  h_.Submit(request.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  EXPECT_EQ(request->answers, 0);
+  ready_ = 1;
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  EXPECT_EQ(request->answers, 1);
+  EXPECT_EQ(done_, 1u);
+  ExpectComputed(*request, 0);
+  EXPECT_EQ(h_.core().Stats().launches_ahead, 1u);
+  EXPECT_EQ(h_.core().Stats().launches_late, 0u);
+  ExpectCommits();
+}
+
+TEST_F(EngineAheadTest, TheNextOneIsLaunchedWhileOneRuns) {
+  auto first = Unready(0), second = Unready(1);
+  h_.Submit(first.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  ready_ = 1;
+  h_.Submit(second.get());
+  EXPECT_EQ(second->answers, 0);
+  EXPECT_TRUE(h_.core().StartLaunch());
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  EXPECT_EQ(done_, 1u);
+  ready_ = 2;
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  ExpectComputed(*first, 0);
+  ExpectComputed(*second, 1);
+  EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
+}
+
+// As a ring hands over a request whose tensors are there, and the next at once.
+TEST_F(EngineAheadTest, WhatWaitsGoesFirst) {
+  auto first = Unready(0), second = Unready(1);
+  ready_ = 1;
+  h_.Submit(first.get());
+  h_.Submit(second.get());
+  EXPECT_EQ(second->answers, 0);
+  EXPECT_TRUE(h_.core().StartLaunch());
+  EXPECT_EQ(h_.core().Stats().launches_ahead, 1u);
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  ready_ = 2;
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  ExpectComputed(*first, 0);
+  ExpectComputed(*second, 1);
+  EXPECT_EQ(h_.core().Stats().requests_handed_back, 0u);
+}
+
+TEST_F(EngineAheadTest, OfALaunchThatWaitedTooLongNothingHasCome) {
+  auto request = Unready(0);
+  h_.Submit(request.get());
+  h_.Run();
+  EXPECT_EQ(request->answers, 1);
+  EXPECT_EQ(request->handed_back, HandedBack::kLate);
+  EXPECT_EQ(done_, 0u);
+  EXPECT_EQ(h_.core().owned(), 0);
+  EXPECT_EQ(h_.core().Stats().launches_late, 1u);
+  EXPECT_EQ(h_.core().Stats().requests_failed, 0u);
+  // Its rows have not been stored.
+  auto end = h_.End(stream_, 1);
+  EXPECT_EQ(end->detail.reason, "rows_missing");
+  // The tensors have changed since.
+  const std::vector<Row> rows = Rows(2, 1);
+  HandOverAgain(request.get());
+  EXPECT_EQ(request->answers, 2);
+  ExpectComputed(*request, 0);
+  EXPECT_EQ(done_, 1u);
+  ExpectCommits();
+}
+
+TEST_F(EngineAheadTest, NoLaunchWaitsForAClientWhileOthersWait) {
+  const SequenceInfo b = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 2, {{b.id, 1, 0, 2}})->status.ok());
+  // One that waits, for KV rows, when the other comes, and the other way round.
+  auto waits = h_.Query(stream_, 2, 0, 0, 2, 0, 2, kQueryKey);
+  auto request = Unready(0);
+  h_.Submit(request.get());
+  EXPECT_EQ(request->handed_back, HandedBack::kBusy);
+  auto rows = h_.AppendOnly(stream_, 2, 0, 0, Rows(2, 8));
+  h_.Run();
+  EXPECT_TRUE(waits->status.ok());
+  h_.Submit(request.get());
+  EXPECT_EQ(request->answers, 1);
+  auto comes = h_.Attend(stream_, 2, 1, 0, Rows(2, 9), kQueryKey);
+  h_.Run();
+  EXPECT_TRUE(comes->status.ok());
+  EXPECT_EQ(request->answers, 2);
+  EXPECT_EQ(request->handed_back, HandedBack::kBusy);
+  EXPECT_EQ(h_.core().Stats().launches_ahead, 0u);
+  EXPECT_EQ(h_.core().Stats().requests_handed_back, 2u);
+  ready_ = 1;  // which is noticed, too
+  h_.Submit(request.get());
+  h_.Run();
+  ExpectComputed(*request, 0);
+  ExpectCommits();
+}
+
+TEST_F(EngineAheadTest, OneLaunchAtATimeWaitsForAClient) {
+  auto first = Unready(0), second = Unready(1);
+  h_.Submit(first.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  h_.Submit(second.get());
+  EXPECT_EQ(second->handed_back, HandedBack::kBusy);
+  ready_ = 1;
+  h_.Run();
+  ExpectComputed(*first, 0);
+}
+
+TEST_F(EngineAheadTest, AStepMayBeAbortedWhileItsLaunchWaits) {
+  auto request = Unready(0);
+  h_.Submit(request.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  EXPECT_TRUE(h_.Abort(stream_, 1)->status.ok());
+  EXPECT_EQ(request->handed_back, HandedBack::kLate);
+  HandOverAgain(request.get());
+  EXPECT_TRUE(request->step_aborted);
+  EXPECT_EQ(h_.core().owned(), 0);
+  EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
+}
+
+class EngineNeverAheadTest : public EngineAheadTest {
+ protected:
+  EngineNeverAheadTest() : EngineAheadTest(Backend(false)) {}
+};
+
+TEST_F(EngineNeverAheadTest, ABackendThatWaitsForNothingHasThemHandedBack) {
+  auto request = Unready(0);
+  h_.Submit(request.get());
+  EXPECT_EQ(request->handed_back, HandedBack::kBusy);
+  HandOverAgain(request.get());
+  ExpectComputed(*request, 0);
+  ExpectCommits();
+}
+
+}  // namespace
+}  // namespace mla::scheduler
