@@ -19,6 +19,16 @@ constexpr int64_t kAgedLaunches = 8;
 constexpr int kMisfits = 16;
 constexpr int64_t kNanosPerMilli = 1'000'000;
 
+// Rows of a sequence from which on the request takes the expanded form; more than any request has
+// where it never does.
+int32_t ExpandedMinRows(const StreamRequest& request, int32_t heads) {
+  const AttendArgs& args = request.attend;
+  const bool may_expand =
+      args.profile == Profile::kExpanded && heads == args.num_heads && !IsSparse(args);
+  return may_expand ? request.engine.step->model->ExpandedMinRows(args.q_dtype)
+                    : std::numeric_limits<int32_t>::max();
+}
+
 LayerProgress& Progress(const StreamRequest& request) {
   return request.engine.step->layers[request.attend.layer];
 }
@@ -105,14 +115,14 @@ void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, int32_t slic
   int32_t row = FirstRow(*request);
   const int32_t end = row + rows;
   for (const StepEntry* entry = EntryOf(*request->engine.step, row); row < end; ++entry) {
-    Segment segment{request, entry, row, std::min(end, entry->offset + entry->rows) - row};
-    segment.stage = segment.cached() == 0                 ? Stage::kPrefill
-                    : segment.rows <= limits_.decode_rows ? Stage::kDecode
-                                                          : Stage::kExtend;
-    segment.slices = slices;
-    batch.rows_by_stage[static_cast<int>(segment.stage)] += segment.rows;
-    batch.segments.push_back(segment);
-    row += segment.rows;
+    const int32_t part = std::min(end, entry->offset + entry->rows) - row;
+    const int32_t cached = entry->start + row - entry->offset;
+    const Stage stage = cached == 0                   ? Stage::kPrefill
+                        : part <= limits_.decode_rows ? Stage::kDecode
+                                                      : Stage::kExtend;
+    batch.rows_by_stage[static_cast<int>(stage)] += part;
+    batch.segments.emplace_back(request, entry, row, part, stage, slices);
+    row += part;
   }
 }
 
@@ -178,18 +188,32 @@ int32_t BatchPolicy::RowsThatFit(const StreamRequest& request, const Demand& dem
 }
 
 bool BatchPolicy::FitsTime(const Round& round, const LaunchUnits& units) const {
-  return cost_.Nanos(round.batch.key, round.batch.units + units) <= round.nanos;
+  return cost_.Nanos(*round.rates, round.batch.units + units) <= round.nanos;
+}
+
+// The first `most` rows, in time or not; `min_rows` of a sequence, or more, take the expanded form.
+BatchPolicy::Fit BatchPolicy::AllRows(const StreamRequest& request, const RequestCost& cost,
+                                      int32_t most, int32_t min_rows) {
+  Fit fit{most, {}};
+  int32_t row = FirstRow(request);
+  const int32_t end = row + most;
+  for (const StepEntry* entry = EntryOf(*request.engine.step, row); row < end; ++entry) {
+    const int32_t rows = std::min(end, entry->offset + entry->rows) - row;
+    fit.units += cost.Of(*entry, row, rows, rows >= min_rows);
+    row += rows;
+  }
+  return fit;
 }
 
 // As many of the first `most` rows as the launch's time allows, at least one for a launch that has
 // nothing else to do.
 BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most, int32_t heads,
                                       const Round& round) const {
-  const AttendArgs& args = request.attend;
-  const int32_t min_rows = request.engine.step->model->ExpandedMinRows(args.q_dtype);
-  const bool may_expand =
-      args.profile == Profile::kExpanded && heads == args.num_heads && !IsSparse(args);
-  Fit fit;
+  const RequestCost cost(request, heads);
+  const int32_t min_rows = ExpandedMinRows(request, heads);
+  Fit fit = AllRows(request, cost, most, min_rows);
+  if (FitsTime(round, fit.units)) return fit;
+  fit = Fit();
   const int32_t first = FirstRow(request);
   for (const StepEntry* entry = EntryOf(*request.engine.step, first); fit.rows < most; ++entry) {
     const int32_t row = first + fit.rows;
@@ -198,7 +222,7 @@ BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most
     const auto largest = [&](int32_t low, int32_t high, bool expands, LaunchUnits* units) {
       int32_t best = 0;
       for (int32_t tried = high; low <= high; tried = low + (high - low) / 2) {
-        const LaunchUnits more = UnitsOf(request, *entry, row, tried, heads, expands);
+        const LaunchUnits more = cost.Of(*entry, row, tried, expands);
         if (FitsTime(round, fit.units + more)) {
           best = tried;
           *units = more;
@@ -211,14 +235,14 @@ BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most
     };
     LaunchUnits units;
     int32_t taken = 0;
-    if (may_expand && rows >= min_rows) taken = largest(min_rows, rows, true, &units);
+    if (rows >= min_rows) taken = largest(min_rows, rows, true, &units);
     // Fewer rows than the expanded form starts at are computed in the absorbed form.
     if (taken == 0) {
-      taken = largest(1, may_expand ? std::min(rows, min_rows - 1) : rows, false, &units);
+      taken = largest(1, std::min(rows, min_rows - 1), false, &units);
     }
     if (taken == 0 && fit.rows == 0 && round.batch.empty()) {
       taken = 1;
-      units = UnitsOf(request, *entry, row, 1, heads, may_expand && min_rows <= 1);
+      units = cost.Of(*entry, row, 1, min_rows <= 1);
     }
     fit.rows += taken;
     fit.units += units;
@@ -230,9 +254,8 @@ BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most
 // All of the first `rows` rows, in time or not when the launch has nothing else to do.
 BatchPolicy::Fit BatchPolicy::FitWhole(const StreamRequest& request, int32_t rows, int32_t heads,
                                        const Round& round) const {
-  Round unbounded = round;
-  unbounded.nanos = std::numeric_limits<int64_t>::max();
-  const Fit fit = FitTime(request, rows, heads, unbounded);
+  const Fit fit =
+      AllRows(request, RequestCost(request, heads), rows, ExpandedMinRows(request, heads));
   return round.batch.empty() || FitsTime(round, fit.units) ? fit : Fit();
 }
 
@@ -241,7 +264,7 @@ bool BatchPolicy::TakePages(const StreamRequest& request, Round& round) {
   if (step.pages_ready) return true;
   Batch& batch = round.batch;
   const int64_t before = batch.pages.bytes();
-  const int64_t left = round.nanos - cost_.Nanos(batch.key, batch.units);
+  const int64_t left = round.nanos - cost_.Nanos(*round.rates, batch.units);
   kvcache::WorkRoom room{kPageRanges - batch.pages.places(),
                          cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
   step.pages_ready = round.work.Take(step.tenant, step.ticket, &room, &batch.pages);
@@ -427,10 +450,11 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
   const int64_t whole = limits_.launch_ms * kNanosPerMilli;
   const int64_t part = whole / kLaunchesOfAWait;
   const int64_t nanos = launches_without_decode_ < kLaunchesWithoutDecode ? part : whole;
-  Round round{waiting, work, now, batch, nanos};
+  Round round{waiting, work, now, batch, nanos, &cost_.Of(batch.key)};
   if (const RequestQueue* const leader = Leader(round); leader != nullptr) {
     batch.key = leader->key;
     batch.computes = true;
+    round.rates = &cost_.Of(batch.key);
     waiting.Serve(*leader);
   }
   const StreamRequest* const bulk = OldestBulk(round);

@@ -99,10 +99,31 @@ struct Batch {
   std::vector<Segment> by_stage_;  // scratch of OrderByStage
 };
 
-// What `rows` rows of a request, from row `row` of its step on, which belong to `entry`, cost with
-// `heads` heads; `expands`: in the expanded form.
-LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row, int32_t rows,
-                    int32_t heads, bool expands);
+// What rows of a request cost with `heads` heads. REQUIRES that the request outlives it.
+class RequestCost {
+ public:
+  RequestCost(const StreamRequest& request, int32_t heads);
+  // `rows` rows from row `row` of the step on, which belong to `entry`; `expands`: in the expanded
+  // form.
+  LaunchUnits Of(const StepEntry& entry, int32_t row, int32_t rows, bool expands) const {
+    const int64_t cached = entry.start + row - entry.offset;
+    LaunchUnits units;
+    units.pages = rows * appended_row_bytes_;
+    if (expands) {
+      units.expanded = LaunchCost::ExpandedUnits(model_, rows, heads_, cached);
+    } else if (computes_) {
+      units.absorbed = absorbed_.Units(rows, cached);
+    }
+    return units;
+  }
+
+ private:
+  const Model& model_;
+  const int32_t heads_;
+  const int64_t appended_row_bytes_;
+  const bool computes_;
+  const AbsorbedCost absorbed_;
+};
 // Finds the runs of a batch and counts their units as such (row_runs.cc).
 void FindRowRuns(Batch* batch);
 
@@ -175,7 +196,8 @@ class BatchPolicy {
     kvcache::PageWorkQueue& work;
     MonotonicNanos now;
     Batch& batch;
-    int64_t nanos = 0;  // that the launch may take
+    int64_t nanos = 0;                         // that the launch may take
+    const LaunchCost::Rates* rates = nullptr;  // of the batch's key
   };
   struct Cursor {  // a queue whose requests from `next` on have not been looked at
     RequestQueue* queue;
@@ -201,6 +223,8 @@ class BatchPolicy {
   bool TakePages(const StreamRequest& request, Round& round);
   int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
                       const Batch& batch) const;
+  static Fit AllRows(const StreamRequest& request, const RequestCost& cost, int32_t most,
+                     int32_t min_rows);
   Fit FitTime(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
   Fit FitWhole(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
   bool FitsTime(const Round& round, const LaunchUnits& units) const;

@@ -16,10 +16,6 @@ constexpr double kMostFactor = 4;
 constexpr double kLeastRate = 1e-7;
 constexpr double kMostRate = 1e5;
 
-int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Rows that a launch's query rows see on average, when the first sees cached + 1.
-int64_t MeanKvRows(int64_t rows, int64_t cached) { return cached + (rows + 1) / 2; }
 
 void Follow(double* rate, double share, double factor) {
   const double move = factor > 1 ? kUp : kDown;
@@ -28,27 +24,16 @@ void Follow(double* rate, double share, double factor) {
 
 }  // namespace
 
-int64_t LaunchCost::AbsorbedUnits(const Model& model, Profile profile, int64_t rows, int64_t heads,
-                                  int64_t cached, int32_t top_k) {
-  if (heads == 0) return 0;
-  if (top_k != kAllRows && rows > 1) {
-    const int64_t row = cached + (rows + 1) / 2;
-    return rows * AbsorbedUnits(model, profile, 1, heads, row - 1, top_k);
-  }
-  const kernels::Geometry& g = model.spec->geometry;
-  const int64_t tile_rows = std::max(1, model.tile_rows);
-  int64_t kv_rows = MeanKvRows(rows, cached);
-  if (top_k != kAllRows) kv_rows = std::min<int64_t>(kv_rows, top_k);
+AbsorbedCost::AbsorbedCost(const Model& model, Profile profile, int64_t heads, int64_t most_places)
+    : heads_(heads),
+      most_places_(most_places),
+      tile_rows_(std::max(1, model.tile_rows)),
+      row_bytes_(model.rows(0).row_stride),
+      min_charged_rows_(model.min_charged_rows) {
   // W_UK and W_UV of a row and head cost as many products as this many KV rows.
-  if (profile == Profile::kExpanded) {
-    kv_rows += g.kv_lora_rank * (g.nope_dim + g.v_dim) / (g.kv_row_dim() + g.kv_lora_rank);
-  }
-  const int64_t packed = rows * heads;
-  // Backends without a floor stream the rows once a tile, whatever it holds.
-  const int64_t charged = model.min_charged_rows > 0
-                              ? std::max<int64_t>(packed, model.min_charged_rows)
-                              : DivideUp(packed, tile_rows) * tile_rows;
-  return std::max<int64_t>(1, charged * kv_rows * model.rows(0).row_stride / tile_rows);
+  const kernels::Geometry& g = model.spec->geometry;
+  if (profile != Profile::kExpanded) return;
+  projected_rows_ = g.kv_lora_rank * (g.nope_dim + g.v_dim) / (g.kv_row_dim() + g.kv_lora_rank);
 }
 
 int64_t LaunchCost::ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached) {
@@ -70,8 +55,7 @@ const LaunchCost::Rates& LaunchCost::Of(const BatchKey& key) const {
   return initial_;
 }
 
-int64_t LaunchCost::Nanos(const BatchKey& key, const LaunchUnits& units) const {
-  const Rates& rates = Of(key);
+int64_t LaunchCost::Nanos(const Rates& rates, const LaunchUnits& units) const {
   return static_cast<int64_t>(kLaunchNanos + rates.absorbed * static_cast<double>(units.absorbed) +
                               rates.expanded * static_cast<double>(units.expanded) +
                               pages_ * static_cast<double>(units.pages));

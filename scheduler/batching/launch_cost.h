@@ -11,8 +11,10 @@
 #ifndef MLA_SCHEDULER_BATCHING_LAUNCH_COST_H_
 #define MLA_SCHEDULER_BATCHING_LAUNCH_COST_H_
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 
 #include "scheduler/batching/batch_key.h"
 #include "scheduler/request.h"
@@ -35,19 +37,57 @@ struct LaunchUnits {
   friend LaunchUnits operator+(LaunchUnits a, const LaunchUnits& b) { return a += b; }
 };
 
+// KV rows that `rows` query rows see on average, when the first sees `cached` + 1.
+inline int64_t MeanKvRows(int64_t rows, int64_t cached) { return cached + (rows + 1) / 2; }
+
+// What the rows of a request cost in the absorbed form: of ABSORBED, and of EXPANDED with its
+// projections. `most_places`: KV rows that attention reads for every query row by itself, where it
+// is sparse or has a window.
+class AbsorbedCost {
+ public:
+  static constexpr int64_t kAllRows = std::numeric_limits<int64_t>::max();
+  AbsorbedCost(const Model& model, Profile profile, int64_t heads, int64_t most_places = kAllRows);
+
+  // KV bytes of `rows` query rows of one sequence, of which the first sees `cached` + 1 KV rows.
+  int64_t Units(int64_t rows, int64_t cached) const {
+    if (heads_ == 0) return 0;
+    if (most_places_ != kAllRows && rows > 1) return rows * Units(1, cached + (rows + 1) / 2 - 1);
+    const int64_t kv_rows = std::min(MeanKvRows(rows, cached), most_places_) + projected_rows_;
+    return std::max<int64_t>(1, Streamed(rows * heads_, kv_rows * row_bytes_));
+  }
+
+ private:
+  // `bytes` of KV rows once a tile, whatever it holds; backends with a floor take as much of a tile
+  // as it holds.
+  int64_t Streamed(int64_t packed, int64_t bytes) const {
+    if (min_charged_rows_ > 0) return std::max(packed, min_charged_rows_) * bytes / tile_rows_;
+    return packed <= tile_rows_ ? bytes : (packed + tile_rows_ - 1) / tile_rows_ * bytes;
+  }
+
+  int64_t heads_, most_places_;
+  int64_t tile_rows_, row_bytes_;  // of KV
+  int64_t min_charged_rows_;       // packed; 0: tiles are charged whole
+  int64_t projected_rows_ = 0;     // KV rows that cost as much as a row's projections
+};
+
 class LaunchCost {
  public:
-  // Units of `rows` query rows x `heads` of one sequence, of which the first row sees `cached` + 1
-  // KV rows. Of ABSORBED and of EXPANDED in the absorbed form, its projections included. `top_k`:
-  // of sparse attention, which reads so many of them for every query row by itself.
-  static constexpr int32_t kAllRows = 0;
-  static int64_t AbsorbedUnits(const Model& model, Profile profile, int64_t rows, int64_t heads,
-                               int64_t cached, int32_t top_k = kAllRows);
   // Of EXPANDED in the expanded form: K and V of all rows are projected up first.
   static int64_t ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached);
 
+  struct Rates {
+    bool used = false;
+    BatchKey key;
+    uint64_t last_used = 0;
+    double absorbed = 0, expanded = 0;  // nanoseconds a byte
+  };
+  // Those of the key, as they are until the next Observe.
+  const Rates& Of(const BatchKey& key) const;
   // Predicted nanoseconds on the device. Launches of nothing take kLaunchNanos.
-  int64_t Nanos(const BatchKey& key, const LaunchUnits& units) const;
+  int64_t Nanos(const Rates& rates, const LaunchUnits& units) const;
+  int64_t Nanos(const BatchKey& key, const LaunchUnits& units) const {
+    return Nanos(Of(key), units);
+  }
   // Bytes of page work that fit this time.
   int64_t PageBytes(int64_t nanos) const {
     return static_cast<int64_t>(static_cast<double>(nanos) / pages_);
@@ -57,14 +97,6 @@ class LaunchCost {
 
  private:
   static constexpr int kKeys = 16;  // whose rates are kept; the one unused for longest makes room
-  struct Rates {
-    bool used = false;
-    BatchKey key;
-    uint64_t last_used = 0;
-    double absorbed = 0, expanded = 0;  // nanoseconds a byte
-  };
-  const Rates& Of(const BatchKey& key) const;
-
   // A CPU core takes about this long for a byte of KV rows under 128 heads, a GPU a ten thousandth.
   static constexpr double kInitialRate = 1.5;
   Rates initial_ = {.key = {}, .absorbed = kInitialRate, .expanded = kInitialRate};

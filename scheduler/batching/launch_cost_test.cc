@@ -27,34 +27,34 @@ Model MakeModel() {
 
 TEST(LaunchCostTest, UnitsAreTheBytesThatTilesStream) {
   const Model model = MakeModel();
-  EXPECT_EQ(LaunchCost::AbsorbedUnits(model, Profile::kAbsorbed, 1, 128, 4095), 4096 * 1152);
-  EXPECT_EQ(LaunchCost::AbsorbedUnits(model, Profile::kAbsorbed, 1, 16, 4095), 4096 * 1152)
+  EXPECT_EQ(AbsorbedCost(model, Profile::kAbsorbed, 128).Units(1, 4095), 4096 * 1152);
+  EXPECT_EQ(AbsorbedCost(model, Profile::kAbsorbed, 16).Units(1, 4095), 4096 * 1152)
       << "a tile streams its rows however few heads it has";
-  EXPECT_EQ(LaunchCost::AbsorbedUnits(model, Profile::kAbsorbed, 2, 128, 4095), 2 * 4096 * 1152);
-  EXPECT_GT(LaunchCost::AbsorbedUnits(model, Profile::kExpanded, 1, 128, 0), 100 * 1152)
+  EXPECT_EQ(AbsorbedCost(model, Profile::kAbsorbed, 128).Units(2, 4095), 2 * 4096 * 1152);
+  EXPECT_GT(AbsorbedCost(model, Profile::kExpanded, 128).Units(1, 0), 100 * 1152)
       << "projections count";
-  EXPECT_EQ(LaunchCost::AbsorbedUnits(model, Profile::kAppendOnly, 7, 0, 4095), 0);
+  EXPECT_EQ(AbsorbedCost(model, Profile::kAppendOnly, 0).Units(7, 4095), 0);
 }
 
 TEST(LaunchCostTest, ChargedRowsHaveAFloorWhereTheBackendSaysSo) {
   Model model = MakeModel();
   model.min_charged_rows = 32;
-  const int64_t full = LaunchCost::AbsorbedUnits(model, Profile::kAbsorbed, 1, 128, 4095);
-  EXPECT_EQ(LaunchCost::AbsorbedUnits(model, Profile::kAbsorbed, 1, 64, 4095), full / 2);
-  EXPECT_EQ(LaunchCost::AbsorbedUnits(model, Profile::kAbsorbed, 1, 16, 4095), full / 4);
+  const int64_t full = AbsorbedCost(model, Profile::kAbsorbed, 128).Units(1, 4095);
+  EXPECT_EQ(AbsorbedCost(model, Profile::kAbsorbed, 64).Units(1, 4095), full / 2);
+  EXPECT_EQ(AbsorbedCost(model, Profile::kAbsorbed, 16).Units(1, 4095), full / 4);
 }
 
 TEST(LaunchCostTest, ExpandedFormCostsLessForManyRowsAndMoreForFew) {
   const Model model = MakeModel();
   const auto absorbed = [&](int64_t rows) {
-    return LaunchCost::AbsorbedUnits(model, Profile::kExpanded, rows, 128, 0);
+    return AbsorbedCost(model, Profile::kExpanded, 128).Units(rows, 0);
   };
   const auto expanded = [&](int64_t rows) {
     return LaunchCost::ExpandedUnits(model, rows, 128, 0);
   };
   EXPECT_LT(expanded(2048), absorbed(2048));
   EXPECT_GT(LaunchCost::ExpandedUnits(model, 8, 128, 16'000),
-            LaunchCost::AbsorbedUnits(model, Profile::kExpanded, 8, 128, 16'000));
+            AbsorbedCost(model, Profile::kExpanded, 128).Units(8, 16'000));
 }
 
 TEST(LaunchCostTest, RatesFollowWhatIsMeasured) {

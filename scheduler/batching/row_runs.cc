@@ -43,8 +43,8 @@ void AddRun(int32_t head, Batch& batch) {
     Segment& segment = batch.segments[batch.run_segments[run.first + i]];
     segment.run = static_cast<int32_t>(batch.runs.size());
     const bool expands = segment.rows >= model.ExpandedMinRows(args.q_dtype);
-    const LaunchUnits alone = UnitsOf(*segment.request, *segment.entry, segment.row_begin,
-                                      segment.rows, args.num_heads, expands);
+    const LaunchUnits alone = RequestCost(*segment.request, args.num_heads)
+                                  .Of(*segment.entry, segment.row_begin, segment.rows, expands);
     batch.units.absorbed -= alone.absorbed;
     batch.units.expanded -= alone.expanded;
   }
@@ -55,23 +55,14 @@ void AddRun(int32_t head, Batch& batch) {
 
 }  // namespace
 
-LaunchUnits UnitsOf(const StreamRequest& request, const StepEntry& entry, int32_t row, int32_t rows,
-                    int32_t heads, bool expands) {
-  const Model& model = *request.engine.step->model;
-  const int64_t cached = entry.start + row - entry.offset;
-  LaunchUnits units;
-  if (Appends(request)) units.pages = rows * model.rows(0).row_stride;
-  if (expands) {
-    units.expanded = LaunchCost::ExpandedUnits(model, rows, heads, cached);
-  } else if (Computes(request)) {
-    // An indexer looks at a key of all that the row sees, much as dense attention does.
-    const int64_t few = Selects(request.attend) ? LaunchCost::kAllRows : MostPlaces(request);
-    const auto top_k = static_cast<int32_t>(std::min<int64_t>(few, LaunchCost::kAllRows));
-    units.absorbed =
-        LaunchCost::AbsorbedUnits(model, request.attend.profile, rows, heads, cached, top_k);
-  }
-  return units;
-}
+// An indexer looks at a key of all that the row sees, much as dense attention does.
+RequestCost::RequestCost(const StreamRequest& request, int32_t heads)
+    : model_(*request.engine.step->model),
+      heads_(heads),
+      appended_row_bytes_(Appends(request) ? model_.rows(0).row_stride : 0),
+      computes_(Computes(request)),
+      absorbed_(model_, request.attend.profile, heads,
+                Selects(request.attend) ? AbsorbedCost::kAllRows : MostPlaces(request)) {}
 
 void FindRowRuns(Batch* of) {
   Batch& batch = *of;

@@ -16,34 +16,59 @@ namespace {
 using kernels::DType;
 using kernels::ElementSize;
 
-constexpr int64_t kBlock = 512;    // elements looked at as a whole
-constexpr int64_t kUnrolled = 64;  // of a loop whose length compilers know, and make a vector of
+constexpr int64_t kBlock = 4096;  // elements looked at as a whole
+#if defined(__x86_64__)
+#define MLA_AVX2 __attribute__((target("avx2")))
+bool HasAvx2() {
+  static const bool has = __builtin_cpu_supports("avx2") != 0;
+  return has;
+}
+#else
+#define MLA_AVX2
+bool HasAvx2() { return false; }
+#endif
 
-// Whether one of `count` elements of `Bits` has all bits of the exponent `mask`.
+// Whether one of `count` elements of `Bits` has all bits of the exponent `mask`: added to these,
+// the mask's lowest bit carries into the sign.
 template <typename Bits>
-bool AnyAllOnes(const std::byte* at, int64_t count, Bits mask) {
+[[gnu::always_inline]] inline bool AnyAllOnes(const std::byte* at, int64_t count, Bits mask) {
   constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
-  // Added to an exponent of ones it carries into the sign, to any other it does not.
+  using Lanes [[gnu::vector_size(32)]] = Bits;
+  constexpr int64_t kLanes = 32 / kSize;
   const auto one = static_cast<Bits>(mask & (~mask + 1));
   const auto sign = static_cast<Bits>(~(mask | (one - 1)));
-  Bits carried = 0;
-  const auto look = [&](const std::byte* element) {
-    Bits bits;
-    std::memcpy(&bits, element, sizeof(Bits));
-    carried |= static_cast<Bits>((bits & mask) + one);
-  };
+  Lanes carried = {};
   int64_t i = 0;
-  for (; i + kUnrolled <= count; i += kUnrolled) {
-    const std::byte* const first = at + i * kSize;
-    for (int64_t k = 0; k < kUnrolled; ++k) look(first + k * kSize);
+#pragma GCC unroll 4
+  for (; i + kLanes <= count; i += kLanes) {
+    Lanes bits;
+    std::memcpy(&bits, at + i * kSize, sizeof(bits));
+    carried |= (bits & mask) + one;
   }
-  for (; i < count; ++i) look(at + i * kSize);
-  return (carried & sign) != 0;
+  Bits all = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) all |= carried[lane];
+  for (; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, at + i * kSize, sizeof(bits));
+    all |= static_cast<Bits>((bits & mask) + one);
+  }
+  return (all & sign) != 0;
+}
+
+[[gnu::always_inline]] inline bool AnyNotFinite(const std::byte* at, DType dtype, int64_t count) {
+  return dtype == DType::kF32 ? AnyAllOnes<uint32_t>(at, count, 0x7f800000u)
+                              : AnyAllOnes<uint16_t>(at, count, uint16_t{0x7f80});
+}
+bool AnyNotFinitePlain(const std::byte* at, DType dtype, int64_t count) {
+  return AnyNotFinite(at, dtype, count);
+}
+// Every launch of a step of many heads has thousands of elements looked at.
+MLA_AVX2 bool AnyNotFiniteAvx2(const std::byte* at, DType dtype, int64_t count) {
+  return AnyNotFinite(at, dtype, count);
 }
 
 bool BlockHoldsNotFinite(const std::byte* at, DType dtype, int64_t count) {
-  return dtype == DType::kF32 ? AnyAllOnes<uint32_t>(at, count, 0x7f800000u)
-                              : AnyAllOnes<uint16_t>(at, count, uint16_t{0x7f80});
+  return HasAvx2() ? AnyNotFiniteAvx2(at, dtype, count) : AnyNotFinitePlain(at, dtype, count);
 }
 
 // Whether `count` elements hold a NaN or an infinity. Elements may begin at any address.

@@ -311,13 +311,6 @@ void KvCache::CountReserved(SeqSlot slot) {
   freed_[static_cast<size_t>(Freed::kTruncated)] += sequence.copy_took_last;
 }
 
-kernels::TableRange KvCache::TakeTableChange(SeqSlot slot) {
-  Sequence& sequence = At(slot);
-  const int32_t first = sequence.pages_published;
-  sequence.pages_published = sequence.pages;
-  return {TableBegin(slot) + first, sequence.pages - first};
-}
-
 void KvCache::UnpublishTable(SeqSlot slot) { At(slot).pages_published = 0; }
 
 void KvCache::Commit(SeqSlot slot, int32_t rows) {
@@ -360,21 +353,6 @@ void KvCache::ShrinkTo(SeqSlot slot, int32_t pages, Freed why) {
   sequence.pages_published = std::min(sequence.pages_published, sequence.pages);
 }
 
-bool KvCache::IsOpen(SeqSlot slot) const {
-  return slot >= 0 && slot < options_.max_sequences &&
-         sequences_[static_cast<size_t>(slot)].layout != kNone;
-}
-
-KvCache::Sequence& KvCache::At(SeqSlot slot) {
-  Require(IsOpen(slot), "sequence slot is not open");
-  return sequences_[static_cast<size_t>(slot)];
-}
-
-const KvCache::Sequence& KvCache::At(SeqSlot slot) const {
-  Require(IsOpen(slot), "sequence slot is not open");
-  return sequences_[static_cast<size_t>(slot)];
-}
-
 std::span<uint32_t> KvCache::TableOf(SeqSlot slot) {
   const auto pages = static_cast<size_t>(options_.max_pages_per_sequence);
   return tables_.subspan(static_cast<size_t>(slot) * pages, pages);
@@ -397,12 +375,6 @@ uint32_t KvCache::group(SeqSlot slot, int64_t page) const {
   Require(index >= 0 && index < sequence.pages, "a page that the sequence does not have");
   return tables_[static_cast<size_t>(TableBegin(slot) + index)];
 }
-
-int64_t KvCache::TableBegin(SeqSlot slot) const {
-  return int64_t{slot} * options_.max_pages_per_sequence;
-}
-
-int64_t KvCache::page_table(SeqSlot slot) const { return TableBegin(slot) - At(slot).pages_gone; }
 
 int32_t KvCache::least_length(SeqSlot slot) const {
   const Sequence& sequence = At(slot);

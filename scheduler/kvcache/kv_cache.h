@@ -42,6 +42,7 @@
 #include "kernels/attention_backend.h"
 #include "scheduler/kvcache/pool/cache_layout.h"
 #include "scheduler/kvcache/pool/page_work.h"
+#include "scheduler/kvcache/pool/require.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
 #include "scheduler/kvcache/prefix/prefix_cache.h"
 
@@ -179,7 +180,12 @@ class KvCache final {
   const PageWorkQueue& work() const { return work_; }
   // Entries of the sequence's page table that changed since a launch last published them; count 0
   // if none did. They count as published from now on.
-  kernels::TableRange TakeTableChange(SeqSlot sequence);
+  kernels::TableRange TakeTableChange(SeqSlot sequence) {
+    Sequence& of = At(sequence);
+    const int32_t first = of.pages_published;
+    of.pages_published = of.pages;
+    return {TableBegin(sequence) + first, of.pages - first};
+  }
   // The launch that published entries of the sequence has failed.
   void UnpublishTable(SeqSlot sequence);
 
@@ -199,7 +205,9 @@ class KvCache final {
   int64_t group_offset(uint32_t entry) const { return pool_.offset(entry); }
   // Index in the page tables of the entry of its first row; of a layout with a window, from where
   // on the entries of rows that are kept are found.
-  int64_t page_table(SeqSlot sequence) const;
+  int64_t page_table(SeqSlot sequence) const {
+    return TableBegin(sequence) - At(sequence).pages_gone;
+  }
   // Of a layout with a window: the least length that Fork and Truncate still take, above 0 once
   // rows have gone.
   int32_t least_length(SeqSlot sequence) const;
@@ -242,11 +250,20 @@ class KvCache final {
 
   KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables);
   RestoreRoom TakeRestoring(uint64_t id);
-  Sequence& At(SeqSlot slot);
-  const Sequence& At(SeqSlot slot) const;
-  bool IsOpen(SeqSlot slot) const;
+  Sequence& At(SeqSlot slot) {
+    Require(IsOpen(slot), "sequence slot is not open");
+    return sequences_[static_cast<size_t>(slot)];
+  }
+  const Sequence& At(SeqSlot slot) const {
+    Require(IsOpen(slot), "sequence slot is not open");
+    return sequences_[static_cast<size_t>(slot)];
+  }
+  bool IsOpen(SeqSlot slot) const {
+    return slot >= 0 && slot < options_.max_sequences &&
+           sequences_[static_cast<size_t>(slot)].layout != kNone;
+  }
   std::span<uint32_t> TableOf(SeqSlot slot);
-  int64_t TableBegin(SeqSlot slot) const;
+  int64_t TableBegin(SeqSlot slot) const { return int64_t{slot} * options_.max_pages_per_sequence; }
   int32_t PagesFor(const Sequence& sequence, int64_t rows) const;
   void LeaveBehind(SeqSlot slot);
   absl::StatusOr<SeqSlot> TakeSlot(LayoutId layout, TenantKey tenant);

@@ -8,7 +8,7 @@ namespace mla::scheduler {
 void FormRecords::Reserve(int32_t most) {
   records.reserve(static_cast<size_t>(most));
   lengths.reserve(static_cast<size_t>(most));
-  fragments.reserve(static_cast<size_t>(most));
+  fragments.Reserve(most);
   windows.reserve(static_cast<size_t>(most));
 }
 
@@ -16,17 +16,17 @@ void FormRecords::Clear() {
   windows.clear();
   records.clear();
   lengths.clear();
-  fragments.clear();
+  fragments.Clear();
 }
 
 void ProjectionRecords::Reserve(int32_t most) {
   records.reserve(static_cast<size_t>(most));
-  fragments.reserve(static_cast<size_t>(most));
+  fragments.Reserve(most);
 }
 
 void ProjectionRecords::Clear() {
   records.clear();
-  fragments.clear();
+  fragments.Clear();
 }
 
 absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend& backend,

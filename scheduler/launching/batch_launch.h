@@ -3,8 +3,10 @@
 #ifndef MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
 #define MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -18,12 +20,33 @@
 
 namespace mla::scheduler {
 
+// Inputs that lie in fragments, by the record whose they are. Launches have few, and most none.
+class FragmentsByRecord {
+ public:
+  void Reserve(int32_t most) { all_.reserve(static_cast<size_t>(most)); }
+  void Clear() { all_.clear(); }
+  // Of record `index`, whose predecessors were added before.
+  void Add(size_t index, const kernels::FragmentedInput& input) {
+    if (input.bytes == 0) return;
+    all_.resize(index);
+    all_.push_back(input);
+  }
+  // One for each of `records`, or none at all.
+  std::span<const kernels::FragmentedInput> Of(size_t records) {
+    if (!all_.empty()) all_.resize(records);
+    return all_;
+  }
+
+ private:
+  std::vector<kernels::FragmentedInput> all_;
+};
+
 // Records of attention in one form, and what they are planned by.
 struct FormRecords {
   std::vector<kernels::SegmentRecord> records;
-  std::vector<PlanSegment> lengths;                 // by record
-  std::vector<kernels::FragmentedInput> fragments;  // of queries, by record
-  std::vector<kernels::WindowRecord> windows;       // by record, where there is a window
+  std::vector<PlanSegment> lengths;            // by record
+  FragmentsByRecord fragments;                 // of queries
+  std::vector<kernels::WindowRecord> windows;  // by record, where there is a window
   void Reserve(int32_t most);
   void Clear();
 };
@@ -31,13 +54,9 @@ struct FormRecords {
 // Records of a projection.
 struct ProjectionRecords {
   std::vector<kernels::ProjectionRecord> records;
-  std::vector<kernels::FragmentedInput> fragments;  // of inputs, by record
+  FragmentsByRecord fragments;  // of inputs
   void Reserve(int32_t most);
   void Clear();
-  void Add(const kernels::ProjectionRecord& record, const kernels::FragmentedInput& in = {}) {
-    records.push_back(record);
-    fragments.push_back(in);
-  }
 };
 
 struct BatchLaunch {

@@ -142,7 +142,7 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
   LaunchReport& report = to->report;
   const struct {
     AttentionForm form;
-    const FormRecords& records;
+    FormRecords& records;
     kernels::AttentionParams& params;
   } forms[] = {
       {AttentionForm::kAbsorbed, to->absorbed, to->launch.absorbed},
@@ -160,7 +160,7 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
         MeanSeenKeys(form.records.records) >= least_keys) {
       form.params.desc.products = to->batch.key.products;
     }
-    form.params.q_fragments = form.records.fragments;
+    form.params.q_fragments = form.records.fragments.Of(form.records.records.size());
     form.params.windows = form.records.windows;
     // Cut for the heads that are there: few heads of a large model need not share units as all do.
     kernels::AttentionDesc widest = form.params.desc;
@@ -201,7 +201,7 @@ void Launcher::Assemble(BatchLaunch* to) const {
   launch.appends = to->appends;
   launch.selects = to->selects;
   launch.absorb = {key.geometry, key.q_dtype, info.absorbed_q_dtype(key.q_dtype, key.split_queries),
-                   to->absorbs.records, to->absorbs.fragments};
+                   to->absorbs.records, to->absorbs.fragments.Of(to->absorbs.records.size())};
   launch.project = {key.geometry, info.latent_o_dtype, key.o_dtype, to->projects.records, {}};
 }
 

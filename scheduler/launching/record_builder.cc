@@ -34,8 +34,8 @@ int32_t LongestList(const Segment& segment) {
   return longest;
 }
 
-kvcache::SeqSlot RowsOf(const Sequence& sequence) {
-  return sequence.window_slot < 0 ? sequence.slot : sequence.window_slot;
+kvcache::SeqSlot SlotOfRows(const StepEntry& entry) {
+  return entry.window_slot < 0 ? entry.slot : entry.window_slot;
 }
 
 // Places of a row with a window, at most.
@@ -67,6 +67,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   shared.append.rope_dim = g.rope_dim;
   shared.append.format = rows.format;
   shared.append.kv_scale = model.kv_scale(args.layer);
+  shared.appends_more = model.spec->windowed() || model.spec->indexer.heads > 0;
   shared.kv_row_bytes = model.spec->sent_row_dim() * int64_t(ElementSize(args.q_dtype));
   if (args.profile == Profile::kAppendOnly) return shared;
 
@@ -113,16 +114,22 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
 }
 
 void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
-                              const SegmentTemplate& shared) {
+                              const SegmentTemplate& shared, int64_t page_table) {
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  // Fields are set where the record stays: a copy behind them would wait for each of them.
   kernels::AppendRecord& record = to->appends.emplace_back(shared.append);
   record.kv = shared.staged.kv + skip * shared.kv_row_bytes;
-  record.page_table = cache_->page_table(RowsOf(*segment.entry->sequence));
+  record.page_table = page_table;
   record.first_position = segment.cached();
   record.rows = segment.rows;
   if (shared.staged.differs != nullptr) record.differs = shared.staged.differs + skip;
+  if (shared.appends_more) AddMoreAppends(to, segment, shared, kernels::AppendRecord(record));
+}
+
+void RecordBuilder::AddMoreAppends(BatchLaunch* to, const Segment& segment,
+                                   const SegmentTemplate& shared,
+                                   const kernels::AppendRecord& rows) {
   const ModelSpec& spec = *segment.request->engine.step->model->spec;
-  const kernels::AppendRecord rows = record;
   if (spec.windowed()) AddEntries(to, segment, shared.staged, rows);
   if (spec.indexer.heads > 0) AddIndexKeys(to, segment, rows);
 }
@@ -141,7 +148,7 @@ void RecordBuilder::AddEntries(BatchLaunch* to, const Segment& segment, const St
   const kvcache::KvPlane& plane = step.model->entries(layer);
   kernels::AppendRecord& record = to->appends.emplace_back(rows);
   record.kv = staged.entries + before * rows.kv_row_stride * int64_t(ElementSize(rows.dtype));
-  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.page_table = cache_->page_table(segment.entry->slot);
   record.layer_offset = plane.offset;
   record.row_stride = plane.row_stride;
   record.page_size = plane.rows;
@@ -163,7 +170,7 @@ kernels::WindowRecord RecordBuilder::Window(const Segment& segment,
   record.sinks = staged.sinks;
   if (record.ratio == 0) return record;
   const kvcache::KvPlane& plane = model.entries(layer);
-  record.page_table = cache_->page_table(segment.entry->sequence->slot);
+  record.page_table = cache_->page_table(segment.entry->slot);
   record.layer_offset = plane.offset;
   record.row_stride = plane.row_stride;
   record.page_size = plane.rows;
@@ -237,7 +244,7 @@ kernels::SegmentRecord RecordBuilder::Record(const Segment& segment) const {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
   kernels::SegmentRecord record{};
-  record.page_table = cache_->page_table(RowsOf(*segment.entry->sequence));
+  record.page_table = cache_->page_table(SlotOfRows(*segment.entry));
   const kvcache::KvPlane& rows = model.rows(args.layer);
   record.layer_offset = rows.offset;
   record.row_stride = rows.row_stride;
@@ -254,20 +261,12 @@ kernels::SegmentRecord RecordBuilder::Record(const Segment& segment) const {
   return record;
 }
 
-absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTemplate* shared) {
+absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, int64_t page_table,
+                                       SegmentTemplate* shared) {
   const Segment& segment = to->batch.segments[index];
   const StagedTensors& staged = shared->staged;
+  const AttendArgs& args = segment.request->attend;
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);
-  const bool in_fragments = staged.q_fragments.bytes > 0;
-  const std::byte* const q = in_fragments ? nullptr : staged.q + skip * shared->q_row_bytes;
-  kernels::FragmentedInput fragments;
-  if (in_fragments) {
-    fragments = staged.q_fragments;
-    fragments.offset += skip * shared->q_row_bytes;
-    fragments.bytes = segment.rows * shared->q_row_bytes;
-  }
-  std::byte* const o = staged.o + skip * shared->o_row_bytes;
-  const bool is_expanded = segment.request->attend.profile == Profile::kExpanded;
   int32_t rows = segment.rows;
   if (segment.run >= 0) {
     const RowRun& run = to->batch.runs[segment.run];
@@ -276,23 +275,24 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTem
     }
     rows = run.rows;
   }
+  const bool is_expanded = args.profile == Profile::kExpanded;
   const bool expands = is_expanded && rows >= shared->expanded_min_rows;
   const bool projects = is_expanded && !expands;
   FormRecords& form = expands ? to->expanded : to->absorbed;
+  const size_t position = form.records.size();
   kernels::SegmentRecord& record =
       form.records.emplace_back(projects ? shared->latent : shared->sent);
-  form.fragments.push_back(projects ? kernels::FragmentedInput() : fragments);
-  record.q = q;
-  record.o = o;
+  record.q = staged.q == nullptr ? nullptr : staged.q + skip * shared->q_row_bytes;
+  record.o = staged.o + skip * shared->o_row_bytes;
   if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
-  record.page_table = cache_->page_table(RowsOf(*segment.entry->sequence));
+  record.page_table = page_table;
   record.q_rows = rows;
   record.kv_rows = segment.cached() + rows;
-  const bool sparse = IsSparse(segment.request->attend);
+  const bool sparse = IsSparse(args);
   if (sparse) {
     record.list_begin = staged.list_begin + skip;
     record.list = staged.list + EntriesBefore(segment);
-    if (Selects(segment.request->attend)) AddSelect(to, segment, staged, record);
+    if (Selects(args)) AddSelect(to, segment, staged, record);
   }
   const bool windowed = to->batch.key.attention == kernels::AttentionKind::kWindow;
   int32_t places = sparse ? LongestList(segment) : record.kv_rows;
@@ -301,23 +301,38 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, SegmentTem
     places = MostWindowPlaces(segment, form.windows.back());
   }
   form.lengths.push_back({record.q_rows, places, record.num_heads, !sparse && !windowed});
-  if (!projects) return absl::OkStatus();
+  if (projects) return AddProjections(to, index, shared, &record);
+  if (staged.q_fragments.bytes > 0) form.fragments.Add(position, Fragments(segment, *shared));
+  return absl::OkStatus();
+}
 
+kernels::FragmentedInput RecordBuilder::Fragments(const Segment& segment,
+                                                  const SegmentTemplate& shared) {
+  kernels::FragmentedInput fragments = shared.staged.q_fragments;
+  fragments.offset += (segment.row_begin - FirstRow(*segment.request)) * shared.q_row_bytes;
+  fragments.bytes = segment.rows * shared.q_row_bytes;
+  return fragments;
+}
+
+absl::Status RecordBuilder::AddProjections(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+                                           kernels::SegmentRecord* record) {
+  const Segment& segment = to->batch.segments[index];
   if (shared->latent_rows == 0) {
     if (absl::Status s = TakeLatents(to, index, shared); !s.ok()) return s;
   }
-  record.q = shared->latent_q;
-  record.o = shared->latent_o;
-  kernels::ProjectionRecord absorb = shared->absorb;
-  absorb.in = q;
+  if (shared->staged.q_fragments.bytes > 0) {
+    to->absorbs.fragments.Add(to->absorbs.records.size(), Fragments(segment, *shared));
+  }
+  kernels::ProjectionRecord& absorb = to->absorbs.records.emplace_back(shared->absorb);
+  absorb.in = record->q;
   absorb.out = shared->latent_q;
   absorb.rows = segment.rows;
-  to->absorbs.Add(absorb, fragments);
-  kernels::ProjectionRecord project = shared->project;
+  kernels::ProjectionRecord& project = to->projects.records.emplace_back(shared->project);
   project.in = shared->latent_o;
-  project.out = o;
+  project.out = record->o;
   project.rows = segment.rows;
-  to->projects.Add(project);
+  record->q = shared->latent_q;
+  record->o = shared->latent_o;
   shared->latent_q += segment.rows * shared->latent_q_row_bytes;
   shared->latent_o += segment.rows * shared->latent_o_row_bytes;
   shared->latent_rows -= segment.rows;
@@ -344,29 +359,30 @@ void RecordBuilder::AddFused(BatchLaunch* to, const Segment& segment, const Stag
   record.o = staged.o + skip * record.o_row_stride * int64_t(ElementSize(o_dtype));
   if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
   to->absorbed.records.push_back(record);
-  to->absorbed.fragments.emplace_back();
   to->absorbed.lengths.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
 }
 
 absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
   SegmentTemplate shared;
+  const auto take_change = [&](kvcache::SeqSlot slot) {
+    const kernels::TableRange changed = cache_->TakeTableChange(slot);
+    if (changed.count > 0) to->tables.push_back(changed);
+  };
   for (size_t i = 0; i < to->batch.segments.size(); ++i) {
     const Segment& segment = to->batch.segments[i];
     const StreamRequest& request = *segment.request;
     if (&request != shared.request) {
       shared = TemplateOf(segment, staged.request(request.engine.batch_index), to->batch.key);
     }
-    const Sequence& sequence = *segment.entry->sequence;
-    for (const kvcache::SeqSlot slot : {sequence.slot, sequence.window_slot}) {
-      if (slot < 0) continue;
-      const kernels::TableRange changed = cache_->TakeTableChange(slot);
-      if (changed.count > 0) to->tables.push_back(changed);
-    }
-    if (shared.staged.kv != nullptr) AddAppend(to, segment, shared);
+    const StepEntry& entry = *segment.entry;
+    take_change(entry.slot);
+    if (entry.window_slot >= 0) take_change(entry.window_slot);
+    const int64_t page_table = cache_->page_table(SlotOfRows(entry));
+    if (shared.staged.kv != nullptr) AddAppend(to, segment, shared, page_table);
     if (request.attend.profile == Profile::kAppendOnly) continue;
     if (segment.slices >= 0) {
       AddFused(to, segment, staged.slices(static_cast<size_t>(segment.slices)));
-    } else if (absl::Status s = AddCompute(to, i, &shared); !s.ok()) {
+    } else if (absl::Status s = AddCompute(to, i, page_table, &shared); !s.ok()) {
       return s;
     }
   }

@@ -39,6 +39,7 @@ class RecordBuilder final {
     const StreamRequest* request = nullptr;
     StagedTensors staged;
     int32_t expanded_min_rows = 0;  // of EXPANDED: shorter segments take the absorbed form
+    bool appends_more = false;      // entries of windows, or index keys
     int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
     kernels::AppendRecord append{};
     kernels::SegmentRecord sent{}, latent{};  // by the tensors sent; between the projections
@@ -52,7 +53,11 @@ class RecordBuilder final {
   SegmentTemplate TemplateOf(const Segment& segment, const StagedTensors& staged,
                              const BatchKey& key) const;
   kernels::SegmentRecord Record(const Segment& segment) const;
-  void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared);
+  // `page_table`: of the segment's rows.
+  void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared,
+                 int64_t page_table);
+  void AddMoreAppends(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared,
+                      const kernels::AppendRecord& rows);
   static void AddIndexKeys(BatchLaunch* to, const Segment& segment,
                            const kernels::AppendRecord& rows);
   void AddEntries(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
@@ -62,7 +67,13 @@ class RecordBuilder final {
   static void AddSelect(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
                         const kernels::SegmentRecord& attend);
   // Of segment `index` of the batch.
-  absl::Status AddCompute(BatchLaunch* to, size_t index, SegmentTemplate* shared);
+  absl::Status AddCompute(BatchLaunch* to, size_t index, int64_t page_table,
+                          SegmentTemplate* shared);
+  // The absorbed form of EXPANDED: the projections around `record`, whose tensors become latent.
+  absl::Status AddProjections(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+                              kernels::SegmentRecord* record);
+  // Of the segment's queries, where its request's lie in fragments.
+  static kernels::FragmentedInput Fragments(const Segment& segment, const SegmentTemplate& shared);
   absl::Status TakeLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared);
   void AddFused(BatchLaunch* to, const Segment& segment, const StagedTensors& staged);
 

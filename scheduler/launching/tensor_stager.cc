@@ -329,8 +329,9 @@ absl::Status TensorStager::StageExpandedSlices(BatchLaunch* to, const FusedSlice
     project.out = own.o;
     project.out_head_stride = model.spec->o_dim(args.profile);
     project.out_row_stride = project.out_head_stride * args.num_heads;
-    to->absorbs.Add(absorb, own.q_fragments);
-    to->projects.Add(project);
+    to->absorbs.fragments.Add(to->absorbs.records.size(), own.q_fragments);
+    to->absorbs.records.push_back(absorb);
+    to->projects.records.push_back(project);
     head += args.num_heads;
   }
   return absl::OkStatus();

@@ -143,7 +143,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
     Sequence* sequence = sequences_->Find(tenant, wanted.id);
     sequence->step = step;  // also refuses a sequence that is named twice
     step->entries.push_back({sequence, static_cast<int32_t>(wanted.start_position), wanted.rows,
-                             static_cast<int32_t>(total)});
+                             static_cast<int32_t>(total), sequence->slot, sequence->window_slot});
     total += wanted.rows;
     status = CheckStepRows(total, limits_);
   }

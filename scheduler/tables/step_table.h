@@ -39,6 +39,8 @@ struct StepEntry {
   int32_t start = 0;   // committed rows of the sequence when the step began
   int32_t rows = 0;    // rows it adds
   int32_t offset = 0;  // of its first row among the step's rows
+  // Those of the sequence, which launches need of every entry at every layer.
+  kvcache::SeqSlot slot = -1, window_slot = -1;
 };
 
 inline int64_t StartOf(const StepEntry& entry) { return entry.start; }
