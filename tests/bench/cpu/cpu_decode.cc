@@ -61,6 +61,22 @@ bool HasLists(const Shape& shape, int32_t top_k) {
 // Query rows that attend to a KV row which attention to all reads once.
 double QueryRowsARead(const Shape& shape) { return shape.requests.front().q_rows; }
 
+// Of the shape with lists, which took `us`, beside `dense`, attention to all rows.
+BenchRow ListRow(const BenchRow& dense, const Shape& shape, int32_t q_rows, int32_t top_k,
+                 double us) {
+  const double rows = static_cast<double>(q_rows) * top_k;
+  BenchRow lists;
+  lists.bench = dense.bench;
+  lists.shape = dense.shape + " top_k=" + std::to_string(top_k);
+  lists.kv = dense.kv;
+  lists.threads = dense.threads;
+  lists.us = us;
+  lists.gflops = 2.0 * rows * shape.heads * (576 + 512) / us * 1e-3;
+  lists.kv_rows_per_s = rows / us * 1e6;
+  lists.of_dense = lists.kv_rows_per_s / (dense.kv_rows_per_s * QueryRowsARead(shape));
+  return lists;
+}
+
 void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
   std::vector<std::unique_ptr<GemmBound>> bounds;
   int64_t kv_rows = 0;
@@ -118,18 +134,7 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
       if (flags.kv.size() > 1) row.speedup = us[0] / us[i];
       Report(row);
       if (!listed) continue;
-      const double rows = static_cast<double>(q_rows) * flags.top_k;
-      const double seconds = us[flags.kv.size() + i] * 1e-6;
-      BenchRow lists;
-      lists.bench = row.bench;
-      lists.shape = row.shape + " top_k=" + std::to_string(flags.top_k);
-      lists.kv = row.kv;
-      lists.threads = threads;
-      lists.us = seconds * 1e6;
-      lists.gflops = 2.0 * rows * shape.heads * (576 + 512) / seconds * 1e-9;
-      lists.kv_rows_per_s = rows / seconds;
-      lists.of_dense = lists.kv_rows_per_s / (row.kv_rows_per_s * QueryRowsARead(shape));
-      Report(lists);
+      Report(ListRow(row, shape, q_rows, flags.top_k, us[flags.kv.size() + i]));
     }
   }
 }
