@@ -106,6 +106,8 @@ struct OpenArgs {
   int64_t lease_ms = 0;  // 0: Limits::sequence_lease_ms
   PrefixArgs prefix;     // what its first rows stand for; those that are cached are there at once
   SequenceId restored_id = 0;  // of a sequence that was checkpointed; 0: a new id
+  // For rows of slower tiers, where it is less than Limits::tier_wait_ms.
+  int64_t most_wait_ms = std::numeric_limits<int64_t>::max();
 };
 
 struct MatchArgs {
@@ -114,6 +116,7 @@ struct MatchArgs {
   uint64_t expected_epoch = 0;
   int64_t first_row = 0;  // that `prefix` is about; at most what was declared before
   PrefixArgs prefix;
+  int64_t most_wait_ms = std::numeric_limits<int64_t>::max();  // as of OpenArgs
 };
 
 // What a client asks for cached rows. Numbers of mla.v1.HintKind.
@@ -205,6 +208,7 @@ struct EngineStats {
   uint64_t page_groups_uncommitted = 0, page_groups_evicted = 0;
   // Held by the prefix cache alone; part of neither used nor free.
   int64_t page_groups_cached = 0, kv_bytes_cached = 0;
+  int64_t page_groups_kept = 0, kv_bytes_kept = 0;  // by pins of hints
   kvcache::PrefixStats prefix;
   TierStats tiers;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once

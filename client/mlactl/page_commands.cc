@@ -264,9 +264,9 @@ const char* WhyMissed(v1::MatchEnd end) {
     case v1::MATCH_END_DIVERGED:
       return "diverged: what is known goes on with other tokens";
     case v1::MATCH_END_EVICTED:
-      return "evicted: the rows that follow were there, and their room was needed";
+      return "evicted: the rows that follow were there, and the pool has no room for them";
     case v1::MATCH_END_DEFERRED:
-      return "deferred: the rows that follow were in a slower tier, and not back in time";
+      return "deferred: the rows that follow were on their way back from a slower tier";
     default:
       return "unknown";
   }

@@ -226,7 +226,10 @@ absl::StatusOr<SequenceInfo> Engine::OpenSequence(const OpenArgs& args) {
       if (!status.ok()) return status;
     }
   }
-  impl_->AwaitTiers(args.tenant, prefix, 0);
+  const absl::Status awaited = impl_->AwaitTiers(prefix, args.most_wait_ms, [&](EngineCore& core) {
+    return core.RestoreForOpen(args, prefix);
+  });
+  if (!awaited.ok()) return awaited;
   return impl_->WithRole([&](EngineCore& core) { return core.OpenSequence(args, prefix); });
 }
 
@@ -238,7 +241,9 @@ absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
   absl::Status status =
       impl_->prefixes_.Fill(args.tenant, args.prefix, args.first_row, committed, &*plan);
   if (!status.ok()) return status;
-  impl_->AwaitTiers(args.tenant, *plan, committed);
+  status = impl_->AwaitTiers(*plan, args.most_wait_ms,
+                             [&](EngineCore& core) { return core.RestoreForMatch(args, *plan); });
+  if (!status.ok()) return status;
   return impl_->WithRole([&](EngineCore& core) { return core.MatchSequence(args, *plan); });
 }
 

@@ -139,6 +139,25 @@ absl::Status EngineCore::MakeTiers() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::shared_ptr<TierWait>> EngineCore::RestoreForOpen(const OpenArgs& args,
+                                                                     const PrefixPlan& prefix) {
+  const absl::StatusOr<Model*> model = ModelToOpen(args, prefix);
+  if (!model.ok()) return model.status();
+  const TenantKey tenant = tenants_.Find(args.tenant);
+  const absl::StatusOr<Sequence*> repeat = sequences_->CheckOpen(tenant, **model, args, prefix);
+  if (!repeat.ok()) return repeat.status();
+  return *repeat != nullptr ? nullptr : RestorePrefix(args.tenant, prefix, 0);
+}
+
+absl::StatusOr<std::shared_ptr<TierWait>> EngineCore::RestoreForMatch(const MatchArgs& args,
+                                                                      const PrefixPlan& prefix) {
+  absl::StatusOr<Sequence*> found =
+      sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch);
+  if (!found.ok()) return found.status();
+  if (absl::Status status = sequences_->CheckMatch(**found, prefix); !status.ok()) return status;
+  return RestorePrefix(args.tenant, prefix, prefix.committed);
+}
+
 std::shared_ptr<TierWait> EngineCore::RestorePrefix(const std::string& tenant,
                                                     const PrefixPlan& prefix, int64_t first_row) {
   if (tiers_ == nullptr || prefix.chain == nullptr || draining_) return nullptr;
@@ -199,13 +218,20 @@ absl::Status EngineCore::DrainingError() const {
                    {.reason = "draining", .retry_after_ms = limits_.sequence_lease_ms});
 }
 
-absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args,
-                                                      const PrefixPlan& prefix) {
+absl::StatusOr<Model*> EngineCore::ModelToOpen(const OpenArgs& args, const PrefixPlan& prefix) {
   if (draining_) return DrainingError();
-  const TenantKey tenant = tenants_.Find(args.tenant);
-  absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
+  absl::StatusOr<Model*> model =
+      models_->Find(tenants_.Find(args.tenant), args.model_id, "model_id");
   if (!model.ok()) return model.status();
   if (!args.prefix.empty() && prefix.spec != (*model)->spec) return ModelChanged(args.model_id);
+  return model;
+}
+
+absl::StatusOr<SequenceInfo> EngineCore::OpenSequence(const OpenArgs& args,
+                                                      const PrefixPlan& prefix) {
+  const absl::StatusOr<Model*> model = ModelToOpen(args, prefix);
+  if (!model.ok()) return model.status();
+  const TenantKey tenant = tenants_.Find(args.tenant);
   absl::StatusOr<Sequence*> sequence = sequences_->Open(tenant, *model, args, prefix);
   if (!sequence.ok()) return sequence.status();
   return sequences_->Info(**sequence);
@@ -440,6 +466,8 @@ EngineStats EngineCore::Stats() const {
   stats.page_groups_evicted = freed(kvcache::Freed::kEvicted);
   stats.page_groups_cached = cache.groups_cached;
   stats.kv_bytes_cached = cache.bytes_cached;
+  stats.page_groups_kept = cache_->prefixes().pinned_groups();
+  stats.kv_bytes_kept = cache_->prefixes().pinned_bytes();
   stats.prefix = cache_->prefix_stats();
   if (tiers_ != nullptr) stats.tiers = tiers_->stats();
   stats.copies_on_write = cache.copies_on_write;

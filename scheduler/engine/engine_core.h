@@ -106,8 +106,13 @@ class EngineCore {
   // --- Slower tiers; null: there are none.
   TierMoves* tiers() { return tiers_.get(); }
   std::span<std::byte> tier_memory() { return tier_memory_->bytes(); }
-  // Brings back what slower tiers have of the plan's rows, from `first_row` on. Null: there is
-  // nothing to wait for.
+  // Brings back what slower tiers have of the rows that the call names, unless it would be refused.
+  // Null: there is nothing to wait for.
+  absl::StatusOr<std::shared_ptr<TierWait>> RestoreForOpen(const OpenArgs& args,
+                                                           const PrefixPlan& prefix);
+  absl::StatusOr<std::shared_ptr<TierWait>> RestoreForMatch(const MatchArgs& args,
+                                                            const PrefixPlan& prefix);
+  // The same for the plan's rows from `first_row` on.
   std::shared_ptr<TierWait> RestorePrefix(const std::string& tenant, const PrefixPlan& prefix,
                                           int64_t first_row);
   // --- Exports and imports.
@@ -161,6 +166,8 @@ class EngineCore {
              const Clock* clock);
 
   absl::Status MakeTiers();
+  // Of a sequence that may be opened now.
+  absl::StatusOr<Model*> ModelToOpen(const OpenArgs& args, const PrefixPlan& prefix);
 
   // --- Steps
   absl::Status BeginStep(StreamRequest* request);

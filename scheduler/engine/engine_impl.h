@@ -159,12 +159,17 @@ class Engine::Impl {
     }
   }
 
-  // Rows of the plan that slower tiers have are brought back, for as long as a call may wait.
-  void AwaitTiers(const std::string& tenant, const PrefixPlan& prefix, int64_t first_row) {
-    if (options_.limits.host_tier_bytes == 0 || prefix.chain == nullptr) return;
-    const std::shared_ptr<TierWait> wait =
-        WithRole([&](EngineCore& core) { return core.RestorePrefix(tenant, prefix, first_row); });
-    if (wait != nullptr && options_.dedicated_thread) wait->WaitFor(options_.limits.tier_wait_ms);
+  // Rows that slower tiers have are brought back, for as long as the call may wait. `restore`, with
+  // the role, refuses calls that need not wait for it: core -> StatusOr<shared_ptr<TierWait>>.
+  template <typename Restore>
+  absl::Status AwaitTiers(const PrefixPlan& prefix, int64_t most_ms, Restore&& restore) {
+    if (options_.limits.host_tier_bytes == 0 || prefix.chain == nullptr) return absl::OkStatus();
+    const absl::StatusOr<std::shared_ptr<TierWait>> wait = WithRole(restore);
+    if (!wait.ok()) return wait.status();
+    if (*wait != nullptr && options_.dedicated_thread) {
+      (*wait)->WaitFor(std::min(options_.limits.tier_wait_ms, most_ms));
+    }
+    return absl::OkStatus();
   }
 
   // For Admit, the table of tenants and the registration of memory, which need no role.

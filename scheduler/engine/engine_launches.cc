@@ -159,10 +159,9 @@ void EngineCore::UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
   launch->report.ok = false;
   NoteReport(launch->report);
   Batch& batch = launch->batch;
+  mover_->FailBehind(batch.pages, MoveFailed(cause));
   cache_->work().Requeue(&batch.pages);
   mover_->Finish(&batch, MoveFailed(cause));
-  // Others may wait for page work of this launch, which is never done on a device that is lost.
-  mover_->Fail(MoveFailed(cause));
   for (Step* step : steps_->open()) step->pages_ready = false;
   for (const Segment& segment : batch.segments) {
     const Sequence& sequence = *segment.entry->sequence;

@@ -107,15 +107,21 @@ PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
     PrefixCache::Found found;
     if (whole) found = prefixes_.Find(sequence.layout, *sequence.chain, page);
     if (found.rows == 0) found = prefixes_.FindRows(sequence.layout, *sequence.chain, page, left);
-    if (found.rows > 0 && found.entry == SlabPool::kNoEntry) {
+    const bool away = found.rows > 0 && found.entry == SlabPool::kNoEntry;
+    if (away && prefixes_.Comes(found.node)) {
+      // At the border of a page: a later match goes on here.
       match.end = MatchEnd::kDeferred;
       break;
+    }
+    if (away) {
+      found = prefixes_.FindRows(sequence.layout, *sequence.chain, page, left, /*in_pool=*/true);
     }
     if (found.rows > 0) take(found);
     if (found.rows == page_size) {
       sequence.pages_cached = sequence.pages;
     } else if (found.rows < left) {
-      match.end = prefixes_.WhyAbsent(sequence.layout, *sequence.chain, page);
+      match.end =
+          away ? MatchEnd::kEvicted : prefixes_.WhyAbsent(sequence.layout, *sequence.chain, page);
       break;
     }
   }

@@ -122,6 +122,11 @@ struct PageMove {
     TenantKey tenant = 0;
     WorkTicket ticket = 0;  // of the page work that goes before
     std::vector<kernels::PageTransfer> transfers;
+    // What launches have taken: transfers, bytes of the next one, and bytes in the launch that
+    // runs.
+    size_t transfers_taken = 0;
+    int64_t bytes_taken = 0;
+    int64_t bytes_running = 0;
   } engine;
 };
 

@@ -32,6 +32,10 @@ std::vector<CacheHints::Page> CacheHints::Find(LayoutId layout, const PrefixChai
   return pages;
 }
 
+CacheHints::Done CacheHints::Away(int32_t node) const {
+  return cache_->prefixes().Comes(node) ? Done::kLater : Done::kNoRoom;
+}
+
 CacheHints::Done CacheHints::PinOne(const HintArgs& args, LayoutId layout, TenantKey tenant,
                                     int32_t node) {
   PrefixCache& prefixes = cache_->prefixes();
@@ -39,7 +43,7 @@ CacheHints::Done CacheHints::PinOne(const HintArgs& args, LayoutId layout, Tenan
     prefixes.Unpin(node);
     return Done::kYes;
   }
-  if (prefixes.about(node).demoted()) return Done::kLater;
+  if (prefixes.about(node).demoted()) return Away(node);
   const int64_t pool = cache_->pool().stats().bytes_total;
   const int64_t may = std::min(pool, cache_->pool().GroupBound(layout));
   const int64_t bytes = prefixes.pin(node) != 0 ? 0 : cache_->pool().group_bytes(layout);
@@ -66,7 +70,7 @@ CacheHints::Done CacheHints::DemoteOne(int32_t node) {
   const PrefixCache::About about = cache_->prefixes().about(node);
   if (about.demoted()) return Done::kYes;
   if (!cache_->pool().idle(about.entry)) return Done::kNo;
-  tiers_->Leave(node);
+  if (!tiers_->Leave(node)) return Done::kNoRoom;
   return cache_->prefixes().about(node).demoted() ? Done::kYes : Done::kLater;
 }
 
@@ -80,9 +84,9 @@ HintAnswer CacheHints::Do(const HintArgs& args, LayoutId layout, TenantKey tenan
   }
   const bool comes_back =
       args.kind == HintKind::kPrefetch || (args.kind == HintKind::kPin && args.ttl_ms > 0);
-  if (tiers_ != nullptr && comes_back) tiers_->Restore(layout, chain, 0, rows);
+  if (tiers_ != nullptr && comes_back) tiers_->Restore(layout, chain, 0, rows, /*waits=*/false);
   int64_t found = 0;
-  bool refused = false;
+  bool refused = false, no_room = false;
   for (const Page& page : Find(layout, chain, rows)) {
     Done done = Done::kYes;
     switch (args.kind) {
@@ -93,7 +97,7 @@ HintAnswer CacheHints::Do(const HintArgs& args, LayoutId layout, TenantKey tenan
         cache_->prefixes().SetPriority(page.node, args.priority);
         break;
       case HintKind::kPrefetch:
-        if (cache_->prefixes().about(page.node).demoted()) done = Done::kLater;
+        if (cache_->prefixes().about(page.node).demoted()) done = Away(page.node);
         break;
       case HintKind::kDemote:
         done = DemoteOne(page.node);
@@ -103,8 +107,10 @@ HintAnswer CacheHints::Do(const HintArgs& args, LayoutId layout, TenantKey tenan
     if (done == Done::kYes) answer.rows_done += page.rows;
     if (done == Done::kLater) answer.rows_deferred += page.rows;
     refused |= done == Done::kNo;
+    no_room |= done == Done::kNoRoom;
   }
   if (found < rows) answer.reason = "absent";
+  if (no_room) answer.reason = "no_room";
   if (refused) answer.reason = args.kind == HintKind::kPin ? "pins_exhausted" : "in_use";
   if (answer.rows_deferred > 0) {
     answer.outcome = HintOutcome::kDeferred;

@@ -49,7 +49,8 @@ class CacheHints final {
   std::vector<Page> Find(kvcache::LayoutId layout, const kvcache::PrefixChain& chain, int64_t rows);
   void Remember(const Pin& pin);
   // What becomes of one page.
-  enum class Done : uint8_t { kYes, kLater, kNo };
+  enum class Done : uint8_t { kYes, kLater, kNo, kNoRoom };
+  Done Away(int32_t node) const;  // of one that is not in the pool
   Done PinOne(const HintArgs& args, kvcache::LayoutId layout, TenantKey tenant, int32_t node);
   Done DemoteOne(int32_t node);
 

@@ -14,35 +14,52 @@ bool Names(const Batch& batch, uint32_t entry) {
 }  // namespace
 
 void PageMover::Add(PageMove* move) {
-  cache_->PinGroup(move->engine.entry);
+  PageMove::EngineFields& note = move->engine;
+  note.transfers_taken = 0;
+  note.bytes_taken = note.bytes_running = 0;
+  cache_->PinGroup(note.entry);
   waiting_.push_back(move);
+}
+
+void PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
+  PageMove::EngineFields& note = move->engine;
+  auto& to = move->in ? batch->page_writes : batch->page_reads;
+  note.bytes_running = 0;
+  while (note.transfers_taken < note.transfers.size() && room->bytes > 0 && room->places > 0) {
+    kernels::PageTransfer part = note.transfers[note.transfers_taken];
+    const int64_t left = part.bytes - note.bytes_taken;
+    part.pool_offset += note.bytes_taken;
+    part.host += note.bytes_taken;
+    part.bytes = std::min(left, room->bytes);
+    to.push_back(part);
+    room->bytes -= part.bytes;
+    --room->places;
+    note.bytes_running += part.bytes;
+    note.bytes_taken += part.bytes;
+    if (part.bytes < left) break;
+    ++note.transfers_taken;
+    note.bytes_taken = 0;
+  }
+  batch->moves.push_back(move);
 }
 
 void PageMover::Take(const BatchPolicy& policy, Batch* batch) {
   if (waiting_.empty()) return;
-  int64_t bytes = 0;
-  size_t places = 0;
+  Room room;
   std::deque<PageMove*> left;
   for (PageMove* const move : waiting_) {
     const PageMove::EngineFields& note = move->engine;
-    const auto size = static_cast<int64_t>(move->bytes.size());
-    const bool fits = batch->moves.empty() || (bytes + size <= kLaunchBytes &&
-                                               places + note.transfers.size() <= kPageRanges);
     if (cache_->work().Waits(note.tenant, note.ticket)) {
       policy.TakePages(cache_->work(), note.tenant, note.ticket, *batch);
-    } else if (fits && !Names(*batch, note.entry)) {
+    } else if (room.bytes > 0 && room.places > 0 && !Names(*batch, note.entry)) {
       // Transfers of one launch name no byte twice.
-      bytes += size;
-      places += note.transfers.size();
-      auto& to = move->in ? batch->page_writes : batch->page_reads;
-      to.insert(to.end(), note.transfers.begin(), note.transfers.end());
-      batch->moves.push_back(move);
+      AddPart(move, &room, batch);
       continue;
     }
     left.push_back(move);
   }
   waiting_ = std::move(left);
-  batch->units.pages += bytes;
+  batch->units.pages += kLaunchBytes - room.bytes;
 }
 
 void PageMover::Answer(PageMove* move, const absl::Status& status) {
@@ -52,10 +69,27 @@ void PageMover::Answer(PageMove* move, const absl::Status& status) {
 
 void PageMover::Finish(Batch* batch, const absl::Status& status) {
   for (PageMove* const move : batch->moves) {
-    if (status.ok()) (move->in ? bytes_in_ : bytes_out_) += move->bytes.size();
-    Answer(move, status);
+    const PageMove::EngineFields& note = move->engine;
+    if (status.ok()) {
+      (move->in ? bytes_in_ : bytes_out_) += static_cast<uint64_t>(note.bytes_running);
+    }
+    if (status.ok() && note.transfers_taken < note.transfers.size()) {
+      waiting_.push_front(move);
+    } else {
+      Answer(move, status);
+    }
   }
   batch->moves.clear();
+}
+
+void PageMover::FailBehind(const kvcache::LaunchWork& lost, const absl::Status& status) {
+  for (PageMove* const move : std::exchange(waiting_, {})) {
+    if (cache_->work().Carries(lost, move->engine.tenant, move->engine.ticket)) {
+      Answer(move, status);
+    } else {
+      waiting_.push_back(move);
+    }
+  }
 }
 
 void PageMover::Fail(const absl::Status& status) {

@@ -1,9 +1,10 @@
 // Parts of page groups that wait for a launch to carry them between the pool and host memory.
 //
-// A move goes with the next launch that has room for it, in the order of arrival, once the page
-// work that its group may need has been carried by an earlier launch: writes come before page work
-// within one. Its group is pinned from the hand-over to the answer, so that it is not given to
-// others even if its sequence ends meanwhile.
+// A move goes with the next launch that has room, in the order of arrival, once the page work that
+// its group may need has been carried by an earlier launch: writes come before page work within
+// one. A move of more bytes than a launch may carry goes with several, one after another. Its group
+// is pinned from the hand-over to the answer, so that it is not given to others even if its
+// sequence ends meanwhile.
 //
 // Ownership: borrows cache and moves. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_PAGE_MOVER_H_
@@ -23,7 +24,7 @@ using kvcache::PageMove;
 
 class PageMover final {
  public:
-  // Of all moves of one launch; a single one may be larger.
+  // Of all moves of one launch: steps wait for no more.
   static constexpr int64_t kLaunchBytes = int64_t{8} << 20;
 
   explicit PageMover(kvcache::KvCache* cache) : cache_(cache) {}
@@ -33,8 +34,11 @@ class PageMover final {
   bool waiting() const { return !waiting_.empty(); }
   // Adds to the batch what may go with its launch, and page work that moves wait for.
   void Take(const BatchPolicy& policy, Batch* batch);
-  // Answers the moves of a launch that has ended.
+  // Answers the moves of a launch that has ended; those with bytes left wait for the next.
   void Finish(Batch* batch, const absl::Status& status);
+  // A launch has failed: answers those that wait for page work which it has carried, as it may
+  // never be done. REQUIRES: the work has not been queued again yet.
+  void FailBehind(const kvcache::LaunchWork& lost, const absl::Status& status);
   // Answers all that wait.
   void Fail(const absl::Status& status);
 
@@ -42,6 +46,12 @@ class PageMover final {
   uint64_t bytes_in() const { return bytes_in_; }
 
  private:
+  struct Room {
+    int64_t bytes = kLaunchBytes;
+    size_t places = kPageRanges;
+  };
+  // What fits of the move's transfers.
+  static void AddPart(PageMove* move, Room* room, Batch* batch);
   void Answer(PageMove* move, const absl::Status& status);
 
   kvcache::KvCache* const cache_;

@@ -1,7 +1,6 @@
 #include "scheduler/moves/tier_moves.h"
 
 #include <algorithm>
-#include <chrono>
 
 #include "absl/status/status.h"
 
@@ -10,6 +9,9 @@ namespace mla::scheduler {
 namespace {
 
 constexpr int64_t kNanosPerMilli = 1'000'000;
+// Pages stay wanted for so many times as long as a call waits: it is told that they come, and may
+// ask once more.
+constexpr int64_t kAsksAgain = 2;
 
 }  // namespace
 
@@ -21,17 +23,6 @@ using kvcache::Tier;
 using kvcache::TierCopies;
 using kvcache::TierIndex;
 using kvcache::TierJob;
-
-void TierWait::CountDown() {
-  const MutexLock lock(mutex_);
-  if (--left_ == 0) changed_.NotifyAll();
-}
-
-void TierWait::WaitFor(int64_t ms) {
-  MutexLock lock(mutex_);
-  changed_.WaitFor(lock, std::chrono::milliseconds(ms),
-                   [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return left_ <= 0; });
-}
 
 TierMoves::TierMoves(const Limits& limits, kvcache::KvCache* cache, PageMover* mover,
                      const Clock* clock, std::unique_ptr<kvcache::TierStore> store)
@@ -48,6 +39,8 @@ TierMoves::~TierMoves() { cache_->prefixes().set_outside(nullptr); }
 
 bool TierMoves::ready() const {
   if (store_->has_ended() || !parts_done_.empty()) return true;
+  // After a pause; otherwise they go on as moves end.
+  if (!wanted_.empty() && moves_.empty() && !Pauses()) return true;
   if (cache_->steps() == looked_at_) return false;
   const auto layouts = static_cast<LayoutId>(cache_->pool().layouts());
   for (LayoutId layout = 0; layout < layouts; ++layout) {
@@ -73,14 +66,17 @@ bool TierMoves::Pump() {
   return did || left < kMostAtOnce;
 }
 
+int64_t TierMoves::KeepNanos() const {
+  return std::max<int64_t>(limits_.tier_wait_ms, kLeastKeptMs) * kNanosPerMilli;
+}
+
 void TierMoves::Keep(int32_t node) {
   const MonotonicNanos now = clock_->Now();
-  const int64_t ms = std::max<int64_t>(limits_.tier_wait_ms, kLeastKeptMs);
   if (now >= drop_kept_at_) {
     absl::erase_if(kept_, [&](const auto& one) { return one.second.until <= now; });
-    drop_kept_at_ = now + ms * kNanosPerMilli;
+    drop_kept_at_ = now + KeepNanos();
   }
-  kept_[node] = {copies_.Know(node), now + ms * kNanosPerMilli};
+  kept_[node] = {copies_.Know(node), now + KeepNanos()};
 }
 
 bool TierMoves::Kept(int32_t node) const {
@@ -122,10 +118,16 @@ void TierMoves::End(Move* move) {
     const TierIndex tier = move->kind == Kind::kStore ? TierIndex::kFile : TierIndex::kHost;
     copies_.FreeRoom(tier, move->room, move->bytes);
   }
-  copies_.LetGo(move->node, move->life);
+  copies_.Release(move->node, move->life);
   moving_bytes_ -= move->bytes;
   if (move->kind == Kind::kDemote) leaving_bytes_ -= move->bytes;
-  for (const auto& wait : move->waits) wait->CountDown();
+  for (WaitingPage& page : move->wanted) {
+    if (move->kind == Kind::kRestore) {
+      Answer(page);
+    } else {  // now it can come back
+      wanted_.AddFirst(std::move(page));
+    }
+  }
   std::erase_if(moves_, [move](const auto& one) { return one.get() == move; });
 }
 
@@ -195,8 +197,7 @@ int64_t TierMoves::MarkOf(LayoutId layout, int32_t percent) const {
 
 int64_t TierMoves::FreeOf(LayoutId layout) const {
   const SlabPool& pool = cache_->pool();
-  const int64_t free = pool.stats().bytes_total - pool.stats().bytes_used;
-  return std::min(free, pool.GroupRoom(layout)) + leaving_bytes_;
+  return std::min(pool.BytesLeft(layout), pool.GroupRoom(layout)) + leaving_bytes_;
 }
 
 bool TierMoves::WantsRoom(LayoutId layout) const {
@@ -207,24 +208,26 @@ bool TierMoves::WantsRoom(LayoutId layout) const {
          MarkOf(layout, again ? limits_.tier_high_percent : limits_.tier_low_percent);
 }
 
-void TierMoves::Leave(int32_t node) {
-  if (leaving_.size() >= kMostWanted) return;
+bool TierMoves::Leave(int32_t node) {
+  const PrefixCache::About about = cache_->prefixes().about(node);
+  const WaitingPage page{.node = node, .life = copies_.Know(node), .tenant = about.tenant};
+  if (Pauses() || !leaving_.Add(page)) return false;
   kept_.erase(node);
-  leaving_.push_back({node, copies_.Know(node), nullptr});
   while (DemoteWanted()) {
   }
+  return true;
 }
 
 bool TierMoves::DemoteWanted() {
   if (leaving_.empty()) return false;
-  const Wanted wanted = leaving_.front();
-  const PrefixCache::About about = cache_->prefixes().about(wanted.node);
-  const bool goes = copies_.Lives(wanted.node, wanted.life) && !copies_.held(wanted.node) &&
+  const WaitingPage& next = leaving_.front();
+  const PrefixCache::About about = cache_->prefixes().about(next.node);
+  const bool goes = copies_.Lives(next.node, next.life) && !copies_.held(next.node) &&
                     !about.demoted() && cache_->pool().idle(about.entry) && !Pauses();
-  if (goes && !copies_.Has(wanted.node) && !MayBegin(cache_->pool().group_bytes(about.layout))) {
+  if (goes && !copies_.Has(next.node) && !MayBegin(cache_->pool().group_bytes(about.layout))) {
     return false;
   }
-  leaving_.pop_front();
+  leaving_.Take();
   if (goes) DemoteGroup(about.layout, about.entry);
   return true;
 }
@@ -335,12 +338,14 @@ void TierMoves::OnWritten(Move* move) {
 }
 
 std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::PrefixChain& chain,
-                                             int64_t first_row, int64_t most_rows) {
+                                             int64_t first_row, int64_t most_rows, bool waits) {
+  DropUnwanted();
   const int32_t page_size = chain.page_size;
   const int64_t end = std::min<int64_t>(most_rows, chain.rows());
   PrefixCache& prefixes = cache_->prefixes();
   const SlabPool& pool = cache_->pool();
   int64_t room = pool.free_groups(layout) + pool.idle_groups(layout);
+  size_t most = 0;
   std::vector<int32_t> nodes, present;
   for (int64_t row = first_row; row < end; row += page_size) {
     const auto page = static_cast<int32_t>(row / page_size);
@@ -350,8 +355,9 @@ std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::Pre
     if (found.rows == 0) found = prefixes.FindRows(layout, chain, page, left);
     if (found.rows == 0) break;
     if (found.entry == SlabPool::kNoEntry) {
-      if (room-- <= 0 || wanted_.size() + nodes.size() >= kMostWanted) break;
-      nodes.push_back(found.node);
+      if (nodes.empty()) most = wanted_.room(prefixes.about(found.node).tenant);
+      if (room-- <= 0 || nodes.size() >= most) break;
+      if (waits || !copies_.Comes(found.node)) nodes.push_back(found.node);
     } else {
       room -= pool.idle(found.entry);
       cache_->Touch(found.entry);
@@ -361,38 +367,57 @@ std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::Pre
   }
   if (nodes.empty()) return nullptr;
   for (const int32_t node : present) Keep(node);
-  auto wait = std::make_shared<TierWait>(static_cast<int32_t>(nodes.size()));
-  for (const int32_t node : nodes) wanted_.push_back({node, copies_.Know(node), wait});
+  std::shared_ptr<TierWait> wait;
+  if (waits) wait = std::make_shared<TierWait>(static_cast<int32_t>(nodes.size()));
+  for (const int32_t node : nodes) {
+    Want({.node = node,
+          .life = copies_.Know(node),
+          .tenant = prefixes.about(node).tenant,
+          .until = waits ? clock_->Now() + kAsksAgain * KeepNanos() : WaitingPage::kAlways,
+          .wait = wait});
+  }
   while (RestoreOne()) {
   }
   return wait;
 }
 
-bool TierMoves::RestoreOne() {
-  if (wanted_.empty()) return false;
-  const Wanted wanted = wanted_.front();
-  const int32_t node = wanted.node;
-  const auto drop = [&] {
-    wanted_.pop_front();
-    wanted.wait->CountDown();
-    return true;
+void TierMoves::Want(const WaitingPage& page) {
+  copies_.Want(page.node);
+  if (!wanted_.Add(page)) Answer(page);
+}
+
+void TierMoves::Answer(const WaitingPage& page) {
+  copies_.Unwant(page.node, page.life);
+  if (page.wait != nullptr) page.wait->CountDown();
+}
+
+void TierMoves::DropUnwanted() {
+  const MonotonicNanos now = clock_->Now();
+  if (now < drop_unwanted_at_) return;
+  drop_unwanted_at_ = now + KeepNanos();
+  const auto unwanted = [&](const WaitingPage& page) {
+    return page.until <= now || !copies_.Lives(page.node, page.life);
   };
-  if (!copies_.Lives(node, wanted.life)) return drop();
+  for (const WaitingPage& page : wanted_.TakeIf(unwanted)) Answer(page);
+}
+
+bool TierMoves::RestoreOne() {
+  if (wanted_.empty() || Pauses()) return false;
+  const int32_t node = wanted_.front().node;
+  const bool lives = copies_.Lives(node, wanted_.front().life);
   const PrefixCache::About about = cache_->prefixes().about(node);
-  if (!about.demoted() || !copies_.Has(node) || Pauses()) return drop();
+  if (!lives || wanted_.front().until <= clock_->Now() || !about.demoted() || !copies_.Has(node)) {
+    Answer(wanted_.Take());
+    return true;
+  }
   if (copies_.held(node)) {
-    Move* const move = Find(node);
-    // One on its way to the file comes back after that.
-    if (move->kind != Kind::kRestore) return false;
-    move->waits.push_back(wanted.wait);
-    wanted_.pop_front();
+    Find(node)->wanted.push_back(wanted_.Take());
     return true;
   }
   if (!MayBegin(cache_->pool().group_bytes(about.layout))) return false;
   const bool in_host = copies_.room(TierIndex::kHost, node) != TierCopies::kNoRoom;
   Move* const move = Begin(Kind::kRestore, node);
-  move->waits.push_back(wanted.wait);
-  wanted_.pop_front();
+  move->wanted.push_back(wanted_.Take());
   if (in_host) {
     StartJob(move, TierJob::Kind::kCheck);
     return true;
@@ -413,9 +438,7 @@ void TierMoves::OnChecked(Move* move) {
     const bool other = move->from == TierIndex::kHost &&
                        copies_.room(TierIndex::kFile, move->node) != TierCopies::kNoRoom;
     if (other) {
-      for (const auto& wait : std::exchange(move->waits, {})) {
-        wanted_.push_front({move->node, move->life, wait});
-      }
+      for (WaitingPage& page : std::exchange(move->wanted, {})) wanted_.AddFirst(std::move(page));
     }
     Fault(move->from, *move);
     return End(move);

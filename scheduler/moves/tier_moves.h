@@ -13,20 +13,17 @@
 // Every copy is checked against its seal before its bytes go anywhere. One that is not what it was
 // is dropped, counted and told as an event; matches then miss.
 //
-// Ownership: owns the store; borrows the rest. Threading: owned by the engine role, but for
-// TierWait.
+// Ownership: owns the store; borrows the rest. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_TIER_MOVES_H_
 #define MLA_SCHEDULER_MOVES_TIER_MOVES_H_
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "base/mutex.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/kvcache/kv_cache.h"
@@ -34,21 +31,9 @@
 #include "scheduler/kvcache/tiers/tier_store.h"
 #include "scheduler/limits.h"
 #include "scheduler/moves/page_mover.h"
+#include "scheduler/moves/waiting_pages.h"
 
 namespace mla::scheduler {
-
-// Until groups that were asked for are back, or have been given up. Any thread may wait.
-class TierWait final {
- public:
-  explicit TierWait(int32_t groups) : left_(groups) {}
-  void CountDown();
-  void WaitFor(int64_t ms);
-
- private:
-  Mutex mutex_;
-  CondVar changed_;
-  int32_t left_ ABSL_GUARDED_BY(mutex_);
-};
 
 class TierMoves final {
  public:
@@ -57,8 +42,6 @@ class TierMoves final {
   static constexpr size_t kMostMoves = 16;
   // Groups that one call of Pump takes out of the pool or of host memory.
   static constexpr int kMostAtOnce = 256;
-  // Groups that wait for a move, in either direction.
-  static constexpr size_t kMostWanted = 1 << 16;
   // Pages that are wanted back stay in the pool for tiers.wait_ms, and at least so long, so that
   // who waits for them finds them.
   static constexpr int64_t kLeastKeptMs = 1000;
@@ -76,12 +59,14 @@ class TierMoves final {
   // Whether Pump might do something.
   bool ready() const;
   // Brings the demoted pages of the chain back, from the one on that begins at `first_row`, as far
-  // as they are known, wanted and the pool has room. Null: there is nothing to wait for.
+  // as they are known and wanted, and pool and queue (WaitingPages) have room. Null: there is
+  // nothing to wait for. A page whose turn has not come when the caller has waited and might have
+  // asked again is dropped; with `waits` false, nothing waits, and none is.
   std::shared_ptr<TierWait> Restore(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
-                                    int64_t first_row, int64_t most_rows);
-  // The idle group of a node that is known leaves the pool, now or when it has been copied. Nothing
-  // happens where kMostWanted wait already.
-  void Leave(int32_t node);
+                                    int64_t first_row, int64_t most_rows, bool waits = true);
+  // The idle group of a node that is known leaves the pool, now or when it has been copied. False,
+  // and nothing happens, where too many wait already.
+  bool Leave(int32_t node);
   // `wake` is called from other threads when there is something for Pump. Set before any move.
   void set_wake(std::function<void()> wake) { store_->set_wake(std::move(wake)); }
   TierStats stats() const;
@@ -102,16 +87,11 @@ class TierMoves final {
     kvcache::TierJob job;
     PageMove part;
     absl::Status part_status;
-    std::vector<std::shared_ptr<TierWait>> waits;
+    std::vector<WaitingPage> wanted;  // whose page it is
   };
   struct Keeping {
     uint64_t life = 0;
     MonotonicNanos until = 0;
-  };
-  struct Wanted {
-    int32_t node = -1;
-    uint64_t life = 0;
-    std::shared_ptr<TierWait> wait;
   };
 
   bool Lives(const Move& move) const { return copies_.Lives(move.node, move.life); }
@@ -128,7 +108,9 @@ class TierMoves final {
     return tier == kvcache::TierIndex::kHost ? stats_.host : stats_.file;
   }
 
-  // The node's group is not to leave the pool for a while.
+  // How long pages that are wanted back stay in the pool.
+  int64_t KeepNanos() const;
+  // The node's group is not to leave the pool for so long.
   void Keep(int32_t node);
   bool Kept(int32_t node) const;
   bool Pauses() const { return clock_->Now() < retry_at_; }
@@ -146,6 +128,10 @@ class TierMoves final {
   bool StoreOne();
   void OnWritten(Move* move);
   // --- Back
+  void Want(const WaitingPage& page);
+  // It has come back, or does not.
+  void Answer(const WaitingPage& page);
+  void DropUnwanted();
   bool RestoreOne();
   void OnChecked(Move* move);
   void OnRestored(Move* move);
@@ -161,10 +147,11 @@ class TierMoves final {
   const std::unique_ptr<kvcache::TierStore> store_;
   kvcache::TierCopies copies_;
   std::vector<Move*> parts_done_;
-  std::deque<Wanted> wanted_;                   // back
-  std::deque<Wanted> leaving_;                  // to leave the pool
+  WaitingPages wanted_;                         // back
+  WaitingPages leaving_;                        // to leave the pool
   absl::flat_hash_map<int32_t, Keeping> kept_;  // by node
   MonotonicNanos drop_kept_at_ = 0;
+  MonotonicNanos drop_unwanted_at_ = 0;
   MonotonicNanos retry_at_ = 0;
   int64_t moving_bytes_ = 0;
   int64_t leaving_bytes_ = 0;        // of them, out of the pool

@@ -22,6 +22,14 @@ std::string RequestKey(TenantKey tenant, const std::string& request_id) {
   return absl::StrCat(tenant, "/", request_id);
 }
 
+int64_t DeclaredOf(const PrefixPlan& prefix) {
+  return prefix.chain == nullptr ? 0 : prefix.chain->rows();
+}
+
+std::string OriginOf(const OpenArgs& args, const PrefixPlan& prefix) {
+  return absl::StrCat("open/", args.model_id, "/", args.client_id, "/", prefix.digest);
+}
+
 absl::Status NoPrefix() {
   return RefuseField("prefix", "rows to be found", "none: rows of a window are not shared",
                      "no_prefix_here", absl::StatusCode::kUnimplemented);
@@ -140,31 +148,54 @@ absl::Status SequenceTable::CheckKept(const Sequence& sequence, int64_t length) 
       absl::StatusCode::kFailedPrecondition);
 }
 
-absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, const OpenArgs& args,
-                                              const PrefixPlan& prefix) {
+absl::StatusOr<Sequence*> SequenceTable::CheckOpenArgs(TenantKey tenant, const Model& model,
+                                                       const OpenArgs& args,
+                                                       const PrefixPlan& prefix) {
   absl::Status names = CheckNames(args.client_id, args.request_id);
   if (!names.ok()) return names;
-  if (prefix.chain != nullptr && model->spec->windowed()) return NoPrefix();
-  absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
+  if (prefix.chain != nullptr && model.spec->windowed()) return NoPrefix();
+  const absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
   if (!lease.ok()) return lease.status();
-  std::string origin =
-      absl::StrCat("open/", args.model_id, "/", args.client_id, "/", prefix.digest);
-  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin);
+  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, OriginOf(args, prefix));
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   if (args.restored_id != 0 && by_id_.contains(args.restored_id)) {
     return RefuseField("sequence_ids", absl::StrCat(args.restored_id),
                        "sequences that are not open", "sequence_open",
                        absl::StatusCode::kAlreadyExists);
   }
-  const int64_t count = CountOf(*model);
-  absl::Status taken = tenants_->Take(*model->account, Resource::kSequences, count, "sequence");
+  return nullptr;
+}
+
+absl::Status SequenceTable::TakeForOpen(const Model& model, int64_t declared) {
+  Tenant& account = *model.account;
+  absl::Status taken = tenants_->Take(account, Resource::kSequences, CountOf(model), "sequence");
   if (!taken.ok()) return taken;
-  const int64_t rows = prefix.chain == nullptr ? 0 : prefix.chain->rows();
-  taken = tenants_->Take(*model->account, Resource::kPrefixTokens, rows, "prefix");
-  if (!taken.ok()) {
-    tenants_->Return(*model->account, Resource::kSequences, count);
-    return taken;
-  }
+  taken = tenants_->Take(account, Resource::kPrefixTokens, declared, "prefix");
+  if (!taken.ok()) tenants_->Return(account, Resource::kSequences, CountOf(model));
+  return taken;
+}
+
+void SequenceTable::ReturnForOpen(const Model& model, int64_t declared) {
+  tenants_->Return(*model.account, Resource::kPrefixTokens, declared);
+  tenants_->Return(*model.account, Resource::kSequences, CountOf(model));
+}
+
+absl::StatusOr<Sequence*> SequenceTable::CheckOpen(TenantKey tenant, const Model& model,
+                                                   const OpenArgs& args, const PrefixPlan& prefix) {
+  absl::StatusOr<Sequence*> repeat = CheckOpenArgs(tenant, model, args, prefix);
+  if (!repeat.ok() || *repeat != nullptr) return repeat;
+  const int64_t declared = DeclaredOf(prefix);
+  if (absl::Status taken = TakeForOpen(model, declared); !taken.ok()) return taken;
+  ReturnForOpen(model, declared);
+  return nullptr;
+}
+
+absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, const OpenArgs& args,
+                                              const PrefixPlan& prefix) {
+  absl::StatusOr<Sequence*> repeat = CheckOpenArgs(tenant, *model, args, prefix);
+  if (!repeat.ok() || *repeat != nullptr) return repeat;
+  const int64_t declared = DeclaredOf(prefix);
+  if (absl::Status taken = TakeForOpen(*model, declared); !taken.ok()) return taken;
   absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
   absl::StatusOr<kvcache::SeqSlot> window = -1;
   if (slot.ok() && model->spec->windowed()) {
@@ -172,15 +203,15 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
     if (!window.ok()) cache_->Release(*slot);
   }
   if (!slot.ok() || !window.ok()) {
-    tenants_->Return(*model->account, Resource::kPrefixTokens, rows);
-    tenants_->Return(*model->account, Resource::kSequences, count);
+    ReturnForOpen(*model, declared);
     return Exhausted(slot.ok() ? window.status() : slot.status());
   }
-  Sequence* const sequence = Insert(*slot, *window, tenant, model, *lease, args.client_id,
-                                    args.request_id, std::move(origin), args.restored_id);
+  Sequence* const sequence =
+      Insert(*slot, *window, tenant, model, *LeaseNanos(args.lease_ms), args.client_id,
+             args.request_id, OriginOf(args, prefix), args.restored_id);
   if (args.restored_id != 0) sequence->epoch = (1 + ids_() % kRestoredEpochs) << 32;
   if (prefix.chain == nullptr) return sequence;
-  sequence->prefix_tokens = rows;
+  sequence->prefix_tokens = declared;
   DeclareAndMatch(sequence, prefix);
   return sequence;
 }
@@ -253,23 +284,36 @@ absl::StatusOr<Sequence*> SequenceTable::FindIdle(TenantKey tenant, SequenceId i
   return found;
 }
 
-absl::Status SequenceTable::Match(Sequence* sequence, const PrefixPlan& prefix) {
-  if (cache_->chain(sequence->slot) != prefix.before ||
-      cache_->declared(sequence->slot) != prefix.declared ||
-      cache_->length(sequence->slot) != prefix.committed) {
+absl::Status SequenceTable::TakeForMatch(const Sequence& sequence, const PrefixPlan& prefix,
+                                         int64_t* more) {
+  if (cache_->chain(sequence.slot) != prefix.before ||
+      cache_->declared(sequence.slot) != prefix.declared ||
+      cache_->length(sequence.slot) != prefix.committed) {
     return MakeError(absl::StatusCode::kAborted,
                      "the sequence was declared, or got rows, by another call meanwhile",
                      {.field = "sequence_id",
-                      .got = absl::StrCat(sequence->id),
+                      .got = absl::StrCat(sequence.id),
                       .limit = "a sequence that one call changes at a time",
                       .reason = "changed_meanwhile"});
   }
-  Tenant& account = *sequence->model->account;
-  const int64_t more = prefix.chain->rows() - sequence->prefix_tokens;
-  absl::Status taken =
-      tenants_->Take(account, Resource::kPrefixTokens, std::max<int64_t>(more, 0), "prefix");
-  if (!taken.ok()) return taken;
-  if (more < 0) tenants_->Return(account, Resource::kPrefixTokens, -more);
+  *more = prefix.chain->rows() - sequence.prefix_tokens;
+  return tenants_->Take(*sequence.model->account, Resource::kPrefixTokens,
+                        std::max<int64_t>(*more, 0), "prefix");
+}
+
+absl::Status SequenceTable::CheckMatch(const Sequence& sequence, const PrefixPlan& prefix) {
+  int64_t more = 0;
+  absl::Status taken = TakeForMatch(sequence, prefix, &more);
+  if (taken.ok() && more > 0) {
+    tenants_->Return(*sequence.model->account, Resource::kPrefixTokens, more);
+  }
+  return taken;
+}
+
+absl::Status SequenceTable::Match(Sequence* sequence, const PrefixPlan& prefix) {
+  int64_t more = 0;
+  if (absl::Status taken = TakeForMatch(*sequence, prefix, &more); !taken.ok()) return taken;
+  if (more < 0) tenants_->Return(*sequence->model->account, Resource::kPrefixTokens, -more);
   sequence->prefix_tokens += more;
   DeclareAndMatch(sequence, prefix);
   Renew(sequence);

@@ -71,6 +71,10 @@ class SequenceTable {
   SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
                 TenantTable* tenants, const Clock* clock, std::function<uint64_t()> ids);
 
+  // What Open refuses, but for the cache's bound of sequences, without a change. The sequence that
+  // an earlier call with the same request id opened, or null.
+  absl::StatusOr<Sequence*> CheckOpen(TenantKey tenant, const Model& model, const OpenArgs& args,
+                                      const PrefixPlan& prefix);
   // `prefix`: a plan for the model's spec, if args.prefix is not empty.
   absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
                                  const PrefixPlan& prefix);
@@ -78,6 +82,8 @@ class SequenceTable {
   absl::StatusOr<Sequence*> FindIdle(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
   // The same, if it may declare rows.
   absl::StatusOr<Sequence*> ForMatch(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
+  // What Match refuses, without a change.
+  absl::Status CheckMatch(const Sequence& sequence, const PrefixPlan& prefix);
   // Declares the plan's rows and adds those that are cached. ABORTED if others were declared, or
   // rows committed, since the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
   absl::Status Match(Sequence* sequence, const PrefixPlan& prefix);
@@ -115,6 +121,13 @@ class SequenceTable {
   // The sequence an earlier call with this request id opened, or null; ALREADY_EXISTS on a clash.
   absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
                                      const std::string& origin);
+  // Of all that the arguments of Open say by themselves.
+  absl::StatusOr<Sequence*> CheckOpenArgs(TenantKey tenant, const Model& model,
+                                          const OpenArgs& args, const PrefixPlan& prefix);
+  // Counts the sequence and its declared rows for the tenant, or nothing.
+  absl::Status TakeForOpen(const Model& model, int64_t declared);
+  void ReturnForOpen(const Model& model, int64_t declared);
+  absl::Status TakeForMatch(const Sequence& sequence, const PrefixPlan& prefix, int64_t* more);
   absl::Status Exhausted(const absl::Status& status) const;
   absl::Status OtherEpoch(const Sequence& sequence, uint64_t expected) const;
   absl::Status InStep(const Sequence& sequence) const;

@@ -1,6 +1,8 @@
 #include "server/control/sequence_service.h"
 
 #include <algorithm>
+#include <chrono>
+#include <limits>
 
 #include "base/error.h"
 #include "server/grpc/request_validator.h"
@@ -32,6 +34,18 @@ void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
   to->set_end(static_cast<v1::MatchEnd>(from.matched.end));
 }
 
+// A call waits for slower tiers no longer than so much of the time that its client gives it; the
+// rest is for the answer, which would open a sequence that its client does not know.
+constexpr int64_t kWaitsPercent = 90;
+
+int64_t MostWaitMs(const grpc::ServerContext& context) {
+  const auto now = std::chrono::system_clock::now();
+  if (context.deadline() - now > std::chrono::hours(24)) return std::numeric_limits<int64_t>::max();
+  const auto left =
+      std::chrono::duration_cast<std::chrono::milliseconds>(context.deadline() - now).count();
+  return std::max<int64_t>(0, left) * kWaitsPercent / 100;
+}
+
 }  // namespace
 
 grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenRequest* request,
@@ -41,6 +55,7 @@ grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenR
     args.tenant = who.tenant;
     absl::Status status = ParseOpen(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
+    args.most_wait_ms = MostWaitMs(*context);
     const auto opened = rpc_.engine->OpenSequence(args);
     if (!opened.ok()) return opened.status();
     Fill(*opened, reply->mutable_sequence());
@@ -57,6 +72,7 @@ grpc::Status SequenceService::Match(grpc::ServerContext* context, const v1::Matc
     args.tenant = who.tenant;
     absl::Status status = ParseMatch(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
+    args.most_wait_ms = MostWaitMs(*context);
     const auto matched = rpc_.engine->MatchSequence(args);
     if (!matched.ok()) return matched.status();
     Fill(*matched, reply->mutable_sequence());

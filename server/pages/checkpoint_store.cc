@@ -111,9 +111,9 @@ std::shared_ptr<const kvcache::PrefixChain> ChainOf(const v1::CheckpointPrefix& 
 }
 
 // True for what an operator must know of: what a caller got wrong is not.
+// Of the disk or the file; bounds refuse calls by RESOURCE_EXHAUSTED.
 bool IsFailure(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsResourceExhausted(status) ||
-         absl::IsDataLoss(status) || absl::IsInternal(status);
+  return absl::IsUnavailable(status) || absl::IsDataLoss(status) || absl::IsInternal(status);
 }
 
 void CountCall(const absl::Status& status, std::atomic<uint64_t>* done,

@@ -56,21 +56,23 @@ class EngineHintsTest : public EngineCoreTest {
     args.ttl_ms = ttl_ms;
     return Hint(args);
   }
-  SequenceInfo OpenWith(int text) {
+  SequenceInfo OpenWith(const PrefixArgs& prefix) {
     OpenArgs args;
     args.tenant = h_.tenant();
     args.model_id = h_.model().id;
-    args.prefix = Args(HintKind::kPin, text).prefix;
-    return h_.core().OpenSequence(args, PlanOf(args.prefix)).value();
+    args.prefix = prefix;
+    return h_.core().OpenSequence(args, PlanOf(prefix)).value();
   }
+  SequenceInfo OpenWith(int text) { return OpenWith(Args(HintKind::kPin, text).prefix); }
   void Release(const SequenceInfo& sequence) {
     std::vector<SequenceId> absent;
     h_.core().ReleaseSequences(h_.tenant(), std::vector{sequence.id}, &absent);
     h_.Run();
   }
   // Leaves the rows of a text in the cache.
-  void Leave(int text) {
-    const SequenceInfo sequence = OpenWith(text);
+  void Leave(int text) { Leave(Args(HintKind::kPin, text).prefix); }
+  void Leave(const PrefixArgs& prefix) {
+    const SequenceInfo sequence = OpenWith(prefix);
     if (sequence.length == 0) Fill(sequence);
     Release(sequence);
   }
@@ -209,10 +211,13 @@ TEST_F(TierHintsTest, RowsGoAndComeBackWhenTheyAreTold) {
   h_.Run();
   EXPECT_EQ(Hint(Args(HintKind::kDemote, 0)).outcome, HintOutcome::kAccepted);
   EXPECT_EQ(h_.core().Stats().page_groups_cached, 0);
-  EXPECT_EQ(OpenWith(0).matched.end, MatchEnd::kDeferred);
-  answer = Hint(Args(HintKind::kPrefetch, 0));
-  EXPECT_EQ(answer.outcome, HintOutcome::kDeferred);
-  EXPECT_EQ(answer.rows_deferred, kRows);
+  EXPECT_EQ(OpenWith(0).matched.end, MatchEnd::kEvicted);  // nothing has asked for them
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    answer = Hint(Args(HintKind::kPrefetch, 0));
+    EXPECT_EQ(answer.outcome, HintOutcome::kDeferred);
+    EXPECT_EQ(answer.rows_deferred, kRows);
+    EXPECT_EQ(OpenWith(0).matched.end, MatchEnd::kDeferred);
+  }
   h_.Run();
   EXPECT_EQ(Hint(Args(HintKind::kPrefetch, 0)).outcome, HintOutcome::kAccepted);
   EXPECT_EQ(OpenWith(0).length, kRows);
@@ -220,6 +225,30 @@ TEST_F(TierHintsTest, RowsGoAndComeBackWhenTheyAreTold) {
   answer = Hint(Args(HintKind::kDemote, 0));
   EXPECT_EQ(answer.outcome, HintOutcome::kRefused);
   EXPECT_STREQ(answer.reason, "in_use");
+}
+
+TEST_F(TierHintsTest, RowsOfThePoolAreFoundBesideLongerOnesThatStayAway) {
+  Leave(0);
+  Hint(Args(HintKind::kDemote, 0));
+  h_.Run();
+  PrefixArgs other = Args(HintKind::kPin, 0).prefix;
+  for (size_t i = 2; i < other.token_ids.size(); ++i) other.token_ids[i] += 500;
+  Leave(other);
+  const SequenceInfo sequence = OpenWith(0);
+  EXPECT_EQ(sequence.length, 2);
+  EXPECT_EQ(sequence.matched.end, MatchEnd::kEvicted);
+}
+
+TEST_F(TierHintsTest, APartOfAPageThatIsComputedOnceMoreIsInThePoolAgain) {
+  const HintArgs demote = Args(HintKind::kDemote, 0, kRows - 1);
+  Leave(demote.prefix);
+  Hint(demote);
+  h_.Run();
+  EXPECT_EQ(h_.core().Stats().page_groups_cached, 0);
+  const int64_t nodes = h_.core().Stats().prefix.nodes;
+  Leave(demote.prefix);
+  EXPECT_EQ(OpenWith(demote.prefix).length, kRows - 1);
+  EXPECT_EQ(h_.core().Stats().prefix.nodes, nodes);
 }
 
 TEST_F(TierHintsTest, APinBringsRowsBackFirst) {

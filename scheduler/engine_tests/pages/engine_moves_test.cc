@@ -9,8 +9,10 @@
 
 #include "base/error.h"
 #include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
 #include "scheduler/testing/engine_fixture.h"
+#include "scheduler/testing/faulty_backend.h"
 
 namespace mla::scheduler {
 namespace {
@@ -24,6 +26,9 @@ constexpr int kPage = 3;
 
 class EngineMovesTest : public testing::EngineCoreTest {
  protected:
+  EngineMovesTest() = default;
+  explicit EngineMovesTest(testing::HarnessOptions options) : EngineCoreTest(std::move(options)) {}
+
   using Payloads = std::vector<std::vector<std::byte>>;
 
   absl::StatusOr<MovingPages> BeginExport(const SequenceInfo& sequence, int64_t first = 0,
@@ -366,6 +371,100 @@ TEST_F(EngineMovesTest, ADrainLetsRowsOutAndNoneIn) {
   MovingPages pages;
   Export(source, &pages);
   EXPECT_EQ(DetailOf(h_.core().BeginImport(To(pages)).status()).reason, "draining");
+}
+
+// A page group is larger than what one launch carries.
+class LargeGroupTest : public EngineMovesTest {
+ protected:
+  static constexpr int kPageRows = 2048;
+  static constexpr int64_t kBytes = int64_t{kPageRows} * 1152 * 4;
+  static_assert(kBytes > PageMover::kLaunchBytes && kBytes < 2 * PageMover::kLaunchBytes);
+
+  LargeGroupTest()
+      : LargeGroupTest(std::make_unique<testing::FaultyBackend>(
+            std::make_unique<kernels::ReferenceBackend>())) {}
+
+  // A sequence that waits for one page of rows.
+  MovingPages Target() {
+    const MovingPages empty = BeginExport(h_.Open()).value();
+    ImportArgs args = To(empty);
+    args.tags.rows = kPageRows;
+    return h_.core().BeginImport(args).value();
+  }
+  PageMove Whole(const MovingPages& pages, bool in, std::vector<std::byte>* payload,
+                 absl::Status* answer) {
+    payload->resize(static_cast<size_t>(kBytes));
+    *answer = absl::UnknownError("it is on its way");
+    PageMove move;
+    move.tenant = h_.tenant();
+    move.id = pages.id;
+    move.in = in;
+    move.rows = kPageRows;
+    move.bytes = *payload;
+    move.done = [answer](const absl::Status& status) { *answer = status; };
+    return move;
+  }
+  static std::vector<std::byte> Pattern(int seed) {
+    std::vector<std::byte> bytes(static_cast<size_t>(kBytes));
+    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i * 7 / 5 + seed);
+    return bytes;
+  }
+
+  testing::FaultyBackend* const faults_;
+
+ private:
+  explicit LargeGroupTest(std::unique_ptr<testing::FaultyBackend> backend)
+      : LargeGroupTest(backend.get(), std::move(backend)) {}
+  LargeGroupTest(testing::FaultyBackend* faults, std::unique_ptr<testing::FaultyBackend>&& backend)
+      : EngineMovesTest(Options(std::move(backend))), faults_(faults) {}
+
+  static testing::HarnessOptions Options(std::unique_ptr<testing::FaultyBackend> backend) {
+    testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(),
+                                    std::move(backend)};
+    options.model.geometry = {2, 512, 64, 6, 5};
+    options.model.layers = 4;
+    options.model.page_size = kPageRows;
+    options.limits.max_row_dim = 576;
+    options.limits.max_sequence_rows = kPageRows;
+    options.limits.kv_cache_bytes = 4 * kBytes;
+    return options;
+  }
+};
+
+TEST_F(LargeGroupTest, ItGoesWithSeveralLaunches) {
+  const MovingPages target = Target();
+  std::vector<std::byte> payload = Pattern(1), back;
+  const std::vector<std::byte> before = payload;
+  absl::Status answer;
+  PageMove in = Whole(target, true, &payload, &answer);
+  const uint64_t launches = h_.core().Stats().launches;
+  ASSERT_TRUE(h_.core().transfers().Start(&in).ok());
+  h_.Run();
+  EXPECT_TRUE(answer.ok()) << answer;
+  EXPECT_EQ(h_.core().Stats().launches, launches + 2);
+  const auto sequence = h_.core().transfers().EndImport(h_.tenant(), target.id, Engine::kAllFinite);
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
+  const MovingPages source = BeginExport(*sequence).value();
+  PageMove out = Whole(source, false, &back, &answer);
+  ASSERT_TRUE(h_.core().transfers().Start(&out).ok());
+  h_.Run();
+  EXPECT_TRUE(answer.ok()) << answer;
+  EXPECT_EQ(h_.core().Stats().launches, launches + 4);
+  EXPECT_TRUE(back == before);
+}
+
+TEST_F(LargeGroupTest, ALaunchThatFailsFailsItsOwnMovesAlone) {
+  const MovingPages first = Target(), second = Target();
+  std::vector<std::byte> one = Pattern(1), other = Pattern(2);
+  absl::Status one_answer, other_answer;
+  PageMove one_move = Whole(first, true, &one, &one_answer);
+  PageMove other_move = Whole(second, true, &other, &other_answer);
+  faults_->FailAt(testing::FaultPoint::kSubmit);
+  ASSERT_TRUE(h_.core().transfers().Start(&one_move).ok());
+  ASSERT_TRUE(h_.core().transfers().Start(&other_move).ok());
+  h_.Run();
+  EXPECT_EQ(DetailOf(one_answer).reason, "launch_failed") << one_answer;
+  EXPECT_TRUE(other_answer.ok()) << other_answer;
 }
 
 }  // namespace

@@ -69,6 +69,14 @@ class EngineTiersTest : public EngineCoreTest {
     }
     return h_.core().OpenSequence(args, plan).value();
   }
+  // Wants the rows of a text back, and does not wait for them.
+  void Ask(int text) {
+    OpenArgs args;
+    args.tenant = h_.tenant();
+    args.model_id = h_.model().id;
+    args.prefix.token_ids = Tokens(text);
+    h_.core().RestorePrefix(args.tenant, PlanOf(args), 0);
+  }
   void Release(const SequenceInfo& sequence) {
     std::vector<SequenceId> absent;
     h_.core().ReleaseSequences(h_.tenant(), std::vector{sequence.id}, &absent);
@@ -148,8 +156,12 @@ TEST_F(EngineTiersTest, RowsLeaveThePoolAndComeBackAsTheyWere) {
   EXPECT_EQ(Tiers().host.damaged, 0u);
 }
 
-TEST_F(EngineTiersTest, AMatchThatDoesNotWaitSaysThatRowsAreOnTheirWay) {
+TEST_F(EngineTiersTest, AMatchSaysThatRowsAreOnTheirWayWhileTheyAre) {
   for (int text = 0; text < 6; ++text) Leave(10 * text);
+  const SequenceInfo never_asked = OpenWith(0, false);
+  EXPECT_EQ(never_asked.length, 0);
+  EXPECT_EQ(never_asked.matched.end, MatchEnd::kEvicted);
+  Ask(0);
   const SequenceInfo early = OpenWith(0, false);
   EXPECT_EQ(early.length, 0);
   EXPECT_EQ(early.matched.end, MatchEnd::kDeferred);
@@ -176,6 +188,7 @@ TEST_F(EngineTiersTest, ACopyThatMemoryHasChangedIsDroppedAndNotUsed) {
   EXPECT_EQ(Tiers().host.damaged, 20u);
   EXPECT_EQ(Tiers().host.groups_out, 0u);
   EXPECT_EQ(Events(EventKind::kDamaged, kvcache::Tier::kHost), 20);
+  EXPECT_EQ(h_.core().Stats().prefix.evicted, 0u);
   // They can be had again by computing them.
   Leave(0);
   const SequenceInfo again = OpenWith(0);
@@ -194,12 +207,7 @@ TEST_F(EngineTiersTest, RowsThatAreComputedOnceMoreTakeThePlaceOfThoseAway) {
 TEST_F(EngineTiersTest, AModelThatGoesTakesItsCopiesAlong) {
   for (int text = 0; text < 6; ++text) Leave(10 * text);
   EXPECT_GT(Tiers().host.groups, 0);
-  OpenArgs args;
-  args.tenant = h_.tenant();
-  args.model_id = h_.model().id;
-  args.prefix.token_ids = Tokens(0);
-  // While some are on their way back.
-  h_.core().RestorePrefix(args.tenant, PlanOf(args), 0);
+  Ask(0);  // some are on their way back
   ASSERT_TRUE(h_.core().EvictModel(h_.tenant(), h_.model().id).ok());
   h_.Run();
   EXPECT_EQ(Tiers().host.groups, 0);
@@ -209,11 +217,7 @@ TEST_F(EngineTiersTest, AModelThatGoesTakesItsCopiesAlong) {
 
 TEST_F(EngineTiersTest, AModelThatGoesWhileItsRowsAreWrittenIntoThePool) {
   for (int text = 0; text < 6; ++text) Leave(10 * text);
-  OpenArgs args;
-  args.tenant = h_.tenant();
-  args.model_id = h_.model().id;
-  args.prefix.token_ids = Tokens(0);
-  h_.core().RestorePrefix(args.tenant, PlanOf(args), 0);
+  Ask(0);
   h_.core().tiers()->Pump();  // checked, and waiting for a launch
   EXPECT_GT(h_.core().Stats().page_groups_pinned, 0);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
@@ -230,6 +234,19 @@ TEST_F(EngineTiersTest, ASequenceThatIsOpenKeepsItsRowsInThePool) {
   EXPECT_GT(Tiers().host.groups, 0);
   ExpectRows(h_.Get(open.id), 0);
   EXPECT_EQ(Tiers().host.groups_out, 0u);
+}
+
+// More are asked for than move at a time; those who asked have gone.
+TEST_F(EngineTiersTest, WhatIsNotWantedAnyMoreIsNotMoved) {
+  for (int text = 0; text < 8; ++text) Leave(10 * text);
+  Ask(0);
+  Ask(10);
+  EXPECT_EQ(Tiers().moving, static_cast<int32_t>(TierMoves::kMostMoves));
+  h_.Advance(2 * h_.core().limits().tier_wait_ms);
+  h_.Run();
+  EXPECT_EQ(Tiers().host.groups_out, TierMoves::kMostMoves);
+  EXPECT_EQ(OpenWith(0, false).length, static_cast<int>(TierMoves::kMostMoves) * 3);
+  EXPECT_EQ(OpenWith(0).length, kRows);
 }
 
 class FullTiersTest : public EngineTiersTest {

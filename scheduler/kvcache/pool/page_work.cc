@@ -1,5 +1,7 @@
 #include "scheduler/kvcache/pool/page_work.h"
 
+#include <algorithm>
+
 #include "scheduler/kvcache/pool/require.h"
 
 namespace mla::kvcache {
@@ -153,6 +155,12 @@ void PageWorkQueue::Acknowledge(LaunchWork* work) {
     Forget(index);
   }
   work->Clear();
+}
+
+bool PageWorkQueue::Carries(const LaunchWork& work, TenantKey tenant, WorkTicket until) const {
+  return std::any_of(work.pieces_.begin(), work.pieces_.end(), [&](int32_t piece) {
+    return At(piece).tenant == tenant && At(piece).ticket <= until;
+  });
 }
 
 void PageWorkQueue::Requeue(LaunchWork* work) {

@@ -87,6 +87,8 @@ class PageWorkQueue {
   void TakeAny(WorkRoom* room, LaunchWork* work);
   // The launch has completed.
   void Acknowledge(LaunchWork* work);
+  // Whether the launch carries work of the tenant up to the ticket.
+  bool Carries(const LaunchWork& work, TenantKey tenant, WorkTicket until) const;
   // The launch has failed. When several have, the latest comes first.
   void Requeue(LaunchWork* work);
 

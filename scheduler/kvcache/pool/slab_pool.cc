@@ -20,8 +20,9 @@ constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 
 
 }  // namespace
 
-SlabPool::SlabPool(int64_t bytes, int64_t slab_bytes)
+SlabPool::SlabPool(int64_t bytes, int64_t slab_bytes, Books books)
     : bytes_(bytes / kPageGranuleBytes * kPageGranuleBytes),
+      books_(books),
       slab_bytes_(RoundUp(slab_bytes, kPageGranuleBytes)) {
   stats_.bytes_total = bytes_;
 }
@@ -38,7 +39,7 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAcco
         absl::StrCat("page group: needs ", group_bytes, " bytes, limit ", bytes_));
   }
   if (slabs_.empty()) CutSlabs(group_bytes);
-  for (size_t s = 0; s < slabs_.size(); ++s) {
+  for (size_t s = 0; s < slabs_.size() && books_ == Books::kAtOnce; ++s) {
     const int64_t most = std::max<int64_t>(1, GroupsIn(static_cast<int32_t>(s), group_bytes));
     if (slabs_[s].groups.size() < static_cast<size_t>(most)) {
       slabs_[s].groups.resize(static_cast<size_t>(most));
@@ -102,6 +103,7 @@ SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
     slab.free_head = slab.groups[static_cast<size_t>(taken)].next_free;
   } else {
     taken = slab.groups_fresh++;
+    if (static_cast<size_t>(taken) == slab.groups.size()) slab.groups.emplace_back();
     if (taken == slab.marked) slab.groups[static_cast<size_t>(slab.marked++)].mark = slab.rest_mark;
   }
   Group& group = slab.groups[static_cast<size_t>(taken)];
@@ -233,6 +235,20 @@ int64_t SlabPool::CountFree(LayoutId layout, const std::function<bool(int32_t)>*
     s += std::max(run, 1);
   }
   return free;
+}
+
+int64_t SlabPool::BytesLeft(LayoutId layout) const {
+  const int64_t size = Of(layout).group_bytes;
+  const auto last = static_cast<int32_t>(slabs_.size()) - 1;
+  const int64_t last_free = At(last).head == kNone ? 1 : 0;  // it may be shorter
+  const int64_t others = stats_.slabs_free - last_free;
+  int64_t groups = free_in_slabs(layout);
+  if (size <= slab_bytes_) {
+    groups += others * GroupsIn(0, size) + last_free * GroupsIn(last, size);
+  } else {
+    groups += (others * slab_bytes_ + last_free * BytesOf(last)) / size;
+  }
+  return groups * size;
 }
 
 SlabPool::Mark SlabPool::Merge(Mark a, Mark b) {

@@ -14,7 +14,8 @@
 //
 // Take, Untake, Share and Drop are O(1), except that a layout that needs a further slab looks for a
 // free one among all slabs, and where the slab served another group size before merges the marks of
-// the groups that were handed out then. Nothing allocates after AddLayout. Threading: owned by the
+// the groups that were handed out then. Nothing allocates after AddLayout, unless books grow as
+// they are needed. Threading: owned by the
 // KvCache that holds it.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
@@ -88,9 +89,13 @@ class SlabPool final {
     bool dirty = false;  // holds, or may hold, another tenant's bytes
   };
 
+  // When memory for the books of groups is taken: by AddLayout for all that may be, or by Take as
+  // they are handed out for the first time.
+  enum class Books : uint8_t { kAtOnce, kAsNeeded };
+
   // slab_bytes 0: about a thirty-second of the budget, a whole number of groups of the first
   // layout. Either way a slab holds at least one of those.
-  SlabPool(int64_t bytes, int64_t slab_bytes);
+  SlabPool(int64_t bytes, int64_t slab_bytes, Books books = Books::kAtOnce);
 
   // Calls `on_freed` with the nanoseconds of `now` between Take and the last Drop of every
   // kLifetimeSample-th group. Neither may call back or allocate.
@@ -144,6 +149,9 @@ class SlabPool final {
   int64_t free_in_slabs(LayoutId layout) const {  // of them, those that need no further slab
     return Of(layout).groups_total - Of(layout).groups_used;
   }
+  // Bytes of such groups, by a look at the last slab alone. Of groups larger than a slab it may be
+  // too many: free slabs count as neighbours.
+  int64_t BytesLeft(LayoutId layout) const;
   // Why the last Take that failed did.
   TakeRefusal refusal() const { return refusal_; }
 
@@ -268,6 +276,7 @@ class SlabPool final {
                         int64_t* groups_seen) const;
 
   const int64_t bytes_;
+  const Books books_;
   std::function<int64_t()> now_;  // null: lifetimes are not watched
   std::function<void(int64_t)> on_freed_;
   uint64_t freed_ = 0;

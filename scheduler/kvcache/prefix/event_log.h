@@ -31,7 +31,7 @@ enum class MatchEnd : uint8_t {
   kAbsent,    // the next page is not known
   kDiverged,  // what is known goes on with other rows
   kEvicted,   // the next page was there, and its room was needed
-  kDeferred,  // the next page is in a slower tier, and was not back in time
+  kDeferred,  // the next page is on its way back from a slower tier
 };
 inline constexpr size_t kMatchEnds = 6;
 

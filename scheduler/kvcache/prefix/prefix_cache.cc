@@ -39,7 +39,7 @@ PrefixCache::Found PrefixCache::Find(LayoutId layout, const PrefixChain& chain, 
 }
 
 PrefixCache::Found PrefixCache::FindRows(LayoutId layout, const PrefixChain& chain, int32_t page,
-                                         int32_t rows) {
+                                         int32_t rows, bool in_pool) {
   Found best;
   if (chain.opaque || rows < 1) return best;
   const auto wanted = chain.page_tokens(page, rows);
@@ -47,7 +47,7 @@ PrefixCache::Found PrefixCache::FindRows(LayoutId layout, const PrefixChain& cha
   int32_t node = family == families_.end() ? kNone : family->second;
   for (int32_t seen = 0; node != kNone && seen < kMostSiblings; ++seen, node = At(node).next) {
     ++stats_.steps;
-    if (At(node).layout != layout) continue;
+    if (At(node).layout != layout || (in_pool && At(node).entry == SlabPool::kNoEntry)) continue;
     const int32_t agree = Agreeing(At(node).tokens, wanted);
     // Of equals, one that is in the pool.
     const bool nearer = agree == best.rows && best.entry == SlabPool::kNoEntry;
@@ -72,15 +72,17 @@ void PrefixCache::CountMatch(MatchEnd end, int32_t asked, int32_t found) {
 }
 
 bool PrefixCache::ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,
-                                          std::span<const uint32_t> tokens) {
+                                          std::span<const uint32_t> tokens, int32_t* same) {
   const auto family = families_.find(parent);
   int32_t node = family == families_.end() ? kNone : family->second;
   for (int32_t seen = 0; node != kNone && seen < kMostSiblings; ++seen) {
     ++stats_.steps;
     const int32_t next = At(node).next;
     if (At(node).layout == layout) {
-      if (StartsWith(At(node).tokens, tokens)) return false;
-      if (StartsWith(tokens, At(node).tokens)) {
+      if (StartsWith(At(node).tokens, tokens)) {
+        if (At(node).entry != SlabPool::kNoEntry) return false;
+        if (At(node).tokens.size() == tokens.size()) *same = node;
+      } else if (StartsWith(tokens, At(node).tokens)) {
         ++stats_.superseded;
         Remove(node);
       }
@@ -100,16 +102,14 @@ bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   const PrefixKey& parent = chain.parent(page);
   const PrefixKey key = whole ? chain.keys[static_cast<size_t>(page)] : PrefixKey();
   if (const auto known = whole_.find(key); whole && known != whole_.end()) {
-    if (At(known->second).entry != SlabPool::kNoEntry) return false;
-    // Demoted, and computed once more: these are the same rows.
-    At(known->second).entry = entry;
-    pool_->Cache(entry, known->second);
-    return true;
+    return At(known->second).entry == SlabPool::kNoEntry && PublishAgain(known->second, entry);
   }
   std::span<const uint32_t> tokens;
   if (!chain.opaque) {
     tokens = chain.page_tokens(page, rows);
-    if (!ReplaceContainedSibling(layout, parent, tokens)) return false;
+    int32_t same = kNone;
+    if (!ReplaceContainedSibling(layout, parent, tokens, &same)) return false;
+    if (same != kNone) return PublishAgain(same, entry);
   }
   int32_t index = free_;
   if (index != kNone) {
@@ -140,6 +140,12 @@ bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
     of_layout_.resize(static_cast<size_t>(layout) + 1);
   }
   ++of_layout_[static_cast<size_t>(layout)];
+  return true;
+}
+
+bool PrefixCache::PublishAgain(int32_t index, uint32_t entry) {
+  At(index).entry = entry;
+  pool_->Cache(entry, index);
   return true;
 }
 
@@ -207,7 +213,7 @@ void PrefixCache::Lose(int32_t index, EventKind why, Tier tier) {
   const Node& node = At(index);
   if (node.whole) evicted_[node.key.low % kEvictedKept] = node.key.low;
   Note(index, why, tier);
-  ++stats_.evicted;
+  stats_.evicted += why == EventKind::kEvicted;
   ++stats_.steps;
   Remove(index);
 }

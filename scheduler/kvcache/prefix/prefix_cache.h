@@ -45,7 +45,7 @@ struct PrefixStats {
   uint64_t rows_asked = 0, rows_found = 0;
   uint64_t published = 0;   // groups
   uint64_t superseded = 0;  // nodes whose rows a longer one has
-  uint64_t evicted = 0;     // groups whose room was needed
+  uint64_t evicted = 0;     // groups whose room was needed, in the pool or in the last tier
   uint64_t demoted = 0;     // groups that left the pool, their rows in a slower tier
   uint64_t restored = 0;    // and came back
   uint64_t freed = 0;       // groups that came back to the pool, for any reason
@@ -58,6 +58,8 @@ class CopiesOutside {
  public:
   virtual ~CopiesOutside() = default;
   virtual bool Has(int32_t node) const = 0;
+  // Whether its rows are on their way back, or wait for it.
+  virtual bool Comes(int32_t node) const = 0;
   // The node is no more: its index may come back for another one.
   virtual void Forget(int32_t node) = 0;
 };
@@ -86,15 +88,17 @@ class PrefixCache final {
 
   // The group of the chain's whole page, or none.
   Found Find(LayoutId layout, const PrefixChain& chain, int32_t page);
-  // The group whose rows agree longest with the page's first `rows` rows, at least one.
-  Found FindRows(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows);
+  // The group whose rows agree longest with the page's first `rows` rows, at least one. With
+  // `in_pool`, demoted ones are passed over.
+  Found FindRows(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
+                 bool in_pool = false);
   // Why Find found nothing.
   MatchEnd WhyAbsent(LayoutId layout, const PrefixChain& chain, int32_t page) const;
   void CountMatch(MatchEnd end, int32_t asked, int32_t found);
 
   // The group holds the page's first `rows` rows, committed at every layer. False, and nothing
-  // happens, when it is cached already or still to be filled, or when other groups have the same
-  // rows. REQUIRES: rows = page_size, or fewer of a chain with tokens.
+  // happens, when it is cached already or still to be filled, or when other groups of the pool have
+  // the same rows. REQUIRES: rows = page_size, or fewer of a chain with tokens.
   bool Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                uint32_t entry);
   // Evictions are events of the log from now on; null: of none. It outlives the cache.
@@ -127,6 +131,8 @@ class PrefixCache final {
   // the cache.
   void set_outside(CopiesOutside* outside) { outside_ = outside; }
   About about(int32_t node) const;
+  // Whether the rows of a demoted node are on their way back.
+  bool Comes(int32_t node) const { return outside_ != nullptr && outside_->Comes(node); }
   void CountUse(int32_t node) { ++At(node).uses; }
   // The idle group of a node that has a copy outside goes back to the pool.
   void Demote(int32_t node);
@@ -165,9 +171,12 @@ class PrefixCache final {
 
   Node& At(int32_t node) { return nodes_[static_cast<size_t>(node)]; }
   const Node& At(int32_t node) const { return nodes_[static_cast<size_t>(node)]; }
-  // False when a sibling makes the node needless.
+  // False when a sibling in the pool makes the node needless. `*same` becomes a demoted one of the
+  // same rows, if there is one.
   bool ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,
-                               std::span<const uint32_t> tokens);
+                               std::span<const uint32_t> tokens, int32_t* same);
+  // The rows of a demoted node were computed once more.
+  bool PublishAgain(int32_t node, uint32_t entry);
   void Link(int32_t node);
   void Remove(int32_t node);
   void Evict(uint32_t entry);

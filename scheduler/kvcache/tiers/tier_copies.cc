@@ -42,7 +42,7 @@ void TierCopies::Hold(int32_t node) {
   At(node).held = true;
 }
 
-void TierCopies::LetGo(int32_t node, uint64_t life) {
+void TierCopies::Release(int32_t node, uint64_t life) {
   if (Lives(node, life)) {
     At(node).held = false;
     return;
@@ -51,6 +51,10 @@ void TierCopies::LetGo(int32_t node, uint64_t life) {
     if (orphan.life == life) FreeRoom(orphan.tier, orphan.room, orphan.bytes);
   }
   std::erase_if(orphans_, [life](const Orphan& orphan) { return orphan.life == life; });
+}
+
+void TierCopies::Unwant(int32_t node, uint64_t life) {
+  if (Lives(node, life)) --At(node).wanted;
 }
 
 TierCopies::List& TierCopies::ListOf(TierIndex tier, LayoutId layout) {
@@ -156,6 +160,10 @@ void TierCopies::FreeRoom(TierIndex tier, uint32_t room, int64_t group_bytes) {
 
 bool TierCopies::Has(int32_t node) const {
   return room(TierIndex::kHost, node) != kNoRoom || room(TierIndex::kFile, node) != kNoRoom;
+}
+
+bool TierCopies::Comes(int32_t node) const {
+  return static_cast<size_t>(node) < nodes_.size() && At(node).wanted > 0;
 }
 
 void TierCopies::Forget(int32_t index) {

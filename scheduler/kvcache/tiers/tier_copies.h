@@ -2,7 +2,7 @@
 //
 // The copies of a layout in a tier are in order of when they were put there or used last. Where a
 // tier has no room, the oldest of all goes, or the oldest of the layout's owner, if the owner has
-// its share. A node that a move is about (Hold) keeps its rooms until the move lets them go, also
+// its share. A node that a move is about (Hold) keeps its rooms until the move ends (Release), also
 // when the node itself is forgotten meanwhile.
 //
 // Ownership: borrows cache and store. Threading: owned by the engine role.
@@ -40,7 +40,10 @@ class TierCopies final : public CopiesOutside {
   bool held(int32_t node) const;
   void Hold(int32_t node);
   // The move has ended.
-  void LetGo(int32_t node, uint64_t life);
+  void Release(int32_t node, uint64_t life);
+  // Something waits for the node's rows to come back; Unwant once for each Want.
+  void Want(int32_t node) { ++At(node).wanted; }
+  void Unwant(int32_t node, uint64_t life);
 
   // --- Copies
   void Add(TierIndex tier, int32_t node, uint32_t room);
@@ -59,6 +62,7 @@ class TierCopies final : public CopiesOutside {
 
   // CopiesOutside
   bool Has(int32_t node) const override;
+  bool Comes(int32_t node) const override;
   void Forget(int32_t node) override;
 
  private:
@@ -74,6 +78,7 @@ class TierCopies final : public CopiesOutside {
     LayoutId layout = kNone;
     int64_t bytes = 0;
     bool held = false;
+    int32_t wanted = 0;
     GroupSeal seal;
     std::array<Copy, kTiers> copies;
   };

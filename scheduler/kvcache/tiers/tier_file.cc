@@ -65,6 +65,9 @@ absl::Status TierFile::Prepare(int64_t bytes) {
   struct stat about;
   if (fstat(file_, &about) != 0) return Failed("stat", errno);
   if (!S_ISREG(about.st_mode)) return unfit("it is no file");
+  // Others could read what the server writes, or have it write over a file of theirs.
+  if (about.st_uid != geteuid()) return unfit("it belongs to another user");
+  if (about.st_nlink != 1) return unfit("it has other names, too");
   if (flock(file_, LOCK_EX | LOCK_NB) != 0) return unfit("another server uses it");
   Block block;
   if (about.st_size > 0) {
@@ -73,6 +76,7 @@ absl::Status TierFile::Prepare(int64_t bytes) {
       return unfit("it holds something else");
     }
   }
+  if (fchmod(file_, S_IRUSR | S_IWUSR) != 0) return Failed("chmod", errno);
   ours_ = true;
   if (ftruncate(file_, 0) != 0) return Failed("truncate", errno);
   const int code = posix_fallocate(file_, 0, kHeaderBytes + bytes);

@@ -27,9 +27,10 @@ class TierFile final {
  public:
   static constexpr int64_t kHeaderBytes = kTierBlock;
 
-  // Takes `bytes` of the disk. An existing file must be empty or one of these, and no other
-  // server's; the folder must exist. UNAVAILABLE with reason "disk_full" or "disk_failed",
-  // FAILED_PRECONDITION for a file that is something else.
+  // Takes `bytes` of the disk. An existing file must be empty or one of these, of this user, under
+  // one name, and no other server's; the folder must exist. From then on its user alone may read
+  // it. UNAVAILABLE with reason "disk_full" or "disk_failed", FAILED_PRECONDITION for a file that
+  // is something else.
   static absl::StatusOr<std::unique_ptr<TierFile>> Open(const std::string& path, int64_t bytes);
   // Removes the file.
   ~TierFile();

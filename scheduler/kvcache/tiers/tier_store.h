@@ -37,7 +37,7 @@ class TierRooms final {
  public:
   static constexpr uint32_t kNone = SlabPool::kNoEntry;
 
-  explicit TierRooms(int64_t bytes) : pool_(bytes, 0) {}
+  explicit TierRooms(int64_t bytes) : pool_(bytes, 0, SlabPool::Books::kAsNeeded) {}
   // Bytes of a group's room.
   static int64_t Rounded(int64_t bytes) {
     return (bytes + kTierBlock - 1) / kTierBlock * kTierBlock;

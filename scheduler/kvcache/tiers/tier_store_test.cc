@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -191,6 +192,41 @@ TEST_F(TierStoreTest, OnlyAFileOfItsKindIsTakenOver) {
   Open();
   EXPECT_EQ(std::filesystem::file_size(path_),
             static_cast<size_t>(TierFile::kHeaderBytes + 4 * kRoom));
+}
+
+TEST_F(TierStoreTest, ALeftFileIsForItsUserAloneAndUnderOneName) {
+  namespace fs = std::filesystem;
+  const auto leave = [this] { std::ofstream(path_) << "MLATIER\n" << std::string(9000, 'y'); };
+  leave();
+  fs::permissions(path_, fs::perms::all);
+  Open();
+  EXPECT_EQ(fs::status(path_).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  store_.reset();
+  leave();
+  fs::create_hard_link(path_, path_ + ".other");
+  EXPECT_EQ(TryOpen(0, 4).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(fs::file_size(path_), 9008u);
+  fs::remove(path_);
+  fs::create_symlink(path_ + ".other", path_);
+  EXPECT_FALSE(TryOpen(0, 4).ok());
+  fs::remove(path_);
+  fs::remove(path_ + ".other");
+  if (geteuid() != 0) return;  // files of others cannot be made
+  leave();
+  ASSERT_EQ(chown(path_.c_str(), 12345, 0), 0);
+  EXPECT_EQ(TryOpen(0, 4).status().code(), absl::StatusCode::kFailedPrecondition);
+  fs::remove(path_);
+}
+
+TEST_F(TierStoreTest, BooksGrowWithTheGroupsThereAre) {
+  const auto taken = [] {
+    const struct mallinfo2 now = mallinfo2();
+    return static_cast<int64_t>(now.uordblks + now.hblkhd);
+  };
+  const int64_t before = taken();
+  TierRooms rooms(int64_t{1} << 36);
+  ASSERT_NE(rooms.Take(1), TierRooms::kNone);
+  EXPECT_LT(taken() - before, 1 << 20);
 }
 
 TEST_F(TierStoreTest, ThreadsRunJobsAndWakeTheirCollector) {

@@ -40,8 +40,8 @@ class HintAnswer(NamedTuple):
     rows: int           # that the hint named
     rows_done: int
     rows_deferred: int  # on their way between tiers
-    # Why it was not all of them: "absent" (not cached), "pins_exhausted", "in_use", "no_tiers"; or
-    # empty.
+    # Why it was not all of them: "absent" (not cached), "pins_exhausted", "in_use", "no_room",
+    # "no_tiers"; or empty.
     reason: str
 
 
