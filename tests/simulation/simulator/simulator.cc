@@ -1,6 +1,10 @@
 #include "tests/simulation/simulator/simulator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <numeric>
 #include <utility>
 
@@ -24,18 +28,27 @@ constexpr Weighted kMix[] = {
     {Op::kEnd, 40},     {Op::kAbort, 4},      {Op::kLaunch, 120},    {Op::kTime, 24},
     {Op::kFault, 3},    {Op::kDrain, 1},      {Op::kQuota, 3},       {Op::kEvict, 2},
     {Op::kBranch, 12},  {Op::kResend, 8},     {Op::kTenantCall, 12}, {Op::kFlood, 3},
-    {Op::kMatch, 14},   {Op::kCopy, 8},       {Op::kDamage, 2},
+    {Op::kMatch, 14},   {Op::kCopy, 8},       {Op::kDamage, 4},      {Op::kHint, 12},
 };
 constexpr const char* kNames[] = {
-    "register", "unregister", "weights",     "open",         "fork",      "truncate",  "release",
-    "renew",    "get",        "open_stream", "close_stream", "begin",     "join",      "attend",
-    "query",    "ranks",      "repeat",      "fill",         "refusable", "malformed", "end",
-    "abort",    "launch",     "time",        "fault",        "drain",     "quota",     "evict",
-    "branch",   "resend",     "tenant_call", "flood",        "match",     "copy",      "damage",
+    "register",    "unregister", "weights", "open",        "fork",         "truncate",
+    "release",     "renew",      "get",     "open_stream", "close_stream", "begin",
+    "join",        "attend",     "query",   "ranks",       "repeat",       "fill",
+    "refusable",   "malformed",  "end",     "abort",       "launch",       "time",
+    "fault",       "drain",      "quota",   "evict",       "branch",       "resend",
+    "tenant_call", "flood",      "match",   "copy",        "damage",       "hint",
 };
 static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
 constexpr int64_t kMilli = 1'000'000;
+
+// A file of the slowest tier; simulators run in several threads and processes.
+std::string NewTierPath() {
+  static std::atomic<int> made{0};
+  const char* const folder = std::getenv("TEST_TMPDIR");
+  return absl::StrCat(folder != nullptr ? folder : "/tmp", "/mla-sim-tier-", getpid(), "-",
+                      made.fetch_add(1));
+}
 
 }  // namespace
 
@@ -67,6 +80,8 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   pages_demoted += other.pages_demoted;
   pages_restored += other.pages_restored;
   pages_damaged += other.pages_damaged;
+  pages_from_file += other.pages_from_file;
+  pages_pinned += other.pages_pinned;
   rows_imported += other.rows_imported;
   windows_checked += other.windows_checked;
 }
@@ -80,6 +95,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
   scheduler::EngineOptions options;
   options.limits = EngineLimits();
   options.tier_threads = 0;
+  options.tier_path = tier_path_;
   options.dedicated_thread = false;
   uint64_t next_id = Mix(seed);
   options.prefix_secret.emplace();
@@ -170,6 +186,11 @@ void Simulator::DrawConfig() {
   kv_wait_ms_ = draw(5, 30);
   queue_ms_ = draw(500, 3000);
   tier_groups_ = Chance(50) ? draw(2, 40) : 0;
+  file_groups_ = tier_groups_ > 0 && Chance(40) ? draw(4, 60) : 0;
+  if (file_groups_ > 0) {
+    tier_path_ = NewTierPath();
+    tier_groups_ = draw(2, 10);  // so that the file gets some
+  }
   tier_low_percent_ = draw(20, 90);
   tier_high_percent_ = draw(tier_low_percent_, 100);
   fault_percent_ = Chance(60) ? draw(5, 60) : 0;
@@ -235,6 +256,8 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.kv_wait_ms = kv_wait_ms_;
   // Two seconds at most: the longest lease bounds it.
   limits.host_tier_bytes = tier_groups_ * kvcache::kTierBlock;
+  limits.file_tier_bytes = file_groups_ * kvcache::kTierBlock;
+  limits.tier_file_hits = tier_low_percent_ % 2;
   limits.tier_low_percent = tier_low_percent_;
   limits.tier_high_percent = tier_high_percent_;
   limits.queue_ms = std::min<int64_t>(queue_ms_, limits.max_lease_ms);
@@ -275,6 +298,7 @@ bool Simulator::Do(Op op) {
       &S::End,          &S::Abort,      &S::Launch,      &S::Time,      &S::ArmFault,
       &S::Drain,        &S::SetQuota,   &S::Evict,       &S::Branch,    &S::Resend,
       &S::CallAsTenant, &S::Flood,      &S::Match,       &S::Copy,      &S::Damage,
+      &S::Hint,
   };
   static_assert(std::size(kMethods) == static_cast<size_t>(Op::kCount));
   return (this->*kMethods[static_cast<size_t>(op)])();
@@ -307,7 +331,9 @@ std::string Simulator::Run(int operations) {
     counts_.slices_fused = static_cast<int64_t>(stats.slices_fused);
     counts_.pages_demoted = static_cast<int64_t>(stats.prefix.demoted);
     counts_.pages_restored = static_cast<int64_t>(stats.prefix.restored);
-    counts_.pages_damaged = static_cast<int64_t>(stats.tiers.host.damaged);
+    counts_.pages_damaged =
+        static_cast<int64_t>(stats.tiers.host.damaged + stats.tiers.file.damaged);
+    counts_.pages_from_file = static_cast<int64_t>(stats.tiers.file.groups_out);
     counts_.launches = device_->launches();
     if (device_options_.unified) counts_.one_slot_launches = device_->launches();
     counts_.commands = device_->parts();

@@ -69,6 +69,7 @@ enum class Op : uint8_t {
   kMatch,
   kCopy,
   kDamage,
+  kHint,
   kCount,
 };
 const char* Name(Op op);
@@ -85,6 +86,7 @@ struct SimulatorCounts {
   int64_t scrubs = 0, copies = 0, slices_fused = 0;
   int64_t pages_found = 0, pages_evicted = 0;                        // of the prefix cache
   int64_t pages_demoted = 0, pages_restored = 0, pages_damaged = 0;  // of slower tiers
+  int64_t pages_from_file = 0, pages_pinned = 0;
   int64_t rows_imported = 0;
   int64_t windows_checked = 0;  // answers of WindowSimulator
   int64_t total() const;
@@ -200,8 +202,13 @@ class Simulator final : public DeviceWatcher {
   void RenameFrom(uint64_t id, size_t found, DrawnPrefix drawn);
   // Rows of one sequence out of the engine, and into another.
   bool Copy();
-  // Changes bytes of the host tier.
+  // Changes bytes of the host tier, or of the tiers' file.
   bool Damage();
+  void DamageFile();
+  // Asks something for pages that were declared, and waits for what moves.
+  bool Hint();
+  void CountPinned(const scheduler::EngineStats& stats);
+  void SendHint(scheduler::HintKind kind, int model, const DrawnPrefix& drawn);
   // Until rows of slower tiers that were asked for are back.
   void AwaitTiers();
   struct CopiedRows {
@@ -365,6 +372,8 @@ class Simulator final : public DeviceWatcher {
   int64_t launch_ms_ = 10;
   int prefill_rows_ = 0, decode_rows_ = 0, most_tenants_ = 0;
   int tier_groups_ = 0;  // room of the host tier; 0: there is none
+  int file_groups_ = 0;  // of the tiers' file; 0: there is none
+  std::string tier_path_;
   int tier_low_percent_ = 0, tier_high_percent_ = 0;
   int64_t slice_wait_us_ = 0, kv_wait_ms_ = 0, queue_ms_ = 0;
 
@@ -389,6 +398,7 @@ class Simulator final : public DeviceWatcher {
     DrawnPrefix prefix;
   };
   std::vector<History> histories_;  // declared pages of sequences
+  History hinted_;                  // those of the last hint; without a model: taken up
   struct SimMove {
     scheduler::PageMove part;
     std::vector<std::byte> memory;

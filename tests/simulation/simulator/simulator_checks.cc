@@ -244,7 +244,7 @@ void Simulator::CheckBooks() {
   BeforeCall();
   const scheduler::EngineStats stats = engine_->Stats();
   AfterCall();
-  pinned_ = stats.page_groups_pinned + stats.tiers.moving;
+  CountPinned(stats);
   bytes_cached_ = stats.kv_bytes_cached;
   counts_.pages_evicted = static_cast<int64_t>(stats.prefix.evicted);
   const struct {

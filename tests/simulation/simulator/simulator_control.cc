@@ -159,6 +159,11 @@ bool Simulator::Open(int tenant) {
     message.clear_prefix();
   }
   if (drawn.pages.empty()) message.set_request_id(NewRequestId());
+  if (!drawn.pages.empty() && tier_groups_ > 0 && Chance(60)) {
+    // As its worker would, so that the sequence begins with rows that have come back.
+    SendHint(scheduler::HintKind::kPrefetch, model, drawn);
+    if (failed()) return true;
+  }
   scheduler::OpenArgs args;
   args.tenant = TenantName(tenant);
   BeforeCall();

@@ -1,6 +1,7 @@
 // Simulator: sequences that say what their rows are, and take rows of others; rows that leave and
 // come, and sequences that are restored from them.
 #include <algorithm>
+#include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
@@ -25,6 +26,10 @@ size_t Simulator::MostPages(int model) const {
 
 Simulator::DrawnPrefix Simulator::DrawPrefix(int model) {
   DrawnPrefix drawn;
+  if (hinted_.model == model && Chance(50)) {
+    hinted_.model = -1;
+    return hinted_.prefix;
+  }
   if (!histories_.empty() && Chance(80)) {
     // Mostly of the same model; else nothing may be found.
     for (int tries = 0; tries < 6; ++tries) {
@@ -141,8 +146,24 @@ void Simulator::AwaitTiers() {
   }
 }
 
+void Simulator::DamageFile() {
+  std::fstream file(tier_path_, std::ios::in | std::ios::out | std::ios::binary);
+  for (int group = 0; group < file_groups_; ++group) {
+    if (Chance(70)) continue;
+    const int64_t at = kvcache::TierFile::kHeaderBytes + group * kvcache::kTierBlock;
+    file.seekg(at);
+    const auto byte = static_cast<char>(file.get() ^ 0x55);
+    file.seekp(at);
+    file.put(byte);
+  }
+}
+
 bool Simulator::Damage() {
   if (tier_groups_ == 0) return false;
+  if (file_groups_ > 0 && Chance(50)) {
+    DamageFile();
+    return true;
+  }
   const auto bytes = static_cast<size_t>((tier_groups_ + 1) * kvcache::kTierBlock);
   const std::span<std::byte> memory = device_->OwnMemory(bytes);
   // Few groups are larger than a quarter of their room, so only some of it counts.
@@ -151,6 +172,68 @@ bool Simulator::Damage() {
     if (Chance(20)) memory[at] ^= std::byte{0x55};
   }
   return true;
+}
+
+bool Simulator::Hint() {
+  if (histories_.empty()) return false;
+  const History known = histories_[Pick(histories_.size())];
+  if (!oracle_->models[known.model].open || known.prefix.pages.empty()) return false;
+  DrawnPrefix drawn = known.prefix;
+  drawn.pages.resize(1 + Pick(drawn.pages.size()));
+  hinted_ = {known.model, drawn};
+  const auto kind = static_cast<scheduler::HintKind>(1 + Pick(4));
+  SendHint(kind, known.model, drawn);
+  if (kind != scheduler::HintKind::kDemote || tier_groups_ == 0 || failed()) return true;
+  // What has left comes back, and opens see whether it is what it was.
+  if (Chance(30)) Damage();
+  if (Chance(70)) SendHint(scheduler::HintKind::kPrefetch, known.model, drawn);
+  return true;
+}
+
+void Simulator::SendHint(scheduler::HintKind kind, int model, const DrawnPrefix& drawn) {
+  const OracleModel& known = oracle_->models[model];
+  v1::HintRequest message;
+  message.set_kind(static_cast<v1::HintKind>(kind));
+  message.set_model_id(known.name);
+  FillPrefix(drawn, message.mutable_prefix());
+  if (kind == scheduler::HintKind::kPin) message.set_ttl_ms(static_cast<uint32_t>(Pick(400)));
+  if (kind == scheduler::HintKind::kRetain) message.set_priority(static_cast<uint32_t>(Pick(4)));
+  scheduler::HintArgs args;
+  args.tenant = TenantName(known.tenant);
+  if (!server::ParseHint(message, engine_->limits(), &args).ok()) Fail("ParseHint");
+  BeforeCall();
+  if (!known.open) return AfterCall();  // its lease has ended; another may have its name
+  const size_t most = oracle_->MostFound(model, drawn.salt, drawn.pages);
+  const auto answer = engine_->Hint(args);
+  if (Foretold("Hint", answer.status(), Reasons())) {
+    const int64_t all = static_cast<int64_t>(drawn.pages.size()) * known.shape.page;
+    const int64_t named = answer->rows_done + answer->rows_deferred;
+    const bool done = answer->outcome == scheduler::HintOutcome::kAccepted;
+    if (answer->rows != all || named > static_cast<int64_t>(most) * known.shape.page ||
+        done != (answer->rows_done == all)) {
+      Fail(absl::StrCat("a hint for ", all, " rows, of which ", most, " pages were published, is ",
+                        "done for ", answer->rows_done, " and deferred for ",
+                        answer->rows_deferred));
+    }
+    oracle_->TouchModel(model, Now());
+  }
+  AfterCall();
+  Trace(static_cast<uint64_t>(model), drawn.pages.size(),
+        static_cast<uint64_t>(answer.status().code()));
+  // Mostly of a launch that moves something.
+  if (tier_groups_ > 0 && Chance(50)) ArmFault();
+  if (tier_groups_ > 0) AwaitTiers();
+  BeforeCall();
+  CountPinned(engine_->Stats());
+  AfterCall();
+}
+
+// Page groups that yield to no step.
+void Simulator::CountPinned(const scheduler::EngineStats& stats) {
+  pinned_ = stats.page_groups_pinned + stats.tiers.moving + stats.page_groups_kept;
+  // After a launch that failed, moves wait for a second, and then begin at any call.
+  pinned_ += fault_percent_ > 0 && tier_groups_ > 0 ? 1 : 0;
+  counts_.pages_pinned = std::max(counts_.pages_pinned, stats.page_groups_kept);
 }
 
 bool Simulator::MovePart(int tenant, scheduler::PageMove part) {

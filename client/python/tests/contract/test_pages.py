@@ -6,6 +6,7 @@ import io
 import itertools
 import tempfile
 import threading
+import time
 import unittest
 
 import mla_client
@@ -13,6 +14,7 @@ import numpy as np
 import server_binary
 from mla_client import Profile, aio, pages
 from mla_client.pages.events import EventKind
+from mla_client.pages.hints import HintKind, HintOutcome
 
 GEOMETRY = mla_client.Geometry(2, 16, 8)
 SPEC = mla_client.ModelSpec("m", GEOMETRY, layers=2, softmax_scale=0.5, page_size=4)
@@ -214,6 +216,82 @@ class EventsTest(Case):
                 await asyncio.sleep(0.05)
             self.fail("the threads of watches live on")
         asyncio.run(run())
+
+
+class HintsTest(Case):
+    """Hints for a sequence and for a prefix, with a slower tier and without one."""
+
+    first_tokens = itertools.count(50_000, 100)
+
+    @classmethod
+    def setUpClass(cls):
+        cls.servers = [server_binary.start("--tiers-host-bytes=16MiB"), server_binary.start()]
+
+    def setUp(self):
+        super().setUp()
+        first = next(self.first_tokens)
+        self.prefix = mla_client.Prefix(list(range(first, first + 8)))
+        self.sequence.match(self.prefix)  # two whole pages
+
+    def hint(self, kind, target=None, **options):
+        return self.client.hint(kind, target or (self.model, self.prefix), **options)
+
+    def until(self, kind, outcome, **options):
+        for _ in range(200):
+            answer = self.hint(kind, **options)
+            if answer.outcome == outcome:
+                return answer
+            time.sleep(0.02)
+        self.fail(f"{answer} after 4 s")
+
+    def test_rows_are_pinned_retained_and_let_go(self):
+        done = (HintOutcome.ACCEPTED, 8, 8, 0, "")
+        self.assertEqual(self.hint(HintKind.PIN, self.sequence, ttl_ms=60_000), done)
+        self.assertEqual(self.hint(HintKind.RETAIN, self.sequence, priority=2), done)
+        self.sequence.release()
+        self.assertEqual(self.hint(HintKind.DEMOTE), (HintOutcome.REFUSED, 8, 0, 0, "in_use"))
+        self.assertEqual(self.hint(HintKind.PIN, ttl_ms=0), done)
+        self.assertEqual(self.hint(HintKind.RETAIN, priority=0).outcome, HintOutcome.ACCEPTED)
+
+    def test_rows_leave_the_pool_and_come_back(self):
+        self.assertEqual(self.hint(HintKind.DEMOTE, self.sequence),
+                         (HintOutcome.REFUSED, 8, 0, 0, "in_use"))
+        self.sequence.release()
+        self.until(HintKind.DEMOTE, HintOutcome.ACCEPTED)
+        answer = self.until(HintKind.PREFETCH, HintOutcome.ACCEPTED)
+        self.assertEqual(answer.rows_done, 8)
+        self.until(HintKind.DEMOTE, HintOutcome.ACCEPTED)
+        # What Open names comes back while it waits.
+        with self.model.open_sequence(prefix=self.prefix) as again:
+            self.assertEqual(again.matched, mla_client.PrefixMatch(8, "all"))
+
+    def test_what_is_not_cached_or_not_there_is_said(self):
+        unknown = (self.model, mla_client.Prefix([7] * 4))
+        for kind in (HintKind.PIN, HintKind.PREFETCH):
+            self.assertEqual(self.hint(kind, unknown, **({"ttl_ms": 1000} if kind == 1 else {})),
+                             (HintOutcome.REFUSED, 4, 0, 0, "absent"))
+        with self.connect(1) as other:
+            model = other.register_model(SPEC)
+            answer = other.hint(HintKind.DEMOTE, (model, self.prefix))
+            self.assertEqual(answer, (HintOutcome.REFUSED, 8, 0, 0, "no_tiers"))
+
+    def test_bad_hints_are_refused(self):
+        for kind, options, field in ((0, {}, "kind"), (9, {}, "kind"),
+                                     (HintKind.PIN, {"ttl_ms": 1 << 31}, "ttl_ms"),
+                                     (HintKind.RETAIN, {"priority": 4}, "priority")):
+            with self.assertRaises(mla_client.InvalidArgument) as refused:
+                self.hint(kind, **options)
+            self.assertEqual(refused.exception.detail.field, field)
+        self.sequence.release()
+        with self.assertRaises(mla_client.NotFound):
+            self.hint(HintKind.RETAIN, self.sequence, priority=1)
+
+    def test_the_same_for_asyncio(self):
+        async def run():
+            async with aio.AsyncService(self.client) as service:
+                return await service.hint(HintKind.PIN, self.sequence, ttl_ms=1000)
+        answer = asyncio.run(run())
+        self.assertEqual((answer.outcome, answer.rows_done), (HintOutcome.ACCEPTED, 8))
 
 
 class CheckpointsTest(Case):
