@@ -16,7 +16,6 @@ constexpr double kMostFactor = 4;
 constexpr double kLeastRate = 1e-7;
 constexpr double kMostRate = 1e5;
 
-
 void Follow(double* rate, double share, double factor) {
   const double move = factor > 1 ? kUp : kDown;
   *rate = std::clamp(*rate * (1 + share * move * (factor - 1)), kLeastRate, kMostRate);
