@@ -32,6 +32,12 @@ struct AttendVariant {
     return format == of_rows && products == of_products && attention == kind;
   }
 };
+struct SplitVariant {
+  const char* kernel;
+  int32_t rows;
+  int32_t threads;
+  int32_t shared_bytes;
+};
 struct ExpandVariant {
   const char* kernel;
   KvFormat format;
@@ -44,21 +50,25 @@ struct ExpandVariant {
                        exchanged)                                                          \
   {#kernel, rows,   tile,     KvFormat::format, DType::products, AttentionKind::attention, \
    threads, shared, exchanged},
+#define MLA_SPLIT_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
 #define MLA_EXPAND_ROW(kernel, format, products, threads, shared) \
   {#kernel, KvFormat::format, DType::products, threads, shared},
 inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
+inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
 inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
 #undef MLA_ATTEND_ROW
+#undef MLA_SPLIT_ROW
 #undef MLA_EXPAND_ROW
 
 struct ArchTraits {
   std::string_view arch;
   std::span<const AttendVariant> attend;
   std::span<const ExpandVariant> expand;
+  std::span<const SplitVariant> split = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
   // Where the absorbed form has products of 8 bits, for BackendInfo; empty: nowhere.
   std::string_view fp8_compute = {};
@@ -112,6 +122,7 @@ inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
     .attend = kSm90Attend,
     .expand = kSm90Expand,
+    .split = kSm90Split,
     .fp8_compute =
         "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "
         "of bf16 products; bf16 products below, where reading the rows takes the time",
@@ -265,6 +276,15 @@ constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType pro
     if (blocks == 1 || (arch.spreads_few_items && busy * blocks <= units)) break;
   }
   return chosen;
+}
+
+// Index in arch.split of the kernel that does what `v` and combine do for a launch of one tile;
+// arch.split.size(): there is none.
+constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
+  size_t i = 0;
+  while (i < arch.split.size() && arch.split[i].rows != v.rows) ++i;
+  const bool serves = v.Serves(KvFormat::kBf16, DType::kBf16, AttentionKind::kDense);
+  return serves ? i : arch.split.size();
 }
 
 // Blocks of combine that a unit takes at a time, by their registers.

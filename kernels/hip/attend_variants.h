@@ -17,6 +17,9 @@
 //
 // Of one format, products and attention, lines are in the order of rows.
 //
+//   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with so many packed
+//   rows, for launches of one tile whose parts the blocks merge themselves (SplitArgs)
+//
 //   X(kernel, format, products, threads, shared)   up-projection of cached rows, for the expanded
 //   form; products: DType of the keys and values that it makes, for attention with such products
 #ifndef MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
@@ -75,6 +78,9 @@
   X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 512, 232288, false) \
   X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, true)                       \
   X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, true)
+#define MLA_SPLIT_SM90(X)          \
+  X(mla_split_16, 16, 256, 223744) \
+  X(mla_split_64, 64, 384, 224000)
 #define MLA_EXPAND_SM90(X)                                             \
   X(mla_expand, kBf16, kBf16, 384, 229568)                             \
   X(mla_expand_fp8_tensor, kFp8Tensor, kBf16, 384, 229568)             \

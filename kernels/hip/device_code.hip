@@ -32,6 +32,7 @@
 #include "kernels/hip/sm90/fp8/attend_fp8.h"
 #include "kernels/hip/sm90/index/index_logits.h"
 #include "kernels/hip/sm90/index/index_select.h"
+#include "kernels/hip/sm90/split/attend_split.h"
 #include "kernels/hip/sm90/wide/attend_wide.h"
 #include "kernels/hip/sm90/wide/widen_rows.h"
 #endif
@@ -86,6 +87,21 @@ using ExpandKernel = ExpandWgmma<kFormat, kProducts>;
     Of_##kernel::run(args);                                                                 \
   }
 MLA_ATTEND_VARIANTS(MLA_ATTEND_KERNEL)
+
+#if MLA_SM90
+template <int kRows>
+using SplitKernel = std::conditional_t<kRows == 16, AttendSplit<AttendConfig<16>>,
+                                       AttendWgmma<AttendConfig<64>, SplitArgs>>;
+#define MLA_SPLIT_KERNEL(kernel, rows, threads, shared)     \
+  static_assert(SplitKernel<rows>::kThreads == threads);    \
+  static_assert(SplitKernel<rows>::kSharedBytes == shared); \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)     \
+      kernel(const MLA_KERNEL_ARGUMENT SplitArgs args) {    \
+    wait_for_previous_kernel();                             \
+    SplitKernel<rows>::run(args);                           \
+  }
+MLA_SPLIT_SM90(MLA_SPLIT_KERNEL)
+#endif
 
 #define MLA_EXPAND_KERNEL(kernel, format, products, threads, shared)   \
   using Of_##kernel = ExpandKernel<KvFormat::format, DType::products>; \

@@ -22,6 +22,7 @@ struct DeviceState {
   DeviceBuffer pool, table_mirror;
   // Behind the plan's partial rows: what the expanded form carries between rounds.
   DeviceBuffer partial_o, partial_lse;
+  DeviceBuffer meetings;            // SplitArgs::meetings
   DeviceBuffer expanded_workspace;  // up-projected keys and values; nothing between launches
 
   // What kernels scale the rows of a layer with (kernel_args.h), which the host scales with

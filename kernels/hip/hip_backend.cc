@@ -13,6 +13,7 @@ namespace mla::kernels::hip {
 
 namespace {
 
+constexpr int64_t kMeetingBytes = kMostSplitShares * sizeof(uint32_t);
 // Of the widest access of a kernel.
 constexpr uintptr_t kAlignmentInPlace = 16;
 
@@ -166,11 +167,12 @@ int64_t HipBackend::HostWorkspaceSize(const BackendLimits& l) const {
 }
 
 int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
-  const int64_t slot = StagedBytes(l) + AlignRegion(l.slot_workspace_bytes);
+  const int64_t slot = StagedBytes(l) + AlignRegion(l.slot_workspace_bytes) +
+                       static_cast<int64_t>(sizeof(GateOutcome));
   return l.kv_pool_bytes + l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
          (l.partial_rows + l.launch_rows) * (static_cast<int64_t>(l.max_o_dim) + 1) *
              static_cast<int64_t>(sizeof(float)) +
-         ExpandedWorkspaceBytes(l) + l.weights_bytes +
+         kMeetingBytes + ExpandedWorkspaceBytes(l) + l.weights_bytes +
          l.weights_slots * 2 * static_cast<int64_t>(sizeof(void*)) + l.launch_slots * slot +
          LaunchBuilder::WorkspaceBytes(device_, l);
 }
@@ -207,12 +209,15 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
         std::tuple(&device_.table_mirror, "page tables", tables),
         std::tuple(&device_.partial_o, "partial outputs", partials * limits.max_o_dim),
         std::tuple(&device_.partial_lse, "partial log-sum-exps", partials),
+        std::tuple(&device_.meetings, "meetings of blocks", kMeetingBytes),
         std::tuple(&device_.expanded_workspace, "gpu.expanded_workspace_bytes",
                    ExpandedWorkspaceBytes(limits))}) {
     absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime_.get(), what, bytes);
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
   }
+  absl::Status zeroed = runtime_->Fill(device_.meetings.at(), 0, kMeetingBytes, streams_.compute);
+  if (!zeroed.ok()) return zeroed;
   // An entry that was never published leads to the pool's first page and not anywhere.
   if (tables > 0) {
     absl::Status cleared = runtime_->Fill(device_.table_mirror.at(), 0, tables, streams_.compute);
@@ -240,8 +245,9 @@ void HipBackend::Release() {
   slots_.clear();
   builder_.reset();
   device_.weights = WeightStore();
-  for (DeviceBuffer* buffer : {&device_.pool, &device_.table_mirror, &device_.partial_o,
-                               &device_.partial_lse, &device_.expanded_workspace}) {
+  for (DeviceBuffer* buffer :
+       {&device_.pool, &device_.table_mirror, &device_.partial_o, &device_.partial_lse,
+        &device_.meetings, &device_.expanded_workspace}) {
     *buffer = DeviceBuffer();
   }
   configured_ = false;

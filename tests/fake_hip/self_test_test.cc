@@ -78,6 +78,7 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
     kernels.emplace_back(kIndexSelectKernel);
   }
   for (const AttendVariant& v : arch.attend) kernels.push_back(v.kernel);
+  for (const SplitVariant& v : arch.split) kernels.push_back(v.kernel);
   for (const ExpandVariant& v : arch.expand) {
     if (v.products == DType::kBf16) kernels.push_back(v.kernel);  // others: fall_back_test.cc
   }

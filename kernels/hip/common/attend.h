@@ -33,8 +33,8 @@
 namespace mla::kernels::hip {
 
 // C: of AttendConfig. With index lists, and with a window, an item has one query row, whose list or
-// window names the KV rows.
-template <class C, AttentionKind kKind = AttentionKind::kDense>
+// window names the KV rows. Args: AttendArgs or, in a kernel that merges parts itself, SplitArgs.
+template <class C, AttentionKind kKind = AttentionKind::kDense, class Args = AttendArgs>
 class Attend {
  public:
   using W = typename TileFormatOf<C::kFormat, C>::Wave;
@@ -54,7 +54,7 @@ class Attend {
   static constexpr int kLookUpBytes = Stream::kLookUpBytes;
   static constexpr int kSharedBytes = C::kStages * kStageBytes + Between::kBytes + kLookUpBytes;
 
-  MLA_DEVICE static void run(const AttendArgs& args) {
+  MLA_DEVICE static void run(const Args& args) {
     Attend self(args);
     let_next_kernel_start();
     for_each_item<kRows>(args, [&self](const Item& item) { self.attend(item); });
@@ -103,7 +103,8 @@ class Attend {
     typename W::Q q[kScoreSteps];
   };
 
-  MLA_DEVICE explicit Attend(const AttendArgs& a)
+ public:
+  MLA_DEVICE explicit Attend(const Args& a)
       : args(a),
         wave(tile::wave_index()),
         row_wave(wave / C::kColWaves),
@@ -178,6 +179,7 @@ class Attend {
     finish(item, state);
   }
 
+ private:
   using lds_t = tile::lds_t;
 
   // --- Queries. Where they end up in registers of several waves they pass through the last stage,
@@ -458,16 +460,15 @@ class Attend {
     // What is worked out from these here would fill scalar registers during the loop.
     const int columns = kSharedP ? tile::again(col_wave) : col_wave;
     if constexpr (Source::kLists) {
-      AttendArgs again = args;
+      Args again = args;
       again.o_is_f32 = tile::again(args.o_is_f32);
       write(again, item, state, columns);
     } else {
       write(args, item, state, columns);
     }
   }
-  MLA_DEVICE void write(const AttendArgs& to, const Item& item, const State& state,
-                        int columns) const {
-    const RowWriter<W, kOutFragments> writer(to, item, C::kLora, columns * kOutFragments);
+  MLA_DEVICE void write(const Args& to, const Item& item, const State& state, int columns) const {
+    const RowWriter<W, kOutFragments, Args> writer(to, item, C::kLora, columns * kOutFragments);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int lane = tile::lane_again();
@@ -486,7 +487,7 @@ class Attend {
     }
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const int wave, row_wave, col_wave;
   const lds_t stages, entries;
   const Between between;

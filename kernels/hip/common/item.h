@@ -57,8 +57,8 @@ MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body) 
     if (item.rows > 0) body(item, i, share);
   }
 }
-template <int kRows, class Body>
-MLA_DEVICE void for_each_item(const AttendArgs& args, const Body& body) {
+template <int kRows, class Args, class Body>
+MLA_DEVICE void for_each_item(const Args& args, const Body& body) {
   for_each_indexed_item<kRows>(args, [&body](const Item& item, int, int) { body(item); });
 }
 
@@ -69,9 +69,10 @@ struct RowTarget {
   float* lse;
   bool f32;
 
-  MLA_DEVICE RowTarget(const AttendArgs& args, const Item& item, int p, int columns) {
+  template <class Args>
+  MLA_DEVICE RowTarget(const Args& args, const Item& item, int p, int columns) {
     MLA_RECORD const SegmentRecord& r = *item.segment;
-    if (item.work.partial_row >= 0) {
+    if (Args::kSplit || item.work.partial_row >= 0) {
       const int64_t row = static_cast<int64_t>(item.work.partial_row) + item.first + p;
       base = args.partial_o;
       index = row * columns;
@@ -88,10 +89,11 @@ struct RowTarget {
 };
 
 // Whether runs of `count` results of the item can be stored at once.
-MLA_DEVICE bool aligned_results(const AttendArgs& args, const Item& item, int count) {
+template <class Args>
+MLA_DEVICE bool aligned_results(const Args& args, const Item& item, int count) {
   MLA_RECORD const SegmentRecord& r = *item.segment;
   const int bytes = args.o_is_f32 ? 4 : 2;
-  return item.work.partial_row >= 0 ||
+  return Args::kSplit || item.work.partial_row >= 0 ||
          aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, bytes * count);
 }
 

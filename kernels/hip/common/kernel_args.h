@@ -60,6 +60,7 @@ constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_u
 // Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives and, of
 // each work item, the packed rows [s * R, (s + 1) * R) with R the kernel's tile rows.
 struct AttendArgs {
+  static constexpr bool kSplit = false;
   const SegmentRecord* segments;
   const uint32_t* page_tables;
   const uint8_t* pool;
@@ -73,6 +74,33 @@ struct AttendArgs {
   int32_t o_is_f32;
   int32_t blocks;  // of the grid
   int32_t xcds;
+};
+
+// Absorbed attention to one tile of one segment, cut into pieces of as many KV rows, and the merge
+// of the parts, which the blocks do themselves. A block serves unit b / blocks_per_unit and share
+// b % blocks_per_unit; unit u attends to KV rows [u * piece_rows, (u + 1) * piece_rows), the last
+// one up to kv_end. All that a block needs to begin is here, since memory is slow to answer the
+// first time. The blocks wait for each other, so all of them have to run at a time
+// (LaunchShape::blocks_meet).
+inline constexpr int32_t kMostSplitPieces = 160;
+inline constexpr int32_t kMostSplitShares = 8;
+struct SplitArgs {
+  static constexpr bool kSplit = true;
+  SegmentRecord segment;
+  const uint32_t* page_tables;
+  const uint8_t* pool;
+  float* partial_o;  // as AttendArgs; unit u has rows [u * packed_rows, (u + 1) * packed_rows)
+  float* partial_lse;
+  uint32_t* meetings;     // [kMostSplitShares], zeros before the first launch
+  int64_t granule_bytes;  // as AttendArgs
+  int32_t pieces;         // 2 .. kMostSplitPieces
+  int32_t piece_rows;
+  int32_t kv_end;
+  uint32_t heads;  // as WorkInfo
+  int32_t q_rows;  // the tile has query rows [0, q_rows)
+  int32_t packed_rows;
+  int32_t blocks_per_unit;  // at most kMostSplitShares
+  int32_t o_is_f32;
 };
 
 // Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row
@@ -219,6 +247,7 @@ struct IndexArgs {
 };
 
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
+static_assert(std::is_trivially_copyable_v<SplitArgs>);
 static_assert(std::is_trivially_copyable_v<IndexArgs>);
 static_assert(std::is_trivially_copyable_v<WidenArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);

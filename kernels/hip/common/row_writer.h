@@ -7,14 +7,14 @@
 namespace mla::kernels::hip {
 
 // Writes a lane's elements of a packed row: fragments of outputs, scaled, and the row's LSE.
-template <class W, int kFragments>
+template <class W, int kFragments, class Args = AttendArgs>
 struct RowWriter {
-  const AttendArgs& args;
+  const Args& args;
   const Item& item;
   int columns;         // of a row
   int first_fragment;  // of this wave
 
-  MLA_DEVICE RowWriter(const AttendArgs& attend, const Item& of, int row_columns, int fragment)
+  MLA_DEVICE RowWriter(const Args& attend, const Item& of, int row_columns, int fragment)
       : args(attend), item(of), columns(row_columns), first_fragment(fragment) {}
 
   MLA_DEVICE void write(const typename W::Out (&o)[kFragments], const RowScale& scale, int slot,

@@ -129,6 +129,20 @@ inline void add_word_shared(lds_t at, uint32_t x) {
   std::memcpy(to, &sum, sizeof(sum));
 }
 inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
+// Blocks run one behind the other: the last one does what they share.
+struct BlockTurn {
+  int first, step;
+};
+inline void release_writes() {}
+inline BlockTurn meet_blocks(uint32_t* at, int, int count) {
+  constexpr int kNothing = 1 << 20;  // behind all that is shared
+  if (++*at < static_cast<uint32_t>(count)) return {kNothing, 1};
+  *at = 0;
+  return {0, 1};
+}
+inline float load_fresh(const float* from) { return *from; }
+inline void load_fresh(uint32_t (&x)[4], const float* from) { std::memcpy(x, from, sizeof(x)); }
+
 inline void store_half_word(lds_t at, uint32_t x) { shared_store(at, static_cast<uint16_t>(x)); }
 
 inline float positive(float x) { return x < 0.0f ? 0.0f : x; }

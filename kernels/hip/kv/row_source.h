@@ -22,7 +22,8 @@ class RowSource {
  public:
   static constexpr bool kLists = kKind == AttentionKind::kSparse;
 
-  MLA_DEVICE RowSource(const AttendArgs& args, const Item& item)
+  template <class Args>
+  MLA_DEVICE RowSource(const Args& args, const Item& item)
       : pages(args.page_tables, item.segment->page_table, args.pool, item.segment->layer_offset,
               item.segment->row_stride, item.segment->page_size, args.granule_bytes),
         begin(kLists ? 0 : item.work.kv_begin),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 
 #include "kernels/hip/launch/combine.h"
 
@@ -40,7 +41,83 @@ BusyUnits UnitsOf(const PlanView& plan) {
   return units;
 }
 
+// KV rows of the pieces that a plan's only tile is cut into, one a unit; 0 for any other plan.
+int32_t EqualPieces(const PlanView& plan, int32_t packed_rows) {
+  const auto pieces = static_cast<int32_t>(plan.work_info.size());
+  if (pieces < 2 || plan.reduce_final_map.size() != 1 ||
+      plan.reduce_partial_map.size() != plan.work_info.size()) {
+    return 0;
+  }
+  const WorkInfo& first = plan.work_info[0];
+  const int32_t rows = first.kv_end;
+  for (int32_t u = 0; u < pieces; ++u) {
+    const WorkInfo& w = plan.work_info[static_cast<size_t>(u)];
+    const bool last = u + 1 == pieces;
+    const WorkInfo want = {first.segment, u * packed_rows, 0,
+                           first.q_end,   u * rows,        last ? w.kv_end : (u + 1) * rows,
+                           w.kv_after,    first.heads};
+    if (plan.work_indptr[static_cast<size_t>(u)] != u ||
+        plan.work_indptr[static_cast<size_t>(u) + 1] != u + 1 ||
+        std::memcmp(&w, &want, sizeof(w)) != 0) {
+      return 0;
+    }
+  }
+  return rows;
+}
+
 }  // namespace
+
+std::optional<AbsorbedWork::Split> AbsorbedWork::SplitOf(const AttentionParams& params) const {
+  const PlanView& plan = params.plan;
+  const ArchTraits& arch = *device_.arch;
+  const auto pieces = static_cast<int32_t>(plan.work_info.size());
+  if (arch.split.empty() || pieces > kMostSplitPieces) return std::nullopt;
+  const int32_t packed_rows = MostPackedRows(plan);
+  const int32_t units = device_.runtime->units();
+  const size_t chosen = ChooseAttend(arch, params.desc.kv_format, params.desc.products,
+                                     params.desc.attention, packed_rows, pieces, units);
+  const AttendVariant& variant = arch.attend[chosen];
+  if (!variant.Serves(params.desc.kv_format, params.desc.products, params.desc.attention)) {
+    return std::nullopt;
+  }
+  const Split split{FindSplit(arch, variant), EqualPieces(plan, packed_rows), packed_rows,
+                    (packed_rows + variant.rows - 1) / variant.rows};
+  const bool fits = split.kernel < arch.split.size() && split.piece_rows > 0 &&
+                    split.blocks_per_unit <= kMostSplitShares &&
+                    pieces * split.blocks_per_unit <= units;
+  return fits ? std::optional(split) : std::nullopt;
+}
+
+absl::Status AbsorbedWork::AddSplit(LaunchSlot& slot, const AttentionParams& params,
+                                    const Split& split) const {
+  const SplitVariant& variant = device_.arch->split[split.kernel];
+  const PlanView& plan = params.plan;
+  const WorkInfo& last = plan.work_info.back();
+  const int64_t layer = params.segments[0].layer_offset;
+  SplitArgs args = {};
+  args.segment = params.segments[static_cast<size_t>(last.segment)];
+  args.segment.layer_offset -= layer;
+  args.page_tables = device_.table_mirror.As<uint32_t>();
+  args.pool = device_.pool.As<uint8_t>() + layer;
+  args.partial_o = device_.partial_o.As<float>();
+  args.partial_lse = device_.partial_lse.As<float>();
+  args.meetings = device_.meetings.As<uint32_t>();
+  args.granule_bytes = kPageGranuleBytes;
+  args.pieces = static_cast<int32_t>(plan.work_info.size());
+  args.piece_rows = split.piece_rows;
+  args.kv_end = last.kv_end;
+  args.heads = last.heads;
+  args.q_rows = last.q_end;
+  args.packed_rows = split.packed_rows;
+  args.blocks_per_unit = split.blocks_per_unit;
+  args.o_is_f32 = params.desc.o_dtype == DType::kF32;
+  const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.pieces * args.blocks_per_unit),
+                          .threads = static_cast<uint32_t>(variant.threads),
+                          .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
+                          .overlap_predecessor = true,
+                          .blocks_meet = true};
+  return slot.AddKernel(device_.kernels.split[split.kernel], shape, args);
+}
 
 absl::Status AbsorbedWork::Add(LaunchSlot& slot, const AttentionParams& params,
                                const DevicePlan& plan) const {

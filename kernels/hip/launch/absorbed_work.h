@@ -6,7 +6,9 @@
 #ifndef MLA_KERNELS_HIP_LAUNCH_ABSORBED_WORK_H_
 #define MLA_KERNELS_HIP_LAUNCH_ABSORBED_WORK_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "absl/status/status.h"
 #include "kernels/attention_params.h"
@@ -25,6 +27,16 @@ class AbsorbedWork final {
       : device_(device), widened_(widened) {}
 
   absl::Status Add(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan) const;
+
+  // A plan of one tile in equal pieces, all of whose blocks run at a time: one kernel attends and
+  // merges (SplitArgs), and neither plan nor segments have to be on the device.
+  struct Split {
+    size_t kernel;  // in ArchTraits::split
+    int32_t piece_rows, packed_rows, blocks_per_unit;
+  };
+  // Nothing if the plan is another, or there is no such kernel.
+  std::optional<Split> SplitOf(const AttentionParams& params) const;
+  absl::Status AddSplit(LaunchSlot& slot, const AttentionParams& params, const Split& split) const;
 
  private:
   // What the rows are, and where the segments find them.

@@ -114,6 +114,9 @@ absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
   if (expanded) {
     if (absl::Status s = expanded_.Check(params); !s.ok()) return s;
   }
+  if (const auto split = expanded ? std::nullopt : absorbed_.SplitOf(params)) {
+    return absorbed_.AddSplit(slot, params, *split);
+  }
   const int64_t uploads = plans_->uploads();
   absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, index, slot.input_stream());
   if (!plan.ok()) return plan.status();

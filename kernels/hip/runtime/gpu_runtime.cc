@@ -23,6 +23,7 @@ constexpr int kNvidiaCapabilityMajor = 75;
 constexpr int kNvidiaCapabilityMinor = 76;
 constexpr int kNvidiaHostPointersReach = 91;  // registered memory at the host's addresses
 constexpr int kNvidiaMaxDynamicShared = 8;
+constexpr unsigned kNvidiaCooperative = 2;
 constexpr unsigned kNvidiaProgrammaticSerialization = 6;
 constexpr int kAmdHostToDevice = 1;
 constexpr int kAmdDeviceToHost = 2;
@@ -458,13 +459,18 @@ absl::Status GpuRuntime::AllowSharedBytes(Function function, int32_t bytes) {
 absl::Status GpuRuntime::Launch(Function function, const LaunchShape& shape, const void* args,
                                 Stream stream) {
   void* parameters[] = {const_cast<void*>(args)};
-  if (vendor_ == Vendor::kNvidia && shape.overlap_predecessor) {
-    NvidiaLaunchAttribute attribute = {};
-    attribute.id = kNvidiaProgrammaticSerialization;
-    attribute.value.flag = 1;
+  if (vendor_ == Vendor::kNvidia && (shape.overlap_predecessor || shape.blocks_meet)) {
+    NvidiaLaunchAttribute attributes[2] = {};
+    unsigned count = 0;
+    const auto add = [&](unsigned id) {
+      attributes[count].id = id;
+      attributes[count++].value.flag = 1;
+    };
+    if (shape.overlap_predecessor) add(kNvidiaProgrammaticSerialization);
+    if (shape.blocks_meet) add(kNvidiaCooperative);
     const NvidiaLaunchConfig config{
-        shape.grid_x, shape.grid_y, 1, shape.threads, 1, 1, shape.shared_bytes,
-        stream,       &attribute,   1};
+        shape.grid_x,       shape.grid_y, 1,          shape.threads, 1, 1,
+        shape.shared_bytes, stream,       attributes, count};
     MLA_GPU_CALL(api_->nvidia_launch(&config, function, parameters, nullptr), "launch");
     return absl::OkStatus();
   }

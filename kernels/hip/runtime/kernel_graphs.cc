@@ -9,6 +9,7 @@
 namespace mla::kernels::hip {
 namespace {
 
+constexpr unsigned kCooperative = 2;  // attribute of a kernel
 constexpr unsigned char kProgrammaticPort = 1;
 constexpr unsigned char kProgrammaticEdge = 1;
 
@@ -34,6 +35,10 @@ struct NvidiaKernelNode {
   void* context;
 };
 static_assert(sizeof(NvidiaKernelNode) == 72);
+union NvidiaAttribute {
+  char reserved[64];
+  int flag;
+};
 struct NvidiaEdge {
   unsigned char from_port, to_port, type, reserved[5];
 };
@@ -51,6 +56,7 @@ struct GraphTable {
   // NVIDIA only.
   int (*nvidia_add_edges)(GraphHandle*, GraphNodeHandle* const*, GraphNodeHandle* const*,
                           const NvidiaEdge*, size_t);
+  int (*nvidia_set_attribute)(GraphNodeHandle*, unsigned, const NvidiaAttribute*);
 };
 
 namespace {
@@ -71,6 +77,7 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(set_kernel, "hipGraphExecKernelNodeSetParams", "cuGraphExecKernelNodeSetParams_v2"),
     MLA_ALIAS(launch, "hipGraphLaunch", "cuGraphLaunch"),
     MLA_ALIAS(nvidia_add_edges, nullptr, "cuGraphAddDependencies_v2"),
+    MLA_ALIAS(nvidia_set_attribute, nullptr, "cuGraphKernelNodeSetAttribute"),
 };
 #undef MLA_ALIAS
 
@@ -102,7 +109,8 @@ class NodeParams {
 };
 
 bool OfOneKind(const PendingKernel& a, const PendingKernel& b) {
-  return a.function == b.function && a.shape.overlap_predecessor == b.shape.overlap_predecessor;
+  return a.function == b.function && a.shape.overlap_predecessor == b.shape.overlap_predecessor &&
+         a.shape.blocks_meet == b.shape.blocks_meet;
 }
 
 bool Same(const PendingKernel& a, const PendingKernel& b) {
@@ -239,6 +247,11 @@ bool KernelGraphs::AddKernel(Entry& entry, size_t index) {
   if (api_->add_kernel(&node.handle, entry.graph, waits_for > 0 ? &before : nullptr, waits_for,
                        params.at()) != 0) {
     return false;
+  }
+  if (node.held.shape.blocks_meet && runtime_->vendor() == Vendor::kNvidia) {
+    NvidiaAttribute cooperative = {};
+    cooperative.flag = 1;
+    if (api_->nvidia_set_attribute(node.handle, kCooperative, &cooperative) != 0) return false;
   }
   if (!overlaps) return true;
   const NvidiaEdge edge{kProgrammaticPort, 0, kProgrammaticEdge, {}};

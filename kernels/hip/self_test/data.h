@@ -41,6 +41,9 @@ struct Shape {
   // KV rows of the segment without a key, whose list is empty: of many, no row of the launch is
   // read so often that rows would be widened first (WidensLists).
   int32_t unlisted = 0;
+  // Of the absorbed form the first segment alone, in about so many pieces of as many rows: one
+  // launch of one tile, whose blocks may merge the parts themselves. 0: as above.
+  int32_t pieces = 0;
 };
 // Small ones first: what is wrong with a kernel shows there already, as a rule. Two query rows make
 // a tile for one block of the smallest of the attention kernels, twenty one that takes the largest
@@ -57,6 +60,14 @@ inline constexpr Shape kListShapes[] = {{150, 64, 96, 20, 0, true, false, true, 
                                         {150, 64, 96, 20, 0, true, false, true},
                                         {1600, 3, 800, 2, 0, false, true, true},
                                         {1600, 3, 800, 20, 0, true, true, true}};
+// As many pieces as units let tiles of few packed rows and of many have, rows that no other shape
+// has.
+inline Shape ShapeInPieces(int32_t queries, int32_t pieces) {
+  Shape shape{600, 64, 0, queries, 0, false, false};
+  shape.pieces = pieces;
+  return shape;
+}
+inline constexpr int32_t kMostPieces = 64;
 // Rows of other formats than bf16 take the first of each: what differs is in every tile.
 inline constexpr size_t kFp8Shapes = 2, kFp8ListShapes = 3;
 inline constexpr int32_t kMostRows = 1600;

@@ -70,6 +70,23 @@ inline void PlanAbsorbed(const Data& d, int32_t units, Work& work) {
   work.generation = NextPlanGeneration();
 }
 
+// The tile of segment 0 in pieces, one a unit, and nothing else.
+inline void PlanPieces(const Shape& shape, Work& work) {
+  const uint32_t all = PackHeads(0, kHeads);
+  const int32_t tile = shape.absorbed * kHeads;
+  const int32_t piece = (shape.kv_rows + shape.pieces - 1) / shape.pieces;
+  for (int32_t begin = 0; begin < shape.kv_rows; begin += piece) {
+    work.Add(0, work.partial_rows, 0, shape.absorbed, begin, std::min(begin + piece, shape.kv_rows),
+             all);
+    work.reduce_partial_map.push_back(work.partial_rows);
+    work.partial_rows += tile;
+    work.EndUnit();
+  }
+  work.reduce_indptr.push_back(static_cast<int32_t>(work.reduce_partial_map.size()));
+  work.reduce_final_map = {{0, 0, shape.absorbed, all}};
+  work.generation = NextPlanGeneration();
+}
+
 // Work items of a tile a head and 128 query rows, whole.
 inline void AddTiles(const Shape& shape, Work& work) {
   constexpr int32_t kTile = kExpandedRows;

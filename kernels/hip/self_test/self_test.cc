@@ -72,7 +72,7 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
       expanded ? "expanded" : "absorbed", " form, ", d.shape.kv_rows, " keys, ",
       bf16_rows ? "" : absl::StrCat(Name(d.format), " rows, "), exact ? "" : "products of 8 bits, ",
       d.shape.lists ? "index lists, " : "", "row ");
-  for (int32_t row = 0; row < d.rows; ++row) {
+  for (int32_t row = 0; row < (d.shape.pieces > 0 ? d.queries : d.rows); ++row) {
     for (int32_t head = 0; head < kHeads; ++head) {
       if (d.queries > 2 && row > 0 && row % kHeads != head) continue;
       const Answer want = Expected(d, w, row, head, !expanded);
@@ -246,7 +246,12 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   Work absorbed, expanded;
   if (d.shape.absorbed > 0) {
     absorbed.segments = Segments(d, *staged, false, 1);
-    PlanAbsorbed(d, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
+    if (d.shape.pieces > 0) {
+      absorbed.segments.resize(1);
+      PlanPieces(d.shape, absorbed);
+    } else {
+      PlanAbsorbed(d, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
+    }
     launch.absorb = {kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1}, {}};
     launch.absorbed = Form(d, absorbed, false);
     launch.project = {kGeometry, DType::kF32, DType::kF32, project, {}};
@@ -314,14 +319,14 @@ BackendLimits Limits(const AttentionBackend& backend) {
   l.launch_requests = segments;
   l.launch_rows = kMostQueries + segments;
   l.launch_packed_rows = l.launch_rows * kHeads;
-  l.partial_rows = 2 * kMostAbsorbed * kHeads;
+  l.partial_rows = kMostPieces * kMostAbsorbed * kHeads;
   l.max_o_dim = 512;
   l.staging_in_bytes = int64_t{4} << 20;
   l.staging_out_bytes = int64_t{4} << 20;
   l.slot_workspace_bytes = int64_t{1} << 20;
   l.work_items = 3 * kMostUnits + 2 * segments * kHeads;
   l.reduce_tiles = 1;
-  l.reduce_partials = 2;
+  l.reduce_partials = kMostPieces;
   l.round_items = l.work_items;
   l.round_expansions = segments * kHeads;
   l.page_ranges = l.table_ranges = 16;
@@ -371,6 +376,12 @@ absl::Status Check(AttentionBackend& backend) {
         if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16);
       }
     }
+  }
+  // A tile for one block of the smallest kernel, and one that goes to the largest since so many
+  // units are busy, two blocks each.
+  const int32_t many = std::clamp(UnitsOf(backend, false) / 2, 2, kMostPieces);
+  for (const Shape& shape : {ShapeInPieces(2, 2), ShapeInPieces(kMostAbsorbed, many)}) {
+    if (s.ok()) s = CheckShape(backend, weights, shape, KvFormat::kBf16, DType::kBf16);
   }
   if (s.ok()) s = CheckWindows(backend);
   if (s.ok()) s = CheckIndexer(backend);

@@ -26,15 +26,16 @@
 
 namespace mla::kernels::hip {
 
-// Producer: the group that brings queries and KV rows.
-template <class C, class Producer = WgmmaProducer<C>>
+// Args: AttendArgs, or SplitArgs to merge the parts as well. Producer: the group that brings
+// queries and KV rows.
+template <class C, class Args = AttendArgs, class Producer = WgmmaProducer<C, Args>>
 class AttendWgmma {
  public:
   using L = WgmmaLayout<C>;
   static constexpr int kThreads = 3 * L::kGroupThreads;
   static constexpr int kSharedBytes = L::kSharedBytes;
 
-  MLA_DEVICE static void run(const AttendArgs& args) {
+  MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};
     shared.init_barriers();
     let_next_kernel_start();
@@ -45,13 +46,13 @@ class AttendWgmma {
       for_each_item<L::kRows>(args, [&producer](const Item& item) { producer.produce(item); });
     } else if (group == 0) {
       tile::take_registers<224>();
-      WgmmaConsumer<C, 0> consumer(args, shared);
+      WgmmaConsumer<C, 0, Args> consumer(args, shared);
       for_each_indexed_item<L::kRows>(args, [&consumer](const Item& item, int index, int share) {
         consumer.attend(item, index, share);
       });
     } else {
       tile::take_registers<224>();
-      WgmmaConsumer<C, 1> consumer(args, shared);
+      WgmmaConsumer<C, 1, Args> consumer(args, shared);
       for_each_indexed_item<L::kRows>(args, [&consumer](const Item& item, int index, int share) {
         consumer.attend(item, index, share);
       });

@@ -84,6 +84,39 @@ MLA_DEVICE void add_word(uint32_t* at, uint32_t x) {
   asm volatile("red.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
 
+// Blocks of a grid that all run at a time meet at `at`, which holds zero before the first meeting:
+// every thread calls release_writes; then, behind a barrier of its block, one thread of each calls
+// meet_blocks, as number `index` of `count`. Behind another barrier load_fresh sees what all of
+// them had written. The blocks go on to share some work: each has first, first + step, ...
+struct BlockTurn {
+  int first, step;
+};
+MLA_DEVICE void release_writes() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+MLA_DEVICE BlockTurn meet_blocks(uint32_t* at, int index, int count) {
+  // The others add one each, so the highest bit turns with the last of all and the rest is zero.
+  const uint32_t add = index == 0 ? 0x80000000u - static_cast<uint32_t>(count - 1) : 1u;
+  uint32_t before, now;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(at), "r"(add)
+               : "memory");
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+  } while (((now ^ before) >> 31) == 0);
+  return {index, count};
+}
+MLA_DEVICE float load_fresh(const float* from) {
+  float x;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
+MLA_DEVICE void load_fresh(uint32_t (&x)[4], const float* from) {
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "l"(from)
+               : "memory");
+}
+
 MLA_DEVICE void store_half_word(lds_t at, uint32_t x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(x)) : "memory");
 }

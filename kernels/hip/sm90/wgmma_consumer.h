@@ -3,17 +3,18 @@
 #define MLA_KERNELS_HIP_SM90_WGMMA_CONSUMER_H_
 
 #include "kernels/hip/kv/window_source.h"
+#include "kernels/hip/sm90/split/merge_parts.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
 
-// Group kGroup of the two that compute.
-template <class C, int kGroup>
+// Group kGroup of the two that compute. Args: AttendArgs or SplitArgs.
+template <class C, int kGroup, class Args = AttendArgs>
 class WgmmaConsumer {
  public:
   using L = WgmmaLayout<C>;
 
-  MLA_DEVICE WgmmaConsumer(const AttendArgs& a, const L& layout)
+  MLA_DEVICE WgmmaConsumer(const Args& a, const L& layout)
       : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
 
   // The item is read again for its results, rather than held in registers meanwhile.
@@ -31,7 +32,12 @@ class WgmmaConsumer {
       add_sums(state);
     }
     const Item results = load_item<L::kRows>(args, index, share);
-    if (results.work.partial_row >= 0) {
+    if constexpr (Args::kSplit) {
+      write_partial(results, state);
+      // Behind the first barrier of the merge both groups are done with the slots.
+      merge_parts<L::kRows, true>(args, {index, share}, shared.slot(0),
+                                  [] { tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>(); });
+    } else if (results.work.partial_row >= 0) {
       write_partial(results, state);
     } else {
       write(results, state);
@@ -49,6 +55,7 @@ class WgmmaConsumer {
   static constexpr int kOutputs = kColumns / 2;  // of a thread
   static constexpr float kSlack = 8.0f;          // probabilities stay below 2^8
   static constexpr int kGroupBarrier = 1;        // named barriers: this one and the next
+  static constexpr int kGroupsBarrier = 3;       // of both groups
 
   struct State {
     float o[kOutputs];
@@ -435,7 +442,7 @@ class WgmmaConsumer {
     return float_to_bits(tile::exchange<kStep>(bits_to_float(x)));
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int lane, warp;
   uint32_t tiles_seen = 0, others_seen = 0;  // of the own slot, of the other

@@ -9,14 +9,14 @@
 namespace mla::kernels::hip {
 
 // The group that copies queries and KV rows of one item after the other.
-template <class C>
+template <class C, class Args = AttendArgs>
 class WgmmaProducer {
  public:
   using L = WgmmaLayout<C>;
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
 
-  MLA_DEVICE WgmmaProducer(const AttendArgs& a, const L& layout)
+  MLA_DEVICE WgmmaProducer(const Args& a, const L& layout)
       : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
 
   MLA_DEVICE void produce(const Item& item) {
@@ -126,7 +126,7 @@ class WgmmaProducer {
     tile::barrier_arrive_after_copies(shared.queries_filled(part));
   }
 
-  const AttendArgs& args;
+  const Args& args;
   const L shared;
   const int lane, warp;
   const uint8_t* kv_rows[kCopyRows];     // where this lane's chunks of the next tile lie

@@ -22,6 +22,7 @@ constexpr int kCapabilityMinor = 76;
 constexpr int kHostPointersReach = 91;
 constexpr int kProcessesShareIt = 133;
 constexpr int kMaxDynamicShared = 8;
+constexpr unsigned kCooperative = 2;
 constexpr unsigned kProgrammaticSerialization = 6;
 constexpr unsigned kHostMemory = 1;
 constexpr unsigned kDeviceMemory = 2;
@@ -306,7 +307,8 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
 }
 int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** parameters, void** extra) {
   for (unsigned i = 0; i < c->attribute_count; ++i) {
-    if (c->attributes[i].id != kProgrammaticSerialization) return kInvalidValue;
+    const unsigned id = c->attributes[i].id;
+    if (id != kProgrammaticSerialization && id != kCooperative) return kInvalidValue;
   }
   return cuLaunchKernel(function, c->grid_x, c->grid_y, c->grid_z, c->block_x, c->block_y,
                         c->block_z, c->shared_bytes, c->stream, parameters, extra);
@@ -325,6 +327,10 @@ int cuGraphAddDependencies_v2(void*, void* const* from, void* const* to, const G
   if (current == nullptr) return kInvalidContext;
   if (count != 1 || edges->from_port > 2 || edges->to_port != 0) return kInvalidValue;
   return fake_hip_order_nodes(*from, *to);
+}
+int cuGraphKernelNodeSetAttribute(void* node, unsigned id, const void* value) {
+  if (current == nullptr) return kInvalidContext;
+  return node != nullptr && id == kCooperative && value != nullptr ? 0 : kInvalidValue;
 }
 int cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long flags) {
   IN_CONTEXT(hipGraphInstantiateWithFlags(exec, graph, flags));

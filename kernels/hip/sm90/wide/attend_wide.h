@@ -10,7 +10,7 @@
 namespace mla::kernels::hip {
 
 template <class C>
-using AttendWide = AttendWgmma<C, WideningProducer<C>>;
+using AttendWide = AttendWgmma<C, AttendArgs, WideningProducer<C>>;
 
 }  // namespace mla::kernels::hip
 
