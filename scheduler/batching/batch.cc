@@ -280,7 +280,8 @@ void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests
   request->engine.batch_index = static_cast<int32_t>(batch.requests.size());
   batch.requests.push_back(request);
   request->engine.rows_launched = rows;
-  if (Appends(*request)) Progress(*request).appended += rows;
+  // What a launch appends that waits for its client counts once it has not come late.
+  if (Appends(*request) && !request->engine.ahead) Progress(*request).appended += rows;
 }
 
 bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {

@@ -198,6 +198,7 @@ class EngineCore {
   void HandBackUndone(StreamRequest* request, HandedBack why);
   void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status);
+  void DropRowsFrom(Step* step, int32_t layer, int32_t first);
   void FailWaiting(MonotonicNanos now);  // deadlines and missing KV rows
   void FailLate(StreamRequest* request);
   void FailRowsMissing(StreamRequest* request, int32_t first, int32_t last);

@@ -47,9 +47,12 @@ bool EngineCore::StartLaunch() {
     }
   }
   const absl::Status status = launcher_->Submit(launch, begin);
-  stats_.launches_ahead += launch->launch.gate.ready.word != nullptr;
   launch->report.predicted_ns = policy_.PredictedNanos(launch->batch);
-  if (!status.ok()) FailSubmit(launch, status);
+  if (status.ok()) {
+    stats_.launches_ahead += launch->launch.gate.ready.word != nullptr;
+  } else {
+    FailSubmit(launch, status);
+  }
   return true;
 }
 
@@ -94,7 +97,11 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
     StreamRequest* const request = place;
     Step* step = request->engine.step;
     const int32_t rows = std::exchange(request->engine.rows_launched, 0);
-    if (Appends(*request)) step->layers[request->attend.layer].stored += rows;
+    if (Appends(*request)) {
+      LayerProgress& layer = step->layers[request->attend.layer];
+      if (request->engine.ahead) layer.appended += rows;
+      layer.stored += rows;
+    }
     request->engine.rows_done += rows;
     RequestTimings& timings = request->timings;
     timings.plan_ns += report.plan_ns;
@@ -198,6 +205,8 @@ bool EngineCore::MayGoAhead(StreamRequest* request) const {
   if (!note.ahead) return true;
   // A launch that waits on the device keeps others waiting.
   const int32_t others = pending_.size() - (note.queue != nullptr ? 1 : 0);
+  // Other participants' requests would see rows of a launch that may turn out to be late.
+  if (note.step != nullptr && note.step->participants > 1) return false;
   const kernels::WordValue& ready = request->attend.ready;
   return limits_.ahead_us > 0 && backend_->Info().waits_for_words && others == 0 &&
          backend_->InPlace(ready.word, sizeof(*ready.word)) && !launcher_->AwaitsClient();
@@ -206,9 +215,7 @@ bool EngineCore::MayGoAhead(StreamRequest* request) const {
 void EngineCore::HandBackUndone(StreamRequest* request, HandedBack why) {
   Step* const step = request->engine.step;
   if (Appends(*request)) {
-    LayerProgress& layer = step->layers[request->attend.layer];
-    layer.accepted = FirstRow(*request);
-    layer.appended = std::min(layer.appended, layer.accepted);
+    DropRowsFrom(step, request->attend.layer, FirstRow(*request));
   }
   HandBack(request, why);
   FinishEndIfIdle(step);
@@ -240,30 +247,35 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status)
   } else {
     // Of a request that is cut up, launches may have stored some rows; these stay.
     Answer(request, AmendDetail(status, [&](ErrorDetail& detail) { detail.next_row = first; }));
-    // The rows after these can not be appended any more: their requests go too, and the client may
-    // send both again.
-    step->layers[layer].accepted = first;
-    StreamRequest* other = pending_.front();
-    while (other != nullptr) {
-      StreamRequest* const next = WaitingRequests::Next(other);
-      if (other->engine.step == step && other->attend.layer == layer && other->attend.has_kv &&
-          EndRow(*other) > first) {
-        RemovePending(other);
-        --step->waiting;
-        Answer(other, MakeError(absl::StatusCode::kFailedPrecondition,
-                                absl::StrCat("the rows of layer ", layer, " before these, from ",
-                                             first, " on, failed"),
-                                {.field = "attend.row_begin",
-                                 .got = absl::StrCat(other->attend.row_begin),
-                                 .limit = absl::StrCat(first),
-                                 .reason = "rows_out_of_order",
-                                 .last_good_position = CommittedAt(*step, first),
-                                 .next_row = first}));
-      }
-      other = next;
-    }
+    DropRowsFrom(step, layer, first);
   }
   FinishEndIfIdle(step);
+}
+
+// Rows from `first` on can not be appended any more, as those before them are missing: requests
+// that bring them go, and the client may send all of them again.
+void EngineCore::DropRowsFrom(Step* step, int32_t layer, int32_t first) {
+  int32_t& accepted = step->layers[layer].accepted;
+  accepted = std::min(accepted, first);
+  StreamRequest* other = pending_.front();
+  while (other != nullptr) {
+    StreamRequest* const next = WaitingRequests::Next(other);
+    if (other->engine.step == step && other->attend.layer == layer && other->attend.has_kv &&
+        EndRow(*other) > first) {
+      RemovePending(other);
+      --step->waiting;
+      Answer(other, MakeError(absl::StatusCode::kFailedPrecondition,
+                              absl::StrCat("the rows of layer ", layer, " before these, from ",
+                                           first, " on, failed"),
+                              {.field = "attend.row_begin",
+                               .got = absl::StrCat(other->attend.row_begin),
+                               .limit = absl::StrCat(first),
+                               .reason = "rows_out_of_order",
+                               .last_good_position = CommittedAt(*step, first),
+                               .next_row = first}));
+    }
+    other = next;
+  }
 }
 
 void EngineCore::FailWaiting(MonotonicNanos now) {

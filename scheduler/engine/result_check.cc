@@ -276,7 +276,9 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
   const bool expected = position >= entry.sequence->not_finite_from ||
                         QueryHoldsNotFinite(tensors->Outputs(), row - tensors->first(), head,
                                             spec.q_dim(args.profile));
-  if (!expected) {
+  // Outputs that the client may be using by now can not be marked any more.
+  const bool late = args.done.word != nullptr && !std::isnan(lse);
+  if (!expected || late) {
     note.bad_row = static_cast<int32_t>(row);
     note.bad_head = static_cast<int32_t>(head);
   } else if (!std::isnan(lse)) {

@@ -23,10 +23,14 @@ class EngineAheadTest : public EngineCoreTest {
  protected:
   EngineAheadTest() : EngineAheadTest(Backend(true)) {}
   explicit EngineAheadTest(std::unique_ptr<FaultyBackend> backend)
-      : EngineCoreTest(
-            HarnessOptions{testing::TinyLimits(), testing::TinyModel(), std::move(backend)}) {
+      : EngineCoreTest(HarnessOptions{AheadLimits(), testing::TinyModel(), std::move(backend)}) {
     const SequenceInfo a = h_.Open();
     EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
+  }
+  static Limits AheadLimits() {
+    Limits limits = testing::TinyLimits();
+    limits.ahead_us = 200;
+    return limits;
   }
   static std::unique_ptr<FaultyBackend> Backend(bool waits) {
     auto made = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
@@ -171,6 +175,46 @@ TEST_F(EngineAheadTest, OneLaunchAtATimeWaitsForAClient) {
   ready_ = 1;
   h_.Run();
   ExpectComputed(*first, 0);
+}
+
+// Nor do rows of such a launch let others see them before it is known not to have been late.
+TEST_F(EngineAheadTest, QueriesWaitForRowsOfALaunchThatWaits) {
+  auto request = Unready(0);
+  h_.Submit(request.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  auto query = h_.Query(stream_, 1, 0, 0, 2, 0, 2, kQueryKey);
+  EXPECT_FALSE(h_.core().StartLaunch());
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));  // too late
+  EXPECT_EQ(request->handed_back, HandedBack::kLate);
+  EXPECT_FALSE(h_.core().StartLaunch());
+  EXPECT_EQ(query->answers, 0);
+  HandOverAgain(request.get());
+  ExpectComputed(*request, 0);
+  EXPECT_TRUE(query->status.ok()) << query->status;
+}
+
+TEST_F(EngineAheadTest, RowsBehindThoseOfALateLaunchAreSentAgain) {
+  const SequenceInfo b = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 2, {{b.id, 1, 0, 3}})->status.ok());
+  const auto part = [&](int first, int rows) {
+    auto request = h_.Unsent(stream_, 2, 0, first, rows, Rows(rows, 4 + first), 0, 2, kQueryKey);
+    return request;
+  };
+  auto first = part(0, 1), second = part(1, 2);
+  first->attend.ready = {&ready_, 1};
+  h_.Submit(first.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  h_.Submit(second.get());
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  EXPECT_EQ(first->handed_back, HandedBack::kLate);
+  EXPECT_EQ(second->detail.reason, "rows_out_of_order");
+  EXPECT_EQ(h_.End(stream_, 2)->detail.reason, "rows_missing");
+  HandOverAgain(first.get());
+  EXPECT_TRUE(first->status.ok()) << first->status;
+  h_.Submit(second.get());
+  h_.Run();
+  EXPECT_TRUE(second->status.ok()) << second->status;
+  EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
 TEST_F(EngineAheadTest, AStepMayBeAbortedWhileItsLaunchWaits) {

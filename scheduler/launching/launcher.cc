@@ -22,6 +22,13 @@ int32_t CountDistinct(std::vector<T>& values) {
   return static_cast<int32_t>(std::unique(values.begin(), values.end()) - values.begin());
 }
 
+// Whether the host looks at the request's tensors behind its launch whatever came of it
+// (CheckResults): the client may not change them before.
+bool IsReadAfterLaunch(const StreamRequest& request) {
+  return !Computes(request) || IsSparse(request.attend) ||
+         request.engine.step->model->spec->windowed();
+}
+
 }  // namespace
 
 Launcher::Launcher(const Limits& limits, kernels::AttentionBackend* backend,
@@ -190,7 +197,9 @@ void Launcher::Assemble(BatchLaunch* to) const {
     // Alone in its batch then.
     if (request->engine.ahead) launch.gate = {args.ready, ahead_ns_};
     const bool ends = request->engine.rows_done + request->engine.rows_launched == args.row_count;
-    if (args.done.word != nullptr && ends) to->signals.push_back(args.done);
+    if (args.done.word != nullptr && ends && !IsReadAfterLaunch(*request)) {
+      to->signals.push_back(args.done);
+    }
   }
   launch.signals = to->signals;
   launch.page_writes = to->batch.page_writes;

@@ -6,8 +6,8 @@
 //
 //   accepted   rows whose request is queued, launched or done; the next new KV row must be
 //              row `accepted`
-//   appended   rows whose append is in a submitted launch; attention over them may be part of the
-//              same launch
+//   appended   rows whose append is in a submitted launch that does not wait for its client;
+//              attention over them may be part of the same launch
 //   stored     rows whose launch has completed; a repeat is compared with these, and a commit
 //              needs these
 //

@@ -234,15 +234,16 @@ void CommandRing::NoteReturned(AttendMessage* message) {
 }
 
 void CommandRing::TakeReturned() {
-  while (any_returned_) {
+  while (any_returned_ && !stop_) {
     AttendMessage* message = nullptr;
     {
       const MutexLock lock(returned_mutex_);
-      message = returned_.back();
-      returned_.pop_back();
+      message = returned_.front();
+      returned_.erase(returned_.begin());
       any_returned_ = !returned_.empty();
     }
     if (message->handed_back == scheduler::HandedBack::kLate) pause_ = kAheadPause;
+    message->handed_back = scheduler::HandedBack::kNo;  // its next answer is for the client
     message->attend.ready = {};
     message->leave_launch = false;
     if (held_.any && held_.message == message) {

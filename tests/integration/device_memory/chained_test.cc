@@ -138,6 +138,17 @@ TEST_F(ChainedTest, WhatWasLaunchedTooEarlyIsComputedAgain) {
   EXPECT_GT(more, launches);
 }
 
+// It goes ahead, comes back late, is held, and is refused at the end of shm.device_wait_ms.
+TEST_F(ChainedTest, WhatNeverGetsReadyIsRefusedOnce) {
+  server_->control().lazy_words = true;
+  auto step = Begin();
+  client::PendingAttend pending = step->AttendAsync(Call(0, true));
+  EXPECT_EQ(pending.Wait().status().code(), StatusCode::kDeadlineExceeded);
+  server_->control().lazy_words = false;
+  stream_.Finish();
+  EXPECT_TRUE(step->Attend(Call(0, false)).ok());
+}
+
 TEST_F(ChainedTest, AFailureLetsTheStreamGoOn) {
   auto step = Begin();
   client::AttendCall call = Call(0, true);

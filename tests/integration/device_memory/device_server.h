@@ -32,6 +32,7 @@ inline void AllowDeviceDims(server::Config& config) {
   config.limits.max_v_dim = 128;
   config.limits.default_page_size = 16;
   config.limits.kv_cache_bytes = 16 * kMiB;
+  config.limits.ahead_us = 200;
   config.shm.device_bytes = 16 * kMiB;
   config.shm.device_wait_ms = 300;
 }
