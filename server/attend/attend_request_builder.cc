@@ -392,7 +392,10 @@ absl::Status AttendRequestBuilder::PointIntoDevice(const kernels::SharedDeviceMe
   return PointTo({bytes.data(), 0, bytes.size()}, in_offset, out_offset, "", message);
 }
 
-void AttendRequestBuilder::Answered(const AttendMessage& message) {
+void AttendRequestBuilder::Answered(AttendMessage* of) {
+  // Refused tails, or those that others have replaced: the client may use their room at once.
+  of->end.tails.clear();
+  const AttendMessage& message = *of;
   if (message.begin_order == 0) return;
   const MutexLock lock(mutex_);
   const auto begin = std::find_if(

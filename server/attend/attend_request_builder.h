@@ -105,7 +105,7 @@ class AttendRequestBuilder final {
   static uint64_t SharedOutBytes(const AttendSizes& sizes);
 
   // Must be called for every answered message.
-  void Answered(const AttendMessage& message);
+  void Answered(AttendMessage* message);
 
  private:
   // A BeginStep without an answer. A client may send its rows without waiting for that.

@@ -419,7 +419,7 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
               MLA_SLOT(limits.slice_wait_us)),
           Int("limits.ahead_us", 0, 10000,
               "How long a launch waits on the GPU for a client's kernels at most; microseconds.",
-              "0: never. docs/shared_memory.md says what it asks of workers.",
+              "0: never. Asks something of workers: docs/shared_memory.md.",
               MLA_SLOT(limits.ahead_us)),
           Millis("limits.kv_wait_ms", 0, kDayMs,
                  "How long a request waits for KV rows that another one brings.",

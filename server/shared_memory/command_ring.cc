@@ -465,7 +465,7 @@ void CommandRing::OnAnswered(AttendMessage* message) {
   if (message->handed_back != scheduler::HandedBack::kNo) return NoteReturned(message);
   DoneWord(*message).Store();
   requests_->Count(message->answer.code());
-  builder_.Answered(*message);
+  builder_.Answered(message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);
   {
     const MutexLock lock(completion_mutex_);

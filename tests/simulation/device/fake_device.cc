@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "absl/strings/str_cat.h"
 #include "tests/simulation/oracle/patterns.h"
@@ -10,13 +12,21 @@ namespace mla::simulation {
 namespace {
 
 // Holds wild page-table entries until they are written.
+// Begins at a page's start, so that nothing depends on where the allocator puts it.
 class Heap final : public kernels::HostBuffer {
  public:
-  explicit Heap(size_t bytes) : memory_(bytes, std::byte{0xff}) {}
-  std::span<std::byte> bytes() override { return memory_; }
+  explicit Heap(size_t bytes) : bytes_(bytes), memory_(new(kPage) std::byte[bytes]) {
+    std::fill_n(memory_.get(), bytes, std::byte{0xff});
+  }
+  std::span<std::byte> bytes() override { return {memory_.get(), bytes_}; }
 
  private:
-  std::vector<std::byte> memory_;
+  static constexpr std::align_val_t kPage{4096};
+  struct Free {
+    void operator()(std::byte* memory) const { operator delete[](memory, kPage); }
+  };
+  const size_t bytes_;
+  const std::unique_ptr<std::byte[], Free> memory_;
 };
 
 }  // namespace
