@@ -2,6 +2,8 @@
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_H_
 
+#include <cstdint>
+
 #include "kernels/attention_backend.h"
 #include "kernels/formats/kv_format.h"
 #include "kernels/hip/arch_traits.h"
@@ -11,6 +13,13 @@
 #include "kernels/hip/weights/weight_store.h"
 
 namespace mla::kernels::hip {
+
+inline constexpr uint32_t kBlockThreads = 256;  // of every kernel that does no attention
+
+// Blocks of `share` each for `all`.
+inline uint32_t BlocksFor(int64_t all, int64_t share) {
+  return static_cast<uint32_t>((all + share - 1) / share);
+}
 
 struct DeviceState {
   GpuRuntime* runtime = nullptr;

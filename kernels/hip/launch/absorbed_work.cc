@@ -9,7 +9,6 @@
 namespace mla::kernels::hip {
 namespace {
 
-constexpr uint32_t kThreads = 256;
 constexpr int32_t kRowsOfBlock = 8;
 constexpr int32_t kOnePage = 1 << 30;  // rows: a segment's lie one behind the other
 
@@ -221,7 +220,7 @@ absl::Status AbsorbedWork::AddWiden(LaunchSlot& slot, const AttentionParams& par
   rows->pool = args.rows;
   const LaunchShape shape{
       .grid_x = static_cast<uint32_t>((kv_rows + kRowsOfBlock - 1) / kRowsOfBlock),
-      .threads = kThreads};
+      .threads = kBlockThreads};
   return slot.AddKernel(device_.kernels.widen, shape, args);
 }
 

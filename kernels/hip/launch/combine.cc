@@ -3,14 +3,6 @@
 #include <algorithm>
 
 namespace mla::kernels::hip {
-namespace {
-
-constexpr uint32_t kThreads = 256;
-
-uint32_t DivideUp(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
-
-}  // namespace
-
 int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads) {
   return (q_end - q_begin) * static_cast<int32_t>((heads >> 16) - (heads & 0xffffu));
 }
@@ -53,10 +45,10 @@ absl::Status AddCombine(LaunchSlot& slot, const DeviceState& device, const Atten
   args.waves_per_row = CombineWavesBeside(*device.arch, int64_t{tiles} * rows, parts,
                                           args.waves_per_row, args.column_blocks, run.idle_units);
   args.exchanged = run.exchanged;
-  const auto row_blocks = DivideUp(rows, device.arch->waves_per_block / args.waves_per_row);
+  const auto row_blocks = BlocksFor(rows, device.arch->waves_per_block / args.waves_per_row);
   const LaunchShape shape{.grid_x = tiles,
                           .grid_y = row_blocks * static_cast<uint32_t>(args.column_blocks),
-                          .threads = kThreads,
+                          .threads = kBlockThreads,
                           .shared_bytes = static_cast<uint32_t>(device.arch->combine_shared_bytes),
                           .overlap_predecessor = true};
   return slot.AddKernel(device.kernels.combine, shape, args);

@@ -10,7 +10,6 @@
 namespace mla::kernels::hip {
 namespace {
 
-constexpr uint32_t kThreads = 256;
 // More blocks than any device runs at a time; they share the chunks of longer lists.
 constexpr int64_t kMaxMoveBlocks = 1 << 16;
 
@@ -71,7 +70,7 @@ absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends
     on_device += args.count + 1;
     begin = end;
     if (chunks == 0) continue;
-    const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks), .threads = kThreads};
+    const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks), .threads = kBlockThreads};
     if (absl::Status s = launch.AddKernel(device_.kernels.move, shape, args); !s.ok()) return s;
   }
   return absl::OkStatus();
@@ -102,7 +101,7 @@ absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::
   static_assert(LaunchSlot::kMoves <= kTensorCopies);
   if (moves.empty()) return absl::OkStatus();
   CopyTensorsArgs args = {};
-  LaunchShape shape{.grid_x = 0, .threads = kThreads};
+  LaunchShape shape{.grid_x = 0, .threads = kBlockThreads};
   for (const LaunchSlot::Move& m : moves) {
     TensorCopy& copy = args.copies[args.count++];
     copy = {reinterpret_cast<uint8_t*>(m.to), reinterpret_cast<const uint8_t*>(m.from), m.bytes};
@@ -190,10 +189,8 @@ absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendReco
   args.page_tables = device_.table_mirror.As<uint32_t>();
   args.pool = device_.pool.As<uint8_t>() + layer;
   args.count = static_cast<int32_t>(count);
-  const int32_t rows_of_block = device_.arch->waves_per_block;
-  const LaunchShape shape{
-      .grid_x = static_cast<uint32_t>((rows + rows_of_block - 1) / rows_of_block),
-      .threads = kThreads};
+  const LaunchShape shape{.grid_x = BlocksFor(rows, device_.arch->waves_per_block),
+                          .threads = kBlockThreads};
   return launch.AddKernel(device_.kernels.append, shape, args);
 }
 

@@ -7,10 +7,6 @@
 namespace mla::kernels::hip {
 namespace {
 
-constexpr uint32_t kThreads = 256;
-
-uint32_t DivideUp(int64_t a, int64_t b) { return static_cast<uint32_t>((a + b - 1) / b); }
-
 // Records of the projections of one launch: one for each segment that is computed alone, and one
 // for each head slice of segments that are computed as one.
 int64_t Records(const BackendLimits& l) { return int64_t{2} * l.launch_requests; }
@@ -91,10 +87,10 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
       device_.kernels.project_row_wide != nullptr &&
       std::all_of(tiles_.begin(), tiles_.end(), [](const ProjectTile& t) { return t.rows == 1; });
   LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
-                    .threads = kThreads,
+                    .threads = kBlockThreads,
                     .overlap_predecessor = true};
   const auto add = [&](Function function, int32_t columns, int32_t shared_bytes) {
-    shape.grid_y = static_cast<uint32_t>(heads) * DivideUp(args.n, columns);
+    shape.grid_y = static_cast<uint32_t>(heads) * BlocksFor(args.n, columns);
     shape.shared_bytes = static_cast<uint32_t>(shared_bytes);
     return launch.AddKernel(function, shape, complete);
   };
@@ -106,29 +102,30 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
                                            device_.arch->project_row_deep_shared_bytes);
 }
 
-absl::Status ProjectWork::AddAbsorb(LaunchSlot& slot, const Projection& projection) {
-  if (absl::Status s = Check("absorb", projection.records); !s.ok()) return s;
-  ProjectArgs args = {};
-  args.weights = device_.weights.w_uk();
+absl::Status ProjectWork::AddChecked(LaunchSlot& slot, const char* verb,
+                                     const Projection& projection, ProjectArgs args) {
+  if (absl::Status s = Check(verb, projection.records); !s.ok()) return s;
   args.weight_panels = device_.weights.InPanels(projection.geometry);
-  args.k = projection.geometry.nope_dim;
-  args.n = projection.geometry.kv_lora_rank;
-  args.copy = projection.geometry.rope_dim;
   args.in_is_f32 = projection.in == DType::kF32;
   args.out_is_f32 = projection.out == DType::kF32;
   return Add(slot, projection.records, args);
 }
 
+absl::Status ProjectWork::AddAbsorb(LaunchSlot& slot, const Projection& projection) {
+  ProjectArgs args = {};
+  args.weights = device_.weights.w_uk();
+  args.k = projection.geometry.nope_dim;
+  args.n = projection.geometry.kv_lora_rank;
+  args.copy = projection.geometry.rope_dim;
+  return AddChecked(slot, "absorb", projection, args);
+}
+
 absl::Status ProjectWork::AddProject(LaunchSlot& slot, const Projection& projection) {
-  if (absl::Status s = Check("project", projection.records); !s.ok()) return s;
   ProjectArgs args = {};
   args.weights = device_.weights.w_uv();
-  args.weight_panels = device_.weights.InPanels(projection.geometry);
   args.k = projection.geometry.kv_lora_rank;
   args.n = projection.geometry.v_dim;
-  args.in_is_f32 = projection.in == DType::kF32;
-  args.out_is_f32 = projection.out == DType::kF32;
-  return Add(slot, projection.records, args);
+  return AddChecked(slot, "project", projection, args);
 }
 
 }  // namespace mla::kernels::hip

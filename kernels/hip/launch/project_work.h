@@ -32,6 +32,9 @@ class ProjectWork final {
 
  private:
   absl::Status Check(const char* verb, std::span<const ProjectionRecord> records) const;
+  // `args` but for what `projection` says of weights, dtypes and records.
+  absl::Status AddChecked(LaunchSlot& slot, const char* verb, const Projection& projection,
+                          ProjectArgs args);
   // `args` but for rows and tiles, which are made of `records`.
   absl::Status Add(LaunchSlot& slot, std::span<const ProjectionRecord> records,
                    const ProjectArgs& args);
