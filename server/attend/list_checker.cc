@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -13,50 +15,43 @@
 namespace mla::server {
 namespace {
 
-constexpr int32_t kBlock = 64;               // entries that are looked at together
-constexpr size_t kPositionStep = 64 * 1024;  // by which the memory of positions grows
-// A list of a row that sees more positions than this for each entry clears its own marks: it costs
-// less than to clear all that the row sees, once in eight lists.
-constexpr size_t kSparseMarks = 64;
+constexpr int32_t kFewEntries = 8;  // of a list, looked at first
+constexpr int32_t kBlock = 128;     // entries that are looked at together
+constexpr uint32_t kWordBits = 32;
+constexpr size_t kWordStep = 4096;  // by which the memory of bits grows
+// A list of a row that sees more positions than this for each entry clears the words of its own
+// entries: it costs less than to clear those of all that the row sees.
+constexpr size_t kSparseBits = 512;
 
 // What is always inlined is written once for all instruction sets: the attribute of the caller
 // decides.
 
-struct Order {
-  bool below;      // every entry is a position below the bound
-  bool ascending;  // every entry is larger than the one before it
-};
-
-[[gnu::always_inline]] inline Order OrderOf(const int32_t* list, int32_t count, uint32_t bound) {
-  uint32_t outside = 0, falls = 0;
+// Whether every entry is a position below the bound and larger than the one before it.
+[[gnu::always_inline]] inline bool Ascends(const int32_t* list, int32_t count, uint32_t bound) {
+  uint32_t faults = 0;
   int32_t i = 0;
+  const auto look_at = [&](int32_t k) {
+    faults |= static_cast<uint32_t>(static_cast<uint32_t>(list[k]) >= bound);
+    faults |= static_cast<uint32_t>(list[k] >= list[k + 1]);
+  };
   // What does not ascend seldom does so for long.
-  for (; i + kBlock < count && falls == 0; i += kBlock) {
-    for (int32_t k = 0; k < kBlock; ++k) {
-      outside |= static_cast<uint32_t>(static_cast<uint32_t>(list[i + k]) >= bound);
-      falls |= static_cast<uint32_t>(list[i + k] >= list[i + k + 1]);
-    }
+  if (count > kFewEntries) {
+    for (; i < kFewEntries; ++i) look_at(i);
   }
-  for (; i < count && falls == 0; ++i) {
-    outside |= static_cast<uint32_t>(static_cast<uint32_t>(list[i]) >= bound);
-    if (i + 1 < count) falls |= static_cast<uint32_t>(list[i] >= list[i + 1]);
+  for (; i + kBlock < count && faults == 0; i += kBlock) {
+    for (int32_t k = 0; k < kBlock; ++k) look_at(i + k);
   }
-  return {outside == 0, falls == 0};
+  for (; i + 1 < count && faults == 0; ++i) look_at(i);
+  return faults == 0 && (count == 0 || static_cast<uint32_t>(list[count - 1]) < bound);
 }
 
-// Entries in the order of what they stand for: -1 as 0, position p as p + 1, others beyond.
-struct Extent {
-  uint32_t lowest, highest;
-};
-
-[[gnu::always_inline]] inline Extent ExtentOf(const int32_t* list, int32_t count) {
-  uint32_t lowest = ~uint32_t{0}, highest = 0;
+// The largest of the entries plus `shift`: with 0, -1 is beyond every position; with 1 it is below.
+[[gnu::always_inline]] inline uint32_t Highest(const int32_t* list, int32_t count, uint32_t shift) {
+  uint32_t highest = 0;
   for (int32_t i = 0; i < count; ++i) {
-    const uint32_t rank = static_cast<uint32_t>(list[i]) + 1;
-    lowest = std::min(lowest, rank);
-    highest = std::max(highest, rank);
+    highest = std::max(highest, static_cast<uint32_t>(list[i]) + shift);
   }
-  return {lowest, highest};
+  return highest;
 }
 
 // Moves the positions among the entries to `to`, which may be `list` or lie before it.
@@ -107,51 +102,154 @@ constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
 }
 #endif
 
-// Marks a position. Returns its mark of before.
-inline uint8_t MarkOne(uint32_t position, uint8_t mark, uint8_t* seen) {
-  const uint8_t before = seen[position];
-  seen[position] = mark;
-  return before;
+// Marks of positions, of one list. `Add` marks kGroup of them.
+
+// By bytes: each list has a bit of its own.
+class ByteMarks {
+ public:
+  static constexpr int32_t kGroup = 8;
+  ByteMarks(uint8_t* seen, uint8_t mark) : seen_(seen), mark_(mark) {}
+  [[gnu::always_inline]] inline void AddOne(int32_t position) {
+    a_ |= Swap(static_cast<uint32_t>(position));
+  }
+  [[gnu::always_inline]] inline void Add(const int32_t* positions) {
+    AddFour(positions);
+    AddFour(positions + 4);
+  }
+  bool repeats() const { return ((a_ | b_) & mark_) != 0; }
+
+ private:
+  // Two positions a load, in chains that keep ahead of the loads.
+  [[gnu::always_inline]] inline void AddFour(const int32_t* positions) {
+    uint64_t pair, next;
+    std::memcpy(&pair, positions, sizeof(pair));
+    std::memcpy(&next, positions + 2, sizeof(next));
+    a_ |= Swap(static_cast<uint32_t>(pair));
+    b_ |= Swap(static_cast<uint32_t>(pair >> 32));
+    a_ |= Swap(static_cast<uint32_t>(next));
+    b_ |= Swap(static_cast<uint32_t>(next >> 32));
+  }
+  [[gnu::always_inline]] inline uint32_t Swap(uint32_t position) {
+    const uint8_t before = seen_[position];
+    seen_[position] = mark_;
+    return before;
+  }
+
+  uint8_t* seen_;
+  uint8_t mark_;
+  uint32_t a_ = 0, b_ = 0;  // marks of before, joined
+};
+
+// By bits, all 0 at first.
+class BitMarks {
+ public:
+  static constexpr int32_t kGroup = 16;
+  explicit BitMarks(uint32_t* words) : words_(words) {
+#if defined(__x86_64__)
+    asm("" : "+r"(shift_));  // a shift by a register needs no copy of what it shifts
+#endif
+  }
+  [[gnu::always_inline]] inline void AddOne(int32_t position) {
+    const auto at = static_cast<uint32_t>(position);
+    uint32_t& word = words_[at >> shift_];
+#if defined(__x86_64__)
+    // GCC needs twice as many instructions, and their number is what this costs.
+    uint32_t bits;
+    asm("mov %[word], %[bits]\n\t"
+        "bts %[at], %[bits]\n\t"
+        "adc $0, %[repeats]\n\t"
+        "mov %[bits], %[word]"
+        : [word] "+m"(word), [bits] "=&r"(bits), [repeats] "+r"(repeats_)
+        : [at] "r"(at)
+        : "cc");
+#else
+    const uint32_t bit = uint32_t{1} << at % kWordBits;
+    repeats_ += static_cast<uint32_t>((word & bit) != 0);
+    word |= bit;
+#endif
+  }
+  [[gnu::always_inline]] inline void Add(const int32_t* positions) {
+    AddFour(positions);
+    AddFour(positions + 4);
+    AddFour(positions + 8);
+    AddFour(positions + 12);
+  }
+  bool repeats() const { return repeats_ != 0; }
+
+ private:
+  [[gnu::always_inline]] inline void AddFour(const int32_t* positions) {
+    AddOne(positions[0]);
+    AddOne(positions[1]);
+    AddOne(positions[2]);
+    AddOne(positions[3]);
+  }
+
+  uint32_t* words_;
+  uint32_t shift_ = std::countr_zero(kWordBits);
+  uint32_t repeats_ = 0;
+};
+
+// Moves the positions of a list to `to`, which may be `list` or lie before it, and marks them.
+// Returns how many they are, or -1 - the slot of an entry that is no position below `bound`.
+// What lies before the first block with such an entry or a -1 is looked at once.
+template <auto kCompact, typename Marks>
+[[gnu::always_inline]] inline int32_t Keep(const int32_t* list, int32_t count, uint32_t bound,
+                                           int32_t* to, Marks* result) {
+  Marks marks = *result;  // in registers
+  int32_t front = 0;
+  for (; front + kBlock <= count; front += kBlock) {
+    if (Highest(list + front, kBlock, 0) >= bound) break;
+    for (int32_t k = 0; k < kBlock; k += Marks::kGroup) marks.Add(list + front + k);
+  }
+  if (Highest(list + front, count - front, 1) > bound) {
+    while (static_cast<uint32_t>(list[front]) + 1 <= bound) ++front;
+    return -1 - front;
+  }
+  if (to != list) std::memmove(to, list, static_cast<size_t>(front) * sizeof(int32_t));
+  const int32_t kept = front + kCompact(list + front, count - front, to + front);
+  for (; front + Marks::kGroup <= kept; front += Marks::kGroup) marks.Add(to + front);
+  for (; front < kept; ++front) marks.AddOne(to[front]);
+  *result = marks;
+  return kept;
 }
 
-// Marks the positions with `mark`. Returns the marks of before, joined, in chains that keep ahead
-// of the loads.
-uint8_t Mark(const int32_t* list, int32_t count, uint8_t mark, uint8_t* seen) {
-  uint8_t a = 0, b = 0, c = 0, d = 0;
-  int32_t i = 0;
-  for (; i + 4 <= count; i += 4) {
-    uint64_t pairs[2];  // two positions a load
-    std::memcpy(pairs, list + i, sizeof(pairs));
-    a |= MarkOne(static_cast<uint32_t>(pairs[0]), mark, seen);
-    b |= MarkOne(static_cast<uint32_t>(pairs[0] >> 32), mark, seen);
-    c |= MarkOne(static_cast<uint32_t>(pairs[1]), mark, seen);
-    d |= MarkOne(static_cast<uint32_t>(pairs[1] >> 32), mark, seen);
+// Keeps the entries that `is_first` says are the first of their position. Returns how many.
+template <typename IsFirst>
+int32_t KeepFirst(int32_t* list, int32_t count, const IsFirst& is_first) {
+  int32_t kept = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t position = list[i];
+    if (is_first(static_cast<uint32_t>(position))) list[kept++] = position;
   }
-  for (; i < count; ++i) a |= MarkOne(static_cast<uint32_t>(list[i]), mark, seen);
-  return a | b | c | d;
+  return kept;
 }
 
 #if defined(__x86_64__)
 // clang vectorizes at -O2 and does not know the second attribute.
 #if __has_cpp_attribute(gnu::optimize)
-#define MLA_AVX2 [[gnu::target("avx2"), gnu::optimize("O3")]]
+#define MLA_AVX2 [[gnu::target("avx2,bmi2,popcnt"), gnu::optimize("O3")]]
 #else
-#define MLA_AVX2 [[gnu::target("avx2")]]
+#define MLA_AVX2 [[gnu::target("avx2,bmi2,popcnt")]]
 #endif
-MLA_AVX2 Order OrderByAvx2(const int32_t* list, int32_t count, uint32_t bound) {
-  return OrderOf(list, count, bound);
+MLA_AVX2 bool AscendsByAvx2(const int32_t* list, int32_t count, uint32_t bound) {
+  return Ascends(list, count, bound);
 }
-MLA_AVX2 Extent ExtentByAvx2(const int32_t* list, int32_t count) { return ExtentOf(list, count); }
+template <typename Marks>
+MLA_AVX2 int32_t KeepByAvx2(const int32_t* list, int32_t count, uint32_t bound, int32_t* to,
+                            Marks* marks) {
+  return Keep<CompactByAvx2>(list, count, bound, to, marks);
+}
 bool HasAvx2() {
-  static const bool kHas =
-      __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("popcnt") != 0;
+  static const bool kHas = __builtin_cpu_supports("avx2") != 0 &&
+                           __builtin_cpu_supports("bmi2") != 0 &&
+                           __builtin_cpu_supports("popcnt") != 0;
   return kHas;
 }
 #else
 bool HasAvx2() { return false; }
-constexpr auto OrderByAvx2 = OrderOf;
-constexpr auto ExtentByAvx2 = ExtentOf;
-constexpr auto CompactByAvx2 = Compact;
+constexpr auto AscendsByAvx2 = Ascends;
+template <typename Marks>
+constexpr auto KeepByAvx2 = Keep<Compact, Marks>;
 #endif
 
 // The rows of a step one after the other, and what each of them sees.
@@ -192,58 +290,60 @@ void PlaceSelectedLists(const SentLists& sent,
   }
 }
 
-void ListChecker::NextMark(size_t marked) {
+uint8_t ListChecker::NextMark() {
   mark_ = static_cast<uint8_t>(mark_ << 1);
   if (mark_ == 0) {
-    std::memset(seen_.data(), 0, marked_);
-    marked_ = 0;
+    seen_.assign(kByteMarks, 0);
     mark_ = 1;
   }
-  marked_ = std::max(marked_, marked);
+  return mark_;
 }
 
-int32_t ListChecker::DropRepeats(int32_t* list, int32_t count, size_t marked) {
-  NextMark(marked);
-  int32_t kept = 0;
-  for (int32_t i = 0; i < count; ++i) {
-    const int32_t position = list[i];
-    uint8_t& seen = seen_[static_cast<size_t>(position)];
-    if ((seen & mark_) != 0) continue;
-    seen = mark_;
-    list[kept++] = position;
+int32_t ListChecker::TakeByBytes(const int32_t* list, int32_t count, uint32_t bound, int32_t* to) {
+  uint8_t mark = NextMark();
+  ByteMarks marks(seen_.data(), mark);
+  const auto keep = HasAvx2() ? KeepByAvx2<ByteMarks> : Keep<Compact, ByteMarks>;
+  const int32_t kept = keep(list, count, bound, to, &marks);
+  if (kept < 0 || !marks.repeats()) return kept;
+  mark = NextMark();
+  return KeepFirst(to, kept, [&](uint32_t position) {
+    return (std::exchange(seen_[position], mark) & mark) == 0;
+  });
+}
+
+int32_t ListChecker::TakeByBits(const int32_t* list, int32_t count, uint32_t bound, int32_t* to) {
+  const size_t words = (size_t{bound} + kWordBits - 1) / kWordBits;
+  if (words_.size() < words) words_.resize((words + kWordStep - 1) / kWordStep * kWordStep);
+  const auto clear = [&](int32_t entries) {
+    if (entries < 0 || static_cast<size_t>(entries) * kSparseBits >= bound) {
+      std::memset(words_.data(), 0, words * sizeof(uint32_t));
+      return;
+    }
+    for (int32_t i = 0; i < entries; ++i) words_[static_cast<uint32_t>(to[i]) / kWordBits] = 0;
+  };
+  BitMarks marks(words_.data());
+  const auto keep = HasAvx2() ? KeepByAvx2<BitMarks> : Keep<Compact, BitMarks>;
+  int32_t kept = keep(list, count, bound, to, &marks);
+  if (kept >= 0 && marks.repeats()) {
+    clear(kept);
+    kept = KeepFirst(to, kept, [&](uint32_t position) {
+      BitMarks of_one(words_.data());
+      of_one.AddOne(static_cast<int32_t>(position));
+      return !of_one.repeats();
+    });
   }
+  clear(kept);
   return kept;
 }
 
 int32_t ListChecker::Take(const int32_t* list, int32_t count, int32_t visible, int32_t* to) {
   const auto bound = static_cast<uint32_t>(visible);
-  const auto move = [&] {
+  if ((HasAvx2() ? AscendsByAvx2 : Ascends)(list, count, bound)) {
     if (to != list) std::memmove(to, list, static_cast<size_t>(count) * sizeof(int32_t));
     return count;
-  };
-  const Order order = (HasAvx2() ? OrderByAvx2 : OrderOf)(list, count, bound);
-  if (order.below && order.ascending) return move();
-  const Extent extent = (HasAvx2() ? ExtentByAvx2 : ExtentOf)(list, count);
-  if (extent.highest > bound) {
-    int32_t slot = 0;
-    while (static_cast<uint32_t>(list[slot]) + 1 <= bound) ++slot;
-    return -1 - slot;
   }
-  const int32_t kept =
-      extent.lowest > 0 ? move() : (HasAvx2() ? CompactByAvx2 : Compact)(list, count, to);
-  if (seen_.size() < bound) {
-    seen_.resize((size_t{bound} + kPositionStep - 1) / kPositionStep * kPositionStep);
-  }
-  // Without marks that stay, no cost of a list depends on more than its entries.
-  const bool clears = static_cast<size_t>(kept) * kSparseMarks < bound;
-  const size_t marked = clears ? 0 : bound;
-  NextMark(marked);
-  const bool repeats = (Mark(to, kept, mark_, seen_.data()) & mark_) != 0;
-  const int32_t left = repeats ? DropRepeats(to, kept, marked) : kept;
-  if (clears) {
-    for (int32_t i = 0; i < left; ++i) seen_[static_cast<size_t>(to[i])] = 0;
-  }
-  return left;
+  return bound <= kByteMarks ? TakeByBytes(list, count, bound, to)
+                             : TakeByBits(list, count, bound, to);
 }
 
 absl::Status ListChecker::Check(const SentLists& sent,

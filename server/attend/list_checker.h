@@ -5,11 +5,12 @@
 // memory of the server's own, in place: nothing that a client could still write is looked at twice.
 //
 // Ascending lists are checked fastest: what follows is larger, so nothing is repeated. For the
-// others a byte of every position is kept, up to Limits::max_sequence_rows of them. Each list marks
-// its positions with a bit of its own, so that they are cleared once in eight lists; a list that is
-// short beside what its row sees clears its own.
+// others the positions are marked, in memory that stays in the first-level cache whatever the
+// context: by bytes where few are visible, which costs least, else by bits. Each list marks its
+// bytes with a bit of its own, so that they are cleared once in eight lists; bits are cleared
+// behind each.
 //
-// Threading: one thread. Allocates while sequences grow, in steps of 64 Ki positions.
+// Threading: one thread. Allocates while sequences grow, in steps of 128 Ki positions.
 #ifndef MLA_SERVER_ATTEND_LIST_CHECKER_H_
 #define MLA_SERVER_ATTEND_LIST_CHECKER_H_
 
@@ -54,14 +55,16 @@ class ListChecker final {
   // Moves a row's positions to `to`, which may be `list` or lie before it. Returns how many they
   // are, or -1 - the slot of an entry that is no position below `visible`.
   int32_t Take(const int32_t* list, int32_t count, int32_t visible, int32_t* to);
-  // Keeps the first of each position. Returns how many are left. For `marked` see NextMark.
-  int32_t DropRepeats(int32_t* list, int32_t count, size_t marked);
-  // Of a list whose marks will stay on positions below `marked`; 0 if it clears them itself.
-  void NextMark(size_t marked);
+  // Of a list that does not ascend, by what marks its positions.
+  int32_t TakeByBytes(const int32_t* list, int32_t count, uint32_t bound, int32_t* to);
+  int32_t TakeByBits(const int32_t* list, int32_t count, uint32_t bound, int32_t* to);
+  uint8_t NextMark();  // of a list: a bit that no byte has
 
-  std::vector<uint8_t> seen_;  // by position: the mark of the last list that has it, or 0
-  size_t marked_ = 0;          // positions from here on have no mark
-  uint8_t mark_ = 1;           // of the last list: one bit
+  static constexpr uint32_t kByteMarks = 32 * 1024;  // positions
+
+  std::vector<uint8_t> seen_;    // by position: the mark of the last list that has it, or 0
+  uint8_t mark_ = 0x80;          // of the last list; the next one's clears them
+  std::vector<uint32_t> words_;  // a bit of every position; all 0 between lists
 };
 
 }  // namespace mla::server

@@ -115,30 +115,37 @@ TEST(ListCheckerTest, RefusesOffsetsThatAreNone) {
 }
 
 // Long lists in any order, by all ways through the checker, against the obvious answer; more rows
-// than a byte counts.
+// than a byte counts, over contexts whose positions are marked by bytes, by bits, and by both.
 TEST(ListCheckerTest, LongListsInAnyOrder) {
   constexpr int32_t kRows = 700;
-  const std::vector<StepSequenceArgs> step = {{1, 1, 3000, kRows}};
   std::mt19937 random(1);
   ListChecker checker;
-  Lists lists, want;
-  for (int32_t row = 0; row < kRows; ++row) {
-    std::vector<int32_t> list(300), kept;
-    for (int32_t& entry : list) entry = static_cast<int32_t>(random() % (3000 + row + 1));
-    if (row % 3 == 0) std::sort(list.begin(), list.end());
-    if (row % 4 == 0) list.erase(std::unique(list.begin(), list.end()), list.end());
-    if (row % 5 == 0) list[random() % list.size()] = -1;
-    for (const int32_t entry : list) {
-      if (entry >= 0 && std::find(kept.begin(), kept.end(), entry) == kept.end()) {
-        kept.push_back(entry);
+  for (const int32_t seen : {3000, 32 * 1024 - 350, 3000, 90'000}) {
+    const std::vector<StepSequenceArgs> step = {{1, 1, seen, kRows}};
+    Lists lists, want;
+    for (int32_t row = 0; row < kRows; ++row) {
+      std::vector<int32_t> list(300), kept;
+      const auto visible = static_cast<uint32_t>(seen + row + 1);
+      // Of few positions in some lists, so that they repeat; the last ones in all.
+      const uint32_t positions = row % 2 == 0 ? 500 : visible;
+      for (int32_t& entry : list) {
+        entry = static_cast<int32_t>(visible - 1 - random() % positions);
       }
+      if (row % 3 == 0) std::sort(list.begin(), list.end());
+      if (row % 4 == 0) list.erase(std::unique(list.begin(), list.end()), list.end());
+      if (row % 5 == 0) list[random() % list.size()] = -1;
+      for (const int32_t entry : list) {
+        if (entry >= 0 && std::find(kept.begin(), kept.end(), entry) == kept.end()) {
+          kept.push_back(entry);
+        }
+      }
+      lists.push_back(list);
+      want.push_back(kept);
     }
-    lists.push_back(list);
-    want.push_back(kept);
+    Sent sent = Ragged(lists, 0, 300);
+    EXPECT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
+    EXPECT_EQ(Kept(sent), want) << seen;
   }
-  Sent sent = Ragged(lists, 0, 300);
-  EXPECT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
-  EXPECT_EQ(Kept(sent), want);
 }
 
 // Lists that are short beside what their row sees stand between long ones: marks of one are none of
@@ -160,6 +167,11 @@ TEST(ListCheckerTest, ShortListsOfLongSequencesBetweenLongLists) {
     lists.push_back(list);
     want.push_back(kept);
   }
+  // A list that is refused behind positions that it marked leaves no marks.
+  Sent refused = Ragged({lists[0]}, 0, 2000);
+  refused.memory.back() = 2 * kSeen;
+  EXPECT_EQ(DetailOf(checker.Check(refused.shape, step, refused.memory.data())).reason,
+            "list_position");
   Sent sent = Ragged(lists, 0, 2000);
   EXPECT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
   EXPECT_EQ(Kept(sent), want);
