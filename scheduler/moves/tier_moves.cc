@@ -143,7 +143,8 @@ void TierMoves::StartJob(Move* move, TierJob::Kind kind) {
   job.kind = kind;
   job.host = HostBytes(*move);
   job.bytes = static_cast<size_t>(move->bytes);
-  if (kind != TierJob::Kind::kSeal) job.seal = copies_.seal(move->node);
+  if (kind != TierJob::Kind::kDigest) job.digest = copies_.digest(move->node);
+  if (kind == TierJob::Kind::kRead) job.seal = copies_.seal(move->node);
   if (kind == TierJob::Kind::kWrite) job.at = store_->file_offset(move->room);
   if (kind == TierJob::Kind::kRead) {
     job.at = store_->file_offset(copies_.room(TierIndex::kFile, move->node));
@@ -169,7 +170,7 @@ void TierMoves::StartPart(Move* move, uint32_t entry, bool in) {
 void TierMoves::OnJob(Move* move) {
   switch (move->kind) {
     case Kind::kDemote:
-      return OnSealed(move);
+      return OnDigested(move);
     case Kind::kStore:
       return OnWritten(move);
     case Kind::kRestore:
@@ -181,7 +182,7 @@ void TierMoves::OnPart(Move* move) {
   if (!move->part_status.ok()) retry_at_ = clock_->Now() + kRetryMs * kNanosPerMilli;
   if (move->kind == Kind::kRestore) return OnRestored(move);
   if (!move->part_status.ok() || !Lives(*move)) return End(move);
-  StartJob(move, TierJob::Kind::kSeal);
+  StartJob(move, TierJob::Kind::kDigest);
 }
 
 void TierMoves::Fault(TierIndex tier, const Move& move) {
@@ -273,10 +274,10 @@ bool TierMoves::DemoteGroup(LayoutId layout, uint32_t entry) {
   return true;
 }
 
-void TierMoves::OnSealed(Move* move) {
+void TierMoves::OnDigested(Move* move) {
   if (!Lives(*move)) return End(move);
   const int32_t node = move->node;
-  copies_.set_seal(node, move->job.seal);
+  copies_.set_digest(node, move->job.digest);
   copies_.Add(TierIndex::kHost, node, std::exchange(move->room, TierCopies::kNoRoom));
   TierFigures& host = stats_.host;
   ++host.groups_in;
@@ -322,6 +323,7 @@ void TierMoves::OnWritten(Move* move) {
   const int32_t node = move->node;
   const absl::Status& status = move->job.status;
   if (status.ok()) {
+    copies_.set_seal(node, move->job.seal);
     copies_.Add(TierIndex::kFile, node, std::exchange(move->room, TierCopies::kNoRoom));
     TierFigures& file = stats_.file;
     ++file.groups_in;

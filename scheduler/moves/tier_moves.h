@@ -10,8 +10,8 @@
 // matches have used, and drops the rest, the oldest first.
 //
 // Bytes move with launches (PageMover) and on the store's threads; the role only keeps the books.
-// Every copy is checked against its seal before its bytes go anywhere. One that is not what it was
-// is dropped, counted and told as an event; matches then miss.
+// Every copy is checked, by its digest or its seal, before its bytes go anywhere. One that is not
+// what it was is dropped, counted and told as an event; matches then miss.
 //
 // Ownership: owns the store; borrows the rest. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_TIER_MOVES_H_
@@ -123,7 +123,7 @@ class TierMoves final {
   bool DemoteWanted();
   // False: not now.
   bool DemoteGroup(kvcache::LayoutId layout, uint32_t entry);
-  void OnSealed(Move* move);
+  void OnDigested(Move* move);
   // --- Out of host memory
   bool StoreOne();
   void OnWritten(Move* move);

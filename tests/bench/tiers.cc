@@ -7,11 +7,12 @@
 // same with a file, which gets nearly all of them. Rates are of the whole way: copies by launches,
 // seals and checks on the tiers' threads, reads and writes of the disk.
 //
-// Beside them: memcpy of as many groups by one thread; seals by as many threads as the tiers have;
-// writes and reads of the same file system in the same way (O_DIRECT, a group at a time, as many
-// threads). MLA_BENCH_DISK names the folder; the default is that of temporary files.
-// Exit 1 when a host move is slower than kLeast of memcpy, or a file move than kLeast of the slower
-// of disk and seals.
+// Beside them: memcpy of as many groups by one thread, or where the pool is a device's, one copy of
+// them all each way; seals by as many threads as the tiers have; writes and reads of the same file
+// system in the same way (O_DIRECT, whole groups, the same queue). MLA_BENCH_DISK names the
+// folder; the default is that of temporary files.
+// Exit 1 when a host move is slower than kLeast of the copy, or a file move than kLeast of the
+// slower of disk and seals.
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
@@ -32,7 +33,10 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/kvcache/pool/group_pieces.h"
+#include "scheduler/kvcache/tiers/disk_queue.h"
+#include "scheduler/kvcache/tiers/group_checks.h"
 #include "scheduler/kvcache/tiers/tier_store.h"
+#include "scheduler/launching/launch_sizes.h"
 #include "server/backends.h"
 #include "tests/bench/json_flag.h"
 
@@ -44,10 +48,20 @@ using SteadyClock = std::chrono::steady_clock;
 
 constexpr int64_t kGroups = 160;
 constexpr int32_t kPageSize = 64, kLayers = 61;
-constexpr int32_t kThreads = 2;
 constexpr int kRounds = 5;
 constexpr double kLeast = 0.8;
 constexpr char kTenant[] = "bench";
+constexpr int64_t kRowBytes = 1152;
+
+// Of the tiers: half of the processors, as many as one engine can use.
+int32_t Threads() {
+  return std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 2, 2, 8);
+}
+
+int64_t GroupBytes() {
+  return kvcache::MakeLayout({.row_bytes = kRowBytes, .page_size = kPageSize, .layers = kLayers})
+      .group_bytes();
+}
 
 struct Rate {
   std::string shape;
@@ -85,7 +99,7 @@ template <typename Fn>
 void InThreads(int64_t count, Fn fn) {
   std::atomic<int64_t> next = 0;
   std::vector<std::thread> threads;
-  for (int32_t t = 0; t < kThreads; ++t) {
+  for (int32_t t = 0; t < Threads(); ++t) {
     threads.emplace_back([&] {
       for (int64_t i = next++; i < count; i = next++) fn(i);
     });
@@ -110,46 +124,49 @@ scheduler::ModelSpec Model() {
   return model;
 }
 
+std::unique_ptr<kernels::AttentionBackend> MakeBackend() {
+  auto choice = server::AllBackends().Select("auto", {});
+  if (!choice.ok()) Die(choice.status().ToString());
+  return std::move(choice->backend);
+}
+
+scheduler::Limits SmallLimits() {
+  scheduler::Limits limits;
+  limits.kv_cache_bytes = (kGroups + 24) * GroupBytes();
+  limits.max_sequence_rows = static_cast<int32_t>(kGroups * kPageSize);
+  limits.max_pages_per_sequence = static_cast<int32_t>(kGroups);
+  limits.max_sequences = limits.max_step_sequences = 8;
+  limits.max_heads = 16;
+  limits.weights_bytes = 16 << 20;
+  limits.launch_rows = 256;
+  limits.prefill_rows = 128;
+  limits.launch_packed_rows = 4096;
+  return limits;
+}
+
 // An engine whose pool has one prefix of kGroups groups, cached and idle.
 class Bench {
  public:
   Bench(int64_t host_groups, int64_t file_groups) {
-    const kvcache::GroupLayout layout =
-        kvcache::MakeLayout({.row_bytes = kRowBytes, .page_size = kPageSize, .layers = kLayers});
-    group_bytes_ = layout.group_bytes();
     scheduler::EngineOptions options;
+    options.limits = SmallLimits();
     scheduler::Limits& limits = options.limits;
-    limits.kv_cache_bytes = (kGroups + 24) * group_bytes_;
-    limits.max_sequence_rows = static_cast<int32_t>(kGroups * kPageSize);
-    limits.max_pages_per_sequence = static_cast<int32_t>(kGroups);
-    limits.max_sequences = limits.max_step_sequences = 8;
-    limits.max_heads = 16;
-    limits.weights_bytes = 16 << 20;
-    limits.launch_rows = 256;
-    limits.prefill_rows = 128;
-    limits.launch_packed_rows = 4096;
-    limits.host_tier_bytes = host_groups * kvcache::TierRooms::Rounded(group_bytes_);
-    limits.file_tier_bytes = file_groups * kvcache::TierRooms::Rounded(group_bytes_);
+    limits.host_tier_bytes = host_groups * kvcache::TierRooms::Rounded(GroupBytes());
+    limits.file_tier_bytes = file_groups * kvcache::TierRooms::Rounded(GroupBytes());
     limits.tier_file_hits = 0;
     limits.tier_tenant_percent = 100;
     // Without a file, nothing moves but what hints name; with one, all that is cached does.
     limits.tier_low_percent = file_groups > 0 ? 60 : 0;
     limits.tier_high_percent = file_groups > 0 ? 80 : 0;
     if (file_groups > 0) options.tier_path = DiskFile("mla-tier");
-    options.tier_threads = kThreads;
-    auto choice = server::AllBackends().Select("auto", {});
-    if (!choice.ok()) Die(choice.status().ToString());
-    unified_ = choice->backend->Info().unified_memory;
-    auto engine = Engine::Create(options, std::move(choice->backend), &clock_);
+    options.tier_threads = Threads();
+    auto engine = Engine::Create(options, MakeBackend(), &clock_);
     if (!engine.ok()) Die(engine.status().ToString());
     engine_ = *std::move(engine);
     const auto model = engine_->RegisterModel(kTenant, Model());
     if (!model.ok()) Die(model.status().ToString());
     Fill();
   }
-
-  int64_t group_bytes() const { return group_bytes_; }
-  bool unified() const { return unified_; }
 
   // Rates of rounds out of the pool and back, the best of each.
   void Move(Rate* out, Rate* back, bool file) {
@@ -178,8 +195,6 @@ class Bench {
   }
 
  private:
-  static constexpr int64_t kRowBytes = 1152;
-
   static double RateOf(uint64_t bytes, SteadyClock::time_point start) {
     return static_cast<double>(bytes) / SecondsSince(start) / 1e9;
   }
@@ -264,8 +279,6 @@ class Bench {
 
   scheduler::RealClock clock_;
   std::unique_ptr<Engine> engine_;
-  int64_t group_bytes_ = 0;
-  bool unified_ = false;
   uint32_t first_token_ = 1;
   scheduler::TierFigures stats_;      // of the file, when rows were last let go
   SteadyClock::time_point released_;  // then
@@ -285,6 +298,31 @@ class Memory {
   const size_t group_;
 };
 
+// What a group is copied at by one thread, or by the device out of its memory and back.
+struct CopyRates {
+  const char* name;
+  double out = 0, back = 0;
+};
+
+CopyRates DeviceCopyRates(kernels::AttentionBackend& backend) {
+  const scheduler::Limits limits = SmallLimits();
+  Check(backend.Configure(scheduler::BackendLimitsOf(limits, backend)));
+  const int64_t bytes = kGroups * GroupBytes();
+  auto memory = backend.AllocateHost(static_cast<size_t>(bytes));
+  if (!memory.ok()) Die(memory.status().ToString());
+  const kernels::PageTransfer all{0, bytes, (*memory)->bytes().data()};
+  const auto run = [&](const kernels::Launch& launch) {
+    Check(backend.Submit(0, launch));
+    Check(backend.Wait(0).status());
+  };
+  kernels::Launch read, write;
+  read.page_reads = write.page_writes = {&all, 1};
+  CopyRates rates{"copies by the device"};
+  rates.out = BestRate(bytes, [&] { run(read); });
+  rates.back = BestRate(bytes, [&] { run(write); });
+  return rates;
+}
+
 double MemcpyRate(int64_t group_bytes) {
   Memory from(kGroups, group_bytes), to(kGroups, group_bytes);
   return BestRate(kGroups * group_bytes, [&] {
@@ -301,65 +339,68 @@ double SealRate(int64_t group_bytes) {
                   [&] { InThreads(kGroups, [&](int64_t i) { mac.Seal(memory.group(i)); }); });
 }
 
+// Of groups that lie apart, as they do in host memory, by the queue that the tiers use.
 void DiskRates(int64_t group_bytes, double* write, double* read) {
   const int64_t room = kvcache::TierRooms::Rounded(group_bytes);
   auto file = kvcache::TierFile::Open(DiskFile("mla-disk"), kGroups * room);
   if (!file.ok()) Die(file.status().ToString());
-  std::vector<std::unique_ptr<std::byte, decltype(&std::free)>> buffers;
-  for (int32_t i = 0; i < kThreads; ++i) {
-    buffers.emplace_back(static_cast<std::byte*>(std::aligned_alloc(
-                             static_cast<size_t>(kvcache::kTierBlock), static_cast<size_t>(room))),
-                         &std::free);
-    std::memset(buffers.back().get(), i, static_cast<size_t>(room));
+  std::vector<std::byte> memory(static_cast<size_t>(kGroups * room + kvcache::kTierBlock));
+  const std::span<std::byte> blocks = kvcache::FromBlock(memory);
+  std::atomic<int64_t> done = 0;
+  std::vector<kvcache::DiskMove> moves(static_cast<size_t>(kGroups));
+  for (size_t i = 0; i < moves.size(); ++i) {
+    const size_t at = i * static_cast<size_t>(room);
+    moves[i].bytes = blocks.subspan(at, static_cast<size_t>(room));
+    moves[i].at = kvcache::TierFile::kHeaderBytes + static_cast<int64_t>(at);
+    moves[i].done = [&done] {
+      ++done;
+      done.notify_one();
+    };
   }
-  const auto all = [&](auto fn) {
-    std::vector<std::thread> threads;
-    for (int32_t t = 0; t < kThreads; ++t) {
-      threads.emplace_back([&, t] {
-        const std::span<std::byte> buffer(buffers[static_cast<size_t>(t)].get(),
-                                          static_cast<size_t>(room));
-        for (int64_t i = t; i < kGroups; i += kThreads) {
-          Check(fn(kvcache::TierFile::kHeaderBytes + i * room, buffer));
-        }
-      });
+  kvcache::DiskQueue queue(file->get(), Threads());
+  const auto all = [&](bool writes) {
+    done = 0;
+    for (kvcache::DiskMove& move : moves) {
+      move.write = writes;
+      queue.Start(&move);
     }
-    for (std::thread& thread : threads) thread.join();
+    for (int64_t now = done; now < kGroups; now = done) done.wait(now);
+    for (const kvcache::DiskMove& move : moves) Check(move.status);
   };
-  *write = BestRate(kGroups * room, [&] {
-    all([&](int64_t at, std::span<std::byte> bytes) { return (*file)->Write(at, bytes); });
-  });
-  *read = BestRate(kGroups * room, [&] {
-    all([&](int64_t at, std::span<std::byte> bytes) { return (*file)->Read(at, bytes); });
-  });
+  *write = BestRate(kGroups * room, [&] { all(true); });
+  *read = BestRate(kGroups * room, [&] { all(false); });
+}
+
+CopyRates MeasureCopies() {
+  const auto backend = MakeBackend();
+  if (!backend->Info().unified_memory) return DeviceCopyRates(*backend);
+  const double rate = MemcpyRate(GroupBytes());
+  return {"memcpy by one thread", rate, rate};
 }
 
 std::vector<Rate> Measure() {
   Rate out{"host: out of the pool"}, back{"host: back into the pool"};
-  int64_t group_bytes = 0;
-  {
-    Bench bench(kGroups + 8, 0);
-    group_bytes = bench.group_bytes();
-    bench.Move(&out, &back, false);
-  }
-  const double copied = MemcpyRate(group_bytes), sealed = SealRate(group_bytes);
+  Bench(kGroups + 8, 0).Move(&out, &back, false);
+  const CopyRates copies = MeasureCopies();
+  const double sealed = SealRate(GroupBytes());
   double written = 0, read = 0;
-  DiskRates(group_bytes, &written, &read);
-  Rate stored{"file: out of host memory"}, loaded{"file: back into the pool"};
-  {
-    Bench bench(kGroups / 4, kGroups + 8);
-    bench.Move(&stored, &loaded, true);
-  }
-  out.bound = back.bound = copied;
+  DiskRates(GroupBytes(), &written, &read);
+  Rate stored{"file: out of the pool"}, loaded{"file: back into the pool"};
+  Bench(kGroups / 4, kGroups + 8).Move(&stored, &loaded, true);
+  out.bound = copies.out;
+  back.bound = copies.back;
   stored.bound = std::min(written, sealed);
   loaded.bound = std::min(read, sealed);
+  const std::string name = copies.name;
   return {out,
           back,
           stored,
           loaded,
-          {"memcpy, one thread", copied},
-          {"seals, two threads", sealed},
-          {"disk writes, two threads", written},
-          {"disk reads, two threads", read}};
+          {name + ", out", copies.out},
+          {name + ", back", copies.back},
+          {"seals", sealed},
+          {"disk writes", written},
+          {"disk reads", read}};
 }
 
 }  // namespace
@@ -369,6 +410,7 @@ int main(int argc, char** argv) {
   const auto json = mla::bench::ReadJsonFlag(argc, argv, "tiers_benchmark");
   if (!json) return 2;
   const auto rates = mla::bench::Measure();
+  std::printf("%d threads of the tiers\n", mla::bench::Threads());
   bool good = true;
   std::ofstream file;
   if (!json->empty()) file.open(*json);
@@ -376,7 +418,7 @@ int main(int argc, char** argv) {
   for (const auto& rate : rates) {
     const double part = rate.bound > 0 ? rate.gb_per_s / rate.bound : 0;
     good &= rate.bound == 0 || part >= mla::bench::kLeast;
-    std::printf("%-28s %7.2f GB/s", rate.shape.c_str(), rate.gb_per_s);
+    std::printf("%-32s %7.2f GB/s", rate.shape.c_str(), rate.gb_per_s);
     if (rate.bound > 0) std::printf("   %.2f of %.2f", part, rate.bound);
     std::printf("\n");
     if (file.is_open()) {

@@ -35,6 +35,10 @@ class TierCopies final : public CopiesOutside {
   uint64_t Know(int32_t node);  // its life
   bool Lives(int32_t node, uint64_t life) const;
   uint32_t room(TierIndex tier, int32_t node) const;  // kNoRoom: no copy
+  // Of any copy.
+  const GroupDigest& digest(int32_t node) const { return At(node).digest; }
+  void set_digest(int32_t node, const GroupDigest& digest) { At(node).digest = digest; }
+  // Of the copy in the file.
   const GroupSeal& seal(int32_t node) const { return At(node).seal; }
   void set_seal(int32_t node, const GroupSeal& seal) { At(node).seal = seal; }
   bool held(int32_t node) const;
@@ -79,6 +83,7 @@ class TierCopies final : public CopiesOutside {
     int64_t bytes = 0;
     bool held = false;
     int32_t wanted = 0;
+    GroupDigest digest;
     GroupSeal seal;
     std::array<Copy, kTiers> copies;
   };

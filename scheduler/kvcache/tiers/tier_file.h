@@ -22,6 +22,13 @@ namespace mla::kvcache {
 // What sizes, offsets and addresses are multiples of.
 inline constexpr int64_t kTierBlock = 4096;
 
+// The memory from its first multiple of kTierBlock on.
+inline std::span<std::byte> FromBlock(std::span<std::byte> memory) {
+  constexpr auto kBlock = static_cast<uintptr_t>(kTierBlock);
+  const auto at = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.subspan((kBlock - at % kBlock) % kBlock);
+}
+
 // Thread-safe: calls share nothing but the descriptor.
 class TierFile final {
  public:
@@ -42,6 +49,7 @@ class TierFile final {
   // Writes, reads and compares a block.
   absl::Status SelfTest();
   bool direct() const { return direct_; }
+  int descriptor() const { return file_; }
 
  private:
   TierFile(std::string path, int file, bool direct)

@@ -1,6 +1,6 @@
 #include "scheduler/kvcache/tiers/tier_store.h"
 
-#include <chrono>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
@@ -11,15 +11,9 @@ namespace {
 
 constexpr TenantKey kAnyTenant = 1;  // rooms are written whole before they are read
 
-// The beginning of the memory that is a multiple of kTierBlock.
-std::span<std::byte> Aligned(std::span<std::byte> memory) {
-  const auto at = reinterpret_cast<uintptr_t>(memory.data());
-  const auto block = static_cast<uintptr_t>(kTierBlock);
-  return memory.subspan((block - at % block) % block);
-}
-
-int64_t Now() {
-  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+absl::Status Damaged() {
+  return MakeError(absl::StatusCode::kDataLoss, "a page group is not what was put into its tier",
+                   {.reason = "tier_damaged"});
 }
 
 }  // namespace
@@ -55,7 +49,7 @@ void TierRooms::Free(uint32_t room, int64_t group_bytes) {
 }
 
 TierStore::TierStore(const TierStoreOptions& options)
-    : memory_(Aligned(options.memory)), host_(options.host_bytes) {
+    : memory_(FromBlock(options.memory)), host_(options.host_bytes) {
   Require(static_cast<int64_t>(memory_.size()) >= options.host_bytes,
           "the host tier's memory is too small");
 }
@@ -68,6 +62,9 @@ absl::StatusOr<std::unique_ptr<TierStore>> TierStore::Open(const TierStoreOption
     store->file_ = *std::move(file);
     if (absl::Status tested = store->file_->SelfTest(); !tested.ok()) return tested;
     store->file_rooms_ = std::make_unique<TierRooms>(options.file_bytes);
+  }
+  if (store->file_ != nullptr && options.threads > 0) {
+    store->disk_ = std::make_unique<DiskQueue>(store->file_.get(), options.threads);
   }
   for (int32_t i = 0; i < options.threads; ++i) {
     store->threads_.emplace_back([raw = store.get()] { raw->Work(); });
@@ -84,42 +81,66 @@ TierStore::~TierStore() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-absl::Status TierStore::Check(const TierJob& job) const {
-  if (mac_.Holds(job.seal, job.host.first(job.bytes))) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kDataLoss, "a page group is not what was put into its tier",
-                   {.reason = "tier_damaged"});
+bool TierStore::Prepare(TierJob* job) {
+  const std::span<const std::byte> bytes = job->host.first(job->bytes);
+  job->status = absl::OkStatus();
+  switch (job->kind) {
+    case TierJob::Kind::kDigest:
+      job->digest = DigestOf(bytes);
+      return false;
+    case TierJob::Kind::kCheck:
+      if (DigestOf(bytes) != job->digest) job->status = Damaged();
+      return false;
+    case TierJob::Kind::kWrite:
+      if (const std::optional<GroupSeal> seal = mac_.SealIf(job->digest, bytes)) {
+        job->seal = *seal;
+      } else {
+        job->status = Damaged();
+      }
+      return job->status.ok();
+    case TierJob::Kind::kRead:
+      if (!job->was_read) return true;
+      if (!mac_.Holds(job->seal, bytes)) job->status = Damaged();
+      return false;
+  }
+  return false;
 }
 
 void TierStore::Run(TierJob* job) {
-  const int64_t begin = Now();
-  job->status = absl::OkStatus();
-  switch (job->kind) {
-    case TierJob::Kind::kSeal:
-      job->seal = mac_.Seal(job->host.first(job->bytes));
-      break;
-    case TierJob::Kind::kCheck:
-      job->status = Check(*job);
-      break;
-    case TierJob::Kind::kWrite:
-      job->status = Check(*job);
-      if (job->status.ok()) job->status = file_->Write(job->at, job->host);
-      break;
-    case TierJob::Kind::kRead:
-      job->status = file_->Read(job->at, job->host);
-      if (job->status.ok()) job->status = Check(*job);
-      break;
-  }
-  job->ran_ns = Now() - begin;
+  if (!Prepare(job)) return End(job);
+  DiskMove& move = job->disk;
+  move.write = job->kind == TierJob::Kind::kWrite;
+  move.bytes = job->host;
+  move.at = job->at;
+  move.done = [this, job] { OnDisk(job); };
+  if (disk_ != nullptr) return disk_->Start(&move);
+  move.status = move.write ? file_->Write(move.at, move.bytes) : file_->Read(move.at, move.bytes);
+  move.done();
 }
 
-void TierStore::Start(TierJob* job) {
-  if (threads_.empty()) {
-    Run(job);
+void TierStore::OnDisk(TierJob* job) {
+  job->status = job->disk.status;
+  if (job->kind == TierJob::Kind::kWrite || !job->status.ok()) return End(job);
+  job->was_read = true;
+  Queue(job);
+}
+
+void TierStore::End(TierJob* job) {
+  {
     const MutexLock lock(mutex_);
     ended_.push_back(job);
     has_ended_ = true;
-    return;
   }
+  if (!threads_.empty() && wake_) wake_();
+}
+
+void TierStore::Start(TierJob* job) {
+  job->was_read = false;
+  Queue(job);
+}
+
+void TierStore::Queue(TierJob* job) {
+  if (threads_.empty()) return Run(job);
   {
     const MutexLock lock(mutex_);
     waiting_.push_back(job);
@@ -138,11 +159,6 @@ void TierStore::Work() {
     waiting_.pop_front();
     lock.Unlock();
     Run(job);
-    lock.Lock();
-    ended_.push_back(job);
-    has_ended_ = true;
-    lock.Unlock();
-    if (wake_) wake_();
     lock.Lock();
   }
 }

@@ -1,9 +1,11 @@
 // Where page groups are kept outside the pool: host memory, and a file. Rooms for groups of any
-// size, and the work on their bytes: seals, checks, reads and writes, on threads of its own.
+// size, and the work on their bytes: digests, seals, reads and writes, on threads of its own.
 //
-// A group has one seal (group_mac.h), made when its bytes have come out of the pool, which is good
-// for every copy: the rows of a group that is cached never change. Every job that hands bytes on
-// checks it first.
+// The rows of a group that is cached never change, so what its bytes are checked by
+// (group_checks.h) is made once: the digest when they have come out of the pool, the seal when they
+// go to the file. Bytes are looked at once on each way: by the digest before they go to the file or
+// from memory into the pool, by the seal when they have come from the file. Meanwhile the disk is
+// at work on other groups (disk_queue.h).
 //
 // Ownership: owns the file and the threads; borrows memory. Threading: rooms are the engine role's;
 // jobs run on the store's threads, or in Start where there are none.
@@ -27,7 +29,8 @@
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
-#include "scheduler/kvcache/tiers/group_mac.h"
+#include "scheduler/kvcache/tiers/disk_queue.h"
+#include "scheduler/kvcache/tiers/group_checks.h"
 #include "scheduler/kvcache/tiers/tier_file.h"
 
 namespace mla::kvcache {
@@ -60,19 +63,23 @@ class TierRooms final {
 
 struct TierJob {
   enum class Kind : uint8_t {
-    kSeal,   // makes the seal of `host`
-    kCheck,  // of `host` against the seal
-    kWrite,  // the same, and writes it to the file
-    kRead,   // reads `host` from the file, then the same
+    kDigest,  // makes the digest of `host`
+    kCheck,   // of `host` against the digest
+    kWrite,   // the same, makes the seal, and writes to the file
+    kRead,    // reads `host` from the file, and checks it against the seal
   };
-  Kind kind = Kind::kSeal;
+  Kind kind = Kind::kDigest;
   std::span<std::byte> host;  // room, filled up to a multiple of kTierBlock
-  size_t bytes = 0;           // of it, that the seal is over
+  size_t bytes = 0;           // of it, that digest and seal are over
   int64_t at = 0;             // in the file
+  GroupDigest digest;
   GroupSeal seal;
-  // When it has been collected. DATA_LOSS: the seal does not hold; UNAVAILABLE: the disk.
+  // When it has been collected. DATA_LOSS: digest or seal does not hold; UNAVAILABLE: the disk.
   absl::Status status;
-  int64_t ran_ns = 0;
+
+  // The store's.
+  DiskMove disk;
+  bool was_read = false;
 };
 
 struct TierStoreOptions {
@@ -87,7 +94,7 @@ class TierStore final {
  public:
   // Empties the file, takes its bytes and tests it.
   static absl::StatusOr<std::unique_ptr<TierStore>> Open(const TierStoreOptions& options);
-  ~TierStore();  // when jobs that run have ended; others are dropped
+  ~TierStore();  // when jobs that run, or are with the disk, have ended; others are dropped
 
   TierRooms& host() { return host_; }
   const TierRooms& host() const { return host_; }
@@ -112,9 +119,14 @@ class TierStore final {
 
  private:
   explicit TierStore(const TierStoreOptions& options);
+  // The job's part on a thread of the store. True: the disk has its part to do now.
+  bool Prepare(TierJob* job);
   void Run(TierJob* job);
+  void OnDisk(TierJob* job);
+  void Queue(TierJob* job);
   void Work();
-  absl::Status Check(const TierJob& job) const;
+  // The job has ended.
+  void End(TierJob* job);
 
   GroupMac mac_;
   std::span<std::byte> memory_;
@@ -129,6 +141,7 @@ class TierStore final {
   std::atomic<bool> has_ended_{false};
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
+  std::unique_ptr<DiskQueue> disk_;  // null: without threads or a file
 };
 
 }  // namespace mla::kvcache

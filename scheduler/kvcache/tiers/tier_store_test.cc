@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -91,6 +92,31 @@ TEST_F(TierStoreTest, ASealFindsAnyChange) {
   EXPECT_FALSE(GroupMac().Holds(seal, bytes));
 }
 
+TEST_F(TierStoreTest, ADigestFindsAnyChange) {
+  std::vector<std::byte> bytes(200'000, std::byte{5});
+  const GroupDigest digest = DigestOf(bytes);
+  EXPECT_EQ(DigestOf(bytes), digest);
+  for (size_t i = 0; i < bytes.size(); i += 7919) {
+    bytes[i] ^= std::byte{1};
+    EXPECT_NE(DigestOf(bytes), digest) << i;
+    bytes[i] ^= std::byte{1};
+  }
+  EXPECT_NE(DigestOf(std::span(bytes).first(199'999)), digest);
+}
+
+TEST_F(TierStoreTest, OnlyBytesOfTheDigestGetASeal) {
+  GroupMac mac;
+  // More parts than one, the last of them short.
+  std::vector<std::byte> bytes(200'000, std::byte{5});
+  const GroupDigest digest = DigestOf(bytes);
+  const std::optional<GroupSeal> seal = mac.SealIf(digest, bytes);
+  ASSERT_TRUE(seal.has_value());
+  EXPECT_TRUE(mac.Holds(*seal, bytes));
+  bytes.back() ^= std::byte{1};
+  EXPECT_FALSE(mac.Holds(*seal, bytes));
+  EXPECT_FALSE(mac.SealIf(digest, bytes).has_value());
+}
+
 TEST_F(TierStoreTest, RoomsOfAllSizesShareOneBudget) {
   TierRooms rooms(16 * kTierBlock);
   const uint32_t small = rooms.Take(1);
@@ -109,7 +135,7 @@ TEST_F(TierStoreTest, RoomsOfAllSizesShareOneBudget) {
 TEST_F(TierStoreTest, AGroupComesBackFromTheFileAsItWas) {
   Open();
   TierJob job = Fill(3);
-  ASSERT_TRUE(Run(&job, TierJob::Kind::kSeal).ok());
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kDigest).ok());
   const std::vector<std::byte> before(job.host.begin(), job.host.begin() + kGroup);
   job.at = store_->file_offset(store_->file()->Take(kGroup));
   ASSERT_TRUE(Run(&job, TierJob::Kind::kWrite).ok()) << job.status;
@@ -122,7 +148,7 @@ TEST_F(TierStoreTest, AGroupComesBackFromTheFileAsItWas) {
 TEST_F(TierStoreTest, WhatMemoryHasChangedIsNotWritten) {
   Open();
   TierJob job = Fill(3);
-  ASSERT_TRUE(Run(&job, TierJob::Kind::kSeal).ok());
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kDigest).ok());
   job.host[kGroup - 1] ^= std::byte{4};
   job.at = store_->file_offset(store_->file()->Take(kGroup));
   EXPECT_EQ(Run(&job, TierJob::Kind::kWrite).code(), absl::StatusCode::kDataLoss);
@@ -132,7 +158,7 @@ TEST_F(TierStoreTest, AFileThatWasChangedBehindItsBackIsFoundOut) {
   Open();
   TierJob first = Fill(3), second = Fill(50);
   for (TierJob* const job : {&first, &second}) {
-    ASSERT_TRUE(Run(job, TierJob::Kind::kSeal).ok());
+    ASSERT_TRUE(Run(job, TierJob::Kind::kDigest).ok());
     job->at = store_->file_offset(store_->file()->Take(kGroup));
     ASSERT_TRUE(Run(job, TierJob::Kind::kWrite).ok());
   }
@@ -157,7 +183,7 @@ TEST_F(TierStoreTest, AFullDiskIsSaid) {
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   Open();
   TierJob job = Fill(3);
-  ASSERT_TRUE(Run(&job, TierJob::Kind::kSeal).ok());
+  ASSERT_TRUE(Run(&job, TierJob::Kind::kDigest).ok());
   const rlimit low = {static_cast<rlim_t>(TierFile::kHeaderBytes + kTierBlock), before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
   job.at = store_->file_offset(store_->file()->Take(kGroup));
@@ -229,6 +255,43 @@ TEST_F(TierStoreTest, BooksGrowWithTheGroupsThereAre) {
   EXPECT_LT(taken() - before, 1 << 20);
 }
 
+TEST_F(TierStoreTest, ThreadsCarryGroupsToTheFileAndBack) {
+  Open(2, 8);
+  std::vector<TierJob> jobs;
+  const auto all = [&](TierJob::Kind kind) {
+    for (TierJob& job : jobs) {
+      job.kind = kind;
+      store_->Start(&job);
+    }
+    for (size_t ended = 0; ended < jobs.size();) ended += store_->Collect().size();
+  };
+  for (int i = 0; i < 8; ++i) {
+    jobs.push_back(Fill(i));
+    jobs.back().at = store_->file_offset(store_->file()->Take(kGroup));
+  }
+  all(TierJob::Kind::kDigest);
+  std::vector<std::vector<std::byte>> before;
+  for (const TierJob& job : jobs) before.emplace_back(job.host.begin(), job.host.end());
+  for (int round = 0; round < 20; ++round) {
+    all(TierJob::Kind::kWrite);
+    for (TierJob& job : jobs) {
+      ASSERT_TRUE(job.status.ok()) << job.status;
+      std::memset(job.host.data(), 0, job.host.size());
+    }
+    all(TierJob::Kind::kRead);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_TRUE(jobs[i].status.ok()) << jobs[i].status;
+      EXPECT_TRUE(std::equal(before[i].begin(), before[i].end(), jobs[i].host.begin()));
+    }
+  }
+  ChangeFile(jobs[3].at);
+  all(TierJob::Kind::kRead);
+  for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(jobs[i].status.ok(), i != 3);
+  // Those under way end before the store does.
+  for (TierJob& job : jobs) store_->Start(&job);
+  store_.reset();
+}
+
 TEST_F(TierStoreTest, ThreadsRunJobsAndWakeTheirCollector) {
   Open(3);
   std::atomic<int> woken = 0;
@@ -237,7 +300,7 @@ TEST_F(TierStoreTest, ThreadsRunJobsAndWakeTheirCollector) {
   for (int i = 0; i < 8; ++i) jobs.push_back(Fill(i));
   for (int round = 0; round < 50; ++round) {
     for (TierJob& job : jobs) {
-      job.kind = round == 0 ? TierJob::Kind::kSeal : TierJob::Kind::kCheck;
+      job.kind = round == 0 ? TierJob::Kind::kDigest : TierJob::Kind::kCheck;
       store_->Start(&job);
     }
     for (size_t ended = 0; ended < jobs.size();) ended += store_->Collect().size();

@@ -1,0 +1,73 @@
+// Reads and writes of a tier's file, many at a time: by the kernel's queue (io_uring) where there
+// is one, else by threads of its own.
+//
+// What the kernel's queue does not do whole, a plain call goes on with, which says what is wrong.
+#ifndef MLA_SCHEDULER_KVCACHE_TIERS_DISK_QUEUE_H_
+#define MLA_SCHEDULER_KVCACHE_TIERS_DISK_QUEUE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "base/mutex.h"
+#include "scheduler/kvcache/tiers/io_ring.h"
+#include "scheduler/kvcache/tiers/tier_file.h"
+
+namespace mla::kvcache {
+
+// Of the caller, from Start until `done`.
+struct DiskMove {
+  bool write = false;
+  std::span<std::byte> bytes;
+  int64_t at = 0;  // in the file
+  absl::Status status;
+  std::function<void()> done;  // called once, from a thread of the queue
+};
+
+// Thread-safe. Borrows the file.
+class DiskQueue final {
+ public:
+  // Moves that are under way in the kernel's queue at a time; others wait.
+  static constexpr uint32_t kMostAtOnce = 32;
+  enum class Kind : uint8_t { kBest, kThreads };
+
+  // `threads` where the kernel has no queue.
+  DiskQueue(TierFile* file, int32_t threads, Kind kind = Kind::kBest);
+  // When moves under way have ended. Those that wait are dropped: their `done` is never called.
+  ~DiskQueue();
+
+  void Start(DiskMove* move);
+  bool in_kernel() const { return ring_ != nullptr; }
+
+ private:
+  static constexpr uint64_t kStop = 0;  // the tag of no move
+
+  void RunThread();
+  void RunRing();
+  // Does the move's rest, behind the first `done` bytes, by a plain call.
+  void Finish(DiskMove* move, size_t done);
+  // Starts what waits as far as there is room in the ring.
+  void FillRing();
+  // The same, up to a move that the kernel takes none of now; null: there is none.
+  DiskMove* StartNext();
+
+  TierFile* const file_;
+  std::unique_ptr<IoRing> ring_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<DiskMove*> waiting_ ABSL_GUARDED_BY(mutex_);
+  uint32_t in_ring_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace mla::kvcache
+
+#endif  // MLA_SCHEDULER_KVCACHE_TIERS_DISK_QUEUE_H_

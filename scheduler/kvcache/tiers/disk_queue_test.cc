@@ -1,0 +1,107 @@
+// Moves between memory and a tier's file, by the kernel's queue and by threads.
+#include "scheduler/kvcache/tiers/disk_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+
+namespace mla::kvcache {
+namespace {
+
+constexpr size_t kBytes = 3 * kTierBlock;
+constexpr int kMoves = 100;  // more than the kernel's queue takes at a time
+
+class DiskQueueTest : public ::testing::TestWithParam<DiskQueue::Kind> {
+ protected:
+  void SetUp() override {
+    auto opened = TierFile::Open(path_, kMoves * kBytes);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    file_ = *std::move(opened);
+    memory_.reset(static_cast<std::byte*>(
+        std::aligned_alloc(static_cast<size_t>(kTierBlock), kMoves * kBytes)));
+    for (int i = 0; i < kMoves; ++i) {
+      DiskMove& move = moves_[static_cast<size_t>(i)];
+      move.bytes = {memory_.get() + static_cast<size_t>(i) * kBytes, kBytes};
+      move.at = TierFile::kHeaderBytes + i * static_cast<int64_t>(kBytes);
+      move.done = [this] { ++done_; };
+      std::memset(move.bytes.data(), i + 1, kBytes);
+    }
+    queue_ = std::make_unique<DiskQueue>(file_.get(), 2, GetParam());
+  }
+  void StartAll(bool write) {
+    done_ = 0;
+    for (DiskMove& move : moves_) {
+      move.write = write;
+      queue_->Start(&move);
+    }
+  }
+  void All(bool write) {
+    StartAll(write);
+    while (done_ < kMoves) std::this_thread::yield();
+  }
+
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  const char* const folder_ = std::getenv("TEST_TMPDIR");
+  const std::string path_ = std::string(folder_ == nullptr ? "/tmp" : folder_) + "/disk_queue";
+  std::unique_ptr<TierFile> file_;
+  std::unique_ptr<std::byte, Free> memory_;
+  std::vector<DiskMove> moves_ = std::vector<DiskMove>(kMoves);
+  std::atomic<int> done_ = 0;
+  std::unique_ptr<DiskQueue> queue_;  // ends before what it uses
+};
+
+INSTANTIATE_TEST_SUITE_P(Kinds, DiskQueueTest,
+                         ::testing::Values(DiskQueue::Kind::kBest, DiskQueue::Kind::kThreads),
+                         [](const auto& param) {
+                           return param.param == DiskQueue::Kind::kBest ? "best" : "threads";
+                         });
+
+TEST_P(DiskQueueTest, WhatWasWrittenIsRead) {
+  All(true);
+  for (const DiskMove& move : moves_) EXPECT_TRUE(move.status.ok()) << move.status;
+  std::memset(memory_.get(), 0, kMoves * kBytes);
+  All(false);
+  for (int i = 0; i < kMoves; ++i) {
+    const DiskMove& move = moves_[static_cast<size_t>(i)];
+    ASSERT_TRUE(move.status.ok()) << move.status;
+    EXPECT_EQ(std::count(move.bytes.begin(), move.bytes.end(), static_cast<std::byte>(i + 1)),
+              static_cast<ptrdiff_t>(kBytes));
+  }
+}
+
+TEST_P(DiskQueueTest, AFileThatEndsInsideAMoveIsSaid) {
+  All(true);
+  std::filesystem::resize_file(path_, static_cast<uintmax_t>(moves_[50].at + kTierBlock));
+  All(false);
+  for (int i = 0; i < kMoves; ++i) {
+    const DiskMove& move = moves_[static_cast<size_t>(i)];
+    EXPECT_EQ(DetailOf(move.status).reason, i < 50 ? "" : "disk_failed") << i << move.status;
+  }
+}
+
+TEST_P(DiskQueueTest, MovesUnderWayEndWithTheQueue) {
+  for (int round = 0; round < 10; ++round) {
+    StartAll(true);
+    queue_ = nullptr;
+    const int done = done_;
+    EXPECT_LE(done, kMoves);
+    std::this_thread::yield();
+    EXPECT_EQ(done_, done);
+    queue_ = std::make_unique<DiskQueue>(file_.get(), 2, GetParam());
+  }
+}
+
+}  // namespace
+}  // namespace mla::kvcache
