@@ -181,13 +181,16 @@ class KvCache final {
   // Entries of the sequence's page table that changed since a launch last published them; count 0
   // if none did. They count as published from now on.
   kernels::TableRange TakeTableChange(SeqSlot sequence) {
-    Sequence& of = At(sequence);
+    Sequence& of = Find(sequence);
     const int32_t first = of.pages_published;
     of.pages_published = of.pages;
     return {TableBegin(sequence) + first, of.pages - first};
   }
   // The launch that published entries of the sequence has failed.
   void UnpublishTable(SeqSlot sequence);
+  // While it stays the same no sequence has changed: its rows are where they were, and what has
+  // been published of its page table stands. Never 0.
+  uint64_t version() const { return version_; }
 
   // See SlabPool::WatchLifetimes.
   void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed) {
@@ -250,9 +253,14 @@ class KvCache final {
 
   KvCache(const KvCacheOptions& options, std::span<uint32_t> page_tables);
   RestoreRoom TakeRestoring(uint64_t id);
-  Sequence& At(SeqSlot slot) {
+  Sequence& Find(SeqSlot slot) {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];
+  }
+  // For calls that may change it.
+  Sequence& At(SeqSlot slot) {
+    ++version_;
+    return Find(slot);
   }
   const Sequence& At(SeqSlot slot) const {
     Require(IsOpen(slot), "sequence slot is not open");
@@ -292,6 +300,7 @@ class KvCache final {
   std::vector<Sequence> sequences_;
   std::vector<int32_t> layout_sequences_;  // open sequences by layout
   SeqSlot free_slot_ = kNone;
+  uint64_t version_ = 1;
   uint64_t reserve_calls_ = 0;
   int64_t open_sequences_ = 0;
   uint64_t allocations_ = 0;

@@ -68,6 +68,10 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
 void BatchLaunch::Clear() {
   layout.Clear();
   tables.clear();
+}
+
+void BatchLaunch::ClearRecords() {
+  origin.Forget();
   appends.clear();
   selects.clear();
   absorbed.Clear();

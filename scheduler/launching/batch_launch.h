@@ -15,6 +15,7 @@
 #include "kernels/launch/launch_layout.h"
 #include "scheduler/batching/batch.h"
 #include "scheduler/engine.h"
+#include "scheduler/launching/records_origin.h"
 #include "scheduler/limits.h"
 #include "scheduler/planning/planner.h"
 
@@ -62,8 +63,10 @@ struct ProjectionRecords {
 struct BatchLaunch {
   // Takes memory for any launch within the limits; once, for a configured backend.
   absl::Status Create(const Limits& limits, kernels::AttentionBackend& backend, int32_t index);
-  // Empties everything but the batch and `launch`, of which the launcher sets every field.
+  // Empties everything but the batch, the records and `launch`, of which the launcher sets every
+  // field.
   void Clear();
+  void ClearRecords();
 
   int32_t slot = -1;
   Batch batch;
@@ -75,6 +78,7 @@ struct BatchLaunch {
   std::vector<kernels::SelectRecord> selects;
   FormRecords absorbed, expanded;
   ProjectionRecords absorbs, projects;
+  RecordsOrigin origin;  // of the records
   // Log-sum-exps of the rows computed, by position in batch.requests: the client's memory, or
   // `unwanted_lse` for requests that ask for none.
   struct LseRows {

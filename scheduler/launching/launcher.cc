@@ -75,10 +75,12 @@ BatchLaunch* Launcher::FreeSlot() {
 }
 
 absl::Status Launcher::Submit(BatchLaunch* to, MonotonicNanos chosen_from) {
+  const bool again = records_.MayUpdate(*to);
   to->Clear();
+  if (!again) to->ClearRecords();  // before Stage, which adds the projections of slices
   to->report = LaunchReport();
   absl::Status status = stager_.Stage(to);
-  if (status.ok()) status = records_.Build(stager_, to);
+  if (status.ok()) status = again ? records_.Update(stager_, to) : records_.Build(stager_, to);
   const MonotonicNanos begin = clock_->Now();
   to->report.schedule_ns = begin - chosen_from;
   if (status.ok()) status = Plan(to);

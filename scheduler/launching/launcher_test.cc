@@ -1,5 +1,6 @@
 // What launches hold when plans have fixed cuts: bounded buffers that suffice for every batch, and
-// answers that do not depend on what else is in it.
+// answers that do not depend on what else is in it; and layers whose launches keep the records of
+// the layer before.
 #include "scheduler/launching/launch_sizes.h"
 
 #include <algorithm>
@@ -169,6 +170,42 @@ TEST(LauncherTest, WithFixedCutsAnAnswerDoesNotDependOnTheBatch) {
   const std::vector<float> alone = Answer(0);
   ASSERT_EQ(alone.size(), size_t{24} * kHeads * 64);
   for (const int beside : {30, 50, 59, 61, 64}) EXPECT_EQ(Answer(beside), alone) << beside;
+}
+
+// Outputs of steps of three sequences at all layers in turn. `disturbed`: the cache changes between
+// launches, so that none keeps the records of the one before.
+std::vector<float> Layers(bool disturbed) {
+  testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), nullptr, nullptr};
+  options.model.layers = 4;
+  options.limits.launch_rows = options.limits.prefill_rows = 16;  // a layer is one launch
+  testing::EngineHarness h(std::move(options));
+  const StreamId stream = h.core().OpenStream(h.tenant());
+  std::vector<StepSequenceArgs> begin;
+  for (const int rows : {1, 3, 2}) begin.push_back({h.Open().id, 1, 0, rows});
+  std::vector<float> all;
+  for (StepId step = 1; step <= 3; ++step) {
+    EXPECT_TRUE(h.Begin(stream, step, begin)->status.ok());
+    for (int layer = 0; layer < 4; ++layer) {
+      const auto rows = testing::Rows(6, 10 * step + static_cast<uint64_t>(layer));
+      const auto request = h.Attend(stream, step, layer, 0, rows, 5);
+      h.Run();
+      EXPECT_TRUE(request->answered() && request->status.ok()) << request->status;
+      all.insert(all.end(), request->output.begin(), request->output.end());
+      if (!disturbed) continue;
+      const SequenceId other = h.Open().id;
+      std::vector<SequenceId> not_found;
+      EXPECT_EQ(h.core().ReleaseSequences(h.tenant(), {&other, 1}, &not_found), 1);
+    }
+    EXPECT_TRUE(h.End(stream, step)->status.ok());
+    for (StepSequenceArgs& sequence : begin) sequence.start_position += sequence.rows;
+  }
+  return all;
+}
+
+TEST(LauncherTest, RecordsKeptForTheNextLayerGiveTheSameAnswers) {
+  const std::vector<float> kept = Layers(false);
+  ASSERT_EQ(kept.size(), size_t{3} * 4 * 6 * 2 * 8);
+  EXPECT_EQ(kept, Layers(true));
 }
 
 }  // namespace

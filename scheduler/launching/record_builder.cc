@@ -46,17 +46,26 @@ int32_t MostWindowPlaces(const Segment& segment, const kernels::WindowRecord& wi
          (listed ? LongestList(segment) : kernels::WholeEntries(window, visible));
 }
 
+// Where rows of a layer lie.
+template <typename Record>
+void SetPlane(const Record& from, Record* to) {
+  to->layer_offset = from.layer_offset;
+  to->row_stride = from.row_stride;
+  to->page_size = from.page_size;
+  to->kv_scale = from.kv_scale;
+}
+
 }  // namespace
 
-RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
-                                                         const StagedTensors& staged,
-                                                         const BatchKey& key) const {
+void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& staged,
+                                const BatchKey& key, SegmentTemplate* to) const {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
   const kernels::Geometry& g = model.spec->geometry;
-  SegmentTemplate shared;
+  *to = SegmentTemplate();
+  SegmentTemplate& shared = *to;
   shared.request = segment.request;
-  shared.staged = staged;
+  shared.staged = &staged.request(segment.request->engine.batch_index);
   shared.append.dtype = args.q_dtype;
   shared.append.kv_row_stride = model.spec->sent_row_dim();
   const kvcache::KvPlane& rows = model.rows(args.layer);
@@ -69,7 +78,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   shared.append.kv_scale = model.kv_scale(args.layer);
   shared.appends_more = model.spec->windowed() || model.spec->indexer.heads > 0;
   shared.kv_row_bytes = model.spec->sent_row_dim() * int64_t(ElementSize(args.q_dtype));
-  if (args.profile == Profile::kAppendOnly) return shared;
+  if (args.profile == Profile::kAppendOnly) return;
 
   kernels::SegmentRecord& sent = shared.sent;
   sent = Record(segment);
@@ -81,7 +90,7 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   sent.lse_row_stride = args.num_heads;
   shared.q_row_bytes = sent.q_row_stride * int64_t(ElementSize(args.q_dtype));
   shared.o_row_bytes = sent.o_row_stride * int64_t(ElementSize(args.o_dtype));
-  if (args.profile == Profile::kAbsorbed) return shared;
+  if (args.profile == Profile::kAbsorbed) return;
 
   // The absorbed form of EXPANDED, between its two projections.
   shared.expanded_min_rows =
@@ -110,19 +119,33 @@ RecordBuilder::SegmentTemplate RecordBuilder::TemplateOf(const Segment& segment,
   project.in_head_stride = latent.o_head_stride;
   project.out_row_stride = sent.o_row_stride;
   project.out_head_stride = sent.o_head_stride;
-  return shared;
+}
+
+const std::byte* RecordBuilder::KvOf(const Segment& segment, const SegmentTemplate& shared) {
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  return shared.staged->kv + skip * shared.kv_row_bytes;
+}
+
+void RecordBuilder::SetTensors(const Segment& segment, const SegmentTemplate& shared,
+                               kernels::SegmentRecord* record) {
+  const StagedTensors& staged = *shared.staged;
+  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
+  record->q = staged.q == nullptr ? nullptr : staged.q + skip * shared.q_row_bytes;
+  record->o = staged.o + skip * shared.o_row_bytes;
+  record->lse = staged.lse == nullptr ? nullptr : staged.lse + skip * record->lse_row_stride;
 }
 
 void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
                               const SegmentTemplate& shared, int64_t page_table) {
-  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
   // Fields are set where the record stays: a copy behind them would wait for each of them.
   kernels::AppendRecord& record = to->appends.emplace_back(shared.append);
-  record.kv = shared.staged.kv + skip * shared.kv_row_bytes;
+  record.kv = KvOf(segment, shared);
   record.page_table = page_table;
   record.first_position = segment.cached();
   record.rows = segment.rows;
-  if (shared.staged.differs != nullptr) record.differs = shared.staged.differs + skip;
+  if (shared.staged->differs != nullptr) {
+    record.differs = shared.staged->differs + (segment.row_begin - FirstRow(*segment.request));
+  }
   if (shared.appends_more) AddMoreAppends(to, segment, shared, kernels::AppendRecord(record));
 }
 
@@ -130,7 +153,7 @@ void RecordBuilder::AddMoreAppends(BatchLaunch* to, const Segment& segment,
                                    const SegmentTemplate& shared,
                                    const kernels::AppendRecord& rows) {
   const ModelSpec& spec = *segment.request->engine.step->model->spec;
-  if (spec.windowed()) AddEntries(to, segment, shared.staged, rows);
+  if (spec.windowed()) AddEntries(to, segment, *shared.staged, rows);
   if (spec.indexer.heads > 0) AddIndexKeys(to, segment, rows);
 }
 
@@ -264,9 +287,8 @@ kernels::SegmentRecord RecordBuilder::Record(const Segment& segment) const {
 absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, int64_t page_table,
                                        SegmentTemplate* shared) {
   const Segment& segment = to->batch.segments[index];
-  const StagedTensors& staged = shared->staged;
+  const StagedTensors& staged = *shared->staged;
   const AttendArgs& args = segment.request->attend;
-  const int64_t skip = segment.row_begin - FirstRow(*segment.request);
   int32_t rows = segment.rows;
   if (segment.run >= 0) {
     const RowRun& run = to->batch.runs[segment.run];
@@ -282,14 +304,13 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, int64_t pa
   const size_t position = form.records.size();
   kernels::SegmentRecord& record =
       form.records.emplace_back(projects ? shared->latent : shared->sent);
-  record.q = staged.q == nullptr ? nullptr : staged.q + skip * shared->q_row_bytes;
-  record.o = staged.o + skip * shared->o_row_bytes;
-  if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
+  SetTensors(segment, *shared, &record);
   record.page_table = page_table;
   record.q_rows = rows;
   record.kv_rows = segment.cached() + rows;
   const bool sparse = IsSparse(args);
   if (sparse) {
+    const int64_t skip = segment.row_begin - FirstRow(*segment.request);
     record.list_begin = staged.list_begin + skip;
     record.list = staged.list + EntriesBefore(segment);
     if (Selects(args)) AddSelect(to, segment, staged, record);
@@ -308,7 +329,7 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, int64_t pa
 
 kernels::FragmentedInput RecordBuilder::Fragments(const Segment& segment,
                                                   const SegmentTemplate& shared) {
-  kernels::FragmentedInput fragments = shared.staged.q_fragments;
+  kernels::FragmentedInput fragments = shared.staged->q_fragments;
   fragments.offset += (segment.row_begin - FirstRow(*segment.request)) * shared.q_row_bytes;
   fragments.bytes = segment.rows * shared.q_row_bytes;
   return fragments;
@@ -317,25 +338,33 @@ kernels::FragmentedInput RecordBuilder::Fragments(const Segment& segment,
 absl::Status RecordBuilder::AddProjections(BatchLaunch* to, size_t index, SegmentTemplate* shared,
                                            kernels::SegmentRecord* record) {
   const Segment& segment = to->batch.segments[index];
-  if (shared->latent_rows == 0) {
-    if (absl::Status s = TakeLatents(to, index, shared); !s.ok()) return s;
-  }
-  if (shared->staged.q_fragments.bytes > 0) {
+  if (shared->staged->q_fragments.bytes > 0) {
     to->absorbs.fragments.Add(to->absorbs.records.size(), Fragments(segment, *shared));
   }
   kernels::ProjectionRecord& absorb = to->absorbs.records.emplace_back(shared->absorb);
-  absorb.in = record->q;
-  absorb.out = shared->latent_q;
-  absorb.rows = segment.rows;
   kernels::ProjectionRecord& project = to->projects.records.emplace_back(shared->project);
-  project.in = shared->latent_o;
-  project.out = record->o;
+  absorb.rows = segment.rows;
   project.rows = segment.rows;
+  return PlaceLatents(to, index, shared, record, &absorb, &project);
+}
+
+absl::Status RecordBuilder::PlaceLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+                                         kernels::SegmentRecord* record,
+                                         kernels::ProjectionRecord* absorb,
+                                         kernels::ProjectionRecord* project) {
+  if (shared->latent_rows == 0) {
+    if (absl::Status s = TakeLatents(to, index, shared); !s.ok()) return s;
+  }
+  const int64_t rows = record->q_rows;
+  absorb->in = record->q;
+  absorb->out = shared->latent_q;
+  project->in = shared->latent_o;
+  project->out = record->o;
   record->q = shared->latent_q;
   record->o = shared->latent_o;
-  shared->latent_q += segment.rows * shared->latent_q_row_bytes;
-  shared->latent_o += segment.rows * shared->latent_o_row_bytes;
-  shared->latent_rows -= segment.rows;
+  shared->latent_q += rows * shared->latent_q_row_bytes;
+  shared->latent_o += rows * shared->latent_o_row_bytes;
+  shared->latent_rows -= rows;
   return absl::OkStatus();
 }
 
@@ -371,14 +400,12 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
   for (size_t i = 0; i < to->batch.segments.size(); ++i) {
     const Segment& segment = to->batch.segments[i];
     const StreamRequest& request = *segment.request;
-    if (&request != shared.request) {
-      shared = TemplateOf(segment, staged.request(request.engine.batch_index), to->batch.key);
-    }
+    if (&request != shared.request) SetTemplate(segment, staged, to->batch.key, &shared);
     const StepEntry& entry = *segment.entry;
     take_change(entry.slot);
     if (entry.window_slot >= 0) take_change(entry.window_slot);
     const int64_t page_table = cache_->page_table(SlotOfRows(entry));
-    if (shared.staged.kv != nullptr) AddAppend(to, segment, shared, page_table);
+    if (shared.staged->kv != nullptr) AddAppend(to, segment, shared, page_table);
     if (request.attend.profile == Profile::kAppendOnly) continue;
     if (segment.slices >= 0) {
       AddFused(to, segment, staged.slices(static_cast<size_t>(segment.slices)));
@@ -386,6 +413,39 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
       return s;
     }
   }
+  to->origin.Note(to->batch, cache_->version());
+  return absl::OkStatus();
+}
+
+absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* to) {
+  to->origin.Forget();  // until all is well
+  SegmentTemplate shared;
+  SetTemplate(to->batch.segments[0], staged, to->batch.key, &shared);
+  const AttendArgs& args = shared.request->attend;
+  auto append = to->appends.begin();
+  auto absorbed = to->absorbed.records.begin(), expanded = to->expanded.records.begin();
+  auto absorb = to->absorbs.records.begin(), project = to->projects.records.begin();
+  for (size_t i = 0; i < to->batch.segments.size(); ++i) {
+    const Segment& segment = to->batch.segments[i];
+    if (shared.staged->kv != nullptr) {
+      SetPlane(shared.append, &*append);
+      append->format = shared.append.format;
+      append->kv = KvOf(segment, shared);
+      ++append;
+    }
+    if (args.profile == Profile::kAppendOnly) continue;
+    const bool expands =
+        args.profile == Profile::kExpanded && segment.rows >= shared.expanded_min_rows;
+    kernels::SegmentRecord& record = expands ? *expanded++ : *absorbed++;
+    SetPlane(shared.sent, &record);
+    record.weights_slot = shared.sent.weights_slot;
+    SetTensors(segment, shared, &record);
+    if (expands || args.profile == Profile::kAbsorbed) continue;
+    absorb->weights_slot = project->weights_slot = record.weights_slot;
+    absl::Status placed = PlaceLatents(to, i, &shared, &record, &*absorb++, &*project++);
+    if (!placed.ok()) return placed;
+  }
+  to->origin.Note(to->batch, cache_->version());
   return absl::OkStatus();
 }
 

@@ -28,16 +28,23 @@ class RecordBuilder final {
   RecordBuilder(const kernels::BackendInfo& info, kvcache::KvCache* cache, const ModelTable* models)
       : info_(info), cache_(cache), models_(models) {}
 
-  // Fills the records of `to` for its batch, whose tensors `staged` has placed, and takes the page
-  // table changes that the launch will publish. RESOURCE_EXHAUSTED when the workspace is full.
+  // Fills the records of `to`, which are empty, for its batch, whose tensors `staged` has placed,
+  // and takes the page table changes that the launch will publish. RESOURCE_EXHAUSTED when the
+  // workspace is full.
   absl::Status Build(const TensorStager& staged, BatchLaunch* to);
+  // Whether Update may take the place of Build: the records in `to` are of the rows of its batch.
+  bool MayUpdate(const BatchLaunch& to) const {
+    return to.origin.Matches(to.batch, cache_->version());
+  }
+  // As Build, of a launch whose records are those of another layer: sets what layers differ in.
+  absl::Status Update(const TensorStager& staged, BatchLaunch* to);
 
  private:
   // What the records of a request's segments have in common: a decode step has a segment for each
   // of its sequences, at every layer.
   struct SegmentTemplate {
     const StreamRequest* request = nullptr;
-    StagedTensors staged;
+    const StagedTensors* staged = nullptr;
     int32_t expanded_min_rows = 0;  // of EXPANDED: shorter segments take the absorbed form
     bool appends_more = false;      // entries of windows, or index keys
     int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
@@ -50,8 +57,13 @@ class RecordBuilder final {
     int64_t latent_rows = 0;
   };
 
-  SegmentTemplate TemplateOf(const Segment& segment, const StagedTensors& staged,
-                             const BatchKey& key) const;
+  // Sets all of `to` for the request of the segment.
+  void SetTemplate(const Segment& segment, const TensorStager& staged, const BatchKey& key,
+                   SegmentTemplate* to) const;
+  // The segment's rows among its request's tensors.
+  static const std::byte* KvOf(const Segment& segment, const SegmentTemplate& shared);
+  static void SetTensors(const Segment& segment, const SegmentTemplate& shared,
+                         kernels::SegmentRecord* record);
   kernels::SegmentRecord Record(const Segment& segment) const;
   // `page_table`: of the segment's rows.
   void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared,
@@ -72,6 +84,10 @@ class RecordBuilder final {
   // The absorbed form of EXPANDED: the projections around `record`, whose tensors become latent.
   absl::Status AddProjections(BatchLaunch* to, size_t index, SegmentTemplate* shared,
                               kernels::SegmentRecord* record);
+  // Workspace between the projections of segment `index`, as the tensors of its record.
+  absl::Status PlaceLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+                            kernels::SegmentRecord* record, kernels::ProjectionRecord* absorb,
+                            kernels::ProjectionRecord* project);
   // Of the segment's queries, where its request's lie in fragments.
   static kernels::FragmentedInput Fragments(const Segment& segment, const SegmentTemplate& shared);
   absl::Status TakeLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared);

@@ -463,7 +463,8 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
 
 void CommandRing::OnAnswered(AttendMessage* message) {
   if (message->handed_back != scheduler::HandedBack::kNo) return NoteReturned(message);
-  DoneWord(*message).Store();
+  // Of chains alone: the client polls the line that the word is in.
+  if (message->attend.done.word != nullptr) message->attend.done.Store();
   requests_->Count(message->answer.code());
   builder_.Answered(message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);
