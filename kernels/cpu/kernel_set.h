@@ -102,6 +102,9 @@ struct KernelSet {
   bool bf16_operands;
   int32_t k_align;  // B panels are padded to a multiple of this many k
   int32_t k_group;  // elements of a column that lie together in a B panel; divides k_align
+  // Whether to fetch rows ahead that an index list names and products read as they lie. Where
+  // products are fast, fetching takes as long as it saves.
+  bool fetches_listed_rows;
 
   void (*gemm)(const GemmArgs& args);
   void (*softmax)(const SoftmaxArgs& args);

@@ -18,6 +18,11 @@ struct alignas(64) TileConfig {
 constexpr int32_t kRows = 16;   // rows of a tile
 constexpr int32_t kDepth = 32;  // k of a tile
 constexpr int32_t kStageDepth = 1024;
+// A cache line longer: strides of whole kilobytes put lines that are used together into few sets.
+constexpr int32_t kStageRow = kStageDepth + 32;
+// With so few panels B stays in the first-level cache, and beside it a copy of 16 rows does, not
+// one of 32.
+constexpr int32_t kFewPanels = 2;
 constexpr int kPrefetchLines = 4;  // a step of at most four tile products
 
 // The compiler's tile intrinsics do not say which memory they read. What was stored before this is
@@ -80,7 +85,7 @@ inline void Multiply(const uint8_t* a0, const uint8_t* a1, int64_t stride_a, con
   }
 }
 
-// A operand of up to 32 rows: in place when the rows lie evenly and k is whole tiles, else a copy.
+// A operand of up to 32 rows.
 struct Operand {
   const uint8_t* rows[2];
   int64_t stride;
@@ -99,10 +104,28 @@ inline bool Even(const void* const* rows, int32_t count) {
   return true;
 }
 
+// Elements [begin, begin + depth) of rows that do not lie evenly, whole tiles of them.
+void CopyRows(const GemmArgs& g, int32_t row, int32_t count, int32_t padded, int32_t begin,
+              int32_t depth, uint16_t (*stage)[kStageRow]) {
+  const int32_t whole = depth / kDepth * kDepth;
+  for (int32_t i = 0; i < padded; ++i) {
+    const bool real = i < count;
+    const auto* const from = static_cast<const uint16_t*>(g.a_rows[row + (real ? i : 0)]) + begin;
+    int32_t k = 0;
+    for (; real && k < whole; k += kDepth) {
+      _mm512_storeu_si512(stage[i] + k, _mm512_loadu_si512(from + k));
+    }
+    for (; k < depth; k += kDepth) {
+      const __mmask32 mask = real ? Mask32(depth - k) : 0;
+      _mm512_storeu_si512(stage[i] + k, _mm512_maskz_loadu_epi16(mask, from + k));
+    }
+  }
+}
+
+// `in_place`: the rows lie evenly, and k is whole tiles.
 template <int kA>
-void GemmRows(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next) {
-  alignas(64) uint16_t stage[2 * kRows][kStageDepth];
-  const bool in_place = g.k % kDepth == 0 && Even(g.a_rows + row, count);
+void GemmRows(const GemmArgs& g, int32_t row, int32_t count, bool in_place, Prefetcher* next) {
+  alignas(64) uint16_t stage[kA * kRows][kStageRow];
   // The copy is bounded; deeper products go through C.
   for (int32_t begin = 0; begin < g.k; begin += kStageDepth) {
     const int32_t depth = g.k - begin < kStageDepth ? g.k - begin : kStageDepth;
@@ -114,17 +137,8 @@ void GemmRows(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next) {
       a.rows[0] = first + begin * 2;
       a.rows[1] = static_cast<const uint8_t*>(g.a_rows[row + (kA - 1) * kRows]) + begin * 2;
     } else {
-      for (int32_t i = 0; i < kA * kRows; ++i) {
-        for (int32_t k = 0; k < steps * kDepth; k += 32) {
-          const __mmask32 mask = i < count ? Mask32(depth - k) : 0;
-          _mm512_storeu_si512(
-              stage[i] + k,
-              _mm512_maskz_loadu_epi16(
-                  mask,
-                  static_cast<const uint16_t*>(g.a_rows[row + (i < count ? i : 0)]) + begin + k));
-        }
-      }
-      a.stride = kStageDepth * 2;
+      CopyRows(g, row, count, kA * kRows, begin, depth, stage);
+      a.stride = kStageRow * 2;
       a.rows[0] = reinterpret_cast<const uint8_t*>(stage[0]);
       a.rows[1] = reinterpret_cast<const uint8_t*>(stage[(kA - 1) * kRows]);
     }
@@ -159,10 +173,19 @@ void Gemm(const GemmArgs& args) {
   Prefetcher next(args);
   for (int32_t row = 0; row < args.rows; row += 2 * kRows) {
     const int32_t left = args.rows - row;
-    if (left > kRows) {
-      GemmRows<2>(args, row, left < 2 * kRows ? left : 2 * kRows, &next);
-    } else {
-      GemmRows<1>(args, row, left, &next);
+    const int32_t count = left < 2 * kRows ? left : 2 * kRows;
+    const bool in_place = args.k % kDepth == 0 && Even(args.a_rows + row, count);
+    if (in_place || args.panels > kFewPanels) {
+      if (count > kRows) {
+        GemmRows<2>(args, row, count, in_place, &next);
+      } else {
+        GemmRows<1>(args, row, count, in_place, &next);
+      }
+      continue;
+    }
+    for (int32_t half = 0; half < count; half += kRows) {
+      const int32_t rows = count - half < kRows ? count - half : kRows;
+      GemmRows<1>(args, row + half, rows, false, &next);
     }
   }
 }
@@ -325,6 +348,7 @@ const KernelSet kAmxKernels = {
     /*bf16_operands=*/true,
     /*k_align=*/32,
     /*k_group=*/2,
+    /*fetches_listed_rows=*/false,
     Gemm,
     Softmax,
     Accumulate,

@@ -227,6 +227,7 @@ const KernelSet kAvx512Bf16Kernels = {
     /*bf16_operands=*/true,
     /*k_align=*/8,
     /*k_group=*/8,
+    /*fetches_listed_rows=*/true,
     Gemm,
     Softmax,
     Accumulate,

@@ -68,6 +68,7 @@ class ItemState {
   void AddLowTerm(GemmArgs gemm, const std::byte* low_queries);
   void AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
                            int32_t rows, float* o, bool first);
+  bool FetchesAhead() const;
   void Finish(const Group& group);
 
   const RunContext& context_;
@@ -308,6 +309,12 @@ void ItemState::Finish(const Group& group) {
   }
 }
 
+// Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
+bool ItemState::FetchesAhead() const {
+  const bool listed = context_.params->desc.attention == AttentionKind::kSparse;
+  return !at_.expanded && (!listed || at_.widens || kernels_.fetches_listed_rows);
+}
+
 void ItemState::RunGroup(const Group& group) {
   const int32_t end = SetVisible(group);
   // Columns that pad the last panel run along; they need defined state, not meaning.
@@ -321,8 +328,9 @@ void ItemState::RunGroup(const Group& group) {
     const int32_t entries = std::min(at_.chunk_rows, end - begin);
     // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
     const int32_t rows = kv_.Prepare(begin, entries, few_keys_ && begin < 2 * kTileRows);
-    // Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
-    kv_.FindNext(begin + entries, at_.expanded ? 0 : std::min(kTileRows, end - begin - entries));
+    if (FetchesAhead()) {
+      kv_.FindNext(begin + entries, std::min(kTileRows, end - begin - entries));
+    }
     if (rows == 0) continue;
     for (int32_t row = 0; row < group.rows; row += kTileRows) {
       RunBlock(row / kTileRows, std::min(kTileRows, group.rows - row), begin, rows, first);

@@ -246,6 +246,7 @@ constexpr KernelSet Fp32KernelSet(const char* name, void (*widen_fp8)(const Fp8R
       /*bf16_operands=*/false,
       /*k_align=*/1,
       /*k_group=*/1,
+      /*fetches_listed_rows=*/false,
       Gemm,
       Softmax,
       Accumulate,
