@@ -65,6 +65,7 @@ struct Tail {
 struct SequenceTail {
   int64_t position = 0;
   std::shared_ptr<const Tail> tail;
+  uint64_t serial = 0;  // of the sequence's tails: what takes a tail's place has a higher one
 };
 
 struct SequenceInfo {

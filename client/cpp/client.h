@@ -214,7 +214,8 @@ class Sequence final {
   absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0);
   absl::Status Truncate(uint64_t length);
   // The tail that a step has left last (Step::End), and the length that it belongs to. NOT_FOUND:
-  // there is none, or the sequence was cut below it.
+  // there is none, or the sequence was cut below it. ABORTED: it was replaced between two of its
+  // parts, time and again.
   struct Tail {
     uint64_t position = 0;
     std::string bytes;

@@ -3,6 +3,11 @@
 #include "client/cpp/client.h"
 
 namespace mla::client {
+namespace {
+
+constexpr int kTailTurns = 4;  // of reading a tail in parts from its beginning
+
+}  // namespace
 
 Sequence::Sequence(Client* client, const v1::SequenceInfo& info)
     : client_(client), id_(info.sequence_id()), epoch_(info.epoch()), length_(info.length()) {}
@@ -48,18 +53,21 @@ absl::Status Sequence::Truncate(uint64_t length) {
 }
 
 absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
-  Tail tail;
-  for (size_t bytes = 1; tail.bytes.size() < bytes;) {
-    auto part = client_->ReadTail(id_, epoch_, tail.bytes.size());
-    if (!part.ok()) return part.status();
-    if (!tail.bytes.empty() && part->position() != tail.position) {
-      return absl::AbortedError("a step has left another tail meanwhile");
+  for (int turn = 0; turn < kTailTurns; ++turn) {
+    Tail tail;
+    uint64_t serial = 0;
+    for (size_t bytes = 1; tail.bytes.size() < bytes;) {
+      auto part = client_->ReadTail(id_, epoch_, tail.bytes.size());
+      if (!part.ok()) return part.status();
+      if (tail.bytes.empty()) serial = part->serial();
+      if (part->serial() != serial) break;  // of another tail
+      tail.position = part->position();
+      bytes = part->tail_bytes();
+      tail.bytes += part->tail();
+      if (tail.bytes.size() == bytes) return tail;
     }
-    tail.position = part->position();
-    bytes = part->tail_bytes();
-    tail.bytes += part->tail();
   }
-  return tail;
+  return absl::AbortedError("steps have left other tails while this one was read");
 }
 
 absl::Status Sequence::Refresh() {

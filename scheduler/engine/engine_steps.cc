@@ -249,9 +249,9 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request) {
     request->lengths.push_back(length);
   }
   for (TailArgs& args : request->end.tails) {
-    SequenceTail& tail = step->entries[static_cast<size_t>(args.sequence)].sequence->tail;
-    tail.position = request->lengths[static_cast<size_t>(args.sequence)];
-    tail.tail.swap(args.tail);  // what was there goes with the request: freeing takes a while
+    const auto place = static_cast<size_t>(args.sequence);
+    // What was there goes with the request: freeing takes a while.
+    step->entries[place].sequence->SwapTail(request->lengths[place], &args.tail);
   }
   CloseStep(step, "");
   return absl::OkStatus();

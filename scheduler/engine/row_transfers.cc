@@ -306,7 +306,7 @@ absl::StatusOr<SequenceInfo> RowTransfers::EndImport(const std::string& tenant, 
   if (const kvcache::SeqSlot window = sequence.window_slot; window >= 0) {
     cache_->Commit(window, cache_->reserved(window));
   }
-  sequence.tail = std::move(tail);
+  sequence.SwapTail(tail.position, &tail.tail);
   if (state != nullptr) cache_->Note(sequence.slot, kvcache::EventKind::kRestored);
   if (state != nullptr && state->chain != nullptr) sequences_->Redeclare(&sequence, *state);
   sequences_->Renew(&sequence);

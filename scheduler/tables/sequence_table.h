@@ -38,7 +38,13 @@ struct Sequence {
   // To be called when the rows from `length` on are gone.
   void ForgetRowsFrom(int64_t length) {
     if (not_finite_from >= length) not_finite_from = kNoRow;
-    if (tail.position > length) tail = {};
+    if (tail.position > length) tail.tail.reset();
+  }
+  // `bytes`, or none, take the tail's place; `bytes` are then what was there.
+  void SwapTail(int64_t position, std::shared_ptr<const Tail>* bytes) {
+    tail.position = position;
+    tail.tail.swap(*bytes);
+    ++tail.serial;
   }
 
   SequenceId id = 0;

@@ -147,6 +147,7 @@ grpc::Status SequenceService::ReadTail(grpc::ServerContext* context,
     reply->set_tail(read->tail->data.get() + offset,
                     std::min(read->tail->size - offset, kTailPartBytes));
     reply->set_tail_bytes(read->tail->size);
+    reply->set_serial(read->serial);
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });

@@ -31,6 +31,8 @@ API_VERSION = "mla.v1"
 ATTEMPTS = 4
 # Between two tries while another worker uploads weights of the same model.
 UPLOAD_PAUSE_S = 0.05
+# Of reading a tail in parts from its beginning.
+TAIL_TURNS = 4
 # Of an EndStepReply, and of each sequence's length in it, at most.
 REPLY_BYTES = 128
 LENGTH_BYTES = 16
@@ -321,15 +323,17 @@ class Client(Service, Operations, Pages):
         return reply.epoch, reply.length
 
     def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
-        tail, position, size = b"", -1, 1
-        while len(tail) < size:
-            reply = self._call(self._sequences.ReadTail, sequence_pb2.ReadTailRequest(
-                sequence_id=sequence_id, expected_epoch=epoch, offset=len(tail)))
-            if position not in (-1, reply.position):
-                raise errors.Aborted("read_tail: a step has left another tail meanwhile")
-            position, size = reply.position, reply.tail_bytes
-            tail += reply.tail
-        return position, tail
+        for _ in range(TAIL_TURNS):
+            tail, serial = b"", 0
+            while True:
+                reply = self._call(self._sequences.ReadTail, sequence_pb2.ReadTailRequest(
+                    sequence_id=sequence_id, expected_epoch=epoch, offset=len(tail)))
+                if tail and reply.serial != serial:
+                    break  # a step has left another tail meanwhile
+                tail, serial = tail + reply.tail, reply.serial
+                if len(tail) >= reply.tail_bytes:
+                    return reply.position, tail
+        raise errors.Aborted("read_tail: steps have left other tails while this one was read")
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
         self._renewer.drop(sequence_ids)

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import unittest
+from unittest import mock
 
 import mla_client
 import numpy as np
@@ -68,6 +69,34 @@ class ClientTest(ServiceContract, unittest.TestCase):
                 self.assertTrue((error <= bound + 1e-3).all(), error.max())
         with self.assertRaises(mla_client.FailedPrecondition):
             self.model.upload_scales([1.0] * LAYERS)
+
+    def test_a_tail_is_read_whole_though_steps_replace_it(self):
+        """A step of no row leaves another tail at the same position, between two parts."""
+        size = 100_000  # two parts
+        model = self.service.register_model(self.window_spec(tail_bytes=size))
+        ask = self.service._call
+        with model.open_sequence() as sequence:
+            self.append([sequence], 3, [3], {0: bytes(size)})
+            for replaced, turns in ((1, 2), (99, 4)):
+                tails = [bytes([value]) * size for value in range(1, replaced + 1)]
+                serials = []
+
+                def replace(call, request, **options):
+                    reply = ask(call, request, **options)
+                    if call == self.service._sequences.ReadTail and request.offset == 0:
+                        serials.append(reply.serial)
+                        if tails:
+                            self.append([sequence], 1, [0], {0: tails.pop(0)})
+                    return reply
+
+                with mock.patch.object(self.service, "_call", replace):
+                    if replaced == 1:
+                        self.assertEqual(sequence.read_tail(), (3, b"\1" * size))
+                    else:
+                        with self.assertRaisesRegex(mla_client.Aborted, "other tails"):
+                            sequence.read_tail()
+                self.assertEqual(len(serials), turns)
+                self.assertEqual(sorted(set(serials)), serials)  # each is higher
 
     def test_prefixes_are_shared(self):
         model = self.service.register_model(

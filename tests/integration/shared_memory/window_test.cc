@@ -2,11 +2,13 @@
 // that a row sees.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <random>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "client/cpp/session.h"
@@ -217,6 +219,38 @@ TEST_P(WindowTest, TailsComeBackAsTheyWereSent) {
   EXPECT_TRUE(fork.ReadTail()->bytes == Text(tail));
   ASSERT_TRUE(second.Truncate(2).ok());
   EXPECT_EQ(client::DetailOf(second.ReadTail().status())->reason(), "no_tail");
+}
+
+TEST_P(WindowTest, PartsOfTwoTailsOfOneLengthAreNotJoined) {
+  client::Sequence sequence = *client_->OpenSequence("w");
+  const std::vector<std::byte> tails[2] = {std::vector<std::byte>(kTailBytes, std::byte{0}),
+                                           std::vector<std::byte>(kTailBytes, std::byte{1})};
+  const auto replace = [&](int turn, uint32_t committed) {
+    auto step = session_->Begin("w", {{&sequence, 1}});
+    ASSERT_TRUE(step.ok()) << step.status();
+    AppendRows(step->get());
+    const std::vector<client::SequenceTail> own = {{0, tails[turn % 2]}};
+    ASSERT_TRUE((*step)->End({committed}, own).ok());
+  };
+  replace(0, 1);
+  // Steps come and go while the tail is read: what is read is one of the two, or nothing is.
+  std::atomic<bool> done = false;
+  std::thread reader([&] {
+    while (!done) {
+      const auto read = sequence.ReadTail();
+      if (read.ok()) {
+        EXPECT_EQ(read->bytes, std::string(kTailBytes, read->bytes[0]));
+        continue;
+      }
+      const auto detail = client::DetailOf(read.status());
+      EXPECT_TRUE(absl::IsAborted(read.status()) || (detail && detail->reason() == "in_step"))
+          << read.status();
+    }
+  });
+  for (int turn = 0; turn < 60; ++turn) replace(turn, 0);
+  done = true;
+  reader.join();
+  EXPECT_EQ(sequence.ReadTail()->bytes, Text(tails[1]));
 }
 
 TEST_P(WindowTest, TailsThatCannotBeStoredLeaveTheStepOpen) {
