@@ -54,7 +54,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.pages_found, share);
   EXPECT_GT(counts.pages_evicted, share / 4);
   EXPECT_GT(counts.pages_demoted, share);
-  EXPECT_GT(counts.pages_restored, share / 10);
+  EXPECT_GT(counts.pages_restored, share / 4);
   EXPECT_GT(counts.pages_from_file, share / 200);
   EXPECT_GT(counts.pages_damaged, share / 100);
   EXPECT_GT(counts.pages_pinned, share / 100);

@@ -1,12 +1,16 @@
 // Hints for cached rows, and what they are answered with. Pages of 3 rows, a group each; 256 groups
 // in the pool, of which all pin 128 and one tenant 64 at most.
+#include <memory>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "gtest/gtest.h"
+#include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/engine_fixture.h"
+#include "scheduler/testing/faulty_backend.h"
 
 namespace mla::scheduler {
 namespace {
@@ -17,8 +21,9 @@ using testing::Rows;
 
 constexpr int kRows = 24;  // 8 pages, in one step
 
-testing::HarnessOptions Options(int host_groups) {
-  testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), nullptr};
+testing::HarnessOptions Options(int host_groups,
+                                std::unique_ptr<kernels::AttentionBackend> backend) {
+  testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), std::move(backend)};
   options.limits.kv_cache_bytes = 1 << 16;
   options.limits.host_tier_bytes = host_groups * kvcache::kTierBlock;
   options.limits.tier_low_percent = 0;
@@ -28,7 +33,9 @@ testing::HarnessOptions Options(int host_groups) {
 
 class EngineHintsTest : public EngineCoreTest {
  protected:
-  explicit EngineHintsTest(int host_groups = 0) : EngineCoreTest(Options(host_groups)) {}
+  explicit EngineHintsTest(int host_groups = 0,
+                           std::unique_ptr<kernels::AttentionBackend> backend = nullptr)
+      : EngineCoreTest(Options(host_groups, std::move(backend))) {}
 
   HintArgs Args(HintKind kind, int text, int count = kRows) {
     HintArgs args;
@@ -76,8 +83,8 @@ class EngineHintsTest : public EngineCoreTest {
     if (sequence.length == 0) Fill(sequence);
     Release(sequence);
   }
-  void Fill(const SequenceInfo& sequence) {
-    auto begin = h_.Begin(stream_, 900, {{sequence.id, 1, 0, kRows}});
+  void Fill(const SequenceInfo& sequence, int first = 0) {
+    auto begin = h_.Begin(stream_, 900, {{sequence.id, 1, first, kRows}});
     ASSERT_TRUE(begin->status.ok()) << begin->status;
     std::vector<std::unique_ptr<testing::TestRequest>> requests;
     for (int layer = 0; layer < 2; ++layer) {
@@ -227,6 +234,27 @@ TEST_F(TierHintsTest, RowsGoAndComeBackWhenTheyAreTold) {
   EXPECT_STREQ(answer.reason, "in_use");
 }
 
+TEST_F(TierHintsTest, RowsStayAwayWhereThePoolHasNoRoomForThem) {
+  Leave(0);
+  Hint(Args(HintKind::kDemote, 0));
+  h_.Run();
+  // Open sequences take all 256 groups.
+  std::vector<SequenceInfo> open;
+  for (int i = 0; i < 8; ++i) {
+    open.push_back(h_.Open());
+    for (int row = 0; row < 96; row += kRows) Fill(open.back(), row);
+  }
+  for (const HintAnswer& answer : {Hint(Args(HintKind::kPrefetch, 0)), Pin(0, 5000)}) {
+    EXPECT_EQ(answer.outcome, HintOutcome::kRefused);
+    EXPECT_STREQ(answer.reason, "no_room");
+    EXPECT_EQ(answer.rows_done + answer.rows_deferred, 0);
+  }
+  Release(open[0]);
+  EXPECT_EQ(Hint(Args(HintKind::kPrefetch, 0)).rows_deferred, kRows);
+  h_.Run();
+  EXPECT_EQ(Pin(0, 5000).outcome, HintOutcome::kAccepted);
+}
+
 TEST_F(TierHintsTest, RowsOfThePoolAreFoundBesideLongerOnesThatStayAway) {
   Leave(0);
   Hint(Args(HintKind::kDemote, 0));
@@ -261,6 +289,40 @@ TEST_F(TierHintsTest, APinBringsRowsBackFirst) {
   EXPECT_STREQ(Hint(Args(HintKind::kDemote, 0)).reason, "in_use");
   Flood();
   EXPECT_TRUE(IsCached(0));
+}
+
+class FaultyTierHintsTest : public EngineHintsTest {
+ protected:
+  FaultyTierHintsTest()
+      : FaultyTierHintsTest(std::make_unique<testing::FaultyBackend>(
+            std::make_unique<kernels::ReferenceBackend>())) {}
+
+  testing::FaultyBackend* const faults_;
+
+ private:
+  explicit FaultyTierHintsTest(std::unique_ptr<testing::FaultyBackend> backend)
+      : FaultyTierHintsTest(backend.get(), std::move(backend)) {}
+  FaultyTierHintsTest(testing::FaultyBackend* faults,
+                      std::unique_ptr<testing::FaultyBackend>&& backend)
+      : EngineHintsTest(200, std::move(backend)), faults_(faults) {}
+};
+
+TEST_F(FaultyTierHintsTest, NothingLeavesForASecondAfterALaunchThatFailed) {
+  Leave(0);
+  Leave(1);
+  EXPECT_EQ(Hint(Args(HintKind::kDemote, 0)).outcome, HintOutcome::kDeferred);
+  faults_->FailAt(testing::FaultPoint::kSubmit);
+  h_.Run();
+  HintAnswer answer = Hint(Args(HintKind::kDemote, 1));
+  EXPECT_EQ(answer.outcome, HintOutcome::kRefused);
+  EXPECT_STREQ(answer.reason, "no_room");
+  EXPECT_TRUE(IsCached(0));
+  EXPECT_TRUE(IsCached(1));
+  h_.Advance(TierMoves::kRetryMs);
+  answer = Hint(Args(HintKind::kDemote, 1));
+  EXPECT_EQ(answer.outcome, HintOutcome::kDeferred);
+  h_.Run();
+  EXPECT_EQ(Hint(Args(HintKind::kDemote, 1)).outcome, HintOutcome::kAccepted);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "client/cpp/streams/errors.h"
 #include "mla/v1/cache.grpc.pb.h"
 #include "tests/integration/processes.h"
 #include "tests/integration/worker.h"
@@ -246,6 +247,57 @@ TEST_F(RestoreTest, CheckpointsAreTheTenantsOwnAndNeedTheirModel) {
   EXPECT_EQ(client_->Restore({id}).status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(client_->DropCheckpoints({id})->dropped(), 1u);
   EXPECT_EQ(client_->ListCheckpoints()->checkpoints_size(), 0);
+}
+
+TEST_F(RestoreTest, CheckpointsOfATenantAreBounded) {
+  const ServerProcess small(
+      {absl::StrCat("--checkpoint-path=", folder_.File("small")), "--checkpoint-tenant-files=2"});
+  const auto client = *client::Client::Connect(small.target(), {});
+  Worker worker(client.get(), Dims(), "m", 1);
+  std::vector<Track> tracks;
+  for (int i = 0; i < 3; ++i) {
+    tracks.push_back(*worker.Open());
+    ASSERT_TRUE(worker.Step({&tracks.back()}, {3}, v1::PROFILE_ABSORBED).ok());
+  }
+  const auto save = [&](size_t i) {
+    return client->Checkpoint({tracks[i].sequence.id()}).status();
+  };
+  EXPECT_TRUE(save(0).ok());
+  EXPECT_TRUE(save(1).ok());
+  const absl::Status refused = save(2);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
+  EXPECT_EQ(client::DetailOf(refused)->reason(), "checkpoints_exhausted");
+  EXPECT_EQ(client::DetailOf(refused)->limit(), "2 checkpoints, 2 in use");
+  EXPECT_TRUE(save(0).ok());  // in the place of the one before
+  EXPECT_EQ(client->ListCheckpoints()->checkpoints_size(), 2);
+  EXPECT_EQ(client->GetStats()->checkpoints(), 2u);
+  EXPECT_EQ(client->DropCheckpoints({tracks[1].sequence.id()})->dropped(), 1u);
+  EXPECT_TRUE(save(2).ok());
+  EXPECT_EQ(client->GetStats()->checkpoints(), 2u);
+  EXPECT_FALSE(save(1).ok());
+}
+
+TEST_F(RestoreTest, BytesOfCheckpointsAreBounded) {
+  const ServerProcess small({absl::StrCat("--checkpoint-path=", folder_.File("small")),
+                             "--checkpoint-tenant-bytes=256KiB"});
+  const auto client = *client::Client::Connect(small.target(), {});
+  Worker worker(client.get(), Dims(), "m", 1);
+  std::vector<Track> tracks;
+  absl::Status saved;
+  while (saved.ok() && tracks.size() < 100) {
+    tracks.push_back(*worker.Open());
+    ASSERT_TRUE(worker.Step({&tracks.back()}, {64}, v1::PROFILE_ABSORBED).ok());
+    saved = client->Checkpoint({tracks.back().sequence.id()}).status();
+  }
+  EXPECT_EQ(client::DetailOf(saved)->reason(), "checkpoints_exhausted") << saved;
+  EXPECT_EQ(client::DetailOf(saved)->bound(), 256u << 10);
+  const auto stats = client->GetStats();
+  EXPECT_EQ(stats->checkpoints(), tracks.size() - 1);
+  EXPECT_GT(stats->checkpoints(), 1u);
+  EXPECT_LE(stats->checkpoint_bytes(), 256u << 10);
+  // One in the place of another needs the room of both; the one before stays.
+  EXPECT_FALSE(client->Checkpoint({tracks[0].sequence.id()}).ok());
+  EXPECT_EQ(client->GetStats()->checkpoints(), tracks.size() - 1);
 }
 
 TEST_F(RestoreTest, AListCountsAsAnUpload) {

@@ -248,12 +248,14 @@ void FakeDevice::Schedule(Slot& slot) {
   slot.run = 0;
   slot.to_run = slot.parts.size();
   slot.fails = false;
+  slot.spoils = false;
   random_ = Mix(random_);
   if (armed_ != DeviceFault::kNone) {
     ++faults_;
     slot.fails = true;
     if (armed_ == DeviceFault::kWaitNoneRan) slot.to_run = 0;
     if (armed_ == DeviceFault::kWaitSomeRan) slot.to_run = random_ % (slot.to_run + 1);
+    slot.spoils = (random_ >> 32) % 2 == 0;
     armed_ = DeviceFault::kNone;
   }
   // Nothing runs behind a launch that did not run to its end.
@@ -301,7 +303,7 @@ absl::Status FakeDevice::Submit(int32_t slot, const kernels::Launch& launch) {
   watcher_->OnSubmitted(s.serial);
   // A unified device gathers parts of tensors during the call.
   if (options_.runs_at_submit || options_.unified) CopyIn(launch);
-  if (options_.runs_at_submit) Execute(s, s.to_run);
+  if (options_.runs_at_submit) Execute(s);
   return absl::OkStatus();
 }
 
@@ -337,7 +339,7 @@ absl::StatusOr<int64_t> FakeDevice::Wait(int32_t slot) {
   const kernels::Launch& launch = *s.launch;
   if (!options_.runs_at_submit) {
     if (!options_.unified) CopyIn(launch);
-    Execute(s, s.to_run);
+    Execute(s);
   }
   running_.erase(running_.begin());
   s.launch = nullptr;

@@ -6,8 +6,8 @@
 //   - Work runs when it is submitted or when it completes; completion is as late as the seed says,
 //     and waiting for it moves the clock.
 //   - A launch may fail at Submit (nothing runs) or at Wait (all, some or none of its work has
-//   run);
-//     the device may be lost for good.
+//     run; what page transfers that have not run should have written may be lost as well); the
+//     device may be lost for good.
 //   - Memory that was never written reads as NaN, page-table entries as wild; the slot's memory is
 //     poisoned for every launch. Every page that is appended to or read must hold words of the
 //     tenant whose launch it is, or zeroes.
@@ -129,7 +129,7 @@ class FakeDevice final : public kernels::AttentionBackend {
     std::vector<Work> parts;
     size_t run = 0;     // parts that have run
     size_t to_run = 0;  // ... that will
-    bool fails = false;
+    bool fails = false, spoils = false;
     int64_t started_at = 0, done_at = 0;
     // Partials between attention and combine.
     std::vector<double> partial_sums, partial_most, partial_total;
@@ -158,7 +158,10 @@ class FakeDevice final : public kernels::AttentionBackend {
   std::span<const uint32_t> TablesOf(const Slot& slot) const {
     return options_.unified ? slot.launch->page_tables : tables_;
   }
-  void Execute(Slot& slot, size_t end);
+  // What is to run of the launch.
+  void Execute(Slot& slot);
+  // Of a launch that fails: targets of the page transfers that do not run.
+  void Spoil(const Slot& slot);
   void Execute(Slot& slot, const Work& work);
   void TakeTables(const Slot& slot);
   bool InPool(const kernels::PageTransfer& transfer);

@@ -81,8 +81,25 @@ void FakeDevice::CheckWords(const uint16_t* first, int64_t count, int tenant, bo
   }
 }
 
-void FakeDevice::Execute(Slot& slot, size_t end) {
-  for (; slot.run < end; ++slot.run) Execute(slot, slot.parts[slot.run]);
+void FakeDevice::Execute(Slot& slot) {
+  for (; slot.run < slot.to_run; ++slot.run) Execute(slot, slot.parts[slot.run]);
+  if (slot.spoils) Spoil(slot);
+}
+
+void FakeDevice::Spoil(const Slot& slot) {
+  constexpr int kPoisonByte = kPoison & 0xff;
+  for (size_t part = slot.to_run; part < slot.parts.size(); ++part) {
+    if (slot.parts[part].part == Part::kWritePages) {
+      for (const kernels::PageTransfer& t : slot.launch->page_writes) {
+        if (InPool(t)) std::memset(PoolAt(t), kPoisonByte, static_cast<size_t>(t.bytes));
+      }
+    }
+    if (slot.parts[part].part == Part::kReadPages) {
+      for (const kernels::PageTransfer& t : slot.launch->page_reads) {
+        std::memset(t.host, kPoisonByte, static_cast<size_t>(t.bytes));
+      }
+    }
+  }
 }
 
 void FakeDevice::TakeTables(const Slot& slot) {

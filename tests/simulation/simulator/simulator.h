@@ -397,6 +397,10 @@ class Simulator final : public DeviceWatcher {
     int model = -1;
     DrawnPrefix prefix;
   };
+  // Of a model that there is, with a page at least, which mostly was published; false: none is.
+  bool DrawHinted(History* hinted);
+  // Sequences whose rows begin with these pages, but for those in a step.
+  void ReleaseHolders(const History& hinted);
   std::vector<History> histories_;  // declared pages of sequences
   History hinted_;                  // those of the last hint; without a model: taken up
   struct SimMove {

@@ -15,6 +15,7 @@ namespace {
 constexpr size_t kHistories = 24;
 constexpr size_t kPageKeyBytes = 32;
 constexpr int kMoveRounds = 1000;                       // until a part must have been carried
+constexpr int64_t kMovesPauseNs = 1'000'000'000;        // of tiers, after a launch that failed
 constexpr uint64_t kRestoredEpoch = uint64_t{1} << 32;  // the least of a restored sequence
 
 }  // namespace
@@ -174,16 +175,54 @@ bool Simulator::Damage() {
   return true;
 }
 
-bool Simulator::Hint() {
+bool Simulator::DrawHinted(History* hinted) {
   if (histories_.empty()) return false;
-  const History known = histories_[Pick(histories_.size())];
-  if (!oracle_->models[known.model].open || known.prefix.pages.empty()) return false;
-  DrawnPrefix drawn = known.prefix;
-  drawn.pages.resize(1 + Pick(drawn.pages.size()));
-  hinted_ = {known.model, drawn};
+  const bool any = Chance(10);
+  for (int tries = 0; tries < 16; ++tries) {
+    *hinted = histories_[Pick(histories_.size())];
+    auto& [pages, salt] = hinted->prefix;
+    if (!oracle_->models[hinted->model].open || pages.empty()) continue;
+    pages.resize(1 + Pick(pages.size()));
+    if (any || oracle_->MostFound(hinted->model, salt, pages) > 0) return true;
+  }
+  return false;
+}
+
+void Simulator::ReleaseHolders(const History& hinted) {
+  std::vector<uint64_t> holders;
+  for (const auto& [id, sequence] : oracle_->sequences) {
+    const bool holds = !sequence.pages.empty() && sequence.pages[0] == hinted.prefix.pages[0];
+    if (sequence.model == hinted.model && holds && !sequence.busy()) holders.push_back(id);
+  }
+  for (const uint64_t id : holders) {
+    const auto found = oracle_->sequences.find(id);  // time has passed
+    if (found != oracle_->sequences.end()) ReleaseOne(found->second.tenant, id);
+  }
+}
+
+bool Simulator::Hint() {
+  History known;
+  if (!DrawHinted(&known)) return false;
+  const DrawnPrefix& drawn = known.prefix;
+  hinted_ = known;
   const auto kind = static_cast<scheduler::HintKind>(1 + Pick(4));
+  const int64_t faults = device_->faults();
+  const bool demotes = kind == scheduler::HintKind::kDemote && tier_groups_ > 0;
+  if (demotes && Chance(70)) ReleaseHolders(known);
   SendHint(kind, known.model, drawn);
-  if (kind != scheduler::HintKind::kDemote || tier_groups_ == 0 || failed()) return true;
+  if (!demotes || failed()) return true;
+  if (device_->faults() > faults && Chance(50)) {
+    // Nothing moves until then.
+    clock_.Advance(kMovesPauseNs);
+    Poll();
+  }
+  // The room of others, so that rows come back to where other tenants' rows were.
+  History other;
+  if (!failed() && Chance(50) && DrawHinted(&other)) {
+    if (Chance(70)) ReleaseHolders(other);
+    SendHint(kind, other.model, other.prefix);
+    if (failed()) return true;
+  }
   // What has left comes back, and opens see whether it is what it was.
   if (Chance(30)) Damage();
   if (Chance(70)) SendHint(scheduler::HintKind::kPrefetch, known.model, drawn);
