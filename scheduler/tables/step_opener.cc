@@ -80,20 +80,32 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
                                      const char* field, std::optional<Resource> refused,
                                      const absl::Status& status) {
   if (!absl::IsResourceExhausted(status)) return status;
-  const kvcache::GroupLayout& layout = model.layout;
-  int64_t groups = 0;
+  int64_t groups = 0, wanted = 0;
+  const auto add = [&](kvcache::SeqSlot slot, int64_t rows, const kvcache::GroupLayout& layout) {
+    const auto pages = [&](int64_t to) { return (to + layout.page_size - 1) / layout.page_size; };
+    const int64_t length = cache_->length(slot);
+    const int64_t more = pages(length + rows) - pages(length);
+    groups += more;
+    wanted += more * layout.group_bytes();
+  };
   for (const StepEntry& entry : entries) {
-    const auto pages = [&](int64_t rows) {
-      return (rows + layout.page_size - 1) / layout.page_size;
-    };
-    groups += pages(int64_t{entry.start} + entry.rows) - pages(entry.start);
+    add(entry.sequence->slot, entry.rows, model.layout);
+    const kvcache::SeqSlot window = entry.sequence->window_slot;
+    if (window < 0) continue;
+    add(window, entry.start + entry.rows - cache_->length(window), model.window_layout);
   }
-  const int64_t wanted = groups * layout.group_bytes();
   absl::Status answer = status;
   if (refused) {
     answer = tenants_->Refusal(*model.account, *refused, wanted, field);
   } else {
-    const int64_t free_groups = cache_->free_groups(model.layout_id);
+    int64_t free_groups = cache_->free_groups(model.layout_id);
+    int64_t free_bytes = free_groups * model.layout.group_bytes();
+    // Of two layouts the one that has less room says why.
+    if (model.window_layout_id >= 0) {
+      const int64_t of_window = cache_->free_groups(model.window_layout_id);
+      free_groups = std::min(free_groups, of_window);
+      free_bytes = std::min(free_bytes, of_window * model.window_layout.group_bytes());
+    }
     answer = MakeError(
         status.code(), status.message(),
         {.field = field,
@@ -102,7 +114,7 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
          .reason = RowOf(Resource::kKvBytes).reason,
          .resource = RowOf(Resource::kKvBytes).name,
          .wanted = wanted,
-         .free = free_groups * layout.group_bytes(),
+         .free = free_bytes,
          .bound = limits_.kv_cache_bytes,
          .bound_of = BoundOwner::kServer});
   }

@@ -281,6 +281,35 @@ TEST_F(EngineWindowTest, ASequenceCountsForEachOfItsCaches) {
   EXPECT_EQ(used(), 0);
 }
 
+TEST_F(EngineWindowTest, RefusalsCountThePagesOfBothCaches) {
+  constexpr int kSequences = 8, kRows = 96;
+  testing::HarnessOptions options = Options();
+  options.limits.kv_cache_bytes = 1 << 16;
+  options.limits.max_step_sequences = kSequences;
+  options.limits.max_step_rows = kSequences * kRows;
+  EngineHarness small(std::move(options));
+  const auto row = small.core().tenants().Enter(small.tenant());
+  const auto model = small.core().models().Find((*row)->key(), small.model().id, "model_id");
+  ASSERT_TRUE(model.ok()) << model.status();
+  ASSERT_TRUE(small.core().models().SetSinks(**model, kSinks, "sinks").ok());
+  std::vector<StepSequenceArgs> sequences;
+  for (int i = 0; i < kSequences; ++i) sequences.push_back({small.Open().id, 1, 0, kRows});
+  const int64_t wanted = kSequences * (kRows / small.model().page_size) *
+                         ((*model)->layout.group_bytes() + (*model)->window_layout.group_bytes());
+  const StreamId stream = small.core().OpenStream(small.tenant());
+  const auto by_pool = small.Begin(stream, 1, sequences);
+  EXPECT_EQ(by_pool->detail.bound_of, BoundOwner::kServer);
+  EXPECT_EQ(by_pool->detail.wanted, wanted) << by_pool->status;
+  EXPECT_LT(by_pool->detail.free, wanted);
+  sequences.resize(1);
+  TenantQuota quota;
+  quota.bounds[Resource::kKvBytes] = wanted / kSequences - 1;
+  ASSERT_TRUE(small.core().tenants().SetQuota(small.tenant(), quota, false).ok());
+  const auto by_tenant = small.Begin(stream, 1, sequences);
+  EXPECT_EQ(by_tenant->detail.bound_of, BoundOwner::kTenant);
+  EXPECT_EQ(by_tenant->detail.wanted, wanted / kSequences) << by_tenant->status;
+}
+
 TEST_F(EngineWindowTest, TailsBelongToTheLengthThatIsCommitted) {
   using TailAt = std::pair<int64_t, int>;
   Text text = Open();
