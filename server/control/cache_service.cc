@@ -30,6 +30,17 @@ void Fill(const CheckpointInfo& from, v1::CheckpointInfo* to) {
 
 }  // namespace
 
+CacheService::CacheService(const RpcContext& rpc, int64_t chunk_bytes, IdleCalls* idle,
+                           CheckpointStore* checkpoints, Watchers* watchers)
+    : rpc_(rpc),
+      chunk_bytes_(chunk_bytes),
+      idle_(idle),
+      checkpoints_(checkpoints),
+      watchers_(watchers) {
+  MarkMethodStreamed(MethodIndex("mla.v1.Cache.Import"),
+                     ServeUploadBytes<&CacheService::ServeImport, v1::ImportReply>(this));
+}
+
 template <typename Body>
 absl::Status CacheService::AsUpload(const std::string& tenant, grpc::ServerContext* context,
                                     Body body) {
@@ -70,19 +81,22 @@ grpc::Status CacheService::Export(grpc::ServerContext* context, const v1::Export
   });
 }
 
-grpc::Status CacheService::Import(grpc::ServerContext* context, Reader* reader,
-                                  v1::ImportReply* reply) {
+grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes* in,
+                                       v1::ImportReply* reply) {
   return rpc_.Serve(context, "Cache.Import", [&](const Identity& who) {
     return AsUpload(who.tenant, context, [&] {
       scheduler::ImportArgs args;
       args.tenant = who.tenant;
-      absl::Status status = ReadHead(context, reader, &args);
+      UploadReader reader(context, in, idle_);
+      absl::Status status = ReadHead(&reader, &args);
       if (!status.ok()) return status;
       const absl::StatusOr<MovingPages> pages = rpc_.engine->BeginImport(args);
       if (!pages.ok()) return pages.status();
       v1::ImportRequest message;
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
-        if (!Read(context, reader, &message)) {
+        const absl::StatusOr<bool> read = reader.Read(&message);
+        if (!read.ok()) return read.status();
+        if (!*read) {
           if (context->IsCancelled()) return Broken();
           return nullptr;
         }
@@ -101,22 +115,18 @@ grpc::Status CacheService::Import(grpc::ServerContext* context, Reader* reader,
   });
 }
 
-bool CacheService::Read(grpc::ServerContext* context, Reader* reader, v1::ImportRequest* message) {
-  idle_->Waits(context);
-  const bool read = reader->Read(message);
-  idle_->Works(context);
-  return read;
-}
-
-absl::Status CacheService::ReadHead(grpc::ServerContext* context, Reader* reader,
-                                    scheduler::ImportArgs* args) {
+absl::Status CacheService::ReadHead(UploadReader* in, scheduler::ImportArgs* args) {
   v1::ImportRequest message;
-  if (!Read(context, reader, &message) || !message.has_target()) {
+  absl::StatusOr<bool> read = in->Read(&message);
+  if (!read.ok()) return read.status();
+  if (!*read || !message.has_target()) {
     return RefuseField("target", "nothing", "the first message of the call", "missing");
   }
   absl::Status status = ParseTarget(message.target(), rpc_.engine->limits(), args);
   if (!status.ok()) return status;
-  if (!Read(context, reader, &message) || !message.part().has_header()) {
+  read = in->Read(&message);
+  if (!read.ok()) return read.status();
+  if (!*read || !message.part().has_header()) {
     return RefuseField("part.header", "nothing", "the first part", "missing");
   }
   return ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);

@@ -16,6 +16,7 @@
 #include "mla/v1/cache.grpc.pb.h"
 #include "server/control/rpc_context.h"
 #include "server/lifecycle/idle_calls.h"
+#include "server/lifecycle/upload_reader.h"
 #include "server/lifecycle/watchers.h"
 #include "server/pages/checkpoint_store.h"
 
@@ -26,17 +27,10 @@ class CacheService final : public v1::Cache::Service {
   // `chunk_bytes`: wire.weight_chunk_bytes. `checkpoints`: null where none are configured. The
   // pointers outlive the service.
   CacheService(const RpcContext& rpc, int64_t chunk_bytes, IdleCalls* idle,
-               CheckpointStore* checkpoints, Watchers* watchers)
-      : rpc_(rpc),
-        chunk_bytes_(chunk_bytes),
-        idle_(idle),
-        checkpoints_(checkpoints),
-        watchers_(watchers) {}
+               CheckpointStore* checkpoints, Watchers* watchers);
 
   grpc::Status Export(grpc::ServerContext* context, const v1::ExportRequest* request,
                       grpc::ServerWriter<v1::PagesPart>* writer) override;
-  grpc::Status Import(grpc::ServerContext* context, grpc::ServerReader<v1::ImportRequest>* reader,
-                      v1::ImportReply* reply) override;
   grpc::Status WatchEvents(grpc::ServerContext* context, const v1::WatchEventsRequest* request,
                            grpc::ServerWriter<v1::WatchEventsReply>* writer) override;
   grpc::Status Hint(grpc::ServerContext* context, const v1::HintRequest* request,
@@ -55,9 +49,10 @@ class CacheService final : public v1::Cache::Service {
                                v1::DropCheckpointsReply* reply) override;
 
  private:
-  using Reader = grpc::ServerReader<v1::ImportRequest>;
   using Writer = grpc::ServerWriter<v1::PagesPart>;
 
+  // Import.
+  grpc::Status ServeImport(grpc::ServerContext* context, UploadBytes* in, v1::ImportReply* reply);
   // Runs `body` with a place among the tenant's uploads.
   template <typename Body>
   absl::Status AsUpload(const std::string& tenant, grpc::ServerContext* context, Body body);
@@ -67,8 +62,7 @@ class CacheService final : public v1::Cache::Service {
                                                                    bool all) const;
   // UNIMPLEMENTED without checkpoints; as many ids as sequences may be open.
   absl::Status CheckCheckpoints(int ids) const;
-  bool Read(grpc::ServerContext* context, Reader* reader, v1::ImportRequest* message);
-  absl::Status ReadHead(grpc::ServerContext* context, Reader* reader, scheduler::ImportArgs* args);
+  absl::Status ReadHead(UploadReader* in, scheduler::ImportArgs* args);
 
   const RpcContext rpc_;
   const int64_t chunk_bytes_;

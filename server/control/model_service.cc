@@ -19,7 +19,10 @@ std::span<const float> Span(const google::protobuf::RepeatedField<float>& values
 }  // namespace
 
 ModelService::ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes, IdleCalls* idle)
-    : rpc_(rpc), weight_chunk_bytes_(weight_chunk_bytes), idle_(idle) {}
+    : rpc_(rpc), weight_chunk_bytes_(weight_chunk_bytes), idle_(idle) {
+  MarkMethodStreamed(MethodIndex("mla.v1.Models.UploadWeights"),
+                     ServeUploadBytes<&ModelService::ServeWeights, v1::UploadWeightsReply>(this));
+}
 
 grpc::Status ModelService::Register(grpc::ServerContext* context,
                                     const v1::RegisterRequest* request, v1::RegisterReply* reply) {
@@ -42,19 +45,17 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
   });
 }
 
-grpc::Status ModelService::UploadWeights(grpc::ServerContext* context,
-                                         grpc::ServerReader<v1::UploadWeightsRequest>* reader,
-                                         v1::UploadWeightsReply* reply) {
+grpc::Status ModelService::ServeWeights(grpc::ServerContext* context, UploadBytes* in,
+                                        v1::UploadWeightsReply* reply) {
   return rpc_.Serve(context, "Models.UploadWeights", [&](const Identity& who) {
-    absl::Status status = ServeUpload(who.tenant, context, reader, reply);
+    absl::Status status = ServeUpload(who.tenant, context, in, reply);
     reply->set_boot_id(rpc_.boot_id);
     return status;
   });
 }
 
 absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerContext* context,
-                                       grpc::ServerReader<v1::UploadWeightsRequest>* in,
-                                       v1::UploadWeightsReply* reply) {
+                                       UploadBytes* in, v1::UploadWeightsReply* reply) {
   scheduler::TenantTable& tenants = *rpc_.engine->tenants();
   absl::StatusOr<scheduler::TenantRef> row = tenants.Enter(tenant);
   if (!row.ok()) return row.status();
@@ -63,25 +64,18 @@ absl::Status ModelService::ServeUpload(const std::string& tenant, grpc::ServerCo
     rpc_.metrics->CountRejected(DetailOf(status).reason);
     return status;
   }
-  status = Upload(tenant, context, in, reply);
+  UploadReader reader(context, in, idle_);
+  status = Upload(tenant, &reader, reply);
   tenants.Return(**row, scheduler::Resource::kUploads, 1);
   return idle_->End(context, status);
 }
 
-bool ModelService::Read(grpc::ServerContext* context,
-                        grpc::ServerReader<v1::UploadWeightsRequest>* in,
-                        v1::UploadWeightsRequest* message) {
-  idle_->Waits(context);
-  const bool read = in->Read(message);
-  idle_->Works(context);
-  return read;
-}
-
-absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext* context,
-                                  grpc::ServerReader<v1::UploadWeightsRequest>* in,
+absl::Status ModelService::Upload(const std::string& tenant, UploadReader* in,
                                   v1::UploadWeightsReply* reply) {
   v1::UploadWeightsRequest message;
-  if (!Read(context, in, &message) || !message.has_header()) {
+  absl::StatusOr<bool> read = in->Read(&message);
+  if (!read.ok()) return read.status();
+  if (!*read || !message.has_header()) {
     return RefuseField("header", "nothing", "the first message of the call", "missing");
   }
   const std::string model_id = message.header().model_id();
@@ -114,11 +108,11 @@ absl::Status ModelService::Upload(const std::string& tenant, grpc::ServerContext
     uploading_.erase(key);
   };
   WeightsUpload upload(rpc_.engine, tenant, model, weight_chunk_bytes_);
-  while (Read(context, in, &message)) {
+  for (read = in->Read(&message); read.ok() && *read; read = in->Read(&message)) {
     absl::Status status = upload.Add(message);
     if (!status.ok()) return status;
   }
-  return upload.Finish(reply);
+  return read.ok() ? upload.Finish(reply) : read.status();
 }
 
 grpc::Status ModelService::UploadScales(grpc::ServerContext* context,

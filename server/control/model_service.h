@@ -19,6 +19,7 @@
 #include "mla/v1/model.grpc.pb.h"
 #include "server/control/rpc_context.h"
 #include "server/lifecycle/idle_calls.h"
+#include "server/lifecycle/upload_reader.h"
 
 namespace mla::server {
 
@@ -29,9 +30,6 @@ class ModelService final : public v1::Models::Service {
 
   grpc::Status Register(grpc::ServerContext* context, const v1::RegisterRequest* request,
                         v1::RegisterReply* reply) override;
-  grpc::Status UploadWeights(grpc::ServerContext* context,
-                             grpc::ServerReader<v1::UploadWeightsRequest>* reader,
-                             v1::UploadWeightsReply* reply) override;
   grpc::Status UploadScales(grpc::ServerContext* context, const v1::UploadScalesRequest* request,
                             v1::UploadScalesReply* reply) override;
   grpc::Status List(grpc::ServerContext* context, const v1::ListModelsRequest* request,
@@ -40,15 +38,13 @@ class ModelService final : public v1::Models::Service {
                           v1::UnregisterReply* reply) override;
 
  private:
-  // One upload, with its place among the tenant's, and cut when it is idle.
-  absl::Status ServeUpload(const std::string& tenant, grpc::ServerContext* context,
-                           grpc::ServerReader<v1::UploadWeightsRequest>* in,
+  // UploadWeights.
+  grpc::Status ServeWeights(grpc::ServerContext* context, UploadBytes* in,
+                            v1::UploadWeightsReply* reply);
+  // One upload, with its place among the tenant's, and cancelled when it is idle.
+  absl::Status ServeUpload(const std::string& tenant, grpc::ServerContext* context, UploadBytes* in,
                            v1::UploadWeightsReply* reply);
-  absl::Status Upload(const std::string& tenant, grpc::ServerContext* context,
-                      grpc::ServerReader<v1::UploadWeightsRequest>* in,
-                      v1::UploadWeightsReply* reply);
-  bool Read(grpc::ServerContext* context, grpc::ServerReader<v1::UploadWeightsRequest>* in,
-            v1::UploadWeightsRequest* message);
+  absl::Status Upload(const std::string& tenant, UploadReader* in, v1::UploadWeightsReply* reply);
 
   const RpcContext rpc_;
   const int64_t weight_chunk_bytes_;

@@ -1,0 +1,59 @@
+// Reads the messages of a client's stream that uploads something, one after the other.
+//
+// By itself gRPC parses a message before its handler sees it, and a parsed message may take a
+// hundred times its bytes: fields that the contract does not know, of two bytes each. So handlers
+// of uploads take bytes (ServeUploadBytes), and a message of more fields than the contract has is
+// refused unparsed.
+//
+// Threading: one thread at a time.
+#ifndef MLA_SERVER_LIFECYCLE_UPLOAD_READER_H_
+#define MLA_SERVER_LIFECYCLE_UPLOAD_READER_H_
+
+#include <google/protobuf/message.h>
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/method_handler.h>
+#include <grpcpp/support/sync_stream.h>
+
+#include "absl/status/statusor.h"
+#include "server/lifecycle/idle_calls.h"
+
+namespace mla::server {
+
+using UploadBytes = grpc::ServerReader<grpc::ByteBuffer>;
+
+class UploadReader final {
+ public:
+  // Of a message, those of messages in it included. The contract has less than half of it.
+  static constexpr int kMostFields = 64;
+
+  // The call waits for its client while Read does. The pointers outlive this.
+  UploadReader(grpc::ServerContext* call, UploadBytes* in, IdleCalls* idle)
+      : call_(call), in_(in), idle_(idle) {}
+
+  // False: the stream has ended, or the call was cancelled. INVALID_ARGUMENT: the next bytes are no
+  // such message, or one of too many fields.
+  absl::StatusOr<bool> Read(google::protobuf::Message* message);
+
+ private:
+  grpc::ServerContext* const call_;
+  UploadBytes* const in_;
+  IdleCalls* const idle_;
+};
+
+// For Service::MarkMethodStreamed: the place of a method, "mla.v1.Models.UploadWeights", in its
+// service, and a handler that calls `Method` with bytes in place of parsed messages. `service`
+// outlives it.
+int MethodIndex(const char* name);
+template <auto Method, typename Reply, typename Service>
+grpc::internal::MethodHandler* ServeUploadBytes(Service* service) {
+  return new grpc::internal::ClientStreamingHandler<Service, grpc::ByteBuffer, Reply>(
+      [](Service* self, grpc::ServerContext* call, UploadBytes* in, Reply* reply) {
+        return (self->*Method)(call, in, reply);
+      },
+      service);
+}
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LIFECYCLE_UPLOAD_READER_H_
