@@ -45,8 +45,8 @@ bool ParallelCopier::CopyPiece(bool helping) {
     if (left == 0) return false;
   } while (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
                                              std::memory_order_acquire));
-  // The job stays as it is until this piece is finished. That `left` may have been counted for an
-  // earlier job does no harm: it was right when it was taken.
+  // That `left` may have been counted for an earlier job does no harm: it was right when it was
+  // taken.
   const size_t begin = size_t{left - 1} * kPieceBytes;
   const size_t size = std::min(kPieceBytes, job_.size - begin);
   GatherBytes(job_.fragments, job_.offset + begin, size, job_.to + begin);
@@ -60,8 +60,13 @@ void ParallelCopier::Gather(std::span<const Fragment> fragments, size_t offset, 
   if (size < kSharedBytes || helpers_.empty() || !busy_.TryLock()) {
     return GatherBytes(fragments, offset, size, to);
   }
-  job_ = {fragments, offset, size, to};
-  const auto pieces = static_cast<uint32_t>((size + kPieceBytes - 1) / kPieceBytes);
+  CopyShared({fragments, offset, size, to});
+  busy_.Unlock();
+}
+
+void ParallelCopier::CopyShared(const Job& job) {
+  job_ = job;
+  const auto pieces = static_cast<uint32_t>((job.size + kPieceBytes - 1) / kPieceBytes);
   unfinished_.store(pieces, std::memory_order_relaxed);
   // Against a helper that is about to sleep: one of the two sees what the other has stored.
   unclaimed_.store(pieces, std::memory_order_seq_cst);
@@ -81,7 +86,6 @@ void ParallelCopier::Gather(std::span<const Fragment> fragments, size_t offset, 
       unfinished_.wait(left, std::memory_order_acquire);
     }
   }
-  busy_.Unlock();
 }
 
 void ParallelCopier::Help() {

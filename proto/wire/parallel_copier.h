@@ -65,17 +65,21 @@ class ParallelCopier final {
     std::byte* to = nullptr;
   };
 
-  bool CopyPiece(bool helping);
+  // The lock's holder does not change the job before all its pieces are finished, so a thread that
+  // has claimed one reads the job without the lock.
+  bool CopyPiece(bool helping) ABSL_NO_THREAD_SAFETY_ANALYSIS;
+  void CopyShared(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(busy_);
   void Help();
 
   const ParallelCopierOptions options_;
   Mutex busy_;  // held by the Copy that has the helpers
-  Job job_;     // may be read by a thread from its claim of a piece until it finishes it
+  Job job_ ABSL_GUARDED_BY(busy_);
   // Pieces that no thread has claimed.
   alignas(64) std::atomic<uint32_t> unclaimed_{0};
   alignas(64) std::atomic<uint32_t> unfinished_{0};
   std::atomic<uint64_t> helped_{0};
 
+  // Of helpers that go to sleep; guards no data. What wakes them is set before it is taken.
   Mutex sleep_;
   CondVar wake_;
   std::atomic<int32_t> sleeping_{0};

@@ -392,15 +392,13 @@ absl::Status AttendRequestBuilder::PointIntoDevice(const kernels::SharedDeviceMe
   return PointTo({bytes.data(), 0, bytes.size()}, in_offset, out_offset, "", message);
 }
 
-void AttendRequestBuilder::Answered(AttendMessage* of) {
-  // Refused tails, or those that others have replaced: the client may use their room at once.
-  of->end.tails.clear();
-  const AttendMessage& message = *of;
-  if (message.begin_order == 0) return;
+void AttendRequestBuilder::Release(AttendMessage* message) {
+  message->end.tails.clear();  // refused, or replaced by others
+  if (message->begin_order == 0) return;
   const MutexLock lock(mutex_);
   const auto begin = std::find_if(
       begins_.begin(), begins_.end(),
-      [&message](const PendingBegin& pending) { return pending.order == message.begin_order; });
+      [message](const PendingBegin& pending) { return pending.order == message->begin_order; });
   begins_.erase(begin);
   begins_pending_.fetch_sub(1, std::memory_order_release);
 }

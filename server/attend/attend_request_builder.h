@@ -12,7 +12,7 @@
 // Allocates nothing for an attend, and for the others only what a BeginStep of a sparse model
 // keeps: where its rows stand, by which lists are checked.
 //
-// Threading: Prepare* from one thread at a time, Answered from any.
+// Threading: Prepare* from one thread at a time, Release from any.
 #ifndef MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
 #define MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
 
@@ -104,8 +104,10 @@ class AttendRequestBuilder final {
   static uint64_t SharedInBytes(const AttendSizes& sizes);
   static uint64_t SharedOutBytes(const AttendSizes& sizes);
 
-  // Must be called for every answered message.
-  void Answered(AttendMessage* message);
+  // Releases what an answered message holds here: its place among the BeginSteps without an answer,
+  // and tails that the engine did not keep, whose room the client may use at once. Must be called
+  // for every message, before the answer is sent.
+  void Release(AttendMessage* message);
 
  private:
   // A BeginStep without an answer. A client may send its rows without waiting for that.

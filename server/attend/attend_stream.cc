@@ -326,7 +326,7 @@ void AttendStream::OnAnswered(AttendMessage* message) {
   requests_->Count(message->answer.code());
   message->answered_ns = SteadyNanos();
   message->next = nullptr;
-  builder_.Answered(message);
+  builder_.Release(message);
   // The launch has read the queries; gRPC's memory is not to wait for a slow reader as the outputs
   // do.
   message->attend.q_fragments = {};

@@ -48,7 +48,7 @@ class BoundedHandler final : public MethodHandler {
         bytes == nullptr ? 0 : static_cast<int64_t>(grpc_byte_buffer_length(bytes));
     scheduler::TenantUse use;
     grpc::Status status = param.status;
-    if (status.ok() && size > kUnchargedRequestBytes) {
+    if (status.ok() && size > kUncountedRequestBytes) {
       absl::StatusOr<scheduler::TenantUse> admitted = (*admit_)(*param.server_context, size);
       if (admitted.ok()) {
         use = *std::move(admitted);

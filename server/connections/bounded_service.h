@@ -3,12 +3,12 @@
 // gRPC parses the request of a unary call before its handler runs. A parsed message may take thirty
 // times its bytes (a repeated field with entries of two bytes), so the calls of one client could
 // take all memory before a handler sees the first of them. A BoundedService stands between gRPC and
-// such a service: it keeps a request as it came until `admit` has charged its bytes to the caller,
-// and parses it then. The charge ends just after the call was answered.
+// such a service: it keeps a request as it came until `admit` has counted its bytes among the
+// caller's, and parses it then. They are counted until just after the call was answered.
 //
 // The class builds on what gRPC's generated code builds on: handlers, and the table of a service's
-// methods. Streams of the client pass unchanged: their messages are read by the handler, which
-// bounds them.
+// methods. Streams of the client pass unchanged: their handlers take bytes
+// (server/lifecycle/upload_reader.h).
 //
 // Threading: `admit` is called from any thread.
 #ifndef MLA_SERVER_CONNECTIONS_BOUNDED_SERVICE_H_
@@ -28,13 +28,13 @@
 
 namespace mla::server {
 
-// Charges `bytes` of a serialized request to the caller, or refuses the call.
+// Counts `bytes` of a serialized request among the caller's, or refuses the call.
 using AdmitRequest = std::function<absl::StatusOr<scheduler::TenantUse>(
     const grpc::ServerContextBase& caller, int64_t bytes)>;
 
-// Smaller requests are not charged: all threads together hold few of them, and leases and
+// Smaller requests are not counted: all threads together hold few of them, and leases and
 // administration must get through when larger requests fill the bound.
-inline constexpr int64_t kUnchargedRequestBytes = 16384;
+inline constexpr int64_t kUncountedRequestBytes = 16384;
 
 class BoundedService final : public grpc::Service {
  public:

@@ -69,8 +69,9 @@ struct RpcContext {
   // RESOURCE_EXHAUSTED when the tenant, or all tenants together, have as many control calls under
   // way as they may.
   absl::StatusOr<scheduler::TenantUse> Admit(const Identity& who, CallClass call_class) const;
-  // Charges a request that is not parsed yet to its caller, for BoundedService. RESOURCE_EXHAUSTED
-  // beyond wire.control_bytes or the tenant's control_bytes; the codes of Identify.
+  // Counts a request that is not parsed yet among its caller's, for BoundedService.
+  // RESOURCE_EXHAUSTED beyond wire.control_bytes or the tenant's control_bytes; the codes of
+  // Identify.
   absl::StatusOr<scheduler::TenantUse> AdmitRequest(const grpc::ServerContextBase& caller,
                                                     int64_t bytes) const;
   // Counts a finished call and logs it at debug level.

@@ -122,11 +122,11 @@ grpc::Status SequenceService::Truncate(grpc::ServerContext* context,
     int64_t length = 0;
     absl::Status status = ParseTruncate(*request, &length);
     if (!status.ok()) return status;
-    const auto cut = rpc_.engine->TruncateSequence(who.tenant, request->sequence_id(), length,
-                                                   request->expected_epoch());
-    if (!cut.ok()) return cut.status();
-    reply->set_epoch(cut->epoch);
-    reply->set_length(static_cast<uint64_t>(cut->length));
+    const auto truncated = rpc_.engine->TruncateSequence(who.tenant, request->sequence_id(), length,
+                                                         request->expected_epoch());
+    if (!truncated.ok()) return truncated.status();
+    reply->set_epoch(truncated->epoch);
+    reply->set_length(static_cast<uint64_t>(truncated->length));
     reply->set_boot_id(rpc_.boot_id);
     return absl::OkStatus();
   });

@@ -29,14 +29,14 @@ void IdleCalls::Works(grpc::ServerContext* call) {
 }
 
 absl::Status IdleCalls::End(grpc::ServerContext* call, const absl::Status& status) {
-  bool cut = false;
+  bool cancelled = false;
   {
     const MutexLock lock(mutex_);
     const auto found = watched_.find(call);
-    cut = found != watched_.end() && found->second.cut;
+    cancelled = found != watched_.end() && found->second.cancelled;
     watched_.erase(call);
   }
-  if (!cut) return status;
+  if (!cancelled) return status;
   return MakeError(
       absl::StatusCode::kDeadlineExceeded,
       absl::StrCat("the client has neither sent nor taken anything for ", idle_.count(), " ms"),
@@ -51,10 +51,11 @@ void IdleCalls::Watch() {
                             [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
     const Clock::time_point now = Clock::now();
     for (auto& [call, watched] : watched_) {
-      if (watched.cut || watched.heard == Clock::time_point::max() || now - watched.heard < idle_) {
+      if (watched.cancelled || watched.heard == Clock::time_point::max() ||
+          now - watched.heard < idle_) {
         continue;
       }
-      watched.cut = true;
+      watched.cancelled = true;
       call->TryCancel();
     }
   }

@@ -36,7 +36,7 @@ class IdleCalls final {
   using Clock = std::chrono::steady_clock;
   struct Watched {
     Clock::time_point heard;
-    bool cut = false;
+    bool cancelled = false;
   };
   void Watch();
 

@@ -99,7 +99,7 @@ TEST(OpsHttpTest, StalledConnectionsDoNotKeepProbesOut) {
   }
 }
 
-TEST(OpsHttpTest, HeadersThatTrickleAreCut) {
+TEST(OpsHttpTest, HeadersThatTrickleAreDisconnected) {
   const auto port = PortWithProbe();
   const HttpPeer trickle(port->port(), "GET /livez HTTP/1.1\r\n");
   const HttpPeer kept(port->port(), kProbe);

@@ -466,7 +466,7 @@ void CommandRing::OnAnswered(AttendMessage* message) {
   // Of chains alone: the client polls the line that the word is in.
   if (message->attend.done.word != nullptr) message->attend.done.Store();
   requests_->Count(message->answer.code());
-  builder_.Answered(message);
+  builder_.Release(message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);
   {
     const MutexLock lock(completion_mutex_);

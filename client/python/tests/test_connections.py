@@ -131,7 +131,7 @@ class ConnectionsTest(unittest.TestCase):
             stub.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=WAIT_S)
             calls[1].cancel()
 
-    def test_headers_that_never_end_are_cut(self):
+    def test_headers_that_never_end_are_refused(self):
         self.start("--wire-quota-bytes=16MiB")
         hostile = self.becomes_served(str(self.server.socket))
         hostile.sendall(PREFACE + frame(HEADERS, 1, header(b":method", b"POST")))

@@ -43,9 +43,10 @@ ParallelTouch::~ParallelTouch() {
 }
 
 void ParallelTouch::DoPart(int32_t place) {
-  const uint64_t lines = (bytes_ + kLine - 1) / kLine;
+  const uint64_t bytes = bytes_;
+  const uint64_t lines = (bytes + kLine - 1) / kLine;
   const auto share = [&](int32_t part) {
-    return std::min(bytes_,
+    return std::min(bytes,
                     lines * static_cast<uint64_t>(part) / static_cast<uint64_t>(threads_) * kLine);
   };
   (*body_)(share(place), share(place + 1));

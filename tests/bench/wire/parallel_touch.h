@@ -39,13 +39,14 @@ class ParallelTouch final {
   // Cuts [0, bytes) at lines and hands every part to one thread.
   void Share(uint64_t bytes, const std::function<void(uint64_t begin, uint64_t end)>& body);
   void Help(int32_t place);
-  void DoPart(int32_t place);
+  // A round lasts until all parts are done, and its holder of the lock changes nothing meanwhile.
+  void DoPart(int32_t place) ABSL_NO_THREAD_SAFETY_ANALYSIS;
 
   const std::atomic<int32_t>* const word_;
   const int32_t threads_;
   Mutex mutex_;
-  const std::function<void(uint64_t, uint64_t)>* body_ = nullptr;
-  uint64_t bytes_ = 0;
+  const std::function<void(uint64_t, uint64_t)>* body_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  uint64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   alignas(64) std::atomic<uint64_t> round_{0};
   alignas(64) std::atomic<int32_t> busy_{0};
   std::atomic<bool> stop_{false};

@@ -69,18 +69,18 @@ TEST(MlactlInterruptTest, AnInterruptEndsAnUnansweredCall) {
 // Connecting, registering, uploading, filling the context, measuring, giving back.
 TEST(MlactlInterruptTest, NoMomentLeavesAnythingBehind) {
   ServerProcess server({});
-  int cut = 0;  // after something had been created; how late that is depends on the machine
-  for (int ms = 2; cut < 4 && ms < 10'000; ms += 9 + ms / 4) {
+  int interrupted = 0;  // after something had been created; how late that is depends on the machine
+  for (int ms = 2; interrupted < 4 && ms < 10'000; ms += 9 + ms / 4) {
     for (const std::string& words : {std::string("attend"), std::string(kBench)}) {
       const Result result = InterruptedAfter(server.Mlactl(words), milliseconds(ms));
       // attend may have been quicker.
       EXPECT_THAT(result.code, AnyOf(130, words == "attend" ? 0 : 130)) << result.output;
-      cut += result.output.find("interrupted; ") != std::string::npos;
+      interrupted += result.output.find("interrupted; ") != std::string::npos;
       EXPECT_THAT(result.output, testing::Not(HasSubstr("still on the server")));
       ExpectNothingLeft(server, absl::StrCat(words, " after ", ms, " ms: ", result.output));
     }
   }
-  EXPECT_GE(cut, 4);
+  EXPECT_GE(interrupted, 4);
 }
 
 TEST(MlactlInterruptTest, AServerThatIsGoneIsNotSaidToBeClean) {

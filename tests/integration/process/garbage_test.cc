@@ -107,7 +107,7 @@ TEST_F(GarbageTest, BytesThatAreNoMessage) {
   EXPECT_EQ(worker_.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
-// A recorded message with a byte changed at every offset: answered or cut, never worse.
+// A recorded message with a byte changed at every offset: answered or disconnected, never worse.
 TEST_F(GarbageTest, ByteFlipsAtEveryOffset) {
   v1::AttendStreamRequest begin;
   begin.set_tag(3);

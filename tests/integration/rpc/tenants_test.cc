@@ -363,7 +363,7 @@ TEST(TenantsTest, IdleUploadsLeaveLeasesAndAdministrationToOthers) {
   for (const auto& upload : uploads) upload->Finish();
 }
 
-TEST(TenantsTest, AnIdleUploadIsCut) {
+TEST(TenantsTest, AnIdleUploadIsCancelled) {
   const TestServer server([](server::Config& config) { config.wire.upload_idle_ms = 100; });
   Caller a(server, "a");
   ASSERT_TRUE(a.Register().ok());

@@ -105,7 +105,7 @@ class RingTest : public testing::Test {
   }
 
   // The server has given the ring up.
-  bool IsCut() const {
+  bool IsDisconnected() const {
     for (int i = 0; i < 500; ++i) {
       if (std::atomic_ref(header_->closed).load() == 1) return true;
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -228,32 +228,32 @@ TEST_F(RingTest, LongMessagesAreRefused) {
   EXPECT_EQ(ErrorOf(entry).detail().field(), "message");
 }
 
-TEST_F(RingTest, OverflowIsCut) {
+TEST_F(RingTest, OverflowEndsTheConnection) {
   // The client library refuses what would overflow.
   for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
   EXPECT_FALSE(ring_->Submit(Refused(0)));
   ASSERT_TRUE(Answered(ring_->ring_entries()));
   // A client that sends it nevertheless, having taken no completion, is disconnected.
   Publish(ring_->ring_entries(), Refused(1));
-  EXPECT_TRUE(IsCut());
+  EXPECT_TRUE(IsDisconnected());
   ExpectOthersUnaffected();
 }
 
-TEST_F(RingTest, ForgedCountOfCompletionsIsCut) {
+TEST_F(RingTest, AForgedCountOfCompletionsEndsTheConnection) {
   std::atomic_ref(header_->completions_taken).store(1'000'000);
   Publish(0, Refused(1));
-  EXPECT_TRUE(IsCut());
+  EXPECT_TRUE(IsDisconnected());
   ExpectOthersUnaffected();
 }
 
-TEST_F(RingTest, CompletionsThatAreGivenBackTwiceAreCut) {
+TEST_F(RingTest, CompletionsThatAreGivenBackTwiceEndTheConnection) {
   for (uint64_t i = 0; i < 5; ++i) {
     EXPECT_EQ(ErrorOf(Refused(i)).detail().reason(), "step_not_found");
   }
   // The count falls: entries that were free would be taken twice.
   std::atomic_ref(header_->completions_taken).store(1);
   Publish(5, Refused(5));
-  EXPECT_TRUE(IsCut());
+  EXPECT_TRUE(IsDisconnected());
   ExpectOthersUnaffected();
 }
 
@@ -266,7 +266,7 @@ TEST_F(RingTest, CompletionsThatDoNotExistYetCannotBeGivenBack) {
   ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.requests_waiting() == 1; }));
   std::atomic_ref(header_->completions_taken).store(2);
   Publish(2, Refused(2));
-  EXPECT_TRUE(IsCut());
+  EXPECT_TRUE(IsDisconnected());
   ExpectOthersUnaffected();
 }
 
@@ -296,7 +296,7 @@ TEST_F(RingTest, DyingClientLeavesNothing) {
 
 TEST_F(RingTest, ServerRestartEndsTheRing) {
   server_.Restart();
-  EXPECT_TRUE(IsCut());
+  EXPECT_TRUE(IsDisconnected());
   EXPECT_FALSE(client_->OpenSequence("m").ok());
 }
 

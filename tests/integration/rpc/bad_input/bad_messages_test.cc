@@ -116,7 +116,7 @@ TEST_F(BadMessagesTest, LongHeadersAreRefusedBeforeTheyAreParsed) {
   CheckAlive("a BeginStep of 400,000 sequences");
 }
 
-TEST_F(BadMessagesTest, OversizeMessagesAndHeadersAreCutOff) {
+TEST_F(BadMessagesTest, OversizeMessagesAndHeadersAreRefused) {
   const auto stub = v1::Attention::NewStub(channel_);
   {
     grpc::ClientContext context;
