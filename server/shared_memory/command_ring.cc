@@ -16,8 +16,6 @@
 namespace mla::server {
 namespace {
 
-using scheduler::RequestKind;
-
 // A sleeping ring looks at its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
