@@ -400,7 +400,9 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
   for (size_t i = 0; i < to->batch.segments.size(); ++i) {
     const Segment& segment = to->batch.segments[i];
     const StreamRequest& request = *segment.request;
-    if (&request != shared.request) SetTemplate(segment, staged, to->batch.key, &shared);
+    if (shared.staged == nullptr || &request != shared.request) {
+      SetTemplate(segment, staged, to->batch.key, &shared);
+    }
     const StepEntry& entry = *segment.entry;
     take_change(entry.slot);
     if (entry.window_slot >= 0) take_change(entry.window_slot);
