@@ -81,6 +81,7 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // writes beyond the limit on files fail, as on a full disk
 
   auto started = Start(loaded.config);
   if (!started.ok()) {

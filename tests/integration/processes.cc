@@ -1,6 +1,7 @@
 #include "tests/integration/processes.h"
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -99,6 +100,11 @@ std::string ServerProcess::Mlactl(const std::string& words) const {
 }
 
 void ServerProcess::Signal(int number) const { kill(pid_, number); }
+
+bool ServerProcess::LimitFiles(uint64_t bytes) const {
+  const rlimit limit = {bytes, bytes};
+  return prlimit(pid_, RLIMIT_FSIZE, &limit, nullptr) == 0;
+}
 
 int ServerProcess::Wait() {
   int status = 0;

@@ -53,6 +53,8 @@ class ServerProcess final {
   std::string Mlactl(const std::string& words) const;
   int Health() const { return Shell(Mlactl("health")).code; }
   void Signal(int number) const;
+  // From now on it may write no file beyond so many bytes. False: the system refuses.
+  bool LimitFiles(uint64_t bytes) const;
   int Wait();  // for its end; the exit code
   std::string Log() const;
   std::string File(const std::string& name) const { return folder_.File(name); }

@@ -2,9 +2,11 @@
 #include "scheduler/kvcache/tiers/disk_queue.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -89,6 +91,24 @@ TEST_P(DiskQueueTest, AFileThatEndsInsideAMoveIsSaid) {
     const DiskMove& move = moves_[static_cast<size_t>(i)];
     EXPECT_EQ(DetailOf(move.status).reason, i < 50 ? "" : "disk_failed") << i << move.status;
   }
+}
+
+TEST_P(DiskQueueTest, AFullDiskIsSaid) {
+  std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  // Of one move the first block is written, the next is not.
+  const auto most = static_cast<rlim_t>(moves_[50].at + kTierBlock);
+  const rlimit low = {most, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
+  All(true);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  for (int i = 0; i < kMoves; ++i) {
+    const DiskMove& move = moves_[static_cast<size_t>(i)];
+    EXPECT_EQ(DetailOf(move.status).reason, i < 50 ? "" : "disk_full") << i << move.status;
+  }
+  All(true);
+  for (const DiskMove& move : moves_) EXPECT_TRUE(move.status.ok()) << move.status;
 }
 
 TEST_P(DiskQueueTest, MovesUnderWayEndWithTheQueue) {

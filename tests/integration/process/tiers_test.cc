@@ -119,6 +119,34 @@ TEST_P(TiersTest, AFileThatWasChangedBehindTheServersBackIsNotUsed) {
   EXPECT_EQ(Count(v1::CACHE_EVENT_KIND_DAMAGED, v1::CACHE_TIER_FILE), 3);
 }
 
+TEST_P(TiersTest, AFileThatWasCutIsNotUsed) {
+  if (!GetParam()) return;
+  Leave();
+  AwaitDemotions(3);
+  AwaitFile(3);
+  fs::resize_file(file(), 4096);
+  const auto sequence = client_->OpenSequence("m", "", prefix_);
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
+  EXPECT_EQ(sequence->length(), 0u);
+  EXPECT_EQ(Count(v1::CACHE_EVENT_KIND_DAMAGED, v1::CACHE_TIER_FILE), 3);
+}
+
+TEST_P(TiersTest, ADiskThatTakesNoMoreLosesCopiesAndNothingElse) {
+  if (!GetParam()) return;
+  ASSERT_TRUE(server_->LimitFiles(4096 + 4096));  // the first group
+  const DenseCache cache = Leave();
+  const absl::Time end = absl::Now() + absl::Seconds(20);
+  while (Count(v1::CACHE_EVENT_KIND_EVICTED, v1::CACHE_TIER_HOST) < 2) {
+    ASSERT_LT(absl::Now(), end);
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  auto sequence = client_->OpenSequence("m", "", prefix_);
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
+  EXPECT_LT(sequence->length(), kRows);
+  Track again = *worker_->Open();
+  EXPECT_TRUE(worker_->Step({&again}, {kRows}, v1::PROFILE_ABSORBED).ok());
+}
+
 INSTANTIATE_TEST_SUITE_P(Kinds, TiersTest, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "File" : "Host"; });
 
