@@ -347,7 +347,8 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
                 "wire.message_bytes.",
                 MLA_SLOT(limits.max_tail_bytes)),
           Bytes("limits.tail_bytes", 0, kTiB, "Tails of all sequences, in host memory.",
-                "EndStep with a tail is RESOURCE_EXHAUSTED beyond it; without it the step ends.",
+                "EndStep with a tail is RESOURCE_EXHAUSTED beyond it; without it the step ends. "
+                "What a tail replaces counts until EndStep is answered.",
                 MLA_SLOT(limits.tail_bytes)),
           Bytes(
               "limits.weights_bytes", -1, kTiB,

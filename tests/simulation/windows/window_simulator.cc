@@ -1,10 +1,10 @@
 #include "tests/simulation/windows/window_simulator.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/error.h"
 
 namespace mla::simulation {
 namespace {
@@ -17,6 +17,7 @@ using scheduler::testing::Row;
 using scheduler::testing::TestRequest;
 
 constexpr int kDim = 12, kMostTexts = 5, kMostSteps = 3, kMostLength = 80, kMostListed = 8;
+constexpr size_t kMostExports = 2;
 constexpr size_t kTailBytes = 40;
 constexpr double kTolerance = 2e-3;
 
@@ -36,6 +37,7 @@ void WindowCounts::Add(const WindowCounts& other) {
   aborts += other.aborts;
   passed += other.passed;
   tails += other.tails;
+  moves += other.moves;
 }
 
 uint64_t WindowSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
@@ -88,47 +90,30 @@ bool WindowSimulator::Operate() {
   if (drawn < 6) return Open();
   if (drawn < 10) return Fork();
   if (drawn < 15) return Truncate();
-  if (drawn < 17) return Release();
-  if (drawn < 32) return Begin();
-  if (drawn < 78) return Attend();
-  if (drawn < 95) return End();
-  return Abort();
+  if (drawn < 19) return Release();
+  if (drawn < 34) return Begin();
+  if (drawn < 74) return Attend();
+  if (drawn < 88) return End();
+  if (drawn < 92) return Export();
+  return drawn < 96 ? Import() : Abort();
 }
 
-WindowSimulator::Text* WindowSimulator::Find(scheduler::SequenceId id) {
+WindowText* WindowSimulator::Find(scheduler::SequenceId id) {
   const auto at =
-      std::find_if(texts_.begin(), texts_.end(), [id](const Text& t) { return t.id == id; });
+      std::find_if(texts_.begin(), texts_.end(), [id](const WindowText& t) { return t.id == id; });
   return at == texts_.end() ? nullptr : &*at;
 }
 
-WindowSimulator::Text* WindowSimulator::AnyText(bool free) {
+WindowText* WindowSimulator::AnyText(bool free) {
   if (texts_.empty()) return nullptr;
-  Text* const text = &texts_[Pick(texts_.size())];
+  WindowText* const text = &texts_[Pick(texts_.size())];
   return free && text->in_step ? nullptr : text;
-}
-
-int WindowSimulator::Entries(int layer, int positions) const {
-  const int ratio = model().ratio(layer);
-  return ratio == 0 ? 0 : positions / ratio;
-}
-
-// Rows before `length` are there as far as a window reaches.
-bool WindowSimulator::Kept(const Text& text, int length) const {
-  return text.gone == 0 || length >= text.gone + model().window;
-}
-
-void WindowSimulator::CutTo(Text* text, int length) {
-  for (int layer = 0; layer < model().layers; ++layer) {
-    text->rows[layer].resize(static_cast<size_t>(length));
-    text->entries[layer].resize(static_cast<size_t>(Entries(layer, length)));
-  }
-  if (text->tail_at > length) text->tail = text->tail_at = 0;
 }
 
 bool WindowSimulator::Open() {
   if (texts_.size() == kMostTexts) return false;
   const scheduler::SequenceInfo info = harness_->Open();
-  Text text;
+  WindowText text;
   text.id = info.id;
   text.epoch = info.epoch;
   text.rows.resize(static_cast<size_t>(model().layers));
@@ -138,7 +123,7 @@ bool WindowSimulator::Open() {
 }
 
 bool WindowSimulator::Fork() {
-  const Text* const parent = AnyText(/*free=*/true);
+  const WindowText* const parent = AnyText(/*free=*/true);
   if (parent == nullptr || texts_.size() == kMostTexts) return false;
   scheduler::ForkArgs args;
   args.tenant = harness_->tenant();
@@ -147,7 +132,7 @@ bool WindowSimulator::Fork() {
   const int length = static_cast<int>(Pick(static_cast<uint64_t>(parent->length()) + 1));
   args.length = length;
   const auto made = harness_->core().ForkSequence(args);
-  const bool kept = Kept(*parent, length);
+  const bool kept = parent->Kept(model(), length);
   if (made.ok() != kept) {
     Fail(absl::StrCat("fork at ", length, " of ", parent->length(), ", ", parent->gone,
                       " gone: ", made.status().ToString()));
@@ -155,21 +140,21 @@ bool WindowSimulator::Fork() {
   if (!kept) ++counts_.passed;
   if (!made.ok()) return true;
   forked_ = true;
-  Text child = *parent;
+  WindowText child = *parent;
   child.id = made->id;
   child.epoch = made->epoch;
-  CutTo(&child, length);
+  child.CutTo(model(), length);
   texts_.push_back(std::move(child));
   return true;
 }
 
 bool WindowSimulator::Truncate() {
-  Text* const text = AnyText(/*free=*/true);
+  WindowText* const text = AnyText(/*free=*/true);
   if (text == nullptr || text->length() == 0) return false;
   const int length = static_cast<int>(Pick(static_cast<uint64_t>(text->length())));
   const auto cut =
       harness_->core().TruncateSequence(harness_->tenant(), text->id, length, text->epoch);
-  const bool kept = Kept(*text, length);
+  const bool kept = text->Kept(model(), length);
   if (cut.ok() != kept) {
     Fail(absl::StrCat("truncation to ", length, " of ", text->length(), ", ", text->gone,
                       " gone: ", cut.status().ToString()));
@@ -177,18 +162,71 @@ bool WindowSimulator::Truncate() {
   if (!kept) ++counts_.passed;
   if (!cut.ok()) return true;
   text->epoch = cut->epoch;
-  CutTo(text, length);
+  text->CutTo(model(), length);
   CheckTails();
   return true;
 }
 
 bool WindowSimulator::Release() {
-  const Text* const text = AnyText(/*free=*/true);
+  const WindowText* const text = AnyText(/*free=*/true);
   if (text == nullptr) return false;
   const std::vector<scheduler::SequenceId> ids = {text->id};
   std::vector<scheduler::SequenceId> absent;
   harness_->core().ReleaseSequences(harness_->tenant(), ids, &absent);
   texts_.erase(texts_.begin() + (text - texts_.data()));
+  return true;
+}
+
+bool WindowSimulator::Export() {
+  const WindowText* const text = AnyText(/*free=*/Chance(80));
+  if (text == nullptr || exports_.size() == kMostExports) return false;
+  const int length = text->length();
+  const int end = Chance(60) ? length : static_cast<int>(Pick(static_cast<uint64_t>(length) + 1));
+  const int first = Chance(5) ? model().page_size : 0;
+  std::string expected = text->in_step ? "in_step" : first > 0 ? "window_not_moved" : "";
+  if (expected.empty() && !text->Kept(model(), end)) expected = "window_passed";
+  Exported exported{{}, *text};
+  const int64_t part_bytes = Chance(50) ? 1 << 20 : 1 + static_cast<int64_t>(Pick(200));
+  auto moved = WindowMoves(harness_.get(), part_bytes)
+                   .Out({harness_->tenant(), text->id, text->epoch, first, end});
+  Answer();
+  if (DetailOf(moved.status()).reason != expected || moved.ok() != expected.empty()) {
+    Fail(absl::StrCat("export of ", end, " of ", length, ", foretold \"", expected,
+                      "\": ", moved.status().ToString()));
+  }
+  if (!moved.ok()) return true;
+  exported.moved = *std::move(moved);
+  exported.text.CutTo(model(), end);
+  exported.text.gone = RowsPassed(model(), end);
+  exports_.push_back(std::move(exported));
+  return true;
+}
+
+bool WindowSimulator::Import() {
+  if (exports_.empty() || texts_.size() == kMostTexts) return false;
+  const size_t at = Pick(exports_.size());
+  WindowText text = exports_[at].text;
+  const bool restores = Chance(50), gives_up = Chance(15);
+  std::string expected = restores && Find(text.id) != nullptr ? "sequence_open" : "";
+  if (expected.empty() && text.length() == 0) expected = "out_of_range";
+  const int64_t part_bytes = Chance(50) ? 1 << 20 : 1 + static_cast<int64_t>(Pick(200));
+  const auto made = WindowMoves(harness_.get(), part_bytes)
+                        .In(exports_[at].moved, restores ? text.id : 0, gives_up);
+  Answer();
+  if (DetailOf(made.status()).reason != expected ||
+      (expected.empty() && absl::IsCancelled(made.status()) != gives_up)) {
+    Fail(absl::StrCat("import, foretold \"", expected, "\": ", made.status().ToString()));
+  }
+  if (made.ok() && restores && (made->id != text.id || made->epoch == text.epoch)) {
+    Fail("a restored sequence has another id, or the epoch of before");
+  }
+  if (Chance(50)) exports_.erase(exports_.begin() + static_cast<int64_t>(at));
+  if (!made.ok()) return true;
+  text.id = made->id;
+  text.epoch = made->epoch;
+  texts_.push_back(std::move(text));
+  ++counts_.moves;
+  CheckTails();
   return true;
 }
 
@@ -198,7 +236,7 @@ bool WindowSimulator::Begin() {
   step.id = ++last_step_;
   step.sent.assign(static_cast<size_t>(model().layers), 0);
   std::vector<scheduler::StepSequenceArgs> args;
-  for (Text& text : texts_) {
+  for (WindowText& text : texts_) {
     const int rows = 1 + static_cast<int>(Pick(Chance(20) ? 9 : 3));
     if (text.in_step || args.size() == 3 || Chance(40) || text.length() + rows > kMostLength) {
       continue;
@@ -240,7 +278,7 @@ uint64_t WindowSimulator::AddRow(Member* member, int layer, std::vector<uint64_t
   member->row_keys[layer].push_back(++key_);
   const uint64_t row = key_;
   const int seen = member->start + static_cast<int>(member->row_keys[layer].size());
-  if (Entries(layer, seen) > Entries(layer, seen - 1)) {
+  if (EntriesAt(model(), layer, seen) > EntriesAt(model(), layer, seen - 1)) {
     member->entry_keys[layer].push_back(++key_);
     whole->push_back(key_);
   }
@@ -249,7 +287,7 @@ uint64_t WindowSimulator::AddRow(Member* member, int layer, std::vector<uint64_t
 
 WindowSimulator::Seen WindowSimulator::SeenBy(const Member& member, int layer, bool listed,
                                               Pending* pending) {
-  const Text& text = *Find(member.id);
+  const WindowText& text = *Find(member.id);
   std::vector<uint64_t> rows = text.rows[layer], entries = text.entries[layer];
   rows.insert(rows.end(), member.row_keys[layer].begin(), member.row_keys[layer].end());
   entries.insert(entries.end(), member.entry_keys[layer].begin(), member.entry_keys[layer].end());
@@ -326,27 +364,13 @@ void WindowSimulator::Check(const Pending& pending) {
 void WindowSimulator::CheckRow(const Pending& pending, int row, int head) {
   const TestRequest& request = *pending.request;
   const int heads = request.attend.num_heads;
-  const Row q = MakeRow(pending.q_key + static_cast<uint64_t>(request.attend.row_begin + row) * 64 +
-                            static_cast<uint64_t>(head),
-                        kDim);
-  double sum = 0;
-  std::vector<double> out(kDim, 0.0);
-  for (const uint64_t key : pending.rows[static_cast<size_t>(row)].keys) {
-    const Row kv = MakeRow(key, kDim);
-    double dot = 0;
-    for (int i = 0; i < kDim; ++i) dot += double{q[i]} * kv[i];
-    const double weight = std::exp(dot * model().softmax_scale);
-    sum += weight;
-    for (int i = 0; i < kDim; ++i) out[i] += weight * kv[i];
-  }
+  const uint64_t q_key = pending.q_key +
+                         static_cast<uint64_t>(request.attend.row_begin + row) * 64 +
+                         static_cast<uint64_t>(head);
   const double sink = sinks_[static_cast<size_t>(request.attend.layer * heads + head)];
-  const size_t packed = static_cast<size_t>(row * heads + head);
-  double worst = std::abs(request.lse[packed] - std::log(sum));
-  for (int i = 0; i < kDim; ++i) {
-    const double off =
-        std::abs(request.output[packed * kDim + i] - out[i] / (sum + std::exp(sink)));
-    worst = std::isnan(off) ? 1.0 : std::max(worst, off);
-  }
+  const double worst = ErrorOf(request, static_cast<size_t>(row * heads + head),
+                               pending.rows[static_cast<size_t>(row)].keys, q_key, kDim,
+                               model().softmax_scale, sink);
   ++counts_.answers;
   hash_ = (hash_ ^ pending.rows[static_cast<size_t>(row)].keys.back()) * 0x100000001b3u;
   if (worst <= kTolerance) return;
@@ -358,7 +382,7 @@ void WindowSimulator::Close(size_t at, const std::vector<int>* committed,
                             const std::vector<int>& tails) {
   for (size_t i = 0; i < steps_[at].members.size(); ++i) {
     const Member& member = steps_[at].members[i];
-    Text& text = *Find(member.id);
+    WindowText& text = *Find(member.id);
     text.in_step = false;
     if (committed == nullptr) continue;
     for (int layer = 0; layer < model().layers; ++layer) {
@@ -368,14 +392,12 @@ void WindowSimulator::Close(size_t at, const std::vector<int>* committed,
       append(text.rows[layer], member.row_keys[layer]);
       append(text.entries[layer], member.entry_keys[layer]);
     }
-    CutTo(&text, member.start + (*committed)[i]);
+    text.CutTo(model(), member.start + (*committed)[i]);
     if (tails[i] > 0) {
       text.tail = tails[i];
       text.tail_at = text.length();
     }
-    const int page = model().window_page_size();
-    const int gone = std::max(0, text.length() - model().window) / page * page;
-    text.gone = std::max(text.gone, gone);
+    text.gone = std::max(text.gone, RowsPassed(model(), text.length()));
   }
   steps_.erase(steps_.begin() + static_cast<int64_t>(at));
 }
@@ -426,7 +448,7 @@ bool WindowSimulator::Abort() {
 }
 
 void WindowSimulator::CheckTails() {
-  for (const Text& text : texts_) {
+  for (const WindowText& text : texts_) {
     if (text.in_step) continue;
     const auto read = harness_->core().ReadTail(harness_->tenant(), text.id, text.epoch);
     if (read.ok() != (text.tail > 0)) return Fail("a sequence has a tail, or none, unforetold");
@@ -445,7 +467,7 @@ void WindowSimulator::CheckTails() {
 void WindowSimulator::CheckBooks() {
   int64_t groups = 0;
   const auto pages = [](int64_t rows, int64_t page) { return (rows + page - 1) / page; };
-  for (const Text& text : texts_) {
+  for (const WindowText& text : texts_) {
     if (!text.in_step && harness_->Get(text.id).length != text.length()) {
       return Fail("a sequence has another length");
     }

@@ -1,11 +1,13 @@
 // One seed of the simulation of models with a window and compressed entries: the real engine over
 // the reference backend, in one thread, under random operations on a few sequences: steps that end
-// with some of their rows, or are aborted, several at a time; forks, truncation, releases. What
-// each row must attend to is kept apart, as lists of rows and entries by sequence and layer:
+// with some of their rows, or are aborted, several at a time; forks, truncation, releases; exports,
+// and imports of them later, also under the id of before. What each row must attend to is kept
+// apart, as lists of rows and entries by sequence and layer:
 //
 //   - an OK answer equals attention in double over the last rows, the whole entries or those of its
 //     list, and the sink;
-//   - forks and truncation are granted just where the rows before are kept;
+//   - forks, truncation and exports are granted just where the rows before are kept;
+//   - what an import brings is the rows that the window reaches, all entries, and the tail;
 //   - a tail is there, as it was sent, until rows before its position go;
 //   - page groups in use are those of the rows and entries that there are, and none in the end.
 #ifndef MLA_TESTS_SIMULATION_WINDOWS_WINDOW_SIMULATOR_H_
@@ -17,6 +19,8 @@
 #include <vector>
 
 #include "scheduler/testing/engine_harness.h"
+#include "tests/simulation/windows/window_moves.h"
+#include "tests/simulation/windows/window_text.h"
 
 namespace mla::simulation {
 
@@ -26,6 +30,7 @@ struct WindowCounts {
   int64_t commits = 0, aborts = 0;
   int64_t passed = 0;  // refusals because the window has passed
   int64_t tails = 0;   // that were read, and were as foretold
+  int64_t moves = 0;   // imports that were granted
   void Add(const WindowCounts& other);
 };
 
@@ -39,17 +44,10 @@ class WindowSimulator {
   uint64_t hash() const { return hash_; }
 
  private:
-  // Rows and entries by the keys that they are made from.
-  struct Text {
-    scheduler::SequenceId id = 0;
-    uint64_t epoch = 0;
-    bool in_step = false;
-    int gone = 0;                                // rows that are no longer kept, in whole pages
-    int tail_at = 0;                             // position of its tail
-    int tail = 0;                                // of which each byte is this; 0: there is none
-    std::vector<std::vector<uint64_t>> rows;     // by layer
-    std::vector<std::vector<uint64_t>> entries;  // by layer
-    int length() const { return static_cast<int>(rows[0].size()); }
+  // An export, and the sequence that an import of it makes.
+  struct Exported {
+    MovedPages moved;
+    WindowText text;
   };
   struct Member {
     scheduler::SequenceId id = 0;
@@ -78,7 +76,6 @@ class WindowSimulator {
   bool Chance(int percent) { return Pick(100) < static_cast<uint64_t>(percent); }
   static scheduler::testing::HarnessOptions Options(uint64_t seed);
   const scheduler::ModelSpec& model() const { return harness_->model(); }
-  int Entries(int layer, int positions) const;
 
   // True if anything was done.
   bool Operate();
@@ -86,6 +83,8 @@ class WindowSimulator {
   bool Fork();
   bool Truncate();
   bool Release();
+  bool Export();
+  bool Import();
   bool Begin();
   bool Attend();
   // The next `rows` rows of a layer.
@@ -101,13 +100,11 @@ class WindowSimulator {
   void CheckBooks();
   void Finish();
 
-  Text* AnyText(bool free);
-  Text* Find(scheduler::SequenceId id);
+  WindowText* AnyText(bool free);
+  WindowText* Find(scheduler::SequenceId id);
   // `tails`: the value of each member's; 0: none came.
   void Close(size_t step, const std::vector<int>* committed, const std::vector<int>& tails = {});
   void CheckTails();
-  bool Kept(const Text& text, int length) const;
-  void CutTo(Text* text, int length);
   void Fail(const std::string& what);
 
   uint64_t random_;
@@ -117,7 +114,8 @@ class WindowSimulator {
   scheduler::StepId last_step_ = 0;
   uint64_t key_ = 0;
   bool forked_ = false;  // pages may be shared
-  std::vector<Text> texts_;
+  std::vector<WindowText> texts_;
+  std::vector<Exported> exports_;
   std::vector<Step> steps_;
   std::vector<std::unique_ptr<Pending>> pending_;
   std::string violation_;

@@ -35,6 +35,7 @@ TEST(WindowSimulator, RandomOperationsAreAsForetold) {
   EXPECT_GT(counts.aborts, 2 * share);
   EXPECT_GT(counts.passed, share / 2);
   EXPECT_GT(counts.tails, 20 * share);
+  EXPECT_GT(counts.moves, share / 2);
 }
 
 TEST(WindowSimulator, ASeedRepeats) {
