@@ -1,12 +1,14 @@
 #include "server/connections/bounded_service.h"
 
 #include <grpc/byte_buffer.h>
+#include <grpc/byte_buffer_reader.h>
 #include <grpcpp/impl/rpc_service_method.h>
 
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/grpc/grpc_status.h"
+#include "server/lifecycle/upload_reader.h"
 
 namespace mla::server {
 namespace {
@@ -29,11 +31,26 @@ RpcMethod::RpcType TypeOf(const google::protobuf::MethodDescriptor& method) {
   return method.server_streaming() ? RpcMethod::SERVER_STREAMING : RpcMethod::NORMAL_RPC;
 }
 
+// The same bytes as the C++ interface holds them; nothing is copied.
+grpc::ByteBuffer Share(grpc_byte_buffer* bytes) {
+  std::vector<grpc::Slice> slices;
+  grpc_byte_buffer_reader reader;
+  if (grpc_byte_buffer_reader_init(&reader, bytes) == 0) return {};
+  grpc_slice slice;
+  while (grpc_byte_buffer_reader_next(&reader, &slice) != 0) {
+    slices.emplace_back(slice, grpc::Slice::STEAL_REF);
+  }
+  grpc_byte_buffer_reader_destroy(&reader);
+  return {slices.data(), slices.size()};
+}
+
 // Of a method with one request.
 class BoundedHandler final : public MethodHandler {
  public:
-  // `inner` belongs to its service; both pointers outlive this.
-  BoundedHandler(MethodHandler* inner, const AdmitRequest* admit) : inner_(inner), admit_(admit) {}
+  // `inner` belongs to its service; the pointers outlive this.
+  BoundedHandler(MethodHandler* inner, const google::protobuf::Descriptor* contract,
+                 const AdmitRequest* admit)
+      : inner_(inner), contract_(contract), admit_(admit) {}
 
   // gRPC calls this first. It says nothing of the caller, so the bytes become the "request".
   void* Deserialize(grpc_call* /*call*/, grpc_byte_buffer* bytes, grpc::Status* status,
@@ -49,12 +66,7 @@ class BoundedHandler final : public MethodHandler {
     scheduler::TenantUse use;
     grpc::Status status = param.status;
     if (status.ok() && size > kUncountedRequestBytes) {
-      absl::StatusOr<scheduler::TenantUse> admitted = (*admit_)(*param.server_context, size);
-      if (admitted.ok()) {
-        use = *std::move(admitted);
-      } else {
-        status = ToGrpcStatus(admitted.status(), param.server_context);
-      }
+      status = ToGrpcStatus(Admit(*param.server_context, bytes, size, &use), param.server_context);
     }
     void* request = nullptr;
     void* data = nullptr;
@@ -68,7 +80,16 @@ class BoundedHandler final : public MethodHandler {
   }
 
  private:
+  absl::Status Admit(const grpc::ServerContextBase& caller, grpc_byte_buffer* bytes, int64_t size,
+                     scheduler::TenantUse* use) const {
+    absl::StatusOr<scheduler::TenantUse> admitted = (*admit_)(caller, size);
+    if (!admitted.ok()) return admitted.status();
+    *use = *std::move(admitted);
+    return CheckUnknownFields(Share(bytes), *contract_);
+  }
+
   MethodHandler* const inner_;
+  const google::protobuf::Descriptor* const contract_;
   const AdmitRequest* const admit_;
 };
 
@@ -98,7 +119,7 @@ BoundedService::BoundedService(grpc::Service* service,
     if (method.client_streaming()) {
       handler = new SameHandler(inner);
     } else {
-      handler = new BoundedHandler(inner, &admit_);
+      handler = new BoundedHandler(inner, method.input_type(), &admit_);
     }
     AddMethod(new grpc::internal::RpcServiceMethod(names_.back().c_str(), TypeOf(method), handler));
   }

@@ -4,7 +4,8 @@
 // times its bytes (a repeated field with entries of two bytes), so the calls of one client could
 // take all memory before a handler sees the first of them. A BoundedService stands between gRPC and
 // such a service: it keeps a request as it came until `admit` has counted its bytes among the
-// caller's, and parses it then. They are counted until just after the call was answered.
+// caller's, and parses it then, unless it is full of unknown fields, which take a hundred times
+// their bytes. They are counted until just after the call was answered.
 //
 // The class builds on what gRPC's generated code builds on: handlers, and the table of a service's
 // methods. Streams of the client pass unchanged: their handlers take bytes

@@ -1,8 +1,7 @@
 #include "server/lifecycle/upload_reader.h"
 
-#include <google/protobuf/descriptor.h>
 #include <google/protobuf/io/coded_stream.h>
-#include <google/protobuf/wire_format_lite.h>
+#include <google/protobuf/wire_format.h>
 #include <grpcpp/support/proto_buffer_reader.h>
 
 #include <cstdint>
@@ -15,34 +14,40 @@ namespace {
 
 using google::protobuf::Descriptor;
 using google::protobuf::FieldDescriptor;
+using google::protobuf::internal::WireFormat;
 using google::protobuf::internal::WireFormatLite;
 using google::protobuf::io::CodedInputStream;
 
-// Takes the fields of a message from `left`; false when there are more. What is malformed ends the
-// count: the parser refuses it.
-bool TakeFields(CodedInputStream* in, const Descriptor& contract, int* left) {
+// Whether the parser takes a value of this wire type for the field.
+bool Fits(const FieldDescriptor& field, WireFormatLite::WireType type) {
+  if (field.is_packable() && type == WireFormatLite::WIRETYPE_LENGTH_DELIMITED) return true;
+  return type == WireFormat::WireTypeForFieldType(field.type());
+}
+
+// Takes the unknown fields of a message from `left`; false when there are more. What is malformed
+// ends the count.
+bool TakeUnknown(CodedInputStream* in, const Descriptor& contract, int* left) {
+  int groups = 0;  // that are open; the contract has none, so all in them is unknown
   while (const uint32_t tag = in->ReadTag()) {
-    if (--*left < 0) return false;
     const auto type = WireFormatLite::GetTagWireType(tag);
-    // What is in a group is counted as if it lay beside it.
-    if (type == WireFormatLite::WIRETYPE_START_GROUP ||
-        type == WireFormatLite::WIRETYPE_END_GROUP) {
-      continue;
-    }
     const FieldDescriptor* field =
-        contract.FindFieldByNumber(WireFormatLite::GetTagFieldNumber(tag));
-    const bool nested = type == WireFormatLite::WIRETYPE_LENGTH_DELIMITED && field != nullptr &&
-                        field->message_type() != nullptr;
-    if (!nested) {
-      if (!WireFormatLite::SkipField(in, tag)) return true;
-      continue;
+        groups > 0 ? nullptr : contract.FindFieldByNumber(WireFormatLite::GetTagFieldNumber(tag));
+    const bool known = field != nullptr && Fits(*field, type);
+    if (!known && --*left < 0) return false;
+    if (type == WireFormatLite::WIRETYPE_START_GROUP) {
+      ++groups;
+    } else if (type == WireFormatLite::WIRETYPE_END_GROUP) {
+      if (--groups < 0) return true;
+    } else if (known && field->message_type() != nullptr) {
+      uint32_t bytes = 0;
+      if (!in->ReadVarint32(&bytes) || bytes > INT32_MAX) return true;
+      const CodedInputStream::Limit outer = in->PushLimit(static_cast<int>(bytes));
+      if (!TakeUnknown(in, *field->message_type(), left)) return false;
+      if (in->BytesUntilLimit() > 0) return true;
+      in->PopLimit(outer);
+    } else if (!WireFormatLite::SkipField(in, tag)) {
+      return true;
     }
-    uint32_t bytes = 0;
-    if (!in->ReadVarint32(&bytes) || bytes > INT32_MAX) return true;
-    const CodedInputStream::Limit outer = in->PushLimit(static_cast<int>(bytes));
-    if (!TakeFields(in, *field->message_type(), left)) return false;
-    if (in->BytesUntilLimit() > 0) return true;
-    in->PopLimit(outer);
   }
   return true;
 }
@@ -53,22 +58,24 @@ int MethodIndex(const char* name) {
   return google::protobuf::DescriptorPool::generated_pool()->FindMethodByName(name)->index();
 }
 
+absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes, const Descriptor& contract) {
+  // The reader takes a pointer to non-const and changes nothing.
+  grpc::ProtoBufferReader reader(const_cast<grpc::ByteBuffer*>(&bytes));
+  CodedInputStream in(&reader);
+  int left = kMostUnknownFields;
+  if (!reader.status().ok() || TakeUnknown(&in, contract, &left)) return absl::OkStatus();
+  return RefuseField("request", absl::StrCat("more than ", kMostUnknownFields, " unknown fields"),
+                     absl::StrCat("a serialized ", contract.full_name()), "malformed");
+}
+
 absl::StatusOr<bool> UploadReader::Read(google::protobuf::Message* message) {
   grpc::ByteBuffer bytes;
   idle_->Waits(call_);
   const bool read = in_->Read(&bytes);
   idle_->Works(call_);
   if (!read) return false;
-  int left = kMostFields;
-  {
-    grpc::ProtoBufferReader reader(&bytes);
-    CodedInputStream in(&reader);
-    if (!TakeFields(&in, *message->GetDescriptor(), &left)) {
-      return RefuseField("request", absl::StrCat("more than ", kMostFields, " fields"),
-                         absl::StrCat("those of ", message->GetDescriptor()->full_name()),
-                         "malformed");
-    }
-  }
+  absl::Status status = CheckUnknownFields(bytes, *message->GetDescriptor());
+  if (!status.ok()) return status;
   grpc::ProtoBufferReader reader(&bytes);
   if (!reader.status().ok() || !message->ParseFromZeroCopyStream(&reader)) {
     return RefuseField("request", "undecodable bytes",

@@ -2,19 +2,20 @@
 //
 // By itself gRPC parses a message before its handler sees it, and a parsed message may take a
 // hundred times its bytes: fields that the contract does not know, of two bytes each. So handlers
-// of uploads take bytes (ServeUploadBytes), and a message of more fields than the contract has is
-// refused unparsed.
+// of uploads take bytes (ServeUploadBytes), and a message of many such fields is refused unparsed.
 //
 // Threading: one thread at a time.
 #ifndef MLA_SERVER_LIFECYCLE_UPLOAD_READER_H_
 #define MLA_SERVER_LIFECYCLE_UPLOAD_READER_H_
 
+#include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/method_handler.h>
 #include <grpcpp/support/sync_stream.h>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/lifecycle/idle_calls.h"
 
@@ -22,17 +23,23 @@ namespace mla::server {
 
 using UploadBytes = grpc::ServerReader<grpc::ByteBuffer>;
 
+// Of a message: enough for what a later contract may add.
+inline constexpr int kMostUnknownFields = 1024;
+
+// Looks at a serialized message before it is parsed. INVALID_ARGUMENT: it has more fields that
+// `contract` does not know, those in its messages included. What is malformed is left to the
+// parser.
+absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes,
+                                const google::protobuf::Descriptor& contract);
+
 class UploadReader final {
  public:
-  // Of a message, those of messages in it included. The contract has less than half of it.
-  static constexpr int kMostFields = 64;
-
   // The call waits for its client while Read does. The pointers outlive this.
   UploadReader(grpc::ServerContext* call, UploadBytes* in, IdleCalls* idle)
       : call_(call), in_(in), idle_(idle) {}
 
   // False: the stream has ended, or the call was cancelled. INVALID_ARGUMENT: the next bytes are no
-  // such message, or one of too many fields.
+  // such message, or refused by CheckUnknownFields.
   absl::StatusOr<bool> Read(google::protobuf::Message* message);
 
  private:
