@@ -100,6 +100,18 @@ constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
   }
   return kept + Compact(list + i, count - i, to + kept);
 }
+
+[[gnu::target("avx512f,popcnt")]] int32_t CompactByAvx512(const int32_t* list, int32_t count,
+                                                          int32_t* to) {
+  int32_t kept = 0, i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const __m512i entries = _mm512_loadu_si512(list + i);
+    const __mmask16 present = _mm512_cmpneq_epi32_mask(entries, _mm512_set1_epi32(-1));
+    _mm512_storeu_si512(to + kept, _mm512_maskz_compress_epi32(present, entries));
+    kept += __builtin_popcount(present);
+  }
+  return kept + Compact(list + i, count - i, to + kept);
+}
 #endif
 
 // Marks of positions, of one list. `Add` marks kGroup of them.
@@ -234,9 +246,14 @@ int32_t KeepFirst(int32_t* list, int32_t count, const IsFirst& is_first) {
 MLA_AVX2 bool AscendsByAvx2(const int32_t* list, int32_t count, uint32_t bound) {
   return Ascends(list, count, bound);
 }
+bool HasAvx512() {
+  static const bool kHas = __builtin_cpu_supports("avx512f") != 0;
+  return kHas;
+}
 template <typename Marks>
 MLA_AVX2 int32_t KeepByAvx2(const int32_t* list, int32_t count, uint32_t bound, int32_t* to,
                             Marks* marks) {
+  if (HasAvx512()) return Keep<CompactByAvx512>(list, count, bound, to, marks);
   return Keep<CompactByAvx2>(list, count, bound, to, marks);
 }
 bool HasAvx2() {
