@@ -26,6 +26,7 @@
 #else
 #include "kernels/hip/sm90/attend_wgmma.h"
 #include "kernels/hip/sm90/e4m3/attend_e4m3.h"
+#include "kernels/hip/sm90/e4m3/attend_rows.h"
 #include "kernels/hip/sm90/expanded/expand_wgmma.h"
 #include "kernels/hip/sm90/expanded/expanded_e4m3.h"
 #include "kernels/hip/sm90/expanded/expanded_wgmma.h"
@@ -66,7 +67,8 @@ struct AttendKernelOf {
 };
 template <int kRows, KvFormat kFormat, AttentionKind kKind>
 struct AttendKernelOf<kRows, kFormat, DType::kFp8E4m3, kKind> {
-  using Type = AttendE4m3<AttendConfig<kRows, kFormat, DType::kFp8E4m3, kKind>>;
+  using C = AttendConfig<kRows, kFormat, DType::kFp8E4m3, kKind>;
+  using Type = std::conditional_t<kFormat == KvFormat::kFp8Row, AttendE4m3Rows<C>, AttendE4m3<C>>;
 };
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = typename AttendKernelOf<kRows, kFormat, kProducts, kKind>::Type;

@@ -10,10 +10,6 @@ inline uint32_t e4m3_code(float x) { return kernels::EncodeFp8(x, kernels::Fp8Ki
 inline uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   return e4m3_code(x0) | e4m3_code(x1) << 8 | e4m3_code(x2) << 16 | e4m3_code(x3) << 24;
 }
-inline uint32_t e4m3_of_f16(uint32_t low, uint32_t high) {
-  return pack_e4m3(f16_to_float(low), f16_to_float(low >> 16), f16_to_float(high),
-                   f16_to_float(high >> 16));
-}
 inline uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   const auto product = [&](int shift) {
     return host::WideBf16(static_cast<uint16_t>(a >> shift)) *
@@ -21,6 +17,7 @@ inline uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   };
   return pack_bf16(product(0), product(16));
 }
+inline float reciprocal(float x) { return 1.0f / x; }
 template <uint32_t kSelector>
 uint32_t choose_bytes(uint32_t a, uint32_t b) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;

@@ -56,20 +56,27 @@ struct AttendConfig<16, KvFormat::kFp8Row, DType::kBf16, kOfItems>
     : AttendFp8Config<KvFormat::kFp8Row, kOfItems> {};
 
 // Up to 64 rows over rows of e4m3 with products in e4m3 (e4m3/attend_e4m3.h).
-template <KvFormat kOfRows, AttentionKind kOfItems>
-struct AttendConfig<64, kOfRows, DType::kFp8E4m3, kOfItems> : AttendBase {
-  static constexpr KvFormat kFormat = kOfRows;
+template <AttentionKind kOfItems>
+struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kOfItems> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
   static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = 4;
-  static constexpr bool kScaled = kOfRows == KvFormat::kFp8Row;
   // Steps of 32 columns of the queries that are held in registers.
-  static constexpr bool kHolds = !kScaled && kOfItems == AttentionKind::kDense;
+  static constexpr bool kHolds = kOfItems == AttentionKind::kDense;
   static constexpr int kHeldSteps = kHolds ? 10 : 0;
   // Registers of a thread that makes scores, that sums values, that copies.
-  static constexpr bool kLists = kOfItems == AttentionKind::kSparse;
-  static constexpr int kScoreRegisters = kHolds ? 120 : !kScaled ? 88 : kLists ? 96 : 112;
-  static constexpr int kValueRegisters = kHolds ? 176 : !kScaled ? 192 : kLists ? 184 : 176;
-  static constexpr int kCopyRegisters = kScaled ? 48 : 40;
+  static constexpr int kScoreRegisters = kHolds ? 120 : 88;
+  static constexpr int kValueRegisters = kHolds ? 176 : 192;
+  static constexpr int kCopyRegisters = 40;
+};
+// The same over rows with scales of their own (e4m3/attend_rows.h).
+template <AttentionKind kOfItems>
+struct AttendConfig<64, KvFormat::kFp8Row, DType::kFp8E4m3, kOfItems> : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Row;
+  static constexpr AttentionKind kAttention = kOfItems;
+  static constexpr int kStages = 4;
+  // Registers of a thread that computes, and of one that copies.
+  static constexpr int kComputeRegisters = 232, kCopyRegisters = 40;
 };
 
 struct ProjectConfig {

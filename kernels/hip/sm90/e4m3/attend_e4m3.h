@@ -1,5 +1,5 @@
-// Absorbed attention over 8-bit rows on sm_90a from 17 packed rows on, with both products in e4m3:
-// queries and probabilities are rounded to it.
+// Absorbed attention over rows of fp8_tensor on sm_90a from 17 packed rows on, with both products
+// in e4m3: queries and probabilities are rounded to it.
 //
 //   group 3      copies KV rows, tiles of 64 keys, four deep
 //   group 0      S [64 x 64] = Q K^T, softmax, P to shared memory
@@ -31,7 +31,7 @@ class AttendE4m3 {
     const int group = tile::wave_index() / L::kGroupWarps;
     if (group == 3) {
       tile::give_registers<C::kCopyRegisters>();
-      E4m3Copier<C> copier(args, shared);
+      E4m3Copier<C, L> copier(args, shared);
       for_each_item<L::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
     } else if (group == 0) {
       tile::give_registers<C::kScoreRegisters>();

@@ -1,9 +1,10 @@
-// The copying group of attend_e4m3.h.
+// The copying group of attend_e4m3.h and attend_rows.h.
 #ifndef MLA_KERNELS_HIP_SM90_E4M3_COPIER_H_
 #define MLA_KERNELS_HIP_SM90_E4M3_COPIER_H_
 
 #include "kernels/hip/kv/row_source.h"
-#include "kernels/hip/sm90/e4m3/layout.h"
+#include "kernels/hip/sm90/e4m3/instructions.h"
+#include "kernels/hip/sm90/fp8/layout.h"
 
 namespace mla::kernels::hip {
 
@@ -13,10 +14,11 @@ namespace mla::kernels::hip {
 //
 // Scales of fp8_row are brought into the form that scorers and summing groups take, and rows stay
 // as they are. Copies of up to kBehind tiles run ahead of that, where slots are free.
-template <class C>
+//
+// L: the layout of shared memory.
+template <class C, class L>
 class E4m3Copier {
  public:
-  using L = E4m3Layout<C>;
   using lds_t = tile::lds_t;
   using Source = RowSource<C::kAttention>;
 
@@ -160,14 +162,18 @@ class E4m3Copier {
     tile::sync_warp();
     if (lane >= kRows) return;
     shared.write_key_scale(slot, key, power);
-    // As the scorers take them: of pairs of blocks, what the first is times in place of the second.
-    float of_scores[L::kBlocks];
+    // As the scorers take them: what sums of a block are times to be as if they had the scale of
+    // the next one, which is therefore not taken below 2^-40 of those before.
+    float of_scores[L::kBlocks], most = scale[0], before = scale[0];
 #pragma unroll
-    for (int b = 0; b < L::kBlocks; b += 2) {
-      const float least = max_f(scale[b] * 0x1p-40f, 0x1p-100f);
-      of_scores[b + 1] = scale[b + 1] < least ? least : scale[b + 1];
-      of_scores[b] = scale[b] / of_scores[b + 1];
+    for (int b = 1; b < L::kBlocks; ++b) {
+      const float least = max_f(most * 0x1p-40f, 0x1p-100f);
+      const float taken = scale[b] < least ? least : scale[b];
+      of_scores[b - 1] = before * tile::reciprocal(taken);
+      most = max_f(most, taken);
+      before = taken;
     }
+    of_scores[L::kBlocks - 1] = before;
     const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
 #pragma unroll
     for (int b = 0; b < L::kBlocks; ++b) {

@@ -32,18 +32,15 @@ MLA_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return out;
 }
-// The same of two pairs of binary16.
-MLA_DEVICE uint32_t e4m3_of_f16(uint32_t low, uint32_t high) {
-  uint32_t out;
-  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f16x2 l, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 h, %2;\nmov.b32 %0, {l, h};\n}\n"
-      : "=r"(out)
-      : "r"(low), "r"(high));
-  return out;
-}
 MLA_DEVICE uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+// 1 / x within two units in the last place, and exact for powers of two.
+MLA_DEVICE float reciprocal(float x) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 }
 // Four bytes of eight: digit i of kSelector names byte i of the result; 0 to 3 are a's, 4 to 7 b's.

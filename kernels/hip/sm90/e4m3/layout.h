@@ -10,14 +10,14 @@ namespace mla::kernels::hip {
 // A value is an address, so every thread has its own.
 //
 //   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
-//                     [64 x 64 e4m3] or [64 x 64 bf16]. Slots also have room for the scales
-//                     that rows of fp8_row come with
+//                     [64 x 64 e4m3]
 //   probabilities     of the tile in a slot: [64 x 64 keys] e4m3, keys of 16 in the order of
 //   values.h
 template <class C>
 struct E4m3Layout {
   using lds_t = tile::lds_t;
-  static constexpr bool kScaledRows = C::kFormat == KvFormat::kFp8Row;
+  static constexpr bool kScaledRows = false;
+  static_assert(C::kFormat == KvFormat::kFp8Tensor);
   static constexpr bool kLists = C::kAttention == AttentionKind::kSparse;
   static constexpr int kRows = 64;  // packed rows
   static constexpr int kKeys = C::kTileKv;
@@ -25,14 +25,11 @@ struct E4m3Layout {
   static constexpr int kBlocks = C::kLora / 128;
   static constexpr int kBlockBytes = kRows * 128;
   static constexpr int kLatentBytes = kBlocks * kBlockBytes;
-  static constexpr int kRopeBytes = kRows * (kScaledRows ? 128 : 64);
-  static constexpr int kRawScaleBytes = kScaledRows ? kKeys * 16 : 0;
+  static constexpr int kRopeBytes = kRows * 64;
   static constexpr int kQueryBytes = kLatentBytes + kRopeBytes;
-  static constexpr int kSlotBytes = kQueryBytes + kRawScaleBytes;
+  static constexpr int kSlotBytes = kQueryBytes;
   static constexpr int kProbabilityBytes = kRows * kKeys;
-  // Of a slot: the largest scale of a key and its logarithm, both as bf16; what its blocks' scales
-  // are to that, as binary16. And which rows of a list are seen, a bit a row.
-  static constexpr int kKeyScaleBytes = kScaledRows ? kKeys * 4 + kBlocks * kKeys * 2 : 0;
+  // Of a slot: which rows of a list are seen, a bit a row.
   static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
   // By packed row: scale of the queries, of results, and for each slot factors of new and of old
   // sums.
@@ -41,14 +38,13 @@ struct E4m3Layout {
   static constexpr int kBarriers = 4 * kSlots + 2;
   static constexpr int kMovedBytes = 16, kOnesBytes = 1024;
   static constexpr int kSharedBytes =
-      kQueryBytes +
-      kSlots * (kSlotBytes + kProbabilityBytes + kKeyScaleBytes + kSeenBytes + kMovedBytes) +
+      kQueryBytes + kSlots * (kSlotBytes + kProbabilityBytes + kSeenBytes + kMovedBytes) +
       kOnesBytes + kStats * kStatBytes + (kBarriers * 8 + 127) / 128 * 128;
   static_assert(kKeys == 64 && C::kLora == 512 && C::kRope == 64);
   static_assert(kSlotBytes % 1024 == 0 && kQueryBytes % 1024 == 0);
 
   static constexpr int kGroupThreads = 128, kThreads = 4 * kGroupThreads;
-  static constexpr int kGroupWarps = 4;
+  static constexpr int kGroupWarps = 4, kQueryWarps = kGroupWarps;
   static constexpr int kValueWarps = 2 * kGroupWarps;
 
   lds_t base;
@@ -56,26 +52,10 @@ struct E4m3Layout {
   MLA_DEVICE lds_t queries() const { return base; }
   MLA_DEVICE lds_t slot(int s) const { return base + kQueryBytes + s * kSlotBytes; }
   MLA_DEVICE lds_t rope(int s) const { return slot(s) + kLatentBytes; }
-  MLA_DEVICE lds_t raw_scales(int s) const { return rope(s) + kRopeBytes; }
   MLA_DEVICE lds_t probabilities(int s) const { return slot(kSlots) + s * kProbabilityBytes; }
   // Ones [8 x 128 e4m3].
   MLA_DEVICE lds_t ones() const { return probabilities(kSlots); }
-  MLA_DEVICE lds_t key_scales(int s) const { return ones() + kOnesBytes + s * kKeyScaleBytes; }
-  // Of 16 keys, from 16 * i on, and a block of columns. For scores: of each pair of blocks, what
-  // the first is times to be as if it had the scale of the second, and that scale. For values: the
-  // scale over the key's largest; keys 2 k, 2 k + 1, 2 k + 8 and 2 k + 9 side by side.
-  MLA_DEVICE lds_t block_scales(int s, int i, int b) const {
-    return raw_scales(s) + i * 256 + b * 64;
-  }
-  MLA_DEVICE lds_t ratios(int s, int i, int b) const {
-    return key_scales(s) + kKeys * 4 + i * 128 + b * 32;
-  }
-  // `power`: the bits of a power of two.
-  MLA_DEVICE void write_key_scale(int s, int key, uint32_t power) const {
-    const float exponent = static_cast<float>(static_cast<int>(power >> 23) - 127);
-    tile::store_word(key_scales(s) + key * 4, float_to_bits(exponent) | power >> 16);
-  }
-  MLA_DEVICE lds_t seen(int s) const { return key_scales(kSlots) + s * kSeenBytes; }
+  MLA_DEVICE lds_t seen(int s) const { return ones() + kOnesBytes + s * kSeenBytes; }
   MLA_DEVICE lds_t stats(int i) const { return seen(kSlots) + i * kStatBytes; }
   MLA_DEVICE lds_t query_scale() const { return stats(0); }
   MLA_DEVICE lds_t result_scale() const { return stats(1); }
@@ -98,7 +78,7 @@ struct E4m3Layout {
     if (thread_index() == 0) {
       for (int s = 0; s < kSlots; ++s) {
         // Which rows of a list are seen is no copy: each warp says by itself that it is there.
-        tile::barrier_init(filled(s), kGroupThreads + (kLists && !kScaledRows ? kGroupWarps : 0));
+        tile::barrier_init(filled(s), kGroupThreads + (kLists ? kGroupWarps : 0));
         tile::barrier_init(emptied(s), kValueWarps);  // who come after the scorers
         tile::barrier_init(published(s), kGroupThreads);
         tile::barrier_init(adopted(s), kValueWarps);

@@ -9,23 +9,23 @@
 namespace mla::kernels::hip {
 
 // Queries become e4m3, each row over a power of two that brings its largest magnitude to at most
-// 448 and more than 224. The rotated part of fp8_row stays bf16, over the same power of two.
-template <class C>
+// 448 and more than 224. The rotated part of fp8_row stays bf16, over the same power of two. L: the
+// layout of shared memory.
+template <class C, class L>
 class E4m3Queries {
  public:
-  using L = E4m3Layout<C>;
   using lds_t = tile::lds_t;
 
-  // By one of the L::kGroupWarps warps that share the rows. What products are to be multiplied with
+  // By one of the L::kQueryWarps warps that share the rows. What products are to be multiplied with
   // is the power of two times `scale`.
   MLA_DEVICE static void write(const L& shared, const Item& item, float scale, int warp, int lane) {
     const QueryLoader queries(item);
 #pragma unroll 1
-    for (int first = warp; first < L::kRows; first += kAtOnce * L::kGroupWarps) {
+    for (int first = warp; first < L::kRows; first += kAtOnce * L::kQueryWarps) {
       Chunk chunks[kAtOnce][kChunks];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const uint16_t* row = queries.row(first + i * L::kGroupWarps);
+        const uint16_t* row = queries.row(first + i * L::kQueryWarps);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           chunks[i][c] = Chunk{};
@@ -37,7 +37,7 @@ class E4m3Queries {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        write_row(shared, first + i * L::kGroupWarps, chunks[i], scale, lane);
+        write_row(shared, first + i * L::kQueryWarps, chunks[i], scale, lane);
       }
     }
   }
@@ -47,7 +47,7 @@ class E4m3Queries {
   static constexpr int kLatentChunks = C::kLora / 8;
   static constexpr int kRowChunks = kLatentChunks + C::kRope / 8;
   static constexpr int kChunks = (kRowChunks + 31) / 32;  // of a lane
-  static_assert(L::kRows % (kAtOnce * L::kGroupWarps) == 0 && kLatentChunks % 32 == 0);
+  static_assert(L::kRows % (kAtOnce * L::kQueryWarps) == 0 && kLatentChunks % 32 == 0);
 
   MLA_DEVICE static void write_row(const L& shared, int row, const Chunk (&chunks)[kChunks],
                                    float scale, int lane) {

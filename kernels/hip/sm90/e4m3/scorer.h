@@ -24,7 +24,7 @@ class E4m3Scorer {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       state.origin[slot] = negative_infinity();
-      state.sum[slot] = state.scaled[slot] = state.coded[slot] = 0.0f;
+      state.sum[slot] = state.coded[slot] = 0.0f;
     }
     const Source source(args, item);
     Held held;
@@ -52,9 +52,8 @@ class E4m3Scorer {
 
   struct State {
     float origin[2];
-    // Of probabilities: as they were, times the scales of keys (which are 1 in fp8_tensor), and as
-    // codes. The last is of the row, the others are of this lane's keys.
-    float sum[2], scaled[2], coded[2];
+    // Of probabilities: as they were, of this lane's keys, and as codes, of the row.
+    float sum[2], coded[2];
     float scale[2];  // from scores to logits, as powers of two
     bool positive;   // both
   };
@@ -66,7 +65,7 @@ class E4m3Scorer {
   };
   struct TileSums {
     float from[2], factor[2];  // what probabilities count from, and what brings them to the origin
-    float of[2] = {0.0f, 0.0f}, scaled[2] = {0.0f, 0.0f};
+    float of[2] = {0.0f, 0.0f};
   };
   // Places of the item, and which one it is.
   struct Tiles {
@@ -81,7 +80,7 @@ class E4m3Scorer {
   MLA_DEVICE void bring_queries(const Item& item, Held& held) const {
     tile::named_sync<kGroupBarrier, L::kGroupThreads>();  // the last item's are no longer needed
     const float scale = item.segment->softmax_scale * kLog2e * layer_scale(item);
-    E4m3Queries<C>::write(shared, item, scale, warp, lane);
+    E4m3Queries<C, L>::write(shared, item, scale, warp, lane);
     tile::publish_shared();
     tile::named_sync<kGroupBarrier, L::kGroupThreads>();
 #pragma unroll
@@ -92,31 +91,23 @@ class E4m3Scorer {
     }
   }
   // What all values of the layer are times.
-  MLA_DEVICE static float layer_scale(const Item& item) {
-    return C::kFormat == KvFormat::kFp8Tensor ? item.segment->kv_scale : 1.0f;
-  }
+  MLA_DEVICE static float layer_scale(const Item& item) { return item.segment->kv_scale; }
 
   MLA_DEVICE void attend_tile(const Tiles& tiles, int first, const Held& held, State& state) {
     const int slot = ring.at;
     Scores s;
     tile::barrier_wait(shared.filled(slot), ring.parity);
-    KeyScales of_keys;
-    if constexpr (L::kScaledRows) {
-      score_blocks(slot, s.c);
-      read_key_scales(slot, of_keys);
-    } else {
-      start(slot, held, s.c);
-      tile::wgmma_wait<0>();
-      tile::pin(s.c);
-    }
+    start(slot, held, s.c);
+    tile::wgmma_wait<0>();
+    tile::pin(s.c);
     float top[2];
-    take_scores(tiles, slot, first, of_keys, state, s, top);
+    take_scores(tiles, slot, first, state, s, top);
     TileSums sums;
     move_origins(slot, top, sums, state);
     // What was published here before is no longer needed.
     tile::barrier_wait(shared.adopted(slot), ring.parity ^ 1);
     uint32_t codes[kScores / 4];
-    make_probabilities(of_keys, state, s, codes, sums);
+    make_probabilities(state, s, codes, sums);
     store_probabilities(slot, codes);
     tile::publish_shared();
     tile::barrier_arrive(shared.published(slot));
@@ -142,13 +133,10 @@ class E4m3Scorer {
     for (int h = 0; h < 2; ++h) {
       state.sum[h] = fma_f(sums.of[h], sums.factor[h], state.sum[h]);
       state.coded[h] = fma_f(of_codes[2 * h], sums.factor[h], state.coded[h]);
-      if constexpr (L::kScaledRows) {
-        state.scaled[h] = fma_f(sums.scaled[h], sums.factor[h], state.scaled[h]);
-      }
     }
   }
 
-  // Starts the products of queries and a slot's keys of fp8_tensor.
+  // Starts the products of queries and a slot's keys.
   MLA_DEVICE void start(int slot, const Held& held, float (&s)[kScores]) const {
     const lds_t keys = shared.slot(slot);
     tile::publish_shared();
@@ -173,86 +161,9 @@ class E4m3Scorer {
     tile::wgmma_commit();
   }
 
-  // Scores of fp8_row, whose blocks of columns have scales of their own: two blocks one after the
-  // other in each of two sums. While products of one are made, the other is brought to the scale of
-  // its next block (E4m3Layout::block_scales).
-  MLA_DEVICE void score_blocks(int slot, float (&s)[kScores]) const {
-    float other[kScores];
-    tile::publish_shared();
-    start_block<false>(slot, 0, s);
-    start_block<false>(slot, 2, other);
-    rescale(slot, 0, s);
-    start_block<true>(slot, 1, s);
-    rescale(slot, 2, other);
-    start_block<true>(slot, 3, other);
-    rescale(slot, 1, s);
-    start_rotated(slot, s);
-    rescale(slot, 3, other);
-    tile::wgmma_wait<0>();
-    tile::pin(s);
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] += other[i];
-  }
-  template <bool kAdd>
-  MLA_DEVICE void start_block(int slot, int block, float (&s)[kScores]) const {
-    const uint64_t q = tile::along_rows(shared.queries()), k = tile::along_rows(shared.slot(slot));
-    tile::pin(s);
-    tile::wgmma_begin();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const int offset = (block * L::kBlockBytes + step * 32) >> 4;
-      tile::multiply_e4m3(s, q + offset, k + offset, kAdd || step > 0);
-    }
-    tile::wgmma_commit();
-  }
-  MLA_DEVICE void start_rotated(int slot, float (&s)[kScores]) const {
-    const lds_t rope = shared.queries() + L::kLatentBytes;
-    tile::pin(s);
-    tile::wgmma_begin();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      tile::wgmma_64x64(s, tile::along_rows(rope + step * 32),
-                        tile::along_rows(shared.rope(slot) + step * 32), 1);
-    }
-    tile::wgmma_commit();
-  }
-  // Once all products but those that were started last are made.
-  MLA_DEVICE void rescale(int slot, int block, float (&s)[kScores]) const {
-    float of_key[kScores / 4][2];
-#pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-      tile::load_two_floats(of_key[j], shared.block_scales(slot, j >> 1, block) + key(j & 1) * 4);
-    }
-    tile::wgmma_wait<1>();
-    tile::pin(s);
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] *= of_key[i >> 2][i & 1];
-  }
-
-  // Of this lane's keys in fp8_row, as the layout has them: scale and logarithm.
-  struct KeyScales {
-    uint32_t of[kScores / 4][2];
-    MLA_DEVICE float scale(int j, int i) const { return bits_to_float(of[j][i & 1] << 16); }
-    MLA_DEVICE float exponent(int j, int i) const {
-      return bits_to_float(of[j][i & 1] & 0xffff0000u);
-    }
-  };
-  MLA_DEVICE void read_key_scales(int slot, KeyScales& keys) const {
-    if constexpr (L::kScaledRows) {
-#pragma unroll
-      for (int j = 0; j < kScores / 4; ++j) {
-        float words[2];
-        tile::load_two_floats(words, shared.key_scales(slot) + key(j) * 4);
-        keys.of[j][0] = float_to_bits(words[0]);
-        keys.of[j][1] = float_to_bits(words[1]);
-      }
-    }
-  }
-
-  // Hides scores that are not seen, and takes the maxima: of fp8_row those of logits times the
-  // largest scale of a key.
-  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const KeyScales& keys,
-                              const State& state, Scores& s, float (&top)[2]) const {
+  // Hides scores that are not seen, and takes the maxima.
+  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const State& state,
+                              Scores& s, float (&top)[2]) const {
     if (!state.positive) {
       // Or the maximum would not be that of the logits.
 #pragma unroll
@@ -265,19 +176,13 @@ class E4m3Scorer {
     for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float x = s.c[4 * j + i];
-        if constexpr (L::kScaledRows) {
-          x = fma_f(x, rest_of_scale(state, i >> 1), keys.exponent(j, i));
-        }
+        const float x = s.c[4 * j + i];
         most[i >> 1][i & 1] = j == 0 ? x : max_f(most[i >> 1][i & 1], x);
       }
     }
     top[0] = max_f(max_f(most[0][0], most[0][1]), negative_infinity());
     top[1] = max_f(max_f(most[1][0], most[1][1]), negative_infinity());
   }
-  // Of a lane, the first of its two keys of eight.
-  MLA_DEVICE int key(int eight) const { return 8 * eight + 2 * (lane & 3); }
-
   MLA_DEVICE void hide(const Tiles& tiles, int first, Scores& s) const {
     const Item item = load_item<L::kRows>(args, tiles.index, tiles.share);
     int limit[2];
@@ -313,8 +218,7 @@ class E4m3Scorer {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       top[slot] = Rows::row_max(top[slot]);
-      // Of fp8_row these are logits times scales of keys.
-      if (!L::kScaledRows) top[slot] *= rest_of_scale(state, slot);
+      top[slot] *= rest_of_scale(state, slot);
       const bool follows = top[slot] > state.origin[slot] + kSlack;
       const float next = follows ? top[slot] : state.origin[slot];
       const float counted = next == negative_infinity() ? 0.0f : next;
@@ -323,7 +227,6 @@ class E4m3Scorer {
       sums.from[slot] = (top[slot] == negative_infinity() ? 0.0f : top[slot]) - kShift;
       state.origin[slot] = next;
       state.sum[slot] *= old_factor[slot];
-      state.scaled[slot] *= old_factor[slot];
       state.coded[slot] *= old_factor[slot];
       moved |= follows;
       if ((lane & 3) == 0) {
@@ -337,7 +240,7 @@ class E4m3Scorer {
 
   // Word 2 c + h of the codes: row h, keys 2 (lane % 4), the next, and eight further
   // of each, of 16.
-  MLA_DEVICE void make_probabilities(const KeyScales& keys, const State& state, const Scores& s,
+  MLA_DEVICE void make_probabilities(const State& state, const Scores& s,
                                      uint32_t (&codes)[kScores / 4], TileSums& sums) const {
 #pragma unroll
     for (int c = 0; c < kScores / 8; ++c) {
@@ -350,11 +253,6 @@ class E4m3Scorer {
           p[i] = exp2_fast(fma_f(x, rest_of_scale(state, h), -sums.from[h]));
         }
         sums.of[h] += (p[0] + p[1]) + (p[2] + p[3]);
-        if constexpr (L::kScaledRows) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) p[i] *= keys.scale(2 * c + (i >> 1), i);
-          sums.scaled[h] += (p[0] + p[1]) + (p[2] + p[3]);
-        }
         codes[2 * c + h] = tile::pack_e4m3(p[0], p[1], p[2], p[3]);
       }
     }
@@ -378,13 +276,10 @@ class E4m3Scorer {
     for (int slot = 0; slot < 2; ++slot) {
       const int p = row(slot);
       const float sum = Rows::row_sum(state.sum[slot]);
-      const float rounded = L::kScaledRows
-                                ? state.coded[slot] * (sum / Rows::row_sum(state.scaled[slot]))
-                                : state.coded[slot];
       const RowScale scale(state.origin[slot] - kShift, sum);
       if ((lane & 3) != 0) continue;
       tile::store_float(shared.result_scale() + p * 4,
-                        scale.empty ? 0.0f : layer_scale(item) / rounded);
+                        scale.empty ? 0.0f : layer_scale(item) / state.coded[slot]);
       if (p >= item.rows) continue;
       const RowTarget target(args, item, p, C::kLora);
       if (target.lse != nullptr) *target.lse = scale.lse;

@@ -120,7 +120,7 @@ class E4m3Values {
       tile::pin(o[block]);  // before the registers of the sums are wanted again
     });
   }
-  // Codes of 16 columns and the keys of a slot; of fp8_row over the keys' largest scales.
+  // Codes of 16 columns and the keys of a slot.
   template <bool kHide>
   MLA_DEVICE void read(int slot, int chunk, uint32_t (&operand)[kSteps][4]) const {
 #pragma unroll
@@ -132,27 +132,11 @@ class E4m3Values {
       operand[step][1] = tile::choose_bytes<0x7531>(w[0], w[1]);
       operand[step][2] = tile::choose_bytes<0x6420>(w[2], w[3]);
       operand[step][3] = tile::choose_bytes<0x7531>(w[2], w[3]);
-      if constexpr (L::kScaledRows) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float pairs[2];
-          tile::load_two_floats(pairs,
-                                shared.ratios(slot, 2 * step + half, chunk / 8) + (lane & 3) * 8);
-          const uint32_t by[2] = {float_to_bits(pairs[0]), float_to_bits(pairs[1])};
-          multiply(operand[step][2 * half], by);
-          multiply(operand[step][2 * half + 1], by);
-        }
-      }
       if constexpr (kHide) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) operand[step][i] = without_nan(operand[step][i]);
       }
     }
-  }
-  // Codes of two keys and of two others by what is at most 1.
-  MLA_DEVICE static void multiply(uint32_t& codes, const uint32_t (&by)[2]) {
-    codes = tile::e4m3_of_f16(tile::multiply_f16_pairs(tile::fp8_to_f16<0>(codes), by[0]),
-                              tile::multiply_f16_pairs(tile::fp8_to_f16<1>(codes), by[1]));
   }
   MLA_DEVICE static uint32_t without_nan(uint32_t codes) {
     const uint32_t nan = (((codes & 0x7f7f7f7fu) + 0x01010101u) >> 7 & 0x01010101u) * 255u;

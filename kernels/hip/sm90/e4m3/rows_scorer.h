@@ -1,0 +1,297 @@
+// The first product of attend_rows.h and the softmax.
+#ifndef MLA_KERNELS_HIP_SM90_E4M3_ROWS_SCORER_H_
+#define MLA_KERNELS_HIP_SM90_E4M3_ROWS_SCORER_H_
+
+#include "kernels/hip/sm90/e4m3/queries.h"
+#include "kernels/hip/sm90/e4m3/rows_layout.h"
+
+namespace mla::kernels::hip {
+
+// Of a row x are logits plus the logarithm of the key's power of two, so its probabilities,
+// 2^(x - origin + kShift), have that power as a factor, and their sum leaves it out. The origin
+// follows the largest x once that has grown by more than kSlack; the groups hand it to and fro.
+template <class C>
+class E4m3RowsScorer {
+ public:
+  using L = E4m3RowsLayout<C>;
+
+  struct State {
+    float origin[2], sum[2];  // of this group's tiles and this lane's keys
+    float scale[2];           // from scores to logits, as powers of two
+    bool positive;            // both
+  };
+  // Places of the item, and which one it is.
+  struct Tiles {
+    int begin, end, unmasked_end, index, share;
+  };
+
+  const int group;
+
+  MLA_DEVICE E4m3RowsScorer(const AttendArgs& a, const L& layout)
+      : group(tile::wave_index() >> 2),
+        args(a),
+        shared(layout),
+        warp(tile::wave_index() & 3),
+        lane(tile::lane_index()) {}
+
+  MLA_DEVICE void begin(const Item& item, State& state) const {
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      state.origin[slot] = negative_infinity();
+      state.sum[slot] = 0.0f;
+    }
+    tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();  // the last item's are not needed
+    const float scale = item.segment->softmax_scale * kLog2e;
+    E4m3Queries<C, L>::write(shared, item, scale, tile::wave_index(), lane);
+    tile::publish_shared();
+    tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();
+    state.scale[0] = query_scale(0);
+    state.scale[1] = query_scale(1);
+    state.positive = state.scale[0] > 0.0f && state.scale[1] > 0.0f;
+  }
+
+  // Tile t of an item, `number` of all: from scores to probabilities for both groups.
+  MLA_DEVICE void score(const Tiles& tiles, uint32_t number, int t, State& state) const {
+    const int slot = static_cast<int>(number % L::kSlots);
+    Scores s;
+    tile::barrier_wait(shared.filled(slot), number / L::kSlots & 1);
+    score_blocks(slot, s.c);
+    KeyScales of_keys;
+    read_key_scales(slot, of_keys);
+    float top[2];
+    take_scores(tiles, slot, tiles.begin + t * C::kTileKv, of_keys, state, s, top);
+    float before[2] = {negative_infinity(), negative_infinity()};
+    if (t > 0) {
+      tile::barrier_wait(shared.published(group ^ 1), (number - 1) >> 1 & 1);
+      read_origins(number - 1, before);
+    }
+    move_origins(slot, before, top, state);
+    // What the group has published last is no longer needed.
+    tile::barrier_wait(shared.adopted(group), (number >> 1 & 1) ^ 1);
+    make_probabilities(of_keys, state, s);
+    store_probabilities(s);
+    tile::publish_shared();
+    tile::barrier_arrive(shared.published(group));
+  }
+
+  // Log-sum-exps and, for those of all values, sums. `last`: number of the item's last tile.
+  MLA_DEVICE void finish(const Item& item, int tiles, uint32_t last, State& state) const {
+    float origin[2] = {negative_infinity(), negative_infinity()};
+    if (tiles > 0) read_origins(last, origin);
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const float sum =
+          Rows::row_sum(state.sum[slot]) * exp2_fast(state.origin[slot] - finite(origin[slot]));
+      if ((lane & 3) == 0) tile::store_float(shared.sums(group) + row(slot) * 4, sum);
+    }
+    tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();
+    if (group != 0 || (lane & 3) != 0) return;
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int p = row(slot);
+      if (p >= item.rows) continue;
+      const RowScale scale(origin[slot] - kShift, tile::load_float(shared.sums(0) + p * 4) +
+                                                      tile::load_float(shared.sums(1) + p * 4));
+      const RowTarget target(args, item, p, C::kLora);
+      if (target.lse != nullptr) *target.lse = scale.lse;
+    }
+  }
+
+ private:
+  using lds_t = tile::lds_t;
+  using Source = RowSource<C::kAttention>;
+  using Rows = WarpgroupRows<C::kTileKv>;
+  using Scores = typename Rows::Scores;
+  static constexpr int kScores = Rows::kScoreElems;
+  static constexpr float kShift = 7.0f;  // with kSlack, below binary16's largest
+  static constexpr float kSlack = 8.0f;
+  static constexpr int kGroupsBarrier = 1;
+
+  MLA_DEVICE static float finite(float origin) {
+    return origin == negative_infinity() ? 0.0f : origin;
+  }
+  MLA_DEVICE void read_origins(uint32_t number, float (&origin)[2]) const {
+    const lds_t at = shared.origin(static_cast<int>(number % L::kSlots));
+    origin[0] = tile::load_float(at + row(0) * 4);
+    origin[1] = tile::load_float(at + row(1) * 4);
+  }
+  MLA_DEVICE float query_scale(int slot) const {
+    return tile::load_float(shared.query_scale() + row(slot) * 4);
+  }
+  MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
+
+  // Blocks of columns have scales of their own: the sum of the blocks so far is brought to the
+  // scale of the next one (E4m3RowsLayout::block_scales).
+  MLA_DEVICE void score_blocks(int slot, float (&s)[kScores]) const {
+    tile::publish_shared();
+    start_block<false>(slot, 0, s);
+    rescale(slot, 0, s);
+    start_block<true>(slot, 1, s);
+    rescale(slot, 1, s);
+    start_block<true>(slot, 2, s);
+    rescale(slot, 2, s);
+    start_block<true>(slot, 3, s);
+    rescale(slot, 3, s);
+    start_rotated(slot, s);
+    tile::wgmma_wait<0>();
+    tile::pin(s);
+  }
+  template <bool kAdd>
+  MLA_DEVICE void start_block(int slot, int block, float (&s)[kScores]) const {
+    const uint64_t q = tile::along_rows(shared.queries()), k = tile::along_rows(shared.slot(slot));
+    tile::pin(s);
+    tile::wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const int offset = (block * L::kBlockBytes + step * 32) >> 4;
+      tile::multiply_e4m3(s, q + offset, k + offset, kAdd || step > 0);
+    }
+    tile::wgmma_commit();
+  }
+  MLA_DEVICE void start_rotated(int slot, float (&s)[kScores]) const {
+    const lds_t rope = shared.queries() + L::kLatentBytes;
+    tile::pin(s);
+    tile::wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      tile::wgmma_64x64(s, tile::along_rows(rope + step * 32),
+                        tile::along_rows(shared.rope(slot) + step * 32), 1);
+    }
+    tile::wgmma_commit();
+  }
+  // Once the products are made.
+  MLA_DEVICE void rescale(int slot, int block, float (&s)[kScores]) const {
+    float of_key[kScores / 4][2];
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      tile::load_two_floats(of_key[j], shared.block_scales(slot, j >> 1, block) + key(j & 1) * 4);
+    }
+    tile::wgmma_wait<0>();
+    tile::pin(s);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] *= of_key[i >> 2][i & 1];
+  }
+
+  // Of this lane's keys, as the layout has them: logarithm and inverse.
+  struct KeyScales {
+    uint32_t of[kScores / 4][2];
+    MLA_DEVICE float inverse(int j, int i) const { return bits_to_float(of[j][i & 1] << 16); }
+    MLA_DEVICE float exponent(int j, int i) const {
+      return bits_to_float(of[j][i & 1] & 0xffff0000u);
+    }
+  };
+  MLA_DEVICE void read_key_scales(int slot, KeyScales& keys) const {
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      float words[2];
+      tile::load_two_floats(words, shared.key_scales(slot) + key(j) * 4);
+      keys.of[j][0] = float_to_bits(words[0]);
+      keys.of[j][1] = float_to_bits(words[1]);
+    }
+  }
+
+  // From scores to logits, to which the logarithms of the keys' powers are added, and their maxima.
+  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const KeyScales& keys,
+                              const State& state, Scores& s, float (&top)[2]) const {
+    if (!state.positive) {
+      // Or the maximum would not be that of the logits.
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s.c[i] *= state.scale[i >> 1 & 1];
+    }
+    if (L::kLists) hide_unseen(slot, s);
+    if (first + C::kTileKv > tiles.unmasked_end) hide(tiles, first, s);
+    float most[2][2];  // of two keys each
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s.c[4 * j + i];
+        x = fma_f(x, rest_of_scale(state, i >> 1), keys.exponent(j, i));
+        most[i >> 1][i & 1] = j == 0 ? x : max_f(most[i >> 1][i & 1], x);
+      }
+    }
+    top[0] = max_f(max_f(most[0][0], most[0][1]), negative_infinity());
+    top[1] = max_f(max_f(most[1][0], most[1][1]), negative_infinity());
+  }
+  // Of a lane, the first of its two keys of eight.
+  MLA_DEVICE int key(int eight) const { return 8 * eight + 2 * (lane & 3); }
+
+  MLA_DEVICE void hide(const Tiles& tiles, int first, Scores& s) const {
+    const Item item = load_item<L::kRows>(args, tiles.index, tiles.share);
+    int limit[2];
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const int p = row(slot);
+      limit[slot] = !L::kLists && p < item.rows ? item.limit(p) : tiles.end;
+    }
+    Rows::hide(s, limit, first, lane);
+  }
+  MLA_DEVICE void hide_unseen(int slot, Scores& s) const {
+    float words[2];
+    tile::load_two_floats(words, shared.seen(slot));
+    const uint32_t seen[2] = {float_to_bits(words[0]), float_to_bits(words[1])};
+    if ((seen[0] & seen[1]) == ~0u) return;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int at = (i >> 2 & 3) * 8 + 2 * (lane & 3) + (i & 1);
+      s.c[i] = (seen[i >> 4] >> at & 1) != 0 ? s.c[i] : negative_infinity();
+    }
+  }
+
+  // What brings scores to logits, where they are not those already.
+  MLA_DEVICE static float rest_of_scale(const State& state, int slot) {
+    return state.positive ? state.scale[slot] : 1.0f;
+  }
+
+  // From the maxima of a tile to origins, which may follow; `before`: origins of the tile before.
+  MLA_DEVICE void move_origins(int tile_slot, const float (&before)[2], float (&top)[2],
+                               State& state) const {
+    float old_factor[2];
+    bool moved = false;
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      top[slot] = Rows::row_max(top[slot]);
+      const bool follows = top[slot] > before[slot] + kSlack;
+      const float next = follows ? top[slot] : before[slot];
+      old_factor[slot] = follows ? exp2_fast(before[slot] - finite(next)) : 1.0f;
+      state.sum[slot] *= exp2_fast(state.origin[slot] - finite(next));
+      state.origin[slot] = next;
+      moved |= follows;
+      if ((lane & 3) == 0) {
+        tile::store_float(shared.origin(tile_slot) + row(slot) * 4, next);
+        tile::store_float(shared.old_factor(tile_slot) + row(slot) * 4, old_factor[slot]);
+      }
+    }
+    const bool any = tile::any(moved);
+    if (lane == 0) tile::store_word(shared.moved(tile_slot) + warp * 4, any ? 1u : 0u);
+  }
+
+  MLA_DEVICE void make_probabilities(const KeyScales& keys, State& state, Scores& s) const {
+    const float from[2] = {finite(state.origin[0]) - kShift, finite(state.origin[1]) - kShift};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int h = i >> 1 & 1;
+      float& p = s.c[i];
+      p = exp2_fast(p - from[h]);
+      state.sum[h] = fma_f(p, keys.inverse(i >> 2, i), state.sum[h]);
+    }
+  }
+  MLA_DEVICE void store_probabilities(const Scores& s) const {
+    const int matrix_row = warp * 16 + (lane & 15);
+#pragma unroll
+    for (int i = 0; i < kScores; i += 8) {
+      tile::store_matrices(
+          tile::chunk_at<L::kRows>(shared.probabilities(group), matrix_row, (i >> 2) + (lane >> 4)),
+          tile::pack_f16(s.c[i], s.c[i + 1]), tile::pack_f16(s.c[i + 2], s.c[i + 3]),
+          tile::pack_f16(s.c[i + 4], s.c[i + 5]), tile::pack_f16(s.c[i + 6], s.c[i + 7]));
+    }
+  }
+
+  const AttendArgs& args;
+  const L shared;
+  const int warp, lane;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_SM90_E4M3_ROWS_SCORER_H_
