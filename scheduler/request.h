@@ -204,7 +204,7 @@ class StreamRequest {
   std::vector<int64_t> lengths;  // EndStep
   RequestTimings timings;        // Attend
   // Unless kNo, the status says nothing, and nothing has come of the request: it may be handed over
-  // again when its tensors are there.
+  // again, as it is, when its tensors are there.
   HandedBack handed_back = HandedBack::kNo;
   // The step no longer exists (valid for errors too).
   bool step_aborted = false;
@@ -219,6 +219,7 @@ class StreamRequest {
     RequestQueue* queue = nullptr;  // null unless the request waits
     uint64_t order = 0;             // of arrival
     Step* step = nullptr;
+    int64_t first_arrival_ns = 0;  // of one that was handed back: when it first came
     int64_t arrival_ns = 0;
     int64_t deadline_ns = 0;
     int64_t blocked_since_ns = 0;      // arrival, or when a part of it was last computed
@@ -229,14 +230,15 @@ class StreamRequest {
     StreamRequest* sibling = nullptr;  // the next of them
     bool repeat = false;               // its KV rows were accepted before: compare, do not append
     absl::Status status;               // the answer, until it is delivered
-    int64_t total_ns = 0;              // from arrival to answer
+    int64_t total_ns = 0;              // from the first arrival to the answer
     // The first row, of all it asks for, and head of which the result is not finite though the
-    // inputs are; -1: none so far.
+    // inputs are, or though it is too late to say so in the result; -1: none so far.
     int32_t bad_row = -1;
     int32_t bad_head = -1;
-    int32_t other_row = -1;  // of a repeat: the first, of all it brings, that differs; -1: none
-    bool counted = false;    // among the tenant's queued requests
-    bool ahead = false;      // its tensors were not there when a launch was last chosen
+    bool bad_inputs = false;  // the inputs are not finite either
+    int32_t other_row = -1;   // of a repeat: the first, of all it brings, that differs; -1: none
+    bool counted = false;     // among the tenant's queued requests
+    bool ahead = false;       // its tensors were not there when a launch was last chosen
   };
   EngineFields engine;
 };

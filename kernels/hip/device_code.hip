@@ -17,6 +17,7 @@
 #include "kernels/hip/common/project.h"
 #include "kernels/hip/common/small_kernels.h"
 #include "kernels/hip/gate/gate.h"
+#include "kernels/hip/gate/late.h"
 #include "kernels/hip/kv/append_kv.h"
 #if MLA_AMD
 #include "kernels/hip/amd/attend_expanded.h"
@@ -85,6 +86,7 @@ using ExpandKernel = ExpandWgmma<kFormat, kProducts>;
   static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                            \
   extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                     \
       kernel(const MLA_KERNEL_ARGUMENT AttendArgs args) {                                   \
+    if (came_late(args)) return;                                                            \
     wait_for_previous_kernel();                                                             \
     Of_##kernel::run(args);                                                                 \
   }
@@ -99,6 +101,7 @@ using SplitKernel = std::conditional_t<kRows == 16, AttendSplit<AttendConfig<16>
   static_assert(SplitKernel<rows>::kSharedBytes == shared); \
   extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)     \
       kernel(const MLA_KERNEL_ARGUMENT SplitArgs args) {    \
+    if (came_late(args)) return;                            \
     wait_for_previous_kernel();                             \
     SplitKernel<rows>::run(args);                           \
   }
@@ -118,15 +121,18 @@ MLA_EXPAND_VARIANTS(MLA_EXPAND_KERNEL)
 #if MLA_AMD
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_attend_expanded(const ExpandedArgs args) {
+  if (came_late(args)) return;
   AttendExpanded<ExpandedConfig>::run(args);
 }
 #else
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
     mla_attend_expanded(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
+  if (came_late(args)) return;
   ExpandedWgmma::run(args);
 }
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedE4m3::kThreads)
     mla_attend_expanded_products(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
+  if (came_late(args)) return;
   ExpandedE4m3::run(args);
 }
 #endif
@@ -146,18 +152,21 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(kGateThreads)
   gate(args);
 }
 
-extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(kGateThreads)
+static_assert(kSignalThreads == kSmallThreads);
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(kSignalThreads)
     mla_signal(const MLA_KERNEL_ARGUMENT SignalArgs args) {
   signal(args);
 }
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
     mla_append_kv(const MLA_KERNEL_ARGUMENT AppendArgs args) {
+  if (came_late(args)) return;
   AppendKv::run(args);
 }
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
     mla_combine(const MLA_KERNEL_ARGUMENT CombineArgs args) {
+  if (came_late(args)) return;
   Combine::run(args);
 }
 
@@ -168,6 +177,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
 #endif
 extern "C" __global__ void MLA_PROJECT_BOUNDS
 mla_project(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
+  if (came_late(args)) return;
   Project<ProjectConfig>::run(args);
 }
 
@@ -205,10 +215,12 @@ static_assert(IndexLayout::kFixedBytes == kSm90Traits.index_logits_shared_bytes)
 static_assert(IndexSelect::kSharedBytes == kSm90Traits.index_select_shared_bytes);
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_project_row_wide(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
+  if (came_late(args)) return;
   ProjectRowWide::run(args);
 }
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_project_row_deep(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
+  if (came_late(args)) return;
   ProjectRowDeep::run(args);
 }
 

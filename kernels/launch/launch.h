@@ -50,8 +50,9 @@ struct HostOutput {
   std::byte* device;
   int64_t row_bytes;
   int64_t rows;
-  int64_t pitch;        // bytes
-  bool shared = false;  // as of HostInput
+  int64_t pitch;                   // bytes
+  bool shared = false;             // as of HostInput
+  bool private_to_caller = false;  // none of those that Launch::signals speak of
   bool in_place() const { return host == device; }
 };
 
@@ -82,9 +83,9 @@ struct PageTransfer {
   std::byte* host;
 };
 // A launch whose inputs in device memory are there once `ready` is reached. It waits for that on
-// the device, before all else and for limit_ns at most. When these have passed it runs all the
-// same: then it was late, its outputs and what it has appended are worth nothing, and it sets no
-// signal.
+// the device, before all else and for limit_ns at most. When these have passed it was late: it
+// writes no output and appends nothing, but for outputs that are copied to host memory, which are
+// worth nothing, and it sets no signal. No output is copied to shared memory.
 struct LaunchGate {
   WordValue ready;  // no word: there is no gate
   int64_t limit_ns = 0;
@@ -107,8 +108,9 @@ struct Launch {
   std::span<const HostInput> inputs;
   std::span<const HostOutput> outputs;
   LaunchGate gate;  // of backends that wait for words
-  // Stored by the device as soon as the outputs are there, where that takes nothing but a kernel at
-  // the end: the caller stores them after Wait in any case.
+  // Stored by the device as soon as the outputs are there, but for those private to the caller,
+  // where that takes nothing but a kernel at the end: the caller stores them after Wait in any
+  // case.
   std::span<const WordValue> signals;
   // Transfers of one list name no byte of the pool twice; at most limits.page_ranges a list.
   std::span<const PageTransfer> page_writes, page_reads;

@@ -66,6 +66,14 @@ absl::StatusOr<void*> LaunchLayout::Output(void* host, int64_t bytes) {
   return at;
 }
 
+absl::StatusOr<void*> LaunchLayout::PrivateOutput(void* host, int64_t bytes) {
+  if (unified_) return Output(host, bytes);
+  absl::StatusOr<std::byte*> at = TakeOutput(bytes);
+  if (!at.ok()) return at.status();
+  outputs_.push_back({static_cast<std::byte*>(host), *at, bytes, 1, bytes, false, true});
+  return *at;
+}
+
 const void* LaunchLayout::SharedInput(const void* at, int64_t bytes) {
   auto* const from = const_cast<std::byte*>(static_cast<const std::byte*>(at));
   inputs_.push_back({from, from, bytes, 1, bytes, true});

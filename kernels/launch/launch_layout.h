@@ -60,6 +60,9 @@ class LaunchLayout final {
   // The same for one that the launch reads once.
   absl::StatusOr<const void*> InputReadOnce(const void* host, int64_t bytes);
   absl::StatusOr<void*> Output(void* host, int64_t bytes);
+  // The same for one that is private to the caller (HostOutput) and small: not written to the
+  // host's memory by the kernels that compute it, which would wait for that.
+  absl::StatusOr<void*> PrivateOutput(void* host, int64_t bytes);
   // The same for tensors in the backend's shared device memory, which are used where they lie.
   const void* SharedInput(const void* at, int64_t bytes);
   void* SharedOutput(void* at, int64_t bytes);

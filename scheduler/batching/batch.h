@@ -164,6 +164,8 @@ class BatchPolicy {
   void TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const;
   // A launch of this batch took `nanos` on the device.
   void Observe(const Batch& batch, int64_t nanos) { cost_.Observe(batch.key, batch.units, nanos); }
+  // Work of such a launch that takes about `nanos`.
+  int64_t UnitsOf(const Batch& batch, int64_t nanos) const { return cost_.Units(batch.key, nanos); }
   // The launch will take about this long on the device.
   int64_t PredictedNanos(const Batch& batch) const { return cost_.Nanos(batch.key, batch.units); }
   // True if the request could be part of a launch now, as far as its KV rows are concerned.

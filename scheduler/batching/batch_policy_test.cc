@@ -271,6 +271,22 @@ TEST_F(BatchPolicyTest, TenantsShareByWhatTheyAreServed) {
   EXPECT_LT(large, small->answered);
 }
 
+TEST_F(BatchPolicyTest, TimeThatATenantIsChargedIsTakenFromItsService) {
+  for (int i = 0; i < 8; ++i) {
+    Add(1, 4'000, 1, 1);
+    Add(2, 4'000, 1, 1);
+  }
+  Launches(100);
+  const int64_t of_request = batch_.units.sum() / static_cast<int64_t>(batch_.requests.size());
+  const int64_t units = policy_->UnitsOf(batch_, 1'000 * kMilli);
+  EXPECT_NEAR(static_cast<double>(units) * nanos_per_unit_, 1'000.0 * kMilli, 50.0 * kMilli);
+  waiting_.Charge(1, 1, units);
+  const int64_t one = Served(1), two = Served(2);
+  Launches(500);
+  const auto ahead = static_cast<double>((Served(2) - two) - (Served(1) - one));
+  EXPECT_NEAR(ahead, static_cast<double>(units / of_request), 16);
+}
+
 TEST_F(BatchPolicyTest, TimeSpentIdleIsNotSavedUp) {
   Worker* sleeper = Add(1, 1'000, 1, 1);
   sleeper->again = false;

@@ -88,6 +88,10 @@ class LaunchCost {
   int64_t Nanos(const BatchKey& key, const LaunchUnits& units) const {
     return Nanos(Of(key), units);
   }
+  // KV bytes that take this time.
+  int64_t Units(const BatchKey& key, int64_t nanos) const {
+    return static_cast<int64_t>(static_cast<double>(nanos) / Of(key).absorbed);
+  }
   // Bytes of page work that fit this time.
   int64_t PageBytes(int64_t nanos) const {
     return static_cast<int64_t>(static_cast<double>(nanos) / pages_);

@@ -126,6 +126,11 @@ void WaitingRequests::AddService(RequestQueue* queue, int64_t units) {
   queue->share->virtual_time += std::max<int64_t>(1, units / queue->share->weight);
 }
 
+void WaitingRequests::Charge(TenantKey tenant, int32_t weight, int64_t units) {
+  TenantShare* const share = ShareOf(tenant, weight);
+  share->virtual_time += std::max<int64_t>(1, units / share->weight);
+}
+
 void WaitingRequests::Serve(const RequestQueue& queue) {
   virtual_now_ = std::max(virtual_now_, queue.share->virtual_time);
   queue.share->queue_time = std::max(queue.share->queue_time, queue.virtual_time);

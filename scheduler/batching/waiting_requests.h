@@ -77,6 +77,8 @@ class WaitingRequests {
   // A launch takes work of the queue: its tenant, and the queue among the tenant's, have been
   // served `units` more.
   void AddService(RequestQueue* queue, int64_t units);
+  // The tenant, whose request a launch had taken, has been served `units` more.
+  void Charge(TenantKey tenant, int32_t weight, int64_t units);
   // None of the tenant's requests, or of one of its queues, could go now: it saves up no service.
   void SkipTenant(TenantShare* share) const {
     share->virtual_time = std::max(share->virtual_time, virtual_now_);

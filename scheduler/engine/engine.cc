@@ -99,6 +99,9 @@ absl::Status Engine::Submit(StreamRequest* request) {
   const absl::Status admitted = impl_->AnyThread().Admit(request);
   if (!admitted.ok()) return admitted;
   request->engine.arrival_ns = impl_->clock_->Now();
+  if (request->handed_back == HandedBack::kNo) {
+    request->engine.first_arrival_ns = request->engine.arrival_ns;
+  }
   const bool leave = request->leave_launch;  // from Push on it may be answered
   impl_->inbox_.Push(request);
   if (impl_->options_.dedicated_thread) impl_->RunInline(leave);

@@ -28,6 +28,7 @@
 #include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine/row_transfers.h"
 #include "scheduler/kvcache/kv_cache.h"
+#include "scheduler/launching/ahead_pauses.h"
 #include "scheduler/launching/launcher.h"
 #include "scheduler/moves/cache_hints.h"
 #include "scheduler/moves/page_mover.h"
@@ -59,7 +60,7 @@ class EngineCore {
   StreamId OpenStream(const std::string& tenant,
                       std::shared_ptr<const StreamSteps>* steps = nullptr);
   void CloseStream(StreamId stream);
-  // Answers the request or queues it. REQUIRES: engine.arrival_ns is set.
+  // Answers the request or queues it. REQUIRES: engine.arrival_ns and first_arrival_ns are set.
   void Accept(StreamRequest* request);
 
   // --- Launches. Each returns true if it did anything.
@@ -194,6 +195,7 @@ class EngineCore {
   // False: the request's tensors are not there, and a launch may not wait for them. Notes whether
   // they are there by now.
   bool MayGoAhead(StreamRequest* request) const;
+  void ChargeWait(const BatchLaunch& launch);
   // Of a request that waits, or that a launch has carried too early.
   void HandBackUndone(StreamRequest* request, HandedBack why);
   void RemovePending(StreamRequest* request);
@@ -240,6 +242,7 @@ class EngineCore {
   std::unique_ptr<RowTransfers> transfers_;
   BatchPolicy policy_;
   WaitingRequests pending_;
+  AheadPauses ahead_pauses_;
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
   bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since

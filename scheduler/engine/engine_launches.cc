@@ -74,6 +74,7 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
   cache_->work().Acknowledge(&launch->batch.pages);
   mover_->Finish(&launch->batch, absl::OkStatus());
   LaunchReport& report = launch->report;
+  if (launch->waited_ns > 0) ChargeWait(*launch);
   if (launch->late) {
     FinishLate(launch);
     return NoteReport(report);
@@ -205,8 +206,11 @@ bool EngineCore::MayGoAhead(StreamRequest* request) const {
   if (!note.ahead) return true;
   // A launch that waits on the device keeps others waiting.
   const int32_t others = pending_.size() - (note.queue != nullptr ? 1 : 0);
+  // What copies log-sum-exps to the client's memory would do so of a late launch, too.
+  if (request->attend.want_lse && request->attend.on_device) return false;
   // Other participants' requests would see rows of a launch that may turn out to be late.
   if (note.step != nullptr && note.step->participants > 1) return false;
+  if (ahead_pauses_.Lasts(streams_.at(request->stream).key(), clock_->Now())) return false;
   const kernels::WordValue& ready = request->attend.ready;
   return limits_.ahead_us > 0 && backend_->Info().waits_for_words && others == 0 &&
          backend_->InPlace(ready.word, sizeof(*ready.word)) && !launcher_->AwaitsClient();
@@ -221,8 +225,16 @@ void EngineCore::HandBackUndone(StreamRequest* request, HandedBack why) {
   FinishEndIfIdle(step);
 }
 
-// The client's work was not done in time: all that the launch has computed is worth nothing.
+// Others could not have the device meanwhile, so the wait counts as work done for the tenant.
+void EngineCore::ChargeWait(const BatchLaunch& launch) {
+  const StreamRequest& request = *launch.batch.requests.front();  // alone in its batch
+  pending_.Charge(request.engine.step->tenant, WeightOf(request),
+                  policy_.UnitsOf(launch.batch, launch.waited_ns));
+}
+
+// The client's work was not done in time: nothing has come of the launch.
 void EngineCore::FinishLate(BatchLaunch* launch) {
+  ahead_pauses_.Begin(launch->batch.requests.front()->engine.step->tenant, clock_->Now());
   for (StreamRequest* request : launch->batch.requests) {
     request->engine.rows_launched = 0;
     --request->engine.step->inflight;
@@ -299,7 +311,7 @@ void EngineCore::FailWaiting(MonotonicNanos now) {
 
 void EngineCore::FailLate(StreamRequest* request) {
   const StreamRequest::EngineFields& note = request->engine;
-  const int64_t timeout_us = (note.deadline_ns - note.arrival_ns) / 1000;
+  const int64_t timeout_us = (note.deadline_ns - note.first_arrival_ns) / 1000;
   const std::string rest = note.rows_done > 0
                                ? absl::StrCat("row ", FirstRow(*request), " of the request")
                                : std::string("the request");

@@ -22,7 +22,7 @@ void EngineCore::Answer(StreamRequest* request, const absl::Status& status) {
 void EngineCore::AnswerAt(MonotonicNanos now, StreamRequest* request, const absl::Status& status) {
   ++stats_.requests_total;
   if (!status.ok()) ++stats_.requests_failed;
-  request->engine.total_ns = now - request->engine.arrival_ns;
+  request->engine.total_ns = now - request->engine.first_arrival_ns;
   Return(request, status);
 }
 
@@ -139,6 +139,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request) {
   note.step = step;
   note.rows_done = 0;
   note.bad_row = note.bad_head = note.other_row = -1;
+  note.bad_inputs = false;
   note.rows_launched = 0;
   note.group = nullptr;
   note.sibling = nullptr;
@@ -146,7 +147,7 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request) {
   note.deadline_ns = note.arrival_ns + limits_.queue_ms * kNanosPerMilli;
   if (args.timeout_us > 0) {
     note.deadline_ns =
-        std::min(note.deadline_ns, note.arrival_ns + args.timeout_us * kNanosPerMicro);
+        std::min(note.deadline_ns, note.first_arrival_ns + args.timeout_us * kNanosPerMicro);
   }
   request->timings = RequestTimings();
   ++step->waiting;

@@ -279,6 +279,7 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
   // Outputs that the client may be using by now can not be marked any more.
   const bool late = args.done.word != nullptr && !std::isnan(lse);
   if (!expected || late) {
+    note.bad_inputs = expected;
     note.bad_row = static_cast<int32_t>(row);
     note.bad_head = static_cast<int32_t>(head);
   } else if (!std::isnan(lse)) {
@@ -359,10 +360,12 @@ absl::Status ResultOf(const StreamRequest& request) {
                        absl::StatusCode::kAlreadyExists);
   }
   if (note.bad_row < 0) return absl::OkStatus();
-  return RefuseField("payload",
-                     absl::StrCat("finite inputs of a result that is not, at row ", note.bad_row,
-                                  ", head ", note.bad_head),
-                     "inputs of which fp32 can hold the result", "result_not_finite");
+  const std::string place = absl::StrCat(" at row ", note.bad_row, ", head ", note.bad_head);
+  return note.bad_inputs
+             ? RefuseField("payload", absl::StrCat("inputs that are not finite,", place),
+                           "finite inputs of a chained call", "result_not_finite")
+             : RefuseField("payload", absl::StrCat("finite inputs of a result that is not,", place),
+                           "inputs of which fp32 can hold the result", "result_not_finite");
 }
 
 }  // namespace mla::scheduler

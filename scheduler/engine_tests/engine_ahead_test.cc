@@ -2,6 +2,7 @@
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/engine/engine_core.h"
+#include "scheduler/launching/ahead_pauses.h"
 #include "scheduler/testing/engine_fixture.h"
 #include "scheduler/testing/faulty_backend.h"
 
@@ -29,7 +30,7 @@ class EngineAheadTest : public EngineCoreTest {
   }
   static Limits AheadLimits() {
     Limits limits = testing::TinyLimits();
-    limits.ahead_us = 200;
+    limits.ahead_us = kAheadUs;
     return limits;
   }
   static std::unique_ptr<FaultyBackend> Backend(bool waits) {
@@ -65,6 +66,7 @@ class EngineAheadTest : public EngineCoreTest {
     EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
   }
 
+  static constexpr int64_t kAheadUs = 200;
   uint32_t ready_ = 0, done_ = 0;
 };
 
@@ -227,6 +229,57 @@ TEST_F(EngineAheadTest, AStepMayBeAbortedWhileItsLaunchWaits) {
   EXPECT_TRUE(request->step_aborted);
   EXPECT_EQ(h_.core().owned(), 0);
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
+}
+
+TEST_F(EngineAheadTest, ALateLaunchKeepsItsTenantFromGoingAheadForAWhile) {
+  auto first = Unready(0), second = Unready(1);
+  h_.Submit(first.get());
+  h_.Run();
+  EXPECT_EQ(first->handed_back, HandedBack::kLate);
+  h_.Submit(first.get());
+  EXPECT_EQ(first->handed_back, HandedBack::kBusy);
+  h_.AdvanceMicros(AheadPauses::kPauseNanos / 1000 - 1);
+  h_.Submit(first.get());
+  EXPECT_EQ(first->handed_back, HandedBack::kBusy);
+  h_.AdvanceMicros(1);
+  h_.Submit(first.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  ready_ = 1;
+  h_.Run();
+  ExpectComputed(*first, 0);
+  EXPECT_EQ(h_.core().Stats().launches_ahead, 2u);
+  ready_ = 2;
+  HandOverAgain(second.get());
+  EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
+}
+
+TEST_F(EngineAheadTest, ALaunchWhoseLogSumExpsAreCopiedWaitsForNothing) {
+  auto request = Unready(0);
+  request->attend.on_device = true;
+  h_.Submit(request.get());
+  EXPECT_EQ(request->handed_back, HandedBack::kBusy);
+  request->attend.on_device = false;
+  HandOverAgain(request.get());
+  ExpectComputed(*request, 0);
+}
+
+// Of a request that comes again, its own time counts from the first time on.
+TEST_F(EngineAheadTest, TheTimeOfOneThatIsHandedBackGoesOn) {
+  auto request = Unready(0);
+  request->attend.timeout_us = 3000;
+  h_.Submit(request.get());
+  h_.Run();
+  EXPECT_EQ(request->handed_back, HandedBack::kLate);
+  h_.AdvanceMicros(2000);
+  request->attend.ready = {};
+  h_.Submit(request.get());  // and waits for a launch
+  h_.AdvanceMicros(999);
+  EXPECT_EQ(request->answers, 1);
+  h_.AdvanceMicros(1);
+  EXPECT_EQ(request->answers, 2);
+  EXPECT_EQ(request->detail.reason, "deadline");
+  EXPECT_EQ(request->detail.got, "3000");
+  EXPECT_EQ(request->engine.total_ns, 3'000'000);
 }
 
 class EngineNeverAheadTest : public EngineAheadTest {

@@ -97,6 +97,7 @@ struct BatchLaunch {
   std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
   std::vector<kernels::WordValue> signals;        // of requests that end with this launch
   bool late = false;                              // once it has been waited for
+  int64_t waited_ns = 0;                          // likewise: by its gate
 };
 
 }  // namespace mla::scheduler

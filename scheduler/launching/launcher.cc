@@ -118,6 +118,7 @@ absl::Status Launcher::WaitOldest() {
   launch.report.ok = kernel_ns.ok();
   if (kernel_ns.ok()) launch.report.kernel_ns = *kernel_ns;
   launch.late = kernel_ns.ok() && backend_->WasLate(launch.slot);
+  launch.waited_ns = kernel_ns.ok() ? backend_->GateNanos(launch.slot) : 0;
   return kernel_ns.status();
 }
 

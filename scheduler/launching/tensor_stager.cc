@@ -255,8 +255,13 @@ absl::Status TensorStager::StageUnwantedLse(BatchLaunch* to) {
   to->unwanted_used = 0;
   to->unwanted_staged = nullptr;
   if (count == 0) return absl::OkStatus();
+  // A client that waits on the device does not wait for what only the engine looks at.
+  const bool chained = std::all_of(batch.requests.begin(), batch.requests.end(),
+                                   [](const auto* r) { return r->attend.done.word != nullptr; });
+  std::byte* const host = to->unwanted_lse->bytes().data();
+  const int64_t bytes = count * int64_t{sizeof(float)};
   absl::StatusOr<void*> lse =
-      to->layout.Output(to->unwanted_lse->bytes().data(), count * int64_t{sizeof(float)});
+      chained ? to->layout.PrivateOutput(host, bytes) : to->layout.Output(host, bytes);
   if (!lse.ok()) return lse.status();
   to->unwanted_staged = static_cast<float*>(*lse);
   return absl::OkStatus();

@@ -174,6 +174,9 @@ SequenceInfo EngineHarness::Get(SequenceId id) {
 void EngineHarness::Submit(TestRequest* request) {
   core_->owned().fetch_add(1);
   request->engine.arrival_ns = clock_.Now();
+  if (request->handed_back == HandedBack::kNo) {
+    request->engine.first_arrival_ns = request->engine.arrival_ns;
+  }
   core_->Accept(request);
 }
 

@@ -140,13 +140,16 @@ class FaultyBackend final : public kernels::AttentionBackend {
       }
     }
     if (!has_two_slots_) return inner_->Submit(slot, launch);
-    staging_[static_cast<size_t>(slot)].gate = launch.gate.ready;
+    staging_[static_cast<size_t>(slot)].gate = launch.gate;
     staging_[static_cast<size_t>(slot)].signals = launch.signals;
     return inner_->Submit(slot, launch);
   }
   bool InPlace(const void*, int64_t) const override { return two_slots_.waits_for_words; }
   bool WasLate(int32_t slot) const override {
     return has_two_slots_ && staging_[static_cast<size_t>(slot)].late;
+  }
+  int64_t GateNanos(int32_t slot) const override {
+    return WasLate(slot) ? staging_[static_cast<size_t>(slot)].gate.limit_ns : 0;
   }
   bool Done(int32_t slot) override { return inner_->Done(slot); }
   absl::StatusOr<int64_t> Wait(int32_t slot) override {
@@ -157,7 +160,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
     if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
     if (!two_slots_.waits_for_words) return waited;
     Staging& staging = staging_[static_cast<size_t>(slot)];
-    staging.late = staging.gate.word != nullptr && !staging.gate.Reached();
+    const kernels::WordValue& ready = staging.gate.ready;
+    staging.late = ready.word != nullptr && !ready.Reached();
     for (const kernels::WordValue& signal : staging.signals) {
       if (!staging.late) signal.Store();
     }
@@ -179,7 +183,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   kernels::BackendLimits limits_;
   struct Staging {
     std::vector<std::byte> in, out;
-    kernels::WordValue gate;
+    kernels::LaunchGate gate;
     std::span<const kernels::WordValue> signals;
     bool late = false;
   };

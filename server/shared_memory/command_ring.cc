@@ -20,8 +20,6 @@ namespace {
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
 constexpr std::chrono::microseconds kDeviceNap{50};
-// Chained entries that are not handed over ahead once a launch has waited for one too long.
-constexpr int32_t kAheadPause = 16;
 
 template <typename T>
 std::atomic_ref<T> Atomic(T& word) {
@@ -206,9 +204,7 @@ void CommandRing::RefuseUnready(AttendMessage* message) {
                              .reason = "device_not_ready"}));
 }
 
-bool CommandRing::MayGoAhead() const {
-  return goes_ahead_ && held_.ready.word != nullptr && pause_ == 0;
-}
+bool CommandRing::MayGoAhead() const { return goes_ahead_ && held_.ready.word != nullptr; }
 
 // So that its launch waits on the device, and not the host for the device.
 void CommandRing::HandOverAhead() {
@@ -240,8 +236,6 @@ void CommandRing::TakeReturned() {
       returned_.erase(returned_.begin());
       any_returned_ = !returned_.empty();
     }
-    if (message->handed_back == scheduler::HandedBack::kLate) pause_ = kAheadPause;
-    message->handed_back = scheduler::HandedBack::kNo;  // its next answer is for the client
     message->attend.ready = {};
     message->leave_launch = false;
     if (held_.any && held_.message == message) {
@@ -275,7 +269,6 @@ bool CommandRing::TakeSubmission() {
   held_.since_ns = now;
   held_.until_ns = now + wait_ns;
   if ((entry.flags & wire::kEntryChained) != 0) {
-    pause_ = std::max(0, pause_ - 1);
     held_.ready = ReadyWord(*held_.message);
     held_.message->attend.done = DoneWord(*held_.message);
   }
@@ -364,6 +357,7 @@ void CommandRing::Submit(AttendMessage* message, absl::Status prepared) {
 
 void CommandRing::Refuse(AttendMessage* message, absl::Status status) {
   options_.metrics->CountRejected(DetailOf(status).reason);
+  message->handed_back = scheduler::HandedBack::kNo;  // the answer is for the client
   message->answer = std::move(status);
   OnAnswered(message);
 }

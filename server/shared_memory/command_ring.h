@@ -137,7 +137,6 @@ class CommandRing final : public AttendMessageOwner {
     int64_t since_ns = 0, until_ns = 0;
   } held_;
   const bool goes_ahead_;
-  int32_t pause_ = 0;  // chained entries until one may go ahead again
   bool cut_ = false;
   v1::Attend attend_;
   std::string message_bytes_;

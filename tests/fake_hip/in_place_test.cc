@@ -332,12 +332,16 @@ TEST_F(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
     *Word(0) = late ? value - 1 : value;
     RowLaunch launch;
     launch.set_words({Word(0), value}, late ? 1000 : kLimitNs, {Word(1), value});
-    ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+    ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, static_cast<Bf16>(0x3f80 + i)), 0).ok());
     const auto ns = backend_->Wait(0);
     ASSERT_TRUE(ns.ok());
     EXPECT_GE(*ns, 0);
     EXPECT_EQ(backend_->WasLate(0), late);
     EXPECT_EQ(*Word(1), late ? value - 1 : value);
+    EXPECT_GE(backend_->GateNanos(0), late ? 1000 : 0);
+    // One that is late leaves the row of the one before.
+    const Bf16 stored = static_cast<Bf16>(0x3f80 + (late ? i - 1 : i));
+    EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, stored));
   }
   EXPECT_GT(control_->graph_launches, 0);
   RowLaunch plain;

@@ -54,6 +54,9 @@ constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_u
   return {block % xcds * runs + inside / blocks_per_unit, inside % blocks_per_unit};
 }
 
+// `late` of arguments: the word in which the launch's gate leaves whether its inputs came too late
+// (gate/late.h), or null where there is no gate.
+
 // Records say what a row's layer is scaled with (kv_scale) in terms of the pool's own kind of 8-bit
 // floats, and 1 in formats without such a scale.
 
@@ -74,6 +77,7 @@ struct AttendArgs {
   int32_t o_is_f32;
   int32_t blocks;  // of the grid
   int32_t xcds;
+  const uint32_t* late;
 };
 
 // Absorbed attention to one tile of one segment, cut into pieces of as many KV rows, and the merge
@@ -101,6 +105,7 @@ struct SplitArgs {
   int32_t packed_rows;
   int32_t blocks_per_unit;  // at most kMostSplitShares
   int32_t o_is_f32;
+  const uint32_t* late;
 };
 
 // Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row
@@ -118,6 +123,7 @@ struct CombineArgs {
   int32_t waves_per_row;  // a power of two, at most W
   int32_t column_blocks;  // at least 1
   int32_t exchanged;      // as AttendVariant::exchanged_partials; o_dim is a multiple of 16 then
+  const uint32_t* late;
 };
 
 // Ranges of device memory filled with copies or zeros, in any order: what one writes is neither
@@ -159,6 +165,7 @@ struct AppendArgs {
   const uint32_t* page_tables;
   uint8_t* pool;
   int32_t count;
+  const uint32_t* late;
 };
 
 // All KV rows of some segments, of fp8_row, as rows of bf16 one behind the other. One wave a row;
@@ -204,6 +211,7 @@ struct ProjectArgs {
   int32_t in_is_f32;
   int32_t out_is_f32;
   int32_t weight_panels;  // whether weights lie in panels (weights/weight_panels.h)
+  const uint32_t* late;
 };
 
 // The choice of rows by the indexer (kernels/launch/select.h), two kernels for a round of query

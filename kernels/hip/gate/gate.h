@@ -2,12 +2,12 @@
 // block each.
 //
 // The gate waits for a word of host memory, and no longer than it was told: what may set the word
-// is another process. Kernels behind a gate run in either case. Behind one that has run out of time
-// their results are worth nothing, and the signal sets no word.
+// is another process. Behind one that has run out of time kernels write nothing that others see
+// (late.h), and the signal sets no word.
 #ifndef MLA_KERNELS_HIP_GATE_GATE_H_
 #define MLA_KERNELS_HIP_GATE_GATE_H_
 
-#include "kernels/hip/common/vendor.h"
+#include "kernels/hip/common/small_kernels.h"
 #include "kernels/hip/gate/gate_args.h"
 
 namespace mla::kernels::hip {
@@ -34,6 +34,7 @@ MLA_DEVICE void signal(const SignalArgs& args) {
   const bool late = args.outcome != nullptr && args.outcome->late != 0;
   if (!late && i < args.count) store_host_word(args.words[i].word, args.words[i].value);
   if (i == 0 && args.report != nullptr) *args.report = *args.outcome;
+  if (!late && args.copied > 0) move_bytes(args.to, args.from, static_cast<int>(args.copied));
 }
 
 }  // namespace mla::kernels::hip

@@ -11,6 +11,7 @@ namespace mla::kernels::hip {
 inline constexpr char kGateKernel[] = "mla_gate";
 inline constexpr char kSignalKernel[] = "mla_signal";
 inline constexpr uint32_t kGateThreads = 64;
+inline constexpr uint32_t kSignalThreads = 256;
 // Of a launch; those of more requests are left to the host.
 inline constexpr int32_t kMostSignals = 8;
 
@@ -38,13 +39,17 @@ struct SignalArgs {
   };
   const GateOutcome* outcome;  // of the launch's gate; null: there is none
   GateOutcome* report;         // in pinned memory, where the outcome is copied; or null
+  // Copied to pinned memory behind the words, which do not wait for it: `copied` bytes, or 0.
+  uint8_t* to;
+  const uint8_t* from;
+  int64_t copied;
   int32_t count;
   uint32_t padding;
   Word words[kMostSignals];
 };
 
 static_assert(std::is_trivially_copyable_v<GateArgs> && sizeof(GateArgs) == 32);
-static_assert(std::is_trivially_copyable_v<SignalArgs> && sizeof(SignalArgs) == 152);
+static_assert(std::is_trivially_copyable_v<SignalArgs> && sizeof(SignalArgs) == 176);
 
 }  // namespace mla::kernels::hip
 

@@ -5,7 +5,8 @@
 
 namespace mla::kernels::hip {
 
-absl::Status GateWork::AddGate(LaunchSlot& slot, const LaunchGate& gate) {
+absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
+  const LaunchGate& gate = launch.gate;
   if (gate.ready.word == nullptr) return absl::OkStatus();
   if (device_.kernels.gate == nullptr || !slot.Reaches(gate.ready.word, sizeof(uint32_t))) {
     return absl::InvalidArgumentError("gate: its word is not in pinned memory");
@@ -19,8 +20,13 @@ absl::Status GateWork::AddGate(LaunchSlot& slot, const LaunchGate& gate) {
   args.value = gate.ready.value;
   args.limit_ns = static_cast<uint64_t>(gate.limit_ns);
   args.outcome = slot.gate_outcome();
+  for (const HostOutput& out : launch.outputs) {
+    if (!out.shared || out.in_place()) continue;
+    return absl::InvalidArgumentError("gate: an output is copied to shared memory, late or not");
+  }
+  absl::Status s = slot.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
   slot.NoteGate();
-  return slot.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
+  return s;
 }
 
 absl::Status GateWork::AddTimedSignals(LaunchSlot& slot, std::span<const WordValue> signals) {
@@ -41,9 +47,14 @@ absl::Status GateWork::AddSignals(LaunchSlot& slot, std::span<const WordValue> s
     if (!few || !slot.Reaches(signal.word, sizeof(uint32_t))) break;
     args.words[args.count++] = {signal.word, signal.value, 0};
   }
-  if (args.count == 0 && !slot.gated()) return absl::OkStatus();
+  if (const auto& copy = slot.signal_copy(); copy.bytes > 0) {
+    args.to = reinterpret_cast<uint8_t*>(copy.to);
+    args.from = reinterpret_cast<const uint8_t*>(copy.from);
+    args.copied = copy.bytes;
+  }
+  if (args.count == 0 && args.copied == 0 && !slot.gated()) return absl::OkStatus();
   return slot.AddKernel(device_.kernels.signal,
-                        {.threads = kGateThreads, .overlap_predecessor = true}, args);
+                        {.threads = kSignalThreads, .overlap_predecessor = true}, args);
 }
 
 }  // namespace mla::kernels::hip

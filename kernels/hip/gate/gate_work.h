@@ -16,9 +16,10 @@ class GateWork final {
  public:
   explicit GateWork(const DeviceState& device) : device_(device) {}
 
-  // The first of the timed kernels. INVALID_ARGUMENT: the device does not reach the word.
-  absl::Status AddGate(LaunchSlot& slot, const LaunchGate& gate);
-  // The last of the timed kernels, where they write all outputs where they belong or there is a
+  // The first of the timed kernels. INVALID_ARGUMENT: the device does not reach the word, or
+  // a copy would write shared memory whether the launch is late or not.
+  absl::Status AddGate(LaunchSlot& slot, const Launch& launch);
+  // The last of the timed kernels, where they bring all outputs where they belong or there is a
   // gate; and the last of all, where kernels bring outputs there. Sets no signal where copies do.
   absl::Status AddTimedSignals(LaunchSlot& slot, std::span<const WordValue> signals);
   absl::Status AddSignalsBehindMoves(LaunchSlot& slot, std::span<const WordValue> signals);

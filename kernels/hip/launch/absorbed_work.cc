@@ -110,6 +110,7 @@ absl::Status AbsorbedWork::AddSplit(LaunchSlot& slot, const AttentionParams& par
   args.packed_rows = split.packed_rows;
   args.blocks_per_unit = split.blocks_per_unit;
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
+  args.late = slot.late_word();
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.pieces * args.blocks_per_unit),
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
@@ -158,6 +159,7 @@ absl::Status AbsorbedWork::Add(LaunchSlot& slot, const AttentionParams& params,
   args.o_is_f32 = params.desc.o_dtype == DType::kF32;
   args.blocks = units.last * args.blocks_per_unit;
   args.xcds = XcdsOf(*device_.arch, device_units);
+  args.late = slot.late_word();
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks),
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),

@@ -45,6 +45,7 @@ absl::Status AddCombine(LaunchSlot& slot, const DeviceState& device, const Atten
   args.waves_per_row = CombineWavesBeside(*device.arch, int64_t{tiles} * rows, parts,
                                           args.waves_per_row, args.column_blocks, run.idle_units);
   args.exchanged = run.exchanged;
+  args.late = slot.late_word();
   const auto row_blocks = BlocksFor(rows, device.arch->waves_per_block / args.waves_per_row);
   const LaunchShape shape{.grid_x = tiles,
                           .grid_y = row_blocks * static_cast<uint32_t>(args.column_blocks),

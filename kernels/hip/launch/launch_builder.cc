@@ -127,7 +127,7 @@ absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
 absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
   absl::Status s = pages_.AddTensors(slot, slot.input_moves());
   slot.BeginTimed();
-  if (s.ok()) s = gate_.AddGate(slot, launch.gate);
+  if (s.ok()) s = gate_.AddGate(slot, launch);
   if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
   if (s.ok()) s = pages_.AddPages(slot, launch.pages);

@@ -189,6 +189,7 @@ absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendReco
   args.page_tables = device_.table_mirror.As<uint32_t>();
   args.pool = device_.pool.As<uint8_t>() + layer;
   args.count = static_cast<int32_t>(count);
+  args.late = launch.late_word();
   const LaunchShape shape{.grid_x = BlocksFor(rows, device_.arch->waves_per_block),
                           .threads = kBlockThreads};
   return launch.AddKernel(device_.kernels.append, shape, args);

@@ -108,6 +108,7 @@ absl::Status ProjectWork::AddChecked(LaunchSlot& slot, const char* verb,
   args.weight_panels = device_.weights.InPanels(projection.geometry);
   args.in_is_f32 = projection.in == DType::kF32;
   args.out_is_f32 = projection.out == DType::kF32;
+  args.late = slot.late_word();
   return Add(slot, projection.records, args);
 }
 

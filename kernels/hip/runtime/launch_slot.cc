@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -115,9 +116,13 @@ SlotMemory LaunchSlot::Memory() const {
 void LaunchSlot::Begin(const Launch& launch, bool alone) {
   const int64_t bytes = BytesOf(launch.inputs);
   input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
-  has_input_ = gated_ = was_late_ = false;
-  outputs_in_place_ = std::all_of(launch.outputs.begin(), launch.outputs.end(),
-                                  [](const HostOutput& out) { return out.in_place(); });
+  has_input_ = gated_ = was_late_ = behind_gate_ = false;
+  waited_ns_ = 0;
+  signal_copy_ = {};
+  outputs_in_place_ = std::all_of(
+      launch.outputs.begin(), launch.outputs.end(),
+      [&](const HostOutput& out) { return out.in_place() || CopiedBySignal(launch, out); });
+  if (!outputs_in_place_) signal_copy_ = {};
   metadata_.Clear();
   kernels_.clear();
   one_by_one_.clear();
@@ -129,6 +134,18 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   if (BytesOf(launch.outputs) <= kMovedBytes && InFewPieces(launch.outputs, kMoves)) {
     FindOutputMoves(launch.outputs);
   }
+}
+
+// Of a launch with a signal, whose waiting client does not need the output.
+bool LaunchSlot::CopiedBySignal(const Launch& launch, const HostOutput& out) {
+  const bool signals = launch.gate.ready.word != nullptr || !launch.signals.empty();
+  const int64_t bytes = out.rows * out.row_bytes;
+  if (!signals || !out.private_to_caller || out.rows != 1 || bytes > kSignalCopyBytes ||
+      signal_copy_.bytes > 0 || !runtime_->kernels_reach_host() || !Reaches(out.host, bytes)) {
+    return false;
+  }
+  signal_copy_ = {AddressOf(out.host), AddressOf(out.device), bytes};
+  return true;
 }
 
 int64_t LaunchSlot::StageInput(const HostInput& in) {
@@ -188,6 +205,8 @@ absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& sh
   PendingKernel& kernel = kernels_.emplace_back();
   kernel.function = function;
   kernel.shape = shape;
+  // Those that run before it has ended would not see its outcome.
+  if (std::exchange(behind_gate_, false)) kernel.shape.overlap_predecessor = false;
   kernel.arg_bytes = static_cast<uint32_t>(bytes);
   std::memcpy(kernel.args.data(), args, bytes);
   return absl::OkStatus();
@@ -408,7 +427,8 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   absl::StatusOr<int64_t> ns = runtime_->ElapsedNs(started_, computed_);
   if (!ns.ok() || !gated_) return ns;
   was_late_ = gate_report()->late != 0;
-  return std::max<int64_t>(0, *ns - static_cast<int64_t>(gate_report()->waited_ns));
+  waited_ns_ = static_cast<int64_t>(gate_report()->waited_ns);
+  return std::max<int64_t>(0, *ns - waited_ns_);
 }
 
 }  // namespace mla::kernels::hip

@@ -73,6 +73,8 @@ class LaunchSlot {
   // More take as long on the bus as the next launch takes to come.
   static constexpr int64_t kMovedBytes = 2 << 20;
   static constexpr size_t kMoves = 8;
+  // Most bytes that a launch's signal copies, one block.
+  static constexpr int64_t kSignalCopyBytes = 64 << 10;
 
   // Empties metadata and kernels, which are those of the next Submit, of `launch`. `alone`: no
   // other launch runs. Submit or Abandon follows. REQUIRES: the slot does not run.
@@ -90,16 +92,21 @@ class LaunchSlot {
   // NoteInput says where others than this class have enqueued it.
   Stream input_stream() const { return input_stream_; }
   void NoteInput() { has_input_ = true; }
-  // Kernels write all outputs of that launch where they belong.
+  // The timed kernels bring all outputs of that launch where they belong.
   bool outputs_in_place() const { return outputs_in_place_; }
-  // The timed kernels begin with a gate (gate_args.h) and end with a signal, which brings its
-  // outcome to pinned memory. Wait's time is without what it waited.
-  void NoteGate() { gated_ = true; }
+  // What the signal has to copy for that, or no bytes.
+  const Move& signal_copy() const { return signal_copy_; }
+  // The timed kernels begin with a gate (gate_args.h), the last kernel so far, and end with a
+  // signal, which brings its outcome to pinned memory. Wait's time is without what it waited.
+  void NoteGate() { gated_ = behind_gate_ = true; }
   GateOutcome* gate_outcome() const { return outcome_.As<GateOutcome>(); }
   GateOutcome* gate_report() const { return reinterpret_cast<GateOutcome*>(report_.data()); }
   bool gated() const { return gated_; }
+  // On the device: not 0 once the gate has run out of time. Null without a gate.
+  const uint32_t* late_word() const { return gated_ ? &gate_outcome()->late : nullptr; }
   // Of the launch that Wait has returned for.
   bool was_late() const { return was_late_; }
+  int64_t waited_ns() const { return waited_ns_; }
   StagedRegion& metadata() { return metadata_; }
   template <class Args>
   absl::Status AddKernel(Function function, const LaunchShape& shape, const Args& args) {
@@ -124,6 +131,7 @@ class LaunchSlot {
  private:
   LaunchSlot(GpuRuntime* runtime, const Streams& streams, std::shared_ptr<PinnedRanges> pinned)
       : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
+  bool CopiedBySignal(const Launch& launch, const HostOutput& out);
   void FindInputMoves(std::span<const HostInput> inputs);
   void FindOutputMoves(std::span<const HostOutput> outputs);
   void EndCopies();
@@ -150,6 +158,8 @@ class LaunchSlot {
   bool has_input_ = false;         // something of the launch is enqueued there
   bool outputs_in_place_ = false;
   bool gated_ = false, was_late_ = false;
+  bool behind_gate_ = false;  // the next kernel is
+  int64_t waited_ns_ = 0;
   const std::shared_ptr<PinnedRanges> pinned_;
   std::vector<PinnedRanges::Id> reached_;  // each once
   bool running_ = false;
@@ -163,6 +173,7 @@ class LaunchSlot {
   std::vector<std::span<const PendingKernel>> one_by_one_;  // sequences that went to the device so
   size_t timed_begin_ = 0, timed_end_ = 0;
   std::vector<Move> input_moves_, output_moves_;
+  Move signal_copy_ = {};
   std::span<const HostOutput> outputs_;       // of the launch that runs
   std::vector<bool> direct_in_, direct_out_;  // by position in its inputs and outputs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
