@@ -420,7 +420,7 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
               MLA_SLOT(limits.slice_wait_us)),
           Int("limits.ahead_us", 0, 10000,
               "How long a launch waits on the GPU for a client's kernels at most; microseconds.",
-              "0: never. See docs/shared_memory.md first.", MLA_SLOT(limits.ahead_us)),
+              "0: never. Others wait as long: docs/shared_memory.md.", MLA_SLOT(limits.ahead_us)),
           Millis("limits.kv_wait_ms", 0, kDayMs,
                  "How long a request waits for KV rows that another one brings.",
                  "0: they must have arrived before.", MLA_SLOT(limits.kv_wait_ms)),
