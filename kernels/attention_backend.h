@@ -274,6 +274,11 @@ class AttentionBackend {
     static_cast<void>(slot);
     return false;
   }
+  // Whether the device has stored all of its signals, if it was not late.
+  virtual bool Signalled(int32_t slot) const {
+    static_cast<void>(slot);
+    return false;
+  }
   // For how long its gate kept the device waiting.
   virtual int64_t GateNanos(int32_t slot) const {
     static_cast<void>(slot);

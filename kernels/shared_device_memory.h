@@ -41,6 +41,12 @@ class SharedDeviceMemory {
   // Whether what the other process recorded last in this event is complete; true if it recorded
   // nothing. Does not block. REQUIRES: event < exported().events.size().
   virtual absl::StatusOr<bool> Done(size_t event) = 0;
+  // Stores a word of it soon, beside whatever the device does. Does not wait. False: the runtime
+  // has no call for it.
+  virtual bool StoresWords() const { return false; }
+  virtual void StoreWord(uint32_t* word, uint32_t value) {
+    static_cast<void>(word), static_cast<void>(value);
+  }
 };
 
 }  // namespace mla::kernels

@@ -203,6 +203,7 @@ class StreamRequest {
   int32_t joined = 0;            // BeginStep
   std::vector<int64_t> lengths;  // EndStep
   RequestTimings timings;        // Attend
+  bool signalled = false;        // Attend: the device has stored attend.done
   // Unless kNo, the status says nothing, and nothing has come of the request: it may be handed over
   // again, as it is, when its tensors are there.
   HandedBack handed_back = HandedBack::kNo;

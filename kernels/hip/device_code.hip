@@ -121,18 +121,15 @@ MLA_EXPAND_VARIANTS(MLA_EXPAND_KERNEL)
 #if MLA_AMD
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_attend_expanded(const ExpandedArgs args) {
-  if (came_late(args)) return;
   AttendExpanded<ExpandedConfig>::run(args);
 }
 #else
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
     mla_attend_expanded(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
-  if (came_late(args)) return;
   ExpandedWgmma::run(args);
 }
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedE4m3::kThreads)
     mla_attend_expanded_products(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
-  if (came_late(args)) return;
   ExpandedE4m3::run(args);
 }
 #endif
@@ -160,6 +157,7 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(kSignalThreads)
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
     mla_append_kv(const MLA_KERNEL_ARGUMENT AppendArgs args) {
+  wait_for_previous_kernel();  // before the next may start: behind a gate that is large
   if (came_late(args)) return;
   AppendKv::run(args);
 }

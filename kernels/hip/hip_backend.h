@@ -95,6 +95,9 @@ class HipBackend final : public AttentionBackend {
   bool WasLate(int32_t slot) const override {
     return CheckSlot(slot).ok() && slots_[static_cast<size_t>(slot)]->was_late();
   }
+  bool Signalled(int32_t slot) const override {
+    return CheckSlot(slot).ok() && slots_[static_cast<size_t>(slot)]->signals();
+  }
   int64_t GateNanos(int32_t slot) const override {
     return CheckSlot(slot).ok() ? slots_[static_cast<size_t>(slot)]->waited_ns() : 0;
   }

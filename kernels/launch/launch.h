@@ -85,7 +85,8 @@ struct PageTransfer {
 // A launch whose inputs in device memory are there once `ready` is reached. It waits for that on
 // the device, before all else and for limit_ns at most. When these have passed it was late: it
 // writes no output and appends nothing, but for outputs that are copied to host memory, which are
-// worth nothing, and it sets no signal. No output is copied to shared memory.
+// worth nothing, and it sets no signal. It copies no output to shared memory, and has no attention
+// in the expanded form.
 struct LaunchGate {
   WordValue ready;  // no word: there is no gate
   int64_t limit_ns = 0;

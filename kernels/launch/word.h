@@ -13,6 +13,9 @@ namespace mla::kernels {
 struct WordValue {
   uint32_t* word = nullptr;  // null: there is none
   uint32_t value = 0;
+  // The device's address of the same word in shared device memory, where devices look at it and
+  // store it first; null: there is only `word`.
+  uint32_t* nearby = nullptr;
 
   // Whether the word is `value` or comes after it; what was written before it was stored is seen.
   // REQUIRES: word is not null.

@@ -36,6 +36,10 @@
 // belongs to submission i, is that value. The server, or its device, stores it when the outputs are
 // there or will not come. Entries in flight are all chained, by one stream, or none is, and a
 // client that begins a chain sets `ready` to the entry before its first.
+// Words in device memory pass the turn sooner. Where DeviceHeader::words is not 0, such a client
+// may set RingHeader::nearby before its first chain: then its streams store `ready` in device
+// memory, too, and before that of the ring, and wait for `done` there, where the server's device
+// stores it.
 //
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_
@@ -104,8 +108,9 @@ struct RingHeader {
   // Line 3: written by the client: completions it has taken so far. Their slots may be reused.
   uint64_t completions_taken;
   uint64_t reserved3;
-  uint32_t ready;  // by its device, of chains
-  uint8_t reserved5[44];
+  uint32_t ready;   // by its device, of chains
+  uint32_t nearby;  // 1: its chains use the words in device memory
+  uint8_t reserved5[40];
   // Line 4: written by the server: 1 once the ring is dead. Requests without a completion are lost.
   uint32_t closed;
   uint8_t reserved4[60];
@@ -185,7 +190,8 @@ struct DeviceHeader {
   uint32_t chains;  // 1: entries may have kEntryChained
   uint64_t bytes;
   uint8_t uuid[16];  // of the device, as its runtime reports it
-  uint8_t reserved1[24];
+  uint64_t words;    // where words of chains lie in device memory; 0: it has none
+  uint8_t reserved1[16];
   uint8_t memory[kDeviceHandleBytes];
   // Behind it: the event handles, kDeviceHandleBytes each, by slot.
 };
@@ -222,6 +228,12 @@ constexpr uint64_t RepliesOffset(uint64_t entries) {
 constexpr uint64_t RingBytes(uint64_t entries) {
   return (RepliesOffset(entries) + entries * kReplySlotBytes + 4095) / 4096 * 4096;
 }
+
+// The words of chains in device memory, from DeviceHeader::words on: `ready`, and `done` by slot.
+constexpr uint64_t NearbyDoneOffset(uint64_t slot) {
+  return kSharedAlignment + slot * sizeof(uint32_t);
+}
+constexpr uint64_t NearbyBytes(uint64_t entries) { return AlignShared(NearbyDoneOffset(entries)); }
 
 // Bytes of the device part, which begins at RingBytes and is followed by the arena.
 constexpr uint64_t DevicePartBytes(uint64_t entries) {

@@ -208,8 +208,16 @@ bool EngineCore::MayGoAhead(StreamRequest* request) const {
   const int32_t others = pending_.size() - (note.queue != nullptr ? 1 : 0);
   // What copies log-sum-exps to the client's memory would do so of a late launch, too.
   if (request->attend.want_lse && request->attend.on_device) return false;
-  // Other participants' requests would see rows of a launch that may turn out to be late.
-  if (note.step != nullptr && note.step->participants > 1) return false;
+  if (note.step != nullptr) {
+    // Other participants' requests would see rows of a launch that may turn out to be late.
+    if (note.step->participants > 1) return false;
+    // The expanded form takes longer than what going ahead saves.
+    const AttendArgs& args = request->attend;
+    if (args.profile == Profile::kExpanded &&
+        args.row_count >= note.step->model->ExpandedMinRows(args.q_dtype)) {
+      return false;
+    }
+  }
   if (ahead_pauses_.Lasts(streams_.at(request->stream).key(), clock_->Now())) return false;
   const kernels::WordValue& ready = request->attend.ready;
   return limits_.ahead_us > 0 && backend_->Info().waits_for_words && others == 0 &&

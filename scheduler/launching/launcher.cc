@@ -91,6 +91,7 @@ absl::Status Launcher::Submit(BatchLaunch* to, MonotonicNanos chosen_from) {
   }
   Report(to);
   if (!status.ok()) {
+    for (StreamRequest* request : to->batch.requests) request->signalled = false;
     plans_->Unpin(to->slot);
     return status;
   }
@@ -118,6 +119,8 @@ absl::Status Launcher::WaitOldest() {
   launch.report.ok = kernel_ns.ok();
   if (kernel_ns.ok()) launch.report.kernel_ns = *kernel_ns;
   launch.late = kernel_ns.ok() && backend_->WasLate(launch.slot);
+  const bool signalled = kernel_ns.ok() && !launch.late && backend_->Signalled(launch.slot);
+  for (StreamRequest* request : launch.batch.requests) request->signalled &= signalled;
   launch.waited_ns = kernel_ns.ok() ? backend_->GateNanos(launch.slot) : 0;
   return kernel_ns.status();
 }
@@ -195,14 +198,13 @@ void Launcher::Assemble(BatchLaunch* to) const {
   launch.outputs = to->layout.outputs();
   launch.gate = {};
   to->signals.clear();
-  for (const StreamRequest* request : to->batch.requests) {
+  for (StreamRequest* request : to->batch.requests) {
     const AttendArgs& args = request->attend;
     // Alone in its batch then.
     if (request->engine.ahead) launch.gate = {args.ready, ahead_ns_};
     const bool ends = request->engine.rows_done + request->engine.rows_launched == args.row_count;
-    if (args.done.word != nullptr && ends && !IsReadAfterLaunch(*request)) {
-      to->signals.push_back(args.done);
-    }
+    request->signalled = args.done.word != nullptr && ends && !IsReadAfterLaunch(*request);
+    if (request->signalled) to->signals.push_back(args.done);
   }
   launch.signals = to->signals;
   launch.page_writes = to->batch.page_writes;

@@ -62,6 +62,7 @@ void AttendMessage::Recycle() {
   step_aborted = false;
   leave_launch = false;
   handed_back = scheduler::HandedBack::kNo;
+  signalled = false;
 }
 
 AttendMessage* AttendMessagePool::Take() {

@@ -83,6 +83,9 @@ void CommandRing::LayOutDevice() {
   header.nvidia = from.nvidia ? 1 : 0;
   header.kind = from.descriptor >= 0 ? wire::kDeviceDescriptor : wire::kDeviceHandle;
   header.bytes = region_->device()->bytes().size();
+  nearby_ = region_->device()->bytes().size() - wire::NearbyBytes(options_.entries);
+  if (!goes_ahead_ || !region_->device()->StoresWords()) nearby_ = 0;
+  header.words = nearby_;
   std::copy(from.device_uuid.begin(), from.device_uuid.end(), header.uuid);
   std::copy(from.memory.begin(), from.memory.end(), header.memory);
   std::memcpy(at, &header, sizeof(header));
@@ -281,13 +284,27 @@ bool CommandRing::Published() const {
          wire::PublishedSequence(taken_);
 }
 
+uint32_t* CommandRing::Nearby(uint64_t offset) const {
+  if (nearby_ == 0 || Atomic(header_->nearby).load(std::memory_order_relaxed) == 0) return nullptr;
+  return reinterpret_cast<uint32_t*>(region_->device()->bytes().data() + nearby_ + offset);
+}
+
 kernels::WordValue CommandRing::ReadyWord(const AttendMessage& message) const {
-  return {&header_->ready, wire::PublishedSequence(message.ring_index)};
+  return {&header_->ready, wire::PublishedSequence(message.ring_index), Nearby(0)};
 }
 
 kernels::WordValue CommandRing::DoneWord(const AttendMessage& message) const {
-  return {&completions_[message.ring_index & mask_].done,
-          wire::PublishedSequence(message.ring_index)};
+  const uint64_t slot = message.ring_index & mask_;
+  return {&completions_[slot].done, wire::PublishedSequence(message.ring_index),
+          Nearby(wire::NearbyDoneOffset(slot))};
+}
+
+// Unless the device has stored it.
+void CommandRing::StoreDone(const AttendMessage& message) {
+  DoneWord(message).Store();
+  const kernels::WordValue& done = message.attend.done;
+  if (done.nearby == nullptr || message.signalled) return;
+  region_->device()->StoreWord(done.nearby, done.value);
 }
 
 // Checks that there will be a free completion slot for what has just been taken.
@@ -455,8 +472,7 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
 
 void CommandRing::OnAnswered(AttendMessage* message) {
   if (message->handed_back != scheduler::HandedBack::kNo) return NoteReturned(message);
-  // Of chains alone: the client polls the line that the word is in.
-  if (message->attend.done.word != nullptr) message->attend.done.Store();
+  StoreDone(*message);
   requests_->Count(message->answer.code());
   builder_.Release(message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);

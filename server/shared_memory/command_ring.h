@@ -93,6 +93,9 @@ class CommandRing final : public AttendMessageOwner {
   void TakeReturned();
   bool Published() const;  // the next submission
   void RefuseUnready(AttendMessage* message);
+  // The word at that offset of those in device memory; null where the client uses none.
+  uint32_t* Nearby(uint64_t offset) const;
+  void StoreDone(const AttendMessage& message);
   kernels::WordValue ReadyWord(const AttendMessage& message) const;  // of a chained entry
   kernels::WordValue DoneWord(const AttendMessage& message) const;
   void AwaitDevice(int64_t now) const;
@@ -137,6 +140,7 @@ class CommandRing final : public AttendMessageOwner {
     int64_t since_ns = 0, until_ns = 0;
   } held_;
   const bool goes_ahead_;
+  uint64_t nearby_ = 0;  // wire::DeviceHeader::words
   bool cut_ = false;
   v1::Attend attend_;
   std::string message_bytes_;

@@ -168,11 +168,16 @@ struct DeviceRegion::State {
   // Memory whose words streams wait for: here, and as the device has it.
   std::span<std::byte> words;
   std::byte* words_there = nullptr;
+  uint64_t nearby = 0;  // words in device memory, which streams of another device do not use
+  void* nearby_stream = nullptr;
   std::string warning;
 
   bool same_device() const { return device == server_device; }
   size_t bytes() const { return static_cast<size_t>(header.bytes); }
-  void* There(const uint32_t* word) const {
+  void* There(uint32_t* word) const {
+    const auto* const first = static_cast<const std::byte*>(at);
+    const auto* const byte = reinterpret_cast<const std::byte*>(word);
+    if (byte >= first && byte < first + bytes()) return word;
     return words_there + (reinterpret_cast<const std::byte*>(word) - words.data());
   }
 
@@ -213,6 +218,7 @@ struct DeviceRegion::State {
       if (relay != nullptr) (void)api.stream_destroy(relay);
     }
     const Current current(*this, false);
+    if (nearby_stream != nullptr) (void)api.stream_destroy(nearby_stream);
     for (void* event : local) (void)api.event_destroy(event);
     if (!words.empty()) (void)api.unregister_host(words.data());
     if (opened) (void)api.close_memory(at);
@@ -320,7 +326,7 @@ struct DeviceRegion::State {
 };
 
 DeviceRegion::DeviceRegion(std::unique_ptr<State> state) : state_(std::move(state)) {
-  blocks_.Add(0, state_->header.bytes);
+  blocks_.Add(0, state_->header.words > 0 ? state_->header.words : state_->header.bytes);
 }
 DeviceRegion::~DeviceRegion() = default;
 
@@ -340,6 +346,10 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Map(
                                                  header.bytes,
                                                  " bytes, must be 1 with a "
                                                  "descriptor, or 2"));
+  }
+  if (header.words % wire::kSharedAlignment != 0 || header.words > header.bytes ||
+      header.bytes - header.words < wire::NearbyBytes(entries)) {
+    header.words = 0;
   }
   state->device = options.device;
   absl::StatusOr<Table> table = OpenTable(header.nvidia != 0, options.library);
@@ -412,10 +422,22 @@ absl::Status DeviceRegion::MapWords(std::span<std::byte> memory) {
   void* there = nullptr;
   s = Check(api.device_address(&there, memory.data(), 0), "device address");
   state_->words_there = static_cast<std::byte*>(there);
+  if (!s.ok() || state_->header.words == 0 || !state_->same_device()) return s;
+  s = Check(api.stream_create(&state_->nearby_stream, kStreamNonBlocking), "stream create");
+  if (s.ok()) state_->nearby = state_->header.words;
   return s;
 }
 
-absl::Status DeviceRegion::AwaitWord(const uint32_t* word, uint32_t value, void* stream) {
+uint32_t* DeviceRegion::Nearby(uint64_t offset) const {
+  if (state_->nearby == 0) return nullptr;
+  return reinterpret_cast<uint32_t*>(memory().data() + state_->nearby + offset);
+}
+
+absl::Status DeviceRegion::StoreNearby(uint32_t* word, uint32_t value) {
+  return StoreWord(word, value, state_->nearby_stream);
+}
+
+absl::Status DeviceRegion::AwaitWord(uint32_t* word, uint32_t value, void* stream) {
   const Table& api = state_->api;
   const State::Current current(*state_, false);
   if (absl::Status s = current.status(); !s.ok()) return s;
@@ -425,7 +447,7 @@ absl::Status DeviceRegion::AwaitWord(const uint32_t* word, uint32_t value, void*
                "stream wait for a word");
 }
 
-absl::Status DeviceRegion::StoreWord(const uint32_t* word, uint32_t value, void* stream) {
+absl::Status DeviceRegion::StoreWord(uint32_t* word, uint32_t value, void* stream) {
   const State::Current current(*state_, false);
   if (absl::Status s = current.status(); !s.ok()) return s;
   return Check(state_->api.store_word(stream, state_->There(word), value, kWithBarrier),

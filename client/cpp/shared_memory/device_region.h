@@ -57,13 +57,19 @@ class DeviceRegion final {
   // process's device, null the default stream) has been given so far. Does not wait for it.
   absl::Status Record(uint32_t slot, void* stream);
   // Lets streams wait for and store words of `memory`, of this process, which stays mapped until
-  // this object is gone; once. UNIMPLEMENTED: the runtime lacks a call for that.
+  // this object is gone, and those of Nearby; once. UNIMPLEMENTED: the runtime lacks a call for
+  // that.
   absl::Status MapWords(std::span<std::byte> memory);
   // Stores the word once `stream` has done what it has been given so far. Does not wait itself.
-  absl::Status StoreWord(const uint32_t* word, uint32_t value, void* stream);
+  absl::Status StoreWord(uint32_t* word, uint32_t value, void* stream);
   // What `stream` is given from now on waits until the word of that memory is `value` or comes
   // after it, counting on from 2^32 - 1 to 0. Does not wait itself.
-  absl::Status AwaitWord(const uint32_t* word, uint32_t value, void* stream);
+  absl::Status AwaitWord(uint32_t* word, uint32_t value, void* stream);
+  // The word at `offset` of those in device memory, for these two and StoreNearby; null: there is
+  // none, or MapWords was not called. An address of the device.
+  uint32_t* Nearby(uint64_t offset) const;
+  // Stores such a word whatever streams are waiting for. Does not wait itself.
+  absl::Status StoreNearby(uint32_t* word, uint32_t value);
 
  private:
   struct State;

@@ -321,6 +321,7 @@ absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chaine
   absl::Status s;
   if (!words_mapped_) {
     s = device_->MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
+    if (s.ok() && device_->Nearby(0) != nullptr) Atomic(header_->nearby).store(1);
   }
   words_mapped_ = s.ok();
   const uint32_t value = wire::PublishedSequence(index);
@@ -328,9 +329,16 @@ absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chaine
     if (s.ok()) s = device_->Record(slot, stream);
     return s.ok() ? device_->AwaitWord(&completions_[slot].sequence, value, stream) : s;
   }
-  if (in_flight() == 0) Atomic(header_->ready).store(value - 1, std::memory_order_release);
+  uint32_t* const nearby = device_->Nearby(0);
+  if (in_flight() == 0) {
+    Atomic(header_->ready).store(value - 1, std::memory_order_release);
+    if (s.ok() && nearby != nullptr) s = device_->StoreWord(nearby, value - 1, stream);
+  }
+  if (s.ok() && nearby != nullptr) s = device_->StoreWord(nearby, value, stream);
   if (s.ok()) s = device_->StoreWord(&header_->ready, value, stream);
-  return s.ok() ? device_->AwaitWord(&completions_[slot].done, value, stream) : s;
+  uint32_t* const done =
+      nearby != nullptr ? device_->Nearby(wire::NearbyDoneOffset(slot)) : &completions_[slot].done;
+  return s.ok() ? device_->AwaitWord(done, value, stream) : s;
 }
 
 void SharedMemory::ReleaseStreams() {
@@ -340,6 +348,10 @@ void SharedMemory::ReleaseStreams() {
     for (uint32_t* word : {&slot.sequence, &slot.done}) {
       Atomic(*word).store(wire::PublishedSequence(index), std::memory_order_release);
     }
+    const uint64_t number = index & (connect_reply_.ring_entries - 1);
+    uint32_t* const nearby = device_->Nearby(wire::NearbyDoneOffset(number));
+    if (nearby == nullptr) continue;
+    device_->StoreNearby(nearby, wire::PublishedSequence(index)).IgnoreError();
   }
 }
 

@@ -72,9 +72,8 @@ struct ExpandedArgs {
   const ExpandedItem* items;
   const int32_t* unit_indptr;
   const uint8_t* workspace;
-  float* partial_o;      // [rows, kExpandedValue], normalised
-  float* partial_lse;    // [rows], natural log
-  const uint32_t* late;  // as in kernel_args.h
+  float* partial_o;    // [rows, kExpandedValue], normalised
+  float* partial_lse;  // [rows], natural log
   int32_t o_is_f32;
 };
 

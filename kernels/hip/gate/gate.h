@@ -12,9 +12,10 @@
 
 namespace mla::kernels::hip {
 
-// No kernel behind it starts before it has ended: one that waited on the device's units could keep
-// the work from them that is waited for.
+// The next kernel may wait on the device's units meanwhile, so it has to be small: another could
+// keep the work from them that is waited for.
 MLA_DEVICE void gate(const GateArgs& args) {
+  let_next_kernel_start();
   if (thread_index() != 0) return;
   const uint64_t begin = realtime_ns();
   uint64_t waited = 0;
@@ -25,6 +26,7 @@ MLA_DEVICE void gate(const GateArgs& args) {
     if (late) break;
   }
   args.outcome->waited_ns = waited;
+  args.outcome->ended = begin + waited;
   args.outcome->late = late ? 1 : 0;
 }
 
@@ -32,8 +34,16 @@ MLA_DEVICE void signal(const SignalArgs& args) {
   wait_for_previous_kernel();
   const int i = thread_index();
   const bool late = args.outcome != nullptr && args.outcome->late != 0;
-  if (!late && i < args.count) store_host_word(args.words[i].word, args.words[i].value);
-  if (i == 0 && args.report != nullptr) *args.report = *args.outcome;
+  if (!late && i < args.count) {
+    const SignalArgs::Word& w = args.words[i];
+    if (w.nearby != nullptr) store_host_word(w.nearby, w.value);
+    store_host_word(w.word, w.value);
+  }
+  if (i == 0 && args.report != nullptr) {
+    GateOutcome report = *args.outcome;
+    report.ended = realtime_ns() - report.ended;
+    *args.report = report;
+  }
   if (!late && args.copied > 0) move_bytes(args.to, args.from, static_cast<int>(args.copied));
 }
 

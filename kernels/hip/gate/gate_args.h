@@ -18,7 +18,8 @@ inline constexpr int32_t kMostSignals = 8;
 // What a gate leaves.
 struct GateOutcome {
   uint64_t waited_ns;
-  uint32_t late;  // 1: the word had not come by then
+  uint64_t ended;  // by the device's clock; in a report for how long the kernels behind it took
+  uint32_t late;   // 1: the word had not come by then
   uint32_t padding;
 };
 
@@ -34,6 +35,7 @@ struct GateArgs {
 struct SignalArgs {
   struct Word {
     uint32_t* word;
+    uint32_t* nearby;  // in device memory, stored first; or null
     uint32_t value;
     uint32_t padding;
   };
@@ -49,7 +51,7 @@ struct SignalArgs {
 };
 
 static_assert(std::is_trivially_copyable_v<GateArgs> && sizeof(GateArgs) == 32);
-static_assert(std::is_trivially_copyable_v<SignalArgs> && sizeof(SignalArgs) == 176);
+static_assert(std::is_trivially_copyable_v<SignalArgs> && sizeof(SignalArgs) == 240);
 
 }  // namespace mla::kernels::hip
 

@@ -16,7 +16,9 @@ absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
         absl::StrCat("gate: limit_ns: got ", gate.limit_ns, ", want >= 0"));
   }
   GateArgs args = {};
-  args.word = gate.ready.word;
+  const uint32_t* const nearby = gate.ready.nearby;
+  args.word =
+      nearby != nullptr && slot.Reaches(nearby, sizeof(uint32_t)) ? nearby : gate.ready.word;
   args.value = gate.ready.value;
   args.limit_ns = static_cast<uint64_t>(gate.limit_ns);
   args.outcome = slot.gate_outcome();
@@ -45,8 +47,10 @@ absl::Status GateWork::AddSignals(LaunchSlot& slot, std::span<const WordValue> s
   const bool few = device_.kernels.signal != nullptr && signals.size() <= size_t{kMostSignals};
   for (const WordValue& signal : signals) {
     if (!few || !slot.Reaches(signal.word, sizeof(uint32_t))) break;
-    args.words[args.count++] = {signal.word, signal.value, 0};
+    const bool near = signal.nearby != nullptr && slot.Reaches(signal.nearby, sizeof(uint32_t));
+    args.words[args.count++] = {signal.word, near ? signal.nearby : nullptr, signal.value, 0};
   }
+  slot.NoteSignals(static_cast<size_t>(args.count) == signals.size());
   if (const auto& copy = slot.signal_copy(); copy.bytes > 0) {
     args.to = reinterpret_cast<uint8_t*>(copy.to);
     args.from = reinterpret_cast<const uint8_t*>(copy.from);

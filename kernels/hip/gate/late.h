@@ -1,5 +1,7 @@
 // What kernels behind a gate (gate.h) do where it has run out of time: nothing that can be seen.
 // Those that write tensors or pages return at once, and the others write what only these read.
+// Kernels of the expanded form do not look: they have no register for it, and no launch of theirs
+// is worth a gate.
 #ifndef MLA_KERNELS_HIP_GATE_LATE_H_
 #define MLA_KERNELS_HIP_GATE_LATE_H_
 

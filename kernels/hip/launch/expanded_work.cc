@@ -69,7 +69,6 @@ absl::Status ExpandedWork::Add(LaunchSlot& slot, const AttentionParams& params,
   attend.workspace = expand.workspace;
   attend.partial_o = device_.partial_o.As<float>();
   attend.partial_lse = device_.partial_lse.As<float>();
-  attend.late = slot.late_word();
   attend.o_is_f32 = params.desc.o_dtype == DType::kF32;
   const RoundView& rounds = *params.plan.rounds;
   const RoundKernels kernels = KernelsOf(params.desc, rounds.units);

@@ -191,7 +191,8 @@ absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendReco
   args.count = static_cast<int32_t>(count);
   args.late = launch.late_word();
   const LaunchShape shape{.grid_x = BlocksFor(rows, device_.arch->waves_per_block),
-                          .threads = kBlockThreads};
+                          .threads = kBlockThreads,
+                          .overlap_gate = true};
   return launch.AddKernel(device_.kernels.append, shape, args);
 }
 

@@ -54,6 +54,7 @@ struct SharingTable {
   int (*map)(DevicePtr, size_t, size_t, uint64_t, unsigned long long);
   int (*unmap)(DevicePtr, size_t);
   int (*set_access)(DevicePtr, size_t, const Access*, size_t);
+  int (*store_word)(Stream, DevicePtr, uint32_t, unsigned);  // null if the library lacks it
 };
 
 namespace {
@@ -70,6 +71,9 @@ constexpr Alias kNeeded[] = {
     MLA_ALIAS(memory_handle, "hipIpcGetMemHandle", "cuIpcGetMemHandle"),
     MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
     MLA_ALIAS(event_handle, "hipIpcGetEventHandle", "cuIpcGetEventHandle"),
+};
+constexpr Alias kWords[] = {
+    MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
 };
 constexpr Alias kVirtual[] = {
     MLA_ALIAS(granularity, "hipMemGetAllocationGranularity", "cuMemGetAllocationGranularity"),
@@ -110,6 +114,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     // The device still uses the memory, and the launch that does is lost: so is the memory.
     if (used || !sharing_->runtime_->Bind().ok()) return;
     for (const Event event : events_) sharing_->runtime_->Destroy(event);
+    if (words_ != nullptr) sharing_->runtime_->Destroy(words_);
     const SharingTable& api = *sharing_->api_;
     if (exported_.descriptor >= 0) close(exported_.descriptor);
     if (mapped_) (void)api.unmap(at_, size_);
@@ -128,6 +133,11 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     if (s.ok()) s = Take(bytes);
     if (s.ok()) s = Clear();
     if (s.ok()) s = MakeEvents(events);
+    if (s.ok() && sharing_->api_->store_word != nullptr) {
+      absl::StatusOr<Stream> words = runtime.CreateStream();
+      if (words.ok()) words_ = *words;
+      s = words.status();
+    }
     if (!s.ok()) return s;
     ranges_->Add(reinterpret_cast<const void*>(at_), static_cast<int64_t>(size_));
     listed_ = true;
@@ -138,6 +148,12 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   const Export& exported() const override { return exported_; }
   absl::StatusOr<bool> Done(size_t event) override {
     return sharing_->runtime_->Done(events_[event]);
+  }
+  bool StoresWords() const override { return words_ != nullptr; }
+  void StoreWord(uint32_t* word, uint32_t value) override {
+    if (!sharing_->runtime_->Bind().ok()) return;
+    // Where this fails, the device is lost, and so are the streams that wait for the word.
+    (void)sharing_->api_->store_word(words_, reinterpret_cast<DevicePtr>(word), value, 0);
   }
 
  private:
@@ -229,6 +245,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   uint64_t handle_ = 0;
   bool created_ = false, reserved_ = false, mapped_ = false, allocated_ = false, listed_ = false;
   std::vector<Event> events_;
+  Stream words_ = nullptr;  // null: words are not stored
   std::vector<Handle> handles_;
 };
 
@@ -243,6 +260,7 @@ absl::StatusOr<std::unique_ptr<DeviceSharing>> DeviceSharing::Open(GpuRuntime* r
     return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", missing));
   }
   if (Resolve(*runtime, kVirtual, table.get()) != nullptr) table->create = nullptr;
+  (void)Resolve(*runtime, kWords, table.get());  // null where it is missing
   return std::unique_ptr<DeviceSharing>(new DeviceSharing(runtime, std::move(table)));
 }
 

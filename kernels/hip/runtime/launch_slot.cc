@@ -11,6 +11,8 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(300);
 constexpr auto kNap = std::chrono::microseconds(20);
+// Of a kernel that waits on the device's units while a gate does.
+constexpr uint32_t kBlocksBesideGate = 16;
 
 absl::Status NotPinned(const char* what) {
   return absl::InternalError(
@@ -118,6 +120,7 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
   has_input_ = gated_ = was_late_ = behind_gate_ = false;
   waited_ns_ = 0;
+  signals_ = false;
   signal_copy_ = {};
   outputs_in_place_ = std::all_of(
       launch.outputs.begin(), launch.outputs.end(),
@@ -205,8 +208,9 @@ absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& sh
   PendingKernel& kernel = kernels_.emplace_back();
   kernel.function = function;
   kernel.shape = shape;
-  // Those that run before it has ended would not see its outcome.
-  if (std::exchange(behind_gate_, false)) kernel.shape.overlap_predecessor = false;
+  if (std::exchange(behind_gate_, false)) {
+    kernel.shape.overlap_predecessor = shape.overlap_gate && shape.grid_x <= kBlocksBesideGate;
+  }
   kernel.arg_bytes = static_cast<uint32_t>(bytes);
   std::memcpy(kernel.args.data(), args, bytes);
   return absl::OkStatus();
@@ -308,8 +312,10 @@ absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, Devic
 
 absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
   const auto kernels = std::span<const PendingKernel>(kernels_).subspan(begin, end - begin);
-  if (graphs_ != nullptr && graphs_->Launch(kernels, streams_.compute)) return absl::OkStatus();
-  one_by_one_.push_back(kernels);
+  if (!gated_) {
+    if (graphs_ != nullptr && graphs_->Launch(kernels, streams_.compute)) return absl::OkStatus();
+    one_by_one_.push_back(kernels);
+  }
   for (const PendingKernel& kernel : kernels) {
     absl::Status s =
         runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
@@ -361,7 +367,7 @@ absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   if (s.ok()) s = EnqueueInputs(launch.inputs);
   if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
   if (s.ok()) s = EnqueueKernels(0, timed_begin_);
-  if (s.ok()) s = runtime_->Record(started_, streams_.compute);
+  if (s.ok() && !gated_) s = runtime_->Record(started_, streams_.compute);
   if (s.ok()) s = EnqueueKernels(timed_begin_, timed_end_);
   if (s.ok()) s = EnqueueReads(launch.page_reads, pool);
   if (s.ok()) s = runtime_->Record(computed_, streams_.compute);
@@ -424,11 +430,10 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
                   static_cast<size_t>(out.row_bytes));
     }
   }
-  absl::StatusOr<int64_t> ns = runtime_->ElapsedNs(started_, computed_);
-  if (!ns.ok() || !gated_) return ns;
+  if (!gated_) return runtime_->ElapsedNs(started_, computed_);
   was_late_ = gate_report()->late != 0;
   waited_ns_ = static_cast<int64_t>(gate_report()->waited_ns);
-  return std::max<int64_t>(0, *ns - waited_ns_);
+  return static_cast<int64_t>(gate_report()->ended);
 }
 
 }  // namespace mla::kernels::hip

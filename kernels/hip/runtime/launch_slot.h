@@ -97,8 +97,12 @@ class LaunchSlot {
   // What the signal has to copy for that, or no bytes.
   const Move& signal_copy() const { return signal_copy_; }
   // The timed kernels begin with a gate (gate_args.h), the last kernel so far, and end with a
-  // signal, which brings its outcome to pinned memory. Wait's time is without what it waited.
+  // signal, which brings its outcome to pinned memory. Wait's time is without what it waited. They
+  // start one by one: between two processes a graph starts later than a kernel does.
   void NoteGate() { gated_ = behind_gate_ = true; }
+  // All of the launch's signals are stored by the device, unless it is late.
+  void NoteSignals(bool all) { signals_ = all; }
+  bool signals() const { return signals_; }
   GateOutcome* gate_outcome() const { return outcome_.As<GateOutcome>(); }
   GateOutcome* gate_report() const { return reinterpret_cast<GateOutcome*>(report_.data()); }
   bool gated() const { return gated_; }
@@ -159,6 +163,7 @@ class LaunchSlot {
   bool outputs_in_place_ = false;
   bool gated_ = false, was_late_ = false;
   bool behind_gate_ = false;  // the next kernel is
+  bool signals_ = false;
   int64_t waited_ns_ = 0;
   const std::shared_ptr<PinnedRanges> pinned_;
   std::vector<PinnedRanges::Id> reached_;  // each once

@@ -100,7 +100,13 @@ TEST_F(EarlyRequestTest, ALaunchThatComesTooLateWritesNothing) {
   }
   const auto c = engine_->harness().Open();
   ASSERT_TRUE(engine_->Begin(3, c, 0, kExpandedFormRows).ok());
-  ExpectNothingWrittenTooLate(engine_->Unsent(3, 0, kExpandedFormRows, 3));
+  auto expanded = engine_->Unsent(3, 0, kExpandedFormRows, 3);
+  Share(expanded.get());
+  expanded->attend.ready = {&ready_, 1};
+  engine_->harness().Submit(expanded.get());
+  engine_->Settle();
+  EXPECT_EQ(expanded->handed_back, scheduler::HandedBack::kBusy);
+  Unshare(expanded.get());
   ASSERT_TRUE(engine_->Begin(4, a, kPrompt, 1).ok());
   ExpectNothingWrittenTooLate(engine_->Unsent(4, 0, 1, 4));  // absorbed, of one row
   ASSERT_TRUE(engine_->End(4).ok());
