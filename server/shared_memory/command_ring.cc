@@ -58,6 +58,7 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
           reinterpret_cast<wire::SubmissionEntry*>(region_->data() + wire::SubmissionsOffset())),
       completions_(reinterpret_cast<wire::CompletionEntry*>(
           region_->data() + wire::CompletionsOffset(options_.entries))),
+      words_(header_, completions_, options_.entries),
       builder_(options_.engine, options_.tenant),
       requests_(options_.metrics->ForTenant(options_.tenant)),
       goes_ahead_(options_.engine->limits().ahead_us > 0 &&
@@ -83,9 +84,7 @@ void CommandRing::LayOutDevice() {
   header.nvidia = from.nvidia ? 1 : 0;
   header.kind = from.descriptor >= 0 ? wire::kDeviceDescriptor : wire::kDeviceHandle;
   header.bytes = region_->device()->bytes().size();
-  nearby_ = region_->device()->bytes().size() - wire::NearbyBytes(options_.entries);
-  if (!goes_ahead_ || !region_->device()->StoresWords()) nearby_ = 0;
-  header.words = nearby_;
+  if (goes_ahead_) header.words = words_.Enable(region_->device());
   std::copy(from.device_uuid.begin(), from.device_uuid.end(), header.uuid);
   std::copy(from.memory.begin(), from.memory.end(), header.memory);
   std::memcpy(at, &header, sizeof(header));
@@ -243,7 +242,7 @@ void CommandRing::TakeReturned() {
     message->leave_launch = false;
     if (held_.any && held_.message == message) {
       held_.ahead = false;
-    } else if (ReadyWord(*message).Reached()) {  // which has come since
+    } else if (words_.Ready(message->ring_index).Reached()) {  // which has come since
       Submit(message, absl::OkStatus());
     } else {
       RefuseUnready(message);
@@ -272,8 +271,8 @@ bool CommandRing::TakeSubmission() {
   held_.since_ns = now;
   held_.until_ns = now + wait_ns;
   if ((entry.flags & wire::kEntryChained) != 0) {
-    held_.ready = ReadyWord(*held_.message);
-    held_.message->attend.done = DoneWord(*held_.message);
+    held_.ready = words_.Ready(taken_ - 1);
+    held_.message->attend.done = words_.Done(taken_ - 1);
   }
   held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
   return ServeHeld();
@@ -282,29 +281,6 @@ bool CommandRing::TakeSubmission() {
 bool CommandRing::Published() const {
   return Atomic(submissions_[taken_ & mask_].sequence).load(std::memory_order_acquire) ==
          wire::PublishedSequence(taken_);
-}
-
-uint32_t* CommandRing::Nearby(uint64_t offset) const {
-  if (nearby_ == 0 || Atomic(header_->nearby).load(std::memory_order_relaxed) == 0) return nullptr;
-  return reinterpret_cast<uint32_t*>(region_->device()->bytes().data() + nearby_ + offset);
-}
-
-kernels::WordValue CommandRing::ReadyWord(const AttendMessage& message) const {
-  return {&header_->ready, wire::PublishedSequence(message.ring_index), Nearby(0)};
-}
-
-kernels::WordValue CommandRing::DoneWord(const AttendMessage& message) const {
-  const uint64_t slot = message.ring_index & mask_;
-  return {&completions_[slot].done, wire::PublishedSequence(message.ring_index),
-          Nearby(wire::NearbyDoneOffset(slot))};
-}
-
-// Unless the device has stored it.
-void CommandRing::StoreDone(const AttendMessage& message) {
-  DoneWord(message).Store();
-  const kernels::WordValue& done = message.attend.done;
-  if (done.nearby == nullptr || message.signalled) return;
-  region_->device()->StoreWord(done.nearby, done.value);
 }
 
 // Checks that there will be a free completion slot for what has just been taken.
@@ -472,7 +448,8 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
 
 void CommandRing::OnAnswered(AttendMessage* message) {
   if (message->handed_back != scheduler::HandedBack::kNo) return NoteReturned(message);
-  StoreDone(*message);
+  const kernels::WordValue& done = message->attend.done;  // of a chained entry
+  if (done.word != nullptr) words_.Store(done, message->signalled);
   requests_->Count(message->answer.code());
   builder_.Release(message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);

@@ -49,6 +49,7 @@
 #include "server/attend/attend_request_builder.h"
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"
+#include "server/shared_memory/chain_words.h"
 #include "server/shared_memory/ring_replies.h"
 
 namespace mla::server {
@@ -93,11 +94,6 @@ class CommandRing final : public AttendMessageOwner {
   void TakeReturned();
   bool Published() const;  // the next submission
   void RefuseUnready(AttendMessage* message);
-  // The word at that offset of those in device memory; null where the client uses none.
-  uint32_t* Nearby(uint64_t offset) const;
-  void StoreDone(const AttendMessage& message);
-  kernels::WordValue ReadyWord(const AttendMessage& message) const;  // of a chained entry
-  kernels::WordValue DoneWord(const AttendMessage& message) const;
   void AwaitDevice(int64_t now) const;
   bool WithinBounds();
   void Sleep();
@@ -122,6 +118,7 @@ class CommandRing final : public AttendMessageOwner {
   wire::RingHeader* const header_;
   wire::SubmissionEntry* const submissions_;
   wire::CompletionEntry* const completions_;
+  ChainWords words_;
   AttendRequestBuilder builder_;
   TenantCounters* const requests_;
 
@@ -140,7 +137,6 @@ class CommandRing final : public AttendMessageOwner {
     int64_t since_ns = 0, until_ns = 0;
   } held_;
   const bool goes_ahead_;
-  uint64_t nearby_ = 0;  // wire::DeviceHeader::words
   bool cut_ = false;
   v1::Attend attend_;
   std::string message_bytes_;

@@ -1,0 +1,61 @@
+// The words by which chained entries of a ring and their answers are told
+// (proto/wire/ring_layout.h): in the ring and, for clients that say so, in device memory.
+//
+// Borrows the region. Threading: Enable before all else; then any thread.
+#ifndef MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
+#define MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
+
+#include <atomic>
+#include <cstdint>
+
+#include "kernels/launch/word.h"
+#include "kernels/shared_device_memory.h"
+#include "proto/wire/ring_layout.h"
+
+namespace mla::server {
+
+class ChainWords {
+ public:
+  ChainWords(wire::RingHeader* header, wire::CompletionEntry* completions, uint64_t entries)
+      : header_(header), completions_(completions), entries_(entries) {}
+
+  // Offers words at the end of `device`, which its runtime has to be able to store.
+  // wire::DeviceHeader::words.
+  uint64_t Enable(kernels::SharedDeviceMemory* device) {
+    if (!device->StoresWords()) return 0;
+    device_ = device;
+    offset_ = device->bytes().size() - wire::NearbyBytes(entries_);
+    return offset_;
+  }
+
+  // Of submission `index`, as the client wants them at present.
+  kernels::WordValue Ready(uint64_t index) const {
+    return {&header_->ready, wire::PublishedSequence(index), Nearby(0)};
+  }
+  kernels::WordValue Done(uint64_t index) const {
+    const uint64_t slot = index & (entries_ - 1);
+    return {&completions_[slot].done, wire::PublishedSequence(index),
+            Nearby(wire::NearbyDoneOffset(slot))};
+  }
+  // `signalled`: the device has stored it where it lies in device memory.
+  void Store(const kernels::WordValue& done, bool signalled) const {
+    done.Store();
+    if (done.nearby != nullptr && !signalled) device_->StoreWord(done.nearby, done.value);
+  }
+
+ private:
+  uint32_t* Nearby(uint64_t offset) const {
+    if (device_ == nullptr || std::atomic_ref(header_->nearby).load() == 0) return nullptr;
+    return reinterpret_cast<uint32_t*>(device_->bytes().data() + offset_ + offset);
+  }
+
+  wire::RingHeader* const header_;
+  wire::CompletionEntry* const completions_;
+  const uint64_t entries_;
+  kernels::SharedDeviceMemory* device_ = nullptr;
+  uint64_t offset_ = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
