@@ -270,11 +270,11 @@ bool CommandRing::TakeSubmission() {
   held_.event = (taken_ - 1) & mask_;
   held_.since_ns = now;
   held_.until_ns = now + wait_ns;
+  held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
   if ((entry.flags & wire::kEntryChained) != 0) {
     held_.ready = words_.Ready(taken_ - 1);
     held_.message->attend.done = words_.Done(taken_ - 1);
   }
-  held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
   return ServeHeld();
 }
 

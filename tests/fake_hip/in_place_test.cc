@@ -349,6 +349,20 @@ TEST_F(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
   EXPECT_FALSE(backend_->WasLate(0));
 }
 
+TEST_F(WordsTest, WordsNearbyAreLookedAtAndStored) {
+  const WordValue ready{Word(0), 3, Word(2)}, done{Word(1), 8, Word(3)};
+  *Word(0) = 2;
+  *Word(2) = 3;
+  RowLaunch launch;
+  launch.set_words(ready, kLimitNs, done);
+  ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_FALSE(backend_->WasLate(0));
+  EXPECT_TRUE(backend_->Signalled(0));
+  EXPECT_EQ(*Word(1), 8u);
+  EXPECT_EQ(*Word(3), 8u);
+}
+
 TEST_F(WordsTest, WordsThatTheDeviceDoesNotReach) {
   uint32_t loose[2] = {5, 5};
   RowLaunch gated, signalling;

@@ -54,6 +54,7 @@ struct Control {
   int64_t bytes_in = 0;          // that these copied
   int64_t bytes_by_kernel = 0;   // that a kernel copied between host and device
   int64_t copies_out = 0;
+  int64_t word_stores = 0;  // by streams
   int64_t copies_on_device = 0;
   const void* last_copied_in = nullptr;   // host address
   int64_t last_copied_in_bytes = 0;       // of hipMemcpyHtoDAsync

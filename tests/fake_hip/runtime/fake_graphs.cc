@@ -108,6 +108,7 @@ int hipStreamWaitValue32(fake::Stream* stream, void* word, uint32_t value, unsig
 // Another process waits for the word, and cannot run this one's streams, so their work ends here.
 int hipStreamWriteValue32(fake::Stream* stream, void* word, uint32_t value, unsigned) {
   FAKE_ENTER("hipStreamWriteValue32");
+  ++State().control.word_stores;
   if (stream == nullptr) return fake::kInvalidValue;
   stream->Add([word, value] {
     const std::atomic_ref<uint32_t> stored(*static_cast<uint32_t*>(word));

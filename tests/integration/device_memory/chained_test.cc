@@ -100,7 +100,9 @@ TEST_F(ChainedTest, TheStreamHasTheOutputsThoughNoThreadHasWaited) {
   ASSERT_TRUE(step->End({0}).ok());
   const std::vector<std::byte> expected = TakeOutputs();
   EXPECT_NE(expected, TakeOutputs());
-  for (int turn = 0; turn < 20; ++turn) {
+  const int64_t before = server_->control().word_stores;
+  constexpr int kTurns = 20;
+  for (int turn = 0; turn < kTurns; ++turn) {
     step = Begin();
     std::vector<client::PendingAttend> chain;
     for (int layer = 0; layer < DeviceDims().layers; ++layer) {
@@ -111,6 +113,8 @@ TEST_F(ChainedTest, TheStreamHasTheOutputsThoughNoThreadHasWaited) {
     for (client::PendingAttend& pending : chain) ASSERT_TRUE(pending.Wait().ok());
     ASSERT_TRUE(step->End({0}).ok());
   }
+  // The worker's stream has stored its own words, and launches those of the server.
+  EXPECT_LE(server_->control().word_stores - before, kTurns * (2 * DeviceDims().layers + 1));
 }
 
 // The fake GPU does one thing at a time, so a launch that waits on it for the client is always
