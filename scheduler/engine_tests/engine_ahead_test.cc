@@ -1,8 +1,8 @@
 // Requests that are handed over before their tensors are there: launched ahead, or handed back.
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
+#include "scheduler/batching/ahead_pauses.h"
 #include "scheduler/engine/engine_core.h"
-#include "scheduler/launching/ahead_pauses.h"
 #include "scheduler/testing/engine_fixture.h"
 #include "scheduler/testing/faulty_backend.h"
 

@@ -9,7 +9,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
-#include "scheduler/launching/ahead_pauses.h"
+#include "scheduler/batching/ahead_pauses.h"
 #include "tests/fake_hip/backend_fixture.h"
 #include "tests/fake_hip/expanded_engine.h"
 

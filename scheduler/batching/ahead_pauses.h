@@ -3,8 +3,8 @@
 // tenant whose work is never done in time takes little of the device's time.
 //
 // Memory is constant: tenants with the same place share their pauses. Threading: the engine role.
-#ifndef MLA_SCHEDULER_LAUNCHING_AHEAD_PAUSES_H_
-#define MLA_SCHEDULER_LAUNCHING_AHEAD_PAUSES_H_
+#ifndef MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_
+#define MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_
 
 #include <array>
 #include <cstddef>
@@ -30,4 +30,4 @@ class AheadPauses {
 
 }  // namespace mla::scheduler
 
-#endif  // MLA_SCHEDULER_LAUNCHING_AHEAD_PAUSES_H_
+#endif  // MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_
