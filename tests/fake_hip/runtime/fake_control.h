@@ -35,7 +35,7 @@ struct Control {
   // Sticky: every call fails with hipErrorLaunchFailure (719). A fault of a kernel sets it.
   bool lost = false;
   bool hang = false;                   // events never complete
-  bool lazy_words = false;             // streams store words once they are waited for
+  void* lazy_words = nullptr;          // this stream stores words once it is waited for
   bool wrong_results = false;          // kernels do nothing
   const char* wrong_kernel = nullptr;  // if named, that one alone
   Flaw flaw = Flaw::kNone;             // of the attention kernels

@@ -115,7 +115,7 @@ int hipStreamWriteValue32(fake::Stream* stream, void* word, uint32_t value, unsi
     stored.store(value, std::memory_order_release);
   });
   const fake::Control& control = State().control;
-  if (!control.hang && !control.lazy_words) stream->RunTo(stream->enqueued);
+  if (!control.hang && control.lazy_words != stream) stream->RunTo(stream->enqueued);
   return 0;
 }
 

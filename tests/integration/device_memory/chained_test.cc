@@ -135,20 +135,20 @@ TEST_F(ChainedTest, WhatWasLaunchedTooEarlyIsComputedAgain) {
     return std::pair(outputs, server_->control().launches - before);
   };
   const auto [expected, launches] = run();
-  server_->control().lazy_words = true;
+  server_->control().lazy_words = stream_.get();
   const auto [outputs, more] = run();
-  server_->control().lazy_words = false;
+  server_->control().lazy_words = nullptr;
   EXPECT_EQ(outputs, expected);
   EXPECT_GT(more, launches);
 }
 
 // It goes ahead, comes back late, is held, and is refused at the end of shm.device_wait_ms.
 TEST_F(ChainedTest, WhatNeverGetsReadyIsRefusedOnce) {
-  server_->control().lazy_words = true;
+  server_->control().lazy_words = stream_.get();
   auto step = Begin();
   client::PendingAttend pending = step->AttendAsync(Call(0, true));
   EXPECT_EQ(pending.Wait().status().code(), StatusCode::kDeadlineExceeded);
-  server_->control().lazy_words = false;
+  server_->control().lazy_words = nullptr;
   stream_.Finish();
   EXPECT_TRUE(step->Attend(Call(0, false)).ok());
 }
