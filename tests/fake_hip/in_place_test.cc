@@ -363,6 +363,25 @@ TEST_F(WordsTest, WordsNearbyAreLookedAtAndStored) {
   EXPECT_EQ(*Word(3), 8u);
 }
 
+// Copies of its outputs run behind its kernels, and no kernel behind those.
+TEST_F(WordsTest, ALaunchWhoseOutputsAreCopiedLeavesItsSignalsToTheCaller) {
+  *Word(0) = 3;
+  std::vector<int32_t> differs(1, 7);
+  ASSERT_TRUE(AppendOnce(*backend_, Row(0, 0x3f80)).ok());
+  RowLaunch launch, other;
+  ASSERT_TRUE(other.Submit(*backend_, 1, Row(4096, 0x3f80), 1).ok());  // so that none moves them
+  launch.set_output_bytes(1 << 20);
+  launch.set_words({Word(0), 3}, kLimitNs, {Word(1), 8});
+  ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0, differs.data()).ok());
+  EXPECT_FALSE(launch.in_place());
+  ASSERT_TRUE(backend_->Wait(1).ok());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  EXPECT_EQ(differs[0], 0);
+  EXPECT_FALSE(backend_->WasLate(0));
+  EXPECT_FALSE(backend_->Signalled(0));
+  EXPECT_EQ(*Word(1), 0u);
+}
+
 TEST_F(WordsTest, WordsThatTheDeviceDoesNotReach) {
   uint32_t loose[2] = {5, 5};
   RowLaunch gated, signalling;

@@ -50,7 +50,7 @@ absl::Status GateWork::AddSignals(LaunchSlot& slot, std::span<const WordValue> s
     const bool near = signal.nearby != nullptr && slot.Reaches(signal.nearby, sizeof(uint32_t));
     args.words[args.count++] = {signal.word, near ? signal.nearby : nullptr, signal.value, 0};
   }
-  slot.NoteSignals(static_cast<size_t>(args.count) == signals.size());
+  if (!signals.empty()) slot.NoteSignals(static_cast<size_t>(args.count) == signals.size());
   if (const auto& copy = slot.signal_copy(); copy.bytes > 0) {
     args.to = reinterpret_cast<uint8_t*>(copy.to);
     args.from = reinterpret_cast<const uint8_t*>(copy.from);
