@@ -108,7 +108,8 @@ struct Launch {
             .blocks_per_unit = 1,
             .o_is_f32 = 1,
             .blocks = 1,
-            .xcds = 1};
+            .xcds = 1,
+            .late = nullptr};
   }
   Expansion expansion{};
   ExpandArgs Expand() {
