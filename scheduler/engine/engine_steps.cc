@@ -58,6 +58,7 @@ void EngineCore::Accept(StreamRequest* request) {
       status = BeginStep(request);
       break;
     case RequestKind::kAttend:
+      request->engine.step = nullptr;  // of a request that this one was before
       request->engine.ahead = request->attend.ready.word != nullptr;
       // What waits goes first: this one is launched alone, or not at all.
       if (request->engine.ahead && MayLaunch()) StartLaunch();

@@ -102,6 +102,18 @@ TEST_F(EngineAheadTest, TheNextOneIsLaunchedWhileOneRuns) {
   EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
 }
 
+// A server uses its messages again, for other steps too.
+TEST_F(EngineAheadTest, ARequestThatWasOfAStepThatIsGoneGoesAhead) {
+  Step gone;  // as StepTable leaves it
+  auto request = Unready(0);
+  request->attend.profile = Profile::kExpanded;
+  request->engine.step = &gone;
+  h_.Submit(request.get());
+  EXPECT_EQ(request->answers, 1);
+  EXPECT_EQ(request->handed_back, HandedBack::kNo);
+  EXPECT_EQ(request->detail.reason, "weights_missing") << request->status;
+}
+
 // As a ring hands over a request whose tensors are there, and the next at once.
 TEST_F(EngineAheadTest, WhatWaitsGoesFirst) {
   auto first = Unready(0), second = Unready(1);

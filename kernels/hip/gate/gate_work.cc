@@ -47,8 +47,8 @@ absl::Status GateWork::AddSignals(LaunchSlot& slot, std::span<const WordValue> s
   const bool few = device_.kernels.signal != nullptr && signals.size() <= size_t{kMostSignals};
   for (const WordValue& signal : signals) {
     if (!few || !slot.Reaches(signal.word, sizeof(uint32_t))) break;
-    const bool near = signal.nearby != nullptr && slot.Reaches(signal.nearby, sizeof(uint32_t));
-    args.words[args.count++] = {signal.word, near ? signal.nearby : nullptr, signal.value, 0};
+    if (signal.nearby != nullptr && !slot.Reaches(signal.nearby, sizeof(uint32_t))) break;
+    args.words[args.count++] = {signal.word, signal.nearby, signal.value, 0};
   }
   if (!signals.empty()) slot.NoteSignals(static_cast<size_t>(args.count) == signals.size());
   if (const auto& copy = slot.signal_copy(); copy.bytes > 0) {

@@ -2,7 +2,9 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -112,7 +114,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     const bool used = listed_ && !ranges_->AwaitUnused(
                                      ranges_->Retire(reinterpret_cast<const void*>(at_)), most_);
     // The device still uses the memory, and the launch that does is lost: so is the memory.
-    if (used || !sharing_->runtime_->Bind().ok()) return;
+    if (used || !sharing_->runtime_->Bind().ok() || !WordsAreStored()) return;
     for (const Event event : events_) sharing_->runtime_->Destroy(event);
     if (words_ != nullptr) sharing_->runtime_->Destroy(words_);
     const SharingTable& api = *sharing_->api_;
@@ -157,6 +159,24 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   }
 
  private:
+  // False: not within the time that a launch may take.
+  bool WordsAreStored() const {
+    if (words_ == nullptr) return true;
+    GpuRuntime& runtime = *sharing_->runtime_;
+    const absl::StatusOr<Event> stored = runtime.CreateEvent();
+    if (!stored.ok()) return false;
+    bool done = false;
+    const auto end = std::chrono::steady_clock::now() + most_;
+    if (runtime.Record(*stored, words_).ok()) {
+      for (absl::StatusOr<bool> now = false; now.ok() && !done; now = runtime.Done(*stored)) {
+        done = *now;
+        if (!done && std::chrono::steady_clock::now() >= end) break;
+        if (!done) std::this_thread::sleep_for(std::chrono::microseconds(50));
+      }
+    }
+    runtime.Destroy(*stored);
+    return done;
+  }
   absl::Status Check(int code, const char* call) const { return sharing_->Check(code, call); }
 
   absl::Status Take(int64_t bytes) {
