@@ -110,8 +110,8 @@ struct Launch {
   std::span<const HostOutput> outputs;
   LaunchGate gate;  // of backends that wait for words
   // Stored by the device as soon as the outputs are there, but for those private to the caller,
-  // where that takes nothing but a kernel at the end: the caller stores them after Wait in any
-  // case.
+  // where that takes nothing but a kernel at the end: the caller stores the words of the host after
+  // Wait in any case, and those nearby where AttentionBackend::Signalled says no.
   std::span<const WordValue> signals;
   // Transfers of one list name no byte of the pool twice; at most limits.page_ranges a list.
   std::span<const PageTransfer> page_writes, page_reads;

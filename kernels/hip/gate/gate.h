@@ -1,9 +1,9 @@
 // The kernels with which a launch waits for another process's GPU work and tells it of its end: one
 // block each.
 //
-// The gate waits for a word of host memory, and no longer than it was told: what may set the word
-// is another process. Behind one that has run out of time kernels write nothing that others see
-// (late.h), and the signal sets no word.
+// The gate waits for a word, of host memory or of device memory that is shared with the process
+// which may set it, and no longer than it was told. Behind one that has run out of time kernels
+// write nothing that others see (late.h), and the signal sets no word.
 #ifndef MLA_KERNELS_HIP_GATE_GATE_H_
 #define MLA_KERNELS_HIP_GATE_GATE_H_
 
