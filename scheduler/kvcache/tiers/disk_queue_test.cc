@@ -1,21 +1,34 @@
-// Moves between memory and a tier's file, by the kernel's queue and by threads.
+// Moves between memory and a tier's file, by the kernel's queue and by threads; and what the queue
+// does with those that the kernel does not take.
 #include "scheduler/kvcache/tiers/disk_queue.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cerrno>
 #include <csignal>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "scheduler/kvcache/tiers/io_ring.h"
 
 namespace mla::kvcache {
 namespace {
@@ -121,6 +134,45 @@ TEST_P(DiskQueueTest, MovesUnderWayEndWithTheQueue) {
     EXPECT_EQ(done_, done);
     queue_ = std::make_unique<DiskQueue>(file_.get(), 2, GetParam());
   }
+}
+
+// From now on the kernel refuses to take one entry, and takes two.
+bool RefuseOne() {
+  std::array filter = {
+      sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 3),
+      sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
+      sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 1, 0, 1),
+      sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAGAIN),
+      sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program = {filter.size(), filter.data()};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+// Ends the process: 0, or the number of the step that went wrong.
+void RefusedAndTaken(const char* path) {
+  const int file = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
+  const std::unique_ptr<IoRing> ring = IoRing::Make(4);
+  if (ring == nullptr || file < 0) std::exit(0);  // threads do its work here
+  if (!RefuseOne()) std::exit(1);
+  std::array<std::byte, 3> bytes = {std::byte{1}, std::byte{2}, std::byte{3}};
+  const std::span<const std::byte> from = bytes;
+  for (uint64_t round = 0; round < 10; ++round) {  // more than there are entries
+    if (ring->StartWrite(file, from.first(3), 1, 7)) std::exit(2);
+    if (!ring->StartWrite(file, from.first(1), 0, 8 + round)) std::exit(3);
+    const IoRing::Ended ended = ring->Next();
+    if (ended.tag != 8 + round || ended.result != 1) std::exit(4);
+  }
+  if (lseek(file, 0, SEEK_END) != 1) std::exit(5);  // a refused write was done
+  std::exit(0);
+}
+
+TEST(IoRingTest, WhatWasRefusedIsNotDoneLater) {
+  const char* const folder = std::getenv("TEST_TMPDIR");
+  const std::string path = std::string(folder == nullptr ? "/tmp" : folder) + "/io_ring";
+  EXPECT_EXIT(RefusedAndTaken(path.c_str()), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

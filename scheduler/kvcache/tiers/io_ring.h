@@ -1,4 +1,4 @@
-// The kernel's queue of reads and writes (io_uring), as far as a tier's file needs it.
+// The kernel's queue of reads and writes (io_uring, by liburing), as far as a tier's file needs it.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_IO_RING_H_
 #define MLA_SCHEDULER_KVCACHE_TIERS_IO_RING_H_
 
@@ -7,7 +7,7 @@
 #include <memory>
 #include <span>
 
-struct io_uring_cqe;
+struct io_uring;
 struct io_uring_sqe;
 
 namespace mla::kvcache {
@@ -20,13 +20,15 @@ class IoRing final {
     int32_t result = 0;  // bytes, or -errno
   };
 
-  // Null where the kernel has no such queue, or this process may not have one.
+  // Null where the kernel has no such queue that reads and writes by address, or this process may
+  // not have one.
   static std::unique_ptr<IoRing> Make(uint32_t entries);
   ~IoRing();  // REQUIRES: Next has returned all that was started
   IoRing(const IoRing&) = delete;
   IoRing& operator=(const IoRing&) = delete;
 
-  // At most `entries` at a time. False: the kernel takes none now.
+  // At most `entries` at a time. False: the kernel takes none now, and does nothing of it later.
+  // No tag has all bits set.
   bool StartRead(int file, std::span<std::byte> to, int64_t at, uint64_t tag);
   bool StartWrite(int file, std::span<const std::byte> from, int64_t at, uint64_t tag);
   // Ends at once.
@@ -35,31 +37,11 @@ class IoRing final {
   Ended Next();
 
  private:
-  struct Mapping {
-    void* data = nullptr;
-    size_t bytes = 0;
-    bool Map(int ring, size_t size, int64_t offset);
-    template <typename T>
-    T* At(uint32_t offset) const {
-      return reinterpret_cast<T*>(static_cast<std::byte*>(data) + offset);
-    }
-    ~Mapping();
-  };
+  explicit IoRing(std::unique_ptr<io_uring> ring);
+  io_uring_sqe* Entry();  // null: none is free
+  bool Submit(io_uring_sqe* entry, uint64_t tag);
 
-  IoRing() = default;
-  bool Prepare(uint32_t entries);
-  io_uring_sqe* Entry();
-  bool Submit();
-
-  int ring_ = -1;
-  Mapping queues_, entries_;
-  uint32_t* tail_ = nullptr;  // of what is started
-  uint32_t* array_ = nullptr;
-  uint32_t mask_ = 0;
-  uint32_t* ended_head_ = nullptr;
-  uint32_t* ended_tail_ = nullptr;
-  uint32_t ended_mask_ = 0;
-  io_uring_cqe* ended_ = nullptr;
+  const std::unique_ptr<io_uring> ring_;
 };
 
 }  // namespace mla::kvcache
