@@ -290,7 +290,7 @@ class EngineTest(unittest.TestCase):
         engine.run({"a": 2})
         engine.blocks["b"] = 1
         with self.assertRaisesRegex(mla_client.Internal, "the plan"):
-            runtime.rows.begin(requests.PassPlan((requests.Scheduled("b", 1, 0, 3),)), [1], [2])
+            requests.PassPlan((requests.Planned("b", 0, 3, 1),)).in_order([1], [2])
 
     def test_a_pass_that_failed_is_aborted(self):
         engine = self.engine()

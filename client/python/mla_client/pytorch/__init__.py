@@ -23,24 +23,26 @@ def tensor_of(array: npt.NDArray) -> torch.Tensor:
 
 
 class Sender:
-    """Sends the attention of one layer after another as EXPANDED. Tensors travel as bf16 if they
-    are bf16, else as float32; they are written into the transport's own memory where it has room.
-    Belongs to one thread at a time."""
+    """Sends the attention of one layer after another, all in one profile with queries. Tensors
+    travel as bf16 if they are bf16, else as float32; they are written into the transport's own
+    memory where it has room. Belongs to one thread at a time."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, profile: Profile = Profile.EXPANDED) -> None:
         self._model = model
+        self._profile = profile
         self._buffers: Optional[Buffers] = None
         self._stream: Any = None  # that the buffers belong to
 
     def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """q [rows, heads, nope + rope], kv [rows, lora + rope] -> o [rows, heads, v] on the device
-        and of the type of q."""
+        and of the type of q; with ABSORBED q [rows, heads, lora + rope] -> o [rows, heads, lora].
+        """
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, step)
         assert buffers.kv is not None and buffers.q is not None and buffers.o is not None
         tensor_of(buffers.q).copy_(q)
         tensor_of(buffers.kv).copy_(kv)
-        step.attend(layer, buffers.q, buffers.kv, Profile.EXPANDED, out=buffers)
+        step.attend(layer, buffers.q, buffers.kv, self._profile, out=buffers)
         # A copy even on the CPU: the next layer writes to the same memory.
         return tensor_of(buffers.o).to(device=q.device, dtype=q.dtype, copy=True)
 
@@ -57,9 +59,9 @@ class Sender:
         if (buffers is None or buffers.q is None or len(buffers.q) != rows
                 or buffers.dtype != dtype or self._stream is not step._handle):
             self.release()
-            buffers = self._model.service.buffers(self._model, rows, Profile.EXPANDED, dtype=dtype,
+            buffers = self._model.service.buffers(self._model, rows, self._profile, dtype=dtype,
                                                   o_dtype=dtype)
             if buffers.kv is None or buffers.q is None or buffers.o is None:
-                raise errors.Internal("buffers of EXPANDED without tensors")
+                raise errors.Internal("buffers of a profile with queries lack tensors")
             self._buffers, self._stream = buffers, step._handle
         return buffers

@@ -8,7 +8,7 @@
 
 It has been tested against doubles with vLLM's signatures; it has not run in vLLM yet.
 
-    requests   which rows of a pass belong to which sequence: neither vLLM nor torch
+    requests   which rows of a pass belong to which request: neither vLLM nor torch
     runtime    what the connector and the layers of a worker process share
     connector  the KV connector
     layer      the layer that takes the place of vLLM's

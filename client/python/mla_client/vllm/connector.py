@@ -67,8 +67,9 @@ class MlaServerConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         blocks, rows = _batch(forward_context.attn_metadata)
-        assert runtime.rows is not None, "register_kv_caches was not called"
-        runtime.rows.begin(self._get_connector_metadata().plan, blocks, rows)
+        assert runtime.passes is not None, "register_kv_caches was not called"
+        plan = self._get_connector_metadata().plan
+        runtime.passes.begin(plan.in_order(blocks, rows), plan.gone)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -78,8 +79,8 @@ class MlaServerConnector(KVConnectorBase_V1):
         return
 
     def wait_for_save(self) -> None:
-        if not self._deferred and runtime.rows is not None:
-            runtime.rows.end()
+        if not self._deferred and runtime.passes is not None:
+            runtime.passes.end()
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.WORKER:

@@ -1,5 +1,5 @@
 """What the connector and the layers of a worker process share: the weights, then the model on the
-server, its rows and the step of the pass under way."""
+server and its passes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from mla_client import errors
 from mla_client.pytorch import Sender
 from mla_client.service import Service
+from mla_client.service.passes import Passes
 from mla_client.types import Geometry, ModelSpec
-from mla_client.vllm.requests import Rows
 
 STEP_LEASE_MS = 30_000
 
@@ -39,7 +39,7 @@ class Runtime:
         self._weights: Dict[int, Tuple[npt.NDArray, npt.NDArray]] = {}
         self._service: Any = None
         self._sender: Optional[Sender] = None
-        self.rows: Optional[Rows] = None
+        self.passes: Optional[Passes] = None
 
     def add(self, name: str, geometry: Geometry, scale: float, w_uk: torch.Tensor,
             w_uv: torch.Tensor) -> None:
@@ -64,25 +64,25 @@ class Runtime:
             model.upload_weights(layer, w_uk, w_uv)
         self._weights.clear()
         self._sender = Sender(model)
-        self.rows = Rows(model, STEP_LEASE_MS)
+        self.passes = Passes(model, STEP_LEASE_MS)
 
     def attend(self, name: str, q: torch.Tensor, kv: torch.Tensor) -> Optional[torch.Tensor]:
         """Attention of a layer: q [rows, heads, nope + rope], kv [rows, lora + rope] -> [rows,
         heads, v]; None in a pass without requests."""
-        step = self.rows.step if self.rows is not None else None
-        if step is None or self._sender is None or self.rows is None:
+        step = self.passes.step if self.passes is not None else None
+        if step is None or self._sender is None or self.passes is None:
             return None
         o = self._sender.attend(step, layer_of(name), q, kv)
-        self.rows.layer_done()
+        self.passes.layer_done()
         return o
 
     def close(self) -> None:
         """Releases what the server has and ends the connection."""
-        if self.rows is not None and self._sender is not None:
-            self.rows.close()
+        if self.passes is not None and self._sender is not None:
+            self.passes.close()
             self._sender.release()
             self._service.close()
-        self._geometry = self.rows = self._sender = None
+        self._geometry = self.passes = self._sender = None
         self._weights.clear()
 
 
