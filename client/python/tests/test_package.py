@@ -142,10 +142,11 @@ class PackageTest(unittest.TestCase):
             run("mypy", f"--cache-dir={self.folder}/mypy", "--ignore-missing-imports",
                 f"--python-executable={home}/bin/python", program, cwd=self.folder)
 
-    def test_vllm_finds_its_plugin(self):
+    def test_engines_find_their_plugins(self):
         with zipfile.ZipFile(self.from_tree) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
             self.assertEqual(archive.read(name).decode().split(), [
+                "[sglang.srt.plugins]", "mla_server", "=", "mla_client.sglang.plugin:register",
                 "[vllm.general_plugins]", "mla_server", "=", "mla_client.vllm.plugin:register"])
 
 
