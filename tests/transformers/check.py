@@ -14,7 +14,7 @@ import contextlib
 import pathlib
 import sys
 import time
-from typing import Any, Iterator, List
+from typing import Any, Dict, Iterator, List
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "client" / "python"))
@@ -47,6 +47,15 @@ def remote_of(client: mla_client.Client, *models: Any) -> Any:
     return remote
 
 
+def check_device_memory(client: mla_client.Client) -> None:
+    """Unavailable, with the reason, if the client has no memory of the server's GPU: the adapter
+    would take the host's."""
+    model = client.register_model(mla_client.ModelSpec(
+        "room", mla_client.Geometry(1, 512, 64, 128, 128), layers=1, softmax_scale=0.1))
+    client.buffers(model, 1, device="cuda").release()
+    model.unregister()
+
+
 def check_features(kind: str, client: mla_client.Client, device: str) -> bool:
     """All features of one model type."""
     model = seeded.build(kind, device=device)
@@ -59,16 +68,22 @@ def check_features(kind: str, client: mla_client.Client, device: str) -> bool:
     say(f"{kind}: rows one position too late differ by {control:.2f}, bound {features.BOUND}")
     results = features.compare_all(model, assistant, device, remote_of(client, model),
                                    remote_of(client, model, assistant), say)
+    ties = max(results, key=lambda result: result.near_ties / result.positions)
+    say(f"{kind}: {sum(result.positions for result in results)} positions, E at most "
+        f"{max(result.error for result in results):.4f}, near ties at most {ties.near_ties} of "
+        f"{ties.positions}")
     return control > 2 * features.BOUND and all(result.ok for result in results)
 
 
-def check_speed(client: mla_client.Client, device: str, contexts: List[int], heads: int) -> None:
+def check_speed(clients: Dict[str, mla_client.Client], device: str, contexts: List[int],
+                heads: int) -> None:
     """The table of one model."""
     model = seeded.build("deepseek_v3", device=device, dtype=torch.bfloat16, hidden_size=1024,
                          num_attention_heads=heads, num_key_value_heads=heads,
                          first_k_dense_replace=4)
     say(f"deepseek_v3, 4 dense layers, {heads} heads, bf16, batch 1:")
-    speed.table(model, device, contexts, remote_of(client, model), say)
+    speed.table(model, device, contexts,
+                {name: remote_of(client, model) for name, client in clients.items()}, say)
 
 
 def main() -> int:
@@ -84,6 +99,9 @@ def main() -> int:
     parser.add_argument("--heads", nargs="*", type=int, default=[16, 128])
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--spin-us", type=int, default=20, help="of the client")
+    parser.add_argument("--device-mib", type=int, default=0,
+                        help="of the server's GPU for tensors: with some, features use it, and the "
+                             "table has both kinds of memory")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     say(f"transformers {transformers.__version__}, torch {torch.__version__}, models on "
@@ -91,15 +109,24 @@ def main() -> int:
     failed = signatures.differences(signatures.read())
     for difference in failed:
         say(f"signature: {difference}")
-    with ServerProcess(args.server, ["--kv-cache-bytes=2GiB", *args.server_arg]) as server, \
-            mla_client.Client.connect(server.target, transport=args.transport,
-                                      spin_us=args.spin_us, lease_ms=60_000) as client:
+    server_args = ["--kv-cache-bytes=2GiB", *args.server_arg]
+    if args.device_mib:
+        server_args[1:1] = ["--shm-total-bytes=1GiB", f"--shm-device-bytes={args.device_mib}MiB"]
+    with ServerProcess(args.server, server_args) as server, contextlib.ExitStack() as stack:
+        clients = {"server" if not mib else "in place": stack.enter_context(
+            mla_client.Client.connect(server.target, transport=args.transport, lease_ms=60_000,
+                                      spin_us=args.spin_us, device_bytes=mib << 20))
+                   for mib in sorted({0, args.device_mib})}
+        client = list(clients.values())[-1]
         backend = client.server_info().backend
-        say(f"backend {backend.name} on {backend.device}, transport {client.transport}")
+        say(f"backend {backend.name} on {backend.device}, transport {client.transport}, "
+            f"{args.device_mib} MiB of its GPU for tensors")
+        if args.device_mib:
+            check_device_memory(client)
         failed += [kind for kind in args.models if not check_features(kind, client, args.device)]
         if args.contexts:
             for heads in args.heads:
-                check_speed(client, args.device, args.contexts, heads)
+                check_speed(clients, args.device, args.contexts, heads)
     say(f"check: {'FAILED: ' + ', '.join(failed) if failed else 'ok'}")
     return 1 if failed else 0
 

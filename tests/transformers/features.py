@@ -119,6 +119,8 @@ def replayed(model: Any, inputs: Dict, remote: Callable, name: str, **options: A
     result = Result(name)
     result.same = (torch.equal(local.sequences, got.sequences)
                    and len(local.logits) == len(got.logits))
+    if getattr(local, "beam_indices", None) is not None:
+        result.same = result.same and torch.equal(local.beam_indices, got.beam_indices)
     if result.same:
         judge(result, torch.cat(local.logits), torch.cat(got.logits))
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import transformers
@@ -58,9 +58,9 @@ def _try(model: Any, cache: Any, device: str, say: Callable[[str], None]) -> Opt
         cache.crop(length - cache.get_seq_length())
 
 
-def _row(model: Any, device: str, context: int, remote: Callable,
+def _row(model: Any, device: str, context: int, remotes: List[Callable],
          say: Callable[[str], None]) -> List[Optional[float]]:
-    """sdpa prefill, server prefill; eager, sdpa, server decode; of one context."""
+    """Prefill by sdpa and each server; decode by eager, sdpa and each server; of one context."""
     model.set_attn_implementation("sdpa")
     _fill(model, transformers.DynamicCache(config=model.config), min(context, 2 * CHUNK), device)
     cache, seconds = _fill(model, transformers.DynamicCache(config=model.config), context, device)
@@ -68,20 +68,25 @@ def _row(model: Any, device: str, context: int, remote: Callable,
     model.set_attn_implementation("eager")
     eager = _try(model, cache, device, say)
     del cache
-    with remote() as attachment:
-        _fill(model, attachment.cache(), min(context, 2 * CHUNK), device)
-        remote_cache, remote_seconds = _fill(model, attachment.cache(), context, device)
-        served = _decode(model, remote_cache, device)
-        remote_cache.release()
-    return [context / seconds, context / remote_seconds, eager, sdpa, served]
+    filled, decoded = [context / seconds], [eager, sdpa]
+    for remote in remotes:
+        with remote() as attachment:
+            _fill(model, attachment.cache(), min(context, 2 * CHUNK), device)
+            remote_cache, seconds = _fill(model, attachment.cache(), context, device)
+            filled.append(context / seconds)
+            decoded.append(_decode(model, remote_cache, device))
+            remote_cache.release()
+    return [*filled, *decoded]
 
 
-def table(model: Any, device: str, contexts: List[int], remote: Callable,
+def table(model: Any, device: str, contexts: List[int], remotes: Dict[str, Callable],
           say: Callable[[str], None]) -> None:
-    """Prints a line a context."""
-    say(f"{'':<9}{'prefill, tokens/s':>24}{'decode, tokens/s':>36}")
-    say(f"{'context':<9}{'sdpa':>12}{'server':>12}{'eager':>12}{'sdpa':>12}{'server':>12}")
+    """Prints a line a context. `remotes`: by name, contexts in which the attention is remote."""
+    say(f"{'':<9}{'prefill, tokens/s':>{12 + 12 * len(remotes)}}"
+        f"{'decode, tokens/s':>{24 + 12 * len(remotes)}}")
+    say(f"{'context':<9}" + "".join(f"{name:>12}" for name in (
+        "sdpa", *remotes, "eager", "sdpa", *remotes)))
     for context in contexts:
-        row = _row(model, device, context, remote, say)
+        row = _row(model, device, context, list(remotes.values()), say)
         say(f"{context:<9}" + "".join(f"{'no room':>12}" if value is None else f"{value:>12.1f}"
                                       for value in row))

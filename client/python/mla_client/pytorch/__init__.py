@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,43 +25,72 @@ def tensor_of(array: npt.NDArray) -> torch.Tensor:
 class Sender:
     """Sends the attention of one layer after another, all in one profile with queries. Tensors
     travel as bf16 if they are bf16, else as float32; they are written into the transport's own
-    memory where it has room. Belongs to one thread at a time."""
+    memory where it has room, those of a GPU into the server's GPU if the client has asked for
+    memory there (`device_bytes` of Client.connect). Belongs to one thread at a time."""
 
     def __init__(self, model: Model, profile: Profile = Profile.EXPANDED) -> None:
         self._model = model
         self._profile = profile
         self._buffers: Optional[Buffers] = None
-        self._stream: Any = None  # that the buffers belong to
+        self._tensors: Tuple[torch.Tensor, ...] = ()  # kv, q and o of the buffers
+        self._shape: Any = None   # that they have room for
+        self._stream: Any = None  # of steps, that the buffers belong to
+        self._used: Any = None    # GPU stream that has used buffers of a GPU last
 
     def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """q [rows, heads, nope + rope], kv [rows, lora + rope] -> o [rows, heads, v] on the device
         and of the type of q; with ABSORBED q [rows, heads, lora + rope] -> o [rows, heads, lora].
         """
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
-        buffers = self._room(len(q), dtype, step)
-        assert buffers.kv is not None and buffers.q is not None and buffers.o is not None
-        tensor_of(buffers.q).copy_(q)
-        tensor_of(buffers.kv).copy_(kv)
+        buffers = self._room(len(q), dtype, q.is_cuda, step)
+        own_kv, own_q, own_o = self._tensors
+        if own_q.is_cuda:
+            buffers.stream = self._follow(own_q.device)
+        own_q.copy_(q)
+        own_kv.copy_(kv)
         step.attend(layer, buffers.q, buffers.kv, self._profile, out=buffers)
-        # A copy even on the CPU: the next layer writes to the same memory.
-        return tensor_of(buffers.o).to(device=q.device, dtype=q.dtype, copy=True)
+        # A copy even on one device: the next layer writes to the same memory.
+        return own_o.to(device=q.device, dtype=q.dtype, copy=True)
 
     def release(self) -> None:
         """Gives the memory back."""
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            buffers.release()
+        buffers, self._buffers, self._tensors, self._shape = self._buffers, None, (), None
+        if buffers is None:
+            return
+        if self._used is not None:  # others may get the memory, and use it on other streams
+            self._used.synchronize()
+            self._used = None
+        buffers.release()
 
-    def _room(self, rows: int, dtype: DType, step: Step) -> Buffers:
+    def _room(self, rows: int, dtype: DType, gpu: bool, step: Step) -> Buffers:
         """Buffers of so many rows: those of the last call if they fit. A stream that broke took its
         memory along."""
-        buffers = self._buffers
-        if (buffers is None or buffers.q is None or len(buffers.q) != rows
-                or buffers.dtype != dtype or self._stream is not step._handle):
+        shape = rows, dtype, gpu
+        if self._buffers is None or self._shape != shape or self._stream is not step._handle:
             self.release()
-            buffers = self._model.service.buffers(self._model, rows, self._profile, dtype=dtype,
-                                                  o_dtype=dtype)
-            if buffers.kv is None or buffers.q is None or buffers.o is None:
+            made = self._make(rows, dtype, gpu)
+            if made.kv is None or made.q is None or made.o is None:
                 raise errors.Internal("buffers of a profile with queries lack tensors")
-            self._buffers, self._stream = buffers, step._handle
-        return buffers
+            on_gpu = made.place is not None and made.place.on_device
+            self._tensors = tuple(torch.from_dlpack(array) if on_gpu else tensor_of(array)
+                                  for array in (made.kv, made.q, made.o))
+            self._buffers, self._shape, self._stream = made, shape, step._handle
+        return self._buffers
+
+    def _make(self, rows: int, dtype: DType, gpu: bool) -> Buffers:
+        service = self._model.service
+        if gpu:
+            try:
+                return service.buffers(self._model, rows, self._profile, dtype=dtype,
+                                       o_dtype=dtype, device="cuda")
+            except (errors.Unavailable, errors.ResourceExhausted):
+                pass  # none there, or too little: through the host
+        return service.buffers(self._model, rows, self._profile, dtype=dtype, o_dtype=dtype)
+
+    def _follow(self, device: torch.device) -> int:
+        """Handle of the GPU stream that writes the tensors, behind the one that used them last."""
+        stream = torch.cuda.current_stream(device)
+        if self._used is not None and self._used != stream:
+            stream.wait_stream(self._used)
+        self._used = stream
+        return int(stream.cuda_stream)
