@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import os
+import random
 import time
 import types
 import unittest
@@ -269,6 +270,24 @@ class EngineTest(unittest.TestCase):
         engine.requests["a"].computed = 3  # nor are rows dropped: no one said that they are wrong
         with self.assertRaisesRegex(mla_client.FailedPrecondition, "3 tokens .* 5 on the server"):
             engine.run({"a": 1})
+
+    def test_schedules_drawn_at_random(self):
+        drawn = random.Random(5)
+        engine = self.engine()
+        for _ in range(100):
+            for name, request in list(engine.requests.items()):
+                if request.req_pool_idx and (request.computed == 12 or drawn.random() < 0.1):
+                    engine.finish(name, again=drawn.random() < 0.5)
+            drawn.shuffle(engine.runner.req_to_token_pool.free_slots)
+            rows = {}
+            for name in drawn.sample("abc", drawn.randint(1, 3)):
+                if name not in engine.requests:
+                    engine.texts[name] = [drawn.randrange(50) for _ in range(12)]
+                left = 12 - getattr(engine.requests.get(name), "computed", 0)
+                rows[name] = drawn.choice((1, drawn.randint(1, left)))
+            self.check(engine, engine.run(rows))
+            alive = [request.computed for request in engine.requests.values() if request.computed]
+            self.assertEqual(self.sequences(), sorted(alive))
 
     def test_requests_that_end_are_released_without_a_pass(self):
         with mock.patch.object(requests, "LOOK_S", 0.02):
