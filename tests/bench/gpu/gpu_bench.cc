@@ -6,9 +6,11 @@
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
-//             [--json FILE]
+//             [--whole 1] [--json FILE]
 //
 // --compute fp8: products over 8-bit rows are of 8 bits too, where there is a kernel for that.
+// --whole: requests are not cut where others are as long, so that nothing is merged and the time is
+// that of the attention kernel alone.
 // --sparse: each query row has an index list of so many random positions, ascending, or of all.
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS, microseconds
@@ -42,11 +44,12 @@ constexpr int32_t kPage = 64;
 constexpr int32_t kRowDim = 576;
 constexpr int64_t kQueryBytes = kRowDim * sizeof(Bf16);
 constexpr int64_t kFlushBytes = int64_t{256} << 20;
+constexpr int32_t kNeverCutRows = 1 << 24;  // an item's overhead that no cut is worth
 
 struct Flags {
   std::vector<int32_t> heads{16, 128}, batch{1, 16, 64, 128}, context{1024, 4096, 16384, 65536};
   int32_t iterations = 30;
-  bool ragged = false;
+  bool ragged = false, whole = false;
   int32_t query_rows = 1;
   double max_gb = 20.0;
   std::string kv = "bf16";  // format of the rows
@@ -314,7 +317,9 @@ absl::Status Bench::Time(const Shape& shape) {
         {flags_.query_rows, sparse ? std::min(n, flags_.top_k) : n, shape.heads, !sparse});
   }
   if (flags_.top_k > 0) MakeLists(shape);
-  auto plan = planner_.Build(requests, backend_->Traits(desc), *buffers_);
+  kernels::PlanTraits traits = backend_->Traits(desc);
+  if (flags_.whole) traits.item_overhead_rows = kNeverCutRows;
+  auto plan = planner_.Build(requests, traits, *buffers_);
   if (!plan.ok()) return plan.status();
   std::vector<int64_t> times, launches;
   s = Repeat(shape, *plan, false, &times);
@@ -337,11 +342,11 @@ absl::Status Bench::Time(const Shape& shape) {
   std::fflush(stdout);
   rows_.push_back(absl::StrFormat(
       R"({"bench": "gpu_decode", "kv": "%s", "compute": "%s", "heads": %d, "batch": %d, )"
-      R"("context": %d, "ragged": %s, "query_rows": %d, "us": %.1f, "least_us": %.1f, )"
-      R"("tflops": %.0f, "launch_us": %.1f})",
+      R"("context": %d, "ragged": %s, "query_rows": %d, "merged_tiles": %d, "us": %.1f, )"
+      R"("least_us": %.1f, "tflops": %.0f, "launch_us": %.1f})",
       flags_.kv, flags_.compute, shape.heads, shape.batch, shape.context,
-      flags_.ragged ? "true" : "false", flags_.query_rows, us, static_cast<double>(times[0]) / 1e3,
-      flop / us / 1e6, launch_us));
+      flags_.ragged ? "true" : "false", flags_.query_rows, plan->reduce_final_map.size(), us,
+      static_cast<double>(times[0]) / 1e3, flop / us / 1e6, launch_us));
   return absl::OkStatus();
 }
 
@@ -352,7 +357,8 @@ int Main(int argc, char** argv) {
                         {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
                         {"--max-gb", &flags.max_gb},   {"--image", &flags.image},
                         {"--json", &flags.json},       {"--kv", &flags.kv},
-                        {"--sparse", &flags.sparse},   {"--compute", &flags.compute}};
+                        {"--sparse", &flags.sparse},   {"--compute", &flags.compute},
+                        {"--whole", &flags.whole}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;
