@@ -107,6 +107,7 @@ struct Tally {
   int64_t tiles = 0;
   int64_t kv_charge = 0;  // of the KV rows of all tiles
   int64_t kv_most = 0;    // of one tile
+  int64_t kv_least = std::numeric_limits<int64_t>::max();
   // Fixed-split mode only, where the pieces are known beforehand.
   int64_t pieces = 0;
   int64_t split_tiles = 0;

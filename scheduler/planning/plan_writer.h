@@ -49,9 +49,7 @@ class PlanWriter final {
   }
 
   // Segments of one tile at most each. Most of them go into the open unit whole.
-  void PlaceOnlyTiles(std::span<const PlanSegment> segments)
-    requires(!kFixed)
-  {
+  void PlaceOnlyTiles(std::span<const PlanSegment> segments) requires(!kFixed) {
     Cursor at = at_;
     const auto count = static_cast<int32_t>(segments.size());
     for (int32_t i = 0; i < count; ++i) {
@@ -118,12 +116,17 @@ class PlanWriter final {
     // Every tile gets as many units of its own, or every unit as many whole tiles, as if all were
     // as long as the longest: in a batch of equals, cuts then fall on tile borders.
     int64_t by_border = by_share;
+    const int64_t of_unit = DivideUp(tally.tiles, sharing);
     if (tally.tiles > sharing) {
-      by_border = DivideUp(tally.tiles, sharing) * (tally.kv_most + overhead_);
+      by_border = of_unit * (tally.kv_most + overhead_);
     } else if (ChargeScale(traits) == 1) {
       const int64_t piece = DivideUp(tally.kv_most, sharing / tally.tiles);
       by_border = DivideUp(piece, granularity_) * granularity_ + overhead_;
     }
+    // Where borders leave every tile whole, no merge follows, which takes about as long as an item.
+    const bool whole =
+        2 * tally.tiles > sharing && of_unit * (tally.kv_most - tally.kv_least) <= overhead_;
+    if (whole && by_border <= by_share + overhead_) return by_border;
     // A piece far below the overhead costs more in the merge than it saves.
     return std::max(std::min(by_share, by_border), overhead_ + overhead_ / 4);
   }

@@ -24,6 +24,7 @@ void Count(const PlanSegment& segment, const PlanTraits& traits, int64_t times, 
     const int64_t charge = int64_t{tile.kv_end} * tile.weight;
     tally.kv_charge += times * charge;
     tally.kv_most = std::max(tally.kv_most, charge);
+    tally.kv_least = std::min(tally.kv_least, charge);
     if constexpr (kFixed) {
       const int64_t pieces = PiecesOf(tile, split_rows);
       tally.pieces += times * pieces;
@@ -47,6 +48,7 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
   int64_t tiles = static_cast<int64_t>(segments.size());
   int64_t kv_rows = 0;
   int32_t kv_most = 0;
+  int32_t kv_least = std::numeric_limits<int32_t>::max();
   int64_t negative = 0;  // its sign bit: some segment was outside some bound
   for (const PlanSegment& segment : segments) {
     const int64_t heads = segment.num_heads;
@@ -59,10 +61,12 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
     }
     kv_rows += segment.kv_rows;
     kv_most = std::max(kv_most, segment.kv_rows);
+    kv_least = std::min(kv_least, segment.kv_rows);
   }
   tally.tiles = tiles;
   tally.kv_charge = kv_rows;
   tally.kv_most = kv_most;
+  tally.kv_least = kv_least;
   return negative >= 0 && traits.min_charged_rows == 0;
 }
 

@@ -97,6 +97,28 @@ TEST_F(PlannerTest, EqualSegmentsAreCutAtTheirBorders) {
   }
 }
 
+// As a launch of 128 heads has them on 132 units of half a tile each.
+TEST_F(PlannerTest, TilesStayWholeWhereAMergeTakesLongerThanItSaves) {
+  const PlanTraits traits{.units = 66, .tile_rows = 128, .kv_granularity = 64};
+  std::vector<PlanSegment> segments(64, {1, 16'384, 128});
+  PlanView view = Plan(segments, traits);
+  EXPECT_EQ(view.work_info.size(), 64u);
+  EXPECT_EQ(view.partial_rows, 0);
+  // Lengths that differ by less than an item's overhead.
+  for (size_t i = 0; i < segments.size(); ++i) segments[i].kv_rows -= static_cast<int32_t>(i);
+  view = Plan(segments, traits);
+  EXPECT_EQ(view.work_info.size(), 64u);
+  EXPECT_EQ(view.partial_rows, 0);
+  // By more: whole tiles are not to be had, so rows are shared evenly.
+  segments[0].kv_rows -= 4096;
+  EXPECT_GT(Plan(segments, traits).partial_rows, 0);
+  // So long that two units without work are more than a merge.
+  segments.assign(64, {1, 65'536, 128});
+  view = Plan(segments, traits);
+  EXPECT_GT(view.partial_rows, 0);
+  EXPECT_LE(planner_.last_imbalance(), 1.01);
+}
+
 // The example that docs/internals/plan.md draws.
 TEST_F(PlannerTest, TheDrawnExample) {
   const PlanView view = Plan({{1, 25, 16}, {1, 4, 16}, {1, 13, 16}},
