@@ -34,8 +34,7 @@ class E4m3RowsGroup {
     const RowSource<C::kAttention> source(args, item);
     scorer.begin(item, state);
     const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
-    const typename Scorer::Tiles places{source.begin, source.end,
-                                        L::kLists ? source.end : item.limit(0), index, share};
+    const typename Scorer::Tiles places(source, item, index, share);
     // Tiles whose keys are all seen. Values of others may be no numbers; lists may name such ones
     // anywhere.
     const int plain = places.unmasked_end >= source.end && !L::kLists

@@ -2,8 +2,8 @@
 #ifndef MLA_KERNELS_HIP_SM90_E4M3_ROWS_SCORER_H_
 #define MLA_KERNELS_HIP_SM90_E4M3_ROWS_SCORER_H_
 
-#include "kernels/hip/sm90/e4m3/queries.h"
 #include "kernels/hip/sm90/e4m3/rows_layout.h"
+#include "kernels/hip/sm90/e4m3/scores.h"
 
 namespace mla::kernels::hip {
 
@@ -11,28 +11,21 @@ namespace mla::kernels::hip {
 // 2^(x - origin + kShift), have that power as a factor, and their sum leaves it out. The origin
 // follows the largest x once that has grown by more than kSlack; the groups hand it to and fro.
 template <class C>
-class E4m3RowsScorer {
+class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
  public:
   using L = E4m3RowsLayout<C>;
+  using Base = E4m3Scores<C, L>;
+  using typename Base::Tiles;
 
   struct State {
     float origin[2], sum[2];  // of this group's tiles and this lane's keys
-    float scale[2];           // from scores to logits, as powers of two
-    bool positive;            // both
-  };
-  // Places of the item, and which one it is.
-  struct Tiles {
-    int begin, end, unmasked_end, index, share;
+    typename Base::Scale scale;
   };
 
   const int group;
 
   MLA_DEVICE E4m3RowsScorer(const AttendArgs& a, const L& layout)
-      : group(tile::wave_index() >> 2),
-        args(a),
-        shared(layout),
-        warp(tile::wave_index() & 3),
-        lane(tile::lane_index()) {}
+      : Base(a, layout), group(tile::wave_index() >> 2) {}
 
   MLA_DEVICE void begin(const Item& item, State& state) const {
 #pragma unroll
@@ -45,9 +38,7 @@ class E4m3RowsScorer {
     E4m3Queries<C, L>::write(shared, item, scale, tile::wave_index(), lane);
     tile::publish_shared();
     tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();
-    state.scale[0] = query_scale(0);
-    state.scale[1] = query_scale(1);
-    state.positive = state.scale[0] > 0.0f && state.scale[1] > 0.0f;
+    state.scale.read(*this);
   }
 
   // Tile t of an item, `number` of all: from scores to probabilities for both groups.
@@ -59,7 +50,11 @@ class E4m3RowsScorer {
     KeyScales of_keys;
     read_key_scales(slot, of_keys);
     float top[2];
-    take_scores(tiles, slot, tiles.begin + t * C::kTileKv, of_keys, state, s, top);
+    // From scores to logits, to which the logarithms of the keys' powers are added.
+    take_scores(tiles, slot, tiles.begin + t * C::kTileKv, state.scale, s, top,
+                [&](float x, int h, int j, int i) {
+                  return fma_f(x, state.scale.rest(h), of_keys.exponent(j, i));
+                });
     float before[2] = {negative_infinity(), negative_infinity()};
     if (t > 0) {
       tile::barrier_wait(shared.published(group ^ 1), (number - 1) >> 1 & 1);
@@ -98,11 +93,9 @@ class E4m3RowsScorer {
   }
 
  private:
-  using lds_t = tile::lds_t;
-  using Source = RowSource<C::kAttention>;
-  using Rows = WarpgroupRows<C::kTileKv>;
-  using Scores = typename Rows::Scores;
-  static constexpr int kScores = Rows::kScoreElems;
+  using Base::args, Base::shared, Base::warp, Base::lane;
+  using Base::kScores, Base::row, Base::take_scores, Base::store_old_factors;
+  using typename Base::lds_t, typename Base::Rows, typename Base::Scores;
   static constexpr float kShift = 7.0f;  // with kSlack, below binary16's largest
   static constexpr float kSlack = 8.0f;
   static constexpr int kGroupsBarrier = 1;
@@ -115,11 +108,6 @@ class E4m3RowsScorer {
     origin[0] = tile::load_float(at + row(0) * 4);
     origin[1] = tile::load_float(at + row(1) * 4);
   }
-  MLA_DEVICE float query_scale(int slot) const {
-    return tile::load_float(shared.query_scale() + row(slot) * 4);
-  }
-  MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
-
   // Blocks of columns have scales of their own: the sum of the blocks so far is brought to the
   // scale of the next one (E4m3RowsLayout::block_scales).
   MLA_DEVICE void score_blocks(int slot, float (&s)[kScores]) const {
@@ -190,58 +178,8 @@ class E4m3RowsScorer {
     }
   }
 
-  // From scores to logits, to which the logarithms of the keys' powers are added, and their maxima.
-  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const KeyScales& keys,
-                              const State& state, Scores& s, float (&top)[2]) const {
-    if (!state.positive) {
-      // Or the maximum would not be that of the logits.
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) s.c[i] *= state.scale[i >> 1 & 1];
-    }
-    if (L::kLists) hide_unseen(slot, s);
-    if (first + C::kTileKv > tiles.unmasked_end) hide(tiles, first, s);
-    float most[2][2];  // of two keys each
-#pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = s.c[4 * j + i];
-        x = fma_f(x, rest_of_scale(state, i >> 1), keys.exponent(j, i));
-        most[i >> 1][i & 1] = j == 0 ? x : max_f(most[i >> 1][i & 1], x);
-      }
-    }
-    top[0] = max_f(max_f(most[0][0], most[0][1]), negative_infinity());
-    top[1] = max_f(max_f(most[1][0], most[1][1]), negative_infinity());
-  }
   // Of a lane, the first of its two keys of eight.
   MLA_DEVICE int key(int eight) const { return 8 * eight + 2 * (lane & 3); }
-
-  MLA_DEVICE void hide(const Tiles& tiles, int first, Scores& s) const {
-    const Item item = load_item<L::kRows>(args, tiles.index, tiles.share);
-    int limit[2];
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const int p = row(slot);
-      limit[slot] = !L::kLists && p < item.rows ? item.limit(p) : tiles.end;
-    }
-    Rows::hide(s, limit, first, lane);
-  }
-  MLA_DEVICE void hide_unseen(int slot, Scores& s) const {
-    float words[2];
-    tile::load_two_floats(words, shared.seen(slot));
-    const uint32_t seen[2] = {float_to_bits(words[0]), float_to_bits(words[1])};
-    if ((seen[0] & seen[1]) == ~0u) return;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int at = (i >> 2 & 3) * 8 + 2 * (lane & 3) + (i & 1);
-      s.c[i] = (seen[i >> 4] >> at & 1) != 0 ? s.c[i] : negative_infinity();
-    }
-  }
-
-  // What brings scores to logits, where they are not those already.
-  MLA_DEVICE static float rest_of_scale(const State& state, int slot) {
-    return state.positive ? state.scale[slot] : 1.0f;
-  }
 
   // From the maxima of a tile to origins, which may follow; `before`: origins of the tile before.
   MLA_DEVICE void move_origins(int tile_slot, const float (&before)[2], float (&top)[2],
@@ -257,13 +195,9 @@ class E4m3RowsScorer {
       state.sum[slot] *= exp2_fast(state.origin[slot] - finite(next));
       state.origin[slot] = next;
       moved |= follows;
-      if ((lane & 3) == 0) {
-        tile::store_float(shared.origin(tile_slot) + row(slot) * 4, next);
-        tile::store_float(shared.old_factor(tile_slot) + row(slot) * 4, old_factor[slot]);
-      }
+      if ((lane & 3) == 0) tile::store_float(shared.origin(tile_slot) + row(slot) * 4, next);
     }
-    const bool any = tile::any(moved);
-    if (lane == 0) tile::store_word(shared.moved(tile_slot) + warp * 4, any ? 1u : 0u);
+    store_old_factors(tile_slot, old_factor, moved);
   }
 
   MLA_DEVICE void make_probabilities(const KeyScales& keys, State& state, Scores& s) const {
@@ -286,10 +220,6 @@ class E4m3RowsScorer {
           tile::pack_f16(s.c[i + 4], s.c[i + 5]), tile::pack_f16(s.c[i + 6], s.c[i + 7]));
     }
   }
-
-  const AttendArgs& args;
-  const L shared;
-  const int warp, lane;
 };
 
 }  // namespace mla::kernels::hip

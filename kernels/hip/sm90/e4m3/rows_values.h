@@ -2,46 +2,27 @@
 #ifndef MLA_KERNELS_HIP_SM90_E4M3_ROWS_VALUES_H_
 #define MLA_KERNELS_HIP_SM90_E4M3_ROWS_VALUES_H_
 
-#include "kernels/hip/common/item.h"
+#include "kernels/hip/sm90/e4m3/columns.h"
 #include "kernels/hip/sm90/e4m3/rows_layout.h"
 
 namespace mla::kernels::hip {
 
-// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers: values are read
-// transposed in pairs of bytes and widened to binary16, so that of 16 keys and 16 columns lane l
-// has keys 2 (l % 4), the next, and eight further of each, at columns 2 (l / 4) and the next. Even
-// columns are rows l / 4 of the operand and odd ones eight further.
+// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16.
 template <class C>
-class E4m3RowsValues {
+class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
  public:
   using L = E4m3RowsLayout<C>;
-  static constexpr int kBlocks = C::kLora / 2 / 64;  // of 64 columns, of a group
-  static constexpr int kProduct = 32;                // accumulators of 64 x 64, of a thread
+  using Base = E4m3Columns<C, L>;
+  using Base::clear, Base::kBlocks, Base::kProduct;
 
   MLA_DEVICE E4m3RowsValues(const AttendArgs& a, const L& layout)
-      : args(a),
-        shared(layout),
-        group(tile::wave_index() >> 2),
-        warp(tile::wave_index() & 3),
-        lane(tile::lane_index()) {}
-
-  MLA_DEVICE static void clear(float (&o)[kBlocks][kProduct]) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kProduct; ++i) o[b][i] = 0.0f;
-    }
-  }
+      : Base(a, layout, tile::wave_index() >> 2) {}
 
   // Adds tile `number` once its probabilities are there.
   MLA_DEVICE void add(uint32_t number, bool hide, float (&o)[kBlocks][kProduct]) const {
     const int slot = static_cast<int>(number % L::kSlots);
     tile::barrier_wait(shared.published(static_cast<int>(number & 1)), number >> 1 & 1);
-    const Chunk moved = tile::load_chunk_shared(shared.moved(slot));
-    if ((moved.w[0] | moved.w[1] | moved.w[2] | moved.w[3]) != 0) {
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) scale_by(shared.old_factor(slot), o[b]);
-    }
+    Base::follow_origins(slot, o);
     const uint64_t p = tile::along_rows(shared.probabilities(static_cast<int>(number & 1)));
     if (hide) {
       add_blocks<true>(slot, p, o);
@@ -55,50 +36,22 @@ class E4m3RowsValues {
   }
 
   MLA_DEVICE void finish(const Item& item, const float (&o)[kBlocks][kProduct]) const {
-    const bool aligned = aligned_results(args, item, 2);
-#pragma unroll
-    for (int j = 0; j < L::kRows / 8; ++j) {
+    Base::store_results(item, o, [this](int j, float(&by)[2]) {
       float sums[2][2];
       tile::load_two_floats(sums[0], shared.sums(0) + row(j, 0) * 4);
       tile::load_two_floats(sums[1], shared.sums(1) + row(j, 0) * 4);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int p = row(j, e);
-        if (p >= item.rows) continue;
         const float sum = sums[0][e] + sums[1][e];
-        const float by = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const RowTarget target(args, item, p, C::kLora);
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          // A row without keys gives zeros whatever values it has met.
-          const float run[2] = {by == 0.0f ? 0.0f : o[b][4 * j + e] * by,
-                                by == 0.0f ? 0.0f : o[b][4 * j + 2 + e] * by};
-          store_run(target.base, target.index + column(b) + 2 * (lane >> 2), run, target.f32,
-                    aligned);
-        }
+        by[e] = sum == 0.0f ? 0.0f : 1.0f / sum;
       }
-    }
+    });
   }
 
  private:
-  using lds_t = tile::lds_t;
+  using Base::column, Base::row;
+  using Base::shared, Base::lane;
   static constexpr int kSteps = L::kKeys / 16;  // of a tile
-
-  // First of the 16 columns that a warp multiplies in a block.
-  MLA_DEVICE int column(int block) const { return group * (C::kLora / 2) + block * 64 + warp * 16; }
-  // Packed row of accumulators 4 j + e and 4 j + 2 + e.
-  MLA_DEVICE int row(int j, int e) const { return 8 * j + 2 * (lane & 3) + e; }
-
-  // By a factor of each packed row.
-  MLA_DEVICE void scale_by(lds_t factors, float (&x)[kProduct]) const {
-#pragma unroll
-    for (int j = 0; j < L::kRows / 8; ++j) {
-      float by[2];
-      tile::load_two_floats(by, factors + row(j, 0) * 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[4 * j + i] *= by[i & 1];
-    }
-  }
 
   template <bool kHide>
   MLA_DEVICE void add_blocks(int slot, uint64_t probabilities,
@@ -111,7 +64,8 @@ class E4m3RowsValues {
         for (int step = 0; step < kSteps; ++step) {
           tile::load_two_floats(
               ratios[step],
-              shared.ratios(slot, step, group * (L::kBlocks / 2) + block / 2) + (lane & 3) * 8);
+              this->shared.ratios(slot, step, this->group * (L::kBlocks / 2) + block / 2) +
+                  (this->lane & 3) * 8);
         }
       }
       read<kHide>(slot, column(block) / 16, ratios, operand[block % 2]);
@@ -165,10 +119,6 @@ class E4m3RowsValues {
     const uint32_t nan = (((pair & 0x7c007c00u) + 0x04000400u) >> 15 & 0x00010001u) * 0xffffu;
     return pair & ~nan;
   }
-
-  const AttendArgs& args;
-  const L shared;
-  const int group, warp, lane;
 };
 
 }  // namespace mla::kernels::hip

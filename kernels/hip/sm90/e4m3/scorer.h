@@ -2,7 +2,7 @@
 #ifndef MLA_KERNELS_HIP_SM90_E4M3_SCORER_H_
 #define MLA_KERNELS_HIP_SM90_E4M3_SCORER_H_
 
-#include "kernels/hip/sm90/e4m3/queries.h"
+#include "kernels/hip/sm90/e4m3/scores.h"
 
 namespace mla::kernels::hip {
 
@@ -11,12 +11,12 @@ namespace mla::kernels::hip {
 // is summed over tiles counts from an origin that follows the largest logit once that has grown by
 // more than kSlack; the factor between the two goes with the probabilities.
 template <class C>
-class E4m3Scorer {
+class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
  public:
   using L = E4m3Layout<C>;
+  using Base = E4m3Scores<C, L>;
 
-  MLA_DEVICE E4m3Scorer(const AttendArgs& a, const L& layout)
-      : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
+  MLA_DEVICE E4m3Scorer(const AttendArgs& a, const L& layout) : Base(a, layout) {}
 
   // The item is read again for its results, rather than held in registers meanwhile.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
@@ -26,14 +26,11 @@ class E4m3Scorer {
       state.origin[slot] = negative_infinity();
       state.sum[slot] = state.coded[slot] = 0.0f;
     }
-    const Source source(args, item);
+    const RowSource<C::kAttention> source(args, item);
     Held held;
     if (source.begin < source.end) bring_queries(item, held);
-    state.scale[0] = query_scale(0);
-    state.scale[1] = query_scale(1);
-    state.positive = state.scale[0] > 0.0f && state.scale[1] > 0.0f;
-    const Tiles tiles{source.begin, source.end, L::kLists ? source.end : item.limit(0), index,
-                      share};
+    state.scale.read(*this);
+    const Tiles tiles(source, item, index, share);
     for (int first = tiles.begin; first < tiles.end; first += C::kTileKv) {
       attend_tile(tiles, first, held, state);
     }
@@ -41,11 +38,9 @@ class E4m3Scorer {
   }
 
  private:
-  using lds_t = tile::lds_t;
-  using Source = RowSource<C::kAttention>;
-  using Rows = WarpgroupRows<C::kTileKv>;
-  using Scores = typename Rows::Scores;
-  static constexpr int kScores = Rows::kScoreElems;
+  using Base::args, Base::shared, Base::warp, Base::lane;
+  using Base::kScores, Base::row, Base::take_scores, Base::store_old_factors;
+  using typename Base::lds_t, typename Base::Rows, typename Base::Scores, typename Base::Tiles;
   static constexpr float kShift = 8.0f;  // 2^8 is the power of two below the largest code
   static constexpr float kSlack = 8.0f;
   static constexpr int kGroupBarrier = 1;
@@ -54,8 +49,7 @@ class E4m3Scorer {
     float origin[2];
     // Of probabilities: as they were, of this lane's keys, and as codes, of the row.
     float sum[2], coded[2];
-    float scale[2];  // from scores to logits, as powers of two
-    bool positive;   // both
+    typename Base::Scale scale;
   };
 
   // The first columns of the queries as operands in registers: keys are then all that these
@@ -67,15 +61,6 @@ class E4m3Scorer {
     float from[2], factor[2];  // what probabilities count from, and what brings them to the origin
     float of[2] = {0.0f, 0.0f};
   };
-  // Places of the item, and which one it is.
-  struct Tiles {
-    int begin, end, unmasked_end, index, share;
-  };
-
-  MLA_DEVICE float query_scale(int slot) const {
-    return tile::load_float(shared.query_scale() + row(slot) * 4);
-  }
-  MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
 
   MLA_DEVICE void bring_queries(const Item& item, Held& held) const {
     tile::named_sync<kGroupBarrier, L::kGroupThreads>();  // the last item's are no longer needed
@@ -101,7 +86,7 @@ class E4m3Scorer {
     tile::wgmma_wait<0>();
     tile::pin(s.c);
     float top[2];
-    take_scores(tiles, slot, first, state, s, top);
+    take_scores(tiles, slot, first, state.scale, s, top, [](float x, int, int, int) { return x; });
     TileSums sums;
     move_origins(slot, top, sums, state);
     // What was published here before is no longer needed.
@@ -161,55 +146,6 @@ class E4m3Scorer {
     tile::wgmma_commit();
   }
 
-  // Hides scores that are not seen, and takes the maxima.
-  MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const State& state,
-                              Scores& s, float (&top)[2]) const {
-    if (!state.positive) {
-      // Or the maximum would not be that of the logits.
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) s.c[i] *= state.scale[i >> 1 & 1];
-    }
-    if (L::kLists) hide_unseen(slot, s);
-    if (first + C::kTileKv > tiles.unmasked_end) hide(tiles, first, s);
-    float most[2][2];  // of two keys each
-#pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = s.c[4 * j + i];
-        most[i >> 1][i & 1] = j == 0 ? x : max_f(most[i >> 1][i & 1], x);
-      }
-    }
-    top[0] = max_f(max_f(most[0][0], most[0][1]), negative_infinity());
-    top[1] = max_f(max_f(most[1][0], most[1][1]), negative_infinity());
-  }
-  MLA_DEVICE void hide(const Tiles& tiles, int first, Scores& s) const {
-    const Item item = load_item<L::kRows>(args, tiles.index, tiles.share);
-    int limit[2];
-#pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      const int p = row(slot);
-      limit[slot] = !L::kLists && p < item.rows ? item.limit(p) : tiles.end;
-    }
-    Rows::hide(s, limit, first, lane);
-  }
-  MLA_DEVICE void hide_unseen(int slot, Scores& s) const {
-    float words[2];
-    tile::load_two_floats(words, shared.seen(slot));
-    const uint32_t seen[2] = {float_to_bits(words[0]), float_to_bits(words[1])};
-    if ((seen[0] & seen[1]) == ~0u) return;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int at = (i >> 2 & 3) * 8 + 2 * (lane & 3) + (i & 1);
-      s.c[i] = (seen[i >> 4] >> at & 1) != 0 ? s.c[i] : negative_infinity();
-    }
-  }
-
-  // What brings scores to logits, where they are not those already.
-  MLA_DEVICE static float rest_of_scale(const State& state, int slot) {
-    return state.positive ? state.scale[slot] : 1.0f;
-  }
-
   // From the maxima of a tile to what its probabilities count from, and what brings its sums to the
   // origin, which may follow.
   MLA_DEVICE void move_origins(int tile_slot, float (&top)[2], TileSums& sums, State& state) const {
@@ -218,7 +154,7 @@ class E4m3Scorer {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       top[slot] = Rows::row_max(top[slot]);
-      top[slot] *= rest_of_scale(state, slot);
+      top[slot] *= state.scale.rest(slot);
       const bool follows = top[slot] > state.origin[slot] + kSlack;
       const float next = follows ? top[slot] : state.origin[slot];
       const float counted = next == negative_infinity() ? 0.0f : next;
@@ -231,11 +167,9 @@ class E4m3Scorer {
       moved |= follows;
       if ((lane & 3) == 0) {
         tile::store_float(shared.factor(tile_slot) + row(slot) * 4, sums.factor[slot]);
-        tile::store_float(shared.old_factor(tile_slot) + row(slot) * 4, old_factor[slot]);
       }
     }
-    const bool any = tile::any(moved);
-    if (lane == 0) tile::store_word(shared.moved(tile_slot) + warp * 4, any ? 1u : 0u);
+    store_old_factors(tile_slot, old_factor, moved);
   }
 
   // Word 2 c + h of the codes: row h, keys 2 (lane % 4), the next, and eight further
@@ -250,7 +184,7 @@ class E4m3Scorer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float x = s.c[8 * c + 4 * (i >> 1) + 2 * h + (i & 1)];
-          p[i] = exp2_fast(fma_f(x, rest_of_scale(state, h), -sums.from[h]));
+          p[i] = exp2_fast(fma_f(x, state.scale.rest(h), -sums.from[h]));
         }
         sums.of[h] += (p[0] + p[1]) + (p[2] + p[3]);
         codes[2 * c + h] = tile::pack_e4m3(p[0], p[1], p[2], p[3]);
@@ -287,9 +221,6 @@ class E4m3Scorer {
     tile::barrier_arrive(shared.summed());
   }
 
-  const AttendArgs& args;
-  const L shared;
-  const int warp, lane;
   Ring<L::kSlots> ring;
   uint32_t items = 0;
 };

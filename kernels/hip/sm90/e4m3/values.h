@@ -2,39 +2,29 @@
 #ifndef MLA_KERNELS_HIP_SM90_E4M3_VALUES_H_
 #define MLA_KERNELS_HIP_SM90_E4M3_VALUES_H_
 
-#include "kernels/hip/common/item.h"
+#include "kernels/hip/sm90/e4m3/columns.h"
 #include "kernels/hip/sm90/e4m3/layout.h"
 
 namespace mla::kernels::hip {
 
-// One of two groups: O^T [256 columns x 64 rows] += V^T P^T. V^T is the operand in registers:
-// values are read transposed in pairs of bytes, so that of 16 keys and 16 columns lane l has keys
-// 2 (l % 4), the next, and eight further of each, at columns 2 (l / 4) and the next. Even columns
-// are rows l / 4 of the operand and odd ones eight further; probabilities have their keys in the
-// same order.
+// One of two groups: O^T [256 columns x 64 rows] += V^T P^T. V^T is the operand in registers, and
+// probabilities have their keys in its order.
 //
 // The matrix unit adds with 13 bits below the largest, so it sums the 64 keys of a tile alone;
 // those sums are added in fp32, times a factor of the tile and row.
 template <class C>
-class E4m3Values {
+class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
  public:
   using L = E4m3Layout<C>;
+  using Base = E4m3Columns<C, L>;
 
   MLA_DEVICE E4m3Values(const AttendArgs& a, const L& layout)
-      : args(a),
-        shared(layout),
-        group((tile::wave_index() >> 2) - 1),
-        warp(tile::wave_index() & 3),
-        lane(tile::lane_index()) {}
+      : Base(a, layout, (tile::wave_index() >> 2) - 1) {}
 
   // The item is read again for its results, rather than held in registers meanwhile.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
     float o[kBlocks][kProduct];
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kProduct; ++i) o[b][i] = 0.0f;
-    }
+    Base::clear(o);
     // Keys that are left, and keys until some may be hidden: lists may name such ones anywhere.
     const RowSource<C::kAttention> source(args, item);
     int left = source.end - source.begin, plain = L::kLists ? 0 : item.limit(0) - source.begin;
@@ -47,27 +37,18 @@ class E4m3Values {
   }
 
  private:
-  using lds_t = tile::lds_t;
-  static constexpr int kBlocks = C::kLora / 2 / 64;  // of 64 columns, of a group
-  static constexpr int kProduct = 32;                // accumulators of 64 x 64, of a thread
+  using Base::args, Base::shared, Base::lane;
+  using Base::kBlocks, Base::kProduct, Base::column, Base::row;
+  using typename Base::lds_t;
   static constexpr int kAllPlain = 1 << 30;
   static constexpr int kSteps = L::kKeys / 32;  // of a tile
-
-  // First of the 16 columns that a warp multiplies in a block.
-  MLA_DEVICE int column(int block) const { return group * (C::kLora / 2) + block * 64 + warp * 16; }
-  // Packed row of accumulators 4 j + e and 4 j + 2 + e.
-  MLA_DEVICE int row(int j, int e) const { return 8 * j + 2 * (lane & 3) + e; }
 
   // The next tile. `hide`: values of keys that are not seen may be no numbers.
   MLA_DEVICE void add(bool hide, float (&o)[kBlocks][kProduct]) {
     const int slot = ring.at;
     tile::barrier_wait(shared.published(slot), ring.parity);
     ring.next();
-    const Chunk moved = tile::load_chunk_shared(shared.moved(slot));
-    if ((moved.w[0] | moved.w[1] | moved.w[2] | moved.w[3]) != 0) {
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) scale_by(shared.old_factor(slot), o[b]);
-    }
+    Base::follow_origins(slot, o);
     // The scorers have seen that the slot is filled before they published.
     if (hide) {
       add_blocks<true>(slot, o);
@@ -80,17 +61,6 @@ class E4m3Values {
       tile::barrier_arrive(shared.adopted(slot));
     }
   }
-  // By a factor of each packed row.
-  MLA_DEVICE void scale_by(lds_t factors, float (&x)[kProduct]) const {
-#pragma unroll
-    for (int j = 0; j < L::kRows / 8; ++j) {
-      float by[2];
-      tile::load_two_floats(by, factors + row(j, 0) * 4);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[4 * j + i] *= by[i & 1];
-    }
-  }
-
   template <bool kHide>
   MLA_DEVICE void add_blocks(int slot, float (&o)[kBlocks][kProduct]) const {
     const uint64_t probabilities = tile::along_narrow_rows(shared.probabilities(slot));
@@ -145,31 +115,12 @@ class E4m3Values {
 
   MLA_DEVICE void finish(const Item& item, const float (&o)[kBlocks][kProduct]) {
     tile::barrier_wait(shared.summed(), items++ & 1);
-    const bool aligned = aligned_results(args, item, 2);
-#pragma unroll
-    for (int j = 0; j < L::kRows / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int p = row(j, e);
-        if (p >= item.rows) continue;
-        const float by = tile::load_float(shared.result_scale() + p * 4);
-        const RowTarget target(args, item, p, C::kLora);
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-          // A row without keys gives zeros whatever values it has met.
-          const float run[2] = {by == 0.0f ? 0.0f : o[b][4 * j + e] * by,
-                                by == 0.0f ? 0.0f : o[b][4 * j + 2 + e] * by};
-          store_run(target.base, target.index + column(b) + 2 * (lane >> 2), run, target.f32,
-                    aligned);
-        }
-      }
-    }
+    Base::store_results(item, o, [this](int j, float(&by)[2]) {
+      tile::load_two_floats(by, shared.result_scale() + row(j, 0) * 4);
+    });
     tile::barrier_arrive(shared.taken());
   }
 
-  const AttendArgs& args;
-  const L shared;
-  const int group, warp, lane;
   Ring<L::kSlots> ring;
   uint32_t items = 0;
 };
