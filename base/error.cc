@@ -16,11 +16,9 @@ constexpr absl::string_view kPayload = "mla.ErrorDetail";
 constexpr struct {
   absl::string_view key;
   std::string ErrorDetail::*at;
-} kTexts[] = {{"field", &ErrorDetail::field},
-              {"got", &ErrorDetail::got},
-              {"limit", &ErrorDetail::limit},
-              {"reason", &ErrorDetail::reason},
-              {"resource", &ErrorDetail::resource}};
+} kTexts[] = {{"field", &ErrorDetail::field},       {"got", &ErrorDetail::got},
+              {"limit", &ErrorDetail::limit},       {"reason", &ErrorDetail::reason},
+              {"resource", &ErrorDetail::resource}, {"peer", &ErrorDetail::peer}};
 
 constexpr struct {
   absl::string_view key;

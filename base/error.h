@@ -40,6 +40,7 @@ struct ErrorDetail {
   int64_t free = 0;
   int64_t bound = 0;
   BoundOwner bound_of = BoundOwner::kNone;
+  std::string peer = {};  // HOST:PORT of the server to go to
 
   friend bool operator==(const ErrorDetail&, const ErrorDetail&) = default;
 };

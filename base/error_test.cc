@@ -24,7 +24,8 @@ TEST(ErrorTest, EveryFieldComesBack) {
                            .wanted = 7,
                            .free = 3,
                            .bound = -1,
-                           .bound_of = BoundOwner::kServer};
+                           .bound_of = BoundOwner::kServer,
+                           .peer = "host:50551"};
   const absl::Status status = MakeError(absl::StatusCode::kAborted, "why", detail);
   EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
   EXPECT_EQ(status.message(), "why");

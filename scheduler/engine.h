@@ -72,6 +72,7 @@ struct SequenceInfo {
   SequenceId id = 0;
   uint64_t epoch = 0;
   int64_t length = 0;
+  int64_t lease_ms = 0;
   int64_t lease_left_ms = 0;
   bool in_step = false;
   StepId open_step = 0;
@@ -169,6 +170,13 @@ struct SequenceSelection {
 struct SequenceList {
   std::vector<SequenceInfo> sequences;
   std::vector<SequenceId> not_found;
+  std::vector<std::pair<SequenceId, std::string>> moved;  // of these, and to which server
+};
+
+// A sequence, and whose it is.
+struct TenantSequence {
+  std::string tenant;
+  SequenceInfo info;
 };
 
 // What a slower tier has, and what has passed through it.
@@ -361,7 +369,8 @@ class Engine {
   absl::StatusOr<HintAnswer> Hint(const HintArgs& args);
 
   // --- Rows out of the pool and into it (kvcache/page_moves.h).
-  // Makes a fork that holds the rows; the caller releases it. Also while the engine drains.
+  // Makes a fork that holds the rows, unless ExportArgs::in_place; the caller releases it. Also
+  // while the engine drains.
   absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
   // Reserves pages for all rows, as a step does. The sequence refuses steps, forks, matches and
   // truncations until EndImport or AbortImport, one of which must follow; until then no sequence is
@@ -421,9 +430,16 @@ class Engine {
   absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> AllocateShared(int64_t bytes,
                                                                               int32_t events);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
-  void StartDrain();
+  // `peer`, if not empty: where clients are told to go.
+  void StartDrain(const std::string& peer = "");
   // Undoes StartDrain.
   void CancelDrain();
+  // All open sequences, but for those that exports hold; by tenant and id.
+  std::vector<TenantSequence> AllSequences();
+  // Another server has the sequence as it was exported, with epoch and length of `info`: it is
+  // released, and calls that name it are told of `peer` from now on. Refused, without a change,
+  // where it is not that sequence any more, or the engine does not drain.
+  absl::Status EndHandOver(const TenantSequence& sequence, const std::string& peer);
   // For operators. Releases sequences of any tenant, as ReleaseSequences does, aborting their open
   // steps; all of the selection's. `not_found` receives absent ids.
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);

@@ -5,6 +5,7 @@
 #define MLA_SCHEDULER_LIMITS_H_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/status/status.h"
@@ -13,6 +14,9 @@ namespace mla::scheduler {
 
 // Entries of page tables count 256-byte granules of the pool in 32 bits.
 inline constexpr int64_t kMostKvCacheBytes = int64_t{1} << 40;
+
+// Of another server's address: so that an answer which names it fits a reply slot of a ring.
+inline constexpr size_t kMostPeerBytes = 128;
 
 struct Limits {
   // --- KV cache

@@ -247,6 +247,11 @@ void Server::Parts::MakeServices() {
   AdminOptions admin_options;
   admin_options.watchers = &*watchers;
   admin_options.drain = &*drain;
+  if (tls != nullptr) {
+    admin_options.connect_peer = [this](const std::string& address) {
+      return HandOver::Connect(engine.get(), *tls, boot_id, address);
+    };
+  }
   admin_options.exit = [this] {
     if (options.on_exit_request) options.on_exit_request();
   };

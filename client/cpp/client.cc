@@ -114,10 +114,12 @@ absl::Status Client::WatchStatus(uint32_t interval_ms,
   return FromGrpc(reader->Finish(), context);
 }
 
-absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit) {
+absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit,
+                                             const std::string& to) {
   v1::DrainRequest request;
   request.set_deadline_ms(deadline_ms);
   request.set_exit(exit);
+  request.set_to(to);
   return impl_->Unary<v1::DrainReply>(
       [&](auto* context, auto* reply) { return impl_->admin->Drain(context, request, reply); },
       Millis(deadline_ms));

@@ -105,7 +105,8 @@ class Client final {
   absl::Status WatchStatus(uint32_t interval_ms,
                            const std::function<bool(const v1::StatusUpdate&)>& update);
   // `deadline_ms` 0: the server's. The call itself is given that time and call_timeout_ms more.
-  absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit);
+  // `to`: HOST:PORT of a server that gets the sequences, over TLS; empty: they stay.
+  absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit, const std::string& to = "");
   // Takes new work again after a drain, or ends one that is under way.
   absl::StatusOr<v1::CancelDrainReply> CancelDrain();
   // What tenants use and may use; those of other tenants for operators. An empty request: the
@@ -142,6 +143,9 @@ class Client final {
                                         const std::string& request_id = "",
                                         const v1::Prefix& prefix = {},
                                         v1::PrefixMatch* match = nullptr);
+  // One that is open already: of another client of the tenant's, or handed over to this server. A
+  // failure with the reason "moved" names the server that has it (DetailOf(status)->peer()).
+  absl::StatusOr<Sequence> Attach(uint64_t id);
   // No ids: all of the tenant's, or only this client's.
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);

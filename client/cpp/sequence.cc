@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "client/cpp/client.h"
+#include "client/cpp/streams/errors.h"
 
 namespace mla::client {
 namespace {
@@ -68,6 +69,21 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
     }
   }
   return absl::AbortedError("steps have left other tails while this one was read");
+}
+
+absl::StatusOr<Sequence> Client::Attach(uint64_t id) {
+  const auto reply = GetSequences({id}, false);
+  if (!reply.ok()) return reply.status();
+  if (reply->sequences_size() == 1) return Sequence(this, reply->sequences(0));
+  v1::ErrorDetail detail;
+  detail.set_field("sequence_id");
+  detail.set_reason(reply->moved_size() > 0 ? "moved" : "sequence_not_found");
+  if (reply->moved_size() > 0) detail.set_peer(reply->moved(0).peer());
+  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kNotFound),
+                    reply->moved_size() > 0
+                        ? "the sequence has moved to the server at " + detail.peer()
+                        : "the sequence is not open here",
+                    detail);
 }
 
 absl::Status Sequence::Refresh() {

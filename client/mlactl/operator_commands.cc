@@ -1,5 +1,6 @@
 #include "client/mlactl/operator_commands.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -76,17 +77,41 @@ bool ReadBound(absl::string_view text, v1::QuotaBound* bound) {
 struct DrainOptions {
   uint32_t deadline_ms = 0;  // 0: the server's
   bool exit = false;
+  std::string to;  // empty: sequences stay
 };
+
+// What did not move comes first, as something is to be done about it.
+std::string HandOverText(const v1::DrainReply& reply) {
+  std::string kept;
+  int moved = 0;
+  for (const v1::HandedOver& one : reply.handed_over()) {
+    if (one.outcome() == v1::HAND_OVER_OUTCOME_MOVED) {
+      ++moved;
+      continue;
+    }
+    const std::string outcome = absl::AsciiStrToLower(
+        absl::StripPrefix(v1::HandOverOutcome_Name(one.outcome()), "HAND_OVER_OUTCOME_"));
+    absl::StrAppendFormat(&kept, "%016x  %-8s %-24s %10d rows  %s: %s\n", one.sequence_id(),
+                          outcome, one.tenant(), one.rows(), one.reason(), one.message());
+  }
+  return absl::StrCat(kept, moved, " of ", reply.handed_over_size(), " sequences moved\n");
+}
 
 int Drain(const CommonOptions& common, const DrainOptions& options) {
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
-  const auto reply = (*client)->Drain(options.deadline_ms, options.exit);
+  const auto reply = (*client)->Drain(options.deadline_ms, options.exit, options.to);
   if (!reply.ok()) return Fail(reply.status());
   const int code =
       Emit(common, ToJson(*reply),
-           absl::StrCat(reply->drained() ? "drained: " : "not drained: ", reply->message(), "\n"));
-  return code != kOk ? code : reply->drained() ? kOk : kNotServing;
+           absl::StrCat(options.to.empty() ? "" : HandOverText(*reply),
+                        reply->drained() ? "drained: " : "not drained: ", reply->message(), "\n"));
+  if (code != kOk) return code;
+  const bool left = std::any_of(
+      reply->handed_over().begin(), reply->handed_over().end(), [](const v1::HandedOver& one) {
+        return one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0;
+      });
+  return reply->drained() && !left ? kOk : kNotServing;
 }
 
 void AddDrain(Program* program) {
@@ -94,11 +119,15 @@ void AddDrain(Program* program) {
   Command command = program->Add({.name = "drain",
                                   .group = kGroup,
                                   .summary = "refuse new work and wait for open steps",
-                                  .examples = "mlactl drain --deadline-ms=60000 --exit\n"});
+                                  .examples = "mlactl drain --deadline-ms=60000 --exit\n"
+                                              "mlactl drain --to=server-b:50551\n"});
   command.Number(
       {"deadline-ms", "N", "abort what is still open after this time (default 0: the server's)"}, 0,
       86400000, &options->deadline_ms);
   command.Flag("exit", "stop the process when drained", &options->exit);
+  command.Text(
+      {"to", "HOST:PORT", "a server that gets the sequences, over TLS (default: they stay)"},
+      &options->to);
   command.Run([options](const CommonOptions& common) { return Drain(common, *options); });
 
   program

@@ -381,12 +381,23 @@ absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> Engine::AllocateSha
   return impl_->AnyThread().backend().AllocateShared(bytes, events);
 }
 
-void Engine::StartDrain() {
-  impl_->WithRole([](EngineCore& core) { core.StartDrain(); });
+void Engine::StartDrain(const std::string& peer) {
+  impl_->WithRole([&](EngineCore& core) { core.StartDrain(peer); });
 }
 
 void Engine::CancelDrain() {
   impl_->WithRole([](EngineCore& core) { core.CancelDrain(); });
+}
+
+std::vector<TenantSequence> Engine::AllSequences() {
+  return impl_->WithRole([](EngineCore& core) { return core.transfers().AllSequences(); });
+}
+
+absl::Status Engine::EndHandOver(const TenantSequence& sequence, const std::string& peer) {
+  return impl_->WithRole([&](EngineCore& core) {
+    return core.draining() ? core.transfers().EndHandOver(sequence, peer)
+                           : absl::AbortedError("the server does not drain");
+  });
 }
 
 int32_t Engine::AbortAllSteps() {

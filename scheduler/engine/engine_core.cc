@@ -214,8 +214,9 @@ void EngineCore::CloseStream(StreamId stream) {
 }
 
 absl::Status EngineCore::DrainingError() const {
-  return MakeError(absl::StatusCode::kUnavailable, "the server is draining",
-                   {.reason = "draining", .retry_after_ms = limits_.sequence_lease_ms});
+  return MakeError(
+      absl::StatusCode::kUnavailable, "the server is draining",
+      {.reason = "draining", .retry_after_ms = limits_.sequence_lease_ms, .peer = drain_peer_});
 }
 
 absl::StatusOr<Model*> EngineCore::ModelToOpen(const OpenArgs& args, const PrefixPlan& prefix) {
@@ -312,6 +313,8 @@ SequenceList EngineCore::GetSequences(const SequenceSelection& selection) {
     const Sequence* sequence = sequences_->Find(tenant, id);
     if (sequence == nullptr) {
       list.not_found.push_back(id);
+      const std::string* const peer = sequences_->MovedTo(tenant, id);
+      if (peer != nullptr) list.moved.emplace_back(id, *peer);
     } else {
       add(*sequence);
     }

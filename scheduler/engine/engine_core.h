@@ -126,8 +126,12 @@ class EngineCore {
                       std::vector<SequenceId>* not_found);
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
   absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
-  void StartDrain() { draining_ = true; }
+  void StartDrain(const std::string& peer = "") {
+    draining_ = true;
+    drain_peer_ = peer;
+  }
   void CancelDrain() { draining_ = false; }
+  bool draining() const { return draining_; }
   int32_t AbortAllSteps(const std::string& why);
   EngineStats Stats() const;
   kernels::AttentionBackend& backend() { return *backend_; }
@@ -174,6 +178,7 @@ class EngineCore {
   absl::Status BeginStep(StreamRequest* request);
   absl::Status JoinStep(Step* step, StreamRequest* request);
   absl::Status DrainingError() const;
+  absl::Status RefuseDraining(TenantKey tenant, const BeginStepArgs& args);
   absl::Status AcceptAttend(StreamRequest* request);
   // OK with *wait set: the step still has requests; the answer comes when they are done.
   absl::Status EndStep(StreamRequest* request, bool* wait);
@@ -247,6 +252,7 @@ class EngineCore {
   StreamId next_stream_ = 1;
   bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
   bool draining_ = false;
+  std::string drain_peer_;  // where sequences go; empty: nowhere
   bool collects_answers_ = false;
   LaunchReports reports_;
   AnswerList answers_;

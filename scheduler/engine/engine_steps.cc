@@ -100,6 +100,18 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request) {
   return absl::OkStatus();
 }
 
+// A sequence that has left is worth more to know than that the others will.
+absl::Status EngineCore::RefuseDraining(TenantKey tenant, const BeginStepArgs& args) {
+  for (size_t i = 0; i < args.sequences.size(); ++i) {
+    if (sequences_->MovedTo(tenant, args.sequences[i].id) == nullptr) continue;
+    return sequences_
+        ->FindOrRefuse(tenant, args.sequences[i].id,
+                       absl::StrCat("begin_step.sequences[", i, "].sequence_id"))
+        .status();
+  }
+  return DrainingError();
+}
+
 absl::Status EngineCore::BeginStep(StreamRequest* request) {
   Stream& stream = streams_.at(request->stream);
   if (!stream.row) {
@@ -112,7 +124,7 @@ absl::Status EngineCore::BeginStep(StreamRequest* request) {
   Step* existing = steps_->Lookup(tenant, request->step_id);
   if (existing != nullptr) return JoinStep(existing, request);
 
-  if (draining_) return DrainingError();
+  if (draining_) return RefuseDraining(tenant, request->begin);
   absl::StatusOr<Step*> step = opener_->Open(tenant, *request);
   if (!step.ok()) return step.status();
   return JoinStep(*step, request);

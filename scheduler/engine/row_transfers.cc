@@ -1,6 +1,8 @@
 #include "scheduler/engine/row_transfers.h"
 
 #include <algorithm>
+#include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -94,6 +96,7 @@ absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
                        absl::StrCat("0..", end, ", and the first row of a page of ", page_size),
                        "out_of_range");
   }
+  if (args.in_place) return Moving(**found, args.first_row, end - args.first_row);
   ForkArgs fork;
   fork.parent = args.id;
   fork.expected_epoch = args.expected_epoch;
@@ -101,6 +104,7 @@ absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
   fork.client_id = kExportClient;
   absl::StatusOr<Sequence*> held = sequences_->Fork(tenant, fork);
   if (!held.ok()) return held.status();
+  (*held)->exports = true;
   MovingPages pages = Moving(**held, args.first_row, end - args.first_row);
   pages.state.id = args.id;
   pages.state.epoch = args.expected_epoch;
@@ -320,6 +324,34 @@ void RowTransfers::AbortImport(const std::string& tenant, const MovingPages& pag
   sequence->imports = false;
   if (pages.opened) return sequences_->Release(sequence);
   cache_->Rollback(sequence->slot);
+}
+
+std::vector<TenantSequence> RowTransfers::AllSequences() const {
+  std::vector<TenantSequence> all;
+  for (const std::unique_ptr<Sequence>& sequence : sequences_->slots()) {
+    if (sequence == nullptr || sequence->exports) continue;
+    const TenantRef tenant = tenants_->Get(sequence->tenant);
+    all.push_back({tenant ? tenant->name() : "", sequences_->Info(*sequence)});
+  }
+  std::sort(all.begin(), all.end(), [](const TenantSequence& a, const TenantSequence& b) {
+    return std::tie(a.tenant, a.info.id) < std::tie(b.tenant, b.info.id);
+  });
+  return all;
+}
+
+absl::Status RowTransfers::EndHandOver(const TenantSequence& moved, const std::string& peer) {
+  absl::StatusOr<Sequence*> found =
+      sequences_->FindIdle(tenants_->Find(moved.tenant), moved.info.id, moved.info.epoch);
+  if (!found.ok()) return found.status();
+  if (cache_->length((*found)->slot) != moved.info.length) {
+    return MakeError(absl::StatusCode::kAborted, "the sequence got rows while it was handed over",
+                     {.field = "sequence_id",
+                      .got = absl::StrCat(moved.info.id),
+                      .limit = "a sequence that stays while its rows move",
+                      .reason = "changed_meanwhile"});
+  }
+  sequences_->ReleaseMoved(*found, peer);
+  return absl::OkStatus();
 }
 
 }  // namespace mla::scheduler

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
@@ -57,6 +58,8 @@ class RowTransfers final {
                                          const SequenceState* state = nullptr,
                                          SequenceTail tail = {});
   void AbortImport(const std::string& tenant, const MovingPages& pages);
+  std::vector<TenantSequence> AllSequences() const;
+  absl::Status EndHandOver(const TenantSequence& sequence, const std::string& peer);
 
  private:
   absl::Status CheckTags(const Model& model, const PageTags& tags) const;

@@ -35,6 +35,9 @@ struct ExportArgs {
   uint64_t expected_epoch = 0;
   int64_t first_row = 0;           // the first of a page
   std::optional<int64_t> end_row;  // absent: behind the last committed row
+  // Nothing holds the rows: parts are refused once the sequence has gone or been cut, and the
+  // caller compares its epoch and length in the end.
+  bool in_place = false;
 };
 
 // What rows must have in common with a model to be its rows.
@@ -85,8 +88,8 @@ struct ImportArgs {
 
 // An export or an import that has begun.
 struct MovingPages {
-  // Of an export: a fork that holds the rows, to be released at the end. Of an import: the sequence
-  // that gets them.
+  // Of an export: a fork that holds the rows, to be released at the end, or with `in_place` the
+  // sequence itself. Of an import: the sequence that gets them.
   uint64_t id = 0;
   bool opened = false;  // by the import
   std::string model_id;

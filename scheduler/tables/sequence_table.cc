@@ -30,6 +30,16 @@ std::string OriginOf(const OpenArgs& args, const PrefixPlan& prefix) {
   return absl::StrCat("open/", args.model_id, "/", args.client_id, "/", prefix.digest);
 }
 
+absl::Status MovedError(SequenceId id, std::string field, const std::string& peer) {
+  return MakeError(absl::StatusCode::kNotFound,
+                   absl::StrCat("sequence ", id, " has moved to the server at ", peer),
+                   {.field = std::move(field),
+                    .got = absl::StrCat(id),
+                    .limit = "an open sequence of this tenant",
+                    .reason = "moved",
+                    .peer = peer});
+}
+
 absl::Status NoPrefix() {
   return RefuseField("prefix", "rows to be found", "none: rows of a window are not shared",
                      "no_prefix_here", absl::StatusCode::kUnimplemented);
@@ -97,6 +107,7 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_s
   Sequence* raw = sequence.get();
   by_slot_[slot] = std::move(sequence);
   by_id_.emplace(raw->id, raw);
+  if (moved_.erase(raw->id) > 0) std::erase(moved_order_, raw->id);
   if (!request_id.empty()) by_request_.emplace(RequestKey(tenant, request_id), raw);
   cache_->SetName(slot, raw->id);
   ++model->sequences;
@@ -398,6 +409,17 @@ void SequenceTable::Renew(Sequence* sequence, int64_t lease_ms) {
   leases_.Grant(sequence->slot, clock_->Now() + sequence->lease_ns);
 }
 
+void SequenceTable::ReleaseMoved(Sequence* sequence, const std::string& peer) {
+  if (moved_.insert_or_assign(sequence->id, Moved{sequence->tenant, peer}).second) {
+    moved_order_.push_back(sequence->id);
+  }
+  if (std::cmp_greater(moved_order_.size(), limits_.max_sequences)) {
+    moved_.erase(moved_order_.front());
+    moved_order_.pop_front();
+  }
+  Release(sequence);
+}
+
 Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) {
   const auto found = by_id_.find(id);
   if (found == by_id_.end() || found->second->tenant != tenant) return nullptr;
@@ -407,6 +429,9 @@ Sequence* SequenceTable::Find(TenantKey tenant, SequenceId id) {
 absl::StatusOr<Sequence*> SequenceTable::FindOrRefuse(TenantKey tenant, SequenceId id,
                                                       std::string field) {
   if (Sequence* sequence = Find(tenant, id)) return sequence;
+  if (const std::string* peer = MovedTo(tenant, id)) {
+    return MovedError(id, std::move(field), *peer);
+  }
   return MakeError(
       absl::StatusCode::kNotFound,
       absl::StrCat("sequence ", id,
@@ -442,6 +467,7 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
   info.id = sequence.id;
   info.epoch = sequence.epoch;
   info.length = cache_->length(sequence.slot);
+  info.lease_ms = sequence.lease_ns / kNanosPerMilli;
   info.lease_left_ms = leases_.left_ns(sequence.slot, clock_->Now()) / kNanosPerMilli;
   info.in_step = sequence.busy();
   info.model_id = sequence.model->spec->id;

@@ -7,9 +7,11 @@
 #define MLA_SCHEDULER_TABLES_SEQUENCE_TABLE_H_
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -57,6 +59,7 @@ struct Sequence {
   MonotonicNanos opened_ns = 0;
   Step* step = nullptr;  // the open step that holds it
   bool imports = false;  // rows of an import are on their way into it
+  bool exports = false;  // it is the fork that holds the rows of an export
   SequenceTail tail;     // null: none
   std::string client_id;
   std::string request_id;  // as opened or forked
@@ -101,6 +104,13 @@ class SequenceTable {
                                      uint64_t expected_epoch);
   // REQUIRES: sequence->step == nullptr.
   void Release(Sequence* sequence, kvcache::Freed why = kvcache::Freed::kReleased);
+  // The same, as the server at `peer` has it now: FindOrRefuse says so, of the latest of these.
+  void ReleaseMoved(Sequence* sequence, const std::string& peer);
+  // Where it is; null: it has not moved.
+  const std::string* MovedTo(TenantKey tenant, SequenceId id) const {
+    const auto found = moved_.find(id);
+    return found != moved_.end() && found->second.tenant == tenant ? &found->second.peer : nullptr;
+  }
   // Told of every sequence that goes; null: none. It outlives the table.
   void set_observer(EngineObserver* observer) { observer_ = observer; }
   // Starts the lease again, with `lease_ms` > 0 as its new length.
@@ -112,6 +122,7 @@ class SequenceTable {
   // The tenant's sequences, of one client if `client_id` is not empty; ordered by id.
   std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id);
   std::vector<Sequence*> OfModel(const Model& model);
+  std::span<const std::unique_ptr<Sequence>> slots() const { return by_slot_; }  // null: free
   SequenceInfo Info(const Sequence& sequence) const;
 
   // Releases what has outlived its lease; sequences in a step are alive through it. Returns how
@@ -154,6 +165,12 @@ class SequenceTable {
   std::vector<std::unique_ptr<Sequence>> by_slot_;  // null when free
   absl::flat_hash_map<SequenceId, Sequence*> by_id_;
   absl::flat_hash_map<std::string, Sequence*> by_request_;  // tenant key + request id
+  struct Moved {
+    TenantKey tenant = kNoTenant;
+    std::string peer;
+  };
+  absl::flat_hash_map<SequenceId, Moved> moved_;  // at most max_sequences
+  std::deque<SequenceId> moved_order_;            // the oldest first
 };
 
 }  // namespace mla::scheduler

@@ -16,9 +16,9 @@ constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.
 constexpr const char* kCapabilities[] = {
-    "fork",         "truncate", "participants", "partial_commit", "lse",
-    "kv_compare",   "quotas",   "eviction",     "cancel_drain",   "model_leases",
-    "prefix_cache", "fp8_wire", "page_groups",  "cache_events",   "cache_hints"};
+    "fork",        "truncate",     "participants", "partial_commit", "lse",          "kv_compare",
+    "quotas",      "eviction",     "cancel_drain", "model_leases",   "prefix_cache", "fp8_wire",
+    "page_groups", "cache_events", "cache_hints",  "hand_over"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
 template <typename To, typename From>
@@ -199,12 +199,44 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
   });
 }
 
+absl::StatusOr<std::unique_ptr<HandOver>> AdminService::ConnectPeer(
+    const std::string& address) const {
+  const bool printable =
+      std::all_of(address.begin(), address.end(), [](char c) { return c > 0x20 && c < 0x7f; });
+  if (address.size() > scheduler::kMostPeerBytes || !printable) {
+    return RefuseField("to", absl::StrCat(address.size(), " bytes"),
+                       absl::StrCat("HOST:PORT, at most ", scheduler::kMostPeerBytes, " bytes"),
+                       "name_characters");
+  }
+  if (options_.connect_peer) return options_.connect_peer(address);
+  return RefuseField("to", address, "empty: this server has no tls.cert", "no_tls",
+                     absl::StatusCode::kFailedPrecondition);
+}
+
 grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
                                  v1::DrainReply* reply) {
   return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity&) {
     const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
                                                             : int64_t{request->deadline_ms()};
-    const DrainResult result = options_.drain->Run(std::chrono::milliseconds(deadline_ms));
+    std::unique_ptr<HandOver> peer;
+    DrainHandOver hand_over;
+    if (!request->to().empty()) {
+      auto connected = ConnectPeer(request->to());
+      if (!connected.ok()) return connected.status();
+      peer = *std::move(connected);
+      hand_over = {request->to(), [&] { peer->Start(); }, [&] { return peer->done(); },
+                   [&] { peer->Stop(); }};
+    }
+    const DrainResult result =
+        options_.drain->Run(std::chrono::milliseconds(deadline_ms), /*for_good=*/false,
+                            peer == nullptr ? nullptr : &hand_over);
+    if (result.refused) {
+      return RefuseField("to", request->to(), "empty while the server drains: cancel the drain",
+                         "draining", absl::StatusCode::kFailedPrecondition);
+    }
+    if (peer != nullptr) {
+      reply->mutable_handed_over()->Assign(peer->outcomes().begin(), peer->outcomes().end());
+    }
     reply->set_drained(result.drained);
     reply->set_cancelled(result.cancelled);
     reply->set_aborted_steps(static_cast<uint32_t>(result.aborted_steps));

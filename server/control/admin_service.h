@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,11 +19,14 @@
 #include "server/control/rpc_context.h"
 #include "server/lifecycle/drain.h"
 #include "server/lifecycle/watchers.h"
+#include "server/pages/hand_over.h"
 
 namespace mla::server {
 
 struct AdminOptions {
   Drain* drain = nullptr;
+  // Makes ready what goes to the server at an address; empty: this one has no TLS.
+  std::function<absl::StatusOr<std::unique_ptr<HandOver>>(const std::string&)> connect_peer;
   Watchers* watchers = nullptr;
   std::function<void()> exit;  // asks the process to stop
   std::vector<kernels::BackendCandidate> candidates;
@@ -60,6 +64,7 @@ class AdminService final : public v1::Admin::Service {
 
  private:
   scheduler::EngineStats Stats() const;
+  absl::StatusOr<std::unique_ptr<HandOver>> ConnectPeer(const std::string& address) const;
   absl::Status CheckTenant(const std::string& tenant) const;
   void FillLimits(v1::Limits* limits) const;
   void FillBackends(v1::GetServerInfoReply* reply) const;

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "server/control/sequence_service.h"
 #include "server/grpc/request_validator.h"
@@ -86,9 +87,8 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
   return rpc_.Serve(context, "Cache.Import", [&](const Identity& who) {
     return AsUpload(who.tenant, context, [&] {
       scheduler::ImportArgs args;
-      args.tenant = who.tenant;
       UploadReader reader(context, in, idle_);
-      absl::Status status = ReadHead(&reader, &args);
+      absl::Status status = ReadHead(who, &reader, &args);
       if (!status.ok()) return status;
       const absl::StatusOr<MovingPages> pages = rpc_.engine->BeginImport(args);
       if (!pages.ok()) return pages.status();
@@ -105,7 +105,7 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       };
       uint64_t bytes = 0;
       const auto ended =
-          TakePages(rpc_.engine, who.tenant, *pages, chunk_bytes_, next, nullptr, &bytes);
+          TakePages(rpc_.engine, args.tenant, *pages, chunk_bytes_, next, nullptr, &bytes);
       if (!ended.ok()) return ended.status();
       Fill(*ended, reply->mutable_sequence());
       reply->set_bytes(bytes);
@@ -115,7 +115,43 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
   });
 }
 
-absl::Status CacheService::ReadHead(UploadReader* in, scheduler::ImportArgs* args) {
+absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget& target,
+                                    scheduler::ImportArgs* args) const {
+  args->tenant = who.tenant;
+  if (target.tenant().empty() && target.new_sequence_id() == 0) return absl::OkStatus();
+  const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
+  if (!IsTenantName(target.tenant(), most)) {
+    return RefuseField("target.tenant", absl::StrCat(target.tenant().size(), " bytes"),
+                       absl::StrCat("1..", most, " printable ASCII characters"), "name_characters");
+  }
+  if (target.sequence_id() != 0) {
+    return RefuseField("target.sequence_id", absl::StrCat(target.sequence_id()),
+                       "0 beside target.tenant", "conflict");
+  }
+  if (absl::Status allowed = CheckOperator(who, rpc_.operators); !allowed.ok()) return allowed;
+  // Rows of other tenants must not travel in the clear, nor come from a caller without a name.
+  if (!who.authenticated || who.local) {
+    return RefuseField("target.tenant", "a caller without TLS", "an operator over TLS",
+                       "not_an_operator", absl::StatusCode::kPermissionDenied);
+  }
+  args->tenant = target.tenant();
+  args->restored_id = target.new_sequence_id();
+  return absl::OkStatus();
+}
+
+absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
+                                       const v1::PagesHeader& header) {
+  if (rpc_.engine->FindModel(args.tenant, args.model_id) != nullptr) return absl::OkStatus();
+  scheduler::ModelSpec spec;
+  absl::Status status = ParseModelSpec(header.model(), rpc_.engine->limits(), &spec);
+  // The sinks of one with a window are not in the header.
+  if (!status.ok() || spec.windowed()) return status;
+  spec.id = args.model_id;
+  return rpc_.engine->RegisterModel(args.tenant, spec, 0, args.tags.kv_scales).status();
+}
+
+absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
+                                    scheduler::ImportArgs* args) {
   v1::ImportRequest message;
   absl::StatusOr<bool> read = in->Read(&message);
   if (!read.ok()) return read.status();
@@ -123,13 +159,17 @@ absl::Status CacheService::ReadHead(UploadReader* in, scheduler::ImportArgs* arg
     return RefuseField("target", "nothing", "the first message of the call", "missing");
   }
   absl::Status status = ParseTarget(message.target(), rpc_.engine->limits(), args);
+  if (status.ok()) status = SetOwner(who, message.target(), args);
   if (!status.ok()) return status;
+  const bool registers = !message.target().tenant().empty();
   read = in->Read(&message);
   if (!read.ok()) return read.status();
   if (!*read || !message.part().has_header()) {
     return RefuseField("part.header", "nothing", "the first part", "missing");
   }
-  return ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
+  status = ParseHeader(message.part().header(), rpc_.engine->limits(), &args->tags);
+  if (!status.ok() || !registers) return status;
+  return RegisterFor(*args, message.part().header());
 }
 
 absl::Status CacheService::CheckCheckpoints(int ids) const {

@@ -62,7 +62,12 @@ class CacheService final : public v1::Cache::Service {
                                                                    bool all) const;
   // UNIMPLEMENTED without checkpoints; as many ids as sequences may be open.
   absl::Status CheckCheckpoints(int ids) const;
-  absl::Status ReadHead(UploadReader* in, scheduler::ImportArgs* args);
+  absl::Status ReadHead(const Identity& who, UploadReader* in, scheduler::ImportArgs* args);
+  // Sets whose the new sequence is, and its id, as a server that drains says them.
+  absl::Status SetOwner(const Identity& who, const v1::ImportTarget& target,
+                        scheduler::ImportArgs* args) const;
+  // The model that a sequence of another server's needs, if the tenant does not have it.
+  absl::Status RegisterFor(const scheduler::ImportArgs& args, const v1::PagesHeader& header);
 
   const RpcContext rpc_;
   const int64_t chunk_bytes_;

@@ -94,6 +94,11 @@ grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetReq
         const scheduler::SequenceList list = rpc_.engine->GetSequences(selection);
         for (const auto& sequence : list.sequences) Fill(sequence, reply->add_sequences());
         reply->mutable_not_found()->Add(list.not_found.begin(), list.not_found.end());
+        for (const auto& [id, peer] : list.moved) {
+          v1::MovedSequence* const moved = reply->add_moved();
+          moved->set_sequence_id(id);
+          moved->set_peer(peer);
+        }
         reply->set_boot_id(rpc_.boot_id);
         return absl::OkStatus();
       },

@@ -20,6 +20,7 @@ v1::ErrorDetail ToErrorDetail(const absl::Status& status) {
       std::clamp<int64_t>(from.retry_after_ms, 0, std::numeric_limits<uint32_t>::max())));
   detail.set_last_good_position(
       static_cast<uint64_t>(std::max<int64_t>(from.last_good_position, 0)));
+  detail.set_peer(from.peer);
   if (from.next_row >= 0) detail.set_next_row(static_cast<uint32_t>(from.next_row));
   if (from.bound_of != BoundOwner::kNone) {
     detail.set_resource(from.resource);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "server/logging/logging.h"
 
@@ -18,14 +19,21 @@ std::string Waiting(const scheduler::EngineStats& stats) {
                       stats.requests_waiting + stats.requests_running, " requests");
 }
 
-const DrainResult kCancelled = {false, true, 0, "cancelled: the server takes new work"};
+const DrainResult kCancelled = {.cancelled = true,
+                                .message = "cancelled: the server takes new work"};
 
 }  // namespace
 
-DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good) {
+DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good,
+                       const DrainHandOver* hand_over) {
   MutexLock lock(mutex_);
   // A drain that is being cancelled ends first.
   changed_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !cancel_; });
+  if (hand_over != nullptr && running_) {
+    DrainResult refused;
+    refused.refused = true;
+    return refused;
+  }
   for_good_ = for_good_ || for_good;
   end_ = std::min(end_, steady_clock::now() + deadline);
   changed_.NotifyAll();  // a drain that runs has a new end
@@ -38,7 +46,7 @@ DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good) {
   }
   running_ = true;
   lock.Unlock();
-  DrainResult result = WaitForSteps();
+  DrainResult result = WaitForSteps(hand_over);
   lock.Lock();
   if (std::exchange(cancel_, false)) {
     result = kCancelled;
@@ -75,20 +83,21 @@ void Drain::Reopen() {
   Log(LogLevel::kInfo, "drain_cancelled", {});
 }
 
-DrainResult Drain::WaitForSteps() {
-  engine_->StartDrain();
+DrainResult Drain::WaitForSteps(const DrainHandOver* hand_over) {
+  engine_->StartDrain(hand_over == nullptr ? "" : hand_over->peer);
   state_->Move(Phase::kDraining, 0, "drain begun");
+  if (hand_over != nullptr) hand_over->start();
+  const absl::Cleanup stop = [&] {
+    if (hand_over != nullptr) hand_over->stop();
+  };
   auto report = steady_clock::now();
   int32_t most = 1;
   DrainResult result;
   for (;;) {
     const scheduler::EngineStats stats = engine_->Stats();
     most = std::max(most, stats.open_steps);
-    if (stats.open_steps == 0) {
-      result.drained = true;
-      result.message = "no step was open";
-      break;
-    }
+    result.drained = stats.open_steps == 0;
+    if (result.drained && (hand_over == nullptr || hand_over->done())) break;
     state_->Move(Phase::kDraining, 100 * (most - stats.open_steps) / most, Waiting(stats));
     if (steady_clock::now() >= report) {
       Log(LogLevel::kInfo, "drain", {{"message", Waiting(stats)}});
@@ -99,6 +108,8 @@ DrainResult Drain::WaitForSteps() {
     if (steady_clock::now() >= end_) break;
     changed_.WaitUntil(lock, std::min(end_, steady_clock::now() + kPoll));
   }
+  result.message = "no step was open";
+  if (hand_over != nullptr) hand_over->stop();
   if (!result.drained) {
     result.aborted_steps = engine_->AbortAllSteps();
     result.message = absl::StrCat("deadline passed; ", result.aborted_steps, " steps aborted");

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -26,13 +27,25 @@ struct DrainResult {
   bool cancelled = false;
   int32_t aborted_steps = 0;
   std::string message;
+  bool refused = false;  // a hand-over, as a drain is under way or has ended; nothing was done
+};
+
+// Sequences that go to another server while a drain runs. It has ended with the drain: `stop` is
+// called before new work is taken again, and before steps are aborted.
+struct DrainHandOver {
+  std::string peer;  // HOST:PORT, as clients are told
+  std::function<void()> start;
+  std::function<bool()> done;  // nothing is left that could go
+  std::function<void()> stop;  // interrupts it, and waits for its end
 };
 
 class Drain final {
  public:
   Drain(scheduler::Engine* engine, ServerState* state) : engine_(engine), state_(state) {}
-  // `for_good`: the server stops, so Cancel is refused from now on.
-  DrainResult Run(std::chrono::milliseconds deadline, bool for_good = false);
+  // `for_good`: the server stops, so Cancel is refused from now on. `hand_over`, if not null, is of
+  // this drain alone, and outlives the call.
+  DrainResult Run(std::chrono::milliseconds deadline, bool for_good = false,
+                  const DrainHandOver* hand_over = nullptr);
   // Ends a drain that runs, or undoes one that has ended: the server takes new work again. False
   // when none has begun or the server stops.
   bool Cancel();
@@ -40,7 +53,7 @@ class Drain final {
  private:
   scheduler::Engine* const engine_;
   ServerState* const state_;
-  DrainResult WaitForSteps();
+  DrainResult WaitForSteps(const DrainHandOver* hand_over);
   void Reopen() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Mutex mutex_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "scheduler/limits.h"
 #include "server/attend/attend_reply.h"
 
 namespace mla::server {
@@ -16,7 +17,8 @@ constexpr size_t kLengthBytes = 10;
 // A StepError whose texts are this long fits a slot.
 constexpr size_t kMaxErrorText = 160;
 static_assert(kReplyFixedBytes < wire::kReplySlotBytes);
-static_assert(5 * (kMaxErrorText + 3) + kReplyFixedBytes < wire::kReplySlotBytes);
+static_assert(5 * (kMaxErrorText + 3) + scheduler::kMostPeerBytes + 3 + kReplyFixedBytes <
+              wire::kReplySlotBytes);
 
 // At the border of a character: protobuf reads no text that is not UTF-8.
 void Truncate(std::string* text) {

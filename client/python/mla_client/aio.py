@@ -116,6 +116,11 @@ class AsyncService:
         client = self._client()
         return await self._wait(lambda: client.hint(kind, target, **options))
 
+    async def attach(self, model: Model, sequence_id: int, **options: Any) -> Sequence:
+        """As Client.attach."""
+        client = self._client()
+        return await self._wait(lambda: client.attach(model, sequence_id, **options))
+
     async def restore(self, model: Model, sequence_ids: Seq[int],
                       **options: Any) -> List[Sequence]:
         """As Client.restore."""

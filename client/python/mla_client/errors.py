@@ -32,6 +32,9 @@ class ErrorDetail:
     # Of an attend with KV rows that failed while its step stays open: the step's first row that the
     # layer does not have.
     next_row: Optional[int] = None
+    # "HOST:PORT" of the server to go to: it has the sequence now (reason "moved"), or gets those of
+    # one that drains.
+    peer: str = ""
 
     @classmethod
     def from_proto(cls, message: Any) -> "ErrorDetail":
@@ -39,7 +42,7 @@ class ErrorDetail:
         return cls(message.field, message.limit, message.got, message.retry_after_ms,
                    message.reason, message.last_good_position, message.resource, message.wanted,
                    message.free, message.bound, message.bound_of,
-                   message.next_row if message.HasField("next_row") else None)
+                   message.next_row if message.HasField("next_row") else None, message.peer)
 
 
 class MlaError(Exception):

@@ -51,10 +51,12 @@ class Operations:
               timeout_s: Optional[float] = None) -> Any:
         raise NotImplementedError
 
-    def drain(self, deadline_ms: int = 0, exit: bool = False) -> admin_pb2.DrainReply:
+    def drain(self, deadline_ms: int = 0, exit: bool = False,
+              to: str = "") -> admin_pb2.DrainReply:
         """Refuses new work and waits for open steps; 0: the server's own deadline. The call itself
-        is given that time and the client's timeout more."""
-        request = admin_pb2.DrainRequest(deadline_ms=deadline_ms, exit=exit)
+        is given that time and the client's timeout more. `to`: "HOST:PORT" of a server that gets
+        the sequences, over TLS; the reply says what became of each."""
+        request = admin_pb2.DrainRequest(deadline_ms=deadline_ms, exit=exit, to=to)
         return self._call(self._admin.Drain, request, idempotent=False,
                           timeout_s=self.timeout_s + deadline_ms / 1e3)  # type: ignore
 

@@ -5,6 +5,8 @@ import subprocess
 import tempfile
 import unittest
 
+import numpy
+
 import mla_client
 import server_binary
 from service_contract import GEOMETRY, SCALE
@@ -55,11 +57,11 @@ def tearDownModule():
     FOLDER.cleanup()
 
 
-def connect(name, ca="ca", **options):
+def connect(name, ca="ca", port=0, **options):
     folder = pathlib.Path(FOLDER.name)
     tls = mla_client.Tls(ca=str(folder / f"{ca}.crt"), cert=str(folder / f"{name}.crt"),
                          key=str(folder / f"{name}.key"))
-    return mla_client.Client.connect(f"127.0.0.1:{PORT}", tls=tls, timeout_s=3.0, **options)
+    return mla_client.Client.connect(f"127.0.0.1:{port or PORT}", tls=tls, timeout_s=3.0, **options)
 
 
 class TlsTest(unittest.TestCase):
@@ -90,6 +92,43 @@ class TlsTest(unittest.TestCase):
     def test_plain_text_is_kept_out(self):
         with self.assertRaises(mla_client.Unavailable):
             mla_client.Client.connect(f"127.0.0.1:{PORT}", timeout_s=3.0).close()
+
+    def test_a_drain_hands_sequences_over(self):
+        folder = pathlib.Path(FOLDER.name)
+        flags = (f"--tls-cert={folder / 'server.crt'}", f"--tls-key={folder / 'server.key'}",
+                 f"--client-ca={folder / 'ca.crt'}", "--log-level=info",
+                 "--server-operators=blue,localhost")
+        ports = []
+        for _ in range(2):
+            server = server_binary.start(*flags, listen="127.0.0.1:0")
+            self.addCleanup(server.stop)
+            ports.append(int(server.log().split("tcp_port=")[1].split()[0]))
+        spec = mla_client.ModelSpec("m", GEOMETRY, 1, SCALE)
+        rows = numpy.zeros((5, GEOMETRY.kv_lora_rank + GEOMETRY.rope_dim), numpy.uint16)
+        peer = f"localhost:{ports[1]}"
+        with connect("red", port=ports[0]) as red, connect("blue", port=ports[0]) as blue:
+            model = red.register_model(spec)
+            sequence = model.open_sequence()
+            with red.step([(sequence, 5)]) as step:
+                step.attend(0, None, rows, mla_client.Profile.APPEND_ONLY)
+                step.end()
+            reply = blue.drain(to=peer)
+            self.assertEqual([one.outcome for one in reply.handed_over], [1], reply)
+            self.assertEqual(reply.handed_over[0].tenant, "red")
+            with self.assertRaises(mla_client.NotFound) as moved:
+                red.step([(sequence, 1)]).__enter__()
+            self.assertEqual((moved.exception.detail.reason, moved.exception.detail.peer),
+                             ("moved", peer))
+            with self.assertRaises(mla_client.NotFound) as moved:
+                red.attach(model, sequence.id)
+            self.assertEqual(moved.exception.detail.peer, peer)
+        with connect("red", port=ports[1]) as red:
+            model = red.register_model(spec)
+            with red.attach(model, sequence.id) as there:
+                self.assertEqual(there.length, 5)
+            with self.assertRaises(mla_client.NotFound) as gone:
+                red.attach(model, sequence.id)
+            self.assertEqual(gone.exception.detail.reason, "sequence_not_found")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -19,6 +20,7 @@
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/faulty_backend.h"
 #include "tests/integration/process/authority.h"
+#include "tests/integration/processes.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -383,6 +385,63 @@ TEST_F(HandOverTest, AConnectionThatIsCutLeavesEachSequenceInOnePlace) {
   }
   EXPECT_GT(cuts, 4);
   EXPECT_GT(kept, 2);
+}
+
+// Two processes, and the command of an operator; the one that gets the sequences is killed under
+// it.
+TEST_F(HandOverTest, APeerProcessThatIsKilledCostsNothing) {
+  const std::vector<std::string> tls = {absl::StrCat("--tls-cert=", authority_.File("server.pem")),
+                                        absl::StrCat("--tls-key=", authority_.File("server.key")),
+                                        absl::StrCat("--client-ca=", authority_.File("ca.pem")),
+                                        "--server-operators=localhost",
+                                        "--server-listen=127.0.0.1:0",
+                                        "--log-level=info"};
+  const ServerProcess a(tls);
+  client::ClientOptions options;
+  options.tenant = "red";
+  const auto red = *client::Client::Connect(a.target(), options);
+  Worker worker(red.get(), Dims(), "m", 1);
+  std::vector<Track> tracks;
+  for (int i = 0; i < 8; ++i) {
+    tracks.push_back(*worker.Open());
+    ASSERT_TRUE(worker.Step({&tracks.back()}, {kRows}, v1::PROFILE_ABSORBED).ok());
+  }
+  const auto port_of = [](const ServerProcess& server) {
+    const std::string log = server.Log();
+    return std::stoi(log.substr(log.find("tcp_port=") + 9));
+  };
+  {
+    const ServerProcess victim(tls);
+    BackgroundCommand drain(a.Mlactl(absl::StrCat("drain --to=", Address(port_of(victim)))));
+    Eventually([&] { return a.Log().find("handed_over") != std::string::npos; });
+    victim.Signal(SIGKILL);
+    drain.Finish();
+  }
+  ASSERT_EQ(Shell(a.Mlactl("cancel-drain")).code, 0);
+  // Those that had not gone yet are as they were, and go to another server.
+  const ServerProcess b(tls);
+  int here = 0;
+  for (Track& track : tracks) {
+    const absl::Status status = worker.Step({&track}, {2}, v1::PROFILE_ABSORBED);
+    here += status.ok();
+    if (status.ok()) continue;
+    EXPECT_EQ(client::DetailOf(status)->reason(), "moved") << status;
+  }
+  const Result drained = Shell(a.Mlactl(absl::StrCat("drain --to=", Address(port_of(b)))));
+  EXPECT_EQ(drained.code, 0) << drained.output;
+  EXPECT_NE(drained.output.find(absl::StrCat(here, " of ", here, " sequences moved")),
+            std::string::npos)
+      << drained.output;
+  const auto there = *client::Client::Connect(b.target(), options);
+  Worker other(there.get(), Dims(), "m", 2);
+  for (Track& track : tracks) {
+    auto sequence = there->Attach(track.sequence.id());
+    if (!sequence.ok()) continue;
+    --here;
+    Track copy{*std::move(sequence), track.cache};
+    EXPECT_EQ(other.Step({&copy}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  }
+  EXPECT_EQ(here, 0);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from typing import (Any, BinaryIO, Callable, Iterable, Iterator, List, NamedTupl
 import grpc
 
 from mla_client import errors
-from mla_client.gen import cache_pb2
+from mla_client.gen import cache_pb2, sequence_pb2
 from mla_client.pages.events import Events
 from mla_client.pages.hints import HintAnswer, HintKind, HintOutcome, Hints
 from mla_client.service import Model, Sequence
@@ -98,6 +98,7 @@ class Pages(Events, Hints):
     timeout_s: float
     client_id: str
     _cache: Any
+    _sequences: Any
     _metadata: Tuple[Tuple[str, str], ...]
     _call: Callable[..., Any]
     _keep: Callable[..., Any]
@@ -145,6 +146,21 @@ class Pages(Events, Hints):
             behind.length = reply.sequence.length
             return behind
         return Sequence(model, self._keep(state_of(reply.sequence), lease_ms))
+
+    def attach(self, model: Model, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
+        """A sequence that is open already: of another client of the tenant's, or handed over to
+        this server. NotFound; with the reason "moved", `detail.peer` names the server that has
+        it."""
+        reply = self._call(self._sequences.Get,
+                           sequence_pb2.GetRequest(sequence_ids=[sequence_id]))
+        if reply.sequences:
+            return Sequence(model, self._keep(state_of(reply.sequences[0]), lease_ms))
+        peer = reply.moved[0].peer if reply.moved else ""
+        fate = f"has moved to {peer}" if peer else "is not open here"
+        raise errors.NotFound(
+            f"sequence {sequence_id:#x} {fate}",
+            errors.ErrorDetail(field="sequence_id", peer=peer,
+                               reason="moved" if peer else "sequence_not_found"))
 
     def checkpoint(self, sequences: Seq[Sequence]) -> List[Checkpoint]:
         """Writes the committed rows of sequences to the server's disk: they outlive the server."""

@@ -239,6 +239,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"WatchStatusRequest.interval_ms", {}},
       {"DrainRequest.deadline_ms", {}},
       {"DrainRequest.exit", {}},
+      {"DrainRequest.to", {0, kMostName, "to", {}}},
   };
 }
 
@@ -255,6 +256,8 @@ std::map<std::string, FieldRule> PageRules() {
       {"ImportTarget.expected_epoch", any},
       {"ImportTarget.client_id", {0, kMostName, "target.client_id", {}}},
       {"ImportTarget.lease_ms", {0, kMostLease, "target.lease_ms", {}}},
+      {"ImportTarget.tenant", {0, kMostName, "target.tenant", {}}},
+      {"ImportTarget.new_sequence_id", {0, kAnything, "", {"target.tenant"}}},
       {"WatchEventsRequest.after", any},
       {"WatchEventsRequest.all_tenants", any},
       {"ExplainRequest.most", {0, 8192, "most", {}}},
