@@ -49,7 +49,9 @@ class PlanWriter final {
   }
 
   // Segments of one tile at most each. Most of them go into the open unit whole.
-  void PlaceOnlyTiles(std::span<const PlanSegment> segments) requires(!kFixed) {
+  void PlaceOnlyTiles(std::span<const PlanSegment> segments)
+    requires(!kFixed)
+  {
     Cursor at = at_;
     const auto count = static_cast<int32_t>(segments.size());
     for (int32_t i = 0; i < count; ++i) {
