@@ -68,7 +68,7 @@ def check_features(kind: str, client: mla_client.Client, device: str) -> bool:
     say(f"{kind}: rows one position too late differ by {control:.2f}, bound {features.BOUND}")
     results = features.compare_all(model, assistant, device, remote_of(client, model),
                                    remote_of(client, model, assistant), say)
-    ties = max(results, key=lambda result: result.near_ties / result.positions)
+    ties = max(results, key=lambda result: result.near_ties)
     say(f"{kind}: {sum(result.positions for result in results)} positions, E at most "
         f"{max(result.error for result in results):.4f}, near ties at most {ties.near_ties} of "
         f"{ties.positions}")
