@@ -179,6 +179,9 @@ class KVConnectorBase_V1:  # noqa: N801 (vLLM's name)
 
     def build_connector_meta(self, scheduler_output): ...
 
+    def request_finished(self, request, block_ids):
+        return False, None
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config):
         return False

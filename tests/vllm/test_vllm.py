@@ -56,15 +56,17 @@ def config(**changes):
     fields = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1,
               "decode_context_parallel_size": 1, "enable_prefix_caching": False,
               "cache_dtype": "auto", "async_scheduling": False, "speculative_config": None,
-              "target": "none", **changes}
+              "target": "none", "extra": {"prefix_cache": False}, **changes}
     names = types.SimpleNamespace
     return names(
         parallel_config=names(**{name: fields[name] for name in list(fields)[:3]}),
         cache_config=names(enable_prefix_caching=fields["enable_prefix_caching"],
                            cache_dtype=fields["cache_dtype"], block_size=BLOCK),
         scheduler_config=names(async_scheduling=fields["async_scheduling"]),
-        speculative_config=fields["speculative_config"], model_config=names(model="small"),
-        kv_transfer_config=names(kv_connector_extra_config={"target": fields["target"]}))
+        speculative_config=fields["speculative_config"],
+        model_config=names(model="small", revision=None, dtype=torch.float32, quantization=None),
+        kv_transfer_config=names(engine_id="e", kv_connector_extra_config={
+            "target": fields["target"], **fields["extra"]}))
 
 
 class Engine:
@@ -329,7 +331,8 @@ class EngineTest(unittest.TestCase):
 
     def test_nothing_is_cached_by_the_connector(self):
         engine = self.engine()
-        self.assertEqual(engine.scheduler.get_num_new_matched_tokens(None, 0), (0, False))
+        request = types.SimpleNamespace(lora_request=1)
+        self.assertEqual(engine.scheduler.get_num_new_matched_tokens(request, 0), (0, False))
         self.assertTrue(engine.worker.requires_piecewise_for_cudagraph({}))
         engine.run({"a": 2})
         engine.scheduler.shutdown()

@@ -30,7 +30,7 @@ NAMES = {
             "__init__", "bind_connector_metadata", "register_kv_caches", "start_load_kv",
             "wait_for_layer_load", "save_kv_layer", "wait_for_save", "shutdown",
             "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
-            "requires_piecewise_for_cudagraph")],
+            "request_finished", "requires_piecewise_for_cudagraph")],
 }
 
 

@@ -346,6 +346,12 @@ class Client(Service, Operations, Pages):
                            sequence_pb2.GetRequest(sequence_ids=sequence_ids))
         return [state_of(info) for info in reply.sequences], list(reply.not_found)
 
+    def _adopt(self, sequence_id: int) -> SequenceState:
+        return self._keep(super()._adopt(sequence_id), 0)
+
+    def _hand_over(self, sequence_id: int) -> None:
+        self._renewer.drop([sequence_id])
+
     def _begin(self, step: Step) -> StepStream:
         stream = step.stream or self._own_stream()
         body = attention_pb2.BeginStep(

@@ -350,6 +350,17 @@ class ServiceContract(SparseContract, WindowContract):
         with self.assertRaises(mla_client.MlaError):
             step.end()
 
+    def test_a_sequence_may_be_handed_over(self):
+        sequence = self.model.open_sequence()
+        seen = self.add(sequence, self.rows(3))
+        adopted = self.model.adopt_sequence(sequence.hand_over())
+        self.assertEqual((adopted.length, adopted.epoch), (3, sequence.epoch))
+        sequence.release()  # has no say any more
+        self.add(adopted, self.rows(2), seen=seen)
+        adopted.release()
+        with self.assertRaises(mla_client.NotFound):
+            self.model.adopt_sequence(adopted.id)
+
     def test_open_is_idempotent(self):
         name = secrets.token_hex(8)
         with self.model.open_sequence(request_id=name) as one:

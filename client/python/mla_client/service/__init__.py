@@ -78,6 +78,19 @@ class Service(abc.ABC):
     @abc.abstractmethod
     def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]: ...
 
+    def _found(self, sequence_id: int) -> SequenceState:
+        found, _ = self._get([sequence_id])
+        if not found:
+            raise errors.NotFound(f"sequence {sequence_id:#x}: released, expired or never opened")
+        return found[0]
+
+    def _adopt(self, sequence_id: int) -> SequenceState:
+        """Keeps its lease from now on."""
+        return self._found(sequence_id)
+
+    def _hand_over(self, sequence_id: int) -> None:
+        """Keeps its lease no longer."""
+
     @abc.abstractmethod
     def _begin(self, step: Step) -> Any:
         """Returns a handle that the other step calls get."""
@@ -207,6 +220,11 @@ class Model:
         sequence.matched = matched
         return sequence
 
+    def adopt_sequence(self, sequence_id: int) -> "Sequence":
+        """A sequence that another client of the same `client_id` has opened and handed over: leases
+        are renewed in that name. NotFound if it is gone."""
+        return Sequence(self, self.service._adopt(sequence_id))
+
     def unregister(self) -> None:
         """Forgets the model. FailedPrecondition while sequences of it are open."""
         self.service._unregister(self.spec.model_id)
@@ -269,6 +287,13 @@ class Sequence:
         none was stored, or the sequence was cut below it."""
         return self.model.service._read_tail(self.id, self.epoch)
 
+    def hand_over(self) -> int:
+        """Leaves it to who calls Model.adopt_sequence with the id that this returns: its lease
+        is not renewed here any more, and the object is of no use."""
+        self.released = True
+        self.model.service._hand_over(self.id)
+        return self.id
+
     def release(self) -> None:
         """Frees the sequence; a step that holds it is aborted. A second call does nothing."""
         if not self.released:
@@ -277,8 +302,6 @@ class Sequence:
 
     def refresh(self) -> SequenceState:
         """Asks the service, and takes over epoch and length. NotFound if it is gone."""
-        found, _ = self.model.service._get([self.id])
-        if not found:
-            raise errors.NotFound(f"sequence {self.id:#x}: released, expired or never opened")
-        self.epoch, self.length = found[0].epoch, found[0].length
-        return found[0]
+        state = self.model.service._found(self.id)
+        self.epoch, self.length = state.epoch, state.length
+        return state

@@ -7,10 +7,12 @@ in it, in their order, and how many of each request's tokens are right already.
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, Iterable, List, Optional, Sequence as Seq
+from types import MappingProxyType
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence as Seq
 
 from mla_client import errors
 from mla_client.service import Model, Sequence, Step
+from mla_client.types import Prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Scheduled:
     request: str
     computed: int  # tokens before this pass that are right
     new: int       # tokens in it
+    # Id of a sequence that was opened and handed over for it, which takes the place of its own.
+    sequence: Optional[int] = None
 
 
 @dataclasses.dataclass
@@ -55,11 +59,19 @@ class Passes:
         sequence = self._sequences.get(request)
         return sequence.length if sequence is not None else None
 
-    def begin(self, requests: Seq[Scheduled], gone: Iterable[str] = ()) -> None:
+    def begin(self, requests: Seq[Scheduled], gone: Iterable[str] = (),
+              said: Mapping[str, Prefix] = MappingProxyType({})) -> None:
         """Ends the pass before, if it has not ended, releases the requests that are gone and begins
-        a pass with rows of `requests`, in this order."""
+        a pass with rows of `requests`, in this order. `said`: what the rows of requests that are
+        gone stand for, by which others find them."""
         self._end({each.request: each.computed for each in requests})
+        for name, prefix in said.items():
+            self._say(name, prefix)
         self.release(gone)
+        for each in requests:
+            if each.sequence is not None:
+                self.release([each.request])
+                self._sequences[each.request] = self._model.adopt_sequence(each.sequence)
         entries = [(self._ready(each), each.new) for each in requests]
         if entries:
             step = self._model.service.step(entries, lease_ms=self._lease_ms).begin()
@@ -87,6 +99,16 @@ class Passes:
         """Releases all sequences; an open step goes with them."""
         self._open = None
         self.release(tuple(self._sequences))
+
+    def _say(self, request: str, prefix: Prefix) -> None:
+        sequence = self._sequences.get(request)
+        if sequence is None or sequence.length == 0:
+            return
+        try:  # of the rows that it has: a match would add those that follow elsewhere
+            sequence.match(dataclasses.replace(
+                prefix, token_ids=prefix.token_ids[:sequence.length]))
+        except errors.MlaError:
+            pass  # then they are not found
 
     def _ready(self, request: Scheduled) -> Sequence:
         """The sequence of a request, with the rows that are right."""
