@@ -378,8 +378,13 @@ int32_t EngineCore::EvictSequences(const SequenceSelection& selection,
       going.push_back(sequence);
     }
   }
-  for (Sequence* sequence : going) EvictSequence(sequence, "evicted by an operator");
+  for (Sequence* sequence : going) Preempt(sequence);
   return static_cast<int32_t>(going.size());
+}
+
+void EngineCore::Preempt(Sequence* sequence) {
+  if (!sequence->exports) cache_->Note(sequence->slot, kvcache::EventKind::kPreempted);
+  EvictSequence(sequence, "evicted by an operator");
 }
 
 absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const std::string& id) {
@@ -387,7 +392,7 @@ absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const 
   absl::StatusOr<Model*> model = models_->Find(key, id, "model_id");
   if (!model.ok()) return model.status();
   const std::vector<Sequence*> going = sequences_->OfModel(**model);
-  for (Sequence* sequence : going) EvictSequence(sequence, "evicted by an operator");
+  for (Sequence* sequence : going) Preempt(sequence);
   absl::Status status = models_->Unregister(key, id);
   if (!status.ok()) return status;
   return static_cast<int32_t>(going.size());

@@ -184,6 +184,7 @@ class EngineCore {
   absl::Status EndStep(StreamRequest* request, bool* wait);
   absl::Status CommitStep(Step* step, StreamRequest* request);
   void EvictSequence(Sequence* sequence, const char* why);
+  void Preempt(Sequence* sequence);
   absl::Status AbortStepRequest(StreamRequest* request);
   // Rolls the step back and answers what waits of it. Completes launches first if they carry it.
   void AbortStep(TenantKey tenant, StepId id, const absl::Status& status);

@@ -350,6 +350,7 @@ absl::Status RowTransfers::EndHandOver(const TenantSequence& moved, const std::s
                       .limit = "a sequence that stays while its rows move",
                       .reason = "changed_meanwhile"});
   }
+  cache_->Note((*found)->slot, kvcache::EventKind::kPreempted);
   sequences_->ReleaseMoved(*found, peer);
   return absl::OkStatus();
 }

@@ -16,7 +16,7 @@ constexpr uint32_t kMisses = 100;  // where the client does not say how many
 constexpr auto kPause = std::chrono::milliseconds(50);
 
 static_assert(static_cast<int>(kvcache::EventKind::kStored) == v1::CACHE_EVENT_KIND_STORED);
-static_assert(static_cast<int>(kvcache::EventKind::kDamaged) == v1::CACHE_EVENT_KIND_DAMAGED);
+static_assert(static_cast<int>(kvcache::EventKind::kPreempted) == v1::CACHE_EVENT_KIND_PREEMPTED);
 static_assert(static_cast<int>(kvcache::Tier::kFile) == v1::CACHE_TIER_FILE);
 
 std::string BytesOf(const kvcache::PrefixKey& key) {

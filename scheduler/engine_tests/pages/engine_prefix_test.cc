@@ -216,6 +216,18 @@ TEST_F(EnginePrefixTest, EventsAreOfTheTenantThatTheModelBelongsTo) {
   ASSERT_EQ(events.size(), 1u);
   EXPECT_EQ(events[0].kind, kvcache::EventKind::kExpired);
   EXPECT_EQ(events[0].sequence, first.id);
+  SequenceSelection evicted;
+  evicted.tenant = h_.tenant();
+  evicted.ids = {h_.Open().id};
+  std::vector<SequenceId> absent;
+  EXPECT_EQ(h_.core().EvictSequences(evicted, &absent), 1);
+  events = log.Read(tenant, 100, &cursor);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].kind, kvcache::EventKind::kPreempted);
+  EXPECT_EQ(events[0].sequence, evicted.ids[0]);
+  // What a client gives back is not taken from it.
+  EXPECT_EQ(h_.core().ReleaseSequences(h_.tenant(), std::vector{h_.Open().id}, &absent), 1);
+  EXPECT_TRUE(log.Read(tenant, 100, &cursor).empty());
   const std::vector<kvcache::Miss> misses = log.Misses(tenant, 1);
   ASSERT_EQ(misses.size(), 1u);
   EXPECT_EQ(misses[0].end, kvcache::MatchEnd::kAbsent);

@@ -43,6 +43,7 @@ enum class EventKind : uint8_t {
   kRestored,    // a sequence was opened from its checkpoint, or a page is in the pool again
   kDemoted,     // a page has left the pool, and has a copy in a slower tier
   kDamaged,     // a copy in a slower tier is not what was put there, and was dropped
+  kPreempted,   // a sequence was taken from its client: evicted by an operator, or handed over
 };
 
 // Where rows are, or were. Numbers of mla.v1.CacheTier.

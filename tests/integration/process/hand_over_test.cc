@@ -209,6 +209,16 @@ TEST_F(HandOverTest, SequencesMoveAsTheirTenantsAndUnderTheirIds) {
   }
   EXPECT_EQ(SequencesOf(*a_), 1u);
   EXPECT_EQ(SequencesOf(*b), 3u);
+  size_t preempted = 0;
+  ASSERT_TRUE(red_->WatchEvents(0,
+                                [&](const v1::WatchEventsReply& events) {
+                                  for (const v1::CacheEvent& event : events.events()) {
+                                    preempted += event.kind() == v1::CACHE_EVENT_KIND_PREEMPTED;
+                                  }
+                                  return preempted < tracks_.size();
+                                })
+                  .ok());
+  EXPECT_EQ(preempted, tracks_.size());
   const auto others = Connect(*b, "blue")->GetSequences({tracks_[0].sequence.id()}, false);
   EXPECT_EQ(others->not_found_size(), 1);
   // What is new is told where to go, too.

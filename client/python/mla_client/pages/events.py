@@ -28,6 +28,7 @@ class EventKind(enum.IntEnum):
     RESTORED = 5  # a sequence was opened from its checkpoint, or a page is in the pool again
     DEMOTED = 6   # a page has left the pool, and can still be found
     DAMAGED = 7   # a copy of a page is not what it was, and was dropped
+    PREEMPTED = 8  # a sequence was taken from its client: evicted by an operator, or handed over
 
 
 class CacheEvent(NamedTuple):
