@@ -1,7 +1,10 @@
 // Rows of a sequence in a file: the parts of an export as they came (docs/cache/page_groups.md).
 //
-//   "MLAPAGES", version (uint32), then for each part its bytes (uint32) and itself, serialized;
-//   little endian
+//   "MLAPAGES", version (uint32), then for each part its bytes (uint32), itself, serialized, and
+//   in files with a key (version 2) its MAC (16 bytes, proto/wire/frame_mac.h); little endian
+//
+// A file with a key is one that only holders of the key can have written; no part of it is looked
+// at before its MAC is right.
 //
 // Threading: one thread.
 #ifndef MLA_CLIENT_CPP_PAGES_FILE_H_
@@ -17,18 +20,25 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "mla/v1/cache.pb.h"
+#include "proto/wire/frame_mac.h"
 
 namespace mla::client {
 
 inline constexpr char kPagesFileMagic[] = "MLAPAGES";
 inline constexpr uint32_t kPagesFileVersion = 1;
+inline constexpr uint32_t kKeyedPagesFileVersion = 2;
 // Of one part; more is no part that a server takes.
 inline constexpr uint32_t kMostPagesPartBytes = 1u << 30;
 
 // Writes a file aside, and gives it its name when all of it is on the disk.
+// The key in a file of 32 bytes. INVALID_ARGUMENT: it has another size, or others than its owner
+// may read it; NOT_FOUND.
+absl::StatusOr<wire::MacKey> ReadPagesKey(const std::string& path);
+
 class PagesFileWriter final {
  public:
-  static absl::StatusOr<std::unique_ptr<PagesFileWriter>> Create(const std::string& path);
+  static absl::StatusOr<std::unique_ptr<PagesFileWriter>> Create(
+      const std::string& path, const std::optional<wire::MacKey>& key = std::nullopt);
   // Without Finish the file is removed.
   ~PagesFileWriter();
 
@@ -37,18 +47,21 @@ class PagesFileWriter final {
   absl::Status Finish();
 
  private:
-  PagesFileWriter(std::string path, std::FILE* file);
+  PagesFileWriter(std::string path, std::FILE* file, std::optional<wire::FrameMac> mac);
   absl::Status Write(const void* bytes, size_t size);
   absl::Status Failed(const char* what) const;
 
   const std::string path_, aside_;
   std::FILE* file_;
+  std::optional<wire::FrameMac> mac_;
 };
 
 class PagesFileReader final {
  public:
-  // NOT_FOUND, or DATA_LOSS with the reason why it is no such file.
-  static absl::StatusOr<std::unique_ptr<PagesFileReader>> Open(const std::string& path);
+  // NOT_FOUND, or DATA_LOSS with the reason why it is no such file: also where one with a key is
+  // read without, or the other way round.
+  static absl::StatusOr<std::unique_ptr<PagesFileReader>> Open(
+      const std::string& path, const std::optional<wire::MacKey>& key = std::nullopt);
   ~PagesFileReader();
 
   // The next part; none behind the trailer. DATA_LOSS when the file ends before it, or goes on
@@ -56,11 +69,13 @@ class PagesFileReader final {
   absl::StatusOr<std::optional<v1::PagesPart>> Next();
 
  private:
-  PagesFileReader(std::string path, std::FILE* file) : path_(std::move(path)), file_(file) {}
+  PagesFileReader(std::string path, std::FILE* file, std::optional<wire::FrameMac> mac)
+      : path_(std::move(path)), file_(file), mac_(std::move(mac)) {}
   absl::Status Torn(const std::string& why) const;
 
   const std::string path_;
   std::FILE* const file_;
+  std::optional<wire::FrameMac> mac_;
   bool ended_ = false;
 };
 

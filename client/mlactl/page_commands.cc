@@ -38,8 +38,19 @@ absl::StatusOr<v1::SequenceInfo> FindSequence(client::Client* client, const std:
   return absl::NotFoundError(absl::StrCat("sequence ", text, " is not open"));
 }
 
+// None: no key file is named.
+absl::StatusOr<std::optional<wire::MacKey>> KeyOf(const std::string& path) {
+  if (path.empty()) return std::optional<wire::MacKey>();
+  return client::ReadPagesKey(path);
+}
+
+constexpr char kKeyNotes[] =
+    "--mac-key: a file of 32 bytes that its owner alone may read, as\n"
+    "  (umask 077; head -c 32 /dev/urandom > rows.key)\n"
+    "makes one. Reading the rows needs it, and finds whether anything was changed.\n";
+
 struct ExportOptions {
-  std::string sequence, file;
+  std::string sequence, file, key;
   uint64_t first_row = 0;
   uint64_t end_row = 0;  // 0: all
 };
@@ -49,7 +60,9 @@ int Export(const CommonOptions& common, const ExportOptions& options) {
   if (!client.ok()) return Fail(client.status());
   const auto info = FindSequence(client->get(), options.sequence);
   if (!info.ok()) return Fail(info.status());
-  auto file = client::PagesFileWriter::Create(options.file);
+  const auto key = KeyOf(options.key);
+  if (!key.ok()) return Fail(key.status());
+  auto file = client::PagesFileWriter::Create(options.file, *key);
   if (!file.ok()) return Fail(file.status());
   v1::ExportRequest request;
   request.set_sequence_id(info->sequence_id());
@@ -73,14 +86,16 @@ int Export(const CommonOptions& common, const ExportOptions& options) {
 }
 
 struct ImportOptions {
-  std::string model, file, sequence, client;
+  std::string model, file, sequence, client, key;
   uint32_t lease_ms = 0;
 };
 
 int Import(const CommonOptions& common, const ImportOptions& options) {
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
-  auto file = client::PagesFileReader::Open(options.file);
+  const auto key = KeyOf(options.key);
+  if (!key.ok()) return Fail(key.status());
+  auto file = client::PagesFileReader::Open(options.file, *key);
   if (!file.ok()) return Fail(file.status());
   v1::ImportTarget target;
   target.set_model_id(options.model);
@@ -326,17 +341,19 @@ void AddPageCommands(Program* program) {
   AddEventCommands(program);
   AddCheckpointCommands(program);
   const auto out = std::make_shared<ExportOptions>();
-  Command write = program->Add({.name = "export",
-                                .group = kGroup,
-                                .summary = "write rows of a sequence to a file",
-                                .examples = "mlactl export 5f3c9a0012d4e6b7 rows.mlapages\n",
-                                .notes = "The file is complete or not there at all.\n"});
+  Command write = program->Add(
+      {.name = "export",
+       .group = kGroup,
+       .summary = "write rows of a sequence to a file",
+       .examples = "mlactl export 5f3c9a0012d4e6b7 rows.mlapages\n",
+       .notes = absl::StrCat("The file is complete or not there at all.\n", kKeyNotes)});
   write.Word("SEQUENCE", "its id, as sequences shows it", &out->sequence);
   write.Word("FILE", "where to", &out->file);
   write.Number({"first-row", "N", "from this row on, the first of a page (default 0)"}, 0,
                UINT64_MAX, &out->first_row);
   write.Number({"end-row", "N", "up to this row (default: all that are committed)"}, 1, UINT64_MAX,
                &out->end_row);
+  write.Text({"mac-key", "FILE", "key of MACs that go with the rows (default: none)"}, &out->key);
   write.Run([out](const CommonOptions& common) { return Export(common, *out); });
 
   const auto in = std::make_shared<ImportOptions>();
@@ -350,6 +367,7 @@ void AddPageCommands(Program* program) {
   read.Word("MODEL", "of which they are rows", &in->model);
   read.Word("FILE", "as export wrote it", &in->file);
   read.Text({"sequence", "ID", "whose rows they follow (default: a new one)"}, &in->sequence);
+  read.Text({"mac-key", "FILE", "that the file was written with (default: none)"}, &in->key);
   read.Text({"client", "ID", "that a new sequence belongs to"}, &in->client);
   read.Number({"lease-ms", "N", "of a new sequence (default 0: the server's)"}, 0, UINT32_MAX,
               &in->lease_ms);

@@ -1,10 +1,7 @@
 #include "server/pages/checkpoint_file.h"
 
 #include <fcntl.h>
-#include <openssl/core_names.h>
 #include <openssl/crypto.h>
-#include <openssl/hmac.h>
-#include <openssl/params.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -41,43 +38,9 @@ absl::Status SystemError(const std::string& path, const char* what) {
 
 }  // namespace
 
-CheckpointKey DeriveKey(const CheckpointKey& key, absl::string_view purpose) {
-  CheckpointKey derived;
-  unsigned int bytes = 0;
-  HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()),
-       reinterpret_cast<const unsigned char*>(purpose.data()), purpose.size(), derived.data(),
-       &bytes);
-  return derived;
-}
-
-FrameMac::FrameMac(const CheckpointKey& key)
-    : context_(nullptr, EVP_MAC_CTX_free), key_(key), last_(Beginning()) {
-  static EVP_MAC* const kHmac = EVP_MAC_fetch(nullptr, "HMAC", nullptr);
-  context_.reset(EVP_MAC_CTX_new(kHmac));
-}
-
-std::string FrameMac::Next(absl::string_view frame) {
-  char digest[] = "SHA256";
-  const OSSL_PARAM params[] = {OSSL_PARAM_construct_utf8_string(OSSL_MAC_PARAM_DIGEST, digest, 0),
-                               OSSL_PARAM_construct_end()};
-  const auto add = [this](const void* data, size_t bytes) {
-    EVP_MAC_update(context_.get(), static_cast<const unsigned char*>(data), bytes);
-  };
-  const auto size = static_cast<uint32_t>(frame.size());
-  EVP_MAC_init(context_.get(), key_.data(), key_.size(), params);
-  add(last_.data(), last_.size());
-  add(&size, sizeof(size));
-  add(frame.data(), frame.size());
-  unsigned char out[32];
-  size_t bytes = 0;
-  EVP_MAC_final(context_.get(), out, &bytes, sizeof(out));
-  last_.assign(reinterpret_cast<const char*>(out), kBytes);
-  return last_;
-}
-
 CheckpointWriter::CheckpointWriter(std::string path, std::string aside, int file,
                                    const CheckpointKey& key)
-    : path_(std::move(path)), aside_(std::move(aside)), file_(file), mac_(key) {
+    : path_(std::move(path)), aside_(std::move(aside)), file_(file), mac_(key, Beginning()) {
   buffer_.reserve(kBufferBytes);
 }
 
@@ -143,7 +106,7 @@ absl::Status CheckpointWriter::Publish() {
 }
 
 CheckpointReader::CheckpointReader(std::string path, int file, const CheckpointKey& key)
-    : path_(std::move(path)), file_(file), mac_(key) {}
+    : path_(std::move(path)), file_(file), mac_(key, Beginning()) {}
 
 CheckpointReader::~CheckpointReader() { close(file_); }
 

@@ -4,9 +4,8 @@
 //   "MLACKPT\n", version (uint32), then for each frame its bytes (uint32), itself, its MAC (16
 //   bytes)
 //
-// Little endian. The MAC of a frame is HMAC-SHA-256 over the MAC before, the size and the bytes,
-// cut to 16 bytes; what comes before the first is the file's beginning. So no frame can be changed,
-// left out, moved or brought from another file, and none is looked at before its MAC is right.
+// Little endian. The MACs are those of proto/wire/frame_mac.h; no frame is looked at before its MAC
+// is right.
 //
 // A file is written aside, flushed to the disk and renamed, and so is its folder's entry.
 //
@@ -14,10 +13,6 @@
 #ifndef MLA_SERVER_PAGES_CHECKPOINT_FILE_H_
 #define MLA_SERVER_PAGES_CHECKPOINT_FILE_H_
 
-#include <openssl/evp.h>
-
-#include <array>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -25,27 +20,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "proto/wire/frame_mac.h"
 
 namespace mla::server {
 
-using CheckpointKey = std::array<unsigned char, 32>;
-
-// A key for one purpose, made of the server's.
-CheckpointKey DeriveKey(const CheckpointKey& key, absl::string_view purpose);
-
-// MACs of the frames of one file.
-class FrameMac final {
- public:
-  static constexpr size_t kBytes = 16;
-  explicit FrameMac(const CheckpointKey& key);
-  // Of the next frame.
-  std::string Next(absl::string_view frame);
-
- private:
-  std::unique_ptr<EVP_MAC_CTX, decltype(&EVP_MAC_CTX_free)> context_;
-  const CheckpointKey key_;
-  std::string last_;
-};
+using CheckpointKey = wire::MacKey;
+using wire::DeriveKey;
+using wire::FrameMac;
 
 class CheckpointWriter final {
  public:

@@ -168,6 +168,46 @@ TEST_F(MlactlPagesTest, TornAndForeignFilesAreRefusedWithTheReason) {
   EXPECT_EQ(Stat(b_, "page_groups_used"), 0);
 }
 
+TEST_F(MlactlPagesTest, AFileWithAKeyIsOfThoseWhoHaveIt) {
+  const auto make_key = [this](const std::string& name, char fill) {
+    const std::string path = a_.File(name);
+    WriteAll(path, std::string(32, fill));
+    chmod(path.c_str(), 0600);
+    return path;
+  };
+  const std::string key = " --mac-key=" + make_key("key", 'k');
+  const std::string other = " --mac-key=" + make_key("other", 'o');
+  ASSERT_EQ(Export(file(), key).code, 0);
+  const std::string whole = ReadAll(file());
+  const auto client = Connect(b_);
+  Worker worker(client.get(), {}, "m", 2);
+  const std::string bad = a_.File("bad.mlapages");
+  const auto refused = [&](const std::string& bytes, const std::string& with) {
+    WriteAll(bad, bytes);
+    const Result result = Import(b_, bad, with);
+    EXPECT_NE(result.code, 0);
+    return result.output;
+  };
+  EXPECT_THAT(refused(whole, ""), HasSubstr("written with a key"));
+  EXPECT_THAT(refused(whole, other), HasSubstr("another key"));
+  // Every byte behind the version, and none of them is taken for rows.
+  for (size_t at = 12; at < whole.size(); at += 1 + whole.size() / 40) {
+    std::string changed = whole;
+    changed[at] ^= 1;
+    refused(changed, key);
+  }
+  for (const size_t part : {1, 3, 7}) refused(whole.substr(0, whole.size() * part / 8), key);
+  std::string claims_none = whole;
+  claims_none[8] = 1;
+  EXPECT_THAT(refused(claims_none, key), HasSubstr("written without a key"));
+  EXPECT_EQ(Stat(b_, "sequences"), 0);
+  EXPECT_EQ(Import(b_, file(), key).code, 0);
+  chmod(a_.File("key").c_str(), 0640);
+  EXPECT_THAT(Export(file(), key).output, HasSubstr("others than its owner"));
+  WriteAll(a_.File("other"), "short");
+  EXPECT_THAT(Export(file(), other).output, HasSubstr("a key has 32 bytes"));
+}
+
 TEST_F(MlactlPagesTest, AFullDiskLeavesNoFile) {
   const Result result =
       Shell(absl::StrCat("trap '' XFSZ; ulimit -f 1; ",

@@ -11,6 +11,7 @@ Parts are serialized messages of the page-group format; nothing in between needs
 
 from __future__ import annotations
 
+import hmac
 import struct
 from typing import (Any, BinaryIO, Callable, Iterable, Iterator, List, NamedTuple, Optional,
                     Sequence as Seq, Tuple)
@@ -26,6 +27,8 @@ from mla_client.types import SequenceState
 
 MAGIC = b"MLAPAGES"
 VERSION = 1
+KEYED_VERSION = 2
+KEY_BYTES, MAC_BYTES = 32, 16
 # Of one part of a file; more is no part that a server takes.
 MOST_PART_BYTES = 1 << 30
 # A stream of rows takes longer than a call: so many times the client's timeout.
@@ -40,23 +43,49 @@ def state_of(info: Any) -> SequenceState:
                          info.tail_position if info.HasField("tail_position") else None)
 
 
-def write(file: BinaryIO, parts: Iterable[bytes]) -> int:
-    """Writes the parts of an export as a file of rows; returns the bytes."""
-    written = file.write(MAGIC + struct.pack("<I", VERSION))
+class _FrameMac:
+    """MACs of the parts of a file: each over the one before it, the size and the part. b"" where
+    there is no key."""
+
+    def __init__(self, key: bytes) -> None:
+        if key and len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+        self._key = hmac.digest(key, b"mla page files", "sha256") if key else b""
+        self._last = MAGIC + struct.pack("<I", KEYED_VERSION)
+
+    def next(self, part: bytes) -> bytes:
+        if not self._key:
+            return b""
+        text = self._last + struct.pack("<I", len(part)) + part
+        self._last = hmac.digest(self._key, text, "sha256")[:MAC_BYTES]
+        return self._last
+
+
+def write(file: BinaryIO, parts: Iterable[bytes], key: bytes = b"") -> int:
+    """Writes the parts of an export as a file of rows; returns the bytes. With a key of 32 bytes a
+    MAC goes with each part, which others cannot make."""
+    mac = _FrameMac(key)
+    written = file.write(MAGIC + struct.pack("<I", KEYED_VERSION if key else VERSION))
     for part in parts:
         written += file.write(struct.pack("<I", len(part)))
         written += file.write(part)
+        written += file.write(mac.next(part))
     return written
 
 
-def read(file: BinaryIO) -> Iterator[bytes]:
-    """The parts of a file of rows. DataLoss says why it is none, or that it ends too early."""
+def read(file: BinaryIO, key: bytes = b"") -> Iterator[bytes]:
+    """The parts of a file of rows. DataLoss says why it is none, that it ends too early, or that it
+    was changed or written under another key, or none."""
+    mac = _FrameMac(key)
     if file.read(len(MAGIC)) != MAGIC:
         raise errors.DataLoss("it is no file of rows: it does not begin with MLAPAGES")
-    version = file.read(4)
-    if version != struct.pack("<I", VERSION):
-        raise errors.DataLoss(f"version {int.from_bytes(version, 'little')}, "
-                              f"and this reads version {VERSION}")
+    version = int.from_bytes(file.read(4), "little")
+    if version not in (VERSION, KEYED_VERSION):
+        raise errors.DataLoss(f"version {version}, "
+                              f"and this reads versions {VERSION} and {KEYED_VERSION}")
+    if bool(key) != (version == KEYED_VERSION):
+        raise errors.DataLoss("it was written without a key" if key else
+                              "it was written with a key, which reading it needs")
     while True:
         head = file.read(4)
         if len(head) < 4:
@@ -65,6 +94,9 @@ def read(file: BinaryIO) -> Iterator[bytes]:
         part = file.read(size) if size <= MOST_PART_BYTES else b""
         if len(part) != size:
             raise errors.DataLoss("it ends inside a part")
+        want = mac.next(part)
+        if not hmac.compare_digest(file.read(len(want)), want):
+            raise errors.DataLoss("it was changed, or written under another key")
         try:
             last = cache_pb2.PagesPart.FromString(part).HasField("trailer")
         except Exception as error:  # protobuf's own, whatever its runtime calls it

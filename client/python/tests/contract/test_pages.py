@@ -108,6 +108,28 @@ class PagesTest(Case):
             self.client.import_rows(self.model, pages.read(io.BytesIO(flipped)))
         self.assertEqual(len(self.client.sequences()), before)
 
+    def test_a_file_with_a_key_is_of_those_who_have_it(self):
+        key, other = b"k" * 32, b"o" * 32
+        file = io.BytesIO()
+        pages.write(file, self.client.export_rows(self.sequence), key)
+        whole = file.getvalue()
+        with self.client.import_rows(self.model, pages.read(io.BytesIO(whole), key)) as copy:
+            self.assertEqual(copy.length, self.sequence.length)
+        plain = io.BytesIO()
+        pages.write(plain, self.client.export_rows(self.sequence))
+        for name, content, given in (("none", whole, b""), ("other", whole, other),
+                                     ("plain", plain.getvalue(), key),
+                                     ("end", whole[:-1], key)):
+            with self.subTest(name), self.assertRaises(mla_client.DataLoss):
+                list(pages.read(io.BytesIO(content), given))
+        for at in range(12, len(whole), 1 + len(whole) // 50):
+            changed = bytearray(whole)
+            changed[at] ^= 1
+            with self.subTest(at), self.assertRaises(mla_client.DataLoss):
+                list(pages.read(io.BytesIO(changed), key))
+        with self.assertRaises(ValueError):
+            pages.write(io.BytesIO(), [], b"short")
+
     def test_rows_of_other_weights_are_refused(self):
         other = self.client.register_model(mla_client.ModelSpec(
             "other", GEOMETRY, layers=2, softmax_scale=0.5, page_size=4, weights_digest=b"d" * 32))
