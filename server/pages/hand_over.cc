@@ -199,10 +199,22 @@ bool HandOver::Pass(bool* left) {
       continue;
     }
     tried_.insert(sequence.info.id);
-    outcomes_.push_back(Move(sequence));
+    // As it is by now: its client may have cut it, or given it back, while others went.
+    const scheduler::SequenceList now = Find(sequence);
+    if (now.sequences.empty()) continue;
+    v1::HandedOver outcome = Move({sequence.tenant, now.sequences.front()});
+    const bool moved = outcome.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
+    if (moved || !Find(sequence).sequences.empty()) outcomes_.push_back(std::move(outcome));
     any = true;
   }
   return any;
+}
+
+scheduler::SequenceList HandOver::Find(const TenantSequence& sequence) {
+  scheduler::SequenceSelection named;
+  named.tenant = sequence.tenant;
+  named.ids = {sequence.info.id};
+  return engine_->GetSequences(named);
 }
 
 v1::HandedOver HandOver::Move(const TenantSequence& sequence) {

@@ -48,7 +48,8 @@ class HandOver final {
   bool done() const { return done_; }
   // Interrupts the call that is under way, and returns when the thread has ended. Also twice.
   void Stop();
-  // What became of each sequence. REQUIRES: stopped.
+  // What became of each sequence, but for those that their clients have released. REQUIRES:
+  // stopped.
   const std::vector<v1::HandedOver>& outcomes() const { return outcomes_; }
   const std::string& address() const { return address_; }
 
@@ -58,6 +59,7 @@ class HandOver final {
   void Run();
   // Tries what has not been tried, and says whether anything was; *left: some may go later.
   bool Pass(bool* left);
+  scheduler::SequenceList Find(const scheduler::TenantSequence& sequence);
   v1::HandedOver Move(const scheduler::TenantSequence& sequence);
   // *refused: by the peer, which has nothing of it; *uncertain: it may have all of it.
   absl::Status Send(const scheduler::TenantSequence& sequence, const scheduler::MovingPages& pages,

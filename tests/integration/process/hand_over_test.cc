@@ -337,6 +337,38 @@ TEST_F(HandOverTest, OpenStepsAreWaitedForUntilTheDeadline) {
   ExpectMoved(&tracks_[0], *b, Address(*b));
 }
 
+TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
+  Fill(3);
+  FaultyBackend* faults = nullptr;
+  const auto b = Serve({}, &faults);
+  faults->HoldLaunches();
+  absl::StatusOr<v1::DrainReply> drained;
+  std::thread drains([&] { drained = Drain(Address(*b)); });
+  EXPECT_TRUE(Eventually([&] { return faults->holds_launch(); }));
+  // One of the three is on its way; the others go as they are by then.
+  for (Track& track : tracks_) ASSERT_TRUE(track.sequence.Truncate(kRows / 2).ok());
+  for (Track& track : tracks_) track.cache.Truncate(Dims(), kRows / 2);
+  ASSERT_TRUE(tracks_[2].sequence.Release().ok());
+  faults->ReleaseLaunches();
+  drains.join();
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  ASSERT_TRUE(blue_->CancelDrain().ok());
+  uint64_t moved = 0;
+  for (Track* const track : {&tracks_[0], &tracks_[1]}) {
+    const v1::HandedOver& outcome = OutcomeOf(*drained, *track);
+    if (outcome.outcome() == v1::HAND_OVER_OUTCOME_MOVED) {
+      ++moved;
+      EXPECT_EQ(outcome.rows(), kRows / 2);
+      ExpectMoved(track, *b, Address(*b));
+    } else {
+      ExpectHere(track);
+    }
+  }
+  EXPECT_EQ(drained->handed_over_size(), 2);
+  EXPECT_GE(moved, 1u);
+  EXPECT_TRUE(Eventually([&] { return SequencesOf(*b) == moved; }));
+}
+
 TEST_F(HandOverTest, ACancelledDrainLeavesSequencesAsTheyWere) {
   Fill(2);
   FaultyBackend* faults = nullptr;
