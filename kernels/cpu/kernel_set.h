@@ -42,6 +42,11 @@ struct GemmArgs {
   const void* const* next_rows;
   int32_t next_count;
   int32_t next_bytes;  // of each
+  // Also packs the first `value_dim` elements of the rows, as pack_values does, or null. REQUIRES:
+  // at most `packs_in_gemm` panels, `value_dim` a multiple of 32 and at most k.
+  uint16_t* value_panels;
+  int64_t value_panel_bytes;
+  int32_t value_dim;
 };
 
 // One online-softmax step of a tile, in base 2. For every column n, with x = s * scale2:
@@ -105,6 +110,9 @@ struct KernelSet {
   // Whether to fetch rows ahead that an index list names and products read as they lie. Where
   // products are fast, fetching takes as long as it saves.
   bool fetches_listed_rows;
+  // Panels up to which `gemm` packs the values of its rows. It pays for rows that lie anywhere:
+  // these are copied for the product, and their lines then read once.
+  int32_t packs_in_gemm;
 
   void (*gemm)(const GemmArgs& args);
   void (*softmax)(const SoftmaxArgs& args);

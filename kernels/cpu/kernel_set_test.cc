@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -111,6 +112,58 @@ TEST_P(KernelSetTest, GemmEqualsNaiveLoops) {
             }
           }
         }
+      }
+    }
+  }
+}
+
+// What a product leaves of the values of its rows is what pack_values makes of them, byte by byte,
+// with NaN behind each row and in the panels.
+TEST_P(KernelSetTest, GemmPacksTheValuesOfItsRows) {
+  for (int32_t panels = 1; panels <= kernels().packs_in_gemm; ++panels) {
+    for (const int32_t rows : {1, 2, 15, 16, 17, 31, 32, 33, 61, 95, 127, 128}) {
+      for (const auto& [k, d] :
+           std::vector<std::pair<int32_t, int32_t>>{{32, 32}, {75, 64}, {96, 96}}) {
+        std::vector<std::vector<uint8_t>> operands;
+        std::vector<const void*> pointers;
+        std::vector<const uint16_t*> values;
+        operands.reserve(static_cast<size_t>(rows));
+        for (int32_t r = 0; r < rows; ++r) {
+          std::vector<float> row(static_cast<size_t>(k));
+          for (float& value : row) value = Draw();
+          operands.push_back(Operands(row));
+          pointers.push_back(operands.back().data());
+          values.push_back(reinterpret_cast<const uint16_t*>(operands.back().data()));
+        }
+        const int64_t q_bytes = PanelBytes(true, kernels().k_align, k);
+        std::vector<uint8_t> packed(static_cast<size_t>(panels * q_bytes) + 64);
+        for (size_t i = 0; i < packed.size() / 2; ++i) {
+          const Bf16 value = ToBf16(Draw());
+          std::memcpy(packed.data() + 2 * i, &value, sizeof value);
+        }
+        const int64_t v_bytes = kTileRows / 2 * 64;
+        const size_t size = static_cast<size_t>(v_bytes * (d / kPanel)) / 2;
+        std::vector<uint16_t> want(size, 0xffff), got(size, 0xffff);
+        kernels().pack_values(values.data(), rows, d, want.data(), v_bytes);
+        const int64_t ldc = panels * kPanel;
+        std::vector<float> c(static_cast<size_t>((rows + 15) / 16 * 16 * ldc)), plain = c;
+        GemmArgs args{};
+        args.a_rows = pointers.data();
+        args.rows = rows;
+        args.k = k;
+        args.b = packed.data();
+        args.panel_bytes = q_bytes;
+        args.panels = panels;
+        args.c = plain.data();
+        args.ldc = ldc;
+        kernels().gemm(args);
+        args.c = c.data();
+        args.value_panels = got.data();
+        args.value_panel_bytes = v_bytes;
+        args.value_dim = d;
+        kernels().gemm(args);
+        ASSERT_EQ(got, want) << "panels " << panels << " rows " << rows << " k " << k;
+        ASSERT_EQ(c, plain) << "panels " << panels << " rows " << rows << " k " << k;
       }
     }
   }

@@ -20,9 +20,8 @@ constexpr int32_t kDepth = 32;  // k of a tile
 constexpr int32_t kStageDepth = 1024;
 // A cache line longer: strides of whole kilobytes put lines that are used together into few sets.
 constexpr int32_t kStageRow = kStageDepth + 32;
-// With so few panels B stays in the first-level cache, and beside it a copy of 16 rows does, not
-// one of 32.
-constexpr int32_t kFewPanels = 2;
+constexpr int32_t kFewPanels = 2;  // products of so few copy rows a step of k at a time
+constexpr int32_t kCopied = 2 * kRows;
 constexpr int kPrefetchLines = 4;  // a step of at most four tile products
 
 // The compiler's tile intrinsics do not say which memory they read. What was stored before this is
@@ -169,23 +168,84 @@ void GemmRows(const GemmArgs& g, int32_t row, int32_t count, bool in_place, Pref
   }
 }
 
+// Elements [k, k + kDepth) of `count` rows, and their pairs to the value panels.
+void CopyStep(const GemmArgs& g, int32_t row, int32_t count, int32_t k, uint16_t (*to)[kDepth]) {
+  const auto* const rows = reinterpret_cast<const uint16_t* const*>(g.a_rows) + row;
+  const __mmask32 mask = Mask32(g.k - k);
+  if (g.value_panels == nullptr || k >= g.value_dim) {
+    for (int32_t i = 0; i < count; ++i) {
+      _mm512_storeu_si512(to[i], _mm512_maskz_loadu_epi16(mask, rows[i] + k));
+    }
+    return;
+  }
+  uint8_t* out = reinterpret_cast<uint8_t*>(g.value_panels) + k / kPanel * g.value_panel_bytes;
+  out += row * 32;
+  for (int32_t i = 0; i < count; i += 2, out += 64) {
+    const __m512i even = _mm512_maskz_loadu_epi16(mask, rows[i] + k);
+    __m512i odd = _mm512_setzero_si512();
+    if (i + 1 < count) odd = _mm512_maskz_loadu_epi16(mask, rows[i + 1] + k);
+    _mm512_storeu_si512(to[i], even);
+    _mm512_storeu_si512(to[i + 1], odd);
+    const ValuePairs pairs = PairValues(even, odd);
+    _mm512_storeu_si512(out, pairs.first);
+    _mm512_storeu_si512(out + g.value_panel_bytes, pairs.second);
+  }
+  for (int32_t i = (count + 1) / 2; i < kCopied / 2; ++i, out += 64) {
+    _mm512_storeu_si512(out, _mm512_setzero_si512());
+    _mm512_storeu_si512(out + g.value_panel_bytes, _mm512_setzero_si512());
+  }
+}
+
+// Products of few panels with rows that lie anywhere, a step of k of all rows at a time: the copy
+// then stays in the first-level cache beside B. Tile loads wait until what they read has left
+// the store buffer, so a step is copied while the one before is multiplied.
+template <int kB>
+void GemmCopied(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next) {
+  alignas(64) uint16_t stage[2][kCopied][kDepth];
+  for (int32_t i = count; i < kCopied; ++i) {
+    _mm512_storeu_si512(stage[0][i], _mm512_setzero_si512());
+    _mm512_storeu_si512(stage[1][i], _mm512_setzero_si512());
+  }
+  float* const c = g.c + row * g.ldc;
+  const bool one = count <= kRows;  // of the blocks that C has room for
+  if (!g.accumulate) {
+    ZeroTiles<2, kB>();
+  } else if (one) {
+    LoadTiles<1, kB>(c, g.ldc);
+  } else {
+    LoadTiles<2, kB>(c, g.ldc);
+  }
+  const int32_t steps = (g.k + kDepth - 1) / kDepth;
+  const uint8_t* b = static_cast<const uint8_t*>(g.b);
+  CopyStep(g, row, count, 0, stage[0]);
+  for (int32_t step = 0; step < steps; ++step, b += 1024) {
+    if (step + 1 < steps) CopyStep(g, row, count, (step + 1) * kDepth, stage[(step + 1) % 2]);
+    FinishStores();
+    const auto* const a = reinterpret_cast<const uint8_t*>(stage[step % 2]);
+    Multiply<2, kB>(a, a + kRows * kDepth * 2, kDepth * 2, b, g.panel_bytes, 1, next);
+  }
+  if (one) {
+    StoreTiles<1, kB>(c, g.ldc);
+  } else {
+    StoreTiles<2, kB>(c, g.ldc);
+  }
+}
+
 void Gemm(const GemmArgs& args) {
   Prefetcher next(args);
-  for (int32_t row = 0; row < args.rows; row += 2 * kRows) {
+  for (int32_t row = 0; row < args.rows; row += kCopied) {
     const int32_t left = args.rows - row;
-    const int32_t count = left < 2 * kRows ? left : 2 * kRows;
-    const bool in_place = args.k % kDepth == 0 && Even(args.a_rows + row, count);
-    if (in_place || args.panels > kFewPanels) {
-      if (count > kRows) {
-        GemmRows<2>(args, row, count, in_place, &next);
-      } else {
-        GemmRows<1>(args, row, count, in_place, &next);
-      }
-      continue;
-    }
-    for (int32_t half = 0; half < count; half += kRows) {
-      const int32_t rows = count - half < kRows ? count - half : kRows;
-      GemmRows<1>(args, row + half, rows, false, &next);
+    const int32_t count = left < kCopied ? left : kCopied;
+    const bool in_place =
+        args.value_panels == nullptr && args.k % kDepth == 0 && Even(args.a_rows + row, count);
+    if (!in_place && args.panels == 1) {
+      GemmCopied<1>(args, row, count, &next);
+    } else if (!in_place && args.panels == 2) {
+      GemmCopied<2>(args, row, count, &next);
+    } else if (count > kRows) {
+      GemmRows<2>(args, row, count, in_place, &next);
+    } else {
+      GemmRows<1>(args, row, count, in_place, &next);
     }
   }
 }
@@ -349,6 +409,7 @@ const KernelSet kAmxKernels = {
     /*k_align=*/32,
     /*k_group=*/2,
     /*fetches_listed_rows=*/false,
+    /*packs_in_gemm=*/kFewPanels,
     Gemm,
     Softmax,
     Accumulate,

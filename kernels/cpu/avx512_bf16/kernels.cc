@@ -228,6 +228,7 @@ const KernelSet kAvx512Bf16Kernels = {
     /*k_align=*/8,
     /*k_group=*/8,
     /*fetches_listed_rows=*/true,
+    /*packs_in_gemm=*/0,
     Gemm,
     Softmax,
     Accumulate,

@@ -78,7 +78,8 @@ class ItemState {
   const WorkInfo& work_;
   std::byte* scratch_;
   KvOperands kv_;
-  bool few_keys_ = false;  // some row of the group sees at most kTileRows keys
+  bool packs_in_product_ = false;  // the products of the group pack values
+  bool few_keys_ = false;          // some row of the group sees at most kTileRows keys
 };
 
 // Packed row n as it was sent. One in pieces is copied to `place` of the panel's rows, at most.
@@ -189,6 +190,7 @@ void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
   const int64_t count = static_cast<int64_t>(gemm.rows) * gemm.ldc;
   gemm.b = low_queries;
   gemm.next_count = 0;
+  gemm.value_panels = nullptr;
   gemm.c = As<float>(at_.probabilities);
   kernels_.gemm(gemm);
   for (int64_t i = 0; i < count; ++i) {
@@ -215,6 +217,11 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   gemm.next_rows = kv_.next_rows();
   gemm.next_count = kv_.next_count();
   gemm.next_bytes = at_.kv.row_bytes;
+  if (packs_in_product_) {
+    gemm.value_panels = kv_.value_panels(row);
+    gemm.value_panel_bytes = at_.v_panel_bytes;
+    gemm.value_dim = at_.value_dim;
+  }
   kernels_.gemm(gemm);
   if (at_.q_terms == 2) AddLowTerm(gemm, queries + at_.q_block_bytes);
   SoftmaxArgs softmax{};
@@ -323,11 +330,13 @@ void ItemState::RunGroup(const Group& group) {
   std::fill_n(As<float>(at_.l), padded, 0.0f);
   std::fill_n(As<float>(at_.norm), padded, 0.0f);
   if (end > work_.kv_begin) PackQueries(group);
+  packs_in_product_ = kv_.PacksInProduct(padded / kPanel);
   bool first = true;
   for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
     const int32_t entries = std::min(at_.chunk_rows, end - begin);
     // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
-    const int32_t rows = kv_.Prepare(begin, entries, few_keys_ && begin < 2 * kTileRows);
+    const int32_t rows =
+        kv_.Prepare(begin, entries, few_keys_ && begin < 2 * kTileRows, !packs_in_product_);
     if (FetchesAhead()) {
       kv_.FindNext(begin + entries, std::min(kTileRows, end - begin - entries));
     }

@@ -115,7 +115,12 @@ KvOperands::Found KvOperands::FindWindow(int32_t begin, int32_t count, const Fou
           rows};
 }
 
-int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests) {
+bool KvOperands::PacksInProduct(int32_t panels) const {
+  return context_.params->desc.attention != AttentionKind::kDense && !at_.widens && !at_.expanded &&
+         panels <= kernels_.packs_in_gemm && at_.value_dim % (2 * kPanel) == 0;
+}
+
+int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests, bool pack_values) {
   const Found found =
       Find(begin, entries, {As<const void*>(at_.kv_rows), As<const uint8_t*>(at_.scales)});
   const int32_t count = found.rows;
@@ -129,7 +134,7 @@ int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests) {
     for (int32_t first = 0; first < count; first += piece) {
       const int32_t some = std::min(piece, count - first);
       if (at_.widens) WidenRows(first, some);
-      PackValues(rows, first, some);
+      if (pack_values) PackValues(rows, first, some);
     }
     std::memcpy(keys, rows, static_cast<size_t>(count) * sizeof(void*));
     std::memcpy(values, rows, static_cast<size_t>(count) * sizeof(void*));
@@ -246,7 +251,7 @@ bool KvOperands::ValuesFinite(int32_t row, int32_t rows) const {
 }
 
 const void* KvOperands::values(int32_t row) const {
-  if (bf16()) return As<std::byte>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
+  if (bf16()) return value_panels(row);
   const int64_t stride = at_.expanded ? at_.value_row_bytes : at_.key_row_bytes;
   return As<std::byte>((at_.expanded ? at_.values : at_.keys) + row * stride);
 }

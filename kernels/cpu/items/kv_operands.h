@@ -31,8 +31,10 @@ class KvOperands {
   void SelectHead(int32_t head);
   // Makes rows [begin, begin + entries) of the segment, or those at such places of its index list
   // or window, the chunk; returns how many it has. `keep_rests`: in the expanded form also what
-  // rounding took from up-projected values.
-  int32_t Prepare(int32_t begin, int32_t entries, bool keep_rests);
+  // rounding took from up-projected values. `pack_values`: not where the product does it.
+  int32_t Prepare(int32_t begin, int32_t entries, bool keep_rests, bool pack_values);
+  // Whether a product with so many panels of queries packs the values of its rows.
+  bool PacksInProduct(int32_t panels) const;
   // Rows that products may fetch into a cache meanwhile.
   void FindNext(int32_t begin, int32_t count);
 
@@ -41,6 +43,9 @@ class KvOperands {
   int32_t next_count() const { return next_count_; }
   // Of the tile that begins at row `row` of the chunk, as AccumulateArgs takes them.
   const void* values(int32_t row) const;
+  uint16_t* value_panels(int32_t row) const {  // bf16 levels: where `values` has them
+    return As<uint16_t>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
+  }
   const void* value_rests(int32_t row) const;
   int64_t values_ld() const;
   float Value(int32_t row, int32_t d, bool with_rest) const;

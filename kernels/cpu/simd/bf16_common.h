@@ -135,24 +135,31 @@ inline void EndColumns(const SoftmaxArgs& args, const ColumnState& state, int32_
   _mm512_storeu_ps(args.norm + n, state.norm);
 }
 
-void PackValues(const uint16_t* const* rows, int32_t count, int32_t d, uint16_t* panels,
-                int64_t panel_bytes) {
+// 32 values of two rows as pairs, 16 to each of two panels.
+struct ValuePairs {
+  __m512i first, second;
+};
+
+inline ValuePairs PairValues(__m512i even, __m512i odd) {
   // After this order of quarters, unpack leaves 16 consecutive columns in each result.
   const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+  even = _mm512_permutexvar_epi64(order, even);
+  odd = _mm512_permutexvar_epi64(order, odd);
+  return {_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd)};
+}
+
+void PackValues(const uint16_t* const* rows, int32_t count, int32_t d, uint16_t* panels,
+                int64_t panel_bytes) {
   for (int32_t r = 0; r < count; r += 2) {
     uint8_t* out = reinterpret_cast<uint8_t*>(panels) + r * 32;
     for (int32_t i = 0; i < d; i += 32, out += 2 * panel_bytes) {
       const __mmask32 mask = Mask32(d - i);
-      const __m512i even =
-          _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[r] + i));
+      const __m512i even = _mm512_maskz_loadu_epi16(mask, rows[r] + i);
       __m512i odd = _mm512_setzero_si512();
-      if (r + 1 < count) {
-        odd = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(mask, rows[r + 1] + i));
-      }
-      _mm512_storeu_si512(out, _mm512_unpacklo_epi16(even, odd));
-      if (i + kPanel < d) {
-        _mm512_storeu_si512(out + panel_bytes, _mm512_unpackhi_epi16(even, odd));
-      }
+      if (r + 1 < count) odd = _mm512_maskz_loadu_epi16(mask, rows[r + 1] + i);
+      const ValuePairs pairs = PairValues(even, odd);
+      _mm512_storeu_si512(out, pairs.first);
+      if (i + kPanel < d) _mm512_storeu_si512(out + panel_bytes, pairs.second);
     }
   }
 }

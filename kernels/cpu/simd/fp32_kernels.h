@@ -247,6 +247,7 @@ constexpr KernelSet Fp32KernelSet(const char* name, void (*widen_fp8)(const Fp8R
       /*k_align=*/1,
       /*k_group=*/1,
       /*fetches_listed_rows=*/false,
+      /*packs_in_gemm=*/0,
       Gemm,
       Softmax,
       Accumulate,
