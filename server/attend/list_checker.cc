@@ -45,24 +45,33 @@ constexpr size_t kSparseBits = 512;
   return faults == 0 && (count == 0 || static_cast<uint32_t>(list[count - 1]) < bound);
 }
 
-// The largest of the entries plus `shift`: with 0, -1 is beyond every position; with 1 it is below.
-[[gnu::always_inline]] inline uint32_t Highest(const int32_t* list, int32_t count, uint32_t shift) {
+// The largest of the entries; -1 is beyond every position.
+[[gnu::always_inline]] inline uint32_t Highest(const int32_t* list, int32_t count) {
   uint32_t highest = 0;
-  for (int32_t i = 0; i < count; ++i) {
-    highest = std::max(highest, static_cast<uint32_t>(list[i]) + shift);
-  }
+  for (int32_t i = 0; i < count; ++i) highest = std::max(highest, static_cast<uint32_t>(list[i]));
   return highest;
 }
 
-// Moves the positions among the entries to `to`, which may be `list` or lie before it.
-[[gnu::always_inline]] inline int32_t Compact(const int32_t* list, int32_t count, int32_t* to) {
+// Moves the positions among the entries to `to`, which may be `list` or lie before it. Returns how
+// many they are, or -1 - the slot of the first entry that is neither -1 nor below `bound`.
+[[gnu::always_inline]] inline int32_t Compact(const int32_t* list, int32_t count, uint32_t bound,
+                                              int32_t* to) {
   int32_t kept = 0;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t entry = list[i];
+    if (static_cast<uint32_t>(entry) + 1 > bound) return -1 - i;
     to[kept] = entry;
     kept += static_cast<int32_t>(entry != -1);
   }
   return kept;
+}
+
+// The same behind `done` entries, of which `kept` are moved.
+[[gnu::always_inline]] inline int32_t CompactRest(const int32_t* list, int32_t count,
+                                                  uint32_t bound, int32_t* to, int32_t done,
+                                                  int32_t kept) {
+  const int32_t rest = Compact(list + done, count - done, bound, to + kept);
+  return rest < 0 ? rest - done : kept + rest;
 }
 
 #if defined(__x86_64__)
@@ -82,12 +91,17 @@ constexpr std::array<uint32_t, 256> MakeKeptLanes() {
 constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
 
 [[gnu::target("avx2,popcnt")]] int32_t CompactByAvx2(const int32_t* list, int32_t count,
-                                                     int32_t* to) {
+                                                     uint32_t bound, int32_t* to) {
   const __m256i none = _mm256_set1_epi32(-1);
+  const __m256i bounds = _mm256_set1_epi32(static_cast<int32_t>(bound));
   const __m256i shifts = _mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21);
   int32_t kept = 0, i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m256i entries = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(list + i));
+    // Plus 1, -1 is below and a position at most the bound.
+    const __m256i next = _mm256_sub_epi32(entries, none);
+    const __m256i good = _mm256_cmpeq_epi32(_mm256_min_epu32(next, bounds), next);
+    if (_mm256_movemask_epi8(good) != -1) break;
     const __m256i absent = _mm256_cmpeq_epi32(entries, none);
     const auto bits =
         0xffu & ~static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(absent)));
@@ -98,19 +112,22 @@ constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
                         _mm256_permutevar8x32_epi32(entries, lanes));
     kept += __builtin_popcount(bits);
   }
-  return kept + Compact(list + i, count - i, to + kept);
+  return CompactRest(list, count, bound, to, i, kept);
 }
 
 [[gnu::target("avx512f,popcnt")]] int32_t CompactByAvx512(const int32_t* list, int32_t count,
-                                                          int32_t* to) {
+                                                          uint32_t bound, int32_t* to) {
+  const __m512i none = _mm512_set1_epi32(-1);
+  const __m512i bounds = _mm512_set1_epi32(static_cast<int32_t>(bound));
   int32_t kept = 0, i = 0;
   for (; i + 16 <= count; i += 16) {
     const __m512i entries = _mm512_loadu_si512(list + i);
-    const __mmask16 present = _mm512_cmpneq_epi32_mask(entries, _mm512_set1_epi32(-1));
+    if (_mm512_cmpgt_epu32_mask(_mm512_sub_epi32(entries, none), bounds) != 0) break;
+    const __mmask16 present = _mm512_cmpneq_epi32_mask(entries, none);
     _mm512_storeu_si512(to + kept, _mm512_maskz_compress_epi32(present, entries));
     kept += __builtin_popcount(present);
   }
-  return kept + Compact(list + i, count - i, to + kept);
+  return CompactRest(list, count, bound, to, i, kept);
 }
 #endif
 
@@ -210,15 +227,13 @@ template <auto kCompact, typename Marks>
   Marks marks = *result;  // in registers
   int32_t front = 0;
   for (; front + kBlock <= count; front += kBlock) {
-    if (Highest(list + front, kBlock, 0) >= bound) break;
+    if (Highest(list + front, kBlock) >= bound) break;
     for (int32_t k = 0; k < kBlock; k += Marks::kGroup) marks.Add(list + front + k);
   }
-  if (Highest(list + front, count - front, 1) > bound) {
-    while (static_cast<uint32_t>(list[front]) + 1 <= bound) ++front;
-    return -1 - front;
-  }
   if (to != list) std::memmove(to, list, static_cast<size_t>(front) * sizeof(int32_t));
-  const int32_t kept = front + kCompact(list + front, count - front, to + front);
+  const int32_t rest = kCompact(list + front, count - front, bound, to + front);
+  if (rest < 0) return rest - front;
+  const int32_t kept = front + rest;
   for (; front + Marks::kGroup <= kept; front += Marks::kGroup) marks.Add(to + front);
   for (; front < kept; ++front) marks.AddOne(to[front]);
   *result = marks;
