@@ -58,6 +58,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
                              float (&o)[kBlocks][kProduct]) const {
     uint32_t operand[2][kSteps][4];
     float ratios[kSteps][2];
+    uint32_t codes[kSteps / 2][4];  // of the next block, read while this one is multiplied
     for_constants<kBlocks>([&](auto block) {
       if constexpr (block % 2 == 0) {  // 64 columns are half of what has a scale
 #pragma unroll
@@ -68,7 +69,9 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
                   (this->lane & 3) * 8);
         }
       }
-      read<kHide>(slot, column(block) / 16, ratios, operand[block % 2]);
+      if constexpr (block == 0) read(slot, 0, codes);
+      widen<kHide>(codes, ratios, operand[block % 2]);
+      if constexpr (block + 1 < Base::kBlocks) read(slot, block + 1, codes);
       tile::pin(o[block]);
       tile::wgmma_begin();
 #pragma unroll
@@ -84,15 +87,22 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
     tile::wgmma_wait<0>();
     tile::pin(o[kBlocks - 1]);
   }
-  // Values of 16 columns and the keys of a slot, over the keys' powers of two.
-  template <bool kHide>
-  MLA_DEVICE void read(int slot, int chunk, const float (&ratios)[kSteps][2],
-                       uint32_t (&operand)[kSteps][4]) const {
+  // Of a slot's keys and the 16 columns that a warp multiplies in a block.
+  MLA_DEVICE void read(int slot, int block, uint32_t (&codes)[kSteps / 2][4]) const {
 #pragma unroll
     for (int pair = 0; pair < kSteps / 2; ++pair) {
-      uint32_t w[4];
       tile::load_matrices_transposed(
-          w, tile::chunk_at<L::kKeys>(shared.slot(slot), pair * 32 + lane, chunk));
+          codes[pair],
+          tile::chunk_at<L::kKeys>(shared.slot(slot), pair * 32 + lane, column(block) / 16));
+    }
+  }
+  // Values over the keys' powers of two.
+  template <bool kHide>
+  MLA_DEVICE void widen(const uint32_t (&codes)[kSteps / 2][4], const float (&ratios)[kSteps][2],
+                        uint32_t (&operand)[kSteps][4]) const {
+#pragma unroll
+    for (int pair = 0; pair < kSteps / 2; ++pair) {
+      const uint32_t(&w)[4] = codes[pair];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int step = 2 * pair + half;
