@@ -1,13 +1,19 @@
 // The words by which chained entries of a ring and their answers are told
 // (proto/wire/ring_layout.h): in the ring and, for clients that say so, in device memory.
 //
+// Words in device memory are stored by calls of the driver, which may take a while. So the ring's own
+// thread makes them, at most one for each of its entries; other threads leave them to it.
+//
 // Borrows the region. Threading: Enable before all else; then any thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
 #define MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "kernels/launch/word.h"
 #include "kernels/shared_device_memory.h"
 #include "proto/wire/ring_layout.h"
@@ -25,6 +31,8 @@ class ChainWords {
     if (!device->StoresWords()) return 0;
     device_ = device;
     offset_ = device->bytes().size() - wire::NearbyBytes(entries_);
+    const MutexLock lock(mutex_);
+    later_.reserve(entries_);
     return offset_;
   }
 
@@ -37,10 +45,22 @@ class ChainWords {
     return {&completions_[slot].done, wire::PublishedSequence(index),
             Nearby(wire::NearbyDoneOffset(slot))};
   }
-  // `signalled`: the device has stored it where it lies in device memory.
-  void Store(const kernels::WordValue& done, bool signalled) const {
+  // `signalled`: the device has stored it where it lies in device memory. True: the ring's thread
+  // has to call StoreLater.
+  bool Store(const kernels::WordValue& done, bool signalled) {
     done.Store();
-    if (done.nearby != nullptr && !signalled) device_->StoreWord(done.nearby, done.value);
+    if (done.nearby == nullptr || signalled) return false;
+    const MutexLock lock(mutex_);
+    later_.push_back(done);
+    any_later_ = true;
+    return true;
+  }
+  bool HasLater() const { return any_later_; }
+  void StoreLater() {
+    const MutexLock lock(mutex_);
+    for (const kernels::WordValue& done : later_) device_->StoreWord(done.nearby, done.value);
+    later_.clear();
+    any_later_ = false;
   }
 
  private:
@@ -54,6 +74,9 @@ class ChainWords {
   const uint64_t entries_;
   kernels::SharedDeviceMemory* device_ = nullptr;
   uint64_t offset_ = 0;
+  Mutex mutex_;
+  std::vector<kernels::WordValue> later_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<bool> any_later_{false};
 };
 
 }  // namespace mla::server

@@ -114,6 +114,7 @@ void CommandRing::Stop() {
     for (AttendMessage* message : returned_) message->Unref();
     returned_.clear();
   }
+  words_.StoreLater();
   Atomic(header_->closed).store(1);
   Atomic(header_->complete_doorbell).fetch_add(1);
   wire::FutexWake(&header_->complete_doorbell);
@@ -131,7 +132,7 @@ void CommandRing::Run() {
       continue;
     }
     const int64_t now = SteadyNanos();
-    if (held_.any && !cut_) {
+    if ((held_.any || AwaitsAhead()) && !cut_) {
       AwaitDevice(now);
       continue;
     }
@@ -148,8 +149,8 @@ void CommandRing::Run() {
   }
 }
 
-// Between two looks at the event of a held entry: short while the client's GPU is likely at work on
-// it, long once it is likely not.
+// Between two looks at what holds entries up: short while the client's GPU is likely at work on it,
+// long once it is likely not.
 void CommandRing::AwaitDevice(int64_t now) const {
   if (now - held_.since_ns < int64_t{options_.spin_us} * 1000) {
     wire::SpinPause();
@@ -157,6 +158,15 @@ void CommandRing::AwaitDevice(int64_t now) const {
     std::this_thread::sleep_for(kDeviceNap);
     options_.metrics->wire().device_sleeps.fetch_add(1, std::memory_order_relaxed);
   }
+}
+
+// What is not chained may end a step: it has to come behind calls whose launch may be late yet.
+bool CommandRing::AwaitsAhead() const {
+  return ahead_.load(std::memory_order_acquire) > 0 && Published();
+}
+
+bool CommandRing::Chained(const wire::SubmissionEntry& entry) const {
+  return OnDevice(entry) && (entry.flags & wire::kEntryChained) != 0;
 }
 
 bool CommandRing::OnDevice(const wire::SubmissionEntry& entry) const {
@@ -214,8 +224,10 @@ void CommandRing::HandOverAhead() {
   held_.message->attend.ready = held_.ready;
   held_.message->leave_launch = true;
   held_.ahead = true;  // at once: it may come back before Submit returns
+  ahead_.fetch_add(1);
   if (builder_.Submit(held_.message).ok()) return;
   held_.ahead = false;
+  ahead_.fetch_sub(1);
   held_.message->attend.ready = {};
 }
 
@@ -225,6 +237,12 @@ void CommandRing::NoteReturned(AttendMessage* message) {
     returned_.push_back(message);
     any_returned_ = true;
   }
+  WakeRing();
+}
+
+void CommandRing::WakeRing() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (Atomic(header_->server_waits).load(std::memory_order_relaxed) == 0) return;
   Atomic(header_->submit_doorbell).fetch_add(1);
   wire::FutexWake(&header_->submit_doorbell);
 }
@@ -247,14 +265,17 @@ void CommandRing::TakeReturned() {
     } else {
       RefuseUnready(message);
     }
+    ahead_.fetch_sub(1, std::memory_order_release);  // the engine has it before what comes next
   }
 }
 
 bool CommandRing::TakeSubmission() {
+  if (words_.HasLater()) words_.StoreLater();
   if (any_returned_) TakeReturned();
   if (held_.any) return ServeHeld();
   if (!Published()) return false;
   const wire::SubmissionEntry entry = CopyOnce(&submissions_[taken_ & mask_]);
+  if (ahead_.load(std::memory_order_acquire) > 0 && !Chained(entry)) return false;
   ++taken_;
   if (!WithinBounds()) return true;
   if (!OnDevice(entry)) {
@@ -271,7 +292,7 @@ bool CommandRing::TakeSubmission() {
   held_.since_ns = now;
   held_.until_ns = now + wait_ns;
   held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
-  if ((entry.flags & wire::kEntryChained) != 0) {
+  if (Chained(entry)) {
     held_.ready = words_.Ready(taken_ - 1);
     held_.message->attend.done = words_.Done(taken_ - 1);
   }
@@ -302,7 +323,7 @@ void CommandRing::Sleep() {
   const uint32_t doorbell = Atomic(header_->submit_doorbell).load();
   Atomic(header_->server_waits).store(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!stop_ && !any_returned_ && (cut_ || !Published())) {
+  if (!stop_ && !any_returned_ && !words_.HasLater() && (cut_ || !Published())) {
     wire::FutexWait(&header_->submit_doorbell, doorbell, kLongestSleepNanos);
   }
   Atomic(header_->server_waits).store(0);
@@ -315,141 +336,13 @@ void CommandRing::Disconnect(const char* why) {
   if (options_.on_disconnect) options_.on_disconnect();
 }
 
-// ------------------------------------------------------------------------------------- Serving
-
-AttendMessage* CommandRing::TakeMessage(const wire::SubmissionEntry& entry) {
-  AttendMessage* const message = options_.pool->Take();
-  message->owner = this;
-  message->stream = builder_.stream();
-  message->tag = entry.tag;
-  message->ring_index = taken_ - 1;
-  return message;
-}
-
-void CommandRing::Serve(const wire::SubmissionEntry& entry) {
-  AttendMessage* const message = TakeMessage(entry);
-  absl::Status status;
-  switch (entry.kind) {
-    case wire::kEntryAttend:
-      status = PrepareAttend(entry, message);
-      break;
-    case wire::kEntryMessage:
-      status = PrepareMessage(entry, message);
-      break;
-    default:
-      status = RefuseField("kind", absl::StrCat(int{entry.kind}), "1 (attend) or 2 (message)",
-                           "unknown_value");
-  }
-  Submit(message, std::move(status));
-}
-
-void CommandRing::Submit(AttendMessage* message, absl::Status prepared) {
-  if (prepared.ok()) prepared = builder_.Submit(message);
-  if (!prepared.ok()) Refuse(message, std::move(prepared));  // else the engine has it
-}
-
-void CommandRing::Refuse(AttendMessage* message, absl::Status status) {
-  options_.metrics->CountRejected(DetailOf(status).reason);
-  message->handed_back = scheduler::HandedBack::kNo;  // the answer is for the client
-  message->answer = std::move(status);
-  OnAnswered(message);
-}
-
-absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
-                                        AttendMessage* message) {
-  attend_.set_step_id(entry.step_id);
-  attend_.set_layer(entry.layer);
-  attend_.set_row_begin(entry.row_begin);
-  attend_.set_row_count(entry.row_count);
-  attend_.set_head_offset(entry.head_offset);
-  attend_.set_num_heads(entry.num_heads);
-  attend_.set_profile(static_cast<v1::Profile>(entry.profile));
-  attend_.set_has_kv((entry.flags & wire::kEntryHasKv) != 0);
-  attend_.set_want_lse((entry.flags & wire::kEntryWantLse) != 0);
-  attend_.set_q_dtype(static_cast<v1::DType>(entry.dtypes & 15));
-  attend_.set_o_dtype(static_cast<v1::DType>(entry.dtypes >> 4));
-  attend_.set_kv_row_dtype((entry.flags & wire::kEntryFp8Kv) != 0 ? v1::DTYPE_F8_E4M3
-                                                                  : v1::DTYPE_UNSPECIFIED);
-  attend_.set_timeout_us(entry.timeout_us);
-  attend_.set_lists((entry.flags & wire::kEntrySelects) != 0    ? v1::INDEX_LISTS_SERVER
-                    : (entry.flags & wire::kEntryHasLists) != 0 ? v1::INDEX_LISTS_FIXED
-                                                                : v1::INDEX_LISTS_UNSPECIFIED);
-  attend_.set_want_lists((entry.flags & wire::kEntryWantLists) != 0);
-  absl::Status status = builder_.PrepareAttend(attend_, kTensorsElsewhere,
-                                               std::numeric_limits<int64_t>::max(), message);
-  if (!status.ok() || !AttendRequestBuilder::IsSized(*message)) return status;
-  if ((entry.flags & wire::kEntryOnDevice) == 0) {
-    status =
-        AttendRequestBuilder::PointInto(*region_, entry.in_offset, entry.out_offset, "", message);
-  } else if (region_->device() != nullptr) {
-    status = AttendRequestBuilder::PointIntoDevice(*region_->device(), entry.in_offset,
-                                                   entry.out_offset, message);
-  } else {
-    status = RefuseField("flags", absl::StrCat(int{entry.flags}),
-                         "without 64 on a ring without device memory");
-  }
-  bool stalled = false;
-  if (status.ok()) status = builder_.StageShared(options_.pool.get(), message, &stalled);
-  if (stalled) {
-    // Its thread serves other entries; the tenant waits for answers to its own.
-    return MakeError(absl::StatusCode::kResourceExhausted,
-                     "in_offset: no staging memory is free at present",
-                     {.field = "in_offset",
-                      .limit = "staging memory for index lists and for tensors of 8 bits",
-                      .reason = "staging_full",
-                      .retry_after_ms = 1});
-  }
-  if (!status.ok()) return status;
-  WireCounters& counters = options_.metrics->wire();
-  counters.shared_received_bytes.fetch_add(AttendRequestBuilder::SharedInBytes(message->sizes),
-                                           std::memory_order_relaxed);
-  counters.shared_sent_bytes.fetch_add(AttendRequestBuilder::SharedOutBytes(message->sizes),
-                                       std::memory_order_relaxed);
-  return absl::OkStatus();
-}
-
-absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
-                                         AttendMessage* message) {
-  const size_t length = entry.row_count;
-  const size_t most = MostHeaderBytes(options_.engine->limits());
-  if (length > most || !region_->Holds(entry.in_offset, length)) {
-    return RefuseField("in_offset", absl::StrCat(entry.in_offset, " + ", length),
-                       absl::StrCat("a message of at most ", most, " bytes within the arena"));
-  }
-  const size_t room = entry.num_heads;
-  if (room > 0) {
-    if (!region_->Holds(entry.out_offset, room)) {
-      return RefuseField("out_offset", absl::StrCat(entry.out_offset, " + ", room),
-                         absl::StrCat("room for the reply within ", region_->arena_offset(), "..",
-                                      region_->size()));
-    }
-    message->reply_area = {region_->data() + entry.out_offset, room};
-  }
-  message_bytes_.assign(reinterpret_cast<const char*>(region_->data()) + entry.in_offset, length);
-  request_arena_.Reset();
-  auto* const request =
-      google::protobuf::Arena::CreateMessage<v1::AttendStreamRequest>(&request_arena_);
-  const bool parsed = request->ParseFromString(message_bytes_) && request->payload().empty();
-  // Tails lie in the arena, too; the region need not be named.
-  const bool tails = parsed && request->end_step().tails_size() > 0;
-  if (!parsed || (request->has_shared() && !tails)) {
-    return RefuseField("message", absl::StrCat(length, " other bytes"),
-                       "an AttendStreamRequest without tensors", "malformed");
-  }
-  message->tag = request->tag();
-  absl::Status status = tails ? builder_.PrepareTailsIn(*region_, *request, message)
-                              : builder_.Prepare(*request, message);
-  // What the step's reply needs is known to the engine alone.
-  message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
-  return status;
-}
-
 // ---------------------------------------------------------------------------------- Completing
 
 void CommandRing::OnAnswered(AttendMessage* message) {
   if (message->handed_back != scheduler::HandedBack::kNo) return NoteReturned(message);
   const kernels::WordValue& done = message->attend.done;  // of a chained entry
-  if (done.word != nullptr) words_.Store(done, message->signalled);
+  const bool later = done.word != nullptr && words_.Store(done, message->signalled);
+  const bool ahead = message->attend.ready.word != nullptr;
   requests_->Count(message->answer.code());
   builder_.Release(message);
   if (!message->answer.ok()) message->answer = InTermsOfEntry(*message);
@@ -458,7 +351,9 @@ void CommandRing::OnAnswered(AttendMessage* message) {
     Complete(*message);
   }
   message->Unref();
+  if (ahead) ahead_.fetch_sub(1, std::memory_order_release);
   WakeClient();
+  if (later) WakeRing();
 }
 
 // There is a free slot: WithinBounds saw to that.

@@ -17,7 +17,8 @@
 //
 // Of chained entries a word in the region says so in the event's place, and the engine gets them
 // ahead of it where launches can wait on the device (Limits::ahead_us). What the engine hands back,
-// because others wait or the client's GPU took too long, is held here like any other entry.
+// because others wait or the client's GPU took too long, is held here like any other entry. An entry
+// that is not chained is taken once all those are answered: it may end their step.
 //
 // Every attend allocates nothing; nor do the other messages once their buffers have grown.
 //
@@ -93,6 +94,7 @@ class CommandRing final : public AttendMessageOwner {
   void NoteReturned(AttendMessage* message);  // any thread
   void TakeReturned();
   bool Published() const;  // the next submission
+  bool AwaitsAhead() const;
   void RefuseUnready(AttendMessage* message);
   void AwaitDevice(int64_t now) const;
   bool WithinBounds();
@@ -101,6 +103,7 @@ class CommandRing final : public AttendMessageOwner {
 
   void LayOutDevice();
   bool OnDevice(const wire::SubmissionEntry& entry) const;
+  bool Chained(const wire::SubmissionEntry& entry) const;
   void Serve(const wire::SubmissionEntry& entry);
   AttendMessage* TakeMessage(const wire::SubmissionEntry& entry);
   // Hands it to the engine, or answers what was wrong with it.
@@ -111,6 +114,7 @@ class CommandRing final : public AttendMessageOwner {
 
   void Complete(const AttendMessage& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(completion_mutex_);
   void WakeClient();
+  void WakeRing();  // its thread, for what another one has left to it
 
   const CommandRingOptions options_;
   const std::shared_ptr<SharedRegion> region_;
@@ -146,6 +150,7 @@ class CommandRing final : public AttendMessageOwner {
   Mutex completion_mutex_;  // completions come from the engine and from the thread
   RingReplies replies_ ABSL_GUARDED_BY(completion_mutex_);
   std::atomic<uint64_t> completed_{0};
+  std::atomic<int32_t> ahead_{0};  // entries that the engine has ahead of their tensors
 
   Mutex returned_mutex_;
   std::vector<AttendMessage*> returned_ ABSL_GUARDED_BY(returned_mutex_);  // handed back

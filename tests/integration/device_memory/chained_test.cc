@@ -1,6 +1,4 @@
 // Chained calls: streams wait for replies in place of threads, and go on where none will come.
-#include <dlfcn.h>
-
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "client/cpp/shared_memory/shared_memory.h"
+#include "tests/fake_hip/runtime_calls.h"
 #include "tests/integration/device_memory/device_server.h"
 
 namespace mla::integration {
@@ -19,25 +18,7 @@ using absl::StatusCode;
 
 constexpr size_t kIn = 1152 + 2 * 1152, kOut = 2 * 512 * 4;
 
-// A stream of the fake runtime.
-class FakeStream {
- public:
-  FakeStream() {
-    EXPECT_EQ(Call<int(void**, unsigned)>("hipStreamCreateWithFlags")(&stream_, 1), 0);
-  }
-  ~FakeStream() { Call<int(void*)>("hipStreamDestroy")(stream_); }
-  void* get() const { return stream_; }
-  void Finish() { EXPECT_EQ(Call<int(void*)>("hipStreamSynchronize")(stream_), 0); }
-
- private:
-  template <class Function>
-  Function* Call(const char* name) {
-    void* const entry = dlsym(dlopen(kernels::hip::kLibrary, RTLD_NOW | RTLD_LOCAL), name);
-    EXPECT_NE(entry, nullptr) << name;
-    return reinterpret_cast<Function*>(entry);
-  }
-  void* stream_ = nullptr;
-};
+using FakeStream = fake_hip::RuntimeStream;
 
 class ChainedTest : public testing::Test {
  protected:
