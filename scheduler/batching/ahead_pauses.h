@@ -1,11 +1,14 @@
 // Which tenants' launches may not wait on the device for them at present: one that has waited for
-// Limits::ahead_us without success keeps those of its tenant from waiting for a while, so that a
-// tenant whose work is never done in time takes little of the device's time.
+// Limits::ahead_us without success keeps those of its tenant from waiting for a while, and for
+// twice as long after each further one until one succeeds. So a tenant whose work is never done in
+// time, as where its process and this one have the device in turns, takes little of the device's
+// time.
 //
 // Memory is constant: tenants with the same place share their pauses. Threading: the engine role.
 #ifndef MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_
 #define MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 
@@ -17,15 +20,30 @@ namespace mla::scheduler {
 class AheadPauses {
  public:
   static constexpr MonotonicNanos kPauseNanos = 10'000'000;
+  static constexpr MonotonicNanos kLongestNanos = 128 * kPauseNanos;
 
-  void Begin(TenantKey tenant, MonotonicNanos now) { ends_[PlaceOf(tenant)] = now + kPauseNanos; }
-  bool Lasts(TenantKey tenant, MonotonicNanos now) const { return now < ends_[PlaceOf(tenant)]; }
+  // One was late.
+  void Begin(TenantKey tenant, MonotonicNanos now) {
+    Pause& pause = pauses_[PlaceOf(tenant)];
+    pause.next = pause.next == 0 ? kPauseNanos : pause.next;
+    pause.end = now + pause.next;
+    pause.next = std::min(2 * pause.next, kLongestNanos);
+  }
+  // One was not.
+  void NoteInTime(TenantKey tenant) { pauses_[PlaceOf(tenant)].next = 0; }
+  bool Lasts(TenantKey tenant, MonotonicNanos now) const {
+    return now < pauses_[PlaceOf(tenant)].end;
+  }
 
  private:
   static constexpr size_t kPlaces = 64;
   static size_t PlaceOf(TenantKey tenant) { return static_cast<size_t>(tenant) % kPlaces; }
 
-  std::array<MonotonicNanos, kPlaces> ends_ = {};
+  struct Pause {
+    MonotonicNanos end = 0;
+    MonotonicNanos next = 0;  // how long the next one lasts; 0: kPauseNanos
+  };
+  std::array<Pause, kPlaces> pauses_ = {};
 };
 
 }  // namespace mla::scheduler

@@ -79,6 +79,9 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
     FinishLate(launch);
     return NoteReport(report);
   }
+  if (launch->launch.gate.ready.word != nullptr) {
+    ahead_pauses_.NoteInTime(launch->batch.requests.front()->engine.step->tenant);
+  }
   policy_.Observe(launch->batch, report.kernel_ns);
   ++stats_.launches;
   stats_.longest_launch_ns = std::max(stats_.longest_launch_ns, report.kernel_ns);

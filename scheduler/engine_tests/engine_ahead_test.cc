@@ -265,6 +265,38 @@ TEST_F(EngineAheadTest, ALateLaunchKeepsItsTenantFromGoingAheadForAWhile) {
   EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
 }
 
+// As where two processes have the device in turns: a launch that waits keeps out what it waits for.
+TEST_F(EngineAheadTest, ATenantThatIsNeverInTimeWaitsSeldom) {
+  auto request = Unready(0);
+  constexpr int64_t kMillis = 60'000;
+  for (int64_t ms = 0; ms < kMillis || request->handed_back != HandedBack::kLate; ++ms) {
+    h_.Submit(request.get());
+    h_.Run();
+    h_.AdvanceMicros(1000);
+  }
+  const uint64_t late = h_.core().Stats().launches_late;
+  EXPECT_LE(late, 10u + kMillis * 1'000'000 / AheadPauses::kLongestNanos + 1);
+  EXPECT_GE(late, 40u);
+  // One in time ends that.
+  h_.AdvanceMicros(AheadPauses::kLongestNanos / 1000);
+  h_.Submit(request.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  ready_ = 1;
+  h_.Run();
+  ExpectComputed(*request, 0);
+  auto next = Unready(1);
+  h_.Submit(next.get());
+  h_.Run();
+  EXPECT_EQ(next->handed_back, HandedBack::kLate);
+  h_.AdvanceMicros(AheadPauses::kPauseNanos / 1000);
+  h_.Submit(next.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  ready_ = 2;
+  h_.Run();
+  ExpectComputed(*next, 1);
+  EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
+}
+
 TEST_F(EngineAheadTest, ALaunchWhoseLogSumExpsAreCopiedWaitsForNothing) {
   auto request = Unready(0);
   request->attend.on_device = true;

@@ -1,8 +1,8 @@
 // The words by which chained entries of a ring and their answers are told
 // (proto/wire/ring_layout.h): in the ring and, for clients that say so, in device memory.
 //
-// Words in device memory are stored by calls of the driver, which may take a while. So the ring's own
-// thread makes them, at most one for each of its entries; other threads leave them to it.
+// Words in device memory are stored by calls of the driver, which may take a while. So the ring's
+// own thread makes them, at most one for each of its entries; other threads leave them to it.
 //
 // Borrows the region. Threading: Enable before all else; then any thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_

@@ -17,8 +17,8 @@
 //
 // Of chained entries a word in the region says so in the event's place, and the engine gets them
 // ahead of it where launches can wait on the device (Limits::ahead_us). What the engine hands back,
-// because others wait or the client's GPU took too long, is held here like any other entry. An entry
-// that is not chained is taken once all those are answered: it may end their step.
+// because others wait or the client's GPU took too long, is held here like any other entry. An
+// entry that is not chained is taken once all those are answered: it may end their step.
 //
 // Every attend allocates nothing; nor do the other messages once their buffers have grown.
 //

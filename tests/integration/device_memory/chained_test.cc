@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "client/cpp/shared_memory/shared_memory.h"
-#include "tests/fake_hip/runtime_calls.h"
 #include "tests/integration/device_memory/device_server.h"
+#include "tests/integration/device_memory/fake_stream.h"
 
 namespace mla::integration {
 namespace {
@@ -17,8 +17,6 @@ namespace {
 using absl::StatusCode;
 
 constexpr size_t kIn = 1152 + 2 * 1152, kOut = 2 * 512 * 4;
-
-using FakeStream = fake_hip::RuntimeStream;
 
 class ChainedTest : public testing::Test {
  protected:

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "client/cpp/shared_memory/shared_memory.h"
-#include "tests/fake_hip/runtime_calls.h"
 #include "tests/integration/device_memory/device_server.h"
+#include "tests/integration/device_memory/fake_stream.h"
 
 namespace mla::integration {
 namespace {
@@ -109,7 +109,7 @@ class LateCallsTest : public testing::Test {
   Track track_;
   std::unique_ptr<client::SharedMemory> ring_;
   std::span<std::byte> message_, reply_;
-  fake_hip::RuntimeStream stream_;
+  FakeStream stream_;
   uint64_t sent_ = 0;
 };
 

@@ -1,23 +1,22 @@
-// Calls of the fake HIP runtime that tests make as a client's own program does.
-#ifndef MLA_TESTS_FAKE_HIP_RUNTIME_CALLS_H_
-#define MLA_TESTS_FAKE_HIP_RUNTIME_CALLS_H_
+// A stream of the fake runtime, as a client's own program makes one.
+#ifndef MLA_TESTS_INTEGRATION_DEVICE_MEMORY_FAKE_STREAM_H_
+#define MLA_TESTS_INTEGRATION_DEVICE_MEMORY_FAKE_STREAM_H_
 
 #include <dlfcn.h>
 
 #include "gtest/gtest.h"
 #include "tests/fake_hip/backend_fixture.h"
 
-namespace mla::fake_hip {
+namespace mla::integration {
 
-// A stream.
-class RuntimeStream {
+class FakeStream {
  public:
-  RuntimeStream() {
+  FakeStream() {
     EXPECT_EQ(Call<int(void**, unsigned)>("hipStreamCreateWithFlags")(&stream_, 1), 0);
   }
-  ~RuntimeStream() { Call<int(void*)>("hipStreamDestroy")(stream_); }
-  RuntimeStream(const RuntimeStream&) = delete;
-  RuntimeStream& operator=(const RuntimeStream&) = delete;
+  ~FakeStream() { Call<int(void*)>("hipStreamDestroy")(stream_); }
+  FakeStream(const FakeStream&) = delete;
+  FakeStream& operator=(const FakeStream&) = delete;
   void* get() const { return stream_; }
   void Finish() { EXPECT_EQ(Call<int(void*)>("hipStreamSynchronize")(stream_), 0); }
 
@@ -31,6 +30,6 @@ class RuntimeStream {
   void* stream_ = nullptr;
 };
 
-}  // namespace mla::fake_hip
+}  // namespace mla::integration
 
-#endif  // MLA_TESTS_FAKE_HIP_RUNTIME_CALLS_H_
+#endif  // MLA_TESTS_INTEGRATION_DEVICE_MEMORY_FAKE_STREAM_H_
