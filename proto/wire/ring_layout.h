@@ -36,6 +36,8 @@
 // belongs to submission i, is that value. The server, or its device, stores it when the outputs are
 // there or will not come. Entries in flight are all chained, by one stream, or none is, and a
 // client that begins a chain sets `ready` to the entry before its first.
+// Words count modulo 2^32, so old ones look like later ones one day: a client whose last chained
+// entry lies kChainWordsLast entries back, or that has had none, sets all words to that entry.
 // Words in device memory pass the turn sooner. Where DeviceHeader::words is not 0, such a client
 // may set RingHeader::nearby before its first chain: then its streams store `ready` in device
 // memory, too, and before that of the ring, and wait for `done` there, where the server's device
@@ -176,6 +178,7 @@ struct CompletionEntry {
 };
 
 inline constexpr size_t kReplySlotBytes = 1024;
+inline constexpr uint64_t kChainWordsLast = uint64_t{1} << 30;
 
 enum DeviceMemoryKind : uint32_t {
   kDeviceDescriptor = 1,  // the reply carries a POSIX descriptor of the virtual memory calls

@@ -243,7 +243,7 @@ void EngineCore::ChargeWait(const BatchLaunch& launch) {
                   policy_.UnitsOf(launch.batch, launch.waited_ns));
 }
 
-// The client's work was not done in time: nothing has come of the launch.
+// The client's work was not done in time: nothing has come of the launch, and its step goes on.
 void EngineCore::FinishLate(BatchLaunch* launch) {
   ahead_pauses_.Begin(launch->batch.requests.front()->engine.step->tenant, clock_->Now());
   for (StreamRequest* request : launch->batch.requests) {

@@ -51,6 +51,7 @@ struct Table {
   int (*event_record)(void*, void*);
   int (*stream_create)(void**, unsigned);
   int (*stream_destroy)(void*);
+  int (*stream_finish)(void*);
   int (*stream_wait)(void*, void*, unsigned);
   // AMD only.
   int (*amd_get_device)(int*);
@@ -60,6 +61,8 @@ struct Table {
   int (*nvidia_push)(void*);
   int (*nvidia_pop)(void**);
   int (*nvidia_attribute)(int*, int, int);
+  int (*nvidia_create)(void**, unsigned, int);
+  int (*nvidia_destroy)(void*);
   // Null where the runtime has none.
   int (*register_host)(void*, size_t, unsigned);
   int (*unregister_host)(void*);
@@ -95,6 +98,7 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(event_record, "hipEventRecord", "cuEventRecord"),
     MLA_ALIAS(stream_create, "hipStreamCreateWithFlags", "cuStreamCreate"),
     MLA_ALIAS(stream_destroy, "hipStreamDestroy", "cuStreamDestroy_v2"),
+    MLA_ALIAS(stream_finish, "hipStreamSynchronize", "cuStreamSynchronize"),
     MLA_ALIAS(stream_wait, "hipStreamWaitEvent", "cuStreamWaitEvent"),
     MLA_ALIAS(amd_get_device, "hipGetDevice", nullptr),
     MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
@@ -102,6 +106,8 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(nvidia_push, nullptr, "cuCtxPushCurrent_v2"),
     MLA_ALIAS(nvidia_pop, nullptr, "cuCtxPopCurrent_v2"),
     MLA_ALIAS(nvidia_attribute, nullptr, "cuDeviceGetAttribute"),
+    MLA_ALIAS(nvidia_create, nullptr, "cuCtxCreate_v2"),
+    MLA_ALIAS(nvidia_destroy, nullptr, "cuCtxDestroy_v2"),
 };
 constexpr Alias kOptional[] = {
     MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
@@ -433,8 +439,36 @@ uint32_t* DeviceRegion::Nearby(uint64_t offset) const {
   return reinterpret_cast<uint32_t*>(memory().data() + state_->nearby + offset);
 }
 
-absl::Status DeviceRegion::StoreNearby(uint32_t* word, uint32_t value) {
-  return StoreWord(word, value, state_->nearby_stream);
+// Streams share the few connections of their context with the device, so one that waits for a word
+// may keep any other from storing it. A context of its own has its own.
+absl::Status DeviceRegion::ReleaseNearby(std::span<const NearbyWord> words) {
+  if (words.empty() || state_->nearby == 0) return absl::OkStatus();
+  const Table& api = state_->api;
+  void* context = nullptr;
+  absl::Status s = nvidia()
+                       ? Check(api.nvidia_create(&context, 0, state_->device), "context create")
+                       : absl::OkStatus();  // it is current now
+  void* stream = nullptr;
+  if (s.ok()) s = Check(api.stream_create(&stream, kStreamNonBlocking), "stream create");
+  for (const NearbyWord& w : words) {
+    if (s.ok()) s = Check(api.store_word(stream, w.word, w.value, kWithBarrier), "word store");
+  }
+  if (s.ok()) s = Check(api.stream_finish(stream), "stream finish");
+  if (stream != nullptr) (void)api.stream_destroy(stream);
+  if (context != nullptr) (void)api.nvidia_destroy(context);
+  return s;
+}
+
+absl::Status DeviceRegion::SetNearby(uint32_t entries, uint32_t value) {
+  if (state_->nearby == 0) return absl::OkStatus();
+  void* const stream = state_->nearby_stream;
+  absl::Status s = StoreWord(Nearby(0), value, stream);
+  for (uint32_t slot = 0; s.ok() && slot < entries; ++slot) {
+    s = StoreWord(Nearby(wire::NearbyDoneOffset(slot)), value, stream);
+  }
+  const State::Current current(*state_, false);
+  if (s.ok()) s = current.status();
+  return s.ok() ? Check(state_->api.stream_finish(stream), "stream finish") : s;
 }
 
 absl::Status DeviceRegion::AwaitWord(uint32_t* word, uint32_t value, void* stream) {

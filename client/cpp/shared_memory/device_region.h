@@ -65,11 +65,18 @@ class DeviceRegion final {
   // What `stream` is given from now on waits until the word of that memory is `value` or comes
   // after it, counting on from 2^32 - 1 to 0. Does not wait itself.
   absl::Status AwaitWord(uint32_t* word, uint32_t value, void* stream);
-  // The word at `offset` of those in device memory, for these two and StoreNearby; null: there is
-  // none, or MapWords was not called. An address of the device.
+  // The word at `offset` of those in device memory, for these two; null: there is none, or MapWords
+  // was not called. An address of the device.
   uint32_t* Nearby(uint64_t offset) const;
-  // Stores such a word whatever streams are waiting for. Does not wait itself.
-  absl::Status StoreNearby(uint32_t* word, uint32_t value);
+  // Stores such words whatever the process's streams wait for, and waits for that. Takes a tenth of
+  // a second: it makes a context.
+  struct NearbyWord {
+    uint32_t* word;
+    uint32_t value;
+  };
+  absl::Status ReleaseNearby(std::span<const NearbyWord> words);
+  // Stores all of a ring of `entries`, and waits for that. Nothing where there are none.
+  absl::Status SetNearby(uint32_t entries, uint32_t value);
 
  private:
   struct State;

@@ -330,29 +330,43 @@ absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chaine
     return s.ok() ? device_->AwaitWord(&completions_[slot].sequence, value, stream) : s;
   }
   uint32_t* const nearby = device_->Nearby(0);
-  if (in_flight() == 0) {
+  if (returned_.load(std::memory_order_acquire) >= chain_end_) {
+    if (s.ok() && index - chain_end_ >= options_.words_last) s = ForgetWords(value - 1);
     Atomic(header_->ready).store(value - 1, std::memory_order_release);
     if (s.ok() && nearby != nullptr) s = device_->StoreWord(nearby, value - 1, stream);
   }
   if (s.ok() && nearby != nullptr) s = device_->StoreWord(nearby, value, stream);
   if (s.ok()) s = device_->StoreWord(&header_->ready, value, stream);
+  chain_end_ = index + 1;
   uint32_t* const done =
       nearby != nullptr ? device_->Nearby(wire::NearbyDoneOffset(slot)) : &completions_[slot].done;
   return s.ok() ? device_->AwaitWord(done, value, stream) : s;
 }
 
-void SharedMemory::ReleaseStreams() {
-  if (!words_mapped_) return;
-  for (uint64_t index = taken_; index < submitted_; ++index) {
-    wire::CompletionEntry& slot = completions_[index & (connect_reply_.ring_entries - 1)];
-    for (uint32_t* word : {&slot.sequence, &slot.done}) {
-      Atomic(*word).store(wire::PublishedSequence(index), std::memory_order_release);
-    }
-    const uint64_t number = index & (connect_reply_.ring_entries - 1);
-    uint32_t* const nearby = device_->Nearby(wire::NearbyDoneOffset(number));
-    if (nearby == nullptr) continue;
-    device_->StoreNearby(nearby, wire::PublishedSequence(index)).IgnoreError();
+// No stream waits for one of them: there is no entry in flight.
+absl::Status SharedMemory::ForgetWords(uint32_t value) {
+  const uint32_t entries = connect_reply_.ring_entries;
+  for (uint32_t slot = 0; slot < entries; ++slot) {
+    Atomic(completions_[slot].done).store(value, std::memory_order_release);
   }
+  return device_->SetNearby(entries, value);
+}
+
+void SharedMemory::ReleaseStreams() {
+  if (!words_mapped_ || std::exchange(released_, true)) return;
+  std::vector<DeviceRegion::NearbyWord> nearby;
+  for (uint64_t index = taken_; index < submitted_; ++index) {
+    const uint64_t number = index & (connect_reply_.ring_entries - 1);
+    const uint32_t value = wire::PublishedSequence(index);
+    wire::CompletionEntry& slot = completions_[number];
+    for (uint32_t* word : {&slot.sequence, &slot.done}) {
+      Atomic(*word).store(value, std::memory_order_release);
+    }
+    uint32_t* const word = device_->Nearby(wire::NearbyDoneOffset(number));
+    if (word != nullptr) nearby.push_back({word, value});
+  }
+  // Where this fails the device is lost, and what waits there with it.
+  device_->ReleaseNearby(nearby).IgnoreError();
 }
 
 bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream, bool chained) {

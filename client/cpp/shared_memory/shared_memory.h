@@ -41,6 +41,7 @@ struct SharedMemoryOptions {
   int64_t server_uid = -1;             // a further user whose sockets are trusted (socket_owner.h)
   uint32_t device_mib = 0;             // device memory beside a ring, in MiB; 0: none
   DeviceRegionOptions device;          // where it is mapped
+  uint64_t words_last = wire::kChainWordsLast;  // tests have less
 };
 
 class SharedMemory final {
@@ -89,7 +90,8 @@ class SharedMemory final {
   // `chained`: what `stream` is given afterwards waits for the completion that is as many after the
   // first as this entry is; REQUIRES kEntryOnDevice.
   bool Submit(wire::SubmissionEntry entry, void* stream = nullptr, bool chained = false);
-  // Lets streams that wait for completions go on, which will not come any more.
+  // Lets streams that wait for completions go on, which will not come any more; once. Nothing may
+  // be submitted behind it.
   void ReleaseStreams();
   // Takes the next completion if there is one. For kEntryMessage, Message must be read before the
   // next call of Poll or Wait, which gives its slot back.
@@ -118,6 +120,7 @@ class SharedMemory final {
   bool Connected() const;
   void GiveBack();
   absl::Status RecordEvent(uint64_t index, void* stream, bool chained);
+  absl::Status ForgetWords(uint32_t value);
 
   const SharedMemoryOptions options_;
   int socket_ = -1;
@@ -132,6 +135,8 @@ class SharedMemory final {
   BlockList blocks_;                   // of the arena
   std::unique_ptr<DeviceRegion> device_;
   bool words_mapped_ = false;  // there have been chained entries
+  uint64_t chain_end_ = 0;     // behind the last of them
+  bool released_ = false;      // streams that waited are
   absl::Status device_status_;
 };
 

@@ -34,8 +34,10 @@ struct Control {
   int fail_seen = 0;  // calls of `fail_call` since it was named
   // Sticky: every call fails with hipErrorLaunchFailure (719). A fault of a kernel sets it.
   bool lost = false;
-  bool hang = false;                   // events never complete
-  void* lazy_words = nullptr;          // this stream stores words once it is waited for
+  bool hang = false;           // events never complete
+  void* lazy_words = nullptr;  // this stream stores words once it is waited for
+  // Streams of the process's first context store no words: others wait on all its connections.
+  bool busy_connections = false;
   bool wrong_results = false;          // kernels do nothing
   const char* wrong_kernel = nullptr;  // if named, that one alone
   Flaw flaw = Flaw::kNone;             // of the attention kernels

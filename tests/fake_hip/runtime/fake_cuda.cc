@@ -31,7 +31,9 @@ constexpr int kSharedLimit = 227 * 1024;
 
 struct Context {
 } the_context;
+// That, or one that was made.
 thread_local const void* current = nullptr;
+thread_local const void* before = nullptr;
 
 struct Allowed {
   std::mutex mutex;
@@ -199,6 +201,17 @@ int cuGetErrorString(int code, const char** text) {
   *text = code == kInvalidContext ? "invalid device context" : hipGetErrorString(code);
   return kSuccess;
 }
+int cuCtxCreate_v2(void** context, unsigned, int) {
+  before = current;
+  current = *context = new Context;
+  return kSuccess;
+}
+int cuCtxDestroy_v2(void* context) {
+  if (context != current || context == &the_context) return kInvalidContext;
+  delete static_cast<Context*>(context);
+  current = before;
+  return kSuccess;
+}
 int cuCtxPushCurrent_v2(void* context) { return cuCtxSetCurrent(context); }
 int cuCtxPopCurrent_v2(void** context) {
   *context = const_cast<void*>(current);
@@ -242,6 +255,7 @@ int cuStreamWaitValue32_v2(void* stream, void* word, uint32_t value, unsigned fl
   IN_CONTEXT(hipStreamWaitValue32(stream, word, value, flags, 0xffffffffu));
 }
 int cuStreamWriteValue32_v2(void* stream, void* word, uint32_t value, unsigned flags) {
+  if (fake_hip_control()->busy_connections && current == &the_context) return kSuccess;
   IN_CONTEXT(hipStreamWriteValue32(stream, word, value, flags));
 }
 int cuMemHostGetDevicePointer_v2(void** there, void* here, unsigned flags) {

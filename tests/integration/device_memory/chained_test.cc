@@ -191,7 +191,13 @@ TEST_F(ChainedTest, StreamsAreReleasedWhereNoReplyWillCome) {
   server_.reset();
   FakeStream mine;
   ASSERT_TRUE((*ring)->Submit(entry, mine.get(), true));
+  const uint32_t* const done = (*ring)->device()->Nearby(wire::NearbyDoneOffset(1));
+  ASSERT_NE(done, nullptr);
+  EXPECT_NE(*done, 2u);
+  kernels::hip::FakeControl()->busy_connections = true;
   (*ring)->ReleaseStreams();
+  kernels::hip::FakeControl()->busy_connections = false;
+  ASSERT_EQ(*done, 2u);
   mine.Finish();
 }
 

@@ -21,7 +21,7 @@ constexpr uint64_t kRoom = 4096;  // of a message, and of its reply
 
 class LateCallsTest : public testing::Test {
  protected:
-  LateCallsTest()
+  explicit LateCallsTest(uint64_t words_last = wire::kChainWordsLast)
       : server_([](server::Config& config) {
           config.limits.ahead_us = 10'000;  // there is time to act while a launch waits
           config.shm.device_wait_ms = 10'000;
@@ -33,6 +33,7 @@ class LateCallsTest : public testing::Test {
     options.bytes = kMiB;
     options.device_mib = 2;
     options.device.library = kernels::hip::kLibrary;
+    options.words_last = words_last;
     auto ring =
         client::SharedMemory::Connect(server_.server().folder().File("mla.sock.shm"), options);
     EXPECT_TRUE(ring.ok()) << ring.status();
@@ -130,6 +131,54 @@ TEST_F(LateCallsTest, AStepDoesNotEndBeforeACallThatComesLate) {
     server_.control().lazy_words = nullptr;
     stream_.Finish();
     std::this_thread::sleep_for(std::chrono::milliseconds(100));  // what is late pauses its tenant
+  }
+}
+
+class OldWordsTest : public LateCallsTest {
+ protected:
+  static constexpr uint64_t kWordsLast = 5;
+  OldWordsTest() : LateCallsTest(kWordsLast) {}
+  std::atomic_ref<uint32_t> Done(uint64_t slot) const {
+    auto* const completions = reinterpret_cast<wire::CompletionEntry*>(
+        ring_->region().data() + wire::CompletionsOffset(ring_->ring_entries()));
+    return std::atomic_ref(completions[slot & (ring_->ring_entries() - 1)].done);
+  }
+  // As 2^31 entries ago, seen from entry `index`.
+  void MakeOld(uint64_t index) {
+    const uint32_t old = wire::PublishedSequence(index) - (1u << 31) - 8;
+    for (uint64_t slot = 0; slot < ring_->ring_entries(); ++slot) Done(slot).store(old);
+    ASSERT_TRUE(ring_->device()->SetNearby(ring_->ring_entries(), old).ok());
+  }
+};
+
+TEST_F(OldWordsTest, WordsOfLongAgoAreNotTakenForLaterOnes) {
+  for (uint64_t step = 1; step <= 2; ++step) {
+    for (uint64_t i = 0; i < kWordsLast; ++i) {
+      SendBegin(step);
+      ASSERT_EQ(Answer(), Answered(step, ""));
+    }
+    if (step == 1) {  // words are in use from the first chained entry on
+      SendChained(step);
+      ASSERT_EQ(Answer(), Answered(1000 + step, ""));
+      SendEnd(step);
+      ASSERT_EQ(Answer(), Answered(step, ""));
+      continue;
+    }
+    const uint64_t index = sent_;
+    const auto behind = [index](uint32_t word) {
+      return static_cast<int32_t>(word - wire::PublishedSequence(index)) < 0;
+    };
+    MakeOld(index);
+    ASSERT_FALSE(behind(Done(index).load()));
+    server_.control().lazy_words = stream_.get();  // so what the call stores is not there
+    SendChained(step);
+    EXPECT_TRUE(behind(Done(index).load()));
+    EXPECT_TRUE(behind(*ring_->device()->Nearby(0)));
+    EXPECT_TRUE(behind(
+        *ring_->device()->Nearby(wire::NearbyDoneOffset(index & (ring_->ring_entries() - 1)))));
+    server_.control().lazy_words = nullptr;
+    stream_.Finish();
+    ASSERT_EQ(Answer(), Answered(1000 + step, ""));
   }
 }
 
