@@ -75,7 +75,7 @@ struct Limits {
   int64_t slice_wait_us = 200;  // how long head slices wait for those of other ranks; 0: never
   int64_t kv_wait_ms = 500;     // how long rows wait for KV rows that have not arrived
   int64_t queue_ms = 30000;     // how long any request may wait for its launch
-  int64_t ahead_us = 0;         // how long a launch may wait on the device for a client's; 0: never
+  int64_t ahead_us = 200;       // how long a launch may wait on the device for a client's; 0: never
 
   // --- Names
   int32_t max_name_bytes = 128;  // model, client, request and tenant names
