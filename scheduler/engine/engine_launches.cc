@@ -287,6 +287,11 @@ void EngineCore::DropRowsFrom(Step* step, int32_t layer, int32_t first) {
         EndRow(*other) > first) {
       RemovePending(other);
       --step->waiting;
+      if (other->engine.ahead) {  // and comes again with its tensors, behind those before
+        HandBack(other, HandedBack::kBusy);
+        other = next;
+        continue;
+      }
       Answer(other, MakeError(absl::StatusCode::kFailedPrecondition,
                               absl::StrCat("the rows of layer ", layer, " before these, from ",
                                            first, " on, failed"),

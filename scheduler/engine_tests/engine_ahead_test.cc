@@ -24,7 +24,10 @@ class EngineAheadTest : public EngineCoreTest {
  protected:
   EngineAheadTest() : EngineAheadTest(Backend(true)) {}
   explicit EngineAheadTest(std::unique_ptr<FaultyBackend> backend)
-      : EngineCoreTest(HarnessOptions{AheadLimits(), testing::TinyModel(), std::move(backend)}) {
+      : EngineAheadTest(backend.get(), backend) {}
+  EngineAheadTest(FaultyBackend* device, std::unique_ptr<FaultyBackend>& backend)
+      : EngineCoreTest(HarnessOptions{AheadLimits(), testing::TinyModel(), std::move(backend)}),
+        device_(device) {
     const SequenceInfo a = h_.Open();
     EXPECT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
   }
@@ -68,6 +71,7 @@ class EngineAheadTest : public EngineCoreTest {
 
   static constexpr int64_t kAheadUs = 200;
   uint32_t ready_ = 0, done_ = 0;
+  FaultyBackend* const device_;
 };
 
 TEST_F(EngineAheadTest, ALaunchWaitsForTheTensorsOnTheDevice) {
@@ -229,6 +233,28 @@ TEST_F(EngineAheadTest, RowsBehindThoseOfALateLaunchAreSentAgain) {
   h_.Run();
   EXPECT_TRUE(second->status.ok()) << second->status;
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
+}
+
+// That it is late is known to no one yet when the next one is handed over.
+TEST_F(EngineAheadTest, WhatWaitsForItsTensorsBehindALateLaunchComesAgain) {
+  const SequenceInfo b = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 2, {{b.id, 1, 0, 3}})->status.ok());
+  auto first = h_.Unsent(stream_, 2, 0, 0, 1, Rows(1, 4), 0, 2, kQueryKey);
+  auto second = h_.Unsent(stream_, 2, 0, 1, 2, Rows(2, 5), 0, 2, kQueryKey);
+  first->attend.ready = {&ready_, 1};
+  second->attend.ready = {&ready_, 2};
+  h_.Submit(first.get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  device_->EndGates();
+  ready_ = 1;
+  h_.Submit(second.get());
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  EXPECT_EQ(first->handed_back, HandedBack::kLate);
+  EXPECT_EQ(second->handed_back, HandedBack::kBusy) << second->status;
+  HandOverAgain(first.get());
+  EXPECT_TRUE(first->status.ok()) << first->status;
+  HandOverAgain(second.get());
+  EXPECT_TRUE(second->status.ok()) << second->status;
 }
 
 TEST_F(EngineAheadTest, AStepMayBeAbortedWhileItsLaunchWaits) {

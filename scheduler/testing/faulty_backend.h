@@ -34,6 +34,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
     point_ = point;
     after_ = after;
   }
+  bool armed() const { return point_ != FaultPoint::kNone; }  // the call has not come yet
   // Called for each head whose weights are loaded, with the engine role held.
   void OnLoadWeights(std::function<void(int32_t head)> fn) { on_load_weights_ = std::move(fn); }
   // Of all launches: KV rows appended, and records of attention and their heads.
@@ -67,6 +68,16 @@ class FaultyBackend final : public kernels::AttentionBackend {
   void SetWaitsForWords() {
     SetTwoSlots();
     two_slots_.waits_for_words = true;
+  }
+
+  // ... and which looks at tensors when a launch ends, and at its word before: one that is late
+  // writes none. Host memory has to be there until then, as for any device.
+  void SetComputesAtEnd() { computes_at_end_ = true; }
+  // Launches whose words have not been reached are late from here on, which no one knows yet.
+  void EndGates() {
+    for (Staging& staging : staging_) {
+      staging.late = staging.gate.ready.word != nullptr && !staging.gate.ready.Reached();
+    }
   }
 
   const kernels::BackendInfo& Info() const override {
@@ -140,8 +151,11 @@ class FaultyBackend final : public kernels::AttentionBackend {
       }
     }
     if (!has_two_slots_) return inner_->Submit(slot, launch);
+    staging_[static_cast<size_t>(slot)].late = false;
     staging_[static_cast<size_t>(slot)].gate = launch.gate;
     staging_[static_cast<size_t>(slot)].signals = launch.signals;
+    staging_[static_cast<size_t>(slot)].launch = &launch;
+    if (computes_at_end_) return absl::OkStatus();
     return inner_->Submit(slot, launch);
   }
   bool InPlace(const void*, int64_t) const override { return two_slots_.waits_for_words; }
@@ -151,17 +165,24 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int64_t GateNanos(int32_t slot) const override {
     return WasLate(slot) ? staging_[static_cast<size_t>(slot)].gate.limit_ns : 0;
   }
-  bool Done(int32_t slot) override { return inner_->Done(slot); }
+  bool Done(int32_t slot) override {
+    if (!computes_at_end_) return inner_->Done(slot);
+    const Staging& staging = staging_[static_cast<size_t>(slot)];
+    return staging.late || staging.gate.ready.word == nullptr || staging.gate.ready.Reached();
+  }
   absl::StatusOr<int64_t> Wait(int32_t slot) override {
     holds_launch_ = held_.load();
     held_.wait(true);
     holds_launch_ = false;
-    absl::StatusOr<int64_t> waited = inner_->Wait(slot);
+    if (two_slots_.waits_for_words) {
+      Staging& staging = staging_[static_cast<size_t>(slot)];
+      const kernels::WordValue& ready = staging.gate.ready;
+      staging.late = staging.late || (ready.word != nullptr && !ready.Reached());
+    }
+    absl::StatusOr<int64_t> waited = computes_at_end_ ? Compute(slot) : inner_->Wait(slot);
     if (absl::Status s = At(FaultPoint::kWait); !s.ok()) return s;
     if (!two_slots_.waits_for_words) return waited;
-    Staging& staging = staging_[static_cast<size_t>(slot)];
-    const kernels::WordValue& ready = staging.gate.ready;
-    staging.late = ready.word != nullptr && !ready.Reached();
+    const Staging& staging = staging_[static_cast<size_t>(slot)];
     for (const kernels::WordValue& signal : staging.signals) {
       if (!staging.late) signal.Store();
     }
@@ -169,6 +190,21 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
 
  private:
+  // What has been submitted, less what is not done where its tensors are late.
+  absl::StatusOr<int64_t> Compute(int32_t slot) {
+    const Staging& staging = staging_[static_cast<size_t>(slot)];
+    kernels::Launch launch = *staging.launch;
+    if (staging.late) {
+      launch.inputs = {};
+      launch.outputs = {};
+      launch.appends = {};
+      launch.absorb = launch.project = {};
+      launch.absorbed = launch.expanded = {};
+    }
+    absl::Status s = inner_->Submit(slot, launch);
+    return s.ok() ? inner_->Wait(slot) : s;
+  }
+
   absl::Status At(FaultPoint point) {
     if (point != point_ || after_-- > 0) return absl::OkStatus();
     point_ = FaultPoint::kNone;
@@ -185,10 +221,12 @@ class FaultyBackend final : public kernels::AttentionBackend {
     std::vector<std::byte> in, out;
     kernels::LaunchGate gate;
     std::span<const kernels::WordValue> signals;
+    const kernels::Launch* launch = nullptr;
     bool late = false;
   };
   std::vector<Staging> staging_;  // by slot
   std::function<void(int32_t)> on_load_weights_;
+  bool computes_at_end_ = false;
   bool absorbed_only_ = false;
   bool expanded_bf16_only_ = false;
   int64_t appended_rows_ = 0;

@@ -42,6 +42,7 @@ void Print(const SimulatorCounts& counts) {
       {"answers compared", counts.answers_checked},
       {"of them by lists", counts.lists_checked},
       {"with a window", counts.windows_checked},
+      {"late launches", counts.late_checked},
       {"calls sent again", counts.resent},
       {"refusals foretold", counts.refusals},
       {"steps committed", counts.commits},

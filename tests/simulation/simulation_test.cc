@@ -41,6 +41,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.answers_checked, 100 * share);
   EXPECT_GT(counts.lists_checked, 10 * share);
   EXPECT_GT(counts.windows_checked, 10 * share);
+  EXPECT_GT(counts.late_checked, share);
   EXPECT_GT(counts.refusals, 100 * share);
   EXPECT_GT(counts.resent, 2 * share);
   EXPECT_GT(counts.commits, 20 * share);

@@ -5,12 +5,14 @@
 #include <thread>
 #include <vector>
 
+#include "tests/simulation/ahead/ahead_simulator.h"
 #include "tests/simulation/windows/window_simulator.h"
 
 namespace mla::simulation {
 namespace {
 
-constexpr int kWindowShare = 10;  // of the operations, that models with a window get on top
+// Of the operations, what models with a window and calls ahead of their tensors get on top.
+constexpr int kWindowShare = 10, kAheadShare = 4;
 
 struct SeedResult {
   SimulatorCounts counts;
@@ -30,6 +32,11 @@ SeedResult RunSeed(uint64_t seed, int steps) {
   result.violation = windows.Run(steps / kWindowShare);
   result.counts.windows_checked = windows.counts().answers;
   result.hash ^= windows.hash();
+  if (!result.violation.empty()) return result;
+  AheadSimulator ahead(seed);
+  result.violation = ahead.Run(steps / kAheadShare);
+  result.counts.late_checked = ahead.counts().late;
+  result.hash ^= ahead.hash();
   return result;
 }
 

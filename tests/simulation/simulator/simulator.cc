@@ -84,6 +84,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   pages_pinned += other.pages_pinned;
   rows_imported += other.rows_imported;
   windows_checked += other.windows_checked;
+  late_checked += other.late_checked;
 }
 
 uint64_t Simulator::Mix64(uint64_t x) { return Mix(x); }

@@ -1,0 +1,433 @@
+#include "tests/simulation/ahead/ahead_simulator.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/reference/reference_backend.h"
+
+namespace mla::simulation {
+namespace {
+
+using scheduler::HandedBack;
+using scheduler::testing::FaultPoint;
+using scheduler::testing::FaultyBackend;
+using scheduler::testing::MakeRow;
+using scheduler::testing::TestRequest;
+
+constexpr int kClients = 3;
+constexpr int kMostRows = 3;          // of a step
+constexpr int kLongest = 60;          // rows of a sequence
+constexpr int64_t kHour = 3'600'000;  // ms
+constexpr double kTolerance = 2e-5;
+constexpr float kNoOutput = 12345.0f;
+constexpr kernels::Bf16 kNoRow = 0x7f00;  // bf16, a number that no row has
+
+uint64_t Mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+void Spoil(std::vector<kernels::Bf16>* values) {
+  std::fill(values->begin(), values->end(), kNoRow);
+}
+
+}  // namespace
+
+void AheadCounts::Add(const AheadCounts& other) {
+  operations += other.operations;
+  answers += other.answers;
+  ahead += other.ahead;
+  late += other.late;
+  busy += other.busy;
+  commits += other.commits;
+  aborts += other.aborts;
+  faults += other.faults;
+  ends += other.ends;
+}
+
+uint64_t AheadSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
+
+scheduler::testing::HarnessOptions AheadSimulator::Options(
+    std::unique_ptr<kernels::AttentionBackend> backend) {
+  scheduler::testing::HarnessOptions options{scheduler::testing::TinyLimits(),
+                                             scheduler::testing::TinyModel(), std::move(backend)};
+  options.limits.ahead_us = 200;
+  // What takes long is not the subject.
+  options.limits.sequence_lease_ms = options.limits.step_lease_ms = kHour;
+  options.limits.kv_wait_ms = options.limits.queue_ms = kHour;
+  return options;
+}
+
+AheadSimulator::AheadSimulator(uint64_t seed) : random_(Mix(seed)) {
+  auto device = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
+  device->SetWaitsForWords();
+  device->SetComputesAtEnd();
+  device_ = device.get();
+  harness_ = std::make_unique<scheduler::testing::EngineHarness>(Options(std::move(device)));
+  for (int i = 0; i < kClients; ++i) {
+    clients_.push_back(std::make_unique<Client>());
+    clients_.back()->stream = harness_->core().OpenStream(harness_->tenant());
+    Open(clients_.back().get());
+  }
+}
+
+void AheadSimulator::Fail(const std::string& what) {
+  if (violation_.empty()) violation_ = absl::StrCat("ahead: ", what);
+}
+
+// ---------------------------------------------------------------------------------- Operations
+
+void AheadSimulator::Open(Client* client) {
+  client->sequence = harness_->Open().id;
+  client->text.assign(static_cast<size_t>(harness_->model().layers), {});
+}
+
+bool AheadSimulator::Begin(Client* client) {
+  if (client->step != 0) return false;
+  if (client->text[0].size() + kMostRows > kLongest) {
+    std::vector<scheduler::SequenceId> absent;
+    const scheduler::SequenceId ids[] = {client->sequence};
+    harness_->core().ReleaseSequences(harness_->tenant(), ids, &absent);
+    Open(client);
+  }
+  const scheduler::SequenceInfo now = harness_->Get(client->sequence);
+  if (now.length != static_cast<int64_t>(client->text[0].size()))
+    Fail("a length is not as foretold");
+  client->total = 1 + static_cast<int>(Pick(kMostRows));
+  client->step = ++last_step_;
+  client->chained = Chance(75);
+  client->may_fail = device_->armed();
+  client->wants_end = false;
+  client->calls.clear();
+  client->taken = 0;
+  const auto begun = harness_->Begin(client->stream, client->step,
+                                     {{now.id, now.epoch, now.length, client->total}});
+  if (!begun->status.ok()) Fail(absl::StrCat("BeginStep: ", begun->status.ToString()));
+  return true;
+}
+
+// The next rows of the layer that is not complete.
+bool AheadSimulator::Publish(Client* client) {
+  if (client->step == 0 || client->wants_end) return false;
+  int layer = 0, first = 0;
+  if (!client->calls.empty()) {
+    const Call& last = *client->calls.back();
+    layer = last.layer;
+    first = last.first + static_cast<int>(last.rows.size());
+    if (first == client->total) ++layer, first = 0;
+  }
+  if (layer == harness_->model().layers) return false;
+  auto call = std::make_unique<Call>();
+  const int rows = 1 + static_cast<int>(Pick(static_cast<uint64_t>(client->total - first)));
+  const auto dim = static_cast<int>(harness_->model().geometry.kv_row_dim());
+  for (int i = 0; i < rows; ++i) call->rows.push_back(MakeRow(++key_, dim));
+  call->layer = layer;
+  call->first = first;
+  call->q_key = ++key_ << 20;
+  call->number = ++client->number;
+  call->request = harness_->Unsent(client->stream, client->step, layer, first, rows, call->rows, 0,
+                                   harness_->model().geometry.num_heads, call->q_key);
+  TestRequest& request = *call->request;
+  call->kv = request.kv_rows;
+  call->queries = request.queries;
+  call->there = !client->chained;
+  if (client->chained) {
+    Spoil(&request.kv_rows);
+    Spoil(&request.queries);
+    request.attend.done = {&client->done, call->number};
+  }
+  std::fill(request.output.begin(), request.output.end(), kNoOutput);
+  client->calls.push_back(std::move(call));
+  return true;
+}
+
+// The client's stream does the next call's tensors once it has the outputs of the one before.
+bool AheadSimulator::Ready(Client* client) {
+  const auto next = std::find_if(client->calls.begin(), client->calls.end(),
+                                 [](const auto& call) { return !call->there; });
+  if (next == client->calls.end()) return false;
+  Call& call = **next;
+  const bool first = next == client->calls.begin();
+  if (!first && static_cast<int32_t>(client->done - (call.number - 1)) < 0) return false;
+  std::copy(call.kv.begin(), call.kv.end(), call.request->kv_rows.begin());
+  std::copy(call.queries.begin(), call.queries.end(), call.request->queries.begin());
+  call.there = true;
+  client->ready = call.number;
+  return true;
+}
+
+bool AheadSimulator::End(Client* client) {
+  if (client->step == 0 || client->wants_end || client->calls.empty()) return false;
+  const Call& last = *client->calls.back();
+  const bool whole = last.layer + 1 == harness_->model().layers &&
+                     last.first + static_cast<int>(last.rows.size()) == client->total;
+  if (!whole) return false;
+  client->wants_end = true;
+  return true;
+}
+
+bool AheadSimulator::Abort(Client* client) {
+  if (client->step == 0 || client->end != nullptr) return false;
+  client->may_fail = true;
+  const auto aborted = harness_->Abort(client->stream, client->step);
+  if (aborted->answers != 1) Fail("an AbortStep was not answered");
+  ++counts_.aborts;
+  return true;
+}
+
+bool AheadSimulator::Evict(Client* client) {
+  client->may_fail = true;
+  std::vector<scheduler::SequenceId> absent;
+  harness_->core().EvictSequences({harness_->tenant(), {client->sequence}, ""}, &absent);
+  // What was answered before is of the sequence that is gone.
+  while (violation_.empty() && CollectAny(client)) {
+  }
+  if (client->end != nullptr) Forget(client);
+  Open(client);
+  return true;
+}
+
+bool AheadSimulator::Close(Client* client) {
+  harness_->core().CloseStream(client->stream);
+  for (const auto& call : client->calls) {
+    if (call->in_engine && call->request->answers == call->answers) {
+      Fail("a call was not answered when its ring ended");
+    }
+  }
+  if (client->end != nullptr && client->end->answers != 1) Fail("an EndStep was not answered");
+  client->may_fail = client->may_fail || client->end == nullptr || !client->end->status.ok();
+  while (violation_.empty() && CollectAny(client)) {
+  }
+  // The step may have been committed before.
+  const auto length = static_cast<size_t>(harness_->Get(client->sequence).length);
+  if (length != client->text[0].size()) CheckEnd(client);
+  Forget(client);
+  client->stream = harness_->core().OpenStream(harness_->tenant());
+  ++counts_.ends;
+  return true;
+}
+
+bool AheadSimulator::Fault() {
+  constexpr FaultPoint kPoints[] = {FaultPoint::kSubmit, FaultPoint::kWait};
+  device_->FailAt(kPoints[Pick(2)]);
+  for (const auto& client : clients_) client->may_fail = true;
+  ++counts_.faults;
+  return true;
+}
+
+bool AheadSimulator::Operate() {
+  Client* const client = clients_[Pick(kClients)].get();
+  scheduler::EngineCore& core = harness_->core();
+  const uint64_t what = Pick(100);
+  if (what < 10) return Begin(client);
+  if (what < 34) return Publish(client);
+  if (what < 54) return Ready(client);
+  if (what < 56) {
+    device_->EndGates();
+    return true;
+  }
+  if (what < 68) return core.StartLaunch();
+  if (what < 78) return core.CompleteLaunch(/*wait=*/false);
+  if (what < 84) return core.CompleteLaunch(/*wait=*/true);
+  if (what < 90) return End(client);
+  if (what < 96) {
+    harness_->AdvanceMicros(static_cast<int64_t>(Pick(20'000)));
+    return true;
+  }
+  if (what < 97) return Abort(client);
+  if (what < 98) return Evict(client);
+  if (what < 99) return Close(client);
+  return Fault();
+}
+
+// ------------------------------------------------------------------------------------ The ring
+
+bool AheadSimulator::AnyAhead(const Client& client) const {
+  return std::any_of(client.calls.begin(), client.calls.end(),
+                     [](const auto& call) { return call->ahead; });
+}
+
+void AheadSimulator::HandOver(Client* client, Call* call, bool ahead) {
+  call->request->attend.ready = {};
+  if (ahead) call->request->attend.ready = {&client->ready, call->number};
+  call->ahead = ahead;
+  call->in_engine = true;
+  harness_->Submit(call->request.get());
+}
+
+// What the engine has answered, or handed back.
+bool AheadSimulator::Collect(Client* client, Call* call) {
+  if (!call->in_engine || call->request->answers == call->answers) return false;
+  if (++call->answers != call->request->answers) Fail("a call was answered twice");
+  call->in_engine = false;
+  const TestRequest& request = *call->request;
+  if (request.handed_back == HandedBack::kNo) {
+    call->ahead = false;
+    call->answered = true;
+    if (client->chained && static_cast<int32_t>(client->done - call->number) < 0) {
+      client->done = call->number;
+    }
+    CheckAnswer(client, *call);
+    return true;
+  }
+  ++(request.handed_back == HandedBack::kLate ? counts_.late : counts_.busy);
+  if (!call->ahead) Fail("a call was handed back that waited for nothing");
+  if (static_cast<int32_t>(client->done - call->number) >= 0) Fail("done is stored too early");
+  if (std::count(request.output.begin(), request.output.end(), kNoOutput) !=
+      static_cast<int64_t>(request.output.size())) {
+    Fail("a call was handed back with outputs");
+  }
+  call->ahead = false;
+  if (client->held != call) HandOver(client, call, false);
+  return true;
+}
+
+bool AheadSimulator::CollectAny(Client* client) {
+  return std::any_of(client->calls.begin(), client->calls.end(),
+                     [&](const auto& call) { return Collect(client, call.get()); });
+}
+
+bool AheadSimulator::Advance(Client* client) {
+  if (CollectAny(client)) return true;
+  if (Call* const held = client->held; held != nullptr) {
+    if (held->there) {
+      client->held = nullptr;
+      if (!held->ahead && !held->in_engine) HandOver(client, held, false);
+      return true;
+    }
+    if (std::exchange(held->offered, true) || Chance(15)) return false;
+    HandOver(client, held, true);
+    return true;
+  }
+  if (client->taken < client->calls.size()) {
+    client->held = client->calls[client->taken++].get();
+    return true;
+  }
+  if (client->end != nullptr && client->end->answers > 0) {
+    CheckEnd(client);
+    Forget(client);
+    return true;
+  }
+  if (!client->wants_end || client->end != nullptr || AnyAhead(*client)) return false;
+  client->end = harness_->End(client->stream, client->step);
+  return true;
+}
+
+void AheadSimulator::Pump(Client* client) {
+  while (violation_.empty() && Advance(client)) {
+  }
+  // Nothing comes of a step that is gone: the client gives it up once its calls are answered.
+  const bool all = std::all_of(client->calls.begin(), client->calls.end(),
+                               [](const auto& call) { return call->answered; });
+  if (client->step != 0 && client->end == nullptr && client->may_fail && all) {
+    if (harness_->Get(client->sequence).open_step == 0) Forget(client);
+  }
+}
+
+// -------------------------------------------------------------------------------------- Checks
+
+void AheadSimulator::CheckAnswer(Client* client, const Call& call) {
+  const TestRequest& request = *call.request;
+  hash_ = (hash_ ^ static_cast<uint64_t>(request.status.code())) * 0x100000001b3u;
+  if (!request.status.ok()) {
+    if (!client->may_fail) Fail(absl::StrCat("a call failed: ", request.status.ToString()));
+    return;
+  }
+  const Rows& before = client->text[static_cast<size_t>(call.layer)];
+  std::vector<const scheduler::testing::Row*> rows;
+  for (const auto& row : before) rows.push_back(&row);
+  for (const auto& other : client->calls) {
+    if (other->layer != call.layer || other->first > call.first) continue;
+    for (const auto& row : other->rows) rows.push_back(&row);
+  }
+  std::vector<int> visible;
+  for (size_t i = 0; i < call.rows.size(); ++i) {
+    visible.push_back(static_cast<int>(before.size()) + call.first + static_cast<int>(i) + 1);
+  }
+  if (!(harness_->Error(request, rows, visible, call.q_key) < kTolerance)) {
+    Fail(absl::StrCat("an answer of layer ", call.layer, " is wrong"));
+  }
+  ++counts_.answers;
+}
+
+void AheadSimulator::CheckEnd(Client* client) {
+  if (client->end == nullptr || !client->end->status.ok()) {
+    if (!client->may_fail) {
+      Fail(absl::StrCat("a step did not end: ",
+                        client->end == nullptr ? "" : client->end->status.ToString()));
+    }
+    return;
+  }
+  for (const auto& call : client->calls) {
+    auto& text = client->text[static_cast<size_t>(call->layer)];
+    text.insert(text.end(), call->rows.begin(), call->rows.end());
+    if (!call->answered) Fail("a step ended before a call of it was answered");
+  }
+  ++counts_.commits;
+}
+
+void AheadSimulator::Forget(Client* client) {
+  client->calls.clear();
+  client->held = nullptr;
+  client->taken = 0;
+  client->end.reset();
+  client->wants_end = false;
+  client->step = 0;
+  client->ready = client->done = client->number;  // as a client that begins a chain sets them
+}
+
+void AheadSimulator::CheckBooks() {
+  const std::string fault = harness_->core().cache().CheckInvariants();
+  if (!fault.empty()) Fail(fault);
+}
+
+bool AheadSimulator::StopServer() {
+  scheduler::EngineCore& core = harness_->core();
+  for (const auto& client : clients_) client->may_fail = true;
+  core.AbortAllSteps("the server ends");
+  for (const auto& client : clients_) Close(client.get());
+  return true;
+}
+
+void AheadSimulator::Finish() {
+  scheduler::EngineCore& core = harness_->core();
+  if (Chance(30)) StopServer();
+  constexpr int kRounds = 1000;
+  const auto busy = [this] {
+    return std::any_of(clients_.begin(), clients_.end(),
+                       [](const auto& client) { return client->step != 0; });
+  };
+  for (int round = 0; round < kRounds && violation_.empty() && busy(); ++round) {
+    for (const auto& client : clients_) {
+      while (Publish(client.get())) {
+      }
+      Ready(client.get());
+      End(client.get());
+      Pump(client.get());
+    }
+    core.StartLaunch();
+    core.CompleteLaunch(/*wait=*/true);
+    harness_->AdvanceMicros(1000);
+  }
+  if (!violation_.empty()) return;
+  if (busy()) return Fail("a step does not end");
+  if (core.owned() != 0) Fail("the engine holds requests");
+  for (const auto& client : clients_) Evict(client.get());
+  CheckBooks();
+}
+
+std::string AheadSimulator::Run(int operations) {
+  for (int i = 0; i < operations && violation_.empty(); ++i) {
+    counts_.operations += Operate();
+    for (const auto& client : clients_) Pump(client.get());
+    if (i % 16 == 0) CheckBooks();
+  }
+  if (violation_.empty()) Finish();
+  counts_.ahead += static_cast<int64_t>(harness_->core().Stats().launches_ahead);
+  return violation_;
+}
+
+}  // namespace mla::simulation

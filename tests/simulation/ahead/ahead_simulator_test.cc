@@ -1,0 +1,53 @@
+#include "tests/simulation/ahead/ahead_simulator.h"
+
+#include <cstdlib>
+
+#include "gtest/gtest.h"
+
+namespace mla::simulation {
+namespace {
+
+#if defined(MLA_SANITIZED)
+constexpr uint64_t kSeeds = 20;
+#else
+constexpr uint64_t kSeeds = 200;
+#endif
+constexpr int kOperations = 1000;
+
+uint64_t FirstSeed() {
+  const char* const given = std::getenv("MLA_TEST_SEED");
+  return given == nullptr ? 1 : std::strtoull(given, nullptr, 10);
+}
+
+TEST(AheadSimulator, RandomOperationsAreAsForetold) {
+  AheadCounts counts;
+  const uint64_t seeds = kSeeds * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 20);
+  for (uint64_t seed = FirstSeed(); seed < FirstSeed() + seeds; ++seed) {
+    AheadSimulator simulator(seed);
+    ASSERT_EQ(simulator.Run(kOperations), "") << "seed " << seed;
+    counts.Add(simulator.counts());
+  }
+  // The mix reaches every kind of outcome, or the run proves little.
+  const auto share = static_cast<int64_t>(seeds);
+  EXPECT_GT(counts.operations, 300 * share);
+  EXPECT_GT(counts.answers, 25 * share);
+  EXPECT_GT(counts.ahead, 10 * share);
+  EXPECT_GT(counts.late, 2 * share);
+  EXPECT_GT(counts.busy, 10 * share);
+  EXPECT_GT(counts.commits, 5 * share);
+  EXPECT_GT(counts.aborts, share);
+  EXPECT_GT(counts.faults, share);
+  EXPECT_GT(counts.ends, share);
+}
+
+TEST(AheadSimulator, ASeedRepeats) {
+  AheadSimulator first(FirstSeed()), again(FirstSeed()), other(FirstSeed() + 1);
+  EXPECT_EQ(first.Run(kOperations), "");
+  EXPECT_EQ(again.Run(kOperations), "");
+  EXPECT_EQ(other.Run(kOperations), "");
+  EXPECT_EQ(first.hash(), again.hash());
+  EXPECT_NE(first.hash(), other.hash());
+}
+
+}  // namespace
+}  // namespace mla::simulation
