@@ -1,16 +1,17 @@
 // Times steps of a worker beside a server, as two processes of one host: what a layer costs with
 // tensors in the server's GPU memory, or in host memory.
 //
-//   gpu_step --target unix:/run/mla/mla.sock [--memory device|host|both] [--profile absorbed|
-//            expanded|both] [--batch 1,32] [--layers 61] [--heads 128] [--context 2048]
+//   gpu_step --target unix:/run/mla/mla.sock [--memory device|chained|host|both]
+//            [--profile absorbed|expanded|both] [--batch 1,32] [--layers 61] [--heads 128]
+//            [--context 2048]
 //            [--steps 20] [--spin-us 100000] [--device 0] [--ops HOST:PORT] [--json FILE]
 //
 // device: before each attend a kernel of the worker writes every byte of q and kv and reads every
 // byte of the last o. The time is that between two events of the worker's stream around the step,
 // over the layers; beside it the time of those kernels alone. Then the same with chained calls
-// (AttendCall::chained): not a thread but the stream waits for replies, and is given all layers
-// ahead. host: the time from the entry in the ring to its reply. Results are the medians of the
-// steps, or of their attends.
+// (AttendCall::chained), alone as "chained": not a thread but the stream waits for replies, and is
+// given all layers ahead. host: the time from the entry in the ring to its reply. Results are the
+// medians of the steps, or of their attends.
 //
 // --ops: where the server answers GET /metrics. A line then says what the host did for a layer, by
 // the server's counters: tensor bytes that it copied, times that a thread of it slept for the GPU,
@@ -462,6 +463,7 @@ absl::Status Run(const Flags& flags) {
     }
     for (const Way way : {Way::kDevice, Way::kChained, Way::kHost}) {
       if (flags.memory == (way == Way::kHost ? "device" : "host")) continue;
+      if (flags.memory == "chained" && way != Way::kChained) continue;
       const auto times = worker.Time(point, way);
       if (!times.ok()) return times.status();
       rows.push_back(Report(flags, point, way, *times));
