@@ -65,6 +65,10 @@ const char* mla_error_reason(const mla_error* error) {
   return error == nullptr ? "" : error->detail.reason().c_str();
 }
 
+const char* mla_error_peer(const mla_error* error) {
+  return error == nullptr ? "" : error->detail.peer().c_str();
+}
+
 uint32_t mla_error_retry_after_ms(const mla_error* error) {
   return error == nullptr ? 0 : error->detail.retry_after_ms();
 }

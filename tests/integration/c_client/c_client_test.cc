@@ -82,6 +82,7 @@ TEST(CClientTest, AnErrorThatSaysNothing) {
   EXPECT_EQ(std::string(mla_error_message(nullptr)), "");
   EXPECT_EQ(std::string(mla_error_field(nullptr)), "");
   EXPECT_EQ(std::string(mla_error_reason(nullptr)), "");
+  EXPECT_EQ(std::string(mla_error_peer(nullptr)), "");
   EXPECT_EQ(mla_error_retry_after_ms(nullptr), 0u);
   EXPECT_EQ(mla_error_last_good_position(nullptr), 0u);
   EXPECT_EQ(mla_error_next_row(nullptr), -1);
