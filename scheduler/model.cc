@@ -1,5 +1,10 @@
 #include "scheduler/model.h"
 
+#include <bit>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
 namespace mla::scheduler {
 
 int32_t ModelSpec::q_dim(Profile profile) const {
@@ -24,6 +29,32 @@ int32_t ModelSpec::o_dim(Profile profile) const {
       return 0;
   }
   return 0;
+}
+
+std::string ModelSpec::ContentsText() const {
+  const kernels::Geometry& g = geometry;
+  const int64_t numbers[] = {
+      g.num_heads,
+      g.kv_lora_rank,
+      g.rope_dim,
+      g.nope_dim,
+      g.v_dim,
+      layers,
+      page_size,
+      std::bit_cast<int64_t>(softmax_scale),
+      static_cast<int64_t>(query_precision),
+      static_cast<int64_t>(kv_format),
+      static_cast<int64_t>(attention),
+      top_k,
+      indexer.heads,
+      indexer.dim,
+      static_cast<int64_t>(fp8_compute),
+      window,
+      tail_bytes,
+      static_cast<int64_t>(entry_format),
+  };
+  return absl::StrCat(absl::StrJoin(numbers, "/"), "/", absl::StrJoin(ratios, ","), "/",
+                      weights_digest);
 }
 
 }  // namespace mla::scheduler

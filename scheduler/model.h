@@ -50,6 +50,8 @@ struct ModelSpec {
   int32_t tail_bytes = 0;  // of a sequence's tail (Tail); 0: sequences have none
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
+  // All but the name, as text: equal for equal contents alone.
+  std::string ContentsText() const;
 
   // What the absorbed form multiplies.
   kernels::DType products() const {

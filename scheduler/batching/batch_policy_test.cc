@@ -45,7 +45,8 @@ class BatchPolicyTest : public ::testing::Test {
     spec->layers = 1;
     auto model = std::make_unique<Model>();
     model->spec = spec;
-    model->layout = kvcache::MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 1});
+    model->contents->layout =
+        kvcache::MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 1});
     model->tile_rows = 128;
     model->expanded_min_rows = model->expanded_min_rows_f32 = 1 << 30;
     return model;

@@ -20,7 +20,7 @@ Model MakeModel() {
   spec->geometry = {128, 512, 64, 128, 128};
   Model model;
   model.spec = spec;
-  model.layout = kvcache::MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 1});
+  model.contents->layout = kvcache::MakeLayout({.row_bytes = 1152, .page_size = 64, .layers = 1});
   model.tile_rows = 128;
   return model;
 }

@@ -165,7 +165,7 @@ std::shared_ptr<TierWait> EngineCore::RestorePrefix(const std::string& tenant,
   if (!model.ok() || (*model)->spec != prefix.spec) return nullptr;
   int64_t most = limits_.max_sequence_rows;
   if (prefix.max_rows > 0) most = std::min(most, prefix.max_rows);
-  return tiers_->Restore((*model)->layout_id, *prefix.chain, first_row, most);
+  return tiers_->Restore((*model)->contents->layout_id, *prefix.chain, first_row, most);
 }
 
 StreamId EngineCore::OpenStream(const std::string& tenant,
@@ -271,14 +271,14 @@ absl::StatusOr<HintAnswer> EngineCore::Hint(const HintArgs& args, const PrefixPl
     const auto& chain = cache_->chain(sequence.slot);
     if (chain == nullptr) return HintAnswer{.reason = "absent"};
     const int64_t rows = std::min(cache_->declared(sequence.slot), cache_->length(sequence.slot));
-    return hints_->Do(args, sequence.model->layout_id, tenant, *chain, rows);
+    return hints_->Do(args, sequence.model->contents->layout_id, tenant, *chain, rows);
   }
   absl::StatusOr<Model*> model = models_->Find(tenant, args.model_id, "model_id");
   if (!model.ok()) return model.status();
   if (prefix.spec != (*model)->spec) return ModelChanged(args.model_id);
   int64_t rows = prefix.chain->rows();
   if (prefix.max_rows > 0) rows = std::min(rows, prefix.max_rows);
-  return hints_->Do(args, (*model)->layout_id, tenant, *prefix.chain, rows);
+  return hints_->Do(args, (*model)->contents->layout_id, tenant, *prefix.chain, rows);
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args) {

@@ -51,7 +51,7 @@ MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, in
   MovingPages pages;
   pages.id = sequence.id;
   pages.model_id = model.spec->id;
-  pages.layout = model.layout;
+  pages.layout = model.contents->layout;
   pages.tags.geometry = model.spec->geometry;
   pages.tags.layers = model.spec->layers;
   pages.tags.page_size = model.spec->page_size;
@@ -59,9 +59,9 @@ MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, in
   pages.tags.kv_format = model.spec->kv_format;
   pages.tags.fp8 = fp8_;
   pages.tags.weights_digest = model.spec->weights_digest;
-  pages.tags.kv_scales = model.kv_scales;
-  pages.tags.group_bytes =
-      kvcache::PayloadBytes(kvcache::GroupPieces(model.layout, model.layout.page_size));
+  pages.tags.kv_scales = model.contents->kv_scales;
+  pages.tags.group_bytes = kvcache::PayloadBytes(
+      kvcache::GroupPieces(model.contents->layout, model.contents->layout.page_size));
   pages.tags.first_row = first_row;
   pages.tags.rows = rows;
   pages.state.id = sequence.id;
@@ -69,8 +69,9 @@ MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, in
   pages.state.not_finite_from = sequence.not_finite_from;
   pages.state.chain = cache_->chain(sequence.slot);
   pages.state.declared = cache_->declared(sequence.slot);
+  pages.state.contents = model.spec->ContentsText();
   if (!model.spec->windowed()) return pages;
-  pages.window_layout = model.window_layout;
+  pages.window_layout = model.contents->window_layout;
   pages.tags.window = model.spec->window;
   pages.tags.ratios = model.spec->ratios;
   pages.tags.entry_format = model.spec->entry_format;
@@ -133,7 +134,7 @@ absl::Status RowTransfers::CheckTags(const Model& model, const PageTags& tags) c
       {"model.page_size", tags.page_size, spec.page_size},
       {"model.index_dim", tags.index_dim, spec.indexer.dim},
       {"group_bytes", tags.group_bytes,
-       kvcache::PayloadBytes(kvcache::GroupPieces(model.layout, spec.page_size))},
+       kvcache::PayloadBytes(kvcache::GroupPieces(model.contents->layout, spec.page_size))},
   };
   if (tags.kv_format != spec.kv_format) {
     return Differs("model.kv_format", kernels::Name(tags.kv_format), kernels::Name(spec.kv_format));
@@ -142,14 +143,14 @@ absl::Status RowTransfers::CheckTags(const Model& model, const PageTags& tags) c
     if (number.got == number.want) continue;
     return Differs(number.field, absl::StrCat(number.got), absl::StrCat(number.want));
   }
-  if (HasFp8(model.layout) && tags.fp8 != fp8_) {
+  if (HasFp8(model.contents->layout) && tags.fp8 != fp8_) {
     return Differs("fp8_kind", kernels::Name(tags.fp8), kernels::Name(fp8_));
   }
   if (tags.weights_digest != spec.weights_digest) {
     return Differs("model.weights_digest", DigestText(tags.weights_digest),
                    DigestText(spec.weights_digest));
   }
-  if (tags.kv_scales != model.kv_scales) {
+  if (tags.kv_scales != model.contents->kv_scales) {
     return Differs("kv_scales", "other scales", "those of the model");
   }
   return CheckWindow(model, tags);
@@ -250,7 +251,8 @@ absl::Status RowTransfers::Start(PageMove* move) {
   if (!found.ok()) return found.status();
   Sequence& sequence = **found;
   const Model& model = *sequence.model;
-  const kvcache::GroupLayout& layout = move->window ? model.window_layout : model.layout;
+  const kvcache::GroupLayout& layout =
+      move->window ? model.contents->window_layout : model.contents->layout;
   const kvcache::SeqSlot slot = move->window ? sequence.window_slot : sequence.slot;
   const int64_t first = move->page * layout.page_size;
   const int64_t committed = slot < 0 ? 0 : cache_->length(slot);

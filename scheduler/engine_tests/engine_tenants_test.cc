@@ -141,7 +141,7 @@ TEST(EngineTenantsTest, OneTenantCannotHoldAllPages) {
   const SequenceInfo sequence = h->Open();
   const Model& model =
       **h->core().models().Find(h->core().FindTenant(h->tenant()), h->model().id, "");
-  const int64_t group = model.layout.group_bytes();
+  const int64_t group = model.contents->layout.group_bytes();
   TenantQuota quota;
   quota.bounds[Resource::kKvBytes] = 3 * group;
   ASSERT_TRUE(h->core().tenants().SetQuota(h->tenant(), quota, false).ok());
@@ -345,12 +345,12 @@ TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   ASSERT_TRUE(models.Register(tenant, wide).ok());
   Model* const still = *models.Find(tenant, h.model().id, "model_id");
   Model* const other = *models.Find(tenant, "wide", "model_id");
-  EXPECT_NE(still->layout_id, other->layout_id);
+  EXPECT_NE(still->contents->layout_id, other->contents->layout_id);
   const StreamId stream = h.core().OpenStream(h.tenant());
   const SequenceInfo sequence = h.Open();
   ASSERT_TRUE(h.Begin(stream, 1, {{sequence.id, 1, 0, 4}})->status.ok());
   EXPECT_EQ(h.Get(sequence.id).page_groups, 2);
-  EXPECT_EQ(h.core().Stats().kv_bytes_used, 2 * still->layout.group_bytes());
+  EXPECT_EQ(h.core().Stats().kv_bytes_used, 2 * still->contents->layout.group_bytes());
   ASSERT_TRUE(h.Abort(stream, 1)->status.ok());
   std::vector<SequenceId> missing;
   h.core().ReleaseSequences(h.tenant(), std::vector{sequence.id}, &missing);

@@ -148,8 +148,11 @@ class KvCache final {
     prefixes_.set_events(events);
   }
   EventLog* events() const { return events_; }
-  // The sequence's name in events.
-  void SetName(SeqSlot sequence, uint64_t name) { At(sequence).name = name; }
+  // The sequence's name in events, and that of its model, of several that share its layout.
+  void SetName(SeqSlot sequence, uint64_t name, std::shared_ptr<const std::string> model) {
+    At(sequence).name = name;
+    At(sequence).model = std::move(model);
+  }
   // An event of the whole sequence.
   void Note(SeqSlot sequence, EventKind kind);
   // --- Groups that leave for slower tiers, and come back
@@ -239,6 +242,7 @@ class KvCache final {
     uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copied on write, if any
     bool copy_took_last = false;                      // reference to that page
     uint64_t name = 0;                                // in events
+    std::shared_ptr<const std::string> model;         // likewise
     uint64_t reserve_call = 0;                 // the latest call that named it, to find repeats
     std::shared_ptr<const PrefixChain> chain;  // what its rows stand for; null: not known
     int32_t declared = 0;                      // rows of the chain that are the sequence's

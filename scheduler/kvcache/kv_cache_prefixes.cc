@@ -45,6 +45,7 @@ void KvCache::Note(SeqSlot slot, EventKind kind) {
   event.kind = kind;
   if (kind == EventKind::kRestored) event.tier = Tier::kCheckpoint;
   event.sequence = sequence.name;
+  event.model = sequence.model;
   event.rows = sequence.length;
   events_->Add(sequence.layout, std::move(event));
 }
@@ -57,6 +58,7 @@ void KvCache::Publish(SeqSlot slot, int32_t page, int32_t rows) {
   Event event;
   event.kind = EventKind::kStored;
   event.sequence = sequence.name;
+  event.model = sequence.model;
   event.first_row = int64_t{page} * chain.page_size;
   event.rows = rows;
   if (rows == chain.page_size) event.key = chain.keys[static_cast<size_t>(page)];
@@ -130,6 +132,7 @@ PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
   if (events_ != nullptr && match.end != MatchEnd::kAll) {
     Miss miss;
     miss.sequence = sequence.name;
+    miss.model = sequence.model;
     miss.first_row = before;
     miss.rows_asked = most - before;
     miss.rows_found = match.rows;

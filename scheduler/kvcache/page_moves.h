@@ -70,6 +70,7 @@ struct SequenceState {
   int64_t not_finite_from = kAllFinite;         // row from which on some may hold what is no number
   std::shared_ptr<const PrefixChain> chain;     // what its rows stand for; null: not known
   int32_t declared = 0;                         // rows of the chain that are the sequence's
+  std::string contents;                         // of the model that the chain was made for
   std::shared_ptr<const scheduler::Tail> tail;  // null: none
 };
 

@@ -205,7 +205,7 @@ void RecordBuilder::AddIndexKeys(BatchLaunch* to, const Segment& segment,
                                  const kernels::AppendRecord& rows) {
   const StreamRequest& request = *segment.request;
   const Model& model = *request.engine.step->model;
-  const kvcache::KvPlane& keys = model.layout.index_keys(request.attend.layer);
+  const kvcache::KvPlane& keys = model.contents->layout.index_keys(request.attend.layer);
   kernels::AppendRecord& record = to->appends.emplace_back(rows);
   record.kv = static_cast<const std::byte*>(rows.kv) +
               rows.row_dim * int64_t(ElementSize(request.attend.q_dtype));
@@ -222,7 +222,7 @@ void RecordBuilder::AddSelect(BatchLaunch* to, const Segment& segment, const Sta
                               const kernels::SegmentRecord& attend) {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
-  const kvcache::KvPlane& keys = model.layout.index_keys(args.layer);
+  const kvcache::KvPlane& keys = model.contents->layout.index_keys(args.layer);
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);
   kernels::SelectRecord record{};
   record.inputs = staged.index_inputs + skip * model.spec->indexer.input_bytes(args.q_dtype);

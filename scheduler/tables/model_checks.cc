@@ -123,4 +123,88 @@ absl::Status CheckKvScales(const ModelSpec& spec, std::span<const float> scales,
   return absl::OkStatus();
 }
 
+kernels::AttentionDesc DescOf(const ModelSpec& spec, kernels::AttentionForm form) {
+  kernels::AttentionDesc desc;
+  desc.geometry = spec.geometry;
+  desc.form = form;
+  desc.kv_format = spec.kv_format;
+  desc.page_size = spec.page_size;
+  if (form == kernels::AttentionForm::kAbsorbed) desc.products = spec.products();
+  desc.entry_format = spec.entry_format;
+  if (spec.windowed()) desc.attention = spec.attention;  // there is no other for its rows
+  return desc;
+}
+
+absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec) {
+  if (spec->query_precision == QueryPrecision::kDefault) {
+    spec->query_precision = backend.splits_queries ? QueryPrecision::kSplit : QueryPrecision::kBf16;
+  }
+  if (spec->query_precision == QueryPrecision::kBf16 || backend.splits_queries) {
+    return absl::OkStatus();
+  }
+  return RefuseField("model.query_precision", "split",
+                     absl::StrCat("bf16 on backend ", backend.name), "unsupported_precision",
+                     absl::StatusCode::kUnimplemented);
+}
+
+// After the geometry, the format and the attention have been checked.
+absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpec* spec) {
+  const Fp8Compute wanted = spec->fp8_compute;
+  if (spec->kv_format == kernels::KvFormat::kBf16) {
+    if (wanted != Fp8Compute::kOn) {
+      spec->fp8_compute = Fp8Compute::kAuto;
+      return absl::OkStatus();
+    }
+    return RefuseField("model.fp8_compute", "on", "auto or off with rows of bf16", "conflict");
+  }
+  spec->fp8_compute = Fp8Compute::kOn;
+  kernels::AttentionDesc desc = DescOf(*spec, kernels::AttentionForm::kAbsorbed);
+  bool offered = backend.CanRun(desc).ok();
+  desc.attention = spec->attention;
+  offered = offered && backend.CanRun(desc).ok();
+  if (wanted == Fp8Compute::kOn && !offered) {
+    return RefuseField("model.fp8_compute", "on",
+                       absl::StrCat("auto or off on backend ", backend.Info().name),
+                       "unsupported_products", absl::StatusCode::kUnimplemented);
+  }
+  const bool on = wanted == Fp8Compute::kOn ||
+                  (wanted == Fp8Compute::kAuto && offered && backend.Info().fp8_products);
+  spec->fp8_compute = on ? Fp8Compute::kOn : Fp8Compute::kOff;
+  return absl::OkStatus();
+}
+
+absl::Status CheckSupported(const ModelSpec& spec, const kernels::AttentionBackend& backend) {
+  if (spec.indexer.heads > 0 && !backend.Info().selects) {
+    return RefuseField("model.index_heads", absl::StrCat(spec.indexer.heads),
+                       absl::StrCat("0 on backend ", backend.Info().name,
+                                    ", which makes no index lists: the indexer is the client's"),
+                       "unsupported_shape", absl::StatusCode::kUnimplemented);
+  }
+  const int32_t index_dim = backend.Info().index_dim;
+  if (spec.indexer.heads > 0 && index_dim > 0 && spec.indexer.dim != index_dim) {
+    return RefuseField("model.index_dim", absl::StrCat(spec.indexer.dim),
+                       absl::StrCat(index_dim, " on backend ", backend.Info().name),
+                       "unsupported_shape", absl::StatusCode::kUnimplemented);
+  }
+  if (spec.windowed() && !backend.Info().windows) {
+    return RefuseField("model.attention", "a window and entries",
+                       absl::StrCat("dense or sparse_v32 on backend ", backend.Info().name),
+                       "unsupported_shape", absl::StatusCode::kUnimplemented);
+  }
+  kernels::AttentionDesc desc = DescOf(spec, kernels::AttentionForm::kAbsorbed);
+  const char* field = "model.geometry";
+  absl::Status status = backend.CanRun(desc);
+  if (status.ok() && spec.attention != kernels::AttentionKind::kDense) {
+    desc.attention = spec.attention;
+    field = "model.attention";
+    status = backend.CanRun(desc);
+  }
+  if (status.ok()) return status;
+  return MakeError(status.code(), status.message(),
+                   {.field = field,
+                    .got = kernels::ToString(desc),
+                    .limit = backend.Info().supported,
+                    .reason = "unsupported_shape"});
+}
+
 }  // namespace mla::scheduler

@@ -7,11 +7,20 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "kernels/attention_backend.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
 
 namespace mla::scheduler {
 
+// What a backend is asked for a form of the model's.
+kernels::AttentionDesc DescOf(const ModelSpec& spec, kernels::AttentionForm form);
+// Replace what a client leaves to the server. UNIMPLEMENTED for what the backend does not have.
+absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec);
+// After the geometry, the format and the attention have been checked.
+absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpec* spec);
+// Whether the backend can have such a model.
+absl::Status CheckSupported(const ModelSpec& spec, const kernels::AttentionBackend& backend);
 absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits);
 // [layers, num_heads] numbers or infinities, of a model with a window.
 absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,

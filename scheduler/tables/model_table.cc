@@ -19,18 +19,6 @@ using kernels::AttentionDesc;
 using kernels::AttentionForm;
 using kernels::Bf16;
 
-AttentionDesc DescOf(const ModelSpec& spec, AttentionForm form) {
-  AttentionDesc desc;
-  desc.geometry = spec.geometry;
-  desc.form = form;
-  desc.kv_format = spec.kv_format;
-  desc.page_size = spec.page_size;
-  if (form == AttentionForm::kAbsorbed) desc.products = spec.products();
-  desc.entry_format = spec.entry_format;
-  if (spec.windowed()) desc.attention = spec.attention;  // there is no other for its rows
-  return desc;
-}
-
 bool HasExpanded(const ModelSpec& spec) {
   return spec.geometry.nope_dim > 0 && spec.geometry.v_dim > 0;
 }
@@ -45,44 +33,6 @@ uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
 
 int64_t HeadWeightElements(const kernels::Geometry& g) {
   return int64_t{g.kv_lora_rank} * (int64_t{g.nope_dim} + g.v_dim);
-}
-
-absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec) {
-  if (spec->query_precision == QueryPrecision::kDefault) {
-    spec->query_precision = backend.splits_queries ? QueryPrecision::kSplit : QueryPrecision::kBf16;
-  }
-  if (spec->query_precision == QueryPrecision::kBf16 || backend.splits_queries) {
-    return absl::OkStatus();
-  }
-  return RefuseField("model.query_precision", "split",
-                     absl::StrCat("bf16 on backend ", backend.name), "unsupported_precision",
-                     absl::StatusCode::kUnimplemented);
-}
-
-// After the geometry, the format and the attention have been checked.
-absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpec* spec) {
-  const Fp8Compute wanted = spec->fp8_compute;
-  if (spec->kv_format == kernels::KvFormat::kBf16) {
-    if (wanted != Fp8Compute::kOn) {
-      spec->fp8_compute = Fp8Compute::kAuto;
-      return absl::OkStatus();
-    }
-    return RefuseField("model.fp8_compute", "on", "auto or off with rows of bf16", "conflict");
-  }
-  spec->fp8_compute = Fp8Compute::kOn;
-  AttentionDesc desc = DescOf(*spec, AttentionForm::kAbsorbed);
-  bool offered = backend.CanRun(desc).ok();
-  desc.attention = spec->attention;
-  offered = offered && backend.CanRun(desc).ok();
-  if (wanted == Fp8Compute::kOn && !offered) {
-    return RefuseField("model.fp8_compute", "on",
-                       absl::StrCat("auto or off on backend ", backend.Info().name),
-                       "unsupported_products", absl::StatusCode::kUnimplemented);
-  }
-  const bool on = wanted == Fp8Compute::kOn ||
-                  (wanted == Fp8Compute::kAuto && offered && backend.Info().fp8_products);
-  spec->fp8_compute = on ? Fp8Compute::kOn : Fp8Compute::kOff;
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -100,40 +50,6 @@ absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
   const absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
   if (!status.ok()) return status;
   return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
-}
-
-absl::Status ModelTable::CheckSupported(const ModelSpec& spec) const {
-  if (spec.indexer.heads > 0 && !backend_->Info().selects) {
-    return RefuseField("model.index_heads", absl::StrCat(spec.indexer.heads),
-                       absl::StrCat("0 on backend ", backend_->Info().name,
-                                    ", which makes no index lists: the indexer is the client's"),
-                       "unsupported_shape", absl::StatusCode::kUnimplemented);
-  }
-  const int32_t index_dim = backend_->Info().index_dim;
-  if (spec.indexer.heads > 0 && index_dim > 0 && spec.indexer.dim != index_dim) {
-    return RefuseField("model.index_dim", absl::StrCat(spec.indexer.dim),
-                       absl::StrCat(index_dim, " on backend ", backend_->Info().name),
-                       "unsupported_shape", absl::StatusCode::kUnimplemented);
-  }
-  if (spec.windowed() && !backend_->Info().windows) {
-    return RefuseField("model.attention", "a window and entries",
-                       absl::StrCat("dense or sparse_v32 on backend ", backend_->Info().name),
-                       "unsupported_shape", absl::StatusCode::kUnimplemented);
-  }
-  AttentionDesc desc = DescOf(spec, AttentionForm::kAbsorbed);
-  const char* field = "model.geometry";
-  absl::Status status = backend_->CanRun(desc);
-  if (status.ok() && spec.attention != kernels::AttentionKind::kDense) {
-    desc.attention = spec.attention;
-    field = "model.attention";
-    status = backend_->CanRun(desc);
-  }
-  if (status.ok()) return status;
-  return MakeError(status.code(), status.message(),
-                   {.field = field,
-                    .got = kernels::ToString(desc),
-                    .limit = backend_->Info().supported,
-                    .reason = "unsupported_shape"});
 }
 
 // What the backend does with rows of the model in either form.
@@ -156,7 +72,7 @@ void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
 }
 
 // How its rows lie in the cache, and those of its entries.
-absl::Status ModelTable::AddLayouts(const ModelSpec& spec, Model* model) {
+absl::Status ModelTable::AddLayouts(const ModelSpec& spec, ModelContents* contents) {
   const kernels::Geometry& g = spec.geometry;
   const auto uniform = [&](int32_t page_size) {
     const kernels::KvRowLayout row =
@@ -166,26 +82,59 @@ absl::Status ModelTable::AddLayouts(const ModelSpec& spec, Model* model) {
                                 kernels::KvPageBytes(row, row.row_bytes, page_size)});
   };
   if (spec.windowed()) {
-    model->layout = kvcache::MakeEntryLayout(
+    contents->layout = kvcache::MakeEntryLayout(
         kernels::MakeKvRowLayout(spec.entry_format, g.kv_lora_rank, g.rope_dim), spec.entry_format,
         spec.page_size, spec.ratios);
   } else {
-    model->layout = uniform(spec.page_size);
+    contents->layout = uniform(spec.page_size);
   }
   absl::StatusOr<kvcache::LayoutId> layout =
-      cache_->AddLayout(model->layout, model->pool_account.get());
+      cache_->AddLayout(contents->layout, contents->pool_account.get());
   if (!layout.ok()) return layout.status();
-  model->layout_id = *layout;
+  contents->layout_id = *layout;
   if (!spec.windowed()) return absl::OkStatus();
-  model->window_layout = uniform(spec.window_page_size());
-  model->window_layout.window = spec.window;
-  layout = cache_->AddLayout(model->window_layout, model->pool_account.get());
+  contents->window_layout = uniform(spec.window_page_size());
+  contents->window_layout.window = spec.window;
+  layout = cache_->AddLayout(contents->window_layout, contents->pool_account.get());
   if (layout.ok()) {
-    model->window_layout_id = *layout;
+    contents->window_layout_id = *layout;
     return absl::OkStatus();
   }
-  const absl::Status removed = cache_->RemoveLayout(model->layout_id);
+  const absl::Status removed = cache_->RemoveLayout(contents->layout_id);
   return removed.ok() ? layout.status() : removed;
+}
+
+std::shared_ptr<ModelContents> ModelTable::ContentsOfEqual(TenantKey tenant,
+                                                           const ModelSpec& spec) const {
+  if (spec.weights_digest.empty()) return nullptr;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->tenant != tenant) continue;
+    ModelSpec named = *model->spec;
+    named.id = spec.id;
+    if (named == spec) return model->contents;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::shared_ptr<ModelContents>> ModelTable::MakeContents(const ModelSpec& spec,
+                                                                        Tenant* account) {
+  auto contents = std::make_shared<ModelContents>();
+  contents->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account);
+  if (absl::Status added = AddLayouts(spec, contents.get()); !added.ok()) {
+    return MakeError(added.code(), added.message(),
+                     {.field = "model.layers",
+                      .got = absl::StrCat(spec.layers),
+                      .limit = "layers whose page group fits into kv_cache.bytes",
+                      .reason = "page_group_too_large"});
+  }
+  contents->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, ModelContents::Head());
+  std::vector<bool> slots(models_.size());
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model != nullptr) slots[static_cast<size_t>(model->contents->index)] = true;
+  }
+  contents->index =
+      static_cast<int32_t>(std::find(slots.begin(), slots.end(), false) - slots.begin());
+  return contents;
 }
 
 absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& wanted,
@@ -214,32 +163,29 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
                        absl::StrCat("equal to the registered model ", spec.id), "model_exists",
                        absl::StatusCode::kAlreadyExists);
   }
-  if (absl::Status status = CheckSupported(spec); !status.ok()) return status;
+  if (absl::Status status = CheckSupported(spec, *backend_); !status.ok()) return status;
   const TenantRef account = tenants_->Get(tenant);
   absl::Status taken = tenants_->Take(*account, Resource::kModels, 1, "model");
   if (!taken.ok()) return taken;
 
   auto model = std::make_unique<Model>();
-  model->index = static_cast<int32_t>(free);
   model->tenant = tenant;
   model->account = account.get();
-  model->pool_account = std::make_unique<TenantPoolAccount>(tenants_, account.get());
-  if (absl::Status added = AddLayouts(spec, model.get()); !added.ok()) {
-    tenants_->Return(*account, Resource::kModels, 1);
-    return MakeError(added.code(), added.message(),
-                     {.field = "model.layers",
-                      .got = absl::StrCat(spec.layers),
-                      .limit = "layers whose page group fits into kv_cache.bytes",
-                      .reason = "page_group_too_large"});
+  model->contents = ContentsOfEqual(tenant, spec);
+  if (model->contents == nullptr) {
+    absl::StatusOr<std::shared_ptr<ModelContents>> made = MakeContents(spec, account.get());
+    if (!made.ok()) {
+      tenants_->Return(*account, Resource::kModels, 1);
+      return made.status();
+    }
+    model->contents = *std::move(made);
   }
   SetLease(model.get(), *lease_ns);
-  if (auto* const events = cache_->events()) {
-    events->SetLayout(model->layout_id, tenant, account->name(), spec.id);
-  }
-  model->heads.assign(size_t(spec.layers) * spec.geometry.num_heads, Model::Head());
   NoteForms(spec, model.get());
+  model->name = std::make_shared<const std::string>(spec.id);
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);
+  NameLayout(*models_[free]->contents);
   Touch(models_[free].get());
   return models_[free].get();
 }
@@ -261,27 +207,53 @@ absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
 
 // The layout goes last: a model that stays because its weights cannot be freed must keep it, or
 // its sequences would write into groups of whatever layout gets the id next.
-absl::Status ModelTable::Remove(Model& model) {
+absl::Status ModelTable::RemoveContents(const Model& model) {
+  ModelContents& contents = *model.contents;
   const int32_t heads = model.spec->geometry.num_heads;
-  for (int32_t layer = 0; model.weights_bytes > 0 && layer < model.spec->layers; ++layer) {
+  for (int32_t layer = 0; contents.weights_bytes > 0 && layer < model.spec->layers; ++layer) {
     const absl::Status freed = backend_->FreeWeights(weights_slot(model, layer));
     if (!freed.ok() && !absl::IsNotFound(freed)) return freed;
-    const auto first = model.heads.begin() + int64_t{layer} * heads;
-    std::fill(first, first + heads, Model::Head());
-    model.weights_complete = false;
+    const auto first = contents.heads.begin() + int64_t{layer} * heads;
+    std::fill(first, first + heads, ModelContents::Head());
+    contents.weights_complete = false;
   }
-  if (absl::Status status = cache_->RemoveLayout(model.layout_id); !status.ok()) return status;
-  if (model.window_layout_id >= 0) {
-    if (absl::Status s = cache_->RemoveLayout(model.window_layout_id); !s.ok()) return s;
-  }
+  if (absl::Status s = cache_->RemoveLayout(contents.layout_id); !s.ok()) return s;
+  return contents.window_layout_id < 0 ? absl::OkStatus()
+                                       : cache_->RemoveLayout(contents.window_layout_id);
+}
+
+absl::Status ModelTable::Remove(Model& model) {
+  const bool last = model.contents.use_count() == 1;
+  const int64_t weights_bytes = last ? model.contents->weights_bytes : 0;
+  if (absl::Status s = last ? RemoveContents(model) : absl::OkStatus(); !s.ok()) return s;
   if (on_gone_) on_gone_(model);
   Tenant& account = *model.account;
-  const int64_t weights_bytes = model.weights_bytes;
   SetLease(&model, 0);
-  models_[model.index].reset();
+  const auto at = std::find_if(models_.begin(), models_.end(),
+                               [&](const auto& other) { return other.get() == &model; });
+  const std::unique_ptr<Model> gone = std::exchange(*at, nullptr);
+  if (!last) NameLayout(*gone->contents);
   tenants_->Return(account, Resource::kWeightBytes, weights_bytes);
   tenants_->Return(account, Resource::kModels, 1);
   return absl::OkStatus();
+}
+
+// What becomes of rows that no sequence has is told of one of their models.
+void ModelTable::NameLayout(const ModelContents& contents) {
+  const auto model = std::find_if(models_.begin(), models_.end(), [&](const auto& other) {
+    return other != nullptr && other->contents.get() == &contents;
+  });
+  if (cache_->events() == nullptr) return;
+  cache_->events()->SetLayout(contents.layout_id, (*model)->tenant, (*model)->account->name(),
+                              (*model)->spec->id);
+}
+
+int32_t ModelTable::SequencesOf(const ModelContents& contents) const {
+  int32_t sequences = 0;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model != nullptr && model->contents.get() == &contents) sequences += model->sequences;
+  }
+  return sequences;
 }
 
 void ModelTable::SetLease(Model* model, int64_t lease_ns) {
@@ -333,13 +305,13 @@ absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id,
 ModelInfo ModelTable::Info(const Model& model) const {
   ModelInfo info;
   info.spec = *model.spec;
-  info.page_group_bytes = model.layout.group_bytes();
-  info.page_groups_max =
-      std::min(limits_.kv_cache_bytes / model.layout.group_bytes(), kvcache::SlabPool::kMostGroups);
+  info.page_group_bytes = model.contents->layout.group_bytes();
+  info.page_groups_max = std::min(limits_.kv_cache_bytes / model.contents->layout.group_bytes(),
+                                  kvcache::SlabPool::kMostGroups);
   const int64_t pages = std::min<int64_t>(info.page_groups_max, limits_.max_pages_per_sequence);
   info.max_sequence_rows =
-      std::min<int64_t>(limits_.max_sequence_rows, pages * model.layout.page_size);
-  info.weights_complete = model.weights_complete;
+      std::min<int64_t>(limits_.max_sequence_rows, pages * model.contents->layout.page_size);
+  info.weights_complete = model.contents->weights_complete;
   info.scales_complete = model.scales_complete();
   info.sequences = model.sequences;
   info.lease_ms = model.lease_ns / kNanosPerMilli;
@@ -368,31 +340,34 @@ int32_t ModelTable::size() const {
 absl::Status ModelTable::SetSinks(Model& model, std::span<const float> sinks,
                                   const std::string& field) {
   if (absl::Status s = CheckSinks(*model.spec, sinks, field); !s.ok()) return s;
-  if (std::equal(sinks.begin(), sinks.end(), model.sinks.begin(), model.sinks.end())) {
+  if (std::equal(sinks.begin(), sinks.end(), model.contents->sinks.begin(),
+                 model.contents->sinks.end())) {
     return absl::OkStatus();
   }
-  if (model.sequences > 0) {
+  if (SequencesOf(*model.contents) > 0) {
     return RefuseField(field, "other sinks", "those in force, while sequences are open",
                        "sinks_differ", absl::StatusCode::kAlreadyExists);
   }
-  model.sinks.assign(sinks.begin(), sinks.end());
+  model.contents->sinks.assign(sinks.begin(), sinks.end());
   return absl::OkStatus();
 }
 
 absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,
                                    const std::string& field) {
   if (absl::Status s = CheckKvScales(*model.spec, scales, field); !s.ok()) return s;
-  if (std::equal(scales.begin(), scales.end(), model.kv_scales.begin(), model.kv_scales.end())) {
+  if (std::equal(scales.begin(), scales.end(), model.contents->kv_scales.begin(),
+                 model.contents->kv_scales.end())) {
     return absl::OkStatus();
   }
-  if (!model.kv_scales.empty() && model.sequences > 0) {
-    return RefuseField(field, "other scales than those in use",
-                       absl::StrCat("equal to them while the ", model.sequences,
-                                    " sequences of the model are open"),
-                       "scales_differ", absl::StatusCode::kAlreadyExists);
+  const int32_t sequences = SequencesOf(*model.contents);
+  if (!model.contents->kv_scales.empty() && sequences > 0) {
+    return RefuseField(
+        field, "other scales than those in use",
+        absl::StrCat("equal to them while the ", sequences, " sequences of the model are open"),
+        "scales_differ", absl::StatusCode::kAlreadyExists);
   }
-  model.kv_scales.assign(scales.begin(), scales.end());
-  cache_->DropCached(model.layout_id);  // rows stored under other scales
+  model.contents->kv_scales.assign(scales.begin(), scales.end());
+  cache_->DropCached(model.contents->layout_id);  // rows stored under other scales
   return absl::OkStatus();
 }
 
@@ -417,13 +392,13 @@ absl::Status ModelTable::CheckChunk(const Model& model, int32_t layer, int32_t h
 }
 
 absl::Status ModelTable::ChargeWeights(Model& model) {
-  if (model.weights_bytes > 0) return absl::OkStatus();
+  if (model.contents->weights_bytes > 0) return absl::OkStatus();
   const kernels::Geometry& g = model.spec->geometry;
   const int64_t total =
       int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   absl::Status status =
       tenants_->Take(*model.account, Resource::kWeightBytes, total, "header.model_id");
-  if (status.ok()) model.weights_bytes = total;
+  if (status.ok()) model.contents->weights_bytes = total;
   return status;
 }
 
@@ -438,10 +413,10 @@ absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t laye
   const int64_t uv = int64_t{g.kv_lora_rank} * g.v_dim;
   const Bf16* w_uk = reinterpret_cast<const Bf16*>(bytes.data());
   const Bf16* w_uv = w_uk + head_count * uk;
-  Model::Head* heads = &model.heads[size_t(layer) * g.num_heads + head_begin];
+  ModelContents::Head* heads = &model.contents->heads[size_t(layer) * g.num_heads + head_begin];
   for (int32_t h = 0; h < head_count; ++h) {
     const uint64_t digest = Digest(w_uk + h * uk, uk, Digest(w_uv + h * uv, uv, 0));
-    if (heads[h].upload == Model::kCommitted) {
+    if (heads[h].upload == ModelContents::kCommitted) {
       if (heads[h].digest == digest) continue;
       return RefuseField("chunk.payload",
                          absl::StrCat("other weights of layer ", layer, " head ", head_begin + h),
@@ -457,17 +432,17 @@ absl::Status ModelTable::LoadWeights(Model& model, UploadId upload, int32_t laye
 }
 
 std::vector<int32_t> ModelTable::CommitWeights(Model& model, UploadId upload) {
-  for (Model::Head& head : model.heads) {
-    if (head.upload == upload) head.upload = Model::kCommitted;
+  for (ModelContents::Head& head : model.contents->heads) {
+    if (head.upload == upload) head.upload = ModelContents::kCommitted;
   }
   std::vector<int32_t> missing = MissingLayers(model);
-  model.weights_complete = missing.empty() && HasExpanded(*model.spec);
+  model.contents->weights_complete = missing.empty() && HasExpanded(*model.spec);
   return missing;
 }
 
 void ModelTable::DiscardWeights(Model& model, UploadId upload) {
-  for (Model::Head& head : model.heads) {
-    if (head.upload == upload) head = Model::Head();
+  for (ModelContents::Head& head : model.contents->heads) {
+    if (head.upload == upload) head = ModelContents::Head();
   }
 }
 
@@ -475,9 +450,9 @@ std::vector<int32_t> ModelTable::MissingLayers(const Model& model) const {
   std::vector<int32_t> missing;
   const int32_t heads = model.spec->geometry.num_heads;
   for (int32_t layer = 0; layer < model.spec->layers; ++layer) {
-    const auto first = model.heads.begin() + int64_t{layer} * heads;
-    const bool complete = std::all_of(first, first + heads, [](const Model::Head& head) {
-      return head.upload == Model::kCommitted;
+    const auto first = model.contents->heads.begin() + int64_t{layer} * heads;
+    const bool complete = std::all_of(first, first + heads, [](const ModelContents::Head& head) {
+      return head.upload == ModelContents::kCommitted;
     });
     if (!complete) missing.push_back(layer);
   }

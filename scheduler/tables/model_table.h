@@ -1,8 +1,12 @@
 // Registered models: geometry, cache layout and the state of their weights.
 //
 // Ownership: the table owns the models; ModelSpec is shared and immutable so that transports may
-// keep it. The backend holds the weight bytes in slots that the table assigns: slot = model index x
-// max_layers + layer. Threading: owned by the engine role.
+// keep it. The backend holds the weight bytes in slots that the table assigns: slot = contents'
+// index x max_layers + layer.
+//
+// Models of one tenant whose specs have the same weights_digest, and are equal in all but their
+// names, share their contents: rows and weights are there once, and go with the last of the models.
+// Nothing is shared between tenants, whatever they say. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 #define MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 
@@ -25,24 +29,45 @@
 
 namespace mla::scheduler {
 
-struct Model {
-  int32_t index = -1;
-  TenantKey tenant = kNoTenant;
-  Tenant* account = nullptr;  // the tenant's row; the model keeps it
+// What models of one tenant share that are equal in all but their names: how their rows lie in the
+// cache, what is stored under which scales, and their weights. Its layouts being shared, rows that
+// one of the models has cached are found by the others.
+struct ModelContents {
+  int32_t index = -1;  // of its slots of weights
   std::unique_ptr<TenantPoolAccount> pool_account;
-  std::shared_ptr<const ModelSpec> spec;
   kvcache::GroupLayout layout;
   kvcache::LayoutId layout_id = -1;
   // Of models with a window, whose rows lie here, and their entries in `layout`.
   kvcache::GroupLayout window_layout;
   kvcache::LayoutId window_layout_id = -1;
+  std::vector<float> sinks;  // [layers, num_heads] of kWindow, or empty: there are none
+  // One a layer, in formats that have such scales and once they have come; else empty.
+  std::vector<float> kv_scales;
+  // --- Weights
+  struct Head {
+    // Missing: 0; loaded: the upload that brought it; committed: kCommitted.
+    UploadId upload = 0;
+    uint64_t digest = 0;  // of its bytes, to tell a repeat from a change
+  };
+  static constexpr UploadId kCommitted = ~UploadId{0};
+  std::vector<Head> heads;    // [layers x num_heads]
+  int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: none yet
+  bool weights_complete = false;
+};
+
+struct Model {
+  TenantKey tenant = kNoTenant;
+  Tenant* account = nullptr;  // the tenant's row; the model keeps it
+  std::shared_ptr<const ModelSpec> spec;
+  std::shared_ptr<ModelContents> contents = std::make_shared<ModelContents>();
+  std::shared_ptr<const std::string> name;  // the spec's id, as events have it
   const kvcache::KvPlane& rows(int32_t layer) const {
-    return (window_layout_id < 0 ? layout : window_layout).rows(layer);
+    const bool window = contents->window_layout_id >= 0;
+    return (window ? contents->window_layout : contents->layout).rows(layer);
   }
   // REQUIRES that the layer has entries.
-  const kvcache::KvPlane& entries(int32_t layer) const { return layout.rows(layer); }
-  std::vector<float> sinks;  // [layers, num_heads] of kWindow, or empty: there are none
-  int32_t sequences = 0;     // open ones; Unregister waits for zero
+  const kvcache::KvPlane& entries(int32_t layer) const { return contents->layout.rows(layer); }
+  int32_t sequences = 0;  // open ones; Unregister waits for zero
   // The model goes when nothing has named it for so long and no sequence of it is open; 0: never.
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
@@ -56,26 +81,15 @@ struct Model {
   absl::Status absorbed_f32;     // whether ABSORBED may send fp32 queries; else the backend's words
   int32_t tile_rows = 0;         // packed rows of a full tile of the absorbed form
   int32_t min_charged_rows = 0;  // see PlanTraits
-  // One a layer, in formats that have such scales and once they have come; else empty.
-  std::vector<float> kv_scales;
   float kv_scale(int32_t layer) const {
-    return kv_scales.empty() ? 1.0f : kv_scales[static_cast<size_t>(layer)];
+    const std::vector<float>& scales = contents->kv_scales;
+    return scales.empty() ? 1.0f : scales[static_cast<size_t>(layer)];
   }
   // Whether rows may be stored: the format needs no scales, or they are there.
   bool scales_complete() const {
     return kernels::TraitsOf(spec->kv_format).scales != kernels::KvScales::kLayer ||
-           !kv_scales.empty();
+           !contents->kv_scales.empty();
   }
-  // --- Weights
-  struct Head {
-    // Missing: 0; loaded: the upload that brought it; committed: kCommitted.
-    UploadId upload = 0;
-    uint64_t digest = 0;  // of its bytes, to tell a repeat from a change
-  };
-  static constexpr UploadId kCommitted = ~UploadId{0};
-  std::vector<Head> heads;    // [layers x num_heads]
-  int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: none yet
-  bool weights_complete = false;
 };
 
 class ModelTable {
@@ -125,12 +139,19 @@ class ModelTable {
   std::vector<int32_t> MissingLayers(const Model& model) const;
 
   int32_t weights_slot(const Model& model, int32_t layer) const {
-    return model.index * limits_.max_layers + layer;
+    return model.contents->index * limits_.max_layers + layer;
   }
 
  private:
-  absl::Status AddLayouts(const ModelSpec& spec, Model* model);
-  absl::Status CheckSupported(const ModelSpec& spec) const;
+  absl::Status AddLayouts(const ModelSpec& spec, ModelContents* contents);
+  // Those of a model of the tenant that is equal in all but its name; null: there is none.
+  std::shared_ptr<ModelContents> ContentsOfEqual(TenantKey tenant, const ModelSpec& spec) const;
+  absl::StatusOr<std::shared_ptr<ModelContents>> MakeContents(const ModelSpec& spec,
+                                                              Tenant* account);
+  absl::Status RemoveContents(const Model& model);
+  void NameLayout(const ModelContents& contents);
+  // Open sequences of all models that share the contents.
+  int32_t SequencesOf(const ModelContents& contents) const;
   void NoteForms(const ModelSpec& spec, Model* model) const;
   absl::Status ChargeWeights(Model& model);
   absl::Status Remove(Model& model);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -94,12 +95,12 @@ TEST_F(ModelTableTest, AModelInUseStays) {
 TEST_F(ModelTableTest, WeightsCountWhenEveryHeadIsCommitted) {
   ASSERT_TRUE(Load(1, 0, 0, 2).ok());
   EXPECT_THAT(table_.CommitWeights(*model_, 1), ElementsAre(1));
-  EXPECT_FALSE(model_->weights_complete);
+  EXPECT_FALSE(model_->contents->weights_complete);
   ASSERT_TRUE(Load(2, 1, 0, 1).ok());
   EXPECT_THAT(table_.CommitWeights(*model_, 2), ElementsAre(1));
   ASSERT_TRUE(Load(3, 1, 1, 1).ok());
   EXPECT_THAT(table_.CommitWeights(*model_, 3), IsEmpty());
-  EXPECT_TRUE(model_->weights_complete);
+  EXPECT_TRUE(model_->contents->weights_complete);
 }
 
 class ScalesTest : public ModelTableTest {
@@ -180,14 +181,14 @@ TEST_F(ScalesTest, OtherFormatsHaveNone) {
 TEST_F(ModelTableTest, RowsTakeTheBytesOfTheirFormat) {
   ModelSpec spec = *model_->spec;
   const int64_t rows = int64_t{spec.page_size} * spec.layers;
-  EXPECT_EQ(model_->layout.bytes, rows * 12 * 2);
+  EXPECT_EQ(model_->contents->layout.bytes, rows * 12 * 2);
   spec.id = "tensor";
   spec.kv_format = kernels::KvFormat::kFp8Tensor;
-  EXPECT_EQ((*table_.Register(tenant_, spec))->layout.bytes, rows * 12);
+  EXPECT_EQ((*table_.Register(tenant_, spec))->contents->layout.bytes, rows * 12);
   ASSERT_TRUE(table_.Unregister(tenant_, "tensor").ok());  // two models are the bound
   spec.id = "row";
   spec.kv_format = kernels::KvFormat::kFp8Row;  // 8 codes, a scale, 4 rotated
-  EXPECT_EQ((*table_.Register(tenant_, spec))->layout.bytes, rows * 20);
+  EXPECT_EQ((*table_.Register(tenant_, spec))->contents->layout.bytes, rows * 20);
   // The same name with another format is another model.
   spec.kv_format = kernels::KvFormat::kBf16;
   EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kAlreadyExists);
@@ -195,7 +196,7 @@ TEST_F(ModelTableTest, RowsTakeTheBytesOfTheirFormat) {
   spec.id = "page";
   spec.kv_format = kernels::KvFormat::kFp8Page;  // the same, and 8 bytes a row behind all of them
   const int64_t page = (int64_t{spec.page_size} * 24 + 575) / 576 * 576;
-  EXPECT_EQ((*table_.Register(tenant_, spec))->layout.rows(1).offset, page);
+  EXPECT_EQ((*table_.Register(tenant_, spec))->contents->layout.rows(1).offset, page);
 }
 
 TEST_F(ModelTableTest, IndexKeysHaveAPlaneOfTheirOwn) {
@@ -207,10 +208,10 @@ TEST_F(ModelTableTest, IndexKeysHaveAPlaneOfTheirOwn) {
   const Model& model = **table_.Register(tenant_, spec);
   const int64_t kv = int64_t{spec.page_size} * 12 * 2;
   const int64_t keys = (int64_t{spec.page_size} * 132 + 15) / 16 * 16;  // a scale behind 128 codes
-  EXPECT_EQ(model.layout.bytes, spec.layers * (kv + keys));
-  EXPECT_EQ(model.layout.rows(1).offset, kv + keys);
-  EXPECT_EQ(model.layout.index_keys(1).offset, kv + keys + kv);
-  EXPECT_EQ(model.layout.index_keys(1).row_stride, 128);
+  EXPECT_EQ(model.contents->layout.bytes, spec.layers * (kv + keys));
+  EXPECT_EQ(model.contents->layout.rows(1).offset, kv + keys);
+  EXPECT_EQ(model.contents->layout.index_keys(1).offset, kv + keys + kv);
+  EXPECT_EQ(model.contents->layout.index_keys(1).row_stride, 128);
   const auto refused = [&](int heads, int dim, int top_k) {
     ModelSpec other = spec;
     other.id = "other";
@@ -236,7 +237,7 @@ TEST_F(ModelTableTest, ARepeatedUploadSucceedsAndAChangedOneDoesNot) {
   EXPECT_EQ(Load(3, 0, 0, 2).code(), absl::StatusCode::kAlreadyExists);
   EXPECT_EQ(DetailOf(Load(3, 0, 0, 2)).reason, "weights_differ");
   EXPECT_THAT(DetailOf(Load(3, 0, 0, 2)).got, HasSubstr("head 1"));
-  EXPECT_TRUE(model_->weights_complete);
+  EXPECT_TRUE(model_->contents->weights_complete);
 }
 
 // A chunk of one upload must not count because another upload committed.
@@ -250,6 +251,135 @@ TEST_F(ModelTableTest, UploadsDoNotCommitEachOthersHeads) {
   ASSERT_TRUE(Load(4, 0, 0, 1).ok());  // takes head 0 over
   EXPECT_THAT(table_.CommitWeights(*model_, 3), ElementsAre(0));
   EXPECT_THAT(table_.CommitWeights(*model_, 4), IsEmpty());
+}
+
+class SharedContentsTest : public ModelTableTest {
+ protected:
+  // In the place of the harness's model: two with equal contents, of which its client says so.
+  SharedContentsTest() {
+    spec_ = *model_->spec;
+    spec_.weights_digest = std::string(kWeightsDigestBytes, 'd');
+    EXPECT_EQ(table_.Unregister(tenant_, spec_.id), absl::OkStatus());
+    model_ = Register("first");
+    second_ = Register("second");
+  }
+  Model* Register(const std::string& id) {
+    spec_.id = id;
+    return *table_.Register(tenant_, spec_);
+  }
+  int64_t Used(Resource resource) { return h_.core().tenants().Usage(h_.tenant()).used[resource]; }
+
+  ModelSpec spec_;
+  Model* second_ = nullptr;
+};
+
+TEST_F(SharedContentsTest, WeightsAreThereOnce) {
+  EXPECT_EQ(second_->contents, model_->contents);
+  EXPECT_EQ(table_.weights_slot(*second_, 1), table_.weights_slot(*model_, 1));
+  EXPECT_EQ(Used(Resource::kModels), 2);
+  ASSERT_TRUE(Load(1, 0, 0, 2).ok());
+  ASSERT_TRUE(Load(1, 1, 0, 2).ok());
+  EXPECT_THAT(table_.CommitWeights(*model_, 1), IsEmpty());
+  const int64_t bytes = Used(Resource::kWeightBytes);
+  EXPECT_GT(bytes, 0);
+  EXPECT_TRUE(table_.Info(*second_).weights_complete);
+  // An upload to the other is a repeat, or is refused.
+  std::swap(model_, second_);
+  EXPECT_EQ(Load(2, 0, 0, 2), absl::OkStatus());
+  EXPECT_EQ(Used(Resource::kWeightBytes), bytes);
+  weights_.back() ^= std::byte{1};
+  EXPECT_EQ(DetailOf(Load(3, 0, 0, 2)).reason, "weights_differ");
+  // They go with the last.
+  ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());
+  EXPECT_TRUE(table_.Info(*model_).weights_complete);
+  EXPECT_EQ(Used(Resource::kWeightBytes), bytes);
+  EXPECT_EQ(Used(Resource::kModels), 1);
+  // Another model takes another slot.
+  spec_.weights_digest[0] = 'e';
+  EXPECT_NE(table_.weights_slot(*Register("first"), 0), table_.weights_slot(*model_, 0));
+  ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());
+  ASSERT_EQ(table_.Unregister(tenant_, "second"), absl::OkStatus());
+  EXPECT_EQ(Used(Resource::kWeightBytes), 0);
+  EXPECT_EQ(Used(Resource::kModels), 0);
+}
+
+TEST_F(SharedContentsTest, OpenSequencesOfAllKeepWhatRowsAreStoredUnder) {
+  ASSERT_EQ(table_.Unregister(tenant_, "second"), absl::OkStatus());
+  ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());
+  spec_.kv_format = kernels::KvFormat::kFp8Tensor;
+  Model* const first = Register("first");
+  Model* const second = Register("second");
+  ASSERT_EQ(table_.SetScales(*first, std::vector{0.5f, 0.25f}, "scales"), absl::OkStatus());
+  EXPECT_TRUE(second->scales_complete());
+  first->sequences = 1;
+  EXPECT_EQ(DetailOf(table_.SetScales(*second, std::vector{0.5f, 0.5f}, "scales")).reason,
+            "scales_differ");
+  EXPECT_EQ(second->kv_scale(1), 0.25f);
+  first->sequences = 0;
+  EXPECT_EQ(table_.SetScales(*second, std::vector{0.5f, 0.5f}, "scales"), absl::OkStatus());
+  EXPECT_EQ(first->kv_scale(1), 0.5f);
+}
+
+TEST_F(SharedContentsTest, OnlyEqualContentsThatTheClientVouchesForAreShared) {
+  const auto shared = [&](void (*change)(ModelSpec&)) {
+    EXPECT_EQ(table_.Unregister(tenant_, "second"), absl::OkStatus());
+    ModelSpec spec = spec_;
+    spec.id = "second";
+    change(spec);
+    const Model* const other = *table_.Register(tenant_, spec);
+    return other->contents == model_->contents;
+  };
+  EXPECT_TRUE(shared([](ModelSpec&) {}));
+  EXPECT_FALSE(shared([](ModelSpec& spec) { spec.weights_digest[31] = 'e'; }));
+  EXPECT_FALSE(shared([](ModelSpec& spec) { spec.softmax_scale *= 1.0000001; }));
+  EXPECT_FALSE(shared([](ModelSpec& spec) { spec.page_size += 1; }));
+  EXPECT_FALSE(shared([](ModelSpec& spec) { spec.weights_digest.clear(); }));
+  ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());
+  spec_.weights_digest.clear();
+  model_ = Register("first");  // equal to "second", but who says that of their weights?
+  EXPECT_FALSE(shared([](ModelSpec&) {}));
+  ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());
+  spec_.weights_digest = std::string(kWeightsDigestBytes, 'd');
+  model_ = Register("first");
+  ASSERT_EQ(table_.Unregister(tenant_, "second"), absl::OkStatus());
+  const TenantRef other = *h_.core().tenants().Enter("other");
+  EXPECT_NE((*table_.Register(other->key(), spec_))->contents, model_->contents);
+}
+
+TEST(ModelSpecTest, TheTextOfContentsTellsApartWhatDiffers) {
+  void (*const changes[])(ModelSpec&) = {
+      [](ModelSpec& m) { m.geometry.num_heads += 1; },
+      [](ModelSpec& m) { m.geometry.kv_lora_rank += 1; },
+      [](ModelSpec& m) { m.geometry.rope_dim += 1; },
+      [](ModelSpec& m) { m.geometry.nope_dim += 1; },
+      [](ModelSpec& m) { m.geometry.v_dim += 1; },
+      [](ModelSpec& m) { m.layers += 1; },
+      [](ModelSpec& m) { m.softmax_scale = std::nextafter(m.softmax_scale, 1.0); },
+      [](ModelSpec& m) { m.page_size += 1; },
+      [](ModelSpec& m) { m.query_precision = QueryPrecision::kSplit; },
+      [](ModelSpec& m) { m.kv_format = kernels::KvFormat::kFp8Row; },
+      [](ModelSpec& m) { m.attention = kernels::AttentionKind::kSparse; },
+      [](ModelSpec& m) { m.top_k += 1; },
+      [](ModelSpec& m) { m.indexer.heads += 1; },
+      [](ModelSpec& m) { m.indexer.dim += 1; },
+      [](ModelSpec& m) { m.weights_digest += 'e'; },
+      [](ModelSpec& m) { m.fp8_compute = Fp8Compute::kOn; },
+      [](ModelSpec& m) { m.window += 1; },
+      [](ModelSpec& m) { m.ratios = {4}; },
+      [](ModelSpec& m) {
+        m.ratios = {0, 4};
+      },
+      [](ModelSpec& m) { m.tail_bytes += 1; },
+      [](ModelSpec& m) { m.entry_format = kernels::KvFormat::kFp8Row; },
+  };
+  std::set<std::string> texts = {testing::TinyModel().ContentsText()};
+  for (const auto& change : changes) {
+    ModelSpec spec = testing::TinyModel();
+    change(spec);
+    EXPECT_TRUE(texts.insert(spec.ContentsText()).second) << spec.ContentsText();
+    spec.id += "other";
+    EXPECT_FALSE(texts.insert(spec.ContentsText()).second);
+  }
 }
 
 // Room for the weights of one model: the second waits until the first has gone.

@@ -40,11 +40,10 @@ bool Agree(const PrefixChain& a, const PrefixChain& b, int32_t rows) {
 
 PrefixKey PrefixPlanner::RootOf(const std::string& tenant, const ModelSpec& spec,
                                 const std::string& salt) const {
-  const kernels::Geometry& g = spec.geometry;
-  const std::string shape =
-      absl::StrCat(g.num_heads, "/", g.kv_lora_rank, "/", g.rope_dim, "/", g.nope_dim, "/", g.v_dim,
-                   "/", spec.layers, "/", spec.page_size, "/", static_cast<int>(spec.kv_format));
-  const absl::string_view fields[] = {tenant, spec.id, shape, spec.weights_digest, salt};
+  // Models with equal contents have their rows in common, if their client vouches for that.
+  const std::string name = spec.weights_digest.empty() ? spec.id : "";
+  const std::string contents = spec.ContentsText();
+  const absl::string_view fields[] = {tenant, name, contents, salt};
   return hasher_.Root(fields);
 }
 

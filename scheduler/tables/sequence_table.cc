@@ -109,7 +109,7 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_s
   by_id_.emplace(raw->id, raw);
   if (moved_.erase(raw->id) > 0) std::erase(moved_order_, raw->id);
   if (!request_id.empty()) by_request_.emplace(RequestKey(tenant, request_id), raw);
-  cache_->SetName(slot, raw->id);
+  cache_->SetName(slot, raw->id, model->name);
   ++model->sequences;
   Renew(raw);
   return raw;
@@ -207,10 +207,10 @@ absl::StatusOr<Sequence*> SequenceTable::Open(TenantKey tenant, Model* model, co
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   const int64_t declared = DeclaredOf(prefix);
   if (absl::Status taken = TakeForOpen(*model, declared); !taken.ok()) return taken;
-  absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->layout_id, tenant);
+  absl::StatusOr<kvcache::SeqSlot> slot = cache_->Open(model->contents->layout_id, tenant);
   absl::StatusOr<kvcache::SeqSlot> window = -1;
   if (slot.ok() && model->spec->windowed()) {
-    window = cache_->Open(model->window_layout_id, tenant);
+    window = cache_->Open(model->contents->window_layout_id, tenant);
     if (!window.ok()) cache_->Release(*slot);
   }
   if (!slot.ok() || !window.ok()) {
@@ -345,7 +345,7 @@ void SequenceTable::Redeclare(Sequence* sequence, const SequenceState& state) {
   const int64_t rows =
       std::min<int64_t>({state.declared, state.chain->rows(), cache_->length(sequence->slot),
                          sequence->not_finite_from});
-  if (state.chain->page_size != sequence->model->spec->page_size ||
+  if (state.contents != sequence->model->spec->ContentsText() ||
       !tenants_->TryTake(*sequence->model->account, Resource::kPrefixTokens, state.chain->rows())) {
     return;
   }
@@ -473,7 +473,7 @@ SequenceInfo SequenceTable::Info(const Sequence& sequence) const {
   info.model_id = sequence.model->spec->id;
   info.client_id = sequence.client_id;
   const int64_t rows = info.length + cache_->reserved(sequence.slot);
-  const int32_t page_size = sequence.model->layout.page_size;
+  const int32_t page_size = sequence.model->contents->layout.page_size;
   info.page_groups = (rows + page_size - 1) / page_size;
   info.declared = cache_->declared(sequence.slot);
   info.matched = sequence.matched;

@@ -97,6 +97,7 @@ class SequenceTable {
   // rows committed, since the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
   absl::Status Match(Sequence* sequence, const PrefixPlan& prefix);
   // Declares what the rows stood for before a restart, as far as the bounds of declared rows allow.
+  // Nothing where the model has other contents: its keys are others.
   // REQUIRES: state.chain, made under the secret of this process; no reservation.
   void Redeclare(Sequence* sequence, const SequenceState& state);
   absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args);

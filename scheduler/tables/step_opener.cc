@@ -89,22 +89,22 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
     wanted += more * layout.group_bytes();
   };
   for (const StepEntry& entry : entries) {
-    add(entry.sequence->slot, entry.rows, model.layout);
+    add(entry.sequence->slot, entry.rows, model.contents->layout);
     const kvcache::SeqSlot window = entry.sequence->window_slot;
     if (window < 0) continue;
-    add(window, entry.start + entry.rows - cache_->length(window), model.window_layout);
+    add(window, entry.start + entry.rows - cache_->length(window), model.contents->window_layout);
   }
   absl::Status answer = status;
   if (refused) {
     answer = tenants_->Refusal(*model.account, *refused, wanted, field);
   } else {
-    int64_t free_groups = cache_->free_groups(model.layout_id);
-    int64_t free_bytes = free_groups * model.layout.group_bytes();
+    int64_t free_groups = cache_->free_groups(model.contents->layout_id);
+    int64_t free_bytes = free_groups * model.contents->layout.group_bytes();
     // Of two layouts the one that has less room says why.
-    if (model.window_layout_id >= 0) {
-      const int64_t of_window = cache_->free_groups(model.window_layout_id);
+    if (model.contents->window_layout_id >= 0) {
+      const int64_t of_window = cache_->free_groups(model.contents->window_layout_id);
       free_groups = std::min(free_groups, of_window);
-      free_bytes = std::min(free_bytes, of_window * model.window_layout.group_bytes());
+      free_bytes = std::min(free_bytes, of_window * model.contents->window_layout.group_bytes());
     }
     answer = MakeError(
         status.code(), status.message(),
@@ -132,9 +132,9 @@ absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, con
     const kvcache::SeqSlot window = entry.sequence->window_slot;
     step_rows_.push_back({window, entry.start + entry.rows - cache_->length(window)});
   }
-  model.pool_account->TakeRefused();  // of pages that a slower tier wanted back
+  model.contents->pool_account->TakeRefused();  // of pages that a slower tier wanted back
   const absl::Status status = cache_->Reserve(step_rows_);
-  const std::optional<Resource> refused = model.pool_account->TakeRefused();
+  const std::optional<Resource> refused = model.contents->pool_account->TakeRefused();
   if (!status.ok()) return RefusePages(entries, model, field, refused, status);
   return status;
 }

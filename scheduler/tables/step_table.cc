@@ -33,13 +33,13 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                       .reason = "unsupported_dtype"});
   }
   if (args.profile != Profile::kExpanded) return absl::OkStatus();
-  if (step.model->weights_complete) return absl::OkStatus();
+  if (step.model->contents->weights_complete) return absl::OkStatus();
   const int32_t heads = spec.geometry.num_heads;
   std::string layers;
   for (int32_t layer = 0, listed = 0; layer < spec.layers && listed < kMissingListed; ++layer) {
-    const auto first = step.model->heads.begin() + int64_t{layer} * heads;
-    const bool complete = std::all_of(first, first + heads, [](const Model::Head& head) {
-      return head.upload == Model::kCommitted;
+    const auto first = step.model->contents->heads.begin() + int64_t{layer} * heads;
+    const bool complete = std::all_of(first, first + heads, [](const ModelContents::Head& head) {
+      return head.upload == ModelContents::kCommitted;
     });
     if (complete) continue;
     absl::StrAppend(&layers, listed++ == 0 ? "" : ", ", layer);

@@ -90,6 +90,7 @@ v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::Sequen
   prefix->mutable_token_ids()->Add(chain.tokens.begin(), chain.tokens.end());
   prefix->set_declared(static_cast<uint64_t>(state.declared));
   prefix->set_opaque(chain.opaque);
+  prefix->set_contents(state.contents);
   return header;
 }
 
@@ -410,6 +411,7 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::RestoreFile(Engine* eng
   }
   state.chain = ChainOf(header->prefix(), args.tags.page_size);
   state.declared = static_cast<int32_t>(header->prefix().declared());
+  state.contents = header->prefix().contents();
   std::string frame;
   v1::PagesPart part;
   const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {

@@ -53,6 +53,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.copies, share);
   EXPECT_GT(counts.slices_fused, share);
   EXPECT_GT(counts.pages_found, share);
+  EXPECT_GT(counts.pages_of_equals, share / 100);
   EXPECT_GT(counts.pages_evicted, share / 4);
   EXPECT_GT(counts.pages_demoted, share);
   EXPECT_GT(counts.pages_restored, share / 4);

@@ -235,7 +235,7 @@ TEST_F(EngineMovesTest, EightBitRowsOfTheOtherKindAreRefused) {
   args.tags.rows = 1;
   args.tags.kv_format = spec.kv_format;
   args.tags.group_bytes =
-      kvcache::PayloadBytes(kvcache::GroupPieces(model.layout, model.spec->page_size));
+      kvcache::PayloadBytes(kvcache::GroupPieces(model.contents->layout, model.spec->page_size));
   args.tags.weights_digest = model.spec->weights_digest;
   args.tags.fp8 = kernels::Fp8Kind::kE4m3Fnuz;
   const absl::Status status = h_.core().BeginImport(args).status();

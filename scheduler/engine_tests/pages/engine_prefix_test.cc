@@ -112,6 +112,48 @@ TEST_F(EnginePrefixTest, SaltsKeepRowsApart) {
   EXPECT_EQ(OpenWith(Tokens(6), "a").length, 6);
 }
 
+TEST_F(EnginePrefixTest, ModelsOfEqualContentsFindEachOthersRows) {
+  ModelTable& models = h_.core().models();
+  const TenantKey tenant = h_.core().FindTenant(h_.tenant());
+  ModelSpec spec = h_.model();
+  ASSERT_EQ(models.Unregister(tenant, spec.id), absl::OkStatus());
+  spec.weights_digest = std::string(kWeightsDigestBytes, 'd');
+  const auto add = [&](TenantKey key, const char* id) {
+    spec.id = id;
+    ASSERT_TRUE(models.Register(key, spec).ok());
+  };
+  const auto open = [&](const std::string& of, const char* id, const std::string& salt = "") {
+    OpenArgs args = Args(Tokens(7), salt);
+    args.tenant = of;
+    args.model_id = id;
+    return TryOpen(args).value();
+  };
+  add(tenant, "tiny");
+  add(tenant, "second");
+  const SequenceInfo first = open(h_.tenant(), "tiny");
+  Fill(first, 7, 50);
+  Release(first);
+  SequenceInfo second = open(h_.tenant(), "second");
+  EXPECT_EQ(second.length, 7);
+  EXPECT_EQ(second.model_id, "second");
+  EXPECT_EQ(open(h_.tenant(), "second", "salted").length, 0);
+  // What each sequence did is told of its own model.
+  kvcache::EventLog& events = *h_.core().events();
+  kvcache::EventLog::Cursor cursor = events.Begin();
+  for (const kvcache::Event& event : events.Read(tenant, 100, &cursor)) {
+    EXPECT_EQ(*event.model, "tiny");
+  }
+  EXPECT_EQ(*events.Misses(tenant, 1).at(0).model, "second");
+  // The rows stay with the model that is left, and only a model without sequences goes.
+  EXPECT_EQ(models.Unregister(tenant, "second").code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_EQ(models.Unregister(tenant, "tiny"), absl::OkStatus());
+  EXPECT_EQ(open(h_.tenant(), "second").length, 7);
+  // Who says the same in another tenant finds nothing.
+  const TenantRef other = *h_.core().tenants().Enter("other");
+  add(other->key(), "second");
+  EXPECT_EQ(open("other", "second").length, 0);
+}
+
 TEST_F(EnginePrefixTest, RowsMayBeDeclaredAfterTheyWereWritten) {
   const SequenceInfo first = h_.Open();
   Fill(first, 5, 50);

@@ -294,8 +294,9 @@ TEST_F(EngineWindowTest, RefusalsCountThePagesOfBothCaches) {
   ASSERT_TRUE(small.core().models().SetSinks(**model, kSinks, "sinks").ok());
   std::vector<StepSequenceArgs> sequences;
   for (int i = 0; i < kSequences; ++i) sequences.push_back({small.Open().id, 1, 0, kRows});
-  const int64_t wanted = kSequences * (kRows / small.model().page_size) *
-                         ((*model)->layout.group_bytes() + (*model)->window_layout.group_bytes());
+  const int64_t wanted =
+      kSequences * (kRows / small.model().page_size) *
+      ((*model)->contents->layout.group_bytes() + (*model)->contents->window_layout.group_bytes());
   const StreamId stream = small.core().OpenStream(small.tenant());
   const auto by_pool = small.Begin(stream, 1, sequences);
   EXPECT_EQ(by_pool->detail.bound_of, BoundOwner::kServer);

@@ -68,7 +68,7 @@ void EventLog::Add(LayoutId layout, Event event) {
   event.number = ++*of->last;
   event.tenant = of->tenant;
   event.tenant_name = of->tenant_name;
-  event.model = of->model;
+  if (event.model == nullptr) event.model = of->model;
   events_[added_++ % events_.size()] = std::move(event);
 }
 
@@ -79,7 +79,7 @@ void EventLog::Add(LayoutId layout, Miss miss) {
   if (of == nullptr) return;
   miss.tenant = of->tenant;
   miss.tenant_name = of->tenant_name;
-  miss.model = of->model;
+  if (miss.model == nullptr) miss.model = of->model;
   misses_[missed_++ % misses_.size()] = std::move(miss);
 }
 

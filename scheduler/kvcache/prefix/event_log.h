@@ -55,7 +55,7 @@ struct Event {
   Tier tier = Tier::kPool;
   TenantKey tenant = 0;                            // given by the log
   std::shared_ptr<const std::string> tenant_name;  // likewise
-  std::shared_ptr<const std::string> model;        // its name; given by the log
+  std::shared_ptr<const std::string> model;        // its name; null: the log gives the layout's
   uint64_t sequence = 0;                           // 0: the event is of none
   int64_t first_row = 0;
   int64_t rows = 0;
@@ -68,7 +68,7 @@ struct Event {
 struct Miss {
   TenantKey tenant = 0;                            // given by the log
   std::shared_ptr<const std::string> tenant_name;  // likewise
-  std::shared_ptr<const std::string> model;        // likewise
+  std::shared_ptr<const std::string> model;        // its name; null: the log gives the layout's
   uint64_t sequence = 0;
   int64_t first_row = 0;
   int64_t rows_asked = 0;
@@ -86,7 +86,7 @@ class EventLog final {
   explicit EventLog(uint64_t seed, int32_t kept = kKept);
 
   // --- By the engine.
-  // Events of the layout are the tenant's from now on.
+  // Events of the layout are the tenant's from now on, and, where they name no other, the model's.
   void SetLayout(LayoutId layout, TenantKey tenant, const std::string& tenant_name,
                  const std::string& model);
   void DropLayout(LayoutId layout);

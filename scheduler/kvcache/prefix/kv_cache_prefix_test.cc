@@ -137,7 +137,7 @@ TEST_F(KvCachePrefixTest, EventsSayWhatBecomesOfCachedRows) {
   cache_->set_events(&log);
   log.SetLayout(layout_, 5, "t", "m");
   const SeqSlot first = Open();
-  cache_->SetName(first, 11);
+  cache_->SetName(first, 11, nullptr);
   Declare(first, Tokens(6));
   Append(first, 6);
   cache_->Note(first, EventKind::kExpired);

@@ -21,15 +21,16 @@ float Oracle::Row(uint64_t key, int index, int tenant) const {
   return FromBits(PatternBits(key, index, tenant));
 }
 
-uint16_t Oracle::Weight(const OracleModel& model, int layer, int head, bool value, int index) {
+uint16_t Oracle::Weight(const OracleContents& contents, int layer, int head, bool value,
+                        int index) {
   const uint64_t key =
-      model.weights_key * 4096 + static_cast<uint64_t>(layer * 64 + head * 2 + (value ? 1 : 0));
-  return PatternBits(key, index, model.tenant);
+      contents.weights_key * 4096 + static_cast<uint64_t>(layer * 64 + head * 2 + (value ? 1 : 0));
+  return PatternBits(key, index, contents.tenant);
 }
 
 double Oracle::Attend(const OracleStep& step, int layer, int row, Form form, int head,
                       const float* query, uint64_t lists, std::vector<double>* output) {
-  const OracleModel& model = models[step.model];
+  const OracleContents& model = ContentsOf(step.model);
   const Shape& s = model.shape;
   const OracleMember* member = nullptr;
   for (const OracleMember& m : step.members) {
@@ -92,8 +93,8 @@ const OracleQuota& Oracle::QuotaOf(int tenant) const {
 
 int64_t Oracle::KvBytesOf(int tenant) const {
   int64_t bytes = 0;
-  for (const OracleModel& model : models) {
-    if (model.tenant == tenant) bytes += model.groups * model.shape.group_bytes();
+  for (const OracleContents& of : contents) {
+    if (of.tenant == tenant) bytes += of.groups * of.shape.group_bytes();
   }
   return bytes;
 }
@@ -141,12 +142,16 @@ int Oracle::ApplyRegister(int tenant, const std::string& name, const Shape& shap
     TouchModel(static_cast<int>(i), now);
     return static_cast<int>(i);
   }
+  const auto equal = std::find_if(models.begin(), models.end(), [&](const OracleModel& other) {
+    return other.open && other.tenant == tenant && other.shape == shape && shape.digest != 0;
+  });
   OracleModel model;
+  model.contents = equal == models.end() ? contents.size() : equal->contents;
+  if (equal == models.end()) contents.push_back({tenant, shape, false, weights_key});
   model.tenant = tenant;
   model.name = name;
   model.shape = shape;
   model.open = true;
-  model.weights_key = weights_key;
   model.lease_ns = lease_ns;
   model.deadline = now + lease_ns;
   models.push_back(model);
@@ -293,7 +298,7 @@ void Oracle::TakeGroup(OracleSequence* sequence) {
   holders_[group] = 1;
   sequence->groups.push_back(group);
   ++groups_used_;
-  ++models[sequence->model].groups;
+  ++ContentsOf(sequence->model).groups;
   bytes_used_ += models[sequence->model].shape.group_bytes();
 }
 
@@ -303,7 +308,7 @@ void Oracle::DropGroup(OracleSequence* sequence) {
   if (--holders_[group] > 0) return;
   if (!published_groups_.contains(group)) free_groups_.push_back(group);
   --groups_used_;
-  --models[sequence->model].groups;
+  --ContentsOf(sequence->model).groups;
   bytes_used_ -= models[sequence->model].shape.group_bytes();
 }
 

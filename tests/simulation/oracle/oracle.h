@@ -22,6 +22,7 @@ struct Shape {
   int heads = 0, lora = 0, rope = 0, nope = 0, v = 0;
   int layers = 0, page = 0;
   double scale = 0;
+  int digest = 0;  // that a client has of the weights; 0: none
   int row_dim() const { return lora + rope; }
   // A group holds a page of each layer, in granules of 256 bytes.
   int64_t group_bytes() const { return (int64_t{layers} * page * row_dim() * 2 + 255) / 256 * 256; }
@@ -59,15 +60,22 @@ struct OracleQuota {
   int64_t kv_bytes = kNone, sequences = kNone, models = kNone, open_steps = kNone, queued = kNone;
 };
 
+// What models of a tenant have together that are equal, of weights with a digest.
+struct OracleContents {
+  int tenant = 0;
+  Shape shape;
+  bool weights = false;
+  uint64_t weights_key = 0;
+  int groups = 0;  // in use, each once
+};
+
 struct OracleModel {
   int tenant = 0;
   std::string name;
   Shape shape;
   bool open = false;
-  bool weights = false;
-  uint64_t weights_key = 0;
+  size_t contents = 0;
   int sequences = 0;
-  int groups = 0;                      // in use, each once
   int64_t lease_ns = 0, deadline = 0;  // 0: no lease
 };
 
@@ -148,7 +156,8 @@ class Oracle {
   // --- Values
   float Row(uint64_t key, int index, int tenant) const;
   // W_UK [nope, lora] and W_UV [lora, v] of a head.
-  static uint16_t Weight(const OracleModel& model, int layer, int head, bool value, int index);
+  static uint16_t Weight(const OracleContents& contents, int layer, int head, bool value,
+                         int index);
   // Attention of query row `row` of the step, one head, to what it sees or, with `lists`, what
   // IsListed says under that key. `output` receives lora or v values; returns the log-sum-exp.
   double Attend(const OracleStep& step, int layer, int row, Form form, int head, const float* query,
@@ -180,6 +189,7 @@ class Oracle {
   // --- Prefixes. Each declared page has a name that is its own, so a name says what rows are.
   struct Published {
     int model = -1;
+    size_t contents = 0;  // of its model
     std::string salt;
     size_t index = 0;  // of the page in its sequence
     int group = -1;
@@ -187,6 +197,8 @@ class Oracle {
   };
   // Pages of the names that may be found: the leading ones that were published for the model.
   size_t MostFound(int model, const std::string& salt, const std::vector<uint64_t>& pages) const;
+  // Of these, those that another model has published, of equal contents.
+  int OfEquals(int model, const std::vector<uint64_t>& pages) const;
   Reasons CheckMatch(int tenant, uint64_t id, uint64_t epoch) const;
   // The sequence's pages have these names from now on, and `found` more of them were found cached.
   void ApplyMatch(uint64_t id, const std::vector<uint64_t>& pages, const std::string& salt,
@@ -249,6 +261,9 @@ class Oracle {
   bool draining = false;
   bool unhealthy = false;
   std::vector<OracleModel> models;
+  std::vector<OracleContents> contents;
+  OracleContents& ContentsOf(int model) { return contents[models[model].contents]; }
+  const OracleContents& ContentsOf(int model) const { return contents[models[model].contents]; }
   std::map<uint64_t, OracleSequence> sequences;  // by id
   std::map<uint64_t, OracleStep> steps;          // by key
 

@@ -10,12 +10,20 @@ size_t Oracle::MostFound(int model, const std::string& salt,
   size_t found = 0;
   for (; found < pages.size(); ++found) {
     const auto page = published_.find(pages[found]);
-    if (page == published_.end() || page->second.model != model || page->second.salt != salt ||
-        page->second.index != found) {
+    if (page == published_.end() || page->second.contents != models[model].contents ||
+        page->second.salt != salt || page->second.index != found) {
       break;
     }
   }
   return found;
+}
+
+int Oracle::OfEquals(int model, const std::vector<uint64_t>& pages) const {
+  return static_cast<int>(std::count_if(pages.begin(), pages.end(), [&](uint64_t page) {
+    const auto found = published_.find(page);
+    return found != published_.end() && found->second.model != model &&
+           found->second.contents == models[model].contents;
+  }));
 }
 
 Reasons Oracle::CheckMatch(int tenant, uint64_t id, uint64_t epoch) const {
@@ -45,7 +53,7 @@ void Oracle::ApplyMatch(uint64_t id, const std::vector<uint64_t>& pages, const s
     sequence.groups.push_back(page.group);
     if (++holders_[page.group] > 1) continue;
     ++groups_used_;
-    ++models[sequence.model].groups;
+    ++ContentsOf(sequence.model).groups;
     bytes_used_ += bytes;
   }
   Publish(sequence);
@@ -57,7 +65,8 @@ void Oracle::Publish(const OracleSequence& sequence) {
       std::min(sequence.pages.size(), static_cast<size_t>(sequence.length()) / page);
   for (size_t i = 0; i < whole; ++i) {
     if (published_.contains(sequence.pages[i])) continue;
-    Published made{sequence.model, sequence.salt, i, sequence.groups[i], {}};
+    Published made{
+        sequence.model, models[sequence.model].contents, sequence.salt, i, sequence.groups[i], {}};
     for (const auto& rows : sequence.layers) {
       const auto first = rows.begin() + static_cast<int64_t>(i * page);
       made.layers.emplace_back(first, first + static_cast<int64_t>(page));

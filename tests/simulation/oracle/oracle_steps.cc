@@ -53,21 +53,21 @@ bool Oracle::PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const
   // Groups that page work still uses are not free, of whatever model they are.
   if (groups_pinned > 0) return true;
   // A group of another model keeps at most one slab, or as many as it covers, from this one.
-  const OracleModel& model = models[begin.model];
+  const OracleContents& model = ContentsOf(begin.model);
   // A page whose rows a copy still reads is copied once more.
   const int64_t most = GroupsWanted(begin) + static_cast<int64_t>(begin.sequences.size());
   const int64_t quota = QuotaOf(begin.tenant).kv_bytes;
   if (most * model.shape.group_bytes() > quota - KvBytesOf(begin.tenant)) return true;
   const int64_t slab = limits_.pool_bytes / kSlabs;
   int64_t kept = 0;
-  for (const OracleModel& other : models) {
+  for (const OracleContents& other : contents) {
     if (&other == &model) continue;
     kept += other.groups * (slab + 2 * std::max(other.shape.group_bytes(), slab));
   }
   const int64_t sure = limits_.pool_bytes - kept - model.groups * model.shape.group_bytes();
   // The pool need not be a whole number of slabs, nor a slab of groups of a second layout.
   const int64_t bytes = most * model.shape.group_bytes();
-  return models.size() > 1 ? bytes > sure / 2 : bytes > sure;
+  return contents.size() > 1 ? bytes > sure / 2 : bytes > sure;
 }
 
 uint64_t Oracle::ApplyBegin(const OracleBegin& begin, int64_t now) {

@@ -76,6 +76,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   copies += other.copies;
   slices_fused += other.slices_fused;
   pages_found += other.pages_found;
+  pages_of_equals += other.pages_of_equals;
   pages_evicted += other.pages_evicted;
   pages_demoted += other.pages_demoted;
   pages_restored += other.pages_restored;
@@ -153,6 +154,7 @@ void Simulator::DrawShapes() {
     constexpr int kPages[] = {1, 2, 3, 4, 8, 16};
     shape.page = kPages[Pick(std::size(kPages))];
     shape.scale = 0.25 * static_cast<double>(1 + Pick(4));
+    shape.digest = static_cast<int>(Pick(3));
     shapes_.push_back(shape);
   }
 }

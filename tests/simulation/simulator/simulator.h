@@ -84,7 +84,8 @@ struct SimulatorCounts {
   int64_t most_passed_over = 0;   // by launches, of a request that could run
   int64_t one_slot_launches = 0;  // of devices like a CPU
   int64_t scrubs = 0, copies = 0, slices_fused = 0;
-  int64_t pages_found = 0, pages_evicted = 0;                        // of the prefix cache
+  int64_t pages_of_equals = 0;                 // of those found, of another model of equal contents
+  int64_t pages_found = 0, pages_evicted = 0;  // of the prefix cache
   int64_t pages_demoted = 0, pages_restored = 0, pages_damaged = 0;  // of slower tiers
   int64_t pages_from_file = 0, pages_pinned = 0;
   int64_t rows_imported = 0;

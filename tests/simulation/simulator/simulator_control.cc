@@ -34,6 +34,8 @@ v1::ModelSpec ModelMessage(const std::string& name, const Shape& shape) {
   message.set_rope_owner(v1::ROPE_OWNER_WORKER);
   message.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
   message.set_top_k(kMostListed);
+  if (shape.digest != 0)
+    message.set_weights_digest(std::string(32, static_cast<char>(shape.digest)));
   return message;
 }
 
@@ -106,9 +108,9 @@ bool Simulator::LoadWeights() {
   BeforeCall();
   AfterCall();
   const int index = AnyModel(1 + static_cast<int>(Pick(tenants_)));
-  if (index < 0 || oracle_->models[index].weights || oracle_->models[index].shape.nope == 0) {
-    return false;
-  }
+  if (index < 0 || oracle_->models[index].shape.nope == 0) return false;
+  OracleContents& contents = oracle_->ContentsOf(index);
+  if (contents.weights) return false;
   OracleModel& model = oracle_->models[index];
   const Shape& s = model.shape;
   const std::string tenant = TenantName(model.tenant);
@@ -120,7 +122,7 @@ bool Simulator::LoadWeights() {
     for (const bool value : {false, true}) {
       for (int head = 0; head < s.heads; ++head) {
         for (int i = 0; i < s.lora * (value ? s.v : s.nope); ++i) {
-          bits.push_back(Oracle::Weight(model, layer, head, value, i));
+          bits.push_back(Oracle::Weight(contents, layer, head, value, i));
         }
       }
     }
@@ -135,9 +137,9 @@ bool Simulator::LoadWeights() {
     Fail("CommitWeights: other layers are missing than those that were not sent");
     return true;
   }
-  model.weights = missing->empty();
+  contents.weights = missing->empty();
   oracle_->TouchModel(index, Now());
-  Trace(static_cast<uint64_t>(index), model.weights);
+  Trace(static_cast<uint64_t>(index), contents.weights);
   return true;
 }
 

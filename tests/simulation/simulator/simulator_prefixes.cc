@@ -32,11 +32,12 @@ Simulator::DrawnPrefix Simulator::DrawPrefix(int model) {
     return hinted_.prefix;
   }
   if (!histories_.empty() && Chance(80)) {
-    // Mostly of the same model; else nothing may be found.
+    // Mostly of the same contents; else nothing may be found.
     for (int tries = 0; tries < 6; ++tries) {
       const History& known = histories_[Pick(histories_.size())];
       drawn = known.prefix;
-      if (known.model == model) break;
+      if (known.model < 0) continue;
+      if (oracle_->models[known.model].contents == oracle_->models[model].contents) break;
     }
     drawn.pages.resize(Pick(drawn.pages.size() + 1));
     if (Chance(10)) drawn.salt = absl::StrCat("salt-", Pick(3));
@@ -67,6 +68,9 @@ size_t Simulator::CheckFound(const scheduler::SequenceInfo& info, const DrawnPre
   }
   const size_t found = (now - before) / page;
   counts_.pages_found += static_cast<int64_t>(found);
+  const auto first = drawn.pages.begin() + static_cast<int64_t>(before / page);
+  counts_.pages_of_equals +=
+      oracle_->OfEquals(sequence.model, std::vector(first, first + static_cast<int64_t>(found)));
   if (found > 0 || !drawn.pages.empty()) {
     oracle_->ApplyMatch(info.id, drawn.pages, drawn.salt, found);
   }

@@ -190,8 +190,9 @@ Simulator::AttendSpec Simulator::DrawAttend(const OracleStep& step) {
   spec.heads = model.shape.heads - spec.head;
   if (Chance(20)) spec.heads = 1 + static_cast<int>(Pick(static_cast<uint64_t>(spec.heads)));
   spec.kv = true;
-  spec.form =
-      model.weights && model.shape.nope > 0 && Chance(50) ? Form::kExpanded : Form::kAbsorbed;
+  spec.form = oracle_->ContentsOf(step.model).weights && model.shape.nope > 0 && Chance(50)
+                  ? Form::kExpanded
+                  : Form::kAbsorbed;
   spec.f32 = Chance(25);
   spec.f32_out = Chance(50);
   spec.lse = Chance(60);

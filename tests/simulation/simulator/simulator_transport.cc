@@ -254,7 +254,7 @@ Reasons Simulator::CheckAttend(const OracleStep& step, const AttendSpec& spec, b
                 "step_not_found");
   if (spec.form == Form::kExpanded) {
     reasons.AddIf(model.shape.nope == 0, "no_expanded_profile");
-    reasons.AddIf(!model.weights, "weights_missing");
+    reasons.AddIf(!oracle_->ContentsOf(step.model).weights, "weights_missing");
   }
   if (!spec.kv) return reasons;
   reasons.AddIf(writer >= 0 && writer != spec.head, "kv_writer_taken");
