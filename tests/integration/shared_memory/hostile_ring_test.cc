@@ -12,14 +12,19 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
+#include <cstdint>
 #include <ctime>
+#include <iterator>
 #include <memory>
 #include <optional>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "mla/v1/attention.pb.h"
+#include "tests/integration/dense_model.h"
 #include "tests/integration/shared_memory/ring_hand.h"
 #include "tests/integration/shared_memory/shared_memory_harness.h"
 #include "tests/integration/worker.h"
@@ -193,6 +198,152 @@ TEST_F(HostileRingTest, MessagesMayChangeWhileTheyAreRead) {
     ring_->Submit(entry);
     ASSERT_TRUE(ring_->Wait(seconds(20)).has_value()) << i;
   }
+  stop = true;
+  writer.join();
+  ExpectServes();
+}
+
+// A sequence of a sparse model whose pages lie between those of another one, where all rows are
+// NaN, and calls of a step of it whose index lists or index inputs change while they are used.
+class HostileListsTest : public HostileRingTest {
+ protected:
+  static constexpr uint32_t kTopK = 64, kIndexHeads = 2, kIndexDim = 8, kRows = 4;
+  static constexpr uint32_t kRounds = 40;  // of four rows
+
+  void SetUp() override {
+    v1::ModelSpec spec = SpecOf(dims_, "s");
+    spec.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
+    spec.set_top_k(kTopK);
+    spec.set_index_heads(kIndexHeads);
+    spec.set_index_dim(kIndexDim);
+    ASSERT_TRUE(client_->RegisterModel(spec).ok());
+    nan_ = *client_->OpenSequence("s");
+    sequence_ = *client_->OpenSequence("s");
+    const auto session = *client_->OpenSession();
+    std::vector<uint16_t> kv(2 * kRows * row_, 0x7fc0);
+    for (uint32_t round = 0; round < kRounds; ++round) {
+      const auto rows = RandomBf16(kRows * row_, &random_);
+      std::copy(rows.begin(), rows.end(), kv.begin() + kRows * row_);
+      auto step = session->Begin("s", {{&*nan_, kRows}, {&*sequence_, kRows}});
+      ASSERT_TRUE(step.ok()) << step.status();
+      for (int layer = 0; layer < dims_.layers; ++layer) {
+        client::AttendCall call;
+        call.layer = static_cast<uint32_t>(layer);
+        call.row_count = 2 * kRows;
+        call.profile = v1::PROFILE_APPEND_ONLY;
+        call.kv = kv.data();
+        ASSERT_TRUE((*step)->Attend(call).ok());
+      }
+      ASSERT_TRUE((*step)->End().ok());
+    }
+    const auto first = RandomBf16((kRows * row_ + 31) / 32 * 32, &random_);
+    const auto q = RandomBf16(kRows * Heads() * static_cast<size_t>(dims_.row()), &random_);
+    q_at_ = AfterAligned(arena_, kRows * row_ * 2);
+    lists_at_ = AfterAligned(q_at_, q.size() * 2);
+    std::copy(first.begin(), first.end(), At<uint16_t>(arena_));
+    std::copy(q.begin(), q.end(), At<uint16_t>(q_at_));
+  }
+
+  size_t Heads() const { return static_cast<size_t>(dims_.heads); }
+  static uint64_t AfterAligned(uint64_t at, uint64_t bytes) { return (at + bytes + 63) / 64 * 64; }
+  template <typename T>
+  T* At(uint64_t offset) const {
+    return reinterpret_cast<T*>(ring_->region().data() + offset);
+  }
+
+  // A step that is begun, attends and keeps nothing. True: there was an answer, and it is looked
+  // at; false: it was refused as a list that names no position.
+  bool Step(uint8_t source) {
+    v1::AttendStreamRequest begin = Begin(1);
+    v1::BeginStep* const args = begin.mutable_begin_step();
+    args->set_model_id("s");
+    args->mutable_sequences(0)->set_sequence_id(sequence_->id());
+    args->mutable_sequences(0)->set_epoch(sequence_->epoch());
+    args->mutable_sequences(0)->set_start_position(kRounds * kRows);
+    args->mutable_sequences(0)->set_rows(kRows);
+    // Messages lie behind the tensors.
+    const uint64_t messages = arena_ + kArenaBytes / 2, out = messages + 65536;
+    const auto send = [&](const v1::AttendStreamRequest& request) {
+      ring_->SubmitMessage(request, messages, 0, 0);
+      const auto done = ring_->Wait(seconds(20));
+      return done.has_value() ? ring_->Message(*done) : std::nullopt;
+    };
+    const auto begun = send(begin);
+    EXPECT_TRUE(begun.has_value() && begun->has_begin_step())
+        << (begun.has_value() ? begun->ShortDebugString() : "no reply");
+    wire::SubmissionEntry attend{};
+    attend.kind = wire::kEntryAttend;
+    attend.profile = v1::PROFILE_ABSORBED;
+    attend.flags = wire::kEntryHasKv | wire::kEntryWantLse | source;
+    attend.dtypes = v1::DTYPE_BF16 | v1::DTYPE_F32 << 4;
+    attend.step_id = 7;
+    attend.row_count = kRows;
+    attend.num_heads = static_cast<uint32_t>(Heads());
+    attend.in_offset = arena_;
+    attend.out_offset = out;
+    ring_->Submit(attend);
+    const auto done = ring_->Wait(seconds(20));
+    EXPECT_TRUE(done.has_value());
+    const bool answered = done.has_value() && done->kind == wire::kEntryAttend;
+    if (answered) {
+      const float* const o = At<float>(out);
+      const size_t count = kRows * Heads() * static_cast<size_t>(dims_.lora);
+      EXPECT_TRUE(std::all_of(o, o + count, [](float v) { return std::isfinite(v); }));
+    } else if (done.has_value()) {
+      EXPECT_EQ(ring_->Message(*done)->error().detail().reason(), "list_position");
+    }
+    EXPECT_TRUE(send(End(1)).has_value());
+    return answered;
+  }
+
+  const Dims dims_;
+  const size_t row_ = static_cast<size_t>(dims_.row()) + kIndexDim;
+  std::mt19937_64 random_{3};
+  std::optional<client::Sequence> nan_, sequence_;
+  uint64_t q_at_ = 0, lists_at_ = 0;
+};
+
+TEST_F(HostileListsTest, ListsMayChangeWhileTheyAreUsed) {
+  constexpr int32_t kWild[] = {-2, 4 * kRounds + 4, 5000, 1 << 20, 1 << 30, INT32_MAX, INT32_MIN};
+  volatile int32_t* const lists = At<int32_t>(lists_at_);
+  for (uint32_t i = 0; i < kRows * kTopK; ++i) lists[i] = static_cast<int32_t>(i * 7 % 160);
+  ASSERT_TRUE(Step(wire::kEntryHasLists));
+  std::atomic<bool> stop{false};
+  std::thread writer([&] {
+    const auto wait = [&stop](uint32_t turns) {
+      while (turns > 0 && !stop) --turns;
+    };
+    for (uint32_t i = 0; !stop; ++i) {
+      volatile int32_t& entry = lists[i * 37 % (kRows * kTopK)];
+      const int32_t good = entry;
+      entry = kWild[i % std::size(kWild)];
+      wait(100);
+      entry = good;
+      wait(i % 100);
+      if (i % 1024 == 0) std::this_thread::yield();
+    }
+  });
+  int answered = 0;
+  for (int i = 0; i < 400; ++i) answered += Step(wire::kEntryHasLists) ? 1 : 0;
+  stop = true;
+  writer.join();
+  EXPECT_LT(answered, 400) << "no list changed in time";
+  EXPECT_TRUE(Step(wire::kEntryHasLists));
+  ExpectServes();
+}
+
+TEST_F(HostileListsTest, IndexInputsMayChangeWhileTheyAreUsed) {
+  constexpr size_t kBytes = kRows * kIndexHeads * (kIndexDim * 2 + 4);
+  volatile uint8_t* const inputs = At<uint8_t>(lists_at_);
+  std::atomic<bool> stop{false};
+  std::thread writer([&] {
+    std::mt19937 random(5);  // any bits, NaN and infinities among them
+    for (uint32_t i = 0; !stop; ++i) {
+      inputs[random() % kBytes] = static_cast<uint8_t>(random());
+      if (i % 1024 == 0) std::this_thread::yield();
+    }
+  });
+  for (int i = 0; i < 400; ++i) EXPECT_TRUE(Step(wire::kEntrySelects));
   stop = true;
   writer.join();
   ExpectServes();
