@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "server/grpc/request_validator.h"
+#include "server/logging/logging.h"
 #include "server/metrics/stats_table.h"
 #include "server/process/version.h"
 
@@ -215,7 +216,7 @@ absl::StatusOr<std::unique_ptr<HandOver>> AdminService::ConnectPeer(
 
 grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRequest* request,
                                  v1::DrainReply* reply) {
-  return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity&) {
+  return rpc_.ServeOperator(context, "Admin.Drain", [&](const Identity& who) {
     const int64_t deadline_ms = request->deadline_ms() == 0 ? options_.config.drain_deadline_ms
                                                             : int64_t{request->deadline_ms()};
     std::unique_ptr<HandOver> peer;
@@ -224,6 +225,7 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
       auto connected = ConnectPeer(request->to());
       if (!connected.ok()) return connected.status();
       peer = *std::move(connected);
+      Log(LogLevel::kInfo, "hand_over", {{"operator", who.tenant}, {"to", request->to()}});
       hand_over = {request->to(), [&] { peer->Start(); }, [&] { return peer->done(); },
                    [&] { peer->Stop(); }};
     }

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "server/control/sequence_service.h"
 #include "server/grpc/request_validator.h"
+#include "server/logging/logging.h"
 #include "server/pages/page_stream.h"
 #include "server/pages/page_transfer.h"
 
@@ -107,6 +108,10 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       const auto ended =
           TakePages(rpc_.engine, args.tenant, *pages, chunk_bytes_, next, nullptr, &bytes);
       if (!ended.ok()) return ended.status();
+      if (args.tenant != who.tenant || args.restored_id != 0) {
+        Log(LogLevel::kInfo, "taken_over",
+            {{"operator", who.tenant}, {"tenant", args.tenant}, {"sequence", ended->id}});
+      }
       Fill(*ended, reply->mutable_sequence());
       reply->set_bytes(bytes);
       reply->set_boot_id(rpc_.boot_id);

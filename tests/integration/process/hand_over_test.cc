@@ -484,6 +484,9 @@ TEST_F(HandOverTest, APeerProcessThatIsKilledCostsNothing) {
     EXPECT_EQ(other.Step({&copy}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
   }
   EXPECT_EQ(here, 0);
+  // Both say who has moved rows of tenants.
+  EXPECT_NE(a.Log().find("hand_over operator=default to=localhost:"), std::string::npos);
+  EXPECT_NE(b.Log().find("taken_over operator=localhost tenant=red"), std::string::npos) << b.Log();
 }
 
 }  // namespace
