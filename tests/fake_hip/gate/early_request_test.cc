@@ -72,7 +72,7 @@ class EarlyRequestTest : public BackendOnFakeTest {
     EXPECT_TRUE(request->status.ok()) << request->status;
     EXPECT_EQ(std::count(request->output.begin(), request->output.end(), kMark), 0);
     Unshare(request.get());
-    engine_->harness().AdvanceMicros(scheduler::AheadPauses::kPauseNanos / 1000);
+    engine_->harness().AdvanceMicros(scheduler::AheadPauses::kLongestNanos / 1000);
   }
   // A row of each sequence of the step, of two heads.
   std::unique_ptr<TestRequest> Absorbed(scheduler::StepId step, int rows) {
