@@ -342,7 +342,7 @@ TEST_F(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
     const Bf16 stored = static_cast<Bf16>(0x3f80 + (late ? i - 1 : i));
     EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, stored));
   }
-  EXPECT_EQ(control_->graph_launches, 0);  // its kernels start sooner one by one
+  EXPECT_GE(control_->graph_launches, 6);  // all but the first
   RowLaunch plain;
   ASSERT_TRUE(plain.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
   EXPECT_TRUE(backend_->Wait(0).ok());

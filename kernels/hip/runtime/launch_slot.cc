@@ -312,10 +312,8 @@ absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, Devic
 
 absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
   const auto kernels = std::span<const PendingKernel>(kernels_).subspan(begin, end - begin);
-  if (!gated_) {
-    if (graphs_ != nullptr && graphs_->Launch(kernels, streams_.compute)) return absl::OkStatus();
-    one_by_one_.push_back(kernels);
-  }
+  if (graphs_ != nullptr && graphs_->Launch(kernels, streams_.compute)) return absl::OkStatus();
+  one_by_one_.push_back(kernels);
   for (const PendingKernel& kernel : kernels) {
     absl::Status s =
         runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);

@@ -97,8 +97,7 @@ class LaunchSlot {
   // What the signal has to copy for that, or no bytes.
   const Move& signal_copy() const { return signal_copy_; }
   // The timed kernels begin with a gate (gate_args.h), the last kernel so far, and end with a
-  // signal, which brings its outcome to pinned memory. Wait's time is without what it waited. They
-  // start one by one: between two processes a graph starts later than a kernel does.
+  // signal, which brings its outcome to pinned memory. Wait's time is without what it waited.
   void NoteGate() { gated_ = behind_gate_ = true; }
   // All of the launch's signals are stored by the device, unless it is late.
   void NoteSignals(bool all) { signals_ = all; }
