@@ -2,7 +2,11 @@
 
 #include <algorithm>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "base/error.h"
 #include "server/grpc/request_validator.h"
 #include "server/logging/logging.h"
@@ -21,6 +25,22 @@ constexpr const char* kCapabilities[] = {
     "quotas",      "eviction",     "cancel_drain", "model_leases",   "prefix_cache", "fp8_wire",
     "page_groups", "cache_events", "cache_hints",  "hand_over"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
+
+// Neither a name without a port nor a URI, of which gRPC would make something else.
+bool IsHostAndPort(absl::string_view address) {
+  const size_t colon = address.rfind(':');
+  int32_t port = 0;
+  if (colon == address.npos || !absl::ascii_isdigit(address.back()) ||
+      !absl::ascii_isdigit(address[colon + 1]) ||
+      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 1 || port > 65535) {
+    return false;
+  }
+  absl::string_view host = address.substr(0, colon);
+  const bool ipv6 = absl::ConsumePrefix(&host, "[") && absl::ConsumeSuffix(&host, "]");
+  return !host.empty() && std::all_of(host.begin(), host.end(), [ipv6](char c) {
+    return absl::ascii_isalnum(c) || c == '.' || c == '-' || c == '_' || (ipv6 && c == ':');
+  });
+}
 
 template <typename To, typename From>
 To Unsigned(From value) {
@@ -202,9 +222,7 @@ grpc::Status AdminService::WatchStatus(grpc::ServerContext* context,
 
 absl::StatusOr<std::unique_ptr<HandOver>> AdminService::ConnectPeer(
     const std::string& address) const {
-  const bool printable =
-      std::all_of(address.begin(), address.end(), [](char c) { return c > 0x20 && c < 0x7f; });
-  if (address.size() > scheduler::kMostPeerBytes || !printable) {
+  if (address.size() > scheduler::kMostPeerBytes || !IsHostAndPort(address)) {
     return RefuseField("to", absl::StrCat(address.size(), " bytes"),
                        absl::StrCat("HOST:PORT, at most ", scheduler::kMostPeerBytes, " bytes"),
                        "name_characters");

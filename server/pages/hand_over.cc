@@ -89,7 +89,7 @@ absl::Status Stopped() {
 }  // namespace
 
 HandOver::HandOver(scheduler::Engine* engine, const TlsFiles& tls, std::string address)
-    : engine_(engine), address_(std::move(address)) {
+    : engine_(engine), tls_(tls), address_(std::move(address)) {
   const std::shared_ptr<const TlsMaterial> files = tls.current();
   grpc::SslCredentialsOptions ssl;
   ssl.pem_root_certs = files->client_ca;
@@ -112,30 +112,43 @@ absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(scheduler::Engine* e
                                                             const TlsFiles& tls, uint64_t boot_id,
                                                             const std::string& address) {
   std::unique_ptr<HandOver> hand_over(new HandOver(engine, tls, address));
-  absl::Status fit = hand_over->CheckPeer(tls, boot_id);
+  absl::Status fit = hand_over->CheckPeer(boot_id);
   if (!fit.ok()) return fit;
   return hand_over;
 }
 
-absl::Status HandOver::CheckPeer(const TlsFiles& tls, uint64_t boot_id) {
-  bool refused = false;
-  v1::GetServerInfoReply info;
-  {
-    grpc::ClientContext context;
-    SetDeadline(&context);
-    const absl::Status status =
-        FromPeer(admin_->GetServerInfo(&context, {}, &info), context, &refused);
-    if (!status.ok()) {
-      return RefusePeer(absl::StatusCode::kUnavailable, address_, std::string(status.message()),
-                        "a server that answers over TLS", "peer_unreachable");
-    }
-    for (const grpc::string_ref& pem :
-         context.auth_context()->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME)) {
-      if (!tls.IsRevoked(std::string(pem.data(), pem.size()))) continue;
+absl::Status HandOver::CheckServer(const grpc::ClientContext& context, uint64_t boot_id) const {
+  const auto peer = context.auth_context();
+  for (const char* const property :
+       {GRPC_X509_PEM_CERT_PROPERTY_NAME, GRPC_X509_PEM_CERT_CHAIN_PROPERTY_NAME}) {
+    for (const grpc::string_ref& pem : peer->FindPropertyValues(property)) {
+      if (!tls_.IsRevoked(std::string(pem.data(), pem.size()))) continue;
       return RefusePeer(absl::StatusCode::kPermissionDenied, address_, "its certificate is revoked",
                         "a server whose certificate is not revoked", "peer_revoked");
     }
   }
+  if (peer_boot_id_ == 0 || boot_id == peer_boot_id_) return absl::OkStatus();
+  return RefusePeer(absl::StatusCode::kUnavailable, address_,
+                    "another server answers there by now, or it has restarted",
+                    "the server that was asked first", "peer_changed");
+}
+
+absl::Status HandOver::Ask(v1::GetServerInfoReply* info) {
+  grpc::ClientContext context;
+  SetDeadline(&context);
+  if (!Begin(&context)) return Stopped();
+  bool refused = false;
+  const absl::Status status =
+      FromPeer(admin_->GetServerInfo(&context, {}, info), context, &refused);
+  End();
+  if (status.ok()) return CheckServer(context, info->boot_id());
+  return RefusePeer(absl::StatusCode::kUnavailable, address_, std::string(status.message()),
+                    "a server that answers over TLS", "peer_unreachable");
+}
+
+absl::Status HandOver::CheckPeer(uint64_t boot_id) {
+  v1::GetServerInfoReply info;
+  if (absl::Status status = Ask(&info); !status.ok()) return status;
   if (info.boot_id() == boot_id) {
     return RefusePeer(absl::StatusCode::kInvalidArgument, address_, "this server itself",
                       "another server", "out_of_range");
@@ -145,7 +158,9 @@ absl::Status HandOver::CheckPeer(const TlsFiles& tls, uint64_t boot_id) {
     return RefusePeer(absl::StatusCode::kUnimplemented, address_, "it takes no sequences",
                       "a server with the capability hand_over", "peer_too_old");
   }
+  peer_boot_id_ = info.boot_id();
   // Operators alone may ask for all tenants.
+  bool refused = false;
   grpc::ClientContext context;
   SetDeadline(&context);
   v1::GetQuotaRequest all;
@@ -172,6 +187,17 @@ void HandOver::Stop() {
 bool HandOver::Stopping() {
   const MutexLock lock(mutex_);
   return stop_;
+}
+
+bool HandOver::Begin(grpc::ClientContext* context) {
+  const MutexLock lock(mutex_);
+  if (!stop_) running_ = context;
+  return !stop_;
+}
+
+void HandOver::End() {
+  const MutexLock lock(mutex_);
+  running_ = nullptr;
 }
 
 void HandOver::Run() {
@@ -225,23 +251,19 @@ v1::HandedOver HandOver::Move(const TenantSequence& sequence) {
     return kept(MakeError(absl::StatusCode::kFailedPrecondition, "a sequence without rows",
                           {.reason = "nothing_to_save"}));
   }
+  // By now a connection may be another one, to another server.
+  v1::GetServerInfoReply info;
+  if (absl::Status same = Ask(&info); !same.ok()) return kept(Stopping() ? Stopped() : same);
   const scheduler::ExportArgs rows = {
       sequence.tenant,  sequence.info.id, sequence.info.epoch, 0, sequence.info.length,
       /*in_place=*/true};
   const absl::StatusOr<scheduler::MovingPages> pages = engine_->BeginExport(rows);
   if (!pages.ok()) return kept(pages.status());
   grpc::ClientContext context;
-  {
-    const MutexLock lock(mutex_);
-    if (stop_) return kept(Stopped());
-    running_ = &context;
-  }
+  if (!Begin(&context)) return kept(Stopped());
   bool refused = false, uncertain = false;
   absl::Status status = Send(sequence, *pages, &context, &refused, &uncertain);
-  {
-    const MutexLock lock(mutex_);
-    running_ = nullptr;
-  }
+  End();
   if (refused) return Outcome(sequence, v1::HAND_OVER_OUTCOME_REFUSED, status);
   if (status.ok()) {
     status = engine_->EndHandOver(sequence, address_);
@@ -273,7 +295,8 @@ absl::Status HandOver::Send(const TenantSequence& sequence, const scheduler::Mov
   // Rows that this server could not give must not look like all of them.
   if (!sent.ok() && open) context->TryCancel();
   writer->WritesDone();
-  const absl::Status answered = FromPeer(writer->Finish(), *context, refused);
+  absl::Status answered = FromPeer(writer->Finish(), *context, refused);
+  if (answered.ok()) answered = CheckAnswer(sequence, *context, reply);
   if (!sent.ok() && open) {
     *refused = false;
     return sent;
@@ -281,6 +304,22 @@ absl::Status HandOver::Send(const TenantSequence& sequence, const scheduler::Mov
   // Behind the trailer the peer may have taken the sequence, and its answer been lost.
   *uncertain = sent.ok() && !answered.ok() && !*refused;
   return answered.ok() ? sent : answered;
+}
+
+absl::Status HandOver::CheckAnswer(const TenantSequence& sequence,
+                                   const grpc::ClientContext& context,
+                                   const v1::ImportReply& reply) const {
+  absl::Status same = CheckServer(context, reply.boot_id());
+  if (!same.ok()) return same;
+  const v1::SequenceInfo& there = reply.sequence();
+  if (there.sequence_id() == sequence.info.id &&
+      std::cmp_equal(there.length(), sequence.info.length)) {
+    return same;
+  }
+  return RefusePeer(
+      absl::StatusCode::kDataLoss, address_,
+      absl::StrCat("it has taken ", there.length(), " rows as sequence ", there.sequence_id()),
+      "all rows, under the id that they have here", "peer_failed");
 }
 
 // As far as the peer can be reached: else its lease ends there, and no client knows of it.

@@ -8,7 +8,8 @@
 //
 // The connection is mutual TLS with the files of this server: its certificate as the client's, and
 // tls.client_ca as the authorities of the peer's. The peer must have this server's name among its
-// operators.
+// operators. It is asked again before each sequence, as the name may lead to another server by
+// then.
 //
 // Threading: a thread of its own between Start and Stop; the methods from one thread at a time.
 #ifndef MLA_SERVER_PAGES_HAND_OVER_H_
@@ -55,7 +56,12 @@ class HandOver final {
 
  private:
   HandOver(scheduler::Engine* engine, const TlsFiles& tls, std::string address);
-  absl::Status CheckPeer(const TlsFiles& tls, uint64_t boot_id);
+  absl::Status CheckPeer(uint64_t boot_id);
+  absl::Status Ask(v1::GetServerInfoReply* info);
+  // Whether the server at the other end of the call's connection is the one that was asked first.
+  absl::Status CheckServer(const grpc::ClientContext& context, uint64_t boot_id) const;
+  absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
+                           const grpc::ClientContext& context, const v1::ImportReply& reply) const;
   void Run();
   // Tries what has not been tried, and says whether anything was; *left: some may go later.
   bool Pass(bool* left);
@@ -66,9 +72,14 @@ class HandOver final {
                     grpc::ClientContext* context, bool* refused, bool* uncertain);
   void EvictThere(const scheduler::TenantSequence& sequence);
   bool Stopping();
+  // Stop cancels the call from Begin to End. False: it is too late to begin one.
+  bool Begin(grpc::ClientContext* context);
+  void End();
 
   scheduler::Engine* const engine_;
+  const TlsFiles& tls_;
   const std::string address_;
+  uint64_t peer_boot_id_ = 0;  // 0: not asked yet
   std::unique_ptr<v1::Admin::Stub> admin_;
   std::unique_ptr<v1::Cache::Stub> cache_;
   std::atomic<bool> done_{false};

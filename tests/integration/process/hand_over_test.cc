@@ -1,13 +1,8 @@
 // A drain to another server, both with mutual TLS: what moves, what stays, and that nothing is lost
 // or in two places when the peer refuses, dies or the drain is cancelled.
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -20,6 +15,7 @@
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/faulty_backend.h"
 #include "tests/integration/process/authority.h"
+#include "tests/integration/process/cutting_proxy.h"
 #include "tests/integration/processes.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
@@ -32,68 +28,6 @@ using std::chrono::milliseconds;
 
 constexpr uint32_t kRows = 200;
 constexpr uint32_t kDeadlineMs = 20000;
-
-// Forwards connections to a port of this host; the first one is cut behind so many bytes of its
-// client.
-class CuttingProxy final {
- public:
-  CuttingProxy(int port, int64_t bytes) : to_(port), left_(bytes) {
-    listener_ = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in address = Loopback(0);
-    socklen_t size = sizeof(address);
-    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&address), size), 0);
-    EXPECT_EQ(listen(listener_, 8), 0);
-    getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size);
-    port_ = ntohs(address.sin_port);
-    accepts_ = std::thread([this] { Accept(); });
-  }
-  ~CuttingProxy() {
-    shutdown(listener_, SHUT_RDWR);
-    accepts_.join();
-    for (const int one : sockets_) shutdown(one, SHUT_RDWR);
-    for (std::thread& pump : pumps_) pump.join();
-    for (const int one : sockets_) close(one);
-    close(listener_);
-  }
-  int port() const { return port_; }
-  bool cut() const { return left_ <= 0; }
-
- private:
-  static sockaddr_in Loopback(int port) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<uint16_t>(port));
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    return address;
-  }
-  void Accept() {
-    for (int client; (client = accept(listener_, nullptr, nullptr)) >= 0;) {
-      const int server = socket(AF_INET, SOCK_STREAM, 0);
-      const sockaddr_in address = Loopback(to_);
-      connect(server, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
-      const bool first = sockets_.empty();
-      sockets_.insert(sockets_.end(), {client, server});
-      pumps_.emplace_back([this, client, server, first] { Pump(client, server, first); });
-      pumps_.emplace_back([this, client, server] { Pump(server, client, false); });
-    }
-  }
-  void Pump(int from, int to, bool counted) {
-    char bytes[512];
-    for (ssize_t n; (n = recv(from, bytes, sizeof(bytes), 0)) > 0;) {
-      if (counted && (left_ -= n) <= 0) break;
-      if (send(to, bytes, static_cast<size_t>(n), MSG_NOSIGNAL) != n) break;
-    }
-    shutdown(from, SHUT_RDWR);
-    shutdown(to, SHUT_RDWR);
-  }
-
-  const int to_;
-  std::atomic<int64_t> left_;
-  int listener_ = -1, port_ = 0;
-  std::vector<int> sockets_;
-  std::vector<std::thread> pumps_;
-  std::thread accepts_;
-};
 
 class HandOverTest : public ::testing::Test {
  protected:
@@ -252,6 +186,14 @@ TEST_F(HandOverTest, APeerThatDoesNotFitLeavesTheServerServing) {
   EXPECT_EQ(Drain(Address(*stranger)).status().code(), absl::StatusCode::kPermissionDenied);
   EXPECT_EQ(Drain(Address(*a_)).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Drain("localhost:1").status().code(), absl::StatusCode::kUnavailable);
+  // Not what the client library makes of them: other ports, sockets of this host, several servers.
+  for (const char* const address :
+       {"localhost", "localhost:", ":50551", "localhost:0", "localhost:65536", "localhost:1x",
+        "unix:/tmp/x:1", "dns:localhost:1", "dns:///localhost:1", "ipv4:127.0.0.1:1,127.0.0.2:1",
+        "::1:50551", "[::1:50551", "a b:1"}) {
+    const auto refused = Drain(address);
+    EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument) << address;
+  }
   // Its certificate must be of the name that was given.
   const std::string other = absl::StrCat("127.0.0.2:", stranger->server().tcp_port());
   EXPECT_EQ(Drain(other).status().code(), absl::StatusCode::kUnavailable);
@@ -402,7 +344,7 @@ TEST_F(HandOverTest, AConnectionThatIsCutLeavesEachSequenceInOnePlace) {
     tracks_.clear();
     Fill(2);
     const auto b = Serve();
-    CuttingProxy proxy(b->server().tcp_port(), bytes);
+    CuttingProxy proxy(b->server().tcp_port(), bytes, b->server().tcp_port());
     const auto drained = Drain(Address(proxy.port()));
     cuts += proxy.cut();
     if (!drained.ok()) {
@@ -427,6 +369,42 @@ TEST_F(HandOverTest, AConnectionThatIsCutLeavesEachSequenceInOnePlace) {
   }
   EXPECT_GT(cuts, 4);
   EXPECT_GT(kept, 2);
+}
+
+// The connection ends, and the name that the operator gave leads to another server from then on.
+TEST_F(HandOverTest, NothingGoesToAnotherServerThanTheOneThatWasAsked) {
+  Fill(2);
+  const auto b = Serve(), c = Serve();
+  CuttingProxy proxy(b->server().tcp_port(), 30000, c->server().tcp_port());
+  const auto drained = Drain(Address(proxy.port()));
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_TRUE(proxy.cut());
+  ASSERT_TRUE(blue_->CancelDrain().ok());
+  int changed = 0;
+  for (Track& track : tracks_) {
+    const v1::HandedOver& outcome = OutcomeOf(*drained, track);
+    EXPECT_EQ(outcome.outcome(), v1::HAND_OVER_OUTCOME_KEPT) << outcome.message();
+    changed += outcome.reason() == "peer_changed";
+    ExpectHere(&track);
+  }
+  EXPECT_GE(changed, 1);
+  EXPECT_EQ(SequencesOf(*c), 0u);
+}
+
+TEST_F(HandOverTest, APeerWhoseCertificateIsRevokedGetsNothing) {
+  authority_.Make("peer", "ca", "/CN=localhost", "DNS:localhost", 30);
+  authority_.Revoke("revoked.crl", "ca", {"peer"});
+  a_ = Serve(
+      [&](server::Config& config) { config.tls.client_crl = authority_.File("revoked.crl"); });
+  const auto b = Serve([&](server::Config& config) {
+    config.tls.cert = authority_.File("peer.pem");
+    config.tls.key = authority_.File("peer.key");
+  });
+  blue_ = Connect(*a_, "blue");
+  const auto refused = Drain(Address(*b));
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kPermissionDenied) << refused.status();
+  EXPECT_EQ(client::DetailOf(refused.status())->reason(), "peer_revoked");
+  EXPECT_TRUE(*blue_->IsServing());
 }
 
 // Two processes, and the command of an operator; the one that gets the sequences is killed under
