@@ -47,8 +47,9 @@ class _FrameMac:
     """MACs of the parts of a file: each over the one before it, the size and the part. b"" where
     there is no key."""
 
-    def __init__(self, key: bytes) -> None:
-        if key and len(key) != KEY_BYTES:
+    def __init__(self, key: Optional[bytes]) -> None:
+        # An empty one is a mistake, and must not mean that there is none.
+        if key is not None and len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
         self._key = hmac.digest(key, b"mla page files", "sha256") if key else b""
         self._last = MAGIC + struct.pack("<I", KEYED_VERSION)
@@ -61,7 +62,7 @@ class _FrameMac:
         return self._last
 
 
-def write(file: BinaryIO, parts: Iterable[bytes], key: bytes = b"") -> int:
+def write(file: BinaryIO, parts: Iterable[bytes], key: Optional[bytes] = None) -> int:
     """Writes the parts of an export as a file of rows; returns the bytes. With a key of 32 bytes a
     MAC goes with each part, which others cannot make."""
     mac = _FrameMac(key)
@@ -73,7 +74,7 @@ def write(file: BinaryIO, parts: Iterable[bytes], key: bytes = b"") -> int:
     return written
 
 
-def read(file: BinaryIO, key: bytes = b"") -> Iterator[bytes]:
+def read(file: BinaryIO, key: Optional[bytes] = None) -> Iterator[bytes]:
     """The parts of a file of rows. DataLoss says why it is none, that it ends too early, or that it
     was changed or written under another key, or none."""
     mac = _FrameMac(key)

@@ -127,8 +127,11 @@ class PagesTest(Case):
             changed[at] ^= 1
             with self.subTest(at), self.assertRaises(mla_client.DataLoss):
                 list(pages.read(io.BytesIO(changed), key))
-        with self.assertRaises(ValueError):
-            pages.write(io.BytesIO(), [], b"short")
+        for bad in (b"short", b""):  # an empty file of a key, too
+            with self.subTest(bad), self.assertRaises(ValueError):
+                pages.write(io.BytesIO(), [], bad)
+            with self.subTest(bad), self.assertRaises(ValueError):
+                list(pages.read(io.BytesIO(plain.getvalue()), bad))
 
     def test_rows_of_other_weights_are_refused(self):
         other = self.client.register_model(mla_client.ModelSpec(
