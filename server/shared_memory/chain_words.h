@@ -33,6 +33,7 @@ class ChainWords {
     offset_ = device->bytes().size() - wire::NearbyBytes(entries_);
     const MutexLock lock(mutex_);
     later_.reserve(entries_);
+    taken_.reserve(entries_);
     return offset_;
   }
 
@@ -56,11 +57,16 @@ class ChainWords {
     return true;
   }
   bool HasLater() const { return any_later_; }
+  // On the ring's thread, or once that has ended. Without the mutex while the driver is called:
+  // threads that bring answers to all clients take it.
   void StoreLater() {
-    const MutexLock lock(mutex_);
-    for (const kernels::WordValue& done : later_) device_->StoreWord(done.nearby, done.value);
-    later_.clear();
-    any_later_ = false;
+    {
+      const MutexLock lock(mutex_);
+      later_.swap(taken_);
+      any_later_ = false;
+    }
+    for (const kernels::WordValue& done : taken_) device_->StoreWord(done.nearby, done.value);
+    taken_.clear();
   }
 
  private:
@@ -76,6 +82,7 @@ class ChainWords {
   uint64_t offset_ = 0;
   Mutex mutex_;
   std::vector<kernels::WordValue> later_ ABSL_GUARDED_BY(mutex_);
+  std::vector<kernels::WordValue> taken_;  // of later_, by StoreLater
   std::atomic<bool> any_later_{false};
 };
 
