@@ -229,10 +229,11 @@ bool EngineCore::MayGoAhead(StreamRequest* request) const {
 
 void EngineCore::HandBackUndone(StreamRequest* request, HandedBack why) {
   Step* const step = request->engine.step;
-  if (Appends(*request)) {
-    DropRowsFrom(step, request->attend.layer, FirstRow(*request));
-  }
-  HandBack(request, why);
+  const bool appends = Appends(*request);
+  const int32_t layer = request->attend.layer;
+  const int32_t first = FirstRow(*request);
+  HandBack(request, why);  // before those behind it, which come again in that order
+  if (appends) DropRowsFrom(step, layer, first);
   FinishEndIfIdle(step);
 }
 
@@ -287,7 +288,7 @@ void EngineCore::DropRowsFrom(Step* step, int32_t layer, int32_t first) {
         EndRow(*other) > first) {
       RemovePending(other);
       --step->waiting;
-      if (other->engine.ahead) {  // and comes again with its tensors, behind those before
+      if (other->attend.ready.word != nullptr) {  // and comes again, behind those before
         HandBack(other, HandedBack::kBusy);
         other = next;
         continue;

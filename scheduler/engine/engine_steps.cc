@@ -65,6 +65,10 @@ void EngineCore::Accept(StreamRequest* request) {
       if (!MayGoAhead(request)) return HandBack(request, HandedBack::kBusy);
       status = AcceptAttend(request);
       wait = status.ok();
+      // Those before it may be on their way back: it comes again behind them.
+      if (request->attend.ready.word != nullptr && DetailOf(status).reason == "rows_out_of_order") {
+        return HandBack(request, HandedBack::kBusy);
+      }
       break;
     case RequestKind::kEndStep:
       status = EndStep(request, &wait);

@@ -1,4 +1,7 @@
 // Requests that are handed over before their tensors are there: launched ahead, or handed back.
+#include <memory>
+#include <vector>
+
 #include "gtest/gtest.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/batching/ahead_pauses.h"
@@ -255,6 +258,39 @@ TEST_F(EngineAheadTest, WhatWaitsForItsTensorsBehindALateLaunchComesAgain) {
   EXPECT_TRUE(first->status.ok()) << first->status;
   HandOverAgain(second.get());
   EXPECT_TRUE(second->status.ok()) << second->status;
+}
+
+// Their tensors have come since, which nobody behind a late launch can know. Those before come
+// first: they are handed over again in that order.
+TEST_F(EngineAheadTest, WhatWaitsBehindALateLaunchComesAgainInOrder) {
+  const SequenceInfo b = h_.Open();
+  ASSERT_TRUE(h_.Begin(stream_, 2, {{b.id, 1, 0, 3}})->status.ok());
+  std::vector<int> order;
+  std::unique_ptr<TestRequest> parts[3];
+  for (int i = 0; i < 3; ++i) {
+    parts[i] = h_.Unsent(stream_, 2, 0, i, 1, Rows(1, 4 + i), 0, 2, kQueryKey);
+    parts[i]->attend.ready = {&ready_, static_cast<uint32_t>(i) + 1};
+    parts[i]->on_done = [&order, i] { order.push_back(i); };
+  }
+  h_.Submit(parts[0].get());
+  EXPECT_TRUE(h_.core().StartLaunch());
+  device_->EndGates();
+  ready_ = 3;
+  h_.Submit(parts[1].get());
+  h_.Submit(parts[2].get());
+  EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
+  // As one that was on its way to the engine meanwhile.
+  h_.Submit(parts[1].get());
+  for (const auto& part : parts) {
+    EXPECT_NE(part->handed_back, HandedBack::kNo) << part->status;
+  }
+  for (const auto& part : parts) {
+    part->attend.ready = {};
+    h_.Submit(part.get());
+  }
+  h_.Run();
+  for (const auto& part : parts) EXPECT_TRUE(part->status.ok()) << part->status;
 }
 
 TEST_F(EngineAheadTest, AStepMayBeAbortedWhileItsLaunchWaits) {

@@ -5,6 +5,7 @@
 #define MLA_SCHEDULER_TESTING_ENGINE_HARNESS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,9 +24,11 @@ class TestRequest final : public StreamRequest {
     ++answers;
     status = answer;
     if (!answer.ok()) detail = DetailOf(answer);
+    if (on_done) on_done();
   }
   bool answered() const { return answers > 0; }
 
+  std::function<void()> on_done;
   int answers = 0;
   absl::Status status;
   ErrorDetail detail;  // of an error

@@ -189,6 +189,10 @@ bool CommandRing::ServeHeld() {
     if (held_.ahead) return true;  // the engine has it, or TakeReturned will
     // The next one can be handed over while this one is computed.
     held_.message->leave_launch = MayGoAhead() && Published();
+    if (MayGoAhead() && ahead_.load(std::memory_order_acquire) > 0) {
+      held_.message->attend.ready = held_.ready;  // comes back with one before it that is late
+      ahead_.fetch_add(1);
+    }
     Submit(held_.message, std::move(held_.prepared));
     return true;
   }
