@@ -260,8 +260,8 @@ TEST_F(EngineAheadTest, WhatWaitsForItsTensorsBehindALateLaunchComesAgain) {
   EXPECT_TRUE(second->status.ok()) << second->status;
 }
 
-// Their tensors have come since, which nobody behind a late launch can know. Those before come
-// first: they are handed over again in that order.
+// The tensors of the calls behind a late launch have come by then. All are handed back in the order
+// of their rows, in which they are handed over again.
 TEST_F(EngineAheadTest, WhatWaitsBehindALateLaunchComesAgainInOrder) {
   const SequenceInfo b = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 2, {{b.id, 1, 0, 3}})->status.ok());

@@ -327,7 +327,8 @@ void CommandRing::Sleep() {
   const uint32_t doorbell = Atomic(header_->submit_doorbell).load();
   Atomic(header_->server_waits).store(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!stop_ && !any_returned_ && !words_.HasLater() && (cut_ || !Published())) {
+  const bool idle = cut_ || (!any_returned_ && !words_.HasLater() && !Published());
+  if (!stop_ && idle) {
     wire::FutexWait(&header_->submit_doorbell, doorbell, kLongestSleepNanos);
   }
   Atomic(header_->server_waits).store(0);
