@@ -76,8 +76,8 @@ v1::HandedOver Outcome(const TenantSequence& sequence, v1::HandOverOutcome outco
        {"tenant", to.tenant()},
        {"sequence", to.sequence_id()},
        {"rows", to.rows()},
-       {"reason", to.reason()},
-       {"message", to.message()}});
+       {"message", to.message()},
+       {"reason", to.reason()}});
   return to;
 }
 

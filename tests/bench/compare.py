@@ -91,7 +91,8 @@ NOT_COMPARED = {
     "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
     "speedup", "of_dense", "least_us", "touch_us", "tflops",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
-    "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held"}
+    "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
+    "merged_tiles"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
 # Texts that do not name a row either: older programs leave them out.
 DEFAULTS = {("kv", "bf16"), ("compute", "bf16")}

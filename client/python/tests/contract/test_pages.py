@@ -117,7 +117,7 @@ class PagesTest(Case):
             self.assertEqual(copy.length, self.sequence.length)
         plain = io.BytesIO()
         pages.write(plain, self.client.export_rows(self.sequence))
-        for name, content, given in (("none", whole, b""), ("other", whole, other),
+        for name, content, given in (("none", whole, None), ("other", whole, other),
                                      ("plain", plain.getvalue(), key),
                                      ("end", whole[:-1], key)):
             with self.subTest(name), self.assertRaises(mla_client.DataLoss):

@@ -239,7 +239,7 @@ std::map<std::string, FieldRule> ModelRules() {
       {"WatchStatusRequest.interval_ms", {}},
       {"DrainRequest.deadline_ms", {}},
       {"DrainRequest.exit", {}},
-      {"DrainRequest.to", {0, kMostName, "to", {}}},
+      {"DrainRequest.to", {0, kMostName, "to", {"to"}}},  // HOST:PORT
   };
 }
 
