@@ -101,9 +101,9 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 //   rounding does averages out to less than the usual 1e-5. The matrix unit keeps 13 bits below its
 //   largest term: of the 64 products of a tile each drops at most 2^-13 of their sum, 0.8 % in all;
 //   half its square is added. A sum of 4096 keys drops many times as much.
-// - Log-sum-exps may be off by 4e-3, or 0.2 % by sums of logits that keep 13 bits. Where a logit has
-//   two large terms that cancel, the 30 products beside them are dropped whole: six deviations of
-//   their sum are added.
+// - Log-sum-exps may be off by 4e-3, or 0.2 % by sums of logits that keep 13 bits. Where two large
+//   terms of a logit cancel, the 30 products beside them are dropped whole: six deviations of their
+//   sum are added.
 // - In the expanded form keys and values are rounded too. Outputs are within 2/16 of max |V|, half
 //   the mean square of the values' rounding is added to the cosine difference, and both are less
 //   exact where values cancel. Log-sum-exps may be off by 0.02, or 2/16 as a logit of one term may.
