@@ -66,7 +66,8 @@ void EngineCore::Accept(StreamRequest* request) {
       status = AcceptAttend(request);
       wait = status.ok();
       // Those before it may be on their way back: it comes again behind them.
-      if (request->attend.ready.word != nullptr && DetailOf(status).reason == "rows_out_of_order") {
+      if (!status.ok() && request->attend.ready.word != nullptr &&
+          DetailOf(status).reason == "rows_out_of_order") {
         return HandBack(request, HandedBack::kBusy);
       }
       break;

@@ -7,11 +7,10 @@ attention that they compute is none.
 
 import dataclasses
 import enum
-import sys
-import types
 from typing import Any, Optional
 
 import torch
+from tests import library_doubles
 from torch import nn
 
 ATTENTION_BACKENDS = {}
@@ -202,9 +201,4 @@ MODULES = {
 
 def install():
     """Makes them importable."""
-    for name, attributes in MODULES.items():
-        parts = name.split(".")
-        for length in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:length]),
-                                   types.ModuleType(".".join(parts[:length])))
-        vars(sys.modules[name]).update(attributes)
+    library_doubles.install(MODULES)

@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "gtest/gtest.h"
+#include "tests/simulation/first_seed.h"
 #include "tests/simulation/simulator/simulation_run.h"
 
 namespace mla::simulation {
@@ -13,11 +14,6 @@ constexpr int64_t kOperations = 100'000;
 #else
 constexpr int64_t kOperations = 1'000'000;
 #endif
-
-uint64_t FirstSeed() {
-  const char* given = std::getenv("MLA_TEST_SEED");
-  return given == nullptr ? 1 : std::strtoull(given, nullptr, 10);
-}
 
 TEST(Simulation, AMillionOperationsAreAsForetold) {
   RunOptions options;

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -76,6 +77,14 @@ class HandOverTest : public ::testing::Test {
   }
   absl::StatusOr<v1::DrainReply> Drain(const std::string& to, uint32_t deadline_ms = kDeadlineMs) {
     return blue_->Drain(deadline_ms, false, to);
+  }
+  // Returns while launches of the peer are held and a sequence is on its way there.
+  std::future<absl::StatusOr<v1::DrainReply>> DrainHeld(const TestServer& peer,
+                                                        FaultyBackend* faults) {
+    faults->HoldLaunches();
+    auto drained = std::async(std::launch::async, [this, to = Address(peer)] { return Drain(to); });
+    EXPECT_TRUE(Eventually([&] { return faults->holds_launch(); }));
+    return drained;
   }
   const v1::HandedOver& OutcomeOf(const v1::DrainReply& reply, const Track& track) {
     for (const v1::HandedOver& one : reply.handed_over()) {
@@ -283,10 +292,7 @@ TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
   Fill(3);
   FaultyBackend* faults = nullptr;
   const auto b = Serve({}, &faults);
-  faults->HoldLaunches();
-  absl::StatusOr<v1::DrainReply> drained;
-  std::thread drains([&] { drained = Drain(Address(*b)); });
-  EXPECT_TRUE(Eventually([&] { return faults->holds_launch(); }));
+  auto drains = DrainHeld(*b, faults);
   // One of the three is on its way; the others go as they are by then.
   for (Track* const track : {&tracks_[0], &tracks_[1]}) {
     ASSERT_TRUE(track->sequence.Truncate(kRows / 2).ok());
@@ -294,7 +300,7 @@ TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
   }
   ASSERT_TRUE(tracks_[2].sequence.Release().ok());
   faults->ReleaseLaunches();
-  drains.join();
+  const absl::StatusOr<v1::DrainReply> drained = drains.get();
   ASSERT_TRUE(drained.ok()) << drained.status();
   ASSERT_TRUE(blue_->CancelDrain().ok());
   uint64_t moved = 0;
@@ -317,13 +323,10 @@ TEST_F(HandOverTest, ACancelledDrainLeavesSequencesAsTheyWere) {
   Fill(2);
   FaultyBackend* faults = nullptr;
   const auto b = Serve({}, &faults);
-  faults->HoldLaunches();
-  absl::StatusOr<v1::DrainReply> drained;
-  std::thread drains([&] { drained = Drain(Address(*b)); });
-  EXPECT_TRUE(Eventually([&] { return faults->holds_launch(); }));
+  auto drains = DrainHeld(*b, faults);
   const auto second = *client::Client::Connect(a_->tcp_target(), authority_.As("blue"));
   EXPECT_TRUE(second->CancelDrain().ok());
-  drains.join();
+  const absl::StatusOr<v1::DrainReply> drained = drains.get();
   ASSERT_TRUE(drained.ok()) << drained.status();
   EXPECT_TRUE(drained->cancelled());
   EXPECT_EQ(drained->handed_over_size(), 2) << drained->ShortDebugString();

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "gtest/gtest.h"
+#include "tests/simulation/first_seed.h"
 
 namespace mla::simulation {
 namespace {
@@ -13,11 +14,6 @@ constexpr uint64_t kSeeds = 20;
 constexpr uint64_t kSeeds = 200;
 #endif
 constexpr int kOperations = 300;
-
-uint64_t FirstSeed() {
-  const char* const given = std::getenv("MLA_TEST_SEED");
-  return given == nullptr ? 1 : std::strtoull(given, nullptr, 10);
-}
 
 TEST(WindowSimulator, RandomOperationsAreAsForetold) {
   WindowCounts counts;
