@@ -344,6 +344,10 @@ class Engine {
   // Sets the scale of every layer's rows, for formats that need them (ModelTable::SetScales).
   absl::Status SetScales(const std::string& tenant, const std::string& id,
                          std::span<const float> scales);
+  // Sets sinks of a model with a window (ModelTable::SetSinks). Returns the layers that still miss
+  // some, of a model that needs them.
+  absl::StatusOr<std::vector<int32_t>> SetSinks(const std::string& tenant, const std::string& id,
+                                                const SinkSlice& at, std::span<const float> sinks);
   // Names a new upload of weights.
   UploadId NewUpload();
   // Weights of heads [head_begin, head_begin + head_count) of a layer: W_UK [heads, nope, lora],

@@ -53,8 +53,9 @@ std::string ModelSpec::ContentsText() const {
       tail_bytes,
       static_cast<int64_t>(entry_format),
   };
+  // Behind the rest, so that the texts of other models stay as older checkpoints have them.
   return absl::StrCat(absl::StrJoin(numbers, "/"), "/", absl::StrJoin(ratios, ","), "/",
-                      weights_digest);
+                      weights_digest, needs_sinks ? "/sinks" : "");
 }
 
 }  // namespace mla::scheduler

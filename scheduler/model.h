@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,7 @@ struct ModelSpec {
   std::vector<int32_t> ratios = {};
   int32_t tail_bytes = 0;  // of a sequence's tail (Tail); 0: sequences have none
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
+  bool needs_sinks = false;  // of kWindow: rows wait until every head of every layer has its sink
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
   // All but the name, as text: equal for equal contents alone.
   std::string ContentsText() const;
@@ -71,6 +73,17 @@ struct ModelSpec {
   static constexpr int32_t kWindowPageRows = 64;
 };
 
+// The sink of a head that has none.
+inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
+
+// Layers and heads that an upload of sinks is for. A count of 0: all from the first on.
+struct SinkSlice {
+  int64_t layer_begin = 0;
+  int64_t layer_count = 0;
+  int64_t head_begin = 0;
+  int64_t head_count = 0;
+};
+
 // Names one upload of weights; never 0 and not repeated while the model lives.
 using UploadId = uint64_t;
 
@@ -81,6 +94,7 @@ struct ModelInfo {
   int64_t max_sequence_rows = 0;
   bool weights_complete = false;
   bool scales_complete = false;  // rows may be stored: the format needs no scales, or has them
+  bool sinks_complete = false;   // spec.needs_sinks is false, or all are there
   int32_t sequences = 0;
   int64_t lease_ms = 0;       // 0: the model stays until it is unregistered
   int64_t lease_left_ms = 0;  // of a model with a lease and without sequences; else lease_ms

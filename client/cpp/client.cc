@@ -181,6 +181,9 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
   if (registered.ok() && registered->model().index_heads() != model.index_heads()) {
     return absl::UnimplementedError("model.index_heads: the server has no indexer");
   }
+  if (registered.ok() && registered->model().needs_sinks() != model.needs_sinks()) {
+    return absl::UnimplementedError("model.needs_sinks: the server takes sinks with Register only");
+  }
   return registered;
 }
 
@@ -193,6 +196,21 @@ absl::Status Client::UploadScales(const std::string& model_id, std::span<const f
         return impl_->models->UploadScales(context, request, reply);
       })
       .status();
+}
+
+absl::StatusOr<v1::UploadSinksReply> Client::UploadSinks(const std::string& model_id,
+                                                         std::span<const float> sinks,
+                                                         const SinkSlice& at) {
+  v1::UploadSinksRequest request;
+  request.set_model_id(model_id);
+  request.set_layer_begin(at.layer_begin);
+  request.set_layer_count(at.layer_count);
+  request.set_head_begin(at.head_begin);
+  request.set_head_count(at.head_count);
+  request.mutable_sinks()->Assign(sinks.begin(), sinks.end());
+  return impl_->Unary<v1::UploadSinksReply>([&](auto* context, auto* reply) {
+    return impl_->models->UploadSinks(context, request, reply);
+  });
 }
 
 absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(

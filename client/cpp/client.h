@@ -84,6 +84,14 @@ struct WeightsChunk {
   std::string bytes;
 };
 
+// Layers and heads that sinks are for. A count of 0: all from the first on.
+struct SinkSlice {
+  uint32_t layer_begin = 0;
+  uint32_t layer_count = 0;
+  uint32_t head_begin = 0;
+  uint32_t head_count = 0;
+};
+
 class Client final {
  public:
   // Asks for the server's limits and boot id. INVALID_ARGUMENT names an option out of range,
@@ -122,12 +130,18 @@ class Client final {
   // `lease_ms` > 0: the model is unregistered after this time without a call that names it and
   // without an open sequence of it. 0: as the server is configured, by default never.
   // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
-  // `sinks`: [layers, num_heads], of ATTENTION_KIND_SPARSE_V4; empty: there are none.
-  // UNIMPLEMENTED if the server is too old for the model's kv_format or attention.
+  // `sinks`: [layers, num_heads], of ATTENTION_KIND_SPARSE_V4, each finite, or -inf: none; empty:
+  // none, or those that UploadSinks will bring (ModelSpec.needs_sinks).
+  // UNIMPLEMENTED if the server is too old for the model's kv_format, attention or needs_sinks.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
+  // Those of the layers and heads of `at`, [layer_count, head_count], layer by layer. Values in
+  // force may be sent again, others while no sequence of the model is open: else ALREADY_EXISTS.
+  absl::StatusOr<v1::UploadSinksReply> UploadSinks(const std::string& model_id,
+                                                   std::span<const float> sinks,
+                                                   const SinkSlice& at = {});
   // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it. A
   // chunk has at most info().limits().weight_chunk_bytes() bytes.
   absl::StatusOr<v1::UploadWeightsReply> UploadWeights(

@@ -134,6 +134,10 @@ class Recorder(mla_client.Service):
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
         self._service._upload_scales(model_id, scales)
 
+    def _upload_sinks(self, spec: mla_client.ModelSpec, layer_begin: int, head_begin: int,
+                      sinks: npt.NDArray) -> List[int]:
+        raise mla_client.Unimplemented("model.window: recordings do not hold entries")
+
     def _unregister(self, model_id: str) -> None:
         self._service._unregister(model_id)
 

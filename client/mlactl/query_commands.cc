@@ -111,19 +111,26 @@ std::string Fp8ComputeName(const v1::ModelSpec& model) {
   return model.fp8_compute() == v1::FP8_COMPUTE_ON ? "on" : "off";
 }
 
+// Models without a window have none.
+std::string SinksName(const v1::ModelInfo& info) {
+  if (info.model().window() == 0) return "-";
+  return info.sinks_complete() ? "complete" : "missing";
+}
+
 std::string ModelsText(const v1::ListModelsReply& reply) {
-  std::string text = absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-7s %-10s %-4s %-9s %s\n",
-                                     "model", "heads", "lora", "rope", "nope", "v", "layers",
-                                     "page", "queries", "rows", "fp8", "weights", "sequences");
+  std::string text =
+      absl::StrFormat("%-24s %6s %6s %6s %6s %6s %7s %5s %-7s %-10s %-4s %-9s %-9s %s\n", "model",
+                      "heads", "lora", "rope", "nope", "v", "layers", "page", "queries", "rows",
+                      "fp8", "weights", "sinks", "sequences");
   for (const v1::ModelInfo& info : reply.models()) {
     const v1::Geometry& geometry = info.model().geometry();
     absl::StrAppendFormat(
-        &text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-7s %-10s %-4s %-9s %d\n",
+        &text, "%-24s %6d %6d %6d %6d %6d %7d %5d %-7s %-10s %-4s %-9s %-9s %d\n",
         info.model().model_id(), geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(),
         geometry.nope_dim(), geometry.v_dim(), info.model().layers(), info.model().page_size(),
         info.model().query_precision() == v1::QUERY_PRECISION_SPLIT ? "split" : "bf16",
         KvFormatName(info.model().kv_format()), Fp8ComputeName(info.model()),
-        info.weights_complete() ? "complete" : "missing", info.sequences());
+        info.weights_complete() ? "complete" : "missing", SinksName(info), info.sequences());
   }
   return text;
 }

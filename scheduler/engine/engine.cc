@@ -119,7 +119,8 @@ absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const
       if (!good.ok()) return good;
     }
     if (!sinks.empty()) {
-      absl::Status good = CheckSinks(spec, sinks, "sinks");
+      SinkSlice all;
+      absl::Status good = CheckSinks(spec, sinks, "sinks", &all);
       if (!good.ok()) return good;
     }
     absl::StatusOr<Model*> model = core.models().Register((*row)->key(), spec, lease_ms);
@@ -130,7 +131,7 @@ absl::StatusOr<ModelInfo> Engine::RegisterModel(const std::string& tenant, const
       if (!set.ok()) return set;
     }
     if (!sinks.empty()) {
-      absl::Status set = core.models().SetSinks(**model, sinks, "sinks");
+      absl::Status set = core.models().SetSinks(**model, {}, sinks, "sinks");
       if (!set.ok()) return set;
     }
     return core.models().Info(**model);
@@ -167,6 +168,18 @@ absl::Status Engine::SetScales(const std::string& tenant, const std::string& id,
     absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
     if (!model.ok()) return model.status();
     return core.models().SetScales(**model, scales, "scales");
+  });
+}
+
+absl::StatusOr<std::vector<int32_t>> Engine::SetSinks(const std::string& tenant,
+                                                      const std::string& id, const SinkSlice& at,
+                                                      std::span<const float> sinks) {
+  return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
+    absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
+    if (!model.ok()) return model.status();
+    absl::Status set = core.models().SetSinks(**model, at, sinks, "sinks");
+    if (!set.ok()) return set;
+    return core.models().LayersWithoutSinks(**model);
   });
 }
 

@@ -105,11 +105,11 @@ absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request
 absl::Status TensorStager::StageSinks(BatchLaunch* to, const StreamRequest& request,
                                       StagedTensors* staged) {
   const Model& model = *request.engine.step->model;
-  if (model.contents->sinks.empty()) return absl::OkStatus();
+  if (model.sinks.empty()) return absl::OkStatus();
   const AttendArgs& args = request.attend;
   const int64_t first = int64_t{args.layer} * model.spec->geometry.num_heads + args.head_offset;
   absl::StatusOr<const void*> sinks =
-      to->layout.Input(reinterpret_cast<const std::byte*>(model.contents->sinks.data() + first),
+      to->layout.Input(reinterpret_cast<const std::byte*>(model.sinks.data() + first),
                        args.num_heads * int64_t{sizeof(float)});
   if (!sinks.ok()) return sinks.status();
   staged->sinks = static_cast<const float*>(*sinks);

@@ -17,7 +17,10 @@ absl::Status CheckWindow(const ModelSpec& spec) {
                        absl::StrCat(spec.windowed() ? spec.layers : 0, ": one a layer of a window"),
                        "wrong_count");
   }
-  if (!spec.windowed()) return absl::OkStatus();
+  if (!spec.windowed()) {
+    if (!spec.needs_sinks) return absl::OkStatus();
+    return RefuseField("model.needs_sinks", "true", "false without a window", "out_of_range");
+  }
   bool entries = false;
   for (size_t layer = 0; layer < spec.ratios.size(); ++layer) {
     const int32_t ratio = spec.ratios[layer];
@@ -85,17 +88,32 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
 }
 
 absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
-                        const std::string& field) {
-  const int64_t wanted =
-      spec.windowed() ? int64_t{spec.layers} * spec.geometry.num_heads : int64_t{0};
+                        const std::string& field, SinkSlice* at) {
+  if (!spec.windowed()) {
+    return RefuseField(field, absl::StrCat(sinks.size(), " sinks"),
+                       "none: the attention has no window", "wrong_count");
+  }
+  const int64_t layers = spec.layers, heads = spec.geometry.num_heads;
+  absl::Status status = CheckRange("layer_begin", at->layer_begin, 0, layers - 1);
+  if (status.ok()) status = CheckRange("head_begin", at->head_begin, 0, heads - 1);
+  if (status.ok()) {
+    status = CheckRange("layer_count", at->layer_count, 0, layers - at->layer_begin);
+  }
+  if (status.ok()) status = CheckRange("head_count", at->head_count, 0, heads - at->head_begin);
+  if (!status.ok()) return status;
+  if (at->layer_count == 0) at->layer_count = layers - at->layer_begin;
+  if (at->head_count == 0) at->head_count = heads - at->head_begin;
+  const int64_t wanted = at->layer_count * at->head_count;
   if (static_cast<int64_t>(sinks.size()) != wanted) {
     return RefuseField(field, absl::StrCat(sinks.size(), " sinks"),
-                       absl::StrCat(wanted, ": one a layer and head of a window"), "wrong_count");
+                       absl::StrCat(wanted, ": one for each of ", at->layer_count, " layers and ",
+                                    at->head_count, " heads"),
+                       "wrong_count");
   }
   for (size_t i = 0; i < sinks.size(); ++i) {
-    if (!std::isnan(sinks[i])) continue;
-    return RefuseField(absl::StrCat(field, "[", i, "]"), "NaN", "a number, or an infinity",
-                       "out_of_range");
+    if (std::isfinite(sinks[i]) || sinks[i] == kNoSink) continue;
+    return RefuseField(absl::StrCat(field, "[", i, "]"), absl::StrCat(sinks[i]),
+                       "a finite number, or -inf: none", "out_of_range");
   }
   return absl::OkStatus();
 }

@@ -22,9 +22,11 @@ absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpe
 // Whether the backend can have such a model.
 absl::Status CheckSupported(const ModelSpec& spec, const kernels::AttentionBackend& backend);
 absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits);
-// [layers, num_heads] numbers or infinities, of a model with a window.
+// [at->layer_count, at->head_count] finite numbers or -inf, of a model with a window. Replaces
+// counts of 0 by what they stand for. Errors of the slice name "layer_begin" and so on, those of a
+// number have its index behind `field`.
 absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
-                        const std::string& field);
+                        const std::string& field, SinkSlice* at);
 // One a layer, from kSmallestKvScale to kLargestKvScale; an error has the index behind `field`.
 // FAILED_PRECONDITION for a format without scales of layers.
 absl::Status CheckKvScales(const ModelSpec& spec, std::span<const float> scales,

@@ -183,6 +183,10 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   SetLease(model.get(), *lease_ns);
   NoteForms(spec, model.get());
   model->name = std::make_shared<const std::string>(spec.id);
+  if (spec.needs_sinks) {
+    model->sinks_complete = false;
+    model->sinks.assign(size_t(spec.layers) * spec.geometry.num_heads, std::nanf(""));
+  }
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
   models_[free] = std::move(model);
   NameLayout(*models_[free]->contents);
@@ -313,6 +317,7 @@ ModelInfo ModelTable::Info(const Model& model) const {
       std::min<int64_t>(limits_.max_sequence_rows, pages * model.contents->layout.page_size);
   info.weights_complete = model.contents->weights_complete;
   info.scales_complete = model.scales_complete();
+  info.sinks_complete = model.sinks_complete;
   info.sequences = model.sequences;
   info.lease_ms = model.lease_ns / kNanosPerMilli;
   info.lease_left_ms = info.lease_ms;
@@ -337,19 +342,47 @@ int32_t ModelTable::size() const {
   return count;
 }
 
-absl::Status ModelTable::SetSinks(Model& model, std::span<const float> sinks,
+absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
                                   const std::string& field) {
-  if (absl::Status s = CheckSinks(*model.spec, sinks, field); !s.ok()) return s;
-  if (std::equal(sinks.begin(), sinks.end(), model.contents->sinks.begin(),
-                 model.contents->sinks.end())) {
-    return absl::OkStatus();
+  if (absl::Status s = CheckSinks(*model.spec, sinks, field, &at); !s.ok()) return s;
+  const int64_t heads = model.spec->geometry.num_heads;
+  std::vector<float> next = model.sinks;
+  if (next.empty()) next.assign(static_cast<size_t>(model.spec->layers * heads), kNoSink);
+  bool changes = false, adds = false;
+  auto from = sinks.begin();
+  for (int64_t layer = at.layer_begin; layer < at.layer_begin + at.layer_count; ++layer) {
+    for (int64_t head = at.head_begin; head < at.head_begin + at.head_count; ++head, ++from) {
+      float& sink = next[static_cast<size_t>(layer * heads + head)];
+      (std::isnan(sink) ? adds : changes) |= sink != *from;
+      sink = *from;
+    }
   }
-  if (SequencesOf(*model.contents) > 0) {
-    return RefuseField(field, "other sinks", "those in force, while sequences are open",
+  if (!changes && !adds) return absl::OkStatus();  // a launch may read those that are there
+  if (changes && model.sequences > 0) {
+    return RefuseField(field, "other sinks",
+                       absl::StrCat("those in force, while the ", model.sequences,
+                                    " sequences of the model are open"),
                        "sinks_differ", absl::StatusCode::kAlreadyExists);
   }
-  model.contents->sinks.assign(sinks.begin(), sinks.end());
+  model.sinks_complete =
+      std::none_of(next.begin(), next.end(), [](float sink) { return std::isnan(sink); });
+  // One form for a model without sinks, however it came to have none.
+  const bool none =
+      std::all_of(next.begin(), next.end(), [](float sink) { return sink == kNoSink; });
+  model.sinks = none ? std::vector<float>() : std::move(next);
   return absl::OkStatus();
+}
+
+std::vector<int32_t> ModelTable::LayersWithoutSinks(const Model& model) const {
+  std::vector<int32_t> missing;
+  const int64_t heads = model.spec->geometry.num_heads;
+  for (int32_t layer = 0; layer < model.spec->layers && !model.sinks_complete; ++layer) {
+    const auto first = model.sinks.begin() + layer * heads;
+    if (std::any_of(first, first + heads, [](float sink) { return std::isnan(sink); })) {
+      missing.push_back(layer);
+    }
+  }
+  return missing;
 }
 
 absl::Status ModelTable::SetScales(Model& model, std::span<const float> scales,

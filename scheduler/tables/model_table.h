@@ -40,7 +40,6 @@ struct ModelContents {
   // Of models with a window, whose rows lie here, and their entries in `layout`.
   kvcache::GroupLayout window_layout;
   kvcache::LayoutId window_layout_id = -1;
-  std::vector<float> sinks;  // [layers, num_heads] of kWindow, or empty: there are none
   // One a layer, in formats that have such scales and once they have come; else empty.
   std::vector<float> kv_scales;
   // --- Weights
@@ -78,6 +77,10 @@ struct Model {
   int32_t ExpandedMinRows(kernels::DType q_dtype) const {
     return q_dtype == kernels::DType::kF32 ? expanded_min_rows_f32 : expanded_min_rows;
   }
+  // [layers, num_heads] of kWindow; NaN: not there yet. Empty: no head has any. The model's own,
+  // also where it shares contents: sequences of a window share no rows with those of other models.
+  std::vector<float> sinks;
+  bool sinks_complete = true;    // none is missing that ModelSpec::needs_sinks asks for
   absl::Status absorbed_f32;     // whether ABSORBED may send fp32 queries; else the backend's words
   int32_t tile_rows = 0;         // packed rows of a full tile of the absorbed form
   int32_t min_charged_rows = 0;  // see PlanTraits
@@ -118,9 +121,13 @@ class ModelTable {
   std::vector<Model*> OfTenant(TenantKey tenant);
   int32_t size() const;
 
-  // Sets the sinks of a window. Refuses what CheckSinks does, and others than those that are set
-  // while sequences are open (ALREADY_EXISTS).
-  absl::Status SetSinks(Model& model, std::span<const float> sinks, const std::string& field);
+  // Sets sinks of a window, [at.layer_count, at.head_count]: all of them or, with an error, none.
+  // Refuses what CheckSinks does, and others than those in force while sequences are open
+  // (ALREADY_EXISTS); such as are missing may come at any time.
+  absl::Status SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
+                        const std::string& field);
+  // Ascending; empty when sinks_complete.
+  std::vector<int32_t> LayersWithoutSinks(const Model& model) const;
   // Sets the scale of every layer's rows. Refuses what CheckKvScales does, and others than those
   // that are set while sequences are open (ALREADY_EXISTS), since rows are stored under them.
   absl::Status SetScales(Model& model, std::span<const float> scales, const std::string& field);

@@ -371,6 +371,7 @@ TEST(ModelSpecTest, TheTextOfContentsTellsApartWhatDiffers) {
       },
       [](ModelSpec& m) { m.tail_bytes += 1; },
       [](ModelSpec& m) { m.entry_format = kernels::KvFormat::kFp8Row; },
+      [](ModelSpec& m) { m.needs_sinks = true; },
   };
   std::set<std::string> texts = {testing::TinyModel().ContentsText()};
   for (const auto& change : changes) {

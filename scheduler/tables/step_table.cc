@@ -21,6 +21,11 @@ absl::Status CheckProfile(const Step& step, const AttendArgs& args) {
                                     kernels::Name(spec.kv_format), " needs"),
                        "scales_missing", absl::StatusCode::kFailedPrecondition);
   }
+  if (!step.model->sinks_complete) {
+    return RefuseField("attend.step_id", absl::StrCat("a step of model ", spec.id),
+                       "of a model that has the sinks of all layers and heads, as needs_sinks asks",
+                       "sinks_missing", absl::StatusCode::kFailedPrecondition);
+  }
   absl::Status status = CheckAttendProfile(args.profile, args.has_kv, spec);
   if (!status.ok()) return status;
   const absl::Status& absorbed_f32 = step.model->absorbed_f32;

@@ -142,7 +142,9 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         if (rpc_.engine->backend_info().selects) reply->add_capabilities("indexer");
         if (options_.checkpoints) reply->add_capabilities("checkpoints");
         if (rpc_.engine->backend_info().windows) {
-          for (const char* capability : {"window", "tails"}) reply->add_capabilities(capability);
+          for (const char* capability : {"window", "tails", "sinks"}) {
+            reply->add_capabilities(capability);
+          }
         }
         if (options_.shared_memory) {
           for (const char* capability : kSharedMemoryCapabilities)

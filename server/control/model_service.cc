@@ -36,6 +36,7 @@ grpc::Status ModelService::Register(grpc::ServerContext* context,
     if (!info.ok()) return info.status();
     FillModel(info->spec, reply->mutable_model());
     reply->set_scales_complete(info->scales_complete);
+    reply->set_sinks_complete(info->sinks_complete);
     reply->set_page_group_bytes(static_cast<uint64_t>(info->page_group_bytes));
     reply->set_page_groups_max(static_cast<uint64_t>(info->page_groups_max));
     reply->set_max_sequence_rows(static_cast<uint64_t>(info->max_sequence_rows));
@@ -128,6 +129,24 @@ grpc::Status ModelService::UploadScales(grpc::ServerContext* context,
   });
 }
 
+grpc::Status ModelService::UploadSinks(grpc::ServerContext* context,
+                                       const v1::UploadSinksRequest* request,
+                                       v1::UploadSinksReply* reply) {
+  return rpc_.Serve(context, "Models.UploadSinks", [&](const Identity& who) -> absl::Status {
+    reply->set_boot_id(rpc_.boot_id);
+    absl::Status named = CheckName(request->model_id(), "model_id", false, rpc_.engine->limits());
+    if (!named.ok()) return named;
+    const scheduler::SinkSlice at = {request->layer_begin(), request->layer_count(),
+                                     request->head_begin(), request->head_count()};
+    const auto missing =
+        rpc_.engine->SetSinks(who.tenant, request->model_id(), at, Span(request->sinks()));
+    if (!missing.ok()) return missing.status();
+    reply->set_complete(missing->empty());
+    for (const int32_t layer : *missing) reply->add_missing_layers(static_cast<uint32_t>(layer));
+    return absl::OkStatus();
+  });
+}
+
 grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListModelsRequest*,
                                 v1::ListModelsReply* reply) {
   return rpc_.Serve(context, "Models.List", [&](const Identity& who) {
@@ -136,6 +155,7 @@ grpc::Status ModelService::List(grpc::ServerContext* context, const v1::ListMode
       FillModel(info.spec, model->mutable_model());
       model->set_weights_complete(info.weights_complete);
       model->set_scales_complete(info.scales_complete);
+      model->set_sinks_complete(info.sinks_complete);
       model->set_sequences(static_cast<uint32_t>(info.sequences));
       model->set_lease_ms(static_cast<uint32_t>(info.lease_ms));
       model->set_lease_left_ms(static_cast<uint32_t>(info.lease_left_ms));

@@ -32,6 +32,8 @@ class ModelService final : public v1::Models::Service {
                         v1::RegisterReply* reply) override;
   grpc::Status UploadScales(grpc::ServerContext* context, const v1::UploadScalesRequest* request,
                             v1::UploadScalesReply* reply) override;
+  grpc::Status UploadSinks(grpc::ServerContext* context, const v1::UploadSinksRequest* request,
+                           v1::UploadSinksReply* reply) override;
   grpc::Status List(grpc::ServerContext* context, const v1::ListModelsRequest* request,
                     v1::ListModelsReply* reply) override;
   grpc::Status Unregister(grpc::ServerContext* context, const v1::UnregisterRequest* request,

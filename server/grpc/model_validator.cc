@@ -72,6 +72,9 @@ absl::Status ParseAttention(const v1::ModelSpec& message, const Limits& limits, 
                              &spec->top_k));
   MLA_RETURN_IF_ERROR(Narrow(message.tail_bytes(), 0, windowed ? limits.max_tail_bytes : 0,
                              "model.tail_bytes", &spec->tail_bytes));
+  MLA_RETURN_IF_ERROR(
+      CheckRange("model.needs_sinks", message.needs_sinks() ? 1 : 0, 0, windowed ? 1 : 0));
+  spec->needs_sinks = message.needs_sinks();
   MLA_RETURN_IF_ERROR(ParseWindow(message, windowed, spec));
   kernels::IndexerShape& indexer = spec->indexer;
   MLA_RETURN_IF_ERROR(Narrow(message.index_heads(), 0, sparse ? kernels::kMaxIndexHeads : 0,
@@ -194,6 +197,7 @@ void FillModel(const ModelSpec& from, v1::ModelSpec* to) {
     for (const int32_t ratio : from.ratios) to->add_ratios(static_cast<uint32_t>(ratio));
     to->set_entry_format(ToProto(from.entry_format));
     to->set_tail_bytes(static_cast<uint32_t>(from.tail_bytes));
+    to->set_needs_sinks(from.needs_sinks);
   }
   to->set_top_k(static_cast<uint32_t>(from.top_k));
   to->set_index_heads(static_cast<uint32_t>(from.indexer.heads));

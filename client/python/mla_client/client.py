@@ -264,6 +264,9 @@ class Client(Service, Operations, Pages):
                                        f"{spec.attention!r}")
         if spec.index_heads != in_force.index_heads:
             raise errors.Unimplemented("model.index_heads: the server has no indexer")
+        if spec.needs_sinks != in_force.needs_sinks:
+            raise errors.Unimplemented(
+                "model.needs_sinks: the server takes sinks with register_model only")
         return in_force, reply.page_group_bytes
 
     def _unregister(self, model_id: str) -> None:
@@ -272,6 +275,13 @@ class Client(Service, Operations, Pages):
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
         self._call(self._models.UploadScales, model_pb2.UploadScalesRequest(
             model_id=model_id, scales=scales))
+
+    def _upload_sinks(self, spec: ModelSpec, layer_begin: int, head_begin: int,
+                      sinks: npt.NDArray) -> List[int]:
+        reply = self._call(self._models.UploadSinks, model_pb2.UploadSinksRequest(
+            model_id=spec.model_id, layer_begin=layer_begin, layer_count=sinks.shape[0],
+            head_begin=head_begin, head_count=sinks.shape[1], sinks=sinks.reshape(-1).tolist()))
+        return list(reply.missing_layers)
 
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> WeightsStatus:

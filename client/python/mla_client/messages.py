@@ -56,7 +56,7 @@ def spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
         index_heads=spec.index_heads, index_dim=spec.index_dim,
         weights_digest=spec.weights_digest, window=spec.window, ratios=spec.ratios,
         entry_format=_number_of(spec.entry_format, _KV_FORMATS, "entry_format"),
-        tail_bytes=spec.tail_bytes)
+        tail_bytes=spec.tail_bytes, needs_sinks=spec.needs_sinks)
 
 
 def spec_from_proto(message: Any) -> ModelSpec:
@@ -70,7 +70,8 @@ def spec_from_proto(message: Any) -> ModelSpec:
                      _ATTENTION[message.attention], message.top_k, message.index_heads,
                      message.index_dim, message.weights_digest,
                      _FP8_COMPUTE[message.fp8_compute], message.window, tuple(message.ratios),
-                     _KV_FORMATS[message.entry_format], message.tail_bytes)
+                     _KV_FORMATS[message.entry_format], message.tail_bytes,
+                     message.needs_sinks)
 
 
 def weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

@@ -117,6 +117,9 @@ class ModelSpec:
     # Of "sparse_v4": bytes of what the worker keeps of a sequence beside rows and entries, which
     # the server stores with steps (Step.end). 0: nothing.
     tail_bytes: int = 0
+    # Of "sparse_v4": every layer and head has a sink that the client brings, with register_model or
+    # Model.upload_sinks; before all are there Attend is FailedPrecondition.
+    needs_sinks: bool = False
 
     @property
     def kv_parts(self) -> Tuple[int, ...]:

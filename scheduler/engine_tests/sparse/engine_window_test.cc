@@ -48,7 +48,7 @@ class EngineWindowTest : public ::testing::Test {
   EngineWindowTest() {
     const auto row = h_.core().tenants().Enter(h_.tenant());
     const auto model = h_.core().models().Find((*row)->key(), h_.model().id, "model_id");
-    EXPECT_TRUE(h_.core().models().SetSinks(**model, kSinks, "sinks").ok());
+    EXPECT_TRUE(h_.core().models().SetSinks(**model, {}, kSinks, "sinks").ok());
   }
 
   Text Open() {
@@ -291,7 +291,7 @@ TEST_F(EngineWindowTest, RefusalsCountThePagesOfBothCaches) {
   const auto row = small.core().tenants().Enter(small.tenant());
   const auto model = small.core().models().Find((*row)->key(), small.model().id, "model_id");
   ASSERT_TRUE(model.ok()) << model.status();
-  ASSERT_TRUE(small.core().models().SetSinks(**model, kSinks, "sinks").ok());
+  ASSERT_TRUE(small.core().models().SetSinks(**model, {}, kSinks, "sinks").ok());
   std::vector<StepSequenceArgs> sequences;
   for (int i = 0; i < kSequences; ++i) sequences.push_back({small.Open().id, 1, 0, kRows});
   const int64_t wanted =

@@ -1,9 +1,11 @@
 // Windows, entries and sinks on every transport: answers equal attention over the rows and entries
 // that a row sees.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <random>
 #include <span>
@@ -13,125 +15,38 @@
 
 #include "client/cpp/session.h"
 #include "client/cpp/streams/errors.h"
-#include "tests/integration/dense_model.h"
 #include "tests/integration/shared_memory/shared_memory_harness.h"
+#include "tests/integration/window_worker.h"
 
 namespace mla::integration {
 namespace {
 
 using Transport = client::ClientOptions::Transport;
 
-constexpr uint32_t kWindow = 6, kTopK = 8;
 constexpr uint32_t kTailBytes = 100'000;  // more than one reply brings
-constexpr uint32_t kRatios[] = {0, 4};
 
 class WindowTest : public ::testing::TestWithParam<Transport> {
  protected:
   void SetUp() override {
     client_ = server_.Connect(Over(GetParam()));
-    v1::ModelSpec spec = SpecOf(dims_, "w");
-    spec.mutable_geometry()->set_nope_dim(0);
-    spec.mutable_geometry()->set_v_dim(0);
-    spec.set_attention(v1::ATTENTION_KIND_SPARSE_V4);
-    spec.set_window(kWindow);
-    for (const uint32_t ratio : kRatios) spec.add_ratios(ratio);
-    spec.set_top_k(kTopK);
+    v1::ModelSpec spec = worker_.Spec("w");
     spec.set_tail_bytes(kTailBytes);
-    for (int i = 0; i < dims_.layers * dims_.heads; ++i) {
-      sinks_.push_back(0.25f * static_cast<float>(i));
-    }
-    const auto registered = client_->RegisterModel(spec, 0, {}, sinks_);
+    const auto registered = client_->RegisterModel(spec, 0, {}, worker_.sinks());
     ASSERT_TRUE(registered.ok()) << registered.status();
-    EXPECT_EQ(registered->model().window(), kWindow);
+    EXPECT_EQ(registered->model().window(), WindowWorker::kWindow);
+    EXPECT_TRUE(registered->sinks_complete());
     session_ = *client_->OpenSession();
   }
 
-  struct Layer {
-    std::vector<uint16_t> rows, entries;
-  };
-
-  // A step of `rows` rows; `lists`: of layer 1, by row, or empty: all entries.
+  // `lists`: of layer 1, by row, or empty: all entries.
   void Step(client::Sequence* sequence, uint32_t rows,
             const std::vector<std::vector<int32_t>>& lists = {}) {
-    const uint64_t first = sequence->length();
-    auto step = session_->Begin("w", {{sequence, rows}});
-    ASSERT_TRUE(step.ok()) << step.status();
-    for (uint32_t layer = 0; layer < 2; ++layer) {
-      const uint64_t made = (*step)->EntriesOf(layer, 0, rows);
-      EXPECT_EQ(made, layer == 0 ? 0 : (first + rows) / 4 - first / 4);
-      const size_t dim = static_cast<size_t>(dims_.row());
-      const auto kv = RandomBf16((rows + made) * dim, &random_);
-      const auto q = RandomBf16(rows * dims_.heads * dim, &random_);
-      Layer& cached = layers_[layer];
-      const auto middle = kv.begin() + static_cast<int64_t>(rows * dim);
-      cached.rows.insert(cached.rows.end(), kv.begin(), middle);
-      cached.entries.insert(cached.entries.end(), middle, kv.end());
-      std::vector<float> o(rows * dims_.heads * dim), lse(rows * dims_.heads);
-      client::AttendCall call;
-      call.layer = layer;
-      call.row_count = rows;
-      call.num_heads = static_cast<uint32_t>(dims_.heads);
-      call.profile = v1::PROFILE_ABSORBED;
-      call.o_dtype = v1::DTYPE_F32;
-      call.kv = kv.data();
-      call.q = q.data();
-      call.o = o.data();
-      call.lse = lse.data();
-      std::vector<int32_t> entries, begin = {0};
-      for (const auto& list : lists) {
-        entries.insert(entries.end(), list.begin(), list.end());
-        begin.push_back(static_cast<int32_t>(entries.size()));
-      }
-      const bool listed = layer == 1 && !lists.empty();
-      if (listed) call.lists = {entries.data(), 0, begin.data()};
-      const auto times = (*step)->Attend(call);
-      ASSERT_TRUE(times.ok()) << times.status();
-      messages_ = times->messages;
-      for (uint32_t row = 0; row<rows; row += rows> 100 ? 17 : 1) {
-        Compare(layer, first + row + 1, listed ? &lists[row] : nullptr,
-                std::span(q).subspan(row * dims_.heads * dim), &o[row * dims_.heads * dim],
-                &lse[row * dims_.heads]);
-      }
-    }
-    ASSERT_TRUE((*step)->End().ok());
-  }
-
-  void Compare(uint32_t layer, uint64_t visible, const std::vector<int32_t>* list,
-               std::span<const uint16_t> q, const float* o, const float* lse) {
-    const auto dim = static_cast<size_t>(dims_.row());
-    Dims wide = dims_;
-    wide.lora = dims_.row();  // all of a row is value
-    wide.rope = 0;
-    const Layer& cached = layers_[layer];
-    const size_t from = visible < kWindow ? 0 : (visible - kWindow) * dim;
-    std::vector<uint16_t> keys(cached.rows.begin() + static_cast<int64_t>(from),
-                               cached.rows.begin() + static_cast<int64_t>(visible * dim));
-    const auto add = [&](uint64_t entry) {
-      const auto at = cached.entries.begin() + static_cast<int64_t>(entry * dim);
-      keys.insert(keys.end(), at, at + static_cast<int64_t>(dim));
-    };
-    for (uint64_t entry = 0; layer == 1 && list == nullptr && entry < visible / 4; ++entry) {
-      add(entry);
-    }
-    if (list != nullptr) {
-      for (const int32_t entry : *list) add(static_cast<uint64_t>(entry));
-    }
-    for (size_t head = 0; head < static_cast<size_t>(dims_.heads); ++head) {
-      std::vector<double> query;
-      for (size_t i = 0; i < dim; ++i) query.push_back(FromBf16(q[head * dim + i]));
-      double want_lse = 0;
-      const auto want =
-          DenseAbsorbed(wide, keys, static_cast<int>(keys.size() / dim) - 1, query, &want_lse);
-      EXPECT_NEAR(lse[head], want_lse, 1e-5);
-      const double sink = sinks_[layer * dims_.heads + head];
-      const double factor = 1 / (1 + std::exp(sink - want_lse));
-      for (size_t i = 0; i < dim; ++i) EXPECT_NEAR(o[head * dim + i], want[i] * factor, 1e-5);
-    }
+    ASSERT_EQ(worker_.Step(session_.get(), "w", sequence, &text_, rows, lists), absl::OkStatus());
   }
 
   // Rows of both layers, with their entries, to none of which anything attends.
   void AppendRows(client::Step* step) {
-    const auto dim = static_cast<size_t>(dims_.row());
+    const auto dim = static_cast<size_t>(worker_.dims().row());
     for (uint32_t layer = 0; layer < 2; ++layer) {
       const uint64_t rows = step->total_rows(), made = step->EntriesOf(layer, 0, rows);
       const std::vector<uint16_t> kv((rows + made) * dim);
@@ -158,13 +73,11 @@ class WindowTest : public ::testing::TestWithParam<Transport> {
     config.wire.message_bytes = 1 << 18;
     config.limits.tail_bytes = 4 * kTailBytes;  // of which a tenant may have seven eighths
   }};
-  const Dims dims_;
+  WindowWorker worker_{9};
+  WindowText text_;
   std::mt19937_64 random_{9};
-  std::vector<float> sinks_;
   std::unique_ptr<client::Client> client_;
   std::unique_ptr<client::Session> session_;
-  Layer layers_[2];
-  uint32_t messages_ = 0;
 };
 
 TEST_P(WindowTest, AnswersAreThoseOfWhatRowsSee) {
@@ -180,7 +93,7 @@ TEST_P(WindowTest, MessagesAreCutWithTheirEntries) {
   Step(&sequence, 2);
   Step(&sequence, 1000);
   if (GetParam() == Transport::kInline) {
-    EXPECT_GE(messages_, 2u);
+    EXPECT_GE(worker_.messages(), 2u);
   }
 }
 
@@ -361,12 +274,7 @@ TEST(WindowModelTest, RegistrationsAreChecked) {
   const TestServer server;
   const auto client = server.Connect();
   v1::RegisterRequest good;
-  *good.mutable_model() = SpecOf({}, "window");
-  good.mutable_model()->mutable_geometry()->set_nope_dim(0);
-  good.mutable_model()->mutable_geometry()->set_v_dim(0);
-  good.mutable_model()->set_attention(v1::ATTENTION_KIND_SPARSE_V4);
-  good.mutable_model()->set_window(4);
-  for (const uint32_t ratio : {0, 2}) good.mutable_model()->add_ratios(ratio);
+  *good.mutable_model() = WindowWorker(1).Spec("window");
   for (int i = 0; i < 8; ++i) good.add_sinks(0.5f);
   const auto refused = [&](const std::string& field, auto&& change) {
     v1::RegisterRequest request = good;
@@ -384,11 +292,65 @@ TEST(WindowModelTest, RegistrationsAreChecked) {
   }
   refused("sinks", [](auto& r) { r.add_sinks(0.5f); });
   refused("sinks[7]", [](auto& r) { r.set_sinks(7, std::nanf("")); });
+  refused("sinks[2]", [](auto& r) { r.set_sinks(2, std::numeric_limits<float>::infinity()); });
+  refused("", [](auto& r) { r.set_sinks(2, -std::numeric_limits<float>::infinity()); });
   refused("model.window", [](auto& r) { r.mutable_model()->set_window(4097); });
   refused("model.tail_bytes", [](auto& r) { r.mutable_model()->set_tail_bytes((16u << 20) + 1); });
   refused("model.entry_format",
           [](auto& r) { r.mutable_model()->set_entry_format(static_cast<v1::KvFormat>(99)); });
   EXPECT_TRUE(client->UnregisterModel("window").ok());
+  // The other attention kinds have no sinks.
+  v1::ModelSpec dense = SpecOf({}, "dense");
+  dense.set_needs_sinks(true);
+  EXPECT_EQ(client::DetailOf(client->RegisterModel(dense).status())->field(), "model.needs_sinks");
+}
+
+// Ranks send the sinks of their heads; rows wait for those of all.
+TEST(WindowModelTest, SinksMayComeAfterTheRegistration) {
+  const TestServer server;
+  const auto client = server.Connect();
+  EXPECT_THAT(client->info().capabilities(), ::testing::Contains("sinks"));
+  WindowWorker worker(3);
+  v1::ModelSpec spec = worker.Spec("w");
+  spec.set_needs_sinks(true);
+  const auto registered = client->RegisterModel(spec);
+  ASSERT_TRUE(registered.ok()) << registered.status();
+  EXPECT_TRUE(registered->model().needs_sinks());
+  EXPECT_FALSE(registered->sinks_complete());
+  EXPECT_FALSE(client->ListModels()->models(0).sinks_complete());
+  const auto session = *client->OpenSession();
+  client::Sequence sequence = *client->OpenSequence("w");
+  const auto step = [&] {
+    WindowText text;
+    return worker.Step(session.get(), "w", &sequence, &text, 5);
+  };
+  const auto reason = [](const absl::Status& status) {
+    const auto detail = client::DetailOf(status);
+    return detail ? detail->reason() : status.ToString();
+  };
+  EXPECT_EQ(reason(step()), "sinks_missing");
+  const std::vector<float>& all = worker.sinks();  // [2, 4]
+  const std::vector<float> of_a_rank = {all[0], all[1], all[4], all[5]};
+  const auto half = client->UploadSinks("w", of_a_rank, {.head_count = 2});
+  ASSERT_TRUE(half.ok()) << half.status();
+  EXPECT_FALSE(half->complete());
+  EXPECT_THAT(half->missing_layers(), ::testing::ElementsAre(0, 1));
+  EXPECT_EQ(reason(step()), "sinks_missing");
+  const std::vector<float> of_the_other = {all[2], all[3], all[6], all[7]};
+  const auto whole = client->UploadSinks("w", of_the_other, {.head_begin = 2});
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_TRUE(whole->complete());
+  EXPECT_TRUE(client->ListModels()->models(0).sinks_complete());
+  EXPECT_EQ(step(), absl::OkStatus());
+  EXPECT_TRUE(client->UploadSinks("w", all)->complete());
+  EXPECT_TRUE(client->RegisterModel(spec, 0, {}, all)->sinks_complete());
+  std::vector<float> other = all;
+  other[7] += 1;
+  EXPECT_EQ(reason(client->UploadSinks("w", other).status()), "sinks_differ");
+  EXPECT_EQ(reason(client->RegisterModel(spec, 0, {}, other).status()), "sinks_differ");
+  EXPECT_EQ(reason(client->UploadSinks("absent", all).status()), "model_not_found");
+  ASSERT_TRUE(sequence.Release().ok());
+  EXPECT_TRUE(client->UploadSinks("w", other).ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, WindowTest,

@@ -66,7 +66,7 @@ WindowSimulator::WindowSimulator(uint64_t seed)
   }
   const auto row = harness_->core().tenants().Enter(harness_->tenant());
   const auto found = harness_->core().models().Find((*row)->key(), model().id, "model_id");
-  const absl::Status set = harness_->core().models().SetSinks(**found, sinks_, "sinks");
+  const absl::Status set = harness_->core().models().SetSinks(**found, {}, sinks_, "sinks");
   if (!set.ok()) Fail(absl::StrCat("sinks: ", set.ToString()));
 }
 

@@ -8,7 +8,6 @@ same against a server. Leases, limits and quotas are not.
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 import threading
 from typing import Any, Dict, List, Optional, Sequence as Seq, Tuple
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from mla_client import bf16, errors, wire
 from mla_client.local.attention import (LocalSequence, LocalStep, ModelState, dense_attention,
                                         tail_below, visible_keys, whole_entries, window_attention)
+from mla_client.local.sinks import check_sinks, missing_layers, set_sinks
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.types import (AttendArgs, AttendResult, DType, ModelSpec, Prefix, PrefixMatch,
                               Profile, SequenceState, Timings, WeightsStatus)
@@ -104,9 +104,8 @@ class LocalReference(Service):
         if any(ratio and (spec.page_size or 64) % ratio for ratio in spec.ratios):
             raise errors.InvalidArgument(
                 f"model.ratios: got {spec.ratios}, must divide the page size")
-        most = spec.layers * geometry.num_heads * windowed
-        if len(sinks) not in (0, most) or np.isnan(list(sinks)).any():
-            raise errors.InvalidArgument("sinks: must be numbers, one a layer and head of a window")
+        heads = (spec.layers, geometry.num_heads)
+        check_sinks(spec, sinks)
         if not 0 <= spec.tail_bytes < 1 << 31 or (spec.tail_bytes and not windowed):
             raise errors.InvalidArgument(
                 f"model.tail_bytes: got {spec.tail_bytes} with attention {spec.attention!r}")
@@ -124,19 +123,29 @@ class LocalReference(Service):
             if known is not None and known.spec != spec:
                 raise errors.AlreadyExists(f"model {spec.model_id}: registered with other contents")
             if known is None:
-                heads = (spec.layers, geometry.num_heads)
                 self._models[spec.model_id] = ModelState(
                     spec,
                     np.zeros((*heads, geometry.nope_dim, geometry.kv_lora_rank), np.float32),
                     np.zeros((*heads, geometry.kv_lora_rank, geometry.v_dim), np.float32),
                     np.zeros(heads, bool),
-                    np.reshape(np.array(sinks or [-np.inf] * math.prod(heads)), heads))
+                    np.full(heads, np.nan if spec.needs_sinks else -np.inf))
+            if len(sinks) > 0:
+                self._upload_sinks(spec, 0, 0, np.reshape(sinks, heads))
         key_bytes = spec.index_dim + 4 if spec.index_dim else 0
         return spec, spec.layers * spec.page_size * (geometry.row_dim * 2 + key_bytes)
 
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None:
         self._model(model_id)
         _refuse_scales(scales)
+
+    def _upload_sinks(self, spec: ModelSpec, layer_begin: int, head_begin: int,
+                      sinks: npt.NDArray) -> List[int]:
+        with self._lock:
+            model = self._model(spec.model_id)
+            return set_sinks(model, layer_begin, head_begin, sinks, self._in_use(model))
+
+    def _in_use(self, model: ModelState) -> bool:
+        return any(sequence.model is model for sequence in self._sequences.values())
 
     def _model(self, model_id: str) -> ModelState:
         model = self._models.get(model_id)
@@ -147,7 +156,7 @@ class LocalReference(Service):
     def _unregister(self, model_id: str) -> None:
         with self._lock:
             model = self._model(model_id)
-            if any(sequence.model is model for sequence in self._sequences.values()):
+            if self._in_use(model):
                 raise errors.FailedPrecondition(f"model {model_id}: sequences are open")
             del self._models[model_id]
 
@@ -318,6 +327,9 @@ class LocalReference(Service):
             opened = self._opened(step)
             model = opened.sequences[0].model
             end = args.row_begin + args.rows
+            if missing_layers(model):
+                raise errors.FailedPrecondition(
+                    f"attend: no sinks of layers {missing_layers(model)}")
             if not 0 <= args.layer < model.spec.layers or end > step.total_rows:
                 raise errors.InvalidArgument(
                     f"attend: layer {args.layer}, rows {args.row_begin}..{end}: out of range")

@@ -18,7 +18,7 @@ class ModelState:
     w_uk: npt.NDArray            # [layers, heads, nope, lora], float32
     w_uv: npt.NDArray            # [layers, heads, lora, v]
     have_weights: npt.NDArray    # [layers, heads], bool
-    sinks: npt.NDArray           # [layers, heads], float64; -inf: none
+    sinks: npt.NDArray           # [layers, heads], float64; -inf: none, NaN: not there yet
 
 
 @dataclasses.dataclass

@@ -48,6 +48,11 @@ class Service(abc.ABC):
     def _upload_scales(self, model_id: str, scales: Seq[float]) -> None: ...
 
     @abc.abstractmethod
+    def _upload_sinks(self, spec: ModelSpec, layer_begin: int, head_begin: int,
+                      sinks: npt.NDArray) -> List[int]:
+        """`sinks` [layers, heads], neither of them 0. Returns the layers that still miss some."""
+
+    @abc.abstractmethod
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
                 w_uv: npt.NDArray) -> WeightsStatus: ...
 
@@ -120,7 +125,8 @@ class Service(abc.ABC):
         times the scale of its layer. `Model.upload_scales` may bring them later.
 
         `sinks` [layers, heads] belong to attention "sparse_v4": logits whose value is zero; -inf:
-        none. Without them there are none."""
+        none. Without them there are none, or `Model.upload_sinks` brings them
+        (`ModelSpec.needs_sinks`)."""
         sinks = np.asarray(sinks, np.float32)
         heads = (spec.layers, spec.geometry.num_heads)
         if sinks.size and sinks.shape != heads:
@@ -185,6 +191,18 @@ class Model:
         """Sets the scales of kv_format "fp8_tensor", one a layer. Equal ones may be sent again,
         others while no sequence of the model is open: else AlreadyExists."""
         self.service._upload_scales(self.spec.model_id, scales)
+
+    def upload_sinks(self, sinks: Any, layer_begin: int = 0, head_begin: int = 0) -> List[int]:
+        """Sets sinks of attention "sparse_v4", [layers, heads], from `layer_begin` and `head_begin`
+        on: all of them, or as ranks do it those of their heads. Each is finite, or -inf: none.
+        Values in force may be sent again, others while no sequence of the model is open: else
+        AlreadyExists. Returns the layers that still miss some (`ModelSpec.needs_sinks`)."""
+        sinks = np.asarray(sinks, np.float32)
+        wire.check_number("layer_begin", layer_begin)
+        wire.check_number("head_begin", head_begin)
+        if sinks.ndim != 2 or not sinks.size:
+            raise errors.InvalidArgument(f"sinks: got shape {sinks.shape}, must be [layers, heads]")
+        return self.service._upload_sinks(self.spec, layer_begin, head_begin, sinks)
 
     def upload_weights(self, layer: int, w_uk: npt.NDArray, w_uv: npt.NDArray,
                        head_begin: int = 0) -> WeightsStatus:

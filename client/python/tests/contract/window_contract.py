@@ -135,6 +135,52 @@ class WindowContract:
                        {"ratios": (0, 3)}, {"tail_bytes": 1 << 31}):
             with self.subTest(fields), self.assertRaises(mla_client.InvalidArgument):
                 self.service.register_model(self.window_spec(**fields))
-        for sinks in (np.zeros((2, 2)), np.full((2, 3), np.nan)):
+        for sinks in (np.zeros((2, 2)), np.full((2, 3), np.nan), np.full((2, 3), np.inf)):
             with self.subTest(sinks), self.assertRaises(mla_client.InvalidArgument):
                 self.service.register_model(self.window_spec(), sinks=sinks)
+
+    def test_sinks_may_come_later_and_from_each_rank(self):
+        model = self.service.register_model(self.window_spec(needs_sinks=True))
+        self.assertTrue(model.spec.needs_sinks)
+        rng = np.random.default_rng(9)
+        sinks = rng.standard_normal((2, 3)).astype(np.float32)
+        sinks[0, 1] = -np.inf
+        with model.open_sequence() as sequence:
+            with self.assertRaisesRegex(mla_client.FailedPrecondition, "sinks"):
+                self.append([sequence], 1, [1])
+            self.assertEqual(model.upload_sinks(sinks[:, :2]), [0, 1])
+            self.assertEqual(model.upload_sinks(sinks[1:, 2:], layer_begin=1, head_begin=2), [0])
+            with self.assertRaisesRegex(mla_client.FailedPrecondition, "sinks"):
+                self.append([sequence], 1, [1])
+            with self.assertRaises(mla_client.AlreadyExists):
+                model.upload_sinks(sinks[:, :2] + 1)
+            self.assertEqual(model.upload_sinks(sinks), [])
+            self.window_step(sequence, rng, sinks, self.empty_texts(), 5)
+            self.assertEqual(model.upload_sinks(sinks), [])
+            with self.assertRaises(mla_client.AlreadyExists):
+                model.upload_sinks(sinks + 1)
+        sinks = sinks + 1
+        self.assertEqual(model.upload_sinks(sinks), [])
+        with model.open_sequence() as sequence:
+            self.window_step(sequence, rng, sinks, self.empty_texts(), 5)
+
+    def test_uploads_of_sinks_are_checked(self):
+        model, sinks, _ = self.register_window()
+        bad = sinks.copy()
+        for value in (np.nan, np.inf):
+            bad[1, 0] = value
+            with self.assertRaisesRegex(mla_client.InvalidArgument, r"sinks\[3\]"):
+                model.upload_sinks(bad)
+        for layer, head, field in ((2, 0, "layer_begin"), (0, 3, "head_begin"),
+                                   (1, 0, "layer_count"), (0, 1, "head_count")):
+            with self.assertRaisesRegex(mla_client.InvalidArgument, field):
+                model.upload_sinks(sinks, layer, head)
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "shape"):
+            model.upload_sinks(sinks[0])
+        dense = self.service.register_model(
+            ModelSpec("d-" + secrets.token_hex(4), Geometry(3, 24, 8), 2, 0.2, 4))
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "sinks"):
+            dense.upload_sinks(sinks)
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "needs_sinks"):
+            self.service.register_model(ModelSpec("d", Geometry(3, 24, 8), 2, 0.2, 4,
+                                                  needs_sinks=True))

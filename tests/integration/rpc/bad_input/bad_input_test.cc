@@ -19,6 +19,7 @@
 #include "mla/v1/sequence.grpc.pb.h"
 #include "tests/integration/rpc/bad_input/field_rules.h"
 #include "tests/integration/test_server.h"
+#include "tests/integration/window_worker.h"
 #include "tests/integration/worker.h"
 
 namespace mla::integration {
@@ -204,6 +205,16 @@ void BadInputTest::TryModels() {
   TryUnary(scales, [&](auto* context, const auto& request) {
     v1::UploadScalesReply reply;
     return models_->UploadScales(context, request, &reply);
+  });
+  v1::UploadSinksRequest sinks;
+  ASSERT_TRUE(client_->RegisterModel(WindowWorker(1).Spec("window")).ok());
+  sinks.set_model_id("window");
+  sinks.set_layer_count(2);
+  sinks.set_head_count(4);
+  for (int i = 0; i < 8; ++i) sinks.add_sinks(0.5f);
+  TryUnary(sinks, [&](auto* context, const auto& request) {
+    v1::UploadSinksReply reply;
+    return models_->UploadSinks(context, request, &reply);
   });
   v1::UnregisterRequest unregister;
   unregister.set_model_id("absent");
