@@ -76,6 +76,7 @@ MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, in
   pages.tags.ratios = model.spec->ratios;
   pages.tags.entry_format = model.spec->entry_format;
   pages.tags.tail_bytes = model.spec->tail_bytes;
+  if (model.sinks_complete) pages.tags.sinks = model.sinks;
   pages.state.tail = sequence.tail.tail;
   if (sequence.tail.tail != nullptr) pages.tags.tail_position = sequence.tail.position;
   return pages;
@@ -172,6 +173,10 @@ absl::Status RowTransfers::CheckWindow(const Model& model, const PageTags& tags)
   if (tags.tail_bytes != spec.tail_bytes) {
     return Differs("model.tail_bytes", absl::StrCat(tags.tail_bytes),
                    absl::StrCat(spec.tail_bytes));
+  }
+  // Servers that did not know of them have left out the sinks.
+  if (tags.sinks.has_value() && *tags.sinks != model.sinks) {
+    return Differs("sinks", "other sinks", "those of the model");
   }
   return CheckRange("part.header.tail_position", tags.tail_position, -1, tags.rows);
 }

@@ -59,6 +59,8 @@ struct PageTags {
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   int32_t tail_bytes = 0;
   int64_t tail_position = -1;  // that the sequence's tail belongs to; -1: it has none
+  // [layers, num_heads] of models with a window; empty: no head has any; absent: not known.
+  std::optional<std::vector<float>> sinks = {};
 };
 
 // What a sequence is beside its rows, to be had again after a restart.

@@ -149,10 +149,11 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
   if (rpc_.engine->FindModel(args.tenant, args.model_id) != nullptr) return absl::OkStatus();
   scheduler::ModelSpec spec;
   absl::Status status = ParseModelSpec(header.model(), rpc_.engine->limits(), &spec);
-  // The sinks of one with a window are not in the header.
-  if (!status.ok() || spec.windowed()) return status;
+  // What it would compute is not known while its sinks are not.
+  if (!status.ok() || (spec.windowed() && !args.tags.sinks.has_value())) return status;
   spec.id = args.model_id;
-  return rpc_.engine->RegisterModel(args.tenant, spec, 0, args.tags.kv_scales).status();
+  const std::vector<float> sinks = args.tags.sinks.value_or(std::vector<float>());
+  return rpc_.engine->RegisterModel(args.tenant, spec, 0, args.tags.kv_scales, sinks).status();
 }
 
 absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,

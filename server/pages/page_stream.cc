@@ -57,16 +57,53 @@ absl::Status TakeNumber(uint64_t value, int64_t low, int64_t high, const char* f
   return absl::OkStatus();
 }
 
+uint32_t VersionOf(const PageTags& tags) {
+  return tags.sinks.has_value() ? kPagesVersionWithSinks : kPagesVersion;
+}
+
+// Of their bits, least significant byte first; nothing of none.
+std::string SinksDigest(const std::vector<float>& sinks) {
+  if (sinks.empty()) return "";
+  std::string bytes;
+  bytes.reserve(sinks.size() * sizeof(float));
+  for (const float sink : sinks) {
+    const auto bits = std::bit_cast<uint32_t>(sink);
+    for (int shift = 0; shift < 32; shift += 8) bytes += static_cast<char>(bits >> shift);
+  }
+  std::string digest(kPagesDigestBytes, '\0');
+  EVP_Digest(bytes.data(), bytes.size(), reinterpret_cast<unsigned char*>(digest.data()), nullptr,
+             EVP_sha256(), nullptr);
+  return absl::BytesToHexString(digest);
+}
+
+// Their values are compared with those of the model, or checked as those of a registration.
+absl::Status ParseSinks(const v1::PagesHeader& header, const scheduler::ModelSpec& model,
+                        PageTags* tags) {
+  const bool told = header.version() == kPagesVersionWithSinks;
+  if (told && !model.windowed()) {
+    return RefuseField("part.header.version", absl::StrCat(header.version()),
+                       absl::StrCat(kPagesVersion, " of a model without a window"), "inconsistent");
+  }
+  const int64_t count = header.sinks_size();
+  const int64_t all = told ? int64_t{model.layers} * model.geometry.num_heads : 0;
+  if (count != 0 && count != all) {
+    return RefuseField("part.header.sinks", absl::StrCat(count, " sinks"),
+                       absl::StrCat("0 or ", all), "wrong_count");
+  }
+  if (told) tags->sinks.emplace(header.sinks().begin(), header.sinks().end());
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 std::string TagText(const PageTags& tags) {
   const kernels::Geometry& g = tags.geometry;
   std::string text = absl::StrCat(
-      "mla-pages/", kPagesVersion, "\ngeometry ", g.num_heads, " ", g.kv_lora_rank, " ", g.rope_dim,
-      " ", g.nope_dim, " ", g.v_dim, "\nlayers ", tags.layers, "\npage_size ", tags.page_size,
-      "\nindex_dim ", tags.index_dim, "\nkv_format ", static_cast<int>(tags.kv_format),
-      "\nfp8_kind ", static_cast<int>(tags.fp8), "\ngroup_bytes ", tags.group_bytes, "\nfirst_row ",
-      tags.first_row, "\nrows ", tags.rows, "\nweights_digest ",
+      "mla-pages/", VersionOf(tags), "\ngeometry ", g.num_heads, " ", g.kv_lora_rank, " ",
+      g.rope_dim, " ", g.nope_dim, " ", g.v_dim, "\nlayers ", tags.layers, "\npage_size ",
+      tags.page_size, "\nindex_dim ", tags.index_dim, "\nkv_format ",
+      static_cast<int>(tags.kv_format), "\nfp8_kind ", static_cast<int>(tags.fp8), "\ngroup_bytes ",
+      tags.group_bytes, "\nfirst_row ", tags.first_row, "\nrows ", tags.rows, "\nweights_digest ",
       absl::BytesToHexString(tags.weights_digest), "\nkv_scales");
   for (const float scale : tags.kv_scales) {
     absl::StrAppendFormat(&text, " %08x", std::bit_cast<uint32_t>(scale));
@@ -77,6 +114,7 @@ std::string TagText(const PageTags& tags) {
                     "\nentry_format ", static_cast<int>(tags.entry_format), "\ntail_bytes ",
                     tags.tail_bytes, "\ntail_position ", tags.tail_position, "\n");
   }
+  if (tags.sinks.has_value()) absl::StrAppend(&text, "sinks ", SinksDigest(*tags.sinks), "\n");
   return text;
 }
 
@@ -144,22 +182,26 @@ int32_t PageSizeOf(const MovingPages& pages, const StreamGroup& group) {
 }
 
 void FillHeader(const scheduler::ModelSpec& model, const PageTags& tags, v1::PagesHeader* header) {
-  header->set_version(kPagesVersion);
+  header->set_version(VersionOf(tags));
   FillModel(model, header->mutable_model());
   header->mutable_kv_scales()->Assign(tags.kv_scales.begin(), tags.kv_scales.end());
   header->set_fp8_kind(static_cast<v1::Fp8Kind>(tags.fp8));
   header->set_group_bytes(static_cast<uint64_t>(tags.group_bytes));
   header->set_first_row(static_cast<uint64_t>(tags.first_row));
   header->set_rows(static_cast<uint64_t>(tags.rows));
+  if (tags.sinks.has_value()) {
+    header->mutable_sinks()->Assign(tags.sinks->begin(), tags.sinks->end());
+  }
   if (tags.tail_position >= 0) {
     header->set_tail_position(static_cast<uint64_t>(tags.tail_position));
   }
 }
 
 absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, PageTags* tags) {
-  if (header.version() != kPagesVersion) {
+  if (header.version() != kPagesVersion && header.version() != kPagesVersionWithSinks) {
     return RefuseField("part.header.version", absl::StrCat(header.version()),
-                       absl::StrCat(kPagesVersion), "unknown_version");
+                       absl::StrCat(kPagesVersion, " or ", kPagesVersionWithSinks),
+                       "unknown_version");
   }
   scheduler::ModelSpec model;
   if (absl::Status known = ParseModelSpec(header.model(), limits, &model); !known.ok()) {
@@ -191,6 +233,7 @@ absl::Status ParseHeader(const v1::PagesHeader& header, const Limits& limits, Pa
                        absl::StrCat("at most ", limits.max_layers), "out_of_range");
   }
   tags->kv_scales.assign(header.kv_scales().begin(), header.kv_scales().end());
+  if (absl::Status status = ParseSinks(header, model, tags); !status.ok()) return status;
   const int64_t rows = limits.max_sequence_rows;
   absl::Status status = TakeNumber(header.group_bytes(), 1, scheduler::kMostKvCacheBytes,
                                    "part.header.group_bytes", &tags->group_bytes);

@@ -22,6 +22,7 @@
 namespace mla::server {
 
 inline constexpr uint32_t kPagesVersion = 1;
+inline constexpr uint32_t kPagesVersionWithSinks = 2;  // of models with a window
 inline constexpr size_t kPagesDigestBytes = 32;
 
 // Everything that the rows' meaning depends on, as the bytes that digests begin with.

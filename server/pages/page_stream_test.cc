@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "base/error.h"
 
 namespace mla::server {
@@ -106,6 +108,83 @@ TEST(PageStreamTest, OfAWindowTheStreamHasEntriesThenRowsThenTheTail) {
   EXPECT_EQ(TagText(pages.tags).find("window"), std::string::npos);
 }
 
+class SinksOfAHeaderTest : public ::testing::Test {
+ protected:
+  SinksOfAHeaderTest() {
+    model_.id = std::string("w");
+    model_.geometry = {2, 3, 1, 0, 0};
+    model_.layers = 2;
+    model_.softmax_scale = 0.5;
+    model_.page_size = 4;
+    model_.attention = kernels::AttentionKind::kWindow;
+    model_.window = 6;
+    model_.ratios = {0, 2};
+    pages_.tags.first_row = 0;
+    pages_.tags.geometry = model_.geometry;
+    pages_.tags.window = model_.window;
+    pages_.tags.ratios = model_.ratios;
+    pages_.tags.sinks = std::vector<float>{1.0f, -0.5f, scheduler::kNoSink, 3.0f};
+  }
+  v1::PagesHeader Filled() {
+    v1::PagesHeader header;
+    FillHeader(model_, pages_.tags, &header);
+    return header;
+  }
+  static std::string Refused(const v1::PagesHeader& header) {
+    scheduler::PageTags tags;
+    return DetailOf(ParseHeader(header, scheduler::Limits(), &tags)).field;
+  }
+
+  scheduler::ModelSpec model_;
+  scheduler::MovingPages pages_ = Pages();
+};
+
+TEST_F(SinksOfAHeaderTest, ComeBackAndArePartOfTheDigests) {
+  for (const std::vector<float>& sinks : {*pages_.tags.sinks, std::vector<float>()}) {
+    pages_.tags.sinks = sinks;
+    const v1::PagesHeader header = Filled();
+    EXPECT_EQ(header.version(), kPagesVersionWithSinks);
+    scheduler::PageTags tags;
+    ASSERT_EQ(ParseHeader(header, scheduler::Limits(), &tags), absl::OkStatus());
+    EXPECT_EQ(tags.sinks, sinks);
+    EXPECT_EQ(TagText(tags), TagText(pages_.tags));
+  }
+  std::set<std::string> texts;
+  for (const std::vector<float>& sinks : {std::vector<float>{1, 2, 3, 4}, {2, 1, 3, 4}, {}}) {
+    pages_.tags.sinks = sinks;
+    texts.insert(TagText(pages_.tags));
+  }
+  pages_.tags.sinks.reset();
+  texts.insert(TagText(pages_.tags));
+  EXPECT_EQ(texts.size(), 4u);
+}
+
+TEST_F(SinksOfAHeaderTest, AreNotKnownOfServersThatDidNotSay) {
+  pages_.tags.sinks.reset();
+  v1::PagesHeader header = Filled();
+  EXPECT_EQ(header.version(), kPagesVersion);
+  scheduler::PageTags tags;
+  ASSERT_EQ(ParseHeader(header, scheduler::Limits(), &tags), absl::OkStatus());
+  EXPECT_FALSE(tags.sinks.has_value());
+  EXPECT_EQ(TagText(tags).substr(0, 12), "mla-pages/1\n");
+  EXPECT_EQ(TagText(tags).find("sinks"), std::string::npos);
+}
+
+TEST_F(SinksOfAHeaderTest, AreOneALayerAndHeadOfAWindow) {
+  v1::PagesHeader header = Filled();
+  header.add_sinks(1);
+  EXPECT_EQ(Refused(header), "part.header.sinks");
+  header = Filled();
+  header.set_version(kPagesVersion);
+  EXPECT_EQ(Refused(header), "part.header.sinks");
+  for (const uint32_t version : {0u, 3u, ~0u}) {
+    header.set_version(version);
+    EXPECT_EQ(Refused(header), "part.header.version");
+  }
+  model_.attention = kernels::AttentionKind::kDense;
+  EXPECT_EQ(Refused(Filled()), "part.header.version");
+}
+
 TEST(PageStreamTest, NoPartMayBeMissingTwiceThereOrElsewhere) {
   const std::vector<v1::PagesPart> good = Parts(Pages());
   for (size_t i = 0; i < good.size(); ++i) {
@@ -168,6 +247,18 @@ TEST(PageStreamTest, TagsAndDigestsAreThoseOfTheFormat) {
             "mla-pages/1\ngeometry 2 3 1 2 2\nlayers 2\npage_size 4\nindex_dim 0\nkv_format "
             "1\nfp8_kind 1\n"
             "group_bytes 64\nfirst_row 4\nrows 6\nweights_digest \nkv_scales\n");
+  scheduler::PageTags tags = Pages().tags;
+  tags.window = 6;
+  tags.ratios = {0, 2};
+  tags.sinks = std::vector<float>{1.0f, -2.0f};
+  // ee4ac73c2bd27756ab82780f27c73a7bc4d3f0bb6acb37e008bc27eccd7e588b-256 of the bytes 00 00 80 3f
+  // 00 00 00 c0.
+  EXPECT_EQ(TagText(tags),
+            "mla-pages/2\ngeometry 2 3 1 2 2\nlayers 2\npage_size 4\nindex_dim 0\nkv_format "
+            "1\nfp8_kind 1\n"
+            "group_bytes 64\nfirst_row 4\nrows 6\nweights_digest \nkv_scales\n"
+            "window 6\nratios 0 2\nentry_format 1\ntail_bytes 0\ntail_position -1\n"
+            "sinks ee4ac73c2bd27756ab82780f27c73a7bc4d3f0bb6acb37e008bc27eccd7e588b\n");
 }
 
 TEST(PageStreamTest, ChunksAreWholeRowsWithinTheBound) {

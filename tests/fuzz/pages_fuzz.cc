@@ -39,10 +39,14 @@ const MemoryFile& File() {
 scheduler::ModelSpec Model() {
   scheduler::ModelSpec model;
   model.id = std::string(1, 'm');  // GCC 12 warns of the literal
-  model.geometry = {2, 3, 1, 2, 2};
+  model.geometry = {2, 3, 1, 0, 0};
   model.layers = 2;
   model.softmax_scale = 0.5;
   model.page_size = 4;
+  model.attention = kernels::AttentionKind::kWindow;
+  model.window = 3;
+  model.ratios = {2, 4};
+  model.tail_bytes = 5;
   return model;
 }
 
@@ -57,9 +61,11 @@ scheduler::MovingPages Pages() {
   pages.tags.page_size = model.page_size;
   pages.tags.group_bytes = 64;
   pages.tags.rows = 6;
-  pages.tags.window = 3;
-  pages.tags.tail_bytes = 5;
+  pages.tags.window = model.window;
+  pages.tags.ratios = model.ratios;
+  pages.tags.tail_bytes = model.tail_bytes;
   pages.tags.tail_position = 6;
+  pages.tags.sinks = std::vector<float>{0.5f, -1.0f, scheduler::kNoSink, 2.0f};
   return pages;
 }
 constexpr size_t kPayloads = 6 * 16 + 4 * 16 + 5;  // of rows, of the window's rows 2 to 5, the tail
@@ -86,6 +92,10 @@ std::string CheckHeader(const v1::PagesHeader& header) {
   if (tags.rows < 1 || tags.rows > limits.max_sequence_rows || tags.first_row < 0 ||
       tags.first_row > limits.max_sequence_rows || tags.group_bytes < 1) {
     return "tags out of range";
+  }
+  const size_t sinks = tags.sinks ? tags.sinks->size() : 0;
+  if (sinks != 0 && sinks != static_cast<size_t>(tags.layers) * tags.geometry.num_heads) {
+    return "sinks of no layer or head";
   }
   return "";
 }
@@ -132,6 +142,9 @@ std::string Seed() {
   server::PageDigests digests(pages.tags);
   v1::PagesPart part;
   server::FillHeader(Model(), pages.tags, part.mutable_header());
+  scheduler::PageTags tags;
+  Require(std::string(server::ParseHeader(part.header(), scheduler::Limits(), &tags).message()));
+  Require(tags.sinks == pages.tags.sinks ? "" : "sinks of the seed's header are lost");
   std::string text =
       absl::StrCat(client::kPagesFileMagic, std::string("\1\0\0\0", 4), Framed(part));
   const int64_t groups = server::GroupCount(pages);

@@ -414,6 +414,11 @@ TEST_F(EngineWindowTest, RowsMoveElsewhereAsAWhole) {
   EXPECT_EQ(refused([](auto& tags) { tags.tail_position = 7; }), "part.header.tail_position");
   EXPECT_EQ(refused([](auto& tags) { tags.entry_format = kernels::KvFormat::kFp8Row; }),
             "part.header.model.entry_format");
+  EXPECT_EQ(exported->tags.sinks, kSinks);
+  EXPECT_EQ(refused([](auto& tags) { tags.sinks->back() += 1; }), "part.header.sinks");
+  EXPECT_EQ(refused([](auto& tags) { tags.sinks->clear(); }), "part.header.sinks");
+  import.tags.sinks.reset();  // of a server that did not say
+  EXPECT_TRUE(h_.core().BeginImport(import).ok());
 }
 
 // What it attends to afterwards is in the tests of the transports.

@@ -196,8 +196,9 @@ void BadInputTest::TryModels() {
       return status;
     });
   }
-  // Lists of numbers that only a model with a window has: window_test.
-  seen_.insert({"mla.v1.ModelSpec.ratios", "mla.v1.RegisterRequest.sinks", "mla.v1.EndStep.tails"});
+  // Lists of numbers that only a model with a window has: window_test, page_stream_test.
+  seen_.insert({"mla.v1.ModelSpec.ratios", "mla.v1.RegisterRequest.sinks", "mla.v1.EndStep.tails",
+                "mla.v1.PagesHeader.sinks"});
   ASSERT_TRUE(client_->RegisterModel(fp8.model()).ok());
   v1::UploadScalesRequest scales;
   scales.set_model_id(fp8.model().model_id());
