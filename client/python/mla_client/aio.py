@@ -176,6 +176,28 @@ class AsyncStep:
             lambda: self.step.attend_async(layer, q, kv, profile, **options))
         return await self._owner._wait(future.result)
 
+    async def attend_sparse(self, layer: int, q: npt.NDArray, lists: Any, *args: Any,
+                            **options: Any) -> AttendResult:
+        """As Step.attend_sparse. Arrays must stay as they are until it is done, here and below."""
+        future = await self._owner._send(
+            lambda: self.step.attend_sparse_async(layer, q, lists, *args, **options))
+        return await self._owner._wait(future.result)
+
+    async def attend_indexed(self, layer: int, q: npt.NDArray, index_queries: npt.NDArray,
+                             head_weights: npt.NDArray, *args: Any,
+                             **options: Any) -> AttendResult:
+        """As Step.attend_indexed."""
+        future = await self._owner._send(lambda: self.step.attend_indexed_async(
+            layer, q, index_queries, head_weights, *args, **options))
+        return await self._owner._wait(future.result)
+
+    async def attend_window(self, layer: int, q: npt.NDArray, *args: Any,
+                            **options: Any) -> AttendResult:
+        """As Step.attend_window."""
+        future = await self._owner._send(
+            lambda: self.step.attend_window_async(layer, q, *args, **options))
+        return await self._owner._wait(future.result)
+
     async def end(self, committed: Optional[Seq[int]] = None, **options: Any) -> List[int]:
         """As Step.end."""
         return await self._owner._send(lambda: self.step.end(committed, **options))

@@ -1,6 +1,7 @@
 """mla_client.aio: the same outputs, in order, beside others, and nothing left open."""
 
 import asyncio
+import dataclasses
 import unittest
 
 import mla_client
@@ -69,6 +70,36 @@ class AsyncServiceTest(unittest.IsolatedAsyncioTestCase):
                                 row_begin=row) for row in range(ROWS)))
         whole = np.concatenate([part.o for part in parts])
         np.testing.assert_allclose(whole, self.local(), atol=0.02)
+
+    async def test_sparse_attention_and_windows(self):
+        """Each awaited beside the step API of LocalReference, whose answers the contract holds."""
+        rng = np.random.default_rng(4)
+        spec = mla_client.ModelSpec("aio-sparse", mla_client.Geometry(3, 24, 8), 2, SCALE, 4)
+        rows, q = rng.standard_normal((6, 32)), rng.standard_normal((6, 3, 32))
+        keys = rng.standard_normal((6, 48))
+        indexed = (rng.standard_normal((6, 2, 16)), rng.standard_normal((6, 2)))
+        lists = [[row // 2, -1] for row in range(6)]
+        sparse = dataclasses.replace(spec, attention="sparse_v32", top_k=2)
+        for kind, one, call in (
+                ("sparse", sparse, (q, lists, rows, Profile.ABSORBED)),
+                ("indexed", dataclasses.replace(sparse, index_heads=2, index_dim=16),
+                 (q, *indexed, keys, Profile.ABSORBED)),
+                ("window", dataclasses.replace(spec, attention="sparse_v4", window=3,
+                                               ratios=(2, 2)), (q, rows, rows[:3]))):
+            one = dataclasses.replace(one, model_id=f"aio-{kind}")
+            sinks = np.ones((2, 3)) if kind == "window" else ()
+            local = mla_client.LocalReference()
+            wanted = local.register_model(one, sinks=sinks).open_sequence()
+            with local.step([(wanted, 6)]) as step:
+                for layer in range(2):
+                    want = getattr(step, f"attend_{kind}")(layer, *call)
+            sequence = await self.service.open_sequence(
+                self.client.register_model(one, sinks=sinks))
+            async with self.service.step([(sequence, 6)]) as step:
+                for layer in range(2):
+                    got = await getattr(step, f"attend_{kind}")(layer, *call)
+            with self.subTest(kind):
+                np.testing.assert_allclose(got.o, want.o, atol=0.02)
 
     async def test_many_tasks_share_a_service(self):
         sequences = [await self.service.open_sequence(self.model) for _ in range(6)]
