@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,32 +18,35 @@ namespace {
 
 constexpr int32_t kFewEntries = 8;  // of a list, looked at first
 constexpr int32_t kBlock = 128;     // entries that are looked at together
+constexpr int32_t kGroup = 8;       // positions that are marked without a branch between them
 constexpr uint32_t kWordBits = 32;
 constexpr size_t kWordStep = 4096;  // by which the memory of bits grows
-// A list of a row that sees more positions than this for each entry clears the words of its own
-// entries: it costs less than to clear those of all that the row sees.
-constexpr size_t kSparseBits = 512;
+constexpr size_t kLineBytes = 64;   // of a cache; a vector that lies in two of them takes longer
+// Of a list with more visible positions than this for each entry, repeats are looked for entry by
+// entry: it costs less than to count the marks of all that the row sees.
+constexpr size_t kSparseMarks = 256;
+
+// The first line behind the address.
+template <typename T>
+T* LineOf(T* memory) {
+  const size_t behind = reinterpret_cast<uintptr_t>(memory) % kLineBytes;
+  return memory + (kLineBytes - behind) % kLineBytes / sizeof(T);
+}
 
 // What is always inlined is written once for all instruction sets: the attribute of the caller
 // decides.
 
-// Whether every entry is a position below the bound and larger than the one before it.
-[[gnu::always_inline]] inline bool Ascends(const int32_t* list, int32_t count, uint32_t bound) {
-  uint32_t faults = 0;
+// Whether every entry is larger than the one before it. Those of a list that begins at 0 or above
+// and ends below the bound are then positions.
+[[gnu::always_inline]] inline bool Ascends(const int32_t* list, int32_t count) {
+  uint32_t falls = 0;
   int32_t i = 0;
-  const auto look_at = [&](int32_t k) {
-    faults |= static_cast<uint32_t>(static_cast<uint32_t>(list[k]) >= bound);
-    faults |= static_cast<uint32_t>(list[k] >= list[k + 1]);
-  };
-  // What does not ascend seldom does so for long.
-  if (count > kFewEntries) {
-    for (; i < kFewEntries; ++i) look_at(i);
-  }
-  for (; i + kBlock < count && faults == 0; i += kBlock) {
+  const auto look_at = [&](int32_t k) { falls |= static_cast<uint32_t>(list[k] >= list[k + 1]); };
+  for (; i + kBlock < count && falls == 0; i += kBlock) {
     for (int32_t k = 0; k < kBlock; ++k) look_at(i + k);
   }
-  for (; i + 1 < count && faults == 0; ++i) look_at(i);
-  return faults == 0 && (count == 0 || static_cast<uint32_t>(list[count - 1]) < bound);
+  for (; i + 1 < count && falls == 0; ++i) look_at(i);
+  return falls == 0;
 }
 
 // The largest of the entries; -1 is beyond every position.
@@ -114,175 +118,222 @@ constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
   }
   return CompactRest(list, count, bound, to, i, kept);
 }
-
-[[gnu::target("avx512f,popcnt")]] int32_t CompactByAvx512(const int32_t* list, int32_t count,
-                                                          uint32_t bound, int32_t* to) {
-  const __m512i none = _mm512_set1_epi32(-1);
-  const __m512i bounds = _mm512_set1_epi32(static_cast<int32_t>(bound));
-  int32_t kept = 0, i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const __m512i entries = _mm512_loadu_si512(list + i);
-    if (_mm512_cmpgt_epu32_mask(_mm512_sub_epi32(entries, none), bounds) != 0) break;
-    const __mmask16 present = _mm512_cmpneq_epi32_mask(entries, none);
-    _mm512_storeu_si512(to + kept, _mm512_maskz_compress_epi32(present, entries));
-    kept += __builtin_popcount(present);
-  }
-  return CompactRest(list, count, bound, to, i, kept);
-}
 #endif
 
-// Marks of positions, of one list. `Add` marks kGroup of them.
+// Marks of the positions of one list, which has no repeats if it has as many marks as positions.
+// They are counted behind it: what is left for each entry is one store, and that is what it costs.
 
-// By bytes: each list has a bit of its own.
+// By bytes, of which those are the list's that have its mark. Counting them needs vectors.
 class ByteMarks {
  public:
-  static constexpr int32_t kGroup = 8;
   ByteMarks(uint8_t* seen, uint8_t mark) : seen_(seen), mark_(mark) {}
-  [[gnu::always_inline]] inline void AddOne(int32_t position) {
-    a_ |= Swap(static_cast<uint32_t>(position));
+  [[gnu::always_inline]] inline void Add(int32_t position) {
+    seen_[static_cast<uint32_t>(position)] = mark_;
   }
-  [[gnu::always_inline]] inline void Add(const int32_t* positions) {
-    AddFour(positions);
-    AddFour(positions + 4);
+  // Of positions below the bound; the memory is whole lines.
+#if defined(__x86_64__)
+  [[gnu::target("avx2,popcnt")]] int32_t Count(uint32_t bound) const {
+    const __m256i marks = _mm256_set1_epi8(static_cast<char>(mark_));
+    int32_t count = 0;
+    for (uint32_t at = 0; at < bound; at += sizeof(marks)) {
+      const __m256i seen = _mm256_load_si256(reinterpret_cast<const __m256i*>(seen_ + at));
+      const int bits = _mm256_movemask_epi8(_mm256_cmpeq_epi8(seen, marks));
+      count += __builtin_popcount(static_cast<uint32_t>(bits));
+    }
+    return count;
   }
-  bool repeats() const { return ((a_ | b_) & mark_) != 0; }
+  [[gnu::target("avx512f,avx512bw,popcnt")]] int32_t CountByAvx512(uint32_t bound) const {
+    const __m512i marks = _mm512_set1_epi8(static_cast<char>(mark_));
+    int64_t count = 0;
+    for (uint32_t at = 0; at < bound; at += sizeof(marks)) {
+      const __m512i seen = _mm512_load_si512(seen_ + at);
+      count += __builtin_popcountll(_mm512_cmpeq_epi8_mask(seen, marks));
+    }
+    return static_cast<int32_t>(count);
+  }
+#endif
 
  private:
-  // Two positions a load, in chains that keep ahead of the loads.
-  [[gnu::always_inline]] inline void AddFour(const int32_t* positions) {
-    uint64_t pair, next;
-    std::memcpy(&pair, positions, sizeof(pair));
-    std::memcpy(&next, positions + 2, sizeof(next));
-    a_ |= Swap(static_cast<uint32_t>(pair));
-    b_ |= Swap(static_cast<uint32_t>(pair >> 32));
-    a_ |= Swap(static_cast<uint32_t>(next));
-    b_ |= Swap(static_cast<uint32_t>(next >> 32));
-  }
-  [[gnu::always_inline]] inline uint32_t Swap(uint32_t position) {
-    const uint8_t before = seen_[position];
-    seen_[position] = mark_;
-    return before;
-  }
-
   uint8_t* seen_;
   uint8_t mark_;
-  uint32_t a_ = 0, b_ = 0;  // marks of before, joined
 };
 
-// By bits, all 0 at first.
+// By bits, all 0 at first and again when they have been counted.
 class BitMarks {
  public:
-  static constexpr int32_t kGroup = 16;
   explicit BitMarks(uint32_t* words) : words_(words) {
 #if defined(__x86_64__)
-    asm("" : "+r"(shift_));  // a shift by a register needs no copy of what it shifts
+    asm("" : "+r"(one_));  // to shift what may be any number takes less time than to set a bit
 #endif
   }
-  [[gnu::always_inline]] inline void AddOne(int32_t position) {
-    const auto at = static_cast<uint32_t>(position);
-    uint32_t& word = words_[at >> shift_];
+  [[gnu::always_inline]] inline void Add(int32_t position) {
+    auto at = static_cast<uint32_t>(position);
+    const uint32_t bit = one_ << at % kWordBits;
 #if defined(__x86_64__)
-    // GCC needs twice as many instructions, and their number is what this costs.
-    uint32_t bits;
-    asm("mov %[word], %[bits]\n\t"
-        "bts %[at], %[bits]\n\t"
-        "adc $0, %[repeats]\n\t"
-        "mov %[bits], %[word]"
-        : [word] "+m"(word), [bits] "=&r"(bits), [repeats] "+r"(repeats_)
-        : [at] "r"(at)
-        : "cc");
-#else
-    const uint32_t bit = uint32_t{1} << at % kWordBits;
-    repeats_ += static_cast<uint32_t>((word & bit) != 0);
-    word |= bit;
+    asm("" : "+r"(at) : "r"(bit));  // made before `at` is shifted, which needs no copy then
 #endif
+    words_[at / kWordBits] |= bit;
   }
-  [[gnu::always_inline]] inline void Add(const int32_t* positions) {
-    AddFour(positions);
-    AddFour(positions + 4);
-    AddFour(positions + 8);
-    AddFour(positions + 12);
+  // Of positions below the bound; the memory is whole lines.
+  [[gnu::always_inline]] inline int32_t Count(uint32_t bound) const {
+    const size_t bytes = (size_t{bound} + 8 * sizeof(uint64_t) - 1) / 64 * sizeof(uint64_t);
+    const auto* const memory = reinterpret_cast<const char*>(words_);
+    int32_t count = 0;
+    for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+      uint64_t bits;
+      std::memcpy(&bits, memory + at, sizeof(bits));
+      count += std::popcount(bits);
+    }
+    std::memset(words_, 0, bytes);
+    return count;
   }
-  bool repeats() const { return repeats_ != 0; }
+#if defined(__x86_64__)
+  [[gnu::target("avx512f,avx512vpopcntdq")]] int32_t CountByAvx512(uint32_t bound) const {
+    __m512i count = _mm512_setzero_si512();
+    for (uint32_t at = 0; at < bound; at += 8 * sizeof(count)) {
+      uint32_t* const words = words_ + at / kWordBits;
+      count = _mm512_add_epi64(count, _mm512_popcnt_epi64(_mm512_load_si512(words)));
+      _mm512_store_si512(words, _mm512_setzero_si512());
+    }
+    alignas(64) std::array<int64_t, 8> counts;
+    _mm512_store_si512(counts.data(), count);
+    return static_cast<int32_t>(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
+  }
+#endif
 
  private:
-  [[gnu::always_inline]] inline void AddFour(const int32_t* positions) {
-    AddOne(positions[0]);
-    AddOne(positions[1]);
-    AddOne(positions[2]);
-    AddOne(positions[3]);
-  }
-
   uint32_t* words_;
-  uint32_t shift_ = std::countr_zero(kWordBits);
-  uint32_t repeats_ = 0;
+  uint32_t one_ = 1;
 };
 
+// Marks positions from `done` on, in whole groups. Returns how many are marked.
+template <typename Marks>
+[[gnu::always_inline]] inline int32_t AddGroups(const int32_t* positions, int32_t done,
+                                                int32_t count, Marks* marks) {
+  for (; done + kGroup <= count; done += kGroup) {
+    for (int32_t k = 0; k < kGroup; ++k) marks->Add(positions[done + k]);
+  }
+  return done;
+}
+
 // Moves the positions of a list to `to`, which may be `list` or lie before it, and marks them.
-// Returns how many they are, or -1 - the slot of an entry that is no position below `bound`.
-// What lies before the first block with such an entry or a -1 is looked at once.
+// Returns how many they are, and in `marked` how many marks; or -1 - the slot of an entry that is
+// no position below `bound`. Marks are a block behind: what has just been stored is slow to load.
 template <auto kCompact, typename Marks>
 [[gnu::always_inline]] inline int32_t Keep(const int32_t* list, int32_t count, uint32_t bound,
-                                           int32_t* to, Marks* result) {
-  Marks marks = *result;  // in registers
-  int32_t front = 0;
-  for (; front + kBlock <= count; front += kBlock) {
-    if (Highest(list + front, kBlock) >= bound) break;
-    for (int32_t k = 0; k < kBlock; k += Marks::kGroup) marks.Add(list + front + k);
+                                           int32_t* to, Marks marks, int32_t* marked) {
+  int32_t kept = 0, done = 0;
+  for (int32_t at = 0; at < count; at += kBlock) {
+    const int32_t* const block = list + at;
+    int32_t found = std::min(kBlock, count - at);
+    if (Highest(block, found) >= bound) {
+      found = kCompact(block, found, bound, to + kept);
+      if (found < 0) return found - at;
+    } else if (to + kept != block) {
+      std::memmove(to + kept, block, static_cast<size_t>(found) * sizeof(int32_t));
+    }
+    done = AddGroups(to, done, kept, &marks);
+    kept += found;
   }
-  if (to != list) std::memmove(to, list, static_cast<size_t>(front) * sizeof(int32_t));
-  const int32_t rest = kCompact(list + front, count - front, bound, to + front);
-  if (rest < 0) return rest - front;
-  const int32_t kept = front + rest;
-  for (; front + Marks::kGroup <= kept; front += Marks::kGroup) marks.Add(to + front);
-  for (; front < kept; ++front) marks.AddOne(to[front]);
-  *result = marks;
+  for (; done < kept; ++done) marks.Add(to[done]);
+  *marked = marks.Count(bound);
   return kept;
 }
 
-// Keeps the entries that `is_first` says are the first of their position. Returns how many.
-template <typename IsFirst>
-int32_t KeepFirst(int32_t* list, int32_t count, const IsFirst& is_first) {
-  int32_t kept = 0;
-  for (int32_t i = 0; i < count; ++i) {
-    const int32_t position = list[i];
-    if (is_first(static_cast<uint32_t>(position))) list[kept++] = position;
-  }
-  return kept;
-}
+// The passes over a list, for what the processor has.
+struct Passes {
+  bool (*ascends)(const int32_t*, int32_t) = Ascends;
+  int32_t (*by_bits)(const int32_t*, int32_t, uint32_t, int32_t*, BitMarks,
+                     int32_t*) = Keep<Compact, BitMarks>;
+  int32_t (*by_bytes)(const int32_t*, int32_t, uint32_t, int32_t*, ByteMarks,
+                      int32_t*) = nullptr;  // none: all lists by bits
+};
 
 #if defined(__x86_64__)
 // clang vectorizes at -O2 and does not know the second attribute.
 #if __has_cpp_attribute(gnu::optimize)
-#define MLA_AVX2 [[gnu::target("avx2,bmi2,popcnt"), gnu::optimize("O3")]]
+#define MLA_FOR(features) [[gnu::target(features), gnu::optimize("O3")]]
 #else
-#define MLA_AVX2 [[gnu::target("avx2,bmi2,popcnt")]]
+#define MLA_FOR(features) [[gnu::target(features)]]
 #endif
-MLA_AVX2 bool AscendsByAvx2(const int32_t* list, int32_t count, uint32_t bound) {
-  return Ascends(list, count, bound);
-}
-bool HasAvx512() {
-  static const bool kHas = __builtin_cpu_supports("avx512f") != 0;
-  return kHas;
-}
+#define MLA_AVX2 MLA_FOR("avx2,bmi2,popcnt")
+#define MLA_AVX512 MLA_FOR("avx512f,bmi2,popcnt")
+MLA_AVX2 bool AscendsByAvx2(const int32_t* list, int32_t count) { return Ascends(list, count); }
 template <typename Marks>
 MLA_AVX2 int32_t KeepByAvx2(const int32_t* list, int32_t count, uint32_t bound, int32_t* to,
-                            Marks* marks) {
-  if (HasAvx512()) return Keep<CompactByAvx512>(list, count, bound, to, marks);
-  return Keep<CompactByAvx2>(list, count, bound, to, marks);
+                            Marks marks, int32_t* marked) {
+  return Keep<CompactByAvx2>(list, count, bound, to, marks, marked);
 }
-bool HasAvx2() {
-  static const bool kHas = __builtin_cpu_supports("avx2") != 0 &&
-                           __builtin_cpu_supports("bmi2") != 0 &&
-                           __builtin_cpu_supports("popcnt") != 0;
-  return kHas;
-}
-#else
-bool HasAvx2() { return false; }
-constexpr auto AscendsByAvx2 = Ascends;
+
+// As Keep, but that blocks without -1 stay where they are.
 template <typename Marks>
-constexpr auto KeepByAvx2 = Keep<Compact, Marks>;
+MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bound, int32_t* to,
+                                Marks marks, int32_t* marked) {
+  constexpr int32_t kLanes = 16;
+  constexpr __mmask16 kAll =
+      0xffff;  // of those without a mask GCC says that they read what is not set
+  const __m512i none = _mm512_set1_epi32(-1);
+  const __m512i bounds = _mm512_set1_epi32(static_cast<int32_t>(bound));
+  int32_t kept = 0, done = 0, at = 0;
+  for (; at + kBlock <= count; at += kBlock) {
+    // Plus 1, -1 is 0 and a position at most the bound.
+    __m512i highest = bounds, lowest = bounds;
+    for (int32_t k = 0; k < kBlock; k += kLanes) {
+      const __m512i next = _mm512_sub_epi32(_mm512_loadu_si512(list + at + k), none);
+      highest = _mm512_maskz_max_epu32(kAll, highest, next);
+      lowest = _mm512_maskz_min_epu32(kAll, lowest, next);
+    }
+    if (_mm512_cmpneq_epi32_mask(highest, bounds) != 0) break;
+    const int32_t before = kept;
+    if (_mm512_testn_epi32_mask(lowest, lowest) != 0) {
+      for (int32_t k = 0; k < kBlock; k += kLanes) {
+        const __m512i entries = _mm512_loadu_si512(list + at + k);
+        const __mmask16 present = _mm512_cmpneq_epi32_mask(entries, none);
+        _mm512_storeu_si512(to + kept, _mm512_maskz_compress_epi32(present, entries));
+        kept += __builtin_popcount(present);
+      }
+    } else {
+      for (int32_t k = 0; k < kBlock && to + kept != list + at; k += kLanes) {
+        _mm512_storeu_si512(to + kept + k, _mm512_loadu_si512(list + at + k));
+      }
+      kept += kBlock;
+    }
+    done = AddGroups(to, done, before, &marks);
+  }
+  kept = CompactRest(list, count, bound, to, at, kept);
+  for (; done < kept; ++done) marks.Add(to[done]);
+  *marked = kept < 0 ? 0 : marks.CountByAvx512(bound);
+  return kept;
+}
 #endif
+
+ListChecker::Instructions Supported() {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") ||
+      !__builtin_cpu_supports("popcnt")) {
+    return ListChecker::Instructions::kPortable;
+  }
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vpopcntdq")) {
+    return ListChecker::Instructions::kAvx2;
+  }
+  return ListChecker::Instructions::kAvx512;
+#else
+  return ListChecker::Instructions::kPortable;
+#endif
+}
+
+const Passes& PassesOf(ListChecker::Instructions instructions) {
+  static constexpr Passes kPortable;
+#if defined(__x86_64__)
+  static constexpr Passes kAvx2 = {AscendsByAvx2, KeepByAvx2<BitMarks>, KeepByAvx2<ByteMarks>};
+  static constexpr Passes kAvx512 = {AscendsByAvx2, KeepByAvx512<BitMarks>,
+                                     KeepByAvx512<ByteMarks>};
+  if (instructions == ListChecker::Instructions::kAvx2) return kAvx2;
+  if (instructions == ListChecker::Instructions::kAvx512) return kAvx512;
+#endif
+  return kPortable;
+}
 
 // The rows of a step one after the other, and what each of them sees.
 class RowCursor {
@@ -322,60 +373,67 @@ void PlaceSelectedLists(const SentLists& sent,
   }
 }
 
-uint8_t ListChecker::NextMark() {
-  mark_ = static_cast<uint8_t>(mark_ << 1);
-  if (mark_ == 0) {
-    seen_.assign(kByteMarks, 0);
-    mark_ = 1;
-  }
-  return mark_;
-}
+ListChecker::ListChecker(Instructions most) : instructions_(std::min(most, Supported())) {}
 
 int32_t ListChecker::TakeByBytes(const int32_t* list, int32_t count, uint32_t bound, int32_t* to) {
-  uint8_t mark = NextMark();
-  ByteMarks marks(seen_.data(), mark);
-  const auto keep = HasAvx2() ? KeepByAvx2<ByteMarks> : Keep<Compact, ByteMarks>;
-  const int32_t kept = keep(list, count, bound, to, &marks);
-  if (kept < 0 || !marks.repeats()) return kept;
-  mark = NextMark();
-  return KeepFirst(to, kept, [&](uint32_t position) {
-    return (std::exchange(seen_[position], mark) & mark) == 0;
-  });
+  if (++mark_ == 0 || seen_.empty()) {
+    seen_.assign(kByteMarks + kLineBytes, 0);
+    mark_ = 1;
+  }
+  int32_t marked = 0;
+  const int32_t kept =
+      PassesOf(instructions_)
+          .by_bytes(list, count, bound, to, ByteMarks(LineOf(seen_.data()), mark_), &marked);
+  return kept < 0 || marked == kept ? kept : KeepFirst(to, kept, bound);
 }
 
 int32_t ListChecker::TakeByBits(const int32_t* list, int32_t count, uint32_t bound, int32_t* to) {
-  const size_t words = (size_t{bound} + kWordBits - 1) / kWordBits;
-  if (words_.size() < words) words_.resize((words + kWordStep - 1) / kWordStep * kWordStep);
-  const auto clear = [&](int32_t entries) {
-    if (entries < 0 || static_cast<size_t>(entries) * kSparseBits >= bound) {
-      std::memset(words_.data(), 0, words * sizeof(uint32_t));
-      return;
-    }
-    for (int32_t i = 0; i < entries; ++i) words_[static_cast<uint32_t>(to[i]) / kWordBits] = 0;
-  };
-  BitMarks marks(words_.data());
-  const auto keep = HasAvx2() ? KeepByAvx2<BitMarks> : Keep<Compact, BitMarks>;
-  int32_t kept = keep(list, count, bound, to, &marks);
-  if (kept >= 0 && marks.repeats()) {
-    clear(kept);
-    kept = KeepFirst(to, kept, [&](uint32_t position) {
-      BitMarks of_one(words_.data());
-      of_one.AddOne(static_cast<int32_t>(position));
-      return !of_one.repeats();
-    });
+  int32_t marked = 0;
+  const int32_t kept =
+      PassesOf(instructions_).by_bits(list, count, bound, to, BitMarks(Words(bound)), &marked);
+  if (kept < 0) std::fill(words_.begin(), words_.end(), 0);
+  return kept < 0 || marked == kept ? kept : KeepFirst(to, kept, bound);
+}
+
+int32_t ListChecker::KeepFirst(int32_t* positions, int32_t count, uint32_t bound) {
+  uint32_t* const words = Words(bound);
+  int32_t kept = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    const auto at = static_cast<uint32_t>(positions[i]);
+    const uint32_t bit = uint32_t{1} << at % kWordBits;
+    const bool first = (words[at / kWordBits] & bit) == 0;
+    words[at / kWordBits] |= bit;
+    positions[kept] = positions[i];
+    kept += static_cast<int32_t>(first);
   }
-  clear(kept);
+  for (int32_t i = 0; i < kept; ++i) words[static_cast<uint32_t>(positions[i]) / kWordBits] = 0;
   return kept;
 }
 
+uint32_t* ListChecker::Words(uint32_t bound) {
+  const size_t words = (size_t{bound} + kWordBits - 1) / kWordBits;
+  if (words_.size() < words + kLineBytes / sizeof(uint32_t)) {
+    words_.assign((words / kWordStep + 1) * kWordStep + kLineBytes / sizeof(uint32_t), 0);
+  }
+  return LineOf(words_.data());
+}
+
 int32_t ListChecker::Take(const int32_t* list, int32_t count, int32_t visible, int32_t* to) {
+  if (count == 0) return 0;
   const auto bound = static_cast<uint32_t>(visible);
-  if ((HasAvx2() ? AscendsByAvx2 : Ascends)(list, count, bound)) {
+  const Passes& passes = PassesOf(instructions_);
+  // What does not ascend seldom does so for long.
+  if (list[0] >= 0 && static_cast<uint32_t>(list[count - 1]) < bound &&
+      Ascends(list, std::min(count, kFewEntries)) && passes.ascends(list, count)) {
     if (to != list) std::memmove(to, list, static_cast<size_t>(count) * sizeof(int32_t));
     return count;
   }
-  return bound <= kByteMarks ? TakeByBytes(list, count, bound, to)
-                             : TakeByBits(list, count, bound, to);
+  if (static_cast<size_t>(count) * kSparseMarks < bound) {
+    const int32_t kept = Compact(list, count, bound, to);
+    return kept < 0 ? kept : KeepFirst(to, kept, bound);
+  }
+  return bound <= kByteMarks && passes.by_bytes != nullptr ? TakeByBytes(list, count, bound, to)
+                                                           : TakeByBits(list, count, bound, to);
 }
 
 absl::Status ListChecker::Check(const SentLists& sent,

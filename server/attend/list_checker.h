@@ -6,9 +6,10 @@
 //
 // Ascending lists are checked fastest: what follows is larger, so nothing is repeated. For the
 // others the positions are marked, in memory that stays in the first-level cache whatever the
-// context: by bytes where few are visible, which costs least, else by bits. Each list marks its
-// bytes with a bit of its own, so that they are cleared once in eight lists; bits are cleared
-// behind each.
+// context, and the marks are counted: by bytes where few positions are visible, else by bits. A
+// list has a value of its own for its bytes, so that they are cleared once in 255 lists; bits are
+// cleared as they are counted. Only a list with fewer marks than positions is looked at entry by
+// entry.
 //
 // Threading: one thread. Allocates while sequences grow, in steps of 128 Ki positions.
 #ifndef MLA_SERVER_ATTEND_LIST_CHECKER_H_
@@ -45,6 +46,12 @@ void PlaceSelectedLists(const SentLists& sent,
 
 class ListChecker final {
  public:
+  // What the passes over lists are written for; each in all that the one before it needs.
+  enum class Instructions : uint8_t { kPortable, kAvx2, kAvx512 };
+
+  // Uses the most that the processor has, and no more than `most`.
+  explicit ListChecker(Instructions most = Instructions::kAvx512);
+
   // `memory` then holds where the list of each row begins, [rows + 1], and behind it the positions.
   // INVALID_ARGUMENT names row and slot of the first entry that is none, or the offset that is.
   // REQUIRES: the step of `sequences` has these rows.
@@ -58,12 +65,16 @@ class ListChecker final {
   // Of a list that does not ascend, by what marks its positions.
   int32_t TakeByBytes(const int32_t* list, int32_t count, uint32_t bound, int32_t* to);
   int32_t TakeByBits(const int32_t* list, int32_t count, uint32_t bound, int32_t* to);
-  uint8_t NextMark();  // of a list: a bit that no byte has
+  // Keeps the first of equal positions. Returns how many are left.
+  int32_t KeepFirst(int32_t* positions, int32_t count, uint32_t bound);
+  uint32_t* Words(uint32_t bound);  // words_, grown for positions below the bound
 
-  static constexpr uint32_t kByteMarks = 32 * 1024;  // positions
+  static constexpr uint32_t kByteMarks = 8 * 1024;  // positions
+
+  const Instructions instructions_;
 
   std::vector<uint8_t> seen_;    // by position: the mark of the last list that has it, or 0
-  uint8_t mark_ = 0x80;          // of the last list; the next one's clears them
+  uint8_t mark_ = 0;             // of the last list
   std::vector<uint32_t> words_;  // a bit of every position; all 0 between lists
 };
 

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "gtest/gtest.h"
 #include "server/grpc/request_validator.h"
@@ -114,17 +116,34 @@ TEST(ListCheckerTest, RefusesOffsetsThatAreNone) {
   EXPECT_FALSE(refused(Ragged(lists, 0, 3), 0, 0));
 }
 
+// What the checker has to find, entry by entry. False, with the slot, for an entry that is none.
+bool KeptOf(const std::vector<int32_t>& list, int32_t visible, std::vector<int32_t>* kept,
+            size_t* slot) {
+  std::vector<bool> seen(static_cast<size_t>(visible));
+  for (*slot = 0; *slot < list.size(); ++*slot) {
+    const int32_t entry = list[*slot];
+    if (entry == -1) continue;
+    if (entry < 0 || entry >= visible) return false;
+    if (!seen[static_cast<size_t>(entry)]) kept->push_back(entry);
+    seen[static_cast<size_t>(entry)] = true;
+  }
+  return true;
+}
+
+class ListCheckerPasses : public testing::TestWithParam<ListChecker::Instructions> {};
+
 // Long lists in any order, by all ways through the checker, against the obvious answer; more rows
-// than a byte counts, over contexts whose positions are marked by bytes, by bits, and by both.
-TEST(ListCheckerTest, LongListsInAnyOrder) {
+// than a byte counts, over contexts whose positions are marked by bytes, by bits, by both, and not
+// at all.
+TEST_P(ListCheckerPasses, LongListsInAnyOrder) {
   constexpr int32_t kRows = 700;
   std::mt19937 random(1);
-  ListChecker checker;
-  for (const int32_t seen : {3000, 32 * 1024 - 350, 3000, 90'000}) {
+  ListChecker checker(GetParam());
+  for (const int32_t seen : {3000, 8 * 1024 - 350, 3000, 60'000, 90'000}) {
     const std::vector<StepSequenceArgs> step = {{1, 1, seen, kRows}};
     Lists lists, want;
     for (int32_t row = 0; row < kRows; ++row) {
-      std::vector<int32_t> list(300), kept;
+      std::vector<int32_t> list(static_cast<size_t>(200 + random() % 200)), kept;
       const auto visible = static_cast<uint32_t>(seen + row + 1);
       // Of few positions in some lists, so that they repeat; the last ones in all.
       const uint32_t positions = row % 2 == 0 ? 500 : visible;
@@ -133,20 +152,62 @@ TEST(ListCheckerTest, LongListsInAnyOrder) {
       }
       if (row % 3 == 0) std::sort(list.begin(), list.end());
       if (row % 4 == 0) list.erase(std::unique(list.begin(), list.end()), list.end());
-      if (row % 5 == 0) list[random() % list.size()] = -1;
-      for (const int32_t entry : list) {
-        if (entry >= 0 && std::find(kept.begin(), kept.end(), entry) == kept.end()) {
-          kept.push_back(entry);
-        }
+      // One -1, some, or nearly all; or as many behind the entries as a client fills up with.
+      const uint32_t fills[] = {0, 1, 16, 2, 200};
+      for (size_t i = 0; row % 5 > 1 && i < list.size(); ++i) {
+        if (random() % 200 < fills[row % 5]) list[i] = -1;
       }
+      if (row % 5 == 1) list[random() % list.size()] = -1;
+      if (row % 7 == 0) std::fill(list.begin() + list.size() / 3, list.end(), -1);
+      size_t slot = 0;
+      ASSERT_TRUE(KeptOf(list, static_cast<int32_t>(visible), &kept, &slot));
       lists.push_back(list);
       want.push_back(kept);
     }
-    Sent sent = Ragged(lists, 0, 300);
+    Sent sent = Ragged(lists, 0, 400);
     EXPECT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
     EXPECT_EQ(Kept(sent), want) << seen;
   }
 }
+
+// The first entry that is none is found wherever it stands, also behind lists that have moved, and
+// what was marked before it is no repeat of the next call's.
+TEST_P(ListCheckerPasses, NamesTheFirstOfLongListsThatIsNone) {
+  std::mt19937 random(3);
+  ListChecker checker(GetParam());
+  for (int round = 0; round < 400; ++round) {
+    const int32_t seen = round % 2 == 0 ? 2000 : 50'000;
+    const std::vector<StepSequenceArgs> step = {{1, 1, seen - 1, 1}, {2, 1, seen - 1, 1}};
+    Lists lists(2);
+    for (std::vector<int32_t>& list : lists) {
+      std::vector<int32_t> all(static_cast<size_t>(seen));
+      std::iota(all.begin(), all.end(), 0);
+      std::shuffle(all.begin(), all.end(), random);
+      list.assign(all.begin(), all.begin() + 300 + static_cast<int32_t>(random() % 100));
+      for (int32_t& entry : list) entry = random() % 32 == 0 ? -1 : entry;
+    }
+    const Lists good = lists;
+    const int32_t none[] = {seen, -2, std::numeric_limits<int32_t>::max(),
+                            std::numeric_limits<int32_t>::min()};
+    for (int i = 0; i < 2; ++i) lists[1][random() % lists[1].size()] = none[random() % 4];
+    Sent sent = Ragged(lists, 0, 400);
+    std::vector<int32_t> kept;
+    size_t slot = 0;
+    ASSERT_FALSE(KeptOf(lists[1], seen, &kept, &slot));
+    EXPECT_EQ(DetailOf(checker.Check(sent.shape, step, sent.memory.data())).got,
+              absl::StrCat(lists[1][slot], " at row 1, slot ", slot, " of the index lists"));
+    Sent next = Ragged(good, 0, 400);
+    Lists want(2);
+    for (size_t i = 0; i < 2; ++i) ASSERT_TRUE(KeptOf(good[i], seen, &want[i], &slot));
+    EXPECT_EQ(checker.Check(next.shape, step, next.memory.data()), absl::OkStatus());
+    EXPECT_EQ(Kept(next), want);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ListCheckerPasses,
+                         testing::Values(ListChecker::Instructions::kPortable,
+                                         ListChecker::Instructions::kAvx2,
+                                         ListChecker::Instructions::kAvx512));
 
 // Lists that are short beside what their row sees stand between long ones: marks of one are none of
 // the other.
