@@ -103,6 +103,8 @@ BenchFlags ParseFlags(int argc, char** argv) {
       flags.kv = Formats(value);
     } else if (Value(argument, "--top-k=", &value)) {
       flags.top_k = std::max(0, std::atoi(value.c_str()));
+    } else if (Value(argument, "--window=", &value)) {
+      flags.window = std::max(0, std::atoi(value.c_str()));
     } else if (Value(argument, "--spin-us=", &value)) {
       flags.spin_us = std::max(0, std::atoi(value.c_str()));
     } else if (argument == "--deterministic") {
@@ -111,7 +113,7 @@ BenchFlags ParseFlags(int argc, char** argv) {
       std::fprintf(stderr,
                    "usage: %s [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] "
                    "[--only=TEXT] [--spin-us=200] [--deterministic] "
-                   "[--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0]\n",
+                   "[--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0] [--window=0]\n",
                    argv[0]);
       std::exit(2);
     }
@@ -215,7 +217,7 @@ AttentionBench::AttentionBench(const Options& options)
   limits.launch_rows = options.max_q_rows;
   limits.launch_packed_rows = packed;
   limits.partial_rows = int64_t{1} << 20;
-  limits.max_o_dim = g.kv_lora_rank;
+  limits.max_o_dim = static_cast<int32_t>(AbsorbedDim());
   limits.reduce_tiles = 65536;
   limits.max_geometry = g;
   Must(backend_->Configure(limits));
@@ -247,10 +249,16 @@ AttentionBench::AttentionBench(const Options& options)
     Must(backend_->LoadWeights(0, g, 0, g.num_heads, w.data(), w.data() + uk));
   }
   q_ = Normals(static_cast<size_t>(packed) * static_cast<size_t>(g.absorbed_q_dim()));
-  o_.resize(static_cast<size_t>(packed) * static_cast<size_t>(g.kv_lora_rank));
+  o_.resize(static_cast<size_t>(packed * AbsorbedDim()));
+  sinks_.assign(static_cast<size_t>(g.num_heads), 0.5f);
 }
 
 AttentionBench::~AttentionBench() = default;
+
+int64_t AttentionBench::AbsorbedDim() const {
+  const kernels::Geometry& g = options_.geometry;
+  return options_.window > 0 ? g.kv_row_dim() : g.kv_lora_rank;
+}
 
 kernels::AppendRecord AttentionBench::AppendOf(int32_t first_position, int32_t rows) const {
   kernels::AppendRecord record{};
@@ -271,7 +279,8 @@ void AttentionBench::MakeLists(const std::vector<BenchRequest>& requests) {
   lists_.clear();
   list_begins_.clear();
   for (const BenchRequest& request : requests) {
-    std::vector<int32_t> all(static_cast<size_t>(request.kv_rows - request.q_rows + 1));
+    const int32_t seen = request.kv_rows - request.q_rows + 1;  // by the first query row
+    std::vector<int32_t> all(static_cast<size_t>(options_.window > 0 ? seen / kEntryRatio : seen));
     std::iota(all.begin(), all.end(), 0);
     list_begins_.push_back(static_cast<int32_t>(lists_.size()));
     for (int32_t row = 0; row < request.q_rows; ++row) {
@@ -285,9 +294,10 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   const kernels::Geometry& g = options_.geometry;
   const bool expanded = options_.form == kernels::AttentionForm::kExpanded;
   const int64_t q_dim = expanded ? g.expanded_q_dim() : g.absorbed_q_dim();
-  const int64_t o_dim = expanded ? g.v_dim : g.kv_lora_rank;
+  const int64_t o_dim = expanded ? g.v_dim : AbsorbedDim();
   std::vector<scheduler::PlanSegment> shapes;
   records_.clear();
+  windows_.clear();
   int64_t q_at = 0, o_at = 0, page = 0;
   size_t begins = 0;
   if (options_.top_k > 0) MakeLists(requests);
@@ -315,8 +325,13 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
       begins += static_cast<size_t>(request.q_rows) + 1;
     }
     records_.push_back(record);
-    shapes.push_back({request.q_rows, options_.top_k > 0 ? options_.top_k : request.kv_rows,
-                      g.num_heads, options_.top_k == 0});
+    if (options_.window > 0) {
+      windows_.push_back({options_.window, kEntryRatio, page, 0, row_.row_bytes, options_.page_size,
+                          sinks_.data()});
+    }
+    const int32_t places = options_.top_k + std::min(options_.window, request.kv_rows);
+    shapes.push_back({request.q_rows, options_.top_k > 0 ? places : request.kv_rows, g.num_heads,
+                      options_.top_k == 0});
     q_at += q_dim * g.num_heads * request.q_rows;
     o_at += o_dim * g.num_heads * request.q_rows;
     page += (request.kv_rows + options_.page_size - 1) / options_.page_size;
@@ -328,6 +343,11 @@ void AttentionBench::Prepare(const std::vector<BenchRequest>& requests) {
   params.desc.form = options_.form;
   params.desc.kv_format = options_.kv_format;
   if (options_.top_k > 0) params.desc.attention = kernels::AttentionKind::kSparse;
+  if (options_.window > 0) {
+    params.desc.attention = kernels::AttentionKind::kWindow;
+    params.desc.entry_format = options_.kv_format;
+    params.windows = windows_;
+  }
   params.desc.page_size = options_.page_size;
   params.segments = records_;
   params.plan = Must(planner_.Build(shapes, backend_->Traits(params.desc), *buffers_));

@@ -19,7 +19,7 @@ namespace mla::bench {
 
 // Command line of every CPU benchmark:
 //   [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT] [--spin-us=200]
-//   [--deterministic] [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0]
+//   [--deterministic] [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0] [--window=0]
 struct BenchFlags {
   std::string json;
   std::string isa;  // forced dispatch level; empty: the best
@@ -29,7 +29,9 @@ struct BenchFlags {
   int32_t spin_us = 200;  // idle workers poll this long
   bool deterministic = false;
   std::vector<kernels::KvFormat> kv = {kernels::KvFormat::kBf16};  // formats of rows
-  int32_t top_k = 0;  // entries of index lists, in the benchmarks that know them; 0: none
+  // Of the benchmarks that know them: entries of index lists, and rows of the window; 0: none.
+  int32_t top_k = 0;
+  int32_t window = 0;
 };
 // Prints usage and exits on a flag that it does not know.
 BenchFlags ParseFlags(int argc, char** argv);
@@ -86,9 +88,14 @@ class AttentionBench {
     // Each query row attends to a list of so many random positions, in ascending order, of those
     // that it sees; 0: to all. REQUIRES: no more than kv_rows - q_rows of any request.
     int32_t top_k = 0;
+    // > 0: each query row attends to the last so many rows and, by its list, to `top_k` entries,
+    // one for kEntryRatio positions, with a sink a head. Entries lie where the first rows do.
+    // REQUIRES: top_k > 0; a geometry without nope_dim and v_dim.
+    int32_t window = 0;
     int64_t max_kv_rows = 0;  // of all requests of a launch together
     int32_t max_q_rows = 0;
   };
+  static constexpr int32_t kEntryRatio = 4;
   // Exits with a message on failure: a benchmark has no caller to report to.
   explicit AttentionBench(const Options& options);
   ~AttentionBench();
@@ -104,6 +111,8 @@ class AttentionBench {
 
  private:
   void MakeLists(const std::vector<BenchRequest>& requests);
+  // Values of an output row of the absorbed form.
+  int64_t AbsorbedDim() const;
   kernels::AppendRecord AppendOf(int32_t first_position, int32_t rows) const;
 
   Options options_;
@@ -113,6 +122,8 @@ class AttentionBench {
   scheduler::Planner planner_;
   std::vector<uint32_t> tables_;
   std::vector<kernels::SegmentRecord> records_;
+  std::vector<kernels::WindowRecord> windows_;
+  std::vector<float> sinks_;
   std::vector<int32_t> lists_, list_begins_;
   std::vector<kernels::AppendRecord> appends_;
   kernels::Launch launch_;

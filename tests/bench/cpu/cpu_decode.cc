@@ -2,11 +2,13 @@
 // products alone, in the same process, alternating, on the same number of threads.
 //
 //   cpu_decode_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
-//                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0]
+//                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0] [--window=0]
 //
 // With several formats of rows each shape is timed on all of them in turns; "speedup" is the first
 // one's time over each one's. With --top-k each is timed with index lists of so many entries, too,
-// where its context has as many: "of dense" is the rate of rows over that of attention to all.
+// where its context has as many: "of dense" is the rate of rows over that of attention to all. With
+// --window the lists are of entries, one for four positions, and each query row attends to so many
+// rows, to its entries and to sinks, over rows of 448 + 64 values.
 //
 // Shapes: heads x query rows x context of one request, and batches of 16 (uniform; ragged with the
 // same number of KV rows; for thread counts above 2 the uniform one shows how requests scale).
@@ -53,25 +55,27 @@ std::vector<Shape> Shapes() {
 }
 
 // Whether each row of the shape sees more positions than a list has.
-bool HasLists(const Shape& shape, int32_t top_k) {
+bool HasLists(const Shape& shape, const BenchFlags& flags) {
+  const int32_t wanted = flags.window > 0 ? flags.top_k * AttentionBench::kEntryRatio : flags.top_k;
   return std::all_of(shape.requests.begin(), shape.requests.end(),
-                     [top_k](const BenchRequest& r) { return r.kv_rows - r.q_rows >= top_k; });
+                     [wanted](const BenchRequest& r) { return r.kv_rows - r.q_rows >= wanted; });
 }
 
 // Query rows that attend to a KV row which attention to all reads once.
 double QueryRowsARead(const Shape& shape) { return shape.requests.front().q_rows; }
 
 // Of the shape with lists, which took `us`, beside `dense`, attention to all rows.
-BenchRow ListRow(const BenchRow& dense, const Shape& shape, int32_t q_rows, int32_t top_k,
+BenchRow ListRow(const BenchRow& dense, const Shape& shape, int32_t q_rows, const BenchFlags& flags,
                  double us) {
-  const double rows = static_cast<double>(q_rows) * top_k;
+  const double rows = static_cast<double>(q_rows) * (flags.top_k + flags.window);
   BenchRow lists;
   lists.bench = dense.bench;
-  lists.shape = dense.shape + " top_k=" + std::to_string(top_k);
+  lists.shape = dense.shape + " top_k=" + std::to_string(flags.top_k);
+  if (flags.window > 0) lists.shape += " window=" + std::to_string(flags.window);
   lists.kv = dense.kv;
   lists.threads = dense.threads;
   lists.us = us;
-  lists.gflops = 2.0 * rows * shape.heads * (576 + 512) / us * 1e-3;
+  lists.gflops = 2.0 * rows * shape.heads * (flags.window > 0 ? 512 + 512 : 576 + 512) / us * 1e-3;
   lists.kv_rows_per_s = rows / us * 1e6;
   lists.of_dense = lists.kv_rows_per_s / (dense.kv_rows_per_s * QueryRowsARead(shape));
   return lists;
@@ -106,10 +110,12 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
       benches.back()->Prepare(shape.requests);
       bodies.emplace_back([bench = benches.back().get()] { bench->Run(); });
     }
-    const bool listed = flags.top_k > 0 && HasLists(shape, flags.top_k);
+    const bool listed = flags.top_k > 0 && HasLists(shape, flags);
+    if (flags.window > 0) options.geometry = {shape.heads, 448, 64, 0, 0};
     for (size_t i = 0; listed && i < flags.kv.size(); ++i) {
       options.kv_format = flags.kv[i];
       options.top_k = flags.top_k;
+      options.window = flags.window;
       benches.push_back(std::make_unique<AttentionBench>(options));
       benches.back()->Prepare(shape.requests);
       bodies.emplace_back([bench = benches.back().get()] { bench->Run(); });
@@ -134,7 +140,7 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
       if (flags.kv.size() > 1) row.speedup = us[0] / us[i];
       Report(row);
       if (!listed) continue;
-      Report(ListRow(row, shape, q_rows, flags.top_k, us[flags.kv.size() + i]));
+      Report(ListRow(row, shape, q_rows, flags, us[flags.kv.size() + i]));
     }
   }
 }
