@@ -152,7 +152,10 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
   // What it would compute is not known while its sinks are not.
   if (!status.ok() || (spec.windowed() && !args.tags.sinks.has_value())) return status;
   spec.id = args.model_id;
-  const std::vector<float> sinks = args.tags.sinks.value_or(std::vector<float>());
+  std::vector<float> sinks = args.tags.sinks.value_or(std::vector<float>());
+  if (sinks.empty() && spec.needs_sinks) {  // it has been told that no head has any
+    sinks.assign(static_cast<size_t>(spec.layers) * spec.geometry.num_heads, scheduler::kNoSink);
+  }
   return rpc_.engine->RegisterModel(args.tenant, spec, 0, args.tags.kv_scales, sinks).status();
 }
 

@@ -2,6 +2,7 @@
 // taken where the sinks are other ones.
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -99,6 +100,20 @@ TEST_F(WindowMovesTest, ADrainBringsTheSinksToAPeerWithoutTheModel) {
   for (const uint32_t rows : {1, 9}) ExpectGoesOn(session.get(), &*moved, rows);
   EXPECT_EQ(client::DetailOf(there->UploadSinks("w", OtherSinks()).status())->reason(),
             "sinks_differ");
+}
+
+TEST_F(WindowMovesTest, ADrainBringsAModelWhoseHeadsHaveNoSinks) {
+  worker_.sinks().assign(worker_.sinks().size(), -std::numeric_limits<float>::infinity());
+  Fill();
+  const auto b = Serve();
+  const v1::HandedOver outcome = Drain(*b);
+  ASSERT_EQ(outcome.outcome(), v1::HAND_OVER_OUTCOME_MOVED) << outcome.message();
+  const auto there = Connect(*b, "red");
+  EXPECT_TRUE(there->ListModels()->models(0).sinks_complete());
+  const auto session = *there->OpenSession();
+  auto moved = there->Attach(sequence_->id());
+  ASSERT_TRUE(moved.ok()) << moved.status();
+  ExpectGoesOn(session.get(), &*moved, 5);
 }
 
 TEST_F(WindowMovesTest, ADrainLeavesWhatThePeerHasUnderOtherSinks) {
