@@ -297,6 +297,28 @@ TEST_F(InPlaceTest, AKernelCopiesSmallTensorsOfALaunchThatRunsAlone) {
   }
 }
 
+TEST_F(InPlaceTest, ALaunchThatKernelsCopyForIsOneGraphAndOneEvent) {
+  std::vector<Bf16> loose(kRowElements, 0x4000);
+  RowLaunch store;
+  ASSERT_TRUE(store.Submit(*backend_, 0, loose.data(), 0).ok());
+  ASSERT_TRUE(backend_->Wait(0).ok());
+  for (int launch = 0; launch < KernelGraphs::kUsesBefore + 2; ++launch) {
+    int32_t differs = 7;
+    RowLaunch compare;
+    const int64_t graphs = control_->graph_launches;
+    control_->FailOnce("hipEventRecord", 1);  // a second one would fail
+    ASSERT_TRUE(compare.Submit(*backend_, 0, loose.data(), 0, &differs).ok());
+    EXPECT_EQ(control_->fail_seen, 1);
+    control_->FailOnce("");
+    const auto ns = backend_->Wait(0);
+    ASSERT_TRUE(ns.ok());
+    EXPECT_GT(*ns, 0);  // of the kernels between the copies, by the device's clock
+    EXPECT_LT(*ns, 1'000'000'000);
+    EXPECT_EQ(differs, 0);
+    EXPECT_EQ(control_->graph_launches - graphs, launch >= KernelGraphs::kUsesBefore ? 1 : 0);
+  }
+}
+
 class WordsTest : public InPlaceTest {
  protected:
   static constexpr int64_t kLimitNs = 2'000'000'000;

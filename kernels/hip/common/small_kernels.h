@@ -64,14 +64,19 @@ MLA_DEVICE void move_bytes(uint8_t* to, const uint8_t* from, int bytes) {
 }
 
 MLA_DEVICE void copy_tensors(const CopyTensorsArgs& args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   int block = block_index();
   int i = 0;
   while (block >= args.copies[i].blocks()) block -= args.copies[i++].blocks();
   const TensorCopy& c = args.copies[i];
+  const bool last = i + 1 == args.count && block + 1 == c.blocks() && thread_index() == 0;
+  if (last && args.lasted != nullptr) *args.lasted = realtime_ns() - *args.begun;
   const int64_t begin = static_cast<int64_t>(block) * kCopyBlockBytes;
   const int64_t left = c.bytes - begin;
   move_bytes(c.to + begin, c.from + begin,
              left < kCopyBlockBytes ? static_cast<int>(left) : kCopyBlockBytes);
+  if (last && args.lasted == nullptr && args.begun != nullptr) *args.begun = realtime_ns();
 }
 
 MLA_DEVICE void move_ranges(const MoveArgs& args) {

@@ -125,7 +125,7 @@ absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
 }
 
 absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
-  absl::Status s = pages_.AddTensors(slot, slot.input_moves());
+  absl::Status s = pages_.AddTensors(slot, slot.input_moves(), slot.kernels_begun(), nullptr);
   slot.BeginTimed();
   if (s.ok()) s = gate_.AddGate(slot, launch);
   if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
@@ -140,7 +140,9 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = AddAttention(slot, index, launch.expanded);
   if (s.ok()) s = gate_.AddTimedSignals(slot, launch.signals);
   slot.EndTimed();
-  if (s.ok()) s = pages_.AddTensors(slot, slot.output_moves());
+  if (s.ok()) {
+    s = pages_.AddTensors(slot, slot.output_moves(), slot.kernels_begun(), slot.kernels_lasted());
+  }
   return s.ok() ? gate_.AddSignalsBehindMoves(slot, launch.signals) : s;
 }
 

@@ -97,11 +97,15 @@ absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ran
   return AddMoves(slot, run_ends_);
 }
 
-absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves) {
+absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,
+                                  uint64_t* begun, uint64_t* lasted) {
   static_assert(LaunchSlot::kMoves <= kTensorCopies);
   if (moves.empty()) return absl::OkStatus();
   CopyTensorsArgs args = {};
-  LaunchShape shape{.grid_x = 0, .threads = kBlockThreads};
+  args.begun = begun;
+  args.lasted = lasted;
+  LaunchShape shape{
+      .grid_x = 0, .threads = kBlockThreads, .overlap_predecessor = lasted != nullptr};
   for (const LaunchSlot::Move& m : moves) {
     TensorCopy& copy = args.copies[args.count++];
     copy = {reinterpret_cast<uint8_t*>(m.to), reinterpret_cast<const uint8_t*>(m.from), m.bytes};

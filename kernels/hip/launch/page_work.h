@@ -34,8 +34,9 @@ class PageWork final {
   absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
   absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
   absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records) const;
-  // None for no tensors.
-  absl::Status AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves);
+  // None for no tensors. `begun` and `lasted` as of CopyTensorsArgs.
+  absl::Status AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,
+                          uint64_t* begun, uint64_t* lasted);
 
  private:
   // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.

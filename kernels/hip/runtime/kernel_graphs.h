@@ -41,7 +41,8 @@ struct GraphNodeHandle;
 
 class KernelGraphs final {
  public:
-  static constexpr size_t kMostKernels = 8;  // of a graph; longer sequences gain little
+  // Of a graph: eight, and the copies around them. Longer sequences gain little.
+  static constexpr size_t kMostKernels = 10;
   static constexpr size_t kMostGraphs = 16;
   static constexpr int32_t kUsesBefore = 2;  // launches kernel by kernel
 

@@ -132,11 +132,15 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   timed_begin_ = timed_end_ = 0;
   input_moves_.clear();
   output_moves_.clear();
+  one_sequence_ = false;
   if (!alone || !runtime_->kernels_reach_host()) return;
   if (bytes <= kMovedBytes && InFewPieces(launch.inputs, kMoves)) FindInputMoves(launch.inputs);
   if (BytesOf(launch.outputs) <= kMovedBytes && InFewPieces(launch.outputs, kMoves)) {
     FindOutputMoves(launch.outputs);
   }
+  one_sequence_ = !input_moves_.empty() && !output_moves_.empty() &&
+                  launch.gate.ready.word == nullptr && launch.page_writes.empty() &&
+                  launch.page_reads.empty();
 }
 
 // Of a launch with a signal, whose waiting client does not need the output.
@@ -322,28 +326,39 @@ absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
   return absl::OkStatus();
 }
 
-absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
+void LaunchSlot::FindDirectOutputs(std::span<const HostOutput> outputs) {
   direct_out_.clear();
+  for (const HostOutput& out : outputs) {
+    direct_out_.push_back(out.in_place() || out.shared ||
+                          Reaches(out.host, out.rows * out.row_bytes));
+  }
+}
+
+absl::Status LaunchSlot::EnqueueSequence(const Launch& launch) {
+  FindDirectOutputs(launch.outputs);
+  end_ = done_;
+  absl::Status s = EnqueueInputs(launch.inputs);
+  if (s.ok()) s = EnqueueKernels(0, kernels_.size());
+  return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
+}
+
+absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
   end_ = computed_;
   if (outputs_in_place_) {
     direct_out_.assign(outputs.size(), true);
     return absl::OkStatus();
   }
+  FindDirectOutputs(outputs);
   end_ = done_;
   if (!output_moves_.empty()) {
-    for (const HostOutput& out : outputs) {
-      direct_out_.push_back(out.in_place() || out.shared ||
-                            Reaches(out.host, out.rows * out.row_bytes));
-    }
     absl::Status s = EnqueueKernels(timed_end_, kernels_.size());
     return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
   }
   if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
   int64_t staged_end = 0;
-  for (const HostOutput& out : outputs) {
-    direct_out_.push_back(out.in_place() || out.shared ||
-                          Reaches(out.host, out.rows * out.row_bytes));
-    if (direct_out_.back()) continue;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const HostOutput& out = outputs[i];
+    if (direct_out_[i]) continue;
     const int64_t offset = output_.OffsetOf(out.device);
     staged_end = std::max(staged_end, offset + (out.rows - 1) * out.pitch + out.row_bytes);
   }
@@ -362,6 +377,7 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
 
 absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   absl::Status s = HoldInPlace(launch);
+  if (s.ok() && one_sequence_) return EnqueueSequence(launch);
   if (s.ok()) s = EnqueueInputs(launch.inputs);
   if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
   if (s.ok()) s = EnqueueKernels(0, timed_begin_);
@@ -428,6 +444,7 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
                   static_cast<size_t>(out.row_bytes));
     }
   }
+  if (one_sequence_) return static_cast<int64_t>(gate_report()->ended);
   if (!gated_) return runtime_->ElapsedNs(started_, computed_);
   was_late_ = gate_report()->late != 0;
   waited_ns_ = static_cast<int64_t>(gate_report()->waited_ns);

@@ -8,10 +8,12 @@
 // Streams of their own let copies overlap the kernels of other launches; changing from one to the
 // other takes the device some microseconds, as changing between copies and kernels on one stream
 // does. Where no other launch runs, inputs that are not large travel on the compute stream, and
-// tensors that are small travel by a kernel (Moves) if kernels reach the host's memory. Metadata
-// that is what the slot's launch before had stays where it is. Where no output is copied, because
-// kernels write all of them to the host's memory, `computed` is the launch's end. Kernels between
-// two events that came in this sequence before are launched as one graph (kernel_graphs.h).
+// tensors that are small travel by a kernel (Moves) if kernels reach the host's memory: where both
+// inputs and outputs do, all is one sequence of kernels with one event behind it, and the copying
+// kernels take the time of those between them. Metadata that is what the slot's launch before had
+// stays where it is. Where no output is copied, because kernels write all of them to the host's
+// memory, `computed` is the launch's end. Kernels between two events that came in this sequence
+// before are launched as one graph (kernel_graphs.h).
 #ifndef MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 
@@ -99,6 +101,10 @@ class LaunchSlot {
   // The timed kernels begin with a gate (gate_args.h), the last kernel so far, and end with a
   // signal, which brings its outcome to pinned memory. Wait's time is without what it waited.
   void NoteGate() { gated_ = behind_gate_ = true; }
+  // Where the copies of a launch that is one sequence leave what Wait's time is of
+  // (CopyTensorsArgs); null for other launches.
+  uint64_t* kernels_begun() const { return one_sequence_ ? &gate_outcome()->ended : nullptr; }
+  uint64_t* kernels_lasted() const { return one_sequence_ ? &gate_report()->ended : nullptr; }
   // All of the launch's signals are stored by the device, unless it is late.
   void NoteSignals(bool all) { signals_ = all; }
   bool signals() const { return signals_; }
@@ -152,7 +158,11 @@ class LaunchSlot {
   // On the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels(size_t begin, size_t end);
+  // All that a launch consists of which is one sequence.
+  absl::Status EnqueueSequence(const Launch& launch);
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
+  // Those that reach their host memory without the slot's staged region.
+  void FindDirectOutputs(std::span<const HostOutput> outputs);
   absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
 
   GpuRuntime* runtime_;
@@ -160,6 +170,7 @@ class LaunchSlot {
   Stream input_stream_ = nullptr;  // one of them
   bool has_input_ = false;         // something of the launch is enqueued there
   bool outputs_in_place_ = false;
+  bool one_sequence_ = false;  // of kernels, copies included
   bool gated_ = false, was_late_ = false;
   bool behind_gate_ = false;  // the next kernel is
   bool signals_ = false;
