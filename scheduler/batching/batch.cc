@@ -259,19 +259,35 @@ BatchPolicy::Fit BatchPolicy::FitWhole(const StreamRequest& request, int32_t row
   return round.batch.empty() || FitsTime(round, fit.units) ? fit : Fit();
 }
 
-bool BatchPolicy::TakePages(const StreamRequest& request, Round& round) {
+bool BatchPolicy::TakePages(const StreamRequest& request, int32_t rows, Round& round) {
   Step& step = *request.engine.step;
-  if (step.pages_ready) return true;
+  if (step.pages_ready && !step.copies) return true;
   Batch& batch = round.batch;
   const int64_t before = batch.pages.bytes();
   const int64_t left = round.nanos - cost_.Nanos(*round.rates, batch.units);
   kvcache::WorkRoom room{kPageRanges - batch.pages.places(),
                          cost_.PageBytes(std::max<int64_t>(0, left)), batch.empty()};
   step.pages_ready = round.work.Take(step.tenant, step.ticket, &room, &batch.pages);
+  const bool ready = step.pages_ready && (!step.copies || TakeCopies(request, rows, room, round));
   const int64_t bytes = batch.pages.bytes() - before;
   batch.units.pages += bytes;
   if (bytes > 0) round.waiting.AddService(request.engine.queue, bytes);
-  return step.pages_ready;
+  return ready;
+}
+
+// Of the sequences whose first rows at the layer are among the next `rows` rows.
+bool BatchPolicy::TakeCopies(const StreamRequest& request, int32_t rows, kvcache::WorkRoom& room,
+                             Round& round) {
+  const int32_t layer = request.attend.layer, appended = Progress(request).appended;
+  const StepEntry* entry = EntryOf(*request.engine.step, FirstRow(request));
+  for (int32_t row = FirstRow(request), end = row + rows; row < end; ++entry) {
+    row = entry->offset + entry->rows;
+    if (entry->offset < appended) continue;
+    for (const uint32_t group : {entry->copied, entry->window_copied}) {
+      if (!round.work.TakeLayer(group, layer, &room, &round.batch.pages)) return false;
+    }
+  }
+  return true;
 }
 
 void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
@@ -291,7 +307,7 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
   if (most <= 0) return false;
   const bool fixed = pieces_.split_rows > 0 && demand.heads > 0;
   if (fixed && most < RowsThatFit(*request, demand, stage, nothing_)) return false;
-  if (!TakePages(*request, round)) return false;
+  if (!TakePages(*request, most, round)) return false;
   const Fit fit = fixed ? FitWhole(*request, most, demand.heads, round)
                         : FitTime(*request, most, demand.heads, round);
   if (fit.rows <= 0) return false;

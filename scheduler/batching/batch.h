@@ -222,7 +222,9 @@ class BatchPolicy {
   // Takes decodes that way; false if none came as one.
   bool TakeDecodes(Round& round);
   // Takes the page work that the request waits for; false if not all of it fits.
-  bool TakePages(const StreamRequest& request, Round& round);
+  bool TakePages(const StreamRequest& request, int32_t rows, Round& round);
+  bool TakeCopies(const StreamRequest& request, int32_t rows, kvcache::WorkRoom& room,
+                  Round& round);
   int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
                       const Batch& batch) const;
   static Fit AllRows(const StreamRequest& request, const RequestCost& cost, int32_t most,

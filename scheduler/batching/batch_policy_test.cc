@@ -360,6 +360,33 @@ TEST_F(BatchPolicyTest, PageWorkThatIsMoreThanALaunchGoesAhead) {
   EXPECT_EQ(launches, 4) << "three groups, and the other tenant's row";
 }
 
+// Two sequences whose pages are each more than a launch may copy.
+TEST_F(BatchPolicyTest, CopiesGoBeforeTheFirstRowsOfTheirLayer) {
+  const kvcache::GroupLayout kLayout =
+      kvcache::MakeLayout({.row_bytes = 1 << 20, .page_size = 64, .layers = 2});
+  kvcache::SlabPool pool(4 * kLayout.group_bytes(), 0);
+  kvcache::PageWorkQueue work(&pool);
+  const kvcache::LayoutId layout = pool.AddLayout(kLayout).value();
+  Worker* worker = Add(1, 127, 1, 2);
+  worker->step->entries.push_back({worker->sequence.get(), 127, 1, 1});
+  worker->request->attend.row_count = worker->step->total_rows = 2;
+  worker->step->copies = true;
+  for (StepEntry& entry : worker->step->entries) {
+    const uint32_t source = pool.Take(layout, 1).entry;
+    entry.copied = pool.Take(layout, 1).entry;
+    work.AddCopy(1, layout, entry.copied, source, 63, /*whole=*/false);
+  }
+  for (const size_t requests : {0u, 0u, 1u}) {
+    policy_->Choose(waiting_, work, now_, batch_);
+    EXPECT_EQ(batch_.requests.size(), requests);
+    EXPECT_EQ(batch_.pages.bytes(), requests == 0 ? int64_t{63} << 20 : 0);
+    work.Acknowledge(&batch_.pages);
+  }
+  EXPECT_EQ(worker->step->layers[0].appended, 2);
+  EXPECT_EQ(work.copies_open(), 2) << "until the step ends";
+  EXPECT_EQ(work.queued(), 0);
+}
+
 // Failing one request may take others with it, before and behind it.
 TEST_F(BatchPolicyTest, PassesGoOnWhereRequestsAreRemoved) {
   for (int i = 0; i < 5; ++i) Add(1, 0, 4, 1);

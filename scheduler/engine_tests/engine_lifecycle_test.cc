@@ -215,6 +215,48 @@ TEST_F(EngineCoreTest, ForksShareRowsAndPartWays) {
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
+// A fork's last page is copied layer by layer, each with its first row.
+TEST_F(EngineCoreTest, AForkCopiesWhatItWrites) {
+  const SequenceInfo seq = h_.Open();
+  Fill(seq, 2, 1);
+  const uint64_t layer = 2 * 24;                                      // bytes of two rows
+  const std::vector<Row> shared = Rows(2, 1 + 1), own = Rows(1, 30);  // of the second layer
+  ForkArgs args;
+  args.tenant = h_.tenant();
+  args.parent = seq.id;
+  args.expected_epoch = 1;
+  const auto child = h_.core().ForkSequence(args);
+  ASSERT_TRUE(child.ok()) << child.status();
+  const auto copied = [&] { return h_.core().Stats().kv_bytes_copied; };
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{child->id, 1, 2, 2}})->status.ok());
+  EXPECT_EQ(h_.core().Stats().page_groups_used, 3);
+  h_.Run();
+  EXPECT_EQ(copied(), 0u);
+  auto second = h_.Attend(stream_, 1, 1, 0, own, 5);
+  h_.Run();
+  ASSERT_TRUE(second->status.ok()) << second->status;
+  EXPECT_LT(h_.Error(*second, Pointers(shared, own), {3}, 5), kTolerance);
+  EXPECT_EQ(copied(), layer);
+  const auto more = h_.AppendOnly(stream_, 1, 1, 1, own);
+  h_.Run();
+  ASSERT_TRUE(more->status.ok()) << more->status;
+  EXPECT_EQ(copied(), layer) << "the layer has been copied";
+  ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
+  EXPECT_EQ(h_.core().Stats().page_groups_used, 1) << "it shares its page again";
+
+  ASSERT_TRUE(h_.Begin(stream_, 2, {{child->id, 1, 2, 1}, {seq.id, 1, 2, 1}})->status.ok());
+  const auto first = h_.AppendOnly(stream_, 2, 0, 0, Rows(2, 40));
+  auto last = h_.Attend(stream_, 2, 1, 0, Rows(2, 40), 5);
+  h_.Run();
+  ASSERT_TRUE(last->status.ok()) << last->status;
+  EXPECT_EQ(copied(), 3 * layer) << "of the child alone";
+  ASSERT_TRUE(h_.End(stream_, 2)->status.ok());
+  EXPECT_EQ(h_.core().Stats().copies_on_write, 2u);
+  EXPECT_EQ(h_.core().Stats().page_groups_used, 2);
+  EXPECT_EQ(h_.core().cache().work().copies_open(), 0);
+  EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
+}
+
 TEST_F(EngineCoreTest, ForksOfWhatTheClientDoesNotKnowAreRefused) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 4, 1);

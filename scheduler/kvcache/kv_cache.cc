@@ -166,6 +166,7 @@ absl::Status KvCache::Truncate(SeqSlot slot, int32_t length) {
 
 void KvCache::Release(SeqSlot slot, Freed why) {
   Sequence& sequence = At(slot);
+  if (sequence.rows_reserved != kNone) EndCopy(slot, /*keep=*/false);
   PublishRest(slot);
   ShrinkTo(slot, 0, why);
   --layout_sequences_[static_cast<size_t>(sequence.layout)];
@@ -241,9 +242,9 @@ bool KvCache::ReserveOne(SeqSlot slot, int32_t rows) {
   return true;
 }
 
-// The page that the next row falls in gets a copy of its own if others hold it too, or if a copy
-// that is not done yet reads that row. Rows that the sequence has are copied, at every layer; the
-// whole group where that saves zeroing what another tenant has left in it.
+// The page that the next row falls in gets a group of its own if others hold it too, or if a copy
+// that has not ended reads that row. Rows that the sequence has are copied, each layer's when it is
+// written first; the whole group where that saves zeroing what another tenant has left in it.
 bool KvCache::CopySharedPage(SeqSlot slot) {
   Sequence& sequence = At(slot);
   const int32_t row = sequence.length % pool_.layout(sequence.layout).page_size;
@@ -257,6 +258,22 @@ bool KvCache::CopySharedPage(SeqSlot slot) {
   sequence.entry_before_copy = entry;
   entry = taken.entry;
   return true;
+}
+
+// A copy on write ends with its reservation. Where no row is kept, the page is the shared one
+// again, as if there had been no step: layers of the copy may not have been made.
+void KvCache::EndCopy(SeqSlot slot, bool keep) {
+  Sequence& sequence = At(slot);
+  const uint32_t source = std::exchange(sequence.entry_before_copy, SlabPool::kNoEntry);
+  if (source == SlabPool::kNoEntry) return;
+  uint32_t& entry = TableOf(slot)[static_cast<size_t>(sequence.pages_before) - 1];
+  if (keep) return work_.EndCopy(entry);
+  // Before the copy goes, which may be all that keeps its source.
+  allocations_ += pool_.references(source) == 0 ? 1 : 0;
+  pool_.Share(source);
+  freed_[static_cast<size_t>(Freed::kUncommitted)] += DropGroup(entry);
+  entry = source;
+  sequence.pages_published = std::min(sequence.pages_published, sequence.pages_before - 1);
 }
 
 // A reference less. Work that would only fill a group which nothing holds is not done.
@@ -279,7 +296,7 @@ void KvCache::UndoReserve(SeqSlot slot) {
     pool_.Share(sequence.entry_before_copy);
     work_.Cancel(entry);
     pool_.Untake(entry);
-    entry = sequence.entry_before_copy;
+    entry = std::exchange(sequence.entry_before_copy, SlabPool::kNoEntry);
   }
   sequence.rows_reserved = kNone;
 }
@@ -305,7 +322,6 @@ void KvCache::CountReserved(SeqSlot slot) {
   }
   if (sequence.entry_before_copy == SlabPool::kNoEntry) return;
   ++allocations_;
-  ++copies_on_write_;
   sequence.pages_published = std::min(sequence.pages_published, sequence.pages_before - 1);
   // Only a truncation leads to rows that a copy still reads.
   freed_[static_cast<size_t>(Freed::kTruncated)] += sequence.copy_took_last;
@@ -316,6 +332,7 @@ void KvCache::UnpublishTable(SeqSlot slot) { At(slot).pages_published = 0; }
 void KvCache::Commit(SeqSlot slot, int32_t rows) {
   Sequence& sequence = At(slot);
   Require(rows >= 0 && rows <= sequence.rows_reserved, "commit of rows that were not reserved");
+  EndCopy(slot, /*keep=*/rows > 0);
   sequence.length += rows;
   sequence.rows_reserved = kNone;
   if (sequence.chain != nullptr) PublishPages(slot);
@@ -369,6 +386,14 @@ int32_t KvCache::reserved(SeqSlot slot) const { return std::max(0, At(slot).rows
 
 bool KvCache::has_reservation(SeqSlot slot) const { return At(slot).rows_reserved != kNone; }
 
+uint32_t KvCache::copied_group(SeqSlot slot) const {
+  const Sequence& sequence = At(slot);
+  if (sequence.rows_reserved == kNone || sequence.entry_before_copy == SlabPool::kNoEntry) {
+    return SlabPool::kNoEntry;
+  }
+  return tables_[static_cast<size_t>(TableBegin(slot) + sequence.pages_before - 1)];
+}
+
 uint32_t KvCache::group(SeqSlot slot, int64_t page) const {
   const Sequence& sequence = At(slot);
   const int64_t index = page - sequence.pages_gone;
@@ -411,7 +436,7 @@ KvCacheStats KvCache::stats() const {
   stats.allocations = allocations_;
   stats.freed = freed_;
   stats.freed[static_cast<size_t>(Freed::kEvicted)] = prefixes_.stats().freed;
-  stats.copies_on_write = copies_on_write_;
+  stats.copies_on_write = work_.groups_copied();
   stats.bytes_copied = work_.bytes_copied();
   stats.scrubs = scrubs_;
   return stats;

@@ -3,10 +3,11 @@
 //
 // One byte budget is cut into slabs; a slab serves page groups of one layout at a time and returns
 // to the budget when its last group is free. A sequence is a list of page groups plus a length;
-// groups are shared by Fork and copied when a sequence is about to write into one that it shares
-// (copy-on-write). A group that last belonged to another tenant is zeroed before rows are written;
-// pool memory that was never handed out counts as clean. Copies and zeroing are device work, which
-// waits in a PageWorkQueue until launches carry it.
+// groups are shared by Fork and copied when a sequence writes into one that it shares
+// (copy-on-write), each layer's page with the first row that is written to it. A group that last
+// belonged to another tenant is zeroed before rows are written; pool memory that was never handed
+// out counts as clean. Copies and zeroing are device work, of which a PageWorkQueue keeps books
+// until launches have carried it.
 //
 // Conservation invariant: free + used groups of a slab equal its groups, every used group's
 // reference count equals the number of tables that hold it and one if it is cached, slab bytes sum
@@ -89,8 +90,8 @@ struct KvCacheStats {
   int64_t bytes_cached = 0;
   uint64_t allocations = 0;  // since start; allocations - all freed = groups_used + groups_cached
   std::array<uint64_t, kFreedReasons> freed = {};
-  uint64_t copies_on_write = 0;
-  uint64_t bytes_copied = 0;  // for them
+  uint64_t copies_on_write = 0;  // page groups of which a layer or more was copied
+  uint64_t bytes_copied = 0;     // for them
   uint64_t scrubs = 0;
 };
 
@@ -122,10 +123,14 @@ class KvCache final {
   void Release(SeqSlot sequence, Freed why = Freed::kReleased);
 
   // Reserves pages for all rows of a step or for none (RESOURCE_EXHAUSTED with pages wanted and
-  // free). Queues the copies and zeroing that the pages need in work(): the rows may be written and
-  // read once that work up to work().last(), as it is after this call, has been carried. A sequence
-  // with a reservation refuses another one, Fork and Truncate (FAILED_PRECONDITION).
+  // free). Queues the zeroing that the pages need in work(): rows may be written and read once that
+  // work up to work().last(), as it is after this call, has been carried, and those of a layer once
+  // its copy into copied_group() has. A sequence with a reservation refuses another one, Fork and
+  // Truncate (FAILED_PRECONDITION).
   absl::Status Reserve(std::span<const StepRows> rows);
+  // Until the reservation ends: the group that takes the place of the sequence's last page, which
+  // others share, for work().TakeLayer; SlabPool::kNoEntry if there is none.
+  uint32_t copied_group(SeqSlot sequence) const;
   // --- Prefixes
   // The sequence's first `rows` rows, committed or to come, are the chain's; replaces what was
   // declared before. Publishes the whole pages that are committed. REQUIRES: chain of the layout's
@@ -175,7 +180,9 @@ class KvCache final {
   // Groups, slabs, keys and nodes looked at since start, to show what an operation costs.
   uint64_t steps() const { return pool_.steps() + prefixes_.stats().steps; }
 
-  // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation.
+  // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation. A
+  // sequence that keeps none shares its last page again. REQUIRES: launches have made the copies of
+  // a sequence that keeps rows, at every layer.
   void Commit(SeqSlot sequence, int32_t rows);
   void Rollback(SeqSlot sequence);
 
@@ -239,7 +246,7 @@ class KvCache final {
     int32_t pages_published = 0;    // leading entries that launches have published
     int32_t rows_reserved = kNone;  // kNone: no reservation
     int32_t pages_before = 0;       // the reservation
-    uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copied on write, if any
+    uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copies on write, if any
     bool copy_took_last = false;                      // reference to that page
     uint64_t name = 0;                                // in events
     std::shared_ptr<const std::string> model;         // likewise
@@ -288,6 +295,7 @@ class KvCache final {
   void PublishRest(SeqSlot slot);
   bool ReserveOne(SeqSlot slot, int32_t rows);
   bool CopySharedPage(SeqSlot slot);
+  void EndCopy(SeqSlot slot, bool keep);
   void UndoReserve(SeqSlot slot);
   absl::Status Exhausted(std::span<const StepRows> rows, const StepRows& at) const;
   void CountReserved(SeqSlot slot);
@@ -308,7 +316,6 @@ class KvCache final {
   uint64_t reserve_calls_ = 0;
   int64_t open_sequences_ = 0;
   uint64_t allocations_ = 0;
-  uint64_t copies_on_write_ = 0;
   uint64_t scrubs_ = 0;
   std::vector<Restoring> restoring_;  // groups that bytes are on their way into
   uint64_t next_restore_ = 1;

@@ -40,14 +40,25 @@ class KvCacheTest : public ::testing::Test {
     const absl::Status status = cache_->Reserve(step);
     if (!status.ok()) {
       EXPECT_EQ(cache_->work().queued(), 0);
+      EXPECT_EQ(cache_->work().copies_open(), 0);
       return status;
     }
+    for (const StepRows& row : step) TakeLayers(row.sequence);
     Carry();
     for (const StepRows& row : step) {
       const kernels::TableRange range = cache_->TakeTableChange(row.sequence);
       if (range.count > 0) carried_.tables.push_back(range);
     }
     return status;
+  }
+
+  // As launches do that write the first rows of each layer.
+  void TakeLayers(SeqSlot sequence) {
+    WorkRoom room{.places = 1 << 20, .bytes = INT64_MAX};
+    const auto layers = static_cast<int32_t>(cache_->pool().layout(layout_).layers.size());
+    for (int32_t layer = 0; layer < layers; ++layer) {
+      cache_->work().TakeLayer(cache_->copied_group(sequence), layer, &room, &work_);
+    }
   }
 
   void Carry() {

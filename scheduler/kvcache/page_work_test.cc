@@ -1,7 +1,6 @@
 // Page work: what waits, what a launch takes, and what becomes of it when launches fail.
 #include "scheduler/kvcache/pool/page_work.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -17,6 +16,18 @@ class PageWorkTest : public KvCacheTest {
   bool Take(TenantKey tenant, LaunchWork* work, int64_t places = 100) {
     WorkRoom room{.places = places, .bytes = INT64_MAX};
     return cache_->work().Take(tenant, cache_->work().last(), &room, work);
+  }
+  bool TakeLayer(SeqSlot sequence, int32_t layer, LaunchWork* work, int64_t places = 100) {
+    WorkRoom room{.places = places, .bytes = INT64_MAX};
+    return cache_->work().TakeLayer(cache_->copied_group(sequence), layer, &room, work);
+  }
+  // Launches make the copy of the sequence's page, if there is one.
+  void Carry(SeqSlot sequence) {
+    TakeLayers(sequence);
+    cache_->work().Acknowledge(&work_);
+  }
+  int64_t GroupOf(SeqSlot sequence) {  // the offset of its first
+    return int64_t{Table(sequence, 1)[0]} * kernels::kPageGranuleBytes;
   }
   absl::Status Queue(SeqSlot sequence, int32_t rows) {
     const StepRows step[] = {{sequence, rows}};
@@ -85,60 +96,130 @@ TEST_F(PageWorkTest, ForksThatAreReleasedLeaveNoWork) {
     cache_->Rollback(child);
     cache_->Release(child);
   }
-  EXPECT_EQ(cache_->work().queued(), 0);
+  EXPECT_EQ(cache_->work().copies_open(), 0);
   EXPECT_EQ(cache_->stats().groups_used, 2);
+  EXPECT_EQ(cache_->stats().bytes_copied, 0u);
 }
 
-TEST_F(PageWorkTest, CopySurvivesTheEndOfItsSource) {
+// A copy is made by the launches that write the layers first, and not for those that none writes.
+TEST_F(PageWorkTest, LayersAreCopiedOneByOne) {
+  Make(8);
+  const SeqSlot parent = Open();
+  Append(parent, 3);
+  const SeqSlot child = cache_->Fork(parent, 3).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  const int64_t source = GroupOf(parent), target = GroupOf(child);
+  EXPECT_EQ(cache_->work().queued(), 0);
+  EXPECT_FALSE(cache_->work().Waits(1, cache_->work().last()));
+  LaunchWork first, second;
+  EXPECT_FALSE(TakeLayer(child, 1, &first, /*places=*/0));
+  ASSERT_TRUE(TakeLayer(child, 1, &first));
+  ASSERT_EQ(first.ranges().size(), 1u);
+  EXPECT_EQ(first.ranges()[0].target_offset, target + 4 * 32);
+  EXPECT_EQ(first.ranges()[0].source_offset, source + 4 * 32);
+  EXPECT_EQ(first.ranges()[0].bytes, 3 * 32);
+  ASSERT_TRUE(TakeLayer(child, 1, &second)) << "a launch has it";
+  EXPECT_TRUE(second.empty());
+  ASSERT_TRUE(TakeLayer(child, 0, &second));
+  cache_->work().Acknowledge(&first);
+  EXPECT_EQ(cache_->stats().bytes_copied, 3u * 32);
+  cache_->work().Acknowledge(&second);
+  EXPECT_EQ(cache_->stats().bytes_copied, 2u * 3 * 32);
+  EXPECT_EQ(cache_->stats().copies_on_write, 1u);
+  cache_->Commit(child, 1);
+  EXPECT_EQ(cache_->work().copies_open(), 0);
+  EXPECT_EQ(cache_->stats().groups_shared, 0);
+}
+
+TEST_F(PageWorkTest, AStepThatKeepsNoRowSharesItsPageAgain) {
+  Make(8);
+  const SeqSlot parent = Open();
+  Append(parent, 6);
+  const SeqSlot child = cache_->Fork(parent, 6).value();
+  const std::vector<uint32_t> shared = Table(parent, 2);
+  ASSERT_TRUE(Queue(child, 3).ok());
+  cache_->TakeTableChange(child);
+  cache_->Rollback(child);  // no layer was written
+  EXPECT_EQ(Table(child, 2), shared);
+  EXPECT_EQ(cache_->TakeTableChange(child).count, 1);
+  EXPECT_EQ(cache_->stats().copies_on_write, 0u);
+  EXPECT_EQ(cache_->CheckInvariants(), "");
+  ASSERT_TRUE(Queue(child, 3).ok());
+  LaunchWork work;
+  ASSERT_TRUE(TakeLayer(child, 0, &work));
+  cache_->work().Acknowledge(&work);
+  cache_->Commit(child, 0);  // one of two was
+  EXPECT_EQ(Table(child, 2), shared);
+  EXPECT_EQ(cache_->stats().groups_used, 2);
+  EXPECT_EQ(cache_->stats().groups_shared, 2);
+  EXPECT_EQ(cache_->stats().bytes_copied, 2u * 32);
+  EXPECT_EQ(cache_->work().copies_open(), 0);
+}
+
+// The shared page stays while a copy of it may be made or dropped, though its other owner has gone.
+TEST_F(PageWorkTest, TheSourceOutlivesItsOwner) {
   Make(8);
   const SeqSlot parent = Open();
   Append(parent, 6);
   const SeqSlot child = cache_->Fork(parent, 6).value();
   ASSERT_TRUE(Queue(child, 1).ok());
-  cache_->Rollback(child);  // the copy holds committed rows
   const uint32_t source = Table(parent, 2)[1];
+  LaunchWork work;
+  ASSERT_TRUE(TakeLayer(child, 0, &work));
+  cache_->work().Acknowledge(&work);
   cache_->Release(parent);
   EXPECT_EQ(cache_->stats().groups_pinned, 1);
   EXPECT_EQ(cache_->stats().groups_used, 2) << "page 0 and the copy";
   EXPECT_EQ(cache_->CheckInvariants(), "");
-  LaunchWork work;
-  EXPECT_TRUE(Take(1, &work));
-  ASSERT_EQ(work.ranges().size(), 1u);
-  EXPECT_EQ(work.ranges()[0].source_offset, int64_t{source} * kernels::kPageGranuleBytes);
-  EXPECT_EQ(cache_->stats().groups_pinned, 1) << "the launch may fail";
-  cache_->work().Acknowledge(&work);
+  cache_->Rollback(child);
+  EXPECT_EQ(Table(child, 2)[1], source);
   EXPECT_EQ(cache_->stats().groups_pinned, 0);
   EXPECT_EQ(cache_->stats().groups_used, 2);
+  EXPECT_EQ(cache_->CheckInvariants(), "");
+  ASSERT_TRUE(Queue(child, 1).ok());
+  EXPECT_EQ(Table(child, 2)[1], source) << "nothing else has it";
 }
 
-// Three rows of four, at two layers. A group with another tenant's bytes is written whole.
+// Two beams leave a page that its first owner has given up, while layers are on their way.
+TEST_F(PageWorkTest, ReleasedWhileALayerIsCopied) {
+  Make(4);
+  const SeqSlot parent = Open();
+  Append(parent, 2);
+  const SeqSlot a = cache_->Fork(parent, 2).value(), b = cache_->Fork(parent, 2).value();
+  cache_->Release(parent);
+  ASSERT_TRUE(Queue(a, 1).ok());
+  ASSERT_TRUE(Queue(b, 1).ok());
+  EXPECT_EQ(cache_->copied_group(b), SlabPool::kNoEntry) << "the last one writes in place";
+  LaunchWork work;
+  ASSERT_TRUE(TakeLayer(a, 1, &work));
+  cache_->Release(a);
+  EXPECT_EQ(cache_->stats().groups_used, 1);
+  EXPECT_EQ(cache_->stats().groups_pinned, 1) << "the launch still writes";
+  cache_->work().Acknowledge(&work);
+  EXPECT_EQ(cache_->stats().groups_pinned, 0);
+  EXPECT_EQ(cache_->work().copies_open(), 0);
+}
+
+// A group with another tenant's bytes is written whole, with the first layer.
 TEST_F(PageWorkTest, CopyTakesTheRowsThatTheSequenceHas) {
   Make(2);
+  const SeqSlot foreign = Open(2);
+  Append(foreign, 8);
+  cache_->Release(foreign);
   const SeqSlot parent = Open();
   Append(parent, 4);
   const SeqSlot child = cache_->Fork(parent, 3).value();
   ASSERT_TRUE(Queue(child, 1).ok());
   LaunchWork work;
-  EXPECT_FALSE(Take(1, &work, 1)) << "it fills two places";
-  ASSERT_TRUE(Take(1, &work, 2));
-  ASSERT_EQ(work.ranges().size(), 1u);
-  EXPECT_EQ(work.ranges()[0].bytes, 3 * 32);
-  EXPECT_EQ(work.ranges()[0].count, 2);
-  EXPECT_EQ(work.places(), 2);
-  EXPECT_EQ(work.bytes(), 2 * 3 * 32);
-  cache_->work().Acknowledge(&work);
-  cache_->Release(child);
-
-  const SeqSlot foreign = Open(2);
-  Append(foreign, 1);
-  cache_->Release(foreign);
-  ASSERT_TRUE(Queue(cache_->Fork(parent, 3).value(), 1).ok());
-  ASSERT_TRUE(Take(1, &work, 1));
+  ASSERT_TRUE(TakeLayer(child, 1, &work, /*places=*/1));
   ASSERT_EQ(work.ranges().size(), 1u);
   EXPECT_EQ(work.ranges()[0].bytes, kSmall.group_bytes());
-  EXPECT_EQ(work.ranges()[0].count, 1);
+  EXPECT_EQ(work.ranges()[0].target_offset, GroupOf(child));
+  ASSERT_TRUE(TakeLayer(child, 0, &work));
+  EXPECT_EQ(work.ranges().size(), 1u);
   cache_->work().Acknowledge(&work);
-  EXPECT_EQ(cache_->stats().bytes_copied, static_cast<uint64_t>(2 * 3 * 32 + kSmall.group_bytes()));
+  EXPECT_EQ(cache_->stats().bytes_copied, static_cast<uint64_t>(kSmall.group_bytes()));
+  cache_->Commit(child, 1);
 }
 
 // Planes that some layers have and others have not, and one whose rows stand for two tokens.
@@ -149,7 +230,9 @@ TEST_F(PageWorkTest, CopyTakesEveryPlane) {
   const KvPlane rows{.row_stride = 32, .rows = 4};
   const KvPlane pairs{.row_stride = 16, .rows = 2, .token_ratio = 2};
   for (int64_t layer = 0, at = 0; layer < 4; ++layer) {
-    mixed.layers.push_back({rows});
+    mixed.layers.emplace_back();
+    if (layer == 3) break;  // no plane
+    mixed.layers.back().push_back(rows);
     mixed.layers.back()[0].offset = at;
     at += 4 * 32;
     if (layer == 1) continue;
@@ -163,22 +246,20 @@ TEST_F(PageWorkTest, CopyTakesEveryPlane) {
   Append(parent, 4);
   const SeqSlot child = cache_->Fork(parent, 3).value();
   ASSERT_TRUE(Queue(child, 1).ok());
-  LaunchWork work;
-  ASSERT_TRUE(Take(1, &work));
-  const int64_t source = int64_t{Table(parent, 1)[0]} * kernels::kPageGranuleBytes;
-  std::vector<std::pair<int64_t, int64_t>> at;  // and bytes
-  for (const kernels::PageRange& range : work.ranges()) {
-    for (int32_t i = 0; i < range.count; ++i) {
-      at.emplace_back(range.place(i).source_offset - source, range.bytes);
+  const std::vector<std::vector<std::pair<int64_t, int64_t>>> want = {
+      {{0, 96}, {128, 32}}, {{160, 96}}, {{288, 96}, {416, 32}}, {}};  // at, and bytes
+  for (int32_t layer = 3; layer >= 0; --layer) {
+    LaunchWork work;
+    ASSERT_TRUE(TakeLayer(child, layer, &work));
+    std::vector<std::pair<int64_t, int64_t>> at;
+    for (const kernels::PageRange& range : work.ranges()) {
+      at.emplace_back(range.source_offset - GroupOf(parent), range.bytes);
     }
+    EXPECT_EQ(at, want[static_cast<size_t>(layer)]) << layer;
+    EXPECT_EQ(work.places(), static_cast<int64_t>(at.size()));
+    cache_->work().Acknowledge(&work);
   }
-  std::sort(at.begin(), at.end());
-  const std::vector<std::pair<int64_t, int64_t>> want = {{0, 96},   {128, 32}, {160, 96}, {288, 96},
-                                                         {416, 32}, {448, 96}, {576, 32}};
-  EXPECT_EQ(at, want);
-  EXPECT_EQ(work.places(), 7);
-  EXPECT_EQ(work.bytes(), 4 * 3 * 32 + 3 * 2 * 16);
-  cache_->work().Acknowledge(&work);
+  cache_->Commit(child, 1);
 }
 
 TEST_F(PageWorkTest, RowsThatACopyReadsAreNotOverwritten) {
@@ -195,35 +276,55 @@ TEST_F(PageWorkTest, RowsThatACopyReadsAreNotOverwritten) {
   ASSERT_TRUE(Queue(parent, 1).ok());
   EXPECT_NE(Table(parent, 2)[1], source) << "row 5 is copied later";
   EXPECT_EQ(cache_->CheckInvariants(), "");
-  LaunchWork work;
-  EXPECT_TRUE(Take(1, &work));
-  cache_->work().Acknowledge(&work);
+  Carry(child);
+  Carry(parent);
+  cache_->Commit(child, 1);
+  cache_->Commit(parent, 1);
   EXPECT_EQ(cache_->stats().groups_pinned, 0);
 }
 
-// Two launches run when the first fails: their work comes back in order, and a copy is done after
-// what fills its source.
+// Two launches run when the first fails: zeroing comes back in order.
 TEST_F(PageWorkTest, FailedLaunchesReturnTheirWorkInOrder) {
   Make(8);
   Dirty(8);
-  const SeqSlot parent = Open(2);
-  ASSERT_TRUE(Queue(parent, 6).ok());
-  LaunchWork zeroing, copy;
-  ASSERT_TRUE(Take(2, &zeroing));
-  cache_->Commit(parent, 6);
-  const SeqSlot child = cache_->Fork(parent, 6).value();
-  ASSERT_TRUE(Queue(child, 1).ok());
-  ASSERT_TRUE(Take(2, &copy));
-  EXPECT_EQ(copy.ranges().size(), 1u);
-  cache_->work().Requeue(&copy);
-  cache_->work().Requeue(&zeroing);
-  EXPECT_EQ(cache_->work().queued(), 3);
-  LaunchWork again;
+  ASSERT_TRUE(Queue(Open(2), 16).ok());
+  LaunchWork first, second, again;
+  ASSERT_FALSE(Take(2, &first, 2));
+  ASSERT_TRUE(Take(2, &second));
+  const kernels::PageRange oldest = first.ranges()[0];
+  cache_->work().Requeue(&second);
+  cache_->work().Requeue(&first);
+  EXPECT_EQ(cache_->work().queued(), 4);
   ASSERT_TRUE(Take(2, &again));
-  ASSERT_EQ(again.ranges().size(), 3u);
-  EXPECT_TRUE(again.ranges()[0].zeroes() && again.ranges()[1].zeroes());
-  EXPECT_EQ(again.ranges()[2].source_offset, again.ranges()[1].target_offset);
+  ASSERT_EQ(again.ranges().size(), 4u);
+  EXPECT_EQ(again.ranges()[0].target_offset, oldest.target_offset);
   cache_->work().Acknowledge(&again);
+}
+
+// A launch that failed has copied what it has; the others' layers stay copied.
+TEST_F(PageWorkTest, LayersOfAFailedLaunchAreCopiedAgain) {
+  Make(3);
+  const SeqSlot parent = Open();
+  Append(parent, 3);
+  const SeqSlot child = cache_->Fork(parent, 3).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  LaunchWork done, lost, again;
+  ASSERT_TRUE(TakeLayer(child, 0, &done));
+  ASSERT_TRUE(TakeLayer(child, 1, &lost));
+  cache_->work().Acknowledge(&done);
+  cache_->work().Requeue(&lost);
+  ASSERT_TRUE(TakeLayer(child, 0, &again));
+  EXPECT_TRUE(again.empty());
+  ASSERT_TRUE(TakeLayer(child, 1, &again));
+  EXPECT_EQ(again.ranges().size(), 1u);
+  cache_->work().Requeue(&again);
+  cache_->Release(child);
+  EXPECT_EQ(cache_->work().copies_open(), 0);
+  EXPECT_EQ(cache_->stats().groups_used, 1);
+  EXPECT_EQ(cache_->stats().groups_pinned, 0);
+  // What the failed launches have left in the group is not known.
+  ASSERT_TRUE(Queue(Open(1), 8).ok());
+  EXPECT_EQ(cache_->work().queued(), 1);
 }
 
 TEST_F(PageWorkTest, GroupFreedUnderAFailingLaunchCountsAsForeign) {
@@ -296,7 +397,7 @@ TEST_F(PageWorkTest, PinnedGroupsOutliveTheirLayoutAndNotItsAccount) {
   const SeqSlot child = cache_->Fork(parent, 6).value();
   ASSERT_TRUE(Queue(child, 1).ok());
   LaunchWork work;
-  ASSERT_TRUE(Take(1, &work));
+  ASSERT_TRUE(TakeLayer(child, 0, &work));
   cache_->Release(parent);
   cache_->Release(child);
   EXPECT_EQ(cache_->stats().groups_pinned, 2);

@@ -140,6 +140,17 @@ TEST_F(RequireDeathTest, FreeGroupsAreNeitherSharedNorUndone) {
   EXPECT_DEATH(pool()->RemoveLayout(layout_), "removal of a layout in use");
 }
 
+// One of two layers of the page that the fork shares has been copied.
+TEST_F(RequireDeathTest, RowsAreNotKeptBeforeTheyAreCopied) {
+  const SeqSlot fork = cache_->Fork(a_, 7).value();
+  ASSERT_TRUE(Reserve(fork, 1).ok());
+  WorkRoom room{.places = 1, .bytes = INT64_MAX};
+  LaunchWork work;
+  ASSERT_TRUE(cache_->work().TakeLayer(cache_->copied_group(fork), 1, &room, &work));
+  cache_->work().Acknowledge(&work);
+  EXPECT_DEATH(cache_->Commit(fork, 1), "rows are kept before they are copied");
+}
+
 TEST_F(RequireDeathTest, LeasesOutOfRangeEndTheProcess) {
   LeaseTable leases(2);
   EXPECT_DEATH(leases.Grant(2, 5), "lease id out of range");

@@ -167,6 +167,13 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   }
   step->ticket = cache_->work().last();
   step->pages_ready = !cache_->work().Waits(tenant, step->ticket);
+  step->copies = false;
+  for (StepEntry& entry : step->entries) {
+    entry.copied = cache_->copied_group(entry.slot);
+    if (entry.window_slot >= 0) entry.window_copied = cache_->copied_group(entry.window_slot);
+    step->copies = step->copies || entry.copied != kvcache::SlabPool::kNoEntry ||
+                   entry.window_copied != kvcache::SlabPool::kNoEntry;
+  }
   step->total_rows = static_cast<int32_t>(total);
   step->participants = args.participants;
   step->ranks.assign(step->participants, StepRank());

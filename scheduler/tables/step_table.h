@@ -41,6 +41,8 @@ struct StepEntry {
   int32_t offset = 0;  // of its first row among the step's rows
   // Those of the sequence, which launches need of every entry at every layer.
   kvcache::SeqSlot slot = -1, window_slot = -1;
+  // Groups into which their last pages are copied, layer by layer (KvCache::copied_group).
+  uint32_t copied = kvcache::SlabPool::kNoEntry, window_copied = kvcache::SlabPool::kNoEntry;
 };
 
 inline int64_t StartOf(const StepEntry& entry) { return entry.start; }
@@ -75,6 +77,7 @@ struct Step {
   // says that it has.
   kvcache::WorkTicket ticket = 0;
   bool pages_ready = false;
+  bool copies = false;  // some entries have pages to be copied
   bool failed = false;  // a launch of it has failed: it is aborted, and not committed any more
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;

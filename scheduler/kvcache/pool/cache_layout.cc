@@ -3,46 +3,14 @@
 #include <algorithm>
 
 namespace mla::kvcache {
-namespace {
 
-// Whether the layer's plane continues the run, which it may be the second member of.
-bool Continues(const PlaneRun& run, const KvPlane& plane) {
-  KvPlane alike = plane;
-  alike.offset = run.plane.offset;
-  const int64_t last = run.plane.offset + (run.pages - 1) * run.stride;
-  return alike == run.plane && plane.offset > last &&
-         (run.pages == 1 || plane.offset - last == run.stride);
-}
-
-}  // namespace
-
-std::vector<PlaneRun> PlaneRuns(const GroupLayout& layout) {
-  std::vector<PlaneRun> runs;
-  size_t planes = 0;
-  for (const auto& layer : layout.layers) {
-    planes = std::max(planes, layer.size());
-    for (const KvPlane& plane : layer) {
-      if (kernels::TraitsOf(plane.format).scales == kernels::KvScales::kInPage) return {};
-    }
-  }
-  for (size_t p = 0; p < planes; ++p) {
-    bool open = false;  // the last run may go on
-    for (const auto& layer : layout.layers) {
-      if (p >= layer.size()) {
-        open = false;
-        continue;
-      }
-      if (open && Continues(runs.back(), layer[p])) {
-        PlaneRun& run = runs.back();
-        if (run.pages == 1) run.stride = layer[p].offset - run.plane.offset;
-        ++run.pages;
-      } else {
-        runs.push_back({layer[p]});
-      }
-      open = true;
-    }
-  }
-  return runs;
+bool RowsLead(const GroupLayout& layout) {
+  const auto leads = [](const KvPlane& plane) {
+    return kernels::TraitsOf(plane.format).scales != kernels::KvScales::kInPage;
+  };
+  return std::all_of(layout.layers.begin(), layout.layers.end(), [&](const auto& planes) {
+    return std::all_of(planes.begin(), planes.end(), leads);
+  });
 }
 
 GroupLayout MakeLayout(const UniformLayers& uniform) {

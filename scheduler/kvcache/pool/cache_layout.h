@@ -23,6 +23,10 @@ struct KvPlane {
   int32_t rows = 0;         // of a page
   int32_t token_ratio = 1;  // tokens that a row stands for
   kernels::KvFormat format = kernels::KvFormat::kBf16;
+  // That hold a page's first `tokens` tokens, where rows lead.
+  int64_t bytes_of(int32_t tokens) const {
+    return (int64_t{tokens} + token_ratio - 1) / token_ratio * row_stride;
+  }
   friend bool operator==(const KvPlane&, const KvPlane&) = default;
 };
 
@@ -44,21 +48,9 @@ struct GroupLayout {
   friend bool operator==(const GroupLayout&, const GroupLayout&) = default;
 };
 
-// A plane that pages of several layers have alike, at equal distances: the rows of all of them are
-// the same bytes at `pages` places.
-struct PlaneRun {
-  KvPlane plane;       // of the first of the layers
-  int32_t pages = 1;   // layers
-  int64_t stride = 0;  // bytes from a layer's plane to the next one's
-  // Bytes of the plane that hold a page's first `tokens` tokens.
-  int64_t bytes_of(int32_t tokens) const {
-    return (int64_t{tokens} + plane.token_ratio - 1) / plane.token_ratio * plane.row_stride;
-  }
-};
-
-// All planes of the layout, in as few runs as their order gives. Empty when some plane's first rows
-// are not its first bytes: such pages are copied whole.
-std::vector<PlaneRun> PlaneRuns(const GroupLayout& layout);
+// Whether the first rows of every plane are its first bytes. Pages of which they are not, as scales
+// lie behind their rows, are copied whole.
+bool RowsLead(const GroupLayout& layout);
 
 // Layers that are all alike, each with one plane of a row a token.
 struct UniformLayers {

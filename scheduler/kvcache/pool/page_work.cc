@@ -1,6 +1,7 @@
 #include "scheduler/kvcache/pool/page_work.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "scheduler/kvcache/pool/require.h"
 
@@ -11,33 +12,34 @@ void PageWorkQueue::AddZeroing(TenantKey tenant, uint32_t target, int64_t bytes)
   piece.tenant = tenant;
   piece.target = target;
   piece.bytes = bytes;
-  Add(piece);
+  piece.ticket = ++last_;
+  Link(Add(piece), /*front=*/false);
 }
 
 void PageWorkQueue::AddCopy(TenantKey tenant, LayoutId layout, uint32_t target, uint32_t source,
                             int32_t rows, bool whole) {
+  Require(pool_->work(source) == kNone, "a page group is copied before it is filled");
+  const auto& layers = pool_->layout(layout).layers;
   Piece piece;
   piece.tenant = tenant;
   piece.target = target;
   piece.source = source;
-  int64_t bytes = 0, places = 0;
-  for (const PlaneRun& run : pool_->plane_runs(layout)) {
-    bytes += run.bytes_of(rows) * run.pages;
-    places += run.pages;
-  }
-  if (whole || places == 0 || places > kMostPlaces) {
-    piece.bytes = pool_->group_bytes(layout);
+  piece.bytes = pool_->group_bytes(layout);
+  if (whole || !pool_->rows_lead(layout) || layers.size() > kMostLayers) {
+    piece.left.set(0);
   } else {
-    piece.bytes = bytes;
-    piece.places = places;
     piece.layout = layout;
     piece.rows = rows;
+    for (size_t layer = 0; layer < layers.size(); ++layer) {
+      piece.left.set(layer, !layers[layer].empty());
+    }
   }
   Add(piece);
+  ++copies_open_;
   pool_->PinSource(source, rows);
 }
 
-void PageWorkQueue::Add(const Piece& piece) {
+int32_t PageWorkQueue::Add(const Piece& piece) {
   int32_t index = free_;
   if (index != kNone) {
     free_ = At(index).next;
@@ -46,11 +48,10 @@ void PageWorkQueue::Add(const Piece& piece) {
     pieces_.emplace_back();
   }
   At(index) = piece;
-  At(index).ticket = ++last_;
   Require(pool_->work(piece.target) == kNone, "a page group is filled twice");
   pool_->set_work(piece.target, index);
   pool_->Pin(piece.target);
-  Link(index, /*front=*/false);
+  return index;
 }
 
 void PageWorkQueue::Link(int32_t index, bool front) {
@@ -82,40 +83,70 @@ void PageWorkQueue::Forget(int32_t index) {
   piece = Piece();
   piece.next = free_;
   free_ = index;
-  // A source that only this copy wanted needs its own work no more.
-  if (source != SlabPool::kNoEntry && pool_->UnpinSource(source)) Cancel(source);
+  if (source == SlabPool::kNoEntry) return;
+  --copies_open_;
+  pool_->UnpinSource(source);
 }
 
 void PageWorkQueue::Cancel(uint32_t target) {
   const int32_t index = pool_->work(target);
-  if (index == kNone || !At(index).queued || pool_->pinned_rows(target) > 0) return;
+  if (index == kNone || At(index).running > 0) return;
   // Others keep the group, too, for bytes that are on their way into it, behind this work.
   if (pool_->pins(target) > 1) return;
-  Unlink(index);
-  // Nothing has been written to the group since Take, as nothing may be before its work.
-  if (At(index).tried) {
+  const Piece& piece = At(index);
+  if (piece.queued) Unlink(index);
+  if (piece.tried) {
     pool_->MarkMixed(target);
-  } else {
+  } else if (!piece.begun) {
+    // Nothing has been written to the group since Take, as nothing may be before its work.
     pool_->RestoreMark(target);
   }
   Forget(index);
 }
 
-void PageWorkQueue::AddRanges(const Piece& piece, std::vector<kernels::PageRange>* ranges) const {
-  const int64_t target = pool_->offset(piece.target);
-  if (piece.source == SlabPool::kNoEntry) {
-    ranges->push_back({target, piece.bytes});
-    return;
-  }
-  const int64_t source = pool_->offset(piece.source);
+void PageWorkQueue::EndCopy(uint32_t target) {
+  const int32_t index = pool_->work(target);
+  Require(index != kNone && At(index).copies(), "a copy ends that there is not");
+  Require(At(index).left.none() && At(index).running == 0, "rows are kept before they are copied");
+  Forget(index);
+}
+
+bool PageWorkQueue::AddPart(int32_t index, int32_t layer, int64_t places, int64_t bytes,
+                            WorkRoom* room, LaunchWork* work) {
+  if (room->places < places || (!room->any && room->bytes < bytes)) return false;
+  room->any = false;
+  room->places -= places;
+  room->bytes -= bytes;
+  work->parts_.push_back({index, layer, bytes});
+  work->places_ += places;
+  work->bytes_ += bytes;
+  At(index).begun = true;
+  ++At(index).running;
+  return true;
+}
+
+bool PageWorkQueue::TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, LaunchWork* work) {
+  const int32_t index = target == SlabPool::kNoEntry ? kNone : pool_->work(target);
+  if (index == kNone || !At(index).copies()) return true;
+  Piece& piece = At(index);
+  const int64_t to = pool_->offset(target), from = pool_->offset(piece.source);
   if (piece.layout == kNone) {
-    ranges->push_back({target, piece.bytes, source});
-    return;
+    if (!piece.left.test(0)) return true;
+    if (!AddPart(index, 0, 1, piece.bytes, room, work)) return false;
+    work->ranges_.push_back({to, piece.bytes, from});
+    piece.left.reset(0);
+    return true;
   }
-  for (const PlaneRun& run : pool_->plane_runs(piece.layout)) {
-    const int64_t at = run.plane.offset;
-    ranges->push_back({target + at, run.bytes_of(piece.rows), source + at, run.pages, run.stride});
+  if (!piece.left.test(static_cast<size_t>(layer))) return true;
+  const auto& planes = pool_->layout(piece.layout).layers[static_cast<size_t>(layer)];
+  int64_t bytes = 0;
+  for (const KvPlane& plane : planes) bytes += plane.bytes_of(piece.rows);
+  if (!AddPart(index, layer, static_cast<int64_t>(planes.size()), bytes, room, work)) return false;
+  for (const KvPlane& plane : planes) {
+    work->ranges_.push_back({to + plane.offset, plane.bytes_of(piece.rows), from + plane.offset});
   }
+  piece.left.reset(static_cast<size_t>(layer));
+  return true;
 }
 
 bool PageWorkQueue::Waits(TenantKey tenant, WorkTicket until) const {
@@ -128,14 +159,8 @@ bool PageWorkQueue::Take(TenantKey tenant, WorkTicket until, WorkRoom* room, Lau
   while (Waits(tenant, until)) {
     const int32_t index = queues_.find(tenant)->second.head;
     const Piece& piece = At(index);
-    if (room->places < piece.places || (!room->any && room->bytes < piece.bytes)) return false;
-    room->any = false;
-    AddRanges(piece, &work->ranges_);
-    work->pieces_.push_back(index);
-    work->places_ += piece.places;
-    work->bytes_ += piece.bytes;
-    room->places -= piece.places;
-    room->bytes -= piece.bytes;
+    if (!AddPart(index, 0, 1, piece.bytes, room, work)) return false;
+    work->ranges_.push_back({pool_->offset(piece.target), piece.bytes});
     Unlink(index);
   }
   return true;
@@ -148,32 +173,43 @@ void PageWorkQueue::TakeAny(WorkRoom* room, LaunchWork* work) {
 }
 
 void PageWorkQueue::Acknowledge(LaunchWork* work) {
-  for (const int32_t index : work->pieces_) {
-    if (At(index).source != SlabPool::kNoEntry) {
-      bytes_copied_ += static_cast<uint64_t>(At(index).bytes);
+  for (const LaunchWork::Part& part : work->parts_) {
+    Piece& piece = At(part.piece);
+    --piece.running;
+    if (!piece.copies()) {
+      Forget(part.piece);
+      continue;
     }
-    Forget(index);
+    bytes_copied_ += static_cast<uint64_t>(part.bytes);
+    if (!std::exchange(piece.copied, true)) ++groups_copied_;
+    if (piece.running > 0 || pool_->references(piece.target) > 0) continue;
+    // It has been cancelled meanwhile.
+    if (piece.tried) pool_->MarkMixed(piece.target);
+    Forget(part.piece);
   }
   work->Clear();
 }
 
 bool PageWorkQueue::Carries(const LaunchWork& work, TenantKey tenant, WorkTicket until) const {
-  return std::any_of(work.pieces_.begin(), work.pieces_.end(), [&](int32_t piece) {
-    return At(piece).tenant == tenant && At(piece).ticket <= until;
+  return std::any_of(work.parts_.begin(), work.parts_.end(), [&](const LaunchWork::Part& part) {
+    const Piece& piece = At(part.piece);
+    return !piece.copies() && piece.tenant == tenant && piece.ticket <= until;
   });
 }
 
 void PageWorkQueue::Requeue(LaunchWork* work) {
-  for (size_t i = work->pieces_.size(); i-- > 0;) {
-    const int32_t index = work->pieces_[i];
-    const uint32_t target = At(index).target;
-    if (pool_->references(target) > 0 || pool_->pinned_rows(target) > 0) {
-      At(index).tried = true;
-      Link(index, /*front=*/true);
-    } else {
+  for (size_t i = work->parts_.size(); i-- > 0;) {
+    const LaunchWork::Part& part = work->parts_[i];
+    Piece& piece = At(part.piece);
+    --piece.running;
+    piece.tried = true;
+    if (piece.copies()) piece.left.set(static_cast<size_t>(part.layer));
+    if (pool_->references(piece.target) > 0) {
+      if (!piece.copies()) Link(part.piece, /*front=*/true);
+    } else if (piece.running == 0) {
       // The group is not wanted any more, and what the launch has left in it is not known.
-      pool_->MarkMixed(target);
-      Forget(index);
+      pool_->MarkMixed(piece.target);
+      Forget(part.piece);
     }
   }
   work->Clear();

@@ -1,24 +1,30 @@
 // Device work that page groups wait for: zeroing of groups that last belonged to another tenant,
-// and copies of shared groups that a sequence is about to write into (copy-on-write). A copy into a
-// group that holds no other tenant's bytes takes the rows that count, of every layer's page.
+// and copies of shared groups that a sequence writes into (copy-on-write).
 //
-// Work waits in one queue for each tenant until a launch carries it. Groups never pass from one
+// Zeroing waits in one queue for each tenant until a launch carries it. Groups never pass from one
 // tenant to another while work on them is queued or runs, so the queues are independent of each
-// other; within a queue the order is kept. A ticket names a place in the order of all work: a step
-// may run once its tenant's work up to the step's ticket has been carried by that launch or an
+// other; within a queue the order is kept. A ticket names a place in the order of the queues: a
+// step may run once its tenant's work up to the step's ticket has been carried by that launch or an
 // earlier one.
 //
-// A group has at most one piece of work that fills it, so the queue holds at most as many pieces as
-// the pool has groups. Work into a group that loses its last reference while the work is queued is
+// A copy is in no queue. It is made layer by layer, each by the launch that writes the first row
+// behind it (TakeLayer), and so not at all for layers that are not written. It takes the rows that
+// count; a group with bytes of another tenant is overwritten whole, with the first layer. The copy
+// stays known, and its source pinned, until EndCopy or Cancel.
+//
+// A group has at most one piece of work that fills it, so there are at most as many pieces as the
+// pool has groups. Work into a group that loses its last reference before a launch takes it is
 // cancelled. Work that a launch has taken stays known until Acknowledge; Requeue puts what a failed
-// launch took back to the front, in order. Until then its groups are pinned: the pool does not hand
-// them out, and a source is not written below the rows that are to be copied.
+// launch took back: zeroing to the front of its queue, in order, layers of copies to those that are
+// left. Until then its groups are pinned: the pool does not hand them out, and a source is not
+// written below the rows that are to be copied.
 //
 // Threading: owned by the KvCache that holds it. Memory grows to the largest number of pieces that
 // ever waited, and stays.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_PAGE_WORK_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_PAGE_WORK_H_
 
+#include <bitset>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -34,7 +40,7 @@ using WorkTicket = uint64_t;  // 0: before all work
 // Page work that one launch carries.
 class LaunchWork {
  public:
-  bool empty() const { return pieces_.empty(); }
+  bool empty() const { return parts_.empty(); }
   std::span<const kernels::PageRange> ranges() const { return ranges_; }
   int64_t places() const { return places_; }  // of all ranges
   int64_t bytes() const { return bytes_; }    // written
@@ -43,18 +49,23 @@ class LaunchWork {
   friend class PageWorkQueue;
   void Clear() {
     ranges_.clear();
-    pieces_.clear();
+    parts_.clear();
     places_ = bytes_ = 0;
   }
+  struct Part {
+    int32_t piece = 0;
+    int32_t layer = 0;  // of a copy
+    int64_t bytes = 0;
+  };
   std::vector<kernels::PageRange> ranges_;
-  std::vector<int32_t> pieces_;
+  std::vector<Part> parts_;
   int64_t places_ = 0;
   int64_t bytes_ = 0;
 };
 
 // What may be added to a launch's work.
 struct WorkRoom {
-  int64_t places = 0;  // of ranges; kMostPlaces at least take any piece
+  int64_t places = 0;  // of ranges
   int64_t bytes = 0;
   bool any = true;  // one piece may be larger, as the launch has nothing else to do
 };
@@ -63,18 +74,24 @@ class PageWorkQueue {
  public:
   explicit PageWorkQueue(SlabPool* pool) : pool_(pool) {}
 
-  // Places that a piece of work has at most; a group whose rows lie at more is copied whole.
-  static constexpr int64_t kMostPlaces = 1024;
+  // Layers that are copied one by one, at most; groups of more are copied whole.
+  static constexpr size_t kMostLayers = 1024;
 
-  // Queues zeroing of a group, or a copy of the first `rows` rows of each page into it, which is of
-  // the whole group if `whole`. The source's rows below `rows` must stay as they are until then.
-  // REQUIRES: no work into `target` is known.
+  // Queues zeroing of a group. REQUIRES, as AddCopy: no work into `target` is known.
   void AddZeroing(TenantKey tenant, uint32_t target, int64_t bytes);
+  // The first `rows` rows of each layer's page of `source` go to `target`, or the whole group if
+  // `whole`. REQUIRES: nothing fills `source` any more.
   void AddCopy(TenantKey tenant, LayoutId layout, uint32_t target, uint32_t source, int32_t rows,
                bool whole);
-  // The group has lost its last reference, or is about to: work into it that is still queued goes,
-  // and the group's former mark returns unless a failed launch may have written. Nothing happens if
-  // there is none, or if a copy reads it.
+  // The launch is about to write the first rows of the layer behind those that are copied to
+  // `target`: adds the layer's copy to `work` and reduces `room`. Nothing happens if there is no
+  // copy into the group, which may be kNoEntry, or a launch has taken the layer's. False when there
+  // is no room for it.
+  bool TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, LaunchWork* work);
+  // The copy into the group is kept. REQUIRES: launches have made it, of every layer.
+  void EndCopy(uint32_t target);
+  // The group has lost its last reference, or is about to: work into it that no launch has taken
+  // goes, and the group's former mark returns unless a launch may have written.
   void Cancel(uint32_t target);
 
   WorkTicket last() const { return last_; }
@@ -92,8 +109,11 @@ class PageWorkQueue {
   // The launch has failed. When several have, the latest comes first.
   void Requeue(LaunchWork* work);
 
-  int64_t queued() const { return queued_; }               // pieces that no launch has taken
-  uint64_t bytes_copied() const { return bytes_copied_; }  // by launches that have completed
+  int64_t queued() const { return queued_; }            // groups whose zeroing no launch has taken
+  int64_t copies_open() const { return copies_open_; }  // copies that are known
+  // By launches that have completed: groups of which a layer was copied, and bytes.
+  uint64_t groups_copied() const { return groups_copied_; }
+  uint64_t bytes_copied() const { return bytes_copied_; }
 
  private:
   static constexpr int32_t kNone = -1;
@@ -101,14 +121,18 @@ class PageWorkQueue {
     TenantKey tenant = 0;
     uint32_t target = SlabPool::kNoEntry;
     uint32_t source = SlabPool::kNoEntry;  // kNoEntry: zeroing
-    int64_t bytes = 0;
-    int64_t places = 1;
-    LayoutId layout = kNone;  // of a copy by rows
+    int64_t bytes = 0;                     // of the group
+    WorkTicket ticket = 0;                 // of zeroing
+    bool queued = false;                   // likewise
+    LayoutId layout = kNone;  // of a copy layer by layer; kNone: of the whole group, as layer 0
     int32_t rows = 0;
-    WorkTicket ticket = 0;
-    bool queued = false;
-    bool tried = false;                  // by a launch that failed, and so done in part, perhaps
+    std::bitset<kMostLayers> left;       // layers that no launch has taken
+    int32_t running = 0;                 // launches that carry it, or layers of it
+    bool begun = false;                  // a launch has taken some of it
+    bool copied = false;                 // ... and completed
+    bool tried = false;                  // ... and failed: it is done in part, perhaps
     int32_t prev = kNone, next = kNone;  // in its tenant's queue; next alone in the free list
+    bool copies() const { return source != SlabPool::kNoEntry; }
   };
   struct Queue {
     int32_t head = kNone, tail = kNone;
@@ -116,8 +140,10 @@ class PageWorkQueue {
 
   Piece& At(int32_t piece) { return pieces_[static_cast<size_t>(piece)]; }
   const Piece& At(int32_t piece) const { return pieces_[static_cast<size_t>(piece)]; }
-  void Add(const Piece& piece);
-  void AddRanges(const Piece& piece, std::vector<kernels::PageRange>* ranges) const;
+  int32_t Add(const Piece& piece);
+  // Adds a part of the piece to the launch; false when there is no room for it.
+  bool AddPart(int32_t piece, int32_t layer, int64_t places, int64_t bytes, WorkRoom* room,
+               LaunchWork* work);
   void Link(int32_t piece, bool front);
   void Unlink(int32_t piece);
   // The piece is not known any more: its groups are unpinned.
@@ -129,7 +155,8 @@ class PageWorkQueue {
   absl::flat_hash_map<TenantKey, Queue> queues_;  // those that are not empty
   WorkTicket last_ = 0;
   int64_t queued_ = 0;
-  uint64_t bytes_copied_ = 0;
+  int64_t copies_open_ = 0;
+  uint64_t groups_copied_ = 0, bytes_copied_ = 0;
 };
 
 }  // namespace mla::kvcache

@@ -51,7 +51,7 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAcco
   if (slot == layouts_.end()) slot = layouts_.insert(slot, Layout());
   *slot = Layout();
   slot->layout = layout;
-  slot->runs = PlaneRuns(layout);
+  slot->rows_lead = RowsLead(layout);
   slot->active = true;
   slot->account = account;
   slot->group_bytes = group_bytes;
@@ -181,13 +181,11 @@ void SlabPool::PinSource(uint32_t entry, int32_t rows) {
   Settle(entry, group);
 }
 
-bool SlabPool::UnpinSource(uint32_t entry) {
+void SlabPool::UnpinSource(uint32_t entry) {
   Group& group = GroupOf(entry);
   Require(group.sources > 0, "a page group is unpinned twice as a source");
   if (--group.sources == 0) group.pinned_rows = 0;
-  const bool unwanted = group.references == 0 && group.sources == 0 && group.pins > 1;
   Unpin(entry);
-  return unwanted;
 }
 
 int32_t SlabPool::pinned_rows(uint32_t entry) const { return GroupOf(entry).pinned_rows; }

@@ -109,8 +109,7 @@ class SlabPool final {
   void RemoveLayout(LayoutId layout);
   bool Has(LayoutId layout) const;
   const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
-  // Of its planes; empty: its groups are copied whole. Kept while page work uses its groups.
-  std::span<const PlaneRun> plane_runs(LayoutId layout) const { return Of(layout).runs; }
+  bool rows_lead(LayoutId layout) const { return Of(layout).rows_lead; }  // see RowsLead
 
   // A group with one reference, marked as the tenant's; kNoEntry when there is no room or the
   // layout's account refuses.
@@ -128,8 +127,7 @@ class SlabPool final {
   int32_t pins(uint32_t entry) const { return GroupOf(entry).pins; }
   // The same for the source of a copy: its first `rows` rows may not be written meanwhile.
   void PinSource(uint32_t entry, int32_t rows);
-  // True if work that fills the group is all that still pins it.
-  bool UnpinSource(uint32_t entry);
+  void UnpinSource(uint32_t entry);
   // Rows of each page that copies which wait or run still read.
   int32_t pinned_rows(uint32_t entry) const;
   // The piece of work that fills the group, or -1.
@@ -228,7 +226,7 @@ class SlabPool final {
 
   struct Layout {
     GroupLayout layout;
-    std::vector<PlaneRun> runs;
+    bool rows_lead = false;
     bool active = false;
     PoolAccount* account = nullptr;
     int64_t group_bytes = 0;

@@ -306,10 +306,35 @@ void Oracle::DropGroup(OracleSequence* sequence) {
   const int group = sequence->groups.back();
   sequence->groups.pop_back();
   if (--holders_[group] > 0) return;
-  if (!published_groups_.contains(group)) free_groups_.push_back(group);
+  if (!published_groups_.contains(group) && !copied_groups_.contains(group)) {
+    free_groups_.push_back(group);
+  }
   --groups_used_;
   --ContentsOf(sequence->model).groups;
   bytes_used_ -= models[sequence->model].shape.group_bytes();
+}
+
+void Oracle::ShareGroup(OracleSequence* sequence, int group) {
+  sequence->groups.push_back(group);
+  if (++holders_[group] > 1) return;
+  ++groups_used_;
+  ++ContentsOf(sequence->model).groups;
+  bytes_used_ += models[sequence->model].shape.group_bytes();
+}
+
+// A sequence that keeps no row of a step has the page again that it had before.
+void Oracle::EndCopy(const OracleMember& member, bool kept_rows) {
+  if (member.shared < 0) return;
+  if (!kept_rows) {
+    OracleSequence& sequence = sequences.at(member.sequence);
+    DropGroup(&sequence);
+    ShareGroup(&sequence, member.shared);
+  }
+  if (--copied_groups_.at(member.shared).steps > 0) return;
+  copied_groups_.erase(member.shared);
+  if (holders_[member.shared] == 0 && !published_groups_.contains(member.shared)) {
+    free_groups_.push_back(member.shared);
+  }
 }
 
 void Oracle::ShrinkTo(OracleSequence* sequence, int rows) {

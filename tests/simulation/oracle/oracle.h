@@ -111,6 +111,7 @@ struct OracleSequence {
 struct OracleMember {
   uint64_t sequence = 0;
   int start = 0, rows = 0, offset = 0;
+  int shared = -1;  // the group in place of which the sequence has a copy, or -1
 };
 
 struct OracleStep {
@@ -273,6 +274,9 @@ class Oracle {
   void Publish(const OracleSequence& sequence);
   void TakeGroup(OracleSequence* sequence);
   void DropGroup(OracleSequence* sequence);
+  void ShareGroup(OracleSequence* sequence, int group);
+  bool CopiesLastPage(const OracleSequence& sequence, int row) const;
+  void EndCopy(const OracleMember& member, bool kept_rows);
   void ShrinkTo(OracleSequence* sequence, int rows);
   int PagesOf(const OracleSequence& sequence, int64_t rows) const;
   void Close(uint64_t key, bool aborted);
@@ -280,6 +284,11 @@ class Oracle {
   const OracleLimits limits_;
   std::vector<int> holders_;  // by group
   std::vector<int> free_groups_;
+  struct Copied {
+    int steps = 0;  // open ones that copy it, and may go back to it
+    int rows = 0;   // of its pages that one of them copies, at most
+  };
+  std::map<int, Copied> copied_groups_;
   std::map<uint64_t, Published> published_;  // by name of the page
   std::set<int> published_groups_;           // that may still be cached: their numbers stay theirs
   const OracleQuota& QuotaOf(int tenant) const;

@@ -43,18 +43,13 @@ void Oracle::ApplyMatch(uint64_t id, const std::vector<uint64_t>& pages, const s
   OracleSequence& sequence = sequences.at(id);
   sequence.pages = pages;
   sequence.salt = salt;
-  const int64_t bytes = models[sequence.model].shape.group_bytes();
   for (; found > 0; --found) {
     const Published& page = published_.at(pages[sequence.groups.size()]);
     for (size_t layer = 0; layer < sequence.layers.size(); ++layer) {
       auto& rows = sequence.layers[layer];
       rows.insert(rows.end(), page.layers[layer].begin(), page.layers[layer].end());
     }
-    sequence.groups.push_back(page.group);
-    if (++holders_[page.group] > 1) continue;
-    ++groups_used_;
-    ++ContentsOf(sequence.model).groups;
-    bytes_used_ += bytes;
+    ShareGroup(&sequence, page.group);
   }
   Publish(sequence);
 }

@@ -70,6 +70,15 @@ bool Oracle::PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const
   return contents.size() > 1 ? bytes > sure / 2 : bytes > sure;
 }
 
+// A page that was published may be cached, and then it is copied too, as is one of which an open
+// step copies the row.
+bool Oracle::CopiesLastPage(const OracleSequence& sequence, int row) const {
+  const int group = sequence.groups.back();
+  const auto copied = copied_groups_.find(group);
+  return holders_[group] > 1 || published_groups_.contains(group) ||
+         (copied != copied_groups_.end() && row < copied->second.rows);
+}
+
 uint64_t Oracle::ApplyBegin(const OracleBegin& begin, int64_t now) {
   OracleStep step;
   step.key = next_step_++;
@@ -84,10 +93,13 @@ uint64_t Oracle::ApplyBegin(const OracleBegin& begin, int64_t now) {
     sequence.step = step.key;
     step.members.push_back({sequence.id, begin.starts[i], begin.rows[i], step.total});
     step.total += begin.rows[i];
-    // A page that was published may be cached, and then it is copied too.
-    if (sequence.length() % shape.page != 0 &&
-        (holders_[sequence.groups.back()] > 1 ||
-         published_groups_.contains(sequence.groups.back()))) {
+    const int row = sequence.length() % shape.page;
+    if (row != 0 && CopiesLastPage(sequence, row)) {
+      const int group = sequence.groups.back();
+      step.members.back().shared = group;
+      Copied& copied = copied_groups_[group];
+      ++copied.steps;
+      copied.rows = std::max(copied.rows, row);
       DropGroup(&sequence);
       TakeGroup(&sequence);
     }
@@ -114,6 +126,7 @@ void Oracle::ApplyEnd(OracleStep* step, const std::vector<int>& rows, int64_t no
       sequence.layers[layer].insert(sequence.layers[layer].end(), first, first + rows[i]);
     }
     ShrinkTo(&sequence, sequence.length());
+    EndCopy(member, rows[i] > 0);
     Publish(sequence);
     sequence.step = 0;
     freed_by_steps.emplace_back(sequence.tenant, sequence.id);
@@ -127,6 +140,7 @@ void Oracle::ApplyAbort(uint64_t key, int64_t now) {
   for (const OracleMember& member : step.members) {
     OracleSequence& sequence = sequences.at(member.sequence);
     ShrinkTo(&sequence, sequence.length());
+    EndCopy(member, /*kept_rows=*/false);
     sequence.step = 0;
     freed_by_steps.emplace_back(sequence.tenant, sequence.id);
     Renew(&sequence, 0, now);
