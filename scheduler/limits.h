@@ -17,6 +17,8 @@ inline constexpr int64_t kMostKvCacheBytes = int64_t{1} << 40;
 
 // Of another server's address: so that an answer which names it fits a reply slot of a ring.
 inline constexpr size_t kMostPeerBytes = 128;
+// After which a call is worth repeating whose sequence may be on its way to that server.
+inline constexpr int64_t kMovingRetryMs = 100;
 
 struct Limits {
   // --- KV cache

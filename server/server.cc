@@ -22,6 +22,7 @@
 #include "server/control/cache_service.h"
 #include "server/control/model_service.h"
 #include "server/control/sequence_service.h"
+#include "server/hand_over/grpc_peer.h"
 #include "server/lifecycle/health_service.h"
 #include "server/lifecycle/idle_calls.h"
 #include "server/lifecycle/server_state.h"
@@ -135,6 +136,7 @@ struct Server::Parts {
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
   std::unique_ptr<CheckpointStore> checkpoints;  // null: none are kept
+  AbandonedImports abandoned;
   std::unique_ptr<IdleCalls> idle;
   std::optional<Watchers> watchers;
   std::unique_ptr<ModelService> models;
@@ -223,7 +225,8 @@ void Server::Parts::MakeServices() {
                           boot_id,
                           OperatorsOf(options.config.listen),
                           ControlReserve(options.config),
-                          options.config.listen.unix_tenant};
+                          options.config.listen.unix_tenant,
+                          &abandoned};
   drain.emplace(engine.get(), &state);
   WireContext wire;
   wire.unix_tenant = options.config.listen.unix_tenant;
@@ -249,7 +252,8 @@ void Server::Parts::MakeServices() {
   admin_options.drain = &*drain;
   if (tls != nullptr) {
     admin_options.connect_peer = [this](const std::string& address) {
-      return HandOver::Connect(engine.get(), *tls, boot_id, address);
+      return HandOver::Connect({engine.get(), &metrics.hand_overs(), boot_id, address},
+                               std::make_unique<GrpcHandOverPeer>(*tls, address));
     };
   }
   admin_options.exit = [this] {

@@ -86,8 +86,8 @@ MLA_API const char* mla_error_limit(const mla_error* error);
 MLA_API const char* mla_error_got(const mla_error* error);
 // A stable token, e.g. "epoch_mismatch", "server_restarted", "pages_exhausted".
 MLA_API const char* mla_error_reason(const mla_error* error);
-// HOST:PORT of the server to go to: it has the sequence now ("moved"), or gets those of one that
-// drains ("draining"). Else empty.
+// HOST:PORT of the server to go to: it has the sequence now ("moved"), or this one drains and its
+// sequences go there, so that a new one may be opened there ("draining"). Else empty.
 MLA_API const char* mla_error_peer(const mla_error* error);
 // > 0: the same call may succeed after this time.
 MLA_API uint32_t mla_error_retry_after_ms(const mla_error* error);

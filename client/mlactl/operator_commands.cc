@@ -124,7 +124,8 @@ void AddDrain(Program* program) {
   command.Number(
       {"deadline-ms", "N", "abort what is still open after this time (default 0: the server's)"}, 0,
       86400000, &options->deadline_ms);
-  command.Flag("exit", "stop the process when drained", &options->exit);
+  command.Flag("exit", "stop the process when drained; with --to, only if all rows have moved",
+               &options->exit);
   command.Text(
       {"to", "HOST:PORT", "a server that gets the sequences, over TLS (default: they stay)"},
       &options->to);

@@ -213,14 +213,24 @@ void EngineCore::CloseStream(StreamId stream) {
   streams_.erase(stream);
 }
 
-absl::Status EngineCore::DrainingError() const {
-  return MakeError(
-      absl::StatusCode::kUnavailable, "the server is draining",
-      {.reason = "draining", .retry_after_ms = limits_.sequence_lease_ms, .peer = drain_peer_});
+absl::Status EngineCore::DrainingError(bool opens) const {
+  // A sequence is not at the peer before it has moved, but a new one may be opened there.
+  const bool moves = !opens && !drain_peer_.empty();
+  return MakeError(absl::StatusCode::kUnavailable,
+                   moves ? "the server is draining, and its sequences move to another one"
+                         : "the server is draining",
+                   {.reason = "draining",
+                    .retry_after_ms = moves ? kMovingRetryMs : limits_.sequence_lease_ms,
+                    .peer = opens ? drain_peer_ : ""});
+}
+
+absl::Status EngineCore::RefuseDraining(TenantKey tenant, SequenceId id, const std::string& field) {
+  if (sequences_->MovedTo(tenant, id) == nullptr) return DrainingError(/*opens=*/false);
+  return sequences_->FindOrRefuse(tenant, id, field).status();
 }
 
 absl::StatusOr<Model*> EngineCore::ModelToOpen(const OpenArgs& args, const PrefixPlan& prefix) {
-  if (draining_) return DrainingError();
+  if (draining_) return DrainingError(/*opens=*/true);
   absl::StatusOr<Model*> model =
       models_->Find(tenants_.Find(args.tenant), args.model_id, "model_id");
   if (!model.ok()) return model.status();
@@ -282,7 +292,7 @@ absl::StatusOr<HintAnswer> EngineCore::Hint(const HintArgs& args, const PrefixPl
 }
 
 absl::StatusOr<SequenceInfo> EngineCore::ForkSequence(const ForkArgs& args) {
-  if (draining_) return DrainingError();
+  if (draining_) return RefuseDraining(tenants_.Find(args.tenant), args.parent, "sequence_id");
   absl::StatusOr<Sequence*> child = sequences_->Fork(tenants_.Find(args.tenant), args);
   if (!child.ok()) return child.status();
   return sequences_->Info(**child);
@@ -399,7 +409,8 @@ absl::StatusOr<int32_t> EngineCore::EvictModel(const std::string& tenant, const 
 }
 
 absl::StatusOr<MovingPages> EngineCore::BeginImport(const ImportArgs& args) {
-  if (draining_) return DrainingError();
+  if (draining_ && args.id == 0) return DrainingError(/*opens=*/true);
+  if (draining_) return RefuseDraining(tenants_.Find(args.tenant), args.id, "target.sequence_id");
   return transfers_->BeginImport(args);
 }
 

@@ -177,7 +177,10 @@ class EngineCore {
   // --- Steps
   absl::Status BeginStep(StreamRequest* request);
   absl::Status JoinStep(Step* step, StreamRequest* request);
-  absl::Status DrainingError() const;
+  // Of what opens a sequence, or of what names some, while the server drains. That one of them has
+  // left is worth more to know than that the others will.
+  absl::Status DrainingError(bool opens) const;
+  absl::Status RefuseDraining(TenantKey tenant, SequenceId id, const std::string& field);
   absl::Status RefuseDraining(TenantKey tenant, const BeginStepArgs& args);
   absl::Status AcceptAttend(StreamRequest* request);
   // OK with *wait set: the step still has requests; the answer comes when they are done.

@@ -105,16 +105,13 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request) {
   return absl::OkStatus();
 }
 
-// A sequence that has left is worth more to know than that the others will.
 absl::Status EngineCore::RefuseDraining(TenantKey tenant, const BeginStepArgs& args) {
   for (size_t i = 0; i < args.sequences.size(); ++i) {
     if (sequences_->MovedTo(tenant, args.sequences[i].id) == nullptr) continue;
-    return sequences_
-        ->FindOrRefuse(tenant, args.sequences[i].id,
-                       absl::StrCat("begin_step.sequences[", i, "].sequence_id"))
-        .status();
+    return RefuseDraining(tenant, args.sequences[i].id,
+                          absl::StrCat("begin_step.sequences[", i, "].sequence_id"));
   }
-  return DrainingError();
+  return DrainingError(/*opens=*/false);
 }
 
 absl::Status EngineCore::BeginStep(StreamRequest* request) {

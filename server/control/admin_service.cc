@@ -179,7 +179,9 @@ grpc::Status AdminService::GetStats(grpc::ServerContext* context, const v1::GetS
       context, "Admin.GetStats",
       [&](const Identity&) {
         const scheduler::EngineStats stats = Stats();
-        FillStats({stats, rpc_.metrics->wire(), rpc_.metrics->checkpoints()}, reply);
+        FillStats(
+            {stats, rpc_.metrics->wire(), rpc_.metrics->checkpoints(), rpc_.metrics->hand_overs()},
+            reply);
         reply->set_boot_id(rpc_.boot_id);
         return absl::OkStatus();
       },
@@ -263,7 +265,17 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
     reply->set_cancelled(result.cancelled);
     reply->set_aborted_steps(static_cast<uint32_t>(result.aborted_steps));
     reply->set_message(result.message);
-    if (request->exit() && !result.cancelled) options_.exit();
+    const auto left = std::count_if(
+        reply->handed_over().begin(), reply->handed_over().end(), [](const v1::HandedOver& one) {
+          return one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0;
+        });
+    reply->set_exits(request->exit() && !result.cancelled && left == 0);
+    if (request->exit() && left > 0 && !result.cancelled) {
+      // Their rows would be lost, which `to` was given to prevent.
+      absl::StrAppend(reply->mutable_message(), "; the server stays, as ", left,
+                      " sequences with rows have not moved");
+    }
+    if (reply->exits()) options_.exit();
     return absl::OkStatus();
   });
 }

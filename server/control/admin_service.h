@@ -17,9 +17,9 @@
 #include "mla/v1/admin.grpc.pb.h"
 #include "server/config/config.h"
 #include "server/control/rpc_context.h"
+#include "server/hand_over/hand_over.h"
 #include "server/lifecycle/drain.h"
 #include "server/lifecycle/watchers.h"
-#include "server/pages/hand_over.h"
 
 namespace mla::server {
 

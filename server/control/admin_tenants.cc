@@ -8,6 +8,7 @@
 #include "server/control/admin_service.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/request_validator.h"
+#include "server/hand_over/take_over.h"
 #include "server/logging/logging.h"
 
 namespace mla::server {
@@ -169,7 +170,8 @@ grpc::Status AdminService::EvictSequences(grpc::ServerContext* context,
     selection.ids.assign(request->sequence_ids().begin(), request->sequence_ids().end());
     selection.client_id = request->client_id();
     std::vector<scheduler::SequenceId> not_found;
-    const int32_t evicted = rpc_.engine->EvictSequences(selection, &not_found);
+    const int32_t evicted =
+        EvictAndGiveUp(rpc_.engine, rpc_.abandoned, request->attempt(), selection, &not_found);
     LogOperator("sequences_evicted", who, request->tenant(), absl::StrCat(evicted));
     reply->set_evicted(static_cast<uint32_t>(evicted));
     reply->mutable_not_found()->Add(not_found.begin(), not_found.end());

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "server/control/sequence_service.h"
 #include "server/grpc/request_validator.h"
+#include "server/hand_over/take_over.h"
 #include "server/logging/logging.h"
 #include "server/pages/page_stream.h"
 #include "server/pages/page_transfer.h"
@@ -89,10 +90,9 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
     return AsUpload(who.tenant, context, [&] {
       scheduler::ImportArgs args;
       UploadReader reader(context, in, idle_);
-      absl::Status status = ReadHead(who, &reader, &args);
+      uint64_t attempt = 0;
+      absl::Status status = ReadHead(who, &reader, &args, &attempt);
       if (!status.ok()) return status;
-      const absl::StatusOr<MovingPages> pages = rpc_.engine->BeginImport(args);
-      if (!pages.ok()) return pages.status();
       v1::ImportRequest message;
       const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
         const absl::StatusOr<bool> read = reader.Read(&message);
@@ -106,11 +106,14 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
       };
       uint64_t bytes = 0;
       const auto ended =
-          TakePages(rpc_.engine, args.tenant, *pages, chunk_bytes_, next, nullptr, &bytes);
+          RunImport(rpc_.engine, *rpc_.abandoned, args, attempt, chunk_bytes_, next, &bytes);
       if (!ended.ok()) return ended.status();
       if (args.tenant != who.tenant || args.restored_id != 0) {
         Log(LogLevel::kInfo, "taken_over",
             {{"operator", who.tenant}, {"tenant", args.tenant}, {"sequence", ended->id}});
+        HandOverCounters& counters = rpc_.metrics->hand_overs();
+        ++counters.taken_over;
+        counters.taken_bytes += bytes;
       }
       Fill(*ended, reply->mutable_sequence());
       reply->set_bytes(bytes);
@@ -123,7 +126,9 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
 absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget& target,
                                     scheduler::ImportArgs* args) const {
   args->tenant = who.tenant;
-  if (target.tenant().empty() && target.new_sequence_id() == 0) return absl::OkStatus();
+  if (target.tenant().empty() && target.new_sequence_id() == 0 && target.attempt() == 0) {
+    return absl::OkStatus();
+  }
   const auto most = static_cast<size_t>(rpc_.engine->limits().max_name_bytes);
   if (!IsTenantName(target.tenant(), most)) {
     return RefuseField("target.tenant", absl::StrCat(target.tenant().size(), " bytes"),
@@ -160,7 +165,7 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
 }
 
 absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
-                                    scheduler::ImportArgs* args) {
+                                    scheduler::ImportArgs* args, uint64_t* attempt) {
   v1::ImportRequest message;
   absl::StatusOr<bool> read = in->Read(&message);
   if (!read.ok()) return read.status();
@@ -171,6 +176,7 @@ absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
   if (status.ok()) status = SetOwner(who, message.target(), args);
   if (!status.ok()) return status;
   const bool registers = !message.target().tenant().empty();
+  *attempt = message.target().attempt();
   read = in->Read(&message);
   if (!read.ok()) return read.status();
   if (!*read || !message.part().has_header()) {

@@ -62,7 +62,8 @@ class CacheService final : public v1::Cache::Service {
                                                                    bool all) const;
   // UNIMPLEMENTED without checkpoints; as many ids as sequences may be open.
   absl::Status CheckCheckpoints(int ids) const;
-  absl::Status ReadHead(const Identity& who, UploadReader* in, scheduler::ImportArgs* args);
+  absl::Status ReadHead(const Identity& who, UploadReader* in, scheduler::ImportArgs* args,
+                        uint64_t* attempt);
   // Sets whose the new sequence is, and its id, as a server that drains says them.
   absl::Status SetOwner(const Identity& who, const v1::ImportTarget& target,
                         scheduler::ImportArgs* args) const;

@@ -19,6 +19,7 @@
 #include "scheduler/tenant_table.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/identity.h"
+#include "server/hand_over/abandoned_imports.h"
 #include "server/metrics/metrics.h"
 
 namespace mla::server {
@@ -37,6 +38,8 @@ struct RpcContext {
   // Control calls beyond the bounds that CallClass::kReserved may take.
   int32_t control_reserve = 0;
   std::string unix_tenant = {};  // server.unix_tenant
+  // Tries to import that other servers have given up; outlives the context.
+  AbandonedImports* abandoned = nullptr;
 
   // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers
   // that are no operators.

@@ -300,7 +300,7 @@ std::string Metrics::Expose(const scheduler::EngineStats& stats) {
   const auto count = [](auto value) { return static_cast<double>(value); };
   for (const Impl::Sampled& sampled : m.sampled) {
     const double value =
-        count(sampled.stat->read({stats, wire_, checkpoints_})) * sampled.stat->unit;
+        count(sampled.stat->read({stats, wire_, checkpoints_, hand_overs_})) * sampled.stat->unit;
     if (sampled.counter != nullptr) RaiseTo(*sampled.counter, value);
     if (sampled.gauge != nullptr) sampled.gauge->Set(value);
   }

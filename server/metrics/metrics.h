@@ -67,6 +67,7 @@ class Metrics final : public scheduler::EngineObserver {
 
   WireCounters& wire() { return wire_; }
   CheckpointCounters& checkpoints() { return checkpoints_; }
+  HandOverCounters& hand_overs() { return hand_overs_; }
   TenantCounters* ForTenant(const std::string& tenant);
   // A request that was refused before the engine took it.
   void CountRejected(const std::string& reason);
@@ -96,6 +97,7 @@ class Metrics final : public scheduler::EngineObserver {
   struct Impl;
   WireCounters wire_;
   CheckpointCounters checkpoints_;
+  HandOverCounters hand_overs_;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -18,6 +18,9 @@ uint64_t Unsigned(Number value) {
 #define MLA_CHECKPOINTS(member) \
   [](const StatSources& from) -> uint64_t { return Unsigned(from.checkpoints.member.load()); }
 
+#define MLA_HAND_OVERS(member) \
+  [](const StatSources& from) -> uint64_t { return Unsigned(from.hand_overs.member.load()); }
+
 constexpr Stat Row(const char* field, const char* metric, const char* help,
                    uint64_t (*read)(const StatSources&), const char* label = nullptr,
                    const char* value = nullptr, double unit = 1) {
@@ -217,6 +220,33 @@ constexpr Stat kStats[] = {
         MLA_CHECKPOINTS(restores), "result", "ok"),
     Row("checkpoint_restore_failures", "mla_checkpoint_restores_total", nullptr,
         MLA_CHECKPOINTS(restore_failures), "result", "failed"),
+    Row(nullptr, "mla_hand_over_sequences_total",
+        "Sequences of drains to another server by what became of them: moved, refused (by the "
+        "peer), peer_failed (not reached, another server by now, or without an answer), changed "
+        "(cut "
+        "on their way), stopped (the drain ended first) or empty (without rows). All but those "
+        "moved stay here.",
+        MLA_HAND_OVERS(moved), "outcome", "moved"),
+    Row(nullptr, "mla_hand_over_sequences_total", nullptr, MLA_HAND_OVERS(refused), "outcome",
+        "refused"),
+    Row(nullptr, "mla_hand_over_sequences_total", nullptr, MLA_HAND_OVERS(peer_failed), "outcome",
+        "peer_failed"),
+    Row(nullptr, "mla_hand_over_sequences_total", nullptr, MLA_HAND_OVERS(changed), "outcome",
+        "changed"),
+    Row(nullptr, "mla_hand_over_sequences_total", nullptr, MLA_HAND_OVERS(stopped), "outcome",
+        "stopped"),
+    Row(nullptr, "mla_hand_over_sequences_total", nullptr, MLA_HAND_OVERS(empty), "outcome",
+        "empty"),
+    Row(nullptr, "mla_hand_over_taken_back_total",
+        "Tries to move a sequence whose answer was lost, and which the peer was told to forget.",
+        MLA_HAND_OVERS(taken_back)),
+    Row(nullptr, "mla_hand_over_taken_total", "Sequences that came from servers that drained.",
+        MLA_HAND_OVERS(taken_over)),
+    Row(nullptr, "mla_hand_over_bytes_total",
+        "Bytes of rows that went with sequences to another server (out), or came so (in).",
+        MLA_HAND_OVERS(sent_bytes), "direction", "out"),
+    Row(nullptr, "mla_hand_over_bytes_total", nullptr, MLA_HAND_OVERS(taken_bytes), "direction",
+        "in"),
     Row(nullptr, "mla_kv_read_bytes_total",
         "Bytes of KV rows that launches attended to, once for each record.",
         MLA_ENGINE(kv_bytes_read)),
@@ -284,6 +314,8 @@ constexpr Stat kStats[] = {
 
 #undef MLA_ENGINE
 #undef MLA_WIRE
+#undef MLA_CHECKPOINTS
+#undef MLA_HAND_OVERS
 
 }  // namespace
 

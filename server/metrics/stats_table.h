@@ -44,10 +44,24 @@ struct CheckpointCounters {
   std::atomic<uint64_t> save_failures{0}, restore_failures{0};
 };
 
+// Sequences that went to other servers while this one drained, and that came from others.
+struct HandOverCounters {
+  std::atomic<uint64_t> moved{0};    // the peer has them
+  std::atomic<uint64_t> refused{0};  // by the peer
+  // Those that stayed for a reason of this server's: the peer could not be reached, was another one
+  // or gave no answer; they were cut on their way; the drain ended first; they had no rows.
+  std::atomic<uint64_t> peer_failed{0}, changed{0}, stopped{0}, empty{0};
+  std::atomic<uint64_t> taken_back{0};  // tries that the peer was told to forget
+  std::atomic<uint64_t> taken_over{0};  // from others
+  // Of payloads of the sequences that moved or were taken over.
+  std::atomic<uint64_t> sent_bytes{0}, taken_bytes{0};
+};
+
 struct StatSources {
   const scheduler::EngineStats& engine;
   const WireCounters& wire;
   const CheckpointCounters& checkpoints;
+  const HandOverCounters& hand_overs;
 };
 
 struct Stat {

@@ -196,7 +196,9 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
                                {"why refused", tls.why}}});
   }
   v1::GetStatsReply reply;
-  FillStats({stats, options_.metrics->wire(), options_.metrics->checkpoints()}, &reply);
+  FillStats({stats, options_.metrics->wire(), options_.metrics->checkpoints(),
+             options_.metrics->hand_overs()},
+            &reply);
   StatusSection counters{"stats", {}};
   const auto* descriptor = v1::GetStatsReply::descriptor();
   const auto* reflection = v1::GetStatsReply::GetReflection();

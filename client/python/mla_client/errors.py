@@ -32,8 +32,8 @@ class ErrorDetail:
     # Of an attend with KV rows that failed while its step stays open: the step's first row that the
     # layer does not have.
     next_row: Optional[int] = None
-    # "HOST:PORT" of the server to go to: it has the sequence now (reason "moved"), or gets those of
-    # one that drains.
+    # "HOST:PORT" of the server to go to: it has the sequence now (reason "moved"), or this one
+    # drains and its sequences go there, so that a new one may be opened there ("draining").
     peer: str = ""
 
     @classmethod
@@ -67,7 +67,8 @@ class MlaError(Exception):
         parts = [f"{self.code.name}: {self.message}"]
         detail = self.detail
         for name, value in (("field", detail.field), ("got", detail.got),
-                            ("limit", detail.limit), ("reason", detail.reason)):
+                            ("limit", detail.limit), ("reason", detail.reason),
+                            ("peer", detail.peer)):
             if value and value not in self.message:
                 parts.append(f"{name} {value}")
         return "; ".join(parts)

@@ -50,10 +50,38 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   EXPECT_EQ(begin->detail.peer, "peer:1");
   begin = h_.Begin(stream_, 9, {{12345, 1, 0, 1}});
   ExpectCode(*begin, absl::StatusCode::kUnavailable, "draining");
-  EXPECT_EQ(begin->detail.peer, "peer:1");
+  EXPECT_EQ(begin->detail.peer, "");
   // Others learn nothing of it.
   EXPECT_TRUE(h_.core().GetSequences({"stranger", {source.id}, ""}).moved.empty());
   EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {source.id}, ""}).moved.size(), 1u);
+}
+
+// Who asks for a sequence before it has moved must not look for it at the peer; a new one may be
+// opened there at once.
+TEST_F(EngineHandOverTest, ThePeerIsNamedForWhatIsThere) {
+  const SequenceInfo source = h_.Open();
+  Fill(source, 4, 50);
+  h_.core().StartDrain("peer:1");
+  auto begin = h_.Begin(stream_, 9, {{source.id, source.epoch, 4, 1}});
+  ExpectCode(*begin, absl::StatusCode::kUnavailable, "draining");
+  EXPECT_EQ(begin->detail.peer, "");
+  EXPECT_EQ(begin->detail.retry_after_ms, kMovingRetryMs);
+  ForkArgs fork;
+  fork.tenant = h_.tenant();
+  fork.parent = source.id;
+  fork.expected_epoch = source.epoch;
+  const auto fork_detail = [&] { return DetailOf(h_.core().ForkSequence(fork).status()); };
+  EXPECT_EQ(fork_detail().reason, "draining");
+  EXPECT_EQ(fork_detail().peer, "");
+  OpenArgs open;
+  open.tenant = h_.tenant();
+  const auto opened = DetailOf(h_.core().OpenSequence(open, {}).status());
+  EXPECT_EQ(opened.reason, "draining");
+  EXPECT_EQ(opened.peer, "peer:1");
+  ASSERT_TRUE(
+      h_.core().transfers().EndHandOver(h_.core().transfers().AllSequences()[0], "peer:1").ok());
+  EXPECT_EQ(fork_detail().reason, "moved");
+  EXPECT_EQ(fork_detail().peer, "peer:1");
 }
 
 // The latest of them are remembered, as many as may be open.

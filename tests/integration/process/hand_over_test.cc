@@ -3,20 +3,20 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
-#include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/streams/errors.h"
-#include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/faulty_backend.h"
-#include "tests/integration/process/authority.h"
 #include "tests/integration/process/cutting_proxy.h"
+#include "tests/integration/process/hand_over_fixture.h"
 #include "tests/integration/processes.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
@@ -27,112 +27,7 @@ namespace {
 using scheduler::testing::FaultyBackend;
 using std::chrono::milliseconds;
 
-constexpr uint32_t kRows = 200;
-constexpr uint32_t kDeadlineMs = 20000;
-
-class HandOverTest : public ::testing::Test {
- protected:
-  using Change = std::function<void(server::Config&)>;
-
-  std::unique_ptr<TestServer> Serve(const Change& change = {}, FaultyBackend** faults = nullptr) {
-    return std::make_unique<TestServer>(
-        [&](server::Config& config) {
-          config.tls.cert = authority_.File("server.pem");
-          config.tls.key = authority_.File("server.key");
-          config.tls.client_ca = authority_.File("ca.pem");
-          config.listen.operators = "blue,localhost";
-          config.listen.unix_path = "";
-          if (change) change(config);
-        },
-        [faults] {
-          auto backend =
-              std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
-          if (faults != nullptr) *faults = backend.get();
-          return backend;
-        });
-  }
-  std::unique_ptr<client::Client> Connect(const TestServer& server, const std::string& name) {
-    client::ClientOptions options = authority_.As(name);
-    options.client_id = "worker";
-    options.sequence_lease_ms = 60000;
-    auto client = client::Client::Connect(server.tcp_target(), options);
-    EXPECT_TRUE(client.ok()) << client.status();
-    return *std::move(client);
-  }
-  static std::string Address(int port) { return absl::StrCat("localhost:", port); }
-  static std::string Address(const TestServer& server) {
-    return Address(server.server().tcp_port());
-  }
-
-  // Red's worker on the server that drains, with sequences of some rows.
-  void Fill(int sequences) {
-    a_ = Serve();
-    red_ = Connect(*a_, "red");
-    blue_ = Connect(*a_, "blue");
-    worker_ = std::make_unique<Worker>(red_.get(), Dims(), "m", 1);
-    for (int i = 0; i < sequences; ++i) {
-      tracks_.push_back(*worker_->Open());
-      ASSERT_EQ(worker_->Step({&tracks_.back()}, {kRows}, v1::PROFILE_ABSORBED), absl::OkStatus());
-    }
-  }
-  absl::StatusOr<v1::DrainReply> Drain(const std::string& to, uint32_t deadline_ms = kDeadlineMs) {
-    return blue_->Drain(deadline_ms, false, to);
-  }
-  // Returns while launches of the peer are held and a sequence is on its way there.
-  std::future<absl::StatusOr<v1::DrainReply>> DrainHeld(const TestServer& peer,
-                                                        FaultyBackend* faults) {
-    faults->HoldLaunches();
-    auto drained = std::async(std::launch::async, [this, to = Address(peer)] { return Drain(to); });
-    EXPECT_TRUE(Eventually([&] { return faults->holds_launch(); }));
-    return drained;
-  }
-  const v1::HandedOver& OutcomeOf(const v1::DrainReply& reply, const Track& track) {
-    for (const v1::HandedOver& one : reply.handed_over()) {
-      if (one.sequence_id() == track.sequence.id()) return one;
-    }
-    ADD_FAILURE() << "no outcome of a sequence";
-    return v1::HandedOver::default_instance();
-  }
-  // The sequence is here, and what it was.
-  void ExpectHere(Track* track) {
-    EXPECT_EQ(worker_->Step({track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
-  }
-  // The sequence is there, and what it was; here calls that name it are told where.
-  void ExpectMoved(Track* track, const TestServer& there, const std::string& address) {
-    const absl::Status here = worker_->Step({track}, {1}, v1::PROFILE_ABSORBED);
-    EXPECT_EQ(here.code(), absl::StatusCode::kNotFound) << here;
-    const auto detail = client::DetailOf(here);
-    ASSERT_TRUE(detail.has_value());
-    EXPECT_EQ(detail->reason(), "moved");
-    EXPECT_EQ(detail->peer(), address);
-    const auto attached = red_->Attach(track->sequence.id());
-    EXPECT_EQ(client::DetailOf(attached.status())->peer(), address);
-    const auto client = Connect(there, "red");
-    Worker worker(client.get(), Dims(), "m", 2);
-    auto sequence = client->Attach(track->sequence.id());
-    ASSERT_TRUE(sequence.ok()) << sequence.status();
-    EXPECT_EQ(sequence->length(), track->sequence.length());
-    EXPECT_EQ(client->GetSequences({}, /*own_only=*/true)->sequences(0).client_id(), "worker");
-    Track copy{*std::move(sequence), track->cache};
-    for (const uint32_t rows : {1, 3}) {
-      EXPECT_EQ(worker.Step({&copy}, {rows}, v1::PROFILE_ABSORBED), absl::OkStatus());
-    }
-    copy.sequence.Detach();
-  }
-  static bool Eventually(const std::function<bool()>& condition) {
-    for (int i = 0; i < 1000 && !condition(); ++i) std::this_thread::sleep_for(milliseconds(10));
-    return condition();
-  }
-  uint64_t SequencesOf(const TestServer& server) {
-    return Connect(server, "blue")->GetStats()->sequences();
-  }
-
-  Authority authority_;
-  std::unique_ptr<TestServer> a_;
-  std::unique_ptr<client::Client> red_, blue_;
-  std::unique_ptr<Worker> worker_;
-  std::vector<Track> tracks_;
-};
+constexpr uint32_t kRows = kHandOverRows;
 
 TEST_F(HandOverTest, SequencesMoveAsTheirTenantsAndUnderTheirIds) {
   Fill(3);
@@ -231,15 +126,8 @@ TEST_F(HandOverTest, APeerThatDoesNotFitLeavesTheServerServing) {
 TEST_F(HandOverTest, WhatThePeerHasNoRoomForStays) {
   Fill(3);
   const auto b = Serve();
-  v1::SetQuotaRequest quota;
-  quota.set_tenant("red");
-  v1::QuotaBound* const bound = quota.add_bounds();
-  bound->set_resource(v1::QUOTA_RESOURCE_SEQUENCES);
-  bound->set_bound(2);
-  ASSERT_TRUE(Connect(*b, "blue")->SetQuota(quota).ok());
-  // What a tenant has used up here keeps nothing from leaving.
-  bound->set_bound(3);
-  ASSERT_TRUE(blue_->SetQuota(quota).ok());
+  SetSequences(*b, 2);
+  SetSequences(*a_, 3);  // what a tenant has used up here keeps nothing from leaving
   const auto drained = Drain(Address(*b));
   ASSERT_TRUE(drained.ok()) << drained.status();
   ASSERT_TRUE(blue_->CancelDrain().ok());
@@ -256,6 +144,91 @@ TEST_F(HandOverTest, WhatThePeerHasNoRoomForStays) {
     ExpectHere(&track);
   }
   EXPECT_EQ(moved, 2);
+}
+
+// `exit` ends a server whose rows are elsewhere, and no other.
+TEST_F(HandOverTest, AServerThatIsToExitStaysWhileItHasRows) {
+  Fill(3);
+  Track empty = *worker_->Open();
+  const auto b = Serve();
+  SetSequences(*b, 2);
+  const auto left = blue_->Drain(kDrainMs, /*exit=*/true, Address(*b));
+  ASSERT_TRUE(left.ok()) << left.status();
+  EXPECT_TRUE(left->drained());
+  EXPECT_FALSE(left->exits());
+  EXPECT_NE(left->message().find("the server stays, as 1 sequences"), std::string::npos)
+      << left->message();
+  EXPECT_FALSE(a_->exit_requested());
+  ASSERT_TRUE(blue_->CancelDrain().ok());
+  SetSequences(*b, 3);
+  const auto gone = blue_->Drain(kDrainMs, /*exit=*/true, Address(*b));
+  ASSERT_TRUE(gone.ok()) << gone.status();
+  EXPECT_TRUE(gone->exits()) << gone->message();
+  EXPECT_TRUE(a_->exit_requested());
+  for (Track& track : tracks_) ExpectMoved(&track, *b, Address(*b));
+  EXPECT_TRUE(empty.sequence.Release().ok());
+  const std::string here = HttpGet(a_->server().ops_port(), "/metrics");
+  const std::string there = HttpGet(b->server().ops_port(), "/metrics");
+  for (const char* const line : {"{outcome=\"moved\"} 3", "{outcome=\"refused\"} 1",
+                                 "{outcome=\"empty\"} 2", "{outcome=\"changed\"} 0"}) {
+    EXPECT_NE(here.find(absl::StrCat("mla_hand_over_sequences_total", line, "\n")),
+              std::string::npos)
+        << line << here;
+  }
+  EXPECT_NE(there.find("mla_hand_over_taken_total 3\n"), std::string::npos) << there;
+  const auto bytes = [](const std::string& metrics, const std::string& direction) {
+    const std::string name =
+        absl::StrCat("mla_hand_over_bytes_total{direction=\"", direction, "\"} ");
+    return std::stod(metrics.substr(metrics.find(name) + name.size()));
+  };
+  EXPECT_GT(bytes(here, "out"), 3.0 * kRows * 2);
+  EXPECT_EQ(bytes(here, "out"), bytes(there, "in"));
+  EXPECT_EQ(bytes(here, "in"), 0.0);
+}
+
+// An import may still be on its way when its caller has given it up over another connection.
+TEST_F(HandOverTest, ATryThatWasGivenUpBringsNothing) {
+  Fill(1);
+  std::vector<v1::PagesPart> parts;
+  v1::ExportRequest rows;
+  rows.set_sequence_id(tracks_[0].sequence.id());
+  rows.set_expected_epoch(tracks_[0].sequence.epoch());
+  ASSERT_TRUE(red_->ExportPages(rows,
+                                [&](const v1::PagesPart& part) {
+                                  parts.push_back(part);
+                                  return absl::OkStatus();
+                                })
+                  .ok());
+  const auto b = Serve();
+  const auto there = Connect(*b, "blue");
+  const auto import = [&](uint64_t attempt) {
+    v1::ImportTarget target;
+    target.set_model_id("m");
+    target.set_tenant("red");
+    target.set_new_sequence_id(tracks_[0].sequence.id());
+    target.set_attempt(attempt);
+    size_t next = 0;
+    return there->ImportPages(target, [&]() -> absl::StatusOr<std::optional<v1::PagesPart>> {
+      if (next == parts.size()) return std::nullopt;
+      return parts[next++];
+    });
+  };
+  const auto give_up = [&](uint64_t attempt) {
+    v1::EvictSequencesRequest request;
+    request.set_tenant("red");
+    request.add_sequence_ids(tracks_[0].sequence.id());
+    request.set_attempt(attempt);
+    return there->EvictSequences(request)->evicted();
+  };
+  EXPECT_EQ(give_up(7), 0u);
+  EXPECT_EQ(import(7).status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(SequencesOf(*b), 0u);
+  auto taken = import(8);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  EXPECT_EQ(SequencesOf(*b), 1u);
+  EXPECT_EQ(give_up(8), 1u);
+  EXPECT_EQ(SequencesOf(*b), 0u);
+  taken->Detach();
 }
 
 TEST_F(HandOverTest, OpenStepsAreWaitedForUntilTheDeadline) {
@@ -293,30 +266,26 @@ TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
   FaultyBackend* faults = nullptr;
   const auto b = Serve({}, &faults);
   auto drains = DrainHeld(*b, faults);
-  // One of the three is on its way; the others go as they are by then.
-  for (Track* const track : {&tracks_[0], &tracks_[1]}) {
+  // The one with the least id is on its way, all of it, as the peer has its answer to give; the
+  // others go as they are by then. It is cut last: from then on the next may begin.
+  std::sort(tracks_.begin(), tracks_.end(),
+            [](const Track& a, const Track& b) { return a.sequence.id() < b.sequence.id(); });
+  ASSERT_TRUE(tracks_[2].sequence.Release().ok());
+  for (Track* const track : {&tracks_[1], &tracks_[0]}) {
     ASSERT_TRUE(track->sequence.Truncate(kRows / 2).ok());
     track->cache.Truncate(Dims(), kRows / 2);
   }
-  ASSERT_TRUE(tracks_[2].sequence.Release().ok());
   faults->ReleaseLaunches();
   const absl::StatusOr<v1::DrainReply> drained = drains.get();
   ASSERT_TRUE(drained.ok()) << drained.status();
   ASSERT_TRUE(blue_->CancelDrain().ok());
-  uint64_t moved = 0;
-  for (Track* const track : {&tracks_[0], &tracks_[1]}) {
-    const v1::HandedOver& outcome = OutcomeOf(*drained, *track);
-    if (outcome.outcome() == v1::HAND_OVER_OUTCOME_MOVED) {
-      ++moved;
-      EXPECT_EQ(outcome.rows(), kRows / 2);
-      ExpectMoved(track, *b, Address(*b));
-    } else {
-      ExpectHere(track);
-    }
-  }
   EXPECT_EQ(drained->handed_over_size(), 2) << drained->ShortDebugString();
-  // One that is cut on its way is kept, and the next begins at once: all may be cut so.
-  EXPECT_TRUE(Eventually([&] { return SequencesOf(*b) == moved; }));
+  EXPECT_EQ(OutcomeOf(*drained, tracks_[0]).outcome(), v1::HAND_OVER_OUTCOME_KEPT);
+  ExpectHere(&tracks_[0]);
+  EXPECT_EQ(OutcomeOf(*drained, tracks_[1]).outcome(), v1::HAND_OVER_OUTCOME_MOVED);
+  EXPECT_EQ(OutcomeOf(*drained, tracks_[1]).rows(), kRows / 2);
+  ExpectMoved(&tracks_[1], *b, Address(*b));
+  EXPECT_TRUE(Eventually([&] { return SequencesOf(*b) == 1; }));
 }
 
 TEST_F(HandOverTest, ACancelledDrainLeavesSequencesAsTheyWere) {

@@ -1,0 +1,49 @@
+// Tries of other servers to hand a sequence over here, which they have given up. Their import may
+// still be on its way, as calls of a connection that has ended are not ordered with those of the
+// next: it must not bring a sequence that the other server goes on with.
+//
+// An import asks Contains between its BeginImport and its EndImport; who gives a try up calls Add
+// and then evicts the sequence. So either the import sees it, or the eviction finds the sequence.
+//
+// Thread-safe.
+#ifndef MLA_SERVER_HAND_OVER_ABANDONED_IMPORTS_H_
+#define MLA_SERVER_HAND_OVER_ABANDONED_IMPORTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "base/mutex.h"
+
+namespace mla::server {
+
+// Remembered at a time; the oldest are forgotten for others.
+inline constexpr size_t kMostAbandonedImports = 4096;
+
+class AbandonedImports final {
+ public:
+  // `attempt`: ImportTarget.attempt; 0 is none, and never remembered.
+  void Add(uint64_t attempt) {
+    const MutexLock lock(mutex_);
+    if (attempt == 0 || !attempts_.insert(attempt).second) return;
+    order_.push_back(attempt);
+    if (order_.size() <= kMostAbandonedImports) return;
+    attempts_.erase(order_.front());
+    order_.pop_front();
+  }
+  bool Contains(uint64_t attempt) const {
+    const MutexLock lock(mutex_);
+    return attempts_.contains(attempt);
+  }
+
+ private:
+  mutable Mutex mutex_;
+  absl::flat_hash_set<uint64_t> attempts_ ABSL_GUARDED_BY(mutex_);
+  std::deque<uint64_t> order_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_HAND_OVER_ABANDONED_IMPORTS_H_

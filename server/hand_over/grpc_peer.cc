@@ -1,0 +1,189 @@
+#include "server/hand_over/grpc_peer.h"
+
+#include <grpc/grpc_security_constants.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/auth_context.h>
+#include <grpcpp/security/credentials.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "proto/wire/grpc_tuning.h"
+#include "server/grpc/grpc_status.h"
+
+namespace mla::server {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Of calls to the peer that carry no rows.
+constexpr auto kCallTime = milliseconds(5000);
+constexpr auto kRecallTime = milliseconds(1000);  // a drain that is cancelled waits for it
+// Between pings of a connection, and for the answer to one.
+constexpr int kKeepaliveMs = 10000;
+// Of what it answers: quotas of all its tenants are the largest.
+constexpr int kMostReplyBytes = 64 << 20;
+constexpr char kUnknownReason[] = "peer_failed";
+
+void SetDeadline(grpc::ClientContext* context, milliseconds time = kCallTime) {
+  context->set_deadline(std::chrono::system_clock::now() + time);
+}
+
+absl::Status Cancelled() {
+  return MakeError(absl::StatusCode::kCancelled, "the drain has ended before its turn",
+                   {.reason = "stopped"});
+}
+
+}  // namespace
+
+std::string PrintablePeerMessage(absl::string_view message) {
+  const bool cut = message.size() > kMostPeerMessageBytes;
+  std::string text(message.substr(0, kMostPeerMessageBytes));
+  for (char& c : text) {
+    if (!absl::ascii_isprint(static_cast<unsigned char>(c))) c = '?';
+  }
+  return cut ? absl::StrCat(text, "...") : text;
+}
+
+std::string PeerReason(absl::string_view reason) {
+  const bool token = !reason.empty() && reason.size() <= kMostPeerReasonBytes &&
+                     std::all_of(reason.begin(), reason.end(), [](char c) {
+                       return absl::ascii_islower(static_cast<unsigned char>(c)) ||
+                              absl::ascii_isdigit(static_cast<unsigned char>(c)) || c == '_';
+                     });
+  return token ? std::string(reason) : kUnknownReason;
+}
+
+GrpcHandOverPeer::GrpcHandOverPeer(const TlsFiles& tls, const std::string& address) : tls_(tls) {
+  const std::shared_ptr<const TlsMaterial> files = tls.current();
+  grpc::SslCredentialsOptions ssl;
+  ssl.pem_root_certs = files->client_ca;
+  ssl.pem_cert_chain = files->cert;
+  ssl.pem_private_key = files->key;
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
+  arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  const auto channel = grpc::CreateCustomChannel(address, grpc::SslCredentials(ssl), arguments);
+  admin_ = v1::Admin::NewStub(channel);
+  cache_ = v1::Cache::NewStub(channel);
+}
+
+absl::Status GrpcHandOverPeer::StatusOf(const grpc::Status& status,
+                                        const grpc::ClientContext& context, bool* refused) const {
+  *refused = false;
+  if (status.ok()) {
+    const auto peer = context.auth_context();
+    for (const char* const property :
+         {GRPC_X509_PEM_CERT_PROPERTY_NAME, GRPC_X509_PEM_CERT_CHAIN_PROPERTY_NAME}) {
+      for (const grpc::string_ref& pem : peer->FindPropertyValues(property)) {
+        if (!tls_.IsRevoked(std::string(pem.data(), pem.size()))) continue;
+        return MakeError(
+            absl::StatusCode::kPermissionDenied, "its certificate is revoked",
+            {.limit = "a server whose certificate is not revoked", .reason = "peer_revoked"});
+      }
+    }
+    return absl::OkStatus();
+  }
+  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  const std::string message = PrintablePeerMessage(status.error_message());
+  const auto& trailing = context.GetServerTrailingMetadata();
+  const auto found = trailing.find(kErrorDetailKey);
+  v1::ErrorDetail sent;
+  if (found == trailing.end() ||
+      !sent.ParseFromArray(found->second.data(), static_cast<int>(found->second.size()))) {
+    return MakeError(code, message, {.reason = kUnknownReason});
+  }
+  *refused = true;
+  return MakeError(code, message, {.reason = PeerReason(sent.reason())});
+}
+
+bool GrpcHandOverPeer::Begin(grpc::ClientContext* context) {
+  const MutexLock lock(mutex_);
+  if (!cancelled_) running_ = context;
+  return !cancelled_;
+}
+
+void GrpcHandOverPeer::End() {
+  const MutexLock lock(mutex_);
+  running_ = nullptr;
+}
+
+void GrpcHandOverPeer::Cancel() {
+  const MutexLock lock(mutex_);
+  cancelled_ = true;
+  if (running_ != nullptr) running_->TryCancel();
+}
+
+absl::Status GrpcHandOverPeer::GetInfo(v1::GetServerInfoReply* info) {
+  grpc::ClientContext context;
+  SetDeadline(&context);
+  if (!Begin(&context)) return Cancelled();
+  bool refused = false;
+  const grpc::Status status = admin_->GetServerInfo(&context, {}, info);
+  End();
+  return StatusOf(status, context, &refused);
+}
+
+absl::Status GrpcHandOverPeer::CheckOperator() {
+  grpc::ClientContext context;
+  SetDeadline(&context);
+  // Operators alone may ask for all tenants.
+  v1::GetQuotaRequest all;
+  all.set_all(true);
+  v1::GetQuotaReply quotas;
+  if (!Begin(&context)) return Cancelled();
+  bool refused = false;
+  const grpc::Status status = admin_->GetQuota(&context, all, &quotas);
+  End();
+  return StatusOf(status, context, &refused);
+}
+
+PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendParts& send) {
+  PeerImport result;
+  grpc::ClientContext context;
+  if (!Begin(&context)) {
+    result.status = Cancelled();
+    return result;
+  }
+  const auto writer = cache_->Import(&context, &result.reply);
+  v1::ImportRequest message;
+  *message.mutable_target() = target;
+  bool open = writer->Write(message);
+  const absl::Status sent = send([&](const v1::PagesPart& part) {
+    *message.mutable_part() = part;
+    open = open && writer->Write(message);
+    return open ? absl::OkStatus() : absl::CancelledError("the peer has ended the call");
+  });
+  // Rows that this server could not give must not look like all of them.
+  if (!sent.ok() && open) context.TryCancel();
+  writer->WritesDone();
+  const grpc::Status answer = writer->Finish();
+  End();
+  result.status = StatusOf(answer, context, &result.refused);
+  result.sent = sent.ok() || answer.ok();
+  if (!sent.ok() && open) {
+    result.refused = false;
+    result.status = sent;
+  }
+  if (result.status.ok()) result.status = sent;
+  return result;
+}
+
+absl::StatusOr<uint32_t> GrpcHandOverPeer::Recall(const v1::EvictSequencesRequest& request) {
+  grpc::ClientContext context;
+  SetDeadline(&context, kRecallTime);
+  v1::EvictSequencesReply reply;
+  bool refused = false;
+  const grpc::Status status = admin_->EvictSequences(&context, request, &reply);
+  if (absl::Status evicted = StatusOf(status, context, &refused); !evicted.ok()) return evicted;
+  return reply.evicted();
+}
+
+}  // namespace mla::server

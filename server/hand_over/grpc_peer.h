@@ -1,0 +1,61 @@
+// The peer of a hand-over at an address, over mutual TLS with the files of this server: its
+// certificate as the client's, and tls.client_ca as the authorities of the peer's.
+#ifndef MLA_SERVER_HAND_OVER_GRPC_PEER_H_
+#define MLA_SERVER_HAND_OVER_GRPC_PEER_H_
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "base/mutex.h"
+#include "mla/v1/admin.grpc.pb.h"
+#include "mla/v1/cache.grpc.pb.h"
+#include "server/connections/tls_files.h"
+#include "server/hand_over/peer.h"
+
+namespace mla::server {
+
+// Of what a peer says in words, which goes into replies and logs of this server.
+inline constexpr size_t kMostPeerMessageBytes = 512;
+// Of the token by which it says why.
+inline constexpr size_t kMostPeerReasonBytes = 64;
+
+// Another server's words as this one repeats them: printable ASCII, other bytes as '?', and "..."
+// behind the bytes that fit.
+std::string PrintablePeerMessage(absl::string_view message);
+// The token if it is one of lower-case letters, digits and underscores; else "peer_failed".
+std::string PeerReason(absl::string_view reason);
+
+class GrpcHandOverPeer final : public HandOverPeer {
+ public:
+  // Reads the files as they are now; connects with the first call. Borrows tls.
+  GrpcHandOverPeer(const TlsFiles& tls, const std::string& address);
+
+  absl::Status GetInfo(v1::GetServerInfoReply* info) override;
+  absl::Status CheckOperator() override;
+  PeerImport Import(const v1::ImportTarget& target, const SendParts& send) override;
+  absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) override;
+  void Cancel() override;
+
+ private:
+  // What the peer has answered; *refused: with a detail, so it has done nothing.
+  absl::Status StatusOf(const grpc::Status& status, const grpc::ClientContext& context,
+                        bool* refused) const;
+  // Cancel ends the call from Begin to End. False: it is too late to begin one.
+  bool Begin(grpc::ClientContext* context);
+  void End();
+
+  const TlsFiles& tls_;
+  std::unique_ptr<v1::Admin::Stub> admin_;
+  std::unique_ptr<v1::Cache::Stub> cache_;
+  Mutex mutex_;
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  grpc::ClientContext* running_ ABSL_GUARDED_BY(mutex_) = nullptr;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_HAND_OVER_GRPC_PEER_H_

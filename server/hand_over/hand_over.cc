@@ -1,0 +1,311 @@
+#include "server/hand_over/hand_over.h"
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "server/logging/logging.h"
+#include "server/pages/page_transfer.h"
+
+namespace mla::server {
+namespace {
+
+using scheduler::TenantSequence;
+using std::chrono::milliseconds;
+
+// Between two looks at sequences that are in a step: doubled while none has left it.
+constexpr auto kLeastPause = milliseconds(10);
+constexpr auto kMostPause = milliseconds(160);
+constexpr char kCapability[] = "hand_over";
+
+absl::Status RefusePeer(absl::StatusCode code, const std::string& address, const std::string& why,
+                        const std::string& limit, const std::string& reason) {
+  return MakeError(code, absl::StrCat("to: ", address, ": ", why),
+                   {.field = "to", .got = address, .limit = limit, .reason = reason});
+}
+
+absl::Status Stopped() {
+  return MakeError(absl::StatusCode::kCancelled, "the drain has ended before its turn",
+                   {.reason = "stopped"});
+}
+
+// Two tries, of any servers, must not have the same.
+uint64_t NewAttempt() {
+  std::random_device random;
+  uint64_t attempt = 0;
+  while (attempt == 0) attempt = uint64_t{random()} << 32 | random();
+  return attempt;
+}
+
+// Which of the counters counts a sequence that stays, for a reason of this server's own.
+std::atomic<uint64_t>& CounterOf(HandOverCounters& counters, const std::string& reason) {
+  if (reason == "stopped") return counters.stopped;
+  if (reason == "nothing_to_save") return counters.empty;
+  if (reason.starts_with("peer_")) return counters.peer_failed;
+  return counters.changed;
+}
+
+}  // namespace
+
+HandOver::~HandOver() { Stop(); }
+
+absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(HandOverOptions options,
+                                                            std::unique_ptr<HandOverPeer> peer) {
+  std::unique_ptr<HandOver> hand_over(new HandOver(std::move(options), std::move(peer)));
+  absl::Status fit = hand_over->CheckPeer();
+  if (!fit.ok()) return fit;
+  return hand_over;
+}
+
+absl::Status HandOver::CheckBootId(uint64_t boot_id) const {
+  if (peer_boot_id_ == 0 || boot_id == peer_boot_id_) return absl::OkStatus();
+  return RefusePeer(absl::StatusCode::kUnavailable, address(),
+                    "another server answers there by now, or it has restarted",
+                    "the server that was asked first", "peer_changed");
+}
+
+absl::Status HandOver::Ask(v1::GetServerInfoReply* info) {
+  const absl::Status status = peer_->GetInfo(info);
+  if (status.ok()) return CheckBootId(info->boot_id());
+  const ErrorDetail& detail = DetailOf(status);
+  if (detail.reason == "stopped") return status;
+  if (detail.reason == "peer_revoked") {
+    return RefusePeer(status.code(), address(), std::string(status.message()), detail.limit,
+                      detail.reason);
+  }
+  return RefusePeer(absl::StatusCode::kUnavailable, address(), std::string(status.message()),
+                    "a server that answers over TLS", "peer_unreachable");
+}
+
+absl::Status HandOver::CheckPeer() {
+  v1::GetServerInfoReply info;
+  if (absl::Status status = Ask(&info); !status.ok()) return status;
+  if (info.boot_id() == options_.boot_id) {
+    return RefusePeer(absl::StatusCode::kInvalidArgument, address(), "this server itself",
+                      "another server", "out_of_range");
+  }
+  const auto& tokens = info.capabilities();
+  if (std::find(tokens.begin(), tokens.end(), kCapability) == tokens.end()) {
+    return RefusePeer(absl::StatusCode::kUnimplemented, address(), "it takes no sequences",
+                      "a server with the capability hand_over", "peer_too_old");
+  }
+  peer_boot_id_ = info.boot_id();
+  const absl::Status status = peer_->CheckOperator();
+  if (status.ok()) return status;
+  return RefusePeer(status.code(), address(), std::string(status.message()),
+                    "a server that has this one among its server.operators", "peer_refuses");
+}
+
+void HandOver::Start() { thread_ = std::thread(&HandOver::Run, this); }
+
+void HandOver::Interrupt() {
+  const MutexLock lock(mutex_);
+  stop_ = true;
+  peer_->Cancel();
+  changed_.NotifyAll();
+}
+
+void HandOver::Stop() {
+  Interrupt();
+  if (thread_.joinable()) thread_.join();
+}
+
+bool HandOver::Stopping() {
+  const MutexLock lock(mutex_);
+  return stop_;
+}
+
+void HandOver::Run() {
+  // Whatever opens a sequence is refused while the server drains, so there will be no others. To
+  // list all of 10,000 takes the engine's role for 4 ms, to look at the few in a step 0.3 us.
+  left_ = engine_->AllSequences();
+  auto pause = kLeastPause;
+  while (!left_.empty() && !Stopping()) {
+    if (Pass()) {
+      pause = kLeastPause;
+      continue;
+    }
+    MutexLock lock(mutex_);
+    changed_.WaitFor(lock, pause, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; });
+    pause = std::min(2 * pause, kMostPause);
+  }
+  RefreshLeft();
+  for (const TenantSequence& sequence : left_) {
+    outcomes_.push_back(Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopped()));
+  }
+  Recall();
+  done_ = true;
+}
+
+std::vector<scheduler::SequenceInfo> HandOver::Find(const std::string& tenant,
+                                                    std::vector<scheduler::SequenceId> ids) {
+  scheduler::SequenceSelection named;
+  named.tenant = tenant;
+  named.ids = std::move(ids);
+  return engine_->GetSequences(named).sequences;
+}
+
+void HandOver::RefreshLeft() {
+  std::vector<TenantSequence> now;
+  for (auto first = left_.begin(); first != left_.end();) {
+    std::vector<scheduler::SequenceId> ids;
+    auto end = first;
+    for (; end != left_.end() && end->tenant == first->tenant; ++end) ids.push_back(end->info.id);
+    for (scheduler::SequenceInfo& info : Find(first->tenant, std::move(ids))) {
+      now.push_back({first->tenant, std::move(info)});
+    }
+    first = end;
+  }
+  left_ = std::move(now);
+}
+
+bool HandOver::Pass() {
+  bool any = false;
+  std::vector<TenantSequence> busy;
+  RefreshLeft();
+  for (size_t i = 0; i < left_.size(); ++i) {
+    if (Stopping()) {
+      busy.insert(busy.end(), left_.begin() + static_cast<ptrdiff_t>(i), left_.end());
+      break;
+    }
+    const std::string& tenant = left_[i].tenant;
+    // As it is by now: its client may have cut it, or given it back, while others went.
+    const auto now = Find(tenant, {left_[i].info.id});
+    if (now.empty()) continue;
+    const TenantSequence sequence = {tenant, now.front()};
+    if (sequence.info.in_step) {
+      busy.push_back(sequence);
+      continue;
+    }
+    any = true;
+    v1::HandedOver outcome = Move(sequence);
+    const bool moved = outcome.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
+    if (moved || !Find(tenant, {sequence.info.id}).empty()) {
+      outcomes_.push_back(std::move(outcome));
+    }
+  }
+  left_ = std::move(busy);
+  return any;
+}
+
+v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOutcome outcome,
+                                 const absl::Status& why) {
+  v1::HandedOver to;
+  to.set_tenant(sequence.tenant);
+  to.set_sequence_id(sequence.info.id);
+  to.set_outcome(outcome);
+  to.set_rows(static_cast<uint64_t>(sequence.info.length));
+  if (!why.ok()) {
+    to.set_reason(DetailOf(why).reason);
+    to.set_message(std::string(why.message()));
+  }
+  HandOverCounters& counters = *options_.counters;
+  const bool moved = outcome == v1::HAND_OVER_OUTCOME_MOVED;
+  if (moved) {
+    ++counters.moved;
+  } else if (outcome == v1::HAND_OVER_OUTCOME_REFUSED) {
+    ++counters.refused;
+  } else {
+    ++CounterOf(counters, to.reason());
+  }
+  Log(moved ? LogLevel::kInfo : LogLevel::kWarning, "handed_over",
+      {{"outcome", v1::HandOverOutcome_Name(outcome)},
+       {"tenant", to.tenant()},
+       {"sequence", to.sequence_id()},
+       {"rows", to.rows()},
+       {"message", to.message()},
+       {"reason", to.reason()}});
+  return to;
+}
+
+v1::HandedOver HandOver::Move(const TenantSequence& sequence) {
+  const auto kept = [&](const absl::Status& why) {
+    return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT, Stopping() ? Stopped() : why);
+  };
+  if (sequence.info.length == 0) {
+    return Outcome(sequence, v1::HAND_OVER_OUTCOME_KEPT,
+                   MakeError(absl::StatusCode::kFailedPrecondition, "a sequence without rows",
+                             {.reason = "nothing_to_save"}));
+  }
+  // By now a connection may be another one, to another server.
+  v1::GetServerInfoReply info;
+  if (absl::Status same = Ask(&info); !same.ok()) return kept(same);
+  Recall();
+  const scheduler::ExportArgs rows = {
+      sequence.tenant,  sequence.info.id, sequence.info.epoch, 0, sequence.info.length,
+      /*in_place=*/true};
+  const absl::StatusOr<scheduler::MovingPages> pages = engine_->BeginExport(rows);
+  if (!pages.ok()) return kept(pages.status());
+  bool refused = false;
+  const absl::Status status = Import(sequence, *pages, &refused);
+  if (status.ok()) return Outcome(sequence, v1::HAND_OVER_OUTCOME_MOVED);
+  return refused ? Outcome(sequence, v1::HAND_OVER_OUTCOME_REFUSED, status) : kept(status);
+}
+
+absl::Status HandOver::Import(const TenantSequence& sequence, const scheduler::MovingPages& pages,
+                              bool* refused) {
+  v1::ImportTarget target;
+  target.set_model_id(sequence.info.model_id);
+  target.set_client_id(sequence.info.client_id);
+  target.set_lease_ms(static_cast<uint32_t>(sequence.info.lease_ms));
+  target.set_tenant(sequence.tenant);
+  target.set_new_sequence_id(sequence.info.id);
+  target.set_attempt(NewAttempt());
+  uint64_t bytes = 0;
+  const PeerImport import = peer_->Import(target, [&](const PartSink& sink) {
+    return SendPages(engine_, sequence.tenant, pages, [&](const v1::PagesPart& part) {
+      bytes += part.chunk().payload().size();
+      return sink(part);
+    });
+  });
+  *refused = import.refused;
+  absl::Status status = import.status;
+  if (status.ok()) status = CheckAnswer(sequence, import.reply);
+  if (status.ok()) status = engine_->EndHandOver(sequence, address());
+  if (status.ok()) {
+    options_.counters->sent_bytes += bytes;
+  } else if (import.sent && !import.refused) {
+    // The peer may have it, whatever has become of its answer.
+    v1::EvictSequencesRequest request;
+    request.set_tenant(sequence.tenant);
+    request.add_sequence_ids(sequence.info.id);
+    request.set_attempt(target.attempt());
+    abandoned_.push_back(std::move(request));
+    Recall();
+  }
+  return status;
+}
+
+absl::Status HandOver::CheckAnswer(const TenantSequence& sequence,
+                                   const v1::ImportReply& reply) const {
+  absl::Status same = CheckBootId(reply.boot_id());
+  if (!same.ok()) return same;
+  const v1::SequenceInfo& there = reply.sequence();
+  if (there.sequence_id() == sequence.info.id &&
+      std::cmp_equal(there.length(), sequence.info.length)) {
+    return same;
+  }
+  return RefusePeer(
+      absl::StatusCode::kDataLoss, address(),
+      absl::StrCat("it has taken ", there.length(), " rows as sequence ", there.sequence_id()),
+      "all rows, under the id that they have here", "peer_failed");
+}
+
+void HandOver::Recall() {
+  while (!abandoned_.empty()) {
+    const v1::EvictSequencesRequest& request = abandoned_.back();
+    const absl::StatusOr<uint32_t> evicted = peer_->Recall(request);
+    Log(LogLevel::kWarning, "taken_back",
+        {{"tenant", request.tenant()},
+         {"sequence", request.sequence_ids(0)},
+         {"evicted", evicted.ok() ? *evicted : 0},
+         {"peer", evicted.ok() ? "" : std::string(evicted.status().message())}});
+    if (!evicted.ok()) return;
+    ++options_.counters->taken_back;
+    abandoned_.pop_back();
+  }
+}
+
+}  // namespace mla::server

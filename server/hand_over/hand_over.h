@@ -1,0 +1,113 @@
+// Sequences of all tenants on their way to another server, while this one drains.
+//
+// One after another goes with the peer's Import, as its tenant's and under its id. The peer has it
+// once it has answered; this server then forgets it, and says from then on where it is. Until then,
+// and whatever ends the call earlier, it is here as it was. So no row is lost, and none is computed
+// on in two places: while a server drains no step begins, and a sequence that was cut or has ended
+// meanwhile has another epoch or length, and is taken back from the peer.
+//
+// Where the answer is lost, the peer is told to forget the try (ImportTarget.attempt): what the
+// import has left there goes, and one that is still on its way brings nothing. A peer that cannot
+// be reached is told later, before the next sequence and at the end; if never, the lease ends what
+// it has, and no client was told of it.
+//
+// The peer must have this server's name among its operators. It is asked again before each
+// sequence, as the name may lead to another server by then.
+//
+// Threading: a thread of its own between Start and Stop; the methods from one thread at a time.
+#ifndef MLA_SERVER_HAND_OVER_HAND_OVER_H_
+#define MLA_SERVER_HAND_OVER_HAND_OVER_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "mla/v1/admin.pb.h"
+#include "mla/v1/cache.pb.h"
+#include "scheduler/engine.h"
+#include "server/hand_over/peer.h"
+#include "server/metrics/stats_table.h"
+
+namespace mla::server {
+
+struct HandOverOptions {
+  scheduler::Engine* engine = nullptr;   // outlives the hand-over
+  HandOverCounters* counters = nullptr;  // likewise
+  uint64_t boot_id = 0;                  // of this server
+  std::string address;                   // HOST:PORT of the peer, as clients are told
+};
+
+class HandOver final {
+ public:
+  // Asks the peer whether it fits. INVALID_ARGUMENT: it is this server itself; UNAVAILABLE: it
+  // cannot be reached; PERMISSION_DENIED: it does not take this server for an operator;
+  // UNIMPLEMENTED: it takes no sequences. All name the field "to".
+  static absl::StatusOr<std::unique_ptr<HandOver>> Connect(HandOverOptions options,
+                                                           std::unique_ptr<HandOverPeer> peer);
+  ~HandOver();
+
+  // REQUIRES: the engine drains.
+  void Start();
+  bool done() const { return done_; }
+  // Interrupts the call that is under way, and returns when the thread has ended. Also twice.
+  void Stop();
+  // What became of each sequence, but for those that their clients have released. REQUIRES:
+  // stopped.
+  const std::vector<v1::HandedOver>& outcomes() const { return outcomes_; }
+  const std::string& address() const { return options_.address; }
+
+  // What the thread does, for tests that have none.
+  void Run();
+  // What Stop does before it waits for the thread. From any thread, also from calls of the peer.
+  void Interrupt();
+
+ private:
+  HandOver(HandOverOptions options, std::unique_ptr<HandOverPeer> peer)
+      : options_(std::move(options)), engine_(options_.engine), peer_(std::move(peer)) {}
+  absl::Status CheckPeer();
+  absl::Status Ask(v1::GetServerInfoReply* info);
+  // Whether the server that has answered is the one that was asked first.
+  absl::Status CheckBootId(uint64_t boot_id) const;
+  absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
+                           const v1::ImportReply& reply) const;
+  // Tries what may go now of what has not been tried, and says whether anything was.
+  bool Pass();
+  // The rest as it is by now, without what has gone; one call of the engine for each tenant.
+  void RefreshLeft();
+  std::vector<scheduler::SequenceInfo> Find(const std::string& tenant,
+                                            std::vector<scheduler::SequenceId> ids);
+  v1::HandedOver Move(const scheduler::TenantSequence& sequence);
+  absl::Status Import(const scheduler::TenantSequence& sequence,
+                      const scheduler::MovingPages& pages, bool* refused);
+  v1::HandedOver Outcome(const scheduler::TenantSequence& sequence, v1::HandOverOutcome outcome,
+                         const absl::Status& why = absl::OkStatus());
+  // Gives tries up whose import may have left something at the peer; as far as it can be reached.
+  void Recall();
+  bool Stopping();
+
+  const HandOverOptions options_;
+  scheduler::Engine* const engine_;
+  const std::unique_ptr<HandOverPeer> peer_;
+  uint64_t peer_boot_id_ = 0;  // 0: not asked yet
+  std::atomic<bool> done_{false};
+  Mutex mutex_;
+  CondVar changed_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+  // The thread's, until it has ended.
+  std::vector<v1::HandedOver> outcomes_;
+  std::vector<scheduler::TenantSequence> left_;       // not tried, by tenant and id
+  std::vector<v1::EvictSequencesRequest> abandoned_;  // tries that the peer has not been told of
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_HAND_OVER_HAND_OVER_H_

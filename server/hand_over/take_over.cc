@@ -1,0 +1,31 @@
+#include "server/hand_over/take_over.h"
+
+#include "base/error.h"
+
+namespace mla::server {
+
+absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
+                                                  const AbandonedImports& abandoned,
+                                                  const scheduler::ImportArgs& args,
+                                                  uint64_t attempt, int64_t chunk_bytes,
+                                                  const PartSource& source, uint64_t* bytes) {
+  const absl::StatusOr<scheduler::MovingPages> pages = engine->BeginImport(args);
+  if (!pages.ok()) return pages.status();
+  // Asked behind BeginImport: who gives the try up from now on finds the sequence.
+  const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
+    absl::StatusOr<v1::PagesPart*> part = source();
+    if (!part.ok() || *part != nullptr || !abandoned.Contains(attempt)) return part;
+    return MakeError(absl::StatusCode::kCancelled, "the caller has given this import up",
+                     {.reason = "cancelled"});
+  };
+  return TakePages(engine, args.tenant, *pages, chunk_bytes, next, nullptr, bytes);
+}
+
+int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,
+                       const scheduler::SequenceSelection& selection,
+                       std::vector<scheduler::SequenceId>* not_found) {
+  abandoned->Add(attempt);  // before the eviction, or an import might begin and end between the two
+  return engine->EvictSequences(selection, not_found);
+}
+
+}  // namespace mla::server

@@ -1,0 +1,33 @@
+// The side of a hand-over that gets a sequence: an import that its caller may give up.
+//
+// Threading: any thread.
+#ifndef MLA_SERVER_HAND_OVER_TAKE_OVER_H_
+#define MLA_SERVER_HAND_OVER_TAKE_OVER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "scheduler/engine.h"
+#include "server/hand_over/abandoned_imports.h"
+#include "server/pages/page_transfer.h"
+
+namespace mla::server {
+
+// BeginImport, all parts behind the header, and the end of the import, one way or the other. Of
+// other servers' tries (`attempt` is not 0) CANCELLED where it was given up. `bytes` receives those
+// of the payloads.
+absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
+                                                  const AbandonedImports& abandoned,
+                                                  const scheduler::ImportArgs& args,
+                                                  uint64_t attempt, int64_t chunk_bytes,
+                                                  const PartSource& source, uint64_t* bytes);
+
+// Evicts the selected sequences, and gives up the try that may bring one of them (0: none).
+int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,
+                       const scheduler::SequenceSelection& selection,
+                       std::vector<scheduler::SequenceId>* not_found);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_HAND_OVER_TAKE_OVER_H_
