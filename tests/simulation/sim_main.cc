@@ -43,6 +43,7 @@ void Print(const SimulatorCounts& counts) {
       {"of them by lists", counts.lists_checked},
       {"with a window", counts.windows_checked},
       {"late launches", counts.late_checked},
+      {"sequences handed over", counts.sequences_moved},
       {"calls sent again", counts.resent},
       {"refusals foretold", counts.refusals},
       {"steps committed", counts.commits},

@@ -38,6 +38,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
   EXPECT_GT(counts.lists_checked, 10 * share);
   EXPECT_GT(counts.windows_checked, 10 * share);
   EXPECT_GT(counts.late_checked, share);
+  EXPECT_GT(counts.sequences_moved, share / 4);
   EXPECT_GT(counts.refusals, 100 * share);
   EXPECT_GT(counts.resent, 2 * share);
   EXPECT_GT(counts.commits, 20 * share);

@@ -6,13 +6,15 @@
 #include <vector>
 
 #include "tests/simulation/ahead/ahead_simulator.h"
+#include "tests/simulation/hand_over/hand_over_simulator.h"
 #include "tests/simulation/windows/window_simulator.h"
 
 namespace mla::simulation {
 namespace {
 
-// Of the operations, what models with a window and calls ahead of their tensors get on top.
-constexpr int kWindowShare = 10, kAheadShare = 4;
+// Of the operations, what models with a window, calls ahead of their tensors and drains to another
+// server get on top.
+constexpr int kWindowShare = 10, kAheadShare = 4, kHandOverShare = 50;
 
 struct SeedResult {
   SimulatorCounts counts;
@@ -37,6 +39,11 @@ SeedResult RunSeed(uint64_t seed, int steps) {
   result.violation = ahead.Run(steps / kAheadShare);
   result.counts.late_checked = ahead.counts().late;
   result.hash ^= ahead.hash();
+  if (!result.violation.empty()) return result;
+  HandOverSimulator hand_over(seed);
+  result.violation = hand_over.Run(steps / kHandOverShare);
+  result.counts.sequences_moved = hand_over.counts().moved;
+  result.hash ^= hand_over.hash();
   return result;
 }
 

@@ -86,6 +86,7 @@ void SimulatorCounts::Add(const SimulatorCounts& other) {
   rows_imported += other.rows_imported;
   windows_checked += other.windows_checked;
   late_checked += other.late_checked;
+  sequences_moved += other.sequences_moved;
 }
 
 uint64_t Simulator::Mix64(uint64_t x) { return Mix(x); }

@@ -91,6 +91,7 @@ struct SimulatorCounts {
   int64_t rows_imported = 0;
   int64_t windows_checked = 0;  // answers of WindowSimulator
   int64_t late_checked = 0;     // launches of AheadSimulator that were late
+  int64_t sequences_moved = 0;  // by drains of HandOverSimulator
   int64_t total() const;
   void Add(const SimulatorCounts& other);
 };

@@ -1,0 +1,431 @@
+#include "tests/simulation/hand_over/hand_over_simulator.h"
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "scheduler/limits.h"
+#include "scheduler/testing/engine_harness.h"
+#include "server/logging/logging.h"
+
+namespace mla::simulation {
+namespace {
+
+constexpr size_t kMostTexts = 8;
+constexpr uint64_t kMostRows = 12;
+const std::array<std::string, 2> kTenants = {"red", "blue"};
+
+uint64_t Mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+absl::Status Unreachable() {
+  return MakeError(absl::StatusCode::kUnavailable, "the connection is cut",
+                   {.reason = "peer_failed"});
+}
+
+absl::Status Stopped() {
+  return MakeError(absl::StatusCode::kCancelled, "stopped", {.reason = "stopped"});
+}
+
+}  // namespace
+
+void HandOverCounts::Add(const HandOverCounts& other) {
+  operations += other.operations;
+  drains += other.drains;
+  moved += other.moved;
+  refused += other.refused;
+  kept += other.kept;
+  cut += other.cut;
+  late += other.late;
+  crashes += other.crashes;
+  checked += other.checked;
+}
+
+// The way to the other server, with what goes wrong on it. Clients of both servers go on between
+// any two of its messages.
+class HandOverSimulator::Peer final : public server::HandOverPeer {
+ public:
+  Peer(HandOverSimulator* simulator, int to, const Faults& faults)
+      : sim_(*simulator), to_(to), faults_(faults) {}
+
+  absl::Status GetInfo(v1::GetServerInfoReply* info) override {
+    Between();
+    if (cancelled_) return Stopped();
+    if (sim_.Chance(faults_.unreachable)) return Unreachable();
+    info->set_boot_id(there().boot_id());
+    info->add_capabilities("hand_over");
+    return absl::OkStatus();
+  }
+  absl::Status CheckOperator() override { return absl::OkStatus(); }
+  server::PeerImport Import(const v1::ImportTarget& target, const SendParts& send) override;
+  absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) override;
+  void Cancel() override { cancelled_ = true; }
+
+  // What a client of either server, an operator or a failure does between two messages.
+  void Between();
+  void Run(server::HandOver* hand_over) {
+    hand_over_ = hand_over;
+    hand_over->Run();
+    hand_over_ = nullptr;
+  }
+  bool crashed() const { return crashed_; }
+
+ private:
+  SimServer& there() { return *sim_.servers_[static_cast<size_t>(to_)]; }
+  absl::StatusOr<v1::ImportReply> Serve(const v1::ImportTarget& target,
+                                        const std::vector<v1::PagesPart>& parts, bool whole);
+
+  HandOverSimulator& sim_;
+  const int to_;
+  const Faults faults_;
+  server::HandOver* hand_over_ = nullptr;
+  bool cancelled_ = false, crashed_ = false;
+};
+
+void HandOverSimulator::Peer::Between() {
+  if (sim_.Chance(faults_.client)) sim_.ClientAt(static_cast<int>(sim_.Pick(2)));
+  if (!sim_.late_.empty() && sim_.Chance(20)) sim_.RunLate(sim_.Pick(sim_.late_.size()));
+  if (!sim_.in_import_ && sim_.Chance(faults_.restart)) sim_.Restart(to_);
+  if (hand_over_ != nullptr && sim_.Chance(faults_.stop)) {
+    // Cancelled by an operator, or the whole server is gone: nothing of it reaches the peer then.
+    crashed_ = crashed_ || sim_.Chance(30);
+    hand_over_->Interrupt();
+  }
+}
+
+absl::StatusOr<v1::ImportReply> HandOverSimulator::Peer::Serve(
+    const v1::ImportTarget& target, const std::vector<v1::PagesPart>& parts, bool whole) {
+  const std::pair<int, uint64_t> stray = {to_, target.new_sequence_id()};
+  const bool was = sim_.strays_.contains(stray);
+  if (!was) sim_.strays_[stray] = false;
+  sim_.in_import_ = true;
+  auto reply = there().ServeImport(target, parts, whole, [this] { Between(); });
+  sim_.in_import_ = false;
+  if (!reply.ok() && !was) sim_.strays_.erase(stray);
+  return reply;
+}
+
+server::PeerImport HandOverSimulator::Peer::Import(const v1::ImportTarget& target,
+                                                   const SendParts& send) {
+  server::PeerImport result;
+  if (cancelled_) {
+    result.status = Stopped();
+    return result;
+  }
+  const uint64_t boot_id = there().boot_id();
+  std::vector<v1::PagesPart> parts;
+  bool cut = false;
+  const absl::Status sent = send([&](const v1::PagesPart& part) -> absl::Status {
+    Between();
+    cut = cut || cancelled_ || sim_.Chance(faults_.cut) || there().boot_id() != boot_id;
+    if (cut) return absl::CancelledError("the connection is cut");
+    parts.push_back(part);
+    return absl::OkStatus();
+  });
+  Between();
+  cut = cut || there().boot_id() != boot_id;
+  result.sent = sent.ok();
+  sim_.counts_.cut += cut;
+  const bool whole = sent.ok() && !cut;
+  if (!whole || sim_.Chance(faults_.late)) {
+    // What has arrived may be looked at later.
+    if (there().boot_id() == boot_id) sim_.late_.push_back({to_, boot_id, target, parts, whole});
+    result.status = sent.ok() ? Unreachable() : sent;
+    return result;
+  }
+  absl::StatusOr<v1::ImportReply> reply = Serve(target, parts, whole);
+  Between();
+  if (cancelled_ || sim_.Chance(faults_.lost_answer) || there().boot_id() != boot_id) {
+    result.status = cancelled_ ? Stopped() : Unreachable();
+    return result;
+  }
+  result.status = reply.status();
+  result.refused = !reply.ok();
+  if (!reply.ok()) return result;
+  result.reply = *reply;
+  if (sim_.Chance(faults_.lie)) {
+    v1::SequenceInfo* const told = result.reply.mutable_sequence();
+    if (sim_.Chance(50)) {
+      told->set_length(told->length() - 1);
+    } else {
+      result.reply.set_boot_id(boot_id + 1);
+    }
+    return result;
+  }
+  sim_.acknowledged_.insert(target.new_sequence_id());
+  return result;
+}
+
+absl::StatusOr<uint32_t> HandOverSimulator::Peer::Recall(const v1::EvictSequencesRequest& request) {
+  Between();
+  const std::pair<int, uint64_t> stray = {to_, request.sequence_ids(0)};
+  if (crashed_ || sim_.Chance(faults_.lost_take_back)) {
+    // It may have got there, and its answer be lost.
+    if (!crashed_ && sim_.Chance(50)) there().Evict(request);
+    sim_.strays_[stray] = true;
+    return Unreachable();
+  }
+  const uint32_t evicted = there().Evict(request);
+  sim_.strays_.erase(stray);
+  sim_.given_up_.insert(request.attempt());
+  return evicted;
+}
+
+uint64_t HandOverSimulator::Pick(uint64_t below) { return (random_ = Mix(random_)) % below; }
+
+HandOverSimulator::HandOverSimulator(uint64_t seed)
+    : random_(Mix(seed ^ 0x68616e646f766572u)), clock_(1'000'000) {
+  // Each outcome of a drain has its line, which is of no use here.
+  static const bool quiet = [] {
+    server::ConfigureLogging("text", "error");
+    return true;
+  }();
+  static_cast<void>(quiet);
+  for (size_t i = 0; i < servers_.size(); ++i) {
+    servers_[i] = std::make_unique<SimServer>(
+        absl::StrCat("server-", i, ":1"), std::vector(kTenants.begin(), kTenants.end()), &clock_);
+  }
+}
+
+void HandOverSimulator::Fail(const std::string& what) {
+  if (violation_.empty()) {
+    violation_ = absl::StrCat("hand-over: after ", counts_.operations, " operations: ", what);
+  }
+}
+
+std::string HandOverSimulator::Run(int operations) {
+  for (int i = 0; i < operations && !failed(); ++i) {
+    counts_.operations += Operate() ? 1 : 0;
+    if (!failed()) Check();
+    hash_ = (hash_ ^ random_) * 0x100000001b3u;
+  }
+  if (!failed()) Finish();
+  return violation_;
+}
+
+bool HandOverSimulator::Operate() {
+  const int server = static_cast<int>(Pick(2));
+  const uint64_t drawn = Pick(100);
+  if (drawn < 34) return Open(server);
+  if (drawn < 46) return Extend(server);
+  if (drawn < 54) return Truncate(server);
+  if (drawn < 60) return Fork(server);
+  if (drawn < 66) return Release(server);
+  if (drawn < 70) return Look(server);
+  if (drawn < 72) return Restart(server);
+  if (drawn < 80 && !late_.empty()) {
+    RunLate(Pick(late_.size()));
+    return true;
+  }
+  return drawn >= 86 && Drain(server);
+}
+
+void HandOverSimulator::ClientAt(int server) {
+  const uint64_t drawn = Pick(100);
+  if (drawn < 30) {
+    Open(server);
+  } else if (drawn < 50) {
+    Truncate(server);
+  } else if (drawn < 60) {
+    Fork(server);
+  } else if (drawn < 75) {
+    Release(server);
+  } else {
+    Extend(server);
+  }
+}
+
+std::map<uint64_t, HandOverSimulator::Text>::iterator HandOverSimulator::AnyText(int server) {
+  std::vector<uint64_t> there;
+  for (auto& [id, text] : texts_) {
+    // Where it is by now: it may have moved a moment ago.
+    CheckText(id, &text);
+    if (text.server == server) there.push_back(id);
+  }
+  return there.empty() || failed() ? texts_.end() : texts_.find(there[Pick(there.size())]);
+}
+
+void HandOverSimulator::ExpectDraining(const absl::Status& status, bool opens) {
+  const ErrorDetail& detail = DetailOf(status);
+  const std::string& peer = servers_[static_cast<size_t>(1 - draining_)]->address();
+  if (detail.reason != "draining" || detail.peer != (opens ? peer : "")) {
+    Fail(absl::StrCat("a call of a server that drains: ", status.ToString(), " ", detail.peer));
+  }
+}
+
+bool HandOverSimulator::Open(int server) {
+  if (texts_.size() == kMostTexts) return false;
+  Text text;
+  text.tenant = kTenants[Pick(kTenants.size())];
+  text.server = server;
+  for (uint64_t rows = 1 + Pick(kMostRows); rows > 0; --rows) text.rows.push_back(next_key_++);
+  const auto info = servers_[static_cast<size_t>(server)]->AddRows(text.tenant, 0, 0, 0, text.rows);
+  if (server == draining_) {
+    ExpectDraining(info.status(), /*opens=*/true);
+    return true;
+  }
+  if (!info.ok()) {
+    if (info.status().code() != absl::StatusCode::kResourceExhausted) {
+      Fail(absl::StrCat("Open: ", info.status().ToString()));
+    }
+    return true;
+  }
+  text.epoch = info->epoch;
+  texts_[info->id] = std::move(text);
+  return true;
+}
+
+bool HandOverSimulator::Extend(int server) {
+  const auto at = AnyText(server);
+  if (at == texts_.end()) return false;
+  Text& text = at->second;
+  RowKeys keys;
+  for (uint64_t rows = 1 + Pick(kMostRows); rows > 0; --rows) keys.push_back(next_key_++);
+  const auto info = servers_[static_cast<size_t>(server)]->AddRows(
+      text.tenant, at->first, text.epoch, static_cast<int64_t>(text.rows.size()), keys);
+  if (server == draining_) {
+    ExpectDraining(info.status(), /*opens=*/false);
+  } else if (info.ok()) {
+    text.rows.insert(text.rows.end(), keys.begin(), keys.end());
+  }
+  return true;
+}
+
+bool HandOverSimulator::Truncate(int server) {
+  const auto at = AnyText(server);
+  if (at == texts_.end()) return false;
+  Text& text = at->second;
+  const uint64_t length = Pick(text.rows.size() + 1);
+  const auto info = servers_[static_cast<size_t>(server)]->engine().TruncateSequence(
+      text.tenant, at->first, static_cast<int64_t>(length), text.epoch);
+  if (!info.ok()) {
+    Fail(absl::StrCat("Truncate: ", info.status().ToString()));
+    return true;
+  }
+  text.epoch = info->epoch;
+  text.rows.resize(length);
+  return true;
+}
+
+bool HandOverSimulator::Fork(int server) {
+  const auto at = AnyText(server);
+  if (at == texts_.end() || texts_.size() == kMostTexts) return false;
+  Text text = at->second;
+  scheduler::ForkArgs args;
+  args.tenant = text.tenant;
+  args.parent = at->first;
+  args.expected_epoch = text.epoch;
+  const uint64_t length = Pick(text.rows.size() + 1);
+  args.length = static_cast<int64_t>(length);
+  const auto info = servers_[static_cast<size_t>(server)]->engine().ForkSequence(args);
+  if (server == draining_) {
+    ExpectDraining(info.status(), /*opens=*/false);
+    return true;
+  }
+  if (!info.ok()) return true;
+  text.epoch = info->epoch;
+  text.rows.resize(length);
+  texts_[info->id] = std::move(text);
+  return true;
+}
+
+bool HandOverSimulator::Release(int server) {
+  const auto at = AnyText(server);
+  if (at == texts_.end()) return false;
+  std::vector<scheduler::SequenceId> absent;
+  const std::vector<scheduler::SequenceId> ids = {at->first};
+  servers_[static_cast<size_t>(server)]->engine().ReleaseSequences(at->second.tenant, ids, &absent);
+  if (!absent.empty()) Fail("Release: a sequence that is there was not found");
+  texts_.erase(at);
+  return true;
+}
+
+bool HandOverSimulator::Look(int server) {
+  const auto at = AnyText(server);
+  if (at == texts_.end()) return false;
+  CheckRows(at->first, at->second);
+  return true;
+}
+
+bool HandOverSimulator::Restart(int server) {
+  for (auto& [id, text] : texts_) CheckText(id, &text);
+  DropServer(server);
+  return true;
+}
+
+void HandOverSimulator::DropServer(int server) {
+  servers_[static_cast<size_t>(server)]->Restart();
+  std::erase_if(texts_, [server](const auto& one) { return one.second.server == server; });
+  std::erase_if(strays_, [server](const auto& one) { return one.first.first == server; });
+  std::erase_if(late_, [server](const Late& late) { return late.server == server; });
+}
+
+// One that ends behind its caller: it brings nothing, or what the caller could not be told of.
+void HandOverSimulator::RunLate(size_t index) {
+  const Late late = std::move(late_[index]);
+  late_.erase(late_.begin() + static_cast<ptrdiff_t>(index));
+  if (late.server == draining_) return;
+  ++counts_.late;
+  SimServer& server = *servers_[static_cast<size_t>(late.server)];
+  const bool within = std::exchange(in_import_, true);
+  const auto reply = server.ServeImport(late.target, late.parts, late.whole, [] {});
+  in_import_ = within;
+  if (!reply.ok()) return;
+  if (given_up_.contains(late.target.attempt())) {
+    Fail("an import that was given up has brought its sequence");
+  }
+  strays_.try_emplace({late.server, late.target.new_sequence_id()}, false);
+}
+
+bool HandOverSimulator::Drain(int from) {
+  const int to = 1 - from;
+  Check();
+  if (failed() || texts_.empty()) return false;
+  Faults faults;
+  // Most drains have one kind of trouble; some have none, and some all.
+  uint64_t* const kinds[] = {&faults.unreachable, &faults.cut,   &faults.lost_answer,
+                             &faults.late,        &faults.lie,   &faults.restart,
+                             &faults.stop,        &faults.client};
+  const uint64_t kind = Pick(std::size(kinds) + 2);
+  for (size_t i = 0; i < std::size(kinds); ++i) {
+    if (i == kind || kind == std::size(kinds)) *kinds[i] = 2 + Pick(20);
+  }
+  faults.client = std::max<uint64_t>(faults.client, Pick(10));
+  faults.lost_take_back = Chance(30) ? 40 : 0;
+  auto peer = std::make_unique<Peer>(this, to, faults);
+  Peer* const way = peer.get();
+  SimServer& here = *servers_[static_cast<size_t>(from)];
+  SimServer& there = *servers_[static_cast<size_t>(to)];
+  const auto connected = server::HandOver::Connect(
+      {&here.engine(), &here.counters(), here.boot_id(), there.address()}, std::move(peer));
+  if (!connected.ok()) {
+    if (DetailOf(connected.status()).reason != "peer_unreachable") {
+      Fail(absl::StrCat("Connect: ", connected.status().ToString()));
+    }
+    return true;
+  }
+  ++counts_.drains;
+  draining_ = from;
+  acknowledged_.clear();
+  here.engine().StartDrain(there.address());
+  const std::map<uint64_t, Text> before = texts_;
+  way->Run(connected->get());
+  if (!failed()) CheckAnswer(from, before, **connected);
+  draining_ = -1;
+  if (way->crashed()) ++counts_.crashes;
+  if (way->crashed() || Chance(30)) {
+    DropServer(from);
+  } else {
+    here.engine().CancelDrain();
+  }
+  return true;
+}
+
+}  // namespace mla::simulation
