@@ -8,7 +8,7 @@ import random
 import secrets
 import threading
 import time
-from typing import Any, Callable, Iterator, List, Optional, Sequence as Seq, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence as Seq, Tuple, Union
 
 import grpc
 import numpy.typing as npt
@@ -17,9 +17,10 @@ from mla_client import errors, messages, wire
 from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, cache_pb2_grpc, model_pb2,
                             model_pb2_grpc, sequence_pb2, sequence_pb2_grpc)
 from mla_client.leases import LeaseRenewer
+from mla_client.moves import Following, Moves
 from mla_client.operations import Operations
 from mla_client.pages import Pages, state_of
-from mla_client.service import AttendFuture, Service, Step
+from mla_client.service import AttendFuture, Model, Service, Step
 from mla_client.shm.shared_memory import DeviceWish, SharedMemory
 from mla_client.stream import Request, StepStream
 from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, shm_path_of,
@@ -74,7 +75,7 @@ class _Pending(AttendFuture):
         return self._result
 
 
-class Client(Service, Operations, Pages):
+class Client(Following, Service, Operations, Pages):
     """A connection to a server. Close it, or use it in a `with` block."""
 
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
@@ -122,7 +123,9 @@ class Client(Service, Operations, Pages):
                 client_id: str = "", timeout_s: float = 30.0, message_bytes: int = 0,
                 lease_ms: int = 0, transport: str = "auto", shared_bytes: Optional[int] = None,
                 spin_us: int = 20, server_uid: Optional[int] = None, device_bytes: int = 0,
-                device: int = 0, device_library: str = "") -> "Client":
+                device: int = 0, device_library: str = "",
+                follow_moves: Union[bool, Callable[[str], "Client"]] = False,
+                on_peer: Optional[Callable[[Model], None]] = None) -> "Client":
         """Connects to `host:port` or `unix:/path`.
 
         Without TLS the tenant travels as metadata; with it the certificate decides. `client_id`
@@ -145,7 +148,17 @@ class Client(Service, Operations, Pages):
 
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.
+
+        `follow_moves` goes on with sequences where a drain has moved them, from the next call or
+        step that names one: over connections like this one, with the same TLS files (the server's
+        name is then that of the address), or those that a function makes of HOST:PORT. A call waits
+        for a sequence that is on its way until `timeout_s`. Weights do not move: `on_peer` gets
+        each Model there first, to upload them. Without it, such calls are NotFound (reason "moved",
+        and `detail.peer`), and so are steps on streams of `open_stream` in any case.
         """
+        if follow_moves is True and tls is None:
+            raise errors.InvalidArgument("follow_moves: without `tls` it must be a function that "
+                                         "connects")
         for path in (unix_path_of(target), shm_path_of(target)):
             check_socket_owner(path, server_uid)
         bound = max(STOCK_MESSAGE_BYTES, message_bytes)
@@ -159,7 +172,7 @@ class Client(Service, Operations, Pages):
                 arguments.append(("grpc.ssl_target_name_override", tls.server_name))
             channel = grpc.secure_channel(target, tls.credentials(), options=arguments)
         try:
-            return cls(channel, tenant=tenant, client_id=client_id, timeout_s=timeout_s,
+            client = cls(channel, tenant=tenant, client_id=client_id, timeout_s=timeout_s,
                        message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
                        transport=transport, shm_path=shm_path_of(target) if tls is None else "",
                        shared_bytes=shared_bytes, spin_us=spin_us,
@@ -167,6 +180,14 @@ class Client(Service, Operations, Pages):
         except BaseException:
             channel.close()
             raise
+        if follow_moves:
+            def connect_peer(peer: str) -> "Client":
+                return cls.connect(
+                    peer, tls=dataclasses.replace(tls, server_name="") if tls else None,
+                    client_id=client.client_id, timeout_s=timeout_s, message_bytes=message_bytes,
+                    lease_ms=lease_ms, follow_moves=True, on_peer=on_peer)
+            client._moves = Moves(connect_peer if follow_moves is True else follow_moves, on_peer)
+        return client
 
     def __repr__(self) -> str:
         state = "closed" if self._closed.is_set() else f"boot id {self.boot_id:016x}"
@@ -186,6 +207,7 @@ class Client(Service, Operations, Pages):
             opened, self._streams, self._stream = self._streams, [], None
         for stream in opened:
             stream.close()
+        self._close_moves()
         self._renewer.close()
         self._channel.close()
 
@@ -349,7 +371,7 @@ class Client(Service, Operations, Pages):
         self._renewer.drop(sequence_ids)
         reply = self._call(self._sequences.Release,
                            sequence_pb2.ReleaseRequest(sequence_ids=sequence_ids))
-        return list(reply.not_found)
+        return self._release_moved(list(reply.not_found))
 
     def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]:
         reply = self._call(self._sequences.Get,

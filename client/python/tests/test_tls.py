@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import tempfile
+import threading
 import unittest
 
 import numpy
@@ -93,7 +94,8 @@ class TlsTest(unittest.TestCase):
         with self.assertRaises(mla_client.Unavailable):
             mla_client.Client.connect(f"127.0.0.1:{PORT}", timeout_s=3.0).close()
 
-    def test_a_drain_hands_sequences_over(self):
+    def two_servers(self):
+        """Their ports; each is an operator of the other."""
         folder = pathlib.Path(FOLDER.name)
         flags = (f"--tls-cert={folder / 'server.crt'}", f"--tls-key={folder / 'server.key'}",
                  f"--client-ca={folder / 'ca.crt'}", "--log-level=info",
@@ -103,6 +105,10 @@ class TlsTest(unittest.TestCase):
             server = server_binary.start(*flags, listen="127.0.0.1:0")
             self.addCleanup(server.stop)
             ports.append(int(server.log().split("tcp_port=")[1].split()[0]))
+        return ports
+
+    def test_a_drain_hands_sequences_over(self):
+        ports = self.two_servers()
         spec = mla_client.ModelSpec("m", GEOMETRY, 1, SCALE)
         rows = numpy.zeros((5, GEOMETRY.kv_lora_rank + GEOMETRY.rope_dim), numpy.uint16)
         peer = f"localhost:{ports[1]}"
@@ -129,6 +135,98 @@ class TlsTest(unittest.TestCase):
             with self.assertRaises(mla_client.NotFound) as gone:
                 red.attach(model, sequence.id)
             self.assertEqual(gone.exception.detail.reason, "sequence_not_found")
+
+    def test_clients_follow_sequences(self):
+        ports = self.two_servers()
+        peer = f"localhost:{ports[1]}"
+        peers = []
+        with connect("red", port=ports[0], follow_moves=True, on_peer=peers.append) as red, \
+                connect("blue", port=ports[0]) as blue, connect("blue", port=ports[1]) as there:
+            local = Tracked(mla_client.LocalReference())
+            remote = Tracked(red)
+            for _ in range(4):
+                for tracked in (local, remote):
+                    tracked.open()
+            for tracked in (local, remote):
+                tracked.step([0, 1, 2, 3], 5)
+            moving = threading.Thread(target=blue.drain, kwargs={"to": peer})
+            moving.start()
+            # While they go, and once they have gone.
+            for turn in range(6):
+                numpy.testing.assert_allclose(remote.step([0, 1], 1), local.step([0, 1], 1),
+                                              atol=2e-2)
+                if turn == 2:
+                    moving.join()
+            self.assertEqual([model.spec.model_id for model in peers], ["m"])
+            for tracked in (local, remote):
+                tracked.sequences[0].truncate(7)
+                tracked.sequences.append(tracked.sequences[2].fork(3))
+                tracked.open()  # the old server takes no new ones
+                tracked.step([5], 2)
+            numpy.testing.assert_allclose(remote.step([0, 4, 5], 2), local.step([0, 4, 5], 2),
+                                          atol=2e-2)
+            self.assertEqual(remote.sequences[1].refresh().length, 11)
+            self.assertEqual(there.stats().sequences, 6)
+            self.assertEqual(blue.stats().sequences, 0)
+            # One of another client's; and one that was not asked for since it moved.
+            self.assertEqual(remote.model.adopt_sequence(remote.sequences[3].id).length, 5)
+            for sequence in remote.sequences:
+                sequence.release()
+            self.assertEqual(there.stats().sequences, 0)
+
+    def test_what_can_not_be_followed_names_the_peer(self):
+        ports = self.two_servers()
+        peer = f"localhost:{ports[1]}"
+        with self.assertRaisesRegex(mla_client.InvalidArgument, "follow_moves"):
+            mla_client.Client.connect(f"127.0.0.1:{ports[0]}", follow_moves=True)
+        with connect("red", port=ports[0]) as red, connect("blue", port=ports[0]) as blue, \
+                connect("red", port=ports[0], client_id=red.client_id,
+                        follow_moves=True) as follower:
+            tracked, other = Tracked(red), Tracked(follower)
+            for one in (tracked, other):
+                one.open()
+                one.step([0], 5)
+            stream = follower.open_stream()
+            blue.drain(to=peer)
+            with self.assertRaisesRegex(mla_client.NotFound, peer):
+                tracked.step([0], 1)
+            with self.assertRaisesRegex(mla_client.Unavailable, peer):
+                tracked.open()
+            with self.assertRaisesRegex(mla_client.NotFound, peer):
+                follower.step([(other.sequences[0], 1)], stream=stream).begin()
+            # Another client of the tenant has changed it there first.
+            with connect("red", port=ports[1]) as there:
+                model = there.register_model(other.model.spec)
+                there.attach(model, other.sequences[0].id).truncate(3)
+            with self.assertRaisesRegex(mla_client.FailedPrecondition, "3 rows, not 5"):
+                other.step([0], 1)
+
+
+class Tracked:
+    """Sequences of a service, and steps of rows that follow from their place."""
+
+    def __init__(self, service):
+        self.model = service.register_model(mla_client.ModelSpec("m", GEOMETRY, 1, SCALE))
+        self.service = service
+        self.sequences = []
+
+    def open(self):
+        self.sequences.append(self.model.open_sequence())
+
+    def step(self, places, rows):
+        """Outputs of a step that adds so many rows to each of these."""
+        entries = [(self.sequences[place], rows) for place in places]
+        keys = [(place, sequence.length + row) for place, (sequence, _) in zip(places, entries)
+                for row in range(rows)]
+        def drawn(key, *shape):
+            return numpy.random.default_rng(key).standard_normal(shape, numpy.float32) / 4
+        dim = GEOMETRY.kv_lora_rank + GEOMETRY.rope_dim
+        kv = numpy.stack([drawn((1, *key), dim) for key in keys])
+        q = numpy.stack([drawn((2, *key), GEOMETRY.num_heads,
+                               GEOMETRY.q_dim(mla_client.Profile.ABSORBED)) for key in keys])
+        with self.service.step(entries) as step:
+            return numpy.asarray(step.attend(0, q, kv, mla_client.Profile.ABSORBED,
+                                             o_dtype=mla_client.DType.F32).o)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,18 @@ def state_of(info: Any) -> SequenceState:
                          info.tail_position if info.HasField("tail_position") else None)
 
 
+def only_of(reply: Any, sequence_id: int) -> SequenceState:
+    """The sequence that was asked for. NotFound; with the reason "moved", where it is."""
+    if reply.sequences:
+        return state_of(reply.sequences[0])
+    peer = reply.moved[0].peer if reply.moved else ""
+    fate = f"has moved to {peer}" if peer else "is not open here"
+    raise errors.NotFound(
+        f"sequence {sequence_id:#x} {fate}",
+        errors.ErrorDetail(field="sequence_id", peer=peer,
+                           reason="moved" if peer else "sequence_not_found"))
+
+
 class _FrameMac:
     """MACs of the parts of a file: each over the one before it, the size and the part. b"" where
     there is no key."""
@@ -186,14 +198,7 @@ class Pages(Events, Hints):
         it."""
         reply = self._call(self._sequences.Get,
                            sequence_pb2.GetRequest(sequence_ids=[sequence_id]))
-        if reply.sequences:
-            return Sequence(model, self._keep(state_of(reply.sequences[0]), lease_ms))
-        peer = reply.moved[0].peer if reply.moved else ""
-        fate = f"has moved to {peer}" if peer else "is not open here"
-        raise errors.NotFound(
-            f"sequence {sequence_id:#x} {fate}",
-            errors.ErrorDetail(field="sequence_id", peer=peer,
-                               reason="moved" if peer else "sequence_not_found"))
+        return Sequence(model, self._keep(only_of(reply, sequence_id), lease_ms))
 
     def checkpoint(self, sequences: Seq[Sequence]) -> List[Checkpoint]:
         """Writes the committed rows of sequences to the server's disk: they outlive the server."""

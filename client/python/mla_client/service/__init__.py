@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import abc
 import secrets
-from typing import Any, List, Optional, Sequence as Seq, Tuple
+import time
+from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from mla_client.service.step import Step
 from mla_client.shm import device as device_memory
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
                               PrefixMatch, Profile, SequenceState, WeightsStatus)
+
+
+_Result = TypeVar("_Result")
 
 
 class AttendFuture(abc.ABC):
@@ -95,6 +99,23 @@ class Service(abc.ABC):
 
     def _hand_over(self, sequence_id: int) -> None:
         """Keeps its lease no longer."""
+
+    def _follow(self, sequences: Seq["Sequence"], error: errors.MlaError,
+                deadline: float) -> None:
+        """A call that named these sequences has failed. Returns when it is to be repeated, by the
+        service that they have then; else raises the error."""
+        raise error
+
+    def _look(self, sequence: "Sequence") -> None:
+        """Makes the sequence one of the server that it has moved to, if it has."""
+
+    def _prepare_moved(self, model_id: str, prepare: Callable[["Model"], None]) -> None:
+        """What a model of this id needs on a server that its sequences have moved to."""
+
+    def _elsewhere(self, model: "Model", error: errors.MlaError) -> "Model":
+        """The model on the server to which the error of a call that names none of its sequences
+        leads; else raises the error."""
+        raise error
 
     @abc.abstractmethod
     def _begin(self, step: Step) -> Any:
@@ -232,8 +253,12 @@ class Model:
         `length` tell how many. It is empty otherwise."""
         wire.check_number("lease_ms", lease_ms)
         # A request id of our own makes the retries of the transport safe.
-        state, matched = self.service._open(
-            self.spec.model_id, request_id or secrets.token_hex(16), lease_ms, prefix)
+        request_id = request_id or secrets.token_hex(16)
+        try:
+            state, matched = self.service._open(self.spec.model_id, request_id, lease_ms, prefix)
+        except errors.Unavailable as error:
+            return self.service._elsewhere(self, error).open_sequence(
+                request_id=request_id, lease_ms=lease_ms, prefix=prefix)
         sequence = Sequence(self, state)
         sequence.matched = matched
         return sequence
@@ -241,7 +266,10 @@ class Model:
     def adopt_sequence(self, sequence_id: int) -> "Sequence":
         """A sequence that another client of the same `client_id` has opened and handed over: leases
         are renewed in that name. NotFound if it is gone."""
-        return Sequence(self, self.service._adopt(sequence_id))
+        try:
+            return Sequence(self, self.service._adopt(sequence_id))
+        except errors.NotFound as error:
+            return self.service._elsewhere(self, error).adopt_sequence(sequence_id)
 
     def unregister(self) -> None:
         """Forgets the model. FailedPrecondition while sequences of it are open."""
@@ -281,8 +309,9 @@ class Sequence:
         if length is not None:
             wire.check_number("length", length, wire.LARGEST_POSITION)
         wire.check_number("lease_ms", lease_ms)
-        state = self.model.service._fork(self.id, self.epoch, length,
-                                         request_id or secrets.token_hex(16), lease_ms)
+        request_id = request_id or secrets.token_hex(16)
+        state = self._call(lambda service: service._fork(self.id, self.epoch, length, request_id,
+                                                         lease_ms))
         return Sequence(self.model, state)
 
     def match(self, prefix: Prefix, first_row: int = 0) -> PrefixMatch:
@@ -290,20 +319,22 @@ class Sequence:
         come, and adds behind the committed ones what the prefix cache has of the rest. What was
         said of committed rows before must stay: else FailedPrecondition."""
         wire.check_number("first_row", first_row, wire.LARGEST_POSITION)
-        state, self.matched = self.model.service._match(self.id, self.epoch, first_row, prefix)
+        state, self.matched = self._call(lambda service: service._match(
+            self.id, self.epoch, first_row, prefix))
         self.length = state.length
         return self.matched
 
     def truncate(self, length: int) -> None:
         """Drops the rows from `length` on and starts a new epoch."""
         wire.check_number("length", length, wire.LARGEST_POSITION)
-        self.epoch, self.length = self.model.service._truncate(self.id, length, self.epoch)
+        self.epoch, self.length = self._call(lambda service: service._truncate(
+            self.id, length, self.epoch))
 
     def read_tail(self) -> Tuple[int, bytes]:
         """The last tail that a step has left (Step.end), and the length that it belongs to: a
         worker that goes on from there first cuts the sequence to it. NotFound if there is none:
         none was stored, or the sequence was cut below it."""
-        return self.model.service._read_tail(self.id, self.epoch)
+        return self._call(lambda service: service._read_tail(self.id, self.epoch))
 
     def hand_over(self) -> int:
         """Leaves it to who calls Model.adopt_sequence with the id that this returns: its lease
@@ -320,6 +351,17 @@ class Sequence:
 
     def refresh(self) -> SequenceState:
         """Asks the service, and takes over epoch and length. NotFound if it is gone."""
+        self.model.service._look(self)
         state = self.model.service._found(self.id)
         self.epoch, self.length = state.epoch, state.length
         return state
+
+    def _call(self, call: Callable[[Service], _Result]) -> _Result:
+        """A call that names the sequence, by the service that has it."""
+        deadline = time.monotonic() + self.model.service.timeout_s
+        while True:
+            service = self.model.service
+            try:
+                return call(service)
+            except errors.MlaError as error:
+                service._follow([self], error, deadline)

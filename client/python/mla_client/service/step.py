@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, List, Mapping, Optional, Sequence as Seq, Tuple
 
 import numpy as np
@@ -15,6 +16,9 @@ from mla_client.types import AttendArgs, AttendResult, Buffers, DType, Profile
 
 if TYPE_CHECKING:
     from mla_client.service import AttendFuture, Sequence, Service
+
+# Between two looks at sequences of a step of which some have moved and others not yet.
+GATHER_PAUSE_S = 0.1
 
 
 class Step:
@@ -68,8 +72,21 @@ class Step:
 
     def begin(self) -> Step:
         """Reserves pages for all rows of all layers, or fails as a whole."""
-        self._handle = self.service._begin(self)
-        self.open = True
+        deadline = time.monotonic() + self.service.timeout_s
+        while not self.open:
+            if self.stream is None:
+                # Where its sequences are, which may have moved since.
+                self.service = self.sequences[0].model.service
+                if any(one.model.service is not self.service for one in self.sequences):
+                    gather(self.sequences, deadline)
+                    continue
+            try:
+                self._handle = self.service._begin(self)
+                self.open = True
+            except errors.MlaError as error:
+                if self.stream is not None:
+                    raise  # it is of the server that they have left
+                self.service._follow(self.sequences, error, deadline)
         return self
 
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
@@ -254,3 +271,19 @@ class Step:
 def _values(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
     """What lies in the memory of a device stays as it is."""
     return array if isinstance(array, device_memory.DeviceArray) else wire.floats(array)
+
+
+def gather(sequences: Seq[Sequence], deadline: float) -> None:
+    """Waits until all are on one server, and makes them its. FailedPrecondition where some stay
+    elsewhere."""
+    while True:
+        for sequence in sequences:
+            sequence.model.service._look(sequence)
+        services = {id(sequence.model.service) for sequence in sequences}
+        if len(services) == 1:
+            return
+        if time.monotonic() + GATHER_PAUSE_S > deadline:
+            raise errors.FailedPrecondition(
+                f"step: its {len(sequences)} sequences are on {len(services)} servers, as a drain "
+                "has moved some and not others")
+        time.sleep(GATHER_PAUSE_S)

@@ -88,9 +88,14 @@ def register(service: Service, model: Any, modules: List[Any], model_id: str, kv
         model_id = f"{model.config.model_type}-{digest.hexdigest()[:16]}"
     registered = service.register_model(ModelSpec(
         model_id, geometry, len(modules), scale, page_size, kv_format=kv_format))
-    complete = False
-    for layer, module in enumerate(modules):
-        complete = registered.upload_weights(layer, *weights_of(module, geometry)).complete
-    if not complete:
-        raise errors.Internal(f"model {model_id}: weights are not complete after their upload")
+
+    def upload(to: Model) -> None:
+        complete = False
+        for layer, module in enumerate(modules):
+            complete = to.upload_weights(layer, *weights_of(module, geometry)).complete
+        if not complete:
+            raise errors.Internal(f"model {model_id}: weights are not complete after their upload")
+
+    upload(registered)
+    service._prepare_moved(model_id, upload)
     return registered

@@ -1,0 +1,164 @@
+"""Going on with sequences that a drain has moved to another server.
+
+A server that drains moves sequences one after another; each keeps its id and its rows, and gets
+another epoch. Who asks for one is told where it is, or to ask again while it may be on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import (TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence as Seq, Tuple)
+
+from mla_client import errors
+from mla_client.gen import sequence_pb2
+from mla_client.leases import LeaseRenewer
+from mla_client.pages import only_of
+from mla_client.service import Model, Sequence
+from mla_client.service.step import gather
+from mla_client.types import SequenceState
+
+if TYPE_CHECKING:
+    from mla_client.client import Client
+
+
+class Moves:
+    """The servers that a client's sequences have moved to, and the connections there. Thread-safe;
+    a Sequence still belongs to one thread at a time."""
+
+    def __init__(self, connect: Callable[[str], "Client"],
+                 on_peer: Optional[Callable[[Model], None]] = None) -> None:
+        """`connect` makes a client of the server at HOST:PORT, as the same tenant and with the same
+        client_id; it is closed with this. `on_peer` gets each model before a sequence of it is
+        used there for the first time."""
+        self._connect = connect
+        self._on_peer = on_peer
+        self._lock = threading.Lock()  # also while one thread connects, and others wait for it
+        self._clients: Dict[str, "Client"] = {}
+        self._models: Dict[Tuple[str, str], Model] = {}
+        self._prepare: Dict[str, Callable[[Model], None]] = {}  # by model id
+        self._closed = False
+
+    def client_of(self, peer: str) -> "Client":
+        """The client of the server at HOST:PORT."""
+        with self._lock:
+            if self._closed:
+                raise errors.Unavailable("the client is closed")
+            client = self._clients.get(peer)
+            if client is None:
+                client = self._clients[peer] = self._connect(peer)
+                if client._moves is not None:
+                    client._moves._prepare = self._prepare  # they may move on from there
+            return client
+
+    def prepare(self, model_id: str, prepare: Callable[[Model], None]) -> None:
+        """As `on_peer`, of one model, and before it."""
+        self._prepare[model_id] = prepare
+
+    def model_of(self, peer: str, model: Model) -> Model:
+        """The model as that server has it, which came with the sequences."""
+        client = self.client_of(peer)
+        with self._lock:
+            there = self._models.get((peer, model.spec.model_id))
+        if there is not None:
+            return there
+        spec = model.spec
+        if spec.model_id not in (known.model_id for known in client.models()):
+            # Of what a registration brings beside it, nothing is known here.
+            if spec.attention == "sparse_v4" or spec.kv_format == "fp8_tensor":
+                raise errors.FailedPrecondition(
+                    f"model {spec.model_id}: {peer} does not have it, and its sinks or scales are "
+                    "not known to this client: register it there")
+            client._register(spec, 0, (), ())
+        there = Model(client, model.spec, model.page_group_bytes)
+        for prepare in (self._prepare.get(model.spec.model_id), self._on_peer):
+            if prepare is not None:
+                prepare(there)
+        with self._lock:
+            return self._models.setdefault((peer, model.spec.model_id), there)
+
+    def follow(self, sequence: Sequence, peer: str) -> None:
+        """Makes the sequence one of that server's. FailedPrecondition if it was changed by another
+        client before it moved."""
+        model = self.model_of(peer, sequence.model)
+        there = model.service.attach(model, sequence.id)  # type: ignore[attr-defined]
+        if there.length != sequence.length:
+            raise errors.FailedPrecondition(
+                f"sequence {sequence.id:#x} has moved to {peer} with {there.length} rows, not "
+                f"{sequence.length}: another client has changed it before",
+                errors.ErrorDetail(field="sequence_id", reason="changed_meanwhile", peer=peer))
+        sequence.model, sequence.epoch = model, there.epoch
+
+    def close(self) -> None:
+        """Closes the connections."""
+        with self._lock:
+            self._closed = True
+            clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            client.close()
+
+
+class Following:
+    """What a Client does where its sequences have moved to another server: nothing until `_moves`
+    is set (Client.connect(follow_moves=...))."""
+
+    timeout_s: float
+    _call: Callable[..., Any]
+    _sequences: Any
+    _renewer: LeaseRenewer
+    _closed: threading.Event
+    _moves: Optional[Moves] = None
+
+    def _moved(self, sequence_ids: List[int]) -> List[Tuple[int, str]]:
+        """Those of them that have moved, and to which server."""
+        reply = self._call(self._sequences.Get,
+                           sequence_pb2.GetRequest(sequence_ids=sequence_ids))
+        return [(one.sequence_id, one.peer) for one in reply.moved]
+
+    def _found(self, sequence_id: int) -> SequenceState:
+        return only_of(self._call(self._sequences.Get,
+                                  sequence_pb2.GetRequest(sequence_ids=[sequence_id])), sequence_id)
+
+    def _look(self, sequence: Sequence) -> None:
+        if self._moves is None:
+            return
+        for _, peer in self._moved([sequence.id]):
+            self._moves.follow(sequence, peer)
+            self._renewer.drop([sequence.id])
+
+    def _follow(self, sequences: Seq[Sequence], error: errors.MlaError, deadline: float) -> None:
+        detail = error.detail
+        if self._moves is None:
+            raise error
+        if detail.reason == "draining" and not detail.peer:
+            pause = detail.retry_after_ms / 1e3
+            late = pause <= 0 or time.monotonic() + pause >= deadline
+            if late or self._closed.wait(pause):
+                raise error
+        elif detail.reason == "moved" and detail.peer:
+            gather(sequences, deadline)
+            if all(one.model.service is self for one in sequences):
+                raise error
+        else:
+            raise error
+
+    def _prepare_moved(self, model_id: str, prepare: Callable[[Model], None]) -> None:
+        if self._moves is not None:
+            self._moves.prepare(model_id, prepare)
+
+    def _elsewhere(self, model: Model, error: errors.MlaError) -> Model:
+        if self._moves is None or not error.detail.peer:
+            raise error
+        return self._moves.model_of(error.detail.peer, model)
+
+    def _release_moved(self, absent: List[int]) -> List[int]:
+        """Releases those that have moved; returns the others."""
+        if absent and self._moves is not None:
+            for sequence_id, peer in self._moved(absent):
+                if not self._moves.client_of(peer)._release([sequence_id]):
+                    absent.remove(sequence_id)
+        return absent
+
+    def _close_moves(self) -> None:
+        if self._moves is not None:
+            self._moves.close()
