@@ -13,7 +13,7 @@ namespace {
 
 using kernels::kPageGranuleBytes;
 
-// Enough slabs that models can share the budget, few enough that a group rarely spans two.
+// Enough slabs that models can share the budget, few enough that a group rarely needs two.
 constexpr int64_t kSlabsWanted = 32;
 
 constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -39,8 +39,11 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAcco
         absl::StrCat("page group: needs ", group_bytes, " bytes, limit ", bytes_));
   }
   if (slabs_.empty()) CutSlabs(group_bytes);
+  const int32_t run_slabs = RunSlabs(group_bytes);
+  const int64_t of_run = run_slabs * slab_bytes_ / group_bytes;
   for (size_t s = 0; s < slabs_.size() && books_ == Books::kAtOnce; ++s) {
-    const int64_t most = std::max<int64_t>(1, GroupsIn(static_cast<int32_t>(s), group_bytes));
+    const int64_t of_slab = GroupsIn(static_cast<int32_t>(s), group_bytes);
+    const int64_t most = std::max<int64_t>(1, group_bytes > slab_bytes_ ? of_run : of_slab);
     if (slabs_[s].groups.size() < static_cast<size_t>(most)) {
       slabs_[s].groups.resize(static_cast<size_t>(most));
     }
@@ -55,6 +58,7 @@ absl::StatusOr<LayoutId> SlabPool::AddLayout(const GroupLayout& layout, PoolAcco
   slot->active = true;
   slot->account = account;
   slot->group_bytes = group_bytes;
+  slot->run_slabs = run_slabs;
   return static_cast<LayoutId>(slot - layouts_.begin());
 }
 
@@ -222,17 +226,15 @@ void SlabPool::Free(uint32_t entry) {
 
 int32_t SlabPool::references(uint32_t entry) const { return GroupOf(entry).references; }
 
-int64_t SlabPool::CountFree(LayoutId layout, const std::function<bool(int32_t)>* also_free) const {
-  const Layout& owner = Of(layout);
-  int64_t free = owner.groups_total - owner.groups_used;
+int64_t SlabPool::CountRuns(const Layout& layout, const AlsoFree* also_free) const {
+  int64_t groups = 0;
   const auto count = static_cast<int32_t>(slabs_.size());
   for (int32_t s = also_free == nullptr ? first_free_ : 0; s < count;) {
-    const int32_t run = RunLength(s, owner.group_bytes, also_free);
-    if (run == 1) free += GroupsIn(s, owner.group_bytes);
-    if (run > 1) ++free;
-    s += std::max(run, 1);
+    const Run run = RunAt(s, layout, also_free);
+    groups += run.groups;
+    s += std::max(run.slabs, 1);
   }
-  return free;
+  return groups;
 }
 
 int64_t SlabPool::BytesLeft(LayoutId layout) const {
@@ -265,8 +267,11 @@ int64_t SlabPool::RunBytes(int32_t head, int32_t span) const {
 }
 
 int64_t SlabPool::GroupsIn(int32_t slab, int64_t group_bytes) const {
-  const int64_t most = std::max<int64_t>(1, kMostGroups / static_cast<int64_t>(slabs_.size()));
-  return std::min(BytesOf(slab) / group_bytes, most);
+  return std::min(BytesOf(slab) / group_bytes, MostGroupsOfSlab());
+}
+
+int64_t SlabPool::MostGroupsOfSlab() const {
+  return std::max<int64_t>(1, kMostGroups / static_cast<int64_t>(slabs_.size()));
 }
 
 SlabPool::Place SlabPool::PlaceOf(uint32_t entry) const {
@@ -290,16 +295,43 @@ const SlabPool::Group& SlabPool::GroupOf(uint32_t entry) const {
   return At(place.slab).groups[static_cast<size_t>(place.group)];
 }
 
-int32_t SlabPool::RunLength(int32_t first, int64_t group_bytes,
-                            const std::function<bool(int32_t)>* also_free) const {
-  int64_t bytes = 0;
-  for (int32_t s = first; s < static_cast<int32_t>(slabs_.size()); ++s) {
-    ++steps_;
-    if (At(s).head != kNone && (also_free == nullptr || !(*also_free)(s))) return 0;
-    bytes += BytesOf(s);
-    if (bytes >= group_bytes) return s - first + 1;
+// The fewest slabs that waste little, else those that leave least over. No fewer slabs leave less
+// over than these, which RunAt goes by.
+int32_t SlabPool::RunSlabs(int64_t group_bytes) const {
+  const auto least = static_cast<int32_t>((group_bytes + slab_bytes_ - 1) / slab_bytes_);
+  if (least == 1) return 1;
+  int32_t best = least;
+  for (int32_t slabs = least; slabs <= kMostRunSlabs; ++slabs) {
+    const int64_t bytes = slabs * slab_bytes_;
+    if (bytes / group_bytes > MostGroupsOfSlab()) break;
+    const int64_t rest = bytes % group_bytes;
+    if (rest > best * slab_bytes_ % group_bytes) continue;
+    best = slabs;
+    if (rest * kRunWaste <= bytes) break;
   }
-  return 0;
+  return best;
+}
+
+// Free neighbours are taken from the left, in runs of run_slabs and a shorter one. That is the most
+// they hold, and two rows hold no more apart than when they become one: of their shorter runs one
+// at least consists of whole slabs, so it leaves as much over as the longer run that takes from
+// both.
+SlabPool::Run SlabPool::RunAt(int32_t first, const Layout& layout,
+                              const AlsoFree* also_free) const {
+  const int64_t size = layout.group_bytes;
+  const auto count = static_cast<int32_t>(slabs_.size());
+  int32_t row = 0;
+  for (; first + row < count && row < layout.run_slabs; ++row) {
+    ++steps_;
+    const int32_t s = first + row;
+    if (At(s).head != kNone && (also_free == nullptr || !(*also_free)(s))) break;
+  }
+  if (row == 0) return {};
+  const int64_t groups = size <= slab_bytes_ ? GroupsIn(first, size) : RunBytes(first, row) / size;
+  if (groups == 0) return {};
+  // Without the slabs that hold none.
+  const int64_t slabs = size <= slab_bytes_ ? 1 : (groups * size + slab_bytes_ - 1) / slab_bytes_;
+  return {static_cast<int32_t>(slabs), static_cast<int32_t>(groups)};
 }
 
 int32_t SlabPool::AssignRun(LayoutId layout) {
@@ -307,19 +339,24 @@ int32_t SlabPool::AssignRun(LayoutId layout) {
   const auto count = static_cast<int32_t>(slabs_.size());
   for (; first_free_ < count && At(first_free_).head != kNone; ++first_free_) ++steps_;
   int32_t head = first_free_;
-  int32_t span = 0;
+  Run run;
   for (; head < count; ++head) {
-    span = RunLength(head, owner.group_bytes);
-    if (span > 0) break;
+    run = RunAt(head, owner);
+    if (run.groups > 0) break;
   }
-  if (span == 0) return kNone;
-  if (owner.account != nullptr && !owner.account->TakeSlab(RunBytes(head, span))) {
+  if (run.groups == 0) return kNone;
+  // A bound may leave room for a shorter run.
+  while (owner.account != nullptr && !owner.account->TakeSlab(RunBytes(head, run.slabs))) {
+    --run.slabs;
+    run.groups = static_cast<int32_t>(RunBytes(head, run.slabs) / owner.group_bytes);
+    if (run.groups > 0) continue;
     refusal_ = TakeRefusal::kSlabBound;
     return kNone;
   }
 
   Slab& slab = At(head);
-  slab.groups_total = span == 1 ? static_cast<int32_t>(GroupsIn(head, owner.group_bytes)) : 1;
+  const int32_t span = run.slabs;
+  slab.groups_total = run.groups;
   if (span > 1 || slab.mark_bytes != owner.group_bytes) {
     Mark mark = kClean;
     for (int32_t s = head; s < head + span; ++s) mark = Merge(mark, SlabMark(s));

@@ -2,8 +2,10 @@
 //
 // The budget is cut into slabs of equal size (the last may be shorter) when the first layout comes.
 // A slab serves groups of one layout at a time and returns to the budget when its last group is
-// free; a group larger than a slab takes a run of neighbouring slabs. A group is named by its page
-// table entry: the offset of its first byte in granules of kPageGranuleBytes.
+// free. Groups larger than a slab lie one behind the other in runs of neighbouring slabs, which are
+// taken and returned whole: as many slabs as waste little of them, or as there are together. A
+// group is named by its page table entry: the offset of its first byte in granules of
+// kPageGranuleBytes.
 //
 // Each range of bytes carries a mark: clean (never handed out), one tenant's, or mixed. A group is
 // dirty for a tenant when its mark is neither clean nor that tenant's. Marks follow the bytes when
@@ -12,8 +14,8 @@
 // An entry that names no group, a group that is freed twice and the like end the process, in any
 // build: require.h.
 //
-// Take, Untake, Share and Drop are O(1), except that a layout that needs a further slab looks for a
-// free one among all slabs, and where the slab served another group size before merges the marks of
+// Take, Untake, Share and Drop are O(1), except that a layout that needs further slabs looks for
+// free ones among all, and where the slab served another group size before merges the marks of
 // the groups that were handed out then. Nothing allocates after AddLayout, unless books grow as
 // they are needed. Threading: owned by the
 // KvCache that holds it.
@@ -81,6 +83,10 @@ class SlabPool final {
   // Groups that the pool keeps books of; their number must not follow from a layout alone, which a
   // client chooses: pages of a few bytes would take as much memory for books as for rows.
   static constexpr int64_t kMostGroups = 1 << 20;
+  // Of groups larger than a slab: slabs of a run, unless one group needs more, and which part of
+  // them may be left over; the shortest run that leaves no more is taken.
+  static constexpr int32_t kMostRunSlabs = 8;
+  static constexpr int64_t kRunWaste = 8;  // an eighth
   // Every so many freed groups tell how long they were held.
   static constexpr uint64_t kLifetimeSample = 16;
 
@@ -143,7 +149,9 @@ class SlabPool final {
   int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
 
   // Groups that Take could return now for this layout.
-  int64_t free_groups(LayoutId layout) const { return CountFree(layout, nullptr); }
+  int64_t free_groups(LayoutId layout) const {
+    return free_in_slabs(layout) + CountRuns(Of(layout), nullptr);
+  }
   int64_t free_in_slabs(LayoutId layout) const {  // of them, those that need no further slab
     return Of(layout).groups_total - Of(layout).groups_used;
   }
@@ -169,10 +177,10 @@ class SlabPool final {
   int64_t GroupBound(LayoutId layout) const;  // likewise
   // An idle group becomes the youngest of its layout's.
   void Touch(uint32_t entry);
-  // free_groups if the slabs were free that idle groups of other layouts alone keep; with
-  // `own_only`, of layouts with the same owner.
+  // free_groups if the layout's idle groups were free, and the slabs that idle groups of any layout
+  // alone keep; with `own_only`, of layouts with the same owner.
   int64_t FreeWithoutIdle(LayoutId layout, bool own_only) const;
-  // Entries of all groups of one such slab; empty if there is none.
+  // Entries of all groups of one such slab or run; empty if there is none.
   std::vector<uint32_t> IdleSlab(LayoutId layout, bool own_only) const;
   SlabPoolStats stats() const { return stats_; }
   // Groups and slabs looked at since start, to show what an operation costs.
@@ -230,12 +238,18 @@ class SlabPool final {
     bool active = false;
     PoolAccount* account = nullptr;
     int64_t group_bytes = 0;
+    int32_t run_slabs = 1;     // of the runs that its groups get where there is room
     int64_t groups_total = 0;  // in its slabs
     int64_t groups_used = 0;
     int64_t groups_pinned = 0;
     int64_t groups_idle = 0;
     int32_t open_head = kNone;  // slabs with free groups
     uint32_t idle_first = kNoEntry, idle_last = kNoEntry;
+  };
+
+  struct Run {
+    int32_t slabs = 0;  // 0: none
+    int32_t groups = 0;
   };
 
   struct Place {
@@ -256,11 +270,14 @@ class SlabPool final {
   Group& GroupOf(uint32_t entry);
   const Group& GroupOf(uint32_t entry) const;
   void CutSlabs(int64_t group_bytes);
-  // Slabs from `first` on that make a free run for one group or more; 0 if they do not.
-  int32_t RunLength(int32_t first, int64_t group_bytes,
-                    const std::function<bool(int32_t)>* also_free = nullptr) const;
-  int64_t CountFree(LayoutId layout, const std::function<bool(int32_t)>* also_free) const;
-  // Whether only idle groups of a layout other than this one keep the slab, of its owner if asked.
+  int64_t MostGroupsOfSlab() const;
+  int32_t RunSlabs(int64_t group_bytes) const;
+  using AlsoFree = std::function<bool(int32_t)>;  // slabs that count as free besides those that are
+  // The run that the layout takes from this slab on; none if it is not free, or a group does not
+  // fit.
+  Run RunAt(int32_t first, const Layout& layout, const AlsoFree* also_free = nullptr) const;
+  int64_t CountRuns(const Layout& layout, const AlsoFree* also_free) const;  // groups in them
+  // Whether only idle groups keep the slab, of this layout's owner if asked.
   bool HeldByIdleGroups(int32_t slab, LayoutId layout, bool own_only) const;
   // The group's references or pins have changed: it may have become idle, or be so no more.
   void Settle(uint32_t entry, Group& group);

@@ -74,19 +74,23 @@ void SlabPool::Touch(uint32_t entry) {
   Unpin(entry);
 }
 
-bool SlabPool::HeldByIdleGroups(int32_t index, LayoutId layout, bool own_only) const {
-  const int32_t head = At(index).head;
+bool SlabPool::HeldByIdleGroups(int32_t slab, LayoutId layout, bool own_only) const {
+  const int32_t head = At(slab).head;
   if (head == kNone) return false;
-  const Slab& slab = At(head);
-  return slab.layout != layout && slab.groups_used == slab.groups_idle &&
-         (!own_only || SameOwner(slab.layout, layout));
+  const Slab& of = At(head);
+  return of.groups_used == of.groups_idle && (!own_only || SameOwner(of.layout, layout));
 }
 
 int64_t SlabPool::FreeWithoutIdle(LayoutId layout, bool own_only) const {
-  const std::function<bool(int32_t)> kept = [&](int32_t slab) {
-    return HeldByIdleGroups(slab, layout, own_only);
-  };
-  return CountFree(layout, &kept);
+  const Layout& owner = Of(layout);
+  const AlsoFree kept = [&](int32_t slab) { return HeldByIdleGroups(slab, layout, own_only); };
+  int64_t free = free_in_slabs(layout) + owner.groups_idle + CountRuns(owner, &kept);
+  steps_ += slabs_.size();
+  // Runs of its own that would be free too are taken again, with their neighbours.
+  for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()); ++s) {
+    if (At(s).layout == layout && kept(s)) free -= At(s).groups_total;
+  }
+  return free;
 }
 
 std::vector<uint32_t> SlabPool::IdleSlab(LayoutId layout, bool own_only) const {

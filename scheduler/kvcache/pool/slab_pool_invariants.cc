@@ -38,7 +38,9 @@ std::string SlabPool::CheckSlab(int32_t index,
     const Group& group = slab.groups[static_cast<size_t>(g)];
     const int32_t have = group.references;
     const int64_t offset = index * slab_bytes_ + g * group_bytes;
-    if (offset + group_bytes > bytes_) return fault("group ", g, " ends past the pool");
+    if (offset + group_bytes > index * slab_bytes_ + RunBytes(index, slab.span)) {
+      return fault("group ", g, " ends past its slabs");
+    }
     const auto held = references.find(static_cast<uint32_t>(offset / kernels::kPageGranuleBytes));
     const int32_t want = held == references.end() ? 0 : held->second;
     if (have != want)

@@ -289,9 +289,8 @@ void PrefixCache::EvictOldest(LayoutId layout, int64_t groups) {
 }
 
 bool PrefixCache::DropSlabs(LayoutId layout, int64_t groups, bool own_only) {
-  const int64_t own = pool_->idle_groups(layout);
-  if (pool_->FreeWithoutIdle(layout, own_only) + own < groups) return false;
-  EvictOldest(layout, own);
+  if (pool_->FreeWithoutIdle(layout, own_only) < groups) return false;
+  EvictOldest(layout, pool_->idle_groups(layout));
   while (pool_->free_groups(layout) < groups) {
     const std::vector<uint32_t> slab = pool_->IdleSlab(layout, own_only);
     if (slab.empty()) break;
