@@ -159,6 +159,7 @@ struct BackendLimits {
   int64_t round_expansions = 0;
   int32_t max_top_k = 0;        // of a row of Launch::selects
   int32_t page_ranges = 4096;   // of a launch; as many page writes, and page reads
+  int32_t digest_parts = 8192;  // of a launch's page writes, and of its page reads
   int32_t table_ranges = 4096;  // of a launch
   Geometry max_geometry;        // every dim at its maximum over all models
 };

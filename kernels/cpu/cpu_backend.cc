@@ -11,6 +11,7 @@
 #include "base/usable_cpus.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/layout/weights.h"
+#include "kernels/host/transfers.h"
 
 namespace mla::kernels {
 namespace {
@@ -21,6 +22,7 @@ using cpu::kTileRows;
 constexpr int32_t kAppendRows = 256;       // rows an item of appends copies
 constexpr int32_t kFixedSplitRows = 2048;  // of --deterministic
 constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of page work fills
+static_assert(kCopyBytes % kDigestPartBytes == 0);
 
 std::string CpuModel() {
   std::ifstream info("/proc/cpuinfo");
@@ -298,9 +300,9 @@ void CpuBackend::TransferItem(const Job& job, const Phase& phase, int64_t item) 
       continue;
     }
     const int64_t begin = item * kCopyBytes;
-    const PageTransfer piece{transfer.pool_offset + begin,
-                             std::min(kCopyBytes, transfer.bytes - begin), transfer.host + begin};
-    return writes ? WritePages(job.pool, piece) : ReadPages(job.pool, piece);
+    const PageTransfer piece =
+        PieceOf(transfer, begin, std::min(kCopyBytes, transfer.bytes - begin));
+    return writes ? WritePages(job.pool.base, piece) : ReadPages(job.pool.base, piece);
   }
 }
 

@@ -19,6 +19,7 @@
 #include "kernels/hip/gate/gate.h"
 #include "kernels/hip/gate/late.h"
 #include "kernels/hip/kv/append_kv.h"
+#include "kernels/hip/kv/digest.h"
 #if MLA_AMD
 #include "kernels/hip/amd/attend_expanded.h"
 #include "kernels/hip/amd/expand.h"
@@ -137,6 +138,11 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedE4m3::kThreads)
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
     mla_move(const MLA_KERNEL_ARGUMENT MoveArgs args) {
   move_ranges(args);
+}
+
+extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
+    mla_digest(const MLA_KERNEL_ARGUMENT DigestArgs args) {
+  Digest::run(args);
 }
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)

@@ -14,6 +14,12 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr int64_t kMeetingBytes = kMostSplitShares * sizeof(uint32_t);
+// Of a launch, in either memory: page writes and page reads.
+int64_t DigestCount(const BackendLimits& limits) { return 2 * int64_t{limits.digest_parts}; }
+int64_t DigestBytes(const BackendLimits& limits) {
+  return DigestCount(limits) * static_cast<int64_t>(sizeof(PartDigest));
+}
+
 // Of the widest access of a kernel.
 constexpr uintptr_t kAlignmentInPlace = 16;
 
@@ -163,11 +169,11 @@ int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
 }
 
 int64_t HipBackend::HostWorkspaceSize(const BackendLimits& l) const {
-  return l.launch_slots * StagedBytes(l) + LaunchBuilder::HostBytes(device_, l);
+  return l.launch_slots * (StagedBytes(l) + DigestBytes(l)) + LaunchBuilder::HostBytes(device_, l);
 }
 
 int64_t HipBackend::WorkspaceSize(const BackendLimits& l) const {
-  const int64_t slot = StagedBytes(l) + AlignRegion(l.slot_workspace_bytes) +
+  const int64_t slot = StagedBytes(l) + DigestBytes(l) + AlignRegion(l.slot_workspace_bytes) +
                        static_cast<int64_t>(sizeof(GateOutcome));
   return l.kv_pool_bytes + l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t)) +
          (l.partial_rows + l.launch_rows) * (static_cast<int64_t>(l.max_o_dim) + 1) *
@@ -223,9 +229,10 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
     absl::Status cleared = runtime_->Fill(device_.table_mirror.at(), 0, tables, streams_.compute);
     if (!cleared.ok()) return cleared;
   }
-  const SlotSizes sizes{limits.page_ranges, LaunchBuilder::MetadataBytes(limits, device_.info),
-                        limits.staging_in_bytes, limits.staging_out_bytes,
-                        limits.slot_workspace_bytes};
+  const SlotSizes sizes{
+      limits.page_ranges,          LaunchBuilder::MetadataBytes(limits, device_.info),
+      limits.staging_in_bytes,     limits.staging_out_bytes,
+      limits.slot_workspace_bytes, DigestCount(limits)};
   for (int32_t i = 0; i < limits.launch_slots; ++i) {
     auto slot = LaunchSlot::Create(runtime_.get(), streams_, pinned_, sizes);
     if (!slot.ok()) return slot.status();

@@ -30,6 +30,7 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
     if (s.ok()) s = Find(runtime, module, name, shared, into);
   };
   find(kMoveKernel, 0, &kernels->move);
+  find(kDigestKernel, 0, &kernels->digest);
   if (runtime.kernels_reach_host()) {
     find(kCopyTensorsKernel, 0, &kernels->copy_tensors);
     find(kGateKernel, 0, &kernels->gate);

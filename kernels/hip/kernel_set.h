@@ -12,7 +12,8 @@ namespace mla::kernels::hip {
 
 // Null: the architecture has no such kernel.
 struct KernelSet {
-  Function move = nullptr, copy_tensors = nullptr, append = nullptr, combine = nullptr;
+  Function move = nullptr, digest = nullptr, copy_tensors = nullptr, append = nullptr,
+           combine = nullptr;
   Function gate = nullptr, signal = nullptr;
   Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
   Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;

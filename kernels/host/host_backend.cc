@@ -57,14 +57,6 @@ void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_be
   }
 }
 
-void WritePages(const PoolView& pool, const PageTransfer& transfer) {
-  std::memcpy(pool.base + transfer.pool_offset, transfer.host, static_cast<size_t>(transfer.bytes));
-}
-
-void ReadPages(const PoolView& pool, const PageTransfer& transfer) {
-  std::memcpy(transfer.host, pool.base + transfer.pool_offset, static_cast<size_t>(transfer.bytes));
-}
-
 void WritePageRange(const PoolView& pool, const PageRange& range) {
   for (int32_t i = 0; i < range.count; ++i) {
     const PageRange at = range.place(i);

@@ -64,10 +64,6 @@ inline constexpr Fp8Kind kHostFp8 = Fp8Kind::kE4m3Fn;
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end);
 
-// Carry out one transfer.
-void WritePages(const PoolView& pool, const PageTransfer& transfer);
-void ReadPages(const PoolView& pool, const PageTransfer& transfer);
-
 // Carries out one range; its source does not overlap its target.
 void WritePageRange(const PoolView& pool, const PageRange& range);
 

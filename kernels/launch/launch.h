@@ -29,6 +29,7 @@
 #include "kernels/attention_desc.h"
 #include "kernels/attention_params.h"
 #include "kernels/input_fragments.h"
+#include "kernels/launch/part_digest.h"
 #include "kernels/launch/select.h"
 #include "kernels/launch/word.h"
 
@@ -81,6 +82,10 @@ struct PageTransfer {
   int64_t pool_offset;
   int64_t bytes;
   std::byte* host;
+  // Where to put DigestParts(bytes) digests of what was copied; there after Wait. Null: nowhere.
+  // With digests, place and size are multiples of kPageGranuleBytes; at most limits.digest_parts a
+  // list.
+  PartDigest* digests = nullptr;
 };
 // A launch whose inputs in device memory are there once `ready` is reached. It waits for that on
 // the device, before all else and for limit_ns at most. When these have passed it was late: it

@@ -59,14 +59,23 @@ absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> 
                                 const BackendLimits& limits) {
   absl::Status room = CheckRoom(part, std::ssize(transfers), limits.page_ranges);
   if (!room.ok()) return room;
+  int64_t parts = 0;
   for (size_t i = 0; i < transfers.size(); ++i) {
     const PageTransfer& t = transfers[i];
-    if (Inside(t.pool_offset, t.bytes, limits.kv_pool_bytes)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(part, "[", i, "]: ", t.bytes, " bytes at ",
-                                                   t.pool_offset, ", limit ",
-                                                   limits.kv_pool_bytes));
+    if (!Inside(t.pool_offset, t.bytes, limits.kv_pool_bytes)) {
+      return absl::InvalidArgumentError(absl::StrCat(part, "[", i, "]: ", t.bytes, " bytes at ",
+                                                     t.pool_offset, ", limit ",
+                                                     limits.kv_pool_bytes));
+    }
+    if (t.digests == nullptr) continue;
+    if ((t.pool_offset | t.bytes) % kPageGranuleBytes != 0) {
+      return absl::InvalidArgumentError(absl::StrCat(part, "[", i, "]: ", t.bytes, " bytes at ",
+                                                     t.pool_offset, ", with digests multiples of ",
+                                                     kPageGranuleBytes));
+    }
+    parts += DigestParts(t.bytes);
   }
-  return absl::OkStatus();
+  return CheckRoom("digests", parts, limits.digest_parts);
 }
 
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,

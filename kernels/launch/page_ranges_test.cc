@@ -125,6 +125,23 @@ TEST(CheckPageTransfersTest, NamesWhatLeavesThePool) {
   EXPECT_EQ(check(std::vector<PageTransfer>(3)).code(), absl::StatusCode::kResourceExhausted);
 }
 
+TEST(CheckPageTransfersTest, DigestsAreOfGranulesAndBounded) {
+  BackendLimits limits;
+  limits.kv_pool_bytes = 4 * kDigestPartBytes;
+  limits.digest_parts = 2;
+  PartDigest digests[4];
+  const auto check = [&](int64_t at, int64_t bytes) {
+    const PageTransfer transfer{at, bytes, nullptr, digests};
+    return CheckPageTransfers("page_reads", {&transfer, 1}, limits);
+  };
+  EXPECT_TRUE(check(kPageGranuleBytes, 2 * kDigestPartBytes).ok());
+  EXPECT_EQ(check(0, 2 * kDigestPartBytes + kPageGranuleBytes).message(),
+            "digests of a launch: 3 wanted, limit 2");
+  EXPECT_EQ(check(0, 300).message(),
+            "page_reads[0]: 300 bytes at 0, with digests multiples of 256");
+  EXPECT_EQ(check(1, 256).code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST(CheckTableRangesTest, NamesWhatLeavesTheTable) {
   BackendLimits limits;
   limits.page_table_entries = 10;

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "kernels/host/transfers.h"
+
 namespace mla::kernels {
 
 ReferenceBackend::ReferenceBackend() {
@@ -65,7 +67,7 @@ ReferenceWeights ReferenceBackend::WeightsOf(int32_t slot) const {
 void ReferenceBackend::Start(int32_t slot, const Launch& launch) {
   const auto begin = std::chrono::steady_clock::now();
   const PoolView pool = Pool(launch.page_tables);
-  for (const PageTransfer& transfer : launch.page_writes) WritePages(pool, transfer);
+  for (const PageTransfer& transfer : launch.page_writes) WritePages(pool.base, transfer);
   for (const PageRange& range : launch.pages) WritePageRange(pool, range);
   for (const AppendRecord& record : launch.appends) AppendRows(pool, record, 0, record.rows);
   for (const SelectRecord& record : launch.selects) {
@@ -75,7 +77,7 @@ void ReferenceBackend::Start(int32_t slot, const Launch& launch) {
   Attend(launch.absorbed, pool);
   Project(launch.project, /*absorb=*/false);
   Attend(launch.expanded, pool);
-  for (const PageTransfer& transfer : launch.page_reads) ReadPages(pool, transfer);
+  for (const PageTransfer& transfer : launch.page_reads) ReadPages(pool.base, transfer);
   if (static_cast<size_t>(slot) >= nanoseconds_.size()) nanoseconds_.resize(slot + 1);
   nanoseconds_[slot] =
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin)

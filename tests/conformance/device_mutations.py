@@ -53,6 +53,8 @@ MUTATIONS = (
     Mutation("mask_one_key_too_many", "A row sees one key more than it may.",
              "kv/visibility.h", "const int count = limit[slot] - first -",
              "const int count = limit[slot] + 1 - first -", ("gfx950", "gfx942", "sm_90")),
+    Mutation("digest_of_the_last_stripe", "The end of a part is hashed with keys of its middle.",
+             "kv/digest.h", "stripe == last ? last_key : keys[s]", "keys[s]", ("gfx942", "sm_90")),
     Mutation("mask_in_the_expanded_form", "A query row of the expanded form sees the next key.",
              "amd/attend_expanded.h", "if (position >= state.limit",
              "if (position > state.limit"),

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "gtest/gtest.h"
+#include "kernels/host/transfers.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/suite/plan_builder.h"
 #include "tests/conformance/suite/suite.h"
@@ -122,7 +123,7 @@ class WrongScale final : public kernels::HostBackend {
   void Start(int32_t, const kernels::Launch& launch) override {
     kernels::ReferenceScratch scratch;
     const kernels::PoolView pool = Pool(launch.page_tables);
-    for (const auto& transfer : launch.page_writes) WritePages(pool, transfer);
+    for (const auto& transfer : launch.page_writes) WritePages(pool.base, transfer);
     for (const auto& range : launch.pages) WritePageRange(pool, range);
     for (const auto& record : launch.appends) AppendRows(pool, record, 0, record.rows);
     for (kernels::SegmentRecord request : launch.absorbed.segments) {
@@ -134,7 +135,7 @@ class WrongScale final : public kernels::HostBackend {
         }
       }
     }
-    for (const auto& transfer : launch.page_reads) ReadPages(pool, transfer);
+    for (const auto& transfer : launch.page_reads) ReadPages(pool.base, transfer);
   }
   bool Finished(int32_t) override { return true; }
   absl::StatusOr<int64_t> Finish(int32_t) override { return 0; }

@@ -61,8 +61,8 @@ TEST_F(SelfTestTest, NoticesRoundedLatentOutputs) {
 }
 
 std::vector<std::string> KernelsOf(const ArchTraits& arch) {
-  std::vector<std::string> kernels = {kMoveKernel, kAppendKernel, kCombineKernel, kProjectKernel,
-                                      kExpandedKernel};
+  std::vector<std::string> kernels = {kMoveKernel,    kDigestKernel,  kAppendKernel,
+                                      kCombineKernel, kProjectKernel, kExpandedKernel};
   if (arch.arch == kSm90Traits.arch) {
     kernels.emplace_back(kCopyTensorsKernel);
     kernels.emplace_back(kGateKernel);

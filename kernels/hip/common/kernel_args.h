@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "kernels/attention_params.h"
+#include "kernels/launch/part_digest.h"
 #include "kernels/launch/select.h"
 #include "kernels/window.h"
 
@@ -27,6 +28,7 @@ using kernels::WorkInfo;
 // Names of the kernels, as the module loader looks them up.
 inline constexpr char kMoveKernel[] = "mla_move";
 inline constexpr char kCopyTensorsKernel[] = "mla_copy_tensors";
+inline constexpr char kDigestKernel[] = "mla_digest";
 inline constexpr char kAppendKernel[] = "mla_append_kv";
 inline constexpr char kCombineKernel[] = "mla_combine";
 inline constexpr char kProjectKernel[] = "mla_project";
@@ -139,6 +141,21 @@ struct MoveArgs {
   const int32_t* first_chunk;  // [count + 1]: chunks of the ranges before it
   int32_t count;
   int32_t blocks;  // of the grid
+};
+
+// Digests of the parts of some transfers (kernels/launch/part_digest.h), where they lie in the
+// pool: low and high half of each, those of a range behind those of the ranges before it. Grid: a
+// block for kDigestsPerBlock parts.
+inline constexpr int32_t kDigestsPerBlock = 32;
+struct DigestRange {
+  const uint8_t* from;
+  int64_t bytes;  // a multiple of kPageGranuleBytes, above 0
+};
+struct DigestArgs {
+  const DigestRange* ranges;
+  const int32_t* first_part;  // [count + 1]: parts of the ranges before it
+  uint64_t* digests;          // [first_part[count], 2]
+  int32_t count;              // at least 1
 };
 
 // Small tensors on their way between host and device memory. Grid: a block for every
@@ -264,6 +281,7 @@ static_assert(std::is_trivially_copyable_v<SplitArgs>);
 static_assert(std::is_trivially_copyable_v<IndexArgs>);
 static_assert(std::is_trivially_copyable_v<WidenArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);
+static_assert(std::is_trivially_copyable_v<DigestRange>);
 static_assert(std::is_trivially_copyable_v<CopyTensorsArgs>);
 static_assert(std::is_trivially_copyable_v<ProjectArgs>);
 

@@ -12,6 +12,7 @@ constexpr host::Kernel kKernels[] = {
     MLA_ATTEND_VARIANTS(MLA_HOST_ROW) MLA_EXPAND_VARIANTS(MLA_HOST_ROW)
         MLA_HOST_KERNEL(mla_attend_expanded),
     MLA_HOST_KERNEL(mla_move),
+    MLA_HOST_KERNEL(mla_digest),
     MLA_HOST_KERNEL(mla_copy_tensors),
     MLA_HOST_KERNEL(mla_gate),
     MLA_HOST_KERNEL(mla_signal),

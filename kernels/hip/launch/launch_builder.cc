@@ -130,6 +130,7 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = gate_.AddGate(slot, launch);
   if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
+  if (s.ok()) s = pages_.AddDigests(slot, launch);
   if (s.ok()) s = pages_.AddPages(slot, launch.pages);
   if (s.ok()) s = pages_.AddTables(slot, launch);
   if (s.ok()) s = pages_.AddAppends(slot, launch.appends);

@@ -21,6 +21,8 @@ PageWork::PageWork(const DeviceState& device, const BackendLimits& limits)
   const auto tables = static_cast<size_t>(limits.table_ranges);
   moves_.reserve(std::max(pages, tables));
   run_ends_.reserve(pages);
+  digest_ranges_.reserve(pages);
+  first_parts_.reserve(pages + 1);
   page_runs_.Reserve(pages);
   table_ranges_.reserve(tables);
 }
@@ -32,7 +34,11 @@ int64_t PageWork::MetadataBytes(const BackendLimits& l) {
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t moves = (int64_t{l.page_ranges} + l.table_ranges) *
                         static_cast<int64_t>(sizeof(MoveRange) + 2 * sizeof(int32_t));
-  return appends + tables + moves;
+  constexpr int64_t kLists = 2;  // page writes and page reads
+  const int64_t digests =
+      kLists * (l.page_ranges * static_cast<int64_t>(sizeof(DigestRange)) +
+                (int64_t{l.page_ranges} + 1) * static_cast<int64_t>(sizeof(int32_t)));
+  return appends + tables + moves + digests;
 }
 
 absl::Status PageWork::AddMoves(LaunchSlot& launch, std::span<const size_t> ends) {
@@ -95,6 +101,49 @@ absl::Status PageWork::AddPages(LaunchSlot& slot, std::span<const PageRange> ran
     run_ends_.push_back(moves_.size());
   }
   return AddMoves(slot, run_ends_);
+}
+
+absl::StatusOr<LaunchSlot::Digests> PageWork::DigestsOf(LaunchSlot& slot,
+                                                        std::span<const PageTransfer> transfers) {
+  digest_ranges_.clear();
+  first_parts_.assign(1, 0);
+  for (const PageTransfer& t : transfers) {
+    if (t.digests == nullptr || t.bytes == 0) continue;
+    digest_ranges_.push_back({device_.pool.As<uint8_t>() + t.pool_offset, t.bytes});
+    first_parts_.push_back(first_parts_.back() + static_cast<int32_t>(DigestParts(t.bytes)));
+  }
+  LaunchSlot::Digests digests;
+  if (digest_ranges_.empty()) return digests;
+  StagedRegion& metadata = slot.metadata();
+  auto ranges = metadata.Put(std::span<const DigestRange>(digest_ranges_));
+  auto first_parts = metadata.Put(std::span<const int32_t>(first_parts_));
+  if (!ranges.ok() || !first_parts.ok()) {
+    return ranges.ok() ? first_parts.status() : ranges.status();
+  }
+  digests.transfers = transfers;
+  digests.first = slot.digests_taken();
+  digests.parts = first_parts_.back();
+  DigestArgs args = {};
+  args.ranges = *ranges;
+  args.first_part = *first_parts;
+  args.digests = slot.digests() + 2 * digests.first;
+  args.count = static_cast<int32_t>(digest_ranges_.size());
+  digests.kernel.function = device_.kernels.digest;
+  digests.kernel.shape = {.grid_x = BlocksFor(digests.parts, kDigestsPerBlock),
+                          .threads = kBlockThreads};
+  digests.kernel.arg_bytes = sizeof(args);
+  std::memcpy(digests.kernel.args.data(), &args, sizeof(args));
+  return digests;
+}
+
+absl::Status PageWork::AddDigests(LaunchSlot& slot, const Launch& launch) {
+  auto writes = DigestsOf(slot, launch.page_writes);
+  if (!writes.ok()) return writes.status();
+  slot.SetWriteDigests(*writes);
+  auto reads = DigestsOf(slot, launch.page_reads);
+  if (!reads.ok()) return reads.status();
+  slot.SetReadDigests(*reads);
+  return absl::OkStatus();
 }
 
 absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,

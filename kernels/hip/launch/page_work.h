@@ -1,6 +1,7 @@
 // What kernels copy for a launch: its page work and its changes of the page tables, one (mla_move)
 // a list or a part of a list whose ranges do not wait for each other; new rows into pages
-// (mla_append); and small tensors between the host and the device (mla_copy_tensors).
+// (mla_append); and small tensors between the host and the device (mla_copy_tensors). Also the
+// digests of page transfers (mla_digest), of their bytes in the pool.
 //
 // Ownership: borrows the device's state; owns scratch memory only.
 // Threading: as the backend's launches, one thread at a time. Nothing is allocated after the
@@ -34,11 +35,16 @@ class PageWork final {
   absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
   absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
   absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records) const;
+  // Digests of the transfers that want some. REQUIRES: CheckPageTransfers of both lists.
+  absl::Status AddDigests(LaunchSlot& slot, const Launch& launch);
   // None for no tensors. `begun` and `lasted` as of CopyTensorsArgs.
   absl::Status AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,
                           uint64_t* begun, uint64_t* lasted);
 
  private:
+  // No parts: no transfer wants digests.
+  absl::StatusOr<LaunchSlot::Digests> DigestsOf(LaunchSlot& slot,
+                                                std::span<const PageTransfer> transfers);
   // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
   absl::Status AddMoves(LaunchSlot& slot, std::span<const size_t> ends);
 
@@ -46,6 +52,8 @@ class PageWork final {
   const BackendLimits limits_;
   // Scratch, capacity from the limits.
   std::vector<MoveRange> moves_;
+  std::vector<DigestRange> digest_ranges_;
+  std::vector<int32_t> first_parts_;
   std::vector<size_t> run_ends_;
   std::vector<TableRange> table_ranges_;
   PageRangeRuns page_runs_;

@@ -85,6 +85,14 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   slot->outcome_ = *std::move(outcome);
   slot->report_ = *std::move(report);
   std::memset(slot->report_.data(), 0, sizeof(GateOutcome));
+  const int64_t digests = sizes.digests * static_cast<int64_t>(sizeof(PartDigest));
+  auto made_digests = DeviceBuffer::Create(runtime, "digests", digests);
+  auto digests_back = PinnedBuffer::Create(runtime, "digests", digests);
+  if (!made_digests.ok() || !digests_back.ok()) {
+    return made_digests.ok() ? digests_back.status() : made_digests.status();
+  }
+  slot->digests_ = *std::move(made_digests);
+  slot->digests_back_ = *std::move(digests_back);
   for (Event* event : {&slot->inputs_ready_, &slot->started_, &slot->computed_, &slot->done_}) {
     absl::StatusOr<Event> made = runtime->CreateEvent();
     if (!made.ok()) return made.status();
@@ -133,6 +141,7 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   input_moves_.clear();
   output_moves_.clear();
   one_sequence_ = false;
+  writes_ = reads_ = {};
   if (!alone || !runtime_->kernels_reach_host()) return;
   if (bytes <= kMovedBytes && InFewPieces(launch.inputs, kMoves)) FindInputMoves(launch.inputs);
   if (BytesOf(launch.outputs) <= kMovedBytes && InFewPieces(launch.outputs, kMoves)) {
@@ -300,10 +309,11 @@ absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, Dev
                                       streams_.compute);
     if (!s.ok()) return s;
   }
-  return absl::OkStatus();
+  return EnqueueDigests(writes_);
 }
 
 absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool) {
+  if (absl::Status s = EnqueueDigests(reads_); !s.ok()) return s;
   for (const PageTransfer& t : reads) {
     if (t.bytes == 0) continue;
     (void)Reaches(t.host, t.bytes);
@@ -311,7 +321,26 @@ absl::Status LaunchSlot::EnqueueReads(std::span<const PageTransfer> reads, Devic
                                        streams_.compute);
     if (!s.ok()) return s;
   }
-  return absl::OkStatus();
+  const int64_t digests = digests_taken() * static_cast<int64_t>(sizeof(PartDigest));
+  if (digests == 0 || runtime_->kernels_reach_host()) return absl::OkStatus();
+  return runtime_->CopyOut(digests_back_.data(), digests_.at(), digests, streams_.compute);
+}
+
+absl::Status LaunchSlot::EnqueueDigests(const Digests& digests) {
+  if (digests.parts == 0) return absl::OkStatus();
+  const PendingKernel& kernel = digests.kernel;
+  return runtime_->Launch(kernel.function, kernel.shape, kernel.args.data(), streams_.compute);
+}
+
+void LaunchSlot::TakeDigests(const Digests& digests) const {
+  if (digests.parts == 0) return;
+  const auto* from = reinterpret_cast<const PartDigest*>(digests_back_.data()) + digests.first;
+  for (const PageTransfer& t : digests.transfers) {
+    if (t.digests == nullptr) continue;
+    const int64_t parts = DigestParts(t.bytes);
+    std::copy_n(from, parts, t.digests);
+    from += parts;
+  }
 }
 
 absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
@@ -434,6 +463,8 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   }
   work_.polling_ns +=
       std::chrono::nanoseconds(std::chrono::steady_clock::now() - submitted_).count();
+  TakeDigests(writes_);
+  TakeDigests(reads_);
   for (size_t i = 0; i < outputs_.size(); ++i) {
     if (direct_out_[i]) continue;
     const HostOutput& out = outputs_[i];

@@ -44,6 +44,7 @@ struct SlotSizes {
   int64_t input = 0;
   int64_t output = 0;
   int64_t workspace = 0;
+  int64_t digests = 0;  // of page writes and page reads together
 };
 
 class LaunchSlot {
@@ -123,6 +124,21 @@ class LaunchSlot {
     return AddKernelBytes(function, shape, &args, sizeof(Args));
   }
 
+  // The kernel that makes the digests of transfers, of the launch's page writes (behind them) or of
+  // its page reads (before them), into `digests()` from the `first`-th on. Wait hands them over.
+  struct Digests {
+    std::span<const PageTransfer> transfers;
+    int64_t first = 0, parts = 0;
+    PendingKernel kernel;
+  };
+  uint64_t* digests() const {
+    return runtime_->kernels_reach_host() ? reinterpret_cast<uint64_t*>(digests_back_.data())
+                                          : digests_.As<uint64_t>();
+  }
+  int64_t digests_taken() const { return writes_.parts + reads_.parts; }
+  void SetWriteDigests(const Digests& digests) { writes_ = digests; }
+  void SetReadDigests(const Digests& digests) { reads_ = digests; }
+
   // Whether the device reaches these bytes by itself; it may until the launch has ended.
   bool Reaches(const void* host, int64_t bytes);
 
@@ -161,6 +177,8 @@ class LaunchSlot {
   // All that a launch consists of which is one sequence.
   absl::Status EnqueueSequence(const Launch& launch);
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
+  absl::Status EnqueueDigests(const Digests& digests);
+  void TakeDigests(const Digests& digests) const;
   // Those that reach their host memory without the slot's staged region.
   void FindDirectOutputs(std::span<const HostOutput> outputs);
   absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
@@ -181,6 +199,9 @@ class LaunchSlot {
   StagedRegion metadata_, input_, output_;
   DeviceBuffer workspace_, outcome_;
   PinnedBuffer report_;
+  DeviceBuffer digests_;
+  PinnedBuffer digests_back_;
+  Digests writes_, reads_;
   std::vector<PendingKernel> kernels_;
   // A sequence between two events of a launch has the same arguments but for its layer's in most of
   // this slot's launches, so the slot has graphs of its own. Null: the runtime has none.

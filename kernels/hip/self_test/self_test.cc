@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/self_test/data.h"
+#include "kernels/hip/self_test/digest.h"
 #include "kernels/hip/self_test/gate.h"
 #include "kernels/hip/self_test/plan.h"
 #include "kernels/hip/self_test/row.h"
@@ -329,7 +330,7 @@ BackendLimits Limits(const AttentionBackend& backend) {
   l.reduce_partials = kMostPieces;
   l.round_items = l.work_items;
   l.round_expansions = segments * kHeads;
-  l.page_ranges = l.table_ranges = 16;
+  l.page_ranges = l.table_ranges = l.digest_parts = 16;
   l.max_geometry = kGeometry;
   l.max_top_k = kIndexTopK;
   return l;
@@ -359,6 +360,7 @@ absl::Status Check(AttentionBackend& backend) {
   absl::Status s =
       backend.LoadWeights(0, kGeometry, 0, kHeads, weights.uk.data(), weights.uv.data());
   if (s.ok()) s = CheckPages(backend);
+  if (s.ok()) s = CheckDigests(backend);
   for (const KvFormat format : backend.Info().kv_formats) {
     const bool all = format == KvFormat::kBf16;
     const size_t shapes = all ? std::size(kShapes) : kFp8Shapes;

@@ -104,6 +104,44 @@ std::string CheckPlaces(kernels::AttentionBackend& backend) {
   return back == second ? "" : "a range of many places has filled something else";
 }
 
+// Digests of transfers are of what they copy: of rows as they are sent, and as they lie in the pool
+// when they are read, some of them cleared by then.
+std::string CheckDigests(kernels::AttentionBackend& backend, std::span<std::byte> sent,
+                         std::span<std::byte> back) {
+  // Many parts, a short one alone, whole parts alone, and parts of which the last is short.
+  constexpr int64_t kGranules[] = {1024, 1, 16, 0, 17, 999};
+  const PageRange cleared{5 * kernels::kPageGranuleBytes, 1, PageRange::kZeros};
+  std::vector<kernels::PartDigest> in(kMib / kernels::kDigestPartBytes), out(in.size());
+  std::vector<PageTransfer> writes, reads;
+  int64_t at = 0, part = 0;
+  for (const int64_t granules : kGranules) {
+    const int64_t bytes = granules * kernels::kPageGranuleBytes;
+    writes.push_back({at, bytes, sent.data() + at, in.data() + part});
+    reads.push_back({at, bytes, back.data() + at, out.data() + part});
+    at += bytes;
+    part += kernels::DigestParts(bytes);
+  }
+  Launch launch;
+  launch.page_writes = writes;
+  launch.pages = {&cleared, 1};
+  launch.page_reads = reads;
+  absl::Status status = backend.Submit(0, launch);
+  if (status.ok()) status = backend.Wait(0).status();
+  if (!status.ok()) return "page transfers with digests: " + status.ToString();
+  for (const std::vector<PageTransfer>& transfers : {writes, reads}) {
+    for (const PageTransfer& t : transfers) {
+      for (int64_t begin = 0; begin < t.bytes; begin += kernels::kDigestPartBytes) {
+        const int64_t size = std::min(kernels::kDigestPartBytes, t.bytes - begin);
+        const std::span bytes(t.host + begin, static_cast<size_t>(size));
+        if (t.digests[begin / kernels::kDigestPartBytes] != kernels::DigestOfPart(bytes)) {
+          return "a digest of a page transfer is of something else";
+        }
+      }
+    }
+  }
+  return in == out ? "the digest of a row that was cleared is as before" : "";
+}
+
 }  // namespace
 
 std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_bytes) {
@@ -116,6 +154,9 @@ std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_
   for (const std::span<std::byte> memory : {(*reached)->bytes(), std::span(other)}) {
     for (size_t i = 0; i < bytes; ++i) memory[i] = static_cast<std::byte>(i * 7 + i / 251);
     std::string wrong = CheckOrder(backend, memory.subspan(0, bytes), memory.subspan(bytes, bytes));
+    if (wrong.empty()) {
+      wrong = CheckDigests(backend, memory.subspan(0, bytes), memory.subspan(bytes, bytes));
+    }
     if (!wrong.empty()) return wrong;
   }
   std::string wrong = CheckPlaces(backend);
