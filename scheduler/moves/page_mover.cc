@@ -6,6 +6,10 @@
 namespace mla::scheduler {
 namespace {
 
+// Of the moves of a launch, each of which has a short part at its end at most.
+static_assert(PageMover::kLaunchBytes / kernels::kDigestPartBytes + kPageRanges <=
+              kernels::BackendLimits().digest_parts);
+
 bool Names(const Batch& batch, uint32_t entry) {
   return std::any_of(batch.moves.begin(), batch.moves.end(),
                      [entry](const PageMove* move) { return move->engine.entry == entry; });
@@ -21,16 +25,22 @@ void PageMover::Add(PageMove* move) {
   waiting_.push_back(move);
 }
 
-void PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
+bool PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
   PageMove::EngineFields& note = move->engine;
   auto& to = move->in ? batch->page_writes : batch->page_reads;
   note.bytes_running = 0;
+  const size_t before = to.size();
   while (note.transfers_taken < note.transfers.size() && room->bytes > 0 && room->places > 0) {
     kernels::PageTransfer part = note.transfers[note.transfers_taken];
     const int64_t left = part.bytes - note.bytes_taken;
     part.pool_offset += note.bytes_taken;
     part.host += note.bytes_taken;
     part.bytes = std::min(left, room->bytes);
+    if (part.digests != nullptr) {
+      part.digests += note.bytes_taken / kernels::kDigestPartBytes;
+      if (part.bytes < left) part.bytes -= part.bytes % kernels::kDigestPartBytes;
+    }
+    if (part.bytes == 0 && left > 0) break;
     to.push_back(part);
     room->bytes -= part.bytes;
     --room->places;
@@ -40,7 +50,9 @@ void PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
     ++note.transfers_taken;
     note.bytes_taken = 0;
   }
+  if (to.size() == before) return false;
   batch->moves.push_back(move);
+  return true;
 }
 
 void PageMover::Take(const BatchPolicy& policy, Batch* batch) {
@@ -51,9 +63,9 @@ void PageMover::Take(const BatchPolicy& policy, Batch* batch) {
     const PageMove::EngineFields& note = move->engine;
     if (cache_->work().Waits(note.tenant, note.ticket)) {
       policy.TakePages(cache_->work(), note.tenant, note.ticket, *batch);
-    } else if (room.bytes > 0 && room.places > 0 && !Names(*batch, note.entry)) {
+    } else if (room.bytes > 0 && room.places > 0 && !Names(*batch, note.entry) &&
+               AddPart(move, &room, batch)) {
       // Transfers of one launch name no byte twice.
-      AddPart(move, &room, batch);
       continue;
     }
     left.push_back(move);

@@ -50,8 +50,8 @@ class PageMover final {
     int64_t bytes = kLaunchBytes;
     size_t places = kPageRanges;
   };
-  // What fits of the move's transfers.
-  static void AddPart(PageMove* move, Room* room, Batch* batch);
+  // What fits of the move's transfers. False: nothing.
+  static bool AddPart(PageMove* move, Room* room, Batch* batch);
   void Answer(PageMove* move, const absl::Status& status);
 
   kvcache::KvCache* const cache_;

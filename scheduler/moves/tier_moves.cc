@@ -9,9 +9,6 @@ namespace mla::scheduler {
 namespace {
 
 constexpr int64_t kNanosPerMilli = 1'000'000;
-// Pages stay wanted for so many times as long as a call waits: it is told that they come, and may
-// ask once more.
-constexpr int64_t kAsksAgain = 2;
 
 }  // namespace
 
@@ -143,7 +140,7 @@ void TierMoves::StartJob(Move* move, TierJob::Kind kind) {
   job.kind = kind;
   job.host = HostBytes(*move);
   job.bytes = static_cast<size_t>(move->bytes);
-  if (kind != TierJob::Kind::kDigest) job.digest = copies_.digest(move->node);
+  job.digest = copies_.digest(move->node);
   if (kind == TierJob::Kind::kRead) job.seal = copies_.seal(move->node);
   if (kind == TierJob::Kind::kWrite) job.at = store_->file_offset(move->room);
   if (kind == TierJob::Kind::kRead) {
@@ -159,7 +156,9 @@ void TierMoves::StartPart(Move* move, uint32_t entry, bool in) {
   part.engine.entry = entry;
   part.engine.tenant = move->tenant;
   part.engine.ticket = cache_->work().last();
-  part.engine.transfers = {{cache_->group_offset(entry), move->bytes, part.bytes.data()}};
+  move->digests.resize(static_cast<size_t>(kernels::DigestParts(move->bytes)));
+  part.engine.transfers = {
+      {cache_->group_offset(entry), move->bytes, part.bytes.data(), move->digests.data()}};
   part.done = [this, move](const absl::Status& status) {
     move->part_status = status;
     parts_done_.push_back(move);
@@ -168,27 +167,19 @@ void TierMoves::StartPart(Move* move, uint32_t entry, bool in) {
 }
 
 void TierMoves::OnJob(Move* move) {
-  switch (move->kind) {
-    case Kind::kDemote:
-      return OnDigested(move);
-    case Kind::kStore:
-      return OnWritten(move);
-    case Kind::kRestore:
-      return OnChecked(move);
-  }
+  return move->kind == Kind::kStore ? OnWritten(move) : OnRead(move);
 }
 
 void TierMoves::OnPart(Move* move) {
   if (!move->part_status.ok()) retry_at_ = clock_->Now() + kRetryMs * kNanosPerMilli;
   if (move->kind == Kind::kRestore) return OnRestored(move);
   if (!move->part_status.ok() || !Lives(*move)) return End(move);
-  StartJob(move, TierJob::Kind::kDigest);
+  OnCopied(move, kvcache::DigestOfParts(move->digests));
 }
 
-void TierMoves::Fault(TierIndex tier, const Move& move) {
-  const bool damaged = move.job.status.code() == absl::StatusCode::kDataLoss;
+void TierMoves::Fault(TierIndex tier, int32_t node, bool damaged) {
   (damaged ? Figures(tier).damaged : Figures(tier).failed) += 1;
-  copies_.GiveUp(tier, move.node, EventKind::kDamaged);
+  copies_.GiveUp(tier, node, EventKind::kDamaged);
 }
 
 int64_t TierMoves::MarkOf(LayoutId layout, int32_t percent) const {
@@ -274,10 +265,10 @@ bool TierMoves::DemoteGroup(LayoutId layout, uint32_t entry) {
   return true;
 }
 
-void TierMoves::OnDigested(Move* move) {
+void TierMoves::OnCopied(Move* move, const kvcache::GroupDigest& digest) {
   if (!Lives(*move)) return End(move);
   const int32_t node = move->node;
-  copies_.set_digest(node, move->job.digest);
+  copies_.set_digest(node, digest);
   copies_.Add(TierIndex::kHost, node, std::exchange(move->room, TierCopies::kNoRoom));
   TierFigures& host = stats_.host;
   ++host.groups_in;
@@ -331,145 +322,11 @@ void TierMoves::OnWritten(Move* move) {
     file.ns_in += clock_->Now() - move->began;
     copies_.Drop(TierIndex::kHost, node);
   } else if (status.code() == absl::StatusCode::kDataLoss) {
-    Fault(TierIndex::kHost, *move);
+    Fault(TierIndex::kHost, node, true);
   } else {
     ++stats_.file.failed;
     copies_.GiveUp(TierIndex::kHost, node, EventKind::kEvicted);
   }
-  End(move);
-}
-
-std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::PrefixChain& chain,
-                                             int64_t first_row, int64_t most_rows, bool waits) {
-  DropUnwanted();
-  const int32_t page_size = chain.page_size;
-  const int64_t end = std::min<int64_t>(most_rows, chain.rows());
-  PrefixCache& prefixes = cache_->prefixes();
-  const SlabPool& pool = cache_->pool();
-  int64_t room = pool.free_groups(layout) + pool.idle_groups(layout);
-  size_t most = 0;
-  std::vector<int32_t> nodes, present;
-  for (int64_t row = first_row; row < end; row += page_size) {
-    const auto page = static_cast<int32_t>(row / page_size);
-    const auto left = static_cast<int32_t>(std::min<int64_t>(end - row, page_size));
-    PrefixCache::Found found;
-    if (left == page_size) found = prefixes.Find(layout, chain, page);
-    if (found.rows == 0) found = prefixes.FindRows(layout, chain, page, left);
-    if (found.rows == 0) break;
-    if (found.entry == SlabPool::kNoEntry) {
-      if (nodes.empty()) most = wanted_.room(prefixes.about(found.node).tenant);
-      if (room-- <= 0 || nodes.size() >= most) break;
-      if (waits || !copies_.Comes(found.node)) nodes.push_back(found.node);
-    } else {
-      room -= pool.idle(found.entry);
-      cache_->Touch(found.entry);
-      present.push_back(found.node);
-    }
-    if (found.rows < page_size) break;
-  }
-  if (nodes.empty()) return nullptr;
-  for (const int32_t node : present) Keep(node);
-  std::shared_ptr<TierWait> wait;
-  if (waits) wait = std::make_shared<TierWait>(static_cast<int32_t>(nodes.size()));
-  for (const int32_t node : nodes) {
-    Want({.node = node,
-          .life = copies_.Know(node),
-          .tenant = prefixes.about(node).tenant,
-          .until = waits ? clock_->Now() + kAsksAgain * KeepNanos() : WaitingPage::kAlways,
-          .wait = wait});
-  }
-  while (RestoreOne()) {
-  }
-  return wait;
-}
-
-void TierMoves::Want(const WaitingPage& page) {
-  copies_.Want(page.node);
-  if (!wanted_.Add(page)) Answer(page);
-}
-
-void TierMoves::Answer(const WaitingPage& page) {
-  copies_.Unwant(page.node, page.life);
-  if (page.wait != nullptr) page.wait->CountDown();
-}
-
-void TierMoves::DropUnwanted() {
-  const MonotonicNanos now = clock_->Now();
-  if (now < drop_unwanted_at_) return;
-  drop_unwanted_at_ = now + KeepNanos();
-  const auto unwanted = [&](const WaitingPage& page) {
-    return page.until <= now || !copies_.Lives(page.node, page.life);
-  };
-  for (const WaitingPage& page : wanted_.TakeIf(unwanted)) Answer(page);
-}
-
-bool TierMoves::RestoreOne() {
-  if (wanted_.empty() || Pauses()) return false;
-  const int32_t node = wanted_.front().node;
-  const bool lives = copies_.Lives(node, wanted_.front().life);
-  const PrefixCache::About about = cache_->prefixes().about(node);
-  if (!lives || wanted_.front().until <= clock_->Now() || !about.demoted() || !copies_.Has(node)) {
-    Answer(wanted_.Take());
-    return true;
-  }
-  if (copies_.held(node)) {
-    Find(node)->wanted.push_back(wanted_.Take());
-    return true;
-  }
-  if (!MayBegin(cache_->pool().group_bytes(about.layout))) return false;
-  const bool in_host = copies_.room(TierIndex::kHost, node) != TierCopies::kNoRoom;
-  Move* const move = Begin(Kind::kRestore, node);
-  move->wanted.push_back(wanted_.Take());
-  if (in_host) {
-    StartJob(move, TierJob::Kind::kCheck);
-    return true;
-  }
-  move->from = TierIndex::kFile;
-  move->room = copies_.TakeRoom(TierIndex::kHost, about.layout);
-  if (move->room == TierCopies::kNoRoom) {
-    End(move);
-  } else {
-    StartJob(move, TierJob::Kind::kRead);
-  }
-  return true;
-}
-
-void TierMoves::OnChecked(Move* move) {
-  if (!Lives(*move)) return End(move);
-  if (!move->job.status.ok()) {
-    const bool other = move->from == TierIndex::kHost &&
-                       copies_.room(TierIndex::kFile, move->node) != TierCopies::kNoRoom;
-    if (other) {
-      for (WaitingPage& page : std::exchange(move->wanted, {})) wanted_.AddFirst(std::move(page));
-    }
-    Fault(move->from, *move);
-    return End(move);
-  }
-  if (move->room != TierCopies::kNoRoom) {
-    copies_.Add(TierIndex::kHost, move->node, std::exchange(move->room, TierCopies::kNoRoom));
-  }
-  if (!cache_->prefixes().about(move->node).demoted()) return End(move);
-  move->restore = cache_->TakeToRestore(move->layout, move->tenant);
-  if (move->restore.id == 0) return End(move);
-  StartPart(move, move->restore.entry, true);
-}
-
-void TierMoves::OnRestored(Move* move) {
-  const bool wanted =
-      move->part_status.ok() && Lives(*move) && cache_->prefixes().about(move->node).demoted();
-  if (!wanted) {
-    cache_->DropRestore(move->restore.id);
-    return End(move);
-  }
-  TierFigures& from = Figures(move->from);
-  ++from.groups_out;
-  from.bytes_out += static_cast<uint64_t>(move->bytes);
-  from.ns_out += clock_->Now() - move->began;
-  cache_->Restore(move->node, move->restore.id,
-                  move->from == TierIndex::kHost ? Tier::kHost : Tier::kFile);
-  Keep(move->node);
-  copies_.Use(TierIndex::kHost, move->node);
-  copies_.Use(TierIndex::kFile, move->node);
   End(move);
 }
 

@@ -10,8 +10,10 @@
 // matches have used, and drops the rest, the oldest first.
 //
 // Bytes move with launches (PageMover) and on the store's threads; the role only keeps the books.
-// Every copy is checked, by its digest or its seal, before its bytes go anywhere. One that is not
-// what it was is dropped, counted and told as an event; matches then miss.
+// Every copy is checked, by its digest or its seal, before its rows can be seen and before its
+// bytes go to the file. One that is not what it was is dropped, counted and told as an event;
+// matches then miss. Digests are made by the launches that copy (PageTransfer::digests), of the
+// bytes that leave the pool and of those that are written into it.
 //
 // Ownership: owns the store; borrows the rest. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_TIER_MOVES_H_
@@ -86,6 +88,7 @@ class TierMoves final {
     MonotonicNanos began = 0;
     kvcache::TierJob job;
     PageMove part;
+    std::vector<kernels::PartDigest> digests;  // of `part`
     absl::Status part_status;
     std::vector<WaitingPage> wanted;  // whose page it is
   };
@@ -102,8 +105,8 @@ class TierMoves final {
   std::span<std::byte> HostBytes(const Move& move) const;
   void StartJob(Move* move, kvcache::TierJob::Kind kind);
   void StartPart(Move* move, uint32_t entry, bool in);
-  // The file, or memory, has given back something else, or nothing.
-  void Fault(kvcache::TierIndex tier, const Move& move);
+  // The tier has given back something else (`damaged`), or nothing.
+  void Fault(kvcache::TierIndex tier, int32_t node, bool damaged);
   TierFigures& Figures(kvcache::TierIndex tier) {
     return tier == kvcache::TierIndex::kHost ? stats_.host : stats_.file;
   }
@@ -123,7 +126,7 @@ class TierMoves final {
   bool DemoteWanted();
   // False: not now.
   bool DemoteGroup(kvcache::LayoutId layout, uint32_t entry);
-  void OnDigested(Move* move);
+  void OnCopied(Move* move, const kvcache::GroupDigest& digest);
   // --- Out of host memory
   bool StoreOne();
   void OnWritten(Move* move);
@@ -133,8 +136,11 @@ class TierMoves final {
   void Answer(const WaitingPage& page);
   void DropUnwanted();
   bool RestoreOne();
-  void OnChecked(Move* move);
+  void OnRead(Move* move);
+  void WriteToPool(Move* move);
   void OnRestored(Move* move);
+  // The copy in the tier is faulty; if there is another one, those who wait get that.
+  void EndFaulty(Move* move, kvcache::TierIndex tier, bool damaged);
 
   void OnJob(Move* move);
   void OnPart(Move* move);

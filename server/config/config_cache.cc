@@ -49,8 +49,9 @@ void AddCacheKeys(std::vector<ConfigKey>* keys) {
                  "How long Open and Match wait for rows that slower tiers have.",
                  "Then they answer with the rows that are there, and `deferred`.",
                  MLA_SLOT(limits.tier_wait_ms)),
-          Int("tiers.threads", 1, 256, "Threads that check what leaves the pool and comes back.",
-              "One checks about 10 GB/s. As many more read and write the file where the kernel has "
+          Int("tiers.threads", 1, 256,
+              "Threads that seal what goes to the file and check what comes back.",
+              "One does about 5 GB/s. As many more read and write the file where the kernel has "
               "no io_uring.",
               MLA_SLOT(tiers.threads)),
       });

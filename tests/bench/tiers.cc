@@ -182,21 +182,22 @@ class Bench {
         start = SteadyClock::now();
         Hint(scheduler::HintKind::kDemote);
       }
-      Await();
-      out->gb_per_s = std::max(out->gb_per_s, RateOf(figures().bytes_in - before.bytes_in, start));
+      auto end = Await();
+      out->gb_per_s =
+          std::max(out->gb_per_s, RateOf(figures().bytes_in - before.bytes_in, start, end));
       before = figures();
       start = SteadyClock::now();
       Hint(scheduler::HintKind::kPrefetch);
-      Await();
+      end = Await();
       back->gb_per_s =
-          std::max(back->gb_per_s, RateOf(figures().bytes_out - before.bytes_out, start));
+          std::max(back->gb_per_s, RateOf(figures().bytes_out - before.bytes_out, start, end));
       Renew();
     }
   }
 
  private:
-  static double RateOf(uint64_t bytes, SteadyClock::time_point start) {
-    return static_cast<double>(bytes) / SecondsSince(start) / 1e9;
+  static double RateOf(uint64_t bytes, SteadyClock::time_point start, SteadyClock::time_point end) {
+    return static_cast<double>(bytes) / std::chrono::duration<double>(end - start).count() / 1e9;
   }
 
   std::vector<uint32_t> Tokens() const {
@@ -268,13 +269,19 @@ class Bench {
     if (!answer.ok()) Die(answer.status().ToString());
   }
 
-  // Until nothing has moved for a moment.
-  void Await() {
+  // Until nothing has moved for a moment; returns when that moment began.
+  SteadyClock::time_point Await() {
     constexpr int kStill = 5;
+    SteadyClock::time_point end = SteadyClock::now();
     for (int still = 0; still < kStill; ++still) {
-      if (engine_->Stats().tiers.moving > 0) still = 0;
+      if (engine_->Stats().tiers.moving > 0) {
+        still = -1;
+      } else if (still == 0) {
+        end = SteadyClock::now();
+      }
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
+    return end;
   }
 
   scheduler::RealClock clock_;

@@ -120,6 +120,11 @@ class EngineTiersTest : public EngineCoreTest {
     }
     ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
   }
+  // What a disturbance of memory may do.
+  void ChangeHostMemory() {
+    const auto memory = h_.core().tier_memory();
+    for (size_t at = 0; at < memory.size(); at += 100) memory[at] ^= std::byte{1};
+  }
   int Events(EventKind kind, kvcache::Tier tier) {
     kvcache::EventLog::Cursor cursor;
     const auto events = h_.core().events()->Read(h_.core().FindTenant(h_.tenant()), 8192, &cursor);
@@ -181,8 +186,7 @@ TEST_F(EngineTiersTest, RowsThatCameBackStayUntilTheyAreMatched) {
 
 TEST_F(EngineTiersTest, ACopyThatMemoryHasChangedIsDroppedAndNotUsed) {
   for (int text = 0; text < 6; ++text) Leave(10 * text);
-  const auto memory = h_.core().tier_memory();
-  for (size_t at = 0; at < memory.size(); at += 100) memory[at] ^= std::byte{1};
+  ChangeHostMemory();
   const SequenceInfo sequence = OpenWith(0);
   EXPECT_EQ(sequence.length, 0);
   EXPECT_EQ(Tiers().host.damaged, 20u);
@@ -249,6 +253,18 @@ TEST_F(EngineTiersTest, WhatIsNotWantedAnyMoreIsNotMoved) {
   EXPECT_EQ(OpenWith(0).length, kRows);
 }
 
+// A copy is found to be another one only when it is in the pool.
+TEST_F(EngineTiersTest, ACopyThatChangesOnItsWayBackIsNotUsed) {
+  for (int text = 0; text < 6; ++text) Leave(10 * text);
+  Ask(0);
+  ChangeHostMemory();  // while the moves wait for a launch
+  h_.Run();
+  EXPECT_EQ(Tiers().host.damaged, 20u);
+  EXPECT_EQ(Tiers().host.groups_out, 0u);
+  EXPECT_EQ(h_.core().Stats().page_groups_pinned, 0);
+  EXPECT_EQ(OpenWith(0, false).length, 0);
+}
+
 class FullTiersTest : public EngineTiersTest {
  protected:
   FullTiersTest() : EngineTiersTest(40, 0) {}
@@ -282,6 +298,22 @@ TEST_F(FileTierTest, RowsThatWereUsedAgainGoToTheFileAndComeBack) {
   EXPECT_EQ(back.length, kRows);
   EXPECT_EQ(Tiers().file.groups_out, 20u);
   EXPECT_EQ(Events(EventKind::kRestored, kvcache::Tier::kFile), 20);
+  ExpectRows(back, 0);
+}
+
+// Its seal held when it had been read, but not what was then written into the pool.
+TEST_F(FileTierTest, ACopyOfTheFileThatChangesInMemoryIsReadOnceMore) {
+  Leave(0);
+  Use(0);
+  for (int text = 1; text < 8; ++text) Leave(10 * text);
+  Ask(0);
+  h_.core().tiers()->Pump();
+  ChangeHostMemory();  // while the moves wait for a launch
+  h_.Run();
+  EXPECT_EQ(Tiers().host.damaged, TierMoves::kMostMoves);
+  EXPECT_EQ(Tiers().file.groups_out, 20u);
+  const SequenceInfo back = OpenWith(0, false);
+  EXPECT_EQ(back.length, kRows);
   ExpectRows(back, 0);
 }
 

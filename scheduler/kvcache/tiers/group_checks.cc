@@ -4,10 +4,6 @@
 #include <openssl/evp.h>
 #include <sys/random.h>
 #include <xxhash.h>
-#if defined(__x86_64__)
-// The same functions by the widest vectors that the processor has.
-#include <xxh_x86dispatch.h>
-#endif
 
 #include <algorithm>
 #include <cstring>
@@ -20,7 +16,8 @@ namespace {
 
 constexpr size_t kNonceBytes = 12;
 // What two algorithms look at in turn, so that the second finds it in a near cache.
-constexpr size_t kPartBytes = size_t{64} << 10;
+constexpr size_t kTurnBytes = size_t{64} << 10;
+static_assert(kTurnBytes % kernels::kDigestPartBytes == 0);
 
 struct Free {
   void operator()(EVP_CIPHER_CTX* context) const { EVP_CIPHER_CTX_free(context); }
@@ -29,7 +26,39 @@ struct Free {
 
 const unsigned char* Bytes(const void* data) { return static_cast<const unsigned char*>(data); }
 
-GroupDigest FromHash(const XXH128_hash_t& hash) { return {hash.low64, hash.high64}; }
+// Calls each(part) for all parts of the bytes of at most `most`, in their order.
+template <typename Each>
+void ForParts(std::span<const std::byte> bytes, size_t most, Each each) {
+  for (size_t at = 0; at < bytes.size(); at += most) {
+    each(bytes.subspan(at, std::min(most, bytes.size() - at)));
+  }
+}
+
+// A digest in the making, of parts that come in their order.
+class Digesting {
+ public:
+  Digesting() : state_(XXH3_createState()) {
+    Require(state_ != nullptr && XXH3_128bits_reset(state_.get()) == XXH_OK,
+            "no memory for a digest");
+  }
+  void Add(std::span<const kernels::PartDigest> parts) {
+    XXH3_128bits_update(state_.get(), parts.data(), parts.size_bytes());
+  }
+  // The bytes of whole parts, and in the last call of what is left.
+  void AddBytes(std::span<const std::byte> bytes) {
+    ForParts(bytes, kernels::kDigestPartBytes, [this](std::span<const std::byte> part) {
+      const kernels::PartDigest digest = kernels::DigestOfPart(part);
+      Add({&digest, 1});
+    });
+  }
+  GroupDigest End() {
+    const XXH128_hash_t hash = XXH3_128bits_digest(state_.get());
+    return {hash.low64, hash.high64};
+  }
+
+ private:
+  const std::unique_ptr<XXH3_state_t, Free> state_;
+};
 
 // A seal in the making.
 class Sealing {
@@ -41,7 +70,7 @@ class Sealing {
     Must(context_ != nullptr && EVP_EncryptInit_ex(context_.get(), EVP_aes_128_gcm(), nullptr,
                                                    Bytes(key.data()), iv.data()) == 1);
   }
-  // At most kPartBytes: the library counts in int.
+  // At most kTurnBytes: the library counts in int.
   void Add(std::span<const std::byte> part) {
     int ignored = 0;
     Must(EVP_EncryptUpdate(context_.get(), nullptr, &ignored, Bytes(part.data()),
@@ -62,18 +91,18 @@ class Sealing {
   GroupSeal seal_;
 };
 
-// Calls each(part) for all parts of the bytes, in their order.
-template <typename Each>
-void ForParts(std::span<const std::byte> bytes, Each each) {
-  for (size_t at = 0; at < bytes.size(); at += kPartBytes) {
-    each(bytes.subspan(at, std::min(kPartBytes, bytes.size() - at)));
-  }
-}
-
 }  // namespace
 
 GroupDigest DigestOf(std::span<const std::byte> bytes) {
-  return FromHash(XXH3_128bits(bytes.data(), bytes.size()));
+  Digesting digesting;
+  digesting.AddBytes(bytes);
+  return digesting.End();
+}
+
+GroupDigest DigestOfParts(std::span<const kernels::PartDigest> parts) {
+  Digesting digesting;
+  digesting.Add(parts);
+  return digesting.End();
 }
 
 GroupMac::GroupMac() {
@@ -83,26 +112,25 @@ GroupMac::GroupMac() {
 
 GroupSeal GroupMac::Seal(std::span<const std::byte> bytes) {
   Sealing sealing(key_, next_.fetch_add(1, std::memory_order_relaxed));
-  ForParts(bytes, [&](std::span<const std::byte> part) { sealing.Add(part); });
+  ForParts(bytes, kTurnBytes, [&](std::span<const std::byte> part) { sealing.Add(part); });
   return sealing.End();
 }
 
 std::optional<GroupSeal> GroupMac::SealIf(const GroupDigest& digest,
                                           std::span<const std::byte> bytes) {
-  const std::unique_ptr<XXH3_state_t, Free> hash(XXH3_createState());
-  Require(hash != nullptr && XXH3_128bits_reset(hash.get()) == XXH_OK, "no memory for a digest");
+  Digesting digesting;
   Sealing sealing(key_, next_.fetch_add(1, std::memory_order_relaxed));
-  ForParts(bytes, [&](std::span<const std::byte> part) {
-    XXH3_128bits_update(hash.get(), part.data(), part.size());
+  ForParts(bytes, kTurnBytes, [&](std::span<const std::byte> part) {
+    digesting.AddBytes(part);
     sealing.Add(part);
   });
-  if (FromHash(XXH3_128bits_digest(hash.get())) != digest) return std::nullopt;
+  if (digesting.End() != digest) return std::nullopt;
   return sealing.End();
 }
 
 bool GroupMac::Holds(const GroupSeal& seal, std::span<const std::byte> bytes) const {
   Sealing sealing(key_, seal.nonce);
-  ForParts(bytes, [&](std::span<const std::byte> part) { sealing.Add(part); });
+  ForParts(bytes, kTurnBytes, [&](std::span<const std::byte> part) { sealing.Add(part); });
   return CRYPTO_memcmp(sealing.End().tag.data(), seal.tag.data(), seal.tag.size()) == 0;
 }
 

@@ -1,6 +1,9 @@
 // What page groups outside the pool are checked by, 128 bits over all bytes of a group each:
 //
-//   in memory   a digest, XXH3, at the speed of memory. It finds what memory or a copy has changed.
+//   in memory   a digest, XXH3 of the XXH3s of its parts (kernels/launch/part_digest.h), at the
+//   speed
+//               of memory or made by the launch that copies. It finds what memory or a copy has
+//               changed.
 //   in a file   a seal, AES-GMAC (NIST SP 800-38D) under a key of this process, so that no other
 //               process can make one that holds. Each seal has a nonce of its own, which is never
 //               used again under the key.
@@ -14,6 +17,8 @@
 #include <optional>
 #include <span>
 
+#include "kernels/launch/part_digest.h"
+
 namespace mla::kvcache {
 
 struct GroupDigest {
@@ -23,6 +28,8 @@ struct GroupDigest {
 };
 
 GroupDigest DigestOf(std::span<const std::byte> bytes);
+// The same of a group whose parts have these.
+GroupDigest DigestOfParts(std::span<const kernels::PartDigest> parts);
 
 struct GroupSeal {
   uint64_t nonce = 0;

@@ -84,26 +84,17 @@ TierStore::~TierStore() {
 bool TierStore::Prepare(TierJob* job) {
   const std::span<const std::byte> bytes = job->host.first(job->bytes);
   job->status = absl::OkStatus();
-  switch (job->kind) {
-    case TierJob::Kind::kDigest:
-      job->digest = DigestOf(bytes);
-      return false;
-    case TierJob::Kind::kCheck:
-      if (DigestOf(bytes) != job->digest) job->status = Damaged();
-      return false;
-    case TierJob::Kind::kWrite:
-      if (const std::optional<GroupSeal> seal = mac_.SealIf(job->digest, bytes)) {
-        job->seal = *seal;
-      } else {
-        job->status = Damaged();
-      }
-      return job->status.ok();
-    case TierJob::Kind::kRead:
-      if (!job->was_read) return true;
-      if (!mac_.Holds(job->seal, bytes)) job->status = Damaged();
-      return false;
+  if (job->kind == TierJob::Kind::kRead) {
+    if (!job->was_read) return true;
+    if (!mac_.Holds(job->seal, bytes)) job->status = Damaged();
+    return false;
   }
-  return false;
+  if (const std::optional<GroupSeal> seal = mac_.SealIf(job->digest, bytes)) {
+    job->seal = *seal;
+  } else {
+    job->status = Damaged();
+  }
+  return job->status.ok();
 }
 
 void TierStore::Run(TierJob* job) {

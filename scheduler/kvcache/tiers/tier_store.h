@@ -1,11 +1,10 @@
 // Where page groups are kept outside the pool: host memory, and a file. Rooms for groups of any
-// size, and the work on their bytes: digests, seals, reads and writes, on threads of its own.
+// size, and the work between them: seals, reads and writes, on threads of its own.
 //
 // The rows of a group that is cached never change, so what its bytes are checked by
-// (group_checks.h) is made once: the digest when they have come out of the pool, the seal when they
-// go to the file. Bytes are looked at once on each way: by the digest before they go to the file or
-// from memory into the pool, by the seal when they have come from the file. Meanwhile the disk is
-// at work on other groups (disk_queue.h).
+// (group_checks.h) is made once: the digest by the launch that takes them out of the pool, the seal
+// when they go to the file, if the digest still holds. The seal is checked when they have come from
+// the file. Meanwhile the disk is at work on other groups (disk_queue.h).
 //
 // Ownership: owns the file and the threads; borrows memory. Threading: rooms are the engine role's;
 // jobs run on the store's threads, or in Start where there are none.
@@ -63,12 +62,10 @@ class TierRooms final {
 
 struct TierJob {
   enum class Kind : uint8_t {
-    kDigest,  // makes the digest of `host`
-    kCheck,   // of `host` against the digest
-    kWrite,   // the same, makes the seal, and writes to the file
-    kRead,    // reads `host` from the file, and checks it against the seal
+    kWrite,  // checks `host` against the digest, makes the seal, and writes to the file
+    kRead,   // reads `host` from the file, and checks it against the seal
   };
-  Kind kind = Kind::kDigest;
+  Kind kind = Kind::kWrite;
   std::span<std::byte> host;  // room, filled up to a multiple of kTierBlock
   size_t bytes = 0;           // of it, that digest and seal are over
   int64_t at = 0;             // in the file

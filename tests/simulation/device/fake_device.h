@@ -165,7 +165,7 @@ class FakeDevice final : public kernels::AttentionBackend {
   void Execute(Slot& slot, const Work& work);
   void TakeTables(const Slot& slot);
   bool InPool(const kernels::PageTransfer& transfer);
-  std::byte* PoolAt(const kernels::PageTransfer& transfer);
+  std::byte* PoolBytes();
   void WriteRange(const kernels::PageRange& range);
   void Append(Slot& slot, const kernels::AppendRecord& record);
   void ProjectRows(Slot& slot, const kernels::Projection& projection, bool absorbs,

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/host/transfers.h"
 #include "tests/simulation/device/fake_device.h"
 #include "tests/simulation/oracle/patterns.h"
 
@@ -91,7 +92,9 @@ void FakeDevice::Spoil(const Slot& slot) {
   for (size_t part = slot.to_run; part < slot.parts.size(); ++part) {
     if (slot.parts[part].part == Part::kWritePages) {
       for (const kernels::PageTransfer& t : slot.launch->page_writes) {
-        if (InPool(t)) std::memset(PoolAt(t), kPoisonByte, static_cast<size_t>(t.bytes));
+        if (InPool(t)) {
+          std::memset(PoolBytes() + t.pool_offset, kPoisonByte, static_cast<size_t>(t.bytes));
+        }
       }
     }
     if (slot.parts[part].part == Part::kReadPages) {
@@ -115,12 +118,12 @@ void FakeDevice::Execute(Slot& slot, const Work& work) {
   switch (work.part) {
     case Part::kWritePages:
       for (const kernels::PageTransfer& t : launch.page_writes) {
-        if (InPool(t)) std::memcpy(PoolAt(t), t.host, static_cast<size_t>(t.bytes));
+        if (InPool(t)) kernels::WritePages(PoolBytes(), t);
       }
       break;
     case Part::kReadPages:
       for (const kernels::PageTransfer& t : launch.page_reads) {
-        if (InPool(t)) std::memcpy(t.host, PoolAt(t), static_cast<size_t>(t.bytes));
+        if (InPool(t)) kernels::ReadPages(PoolBytes(), t);
       }
       break;
     case Part::kPages:
@@ -160,9 +163,7 @@ bool FakeDevice::InPool(const kernels::PageTransfer& transfer) {
   return inside;
 }
 
-std::byte* FakeDevice::PoolAt(const kernels::PageTransfer& transfer) {
-  return reinterpret_cast<std::byte*>(pool_.data()) + transfer.pool_offset;
-}
+std::byte* FakeDevice::PoolBytes() { return reinterpret_cast<std::byte*>(pool_.data()); }
 
 void FakeDevice::WriteRange(const kernels::PageRange& range) {
   if (range.count != 1) {
