@@ -138,7 +138,8 @@ class SimulatedDevice {
     while (true) {
       FinishAll(random, cache);
       LaunchWork work;
-      WorkRoom room{.places = 1, .bytes = 0};
+      WorkRoom room{.places = 1 + static_cast<int64_t>(random() % 3),
+                    .bytes = static_cast<int64_t>(random() % 512)};
       if (!cache.work().TakeLayer(group, layer, &room, &work)) return false;
       if (work.empty()) return true;
       Begin(std::move(work));

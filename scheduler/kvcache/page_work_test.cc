@@ -131,6 +131,26 @@ TEST_F(PageWorkTest, LayersAreCopiedOneByOne) {
   EXPECT_EQ(cache_->stats().groups_shared, 0);
 }
 
+// Where they come in order, few launches carry them, and never more than twice what was written.
+TEST_F(PageWorkTest, LayersInOrderTakeOthersAlong) {
+  Make(64);
+  layout_ = cache_->AddLayout(MakeLayout({.row_bytes = 32, .page_size = 4, .layers = 9})).value();
+  const SeqSlot parent = Open();
+  Append(parent, 3);
+  const SeqSlot child = cache_->Fork(parent, 3).value();
+  ASSERT_TRUE(Queue(child, 1).ok());
+  std::vector<size_t> taken;
+  for (int32_t layer = 0; layer < 9; ++layer) {
+    LaunchWork work;
+    ASSERT_TRUE(TakeLayer(child, layer, &work, /*places=*/3));
+    taken.push_back(work.ranges().size());
+    cache_->work().Acknowledge(&work);
+  }
+  // Room for three: 0 and 1, 2 to 4, 5 to 7, 8.
+  EXPECT_EQ(taken, (std::vector<size_t>{2, 0, 3, 0, 0, 3, 0, 0, 1}));
+  cache_->Commit(child, 1);
+}
+
 TEST_F(PageWorkTest, AStepThatKeepsNoRowSharesItsPageAgain) {
   Make(8);
   const SeqSlot parent = Open();
@@ -146,7 +166,7 @@ TEST_F(PageWorkTest, AStepThatKeepsNoRowSharesItsPageAgain) {
   EXPECT_EQ(cache_->CheckInvariants(), "");
   ASSERT_TRUE(Queue(child, 3).ok());
   LaunchWork work;
-  ASSERT_TRUE(TakeLayer(child, 0, &work));
+  ASSERT_TRUE(TakeLayer(child, 1, &work));
   cache_->work().Acknowledge(&work);
   cache_->Commit(child, 0);  // one of two was
   EXPECT_EQ(Table(child, 2), shared);
@@ -309,8 +329,8 @@ TEST_F(PageWorkTest, LayersOfAFailedLaunchAreCopiedAgain) {
   const SeqSlot child = cache_->Fork(parent, 3).value();
   ASSERT_TRUE(Queue(child, 1).ok());
   LaunchWork done, lost, again;
-  ASSERT_TRUE(TakeLayer(child, 0, &done));
   ASSERT_TRUE(TakeLayer(child, 1, &lost));
+  ASSERT_TRUE(TakeLayer(child, 0, &done));
   cache_->work().Acknowledge(&done);
   cache_->work().Requeue(&lost);
   ASSERT_TRUE(TakeLayer(child, 0, &again));

@@ -125,19 +125,10 @@ bool PageWorkQueue::AddPart(int32_t index, int32_t layer, int64_t places, int64_
   return true;
 }
 
-bool PageWorkQueue::TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, LaunchWork* work) {
-  const int32_t index = target == SlabPool::kNoEntry ? kNone : pool_->work(target);
-  if (index == kNone || !At(index).copies()) return true;
+bool PageWorkQueue::AddLayer(int32_t index, int32_t layer, WorkRoom* room, LaunchWork* work) {
   Piece& piece = At(index);
-  const int64_t to = pool_->offset(target), from = pool_->offset(piece.source);
-  if (piece.layout == kNone) {
-    if (!piece.left.test(0)) return true;
-    if (!AddPart(index, 0, 1, piece.bytes, room, work)) return false;
-    work->ranges_.push_back({to, piece.bytes, from});
-    piece.left.reset(0);
-    return true;
-  }
   if (!piece.left.test(static_cast<size_t>(layer))) return true;
+  const int64_t to = pool_->offset(piece.target), from = pool_->offset(piece.source);
   const auto& planes = pool_->layout(piece.layout).layers[static_cast<size_t>(layer)];
   int64_t bytes = 0;
   for (const KvPlane& plane : planes) bytes += plane.bytes_of(piece.rows);
@@ -146,6 +137,29 @@ bool PageWorkQueue::TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, La
     work->ranges_.push_back({to + plane.offset, plane.bytes_of(piece.rows), from + plane.offset});
   }
   piece.left.reset(static_cast<size_t>(layer));
+  return true;
+}
+
+bool PageWorkQueue::TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, LaunchWork* work) {
+  const int32_t index = target == SlabPool::kNoEntry ? kNone : pool_->work(target);
+  if (index == kNone || !At(index).copies()) return true;
+  Piece& piece = At(index);
+  if (piece.layout == kNone) {
+    if (!piece.left.test(0)) return true;
+    if (!AddPart(index, 0, 1, piece.bytes, room, work)) return false;
+    work->ranges_.push_back({pool_->offset(target), piece.bytes, pool_->offset(piece.source)});
+    piece.left.reset(0);
+    return true;
+  }
+  if (!piece.left.test(static_cast<size_t>(layer))) return true;
+  if (!AddLayer(index, layer, room, work)) return false;
+  for (int32_t before = 0; before < layer; ++before) {
+    if (piece.left.test(static_cast<size_t>(before))) return true;  // not in order
+  }
+  const auto layers = static_cast<int32_t>(pool_->layout(piece.layout).layers.size());
+  const int32_t end = std::min(layers, 2 * (layer + 1));
+  for (int32_t next = layer + 1; next < end && AddLayer(index, next, room, work); ++next) {
+  }
   return true;
 }
 

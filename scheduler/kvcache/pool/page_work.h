@@ -7,10 +7,12 @@
 // step may run once its tenant's work up to the step's ticket has been carried by that launch or an
 // earlier one.
 //
-// A copy is in no queue. It is made layer by layer, each by the launch that writes the first row
-// behind it (TakeLayer), and so not at all for layers that are not written. It takes the rows that
-// count; a group with bytes of another tenant is overwritten whole, with the first layer. The copy
-// stays known, and its source pinned, until EndCopy or Cancel.
+// A copy is in no queue. Each layer's is made by the launch that writes the first row behind it
+// (TakeLayer), or one before: a GPU takes some microseconds for a launch's copies, however small,
+// so where layers come in order, the copies of all are made by a few launches, and never of more
+// than twice the layers that are written. A copy takes the rows that count; a group with bytes of
+// another tenant is overwritten whole, with the first layer. The copy stays known, and its source
+// pinned, until EndCopy or Cancel.
 //
 // A group has at most one piece of work that fills it, so there are at most as many pieces as the
 // pool has groups. Work into a group that loses its last reference before a launch takes it is
@@ -84,9 +86,10 @@ class PageWorkQueue {
   void AddCopy(TenantKey tenant, LayoutId layout, uint32_t target, uint32_t source, int32_t rows,
                bool whole);
   // The launch is about to write the first rows of the layer behind those that are copied to
-  // `target`: adds the layer's copy to `work` and reduces `room`. Nothing happens if there is no
-  // copy into the group, which may be kNoEntry, or a launch has taken the layer's. False when there
-  // is no room for it.
+  // `target`: adds the layer's copy to `work` and reduces `room`. If all layers before it have been
+  // taken, as many behind it go along as there is room for, up to as many again as have been taken
+  // with it. Nothing happens if there is no copy into the group, which may be kNoEntry, or a launch
+  // has taken the layer's. False when there is no room for the layer itself.
   bool TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, LaunchWork* work);
   // The copy into the group is kept. REQUIRES: launches have made it, of every layer.
   void EndCopy(uint32_t target);
@@ -141,6 +144,8 @@ class PageWorkQueue {
   Piece& At(int32_t piece) { return pieces_[static_cast<size_t>(piece)]; }
   const Piece& At(int32_t piece) const { return pieces_[static_cast<size_t>(piece)]; }
   int32_t Add(const Piece& piece);
+  // Adds the layer of the copy, if no launch has taken it; false when there is no room for it.
+  bool AddLayer(int32_t piece, int32_t layer, WorkRoom* room, LaunchWork* work);
   // Adds a part of the piece to the launch; false when there is no room for it.
   bool AddPart(int32_t piece, int32_t layer, int64_t places, int64_t bytes, WorkRoom* room,
                LaunchWork* work);
