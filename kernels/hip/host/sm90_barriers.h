@@ -61,9 +61,13 @@ inline void named_arrive(int id, int threads) {
 }
 
 template <int kCount>
-void take_registers() {}
+void take_registers() {
+  host::SetRegisters(kCount);
+}
 template <int kCount>
-void give_registers() {}
+void give_registers() {
+  host::SetRegisters(kCount);
+}
 
 }  // namespace mla::kernels::hip::tile
 

@@ -124,6 +124,7 @@ void PrepareLanes(Block& block, FiberStacks& stacks) {
       wave.index = block.wave_count++;
       wave.lanes = block.wave_lanes;
       wave.arrived = 0;
+      wave.registers = 0;
       wave.open_accesses.clear();
       wave.closed_accesses = 0;
     }
@@ -235,6 +236,19 @@ bool Barrier(NamedBarrier& barrier, int threads, bool waits, bool x) {
     WaitFor(barrier.generation, Lane::State::kBarrier);
   }
   return barrier.answer;
+}
+
+void SetRegisters(int count) {
+  the_lane->wave->registers = count;
+  const int waves = the_block->wave_count, lanes = waves * the_block->wave_lanes;
+  int asked = 0;
+  for (int i = 0; i < waves; ++i) {
+    const int of_wave = the_block->waves[static_cast<size_t>(i)].registers;
+    if (of_wave == 0) return;
+    asked += of_wave;
+  }
+  const int most = kRegisters / lanes / 8 * 8 * waves;
+  if (asked > most) Fault("waves ask for %d registers a lane, of %d in all", asked, most);
 }
 
 void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t at, uint32_t parity) {

@@ -80,8 +80,9 @@ struct Wave {
   std::deque<OpenAccess> open_accesses;
   uint64_t closed_accesses = 0;
   int index = 0;
-  int lanes = 0;    // that have not ended
-  int arrived = 0;  // of them, at the instruction
+  int lanes = 0;      // that have not ended
+  int arrived = 0;    // of them, at the instruction
+  int registers = 0;  // a lane, that it has asked for; 0: none yet
   Instruction instruction = nullptr;
   uint64_t generation = 0;
   // Of all lanes of the wave, those that have ended included.
@@ -143,6 +144,10 @@ void BlockBarrier();
 // A barrier of `threads` threads. `waits`: else the lane only arrives. The answer: whether `x` held
 // in any of them.
 bool Barrier(NamedBarrier& barrier, int threads, bool waits, bool x);
+// The lane's wave asks for `count` registers a lane. A block of sm_90 starts with equal parts of
+// kRegisters, in eights; waves that want more than the others leave would wait for ever.
+inline constexpr int kRegisters = 65536;
+void SetRegisters(int count);
 // Lets others run until ready(at, parity).
 void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t at, uint32_t parity);
 // A value that must be the same in all lanes of the wave, which is found out at their next meeting.

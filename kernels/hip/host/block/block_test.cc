@@ -197,6 +197,13 @@ TEST(BlockTest, LanesThatWaitForWhatNeverComesAreAFault) {
               HasSubstr("all lanes wait for each other"));
 }
 
+TEST(BlockTest, WavesThatAskForMoreRegistersThanThereAreAreAFault) {
+  // Two waves of 64 lanes in all have 1024 each.
+  EXPECT_THAT(Launch([](const void*) { SetRegisters(Index() < 32 ? 2000 : 48); }, 2), IsEmpty());
+  EXPECT_THAT(Launch([](const void*) { SetRegisters(Index() < 32 ? 2008 : 48); }, 2),
+              HasSubstr("waves ask for 2056 registers a lane, of 2048 in all"));
+}
+
 TEST(BlockTest, NamedBarriersCountAndAnswer) {
   EXPECT_THAT(Launch(
                   [](const void*) {
