@@ -52,8 +52,8 @@ struct BackendInfo {
   // What models over 8-bit rows get that leave open whether products are of 8 bits, and why.
   std::string fp8_compute = "bf16 products: this backend multiplies no 8-bit floats";
   bool fp8_products = false;  // they get AttentionDesc::products of 8 bits where CanRun allows
-  // In the expanded form too where a query row sees at least so many keys, on average over the rows
-  // and heads of a launch: there it is faster. 0: it has no such products.
+  // In the expanded form too, where CanRun allows and a query row sees at least so many keys, on
+  // average over the rows and heads of a launch: there it is faster. 0: it has no such products.
   int32_t fp8_prefill_keys = 0;
   bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
   bool selects = false;        // makes them (Launch::selects)
@@ -95,8 +95,9 @@ struct BackendInfo {
 
 // How the planner makes rounds of the expanded form (kernels/round_info.h).
 struct RoundTraits {
-  // For up-projected keys and values, at least kLeastRoundWorkspace; 0: there are no rounds.
+  // For up-projected keys and values, at least LeastRoundWorkspace(dims); 0: there are no rounds.
   int64_t workspace_bytes = 0;
+  ExpandedDims dims = {};                   // of what is up-projected
   int64_t cache_bytes = int64_t{24} << 20;  // of keys and values that are attended to at a time
   // Rows of the partial buffers that carry results from round to round:
   // [first_carry_row, first_carry_row + carry_rows).

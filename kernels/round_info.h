@@ -7,7 +7,7 @@
 // The workspace holds expansions: rows [kv_begin, kv_begin + rows) of one segment for some of its
 // heads. Everything in it is a panel: 64 bf16 columns, 128 bytes a row, rows packed.
 //
-//   base | head 0: keys 0..63, keys 64..127, values 0..63, values 64..127, rests | head 1 ... |
+//   base | head 0: keys 0..63, keys 64..127, ..., values 0..63, ..., rests | head 1 ... |
 //        | rotated part, for all heads |        each panel is padded_rows x 128 bytes
 //
 // kernels/hip/common/expanded_args.h says what the panels hold and how kernels walk the records.
@@ -22,25 +22,40 @@
 
 namespace mla::kernels {
 
-// The dims that rounds are made for.
-inline constexpr int32_t kExpandedNope = 128;
 inline constexpr int32_t kExpandedRope = 64;
-inline constexpr int32_t kExpandedValue = 128;
 // Query rows of an attention item, and what KV cut points and padded rows are multiples of.
 inline constexpr int32_t kExpandedRows = 128;
+inline constexpr int32_t kPanelColumns = 64;
 inline constexpr int32_t kPanelRowBytes = 128;
-inline constexpr int32_t kPanelsPerHead = (kExpandedNope + kExpandedValue) / 64;
-inline constexpr int32_t kRotatedPanels = kExpandedRope / 64;
+inline constexpr int32_t kRotatedPanels = kExpandedRope / kPanelColumns;
 inline constexpr int64_t kRestPanelBytes = int64_t{kExpandedRows} * kPanelRowBytes;
-inline constexpr int64_t kRestBytes = kExpandedValue / 64 * kRestPanelBytes;
+
+// What a head's keys, without the rotated part, and its values have for dims: multiples of
+// kPanelColumns.
+struct ExpandedDims {
+  int32_t nope = 128, value = 128;
+
+  constexpr int32_t key_panels() const { return nope / kPanelColumns; }
+  constexpr int32_t value_panels() const { return value / kPanelColumns; }
+  constexpr int32_t panels() const { return key_panels() + value_panels(); }  // of a head
+  constexpr int64_t rest_bytes() const { return value_panels() * kRestPanelBytes; }
+  // Of a head's keys, values and rests.
+  constexpr int64_t head_bytes(int64_t padded_rows) const {
+    return padded_rows * kPanelRowBytes * panels() + rest_bytes();
+  }
+  friend constexpr bool operator==(const ExpandedDims&, const ExpandedDims&) = default;
+};
+// Those that kernels are written for: of DeepSeek V2 and V3, and of GLM-4.7-Flash.
+inline constexpr ExpandedDims kDims128{128, 128}, kDims256{192, 256};
 
 // Bytes of an expansion in the workspace.
-constexpr int64_t ExpansionBytes(int64_t padded_rows, int64_t heads) {
-  return heads * (padded_rows * kPanelRowBytes * kPanelsPerHead + kRestBytes) +
-         padded_rows * kPanelRowBytes * kRotatedPanels;
+constexpr int64_t ExpansionBytes(const ExpandedDims& dims, int64_t padded_rows, int64_t heads) {
+  return heads * dims.head_bytes(padded_rows) + padded_rows * kPanelRowBytes * kRotatedPanels;
 }
 // The least workspace: one head of kExpandedRows rows.
-inline constexpr int64_t kLeastRoundWorkspace = ExpansionBytes(kExpandedRows, 1);
+constexpr int64_t LeastRoundWorkspace(const ExpandedDims& dims) {
+  return ExpansionBytes(dims, kExpandedRows, 1);
+}
 
 struct Expansion {
   int64_t base;         // byte offset in the workspace

@@ -13,6 +13,7 @@
 #include "kernels/formats/kv_format.h"
 #include "kernels/hip/attend_variants.h"
 #include "kernels/hip/common/kernel_args.h"
+#include "kernels/round_info.h"
 
 namespace mla::kernels::hip {
 
@@ -40,7 +41,15 @@ struct SplitVariant {
 };
 struct ExpandVariant {
   const char* kernel;
+  kernels::ExpandedDims dims;
   KvFormat format;
+  DType products;
+  int32_t threads;
+  int32_t shared_bytes;
+};
+struct ExpandedVariant {
+  const char* kernel;
+  kernels::ExpandedDims dims;
   DType products;
   int32_t threads;
   int32_t shared_bytes;
@@ -51,8 +60,10 @@ struct ExpandVariant {
   {#kernel, rows,   tile,     KvFormat::format, DType::products, AttentionKind::attention, \
    threads, shared, exchanged},
 #define MLA_SPLIT_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
-#define MLA_EXPAND_ROW(kernel, format, products, threads, shared) \
-  {#kernel, KvFormat::format, DType::products, threads, shared},
+#define MLA_EXPAND_ROW(kernel, nope, value, format, products, threads, shared) \
+  {#kernel, {nope, value}, KvFormat::format, DType::products, threads, shared},
+#define MLA_EXPANDED_ROW(kernel, nope, value, products, threads, shared) \
+  {#kernel, {nope, value}, DType::products, threads, shared},
 inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
@@ -60,26 +71,27 @@ inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
 inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
+inline constexpr ExpandedVariant kGfx950Expanded[] = {MLA_EXPANDED_GFX950(MLA_EXPANDED_ROW)};
+inline constexpr ExpandedVariant kGfx942Expanded[] = {MLA_EXPANDED_GFX942(MLA_EXPANDED_ROW)};
+inline constexpr ExpandedVariant kSm90Expanded[] = {MLA_EXPANDED_SM90(MLA_EXPANDED_ROW)};
 #undef MLA_ATTEND_ROW
 #undef MLA_SPLIT_ROW
 #undef MLA_EXPAND_ROW
+#undef MLA_EXPANDED_ROW
 
 struct ArchTraits {
   std::string_view arch;
   std::span<const AttendVariant> attend;
   std::span<const ExpandVariant> expand;
+  std::span<const ExpandedVariant> expanded;
   std::span<const SplitVariant> split = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
   // Where the absorbed form has products of 8 bits, for BackendInfo; empty: nowhere.
   std::string_view fp8_compute = {};
-  // Attention of the expanded form; rows as kExpandedRows.
-  int32_t expanded_threads = 256;
-  int32_t expanded_shared_bytes = 0;  // dynamic; 0 where it is static
-  int32_t expanded_blocks = 1;        // that a unit holds at a time
-  // With products of 8 bits; 0: there is no such kernel.
-  int32_t expanded_products_threads = 0;
-  int32_t expanded_products_shared_bytes = 0;
-  int32_t expanded_products_keys = 0;  // BackendInfo::fp8_prefill_keys
+  // Blocks of attention of the expanded form that a unit holds at a time; rows as kExpandedRows.
+  int32_t expanded_blocks = 1;
+  // BackendInfo::fp8_prefill_keys; 0: there are no kernels with products of 8 bits.
+  int32_t expanded_products_keys = 0;
   // Weights for the up-projection lie in panels (weights/weight_panels.h).
   bool weight_panels = false;
   int32_t combine_shared_bytes = 0;
@@ -122,15 +134,12 @@ inline constexpr ArchTraits kSm90Traits{
     .arch = "sm_90",
     .attend = kSm90Attend,
     .expand = kSm90Expand,
+    .expanded = kSm90Expanded,
     .split = kSm90Split,
     .fp8_compute =
         "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "
         "of bf16 products in large batches, and over fp8_row up to 1.3 times as long where a unit "
         "has 256 KV rows or fewer; bf16 products below, where reading the rows takes the time",
-    .expanded_threads = 384,
-    .expanded_shared_bytes = 213632,
-    .expanded_products_threads = 384,
-    .expanded_products_shared_bytes = 215232,
     .expanded_products_keys = 2048,
     .weight_panels = true,
     .combine_shared_bytes = 16512,
@@ -157,6 +166,7 @@ inline constexpr ArchTraits kGfx950Traits{
     .arch = "gfx950",
     .attend = kGfx950Attend,
     .expand = kGfx950Expand,
+    .expanded = kGfx950Expanded,
     .fp8_compute =
         "8-bit products over fp8_tensor from 65 packed rows (heads x query rows) on, where bf16 "
         "products are counted to take 1.6 times as long; bf16 products below, where reading the "
@@ -174,6 +184,7 @@ inline constexpr ArchTraits kGfx942Traits{
     .arch = "gfx942",
     .attend = kGfx942Attend,
     .expand = kGfx942Expand,
+    .expanded = kGfx942Expanded,
     .fp8 = Fp8Kind::kE4m3Fnuz,
     .expanded_blocks = 2,
     .indexer = true,
@@ -240,13 +251,41 @@ constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType produ
 
 // Index in arch.expand of the kernel for attention with such products; arch.expand.size(): there is
 // none.
-constexpr size_t FindExpand(const ArchTraits& arch, KvFormat format, DType products) {
+constexpr size_t FindExpand(const ArchTraits& arch, const kernels::ExpandedDims& dims,
+                            KvFormat format, DType products) {
   size_t i = 0;
   while (i < arch.expand.size() &&
-         (arch.expand[i].format != format || arch.expand[i].products != products)) {
+         (arch.expand[i].dims != dims || arch.expand[i].format != format ||
+          arch.expand[i].products != products)) {
     ++i;
   }
   return i;
+}
+
+// Index in arch.expanded of attention with such products; arch.expanded.size(): there is none.
+constexpr size_t FindExpanded(const ArchTraits& arch, const kernels::ExpandedDims& dims,
+                              DType products) {
+  size_t i = 0;
+  while (i < arch.expanded.size() &&
+         (arch.expanded[i].dims != dims || arch.expanded[i].products != products)) {
+    ++i;
+  }
+  return i;
+}
+
+constexpr bool HasExpandedForm(const ArchTraits& arch, const kernels::ExpandedDims& dims) {
+  return FindExpanded(arch, dims, DType::kBf16) < arch.expanded.size();
+}
+
+// The largest of the dims that kernels are written for and models of at most `geometry` can have;
+// kDims128 where there are none.
+constexpr kernels::ExpandedDims LargestDims(const ArchTraits& arch, const Geometry& geometry) {
+  kernels::ExpandedDims largest = kernels::kDims128;
+  for (const ExpandedVariant& v : arch.expanded) {
+    const bool fits = v.dims.nope <= geometry.nope_dim && v.dims.value <= geometry.v_dim;
+    if (fits && v.dims.panels() > largest.panels()) largest = v.dims;
+  }
+  return largest;
 }
 
 // Whether launches that ask for `products` take the variant: one with just these, or one with bf16

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/common/kernel_args.h"
 
 namespace mla::kernels::hip {
@@ -173,13 +174,41 @@ TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
     }
     EXPECT_EQ(names.size(), arch->attend.size());
     for (const ExpandVariant& v : arch->expand) {
-      const bool plain = v.format == KvFormat::kBf16;
-      std::string want = plain ? "mla_expand" : absl::StrCat("mla_expand_", Name(v.format));
+      std::string want = v.dims == kDims128 ? "mla_expand" : "mla_expand_256";
+      if (v.format != KvFormat::kBf16) absl::StrAppend(&want, "_", Name(v.format));
       if (v.products != DType::kBf16) want += "_products";
       EXPECT_EQ(v.kernel, want);
-      EXPECT_EQ(&arch->expand[FindExpand(*arch, v.format, v.products)], &v);
+      EXPECT_EQ(&arch->expand[FindExpand(*arch, v.dims, v.format, v.products)], &v);
+      EXPECT_LT(FindExpanded(*arch, v.dims, v.products), arch->expanded.size()) << v.kernel;
     }
   }
+}
+
+TEST(ExpandedVariants, DimsHaveUpProjectionAndAttention) {
+  for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
+    for (const ExpandedVariant& v : arch->expanded) {
+      std::string want = v.dims == kDims128 ? "mla_attend_expanded" : "mla_attend_expanded_256";
+      if (v.products != DType::kBf16) want += "_products";
+      EXPECT_EQ(v.kernel, want);
+      EXPECT_EQ(&arch->expanded[FindExpanded(*arch, v.dims, v.products)], &v);
+      const bool expands = std::any_of(
+          arch->expand.begin(), arch->expand.end(),
+          [&](const ExpandVariant& e) { return e.dims == v.dims && e.products == v.products; });
+      EXPECT_TRUE(expands) << v.kernel;
+    }
+    EXPECT_TRUE(HasExpandedForm(*arch, kDims128));
+    EXPECT_FALSE(HasExpandedForm(*arch, {192, 128}));
+    EXPECT_EQ(arch->expanded_products_keys > 0,
+              FindExpanded(*arch, kDims128, DType::kFp8E4m3) < arch->expanded.size());
+  }
+}
+
+TEST(ExpandedVariants, TheWorkspaceIsForTheLargestDimsThatModelsMayHave) {
+  EXPECT_EQ(LargestDims(kSm90Traits, {1, 512, 64, 256, 256}), kDims256);
+  EXPECT_EQ(LargestDims(kSm90Traits, {1, 512, 64, 192, 256}), kDims256);
+  EXPECT_EQ(LargestDims(kSm90Traits, {1, 512, 64, 191, 256}), kDims128);
+  EXPECT_EQ(LargestDims(kSm90Traits, {1, 512, 64, 256, 255}), kDims128);
+  EXPECT_EQ(LargestDims(kGfx950Traits, {1, 512, 64, 256, 256}), kDims128);
 }
 
 TEST(PlaceOf, EveryShareOfEveryUnitHasOneBlock) {

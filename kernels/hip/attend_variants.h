@@ -20,8 +20,11 @@
 //   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with so many packed
 //   rows, for launches of one tile whose parts the blocks merge themselves (SplitArgs)
 //
-//   X(kernel, format, products, threads, shared)   up-projection of cached rows, for the expanded
-//   form; products: DType of the keys and values that it makes, for attention with such products
+//   X(kernel, nope, value, format, products, threads, shared)   up-projection of cached rows to
+//   keys and values of these dims, for the expanded form; products: DType of the keys and values
+//   that it makes, for attention with such products
+//
+//   X(kernel, nope, value, products, threads, shared)   attention of the expanded form
 #ifndef MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 #define MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 
@@ -40,10 +43,11 @@
   X(mla_attend_64_fp8_page_window, 64, 32, kFp8Page, kBf16, kWindow, 256, 0, false)           \
   X(mla_attend_128_fp8_tensor_products, 128, 64, kFp8Tensor, kFp8E4m3, kDense, 256, 0, false) \
   X(mla_attend_128_fp8_tensor_products_lists, 128, 64, kFp8Tensor, kFp8E4m3, kSparse, 256, 0, false)
-#define MLA_EXPAND_GFX950(X)                          \
-  X(mla_expand, kBf16, kBf16, 256, 0)                 \
-  X(mla_expand_fp8_tensor, kFp8Tensor, kBf16, 256, 0) \
-  X(mla_expand_fp8_row, kFp8Row, kBf16, 256, 0)
+#define MLA_EXPAND_GFX950(X)                                    \
+  X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                 \
+  X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0) \
+  X(mla_expand_fp8_row, 128, 128, kFp8Row, kBf16, 256, 0)
+#define MLA_EXPANDED_GFX950(X) X(mla_attend_expanded, 128, 128, kBf16, 256, 0)
 
 #define MLA_ATTEND_GFX942(X)                                                           \
   X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                        \
@@ -54,10 +58,11 @@
   X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)       \
   X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, false)                \
   X(mla_attend_64_fp8_page_window, 64, 32, kFp8Page, kBf16, kWindow, 256, 0, false)
-#define MLA_EXPAND_GFX942(X)                          \
-  X(mla_expand, kBf16, kBf16, 256, 0)                 \
-  X(mla_expand_fp8_tensor, kFp8Tensor, kBf16, 256, 0) \
-  X(mla_expand_fp8_row, kFp8Row, kBf16, 256, 0)
+#define MLA_EXPAND_GFX942(X)                                    \
+  X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                 \
+  X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0) \
+  X(mla_expand_fp8_row, 128, 128, kFp8Row, kBf16, 256, 0)
+#define MLA_EXPANDED_GFX942(X) X(mla_attend_expanded, 128, 128, kBf16, 256, 0)
 
 #define MLA_ATTEND_SM90(X)                                                                        \
   X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, false)                              \
@@ -81,11 +86,18 @@
 #define MLA_SPLIT_SM90(X)          \
   X(mla_split_16, 16, 256, 223744) \
   X(mla_split_64, 64, 384, 224000)
-#define MLA_EXPAND_SM90(X)                                             \
-  X(mla_expand, kBf16, kBf16, 384, 229568)                             \
-  X(mla_expand_fp8_tensor, kFp8Tensor, kBf16, 384, 229568)             \
-  X(mla_expand_fp8_row, kFp8Row, kBf16, 384, 229568)                   \
-  X(mla_expand_fp8_tensor_products, kFp8Tensor, kFp8E4m3, 384, 229600) \
-  X(mla_expand_fp8_row_products, kFp8Row, kFp8E4m3, 384, 229600)
+#define MLA_EXPAND_SM90(X)                                                       \
+  X(mla_expand, 128, 128, kBf16, kBf16, 384, 229568)                             \
+  X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 384, 229568)             \
+  X(mla_expand_fp8_row, 128, 128, kFp8Row, kBf16, 384, 229568)                   \
+  X(mla_expand_fp8_tensor_products, 128, 128, kFp8Tensor, kFp8E4m3, 384, 229600) \
+  X(mla_expand_fp8_row_products, 128, 128, kFp8Row, kFp8E4m3, 384, 229600)       \
+  X(mla_expand_256, 192, 256, kBf16, kBf16, 384, 229568)                         \
+  X(mla_expand_256_fp8_tensor, 192, 256, kFp8Tensor, kBf16, 384, 229568)         \
+  X(mla_expand_256_fp8_row, 192, 256, kFp8Row, kBf16, 384, 229568)
+#define MLA_EXPANDED_SM90(X)                                       \
+  X(mla_attend_expanded, 128, 128, kBf16, 384, 213632)             \
+  X(mla_attend_expanded_products, 128, 128, kFp8E4m3, 384, 215232) \
+  X(mla_attend_expanded_256, 192, 256, kBf16, 384, 197248)
 
 #endif  // MLA_KERNELS_HIP_ATTEND_VARIANTS_H_

@@ -15,6 +15,16 @@ namespace {
 // launch, and 132 KiB in 18 us, which is more.
 constexpr int64_t kMostBytesInPlace = 40 << 10;
 
+// Of attention with bf16 products, as text: "128/128 or 192/256".
+std::string ExpandedDimsOf(const ArchTraits& arch) {
+  std::string text;
+  for (const ExpandedVariant& v : arch.expanded) {
+    if (v.products != DType::kBf16) continue;
+    absl::StrAppend(&text, text.empty() ? "" : " or ", v.dims.nope, "/", v.dims.value);
+  }
+  return text;
+}
+
 }  // namespace
 
 BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch) {
@@ -25,10 +35,11 @@ BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch) {
   info.device = runtime.name();
   info.arch = runtime.arch();
   info.fp8 = arch.fp8;
-  info.supported =
-      "absorbed form with nope_dim and v_dim multiples of 8, expanded form with both 128; "
-      "kv_lora_rank 512, rope_dim 64, rows of bf16, fp8_tensor or fp8_row, bf16 queries (fp32 "
-      "ones in EXPANDED only), bf16 or fp32 outputs, any heads, query rows and page size";
+  info.supported = absl::StrCat(
+      "absorbed form with nope_dim and v_dim multiples of 8, expanded form with nope_dim/v_dim ",
+      ExpandedDimsOf(arch),
+      "; kv_lora_rank 512, rope_dim 64, rows of bf16, fp8_tensor or fp8_row, bf16 queries (fp32 "
+      "ones in EXPANDED only), bf16 or fp32 outputs, any heads, query rows and page size");
   info.kv_formats.clear();
   for (const KvFormat format : kKvFormats) {
     if (MostRows(arch, format, DType::kBf16, AttentionKind::kDense) > 0) {
@@ -75,14 +86,16 @@ absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
   if (g.nope_dim < 0 || g.nope_dim % 8 != 0) missing = "this nope_dim";
   if (g.v_dim < 0 || g.v_dim % 8 != 0) missing = "this v_dim";
   const bool expanded = desc.form == AttentionForm::kExpanded;
+  const ExpandedDims dims{g.nope_dim, g.v_dim};
   if (windowed) {
     if (expanded || MostRows(arch, desc.kv_format, DType::kBf16, desc.attention) == 0) {
       missing = expanded ? "a window in the expanded form" : "a window over this row format";
     }
     if (desc.entry_format != desc.kv_format) missing = "entries of another format than rows";
     if (desc.products != DType::kBf16) missing = "these products with a window";
-  } else if (expanded ? FindExpand(arch, desc.kv_format, DType::kBf16) == arch.expand.size()
-                      : MostRows(arch, desc.kv_format, DType::kBf16, AttentionKind::kDense) == 0) {
+  } else if (expanded
+                 ? FindExpand(arch, kDims128, desc.kv_format, DType::kBf16) == arch.expand.size()
+                 : MostRows(arch, desc.kv_format, DType::kBf16, AttentionKind::kDense) == 0) {
     missing = "this row format";
   } else if (desc.attention == AttentionKind::kSparse &&
              (expanded || MostRows(arch, desc.kv_format, DType::kBf16, desc.attention) == 0)) {
@@ -92,12 +105,11 @@ absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
     missing = "these products";
   } else if (expanded && desc.products != DType::kBf16 &&
              (info.fp8_prefill_keys == 0 ||
-              FindExpand(arch, desc.kv_format, desc.products) == arch.expand.size())) {
+              FindExpand(arch, dims, desc.kv_format, desc.products) == arch.expand.size())) {
     missing = "these products in the expanded form";
   }
-  if (expanded) {
-    if (g.nope_dim != kExpandedNope) missing = "this nope_dim in the expanded form";
-    if (g.v_dim != kExpandedValue) missing = "this v_dim in the expanded form";
+  if (expanded && !HasExpandedForm(arch, dims)) {
+    missing = "this nope_dim with this v_dim in the expanded form";
   }
   if (missing == nullptr) return absl::OkStatus();
   return absl::UnimplementedError(
@@ -114,6 +126,7 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
     traits.kv_granularity = kExpandedRows;
     traits.item_overhead_rows = 2 * kExpandedRows;
     traits.rounds.cache_bytes = arch.cache_bytes;
+    traits.rounds.dims = {desc.geometry.nope_dim, desc.geometry.v_dim};
     return traits;
   }
   int32_t largest = MostRows(arch, desc.kv_format, desc.products, desc.attention);

@@ -43,12 +43,15 @@
 #if MLA_GFX950
 #define MLA_ATTEND_VARIANTS MLA_ATTEND_GFX950
 #define MLA_EXPAND_VARIANTS MLA_EXPAND_GFX950
+#define MLA_EXPANDED_VARIANTS MLA_EXPANDED_GFX950
 #elif MLA_GFX942
 #define MLA_ATTEND_VARIANTS MLA_ATTEND_GFX942
 #define MLA_EXPAND_VARIANTS MLA_EXPAND_GFX942
+#define MLA_EXPANDED_VARIANTS MLA_EXPANDED_GFX942
 #else
 #define MLA_ATTEND_VARIANTS MLA_ATTEND_SM90
 #define MLA_EXPAND_VARIANTS MLA_EXPAND_SM90
+#define MLA_EXPANDED_VARIANTS MLA_EXPANDED_SM90
 #endif
 
 namespace mla::kernels::hip {
@@ -56,8 +59,10 @@ namespace mla::kernels::hip {
 #if MLA_AMD
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts, kKind>, kKind>;
-template <KvFormat kFormat, DType kProducts>
-using ExpandKernel = Expand<ExpandedConfig, kFormat>;
+template <ExpandedDims kDims, KvFormat kFormat, DType kProducts>
+using ExpandKernel = Expand<ExpandedConfig, kDims, kFormat>;
+template <ExpandedDims kDims, DType kProducts>
+using ExpandedKernel = AttendExpanded<ExpandedConfig, kDims>;
 #else
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
@@ -74,8 +79,18 @@ struct AttendKernelOf<kRows, kFormat, DType::kFp8E4m3, kKind> {
 };
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = typename AttendKernelOf<kRows, kFormat, kProducts, kKind>::Type;
-template <KvFormat kFormat, DType kProducts>
-using ExpandKernel = ExpandWgmma<kFormat, kProducts>;
+template <ExpandedDims kDims, KvFormat kFormat, DType kProducts>
+using ExpandKernel = ExpandWgmma<kDims, kFormat, kProducts>;
+template <ExpandedDims kDims, DType kProducts>
+struct ExpandedKernelOf {
+  using Type = ExpandedWgmma<kDims>;
+};
+template <>
+struct ExpandedKernelOf<kDims128, DType::kFp8E4m3> {
+  using Type = ExpandedE4m3;
+};
+template <ExpandedDims kDims, DType kProducts>
+using ExpandedKernel = typename ExpandedKernelOf<kDims, kProducts>::Type;
 #endif
 
 #define MLA_ATTEND_KERNEL(kernel, rows, tile, format, products, attention, threads, shared, \
@@ -109,31 +124,30 @@ using SplitKernel = std::conditional_t<kRows == 16, AttendSplit<AttendConfig<16>
 MLA_SPLIT_SM90(MLA_SPLIT_KERNEL)
 #endif
 
-#define MLA_EXPAND_KERNEL(kernel, format, products, threads, shared)   \
-  using Of_##kernel = ExpandKernel<KvFormat::format, DType::products>; \
-  static_assert(Of_##kernel::kThreads == threads);                     \
-  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);       \
-  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                \
-      kernel(const MLA_KERNEL_ARGUMENT ExpandArgs args) {              \
-    Of_##kernel::run(args);                                            \
+#define MLA_EXPAND_KERNEL(kernel, nope, value, format, products, threads, shared)                 \
+  using Of_##kernel = ExpandKernel<ExpandedDims{nope, value}, KvFormat::format, DType::products>; \
+  static_assert(Of_##kernel::kThreads == threads);                                                \
+  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                                  \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                                           \
+      kernel(const MLA_KERNEL_ARGUMENT ExpandArgs args) {                                         \
+    Of_##kernel::run(args);                                                                       \
   }
 MLA_EXPAND_VARIANTS(MLA_EXPAND_KERNEL)
 
 #if MLA_AMD
-extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
-    mla_attend_expanded(const ExpandedArgs args) {
-  AttendExpanded<ExpandedConfig>::run(args);
-}
+#define MLA_EXPANDED_BOUNDS(threads) MLA_LAUNCH_BOUNDS_OF_TWO(threads)
 #else
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedWgmma::kThreads)
-    mla_attend_expanded(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
-  ExpandedWgmma::run(args);
-}
-extern "C" __global__ void MLA_LAUNCH_BOUNDS(ExpandedE4m3::kThreads)
-    mla_attend_expanded_products(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {
-  ExpandedE4m3::run(args);
-}
+#define MLA_EXPANDED_BOUNDS(threads) MLA_LAUNCH_BOUNDS(threads)
 #endif
+#define MLA_EXPANDED_KERNEL(kernel, nope, value, products, threads, shared)       \
+  using Of_##kernel = ExpandedKernel<ExpandedDims{nope, value}, DType::products>; \
+  static_assert(Of_##kernel::kThreads == threads);                                \
+  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                  \
+  extern "C" __global__ void MLA_EXPANDED_BOUNDS(threads)                         \
+      kernel(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {                       \
+    Of_##kernel::run(args);                                                       \
+  }
+MLA_EXPANDED_VARIANTS(MLA_EXPANDED_KERNEL)
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(256)
     mla_move(const MLA_KERNEL_ARGUMENT MoveArgs args) {
@@ -232,10 +246,6 @@ static_assert(ProjectRowWide::kSharedBytes == kSm90Traits.project_row_wide_share
 static_assert(ProjectRowDeep::kSharedBytes == kSm90Traits.project_row_deep_shared_bytes);
 static_assert(ProjectRowWide::kColumns == kProjectWideCols);
 static_assert(ProjectRowWide::kDepth == kProjectWideDepth);
-static_assert(ExpandedWgmma::kThreads == kSm90Traits.expanded_threads);
-static_assert(ExpandedWgmma::kSharedBytes == kSm90Traits.expanded_shared_bytes);
-static_assert(ExpandedE4m3::kThreads == kSm90Traits.expanded_products_threads);
-static_assert(ExpandedE4m3::kSharedBytes == kSm90Traits.expanded_products_shared_bytes);
 static_assert(Combine::kSharedBytes == kSm90Traits.combine_shared_bytes);
 static_assert(Project<ProjectConfig>::kSharedBytes == kSm90Traits.project_shared_bytes);
 #endif

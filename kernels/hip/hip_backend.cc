@@ -85,7 +85,8 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
     }
   }
   if (prefill.ok()) {
-    absl::StrAppend(&device.info.fp8_compute, "; 8-bit products in prefill where a row sees ",
+    absl::StrAppend(&device.info.fp8_compute,
+                    "; 8-bit products in prefill with nope_dim/v_dim 128/128 where a row sees ",
                     device.info.fp8_prefill_keys,
                     " keys or more on average, bf16 products where it sees fewer");
   } else if (device.info.fp8_products) {
@@ -165,7 +166,7 @@ int64_t HipBackend::StagedBytes(const BackendLimits& l) const {
 }
 
 int64_t HipBackend::ExpandedWorkspaceBytes(const BackendLimits& l) const {
-  return ExpandedWork::WorkspaceBytes(l, options_.expanded_workspace_bytes);
+  return ExpandedWork::WorkspaceBytes(*device_.arch, l, options_.expanded_workspace_bytes);
 }
 
 int64_t HipBackend::HostWorkspaceSize(const BackendLimits& l) const {
@@ -204,8 +205,8 @@ absl::Status HipBackend::Configure(const BackendLimits& limits) {
 
 absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   limits_ = limits;
-  absl::Status weights = device_.weights.Configure(runtime_.get(), streams_.compute, limits,
-                                                   device_.arch->weight_panels);
+  absl::Status weights =
+      device_.weights.Configure(runtime_.get(), streams_.compute, limits, *device_.arch);
   if (!weights.ok()) return weights;
   const int64_t tables = limits.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
   const int64_t partials =

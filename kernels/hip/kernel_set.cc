@@ -6,7 +6,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/gate/gate_args.h"
 
 namespace mla::kernels::hip {
@@ -49,7 +48,6 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
          &kernels->index_logits);
     find(kIndexSelectKernel, arch.index_select_shared_bytes, &kernels->index_select);
   }
-  find(kExpandedKernel, arch.expanded_shared_bytes, &kernels->attend_expanded);
   for (const AttendVariant& v : arch.attend) {
     find(v.kernel, v.shared_bytes, &kernels->attend.emplace_back());
   }
@@ -60,17 +58,25 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
     Function& into = kernels->expand.emplace_back();
     if (v.products == DType::kBf16) find(v.kernel, v.shared_bytes, &into);
   }
+  for (const ExpandedVariant& v : arch.expanded) {
+    Function& into = kernels->expanded.emplace_back();
+    if (v.products == DType::kBf16) find(v.kernel, v.shared_bytes, &into);
+  }
   return s;
 }
 
 absl::Status FindPrefillKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
                                 KernelSet* kernels) {
-  if (arch.expanded_products_threads == 0) {
+  if (arch.expanded_products_keys == 0) {
     return absl::UnimplementedError(
         absl::StrCat("no kernels are written for ", std::string(arch.arch)));
   }
-  absl::Status s = Find(runtime, module, kExpandedProductsKernel,
-                        arch.expanded_products_shared_bytes, &kernels->attend_expanded_products);
+  absl::Status s;
+  for (size_t i = 0; i < arch.expanded.size() && s.ok(); ++i) {
+    const ExpandedVariant& v = arch.expanded[i];
+    if (v.products == DType::kBf16) continue;
+    s = Find(runtime, module, v.kernel, v.shared_bytes, &kernels->expanded[i]);
+  }
   for (size_t i = 0; i < arch.expand.size() && s.ok(); ++i) {
     const ExpandVariant& v = arch.expand[i];
     if (v.products == DType::kBf16) continue;

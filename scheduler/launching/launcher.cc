@@ -171,7 +171,9 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
     const int32_t least_keys = backend_->Info().fp8_prefill_keys;
     if (form.form == AttentionForm::kExpanded && least_keys > 0 &&
         MeanSeenKeys(form.records.records) >= least_keys) {
-      form.params.desc.products = to->batch.key.products;
+      kernels::AttentionDesc desc = form.params.desc;
+      desc.products = to->batch.key.products;
+      if (backend_->CanRun(desc).ok()) form.params.desc = desc;
     }
     form.params.q_fragments = form.records.fragments.Of(form.records.records.size());
     form.params.windows = form.records.windows;

@@ -12,8 +12,6 @@ using kernels::Expansion;
 using kernels::ExpansionBytes;
 using kernels::kExpandedRows;
 using kernels::kPanelRowBytes;
-using kernels::kPanelsPerHead;
-using kernels::kRestBytes;
 using kernels::kRotatedPanels;
 using kernels::kUnsplit;
 using kernels::PlanView;
@@ -23,7 +21,6 @@ using kernels::WorkInfo;
 
 // A round is two kernels, and a launch has a bounded number of them.
 constexpr int64_t kMaxRounds = 1024;
-constexpr int64_t kPanelsBytes = int64_t{kPanelRowBytes} * kPanelsPerHead;  // a row of one head
 constexpr int64_t kRotatedBytes = int64_t{kPanelRowBytes} * kRotatedPanels;
 
 // What an item costs: its start and end take as long as about two and a half tiles of KV rows.
@@ -91,10 +88,10 @@ absl::StatusOr<RoundView> RoundPlanner::Build(const PlanView& plan,
     return absl::InvalidArgumentError(
         absl::StrCat("rounds.units: got ", traits.units, ", limit 1..", capacity_.units));
   }
-  if (traits.rounds.workspace_bytes < kernels::kLeastRoundWorkspace) {
-    return absl::InvalidArgumentError(absl::StrCat("rounds.workspace_bytes: got ",
-                                                   traits.rounds.workspace_bytes,
-                                                   ", want >= ", kernels::kLeastRoundWorkspace));
+  const int64_t least_bytes = kernels::LeastRoundWorkspace(traits.rounds.dims);
+  if (traits.rounds.workspace_bytes < least_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "rounds.workspace_bytes: got ", traits.rounds.workspace_bytes, ", want >= ", least_bytes));
   }
   traits_ = traits.rounds;
   units_ = traits.units;
@@ -146,7 +143,7 @@ absl::Status RoundPlanner::PlaceSegment(int32_t index, const PlanSegment& segmen
   expansion.segment = index;
   const int64_t padded = Padded(segment.kv_rows);
   const int64_t room = traits_.workspace_bytes - padded * kRotatedBytes;
-  const int64_t heads_fit = room / (padded * kPanelsBytes + kRestBytes);
+  const int64_t heads_fit = room / traits_.dims.head_bytes(padded);
   if (room > 0 && heads_fit > 0) {
     // Evenly over as few rounds as it takes, so that none is nearly empty.
     const int64_t parts = (segment.num_heads + heads_fit - 1) / heads_fit;
@@ -156,16 +153,18 @@ absl::Status RoundPlanner::PlaceSegment(int32_t index, const PlanSegment& segmen
     for (int32_t head = 0; head < segment.num_heads; head += placed.heads_per_expansion) {
       expansion.head_begin = head;
       expansion.heads = std::min(placed.heads_per_expansion, segment.num_heads - head);
-      const bool fits = used + ExpansionBytes(padded, expansion.heads) <= traits_.workspace_bytes;
+      const bool fits =
+          used + ExpansionBytes(traits_.dims, padded, expansion.heads) <= traits_.workspace_bytes;
       if (absl::Status s = AddExpansion(expansion, !fits, used); !s.ok()) return s;
     }
     return absl::OkStatus();
   }
   if (segment.q_rows > traits_.carry_rows) return Misfit("query rows", traits_.carry_rows);
   placed.heads_per_expansion = 1;
-  const int64_t tile_bytes = (kPanelsBytes + kRotatedBytes) * kExpandedRows;
+  const int64_t tile_bytes = (PanelsBytes() + kRotatedBytes) * kExpandedRows;
   placed.rows_per_chunk =
-      static_cast<int32_t>((traits_.workspace_bytes - kRestBytes) / tile_bytes) * kExpandedRows;
+      static_cast<int32_t>((traits_.workspace_bytes - traits_.dims.rest_bytes()) / tile_bytes) *
+      kExpandedRows;
   expansion.heads = 1;
   for (int32_t head = 0; head < segment.num_heads; ++head) {
     expansion.head_begin = head;
@@ -196,10 +195,10 @@ absl::Status RoundPlanner::AddExpansion(const Expansion& expansion, bool new_rou
   placed.first_pair = round.pairs;
   placed.first_head = round.heads;
   round.heads += placed.heads;
-  used += ExpansionBytes(placed.padded_rows, placed.heads);
+  used += ExpansionBytes(traits_.dims, placed.padded_rows, placed.heads);
   round.pairs += placed.padded_rows / kExpandedRows * placed.heads;
   // Sections count through a round: as many heads as the cache holds have one number.
-  const int64_t head_bytes = int64_t{placed.padded_rows} * kPanelsBytes;
+  const int64_t head_bytes = int64_t{placed.padded_rows} * PanelsBytes();
   const int64_t sections =
       (placed.heads * head_bytes + traits_.cache_bytes - 1) / traits_.cache_bytes;
   const int32_t section =
@@ -333,7 +332,7 @@ ExpandedItem RoundPlanner::MakeItem(const Entry& entry) const {
   }
   const int64_t offset = int64_t{item.work.kv_begin - s.kv_begin} * kPanelRowBytes;
   item.panel_bytes = int64_t{s.padded_rows} * kPanelRowBytes;
-  const int64_t head_bytes = kPanelsPerHead * item.panel_bytes + kRestBytes;
+  const int64_t head_bytes = traits_.dims.head_bytes(s.padded_rows);
   item.keys = s.base + (tile.head - s.head_begin) * head_bytes + offset;
   item.rotated = s.base + s.heads * head_bytes + offset;
   return item;

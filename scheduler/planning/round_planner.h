@@ -99,6 +99,8 @@ class RoundPlanner final {
   absl::Status AddEntry(int32_t tile_index, int32_t expansion);
   int32_t RoundOf(const Entry& entry) const { return static_cast<int32_t>(entry.key >> 48); }
   kernels::ExpandedItem MakeItem(const Entry& entry) const;
+  // Of a row of one head's keys and values.
+  int64_t PanelsBytes() const { return int64_t{kernels::kPanelRowBytes} * traits_.dims.panels(); }
 
   const RoundCapacity capacity_;
   // Of the Build that runs.

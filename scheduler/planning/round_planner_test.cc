@@ -12,14 +12,15 @@
 namespace mla::scheduler {
 namespace {
 
+using kernels::ExpandedDims;
 using kernels::ExpandedItem;
 using kernels::Expansion;
+using kernels::kDims128;
+using kernels::kDims256;
 using kernels::kExpandedRows;
-using kernels::kLeastRoundWorkspace;
 using kernels::kPanelRowBytes;
-using kernels::kPanelsPerHead;
-using kernels::kRestBytes;
 using kernels::kRotatedPanels;
+using kernels::LeastRoundWorkspace;
 using ::testing::HasSubstr;
 
 struct Batch {
@@ -66,10 +67,11 @@ struct Batch {
 
 constexpr int32_t kFirstCarry = 1000000;
 
-kernels::PlanTraits Traits(int32_t units, int64_t workspace) {
+kernels::PlanTraits Traits(int32_t units, int64_t workspace, ExpandedDims dims = kDims128) {
   kernels::PlanTraits traits;
   traits.units = units;
   traits.rounds.workspace_bytes = workspace;
+  traits.rounds.dims = dims;
   traits.rounds.first_carry_row = kFirstCarry;
   traits.rounds.carry_rows = 4096;
   return traits;
@@ -88,10 +90,6 @@ struct Built {
   RoundBuffers buffers{kCapacity};
   kernels::RoundView view;
 };
-
-int64_t HeadBytes(const Expansion& s) {
-  return int64_t{s.padded_rows} * kPanelRowBytes * kPanelsPerHead + kRestBytes;
-}
 
 // Walks a plan as the device does and checks everything it relies on.
 class Checker {
@@ -182,6 +180,12 @@ class Checker {
     EXPECT_EQ(seen_.size(), tiles);
   }
 
+  // Keys and values of a row, and values of the first rows once more.
+  int64_t HeadBytes(const Expansion& s) const {
+    const ExpandedDims& dims = traits_.rounds.dims;
+    return (int64_t{s.padded_rows} * (dims.nope + dims.value) + kExpandedRows * dims.value) * 2;
+  }
+
   const kernels::RoundView& view_;
   const kernels::PlanTraits& traits_;
   const Batch& batch_;
@@ -211,25 +215,29 @@ TEST(RoundPlannerTest, OneRoundWhereAllFits) {
 TEST(RoundPlannerTest, HeadsAreDividedEvenlyOverRounds) {
   Batch batch;
   batch.Add(256, 1024, 10, 1);
-  // Room for seven heads of 1024 rows.
-  const kernels::PlanTraits traits =
-      Traits(4, 7 * (1024 * 512 + kRestBytes) + 1024 * kPanelRowBytes);
-  const Built plan(traits, batch);
-  ASSERT_EQ(plan.view.expansions.size(), 2u);
-  EXPECT_EQ(plan.view.expansions[0].heads, 5);
-  EXPECT_EQ(plan.view.expansions[1].heads, 5);
-  Check(plan, traits, batch);
+  for (const auto& [dims, row_bytes] : {std::pair(kDims128, 512), std::pair(kDims256, 896)}) {
+    // Room for seven heads of 1024 rows.
+    const kernels::PlanTraits traits =
+        Traits(4, 7 * (1024 * row_bytes + 256 * dims.value) + 1024 * kPanelRowBytes, dims);
+    const Built plan(traits, batch);
+    ASSERT_EQ(plan.view.expansions.size(), 2u);
+    EXPECT_EQ(plan.view.expansions[0].heads, 5);
+    EXPECT_EQ(plan.view.expansions[1].heads, 5);
+    Check(plan, traits, batch);
+  }
 }
 
 TEST(RoundPlannerTest, ContextBeyondTheWorkspaceIsCarried) {
   Batch batch;
   batch.Add(200, 1000, 2, 1);
-  const kernels::PlanTraits traits = Traits(3, 4 * kLeastRoundWorkspace);
-  const Built plan(traits, batch);
-  EXPECT_GT(plan.view.rounds.size(), 3u);
-  Check(plan, traits, batch);
-  EXPECT_TRUE(std::any_of(plan.view.items.begin(), plan.view.items.end(),
-                          [](const auto& item) { return item.carried_row >= kFirstCarry; }));
+  for (const ExpandedDims& dims : {kDims128, kDims256}) {
+    const kernels::PlanTraits traits = Traits(3, 4 * LeastRoundWorkspace(dims), dims);
+    const Built plan(traits, batch);
+    EXPECT_GT(plan.view.rounds.size(), 3u);
+    Check(plan, traits, batch);
+    EXPECT_TRUE(std::any_of(plan.view.items.begin(), plan.view.items.end(),
+                            [](const auto& item) { return item.carried_row >= kFirstCarry; }));
+  }
 }
 
 TEST(RoundPlannerTest, CutsAreKeptWhereUnitsWouldIdle) {
@@ -276,7 +284,9 @@ TEST(RoundPlannerTest, RandomBatches) {
       const int32_t q_rows = pick(400);
       batch.Add(q_rows, q_rows + pick(1500), 1 + pick(5), pieces);
     }
-    const kernels::PlanTraits traits = Traits(1 + pick(20), kLeastRoundWorkspace * (1 + pick(40)));
+    const ExpandedDims dims = i % 2 == 0 ? kDims128 : kDims256;
+    const kernels::PlanTraits traits =
+        Traits(1 + pick(20), LeastRoundWorkspace(dims) * (1 + pick(40)), dims);
     const Built plan(traits, batch);
     Check(plan, traits, batch);
     if (HasFatalFailure()) return;
@@ -292,7 +302,9 @@ TEST(RoundPlannerTest, LimitsAreNamed) {
     return planner.Build(batch.View(), batch.segments, traits, buffers).status();
   };
   EXPECT_THAT(status(Traits(1, 1000), kCapacity).message(),
-              HasSubstr("rounds.workspace_bytes: got 1000, want >= "));
+              HasSubstr("rounds.workspace_bytes: got 1000, want >= 114688"));
+  EXPECT_THAT(status(Traits(1, 196607, kDims256), kCapacity).message(),
+              HasSubstr("rounds.workspace_bytes: got 196607, want >= 196608"));
   EXPECT_THAT(status(Traits(0, 1 << 20), kCapacity).message(), HasSubstr("rounds.units: got 0"));
   EXPECT_THAT(status(Traits(201, 1 << 20), kCapacity).message(),
               HasSubstr("rounds.units: got 201, limit 1..200"));

@@ -3,7 +3,7 @@
 //
 //   gpu_conformance [--shapes N] [--seed S] [--first I] [--threads T] [--large N]
 //                   [--prefill N] [--edges N] [--wide N] [--spread N]
-//                   [--form absorbed|expanded]
+//                   [--form absorbed|expanded] [--dims 128,128]
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
 //                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
@@ -21,6 +21,9 @@
 // computes about 10^8 products a second:
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
+//
+// --dims: nope_dim and v_dim of all shapes; without it shapes are of 128,128 and some of 192,256,
+// sampled ones and such of the expanded form.
 //
 // --kv lists the formats that rows are drawn from (bf16). --compute fp8 multiplies rows of 8 bits
 // in e4m3 and runs no others. --attention v32: the sampled shapes have index lists, and no others
@@ -73,7 +76,8 @@ struct Flags {
   bool sparse = false;    // of DeepSeek V3.2
   bool windowed = false;  // of DeepSeek V4
   bool fp8 = false;
-  std::string form;  // of the attention itself; empty: both
+  std::string form;           // of the attention itself; empty: both
+  std::vector<int32_t> dims;  // nope_dim and v_dim; empty: those that have kernels of their own
   int64_t expanded_workspace = 0;
   int64_t first_byte = 0;  // of the pool that pages may use
   int64_t watchdog_ms = 600000;
@@ -84,6 +88,7 @@ struct Flags {
   SamplerOptions sampler;
 };
 
+constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
 constexpr int32_t kMostKeys = 1 << 20;
 constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
 
@@ -150,6 +155,10 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   if (name == "--heads") return Integers(name, value, 65535, &sampler.heads);
   if (name == "--page-sizes") return Integers(name, value, 1 << 20, &sampler.page_sizes);
   if (name == "--units") return Integers(name, value, 4096, &sampler.units);
+  if (name == "--dims") {
+    return Integers(name, value, 512, &flags.dims) &&
+           (flags.dims.size() == 2 || Refuse(name, value, "nope_dim and v_dim"));
+  }
   if (name == "--kv") return Formats(name, value, &sampler.kv_formats);
   if (name == "--typical-flop") return Flop(name, value, &sampler.typical_flop);
   if (name == "--seed") {
@@ -296,6 +305,17 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
       if (wanted(spec)) cases.push_back(spec);
     }
   }
+  if (!flags.dims.empty()) return cases;
+  // Other dims have kernels of their own in the expanded form alone.
+  SamplerOptions wide = sampler;
+  wide.full = kWide;
+  for (std::vector<CaseSpec> directed :
+       {EdgeCases(wide, first, flags.edges), PrefillCases(wide, flags.prefill)}) {
+    for (CaseSpec& spec : directed) {
+      const bool small = !flags.max_flop_given || spec.Flop() <= sampler.max_flop;
+      if (spec.route == Route::kExpanded && small && wanted(spec)) cases.push_back(spec);
+    }
+  }
   return cases;
 }
 
@@ -317,7 +337,11 @@ absl::StatusOr<std::vector<CaseSpec>> DirectedCases(const Flags& flags,
 absl::StatusOr<SuiteOptions> Suite(const Flags& flags, const Gpu& gpu) {
   SuiteOptions options;
   SamplerOptions sampler = flags.sampler;
-  sampler.geometries = {{1, 512, 64, 128, 128}};  // what the backend declares as supported
+  sampler.geometries = {kWide, {1, 512, 64, 128, 128}};  // the second is drawn more often
+  if (!flags.dims.empty()) {
+    sampler.full = {1, 512, 64, flags.dims[0], flags.dims[1]};
+    sampler.geometries = {sampler.full};
+  }
   auto directed = DirectedCases(flags, sampler, *gpu.backend);
   if (!directed.ok()) return directed.status();
   options.cases = SupportedCases(flags, sampler, *gpu.backend);

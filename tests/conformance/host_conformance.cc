@@ -131,7 +131,12 @@ constexpr const char* kDirected[] = {
     "absorbed:64:1,16000,64:256",     "absorbed:8:6,200,16/2,65,16:2",
     "absorbed:20:3,140,64/7,31,64:3",
 };
-// The same with index lists.
+// The same of the expanded form with wider heads, and of what there is where that is not supported.
+constexpr const char* kDirectedWide[] = {
+    "expanded:2:130,300,16:2",     "expanded:1:257,0,3/3,500,3:1", "expanded:3:64,129,64,full:4",
+    "expanded:2:1,90,7/70,60,7:1", "expanded:1:300,0,64/65,0,1:3", "project:3:3,200,16/9,31,16:2",
+};
+// With index lists.
 constexpr const char* kDirectedLists[] = {
     "v32:128:2,1200,64/1,33,64:1", "v32:16:1,900,1/3,0,4/6,700,3:2", "v32:64:7,400,16:7",
     "v32:8:1,5000,64/2,40,64:9",   "v32:20:3,333,1/1,0,64:1",        "v32:129:1,600,128/1,1,3:2",
@@ -153,7 +158,8 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
 std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& backend) {
   SamplerOptions sampler;
   sampler.seed = flags.seed;
-  sampler.geometries = {{1, 512, 64, 128, 128}};
+  const kernels::Geometry wide{1, 512, 64, 192, 256};
+  sampler.geometries = {wide, {1, 512, 64, 128, 128}};
   sampler.typical_flop = 2e6;
   sampler.max_flop = 1e7;
   std::vector<CaseSpec> wanted;
@@ -165,6 +171,12 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
       auto spec = ParseCase(of_format, 5000000 + i, kDirected[i % kGroup]);
       if (spec.ok()) wanted.push_back(*std::move(spec));
     }
+    of_format.full = wide;
+    for (size_t i = 0; i < std::size(kDirectedWide); ++i) {
+      auto spec = ParseCase(of_format, 6000000 + i, kDirectedWide[i]);
+      if (spec.ok()) wanted.push_back(*std::move(spec));
+    }
+    of_format.full = sampler.full;
     for (size_t i = 0; i < (kSlow ? 2 : 6) * std::size(kDirectedLists); ++i) {
       auto spec =
           ParseCase(of_format, 7000000 + i * 7, kDirectedLists[i % std::size(kDirectedLists)]);

@@ -101,6 +101,33 @@ TEST_F(EngineExpandedTest, RowsBelowTheTurningPointTakeTheAbsorbedForm) {
   EXPECT_GT(control_->expanded_launches, 0);
 }
 
+// Heads of 192/256 have kernels of their own on sm_90.
+TEST_F(EngineExpandedTest, PromptsOfWiderHeadsTakeTheExpandedForm) {
+  constexpr int kRows = kExpandedFormRowsWide;
+  scheduler::Limits limits = ExpandedEngine::Limits(1);
+  limits.max_v_dim = kDims256.value;
+  limits.weights_bytes = int64_t{kDims256.nope + kDims256.value} * ExpandedEngine::kLora * 2;
+  limits.launch_rows = limits.launch_packed_rows = limits.prefill_rows = kRows;
+  const auto run = [&](std::unique_ptr<AttentionBackend> backend) {
+    ExpandedEngine engine(std::move(backend), 1, limits, /*upload=*/true, kDims256);
+    const auto seq = engine.harness().Open();
+    EXPECT_TRUE(engine.Begin(1, seq, 0, kRows).ok());
+    auto request = engine.Attend(1, 0, kRows, 1);
+    engine.Settle();
+    return request;
+  };
+  HipBackendOptions options = Options();
+  control_->arch = "sm_90";
+  options.images = {Image("sm_90", kImage90)};
+  options.vendor = Vendor::kNvidia;
+  auto backend = HipBackend::Create(options);
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  control_->expanded_launches = 0;
+  const auto got = run(*std::move(backend));
+  EXPECT_EQ(control_->expanded_launches, 1);
+  ExpectSame(*got, *run(nullptr));
+}
+
 // The rounds of a plan are found again by its lengths, on the host and on the device.
 TEST_F(EngineExpandedTest, APromptOfTheSameLengthsUploadsNoRounds) {
   ExpandedEngine gpu(Gpu());

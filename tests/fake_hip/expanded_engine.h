@@ -10,12 +10,14 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/round_info.h"
 #include "scheduler/testing/engine_harness.h"
 
 namespace mla::kernels::hip {
 
-// From this many rows of a request on the GPU takes the expanded form (128/128 dims).
-inline constexpr int kExpandedFormRows = 129;
+// From this many rows of a request on the GPU takes the expanded form: of heads of 128/128 dims,
+// and of 192/256.
+inline constexpr int kExpandedFormRows = 129, kExpandedFormRowsWide = 299;
 
 class ExpandedEngine {
  public:
@@ -48,12 +50,13 @@ class ExpandedEngine {
   explicit ExpandedEngine(std::unique_ptr<AttentionBackend> backend, bool upload = true)
       : ExpandedEngine(std::move(backend), 2, Limits(), upload) {}
   ExpandedEngine(std::unique_ptr<AttentionBackend> backend, int heads,
-                 const scheduler::Limits& limits, bool upload = true)
-      : heads_(heads) {
+                 const scheduler::Limits& limits, bool upload = true,
+                 const ExpandedDims& dims = kDims128)
+      : heads_(heads), dims_(dims) {
     scheduler::testing::HarnessOptions options;
     options.limits = limits;
     options.model = scheduler::testing::TinyModel();
-    options.model.geometry = {heads, kLora, kRope, kDim, kDim};
+    options.model.geometry = {heads, kLora, kRope, dims.nope, dims.value};
     options.model.layers = 1;
     options.model.softmax_scale = 0.07;
     options.backend = std::move(backend);
@@ -68,7 +71,7 @@ class ExpandedEngine {
   scheduler::StreamId stream() const { return stream_; }
 
   absl::Status Upload(scheduler::UploadId upload) {
-    std::vector<Bf16> weights(size_t(heads_) * 2 * kDim * kLora);
+    std::vector<Bf16> weights(size_t(heads_) * size_t(dims_.nope + dims_.value) * kLora);
     const Row values = scheduler::testing::MakeRow(77, static_cast<int>(weights.size()));
     for (size_t i = 0; i < weights.size(); ++i) weights[i] = ToBf16(0.05f * values[i]);
     scheduler::ModelTable& models = h_->core().models();
@@ -126,14 +129,14 @@ class ExpandedEngine {
     for (int row = row_begin; row < row_begin + rows; ++row) {
       for (int h = head; h < head + heads; ++h) {
         const uint64_t of_head = (key * 1000 + row) * heads_ + h;
-        for (const float v : scheduler::testing::MakeRow(900000 + of_head, kDim + kRope)) {
+        for (const float v : scheduler::testing::MakeRow(900000 + of_head, dims_.nope + kRope)) {
           request->queries.push_back(ToBf16(v));
         }
       }
     }
     request->attend.profile = scheduler::Profile::kExpanded;
     request->attend.q = reinterpret_cast<const std::byte*>(request->queries.data());
-    request->output.assign(size_t(rows) * heads * kDim, NAN);
+    request->output.assign(size_t(rows) * heads * dims_.value, NAN);
     request->attend.o = reinterpret_cast<std::byte*>(request->output.data());
     return request;
   }
@@ -148,6 +151,7 @@ class ExpandedEngine {
 
  private:
   const int heads_;
+  const ExpandedDims dims_;
   std::unique_ptr<scheduler::testing::EngineHarness> h_;
   scheduler::StreamId stream_ = 0;
 };

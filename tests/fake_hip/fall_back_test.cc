@@ -162,10 +162,31 @@ TEST_F(PrefillFallBackTest, ImageWithoutItsKernels) {
   Expect(false, "; bf16 products in prefill: GPU module function: ");
 }
 
+// Their kernels are of bf16 products, and so they stay with these whatever the model asks for.
+TEST_F(PrefillFallBackTest, WiderHeadsHaveNoProductsOf8BitsInPrefill) {
+  options_.self_test = false;
+  auto backend = HipBackend::Create(options_);
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  EXPECT_THAT((*backend)->Info().fp8_compute, HasSubstr("in prefill with nope_dim/v_dim 128/128"));
+  EXPECT_THAT((*backend)->Info().supported, HasSubstr("nope_dim/v_dim 128/128 or 192/256;"));
+  AttentionDesc desc;
+  desc.geometry = {16, 512, 64, 192, 256};
+  desc.kv_format = KvFormat::kFp8Row;
+  desc.form = AttentionForm::kExpanded;
+  EXPECT_TRUE((*backend)->CanRun(desc).ok());
+  desc.products = DType::kFp8E4m3;
+  EXPECT_THAT((*backend)->CanRun(desc).message(),
+              HasSubstr("missing: these products in the expanded form"));
+  desc.products = DType::kBf16;
+  desc.geometry.nope_dim = 128;
+  EXPECT_THAT((*backend)->CanRun(desc).message(),
+              HasSubstr("missing: this nope_dim with this v_dim in the expanded form"));
+}
+
 TEST_F(PrefillFallBackTest, WrongAnswersOfItsKernels) {
   options_.self_test = true;
   control_->wrong_results = true;
-  for (const char* kernel : {kExpandedProductsKernel, "mla_expand_fp8_row_products"}) {
+  for (const char* kernel : {"mla_attend_expanded_products", "mla_expand_fp8_row_products"}) {
     control_->wrong_kernel = kernel;
     Expect(false, "; bf16 products in prefill: expanded form, 150 keys, fp8_");
   }

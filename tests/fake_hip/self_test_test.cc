@@ -61,8 +61,8 @@ TEST_F(SelfTestTest, NoticesRoundedLatentOutputs) {
 }
 
 std::vector<std::string> KernelsOf(const ArchTraits& arch) {
-  std::vector<std::string> kernels = {kMoveKernel,    kDigestKernel,  kAppendKernel,
-                                      kCombineKernel, kProjectKernel, kExpandedKernel};
+  std::vector<std::string> kernels = {kMoveKernel, kDigestKernel, kAppendKernel, kCombineKernel,
+                                      kProjectKernel};
   if (arch.arch == kSm90Traits.arch) {
     kernels.emplace_back(kCopyTensorsKernel);
     kernels.emplace_back(kGateKernel);
@@ -79,6 +79,9 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
   }
   for (const AttendVariant& v : arch.attend) kernels.push_back(v.kernel);
   for (const SplitVariant& v : arch.split) kernels.push_back(v.kernel);
+  for (const ExpandedVariant& v : arch.expanded) {
+    if (v.products == DType::kBf16) kernels.push_back(v.kernel);
+  }
   for (const ExpandVariant& v : arch.expand) {
     if (v.products == DType::kBf16) kernels.push_back(v.kernel);  // others: fall_back_test.cc
   }

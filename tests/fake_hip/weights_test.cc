@@ -152,7 +152,7 @@ TEST_F(WeightsTest, FreeRoomInPiecesIsJoined) {
 // Room of `gap` heads before a model of `heads` heads, and of two behind it: two heads more than
 // the gap come, for which the model moves.
 TEST_F(WeightsTest, AMoveTakesFewCopies) {
-  constexpr int64_t kWorkspace = kLeastRoundWorkspace;
+  constexpr int64_t kWorkspace = LeastRoundWorkspace(kDims128);
   const int64_t head = BytesOf(OfHeads(1));
   ASSERT_GT(kWorkspace, 2 * head);
   ASSERT_LT(kWorkspace, 2 * 4 * head);

@@ -17,16 +17,16 @@
 
 namespace mla::kernels::hip {
 
-template <class C>
+template <class C, ExpandedDims kDims>
 class AttendExpanded {
  public:
   using W = tile::Wave<C::kWaveRows>;
   static constexpr int kWaves = C::kRowWaves;
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kTile = C::kExpandedTile;
-  static constexpr int kDim = kExpandedNope + kExpandedRope;
+  static constexpr int kDim = kDims.nope + kExpandedRope;
   static constexpr int kPanelBytes = kTile * 128;
-  static constexpr int kKPanels = kDim / 64, kVPanels = kExpandedValue / 64;
+  static constexpr int kKPanels = kDim / 64, kVPanels = kDims.value_panels();
   static constexpr int kStageBytes = (kKPanels + kVPanels) * kPanelBytes;
   static constexpr int kSharedBytes = C::kExpandedStages * kStageBytes;
   static_assert(C::kRowWaves * C::kWaveRows == kExpandedRows && kExpandedRows % kTile == 0);
@@ -41,7 +41,7 @@ class AttendExpanded {
   using lds_t = tile::lds_t;
   static constexpr int kStages = C::kExpandedStages;
   static constexpr int kScoreFragments = kTile / W::kScoreCols;
-  static constexpr int kOutFragments = kExpandedValue / W::kOutCols;
+  static constexpr int kOutFragments = kDims.value / W::kOutCols;
   static constexpr int kScoreSteps = kDim / W::kDepth;
   static constexpr int kPvSteps = kTile / W::kPvDepth;
   static constexpr int kRowsPerCopy = tile::kWave / 8;
@@ -107,7 +107,7 @@ class AttendExpanded {
     Sources from{args.workspace + e.keys + inside, args.workspace + e.rotated + inside,
                  e.panel_bytes};
     const bool few = sees_few(item);
-    const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
+    const uint8_t* rests = args.workspace + e.keys + kDims.panels() * e.panel_bytes;
     block_barrier();  // the previous item's readers are done with shared memory
     typename W::Q queries[kScoreSteps];
     QueryLoader(item).load<W, PlainOrder<W>>(own, lane, queries);
@@ -171,7 +171,7 @@ class AttendExpanded {
     if (lse == negative_infinity()) return;
     state.softmax.origin[slot] = lse * kLog2e;
     state.softmax.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
-    const float* o = args.partial_o + row * kExpandedValue;
+    const float* o = args.partial_o + row * kDims.value;
     const float unscaled = 1.0f / item.segment->kv_scale;
 #pragma unroll
     for (int f = 0; f < kOutFragments; ++f) {
@@ -266,7 +266,7 @@ class AttendExpanded {
   // --- Results.
   MLA_DEVICE void finish(const Item& item, State& state) const {
     const AttendArgs results = results_of(args);
-    const RowWriter<W, kOutFragments> writer(results, item, kExpandedValue, 0);
+    const RowWriter<W, kOutFragments> writer(results, item, kDims.value, 0);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       RowScale scale(state.softmax.origin[slot], W::row_sum(state.softmax.sum[slot]));

@@ -14,7 +14,7 @@
 
 namespace mla::kernels::hip {
 
-template <class C, KvFormat kFormat>
+template <class C, ExpandedDims kDims, KvFormat kFormat>
 class Expand {
  public:
   struct Dims {
@@ -29,11 +29,11 @@ class Expand {
   static constexpr int kStageBytes = 3 * kTileBytes;
   static constexpr int kSharedBytes = C::kExpandStages * kStageBytes;
   static_assert(C::kRowWaves * C::kWaveRows == kExpandedRows);
-  static_assert(kExpandedNope == 128 && kExpandedValue == 128);
+  static_assert(kDims == kDims128);
 
   MLA_DEVICE static void run(const ExpandArgs& args) {
     Expand self(args);
-    for (ExpandPairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
+    for (ExpandPairs<kDims> pairs(args, block_index()); !pairs.done(); pairs.next()) {
       if (pairs.head == 0) copy_rotated<kFormat>(pairs, thread_index(), kThreads);
       self.expand(pairs);
     }
@@ -44,15 +44,15 @@ class Expand {
   static constexpr int kSteps = kExpandedLora / kDepth;
   static constexpr int kRowStepBytes = kDepth * (Layout::kFp8 ? 1 : 2);
   static constexpr int kStages = C::kExpandStages;
-  static constexpr int kKeys = kExpandedNope / C::kColWaves / W::kScoreCols;
-  static constexpr int kValues = kExpandedValue / C::kColWaves / W::kOutCols;
+  static constexpr int kKeys = kDims.nope / C::kColWaves / W::kScoreCols;
+  static constexpr int kValues = kDims.value / C::kColWaves / W::kOutCols;
   // Rows of 128 bytes that all waves copy at once, and how often that is for an operand.
   static constexpr int kRowsPerCopy = tile::kWave / 8;
   static constexpr int kRowsAtOnce = kWaves * kRowsPerCopy;
   static constexpr int kCopies = 128 / kRowsAtOnce;
   static_assert(kCopies * kRowsAtOnce == 128 && 64 % kRowsAtOnce == 0);
-  static_assert(kKeys * C::kColWaves * W::kScoreCols == kExpandedNope);
-  static_assert(kValues * C::kColWaves * W::kOutCols == kExpandedValue);
+  static_assert(kKeys * C::kColWaves * W::kScoreCols == kDims.nope);
+  static_assert(kValues * C::kColWaves * W::kOutCols == kDims.value);
 
   struct Sources {  // of this lane, at depth 0
     const uint8_t* rows[kCopies];
@@ -92,7 +92,7 @@ class Expand {
     return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
   }
   // Scales of 8-bit rows are waited for at once, so that no wait for them is left in the loop.
-  MLA_DEVICE Sources find(const ExpandPairs& pairs, Scales& scales) const {
+  MLA_DEVICE Sources find(const ExpandPairs<kDims>& pairs, Scales& scales) const {
     Sources from;
     const int chunk = (lane & 7) ^ tile::swizzle(copied_row(0));
     const PagedRows pages = pairs.pages();
@@ -116,8 +116,8 @@ class Expand {
     }
     from.w_uk =
         reinterpret_cast<const uint8_t*>(pairs.w_uk() + copied_row(0) * kExpandedLora) + chunk * 16;
-    from.w_uv = reinterpret_cast<const uint8_t*>(pairs.w_uv() + copied_row(0) * kExpandedValue) +
-                chunk * 16;
+    from.w_uv =
+        reinterpret_cast<const uint8_t*>(pairs.w_uv() + copied_row(0) * kDims.value) + chunk * 16;
     return from;
   }
 
@@ -132,7 +132,7 @@ class Expand {
         source = from.w_uk + i * (kRowsAtOnce * kExpandedLora * 2);
       } else {
         constexpr int row = i * kRowsAtOnce % 64, block = i * kRowsAtOnce / 64;
-        source = from.w_uv + block * 128 + row * (kExpandedValue * 2);
+        source = from.w_uv + block * 128 + row * (kDims.value * 2);
       }
       copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane, source);
       issue<kIndex + 1>(from, stage);
@@ -150,13 +150,13 @@ class Expand {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) from.rows[i] += kRowStepBytes;
     from.w_uk += kDepth * 2;
-    from.w_uv += kDepth * kExpandedValue * 2;
+    from.w_uv += kDepth * kDims.value * 2;
   }
   MLA_DEVICE lds_t base(int stage) const {
     return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
   }
 
-  MLA_DEVICE void expand(const ExpandPairs& pairs) {
+  MLA_DEVICE void expand(const ExpandPairs<kDims>& pairs) {
     Scales scales;
     Sources from = find(pairs, scales);
     Sums sums;
@@ -246,7 +246,7 @@ class Expand {
         });
   }
 
-  MLA_DEVICE void store(const ExpandPairs& pairs, const Sums& sums) const {
+  MLA_DEVICE void store(const ExpandPairs<kDims>& pairs, const Sums& sums) const {
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int row = row_wave * C::kWaveRows + W::row(lane, slot);
@@ -268,7 +268,8 @@ class Expand {
         for (int i = 0; i < W::kOutElems; i += W::kRun) {
           if (W::out_slot(i) != slot) continue;
           const int column = W::out_col(lane, col_wave * kValues + f, i);
-          store_run_at(pairs.panel(2 + (column >> 6)), row, column, exists, [&](int j) {
+          uint8_t* const values = pairs.panel(kDims.key_panels() + (column >> 6));
+          store_run_at(values, row, column, exists, [&](int j) {
             return only_finite(pack_bf16(sums.values[f].at(i + j), sums.values[f].at(i + j + 1)));
           });
           uint8_t* rests = pairs.rest_panel(column >> 6);

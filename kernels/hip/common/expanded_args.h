@@ -6,7 +6,7 @@
 // contiguous copy per panel.
 //
 // The rests are what rounding took from the values of the segment's first kExpandedRows rows, as
-// two panels of so many rows (undefined in expansions that begin later): where a query row sees few
+// panels of so many rows (undefined in expansions that begin later): where a query row sees few
 // keys, roundings do not average out, and values and probabilities are multiplied with their rests
 // too.
 //
@@ -26,20 +26,17 @@
 
 namespace mla::kernels::hip {
 
-inline constexpr char kExpandedKernel[] = "mla_attend_expanded";
-inline constexpr char kExpandedProductsKernel[] = "mla_attend_expanded_products";  // of 8 bits
+inline constexpr char kExpandedPrefix[] = "mla_attend_expanded";  // of attention's kernels
 
-// The dims that the kernels are written for.
 inline constexpr int32_t kExpandedLora = 512;
+using kernels::ExpandedDims;
 using kernels::ExpandedItem;
 using kernels::Expansion;
-using kernels::kExpandedNope;
+using kernels::kDims128;
+using kernels::kDims256;
 using kernels::kExpandedRope;
 using kernels::kExpandedRows;
-using kernels::kExpandedValue;
 using kernels::kPanelRowBytes;
-using kernels::kPanelsPerHead;
-using kernels::kRestBytes;
 using kernels::kRestPanelBytes;
 using kernels::kRotatedPanels;
 // A query row that sees no more keys than this sees few.
@@ -72,7 +69,7 @@ struct ExpandedArgs {
   const ExpandedItem* items;
   const int32_t* unit_indptr;
   const uint8_t* workspace;
-  float* partial_o;    // [rows, kExpandedValue], normalised
+  float* partial_o;    // [rows, ExpandedDims::value], normalised
   float* partial_lse;  // [rows], natural log
   int32_t o_is_f32;
 };

@@ -8,6 +8,7 @@
 namespace mla::kernels::hip {
 
 // The pairs of one block, in order. Roles of a block walk copies of it in step.
+template <ExpandedDims kDims>
 class ExpandPairs {
  public:
   MLA_DEVICE explicit ExpandPairs(const ExpandArgs& a, int block_number)
@@ -41,11 +42,11 @@ class ExpandPairs {
   MLA_DEVICE int model_head() const { return segment().head_offset + current().head_begin + head; }
   MLA_DEVICE const uint16_t* w_uk() const {
     return args.w_uk[segment().weights_slot] +
-           static_cast<int64_t>(model_head()) * kExpandedNope * kExpandedLora;
+           static_cast<int64_t>(model_head()) * kDims.nope * kExpandedLora;
   }
   MLA_DEVICE const uint16_t* w_uv() const {
     return args.w_uv[segment().weights_slot] +
-           static_cast<int64_t>(model_head()) * kExpandedLora * kExpandedValue;
+           static_cast<int64_t>(model_head()) * kExpandedLora * kDims.value;
   }
   MLA_DEVICE PagedRows pages() const {
     const SegmentRecord& r = segment();
@@ -67,7 +68,7 @@ class ExpandPairs {
   // Of the rests of the values; null where they are not kept.
   MLA_DEVICE uint8_t* rest_panel(int panel_index) const {
     if (current().kv_begin > 0 || tile > 0) return nullptr;
-    return head_at(head) + kPanelsPerHead * panel_bytes() + panel_index * kRestPanelBytes;
+    return head_at(head) + kDims.panels() * panel_bytes() + panel_index * kRestPanelBytes;
   }
   MLA_DEVICE uint8_t* rotated() const {
     return head_at(current().heads) + tile * (kExpandedRows * kPanelRowBytes);
@@ -82,7 +83,7 @@ class ExpandPairs {
   }
   MLA_DEVICE uint8_t* head_at(int index_in_expansion) const {
     return args.workspace + current().base +
-           index_in_expansion * (kPanelsPerHead * panel_bytes() + kRestBytes);
+           index_in_expansion * kDims.head_bytes(current().padded_rows);
   }
   // Whether the first tiles' pairs are in a list of their own.
   MLA_DEVICE bool apart() const { return args.first_tile_pairs > 0; }
@@ -149,32 +150,39 @@ MLA_DEVICE uint32_t rest_of(float low, float high) {
       pack_bf16(low - bits_to_float(rounded << 16), high - bits_to_float(rounded & 0xffff0000u)));
 }
 
-// Copies the rotated part of the pair's rows, codes as the numbers that they are without the
-// layer's scale; `thread` of `threads` takes its share.
-template <KvFormat kFormat = KvFormat::kBf16>
-MLA_DEVICE void copy_rotated(const ExpandPairs& pairs, int thread, int threads) {
-  const PagedRows pages = pairs.pages();
+// 16-byte chunks of the rotated part of a pair's rows.
+inline constexpr int kRotatedChunks = kExpandedRows * kPanelRowBytes / 16;
+
+// Copies one of them, codes as the numbers that they are without the layer's scale.
+template <KvFormat kFormat, ExpandedDims kDims>
+MLA_DEVICE void copy_rotated_chunk(const ExpandPairs<kDims>& pairs, const PagedRows& pages,
+                                   int index) {
   constexpr int kChunks = kPanelRowBytes / 16;
-  for (int i = thread; i < kExpandedRows * kChunks; i += threads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    uint32_t words[4] = {0, 0, 0, 0};
-    if (pairs.exists(row)) {
-      constexpr kernels::KvRowLayout kRow =
-          kernels::MakeKvRowLayout(kFormat, kExpandedLora, kExpandedRope);
-      const uint8_t* const source = pages.row(pairs.position(row)) + kRow.rope_at;
-      if constexpr (kRow.traits.rope == DType::kFp8E4m3) {
-        uint32_t codes[2];
-        load_words(codes, source + chunk * 8);
-        for (int w = 0; w < 2; ++w) {
-          words[2 * w] = tile::plain_bf16_of<false>(codes[w]);
-          words[2 * w + 1] = tile::plain_bf16_of<true>(codes[w]);
-        }
-      } else {
-        load_words(words, source + chunk * 16);
+  const int row = index / kChunks, chunk = index % kChunks;
+  uint32_t words[4] = {0, 0, 0, 0};
+  if (pairs.exists(row)) {
+    constexpr kernels::KvRowLayout kRow =
+        kernels::MakeKvRowLayout(kFormat, kExpandedLora, kExpandedRope);
+    const uint8_t* const source = pages.row(pairs.position(row)) + kRow.rope_at;
+    if constexpr (kRow.traits.rope == DType::kFp8E4m3) {
+      uint32_t codes[2];
+      load_words(codes, source + chunk * 8);
+      for (int w = 0; w < 2; ++w) {
+        words[2 * w] = tile::plain_bf16_of<false>(codes[w]);
+        words[2 * w + 1] = tile::plain_bf16_of<true>(codes[w]);
       }
+    } else {
+      load_words(words, source + chunk * 16);
     }
-    store_words(pairs.rotated() + row * kPanelRowBytes + ((chunk ^ tile::swizzle(row)) << 4),
-                words);
+  }
+  store_words(pairs.rotated() + row * kPanelRowBytes + ((chunk ^ tile::swizzle(row)) << 4), words);
+}
+// Copies all of them; `thread` of `threads` takes its share.
+template <KvFormat kFormat, ExpandedDims kDims>
+MLA_DEVICE void copy_rotated(const ExpandPairs<kDims>& pairs, int thread, int threads) {
+  const PagedRows pages = pairs.pages();
+  for (int i = thread; i < kRotatedChunks; i += threads) {
+    copy_rotated_chunk<kFormat>(pairs, pages, i);
   }
 }
 

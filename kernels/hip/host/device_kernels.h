@@ -10,8 +10,7 @@ namespace mla::kernels::hip {
 #define MLA_HOST_ROW(kernel, ...) MLA_HOST_KERNEL(kernel),
 constexpr host::Kernel kKernels[] = {
     MLA_ATTEND_VARIANTS(MLA_HOST_ROW) MLA_EXPAND_VARIANTS(MLA_HOST_ROW)
-        MLA_HOST_KERNEL(mla_attend_expanded),
-    MLA_HOST_KERNEL(mla_move),
+        MLA_EXPANDED_VARIANTS(MLA_HOST_ROW) MLA_HOST_KERNEL(mla_move),
     MLA_HOST_KERNEL(mla_digest),
     MLA_HOST_KERNEL(mla_copy_tensors),
     MLA_HOST_KERNEL(mla_gate),
@@ -23,7 +22,6 @@ constexpr host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(mla_index_select),
 #if MLA_SM90
     MLA_SPLIT_SM90(MLA_HOST_ROW) MLA_HOST_KERNEL(mla_widen_rows),
-    MLA_HOST_KERNEL(mla_attend_expanded_products),
     MLA_HOST_KERNEL(mla_project_row_wide),
     MLA_HOST_KERNEL(mla_project_row_deep),
 #endif

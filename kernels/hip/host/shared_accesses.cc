@@ -55,7 +55,7 @@ struct Launch {
   std::vector<float> o = std::vector<float>(size_t{kHeads} * kExpandedLora);
   std::vector<uint16_t> pool = std::vector<uint16_t>(size_t{kRows} * kRow);
   std::vector<uint32_t> pages;
-  std::vector<uint16_t> weights = std::vector<uint16_t>(size_t{kExpandedLora} * 128);
+  std::vector<uint16_t> weights = std::vector<uint16_t>(size_t{kExpandedLora} * kDims256.value);
   const uint16_t* weight_slots = weights.data();
   std::vector<uint8_t> workspace = std::vector<uint8_t>(size_t{1} << 20);
   kernels::SegmentRecord segment{};
@@ -129,10 +129,10 @@ struct Launch {
             .blocks = 1};
   }
   ExpandedItem item{};
-  ExpandedArgs Expanded() {
+  ExpandedArgs Expanded(const ExpandedDims& dims) {
     item.work = work;
     item.panel_bytes = int64_t{kRows} * kPanelRowBytes;
-    item.rotated = kPanelsPerHead * item.panel_bytes + kRestBytes;
+    item.rotated = dims.head_bytes(kRows);
     item.carried_row = kernels::kUnsplit;
     return {.segments = &segment,
             .items = &item,
@@ -178,7 +178,6 @@ bool RunImage(const char* path) {
   Launch launch;
   const AttendArgs attend = launch.Attend();
   const ExpandArgs expand = launch.Expand();
-  const ExpandedArgs expanded = launch.Expanded();
   const ArchTraits& arch = *FindArchTraits(image.arch);
   for (const AttendVariant& v : arch.attend) {
     const bool windowed = v.attention == kernels::AttentionKind::kWindow;
@@ -195,7 +194,11 @@ bool RunImage(const char* path) {
     launch.segment.row_stride = kernels::MakeKvRowLayout(v.format, kExpandedLora, kRope).row_bytes;
     if (!RunKernel(image, v.kernel, &expand)) return false;
   }
-  return RunKernel(image, kExpandedKernel, &expanded);
+  for (const ExpandedVariant& v : arch.expanded) {
+    const ExpandedArgs expanded = launch.Expanded(v.dims);
+    if (!RunKernel(image, v.kernel, &expanded)) return false;
+  }
+  return true;
 }
 
 }  // namespace

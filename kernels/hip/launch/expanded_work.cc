@@ -17,15 +17,16 @@ int32_t ExpandedWork::MinRows(const Geometry& g, int32_t launch_rows) {
   return static_cast<int32_t>(std::min<int64_t>(3 * up / (4 * saved) + 1, launch_rows + 1));
 }
 
-int64_t ExpandedWork::WorkspaceBytes(const BackendLimits& l, int64_t most) {
+int64_t ExpandedWork::WorkspaceBytes(const ArchTraits& arch, const BackendLimits& l, int64_t most) {
   if (l.weights_slots < 1) return 0;
+  const int64_t least = LeastRoundWorkspace(LargestDims(arch, l.max_geometry));
   // No more than all rows of the pool take for all heads, each segment's last tile being padded.
   const int64_t row_bytes = (kExpandedLora + kExpandedRope) * 2;
   const int64_t rows =
       l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
   const int64_t heads = std::max(1, l.max_geometry.num_heads);
-  const int64_t all = rows / kExpandedRows * (kLeastRoundWorkspace * heads);
-  return std::max(kLeastRoundWorkspace, std::min(most, all));
+  const int64_t all = rows / kExpandedRows * (least * heads);
+  return std::max(least, std::min(most, all));
 }
 
 absl::Status ExpandedWork::Check(const AttentionParams& params) const {
@@ -80,17 +81,14 @@ absl::Status ExpandedWork::Add(LaunchSlot& slot, const AttentionParams& params,
 }
 
 ExpandedWork::RoundKernels ExpandedWork::KernelsOf(const AttentionDesc& desc, int32_t units) const {
-  const bool products = desc.products != DType::kBf16;
+  const ExpandedDims dims{desc.geometry.nope_dim, desc.geometry.v_dim};
+  const size_t attend = FindExpanded(*device_.arch, dims, desc.products);
   RoundKernels kernels;
-  kernels.expand = FindExpand(*device_.arch, desc.kv_format, desc.products);
-  kernels.attend =
-      products ? device_.kernels.attend_expanded_products : device_.kernels.attend_expanded;
+  kernels.expand = FindExpand(*device_.arch, dims, desc.kv_format, desc.products);
+  kernels.attend = device_.kernels.expanded[attend];
   kernels.shape.grid_x = static_cast<uint32_t>(units);
-  kernels.shape.threads = static_cast<uint32_t>(products ? device_.arch->expanded_products_threads
-                                                         : device_.arch->expanded_threads);
-  kernels.shape.shared_bytes =
-      static_cast<uint32_t>(products ? device_.arch->expanded_products_shared_bytes
-                                     : device_.arch->expanded_shared_bytes);
+  kernels.shape.threads = static_cast<uint32_t>(device_.arch->expanded[attend].threads);
+  kernels.shape.shared_bytes = static_cast<uint32_t>(device_.arch->expanded[attend].shared_bytes);
   return kernels;
 }
 

@@ -24,9 +24,9 @@ class ExpandedWork final {
 
   // Query rows from which on this form is faster than the absorbed one; launch_rows + 1: never.
   static int32_t MinRows(const Geometry& geometry, int32_t launch_rows);
-  // Bytes of the workspace for up-projected keys and values under these limits, `most` or less; 0
-  // without weights.
-  static int64_t WorkspaceBytes(const BackendLimits& limits, int64_t most);
+  // Bytes of the workspace for up-projected keys and values under these limits: no more than
+  // `most`, or than one head needs where that is more; 0 without weights.
+  static int64_t WorkspaceBytes(const ArchTraits& arch, const BackendLimits& limits, int64_t most);
 
   // FAILED_PRECONDITION where the launch lacks weights, rounds or a workspace.
   absl::Status Check(const AttentionParams& params) const;

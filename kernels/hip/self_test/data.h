@@ -12,14 +12,15 @@
 #include "kernels/attention_desc.h"
 #include "kernels/attention_params.h"
 #include "kernels/dtype.h"
+#include "kernels/round_info.h"
 
 namespace mla::kernels::hip::self_test {
 
-inline constexpr Geometry kGeometry{4, 512, 64, 128, 128};
+// The second is tested in the expanded form, where there are kernels for it.
 inline constexpr int32_t kHeads = 4;
+inline constexpr Geometry kGeometry{kHeads, 512, 64, 128, 128};
+inline constexpr Geometry kWideGeometry{kHeads, 512, 64, kDims256.nope, kDims256.value};
 inline constexpr int32_t kRowDim = 576;
-inline constexpr int32_t kQDim = 192;
-inline constexpr int32_t kODim = 128;
 inline constexpr float kScale = 0.135f;
 inline constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
 inline constexpr float kLayerScale = 0.0007f;  // of rows that have one; nothing saturates
@@ -54,6 +55,8 @@ inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
                                     {1600, 3, 800, 2, 0, false, true},
                                     {1600, 3, 800, 20, 0, true, true},
                                     {850, 3, 0, 0, 130, true, true}};
+// At the dims of kWideGeometry, in the expanded form. Of the second some rows see few keys.
+inline constexpr Shape kWideShapes[] = {kShapes[0], {200, 3, 0, 0, 130, true, true}};
 // The first is not widened, so that nothing that a kernel before it has left would do for its
 // answer.
 inline constexpr Shape kListShapes[] = {{150, 64, 96, 20, 0, true, false, true, 1 << 20},
@@ -125,19 +128,24 @@ inline float Dot(const float* a, const float* b, int32_t count) {
 }
 
 struct Weights {
-  std::vector<Bf16> uk = Pattern(size_t{kHeads} * 128 * 512, 3);
-  std::vector<Bf16> uv = Pattern(size_t{kHeads} * 512 * 128, 4);
+  explicit Weights(const Geometry& of) : geometry(of) {}
+
+  const Geometry geometry;
+  std::vector<Bf16> uk = Pattern(size_t{kHeads} * static_cast<size_t>(geometry.nope_dim) * 512, 3);
+  std::vector<Bf16> uv = Pattern(size_t{kHeads} * 512 * static_cast<size_t>(geometry.v_dim), 4);
   std::vector<float> uk_floats = Floats(uk), uv_floats = Floats(uv);
 };
 
 struct Data {
-  Data(const Shape& s, KvFormat rows_format, DType of_products = DType::kBf16)
-      : shape(s),
+  Data(const Geometry& of_model, const Shape& s, KvFormat rows_format,
+       DType of_products = DType::kBf16)
+      : geometry(of_model),
+        shape(s),
         format(rows_format),
         products(of_products),
         queries(std::max(s.absorbed, s.expanded)),
         rows(queries + 2),
-        o(size_t(rows) * kHeads * kODim, 0.5f),
+        o(size_t(rows) * kHeads * size_t(o_dim), 0.5f),
         lse(size_t(rows) * kHeads, 0.5f) {
     if (s.nan_row) kv[size_t(s.kv_rows - 1) * kRowDim + 5] = 0x7fc0;
     for (const int32_t row : {0, queries, queries + 1}) {
@@ -150,6 +158,8 @@ struct Data {
     std::copy(std::begin(kNarrow), std::end(kNarrow), narrow.begin());
   }
 
+  const Geometry geometry;
+  const int32_t q_dim = geometry.expanded_q_dim(), o_dim = geometry.v_dim;
   const Shape shape;
   const KvFormat format;
   const DType products;  // of the absorbed form
@@ -157,13 +167,13 @@ struct Data {
   const int32_t queries;  // of the first segment
   const int32_t rows;     // of q: those, then one of the empty and one of the short segments
   std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
-  std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * kQDim, 2);
+  std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * size_t(q_dim), 2);
   // Of the three kinds of segments, one after the other, and each one's two ends.
   std::vector<int32_t> lists, list_ends;
   std::vector<size_t> list_starts;
   std::vector<float> kv_floats;  // what the rows are as they are stored
   std::vector<float> narrow = std::vector<float>(512, 0.0f);
-  std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * kODim, NAN);
+  std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * size_t(o_dim), NAN);
   std::vector<float> o, lse;
   // The same by the expanded form.
   std::vector<float> expanded_o = o, expanded_lse = lse;
@@ -199,22 +209,23 @@ struct Data {
 };
 
 struct Answer {
-  std::vector<double> o = std::vector<double>(kODim, 0.0);
+  std::vector<double> o;
   double lse = -INFINITY;
 };
 
 // `rounded`: absorbed queries are bf16.
 inline Answer Expected(const Data& d, const Weights& w, int32_t row, int32_t head, bool rounded) {
   std::vector<float> latent(kRowDim, 0.0f);
-  const Bf16* q = &d.q[(static_cast<size_t>(row) * kHeads + head) * kQDim];
-  const float* uk = &w.uk_floats[static_cast<size_t>(head) * 128 * 512];
-  const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * 128];
-  for (int k = 0; k < 128; ++k) {
+  const int32_t nope = d.geometry.nope_dim, o_dim = d.o_dim;
+  const Bf16* q = &d.q[(static_cast<size_t>(row) * kHeads + head) * d.q_dim];
+  const float* uk = &w.uk_floats[static_cast<size_t>(head) * nope * 512];
+  const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * o_dim];
+  for (int k = 0; k < nope; ++k) {
     for (int c = 0; c < 512; ++c) latent[c] += ToFloat(q[k]) * uk[k * 512 + c];
   }
   for (int c = 0; c < 512 && rounded; ++c) latent[c] = ToFloat(ToBf16(latent[c]));
-  for (int c = 0; c < 64; ++c) latent[512 + c] = ToFloat(q[128 + c]);
-  Answer answer;
+  for (int c = 0; c < 64; ++c) latent[512 + c] = ToFloat(q[nope + c]);
+  Answer answer{.o = std::vector<double>(static_cast<size_t>(o_dim), 0.0)};
   const int32_t visible = d.Visible(row);
   if (visible == 0) return answer;
   std::vector<float> sum(512, 0.0f);
@@ -227,7 +238,7 @@ inline Answer Expected(const Data& d, const Weights& w, int32_t row, int32_t hea
   }
   answer.lse = std::log(total);
   for (int c = 0; c < 512; ++c) {
-    for (int v = 0; v < kODim; ++v) answer.o[v] += sum[c] / total * uv[c * kODim + v];
+    for (int v = 0; v < o_dim; ++v) answer.o[v] += sum[c] / total * uv[c * o_dim + v];
   }
   return answer;
 }

@@ -105,18 +105,18 @@ inline void AddTiles(const Shape& shape, Work& work) {
 
 // An expansion of each segment, of all heads if the workspace holds them, else one for each head; a
 // round more whenever it is full.
-inline void AddExpansions(int64_t workspace_bytes, Work& work) {
+inline void AddExpansions(const RoundTraits& traits, Work& work) {
   int64_t used = 0;
   work.rounds.push_back({});
   for (size_t i = 0; i < work.segments.size(); ++i) {
     const int32_t rows = work.segments[i].kv_rows;
     const int32_t padded = (rows + kExpandedRows - 1) / kExpandedRows * kExpandedRows;
     if (rows == 0) continue;
-    const bool all = ExpansionBytes(padded, kHeads) <= workspace_bytes;
+    const bool all = ExpansionBytes(traits.dims, padded, kHeads) <= traits.workspace_bytes;
     for (int32_t head = 0; head < kHeads; head += all ? kHeads : 1) {
       const int32_t heads = all ? kHeads : 1;
-      const int64_t bytes = ExpansionBytes(padded, heads);
-      if (used + bytes > workspace_bytes) {
+      const int64_t bytes = ExpansionBytes(traits.dims, padded, heads);
+      if (used + bytes > traits.workspace_bytes) {
         work.rounds.push_back({static_cast<int32_t>(work.expansions.size())});
         used = 0;
       }
@@ -131,13 +131,14 @@ inline void AddExpansions(int64_t workspace_bytes, Work& work) {
   }
 }
 
-inline ExpandedItem ItemOf(const WorkInfo& info, const Expansion* expansion) {
+inline ExpandedItem ItemOf(const ExpandedDims& dims, const WorkInfo& info,
+                           const Expansion* expansion) {
   ExpandedItem item = {};
   item.work = info;
   item.carried_row = kUnsplit;
   if (expansion == nullptr) return item;
   item.panel_bytes = int64_t{expansion->padded_rows} * kPanelRowBytes;
-  const int64_t head_bytes = kPanelsPerHead * item.panel_bytes + kRestBytes;
+  const int64_t head_bytes = dims.head_bytes(expansion->padded_rows);
   item.keys = expansion->base + (info.head_begin() - expansion->head_begin) * head_bytes;
   item.rotated = expansion->base + expansion->heads * head_bytes;
   return item;
@@ -147,17 +148,17 @@ inline ExpandedItem ItemOf(const WorkInfo& info, const Expansion* expansion) {
 inline void PlanExpanded(const Shape& shape, const PlanTraits& traits, Work& work) {
   work.units = traits.units;
   AddTiles(shape, work);
-  AddExpansions(traits.rounds.workspace_bytes, work);
+  AddExpansions(traits.rounds, work);
   for (size_t r = 0; r < work.rounds.size(); ++r) {
     Round& round = work.rounds[r];
     std::vector<ExpandedItem> items;
     for (const WorkInfo& info : work.work_info) {
-      if (info.kv_end == 0 && r == 0) items.push_back(ItemOf(info, nullptr));
+      if (info.kv_end == 0 && r == 0) items.push_back(ItemOf(traits.rounds.dims, info, nullptr));
       for (int32_t i = 0; i < round.expansions && info.kv_end > 0; ++i) {
         const Expansion& s = work.expansions[size_t(round.first_expansion + i)];
         const bool holds = s.segment == info.segment && s.head_begin <= info.head_begin() &&
                            info.head_begin() < s.head_begin + s.heads;
-        if (holds) items.push_back(ItemOf(info, &s));
+        if (holds) items.push_back(ItemOf(traits.rounds.dims, info, &s));
       }
     }
     round.first_indptr = static_cast<int32_t>(work.unit_indptr.size());

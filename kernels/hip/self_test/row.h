@@ -19,11 +19,13 @@ namespace mla::kernels::hip::self_test {
 // One query row, absorbed, and one latent row, projected. Outputs are fp32.
 struct RowData {
   explicit RowData(const Data& d)
-      : q(d.q.begin(), d.q.begin() + kHeads * kQDim),
+      : geometry(d.geometry),
+        q(d.q.begin(), d.q.begin() + kHeads * d.q_dim),
         latent(d.narrow),
         absorbed(size_t{kHeads} * kRowDim, NAN),
-        projected(size_t{kHeads} * kODim, NAN) {}
+        projected(d.narrow_o.size(), NAN) {}
 
+  const Geometry geometry;
   std::vector<Bf16> q;
   std::vector<float> latent;
   std::vector<float> absorbed, projected;
@@ -40,33 +42,36 @@ inline absl::Status ProjectRow(AttentionBackend& backend, RowData& d) {
        {q.status(), latent.status(), absorbed.status(), projected.status()}) {
     if (!s.ok()) return s;
   }
-  const ProjectionRecord absorb{*q,      *absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
+  const int32_t q_dim = d.geometry.expanded_q_dim(), o_dim = d.geometry.v_dim;
+  const ProjectionRecord absorb{*q,      *absorbed, kHeads * q_dim, q_dim, kHeads * kRowDim,
                                 kRowDim, 1,         kHeads,         0,     0};
-  const ProjectionRecord project{*latent, *projected, 512,    0, kHeads * kODim,
-                                 kODim,   1,          kHeads, 0, 0};
+  const ProjectionRecord project{*latent, *projected, 512,    0, kHeads * o_dim,
+                                 o_dim,   1,          kHeads, 0, 0};
   Launch launch;
   launch.inputs = layout.inputs();
   launch.outputs = layout.outputs();
-  launch.absorb = {kGeometry, DType::kBf16, DType::kF32, {&absorb, 1}, {}};
-  launch.project = {kGeometry, DType::kF32, DType::kF32, {&project, 1}, {}};
+  launch.absorb = {d.geometry, DType::kBf16, DType::kF32, {&absorb, 1}, {}};
+  launch.project = {d.geometry, DType::kF32, DType::kF32, {&project, 1}, {}};
   const absl::Status s = backend.Submit(0, launch);
   return s.ok() ? backend.Wait(0).status() : s;
 }
 
 // What column `c` of a head's absorbed query must be.
 inline double ExpectedAbsorbed(const RowData& d, const Weights& w, int32_t head, int32_t c) {
-  const Bf16* q = &d.q[static_cast<size_t>(head) * kQDim];
-  if (c >= 512) return ToFloat(q[128 + c - 512]);
+  const int32_t nope = d.geometry.nope_dim;
+  const Bf16* q = &d.q[static_cast<size_t>(head) * d.geometry.expanded_q_dim()];
+  if (c >= 512) return ToFloat(q[nope + c - 512]);
   double sum = 0.0;
-  for (int32_t k = 0; k < 128; ++k) {
-    sum += double{ToFloat(q[k])} * w.uk_floats[(static_cast<size_t>(head) * 128 + k) * 512 + c];
+  for (int32_t k = 0; k < nope; ++k) {
+    sum += double{ToFloat(q[k])} * w.uk_floats[(static_cast<size_t>(head) * nope + k) * 512 + c];
   }
   return sum;
 }
 
 inline double ExpectedProjected(const Weights& w, int32_t head, int32_t c) {
-  const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * kODim];
-  return double{kNarrow[0]} * uv[c] + double{kNarrow[1]} * uv[kODim + c];
+  const int32_t o_dim = w.geometry.v_dim;
+  const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * o_dim];
+  return double{kNarrow[0]} * uv[c] + double{kNarrow[1]} * uv[o_dim + c];
 }
 
 inline absl::Status CheckRow(AttentionBackend& backend, const Weights& w, const Data& data) {
@@ -83,8 +88,8 @@ inline absl::Status CheckRow(AttentionBackend& backend, const Weights& w, const 
       s = compare("absorbed", head, c, d.absorbed[static_cast<size_t>(head) * kRowDim + c],
                   ExpectedAbsorbed(d, w, head, c));
     }
-    for (int32_t c = 0; c < kODim && s.ok(); ++c) {
-      s = compare("projected", head, c, d.projected[static_cast<size_t>(head) * kODim + c],
+    for (int32_t c = 0; c < data.o_dim && s.ok(); ++c) {
+      s = compare("projected", head, c, d.projected[static_cast<size_t>(head) * data.o_dim + c],
                   ExpectedProjected(w, head, c));
     }
     if (!s.ok()) return s;

@@ -38,10 +38,10 @@ int32_t ShortSegments(const AttentionBackend& backend) {
 double LargestValue(const Data& d, const Weights& w) {
   double largest = 0.0;
   for (int32_t row = 0; row < 4; ++row) {
-    std::vector<float> value(kODim, 0.0f);
+    std::vector<float> value(static_cast<size_t>(d.o_dim), 0.0f);
     for (int c = 0; c < 512; ++c) {
       const float x = d.kv_floats[static_cast<size_t>(row) * kRowDim + c];
-      for (int v = 0; v < kODim; ++v) value[v] += x * w.uv_floats[c * kODim + v];
+      for (int v = 0; v < d.o_dim; ++v) value[v] += x * w.uv_floats[c * d.o_dim + v];
     }
     for (const float x : value) largest = std::max(largest, std::abs(double{x}));
   }
@@ -80,8 +80,8 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
       const size_t at = static_cast<size_t>(row) * kHeads + head;
       const std::string where = absl::StrCat(form, row, " of ", d.rows, ", head ", head);
       if (!Near(lse[at], want.lse, of_lse)) return Wrong(where + ": lse", lse[at], want.lse);
-      for (int v = 0; v < kODim; ++v) {
-        const double got = o[at * kODim + v];
+      for (int v = 0; v < d.o_dim; ++v) {
+        const double got = o[at * d.o_dim + v];
         const double off = std::max(of_value, kOfOutput * std::abs(want.o[v]));
         if (!Near(got, want.o[v], off)) {
           return Wrong(absl::StrCat(where, ": output column ", v), got, want.o[v]);
@@ -100,10 +100,10 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
 
 absl::Status CompareNarrow(const Data& d, const Weights& w) {
   for (int32_t head = 0; head < kHeads; ++head) {
-    const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * kODim];
-    for (int v = 0; v < kODim; ++v) {
-      const double want = double{kNarrow[0]} * uv[v] + double{kNarrow[1]} * uv[kODim + v];
-      const float got = d.narrow_o[static_cast<size_t>(head) * kODim + v];
+    const float* uv = &w.uv_floats[static_cast<size_t>(head) * 512 * d.o_dim];
+    for (int v = 0; v < d.o_dim; ++v) {
+      const double want = double{kNarrow[0]} * uv[v] + double{kNarrow[1]} * uv[d.o_dim + v];
+      const float got = d.narrow_o[static_cast<size_t>(head) * d.o_dim + v];
       if (std::abs(got - want) < kNarrowOff) continue;
       return Wrong(absl::StrCat("fp32 latent outputs, head ", head, ": output column ", v), got,
                    want);
@@ -148,7 +148,7 @@ absl::StatusOr<Staged> Stage(LaunchLayout& layout, Data& d) {
 }
 
 std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expanded, size_t shorts) {
-  const int32_t q_dim = expanded ? kQDim : kRowDim, o_dim = expanded ? kODim : 512;
+  const int32_t q_dim = expanded ? d.q_dim : kRowDim, o_dim = expanded ? d.o_dim : 512;
   SegmentRecord r = {};
   r.q_row_stride = kHeads * q_dim;
   r.q_head_stride = q_dim;
@@ -185,7 +185,7 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
 AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   AttentionParams params;
   params.desc.kv_format = d.format;
-  params.desc.geometry = kGeometry;
+  params.desc.geometry = d.geometry;
   params.desc.o_dtype = DType::kF32;
   if (d.shape.lists) params.desc.attention = AttentionKind::kSparse;
   params.desc.products = d.products;
@@ -233,11 +233,12 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
                             .format = d.format,
                             .kv_scale = kLayerScale};
   const ProjectionRecord absorb{
-      staged->q, staged->absorbed, kHeads * kQDim, kQDim, kHeads * kRowDim,
-      kRowDim,   d.rows,           kHeads,         0,     0};
+      staged->q, staged->absorbed, kHeads * d.q_dim, d.q_dim, kHeads * kRowDim,
+      kRowDim,   d.rows,           kHeads,           0,       0};
   const ProjectionRecord project[] = {
-      {staged->latent, staged->o, kHeads * 512, 512, kHeads * kODim, kODim, d.rows, kHeads, 0, 0},
-      {staged->narrow, staged->narrow_o, 512, 0, kHeads * kODim, kODim, 1, kHeads, 0, 0}};
+      {staged->latent, staged->o, kHeads * 512, 512, kHeads * d.o_dim, d.o_dim, d.rows, kHeads, 0,
+       0},
+      {staged->narrow, staged->narrow_o, 512, 0, kHeads * d.o_dim, d.o_dim, 1, kHeads, 0, 0}};
   Launch launch;
   launch.inputs = layout.inputs();
   launch.outputs = layout.outputs();
@@ -253,15 +254,15 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
     } else {
       PlanAbsorbed(d, d.shape.all_units ? UnitsOf(backend, false) : 2, absorbed);
     }
-    launch.absorb = {kGeometry, DType::kBf16, DType::kBf16, {&absorb, 1}, {}};
+    launch.absorb = {d.geometry, DType::kBf16, DType::kBf16, {&absorb, 1}, {}};
     launch.absorbed = Form(d, absorbed, false);
-    launch.project = {kGeometry, DType::kF32, DType::kF32, project, {}};
+    launch.project = {d.geometry, DType::kF32, DType::kF32, project, {}};
   }
   if (d.shape.expanded > 0) {
     expanded.segments =
         Segments(d, *staged, true, d.shape.all_units ? size_t(ShortSegments(backend)) : 1);
     AttentionDesc desc;
-    desc.geometry = kGeometry;
+    desc.geometry = d.geometry;
     desc.form = AttentionForm::kExpanded;
     PlanExpanded(d.shape, backend.Traits(desc), expanded);
     launch.expanded = Form(d, expanded, true);
@@ -314,7 +315,8 @@ BackendLimits Limits(const AttentionBackend& backend) {
   BackendLimits l;
   l.kv_pool_bytes = kPoolBytes;
   l.page_table_entries = kMostPages;
-  l.weights_bytes = int64_t{kHeads} * 512 * 256 * sizeof(Bf16);
+  l.weights_bytes =
+      int64_t{kHeads} * 512 * (kWideGeometry.nope_dim + kWideGeometry.v_dim) * sizeof(Bf16);
   l.weights_slots = 1;
   l.launch_slots = 1;
   l.launch_requests = segments;
@@ -331,7 +333,7 @@ BackendLimits Limits(const AttentionBackend& backend) {
   l.round_items = l.work_items;
   l.round_expansions = segments * kHeads;
   l.page_ranges = l.table_ranges = l.digest_parts = 16;
-  l.max_geometry = kGeometry;
+  l.max_geometry = kWideGeometry;
   l.max_top_k = kIndexTopK;
   return l;
 }
@@ -339,7 +341,7 @@ BackendLimits Limits(const AttentionBackend& backend) {
 absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape shape,
                         KvFormat format, DType products) {
   AttentionDesc desc;
-  desc.geometry = kGeometry;
+  desc.geometry = weights.geometry;
   desc.kv_format = format;
   desc.products = products;
   if (shape.lists) desc.attention = AttentionKind::kSparse;
@@ -347,7 +349,7 @@ absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape
   desc.form = AttentionForm::kExpanded;
   if (!backend.CanRun(desc).ok()) shape.expanded = 0;
   if (shape.absorbed == 0 && shape.expanded == 0) return absl::OkStatus();
-  Data data(shape, format, products);
+  Data data(weights.geometry, shape, format, products);
   absl::Status s = Attend(backend, data);
   if (s.ok() && shape.absorbed > 0) s = CompareForm(data, weights, false);
   if (s.ok() && shape.absorbed > 0) s = CompareNarrow(data, weights);
@@ -355,10 +357,31 @@ absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape
   return s;
 }
 
+absl::Status Load(AttentionBackend& backend, const Weights& weights) {
+  return backend.LoadWeights(0, weights.geometry, 0, kHeads, weights.uk.data(), weights.uv.data());
+}
+
+// The expanded form at the other dims: few rows of each format, and many of bf16.
+absl::Status CheckWideHeads(AttentionBackend& backend) {
+  AttentionDesc desc;
+  desc.geometry = kWideGeometry;
+  desc.form = AttentionForm::kExpanded;
+  if (!backend.CanRun(desc).ok()) return absl::OkStatus();
+  const Weights weights(kWideGeometry);
+  absl::Status s = Load(backend, weights);
+  for (const KvFormat format : backend.Info().kv_formats) {
+    for (Shape shape : kWideShapes) {
+      shape.absorbed = 0;
+      if (shape.all_units && format != KvFormat::kBf16) continue;
+      if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16);
+    }
+  }
+  return s;
+}
+
 absl::Status Check(AttentionBackend& backend) {
-  const Weights weights;
-  absl::Status s =
-      backend.LoadWeights(0, kGeometry, 0, kHeads, weights.uk.data(), weights.uv.data());
+  const Weights weights(kGeometry);
+  absl::Status s = Load(backend, weights);
   if (s.ok()) s = CheckPages(backend);
   if (s.ok()) s = CheckDigests(backend);
   for (const KvFormat format : backend.Info().kv_formats) {
@@ -388,14 +411,14 @@ absl::Status Check(AttentionBackend& backend) {
   if (s.ok()) s = CheckWindows(backend);
   if (s.ok()) s = CheckIndexer(backend);
   if (s.ok()) s = CheckGate(backend);
-  if (s.ok()) s = CheckRow(backend, weights, Data(kShapes[0], KvFormat::kBf16));
+  if (s.ok()) s = CheckRow(backend, weights, Data(kGeometry, kShapes[0], KvFormat::kBf16));
+  if (s.ok()) s = CheckWideHeads(backend);
   return s;
 }
 
 absl::Status CheckPrefill(AttentionBackend& backend) {
-  const Weights weights;
-  absl::Status s =
-      backend.LoadWeights(0, kGeometry, 0, kHeads, weights.uk.data(), weights.uv.data());
+  const Weights weights(kGeometry);
+  absl::Status s = Load(backend, weights);
   for (const KvFormat format : backend.Info().kv_formats) {
     if (format == KvFormat::kBf16) continue;
     for (Shape shape : kShapes) {

@@ -18,9 +18,9 @@ BackendLimits SelfTestLimits(const AttentionBackend& backend);
 // loop turns around more than once; three items and more a unit, one without any key; 130 query
 // rows in the expanded form; and with a NaN in a row that only the last query row sees. Beside them
 // it projects latent outputs that nearly cancel, of values that bf16 does not hold: a kernel that
-// rounds them once more is found. Last come windows with entries and sinks, and the choice of the
-// indexer, where the backend has them. REQUIRES: memory as SelfTestLimits. INTERNAL names the first
-// value that is wrong.
+// rounds them once more is found. Then come windows with entries and sinks, the choice of the
+// indexer, and the expanded form at nope_dim 192 and v_dim 256, where the backend has them.
+// REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
 absl::Status SelfTest(AttentionBackend& backend);
 
 // The same of the expanded form with products of 8 bits, within what its roundings allow: of

@@ -167,4 +167,16 @@ MLA_DEVICE void multiply_held(float (&c)[64], const uint32_t* a, uint64_t b) {
 
 #endif  // !MLA_ON_HOST
 
+namespace mla::kernels::hip::tile {
+
+// The same for 64 and for 256 columns.
+MLA_DEVICE void multiply_rows(float (&c)[32], uint64_t a, uint64_t b, int accumulate) {
+  wgmma_64x64(c, a, b, accumulate);
+}
+MLA_DEVICE void multiply_held(float (&c)[128], const uint32_t* a, uint64_t b) {
+  wgmma_64x256(c, a[0], a[1], a[2], a[3], b);
+}
+
+}  // namespace mla::kernels::hip::tile
+
 #endif  // MLA_KERNELS_HIP_SM90_WARPGROUP_H_

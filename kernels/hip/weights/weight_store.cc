@@ -24,14 +24,14 @@ int64_t ValuesOffset(const Geometry& g, int32_t heads) {
 // Pinned memory in which matrices are packed, and the largest of those.
 constexpr int64_t kPackedBytes = int64_t{4} << 20;
 constexpr int64_t kMatrixBytes =
-    int64_t{kExpandedLora} * std::max(kExpandedNope, kExpandedValue) * int64_t{sizeof(Bf16)};
+    int64_t{kExpandedLora} * std::max(kDims256.nope, kDims256.value) * int64_t{sizeof(Bf16)};
 static_assert(kMatrixBytes <= kPackedBytes);
 
 }  // namespace
 
 absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
-                                    bool panels) {
-  panels_ = panels;
+                                    const ArchTraits& arch) {
+  arch_ = &arch;
   runtime_ = runtime;
   stream_ = stream;
   const int64_t pointers = 2 * limits.weights_slots * static_cast<int64_t>(sizeof(void*));
@@ -45,7 +45,7 @@ absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const Ba
   absl::StatusOr<PinnedBuffer> made = PinnedBuffer::Create(runtime, "weight pointers", pointers);
   if (!made.ok()) return made.status();
   pointers_host_ = *std::move(made);
-  if (panels && limits.weights_slots > 0) {
+  if (arch.weight_panels && limits.weights_slots > 0) {
     made = PinnedBuffer::Create(runtime, "packed weights", kPackedBytes);
     if (!made.ok()) return made.status();
     packed_ = *std::move(made);
@@ -56,8 +56,8 @@ absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const Ba
 }
 
 bool WeightStore::InPanels(const Geometry& g) const {
-  return panels_ && g.kv_lora_rank == kExpandedLora && g.nope_dim == kExpandedNope &&
-         g.v_dim == kExpandedValue;
+  return arch_ != nullptr && arch_->weight_panels && g.kv_lora_rank == kExpandedLora &&
+         HasExpandedForm(*arch_, {g.nope_dim, g.v_dim});
 }
 
 bool WeightStore::Holds(int32_t slot, int32_t head_begin, int32_t heads) const {

@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
+#include "kernels/hip/arch_traits.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/weights/weight_arena.h"
@@ -23,10 +24,10 @@ namespace mla::kernels::hip {
 
 class WeightStore final {
  public:
-  // Without Configure it has no slots. `panels`: weights that the expanded
-  // form's kernels take are kept in panels (weight_panels.h).
+  // Without Configure it has no slots. Where the architecture wants that, weights of dims that the
+  // expanded form has kernels for are kept in panels (weight_panels.h).
   absl::Status Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
-                         bool panels);
+                         const ArchTraits& arch);
 
   // As AttentionBackend::LoadWeights. `scratch`: device memory that holds
   // nothing now.
@@ -60,7 +61,7 @@ class WeightStore final {
   Stream stream_ = nullptr;
   DeviceBuffer memory_, pointers_;
   PinnedBuffer pointers_host_, packed_;
-  bool panels_ = false;
+  const ArchTraits* arch_ = nullptr;
   std::vector<Slot> slots_;  // as in the arena
   WeightArena arena_;        // of memory_
   bool torn_ = false;

@@ -3,13 +3,15 @@
 // each launch, median.
 //
 //   gpu_prefill [--heads 16,128] [--rows 1024,4096,16384] [--context 0] [--iterations 20]
-//               [--workspace-mb 640] [--dtype bf16|fp8] [--image FILE] [--json FILE]
+//               [--dims 128,128] [--workspace-mb 640] [--dtype bf16|fp8] [--image FILE]
+//               [--json FILE]
 //
-// --dtype fp8: rows of fp8_tensor, keys, values and probabilities as e4m3.
+// --dims: nope_dim and v_dim. --dtype fp8: rows of fp8_tensor, keys, values and probabilities as
+// e4m3.
 //
 // One request of `rows` new rows on `context` cached ones, causal. A line per shape: microseconds
-// and TFLOPS of both kernels (2 x 320 operations a head and visible pair; 2 x 512 x 256 a head and
-// row), and their sum.
+// and TFLOPS of both kernels (at 128,128 2 x 320 operations a head and visible pair, and 2 x 512 x
+// 256 a head and row), and their sum.
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
@@ -37,11 +39,11 @@ using kernels::hip::DeviceBuffer;
 
 constexpr int32_t kPage = 64;
 constexpr int32_t kRowDim = kernels::hip::kExpandedLora + kernels::hip::kExpandedRope;
-constexpr int32_t kQDim = kernels::hip::kExpandedNope + kernels::hip::kExpandedRope;
 constexpr int64_t kFlushBytes = int64_t{256} << 20;
 
 struct Flags {
   std::vector<int32_t> heads{16, 128}, rows{1024, 4096, 16384};
+  std::vector<int32_t> dims{128, 128};  // nope_dim and v_dim
   int32_t context = 0, iterations = 20;
   int64_t workspace_mb = 640;
   std::string dtype = "bf16";
@@ -63,6 +65,8 @@ class Prefill {
   absl::StatusOr<DeviceBuffer> Random(int64_t bytes, uint32_t seed);
   absl::StatusOr<DeviceBuffer> RandomCodes(int64_t bytes);
   bool fp8() const { return flags_.dtype == "fp8"; }
+  kernels::ExpandedDims dims() const { return {flags_.dims[0], flags_.dims[1]}; }
+  int32_t q_dim() const { return dims().nope + kernels::hip::kExpandedRope; }
   int64_t row_bytes() const { return kRowDim * (fp8() ? 1 : int64_t{sizeof(Bf16)}); }
   template <class T>
   absl::StatusOr<DeviceBuffer> Upload(std::span<const T> values);
@@ -125,7 +129,7 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   const int64_t partial_rows = rounds.first_carry_row + rounds.carry_rows;
   for (const auto& [buffer, bytes] :
        {std::pair(&self->workspace_, rounds.workspace_bytes), std::pair(&self->flush_, kFlushBytes),
-        std::pair(&self->partial_o_, partial_rows * kernels::hip::kExpandedValue * 4),
+        std::pair(&self->partial_o_, partial_rows * self->dims().value * 4),
         std::pair(&self->partial_lse_, partial_rows * 4)}) {
     auto allocated = DeviceBuffer::Create(self->runtime_, "bench", bytes);
     if (!allocated.ok()) return allocated.status();
@@ -141,25 +145,24 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
 }
 
 absl::Status Prefill::LoadKernels(std::span<const kernels::hip::KernelImage> images) {
-  const size_t expand =
-      fp8() ? FindExpand(*arch_, kernels::KvFormat::kFp8Tensor, kernels::DType::kFp8E4m3) : 0;
-  if (expand == arch_->expand.size()) {
-    return absl::UnimplementedError("no prefill in 8 bits on this architecture");
+  const kernels::DType products = fp8() ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
+  const size_t expand = FindExpand(
+      *arch_, dims(), fp8() ? kernels::KvFormat::kFp8Tensor : kernels::KvFormat::kBf16, products);
+  const size_t attend = FindExpanded(*arch_, dims(), products);
+  if (expand == arch_->expand.size() || attend == arch_->expanded.size()) {
+    return absl::UnimplementedError("no prefill with these dims and products");
   }
   variant_ = &arch_->expand[expand];
-  attend_shape_.threads =
-      static_cast<uint32_t>(fp8() ? arch_->expanded_products_threads : arch_->expanded_threads);
-  attend_shape_.shared_bytes = static_cast<uint32_t>(fp8() ? arch_->expanded_products_shared_bytes
-                                                           : arch_->expanded_shared_bytes);
-  const char* const attend =
-      fp8() ? kernels::hip::kExpandedProductsKernel : kernels::hip::kExpandedKernel;
+  const kernels::hip::ExpandedVariant& of_attention = arch_->expanded[attend];
+  attend_shape_.threads = static_cast<uint32_t>(of_attention.threads);
+  attend_shape_.shared_bytes = static_cast<uint32_t>(of_attention.shared_bytes);
   for (const kernels::hip::KernelImage& image : images) {
     if (image.arch != runtime_->arch()) continue;
     auto module = runtime_->Load(image.bytes);
     if (!module.ok()) return module.status();
     for (const auto& [name, shared, function] :
          {std::tuple(variant_->kernel, variant_->shared_bytes, &expand_),
-          std::tuple(attend, static_cast<int32_t>(attend_shape_.shared_bytes), &attend_)}) {
+          std::tuple(of_attention.kernel, of_attention.shared_bytes, &attend_)}) {
       auto found = runtime_->Find(*module, name);
       if (!found.ok()) return found.status();
       *function = *found;
@@ -213,14 +216,13 @@ absl::StatusOr<DeviceBuffer> Prefill::Random(int64_t bytes, uint32_t seed) {
 absl::Status Prefill::Prepare(int32_t heads, int32_t rows) {
   const int32_t kv_rows = rows + flags_.context;
   const int64_t pages = (kv_rows + kPage - 1) / kPage;
-  const int64_t head_bytes = int64_t{2} * kernels::hip::kExpandedLora * 128 * heads;
+  const int64_t column_bytes = int64_t{2} * kernels::hip::kExpandedLora * heads;
   const int64_t packed = int64_t{rows} * heads;
   for (const auto& [buffer, bytes, seed] :
        {std::tuple(&pool_, pages * kPage * row_bytes(), 1u),
-        std::tuple(&q_, packed * kQDim * 2, 2u),
-        std::tuple(&o_, packed * kernels::hip::kExpandedValue * 2, 3u),
-        std::tuple(&lse_, packed * 4, 4u), std::tuple(&w_uk_, head_bytes, 5u),
-        std::tuple(&w_uv_, head_bytes, 6u)}) {
+        std::tuple(&q_, packed * q_dim() * 2, 2u), std::tuple(&o_, packed * dims().value * 2, 3u),
+        std::tuple(&lse_, packed * 4, 4u), std::tuple(&w_uk_, column_bytes * dims().nope, 5u),
+        std::tuple(&w_uv_, column_bytes * dims().value, 6u)}) {
     auto made = Random(bytes, seed);
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
@@ -275,10 +277,10 @@ absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
   r.q = q_.As<void>();
   r.o = o_.As<void>();
   r.lse = lse_.As<float>();
-  r.q_head_stride = kQDim;
-  r.q_row_stride = int64_t{heads} * kQDim;
-  r.o_head_stride = kernels::hip::kExpandedValue;
-  r.o_row_stride = int64_t{heads} * kernels::hip::kExpandedValue;
+  r.q_head_stride = q_dim();
+  r.q_row_stride = int64_t{heads} * q_dim();
+  r.o_head_stride = dims().value;
+  r.o_row_stride = int64_t{heads} * dims().value;
   r.lse_head_stride = 1;
   r.lse_row_stride = heads;
   r.row_stride = row_bytes();
@@ -290,12 +292,13 @@ absl::Status Prefill::Plan(int32_t heads, int32_t rows) {
   r.softmax_scale = 0.0721687f;
   r.causal = 1;
   kernels::AttentionDesc desc;
-  desc.geometry = {heads, kernels::hip::kExpandedLora, kernels::hip::kExpandedRope,
-                   kernels::hip::kExpandedNope, kernels::hip::kExpandedValue};
+  desc.geometry = {heads, kernels::hip::kExpandedLora, kernels::hip::kExpandedRope, dims().nope,
+                   dims().value};
   desc.form = kernels::AttentionForm::kExpanded;
   scheduler::Planner planner;
   const scheduler::PlanSegment request{rows, kv_rows, heads, true};
   kernels::PlanTraits traits = backend_->Traits(desc);
+  round_traits_.dims = traits.rounds.dims;
   traits.rounds = round_traits_;
   auto view = planner.Build({&request, 1}, traits, *buffers_);
   if (!view.ok()) return view.status();
@@ -361,18 +364,23 @@ absl::Status Prefill::Time(int32_t heads, int32_t rows) {
   const double us = static_cast<double>(attend[attend.size() / 2]) / 1e3;
   const double kv_rows = rows + flags_.context;
   const double pairs = rows * (kv_rows - 0.5 * (rows - 1));
+  // Operations a head: of a row's up-projection, and of a visible pair.
+  const double up_ops = 2.0 * kernels::hip::kExpandedLora * (dims().nope + dims().value);
+  const double ops = 2.0 * (q_dim() + dims().value);
   std::printf(
-      "%s h=%d q=%d kv=%.0f: up-projection %.1f us %.0f TFLOPS, attention %.1f us (least %.1f) "
+      "%s %d/%d h=%d q=%d kv=%.0f: up-projection %.1f us %.0f TFLOPS, attention %.1f us (least "
+      "%.1f) "
       "%.0f "
       "TFLOPS, sum %.1f us; %zu rounds, %zu items%s\n",
-      flags_.dtype.c_str(), heads, rows, kv_rows, up_us, 262144.0 * kv_rows * heads / up_us / 1e6,
-      us, static_cast<double>(attend[0]) / 1e3, 640.0 * pairs * heads / us / 1e6, up_us + us,
-      rounds_.rounds.size(), rounds_.items.size(), rounds_.merges ? ", split" : "");
+      flags_.dtype.c_str(), dims().nope, dims().value, heads, rows, kv_rows, up_us,
+      up_ops * kv_rows * heads / up_us / 1e6, us, static_cast<double>(attend[0]) / 1e3,
+      ops * pairs * heads / us / 1e6, up_us + us, rounds_.rounds.size(), rounds_.items.size(),
+      rounds_.merges ? ", split" : "");
   std::fflush(stdout);
   json_.push_back(absl::StrFormat(
-      R"({"bench": "gpu_prefill", "dtype": "%s", "heads": %d, "rows": %d, )"
+      R"({"bench": "gpu_prefill", "dtype": "%s", "nope": %d, "v": %d, "heads": %d, "rows": %d, )"
       R"("context": %d, "up_projection_us": %.1f, "attention_us": %.1f, "us": %.1f})",
-      flags_.dtype, heads, rows, flags_.context, up_us, us, up_us + us));
+      flags_.dtype, dims().nope, dims().value, heads, rows, flags_.context, up_us, us, up_us + us));
   return absl::OkStatus();
 }
 
@@ -381,6 +389,7 @@ int Main(int argc, char** argv) {
   const Flag known[] = {{"--heads", &flags.heads},
                         {"--rows", &flags.rows},
                         {"--context", &flags.context},
+                        {"--dims", &flags.dims},
                         {"--iterations", &flags.iterations},
                         {"--workspace-mb", &flags.workspace_mb},
                         {"--dtype", &flags.dtype},
@@ -389,6 +398,9 @@ int Main(int argc, char** argv) {
   absl::Status read = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known);
   if (read.ok() && flags.dtype != "bf16" && flags.dtype != "fp8") {
     read = absl::InvalidArgumentError("--dtype: got '" + flags.dtype + "', want bf16 or fp8");
+  }
+  if (read.ok() && flags.dims.size() != 2) {
+    read = absl::InvalidArgumentError("--dims: want nope_dim and v_dim");
   }
   if (!read.ok()) {
     std::fprintf(stderr, "%s\n", read.ToString().c_str());

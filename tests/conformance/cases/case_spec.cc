@@ -188,7 +188,7 @@ std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count) {
   std::vector<CaseSpec> cases;
   for (int32_t i = 0; i < std::min(count, 20); ++i) {
     CaseSpec spec = SampleCase(options, 1000000 + static_cast<uint64_t>(i));
-    spec.geometry = ReleasedGeometries()[0];
+    spec.geometry = options.full;
     spec.geometry.num_heads = kShapes[i][0];
     spec.softmax_scale = 0.135234f;
     RequestSpec r;
@@ -230,7 +230,7 @@ std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, 
   std::vector<CaseSpec> cases;
   for (int32_t i = first; i < first + count; ++i) {
     CaseSpec spec = SampleCase(options, 8000000 + static_cast<uint64_t>(i));
-    spec.geometry = ReleasedGeometries()[0];
+    spec.geometry = options.full;
     spec.route = Route::kAbsorbed;
     spec.inputs = InputKind::kSpread;
     spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
@@ -283,7 +283,7 @@ std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, in
   std::vector<CaseSpec> cases;
   for (int32_t i = first; i < first + count; ++i) {
     CaseSpec spec = SampleCase(options, 3000000 + static_cast<uint64_t>(i));
-    spec.geometry = ReleasedGeometries()[0];
+    spec.geometry = options.full;
     spec.route = kRoutes[i % 5];
     spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
     spec.softmax_scale = 0.135234f;
@@ -323,7 +323,7 @@ std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count)
   std::vector<CaseSpec> cases;
   for (int32_t i = 0; i < std::min(count, 16); ++i) {
     CaseSpec spec = SampleCase(options, 2000000 + static_cast<uint64_t>(i));
-    spec.geometry = ReleasedGeometries()[0];
+    spec.geometry = options.full;
     spec.geometry.num_heads = kShapes[i][0];
     spec.route = Route::kExpanded;
     spec.q_dtype = DType::kBf16;

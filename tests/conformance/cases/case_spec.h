@@ -114,6 +114,7 @@ struct SamplerOptions {
   uint64_t seed = 1;
   std::vector<kernels::Geometry>
       geometries;  // num_heads is set per case; empty: ReleasedGeometries
+  kernels::Geometry full = {0, 512, 64, 128, 128};  // of cases that are not drawn from those
   std::vector<int32_t> heads = {1, 3, 8, 12, 16, 24, 64, 128};
   std::vector<int32_t> page_sizes = {1, 3, 16, 64};
   std::vector<int32_t> units = {1, 2, 7, 256};

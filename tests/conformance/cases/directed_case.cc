@@ -74,7 +74,7 @@ absl::StatusOr<CaseSpec> ParseCase(const SamplerOptions& options, uint64_t index
   if (!heads.ok()) return heads.status();
   const auto units = parts.size() == 4 ? Number(text, "units", parts[3], 1, 4096) : 4;
   if (!units.ok()) return units.status();
-  spec.geometry = ReleasedGeometries()[0];
+  spec.geometry = options.full;
   spec.geometry.num_heads = *heads;
   spec.units = *units;
   spec.q_dtype = spec.latent_q_dtype = kernels::DType::kBf16;

@@ -23,7 +23,7 @@ kernels::BackendLimits LimitsOf(const RunnerOptions& options) {
   limits.reduce_partials = 200000;
   limits.round_items = kRoundItems;
   limits.round_expansions = kRoundExpansions;
-  limits.max_geometry = {128, 512, 64, 128, 128};
+  limits.max_geometry = {128, 512, 64, 192, 256};
   return limits;
 }
 

@@ -74,7 +74,7 @@ void Enqueue(const PendingLaunch& launch, Stream& stream) {
   Control& control = State().control;
   const Function& function = *launch.function;
   ++control.launches;
-  control.expanded_launches += function.name == kernels::hip::kExpandedKernel;
+  control.expanded_launches += function.name.starts_with(kernels::hip::kExpandedPrefix);
   if (function.name == kernels::hip::kCopyTensorsKernel) {
     const auto* const copied =
         reinterpret_cast<const kernels::hip::CopyTensorsArgs*>(launch.args.data());

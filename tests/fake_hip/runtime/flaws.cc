@@ -145,7 +145,7 @@ void RunExpanded(Flaw flaw, const kernels::hip::host::Grid& grid, kernels::hip::
   const bool carried = flaw == Flaw::kCarriedWrong;
   if (carried) {
     std::fill_n(a.partial_lse, kernels::hip::kExpandedRows, 0.0f);
-    std::fill_n(a.partial_o, kernels::hip::kExpandedRows * kernels::hip::kExpandedValue, 0.5f);
+    std::fill_n(a.partial_o, kernels::hip::kExpandedRows * kernels::hip::kDims128.value, 0.5f);
   }
   for (size_t unit = 0; unit + 1 < work.indptr.size(); ++unit) {
     for (int i = work.indptr[unit]; i < work.indptr[unit + 1]; ++i) {
@@ -184,7 +184,7 @@ void RunFlawed(Flaw flaw, bool rounded_inputs, const std::string& kernel,
                const kernels::hip::host::Grid& grid, std::vector<std::byte> arguments,
                const RunArguments& run) {
   if (flaw != Flaw::kNone && kernel.starts_with(kernels::hip::kAttendPrefix)) {
-    if (kernel != kernels::hip::kExpandedKernel) {
+    if (!kernel.starts_with(kernels::hip::kExpandedPrefix)) {
       return RunAttend(flaw, grid, *reinterpret_cast<kernels::hip::AttendArgs*>(arguments.data()),
                        run);
     }

@@ -35,7 +35,7 @@ class CodeResults {
       : results(results_at), scratch(scratch_at), thread(thread_of_group) {}
 
   // Of a fresh tile: thread t has its row t.
-  MLA_DEVICE void take_rotated(const ExpandPairs& pairs) {
+  MLA_DEVICE void take_rotated(const ExpandPairs<kDims128>& pairs) {
     constexpr kernels::KvRowLayout kRow =
         kernels::MakeKvRowLayout(kFormat, kExpandedLora, kExpandedRope);
     rotated = pairs.pages().row(pairs.position(thread)) + kRow.rope_at;
@@ -49,7 +49,7 @@ class CodeResults {
     }
   }
 
-  MLA_DEVICE void store_keys(const ExpandPairs& pairs, const Accumulators& c) {
+  MLA_DEVICE void store_keys(const ExpandPairs<kDims128>& pairs, const Accumulators& c) {
     const CodeScale scale = scale_of(c, most_rotated);
     store<false>(pairs.panel(0), c, scale.inverse);
     uint8_t* const to = pairs.panel(1) + thread * 64;
@@ -68,7 +68,7 @@ class CodeResults {
   }
 
   // c is transposed: its rows are columns of values.
-  MLA_DEVICE void store_values(const ExpandPairs& pairs, const Accumulators& c) {
+  MLA_DEVICE void store_values(const ExpandPairs<kDims128>& pairs, const Accumulators& c) {
     const CodeScale scale = scale_of(c, 0.0f);
     store<true>(pairs.panel(2), c, scale.inverse);
     if (thread == 0) scales(pairs)[1] = scale.power;
@@ -86,7 +86,7 @@ class CodeResults {
     const uint32_t nan = (((codes & 0x7f7f7f7fu) + 0x01010101u) >> 7 & 0x01010101u) * 255u;
     return codes & ~nan;
   }
-  MLA_DEVICE static float* scales(const ExpandPairs& pairs) {
+  MLA_DEVICE static float* scales(const ExpandPairs<kDims128>& pairs) {
     return reinterpret_cast<float*>(pairs.panel(3));
   }
   MLA_DEVICE void sync() const { tile::named_sync<kBarrier, 128>(); }

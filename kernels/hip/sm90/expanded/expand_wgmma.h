@@ -1,15 +1,16 @@
-// Up-projection on sm_90a, with warpgroup products: keys [128 x 128] and values [128 x 128] of one
-// head from 128 cached rows, depth 512.
+// Up-projection on sm_90a, with warpgroup products: keys [128 x nope] and values [128 x value] of
+// one head from 128 cached rows, depth 512.
 //
 //   warp 0           W_UK, then W_UV of a head, depth 64 at a time, to stages [64 x 128]
 //   warps 1 to 3     rows, once a tile of them, to [128 x 512], where they stay
 //   warpgroup 1      keys of a head           |  rounds, stores     |  keys of the next head ..
 //   warpgroup 2      .. rounds, stores        |  values of a head   |  rounds, stores
 //
-// The two warpgroups take turns of kPanels stages: one has the matrix unit while the other rounds
-// its 128 x 128 results into shared memory, from where they go to the workspace by bulk copies. A
+// The two warpgroups take turns of up to 128 columns: one has the matrix unit while the other
+// rounds its results into shared memory, from where they go to the workspace by bulk copies. A
 // group gives the turn once its last stage is there, so that the other waits for the next phase of
-// barriers that have no phase before it open.
+// barriers that have no phase before it open. Keys of 192 columns take two turns, the second one of
+// 64 columns with depth 128 a stage, and values of 256 two.
 //
 // A block keeps its rows in shared memory over all its heads, and weights are all it reads.
 //
@@ -25,7 +26,7 @@
 
 namespace mla::kernels::hip {
 
-template <KvFormat kFormat, DType kResults = DType::kBf16>
+template <ExpandedDims kDims, KvFormat kFormat, DType kResults = DType::kBf16>
 class ExpandWgmma {
  public:
   static constexpr int kThreads = 384;
@@ -39,35 +40,40 @@ class ExpandWgmma {
   static constexpr int kSharedBytes = kRowsBytes + kStages * kStageBytes + kGroups * kPanelBytes +
                                       kBarriers * 8 +
                                       (kResults == DType::kBf16 ? 0 : kGroups * kCodeScratchBytes);
-  static_assert(kExpandedNope == 128 && kExpandedValue == 128);
+  static_assert(kResults == DType::kBf16 || kDims == kDims128);
 
   MLA_DEVICE static void run(const ExpandArgs& args) {
     const ExpandWgmma self(args);
     if (thread_index() == 0) self.init_barriers();
     block_barrier();
     if (self.group == 0) {
-      tile::give_registers<88>();
+      tile::give_registers<kCopyRegisters>();
       if (tile::wave_index() == 0) {
         if (thread_index() == 0) self.copy_weights();
       } else {
         self.copy_rows();
       }
     } else {
-      tile::take_registers<208>();
+      tile::take_registers<kMultiplyRegisters>();
       if (self.group == 1) {
-        self.template multiply<true>();
+        self.template multiply<0>();
       } else {
-        self.template multiply<false>();
+        self.template multiply<1>();
       }
     }
   }
 
  private:
+  using Pairs = ExpandPairs<kDims>;
+  // Registers a thread. Groups of several turns take a few more. A block is started with 168 for
+  // each, which a group that asks for more waits for.
+  static constexpr int kCopyRegisters = kDims == kDims128 ? 88 : 72;
+  static constexpr int kMultiplyRegisters = kDims == kDims128 ? 208 : 216;
+  static_assert(kCopyRegisters + kGroups * kMultiplyRegisters <= 3 * 168);
   // Named barriers.
-  static constexpr int kTurn = 1;      // of warpgroup 1; kTurn + 1 is warpgroup 2's
-  static constexpr int kOfGroup = 3;   // its own threads; kOfGroup + 1 is warpgroup 2's
-  static constexpr int kHalves = 2;    // of the tile's rows, 64 each
-  static constexpr int kOutputs = 64;  // of one half, a thread
+  static constexpr int kTurn = 1;     // of warpgroup 1; kTurn + 1 is warpgroup 2's
+  static constexpr int kOfGroup = 3;  // its own threads; kOfGroup + 1 is warpgroup 2's
+  static constexpr int kHalves = 2;   // of the tile's rows, 64 each
   static constexpr bool kCodes = kResults != DType::kBf16;
   static constexpr bool kWidens = kFormat != KvFormat::kBf16;
   // Threads that copy rows, those of a row, rows at once, and how often that is for a tile.
@@ -77,6 +83,25 @@ class ExpandWgmma {
   static constexpr int kCopies = (kExpandedRows + kRowsAtOnce - 1) / kRowsAtOnce;
   static constexpr int kUnderWay = 4;        // panels of rows
   static constexpr float kLargeSum = 1e38f;  // of finite values, none of which is infinite in bf16
+
+  // Turns of a head, the two groups' by turns.
+  static constexpr int kMostColumns = 128;
+  static constexpr int kKeyTurns = (kDims.nope + kMostColumns - 1) / kMostColumns;
+  static constexpr int kTurns = kKeyTurns + kDims.value / kMostColumns;
+  static_assert(kTurns % kGroups == 0 && kDims.value % kMostColumns == 0);
+  template <int kIndex>
+  struct Turn {
+    static constexpr bool kKeys = kIndex < kKeyTurns;
+    static constexpr int kFirst = kMostColumns * (kKeys ? kIndex : kIndex - kKeyTurns);
+    static constexpr int kColumns =
+        kKeys && kDims.nope - kFirst < kMostColumns ? kDims.nope - kFirst : kMostColumns;
+    static_assert(kColumns == 64 || kColumns == 128);
+    static constexpr int kOutputs = kColumns / 2;                 // of one half, a thread
+    static constexpr int kStagePanels = kMostColumns / kColumns;  // of the depth, in a stage
+    static constexpr int kUses = kPanels / kStagePanels;          // of stages
+    static_assert(kUses % kStages == 0);
+    static constexpr int kResultPanel = (kKeys ? 0 : kDims.key_panels()) + kFirst / 64;
+  };
 
   MLA_DEVICE explicit ExpandWgmma(const ExpandArgs& a)
       : args(a), group(tile::wave_index() >> 2), thread(thread_index() & 127) {
@@ -110,32 +135,39 @@ class ExpandWgmma {
       stage = 0;
       parity ^= 1;
     }
-    MLA_DEVICE void skip_turn() {  // of the other group
-      static_assert(kPanels % kStages == 0);
-      parity ^= kPanels / kStages & 1;
-    }
+    MLA_DEVICE void skip(int uses) { parity ^= uses / kStages & 1; }  // whole rounds of stages
   };
 
   // --- Copies.
-  // Both matrices are panels of 64 columns (weights/weight_panels.h): a stage
-  // is one of W_UK, or 64 rows of both of W_UV.
+  // Both matrices are panels of 64 columns (weights/weight_panels.h): a stage is 128 rows of one of
+  // W_UK, or 64 rows of two of them, or 64 rows of two of W_UV.
   MLA_DEVICE void copy_weights() const {
-    constexpr int kPart = kStageBytes / 2, kValuePanel = kExpandedLora * 128;
     Ring ring;
-    for (ExpandPairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
-      const auto* w_uk = reinterpret_cast<const uint8_t*>(pairs.w_uk());
-      const auto* w_uv = reinterpret_cast<const uint8_t*>(pairs.w_uv());
-      for (int panel = 0; panel < kPanels; ++panel) {
-        tile::bulk_copy(next_stage(ring), w_uk + panel * kStageBytes, kStageBytes,
-                        full(ring.stage));
-        ring.next();
-      }
-      for (int panel = 0; panel < kPanels; ++panel) {
+    for (Pairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
+      copy_turns<0>(pairs, ring);
+    }
+  }
+  template <int kIndex>
+  MLA_DEVICE void copy_turns(const Pairs& pairs, Ring& ring) const {
+    if constexpr (kIndex < kTurns) {
+      using T = Turn<kIndex>;
+      constexpr int kKeyPanel = kDims.nope * 128, kValuePanel = kExpandedLora * 128;
+      // Of a part of a stage, between these in memory, and between stages there.
+      constexpr int kParts = T::kKeys ? T::kStagePanels : 2, kPart = kStageBytes / kParts;
+      constexpr int kBetween = T::kKeys ? kKeyPanel : kValuePanel;
+      constexpr int kStep = T::kKeys ? T::kStagePanels * kKeyPanel : kPart;
+      const auto* from =
+          T::kKeys ? reinterpret_cast<const uint8_t*>(pairs.w_uk()) + T::kFirst * 128
+                   : reinterpret_cast<const uint8_t*>(pairs.w_uv()) + T::kFirst / 64 * kValuePanel;
+      for (int use = 0; use < T::kUses; ++use, from += kStep) {
         const uint32_t stage = next_stage(ring);
-        tile::bulk_copy(stage, w_uv + panel * kPart, kPart, full(ring.stage));
-        tile::bulk_copy(stage + kPart, w_uv + kValuePanel + panel * kPart, kPart, full(ring.stage));
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          tile::bulk_copy(stage + part * kPart, from + part * kBetween, kPart, full(ring.stage));
+        }
         ring.next();
       }
+      copy_turns<kIndex + 1>(pairs, ring);
     }
   }
   MLA_DEVICE uint32_t next_stage(const Ring& ring) const {
@@ -147,15 +179,24 @@ class ExpandWgmma {
   MLA_DEVICE void copy_rows() const {
     const int copier = thread - 32;
     uint32_t parity = 0;
-    for (ExpandPairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
+    for (Pairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
       if (pairs.fresh_tile()) {
         copy_tile(pairs, copier, parity);
         parity ^= 1;
       }
-      if (!kCodes && pairs.head == 0) copy_rotated<kFormat>(pairs, copier, kCopiers);
+      if (kCodes || pairs.head > 0) continue;
+      if constexpr (kDims == kDims128) {
+        copy_rotated<kFormat>(pairs, copier, kCopiers);
+      } else {  // one at a time: fewer registers
+        const PagedRows pages = pairs.pages();
+#pragma unroll 1
+        for (int i = copier; i < kRotatedChunks; i += kCopiers) {
+          copy_rotated_chunk<kFormat>(pairs, pages, i);
+        }
+      }
     }
   }
-  MLA_DEVICE void copy_tile(const ExpandPairs& pairs, int copier, uint32_t parity) const {
+  MLA_DEVICE void copy_tile(const Pairs& pairs, int copier, uint32_t parity) const {
     const int own = copier % kRowThreads, first = copier / kRowThreads;
     const uint8_t* row[kCopies];
     const PagedRows pages = pairs.pages();
@@ -168,7 +209,6 @@ class ExpandWgmma {
       tile::barrier_wait(rows_empty(panel), parity ^ 1);
       if constexpr (kWidens) {
         widen_rows<0>(row, panel, first, own);
-        widen_rows<kCopies / 2>(row, panel, first, own);
       } else {
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
@@ -191,16 +231,17 @@ class ExpandWgmma {
   MLA_DEVICE uint32_t place(int panel, int row, int chunk) const {
     return tile::chunk_at<kExpandedRows>(rows + panel * kPanelBytes, row, chunk);
   }
-  // Sixteen of a panel's columns of half of this thread's rows, without the layer's scale.
+  // Sixteen of a panel's columns of this thread's rows from the kBegin-th on, some of them at a
+  // time, without the layer's scale.
   template <int kBegin>
   MLA_DEVICE void widen_rows(const uint8_t* const (&row)[kCopies], int panel, int first,
                              int own) const {
-    constexpr int kHalf = kCopies / 2;
-    static_assert(2 * kHalf == kCopies);
-    uint32_t codes[kHalf][4];
-    float scale[kHalf];
+    constexpr int kAtOnce = kDims == kDims128 ? 3 : 2;  // as many as registers allow
+    static_assert(kCopies % kAtOnce == 0);
+    uint32_t codes[kAtOnce][4];
+    float scale[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       load_words(codes[i], row[kBegin + i] + panel * 64);
       scale[i] = 1.0f;
       if constexpr (kFormat == KvFormat::kFp8Row) {
@@ -210,7 +251,7 @@ class ExpandWgmma {
       }
     }
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       const int at = first + kRowsAtOnce * (kBegin + i);
       if (at >= kExpandedRows) continue;
 #pragma unroll
@@ -219,6 +260,7 @@ class ExpandWgmma {
         tile::store_chunk(place(panel, at, 2 * own + half), fp8_chunk(eight, scale[i]));
       }
     }
+    if constexpr (kBegin + kAtOnce < kCopies) widen_rows<kBegin + kAtOnce>(row, panel, first, own);
   }
 
   // --- Products.
@@ -228,54 +270,75 @@ class ExpandWgmma {
     if (thread == 0) tile::barrier_arrive(barrier);
   }
 
-  template <bool kKeys>
+  // `kFirst`: the group's first turn.
+  template <int kFirst>
   MLA_DEVICE void multiply() const {
-    CodeResults<kFormat, kKeys ? kOfGroup : kOfGroup + 1> codes(
+    CodeResults<kFormat, kOfGroup + kFirst> codes(
         results(), barriers + kBarriers * 8 + (group - 1) * kCodeScratchBytes, thread);
     Ring ring;
     uint32_t tile_parity = 1;
-    if (!kKeys) {
-      ring.skip_turn();
+    if (kFirst == 1) {
+      ring.skip(Turn<0>::kUses);
       give_turn();  // the first turn is warpgroup 1's
     }
-    for (ExpandPairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
-      float c[kHalves][kOutputs];
+    for (Pairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
       tile_parity ^= pairs.fresh_tile() ? 1 : 0;
-      take_turn<kKeys>(pairs, tile_parity, c, ring);
-      ring.skip_turn();
+      serve<kFirst>(pairs, tile_parity, codes, ring);
+    }
+    if (kFirst == 0) await_turn();  // the turn that was given back last
+    if (thread == 0) tile::wait_for_stores_to_read();
+  }
+  // The group's turns of a pair from kIndex on.
+  template <int kIndex, class Codes>
+  MLA_DEVICE void serve(const Pairs& pairs, uint32_t tile_parity, Codes& codes, Ring& ring) const {
+    using T = Turn<kIndex>;
+    {
+      float c[kHalves][T::kOutputs];
+      take_turn<kIndex>(pairs, tile_parity, c, ring);
+      ring.skip(Turn<(kIndex + 1) % kTurns>::kUses);
       const int existing = pairs.existing_rows();
-      if constexpr (kCodes && kKeys) {
+      if constexpr (kCodes && T::kKeys) {
         if (pairs.fresh_tile()) codes.take_rotated(pairs);
         codes.store_keys(pairs, c);
       } else if constexpr (kCodes) {
         codes.store_values(pairs, c);
-      } else if constexpr (kKeys) {
-        store_part<kKeysPart>(pairs, existing, existing < kExpandedRows, c);
+      } else if constexpr (T::kKeys) {
+        store_part<kIndex, kKeysPart>(pairs, existing, existing < kExpandedRows, c);
       } else {
         const bool careful = existing < kExpandedRows || tile::any(!surely_finite(c));
-        store_part<kValuesPart>(pairs, existing, careful, c);
-        if (pairs.rest_panel(0) != nullptr) store_part<kRestsPart>(pairs, existing, careful, c);
+        store_part<kIndex, kValuesPart>(pairs, existing, careful, c);
+        if (pairs.rest_panel(0) != nullptr) {
+          store_part<kIndex, kRestsPart>(pairs, existing, careful, c);
+        }
       }
     }
-    if (kKeys) await_turn();  // the turn that was given back last
-    if (thread == 0) tile::wait_for_stores_to_read();
+    if constexpr (kIndex + kGroups < kTurns) {
+      serve<kIndex + kGroups>(pairs, tile_parity, codes, ring);
+    }
   }
-  template <bool kKeys>
-  MLA_DEVICE void take_turn(const ExpandPairs& pairs, uint32_t tile_parity,
-                            float (&c)[kHalves][kOutputs], Ring& ring) const {
-    const bool fresh = pairs.fresh_tile();
-    const bool frees_rows = !kKeys && pairs.last_of_tile();  // the values are read last
+  template <int kIndex, int kOutputs>
+  MLA_DEVICE void take_turn(const Pairs& pairs, uint32_t tile_parity, float (&c)[kHalves][kOutputs],
+                            Ring& ring) const {
+    using T = Turn<kIndex>;
+    constexpr bool kLast = kIndex == kTurns - 1;
+    static_assert(!kLast || T::kStagePanels == 1);
+    const bool fresh = kIndex < kGroups && pairs.fresh_tile();
+    const bool frees_rows = kLast && pairs.last_of_tile();  // the last turn reads them last
     int previous = -1;
+    if constexpr (kTurns > kGroups) clear(c);
     await_turn();
-    for (int panel = 0; panel < kPanels; ++panel) {
-      if (fresh) tile::barrier_wait(rows_full(panel), tile_parity);
+    for (int use = 0; use < T::kUses; ++use) {
+#pragma unroll
+      for (int i = 0; i < T::kStagePanels; ++i) {
+        if (fresh) tile::barrier_wait(rows_full(use * T::kStagePanels + i), tile_parity);
+      }
       tile::barrier_wait(full(ring.stage), ring.parity);
-      start_panel<kKeys>(panel, stages + ring.stage * kStageBytes, c);
-      if (panel == kPanels - 1) give_turn();
-      if (panel > 0) {
+      start_stage<kIndex>(use, stages + ring.stage * kStageBytes, c);
+      if (use == T::kUses - 1) give_turn();
+      if (use > 0) {
         tile::wgmma_wait<1>();
         release(empty(previous));
-        if (frees_rows) release(rows_empty(panel - 1));
+        if (frees_rows) release(rows_empty(use - 1));
       }
       previous = ring.stage;
       ring.next();
@@ -286,25 +349,41 @@ class ExpandWgmma {
     release(empty(previous));
     if (frees_rows) release(rows_empty(kPanels - 1));
   }
-  template <bool kKeys>
-  MLA_DEVICE void start_panel(int panel, uint32_t stage, float (&c)[kHalves][kOutputs]) const {
+  // Sums begin with the first product. Where a group has several turns, the compiler would keep
+  // each one's registers for it through all of them unless they were set.
+  template <int kOutputs>
+  MLA_DEVICE static void clear(float (&c)[kHalves][kOutputs]) {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) c[half][i] = 0.0f;
+      tile::pin(c[half]);
+    }
+  }
+  template <int kIndex, int kOutputs>
+  MLA_DEVICE void start_stage(int use, uint32_t stage, float (&c)[kHalves][kOutputs]) const {
+    using T = Turn<kIndex>;
     tile::wgmma_begin();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const int more = panel > 0 || step > 0;
+    for (int part = 0; part < T::kStagePanels; ++part) {
+      const uint32_t panel = rows + (use * T::kStagePanels + part) * kPanelBytes;
+      const uint32_t weights = stage + part * (kStageBytes / T::kStagePanels);
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const uint64_t own =
-            tile::along_rows(rows + panel * kPanelBytes + half * (64 * 128) + step * 32);
-        if constexpr (kKeys) {
-          tile::multiply_rows(c[half], own, tile::along_rows(stage + step * 32), more);
-        } else if constexpr (kCodes) {
-          tile::multiply_turned(c[half],
-                                tile::down_rows(stage + half * (64 * 128) + step * 2048, 0),
-                                tile::along_rows(rows + panel * kPanelBytes + step * 32), more);
-        } else {
-          tile::multiply_columns(c[half], own, tile::down_rows(stage + step * 2048, 64 * 128),
-                                 more);
+      for (int step = 0; step < 4; ++step) {
+        const int more = use > 0 || part > 0 || step > 0;
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          const uint64_t own = tile::along_rows(panel + half * (64 * 128) + step * 32);
+          if constexpr (T::kKeys) {
+            tile::multiply_rows(c[half], own, tile::along_rows(weights + step * 32), more);
+          } else if constexpr (kCodes) {
+            tile::multiply_turned(c[half],
+                                  tile::down_rows(weights + half * (64 * 128) + step * 2048, 0),
+                                  tile::along_rows(panel + step * 32), more);
+          } else {
+            tile::multiply_columns(c[half], own, tile::down_rows(weights + step * 2048, 64 * 128),
+                                   more);
+          }
         }
       }
     }
@@ -313,6 +392,7 @@ class ExpandWgmma {
 
   // --- Results.
   // False as well where the sum is too large.
+  template <int kOutputs>
   MLA_DEVICE static bool surely_finite(const float (&c)[kHalves][kOutputs]) {
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -327,25 +407,25 @@ class ExpandWgmma {
   enum Part { kKeysPart, kValuesPart, kRestsPart };
   // Few tiles have rows that do not exist, or values that are not finite; the others' code is held
   // free of them.
-  template <Part kPart>
-  MLA_DEVICE void store_part(const ExpandPairs& pairs, int existing, bool careful,
+  template <int kIndex, Part kPart, int kOutputs>
+  MLA_DEVICE void store_part(const Pairs& pairs, int existing, bool careful,
                              const float (&c)[kHalves][kOutputs]) const {
     if (careful) {
-      store<kPart, true>(pairs, existing, c);
+      store<kIndex, kPart, true>(pairs, existing, c);
     } else {
-      store<kPart, false>(pairs, existing, c);
+      store<kIndex, kPart, false>(pairs, existing, c);
     }
   }
-  // To two panels, one after the other through the group's shared memory.
-  template <Part kPart, bool kCareful>
-  MLA_DEVICE void store(const ExpandPairs& pairs, int existing,
+  // To the turn's panels, one after the other through the group's shared memory.
+  template <int kIndex, Part kPart, bool kCareful, int kOutputs>
+  MLA_DEVICE void store(const Pairs& pairs, int existing,
                         const float (&c)[kHalves][kOutputs]) const {
     // Chunk lane / 8 of row lane % 8 of the warp's first eight.
     const int lane = thread & 31;
     const uint32_t at =
         tile::chunk_at<kExpandedRows>(results(), (thread >> 5) * 16 + (lane & 7), lane >> 3);
 #pragma unroll
-    for (int panel = 0; panel < 2; ++panel) {
+    for (int panel = 0; panel < kOutputs / 32; ++panel) {
       if (thread == 0) tile::wait_for_stores_to_read();
       tile::named_wait(kOfGroup + group - 1, 128);
 #pragma unroll
@@ -367,8 +447,9 @@ class ExpandWgmma {
       tile::publish_shared();
       tile::named_wait(kOfGroup + group - 1, 128);
       if (thread != 0) continue;
-      uint8_t* const to = kPart == kRestsPart ? pairs.rest_panel(panel)
-                                              : pairs.panel(panel + (kPart == kKeysPart ? 0 : 2));
+      using T = Turn<kIndex>;
+      uint8_t* const to = kPart == kRestsPart ? pairs.rest_panel(T::kFirst / 64 + panel)
+                                              : pairs.panel(T::kResultPanel + panel);
       tile::bulk_store(to, results(), kPanelBytes);
     }
   }

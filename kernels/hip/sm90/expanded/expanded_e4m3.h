@@ -28,11 +28,12 @@ class ExpandedE4m3 {
  public:
   static constexpr int kThreads = 384;
   static constexpr int kTile = 128;  // kv rows
+  static constexpr int kNope = kDims128.nope, kValue = kDims128.value;
   static constexpr int kStages = 4, kQueryTiles = 2, kRecords = 4;
-  static constexpr int kKeyBytes = kTile * kExpandedNope, kRotatedBytes = kTile * kExpandedRope;
-  static constexpr int kValueBytes = kExpandedValue * kTile;
+  static constexpr int kKeyBytes = kTile * kNope, kRotatedBytes = kTile * kExpandedRope;
+  static constexpr int kValueBytes = kValue * kTile;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes + kRotatedBytes;
-  static constexpr int kQueryBytes = kExpandedRows * (kExpandedNope + kExpandedRope);
+  static constexpr int kQueryBytes = kExpandedRows * (kNope + kExpandedRope);
   static constexpr int kScaleBytes = 16;
   static constexpr int kQueryScaleBytes = kExpandedRows * 4;
   static constexpr int kBarriers = 2 * kStages + 2 * kQueryTiles;
@@ -71,7 +72,7 @@ class ExpandedE4m3 {
   using Rows = WarpgroupRows<kTile>;
   using Scores = typename Rows::Scores[1];
   static constexpr int kScores = Rows::kScoreElems;
-  static constexpr int kOutputs = ExpandedResults::kOutputs;
+  static constexpr int kOutputs = ExpandedResults<kValue>::kOutputs;
   // Named barriers.
   static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
   static constexpr int kBoth = 3, kFirst = 4;
@@ -230,8 +231,8 @@ class ExpandedE4m3 {
     }
   }
   static constexpr int kAtOnce = 8;
-  static constexpr int kLaneChunks = (kExpandedNope + kExpandedRope) / 64;
-  static constexpr int kQueryChunks = (kExpandedNope + kExpandedRope) / 8;
+  static constexpr int kLaneChunks = (kNope + kExpandedRope) / 64;
+  static constexpr int kQueryChunks = (kNope + kExpandedRope) / 8;
 
   // Codes lie as those of keys (code_results.h).
   MLA_DEVICE void write_row(const Chunk (&values)[kLaneChunks][2], int at, int row,
@@ -268,11 +269,11 @@ class ExpandedE4m3 {
         chunk.w[2 * i + 1] = tile::choose_bytes<0x7632>(c[0][i], c[1][i]);
       }
       const int sixteen = j * 4 + (lane & 3);
-      constexpr int kNope = kExpandedNope / 16;
-      tile::store_chunk(sixteen < kNope
+      constexpr int kNopeChunks = kNope / 16;
+      tile::store_chunk(sixteen < kNopeChunks
                             ? tile::chunk_at<kExpandedRows>(queries(at), row, sixteen)
-                            : queries(at) + kExpandedRows * kExpandedNope + row * kExpandedRope +
-                                  ((sixteen - kNope) ^ narrow_swizzle(row)) * 16,
+                            : queries(at) + kExpandedRows * kNope + row * kExpandedRope +
+                                  ((sixteen - kNopeChunks) ^ narrow_swizzle(row)) * 16,
                         chunk);
     }
   }
@@ -394,14 +395,14 @@ class ExpandedE4m3 {
 
   MLA_DEVICE void start_scores(int query_tile, int at, float (&s)[kScores]) const {
     const int own = group - 1;
-    const uint32_t q = queries(query_tile) + own * (64 * kExpandedNope), k = stage(at);
+    const uint32_t q = queries(query_tile) + own * (64 * kNope), k = stage(at);
     const uint32_t q_rotated =
-        queries(query_tile) + kExpandedRows * kExpandedNope + own * (64 * kExpandedRope);
+        queries(query_tile) + kExpandedRows * kNope + own * (64 * kExpandedRope);
     const uint32_t k_rotated = k + kKeyBytes + kValueBytes;
     tile::pin(s);
     tile::wgmma_begin();
 #pragma unroll
-    for (int step = 0; step < kExpandedNope / 32; ++step) {
+    for (int step = 0; step < kNope / 32; ++step) {
       tile::multiply_e4m3(s, tile::along_rows(q + step * 32), tile::along_rows(k + step * 32),
                           step > 0);
     }
@@ -457,7 +458,7 @@ class ExpandedE4m3 {
 
   const ExpandedArgs& args;
   const int group, thread, lane;
-  const ExpandedResults results;
+  const ExpandedResults<kValue> results;
   const uint32_t base;
 };
 

@@ -9,9 +9,10 @@
 namespace mla::kernels::hip {
 
 // Of 64 query rows of one head: a thread holds kOutputs of two rows (wgmma.h).
+template <int kValue>
 struct ExpandedResults {
-  static constexpr int kOutputs = kExpandedValue / 2;
-  using Rows = WarpgroupRows<kExpandedValue>;
+  static constexpr int kOutputs = kValue / 2;
+  using Rows = WarpgroupRows<kValue>;
 
   const ExpandedArgs& args;
   int half;  // which 64 of the item's rows
@@ -34,7 +35,7 @@ struct ExpandedResults {
       const float lse = args.partial_lse[at];
       if (lse == negative_infinity()) continue;
       seen(slot, lse);
-      const float* from = args.partial_o + at * kExpandedValue + 2 * (lane & 3);
+      const float* from = args.partial_o + at * kValue + 2 * (lane & 3);
 #pragma unroll
       for (int j = 0; j < kOutputs / 4; ++j) {
         o[4 * j + 2 * slot] = from[8 * j] * unscaled;
@@ -53,7 +54,7 @@ struct ExpandedResults {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
       const int r = row(slot);
-      const RowTarget target(results, item, r < item.rows ? r : 0, kExpandedValue);
+      const RowTarget target(results, item, r < item.rows ? r : 0, kValue);
       const bool stored = r < item.rows;
       if (stored && (lane & 3) == 0 && target.lse != nullptr) *target.lse = scale[slot].lse;
       if (!f32 && whole) {

@@ -1,8 +1,9 @@
 // Attention of the expanded form on sm_90a, with warpgroup products: 128 query rows of one head
-// over tiles of 128 KV rows.
+// over tiles of kTile KV rows.
 //
-//   warp 0:            K [128 x 192] and V [128 x 128] of the next tiles, by bulk copies, two deep
-//   warps 1 to 3:      Q [128 x 192] of the next item, and its records
+//   warp 0:            K [kTile x dim] and V [kTile x value] of the next tiles, by bulk copies, two
+//                      deep
+//   warps 1 to 3:      Q [128 x dim] of the next item, and its records
 //   warpgroups 1, 2:   64 query rows each
 //
 //        S = Q K^T (of tile t + 1)  |  softmax of t + 1  ...
@@ -20,16 +21,18 @@
 
 namespace mla::kernels::hip {
 
+template <ExpandedDims kDims>
 class ExpandedWgmma {
  public:
   static constexpr int kThreads = 384;
-  static constexpr int kTile = 128;  // kv rows
+  // KV rows. Accumulators of 64 x 256, and two stages of so wide rows, leave room for no more.
+  static constexpr int kTile = kDims.value > 128 ? 64 : 128;
   static constexpr int kStages = 2;
-  static constexpr int kDim = kExpandedNope + kExpandedRope;
-  static constexpr int kPanelBytes = kTile * 128;
+  static constexpr int kDim = kDims.nope + kExpandedRope;
+  static constexpr int kQPanelBytes = kExpandedRows * 128, kPanelBytes = kTile * 128;
   static constexpr int kQBytes = kExpandedRows * kDim * 2;
   static constexpr int kKBytes = kTile * kDim * 2;
-  static constexpr int kVBytes = kTile * kExpandedValue * 2;
+  static constexpr int kVBytes = kTile * kDims.value * 2;
   static constexpr int kBarriers = 2 + 4 * kStages;
   static constexpr int kBarrierBytes = 128;
   static_assert(kBarriers * 8 <= kBarrierBytes);
@@ -42,7 +45,8 @@ class ExpandedWgmma {
   static_assert(sizeof(Records) <= kRecordBytes && sizeof(Records) % 4 == 0);
   static constexpr int kSharedBytes =
       kQBytes + kStages * (kKBytes + kVBytes) + kBarrierBytes + 2 * kRecordBytes;
-  static_assert(kTile == kExpandedRows && kStages == 2);
+  static_assert(kExpandedRows % kTile == 0 && kFewKeys % kTile == 0 && kStages == 2);
+  static_assert(kVBytes <= kKBytes);  // rests of values take the place of keys
 
   MLA_DEVICE static void run(const ExpandedArgs& args) {
     const ExpandedWgmma self(args);
@@ -64,8 +68,11 @@ class ExpandedWgmma {
  private:
   using Rows = WarpgroupRows<kTile>;
   using Scores = typename Rows::Scores[1];
+  using Results = ExpandedResults<kDims.value>;
   static constexpr int kScores = Rows::kScoreElems;
-  static constexpr int kOutputs = ExpandedResults::kOutputs;
+  static constexpr int kOutputs = Results::kOutputs;
+  static constexpr int kKeyPanels = kDims.key_panels(), kValuePanels = kDims.value_panels();
+  static_assert(kRotatedPanels == 1);
   static constexpr float kSlack = 0.0f;
   // Named barriers.
   static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
@@ -134,13 +141,18 @@ class ExpandedWgmma {
         const uint32_t k = k_tiles + ring.stage * kKBytes, v = v_tiles + ring.stage * kVBytes;
         tile::barrier_wait(k_empty(ring.stage), ring.parity ^ 1);
         tile::barrier_arrive_expecting(k_full(ring.stage), kKBytes);
-        tile::bulk_copy(k, keys, kPanelBytes, k_full(ring.stage));
-        tile::bulk_copy(k + kPanelBytes, keys + panel, kPanelBytes, k_full(ring.stage));
-        tile::bulk_copy(k + 2 * kPanelBytes, rotated, kPanelBytes, k_full(ring.stage));
+#pragma unroll
+        for (int i = 0; i < kKeyPanels; ++i) {
+          tile::bulk_copy(k + i * kPanelBytes, keys + i * panel, kPanelBytes, k_full(ring.stage));
+        }
+        tile::bulk_copy(k + kKeyPanels * kPanelBytes, rotated, kPanelBytes, k_full(ring.stage));
         tile::barrier_wait(v_empty(ring.stage), ring.parity ^ 1);
         tile::barrier_arrive_expecting(v_full(ring.stage), kVBytes);
-        tile::bulk_copy(v, keys + 2 * panel, kPanelBytes, v_full(ring.stage));
-        tile::bulk_copy(v + kPanelBytes, keys + 3 * panel, kPanelBytes, v_full(ring.stage));
+#pragma unroll
+        for (int i = 0; i < kValuePanels; ++i) {
+          tile::bulk_copy(v + i * kPanelBytes, keys + (kKeyPanels + i) * panel, kPanelBytes,
+                          v_full(ring.stage));
+        }
         keys += kPanelBytes;
         rotated += kPanelBytes;
         ring.next();
@@ -187,11 +199,13 @@ class ExpandedWgmma {
       copy_rows<false>(item, queries.row(0), t);
     }
   }
-  // Thread t of 96 copies chunk t % 24 of every fourth row. Rows of one head are a stride apart;
-  // their addresses one by one, by QueryLoader::row, cost short items 8 % of their time.
+  // Thread t of 96 copies chunk t % kChunks of every kRowsAtOnce-th row. Rows of one head are a
+  // stride apart; their addresses one by one, by QueryLoader::row, cost short items 8 % of their
+  // time.
   template <bool kAligned>
   MLA_DEVICE void copy_rows(const Item& item, const uint16_t* queries, int t) const {
     constexpr int kChunks = kDim / 8, kRowsAtOnce = 96 / kChunks;
+    static_assert(kRowsAtOnce * kChunks == 96);
     const int chunk = t % kChunks, first = t / kChunks;
     const uint16_t* first_row = queries + chunk * 8;
     const uint16_t* row = first_row + first * item.segment->q_row_stride;
@@ -244,10 +258,10 @@ class ExpandedWgmma {
     State state;
     clear(e, item, state);
     int first = item.work.kv_begin, t = 0;
-    if (tiles > 0 && sees_few(item)) {
-      attend_few(e, ring, state, unmasked_end, scale);
-      first += kTile;
-      t = 1;
+    if (sees_few(item)) {
+      for (; t < tiles && first < kFewKeys; ++t, first += kTile) {
+        attend_few(e, first, ring, state, unmasked_end, scale);
+      }
     }
     if (t < tiles) {
       attend_tiles(ring, state, first, tiles - t, unmasked_end, scale);
@@ -307,10 +321,11 @@ class ExpandedWgmma {
     ring.next();
   }
 
-  // The first tile where some row sees few keys: values and probabilities with what rounding took
-  // from them. The rests of the values take the place of the keys once both warpgroups have scored.
-  MLA_DEVICE void attend_few(const ExpandedItem& e, Ring& ring, State& state, int unmasked_end,
-                             float scale) const {
+  // A tile of the first keys where some row sees few: values and probabilities with what rounding
+  // took from them. The rests of the values take the place of the keys once both warpgroups have
+  // scored.
+  MLA_DEVICE void attend_few(const ExpandedItem& e, int first, Ring& ring, State& state,
+                             int unmasked_end, float scale) const {
     Scores s;
     float factor[2];
     uint32_t p[kScores / 2];
@@ -320,15 +335,18 @@ class ExpandedWgmma {
     tile::pin(s[0].c);
     tile::named_wait(kBoth, 256);
     const uint32_t rests_at = k_tiles + ring.stage * kKBytes;
-    const uint8_t* rests = args.workspace + e.keys + kPanelsPerHead * e.panel_bytes;
-    for (int i = thread_index() - 128; i < static_cast<int>(kRestBytes) / 16; i += 256) {
+    const uint8_t* rests =
+        args.workspace + e.keys + kDims.panels() * e.panel_bytes + first * kPanelRowBytes;
+    constexpr int kPanelChunks = kPanelBytes / 16;
+    for (int i = thread_index() - 128; i < kValuePanels * kPanelChunks; i += 256) {
       Chunk c;
-      load_words(c.w, rests + i * 16);
+      load_words(c.w, rests + i / kPanelChunks * kRestPanelBytes + i % kPanelChunks * 16);
       tile::store_chunk(rests_at + i * 16, c);
     }
     tile::publish_shared();
     tile::named_wait(kBoth, 256);
-    softmax(s, state, 0, unmasked_end, scale, factor);
+    softmax(s, state, first, unmasked_end, scale, factor);
+    if constexpr (kTile < kFewKeys) scale_outputs(state, factor);
     pack(s[0].c, p);
     tile::barrier_wait(v_full(ring.stage), ring.parity);
     start_outputs(v_tiles + ring.stage * kVBytes, p, state);
@@ -370,8 +388,9 @@ class ExpandedWgmma {
     tile::wgmma_begin();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      const uint32_t at = (step >> 2) * kPanelBytes + (step & 3) * 32;
-      tile::multiply_rows(s, tile::along_rows(q + at), tile::along_rows(k + at), step > 0);
+      const uint32_t inside = (step & 3) * 32;
+      tile::multiply_rows(s, tile::along_rows(q + (step >> 2) * kQPanelBytes + inside),
+                          tile::along_rows(k + (step >> 2) * kPanelBytes + inside), step > 0);
     }
     tile::wgmma_commit();
   }
@@ -418,7 +437,7 @@ class ExpandedWgmma {
 
   const ExpandedArgs& args;
   const int group, thread, lane;
-  const ExpandedResults results;
+  const Results results;
   uint32_t q_tile, k_tiles, v_tiles, barriers;
 };
 
