@@ -86,7 +86,8 @@ struct ArchTraits {
   std::span<const ExpandedVariant> expanded;
   std::span<const SplitVariant> split = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
-  // Where the absorbed form has products of 8 bits, for BackendInfo; empty: nowhere.
+  // Where the absorbed form has products of 8 bits, for BackendInfo; empty: neither it nor the
+  // expanded form has any.
   std::string_view fp8_compute = {};
   // Blocks of attention of the expanded form that a unit holds at a time; rows as kExpandedRows.
   int32_t expanded_blocks = 1;
@@ -172,6 +173,7 @@ inline constexpr ArchTraits kGfx950Traits{
         "products are counted to take 1.6 times as long; bf16 products below, where reading the "
         "rows takes the time, and over other rows",
     .expanded_blocks = 2,
+    .expanded_products_keys = 2048,
     .indexer = true,
     .waves_per_block = 4,
     .blocks_per_unit = 1,
@@ -249,6 +251,13 @@ constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType produ
   return least;
 }
 
+// Products that the absorbed form has where these are asked for: bf16 ones where no kernel over
+// such rows has these.
+constexpr DType AbsorbedProducts(const ArchTraits& arch, KvFormat format, DType products,
+                                 AttentionKind kind) {
+  return MostRows(arch, format, products, kind) > 0 ? products : DType::kBf16;
+}
+
 // Index in arch.expand of the kernel for attention with such products; arch.expand.size(): there is
 // none.
 constexpr size_t FindExpand(const ArchTraits& arch, const kernels::ExpandedDims& dims,
@@ -304,7 +313,7 @@ constexpr bool Takes(const ArchTraits& arch, const AttendVariant& v, KvFormat fo
 // the smallest that takes them in one block, else the largest. Where `busy` units have work and so
 // few that all their blocks of a smaller kernel run at a time, that one: neighbours then read the
 // same KV rows, from the cache, but each has less to compute and to write.
-// REQUIRES MostRows(arch, format, products, kind) > 0.
+// REQUIRES MostRows(arch, format, AbsorbedProducts(arch, format, products, kind), kind) > 0.
 constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType products,
                               AttentionKind kind, int32_t rows, int32_t busy, int32_t units) {
   size_t chosen = arch.attend.size();

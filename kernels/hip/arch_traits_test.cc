@@ -136,7 +136,11 @@ TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
     EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 128).products, DType::kFp8E4m3);
     EXPECT_EQ(chosen(kSm90Traits, DType::kFp8E4m3, 16).products, DType::kBf16);
     EXPECT_EQ(chosen(kSm90Traits, DType::kBf16, 128).products, DType::kBf16);
-    EXPECT_EQ(MostRows(kGfx950Traits, KvFormat::kFp8Row, DType::kFp8E4m3, kind), 0);
+    EXPECT_EQ(chosen(kGfx950Traits, DType::kFp8E4m3, 128).products, DType::kBf16);
+    EXPECT_EQ(AbsorbedProducts(kGfx950Traits, KvFormat::kFp8Row, DType::kFp8E4m3, kind),
+              DType::kBf16);
+    EXPECT_EQ(AbsorbedProducts(kGfx950Traits, KvFormat::kFp8Tensor, DType::kFp8E4m3, kind),
+              DType::kFp8E4m3);
     for (const int32_t rows : {1, 64, 65, 128}) {
       const size_t i = ChooseAttend(kGfx950Traits, KvFormat::kFp8Tensor, DType::kFp8E4m3, kind,
                                     rows, kUnits, kUnits);

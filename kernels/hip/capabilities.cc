@@ -100,13 +100,15 @@ absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
   } else if (desc.attention == AttentionKind::kSparse &&
              (expanded || MostRows(arch, desc.kv_format, DType::kBf16, desc.attention) == 0)) {
     missing = expanded ? "index lists in the expanded form" : "index lists";
-  } else if (!expanded && desc.products != DType::kBf16 &&
-             MostRows(arch, desc.kv_format, desc.products, desc.attention) == 0) {
-    missing = "these products";
-  } else if (expanded && desc.products != DType::kBf16 &&
-             (info.fp8_prefill_keys == 0 ||
-              FindExpand(arch, dims, desc.kv_format, desc.products) == arch.expand.size())) {
-    missing = "these products in the expanded form";
+  } else if (desc.products != DType::kBf16) {
+    // A model that has them in prefill alone is given bf16 ones in the absorbed form.
+    const bool prefill = info.fp8_prefill_keys > 0 && desc.attention == AttentionKind::kDense &&
+                         FindExpand(arch, dims, desc.kv_format, desc.products) < arch.expand.size();
+    if (expanded && !prefill) {
+      missing = "these products in the expanded form";
+    } else if (!prefill && MostRows(arch, desc.kv_format, desc.products, desc.attention) == 0) {
+      missing = "these products";
+    }
   }
   if (expanded && !HasExpandedForm(arch, dims)) {
     missing = "this nope_dim with this v_dim in the expanded form";
@@ -129,7 +131,8 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
     traits.rounds.dims = {desc.geometry.nope_dim, desc.geometry.v_dim};
     return traits;
   }
-  int32_t largest = MostRows(arch, desc.kv_format, desc.products, desc.attention);
+  const DType products = AbsorbedProducts(arch, desc.kv_format, desc.products, desc.attention);
+  int32_t largest = MostRows(arch, desc.kv_format, products, desc.attention);
   // Of shapes that are refused, numbers that any shape may have.
   if (largest == 0) largest = MostRows(arch, KvFormat::kBf16, DType::kBf16, desc.attention);
   largest = std::max(1, largest);
@@ -142,7 +145,7 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
   traits.item_overhead_rows = arch.item_overhead_rows;
   if (arch.spread_kv_rows > 0 && desc.attention == AttentionKind::kDense &&
       desc.kv_format == KvFormat::kBf16) {
-    traits.small = {units, LeastRows(arch, desc.kv_format, desc.products, desc.attention),
+    traits.small = {units, LeastRows(arch, desc.kv_format, products, desc.attention),
                     arch.spread_kv_rows};
   }
   return traits;

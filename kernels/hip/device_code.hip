@@ -25,6 +25,9 @@
 #include "kernels/hip/amd/expand.h"
 #include "kernels/hip/amd/index_logits.h"
 #include "kernels/hip/amd/index_select.h"
+#if MLA_GFX950
+#include "kernels/hip/gfx950/expanded_codes.h"
+#endif
 #else
 #include "kernels/hip/sm90/attend_wgmma.h"
 #include "kernels/hip/sm90/e4m3/attend_e4m3.h"
@@ -59,10 +62,21 @@ namespace mla::kernels::hip {
 #if MLA_AMD
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 using AttendKernel = Attend<AttendConfig<kRows, kFormat, kProducts, kKind>, kKind>;
+#if MLA_GFX950
+template <ExpandedDims kDims, KvFormat kFormat, DType kProducts>
+using ExpandKernel = Expand<
+    ExpandedConfig, kDims, kFormat,
+    std::conditional_t<kProducts == DType::kBf16, void, CodeResults<kFormat, tile::Wave<32>>>>;
+template <ExpandedDims kDims, DType kProducts>
+using ExpandedKernel =
+    std::conditional_t<kProducts == DType::kBf16, AttendExpanded<ExpandedConfig, kDims>,
+                       ExpandedCodes<ExpandedConfig>>;
+#else
 template <ExpandedDims kDims, KvFormat kFormat, DType kProducts>
 using ExpandKernel = Expand<ExpandedConfig, kDims, kFormat>;
 template <ExpandedDims kDims, DType kProducts>
 using ExpandedKernel = AttendExpanded<ExpandedConfig, kDims>;
+#endif
 #else
 // From 17 rows on matrix work counts; the loop of common/attend.h would do at about half the speed.
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>

@@ -10,10 +10,8 @@
 #ifndef MLA_KERNELS_HIP_AMD_ATTEND_EXPANDED_H_
 #define MLA_KERNELS_HIP_AMD_ATTEND_EXPANDED_H_
 
-#include "kernels/hip/common/expanded_item.h"
+#include "kernels/hip/amd/expanded_rows.h"
 #include "kernels/hip/common/query_loader.h"
-#include "kernels/hip/common/row_writer.h"
-#include "kernels/hip/common/softmax.h"
 
 namespace mla::kernels::hip {
 
@@ -49,11 +47,7 @@ class AttendExpanded {
   static constexpr int kCopies = (kKPanels + kVPanels) * kCopiesPerPanel;
   static_assert(kCopiesPerPanel * kRowsPerCopy * kWaves == kTile);
 
-  struct State {
-    typename W::Out o[kOutFragments];
-    OnlineSoftmax<W, kScoreFragments> softmax;
-    int limit[W::kSlots];
-  };
+  using State = ExpandedRows<W, kDims, kScoreFragments>;
   struct Sources {  // of this lane in the next tile
     const uint8_t* keys;
     const uint8_t* rotated;
@@ -112,7 +106,7 @@ class AttendExpanded {
     typename W::Q queries[kScoreSteps];
     QueryLoader(item).load<W, PlainOrder<W>>(own, lane, queries);
     State state;
-    clear(e, item, state);
+    state.clear(args, e, item, own, lane);
     if constexpr (tile::Copies::kThroughRegisters) {
       if (tiles > 0) issue(from, 0);
     } else {
@@ -151,35 +145,7 @@ class AttendExpanded {
            few && first < kFewKeys ? rests + t * kPanelBytes : nullptr);
       if constexpr (tile::Copies::kThroughRegisters) block_barrier();
     }
-    finish(item, state);
-  }
-
-  MLA_DEVICE void clear(const ExpandedItem& e, const Item& item, State& state) const {
-#pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) W::clear(state.o[f]);
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-      const int p = wave * C::kWaveRows + W::row(lane, slot);
-      state.softmax.clear(slot);
-      state.limit[slot] = p < item.rows ? item.limit(p) : item.work.kv_end;
-      if (e.carried_row >= 0 && p < item.rows) carry_in(item, e.carried_row + p, state, slot);
-    }
-  }
-  // Goes on from normalised results: as if one key of that log-sum-exp and value had been seen.
-  MLA_DEVICE void carry_in(const Item& item, int64_t row, State& state, int slot) const {
-    const float lse = args.partial_lse[row];
-    if (lse == negative_infinity()) return;
-    state.softmax.origin[slot] = lse * kLog2e;
-    state.softmax.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
-    const float* o = args.partial_o + row * kDims.value;
-    const float unscaled = 1.0f / item.segment->kv_scale;
-#pragma unroll
-    for (int f = 0; f < kOutFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kOutElems; ++i) {
-        if (W::out_slot(i) == slot) state.o[f].set(i, o[W::out_col(lane, f, i)] * unscaled);
-      }
-    }
+    state.write(args, item, own, lane, [](RowScale&) {});
   }
 
   // --- One tile.
@@ -199,30 +165,13 @@ class AttendExpanded {
         [&](const typename W::K& k, int n) {
           W::scores(s[n % kScoreFragments], queries[n / kScoreFragments], k);
         });
-    if (masked) mask(s, state, first);
+    if (masked) state.mask(s, first, lane);
     float factor[W::kSlots];
     if (state.softmax.update(s, scale, C::kOriginSlack, factor, [](float(&)[W::kSlots]) {})) {
-      exclude_from_report_begin();
-#pragma unroll
-      for (int f = 0; f < kOutFragments; ++f) W::scale(state.o[f], factor);
-      exclude_from_report_end();
+      state.rescale(factor);
     }
     accumulate(tile_base + kKPanels * kPanelBytes, s, state);
     if (rests != nullptr) accumulate_rests(tile_base, rests, s, state);
-  }
-
-  MLA_DEVICE void mask(typename W::Scores (&s)[kScoreFragments], const State& state,
-                       int first) const {
-    exclude_from_report_begin();
-#pragma unroll
-    for (int f = 0; f < kScoreFragments; ++f) {
-#pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i) {
-        const int position = first + f * W::kScoreCols + W::score_col(lane, i);
-        if (position >= state.limit[W::score_slot(i)]) s[f].set(i, negative_infinity());
-      }
-    }
-    exclude_from_report_end();
   }
 
   MLA_DEVICE void accumulate(lds_t values, const typename W::Scores (&s)[kScoreFragments],
@@ -261,19 +210,6 @@ class AttendExpanded {
     }
     accumulate(tile_base + kKPanels * kPanelBytes, s, state);
     exclude_from_report_end();
-  }
-
-  // --- Results.
-  MLA_DEVICE void finish(const Item& item, State& state) const {
-    const AttendArgs results = results_of(args);
-    const RowWriter<W, kOutFragments> writer(results, item, kDims.value, 0);
-#pragma unroll
-    for (int slot = 0; slot < W::kSlots; ++slot) {
-      RowScale scale(state.softmax.origin[slot], W::row_sum(state.softmax.sum[slot]));
-      scale.inverse *= item.segment->kv_scale;
-      const int p = wave * C::kWaveRows + W::row(lane, slot);
-      if (p < item.rows) writer.write(state.o, scale, slot, p, lane);
-    }
   }
 
   const ExpandedArgs& args;

@@ -5,7 +5,7 @@
 #define MLA_KERNELS_HIP_AMD_E4M3_FORMAT_H_
 
 #include "kernels/hip/amd/fp8_format.h"
-#include "kernels/hip/gfx950/code_wave.h"
+#include "kernels/hip/gfx950/code_rounding.h"
 
 namespace mla::kernels::hip {
 
@@ -24,66 +24,22 @@ struct E4m3Format {
 
   MLA_DEVICE static int score_col(int lane, int i) { return Widening::score_col(lane, i); }
 
-  // Queries of a row over a power of two that brings its largest magnitude to at most 448 and more
-  // than 224. Those that are not finite make all of their row NaN.
   template <int kSteps>
   MLA_DEVICE static void load_queries(const QueryLoader& loader, int first_row, int lane,
                                       W::Q (&queries)[kSteps]) {
     const uint16_t* const from = loader.row(first_row + W::row(lane, 0));
-    uint32_t largest = 0;  // the bits of a magnitude
+    CodeRounding::queries(queries, [&](Chunk(&values)[CodeRounding::kValueChunks], int step) {
+      const int first = step * W::kDepth + W::group(lane) * W::kLaneCodes;
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      Chunk values[kValueChunks];
-      load(values, from, s, lane, loader.aligned);
-#pragma unroll
-      for (int i = 0; i < 4 * kValueChunks; ++i) {
-        const uint32_t pair = values[i / 4].w[i % 4];
-        largest = greater(largest, greater(pair & 0x7fff0000u, pair << 16 & 0x7fffffffu));
+      for (int c = 0; c < CodeRounding::kValueChunks; ++c) {
+        values[c] = load_chunk(from, first + c * 8, false, loader.aligned);
       }
-    }
-    const tile::Two halves = tile::with_other_half(bits_to_float(largest));
-    largest = greater(float_to_bits(halves.x), float_to_bits(halves.y));
-    const bool finite = largest < 0x7f800000u;
-    const float power = KvGroupScale(bits_to_float(finite ? largest : 0), Fp8Kind::kE4m3Fn);
-    const float inverse = finite ? KvScaleInverse(power) : bits_to_float(0x7fc00000u);
-    const int exponent = static_cast<int>(float_to_bits(power) >> 23);
-    // Loaded again: there are not the registers to keep them.
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      schedule_fence();
-      Chunk values[kValueChunks];
-      load(values, from, s, lane, loader.aligned);
-      queries[s].exponent = exponent;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t a = values[i / 2].w[i % 2 * 2], b = values[i / 2].w[i % 2 * 2 + 1];
-        queries[s].r[i] =
-            W::codes(low(a) * inverse, high(a) * inverse, low(b) * inverse, high(b) * inverse);
-      }
-    }
+    });
   }
-
-  // Probabilities in place of scores, of each row times a power of two that brings its largest in
-  // the tile to at most 2^8 and more than 2^7; `exponent`: plus 127, of what takes that back. As
-  // OnlineSoftmax::update else.
   template <class Softmax, int kFragments>
   MLA_DEVICE static bool update(Softmax& softmax, W::Scores (&s)[kFragments], float scale,
                                 float slack, float (&factor)[W::kSlots], int& exponent) {
-    float top[W::kSlots], next[W::kSlots], from[W::kSlots];
-    softmax.maxima(s, top);
-    const bool moved = softmax.targets(top, scale, slack, next);
-    softmax.move_to(next, from, factor);
-    const float most = fma_f(top[0], scale, -from[0]);
-    const float wanted = kMostPower - tile::round_up(most);
-    const float power = max_f(0.0f, wanted < kLargestPower ? wanted : kLargestPower);
-    from[0] -= power;
-    const float before = softmax.sum[0];
-    softmax.sum[0] = 0.0f;
-    softmax.exponentials(s, scale, from, [](float p, int) { return p; });
-    exponent = 127 - static_cast<int>(power);
-    softmax.sum[0] =
-        fma_f(softmax.sum[0], bits_to_float(static_cast<uint32_t>(exponent) << 23), before);
-    return tile::any(moved);
+    return CodeRounding::update(softmax, s, scale, slack, factor, exponent);
   }
 
   struct Keys {
@@ -154,22 +110,6 @@ struct E4m3Format {
   MLA_DEVICE static void hide_unseen(lds_t tile_base, int first_row, int thread) {
     Rows::template hide_unseen<kThreads>(tile_base, first_row, thread);
   }
-
- private:
-  static constexpr int kValueChunks = W::kLaneCodes / 8;
-  // The values of a step.
-  MLA_DEVICE static void load(Chunk (&values)[kValueChunks], const uint16_t* row, int step,
-                              int lane, bool aligned) {
-    const int first = step * W::kDepth + W::group(lane) * W::kLaneCodes;
-#pragma unroll
-    for (int c = 0; c < kValueChunks; ++c) {
-      values[c] = load_chunk(row, first + c * 8, false, aligned);
-    }
-  }
-  static constexpr float kMostPower = 8.0f, kLargestPower = 120.0f;
-  MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
-  MLA_DEVICE static float low(uint32_t pair) { return bits_to_float(pair << 16); }
-  MLA_DEVICE static float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 };
 
 }  // namespace mla::kernels::hip

@@ -5,7 +5,8 @@
 //                     +-- V = rows W_UV     (W_UV [64 x 128], down its rows)
 //
 // Each wave keeps its rows' keys and values in registers. Copies of later stages are under way
-// while a stage is multiplied.
+// while a stage is multiplied. For attention with products of 8 bits values are multiplied
+// transposed, as they will lie, and rounded at the end (gfx950/code_results.h).
 #ifndef MLA_KERNELS_HIP_AMD_EXPAND_H_
 #define MLA_KERNELS_HIP_AMD_EXPAND_H_
 
@@ -14,7 +15,8 @@
 
 namespace mla::kernels::hip {
 
-template <class C, ExpandedDims kDims, KvFormat kFormat>
+// Codes: what stores keys and values as codes (CodeResults); void: they are bf16.
+template <class C, ExpandedDims kDims, KvFormat kFormat, class Codes = void>
 class Expand {
  public:
   struct Dims {
@@ -27,14 +29,19 @@ class Expand {
   static constexpr int kDepth = 64;
   static constexpr int kTileBytes = 128 * 128;  // of each of the three operands
   static constexpr int kStageBytes = 3 * kTileBytes;
-  static constexpr int kSharedBytes = C::kExpandStages * kStageBytes;
+  static constexpr bool kCodes = !std::is_void_v<Codes>;
+  static constexpr int kStagesBytes = C::kExpandStages * kStageBytes;
+  static constexpr int kSharedBytes = [] {
+    if constexpr (kCodes) return kStagesBytes + Codes::kScratchBytes;
+    return kStagesBytes;
+  }();
   static_assert(C::kRowWaves * C::kWaveRows == kExpandedRows);
   static_assert(kDims == kDims128);
 
   MLA_DEVICE static void run(const ExpandArgs& args) {
     Expand self(args);
     for (ExpandPairs<kDims> pairs(args, block_index()); !pairs.done(); pairs.next()) {
-      if (pairs.head == 0) copy_rotated<kFormat>(pairs, thread_index(), kThreads);
+      if (!kCodes && pairs.head == 0) copy_rotated<kFormat>(pairs, thread_index(), kThreads);
       self.expand(pairs);
     }
   }
@@ -193,7 +200,13 @@ class Expand {
         multiply(stages + step % kStages * kStageBytes, scales.take(step), sums);
       }
     }
-    store(pairs, sums);
+    if constexpr (kCodes) {
+      // What is worked out from these here would fill scalar registers during the loop.
+      Codes(pairs, stages + kStagesBytes, tile::again(wave), tile::lane_again())
+          .store(sums.keys, sums.values);
+    } else {
+      store(pairs, sums);
+    }
   }
 
   MLA_DEVICE static void clear(Sums& sums) {
@@ -242,7 +255,11 @@ class Expand {
           values.load(v, n / kValues, col_wave * kValues + n % kValues);
         },
         [&](const typename W::V& v, int n) {
-          W::outputs(sums.values[n % kValues], q[n / kValues], v);
+          if constexpr (kCodes) {
+            W::turned_outputs(sums.values[n % kValues], q[n / kValues], v);
+          } else {
+            W::outputs(sums.values[n % kValues], q[n / kValues], v);
+          }
         });
   }
 

@@ -120,14 +120,15 @@ MLA_DEVICE f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) {
   const bf16x8 x = __builtin_bit_cast(bf16x8, a), y = __builtin_bit_cast(bf16x8, b);
   return __builtin_amdgcn_mfma_f32_16x16x32_bf16(x, y, c, 0, 0, 0);
 }
-// Of 8-bit floats, those of b times 2^(b_exponent - 127). A lane has 32 bytes of its row's, or
-// column's, depth, and the exponent that they share.
-MLA_DEVICE f32x16 multiply_codes_32x32x64(u32x8 a, u32x8 b, int b_exponent, f32x16 c) {
-  constexpr int kE4m3 = 0, kOne = 127;
+// Of 8-bit floats, times 2^(exponent - 127). A lane has 32 bytes of its row's, or column's, depth,
+// and the exponent that they share.
+MLA_DEVICE f32x16 multiply_codes_32x32x64(u32x8 a, int a_exponent, u32x8 b, int b_exponent,
+                                          f32x16 c) {
+  constexpr int kE4m3 = 0;
   typedef int Words __attribute__((ext_vector_type(8)));
   return __builtin_amdgcn_mfma_scale_f32_32x32x64_f8f6f4(__builtin_bit_cast(Words, a),
                                                          __builtin_bit_cast(Words, b), c, kE4m3,
-                                                         kE4m3, 0, kOne, 0, b_exponent);
+                                                         kE4m3, 0, a_exponent, 0, b_exponent);
 }
 #else
 MLA_DEVICE f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) {

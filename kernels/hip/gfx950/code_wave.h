@@ -7,12 +7,14 @@
 namespace mla::kernels::hip::tile {
 
 // As Wave<32>, with operands of codes: a lane has 32 of a row's depth. Those of queries and of
-// probabilities are times a power of two of their row, which the product takes along.
+// probabilities are times a power of two of their row, which the product takes along; keys and
+// values may be times one that all rows share.
 struct CodeWave : Wave<32> {
   static constexpr int kDepth = 64;
   static constexpr int kPvDepth = 64;
   static constexpr int kLaneCodes = 32;
   static constexpr uint32_t kOnes = 0x38383838u;
+  static constexpr int kNoExponent = 127;
 
   struct K {
     u32x8 r;
@@ -24,11 +26,11 @@ struct CodeWave : Wave<32> {
   };
   using P = Q;
 
-  MLA_DEVICE static void scores(Scores& s, const Q& q, const K& k) {
-    s.c = multiply_codes_32x32x64(k.r, q.r, q.exponent, s.c);
+  MLA_DEVICE static void scores(Scores& s, const Q& q, const K& k, int exponent = kNoExponent) {
+    s.c = multiply_codes_32x32x64(k.r, exponent, q.r, q.exponent, s.c);
   }
-  MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {
-    o.c = multiply_codes_32x32x64(v.r, p.r, p.exponent, o.c);
+  MLA_DEVICE static void outputs(Out& o, const P& p, const V& v, int exponent = kNoExponent) {
+    o.c = multiply_codes_32x32x64(v.r, exponent, p.r, p.exponent, o.c);
   }
   // Every element becomes the sum of the row's probabilities as they are multiplied.
   MLA_DEVICE static void add_up(Out& sums, const P& p) {

@@ -66,7 +66,9 @@ struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 3;
   static constexpr int kExpandedTile = 64, kExpandedStages = 2;
+  static constexpr int kCodeStages = 3;                       // with products of 8 bits
   static constexpr int kExpandAhead = 5, kExpandedAhead = 4;  // as kKeysAhead above
+  static constexpr int kCodesAhead = 3;
   static constexpr float kOriginSlack = AttendBase::kOriginSlack;
 };
 struct ProjectConfig {

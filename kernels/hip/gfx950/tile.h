@@ -146,6 +146,10 @@ struct Wave : WaveBase<kRows_> {
   MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {
     o.c = multiply(in_vector_registers(u32x4{v.a[0], v.a[1], v.b[0], v.b[1]}), p.r, o.c);
   }
+  // The same transposed: a lane has packed rows acc_row(lane, i) of its column.
+  MLA_DEVICE static void turned_outputs(Out& o, const P& p, const V& v) {
+    o.c = multiply(p.r, in_vector_registers(u32x4{v.a[0], v.a[1], v.b[0], v.b[1]}), o.c);
+  }
 };
 
 }  // namespace mla::kernels::hip::tile

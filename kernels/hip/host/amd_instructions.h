@@ -183,13 +183,15 @@ inline f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) { return multiply_wav
 inline f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
 
 struct CodesSlot {
-  u32x8 a, b;
+  u32x8 a;
+  int a_exponent;
+  u32x8 b;
   int b_exponent;
   f32x16 c;
 };
-inline f32x16 multiply_codes_32x32x64(const u32x8& a, const u32x8& b, int b_exponent,
-                                      const f32x16& c) {
-  CodesSlot slot{a, b, b_exponent, c};
+inline f32x16 multiply_codes_32x32x64(const u32x8& a, int a_exponent, const u32x8& b,
+                                      int b_exponent, const f32x16& c) {
+  CodesSlot slot{a, a_exponent, b, b_exponent, c};
   host::Meet(
       [](host::Wave& wave) {
         constexpr int kRows = 32, kDepth = 64, kEach = 32, kElements = 16;
@@ -205,7 +207,8 @@ inline f32x16 multiply_codes_32x32x64(const u32x8& a, const u32x8& b, int b_expo
           std::memcpy(x, &from.a, sizeof(x));
           std::memcpy(y, &from.b, sizeof(y));
           for (int e = 0; e < kEach; ++e) {
-            left[row * kDepth + first + e] = DecodeFp8(x[e], Fp8Kind::kE4m3Fn);
+            left[row * kDepth + first + e] =
+                std::ldexp(DecodeFp8(x[e], Fp8Kind::kE4m3Fn), from.a_exponent - 127);
             right[(first + e) * kRows + row] =
                 std::ldexp(DecodeFp8(y[e], Fp8Kind::kE4m3Fn), from.b_exponent - 127);
           }

@@ -54,7 +54,8 @@ ACCUMULATOR_MOVES = 15
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
           "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
           "mla_attend_128_fp8_tensor_products": 3,
-          "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3}
+          "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3, "mla_attend_expanded_products": 3,
+          "mla_expand_fp8_tensor_products": 3, "mla_expand_fp8_row_products": 3}
 STAGES |= {f"{name}_lists": stages for name, stages in STAGES.items()
            if re.match(r"mla_attend_\d", name)}
 STAGES["mla_attend_64_window"] = 4
@@ -83,6 +84,8 @@ def loop_of(arch, kernel, variants):
     if kernel == "mla_attend_expanded":
         rows = {"gfx950": 64, "gfx942": 32}[arch]
         return Loop(f"KV tile of {rows} rows", 128 * rows * 2 * (192 + 128), rows * 640)
+    if kernel == "mla_attend_expanded_products" and arch == "gfx950":
+        return Loop("KV tile of 64 rows", 128 * 64 * 2 * (192 + 128), 64 * 320)
     if v := variants.get((arch, kernel)):
         return Loop(f"KV tile of {v.tile} rows", v.rows * v.tile * 2 * (v.keys + v.values),
                     v.tile * v.row_bytes)
