@@ -174,7 +174,8 @@ TEST_F(HipBackendTest, ExpandedFormOfOtherDimsIsRefused) {
   desc.form = AttentionForm::kExpanded;
   const absl::Status status = (*backend)->CanRun(desc);
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(status.message(), HasSubstr("missing: this v_dim in the expanded form"));
+  EXPECT_THAT(status.message(),
+              HasSubstr("missing: this nope_dim with this v_dim in the expanded form"));
   desc.form = AttentionForm::kAbsorbed;
   EXPECT_TRUE((*backend)->CanRun(desc).ok());
 }
