@@ -93,6 +93,12 @@ class RowsTest(unittest.TestCase):
                                  {"bench": "b", "shape": "X", "kv": "fp8_row", "us": 1}])
         self.assertEqual(set(newer) - set(older), {"X, fp8_row"})
 
+    def test_default_dims_do_not_name_a_row(self):
+        older = compare.rows_of([{"bench": "b", "shape": "X", "us": 1}])
+        newer = compare.rows_of([{"bench": "b", "shape": "X", "nope": 128, "v": 128, "us": 1},
+                                 {"bench": "b", "shape": "X", "nope": 192, "v": 256, "us": 1}])
+        self.assertEqual(set(newer) - set(older), {"X, nope 192, v 256"})
+
     def test_an_unknown_metric_is_refused(self):
         with self.assertRaisesRegex(compare.CompareError, "metric speed"):
             compare.rows_of([{"shape": "a", "speed": 1.0}])

@@ -62,6 +62,8 @@ METRICS = {
     "gbps": Metric(Better.MORE, False),
     "gbps_wide": Metric(Better.MORE, False),
     "copied_bytes": Metric(Better.COUNT, True),
+    "launch_bytes": Metric(Better.COUNT, True),
+    "given_up_bytes": Metric(Better.COUNT, True),
     "allocations": Metric(Better.COUNT, True),
     "imbalance": Metric(Better.LESS, True),
     "light_p50_us": Metric(Better.LESS, True),
@@ -86,16 +88,16 @@ METRICS = {
 # other metrics.
 ROW_NUMBERS = {
     "threads", "heads", "batch", "context", "rows", "query_rows", "ragged", "groups",
-    "layers", "top_k"}
+    "layers", "top_k", "nope", "v"}
 NOT_COMPARED = {
     "bare_us", "gemm_only_us", "ratio", "onednn_scaling", "gflops", "over_us", "p99_ratio",
     "speedup", "of_dense", "least_us", "touch_us", "tflops",
     "light_alone_p50_us", "light_alone_p99_us", "light_begin_p99_us", "light_attends", "launch_ms",
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
-    "merged_tiles"}
+    "merged_tiles", "whole_group_bytes", "groups_apart"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
-# Texts that do not name a row either: older programs leave them out.
-DEFAULTS = {("kv", "bf16"), ("compute", "bf16")}
+# What does not name a row either: older programs leave it out.
+DEFAULTS = {("kv", "bf16"), ("compute", "bf16"), ("nope", 128), ("v", 128)}
 
 
 class CompareError(Exception):
@@ -169,7 +171,8 @@ def rows_of(report):
                 if key not in NOT_NAMES and (key, value) not in DEFAULTS:
                     names.append(value)
             elif key in ROW_NUMBERS:
-                names.append(f"{key} {value}")
+                if (key, value) not in DEFAULTS:
+                    names.append(f"{key} {value}")
             elif key in METRICS:
                 figures[key] = float(value)
             elif key not in NOT_COMPARED:
