@@ -33,8 +33,8 @@ struct CodeTile {
   MLA_DEVICE static int place(int row, int chunk) {
     return row * 128 + ((chunk ^ tile::swizzle(row)) << 4);
   }
-  // Which chunk lane group `group` has of numbers 32 `half` and on of the 64 in a row's half
-  // `side`.
+  // The chunk of a row that holds what lane group `group` has of numbers 32 * half to
+  // 32 * half + 31 among the 64 of the row's first (side 0) or second half (1).
   MLA_DEVICE static int chunk(int side, int group, int half) { return side * 4 + group * 2 + half; }
 };
 
@@ -120,12 +120,13 @@ class CodeResults {
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
-      for (int i = 0; i < W::kScoreElems; ++i)
+      for (int i = 0; i < W::kScoreElems; ++i) {
         of[i & 3] = max_f(of[i & 3], magnitude(sums[f].at(i)));
+      }
     }
     most = max_f(max_f(of[0], of[1]), max_f(of[2], of[3]));
   }
-  // The largest of all waves. Numbers that are none have been left out.
+  // The largest of all four waves' rows. A NaN counts as nothing.
   MLA_DEVICE void share(float (&most)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
