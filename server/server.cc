@@ -11,7 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "base/usable_cpus.h"
-#include "proto/wire/parallel_copier.h"
+#include "proto/wire/thread_team.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/attend/attention_service.h"
@@ -73,17 +73,16 @@ CompletionPollerOptions PollingOf(const Config::Wire& wire, const kernels::Backe
   return polling;
 }
 
-wire::ParallelCopierOptions CopiesOf(const Config::Wire& wire,
-                                     const kernels::BackendInfo& backend) {
+wire::ThreadTeamOptions TeamOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
   constexpr int32_t kMostByDefault = 4, kCpusPerThread = 4;
-  wire::ParallelCopierOptions copies;
-  copies.threads = wire.copy_threads;
-  if (copies.threads == 0 && !backend.reads_fragments) {
-    copies.threads = std::min(base::UsableCpuCount() / kCpusPerThread, kMostByDefault);
+  wire::ThreadTeamOptions team;
+  team.threads = wire.copy_threads;
+  if (team.threads == 0 && !backend.reads_fragments) {
+    team.threads = std::min(base::UsableCpuCount() / kCpusPerThread, kMostByDefault);
   }
-  copies.threads = std::max(copies.threads, 1);
-  copies.spin_us = PollingOf(wire, backend).spin_us;
-  return copies;
+  team.threads = std::max(team.threads, 1);
+  team.spin_us = PollingOf(wire, backend).spin_us;
+  return team;
 }
 
 // Queries that a backend reads in place are memory of gRPC's until they are computed, and staging
@@ -131,7 +130,7 @@ struct Server::Parts {
   std::shared_ptr<AttendMessagePool> pool;
   std::string shm_path;  // empty: no shared memory
   std::unique_ptr<SharedRegionTable> regions;
-  std::unique_ptr<wire::ParallelCopier> copies;
+  std::unique_ptr<wire::ThreadTeam> team;
   std::optional<Drain> drain;
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
@@ -234,9 +233,8 @@ void Server::Parts::MakeServices() {
   wire.pool = pool;
   wire.wire = options.config.wire;
   wire.metrics = &metrics;
-  copies =
-      std::make_unique<wire::ParallelCopier>(CopiesOf(options.config.wire, engine->backend_info()));
-  wire.copies = copies.get();
+  team = std::make_unique<wire::ThreadTeam>(TeamOf(options.config.wire, engine->backend_info()));
+  wire.team = team.get();
   wire.regions = regions.get();
   wire.boot_id = boot_id;
   attention = std::make_unique<AttentionService>(wire);
@@ -405,6 +403,7 @@ absl::Status Server::Parts::OpenListener() {
   listener_options.regions = regions.get();
   listener_options.metrics = &metrics;
   listener_options.pool = pool;
+  listener_options.team = team.get();
   listener_options.boot_id = boot_id;
   listener_options.path = shm_path;
   listener_options.shm = options.config.shm;

@@ -149,7 +149,7 @@ struct Client::Impl {
     }
     const Millis timeout(options.request_timeout_ms);
     const int32_t cpus = base::UsableCpuCount();
-    const wire::ParallelCopierOptions copies{
+    const wire::ThreadTeamOptions copies{
         std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),
         DefaultStreamSpin(cpus).count() == 0 ? 0 : kCopySpinMicros};
     if (!ring) {

@@ -94,11 +94,14 @@ scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& t
 
 }  // namespace
 
-AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::string tenant)
+AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::string tenant,
+                                           wire::ThreadTeam* team)
     : engine_(engine),
       tenant_(std::move(tenant)),
       row_(RowOf(*engine, tenant_)),
-      stream_(engine->OpenStream(tenant_, &steps_)) {}
+      stream_(engine->OpenStream(tenant_, &steps_)),
+      team_(team),
+      list_checker_(team) {}
 
 uint64_t AttendRequestBuilder::SharedInBytes(const AttendSizes& sizes) {
   return Behind(Behind(static_cast<uint64_t>(sizes.kv_sent()), sizes.q_sent()), sizes.list_bytes);
@@ -360,8 +363,13 @@ absl::Status AttendRequestBuilder::StageShared(AttendMessagePool* pool, AttendMe
     message->attend.index_inputs = message->sent_lists;
     return CheckLists(memory, message);
   }
-  std::memcpy(memory + sent.offset(), message->sent_lists,
-              static_cast<size_t>(message->sizes.list_bytes));
+  const std::span<const std::byte> lists(message->sent_lists,
+                                         static_cast<size_t>(message->sizes.list_bytes));
+  if (team_ != nullptr) {
+    team_->Copy(lists, memory + sent.offset());
+  } else {
+    std::memcpy(memory + sent.offset(), lists.data(), lists.size());
+  }
   return CheckLists(memory, message);
 }
 

@@ -29,17 +29,19 @@
 #include "absl/status/status.h"
 #include "base/mutex.h"
 #include "mla/v1/attention.pb.h"
+#include "proto/wire/thread_team.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
-#include "server/attend/list_checker.h"
+#include "server/index_lists/list_checker.h"
 #include "server/memory/shared_region.h"
 
 namespace mla::server {
 
 class AttendRequestBuilder final {
  public:
-  // `engine` outlives it. Waits for the engine role.
-  AttendRequestBuilder(scheduler::Engine* engine, std::string tenant);
+  // `engine` and `team`, whose threads copy and check large index lists, outlive it. `team` may be
+  // null. Waits for the engine role.
+  AttendRequestBuilder(scheduler::Engine* engine, std::string tenant, wire::ThreadTeam* team);
 
   const std::string& tenant() const { return tenant_; }
   scheduler::StreamId stream() const { return stream_; }
@@ -130,7 +132,8 @@ class AttendRequestBuilder final {
   const scheduler::StreamId stream_;
 
   std::atomic<int32_t> begins_pending_{0};  // entries of begins_; the engine lists the others
-  ListChecker list_checker_;                // of Prepare*
+  wire::ThreadTeam* const team_;
+  ListChecker list_checker_;  // of Prepare*
   Mutex mutex_;
   std::vector<PendingBegin> begins_ ABSL_GUARDED_BY(mutex_);  // by order
   uint64_t last_begin_ ABSL_GUARDED_BY(mutex_) = 0;

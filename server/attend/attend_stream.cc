@@ -42,7 +42,7 @@ AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* regi
       registry_(registry),
       call_(std::move(call)),
       tenant_(std::move(tenant)),
-      builder_(shared.engine, tenant_->name()),
+      builder_(shared.engine, tenant_->name(), shared.team),
       requests_(shared.metrics->ForTenant(tenant_->name())),
       in_place_(in_place) {
   shared_.metrics->wire().streams.fetch_add(1);
@@ -218,7 +218,7 @@ absl::Status AttendStream::PrepareTails(AttendMessage* message) {
   return builder_.Prepare(
       header_, payload_.size,
       [this](size_t offset, std::span<std::byte> to) {
-        shared_.copies->Gather(fragments_, payload_.offset + offset, to.size(), to.data());
+        shared_.team->Gather(fragments_, payload_.offset + offset, to.size(), to.data());
       },
       message);
 }
@@ -285,22 +285,22 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   scheduler::AttendArgs& args = message->attend;
   std::byte *const in = message->input.data(), *const sent_fp8 = in + at.sent_fp8;
   if (sizes.kv_fp8.vectors > 0) {
-    shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, sent_fp8);
+    shared_.team->Gather(fragments_, payload_.offset, kv_bytes, sent_fp8);
     status = AttendRequestBuilder::DecodeKv(sent_fp8, in, message);
   } else if (kv_bytes > 0) {
-    shared_.copies->Gather(fragments_, payload_.offset, kv_bytes, in);
+    shared_.team->Gather(fragments_, payload_.offset, kv_bytes, in);
     args.kv = in;
   }
   size_t copied = kv_bytes + list_bytes;
   std::byte* const q = in + at.q;
   if (sizes.q_fp8.vectors > 0) {
-    shared_.copies->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, sent_fp8);
+    shared_.team->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, sent_fp8);
     if (status.ok()) status = AttendRequestBuilder::DecodeQueries(sent_fp8, q, message);
     copied += q_bytes;
   } else if (q_bytes > 0 && ReadsInPlace(*message)) {
     KeepInPlace(message);
   } else if (q_bytes > 0) {
-    shared_.copies->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, q);
+    shared_.team->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, q);
     args.q = q;
     copied += q_bytes;
   }
@@ -315,7 +315,7 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   if (!status.ok() || list_bytes == 0) return status;
   const size_t lists = at.lists + AttendRequestBuilder::ListsOf(*message).offset();
   std::byte* const sent = in + (sizes.selects ? at.index_inputs : lists);
-  shared_.copies->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes, sent);
+  shared_.team->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes, sent);
   if (sizes.selects) args.index_inputs = sent;
   return builder_.CheckLists(in + at.lists, message);
 }

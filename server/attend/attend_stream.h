@@ -39,8 +39,8 @@
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
 #include "mla/v1/attention.pb.h"
-#include "proto/wire/parallel_copier.h"
 #include "proto/wire/tensor_codec.h"
+#include "proto/wire/thread_team.h"
 #include "scheduler/engine.h"
 #include "server/attend/attend_message.h"
 #include "server/attend/attend_request_builder.h"
@@ -57,8 +57,8 @@ struct WireContext {
   std::shared_ptr<AttendMessagePool> pool;
   Config::Wire wire;
   Metrics* metrics = nullptr;
-  wire::ParallelCopier* copies = nullptr;  // gathers what is not read in place
-  SharedRegionTable* regions = nullptr;    // null: the path is off
+  wire::ThreadTeam* team = nullptr;      // gathers what is not read in place, and checks lists
+  SharedRegionTable* regions = nullptr;  // null: the path is off
   uint64_t boot_id = 0;
   std::string unix_tenant;  // server.unix_tenant
 };

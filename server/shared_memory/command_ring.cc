@@ -59,7 +59,7 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
       completions_(reinterpret_cast<wire::CompletionEntry*>(
           region_->data() + wire::CompletionsOffset(options_.entries))),
       words_(header_, completions_, options_.entries),
-      builder_(options_.engine, options_.tenant),
+      builder_(options_.engine, options_.tenant, options_.team),
       requests_(options_.metrics->ForTenant(options_.tenant)),
       goes_ahead_(options_.engine->limits().ahead_us > 0 &&
                   options_.engine->backend_info().waits_for_words),

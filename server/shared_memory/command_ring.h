@@ -58,6 +58,7 @@ namespace mla::server {
 struct CommandRingOptions {
   scheduler::Engine* engine = nullptr;      // outlives the ring
   std::shared_ptr<AttendMessagePool> pool;  // its messages; staging is for index lists alone
+  wire::ThreadTeam* team = nullptr;         // for large index lists; outlives the ring
   Metrics* metrics = nullptr;               // outlives the ring
   std::string tenant;
   std::function<void()>

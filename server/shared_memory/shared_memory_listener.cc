@@ -398,6 +398,7 @@ absl::Status SharedMemoryListener::MakeRing(const wire::ConnectRequest& connect_
   CommandRingOptions ring;
   ring.engine = options_.engine;
   ring.pool = options_.pool;
+  ring.team = options_.team;
   ring.metrics = options_.metrics;
   ring.tenant = connection->tenant;
   // The connection's end, which this causes, is what ends the ring.

@@ -55,6 +55,7 @@ struct SharedMemoryListenerOptions {
   SharedRegionTable* regions = nullptr;
   Metrics* metrics = nullptr;
   std::shared_ptr<AttendMessagePool> pool;
+  wire::ThreadTeam* team = nullptr;  // outlives the listener too; null: none
   uint64_t boot_id = 0;
   std::string path;          // of the socket
   std::string unix_tenant;   // server.unix_tenant

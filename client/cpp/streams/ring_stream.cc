@@ -39,7 +39,7 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
 
 RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
                        std::chrono::milliseconds timeout, uint64_t message_bytes,
-                       const wire::ParallelCopierOptions& copies)
+                       const wire::ThreadTeamOptions& copies)
     : memory_(std::move(memory)),
       boot_id_(boot_id),
       timeout_(timeout),

@@ -29,7 +29,7 @@ class RingStream final : public StepStream {
  public:
   RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
              std::chrono::milliseconds timeout, uint64_t message_bytes,
-             const wire::ParallelCopierOptions& copies);
+             const wire::ThreadTeamOptions& copies);
   ~RingStream() override;
 
   std::string_view transport() const override { return "ring"; }
@@ -67,7 +67,7 @@ class RingStream final : public StepStream {
   const uint64_t boot_id_;
   const std::chrono::milliseconds timeout_;
   const uint64_t message_bytes_;
-  wire::ParallelCopier copier_;
+  wire::ThreadTeam copier_;
 
   Mutex mutex_;
   CondVar changed_;

@@ -7,8 +7,7 @@
 namespace mla::client {
 
 SharedStream::SharedStream(std::unique_ptr<SharedMemory> memory, std::shared_ptr<StepStream> stream,
-                           std::chrono::milliseconds timeout,
-                           const wire::ParallelCopierOptions& copies)
+                           std::chrono::milliseconds timeout, const wire::ThreadTeamOptions& copies)
     : memory_(std::move(memory)),
       stream_(std::move(stream)),
       timeout_(timeout),

@@ -25,7 +25,7 @@ class SharedStream final : public StepStream {
  public:
   // `timeout`: of the region's farewell; the stream brings its own for requests.
   SharedStream(std::unique_ptr<SharedMemory> memory, std::shared_ptr<StepStream> stream,
-               std::chrono::milliseconds timeout, const wire::ParallelCopierOptions& copies);
+               std::chrono::milliseconds timeout, const wire::ThreadTeamOptions& copies);
   ~SharedStream() override;
 
   std::string_view transport() const override { return "shm"; }
@@ -53,7 +53,7 @@ class SharedStream final : public StepStream {
   const std::shared_ptr<StepStream> stream_;
   const std::chrono::milliseconds timeout_;
   const uint64_t message_bytes_;
-  wire::ParallelCopier copier_;
+  wire::ThreadTeam copier_;
 
   Mutex mutex_;
   std::list<std::shared_ptr<InFlight>> in_flight_ ABSL_GUARDED_BY(mutex_);  // in the order sent

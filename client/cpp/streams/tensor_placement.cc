@@ -52,7 +52,7 @@ uint64_t DeviceOffset(const SharedMemory& memory, std::span<const std::byte> fir
 
 }  // namespace
 
-bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const InputTensors& inputs,
+bool PlaceTensors(SharedMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement) {
   TensorPlacement made;
   const uint64_t lists_at = wire::AlignShared(Together(inputs.kv.size(), inputs.q.size()));
@@ -114,7 +114,7 @@ absl::Status CheckDevicePlaces(const SharedMemory& memory, const InputTensors& i
   return absl::OkStatus();
 }
 
-void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,
+void TakeOutputs(const TensorPlacement& placement, wire::ThreadTeam* copier,
                  const PendingReply& pending) {
   if (placement.out.empty()) return;
   copier->Copy(placement.out.first(pending.o.size()), pending.o.data());

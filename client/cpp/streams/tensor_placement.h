@@ -11,7 +11,7 @@
 
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/step_stream.h"
-#include "proto/wire/parallel_copier.h"
+#include "proto/wire/thread_team.h"
 
 namespace mla::client {
 
@@ -27,7 +27,7 @@ struct TensorPlacement {
 
 // Places `inputs` and the outputs of `pending`. False when there is no room now;
 // nothing is held then.
-bool PlaceTensors(SharedMemory* memory, wire::ParallelCopier* copier, const InputTensors& inputs,
+bool PlaceTensors(SharedMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement);
 // True if a call of these tensors copies nothing, so that it need not be split either.
 bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
@@ -37,7 +37,7 @@ bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
 absl::Status CheckDevicePlaces(const SharedMemory& memory, const InputTensors& inputs,
                                const PendingReply& pending);
 // Copies what the server wrote to where `pending` wants it, if it is not there already.
-void TakeOutputs(const TensorPlacement& placement, wire::ParallelCopier* copier,
+void TakeOutputs(const TensorPlacement& placement, wire::ThreadTeam* copier,
                  const PendingReply& pending);
 // Gives the blocks back. REQUIRES: the server does not use them any more.
 void FreeTensors(SharedMemory* memory, TensorPlacement* placement);

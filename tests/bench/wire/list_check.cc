@@ -1,11 +1,12 @@
 // What it costs to check the index lists of a decode step: 128 rows of 2048 entries each.
 //
-//   list_check_benchmark [--json FILE]
+//   list_check_benchmark [--json FILE] [--threads N]
 //
 // Lists in ascending order are looked at by vector code alone; lists in the order of scores, as a
 // top-k leaves them, are looked at for repeats besides. `fills`: a sixteenth of the entries are -1.
 // Times are the medians of 201 runs on lists that another core's write would have left in memory:
-// each run works on a fresh copy.
+// each run works on a fresh copy. `threads`: 1, and N that check together, by default as many as
+// the server takes; helpers poll between runs, as they do between the layers of a step.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -19,7 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "server/attend/list_checker.h"
+#include "base/usable_cpus.h"
+#include "server/index_lists/list_checker.h"
 
 namespace mla::server {
 namespace {
@@ -34,6 +36,7 @@ constexpr const char* kNames[] = {"ascending", "scores", "fills"};
 struct Row {
   int32_t context;
   Order order;
+  int32_t threads;
   double us;
 };
 
@@ -54,12 +57,13 @@ std::vector<int32_t> MakeLists(int32_t context, Order order) {
   return lists;
 }
 
-double Measure(int32_t context, Order order) {
+double Measure(int32_t context, Order order, int32_t threads) {
   const std::vector<scheduler::StepSequenceArgs> step(kRows, {1, 1, context - 1, 1});
   const SentLists sent{0, kRows, kEntries, kRows * kEntries, kEntries};
   const std::vector<int32_t> lists = MakeLists(context, order);
   std::vector<int32_t> memory(sent.bytes() / sizeof(int32_t));
-  ListChecker checker;
+  wire::ThreadTeam team({threads, 1000});
+  ListChecker checker(&team);
   std::vector<double> times;
   for (int run = 0; run < kRuns; ++run) {
     std::copy(lists.begin(), lists.end(), memory.begin() + kRows + 1);
@@ -81,23 +85,32 @@ double Measure(int32_t context, Order order) {
 
 int main(int argc, char** argv) {
   using namespace mla::server;
+  std::string path;
+  int32_t threads = std::min(mla::base::UsableCpuCount() / 4, 4);
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (std::string_view(argv[i]) == "--json") path = argv[i + 1];
+    if (std::string_view(argv[i]) == "--threads") threads = std::atoi(argv[i + 1]);
+  }
   std::vector<Row> rows;
   for (const int32_t context : {4096, 65536, 131072}) {
     for (const Order order : {Order::kAscending, Order::kScores, Order::kFills}) {
-      rows.push_back({context, order, Measure(context, order)});
+      rows.push_back({context, order, 1, Measure(context, order, 1)});
+      if (threads > 1) rows.push_back({context, order, threads, Measure(context, order, threads)});
     }
   }
-  std::printf("%10s %10s %10s\n", "context", "order", "us");
+  std::printf("%10s %10s %10s %10s\n", "context", "order", "threads", "us");
   for (const Row& row : rows) {
-    std::printf("%10d %10s %10.1f\n", row.context, kNames[static_cast<int>(row.order)], row.us);
+    std::printf("%10d %10s %10d %10.1f\n", row.context, kNames[static_cast<int>(row.order)],
+                row.threads, row.us);
   }
-  if (argc < 3 || std::string_view(argv[1]) != "--json") return 0;
-  std::ofstream json(argv[2]);
+  if (path.empty()) return 0;
+  std::ofstream json(path);
   json << "[\n";
   for (size_t i = 0; i < rows.size(); ++i) {
     json << "  {\"bench\": \"list_check\", \"shape\": \"rows=128 entries=2048 context="
          << rows[i].context << " order=" << kNames[static_cast<int>(rows[i].order)]
-         << "\", \"us\": " << rows[i].us << "}" << (i + 1 < rows.size() ? "," : "") << "\n";
+         << " threads=" << rows[i].threads << "\", \"us\": " << rows[i].us << "}"
+         << (i + 1 < rows.size() ? "," : "") << "\n";
   }
   json << "]\n";
   return json.good() ? 0 : 1;

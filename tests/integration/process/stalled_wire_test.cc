@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "proto/wire/parallel_copier.h"
+#include "proto/wire/thread_team.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -195,10 +195,10 @@ TEST(StalledWireTest, WithoutMoreThreadsConnectSaysSo) {
 TEST(StalledWireTest, CopiesAreMadeByThoseThreadsThatThereAre) {
   for (const int helpers : {0, 1, 2}) {
     threads_left = helpers;
-    wire::ParallelCopier team({4, 0});
+    wire::ThreadTeam team({4, 0});
     threads_left = INT_MAX;
     EXPECT_EQ(team.threads(), helpers + 1);
-    std::vector<std::byte> from(2 * wire::ParallelCopier::kSharedBytes, kBefore), to(from.size());
+    std::vector<std::byte> from(2 * wire::ThreadTeam::kSharedBytes, kBefore), to(from.size());
     team.Copy(from, to.data());
     EXPECT_EQ(to, from) << helpers;
   }

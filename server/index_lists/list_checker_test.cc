@@ -1,10 +1,12 @@
-#include "server/attend/list_checker.h"
+#include "server/index_lists/list_checker.h"
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <numeric>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -65,12 +67,12 @@ TEST(ListCheckerTest, KeepsEachPositionOnceAndNothingElse) {
   const Lists lists = {{4, -1, 0, 4}, {-1, -1, -1, -1}, {0, 1, 2, 6}, {0, 0, 0, 0}, {1, 0, -1, 1}};
   const Lists want = {{4, 0}, {}, {0, 1, 2, 6}, {0}, {1, 0}};
   for (Sent sent : {Fixed(lists), Ragged(lists)}) {
-    ListChecker checker;
+    ListChecker checker(nullptr);
     EXPECT_EQ(checker.Check(sent.shape, kStep, sent.memory.data()), absl::OkStatus());
     EXPECT_EQ(Kept(sent), want);
   }
   Sent behind = Ragged({{5, 6}, {0}, {}}, 2);
-  ListChecker checker;
+  ListChecker checker(nullptr);
   EXPECT_EQ(checker.Check(behind.shape, kStep, behind.memory.data()), absl::OkStatus());
   EXPECT_EQ(Kept(behind), (Lists{{5, 6}, {0}, {}}));
 }
@@ -82,7 +84,7 @@ TEST(ListCheckerTest, NamesRowAndSlotOfWhatTheRowDoesNotSee) {
       Lists lists = {{0, 1, 2}, {5, 0, -1}, {6, 5, 4}, {0, -1, -1}, {1, 0, -1}};
       lists[1][slot] = bad;
       for (Sent sent : {Fixed(lists), Ragged(lists)}) {
-        ListChecker checker;
+        ListChecker checker(nullptr);
         const absl::Status status = checker.Check(sent.shape, kStep, sent.memory.data());
         EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
         const ErrorDetail detail = DetailOf(status);
@@ -99,7 +101,7 @@ TEST(ListCheckerTest, RefusesOffsetsThatAreNone) {
   const Lists lists = {{0, 1}, {2}, {3, 4, 5}};
   const auto refused = [](Sent sent, size_t at, int32_t value) {
     sent.memory[at] = value;
-    ListChecker checker;
+    ListChecker checker(nullptr);
     const absl::Status status = checker.Check(sent.shape, kStep, sent.memory.data());
     EXPECT_EQ(DetailOf(status).reason, status.ok() ? "" : "list_offset") << status;
     return !status.ok();
@@ -130,7 +132,12 @@ bool KeptOf(const std::vector<int32_t>& list, int32_t visible, std::vector<int32
   return true;
 }
 
-class ListCheckerPasses : public testing::TestWithParam<ListChecker::Instructions> {};
+// By what the passes are written for, and the threads that check.
+class ListCheckerPasses : public testing::TestWithParam<std::tuple<ListInstructions, int32_t>> {
+ protected:
+  wire::ThreadTeam team_{{std::get<1>(GetParam()), 100}};
+  ListChecker checker_{&team_, std::get<0>(GetParam())};
+};
 
 // Long lists in any order, by all ways through the checker, against the obvious answer; more rows
 // than a byte counts, over contexts whose positions are marked by bytes, by bits, by both, and not
@@ -138,7 +145,6 @@ class ListCheckerPasses : public testing::TestWithParam<ListChecker::Instruction
 TEST_P(ListCheckerPasses, LongListsInAnyOrder) {
   constexpr int32_t kRows = 700;
   std::mt19937 random(1);
-  ListChecker checker(GetParam());
   for (const int32_t seen : {3000, 8 * 1024 - 350, 3000, 60'000, 90'000}) {
     const std::vector<StepSequenceArgs> step = {{1, 1, seen, kRows}};
     Lists lists, want;
@@ -165,7 +171,7 @@ TEST_P(ListCheckerPasses, LongListsInAnyOrder) {
       want.push_back(kept);
     }
     Sent sent = Ragged(lists, 0, 400);
-    EXPECT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
+    EXPECT_EQ(checker_.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
     EXPECT_EQ(Kept(sent), want) << seen;
   }
 }
@@ -174,7 +180,6 @@ TEST_P(ListCheckerPasses, LongListsInAnyOrder) {
 // what was marked before it is no repeat of the next call's.
 TEST_P(ListCheckerPasses, NamesTheFirstOfLongListsThatIsNone) {
   std::mt19937 random(3);
-  ListChecker checker(GetParam());
   for (int round = 0; round < 400; ++round) {
     const int32_t seen = round % 2 == 0 ? 2000 : 50'000;
     const std::vector<StepSequenceArgs> step = {{1, 1, seen - 1, 1}, {2, 1, seen - 1, 1}};
@@ -194,20 +199,61 @@ TEST_P(ListCheckerPasses, NamesTheFirstOfLongListsThatIsNone) {
     std::vector<int32_t> kept;
     size_t slot = 0;
     ASSERT_FALSE(KeptOf(lists[1], seen, &kept, &slot));
-    EXPECT_EQ(DetailOf(checker.Check(sent.shape, step, sent.memory.data())).got,
+    EXPECT_EQ(DetailOf(checker_.Check(sent.shape, step, sent.memory.data())).got,
               absl::StrCat(lists[1][slot], " at row 1, slot ", slot, " of the index lists"));
     Sent next = Ragged(good, 0, 400);
     Lists want(2);
     for (size_t i = 0; i < 2; ++i) ASSERT_TRUE(KeptOf(good[i], seen, &want[i], &slot));
-    EXPECT_EQ(checker.Check(next.shape, step, next.memory.data()), absl::OkStatus());
+    EXPECT_EQ(checker_.Check(next.shape, step, next.memory.data()), absl::OkStatus());
     EXPECT_EQ(Kept(next), want);
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ListCheckerPasses,
-                         testing::Values(ListChecker::Instructions::kPortable,
-                                         ListChecker::Instructions::kAvx2,
-                                         ListChecker::Instructions::kAvx512));
+                         testing::Combine(testing::Values(ListInstructions::kPortable,
+                                                          ListInstructions::kAvx2,
+                                                          ListInstructions::kAvx512),
+                                          testing::Values(1, 3)));
+
+// Lists that helpers check: which row is named does not depend on who was first, and what rows in
+// front of it had is not what later messages have.
+TEST(ListCheckerTest, ATeamNamesTheFirstRowWithAnEntryThatIsNone) {
+  constexpr int32_t kRows = 300, kWidth = 400, kSeen = 60'000;
+  const std::vector<StepSequenceArgs> step = {{1, 1, kSeen - 1, 100}, {2, 1, kSeen - 1, 200}};
+  wire::ThreadTeam team({4, 1000});
+  ListChecker checker(&team), alone(nullptr);
+  std::mt19937 random(4);
+  Lists good(kRows, std::vector<int32_t>(kWidth));
+  for (auto& list : good) {
+    for (int32_t& entry : list) entry = static_cast<int32_t>(random() % kSeen);
+    list[random() % kWidth] = random() % 2 == 0 ? -1 : list[0];
+  }
+  Sent want = Fixed(good);
+  ASSERT_GE(want.shape.entries, ListChecker::kSharedEntries);
+  ASSERT_EQ(alone.Check(want.shape, step, want.memory.data()), absl::OkStatus());
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  for (int round = 0; round < 50 || team.helped() == 0; ++round) {
+    ASSERT_LT(std::chrono::steady_clock::now(), give_up) << "no helper came";
+    Lists lists = good;
+    int32_t first = kRows, slot = 0;
+    for (int i = 0; i < 3; ++i) {
+      const auto row = static_cast<int32_t>(random() % kRows);
+      const auto at = static_cast<int32_t>(random() % kWidth);
+      lists[row][at] = kSeen + 200;
+      slot = row < first ? at : row == first ? std::min(slot, at) : slot;
+      first = std::min(first, row);
+    }
+    for (Sent sent : {Fixed(lists), Ragged(lists, 0, kWidth)}) {
+      EXPECT_EQ(
+          DetailOf(checker.Check(sent.shape, step, sent.memory.data())).got,
+          absl::StrCat(kSeen + 200, " at row ", first, ", slot ", slot, " of the index lists"));
+    }
+    for (Sent sent : {Fixed(good), Ragged(good, 0, kWidth)}) {
+      ASSERT_EQ(checker.Check(sent.shape, step, sent.memory.data()), absl::OkStatus());
+      ASSERT_EQ(Kept(sent), Kept(want));
+    }
+  }
+}
 
 // Lists that are short beside what their row sees stand between long ones: marks of one are none of
 // the other.
@@ -216,7 +262,7 @@ TEST(ListCheckerTest, ShortListsOfLongSequencesBetweenLongLists) {
   constexpr int32_t kSeen = 100'000;
   const std::vector<StepSequenceArgs> step = {{1, 1, kSeen, kRows}};
   std::mt19937 random(2);
-  ListChecker checker;
+  ListChecker checker(nullptr);
   Lists lists, want;
   for (int32_t row = 0; row < kRows; ++row) {
     std::vector<int32_t> list(row % 3 == 0 ? 2000 : 6), kept;

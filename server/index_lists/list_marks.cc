@@ -1,17 +1,13 @@
-#include "server/attend/list_checker.h"
+#include "server/index_lists/list_marks.h"
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
 #include <numeric>
-#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-
-#include "absl/strings/str_cat.h"
-#include "base/error.h"
 
 namespace mla::server {
 namespace {
@@ -240,15 +236,6 @@ template <auto kCompact, typename Marks>
   return kept;
 }
 
-// The passes over a list, for what the processor has.
-struct Passes {
-  bool (*ascends)(const int32_t*, int32_t) = Ascends;
-  int32_t (*by_bits)(const int32_t*, int32_t, uint32_t, int32_t*, BitMarks,
-                     int32_t*) = Keep<Compact, BitMarks>;
-  int32_t (*by_bytes)(const int32_t*, int32_t, uint32_t, int32_t*, ByteMarks,
-                      int32_t*) = nullptr;  // none: all lists by bits
-};
-
 #if defined(__x86_64__)
 // clang vectorizes at -O2 and does not know the second attribute.
 #if __has_cpp_attribute(gnu::optimize)
@@ -307,95 +294,66 @@ MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bou
 }
 #endif
 
-ListChecker::Instructions Supported() {
-#if defined(__x86_64__)
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") ||
-      !__builtin_cpu_supports("popcnt")) {
-    return ListChecker::Instructions::kPortable;
-  }
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vpopcntdq")) {
-    return ListChecker::Instructions::kAvx2;
-  }
-  return ListChecker::Instructions::kAvx512;
-#else
-  return ListChecker::Instructions::kPortable;
-#endif
-}
+}  // namespace
 
-const Passes& PassesOf(ListChecker::Instructions instructions) {
+// The passes over a list, for what the processor has.
+struct ListMarks::Passes {
+  bool (*ascends)(const int32_t*, int32_t) = Ascends;
+  int32_t (*by_bits)(const int32_t*, int32_t, uint32_t, int32_t*, BitMarks,
+                     int32_t*) = Keep<Compact, BitMarks>;
+  int32_t (*by_bytes)(const int32_t*, int32_t, uint32_t, int32_t*, ByteMarks,
+                      int32_t*) = nullptr;  // none: all lists by bits
+};
+
+const ListMarks::Passes& ListMarks::PassesOf(ListInstructions instructions) {
   static constexpr Passes kPortable;
 #if defined(__x86_64__)
   static constexpr Passes kAvx2 = {AscendsByAvx2, KeepByAvx2<BitMarks>, KeepByAvx2<ByteMarks>};
   static constexpr Passes kAvx512 = {AscendsByAvx2, KeepByAvx512<BitMarks>,
                                      KeepByAvx512<ByteMarks>};
-  if (instructions == ListChecker::Instructions::kAvx2) return kAvx2;
-  if (instructions == ListChecker::Instructions::kAvx512) return kAvx512;
+  if (instructions == ListInstructions::kAvx2) return kAvx2;
+  if (instructions == ListInstructions::kAvx512) return kAvx512;
 #endif
   return kPortable;
 }
 
-// The rows of a step one after the other, and what each of them sees.
-class RowCursor {
- public:
-  RowCursor(std::span<const scheduler::StepSequenceArgs> sequences, int32_t row)
-      : sequence_(sequences.begin()), row_(row) {
-    Settle();
+ListInstructions MostListInstructions() {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") ||
+      !__builtin_cpu_supports("popcnt")) {
+    return ListInstructions::kPortable;
   }
-  int32_t visible() const { return static_cast<int32_t>(sequence_->start_position) + row_ + 1; }
-  void Next() {
-    ++row_;
-    Settle();
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vpopcntdq")) {
+    return ListInstructions::kAvx2;
   }
-
- private:
-  // Behind the last row nothing is asked for.
-  void Settle() {
-    while (row_ >= sequence_->rows) {
-      row_ -= sequence_->rows;
-      ++sequence_;
-    }
-  }
-
-  std::span<const scheduler::StepSequenceArgs>::iterator sequence_;
-  int32_t row_;  // of that sequence in the step
-};
-
-}  // namespace
-
-void PlaceSelectedLists(const SentLists& sent,
-                        std::span<const scheduler::StepSequenceArgs> sequences, int32_t* begins) {
-  RowCursor cursor(sequences, sent.row_begin);
-  begins[0] = 0;
-  for (int32_t row = 0; row < sent.rows; ++row) {
-    begins[row + 1] = begins[row] + std::min(cursor.visible(), sent.top_k);
-    if (row + 1 < sent.rows) cursor.Next();
-  }
+  return ListInstructions::kAvx512;
+#else
+  return ListInstructions::kPortable;
+#endif
 }
 
-ListChecker::ListChecker(Instructions most) : instructions_(std::min(most, Supported())) {}
-
-int32_t ListChecker::TakeByBytes(const int32_t* list, int32_t count, uint32_t bound, int32_t* to) {
+int32_t ListMarks::TakeByBytes(const Passes& passes, const int32_t* list, int32_t count,
+                               uint32_t bound, int32_t* to) {
   if (++mark_ == 0 || seen_.empty()) {
     seen_.assign(kByteMarks + kLineBytes, 0);
     mark_ = 1;
   }
   int32_t marked = 0;
   const int32_t kept =
-      PassesOf(instructions_)
-          .by_bytes(list, count, bound, to, ByteMarks(LineOf(seen_.data()), mark_), &marked);
+      passes.by_bytes(list, count, bound, to, ByteMarks(LineOf(seen_.data()), mark_), &marked);
   return kept < 0 || marked == kept ? kept : KeepFirst(to, kept, bound);
 }
 
-int32_t ListChecker::TakeByBits(const int32_t* list, int32_t count, uint32_t bound, int32_t* to) {
+int32_t ListMarks::TakeByBits(const Passes& passes, const int32_t* list, int32_t count,
+                              uint32_t bound, int32_t* to) {
   int32_t marked = 0;
-  const int32_t kept =
-      PassesOf(instructions_).by_bits(list, count, bound, to, BitMarks(Words(bound)), &marked);
+  const int32_t kept = passes.by_bits(list, count, bound, to, BitMarks(Words(bound)), &marked);
   if (kept < 0) std::fill(words_.begin(), words_.end(), 0);
   return kept < 0 || marked == kept ? kept : KeepFirst(to, kept, bound);
 }
 
-int32_t ListChecker::KeepFirst(int32_t* positions, int32_t count, uint32_t bound) {
+int32_t ListMarks::KeepFirst(int32_t* positions, int32_t count, uint32_t bound) {
   uint32_t* const words = Words(bound);
   int32_t kept = 0;
   for (int32_t i = 0; i < count; ++i) {
@@ -410,7 +368,7 @@ int32_t ListChecker::KeepFirst(int32_t* positions, int32_t count, uint32_t bound
   return kept;
 }
 
-uint32_t* ListChecker::Words(uint32_t bound) {
+uint32_t* ListMarks::Words(uint32_t bound) {
   const size_t words = (size_t{bound} + kWordBits - 1) / kWordBits;
   if (words_.size() < words + kLineBytes / sizeof(uint32_t)) {
     words_.assign((words / kWordStep + 1) * kWordStep + kLineBytes / sizeof(uint32_t), 0);
@@ -418,10 +376,11 @@ uint32_t* ListChecker::Words(uint32_t bound) {
   return LineOf(words_.data());
 }
 
-int32_t ListChecker::Take(const int32_t* list, int32_t count, int32_t visible, int32_t* to) {
+int32_t ListMarks::Take(ListInstructions instructions, const int32_t* list, int32_t count,
+                        int32_t visible, int32_t* to) {
   if (count == 0) return 0;
+  const Passes& passes = PassesOf(instructions);
   const auto bound = static_cast<uint32_t>(visible);
-  const Passes& passes = PassesOf(instructions_);
   // What does not ascend seldom does so for long.
   if (list[0] >= 0 && static_cast<uint32_t>(list[count - 1]) < bound &&
       Ascends(list, std::min(count, kFewEntries)) && passes.ascends(list, count)) {
@@ -432,50 +391,9 @@ int32_t ListChecker::Take(const int32_t* list, int32_t count, int32_t visible, i
     const int32_t kept = Compact(list, count, bound, to);
     return kept < 0 ? kept : KeepFirst(to, kept, bound);
   }
-  return bound <= kByteMarks && passes.by_bytes != nullptr ? TakeByBytes(list, count, bound, to)
-                                                           : TakeByBits(list, count, bound, to);
-}
-
-absl::Status ListChecker::Check(const SentLists& sent,
-                                std::span<const scheduler::StepSequenceArgs> sequences,
-                                int32_t* memory) {
-  int32_t* const begins = memory;
-  int32_t* const entries = memory + sent.rows + 1;
-  const auto refuse_offset = [&](int32_t row, int32_t got) {
-    return RefuseField("payload", absl::StrCat("offset ", row, ": ", got),
-                       absl::StrCat("row offsets that ascend from 0 to ", sent.entries,
-                                    " by at most ", sent.top_k),
-                       "list_offset");
-  };
-  if (sent.width == 0 && begins[0] != 0) return refuse_offset(0, begins[0]);
-  RowCursor cursor(sequences, sent.row_begin);
-  int32_t from = 0, kept = 0;
-  begins[0] = 0;
-  for (int32_t row = 0; row < sent.rows; ++row) {
-    const int32_t end = sent.width > 0 ? from + sent.width : begins[row + 1];
-    const bool last = row + 1 == sent.rows;
-    if (end < from || end > sent.entries || end - from > sent.top_k ||
-        (last && end != sent.entries)) {
-      return refuse_offset(row + 1, end);
-    }
-    const int32_t taken =
-        Take(entries + from, end - from, cursor.visible() / sent.ratio, entries + kept);
-    if (taken < 0) {
-      const int32_t slot = -1 - taken;
-      return RefuseField(
-          "payload",
-          absl::StrCat(entries[from + slot], " at row ", sent.row_begin + row, ", slot ", slot,
-                       " of the index lists"),
-          absl::StrCat("-1, or 0..", cursor.visible() / sent.ratio - 1, ": the ",
-                       sent.ratio == 1 ? "positions" : "entries", " that the row sees"),
-          "list_position");
-    }
-    kept += taken;
-    begins[row + 1] = kept;
-    from = end;
-    if (!last) cursor.Next();
-  }
-  return absl::OkStatus();
+  return bound <= kByteMarks && passes.by_bytes != nullptr
+             ? TakeByBytes(passes, list, count, bound, to)
+             : TakeByBits(passes, list, count, bound, to);
 }
 
 }  // namespace mla::server

@@ -1,4 +1,4 @@
-#include "proto/wire/parallel_copier.h"
+#include "proto/wire/thread_team.h"
 
 #include <algorithm>
 #include <chrono>
@@ -19,17 +19,17 @@ constexpr int kSpinsForHelpers = 2000;
 
 }  // namespace
 
-ParallelCopier::ParallelCopier(const ParallelCopierOptions& options) : options_(options) {
+ThreadTeam::ThreadTeam(const ThreadTeamOptions& options) : options_(options) {
   if (options_.threads <= 1) return;
   helpers_.reserve(static_cast<size_t>(options_.threads) - 1);
   try {
     for (int32_t i = 1; i < options_.threads; ++i) helpers_.emplace_back([this] { Help(); });
   } catch (const std::system_error&) {
-    // No more threads: those that there are copy everything, too.
+    // No more threads: those that there are do everything, too.
   }
 }
 
-ParallelCopier::~ParallelCopier() {
+ThreadTeam::~ThreadTeam() {
   {
     const MutexLock lock(sleep_);
     stop_ = true;
@@ -38,8 +38,8 @@ ParallelCopier::~ParallelCopier() {
   for (std::thread& helper : helpers_) helper.join();
 }
 
-// Copies one unclaimed piece; false when there is none.
-bool ParallelCopier::CopyPiece(bool helping) {
+// Does one unclaimed piece; false when there is none.
+bool ThreadTeam::DoPiece(bool helping) {
   uint32_t left = unclaimed_.load(std::memory_order_acquire);
   do {
     if (left == 0) return false;
@@ -47,26 +47,33 @@ bool ParallelCopier::CopyPiece(bool helping) {
                                              std::memory_order_acquire));
   // That `left` may have been counted for an earlier job does no harm: it was right when it was
   // taken.
-  const size_t begin = size_t{left - 1} * kPieceBytes;
-  const size_t size = std::min(kPieceBytes, job_.size - begin);
-  GatherBytes(job_.fragments, job_.offset + begin, size, job_.to + begin);
+  (*work_)(pieces_ - left);
   if (helping) helped_.fetch_add(1, std::memory_order_relaxed);
   if (unfinished_.fetch_sub(1, std::memory_order_release) == 1 && helping) unfinished_.notify_one();
   return true;
 }
 
-void ParallelCopier::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
-                            std::byte* to) {
-  if (size < kSharedBytes || helpers_.empty() || !busy_.TryLock()) {
-    return GatherBytes(fragments, offset, size, to);
-  }
-  CopyShared({fragments, offset, size, to});
+bool ThreadTeam::Run(uint32_t pieces, Work work) {
+  if (helpers_.empty() || !busy_.TryLock()) return false;
+  RunShared(pieces, work);
   busy_.Unlock();
+  return true;
 }
 
-void ParallelCopier::CopyShared(const Job& job) {
-  job_ = job;
-  const auto pieces = static_cast<uint32_t>((job.size + kPieceBytes - 1) / kPieceBytes);
+void ThreadTeam::Gather(std::span<const Fragment> fragments, size_t offset, size_t size,
+                        std::byte* to) {
+  const auto copy = [&](uint32_t piece) {
+    const size_t begin = size_t{piece} * kPieceBytes;
+    GatherBytes(fragments, offset + begin, std::min(kPieceBytes, size - begin), to + begin);
+  };
+  const auto pieces = static_cast<uint32_t>((size + kPieceBytes - 1) / kPieceBytes);
+  if (size >= kSharedBytes && Run(pieces, copy)) return;
+  GatherBytes(fragments, offset, size, to);
+}
+
+void ThreadTeam::RunShared(uint32_t pieces, const Work& work) {
+  work_ = &work;
+  pieces_ = pieces;
   unfinished_.store(pieces, std::memory_order_relaxed);
   // Against a helper that is about to sleep: one of the two sees what the other has stored.
   unclaimed_.store(pieces, std::memory_order_seq_cst);
@@ -76,7 +83,7 @@ void ParallelCopier::CopyShared(const Job& job) {
     }
     wake_.NotifyAll();
   }
-  while (CopyPiece(false)) {
+  while (DoPiece(false)) {
   }
   uint32_t left = unfinished_.load(std::memory_order_acquire);
   for (int spins = 0; left > 0; left = unfinished_.load(std::memory_order_acquire)) {
@@ -88,16 +95,16 @@ void ParallelCopier::CopyShared(const Job& job) {
   }
 }
 
-void ParallelCopier::Help() {
+void ThreadTeam::Help() {
   auto last = Clock::now();
   while (!stop_.load(std::memory_order_relaxed)) {
-    bool copied = false;
-    for (int i = 0; i < kSpinsPerClock && !copied; ++i) {
-      copied = CopyPiece(true);
-      if (!copied) SpinPause();
+    bool worked = false;
+    for (int i = 0; i < kSpinsPerClock && !worked; ++i) {
+      worked = DoPiece(true);
+      if (!worked) SpinPause();
     }
     const auto now = Clock::now();
-    if (copied) last = now;
+    if (worked) last = now;
     if (now - last < std::chrono::microseconds(options_.spin_us)) continue;
     MutexLock lock(sleep_);
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
