@@ -51,42 +51,50 @@ missing() {
   echo "build_device_code: no compiler for $1, image left empty" >&2
 }
 
-: >"$out/usage.txt"
+# Each writes what the compiler says to OUT_DIR/usage.ARCH.
 compile_amd() {
-  local arch="$1"
+  local arch="$1" log="$out/usage.$1" linker=()
   : >"$out/$arch.co"
   : >"$out/$arch.s"
+  : >"$log"
   if [[ -z "$clang" ]]; then missing "$arch"; return; fi
-  local linker=()
   [[ "$clang" == *clang-22 ]] && linker=(-fuse-ld=lld-22)
-  echo "arch $arch" >>"$out/usage.txt"
-  "$clang" -x hip --cuda-device-only --no-gpu-bundle-output -nogpuinc -nogpulib \
-    "--offload-arch=$arch" -std=c++20 -O3 -I. -Wall -Wno-unused-command-line-argument \
-    -Rpass-analysis=kernel-resource-usage "${linker[@]}" "$source" -o "$out/$arch.co" \
-    2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+  echo "arch $arch" >>"$log"
   "$clang" -x hip --cuda-device-only -nogpuinc -nogpulib "--offload-arch=$arch" -std=c++20 -O3 -I. \
-    -Wno-unused-command-line-argument -S "$source" -o "$out/$arch.s"
+    -Wall -Wno-unused-command-line-argument -Rpass-analysis=kernel-resource-usage \
+    -S "$source" -o "$out/$arch.s" 2>>"$log" &&
+    "$clang" --target=amdgcn-amd-amdhsa "-mcpu=$arch" -nogpulib "${linker[@]}" -x assembler \
+      "$out/$arch.s" -o "$out/$arch.co" 2>>"$log" || { cat "$log" >&2; exit 1; }
 }
 compile_nvidia() {
+  local log="$out/usage.sm_90"
   : >"$out/sm_90.cubin"
+  : >"$log"
   if [[ -z "$nvcc" ]]; then missing sm_90; return; fi
-  echo "arch sm_90" >>"$out/usage.txt"
+  echo "arch sm_90" >>"$log"
   "$nvcc" -x cu -std=c++20 -O3 -ptx -gencode=arch=compute_90a,code=compute_90a \
     --expt-relaxed-constexpr -I. "$source" -o "$out/sm_90.ptx" \
-    2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+    2>>"$log" || { cat "$log" >&2; exit 1; }
   # nvcc turns a use of host memory or of a host function into a trap, without a word.
   if grep -nw trap "$out/sm_90.ptx" >&2; then
     echo "build_device_code: sm_90: device code uses host memory or a host function" >&2
     exit 1
   fi
   "$nvcc" -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -Xptxas -v "$out/sm_90.ptx" \
-    -o "$out/sm_90.cubin" 2>>"$out/usage.txt" || { cat "$out/usage.txt" >&2; exit 1; }
+    -o "$out/sm_90.cubin" 2>>"$log" || { cat "$log" >&2; exit 1; }
   rm "$out/sm_90.ptx"
 }
 
-compile_amd gfx950
-compile_amd gfx942
-compile_nvidia
+# Side by side: one compiler takes minutes of one core.
+compile_amd gfx950 &
+compilers=($!)
+compile_amd gfx942 &
+compilers+=($!)
+compile_nvidia &
+compilers+=($!)
+for compiler in "${compilers[@]}"; do wait "$compiler"; done
+cat "$out"/usage.{gfx950,gfx942,sm_90} >"$out/usage.txt"
+rm "$out"/usage.{gfx950,gfx942,sm_90}
 
 {
   echo '.section .rodata.mla_images,"a",@progbits'
