@@ -1,7 +1,9 @@
-// Rows of 8 bits that no append has written: any scale that the format allows for, bytes that stand
-// for no number, on the kernels of every architecture.
+// Rows of 8 bits on the kernels of every architecture: what no append has written, any scale that
+// the format allows for, bytes that stand for no number; and what appends write.
+#include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <string>
@@ -144,6 +146,14 @@ struct Answer {
 
 class KvRowsTest : public BackendOnFakeTest {
  protected:
+  HipBackendOptions OptionsOf(const ArchTraits& arch) {
+    control_->arch = arch.arch.data();
+    HipBackendOptions options = Options();
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = &arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+    options.watchdog_ms = 60000;
+    return options;
+  }
   // One unit, one work item, not split.
   static absl::Status Attend(HipBackend& backend, const Inputs& in, KvFormat format, DType products,
                              std::vector<float>& o, std::vector<float>& lse) {
@@ -199,15 +209,10 @@ class KvRowsTest : public BackendOnFakeTest {
 
   void Run(const ArchTraits& arch, const Case& c, int32_t heads, DType products) {
     SCOPED_TRACE(std::string(arch.arch) + " " + c.name);
-    control_->arch = arch.arch.data();
-    HipBackendOptions options = Options();
-    options.images.push_back(Image("sm_90", kImage90));
-    options.vendor = &arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
-    options.watchdog_ms = 60000;
     const Inputs in(c, arch.fp8, heads, products != DType::kBf16);
     BackendLimits limits = Limits();
     limits.launch_packed_rows = in.packed;
-    auto backend = HipBackend::Create(options);
+    auto backend = HipBackend::Create(OptionsOf(arch));
     ASSERT_TRUE(backend.ok()) << backend.status();
     ASSERT_TRUE((*backend)->Configure(limits).ok());
     GpuRuntime& runtime = (*backend)->runtime();
@@ -253,6 +258,84 @@ TEST_F(KvRowsTest, ProductsOfEightBitsMeanTheSameOnSm90) {
   for (const Case& c : kCases) {
     if (c.format != KvFormat::kFp8Row || c.scales[0] < 0x1p-70f) continue;  // taken as zeros
     Run(kSm90Traits, c, 12, DType::kFp8E4m3);
+  }
+}
+
+// Rows by the factors of their four groups. The largest magnitude of a group is 1.75 times that, so
+// groups share a scale up to a factor of 2^4.
+std::vector<float> RowsToAppend() {
+  constexpr float kFactors[][4] = {
+      {1, 1, 1, 1},
+      {1, 0x1p-4f, 0.5f, 1},
+      {0x1p-4f, 1, 1, 0x1p-3f},
+      {1, 0x1p-5f, 1, 1},
+      {1, 1, 1, 0x1p5f},
+      {0, 1, 0x1p-4f, 0},
+      {0, 0, 0, 0},
+      {1e-37f, 1, 1, 1},
+      {kNaN, 1, 0.5f, 1},
+      {0x1p70f, 1, 0x1p-9f, 0},
+      {1, 0x1p-4f, 1, 0x1p-5f},
+      {3e-33f, 1e-34f, 0, 0},
+  };
+  std::vector<float> rows;
+  uint32_t state = 99;
+  for (const auto& factors : kFactors) {
+    for (int32_t i = 0; i < kDim; ++i) {
+      state = state * 1664525u + 1013904223u;
+      const float part = static_cast<float>(static_cast<int32_t>(state) >> 8) * 0x1p-23f;
+      rows.push_back((i % 128 == 77 ? -1.75f : part) * (i < kLora ? factors[i / 128] : 1.0f));
+    }
+  }
+  return rows;
+}
+
+TEST_F(KvRowsTest, AppendsStoreWhatTheEncoderOfTheHostDoes) {
+  const std::vector<float> rows = RowsToAppend();
+  std::vector<Bf16> narrow(rows.size());
+  std::transform(rows.begin(), rows.end(), narrow.begin(), ToBf16);
+  const auto count = static_cast<int32_t>(rows.size()) / kDim;
+  const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Row, kLora, kDim - kLora);
+  for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits, &kSm90Traits}) {
+    SCOPED_TRACE(std::string(arch->arch));
+    auto backend = HipBackend::Create(OptionsOf(*arch));
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+    for (const DType dtype : {DType::kBf16, DType::kF32}) {
+      const void* const sent = dtype == DType::kF32 ? static_cast<const void*>(rows.data())
+                                                    : static_cast<const void*>(narrow.data());
+      LaunchLayout layout(**backend, 0);
+      const auto element = static_cast<int64_t>(ElementSize(dtype));
+      auto kv = layout.Input(sent, static_cast<int64_t>(rows.size()) * element);
+      ASSERT_TRUE(kv.ok()) << kv.status();
+      const AppendRecord record{*kv,   dtype,        kDim,         0,
+                                0,     at.row_bytes, 64,           0,
+                                count, kDim,         kDim - kLora, KvFormat::kFp8Row};
+      const uint32_t page = 0;
+      const TableRange table{0, 1};
+      Launch launch;
+      launch.inputs = layout.inputs();
+      launch.page_tables = {&page, 1};
+      launch.table_changes = {&table, 1};
+      launch.appends = {&record, 1};
+      ASSERT_TRUE((*backend)->Submit(0, launch).ok());
+      ASSERT_TRUE((*backend)->Wait(0).ok());
+      std::vector<std::byte> got(static_cast<size_t>(count * at.row_bytes)), want = got;
+      GpuRuntime& runtime = (*backend)->runtime();
+      const auto stream = (*backend)->compute_stream();
+      const auto bytes = static_cast<int64_t>(got.size());
+      ASSERT_TRUE(runtime.CopyOut(got.data(), (*backend)->pool(), bytes, stream).ok());
+      ASSERT_TRUE(runtime.Synchronize(stream).ok());
+      for (int32_t row = 0; row < count; ++row) {
+        const auto first = static_cast<size_t>(row) * kDim;
+        EncodeKvRow(at, arch->fp8, static_cast<const std::byte*>(sent) + first * element, dtype,
+                    1.0f, KvRowIn(at, want.data(), at.row_bytes, count, row));
+        for (int32_t i = row * at.row_bytes; i < (row + 1) * at.row_bytes; ++i) {
+          ASSERT_EQ(got[static_cast<size_t>(i)], want[static_cast<size_t>(i)])
+              << "row " << row << ", byte " << i - row * at.row_bytes << ", " << Name(dtype);
+        }
+      }
+    }
   }
 }
 

@@ -83,7 +83,7 @@ struct E4m3RowsLayout {
   MLA_DEVICE lds_t old_factor(int s) const { return stats(3 + kSlots + s); }
   // By warps: whether the old factor of one of its rows is not one.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
-  // By warps that copy: whether each of its rows has one scale, a power of two of at least 2^-60.
+  // By warps that copy: whether each of its rows has one scale, a power of two.
   MLA_DEVICE lds_t one_scale(int s) const { return moved(kSlots) + s * kOneScaleBytes; }
   MLA_DEVICE bool has_one_scale(int s) const {
     const Chunk warps = tile::load_chunk_shared(one_scale(s));

@@ -7,7 +7,9 @@
 
 namespace mla::kernels::hip {
 
-// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16.
+// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16. Of
+// tiles whose keys have several scales each, what these are to the key's power of two multiplies
+// it.
 template <class C>
 class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
  public:
@@ -56,7 +58,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
   // No value is above these two binary16 numbers, and their products with zero are zero.
   static constexpr uint32_t kLargestPair = 0x7bff7bffu;
 
-  // kHide: values that are no numbers become some; kScale: keys have a scale for each block.
+  // kHide: what is no number becomes one; kScale: keys have scales of their own for blocks.
   template <bool kHide, bool kScale>
   MLA_DEVICE void add_blocks(int slot, uint64_t probabilities,
                              float (&o)[kBlocks][kProduct]) const {
