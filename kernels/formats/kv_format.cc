@@ -50,6 +50,19 @@ float Largest(Source<T> from, int32_t begin, int32_t end) {
   return largest;
 }
 
+// The scale that all groups of a row have; 0: each has its own.
+template <typename T>
+float SharedScale(const KvRowLayout& at, Fp8Kind kind, Source<T> from) {
+  if (!at.traits.shares_scale) return 0.0f;
+  float most = 0.0f, least = kNoKvGroup;
+  for (int32_t begin = 0; begin < at.latent_dim; begin += at.traits.group) {
+    const float largest = Largest(from, begin, std::min(at.latent_dim, begin + at.traits.group));
+    most = std::max(most, largest);
+    if (largest > 0.0f) least = std::min(least, largest);
+  }
+  return KvSharedScale(least, most, kind);
+}
+
 // Whether scales beside codes are fp32 numbers and not exponent bytes.
 bool WideScales(const KvRowLayout& at) {
   return at.traits.scales == KvScales::kInRow || at.traits.page_scale_bytes == 4;
@@ -89,15 +102,17 @@ void Encode(const KvRowLayout& at, Fp8Kind kind, Source<T> from, float layer_sca
       return StoreFp8(from, latent, dim, inverse, kind, rope);
     }
     case KvScales::kInRow:
-    case KvScales::kInPage:
+    case KvScales::kInPage: {
+      const float shared = SharedScale(at, kind, from);
       for (int32_t group = 0; group < at.groups; ++group) {
         const int32_t begin = group * at.traits.group;
         const int32_t end = std::min(latent, begin + at.traits.group);
-        const float scale = KvGroupScale(Largest(from, begin, end), kind);
+        const float scale = shared > 0.0f ? shared : KvGroupScale(Largest(from, begin, end), kind);
         StoreFp8(from, begin, end, KvScaleInverse(scale), kind, place.row + begin);
         StoreScale(at, group, scale, place.scales);
       }
       return StoreBf16(from, latent, dim, rope);
+    }
   }
 }
 

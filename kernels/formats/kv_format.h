@@ -60,6 +60,7 @@ struct KvFormatTraits {
   int32_t page_multiple = 1;  // a page's bytes are a multiple of this
   // Of a scale in a page: 4, an fp32, or 1, the exponent byte of a binary32 (E8M0).
   int32_t page_scale_bytes = 1;
+  bool shares_scale = false;  // the groups of a row, where KvSharedScale finds one for them
 };
 
 constexpr KvFormatTraits TraitsOf(KvFormat format) {
@@ -67,7 +68,11 @@ constexpr KvFormatTraits TraitsOf(KvFormat format) {
     case KvFormat::kFp8Tensor:
       return {"fp8_tensor", DType::kFp8E4m3, DType::kFp8E4m3, KvScales::kLayer};
     case KvFormat::kFp8Row:
-      return {"fp8_row", DType::kFp8E4m3, DType::kBf16, KvScales::kInRow, 128};
+      return {.name = "fp8_row",
+              .latent = DType::kFp8E4m3,
+              .scales = KvScales::kInRow,
+              .group = 128,
+              .shares_scale = true};
     case KvFormat::kFp8Page:
       return {"fp8_page", DType::kFp8E4m3, DType::kBf16, KvScales::kInPage, 64, 576};
     case KvFormat::kIndexKey:
@@ -165,6 +170,19 @@ constexpr float KvGroupScale(float largest, Fp8Kind kind) {
   const uint32_t chosen = exponent < least + 8 ? least : exponent - 8;
   const float scale = std::bit_cast<float>(chosen << 23);
   return kind == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, Fp8Kind::kE4m3Fnuz);
+}
+
+// Groups whose own scales are within a factor of 2^4 share the largest of these: kernels are faster
+// over rows with one scale, and codes of the smallest group still have 11 binades of the 15.
+inline constexpr float kKvSharedRange = 0x1p4f;
+
+// The scale that all groups of a row have, or 0: each has its own, KvGroupScale. `most`: the
+// largest magnitude of the row; `least`: the smallest of the largest magnitudes of its groups, with
+// kNoKvGroup for those of zeros. REQUIRES both < 2^80.
+inline constexpr float kNoKvGroup = 0x1p79f;
+constexpr float KvSharedScale(float least, float most, Fp8Kind kind) {
+  const float scale = KvGroupScale(most, kind);
+  return scale <= KvGroupScale(least, kind) * kKvSharedRange ? scale : 0.0f;
 }
 
 // 1 / scale of a power of two that KvGroupScale returns; exact.

@@ -80,6 +80,21 @@ TEST(KvGroupScaleTest, IsTheSmallestPowerOfTwoThatDoesNotSaturate) {
   }
 }
 
+TEST(KvSharedScaleTest, IsTheLargestScaleWhereTheLeastIsWithinTheRange) {
+  for (const Fp8Kind kind : {Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz}) {
+    // 1.75 is the mantissa of the largest code, so scales differ by what the exponents do.
+    EXPECT_EQ(KvSharedScale(1.75f, 1.75f, kind), KvGroupScale(1.75f, kind));
+    EXPECT_EQ(KvSharedScale(1.75f, 28.0f, kind), KvGroupScale(28.0f, kind));
+    EXPECT_EQ(KvSharedScale(1.75f, 28.1f, kind), 0.0f);
+    EXPECT_EQ(KvSharedScale(1.76f, 28.1f, kind), KvGroupScale(28.1f, kind));
+    EXPECT_EQ(KvSharedScale(1e-30f, 1.0f, kind), 0.0f);
+    // Below the smallest scale all are the same; no group but of zeros, too.
+    EXPECT_EQ(KvSharedScale(1e-38f, 1e-33f, kind), KvGroupScale(0.0f, kind));
+    EXPECT_EQ(KvSharedScale(kNoKvGroup, 0.0f, kind), KvGroupScale(0.0f, kind));
+    EXPECT_EQ(KvSharedScale(0x1.fcp79f, 0x1.fcp79f, kind), KvGroupScale(0x1.fcp79f, kind));
+  }
+}
+
 TEST(KvScaleTest, WhatIsNoScaleReadsAsNaN) {
   for (const float scale : {-1.0f, -0.0f, kNaN, kInfinity, -kInfinity, 0x1p80f, 3e38f}) {
     EXPECT_TRUE(std::isnan(KvScale(scale, Fp8Kind::kE4m3Fn))) << scale;
@@ -200,6 +215,80 @@ TEST_P(KvRowTest, LargestAndSmallestMagnitudesStayInRange) {
   EXPECT_GT(read[0], 0x1p78f);
   EXPECT_LT(read[1], -0x1p78f);
 }
+
+// Of a row of groups, each normal numbers times 2^-binades[group]; the first of a group is 7 times
+// that, the largest.
+class SharedScaleTest : public KvRowTest {
+ protected:
+  static std::vector<float> Row(const std::vector<int>& binades) {
+    std::mt19937 random(11);
+    std::normal_distribution<float> normal;
+    std::vector<float> values;
+    for (const int binade : binades) {
+      for (int32_t i = 0; i < 128; ++i) {
+        const float wide = normal(random) * std::ldexp(1.0f, -(i % 16));
+        values.push_back(std::ldexp(i == 0 ? 7.0f : wide, -binade));
+      }
+    }
+    values.resize(values.size() + 4, 0.25f);
+    return values;
+  }
+  static std::vector<float> Scales(const std::vector<float>& values) {
+    const KvRowLayout at = MakeKvRowLayout(Traits(), static_cast<int32_t>(values.size()) - 4, 4);
+    std::vector<std::byte> row(static_cast<size_t>(at.row_bytes));
+    const KvRowPlace<std::byte> place = KvRowIn(at, row.data(), at.row_bytes, 1, 0);
+    EncodeKvRow(at, Kind(), values.data(), DType::kF32, 1.0f, place);
+    std::vector<float> scales(static_cast<size_t>(at.groups));
+    std::memcpy(scales.data(), place.scales, scales.size() * 4);
+    return scales;
+  }
+  static float Own(int binade) { return KvGroupScale(std::ldexp(7.0f, -binade), Kind()); }
+  // Largest errors of values: over themselves, of those of at least 2^-`normal` of their group's
+  // largest, and of the others over that.
+  static void ExpectErrors(const std::vector<int>& binades, int normal, float below) {
+    const std::vector<float> values = Row(binades);
+    const int32_t latent = static_cast<int32_t>(values.size()) - 4;
+    const std::vector<float> read = Through(MakeKvRowLayout(Traits(), latent, 4), values, 1.0f);
+    // What is sent as bf16 is rounded before.
+    const float sent = Source() == DType::kBf16 ? 0x1p-8f : 0.0f;
+    for (size_t i = 0; i < static_cast<size_t>(latent); ++i) {
+      const float largest = values[i / 128 * 128], size = std::abs(values[i]);
+      const float bound = size >= std::ldexp(largest, -normal) ? size / 16 : largest * below;
+      ASSERT_LE(std::abs(read[i] - values[i]), bound + size * sent) << values[i] << " at " << i;
+    }
+  }
+};
+
+TEST_P(SharedScaleTest, GroupsWithinTheRangeHaveTheLargestOfTheirScales) {
+  EXPECT_EQ(Scales(Row({0, 4, 1, 3})), std::vector<float>(4, Own(0)));
+  EXPECT_EQ(Scales(Row({4, 2, 2, 0})), std::vector<float>(4, Own(0)));
+  EXPECT_EQ(Scales(Row({0, 5, 1, 3})), (std::vector<float>{Own(0), Own(5), Own(1), Own(3)}));
+  EXPECT_EQ(Scales(Row({9, 9, 9, 0})), (std::vector<float>{Own(9), Own(9), Own(9), Own(0)}));
+  EXPECT_EQ(Scales(Row({30})), std::vector<float>(1, Own(30)));
+}
+
+TEST_P(SharedScaleTest, GroupsOfZerosAndWhatARowCannotHoldTakeTheScaleOfTheOthers) {
+  std::vector<float> values = Row({0, 1, 2, 3});
+  std::fill_n(values.begin() + 128, 128, 0.0f);
+  std::fill_n(values.begin() + 256, 128, kInfinity);
+  EXPECT_EQ(Scales(values), std::vector<float>(4, Own(0)));
+  std::fill_n(values.begin(), values.size(), 0.0f);
+  EXPECT_EQ(Scales(values), std::vector<float>(4, KvGroupScale(0.0f, Kind())));
+}
+
+TEST_P(SharedScaleTest, ErrorsAreWithinWhatTheManualSays) {
+  ExpectErrors({0, 4, 2, 3}, 9, 0x1p-13f);
+  ExpectErrors({0, 5, 2, 9}, 13, 0x1p-17f);
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, SharedScaleTest,
+                         testing::Combine(testing::Values(KvFormat::kFp8Row),
+                                          testing::Values(Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz),
+                                          testing::Values(DType::kBf16, DType::kF32)),
+                         [](const auto& info) {
+                           return std::string(Name(std::get<1>(info.param))) + "_" +
+                                  Name(std::get<2>(info.param));
+                         });
 
 std::string NameOf(const testing::TestParamInfo<std::tuple<KvFormat, Fp8Kind, DType>>& info) {
   const auto [format, kind, source] = info.param;

@@ -81,10 +81,10 @@
   X(mla_attend_16_fp8_row_lists, 16, 64, kFp8Row, kBf16, kSparse, 640, 192912, false)             \
   X(mla_attend_64_fp8_row_lists, 64, 64, kFp8Row, kBf16, kSparse, 384, 232256, true)              \
   X(mla_attend_64_fp8_tensor_products, 64, 64, kFp8Tensor, kFp8E4m3, kDense, 512, 204608, false)  \
-  X(mla_attend_64_fp8_row_products, 64, 64, kFp8Row, kFp8E4m3, kDense, 384, 231360, false)        \
+  X(mla_attend_64_fp8_row_products, 64, 64, kFp8Row, kFp8E4m3, kDense, 384, 231424, false)        \
   X(mla_attend_64_fp8_tensor_products_lists, 64, 64, kFp8Tensor, kFp8E4m3, kSparse, 512, 204640,  \
     false)                                                                                        \
-  X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 384, 231392, false) \
+  X(mla_attend_64_fp8_row_products_lists, 64, 64, kFp8Row, kFp8E4m3, kSparse, 384, 231456, false) \
   X(mla_attend_64_window, 64, 64, kBf16, kBf16, kWindow, 384, 224064, true)                       \
   X(mla_attend_64_fp8_page_window, 64, 64, kFp8Page, kBf16, kWindow, 384, 232256, true)
 #define MLA_SPLIT_SM90(X)          \

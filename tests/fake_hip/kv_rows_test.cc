@@ -1,7 +1,9 @@
-// Rows of 8 bits that no append has written: any scale that the format allows for, bytes that stand
-// for no number, on the kernels of every architecture.
+// Rows of 8 bits on the kernels of every architecture: what no append has written, any scale that
+// the format allows for, bytes that stand for no number; and what appends write.
+#include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <string>
@@ -13,7 +15,7 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr int32_t kRows = 96, kPage = 16, kPages = kRows / kPage;
-constexpr int32_t kQueries = 2, kHeads = 4, kPacked = kQueries * kHeads;
+constexpr int32_t kQueries = 2;
 constexpr int32_t kLora = 512, kDim = 576;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
@@ -23,6 +25,8 @@ struct Case {
   std::vector<float> scales;  // of rows and groups in turn, or of the layer
   float q;                    // size of queries
   bool nan_row;               // the last row holds none but bytes that stand for NaN
+  // Rows whose groups have scales of their own; those of others have the same.
+  int32_t own_begin = 0, own_end = kRows;
 };
 
 // Powers of two, and what is none; nothing at all, denormals, the bounds.
@@ -33,6 +37,13 @@ const Case kCases[] = {
     {"denormal", KvFormat::kFp8Row, {0x1p-5f, 1e-40f, 0x1p-6f}, 0.02f, false},
     {"least", KvFormat::kFp8Row, {0x1p-100f}, 0x1p90f, false},
     {"largest", KvFormat::kFp8Row, {0x1p71f, 0x1p70f, 0x1p72f}, 0x1p-80f, false},
+    {"a power a row", KvFormat::kFp8Row, {0x1p-6f, 0x1p-9f, 0x1p-2f}, 0.02f, false, 0, 0},
+    {"a power a row, NaN", KvFormat::kFp8Row, {0x1p-6f, 0x1p-9f, 0x1p-2f}, 0.02f, true, 0, 0},
+    {"one row of others", KvFormat::kFp8Row, {0x1p-6f, 0x1p-9f, 0x1p-2f}, 0.02f, false, 37, 38},
+    {"a tile of others", KvFormat::kFp8Row, {0x1p-6f, 0x1p-9f, 0x1p-2f}, 0.02f, false, 0, 64},
+    {"others behind a tile", KvFormat::kFp8Row, {0x1p-6f, 0x1p-2f, 0.3f}, 0.02f, true, 64, 96},
+    {"a third a row", KvFormat::kFp8Row, {0.013f, 0.03f, 0x1p-4f, 0.0071f}, 0.02f, true, 0, 0},
+    {"small powers a row", KvFormat::kFp8Row, {0x1p-66f, 0x1p-64f}, 0x1p57f, false, 0, 0},
     {"layer", KvFormat::kFp8Tensor, {0.0123f}, 0.02f, true},
     {"least of a layer", KvFormat::kFp8Tensor, {0x1p-100f}, 0x1p90f, false},
     {"largest of a layer", KvFormat::kFp8Tensor, {0x1p72f}, 0x1p-80f, false},
@@ -40,8 +51,9 @@ const Case kCases[] = {
 
 class Inputs {
  public:
-  Inputs(const Case& c, Fp8Kind of_pool)
-      : layout(MakeKvRowLayout(c.format, kLora, kDim - kLora)), kind(of_pool) {
+  // `coarse`: queries such that rounding to e4m3 keeps them.
+  Inputs(const Case& c, Fp8Kind of_pool, int32_t of_heads, bool coarse)
+      : layout(MakeKvRowLayout(c.format, kLora, kDim - kLora)), kind(of_pool), heads(of_heads) {
     uint32_t state = 12345;
     const auto next = [&state] { return state = state * 1664525u + 1013904223u, state >> 8; };
     // Scales of the other kind are twice as large.
@@ -54,7 +66,9 @@ class Inputs {
       }
       if (c.format == KvFormat::kFp8Row) {
         for (int32_t g = 0; g < layout.groups; ++g) {
-          const float scale = c.scales[static_cast<size_t>(row * 3 + g) % c.scales.size()];
+          const bool own = row >= c.own_begin && row < c.own_end;
+          const float scale =
+              c.scales[static_cast<size_t>(row * 3 + (own ? g : 0)) % c.scales.size()];
           Put(at + layout.scales_at + g * 4, scale * doubled);
         }
         for (int32_t i = 0; i < kDim - kLora; ++i) {
@@ -65,16 +79,21 @@ class Inputs {
       if (c.nan_row && row == kRows - 1) Poison(at);
     }
     layer_scale = c.scales[0];
-    for (Bf16& x : q) x = ToBf16((static_cast<float>(next() % 2001) / 1000.0f - 1.0f) * c.q);
+    const float unit = std::exp2(std::floor(std::log2(c.q / 7)));
+    for (Bf16& x : q) {
+      const float fine = (static_cast<float>(next() % 2001) / 1000.0f - 1.0f) * c.q;
+      x = ToBf16(coarse ? std::round(fine / c.q * 7) * unit : fine);
+    }
     Decode(c.format == KvFormat::kFp8Tensor ? layer_scale * doubled : 1.0f);
   }
 
   const KvRowLayout layout;
   const Fp8Kind kind;
+  const int32_t heads, packed = kQueries * heads;
   float layer_scale = 1.0f;
   std::vector<std::byte> pool = std::vector<std::byte>(size_t{kRows} * 656);
   std::vector<float> rows = std::vector<float>(size_t{kRows} * kDim);
-  std::vector<Bf16> q = std::vector<Bf16>(size_t{kPacked} * kDim);
+  std::vector<Bf16> q = std::vector<Bf16>(static_cast<size_t>(packed) * kDim);
 
  private:
   template <class T>
@@ -98,7 +117,7 @@ class Inputs {
 // Softmax over the rows that packed row `p` sees, in double.
 struct Answer {
   Answer(const Inputs& in, int32_t p) {
-    const int32_t visible = kRows - kQueries + p / kHeads + 1;
+    const int32_t visible = kRows - kQueries + p / in.heads + 1;
     std::vector<double> logits;
     double top = -std::numeric_limits<double>::infinity(), sum = 0.0;
     for (int32_t row = 0; row < visible; ++row) {
@@ -127,8 +146,16 @@ struct Answer {
 
 class KvRowsTest : public BackendOnFakeTest {
  protected:
+  HipBackendOptions OptionsOf(const ArchTraits& arch) {
+    control_->arch = arch.arch.data();
+    HipBackendOptions options = Options();
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = &arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
+    options.watchdog_ms = 60000;
+    return options;
+  }
   // One unit, one work item, not split.
-  static absl::Status Attend(HipBackend& backend, const Inputs& in, KvFormat format,
+  static absl::Status Attend(HipBackend& backend, const Inputs& in, KvFormat format, DType products,
                              std::vector<float>& o, std::vector<float>& lse) {
     LaunchLayout layout(backend, 0);
     auto q = layout.Input(in.q.data(), static_cast<int64_t>(in.q.size() * sizeof(Bf16)));
@@ -139,11 +166,11 @@ class KvRowsTest : public BackendOnFakeTest {
     segment.q = *q;
     segment.o = *out;
     segment.lse = static_cast<float*>(*sums);
-    segment.q_row_stride = kHeads * kDim;
+    segment.q_row_stride = in.heads * kDim;
     segment.q_head_stride = kDim;
-    segment.o_row_stride = kHeads * kLora;
+    segment.o_row_stride = in.heads * kLora;
     segment.o_head_stride = kLora;
-    segment.lse_row_stride = kHeads;
+    segment.lse_row_stride = in.heads;
     segment.lse_head_stride = 1;
     segment.page_table = 0;
     segment.layer_offset = 0;
@@ -151,7 +178,7 @@ class KvRowsTest : public BackendOnFakeTest {
     segment.page_size = kPage;
     segment.q_rows = kQueries;
     segment.kv_rows = kRows;
-    segment.num_heads = kHeads;
+    segment.num_heads = in.heads;
     segment.head_offset = 0;
     segment.weights_slot = -1;
     segment.softmax_scale = 1.0f;
@@ -164,14 +191,15 @@ class KvRowsTest : public BackendOnFakeTest {
     }
     const TableRange table{0, kPages};
     const int32_t indptr[] = {0, 1}, reduce[] = {0};
-    const WorkInfo work{0, kUnsplit, 0, kQueries, 0, kRows, 0, PackHeads(0, kHeads)};
+    const WorkInfo work{0, kUnsplit, 0, kQueries, 0, kRows, 0, PackHeads(0, in.heads)};
     Launch launch;
     launch.inputs = layout.inputs();
     launch.outputs = layout.outputs();
     launch.page_tables = pages;
     launch.table_changes = {&table, 1};
-    launch.absorbed.desc.geometry = {kHeads, kLora, kDim - kLora, 128, 128};
+    launch.absorbed.desc.geometry = {in.heads, kLora, kDim - kLora, 128, 128};
     launch.absorbed.desc.kv_format = format;
+    launch.absorbed.desc.products = products;
     launch.absorbed.desc.o_dtype = DType::kF32;
     launch.absorbed.segments = {&segment, 1};
     launch.absorbed.plan = {indptr, {&work, 1}, reduce, {}, {}, 0, NextPlanGeneration(), {}};
@@ -179,13 +207,33 @@ class KvRowsTest : public BackendOnFakeTest {
     return s.ok() ? backend.Wait(0).status() : s;
   }
 
+  void Run(const ArchTraits& arch, const Case& c, int32_t heads, DType products) {
+    SCOPED_TRACE(std::string(arch.arch) + " " + c.name);
+    const Inputs in(c, arch.fp8, heads, products != DType::kBf16);
+    BackendLimits limits = Limits();
+    limits.launch_packed_rows = in.packed;
+    auto backend = HipBackend::Create(OptionsOf(arch));
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    ASSERT_TRUE((*backend)->Configure(limits).ok());
+    GpuRuntime& runtime = (*backend)->runtime();
+    const auto stream = (*backend)->compute_stream();
+    const auto bytes = static_cast<int64_t>(in.pool.size());
+    ASSERT_TRUE(runtime.CopyIn((*backend)->pool(), in.pool.data(), bytes, stream).ok());
+    ASSERT_TRUE(runtime.Synchronize(stream).ok());
+    std::vector<float> o(static_cast<size_t>(in.packed) * kLora, 0.5f);
+    std::vector<float> lse(static_cast<size_t>(in.packed), 0.5f);
+    const absl::Status ran = Attend(**backend, in, c.format, products, o, lse);
+    ASSERT_TRUE(ran.ok()) << ran;
+    Check(c, in, o, lse);
+  }
+
   static void Check(const Case& c, const Inputs& in, std::span<const float> o,
                     std::span<const float> lse) {
-    for (int32_t p = 0; p < kPacked; ++p) {
+    for (int32_t p = 0; p < in.packed; ++p) {
       const std::string where = c.name + ", packed row " + std::to_string(p);
       const Answer want(in, p);
       const std::span<const float> got = o.subspan(static_cast<size_t>(p) * kLora, kLora);
-      if (c.nan_row && p >= kHeads) {
+      if (c.nan_row && p >= in.heads) {
         EXPECT_TRUE(std::isnan(lse[static_cast<size_t>(p)])) << where;
         for (const float x : got) ASSERT_TRUE(std::isnan(x)) << where;
         continue;
@@ -201,29 +249,92 @@ class KvRowsTest : public BackendOnFakeTest {
 
 TEST_F(KvRowsTest, AnyBytesMeanWhatTheFormatSays) {
   for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits, &kSm90Traits}) {
-    control_->arch = arch->arch.data();
-    HipBackendOptions options = Options();
-    options.images.push_back(Image("sm_90", kImage90));
-    options.vendor = arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
-    options.watchdog_ms = 60000;
-    BackendLimits limits = Limits();
-    limits.launch_packed_rows = kPacked;
-    for (const Case& c : kCases) {
-      SCOPED_TRACE(std::string(arch->arch) + " " + c.name);
-      auto backend = HipBackend::Create(options);
-      ASSERT_TRUE(backend.ok()) << backend.status();
-      ASSERT_TRUE((*backend)->Configure(limits).ok());
-      const Inputs in(c, arch->fp8);
+    for (const Case& c : kCases) Run(*arch, c, 4, DType::kBf16);
+  }
+}
+
+// Scales go another way there, by tiles of 64 rows that have one each and others.
+TEST_F(KvRowsTest, ProductsOfEightBitsMeanTheSameOnSm90) {
+  for (const Case& c : kCases) {
+    if (c.format != KvFormat::kFp8Row || c.scales[0] < 0x1p-70f) continue;  // taken as zeros
+    Run(kSm90Traits, c, 12, DType::kFp8E4m3);
+  }
+}
+
+// Rows by the factors of their four groups. The largest magnitude of a group is 1.75 times that, so
+// groups share a scale up to a factor of 2^4.
+std::vector<float> RowsToAppend() {
+  constexpr float kFactors[][4] = {
+      {1, 1, 1, 1},
+      {1, 0x1p-4f, 0.5f, 1},
+      {0x1p-4f, 1, 1, 0x1p-3f},
+      {1, 0x1p-5f, 1, 1},
+      {1, 1, 1, 0x1p5f},
+      {0, 1, 0x1p-4f, 0},
+      {0, 0, 0, 0},
+      {1e-37f, 1, 1, 1},
+      {kNaN, 1, 0.5f, 1},
+      {0x1p70f, 1, 0x1p-9f, 0},
+      {1, 0x1p-4f, 1, 0x1p-5f},
+      {3e-33f, 1e-34f, 0, 0},
+  };
+  std::vector<float> rows;
+  uint32_t state = 99;
+  for (const auto& factors : kFactors) {
+    for (int32_t i = 0; i < kDim; ++i) {
+      state = state * 1664525u + 1013904223u;
+      const float part = static_cast<float>(static_cast<int32_t>(state) >> 8) * 0x1p-23f;
+      rows.push_back((i % 128 == 77 ? -1.75f : part) * (i < kLora ? factors[i / 128] : 1.0f));
+    }
+  }
+  return rows;
+}
+
+TEST_F(KvRowsTest, AppendsStoreWhatTheEncoderOfTheHostDoes) {
+  const std::vector<float> rows = RowsToAppend();
+  std::vector<Bf16> narrow(rows.size());
+  std::transform(rows.begin(), rows.end(), narrow.begin(), ToBf16);
+  const auto count = static_cast<int32_t>(rows.size()) / kDim;
+  const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Row, kLora, kDim - kLora);
+  for (const ArchTraits* arch : {&kGfx950Traits, &kGfx942Traits, &kSm90Traits}) {
+    SCOPED_TRACE(std::string(arch->arch));
+    auto backend = HipBackend::Create(OptionsOf(*arch));
+    ASSERT_TRUE(backend.ok()) << backend.status();
+    ASSERT_TRUE((*backend)->Configure(Limits()).ok());
+    for (const DType dtype : {DType::kBf16, DType::kF32}) {
+      const void* const sent = dtype == DType::kF32 ? static_cast<const void*>(rows.data())
+                                                    : static_cast<const void*>(narrow.data());
+      LaunchLayout layout(**backend, 0);
+      const auto element = static_cast<int64_t>(ElementSize(dtype));
+      auto kv = layout.Input(sent, static_cast<int64_t>(rows.size()) * element);
+      ASSERT_TRUE(kv.ok()) << kv.status();
+      const AppendRecord record{*kv,   dtype,        kDim,         0,
+                                0,     at.row_bytes, 64,           0,
+                                count, kDim,         kDim - kLora, KvFormat::kFp8Row};
+      const uint32_t page = 0;
+      const TableRange table{0, 1};
+      Launch launch;
+      launch.inputs = layout.inputs();
+      launch.page_tables = {&page, 1};
+      launch.table_changes = {&table, 1};
+      launch.appends = {&record, 1};
+      ASSERT_TRUE((*backend)->Submit(0, launch).ok());
+      ASSERT_TRUE((*backend)->Wait(0).ok());
+      std::vector<std::byte> got(static_cast<size_t>(count * at.row_bytes)), want = got;
       GpuRuntime& runtime = (*backend)->runtime();
-      ASSERT_TRUE(runtime
-                      .CopyIn((*backend)->pool(), in.pool.data(),
-                              static_cast<int64_t>(in.pool.size()), (*backend)->compute_stream())
-                      .ok());
-      ASSERT_TRUE(runtime.Synchronize((*backend)->compute_stream()).ok());
-      std::vector<float> o(size_t{kPacked} * kLora, 0.5f), lse(kPacked, 0.5f);
-      const absl::Status ran = Attend(**backend, in, c.format, o, lse);
-      ASSERT_TRUE(ran.ok()) << ran;
-      Check(c, in, o, lse);
+      const auto stream = (*backend)->compute_stream();
+      const auto bytes = static_cast<int64_t>(got.size());
+      ASSERT_TRUE(runtime.CopyOut(got.data(), (*backend)->pool(), bytes, stream).ok());
+      ASSERT_TRUE(runtime.Synchronize(stream).ok());
+      for (int32_t row = 0; row < count; ++row) {
+        const auto first = static_cast<size_t>(row) * kDim;
+        EncodeKvRow(at, arch->fp8, static_cast<const std::byte*>(sent) + first * element, dtype,
+                    1.0f, KvRowIn(at, want.data(), at.row_bytes, count, row));
+        for (int32_t i = row * at.row_bytes; i < (row + 1) * at.row_bytes; ++i) {
+          ASSERT_EQ(got[static_cast<size_t>(i)], want[static_cast<size_t>(i)])
+              << "row " << row << ", byte " << i - row * at.row_bytes << ", " << Name(dtype);
+        }
+      }
     }
   }
 }

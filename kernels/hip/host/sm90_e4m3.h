@@ -17,6 +17,13 @@ inline uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   };
   return pack_bf16(product(0), product(16));
 }
+inline uint32_t less_of_f16_pairs(uint32_t a, uint32_t b) {
+  const auto less = [&](int shift) {
+    const float x = f16_to_float(a >> shift), y = f16_to_float(b >> shift);
+    return x != x ? y : y < x ? y : x;
+  };
+  return pack_f16(less(0), less(16));
+}
 inline float reciprocal(float x) { return 1.0f / x; }
 template <uint32_t kSelector>
 uint32_t choose_bytes(uint32_t a, uint32_t b) {

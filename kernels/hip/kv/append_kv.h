@@ -97,19 +97,15 @@ class AppendKv {
     constexpr int kGroupLanes = TraitsOf(kFormat).group / kLaneValues;
     constexpr bool kExponents = kFormat == KvFormat::kFp8Page;  // of a byte each
     static_assert(tile::kWave % kGroupLanes == 0);
+    constexpr bool kShares = TraitsOf(kFormat).shares_scale;
+    const float shared = kShares ? shared_scale<kGroupLanes>(latent) : 0.0f;
     for (int first = 0; first < latent; first += kTurnValues) {
       const int i = first + lane * kLaneValues;
       const bool inside = i < latent;
       Values v = {};
       if (inside) v = load(i);
-      float largest = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kLaneValues; ++k) {
-        const float magnitude = bits_to_float(float_to_bits(v.x[k]) & 0x7fffffffu);
-        if (!IsPoison(v.x[k])) largest = max_f(largest, magnitude);
-      }
-      largest = wave_max<kGroupLanes / 2>(largest);
-      const float scale = KvGroupScale(largest, kPoolFp8);
+      const float largest = largest_of_group<kGroupLanes>(v);
+      const float scale = shared > 0.0f ? shared : KvGroupScale(largest, kPoolFp8);
       if (!inside) continue;
       put_codes(i, v, KvScaleInverse(scale));
       if (lane % kGroupLanes != 0) continue;
@@ -121,6 +117,32 @@ class AppendKv {
         put(scales + group * 4, bits);
       }
     }
+  }
+
+  // KvSharedScale of the row.
+  template <int kGroupLanes>
+  MLA_DEVICE float shared_scale(int latent) const {
+    float most = 0.0f, least = kNoKvGroup;
+    for (int first = 0; first < latent; first += kTurnValues) {
+      const int i = first + lane * kLaneValues;
+      Values v = {};
+      if (i < latent) v = load(i);
+      const float largest = largest_of_group<kGroupLanes>(v);
+      most = max_f(most, largest);
+      if (largest > 0.0f && largest < least) least = largest;
+    }
+    return KvSharedScale(-wave_max(-least), wave_max(most), kPoolFp8);
+  }
+  // The largest magnitude of a group, values that a row cannot hold aside.
+  template <int kGroupLanes>
+  MLA_DEVICE static float largest_of_group(const Values& v) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kLaneValues; ++k) {
+      const float magnitude = bits_to_float(float_to_bits(v.x[k]) & 0x7fffffffu);
+      if (!IsPoison(v.x[k])) largest = max_f(largest, magnitude);
+    }
+    return wave_max<kGroupLanes / 2>(largest);
   }
 
   MLA_DEVICE Values load(int i) const {

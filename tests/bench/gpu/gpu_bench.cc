@@ -6,17 +6,20 @@
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
-//             [--whole 1] [--json FILE]
+//             [--whole 1] [--spread 0] [--json FILE]
 //
 // --compute fp8: products over 8-bit rows are of 8 bits too, where there is a kernel for that.
 // --whole: requests are not cut where others are as long, so that nothing is merged and the time is
 // that of the attention kernel alone.
+// --spread: values of every second group of 128 are over 2^N; from 5 on groups of fp8_row have
+// scales of their own.
 // --sparse: each query row has an index list of so many random positions, ascending, or of all.
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS, microseconds
 // of the launch as a whole (median).
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <iterator>
 #include <memory>
@@ -50,6 +53,7 @@ struct Flags {
   std::vector<int32_t> heads{16, 128}, batch{1, 16, 64, 128}, context{1024, 4096, 16384, 65536};
   int32_t iterations = 30;
   bool ragged = false, whole = false;
+  int32_t spread = 0;  // binades between groups of a row's values
   int32_t query_rows = 1;
   double max_gb = 20.0;
   std::string kv = "bf16";  // format of the rows
@@ -200,6 +204,8 @@ absl::Status Bench::FillPool(int64_t bytes) {
   std::byte* row = (*host)->bytes().data();
   for (int64_t i = 0; i < block / row_bytes(); ++i, row += row_bytes()) {
     for (float& x : values) x = normal(random);
+    for (int32_t k = 0; k < kRowDim; ++k)
+      values[k] *= std::ldexp(1.0f, -flags_.spread * (k / 128 % 2));
     kernels::EncodeKvRow(row_, kernels::Fp8Kind::kE4m3Fn, values.data(), kernels::DType::kF32,
                          kLayerScale, {row, row + row_.scales_at});
   }
@@ -358,7 +364,7 @@ int Main(int argc, char** argv) {
                         {"--max-gb", &flags.max_gb},   {"--image", &flags.image},
                         {"--json", &flags.json},       {"--kv", &flags.kv},
                         {"--sparse", &flags.sparse},   {"--compute", &flags.compute},
-                        {"--whole", &flags.whole}};
+                        {"--whole", &flags.whole},     {"--spread", &flags.spread}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;

@@ -168,6 +168,22 @@ void MakeTrulyCancelling(Draft& d) {
   }
 }
 
+// Groups of some rows become smaller than others by more than what a row's scale is shared for:
+// none, all rows, or a few.
+void MakeApart(Random& random, Draft& d) {
+  const int64_t one_in = random.Pick(std::vector<int64_t>{0, 0, 1, 16});
+  const int32_t group = kernels::TraitsOf(d.spec.kv_format).group;
+  for (int64_t row = 0; one_in > 0 && row < d.request.kv_rows(); ++row) {
+    if (!random.OneIn(one_in)) continue;
+    float by = 1.0f;
+    for (int32_t i = 0; i < d.spec.geometry.kv_lora_rank; ++i) {
+      if (i % group == 0)
+        by = random.OneIn(2) ? std::ldexp(1.0f, -6 - static_cast<int>(random.Below(4))) : 1.0f;
+      d.Key(row)[i] *= by;
+    }
+  }
+}
+
 // Three deviations above zero. It adds the same to all logits of a query.
 void MakePositive(Draft& d) {
   for (int64_t row = 0; row < d.request.kv_rows(); ++row) {
@@ -237,6 +253,8 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
   const float deviation = DeviationOf(spec.inputs);
   FillNormal(random, QueryDeviation(spec), draft.q.data(), static_cast<int64_t>(draft.q.size()));
   FillNormal(random, deviation, draft.kv.data(), static_cast<int64_t>(draft.kv.size()));
+  const bool plain = spec.inputs == InputKind::kNormal || spec.inputs == InputKind::kHostile;
+  if (plain && kernels::TraitsOf(spec.kv_format).shares_scale) MakeApart(random, draft);
   if (request.repeats > 1) MakePositive(draft);
   if (request.q_rows > 0) {
     if (spec.inputs == InputKind::kDominantKey) MakeDominant(random, draft);

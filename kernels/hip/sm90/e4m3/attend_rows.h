@@ -2,6 +2,10 @@
 // bits: queries are rounded to e4m3 and multiplied with keys as they lie; values are widened to
 // binary16, and probabilities are rounded to that.
 //
+// A row has a scale for each 128 values, and most often all are the same power of two
+// (EncodeKvRow). Tiles of such rows alone are scored in one sum, and their values are multiplied by
+// nothing.
+//
 // Two groups compute and one copies KV rows, tiles of 64 keys, four deep. The groups score tiles in
 // turn, and each sums 256 columns of all tiles:
 //

@@ -159,6 +159,11 @@ class E4m3Copier {
     }
     const uint32_t power = (float_to_bits(top) + 0x7fffffu) & 0x7f800000u;
     const float inverse = bits_to_float((254u << 23) - power);
+    bool one = float_to_bits(top) == power;  // also not below kLeast
+#pragma unroll
+    for (int b = 0; b < L::kBlocks; ++b) one = one && scale[b] == top;
+    const uint32_t of_rows = tile::ballot(one);
+    if (lane == 0) tile::store_word(shared.one_scale(slot) + warp * 4, of_rows == ~0u ? 1u : 0u);
     tile::sync_warp();
     if (lane >= kRows) return;
     shared.write_key_scale(slot, key, power);

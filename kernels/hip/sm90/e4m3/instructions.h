@@ -37,6 +37,12 @@ MLA_DEVICE uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
+// Of two binary16 numbers each; of a number and NaN the number.
+MLA_DEVICE uint32_t less_of_f16_pairs(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
 // 1 / x within two units in the last place, and exact for powers of two.
 MLA_DEVICE float reciprocal(float x) {
   float out;

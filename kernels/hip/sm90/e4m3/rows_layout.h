@@ -39,11 +39,11 @@ struct E4m3RowsLayout {
   static constexpr int kStatBytes = kRows * 4;
   static constexpr int kStats = 3 + 2 * kSlots;
   static constexpr int kBarriers = 2 * kSlots + 4;
-  static constexpr int kMovedBytes = 16;
+  static constexpr int kMovedBytes = 16, kOneScaleBytes = 16;
   static constexpr int kSharedBytes =
       kQueryBytes + 2 * kProbabilityBytes +
-      kSlots * (kSlotBytes + kKeyScaleBytes + kSeenBytes + kMovedBytes) + kStats * kStatBytes +
-      (kBarriers * 8 + 127) / 128 * 128;
+      kSlots * (kSlotBytes + kKeyScaleBytes + kSeenBytes + kMovedBytes + kOneScaleBytes) +
+      kStats * kStatBytes + (kBarriers * 8 + 127) / 128 * 128;
   static_assert(kKeys == 64 && C::kLora == 512 && C::kRope == 64);
   static_assert(kSlotBytes % 1024 == 0 && kQueryBytes % 1024 == 0);
 
@@ -83,7 +83,13 @@ struct E4m3RowsLayout {
   MLA_DEVICE lds_t old_factor(int s) const { return stats(3 + kSlots + s); }
   // By warps: whether the old factor of one of its rows is not one.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
-  MLA_DEVICE lds_t barrier(int i) const { return moved(kSlots) + i * 8; }
+  // By warps that copy: whether each of its rows has one scale, a power of two.
+  MLA_DEVICE lds_t one_scale(int s) const { return moved(kSlots) + s * kOneScaleBytes; }
+  MLA_DEVICE bool has_one_scale(int s) const {
+    const Chunk warps = tile::load_chunk_shared(one_scale(s));
+    return (warps.w[0] & warps.w[1] & warps.w[2] & warps.w[3]) != 0;
+  }
+  MLA_DEVICE lds_t barrier(int i) const { return one_scale(kSlots) + i * 8; }
   // A slot's keys are there; are no longer needed.
   MLA_DEVICE lds_t filled(int s) const { return barrier(s); }
   MLA_DEVICE lds_t emptied(int s) const { return barrier(kSlots + s); }

@@ -46,7 +46,11 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     const int slot = static_cast<int>(number % L::kSlots);
     Scores s;
     tile::barrier_wait(shared.filled(slot), number / L::kSlots & 1);
-    score_blocks(slot, s.c);
+    if (shared.has_one_scale(slot)) {
+      score_at_once(slot, s.c);
+    } else {
+      score_blocks(slot, s.c);
+    }
     KeyScales of_keys;
     read_key_scales(slot, of_keys);
     float top[2];
@@ -112,26 +116,36 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
   // scale of the next one (E4m3RowsLayout::block_scales).
   MLA_DEVICE void score_blocks(int slot, float (&s)[kScores]) const {
     tile::publish_shared();
-    start_block<false>(slot, 0, s);
+    start_blocks<false, 0>(slot, s);
     rescale(slot, 0, s);
-    start_block<true>(slot, 1, s);
+    start_blocks<true, 1>(slot, s);
     rescale(slot, 1, s);
-    start_block<true>(slot, 2, s);
+    start_blocks<true, 2>(slot, s);
     rescale(slot, 2, s);
-    start_block<true>(slot, 3, s);
+    start_blocks<true, 3>(slot, s);
     rescale(slot, 3, s);
     start_rotated(slot, s);
     tile::wgmma_wait<0>();
     tile::pin(s);
   }
-  template <bool kAdd>
-  MLA_DEVICE void start_block(int slot, int block, float (&s)[kScores]) const {
+  // Where each key has one scale.
+  MLA_DEVICE void score_at_once(int slot, float (&s)[kScores]) const {
+    tile::publish_shared();
+    start_blocks<false, 0, L::kBlocks>(slot, s);
+    rescale(slot, L::kBlocks - 1, s);
+    start_rotated(slot, s);
+    tile::wgmma_wait<0>();
+    tile::pin(s);
+  }
+  // kCount blocks from kFirst on.
+  template <bool kAdd, int kFirst, int kCount = 1>
+  MLA_DEVICE void start_blocks(int slot, float (&s)[kScores]) const {
     const uint64_t q = tile::along_rows(shared.queries()), k = tile::along_rows(shared.slot(slot));
     tile::pin(s);
     tile::wgmma_begin();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const int offset = (block * L::kBlockBytes + step * 32) >> 4;
+    for (int step = 0; step < 4 * kCount; ++step) {
+      const int offset = ((kFirst + step / 4) * L::kBlockBytes + step % 4 * 32) >> 4;
       tile::multiply_e4m3(s, q + offset, k + offset, kAdd || step > 0);
     }
     tile::wgmma_commit();

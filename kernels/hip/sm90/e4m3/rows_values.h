@@ -7,7 +7,9 @@
 
 namespace mla::kernels::hip {
 
-// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16.
+// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16. Of
+// tiles whose keys have several scales each, what these are to the key's power of two multiplies
+// it.
 template <class C>
 class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
  public:
@@ -24,10 +26,11 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
     tile::barrier_wait(shared.published(static_cast<int>(number & 1)), number >> 1 & 1);
     Base::follow_origins(slot, o);
     const uint64_t p = tile::along_rows(shared.probabilities(static_cast<int>(number & 1)));
-    if (hide) {
-      add_blocks<true>(slot, p, o);
+    const bool one_scale = shared.has_one_scale(slot);
+    if ((hide && !L::kLists) || !one_scale) {
+      add_blocks<true, true>(slot, p, o);
     } else {
-      add_blocks<false>(slot, p, o);
+      add_blocks<L::kLists, false>(slot, p, o);
     }
     if (lane == 0) {
       tile::barrier_arrive(shared.emptied(slot));
@@ -52,15 +55,18 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
   using Base::column, Base::row;
   using Base::shared, Base::lane;
   static constexpr int kSteps = L::kKeys / 16;  // of a tile
+  // No value is above these two binary16 numbers, and their products with zero are zero.
+  static constexpr uint32_t kLargestPair = 0x7bff7bffu;
 
-  template <bool kHide>
+  // kHide: what is no number becomes one; kScale: keys have scales of their own for blocks.
+  template <bool kHide, bool kScale>
   MLA_DEVICE void add_blocks(int slot, uint64_t probabilities,
                              float (&o)[kBlocks][kProduct]) const {
     uint32_t operand[2][kSteps][4];
     float ratios[kSteps][2];
     uint32_t codes[kSteps / 2][4];  // of the next block, read while this one is multiplied
     for_constants<kBlocks>([&](auto block) {
-      if constexpr (block % 2 == 0) {  // 64 columns are half of what has a scale
+      if constexpr (kScale && block % 2 == 0) {  // 64 columns are half of what has a scale
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           tile::load_two_floats(
@@ -70,7 +76,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
         }
       }
       if constexpr (block == 0) read(slot, 0, codes);
-      widen<kHide>(codes, ratios, operand[block % 2]);
+      widen<kHide, kScale>(codes, ratios, operand[block % 2]);
       if constexpr (block + 1 < Base::kBlocks) read(slot, block + 1, codes);
       tile::pin(o[block]);
       tile::wgmma_begin();
@@ -97,7 +103,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
     }
   }
   // Values over the keys' powers of two.
-  template <bool kHide>
+  template <bool kHide, bool kScale>
   MLA_DEVICE void widen(const uint32_t (&codes)[kSteps / 2][4], const float (&ratios)[kSteps][2],
                         uint32_t (&operand)[kSteps][4]) const {
 #pragma unroll
@@ -113,21 +119,18 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
         x[1] = tile::fp8_to_f16<0>(odd);
         x[2] = tile::fp8_to_f16<1>(even);
         x[3] = tile::fp8_to_f16<1>(odd);
+        if constexpr (kScale) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[i] = tile::multiply_f16_pairs(x[i], float_to_bits(ratios[step][i >> 1]));
+          for (int i = 0; i < 4; ++i) {
+            x[i] = tile::multiply_f16_pairs(x[i], float_to_bits(ratios[step][i >> 1]));
+          }
         }
         if constexpr (kHide) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x[i] = without_nan(x[i]);
+          for (int i = 0; i < 4; ++i) x[i] = tile::less_of_f16_pairs(x[i], kLargestPair);
         }
       }
     }
-  }
-  // Of two binary16 numbers.
-  MLA_DEVICE static uint32_t without_nan(uint32_t pair) {
-    const uint32_t nan = (((pair & 0x7c007c00u) + 0x04000400u) >> 15 & 0x00010001u) * 0xffffu;
-    return pair & ~nan;
   }
 };
 
