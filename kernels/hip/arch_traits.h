@@ -53,6 +53,7 @@ struct ExpandedVariant {
   DType products;
   int32_t threads;
   int32_t shared_bytes;
+  int32_t blocks;
 };
 
 #define MLA_ATTEND_ROW(kernel, rows, tile, format, products, attention, threads, shared,   \
@@ -62,8 +63,8 @@ struct ExpandedVariant {
 #define MLA_SPLIT_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
 #define MLA_EXPAND_ROW(kernel, nope, value, format, products, threads, shared) \
   {#kernel, {nope, value}, KvFormat::format, DType::products, threads, shared},
-#define MLA_EXPANDED_ROW(kernel, nope, value, products, threads, shared) \
-  {#kernel, {nope, value}, DType::products, threads, shared},
+#define MLA_EXPANDED_ROW(kernel, nope, value, products, threads, shared, blocks) \
+  {#kernel, {nope, value}, DType::products, threads, shared, blocks},
 inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
@@ -89,8 +90,6 @@ struct ArchTraits {
   // Where the absorbed form has products of 8 bits, for BackendInfo; empty: neither it nor the
   // expanded form has any.
   std::string_view fp8_compute = {};
-  // Blocks of attention of the expanded form that a unit holds at a time; rows as kExpandedRows.
-  int32_t expanded_blocks = 1;
   // BackendInfo::fp8_prefill_keys; 0: there are no kernels with products of 8 bits.
   int32_t expanded_products_keys = 0;
   // Weights for the up-projection lie in panels (weights/weight_panels.h).
@@ -176,7 +175,6 @@ inline constexpr ArchTraits kGfx950Traits{
         "8-bit products over fp8_tensor from 65 packed rows (heads x query rows) on, where bf16 "
         "products are counted to take 1.6 times as long; bf16 products below, where reading the "
         "rows takes the time, and over other rows",
-    .expanded_blocks = 2,
     .expanded_products_keys = 2048,
     .indexer = true,
     .waves_per_block = 4,
@@ -192,7 +190,6 @@ inline constexpr ArchTraits kGfx942Traits{
     .expand = kGfx942Expand,
     .expanded = kGfx942Expanded,
     .fp8 = Fp8Kind::kE4m3Fnuz,
-    .expanded_blocks = 2,
     .indexer = true,
     .waves_per_block = 4,
     .blocks_per_unit = 2,
@@ -284,6 +281,13 @@ constexpr size_t FindExpanded(const ArchTraits& arch, const kernels::ExpandedDim
     ++i;
   }
   return i;
+}
+
+// Most blocks of attention of the expanded form that a unit holds at a time, over all dims.
+constexpr int32_t MostExpandedBlocks(const ArchTraits& arch) {
+  int32_t most = 1;
+  for (const ExpandedVariant& v : arch.expanded) most = v.blocks > most ? v.blocks : most;
+  return most;
 }
 
 constexpr bool HasExpandedForm(const ArchTraits& arch, const kernels::ExpandedDims& dims) {

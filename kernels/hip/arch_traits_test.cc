@@ -201,6 +201,7 @@ TEST(ExpandedVariants, DimsHaveUpProjectionAndAttention) {
       EXPECT_TRUE(expands) << v.kernel;
     }
     EXPECT_TRUE(HasExpandedForm(*arch, kDims128));
+    EXPECT_TRUE(HasExpandedForm(*arch, kDims256));
     EXPECT_FALSE(HasExpandedForm(*arch, {192, 128}));
     EXPECT_EQ(arch->expanded_products_keys > 0,
               FindExpanded(*arch, kDims128, DType::kFp8E4m3) < arch->expanded.size());
@@ -212,7 +213,19 @@ TEST(ExpandedVariants, TheWorkspaceIsForTheLargestDimsThatModelsMayHave) {
   EXPECT_EQ(LargestDims(kSm90Traits, {1, 512, 64, 192, 256}), kDims256);
   EXPECT_EQ(LargestDims(kSm90Traits, {1, 512, 64, 191, 256}), kDims128);
   EXPECT_EQ(LargestDims(kSm90Traits, {1, 512, 64, 256, 255}), kDims128);
-  EXPECT_EQ(LargestDims(kGfx950Traits, {1, 512, 64, 256, 256}), kDims128);
+  EXPECT_EQ(LargestDims(kGfx950Traits, {1, 512, 64, 256, 256}), kDims256);
+  EXPECT_EQ(LargestDims(kGfx942Traits, {1, 512, 64, 128, 256}), kDims128);
+}
+
+TEST(ExpandedVariants, ABlockOfWiderHeadsHasItsUnitToItself) {
+  for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
+    const auto blocks = [&](const kernels::ExpandedDims& dims) {
+      return arch->expanded[FindExpanded(*arch, dims, DType::kBf16)].blocks;
+    };
+    EXPECT_EQ(blocks(kDims256), 1) << arch->arch;
+    EXPECT_EQ(blocks(kDims128), MostExpandedBlocks(*arch)) << arch->arch;
+    EXPECT_EQ(MostExpandedBlocks(*arch), arch == &kSm90Traits ? 1 : 2);
+  }
 }
 
 TEST(PlaceOf, EveryShareOfEveryUnitHasOneBlock) {

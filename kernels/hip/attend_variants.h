@@ -24,7 +24,8 @@
 //   keys and values of these dims, for the expanded form; products: DType of the keys and values
 //   that it makes, for attention with such products
 //
-//   X(kernel, nope, value, products, threads, shared)   attention of the expanded form
+//   X(kernel, nope, value, products, threads, shared, blocks)   attention of the expanded form;
+//   blocks: that a unit (SM, CU) holds at a time
 #ifndef MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 #define MLA_KERNELS_HIP_ATTEND_VARIANTS_H_
 
@@ -48,10 +49,14 @@
   X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0)             \
   X(mla_expand_fp8_row, 128, 128, kFp8Row, kBf16, 256, 0)                   \
   X(mla_expand_fp8_tensor_products, 128, 128, kFp8Tensor, kFp8E4m3, 256, 0) \
-  X(mla_expand_fp8_row_products, 128, 128, kFp8Row, kFp8E4m3, 256, 0)
-#define MLA_EXPANDED_GFX950(X)                    \
-  X(mla_attend_expanded, 128, 128, kBf16, 256, 0) \
-  X(mla_attend_expanded_products, 128, 128, kFp8E4m3, 256, 0)
+  X(mla_expand_fp8_row_products, 128, 128, kFp8Row, kFp8E4m3, 256, 0)       \
+  X(mla_expand_256, 192, 256, kBf16, kBf16, 256, 0)                         \
+  X(mla_expand_256_fp8_tensor, 192, 256, kFp8Tensor, kBf16, 256, 0)         \
+  X(mla_expand_256_fp8_row, 192, 256, kFp8Row, kBf16, 256, 0)
+#define MLA_EXPANDED_GFX950(X)                                   \
+  X(mla_attend_expanded, 128, 128, kBf16, 256, 0, 2)             \
+  X(mla_attend_expanded_products, 128, 128, kFp8E4m3, 256, 0, 2) \
+  X(mla_attend_expanded_256, 192, 256, kBf16, 256, 0, 1)
 
 #define MLA_ATTEND_GFX942(X)                                                           \
   X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                        \
@@ -62,11 +67,16 @@
   X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)       \
   X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, false)                \
   X(mla_attend_64_fp8_page_window, 64, 32, kFp8Page, kBf16, kWindow, 256, 0, false)
-#define MLA_EXPAND_GFX942(X)                                    \
-  X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                 \
-  X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0) \
-  X(mla_expand_fp8_row, 128, 128, kFp8Row, kBf16, 256, 0)
-#define MLA_EXPANDED_GFX942(X) X(mla_attend_expanded, 128, 128, kBf16, 256, 0)
+#define MLA_EXPAND_GFX942(X)                                        \
+  X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                     \
+  X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0)     \
+  X(mla_expand_fp8_row, 128, 128, kFp8Row, kBf16, 256, 0)           \
+  X(mla_expand_256, 192, 256, kBf16, kBf16, 256, 0)                 \
+  X(mla_expand_256_fp8_tensor, 192, 256, kFp8Tensor, kBf16, 256, 0) \
+  X(mla_expand_256_fp8_row, 192, 256, kFp8Row, kBf16, 256, 0)
+#define MLA_EXPANDED_GFX942(X)                       \
+  X(mla_attend_expanded, 128, 128, kBf16, 256, 0, 2) \
+  X(mla_attend_expanded_256, 192, 256, kBf16, 256, 0, 1)
 
 #define MLA_ATTEND_SM90(X)                                                                        \
   X(mla_attend_16, 16, 64, kBf16, kBf16, kDense, 256, 223744, false)                              \
@@ -99,9 +109,9 @@
   X(mla_expand_256, 192, 256, kBf16, kBf16, 384, 229568)                         \
   X(mla_expand_256_fp8_tensor, 192, 256, kFp8Tensor, kBf16, 384, 229568)         \
   X(mla_expand_256_fp8_row, 192, 256, kFp8Row, kBf16, 384, 229568)
-#define MLA_EXPANDED_SM90(X)                                       \
-  X(mla_attend_expanded, 128, 128, kBf16, 384, 213632)             \
-  X(mla_attend_expanded_products, 128, 128, kFp8E4m3, 384, 215232) \
-  X(mla_attend_expanded_256, 192, 256, kBf16, 384, 197248)
+#define MLA_EXPANDED_SM90(X)                                          \
+  X(mla_attend_expanded, 128, 128, kBf16, 384, 213632, 1)             \
+  X(mla_attend_expanded_products, 128, 128, kFp8E4m3, 384, 215232, 1) \
+  X(mla_attend_expanded_256, 192, 256, kBf16, 384, 197248, 1)
 
 #endif  // MLA_KERNELS_HIP_ATTEND_VARIANTS_H_

@@ -122,13 +122,17 @@ absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
 PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDesc& desc) {
   PlanTraits traits;
   if (desc.form == AttentionForm::kExpanded) {
-    traits.units = std::max(1, units * arch.expanded_blocks);
+    const ExpandedDims dims{desc.geometry.nope_dim, desc.geometry.v_dim};
+    const size_t variant = FindExpanded(arch, dims, desc.products);
+    // Of shapes that are refused, numbers that any shape may have.
+    const int32_t blocks = variant < arch.expanded.size() ? arch.expanded[variant].blocks : 1;
+    traits.units = std::max(1, units * blocks);
     traits.tile_rows = kExpandedRows;
     traits.max_heads_per_tile = 1;
     traits.kv_granularity = kExpandedRows;
     traits.item_overhead_rows = 2 * kExpandedRows;
     traits.rounds.cache_bytes = arch.cache_bytes;
-    traits.rounds.dims = {desc.geometry.nope_dim, desc.geometry.v_dim};
+    traits.rounds.dims = dims;
     return traits;
   }
   const DType products = AbsorbedProducts(arch, desc.kv_format, desc.products, desc.attention);

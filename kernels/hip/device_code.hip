@@ -148,18 +148,15 @@ MLA_SPLIT_SM90(MLA_SPLIT_KERNEL)
   }
 MLA_EXPAND_VARIANTS(MLA_EXPAND_KERNEL)
 
-#if MLA_AMD
-#define MLA_EXPANDED_BOUNDS(threads) MLA_LAUNCH_BOUNDS_OF_TWO(threads)
-#else
-#define MLA_EXPANDED_BOUNDS(threads) MLA_LAUNCH_BOUNDS(threads)
-#endif
-#define MLA_EXPANDED_KERNEL(kernel, nope, value, products, threads, shared)       \
-  using Of_##kernel = ExpandedKernel<ExpandedDims{nope, value}, DType::products>; \
-  static_assert(Of_##kernel::kThreads == threads);                                \
-  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                  \
-  extern "C" __global__ void MLA_EXPANDED_BOUNDS(threads)                         \
-      kernel(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {                       \
-    Of_##kernel::run(args);                                                       \
+#define MLA_BOUNDS_OF_1_BLOCKS(threads) MLA_LAUNCH_BOUNDS(threads)
+#define MLA_BOUNDS_OF_2_BLOCKS(threads) MLA_LAUNCH_BOUNDS_OF_TWO(threads)
+#define MLA_EXPANDED_KERNEL(kernel, nope, value, products, threads, shared, blocks) \
+  using Of_##kernel = ExpandedKernel<ExpandedDims{nope, value}, DType::products>;   \
+  static_assert(Of_##kernel::kThreads == threads);                                  \
+  static_assert(MLA_AMD || Of_##kernel::kSharedBytes == shared);                    \
+  extern "C" __global__ void MLA_BOUNDS_OF_##blocks##_BLOCKS(threads)               \
+      kernel(const MLA_KERNEL_ARGUMENT ExpandedArgs args) {                         \
+    Of_##kernel::run(args);                                                         \
   }
 MLA_EXPANDED_VARIANTS(MLA_EXPANDED_KERNEL)
 

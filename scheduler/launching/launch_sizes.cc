@@ -58,6 +58,15 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
       desc.geometry = MaxGeometry(limits);
       desc.geometry.num_heads = heads;
       desc.form = form;
+      // In the expanded form units differ with the dims, and not in their order.
+      if (form == AttentionForm::kExpanded) {
+        for (const kernels::ExpandedDims& dims : {kernels::kDims128, kernels::kDims256}) {
+          kernels::AttentionDesc of_dims = desc;
+          of_dims.geometry.nope_dim = dims.nope;
+          of_dims.geometry.v_dim = dims.value;
+          visit(backend.Traits(of_dims));
+        }
+      }
       for (const kernels::KvFormat format : backend.Info().kv_formats) {
         desc.kv_format = format;
         desc.attention = kernels::AttentionKind::kDense;

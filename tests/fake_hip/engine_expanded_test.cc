@@ -101,31 +101,39 @@ TEST_F(EngineExpandedTest, RowsBelowTheTurningPointTakeTheAbsorbedForm) {
   EXPECT_GT(control_->expanded_launches, 0);
 }
 
-// Heads of 192/256 have kernels of their own on sm_90.
+// Heads of 192/256 have kernels of their own, for which fewer blocks fit a unit on AMD. A server
+// whose limits let them in has room for the blocks of the others too.
 TEST_F(EngineExpandedTest, PromptsOfWiderHeadsTakeTheExpandedForm) {
   constexpr int kRows = kExpandedFormRowsWide;
   scheduler::Limits limits = ExpandedEngine::Limits(1);
   limits.max_v_dim = kDims256.value;
   limits.weights_bytes = int64_t{kDims256.nope + kDims256.value} * ExpandedEngine::kLora * 2;
   limits.launch_rows = limits.launch_packed_rows = limits.prefill_rows = kRows;
-  const auto run = [&](std::unique_ptr<AttentionBackend> backend) {
-    ExpandedEngine engine(std::move(backend), 1, limits, /*upload=*/true, kDims256);
+  const auto run = [&](std::unique_ptr<AttentionBackend> backend, const ExpandedDims& dims) {
+    ExpandedEngine engine(std::move(backend), 1, limits, /*upload=*/true, dims);
     const auto seq = engine.harness().Open();
     EXPECT_TRUE(engine.Begin(1, seq, 0, kRows).ok());
     auto request = engine.Attend(1, 0, kRows, 1);
     engine.Settle();
     return request;
   };
-  HipBackendOptions options = Options();
-  control_->arch = "sm_90";
-  options.images = {Image("sm_90", kImage90)};
-  options.vendor = Vendor::kNvidia;
-  auto backend = HipBackend::Create(options);
-  ASSERT_TRUE(backend.ok()) << backend.status();
-  control_->expanded_launches = 0;
-  const auto got = run(*std::move(backend));
-  EXPECT_EQ(control_->expanded_launches, 1);
-  ExpectSame(*got, *run(nullptr));
+  for (const char* arch : {"sm_90", "gfx950", "gfx942"}) {
+    for (const ExpandedDims& dims : {kDims256, kDims128}) {
+      SCOPED_TRACE(arch + (" " + std::to_string(dims.value)));
+      HipBackendOptions options = Options();
+      control_->arch = arch;
+      if (arch == std::string("sm_90")) {
+        options.images = {Image("sm_90", kImage90)};
+        options.vendor = Vendor::kNvidia;
+      }
+      auto backend = HipBackend::Create(options);
+      ASSERT_TRUE(backend.ok()) << backend.status();
+      control_->expanded_launches = 0;
+      const auto got = run(*std::move(backend), dims);
+      EXPECT_EQ(control_->expanded_launches, 1);
+      ExpectSame(*got, *run(nullptr, dims));
+    }
+  }
 }
 
 // The rounds of a plan are found again by its lengths, on the host and on the device.

@@ -200,6 +200,10 @@ class HipReportTest(unittest.TestCase):
         self.assertEqual(report.loop_of("gfx950", "mla_attend_128", variants).flop,
                          128 * 32 * 2 * 1088)
         self.assertEqual(report.loop_of("gfx942", "mla_attend_expanded", {}).read, 32 * 640)
+        self.assertEqual(report.loop_of("gfx950", "mla_attend_expanded_256", {}).read, 64 * 1024)
+        self.assertEqual(report.loop_of("gfx942", "mla_expand_256", {}).read, 352 * 128)
+        self.assertEqual(report.loop_of("gfx942", "mla_expand_256_fp8_row", {}).flop,
+                         128 * 224 * 64 * 2)
         self.assertEqual(report.loop_of("gfx950", "mla_expand", {}).flop, 128 * 64 * 512)
         self.assertIsNone(report.loop_of("gfx950", "mla_combine", variants))
 

@@ -4,6 +4,8 @@
 //                 |                         |
 //   Q [rows x 192] -> S = Q K^T -> P  ------+-> O [rows x 128] += P V
 //
+// or keys and values of 256 each.
+//
 // Every wave keeps its query rows to itself: scores, statistics, probabilities and outputs stay in
 // its registers. Tiles are contiguous in the workspace as they are in shared memory
 // (expanded_args.h), so copies need no page table.
@@ -38,10 +40,12 @@ class AttendExpanded {
  private:
   using lds_t = tile::lds_t;
   static constexpr int kStages = C::kExpandedStages;
+  static constexpr int kAhead = kDims == kDims128 ? C::kExpandedAhead : C::kWideAhead;
   static constexpr int kScoreFragments = kTile / W::kScoreCols;
   static constexpr int kOutFragments = kDims.value / W::kOutCols;
   static constexpr int kScoreSteps = kDim / W::kDepth;
   static constexpr int kPvSteps = kTile / W::kPvDepth;
+  static constexpr int kValueReads = kPvSteps * kOutFragments;
   static constexpr int kRowsPerCopy = tile::kWave / 8;
   static constexpr int kCopiesPerPanel = kTile / kRowsPerCopy / kWaves;
   static constexpr int kCopies = (kKPanels + kVPanels) * kCopiesPerPanel;
@@ -158,33 +162,50 @@ class AttendExpanded {
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
     const typename W::template KeyRows<kTile> rows(tile_base, 0, tile::lane_again());
-    read_ahead<typename W::K, kScoreSteps * kScoreFragments, C::kExpandedAhead>(
+    read_ahead<typename W::K, kScoreSteps * kScoreFragments, kAhead>(
         [&](typename W::K& k, int n) {
           rows.load(k, n % kScoreFragments * W::kScoreCols, n / kScoreFragments);
         },
         [&](const typename W::K& k, int n) {
           W::scores(s[n % kScoreFragments], queries[n / kScoreFragments], k);
         });
+    // The first values come while exponentials are taken.
+    const Values values(tile_base + kKPanels * kPanelBytes, tile::lane_again());
+    typename W::V ahead[kAhead];
+    read_first<kValueReads>(ahead, values);
     if (masked) state.mask(s, first, lane);
     float factor[W::kSlots];
     if (state.softmax.update(s, scale, C::kOriginSlack, factor, [](float(&)[W::kSlots]) {})) {
       state.rescale(factor);
     }
-    accumulate(tile_base + kKPanels * kPanelBytes, s, state);
+    accumulate(values, ahead, s, state);
     if (rests != nullptr) accumulate_rests(tile_base, rests, s, state);
   }
 
-  MLA_DEVICE void accumulate(lds_t values, const typename W::Scores (&s)[kScoreFragments],
-                             State& state) const {
+  // Operands of values in the order of their products.
+  struct Values {
+    typename W::template ValueRows<kTile> rows;
+    MLA_DEVICE Values(lds_t tile_base, int lane) : rows(tile_base, lane) {}
+    MLA_DEVICE void operator()(typename W::V& v, int n) const {
+      rows.load(v, n / kOutFragments, n % kOutFragments);
+    }
+  };
+  // `ahead`: the first of them, which have been read.
+  MLA_DEVICE static void accumulate(const Values& values, typename W::V (&ahead)[kAhead],
+                                    const typename W::Scores (&s)[kScoreFragments], State& state) {
     typename W::P p[kPvSteps];
 #pragma unroll
     for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
-    const typename W::template ValueRows<kTile> rows(values, tile::lane_again());
-    read_ahead<typename W::V, kPvSteps * kOutFragments, C::kExpandedAhead>(
-        [&](typename W::V& v, int n) { rows.load(v, n / kOutFragments, n % kOutFragments); },
-        [&](const typename W::V& v, int n) {
-          W::outputs(state.o[n % kOutFragments], p[n / kOutFragments], v);
-        });
+    read_on<kValueReads>(ahead, values, [&](const typename W::V& v, int n) {
+      W::outputs(state.o[n % kOutFragments], p[n / kOutFragments], v);
+    });
+  }
+  MLA_DEVICE static void accumulate(lds_t tile_base, const typename W::Scores (&s)[kScoreFragments],
+                                    State& state) {
+    const Values values(tile_base, tile::lane_again());
+    typename W::V ahead[kAhead];
+    read_first<kValueReads>(ahead, values);
+    accumulate(values, ahead, s, state);
   }
 
   // What rounding took from values and probabilities. The rests of the values take the place of the

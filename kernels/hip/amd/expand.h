@@ -1,12 +1,12 @@
-// Up-projection of cached rows: keys [128 x 128] and values [128 x 128] of one head from 128 rows,
-// depth 512, 64 a stage.
+// Up-projection of cached rows: keys [128 x nope] and values [128 x value] of one head from 128
+// rows, depth 512, 64 a stage, in equal turns of nope / turns and 128 columns.
 //
-//   rows [128 x 64] --+-- K = rows W_UK^T   (W_UK [128 x 64], along its rows)
+//   rows [128 x 64] --+-- K = rows W_UK^T   (W_UK [128 or 96 x 64], along its rows)
 //                     +-- V = rows W_UV     (W_UV [64 x 128], down its rows)
 //
-// Each wave keeps its rows' keys and values in registers. Copies of later stages are under way
-// while a stage is multiplied. For attention with products of 8 bits values are multiplied
-// transposed, as they will lie, and rounded at the end (gfx950/code_results.h).
+// Each wave keeps its rows' keys and values of a turn in registers. Copies of later stages are
+// under way while a stage is multiplied. For attention with products of 8 bits values are
+// multiplied transposed, as they will lie, and rounded at the end (gfx950/code_results.h).
 #ifndef MLA_KERNELS_HIP_AMD_EXPAND_H_
 #define MLA_KERNELS_HIP_AMD_EXPAND_H_
 
@@ -27,8 +27,13 @@ class Expand {
   static constexpr int kWaves = C::kRowWaves * C::kColWaves;
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kDepth = 64;
-  static constexpr int kTileBytes = 128 * 128;  // of each of the three operands
-  static constexpr int kStageBytes = 3 * kTileBytes;
+  static constexpr int kTurns = kDims.value / 128;
+  static constexpr int kKeyColumns = kDims.nope / kTurns;  // of a turn
+  static constexpr int kValueColumns = kDims.value / kTurns;
+  // The operands of a stage: rows, then W_UK, then W_UV.
+  static constexpr int kKeysAt = kExpandedRows * 128;
+  static constexpr int kValuesAt = kKeysAt + kKeyColumns * 128;
+  static constexpr int kStageBytes = kValuesAt + kDepth * kValueColumns * 2;
   static constexpr bool kCodes = !std::is_void_v<Codes>;
   static constexpr int kStagesBytes = C::kExpandStages * kStageBytes;
   static constexpr int kSharedBytes = [] {
@@ -36,13 +41,20 @@ class Expand {
     return kStagesBytes;
   }();
   static_assert(C::kRowWaves * C::kWaveRows == kExpandedRows);
-  static_assert(kDims == kDims128);
+  static_assert(kTurns * kValueColumns == kDims.value && kTurns * kKeyColumns == kDims.nope);
+  static_assert(!kCodes || kTurns == 1);
 
   MLA_DEVICE static void run(const ExpandArgs& args) {
     Expand self(args);
-    for (ExpandPairs<kDims> pairs(args, block_index()); !pairs.done(); pairs.next()) {
-      if (!kCodes && pairs.head == 0) copy_rotated<kFormat>(pairs, thread_index(), kThreads);
-      self.expand(pairs);
+    int turn = 0;
+    for (ExpandPairs<kDims> pairs(args, block_index()); !pairs.done();) {
+      if (!kCodes && turn == 0 && pairs.head == 0) {
+        copy_rotated<kFormat>(pairs, thread_index(), kThreads);
+      }
+      self.expand(pairs, turn);
+      if (++turn < kTurns) continue;
+      turn = 0;
+      pairs.next();
     }
   }
 
@@ -51,18 +63,22 @@ class Expand {
   static constexpr int kSteps = kExpandedLora / kDepth;
   static constexpr int kRowStepBytes = kDepth * (Layout::kFp8 ? 1 : 2);
   static constexpr int kStages = C::kExpandStages;
-  static constexpr int kKeys = kDims.nope / C::kColWaves / W::kScoreCols;
-  static constexpr int kValues = kDims.value / C::kColWaves / W::kOutCols;
-  // Rows of 128 bytes that all waves copy at once, and how often that is for an operand.
+  static constexpr int kKeys = kKeyColumns / C::kColWaves / W::kScoreCols;
+  static constexpr int kValues = kValueColumns / C::kColWaves / W::kOutCols;
+  // Rows of 128 bytes that all waves copy at once, and how often that is for each operand.
   static constexpr int kRowsPerCopy = tile::kWave / 8;
   static constexpr int kRowsAtOnce = kWaves * kRowsPerCopy;
-  static constexpr int kCopies = 128 / kRowsAtOnce;
-  static_assert(kCopies * kRowsAtOnce == 128 && 64 % kRowsAtOnce == 0);
-  static_assert(kKeys * C::kColWaves * W::kScoreCols == kDims.nope);
-  static_assert(kValues * C::kColWaves * W::kOutCols == kDims.value);
+  static constexpr int kRowCopies = kExpandedRows / kRowsAtOnce;
+  static constexpr int kKeyCopies = kKeyColumns / kRowsAtOnce;
+  static constexpr int kCopies = kStageBytes / 128 / kRowsAtOnce;
+  static_assert(kCopies * kRowsAtOnce * 128 == kStageBytes && 64 % kRowsAtOnce == 0);
+  static_assert(kRowCopies * kRowsAtOnce == kExpandedRows);
+  static_assert(kKeyCopies * kRowsAtOnce == kKeyColumns);
+  static_assert(kKeys * C::kColWaves * W::kScoreCols == kKeyColumns);
+  static_assert(kValues * C::kColWaves * W::kOutCols == kValueColumns);
 
   struct Sources {  // of this lane, at depth 0
-    const uint8_t* rows[kCopies];
+    const uint8_t* rows[kRowCopies];
     const uint8_t* w_uk;
     const uint8_t* w_uv;
   };
@@ -99,7 +115,7 @@ class Expand {
     return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
   }
   // Scales of 8-bit rows are waited for at once, so that no wait for them is left in the loop.
-  MLA_DEVICE Sources find(const ExpandPairs<kDims>& pairs, Scales& scales) const {
+  MLA_DEVICE Sources find(const ExpandPairs<kDims>& pairs, int turn, Scales& scales) const {
     Sources from;
     const int chunk = (lane & 7) ^ tile::swizzle(copied_row(0));
     const PagedRows pages = pairs.pages();
@@ -117,28 +133,28 @@ class Expand {
       scales.of[0] = 1.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
+    for (int i = 0; i < kRowCopies; ++i) {
       const int place = chunk & (kRowStepBytes / 16 - 1);  // a half row's chunks come twice
       from.rows[i] = pages.row(pairs.position(copied_row(i))) + place * 16;
     }
-    from.w_uk =
-        reinterpret_cast<const uint8_t*>(pairs.w_uk() + copied_row(0) * kExpandedLora) + chunk * 16;
-    from.w_uv =
-        reinterpret_cast<const uint8_t*>(pairs.w_uv() + copied_row(0) * kDims.value) + chunk * 16;
+    const uint16_t* const w_uk = pairs.w_uk() + turn * (kKeyColumns * kExpandedLora);
+    const uint16_t* const w_uv = pairs.w_uv() + turn * kValueColumns;
+    from.w_uk = reinterpret_cast<const uint8_t*>(w_uk + copied_row(0) * kExpandedLora) + chunk * 16;
+    from.w_uv = reinterpret_cast<const uint8_t*>(w_uv + copied_row(0) * kDims.value) + chunk * 16;
     return from;
   }
 
   template <int kIndex = 0>
   MLA_DEVICE void issue(const Sources& from, int stage) {
-    if constexpr (kIndex < 3 * kCopies) {
-      constexpr int i = kIndex % kCopies, operand = kIndex / kCopies;
+    if constexpr (kIndex < kCopies) {
+      constexpr int of_keys = kIndex - kRowCopies, of_values = of_keys - kKeyCopies;
       const uint8_t* source = nullptr;
-      if constexpr (operand == 0) {
-        source = from.rows[i];
-      } else if constexpr (operand == 1) {
-        source = from.w_uk + i * (kRowsAtOnce * kExpandedLora * 2);
+      if constexpr (of_keys < 0) {
+        source = from.rows[kIndex];
+      } else if constexpr (of_values < 0) {
+        source = from.w_uk + of_keys * (kRowsAtOnce * kExpandedLora * 2);
       } else {
-        constexpr int row = i * kRowsAtOnce % 64, block = i * kRowsAtOnce / 64;
+        constexpr int row = of_values * kRowsAtOnce % 64, block = of_values * kRowsAtOnce / 64;
         source = from.w_uv + block * 128 + row * (kDims.value * 2);
       }
       copies.template issue<kIndex, kIndex * kRowsAtOnce * 128>(base(stage), lane, source);
@@ -147,7 +163,7 @@ class Expand {
   }
   template <int kIndex = 0>
   MLA_DEVICE void land() {
-    if constexpr (kIndex < 3 * kCopies) {
+    if constexpr (kIndex < kCopies) {
       copies.template land<kIndex, kIndex * kRowsAtOnce * 128>(base(0), lane);
       land<kIndex + 1>();
     }
@@ -155,7 +171,7 @@ class Expand {
   // To the next depth.
   MLA_DEVICE static void advance(Sources& from) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) from.rows[i] += kRowStepBytes;
+    for (int i = 0; i < kRowCopies; ++i) from.rows[i] += kRowStepBytes;
     from.w_uk += kDepth * 2;
     from.w_uv += kDepth * kDims.value * 2;
   }
@@ -163,12 +179,12 @@ class Expand {
     return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
   }
 
-  MLA_DEVICE void expand(const ExpandPairs<kDims>& pairs) {
+  MLA_DEVICE void expand(const ExpandPairs<kDims>& pairs, int turn) {
     Scales scales;
-    Sources from = find(pairs, scales);
+    Sources from = find(pairs, turn, scales);
     Sums sums;
     clear(sums);
-    block_barrier();  // the previous pair's readers are done with shared memory
+    block_barrier();  // the previous turn's readers are done with shared memory
     if constexpr (tile::Copies::kThroughRegisters) {
       issue(from, 0);
       for (int step = 0; step < kSteps; ++step) {
@@ -188,9 +204,9 @@ class Expand {
       }
       for (int step = 0; step < kSteps; ++step) {
         if (step + kStages - 2 < kSteps) {
-          copies.template wait<kStages - 2, 3 * kCopies>();
+          copies.template wait<kStages - 2, kCopies>();
         } else {
-          copies.template wait<0, 3 * kCopies>();
+          copies.template wait<0, kCopies>();
         }
         block_barrier();
         const int ahead = step + kStages - 1;
@@ -205,7 +221,7 @@ class Expand {
       Codes(pairs, stages + kStagesBytes, tile::again(wave), tile::lane_again())
           .store(sums.keys, sums.values);
     } else {
-      store(pairs, sums);
+      store(pairs, turn, sums);
     }
   }
 
@@ -240,7 +256,7 @@ class Expand {
     for (int step = 0; step < kKeySteps; ++step) {
       load_rows(q[step], rows, step, scale);
     }
-    const typename W::template KeyRows<128> keys(rows + kTileBytes, 0, lane);
+    const typename W::template KeyRows<kKeyColumns> keys(rows + kKeysAt, 0, lane);
     read_ahead<typename W::K, kKeySteps * kKeys, C::kExpandAhead>(
         [&](typename W::K& k, int n) {
           keys.load(k, (col_wave * kKeys + n % kKeys) * W::kScoreCols, n / kKeys);
@@ -248,7 +264,7 @@ class Expand {
         [&](const typename W::K& k, int n) { W::scores(sums.keys[n % kKeys], q[n / kKeys], k); });
     // The rows are operands of both products: the weights follow the order of the depth in them.
     static_assert(kValueSteps == kKeySteps);
-    const typename W::template ValueRows<64, tile::Order::kAlongDepth> values(rows + 2 * kTileBytes,
+    const typename W::template ValueRows<64, tile::Order::kAlongDepth> values(rows + kValuesAt,
                                                                               lane);
     read_ahead<typename W::V, kValueSteps * kValues, C::kExpandAhead>(
         [&](typename W::V& v, int n) {
@@ -263,7 +279,8 @@ class Expand {
         });
   }
 
-  MLA_DEVICE void store(const ExpandPairs<kDims>& pairs, const Sums& sums) const {
+  MLA_DEVICE void store(const ExpandPairs<kDims>& pairs, int turn, const Sums& sums) const {
+    const int first_key = turn * kKeyColumns, first_value = turn * kValueColumns;
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int row = row_wave * C::kWaveRows + W::row(lane, slot);
@@ -273,7 +290,8 @@ class Expand {
 #pragma unroll
         for (int i = 0; i < W::kScoreElems; i += W::kRun) {
           if (W::score_slot(i) != slot) continue;
-          const int column = (col_wave * kKeys + f) * W::kScoreCols + W::score_col(lane, i);
+          const int column =
+              first_key + (col_wave * kKeys + f) * W::kScoreCols + W::score_col(lane, i);
           store_run_at(pairs.panel(column >> 6), row, column, exists, [&](int j) {
             return pack_bf16(sums.keys[f].at(i + j), sums.keys[f].at(i + j + 1));
           });
@@ -284,7 +302,7 @@ class Expand {
 #pragma unroll
         for (int i = 0; i < W::kOutElems; i += W::kRun) {
           if (W::out_slot(i) != slot) continue;
-          const int column = W::out_col(lane, col_wave * kValues + f, i);
+          const int column = first_value + W::out_col(lane, col_wave * kValues + f, i);
           uint8_t* const values = pairs.panel(kDims.key_panels() + (column >> 6));
           store_run_at(values, row, column, exists, [&](int j) {
             return only_finite(pack_bf16(sums.values[f].at(i + j), sums.values[f].at(i + j + 1)));

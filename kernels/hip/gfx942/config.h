@@ -29,12 +29,13 @@ struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
   static constexpr int kWaveRows = 16, kKeysAhead = 4, kValuesAhead = 4;
 };
-// Two blocks a CU. Operand tiles on their way are held in registers.
+// Attention: two blocks a CU; with wider heads than kDims128 one. Operand tiles on their way are
+// held in registers.
 struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 1;
   static constexpr int kExpandedTile = 32, kExpandedStages = 1;
-  static constexpr int kExpandAhead = 5, kExpandedAhead = 4;  // as kKeysAhead above
+  static constexpr int kExpandAhead = 5, kExpandedAhead = 4, kWideAhead = 4;  // as kKeysAhead
   static constexpr float kOriginSlack = AttendBase::kOriginSlack;
 };
 struct ProjectConfig {

@@ -61,13 +61,13 @@ struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendB
   static constexpr int kWaveRows = 32, kKeysAhead = 3, kValuesAhead = 3;
 };
 
-// Attention: two blocks a CU of two stages each.
+// Attention: two blocks a CU of two stages each; with wider heads than kDims128 one.
 struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 3;
   static constexpr int kExpandedTile = 64, kExpandedStages = 2;
-  static constexpr int kCodeStages = 3;                       // with products of 8 bits
-  static constexpr int kExpandAhead = 5, kExpandedAhead = 4;  // as kKeysAhead above
+  static constexpr int kCodeStages = 3;  // with products of 8 bits
+  static constexpr int kExpandAhead = 5, kExpandedAhead = 4, kWideAhead = 8;  // as kKeysAhead
   static constexpr int kCodesAhead = 3;
   static constexpr float kOriginSlack = AttendBase::kOriginSlack;
 };

@@ -29,7 +29,7 @@ int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
       entries(l.work_items, sizeof(WorkInfo)) + entries(kMaxUnits, sizeof(int32_t));
   const int64_t reduce = entries(l.reduce_tiles + 1, sizeof(int32_t) + sizeof(ReduceTile)) +
                          entries(l.reduce_partials, sizeof(int32_t));
-  const int64_t units = device.runtime->units() * device.arch->expanded_blocks + 1;
+  const int64_t units = device.runtime->units() * MostExpandedBlocks(*device.arch) + 1;
   const int64_t rounds =
       entries(l.round_items, sizeof(ExpandedItem)) +
       entries(l.round_expansions, sizeof(Expansion)) +

@@ -55,7 +55,9 @@ STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_
           "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
           "mla_attend_128_fp8_tensor_products": 3,
           "mla_expand_fp8_tensor": 3, "mla_expand_fp8_row": 3, "mla_attend_expanded_products": 3,
-          "mla_expand_fp8_tensor_products": 3, "mla_expand_fp8_row_products": 3}
+          "mla_expand_fp8_tensor_products": 3, "mla_expand_fp8_row_products": 3,
+          "mla_expand_256": 3, "mla_expand_256_fp8_tensor": 3, "mla_expand_256_fp8_row": 3,
+          "mla_attend_expanded_256": 2}
 STAGES |= {f"{name}_lists": stages for name, stages in STAGES.items()
            if re.match(r"mla_attend_\d", name)}
 STAGES["mla_attend_64_window"] = 4
@@ -78,12 +80,16 @@ class Loop:
 def loop_of(arch, kernel, variants):
     """The inner loop of a kernel of matrix products; None for the others."""
     if kernel.startswith("mla_expand"):
-        # 128 rows and both weights of a head, depth 64, 256 columns.
-        rows = 128 * 64 * (1 if "fp8" in kernel else 2)
-        return Loop("depth 64 of 128 rows and a head", 128 * 256 * 64 * 2, rows + 2 * 128 * 128)
-    if kernel == "mla_attend_expanded":
+        # 128 rows and both weights of a head, depth 64, 256 columns; or of half a head of 448.
+        wide = kernel.startswith("mla_expand_256")
+        rows, columns = 128 * 64 * (1 if "fp8" in kernel else 2), 224 if wide else 256
+        return Loop(f"depth 64 of 128 rows and {'half ' if wide else ''}a head",
+                    128 * columns * 64 * 2, rows + columns * 64 * 2)
+    if kernel in ("mla_attend_expanded", "mla_attend_expanded_256"):
         rows = {"gfx950": 64, "gfx942": 32}[arch]
-        return Loop(f"KV tile of {rows} rows", 128 * rows * 2 * (192 + 128), rows * 640)
+        keys, values = (256, 256) if kernel.endswith("_256") else (192, 128)
+        return Loop(f"KV tile of {rows} rows", 128 * rows * 2 * (keys + values),
+                    rows * 2 * (keys + values))
     if kernel == "mla_attend_expanded_products" and arch == "gfx950":
         return Loop("KV tile of 64 rows", 128 * 64 * 2 * (192 + 128), 64 * 320)
     if v := variants.get((arch, kernel)):

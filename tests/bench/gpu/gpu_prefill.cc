@@ -115,7 +115,7 @@ absl::StatusOr<std::unique_ptr<Prefill>> Prefill::Create(const Flags& flags) {
   }
   if (absl::Status s = self->LoadKernels(images); !s.ok()) return s;
   scheduler::RoundCapacity capacity;
-  capacity.units = self->runtime_->units() * self->arch_->expanded_blocks;
+  capacity.units = self->runtime_->units() * MostExpandedBlocks(*self->arch_);
   capacity.items = 200000;
   capacity.expansions = 4096;
   capacity.segments = 1;
