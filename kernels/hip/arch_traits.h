@@ -190,6 +190,9 @@ inline constexpr ArchTraits kGfx942Traits{
     .expand = kGfx942Expand,
     .expanded = kGfx942Expanded,
     .fp8 = Fp8Kind::kE4m3Fnuz,
+    .fp8_compute =
+        "8-bit products over fp8_tensor, where bf16 products are counted to take twice as long; "
+        "bf16 products over other rows",
     .indexer = true,
     .waves_per_block = 4,
     .blocks_per_unit = 2,

@@ -58,15 +58,19 @@
   X(mla_attend_expanded_products, 128, 128, kFp8E4m3, 256, 0, 2) \
   X(mla_attend_expanded_256, 192, 256, kBf16, 256, 0, 1)
 
-#define MLA_ATTEND_GFX942(X)                                                           \
-  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                        \
-  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, kDense, 256, 0, false)        \
-  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, false)              \
-  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, false)                 \
-  X(mla_attend_64_fp8_tensor_lists, 64, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false) \
-  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)       \
-  X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, false)                \
-  X(mla_attend_64_fp8_page_window, 64, 32, kFp8Page, kBf16, kWindow, 256, 0, false)
+#define MLA_ATTEND_GFX942(X)                                                                       \
+  X(mla_attend_64, 64, 32, kBf16, kBf16, kDense, 256, 0, false)                                    \
+  X(mla_attend_64_fp8_tensor, 64, 32, kFp8Tensor, kBf16, kDense, 256, 0, false)                    \
+  X(mla_attend_64_fp8_row, 64, 32, kFp8Row, kBf16, kDense, 256, 0, false)                          \
+  X(mla_attend_64_lists, 64, 32, kBf16, kBf16, kSparse, 256, 0, false)                             \
+  X(mla_attend_64_fp8_tensor_lists, 64, 32, kFp8Tensor, kBf16, kSparse, 256, 0, false)             \
+  X(mla_attend_64_fp8_row_lists, 64, 32, kFp8Row, kBf16, kSparse, 256, 0, false)                   \
+  X(mla_attend_64_window, 64, 32, kBf16, kBf16, kWindow, 256, 0, false)                            \
+  X(mla_attend_64_fp8_page_window, 64, 32, kFp8Page, kBf16, kWindow, 256, 0, false)                \
+  X(mla_attend_64_fp8_tensor_products, 64, 32, kFp8Tensor, kFp8E4m3, kDense, 256, 0, false)        \
+  X(mla_attend_128_fp8_tensor_products, 128, 32, kFp8Tensor, kFp8E4m3, kDense, 256, 0, false)      \
+  X(mla_attend_64_fp8_tensor_products_lists, 64, 32, kFp8Tensor, kFp8E4m3, kSparse, 256, 0, false) \
+  X(mla_attend_128_fp8_tensor_products_lists, 128, 32, kFp8Tensor, kFp8E4m3, kSparse, 256, 0, false)
 #define MLA_EXPAND_GFX942(X)                                        \
   X(mla_expand, 128, 128, kBf16, kBf16, 256, 0)                     \
   X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 256, 0)     \

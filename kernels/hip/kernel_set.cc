@@ -69,7 +69,7 @@ absl::Status FindPrefillKernels(GpuRuntime& runtime, Module module, const ArchTr
                                 KernelSet* kernels) {
   if (arch.expanded_products_keys == 0) {
     return absl::UnimplementedError(
-        absl::StrCat("no kernels are written for ", std::string(arch.arch)));
+        absl::StrCat("no kernels for these are written for ", std::string(arch.arch)));
   }
   absl::Status s;
   for (size_t i = 0; i < arch.expanded.size() && s.ok(); ++i) {

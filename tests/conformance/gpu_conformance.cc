@@ -297,7 +297,8 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
        {EdgeCases(sampler, first, flags.edges), LargeCases(sampler, flags.large),
         PrefillCases(sampler, flags.prefill),
         WideCases(sampler, first, flags.wide, kernels::DType::kBf16),
-        SpreadCases(sampler, first, flags.spread, kMostKeys)}) {
+        SpreadCases(sampler, first, flags.spread, kMostKeys),
+        flags.spread > 0 ? SinkCases(sampler) : std::vector<CaseSpec>()}) {
     for (CaseSpec& spec : directed) {
       if (flags.max_flop_given && spec.Flop() > sampler.max_flop) continue;
       // These are about shapes: where fp32 queries are refused, others do.

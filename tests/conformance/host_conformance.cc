@@ -153,6 +153,9 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   for (CaseSpec& spec : SpreadCases(sampler, 0, count, 4096)) {
     if (ComputeInFp8(spec)) wanted.push_back(std::move(spec));
   }
+  for (CaseSpec& spec : SinkCases(sampler)) {
+    if (!kSlow && ComputeInFp8(spec)) wanted.push_back(std::move(spec));
+  }
 }
 
 std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& backend) {

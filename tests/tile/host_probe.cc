@@ -17,8 +17,11 @@ constexpr kernels::hip::host::Kernel kKernels[] = {
     MLA_HOST_KERNEL(probe_rows_16),      MLA_HOST_KERNEL(probe_rows_32),
     MLA_HOST_KERNEL(probe_copy),         MLA_HOST_KERNEL(probe_math),
     MLA_HOST_KERNEL(probe_lanes),
-#if MLA_GFX950
-    MLA_HOST_KERNEL(probe_codes),
+#if MLA_AMD
+    MLA_HOST_KERNEL(probe_codes_32),     MLA_HOST_KERNEL(probe_code_outputs_32),
+#endif
+#if MLA_GFX942
+    MLA_HOST_KERNEL(probe_codes_16),     MLA_HOST_KERNEL(probe_code_outputs_16),
 #endif
 #if MLA_SM90
     MLA_HOST_KERNEL(probe_wgmma_scores), MLA_HOST_KERNEL(probe_wgmma_outputs),

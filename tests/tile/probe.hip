@@ -4,7 +4,7 @@
 #if MLA_GFX950
 #include "kernels/hip/gfx950/code_wave.h"
 #elif MLA_GFX942
-#include "kernels/hip/gfx942/tile.h"
+#include "kernels/hip/gfx942/code_wave.h"
 #else
 #include "kernels/hip/sm90/barriers.h"
 #include "kernels/hip/sm90/tile.h"
@@ -13,6 +13,9 @@
 
 #include "kernels/hip/kv/kv_stream.h"
 #include "tests/tile/probe_args.h"
+#if MLA_AMD
+#include "tests/tile/probe_codes.h"
+#endif
 
 namespace mla::tile_test {
 
@@ -246,41 +249,13 @@ MLA_DEVICE void lanes(const ProbeArgs& args) {
 }
 MLA_PROBE(lanes, tile::kWave, lanes)
 
-#if MLA_GFX950
-using CodeWave = tile::CodeWave;
-// A lane's codes of row `row` of a [rows, kDepth].
-MLA_DEVICE tile::u32x8 codes_of_row(const uint16_t* from, int row) {
-  const int first = row * kDepth + CodeWave::group(tile::lane_index()) * CodeWave::kLaneCodes;
-  tile::u32x8 codes;
-  for (int i = 0; i < 8; ++i) {
-    float x[4];
-    for (int e = 0; e < 4; ++e) {
-      x[e] = kernels::hip::bits_to_float(static_cast<uint32_t>(from[first + 4 * i + e]) << 16);
-    }
-    codes[i] = CodeWave::codes(x[0], x[1], x[2], x[3]);
-  }
-  return codes;
-}
-
-MLA_DEVICE void codes(const ProbeArgs& args) {
-  static_assert(CodeWave::kDepth == kDepth);
-  const int lane = tile::lane_index(), row = CodeWave::row(lane, 0);
-  const CodeWave::Q q{codes_of_row(args.a, row), 127 + row % 4};
-  for (int first = 0; first < kKvRows; first += CodeWave::kScoreCols) {
-    const CodeWave::K k{codes_of_row(args.b, first + row)};
-    CodeWave::Scores s;
-    for (int i = 0; i < CodeWave::kScoreElems; ++i) s.set(i, 0.0f);
-    CodeWave::scores(s, q, k);
-    for (int i = 0; i < CodeWave::kScoreElems; ++i) {
-      args.out[row * kKvRows + first + CodeWave::score_col(lane, i)] = s.at(i);
-    }
-  }
-  CodeWave::Out sums;
-  CodeWave::clear(sums);
-  CodeWave::add_up(sums, q);
-  args.out[CodeWave::kRows * kKvRows + row] = sums.at(lane % CodeWave::kOutElems);
-}
-MLA_PROBE(codes, tile::kWave, codes)
+#if MLA_AMD
+MLA_PROBE(codes_32, tile::kWave, ProbeCodes<32>::scores)
+MLA_PROBE(code_outputs_32, tile::kWave, ProbeCodes<32>::outputs)
+#if MLA_GFX942
+MLA_PROBE(codes_16, tile::kWave, ProbeCodes<16>::scores)
+MLA_PROBE(code_outputs_16, tile::kWave, ProbeCodes<16>::outputs)
+#endif
 #endif
 
 #if MLA_SM90

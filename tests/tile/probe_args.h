@@ -27,9 +27,11 @@ inline constexpr int kSharedBytes = 98304;
 //   probe_math            out [3, kMathValues]: exp2, log2 and packed pairs of c32 (as words)
 //   probe_lanes           out [6, lanes]: any, exchange by 1, 2 and 16, broadcast of c32 from lane
 //                         13, any of nothing
-// gfx950 alone:
-//   probe_codes           out [32, kKvRows] = a [32, kDepth] b [kKvRows, kDepth]^T in 8 bits, row r
-//                         times 2^(r mod 4), then [32]: the sums of a's rows, likewise
+// AMD alone; on gfx950, of 32 rows and with row r times 2^(r mod 4), which the products take along:
+//   probe_codes_<rows>    out [rows, kKvRows] = a [rows, kDepth] b [kKvRows, kDepth]^T in 8 bits
+//   probe_code_outputs_<rows>
+//                         out [rows, kOutCols] = a [rows, kKvRows] b [kKvRows, kOutCols] in 8 bits,
+//                         then [rows]: the sums of a's rows
 // sm_90 alone, by a warpgroup:
 //   probe_wgmma_scores    out [kGroupRows, kKvRows] = a [kGroupRows, kDepth] b [kKvRows, kDepth]^T
 //   probe_wgmma_outputs   out [2, kGroupRows, kGroupCols] = a [kGroupRows, kKvRows] b, with a in

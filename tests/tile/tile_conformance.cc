@@ -62,11 +62,12 @@ Matrix OneHot(int rows, int cols) {
   for (int r = 0; r < rows; ++r) m.at(r, (r * 29 + 7) % cols) = ToBf16(1.0f);
   return m;
 }
-Matrix Whole(int rows, int cols, int most, uint32_t seed) {
+// Whole multiples of `unit`.
+Matrix Whole(int rows, int cols, int most, uint32_t seed, float unit = 1.0f) {
   Matrix m(rows, cols);
   std::mt19937 random(seed);
   std::uniform_int_distribution<int> value(-most, most);
-  for (Bf16& v : m.values) v = ToBf16(static_cast<float>(value(random)));
+  for (Bf16& v : m.values) v = ToBf16(static_cast<float>(value(random)) * unit);
   return m;
 }
 
@@ -335,22 +336,39 @@ void AddArithmetic(int wave, std::vector<Case>& cases) {
   cases.push_back(lanes);
 }
 
-// Of numbers that codes hold.
-void AddCodes(std::vector<Case>& cases) {
-  constexpr int kRows = 32;
-  for (const auto& [what, a, b] : std::vector<Operands>{
-           {"rows of a", Whole(kRows, kDepth, 8, 6), OneHot(kKvRows, kDepth)},
-           {"rows of b", OneHot(kRows, kDepth), Whole(kKvRows, kDepth, 8, 7)},
-           {"whole numbers", Whole(kRows, kDepth, 8, 8), Whole(kKvRows, kDepth, 8, 9)}}) {
-    Case c{"probe_codes", what, 64, a.values, b.values, {}, {}, Product(a, b, true)};
-    for (int row = 0; row < kRows; ++row) {
-      const auto power = static_cast<float>(1 << row % 4);
-      float sum = 0.0f;
-      for (int k = 0; k < kDepth; ++k) sum += a.get(row, k) * power;
-      for (int col = 0; col < kKvRows; ++col) c.wanted[size_t(row) * kKvRows + col] *= power;
-      c.wanted.push_back(sum);
+// Of numbers that codes hold, the smallest too: whole multiples of 2^-9.
+void AddCodes(bool powers, std::vector<Case>& cases) {
+  const auto power = [&](int row) { return static_cast<float>(powers ? 1 << row % 4 : 1); };
+  const auto scale = [&](std::vector<float>& out, size_t cols) {
+    for (size_t i = 0; i < out.size(); ++i) out[i] *= power(static_cast<int>(i / cols));
+  };
+  for (const int rows : {16, 32}) {
+    if (powers && rows == 16) continue;
+    const std::string suffix = absl::StrCat("_", rows);
+    for (const auto& [what, a, b] : std::vector<Operands>{
+             {"rows of a", Whole(rows, kDepth, 8, 6), OneHot(kKvRows, kDepth)},
+             {"rows of b", OneHot(rows, kDepth), Whole(kKvRows, kDepth, 8, 7)},
+             {"smallest of b", OneHot(rows, kDepth), Whole(kKvRows, kDepth, 7, 12, 0x1p-9f)},
+             {"whole numbers", Whole(rows, kDepth, 8, 8), Whole(kKvRows, kDepth, 8, 9)}}) {
+      Case c{"probe_codes" + suffix, what, 64, a.values, b.values, {}, {}, Product(a, b, true)};
+      scale(c.wanted, kKvRows);
+      cases.push_back(c);
     }
-    cases.push_back(c);
+    for (const auto& [what, a, b] : std::vector<Operands>{
+             {"rows of a", Whole(rows, kKvRows, 8, 6), OneHot(kKvRows, kOutCols)},
+             {"rows of b", OneHot(rows, kKvRows), Whole(kKvRows, kOutCols, 8, 7)},
+             {"smallest of a", Whole(rows, kKvRows, 7, 12, 0x1p-9f), OneHot(kKvRows, kOutCols)},
+             {"whole numbers", Whole(rows, kKvRows, 8, 10), Whole(kKvRows, kOutCols, 8, 11)}}) {
+      Case c{"probe_code_outputs" + suffix, what, 64, a.values, b.values, {}, {},
+             Product(a, b, false)};
+      scale(c.wanted, kOutCols);
+      for (int row = 0; row < rows; ++row) {
+        float sum = 0.0f;
+        for (int k = 0; k < kKvRows; ++k) sum += a.get(row, k) * power(row);
+        c.wanted.push_back(sum);
+      }
+      cases.push_back(c);
+    }
   }
 }
 
@@ -453,7 +471,9 @@ int Main(int argc, char** argv) {
   AddRows(device->wave(), cases);
   AddCopy(device->wave(), cases);
   AddArithmetic(device->wave(), cases);
-  if (device->runtime().arch() == "gfx950") AddCodes(cases);
+  if (device->runtime().vendor() == kernels::hip::Vendor::kAmd) {
+    AddCodes(device->runtime().arch() == "gfx950", cases);
+  }
   if (device->runtime().vendor() == kernels::hip::Vendor::kNvidia) AddWarpgroups(cases);
   int64_t elements = 0, wrong = 0;
   for (const Case& c : cases) {

@@ -39,6 +39,7 @@ struct Fp8Format {
   using Rows = Fp8Rows<Layout>;
   using Copies = tile::Copies;
   static constexpr bool kCodes = false;
+  struct Rounded {};
   using lds_t = tile::lds_t;
   using Order = Fp8Format;
   static constexpr int kGroups = W::kGroups;  // of lanes over the depth

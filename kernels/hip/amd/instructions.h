@@ -65,13 +65,13 @@ template <bool kHigh>
 MLA_DEVICE f32x2 floats_of(uint32_t codes) {
   return __builtin_bit_cast(f32x2, __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), kHigh));
 }
-#if MLA_GFX950
-// Two numbers rounded to 8-bit floats, in that half of `others`, whose other half stays.
+// Two numbers rounded to them, in that half of `others`, whose other half stays.
 template <bool kHigh>
 MLA_DEVICE uint32_t codes_of(float low, float high, uint32_t others) {
   return static_cast<uint32_t>(
       __builtin_amdgcn_cvt_pk_fp8_f32(low, high, static_cast<int>(others), kHigh));
 }
+#if MLA_GFX950
 // As packed bf16, times 2 to the power that `scale` has as its exponent.
 template <bool kHigh>
 MLA_DEVICE uint32_t scaled_bf16_of(uint32_t codes, float scale) {
@@ -138,6 +138,15 @@ MLA_DEVICE f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) {
 MLA_DEVICE f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) {
   const bf16x4 x = __builtin_bit_cast(bf16x4, a), y = __builtin_bit_cast(bf16x4, b);
   return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, c, 0, 0, 0);
+}
+// Of 8-bit floats, eight bytes a lane of its row's, or column's, depth.
+MLA_DEVICE f32x16 multiply_codes_32x32x16(u32x2 a, u32x2 b, f32x16 c) {
+  return __builtin_amdgcn_mfma_f32_32x32x16_fp8_fp8(__builtin_bit_cast(long, a),
+                                                    __builtin_bit_cast(long, b), c, 0, 0, 0);
+}
+MLA_DEVICE f32x4 multiply_codes_16x16x32(u32x2 a, u32x2 b, f32x4 c) {
+  return __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(__builtin_bit_cast(long, a),
+                                                    __builtin_bit_cast(long, b), c, 0, 0, 0);
 }
 #endif
 

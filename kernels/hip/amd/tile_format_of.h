@@ -2,11 +2,9 @@
 #ifndef MLA_KERNELS_HIP_AMD_TILE_FORMAT_OF_H_
 #define MLA_KERNELS_HIP_AMD_TILE_FORMAT_OF_H_
 
+#include "kernels/hip/amd/e4m3_format.h"
 #include "kernels/hip/amd/fp8_format.h"
 #include "kernels/hip/amd/page_format.h"
-#if MLA_GFX950
-#include "kernels/hip/amd/e4m3_format.h"
-#endif
 
 namespace mla::kernels::hip {
 
@@ -25,13 +23,11 @@ struct TileFormatOf<KvFormat::kFp8Page, C, DType::kBf16> {
   using Wave = tile::Wave<C::kWaveRows>;
   using Type = PageFormat<C, Wave>;
 };
-#if MLA_GFX950
 template <KvFormat kFormat, class C>
 struct TileFormatOf<kFormat, C, DType::kFp8E4m3> {
-  using Wave = tile::CodeWave;
+  using Wave = tile::CodeWave<C::kWaveRows>;
   using Type = E4m3Format<C>;
 };
-#endif
 
 }  // namespace mla::kernels::hip
 

@@ -72,6 +72,8 @@ class Attend {
   // costs no time of its own.
   static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !Copies::kThroughRegisters;
   static constexpr int kProductsBefore = 2;
+  // There too tiles that come through registers are written to shared memory, a tile ahead.
+  static constexpr bool kLandsAhead = Copies::kThroughRegisters && C::kStages > 1;
   // Waves of a row exchange maxima only in tiles where an origin has to follow one.
   static constexpr bool kLazyShare = kSharedP && C::kOriginSlack > 0;
   static constexpr bool kHeldP = C::kValuesAhead > 0;  // probabilities of all steps are held
@@ -79,19 +81,13 @@ class Attend {
   // Products of 8 bits: probabilities are rounded so much that outputs are divided by the sum of
   // what was multiplied.
   static constexpr bool kCodes = Format::kCodes;
-  static_assert(!kCodes || (!kSharedP && kPvSteps == 1));
+  static_assert(!kCodes || (!kSharedP && kHeldP));
 
-  struct SumsOfCodes {
-    typename W::Out sums;  // of this row in all elements
-    int exponent;          // plus 127, of the tile's probabilities
-  };
-  struct NoSums {};
-  using RoundedSums = std::conditional_t<kCodes, SumsOfCodes, NoSums>;
   struct State {
     typename W::Out o[kOutFragments];
     OnlineSoftmax<W, kScoreFragments> softmax;
     Visibility<kKind, C, W> visible;
-    RoundedSums rounded;
+    typename Format::Rounded rounded;
   };
   struct Probabilities {
     typename W::P of_step[kHeldP ? kPvSteps : 1];
@@ -117,7 +113,7 @@ class Attend {
     MLA_RECORD const SegmentRecord& r = *item.segment;
     const Source source(args, item);
     const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
-    const float scale = r.softmax_scale * (Layout::kLayerScale ? r.kv_scale : 1.0f) * kLog2e;
+    float scale = r.softmax_scale * (Layout::kLayerScale ? r.kv_scale : 1.0f) * kLog2e;
 
     block_barrier();  // the previous item's readers are done with shared memory
     Queries queries;
@@ -126,7 +122,7 @@ class Attend {
     state.visible.begin(item);
     if (tiles > 0) kv.look_up_first();
     if constexpr (kOwnQueries) {
-      load_queries(item, kv, queries);
+      scale *= load_queries(item, kv, queries);
       clear(item, state);
       wait_for_loads();
     }
@@ -141,7 +137,9 @@ class Attend {
 
     for (int t = 0; t < tiles; ++t) {
       const int ahead = t + C::kStages - 1;
-      if constexpr (Copies::kThroughRegisters) {
+      if constexpr (kLandsAhead) {
+        block_barrier();
+      } else if constexpr (Copies::kThroughRegisters) {
         kv.land(t);
         block_barrier();
         if (t + 1 < tiles) kv.issue(t + 1);
@@ -163,17 +161,17 @@ class Attend {
         }
       }
       state.visible.of_tile(kv, t);
-      const lds_t tile_base =
-          stages + (Copies::kThroughRegisters ? 0 : t % C::kStages) * kStageBytes;
+      const lds_t tile_base = stages + t % C::kStages * kStageBytes;
       step(tile_base, queries, state, scale, [&] {
         state.visible.look_ahead(kv, t + 1);
+        if constexpr (kLandsAhead) kv.bring_next(t, tiles);
         if constexpr (kCopiesBetween) {
           if (ahead >= tiles) return;
           kv.issue(ahead);
           kv.look_up_and_fetch(ahead + Stream::kLookAhead);
         }
       });
-      if constexpr (Copies::kThroughRegisters) block_barrier();
+      if constexpr (Copies::kThroughRegisters && !kLandsAhead) block_barrier();
     }
     if constexpr (!Copies::kThroughRegisters) kv.template wait<0>();
     finish(item, state);
@@ -192,10 +190,11 @@ class Attend {
     kv.close_stage();
   }
 
-  MLA_DEVICE void load_queries(const Item& item, Stream& kv, Queries& queries) {
+  // Returns what is left to multiply logits with.
+  MLA_DEVICE float load_queries(const Item& item, Stream& kv, Queries& queries) {
     if constexpr (kCodes) {
-      Format::load_queries(QueryLoader(item), row_wave * C::kWaveRows, tile::lane_again(),
-                           queries.q);
+      return Format::load_queries(QueryLoader(item), row_wave * C::kWaveRows, tile::lane_again(),
+                                  queries.q);
     } else if constexpr (kOwnQueries) {
       QueryLoader(item).load<W, typename Format::Order>(row_wave * C::kWaveRows, tile::lane_again(),
                                                         queries.q);
@@ -209,17 +208,16 @@ class Attend {
                                        lane);
       }
     }
+    return 1.0f;
   }
 
   MLA_DEVICE void clear(const Item& item, State& state) const {
     const int lane = tile::lane_again();
 #pragma unroll
     for (int f = 0; f < kOutFragments; ++f) W::clear(state.o[f]);
-    if constexpr (kCodes) W::clear(state.rounded.sums);
+    if constexpr (kCodes) state.rounded.clear();
 #pragma unroll
-    for (int s = 0; s < W::kSlots; ++s) {
-      state.softmax.clear(s);
-    }
+    for (int s = 0; s < W::kSlots; ++s) state.softmax.clear(s);
     state.visible.begin(item, row_wave * C::kWaveRows, lane);
   }
 
@@ -319,8 +317,7 @@ class Attend {
     };
     bool moved;
     if constexpr (kCodes) {
-      moved =
-          Format::update(state.softmax, s, scale, C::kOriginSlack, factor, state.rounded.exponent);
+      moved = state.rounded.update(state.softmax, s, scale, C::kOriginSlack, factor);
     } else if (!kLazyShare || scores) {
       moved = state.softmax.update(s, scale, C::kOriginSlack, factor, share_all);
     } else {
@@ -333,7 +330,7 @@ class Attend {
         schedule_fence();
         W::scale(state.o[f], factor);
       }
-      if constexpr (kCodes) W::scale(state.rounded.sums, factor);
+      if constexpr (kCodes) state.rounded.scale(factor);
       exclude_from_report_end();
     }
   }
@@ -399,8 +396,8 @@ class Attend {
     auto& p = held.of_step;
     typename W::P scaled;
     if constexpr (kCodes) {
-      W::make_p(p[0], s, state.rounded.exponent);
-      W::add_up(state.rounded.sums, p[0]);
+#pragma unroll
+      for (int step = 0; step < kPvSteps; ++step) state.rounded.make_p(p[step], s, step);
     } else if constexpr (kHeldP && !kSharedP && !kScaledP) {
 #pragma unroll
       for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
@@ -473,9 +470,12 @@ class Attend {
     for (int slot = 0; slot < W::kSlots; ++slot) {
       const int lane = tile::lane_again();
       const int p = row_wave * C::kWaveRows + W::row(lane, slot);
-      if (p >= item.rows) continue;
       RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
-      if constexpr (kCodes) scale.inverse = scale.empty ? 0.0f : 1.0f / state.rounded.sums.at(0);
+      if constexpr (kCodes) {
+        const float total = state.rounded.total();  // in which all lanes take part
+        scale.inverse = scale.empty ? 0.0f : 1.0f / total;
+      }
+      if (p >= item.rows) continue;
       if constexpr (Layout::kLayerScale) scale.inverse *= item.segment->kv_scale;
       if constexpr (kKind == AttentionKind::kWindow) {
         // Of parts the sink counts when they are merged.

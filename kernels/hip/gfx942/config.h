@@ -11,7 +11,7 @@ template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType
 struct AttendConfig;
 
 // Four waves, each with its own packed rows, all output columns and its queries in registers. 128
-// rows would not fit: the KV tile on its way passes through registers too.
+// rows would not fit with operands of bf16: the KV tile on its way passes through registers too.
 struct AttendBase {
   static constexpr int kLora = 512;
   static constexpr int kRope = 64;
@@ -29,6 +29,27 @@ struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
   static constexpr int kWaveRows = 16, kKeysAhead = 4, kValuesAhead = 4;
 };
+
+// With products of 8 bits. There are the registers for 128 rows, for which a tile is read once. A
+// row's probabilities are over one power of two, and none may exceed the largest code. While a tile
+// is computed the next lands in LDS and the one after is on its way.
+struct AttendCodesBase : AttendBase {
+  static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
+  static constexpr DType kProducts = DType::kFp8E4m3;
+  static constexpr int kStages = 2;
+  static constexpr float kOriginSlack = 7.0f;
+};
+template <AttentionKind kKind>
+struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCodesBase {
+  static constexpr int kWaveRows = 16, kKeysAhead = 4, kValuesAhead = 3;
+};
+template <AttentionKind kKind>
+struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCodesBase {
+  // With others than these the compiler moves accumulators about or brings copies late.
+  static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 5 : 3;
+  static constexpr int kValuesAhead = 2;
+};
+
 // Attention: two blocks a CU; with wider heads than kDims128 one. Operand tiles on their way are
 // held in registers.
 struct ExpandedConfig {

@@ -141,18 +141,27 @@ struct Wave : WaveBase<kRows_> {
     struct Raw {
       uint32_t r[2][4];
     };
-    lds_t tile;
-    int lane;
-    MLA_DEVICE ValueCodes(lds_t tile_at, int lane_number) : tile(tile_at), lane(lane_number) {}
+    // Of the first column block's row r: others differ in a constant, but that fragments of half a
+    // block take turns with its halves.
+    lds_t at[128 / kOutCols][4];
+    MLA_DEVICE ValueCodes(lds_t tile, int lane) {
+      const int col = 4 * (lane & (kRows - 1));
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        at[0][r] = chunk_at<kTileRows>(tile, 4 * Base::group(lane) + r, col >> 4) + (col & 12);
+        if constexpr (kOutCols == 64) at[1][r] = flip(at[0][r], 64);
+      }
+    }
     MLA_DEVICE void load(Raw& raw, int step, int fragment) const {
-      const int col = fragment * kOutCols + 4 * (lane & (kRows - 1));
+      constexpr int kPerBlock = 128 / kOutCols;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int first = step * kPvDepth + half * (kPvDepth / 2) + 4 * Base::group(lane);
+        const int row = step * kPvDepth + half * (kPvDepth / 2);
+        static_assert(kPvDepth / 2 % 8 == 0);  // no other swizzle
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          raw.r[half][r] =
-              shared_load<uint32_t>(chunk_at<kTileRows>(tile, first + r, col >> 4) + (col & 12));
+          raw.r[half][r] = shared_load<uint32_t>(
+              at[fragment % kPerBlock][r] + fragment / kPerBlock * (kTileRows * 128) + row * 128);
         }
       }
     }

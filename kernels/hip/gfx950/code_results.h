@@ -212,7 +212,7 @@ class CodeResults {
       c = nan_unless_finite(c);
       d = nan_unless_finite(d);
     }
-    return tile::CodeWave::codes(a * by, b * by, c * by, d * by);
+    return tile::CodeWave<>::codes(a * by, b * by, c * by, d * by);
   }
   MLA_DEVICE static float nan_unless_finite(float x) {
     return magnitude(x) < infinity() ? x : bits_to_float(0x7fc00000u);

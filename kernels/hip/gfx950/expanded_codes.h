@@ -11,17 +11,17 @@
 #ifndef MLA_KERNELS_HIP_GFX950_EXPANDED_CODES_H_
 #define MLA_KERNELS_HIP_GFX950_EXPANDED_CODES_H_
 
+#include "kernels/hip/amd/code_rounding.h"
 #include "kernels/hip/amd/expanded_rows.h"
 #include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/gfx950/code_results.h"
-#include "kernels/hip/gfx950/code_rounding.h"
 
 namespace mla::kernels::hip {
 
 template <class C>
 class ExpandedCodes {
  public:
-  using W = tile::CodeWave;
+  using W = tile::CodeWave<C::kWaveRows>;
   static constexpr int kWaves = C::kRowWaves;
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kTile = CodeTile::kRows;
@@ -59,8 +59,7 @@ class ExpandedCodes {
 
   struct State {
     Rows rows;
-    typename W::Out sums;  // every element: of the row's probabilities as they are multiplied
-    int exponent;          // plus 127, of the tile's
+    CodeSums<W> rounded;
   };
 
   MLA_DEVICE explicit ExpandedCodes(const ExpandedArgs& a)
@@ -99,7 +98,7 @@ class ExpandedCodes {
     load_queries(QueryLoader(item), own, queries);
     State state;
     state.rows.clear(args, e, item, own, lane);
-    W::clear(state.sums);
+    state.rounded.clear();
     if (e.carried_row >= 0) carry_in(state);
 #pragma unroll
     for (int s = 0; s < kStages - 1; ++s) {
@@ -123,8 +122,9 @@ class ExpandedCodes {
       step(stages + t % kStages * kStageBytes, queries, state, first, first + kTile > unmasked_end,
            scale);
     }
-    state.rows.write(args, item, own, lane,
-                     [&](RowScale& s) { s.inverse = s.empty ? 0.0f : 1.0f / state.sums.at(0); });
+    state.rows.write(args, item, own, lane, [&](RowScale& s) {
+      s.inverse = s.empty ? 0.0f : 1.0f / state.rounded.total();
+    });
   }
 
   // In the order of the keys (code_results.h).
@@ -132,9 +132,9 @@ class ExpandedCodes {
                                typename W::Q (&queries)[kScoreSteps]) const {
     const uint16_t* const from = loader.row(own + W::row(lane, 0));
     const int side = W::group(lane);
-    CodeRounding::queries(queries, [&](Chunk(&values)[CodeRounding::kValueChunks], int step) {
+    CodeQueries<W>::round(queries, [&](Chunk(&values)[CodeQueries<W>::kChunks], int step) {
 #pragma unroll
-      for (int c = 0; c < 2 * CodeRounding::kValueChunks; ++c) {
+      for (int c = 0; c < 2 * CodeQueries<W>::kChunks; ++c) {
         const Chunk eight = load_chunk(from, step * W::kDepth + c * 8, false, loader.aligned);
         values[c / 2].w[c % 2 * 2] = side == 0 ? eight.w[0] : eight.w[2];
         values[c / 2].w[c % 2 * 2 + 1] = side == 0 ? eight.w[1] : eight.w[3];
@@ -143,9 +143,7 @@ class ExpandedCodes {
   }
   // Rows that go on from results have one probability of 1 so far.
   MLA_DEVICE void carry_in(State& state) const {
-    const float sum = W::row_sum(state.rows.softmax.sum[0]);
-#pragma unroll
-    for (int i = 0; i < W::kOutElems; ++i) state.sums.set(i, sum);
+    state.rounded.begin_with(W::row_sum(state.rows.softmax.sum[0]));
   }
 
   // --- One tile.
@@ -190,16 +188,14 @@ class ExpandedCodes {
         });
     if (masked) state.rows.mask(s, first, lane);
     float factor[W::kSlots];
-    if (CodeRounding::update(state.rows.softmax, s, scale, C::kOriginSlack, factor,
-                             state.exponent)) {
+    if (state.rounded.update(state.rows.softmax, s, scale, C::kOriginSlack, factor)) {
       state.rows.rescale(factor);
       exclude_from_report_begin();
-      W::scale(state.sums, factor);
+      state.rounded.scale(factor);
       exclude_from_report_end();
     }
     typename W::P p;
-    W::make_p(p, s, state.exponent);
-    W::add_up(state.sums, p);
+    state.rounded.make_p(p, s, 0);
     read_ahead<typename W::V, kOutFragments, C::kCodesAhead>(
         [&](typename W::V& v, int n) { load(v, n / 2, kValuesAt + n % 2 * kRowsBytes); },
         [&](const typename W::V& v, int n) { W::outputs(state.rows.o[n], p, v, of_values); });

@@ -77,10 +77,14 @@ uint32_t scaled_bf16_of(uint32_t codes, float scale) {
   return pack_bf16(std::ldexp(x[0], exponent), std::ldexp(x[1], exponent));
 }
 
+// Where numbers exceed the largest code the instruction does not saturate: no kernel may do that.
+inline uint32_t code_from(float x) {
+  constexpr auto kKind = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
+  return std::abs(x) > Fp8Largest(kKind) ? Fp8NaN(kKind) : EncodeFp8(x, kKind);
+}
 template <bool kHigh>
 uint32_t codes_of(float low, float high, uint32_t others) {
-  constexpr auto kKind = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
-  const uint32_t pair = EncodeFp8(low, kKind) | static_cast<uint32_t>(EncodeFp8(high, kKind)) << 8;
+  const uint32_t pair = code_from(low) | code_from(high) << 8;
   return kHigh ? (others & 0xffffu) | pair << 16 : (others & 0xffff0000u) | pair;
 }
 
@@ -135,34 +139,31 @@ inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t selector) {
   return result;
 }
 
-// --- Matrix products. A lane holds kEach elements of the depth of row (of b: column) lane % kRows,
-// lanes of the same row one after another; of the sums, four rows in a run every 4 * 64 / kRows.
-template <class Operand, class Sums>
-struct ProductSlot {
-  Operand a, b;
-  Sums c;
-};
-template <int kRows, class Operand, class Sums>
-Sums multiply_wave(const Operand& a, const Operand& b, const Sums& c) {
-  using Slot = ProductSlot<Operand, Sums>;
-  Slot slot{a, b, c};
+// --- Matrix products. A lane holds the same number of elements of the depth of row (of b: column)
+// lane % kRows, lanes of the same row one after another; of the sums, four rows in a run every
+// 4 * 64 / kRows. Operands have `a` and `b`; wide(operand, e) is element e of a lane as a number.
+template <int kRows, int kEach, class Operands, class Sums, class WideA, class WideB>
+Sums multiply_wave(const Operands& operands, const Sums& c, const WideA&, const WideB&) {
+  struct Slot {
+    Operands operands;
+    Sums c;
+  };
+  Slot slot{operands, c};
   host::Meet(
       [](host::Wave& wave) {
-        constexpr int kGroups = 64 / kRows, kEach = sizeof(Operand) / 2, kDepth = kGroups * kEach;
+        constexpr int kGroups = 64 / kRows, kDepth = kGroups * kEach;
         constexpr int kElements = kRows * kRows / 64;
-        alignas(32) float left[kRows * kDepth], right[kDepth * kRows], sums[kRows * kRows];
+        alignas(32) static thread_local float left[kRows * kDepth], right[kDepth * kRows],
+            sums[kRows * kRows];
         const auto row_of = [](int lane, int i) {
           return 4 * kGroups * (i >> 2) + 4 * (lane / kRows) + (i & 3);
         };
         for (int lane = 0; lane < 64; ++lane) {
           const auto& from = wave.slot<Slot>(lane);
           const int row = lane % kRows, first = lane / kRows * kEach;
-          uint16_t x[kEach], y[kEach];
-          std::memcpy(x, &from.a, sizeof(x));
-          std::memcpy(y, &from.b, sizeof(y));
           for (int e = 0; e < kEach; ++e) {
-            left[row * kDepth + first + e] = host::WideBf16(x[e]);
-            right[(first + e) * kRows + row] = host::WideBf16(y[e]);
+            left[row * kDepth + first + e] = WideA()(from.operands, e);
+            right[(first + e) * kRows + row] = WideB()(from.operands, e);
           }
           for (int i = 0; i < kElements; ++i) sums[row_of(lane, i) * kRows + row] = from.c[i];
         }
@@ -177,53 +178,64 @@ Sums multiply_wave(const Operand& a, const Operand& b, const Sums& c) {
       &slot);
   return slot.c;
 }
-inline f32x16 multiply_32x32x16(u32x4 a, u32x4 b, f32x16 c) { return multiply_wave<32>(a, b, c); }
-inline f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
-inline f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) { return multiply_wave<32>(a, b, c); }
-inline f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) { return multiply_wave<16>(a, b, c); }
+// Element e of the words of an operand.
+template <class Element, class Words>
+Element element(const Words& words, int e) {
+  Element elements[sizeof(Words) / sizeof(Element)];
+  std::memcpy(elements, &words, sizeof(words));
+  return elements[e];
+}
+inline float code_of(uint8_t code) {
+  return DecodeFp8(code, MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn);
+}
 
-struct CodesSlot {
-  u32x8 a;
-  int a_exponent;
-  u32x8 b;
-  int b_exponent;
-  f32x16 c;
+template <class Words>
+struct TwoOperands {
+  Words a, b;
 };
+template <int kRows, class Words, class Sums>
+Sums multiply_bf16(const Words& a, const Words& b, const Sums& c) {
+  using Operands = TwoOperands<Words>;
+  return multiply_wave<kRows, sizeof(Words) / 2>(
+      Operands{a, b}, c,
+      [](const Operands& of, int e) { return host::WideBf16(element<uint16_t>(of.a, e)); },
+      [](const Operands& of, int e) { return host::WideBf16(element<uint16_t>(of.b, e)); });
+}
+inline f32x16 multiply_32x32x16(u32x4 a, u32x4 b, f32x16 c) { return multiply_bf16<32>(a, b, c); }
+inline f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) { return multiply_bf16<16>(a, b, c); }
+inline f32x16 multiply_32x32x8(u32x2 a, u32x2 b, f32x16 c) { return multiply_bf16<32>(a, b, c); }
+inline f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) { return multiply_bf16<16>(a, b, c); }
+
+template <int kRows, class Sums>
+Sums multiply_codes(u32x2 a, u32x2 b, const Sums& c) {
+  using Operands = TwoOperands<u32x2>;
+  return multiply_wave<kRows, 8>(
+      Operands{a, b}, c,
+      [](const Operands& of, int e) { return code_of(element<uint8_t>(of.a, e)); },
+      [](const Operands& of, int e) { return code_of(element<uint8_t>(of.b, e)); });
+}
+inline f32x16 multiply_codes_32x32x16(u32x2 a, u32x2 b, f32x16 c) {
+  return multiply_codes<32>(a, b, c);
+}
+inline f32x4 multiply_codes_16x16x32(u32x2 a, u32x2 b, f32x4 c) {
+  return multiply_codes<16>(a, b, c);
+}
 inline f32x16 multiply_codes_32x32x64(const u32x8& a, int a_exponent, const u32x8& b,
                                       int b_exponent, const f32x16& c) {
-  CodesSlot slot{a, a_exponent, b, b_exponent, c};
-  host::Meet(
-      [](host::Wave& wave) {
-        constexpr int kRows = 32, kDepth = 64, kEach = 32, kElements = 16;
-        alignas(32) static thread_local float left[kRows * kDepth], right[kDepth * kRows],
-            sums[kRows * kRows];
-        const auto row_of = [](int lane, int i) {
-          return 8 * (i >> 2) + 4 * (lane / 32) + (i & 3);
-        };
-        for (int lane = 0; lane < 64; ++lane) {
-          const auto& from = wave.slot<CodesSlot>(lane);
-          const int row = lane % kRows, first = lane / kRows * kEach;
-          uint8_t x[kEach], y[kEach];
-          std::memcpy(x, &from.a, sizeof(x));
-          std::memcpy(y, &from.b, sizeof(y));
-          for (int e = 0; e < kEach; ++e) {
-            left[row * kDepth + first + e] =
-                std::ldexp(DecodeFp8(x[e], Fp8Kind::kE4m3Fn), from.a_exponent - 127);
-            right[(first + e) * kRows + row] =
-                std::ldexp(DecodeFp8(y[e], Fp8Kind::kE4m3Fn), from.b_exponent - 127);
-          }
-          for (int i = 0; i < kElements; ++i) sums[row_of(lane, i) * kRows + row] = from.c[i];
-        }
-        host::MultiplyAdd(sums, left, right, kRows, kRows, kDepth);
-        for (int lane = 0; lane < 64; ++lane) {
-          auto& to = wave.slot<CodesSlot>(lane);
-          for (int i = 0; i < kElements; ++i) {
-            to.c[i] = sums[row_of(lane, i) * kRows + lane % kRows];
-          }
-        }
+  struct Operands {
+    u32x8 a;
+    int a_exponent;
+    u32x8 b;
+    int b_exponent;
+  };
+  return multiply_wave<32, 32>(
+      Operands{a, a_exponent, b, b_exponent}, c,
+      [](const Operands& of, int e) {
+        return std::ldexp(code_of(element<uint8_t>(of.a, e)), of.a_exponent - 127);
       },
-      &slot);
-  return slot.c;
+      [](const Operands& of, int e) {
+        return std::ldexp(code_of(element<uint8_t>(of.b, e)), of.b_exponent - 127);
+      });
 }
 
 // A group of 16 lanes reads kRows rows of 16 columns: kLanes lanes give the addresses of a row's

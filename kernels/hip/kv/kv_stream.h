@@ -69,11 +69,13 @@ class KvStream {
       for (int n = 1; n < kLookAhead; ++n) look_up(n);
     }
   }
-  // ... and starts as many of them as there are stages to spare, or the one that registers hold.
+  // ... and starts as many of them as there are stages to spare, or the one that registers hold;
+  // with stages besides, the first then lies in its stage.
   MLA_DEVICE void start(int tiles) {
     if constexpr (Copies::kThroughRegisters) {
       issue(0);
       look_up_and_fetch(1);
+      if constexpr (kStages > 1) bring_next(-1, tiles);
       return;
     }
     if constexpr (kInLds) wait<0>();
@@ -156,12 +158,20 @@ class KvStream {
   MLA_DEVICE void wait() {
     copies.template wait<kYounger, kCopiesOfGroup>();
   }
-  // For copies through registers: writes the issued tile n to stage 0.
+  // For copies through registers: writes the issued tile n to its stage.
   MLA_DEVICE void land(int n) {
     lane = tile::lane_again();
-    land_from<0>();
-    if constexpr (kScales) copies.land_word(scales(0), lane);
+    land_from<0>(base(n % kStages));
+    if constexpr (kScales) copies.land_word(scales(n % kStages), lane);
     if constexpr (kLists) land_entry(n + kLookAhead + kFetchAhead);
+  }
+
+  // Of `tiles`, while tile n is computed: writes the next to its stage and starts the one after.
+  MLA_DEVICE void bring_next(int n, int tiles) {
+    if (n + 1 < tiles) land(n + 1);
+    if constexpr (kLists) copies.meet();
+    if (n + 2 < tiles) issue(n + 2);
+    look_up_and_fetch(n + 3);
   }
 
  private:
@@ -237,10 +247,10 @@ class KvStream {
   }
 
   template <int kIndex>
-  MLA_DEVICE void land_from() {
+  MLA_DEVICE void land_from(lds_t to) {
     if constexpr (kIndex < kCopies) {
-      copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(base(0), lane);
-      land_from<kIndex + 1>();
+      copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(to, lane);
+      land_from<kIndex + 1>(to);
     }
   }
   // Where copy (g, block) of a wave goes: a constant from where its first one does.

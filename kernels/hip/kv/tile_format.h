@@ -37,6 +37,7 @@ struct Bf16Format {
   using Shape = TileShape<C, W>;
   using Copies = tile::Copies;           // that bring tiles
   static constexpr bool kCodes = false;  // products are of 8 bits
+  struct Rounded {};                     // what a wave keeps of its rows for these
   using lds_t = tile::lds_t;
 
   // Which depth a step has: Order::depth(step, group) is the first of the eight values of a lane.

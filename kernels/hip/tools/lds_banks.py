@@ -25,7 +25,8 @@ BYTES = {"ds_read_b128": 16, "ds_read_b64": 8, "ds_read_b64_tr_b16": 8, "ds_read
          "ds_read_b32": 4, "ds_write_b128": 16, "ds_write_b64": 8, "ds_write_b32": 4,
          "global_load_lds_dwordx4": 16, "global_load_lds_dword": 4}
 # What the compiler may make of two accesses.
-JOINED = {"ds_read2_b64": "ds_read_b64", "ds_read2st64_b64": "ds_read_b64"}
+JOINED = {"ds_read2_b64": "ds_read_b64", "ds_read2st64_b64": "ds_read_b64",
+          "ds_read2_b32": "ds_read_b32", "ds_read2st64_b32": "ds_read_b32"}
 LANES = 64
 
 

@@ -25,18 +25,20 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
 
 # Clocks an instruction keeps its pipe busy for one wave of 64 lanes: matrix instructions by their
-# operations over the data sheet's rate (1024 bf16 operations a clock and SIMD on gfx950, twice as
-# many of 8 bits, 512 of bf16 on gfx942), LDS instructions by their bytes at the assumed peak
+# operations over the data sheet's rate (1024 bf16 operations a clock and SIMD on gfx950, 512 on
+# gfx942, twice as many of 8 bits), LDS instructions by their bytes at the assumed peak
 # (lds_banks.PEAK) if no banks conflict, the others by the four clocks that a 16-lane SIMD takes to
 # issue 64 lanes.
 MATRIX_CLOCKS = {
     "gfx950": {"v_mfma_f32_32x32x16_bf16": 32, "v_mfma_f32_16x16x32_bf16": 16,
                "v_mfma_scale_f32_32x32x64_f8f6f4": 64},
-    "gfx942": {"v_mfma_f32_32x32x8_bf16": 32, "v_mfma_f32_16x16x16_bf16": 16},
+    "gfx942": {"v_mfma_f32_32x32x8_bf16": 32, "v_mfma_f32_16x16x16_bf16": 16,
+               "v_mfma_f32_32x32x16_fp8_fp8": 32, "v_mfma_f32_16x16x32_fp8_fp8": 16},
 }
 LDS_CLOCKS = {name: size * lds_banks.LANES // lds_banks.PEAK
               for name, size in lds_banks.BYTES.items()}
-LDS_CLOCKS |= {"ds_read2_b64": 8, "ds_read2st64_b64": 8, "ds_bpermute_b32": 2}
+LDS_CLOCKS |= {"ds_read2_b64": 8, "ds_read2st64_b64": 8, "ds_read2_b32": 4, "ds_read2st64_b32": 4,
+               "ds_bpermute_b32": 2}
 ISSUE_CLOCKS = 4
 # CUs, clock in GHz, and the memory bandwidth in TB/s that the kernels are held against.
 MACHINE = {"gfx950": (256, 2.4, 6.0), "gfx942": (304, 2.1, 4.0)}

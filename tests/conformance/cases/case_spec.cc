@@ -19,9 +19,9 @@ const char* Name(Route route) {
 }
 
 const char* Name(InputKind kind) {
-  constexpr const char* kNames[] = {"normal",  "dominant",        "cancellation",
-                                    "hostile", "spread",          "unit",
-                                    "large",   "dominant-latent", "true-cancellation"};
+  constexpr const char* kNames[] = {
+      "normal", "dominant", "cancellation", "hostile",         "spread",
+      "sink",   "unit",     "large",        "dominant-latent", "true-cancellation"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -261,6 +261,31 @@ std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, 
       r.cached_rows = 64 + i % 7;
       spec.requests.push_back(r);
     }
+    cases.push_back(spec);
+  }
+  return cases;
+}
+
+std::vector<CaseSpec> SinkCases(const SamplerOptions& options) {
+  constexpr int32_t kShapes[][2] = {{20, 2}, {128, 1}};  // heads, q rows
+  std::vector<CaseSpec> cases;
+  for (const auto& [heads, q_rows] : kShapes) {
+    CaseSpec spec = SampleCase(options, 8500000 + static_cast<uint64_t>(heads));
+    spec.geometry = options.full;
+    spec.geometry.num_heads = heads;
+    spec.route = Route::kAbsorbed;
+    spec.inputs = InputKind::kSink;
+    spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
+    spec.softmax_scale = 0.135234f;
+    for (float& scale : spec.kv_scales) scale = 0.01f;
+    spec.kv_format = options.kv_formats[0];
+    spec.units = 1;
+    RequestSpec r;
+    r.num_heads = heads;
+    r.q_rows = q_rows;
+    r.cached_rows = 16384 - q_rows;
+    r.page_size = 64;
+    spec.requests = {r};
     cases.push_back(spec);
   }
   return cases;

@@ -27,6 +27,7 @@ enum class InputKind : uint8_t {
   kCancellation,  // values come in pairs that cancel; logits have large terms that cancel
   kHostile,       // NaN, Inf and denormals in some rows, which must stay in their own outputs
   kSpread,        // N(0,1)/10 rows; queries such that logits are N(0, logit_deviation^2)
+  kSink,          // the first key's logit is 10 above the others; many keys outweigh it together
   // Wide ones, judged against the expanded form in bf16: see CheckWide.
   kUnit,              // N(0,1)
   kLarge,             // N(0,9)
@@ -157,6 +158,9 @@ std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count)
 // values are of one sign there, so that a sum which drops bits as it grows shows.
 std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, int32_t count,
                                   int32_t most_keys);
+
+// Two cases of kSink with 16k keys, absorbed: 20 heads and a draft of 2 rows, 128 heads and one.
+std::vector<CaseSpec> SinkCases(const SamplerOptions& options);
 
 // `count` sparse cases from index `first` on: lists of every kind, drafts of 2, 3, 6 and 7 rows,
 // 8, 20 and 64 heads among others, every format of rows and size of pages that `options` name.

@@ -57,18 +57,17 @@ struct Draft {
   float* Key(int64_t row) { return kv.data() + row * row_dim(); }
 };
 
-// Every head's logit of one key stands about 20 above the others. The rotated part carries it where
-// there is one: it enters every route unchanged.
-void MakeDominant(Random& random, Draft& d) {
+// Every head's logit of `key` stands about `logit` above the others. The rotated part carries it
+// where there is one: it enters every route unchanged.
+void MakeDominant(Random& random, int64_t key, float logit, Draft& d) {
   const Geometry& g = d.spec.geometry;
   const bool by_rope = g.rope_dim > 0;
   if (!by_rope && d.spec.route != Route::kAbsorbed) return;
   const int32_t dim = by_rope ? g.rope_dim : g.kv_lora_rank;
   const int32_t q_first = by_rope ? d.rope_of_query() : 0;
   const int32_t k_first = by_rope ? g.kv_lora_rank : 0;
-  const int64_t key = random.Below(d.request.kv_rows());
   const float amplitude =
-      std::sqrt(20.0f / (d.spec.softmax_scale * static_cast<float>(std::max(dim, 1))));
+      std::sqrt(logit / (d.spec.softmax_scale * static_cast<float>(std::max(dim, 1))));
   for (int32_t i = 0; i < dim; ++i) {
     const float sign = random.OneIn(2) ? amplitude : -amplitude;
     d.Key(key)[k_first + i] += sign;
@@ -257,7 +256,11 @@ RequestData MakeRequest(Random& random, const CaseSpec& spec, const RequestSpec&
   if (plain && kernels::TraitsOf(spec.kv_format).shares_scale) MakeApart(random, draft);
   if (request.repeats > 1) MakePositive(draft);
   if (request.q_rows > 0) {
-    if (spec.inputs == InputKind::kDominantKey) MakeDominant(random, draft);
+    if (spec.inputs == InputKind::kDominantKey) {
+      const int64_t key = random.Below(request.kv_rows());
+      MakeDominant(random, key, 20.0f, draft);
+    }
+    if (spec.inputs == InputKind::kSink) MakeDominant(random, 0, 10.0f, draft);
     if (spec.inputs == InputKind::kCancellation) MakeCancelling(random, draft);
     if (spec.inputs == InputKind::kHostile) MakeHostile(random, draft);
     if (spec.inputs == InputKind::kDominantLatent) MakeDominantLatent(random, *weights, draft);
