@@ -23,24 +23,8 @@ def tearDownModule():
     SERVER.stop()
 
 
-class PrefixTest(unittest.TestCase):
-    def setUp(self):
-        self.tenant = self.id()[-40:]
-        self.worker = mla_client.Client.connect(SERVER.target, tenant=self.tenant,
-                                                client_id="vllm-e")
-        self.addCleanup(self.worker.close)
-        self.addCleanup(test_vllm.doubles.op_registry_oot.clear)
-        with mock.patch.dict(test_vllm.os.environ, {test_vllm.plugin.SWITCH: "1"}):
-            test_vllm.plugin.register()
-        self.addCleanup(runtime.close)
-
-    def start(self, **options):
-        self.engine = test_vllm.Engine(
-            self.worker, target=SERVER.target,
-            extra={"tenant": self.tenant, "client_id": "vllm-e"}, **options)
-        self.addCleanup(self.engine.scheduler.shutdown)
-        self.engine.texts = {"a": list(range(1, 13)), "b": list(range(1, 7)) + list(range(20, 26)),
-                             "c": list(range(1, 13))}
+class PrefixCase(unittest.TestCase):
+    """Requests of an engine, `self.engine`."""
 
     def request(self, name, tokens, **changes):
         return types.SimpleNamespace(**{
@@ -65,6 +49,26 @@ class PrefixTest(unittest.TestCase):
     def finish(self, name, tokens, **options):
         self.engine.scheduler.request_finished(self.request(name, tokens), [])
         return self.engine.run({}, finished=[name], **options)
+
+
+class PrefixTest(PrefixCase):
+    def setUp(self):
+        self.tenant = self.id()[-40:]
+        self.worker = mla_client.Client.connect(SERVER.target, tenant=self.tenant,
+                                                client_id="vllm-e")
+        self.addCleanup(self.worker.close)
+        self.addCleanup(test_vllm.doubles.op_registry_oot.clear)
+        with mock.patch.dict(test_vllm.os.environ, {test_vllm.plugin.SWITCH: "1"}):
+            test_vllm.plugin.register()
+        self.addCleanup(runtime.close)
+
+    def start(self, **options):
+        self.engine = test_vllm.Engine(
+            self.worker, target=SERVER.target,
+            extra={"tenant": self.tenant, "client_id": "vllm-e"}, **options)
+        self.addCleanup(self.engine.scheduler.shutdown)
+        self.engine.texts = {"a": list(range(1, 13)), "b": list(range(1, 7)) + list(range(20, 26)),
+                             "c": list(range(1, 13))}
 
     def sequences(self):
         return sorted(state.length for state in self.worker.sequences())

@@ -127,6 +127,15 @@ class AsyncService:
         client = self._client()
         return await self._wait(lambda: client.restore(model, sequence_ids, **options))
 
+    async def checkpoints(self) -> List[Checkpoint]:
+        """As Client.checkpoints."""
+        return await self._wait(self._client().checkpoints)
+
+    async def drop_checkpoints(self, sequence_ids: Seq[int]) -> int:
+        """As Client.drop_checkpoints."""
+        client = self._client()
+        return await self._wait(lambda: client.drop_checkpoints(sequence_ids))
+
     async def release(self, sequence: Sequence) -> None:
         """As Sequence.release."""
         await self._wait(sequence.release)

@@ -8,7 +8,7 @@ import random
 import secrets
 import threading
 import time
-from typing import Any, Callable, Iterator, List, Optional, Sequence as Seq, Tuple, Union
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence as Seq, Tuple, Union
 
 import grpc
 import numpy.typing as npt
@@ -52,6 +52,9 @@ class Tls:
         """Reads the files."""
         ca, cert, key = (pathlib.Path(path).read_bytes() for path in (self.ca, self.cert, self.key))
         return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+TlsFiles = Union[Tls, Mapping[str, str], None]  # a mapping, as of JSON, has the fields of Tls
 
 
 class _Pending(AttendFuture):
@@ -119,7 +122,7 @@ class Client(Following, Service, Operations, Pages):
             self._own_stream()  # what was asked for by name must be there
 
     @classmethod
-    def connect(cls, target: str, *, tenant: str = "default", tls: Optional[Tls] = None,
+    def connect(cls, target: str, *, tenant: str = "default", tls: TlsFiles = None,
                 client_id: str = "", timeout_s: float = 30.0, message_bytes: int = 0,
                 lease_ms: int = 0, transport: str = "auto", shared_bytes: Optional[int] = None,
                 spin_us: int = 20, server_uid: Optional[int] = None, device_bytes: int = 0,
@@ -156,6 +159,7 @@ class Client(Following, Service, Operations, Pages):
         each Model there first, to upload them. Without it, such calls are NotFound (reason "moved",
         and `detail.peer`), and so are steps on streams of `open_stream` in any case.
         """
+        tls = Tls(**tls) if isinstance(tls, Mapping) else tls
         if follow_moves is True and tls is None:
             raise errors.InvalidArgument("follow_moves: without `tls` it must be a function that "
                                          "connects")
@@ -369,9 +373,14 @@ class Client(Following, Service, Operations, Pages):
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
         self._renewer.drop(sequence_ids)
-        reply = self._call(self._sequences.Release,
-                           sequence_pb2.ReleaseRequest(sequence_ids=sequence_ids))
-        return self._release_moved(list(reply.not_found))
+        try:
+            absent = list(self._call(self._sequences.Release, sequence_pb2.ReleaseRequest(
+                sequence_ids=sequence_ids)).not_found)
+        except errors.Unavailable:
+            if not self._heir:
+                raise
+            absent = list(sequence_ids)
+        return self._release_moved(absent)
 
     def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]:
         reply = self._call(self._sequences.Get,

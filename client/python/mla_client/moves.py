@@ -38,6 +38,7 @@ class Moves:
         self._models: Dict[Tuple[str, str], Model] = {}
         self._prepare: Dict[str, Callable[[Model], None]] = {}  # by model id
         self._closed = False
+        self.heir = ""  # the server to which sequences have moved last
 
     def client_of(self, peer: str) -> "Client":
         """The client of the server at HOST:PORT."""
@@ -49,6 +50,7 @@ class Moves:
                 client = self._clients[peer] = self._connect(peer)
                 if client._moves is not None:
                     client._moves._prepare = self._prepare  # they may move on from there
+            self.heir = peer
             return client
 
     def prepare(self, model_id: str, prepare: Callable[[Model], None]) -> None:
@@ -109,10 +111,21 @@ class Following:
     _closed: threading.Event
     _moves: Optional[Moves] = None
 
+    @property
+    def _heir(self) -> str:
+        """Where to look for what a server had that has ended after a drain; "": nowhere."""
+        return self._moves.heir if self._moves is not None else ""
+
     def _moved(self, sequence_ids: List[int]) -> List[Tuple[int, str]]:
-        """Those of them that have moved, and to which server."""
-        reply = self._call(self._sequences.Get,
-                           sequence_pb2.GetRequest(sequence_ids=sequence_ids))
+        """Those of them that have moved, and to which server. One that has ended after a drain
+        does not say: they may be where others have moved."""
+        try:
+            reply = self._call(self._sequences.Get,
+                               sequence_pb2.GetRequest(sequence_ids=sequence_ids))
+        except errors.Unavailable:
+            if not self._heir:
+                raise
+            return [(sequence_id, self._heir) for sequence_id in sequence_ids]
         return [(one.sequence_id, one.peer) for one in reply.moved]
 
     def _found(self, sequence_id: int) -> SequenceState:
@@ -131,25 +144,39 @@ class Following:
         if self._moves is None:
             raise error
         if detail.reason == "draining" and not detail.peer:
+            if self._begin_again(sequences):
+                return
             pause = detail.retry_after_ms / 1e3
             late = pause <= 0 or time.monotonic() + pause >= deadline
             if late or self._closed.wait(pause):
                 raise error
-        elif detail.reason == "moved" and detail.peer:
+        elif ((detail.reason == "moved" and detail.peer)
+              or (isinstance(error, errors.Unavailable) and self._heir)):
             gather(sequences, deadline)
             if all(one.model.service is self for one in sequences):
                 raise error
         else:
             raise error
 
+    def _begin_again(self, sequences: Seq[Sequence]) -> bool:
+        """Those without rows do not move: opens others for them where new ones may be. Returns
+        whether there were any."""
+        empty = [one for one in sequences if one.length == 0 and one.model.service is self]
+        for one in empty:
+            there = one.model.open_sequence()
+            one.model.service._release([one.id])
+            one.model, one.id, one.epoch = there.model, there.id, there.epoch
+        return bool(empty)
+
     def _prepare_moved(self, model_id: str, prepare: Callable[[Model], None]) -> None:
         if self._moves is not None:
             self._moves.prepare(model_id, prepare)
 
     def _elsewhere(self, model: Model, error: errors.MlaError) -> Model:
-        if self._moves is None or not error.detail.peer:
+        peer = error.detail.peer or (self._heir if isinstance(error, errors.Unavailable) else "")
+        if self._moves is None or not peer:
             raise error
-        return self._moves.model_of(error.detail.peer, model)
+        return self._moves.model_of(peer, model)
 
     def _release_moved(self, absent: List[int]) -> List[int]:
         """Releases those that have moved; returns the others."""

@@ -1,68 +1,37 @@
 """Mutual TLS from Python: who gets in, and who they are."""
 
-import pathlib
-import subprocess
-import tempfile
 import threading
 import unittest
 
 import numpy
 
 import mla_client
-import server_binary
 from service_contract import GEOMETRY, SCALE
+from tests import peers
 
-FOLDER = None
+AUTHORITY = None
 SERVER = None
 PORT = 0
 
 
-def openssl(*arguments):
-    subprocess.run(["openssl", *arguments], cwd=FOLDER.name, check=True, capture_output=True)
-
-
-def make_ca(name):
-    openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-            "-keyout", f"{name}.key", "-out", f"{name}.crt", "-days", "2", "-subj", f"/CN={name}")
-
-
-def make_certificate(name, ca, subject, days="2"):
-    """A key and a certificate of `ca` for the subject alternative names given."""
-    folder = pathlib.Path(FOLDER.name)
-    (folder / f"{name}.ext").write_text(f"subjectAltName={subject}\n")
-    openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout",
-            f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-    openssl("x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.crt", "-CAkey", f"{ca}.key",
-            "-CAcreateserial", "-days", days, "-extfile", f"{name}.ext", "-out", f"{name}.crt")
-
-
 def setUpModule():
-    global FOLDER, SERVER, PORT
-    FOLDER = tempfile.TemporaryDirectory(prefix="mla-tls-")
-    folder = pathlib.Path(FOLDER.name)
-    make_ca("ca")
-    make_ca("stranger")
-    make_certificate("server", "ca", "DNS:localhost,IP:127.0.0.1")
-    make_certificate("red", "ca", "DNS:red")
-    make_certificate("blue", "ca", "DNS:blue")
-    make_certificate("expired", "ca", "DNS:expired", days="-1")
-    make_certificate("forged", "stranger", "DNS:red")
-    SERVER = server_binary.start(
-        f"--tls-cert={folder / 'server.crt'}", f"--tls-key={folder / 'server.key'}",
-        f"--client-ca={folder / 'ca.crt'}", "--log-level=info", listen="127.0.0.1:0")
-    PORT = int(SERVER.log().split("tcp_port=")[1].split()[0])
+    global AUTHORITY, SERVER, PORT
+    AUTHORITY = peers.Authority()
+    AUTHORITY.make_ca("stranger")
+    for name in ("red", "blue"):
+        AUTHORITY.make(name)
+    AUTHORITY.make("expired", days="-1")
+    AUTHORITY.make("forged", "DNS:red", ca="stranger")
+    SERVER, PORT = AUTHORITY.serve()
 
 
 def tearDownModule():
     SERVER.stop()
-    FOLDER.cleanup()
+    AUTHORITY.close()
 
 
 def connect(name, ca="ca", port=0, **options):
-    folder = pathlib.Path(FOLDER.name)
-    tls = mla_client.Tls(ca=str(folder / f"{ca}.crt"), cert=str(folder / f"{name}.crt"),
-                         key=str(folder / f"{name}.key"))
-    return mla_client.Client.connect(f"127.0.0.1:{port or PORT}", tls=tls, timeout_s=3.0, **options)
+    return AUTHORITY.connect(name, port or PORT, ca, **options)
 
 
 class TlsTest(unittest.TestCase):
@@ -96,16 +65,9 @@ class TlsTest(unittest.TestCase):
 
     def two_servers(self):
         """Their ports; each is an operator of the other."""
-        folder = pathlib.Path(FOLDER.name)
-        flags = (f"--tls-cert={folder / 'server.crt'}", f"--tls-key={folder / 'server.key'}",
-                 f"--client-ca={folder / 'ca.crt'}", "--log-level=info",
-                 "--server-operators=blue,localhost")
-        ports = []
-        for _ in range(2):
-            server = server_binary.start(*flags, listen="127.0.0.1:0")
-            self.addCleanup(server.stop)
-            ports.append(int(server.log().split("tcp_port=")[1].split()[0]))
-        return ports
+        pair = peers.Peers(AUTHORITY)
+        self.addCleanup(pair.close)
+        return pair.ports
 
     def test_a_drain_hands_sequences_over(self):
         ports = self.two_servers()
@@ -139,8 +101,8 @@ class TlsTest(unittest.TestCase):
     def test_clients_follow_sequences(self):
         ports = self.two_servers()
         peer = f"localhost:{ports[1]}"
-        peers = []
-        with connect("red", port=ports[0], follow_moves=True, on_peer=peers.append) as red, \
+        seen = []
+        with connect("red", port=ports[0], follow_moves=True, on_peer=seen.append) as red, \
                 connect("blue", port=ports[0]) as blue, connect("blue", port=ports[1]) as there:
             local = Tracked(mla_client.LocalReference())
             remote = Tracked(red)
@@ -157,7 +119,7 @@ class TlsTest(unittest.TestCase):
                                               atol=2e-2)
                 if turn == 2:
                     moving.join()
-            self.assertEqual([model.spec.model_id for model in peers], ["m"])
+            self.assertEqual([model.spec.model_id for model in seen], ["m"])
             for tracked in (local, remote):
                 tracked.sequences[0].truncate(7)
                 tracked.sequences.append(tracked.sequences[2].fork(3))

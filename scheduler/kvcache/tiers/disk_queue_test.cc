@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -104,6 +105,20 @@ TEST_P(DiskQueueTest, AFileThatEndsInsideAMoveIsSaid) {
     const DiskMove& move = moves_[static_cast<size_t>(i)];
     EXPECT_EQ(DetailOf(move.status).reason, i < 50 ? "" : "disk_failed") << i << move.status;
   }
+}
+
+TEST_P(DiskQueueTest, AReadThatTheKernelRefusesIsSaid) {
+  All(true);
+  std::byte* const closed = moves_[50].bytes.data();
+  ASSERT_EQ(mprotect(closed, kBytes, PROT_READ), 0);
+  All(false);
+  ASSERT_EQ(mprotect(closed, kBytes, PROT_READ | PROT_WRITE), 0);
+  for (int i = 0; i < kMoves; ++i) {
+    const DiskMove& move = moves_[static_cast<size_t>(i)];
+    EXPECT_EQ(DetailOf(move.status).reason, i == 50 ? "disk_failed" : "") << i << move.status;
+  }
+  All(false);
+  for (const DiskMove& move : moves_) EXPECT_TRUE(move.status.ok()) << move.status;
 }
 
 TEST_P(DiskQueueTest, AFullDiskIsSaid) {

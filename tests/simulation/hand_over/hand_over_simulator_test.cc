@@ -1,30 +1,18 @@
 #include "tests/simulation/hand_over/hand_over_simulator.h"
 
-#include <cstdlib>
-
 #include "gtest/gtest.h"
-#include "tests/simulation/first_seed.h"
+#include "tests/simulation/seed_runs.h"
 
 namespace mla::simulation {
 namespace {
 
-#if defined(MLA_SANITIZED)
-constexpr uint64_t kSeeds = 20;
-#else
-constexpr uint64_t kSeeds = 200;
-#endif
 constexpr int kOperations = 200;
 
 TEST(HandOverSimulator, RandomDrainsAreAsForetold) {
   HandOverCounts counts;
-  const uint64_t seeds = kSeeds * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 20);
-  for (uint64_t seed = FirstSeed(); seed < FirstSeed() + seeds; ++seed) {
-    HandOverSimulator simulator(seed);
-    ASSERT_EQ(simulator.Run(kOperations), "") << "seed " << seed;
-    counts.Add(simulator.counts());
-  }
+  const int64_t share = RunTestSeeds<HandOverSimulator>(kOperations, &counts);
+  ASSERT_GT(share, 0);
   // The mix reaches every kind of outcome, or the run proves little.
-  const auto share = static_cast<int64_t>(seeds);
   EXPECT_GT(counts.operations, 100 * share);
   EXPECT_GT(counts.drains, 10 * share);
   EXPECT_GT(counts.moved, 10 * share);
@@ -36,14 +24,7 @@ TEST(HandOverSimulator, RandomDrainsAreAsForetold) {
   EXPECT_GT(5 * counts.crashes, share);
 }
 
-TEST(HandOverSimulator, ASeedRepeats) {
-  HandOverSimulator first(FirstSeed()), again(FirstSeed()), other(FirstSeed() + 1);
-  EXPECT_EQ(first.Run(kOperations), "");
-  EXPECT_EQ(again.Run(kOperations), "");
-  EXPECT_EQ(other.Run(kOperations), "");
-  EXPECT_EQ(first.hash(), again.hash());
-  EXPECT_NE(first.hash(), other.hash());
-}
+TEST(HandOverSimulator, ASeedRepeats) { ExpectThatASeedRepeats<HandOverSimulator>(kOperations); }
 
 }  // namespace
 }  // namespace mla::simulation

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from mla_client import errors
-from mla_client.service import Model, Step
+from mla_client.service import Step
 from mla_client.types import Buffers, DType, Profile
 
 __all__ = ["Sender", "tensor_of"]
@@ -28,8 +28,7 @@ class Sender:
     memory where it has room, those of a GPU into the server's GPU if the client has asked for
     memory there (`device_bytes` of Client.connect). Belongs to one thread at a time."""
 
-    def __init__(self, model: Model, profile: Profile = Profile.EXPANDED) -> None:
-        self._model = model
+    def __init__(self, profile: Profile = Profile.EXPANDED) -> None:
         self._profile = profile
         self._buffers: Optional[Buffers] = None
         self._tensors: Tuple[torch.Tensor, ...] = ()  # kv, q and o of the buffers
@@ -68,7 +67,7 @@ class Sender:
         shape = rows, dtype, gpu
         if self._buffers is None or self._shape != shape or self._stream is not step._handle:
             self.release()
-            made = self._make(rows, dtype, gpu)
+            made = self._make(step, rows, dtype, gpu)
             if made.kv is None or made.q is None or made.o is None:
                 raise errors.Internal("buffers of a profile with queries lack tensors")
             on_gpu = made.place is not None and made.place.on_device
@@ -77,15 +76,15 @@ class Sender:
             self._buffers, self._shape, self._stream = made, shape, step._handle
         return self._buffers
 
-    def _make(self, rows: int, dtype: DType, gpu: bool) -> Buffers:
-        service = self._model.service
+    def _make(self, step: Step, rows: int, dtype: DType, gpu: bool) -> Buffers:
+        service = step.service  # where its sequences are, which may have moved
         if gpu:
             try:
-                return service.buffers(self._model, rows, self._profile, dtype=dtype,
+                return service.buffers(step.model, rows, self._profile, dtype=dtype,
                                        o_dtype=dtype, device="cuda")
             except (errors.Unavailable, errors.ResourceExhausted):
                 pass  # none there, or too little: through the host
-        return service.buffers(self._model, rows, self._profile, dtype=dtype, o_dtype=dtype)
+        return service.buffers(step.model, rows, self._profile, dtype=dtype, o_dtype=dtype)
 
     def _follow(self, device: torch.device) -> int:
         """Handle of the GPU stream that writes the tensors, behind the one that used them last."""

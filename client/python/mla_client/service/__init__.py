@@ -268,7 +268,7 @@ class Model:
         are renewed in that name. NotFound if it is gone."""
         try:
             return Sequence(self, self.service._adopt(sequence_id))
-        except errors.NotFound as error:
+        except (errors.NotFound, errors.Unavailable) as error:
             return self.service._elsewhere(self, error).adopt_sequence(sequence_id)
 
     def unregister(self) -> None:

@@ -71,7 +71,12 @@ class Passes:
         for each in requests:
             if each.sequence is not None:
                 self.release([each.request])
-                self._sequences[each.request] = self._model.adopt_sequence(each.sequence)
+                try:
+                    self._sequences[each.request] = self._model.adopt_sequence(each.sequence)
+                except errors.NotFound:
+                    if each.computed:
+                        raise
+                    # It had no rows, and its server has ended: another one does as well.
         entries = [(self._ready(each), each.new) for each in requests]
         if entries:
             step = self._model.service.step(entries, lease_ms=self._lease_ms).begin()

@@ -88,7 +88,7 @@ class RemoteMlaBackend(AttentionBackend):
         self._service = mla_client.Client.connect(**options)
         model = self._service.register_model(_spec(runner.model_config, model_id))
         self._model = model.spec
-        self._sender = Sender(model, Profile.ABSORBED)
+        self._sender = Sender(Profile.ABSORBED)
         self._requests = Requests(model, lambda: runner.req_to_token_pool.free_slots)
         AttentionBackendRegistry.register(NAME, _absorbed)
 

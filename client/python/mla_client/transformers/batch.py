@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_client import errors
-from mla_client.service import Model, Sequence, Step
+from mla_client.service import Model, Sequence, Service, Step
 
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
@@ -246,9 +246,11 @@ class RemoteBatch:
         self._drop(left)
 
     def _drop(self, sequences: List[Sequence]) -> None:
-        """Releases sequences in one call."""
-        ids = [sequence.id for sequence in sequences if not sequence.released]
+        """Releases sequences in one call of each server that has some."""
+        ids: Dict[Service, List[int]] = {}
         for sequence in sequences:
+            if not sequence.released:
+                ids.setdefault(sequence.model.service, []).append(sequence.id)
             sequence.released = True
-        if ids:
-            self._model.service._release(ids)
+        for service, there in ids.items():
+            service._release(there)

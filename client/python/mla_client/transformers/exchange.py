@@ -16,7 +16,7 @@ class Exchange:
 
     def __init__(self, model: Model) -> None:
         self._geometry = model.spec.geometry
-        self._sender = Sender(model)
+        self._sender = Sender()
         self._forward: Optional[Forward] = None
         self._take = self._give = self._source = torch.zeros(0, dtype=torch.int64)
 

@@ -68,8 +68,9 @@ class Prefixes:
             state, _ = self._service._open(
                 self._model_id, secrets.token_hex(16), 0,
                 Prefix(list(tokens), salt=salt, max_rows=len(tokens) - 1))
-        except errors.ResourceExhausted:
-            return 0  # the worker opens one that shares nothing
+        except (errors.ResourceExhausted, errors.Unavailable):
+            # No room, or the server drains: the worker opens one that shares nothing, where it can.
+            return 0
         self._waiting[request] = state
         self._salts[request] = salt
         return state.length

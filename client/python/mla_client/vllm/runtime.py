@@ -11,7 +11,7 @@ import torch
 
 from mla_client import errors
 from mla_client.pytorch import Sender
-from mla_client.service import Service
+from mla_client.service import Model, Service
 from mla_client.service.passes import Passes
 from mla_client.types import Geometry, ModelSpec
 
@@ -51,7 +51,8 @@ class Runtime:
         self._weights[layer_of(name)] = (_array(w_uk), _array(w_uv))
 
     def start(self, connect: Callable[[], Service], model_id: str) -> None:
-        """Registers the model and uploads the weights, which are not kept here."""
+        """Registers the model and uploads the weights. They are kept here only where the service
+        follows sequences to other servers, which get them then."""
         layers = len(self._weights)
         if self._geometry is None or sorted(self._weights) != list(range(layers)):
             raise errors.Unimplemented(
@@ -60,10 +61,15 @@ class Runtime:
         geometry, scale = self._geometry
         self._service = connect()
         model = self._service.register_model(ModelSpec(model_id, geometry, layers, scale))
-        for layer, (w_uk, w_uv) in sorted(self._weights.items()):
-            model.upload_weights(layer, w_uk, w_uv)
-        self._weights.clear()
-        self._sender = Sender(model)
+        weights, self._weights = self._weights, {}
+
+        def upload(to: Model) -> None:
+            for layer, (w_uk, w_uv) in sorted(weights.items()):
+                to.upload_weights(layer, w_uk, w_uv)
+
+        upload(model)
+        self._service._prepare_moved(model_id, upload)
+        self._sender = Sender()
         self.passes = Passes(model, STEP_LEASE_MS)
 
     def attend(self, name: str, q: torch.Tensor, kv: torch.Tensor) -> Optional[torch.Tensor]:

@@ -365,8 +365,10 @@ class CheckpointsTest(Case):
                 sequence, = await service.restore(self.model, [saved.sequence_id])
                 self.assertEqual(sequence.length, 11)
                 await service.release(sequence)
+                self.assertEqual(await service.checkpoints(), [saved])
+                self.assertEqual(await service.drop_checkpoints([saved.sequence_id, 1]), 1)
+                self.assertEqual(await service.checkpoints(), [])
         asyncio.run(run())
-        self.client.drop_checkpoints([self.sequence.id])
 
     def test_sequences_without_rows_are_refused(self):
         with self.model.open_sequence() as empty:

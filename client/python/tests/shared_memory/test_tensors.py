@@ -79,7 +79,7 @@ class SenderTest(unittest.TestCase):
         self.model = service.register_model(mla_client.ModelSpec("m", GEOMETRY, 2, 0.2))
         for layer in range(2):
             self.model.upload_weights(layer, np.ones((2, 16, 32)), np.ones((2, 32, 12)))
-        self.sender = pytorch.Sender(self.model)
+        self.sender = pytorch.Sender()
 
     def attend(self, rows, gpu=True, streams=(None, None)):
         """Outputs of both layers of a step, and what they must be."""

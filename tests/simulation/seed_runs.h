@@ -1,0 +1,51 @@
+// Runs of a simulator under many seeds, as its test has them. A simulator is made of a seed, and
+// has Run(operations), which returns what was violated or "", counts() and hash().
+#ifndef MLA_TESTS_SIMULATION_SEED_RUNS_H_
+#define MLA_TESTS_SIMULATION_SEED_RUNS_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "gtest/gtest.h"
+#include "tests/simulation/first_seed.h"
+
+namespace mla::simulation {
+
+// Of a test, with sanitizers fewer; MLA_TEST_LONG of the environment makes them 20 times as many.
+#if defined(MLA_SANITIZED)
+inline constexpr int64_t kTestSeeds = 20;
+#else
+inline constexpr int64_t kTestSeeds = 200;
+#endif
+
+// Runs so many operations under each seed and adds up what they reached. Returns how many seeds
+// that were; 0 after a violation, which is a failure of the test.
+template <typename Simulator, typename Counts>
+int64_t RunTestSeeds(int operations, Counts* counts) {
+  const int64_t seeds = kTestSeeds * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 20);
+  for (int64_t i = 0; i < seeds; ++i) {
+    const uint64_t seed = FirstSeed() + static_cast<uint64_t>(i);
+    Simulator simulator(seed);
+    const std::string violation = simulator.Run(operations);
+    EXPECT_EQ(violation, "") << "seed " << seed;
+    if (!violation.empty()) return 0;
+    counts->Add(simulator.counts());
+  }
+  return seeds;
+}
+
+// A seed says everything that happens, and another one something else.
+template <typename Simulator>
+void ExpectThatASeedRepeats(int operations) {
+  Simulator first(FirstSeed()), again(FirstSeed()), other(FirstSeed() + 1);
+  EXPECT_EQ(first.Run(operations), "");
+  EXPECT_EQ(again.Run(operations), "");
+  EXPECT_EQ(other.Run(operations), "");
+  EXPECT_EQ(first.hash(), again.hash());
+  EXPECT_NE(first.hash(), other.hash());
+}
+
+}  // namespace mla::simulation
+
+#endif  // MLA_TESTS_SIMULATION_SEED_RUNS_H_
