@@ -67,11 +67,14 @@ class StepAttention:
 
     def __init__(self, model: Model, step: mla_client.Step, profile: mla_client.Profile,
                  dtype: mla_client.DType = mla_client.DType.BF16):
-        """`dtype` is what queries and rows travel as; outputs travel as the same."""
+        """`dtype` is what queries travel as; rows and outputs do as well, and as bf16 beside
+        queries of 8 bits."""
         self._model = model
         self._step = step
         self._profile = profile
         self._dtype = dtype
+        in_8_bits = dtype == mla_client.DType.F8_E4M3
+        self._o_dtype = mla_client.DType.BF16 if in_8_bits else dtype
         self.timings: List[mla_client.Timings] = []
         self.chosen: Optional[Array] = None
 
@@ -89,7 +92,7 @@ class StepAttention:
             q_nope = per_head(q_nope, weights.w_uk)
         q = np.concatenate([q_nope, q_rope], axis=-1)
         result = self._step.attend_async(layer, q, row, self._profile, dtype=self._dtype,
-                                         o_dtype=self._dtype, lists=lists, index=index,
+                                         o_dtype=self._o_dtype, lists=lists, index=index,
                                          want_lists=index is not None).result()
         self.chosen = result.lists
         self.timings += result.timings
@@ -99,14 +102,15 @@ class StepAttention:
 
 
 def spec_of(model: Model, name: str, kv_format: str, top_k: int = 0,
-            index_dim: int = 0) -> mla_client.ModelSpec:
+            index_dim: int = 0, fp8_compute: str = "") -> mla_client.ModelSpec:
     """The model as a service must know it; with `top_k` its attention is sparse, with `index_dim`
     the service has the indexer."""
     c = model.config
     return mla_client.ModelSpec(
         name, mla_client.Geometry(c.heads, c.kv_lora, c.rope, c.nope, c.v), c.layers,
-        c.softmax_scale, kv_format=kv_format, attention="sparse_v32" if top_k else "",
-        top_k=top_k, index_heads=c.heads if index_dim else 0, index_dim=index_dim)
+        c.softmax_scale, kv_format=kv_format, fp8_compute=fp8_compute,
+        attention="sparse_v32" if top_k else "", top_k=top_k,
+        index_heads=c.heads if index_dim else 0, index_dim=index_dim)
 
 
 def layer_scales(model: Model) -> List[float]:
@@ -119,10 +123,11 @@ def layer_scales(model: Model) -> List[float]:
 
 
 def register(service: mla_client.Service, model: Model, name: str,
-             kv_format: str = "bf16", top_k: int = 0, index_dim: int = 0) -> mla_client.Model:
+             kv_format: str = "bf16", top_k: int = 0, index_dim: int = 0,
+             fp8_compute: str = "") -> mla_client.Model:
     """Registers the model with a service and uploads W_UK and W_UV of every layer."""
     registered = service.register_model(
-        spec_of(model, name, kv_format, top_k, index_dim),
+        spec_of(model, name, kv_format, top_k, index_dim, fp8_compute),
         kv_scales=layer_scales(model) if kv_format == "fp8_tensor" else ())
     status: Optional[mla_client.WeightsStatus] = None
     for layer, weights in enumerate(model.layers):

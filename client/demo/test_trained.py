@@ -6,11 +6,13 @@ import tempfile
 import unittest
 
 import attention
+import checks
 import corpus
 import generate
 import mla_client
 import model as models
 import numpy as np
+import server_binary
 import trained
 
 FOLDER = trained.PATH.parent
@@ -115,6 +117,27 @@ class TrainedModelTest(unittest.TestCase):
         bits = trained.bits_per_byte(trained.logits_of(self.model, windows), windows)
         self.assertAlmostEqual(bits, self.stated(r"windows 0, 64 and 128: \*\*([\d.]+)\*\*"),
                                delta=0.002)
+
+    def test_the_rule_holds_in_every_format(self):
+        """Within each format's own bound; and with 8-bit rows, that they were in force shows."""
+        server = server_binary.start()
+        prompt = corpus.prompt(192)
+        try:
+            with mla_client.Client.connect(server.target, transport="inline") as client:
+                for kv_format in trained.NOISE:
+                    registered = attention.register(client, self.model, kv_format, kv_format)
+                    with registered.open_sequence(lease_ms=60_000) as sequence:
+                        generator = generate.Generator(self.model, client, sequence,
+                                                       mla_client.Profile.ABSORBED)
+                        tokens, logits = generator.generate(generator.prefill(prompt), 24)
+                    seen = checks.LocalModel(self.model, kv_format).check(prompt, tokens, logits)
+                    with self.subTest(kv_format=kv_format):
+                        self.assertTrue(seen.ok, seen)
+                        self.assertEqual(seen.bound, 4 * trained.NOISE[kv_format])
+                        self.assertEqual(seen.error > trained.NOISE["bf16"] / 2,
+                                         kv_format != "bf16", seen)
+        finally:
+            server.stop()
 
     def test_it_writes_english(self):
         """Nearly every word that it writes is one of the novels', and few are repeated."""

@@ -23,15 +23,6 @@ absl::Status Differs(const char* field, const std::string& got, const std::strin
                      absl::StatusCode::kFailedPrecondition);
 }
 
-bool HasFp8(const kvcache::GroupLayout& layout) {
-  const auto fp8 = [](const kvcache::KvPlane& plane) {
-    return kernels::TraitsOf(plane.format).latent == kernels::DType::kFp8E4m3;
-  };
-  return std::any_of(layout.layers.begin(), layout.layers.end(), [&](const auto& layer) {
-    return std::any_of(layer.begin(), layer.end(), fp8);
-  });
-}
-
 // Entries, the rows of the window and the tail are one thing: none goes without the others.
 absl::Status CheckWhole(const Model& model, bool whole, const char* field) {
   if (whole || !model.spec->windowed()) return absl::OkStatus();
@@ -144,9 +135,6 @@ absl::Status RowTransfers::CheckTags(const Model& model, const PageTags& tags) c
     if (number.got == number.want) continue;
     return Differs(number.field, absl::StrCat(number.got), absl::StrCat(number.want));
   }
-  if (HasFp8(model.contents->layout) && tags.fp8 != fp8_) {
-    return Differs("fp8_kind", kernels::Name(tags.fp8), kernels::Name(fp8_));
-  }
   if (tags.weights_digest != spec.weights_digest) {
     return Differs("model.weights_digest", DigestText(tags.weights_digest),
                    DigestText(spec.weights_digest));
@@ -231,6 +219,7 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   const auto rows = static_cast<int32_t>(args.tags.rows);
   MovingPages pages = Moving(*sequence, length, rows);
   pages.opened = args.id == 0;
+  pages.tags.fp8 = args.tags.fp8;  // of the rows as they arrive; whoever takes them converts them
   if (status.ok() && sequence->window_slot >= 0) {
     const int64_t skipped = FirstWindowRow(pages) / pages.window_layout.page_size;
     cache_->SkipPages(sequence->window_slot, static_cast<int32_t>(skipped));

@@ -5,8 +5,10 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "base/error.h"
+#include "kernels/formats/convert_rows.h"
 #include "kernels/formats/stored_rows.h"
 #include "server/pages/page_stream.h"
 
@@ -20,36 +22,74 @@ std::span<std::byte> BytesOf(std::string* text) {
   return std::as_writable_bytes(std::span(text->data(), text->size()));
 }
 
-// Makes NaN of what a row of the layer's first plane may not hold. The position, from which on rows
-// may hold what is no number, that of the first row in which something stands for NaN; kAllFinite:
-// there is none. An entry counts as the row that makes it whole.
-int64_t Poison(const MovingPages& pages, const PagePlace& place, std::string* payload) {
+// Rows of one plane of a layer, or a page of them where scales lie behind the rows.
+struct PlaneRows {
+  int32_t plane = 0;
+  int32_t token_ratio = 1;
+  kernels::KvRowLayout at;
+  std::byte* bytes = nullptr;
+  int64_t row_stride = 0;
+  int32_t page_rows = 0;
+  int64_t first = 0;  // of the page's rows
+  int64_t count = 0;
+};
+
+// Of which the payload consists.
+std::vector<PlaneRows> RowsOf(const MovingPages& pages, const PagePlace& place,
+                              std::string* payload) {
   const scheduler::PageTags& tags = pages.tags;
   const bool window = place.group.content == v1::PAGE_CONTENT_WINDOW;
-  const bool entries = tags.window > 0 && !window;
   const kvcache::GroupLayout& layout = window ? pages.window_layout : pages.layout;
-  const kernels::KvRowLayout at =
-      kernels::MakeKvRowLayout(entries ? tags.entry_format : tags.kv_format,
-                               tags.geometry.kv_lora_rank, tags.geometry.rope_dim);
-  int64_t first = Engine::kAllFinite;
+  std::vector<PlaneRows> all;
   for (const kvcache::GroupPiece& piece : PiecesOf(pages, place.group)) {
-    if (piece.plane != 0) continue;
     const auto size = static_cast<int64_t>(payload->size());
     const int64_t begin = std::max(place.offset, piece.payload_offset);
     const int64_t end = std::min(place.offset + size, piece.payload_offset + piece.bytes);
     if (begin >= end) continue;
-    const kvcache::KvPlane& plane = layout.rows(piece.layer);
-    const bool whole = at.traits.scales == kernels::KvScales::kInPage;
-    const int64_t row = whole ? 0 : (begin - piece.payload_offset) / piece.unit;
-    const int64_t rows = whole ? place.group.rows / plane.token_ratio : (end - begin) / piece.unit;
-    const int64_t found =
-        kernels::PoisonRows(at, tags.fp8, BytesOf(payload).data() + (begin - place.offset),
-                            plane.row_stride, plane.rows, rows);
-    if (found == rows) continue;
-    const int64_t behind = (row + found + 1) * plane.token_ratio;
+    const kvcache::KvPlane& plane =
+        layout.layers[static_cast<size_t>(piece.layer)][static_cast<size_t>(piece.plane)];
+    const bool keys = plane.format == kernels::KvFormat::kIndexKey;
+    PlaneRows rows;
+    rows.plane = piece.plane;
+    rows.token_ratio = plane.token_ratio;
+    rows.at =
+        kernels::MakeKvRowLayout(plane.format, keys ? tags.index_dim : tags.geometry.kv_lora_rank,
+                                 keys ? 0 : tags.geometry.rope_dim);
+    rows.bytes = BytesOf(payload).data() + (begin - place.offset);
+    rows.row_stride = plane.row_stride;
+    rows.page_rows = plane.rows;
+    const bool whole = rows.at.traits.scales == kernels::KvScales::kInPage;
+    rows.first = whole ? 0 : (begin - piece.payload_offset) / piece.unit;
+    rows.count = whole ? place.group.rows / plane.token_ratio : (end - begin) / piece.unit;
+    all.push_back(rows);
+  }
+  return all;
+}
+
+// Makes NaN of what a row of the layer's first plane may not hold. The position, from which on rows
+// may hold what is no number, that of the first row in which something stands for NaN; kAllFinite:
+// there is none. An entry counts as the row that makes it whole.
+int64_t Poison(const MovingPages& pages, const PagePlace& place,
+               const std::vector<PlaneRows>& planes) {
+  int64_t first = Engine::kAllFinite;
+  for (const PlaneRows& rows : planes) {
+    if (rows.plane != 0) continue;
+    const int64_t found = kernels::PoisonRows(rows.at, pages.tags.fp8, rows.bytes, rows.row_stride,
+                                              rows.page_rows, rows.count);
+    if (found == rows.count) continue;
+    const int64_t behind = (rows.first + found + 1) * rows.token_ratio;
     first = std::min(first, place.group.first_row + behind - 1);
   }
   return first;
+}
+
+// To the kind of 8-bit floats in the pool. The scales of layers are those of kE4m3Fn on every
+// server.
+void Convert(kernels::Fp8Kind from, kernels::Fp8Kind to, const std::vector<PlaneRows>& planes) {
+  if (from == to) return;
+  for (const PlaneRows& rows : planes) {
+    kernels::ConvertRows(rows.at, to, rows.bytes, rows.row_stride, rows.page_rows, rows.count);
+  }
 }
 
 absl::Status SendGroup(Engine* engine, const std::string& tenant, const MovingPages& pages,
@@ -128,7 +168,10 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
       if (!status.ok()) return status;
       continue;
     }
-    brought->not_finite_from = std::min(brought->not_finite_from, Poison(pages, *place, payload));
+    // Behind the digests, which are of the bytes as they travel.
+    const std::vector<PlaneRows> planes = RowsOf(pages, *place, payload);
+    brought->not_finite_from = std::min(brought->not_finite_from, Poison(pages, *place, planes));
+    Convert(pages.tags.fp8, engine->backend_info().fp8, planes);
     move.window = place->group.content == v1::PAGE_CONTENT_WINDOW;
     move.page = place->page;
     move.rows = place->group.rows;

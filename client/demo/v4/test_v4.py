@@ -41,17 +41,28 @@ class V4Test(unittest.TestCase):
         self.assertTrue(result.ok, result)
 
     def test_other_entries_are_found(self):
-        def reversed_lists(step, args):
+        def changed(step, args, change):
+            # `change`: lists and how many entries each row sees, as a column, to the new lists.
             if args.lists is None:
                 return args
             last = (step.sequences[0].length + args.row_begin + np.arange(1, args.rows + 1)) // 4
-            return args._replace(lists=np.where(args.lists < 0, -1, last[:, None] - 1 - args.lists))
+            return args._replace(lists=np.where(args.lists < 0, -1,
+                                                change(args.lists, last[:, None])))
+
+        def reversed_lists(step, args):
+            return changed(step, args, lambda lists, last: last - 1 - lists)
+
+        drawn = np.random.default_rng(1)
+
+        def replaced_lists(step, args):
+            return changed(step, args, lambda lists, last: drawn.integers(
+                0, np.maximum(last, 1), lists.shape, dtype=np.int32))
 
         def no_lists(step, args):
             del step
             return args._replace(lists=None)
 
-        for change in (reversed_lists, no_lists):
+        for change in (reversed_lists, replaced_lists, no_lists):
             with self.subTest(change=change.__name__):
                 result = generate(Faulty(change))
                 self.assertFalse(result.ok, result)

@@ -1,14 +1,15 @@
 """What a server's number formats cost a language model; ./dev bench quality runs it.
 
     quality_benchmark [--json FILE] [--windows N] [--backend NAME] [--q-dtype NAMES]
-                      [--kv-format NAMES] [--server PROGRAM]
+                      [--kv-format NAMES] [--fp8-compute off|on] [--server PROGRAM]
 
 The demo's trained model runs teacher-forced over N windows (default 8) of held-out text, 1024
 bytes each, once with attention in float32 in this process and once a mode through a server (by
 default on the CPU backend): all windows at the same time, as sequences of one step. A mode is what
 the queries travel as (q_dtype), how the cache keeps rows (kv_format), a profile, and how many rows
 a step brings: 1 (decode) or 128 (prefill). All that the server offers are compared unless the
-options name some. Over all positions and against float32:
+options name some. With --fp8-compute models of 8-bit rows ask for bf16 products or for those of 8
+bits, and others are left out; without, the server chooses. Over all positions and against float32:
 
     mean_dlogit     mean |difference| of all logits
     kl              mean Kullback-Leibler divergence of the next byte's distribution, in nats
@@ -79,23 +80,28 @@ def formats(info):
 def modes(info):
     """Modes of each format: (q_dtype, profile, step_rows)."""
     dtypes = [mla_client.DType(number) for number in info.wire_dtypes]
+    if "fp8_wire" in info.capabilities:
+        dtypes.append(mla_client.DType.F8_E4M3)
     return [(dtype, profile, rows) for dtype in dtypes
             for profile in (mla_client.Profile.ABSORBED, mla_client.Profile.EXPANDED)
             for rows in STEP_ROWS]
 
 
-def measure(client, model, windows, wanted=lambda kv_format, q_dtype: True):
+def measure(client, model, windows, wanted=lambda kv_format, q_dtype: True, fp8_compute=""):
     """Yields a row for each mode whose names are wanted."""
     local = trained.logits_of(model, windows)
     info = client.server_info()
     for kv_format in formats(info):
-        registered = register(client, model, f"quality-{kv_format}", kv_format)
-        for dtype, profile, step_rows in modes(info):
-            if not wanted(kv_format, dtype.name.lower()):
-                continue
+        chosen = [mode for mode in modes(info) if wanted(kv_format, mode[0].name.lower())]
+        if not chosen or (fp8_compute and kv_format == "bf16"):
+            continue
+        registered = register(client, model, f"quality-{kv_format}", kv_format,
+                              fp8_compute=fp8_compute)
+        for dtype, profile, step_rows in chosen:
             remote = remote_logits(model, registered, client, windows, profile, dtype, step_rows)
             figures = compare(windows, local, remote)
             yield {"bench": "quality", "kv_format": kv_format, "q_dtype": dtype.name.lower(),
+                   "fp8_compute": fp8_compute or "auto",
                    "profile": profile.name.lower(), "step_rows": step_rows,
                    "positions": windows.size,
                    **{name: float(f"{value:.6g}") for name, value in figures.items()}}
@@ -121,6 +127,8 @@ def main():
     parser.add_argument("--backend", default="cpu", help="default: %(default)s")
     parser.add_argument("--q-dtype", help="comma-separated names; default: all")
     parser.add_argument("--kv-format", help="comma-separated names; default: all")
+    parser.add_argument("--fp8-compute", choices=("off", "on"), default="",
+                        help="default: what the server takes")
     parser.add_argument("--server", type=pathlib.Path, default=SERVER)
     args = parser.parse_args()
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
@@ -136,7 +144,8 @@ def main():
             mla_client.Client.connect(server.target, transport="inline") as client:
         for row in measure(client, trained.load(), all_windows[chosen].astype(np.int64),
                            lambda kv_format, q_dtype: (is_in(kv_format, args.kv_format)
-                                                       and is_in(q_dtype, args.q_dtype))):
+                                                       and is_in(q_dtype, args.q_dtype)),
+                           args.fp8_compute):
             show(row)
             rows.append(row)
     if not rows:

@@ -72,12 +72,19 @@ class RemoteTest(unittest.TestCase):
         try:
             with mla_client.Client.connect(server.target, transport="inline") as client:
                 rows = list(quality.measure(client, models.seeded(SMALL), WINDOWS))
+                off = list(quality.measure(client, models.seeded(SMALL), WINDOWS,
+                                           lambda kv_format, q_dtype: q_dtype == "bf16", "off"))
+                with self.assertRaises(mla_client.errors.Unimplemented):
+                    list(quality.measure(client, models.seeded(SMALL), WINDOWS, fp8_compute="on"))
         finally:
             server.stop()
         self.assertEqual(len({(row["kv_format"], row["q_dtype"], row["profile"], row["step_rows"])
-                              for row in rows}), 4 * 8)
+                              for row in rows}), 4 * 12)
+        self.assertEqual({(row["kv_format"], row["q_dtype"], row["fp8_compute"]) for row in off},
+                         {(name, "bf16", "off") for name in ("fp8_tensor", "fp8_row", "fp8_page")})
         for row in rows:
-            eight_bits = row["kv_format"] != "bf16"
+            self.assertEqual(row["fp8_compute"], "auto")
+            eight_bits = row["kv_format"] != "bf16" or row["q_dtype"] == "f8_e4m3"
             self.assertEqual(row["bench"], "quality")
             self.assertLess(row["mean_dlogit"], 0.2 if eight_bits else 0.02, row)
             self.assertGreater(row["top1"], 0.5 if eight_bits else 0.9, row)
@@ -93,8 +100,11 @@ class ModesTest(unittest.TestCase):
         self.assertEqual(quality.formats(info), ["bf16", "fp8_row"])
 
     def test_every_wire_dtype_is_compared(self):
-        info = types.SimpleNamespace(wire_dtypes=[mla_client.DType.BF16.value])
+        info = types.SimpleNamespace(wire_dtypes=[mla_client.DType.BF16.value], capabilities=[])
         self.assertEqual({dtype for dtype, _, _ in quality.modes(info)}, {mla_client.DType.BF16})
+        info.capabilities.append("fp8_wire")
+        self.assertEqual({dtype for dtype, _, _ in quality.modes(info)},
+                         {mla_client.DType.BF16, mla_client.DType.F8_E4M3})
 
 
 if __name__ == "__main__":

@@ -218,6 +218,7 @@ TEST(ProcessTest, Mlactl) {
   for (const char* part : {"backend reference", "wire_dtypes              bf16, f32\n",
                            "kv_dtypes                bf16\n",
                            "kv_formats               bf16, fp8_tensor, fp8_row, fp8_page\n",
+                           "fp8_compute              bf16 products: this backend multiplies no ",
                            "profiles                 ABSORBED, ",
                            "capabilities             fork, truncate, ", "  weight_chunk_bytes "}) {
     EXPECT_THAT(shown, HasSubstr(part));
