@@ -124,9 +124,6 @@ struct ArchTraits {
   // Up-projection keeps a tile's rows over all heads; it rounds and stores while it multiplies.
   bool expand_keeps_rows = false;
   bool expand_hides_stores = false;
-  // Weights and KV rows of a launch that the L2 holds from its begin to its end; 0: there is no
-  // instruction that brings them there.
-  int64_t prefetch_bytes = 0;
   // Keys and values of the expanded form that an L2 holds beside all else.
   int64_t cache_bytes = int64_t{24} << 20;
   int32_t kv_granularity = 64;
@@ -162,7 +159,6 @@ inline constexpr ArchTraits kSm90Traits{
     .spread_kv_rows = 320,
     .expand_keeps_rows = true,
     .expand_hides_stores = true,
-    .prefetch_bytes = int64_t{40} << 20,  // of 50 MiB
     .kv_granularity = 64,
     .item_overhead_rows = 256,
 };

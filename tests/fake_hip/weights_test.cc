@@ -1,14 +1,11 @@
 // Weights on a GPU: taken at start, placed by one account, moved together where free room lies in
 // pieces.
-#include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/hip/launch/project_work.h"
 #include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::kernels::hip {
@@ -234,93 +231,6 @@ TEST_F(WeightsTest, AFailedUploadThatMovesNothingFailsAlone) {
     ExpectSeen(*backend, 0, g, 8.0f);
     ExpectSeen(*backend, 1, g, 1.0f);
   }
-}
-
-// What a launch brings to the cache before its projections read it, on the fake device's memory.
-class PrefetchTest : public WeightsTest {
- protected:
-  void SetUp() override {
-    ASSERT_NO_FATAL_FAILURE(WeightsTest::SetUp());
-    auto runtime = GpuRuntime::Open(Vendor::kAmd, 0, std::vector<std::string>{kLibrary});
-    ASSERT_TRUE(runtime.ok()) << runtime.status();
-    runtime_ = *std::move(runtime);
-    arch_.prefetch_bytes = 3 * BytesOf(model_) / 4;
-    device_.runtime = runtime_.get();
-    device_.arch = &arch_;
-    ASSERT_TRUE(
-        device_.weights.Configure(runtime_.get(), nullptr, LimitsOf(4 * BytesOf(model_)), arch_)
-            .ok());
-    for (int32_t slot = 0; slot < 2; ++slot) {
-      std::vector<Bf16> uk, uv;
-      for (int32_t h = 0; h < model_.num_heads; ++h) {
-        const auto value = static_cast<Bf16>(100 * slot + h);
-        uk.insert(uk.end(), static_cast<size_t>(model_.nope_dim) * kLora, value);
-        uv.insert(uv.end(), static_cast<size_t>(model_.v_dim) * kLora, value + 50);
-      }
-      ASSERT_TRUE(device_.weights
-                      .Load(slot, model_, 0, model_.num_heads, uk.data(), uv.data(), DeviceBuffer())
-                      .ok());
-    }
-  }
-  void TearDown() override {
-    device_.weights = WeightStore();
-    runtime_.reset();
-    WeightsTest::TearDown();
-  }
-  PrefetchArgs Prefetch(std::vector<ProjectionRecord> records, int64_t kv_bytes) const {
-    SegmentRecord segment = {};
-    segment.kv_rows = 1;
-    segment.row_stride = kv_bytes;
-    Launch launch;
-    launch.absorb.records = launch.project.records = records;
-    launch.absorbed.segments = {&segment, 1};
-    return ProjectWork(device_, Limits()).Prefetch(launch);
-  }
-  static ProjectionRecord Of(int32_t slot, int32_t head_begin, int32_t heads) {
-    return {nullptr, nullptr, 0, 0, 0, 0, 1, heads, head_begin, slot};
-  }
-  // All elements of a piece.
-  static std::vector<Bf16> Piece(const PrefetchArgs& args, int piece) {
-    const auto* const begin = reinterpret_cast<const Bf16*>(args.from[piece]);
-    return std::vector<Bf16>(begin, begin + args.bytes[piece] / 2);
-  }
-  static std::vector<Bf16> Heads(int32_t begin, int32_t end, int32_t dim, Bf16 first) {
-    std::vector<Bf16> all;
-    for (int32_t h = begin; h < end; ++h) {
-      all.insert(all.end(), static_cast<size_t>(dim) * kLora, static_cast<Bf16>(first + h));
-    }
-    return all;
-  }
-
-  const Geometry model_ = {6, kLora, kRope, 24, 8};
-  ArchTraits arch_ = kGfx950Traits;
-  std::unique_ptr<GpuRuntime> runtime_;
-  DeviceState device_;
-};
-
-TEST_F(PrefetchTest, IsOfTheHeadsThatAreRead) {
-  const PrefetchArgs args = Prefetch({Of(1, 3, 2), Of(1, 1, 1), Of(1, 2, 2)}, 1152);
-  EXPECT_EQ(Piece(args, 0), Heads(1, 5, 24, 100));
-  EXPECT_EQ(Piece(args, 1), Heads(1, 5, 8, 150));
-}
-
-TEST_F(PrefetchTest, LeavesOutWhatTheCacheWouldNotKeep) {
-  // All of W_UK fits, W_UV beside it does not.
-  PrefetchArgs args = Prefetch({Of(0, 0, 6)}, 0);
-  EXPECT_EQ(Piece(args, 0), Heads(0, 6, 24, 0));
-  EXPECT_EQ(args.bytes[1], 0);
-  // W_UV would not outlast the rows that attention reads.
-  args = Prefetch({Of(0, 0, 1)}, arch_.prefetch_bytes);
-  EXPECT_EQ(Piece(args, 0), Heads(0, 1, 24, 0));
-  EXPECT_EQ(args.bytes[1], 0);
-}
-
-TEST_F(PrefetchTest, NothingOfSeveralLayersOfHeadsThatMissOrWithoutAnInstruction) {
-  EXPECT_EQ(Prefetch({Of(0, 0, 1), Of(1, 0, 1)}, 0).blocks(), 0);
-  EXPECT_EQ(Prefetch({Of(0, 5, 2)}, 0).blocks(), 0);
-  EXPECT_EQ(Prefetch({}, 0).blocks(), 0);
-  arch_.prefetch_bytes = kGfx950Traits.prefetch_bytes;
-  EXPECT_EQ(Prefetch({Of(0, 0, 1)}, 0).blocks(), 0);
 }
 
 TEST_F(WeightsTest, BadUploadsAreRefused) {

@@ -58,7 +58,6 @@ MLA_DEVICE void store_host_word(uint32_t* word, uint32_t value) {
 }
 MLA_DEVICE void wait_for_previous_kernel() {}
 MLA_DEVICE void let_next_kernel_start() {}
-MLA_DEVICE void prefetch_to_cache(const void*, int) {}
 
 MLA_DEVICE uint32_t bit_as_mask(uint32_t word, int at) {
   return static_cast<uint32_t>(__builtin_amdgcn_sbfe(static_cast<int>(word), at, 1));

@@ -158,19 +158,6 @@ struct DigestArgs {
   int32_t count;              // at least 1
 };
 
-// Memory that later kernels of a launch read and none of them writes, two pieces: blocks beside
-// those of a kernel that waits for something else bring it to the device's cache, kPrefetchBytes
-// each.
-inline constexpr int32_t kPrefetchBytes = 256 * 1024;
-struct PrefetchArgs {
-  const uint8_t* from[2];
-  int64_t bytes[2];  // multiples of 16; 0: none
-  constexpr int32_t blocks() const {
-    return static_cast<int32_t>((bytes[0] + kPrefetchBytes - 1) / kPrefetchBytes +
-                                (bytes[1] + kPrefetchBytes - 1) / kPrefetchBytes);
-  }
-};
-
 // Small tensors on their way between host and device memory. Grid: a block for every
 // kCopyBlockBytes of each; its threads load once each, so that all loads are on their way at once.
 inline constexpr int32_t kCopyBlockBytes = 4 * 1024;
@@ -191,7 +178,6 @@ struct CopyTensorsArgs {
   // many nanoseconds later it began at `lasted`, in pinned memory. Null: not of this copy.
   uint64_t* begun;
   uint64_t* lasted;
-  PrefetchArgs prefetch;  // by blocks behind those of the copies
 };
 
 // Scatter of KV rows. One wave a row; `first_row[i]` counts the source rows of records before i.

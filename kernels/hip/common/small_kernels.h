@@ -63,29 +63,12 @@ MLA_DEVICE void move_bytes(uint8_t* to, const uint8_t* from, int bytes) {
   }
 }
 
-// Block `block` of those that bring memory to the cache, of kThreads threads or more.
-template <int kThreads>
-MLA_DEVICE void prefetch(const PrefetchArgs& args, int block) {
-  constexpr int kShare = kPrefetchBytes / kThreads;
-  const int of_first = static_cast<int>((args.bytes[0] + kPrefetchBytes - 1) / kPrefetchBytes);
-  const int piece = block < of_first ? 0 : 1;
-  const int64_t begin = static_cast<int64_t>(block - piece * of_first) * kPrefetchBytes +
-                        static_cast<int64_t>(thread_index()) * kShare;
-  const int64_t left = args.bytes[piece] - begin;
-  if (thread_index() >= kThreads || left <= 0) return;
-  prefetch_to_cache(args.from[piece] + begin, left < kShare ? static_cast<int>(left) : kShare);
-}
-
 MLA_DEVICE void copy_tensors(const CopyTensorsArgs& args) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   int block = block_index();
   int i = 0;
-  while (i < args.count && block >= args.copies[i].blocks()) block -= args.copies[i++].blocks();
-  if (i == args.count) {
-    prefetch<kSmallThreads>(args.prefetch, block);
-    return;
-  }
+  while (block >= args.copies[i].blocks()) block -= args.copies[i++].blocks();
   const TensorCopy& c = args.copies[i];
   const bool last = i + 1 == args.count && block + 1 == c.blocks() && thread_index() == 0;
   if (last && args.lasted != nullptr) *args.lasted = realtime_ns() - *args.begun;

@@ -23,9 +23,6 @@
 //   load_host_word, store_host_word   of words in host memory that other processors change or look
 //                      at: acquires, and releases what kernels before this one have written
 //   wait_for_previous_kernel, let_next_kernel_start   overlap of dependent launches
-//   prefetch_to_cache  begins to bring memory to the device's cache, a multiple of 16 bytes, and
-//   goes
-//                      on; nothing on AMD, which has no instruction for that
 #ifndef MLA_KERNELS_HIP_COMMON_VENDOR_H_
 #define MLA_KERNELS_HIP_COMMON_VENDOR_H_
 

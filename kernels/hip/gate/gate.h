@@ -1,5 +1,5 @@
 // The kernels with which a launch waits for another process's GPU work and tells it of its end: one
-// block each, and beside the gate's those that bring weights to the cache meanwhile.
+// block each.
 //
 // The gate waits for a word, of host memory or of device memory that is shared with the process
 // which may set it, and no longer than it was told. Behind one that has run out of time kernels
@@ -16,8 +16,7 @@ namespace mla::kernels::hip {
 // keep the work from them that is waited for.
 MLA_DEVICE void gate(const GateArgs& args) {
   let_next_kernel_start();
-  if (block_index() > 0) prefetch<kGateThreads>(args.prefetch, block_index() - 1);
-  if (block_index() > 0 || thread_index() != 0) return;
+  if (thread_index() != 0) return;
   const uint64_t begin = realtime_ns();
   uint64_t waited = 0;
   bool late = false;

@@ -6,8 +6,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/hip/common/kernel_args.h"
-
 namespace mla::kernels::hip {
 
 inline constexpr char kGateKernel[] = "mla_gate";
@@ -31,8 +29,7 @@ struct GateArgs {
   uint32_t value;
   uint32_t padding;
   uint64_t limit_ns;
-  GateOutcome* outcome;   // in device memory: the host's would take the kernel's end longer
-  PrefetchArgs prefetch;  // by blocks 1 and on
+  GateOutcome* outcome;  // in device memory: the host's would take the kernel's end longer
 };
 
 struct SignalArgs {
@@ -53,7 +50,7 @@ struct SignalArgs {
   Word words[kMostSignals];
 };
 
-static_assert(std::is_trivially_copyable_v<GateArgs> && sizeof(GateArgs) == 64);
+static_assert(std::is_trivially_copyable_v<GateArgs> && sizeof(GateArgs) == 32);
 static_assert(std::is_trivially_copyable_v<SignalArgs> && sizeof(SignalArgs) == 240);
 
 }  // namespace mla::kernels::hip

@@ -5,8 +5,7 @@
 
 namespace mla::kernels::hip {
 
-absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch,
-                               const PrefetchArgs& prefetch) {
+absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
   const LaunchGate& gate = launch.gate;
   if (gate.ready.word == nullptr) return absl::OkStatus();
   if (device_.kernels.gate == nullptr || !slot.Reaches(gate.ready.word, sizeof(uint32_t))) {
@@ -23,14 +22,11 @@ absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch,
   args.value = gate.ready.value;
   args.limit_ns = static_cast<uint64_t>(gate.limit_ns);
   args.outcome = slot.gate_outcome();
-  args.prefetch = prefetch;
   for (const HostOutput& out : launch.outputs) {
     if (!out.shared || out.in_place()) continue;
     return absl::InvalidArgumentError("gate: an output is copied to shared memory, late or not");
   }
-  const LaunchShape shape{.grid_x = 1 + static_cast<uint32_t>(prefetch.blocks()),
-                          .threads = kGateThreads};
-  absl::Status s = slot.AddKernel(device_.kernels.gate, shape, args);
+  absl::Status s = slot.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
   slot.NoteGate();
   return s;
 }

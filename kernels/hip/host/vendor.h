@@ -35,12 +35,6 @@ MLA_DEVICE void block_barrier() { host::BlockBarrier(); }
 MLA_DEVICE int uniform(int x) { return host::Uniform(x); }
 MLA_DEVICE void wait_for_previous_kernel() {}
 MLA_DEVICE void let_next_kernel_start() {}
-// Looks at the ends, so that what is not there is found.
-MLA_DEVICE void prefetch_to_cache(const void* from, int bytes) {
-  const auto* const at = static_cast<const volatile unsigned char*>(from);
-  (void)at[0];
-  (void)at[bytes - 1];
-}
 MLA_DEVICE uint64_t realtime_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);

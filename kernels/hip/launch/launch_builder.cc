@@ -125,11 +125,9 @@ absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
 }
 
 absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
-  const PrefetchArgs weights = projections_.Prefetch(launch);
-  absl::Status s =
-      pages_.AddTensors(slot, slot.input_moves(), slot.kernels_begun(), nullptr, weights);
+  absl::Status s = pages_.AddTensors(slot, slot.input_moves(), slot.kernels_begun(), nullptr);
   slot.BeginTimed();
-  if (s.ok()) s = gate_.AddGate(slot, launch, weights);
+  if (s.ok()) s = gate_.AddGate(slot, launch);
   if (s.ok()) s = CheckPageTransfers("page_writes", launch.page_writes, limits_);
   if (s.ok()) s = CheckPageTransfers("page_reads", launch.page_reads, limits_);
   if (s.ok()) s = pages_.AddDigests(slot, launch);
@@ -144,8 +142,7 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = gate_.AddTimedSignals(slot, launch.signals);
   slot.EndTimed();
   if (s.ok()) {
-    s = pages_.AddTensors(slot, slot.output_moves(), slot.kernels_begun(), slot.kernels_lasted(),
-                          {});
+    s = pages_.AddTensors(slot, slot.output_moves(), slot.kernels_begun(), slot.kernels_lasted());
   }
   return s.ok() ? gate_.AddSignalsBehindMoves(slot, launch.signals) : s;
 }

@@ -147,16 +147,14 @@ absl::Status PageWork::AddDigests(LaunchSlot& slot, const Launch& launch) {
 }
 
 absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,
-                                  uint64_t* begun, uint64_t* lasted, const PrefetchArgs& prefetch) {
+                                  uint64_t* begun, uint64_t* lasted) {
   static_assert(LaunchSlot::kMoves <= kTensorCopies);
   if (moves.empty()) return absl::OkStatus();
   CopyTensorsArgs args = {};
   args.begun = begun;
   args.lasted = lasted;
-  args.prefetch = prefetch;
-  LaunchShape shape{.grid_x = static_cast<uint32_t>(prefetch.blocks()),
-                    .threads = kBlockThreads,
-                    .overlap_predecessor = lasted != nullptr};
+  LaunchShape shape{
+      .grid_x = 0, .threads = kBlockThreads, .overlap_predecessor = lasted != nullptr};
   for (const LaunchSlot::Move& m : moves) {
     TensorCopy& copy = args.copies[args.count++];
     copy = {reinterpret_cast<uint8_t*>(m.to), reinterpret_cast<const uint8_t*>(m.from), m.bytes};

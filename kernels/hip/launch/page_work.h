@@ -37,9 +37,9 @@ class PageWork final {
   absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records) const;
   // Digests of the transfers that want some. REQUIRES: CheckPageTransfers of both lists.
   absl::Status AddDigests(LaunchSlot& slot, const Launch& launch);
-  // None for no tensors. `begun`, `lasted` and `prefetch` as of CopyTensorsArgs.
+  // None for no tensors. `begun` and `lasted` as of CopyTensorsArgs.
   absl::Status AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,
-                          uint64_t* begun, uint64_t* lasted, const PrefetchArgs& prefetch);
+                          uint64_t* begun, uint64_t* lasted);
 
  private:
   // No parts: no transfer wants digests.

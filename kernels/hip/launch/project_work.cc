@@ -30,32 +30,6 @@ int64_t ProjectWork::MetadataBytes(const BackendLimits& limits) {
                          Tiles(limits) * static_cast<int64_t>(sizeof(ProjectTile)));
 }
 
-PrefetchArgs ProjectWork::Prefetch(const Launch& launch) const {
-  PrefetchArgs args = {};
-  int64_t room = device_.arch->prefetch_bytes;
-  const auto add = [&](int piece, const Projection& projection) {
-    const std::span<const ProjectionRecord> records = projection.records;
-    if (records.empty()) return;
-    int32_t begin = records[0].head_offset, end = begin;
-    for (const ProjectionRecord& r : records) {
-      if (r.weights_slot != records[0].weights_slot) return;
-      begin = std::min(begin, r.head_offset);
-      end = std::max(end, r.head_offset + r.num_heads);
-    }
-    const std::span<const std::byte> weights =
-        piece == 0 ? device_.weights.UpKeys(records[0].weights_slot, begin, end)
-                   : device_.weights.UpValues(records[0].weights_slot, begin, end);
-    if (static_cast<int64_t>(weights.size()) > room) return;
-    room -= static_cast<int64_t>(weights.size());
-    args.from[piece] = reinterpret_cast<const uint8_t*>(weights.data());
-    args.bytes[piece] = static_cast<int64_t>(weights.size());
-  };
-  add(0, launch.absorb);
-  for (const SegmentRecord& r : launch.absorbed.segments) room -= r.kv_rows * r.row_stride;
-  add(1, launch.project);
-  return args;
-}
-
 absl::Status ProjectWork::Check(const char* verb, std::span<const ProjectionRecord> records) const {
   for (size_t i = 0; i < records.size(); ++i) {
     const ProjectionRecord& r = records[i];

@@ -25,11 +25,6 @@ class ProjectWork final {
   // Bytes of metadata that a launch may take here, at most.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
-  // Weights that a launch's projections read, for kernels that wait for something else first: W_UK,
-  // and W_UV where attention leaves it in the cache. Nothing where the device has no prefetch, or
-  // where the records are of several layers.
-  PrefetchArgs Prefetch(const Launch& launch) const;
-
   // FAILED_PRECONDITION for heads whose weights are not there, RESOURCE_EXHAUSTED beyond the
   // limits.
   absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);

@@ -68,27 +68,6 @@ bool WeightStore::Holds(int32_t slot, int32_t head_begin, int32_t heads) const {
                      [](bool head) { return head; });
 }
 
-std::span<const std::byte> WeightStore::UpKeys(int32_t slot, int32_t head_begin,
-                                               int32_t head_end) const {
-  if (!Holds(slot, head_begin, head_end - head_begin)) return {};
-  const int64_t at = arena_.at(slot);
-  const Geometry& g = slots_[slot].geometry;
-  return std::span(
-      reinterpret_cast<const std::byte*>(memory_.at()) + at + ValuesOffset(g, head_begin),
-      static_cast<size_t>(ValuesOffset(g, head_end - head_begin)));
-}
-
-std::span<const std::byte> WeightStore::UpValues(int32_t slot, int32_t head_begin,
-                                                 int32_t head_end) const {
-  if (!Holds(slot, head_begin, head_end - head_begin)) return {};
-  const Geometry& g = slots_[slot].geometry;
-  const auto places = static_cast<int32_t>(slots_[slot].loaded.size());
-  const int64_t of_head = WeightBytes(g, 1) - ValuesOffset(g, 1);
-  const int64_t at = arena_.at(slot) + ValuesOffset(g, places) + head_begin * of_head;
-  return std::span(reinterpret_cast<const std::byte*>(memory_.at()) + at,
-                   static_cast<size_t>((head_end - head_begin) * of_head));
-}
-
 absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                int32_t head_end, const Bf16* w_uk, const Bf16* w_uv,
                                const DeviceBuffer& scratch) {

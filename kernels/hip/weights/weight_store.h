@@ -10,9 +10,7 @@
 #ifndef MLA_KERNELS_HIP_WEIGHTS_WEIGHT_STORE_H_
 #define MLA_KERNELS_HIP_WEIGHTS_WEIGHT_STORE_H_
 
-#include <cstddef>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -41,9 +39,6 @@ class WeightStore final {
 
   bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
-  // Where the matrices of heads [begin, end) lie; empty where the slot does not hold all of them.
-  std::span<const std::byte> UpKeys(int32_t slot, int32_t head_begin, int32_t head_end) const;
-  std::span<const std::byte> UpValues(int32_t slot, int32_t head_begin, int32_t head_end) const;
   // On the device: by slot, where its matrices lie.
   const uint16_t* const* w_uk() const { return pointers_.As<const uint16_t*>(); }
   const uint16_t* const* w_uv() const { return w_uk() + slots_.size(); }
