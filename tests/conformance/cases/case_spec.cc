@@ -276,6 +276,7 @@ std::vector<CaseSpec> SinkCases(const SamplerOptions& options) {
     spec.route = Route::kAbsorbed;
     spec.inputs = InputKind::kSink;
     spec.q_dtype = spec.latent_q_dtype = DType::kBf16;
+    spec.kv_source = DType::kBf16;
     spec.softmax_scale = 0.135234f;
     for (float& scale : spec.kv_scales) scale = 0.01f;
     spec.kv_format = options.kv_formats[0];
