@@ -240,7 +240,7 @@ MUTATIONS = (
     Mutation("column_of_the_first_turn", "Values of a wide head's turns are all its first columns.",
              "amd/expand.h", "pairs.w_uv() + turn * kValueColumns;", "pairs.w_uv();",
              ("gfx950", "gfx942")),
-    Mutation("column_of_the_turn_before", "Keys of a wide head's last turn lie where the first's do.",
+    Mutation("column_of_the_turn_before", "Keys of a wide head's last turn overwrite others.",
              "amd/expand.h", "const int first_key = turn * kKeyColumns,",
              "const int first_key = 0,"),
     Mutation("project_reads_the_next_head", "Weights are those of the next head.",

@@ -343,7 +343,8 @@ absl::StatusOr<kernels::PlanView> CaseRunner::Plan(const kernels::AttentionDesc&
   traits.units = units;
   auto plan = plan_(shapes, traits);
   if (!plan.ok() || own.rounds.workspace_bytes == 0) return plan;
-  if (round_planner_ == nullptr) {
+  if (round_units_ < own.units) {  // which differ with the dims
+    round_units_ = own.units;
     const scheduler::RoundCapacity capacity{own.units, kRoundItems, kRoundExpansions, 64};
     round_planner_ = std::make_unique<scheduler::RoundPlanner>(capacity);
     rounds_ = std::make_unique<scheduler::RoundBuffers>(capacity);

@@ -79,6 +79,7 @@ class CaseRunner {
   kernels::AttentionBackend& backend_;
   PlanBuilder plan_;
   RunnerOptions options_;
+  int32_t round_units_ = 0;                                 // that the next two are for
   std::unique_ptr<scheduler::RoundPlanner> round_planner_;  // where the backend has rounds
   std::unique_ptr<scheduler::RoundBuffers> rounds_;
   absl::StatusOr<kernels::RoundView> round_view_;  // of the last plan
