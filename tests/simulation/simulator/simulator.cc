@@ -158,6 +158,11 @@ void Simulator::DrawShapes() {
     shape.digest = static_cast<int>(Pick(3));
     shapes_.push_back(shape);
   }
+  // In every fourth seed, whatever was drawn: page groups that may be larger than a slab.
+  if (seed_ % 4 == 0) {
+    shapes_.back().layers = 4;
+    shapes_.back().page = 64;
+  }
 }
 
 void Simulator::DrawConfig() {

@@ -18,7 +18,7 @@ from mla_client import Prefix, Profile
 from mla_client.pages import HintKind
 from service_contract import GEOMETRY, LAYERS, SCALE
 
-# What a client does, and what it is told next where it was stopped there for longer than its leases.
+# What a client does, and what it is told next where it was stopped there beyond its leases.
 POINTS = {"connected": "", "opened": "NotFound", "begun": "Aborted", "second_layer": "Aborted",
           "before_end": "Aborted", "committed": "NotFound", "forked": "NotFound",
           "copied": "Aborted", "pinned": "NotFound", "exporting": "NotFound",
