@@ -25,10 +25,11 @@
 // --dims: nope_dim and v_dim of all shapes; without it shapes are of 128,128 and some of 192,256,
 // sampled ones and such of the expanded form.
 //
-// --kv lists the formats that rows are drawn from (bf16). --compute fp8 multiplies rows of 8 bits
-// in e4m3 and runs no others. --attention v32: the sampled shapes have index lists, and no others
-// are run but as many launches of the indexer, where the backend has one. --attention v4: --shapes
-// says how many launches with windows, entries and sinks are run, and nothing else is.
+// --kv lists the formats that rows are drawn from (bf16; fp8_tensor and fp8_row with --compute fp8,
+// which multiplies rows of 8 bits in e4m3 and runs no others). --attention v32: the sampled shapes
+// have index lists, and no others are run but as many launches of the indexer, where the backend
+// has one. --attention v4: --shapes says how many launches with windows, entries and sinks are run,
+// and nothing else is.
 //
 // --wide is how many cases of wide inputs are run. Known gap: absorbed queries are bf16 on GPUs, so
 // those that pass Absorb may miss the rule of CheckWide; how many do is printed. One in 32 does, so
@@ -90,6 +91,7 @@ struct Flags {
 
 constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
 constexpr int32_t kMostKeys = 1 << 20;
+constexpr uint64_t kMostTries = 1000;  // shapes that are drawn for one that is run
 constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
 
 bool Refuse(const std::string& name, const std::string& value, const std::string& want) {
@@ -219,6 +221,7 @@ bool ParseDevice(const std::string& name, const std::string& value, Flags& flags
 
 // False, with a message, where a flag is unknown or its value is no such value.
 bool Parse(int argc, char** argv, Flags& flags) {
+  flags.sampler.kv_formats.clear();
   for (int i = 1; i < argc; i += 2) {
     const std::string name = argv[i];
     if (i + 1 >= argc) {
@@ -229,6 +232,11 @@ bool Parse(int argc, char** argv, Flags& flags) {
     bool known = true;
     if (ParseCases(name, value, flags, &known)) continue;
     if (known || !ParseDevice(name, value, flags)) return false;
+  }
+  if (flags.sampler.kv_formats.empty()) {
+    using kernels::KvFormat;
+    flags.sampler.kv_formats = {KvFormat::kBf16};
+    if (flags.fp8) flags.sampler.kv_formats = {KvFormat::kFp8Tensor, KvFormat::kFp8Row};
   }
   return true;
 }
@@ -288,7 +296,10 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
     }
     return cases;
   }
-  for (uint64_t i = flags.first; static_cast<int64_t>(cases.size()) < flags.shapes; ++i) {
+  // Bounded: flags can ask for what the backend never runs.
+  const uint64_t end = flags.first + static_cast<uint64_t>(flags.shapes) * kMostTries;
+  for (uint64_t i = flags.first; i < end && static_cast<int64_t>(cases.size()) < flags.shapes;
+       ++i) {
     CaseSpec spec = SampleCase(sampler, i);
     if (wanted(spec)) cases.push_back(std::move(spec));
   }

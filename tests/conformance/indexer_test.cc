@@ -49,7 +49,9 @@ std::vector<Subject> Subjects() {
 TEST(IndexerTest, ChoosesTheBestOfWhatARowSees) {
   std::vector<Subject> subjects = Subjects();
   ASSERT_GT(subjects.size(), 3u);
-  for (const IndexerCase& c : IndexerCases(60, {128, 128, 64, 40, 3})) {
+  std::vector<IndexerCase> cases = IndexerCases(60, {128, 128, 64, 40, 3});
+  for (const IndexerCase& c : LongIndexerCases()) cases.push_back(c);
+  for (const IndexerCase& c : cases) {
     IndexerWorkload workload(c);
     for (Subject& subject : subjects) {
       const absl::Status checked = workload.Check(*subject.backend);

@@ -26,6 +26,7 @@ constexpr kernels::hip::host::Kernel kKernels[] = {
 #if MLA_SM90
     MLA_HOST_KERNEL(probe_wgmma_scores), MLA_HOST_KERNEL(probe_wgmma_outputs),
     MLA_HOST_KERNEL(probe_matrices),     MLA_HOST_KERNEL(probe_barriers),
+    MLA_HOST_KERNEL(probe_e4m3),
 #endif
 };
 MLA_HOST_IMAGE(kKernels)

@@ -9,6 +9,7 @@
 #include "kernels/hip/sm90/barriers.h"
 #include "kernels/hip/sm90/tile.h"
 #include "kernels/hip/sm90/wgmma.h"
+#include "tests/tile/probe_e4m3.h"
 #endif
 
 #include "kernels/hip/kv/kv_stream.h"
@@ -406,6 +407,8 @@ MLA_DEVICE void barriers(const ProbeArgs& args) {
   }
 }
 MLA_PROBE(barriers, 2 * kGroupThreads, barriers)
+
+MLA_PROBE(e4m3, ProbeE4m3::kThreads, ProbeE4m3::run)
 #endif
 
 }  // namespace mla::tile_test

@@ -13,6 +13,8 @@ inline constexpr int kKvRows = 64;       // of a tile
 inline constexpr int kOutCols = 128;     // of an output product
 inline constexpr int kGroupCols = 256;   // of a warpgroup's output product
 inline constexpr int kGroupRows = 64;    // packed rows of a warpgroup
+inline constexpr int kE4m3Depth = 128;   // of a warpgroup's products of e4m3
+inline constexpr int kE4m3Cols = 128;    // likewise, at most
 inline constexpr int kMathValues = 512;  // of a probe of arithmetic
 inline constexpr int kCopyDim = 128;     // elements of a copied row
 inline constexpr int kCopyPage = 7;      // rows of a page, no power of two
@@ -39,6 +41,9 @@ inline constexpr int kSharedBytes = 98304;
 //   probe_matrices        out [3, 16, 16]: a [16, 16] through load_matrices, transposed, and back
 //                         through store_matrices
 //   probe_barriers        out [kKvRows, kDepth]: a, copied by one warpgroup for another
+//   probe_e4m3            a [kGroupRows, kE4m3Depth] b [kE4m3Cols, kE4m3Depth]^T in e4m3: the first
+//                         kKvRows columns, all of them, those from a in registers, the first 8
+//                         likewise, and the first kKvRows of 64 of the depth in rows of 64 bytes
 struct ProbeArgs {
   const uint16_t* a;  // bf16
   const uint16_t* b;

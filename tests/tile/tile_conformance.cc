@@ -25,6 +25,7 @@
 #include "kernels/dtype.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
+#include "tests/tile/e4m3_cases.h"
 #include "tests/tile/probe_args.h"
 
 // Written by build_device_code.sh; empty where the compiler was missing.
@@ -375,14 +376,9 @@ void AddCodes(bool powers, std::vector<Case>& cases) {
 void AddWarpgroups(std::vector<Case>& cases) {
   constexpr uint32_t kThreads = 128;
   for (const Operands& o : Fillings(kGroupRows, kDepth, kKvRows, kDepth)) {
-    cases.push_back({"probe_wgmma_scores",
-                     o.what,
-                     kThreads,
-                     o.a.values,
-                     o.b.values,
-                     {},
-                     {},
-                     Product(o.a, o.b, true)});
+    std::vector<float> wanted = Product(o.a, o.b, true);
+    cases.push_back(
+        {"probe_wgmma_scores", o.what, kThreads, o.a.values, o.b.values, {}, {}, wanted});
   }
   for (const Operands& o : Fillings(kGroupRows, kKvRows, kKvRows, kGroupCols)) {
     std::vector<float> wanted = Product(o.a, o.b, false);
@@ -410,6 +406,9 @@ void AddWarpgroups(std::vector<Case>& cases) {
                    {},
                    {},
                    Floats(rows)});
+  for (const E4m3Case& c : E4m3Cases()) {
+    cases.push_back({"probe_e4m3", c.what, kThreads, c.a, c.b, {}, {}, c.wanted});
+  }
 }
 
 struct Flags {

@@ -126,6 +126,7 @@ void Report(const BenchRow& row) {
   std::printf("%-12s %-34s %-10s %2d thr %10.1f us %8.1f GFLOP/s", row.bench.c_str(),
               row.shape.c_str(), Name(row.kv), row.threads, row.us, row.gflops);
   if (row.kv_rows_per_s > 0) std::printf(" %7.2f M rows/s", row.kv_rows_per_s * 1e-6);
+  if (row.gb_per_s > 0) std::printf(" %6.1f GB/s", row.gb_per_s);
   if (row.gemm_only_us > 0) {
     std::printf("  gemm-only %10.1f us  ratio %.3f", row.gemm_only_us, row.gemm_only_us / row.us);
   }
@@ -147,10 +148,11 @@ void WriteJson(const std::string& path) {
                   "{\"bench\": \"%s\", \"shape\": \"%s\", \"kv\": \"%s\", \"threads\": %d, "
                   "\"us\": %.2f, "
                   "\"gflops\": %.2f, \"gemm_only_us\": %.2f, \"ratio\": %.4f, "
-                  "\"onednn_scaling\": %.3f, \"speedup\": %.4f, \"of_dense\": %.4f}",
+                  "\"onednn_scaling\": %.3f, \"speedup\": %.4f, \"of_dense\": %.4f, "
+                  "\"gb_per_s\": %.2f}",
                   r.bench.c_str(), r.shape.c_str(), Name(r.kv), r.threads, r.us, r.gflops,
                   r.gemm_only_us, r.us > 0 ? r.gemm_only_us / r.us : 0.0, r.onednn_scaling,
-                  r.speedup, r.of_dense);
+                  r.speedup, r.of_dense, r.gb_per_s);
     out << line << (i + 1 < Rows().size() ? ",\n" : "\n");
   }
   out << "]\n";

@@ -43,6 +43,7 @@ struct BenchRow {
   double gemm_only_us = 0.0;    // 0: no bound was measured
   double onednn_scaling = 0.0;  // of the bound, against one thread; 0: not measured
   double kv_rows_per_s = 0.0;
+  double gb_per_s = 0.0;  // 10^9 bytes a second, of rows as they are stored; 0: not measured
   kernels::KvFormat kv = kernels::KvFormat::kBf16;
   double speedup = 0.0;   // over bf16 rows in the same run; 0: not measured
   double of_dense = 0.0;  // KV rows a second, over attention to all rows; 0: not measured

@@ -5,13 +5,16 @@
 //                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0] [--window=0]
 //
 // With several formats of rows each shape is timed on all of them in turns; "speedup" is the first
-// one's time over each one's. With --top-k each is timed with index lists of so many entries, too,
-// where its context has as many: "of dense" is the rate of rows over that of attention to all. With
+// one's time over each one's. "GB/s" is what is read of the rows, in their format. With --top-k
+// each is timed with index lists of so many entries, too, where its context has as many: "of dense"
+// is the rate of rows over that of attention to all. With
 // --window the lists are of entries, one for four positions, and each query row attends to so many
 // rows, to its entries and to sinks, over rows of 448 + 64 values.
 //
 // Shapes: heads x query rows x context of one request, and batches of 16 (uniform; ragged with the
-// same number of KV rows; for thread counts above 2 the uniform one shows how requests scale).
+// same number of KV rows; for thread counts above 2 the uniform one shows how requests scale). The
+// batch of 16 contexts of 65536 rows, which has 1.2 GB of them in bf16, is more than any cache
+// holds: it shows what 8-bit rows save where all threads together reach the memory's bandwidth.
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -51,6 +54,8 @@ std::vector<Shape> Shapes() {
     shapes.push_back(uniform);
     shapes.push_back(ragged);
   }
+  shapes.push_back({"heads=16 q=1 batch=16 ctx=65536", 16,
+                    std::vector<BenchRequest>(16, BenchRequest{1, 65536})});
   return shapes;
 }
 
@@ -59,6 +64,11 @@ bool HasLists(const Shape& shape, const BenchFlags& flags) {
   const int32_t wanted = flags.window > 0 ? flags.top_k * AttentionBench::kEntryRatio : flags.top_k;
   return std::all_of(shape.requests.begin(), shape.requests.end(),
                      [wanted](const BenchRequest& r) { return r.kv_rows - r.q_rows >= wanted; });
+}
+
+double GigabytesPerSecond(const BenchRow& row, int32_t latent_dim) {
+  const kernels::KvRowLayout at = kernels::MakeKvRowLayout(row.kv, latent_dim, 64);
+  return row.kv_rows_per_s * (at.row_bytes + at.page_scales_bytes) * 1e-9;
 }
 
 // Query rows that attend to a KV row which attention to all reads once.
@@ -77,6 +87,7 @@ BenchRow ListRow(const BenchRow& dense, const Shape& shape, int32_t q_rows, cons
   lists.us = us;
   lists.gflops = 2.0 * rows * shape.heads * (flags.window > 0 ? 512 + 512 : 576 + 512) / us * 1e-3;
   lists.kv_rows_per_s = rows / us * 1e6;
+  lists.gb_per_s = GigabytesPerSecond(lists, flags.window > 0 ? 448 : 512);
   lists.of_dense = lists.kv_rows_per_s / (dense.kv_rows_per_s * QueryRowsARead(shape));
   return lists;
 }
@@ -137,6 +148,7 @@ void RunShape(const BenchFlags& flags, const Shape& shape, bool bf16) {
       row.gemm_only_us = us.back();
       row.onednn_scaling = gemm_one / us.back();
       row.kv_rows_per_s = static_cast<double>(kv_rows) / us[i] * 1e6;
+      row.gb_per_s = GigabytesPerSecond(row, 512);
       if (flags.kv.size() > 1) row.speedup = us[0] / us[i];
       Report(row);
       if (!listed) continue;

@@ -19,7 +19,8 @@ using kernels::DType;
 
 constexpr int32_t kMostPositions = 1500;
 constexpr int32_t kLongPositions = 9500;
-constexpr int32_t kMostTopK = 256;
+constexpr int32_t kMostTopK = 256;    // of drawn cases
+constexpr int32_t kWholeTopK = 2048;  // DeepSeek V3.2's
 constexpr int64_t kPlaneOffset = 48;  // of index keys in a page group
 constexpr size_t kReads = 4096;
 constexpr double kGap = 1.0 / 256;
@@ -72,7 +73,7 @@ kernels::BackendLimits IndexerLimits() {
   limits.launch_slots = 1;
   limits.launch_requests = 4;
   limits.launch_rows = 64;
-  limits.max_top_k = kMostTopK;
+  limits.max_top_k = kWholeTopK;
   limits.max_o_dim = 16;
   limits.partial_rows = 16;
   limits.max_geometry = {1, 16, 0, 0, 0};
@@ -115,6 +116,18 @@ std::vector<IndexerCase> LongIndexerCases() {
     c.top_k = i % 2 == 0 ? kMostTopK : 100;
     c.distinct = i < 2 ? i + 1 : 0;
     c.alike = i == 2;
+    cases.push_back(c);
+  }
+  for (int32_t i = 0; i < 3; ++i) {
+    IndexerCase c;
+    c.seed = static_cast<uint64_t>(i) + 111;
+    c.top_k = kWholeTopK;
+    c.heads = 8;
+    // Logits that differ; one and the same for all positions; rows that see one position too few,
+    // just enough, and one that is left out.
+    c.positions = i < 2 ? kLongPositions - 8 + i : kWholeTopK + 1;
+    c.rows = i < 2 ? 1 : 3;
+    c.distinct = i == 1 ? 1 : 0;
     cases.push_back(c);
   }
   return cases;

@@ -32,7 +32,7 @@ std::string ToString(const IndexerCase& c);
 // Of index keys of one of `dims` elements each.
 std::vector<IndexerCase> IndexerCases(int32_t count, const std::vector<int32_t>& dims);
 // Of so many positions that backends which gather what may be chosen, first or at all, have too
-// little room for it.
+// little room for it; and of lists as long as DeepSeek V3.2 has them.
 std::vector<IndexerCase> LongIndexerCases();
 // A backend that is to run such cases.
 kernels::BackendLimits IndexerLimits();

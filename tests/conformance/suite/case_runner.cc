@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/launch/read_rows.h"
+#include "tests/conformance/pages/poison.h"
 
 namespace mla::conformance {
 
@@ -23,7 +24,6 @@ constexpr int32_t kSlot = 0;
 constexpr int64_t kGap = 16;                 // elements between rows of strided tensors
 constexpr unsigned char kPoisonByte = 0xff;  // NaN in bf16 and fp32
 constexpr unsigned char kSentinelByte = 0x5a;
-constexpr int32_t kPoisonRowDim = kPageGranuleBytes / sizeof(Bf16);
 
 }  // namespace
 
@@ -83,9 +83,8 @@ absl::StatusOr<int32_t> CaseRunner::WeightsSlot(const Weights& weights) {
   return slot;
 }
 
-// The poison table comes first: entry i addresses granule first_granule + i.
 absl::Status CaseRunner::WriteTables(const Workload& workload) {
-  int64_t used = workload.granules;
+  int64_t used = 0;
   for (const RequestData& data : workload.requests) {
     used += static_cast<int64_t>(data.page_table.size());
   }
@@ -94,10 +93,7 @@ absl::Status CaseRunner::WriteTables(const Workload& workload) {
     return absl::ResourceExhaustedError(
         absl::StrCat("case needs ", used, " table entries and ", last_byte, " pool bytes"));
   }
-  for (int64_t i = 0; i < workload.granules; ++i) {
-    tables_[static_cast<size_t>(i)] = static_cast<uint32_t>(workload.first_granule + i);
-  }
-  int64_t next = workload.granules;
+  int64_t next = 0;
   table_first_.clear();
   for (const RequestData& data : workload.requests) {
     table_first_.push_back(next);
@@ -120,23 +116,16 @@ absl::Status CaseRunner::Launch() {
 }
 
 absl::Status CaseRunner::Poison(const Workload& workload) {
-  auto poison_row = Take(kPageGranuleBytes);
-  if (!poison_row.ok()) return poison_row.status();
-  std::memset(*poison_row, kPoisonByte, kPageGranuleBytes);
-  auto poison = layout_.Input(*poison_row, kPageGranuleBytes);
-  if (!poison.ok()) return poison.status();
-  AppendRecord record{};
-  record.kv = *poison;
-  record.dtype = kernels::DType::kBf16;
-  record.kv_row_stride = 0;  // the same NaN row for every granule
-  record.row_stride = kPageGranuleBytes;
-  record.page_size = 1;
-  record.rows = static_cast<int32_t>(workload.granules);
-  record.row_dim = kPoisonRowDim;  // as bf16, whatever the rows are
-  poison_.assign(1, record);
-  launch_.table_changes = table_ranges_;
-  launch_.appends = poison_;
-  return Launch();
+  const CaseSpec& spec = workload.spec;
+  const int64_t bytes = workload.granules * kPageGranuleBytes;
+  const int64_t used = arena_used_, block = std::min(bytes, kPoisonBlockBytes);
+  auto host = Take(block);
+  if (!host.ok()) return host.status();
+  arena_used_ = used;  // for this call alone
+  const std::byte poison =
+      PoisonByte(spec.kv_format, backend_.Info().fp8, /*alternate=*/spec.seed % 2 != 0);
+  return PoisonPages(backend_, kSlot, workload.first_granule * kPageGranuleBytes, bytes, poison,
+                     {*host, static_cast<size_t>(block)});
 }
 
 absl::Status CaseRunner::Append(const Workload& workload) {
@@ -175,6 +164,7 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   appends_.push_back(record);
   // What the launch sees of the host stays as it is for the comparison.
   const std::vector<kernels::HostInput> inputs(layout_.inputs().begin(), layout_.inputs().end());
+  launch_.table_changes = table_ranges_;
   launch_.appends = appends_;
   if (absl::Status ok = Launch(); !ok.ok()) return ok;
   for (const kernels::HostInput& in : inputs) {

@@ -1,8 +1,8 @@
-// Runs a workload on one backend, in three launches: the pool region is poisoned; the rows are
-// appended (fp32 sources are rounded); they are sent again for comparison, and attended to, with
-// the projections around that the case asks for. Outputs come back as fp32. Query, output and LSE
-// tensors are strided with gaps that hold NaN on the way in and a sentinel on the way out; on
-// unified-memory backends a write into a gap is reported.
+// Runs a workload on one backend: the pages are filled with NaN (poison.h); then, in two launches,
+// the rows are appended (fp32 sources are rounded), and they are sent again for comparison and
+// attended to, with the projections around that the case asks for. Outputs come back as fp32.
+// Query, output and LSE tensors are strided with gaps that hold NaN on the way in and a sentinel on
+// the way out; on unified-memory backends a write into a gap is reported.
 //
 // A runner owns its backend's configuration and is used by one thread; make one per thread.
 #ifndef MLA_TESTS_CONFORMANCE_SUITE_CASE_RUNNER_H_
@@ -91,7 +91,7 @@ class CaseRunner {
   // The launch in flight, and what it refers to.
   kernels::Launch launch_;
   std::vector<int64_t> table_first_;  // by request
-  std::vector<kernels::AppendRecord> poison_, appends_, compares_;
+  std::vector<kernels::AppendRecord> appends_, compares_;
   std::vector<int32_t> differs_;  // by row of all records
   std::vector<kernels::ProjectionRecord> absorbs_, projects_;
   std::vector<kernels::SegmentRecord> records_;

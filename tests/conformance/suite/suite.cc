@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "tests/conformance/pages/page_check.h"
 #include "tests/conformance/suite/bf16_form.h"
-#include "tests/conformance/suite/page_check.h"
 
 namespace mla::conformance {
 namespace {

@@ -1,4 +1,4 @@
-#include "tests/conformance/suite/page_check.h"
+#include "tests/conformance/pages/page_check.h"
 
 #include <algorithm>
 #include <cstddef>

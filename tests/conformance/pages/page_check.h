@@ -1,6 +1,6 @@
 // Bytes on their way between host memory and the pool: Launch::page_writes and page_reads.
-#ifndef MLA_TESTS_CONFORMANCE_SUITE_PAGE_CHECK_H_
-#define MLA_TESTS_CONFORMANCE_SUITE_PAGE_CHECK_H_
+#ifndef MLA_TESTS_CONFORMANCE_PAGES_PAGE_CHECK_H_
+#define MLA_TESTS_CONFORMANCE_PAGES_PAGE_CHECK_H_
 
 #include <cstdint>
 #include <string>
@@ -17,4 +17,4 @@ std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_
 
 }  // namespace mla::conformance
 
-#endif  // MLA_TESTS_CONFORMANCE_SUITE_PAGE_CHECK_H_
+#endif  // MLA_TESTS_CONFORMANCE_PAGES_PAGE_CHECK_H_
