@@ -10,9 +10,9 @@
 namespace mla::server {
 namespace {
 
-// Pieces into which the lists of a message are divided, at most: the first row of each is found by
-// a look at the sequences before it.
-constexpr int32_t kMostPieces = 64;
+// Pieces into which the lists of a message are divided, at most: some for each thread of a team, so
+// that a slow one takes fewer; more would wait for their turn more often.
+constexpr int32_t kMostPieces = 16;
 // For the piece before to be where it belongs, some tens of microseconds: more than a check takes,
 // so what is waited for then is a thread without a core.
 constexpr int kSpinsForPiece = 2000;
