@@ -147,6 +147,7 @@ struct Data {
         rows(queries + 2),
         o(size_t(rows) * kHeads * size_t(o_dim), 0.5f),
         lse(size_t(rows) * kHeads, 0.5f) {
+    if (TraitsOf(format).shares_scale) SetApart();
     if (s.nan_row) kv[size_t(s.kv_rows - 1) * kRowDim + 5] = 0x7fc0;
     for (const int32_t row : {0, queries, queries + 1}) {
       const std::vector<int32_t> list = List(Visible(row));
@@ -177,6 +178,17 @@ struct Data {
   std::vector<float> o, lse;
   // The same by the expanded form.
   std::vector<float> expanded_o = o, expanded_lse = lse;
+
+  // Tiles of 64 rows whose groups share a scale, and in turn some with rows of which they do not.
+  void SetApart() {
+    for (int32_t row = 0; row < shape.kv_rows; ++row) {
+      if (row % 128 >= 64 || row % 3 != 0) continue;
+      for (int32_t i = 128; i < 256; ++i) {
+        Bf16& x = kv[size_t(row) * kRowDim + size_t(i)];
+        x = ToBf16(ToFloat(x) * 0x1p-6f);
+      }
+    }
+  }
 
   void Store() {
     constexpr auto kKind = Fp8Kind::kE4m3Fn;  // the numbers are those of either
