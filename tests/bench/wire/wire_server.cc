@@ -249,8 +249,8 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
       std::make_shared<server::AttendMessagePool>(*std::move(staging), (*engine)->tenants());
   wire.wire = config.wire;
   wire.metrics = &metrics;
-  wire::ThreadTeam team({shared->copy_threads, 1000});
-  wire.team = &team;
+  wire::ThreadTeam copies({shared->copy_threads, 1000});
+  wire.team = &copies;
   wire.regions = &regions;
   wire.boot_id = 1;
   const server::RpcContext rpc{engine->get(), &metrics, wire.boot_id};
