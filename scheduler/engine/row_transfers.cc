@@ -219,7 +219,7 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   const auto rows = static_cast<int32_t>(args.tags.rows);
   MovingPages pages = Moving(*sequence, length, rows);
   pages.opened = args.id == 0;
-  pages.tags.fp8 = args.tags.fp8;  // of the rows as they arrive; whoever takes them converts them
+  pages.tags.fp8 = args.tags.fp8;  // of the rows as they arrive
   if (status.ok() && sequence->window_slot >= 0) {
     const int64_t skipped = FirstWindowRow(pages) / pages.window_layout.page_size;
     cache_->SkipPages(sequence->window_slot, static_cast<int32_t>(skipped));

@@ -199,9 +199,8 @@ void AddConnectionKeys(std::vector<ConfigKey>* keys) {
               MLA_SLOT(wire.poll_threads)),
           Int("wire.copy_threads", 0, 64,
               "Threads that share the copy of a large message into staging memory and the check of "
-              "its index lists, its stream's own among them; 0: a quarter of the CPUs, 1 to 4, and "
-              "1 "
-              "where the backend reads queries in place.",
+              "its index lists, its stream's own among them; 0: a quarter of the CPUs, 1 to 4, "
+              "and 1 where the backend reads queries in place.",
               "All but one spin for wire.spin_us after each such message.",
               MLA_SLOT(wire.copy_threads)),
           Int("wire.spin_us", -1, 10000000,

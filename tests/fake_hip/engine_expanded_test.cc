@@ -25,8 +25,11 @@ using TestRequest = scheduler::testing::TestRequest;
 
 class EngineExpandedTest : public BackendOnFakeTest {
  protected:
-  static std::unique_ptr<HipBackend> Gpu(int64_t expanded_workspace_bytes = 64 << 20) {
+  static std::unique_ptr<HipBackend> Gpu(int64_t expanded_workspace_bytes = 64 << 20,
+                                         Vendor vendor = Vendor::kAmd) {
     HipBackendOptions options = Options();
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = vendor;
     options.expanded_workspace_bytes = expanded_workspace_bytes;
     auto backend = HipBackend::Create(options);
     EXPECT_TRUE(backend.ok()) << backend.status();
@@ -120,16 +123,10 @@ TEST_F(EngineExpandedTest, PromptsOfWiderHeadsTakeTheExpandedForm) {
   for (const char* arch : {"sm_90", "gfx950", "gfx942"}) {
     for (const ExpandedDims& dims : {kDims256, kDims128}) {
       SCOPED_TRACE(arch + (" " + std::to_string(dims.value)));
-      HipBackendOptions options = Options();
       control_->arch = arch;
-      if (arch == std::string("sm_90")) {
-        options.images = {Image("sm_90", kImage90)};
-        options.vendor = Vendor::kNvidia;
-      }
-      auto backend = HipBackend::Create(options);
-      ASSERT_TRUE(backend.ok()) << backend.status();
       control_->expanded_launches = 0;
-      const auto got = run(*std::move(backend), dims);
+      const bool nvidia = arch == std::string("sm_90");
+      const auto got = run(Gpu(640 << 20, nvidia ? Vendor::kNvidia : Vendor::kAmd), dims);
       EXPECT_EQ(control_->expanded_launches, 1);
       ExpectSame(*got, *run(nullptr, dims));
     }
