@@ -45,9 +45,9 @@ struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCo
 };
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCodesBase {
-  // With others than these the compiler moves accumulators about or brings copies late.
-  static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 5 : 3;
-  static constexpr int kValuesAhead = 2;
+  // With most others than these the compiler spills.
+  static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 4 : 3;
+  static constexpr int kValuesAhead = 3;
 };
 
 // Attention: two blocks a CU; with wider heads than kDims128 one. Operand tiles on their way are
