@@ -394,8 +394,7 @@ absl::Status Check(AttentionBackend& backend) {
         // Products of 8 bits first: what exact ones had left would do for them.
         Shape absorbed = shape;
         absorbed.expanded = 0;
-        const bool rounds = format != KvFormat::kBf16 && shape.all_units;
-        if (s.ok() && rounds) {
+        if (s.ok() && format != KvFormat::kBf16) {
           s = CheckShape(backend, weights, absorbed, format, DType::kFp8E4m3);
         }
         if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16);
