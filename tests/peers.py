@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import tempfile
+import unittest
 
 import mla_client
 import server_binary
@@ -89,3 +90,21 @@ class Peers:
         """How many a server has."""
         with self.connect("blue", place) as blue:
             return blue.stats().sequences
+
+
+class PeersCase(unittest.TestCase):
+    """Tests with two such servers each, and certificates of red and blue for all of them."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.authority = Authority()
+        for name in ("red", "blue"):
+            cls.authority.make(name)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.authority.close()
+
+    def setUp(self):
+        self.peers = Peers(self.authority)
+        self.addCleanup(self.peers.close)

@@ -7,20 +7,9 @@ import test_sglang
 from tests import peers
 
 
-class MoveTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.authority = peers.Authority()
-        for name in ("red", "blue"):
-            cls.authority.make(name)
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.authority.close()
-
+class MoveTest(peers.PeersCase):
     def setUp(self):
-        self.peers = peers.Peers(self.authority)
-        self.addCleanup(self.peers.close)
+        super().setUp()
         test_sglang.plugin.register()
         self.addCleanup(test_sglang.doubles.ATTENTION_BACKENDS.clear)
 

@@ -14,21 +14,7 @@ from mla_client.transformers.batch import RemoteBatch
 from tests import peers
 
 
-class MoveTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.authority = peers.Authority()
-        for name in ("red", "blue"):
-            cls.authority.make(name)
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.authority.close()
-
-    def setUp(self):
-        self.peers = peers.Peers(self.authority)
-        self.addCleanup(self.peers.close)
-
+class MoveTest(peers.PeersCase):
     def generate_across(self, model, inputs, drain_at=3, stop_at=6, **options):
         """generate() under which the server begins to drain at one pass and ends before another,
         when it has told the client where its sequences are."""

@@ -377,7 +377,7 @@ class Client(Following, Service, Operations, Pages):
             absent = list(self._call(self._sequences.Release, sequence_pb2.ReleaseRequest(
                 sequence_ids=sequence_ids)).not_found)
         except errors.Unavailable:
-            if not self._heir:
+            if not self._last_peer:
                 raise
             absent = list(sequence_ids)
         return self._release_moved(absent)

@@ -38,7 +38,7 @@ class Moves:
         self._models: Dict[Tuple[str, str], Model] = {}
         self._prepare: Dict[str, Callable[[Model], None]] = {}  # by model id
         self._closed = False
-        self.heir = ""  # the server to which sequences have moved last
+        self.last_peer = ""  # the server to which sequences have moved last
 
     def client_of(self, peer: str) -> "Client":
         """The client of the server at HOST:PORT."""
@@ -50,7 +50,7 @@ class Moves:
                 client = self._clients[peer] = self._connect(peer)
                 if client._moves is not None:
                     client._moves._prepare = self._prepare  # they may move on from there
-            self.heir = peer
+            self.last_peer = peer
             return client
 
     def prepare(self, model_id: str, prepare: Callable[[Model], None]) -> None:
@@ -112,9 +112,9 @@ class Following:
     _moves: Optional[Moves] = None
 
     @property
-    def _heir(self) -> str:
+    def _last_peer(self) -> str:
         """Where to look for what a server had that has ended after a drain; "": nowhere."""
-        return self._moves.heir if self._moves is not None else ""
+        return self._moves.last_peer if self._moves is not None else ""
 
     def _moved(self, sequence_ids: List[int]) -> List[Tuple[int, str]]:
         """Those of them that have moved, and to which server. One that has ended after a drain
@@ -123,9 +123,9 @@ class Following:
             reply = self._call(self._sequences.Get,
                                sequence_pb2.GetRequest(sequence_ids=sequence_ids))
         except errors.Unavailable:
-            if not self._heir:
+            if not self._last_peer:
                 raise
-            return [(sequence_id, self._heir) for sequence_id in sequence_ids]
+            return [(sequence_id, self._last_peer) for sequence_id in sequence_ids]
         return [(one.sequence_id, one.peer) for one in reply.moved]
 
     def _found(self, sequence_id: int) -> SequenceState:
@@ -151,7 +151,7 @@ class Following:
             if late or self._closed.wait(pause):
                 raise error
         elif ((detail.reason == "moved" and detail.peer)
-              or (isinstance(error, errors.Unavailable) and self._heir)):
+              or (isinstance(error, errors.Unavailable) and self._last_peer)):
             gather(sequences, deadline)
             if all(one.model.service is self for one in sequences):
                 raise error
@@ -173,7 +173,7 @@ class Following:
             self._moves.prepare(model_id, prepare)
 
     def _elsewhere(self, model: Model, error: errors.MlaError) -> Model:
-        peer = error.detail.peer or (self._heir if isinstance(error, errors.Unavailable) else "")
+        peer = error.detail.peer or (self._last_peer if isinstance(error, errors.Unavailable) else "")
         if self._moves is None or not peer:
             raise error
         return self._moves.model_of(peer, model)

@@ -109,8 +109,8 @@ int main(int argc, char** argv) {
   for (size_t i = 0; i < rows.size(); ++i) {
     json << "  {\"bench\": \"list_check\", \"shape\": \"rows=128 entries=2048 context="
          << rows[i].context << " order=" << kNames[static_cast<int>(rows[i].order)]
-         << " threads=" << rows[i].threads << "\", \"us\": " << rows[i].us << "}"
-         << (i + 1 < rows.size() ? "," : "") << "\n";
+         << (rows[i].threads > 1 ? " threads=" + std::to_string(rows[i].threads) : std::string())
+         << "\", \"us\": " << rows[i].us << "}" << (i + 1 < rows.size() ? "," : "") << "\n";
   }
   json << "]\n";
   return json.good() ? 0 : 1;
