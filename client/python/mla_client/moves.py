@@ -173,7 +173,8 @@ class Following:
             self._moves.prepare(model_id, prepare)
 
     def _elsewhere(self, model: Model, error: errors.MlaError) -> Model:
-        peer = error.detail.peer or (self._last_peer if isinstance(error, errors.Unavailable) else "")
+        ended = isinstance(error, errors.Unavailable)
+        peer = error.detail.peer or (self._last_peer if ended else "")
         if self._moves is None or not peer:
             raise error
         return self._moves.model_of(peer, model)
