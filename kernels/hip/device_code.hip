@@ -188,8 +188,6 @@ extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_FOUR(kSignalThreads)
 
 extern "C" __global__ void MLA_LAUNCH_BOUNDS(256)
     mla_append_kv(const MLA_KERNEL_ARGUMENT AppendArgs args) {
-  wait_for_previous_kernel();  // before the next may start: behind a gate that is large
-  if (came_late(args)) return;
   AppendKv::run(args);
 }
 
@@ -244,12 +242,10 @@ static_assert(IndexLayout::kFixedBytes == kSm90Traits.index_logits_shared_bytes)
 static_assert(IndexSelect::kSharedBytes == kSm90Traits.index_select_shared_bytes);
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_project_row_wide(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
-  if (came_late(args)) return;
   ProjectRowWide::run(args);
 }
 extern "C" __global__ void MLA_LAUNCH_BOUNDS_OF_TWO(256)
     mla_project_row_deep(const MLA_KERNEL_ARGUMENT ProjectArgs args) {
-  if (came_late(args)) return;
   ProjectRowDeep::run(args);
 }
 

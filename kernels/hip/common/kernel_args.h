@@ -187,6 +187,8 @@ struct AppendArgs {
   const uint32_t* page_tables;
   uint8_t* pool;
   int32_t count;
+  // Whether the kernel behind this one may have its blocks in place before this one may begin.
+  int32_t next_starts_early;
   const uint32_t* late;
 };
 
@@ -223,6 +225,9 @@ struct ProjectRow {
   int64_t in_head_stride, out_head_stride;  // elements
 };
 // Grid: x = tile, y = head x column block.
+//
+// Of one tile of one row all is in the arguments and `tiles` is null: what a kernel has to look up
+// first delays the weights by as much.
 struct ProjectArgs {
   const ProjectRow* rows;
   const ProjectTile* tiles;
@@ -234,6 +239,9 @@ struct ProjectArgs {
   int32_t out_is_f32;
   int32_t weight_panels;  // whether weights lie in panels (weights/weight_panels.h)
   const uint32_t* late;
+  ProjectTile only_tile;
+  ProjectRow only_row;
+  const uint16_t* only_weights;
 };
 
 // The choice of rows by the indexer (kernels/launch/select.h), two kernels for a round of query

@@ -22,28 +22,38 @@
 #define MLA_KERNELS_HIP_COMMON_PROJECT_H_
 
 #include "kernels/hip/common/memory.h"
+#include "kernels/hip/gate/late.h"
 
 namespace mla::kernels::hip {
 
-// The rotated part of the queries of one head passes through unchanged.
+// Four elements from element `c` on of the rotated part of a head's query, which passes through
+// unchanged.
+MLA_DEVICE void copy_rotated_run(const ProjectArgs& args, const ProjectRow& r, int head, int c) {
+  const int bytes = args.out_is_f32 ? 4 : 2;
+  const int64_t from = head * r.in_head_stride + args.k + c;
+  const int64_t to = head * r.out_head_stride + args.n + c;
+  float v[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    v[j] = args.in_is_f32 ? static_cast<const float*>(r.in)[from + j]
+                          : bf16_to_float(static_cast<const uint16_t*>(r.in)[from + j]);
+  }
+  // n is a multiple of 8.
+  store_run(r.out, to, v, args.out_is_f32 != 0,
+            aligned_to(r.out, r.out_head_stride, 0, bytes, 4 * bytes));
+}
 template <int kThreads>
 MLA_DEVICE void copy_rotated(const ProjectArgs& args, const ProjectTile& part, int head) {
   const int runs = args.copy / 4;
-  const int bytes = args.out_is_f32 ? 4 : 2;
   for (int i = thread_index(); i < part.rows * runs; i += kThreads) {
-    const int p = i / runs, c = (i - p * runs) * 4;
-    const ProjectRow r = args.rows[part.first_row + p];
-    const int64_t from = head * r.in_head_stride + args.k + c;
-    const int64_t to = head * r.out_head_stride + args.n + c;
-    float v[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      v[j] = args.in_is_f32 ? static_cast<const float*>(r.in)[from + j]
-                            : bf16_to_float(static_cast<const uint16_t*>(r.in)[from + j]);
-    }
-    // n is a multiple of 8.
-    store_run(r.out, to, v, args.out_is_f32 != 0,
-              aligned_to(r.out, r.out_head_stride, 0, bytes, 4 * bytes));
+    const int p = i / runs;
+    copy_rotated_run(args, args.rows[part.first_row + p], head, (i - p * runs) * 4);
+  }
+}
+template <int kThreads>
+MLA_DEVICE void copy_rotated(const ProjectArgs& args, const ProjectRow& row, int head) {
+  for (int i = thread_index(); i < args.copy / 4; i += kThreads) {
+    copy_rotated_run(args, row, head, i * 4);
   }
 }
 
@@ -327,24 +337,28 @@ class ProjectRowOf {
   static constexpr int kSharedBytes = kDepth * 4 + kLanes * kColumns * 4;
 
   MLA_DEVICE static void run(const ProjectArgs& args) {
-    const ProjectTile t = args.tiles[block_index()];
+    const bool only = args.tiles == nullptr;
+    const ProjectTile t = only ? args.only_tile : args.tiles[block_index()];
+    const ProjectRow r = only ? args.only_row : args.rows[t.first_row];
+    const uint16_t* const w = only ? args.only_weights : args.weights[t.weights_slot];
     const int blocks = (args.n + kColumns - 1) / kColumns;
     const int h = block_index_y() / blocks;
     const int column = (block_index_y() - h * blocks) * kColumns;
     if (h >= t.num_heads) return;
-    const ProjectRowOf self(args, t, h, column);
+    const ProjectRowOf self(args, r, h,
+                            w + static_cast<int64_t>(t.head_offset + h) * args.k * args.n, column);
     self.multiply();
-    if (column == 0 && args.copy > 0) copy_rotated<kThreads>(args, t, h);
   }
 
  private:
   using lds_t = tile::lds_t;
 
-  MLA_DEVICE ProjectRowOf(const ProjectArgs& a, const ProjectTile& t, int h, int first_column)
+  MLA_DEVICE ProjectRowOf(const ProjectArgs& a, const ProjectRow& r, int h, const uint16_t* weights,
+                          int first_column)
       : args(a),
-        row(a.rows[t.first_row]),
+        row(r),
         head(h),
-        w(a.weights[t.weights_slot] + static_cast<int64_t>(t.head_offset + h) * a.k * a.n),
+        w(weights),
         column(first_column),
         inputs(tile::shared_base<kSharedBytes>()) {}
 
@@ -355,8 +369,10 @@ class ProjectRowOf {
     float acc[kGroups][8] = {};
     uint32_t weights[kGroups][kLoads][4];
     fetch(weights, 0);
-    // Weights and records are not written by the kernel before this one; its results are.
+    // Weights and records are not written by the kernel before this one; its results are, and the
+    // gate may not have ended.
     wait_for_previous_kernel();
+    if (came_late(args)) return;
     for (int k0 = 0; k0 < args.k; k0 += kDepth) {
       if (k0 > 0) {
         fetch(weights, k0);
@@ -379,6 +395,7 @@ class ProjectRowOf {
       }
     }
     add_up(acc);
+    if (column == 0 && args.copy > 0) copy_rotated<kThreads>(args, row, head);
   }
 
   // Rows of weights past the end are zeros, as are the inputs beside them. A thread's rows are a

@@ -27,7 +27,7 @@ absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
     return absl::InvalidArgumentError("gate: an output is copied to shared memory, late or not");
   }
   absl::Status s = slot.AddKernel(device_.kernels.gate, {.threads = kGateThreads}, args);
-  slot.NoteGate();
+  slot.NoteGate(args.word != nearby);
   return s;
 }
 

@@ -4,6 +4,7 @@
 
 #include "kernels/hip/common/memory.h"
 #include "kernels/hip/common/small_kernels.h"
+#include "kernels/hip/gate/late.h"
 
 namespace mla::kernels::hip {
 
@@ -15,14 +16,19 @@ class AppendKv {
   static constexpr int kTurnValues = kLaneValues * tile::kWave;
 
   MLA_DEVICE static void run(const AppendArgs& args) {
-    let_next_kernel_start();
     const int lane = tile::lane_index();
     const int row = block_index() * kSmallWaves + tile::wave_index();
     if (row >= args.first_row[args.count]) return;
+    // Records are not written by the kernel before this one; page tables are.
     const int index = find_range(args.first_row, args.count, row);
-    const AppendRecord& r = args.records[index];
-    if (r.first_position < 0) return;
+    const AppendRecord r = args.records[index];
     const int source_row = row - args.first_row[index];
+    if (args.next_starts_early != 0) let_next_kernel_start();
+    // Else before the next may start: what waits beside a gate may not be large.
+    wait_for_previous_kernel();
+    if (came_late(args)) return;
+    let_next_kernel_start();
+    if (r.first_position < 0) return;
     const PagedRows pages(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                           r.page_size, kPageGranuleBytes);
     const PagedRows::Place at = pages.place(r.first_position + source_row);

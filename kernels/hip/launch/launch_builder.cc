@@ -133,7 +133,11 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = pages_.AddDigests(slot, launch);
   if (s.ok()) s = pages_.AddPages(slot, launch.pages);
   if (s.ok()) s = pages_.AddTables(slot, launch);
-  if (s.ok()) s = pages_.AddAppends(slot, launch.appends);
+  // Between the two nothing is, so the projection's blocks stand by with their weights while a gate
+  // waits for another device, which needs none of this one's units.
+  const bool early =
+      slot.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
+  if (s.ok()) s = pages_.AddAppends(slot, launch.appends, early);
   if (s.ok()) s = index_.Add(slot, launch.selects);
   if (s.ok()) s = projections_.AddAbsorb(slot, launch.absorb);
   if (s.ok()) s = AddAttention(slot, index, launch.absorbed);

@@ -201,7 +201,8 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   return AddMoves(slot, {&all, 1});
 }
 
-absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendRecord> records) const {
+absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendRecord> records,
+                                  bool next_starts_early) const {
   if (records.empty()) return absl::OkStatus();
   const int64_t count = static_cast<int64_t>(records.size());
   absl::StatusOr<int64_t> prefix = launch.metadata().Take((count + 1) * sizeof(int32_t));
@@ -242,6 +243,7 @@ absl::Status PageWork::AddAppends(LaunchSlot& launch, std::span<const AppendReco
   args.page_tables = device_.table_mirror.As<uint32_t>();
   args.pool = device_.pool.As<uint8_t>() + layer;
   args.count = static_cast<int32_t>(count);
+  args.next_starts_early = next_starts_early ? 1 : 0;
   args.late = launch.late_word();
   const LaunchShape shape{.grid_x = BlocksFor(rows, device_.arch->waves_per_block),
                           .threads = kBlockThreads,

@@ -34,7 +34,9 @@ class PageWork final {
   // table, RESOURCE_EXHAUSTED beyond the limits.
   absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
   absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
-  absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records) const;
+  // `next_starts_early`: see AppendArgs.
+  absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records,
+                          bool next_starts_early) const;
   // Digests of the transfers that want some. REQUIRES: CheckPageTransfers of both lists.
   absl::Status AddDigests(LaunchSlot& slot, const Launch& launch);
   // None for no tensors. `begun` and `lasted` as of CopyTensorsArgs.

@@ -42,7 +42,7 @@ absl::Status ProjectWork::Check(const char* verb, std::span<const ProjectionReco
 }
 
 absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionRecord> records,
-                              const ProjectArgs& args) {
+                              bool absorbs, const ProjectArgs& args) {
   tiles_.clear();
   rows_.clear();
   const int64_t in_bytes = args.in_is_f32 ? 4 : 2, out_bytes = args.out_is_f32 ? 4 : 2;
@@ -75,17 +75,23 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
     }
   }
   if (tiles_.empty()) return absl::OkStatus();
-  auto rows = launch.metadata().Put(std::span<const ProjectRow>(rows_));
-  if (!rows.ok()) return rows.status();
-  auto tiles = launch.metadata().Put(std::span<const ProjectTile>(tiles_));
-  if (!tiles.ok()) return tiles.status();
-  ProjectArgs complete = args;
-  complete.rows = *rows;
-  complete.tiles = *tiles;
-  complete.weights += layer;
   const bool rows_alone =
       device_.kernels.project_row_wide != nullptr &&
       std::all_of(tiles_.begin(), tiles_.end(), [](const ProjectTile& t) { return t.rows == 1; });
+  ProjectArgs complete = args;
+  if (rows_alone && tiles_.size() == 1) {
+    complete.only_tile = tiles_[0];
+    complete.only_row = rows_[0];
+    complete.only_weights = absorbs ? device_.weights.UkOf(layer) : device_.weights.UvOf(layer);
+  } else {
+    auto rows = launch.metadata().Put(std::span<const ProjectRow>(rows_));
+    if (!rows.ok()) return rows.status();
+    auto tiles = launch.metadata().Put(std::span<const ProjectTile>(tiles_));
+    if (!tiles.ok()) return tiles.status();
+    complete.rows = *rows;
+    complete.tiles = *tiles;
+    complete.weights = (absorbs ? device_.weights.w_uk() : device_.weights.w_uv()) + layer;
+  }
   LaunchShape shape{.grid_x = static_cast<uint32_t>(tiles_.size()),
                     .threads = kBlockThreads,
                     .overlap_predecessor = true};
@@ -102,31 +108,35 @@ absl::Status ProjectWork::Add(LaunchSlot& launch, std::span<const ProjectionReco
                                            device_.arch->project_row_deep_shared_bytes);
 }
 
-absl::Status ProjectWork::AddChecked(LaunchSlot& slot, const char* verb,
-                                     const Projection& projection, ProjectArgs args) {
-  if (absl::Status s = Check(verb, projection.records); !s.ok()) return s;
+absl::Status ProjectWork::AddChecked(LaunchSlot& slot, bool absorbs, const Projection& projection,
+                                     ProjectArgs args) {
+  absl::Status s = Check(absorbs ? "absorb" : "project", projection.records);
+  if (!s.ok()) return s;
   args.weight_panels = device_.weights.InPanels(projection.geometry);
   args.in_is_f32 = projection.in == DType::kF32;
   args.out_is_f32 = projection.out == DType::kF32;
   args.late = slot.late_word();
-  return Add(slot, projection.records, args);
+  return Add(slot, projection.records, absorbs, args);
+}
+
+bool ProjectWork::StartsEarly(const Projection& projection) const {
+  return device_.kernels.project_row_wide != nullptr && projection.records.size() == 1 &&
+         projection.records[0].rows == 1;
 }
 
 absl::Status ProjectWork::AddAbsorb(LaunchSlot& slot, const Projection& projection) {
   ProjectArgs args = {};
-  args.weights = device_.weights.w_uk();
   args.k = projection.geometry.nope_dim;
   args.n = projection.geometry.kv_lora_rank;
   args.copy = projection.geometry.rope_dim;
-  return AddChecked(slot, "absorb", projection, args);
+  return AddChecked(slot, true, projection, args);
 }
 
 absl::Status ProjectWork::AddProject(LaunchSlot& slot, const Projection& projection) {
   ProjectArgs args = {};
-  args.weights = device_.weights.w_uv();
   args.k = projection.geometry.kv_lora_rank;
   args.n = projection.geometry.v_dim;
-  return AddChecked(slot, "project", projection, args);
+  return AddChecked(slot, false, projection, args);
 }
 
 }  // namespace mla::kernels::hip

@@ -25,6 +25,10 @@ class ProjectWork final {
   // Bytes of metadata that a launch may take here, at most.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
+  // Whether the kernel of that projection waits for what it reads of the launch's other kernels
+  // after it has begun to read its weights, and takes no word of a gate for granted before.
+  bool StartsEarly(const Projection& projection) const;
+
   // FAILED_PRECONDITION for heads whose weights are not there, RESOURCE_EXHAUSTED beyond the
   // limits.
   absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
@@ -32,11 +36,11 @@ class ProjectWork final {
 
  private:
   absl::Status Check(const char* verb, std::span<const ProjectionRecord> records) const;
-  // `args` but for what `projection` says of weights, dtypes and records.
-  absl::Status AddChecked(LaunchSlot& slot, const char* verb, const Projection& projection,
+  // `args` but for what `projection` says of weights, dtypes and records. `absorbs`: with W_UK.
+  absl::Status AddChecked(LaunchSlot& slot, bool absorbs, const Projection& projection,
                           ProjectArgs args);
-  // `args` but for rows and tiles, which are made of `records`.
-  absl::Status Add(LaunchSlot& slot, std::span<const ProjectionRecord> records,
+  // `args` but for weights, and for rows and tiles, which are made of `records`.
+  absl::Status Add(LaunchSlot& slot, std::span<const ProjectionRecord> records, bool absorbs,
                    const ProjectArgs& args);
 
   const DeviceState& device_;

@@ -126,7 +126,7 @@ SlotMemory LaunchSlot::Memory() const {
 void LaunchSlot::Begin(const Launch& launch, bool alone) {
   const int64_t bytes = BytesOf(launch.inputs);
   input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
-  has_input_ = gated_ = was_late_ = behind_gate_ = false;
+  has_input_ = gated_ = was_late_ = behind_gate_ = gate_is_far_ = false;
   waited_ns_ = 0;
   signals_ = false;
   signal_copy_ = {};

@@ -101,7 +101,12 @@ class LaunchSlot {
   const Move& signal_copy() const { return signal_copy_; }
   // The timed kernels begin with a gate (gate_args.h), the last kernel so far, and end with a
   // signal, which brings its outcome to pinned memory. Wait's time is without what it waited.
-  void NoteGate() { gated_ = behind_gate_ = true; }
+  // `far`: what it waits for is done by another device.
+  void NoteGate(bool far) {
+    gated_ = behind_gate_ = true;
+    gate_is_far_ = far;
+  }
+  bool gate_is_far() const { return gate_is_far_; }
   // Where the copies of a launch that is one sequence leave what Wait's time is of
   // (CopyTensorsArgs); null for other launches.
   uint64_t* kernels_begun() const { return one_sequence_ ? &gate_outcome()->ended : nullptr; }
@@ -191,6 +196,7 @@ class LaunchSlot {
   bool one_sequence_ = false;  // of kernels, copies included
   bool gated_ = false, was_late_ = false;
   bool behind_gate_ = false;  // the next kernel is
+  bool gate_is_far_ = false;
   bool signals_ = false;
   int64_t waited_ns_ = 0;
   const std::shared_ptr<PinnedRanges> pinned_;

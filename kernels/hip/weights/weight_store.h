@@ -39,11 +39,19 @@ class WeightStore final {
 
   bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
+  // Where they lie on the device, of a slot that holds any.
+  const uint16_t* UkOf(int32_t slot) const { return Published(slot); }
+  const uint16_t* UvOf(int32_t slot) const {
+    return Published(slot + static_cast<int32_t>(slots_.size()));
+  }
   // On the device: by slot, where its matrices lie.
   const uint16_t* const* w_uk() const { return pointers_.As<const uint16_t*>(); }
   const uint16_t* const* w_uv() const { return w_uk() + slots_.size(); }
 
  private:
+  const uint16_t* Published(int32_t index) const {
+    return reinterpret_cast<uint16_t* const*>(pointers_host_.data())[index];
+  }
   struct Slot {
     Geometry geometry;
     std::vector<bool> loaded;  // by head, whether it has come
