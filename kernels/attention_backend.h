@@ -64,6 +64,9 @@ struct BackendInfo {
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
   // InPlace) than with copies of them. 0: no launch is.
   int64_t in_place_bytes = 0;
+  // Launches in the absorbed form whose queries are copied are faster in chunks of at least this
+  // many bytes of queries (Launch::absorbed_chunks). 0: it takes no chunks.
+  int64_t chunk_bytes = 0;
   // Launches wait on the device for words of host memory (Launch::gate).
   bool waits_for_words = false;
   // Queries may lie in fragments (kernels/input_fragments.h).

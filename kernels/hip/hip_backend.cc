@@ -111,7 +111,7 @@ HipBackend::HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRunt
 
 HipBackend::~HipBackend() {
   Release();
-  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) runtime_->Destroy(stream);
+  for (Stream stream : streams_.all()) runtime_->Destroy(stream);
   runtime_->Unload(module_);
 }
 
@@ -247,7 +247,7 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
 }
 
 void HipBackend::Release() {
-  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
+  for (Stream stream : streams_.all()) {
     if (stream != nullptr) (void)runtime_->Synchronize(stream);
   }
   slots_.clear();

@@ -1,6 +1,8 @@
 #include "scheduler/launching/launcher.h"
 
 #include <algorithm>
+#include <array>
+#include <span>
 #include <utility>
 
 #include "scheduler/launching/launch_sizes.h"
@@ -10,7 +12,7 @@ namespace {
 
 using kernels::AttentionForm;
 
-int32_t WidestHeads(const std::vector<PlanSegment>& requests) {
+int32_t WidestHeads(std::span<const PlanSegment> requests) {
   int32_t heads = 1;
   for (const PlanSegment& request : requests) heads = std::max(heads, request.num_heads);
   return heads;
@@ -20,6 +22,50 @@ template <typename T>
 int32_t CountDistinct(std::vector<T>& values) {
   std::sort(values.begin(), values.end());
   return static_cast<int32_t>(std::unique(values.begin(), values.end()) - values.begin());
+}
+
+// Whether queries and outputs of the batch are copied, request by request in their order.
+bool CopiesInOrder(const Batch& batch) {
+  return batch.key.profile == Profile::kAbsorbed && batch.slices.empty() && batch.runs.empty() &&
+         std::none_of(batch.requests.begin(), batch.requests.end(), [](const StreamRequest* r) {
+           return r->attend.on_device || Selects(r->attend);
+         });
+}
+
+constexpr int32_t kShares = 32;
+// Of the bytes of queries, the shares that the chunks up to each have, by the number of chunks.
+// Chunks become smaller: nothing hides the kernels of the last one, nor its outputs.
+constexpr int32_t kSharesUpTo[kernels::kMostChunks + 1][kernels::kMostChunks] = {
+    {}, {kShares}, {18, kShares}, {13, 24, kShares}, {10, 19, 27, kShares}};
+
+// Cuts the records of the absorbed form into chunks (Launch::absorbed_chunks) of at least
+// `least_bytes` of queries, as far as records allow; the record behind the last one of each chunk.
+std::span<const size_t> CutIntoChunks(const BatchLaunch& launch, int64_t least_bytes,
+                                      std::array<size_t, kernels::kMostChunks>& ends) {
+  const std::vector<kernels::SegmentRecord>& records = launch.absorbed.records;
+  const auto out_of_order = [](const auto& a, const auto& b) { return a.q >= b.q || a.o >= b.o; };
+  ends[0] = records.size();
+  if (least_bytes == 0 || !CopiesInOrder(launch.batch) ||
+      std::adjacent_find(records.begin(), records.end(), out_of_order) != records.end()) {
+    return std::span(ends).first(1);
+  }
+  const int64_t element = kernels::ElementSize(launch.batch.key.q_dtype);
+  const auto bytes = [element](const kernels::SegmentRecord& r) {
+    return r.q_rows * r.q_row_stride * element;
+  };
+  int64_t all = 0, before = 0;
+  for (const kernels::SegmentRecord& r : records) all += bytes(r);
+  const auto chunks =
+      static_cast<size_t>(std::clamp<int64_t>(all / least_bytes, 1, int64_t{kernels::kMostChunks}));
+  size_t count = 0, next = 0;  // chunks that are cut, and of all that may be
+  for (size_t i = 0; i < records.size(); ++i) {
+    before += bytes(records[i]);
+    const auto full = [&] { return before * kShares >= all * kSharesUpTo[chunks][next]; };
+    if (!full()) continue;
+    ends[count++] = i + 1;
+    while (next + 1 < chunks && full()) ++next;
+  }
+  return std::span(ends).first(count);
 }
 
 // Whether the host looks at the request's tensors behind its launch whatever came of it
@@ -150,9 +196,34 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   return desc;
 }
 
+absl::Status Launcher::PlanRecords(FormRecords& form, size_t begin, size_t end, BatchLaunch* to,
+                                   kernels::AttentionParams* params) {
+  params->segments = std::span(form.records).subspan(begin, end - begin);
+  const std::span<const PlanSegment> lengths = std::span(form.lengths).subspan(begin, end - begin);
+  const int32_t least_keys = backend_->Info().fp8_prefill_keys;
+  if (params->desc.form == AttentionForm::kExpanded && least_keys > 0 &&
+      MeanSeenKeys(params->segments) >= least_keys) {
+    kernels::AttentionDesc desc = params->desc;
+    desc.products = to->batch.key.products;
+    if (backend_->CanRun(desc).ok()) params->desc = desc;
+  }
+  // Cut for the heads that are there: few heads of a large model need not share units as all do.
+  kernels::AttentionDesc widest = params->desc;
+  widest.geometry.num_heads = WidestHeads(lengths);
+  absl::StatusOr<const ExecutionPlan*> plan =
+      plans_->Get(lengths, backend_->Traits(widest), to->slot);
+  if (!plan.ok()) return plan.status();
+  params->plan = (*plan)->view();
+  LaunchReport& report = to->report;
+  report.work_items += static_cast<int32_t>(params->plan.work_info.size());
+  report.partials += static_cast<int32_t>(params->plan.reduce_partial_map.size());
+  report.imbalance = std::max(report.imbalance, (*plan)->imbalance());
+  return absl::OkStatus();
+}
+
 absl::Status Launcher::Plan(BatchLaunch* to) {
   const uint64_t misses = plans_->stats().misses;
-  LaunchReport& report = to->report;
+  to->chunks.clear();
   const struct {
     AttentionForm form;
     FormRecords& records;
@@ -162,33 +233,34 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
       {AttentionForm::kExpanded, to->expanded, to->launch.expanded},
   };
   for (const auto& form : forms) {
-    if (form.records.records.empty()) {
-      form.params = {};
+    form.params = {};
+    const size_t records = form.records.records.size();
+    if (records == 0) continue;
+    kernels::AttentionParams params;
+    params.desc = Desc(to->batch.key, form.form);
+    params.q_fragments = form.records.fragments.Of(records);
+    params.windows = form.records.windows;
+    const int64_t chunk_bytes =
+        form.form == AttentionForm::kAbsorbed ? backend_->Info().chunk_bytes : 0;
+    std::array<size_t, kernels::kMostChunks> places;
+    const std::span<const size_t> ends = CutIntoChunks(*to, chunk_bytes, places);
+    if (ends.size() == 1) {
+      form.params = params;
+      absl::Status s = PlanRecords(form.records, 0, records, to, &form.params);
+      if (!s.ok()) return s;
       continue;
     }
-    form.params.desc = Desc(to->batch.key, form.form);
-    form.params.segments = form.records.records;
-    const int32_t least_keys = backend_->Info().fp8_prefill_keys;
-    if (form.form == AttentionForm::kExpanded && least_keys > 0 &&
-        MeanSeenKeys(form.records.records) >= least_keys) {
-      kernels::AttentionDesc desc = form.params.desc;
-      desc.products = to->batch.key.products;
-      if (backend_->CanRun(desc).ok()) form.params.desc = desc;
+    size_t begin = 0;
+    for (const size_t end : ends) {
+      kernels::AttentionParams& chunk = to->chunks.emplace_back(params);
+      if (!params.windows.empty()) chunk.windows = params.windows.subspan(begin, end - begin);
+      absl::Status s = PlanRecords(form.records, begin, end, to, &chunk);
+      if (!s.ok()) return s;
+      begin = end;
     }
-    form.params.q_fragments = form.records.fragments.Of(form.records.records.size());
-    form.params.windows = form.records.windows;
-    // Cut for the heads that are there: few heads of a large model need not share units as all do.
-    kernels::AttentionDesc widest = form.params.desc;
-    widest.geometry.num_heads = WidestHeads(form.records.lengths);
-    absl::StatusOr<const ExecutionPlan*> plan =
-        plans_->Get(form.records.lengths, backend_->Traits(widest), to->slot);
-    if (!plan.ok()) return plan.status();
-    form.params.plan = (*plan)->view();
-    report.work_items += static_cast<int32_t>(form.params.plan.work_info.size());
-    report.partials += static_cast<int32_t>(form.params.plan.reduce_partial_map.size());
-    report.imbalance = std::max(report.imbalance, (*plan)->imbalance());
   }
-  report.plan_reused = plans_->stats().misses == misses;
+  to->launch.absorbed_chunks = to->chunks;
+  to->report.plan_reused = plans_->stats().misses == misses;
   return absl::OkStatus();
 }
 

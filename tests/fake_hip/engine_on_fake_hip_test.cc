@@ -30,7 +30,7 @@ fake_hip::Control& Control() {
   return *control;
 }
 
-std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0) {
+std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0, int32_t heads = kHeads) {
   Control() = fake_hip::Control();
   HipBackendOptions options;
   options.libraries = {kLibrary};
@@ -40,13 +40,18 @@ std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0) {
   EXPECT_TRUE(backend.ok()) << backend.status();
   scheduler::testing::HarnessOptions harness;
   harness.limits = scheduler::testing::TinyLimits();
-  harness.limits.max_heads = kHeads;
+  harness.limits.max_heads = heads;
   harness.limits.max_row_dim = kRowDim;
   harness.limits.launch_packed_rows = 8 * kHeads;
+  if (heads > kHeads) {
+    harness.limits.launch_rows = harness.limits.prefill_rows = harness.limits.max_step_rows = 40;
+    harness.limits.launch_packed_rows = 40 * heads;
+    harness.limits.max_step_sequences = 16;
+  }
   harness.limits.max_participants = kHeads;
   harness.limits.kv_cache_bytes = 4 << 20;
   harness.model = scheduler::testing::TinyModel();
-  harness.model.geometry = {kHeads, 512, 64, 8, 8};
+  harness.model.geometry = {heads, 512, 64, 8, 8};
   harness.model.softmax_scale = 0.05;
   if (top_k > 0) harness.model.attention = AttentionKind::kSparse;
   harness.model.top_k = top_k;
@@ -208,6 +213,52 @@ TEST(EngineOnFakeHip, RowsAttendToTheirIndexLists) {
   request->output.erase(request->output.begin(), request->output.begin() + kHeads * 512);
   request->lse.erase(request->lse.begin(), request->lse.begin() + kHeads);
   EXPECT_LT(h->Error(*request, of_b, {1, 2, 2}, 5), kTolerance);
+}
+
+// Queries and outputs of 5 MiB go in four chunks, where copies reach them. On the fake, kernels
+// that do not wait for their chunk's queries compute with what was there before, and outputs that
+// do not wait for their kernels are zeros.
+TEST(EngineOnFakeHip, LargeStepsAreComputedInChunks) {
+  constexpr int kManyHeads = 128, kSequences = 12, kRowsOfEach = 3;
+  for (const bool pinned : {true, false}) {
+    SCOPED_TRACE(pinned ? "pinned" : "staged");
+    auto h = Harness(0, kManyHeads);
+    const StreamId stream = h->core().OpenStream(h->tenant());
+    std::vector<scheduler::StepSequenceArgs> begun;
+    for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, kRowsOfEach});
+    ASSERT_TRUE(h->Begin(stream, 1, begun)->status.ok());
+    const std::vector<Row> rows = Rows(kRowsOfEach, 7);
+    std::vector<Row> sent;
+    std::vector<int> seen;
+    for (int i = 0; i < kSequences * kRowsOfEach; ++i) {
+      sent.push_back(rows[static_cast<size_t>(i % kRowsOfEach)]);
+      seen.push_back(1 + i % kRowsOfEach);
+    }
+    for (const int layer : {0, 1}) {
+      const auto q_key = static_cast<uint64_t>(5 + layer);
+      auto request =
+          h->Unsent(stream, 1, layer, 0, static_cast<int>(sent.size()), sent, 0, kManyHeads, q_key);
+      const std::span<std::byte> tensors[] = {std::as_writable_bytes(std::span(request->queries)),
+                                              std::as_writable_bytes(std::span(request->output))};
+      const size_t registered = pinned ? std::size(tensors) : 0;
+      for (const auto& memory : std::span(tensors).first(registered)) {
+        ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
+      }
+      const int64_t in = Control().copies_in, out = Control().copies_out;
+      h->Submit(request.get());
+      Settle(*h);
+      ASSERT_TRUE(request->answered());
+      ASSERT_TRUE(request->status.ok()) << request->status;
+      EXPECT_EQ(request->timings.launch_requests, 1);
+      EXPECT_LT(h->Error(*request, scheduler::testing::Pointers(rows), seen, q_key), kTolerance);
+      // Metadata and KV rows, the plans of 4, 3 and 1 sequences with the first layer, and queries.
+      EXPECT_EQ(Control().copies_in - in, 2 + (layer == 0 ? 3 : 0) + (pinned ? 4 : 0));
+      EXPECT_EQ(Control().copies_out - out, pinned ? 1 + 4 : 1);
+      for (const auto& memory : std::span(tensors).first(registered)) {
+        h->core().backend().UnregisterHost(memory);
+      }
+    }
+  }
 }
 
 class EngineOnFakeHipTest : public ::testing::TestWithParam<int> {};

@@ -37,9 +37,11 @@ int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
   return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
 }
 
-// A launch holds one of each form, at most; two more, so that compositions which alternate find
-// theirs again.
-int32_t PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
+// A launch holds one for each chunk, or one of each form; two more, so that compositions which
+// alternate find theirs again.
+int32_t PlanCopies(const BackendLimits& l) {
+  return static_cast<int32_t>(kMostChunks) * l.launch_slots + 2;
+}
 
 }  // namespace
 
@@ -124,6 +126,23 @@ absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
   return expanded ? expanded_.Add(slot, params, *plan) : absorbed_.Add(slot, params, *plan);
 }
 
+absl::Status LaunchBuilder::AddChunks(LaunchSlot& slot, int32_t index,
+                                      std::span<const AttentionParams> chunks) {
+  const auto first = [](const void* at) { return reinterpret_cast<DevicePtr>(at); };
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (chunks[i].segments.empty()) return absl::InvalidArgumentError("run: a chunk of no segment");
+    const SegmentRecord& begin = chunks[i].segments.front();
+    if (i > 0) {
+      absl::Status s = slot.BeginChunk(first(begin.q), first(begin.o));
+      if (!s.ok()) return s;
+    } else {
+      slot.SetFirstOutput(first(begin.o));
+    }
+    if (absl::Status s = AddAttention(slot, index, chunks[i]); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
   absl::Status s = pages_.AddTensors(slot, slot.input_moves(), slot.kernels_begun(), nullptr);
   slot.BeginTimed();
@@ -141,6 +160,7 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = index_.Add(slot, launch.selects);
   if (s.ok()) s = projections_.AddAbsorb(slot, launch.absorb);
   if (s.ok()) s = AddAttention(slot, index, launch.absorbed);
+  if (s.ok()) s = AddChunks(slot, index, launch.absorbed_chunks);
   if (s.ok()) s = projections_.AddProject(slot, launch.project);
   if (s.ok()) s = AddAttention(slot, index, launch.expanded);
   if (s.ok()) s = gate_.AddTimedSignals(slot, launch.signals);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -47,6 +48,7 @@ class LaunchBuilder final {
  private:
   LaunchBuilder(const DeviceState& device, const BackendLimits& limits);
   absl::Status AddAttention(LaunchSlot& slot, int32_t index, const AttentionParams& params);
+  absl::Status AddChunks(LaunchSlot& slot, int32_t index, std::span<const AttentionParams> chunks);
   absl::Status CheckAttention(const AttentionParams& params) const;
 
   const DeviceState& device_;

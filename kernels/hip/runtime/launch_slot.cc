@@ -54,6 +54,29 @@ void AddPieces(Moves& moves, DevicePtr to, int64_t to_pitch, DevicePtr from, int
   }
 }
 
+constexpr DevicePtr kNoEnd = ~DevicePtr{0};
+
+// What lies at device addresses [begin, end) of the tensor; one whose rows lie apart is there whole
+// or not at all. No rows: nothing.
+template <class Tensor>
+Tensor PartWithin(const Tensor& tensor, DevicePtr begin, DevicePtr end) {
+  Tensor part = tensor;
+  const auto at = reinterpret_cast<DevicePtr>(tensor.device);
+  if (tensor.rows > 1 && tensor.pitch != tensor.row_bytes) {
+    if (at < begin || at >= end) part.rows = 0;
+    return part;
+  }
+  const DevicePtr last = at + static_cast<DevicePtr>(tensor.rows * tensor.row_bytes);
+  const DevicePtr first = std::max(at, begin);
+  const DevicePtr behind = std::min(last, end);
+  part.rows = behind > first ? 1 : 0;
+  if (part.rows == 0) return part;
+  part.host += first - at;
+  part.device += first - at;
+  part.row_bytes = part.pitch = static_cast<int64_t>(behind - first);
+  return part;
+}
+
 DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
 
 absl::Status Full(const char* what, size_t limit) {
@@ -93,17 +116,22 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   }
   slot->digests_ = *std::move(made_digests);
   slot->digests_back_ = *std::move(digests_back);
-  for (Event* event : {&slot->inputs_ready_, &slot->started_, &slot->computed_, &slot->done_}) {
+  std::vector<Event*> events = {&slot->started_, &slot->done_};
+  for (ChunkEvents& chunk : slot->events_) {
+    events.insert(events.end(), {&chunk.inputs_ready, &chunk.computed});
+  }
+  for (Event* event : events) {
     absl::StatusOr<Event> made = runtime->CreateEvent();
     if (!made.ok()) return made.status();
     *event = *made;
   }
+  slot->chunks_.reserve(kMostChunks);
   slot->kernels_.reserve(kMaxKernels + static_cast<size_t>(sizes.page_ranges));
   slot->direct_in_.reserve(kMaxTransfers);
   slot->direct_out_.reserve(kMaxTransfers);
   slot->reached_.reserve(kMaxTransfers);
-  // Those before the timed ones, these, and those behind.
-  slot->one_by_one_.reserve(3);
+  // Those before the timed ones, these by chunk, and those behind.
+  slot->one_by_one_.reserve(2 + kMostChunks);
   if (auto graphs = KernelGraphs::Open(runtime); graphs.ok()) slot->graphs_ = *std::move(graphs);
   slot->input_moves_.reserve(kMoves);
   slot->output_moves_.reserve(kMoves);
@@ -112,7 +140,10 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
 
 LaunchSlot::~LaunchSlot() {
   if (running_) EndCopies();
-  for (Event event : {inputs_ready_, started_, computed_, done_}) runtime_->Destroy(event);
+  for (const ChunkEvents& chunk : events_) {
+    for (Event event : {chunk.inputs_ready, chunk.computed}) runtime_->Destroy(event);
+  }
+  for (Event event : {started_, done_}) runtime_->Destroy(event);
 }
 
 SlotMemory LaunchSlot::Memory() const {
@@ -125,7 +156,8 @@ SlotMemory LaunchSlot::Memory() const {
 
 void LaunchSlot::Begin(const Launch& launch, bool alone) {
   const int64_t bytes = BytesOf(launch.inputs);
-  input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
+  const bool whole = launch.absorbed_chunks.empty();
+  input_stream_ = alone && whole && bytes <= kMovedBytes ? streams_.compute : streams_.in;
   has_input_ = gated_ = was_late_ = behind_gate_ = gate_is_far_ = false;
   waited_ns_ = 0;
   signals_ = false;
@@ -138,11 +170,12 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   kernels_.clear();
   one_by_one_.clear();
   timed_begin_ = timed_end_ = 0;
+  chunks_.assign(1, Chunk());
   input_moves_.clear();
   output_moves_.clear();
   one_sequence_ = false;
   writes_ = reads_ = {};
-  if (!alone || !runtime_->kernels_reach_host()) return;
+  if (!alone || !whole || !runtime_->kernels_reach_host()) return;
   if (bytes <= kMovedBytes && InFewPieces(launch.inputs, kMoves)) FindInputMoves(launch.inputs);
   if (BytesOf(launch.outputs) <= kMovedBytes && InFewPieces(launch.outputs, kMoves)) {
     FindOutputMoves(launch.outputs);
@@ -265,7 +298,17 @@ absl::Status LaunchSlot::CopyOutput(const HostOutput& out, Stream stream) {
                                        out.rows, stream);
 }
 
-absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
+absl::Status LaunchSlot::BeginChunk(DevicePtr inputs, DevicePtr outputs) {
+  const Chunk& last = chunks_.back();
+  if (chunks_.size() == kMostChunks) return Full("chunks", kMostChunks);
+  if (inputs <= last.inputs_begin || outputs <= last.outputs_begin) {
+    return absl::InvalidArgumentError("run.absorbed_chunks: not in the order of their tensors");
+  }
+  chunks_.push_back({kernels_.size(), inputs, outputs});
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::EnqueueStaged(std::span<const HostInput> inputs) {
   const Stream stream = input_stream_;
   if (metadata_.changed()) {
     absl::Status s =
@@ -285,20 +328,50 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   }
   // Bytes that pass through the region travel as one copy; gaps left by direct ones are rewritten
   // by those, which follow on the same stream.
-  if (staged_end > 0) {
-    absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
-    if (!s.ok()) return s;
-    NoteInput();
-  }
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const HostInput& in = inputs[i];
-    if (!direct_in_[i] || in.in_place() || in.row_bytes == 0 || in.rows == 0) continue;
+  if (staged_end == 0) return absl::OkStatus();
+  NoteInput();
+  return runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
+}
+
+absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs, size_t chunk) {
+  const Stream stream = input_stream_;
+  const bool last = chunk + 1 == chunks_.size();
+  const DevicePtr begin = chunks_[chunk].inputs_begin;
+  const DevicePtr end = last ? kNoEnd : chunks_[chunk + 1].inputs_begin;
+  for (size_t i = 0; i < inputs.size() && input_moves_.empty(); ++i) {
+    if (!direct_in_[i] || inputs[i].in_place()) continue;
+    const HostInput in = PartWithin(inputs[i], begin, end);
+    if (in.row_bytes == 0 || in.rows == 0) continue;
     if (absl::Status s = CopyInput(in, stream); !s.ok()) return s;
     NoteInput();
   }
   if (stream == streams_.compute || !has_input_) return absl::OkStatus();
-  if (absl::Status s = runtime_->Record(inputs_ready_, streams_.in); !s.ok()) return s;
-  return runtime_->WaitFor(streams_.compute, inputs_ready_);
+  return runtime_->Record(events_[chunk].inputs_ready, stream);
+}
+
+absl::Status LaunchSlot::EnqueueChunk(const Launch& launch, DevicePtr pool, size_t chunk) {
+  const ChunkEvents& events = events_[chunk];
+  const bool last = chunk + 1 == chunks_.size();
+  absl::Status s;
+  if (has_input_ && input_stream_ != streams_.compute) {
+    s = runtime_->WaitFor(streams_.compute, events.inputs_ready);
+  }
+  if (chunk == 0) {
+    if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
+    if (s.ok()) s = EnqueueKernels(0, timed_begin_);
+  }
+  const size_t begin = std::max(timed_begin_, chunks_[chunk].kernels_begin);
+  const size_t end = last ? timed_end_ : chunks_[chunk + 1].kernels_begin;
+  if (s.ok() && chunk == 0 && !gated_) s = runtime_->Record(started_, streams_.compute);
+  if (s.ok()) s = EnqueueKernels(begin, end);
+  if (s.ok() && last) s = EnqueueReads(launch.page_reads, pool);
+  if (s.ok()) s = runtime_->Record(events.computed, streams_.compute);
+  if (!s.ok()) return s;
+  if (last) return EnqueueOutputs(launch.outputs);
+  s = runtime_->WaitFor(streams_.out, events.computed);
+  return s.ok() ? CopyOutputs(launch.outputs, chunks_[chunk].outputs_begin,
+                              chunks_[chunk + 1].outputs_begin)
+                : s;
 }
 
 absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool) {
@@ -364,26 +437,32 @@ void LaunchSlot::FindDirectOutputs(std::span<const HostOutput> outputs) {
 }
 
 absl::Status LaunchSlot::EnqueueSequence(const Launch& launch) {
-  FindDirectOutputs(launch.outputs);
   end_ = done_;
-  absl::Status s = EnqueueInputs(launch.inputs);
+  absl::Status s = EnqueueStaged(launch.inputs);
   if (s.ok()) s = EnqueueKernels(0, kernels_.size());
   return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
 }
 
-absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
-  end_ = computed_;
-  if (outputs_in_place_) {
-    direct_out_.assign(outputs.size(), true);
-    return absl::OkStatus();
+absl::Status LaunchSlot::CopyOutputs(std::span<const HostOutput> outputs, DevicePtr begin,
+                                     DevicePtr end) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!direct_out_[i] || outputs[i].in_place()) continue;
+    const HostOutput out = PartWithin(outputs[i], begin, end);
+    if (out.row_bytes == 0 || out.rows == 0) continue;
+    if (absl::Status s = CopyOutput(out, streams_.out); !s.ok()) return s;
   }
-  FindDirectOutputs(outputs);
-  end_ = done_;
+  return absl::OkStatus();
+}
+
+absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
+  const Event computed = events_[chunks_.size() - 1].computed;
+  end_ = outputs_in_place_ ? computed : done_;
+  if (outputs_in_place_) return absl::OkStatus();
   if (!output_moves_.empty()) {
     absl::Status s = EnqueueKernels(timed_end_, kernels_.size());
     return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
   }
-  if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
+  if (absl::Status s = runtime_->WaitFor(streams_.out, computed); !s.ok()) return s;
   int64_t staged_end = 0;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const HostOutput& out = outputs[i];
@@ -396,25 +475,22 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
         runtime_->CopyOut(output_.host(0), output_.device(0), staged_end, streams_.out);
     if (!s.ok()) return s;
   }
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    const HostOutput& out = outputs[i];
-    if (!direct_out_[i] || out.in_place() || out.row_bytes == 0 || out.rows == 0) continue;
-    if (absl::Status s = CopyOutput(out, streams_.out); !s.ok()) return s;
-  }
-  return runtime_->Record(done_, streams_.out);
+  absl::Status s = CopyOutputs(outputs, chunks_.back().outputs_begin, kNoEnd);
+  if (s.ok()) s = CopyOutputs(outputs, 0, chunks_.front().outputs_begin);
+  return s.ok() ? runtime_->Record(done_, streams_.out) : s;
 }
 
 absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   absl::Status s = HoldInPlace(launch);
+  FindDirectOutputs(launch.outputs);
   if (s.ok() && one_sequence_) return EnqueueSequence(launch);
-  if (s.ok()) s = EnqueueInputs(launch.inputs);
-  if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
-  if (s.ok()) s = EnqueueKernels(0, timed_begin_);
-  if (s.ok() && !gated_) s = runtime_->Record(started_, streams_.compute);
-  if (s.ok()) s = EnqueueKernels(timed_begin_, timed_end_);
-  if (s.ok()) s = EnqueueReads(launch.page_reads, pool);
-  if (s.ok()) s = runtime_->Record(computed_, streams_.compute);
-  if (s.ok()) s = EnqueueOutputs(launch.outputs);
+  if (s.ok()) s = EnqueueStaged(launch.inputs);
+  if (s.ok()) s = EnqueueInputs(launch.inputs, 0);
+  // Copies of the next chunk come first: giving kernels to the device takes a while.
+  for (size_t chunk = 0; chunk < chunks_.size() && s.ok(); ++chunk) {
+    if (chunk + 1 < chunks_.size()) s = EnqueueInputs(launch.inputs, chunk + 1);
+    if (s.ok()) s = EnqueueChunk(launch, pool, chunk);
+  }
   return s;
 }
 
@@ -433,9 +509,7 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
     return s;
   }
   // What was enqueued still uses this slot's memory: let it end before the slot is used again.
-  for (Stream stream : {streams_.in, streams_.compute, streams_.out}) {
-    (void)runtime_->Synchronize(stream);
-  }
+  for (Stream stream : streams_.all()) (void)runtime_->Synchronize(stream);
   metadata_.Forget();
   EndCopies();
   return s;
@@ -476,7 +550,7 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
     }
   }
   if (one_sequence_) return static_cast<int64_t>(gate_report()->ended);
-  if (!gated_) return runtime_->ElapsedNs(started_, computed_);
+  if (!gated_) return runtime_->ElapsedNs(started_, events_[chunks_.size() - 1].computed);
   was_late_ = gate_report()->late != 0;
   waited_ns_ = static_cast<int64_t>(gate_report()->waited_ns);
   return static_cast<int64_t>(gate_report()->ended);

@@ -14,9 +14,12 @@
 // stays where it is. Where no output is copied, because kernels write all of them to the host's
 // memory, `computed` is the launch's end. Kernels between two events that came in this sequence
 // before are launched as one graph (kernel_graphs.h).
+//
+// Of a launch in chunks (Launch::absorbed_chunks) the three streams do so for each chunk.
 #ifndef MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -36,6 +39,7 @@ struct Streams {
   Stream in = nullptr;
   Stream compute = nullptr;
   Stream out = nullptr;
+  std::array<Stream, 3> all() const { return {in, compute, out}; }
 };
 
 struct SlotSizes {
@@ -91,6 +95,12 @@ class LaunchSlot {
   // copy.
   void BeginTimed() { timed_begin_ = kernels_.size(); }
   void EndTimed() { timed_end_ = kernels_.size(); }
+  // Where the outputs of the first chunk begin; those that lie before leave with the last chunk.
+  void SetFirstOutput(DevicePtr at) { chunks_.front().outputs_begin = at; }
+  // Kernels added from here on are those of the next chunk. What the launch copies to or from
+  // device addresses before these belongs to the chunks so far. INVALID_ARGUMENT when the addresses
+  // do not lie behind those of the chunk before.
+  absl::Status BeginChunk(DevicePtr inputs, DevicePtr outputs);
   // What the inputs of that launch travel on; its kernels wait for it if something does, which
   // NoteInput says where others than this class have enqueued it.
   Stream input_stream() const { return input_stream_; }
@@ -154,7 +164,8 @@ class LaunchSlot {
   // earlier and of later ones. `pool` is where the pool begins.
   absl::Status Submit(const Launch& launch, DevicePtr pool);
   absl::StatusOr<bool> Done() { return runtime_->Done(end_); }
-  // Waits, hands outputs over and returns the nanoseconds the kernels took. DEADLINE_EXCEEDED when
+  // Waits, hands outputs over and returns the nanoseconds the kernels took; of a launch in chunks,
+  // what they waited for queries in between is part of that. DEADLINE_EXCEEDED when
   // the device has not answered within `watchdog`.
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
 
@@ -173,12 +184,16 @@ class LaunchSlot {
   int64_t StageInput(const HostInput& in);
   absl::Status CopyInput(const HostInput& in, Stream stream);
   absl::Status CopyOutput(const HostOutput& out, Stream stream);
-  absl::Status EnqueueInputs(std::span<const HostInput> inputs);
+  // Metadata and what passes through the staged region.
+  absl::Status EnqueueStaged(std::span<const HostInput> inputs);
+  absl::Status EnqueueInputs(std::span<const HostInput> inputs, size_t chunk);
   // Keeps memory that kernels use in place pinned until the launch has ended.
   absl::Status HoldInPlace(const Launch& launch);
   // On the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels(size_t begin, size_t end);
+  // What waits for the chunk's inputs.
+  absl::Status EnqueueChunk(const Launch& launch, DevicePtr pool, size_t chunk);
   // All that a launch consists of which is one sequence.
   absl::Status EnqueueSequence(const Launch& launch);
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
@@ -186,7 +201,9 @@ class LaunchSlot {
   void TakeDigests(const Digests& digests) const;
   // Those that reach their host memory without the slot's staged region.
   void FindDirectOutputs(std::span<const HostOutput> outputs);
+  // Of the last chunk, with what outputs lie elsewhere.
   absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
+  absl::Status CopyOutputs(std::span<const HostOutput> outputs, DevicePtr begin, DevicePtr end);
 
   GpuRuntime* runtime_;
   Streams streams_;
@@ -218,8 +235,18 @@ class LaunchSlot {
   Move signal_copy_ = {};
   std::span<const HostOutput> outputs_;       // of the launch that runs
   std::vector<bool> direct_in_, direct_out_;  // by position in its inputs and outputs
-  Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
-  Event end_ = nullptr;  // of the launch that runs: computed_ or done_
+  struct Chunk {
+    size_t kernels_begin = 0;
+    DevicePtr inputs_begin = 0, outputs_begin = 0;
+  };
+  std::vector<Chunk> chunks_;  // of any launch one at least
+  struct ChunkEvents {
+    Event inputs_ready = nullptr, computed = nullptr;
+  };
+  std::array<ChunkEvents, kMostChunks> events_;  // by chunk
+  Event started_ = nullptr;                      // the first chunk's timed kernels begin
+  Event done_ = nullptr;
+  Event end_ = nullptr;  // of the launch that runs: done_, or that its last chunk is computed
   std::chrono::steady_clock::time_point submitted_;
   HostWork work_;
 };
