@@ -50,8 +50,19 @@ inline uint16_t WidenCode(uint8_t code, float scale) {
   return static_cast<uint16_t>(rounded | (code & 0x80u) << 8);
 }
 
+// The bits of a group's scale in row r, as fp32.
+inline uint32_t ScaleBits(const Fp8RowsArgs& args, int32_t r, int32_t group) {
+  uint32_t bits;
+  if (args.exponents != nullptr) {
+    const uint32_t exponent = args.exponents[r][group];
+    return exponent == 0 ? 1u << 22 : exponent << 23;  // 2^-127 is no normal number
+  }
+  memcpy(&bits, args.rows[r] + args.scales_at + 4 * group, sizeof bits);
+  return bits;
+}
+
 // `widen(codes, count, shift, out)` stores `count` codes, times 2^shift, as bf16, and nothing
-// behind them.
+// behind them. Groups of one scale that are neighbours, as those of most rows are, go in one call.
 template <typename Widen>
 inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
   for (int32_t r = 0; r < args.count; ++r) {
@@ -63,15 +74,13 @@ inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
       widen(row + args.rope_at, args.rope_dim, 0, rope);
       continue;
     }
-    for (int32_t i = 0, group = 0; i < args.latent_dim; i += args.group, ++group) {
-      const int32_t left = args.latent_dim - i < args.group ? args.latent_dim - i : args.group;
-      uint32_t bits;
-      if (args.exponents != nullptr) {
-        const uint32_t exponent = args.exponents[r][group];
-        bits = exponent == 0 ? 1u << 22 : exponent << 23;  // 2^-127 is no normal number
-      } else {
-        memcpy(&bits, row + args.scales_at + 4 * group, sizeof bits);
-      }
+    for (int32_t i = 0, next = 0, group = 0; i < args.latent_dim; i = next) {
+      const uint32_t bits = ScaleBits(args, r, group);
+      do {
+        next += args.group;
+        ++group;
+      } while (next < args.latent_dim && ScaleBits(args, r, group) == bits);
+      const int32_t left = (next < args.latent_dim ? next : args.latent_dim) - i;
       if (bits >= kSmallestScaleBits && bits <= kLargestScaleBits && (bits & 0x7fffffu) == 0) {
         widen(row + i, left, static_cast<int32_t>(bits >> 23) - 127, out + i);
         continue;
