@@ -180,7 +180,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
       if (spec.ok()) wanted.push_back(*std::move(spec));
     }
     of_format.full = sampler.full;
-    for (size_t i = 0; i < (kSlow ? 2 : 6) * std::size(kDirectedLists); ++i) {
+    for (size_t i = 0; i < (kSlow ? 2 : flags.many ? 6 : 3) * std::size(kDirectedLists); ++i) {
       auto spec =
           ParseCase(of_format, 7000000 + i * 7, kDirectedLists[i % std::size(kDirectedLists)]);
       if (spec.ok()) wanted.push_back(*std::move(spec));
@@ -188,7 +188,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   }
   sampler.kv_formats = backend.Info().kv_formats;
   const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
-  const int64_t samples = kSlow ? 10 : flags.many ? 400 : 80;
+  const int64_t samples = kSlow ? 10 : flags.many ? 400 : 56;
   for (const auto& more : {EdgeCases(sampler, 0, edges), SampleCases(sampler, 0, samples),
                            PrefillCases(sampler, kSlow        ? 0
                                                  : flags.many ? 4
@@ -196,7 +196,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
                            SparseCases(sampler, 0,
                                        kSlow        ? 6
                                        : flags.many ? 400
-                                                    : 60)}) {
+                                                    : 40)}) {
     wanted.insert(wanted.end(), more.begin(), more.end());
   }
   AddSpreadCases(sampler, kSlow ? 4 : flags.many ? 40 : 8, wanted);

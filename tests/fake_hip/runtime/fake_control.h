@@ -42,6 +42,7 @@ struct Control {
   const char* wrong_kernel = nullptr;  // if named, that one alone
   Flaw flaw = Flaw::kNone;             // of the attention kernels
   bool rounded_inputs = false;         // projections round fp32 inputs to bf16
+  void (*on_launch)(const char* kernel) = nullptr;  // called for each launch of a kernel
 
   // Counters.
   int64_t live_bytes = 0;  // of device memory

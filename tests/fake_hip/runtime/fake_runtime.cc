@@ -74,6 +74,7 @@ void Enqueue(const PendingLaunch& launch, Stream& stream) {
   Control& control = State().control;
   const Function& function = *launch.function;
   ++control.launches;
+  if (control.on_launch != nullptr) control.on_launch(function.name.c_str());
   control.expanded_launches += function.name.starts_with(kernels::hip::kExpandedPrefix);
   if (function.name == kernels::hip::kCopyTensorsKernel) {
     const auto* const copied =
