@@ -36,7 +36,7 @@
 #include "kernels/hip/runtime/device_sharing.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_images.h"
-#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {
 

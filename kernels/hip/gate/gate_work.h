@@ -6,7 +6,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/hip/device_state.h"
-#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/slot/launch_slot.h"
 #include "kernels/launch/launch.h"
 
 namespace mla::kernels::hip {

@@ -8,8 +8,8 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_params.h"
 #include "kernels/hip/device_state.h"
-#include "kernels/hip/runtime/launch_slot.h"
 #include "kernels/hip/runtime/plan_store.h"
+#include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {
 

@@ -13,8 +13,8 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/device_state.h"
-#include "kernels/hip/runtime/launch_slot.h"
 #include "kernels/hip/runtime/plan_store.h"
+#include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {
 

@@ -20,8 +20,8 @@
 #include "kernels/hip/launch/index_work.h"
 #include "kernels/hip/launch/page_work.h"
 #include "kernels/hip/launch/project_work.h"
-#include "kernels/hip/runtime/launch_slot.h"
 #include "kernels/hip/runtime/plan_store.h"
+#include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {
 

@@ -146,7 +146,7 @@ absl::Status PageWork::AddDigests(LaunchSlot& slot, const Launch& launch) {
   return absl::OkStatus();
 }
 
-absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,
+absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const TensorMove> moves,
                                   uint64_t* begun, uint64_t* lasted) {
   static_assert(LaunchSlot::kMoves <= kTensorCopies);
   if (moves.empty()) return absl::OkStatus();
@@ -155,7 +155,7 @@ absl::Status PageWork::AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::
   args.lasted = lasted;
   LaunchShape shape{
       .grid_x = 0, .threads = kBlockThreads, .overlap_predecessor = lasted != nullptr};
-  for (const LaunchSlot::Move& m : moves) {
+  for (const TensorMove& m : moves) {
     TensorCopy& copy = args.copies[args.count++];
     copy = {reinterpret_cast<uint8_t*>(m.to), reinterpret_cast<const uint8_t*>(m.from), m.bytes};
     shape.grid_x += static_cast<uint32_t>(copy.blocks());

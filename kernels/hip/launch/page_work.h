@@ -17,7 +17,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/device_state.h"
-#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/slot/launch_slot.h"
 #include "kernels/launch/page_ranges.h"
 
 namespace mla::kernels::hip {
@@ -40,8 +40,8 @@ class PageWork final {
   // Digests of the transfers that want some. REQUIRES: CheckPageTransfers of both lists.
   absl::Status AddDigests(LaunchSlot& slot, const Launch& launch);
   // None for no tensors. `begun` and `lasted` as of CopyTensorsArgs.
-  absl::Status AddTensors(LaunchSlot& slot, std::span<const LaunchSlot::Move> moves,
-                          uint64_t* begun, uint64_t* lasted);
+  absl::Status AddTensors(LaunchSlot& slot, std::span<const TensorMove> moves, uint64_t* begun,
+                          uint64_t* lasted);
 
  private:
   // No parts: no transfer wants digests.

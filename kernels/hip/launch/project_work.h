@@ -14,7 +14,7 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/device_state.h"
-#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {
 

@@ -1,13 +1,17 @@
 #include "tests/bench/gpu/gpu_programs.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <fstream>
 #include <iterator>
+#include <limits>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "kernels/dtype.h"
 
 namespace mla::bench {
 namespace {
@@ -79,6 +83,28 @@ absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(const std::stri
   const auto bytes = std::as_bytes(std::span<const char>(code));
   for (const char* arch : {"gfx950", "gfx942", "sm_90"}) options.images.push_back({arch, bytes});
   return AnyGpu(options);
+}
+
+double WorstOfAllowed(std::span<const std::byte> a, std::span<const std::byte> b,
+                      size_t row_values) {
+  const auto value = [](std::span<const std::byte> of, size_t i) {
+    kernels::Bf16 bits;
+    std::memcpy(&bits, of.data() + i * sizeof(bits), sizeof(bits));
+    return double{kernels::ToFloat(bits)};
+  };
+  double worst = 0;
+  const size_t values = std::min(a.size(), b.size()) / sizeof(kernels::Bf16);
+  for (size_t row = 0; row < values; row += row_values) {
+    double largest = 0, difference = 0;
+    for (size_t i = row; i < row + row_values; ++i) {
+      largest = std::max(largest, std::abs(value(a, i)));
+      const double here = std::abs(value(a, i) - value(b, i));
+      if (std::isnan(here)) return std::numeric_limits<double>::infinity();
+      difference = std::max(difference, here);
+    }
+    if (difference > 0) worst = std::max(worst, difference / (largest / 128));
+  }
+  return worst;
 }
 
 }  // namespace mla::bench

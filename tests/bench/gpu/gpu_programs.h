@@ -2,6 +2,7 @@
 #ifndef MLA_TESTS_BENCH_GPU_GPU_PROGRAMS_H_
 #define MLA_TESTS_BENCH_GPU_GPU_PROGRAMS_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -34,6 +35,12 @@ absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(
     kernels::hip::HipBackendOptions options = {});
 // The same with the device code in file `image` in place of what was built in, unless it is empty.
 absl::StatusOr<std::unique_ptr<kernels::hip::HipBackend>> AnyGpu(const std::string& image);
+
+// The largest difference of two outputs in bf16, rows of `row_values` values, over what those of
+// one request in two batches may differ by: 2^-7 of the row's largest value. Above 1, too, where
+// one is not a number.
+double WorstOfAllowed(std::span<const std::byte> a, std::span<const std::byte> b,
+                      size_t row_values);
 
 }  // namespace mla::bench
 

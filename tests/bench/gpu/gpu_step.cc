@@ -25,7 +25,6 @@
 // (--device).
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -36,7 +35,6 @@
 #include "absl/strings/str_format.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
-#include "kernels/dtype.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "tests/bench/gpu/gpu_programs.h"
 #include "tests/bench/gpu/step_worker.h"
@@ -403,30 +401,6 @@ absl::StatusOr<Times> Worker::Time(const Point& point, Way way) {
   times.layer_us = Median(measured);
   times.least_us = *std::min_element(measured.begin(), measured.end());
   return times;
-}
-
-// The largest difference of two outputs over what they may differ by.
-double WorstOfAllowed(const std::vector<std::byte>& a, const std::vector<std::byte>& b,
-                      size_t row_values) {
-  const auto value = [](const std::vector<std::byte>& of, size_t i) {
-    kernels::Bf16 bits;
-    std::memcpy(&bits, of.data() + i * sizeof(bits), sizeof(bits));
-    return double{kernels::ToFloat(bits)};
-  };
-  double worst = 0;
-  const size_t values = std::min(a.size(), b.size()) / sizeof(kernels::Bf16);
-  for (size_t row = 0; row < values; row += row_values) {
-    double largest = 0, difference = 0;
-    for (size_t i = row; i < row + row_values; ++i) {
-      largest = std::max(largest, std::abs(value(a, i)));
-      // One that is not a number is beyond all bounds.
-      const double d = std::abs(value(a, i) - value(b, i));
-      difference = d <= difference ? difference : d;
-    }
-    const double ratio = difference == 0 ? 0 : difference / (largest / 128);
-    worst = ratio <= worst ? worst : ratio;
-  }
-  return worst;
 }
 
 absl::Status Compare(Worker& worker, const Point& point, const std::string& name) {

@@ -34,6 +34,7 @@ class EarlyRequestTest : public BackendOnFakeTest {
     limits.ahead_us = 50;
     engine_ = std::make_unique<ExpandedEngine>(*std::move(backend), 2, limits);
     Share(std::as_writable_bytes(std::span(&ready_, 1)));
+    Share(std::as_writable_bytes(std::span(&nearby_, 1)));
   }
   void TearDown() override {
     engine_.reset();
@@ -54,11 +55,13 @@ class EarlyRequestTest : public BackendOnFakeTest {
     gpu_->UnregisterHost(std::as_writable_bytes(std::span(request->output)));
   }
   // Its launch comes too late and leaves the outputs as they are; the next one writes them.
-  void ExpectNothingWrittenTooLate(std::unique_ptr<TestRequest> request) {
+  // `nearby`: the word of a client on the same device.
+  void ExpectNothingWrittenTooLate(std::unique_ptr<TestRequest> request,
+                                   uint32_t* nearby = nullptr) {
     Share(request.get());
     std::fill(request->output.begin(), request->output.end(), kMark);
     ready_ = 0;
-    request->attend.ready = {&ready_, 1};
+    request->attend.ready = {&ready_, 1, nearby};
     const uint64_t late = engine_->harness().core().Stats().launches_late;
     engine_->harness().Submit(request.get());
     engine_->Settle();
@@ -85,6 +88,7 @@ class EarlyRequestTest : public BackendOnFakeTest {
   HipBackend* gpu_ = nullptr;
   std::unique_ptr<ExpandedEngine> engine_;
   alignas(64) uint32_t ready_ = 0;
+  alignas(64) uint32_t nearby_ = 0;
 };
 
 TEST_F(EarlyRequestTest, ALaunchThatComesTooLateWritesNothing) {
@@ -120,6 +124,30 @@ TEST_F(EarlyRequestTest, ALaunchThatComesTooLateWritesNothing) {
                                        {{a.id, 1, kPrompt + 2, 1}, {b.id, 1, kPrompt + 20, 1}});
   ASSERT_TRUE(both->status.ok()) << both->status;
   ExpectNothingWrittenTooLate(Absorbed(7, 2));
+}
+
+// The projection of one row holds its weights while a gate waits for another device. On the same
+// device its blocks would keep the client's kernels, which the gate waits for, from running.
+TEST_F(EarlyRequestTest, ProjectionsStandByForOtherDevicesAlone) {
+  constexpr int kPrompt = 20;
+  const auto a = engine_->harness().Open();
+  ASSERT_TRUE(engine_->Begin(1, a, 0, kPrompt).ok());
+  const auto prompt = engine_->Attend(1, 0, kPrompt, 1);
+  engine_->Settle();
+  ASSERT_TRUE(prompt->status.ok()) << prompt->status;
+  ASSERT_TRUE(engine_->End(1).ok());
+  EXPECT_EQ(control_->early_starts, 0) << "without a gate";
+  ASSERT_TRUE(engine_->Begin(2, a, kPrompt, 1).ok());
+  ExpectNothingWrittenTooLate(engine_->Unsent(2, 0, 1, 2), &nearby_);
+  ASSERT_TRUE(engine_->End(2).ok());
+  EXPECT_EQ(control_->early_starts, 0) << "on the same device";
+  ASSERT_TRUE(engine_->Begin(3, a, kPrompt + 1, 2).ok());
+  ExpectNothingWrittenTooLate(engine_->Unsent(3, 0, 2, 3));
+  ASSERT_TRUE(engine_->End(3).ok());
+  EXPECT_EQ(control_->early_starts, 0) << "two rows";
+  ASSERT_TRUE(engine_->Begin(4, a, kPrompt + 3, 1).ok());
+  ExpectNothingWrittenTooLate(engine_->Unsent(4, 0, 1, 4));
+  EXPECT_EQ(control_->early_starts, 1);
 }
 
 }  // namespace

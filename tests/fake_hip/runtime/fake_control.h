@@ -38,10 +38,10 @@ struct Control {
   void* lazy_words = nullptr;  // this stream stores words once it is waited for
   // Streams of the process's first context store no words: others wait on all its connections.
   bool busy_connections = false;
-  bool wrong_results = false;          // kernels do nothing
-  const char* wrong_kernel = nullptr;  // if named, that one alone
-  Flaw flaw = Flaw::kNone;             // of the attention kernels
-  bool rounded_inputs = false;         // projections round fp32 inputs to bf16
+  bool wrong_results = false;                       // kernels do nothing
+  const char* wrong_kernel = nullptr;               // if named, that one alone
+  Flaw flaw = Flaw::kNone;                          // of the attention kernels
+  bool rounded_inputs = false;                      // projections round fp32 inputs to bf16
   void (*on_launch)(const char* kernel) = nullptr;  // called for each launch of a kernel
 
   // Counters.
@@ -49,6 +49,7 @@ struct Control {
   int64_t allocations = 0;
   int64_t launches = 0;
   int64_t expanded_launches = 0;  // of them, attention of the expanded form
+  int64_t early_starts = 0;       // of them, appends that let the next kernel start early
   int64_t graph_launches = 0;
   int64_t graph_updates = 0;     // of a kernel in a graph
   int64_t graphs = 0;            // that have been made and not destroyed

@@ -76,6 +76,10 @@ void Enqueue(const PendingLaunch& launch, Stream& stream) {
   ++control.launches;
   if (control.on_launch != nullptr) control.on_launch(function.name.c_str());
   control.expanded_launches += function.name.starts_with(kernels::hip::kExpandedPrefix);
+  if (function.name == kernels::hip::kAppendKernel) {
+    control.early_starts +=
+        reinterpret_cast<const kernels::hip::AppendArgs*>(launch.args.data())->next_starts_early;
+  }
   if (function.name == kernels::hip::kCopyTensorsKernel) {
     const auto* const copied =
         reinterpret_cast<const kernels::hip::CopyTensorsArgs*>(launch.args.data());

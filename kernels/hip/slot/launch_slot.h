@@ -16,8 +16,8 @@
 // before are launched as one graph (kernel_graphs.h).
 //
 // Of a launch in chunks (Launch::absorbed_chunks) the three streams do so for each chunk.
-#ifndef MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
-#define MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
+#ifndef MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_
+#define MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_
 
 #include <array>
 #include <chrono>
@@ -32,6 +32,7 @@
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_graphs.h"
+#include "kernels/hip/slot/tensor_copies.h"
 
 namespace mla::kernels::hip {
 
@@ -68,14 +69,12 @@ class LaunchSlot {
 
   SlotMemory Memory() const;
   bool running() const { return running_; }
-  const HostWork& work() const { return work_; }
+  HostWork work() const {
+    HostWork work = work_;
+    work.copied_bytes = tensors_.copied_bytes();
+    return work;
+  }
 
-  // A copy that a kernel makes: of `bytes` bytes, between device memory and memory of either kind
-  // that kernels reach.
-  struct Move {
-    DevicePtr to, from;
-    int64_t bytes;
-  };
   // Most bytes of a launch's inputs, or of its outputs, that travel by a kernel, and most pieces.
   // More take as long on the bus as the next launch takes to come.
   static constexpr int64_t kMovedBytes = 2 << 20;
@@ -89,8 +88,8 @@ class LaunchSlot {
   void Abandon();
   // What kernels of this launch have to copy, before its first one and behind its last; valid until
   // the next Begin. Empty: copies do.
-  std::span<const Move> input_moves() const { return input_moves_; }
-  std::span<const Move> output_moves() const { return output_moves_; }
+  std::span<const TensorMove> input_moves() const { return input_moves_; }
+  std::span<const TensorMove> output_moves() const { return output_moves_; }
   // Kernels added from here on, or up to here, are what Wait's time is of; those before and behind
   // copy.
   void BeginTimed() { timed_begin_ = kernels_.size(); }
@@ -108,7 +107,7 @@ class LaunchSlot {
   // The timed kernels bring all outputs of that launch where they belong.
   bool outputs_in_place() const { return outputs_in_place_; }
   // What the signal has to copy for that, or no bytes.
-  const Move& signal_copy() const { return signal_copy_; }
+  const TensorMove& signal_copy() const { return signal_copy_; }
   // The timed kernels begin with a gate (gate_args.h), the last kernel so far, and end with a
   // signal, which brings its outcome to pinned memory. Wait's time is without what it waited.
   // `far`: what it waits for is done by another device.
@@ -155,11 +154,10 @@ class LaunchSlot {
   void SetReadDigests(const Digests& digests) { reads_ = digests; }
 
   // Whether the device reaches these bytes by itself; it may until the launch has ended.
-  bool Reaches(const void* host, int64_t bytes);
+  bool Reaches(const void* host, int64_t bytes) { return tensors_.Reaches(host, bytes); }
 
-  // Enqueues copies and kernels; the device starts as soon as earlier launches allow. Host memory
-  // in a pinned range is copied by the device itself; the bytes of other memory pass through the
-  // slot's pinned regions. The launch stays as it is until Wait has returned.
+  // Enqueues copies and kernels; the device starts as soon as earlier launches allow. The launch
+  // stays as it is until Wait has returned.
   // Page transfers keep the order of launches: the device copies them between the kernels of
   // earlier and of later ones. `pool` is where the pool begins.
   absl::Status Submit(const Launch& launch, DevicePtr pool);
@@ -170,25 +168,15 @@ class LaunchSlot {
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
 
  private:
-  LaunchSlot(GpuRuntime* runtime, const Streams& streams, std::shared_ptr<PinnedRanges> pinned)
-      : runtime_(runtime), streams_(streams), pinned_(std::move(pinned)) {}
+  LaunchSlot(GpuRuntime* runtime, const Streams& streams, TensorCopies tensors)
+      : runtime_(runtime), streams_(streams), tensors_(std::move(tensors)) {}
   bool CopiedBySignal(const Launch& launch, const HostOutput& out);
-  void FindInputMoves(std::span<const HostInput> inputs);
-  void FindOutputMoves(std::span<const HostOutput> outputs);
-  void EndCopies();
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
   absl::Status Enqueue(const Launch& launch, DevicePtr pool);
-  // Bytes of host memory that is not pinned, into the staged region, rows as far apart as on the
-  // device; their offset there.
-  int64_t StageInput(const HostInput& in);
-  absl::Status CopyInput(const HostInput& in, Stream stream);
-  absl::Status CopyOutput(const HostOutput& out, Stream stream);
   // Metadata and what passes through the staged region.
   absl::Status EnqueueStaged(std::span<const HostInput> inputs);
   absl::Status EnqueueInputs(std::span<const HostInput> inputs, size_t chunk);
-  // Keeps memory that kernels use in place pinned until the launch has ended.
-  absl::Status HoldInPlace(const Launch& launch);
   // On the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels(size_t begin, size_t end);
@@ -199,11 +187,8 @@ class LaunchSlot {
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
   absl::Status EnqueueDigests(const Digests& digests);
   void TakeDigests(const Digests& digests) const;
-  // Those that reach their host memory without the slot's staged region.
-  void FindDirectOutputs(std::span<const HostOutput> outputs);
   // Of the last chunk, with what outputs lie elsewhere.
   absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
-  absl::Status CopyOutputs(std::span<const HostOutput> outputs, DevicePtr begin, DevicePtr end);
 
   GpuRuntime* runtime_;
   Streams streams_;
@@ -216,10 +201,9 @@ class LaunchSlot {
   bool gate_is_far_ = false;
   bool signals_ = false;
   int64_t waited_ns_ = 0;
-  const std::shared_ptr<PinnedRanges> pinned_;
-  std::vector<PinnedRanges::Id> reached_;  // each once
   bool running_ = false;
-  StagedRegion metadata_, input_, output_;
+  TensorCopies tensors_;
+  StagedRegion metadata_;
   DeviceBuffer workspace_, outcome_;
   PinnedBuffer report_;
   DeviceBuffer digests_;
@@ -231,10 +215,9 @@ class LaunchSlot {
   std::unique_ptr<KernelGraphs> graphs_;
   std::vector<std::span<const PendingKernel>> one_by_one_;  // sequences that went to the device so
   size_t timed_begin_ = 0, timed_end_ = 0;
-  std::vector<Move> input_moves_, output_moves_;
-  Move signal_copy_ = {};
-  std::span<const HostOutput> outputs_;       // of the launch that runs
-  std::vector<bool> direct_in_, direct_out_;  // by position in its inputs and outputs
+  std::vector<TensorMove> input_moves_, output_moves_;
+  TensorMove signal_copy_ = {};
+  std::span<const HostOutput> outputs_;  // of the launch that runs
   struct Chunk {
     size_t kernels_begin = 0;
     DevicePtr inputs_begin = 0, outputs_begin = 0;
@@ -253,4 +236,4 @@ class LaunchSlot {
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_KERNELS_HIP_RUNTIME_LAUNCH_SLOT_H_
+#endif  // MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_

@@ -1,4 +1,4 @@
-#include "kernels/hip/runtime/launch_slot.h"
+#include "kernels/hip/slot/launch_slot.h"
 
 #include <algorithm>
 #include <thread>
@@ -14,69 +14,6 @@ constexpr auto kNap = std::chrono::microseconds(20);
 // Of a kernel that waits on the device's units while a gate does.
 constexpr uint32_t kBlocksBesideGate = 16;
 
-absl::Status NotPinned(const char* what) {
-  return absl::InternalError(
-      absl::StrCat("launch: an ", what, " in place is neither pinned nor shared"));
-}
-
-// Of the tensors that are not used in place.
-template <class Tensor>
-int64_t BytesOf(std::span<const Tensor> tensors) {
-  int64_t bytes = 0;
-  for (const Tensor& t : tensors) {
-    if (!t.in_place()) bytes += t.rows * t.row_bytes;
-  }
-  return bytes;
-}
-
-// Pieces of memory that they are in.
-template <class Tensor>
-bool InFewPieces(std::span<const Tensor> tensors, size_t most) {
-  int64_t pieces = 0;
-  for (const Tensor& t : tensors) {
-    if (!t.in_place()) pieces += t.pitch == t.row_bytes ? 1 : t.rows;
-  }
-  return pieces <= static_cast<int64_t>(most);
-}
-
-// Adds the pieces of rows that lie `to_pitch` and `from_pitch` bytes apart.
-template <class Moves>
-void AddPieces(Moves& moves, DevicePtr to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
-               int64_t row_bytes, int64_t rows) {
-  if (row_bytes == 0 || rows == 0) return;
-  if (rows == 1 || (to_pitch == row_bytes && from_pitch == row_bytes)) {
-    moves.push_back({to, from, rows * row_bytes});
-    return;
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    moves.push_back({to + static_cast<uint64_t>(row * to_pitch),
-                     from + static_cast<uint64_t>(row * from_pitch), row_bytes});
-  }
-}
-
-constexpr DevicePtr kNoEnd = ~DevicePtr{0};
-
-// What lies at device addresses [begin, end) of the tensor; one whose rows lie apart is there whole
-// or not at all. No rows: nothing.
-template <class Tensor>
-Tensor PartWithin(const Tensor& tensor, DevicePtr begin, DevicePtr end) {
-  Tensor part = tensor;
-  const auto at = reinterpret_cast<DevicePtr>(tensor.device);
-  if (tensor.rows > 1 && tensor.pitch != tensor.row_bytes) {
-    if (at < begin || at >= end) part.rows = 0;
-    return part;
-  }
-  const DevicePtr last = at + static_cast<DevicePtr>(tensor.rows * tensor.row_bytes);
-  const DevicePtr first = std::max(at, begin);
-  const DevicePtr behind = std::min(last, end);
-  part.rows = behind > first ? 1 : 0;
-  if (part.rows == 0) return part;
-  part.host += first - at;
-  part.device += first - at;
-  part.row_bytes = part.pitch = static_cast<int64_t>(behind - first);
-  return part;
-}
-
 DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
 
 absl::Status Full(const char* what, size_t limit) {
@@ -89,15 +26,13 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
                                                                const Streams& streams,
                                                                std::shared_ptr<PinnedRanges> pinned,
                                                                const SlotSizes& sizes) {
-  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams, std::move(pinned)));
-  for (const auto& [region, what, bytes] :
-       {std::tuple(&slot->metadata_, "launch metadata", sizes.metadata),
-        std::tuple(&slot->input_, "staged input", sizes.input),
-        std::tuple(&slot->output_, "staged output", sizes.output)}) {
-    absl::StatusOr<StagedRegion> made = StagedRegion::Create(runtime, what, bytes);
-    if (!made.ok()) return made.status();
-    *region = *std::move(made);
-  }
+  auto metadata = StagedRegion::Create(runtime, "launch metadata", sizes.metadata);
+  if (!metadata.ok()) return metadata.status();
+  auto tensors =
+      TensorCopies::Create(runtime, std::move(pinned), sizes.input, sizes.output, kMaxTransfers);
+  if (!tensors.ok()) return tensors.status();
+  std::unique_ptr<LaunchSlot> slot(new LaunchSlot(runtime, streams, *std::move(tensors)));
+  slot->metadata_ = *std::move(metadata);
   absl::StatusOr<DeviceBuffer> workspace =
       DeviceBuffer::Create(runtime, "slot workspace", AlignRegion(sizes.workspace));
   if (!workspace.ok()) return workspace.status();
@@ -127,9 +62,6 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   }
   slot->chunks_.reserve(kMostChunks);
   slot->kernels_.reserve(kMaxKernels + static_cast<size_t>(sizes.page_ranges));
-  slot->direct_in_.reserve(kMaxTransfers);
-  slot->direct_out_.reserve(kMaxTransfers);
-  slot->reached_.reserve(kMaxTransfers);
   // Those before the timed ones, these by chunk, and those behind.
   slot->one_by_one_.reserve(2 + kMostChunks);
   if (auto graphs = KernelGraphs::Open(runtime); graphs.ok()) slot->graphs_ = *std::move(graphs);
@@ -139,7 +71,7 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
 }
 
 LaunchSlot::~LaunchSlot() {
-  if (running_) EndCopies();
+  if (running_) tensors_.End();
   for (const ChunkEvents& chunk : events_) {
     for (Event event : {chunk.inputs_ready, chunk.computed}) runtime_->Destroy(event);
   }
@@ -150,12 +82,13 @@ SlotMemory LaunchSlot::Memory() const {
   const auto region = [](DevicePtr at, int64_t bytes) {
     return std::span(reinterpret_cast<std::byte*>(at), static_cast<size_t>(bytes));
   };
-  return {region(input_.device(0), input_.bytes()), region(output_.device(0), output_.bytes()),
+  const StagedRegion &input = tensors_.input(), &output = tensors_.output();
+  return {region(input.device(0), input.bytes()), region(output.device(0), output.bytes()),
           region(workspace_.at(), workspace_.bytes())};
 }
 
 void LaunchSlot::Begin(const Launch& launch, bool alone) {
-  const int64_t bytes = BytesOf(launch.inputs);
+  const int64_t bytes = TensorCopies::BytesOf(launch.inputs);
   const bool whole = launch.absorbed_chunks.empty();
   input_stream_ = alone && whole && bytes <= kMovedBytes ? streams_.compute : streams_.in;
   has_input_ = gated_ = was_late_ = behind_gate_ = gate_is_far_ = false;
@@ -176,9 +109,12 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   one_sequence_ = false;
   writes_ = reads_ = {};
   if (!alone || !whole || !runtime_->kernels_reach_host()) return;
-  if (bytes <= kMovedBytes && InFewPieces(launch.inputs, kMoves)) FindInputMoves(launch.inputs);
-  if (BytesOf(launch.outputs) <= kMovedBytes && InFewPieces(launch.outputs, kMoves)) {
-    FindOutputMoves(launch.outputs);
+  if (bytes <= kMovedBytes && TensorCopies::InFewPieces(launch.inputs, kMoves)) {
+    tensors_.AddMoves(launch.inputs, input_moves_);
+  }
+  if (TensorCopies::BytesOf(launch.outputs) <= kMovedBytes &&
+      TensorCopies::InFewPieces(launch.outputs, kMoves)) {
+    tensors_.AddMoves(launch.outputs, output_moves_);
   }
   one_sequence_ = !input_moves_.empty() && !output_moves_.empty() &&
                   launch.gate.ready.word == nullptr && launch.page_writes.empty() &&
@@ -197,56 +133,7 @@ bool LaunchSlot::CopiedBySignal(const Launch& launch, const HostOutput& out) {
   return true;
 }
 
-int64_t LaunchSlot::StageInput(const HostInput& in) {
-  const int64_t offset = input_.OffsetOf(in.device);
-  for (int64_t row = 0; row < in.rows; ++row) {
-    std::memcpy(input_.host(offset + row * in.pitch), in.host + row * in.row_bytes,
-                static_cast<size_t>(in.row_bytes));
-  }
-  work_.copied_bytes += in.rows * in.row_bytes;
-  return offset;
-}
-
-void LaunchSlot::FindInputMoves(std::span<const HostInput> inputs) {
-  for (const HostInput& in : inputs) {
-    if (in.in_place()) continue;
-    if (in.shared || Reaches(in.host, in.rows * in.row_bytes)) {
-      AddPieces(input_moves_, AddressOf(in.device), in.pitch, AddressOf(in.host), in.row_bytes,
-                in.row_bytes, in.rows);
-      continue;
-    }
-    const int64_t offset = StageInput(in);
-    AddPieces(input_moves_, AddressOf(in.device), in.pitch, AddressOf(input_.host(offset)),
-              in.pitch, in.row_bytes, in.rows);
-  }
-}
-
-void LaunchSlot::FindOutputMoves(std::span<const HostOutput> outputs) {
-  for (const HostOutput& out : outputs) {
-    if (out.in_place()) continue;
-    const bool direct = out.shared || Reaches(out.host, out.rows * out.row_bytes);
-    const void* const to = direct ? out.host : output_.host(output_.OffsetOf(out.device));
-    AddPieces(output_moves_, AddressOf(to), direct ? out.row_bytes : out.pitch,
-              AddressOf(out.device), out.pitch, out.row_bytes, out.rows);
-  }
-}
-
-void LaunchSlot::Abandon() { EndCopies(); }
-
-bool LaunchSlot::Reaches(const void* host, int64_t bytes) {
-  const PinnedRanges::Id piece = pinned_->Find(host, bytes);
-  if (piece == PinnedRanges::kNone) return false;
-  // Tensors of one client lie in one piece, so the last ones are where to look.
-  if (std::find(reached_.rbegin(), reached_.rend(), piece) != reached_.rend()) return true;
-  if (reached_.size() == reached_.capacity() || !pinned_->Begin(piece)) return false;
-  reached_.push_back(piece);
-  return true;
-}
-
-void LaunchSlot::EndCopies() {
-  pinned_->End(reached_);
-  reached_.clear();
-}
+void LaunchSlot::Abandon() { tensors_.End(); }
 
 absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& shape,
                                         const void* args, size_t bytes) {
@@ -260,42 +147,6 @@ absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& sh
   kernel.arg_bytes = static_cast<uint32_t>(bytes);
   std::memcpy(kernel.args.data(), args, bytes);
   return absl::OkStatus();
-}
-
-absl::Status LaunchSlot::HoldInPlace(const Launch& launch) {
-  for (const HostInput& in : launch.inputs) {
-    if (!in.in_place() && !in.shared) continue;
-    if (!Reaches(in.host, in.rows * in.row_bytes)) return NotPinned("input");
-  }
-  for (const HostOutput& out : launch.outputs) {
-    if (!out.in_place() && !out.shared) continue;
-    if (!Reaches(out.host, out.rows * out.row_bytes)) return NotPinned("output");
-  }
-  return absl::OkStatus();
-}
-
-absl::Status LaunchSlot::CopyInput(const HostInput& in, Stream stream) {
-  const auto to = reinterpret_cast<DevicePtr>(in.device);
-  const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
-  if (in.shared) {
-    return runtime_->CopyRowsDevice(to, in.pitch, reinterpret_cast<DevicePtr>(in.host),
-                                    in.row_bytes, in.row_bytes, in.rows, stream);
-  }
-  return whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, stream)
-               : runtime_->CopyRowsIn(to, in.pitch, in.host, in.row_bytes, in.row_bytes, in.rows,
-                                      stream);
-}
-
-absl::Status LaunchSlot::CopyOutput(const HostOutput& out, Stream stream) {
-  const auto from = reinterpret_cast<DevicePtr>(out.device);
-  const bool whole = out.rows == 1 || out.pitch == out.row_bytes;
-  if (out.shared) {
-    return runtime_->CopyRowsDevice(reinterpret_cast<DevicePtr>(out.host), out.row_bytes, from,
-                                    out.pitch, out.row_bytes, out.rows, stream);
-  }
-  return whole ? runtime_->CopyOut(out.host, from, out.rows * out.row_bytes, stream)
-               : runtime_->CopyRowsOut(out.host, out.row_bytes, from, out.pitch, out.row_bytes,
-                                       out.rows, stream);
 }
 
 absl::Status LaunchSlot::BeginChunk(DevicePtr inputs, DevicePtr outputs) {
@@ -318,35 +169,21 @@ absl::Status LaunchSlot::EnqueueStaged(std::span<const HostInput> inputs) {
     NoteInput();
   }
   if (!input_moves_.empty()) return absl::OkStatus();
-  direct_in_.clear();
-  int64_t staged_end = 0;
-  for (const HostInput& in : inputs) {
-    direct_in_.push_back(in.in_place() || in.shared || Reaches(in.host, in.rows * in.row_bytes));
-    if (direct_in_.back()) continue;
-    const int64_t offset = StageInput(in);
-    staged_end = std::max(staged_end, offset + (in.rows - 1) * in.pitch + in.row_bytes);
-  }
-  // Bytes that pass through the region travel as one copy; gaps left by direct ones are rewritten
-  // by those, which follow on the same stream.
-  if (staged_end == 0) return absl::OkStatus();
-  NoteInput();
-  return runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
+  const absl::StatusOr<bool> any = tensors_.EnqueueStaged(inputs, stream);
+  has_input_ |= any.ok() && *any;
+  return any.status();
 }
 
 absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs, size_t chunk) {
-  const Stream stream = input_stream_;
-  const bool last = chunk + 1 == chunks_.size();
-  const DevicePtr begin = chunks_[chunk].inputs_begin;
-  const DevicePtr end = last ? kNoEnd : chunks_[chunk + 1].inputs_begin;
-  for (size_t i = 0; i < inputs.size() && input_moves_.empty(); ++i) {
-    if (!direct_in_[i] || inputs[i].in_place()) continue;
-    const HostInput in = PartWithin(inputs[i], begin, end);
-    if (in.row_bytes == 0 || in.rows == 0) continue;
-    if (absl::Status s = CopyInput(in, stream); !s.ok()) return s;
-    NoteInput();
+  TensorCopies::Range range{chunks_[chunk].inputs_begin};
+  if (chunk + 1 < chunks_.size()) range.end = chunks_[chunk + 1].inputs_begin;
+  if (input_moves_.empty()) {
+    const absl::StatusOr<bool> any = tensors_.EnqueueDirect(inputs, range, input_stream_);
+    if (!any.ok()) return any.status();
+    has_input_ |= *any;
   }
-  if (stream == streams_.compute || !has_input_) return absl::OkStatus();
-  return runtime_->Record(events_[chunk].inputs_ready, stream);
+  if (input_stream_ == streams_.compute || !has_input_) return absl::OkStatus();
+  return runtime_->Record(events_[chunk].inputs_ready, input_stream_);
 }
 
 absl::Status LaunchSlot::EnqueueChunk(const Launch& launch, DevicePtr pool, size_t chunk) {
@@ -369,9 +206,10 @@ absl::Status LaunchSlot::EnqueueChunk(const Launch& launch, DevicePtr pool, size
   if (!s.ok()) return s;
   if (last) return EnqueueOutputs(launch.outputs);
   s = runtime_->WaitFor(streams_.out, events.computed);
-  return s.ok() ? CopyOutputs(launch.outputs, chunks_[chunk].outputs_begin,
-                              chunks_[chunk + 1].outputs_begin)
-                : s;
+  if (!s.ok()) return s;
+  return tensors_.EnqueueDirect(launch.outputs,
+                                {chunks_[chunk].outputs_begin, chunks_[chunk + 1].outputs_begin},
+                                streams_.out);
 }
 
 absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool) {
@@ -428,30 +266,11 @@ absl::Status LaunchSlot::EnqueueKernels(size_t begin, size_t end) {
   return absl::OkStatus();
 }
 
-void LaunchSlot::FindDirectOutputs(std::span<const HostOutput> outputs) {
-  direct_out_.clear();
-  for (const HostOutput& out : outputs) {
-    direct_out_.push_back(out.in_place() || out.shared ||
-                          Reaches(out.host, out.rows * out.row_bytes));
-  }
-}
-
 absl::Status LaunchSlot::EnqueueSequence(const Launch& launch) {
   end_ = done_;
   absl::Status s = EnqueueStaged(launch.inputs);
   if (s.ok()) s = EnqueueKernels(0, kernels_.size());
   return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
-}
-
-absl::Status LaunchSlot::CopyOutputs(std::span<const HostOutput> outputs, DevicePtr begin,
-                                     DevicePtr end) {
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    if (!direct_out_[i] || outputs[i].in_place()) continue;
-    const HostOutput out = PartWithin(outputs[i], begin, end);
-    if (out.row_bytes == 0 || out.rows == 0) continue;
-    if (absl::Status s = CopyOutput(out, streams_.out); !s.ok()) return s;
-  }
-  return absl::OkStatus();
 }
 
 absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
@@ -463,26 +282,19 @@ absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
     return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
   }
   if (absl::Status s = runtime_->WaitFor(streams_.out, computed); !s.ok()) return s;
-  int64_t staged_end = 0;
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    const HostOutput& out = outputs[i];
-    if (direct_out_[i]) continue;
-    const int64_t offset = output_.OffsetOf(out.device);
-    staged_end = std::max(staged_end, offset + (out.rows - 1) * out.pitch + out.row_bytes);
+  absl::Status s = tensors_.EnqueueStaged(outputs, streams_.out);
+  if (s.ok()) {
+    s = tensors_.EnqueueDirect(outputs, {.begin = chunks_.back().outputs_begin}, streams_.out);
   }
-  if (staged_end > 0) {
-    absl::Status s =
-        runtime_->CopyOut(output_.host(0), output_.device(0), staged_end, streams_.out);
-    if (!s.ok()) return s;
+  if (s.ok()) {
+    s = tensors_.EnqueueDirect(outputs, {.end = chunks_.front().outputs_begin}, streams_.out);
   }
-  absl::Status s = CopyOutputs(outputs, chunks_.back().outputs_begin, kNoEnd);
-  if (s.ok()) s = CopyOutputs(outputs, 0, chunks_.front().outputs_begin);
   return s.ok() ? runtime_->Record(done_, streams_.out) : s;
 }
 
 absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
-  absl::Status s = HoldInPlace(launch);
-  FindDirectOutputs(launch.outputs);
+  absl::Status s = tensors_.HoldInPlace(launch);
+  tensors_.FindDirect(launch.outputs);
   if (s.ok() && one_sequence_) return EnqueueSequence(launch);
   if (s.ok()) s = EnqueueStaged(launch.inputs);
   if (s.ok()) s = EnqueueInputs(launch.inputs, 0);
@@ -511,7 +323,7 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   // What was enqueued still uses this slot's memory: let it end before the slot is used again.
   for (Stream stream : streams_.all()) (void)runtime_->Synchronize(stream);
   metadata_.Forget();
-  EndCopies();
+  tensors_.End();
   return s;
 }
 
@@ -520,7 +332,7 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   while (true) {
     absl::StatusOr<bool> done = runtime_->Done(end_);
     if (!done.ok() || *done) {
-      EndCopies();
+      tensors_.End();
       running_ = false;
       if (!done.ok()) return done.status();
       break;
@@ -539,16 +351,7 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
       std::chrono::nanoseconds(std::chrono::steady_clock::now() - submitted_).count();
   TakeDigests(writes_);
   TakeDigests(reads_);
-  for (size_t i = 0; i < outputs_.size(); ++i) {
-    if (direct_out_[i]) continue;
-    const HostOutput& out = outputs_[i];
-    const int64_t offset = output_.OffsetOf(out.device);
-    work_.copied_bytes += out.rows * out.row_bytes;
-    for (int64_t row = 0; row < out.rows; ++row) {
-      std::memcpy(out.host + row * out.row_bytes, output_.host(offset + row * out.pitch),
-                  static_cast<size_t>(out.row_bytes));
-    }
-  }
+  tensors_.HandOver(outputs_);
   if (one_sequence_) return static_cast<int64_t>(gate_report()->ended);
   if (!gated_) return runtime_->ElapsedNs(started_, events_[chunks_.size() - 1].computed);
   was_late_ = gate_report()->late != 0;

@@ -1,0 +1,262 @@
+#include "kernels/hip/slot/tensor_copies.h"
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+
+#include "absl/strings/str_cat.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
+
+absl::Status NotPinned(const char* what) {
+  return absl::InternalError(
+      absl::StrCat("launch: an ", what, " in place is neither pinned nor shared"));
+}
+
+template <class Tensor>
+int64_t CopiedBytes(std::span<const Tensor> tensors) {
+  int64_t bytes = 0;
+  for (const Tensor& t : tensors) {
+    if (!t.in_place()) bytes += t.rows * t.row_bytes;
+  }
+  return bytes;
+}
+
+template <class Tensor>
+int64_t Pieces(std::span<const Tensor> tensors) {
+  int64_t pieces = 0;
+  for (const Tensor& t : tensors) {
+    if (!t.in_place()) pieces += t.pitch == t.row_bytes ? 1 : t.rows;
+  }
+  return pieces;
+}
+
+// Adds the pieces of rows that lie `to_pitch` and `from_pitch` bytes apart.
+void AddPieces(std::vector<TensorMove>& moves, DevicePtr to, int64_t to_pitch, DevicePtr from,
+               int64_t from_pitch, int64_t row_bytes, int64_t rows) {
+  if (row_bytes == 0 || rows == 0) return;
+  if (rows == 1 || (to_pitch == row_bytes && from_pitch == row_bytes)) {
+    moves.push_back({to, from, rows * row_bytes});
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    moves.push_back({to + static_cast<uint64_t>(row * to_pitch),
+                     from + static_cast<uint64_t>(row * from_pitch), row_bytes});
+  }
+}
+
+// What lies in the range of the tensor; one whose rows lie apart is there whole or not at all. No
+// rows: nothing.
+template <class Tensor>
+Tensor PartWithin(const Tensor& tensor, TensorCopies::Range range) {
+  Tensor part = tensor;
+  const DevicePtr at = AddressOf(tensor.device);
+  if (tensor.rows > 1 && tensor.pitch != tensor.row_bytes) {
+    if (at < range.begin || at >= range.end) part.rows = 0;
+    return part;
+  }
+  const DevicePtr last = at + static_cast<DevicePtr>(tensor.rows * tensor.row_bytes);
+  const DevicePtr first = std::max(at, range.begin);
+  const DevicePtr behind = std::min(last, range.end);
+  part.rows = behind > first ? 1 : 0;
+  if (part.rows == 0) return part;
+  part.host += first - at;
+  part.device += first - at;
+  part.row_bytes = part.pitch = static_cast<int64_t>(behind - first);
+  return part;
+}
+
+// Of the staged region, where rows of the tensor end in it.
+template <class Tensor>
+int64_t EndOf(const Tensor& t, int64_t offset) {
+  return offset + (t.rows - 1) * t.pitch + t.row_bytes;
+}
+
+}  // namespace
+
+absl::StatusOr<TensorCopies> TensorCopies::Create(GpuRuntime* runtime,
+                                                  std::shared_ptr<PinnedRanges> pinned,
+                                                  int64_t input_bytes, int64_t output_bytes,
+                                                  size_t most) {
+  TensorCopies copies(runtime, std::move(pinned));
+  for (const auto& [region, what, bytes] :
+       {std::tuple(&copies.input_, "staged input", input_bytes),
+        std::tuple(&copies.output_, "staged output", output_bytes)}) {
+    absl::StatusOr<StagedRegion> made = StagedRegion::Create(runtime, what, bytes);
+    if (!made.ok()) return made.status();
+    *region = *std::move(made);
+  }
+  copies.direct_in_.reserve(most);
+  copies.direct_out_.reserve(most);
+  copies.reached_.reserve(most);
+  return copies;
+}
+
+bool TensorCopies::Reaches(const void* host, int64_t bytes) {
+  const PinnedRanges::Id piece = pinned_->Find(host, bytes);
+  if (piece == PinnedRanges::kNone) return false;
+  // Tensors of one client lie in one piece, so the last ones are where to look.
+  if (std::find(reached_.rbegin(), reached_.rend(), piece) != reached_.rend()) return true;
+  if (reached_.size() == reached_.capacity() || !pinned_->Begin(piece)) return false;
+  reached_.push_back(piece);
+  return true;
+}
+
+void TensorCopies::End() {
+  pinned_->End(reached_);
+  reached_.clear();
+}
+
+absl::Status TensorCopies::HoldInPlace(const Launch& launch) {
+  for (const HostInput& in : launch.inputs) {
+    if (!in.in_place() && !in.shared) continue;
+    if (!Reaches(in.host, in.rows * in.row_bytes)) return NotPinned("input");
+  }
+  for (const HostOutput& out : launch.outputs) {
+    if (!out.in_place() && !out.shared) continue;
+    if (!Reaches(out.host, out.rows * out.row_bytes)) return NotPinned("output");
+  }
+  return absl::OkStatus();
+}
+
+int64_t TensorCopies::BytesOf(std::span<const HostInput> inputs) { return CopiedBytes(inputs); }
+int64_t TensorCopies::BytesOf(std::span<const HostOutput> outputs) { return CopiedBytes(outputs); }
+bool TensorCopies::InFewPieces(std::span<const HostInput> inputs, size_t most) {
+  return Pieces(inputs) <= static_cast<int64_t>(most);
+}
+bool TensorCopies::InFewPieces(std::span<const HostOutput> outputs, size_t most) {
+  return Pieces(outputs) <= static_cast<int64_t>(most);
+}
+
+void TensorCopies::AddMoves(std::span<const HostInput> inputs, std::vector<TensorMove>& moves) {
+  for (const HostInput& in : inputs) {
+    if (in.in_place()) continue;
+    if (in.shared || Reaches(in.host, in.rows * in.row_bytes)) {
+      AddPieces(moves, AddressOf(in.device), in.pitch, AddressOf(in.host), in.row_bytes,
+                in.row_bytes, in.rows);
+      continue;
+    }
+    const int64_t offset = Stage(in);
+    AddPieces(moves, AddressOf(in.device), in.pitch, AddressOf(input_.host(offset)), in.pitch,
+              in.row_bytes, in.rows);
+  }
+}
+
+void TensorCopies::AddMoves(std::span<const HostOutput> outputs, std::vector<TensorMove>& moves) {
+  for (const HostOutput& out : outputs) {
+    if (out.in_place()) continue;
+    const bool direct = out.shared || Reaches(out.host, out.rows * out.row_bytes);
+    const void* const to = direct ? out.host : output_.host(output_.OffsetOf(out.device));
+    AddPieces(moves, AddressOf(to), direct ? out.row_bytes : out.pitch, AddressOf(out.device),
+              out.pitch, out.row_bytes, out.rows);
+  }
+}
+
+int64_t TensorCopies::Stage(const HostInput& in) {
+  const int64_t offset = input_.OffsetOf(in.device);
+  for (int64_t row = 0; row < in.rows; ++row) {
+    std::memcpy(input_.host(offset + row * in.pitch), in.host + row * in.row_bytes,
+                static_cast<size_t>(in.row_bytes));
+  }
+  copied_bytes_ += in.rows * in.row_bytes;
+  return offset;
+}
+
+absl::Status TensorCopies::Copy(const HostInput& in, Stream stream) {
+  const DevicePtr to = AddressOf(in.device);
+  const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
+  if (in.shared) {
+    return runtime_->CopyRowsDevice(to, in.pitch, AddressOf(in.host), in.row_bytes, in.row_bytes,
+                                    in.rows, stream);
+  }
+  return whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, stream)
+               : runtime_->CopyRowsIn(to, in.pitch, in.host, in.row_bytes, in.row_bytes, in.rows,
+                                      stream);
+}
+
+absl::Status TensorCopies::Copy(const HostOutput& out, Stream stream) {
+  const DevicePtr from = AddressOf(out.device);
+  const bool whole = out.rows == 1 || out.pitch == out.row_bytes;
+  if (out.shared) {
+    return runtime_->CopyRowsDevice(AddressOf(out.host), out.row_bytes, from, out.pitch,
+                                    out.row_bytes, out.rows, stream);
+  }
+  return whole ? runtime_->CopyOut(out.host, from, out.rows * out.row_bytes, stream)
+               : runtime_->CopyRowsOut(out.host, out.row_bytes, from, out.pitch, out.row_bytes,
+                                       out.rows, stream);
+}
+
+absl::StatusOr<bool> TensorCopies::EnqueueStaged(std::span<const HostInput> inputs, Stream stream) {
+  direct_in_.clear();
+  int64_t staged_end = 0;
+  for (const HostInput& in : inputs) {
+    direct_in_.push_back(in.in_place() || in.shared || Reaches(in.host, in.rows * in.row_bytes));
+    if (!direct_in_.back()) staged_end = std::max(staged_end, EndOf(in, Stage(in)));
+  }
+  // They travel as one copy; gaps left by direct ones are rewritten by those, which follow on the
+  // same stream.
+  if (staged_end == 0) return false;
+  absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
+  if (!s.ok()) return s;
+  return true;
+}
+
+absl::StatusOr<bool> TensorCopies::EnqueueDirect(std::span<const HostInput> inputs, Range range,
+                                                 Stream stream) {
+  bool any = false;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!direct_in_[i] || inputs[i].in_place()) continue;
+    const HostInput in = PartWithin(inputs[i], range);
+    if (in.row_bytes == 0 || in.rows == 0) continue;
+    if (absl::Status s = Copy(in, stream); !s.ok()) return s;
+    any = true;
+  }
+  return any;
+}
+
+void TensorCopies::FindDirect(std::span<const HostOutput> outputs) {
+  direct_out_.clear();
+  for (const HostOutput& out : outputs) {
+    direct_out_.push_back(out.in_place() || out.shared ||
+                          Reaches(out.host, out.rows * out.row_bytes));
+  }
+}
+
+absl::Status TensorCopies::EnqueueStaged(std::span<const HostOutput> outputs, Stream stream) {
+  int64_t staged_end = 0;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (direct_out_[i]) continue;
+    staged_end = std::max(staged_end, EndOf(outputs[i], output_.OffsetOf(outputs[i].device)));
+  }
+  if (staged_end == 0) return absl::OkStatus();
+  return runtime_->CopyOut(output_.host(0), output_.device(0), staged_end, stream);
+}
+
+absl::Status TensorCopies::EnqueueDirect(std::span<const HostOutput> outputs, Range range,
+                                         Stream stream) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!direct_out_[i] || outputs[i].in_place()) continue;
+    const HostOutput out = PartWithin(outputs[i], range);
+    if (out.row_bytes == 0 || out.rows == 0) continue;
+    if (absl::Status s = Copy(out, stream); !s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+void TensorCopies::HandOver(std::span<const HostOutput> outputs) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (direct_out_[i]) continue;
+    const HostOutput& out = outputs[i];
+    const int64_t offset = output_.OffsetOf(out.device);
+    copied_bytes_ += out.rows * out.row_bytes;
+    for (int64_t row = 0; row < out.rows; ++row) {
+      std::memcpy(out.host + row * out.row_bytes, output_.host(offset + row * out.pitch),
+                  static_cast<size_t>(out.row_bytes));
+    }
+  }
+}
+
+}  // namespace mla::kernels::hip

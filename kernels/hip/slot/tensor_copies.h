@@ -1,0 +1,96 @@
+// The tensors of a slot's launches on their way between the host's memory and the slot's.
+//
+// Host memory in a pinned range is copied by the device itself, "direct"; the bytes of other memory
+// pass through the slot's pinned regions, "staged", and the host copies them besides. Tensors that
+// kernels use in place are not copied, and their memory stays pinned until End.
+//
+// Threading: as the slot's. Nothing is allocated after Create.
+#ifndef MLA_KERNELS_HIP_SLOT_TENSOR_COPIES_H_
+#define MLA_KERNELS_HIP_SLOT_TENSOR_COPIES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/hip/runtime/device_memory.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
+#include "kernels/launch/launch.h"
+
+namespace mla::kernels::hip {
+
+// A copy that a kernel makes: of `bytes` bytes, between device memory and memory of either kind
+// that kernels reach.
+struct TensorMove {
+  DevicePtr to, from;
+  int64_t bytes;
+};
+
+class TensorCopies {
+ public:
+  // Device addresses [begin, end).
+  struct Range {
+    static constexpr DevicePtr kNoEnd = ~DevicePtr{0};
+    DevicePtr begin = 0, end = kNoEnd;
+  };
+
+  // Regions of these sizes, for launches of at most `most` inputs and as many outputs.
+  static absl::StatusOr<TensorCopies> Create(GpuRuntime* runtime,
+                                             std::shared_ptr<PinnedRanges> pinned,
+                                             int64_t input_bytes, int64_t output_bytes,
+                                             size_t most);
+
+  const StagedRegion& input() const { return input_; }
+  const StagedRegion& output() const { return output_; }
+  int64_t copied_bytes() const { return copied_bytes_; }  // by the host, ever
+
+  // Whether the device reaches these bytes by itself; it may until End.
+  bool Reaches(const void* host, int64_t bytes);
+  void End();
+  // Keeps memory that kernels use in place pinned. INTERNAL where it is not.
+  absl::Status HoldInPlace(const Launch& launch);
+
+  // Bytes of the tensors that are copied, and whether they lie in at most so many pieces of memory.
+  static int64_t BytesOf(std::span<const HostInput> inputs);
+  static int64_t BytesOf(std::span<const HostOutput> outputs);
+  static bool InFewPieces(std::span<const HostInput> inputs, size_t most);
+  static bool InFewPieces(std::span<const HostOutput> outputs, size_t most);
+  // Adds what kernels have to copy in place of the calls below. Staged inputs are staged.
+  void AddMoves(std::span<const HostInput> inputs, std::vector<TensorMove>& moves);
+  void AddMoves(std::span<const HostOutput> outputs, std::vector<TensorMove>& moves);
+
+  // Stages the inputs that are not direct and enqueues their copy; whether there are any.
+  absl::StatusOr<bool> EnqueueStaged(std::span<const HostInput> inputs, Stream stream);
+  // Enqueues copies of what lies in the range of the direct ones, after EnqueueStaged; whether
+  // there is any.
+  absl::StatusOr<bool> EnqueueDirect(std::span<const HostInput> inputs, Range range, Stream stream);
+  // Of the launch's outputs, before all that follows.
+  void FindDirect(std::span<const HostOutput> outputs);
+  absl::Status EnqueueStaged(std::span<const HostOutput> outputs, Stream stream);
+  absl::Status EnqueueDirect(std::span<const HostOutput> outputs, Range range, Stream stream);
+  // Hands over those that were staged, once their copy has ended.
+  void HandOver(std::span<const HostOutput> outputs);
+
+ private:
+  TensorCopies(GpuRuntime* runtime, std::shared_ptr<PinnedRanges> pinned)
+      : runtime_(runtime), pinned_(std::move(pinned)) {}
+  // Into the staged region, rows as far apart as on the device; their offset there.
+  int64_t Stage(const HostInput& in);
+  absl::Status Copy(const HostInput& in, Stream stream);
+  absl::Status Copy(const HostOutput& out, Stream stream);
+
+  GpuRuntime* runtime_;
+  std::shared_ptr<PinnedRanges> pinned_;
+  std::vector<PinnedRanges::Id> reached_;  // each once
+  StagedRegion input_, output_;
+  std::vector<bool> direct_in_, direct_out_;  // by position in the launch's inputs and outputs
+  int64_t copied_bytes_ = 0;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_SLOT_TENSOR_COPIES_H_
