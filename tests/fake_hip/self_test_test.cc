@@ -115,13 +115,14 @@ TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
   options.images.push_back(Image("sm_90", kImage90));
   options.vendor = &arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
   const std::vector<std::string> kernels = KernelsOf(arch);
+  control_->wrong_results = true;
+  control_->wrong_kernel = "none of them";
   Launched().clear();
   control_->on_launch = [](const char* kernel) { Launched().insert(kernel); };
   EXPECT_TRUE(HipBackend::Create(options).ok());
   control_->on_launch = nullptr;
   for (const std::string& kernel : kernels) EXPECT_TRUE(Launched().contains(kernel)) << kernel;
 
-  control_->wrong_results = true;
   for (size_t i = FirstTried(); i < kernels.size(); i += Stride()) {
     const std::string& kernel = kernels[i];
     control_->wrong_kernel = kernel.c_str();

@@ -152,8 +152,8 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = pages_.AddDigests(slot, launch);
   if (s.ok()) s = pages_.AddPages(slot, launch.pages);
   if (s.ok()) s = pages_.AddTables(slot, launch);
-  // Between the two nothing is, so the projection's blocks stand by with their weights while a gate
-  // waits for another device, which needs none of this one's units.
+  // Without selects absorb follows append. Its blocks may then read their weights while the gate
+  // waits: what it waits for runs on another device and needs no unit of this one.
   const bool early =
       slot.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
   if (s.ok()) s = pages_.AddAppends(slot, launch.appends, early);

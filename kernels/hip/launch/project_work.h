@@ -25,8 +25,8 @@ class ProjectWork final {
   // Bytes of metadata that a launch may take here, at most.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
-  // Whether the kernel of that projection waits for what it reads of the launch's other kernels
-  // after it has begun to read its weights, and takes no word of a gate for granted before.
+  // Whether the kernel of that projection reads nothing but its weights and records before the
+  // kernels in front of it have ended, a gate included.
   bool StartsEarly(const Projection& projection) const;
 
   // FAILED_PRECONDITION for heads whose weights are not there, RESOURCE_EXHAUSTED beyond the

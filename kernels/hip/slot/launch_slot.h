@@ -8,12 +8,12 @@
 // Streams of their own let copies overlap the kernels of other launches; changing from one to the
 // other takes the device some microseconds, as changing between copies and kernels on one stream
 // does. Where no other launch runs, inputs that are not large travel on the compute stream, and
-// tensors that are small travel by a kernel (Moves) if kernels reach the host's memory: where both
-// inputs and outputs do, all is one sequence of kernels with one event behind it, and the copying
-// kernels take the time of those between them. Metadata that is what the slot's launch before had
-// stays where it is. Where no output is copied, because kernels write all of them to the host's
-// memory, `computed` is the launch's end. Kernels between two events that came in this sequence
-// before are launched as one graph (kernel_graphs.h).
+// tensors that are small travel by a kernel (TensorMove) if kernels reach the host's memory: where
+// both inputs and outputs do, all is one sequence of kernels with one event behind it, and the
+// copying kernels take the time of those between them. Metadata that is what the slot's launch
+// before had stays where it is. Where no output is copied, because kernels write all of them to the
+// host's memory, `computed` is the launch's end. Kernels between two events that came in this
+// sequence before are launched as one graph (kernel_graphs.h).
 //
 // Of a launch in chunks (Launch::absorbed_chunks) the three streams do so for each chunk.
 #ifndef MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_
@@ -162,9 +162,9 @@ class LaunchSlot {
   // earlier and of later ones. `pool` is where the pool begins.
   absl::Status Submit(const Launch& launch, DevicePtr pool);
   absl::StatusOr<bool> Done() { return runtime_->Done(end_); }
-  // Waits, hands outputs over and returns the nanoseconds the kernels took; of a launch in chunks,
-  // what they waited for queries in between is part of that. DEADLINE_EXCEEDED when
-  // the device has not answered within `watchdog`.
+  // Waits, hands outputs over and returns the nanoseconds the kernels took; for a launch in chunks
+  // that includes the waits between chunks for queries. DEADLINE_EXCEEDED when the device has not
+  // answered within `watchdog`.
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
 
  private:
