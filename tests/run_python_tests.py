@@ -1,12 +1,17 @@
 """Runs the Python tests (unittest) and writes one JUnit record per case.
 
 Test programs are the files `test_*.py` below FOLDERS; nothing needs registering. With --filter only
-the cases whose name contains the text run.
+the cases whose name contains the text run. Each file has a process of its own, --jobs of them at a
+time; what it prints is shown when it ends.
 """
 
 import argparse
+import concurrent.futures
+import json
 import pathlib
+import subprocess
 import sys
+import tempfile
 import time
 import unittest
 import xml.etree.ElementTree
@@ -82,29 +87,58 @@ def cases_of(suite):
             yield item
 
 
-def load(text):
-    """Cases of all folders whose name contains `text`."""
-    sys.path[:0] = [str(ROOT / name) for name in ("client/python", "client/python/tests",
-                                                  "client/demo", ".")]
-    files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")})
-    suite = unittest.TestSuite()
-    for path in files:
-        sys.path.insert(0, str(path.parent))
-        loaded = unittest.defaultTestLoader.loadTestsFromName(path.stem)
-        suite.addTests(case for case in cases_of(loaded) if text in case.id())
-    return suite
+def run_file(path, text, results):
+    """Runs the file's cases whose name contains `text` and writes their records to `results`."""
+    sys.path[:0] = [str(path.parent)] + [str(ROOT / name) for name in (
+        "client/python", "client/python/tests", "client/demo", ".")]
+    loaded = unittest.defaultTestLoader.loadTestsFromName(path.stem)
+    suite = unittest.TestSuite(case for case in cases_of(loaded) if text in case.id())
+    records = {}
+    if suite.countTestCases() > 0:
+        runner = unittest.TextTestRunner(stream=sys.stdout, verbosity=2,
+                                         resultclass=RecordingResult)
+        records = runner.run(suite).records
+    results.write_text(json.dumps(records))
+
+
+def run_in_process(path, text):
+    """The file's records and what it printed. One that leaves no records is a failed case."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = pathlib.Path(folder) / "records.json"
+        ended = subprocess.run(
+            [sys.executable, __file__, "--file", path, "--filter", text, "--records", results],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, errors="replace")
+        if ended.returncode == 0 and results.exists():
+            return json.loads(results.read_text()), ended.stdout
+    return {f"{path.stem}.ends": ["error", ended.stdout[-4000:], 0.0]}, ended.stdout
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--xml", type=pathlib.Path)
     parser.add_argument("--filter", default="")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--file", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--records", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    runner = unittest.TextTestRunner(stream=sys.stdout, verbosity=2, resultclass=RecordingResult)
-    result = runner.run(load(args.filter))
+    if args.file:
+        run_file(args.file, args.filter, args.records)
+        return 0
+    files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")})
+    records = {}
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        running = [pool.submit(run_in_process, path, args.filter) for path in files]
+        for ended in concurrent.futures.as_completed(running):
+            more, printed = ended.result()
+            records |= more
+            if more:
+                print(printed, end="", flush=True)
     if args.xml:
-        write_xml(args.xml, result.records)
-    return 0 if result.wasSuccessful() and result.records else 1
+        write_xml(args.xml, records)
+    failed = [name for name, (kind, _, _) in records.items() if kind not in (None, "skipped")]
+    print(f"{len(records)} cases, {len(failed)} failed", *failed, sep="\n  ")
+    return 0 if records and not failed else 1
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class RawCall {
 
   Answer Send(const char* method, const std::string& body, grpc_compression_algorithm algorithm) {
     const gpr_timespec deadline =
-        gpr_time_add(gpr_now(GPR_CLOCK_REALTIME), gpr_time_from_seconds(10, GPR_TIMESPAN));
+        gpr_time_add(gpr_now(GPR_CLOCK_REALTIME), gpr_time_from_seconds(60, GPR_TIMESPAN));
     grpc_call* call =
         grpc_channel_create_call(channel_, nullptr, GRPC_PROPAGATE_DEFAULTS, queue_,
                                  grpc_slice_from_static_string(method), nullptr, deadline, nullptr);
