@@ -28,7 +28,8 @@ constexpr int64_t kSampledCases = 400;
 constexpr int32_t kLargeCases = 2;
 constexpr int64_t kEmulatedCases = 50;
 #else
-constexpr int64_t kSampledCases = 5000;
+const char* const kLong = std::getenv("MLA_TEST_LONG");
+const int64_t kSampledCases = kLong != nullptr && *kLong != '\0' ? 5000 : 2500;
 constexpr int32_t kLargeCases = 20;
 constexpr int64_t kEmulatedCases = 120;
 #endif

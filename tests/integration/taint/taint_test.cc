@@ -364,12 +364,19 @@ TEST(TaintTest, NoWordOfATenantIsSeenByAnother) {
 
 TEST(TaintTest, NorDoesAnyComeBackFromATier) {
   Scene scene(/*zeroes=*/true, /*tiers=*/true);
-  const auto tenants = scene.Run(Operations());
-  ExpectNothingFound(scene, tenants, Operations());
   std::set<v1::CacheTier> restored;
-  for (const auto& tenant : tenants) tenant->AddRestored(&restored);
-  EXPECT_TRUE(restored.contains(v1::CACHE_TIER_HOST));
-  EXPECT_TRUE(restored.contains(v1::CACHE_TIER_FILE));
+  const auto of_both = [&] {
+    return restored.contains(v1::CACHE_TIER_HOST) && restored.contains(v1::CACHE_TIER_FILE);
+  };
+  // When rows leave the host's tier for the file's is up to the writer of files, so one round may
+  // find all of them in one tier.
+  constexpr int kMostRounds = 6;
+  for (int round = 0; round < kMostRounds && !of_both(); ++round) {
+    const auto tenants = scene.Run(Operations());
+    ExpectNothingFound(scene, tenants, Operations());
+    for (const auto& tenant : tenants) tenant->AddRestored(&restored);
+  }
+  EXPECT_TRUE(of_both());
 }
 
 // The same, but pages are not zeroed when they go to another tenant.
