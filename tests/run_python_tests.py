@@ -111,7 +111,8 @@ def run_in_process(path, text):
             check=False, errors="replace")
         if ended.returncode == 0 and results.exists():
             return json.loads(results.read_text()), ended.stdout
-    return {f"{path.stem}.ends": ["error", ended.stdout[-4000:], 0.0]}, ended.stdout
+    last = ascii(ended.stdout[-4000:])  # XML has no way to say most control characters
+    return {f"{path.stem}.ends": ["error", last, 0.0]}, ended.stdout
 
 
 def main():

@@ -5,8 +5,9 @@
 //   gpu_copies [--in-kib 4608] [--out-kib 4096] [--pieces 1,4,8] [--iterations 60]
 //
 // The defaults are the queries and the outputs of 32 rows of 128 heads in the absorbed form, in
-// bf16. A line for each number of pieces: us until all has come in and until all has gone out, by
-// events from before the first copy on, medians; the first with one direction alone.
+// bf16. The first line is of each direction alone, in one piece; then one for each number of
+// pieces. Microseconds, medians, by events from before the first copy until all is in, and until
+// all is out.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -43,7 +44,7 @@ class Bench {
   Bench(const Flags& flags, GpuRuntime* runtime) : flags_(flags), runtime_(runtime) {}
   ~Bench() {
     for (Event event : {begun_, in_, out_}) runtime_->Destroy(event);
-    for (Stream stream : {streams_[0], streams_[1]}) runtime_->Destroy(stream);
+    for (Stream stream : streams_) runtime_->Destroy(stream);
   }
 
   absl::Status Setup();
