@@ -64,9 +64,9 @@ struct BackendInfo {
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
   // InPlace) than with copies of them. 0: no launch is.
   int64_t in_place_bytes = 0;
-  // Launches in the absorbed form whose queries are copied are faster in chunks of at least this
-  // many bytes of queries (Launch::absorbed_chunks). 0: it takes no chunks.
-  int64_t chunk_bytes = 0;
+  // Launches in the absorbed form whose queries are copied, of so many bytes of queries or more,
+  // are faster where these arrive while the launch runs (AttentionDesc::streamed). 0: none is.
+  int64_t stream_bytes = 0;
   // Launches wait on the device for words of host memory (Launch::gate).
   bool waits_for_words = false;
   // Queries may lie in fragments (kernels/input_fragments.h).
@@ -131,6 +131,10 @@ struct PlanTraits {
   // > 0: fixed-split mode. Every tile is cut at multiples of this many KV rows, whatever else is in
   // the batch, which makes results independent of batch composition.
   int32_t fixed_split_rows = 0;
+  // > 0: tiles are cut into equal pieces, at most so many a unit unless there are more tiles, and
+  // pieces are dealt to the units in turn, one each: all units are at work on the first segments
+  // before any begins with later ones. In place of fixed_split_rows.
+  int32_t dealt_pieces = 0;
   // > 0: a tile is charged by its packed rows, and as if it had this many when it has fewer (the
   // height of a matrix unit, or where reading the KV rows begins to dominate). 0: all tiles cost
   // the same per KV row, whatever they hold. At most tile_rows.

@@ -56,6 +56,9 @@ struct AttentionDesc {
   // What is multiplied over 8-bit rows: kBf16, or kFp8E4m3, for which queries and probabilities are
   // rounded where a kernel does so, in the expanded form keys and values too.
   DType products = DType::kBf16;
+  // Queries are to arrive, and outputs to leave, while the launch runs, in the order of segments;
+  // a plan for that has other traits. In the absorbed form.
+  bool streamed = false;
 
   // Elements of an output row of a head.
   int32_t value_dim() const {

@@ -69,6 +69,7 @@ inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_R
 inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
 inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
 inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
+inline constexpr SplitVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_SPLIT_ROW)};
 inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
 inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
@@ -86,6 +87,7 @@ struct ArchTraits {
   std::span<const ExpandVariant> expand;
   std::span<const ExpandedVariant> expanded;
   std::span<const SplitVariant> split = {};
+  std::span<const SplitVariant> stream = {};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
   // Where the absorbed form has products of 8 bits, for BackendInfo; empty: neither it nor the
   // expanded form has any.
@@ -136,6 +138,7 @@ inline constexpr ArchTraits kSm90Traits{
     .expand = kSm90Expand,
     .expanded = kSm90Expanded,
     .split = kSm90Split,
+    .stream = kSm90Stream,
     .fp8_compute =
         "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "
         "of bf16 products in large batches, and over fp8_row up to 1.3 times as long where a unit "

@@ -18,7 +18,8 @@
 // Of one format, products and attention, lines are in the order of rows.
 //
 //   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with so many packed
-//   rows, for launches of one tile whose parts the blocks merge themselves (SplitArgs)
+//   rows, for launches of one tile whose parts the blocks merge themselves (SplitArgs), or for
+//   those whose queries arrive meanwhile (StreamArgs)
 //
 //   X(kernel, nope, value, format, products, threads, shared)   up-projection of cached rows to
 //   keys and values of these dims, for the expanded form; products: DType of the keys and values
@@ -104,6 +105,7 @@
 #define MLA_SPLIT_SM90(X)          \
   X(mla_split_16, 16, 256, 223744) \
   X(mla_split_64, 64, 384, 224000)
+#define MLA_STREAM_SM90(X) X(mla_stream_64, 64, 384, 224016)
 #define MLA_EXPAND_SM90(X)                                                       \
   X(mla_expand, 128, 128, kBf16, kBf16, 384, 229568)                             \
   X(mla_expand_fp8_tensor, 128, 128, kFp8Tensor, kBf16, 384, 229568)             \

@@ -15,9 +15,11 @@ namespace {
 // launch, and 132 KiB in 18 us, which is more.
 constexpr int64_t kMostBytesInPlace = 40 << 10;
 
-// On an H200 the queries of 8 sequences with 128 heads, 1.1 MiB, arrive in about the time in which
-// those of the 8 before them are computed.
-constexpr int64_t kLeastChunkBytes = 1 << 20;
+// Of queries; smaller launches are copied in and out by a kernel, or compute while others copy.
+constexpr int64_t kLeastStreamBytes = 2 << 20;
+// Pieces of a streamed plan for each unit: so many that little is left to do once the last queries
+// have come, and few enough that merging them does not count.
+constexpr int32_t kStreamPieces = 4;
 
 // Of attention with bf16 products, as text: "128/128 or 192/256".
 std::string ExpandedDimsOf(const ArchTraits& arch) {
@@ -71,7 +73,8 @@ BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch) {
   info.units = runtime.units();
   info.unified_memory = false;
   info.in_place_bytes = runtime.kernels_reach_host() ? kMostBytesInPlace : 0;
-  info.chunk_bytes = kLeastChunkBytes;
+  const bool streams = runtime.kernels_reach_host() && !arch.stream.empty();
+  info.stream_bytes = streams ? kLeastStreamBytes : 0;
   info.waits_for_words = runtime.kernels_reach_host();
   info.absorbed_q_of_f32 = DType::kBf16;  // the kernels read no other queries
   return info;
@@ -152,6 +155,12 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
   traits.max_q_rows_per_tile = desc.attention == AttentionKind::kDense ? 0 : 1;
   traits.kv_granularity = arch.kv_granularity;
   traits.item_overhead_rows = arch.item_overhead_rows;
+  if (desc.streamed && !arch.stream.empty() && desc.attention == AttentionKind::kDense &&
+      desc.kv_format == KvFormat::kBf16) {
+    traits.units = std::max(1, (units - kPushBlocks) / blocks);
+    traits.dealt_pieces = kStreamPieces;
+    return traits;
+  }
   if (arch.spread_kv_rows > 0 && desc.attention == AttentionKind::kDense &&
       desc.kv_format == KvFormat::kBf16) {
     traits.small = {units, LeastRows(arch, desc.kv_format, products, desc.attention),

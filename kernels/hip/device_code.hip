@@ -39,6 +39,7 @@
 #include "kernels/hip/sm90/index/index_logits.h"
 #include "kernels/hip/sm90/index/index_select.h"
 #include "kernels/hip/sm90/split/attend_split.h"
+#include "kernels/hip/sm90/stream/attend_stream.h"
 #include "kernels/hip/sm90/wide/attend_wide.h"
 #include "kernels/hip/sm90/wide/widen_rows.h"
 #endif
@@ -136,6 +137,15 @@ using SplitKernel = std::conditional_t<kRows == 16, AttendSplit<AttendConfig<16>
     SplitKernel<rows>::run(args);                           \
   }
 MLA_SPLIT_SM90(MLA_SPLIT_KERNEL)
+
+#define MLA_STREAM_KERNEL(kernel, rows, threads, shared)                   \
+  static_assert(AttendStream<AttendConfig<rows>>::kThreads == threads);    \
+  static_assert(AttendStream<AttendConfig<rows>>::kSharedBytes == shared); \
+  extern "C" __global__ void MLA_LAUNCH_BOUNDS(threads)                    \
+      kernel(const MLA_KERNEL_ARGUMENT StreamArgs args) {                  \
+    AttendStream<AttendConfig<rows>>::run(args);                           \
+  }
+MLA_STREAM_SM90(MLA_STREAM_KERNEL)
 #endif
 
 #define MLA_EXPAND_KERNEL(kernel, nope, value, format, products, threads, shared)                 \

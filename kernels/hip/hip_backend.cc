@@ -360,10 +360,11 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
   if (owner.running()) return absl::FailedPreconditionError("the launch slot is still running");
   const bool alone = std::none_of(slots_.begin(), slots_.end(),
                                   [](const auto& other) { return other->running(); });
-  owner.Begin(launch, alone);
-  absl::Status s = builder_->Build(owner, slot, launch);
+  const Launch& taken = builder_->Take(owner, slot, launch);
+  owner.Begin(taken, alone);
+  absl::Status s = builder_->Build(owner, slot, taken);
   if (s.ok()) {
-    s = owner.Submit(launch, device_.pool.at());
+    s = owner.Submit(taken, device_.pool.at());
   } else {
     owner.Abandon();
   }

@@ -54,6 +54,9 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
   for (const SplitVariant& v : arch.split) {
     find(v.kernel, v.shared_bytes, &kernels->split.emplace_back());
   }
+  for (const SplitVariant& v : arch.stream) {
+    find(v.kernel, v.shared_bytes, &kernels->stream.emplace_back());
+  }
   for (const ExpandVariant& v : arch.expand) {
     Function& into = kernels->expand.emplace_back();
     if (v.products == DType::kBf16) find(v.kernel, v.shared_bytes, &into);

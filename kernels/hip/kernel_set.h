@@ -17,7 +17,7 @@ struct KernelSet {
   Function gate = nullptr, signal = nullptr;
   Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
   Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
-  std::vector<Function> attend, split, expand, expanded;  // as those of ArchTraits
+  std::vector<Function> attend, split, stream, expand, expanded;  // as those of ArchTraits
 };
 
 // Finds all kernels but those of FindPrefillKernels, and lets them take the shared memory they

@@ -253,9 +253,6 @@ absl::Status HostBackend::Check(const Launch& launch) const {
   }
   if (status.ok()) status = CheckProjection("absorb", launch.absorb);
   if (status.ok()) status = CheckProjection("project", launch.project);
-  if (status.ok() && !launch.absorbed_chunks.empty()) {
-    status = absl::InvalidArgumentError("run.absorbed_chunks: memory is unified, want none");
-  }
   for (const AttentionParams* params : {&launch.absorbed, &launch.expanded}) {
     if (status.ok() && !params->segments.empty()) status = CheckAttention(*params);
   }

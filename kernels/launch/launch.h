@@ -9,7 +9,7 @@
 //   appends       new KV rows into their pages, or compared with what is there
 //   selects       index lists, where the indexer makes them
 //   absorb        queries of EXPANDED segments into latent space
-//   absorbed      attention in the absorbed form, or the chunks of it
+//   absorbed      attention in the absorbed form
 //   project       latent outputs of EXPANDED segments out of latent space
 //   expanded      attention in the expanded form
 //   outputs       memory of the slot -> host memory
@@ -110,9 +110,6 @@ struct Projection {
   std::span<const FragmentedInput> fragments;
 };
 
-// Of Launch::absorbed_chunks, at most.
-inline constexpr size_t kMostChunks = 4;
-
 struct Launch {
   std::span<const HostInput> inputs;
   std::span<const HostOutput> outputs;
@@ -138,11 +135,6 @@ struct Launch {
   std::span<const SelectRecord> selects;
   Projection absorb;
   AttentionParams absorbed;
-  // In place of `absorbed`, for backends that take chunks: the same attention cut by segments, each
-  // chunk with a plan of its own, one computed after the other. Queries and outputs of a chunk lie
-  // behind those of the chunk before it, so a device computes one while the queries of the next
-  // arrive and the outputs of the last leave.
-  std::span<const AttentionParams> absorbed_chunks;
   Projection project;
   AttentionParams expanded;
 };

@@ -48,7 +48,6 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   appends.reserve(2 * most);  // KV rows, and index keys or entries
   selects.reserve(most);
   absorbed.Reserve(requests);
-  chunks.reserve(kernels::kMostChunks);
   expanded.Reserve(requests);
   // One for each slice of fused requests, one for each record of the others.
   absorbs.Reserve(2 * requests);

@@ -77,7 +77,6 @@ struct BatchLaunch {
   std::vector<kernels::AppendRecord> appends;
   std::vector<kernels::SelectRecord> selects;
   FormRecords absorbed, expanded;
-  std::vector<kernels::AttentionParams> chunks;  // of `absorbed`
   ProjectionRecords absorbs, projects;
   RecordsOrigin origin;  // of the records
   // Log-sum-exps of the rows computed, by position in batch.requests: the client's memory, or

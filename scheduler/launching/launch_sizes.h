@@ -14,10 +14,10 @@
 
 namespace mla::scheduler {
 
-// Plans kept: the ones that launches in flight pin (one for each chunk, or one for each form), and
-// as many that alternate between them: workers that drift apart by a layer alternate between few
-// compositions.
-inline constexpr int32_t kPlansPerSlot = 2 * static_cast<int32_t>(kernels::kMostChunks);
+// Plans kept: the ones that launches in flight pin, and the ones that alternate between them (each
+// batch may need one per form; workers that drift apart by a layer alternate between few
+// compositions).
+inline constexpr int32_t kPlansPerSlot = 4;
 // Besides, those with rounds: of prompts, whose compositions hardly ever come twice but by layer.
 inline constexpr int32_t kRoundPlansPerSlot = 2;
 

@@ -1,10 +1,10 @@
 #include "scheduler/launching/launcher.h"
 
 #include <algorithm>
-#include <array>
 #include <span>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "scheduler/launching/launch_sizes.h"
 
 namespace mla::scheduler {
@@ -32,40 +32,17 @@ bool CopiesInOrder(const Batch& batch) {
          });
 }
 
-constexpr int32_t kShares = 32;
-// Of the bytes of queries, the shares that the chunks up to each have, by the number of chunks.
-// Chunks become smaller: nothing hides the kernels of the last one, nor its outputs.
-constexpr int32_t kSharesUpTo[kernels::kMostChunks + 1][kernels::kMostChunks] = {
-    {}, {kShares}, {18, kShares}, {13, 24, kShares}, {10, 19, 27, kShares}};
-
-// Cuts the records of the absorbed form into chunks (Launch::absorbed_chunks) of at least
-// `least_bytes` of queries, as far as records allow; the record behind the last one of each chunk.
-std::span<const size_t> CutIntoChunks(const BatchLaunch& launch, int64_t least_bytes,
-                                      std::array<size_t, kernels::kMostChunks>& ends) {
-  const std::vector<kernels::SegmentRecord>& records = launch.absorbed.records;
-  const auto out_of_order = [](const auto& a, const auto& b) { return a.q >= b.q || a.o >= b.o; };
-  ends[0] = records.size();
-  if (least_bytes == 0 || !CopiesInOrder(launch.batch) ||
-      std::adjacent_find(records.begin(), records.end(), out_of_order) != records.end()) {
-    return std::span(ends).first(1);
+// Whether queries of the absorbed form are to arrive during the launch (AttentionDesc::streamed).
+bool IsStreamed(const BatchLaunch& launch, int64_t least_bytes) {
+  if (least_bytes == 0 || launch.batch.key.q_dtype != kernels::DType::kBf16 ||
+      !CopiesInOrder(launch.batch)) {
+    return false;
   }
-  const int64_t element = kernels::ElementSize(launch.batch.key.q_dtype);
-  const auto bytes = [element](const kernels::SegmentRecord& r) {
-    return r.q_rows * r.q_row_stride * element;
-  };
-  int64_t all = 0, before = 0;
-  for (const kernels::SegmentRecord& r : records) all += bytes(r);
-  const auto chunks =
-      static_cast<size_t>(std::clamp<int64_t>(all / least_bytes, 1, int64_t{kernels::kMostChunks}));
-  size_t count = 0, next = 0;  // chunks that are cut, and of all that may be
-  for (size_t i = 0; i < records.size(); ++i) {
-    before += bytes(records[i]);
-    const auto full = [&] { return before * kShares >= all * kSharesUpTo[chunks][next]; };
-    if (!full()) continue;
-    ends[count++] = i + 1;
-    while (next + 1 < chunks && full()) ++next;
+  int64_t bytes = 0;
+  for (const kernels::SegmentRecord& r : launch.absorbed.records) {
+    bytes += r.q_rows * r.q_row_stride * static_cast<int64_t>(sizeof(kernels::Bf16));
   }
-  return std::span(ends).first(count);
+  return bytes >= least_bytes;
 }
 
 // Whether the host looks at the request's tensors behind its launch whatever came of it
@@ -196,10 +173,10 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   return desc;
 }
 
-absl::Status Launcher::PlanRecords(FormRecords& form, size_t begin, size_t end, BatchLaunch* to,
+absl::Status Launcher::PlanRecords(FormRecords& form, BatchLaunch* to,
                                    kernels::AttentionParams* params) {
-  params->segments = std::span(form.records).subspan(begin, end - begin);
-  const std::span<const PlanSegment> lengths = std::span(form.lengths).subspan(begin, end - begin);
+  params->segments = form.records;
+  const std::span<const PlanSegment> lengths = form.lengths;
   const int32_t least_keys = backend_->Info().fp8_prefill_keys;
   if (params->desc.form == AttentionForm::kExpanded && least_keys > 0 &&
       MeanSeenKeys(params->segments) >= least_keys) {
@@ -212,6 +189,11 @@ absl::Status Launcher::PlanRecords(FormRecords& form, size_t begin, size_t end, 
   widest.geometry.num_heads = WidestHeads(lengths);
   absl::StatusOr<const ExecutionPlan*> plan =
       plans_->Get(lengths, backend_->Traits(widest), to->slot);
+  if (params->desc.streamed && absl::IsResourceExhausted(plan.status())) {
+    // Its parts have more rows than there is room for.
+    params->desc.streamed = widest.streamed = false;
+    plan = plans_->Get(lengths, backend_->Traits(widest), to->slot);
+  }
   if (!plan.ok()) return plan.status();
   params->plan = (*plan)->view();
   LaunchReport& report = to->report;
@@ -223,7 +205,6 @@ absl::Status Launcher::PlanRecords(FormRecords& form, size_t begin, size_t end, 
 
 absl::Status Launcher::Plan(BatchLaunch* to) {
   const uint64_t misses = plans_->stats().misses;
-  to->chunks.clear();
   const struct {
     AttentionForm form;
     FormRecords& records;
@@ -240,26 +221,12 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
     params.desc = Desc(to->batch.key, form.form);
     params.q_fragments = form.records.fragments.Of(records);
     params.windows = form.records.windows;
-    const int64_t chunk_bytes =
-        form.form == AttentionForm::kAbsorbed ? backend_->Info().chunk_bytes : 0;
-    std::array<size_t, kernels::kMostChunks> places;
-    const std::span<const size_t> ends = CutIntoChunks(*to, chunk_bytes, places);
-    if (ends.size() == 1) {
-      form.params = params;
-      absl::Status s = PlanRecords(form.records, 0, records, to, &form.params);
-      if (!s.ok()) return s;
-      continue;
-    }
-    size_t begin = 0;
-    for (const size_t end : ends) {
-      kernels::AttentionParams& chunk = to->chunks.emplace_back(params);
-      if (!params.windows.empty()) chunk.windows = params.windows.subspan(begin, end - begin);
-      absl::Status s = PlanRecords(form.records, begin, end, to, &chunk);
-      if (!s.ok()) return s;
-      begin = end;
-    }
+    params.desc.streamed =
+        form.form == AttentionForm::kAbsorbed && IsStreamed(*to, backend_->Info().stream_bytes);
+    form.params = params;
+    absl::Status s = PlanRecords(form.records, to, &form.params);
+    if (!s.ok()) return s;
   }
-  to->launch.absorbed_chunks = to->chunks;
   to->report.plan_reused = plans_->stats().misses == misses;
   return absl::OkStatus();
 }

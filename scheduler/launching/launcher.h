@@ -54,9 +54,7 @@ class Launcher {
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
   absl::Status Plan(BatchLaunch* to);
-  // Of records [begin, end) of the form.
-  absl::Status PlanRecords(FormRecords& form, size_t begin, size_t end, BatchLaunch* to,
-                           kernels::AttentionParams* params);
+  absl::Status PlanRecords(FormRecords& form, BatchLaunch* to, kernels::AttentionParams* params);
   // What the launch is, once records and plans are there.
   void Assemble(BatchLaunch* to) const;
   void Report(BatchLaunch* to);

@@ -5,6 +5,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "scheduler/planning/dealt_plan.h"
 #include "scheduler/planning/plan_tiles.h"
 #include "scheduler/planning/plan_writer.h"
 
@@ -87,6 +88,15 @@ PlanCapacity Needs(const Tally& tally, const PlanTraits& traits) {
     needs.partial_rows = tally.partial_rows;
     return needs;
   }
+  if (traits.dealt_pieces > 0) {
+    const int64_t pieces = int64_t{traits.units} * traits.dealt_pieces;
+    const int64_t split = tally.tiles > 0 ? pieces : 0;  // where there are more tiles, none is
+    needs.work_items = std::max(tally.tiles, split);
+    needs.reduce_tiles = split / 2;
+    needs.reduce_partials = split;
+    needs.partial_rows = split * traits.tile_rows;
+    return needs;
+  }
   const int64_t cuts = tally.tiles > 0 ? traits.units - 1 : 0;
   needs.work_items = tally.tiles + cuts;
   needs.reduce_tiles = std::min(tally.tiles, cuts);
@@ -167,6 +177,9 @@ absl::Status CheckTraits(const PlanTraits& traits) {
   if (auto s = CheckTrait("small.unit_kv_rows", traits.small.unit_kv_rows, 0, kMost); !s.ok()) {
     return s;
   }
+  if (auto s = CheckTrait("dealt_pieces", traits.dealt_pieces, 0, kMost / traits.units); !s.ok()) {
+    return s;
+  }
   return CheckTrait("fixed_split_rows", traits.fixed_split_rows, 0, kMost);
 }
 
@@ -213,6 +226,67 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanSegment> segment
   view.generation = kernels::NextPlanGeneration();
   const double mean = static_cast<double>(tally.kv_charge) / traits.units;
   imbalance = tally.kv_charge > 0 ? static_cast<double>(writer.busiest_charge()) / mean : 1.0;
+  return view;
+}
+
+// KV rows, as charged, of the busiest unit over the mean.
+double ImbalanceOf(const kernels::PlanView& view, const PlanTraits& traits, int64_t charge) {
+  int64_t busiest = 0;
+  for (size_t unit = 0; unit + 1 < view.work_indptr.size(); ++unit) {
+    int64_t rows = 0;
+    for (int32_t i = view.work_indptr[unit]; i < view.work_indptr[unit + 1]; ++i) {
+      const kernels::WorkInfo& item = view.work_info[static_cast<size_t>(i)];
+      const int32_t packed = (item.q_end - item.q_begin) * (item.head_end() - item.head_begin());
+      rows += int64_t{WeightOf(packed, traits)} * (item.kv_end - item.kv_begin);
+    }
+    busiest = std::max(busiest, rows);
+  }
+  return charge > 0 ? static_cast<double>(busiest) * traits.units / static_cast<double>(charge)
+                    : 1.0;
+}
+
+absl::StatusOr<kernels::PlanView> BuildDealt(std::span<const PlanSegment> segments,
+                                             const PlanTraits& traits, MetadataBuffers& buffers,
+                                             double& imbalance) {
+  Tally tally;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    if (!Valid(segments[i])) return Explain(segments[i], i);
+    Count<false>(segments[i], traits, 1, tally);
+  }
+  const auto for_each_tile = [&](const auto& visit) {
+    for (size_t i = 0; i < segments.size(); ++i) {
+      ForEachTile(segments[i], static_cast<int32_t>(i), traits, visit);
+    }
+  };
+  const auto cut = [&](int32_t rows, PlanCapacity& needs) {
+    needs = {.units = traits.units};
+    for_each_tile([&](const Tile& tile) {
+      const int64_t pieces = PiecesOf(tile, rows);
+      needs.work_items += pieces;
+      if (pieces == 1) return;
+      ++needs.reduce_tiles;
+      needs.reduce_partials += pieces;
+      needs.partial_rows += pieces * tile.packed_rows;
+    });
+  };
+  PlanCapacity needs;
+  TileRows batch;
+  for_each_tile([&](const Tile& tile) {
+    ++batch.tiles;
+    batch.all += tile.kv_end;
+    batch.longest = std::max<int64_t>(batch.longest, tile.kv_end);
+  });
+  const int32_t rows = DealtRows(batch, traits, [&](int32_t of) {
+    cut(of, needs);
+    return needs.work_items;
+  });
+  cut(rows, needs);
+  if (auto s = CheckFits(needs, buffers.capacity()); !s.ok()) return s;
+  DealtWriter writer(traits.units, needs.work_items, rows, buffers);
+  for_each_tile([&](const Tile& tile) { writer.Place(tile); });
+  kernels::PlanView view = writer.Finish();
+  view.generation = kernels::NextPlanGeneration();
+  imbalance = ImbalanceOf(view, traits, tally.kv_charge);
   return view;
 }
 
@@ -294,6 +368,7 @@ absl::StatusOr<kernels::PlanView> Planner::Build(std::span<const PlanSegment> se
                                                  const PlanTraits& traits,
                                                  MetadataBuffers& buffers) {
   if (auto s = CheckTraits(traits); !s.ok()) return s;
+  if (traits.dealt_pieces > 0) return BuildDealt(segments, traits, buffers, last_imbalance_);
   return traits.fixed_split_rows > 0 ? BuildPlan<true>(segments, traits, buffers, last_imbalance_)
                                      : BuildPlan<false>(segments, traits, buffers, last_imbalance_);
 }

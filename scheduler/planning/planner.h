@@ -16,6 +16,9 @@
 // tile and whole pieces are dealt to the units in order: nothing about one segment's pieces depends
 // on another segment.
 //
+// In dealt mode (traits.dealt_pieces) all tiles are cut at multiples of the same number of rows
+// too, which follows from the batch, and pieces are dealt to the units in turn (dealt_plan.h).
+//
 // Threading: a Planner is owned by one thread. Build allocates nothing unless it fails.
 #ifndef MLA_SCHEDULER_PLANNING_PLANNER_H_
 #define MLA_SCHEDULER_PLANNING_PLANNER_H_

@@ -63,7 +63,12 @@ class BatchMaker {
       longest = std::max(longest, segment.kv_rows);
       segments.push_back(segment);
     }
-    if (OneIn(4)) traits.fixed_split_rows = 1 + longest / (2 + Below(12)) + Below(50);
+    traits.dealt_pieces = 0;
+    if (OneIn(4)) {
+      traits.fixed_split_rows = 1 + longest / (2 + Below(12)) + Below(50);
+    } else if (OneIn(4)) {
+      traits.dealt_pieces = 1 + Below(4);
+    }
   }
 
  private:
@@ -141,9 +146,10 @@ std::string Describe(const std::vector<PlanSegment>& segments, const PlanTraits&
       std::to_string(traits.kv_granularity) + " overhead " +
       std::to_string(traits.item_overhead_rows) + " min_charged " +
       std::to_string(traits.min_charged_rows) + " fixed_split " +
-      std::to_string(traits.fixed_split_rows) + " small " + std::to_string(traits.small.blocks) +
-      "/" + std::to_string(traits.small.block_rows) + "/" +
-      std::to_string(traits.small.unit_kv_rows) + " segments";
+      std::to_string(traits.fixed_split_rows) + " dealt " + std::to_string(traits.dealt_pieces) +
+      " small " + std::to_string(traits.small.blocks) + "/" +
+      std::to_string(traits.small.block_rows) + "/" + std::to_string(traits.small.unit_kv_rows) +
+      " segments";
   for (const PlanSegment& r : segments) {
     text += " {" + std::to_string(r.q_rows) + ", " + std::to_string(r.kv_rows) + ", " +
             std::to_string(r.num_heads) + (r.causal ? "}" : ", false}");
@@ -161,6 +167,7 @@ TEST(PlannerPropertyTest, EveryPairOnceAndInsideCapacity) {
   PlanTraits traits;
   int64_t split_plans = 0;
   int64_t fixed_plans = 0;
+  int64_t dealt_plans = 0;
   const char* is_long = std::getenv("MLA_TEST_LONG");
   const int batches = is_long != nullptr && *is_long == '1' ? 20 * kBatches : kBatches;
   for (int batch = 0; batch < batches; ++batch) {
@@ -178,10 +185,12 @@ TEST(PlannerPropertyTest, EveryPairOnceAndInsideCapacity) {
                          << Describe(segments, traits);
     split_plans += !view->reduce_final_map.empty();
     fixed_plans += traits.fixed_split_rows > 0;
+    dealt_plans += traits.dealt_pieces > 0 && !view->reduce_final_map.empty();
   }
   // The generator must keep reaching what it is for.
   EXPECT_GT(split_plans, batches / 4);
   EXPECT_GT(fixed_plans, batches / 8);
+  EXPECT_GT(dealt_plans, batches / 30);
 }
 
 }  // namespace

@@ -55,6 +55,7 @@ std::string PlanChecker::Fault(std::span<const PlanSegment> segments,
     if (std::string fault = Tiles(segment, items); !fault.empty()) return fault;
   }
   if (std::string fault = Reduce(view); !fault.empty()) return fault;
+  if (std::string fault = Dealt(view); !fault.empty()) return fault;
   return Balance(view, imbalance);
 }
 
@@ -205,6 +206,24 @@ std::string PlanChecker::Reduce(const kernels::PlanView& view) {
     if (partials_[i - 1].partial_row + PackedRows(partials_[i - 1]) > partials_[i].partial_row) {
       return absl::StrCat(Describe(partials_[i]), ": partial rows overlap");
     }
+  }
+  return "";
+}
+
+std::string PlanChecker::Dealt(const kernels::PlanView& view) const {
+  if (traits_.dealt_pieces == 0) return "";
+  for (size_t unit = 0; unit + 1 < view.work_indptr.size(); ++unit) {
+    for (int32_t i = view.work_indptr[unit] + 1; i < view.work_indptr[unit + 1]; ++i) {
+      const WorkInfo& before = view.work_info[static_cast<size_t>(i) - 1];
+      const WorkInfo& item = view.work_info[static_cast<size_t>(i)];
+      if (SameTile(before, item)) return absl::StrCat(Describe(item), ": a unit has two pieces");
+      if (Order(item) < Order(before)) return absl::StrCat(Describe(item), ": out of order");
+    }
+  }
+  int32_t row = 0;  // partial rows are given out in the order of pieces
+  for (const int32_t partial : view.reduce_partial_map) {
+    if (partial < row) return absl::StrCat("partial row ", partial, ": out of order");
+    row = partial;
   }
   return "";
 }

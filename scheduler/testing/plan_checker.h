@@ -32,6 +32,7 @@ class PlanChecker {
   std::string Tiles(size_t segment, std::span<const kernels::WorkInfo> items);
   std::string Tile(std::span<const kernels::WorkInfo> pieces);
   std::string Reduce(const kernels::PlanView& view);
+  std::string Dealt(const kernels::PlanView& view) const;
   std::string Balance(const kernels::PlanView& view, double imbalance) const;
 
   std::span<const PlanSegment> segments_;

@@ -90,6 +90,7 @@ struct Flags {
 };
 
 constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
+constexpr size_t kStreamEvery = 2;  // cases
 constexpr int32_t kMostKeys = 1 << 20;
 constexpr uint64_t kMostTries = 1000;  // shapes that are drawn for one that is run
 constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
@@ -316,6 +317,11 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
       if (!wanted(spec)) spec.q_dtype = kernels::DType::kBf16;
       if (wanted(spec)) cases.push_back(spec);
     }
+  }
+  const size_t whole = backend.Info().stream_bytes > 0 ? cases.size() : 0;
+  for (size_t i = 0; i < whole; i += kStreamEvery) {
+    CaseSpec spec = cases[i];
+    if (Stream(spec)) cases.push_back(std::move(spec));
   }
   if (!flags.dims.empty()) return cases;
   // Other dims have kernels of their own in the expanded form alone.

@@ -23,6 +23,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/numbers.h"
@@ -145,6 +146,17 @@ constexpr const char* kDirectedLists[] = {
 // Of how many cases one is run with products of 8 bits too, where the backend has them for it.
 constexpr size_t kProductsEvery = 3;
 
+// Whose queries arrive during the launch, where the backend has kernels for that: parts that end in
+// the middle of a tile, items one after another in one unit, more query rows than one, few heads.
+constexpr const char* kDirectedStreams[] = {
+    "absorbed:128:1,1500,64/1,33,64/1,700,64/1,1023,64/1,0,64:8",
+    "absorbed:64:1,2000,16/1,300,16/1,5,7:8",
+    "absorbed:20:3,900,64/7,31,64/2,400,16,full:8",
+    "absorbed:128:2,600,64/3,1100,3/1,64,64:8",
+    "absorbed:40:5,129,7/1,0,7/64,3,7:8",
+    "absorbed:17:1,4000,64:8",
+};
+
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
 // Where weights are spread, so that rounding them shows: with products of 8 bits.
@@ -185,6 +197,12 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
           ParseCase(of_format, 7000000 + i * 7, kDirectedLists[i % std::size(kDirectedLists)]);
       if (spec.ok()) wanted.push_back(*std::move(spec));
     }
+  }
+  sampler.kv_formats = {kernels::KvFormat::kBf16};
+  for (size_t i = 0; backend.Info().stream_bytes > 0 && i < 2 * std::size(kDirectedStreams); ++i) {
+    auto spec = ParseCase(sampler, 8000000 + i, kDirectedStreams[i % std::size(kDirectedStreams)]);
+    if (!spec.ok() || !Stream(*spec)) continue;
+    wanted.push_back(*std::move(spec));
   }
   sampler.kv_formats = backend.Info().kv_formats;
   const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
@@ -248,6 +266,11 @@ SuiteOptions Suite(const Flags& flags, const kernels::hip::HipBackendOptions& de
   return suite;
 }
 
+int64_t stream_launches = 0;
+void CountStreams(const char* kernel) {
+  stream_launches += std::string_view(kernel).starts_with("mla_stream");
+}
+
 struct Totals {
   bool oracle_failed = false;
   int64_t cases = 0, comparisons = 0, failures = 0;
@@ -279,7 +302,9 @@ int Main(int argc, char** argv) {
     return 2;
   }
   using GetControl = fake_hip::Control* (*)();
-  reinterpret_cast<GetControl>(dlsym(library, "fake_hip_control"))()->arch = flags.arch.c_str();
+  fake_hip::Control& control = *reinterpret_cast<GetControl>(dlsym(library, "fake_hip_control"))();
+  control.arch = flags.arch.c_str();
+  control.on_launch = CountStreams;
   kernels::hip::HipBackendOptions device = DeviceOptions(flags);
   const std::string text = "fake image for " + flags.arch + '\0';
   const std::string& image = flags.image.empty() ? text : flags.image;
@@ -308,7 +333,12 @@ int Main(int argc, char** argv) {
       flags.arch.c_str(), static_cast<long long>(totals.cases),
       static_cast<long long>(totals.comparisons), static_cast<long long>(totals.failures),
       totals.worst_cosine);
+  const auto streamed =
+      std::count_if(cases.begin(), cases.end(), [](const CaseSpec& spec) { return spec.streamed; });
+  std::printf("%lld streamed cases, %lld streamed launches\n", static_cast<long long>(streamed),
+              static_cast<long long>(stream_launches));
   if (totals.oracle_failed || totals.comparisons == 0) return 2;
+  if (totals.failures == 0 && stream_launches < streamed) return 2;
   return totals.failures == 0 ? 0 : 1;
 }
 

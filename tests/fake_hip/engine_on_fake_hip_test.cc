@@ -1,6 +1,9 @@
 // The engine with the GPU backend below it, on the fake HIP runtime: what only the two together do.
+#include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "base/error.h"
@@ -30,12 +33,18 @@ fake_hip::Control& Control() {
   return *control;
 }
 
-std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0, int32_t heads = kHeads) {
+std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0, int32_t heads = kHeads,
+                                       Vendor vendor = Vendor::kAmd) {
   Control() = fake_hip::Control();
   HipBackendOptions options;
   options.libraries = {kLibrary};
   options.self_test = false;
+  options.vendor = vendor;
   options.images = {Image("gfx950", kImage950)};
+  if (vendor == Vendor::kNvidia) {
+    Control().arch = "sm_90";
+    options.images = {Image("sm_90", kImage90)};
+  }
   auto backend = HipBackend::Create(options);
   EXPECT_TRUE(backend.ok()) << backend.status();
   scheduler::testing::HarnessOptions harness;
@@ -215,14 +224,20 @@ TEST(EngineOnFakeHip, RowsAttendToTheirIndexLists) {
   EXPECT_LT(h->Error(*request, of_b, {1, 2, 2}, 5), kTolerance);
 }
 
-// Queries and outputs of 5 MiB go in four chunks, where copies reach them. On the fake, kernels
-// that do not wait for their chunk's queries compute with what was there before, and outputs that
-// do not wait for their kernels are zeros.
-TEST(EngineOnFakeHip, LargeStepsAreComputedInChunks) {
+int64_t stream_launches = 0;
+void CountStreams(const char* kernel) {
+  stream_launches += std::string_view(kernel).starts_with("mla_stream");
+}
+
+// Queries of 5 MiB that a kernel reaches arrive during the launch, and outputs leave meanwhile;
+// where it does not reach one of the tensors, all are copied.
+TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
   constexpr int kManyHeads = 128, kSequences = 12, kRowsOfEach = 3;
-  for (const bool pinned : {true, false}) {
-    SCOPED_TRACE(pinned ? "pinned" : "staged");
-    auto h = Harness(0, kManyHeads);
+  for (const size_t reached : {3, 2, 0}) {
+    SCOPED_TRACE(reached);
+    auto h = Harness(0, kManyHeads, Vendor::kNvidia);
+    Control().on_launch = CountStreams;
+    stream_launches = 0;
     const StreamId stream = h->core().OpenStream(h->tenant());
     std::vector<scheduler::StepSequenceArgs> begun;
     for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, kRowsOfEach});
@@ -238,10 +253,11 @@ TEST(EngineOnFakeHip, LargeStepsAreComputedInChunks) {
       const auto q_key = static_cast<uint64_t>(5 + layer);
       auto request =
           h->Unsent(stream, 1, layer, 0, static_cast<int>(sent.size()), sent, 0, kManyHeads, q_key);
-      const std::span<std::byte> tensors[] = {std::as_writable_bytes(std::span(request->queries)),
-                                              std::as_writable_bytes(std::span(request->output))};
-      const size_t registered = pinned ? std::size(tensors) : 0;
-      for (const auto& memory : std::span(tensors).first(registered)) {
+      const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
+                                          std::as_writable_bytes(std::span(request->lse)),
+                                          std::as_writable_bytes(std::span(request->queries))};
+      const auto registered = std::span(all).first(reached);
+      for (const auto& memory : registered) {
         ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
       }
       const int64_t in = Control().copies_in, out = Control().copies_out;
@@ -251,14 +267,46 @@ TEST(EngineOnFakeHip, LargeStepsAreComputedInChunks) {
       ASSERT_TRUE(request->status.ok()) << request->status;
       EXPECT_EQ(request->timings.launch_requests, 1);
       EXPECT_LT(h->Error(*request, scheduler::testing::Pointers(rows), seen, q_key), kTolerance);
-      // Metadata and KV rows, the plans of 4, 3 and 1 sequences with the first layer, and queries.
-      EXPECT_EQ(Control().copies_in - in, 2 + (layer == 0 ? 3 : 0) + (pinned ? 4 : 0));
-      EXPECT_EQ(Control().copies_out - out, pinned ? 1 + 4 : 1);
-      for (const auto& memory : std::span(tensors).first(registered)) {
-        h->core().backend().UnregisterHost(memory);
-      }
+      const bool streamed = reached == std::size(all);
+      EXPECT_EQ(stream_launches, streamed ? 1 + layer : 0);
+      // Metadata, the first layer's plan, and queries, with KV rows where all pass through the
+      // staged region. Where queries are streamed a kernel moves KV rows.
+      EXPECT_EQ(Control().copies_in - in, 2 + (layer == 0));
+      EXPECT_EQ(Control().copies_out - out > 0, !streamed);
+      for (const auto& memory : registered) h->core().backend().UnregisterHost(memory);
     }
   }
+}
+
+// Queries with the words that memory is filled with before they arrive.
+TEST(EngineOnFakeHip, StreamedQueriesMayHaveAnyWords) {
+  constexpr int kManyHeads = 128, kSequences = 15, kHostile = 5;
+  constexpr size_t kQueryRow = kManyHeads * 576, kOutputRow = kManyHeads * 512;
+  auto h = Harness(0, kManyHeads, Vendor::kNvidia);
+  Control().on_launch = CountStreams;
+  stream_launches = 0;
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  std::vector<scheduler::StepSequenceArgs> begun;
+  for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, 1});
+  ASSERT_TRUE(h->Begin(stream, 1, begun)->status.ok());
+  const std::vector<Row> sent(kSequences, Rows(1, 7).front());
+  auto request = h->Unsent(stream, 1, 0, 0, kSequences, sent, 0, kManyHeads, 5);
+  std::memset(request->queries.data() + kHostile * kQueryRow, 0xff,
+              kQueryRow * sizeof(kernels::Bf16));
+  const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
+                                      std::as_writable_bytes(std::span(request->lse)),
+                                      std::as_writable_bytes(std::span(request->queries))};
+  for (const auto& memory : all) ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
+  h->Submit(request.get());
+  Settle(*h);
+  ASSERT_TRUE(request->answered());
+  EXPECT_TRUE(request->status.ok()) << request->status;
+  EXPECT_EQ(stream_launches, 1);
+  for (int row = 0; row < kSequences; ++row) {
+    EXPECT_EQ(std::isnan(request->output[static_cast<size_t>(row) * kOutputRow]), row == kHostile)
+        << row;
+  }
+  for (const auto& memory : all) h->core().backend().UnregisterHost(memory);
 }
 
 class EngineOnFakeHipTest : public ::testing::TestWithParam<int> {};

@@ -65,7 +65,7 @@ constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_u
 // Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives and, of
 // each work item, the packed rows [s * R, (s + 1) * R) with R the kernel's tile rows.
 struct AttendArgs {
-  static constexpr bool kSplit = false;
+  static constexpr bool kSplit = false, kStreams = false;
   const SegmentRecord* segments;
   const uint32_t* page_tables;
   const uint8_t* pool;
@@ -91,7 +91,7 @@ struct AttendArgs {
 inline constexpr int32_t kMostSplitPieces = 160;
 inline constexpr int32_t kMostSplitShares = 8;
 struct SplitArgs {
-  static constexpr bool kSplit = true;
+  static constexpr bool kSplit = true, kStreams = false;
   SegmentRecord segment;
   const uint32_t* page_tables;
   const uint8_t* pool;
@@ -108,6 +108,40 @@ struct SplitArgs {
   int32_t blocks_per_unit;  // at most kMostSplitShares
   int32_t o_is_f32;
   const uint32_t* late;
+};
+
+// Absorbed attention over a plan whose queries are on their way from the host's memory, and the
+// merge of its parts, which the blocks do themselves. `blocks` blocks of the grid serve the plan's
+// units; behind them, kPushBlocks bring the outputs of one segment after the other to the host's
+// memory, each once it is complete. Log-sum-exps are written where their records say.
+//
+// Queries are copied in the order of segments, over words of kToCome. A word of another value has
+// arrived; one of this value has if `arrived` says that all have.
+//
+// Parts of a tile are its pieces of piece_rows KV rows, the last one of at most as many, and their
+// partial rows follow one another. Each unit has its items in the order of segments, and none has
+// two pieces of a tile: so blocks that wait for each other wait for work that goes on. All blocks
+// have to run at a time (LaunchShape::blocks_meet).
+inline constexpr int32_t kPushBlocks = 2;  // as many as the bus takes bytes from
+inline constexpr int32_t kMostStreamPieces = 64;
+inline constexpr uint32_t kToCome = 0xffffffffu;
+struct OutputPush {
+  uint8_t* to;
+  const uint8_t* from;
+  int64_t bytes;  // a multiple of 16, as both addresses
+  // Blocks that write what is pushed, each counted once for each of its items.
+  uint32_t writers;
+  uint32_t unused;
+};
+struct StreamArgs : AttendArgs {
+  static constexpr bool kStreams = true;
+  const uint32_t* arrived;   // `ticket` once all queries have
+  const OutputPush* pushes;  // by segment
+  uint32_t* finished;  // [kPushBlocks, push_count]: writers so far; zeros before the first launch
+  uint32_t* meetings;  // by the first partial row of a tile + share; zeros before the first launch
+  uint32_t ticket;     // none of earlier launches
+  int32_t push_count;
+  int32_t piece_rows;
 };
 
 // Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row
@@ -286,6 +320,8 @@ struct IndexArgs {
 
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
 static_assert(std::is_trivially_copyable_v<SplitArgs>);
+static_assert(std::is_trivially_copyable_v<StreamArgs>);
+static_assert(std::is_trivially_copyable_v<OutputPush>);
 static_assert(std::is_trivially_copyable_v<IndexArgs>);
 static_assert(std::is_trivially_copyable_v<WidenArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);

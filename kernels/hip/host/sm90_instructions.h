@@ -3,7 +3,9 @@
 #ifndef MLA_KERNELS_HIP_HOST_SM90_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_HOST_SM90_INSTRUCTIONS_H_
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "kernels/formats/fp8.h"
 #include "kernels/hip/common/vendor.h"
@@ -142,6 +144,25 @@ inline BlockTurn meet_blocks(uint32_t* at, int, int count) {
 }
 inline float load_fresh(const float* from) { return *from; }
 inline void load_fresh(uint32_t (&x)[4], const float* from) { std::memcpy(x, from, sizeof(x)); }
+
+inline uint32_t unknown(uint32_t x) { return x; }
+
+// Blocks run one after another, those that push outputs last, and copies before the kernel.
+inline void count_finished(uint32_t* at, int apart) {
+  for (int i = 0; i < kPushBlocks; ++i) ++at[i * apart];
+}
+inline void await_finished(const uint32_t* at, uint32_t count) {
+  if (*at != count) host::Fault("a block waits for what the blocks before it have not finished");
+}
+inline bool has_come(const Chunk& c) {
+  return std::find(std::begin(c.w), std::end(c.w), kToCome) == std::end(c.w);
+}
+inline Chunk await_chunk(const void* from, const uint32_t* all, uint32_t ticket) {
+  Chunk c;
+  std::memcpy(c.w, from, sizeof(c.w));
+  if (!has_come(c) && *all != ticket) host::Fault("a block waits for queries that never come");
+  return c;
+}
 
 inline void store_half_word(lds_t at, uint32_t x) { shared_store(at, static_cast<uint16_t>(x)); }
 

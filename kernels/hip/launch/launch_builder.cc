@@ -37,11 +37,9 @@ int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
   return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
 }
 
-// A launch holds one for each chunk, or one of each form; two more, so that compositions which
-// alternate find theirs again.
-int32_t PlanCopies(const BackendLimits& l) {
-  return static_cast<int32_t>(kMostChunks) * l.launch_slots + 2;
-}
+// A launch holds one of each form, at most; two more, so that compositions which alternate find
+// theirs again.
+int32_t PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
 
 }  // namespace
 
@@ -60,6 +58,9 @@ absl::StatusOr<std::unique_ptr<LaunchBuilder>> LaunchBuilder::Create(const Devic
                                                                      Stream stream) {
   std::unique_ptr<LaunchBuilder> builder(new LaunchBuilder(device, limits));
   if (absl::Status s = builder->index_.Allocate(limits, stream); !s.ok()) return s;
+  auto streams = StreamWork::Create(device, limits, stream);
+  if (!streams.ok()) return streams.status();
+  builder->streams_ = *std::move(streams);
   auto plans = PlanStore::Create(device.runtime, PlanCopies(limits), PlanBytes(device, limits));
   if (!plans.ok()) return plans.status();
   builder->plans_ = *std::move(plans);
@@ -72,6 +73,7 @@ int64_t LaunchBuilder::MetadataBytes(const BackendLimits& l, const BackendInfo& 
   const int64_t segments =
       int64_t{l.launch_requests} *
       (kForms * static_cast<int64_t>(sizeof(SegmentRecord)) +
+       static_cast<int64_t>(sizeof(OutputPush)) + kRegionAlignment +
        static_cast<int64_t>(sizeof(int32_t) + sizeof(WindowRecord)) + kRegionAlignment);
   return segments + PageWork::MetadataBytes(l) + ProjectWork::MetadataBytes(l) +
          IndexWork::MetadataBytes(l, info) + kSlack;
@@ -82,7 +84,8 @@ int64_t LaunchBuilder::HostBytes(const DeviceState& device, const BackendLimits&
 }
 
 int64_t LaunchBuilder::WorkspaceBytes(const DeviceState& device, const BackendLimits& l) {
-  return IndexWork::WorkspaceBytes(l, device.info) + HostBytes(device, l);
+  return IndexWork::WorkspaceBytes(l, device.info) + StreamWork::WorkspaceBytes(l) +
+         HostBytes(device, l);
 }
 
 absl::Status LaunchBuilder::CheckAttention(const AttentionParams& params) const {
@@ -116,34 +119,20 @@ absl::Status LaunchBuilder::AddAttention(LaunchSlot& slot, int32_t index,
   if (expanded) {
     if (absl::Status s = expanded_.Check(params); !s.ok()) return s;
   }
-  if (const auto split = expanded ? std::nullopt : absorbed_.SplitOf(params)) {
+  const bool whole = !expanded && !streams_->Has(index);
+  if (const auto split = whole ? absorbed_.SplitOf(params) : std::nullopt) {
     return absorbed_.AddSplit(slot, params, *split);
   }
   const int64_t uploads = plans_->uploads();
   absl::StatusOr<DevicePlan> plan = plans_->Get(params.plan, index, slot.input_stream());
   if (!plan.ok()) return plan.status();
   if (plans_->uploads() != uploads) slot.NoteInput();
+  if (!expanded && streams_->Has(index)) return streams_->Add(slot, index, *plan);
   return expanded ? expanded_.Add(slot, params, *plan) : absorbed_.Add(slot, params, *plan);
 }
 
-absl::Status LaunchBuilder::AddChunks(LaunchSlot& slot, int32_t index,
-                                      std::span<const AttentionParams> chunks) {
-  const auto first = [](const void* at) { return reinterpret_cast<DevicePtr>(at); };
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    if (chunks[i].segments.empty()) return absl::InvalidArgumentError("run: a chunk of no segment");
-    const SegmentRecord& begin = chunks[i].segments.front();
-    if (i > 0) {
-      absl::Status s = slot.BeginChunk(first(begin.q), first(begin.o));
-      if (!s.ok()) return s;
-    } else {
-      slot.SetFirstOutput(first(begin.o));
-    }
-    if (absl::Status s = AddAttention(slot, index, chunks[i]); !s.ok()) return s;
-  }
-  return absl::OkStatus();
-}
-
 absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch& launch) {
+  if (streams_->Has(index)) streams_->AddArrivals(slot, index);
   absl::Status s = pages_.AddTensors(slot, slot.input_moves(), slot.kernels_begun(), nullptr);
   slot.BeginTimed();
   if (s.ok()) s = gate_.AddGate(slot, launch);
@@ -160,7 +149,6 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = index_.Add(slot, launch.selects);
   if (s.ok()) s = projections_.AddAbsorb(slot, launch.absorb);
   if (s.ok()) s = AddAttention(slot, index, launch.absorbed);
-  if (s.ok()) s = AddChunks(slot, index, launch.absorbed_chunks);
   if (s.ok()) s = projections_.AddProject(slot, launch.project);
   if (s.ok()) s = AddAttention(slot, index, launch.expanded);
   if (s.ok()) s = gate_.AddTimedSignals(slot, launch.signals);

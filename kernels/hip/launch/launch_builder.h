@@ -8,7 +8,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
+#include <optional>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -22,6 +22,7 @@
 #include "kernels/hip/launch/project_work.h"
 #include "kernels/hip/runtime/plan_store.h"
 #include "kernels/hip/slot/launch_slot.h"
+#include "kernels/hip/stream/stream_work.h"
 
 namespace mla::kernels::hip {
 
@@ -38,6 +39,11 @@ class LaunchBuilder final {
   static int64_t WorkspaceBytes(const DeviceState& device, const BackendLimits& limits);
   static int64_t HostBytes(const DeviceState& device, const BackendLimits& limits);
 
+  // The launch that Begin, Build and Submit of the slot are to be given in place of `launch`
+  // (StreamWork::Take). Before slot.Begin; slot.Abandon or slot.Submit follows.
+  const Launch& Take(LaunchSlot& slot, int32_t index, const Launch& launch) {
+    return streams_->Take(slot, index, launch);
+  }
   // Between slot.Begin and slot.Submit or Abandon. `index` is the slot's, under which the builder
   // holds the launch's plans until Release. INVALID_ARGUMENT, FAILED_PRECONDITION and UNIMPLEMENTED
   // for what the device does not run, RESOURCE_EXHAUSTED beyond the limits.
@@ -48,7 +54,6 @@ class LaunchBuilder final {
  private:
   LaunchBuilder(const DeviceState& device, const BackendLimits& limits);
   absl::Status AddAttention(LaunchSlot& slot, int32_t index, const AttentionParams& params);
-  absl::Status AddChunks(LaunchSlot& slot, int32_t index, std::span<const AttentionParams> chunks);
   absl::Status CheckAttention(const AttentionParams& params) const;
 
   const DeviceState& device_;
@@ -59,6 +64,7 @@ class LaunchBuilder final {
   ProjectWork projections_;
   AbsorbedWork absorbed_;
   ExpandedWork expanded_;
+  std::optional<StreamWork> streams_;
   std::unique_ptr<PlanStore> plans_;
 };
 

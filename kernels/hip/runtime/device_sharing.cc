@@ -56,7 +56,6 @@ struct SharingTable {
   int (*map)(DevicePtr, size_t, size_t, uint64_t, unsigned long long);
   int (*unmap)(DevicePtr, size_t);
   int (*set_access)(DevicePtr, size_t, const Access*, size_t);
-  int (*store_word)(Stream, DevicePtr, uint32_t, unsigned);  // null if the library lacks it
 };
 
 namespace {
@@ -73,9 +72,6 @@ constexpr Alias kNeeded[] = {
     MLA_ALIAS(memory_handle, "hipIpcGetMemHandle", "cuIpcGetMemHandle"),
     MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
     MLA_ALIAS(event_handle, "hipIpcGetEventHandle", "cuIpcGetEventHandle"),
-};
-constexpr Alias kWords[] = {
-    MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
 };
 constexpr Alias kVirtual[] = {
     MLA_ALIAS(granularity, "hipMemGetAllocationGranularity", "cuMemGetAllocationGranularity"),
@@ -135,7 +131,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     if (s.ok()) s = Take(bytes);
     if (s.ok()) s = Clear();
     if (s.ok()) s = MakeEvents(events);
-    if (s.ok() && sharing_->api_->store_word != nullptr) {
+    if (s.ok() && runtime.stores_words()) {
       absl::StatusOr<Stream> words = runtime.CreateStream();
       if (words.ok()) words_ = *words;
       s = words.status();
@@ -153,9 +149,8 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   }
   bool StoresWords() const override { return words_ != nullptr; }
   void StoreWord(uint32_t* word, uint32_t value) override {
-    if (!sharing_->runtime_->Bind().ok()) return;
     // Where this fails, the device is lost, and so are the streams that wait for the word.
-    (void)sharing_->api_->store_word(words_, reinterpret_cast<DevicePtr>(word), value, 0);
+    (void)sharing_->runtime_->StoreWord(reinterpret_cast<DevicePtr>(word), value, words_);
   }
 
  private:
@@ -280,7 +275,6 @@ absl::StatusOr<std::unique_ptr<DeviceSharing>> DeviceSharing::Open(GpuRuntime* r
     return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", missing));
   }
   if (Resolve(*runtime, kVirtual, table.get()) != nullptr) table->create = nullptr;
-  (void)Resolve(*runtime, kWords, table.get());  // null where it is missing
   return std::unique_ptr<DeviceSharing>(new DeviceSharing(runtime, std::move(table)));
 }
 

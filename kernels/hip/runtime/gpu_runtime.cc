@@ -86,6 +86,7 @@ struct RuntimeTable {
   int (*copy_out)(void*, DevicePtr, size_t, Stream);
   int (*copy_device)(DevicePtr, DevicePtr, size_t, Stream);
   int (*fill)(DevicePtr, unsigned char, size_t, Stream);
+  int (*store_word)(Stream, DevicePtr, uint32_t, unsigned);  // null if the library lacks it
   int (*module_load)(Module*, const void*);
   int (*module_unload)(Module);
   int (*module_function)(Function*, Module, const char*);
@@ -155,7 +156,14 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(nvidia_function_attribute, nullptr, "cuFuncSetAttribute"),
     MLA_ALIAS(nvidia_launch, nullptr, "cuLaunchKernelEx"),
 };
+constexpr Alias kOptional[] = {
+    MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
+};
 #undef MLA_ALIAS
+
+void Set(RuntimeTable* table, const Alias& alias, void* entry) {
+  std::memcpy(reinterpret_cast<char*>(table) + alias.offset, &entry, sizeof(entry));
+}
 
 absl::Status Resolve(Vendor vendor, void* library, RuntimeTable* table) {
   for (const Alias& alias : kAliases) {
@@ -165,7 +173,10 @@ absl::Status Resolve(Vendor vendor, void* library, RuntimeTable* table) {
     if (entry == nullptr) {
       return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
     }
-    std::memcpy(reinterpret_cast<char*>(table) + alias.offset, &entry, sizeof(entry));
+    Set(table, alias, entry);
+  }
+  for (const Alias& alias : kOptional) {
+    Set(table, alias, dlsym(library, vendor == Vendor::kAmd ? alias.amd : alias.nvidia));
   }
   return absl::OkStatus();
 }
@@ -431,6 +442,11 @@ absl::Status GpuRuntime::CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes,
 }
 absl::Status GpuRuntime::Fill(DevicePtr to, uint8_t value, int64_t bytes, Stream stream) {
   MLA_GPU_CALL(api_->fill(to, value, static_cast<size_t>(bytes), stream), "fill");
+  return absl::OkStatus();
+}
+bool GpuRuntime::stores_words() const { return api_->store_word != nullptr; }
+absl::Status GpuRuntime::StoreWord(DevicePtr to, uint32_t value, Stream stream) {
+  MLA_GPU_CALL(api_->store_word(stream, to, value, 0), "store word");
   return absl::OkStatus();
 }
 

@@ -72,6 +72,7 @@ class GpuRuntime final {
   int32_t units() const { return units_; }  // CUs or SMs
   // Kernels reach pinned host memory at the addresses that the host has for it.
   bool kernels_reach_host() const { return kernels_reach_host_; }
+  bool stores_words() const;  // StoreWord; some drivers lack it
 
   // --- For calls that are not in this class.
   void* EntryPoint(const char* name) const;  // null: the library has none of this name
@@ -108,6 +109,8 @@ class GpuRuntime final {
                               int64_t bytes, int64_t rows, Stream stream);
   absl::Status CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream);
   absl::Status Fill(DevicePtr to, uint8_t value, int64_t bytes, Stream stream);
+  // Once all before it on the stream has ended and can be seen. REQUIRES: stores_words().
+  absl::Status StoreWord(DevicePtr to, uint32_t value, Stream stream);
 
   // INTERNAL with the API's text when the image is for another architecture.
   absl::StatusOr<Module> Load(std::span<const std::byte> image);

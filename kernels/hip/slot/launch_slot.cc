@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/hip/common/kernel_args.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -51,19 +52,15 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   }
   slot->digests_ = *std::move(made_digests);
   slot->digests_back_ = *std::move(digests_back);
-  std::vector<Event*> events = {&slot->started_, &slot->done_};
-  for (ChunkEvents& chunk : slot->events_) {
-    events.insert(events.end(), {&chunk.inputs_ready, &chunk.computed});
-  }
-  for (Event* event : events) {
+  for (Event* event : {&slot->inputs_ready_, &slot->started_, &slot->computed_, &slot->done_,
+                       &slot->cleared_, &slot->arrived_}) {
     absl::StatusOr<Event> made = runtime->CreateEvent();
     if (!made.ok()) return made.status();
     *event = *made;
   }
-  slot->chunks_.reserve(kMostChunks);
   slot->kernels_.reserve(kMaxKernels + static_cast<size_t>(sizes.page_ranges));
-  // Those before the timed ones, these by chunk, and those behind.
-  slot->one_by_one_.reserve(2 + kMostChunks);
+  // Those before the timed ones, these, and those behind.
+  slot->one_by_one_.reserve(3);
   if (auto graphs = KernelGraphs::Open(runtime); graphs.ok()) slot->graphs_ = *std::move(graphs);
   slot->input_moves_.reserve(kMoves);
   slot->output_moves_.reserve(kMoves);
@@ -72,10 +69,9 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
 
 LaunchSlot::~LaunchSlot() {
   if (running_) tensors_.End();
-  for (const ChunkEvents& chunk : events_) {
-    for (Event event : {chunk.inputs_ready, chunk.computed}) runtime_->Destroy(event);
+  for (Event event : {inputs_ready_, started_, computed_, done_, cleared_, arrived_}) {
+    runtime_->Destroy(event);
   }
-  for (Event event : {started_, done_}) runtime_->Destroy(event);
 }
 
 SlotMemory LaunchSlot::Memory() const {
@@ -89,12 +85,12 @@ SlotMemory LaunchSlot::Memory() const {
 
 void LaunchSlot::Begin(const Launch& launch, bool alone) {
   const int64_t bytes = TensorCopies::BytesOf(launch.inputs);
-  const bool whole = launch.absorbed_chunks.empty();
-  input_stream_ = alone && whole && bytes <= kMovedBytes ? streams_.compute : streams_.in;
+  input_stream_ = alone && bytes <= kMovedBytes ? streams_.compute : streams_.in;
   has_input_ = gated_ = was_late_ = behind_gate_ = gate_is_far_ = false;
   waited_ns_ = 0;
   signals_ = false;
   signal_copy_ = {};
+  arrivals_ = {};
   outputs_in_place_ = std::all_of(
       launch.outputs.begin(), launch.outputs.end(),
       [&](const HostOutput& out) { return out.in_place() || CopiedBySignal(launch, out); });
@@ -103,12 +99,11 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
   kernels_.clear();
   one_by_one_.clear();
   timed_begin_ = timed_end_ = 0;
-  chunks_.assign(1, Chunk());
   input_moves_.clear();
   output_moves_.clear();
   one_sequence_ = false;
   writes_ = reads_ = {};
-  if (!alone || !whole || !runtime_->kernels_reach_host()) return;
+  if (!alone || !runtime_->kernels_reach_host()) return;
   if (bytes <= kMovedBytes && TensorCopies::InFewPieces(launch.inputs, kMoves)) {
     tensors_.AddMoves(launch.inputs, input_moves_);
   }
@@ -149,16 +144,6 @@ absl::Status LaunchSlot::AddKernelBytes(Function function, const LaunchShape& sh
   return absl::OkStatus();
 }
 
-absl::Status LaunchSlot::BeginChunk(DevicePtr inputs, DevicePtr outputs) {
-  const Chunk& last = chunks_.back();
-  if (chunks_.size() == kMostChunks) return Full("chunks", kMostChunks);
-  if (inputs <= last.inputs_begin || outputs <= last.outputs_begin) {
-    return absl::InvalidArgumentError("run.absorbed_chunks: not in the order of their tensors");
-  }
-  chunks_.push_back({kernels_.size(), inputs, outputs});
-  return absl::OkStatus();
-}
-
 absl::Status LaunchSlot::EnqueueStaged(std::span<const HostInput> inputs) {
   const Stream stream = input_stream_;
   if (metadata_.changed()) {
@@ -171,45 +156,52 @@ absl::Status LaunchSlot::EnqueueStaged(std::span<const HostInput> inputs) {
   if (!input_moves_.empty()) return absl::OkStatus();
   const absl::StatusOr<bool> any = tensors_.EnqueueStaged(inputs, stream);
   has_input_ |= any.ok() && *any;
+  if (any.ok() && *any) cleared_range_ = {};  // what lies between staged tensors is copied too
   return any.status();
 }
 
-absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs, size_t chunk) {
-  TensorCopies::Range range{chunks_[chunk].inputs_begin};
-  if (chunk + 1 < chunks_.size()) range.end = chunks_[chunk + 1].inputs_begin;
-  if (input_moves_.empty()) {
-    const absl::StatusOr<bool> any = tensors_.EnqueueDirect(inputs, range, input_stream_);
+absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
+  absl::Status s = EnqueueStaged(inputs);
+  if (s.ok() && input_moves_.empty()) {
+    const absl::StatusOr<bool> any = tensors_.EnqueueDirect(inputs, input_stream_);
     if (!any.ok()) return any.status();
     has_input_ |= *any;
   }
-  if (input_stream_ == streams_.compute || !has_input_) return absl::OkStatus();
-  return runtime_->Record(events_[chunk].inputs_ready, input_stream_);
+  if (!s.ok() || input_stream_ == streams_.compute || !has_input_) return s;
+  s = runtime_->Record(inputs_ready_, input_stream_);
+  return s.ok() ? runtime_->WaitFor(streams_.compute, inputs_ready_) : s;
 }
 
-absl::Status LaunchSlot::EnqueueChunk(const Launch& launch, DevicePtr pool, size_t chunk) {
-  const ChunkEvents& events = events_[chunk];
-  const bool last = chunk + 1 == chunks_.size();
+// Copies whose kernels wait for them come before those, so that they never wait for each other.
+absl::Status LaunchSlot::EnqueueArrivals() {
+  const Range first = arrivals_.ranges.front();
+  const DevicePtr end = first.at + static_cast<DevicePtr>(first.bytes);
+  const DevicePtr cleared_end = cleared_range_.at + static_cast<DevicePtr>(cleared_range_.bytes);
+  const bool is_clear =
+      arrivals_.ranges.size() == 1 && first.at >= cleared_range_.at && end <= cleared_end;
   absl::Status s;
-  if (has_input_ && input_stream_ != streams_.compute) {
-    s = runtime_->WaitFor(streams_.compute, events.inputs_ready);
+  if (!is_clear) {
+    for (const Range& range : arrivals_.ranges) {
+      if (s.ok()) s = runtime_->Fill(range.at, kToCome & 0xff, range.bytes, streams_.in);
+    }
+    if (s.ok()) s = runtime_->Record(cleared_, streams_.in);
   }
-  if (chunk == 0) {
-    if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
-    if (s.ok()) s = EnqueueKernels(0, timed_begin_);
+  for (const TensorMove& copy : arrivals_.copies) {
+    if (!s.ok()) return s;
+    s = runtime_->CopyIn(copy.to, reinterpret_cast<const void*>(copy.from), copy.bytes,
+                         streams_.in);
   }
-  const size_t begin = std::max(timed_begin_, chunks_[chunk].kernels_begin);
-  const size_t end = last ? timed_end_ : chunks_[chunk + 1].kernels_begin;
-  if (s.ok() && chunk == 0 && !gated_) s = runtime_->Record(started_, streams_.compute);
-  if (s.ok()) s = EnqueueKernels(begin, end);
-  if (s.ok() && last) s = EnqueueReads(launch.page_reads, pool);
-  if (s.ok()) s = runtime_->Record(events.computed, streams_.compute);
-  if (!s.ok()) return s;
-  if (last) return EnqueueOutputs(launch.outputs);
-  s = runtime_->WaitFor(streams_.out, events.computed);
-  if (!s.ok()) return s;
-  return tensors_.EnqueueDirect(launch.outputs,
-                                {chunks_[chunk].outputs_begin, chunks_[chunk + 1].outputs_begin},
-                                streams_.out);
+  if (s.ok()) s = runtime_->Record(arrived_, streams_.in);
+  if (s.ok()) s = runtime_->StoreWord(arrivals_.word, arrivals_.ticket, streams_.in);
+  return s.ok() && !is_clear ? runtime_->WaitFor(streams_.compute, cleared_) : s;
+}
+
+// Behind the launch, so that its reply does not wait. Copies of the next one do, for cleared_.
+absl::Status LaunchSlot::ClearForNext(const Range& range) {
+  absl::Status s = runtime_->Fill(range.at, kToCome & 0xff, range.bytes, streams_.compute);
+  if (s.ok()) s = runtime_->Record(cleared_, streams_.compute);
+  if (s.ok()) cleared_range_ = range;
+  return s;
 }
 
 absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool) {
@@ -274,35 +266,38 @@ absl::Status LaunchSlot::EnqueueSequence(const Launch& launch) {
 }
 
 absl::Status LaunchSlot::EnqueueOutputs(std::span<const HostOutput> outputs) {
-  const Event computed = events_[chunks_.size() - 1].computed;
-  end_ = outputs_in_place_ ? computed : done_;
+  end_ = outputs_in_place_ ? computed_ : done_;
   if (outputs_in_place_) return absl::OkStatus();
   if (!output_moves_.empty()) {
     absl::Status s = EnqueueKernels(timed_end_, kernels_.size());
     return s.ok() ? runtime_->Record(done_, streams_.compute) : s;
   }
-  if (absl::Status s = runtime_->WaitFor(streams_.out, computed); !s.ok()) return s;
+  if (absl::Status s = runtime_->WaitFor(streams_.out, computed_); !s.ok()) return s;
   absl::Status s = tensors_.EnqueueStaged(outputs, streams_.out);
-  if (s.ok()) {
-    s = tensors_.EnqueueDirect(outputs, {.begin = chunks_.back().outputs_begin}, streams_.out);
-  }
-  if (s.ok()) {
-    s = tensors_.EnqueueDirect(outputs, {.end = chunks_.front().outputs_begin}, streams_.out);
-  }
+  if (s.ok()) s = tensors_.EnqueueDirect(outputs, streams_.out);
   return s.ok() ? runtime_->Record(done_, streams_.out) : s;
 }
 
 absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   absl::Status s = tensors_.HoldInPlace(launch);
   tensors_.FindDirect(launch.outputs);
+  const bool arrives = !arrivals_.copies.empty();
+  const Range was_cleared = cleared_range_;
+  if (!arrives) cleared_range_ = {};  // others may write there
+  if (s.ok() && was_cleared.bytes > 0) s = runtime_->WaitFor(streams_.in, cleared_);
   if (s.ok() && one_sequence_) return EnqueueSequence(launch);
-  if (s.ok()) s = EnqueueStaged(launch.inputs);
-  if (s.ok()) s = EnqueueInputs(launch.inputs, 0);
-  // Copies of the next chunk come first: giving kernels to the device takes a while.
-  for (size_t chunk = 0; chunk < chunks_.size() && s.ok(); ++chunk) {
-    if (chunk + 1 < chunks_.size()) s = EnqueueInputs(launch.inputs, chunk + 1);
-    if (s.ok()) s = EnqueueChunk(launch, pool, chunk);
-  }
+  if (s.ok()) s = EnqueueInputs(launch.inputs);
+  if (s.ok() && arrives) s = EnqueueArrivals();
+  if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
+  if (s.ok()) s = EnqueueKernels(0, timed_begin_);
+  if (s.ok() && !gated_) s = runtime_->Record(started_, streams_.compute);
+  if (s.ok()) s = EnqueueKernels(timed_begin_, timed_end_);
+  if (s.ok()) s = EnqueueReads(launch.page_reads, pool);
+  if (s.ok() && arrives) s = runtime_->WaitFor(streams_.compute, arrived_);
+  if (s.ok()) s = runtime_->Record(computed_, streams_.compute);
+  if (s.ok()) s = EnqueueOutputs(launch.outputs);
+  if (arrives) cleared_range_ = {};
+  if (s.ok() && arrives && arrivals_.ranges.size() == 1) s = ClearForNext(arrivals_.ranges.front());
   return s;
 }
 
@@ -313,6 +308,7 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   if (s.ok()) {
     running_ = true;
     outputs_ = launch.outputs;
+    arrivals_ = {};
     submitted_ = std::chrono::steady_clock::now();
     if (graphs_ != nullptr) {
       graphs_->Prepare();
@@ -323,6 +319,7 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
   // What was enqueued still uses this slot's memory: let it end before the slot is used again.
   for (Stream stream : streams_.all()) (void)runtime_->Synchronize(stream);
   metadata_.Forget();
+  cleared_range_ = {};
   tensors_.End();
   return s;
 }
@@ -353,7 +350,7 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   TakeDigests(reads_);
   tensors_.HandOver(outputs_);
   if (one_sequence_) return static_cast<int64_t>(gate_report()->ended);
-  if (!gated_) return runtime_->ElapsedNs(started_, events_[chunks_.size() - 1].computed);
+  if (!gated_) return runtime_->ElapsedNs(started_, computed_);
   was_late_ = gate_report()->late != 0;
   waited_ns_ = static_cast<int64_t>(gate_report()->waited_ns);
   return static_cast<int64_t>(gate_report()->ended);

@@ -5,6 +5,13 @@
 //   compute stream                        wait, started, kernels, computed
 //   copy-out stream                                              wait, outputs --> done
 //
+// Of a launch with arrivals (SetArrivals), inputs go on arriving while its kernels run:
+//
+//   copy-in stream   wait for cleared, arrivals --> arrived
+//   compute stream      kernels ........................ wait, computed, clear --> cleared
+//
+// What they arrive in was cleared behind the launch before, if that one had arrivals there too.
+//
 // Streams of their own let copies overlap the kernels of other launches; changing from one to the
 // other takes the device some microseconds, as changing between copies and kernels on one stream
 // does. Where no other launch runs, inputs that are not large travel on the compute stream, and
@@ -14,8 +21,6 @@
 // before had stays where it is. Where no output is copied, because kernels write all of them to the
 // host's memory, `computed` is the launch's end. Kernels between two events that came in this
 // sequence before are launched as one graph (kernel_graphs.h).
-//
-// Of a launch in chunks (Launch::absorbed_chunks) the three streams do so for each chunk.
 #ifndef MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_
 
@@ -90,16 +95,27 @@ class LaunchSlot {
   // the next Begin. Empty: copies do.
   std::span<const TensorMove> input_moves() const { return input_moves_; }
   std::span<const TensorMove> output_moves() const { return output_moves_; }
+  // Inputs that are copied while the kernels run, which see them arrive: until they do, each of
+  // their words is kToCome, and once all have, `*word` is `ticket`, which it never was before.
+  struct Range {
+    DevicePtr at = 0;
+    int64_t bytes = 0;
+  };
+  struct Arrivals {
+    std::span<const TensorMove> copies;  // in the order of device addresses; valid until Submit
+    std::span<const Range> ranges;  // all that they copy to, and nothing that others do; as long
+    DevicePtr word = 0;
+    uint32_t ticket = 0;
+  };
+  // Right behind Begin.
+  void SetArrivals(const Arrivals& arrivals) {
+    arrivals_ = arrivals;
+    one_sequence_ = false;
+  }
   // Kernels added from here on, or up to here, are what Wait's time is of; those before and behind
   // copy.
   void BeginTimed() { timed_begin_ = kernels_.size(); }
   void EndTimed() { timed_end_ = kernels_.size(); }
-  // Where the outputs of the first chunk begin; those that lie before leave with the last chunk.
-  void SetFirstOutput(DevicePtr at) { chunks_.front().outputs_begin = at; }
-  // Kernels added from here on are those of the next chunk. What the launch copies to or from
-  // device addresses before these belongs to the chunks so far. INVALID_ARGUMENT when the addresses
-  // do not lie behind those of the chunk before.
-  absl::Status BeginChunk(DevicePtr inputs, DevicePtr outputs);
   // What the inputs of that launch travel on; its kernels wait for it if something does, which
   // NoteInput says where others than this class have enqueued it.
   Stream input_stream() const { return input_stream_; }
@@ -162,9 +178,9 @@ class LaunchSlot {
   // earlier and of later ones. `pool` is where the pool begins.
   absl::Status Submit(const Launch& launch, DevicePtr pool);
   absl::StatusOr<bool> Done() { return runtime_->Done(end_); }
-  // Waits, hands outputs over and returns the nanoseconds the kernels took; for a launch in chunks
-  // that includes the waits between chunks for queries. DEADLINE_EXCEEDED when the device has not
-  // answered within `watchdog`.
+  // Waits, hands outputs over and returns the nanoseconds the kernels took, which of a streamed
+  // launch includes what the bus took. DEADLINE_EXCEEDED when the device has not answered within
+  // `watchdog`.
   absl::StatusOr<int64_t> Wait(std::chrono::milliseconds watchdog);
 
  private:
@@ -176,18 +192,17 @@ class LaunchSlot {
   absl::Status Enqueue(const Launch& launch, DevicePtr pool);
   // Metadata and what passes through the staged region.
   absl::Status EnqueueStaged(std::span<const HostInput> inputs);
-  absl::Status EnqueueInputs(std::span<const HostInput> inputs, size_t chunk);
+  absl::Status EnqueueInputs(std::span<const HostInput> inputs);
+  absl::Status EnqueueArrivals();
+  absl::Status ClearForNext(const Range& range);
   // On the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels(size_t begin, size_t end);
-  // What waits for the chunk's inputs.
-  absl::Status EnqueueChunk(const Launch& launch, DevicePtr pool, size_t chunk);
   // All that a launch consists of which is one sequence.
   absl::Status EnqueueSequence(const Launch& launch);
   absl::Status EnqueueReads(std::span<const PageTransfer> reads, DevicePtr pool);
   absl::Status EnqueueDigests(const Digests& digests);
   void TakeDigests(const Digests& digests) const;
-  // Of the last chunk, with what outputs lie elsewhere.
   absl::Status EnqueueOutputs(std::span<const HostOutput> outputs);
 
   GpuRuntime* runtime_;
@@ -217,19 +232,12 @@ class LaunchSlot {
   size_t timed_begin_ = 0, timed_end_ = 0;
   std::vector<TensorMove> input_moves_, output_moves_;
   TensorMove signal_copy_ = {};
+  Arrivals arrivals_;
+  Range cleared_range_;                  // that is kToCome behind cleared_
   std::span<const HostOutput> outputs_;  // of the launch that runs
-  struct Chunk {
-    size_t kernels_begin = 0;
-    DevicePtr inputs_begin = 0, outputs_begin = 0;
-  };
-  std::vector<Chunk> chunks_;  // of any launch one at least
-  struct ChunkEvents {
-    Event inputs_ready = nullptr, computed = nullptr;
-  };
-  std::array<ChunkEvents, kMostChunks> events_;  // by chunk
-  Event started_ = nullptr;                      // the first chunk's timed kernels begin
-  Event done_ = nullptr;
-  Event end_ = nullptr;  // of the launch that runs: done_, or that its last chunk is computed
+  Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
+  Event cleared_ = nullptr, arrived_ = nullptr;
+  Event end_ = nullptr;  // of the launch that runs: computed_ or done_
   std::chrono::steady_clock::time_point submitted_;
   HostWork work_;
 };

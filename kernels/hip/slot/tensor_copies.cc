@@ -48,27 +48,6 @@ void AddPieces(std::vector<TensorMove>& moves, DevicePtr to, int64_t to_pitch, D
   }
 }
 
-// What lies in the range of the tensor; one whose rows lie apart is there whole or not at all. No
-// rows: nothing.
-template <class Tensor>
-Tensor PartWithin(const Tensor& tensor, TensorCopies::Range range) {
-  Tensor part = tensor;
-  const DevicePtr at = AddressOf(tensor.device);
-  if (tensor.rows > 1 && tensor.pitch != tensor.row_bytes) {
-    if (at < range.begin || at >= range.end) part.rows = 0;
-    return part;
-  }
-  const DevicePtr last = at + static_cast<DevicePtr>(tensor.rows * tensor.row_bytes);
-  const DevicePtr first = std::max(at, range.begin);
-  const DevicePtr behind = std::min(last, range.end);
-  part.rows = behind > first ? 1 : 0;
-  if (part.rows == 0) return part;
-  part.host += first - at;
-  part.device += first - at;
-  part.row_bytes = part.pitch = static_cast<int64_t>(behind - first);
-  return part;
-}
-
 // Of the staged region, where rows of the tensor end in it.
 template <class Tensor>
 int64_t EndOf(const Tensor& t, int64_t offset) {
@@ -204,13 +183,11 @@ absl::StatusOr<bool> TensorCopies::EnqueueStaged(std::span<const HostInput> inpu
   return true;
 }
 
-absl::StatusOr<bool> TensorCopies::EnqueueDirect(std::span<const HostInput> inputs, Range range,
-                                                 Stream stream) {
+absl::StatusOr<bool> TensorCopies::EnqueueDirect(std::span<const HostInput> inputs, Stream stream) {
   bool any = false;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!direct_in_[i] || inputs[i].in_place()) continue;
-    const HostInput in = PartWithin(inputs[i], range);
-    if (in.row_bytes == 0 || in.rows == 0) continue;
+    const HostInput& in = inputs[i];
+    if (!direct_in_[i] || in.in_place() || in.row_bytes == 0 || in.rows == 0) continue;
     if (absl::Status s = Copy(in, stream); !s.ok()) return s;
     any = true;
   }
@@ -235,12 +212,10 @@ absl::Status TensorCopies::EnqueueStaged(std::span<const HostOutput> outputs, St
   return runtime_->CopyOut(output_.host(0), output_.device(0), staged_end, stream);
 }
 
-absl::Status TensorCopies::EnqueueDirect(std::span<const HostOutput> outputs, Range range,
-                                         Stream stream) {
+absl::Status TensorCopies::EnqueueDirect(std::span<const HostOutput> outputs, Stream stream) {
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (!direct_out_[i] || outputs[i].in_place()) continue;
-    const HostOutput out = PartWithin(outputs[i], range);
-    if (out.row_bytes == 0 || out.rows == 0) continue;
+    const HostOutput& out = outputs[i];
+    if (!direct_out_[i] || out.in_place() || out.row_bytes == 0 || out.rows == 0) continue;
     if (absl::Status s = Copy(out, stream); !s.ok()) return s;
   }
   return absl::OkStatus();

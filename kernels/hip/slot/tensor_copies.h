@@ -32,12 +32,6 @@ struct TensorMove {
 
 class TensorCopies {
  public:
-  // Device addresses [begin, end).
-  struct Range {
-    static constexpr DevicePtr kNoEnd = ~DevicePtr{0};
-    DevicePtr begin = 0, end = kNoEnd;
-  };
-
   // Regions of these sizes, for launches of at most `most` inputs and as many outputs.
   static absl::StatusOr<TensorCopies> Create(GpuRuntime* runtime,
                                              std::shared_ptr<PinnedRanges> pinned,
@@ -65,13 +59,12 @@ class TensorCopies {
 
   // Stages the inputs that are not direct and enqueues their copy; whether there are any.
   absl::StatusOr<bool> EnqueueStaged(std::span<const HostInput> inputs, Stream stream);
-  // Enqueues copies of what lies in the range of the direct ones, after EnqueueStaged; whether
-  // there is any.
-  absl::StatusOr<bool> EnqueueDirect(std::span<const HostInput> inputs, Range range, Stream stream);
+  // Enqueues copies of the direct ones, after EnqueueStaged; whether there is any.
+  absl::StatusOr<bool> EnqueueDirect(std::span<const HostInput> inputs, Stream stream);
   // Of the launch's outputs, before all that follows.
   void FindDirect(std::span<const HostOutput> outputs);
   absl::Status EnqueueStaged(std::span<const HostOutput> outputs, Stream stream);
-  absl::Status EnqueueDirect(std::span<const HostOutput> outputs, Range range, Stream stream);
+  absl::Status EnqueueDirect(std::span<const HostOutput> outputs, Stream stream);
   // Hands over those that were staged, once their copy has ended.
   void HandOver(std::span<const HostOutput> outputs);
 

@@ -26,14 +26,16 @@
 
 namespace mla::kernels::hip {
 
-// Args: AttendArgs, or SplitArgs to merge the parts as well. Producer: the group that brings
-// queries and KV rows.
+// Args: AttendArgs, or SplitArgs or StreamArgs to merge the parts as well. Producer: the group that
+// brings queries and KV rows.
 template <class C, class Args = AttendArgs, class Producer = WgmmaProducer<C, Args>>
 class AttendWgmma {
  public:
   using L = WgmmaLayout<C>;
   static constexpr int kThreads = 3 * L::kGroupThreads;
-  static constexpr int kSharedBytes = L::kSharedBytes;
+  // While parts of a stream are merged, rows of the next item arrive.
+  static constexpr int kMergeBytes = Args::kStreams ? MergePieces<L::kRows>::kScratchBytes : 0;
+  static constexpr int kSharedBytes = L::kSharedBytes + kMergeBytes;
 
   MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};

@@ -117,6 +117,58 @@ MLA_DEVICE void load_fresh(uint32_t (&x)[4], const float* from) {
                : "memory");
 }
 
+// x, of which the compiler knows nothing: what follows from it is made here and not before a loop,
+// where it would be held in registers all the while.
+MLA_DEVICE uint32_t unknown(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Of blocks that run at a time: counts one behind what this thread has written and, behind a
+// barrier, its block, in kPushBlocks counters that lie `apart` words from each other; and returns
+// once `count` have been counted in one, after which loads see what they wrote.
+MLA_DEVICE void count_finished(uint32_t* at, int apart) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < kPushBlocks; ++i) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(at + i * apart) : "memory");
+  }
+}
+MLA_DEVICE void await_finished(const uint32_t* at, uint32_t count) {
+  uint32_t now;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+  } while (now != count);
+}
+
+// Whether no word of a chunk is kToCome.
+MLA_DEVICE bool has_come(const Chunk& c) {
+  return c.w[0] != kToCome && c.w[1] != kToCome && c.w[2] != kToCome && c.w[3] != kToCome;
+}
+// A chunk that is being copied to the device, once it is there: it has no word that is kToCome, or
+// `*all` is `ticket`.
+MLA_DEVICE Chunk await_chunk(const void* from, const uint32_t* all, uint32_t ticket) {
+  constexpr uint32_t kLooks = 16;  // for the chunk, for each for the other word
+  const auto look = [from] {
+    Chunk c;
+    asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
+                 : "l"(from)
+                 : "memory");
+    return c;
+  };
+  for (uint32_t i = 1;; ++i) {
+    const Chunk c = look();
+    if (has_come(c)) return c;
+    if (i % kLooks == 0) {
+      uint32_t word;
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(all) : "memory");
+      if (word == ticket) return look();
+    }
+    __nanosleep(100);
+  }
+}
+
 MLA_DEVICE void store_half_word(lds_t at, uint32_t x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(x)) : "memory");
 }

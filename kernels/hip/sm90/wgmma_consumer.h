@@ -4,11 +4,12 @@
 
 #include "kernels/hip/kv/window_source.h"
 #include "kernels/hip/sm90/split/merge_parts.h"
+#include "kernels/hip/sm90/stream/merge_pieces.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
 
-// Group kGroup of the two that compute. Args: AttendArgs or SplitArgs.
+// Group kGroup of the two that compute. Args: AttendArgs, SplitArgs or StreamArgs.
 template <class C, int kGroup, class Args = AttendArgs>
 class WgmmaConsumer {
  public:
@@ -39,9 +40,16 @@ class WgmmaConsumer {
                                   [] { tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>(); });
     } else if (results.work.partial_row >= 0) {
       write_partial(results, state);
+      if constexpr (Args::kStreams) {
+        const auto again = static_cast<int>(tile::unknown(static_cast<uint32_t>(index)));
+        MergePieces<L::kRows>(args, load_item<L::kRows>(args, again, share), share,
+                              tile::unknown(shared.base + L::kSharedBytes))
+            .run([] { tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>(); });
+      }
     } else {
       write(results, state);
     }
+    if constexpr (Args::kStreams) finish(args.work_info[index].segment);
   }
 
  private:
@@ -56,6 +64,14 @@ class WgmmaConsumer {
   static constexpr float kSlack = 8.0f;          // probabilities stay below 2^8
   static constexpr int kGroupBarrier = 1;        // named barriers: this one and the next
   static constexpr int kGroupsBarrier = 3;       // of both groups
+
+  // Counts this block's share of the item's outputs as written.
+  MLA_DEVICE void finish(int segment) const {
+    tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();
+    if (thread_index() == 0) {
+      tile::count_finished(args.finished + segment, args.push_count);
+    }
+  }
 
   struct State {
     float o[kOutputs];
@@ -350,7 +366,9 @@ class WgmmaConsumer {
   }
 
   MLA_DEVICE void write(const Item& item, State& state) const {
-    const bool wide = aligned_results(args, item, args.o_is_f32 ? 4 : 8);
+    // Of streams there is no register left for rows of fp32 in wide stores.
+    const bool wide = (!Args::kStreams || args.o_is_f32 == 0) &&
+                      aligned_results(args, item, args.o_is_f32 ? 4 : 8);
     const bool aligned = aligned_results(args, item, 2);
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
@@ -373,7 +391,7 @@ class WgmmaConsumer {
       const int64_t index = target.index + kGroup * kColumns;
       if (!wide) {
         write_pairs(target, index, slot, mine, aligned, state);
-      } else if (target.f32) {
+      } else if (!Args::kStreams && target.f32) {
         write_f32(target, index, slot, mine, state);
       } else {
         write_bf16(target, index, slot, mine, state);

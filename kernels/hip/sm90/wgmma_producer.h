@@ -23,9 +23,10 @@ class WgmmaProducer {
     const Source source(args, item);
     if (source.begin >= source.end) return;
     find(source, source.begin);
-    start_queries(item);
+    if constexpr (!Args::kStreams) start_queries(item);
     for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
-      copy_tile<0>(first == source.begin);
+      copy_tile<0>(!Args::kStreams && first == source.begin);
+      if (Args::kStreams && first == source.begin) bring_arriving_queries(item);
       find(source, first + C::kTileKv);
       if (first + C::kTileKv >= source.end) break;
       copy_tile<1>(false);
@@ -105,8 +106,7 @@ class WgmmaProducer {
   }
 
   MLA_DEVICE void start_queries(const Item& item) {
-    const uint32_t n = items++;
-    if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
+    await_queries_emptied();
     const QueryLoader queries(item);
     queries_aligned = queries.aligned;
     if (!queries_aligned) {
@@ -116,6 +116,50 @@ class WgmmaProducer {
     for (int g = 0; g < kCopyRows; ++g) {
       query_rows[g] = reinterpret_cast<const uint8_t*>(queries.row(row(g))) + chunk_bytes();
     }
+  }
+  // Behind the first KV rows, which do not wait for them. Of each lane's chunks one of the last is
+  // waited for; those before it are hardly ever still to come by then. By row, in few registers.
+  MLA_DEVICE void bring_arriving_queries(const Item& item) {
+    if constexpr (Args::kStreams) {
+      await_queries_emptied();
+      const QueryLoader queries(item);
+      const auto chunks_of = [&](int g) {
+        return reinterpret_cast<const uint8_t*>(queries.row(row(g))) + chunk_bytes();
+      };
+      const auto place = [&](int g, int block) {
+        return shared.queries() + block * L::kBlockBytes + row(g) * 128 + (lane & 7) * 16;
+      };
+      const uint8_t* const last = chunks_of(kCopyRows - 1) + (L::kBlocks - 1) * 128;
+      (void)tile::await_chunk(last, args.arrived, args.ticket);
+#pragma unroll 1
+      for (int g = 0; g < kCopyRows; ++g) {
+        const uint8_t* const from = chunks_of(g);
+#pragma unroll
+        for (int block = 0; block < L::kBlocks; ++block) {
+          tile::copy_chunk(place(g, block), from + block * 128);
+        }
+      }
+      tile::close_copies();
+      tile::wait_for_copies<0>();
+#pragma unroll 1
+      for (int g = 0; g < kCopyRows; ++g) {
+        const uint8_t* const from = chunks_of(g);
+#pragma unroll 1
+        for (int block = 0; block < L::kBlocks; ++block) {
+          if (tile::has_come(tile::load_chunk_shared(place(g, block)))) continue;
+          tile::store_chunk(place(g, block),
+                            tile::await_chunk(from + block * 128, args.arrived, args.ticket));
+        }
+      }
+#pragma unroll
+      for (int part = 0; part < L::kParts; ++part) {
+        tile::barrier_arrive(shared.queries_filled(part));
+      }
+    }
+  }
+  MLA_DEVICE void await_queries_emptied() {
+    const uint32_t n = items++;
+    if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
   }
   MLA_DEVICE void copy_query_part(int part) const {
     if (!queries_aligned) {  // they are there

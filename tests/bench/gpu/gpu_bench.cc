@@ -6,11 +6,12 @@
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
-//             [--whole 1] [--spread 0] [--json FILE]
+//             [--whole 1] [--streamed 1] [--spread 0] [--json FILE]
 //
 // --compute fp8: products over 8-bit rows are of 8 bits too, where there is a kernel for that.
 // --whole: requests are not cut where others are as long, so that nothing is merged and the time is
 // that of the attention kernel alone.
+// --streamed: queries arrive and outputs leave while the kernel runs, where there is one for that.
 // --spread: values of every second group of 128 are over 2^N; from 5 on groups of fp8_row have
 // scales of their own.
 // --sparse: each query row has an index list of so many random positions, ascending, or of all.
@@ -52,7 +53,7 @@ constexpr int32_t kNeverCutRows = 1 << 24;  // an item's overhead that no cut is
 struct Flags {
   std::vector<int32_t> heads{16, 128}, batch{1, 16, 64, 128}, context{1024, 4096, 16384, 65536};
   int32_t iterations = 30;
-  bool ragged = false, whole = false;
+  bool ragged = false, whole = false, streamed = false;
   int32_t spread = 0;  // binades between groups of a row's values
   int32_t query_rows = 1;
   double max_gb = 20.0;
@@ -114,6 +115,7 @@ class Bench {
     desc.kv_format = format_;
     if (flags_.top_k > 0) desc.attention = kernels::AttentionKind::kSparse;
     if (flags_.compute == "fp8") desc.products = kernels::DType::kFp8E4m3;
+    desc.streamed = flags_.streamed;
     return desc;
   }
 
@@ -358,13 +360,14 @@ absl::Status Bench::Time(const Shape& shape) {
 
 int Main(int argc, char** argv) {
   Flags flags;
-  const Flag known[] = {{"--heads", &flags.heads},     {"--batch", &flags.batch},
-                        {"--context", &flags.context}, {"--iterations", &flags.iterations},
-                        {"--ragged", &flags.ragged},   {"--query-rows", &flags.query_rows},
-                        {"--max-gb", &flags.max_gb},   {"--image", &flags.image},
-                        {"--json", &flags.json},       {"--kv", &flags.kv},
-                        {"--sparse", &flags.sparse},   {"--compute", &flags.compute},
-                        {"--whole", &flags.whole},     {"--spread", &flags.spread}};
+  const Flag known[] = {{"--heads", &flags.heads},      {"--batch", &flags.batch},
+                        {"--context", &flags.context},  {"--iterations", &flags.iterations},
+                        {"--ragged", &flags.ragged},    {"--query-rows", &flags.query_rows},
+                        {"--max-gb", &flags.max_gb},    {"--image", &flags.image},
+                        {"--json", &flags.json},        {"--kv", &flags.kv},
+                        {"--sparse", &flags.sparse},    {"--compute", &flags.compute},
+                        {"--whole", &flags.whole},      {"--spread", &flags.spread},
+                        {"--streamed", &flags.streamed}};
   if (absl::Status s = ReadFlags({argv + 1, static_cast<size_t>(argc - 1)}, known); !s.ok()) {
     std::fprintf(stderr, "%s\n", s.ToString().c_str());
     return 2;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "tests/conformance/cases/random.h"
@@ -83,6 +84,7 @@ kernels::AttentionDesc CaseSpec::Desc() const {
   desc.page_size = requests.empty() ? 64 : requests.front().page_size;
   if (sparse) desc.attention = kernels::AttentionKind::kSparse;
   desc.products = products;
+  desc.streamed = streamed;
   return desc;
 }
 
@@ -114,6 +116,17 @@ bool ComputeInFp8(CaseSpec& spec) {
   return true;
 }
 
+bool Stream(CaseSpec& spec) {
+  constexpr int64_t kFewRows = 16;
+  if (spec.route != Route::kAbsorbed || spec.sparse || spec.q_dtype != kernels::DType::kBf16 ||
+      spec.kv_format != kernels::KvFormat::kBf16 || spec.PackedRows() <= kFewRows) {
+    return false;
+  }
+  spec.streamed = true;
+  spec.units = std::numeric_limits<int32_t>::max();
+  return true;
+}
+
 std::string ToString(const CaseSpec& spec) {
   std::string text = absl::StrCat("case ", spec.seed, " ", Name(spec.route), " ", Name(spec.inputs),
                                   " units=", spec.units, " source=", kernels::Name(spec.kv_source),
@@ -126,6 +139,7 @@ std::string ToString(const CaseSpec& spec) {
     if (r.repeats > 1) absl::StrAppend(&text, " x", r.repeats);
     if (spec.sparse) absl::StrAppend(&text, " lists ", static_cast<int>(r.lists));
   }
+  if (spec.streamed) text += " streamed";
   return text;
 }
 

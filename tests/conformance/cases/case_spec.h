@@ -83,8 +83,9 @@ struct CaseSpec {
   bool rounds_queries = false;
   float logit_deviation = 0.0f;  // of kSpread
   float softmax_scale = 1.0f;
-  int32_t units = 1;    // what the plan is cut for
-  bool sparse = false;  // every query row has an index list, and rows in no list are NaN
+  int32_t units = 1;      // what the plan is cut for
+  bool streamed = false;  // AttentionDesc::streamed; of kAbsorbed, tensors without gaps
+  bool sparse = false;    // every query row has an index list, and rows in no list are NaN
   std::vector<RequestSpec> requests;
 
   // The desc of the attention that this route launches.
@@ -108,6 +109,11 @@ struct CaseSpec {
 // Makes it a case with products in e4m3. False where there are none for it: over bf16 rows, with
 // wide inputs, and between the projections, whose latent queries no case can choose.
 bool ComputeInFp8(CaseSpec& spec);
+
+// Makes it a case whose queries arrive during the launch, cut for as many units as there are. False
+// where none would: kernels for that take more than 16 packed rows of the absorbed form over bf16
+// rows.
+bool Stream(CaseSpec& spec);
 
 std::string ToString(const CaseSpec& spec);
 

@@ -234,7 +234,7 @@ absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& work
   const RequestSpec& r = spec.requests[request];
   Tensors t;
   t.request = request;
-  const int64_t gap = spec.seed % 2 == 0 ? kGap : 0;
+  const int64_t gap = spec.seed % 2 == 0 && !spec.streamed ? kGap : 0;
   t.q_head_stride = spec.q_dim() + gap;
   t.q_row_stride = t.q_head_stride * r.num_heads + gap;
   t.o_head_stride = spec.o_dim() + gap;
@@ -330,7 +330,8 @@ absl::StatusOr<kernels::PlanView> CaseRunner::Plan(const kernels::AttentionDesc&
                                                    int32_t units) {
   const kernels::PlanTraits own = backend_.Traits(desc);
   kernels::PlanTraits traits = own;
-  traits.units = units;
+  // All blocks of a streamed launch run at a time.
+  traits.units = desc.streamed ? std::min(units, own.units) : units;
   auto plan = plan_(shapes, traits);
   if (!plan.ok() || own.rounds.workspace_bytes == 0) return plan;
   if (round_units_ < own.units) {  // which differ with the dims

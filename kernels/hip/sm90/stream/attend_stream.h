@@ -1,0 +1,78 @@
+// Absorbed attention whose queries arrive from the host's memory while it runs, and whose outputs
+// leave for it as segments end: neither waits for all of the other, and no launch lies between.
+//
+//     copy engine     queries of segment 0 | of segment 1 | of segment 2 | ...
+//     units' blocks   KV rows, wait for queries of segment 0 | attend | merge | KV rows, wait ...
+//     last blocks     wait for segment 0 | its outputs to the host | wait for segment 1 | ...
+//
+// The engine makes one copy of all queries, which the units' blocks see arrive: it takes the bus
+// better than kernels' loads do while outputs leave, and than several copies with words between
+// them. Outputs leave through few blocks, because many that store to the host hold up what comes.
+//
+// Segments arrive in the order in which units have their items. A tile is in pieces of few KV rows,
+// so that all units are at work soon and little is left to do once the last segment has arrived.
+#ifndef MLA_KERNELS_HIP_SM90_STREAM_ATTEND_STREAM_H_
+#define MLA_KERNELS_HIP_SM90_STREAM_ATTEND_STREAM_H_
+
+#include "kernels/hip/sm90/attend_wgmma.h"
+
+namespace mla::kernels::hip {
+
+template <class C>
+class AttendStream {
+  using Loop = AttendWgmma<C, StreamArgs>;
+
+ public:
+  static constexpr int kThreads = Loop::kThreads;
+  static constexpr int kSharedBytes = Loop::kSharedBytes;
+
+  MLA_DEVICE static void run(const StreamArgs& args) {
+    wait_for_previous_kernel();
+    if (block_index() < args.blocks) {
+      Loop::run(args);
+    } else {
+      push(args);
+    }
+  }
+
+ private:
+  static constexpr int kPushWarps = kPushBlocks * kThreads / tile::kWave;
+  static constexpr int kWarpBytes = tile::kWave * 16;
+  static constexpr int kAhead = 11;  // runs of kWarpBytes that a warp has on their way at a time
+
+  // Each warp waits on its own, so that some have stores on their way while others wait.
+  MLA_DEVICE static void push(const StreamArgs& args) {
+    let_next_kernel_start();
+    const int block = block_index() - args.blocks;
+    const int first = (block * (kThreads / tile::kWave) + tile::wave_index()) * kWarpBytes;
+    uint32_t* const finished = args.finished + block * args.push_count;
+    for (int i = 0; i < args.push_count; ++i) {
+      const OutputPush p = args.pushes[i];
+      if (tile::lane_index() == 0) tile::await_finished(finished + i, p.writers);
+      tile::sync_warp();
+      for (int64_t at = first; at < p.bytes; at += kAhead * kPushWarps * kWarpBytes) {
+        push_runs(p, at + tile::lane_index() * 16);
+      }
+    }
+    block_barrier();
+    for (int i = thread_index(); i < args.push_count; i += kThreads) finished[i] = 0;
+  }
+
+  MLA_DEVICE static void push_runs(const OutputPush& p, int64_t first) {
+    uint32_t x[kAhead][4];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t at = first + i * kPushWarps * kWarpBytes;
+      if (at < p.bytes) tile::load_fresh(x[i], reinterpret_cast<const float*>(p.from + at));
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t at = first + i * kPushWarps * kWarpBytes;
+      if (at < p.bytes) store_words(p.to + at, x[i]);
+    }
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_SM90_STREAM_ATTEND_STREAM_H_

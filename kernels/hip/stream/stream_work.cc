@@ -1,0 +1,283 @@
+#include "kernels/hip/stream/stream_work.h"
+
+#include <algorithm>
+#include <limits>
+#include <span>
+#include <tuple>
+#include <utility>
+
+#include "kernels/hip/launch/combine.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+constexpr int64_t kQueryDim = 576, kOutputDim = 512;
+constexpr uintptr_t kAlignment = 16;  // of what kernels copy
+
+// Of tiles with so many partial rows, a counter for each of their shares lies within these.
+int64_t MeetingsFor(int64_t partial_rows) { return partial_rows + kMostSplitShares; }
+
+constexpr int64_t kWord = sizeof(uint32_t);
+int64_t ArrivedBytes(const BackendLimits& l) { return l.launch_slots * kWord; }
+int64_t FinishedBytes(const BackendLimits& l) { return kPushBlocks * l.launch_requests * kWord; }
+int64_t MeetingBytes(const BackendLimits& l) { return MeetingsFor(l.partial_rows) * kWord; }
+
+DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
+
+bool SameTile(const WorkInfo& a, const WorkInfo& b) {
+  return a.segment == b.segment && a.q_begin == b.q_begin && a.heads == b.heads;
+}
+bool Follows(const WorkInfo& a, const WorkInfo& b) {
+  if (a.segment != b.segment) return a.segment < b.segment;
+  return a.q_begin < b.q_begin || (a.q_begin == b.q_begin && a.heads < b.heads);
+}
+
+// The tensor, in a list in the order of addresses, that has `bytes` bytes at `at`; looked for from
+// `*next` on, where the next search begins. Null: none has, or its rows lie apart.
+template <class Tensor>
+Tensor* FindTensor(std::vector<Tensor>& tensors, const void* at, int64_t bytes, size_t* next) {
+  const auto* const begin = static_cast<const std::byte*>(at);
+  for (size_t i = *next; i < tensors.size(); ++i) {
+    Tensor& t = tensors[i];
+    const int64_t size = t.rows * t.row_bytes;
+    if (begin < t.device || begin + bytes > t.device + size) continue;
+    *next = i;
+    return t.rows == 1 || t.pitch == t.row_bytes ? &t : nullptr;
+  }
+  return nullptr;
+}
+
+// The tensor that has the byte at `at`, unless it is in place already.
+template <class Tensor>
+void PutInPlace(std::vector<Tensor>& tensors, const void* at, size_t* next) {
+  Tensor* const found = FindTensor(tensors, at, 1, next);
+  if (found != nullptr) found->device = const_cast<std::byte*>(found->host);
+}
+
+bool Aligned(const void* a, const void* b, int64_t bytes) {
+  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
+           static_cast<uintptr_t>(bytes)) %
+          kAlignment) == 0;
+}
+
+}  // namespace
+
+absl::StatusOr<StreamWork> StreamWork::Create(const DeviceState& device,
+                                              const BackendLimits& limits, Stream stream) {
+  StreamWork work(device);
+  for (auto [buffer, what, bytes] :
+       {std::tuple(&work.arrived_, "arrivals of queries", ArrivedBytes(limits)),
+        std::tuple(&work.finished_, "finished outputs of a stream", FinishedBytes(limits)),
+        std::tuple(&work.meetings_, "meetings of a stream's blocks", MeetingBytes(limits))}) {
+    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(device.runtime, what, bytes);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+    if (absl::Status s = device.runtime->Fill(buffer->at(), 0, bytes, stream); !s.ok()) return s;
+  }
+  // Words are stored from other streams.
+  if (absl::Status s = device.runtime->Synchronize(stream); !s.ok()) return s;
+  work.meetings_count_ = MeetingsFor(limits.partial_rows);
+  work.taken_.resize(static_cast<size_t>(limits.launch_slots));
+  for (Taken& taken : work.taken_) {
+    taken.inputs.reserve(kMostTensors);
+    taken.outputs.reserve(kMostTensors);
+    taken.segments.reserve(static_cast<size_t>(limits.launch_requests));
+    taken.queries.reserve(kMostTensors);
+    taken.ranges.reserve(kMostTensors);
+    taken.pushes.reserve(static_cast<size_t>(limits.launch_requests));
+  }
+  return work;
+}
+
+int64_t StreamWork::WorkspaceBytes(const BackendLimits& limits) {
+  return ArrivedBytes(limits) + FinishedBytes(limits) + MeetingBytes(limits);
+}
+
+bool StreamWork::Serves(const Launch& launch) const {
+  const AttentionDesc& desc = launch.absorbed.desc;
+  return desc.streamed && !launch.absorbed.segments.empty() && !device_->arch->stream.empty() &&
+         device_->runtime->stores_words() && desc.kv_format == KvFormat::kBf16 &&
+         desc.attention == AttentionKind::kDense && desc.q_dtype == DType::kBf16 &&
+         launch.gate.ready.word == nullptr && launch.selects.empty() &&
+         launch.absorb.records.empty() && launch.expanded.segments.empty() &&
+         launch.inputs.size() <= kMostTensors && launch.outputs.size() <= kMostTensors;
+}
+
+int32_t StreamWork::BlocksPerUnit(const Cut& cut) const {
+  const int32_t rows = device_->arch->stream.front().rows;
+  return (cut.packed_rows + rows - 1) / rows;
+}
+
+bool StreamWork::FindCut(const PlanView& plan, Cut* cut) const {
+  *cut = {};
+  for (const WorkInfo& w : plan.work_info) {
+    cut->packed_rows = std::max(cut->packed_rows, PackedRows(w.q_begin, w.q_end, w.heads));
+    if (w.partial_row >= 0 && w.kv_begin == 0) cut->piece_rows = w.kv_end;
+  }
+  if (cut->piece_rows == 0) cut->piece_rows = std::numeric_limits<int32_t>::max();
+  for (size_t unit = 0; unit + 1 < plan.work_indptr.size(); ++unit) {
+    for (int32_t i = plan.work_indptr[unit]; i < plan.work_indptr[unit + 1]; ++i) {
+      const WorkInfo& w = plan.work_info[static_cast<size_t>(i)];
+      cut->units = static_cast<int32_t>(unit) + 1;
+      if (i > plan.work_indptr[unit]) {
+        const WorkInfo& before = plan.work_info[static_cast<size_t>(i) - 1];
+        if (SameTile(before, w) || !Follows(before, w)) return false;
+      }
+      if (w.partial_row < 0) continue;
+      const int32_t piece = w.kv_begin / cut->piece_rows;
+      if (w.kv_begin != piece * cut->piece_rows || piece >= kMostStreamPieces ||
+          w.kv_end > w.kv_begin + cut->piece_rows ||
+          w.partial_row < piece * PackedRows(w.q_begin, w.q_end, w.heads)) {
+        return false;
+      }
+    }
+  }
+  const int32_t blocks = cut->units * BlocksPerUnit(*cut) + kPushBlocks;
+  return cut->packed_rows >
+             LeastRows(*device_->arch, KvFormat::kBf16, DType::kBf16, AttentionKind::kDense) &&
+         BlocksPerUnit(*cut) <= kMostSplitShares && blocks <= device_->runtime->units() &&
+         MeetingsFor(plan.partial_rows) <= meetings_count_;
+}
+
+bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
+  size_t next = 0;
+  const std::byte* expected = nullptr;  // where the input goes on that the last segment is of
+  const HostInput* last = nullptr;
+  const auto ended = [&] {
+    return last == nullptr || expected == last->device + last->rows * last->row_bytes;
+  };
+  for (const SegmentRecord& r : taken.segments) {
+    const int64_t bytes = r.q_rows * r.q_row_stride * static_cast<int64_t>(sizeof(uint16_t));
+    if (r.q_head_stride != kQueryDim || r.q_row_stride != r.num_heads * kQueryDim) return false;
+    HostInput* const in = FindTensor(taken.inputs, r.q, bytes, &next);
+    const auto* const q = static_cast<const std::byte*>(r.q);
+    if (in == nullptr || in->in_place() || in->shared) return false;
+    if (in != last && (!ended() || q != in->device)) return false;
+    if (in == last && q != expected) return false;
+    if (in != last) {
+      const int64_t whole = in->rows * in->row_bytes;
+      if (!slot.Reaches(in->host, whole) || !Aligned(q, q, whole)) return false;
+      taken.queries.push_back({AddressOf(q), AddressOf(in->host), whole});
+      if (last == nullptr || in != last + 1) taken.ranges.push_back({AddressOf(q), 0});
+      LaunchSlot::Range& range = taken.ranges.back();
+      range.bytes = static_cast<int64_t>(AddressOf(q) - range.at) + whole;
+    }
+    last = in;
+    expected = q + bytes;
+  }
+  return ended();
+}
+
+bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
+  const int64_t element = taken.launch.absorbed.desc.o_dtype == DType::kF32 ? 4 : 2;
+  // Where the bytes at `at` go in the host's memory; null: not reached.
+  const auto placed = [&](const void* at, int64_t bytes, size_t* next) -> std::byte* {
+    const HostOutput* const out = FindTensor(taken.outputs, at, bytes, next);
+    if (out == nullptr || out->in_place() || out->shared ||
+        !slot.Reaches(out->host, out->rows * out->row_bytes)) {
+      return nullptr;
+    }
+    return out->host + (static_cast<const std::byte*>(at) - out->device);
+  };
+  size_t next_o = 0, next_lse = 0;
+  for (SegmentRecord& r : taken.segments) {
+    if (r.o_head_stride != kOutputDim || r.o_row_stride != r.num_heads * kOutputDim) return false;
+    const int64_t bytes = r.q_rows * r.o_row_stride * element;
+    std::byte* const o = placed(r.o, bytes, &next_o);
+    if (o == nullptr || !Aligned(o, r.o, bytes)) return false;
+    taken.pushes.push_back(
+        {reinterpret_cast<uint8_t*>(o), static_cast<const uint8_t*>(r.o), bytes, 0, 0});
+    if (r.lse == nullptr) continue;
+    const int64_t lse_end =
+        (r.q_rows - 1) * r.lse_row_stride + (r.num_heads - 1) * r.lse_head_stride + 1;
+    std::byte* const lse = placed(r.lse, lse_end * static_cast<int64_t>(sizeof(float)), &next_lse);
+    if (lse == nullptr) return false;
+    r.lse = reinterpret_cast<float*>(lse);
+  }
+  return true;
+}
+
+void StreamWork::CountWriters(Taken& taken) const {
+  const int32_t rows = device_->arch->stream.front().rows;
+  for (const WorkInfo& w : taken.launch.absorbed.plan.work_info) {
+    const int32_t packed_rows = PackedRows(w.q_begin, w.q_end, w.heads);
+    taken.pushes[static_cast<size_t>(w.segment)].writers +=
+        static_cast<uint32_t>((packed_rows + rows - 1) / rows);
+  }
+}
+
+const Launch& StreamWork::Take(LaunchSlot& slot, int32_t index, const Launch& launch) {
+  Taken& taken = taken_[static_cast<size_t>(index)];
+  taken.streamed = false;
+  if (!Serves(launch) || !FindCut(launch.absorbed.plan, &taken.cut)) return launch;
+  taken.launch = launch;
+  taken.inputs.assign(launch.inputs.begin(), launch.inputs.end());
+  taken.outputs.assign(launch.outputs.begin(), launch.outputs.end());
+  taken.segments.assign(launch.absorbed.segments.begin(), launch.absorbed.segments.end());
+  taken.queries.clear();
+  taken.ranges.clear();
+  taken.pushes.clear();
+  if (!PlaceQueries(slot, taken) || !PlaceOutputs(slot, taken)) return launch;
+  size_t input = 0, output = 0;
+  for (const SegmentRecord& r : launch.absorbed.segments) {
+    PutInPlace(taken.inputs, r.q, &input);
+    PutInPlace(taken.outputs, r.o, &output);
+  }
+  output = 0;
+  for (const SegmentRecord& r : launch.absorbed.segments) {
+    if (r.lse != nullptr) PutInPlace(taken.outputs, r.lse, &output);
+  }
+  taken.launch.inputs = taken.inputs;
+  taken.launch.outputs = taken.outputs;
+  taken.launch.absorbed.segments = taken.segments;
+  CountWriters(taken);
+  taken.streamed = true;
+  return taken.launch;
+}
+
+void StreamWork::AddArrivals(LaunchSlot& slot, int32_t index) {
+  Taken& taken = taken_[static_cast<size_t>(index)];
+  if (++ticket_ == 0) ++ticket_;  // what the words hold at first
+  taken.ticket = ticket_;
+  slot.SetArrivals(
+      {taken.queries, taken.ranges, AddressOf(arrived_.As<uint32_t>() + index), taken.ticket});
+}
+
+absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& plan) {
+  const Taken& taken = taken_[static_cast<size_t>(index)];
+  const AttentionParams& params = taken.launch.absorbed;
+  const SplitVariant& variant = device_->arch->stream.front();
+  auto segments = PutSegments(slot, *device_, params);
+  if (!segments.ok()) return segments.status();
+  auto pushes = slot.metadata().PutEach(std::span<const OutputPush>(taken.pushes),
+                                        [](const OutputPush& push) { return push; });
+  if (!pushes.ok()) return pushes.status();
+  StreamArgs args = {};
+  args.segments = *segments;
+  args.page_tables = device_->table_mirror.As<uint32_t>();
+  args.pool = device_->pool.As<uint8_t>() + params.segments[0].layer_offset;
+  args.work_indptr = plan.work_indptr;
+  args.work_info = plan.work_info;
+  args.partial_o = device_->partial_o.As<float>();
+  args.partial_lse = device_->partial_lse.As<float>();
+  args.granule_bytes = kPageGranuleBytes;
+  args.blocks_per_unit = BlocksPerUnit(taken.cut);
+  args.o_is_f32 = params.desc.o_dtype == DType::kF32;
+  args.blocks = taken.cut.units * args.blocks_per_unit;
+  args.xcds = 1;
+  args.arrived = arrived_.As<uint32_t>() + index;
+  args.pushes = *pushes;
+  args.finished = finished_.As<uint32_t>();
+  args.meetings = meetings_.As<uint32_t>();
+  args.ticket = taken.ticket;
+  args.push_count = static_cast<int32_t>(taken.pushes.size());
+  args.piece_rows = taken.cut.piece_rows;
+  const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks + kPushBlocks),
+                          .threads = static_cast<uint32_t>(variant.threads),
+                          .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),
+                          .overlap_predecessor = true,
+                          .blocks_meet = true};
+  return slot.AddKernel(device_->kernels.stream.front(), shape, args);
+}
+
+}  // namespace mla::kernels::hip
