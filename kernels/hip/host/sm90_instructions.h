@@ -8,6 +8,7 @@
 #include <iterator>
 
 #include "kernels/formats/fp8.h"
+#include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/common/vendor.h"
 #include "kernels/hip/host/block/block.h"
 #include "kernels/hip/host/block/products.h"
