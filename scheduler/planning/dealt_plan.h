@@ -77,18 +77,6 @@ class DealtWriter final {
     buffers_.reduce_indptr()[tiles_] = static_cast<int32_t>(partials_);
   }
 
-  // The view lacks a generation.
-  kernels::PlanView Finish() {
-    kernels::PlanView view;
-    view.work_indptr = buffers_.work_indptr().first(static_cast<size_t>(units_) + 1);
-    view.work_info = buffers_.work_info().first(static_cast<size_t>(pieces_));
-    view.reduce_indptr = buffers_.reduce_indptr().first(tiles_ + 1);
-    view.reduce_final_map = buffers_.reduce_final_map().first(tiles_);
-    view.reduce_partial_map = buffers_.reduce_partial_map().first(partials_);
-    view.partial_rows = partial_row_;
-    return view;
-  }
-
  private:
   // Where the items of a unit begin.
   int64_t Begin(int32_t unit) const {

@@ -84,4 +84,15 @@ MetadataBuffers::MetadataBuffers(const PlanCapacity& capacity,
   reduce_partial_map_ = Take<int32_t>(next, capacity_.reduce_partials);
 }
 
+kernels::PlanView MetadataBuffers::View(const PlanCapacity& filled) const {
+  kernels::PlanView view;
+  view.work_indptr = work_indptr_.first(static_cast<size_t>(filled.units) + 1);
+  view.work_info = work_info_.first(static_cast<size_t>(filled.work_items));
+  view.reduce_indptr = reduce_indptr_.first(static_cast<size_t>(filled.reduce_tiles) + 1);
+  view.reduce_final_map = reduce_final_map_.first(static_cast<size_t>(filled.reduce_tiles));
+  view.reduce_partial_map = reduce_partial_map_.first(static_cast<size_t>(filled.reduce_partials));
+  view.partial_rows = static_cast<int32_t>(filled.partial_rows);
+  return view;
+}
+
 }  // namespace mla::scheduler

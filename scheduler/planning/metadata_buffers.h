@@ -41,6 +41,8 @@ class MetadataBuffers final {
   std::span<int32_t> reduce_indptr() { return reduce_indptr_; }
   std::span<kernels::ReduceTile> reduce_final_map() { return reduce_final_map_; }
   std::span<int32_t> reduce_partial_map() { return reduce_partial_map_; }
+  // What was filled of them; lacks a generation. REQUIRES: within capacity().
+  kernels::PlanView View(const PlanCapacity& filled) const;
 
  private:
   MetadataBuffers(const PlanCapacity& capacity, std::unique_ptr<kernels::HostBuffer> memory);

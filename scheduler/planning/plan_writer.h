@@ -74,16 +74,9 @@ class PlanWriter final {
     NoteUnit(at_);
     const auto items = static_cast<int32_t>(at_.item - buffers_.work_info().data());
     std::fill(at_.unit_end + 1, last_unit_end_ + 2, items);
-    const auto tiles = static_cast<size_t>(at_.final_map - buffers_.reduce_final_map().data());
-    const auto partials = static_cast<size_t>(at_.partial - buffers_.reduce_partial_map().data());
-    kernels::PlanView view;
-    view.work_indptr = buffers_.work_indptr().first(static_cast<size_t>(units_) + 1);
-    view.work_info = buffers_.work_info().first(static_cast<size_t>(items));
-    view.reduce_indptr = buffers_.reduce_indptr().first(tiles + 1);
-    view.reduce_final_map = buffers_.reduce_final_map().first(tiles);
-    view.reduce_partial_map = buffers_.reduce_partial_map().first(partials);
-    view.partial_rows = at_.partial_row;
-    return view;
+    const auto tiles = at_.final_map - buffers_.reduce_final_map().data();
+    const auto partials = at_.partial - buffers_.reduce_partial_map().data();
+    return buffers_.View({units_, items, tiles, partials, at_.partial_row});
   }
 
   // Of the KV rows alone, without overheads.

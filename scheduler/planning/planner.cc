@@ -284,7 +284,7 @@ absl::StatusOr<kernels::PlanView> BuildDealt(std::span<const PlanSegment> segmen
   if (auto s = CheckFits(needs, buffers.capacity()); !s.ok()) return s;
   DealtWriter writer(traits.units, needs.work_items, rows, buffers);
   for_each_tile([&](const Tile& tile) { writer.Place(tile); });
-  kernels::PlanView view = writer.Finish();
+  kernels::PlanView view = buffers.View(needs);
   view.generation = kernels::NextPlanGeneration();
   imbalance = ImbalanceOf(view, traits, tally.kv_charge);
   return view;

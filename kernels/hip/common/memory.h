@@ -135,6 +135,17 @@ MLA_DEVICE void store_run(void* base, int64_t index, const float (&x)[kCount], b
   for (int i = 0; i < kCount; ++i) p[i] = to_bf16(x[i]);
 }
 
+// Words c to c + 3 of a row in the order of AttendVariant::exchanged_partials, to the columns that
+// they are. `aligned`: to four elements.
+MLA_DEVICE void store_exchanged(void* row, int c, const float (&x)[4], bool is_f32, bool aligned) {
+  const int first = (c & ~15) + (c & 15) / 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float run[2] = {x[2 * half], x[2 * half + 1]};
+    store_run(row, first + 8 * half, run, is_f32, aligned);
+  }
+}
+
 }  // namespace mla::kernels::hip
 
 #endif  // MLA_KERNELS_HIP_COMMON_MEMORY_H_

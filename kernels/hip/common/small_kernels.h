@@ -228,12 +228,7 @@ class Combine {
       store_run(target.o, c, x, f32, target.aligned);
       return;
     }
-    const int first = (c & ~15) + (c & 15) / 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float run[2] = {x[2 * half], x[2 * half + 1]};
-      store_run(target.o, first + 8 * half, run, f32, target.aligned);
-    }
+    store_exchanged(target.o, c, x, f32, target.aligned);
   }
 
   // Adds the wave's parts [at, at + kWave), of which each lane looks up one.

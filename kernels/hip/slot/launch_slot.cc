@@ -156,7 +156,6 @@ absl::Status LaunchSlot::EnqueueStaged(std::span<const HostInput> inputs) {
   if (!input_moves_.empty()) return absl::OkStatus();
   const absl::StatusOr<bool> any = tensors_.EnqueueStaged(inputs, stream);
   has_input_ |= any.ok() && *any;
-  if (any.ok() && *any) cleared_range_ = {};  // what lies between staged tensors is copied too
   return any.status();
 }
 
@@ -172,20 +171,23 @@ absl::Status LaunchSlot::EnqueueInputs(std::span<const HostInput> inputs) {
   return s.ok() ? runtime_->WaitFor(streams_.compute, inputs_ready_) : s;
 }
 
+LaunchSlot::Range LaunchSlot::ArrivalRange() const {
+  const TensorMove& last = arrivals_.copies.back();
+  return {arrivals_.copies.front().to, last.to + static_cast<DevicePtr>(last.bytes)};
+}
+
+absl::Status LaunchSlot::Clear(const Range& range, Stream stream) {
+  const auto bytes = static_cast<int64_t>(range.end - range.begin);
+  absl::Status s = runtime_->Fill(range.begin, kToCome & 0xff, bytes, stream);
+  return s.ok() ? runtime_->Record(cleared_, stream) : s;
+}
+
 // Copies whose kernels wait for them come before those, so that they never wait for each other.
 absl::Status LaunchSlot::EnqueueArrivals() {
-  const Range first = arrivals_.ranges.front();
-  const DevicePtr end = first.at + static_cast<DevicePtr>(first.bytes);
-  const DevicePtr cleared_end = cleared_range_.at + static_cast<DevicePtr>(cleared_range_.bytes);
-  const bool is_clear =
-      arrivals_.ranges.size() == 1 && first.at >= cleared_range_.at && end <= cleared_end;
+  const Range range = ArrivalRange();
+  const bool is_clear = range.begin >= cleared_range_.begin && range.end <= cleared_range_.end;
   absl::Status s;
-  if (!is_clear) {
-    for (const Range& range : arrivals_.ranges) {
-      if (s.ok()) s = runtime_->Fill(range.at, kToCome & 0xff, range.bytes, streams_.in);
-    }
-    if (s.ok()) s = runtime_->Record(cleared_, streams_.in);
-  }
+  if (!is_clear) s = Clear(range, streams_.in);
   for (const TensorMove& copy : arrivals_.copies) {
     if (!s.ok()) return s;
     s = runtime_->CopyIn(copy.to, reinterpret_cast<const void*>(copy.from), copy.bytes,
@@ -194,14 +196,6 @@ absl::Status LaunchSlot::EnqueueArrivals() {
   if (s.ok()) s = runtime_->Record(arrived_, streams_.in);
   if (s.ok()) s = runtime_->StoreWord(arrivals_.word, arrivals_.ticket, streams_.in);
   return s.ok() && !is_clear ? runtime_->WaitFor(streams_.compute, cleared_) : s;
-}
-
-// Behind the launch, so that its reply does not wait. Copies of the next one do, for cleared_.
-absl::Status LaunchSlot::ClearForNext(const Range& range) {
-  absl::Status s = runtime_->Fill(range.at, kToCome & 0xff, range.bytes, streams_.compute);
-  if (s.ok()) s = runtime_->Record(cleared_, streams_.compute);
-  if (s.ok()) cleared_range_ = range;
-  return s;
 }
 
 absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool) {
@@ -282,9 +276,8 @@ absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   absl::Status s = tensors_.HoldInPlace(launch);
   tensors_.FindDirect(launch.outputs);
   const bool arrives = !arrivals_.copies.empty();
-  const Range was_cleared = cleared_range_;
+  if (s.ok() && cleared_range_.end > 0) s = runtime_->WaitFor(streams_.in, cleared_);
   if (!arrives) cleared_range_ = {};  // others may write there
-  if (s.ok() && was_cleared.bytes > 0) s = runtime_->WaitFor(streams_.in, cleared_);
   if (s.ok() && one_sequence_) return EnqueueSequence(launch);
   if (s.ok()) s = EnqueueInputs(launch.inputs);
   if (s.ok() && arrives) s = EnqueueArrivals();
@@ -296,9 +289,10 @@ absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   if (s.ok() && arrives) s = runtime_->WaitFor(streams_.compute, arrived_);
   if (s.ok()) s = runtime_->Record(computed_, streams_.compute);
   if (s.ok()) s = EnqueueOutputs(launch.outputs);
-  if (arrives) cleared_range_ = {};
-  if (s.ok() && arrives && arrivals_.ranges.size() == 1) s = ClearForNext(arrivals_.ranges.front());
-  return s;
+  if (!s.ok() || !arrives) return s;
+  // For the next launch, and behind this one, so that its reply does not wait.
+  cleared_range_ = ArrivalRange();
+  return Clear(cleared_range_, streams_.compute);
 }
 
 absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {

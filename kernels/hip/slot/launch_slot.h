@@ -97,13 +97,9 @@ class LaunchSlot {
   std::span<const TensorMove> output_moves() const { return output_moves_; }
   // Inputs that are copied while the kernels run, which see them arrive: until they do, each of
   // their words is kToCome, and once all have, `*word` is `ticket`, which it never was before.
-  struct Range {
-    DevicePtr at = 0;
-    int64_t bytes = 0;
-  };
   struct Arrivals {
-    std::span<const TensorMove> copies;  // in the order of device addresses; valid until Submit
-    std::span<const Range> ranges;  // all that they copy to, and nothing that others do; as long
+    // In the order of device addresses, and behind all else that is copied in. Valid until Submit.
+    std::span<const TensorMove> copies;
     DevicePtr word = 0;
     uint32_t ticket = 0;
   };
@@ -194,7 +190,12 @@ class LaunchSlot {
   absl::Status EnqueueStaged(std::span<const HostInput> inputs);
   absl::Status EnqueueInputs(std::span<const HostInput> inputs);
   absl::Status EnqueueArrivals();
-  absl::Status ClearForNext(const Range& range);
+  // What the arrivals are copied to.
+  struct Range {
+    DevicePtr begin = 0, end = 0;
+  };
+  Range ArrivalRange() const;
+  absl::Status Clear(const Range& range, Stream stream);
   // On the stream of the kernels.
   absl::Status EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool);
   absl::Status EnqueueKernels(size_t begin, size_t end);
@@ -233,7 +234,7 @@ class LaunchSlot {
   std::vector<TensorMove> input_moves_, output_moves_;
   TensorMove signal_copy_ = {};
   Arrivals arrivals_;
-  Range cleared_range_;                  // that is kToCome behind cleared_
+  Range cleared_range_;                  // that is kToCome behind cleared_; empty: none
   std::span<const HostOutput> outputs_;  // of the launch that runs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;
   Event cleared_ = nullptr, arrived_ = nullptr;

@@ -83,7 +83,6 @@ absl::StatusOr<StreamWork> StreamWork::Create(const DeviceState& device,
     taken.outputs.reserve(kMostTensors);
     taken.segments.reserve(static_cast<size_t>(limits.launch_requests));
     taken.queries.reserve(kMostTensors);
-    taken.ranges.reserve(kMostTensors);
     taken.pushes.reserve(static_cast<size_t>(limits.launch_requests));
   }
   return work;
@@ -153,19 +152,18 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
     const auto* const q = static_cast<const std::byte*>(r.q);
     if (in == nullptr || in->in_place() || in->shared) return false;
     if (in != last && (!ended() || q != in->device)) return false;
+    if (last != nullptr && in > last + 1) return false;  // others lie between
     if (in == last && q != expected) return false;
     if (in != last) {
       const int64_t whole = in->rows * in->row_bytes;
       if (!slot.Reaches(in->host, whole) || !Aligned(q, q, whole)) return false;
       taken.queries.push_back({AddressOf(q), AddressOf(in->host), whole});
-      if (last == nullptr || in != last + 1) taken.ranges.push_back({AddressOf(q), 0});
-      LaunchSlot::Range& range = taken.ranges.back();
-      range.bytes = static_cast<int64_t>(AddressOf(q) - range.at) + whole;
     }
     last = in;
     expected = q + bytes;
   }
-  return ended();
+  // What is staged travels with all that lies before it, so nothing else may lie behind.
+  return ended() && last == &taken.inputs.back();
 }
 
 bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
@@ -215,7 +213,6 @@ const Launch& StreamWork::Take(LaunchSlot& slot, int32_t index, const Launch& la
   taken.outputs.assign(launch.outputs.begin(), launch.outputs.end());
   taken.segments.assign(launch.absorbed.segments.begin(), launch.absorbed.segments.end());
   taken.queries.clear();
-  taken.ranges.clear();
   taken.pushes.clear();
   if (!PlaceQueries(slot, taken) || !PlaceOutputs(slot, taken)) return launch;
   size_t input = 0, output = 0;
@@ -239,8 +236,7 @@ void StreamWork::AddArrivals(LaunchSlot& slot, int32_t index) {
   Taken& taken = taken_[static_cast<size_t>(index)];
   if (++ticket_ == 0) ++ticket_;  // what the words hold at first
   taken.ticket = ticket_;
-  slot.SetArrivals(
-      {taken.queries, taken.ranges, AddressOf(arrived_.As<uint32_t>() + index), taken.ticket});
+  slot.SetArrivals({taken.queries, AddressOf(arrived_.As<uint32_t>() + index), taken.ticket});
 }
 
 absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& plan) {

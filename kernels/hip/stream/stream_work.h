@@ -56,8 +56,7 @@ class StreamWork final {
     std::vector<HostOutput> outputs;
     std::vector<SegmentRecord> segments;  // log-sum-exps in the host's memory
     std::vector<TensorMove> queries;
-    std::vector<LaunchSlot::Range> ranges;  // that they are copied to
-    std::vector<OutputPush> pushes;         // by segment
+    std::vector<OutputPush> pushes;  // by segment
   };
 
   explicit StreamWork(const DeviceState& device) : device_(&device) {}

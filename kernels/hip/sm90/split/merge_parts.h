@@ -4,6 +4,7 @@
 #define MLA_KERNELS_HIP_SM90_SPLIT_MERGE_PARTS_H_
 
 #include "kernels/hip/common/small_kernels.h"
+#include "kernels/hip/sm90/meeting.h"
 #include "kernels/hip/sm90/split/item.h"
 
 namespace mla::kernels::hip {
@@ -37,15 +38,7 @@ class MergeParts {
   // `sync`: a barrier of the warps.
   template <class Sync>
   MLA_DEVICE void run(int unit, const Sync& sync) const {
-    tile::release_writes();
-    sync();
-    if (thread_index() == 0) {
-      const tile::BlockTurn turn = tile::meet_blocks(args.meetings + share, unit, args.pieces);
-      tile::store_word(turn_at, static_cast<uint32_t>(turn.first));
-      tile::store_word(turn_at + 4, static_cast<uint32_t>(turn.step));
-    }
-    sync();
-    const int first = word(turn_at), step = word(turn_at + 4);
+    const auto [first, step] = meet(args.meetings + share, unit, args.pieces, turn_at, sync);
     const int rows = args.packed_rows - share * kRows;
     const int tasks = (rows < kRows ? rows : kRows) * kWindows;
     const int together = tasks <= step ? 8 : tasks <= 2 * step ? 4 : 2;  // warps of a task
@@ -65,10 +58,6 @@ class MergeParts {
   struct Role {
     int number, warps;  // of the task's
   };
-
-  MLA_DEVICE static int word(tile::lds_t at) {
-    return static_cast<int>(float_to_bits(tile::load_float(at)));
-  }
 
   template <class Sync>
   MLA_DEVICE void merge(int task, int tasks, const Role& role, const Sync& sync) const {
@@ -169,12 +158,7 @@ class MergeParts {
       store_run(o, column, x, f32, aligned);
       return;
     }
-    const int first = (column & ~15) + (column & 15) / 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float run[2] = {x[2 * half], x[2 * half + 1]};
-      store_run(o, first + 8 * half, run, f32, aligned);
-    }
+    store_exchanged(o, column, x, f32, aligned);
   }
 
   const SplitArgs& args;

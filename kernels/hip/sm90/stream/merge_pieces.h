@@ -3,6 +3,7 @@
 #define MLA_KERNELS_HIP_SM90_STREAM_MERGE_PIECES_H_
 
 #include "kernels/hip/common/small_kernels.h"
+#include "kernels/hip/sm90/meeting.h"
 
 namespace mla::kernels::hip {
 
@@ -39,15 +40,7 @@ class MergePieces {
   // `sync`: a barrier of the warps.
   template <class Sync>
   MLA_DEVICE void run(const Sync& sync) const {
-    tile::release_writes();
-    sync();
-    if (thread_index() == 0) {
-      const tile::BlockTurn turn = tile::meet_blocks(meeting, piece, pieces);
-      tile::store_word(turn_at, static_cast<uint32_t>(turn.first));
-      tile::store_word(turn_at + 4, static_cast<uint32_t>(turn.step));
-    }
-    sync();
-    const int first = word(turn_at), step = word(turn_at + 4);
+    const auto [first, step] = meet(meeting, piece, pieces, turn_at, sync);
     const int left = packed_rows - share * kRows;
     const int rows = left < kRows ? left : kRows;
     for (int row = first * kWarps + warp; row < rows; row += step * kWarps) {
@@ -67,9 +60,6 @@ class MergePieces {
     MLA_RECORD const SegmentRecord& r = *item.segment;
     const int unseen = r.causal ? r.q_rows - item.work.q_begin - 1 : 0;
     return 1 + (r.kv_rows - unseen - 1) / args.piece_rows;
-  }
-  MLA_DEVICE static int word(tile::lds_t at) {
-    return static_cast<int>(float_to_bits(tile::load_float(at)));
   }
 
   MLA_DEVICE void merge(int p) const {
@@ -154,13 +144,10 @@ class MergePieces {
     const bool aligned = aligned_to(o, 0, 0, bytes, 4 * bytes);
 #pragma unroll
     for (int v = 0; v < kWindows; ++v) {
-      const int column = v * 128 + lane * 4;
-      const int first = (column & ~15) + (column & 15) / 2;
+      float merged[4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float run[2] = {x[v][2 * half] * inverse, x[v][2 * half + 1] * inverse};
-        store_run(o, first + 8 * half, run, f32, aligned);
-      }
+      for (int j = 0; j < 4; ++j) merged[j] = x[v][j] * inverse;
+      store_exchanged(o, v * 128 + lane * 4, merged, f32, aligned);
     }
   }
 
