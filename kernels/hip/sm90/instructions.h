@@ -8,6 +8,8 @@
 #include "kernels/hip/host/sm90_instructions.h"
 #else
 
+#include "kernels/hip/common/kernel_args.h"
+
 namespace mla::kernels::hip::tile {
 
 using lds_t = uint32_t;  // address in the shared window
