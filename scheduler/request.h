@@ -177,6 +177,14 @@ enum class HandedBack : uint8_t {
   kLate,  // its launch waited on the device for Limits::ahead_us
 };
 
+// What a thread submits requests for. Outlives them.
+class Submitter {
+ public:
+  virtual ~Submitter() = default;
+  // Whether that thread has nothing else to do at present; it asks itself, within Engine::Submit.
+  virtual bool IsIdle() const = 0;
+};
+
 class StreamRequest {
  public:
   virtual ~StreamRequest() = default;
@@ -196,6 +204,7 @@ class StreamRequest {
   EndStepArgs end;
   // The thread that hands it over has more to do than to run its launch.
   bool leave_launch = false;
+  const Submitter* submitter = nullptr;  // null: never idle
 
   // --- Results, valid in Done when the status is OK.
   int32_t total_rows = 0;        // BeginStep

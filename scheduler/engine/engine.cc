@@ -102,9 +102,11 @@ absl::Status Engine::Submit(StreamRequest* request) {
   if (request->handed_back == HandedBack::kNo) {
     request->engine.first_arrival_ns = request->engine.arrival_ns;
   }
-  const bool leave = request->leave_launch;  // from Push on it may be answered
+  // From Push on it may be answered.
+  const bool leave = request->leave_launch;
+  const Submitter* const submitter = request->submitter;
   impl_->inbox_.Push(request);
-  if (impl_->options_.dedicated_thread) impl_->RunInline(leave);
+  if (impl_->options_.dedicated_thread) impl_->RunInline(leave, submitter);
   return absl::OkStatus();
 }
 

@@ -182,9 +182,24 @@ class Engine::Impl {
     for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();
   }
 
+  // Whether a launch that is not small may be awaited by its submitter.
+  bool MayAwait(const Submitter* submitter) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+    return submitter != nullptr && submitter->IsIdle() && !info_.unified_memory &&
+           core_->ReadyWork() <= options_.awaited_work;
+  }
+
+  // Awaits the launch on behalf of an idle submitter. False: others want the role, or the submitter
+  // is idle no longer.
+  bool AwaitLaunch(const Submitter& submitter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+    while (!core_->CompleteLaunch(/*wait=*/false)) {
+      if (waiting_for_role_ > 0 || !inbox_.empty() || !submitter.IsIdle()) return false;
+    }
+    return true;
+  }
+
   // The submitting thread takes the role if it is free, and runs what is small, unless it is to
   // leave that to the engine's thread.
-  void RunInline(bool leave_launch) {
+  void RunInline(bool leave_launch, const Submitter* submitter) {
     if (answers_.IsDelivering()) return;  // called from Done: its caller looks again
     if (options_.inline_work <= 0 || leave_launch) return inbox_.Wake();
     bool left = false;
@@ -194,11 +209,14 @@ class Engine::Impl {
       {
         Role role(*this, std::adopt_lock);
         Drain();
-        if (core_->pending().empty() || core_->ReadyWork() > options_.inline_work ||
-            !core_->StartLaunch()) {
+        if (core_->pending().empty()) return;
+        const bool small = core_->ReadyWork() <= options_.inline_work;
+        if (!(small || MayAwait(submitter)) || !core_->StartLaunch()) return;
+        if (small) {
+          core_->CompleteLaunch(/*wait=*/true);
+        } else if (!AwaitLaunch(*submitter)) {
           return;
         }
-        core_->CompleteLaunch(/*wait=*/true);
         if (i + 1 < kInlineLaunches) role.ComeBack(&left);
       }
       if (!left) return;

@@ -166,6 +166,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
     return WasLate(slot) ? staging_[static_cast<size_t>(slot)].gate.limit_ns : 0;
   }
   bool Done(int32_t slot) override {
+    if (has_two_slots_ && held_) return false;
     if (!computes_at_end_) return inner_->Done(slot);
     const Staging& staging = staging_[static_cast<size_t>(slot)];
     return staging.late || staging.gate.ready.word == nullptr || staging.gate.ready.Reached();

@@ -61,6 +61,7 @@ void AttendMessage::Recycle() {
   timings = {};
   step_aborted = false;
   leave_launch = false;
+  submitter = nullptr;
   handed_back = scheduler::HandedBack::kNo;
   signalled = false;
 }

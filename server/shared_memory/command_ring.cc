@@ -308,6 +308,11 @@ bool CommandRing::Published() const {
          wire::PublishedSequence(taken_);
 }
 
+bool CommandRing::IsIdle() const {
+  return !any_returned_ && !words_.HasLater() && !Published() &&
+         !stop_.load(std::memory_order_relaxed);
+}
+
 // Checks that there will be a free completion slot for what has just been taken.
 bool CommandRing::WithinBounds() {
   const uint64_t client_taken = Atomic(header_->completions_taken).load(std::memory_order_acquire);
@@ -327,7 +332,7 @@ void CommandRing::Sleep() {
   const uint32_t doorbell = Atomic(header_->submit_doorbell).load();
   Atomic(header_->server_waits).store(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const bool idle = cut_ || (!any_returned_ && !words_.HasLater() && !Published());
+  const bool idle = cut_ || IsIdle();
   if (!stop_ && idle) {
     wire::FutexWait(&header_->submit_doorbell, doorbell, kLongestSleepNanos);
   }

@@ -69,7 +69,7 @@ struct CommandRingOptions {
   int64_t device_wait_ms = 0;  // for what a client's GPU has to complete before an entry
 };
 
-class CommandRing final : public AttendMessageOwner {
+class CommandRing final : public AttendMessageOwner, private scheduler::Submitter {
  public:
   // Lays the ring out at the front of `region`.
   // REQUIRES: region->arena_offset() == wire::RingBytes(options.entries), and DevicePartBytes more
@@ -95,6 +95,7 @@ class CommandRing final : public AttendMessageOwner {
   void NoteReturned(AttendMessage* message);  // any thread
   void TakeReturned();
   bool Published() const;  // the next submission
+  bool IsIdle() const override;
   bool AwaitsAhead() const;
   void RefuseUnready(AttendMessage* message);
   void AwaitDevice(int64_t now) const;

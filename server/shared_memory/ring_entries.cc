@@ -14,6 +14,7 @@ AttendMessage* CommandRing::TakeMessage(const wire::SubmissionEntry& entry) {
   AttendMessage* const message = options_.pool->Take();
   message->owner = this;
   message->stream = builder_.stream();
+  message->submitter = this;
   message->tag = entry.tag;
   message->ring_index = taken_ - 1;
   return message;
