@@ -224,9 +224,10 @@ TEST(EngineOnFakeHip, RowsAttendToTheirIndexLists) {
   EXPECT_LT(h->Error(*request, of_b, {1, 2, 2}, 5), kTolerance);
 }
 
-int64_t stream_launches = 0;
+int64_t stream_launches = 0, append_launches = 0;
 void CountStreams(const char* kernel) {
   stream_launches += std::string_view(kernel).starts_with("mla_stream");
+  append_launches += std::string_view(kernel).starts_with("mla_append");
 }
 
 // Queries of 5 MiB that a kernel reaches arrive during the launch, and outputs leave meanwhile;
@@ -278,6 +279,53 @@ TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
   }
 }
 
+// The rows of a step lie on two pages, whether the kernel reads them in the host's memory or not.
+TEST(EngineOnFakeHip, StreamedItemsAppendTheRowsThatTheySee) {
+  constexpr int kManyHeads = 128, kSequences = 12, kRowsOfEach = 2, kSteps = 3;
+  auto h = Harness(0, kManyHeads, Vendor::kNvidia);
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  std::vector<scheduler::StepSequenceArgs> begun;
+  for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, kRowsOfEach});
+  const std::vector<Row> rows = Rows(kSteps * kRowsOfEach, 7);
+  for (int step = 0; step < kSteps; ++step) {
+    SCOPED_TRACE(step);
+    const int before = step * kRowsOfEach;
+    std::vector<Row> sent;
+    std::vector<int> seen;
+    for (int i = 0; i < kSequences * kRowsOfEach; ++i) {
+      const int row = before + i % kRowsOfEach;
+      sent.push_back(rows[static_cast<size_t>(row)]);
+      seen.push_back(row + 1);
+    }
+    const auto step_id = static_cast<scheduler::StepId>(step) + 1;
+    for (auto& sequence : begun) sequence.start_position = before;
+    ASSERT_TRUE(h->Begin(stream, step_id, begun)->status.ok());
+    for (const int layer : {0, 1}) {
+      const auto q_key = static_cast<uint64_t>(5 + 2 * step + layer);
+      auto request = h->Unsent(stream, step_id, layer, 0, static_cast<int>(sent.size()), sent, 0,
+                               kManyHeads, q_key);
+      const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
+                                          std::as_writable_bytes(std::span(request->lse)),
+                                          std::as_writable_bytes(std::span(request->queries)),
+                                          std::as_writable_bytes(std::span(request->kv_rows))};
+      const auto registered = std::span(all).first(step % 2 == 0 ? 4 : 3);
+      for (const auto& memory : registered) {
+        ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
+      }
+      Control().on_launch = CountStreams;
+      stream_launches = append_launches = 0;
+      h->Submit(request.get());
+      Settle(*h);
+      ASSERT_TRUE(request->status.ok()) << request->status;
+      EXPECT_EQ(stream_launches, 1);
+      EXPECT_EQ(append_launches, 0);
+      EXPECT_LT(h->Error(*request, scheduler::testing::Pointers(rows), seen, q_key), kTolerance);
+      for (const auto& memory : registered) h->core().backend().UnregisterHost(memory);
+    }
+    ASSERT_TRUE(h->End(stream, step_id)->status.ok());
+  }
+}
+
 // Queries with the words that memory is filled with before they arrive.
 TEST(EngineOnFakeHip, StreamedQueriesMayHaveAnyWords) {
   constexpr int kManyHeads = 128, kSequences = 15, kHostile = 5;
@@ -307,6 +355,34 @@ TEST(EngineOnFakeHip, StreamedQueriesMayHaveAnyWords) {
         << row;
   }
   for (const auto& memory : all) h->core().backend().UnregisterHost(memory);
+}
+
+// The kernel that waits for the queries has been given to the device before their copy is refused.
+TEST(EngineOnFakeHip, LaunchesOfRefusedCopiesEnd) {
+  constexpr int kManyHeads = 128, kSequences = 15, kCopies = 3;  // metadata, the plan, queries
+  for (int refused = 0; refused < kCopies; ++refused) {
+    SCOPED_TRACE(refused);
+    auto h = Harness(0, kManyHeads, Vendor::kNvidia);
+    const StreamId stream = h->core().OpenStream(h->tenant());
+    std::vector<scheduler::StepSequenceArgs> begun;
+    for (int i = 0; i < kSequences; ++i) begun.push_back({h->Open().id, 1, 0, 1});
+    ASSERT_TRUE(h->Begin(stream, 1, begun)->status.ok());
+    const std::vector<Row> sent(kSequences, Rows(1, 7).front());
+    auto request = h->Unsent(stream, 1, 0, 0, kSequences, sent, 0, kManyHeads, 5);
+    const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
+                                        std::as_writable_bytes(std::span(request->lse)),
+                                        std::as_writable_bytes(std::span(request->queries))};
+    for (const auto& memory : all) ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
+    Control().on_launch = CountStreams;
+    stream_launches = 0;
+    Control().FailOnce("hipMemcpyHtoDAsync", refused);
+    h->Submit(request.get());
+    Settle(*h);
+    EXPECT_EQ(request->detail.reason, "launch_failed") << request->status;
+    EXPECT_EQ(stream_launches, refused + 1 == kCopies);
+    EXPECT_TRUE(h->core().backend().Healthy().ok());
+    for (const auto& memory : all) h->core().backend().UnregisterHost(memory);
+  }
 }
 
 class EngineOnFakeHipTest : public ::testing::TestWithParam<int> {};

@@ -113,7 +113,7 @@ struct SplitArgs {
 // Absorbed attention over a plan whose queries are on their way from the host's memory, and the
 // merge of its parts, which the blocks do themselves. `blocks` blocks of the grid serve the plan's
 // units; behind them, kPushBlocks bring the outputs of one segment after the other to the host's
-// memory, each once it is complete. Log-sum-exps are written where their records say.
+// memory, each once it is complete, with its log-sum-exps.
 //
 // Queries are copied in the order of segments, over words of kToCome. A word of another value has
 // arrived; one of this value has if `arrived` says that all have.
@@ -125,22 +125,39 @@ struct SplitArgs {
 inline constexpr int32_t kPushBlocks = 2;  // as many as the bus takes bytes from
 inline constexpr int32_t kMostStreamPieces = 64;
 inline constexpr uint32_t kToCome = 0xffffffffu;
-struct OutputPush {
-  uint8_t* to;
-  const uint8_t* from;
-  int64_t bytes;  // a multiple of 16, as both addresses
-  // Blocks that write what is pushed, each counted once for each of its items.
+// Of one segment of a stream: where its tensors lie in the host's memory, and on the device.
+struct StreamedTensors {
+  uint8_t* o_to;
+  const uint8_t* o_from;
+  int64_t o_bytes;  // a multiple of 16, as both addresses
+  // In the host's memory at once, log-sum-exps would hold up the blocks that write them.
+  float* lse_to;
+  const float* lse_from;
+  // KV rows of its queries, which items that see them append, each for itself, before they read
+  // them; null: they are in the pool. bf16, row_pitch bytes apart.
+  const uint8_t* rows;
+  int64_t row_pitch;
+  int32_t lse_count;  // or 0
+  // Blocks that write outputs, each counted once for each of its items.
   uint32_t writers;
-  uint32_t unused;
+};
+// Of the blocks that push, in the host's memory.
+struct StreamReport {
+  uint64_t begun;               // by the device's clock
+  uint64_t ended[kPushBlocks];  // the same
+  // The launch's, once all that the block has to bring to the host's memory is there.
+  uint32_t tickets[kPushBlocks];
 };
 struct StreamArgs : AttendArgs {
   static constexpr bool kStreams = true;
-  const uint32_t* arrived;   // `ticket` once all queries have
-  const OutputPush* pushes;  // by segment
-  uint32_t* finished;  // [kPushBlocks, push_count]: writers so far; zeros before the first launch
+  const uint32_t* arrived;         // `ticket` once all queries have
+  const StreamedTensors* tensors;  // by segment
+  // [kPushBlocks, segment_count]: writers so far; zeros before the first launch.
+  uint32_t* finished;
   uint32_t* meetings;  // by the first partial row of a tile + share; zeros before the first launch
-  uint32_t ticket;     // none of earlier launches
-  int32_t push_count;
+  StreamReport* report;
+  uint32_t ticket;  // none of earlier launches
+  int32_t segment_count;
   int32_t piece_rows;
 };
 
@@ -321,7 +338,7 @@ struct IndexArgs {
 static_assert(std::is_trivially_copyable_v<AttendArgs>);
 static_assert(std::is_trivially_copyable_v<SplitArgs>);
 static_assert(std::is_trivially_copyable_v<StreamArgs>);
-static_assert(std::is_trivially_copyable_v<OutputPush>);
+static_assert(std::is_trivially_copyable_v<StreamedTensors>);
 static_assert(std::is_trivially_copyable_v<IndexArgs>);
 static_assert(std::is_trivially_copyable_v<WidenArgs>);
 static_assert(std::is_trivially_copyable_v<MoveRange>);

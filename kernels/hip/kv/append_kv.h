@@ -40,6 +40,14 @@ class AppendKv {
     if (lane == 0) *as_global<int32_t>(r.differs + source_row) = any > 0.0f ? 1 : 0;
   }
 
+  // A pair of elements as the pool holds it: Stored.
+  MLA_DEVICE static uint32_t stored_pair(uint32_t pair) {
+    const uint32_t low = (pair & 0x7fffu) < kStoredBound ? pair & 0xffffu : kStoredNaN;
+    const uint32_t high =
+        (pair >> 16 & 0x7fffu) < kStoredBound ? pair & 0xffff0000u : kStoredNaN << 16;
+    return low | high;
+  }
+
  private:
   struct Values {
     float x[kLaneValues];
@@ -193,14 +201,6 @@ class AppendKv {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) differs |= words[w] ^ stored[w];
   }
-  // A pair of elements as the pool holds it: Stored.
-  MLA_DEVICE static uint32_t stored_pair(uint32_t pair) {
-    const uint32_t low = (pair & 0x7fffu) < kStoredBound ? pair & 0xffffu : kStoredNaN;
-    const uint32_t high =
-        (pair >> 16 & 0x7fffu) < kStoredBound ? pair & 0xffff0000u : kStoredNaN << 16;
-    return low | high;
-  }
-
   const AppendRecord& r;
   const int64_t source;  // index of the row's first element
   uint8_t* const page;

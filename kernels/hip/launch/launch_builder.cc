@@ -41,6 +41,11 @@ int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
 // theirs again.
 int32_t PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
 
+// Of all, in device memory and in pinned memory each.
+int64_t PlanBytesOnEither(const DeviceState& device, const BackendLimits& l) {
+  return PlanCopies(l) * AlignRegion(PlanBytes(device, l));
+}
+
 }  // namespace
 
 LaunchBuilder::LaunchBuilder(const DeviceState& device, const BackendLimits& limits)
@@ -73,19 +78,19 @@ int64_t LaunchBuilder::MetadataBytes(const BackendLimits& l, const BackendInfo& 
   const int64_t segments =
       int64_t{l.launch_requests} *
       (kForms * static_cast<int64_t>(sizeof(SegmentRecord)) +
-       static_cast<int64_t>(sizeof(OutputPush)) + kRegionAlignment +
+       static_cast<int64_t>(sizeof(StreamedTensors)) + kRegionAlignment +
        static_cast<int64_t>(sizeof(int32_t) + sizeof(WindowRecord)) + kRegionAlignment);
   return segments + PageWork::MetadataBytes(l) + ProjectWork::MetadataBytes(l) +
          IndexWork::MetadataBytes(l, info) + kSlack;
 }
 
 int64_t LaunchBuilder::HostBytes(const DeviceState& device, const BackendLimits& l) {
-  return PlanCopies(l) * AlignRegion(PlanBytes(device, l));
+  return PlanBytesOnEither(device, l) + StreamWork::HostBytes(l);
 }
 
 int64_t LaunchBuilder::WorkspaceBytes(const DeviceState& device, const BackendLimits& l) {
   return IndexWork::WorkspaceBytes(l, device.info) + StreamWork::WorkspaceBytes(l) +
-         HostBytes(device, l);
+         PlanBytesOnEither(device, l);
 }
 
 absl::Status LaunchBuilder::CheckAttention(const AttentionParams& params) const {
@@ -145,7 +150,8 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   // waits: what it waits for runs on another device and needs no unit of this one.
   const bool early =
       slot.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
-  if (s.ok()) s = pages_.AddAppends(slot, launch.appends, early);
+  const bool by_items = streams_->Has(index) && streams_->Appends(index);
+  if (s.ok() && !by_items) s = pages_.AddAppends(slot, launch.appends, early);
   if (s.ok()) s = index_.Add(slot, launch.selects);
   if (s.ok()) s = projections_.AddAbsorb(slot, launch.absorb);
   if (s.ok()) s = AddAttention(slot, index, launch.absorbed);

@@ -19,8 +19,9 @@
 // both inputs and outputs do, all is one sequence of kernels with one event behind it, and the
 // copying kernels take the time of those between them. Metadata that is what the slot's launch
 // before had stays where it is. Where no output is copied, because kernels write all of them to the
-// host's memory, `computed` is the launch's end. Kernels between two events that came in this
-// sequence before are launched as one graph (kernel_graphs.h).
+// host's memory, `computed` is the launch's end; of one with arrivals its kernels' report is.
+// Kernels between two events that came in this sequence before are launched as one graph
+// (kernel_graphs.h).
 #ifndef MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_
 #define MLA_KERNELS_HIP_SLOT_LAUNCH_SLOT_H_
 
@@ -33,6 +34,7 @@
 #include <vector>
 
 #include "kernels/attention_backend.h"
+#include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/gate/gate_args.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
@@ -102,6 +104,8 @@ class LaunchSlot {
     std::span<const TensorMove> copies;
     DevicePtr word = 0;
     uint32_t ticket = 0;
+    // Where the kernels say that all outputs are in the host's memory: by `ticket` in its tickets.
+    const StreamReport* report = nullptr;
   };
   // Right behind Begin.
   void SetArrivals(const Arrivals& arrivals) {
@@ -173,7 +177,7 @@ class LaunchSlot {
   // Page transfers keep the order of launches: the device copies them between the kernels of
   // earlier and of later ones. `pool` is where the pool begins.
   absl::Status Submit(const Launch& launch, DevicePtr pool);
-  absl::StatusOr<bool> Done() { return runtime_->Done(end_); }
+  absl::StatusOr<bool> Done() const;
   // Waits, hands outputs over and returns the nanoseconds the kernels took, which of a streamed
   // launch includes what the bus took. DEADLINE_EXCEEDED when the device has not answered within
   // `watchdog`.
@@ -189,6 +193,8 @@ class LaunchSlot {
   // Metadata and what passes through the staged region.
   absl::Status EnqueueStaged(std::span<const HostInput> inputs);
   absl::Status EnqueueInputs(std::span<const HostInput> inputs);
+  // Where the memory of this launch's arrivals is not clear yet.
+  absl::Status ClearArrivals();
   absl::Status EnqueueArrivals();
   // What the arrivals are copied to.
   struct Range {
@@ -234,6 +240,9 @@ class LaunchSlot {
   std::vector<TensorMove> input_moves_, output_moves_;
   TensorMove signal_copy_ = {};
   Arrivals arrivals_;
+  // Of the launch that runs, where it ends with that report; null: with end_.
+  const StreamReport* report_at_end_ = nullptr;
+  uint32_t ticket_at_end_ = 0;
   Range cleared_range_;                  // that is kToCome behind cleared_; empty: none
   std::span<const HostOutput> outputs_;  // of the launch that runs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;

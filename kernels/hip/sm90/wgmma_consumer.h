@@ -69,7 +69,7 @@ class WgmmaConsumer {
   MLA_DEVICE void finish(int segment) const {
     tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();
     if (thread_index() == 0) {
-      tile::count_finished(args.finished + segment, args.push_count);
+      tile::count_finished(args.finished + segment, args.segment_count);
     }
   }
 

@@ -4,6 +4,7 @@
 
 #include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/kv/window_source.h"
+#include "kernels/hip/sm90/stream/append_rows.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
@@ -22,6 +23,7 @@ class WgmmaProducer {
   MLA_DEVICE void produce(const Item& item) {
     const Source source(args, item);
     if (source.begin >= source.end) return;
+    append_own(item, source);
     find(source, source.begin);
     if constexpr (!Args::kStreams) start_queries(item);
     for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
@@ -35,7 +37,8 @@ class WgmmaProducer {
   }
 
  private:
-  static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
+  static constexpr int kCopyRows = 4;         // rows of a tile a lane copies chunks of
+  static constexpr int kProducerBarrier = 4;  // behind those of the consumers
 
   MLA_DEVICE int row(int g) const { return (g * 4 + warp) * 4 + (lane >> 3); }
   // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.
@@ -102,6 +105,21 @@ class WgmmaProducer {
       if (L::kLists && part == 0) publish_seen(kSlot);
       copy_part(kSlot, part, shared.slot(kSlot), kv_rows);
       tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
+    }
+  }
+
+  // The KV rows of the queries that the item sees, where it has to.
+  MLA_DEVICE void append_own(const Item& item, const Source& source) const {
+    if constexpr (Args::kStreams) {
+      const int first = item.segment->kv_rows - item.segment->q_rows;
+      if (first >= source.end) return;
+      const StreamedTensors& t = args.tensors[item.work.segment];
+      if (t.rows == nullptr) return;
+      const int begin = first > source.begin ? first : source.begin;
+      append_rows<L::kGroupThreads>(source, begin, source.end,
+                                    t.rows + (begin - first) * t.row_pitch, t.row_pitch,
+                                    warp * tile::kWave + lane,
+                                    [] { tile::named_sync<kProducerBarrier, L::kGroupThreads>(); });
     }
   }
 

@@ -1,6 +1,7 @@
 #include "kernels/hip/stream/stream_work.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <tuple>
@@ -13,6 +14,8 @@ namespace {
 
 constexpr int64_t kQueryDim = 576, kOutputDim = 512;
 constexpr uintptr_t kAlignment = 16;  // of what kernels copy
+// Of a segment whose items append them: each item does, for itself, all that it sees.
+constexpr int32_t kMostOwnRows = 4;
 
 // Of tiles with so many partial rows, a counter for each of their shares lies within these.
 int64_t MeetingsFor(int64_t partial_rows) { return partial_rows + kMostSplitShares; }
@@ -21,6 +24,9 @@ constexpr int64_t kWord = sizeof(uint32_t);
 int64_t ArrivedBytes(const BackendLimits& l) { return l.launch_slots * kWord; }
 int64_t FinishedBytes(const BackendLimits& l) { return kPushBlocks * l.launch_requests * kWord; }
 int64_t MeetingBytes(const BackendLimits& l) { return MeetingsFor(l.partial_rows) * kWord; }
+int64_t ReportBytes(const BackendLimits& l) {
+  return l.launch_slots * static_cast<int64_t>(sizeof(StreamReport));
+}
 
 DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
 
@@ -76,17 +82,24 @@ absl::StatusOr<StreamWork> StreamWork::Create(const DeviceState& device,
   }
   // Words are stored from other streams.
   if (absl::Status s = device.runtime->Synchronize(stream); !s.ok()) return s;
+  auto reports = PinnedBuffer::Create(device.runtime, "reports of streams", ReportBytes(limits));
+  if (!reports.ok()) return reports.status();
+  work.reports_ = *std::move(reports);
+  std::memset(work.reports_.data(), 0, static_cast<size_t>(ReportBytes(limits)));
   work.meetings_count_ = MeetingsFor(limits.partial_rows);
+  work.page_tables_.reserve(static_cast<size_t>(limits.launch_requests));
   work.taken_.resize(static_cast<size_t>(limits.launch_slots));
   for (Taken& taken : work.taken_) {
     taken.inputs.reserve(kMostTensors);
     taken.outputs.reserve(kMostTensors);
-    taken.segments.reserve(static_cast<size_t>(limits.launch_requests));
     taken.queries.reserve(kMostTensors);
-    taken.pushes.reserve(static_cast<size_t>(limits.launch_requests));
+    taken.tensors.reserve(static_cast<size_t>(limits.launch_requests));
+    taken.writers.reserve(static_cast<size_t>(limits.launch_requests));
   }
   return work;
 }
+
+int64_t StreamWork::HostBytes(const BackendLimits& limits) { return ReportBytes(limits); }
 
 int64_t StreamWork::WorkspaceBytes(const BackendLimits& limits) {
   return ArrivedBytes(limits) + FinishedBytes(limits) + MeetingBytes(limits);
@@ -145,7 +158,7 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
   const auto ended = [&] {
     return last == nullptr || expected == last->device + last->rows * last->row_bytes;
   };
-  for (const SegmentRecord& r : taken.segments) {
+  for (const SegmentRecord& r : taken.launch.absorbed.segments) {
     const int64_t bytes = r.q_rows * r.q_row_stride * static_cast<int64_t>(sizeof(uint16_t));
     if (r.q_head_stride != kQueryDim || r.q_row_stride != r.num_heads * kQueryDim) return false;
     HostInput* const in = FindTensor(taken.inputs, r.q, bytes, &next);
@@ -168,52 +181,119 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
 
 bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
   const int64_t element = taken.launch.absorbed.desc.o_dtype == DType::kF32 ? 4 : 2;
+  struct Search {
+    size_t next = 0;
+    const HostOutput* reached = nullptr;
+  };
   // Where the bytes at `at` go in the host's memory; null: not reached.
-  const auto placed = [&](const void* at, int64_t bytes, size_t* next) -> std::byte* {
-    const HostOutput* const out = FindTensor(taken.outputs, at, bytes, next);
-    if (out == nullptr || out->in_place() || out->shared ||
-        !slot.Reaches(out->host, out->rows * out->row_bytes)) {
+  const auto placed = [&](const void* at, int64_t bytes, Search* search) -> std::byte* {
+    const HostOutput* const out = FindTensor(taken.outputs, at, bytes, &search->next);
+    if (out == nullptr || out->in_place() || out->shared) return nullptr;
+    if (out != search->reached && !slot.Reaches(out->host, out->rows * out->row_bytes)) {
       return nullptr;
     }
+    search->reached = out;
     return out->host + (static_cast<const std::byte*>(at) - out->device);
   };
-  size_t next_o = 0, next_lse = 0;
-  for (SegmentRecord& r : taken.segments) {
+  Search next_o, next_lse;
+  for (const SegmentRecord& r : taken.launch.absorbed.segments) {
     if (r.o_head_stride != kOutputDim || r.o_row_stride != r.num_heads * kOutputDim) return false;
     const int64_t bytes = r.q_rows * r.o_row_stride * element;
     std::byte* const o = placed(r.o, bytes, &next_o);
     if (o == nullptr || !Aligned(o, r.o, bytes)) return false;
-    taken.pushes.push_back(
-        {reinterpret_cast<uint8_t*>(o), static_cast<const uint8_t*>(r.o), bytes, 0, 0});
+    StreamedTensors& t = taken.tensors.emplace_back();
+    t = {};
+    t.o_to = reinterpret_cast<uint8_t*>(o);
+    t.o_from = static_cast<const uint8_t*>(r.o);
+    t.o_bytes = bytes;
+    t.writers = taken.writers[taken.tensors.size() - 1];
     if (r.lse == nullptr) continue;
-    const int64_t lse_end =
-        (r.q_rows - 1) * r.lse_row_stride + (r.num_heads - 1) * r.lse_head_stride + 1;
-    std::byte* const lse = placed(r.lse, lse_end * static_cast<int64_t>(sizeof(float)), &next_lse);
-    if (lse == nullptr) return false;
-    r.lse = reinterpret_cast<float*>(lse);
+    if (r.lse_head_stride != 1 || r.lse_row_stride != r.num_heads) return false;
+    t.lse_count = r.q_rows * r.num_heads;
+    t.lse_from = r.lse;
+    t.lse_to = reinterpret_cast<float*>(
+        placed(r.lse, t.lse_count * static_cast<int64_t>(sizeof(float)), &next_lse));
+    if (t.lse_to == nullptr) return false;
   }
   return true;
 }
 
-void StreamWork::CountWriters(Taken& taken) const {
+// Rows are read where they are, if the device reaches them: a copy and the wait for it take longer.
+void StreamWork::PlaceRows(LaunchSlot& slot, Taken& taken) const {
+  const std::span<const AppendRecord> appends = taken.launch.appends;
+  size_t next = 0;
+  const HostInput* reached = nullptr;
+  for (size_t i = 0; i < appends.size(); ++i) {
+    const AppendRecord& r = appends[i];
+    StreamedTensors& t = taken.tensors[i];
+    t.rows = static_cast<const uint8_t*>(r.kv);
+    t.row_pitch = r.kv_row_stride * static_cast<int64_t>(sizeof(uint16_t));
+    HostInput* const in = FindTensor(taken.inputs, r.kv, r.rows * t.row_pitch, &next);
+    if (in == nullptr || in->shared) continue;
+    if (in != reached && !slot.Reaches(in->host, in->rows * in->row_bytes)) continue;
+    reached = in;
+    const auto* const from = in->host + (static_cast<const std::byte*>(r.kv) - in->device);
+    if (Aligned(from, from, t.row_pitch)) t.rows = reinterpret_cast<const uint8_t*>(from);
+  }
+  // A tensor is in place once all of its rows are read there.
+  next = 0;
+  for (size_t i = 0; i < appends.size(); ++i) {
+    if (taken.tensors[i].rows != appends[i].kv) PutInPlace(taken.inputs, appends[i].kv, &next);
+  }
+}
+
+bool StreamWork::ReadPlan(const PlanView& plan, size_t segments, Taken& taken) const {
+  if (plan.generation != 0 && plan.generation == taken.plan && segments == taken.writers.size()) {
+    return true;
+  }
+  taken.plan = 0;
+  if (!FindCut(plan, &taken.cut)) return false;
   const int32_t rows = device_->arch->stream.front().rows;
-  for (const WorkInfo& w : taken.launch.absorbed.plan.work_info) {
+  taken.writers.assign(segments, 0);
+  for (const WorkInfo& w : plan.work_info) {
     const int32_t packed_rows = PackedRows(w.q_begin, w.q_end, w.heads);
-    taken.pushes[static_cast<size_t>(w.segment)].writers +=
+    taken.writers[static_cast<size_t>(w.segment)] +=
         static_cast<uint32_t>((packed_rows + rows - 1) / rows);
   }
+  taken.plan = plan.generation;
+  return true;
+}
+
+// Whether each segment's KV rows that are new are those of its queries, few, and appended by a
+// record of their own, as append_rows does.
+bool StreamWork::AppendsOwnRows(const Launch& launch) {
+  const std::span<const SegmentRecord> segments = launch.absorbed.segments;
+  if (launch.appends.size() != segments.size()) return false;
+  page_tables_.clear();
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const SegmentRecord& r = segments[i];
+    const AppendRecord& rows = launch.appends[i];
+    const int64_t pitch = rows.kv_row_stride * static_cast<int64_t>(sizeof(uint16_t));
+    if (rows.page_table != r.page_table || rows.layer_offset != r.layer_offset ||
+        rows.first_position != r.kv_rows - r.q_rows || rows.rows != r.q_rows ||
+        rows.rows > kMostOwnRows || rows.row_dim != kQueryDim || rows.dtype != DType::kBf16 ||
+        rows.format != KvFormat::kBf16 || rows.differs != nullptr ||
+        !Aligned(rows.kv, rows.kv, pitch)) {
+      return false;
+    }
+    page_tables_.push_back(r.page_table);
+  }
+  // Two segments of a sequence: one may see what the other appends.
+  std::sort(page_tables_.begin(), page_tables_.end());
+  return std::adjacent_find(page_tables_.begin(), page_tables_.end()) == page_tables_.end();
 }
 
 const Launch& StreamWork::Take(LaunchSlot& slot, int32_t index, const Launch& launch) {
   Taken& taken = taken_[static_cast<size_t>(index)];
   taken.streamed = false;
-  if (!Serves(launch) || !FindCut(launch.absorbed.plan, &taken.cut)) return launch;
+  if (!Serves(launch) || !ReadPlan(launch.absorbed.plan, launch.absorbed.segments.size(), taken)) {
+    return launch;
+  }
   taken.launch = launch;
   taken.inputs.assign(launch.inputs.begin(), launch.inputs.end());
   taken.outputs.assign(launch.outputs.begin(), launch.outputs.end());
-  taken.segments.assign(launch.absorbed.segments.begin(), launch.absorbed.segments.end());
   taken.queries.clear();
-  taken.pushes.clear();
+  taken.tensors.clear();
   if (!PlaceQueries(slot, taken) || !PlaceOutputs(slot, taken)) return launch;
   size_t input = 0, output = 0;
   for (const SegmentRecord& r : launch.absorbed.segments) {
@@ -224,10 +304,10 @@ const Launch& StreamWork::Take(LaunchSlot& slot, int32_t index, const Launch& la
   for (const SegmentRecord& r : launch.absorbed.segments) {
     if (r.lse != nullptr) PutInPlace(taken.outputs, r.lse, &output);
   }
+  taken.appends = AppendsOwnRows(launch);
+  if (taken.appends) PlaceRows(slot, taken);
   taken.launch.inputs = taken.inputs;
   taken.launch.outputs = taken.outputs;
-  taken.launch.absorbed.segments = taken.segments;
-  CountWriters(taken);
   taken.streamed = true;
   return taken.launch;
 }
@@ -236,7 +316,8 @@ void StreamWork::AddArrivals(LaunchSlot& slot, int32_t index) {
   Taken& taken = taken_[static_cast<size_t>(index)];
   if (++ticket_ == 0) ++ticket_;  // what the words hold at first
   taken.ticket = ticket_;
-  slot.SetArrivals({taken.queries, AddressOf(arrived_.As<uint32_t>() + index), taken.ticket});
+  slot.SetArrivals(
+      {taken.queries, AddressOf(arrived_.As<uint32_t>() + index), taken.ticket, ReportOf(index)});
 }
 
 absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& plan) {
@@ -245,9 +326,9 @@ absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& 
   const SplitVariant& variant = device_->arch->stream.front();
   auto segments = PutSegments(slot, *device_, params);
   if (!segments.ok()) return segments.status();
-  auto pushes = slot.metadata().PutEach(std::span<const OutputPush>(taken.pushes),
-                                        [](const OutputPush& push) { return push; });
-  if (!pushes.ok()) return pushes.status();
+  auto tensors = slot.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
+                                         [](const StreamedTensors& t) { return t; });
+  if (!tensors.ok()) return tensors.status();
   StreamArgs args = {};
   args.segments = *segments;
   args.page_tables = device_->table_mirror.As<uint32_t>();
@@ -262,11 +343,12 @@ absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& 
   args.blocks = taken.cut.units * args.blocks_per_unit;
   args.xcds = 1;
   args.arrived = arrived_.As<uint32_t>() + index;
-  args.pushes = *pushes;
+  args.tensors = *tensors;
   args.finished = finished_.As<uint32_t>();
   args.meetings = meetings_.As<uint32_t>();
+  args.report = ReportOf(index);
   args.ticket = taken.ticket;
-  args.push_count = static_cast<int32_t>(taken.pushes.size());
+  args.segment_count = static_cast<int32_t>(taken.tensors.size());
   args.piece_rows = taken.cut.piece_rows;
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks + kPushBlocks),
                           .threads = static_cast<uint32_t>(variant.threads),

@@ -9,6 +9,9 @@
 // better than kernels' loads do while outputs leave, and than several copies with words between
 // them. Outputs leave through few blocks, because many that store to the host hold up what comes.
 //
+// The launch has ended for the host once these have reported that all is there (StreamReport); what
+// follows on the device waits for the kernel's end.
+//
 // Segments arrive in the order in which units have their items. A tile is in pieces of few KV rows,
 // so that all units are at work soon and little is left to do once the last segment has arrived.
 #ifndef MLA_KERNELS_HIP_SM90_STREAM_ATTEND_STREAM_H_
@@ -44,31 +47,44 @@ class AttendStream {
   MLA_DEVICE static void push(const StreamArgs& args) {
     let_next_kernel_start();
     const int block = block_index() - args.blocks;
-    const int first = (block * (kThreads / tile::kWave) + tile::wave_index()) * kWarpBytes;
-    uint32_t* const finished = args.finished + block * args.push_count;
-    for (int i = 0; i < args.push_count; ++i) {
-      const OutputPush p = args.pushes[i];
-      if (tile::lane_index() == 0) tile::await_finished(finished + i, p.writers);
+    const int warp = block * (kThreads / tile::kWave) + tile::wave_index();
+    const int first = warp * kWarpBytes;
+    uint32_t* const finished = args.finished + block * args.segment_count;
+    if (block == 0 && thread_index() == 0) args.report->begun = realtime_ns();
+    for (int i = 0; i < args.segment_count; ++i) {
+      const StreamedTensors t = args.tensors[i];
+      if (tile::lane_index() == 0) tile::await_finished(finished + i, t.writers);
       tile::sync_warp();
-      for (int64_t at = first; at < p.bytes; at += kAhead * kPushWarps * kWarpBytes) {
-        push_runs(p, at + tile::lane_index() * 16);
+      for (int64_t at = first; at < t.o_bytes; at += kAhead * kPushWarps * kWarpBytes) {
+        push_runs(t, at + tile::lane_index() * 16);
       }
+      if (warp == i % kPushWarps) push_lse(t);
     }
     block_barrier();
-    for (int i = thread_index(); i < args.push_count; i += kThreads) finished[i] = 0;
+    if (thread_index() == 0) {
+      args.report->ended[block] = realtime_ns();
+      store_host_word(args.report->tickets + block, args.ticket);
+    }
+    for (int i = thread_index(); i < args.segment_count; i += kThreads) finished[i] = 0;
   }
 
-  MLA_DEVICE static void push_runs(const OutputPush& p, int64_t first) {
+  MLA_DEVICE static void push_lse(const StreamedTensors& t) {
+    for (int i = tile::lane_index(); i < t.lse_count; i += tile::kWave) {
+      t.lse_to[i] = tile::load_fresh(t.lse_from + i);
+    }
+  }
+
+  MLA_DEVICE static void push_runs(const StreamedTensors& t, int64_t first) {
     uint32_t x[kAhead][4];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int64_t at = first + i * kPushWarps * kWarpBytes;
-      if (at < p.bytes) tile::load_fresh(x[i], reinterpret_cast<const float*>(p.from + at));
+      if (at < t.o_bytes) tile::load_fresh(x[i], reinterpret_cast<const float*>(t.o_from + at));
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int64_t at = first + i * kPushWarps * kWarpBytes;
-      if (at < p.bytes) store_words(p.to + at, x[i]);
+      if (at < t.o_bytes) store_words(t.o_to + at, x[i]);
     }
   }
 };
