@@ -284,9 +284,9 @@ struct EngineOptions {
   // submitting thread when the engine is idle; larger ones are left to the engine's thread. 0:
   // never inline.
   int64_t inline_work = int64_t{1} << 22;
-  // Of a device, launches up to this run so as well, while their submitter is idle and no other
-  // thread wants the engine; then the rest is left to the engine's thread. No less than inline_work
-  // to have a meaning.
+  // At least inline_work. Launches of a device up to this are awaited by the submitting thread as
+  // well, while that is idle (Submitter) and no other thread wants the engine; from then on the
+  // engine's thread awaits them.
   int64_t awaited_work = int64_t{1} << 24;
   bool dedicated_thread = true;        // false: stepped by hand through Poll (tests)
   EngineObserver* observer = nullptr;  // may be null; outlives the engine

@@ -177,7 +177,7 @@ enum class HandedBack : uint8_t {
   kLate,  // its launch waited on the device for Limits::ahead_us
 };
 
-// What a thread submits requests for. Outlives them.
+// A source of requests that one thread hands over. Outlives them.
 class Submitter {
  public:
   virtual ~Submitter() = default;

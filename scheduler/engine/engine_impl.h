@@ -182,10 +182,10 @@ class Engine::Impl {
     for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();
   }
 
-  // Whether a launch that is not small may be awaited by its submitter.
-  bool MayAwait(const Submitter* submitter) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
-    return submitter != nullptr && submitter->IsIdle() && !info_.unified_memory &&
-           core_->ReadyWork() <= options_.awaited_work;
+  // Whether a launch of that work, which is not small, may be awaited by its submitter.
+  bool MayAwait(const Submitter* submitter, int64_t work) const {
+    return submitter != nullptr && work <= options_.awaited_work && !info_.unified_memory &&
+           submitter->IsIdle();
   }
 
   // Awaits the launch on behalf of an idle submitter. False: others want the role, or the submitter
@@ -210,8 +210,9 @@ class Engine::Impl {
         Role role(*this, std::adopt_lock);
         Drain();
         if (core_->pending().empty()) return;
-        const bool small = core_->ReadyWork() <= options_.inline_work;
-        if (!(small || MayAwait(submitter)) || !core_->StartLaunch()) return;
+        const int64_t work = core_->ReadyWork();
+        const bool small = work <= options_.inline_work;
+        if (!(small || MayAwait(submitter, work)) || !core_->StartLaunch()) return;
         if (small) {
           core_->CompleteLaunch(/*wait=*/true);
         } else if (!AwaitLaunch(*submitter)) {

@@ -1,8 +1,10 @@
 // The engine with the GPU backend below it, on the fake HIP runtime: what only the two together do.
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -230,6 +232,14 @@ void CountStreams(const char* kernel) {
   append_launches += std::string_view(kernel).starts_with("mla_append");
 }
 
+// Those that a kernel may reach: output, log-sum-exps, queries and KV rows.
+std::array<std::span<std::byte>, 4> TensorsOf(TestRequest& request) {
+  return {std::as_writable_bytes(std::span(request.output)),
+          std::as_writable_bytes(std::span(request.lse)),
+          std::as_writable_bytes(std::span(request.queries)),
+          std::as_writable_bytes(std::span(request.kv_rows))};
+}
+
 // Queries of 5 MiB that a kernel reaches arrive during the launch, and outputs leave meanwhile;
 // where it does not reach one of the tensors, all are copied.
 TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
@@ -254,9 +264,7 @@ TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
       const auto q_key = static_cast<uint64_t>(5 + layer);
       auto request =
           h->Unsent(stream, 1, layer, 0, static_cast<int>(sent.size()), sent, 0, kManyHeads, q_key);
-      const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
-                                          std::as_writable_bytes(std::span(request->lse)),
-                                          std::as_writable_bytes(std::span(request->queries))};
+      const auto all = TensorsOf(*request);
       const auto registered = std::span(all).first(reached);
       for (const auto& memory : registered) {
         ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
@@ -268,7 +276,7 @@ TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
       ASSERT_TRUE(request->status.ok()) << request->status;
       EXPECT_EQ(request->timings.launch_requests, 1);
       EXPECT_LT(h->Error(*request, scheduler::testing::Pointers(rows), seen, q_key), kTolerance);
-      const bool streamed = reached == std::size(all);
+      const bool streamed = reached == 3;
       EXPECT_EQ(stream_launches, streamed ? 1 + layer : 0);
       // Metadata, the first layer's plan, and queries, with KV rows where all pass through the
       // staged region. Where queries are streamed a kernel moves KV rows.
@@ -304,10 +312,7 @@ TEST(EngineOnFakeHip, StreamedItemsAppendTheRowsThatTheySee) {
       const auto q_key = static_cast<uint64_t>(5 + 2 * step + layer);
       auto request = h->Unsent(stream, step_id, layer, 0, static_cast<int>(sent.size()), sent, 0,
                                kManyHeads, q_key);
-      const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
-                                          std::as_writable_bytes(std::span(request->lse)),
-                                          std::as_writable_bytes(std::span(request->queries)),
-                                          std::as_writable_bytes(std::span(request->kv_rows))};
+      const auto all = TensorsOf(*request);
       const auto registered = std::span(all).first(step % 2 == 0 ? 4 : 3);
       for (const auto& memory : registered) {
         ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
@@ -341,9 +346,8 @@ TEST(EngineOnFakeHip, StreamedQueriesMayHaveAnyWords) {
   auto request = h->Unsent(stream, 1, 0, 0, kSequences, sent, 0, kManyHeads, 5);
   std::memset(request->queries.data() + kHostile * kQueryRow, 0xff,
               kQueryRow * sizeof(kernels::Bf16));
-  const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
-                                      std::as_writable_bytes(std::span(request->lse)),
-                                      std::as_writable_bytes(std::span(request->queries))};
+  const auto tensors = TensorsOf(*request);
+  const auto all = std::span(tensors).first(3);
   for (const auto& memory : all) ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
   h->Submit(request.get());
   Settle(*h);
@@ -369,9 +373,8 @@ TEST(EngineOnFakeHip, LaunchesOfRefusedCopiesEnd) {
     ASSERT_TRUE(h->Begin(stream, 1, begun)->status.ok());
     const std::vector<Row> sent(kSequences, Rows(1, 7).front());
     auto request = h->Unsent(stream, 1, 0, 0, kSequences, sent, 0, kManyHeads, 5);
-    const std::span<std::byte> all[] = {std::as_writable_bytes(std::span(request->output)),
-                                        std::as_writable_bytes(std::span(request->lse)),
-                                        std::as_writable_bytes(std::span(request->queries))};
+    const auto tensors = TensorsOf(*request);
+    const auto all = std::span(tensors).first(3);
     for (const auto& memory : all) ASSERT_TRUE(h->core().backend().RegisterHost(memory).ok());
     Control().on_launch = CountStreams;
     stream_launches = 0;
