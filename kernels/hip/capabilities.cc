@@ -19,7 +19,7 @@ constexpr int64_t kMostBytesInPlace = 40 << 10;
 constexpr int64_t kLeastStreamBytes = 2 << 20;
 // Pieces of a streamed plan for each unit: so many that little is left to do once the last queries
 // have come, and few enough that merging them does not count.
-constexpr int32_t kStreamPieces = 4;
+constexpr int32_t kStreamPieces = 5;
 
 // Of attention with bf16 products, as text: "128/128 or 192/256".
 std::string ExpandedDimsOf(const ArchTraits& arch) {

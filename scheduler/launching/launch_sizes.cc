@@ -71,6 +71,11 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
         desc.kv_format = format;
         desc.attention = kernels::AttentionKind::kDense;
         visit(backend.Traits(desc));
+        if (backend.Info().stream_bytes > 0) {
+          desc.streamed = true;
+          visit(backend.Traits(desc));
+          desc.streamed = false;
+        }
         desc.attention = kernels::AttentionKind::kSparse;
         if (backend.Info().sparse && form == AttentionForm::kAbsorbed) visit(backend.Traits(desc));
         desc.attention = kernels::AttentionKind::kWindow;

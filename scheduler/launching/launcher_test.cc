@@ -30,7 +30,8 @@ TEST(LauncherTest, DefaultLimitsTakeBoundedMemoryWithFixedCuts) {
   const auto backend = Deterministic();
   const Limits limits;
   const EngineBytes bytes = Engine::CountBytes(limits, *backend);
-  EXPECT_LT(bytes.host, limits.kv_cache_bytes + limits.weights_bytes + (int64_t{1} << 30));
+  // Projected queries take twice the room on a CPU without products of bf16.
+  EXPECT_LT(bytes.host, limits.kv_cache_bytes + limits.weights_bytes + (int64_t{3} << 29));
   const PieceBudget budget = PieceBudgetOf(limits, *backend);
   EXPECT_EQ(budget.split_rows, 2048);
   EXPECT_EQ(budget.piece_rows, limits.launch_packed_rows);

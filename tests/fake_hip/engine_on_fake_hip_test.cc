@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
+#include "scheduler/launching/launch_sizes.h"
 #include "scheduler/testing/engine_harness.h"
 #include "tests/fake_hip/backend_fixture.h"
 
@@ -285,6 +286,21 @@ TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
       for (const auto& memory : registered) h->core().backend().UnregisterHost(memory);
     }
   }
+}
+
+// Else large batches would not be streamed: their plans have more parts than others.
+TEST(EngineOnFakeHip, ThereIsRoomForThePlansOfStreams) {
+  const auto h = Harness(0, 128, Vendor::kNvidia);
+  const AttentionBackend& backend = h->core().backend();
+  AttentionDesc desc;
+  desc.geometry = {128, 512, 64, 8, 8};
+  desc.streamed = true;
+  const PlanTraits traits = backend.Traits(desc);
+  ASSERT_GT(traits.dealt_pieces, 0);
+  const scheduler::PlanCapacity room = scheduler::PlanCapacityOf(h->core().limits(), backend);
+  const int64_t pieces = int64_t{traits.units} * traits.dealt_pieces;
+  EXPECT_GE(room.reduce_partials, pieces);
+  EXPECT_GE(room.partial_rows, pieces * traits.tile_rows);
 }
 
 // The rows of a step lie on two pages, whether the kernel reads them in the host's memory or not.

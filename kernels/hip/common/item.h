@@ -41,9 +41,10 @@ MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
 }
 
 // Calls `body` with item, index and share for each work item of this block's unit in which the
-// block has rows.
+// block has rows; or for the unit's items first, first + step, ... of those.
 template <int kRows, class Body>
-MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body) {
+MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body, int first = 0,
+                                      int step = 1) {
 #if MLA_AMD
   const BlockPlace place = PlaceOf(block_index(), args.blocks, args.blocks_per_unit, args.xcds);
   const int unit = place.unit, share = place.share;
@@ -52,7 +53,7 @@ MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body) 
   const int share = block_index() - unit * args.blocks_per_unit;
 #endif
   const int end = args.work_indptr[unit + 1];
-  for (int i = args.work_indptr[unit]; i < end; ++i) {
+  for (int i = args.work_indptr[unit] + first; i < end; i += step) {
     const Item item = load_item<kRows>(args, i, share);
     if (item.rows > 0) body(item, i, share);
   }

@@ -133,8 +133,8 @@ struct StreamedTensors {
   // In the host's memory at once, log-sum-exps would hold up the blocks that write them.
   float* lse_to;
   const float* lse_from;
-  // KV rows of its queries, which items that see them append, each for itself, before they read
-  // them; null: they are in the pool. bf16, row_pitch bytes apart.
+  // KV rows of its queries, which the blocks whose items see them append, each for itself, when
+  // they begin; null: they are in the pool. bf16, row_pitch bytes apart.
   const uint8_t* rows;
   int64_t row_pitch;
   int32_t lse_count;  // or 0

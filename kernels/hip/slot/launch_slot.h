@@ -177,7 +177,8 @@ class LaunchSlot {
   // Page transfers keep the order of launches: the device copies them between the kernels of
   // earlier and of later ones. `pool` is where the pool begins.
   absl::Status Submit(const Launch& launch, DevicePtr pool);
-  absl::StatusOr<bool> Done() const;
+  // Whether the launch has ended; once it has, the device is not asked again.
+  absl::StatusOr<bool> Done();
   // Waits, hands outputs over and returns the nanoseconds the kernels took, which of a streamed
   // launch includes what the bus took. DEADLINE_EXCEEDED when the device has not answered within
   // `watchdog`.
@@ -187,6 +188,7 @@ class LaunchSlot {
   LaunchSlot(GpuRuntime* runtime, const Streams& streams, TensorCopies tensors)
       : runtime_(runtime), streams_(streams), tensors_(std::move(tensors)) {}
   bool CopiedBySignal(const Launch& launch, const HostOutput& out);
+  absl::StatusOr<bool> AskDone() const;
   absl::Status AddKernelBytes(Function function, const LaunchShape& shape, const void* args,
                               size_t bytes);
   absl::Status Enqueue(const Launch& launch, DevicePtr pool);
@@ -224,6 +226,7 @@ class LaunchSlot {
   bool signals_ = false;
   int64_t waited_ns_ = 0;
   bool running_ = false;
+  bool seen_done_ = false;
   TensorCopies tensors_;
   StagedRegion metadata_;
   DeviceBuffer workspace_, outcome_;

@@ -4,7 +4,6 @@
 
 #include "kernels/hip/common/query_loader.h"
 #include "kernels/hip/kv/window_source.h"
-#include "kernels/hip/sm90/stream/append_rows.h"
 #include "kernels/hip/sm90/wgmma_layout.h"
 
 namespace mla::kernels::hip {
@@ -23,24 +22,24 @@ class WgmmaProducer {
   MLA_DEVICE void produce(const Item& item) {
     const Source source(args, item);
     if (source.begin >= source.end) return;
-    append_own(item, source);
     find(source, source.begin);
     if constexpr (!Args::kStreams) start_queries(item);
     for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
       copy_tile<0>(!Args::kStreams && first == source.begin);
-      if (Args::kStreams && first == source.begin) bring_arriving_queries(item);
       find(source, first + C::kTileKv);
-      if (first + C::kTileKv >= source.end) break;
-      copy_tile<1>(false);
+      const bool second = first + C::kTileKv < source.end;
+      if (second) copy_tile<1>(false);
+      if (Args::kStreams && first == source.begin) bring_arriving_queries(item);
+      if (!second) break;
       find(source, first + 2 * C::kTileKv);
     }
   }
 
  private:
-  static constexpr int kCopyRows = 4;         // rows of a tile a lane copies chunks of
-  static constexpr int kProducerBarrier = 4;  // behind those of the consumers
+  static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
+  static constexpr int kWarpRows = 4;  // of each kCopyRows
 
-  MLA_DEVICE int row(int g) const { return (g * 4 + warp) * 4 + (lane >> 3); }
+  MLA_DEVICE int row(int g) const { return (g * 4 + warp) * kWarpRows + (lane >> 3); }
   // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.
   MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ tile::swizzle(row(0))) * 16; }
 
@@ -108,21 +107,6 @@ class WgmmaProducer {
     }
   }
 
-  // The KV rows of the queries that the item sees, where it has to.
-  MLA_DEVICE void append_own(const Item& item, const Source& source) const {
-    if constexpr (Args::kStreams) {
-      const int first = item.segment->kv_rows - item.segment->q_rows;
-      if (first >= source.end) return;
-      const StreamedTensors& t = args.tensors[item.work.segment];
-      if (t.rows == nullptr) return;
-      const int begin = first > source.begin ? first : source.begin;
-      append_rows<L::kGroupThreads>(source, begin, source.end,
-                                    t.rows + (begin - first) * t.row_pitch, t.row_pitch,
-                                    warp * tile::kWave + lane,
-                                    [] { tile::named_sync<kProducerBarrier, L::kGroupThreads>(); });
-    }
-  }
-
   MLA_DEVICE void start_queries(const Item& item) {
     await_queries_emptied();
     const QueryLoader queries(item);
@@ -135,8 +119,9 @@ class WgmmaProducer {
       query_rows[g] = reinterpret_cast<const uint8_t*>(queries.row(row(g))) + chunk_bytes();
     }
   }
-  // Behind the first KV rows, which do not wait for them. Of each lane's chunks one of the last is
-  // waited for; those before it are hardly ever still to come by then. By row, in few registers.
+  // Behind the first KV rows, which do not wait for them. Of the warp's chunks the last is waited
+  // for, by one load of all lanes; those before it are hardly ever still to come by then. By row,
+  // in few registers.
   MLA_DEVICE void bring_arriving_queries(const Item& item) {
     if constexpr (Args::kStreams) {
       await_queries_emptied();
@@ -147,8 +132,9 @@ class WgmmaProducer {
       const auto place = [&](int g, int block) {
         return shared.queries() + block * L::kBlockBytes + row(g) * 128 + (lane & 7) * 16;
       };
-      const uint8_t* const last = chunks_of(kCopyRows - 1) + (L::kBlocks - 1) * 128;
-      (void)tile::await_chunk(last, args.arrived, args.ticket);
+      const int last_row = ((kCopyRows - 1) * 4 + warp) * kWarpRows + kWarpRows - 1;
+      const int last = last_row < item.rows ? last_row : item.rows - 1;
+      (void)tile::await_chunk(queries.row(last) + L::kDim - 8, args.arrived, args.ticket);
 #pragma unroll 1
       for (int g = 0; g < kCopyRows; ++g) {
         const uint8_t* const from = chunks_of(g);
@@ -159,8 +145,16 @@ class WgmmaProducer {
       }
       tile::close_copies();
       tile::wait_for_copies<0>();
+      bool all = true;
 #pragma unroll 1
       for (int g = 0; g < kCopyRows; ++g) {
+#pragma unroll 3
+        for (int block = 0; block < L::kBlocks; ++block) {
+          all &= tile::has_come(tile::load_chunk_shared(place(g, block)));
+        }
+      }
+#pragma unroll 1
+      for (int g = 0; !all && g < kCopyRows; ++g) {
         const uint8_t* const from = chunks_of(g);
 #pragma unroll 1
         for (int block = 0; block < L::kBlocks; ++block) {

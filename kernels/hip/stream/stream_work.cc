@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kQueryDim = 576, kOutputDim = 512;
 constexpr uintptr_t kAlignment = 16;  // of what kernels copy
-// Of a segment whose items append them: each item does, for itself, all that it sees.
+// Of a segment whose rows are appended by its items' blocks: each appends all that its items see.
 constexpr int32_t kMostOwnRows = 4;
 
 // Of tiles with so many partial rows, a counter for each of their shares lies within these.

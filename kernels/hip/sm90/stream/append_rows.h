@@ -1,29 +1,50 @@
-// The append of KV rows by the items that see them first.
+// The append of KV rows by the blocks whose items see them.
 #ifndef MLA_KERNELS_HIP_SM90_STREAM_APPEND_ROWS_H_
 #define MLA_KERNELS_HIP_SM90_STREAM_APPEND_ROWS_H_
 
 #include "kernels/hip/kv/append_kv.h"
+#include "kernels/hip/kv/row_source.h"
 
 namespace mla::kernels::hip {
 
-// Stores rows [begin, end) of an item's sequence where the pool has them, by kThreads threads, of
-// which this is `thread`. Row `begin` lies at `from`, the next one `pitch` bytes behind. `sync`: a
-// barrier of those threads, behind which all of them read the rows.
-template <int kThreads, class Source, class Sync>
-MLA_DEVICE void append_rows(const Source& source, int begin, int end, const uint8_t* from,
-                            int64_t pitch, int thread, const Sync& sync) {
+// Stores the new rows that this block's items see where the pool has them, each item's by a warp of
+// kWarps. Other blocks may store the same rows with the same values. Behind the block's next
+// barrier all of its threads read them.
+//
+// At the start of the block, not of the item: once queries arrive, the bus takes 5 to 10 us to
+// bring a row from the host's memory.
+template <int kRows, int kWarps>
+MLA_DEVICE void append_rows(const StreamArgs& args) {
   constexpr int kChunks = 72;  // of a row of 576 elements
-  static_assert(kChunks <= kThreads);
+  constexpr int kLaneChunks = (kChunks + tile::kWave - 1) / tile::kWave;
+  const auto append = [&args](const Item& item, int, int) {
+    const RowSource<AttentionKind::kDense> source(args, item);
+    const StreamedTensors& t = args.tensors[item.work.segment];
+    const int first = item.segment->kv_rows - item.segment->q_rows;
+    const int begin = first > source.begin ? first : source.begin;
+    if (begin >= source.end || t.rows == nullptr) return;
+    const uint8_t* from = t.rows + (begin - first) * t.row_pitch;
 #pragma unroll 1
-  for (int row = begin; thread < kChunks && row < end; ++row, from += pitch) {
-    Chunk c;
-    load_words(c.w, from + thread * 16);
+    for (int row = begin; row < source.end; ++row, from += t.row_pitch) {
+      uint8_t* const to = const_cast<uint8_t*>(source.row(row));
+      Chunk c[kLaneChunks];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) c.w[w] = AppendKv::stored_pair(c.w[w]);
-    store_words(const_cast<uint8_t*>(source.row(row)) + thread * 16, c.w);
-  }
+      for (int i = 0; i < kLaneChunks; ++i) {
+        const int chunk = i * tile::kWave + tile::lane_index();
+        if (chunk < kChunks) load_words(c[i].w, from + chunk * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < kLaneChunks; ++i) {
+        const int chunk = i * tile::kWave + tile::lane_index();
+        if (chunk >= kChunks) continue;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) c[i].w[w] = AppendKv::stored_pair(c[i].w[w]);
+        store_words(to + chunk * 16, c[i].w);
+      }
+    }
+  };
+  for_each_indexed_item<kRows>(args, append, tile::wave_index(), kWarps);
   tile::release_writes();
-  sync();
 }
 
 }  // namespace mla::kernels::hip

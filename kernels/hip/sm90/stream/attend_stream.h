@@ -2,7 +2,7 @@
 // leave for it as segments end: neither waits for all of the other, and no launch lies between.
 //
 //     copy engine     queries of segment 0 | of segment 1 | of segment 2 | ...
-//     units' blocks   KV rows, wait for queries of segment 0 | attend | merge | KV rows, wait ...
+//     units' blocks   new rows | KV rows, wait for queries of segment 0 | attend | merge | KV ...
 //     last blocks     wait for segment 0 | its outputs to the host | wait for segment 1 | ...
 //
 // The engine makes one copy of all queries, which the units' blocks see arrive: it takes the bus
@@ -18,6 +18,7 @@
 #define MLA_KERNELS_HIP_SM90_STREAM_ATTEND_STREAM_H_
 
 #include "kernels/hip/sm90/attend_wgmma.h"
+#include "kernels/hip/sm90/stream/append_rows.h"
 
 namespace mla::kernels::hip {
 
@@ -32,6 +33,7 @@ class AttendStream {
   MLA_DEVICE static void run(const StreamArgs& args) {
     wait_for_previous_kernel();
     if (block_index() < args.blocks) {
+      append_rows<Loop::L::kRows, kThreads / tile::kWave>(args);
       Loop::run(args);
     } else {
       push(args);
