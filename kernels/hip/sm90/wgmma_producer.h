@@ -28,9 +28,9 @@ class WgmmaProducer {
       copy_tile<0>(!Args::kStreams && first == source.begin);
       find(source, first + C::kTileKv);
       const bool second = first + C::kTileKv < source.end;
+      if (!Args::kStreams && !second) break;
       if (second) copy_tile<1>(false);
       if (Args::kStreams && first == source.begin) bring_arriving_queries(item);
-      if (!second) break;
       find(source, first + 2 * C::kTileKv);
     }
   }
