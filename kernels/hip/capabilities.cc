@@ -17,8 +17,9 @@ constexpr int64_t kMostBytesInPlace = 40 << 10;
 
 // Of queries; smaller launches are copied in and out by a kernel, or compute while others copy.
 constexpr int64_t kLeastStreamBytes = 2 << 20;
-// Pieces of a streamed plan for each unit: so many that little is left to do once the last queries
-// have come, and few enough that merging them does not count.
+// Pieces of a streamed plan for each unit, at most: so many that little is left to do once the last
+// queries have come, and few enough that merging them does not count. Of item_overhead_rows each at
+// least, so that the limit cuts finer only where there are many KV rows.
 constexpr int32_t kStreamPieces = 5;
 
 // Of attention with bf16 products, as text: "128/128 or 192/256".

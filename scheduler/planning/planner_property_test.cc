@@ -67,7 +67,7 @@ class BatchMaker {
     if (OneIn(4)) {
       traits.fixed_split_rows = 1 + longest / (2 + Below(12)) + Below(50);
     } else if (OneIn(4)) {
-      traits.dealt_pieces = 1 + Below(4);
+      traits.dealt_pieces = 1 + Below(5);
     }
   }
 

@@ -155,6 +155,8 @@ constexpr const char* kDirectedStreams[] = {
     "absorbed:128:2,600,64/3,1100,3/1,64,64:8",
     "absorbed:40:5,129,7/1,0,7/64,3,7:8",
     "absorbed:17:1,4000,64:8",
+    // A last piece of more rows than the others; new rows in two pieces and on two pages.
+    "absorbed:32:2,767,64/4,254,16,full:8",
 };
 
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
@@ -201,7 +203,8 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   sampler.kv_formats = {kernels::KvFormat::kBf16};
   for (size_t i = 0; backend.Info().stream_bytes > 0 && i < 2 * std::size(kDirectedStreams); ++i) {
     auto spec = ParseCase(sampler, 8000000 + i, kDirectedStreams[i % std::size(kDirectedStreams)]);
-    if (!spec.ok() || !Stream(*spec)) continue;
+    const bool own_rows = i < std::size(kDirectedStreams);
+    if (!spec.ok() || !Stream(*spec, own_rows)) continue;
     wanted.push_back(*std::move(spec));
   }
   sampler.kv_formats = backend.Info().kv_formats;

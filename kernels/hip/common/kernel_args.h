@@ -118,10 +118,11 @@ struct SplitArgs {
 // Queries are copied in the order of segments, over words of kToCome. A word of another value has
 // arrived; one of this value has if `arrived` says that all have.
 //
-// Parts of a tile are its pieces of piece_rows KV rows, the last one of at most as many, and their
-// partial rows follow one another. Each unit has its items in the order of segments, and none has
-// two pieces of a tile: so blocks that wait for each other wait for work that goes on. All blocks
-// have to run at a time (LaunchShape::blocks_meet).
+// Parts of a tile are its pieces of piece_rows KV rows, the last one of what is left behind the
+// last cut that its first query row sees, and their partial rows follow one another. Each unit has
+// its items in the order of segments, and none has two pieces of a tile: so blocks that wait for
+// each other wait for work that goes on. All blocks have to run at a time
+// (LaunchShape::blocks_meet).
 inline constexpr int32_t kPushBlocks = 2;  // as many as the bus takes bytes from
 inline constexpr int32_t kMostStreamPieces = 64;
 inline constexpr uint32_t kToCome = 0xffffffffu;

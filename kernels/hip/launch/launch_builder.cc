@@ -150,8 +150,8 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   // waits: what it waits for runs on another device and needs no unit of this one.
   const bool early =
       slot.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
-  const bool by_items = streams_->Has(index) && streams_->Appends(index);
-  if (s.ok() && !by_items) s = pages_.AddAppends(slot, launch.appends, early);
+  const bool by_attention = streams_->Has(index) && streams_->Appends(index);
+  if (s.ok() && !by_attention) s = pages_.AddAppends(slot, launch.appends, early);
   if (s.ok()) s = index_.Add(slot, launch.selects);
   if (s.ok()) s = projections_.AddAbsorb(slot, launch.absorb);
   if (s.ok()) s = AddAttention(slot, index, launch.absorbed);

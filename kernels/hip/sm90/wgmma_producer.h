@@ -37,7 +37,7 @@ class WgmmaProducer {
 
  private:
   static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
-  static constexpr int kWarpRows = 4;  // of each kCopyRows
+  static constexpr int kWarpRows = 4;  // neighbours that a warp copies at a time
 
   MLA_DEVICE int row(int g) const { return (g * 4 + warp) * kWarpRows + (lane >> 3); }
   // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.

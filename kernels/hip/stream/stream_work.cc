@@ -137,8 +137,11 @@ bool StreamWork::FindCut(const PlanView& plan, Cut* cut) const {
       }
       if (w.partial_row < 0) continue;
       const int32_t piece = w.kv_begin / cut->piece_rows;
-      if (w.kv_begin != piece * cut->piece_rows || piece >= kMostStreamPieces ||
-          w.kv_end > w.kv_begin + cut->piece_rows ||
+      // No cut lies behind what a tile's first query row sees, so the last piece has what the
+      // others see more.
+      const int32_t more = w.kv_end - w.kv_begin - cut->piece_rows;
+      if (w.kv_begin != piece * cut->piece_rows || more >= w.q_end - w.q_begin ||
+          piece >= kMostStreamPieces ||
           w.partial_row < piece * PackedRows(w.q_begin, w.q_end, w.heads)) {
         return false;
       }
@@ -218,27 +221,34 @@ bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
   return true;
 }
 
-// Rows are read where they are, if the device reaches them: a copy and the wait for it take longer.
+// Rows are read where they are, if the device reaches all of them: a copy and the wait for it take
+// longer.
 void StreamWork::PlaceRows(LaunchSlot& slot, Taken& taken) const {
   const std::span<const AppendRecord> appends = taken.launch.appends;
   size_t next = 0;
   const HostInput* reached = nullptr;
+  bool all = true;
   for (size_t i = 0; i < appends.size(); ++i) {
     const AppendRecord& r = appends[i];
     StreamedTensors& t = taken.tensors[i];
     t.rows = static_cast<const uint8_t*>(r.kv);
     t.row_pitch = r.kv_row_stride * static_cast<int64_t>(sizeof(uint16_t));
     HostInput* const in = FindTensor(taken.inputs, r.kv, r.rows * t.row_pitch, &next);
-    if (in == nullptr || in->shared) continue;
-    if (in != reached && !slot.Reaches(in->host, in->rows * in->row_bytes)) continue;
+    all = all && in != nullptr && !in->shared &&
+          (in == reached || slot.Reaches(in->host, in->rows * in->row_bytes));
+    if (!all) continue;
     reached = in;
     const auto* const from = in->host + (static_cast<const std::byte*>(r.kv) - in->device);
-    if (Aligned(from, from, t.row_pitch)) t.rows = reinterpret_cast<const uint8_t*>(from);
+    all = Aligned(from, from, t.row_pitch);
+    t.rows = reinterpret_cast<const uint8_t*>(from);
   }
-  // A tensor is in place once all of its rows are read there.
   next = 0;
   for (size_t i = 0; i < appends.size(); ++i) {
-    if (taken.tensors[i].rows != appends[i].kv) PutInPlace(taken.inputs, appends[i].kv, &next);
+    if (all) {
+      PutInPlace(taken.inputs, appends[i].kv, &next);
+    } else {
+      taken.tensors[i].rows = static_cast<const uint8_t*>(appends[i].kv);
+    }
   }
 }
 

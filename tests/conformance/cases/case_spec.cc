@@ -116,13 +116,15 @@ bool ComputeInFp8(CaseSpec& spec) {
   return true;
 }
 
-bool Stream(CaseSpec& spec) {
+bool Stream(CaseSpec& spec, bool own_rows) {
   constexpr int64_t kFewRows = 16;
   if (spec.route != Route::kAbsorbed || spec.sparse || spec.q_dtype != kernels::DType::kBf16 ||
       spec.kv_format != kernels::KvFormat::kBf16 || spec.PackedRows() <= kFewRows) {
     return false;
   }
   spec.streamed = true;
+  spec.own_rows = own_rows;
+  if (own_rows) spec.kv_source = kernels::DType::kBf16;  // as those of the queries
   spec.units = std::numeric_limits<int32_t>::max();
   return true;
 }
@@ -139,7 +141,7 @@ std::string ToString(const CaseSpec& spec) {
     if (r.repeats > 1) absl::StrAppend(&text, " x", r.repeats);
     if (spec.sparse) absl::StrAppend(&text, " lists ", static_cast<int>(r.lists));
   }
-  if (spec.streamed) text += " streamed";
+  if (spec.streamed) text += spec.own_rows ? " streamed with own rows" : " streamed";
   return text;
 }
 

@@ -85,6 +85,7 @@ struct CaseSpec {
   float softmax_scale = 1.0f;
   int32_t units = 1;      // what the plan is cut for
   bool streamed = false;  // AttentionDesc::streamed; of kAbsorbed, tensors without gaps
+  bool own_rows = false;  // of those: the launch that attends also appends the queries' KV rows
   bool sparse = false;    // every query row has an index list, and rows in no list are NaN
   std::vector<RequestSpec> requests;
 
@@ -110,10 +111,10 @@ struct CaseSpec {
 // wide inputs, and between the projections, whose latent queries no case can choose.
 bool ComputeInFp8(CaseSpec& spec);
 
-// Makes it a case whose queries arrive during the launch, cut for as many units as there are. False
-// where none would: kernels for that take more than 16 packed rows of the absorbed form over bf16
-// rows.
-bool Stream(CaseSpec& spec);
+// Makes it a case whose queries arrive during the launch, cut for as many units as there are;
+// `own_rows`: CaseSpec's. False where none would: kernels for that take more than 16 packed rows of
+// the absorbed form over bf16 rows.
+bool Stream(CaseSpec& spec, bool own_rows);
 
 std::string ToString(const CaseSpec& spec);
 

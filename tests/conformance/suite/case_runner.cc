@@ -133,7 +133,7 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   appends_.clear();
   compares_.clear();
   const CaseSpec& spec = workload.spec;
-  const bool with_attention = spec.streamed && spec.seed % 2 != 0;  // new rows; else compared
+  const bool with_attention = spec.own_rows;  // new rows; else compared
   for (size_t i = 0; i < workload.requests.size(); ++i) {
     const RequestData& data = workload.requests[i];
     auto host = Take(static_cast<int64_t>(data.kv.size()));

@@ -11,7 +11,7 @@ namespace mla::kernels::hip {
 // kWarps. Other blocks may store the same rows with the same values. Behind the block's next
 // barrier all of its threads read them.
 //
-// At the start of the block, not of the item: once queries arrive, the bus takes 5 to 10 us to
+// At the start of the block, not of the item: once outputs leave, too, the bus takes 8 to 10 us to
 // bring a row from the host's memory.
 template <int kRows, int kWarps>
 MLA_DEVICE void append_rows(const StreamArgs& args) {
