@@ -71,7 +71,7 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
         desc.kv_format = format;
         desc.attention = kernels::AttentionKind::kDense;
         visit(backend.Traits(desc));
-        if (backend.Info().stream_bytes > 0) {
+        if (backend.Info().stream_bytes > 0 && form == AttentionForm::kAbsorbed) {
           desc.streamed = true;
           visit(backend.Traits(desc));
           desc.streamed = false;

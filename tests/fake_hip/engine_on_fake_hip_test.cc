@@ -304,7 +304,7 @@ TEST(EngineOnFakeHip, ThereIsRoomForThePlansOfStreams) {
 }
 
 // The rows of a step lie on two pages, whether the kernel reads them in the host's memory or not.
-TEST(EngineOnFakeHip, StreamedItemsAppendTheRowsThatTheySee) {
+TEST(EngineOnFakeHip, BlocksOfStreamsAppendTheRowsOfTheirItems) {
   constexpr int kManyHeads = 128, kSequences = 12, kRowsOfEach = 2, kSteps = 3;
   auto h = Harness(0, kManyHeads, Vendor::kNvidia);
   const StreamId stream = h->core().OpenStream(h->tenant());

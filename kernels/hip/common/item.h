@@ -41,7 +41,7 @@ MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
 }
 
 // Calls `body` with item, index and share for each work item of this block's unit in which the
-// block has rows; or for the unit's items first, first + step, ... of those.
+// block has rows. With `first` and `step`: of the unit's items only first, first + step, ...
 template <int kRows, class Body>
 MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body, int first = 0,
                                       int step = 1) {

@@ -28,7 +28,7 @@ class WgmmaProducer {
       copy_tile<0>(!Args::kStreams && first == source.begin);
       find(source, first + C::kTileKv);
       const bool second = first + C::kTileKv < source.end;
-      if (!Args::kStreams && !second) break;
+      if (!Args::kStreams && !second) break;  // a stream's queries come behind one tile or two
       if (second) copy_tile<1>(false);
       if (Args::kStreams && first == source.begin) bring_arriving_queries(item);
       find(source, first + 2 * C::kTileKv);

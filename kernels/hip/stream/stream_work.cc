@@ -231,7 +231,6 @@ void StreamWork::PlaceRows(LaunchSlot& slot, Taken& taken) const {
   for (size_t i = 0; i < appends.size(); ++i) {
     const AppendRecord& r = appends[i];
     StreamedTensors& t = taken.tensors[i];
-    t.rows = static_cast<const uint8_t*>(r.kv);
     t.row_pitch = r.kv_row_stride * static_cast<int64_t>(sizeof(uint16_t));
     HostInput* const in = FindTensor(taken.inputs, r.kv, r.rows * t.row_pitch, &next);
     all = all && in != nullptr && !in->shared &&
