@@ -10,7 +10,7 @@ weights, ranks, and what to do when the server is full, away or new. No engine a
     faults     what a failed call means
 """
 
-from mla_client.serving.admission import Admission, rows_of
+from mla_client.serving.admission import Admission
 from mla_client.serving.faults import Fault, Pause, fault_of
 from mla_client.serving.link import Link
 from mla_client.serving.options import Options, Release, check_version, salt_of
@@ -20,4 +20,4 @@ from mla_client.serving.states import Event, Request, State
 
 __all__ = ["Admission", "Event", "Fault", "How", "Link", "Options", "Part", "Pass", "PassPlan",
            "Passes", "Pause", "Ranks", "Release", "Request", "Scheduled", "State", "check_version",
-           "fault_of", "rows_of", "salt_of"]
+           "fault_of", "salt_of"]

@@ -66,15 +66,18 @@ class Admission:
             return known.state.length
         if known is not None and self._now() < known.until:
             return None
-        try:
-            return self._admitted(request, tokens, salt, shareable)
-        except errors.MlaError as error:
-            fault = self._link.failed(error)
-            if fault == Fault.NO_ROOM or (fault == Fault.AWAY and self._link.patient):
-                return self._wait(request)
-            # The worker registers the model, or finds out what is wrong.
-            self._waiting.pop(request, None)
-            return 0
+        for again in (True, False):  # the connection may be one to a server that has restarted
+            try:
+                return self._admitted(request, tokens, salt, shareable)
+            except errors.MlaError as error:
+                fault = self._link.failed(error)
+                if fault == Fault.AWAY and again:
+                    continue
+                if fault == Fault.NO_ROOM or (fault == Fault.AWAY and self._link.patient):
+                    return self._wait(request)
+        # The worker registers the model, or finds out what is wrong.
+        self._waiting.pop(request, None)
+        return 0
 
     def take(self, request: str) -> Optional[int]:
         """The sequence of a request that is scheduled now, for the worker."""
@@ -115,6 +118,21 @@ class Admission:
         said, self._said = self._said, {}
         self._number += 1
         return PassPlan(self._number, tuple(scheduled), left, said)
+
+    @property
+    def patient(self) -> bool:
+        """True while requests that have lost their rows are to begin again; False once the server
+        has been away for too long, as far as can be seen now."""
+        try:
+            self._link.model().service.stats()  # type: ignore[attr-defined]
+        except errors.MlaError as error:
+            self._link.failed(error)
+        return self._link.patient
+
+    @property
+    def error(self) -> Optional[errors.MlaError]:
+        """Why the server is away, if it is."""
+        return self._link.error
 
     def close(self) -> None:
         """Releases what was not taken over, and ends the connection."""
@@ -176,7 +194,3 @@ class Admission:
         except (errors.MlaError, ValueError):
             pass  # its lease does it
 
-
-def rows_of(stats: Any, page_group_bytes: int, page_size: int) -> int:
-    """Rows that a pool of pages holds in all."""
-    return int(stats.kv_bytes_total // max(1, page_group_bytes) * page_size)

@@ -105,11 +105,10 @@ class Passes:
         made = Pass(number, [Part(each.request, end - each.new, end, each.computed)
                              for each, end in zip(scheduled, ends)])
         self._open.append(made)
-        model = self._model()
-        for each, part in zip(scheduled, made.parts):
-            if not self._ready(each, model if self._link.client is not None else None):
-                self._give_up(part)
-        self._start(made)
+        for again in (True, False):  # the connection may be one to a server that has restarted
+            self._try(made, scheduled)
+            if self._link.client is not None or not again:
+                break
         if made.step is None and any(part.how == How.VOID for part in made.parts):
             time.sleep(AWAY_PAUSE_S)  # the engine would begin them again as fast as it can
         return made
@@ -155,6 +154,15 @@ class Passes:
         self.release(tuple(self._requests))
 
     # --- Beginning
+
+    def _try(self, made: Pass, scheduled: Seq[Scheduled]) -> None:
+        """Gives the requests their sequences and begins the step with all that have theirs."""
+        model = self._model()
+        for each, part in zip(scheduled, made.parts):
+            part.how = How.SENT
+            if not self._ready(each, model if self._link.client is not None else None):
+                self._give_up(part)
+        self._start(made)
 
     def _model(self) -> Optional[Model]:
         """The model; None: the server is away. Requests of another connection are lost."""

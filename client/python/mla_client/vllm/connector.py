@@ -28,6 +28,31 @@ class PlanMetadata(KVConnectorMetadata):
     plan: BatchPlan
 
 
+class _Verdict:
+    """Whether what is lost begins again, as it is when that is asked."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def __bool__(self) -> bool:
+        return self._admission.patient
+
+
+class Policy(str):
+    """The engine's kv_load_failure_policy, which it compares with "recompute" once, when it starts:
+    the answer holds as long as a server that is away is waited for. Later requests fail."""
+
+    def __new__(cls, text: str, admission: Admission) -> "Policy":
+        made = super().__new__(cls, text)
+        made._verdict = _Verdict(admission)  # type: ignore[attr-defined]
+        return made
+
+    def __eq__(self, other: object) -> Any:
+        return self._verdict if other == "recompute" else False  # type: ignore[attr-defined]
+
+    __hash__ = str.__hash__
+
+
 class MlaServerConnector(KVConnectorBase_V1):
     """Of both roles. extra_config: see mla_client.serving.Options."""
 
@@ -51,7 +76,6 @@ class MlaServerConnector(KVConnectorBase_V1):
         """The scheduler's side. Prefixes are the server's to find: the engine's own pages hold no
         rows. What is lost begins again."""
         config.cache_config.enable_prefix_caching = False
-        config.kv_transfer_config.kv_load_failure_policy = "recompute"
         options = checks.options_of(config)
         speculative = config.speculative_config
         ahead = config.scheduler_config.async_scheduling and speculative is not None
@@ -61,6 +85,7 @@ class MlaServerConnector(KVConnectorBase_V1):
         self._planner = Planner(
             admission, config.cache_config.block_size,
             2 * (1 + speculative.num_speculative_tokens) if ahead else 0)
+        config.kv_transfer_config.kv_load_failure_policy = Policy("recompute", admission)
 
     # --- Worker
 
@@ -132,7 +157,10 @@ class MlaServerConnector(KVConnectorBase_V1):
                          ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         if self._planner is not None:
-            self._planner.admission.ended(request.request_id, request.all_token_ids)
+            admission = self._planner.admission
+            if admission.error is not None and request.status.name == "FINISHED_ERROR":
+                LOG.error("mla: request %s fails: %s", request.request_id, admission.error)
+            admission.ended(request.request_id, request.all_token_ids)
         return False, None
 
 
