@@ -50,9 +50,11 @@ class Layer(NamedTuple):
             g.kv_lora_rank, g.num_heads, g.nope_dim + g.v_dim)
         return both[..., :g.nope_dim].permute(1, 2, 0), both[..., g.nope_dim:].transpose(0, 1)
 
-
-def _array(weight: torch.Tensor) -> npt.NDArray:
-    return weight.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
+    def arrays(self) -> Tuple[npt.NDArray, npt.NDArray]:
+        """The same in float32, in host memory."""
+        w_uk, w_uv = (weight.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
+                      for weight in self.weights())
+        return w_uk, w_uv
 
 
 class Runtime:
@@ -110,7 +112,7 @@ class Runtime:
         drafts = config.speculative_config is not None
         self.link.start(
             ModelSpec(options.model_id, geometry, len(numbers), one.scale),
-            lambda place: tuple(map(_array, self.layers[numbers[place]].weights())))
+            lambda place: self.layers[numbers[place]].arrays())
         self.passes = Passes(self.link, len(numbers), deferred=drafts,
                              name=f"{options.arguments['client_id']}/{options.model_id}")
         self._exchange = Exchange(
@@ -174,9 +176,10 @@ class Runtime:
         return self._begun
 
     def _bound_pages(self, limits: Any) -> None:
-        """As many blocks as the server's pool has rows for, unless the user says how many."""
+        """As many blocks as the server's pool has rows for, unless the user says how much memory;
+        a number of blocks that the user gives is the engine's to heed."""
         cache = self._config.cache_config
-        if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+        if cache.kv_cache_memory_bytes is not None:
             return
         parallel, text = self._config.parallel_config, self._config.model_config.hf_text_config
         layers = text.num_hidden_layers
