@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Tuple
 
 import torch
 import transformers
@@ -57,3 +57,14 @@ def build(kind: str, *, seed: int = 2, dtype: torch.dtype = torch.float32,
                 if hasattr(module, "mla_scale_kv_lora"):
                     module.mla_scale_q_lora = module.mla_scale_kv_lora = 1.0
     return model.to(device=device, dtype=dtype).eval()
+
+
+def pair(kind: str, *, device: str = "cpu", **changes: Any) -> Tuple[Any, Any]:
+    """A model with its own attention in plain PyTorch, and an assistant that agrees with it often,
+    not always."""
+    model, assistant = (build(kind, device=device, **changes) for _ in range(2))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for weight in assistant.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * 0.02 if weight.ndim > 1 else 0)
+    return model, assistant

@@ -10,9 +10,10 @@ import transformers
 
 from mla_client import errors
 from mla_client.local import LocalReference
-from mla_client.transformers.attachment import STEP_LEASE_MS, attach_checked
+from mla_client.transformers.attachment import STEP_LEASE_MS, attach_checked, cache_name
 
-OLDEST = (5, 17)
+# The first release whose models cache latents, and the newest one that was tested.
+OLDEST, NEWEST = (5, 17), (5, 24)
 # The largest difference of logits, which are about 1, between the library's own attention and this
 # package's, both in float32.
 TOLERANCE = 1e-3
@@ -36,12 +37,13 @@ _passed: Set[Any] = set()  # classes of models, with and without low-rank querie
 
 
 def check_version() -> None:
-    """Unimplemented if transformers is too old."""
+    """Unimplemented if transformers is none of the releases that were tested."""
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    if version < OLDEST:
+    if not OLDEST <= version <= NEWEST:
+        oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
         raise errors.Unimplemented(
-            f"transformers {transformers.__version__}: must be {'.'.join(map(str, OLDEST))} or "
-            "newer, the first whose models cache latents")
+            f"transformers {transformers.__version__}: must be {oldest} to {newest}, the releases "
+            "that were tested")
 
 
 def check_library(model: Any) -> None:
@@ -83,7 +85,8 @@ def _outputs(model: Any) -> torch.Tensor:
     positions = torch.tensor([[0, 1, 2], [0, 0, 1]])
     first = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True)
     mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), dim=1)
+    name = cache_name(model)
     last = model(input_ids=torch.tensor([[2], [6]]), attention_mask=mask,
-                 position_ids=positions[:, -1:] + 1, past_key_values=first.past_key_values,
-                 use_cache=True)
+                 position_ids=positions[:, -1:] + 1, use_cache=True,
+                 **{name: getattr(first, name)})
     return torch.cat((first[0][0], first[0][1, 1:], last[0][:, 0]))
