@@ -173,7 +173,7 @@ class MlaServerConnector(KVConnectorBase_V1):
     def _begin_again(self, request: Any) -> None:
         """With asynchronous scheduling a pass of the request is under way, whose tokens are dropped
         as those of a request that is preempted; and a worker has the tokens that came last on its
-        device alone. It gets them anew with a request that has missed a pass: so this one misses
+        device alone. It gets them again with a request that has missed a pass: so this one misses
         the next, as if nothing of it were left to compute."""
         if not self._vllm_config.scheduler_config.async_scheduling:
             return

@@ -64,7 +64,7 @@ class Runtime:
         self.layers: Dict[int, Layer] = {}
         self.link: Optional[Link] = None
         self.passes: Optional[Passes] = None
-        self.plan: Optional[BatchPlan] = None  # of the pass under way; None: a pass of nobody
+        self.plan: Optional[BatchPlan] = None  # of the pass under way; None: a pass without a plan
         self._config: Any = None
         self._exchange: Optional[Exchange] = None
         self._orders = Orders()
@@ -122,7 +122,7 @@ class Runtime:
     def attend(self, number: int, q: torch.Tensor, kv: torch.Tensor, metadata: Any,
                output: torch.Tensor) -> None:
         """Attention of a layer: q [rows, heads, nope + rope], kv [rows, lora + rope] -> `output`
-        [rows, heads * v]; zeros in a pass of nobody."""
+        [rows, heads * v]; zeros in a pass without a plan."""
         if self.plan is None or self._exchange is None:
             output.zero_()
             return
@@ -150,8 +150,10 @@ class Runtime:
         return {self.plan.first[name] for name in names if name in self.plan.first}
 
     def counts(self) -> Dict[str, int]:
-        """What was seen, for tests: rows of the largest pass."""
-        return {"largest": self._exchange.largest if self._exchange is not None else 0}
+        """What was seen: rows of the largest pass, passes, those that failed, drafts kept."""
+        if self._exchange is None or self.passes is None:
+            return {}
+        return {"largest": self._exchange.largest, **self.passes.counts}
 
     def close(self) -> None:
         """Releases what the server has and ends the connection."""

@@ -33,8 +33,8 @@ class Given(unittest.TestCase):
                 ({}, "target: got None"), ({"target": []}, "target: got []"),
                 ({"target": ["a", 3]}, "target: got"), ({"target": ""}, "target: got ''"),
                 ({"target": "a", "prefix_cache": 1}, "prefix_cache: got 1"),
-                ({"target": "a", "patience_s": True}, "patience_s: got True"),
-                ({"target": "a", "patience_s": -1}, "patience_s: got -1, must be 0..3600")):
+                ({"target": "a", "away_s": True}, "away_s: got True"),
+                ({"target": "a", "away_s": -1}, "away_s: got -1, must be 0..3600")):
             with self.assertRaisesRegex(errors.InvalidArgument, text.replace("[", r"\[")):
                 Options.of(given, "m", "c")
         with self.assertRaisesRegex(errors.InvalidArgument, "does not have: .*colour"):
@@ -133,7 +133,7 @@ class Linked(unittest.TestCase):
             self.link.model()  # too early
         self.clock.now += 2.0
         self.assertEqual(self.link.model().spec.model_id, "m")
-        self.assertEqual(self.link.away_s, 0.0)
+        self.assertEqual(self.link.absent_s, 0.0)
 
     def test_look_says_where_it_has_looked(self):
         self.server.alive = False
@@ -213,10 +213,10 @@ class Admitted(unittest.TestCase):
         made = self.run_pass({"a": (0, 4)})
         self.assertTrue(made.whole)
 
-    def test_patience_ends(self):
+    def test_waiting_ends(self):
         self.assertTrue(self.admission.patient)
         self.server.alive = False
-        impatient = Admission(Link(options(self.server, patience_s=0.0)), "s", False)
+        impatient = Admission(Link(options(self.server, away_s=0.0)), "s", False)
         self.assertFalse(impatient.patient)
         self.assertEqual(impatient.admit("a", range(3)), 0)  # it fails with its pass
         self.assertIsNone(self.admission.admit("a", range(3)))
