@@ -16,6 +16,7 @@ from vllm.version import __version__
 from mla_client.serving import Admission, Link
 from mla_client.vllm import checks
 from mla_client.vllm.batches import BatchPlan, Planner
+from mla_client.vllm.plugin import release
 from mla_client.vllm.runtime import runtime
 
 LOG = logging.getLogger("mla_client")
@@ -33,8 +34,10 @@ class _Verdict:
 
     def __init__(self, admission: Admission, config: Any) -> None:
         self._admission = admission
-        # The second model runner keeps tokens on the device, also those that are dropped.
-        self._never = bool(getattr(config, "use_v2_model_runner", False))
+        # The second model runner keeps tokens on the device, also those that are dropped; and 0.25.1
+        # does not drop the tokens of a pass that was under way.
+        self._never = bool(getattr(config, "use_v2_model_runner", False)) or (
+            config.scheduler_config.async_scheduling and release().note == "pages")
 
     def __bool__(self) -> bool:
         return not self._never and self._admission.patient

@@ -22,6 +22,7 @@ from mla_client.vllm.batches import BatchPlan, Orders
 LOG = logging.getLogger("mla_client")
 # Of the engine's own memory, for pages that keep no rows: a byte a token and layer.
 PAGES_BYTES = 256 << 20
+LARGEST_BLOCK = 256  # rows, where the engine has not chosen yet
 
 
 def layer_of(name: str) -> int:
@@ -190,7 +191,7 @@ class Runtime:
         here = -(-layers // parallel.pipeline_parallel_size)
         bound = min(rows * here, PAGES_BYTES)
         # A block more, which the engine keeps for itself.
-        cache.kv_cache_memory_bytes = bound + cache.block_size * here
+        cache.kv_cache_memory_bytes = bound + (cache.block_size or LARGEST_BLOCK) * here
         LOG.info("mla: the server's pool holds %d rows of this model; %d tokens at a time", rows,
                  bound // here)
 
