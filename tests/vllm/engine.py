@@ -52,7 +52,7 @@ class Case:
         self.case = case
         self.model = pathlib.Path(case["model"])
         self.servers = [server_binary.start(*arguments) for arguments in case.get("server", [[]])]
-        self.counts = {}
+        self.counts = {"found": 0, "preempted": 0}
         self.llm = None
 
     def close(self):
@@ -79,6 +79,13 @@ class Case:
         """The engine."""
         # pylint: disable=import-outside-toplevel
         from vllm import LLM
+        from vllm.v1.core.sched.scheduler import Scheduler
+        preempt = Scheduler._preempt_request
+
+        def counted(*args, **kwargs):
+            self.counts["preempted"] += 1
+            return preempt(*args, **kwargs)
+        Scheduler._preempt_request = counted
         options = {**OPTIONS, **self.case.get("llm", {})}
         if not self.case.get("own"):
             targets = [server.target for server in self.servers]
@@ -112,6 +119,7 @@ class Case:
             for output in engine.step():
                 if output.finished:
                     done[int(output.request_id.split("-")[0])] = output
+                    self.counts["found"] += output.num_cached_tokens or 0
             steps += 1
             if steps > MOST_STEPS:
                 raise RuntimeError(f"stuck: {sorted(done)} of {len(prompts)} are done")
@@ -128,12 +136,23 @@ class Case:
         elif what == "start":
             self.servers[number].start()
         elif what == "drain":
-            self.servers[number].drain()
+            import mla_client  # pylint: disable=import-outside-toplevel
+            with mla_client.Client.connect(self.servers[number].target) as client:
+                client.drain()
         elif what == "abort":
             ids = [name for name in self._ids() if name.split("-")[0] in map(str, argument)]
             self.llm.llm_engine.abort_request(ids, internal=True)
         elif what == "wait":
             time.sleep(argument)
+
+    def count(self):
+        """What the connector has seen, as far as its parts are in this process."""
+        # pylint: disable=import-outside-toplevel
+        from mla_client.vllm.runtime import runtime
+        connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        if connector is not None:
+            self.counts["waits"] = connector._planner.admission.counts["waits"]
+        self.counts.update(runtime.counts())
 
     def _ids(self):
         return list(self.llm.llm_engine.output_processor.request_states)
@@ -166,9 +185,7 @@ def main(case_path, out_path):
             run.start()
             for given in case["rounds"]:
                 rounds.append(run.round(given))
-            # pylint: disable=import-outside-toplevel
-            from mla_client.vllm.runtime import runtime
-            run.counts.update(runtime.counts())
+            run.count()
         finally:
             run.close()
     pathlib.Path(out_path).write_text(json.dumps({"rounds": rounds, "counts": run.counts}))

@@ -74,7 +74,8 @@ class Admission:
                 if fault == Fault.AWAY and again:
                     continue
                 if fault == Fault.NO_ROOM or (fault == Fault.AWAY and self._link.patient):
-                    return self._wait(request)
+                    self._wait(request)
+                    return None
         # The worker registers the model, or finds out what is wrong.
         self._waiting.pop(request, None)
         return 0
@@ -148,7 +149,8 @@ class Admission:
         if self._shares and shareable and len(tokens) > 1:
             prefix = Prefix(list(tokens), salt=self._salt + salt, max_rows=len(tokens) - 1)
         if prefix is None and need > self._room(model):
-            return self._wait(request)
+            self._wait(request)
+            return None
         if not self._opens:
             self._promised[request] = need, 0
             return 0
@@ -156,7 +158,8 @@ class Admission:
         self._free = -1.0, 0  # rows that were found are not free any more
         if need - state.length > self._room(model):
             model.service._release([state.sequence_id])
-            return self._wait(request)
+            self._wait(request)
+            return None
         self.counts["asked"] += len(tokens) - 1 if prefix is not None else 0
         self.counts["found"] += state.length
         self._waiting[request] = _Waiting(state)

@@ -94,14 +94,14 @@ class Link:
         return fault
 
     @property
-    def away_s(self) -> float:
+    def absent_s(self) -> float:
         """For how long the server has been away; 0: it is not known to be."""
         return self._pause.lasts_s
 
     @property
     def patient(self) -> bool:
         """True while requests are to wait for a server that is away."""
-        return self.away_s < self.options.patience_s
+        return self.absent_s < self.options.away_s
 
     @property
     def error(self) -> Optional[errors.MlaError]:

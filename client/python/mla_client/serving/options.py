@@ -12,8 +12,8 @@ from mla_client import errors
 
 LEASE_MS = 60_000        # of sequences, which the client renews
 MODEL_LEASE_MS = 600_000  # of a model that nothing names: an engine that was killed leaves it
-PATIENCE_S = 20.0
-BOUNDS = {"patience_s": (0.0, 3600.0)}
+AWAY_S = 20.0
+BOUNDS = {"away_s": (0.0, 3600.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Options:
     prefix_cache: bool = True
     keep_model: bool = False  # leave the model registered when the engine ends
     # A server that is away for so long fails requests; until then they wait or begin again.
-    patience_s: float = PATIENCE_S
+    away_s: float = AWAY_S
     arguments: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], model_id: str, client_id: str) -> "Options":
         """Of a user's JSON: `target` (one or a list, tried in this order), `model_id`,
-        `prefix_cache`, `keep_model`, `patience_s`, and what Client.connect takes."""
+        `prefix_cache`, `keep_model`, `away_s`, and what Client.connect takes."""
         rest = dict(given)
         target = rest.pop("target", None)
         targets = [target] if isinstance(target, str) else target
@@ -45,14 +45,14 @@ class Options:
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise errors.InvalidArgument(f"{name}: got {value!r}, must be true or false")
-        patience = rest.pop("patience_s", PATIENCE_S)
-        low, high = BOUNDS["patience_s"]
-        if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not (
-                low <= patience <= high):
+        away = rest.pop("away_s", AWAY_S)
+        low, high = BOUNDS["away_s"]
+        if isinstance(away, bool) or not isinstance(away, (int, float)) or not (
+                low <= away <= high):
             raise errors.InvalidArgument(
-                f"patience_s: got {patience!r}, must be {low:g}..{high:g}")
+                f"away_s: got {away!r}, must be {low:g}..{high:g}")
         model = rest.pop("model_id", "") or model_id
-        return cls(tuple(targets), model, patience_s=float(patience),
+        return cls(tuple(targets), model, away_s=float(away),
                    arguments={"lease_ms": LEASE_MS, "client_id": client_id, **rest}, **flags)
 
     def of_stage(self, stage: int, stages: int) -> "Options":

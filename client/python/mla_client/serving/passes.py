@@ -70,6 +70,7 @@ class Passes:
         self._open: List[Pass] = []
         self._generation = link.generation if link.client is not None else 0
         self.last_error: Optional[errors.MlaError] = None
+        self.counts = {"passes": 0, "failed": 0, "drafts_kept": 0}
 
     @property
     def current(self) -> Optional[Pass]:
@@ -105,6 +106,7 @@ class Passes:
         made = Pass(number, [Part(each.request, end - each.new, end, each.computed)
                              for each, end in zip(scheduled, ends)])
         self._open.append(made)
+        self.counts["passes"] += 1
         for again in (True, False):  # the connection may be one to a server that has restarted
             self._try(made, scheduled)
             if self._link.client is not None or not again:
@@ -116,6 +118,7 @@ class Passes:
     def fail(self, made: Pass, error: Exception) -> None:
         """A layer of the pass has failed: from this layer on its rows are not sent."""
         fault = self._failed(error)
+        self.counts["failed"] += 1
         LOG.warning("mla: pass %d failed at layer %d: %s", made.number, made.layers, error)
         step, made.step = made.step, None
         if fault != Fault.AWAY and step is not None and made.leads:
@@ -267,7 +270,7 @@ class Passes:
             return
 
     def _began(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> Step:
-        """The step, which ranks begin together: whoever comes first leads it. One that comes before
+        """The step, which ranks begin together: the first one leads it. One that comes before
         the last step has ended waits for that."""
         size = self._link.ranks.size
         number = None
@@ -292,6 +295,7 @@ class Passes:
         """Decides which parts go without the server: the newest where there is no room, else the
         ones that are lost, at the worst all."""
         fault = self._failed(error)
+        self.counts["failed"] += 1
         parts = made.sent()
         if fault == Fault.NO_ROOM:
             parts = [parts[-1]] if self._drops_newest else parts
@@ -367,6 +371,9 @@ class Passes:
                 continue
             kept = [min(max(computed.get(part.request, part.end - part.begin + part.computed)
                             - part.computed, 0), part.end - part.begin) for part in made.sent()]
+            if self._deferred:  # a token of each request is no draft
+                self.counts["drafts_kept"] += sum(
+                    max(0, count - 1) for part, count in zip(made.sent(), kept) if part.computed)
             try:
                 self._commit(made, kept)
             except FAILURES as error:

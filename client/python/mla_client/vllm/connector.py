@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V1,
                                                                KVConnectorMetadata,
@@ -16,6 +16,7 @@ from vllm.version import __version__
 from mla_client.serving import Admission, Link
 from mla_client.vllm import checks
 from mla_client.vllm.batches import BatchPlan, Planner
+from mla_client.vllm.plugin import release
 from mla_client.vllm.runtime import runtime
 
 LOG = logging.getLogger("mla_client")
@@ -31,20 +32,24 @@ class PlanMetadata(KVConnectorMetadata):
 class _Verdict:
     """Whether what is lost begins again, as it is when that is asked."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, config: Any) -> None:
         self._admission = admission
+        # The second model runner keeps tokens on the device, also those that are dropped; and 0.25.1
+        # does not drop the tokens of a pass that was under way.
+        self._never = bool(getattr(config, "use_v2_model_runner", False)) or (
+            config.scheduler_config.async_scheduling and release().note == "pages")
 
     def __bool__(self) -> bool:
-        return self._admission.patient
+        return not self._never and self._admission.patient
 
 
 class Policy(str):
     """The engine's kv_load_failure_policy, which it compares with "recompute" once, when it starts:
     the answer holds as long as a server that is away is waited for. Later requests fail."""
 
-    def __new__(cls, text: str, admission: Admission) -> "Policy":
+    def __new__(cls, text: str, admission: Admission, config: Any) -> "Policy":
         made = super().__new__(cls, text)
-        made._verdict = _Verdict(admission)  # type: ignore[attr-defined]
+        made._verdict = _Verdict(admission, config)  # type: ignore[attr-defined]
         return made
 
     def __eq__(self, other: object) -> Any:
@@ -60,6 +65,7 @@ class MlaServerConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         checks.check(vllm_config)
         self._requests: Dict[str, Any] = {}  # of the scheduler, by name
+        self._again: List[Any] = []  # that miss the next pass
         self._planner: Optional[Planner] = None
         if role == KVConnectorRole.SCHEDULER:
             self._plan_for(vllm_config)
@@ -85,7 +91,8 @@ class MlaServerConnector(KVConnectorBase_V1):
         self._planner = Planner(
             admission, config.cache_config.block_size,
             2 * (1 + speculative.num_speculative_tokens) if ahead else 0)
-        config.kv_transfer_config.kv_load_failure_policy = Policy("recompute", admission)
+        config.kv_transfer_config.kv_load_failure_policy = Policy("recompute", admission,
+                                                                    config)
 
     # --- Worker
 
@@ -141,6 +148,9 @@ class MlaServerConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._planner is not None
+        for request in self._again:  # none of them is in this pass
+            request.num_computed_tokens = 0
+        self._again.clear()
         return PlanMetadata(self._planner.plan(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -150,8 +160,8 @@ class MlaServerConnector(KVConnectorBase_V1):
             return
         for name, block in self._planner.first_blocks().items():
             request = self._requests.get(name)
-            if block in lost and request is not None:
-                _begin_again(request)
+            if block in lost and request is not None and request.num_computed_tokens == 0:
+                self._begin_again(request)
 
     def request_finished(self, request: Any, block_ids: list[int]
                          ) -> tuple[bool, dict[str, Any] | None]:
@@ -163,14 +173,16 @@ class MlaServerConnector(KVConnectorBase_V1):
             admission.ended(request.request_id, request.all_token_ids)
         return False, None
 
-
-def _begin_again(request: Any) -> None:
-    """As the scheduler does with a request that it preempts: passes under way, as asynchronous
-    scheduling has them, are not waited for and their tokens are dropped."""
-    if request.num_computed_tokens > 0:
-        return  # its blocks were not counted as lost
-    request.num_output_placeholders = 0
-    request.spec_token_ids = []
-    if getattr(request, "num_in_flight_tokens", 0):
+    def _begin_again(self, request: Any) -> None:
+        """With asynchronous scheduling a pass of the request is under way, whose tokens are dropped
+        as those of a request that is preempted; and a worker has the tokens that came last on its
+        device alone. It gets them again with a request that has missed a pass: so this one misses
+        the next, as if nothing of it were left to compute."""
+        if not self._vllm_config.scheduler_config.async_scheduling:
+            return
+        request.num_output_placeholders = 0
+        request.spec_token_ids = []
         request.num_stale_output_tokens = request.num_in_flight_tokens
         request.drop_stale_output = True
+        request.num_computed_tokens = request.num_tokens
+        self._again.append(request)

@@ -22,6 +22,7 @@ from mla_client.vllm.batches import BatchPlan, Orders
 LOG = logging.getLogger("mla_client")
 # Of the engine's own memory, for pages that keep no rows: a byte a token and layer.
 PAGES_BYTES = 256 << 20
+LARGEST_BLOCK = 256  # rows, where the engine has not chosen yet
 
 
 def layer_of(name: str) -> int:
@@ -50,9 +51,11 @@ class Layer(NamedTuple):
             g.kv_lora_rank, g.num_heads, g.nope_dim + g.v_dim)
         return both[..., :g.nope_dim].permute(1, 2, 0), both[..., g.nope_dim:].transpose(0, 1)
 
-
-def _array(weight: torch.Tensor) -> npt.NDArray:
-    return weight.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
+    def arrays(self) -> Tuple[npt.NDArray, npt.NDArray]:
+        """The same in float32, in host memory."""
+        w_uk, w_uv = (weight.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
+                      for weight in self.weights())
+        return w_uk, w_uv
 
 
 class Runtime:
@@ -62,7 +65,7 @@ class Runtime:
         self.layers: Dict[int, Layer] = {}
         self.link: Optional[Link] = None
         self.passes: Optional[Passes] = None
-        self.plan: Optional[BatchPlan] = None  # of the pass under way; None: a pass of nobody
+        self.plan: Optional[BatchPlan] = None  # of the pass under way; None: a pass without a plan
         self._config: Any = None
         self._exchange: Optional[Exchange] = None
         self._orders = Orders()
@@ -110,7 +113,7 @@ class Runtime:
         drafts = config.speculative_config is not None
         self.link.start(
             ModelSpec(options.model_id, geometry, len(numbers), one.scale),
-            lambda place: tuple(map(_array, self.layers[numbers[place]].weights())))
+            lambda place: self.layers[numbers[place]].arrays())
         self.passes = Passes(self.link, len(numbers), deferred=drafts,
                              name=f"{options.arguments['client_id']}/{options.model_id}")
         self._exchange = Exchange(
@@ -120,7 +123,7 @@ class Runtime:
     def attend(self, number: int, q: torch.Tensor, kv: torch.Tensor, metadata: Any,
                output: torch.Tensor) -> None:
         """Attention of a layer: q [rows, heads, nope + rope], kv [rows, lora + rope] -> `output`
-        [rows, heads * v]; zeros in a pass of nobody."""
+        [rows, heads * v]; zeros in a pass without a plan."""
         if self.plan is None or self._exchange is None:
             output.zero_()
             return
@@ -148,8 +151,10 @@ class Runtime:
         return {self.plan.first[name] for name in names if name in self.plan.first}
 
     def counts(self) -> Dict[str, int]:
-        """What was seen, for tests: rows of the largest pass."""
-        return {"largest": self._exchange.largest if self._exchange is not None else 0}
+        """What was seen: rows of the largest pass, passes, those that failed, drafts kept."""
+        if self._exchange is None or self.passes is None:
+            return {}
+        return {"largest": self._exchange.largest, **self.passes.counts}
 
     def close(self) -> None:
         """Releases what the server has and ends the connection."""
@@ -174,9 +179,10 @@ class Runtime:
         return self._begun
 
     def _bound_pages(self, limits: Any) -> None:
-        """As many blocks as the server's pool has rows for, unless the user says how many."""
+        """As many blocks as the server's pool has rows for, unless the user says how much memory;
+        a number of blocks that the user gives is the engine's to heed."""
         cache = self._config.cache_config
-        if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+        if cache.kv_cache_memory_bytes is not None:
             return
         parallel, text = self._config.parallel_config, self._config.model_config.hf_text_config
         layers = text.num_hidden_layers
@@ -185,7 +191,7 @@ class Runtime:
         here = -(-layers // parallel.pipeline_parallel_size)
         bound = min(rows * here, PAGES_BYTES)
         # A block more, which the engine keeps for itself.
-        cache.kv_cache_memory_bytes = bound + cache.block_size * here
+        cache.kv_cache_memory_bytes = bound + (cache.block_size or LARGEST_BLOCK) * here
         LOG.info("mla: the server's pool holds %d rows of this model; %d tokens at a time", rows,
                  bound // here)
 

@@ -79,7 +79,7 @@ class FakeClient(Service):
         server = self._there()
         one = server.sequences.get(key)
         if one is None:
-            raise errors.NotFound(f"sequence {key}", errors.ErrorDetail(reason="sequence_not_found"))
+            raise errors.NotFound("gone", errors.ErrorDetail(reason="sequence_not_found"))
         return SequenceState(key, one["epoch"], one["length"],
                              in_step=any(key in dict(step) for step in server.steps.values()))
 
