@@ -401,7 +401,7 @@ class Client(Following, Service, Operations, Pages):
             sequences=[attention_pb2.StepSequence(
                 sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
                 rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
-        self._ask(stream, begin_step=body)
+        step.joined = self._ask(stream, begin_step=body).begin_step.joined
         return stream
 
     def _attend(self, step: Step, args: AttendArgs) -> AttendFuture:

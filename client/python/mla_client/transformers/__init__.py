@@ -5,7 +5,7 @@
         mla_client.transformers.attach(model, client)
         model.generate(...)
 
-Needs torch and transformers 5.17 or newer, which `import mla_client` alone does not.
+Needs torch and transformers 5.17 to 5.24, which `import mla_client` alone does not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""What the harness puts back on vLLM's CPU platform, in every process of the engine: an entry point
+of vllm.general_plugins, next to the package's own.
+
+The platform selects CPU_MLA and AMX_MLA alone for MLA, which here are the package's backend. It
+turns asynchronous scheduling off, and, on machines without AMX, chunked prefill with its bound of
+tokens: both become what the case asked for."""
+
+import os
+
+BACKEND = "mla_client.vllm.backend.MlaServerBackend"
+KEPT = ("enable_chunked_prefill", "max_num_batched_tokens")
+
+
+def register():
+    """Called by vLLM after the package's own register."""
+    if os.environ.get("MLA_TEST_OWN") == "1":
+        return
+    # pylint: disable=import-outside-toplevel
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name in ("CPU_MLA", "AMX_MLA"):
+        if name in AttentionBackendEnum.__members__:
+            register_backend(AttentionBackendEnum[name], BACKEND)
+    if hasattr(CpuPlatform, "mla_before"):
+        return
+    CpuPlatform.mla_before = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        scheduler = vllm_config.scheduler_config
+        kept = {name: getattr(scheduler, name) for name in KEPT}
+        CpuPlatform.mla_before(cls, vllm_config)
+        for name, value in kept.items():
+            setattr(scheduler, name, value)
+        scheduler.async_scheduling = os.environ.get("MLA_TEST_ASYNC") == "1"
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
