@@ -6,6 +6,7 @@
 #include <string>
 
 #include "server/logging/log_limiter.h"
+#include "server/logging/logging.h"
 
 namespace mla::server {
 namespace {
@@ -16,7 +17,12 @@ void Report(const char* library, const std::string& message) {
   limiter.Log(LogLevel::kWarning, "library", {{"library", library}, {"message", message}});
 }
 
-void FromGrpc(gpr_log_func_args* args) { Report("grpc", args->message); }
+void FromGrpc(gpr_log_func_args* args) {
+  const std::string message = args->message;
+  if (message.rfind("assertion failed", 0) != 0) return Report("grpc", message);
+  // It ends the process now, and no other line may be in the way of why.
+  Log(LogLevel::kError, "library", {{"library", "grpc"}, {"message", message}});
+}
 
 void FromProtobuf(google::protobuf::LogLevel, const char*, int, const std::string& message) {
   Report("protobuf", message);

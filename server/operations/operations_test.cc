@@ -431,6 +431,7 @@ TEST(LoggingTest, NumbersAreNumbersAndTimesHaveAZone) {
     ConfigureLogging(format, "info");
     ::testing::internal::CaptureStderr();
     Log(LogLevel::kInfo, "x");
+    FlushLog(std::chrono::seconds(10));
     EXPECT_THAT(::testing::internal::GetCapturedStderr(),
                 ::testing::ContainsRegex("T[0-9:]{8}\\.[0-9]{3}[+-][0-9]{2}:[0-9]{2}[\" ]"));
   }
