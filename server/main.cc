@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_join.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/config/config.h"
 #include "server/logging/library_logs.h"
@@ -96,6 +97,12 @@ int main(int argc, char** argv) {
   server::RaiseDescriptorLimit();
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
   server::CaptureLibraryLogs();
+
+  if (!loaded.service_links.empty()) {
+    server::Log(server::LogLevel::kWarning, "environment_ignored",
+                {{"names", absl::StrJoin(loaded.service_links, ",")},
+                 {"why", "links to services of Kubernetes (enableServiceLinks)"}});
+  }
 
   // Every thread inherits the mask, so the signals wait for sigwait below.
   sigset_t signals;

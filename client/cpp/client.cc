@@ -28,15 +28,16 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
     const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
     if (!owned.ok()) return owned;
   }
-  auto channel = MakeChannel(target, options);
-  if (!channel.ok()) return channel.status();
+  auto maker = ChannelMakerOf(target, options);
+  if (!maker.ok()) return maker.status();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
   impl->target = target;
   if (impl->options.client_id.empty()) {
     impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
   }
-  impl->channel = *std::move(channel);
+  impl->make_channel = *std::move(maker);
+  impl->channel = impl->make_channel();
   impl->admin = v1::Admin::NewStub(impl->channel);
   impl->models = v1::Models::NewStub(impl->channel);
   impl->sequences = v1::Sequences::NewStub(impl->channel);
