@@ -195,8 +195,8 @@ TEST_F(HostileRepliesTest, MlactlPrintsNothingThatControlsATerminal) {
     const std::string output =
         Shell(absl::StrCat(kMlactl, " --target=", server_.target(), " ", words)).output;
     EXPECT_NE(output.find("gpj"), std::string::npos) << words << output;
-    for (const std::string line : absl::StrSplit(output, '\n')) {
-      EXPECT_TRUE(base::IsPrintable(line)) << words << ": " << line;
+    for (const absl::string_view line : absl::StrSplit(output, '\n')) {
+      EXPECT_TRUE(base::IsPrintable({line.data(), line.size()})) << words << ": " << line;
       EXPECT_NE(line, "mlactl: all is well") << words;
     }
   }
