@@ -11,6 +11,7 @@
 #include "client/cpp/session.h"
 #include "client/cpp/shared_memory/socket_owner.h"
 #include "grpc/health/v1/health.grpc.pb.h"
+#include "proto/wire/calls/stream_call.h"
 
 namespace mla::client {
 
@@ -27,15 +28,16 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
     const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
     if (!owned.ok()) return owned;
   }
-  auto channel = MakeChannel(target, options);
-  if (!channel.ok()) return channel.status();
+  auto maker = ChannelMakerOf(target, options);
+  if (!maker.ok()) return maker.status();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
   impl->target = target;
   if (impl->options.client_id.empty()) {
     impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
   }
-  impl->channel = *std::move(channel);
+  impl->make_channel = *std::move(maker);
+  impl->channel = impl->make_channel();
   impl->admin = v1::Admin::NewStub(impl->channel);
   impl->models = v1::Models::NewStub(impl->channel);
   impl->sequences = v1::Sequences::NewStub(impl->channel);
@@ -103,15 +105,14 @@ absl::Status Client::WatchStatus(uint32_t interval_ms,
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
   v1::WatchStatusRequest request;
   request.set_interval_ms(interval_ms);
-  const auto reader = impl_->admin->WatchStatus(&context, request);
+  wire::StreamCall call(impl_->channel, &context, "/mla.v1.Admin/WatchStatus");
+  call.Write(request);
+  call.WritesDone();
   v1::StatusUpdate status;
-  while (reader->Read(&status)) {
-    if (update(status)) continue;
-    context.TryCancel();
-    reader->Finish();  // CANCELLED, as asked for
-    return absl::OkStatus();
+  while (call.Read(&status)) {
+    if (!update(status)) return absl::OkStatus();  // which cancels the call
   }
-  return FromGrpc(reader->Finish(), context);
+  return FromGrpc(call.Finish(), context);
 }
 
 absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit,
@@ -220,10 +221,10 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
         const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest(EVP_MD_CTX_new(),
                                                                              EVP_MD_CTX_free);
         EVP_DigestInit_ex(digest.get(), EVP_sha256(), nullptr);
-        const auto writer = impl_->models->UploadWeights(context, reply);
+        wire::StreamCall call(impl_->channel, context, "/mla.v1.Models/UploadWeights");
         v1::UploadWeightsRequest message;
         message.mutable_header()->set_model_id(model_id);
-        bool open = writer->Write(message);
+        bool open = call.Write(message);
         while (auto chunk = open ? next() : std::nullopt) {
           EVP_DigestUpdate(digest.get(), chunk->bytes.data(), chunk->bytes.size());
           v1::UploadWeightsRequest::Chunk* part = message.mutable_chunk();
@@ -231,14 +232,13 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
           part->set_head_begin(chunk->head_begin);
           part->set_head_count(chunk->head_count);
           part->set_payload(std::move(chunk->bytes));
-          open = writer->Write(message);
+          open = call.Write(message);
         }
         std::string sha256(32, '\0');
         EVP_DigestFinal_ex(digest.get(), reinterpret_cast<unsigned char*>(sha256.data()), nullptr);
         message.mutable_trailer()->set_sha256(sha256);
-        if (open) writer->Write(message);
-        writer->WritesDone();
-        return writer->Finish();
+        if (open) call.Write(message);
+        return call.FinishWith(reply);
       },
       // The whole upload, not one message.
       Millis(impl_->options.request_timeout_ms * 10));

@@ -177,6 +177,18 @@ TEST(ProcessTest, TermDrainsAndEndsWithZero) {
   EXPECT_GT(count, 4);
 }
 
+TEST(ProcessTest, AHangUpEndsNothing) {
+  ServerProcess process({});
+  process.Signal(SIGHUP);
+  for (int i = 0; i < 100 && process.Log().find("nothing_reloaded") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  EXPECT_NE(process.Log().find("warning nothing_reloaded number=1"), std::string::npos);
+  EXPECT_EQ(process.Health(), 0);
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
+}
+
 TEST(ProcessTest, AbortedStepsShowInTheExitCode) {
   ServerProcess process({"--server-drain-deadline-ms=200", "--limits-step-lease-ms=60000"});
   auto client = client::Client::Connect(process.target(), {});
