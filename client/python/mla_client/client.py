@@ -319,6 +319,7 @@ class Client(Steps, Pages, Operations, Following):
         raise errors.Aborted("read_tail: steps have left other tails while this one was read")
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
+        self._home.check()
         self._renewer.drop(sequence_ids)
         try:
             reply = self._call(self._sequences.Release, sequence_pb2.ReleaseRequest(
@@ -344,6 +345,7 @@ class Client(Steps, Pages, Operations, Following):
         return self._keep(super()._adopt(sequence_id), 0)
 
     def _hand_over(self, sequence_id: int) -> None:
+        self._home.check()
         self._renewer.drop([sequence_id])
 
     def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,

@@ -81,28 +81,20 @@ class Gates:
                 pass  # it has been released, and its waiter looks soon
 
 
-class Turn:
-    """Work that one thread at a time does for all: a token says who. Unlike a lock it is given back
-    even if a signal interrupts the call that took it."""
+class Turns:
+    """Work that one thread at a time does for all: the one that has waited longest. A thread is a
+    token of its own here. It leaves by `waiting.pop(token, None)` in a `finally`: a single call, so
+    that a signal cannot come between."""
 
-    __slots__ = ("_by",)
+    __slots__ = ("waiting",)
 
     def __init__(self) -> None:
-        self._by: Dict[str, object] = {}
+        self.waiting: Dict[object, None] = {}  # in their order
 
-    def take(self, token: object) -> bool:
-        """Returns true if the work is the token's from now on. Call it inside the `try` whose
-        `finally` gives it back."""
-        return self._by.setdefault("by", token) is token
+    def join(self, token: object) -> None:
+        """Takes a thread in. Call it inside the `try`."""
+        self.waiting[token] = None
 
-    def give_back(self, token: object) -> bool:
-        """Returns true if the work was the token's until now."""
-        if self._by.get("by") is not token:
-            return False
-        self._by.pop("by", None)
-        return True
-
-    @property
-    def taken(self) -> bool:
-        """Returns true while some token has it."""
-        return bool(self._by)
+    def is_first(self, token: object) -> bool:
+        """Returns true if the work is the token's, which has joined."""
+        return tuple(self.waiting)[0] is token

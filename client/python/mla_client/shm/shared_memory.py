@@ -96,7 +96,8 @@ class SharedMemory:
             os.close(descriptor)
         handshake.check_ring(connect_reply, self.map)
         self.address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
-        self._lock = threading.Lock()
+        self._home = process.Home()
+        self._lock = threading.Lock()  # not to be taken in another process, where it may be lost
         self._room = gates.Gates()
         self._blocks = Blocks(self.arena_offset, self.arena_bytes)
         self.device: Optional[device_memory.DeviceRegion] = None
@@ -158,6 +159,8 @@ class SharedMemory:
 
     def disconnect(self) -> None:
         """Gives the connection up at once."""
+        if self._home.left:
+            return
         with self._lock:
             self.ended = True
             try:
@@ -238,6 +241,8 @@ class SharedMemory:
 
     def free(self, offsets: Sequence[int]) -> None:
         """Gives back what `allocate` returned."""
+        if self._home.left:
+            return
         with self._lock:
             for offset in offsets:
                 self._blocks.give(offset)
@@ -278,6 +283,8 @@ class SharedMemory:
         return Buffers(kv_rows, q, o, lse, dtype, place, lambda: self._free_both(place))
 
     def _free_both(self, place: Place) -> None:
+        if self._home.left:
+            return
         with self._lock:
             self._buffers -= 2
         self.free((place.in_offset, place.out_offset))

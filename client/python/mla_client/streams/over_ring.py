@@ -79,9 +79,8 @@ class RingStream(stream.StepStream):
         self._ring = ring.Ring(memory, spin_s)
         self._on_boot_id = on_boot_id
         self._mutex = threading.RLock()
-        self._polling = gates.Turn()    # of the thread that takes completions
-        self._changed = gates.Gates()   # threads that wait for what it takes
-        self._taken = 0                 # completions so far
+        self._turns = gates.Turns()    # the thread whose turn it is takes completions
+        self._changed = gates.Gates()  # threads that wait for what it takes
         self._broken: Optional[errors.MlaError] = None
         self._in_flight: Dict[int, _RingRequest] = {}
         self._tags = itertools.count(1)
@@ -147,7 +146,7 @@ class RingStream(stream.StepStream):
         """Publishes an entry of those fields (SUBMISSION) once there is a slot for it."""
         try:
             while not self._publish(request, fields):
-                self._take_one(deadline, stream.no_room, lambda: not self._ring.full())
+                self._take_until(lambda: not self._ring.full(), deadline, stream.no_room)
         except errors.MlaError:
             self._give_back(request)
             raise
@@ -181,7 +180,7 @@ class RingStream(stream.StepStream):
             if self._broken is not None:
                 raise self._broken.again()
             if self._in_flight:
-                self._take_one(deadline, stream.no_room, lambda: self.memory.freed != seen)
+                self._take_until(lambda: self.memory.freed != seen, deadline, stream.no_room)
             # Otherwise another thread is about to send what it has placed.
             elif not self.memory.wait_for_room(seen, deadline):
                 raise stream.no_room()
@@ -192,24 +191,26 @@ class RingStream(stream.StepStream):
         """Returns once the request is done. DeadlineExceeded."""
         self._home.check()
         while not request.done:
-            self._take_one(deadline, stream.no_reply, lambda: request.done)
+            self._take_until(lambda: request.done, deadline, stream.no_reply)
+            if self._broken is not None and not request.done:
+                raise self._broken.again()
 
-    def _take_one(self, deadline: float, late: Callable[[], errors.MlaError],
-                  enough: Callable[[], bool]) -> None:
-        """Takes one completion, or waits until another thread has taken one, unless `enough()`
-        holds already. Raises `late()` at the deadline."""
-        seen, token = self._taken, object()
+    def _take_until(self, enough: Callable[[], bool], deadline: float,
+                    late: Callable[[], errors.MlaError]) -> None:
+        """Takes completions until `enough()`, or lets the thread do it that has come first. Returns
+        as well when the stream has broken. Raises `late()` at the deadline."""
+        turns, token = self._turns, object()
         try:
-            if self._polling.take(token):
-                if not enough() and self._broken is None:
+            turns.join(token)
+            while not enough() and self._broken is None:
+                if turns.is_first(token):
                     self._poll(deadline, late)
-                return
+                elif not self._changed.wait(lambda: turns.is_first(token) or enough()
+                                            or self._broken is not None, deadline):
+                    raise late()
         finally:
-            if self._polling.give_back(token):
-                self._changed.open()  # another one takes the next
-        if not self._changed.wait(lambda: self._taken != seen or not self._polling.taken
-                                  or enough() or self._broken is not None, deadline):
-            raise late()
+            turns.waiting.pop(token, None)  # a single call, which nothing can interrupt
+            self._changed.open()
 
     def _poll(self, deadline: float, late: Callable[[], errors.MlaError]) -> None:
         """Takes one completion. REQUIRES: no other thread does."""
@@ -222,7 +223,6 @@ class RingStream(stream.StepStream):
             raise late()
         with stream.Whole(self), self._mutex:
             self._finish(self._ring.take())
-            self._taken += 1
         self._changed.open()
 
     def _finish(self, completion: ring.Completion) -> None:
@@ -274,8 +274,7 @@ class RingStream(stream.StepStream):
             return
         deadline = time.monotonic() + stream.CLOSE_TIMEOUT_S
         try:
-            while self._in_flight:
-                self._take_one(deadline, stream.no_reply, lambda: not self._in_flight)
+            self._take_until(lambda: not self._in_flight, deadline, stream.no_reply)
         except errors.DeadlineExceeded:
             pass  # the server is told all the same
         if self._broken is None:
