@@ -44,8 +44,8 @@ import trained
 from attention import register
 from checks import Comparison, LocalModel, bounds
 from generate import SEQUENCE_LEASE_MS, Phase
+from mla_client.streams.transport import TRANSPORTS
 from mla_client.testing import ServerProcess
-from mla_client.transport import TRANSPORTS
 from recording import Recorder, Writer
 from sharing import beams, prefix, restore
 from v32 import run as v32

@@ -183,8 +183,8 @@ class Recorder(mla_client.Service):
         self._writer.write("truncate", sequence=number, length=length)
         return answer
 
-    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
-        return self._service._read_tail(sequence_id, epoch)
+    def _read_tail(self, sequence_id: int, epoch: int, tail_bytes: int) -> Tuple[int, bytes]:
+        return self._service._read_tail(sequence_id, epoch, tail_bytes)
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
         missing = self._service._release(sequence_ids)
@@ -250,7 +250,7 @@ class Recorder(mla_client.Service):
         expected = reference.end(committed)
         if expected != lengths:
             raise RuntimeError(f"recording: the service says lengths {lengths}, must be {expected}")
-        self._writer.write("end", step=number, committed_rows=committed or list(step.rows),
+        self._writer.write("end", step=number, committed_rows=list(step.rows) if committed is None else committed,
                            lengths=lengths)
         return lengths
 

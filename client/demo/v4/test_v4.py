@@ -79,8 +79,8 @@ class V4Test(unittest.TestCase):
         class Stale(mla_client.LocalReference):
             reads = 0
 
-            def _read_tail(self, sequence_id, epoch):
-                position, tail = super()._read_tail(sequence_id, epoch)
+            def _read_tail(self, sequence_id, epoch, tail_bytes):
+                position, tail = super()._read_tail(sequence_id, epoch, tail_bytes)
                 self.reads += 1
                 return position, np.full(len(tail) // 4, 9, np.float32).tobytes()
 

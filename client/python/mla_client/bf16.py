@@ -23,14 +23,19 @@ _SMALLEST_SCALE = 2.0**-100
 def to_bf16(values: npt.ArrayLike,
             out: Optional[npt.NDArray[np.uint16]] = None) -> npt.NDArray[np.uint16]:
     """Rounds float values to bfloat16 bit patterns of the same shape; into `out`, if given, which
-    must be contiguous.
+    must be contiguous. TypeError for what may be patterns already, and for masks.
 
     >>> [hex(v) for v in to_bf16([1.0, -2.0, 1.00390625])]
     ['0x3f80', '0xc000', '0x3f80']
     """
-    floats = np.ascontiguousarray(values, dtype=np.float32)
+    given = np.asanyarray(values)
+    masked, kind = isinstance(given, np.ma.MaskedArray), given.dtype.kind
+    if masked or kind not in "fiu" or (kind != "f" and given.dtype.itemsize == 2):
+        raise TypeError(f"to_bf16: got {given.dtype}{' with a mask' if masked else ''}, must be "
+                        "numbers")
+    floats = np.ascontiguousarray(given, dtype=np.float32)
     if out is None:
-        out = np.empty(np.shape(values), np.uint16)
+        out = np.empty(given.shape, np.uint16)
     flat, target = floats.reshape(-1), out.reshape(-1)
     scratch = np.empty(min(flat.size, _BLOCK), np.uint32)
     for begin in range(0, flat.size, _BLOCK):
@@ -52,12 +57,18 @@ def to_bf16(values: npt.ArrayLike,
 
 def from_bf16(patterns: npt.NDArray[np.uint16],
               out: Optional[npt.NDArray[np.float32]] = None) -> npt.NDArray[np.float32]:
-    """Widens bfloat16 bit patterns to float32; exact. Into `out`, if given.
+    """Widens bfloat16 bit patterns, of 16 bits each, to float32; exact. Into `out`, if given.
+    TypeError for anything else.
 
     >>> from_bf16(to_bf16([0.5, -3.0])).tolist()
     [0.5, -3.0]
     """
-    patterns = np.asarray(patterns, dtype=np.uint16)
+    given = np.asanyarray(patterns)
+    plain = not hasattr(patterns, "dtype")  # a list of numbers
+    if (isinstance(given, np.ma.MaskedArray) or given.dtype.kind not in "iu"
+            or (given.dtype.itemsize != 2 and not plain)):
+        raise TypeError(f"from_bf16: got {given.dtype}, must be uint16 patterns")
+    patterns = given.astype(np.uint16, copy=False)
     if out is None:
         out = np.empty(patterns.shape, np.float32)
     np.left_shift(patterns, _SHIFT, out=out.view(np.uint32), dtype=np.uint32)

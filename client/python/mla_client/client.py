@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import random
 import secrets
 import threading
 import time
@@ -14,85 +12,55 @@ import grpc
 import numpy.typing as npt
 
 from mla_client import errors, messages, wire
-from mla_client.gen import (admin_pb2, admin_pb2_grpc, attention_pb2, cache_pb2_grpc, model_pb2,
-                            model_pb2_grpc, sequence_pb2, sequence_pb2_grpc)
+from mla_client.base import deadlines
+from mla_client.connection.calls import Calls
+from mla_client.connection.channels import Channels, Tls, TlsFiles, maker_of
+from mla_client.connection.targets import check_socket_owner, shm_path_of, unix_path_of
+from mla_client.gen import (admin_pb2, admin_pb2_grpc, cache_pb2_grpc, model_pb2, model_pb2_grpc,
+                            sequence_pb2, sequence_pb2_grpc)
 from mla_client.leases import LeaseRenewer
+from mla_client.messages import state_of
 from mla_client.moves import Following, Moves
 from mla_client.operations import Operations
-from mla_client.pages import Pages, state_of
-from mla_client.service import AttendFuture, Model, Service, Step
-from mla_client.shm.shared_memory import DeviceWish, SharedMemory
-from mla_client.stream import Request, StepStream
-from mla_client.transport import (STOCK_MESSAGE_BYTES, StreamMaker, check_socket_owner, shm_path_of,
-                                  unix_path_of)
-from mla_client.types import (AttendArgs, AttendResult, ModelSpec, Prefix, PrefixMatch,
-                              SequenceState, WeightsStatus)
+from mla_client.pages import Pages
+from mla_client.service import Model
+from mla_client.shm.shared_memory import DeviceWish
+from mla_client.streams.steps import Steps
+from mla_client.streams.stream import StepStream
+from mla_client.streams.transport import StreamMaker
+from mla_client.types import ModelSpec, Prefix, PrefixMatch, SequenceState, WeightsStatus
 
 API_VERSION = "mla.v1"
-ATTEMPTS = 4
 # Between two tries while another worker uploads weights of the same model.
 UPLOAD_PAUSE_S = 0.05
 # Of reading a tail in parts from its beginning.
 TAIL_TURNS = 4
-# Of an EndStepReply, and of each sequence's length in it, at most.
-REPLY_BYTES = 128
-LENGTH_BYTES = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Tls:
-    """PEM files of a mutual TLS connection. The certificate's name is the tenant."""
+class Client(Steps, Pages, Operations, Following):
+    """A connection to a server. Close it, or use it in a `with` block.
 
-    ca: str
-    cert: str
-    key: str
-    server_name: str = ""  # expected in the server's certificate, if not the target's host
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files."""
-        ca, cert, key = (pathlib.Path(path).read_bytes() for path in (self.ca, self.cert, self.key))
-        return grpc.ssl_channel_credentials(ca, key, cert)
-
-
-TlsFiles = Union[Tls, Mapping[str, str], None]  # a mapping, as of JSON, has the fields of Tls
-
-
-class _Pending(AttendFuture):
-    """The requests that one attend call was split into."""
-
-    def __init__(self, assembler: wire.ResultAssembler, deadline: float) -> None:
-        self._assembler = assembler
-        self._requests: List[Request] = []
-        self._deadline = deadline
-        self._result: Optional[AttendResult] = None
-
-    def add(self, request: Request) -> None:
-        self._requests.append(request)
-
-    def result(self) -> AttendResult:
-        if self._result is None:
-            for request in self._requests:
-                request.wait(self._deadline)
-            self._result = self._assembler.result()
-            self._requests.clear()
-        return self._result
-
-
-class Client(Following, Service, Operations, Pages):
-    """A connection to a server. Close it, or use it in a `with` block."""
+    Belongs to the process that made it. In a child that was forked from that process every call is
+    FailedPrecondition (reason "forked"), at once; `close` there ends nothing of the parent's."""
 
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
                  timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
                  secure: bool = False, transport: str = "auto", shm_path: str = "",
                  shared_bytes: Optional[int] = None, spin_us: int = 20,
-                 device: DeviceWish = DeviceWish()) -> None:
+                 device: DeviceWish = DeviceWish(),
+                 make_channel: Optional[Callable[[], grpc.Channel]] = None) -> None:
         """Takes over a channel; `connect` makes one and explains the options. `shm_path` is the
-        path of the server's shared-memory socket; empty: there is none."""
-        self.timeout_s = timeout_s
+        path of the server's shared-memory socket; empty: there is none. `make_channel` makes
+        channels for streams; without it they share the one for calls."""
+        self.timeout_s = timeout_s = deadlines.checked("timeout_s", timeout_s)
+        wire.check_number("lease_ms", lease_ms)
         self.client_id = client_id or "py-" + secrets.token_hex(8)
         self._metadata = () if secure else (("mla-tenant", tenant),)
         self._lease_ms = lease_ms
         self._channel = channel
+        self._channels = Channels(channel, make_channel)
+        self._calls = Calls(self._metadata, timeout_s)
+        self._home = self._calls.home
         self._admin = admin_pb2_grpc.AdminStub(channel)
         self._models = model_pb2_grpc.ModelsStub(channel)
         self._sequences = sequence_pb2_grpc.SequencesStub(channel)
@@ -101,17 +69,15 @@ class Client(Following, Service, Operations, Pages):
         self._opening = threading.Lock()  # one thread opens the own stream, others wait for it
         self._stream: Optional[StepStream] = None
         self._streams: List[StepStream] = []
-        self._closed = threading.Event()
+        self._closed = self._calls.closed
         self._renewer = LeaseRenewer(self._renew)
-        self.boot_id = 0
-        self._restarted = False
         info = self.server_info()
         if info.api_version != API_VERSION:
             raise errors.Unimplemented(f"server speaks {info.api_version}, must be {API_VERSION}")
-        self.boot_id = info.boot_id
+        self.boot_id = self._calls.boot_id = info.boot_id
         # What a sequence gets that asks for none.
         self._default_lease_ms = lease_ms or info.limits.sequence_lease_ms
-        self._maker = StreamMaker(channel, self._metadata, info, self._see_boot_id,
+        self._maker = StreamMaker(self._channels, self._metadata, info, self._calls.see_boot_id,
                                   transport=transport, shm_path=shm_path, tenant=tenant,
                                   message_bytes=message_bytes, shared_bytes=shared_bytes,
                                   spin_us=spin_us, timeout_s=timeout_s, wish=device)
@@ -126,16 +92,18 @@ class Client(Following, Service, Operations, Pages):
                 client_id: str = "", timeout_s: float = 30.0, message_bytes: int = 0,
                 lease_ms: int = 0, transport: str = "auto", shared_bytes: Optional[int] = None,
                 spin_us: int = 20, server_uid: Optional[int] = None, device_bytes: int = 0,
-                device: int = 0, device_library: str = "",
+                device: int = 0, device_library: str = "", http_proxy: bool = False,
                 follow_moves: Union[bool, Callable[[str], "Client"]] = False,
                 on_peer: Optional[Callable[[Model], None]] = None) -> "Client":
         """Connects to `host:port` or `unix:/path`.
 
         Without TLS the tenant travels as metadata; with it the certificate decides. `client_id`
         names this worker in lists of sequences (default: a random name). `message_bytes`
-        bounds the messages of this client (default: the smaller of the server's bound and 4 MiB);
-        `timeout_s` is the deadline of every call that names none; `lease_ms` is what sequences ask
-        for (0: the server's default) and a thread renews them while the client is open.
+        bounds the messages of this client (default: 4 MiB), and so does the server's bound;
+        `timeout_s` is the deadline of every call that names none, and float("inf") waits for ever;
+        `lease_ms` is what sequences ask for (0: the server's default) and a thread renews them
+        while the client is open. A path is meant as it stands, whatever characters it has.
+        `http_proxy` connects through the proxy that the environment names, except to this host.
 
         `transport` says how steps travel: "ring" (messages and tensors in shared memory), "shm"
         (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), or "auto": the
@@ -163,24 +131,18 @@ class Client(Following, Service, Operations, Pages):
         if follow_moves is True and tls is None:
             raise errors.InvalidArgument("follow_moves: without `tls` it must be a function that "
                                          "connects")
+        deadlines.checked("timeout_s", timeout_s)
         for path in (unix_path_of(target), shm_path_of(target)):
             check_socket_owner(path, server_uid)
-        bound = max(STOCK_MESSAGE_BYTES, message_bytes)
-        arguments: List[Tuple[str, Any]] = [
-            ("grpc.max_receive_message_length", bound),
-            ("grpc.max_send_message_length", -1)]
-        if tls is None:
-            channel = grpc.insecure_channel(target, options=arguments)
-        else:
-            if tls.server_name:
-                arguments.append(("grpc.ssl_target_name_override", tls.server_name))
-            channel = grpc.secure_channel(target, tls.credentials(), options=arguments)
+        make_channel = maker_of(target, tls, message_bytes, http_proxy)
+        channel = make_channel()
         try:
             client = cls(channel, tenant=tenant, client_id=client_id, timeout_s=timeout_s,
-                       message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
-                       transport=transport, shm_path=shm_path_of(target) if tls is None else "",
-                       shared_bytes=shared_bytes, spin_us=spin_us,
-                       device=DeviceWish(-(-device_bytes >> 20), device, device_library))
+                         message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
+                         transport=transport, shm_path=shm_path_of(target) if tls is None else "",
+                         shared_bytes=shared_bytes, spin_us=spin_us,
+                         device=DeviceWish(-(-device_bytes >> 20), device, device_library),
+                         make_channel=make_channel)
         except BaseException:
             channel.close()
             raise
@@ -189,7 +151,7 @@ class Client(Following, Service, Operations, Pages):
                 return cls.connect(
                     peer, tls=dataclasses.replace(tls, server_name="") if tls else None,
                     client_id=client.client_id, timeout_s=timeout_s, message_bytes=message_bytes,
-                    lease_ms=lease_ms, follow_moves=True, on_peer=on_peer)
+                    lease_ms=lease_ms, http_proxy=http_proxy, follow_moves=True, on_peer=on_peer)
             client._moves = Moves(connect_peer if follow_moves is True else follow_moves, on_peer)
         return client
 
@@ -205,7 +167,9 @@ class Client(Following, Service, Operations, Pages):
 
     def close(self) -> None:
         """Ends the streams (open steps are aborted) and the lease renewal. Sequences stay until
-        their lease ends."""
+        their lease ends. In a child that was forked: nothing."""
+        if self._home.left:
+            return
         self._closed.set()
         with self._lock:
             opened, self._streams, self._stream = self._streams, [], None
@@ -213,7 +177,7 @@ class Client(Following, Service, Operations, Pages):
             stream.close()
         self._close_moves()
         self._renewer.close()
-        self._channel.close()
+        self._channels.close()
 
     # --- Operation
 
@@ -237,8 +201,9 @@ class Client(Following, Service, Operations, Pages):
 
     @property
     def lease_error(self) -> Optional[errors.MlaError]:
-        """Why the last renewal of the leases failed; None if it did not."""
-        return self._renewer.error
+        """Why the last renewal of the leases failed; None if it did not. In a child that was
+        forked: that no lease is renewed there."""
+        return self._home.error() if self._home.left else self._renewer.error
 
     def renew_leases(self, lease_ms: int = 0) -> int:
         """Renews the leases of all of this client's sequences; returns how many. `lease_ms` is
@@ -249,50 +214,16 @@ class Client(Following, Service, Operations, Pages):
             self._renewer.set_all(lease_ms)
         return renewed
 
-    @property
-    def transport(self) -> str:
-        """How steps that name no stream travel: "inline", "shm" or "ring"."""
-        return self._own_stream().transport
-
-    def open_stream(self) -> StepStream:
-        """Another stream, for a tensor-parallel rank or a micro-batch."""
-        if self._closed.is_set():
-            raise errors.Unavailable("the client is closed")
-        stream = self._maker.open()
-        with self._lock:
-            closed = self._closed.is_set()  # then close() does not see this one
-            opened = self._streams
-            if not closed:
-                self._streams = [old for old in opened if old.broken is None] + [stream]
-        if closed:
-            stream.close()
-            raise errors.Unavailable("the client is closed")
-        for old in opened:
-            if old not in self._streams:
-                old.cancel()  # broken ones hold memory
-        return stream
-
     # --- Service
 
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
                   sinks: Seq[float]) -> Tuple[ModelSpec, int]:
-        if not 0 <= lease_ms < 2**32:
-            raise errors.InvalidArgument(f"lease_ms: got {lease_ms}, must be 0..{2**32 - 1}")
+        wire.check_number("lease_ms", lease_ms)
         reply = self._call(self._models.Register, model_pb2.RegisterRequest(
             model=messages.spec_to_proto(spec), lease_ms=lease_ms, kv_scales=kv_scales,
             sinks=sinks))
         in_force = messages.spec_from_proto(reply.model)
-        if spec.kv_format not in ("", "bf16", in_force.kv_format):
-            raise errors.Unimplemented(f"model.kv_format: the server does not know "
-                                       f"{spec.kv_format!r} and keeps rows as bf16")
-        if spec.attention not in ("", "dense", in_force.attention):
-            raise errors.Unimplemented(f"model.attention: the server does not know "
-                                       f"{spec.attention!r}")
-        if spec.index_heads != in_force.index_heads:
-            raise errors.Unimplemented("model.index_heads: the server has no indexer")
-        if spec.needs_sinks != in_force.needs_sinks:
-            raise errors.Unimplemented(
-                "model.needs_sinks: the server takes sinks with register_model only")
+        messages.check_in_force(spec, in_force)
         return in_force, reply.page_group_bytes
 
     def _unregister(self, model_id: str) -> None:
@@ -331,7 +262,7 @@ class Client(Following, Service, Operations, Pages):
         request = sequence_pb2.OpenRequest(model_id=model_id, request_id=request_id,
                                            client_id=self.client_id,
                                            lease_ms=lease_ms or self._lease_ms)
-        if prefix is not None:
+        if prefix is not None and prefix.max_rows != 0:
             request.prefix.CopyFrom(messages.prefix_to_proto(prefix))
         reply = self._call(self._sequences.Open, request)
         return (self._keep(state_of(reply.sequence), lease_ms),
@@ -342,7 +273,8 @@ class Client(Following, Service, Operations, Pages):
         reply = self._call(self._sequences.Match, sequence_pb2.MatchRequest(
             sequence_id=sequence_id, expected_epoch=epoch, first_row=first_row,
             prefix=messages.prefix_to_proto(prefix)))
-        return state_of(reply.sequence), messages.match_from_proto(reply.match)
+        return (state_of(reply.sequence, "match", sequence_id),
+                messages.match_from_proto(reply.match))
 
     def _fork(self, sequence_id: int, epoch: int, length: Optional[int], request_id: str,
               lease_ms: int) -> SequenceState:
@@ -351,31 +283,48 @@ class Client(Following, Service, Operations, Pages):
                                            lease_ms=lease_ms or self._lease_ms)
         if length is not None:
             request.length = length
-        return self._keep(state_of(self._call(self._sequences.Fork, request).sequence), lease_ms)
+        state = state_of(self._call(self._sequences.Fork, request).sequence)
+        if state.length != length and length is not None:
+            raise messages.wrong_answer("fork", "length", state.length, length)
+        return self._keep(state, lease_ms)
 
     def _truncate(self, sequence_id: int, length: int, epoch: int) -> Tuple[int, int]:
         reply = self._call(self._sequences.Truncate, sequence_pb2.TruncateRequest(
             sequence_id=sequence_id, length=length, expected_epoch=epoch))
-        return reply.epoch, reply.length
+        if reply.length != length:
+            raise messages.wrong_answer("truncate", "length", reply.length, length)
+        return reply.epoch, length
 
-    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
+    def _read_tail(self, sequence_id: int, epoch: int, tail_bytes: int) -> Tuple[int, bytes]:
+        deadline = time.monotonic() + self.timeout_s
         for _ in range(TAIL_TURNS):
             tail, serial = b"", 0
             while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise errors.DeadlineExceeded("read_tail: no whole tail before the deadline")
                 reply = self._call(self._sequences.ReadTail, sequence_pb2.ReadTailRequest(
-                    sequence_id=sequence_id, expected_epoch=epoch, offset=len(tail)))
+                    sequence_id=sequence_id, expected_epoch=epoch, offset=len(tail)),
+                                   timeout_s=left)
                 if tail and reply.serial != serial:
                     break  # a step has left another tail meanwhile
-                tail, serial = tail + reply.tail, reply.serial
-                if len(tail) >= reply.tail_bytes:
+                serial, tail = reply.serial, tail + reply.tail
+                if reply.tail_bytes != tail_bytes or len(tail) > tail_bytes:
+                    raise messages.wrong_answer(
+                        "read_tail", "tail_bytes", max(reply.tail_bytes, len(tail)), tail_bytes)
+                if len(tail) == tail_bytes:
                     return reply.position, tail
+                if not reply.tail:
+                    raise messages.wrong_answer("read_tail", "tail", "no bytes", "the next ones")
         raise errors.Aborted("read_tail: steps have left other tails while this one was read")
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
+        self._home.check()
         self._renewer.drop(sequence_ids)
         try:
-            absent = list(self._call(self._sequences.Release, sequence_pb2.ReleaseRequest(
-                sequence_ids=sequence_ids)).not_found)
+            reply = self._call(self._sequences.Release, sequence_pb2.ReleaseRequest(
+                sequence_ids=sequence_ids))
+            absent = [one for one in sequence_ids if one in reply.not_found]
         except errors.Unavailable:
             if not self._last_peer:
                 raise
@@ -385,100 +334,26 @@ class Client(Following, Service, Operations, Pages):
     def _get(self, sequence_ids: List[int]) -> Tuple[List[SequenceState], List[int]]:
         reply = self._call(self._sequences.Get,
                            sequence_pb2.GetRequest(sequence_ids=sequence_ids))
+        asked = set(sequence_ids)
+        for info in reply.sequences:
+            if info.sequence_id not in asked:
+                raise messages.wrong_answer("get", "sequence_id", f"{info.sequence_id:#x}",
+                                            "one that was asked for")
         return [state_of(info) for info in reply.sequences], list(reply.not_found)
 
     def _adopt(self, sequence_id: int) -> SequenceState:
         return self._keep(super()._adopt(sequence_id), 0)
 
     def _hand_over(self, sequence_id: int) -> None:
+        self._home.check()
         self._renewer.drop([sequence_id])
-
-    def _begin(self, step: Step) -> StepStream:
-        stream = step.stream or self._own_stream()
-        body = attention_pb2.BeginStep(
-            step_id=step.step_id, model_id=step.model.spec.model_id,
-            participants=step.participants, lease_ms=step.lease_ms,
-            sequences=[attention_pb2.StepSequence(
-                sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
-                rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
-        step.joined = self._ask(stream, begin_step=body).begin_step.joined
-        return stream
-
-    def _attend(self, step: Step, args: AttendArgs) -> AttendFuture:
-        geometry = step.model.spec.geometry
-        stream: StepStream = step._handle
-        deadline = time.monotonic() + args.timeout_s
-        assembler = wire.ResultAssembler(args, geometry)
-        pending = _Pending(assembler, deadline)
-        try:
-            chunks = list(stream.chunks(args, geometry))
-        except ValueError as error:
-            raise errors.InvalidArgument(str(error)) from error
-        for chunk in chunks:
-            pending.add(stream.attend(step.step_id, args, chunk, geometry, assembler, deadline))
-        return pending
-
-    def _shared_memory(self, stream: Any) -> Optional[SharedMemory]:
-        return (stream or self._own_stream()).memory
-
-    def _end(self, step: Step, committed: Optional[List[int]],
-             tails: List[Tuple[int, bytes]]) -> List[int]:
-        body = attention_pb2.EndStep(step_id=step.step_id, committed_rows=committed or [],
-                                     tails=[place for place, _ in tails])
-        return list(self._ask(step._handle, REPLY_BYTES + LENGTH_BYTES * len(step.sequences),
-                              b"".join(tail for _, tail in tails),
-                              end_step=body).end_step.lengths)
-
-    def _abort(self, step: Step) -> None:
-        self._ask(step._handle, abort_step=attention_pb2.AbortStep(step_id=step.step_id))
-
-    # --- Transport
-
-    def _own_stream(self) -> StepStream:
-        """The stream of steps that name none; a new one if the last broke."""
-        stream = self._stream
-        if stream is not None and stream.broken is None:
-            return stream
-        with self._opening:
-            if self._stream is None or self._stream.broken is not None:
-                self._stream = self.open_stream()
-            return self._stream
-
-    def _ask(self, stream: StepStream, reply_bytes: int = 0, tails: bytes = b"",
-             **body: Any) -> Any:
-        """One request of the stepping protocol that carries no tensor."""
-        deadline = time.monotonic() + self.timeout_s
-        return stream.ask(deadline, reply_bytes, tails, **body).wait(deadline)
 
     def _call(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
               requests: Optional[Callable[[], Iterator[Any]]] = None,
               timeout_s: Optional[float] = None) -> Any:
-        """One control call with a deadline (None: the client's). Calls that may be repeated are,
-        while the server is unavailable and time is left, unless it is draining."""
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                reply = method(requests() if requests else request, metadata=self._metadata,
-                               timeout=max(0.001, deadline - time.monotonic()))
-            except grpc.RpcError as rpc_error:
-                error = errors.from_rpc(rpc_error)
-                pause = max(error.detail.retry_after_ms / 1e3,
-                            0.05 * 2**attempt * random.uniform(0.5, 1.0))
-                if (not idempotent or not isinstance(error, errors.Unavailable)
-                        or error.detail.reason == "draining" or attempt == ATTEMPTS
-                        or time.monotonic() + pause >= deadline or self._closed.wait(pause)):
-                    raise error from rpc_error
-            else:
-                # A drain's answer carries none.
-                self._see_boot_id(getattr(reply, "boot_id", self.boot_id))
-                if self._restarted:
-                    raise errors.ServerRestarted("the server restarted: all sequences are gone")
-                return reply
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _see_boot_id(self, boot_id: int) -> None:
-        if self.boot_id and boot_id and boot_id != self.boot_id:
-            self._restarted = True
+        """A control call."""
+        return self._calls(method, request, idempotent=idempotent, requests=requests,
+                           timeout_s=timeout_s)
 
     def _keep(self, state: SequenceState, lease_ms: int) -> SequenceState:
         """Renews the lease of a sequence that was opened or forked, from now on."""

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Dict, Optional, Type
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from mla_client.gen import error_pb2
 
@@ -172,9 +173,14 @@ def from_code(code: int, message: str, detail: Optional[ErrorDetail] = None,
 
 
 def from_rpc(error: grpc.RpcError) -> MlaError:
-    """The exception of a failed call, with the detail from its trailing metadata."""
+    """The exception of a failed call, with the detail from its trailing metadata. A detail that
+    cannot be read, as a proxy may send one, counts as none."""
     detail = None
     for key, value in error.trailing_metadata() or ():
         if key == DETAIL_KEY:
-            detail = ErrorDetail.from_proto(error_pb2.ErrorDetail.FromString(value))
-    return from_code(error.code().value[0], error.details() or "", detail)
+            try:
+                detail = ErrorDetail.from_proto(error_pb2.ErrorDetail.FromString(value))
+            except (DecodeError, TypeError):
+                detail = None
+    code = error.code() or grpc.StatusCode.UNKNOWN
+    return from_code(code.value[0], error.details() or "", detail)

@@ -11,8 +11,9 @@ from mla_client import errors
 
 # Renewals in one lease: two of them may fail before a sequence is lost.
 RENEWALS_A_LEASE = 3
-# After a failed renewal: so many tries in the time of one, but not more often than this.
+# After a failed renewal: so many tries in the time of one.
 RETRIES_A_RENEWAL = 4
+# Between two renewals, at least: a server that names tiny leases is not flooded.
 LEAST_RETRY_S = 0.02
 
 
@@ -69,25 +70,28 @@ class LeaseSchedule:
         """Plans the next one. A failed renewal is repeated soon, not after a whole period."""
         if self._leases:
             period = self.period_s()
-            self._due = now + (period if well else max(period / RETRIES_A_RENEWAL, LEAST_RETRY_S))
+            self._due = now + max(period if well else period / RETRIES_A_RENEWAL, LEAST_RETRY_S)
 
 
 class LeaseRenewer:
     """Renews in a thread of its own, which starts with the first sequence. Thread-safe."""
 
     def __init__(self, renew: Callable[[float], None]) -> None:
-        """`renew` renews all leases of the client, within that many seconds; MlaError if it cannot,
-        ValueError once the channel is closed."""
+        """`renew` renews all leases of the client, within that many seconds; MlaError if it
+        cannot."""
         self.error: Optional[errors.MlaError] = None  # of the last renewal
         self._renew = renew
         self._schedule = LeaseSchedule()
-        self._changed = threading.Condition()
+        # Callers take the lock by itself: they may be interrupted, and entering a condition then
+        # leaves it locked for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread: Optional[threading.Thread] = None
         self._closed = False
 
     def add(self, sequence_id: int, lease_ms: int, left_ms: int) -> None:
         """Renews this sequence's lease from now on."""
-        with self._changed:
+        with self._lock:
             self._schedule.add(sequence_id, lease_ms / 1e3, left_ms / 1e3, time.monotonic())
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="mla-lease", daemon=True)
@@ -96,18 +100,18 @@ class LeaseRenewer:
 
     def drop(self, sequence_ids: Iterable[int]) -> None:
         """Stops counting these sequences."""
-        with self._changed:
+        with self._lock:
             self._schedule.drop(sequence_ids)
 
     def set_all(self, lease_ms: int) -> None:
         """All leases were renewed at that length."""
-        with self._changed:
+        with self._lock:
             self._schedule.set_all(lease_ms / 1e3, time.monotonic())
             self._changed.notify()
 
     def close(self) -> None:
         """Ends the thread. Leases run out from now on."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify()
             thread = self._thread
@@ -136,7 +140,8 @@ class LeaseRenewer:
             except errors.MlaError as error:
                 # Kept for the caller to read; the next call on a lost sequence says NOT_FOUND.
                 self.error = error
-            except ValueError:
-                return  # the channel was closed
+            except Exception as error:  # the thread must go on: without it every lease runs out
+                self.error = errors.Internal(
+                    f"the leases were not renewed: {type(error).__name__}: {error}")
             with self._changed:
                 self._schedule.renewed(self.error is None, time.monotonic())

@@ -1,41 +1,100 @@
-"""The client's types as messages of the contract, and back."""
+"""The client's types as messages of the contract, and back.
+
+Answers are checked before they are used: a server may be newer than this client, or not be what it
+says. A number of an enum that is not known here is kept as its digits; an answer that contradicts
+the request is DataLoss.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Iterator, Tuple
+from typing import Any, Iterator, List, Optional, Sequence as Seq, Tuple
 
 import numpy.typing as npt
 
 from mla_client import errors, wire
 from mla_client.gen import model_pb2, sequence_pb2, tensor_pb2
-from mla_client.pages.events import match_end
-from mla_client.types import DType, Geometry, ModelSpec, Prefix, PrefixMatch
+from mla_client.types import DType, Geometry, ModelSpec, Prefix, PrefixMatch, SequenceState
 
 # By number in the contract.
 _PRECISIONS = ("", "bf16", "split")
 _KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
 _ATTENTION = ("", "dense", "sparse_v32", "sparse_v4")
 _FP8_COMPUTE = ("", "off", "on")
+MATCH_ENDS = ("", "all", "absent", "diverged", "evicted", "deferred")
+# Rows of a sequence, at most: with what a step adds, positions fit 63 bits.
+MOST_ROWS = 2**62
+
+
+def name_of(number: int, names: Seq[str]) -> str:
+    """The name of an enum's number; its digits, if a newer server sends another."""
+    return names[number] if 0 <= number < len(names) else str(number)
+
+
+def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:
+    if name in names:
+        return names.index(name)
+    if name.isdecimal() and len(names) <= int(name) < 2**31:
+        return int(name)  # of a model that a newer server has named
+    known = ", ".join(repr(one) for one in names[1:])
+    raise errors.InvalidArgument(f"model.{field}: got {name!r}, must be {known} or ''")
+
+
+def wrong_answer(call: str, what: str, got: Any, wanted: Any) -> errors.DataLoss:
+    """An answer that contradicts the request."""
+    return errors.DataLoss(f"{call}: the server's answer has {what} {got}, must be {wanted}",
+                           errors.ErrorDetail(field=what, got=str(got), limit=str(wanted),
+                                              reason="wrong_answer"))
 
 
 def prefix_to_proto(prefix: Prefix) -> sequence_pb2.Prefix:
+    """`max_rows` 0 cannot be said: callers do without the prefix then."""
+    if prefix.max_rows is not None and prefix.max_rows < 1:
+        raise errors.InvalidArgument(
+            f"prefix.max_rows: got {prefix.max_rows}, must be 1 or more, or None")
     try:
         return sequence_pb2.Prefix(token_ids=prefix.token_ids, page_keys=prefix.page_keys,
-                                   salt=prefix.salt, max_rows=prefix.max_rows)
+                                   salt=prefix.salt, max_rows=prefix.max_rows or 0)
     except (TypeError, ValueError) as error:
         raise errors.InvalidArgument(f"prefix: {error}") from error
 
 
 def match_from_proto(match: Any) -> PrefixMatch:
-    return PrefixMatch(match.rows, match_end(match.end))
+    return PrefixMatch(match.rows, name_of(match.end, MATCH_ENDS))
 
 
-def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:
-    if name not in names:
-        known = ", ".join(repr(one) for one in names[1:])
-        raise errors.InvalidArgument(f"model.{field}: got {name!r}, must be {known} or ''")
-    return names.index(name)
+def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = None) -> SequenceState:
+    """A sequence as a reply has it; that of the id, if one was asked for."""
+    if sequence_id is not None and info.sequence_id != sequence_id:
+        raise wrong_answer(call, "sequence_id", f"{info.sequence_id:#x}", f"{sequence_id:#x}")
+    if info.length > MOST_ROWS:
+        raise wrong_answer(call, "length", info.length, f"at most {MOST_ROWS}")
+    return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
+                         info.in_step, info.open_step, info.model_id, info.client_id,
+                         info.page_groups, info.declared,
+                         info.tail_position if info.HasField("tail_position") else None)
+
+
+def only_of(reply: Any, sequence_id: int) -> SequenceState:
+    """The sequence that was asked for. NotFound; with the reason "moved", where it is."""
+    if reply.sequences:
+        return state_of(reply.sequences[0], "get", sequence_id)
+    peer = next((one.peer for one in reply.moved if one.sequence_id == sequence_id), "")
+    fate = f"has moved to {peer}" if peer else "is not open here"
+    raise errors.NotFound(
+        f"sequence {sequence_id:#x} {fate}",
+        errors.ErrorDetail(field="sequence_id", peer=peer,
+                           reason="moved" if peer else "sequence_not_found"))
+
+
+def lengths_of(reply: Any, wanted: Seq[int]) -> List[int]:
+    """The lengths that a step has left, one for each of its sequences."""
+    lengths = list(reply.end_step.lengths)
+    if len(lengths) != len(wanted):
+        raise wrong_answer("end_step", "lengths", f"of {len(lengths)} sequences", len(wanted))
+    if lengths != list(wanted):
+        raise wrong_answer("end_step", "lengths", lengths, list(wanted))
+    return lengths
 
 
 def spec_to_proto(spec: ModelSpec) -> model_pb2.ModelSpec:
@@ -66,12 +125,42 @@ def spec_from_proto(message: Any) -> ModelSpec:
                               geometry.nope_dim, geometry.v_dim,
                               message.attention == model_pb2.ATTENTION_KIND_SPARSE_V4),
                      message.layers, message.softmax_scale, message.page_size,
-                     _PRECISIONS[message.query_precision], _KV_FORMATS[message.kv_format],
-                     _ATTENTION[message.attention], message.top_k, message.index_heads,
+                     name_of(message.query_precision, _PRECISIONS),
+                     name_of(message.kv_format, _KV_FORMATS),
+                     name_of(message.attention, _ATTENTION), message.top_k, message.index_heads,
                      message.index_dim, message.weights_digest,
-                     _FP8_COMPUTE[message.fp8_compute], message.window, tuple(message.ratios),
-                     _KV_FORMATS[message.entry_format], message.tail_bytes,
-                     message.needs_sinks)
+                     name_of(message.fp8_compute, _FP8_COMPUTE), message.window,
+                     tuple(message.ratios), name_of(message.entry_format, _KV_FORMATS),
+                     message.tail_bytes, message.needs_sinks)
+
+
+def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:
+    """What a server registered must be what was asked for: tensors are laid out by it."""
+    if asked.kv_format not in ("", "bf16", got.kv_format):
+        raise errors.Unimplemented(f"model.kv_format: the server does not know "
+                                   f"{asked.kv_format!r} and keeps rows as bf16")
+    if asked.attention not in ("", "dense", got.attention):
+        raise errors.Unimplemented(f"model.attention: the server does not know "
+                                   f"{asked.attention!r}")
+    if asked.index_heads != got.index_heads:
+        raise errors.Unimplemented("model.index_heads: the server has no indexer")
+    if asked.needs_sinks != got.needs_sinks:
+        raise errors.Unimplemented(
+            "model.needs_sinks: the server takes sinks with register_model only")
+    for field in ("num_heads", "kv_lora_rank", "rope_dim", "nope_dim", "v_dim"):
+        wanted, found = getattr(asked.geometry, field), getattr(got.geometry, field)
+        if wanted != found:
+            raise wrong_answer("register_model", f"model.geometry.{field}", found, wanted)
+    for field in ("model_id", "layers", "softmax_scale", "top_k", "index_dim", "window",
+                  "tail_bytes"):
+        wanted, found = getattr(asked, field), getattr(got, field)
+        if wanted != found:
+            raise wrong_answer("register_model", f"model.{field}", found, wanted)
+    if tuple(asked.ratios) != got.ratios:
+        raise wrong_answer("register_model", "model.ratios", got.ratios, tuple(asked.ratios))
+    if asked.page_size not in (0, got.page_size) or got.page_size < 1:
+        raise wrong_answer("register_model", "model.page_size", got.page_size,
+                           asked.page_size or "1 or more")
 
 
 def weight_chunks(model_id: str, layer: int, head_begin: int, w_uk: npt.NDArray,

@@ -6,27 +6,25 @@ another epoch. Who asks for one is told where it is, or to ask again while it ma
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
-from typing import (TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence as Seq, Tuple)
+from typing import Any, Callable, Dict, List, Optional, Sequence as Seq, Tuple
 
 from mla_client import errors
 from mla_client.gen import sequence_pb2
 from mla_client.leases import LeaseRenewer
-from mla_client.pages import only_of
-from mla_client.service import Model, Sequence
+from mla_client.messages import only_of
+from mla_client.service import Model, Sequence, Service
 from mla_client.service.step import gather
-from mla_client.types import SequenceState
-
-if TYPE_CHECKING:
-    from mla_client.client import Client
+from mla_client.types import ModelSpec, SequenceState
 
 
 class Moves:
     """The servers that a client's sequences have moved to, and the connections there. Thread-safe;
     a Sequence still belongs to one thread at a time."""
 
-    def __init__(self, connect: Callable[[str], "Client"],
+    def __init__(self, connect: Callable[[str], "Following"],
                  on_peer: Optional[Callable[[Model], None]] = None) -> None:
         """`connect` makes a client of the server at HOST:PORT, as the same tenant and with the same
         client_id; it is closed with this. `on_peer` gets each model before a sequence of it is
@@ -34,13 +32,13 @@ class Moves:
         self._connect = connect
         self._on_peer = on_peer
         self._lock = threading.Lock()  # also while one thread connects, and others wait for it
-        self._clients: Dict[str, "Client"] = {}
+        self._clients: Dict[str, "Following"] = {}
         self._models: Dict[Tuple[str, str], Model] = {}
         self._prepare: Dict[str, Callable[[Model], None]] = {}  # by model id
         self._closed = False
         self.last_peer = ""  # the server to which sequences have moved last
 
-    def client_of(self, peer: str) -> "Client":
+    def client_of(self, peer: str) -> "Following":
         """The client of the server at HOST:PORT."""
         with self._lock:
             if self._closed:
@@ -83,7 +81,7 @@ class Moves:
         """Makes the sequence one of that server's. FailedPrecondition if it was changed by another
         client before it moved."""
         model = self.model_of(peer, sequence.model)
-        there = model.service.attach(model, sequence.id)  # type: ignore[attr-defined]
+        there = self.client_of(peer).attach(model, sequence.id)
         if there.length != sequence.length:
             raise errors.FailedPrecondition(
                 f"sequence {sequence.id:#x} has moved to {peer} with {there.length} rows, not "
@@ -100,16 +98,27 @@ class Moves:
             client.close()
 
 
-class Following:
+class Following(Service):
     """What a Client does where its sequences have moved to another server: nothing until `_moves`
     is set (Client.connect(follow_moves=...))."""
 
-    timeout_s: float
     _call: Callable[..., Any]
     _sequences: Any
     _renewer: LeaseRenewer
     _closed: threading.Event
     _moves: Optional[Moves] = None
+
+    @abc.abstractmethod
+    def models(self) -> List[ModelSpec]:
+        """The tenant's models."""
+
+    @abc.abstractmethod
+    def attach(self, model: Model, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
+        """A sequence that is open already."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the connection."""
 
     @property
     def _last_peer(self) -> str:
@@ -126,7 +135,8 @@ class Following:
             if not self._last_peer:
                 raise
             return [(sequence_id, self._last_peer) for sequence_id in sequence_ids]
-        return [(one.sequence_id, one.peer) for one in reply.moved]
+        return [(one.sequence_id, one.peer) for one in reply.moved
+                if one.sequence_id in sequence_ids]
 
     def _found(self, sequence_id: int) -> SequenceState:
         return only_of(self._call(self._sequences.Get,

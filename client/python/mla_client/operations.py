@@ -6,9 +6,11 @@ import dataclasses
 from typing import (Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence,
                     Tuple)
 
+from mla_client import messages
 from mla_client.gen import admin_pb2
 
 _PREFIX = "QUOTA_RESOURCE_"
+_SOURCES = ("unspecified", "default", "configured", "runtime")  # by number in the contract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +33,9 @@ class TenantQuota:
 
 
 def _usage(entries: Any) -> Dict[str, ResourceUsage]:
-    return {entry.name: ResourceUsage(
-        entry.used, entry.bound,
-        admin_pb2.QuotaSource.Name(entry.source).replace("QUOTA_SOURCE_", "").lower(),
-        entry.refused) for entry in entries}
+    return {entry.name: ResourceUsage(entry.used, entry.bound,
+                                      messages.name_of(entry.source, _SOURCES), entry.refused)
+            for entry in entries}
 
 
 def _quota(message: Any) -> TenantQuota:
@@ -67,6 +68,8 @@ class Operations:
     def quota(self, tenant: str = "") -> TenantQuota:
         """What one tenant uses and may use; "": the caller's own."""
         reply = self._call(self._admin.GetQuota, admin_pb2.GetQuotaRequest(tenant=tenant))
+        if len(reply.tenants) != 1:
+            raise messages.wrong_answer("quota", "tenants", len(reply.tenants), 1)
         return _quota(reply.tenants[0])
 
     def quotas(self) -> Tuple[List[TenantQuota], Dict[str, ResourceUsage]]:

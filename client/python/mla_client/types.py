@@ -166,8 +166,28 @@ class Prefix:
 
     token_ids: Sequence[int] = ()
     page_keys: Sequence[bytes] = ()
-    salt: str = ""     # rows are shared between equal salts only
-    max_rows: int = 0  # that the sequence is to have afterwards, at most; 0: all that are found
+    salt: str = ""  # rows are shared between equal salts only
+    # Rows that the sequence is to have afterwards, at most; None: all that are found. 0 takes none,
+    # and the server is told with the sequence's next match.
+    max_rows: Optional[int] = None
+
+    def first(self, rows: int, page_size: int) -> "Prefix":
+        """What it says of the first rows."""
+        return dataclasses.replace(self, token_ids=self.token_ids[:rows],
+                                   page_keys=self.page_keys[:rows // page_size])
+
+    def followed_by(self, other: "Prefix", first_row: int,
+                    page_size: int) -> Tuple["Prefix", int]:
+        """What it says of the rows before `first_row`, with `other` behind them, and the first row
+        that this is about. `other` by itself where they do not go together."""
+        said = self.first(first_row, page_size)
+        by_key = len(self.page_keys) > 0
+        whole = (first_row == len(said.page_keys) * page_size if by_key
+                 else first_row == len(said.token_ids))
+        if not whole or said.salt != other.salt or by_key != (len(other.page_keys) > 0):
+            return other, first_row
+        return dataclasses.replace(other, token_ids=[*said.token_ids, *other.token_ids],
+                                   page_keys=[*said.page_keys, *other.page_keys]), 0
 
 
 class PrefixMatch(NamedTuple):

@@ -7,12 +7,12 @@ through a protobuf object.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, NamedTuple, Optional, Tuple, overload
+from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mla_client import bf16, errors
+from mla_client import arrays, bf16, errors
 from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSpec, Profile,
                               Timings)
 
@@ -132,7 +132,9 @@ def output_dtype(dtype: DType) -> DType:
 def check_number(name: str, number: int, most: int = LARGEST) -> None:
     """INVALID_ARGUMENT unless the number is 0..most."""
     if not 0 <= number <= most:
-        raise errors.InvalidArgument(f"{name}: got {number}, must be 0..{most}")
+        raise errors.InvalidArgument(
+            f"{name}: got {number}, must be 0..{most}",
+            errors.ErrorDetail(field=name, got=str(number), limit=f"0..{most}"))
 
 
 def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:
@@ -142,25 +144,13 @@ def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[i
         raise errors.InvalidArgument(f"{name}: got shape {got}, must be {shape}")
 
 
-@overload
-def floats(array: None) -> None: ...
-@overload
-def floats(array: npt.NDArray) -> npt.NDArray: ...
-
-
-def floats(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
-    """uint16 stays (bf16 patterns); everything else that numpy can read becomes float32."""
-    if array is None or getattr(array, "dtype", None) == np.uint16:
-        return array
-    return np.asarray(array, dtype=np.float32)
-
-
 def index_inputs(queries: npt.NDArray, weights: npt.NDArray, rows: int, spec: ModelSpec,
                   dtype: DType) -> npt.NDArray[np.uint8]:
     """What the indexer gets of each row, as bytes: its queries, then the weights of its heads."""
     if spec.index_heads == 0:
         raise errors.InvalidArgument("attend.index: the model was registered without index_heads")
-    queries, weights = floats(queries), np.asarray(weights, "<f4")
+    queries = arrays.floats("attend.index_queries", queries)
+    weights = arrays.numbers("attend.head_weights", weights).astype("<f4", copy=False)
     check_shape("attend.index_queries", queries, (rows, spec.index_heads, spec.index_dim))
     check_shape("attend.head_weights", weights, (rows, spec.index_heads))
     return np.concatenate([encode(queries, dtype).reshape(rows, -1).view(np.uint8),
@@ -199,12 +189,17 @@ def index_lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]
         raise errors.InvalidArgument(f"attend.lists: got {len(lists)} lists, must be {rows}")
     filled = np.full((rows, spec.top_k), -1, "<i4")
     for row, given in enumerate(lists):
-        entries = np.asarray(given)
+        entries = np.asanyarray(given)
         if entries.ndim != 1 or len(entries) > spec.top_k:
             raise errors.InvalidArgument(f"attend.lists[{row}]: got shape {entries.shape}, must be "
                                          f"one of at most {spec.top_k} entries")
-        if len(entries) and not np.array_equal(entries.astype(np.int32), entries):
-            raise errors.InvalidArgument(f"attend.lists[{row}]: entries must be int32")
+        if not len(entries):
+            continue
+        # A mask of positions is no list of them.
+        if entries.dtype.kind not in "iu" or isinstance(entries, np.ma.MaskedArray) or (
+                not np.array_equal(entries.astype(np.int32), entries)):
+            raise errors.InvalidArgument(f"attend.lists[{row}]: got {entries.dtype}, must be "
+                                         "int32 positions")
         filled[row, :len(entries)] = entries
     return filled
 

@@ -257,7 +257,7 @@ class LocalReference(Service):
             sequence.last_truncate = (length, epoch)
             return sequence.epoch, length
 
-    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
+    def _read_tail(self, sequence_id: int, epoch: int, tail_bytes: int) -> Tuple[int, bytes]:
         with self._lock:
             tail = self._settled(sequence_id, epoch).tail
             if tail is None:
@@ -481,3 +481,8 @@ class LocalReference(Service):
     def _abort(self, step: Step) -> None:
         with self._lock:
             self._drop(self._opened(step))
+
+    def _give_up(self, step: Step) -> None:
+        with self._lock:
+            if step.step_id in self._steps:
+                self._drop(self._opened(step))

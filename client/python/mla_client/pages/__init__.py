@@ -18,12 +18,13 @@ from typing import (Any, BinaryIO, Callable, Iterable, Iterator, List, NamedTupl
 
 import grpc
 
-from mla_client import errors
-from mla_client.gen import cache_pb2, sequence_pb2
+from mla_client import errors, messages
+from mla_client.base import deadlines, process
+from mla_client.connection.channels import Channels
+from mla_client.gen import cache_pb2, cache_pb2_grpc, sequence_pb2
 from mla_client.pages.events import Events
 from mla_client.pages.hints import HintAnswer, HintKind, HintOutcome, Hints
 from mla_client.service import Model, Sequence
-from mla_client.types import SequenceState
 
 MAGIC = b"MLAPAGES"
 VERSION = 1
@@ -33,26 +34,6 @@ KEY_BYTES, MAC_BYTES = 32, 16
 MOST_PART_BYTES = 1 << 30
 # A stream of rows takes longer than a call: so many times the client's timeout.
 STREAM_TIMEOUTS = 10
-
-
-def state_of(info: Any) -> SequenceState:
-    """A sequence as a reply has it."""
-    return SequenceState(info.sequence_id, info.epoch, info.length, info.lease_left_ms,
-                         info.in_step, info.open_step, info.model_id, info.client_id,
-                         info.page_groups, info.declared,
-                         info.tail_position if info.HasField("tail_position") else None)
-
-
-def only_of(reply: Any, sequence_id: int) -> SequenceState:
-    """The sequence that was asked for. NotFound; with the reason "moved", where it is."""
-    if reply.sequences:
-        return state_of(reply.sequences[0])
-    peer = reply.moved[0].peer if reply.moved else ""
-    fate = f"has moved to {peer}" if peer else "is not open here"
-    raise errors.NotFound(
-        f"sequence {sequence_id:#x} {fate}",
-        errors.ErrorDetail(field="sequence_id", peer=peer,
-                           reason="moved" if peer else "sequence_not_found"))
 
 
 class _FrameMac:
@@ -144,9 +125,11 @@ class Pages(Events, Hints):
     client_id: str
     _cache: Any
     _sequences: Any
+    _channels: Channels
     _metadata: Tuple[Tuple[str, str], ...]
     _call: Callable[..., Any]
     _keep: Callable[..., Any]
+    _home: process.Home
 
     def export_rows(self, sequence: Sequence, first_row: int = 0,
                     end_row: Optional[int] = None) -> Iterator[bytes]:
@@ -156,12 +139,21 @@ class Pages(Events, Hints):
                                           first_row=first_row)
         if end_row is not None:
             request.end_row = end_row
-        try:
-            for part in self._cache.Export(request, metadata=self._metadata,
-                                           timeout=self.timeout_s * STREAM_TIMEOUTS):
-                yield part.SerializeToString()
-        except grpc.RpcError as rpc_error:
-            raise errors.from_rpc(rpc_error) from rpc_error
+        self._home.check()
+        return self._export(request)
+
+    def _export(self, request: Any) -> Iterator[bytes]:
+        timeout_s = min(self.timeout_s * STREAM_TIMEOUTS, deadlines.LONGEST_S)
+        with self._channels.stream() as channel:
+            call = cache_pb2_grpc.CacheStub(channel).Export(request, metadata=self._metadata,
+                                                            timeout=timeout_s)
+            process.keep_at_fork(call)
+            try:
+                for part in call:
+                    yield part.SerializeToString()
+                    self._home.check()
+            except grpc.RpcError as rpc_error:
+                raise errors.from_rpc(rpc_error) from rpc_error
 
     def import_rows(self, model: Model, parts: Iterable[bytes], *,
                     behind: Optional[Sequence] = None, lease_ms: int = 0) -> Sequence:
@@ -173,24 +165,29 @@ class Pages(Events, Hints):
             target.sequence_id, target.expected_epoch = behind.id, behind.epoch
         failed = []
 
-        def messages() -> Iterator[Any]:
+        def requests() -> Iterator[Any]:
             yield cache_pb2.ImportRequest(target=target)
             try:
                 for part in parts:
                     yield cache_pb2.ImportRequest(part=cache_pb2.PagesPart.FromString(part))
             except errors.MlaError as error:
                 failed.append(error)  # the stream ends without its trailer, and is refused
+        self._home.check()
         try:
-            reply = self._call(self._cache.Import, None, idempotent=False, requests=messages,
-                               timeout_s=self.timeout_s * STREAM_TIMEOUTS)
+            with self._channels.stream() as channel:
+                reply = self._call(cache_pb2_grpc.CacheStub(channel).Import, None,
+                                   idempotent=False, requests=requests,
+                                   timeout_s=self.timeout_s * STREAM_TIMEOUTS)
         except errors.MlaError:
             if failed:
                 raise failed[0]
             raise
+        state = messages.state_of(reply.sequence, "import_rows",
+                                  behind.id if behind is not None else None)
         if behind is not None:
-            behind.length = reply.sequence.length
+            behind.length = state.length
             return behind
-        return Sequence(model, self._keep(state_of(reply.sequence), lease_ms))
+        return Sequence(model, self._keep(state, lease_ms))
 
     def attach(self, model: Model, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
         """A sequence that is open already: of another client of the tenant's, or handed over to
@@ -198,7 +195,7 @@ class Pages(Events, Hints):
         it."""
         reply = self._call(self._sequences.Get,
                            sequence_pb2.GetRequest(sequence_ids=[sequence_id]))
-        return Sequence(model, self._keep(only_of(reply, sequence_id), lease_ms))
+        return Sequence(model, self._keep(messages.only_of(reply, sequence_id), lease_ms))
 
     def checkpoint(self, sequences: Seq[Sequence]) -> List[Checkpoint]:
         """Writes the committed rows of sequences to the server's disk: they outlive the server."""
@@ -213,7 +210,11 @@ class Pages(Events, Hints):
         reply = self._call(self._cache.Restore, cache_pb2.RestoreRequest(
             sequence_ids=sequence_ids, client_id=self.client_id, lease_ms=lease_ms),
                            idempotent=False, timeout_s=self.timeout_s * STREAM_TIMEOUTS)
-        return [Sequence(model, self._keep(state_of(info), lease_ms)) for info in reply.sequences]
+        got = [info.sequence_id for info in reply.sequences]
+        if sorted(got) != sorted(sequence_ids):
+            raise messages.wrong_answer("restore", "sequences", got, list(sequence_ids))
+        return [Sequence(model, self._keep(messages.state_of(info), lease_ms))
+                for info in reply.sequences]
 
     def checkpoints(self) -> List[Checkpoint]:
         """The tenant's checkpoints."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple
 
 import grpc
 
-from mla_client import errors
-from mla_client.gen import cache_pb2
-
-MATCH_ENDS = ("", "all", "absent", "diverged", "evicted", "deferred")  # by number in the contract
-
-
-def match_end(number: int) -> str:
-    """The name of where a match has ended; the number, if a newer server sends another."""
-    return MATCH_ENDS[number] if number < len(MATCH_ENDS) else str(number)
-
+from mla_client import errors, messages
+from mla_client.base import process
+from mla_client.connection.channels import Channels
+from mla_client.gen import cache_pb2, cache_pb2_grpc
 
 class EventKind(enum.IntEnum):
     """What has happened. Newer servers may send kinds that are not named here."""
@@ -60,14 +55,20 @@ class CacheMiss(NamedTuple):
 
 
 class EventWatch(Iterator[List[CacheEvent]]):
-    """Lists of events as they happen. `close`, from any thread, ends it: StopIteration then."""
+    """Lists of events as they happen. `close`, from any thread, ends it: StopIteration then.
+    Belongs to the process that made it."""
 
-    def __init__(self, call: Any, boot_id: int) -> None:
+    def __init__(self, call: Any, boot_id: int, held: contextlib.ExitStack) -> None:
+        """`held` is closed with it."""
         self._call = call
         self._boot_id = boot_id
+        self._held = held
+        self._home = process.Home()
         self._closed = False
+        process.leave_at_fork(self)
 
     def __next__(self) -> List[CacheEvent]:
+        self._home.check()
         if self._closed:
             raise StopIteration
         try:
@@ -89,8 +90,15 @@ class EventWatch(Iterator[List[CacheEvent]]):
 
     def close(self) -> None:
         """Ends the watch; again: nothing."""
+        if self._home.left or self._closed:
+            return
         self._closed = True
         self._call.cancel()
+        self._held.close()
+
+    def leave(self) -> None:
+        """In a child that was forked: the call is the parent's."""
+        process.keep(self._call)
 
 
 class Events:
@@ -98,8 +106,10 @@ class Events:
 
     boot_id: int
     _cache: Any
+    _channels: Channels
     _metadata: Tuple[Tuple[str, str], ...]
     _call: Callable[..., Any]
+    _home: process.Home
 
     def watch_events(self, after: Optional[int] = None, *,
                      all_tenants: bool = False) -> EventWatch:
@@ -108,10 +118,13 @@ class Events:
         Close the iterator to end the watch. ServerRestarted when another server answers.
         Operators may see events of all tenants, each with its own numbers; `after` is 0 or None
         then."""
+        self._home.check()
         request = cache_pb2.WatchEventsRequest(all_tenants=all_tenants)
         if after is not None:
             request.after = after
-        return EventWatch(self._cache.WatchEvents(request, metadata=self._metadata), self.boot_id)
+        held = contextlib.ExitStack()
+        stub = cache_pb2_grpc.CacheStub(held.enter_context(self._channels.stream()))
+        return EventWatch(stub.WatchEvents(request, metadata=self._metadata), self.boot_id, held)
 
     def explain(self, most: int = 0, *, all_tenants: bool = False) -> List[CacheMiss]:
         """The tenant's latest matches that have missed, the latest first; for operators, those of
@@ -119,5 +132,5 @@ class Events:
         reply = self._call(self._cache.Explain, cache_pb2.ExplainRequest(
             most=most, all_tenants=all_tenants))
         return [CacheMiss(miss.model_id, miss.sequence_id, miss.first_row, miss.rows_asked,
-                          miss.rows_found, match_end(miss.end), miss.unix_ms, miss.tenant)
+                          miss.rows_found, messages.name_of(miss.end, messages.MATCH_ENDS), miss.unix_ms, miss.tenant)
                 for miss in reply.misses]

@@ -10,6 +10,7 @@ except that `Step.attend` and `Step.attend_async` may be called from several.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import secrets
 import time
 from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, Callable, List, Optional, Sequence as Seq, Tuple, TypeVa
 import numpy as np
 import numpy.typing as npt
 
-from mla_client import errors, wire
+from mla_client import arrays, errors, wire
 from mla_client.service.step import Step
 from mla_client.shm import device as device_memory
 from mla_client.types import (AttendArgs, AttendResult, Buffers, DType, ModelSpec, Prefix,
@@ -77,8 +78,8 @@ class Service(abc.ABC):
         """Returns (epoch, length)."""
 
     @abc.abstractmethod
-    def _read_tail(self, sequence_id: int, epoch: int) -> Tuple[int, bytes]:
-        """Returns (position, tail)."""
+    def _read_tail(self, sequence_id: int, epoch: int, tail_bytes: int) -> Tuple[int, bytes]:
+        """Returns (position, tail) of a model whose tails have so many bytes."""
 
     @abc.abstractmethod
     def _release(self, sequence_ids: List[int]) -> List[int]:
@@ -132,6 +133,10 @@ class Service(abc.ABC):
     @abc.abstractmethod
     def _abort(self, step: Step) -> None: ...
 
+    def _give_up(self, step: Step) -> None:
+        """The caller does not know whether the step is open, and has no use for it: it is to end
+        soon, and nothing is waited for."""
+
     def _shared_memory(self, stream: Any) -> Any:
         """The SharedMemory of a stream (None: of the service's own), or None if it has none."""
         return None
@@ -148,7 +153,8 @@ class Service(abc.ABC):
         `sinks` [layers, heads] belong to attention "sparse_v4": logits whose value is zero; -inf:
         none. Without them there are none, or `Model.upload_sinks` brings them
         (`ModelSpec.needs_sinks`)."""
-        sinks = np.asarray(sinks, np.float32)
+        sinks = arrays.numbers("sinks", sinks)
+        kv_scales = arrays.numbers("kv_scales", kv_scales).tolist()
         heads = (spec.layers, spec.geometry.num_heads)
         if sinks.size and sinks.shape != heads:
             raise errors.InvalidArgument(f"sinks: got shape {sinks.shape}, must be {heads}")
@@ -211,14 +217,14 @@ class Model:
     def upload_scales(self, scales: Seq[float]) -> None:
         """Sets the scales of kv_format "fp8_tensor", one a layer. Equal ones may be sent again,
         others while no sequence of the model is open: else AlreadyExists."""
-        self.service._upload_scales(self.spec.model_id, scales)
+        self.service._upload_scales(self.spec.model_id, arrays.numbers("scales", scales).tolist())
 
     def upload_sinks(self, sinks: Any, layer_begin: int = 0, head_begin: int = 0) -> List[int]:
         """Sets sinks of attention "sparse_v4", [layers, heads], from `layer_begin` and `head_begin`
         on: all of them, or as ranks do it those of their heads. Each is finite, or -inf: none.
         Values in force may be sent again, others while no sequence of the model is open: else
         AlreadyExists. Returns the layers that still miss some (`ModelSpec.needs_sinks`)."""
-        sinks = np.asarray(sinks, np.float32)
+        sinks = arrays.numbers("sinks", sinks)
         wire.check_number("layer_begin", layer_begin)
         wire.check_number("head_begin", head_begin)
         if sinks.ndim != 2 or not sinks.size:
@@ -234,7 +240,7 @@ class Model:
         are there already are AlreadyExists. EXPANDED is served once every layer and head is there.
         """
         geometry = self.spec.geometry
-        w_uk, w_uv = np.asarray(w_uk), np.asarray(w_uv)
+        w_uk, w_uv = arrays.floats("w_uk", w_uk), arrays.floats("w_uv", w_uv)
         heads = len(w_uk) if w_uk.ndim else 0
         wire.check_number("layer", layer)
         wire.check_number("head_begin", head_begin)
@@ -252,6 +258,8 @@ class Model:
         With `prefix` it starts with as many of these rows as the prefix cache has; `matched` and
         `length` tell how many. It is empty otherwise."""
         wire.check_number("lease_ms", lease_ms)
+        if prefix is not None and prefix.max_rows is not None:
+            wire.check_number("prefix.max_rows", prefix.max_rows, wire.LARGEST_POSITION)
         # A request id of our own makes the retries of the transport safe.
         request_id = request_id or secrets.token_hex(16)
         try:
@@ -261,6 +269,8 @@ class Model:
                 request_id=request_id, lease_ms=lease_ms, prefix=prefix)
         sequence = Sequence(self, state)
         sequence.matched = matched
+        if prefix is not None and prefix.max_rows == 0:
+            sequence._said = prefix
         return sequence
 
     def adopt_sequence(self, sequence_id: int) -> "Sequence":
@@ -286,6 +296,8 @@ class Sequence:
         self.length = state.length  # committed rows
         self.matched = PrefixMatch()  # the last time that rows were asked of the prefix cache
         self.released = False
+        # What rows stand for that the server was not told: it would add those that it has.
+        self._said: Optional[Prefix] = None
 
     def __repr__(self) -> str:
         state = ", released" if self.released else ""
@@ -312,15 +324,27 @@ class Sequence:
         request_id = request_id or secrets.token_hex(16)
         state = self._call(lambda service: service._fork(self.id, self.epoch, length, request_id,
                                                          lease_ms))
-        return Sequence(self.model, state)
+        child = Sequence(self.model, state)
+        child._said = self._said_first(child.length)
+        return child
 
     def match(self, prefix: Prefix, first_row: int = 0) -> PrefixMatch:
         """Says what the rows from `first_row` on stand for, those that are committed and those to
         come, and adds behind the committed ones what the prefix cache has of the rest. What was
         said of committed rows before must stay: else FailedPrecondition."""
         wire.check_number("first_row", first_row, wire.LARGEST_POSITION)
+        if self._said is not None and first_row > 0:
+            prefix, first_row = self._said.followed_by(prefix, first_row, self.model.spec.page_size)
+        if prefix.max_rows is not None and prefix.max_rows <= self.length:
+            # No more rows than there are: the contract takes 0 for no bound.
+            if self.length > 0:
+                prefix = dataclasses.replace(prefix, max_rows=self.length)
+            elif first_row == 0:
+                self._said, self.matched = prefix, PrefixMatch()
+                return self.matched
         state, self.matched = self._call(lambda service: service._match(
             self.id, self.epoch, first_row, prefix))
+        self._said = None
         self.length = state.length
         return self.matched
 
@@ -329,12 +353,14 @@ class Sequence:
         wire.check_number("length", length, wire.LARGEST_POSITION)
         self.epoch, self.length = self._call(lambda service: service._truncate(
             self.id, length, self.epoch))
+        self._said = self._said_first(length)
 
     def read_tail(self) -> Tuple[int, bytes]:
         """The last tail that a step has left (Step.end), and the length that it belongs to: a
         worker that goes on from there first cuts the sequence to it. NotFound if there is none:
         none was stored, or the sequence was cut below it."""
-        return self._call(lambda service: service._read_tail(self.id, self.epoch))
+        return self._call(lambda service: service._read_tail(self.id, self.epoch,
+                                                             self.model.spec.tail_bytes))
 
     def hand_over(self) -> int:
         """Leaves it to who calls Model.adopt_sequence with the id that this returns: its lease
@@ -355,6 +381,9 @@ class Sequence:
         state = self.model.service._found(self.id)
         self.epoch, self.length = state.epoch, state.length
         return state
+
+    def _said_first(self, rows: int) -> Optional[Prefix]:
+        return self._said and self._said.first(rows, self.model.spec.page_size)
 
     def _call(self, call: Callable[[Service], _Result]) -> _Result:
         """A call that names the sequence, by the service that has it."""

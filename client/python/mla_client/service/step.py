@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, List, Mapping, Optional, Sequence as Seq,
 import numpy as np
 import numpy.typing as npt
 
-from mla_client import errors, wire
+from mla_client import arrays, errors, wire
+from mla_client.base import deadlines
 from mla_client.shm import device as device_memory
 from mla_client.types import AttendArgs, AttendResult, Buffers, DType, Profile
 
@@ -58,7 +59,13 @@ class Step:
                 f"{'open' if self.open else 'not open'}>")
 
     def __enter__(self) -> Step:
-        return self.begin()
+        try:
+            return self.begin()
+        except errors.MlaError:
+            raise
+        except BaseException:  # an interrupt: no `with` block will end the step
+            self.service._give_up(self)
+            raise
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         if not self.open:
@@ -85,9 +92,14 @@ class Step:
                 self._handle = self.service._begin(self)
                 self.open = True
             except errors.MlaError as error:
+                if isinstance(error, errors.DeadlineExceeded):
+                    self.service._give_up(self)  # it may begin all the same
                 if self.stream is not None:
                     raise  # it is of the server that they have left
                 self.service._follow(self.sequences, error, deadline)
+            except BaseException:  # an interrupt, which may have come after the step had begun
+                self.service._give_up(self)
+                raise
         return self
 
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
@@ -185,7 +197,7 @@ class Step:
         """
         self._check_begun("attend")
         geometry = self.model.spec.geometry
-        q, kv = _values(q), _values(kv)
+        q, kv = _values("attend.q", q), _values("attend.kv", kv)
         device_memory.check_call(q, kv, out, lists, self.model.spec)
         given = kv if q is None else q
         if given is None:
@@ -200,8 +212,9 @@ class Step:
         if kv is not None:
             wire.check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
         wire.check_number("attend.layer", layer)
-        wire.check_number("attend.row_begin", row_begin)
-        wire.check_number("attend.head_offset", head_offset)
+        for name, first, count in (("row_begin", row_begin, rows),
+                                   ("head_offset", head_offset, heads)):
+            wire.check_number(f"attend.{name}", first, wire.LARGEST - count)
         if out is not None:
             wire.check_shape("attend.out.o", out.o,
                              None if q is None else (rows, heads, geometry.o_dim(profile)))
@@ -221,11 +234,12 @@ class Step:
         ends = None
         if spec.window > 0 or entries is not None:
             of_step = spec.entry_ends(layer, [s.length for s in self.sequences], self.rows)
-            kv, ends = wire.with_entries(spec, kv, wire.floats(entries),
+            kv, ends = wire.with_entries(spec, kv, arrays.floats("attend.entries", entries),
                                          of_step[row_begin:row_begin + rows + 1], kv_parts)
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
                           q, kv, want_lse, base, wire.output_dtype(o_dtype),
-                          self.service.timeout_s if timeout_s is None else timeout_s, out,
+                          self.service.timeout_s if timeout_s is None
+                          else deadlines.checked("attend.timeout_s", timeout_s), out,
                           inputs, index is not None,
                           spec.top_k if want_lists and index is not None else 0,
                           q_parts, kv_parts if kv is not None else (), ends)
@@ -233,15 +247,22 @@ class Step:
 
     def end(self, committed: Optional[Seq[int]] = None, *,
             tails: Optional[Mapping[int, bytes]] = None) -> List[int]:
-        """Commits the first `committed` rows of each sequence (default: all); returns lengths.
+        """Commits the first `committed` rows of each sequence (None: all); returns lengths.
 
         `tails`, of sequences by their place in the step: bytes of the model's `tail_bytes` each,
         for the lengths that this commits. They take the place of the tails that were there
         (Sequence.read_tail). The step stays open when the server has no room for them
-        (ResourceExhausted), and may be ended without."""
+        (ResourceExhausted), and may be ended without.
+
+        After an interrupt (Ctrl-C) the rows may be committed or dropped: Sequence.refresh tells."""
         self._check_begun("end")
         # Arrays are sequences, too, though they have no truth value.
-        kept = None if committed is None else [operator.index(count) for count in committed]
+        kept = None if committed is None else [_count(count) for count in committed]
+        if kept is not None and len(kept) != len(self.rows):
+            raise errors.InvalidArgument(
+                f"end.committed: got {len(kept)} counts, must be {len(self.rows)}, one for each "
+                "sequence, or None", errors.ErrorDetail(
+                    field="end.committed", got=str(len(kept)), limit=str(len(self.rows))))
         for index, count in enumerate(kept or []):
             wire.check_number(f"end.committed[{index}]", count)
         sent = sorted((tails or {}).items())
@@ -251,7 +272,13 @@ class Step:
                 raise errors.InvalidArgument(
                     f"end.tails: got {len(tail)} bytes for sequence {place}, must be {tail_bytes} "
                     f"for one of 0..{len(self.rows) - 1}")
-        lengths = self.service._end(self, kept, sent)
+        try:
+            lengths = self.service._end(self, kept, sent)
+        except errors.MlaError:
+            raise
+        except BaseException:  # an interrupt, which may have come before the end was sent
+            self.service._give_up(self)
+            raise
         self.open = False
         for sequence, length in zip(self.sequences, lengths):
             sequence.length = length
@@ -269,9 +296,16 @@ class Step:
                 f"{what}: the step has not begun: use it in a `with` block, or call begin()")
 
 
-def _values(array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
+def _count(count: Any) -> int:
+    """A number of rows: neither a part of one nor a mask."""
+    if isinstance(count, (bool, np.bool_)):
+        raise errors.InvalidArgument("end.committed: got truth values, must be counts of rows")
+    return operator.index(count)
+
+
+def _values(name: str, array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
     """What lies in the memory of a device stays as it is."""
-    return array if isinstance(array, device_memory.DeviceArray) else wire.floats(array)
+    return array if isinstance(array, device_memory.DeviceArray) else arrays.floats(name, array)
 
 
 def gather(sequences: Seq[Sequence], deadline: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import numpy as np
 
 from mla_client import errors
+from mla_client.base import process
 from mla_client.shm.blocks import Blocks
 from mla_client.types import Buffers, ModelSpec
 
@@ -337,6 +338,7 @@ _DELETER = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DlManaged))
 _DlManaged._fields_ = [("tensor", _DlTensor), ("context", _P), ("deleter", _DELETER)]
 _lent: Dict[int, Tuple[Any, ...]] = {}  # by the struct's address: what a consumer still uses
 _lent_lock = threading.Lock()
+process.free_at_fork(_lent_lock)
 
 
 @_DELETER

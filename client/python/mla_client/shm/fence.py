@@ -22,8 +22,11 @@ import sys
 import threading
 from typing import Callable, Tuple
 
+from mla_client.base import process
+
 _SEQ_CST = 5  # __ATOMIC_SEQ_CST
 _LOCK = threading.Lock()
+process.free_at_fork(_LOCK)
 
 
 def _nothing() -> None:

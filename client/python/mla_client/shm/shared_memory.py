@@ -1,75 +1,41 @@
 """Shared memory with a server of the same host: a region, and tensors in its arena.
 
-The server makes the region and passes it through a socket beside its own; every byte of that
-exchange, and of the ring that may stand at the region's front, is defined in the repository's
-proto/wire/ring_layout.h and checked here. When the connection ends the server forgets the region:
-the memory stays readable, but nothing reaches the server through it any more.
+The server makes the region and passes it through a socket next to its own (handshake.py). When the
+connection ends the server forgets the region: the memory stays readable, but nothing reaches the
+server through it any more. The same holds in a process that was forked from the client's.
 Threading: any thread, except that a Placement or Buffers belongs to one call at a time.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import mmap
 import os
 import select
 import socket
-import struct
 import threading
-import time
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mla_client import errors, wire
+from mla_client.base import gates, process
 from mla_client.shm import device as device_memory
+from mla_client.shm import handshake
 from mla_client.shm.blocks import Blocks
 from mla_client.types import AttendArgs, Buffers, DType, Geometry, Profile
 
-HANDSHAKE_MAGIC = 0x314D4853  # "SHM1"
-HANDSHAKE_VERSION = 1
-WANT_RING, WANT_DEVICE = 1, 2  # flags of the request
-HAS_DEVICE = 1  # of the reply
+# Linux's MAP_POPULATE, for which old Pythons have no name: the pages are there already.
+_POPULATE = 0x8000
+_FIXED, _NORESERVE = 0x10, 0x4000  # MAP_FIXED and MAP_NORESERVE
 ALIGNMENT = 64
-TEXT_BYTES = 128
-CONNECT_REQUEST = struct.Struct("<IHHQII128s")
-CONNECT_REPLY = struct.Struct("<IHHiI16sQQQII128s")
-# magic, entries, offsets of submissions, completions and reply slots.
-RING_HEADER = struct.Struct("<IIQQQ")
-RING_HEADER_BYTES = 320
-ENTRY_BYTES = 64
-REPLY_SLOT_BYTES = 1024
-PAGE_BYTES = 4096
-# Of Linux; a Python that was built for an old C library has no names for them.
-_POPULATE = 0x8000  # MAP_POPULATE: the pages are there already, so map them at once
-_GET_SEALS, _SEAL_SHRINK = 1034, 2
-_CONNECT_PAUSE_S = 0.005  # between attempts while the server has connections to take
-_ATTEMPTS = 5  # connections that are tried when the server closes them without an answer
-
 _ENDED = select.POLLIN | select.POLLRDHUP
 
 
 def aligned(size: int) -> int:
     """The next multiple of a tensor's alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class ConnectReply(NamedTuple):
-    """What the server says about the region that it made."""
-
-    magic: int
-    version: int
-    flags: int
-    code: int
-    ring_entries: int
-    handle: bytes
-    region_bytes: int
-    arena_offset: int
-    boot_id: int
-    spin_us: int
-    reserved1: int
-    message: bytes
 
 
 class Place(NamedTuple):
@@ -109,11 +75,11 @@ class DeviceWish(NamedTuple):
 class SharedMemory:
     """A region and the connection that keeps it."""
 
-    def __init__(self, connection: socket.socket, connect_reply: ConnectReply,
-                 descriptor: int, device_descriptor: Optional[int] = None,
+    def __init__(self, connection: socket.socket, connect_reply: handshake.ConnectReply,
+                 descriptor: int, wanted: int, device_descriptor: Optional[int] = None,
                  wish: DeviceWish = DeviceWish()) -> None:
         """Takes over the region's descriptor and the connection. Unimplemented if the region is not
-        laid out as agreed."""
+        laid out as agreed, with an arena of the `wanted` bytes."""
         self._connection = connection
         self.handle = connect_reply.handle
         self.boot_id = connect_reply.boot_id
@@ -123,21 +89,23 @@ class SharedMemory:
         self.ended = False
         self.freed = 0  # blocks given back so far: changes whenever there may be more room
         try:
-            _check_region(connect_reply, descriptor)
+            handshake.check_region(connect_reply, descriptor, wanted)
             self.map = mmap.mmap(descriptor, connect_reply.region_bytes,
                                  flags=mmap.MAP_SHARED | _POPULATE)
         finally:
             os.close(descriptor)
-        _check_ring(connect_reply, self.map)
+        handshake.check_ring(connect_reply, self.map)
         self.address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
+        self._home = process.Home()
+        self._lock = threading.Lock()  # not to be taken in another process, where it may be lost
+        self._room = gates.Gates()
         self._blocks = Blocks(self.arena_offset, self.arena_bytes)
         self.device: Optional[device_memory.DeviceRegion] = None
         self.why_no_device = "none was asked for"
         if wish.mib > 0:
             self._map_device(connect_reply, device_descriptor, wish)
         self._buffers = 0  # blocks among them that no reply will give back
+        process.leave_at_fork(self)
 
     @classmethod
     def connect(cls, path: str, *, tenant: str = "", size: int = 64 << 20, ring: bool = True,
@@ -151,48 +119,22 @@ class SharedMemory:
         Unimplemented: another layout; otherwise what the server said when it refused.
         """
         name = tenant.encode()
-        if len(name) >= TEXT_BYTES:
+        if len(name) >= handshake.TEXT_BYTES:
             raise errors.InvalidArgument(
-                f"shared memory: tenant: got {len(name)} bytes, at most {TEXT_BYTES - 1}")
+                f"shared memory: tenant: got {len(name)} bytes, at most {handshake.TEXT_BYTES - 1}")
         if not ring:
             wish = DeviceWish()
-        flags = WANT_RING * ring | WANT_DEVICE * (wish.mib > 0)
-        request = CONNECT_REQUEST.pack(HANDSHAKE_MAGIC, HANDSHAKE_VERSION, flags, size, spin_us,
-                                       wish.mib, name)
-        deadline = time.monotonic() + timeout_s
-        for _ in range(_ATTEMPTS):
-            memory = cls._exchange(path, request, deadline, wish)
-            if memory is not None:
-                return memory
-        raise errors.Unavailable(
-            "shared memory: the server closed the connection without an answer")
-
-    @classmethod
-    def _exchange(cls, path: str, request: bytes, deadline: float,
-                  wish: DeviceWish) -> Optional["SharedMemory"]:
-        """One connection: the request and its answer. None if the server closed it without an
-        answer, as one with too many connections may do before it has read the request."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        descriptors: List[int] = []
+        flags = handshake.WANT_RING * ring | handshake.WANT_DEVICE * (wish.mib > 0)
+        request = handshake.CONNECT_REQUEST.pack(
+            handshake.HANDSHAKE_MAGIC, handshake.HANDSHAKE_VERSION, flags, size, spin_us, wish.mib,
+            name)
+        answer = handshake.ask(path, request, timeout_s)
+        descriptors = answer.descriptors
         try:
-            _connect(connection, path, deadline)
-            try:
-                connection.sendall(request)
-                connection.settimeout(_time_left(deadline))
-                packet, descriptors, _, _ = socket.recv_fds(connection, CONNECT_REPLY.size, 2)
-            except (BrokenPipeError, ConnectionResetError):
-                packet = b""
-            if not packet:
-                connection.close()
-                return None
-            connect_reply = _read_connect_reply(packet, len(descriptors))
-            return cls(connection, connect_reply, descriptors.pop(0),
+            return cls(answer.connection, answer.reply, descriptors.pop(0), size,
                        descriptors[0] if descriptors else None, wish)
-        except OSError as error:
-            connection.close()
-            raise errors.Unavailable(f"shared memory: {path}: {error}") from error
         except BaseException:
-            connection.close()
+            answer.connection.close()
             raise
         finally:
             for descriptor in descriptors:
@@ -217,13 +159,28 @@ class SharedMemory:
 
     def disconnect(self) -> None:
         """Gives the connection up at once."""
+        if self._home.left:
+            return
         with self._lock:
             self.ended = True
             try:
                 self._connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # it had ended already
-            self._room.notify_all()
+        self._room.open()
+
+    def leave(self) -> None:
+        """In a child that was forked: the region is the parent's. Empty pages take the place of the
+        child's view, so that nothing that the child writes reaches the server. Its copy of the
+        connection is closed, or the server would not see the parent's end."""
+        self.ended = True
+        self._connection.close()
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap(ctypes.c_void_p(self.address), ctypes.c_size_t(len(self.map)),
+                  mmap.PROT_READ | mmap.PROT_WRITE,
+                  mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE, -1,
+                  ctypes.c_long(0))
 
     def _wait_for_end(self, timeout_s: float) -> bool:
         poller = select.poll()  # one for all threads would refuse the second
@@ -235,14 +192,14 @@ class SharedMemory:
 
     # --- Device memory
 
-    def _map_device(self, connect_reply: ConnectReply, descriptor: Optional[int],
+    def _map_device(self, connect_reply: handshake.ConnectReply, descriptor: Optional[int],
                     wish: DeviceWish) -> None:
         """Maps it; a client without it sends its tensors another way, so this fails nothing."""
-        if not connect_reply.flags & HAS_DEVICE:
+        if not connect_reply.flags & handshake.HAS_DEVICE:
             said = connect_reply.message.rstrip(b"\0").decode(errors="replace")
             self.why_no_device = said or "the server offers none"
             return
-        at = _ring_end(self.ring_entries)
+        at = handshake.ring_end(self.ring_entries)
         try:
             self.device = device_memory.DeviceRegion(
                 self.map[at:self.arena_offset], descriptor, self.ring_entries, wish.device,
@@ -284,11 +241,13 @@ class SharedMemory:
 
     def free(self, offsets: Sequence[int]) -> None:
         """Gives back what `allocate` returned."""
+        if self._home.left:
+            return
         with self._lock:
             for offset in offsets:
                 self._blocks.give(offset)
             self.freed += 1
-            self._room.notify_all()
+        self._room.open()
 
     def exhausted(self, seen: int) -> bool:
         """True if Buffers alone hold memory and `freed` is still what was seen: what did not fit
@@ -299,9 +258,7 @@ class SharedMemory:
     def wait_for_room(self, seen: int, deadline: float) -> bool:
         """Waits until `freed` differs from what was seen or the connection has ended; False if the
         deadline comes first."""
-        with self._room:
-            return self._room.wait_for(lambda: self.freed != seen or self.ended,
-                                       max(0.0, deadline - time.monotonic()))
+        return self._room.wait(lambda: self.freed != seen or self.ended, deadline)
 
     def array(self, offset: int, shape: Tuple[int, ...], dtype: Any) -> npt.NDArray:
         """The bytes at an offset as an array. It keeps the memory mapped."""
@@ -326,6 +283,8 @@ class SharedMemory:
         return Buffers(kv_rows, q, o, lse, dtype, place, lambda: self._free_both(place))
 
     def _free_both(self, place: Place) -> None:
+        if self._home.left:
+            return
         with self._lock:
             self._buffers -= 2
         self.free((place.in_offset, place.out_offset))
@@ -409,92 +368,3 @@ def _tensors(array: Any, place: Place, geometry: Geometry, profile: Profile, row
             array(at_out, (rows, heads, geometry.o_dim(profile)), o_dtype.numpy)
             if sizes.o else None,
             array(at_out + aligned(sizes.o), (rows, heads), np.float32) if sizes.lse else None)
-
-
-def _layout(name: str, got: Any, wanted: Any) -> errors.Unimplemented:
-    """The server and this client do not agree on where things lie."""
-    return errors.Unimplemented(f"shared memory: {name}: got {got}, must be {wanted}",
-                                errors.ErrorDetail(field=name, got=str(got), limit=str(wanted),
-                                                   reason="layout_mismatch"))
-
-
-def _time_left(deadline: float) -> float:
-    """Seconds until then, a positive number: 0 would make a socket one that never waits."""
-    return max(deadline - time.monotonic(), 1e-3)
-
-
-def _connect(connection: socket.socket, path: str, deadline: float) -> None:
-    """Connects until then; OSError if it cannot. A unix socket with a timeout does not wait for a
-    place among the connections that the server has not taken yet: it says EAGAIN."""
-    while True:
-        connection.settimeout(_time_left(deadline))
-        try:
-            connection.connect(path)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_CONNECT_PAUSE_S)
-
-
-def _read_connect_reply(packet: bytes, descriptors: int) -> ConnectReply:
-    """The server's answer. Raises what the server said, or Unimplemented for another layout."""
-    if len(packet) != CONNECT_REPLY.size:
-        raise _layout("connect_reply", f"{len(packet)} bytes", f"{CONNECT_REPLY.size} bytes")
-    connect_reply = ConnectReply(*CONNECT_REPLY.unpack(packet))
-    for name, got, wanted in (("connect_reply.magic", connect_reply.magic, HANDSHAKE_MAGIC),
-                              ("connect_reply.version", connect_reply.version, HANDSHAKE_VERSION)):
-        if got != wanted:
-            raise _layout(name, got, wanted)
-    if connect_reply.code != 0:
-        text = connect_reply.message.rstrip(b"\0").decode(errors="replace")
-        raise errors.from_code(connect_reply.code, f"shared memory: {text}")
-    if descriptors != 1 and not (descriptors == 2 and connect_reply.flags & HAS_DEVICE):
-        raise _layout("connect_reply", f"{descriptors} descriptors", "1 descriptor")
-    return connect_reply
-
-
-def _check_region(connect_reply: ConnectReply, descriptor: int) -> None:
-    """The memory must be as large as said and sealed, or an access could end this process."""
-    size = os.fstat(descriptor).st_size
-    if size != connect_reply.region_bytes or not connect_reply.arena_offset < size:
-        raise _layout("connect_reply.region_bytes", connect_reply.region_bytes,
-                      f"{size}, the memory's size")
-    if not fcntl.fcntl(descriptor, _GET_SEALS) & _SEAL_SHRINK:
-        raise _layout("region", "memory that can shrink", "sealed memory")
-
-
-def _ring_end(entries: int) -> int:
-    """Bytes of a ring."""
-    size = RING_HEADER_BYTES + entries * (2 * ENTRY_BYTES + REPLY_SLOT_BYTES)
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
-
-
-def _device_part(entries: int) -> int:
-    """Bytes behind a ring that say where its device memory is."""
-    size = device_memory.HEADER.size + entries * device_memory.HANDLE_BYTES
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
-
-
-def _check_ring(connect_reply: ConnectReply, memory: mmap.mmap) -> None:
-    """The ring's parts must lie where this client expects them."""
-    entries = connect_reply.ring_entries
-    completions = RING_HEADER_BYTES + entries * ENTRY_BYTES
-    replies = completions + entries * ENTRY_BYTES
-    end = _ring_end(entries)
-    if connect_reply.flags & HAS_DEVICE:
-        end += _device_part(entries)
-    if entries == 0:
-        if connect_reply.arena_offset != 0:
-            raise _layout("connect_reply.arena_offset", connect_reply.arena_offset, 0)
-        return
-    if entries & (entries - 1):
-        raise _layout("connect_reply.ring_entries", entries, "a power of two")
-    if connect_reply.arena_offset != end:
-        raise _layout("connect_reply.arena_offset", connect_reply.arena_offset, end)
-    header = RING_HEADER.unpack_from(memory, 0)
-    wanted = (HANDSHAKE_MAGIC, entries, RING_HEADER_BYTES, completions, replies)
-    for name, got, value in zip(("magic", "entries", "submissions_offset", "completions_offset",
-                                 "replies_offset"), header, wanted):
-        if got != value:
-            raise _layout(f"ring.{name}", got, value)

@@ -9,7 +9,7 @@ import struct
 import tempfile
 import threading
 
-from mla_client.shm import ring, shared_memory
+from mla_client.shm import handshake, ring, shared_memory
 
 ENTRIES = 4
 ARENA_BYTES = 1 << 16
@@ -18,9 +18,9 @@ BOOT_ID = 77
 
 def ring_bytes(entries=ENTRIES):
     """Bytes in front of the arena."""
-    size = shared_memory.RING_HEADER_BYTES + entries * (
-        2 * shared_memory.ENTRY_BYTES + shared_memory.REPLY_SLOT_BYTES)
-    return -(-size // shared_memory.PAGE_BYTES) * shared_memory.PAGE_BYTES
+    size = handshake.RING_HEADER_BYTES + entries * (
+        2 * handshake.ENTRY_BYTES + handshake.REPLY_SLOT_BYTES)
+    return -(-size // handshake.PAGE_BYTES) * handshake.PAGE_BYTES
 
 
 class FakeListener:
@@ -28,7 +28,7 @@ class FakeListener:
     the server's view of the memory that it gave."""
 
     def __init__(self, *, seal=True, ring_header=None, descriptors=1, packet=None, closed_first=0,
-                 **connect_reply):
+                 arena_bytes=ARENA_BYTES, **connect_reply):
         """`connect_reply` overrides fields of the answer, `ring_header` words of the ring's header,
         `packet` the whole answer; `closed_first` connections are closed without an answer."""
         self._closed_first = closed_first
@@ -37,7 +37,7 @@ class FakeListener:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.path)
         self._listener.listen(1)
-        size = ring_bytes() + ARENA_BYTES
+        size = ring_bytes() + arena_bytes
         self._descriptor = os.memfd_create("fake-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, size)
         if seal:
@@ -45,19 +45,19 @@ class FakeListener:
                         fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.region = memoryview(mmap.mmap(self._descriptor, size))
         self.words, self.longs = self.region.cast("I"), self.region.cast("Q")
-        submissions = shared_memory.RING_HEADER_BYTES
-        self.completions = submissions + ENTRIES * shared_memory.ENTRY_BYTES
-        self.replies = self.completions + ENTRIES * shared_memory.ENTRY_BYTES
-        header = dict(magic=shared_memory.HANDSHAKE_MAGIC, entries=ENTRIES, submissions=submissions,
+        submissions = handshake.RING_HEADER_BYTES
+        self.completions = submissions + ENTRIES * handshake.ENTRY_BYTES
+        self.replies = self.completions + ENTRIES * handshake.ENTRY_BYTES
+        header = dict(magic=handshake.HANDSHAKE_MAGIC, entries=ENTRIES, submissions=submissions,
                       completions=self.completions, replies=self.replies)
         header.update(ring_header or {})
-        shared_memory.RING_HEADER.pack_into(self.region, 0, *header.values())
-        fields = dict(magic=shared_memory.HANDSHAKE_MAGIC, version=shared_memory.HANDSHAKE_VERSION,
+        handshake.RING_HEADER.pack_into(self.region, 0, *header.values())
+        fields = dict(magic=handshake.HANDSHAKE_MAGIC, version=handshake.HANDSHAKE_VERSION,
                       flags=0, code=0, ring_entries=ENTRIES, handle=b"h" * 16,
                       region_bytes=size, arena_offset=ring_bytes(), boot_id=BOOT_ID, spin_us=0,
                       reserved1=0, message=b"")
         fields.update(connect_reply)
-        self._packet = (shared_memory.CONNECT_REPLY.pack(*fields.values()) if packet is None
+        self._packet = (handshake.CONNECT_REPLY.pack(*fields.values()) if packet is None
                         else packet)
         self._descriptors = descriptors
         self.accepted = 0
@@ -76,7 +76,7 @@ class FakeListener:
                 self.accepted += 1
         except OSError:
             return  # closed without a visitor
-        self.connect_request = shared_memory.CONNECT_REQUEST.unpack(self.connection.recv(4096))
+        self.connect_request = handshake.CONNECT_REQUEST.unpack(self.connection.recv(4096))
         if self._descriptors:
             socket.send_fds(self.connection, [self._packet], [self._descriptor] * self._descriptors)
         else:
@@ -84,6 +84,7 @@ class FakeListener:
 
     def connect(self, **options):
         """A client's end of the region."""
+        options.setdefault("size", ARENA_BYTES)
         memory = shared_memory.SharedMemory.connect(self.path, **options)
         self._thread.join()
         return memory
@@ -91,22 +92,22 @@ class FakeListener:
     def fill(self, index, kind, tag, *, message=b"", at=None):
         """Writes a completion without publishing it."""
         slot = index % ENTRIES
-        place = self.replies + slot * shared_memory.REPLY_SLOT_BYTES if at is None else at
+        place = self.replies + slot * handshake.REPLY_SLOT_BYTES if at is None else at
         if message:
             self.region[place:place + len(message)] = message
         ring.COMPLETION.pack_into(
-            self.region, self.completions + slot * shared_memory.ENTRY_BYTES + 4, kind,
+            self.region, self.completions + slot * handshake.ENTRY_BYTES + 4, kind,
             ring.PLAN_REUSED, 3, tag, BOOT_ID, 10, 20, 30, 40, 5, 6, place, len(message), 0)
 
     def publish(self, index):
         """Makes what `fill` wrote valid."""
         slot = index % ENTRIES
-        self.words[(self.completions + slot * shared_memory.ENTRY_BYTES) // 4] = (
+        self.words[(self.completions + slot * handshake.ENTRY_BYTES) // 4] = (
             index + 1) & 0xFFFFFFFF
 
     def submission(self, index):
         """(sequence word, fields) of a slot."""
-        at = shared_memory.RING_HEADER_BYTES + index % ENTRIES * shared_memory.ENTRY_BYTES
+        at = handshake.RING_HEADER_BYTES + index % ENTRIES * handshake.ENTRY_BYTES
         return (struct.unpack_from("<I", self.region, at)[0],
                 ring.SUBMISSION.unpack_from(self.region, at + 4))
 

@@ -16,11 +16,12 @@ import mla_client
 import server_binary
 from fake_listener import ARENA_BYTES, BOOT_ID, ENTRIES, FakeListener, ring_bytes
 from mla_client.gen import attention_pb2
-from mla_client.shm import device, fence, futex, ring, shared_memory
+from mla_client.shm import device, fence, futex, handshake, ring, shared_memory
+from mla_client.streams.over_ring import RingStream
 
 # Bytes of the types in ring_layout.h, as struct's letters.
 LETTERS = {"uint8_t": "B", "uint16_t": "H", "uint32_t": "I", "int32_t": "i", "uint64_t": "Q"}
-SIZES = {"kHandleBytes": 16, "kHandshakeTextBytes": shared_memory.TEXT_BYTES}
+SIZES = {"kHandleBytes": 16, "kHandshakeTextBytes": handshake.TEXT_BYTES}
 
 
 def descriptors():
@@ -43,18 +44,18 @@ class LayoutTest(unittest.TestCase):
         return letters
 
     def test_packets_and_entries(self):
-        for name, ours in (("ConnectRequest", shared_memory.CONNECT_REQUEST),
-                           ("ConnectReply", shared_memory.CONNECT_REPLY)):
+        for name, ours in (("ConnectRequest", handshake.CONNECT_REQUEST),
+                           ("ConnectReply", handshake.CONNECT_REPLY)):
             self.assertEqual(self.fields(name), ours.format)
         for name, ours in (("SubmissionEntry", ring.SUBMISSION),
                            ("CompletionEntry", ring.COMPLETION)):
             self.assertEqual(self.fields(name), "<I" + ours.format[1:])
-            self.assertEqual(ours.size, shared_memory.ENTRY_BYTES - 4)
+            self.assertEqual(ours.size, handshake.ENTRY_BYTES - 4)
 
     def test_header(self):
         whole = self.fields("RingHeader")
-        self.assertTrue(whole.startswith(shared_memory.RING_HEADER.format))
-        self.assertEqual(struct.calcsize(whole), shared_memory.RING_HEADER_BYTES)
+        self.assertTrue(whole.startswith(handshake.RING_HEADER.format))
+        self.assertEqual(struct.calcsize(whole), handshake.RING_HEADER_BYTES)
         for name, offset in (("submit_doorbell", 4 * ring.SUBMIT_DOORBELL),
                              ("complete_doorbell", 4 * ring.COMPLETE_DOORBELL),
                              ("completions_taken", 8 * ring.COMPLETIONS_TAKEN),
@@ -62,17 +63,17 @@ class LayoutTest(unittest.TestCase):
             self.assertIn(f"offsetof(RingHeader, {name}) == {offset}", self.text)
 
     def test_numbers(self):
-        for name, value in (("kHandshakeMagic", f"{shared_memory.HANDSHAKE_MAGIC:#x}"),
-                            ("kHandshakeVersion", shared_memory.HANDSHAKE_VERSION),
-                            ("kWantRing", shared_memory.WANT_RING),
-                            ("kWantDevice", shared_memory.WANT_DEVICE),
-                            ("kHasDevice", shared_memory.HAS_DEVICE),
+        for name, value in (("kHandshakeMagic", f"{handshake.HANDSHAKE_MAGIC:#x}"),
+                            ("kHandshakeVersion", handshake.HANDSHAKE_VERSION),
+                            ("kWantRing", handshake.WANT_RING),
+                            ("kWantDevice", handshake.WANT_DEVICE),
+                            ("kHasDevice", handshake.HAS_DEVICE),
                             ("kEntryOnDevice", ring.ON_DEVICE),
                             ("kDeviceDescriptor", device.DESCRIPTOR),
                             ("kDeviceHandle", device.HANDLE),
                             ("kDeviceHandleBytes", device.HANDLE_BYTES),
                             ("kSharedAlignment", shared_memory.ALIGNMENT),
-                            ("kReplySlotBytes", shared_memory.REPLY_SLOT_BYTES),
+                            ("kReplySlotBytes", handshake.REPLY_SLOT_BYTES),
                             ("kEntryAttend", ring.ATTEND), ("kEntryMessage", ring.MESSAGE),
                             ("kEntryHasKv", ring.HAS_KV), ("kEntryWantLse", ring.WANT_LSE),
                             ("kEntryPlanReused", ring.PLAN_REUSED)):
@@ -83,16 +84,16 @@ class ListenerTest(unittest.TestCase):
     def connect(self, **listener):
         opened = FakeListener(**listener)
         self.addCleanup(opened.close)
-        return opened.connect(tenant="red", size=4096, spin_us=7)
+        return opened.connect(tenant="red", spin_us=7)
 
     def test_what_is_asked_and_given(self):
         listener = FakeListener()
         self.addCleanup(listener.close)
-        memory = listener.connect(tenant="red", size=4096, spin_us=7)
+        memory = listener.connect(tenant="red", spin_us=7)
         magic, version, flags, size, spin_us, _, tenant = listener.connect_request
         self.assertEqual((magic, version, flags, size, spin_us, tenant.rstrip(b"\0")),
-                         (shared_memory.HANDSHAKE_MAGIC, 1, shared_memory.WANT_RING, 4096, 7,
-                          b"red"))
+                         (handshake.HANDSHAKE_MAGIC, 1, handshake.WANT_RING, ARENA_BYTES,
+                          7, b"red"))
         self.assertEqual((memory.handle, memory.boot_id, memory.ring_entries, memory.arena_offset,
                           memory.arena_bytes), (b"h" * 16, BOOT_ID, ENTRIES, ring_bytes(),
                                                 ARENA_BYTES))
@@ -132,7 +133,7 @@ class ListenerTest(unittest.TestCase):
                 with self.assertRaises(mla_client.MlaError):
                     shared_memory.SharedMemory.connect(path, timeout_s=60.0)
                 thread.join()
-                self.assertEqual(seen, [shared_memory.CONNECT_REQUEST.size])
+                self.assertEqual(seen, [handshake.CONNECT_REQUEST.size])
 
     def test_the_timeout_bounds_connection_and_answer_together(self):
         now = [1000.0]
@@ -157,7 +158,7 @@ class ListenerTest(unittest.TestCase):
                     raise TimeoutError
 
                 clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-                with mock.patch.object(shared_memory, "time", clock), \
+                with mock.patch.object(handshake, "time", clock), \
                         mock.patch.object(socket, "recv_fds", receive), \
                         self.assertRaises(mla_client.Unavailable):
                     shared_memory.SharedMemory.connect(path, timeout_s=10.0)
@@ -179,6 +180,9 @@ class ListenerTest(unittest.TestCase):
                 ("connect_reply.arena_offset", dict(ring_entries=0)),
                 ("connect_reply.region_bytes", dict(region_bytes=size + 4096)),
                 ("connect_reply.region_bytes", dict(arena_offset=size)),
+                # All its pages would be mapped at once.
+                ("connect_reply.arena_bytes", dict(arena_bytes=ARENA_BYTES + (4 << 20))),
+                ("connect_reply.arena_bytes", dict(arena_bytes=ARENA_BYTES // 2)),
                 ("ring.magic", dict(ring_header=dict(magic=1))),
                 ("ring.entries", dict(ring_header=dict(entries=8))),
                 ("ring.submissions_offset", dict(ring_header=dict(submissions=384))),
@@ -378,7 +382,7 @@ class StreamTest(unittest.TestCase):
         self.listener = FakeListener()
         self.addCleanup(self.listener.close)
         self.boot_ids = []
-        self.stream = ring.RingStream(self.listener.connect(), 1 << 14, self.boot_ids.append)
+        self.stream = RingStream(self.listener.connect(), 1 << 14, self.boot_ids.append)
 
     def ask(self, seconds=5.0):
         return self.stream.ask(time.monotonic() + seconds, abort_step=attention_pb2.AbortStep())

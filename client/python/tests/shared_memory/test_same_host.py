@@ -15,8 +15,8 @@ import mla_client
 import numpy as np
 import server_binary
 from mla_client import Profile
+from mla_client.connection.targets import check_socket_owner
 from mla_client.shm import fence, ring
-from mla_client.transport import check_socket_owner
 from service_contract import GEOMETRY, LAYERS, SCALE, Worker
 
 RING_ENTRIES = 4
@@ -181,7 +181,7 @@ class ChoiceTest(unittest.TestCase):
                 connect(SERVER, transport="ring")
 
     def test_another_layout_falls_back(self):
-        with mock.patch("mla_client.shm.shared_memory.HANDSHAKE_VERSION", 2):
+        with mock.patch("mla_client.shm.handshake.HANDSHAKE_VERSION", 2):
             with connect(SERVER) as client, self.assertLogs("mla_client", "WARNING") as said:
                 self.assertEqual(client.transport, "inline")
             self.assertIn("version", said.output[0])

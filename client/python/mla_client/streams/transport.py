@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-import stat
 from typing import Any, Callable, Optional, Tuple
 
-import grpc
-
 from mla_client import errors, wire
+from mla_client.connection.channels import STOCK_MESSAGE_BYTES, Channels
 from mla_client.shm import ring
 from mla_client.shm.shared_memory import DeviceWish, SharedMemory
-from mla_client.stream import AttendStream, StepStream
+from mla_client.streams.over_grpc import AttendStream
+from mla_client.streams.over_ring import RingStream
+from mla_client.streams.stream import StepStream
 
 TRANSPORTS = ("auto", "inline", "shm", "ring")
-STOCK_MESSAGE_BYTES = 4 << 20
 # What a stream asks for when the caller names no size, and the least that is worth having.
 DEFAULT_SHARED_BYTES = 64 << 20
 LEAST_SHARED_BYTES = 4 << 20
@@ -25,45 +23,16 @@ _CAPABILITY = {"shm": "shared_memory", "ring": "command_ring"}
 _log = logging.getLogger("mla_client")
 
 
-def unix_path_of(target: str) -> str:
-    """Path of a unix target's socket; of other targets empty."""
-    if not target.startswith("unix:"):
-        return ""
-    path = target[len("unix:"):]
-    return path[2:] if path.startswith("//") else path
-
-
-def shm_path_of(target: str) -> str:
-    """Path of the shared-memory listener beside the socket of a unix target; else empty."""
-    path = unix_path_of(target)
-    return path + ".shm" if path else ""
-
-
-def check_socket_owner(path: str, server_uid: Optional[int] = None) -> None:
-    """Raises PermissionDenied for a socket of another user in a folder that every user may write
-    to, where any user can put a socket. Trusted are root, this process's user and `server_uid`."""
-    try:
-        owner = os.lstat(path).st_uid
-        folder = os.stat(os.path.dirname(path) or ".")
-    except OSError:
-        return  # connecting will say what is wrong
-    if owner in (0, os.geteuid(), server_uid) or not folder.st_mode & stat.S_IWOTH:
-        return
-    raise errors.PermissionDenied(
-        f"unix:{path}: belongs to user {owner} and lies in a folder that every user may write to; "
-        "if that is the server's user, name it as server_uid")
-
-
 class StreamMaker:
     """Opens streams of the kind that was asked for, or of the best kind there is."""
 
-    def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...], info: Any,
+    def __init__(self, channels: Channels, metadata: Tuple[Tuple[str, str], ...], info: Any,
                  on_boot_id: Callable[[int], None], *, transport: str, shm_path: str, tenant: str,
                  message_bytes: int, shared_bytes: Optional[int], spin_us: int,
                  timeout_s: float, wish: DeviceWish = DeviceWish()) -> None:
-        """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible;
-        `shared_bytes` None: DEFAULT_SHARED_BYTES, halved while the server has less left; 0: no
-        shared memory."""
+        """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible, and
+        never more than the server takes; `shared_bytes` None: DEFAULT_SHARED_BYTES, halved while
+        the server has less left; 0: no shared memory."""
         if transport not in TRANSPORTS:
             raise errors.InvalidArgument(
                 f"transport: got {transport!r}, must be one of {', '.join(TRANSPORTS)}")
@@ -71,8 +40,10 @@ class StreamMaker:
             raise errors.InvalidArgument(f"shared_bytes: got {shared_bytes}, must be 0 or more")
         if shared_bytes == 0 and transport in _CAPABILITY:
             raise errors.InvalidArgument(f"shared_bytes: got 0, transport {transport} needs some")
-        self.inline_bytes = message_bytes or min(info.limits.message_bytes, STOCK_MESSAGE_BYTES)
-        self._channel = channel
+        if message_bytes < 0:
+            raise errors.InvalidArgument(f"message_bytes: got {message_bytes}, must be 0 or more")
+        self.inline_bytes = min(message_bytes or STOCK_MESSAGE_BYTES, info.limits.message_bytes)
+        self._channels = channels
         self._metadata = metadata
         self._info = info
         self._on_boot_id = on_boot_id
@@ -108,7 +79,7 @@ class StreamMaker:
 
     def _over_grpc(self, memory: Optional[SharedMemory]) -> StepStream:
         size = self.inline_bytes if memory is None else self._bound(memory)
-        return AttendStream(self._channel, self._metadata, self._info.limits.inflight_bytes, size,
+        return AttendStream(self._channels, self._metadata, self._info.limits.inflight_bytes, size,
                             self._on_boot_id, memory)
 
     def _over_memory(self, kind: str) -> StepStream:
@@ -121,8 +92,7 @@ class StreamMaker:
         memory = self._region(kind)
         self._on_boot_id(memory.boot_id)
         if kind == "ring":
-            return ring.RingStream(memory, self._bound(memory), self._on_boot_id,
-                                   self._spin_us / 1e6)
+            return RingStream(memory, self._bound(memory), self._on_boot_id, self._spin_us / 1e6)
         return self._over_grpc(memory)
 
     def _region(self, kind: str) -> SharedMemory:

@@ -1,0 +1,231 @@
+"""A worker that forks, for test_fork.py: does what its arguments say, and prints what became of it.
+
+usage: forking_worker.py SCENARIO TARGET TRANSPORT
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+
+import mla_client
+import numpy as np
+from mla_client import Profile
+from service_contract import GEOMETRY, LAYERS, SCALE, Worker
+
+LEASE_MS = 60_000
+CHILD_S = 60  # a child that hangs ends itself, which counts as a failure
+
+
+def outcome(call):
+    """What became of a call."""
+    try:
+        call()
+        return "ok"
+    except mla_client.MlaError as error:
+        return error.detail.reason or str(error)
+
+
+def forked(work, leave=os._exit):
+    """What `work()` returns in a child, and the child's status; `leave` ends the child."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(CHILD_S)
+        os.close(reader)
+        said = json.dumps(work())
+        os.write(writer, said.encode())
+        os.close(writer)
+        leave(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    return json.loads(text) if text else None, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Parent:
+    """A client with a sequence, an open step, a request under way and half-read iterators."""
+
+    def __init__(self, target, transport):
+        self.worker = Worker()
+        self.client = mla_client.Client.connect(target, transport=transport, timeout_s=20.0,
+                                                shared_bytes=1 << 20)
+        self.model = self.client.register_model(
+            mla_client.ModelSpec("forking", GEOMETRY, LAYERS, SCALE, 4))
+        self.sequence, self.other = self.model.open_sequence(), self.model.open_sequence()
+        self.rows = np.stack([self.worker.kv(9) for _ in range(LAYERS)])
+        with self.client.step([(self.other, 9)], lease_ms=LEASE_MS) as step:
+            for layer in range(LAYERS):
+                step.attend(layer, None, self.rows[layer], Profile.APPEND_ONLY)
+        self.parts = self.client.export_rows(self.other)
+        next(self.parts)
+        self.watch = self.client.watch_events(0)
+        next(self.watch)
+        self.buffers = self.client.buffers(self.model, 3, Profile.ABSORBED)
+        self.step = self.client.step([(self.sequence, 3)], lease_ms=LEASE_MS).begin()
+        self.q, self.kv = self.worker.queries(3, Profile.ABSORBED), self.worker.kv(3)
+        self.future = self.step.attend_async(0, self.q, self.kv, Profile.ABSORBED)
+        self.stream = self.client._stream
+
+    def calls(self):
+        """Every call of a client, by name."""
+        client, model, sequence = self.client, self.model, self.sequence
+        return {
+            "server_info": client.server_info, "models": client.models,
+            "sequences": client.sequences, "renew_leases": client.renew_leases,
+            "quota": client.quota, "transport": lambda: client.transport,
+            "open_stream": client.open_stream,
+            "buffers": lambda: client.buffers(model, 1, Profile.ABSORBED),
+            "register": lambda: client.register_model(model.spec),
+            "upload": lambda: model.upload_weights(0, self.worker.w_uk[0], self.worker.w_uv[0]),
+            "open": model.open_sequence, "fork": self.other.fork,
+            "truncate": lambda: self.other.truncate(1), "refresh": sequence.refresh,
+            "match": lambda: self.other.match(mla_client.Prefix([1])),
+            "begin": client.step([(self.other, 1)]).begin,
+            "begin on the stream": client.step([(self.other, 1)], stream=self.stream).begin,
+            "attend": lambda: self.step.attend(1, self.q, self.kv, Profile.ABSORBED),
+            "attend in place": lambda: self.step.attend(
+                1, self.buffers.q, self.buffers.kv, Profile.ABSORBED, out=self.buffers),
+            "result": self.future.result, "end": self.step.end, "abort": self.step.abort,
+            "release": sequence.release, "hand over": self.other.hand_over,
+            "export": lambda: next(self.parts),
+            "export anew": lambda: next(client.export_rows(self.other)),
+            "import": lambda: client.import_rows(model, [b""]),
+            "watch": lambda: next(self.watch), "watch anew": lambda: client.watch_events(),
+        }
+
+    def closings(self):
+        """What ends things, by name."""
+        return {"stream.close": self.stream.close, "stream.cancel": self.stream.cancel,
+                "watch.close": self.watch.close, "buffers.release": self.buffers.release,
+                "close": self.client.close}
+
+    def go_on(self):
+        """The parent's own step, to its end, on the stream of its begin. Returns true if it is
+        right."""
+        want, _ = self.worker.expected(0, self.q, self.kv, Profile.ABSORBED)
+        right = np.allclose(self.future.result().o, want, atol=2e-2, rtol=2e-2)
+        got = self.step.attend(1, self.q, self.kv, Profile.ABSORBED).o
+        right = right and np.allclose(got, want, atol=2e-2, rtol=2e-2)
+        right = right and self.step.end() == [3] and self.client._stream is self.stream
+        whole = b"".join(self.parts)
+        return bool(right and len(whole) > 0 and self.client.lease_error is None)
+
+
+def every_call(parent):
+    """Each call in a child, then closing everything there; the parent goes on."""
+    def work():
+        said = {name: outcome(call) for name, call in parent.calls().items()}
+        said["lease_error"] = parent.client.lease_error.detail.reason
+        said["broken"] = parent.stream.broken.detail.reason
+        return said, {name: outcome(call) for name, call in parent.closings().items()}
+    said = forked(work)
+    return {"child": said, "parent": parent.go_on()}
+
+
+def leaving_blocks(parent):
+    """A child that leaves the `with` blocks that it was forked in, by SystemExit."""
+    def work():
+        try:
+            with parent.client, parent.sequence, parent.step, parent.buffers:
+                sys.exit(3)
+        except SystemExit as error:
+            return error.code
+    said = forked(work)
+    return {"child": said, "parent": parent.go_on()}
+
+
+def collected(parent):
+    """A child that forgets everything, and ends as Python programs do."""
+    def work():
+        parent.__dict__.clear()
+        gc.collect()
+        return "collected"
+    kept = dict(parent.__dict__)
+    said = forked(work, sys.exit)
+    parent.__dict__.update(kept)
+    return {"child": said, "parent": parent.go_on()}
+
+
+def locked(parent):
+    """A fork while another thread has every lock."""
+    stream, held, done = parent.stream, threading.Event(), threading.Event()
+    locks = [parent.client._lock, parent.client._opening, parent.client._renewer._lock,
+             parent.client._channels._lock,
+             getattr(stream, "_mutex", None) or getattr(stream, "_lock"),
+             *([stream.memory._lock] if stream.memory else [])]
+
+    def hold():
+        for lock in locks:
+            lock.acquire()
+        held.set()
+        done.wait()
+        for lock in reversed(locks):
+            lock.release()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    said = forked(lambda: [[outcome(call) for call in calls().values()]
+                           for calls in (parent.calls, parent.closings)])
+    done.set()
+    holder.join()
+    return {"child": said, "parent": parent.go_on()}
+
+
+def writing(parent):
+    """A child that writes into the parent's buffers."""
+    parent.buffers.q[...] = 1
+
+    def work():
+        parent.buffers.q[...] = 2
+        parent.buffers.kv[...] = 3
+        return [int(parent.buffers.q.max()), int(parent.buffers.kv.min())]
+    said = forked(work)
+    return {"child": said, "parent": parent.go_on(), "q": int(parent.buffers.q.max())}
+
+
+def outlived(parent):
+    """A child that outlives its parent, which prints the child's id and is killed."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has ended
+        sys.stdin.read()    # until the test has seen enough
+        os._exit(0)
+    os.close(reader)
+    print(json.dumps({"child": pid}), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def connecting(parent):
+    """A child that connects by itself, and computes."""
+    target, transport = sys.argv[2:]
+
+    def work():
+        said = []
+
+        def compute():
+            with mla_client.Client.connect(target, transport=transport, timeout_s=20.0) as client:
+                mine = mla_client.Sequence(client.register_model(parent.model.spec),
+                                           mla_client.SequenceState(0, 0, 0))
+                with mine.model.open_sequence() as sequence, \
+                        client.step([(sequence, 3)], lease_ms=LEASE_MS) as step:
+                    for layer in range(LAYERS):
+                        o = step.attend(layer, parent.q, parent.kv, Profile.ABSORBED).o
+                    want, _ = parent.worker.expected(0, parent.q, parent.kv, Profile.ABSORBED)
+                    said.append(bool(np.allclose(o, want, atol=2e-2, rtol=2e-2)))
+        return [outcome(compute), said]
+    said = forked(work)
+    return {"child": said, "parent": parent.go_on()}
+
+
+SCENARIOS = {each.__name__: each for each in (every_call, leaving_blocks, collected, locked,
+                                              writing, outlived, connecting)}
+
+if __name__ == "__main__":
+    print(json.dumps(SCENARIOS[sys.argv[1]](Parent(*sys.argv[2:]))), flush=True)
+    os._exit(0)

@@ -1,0 +1,52 @@
+"""Interrupts at chosen instructions: what a handler of a signal that raises does, at every place
+where it may."""
+
+import dis
+import sys
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, and never mistaken for one."""
+
+
+class InterruptAt:
+    """A `with` block in which an Interrupt is raised at the n-th place where CPython looks for signals:
+    at the beginning of a function, when a loop goes on, and after a call. Counted are the places in
+    the functions of files that `counts` takes."""
+
+    def __init__(self, n, counts):
+        self._left = n
+        self._counts = counts
+        self._ended_a_call = {}  # by frame: whether its last instruction was a call
+        self.place = None        # of the interrupt, once it was raised
+
+    def __enter__(self):
+        sys.settrace(self._enter_function)
+        return self
+
+    def __exit__(self, *exc_info):
+        sys.settrace(None)
+
+    def _enter_function(self, frame, event, arg):
+        if not self._counts(frame.f_code.co_filename):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._look
+
+    def _look(self, frame, event, arg):
+        if event == "return":
+            self._ended_a_call.pop(frame, None)
+        if event != "opcode":
+            return self._look
+        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        looks = (self._ended_a_call.get(frame, False) or name == "JUMP_BACKWARD"
+                 or name == "RESUME")
+        self._ended_a_call[frame] = name.startswith("CALL")
+        if looks:
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                self._ended_a_call.clear()  # frames, which hold what the test expects to go
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise Interrupt(self.place)
+        return self._look

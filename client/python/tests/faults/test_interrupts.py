@@ -1,0 +1,112 @@
+"""Ctrl-C, or any handler of a signal that raises, at every instruction of a step."""
+
+import time
+import unittest
+
+import mla_client
+import numpy as np
+import server_binary
+from interrupts import Interrupt, InterruptAt
+from mla_client import Profile
+from service_contract import GEOMETRY, LAYERS, SCALE, Worker
+
+LEASE_MS = 60_000  # no lease ends a step that was forgotten while the tests wait
+WAIT_S = 30
+SERVER = None
+
+
+def setUpModule():
+    global SERVER
+    SERVER = server_binary.start()
+
+
+def tearDownModule():
+    SERVER.stop()
+
+
+def counts(path):
+    """The package, and what of the library waits or locks in Python."""
+    return ("/mla_client/" in path and "/gen/" not in path) or path.endswith(
+        ("/threading.py", "/contextlib.py", "/concurrent/futures/_base.py"))
+
+
+class InterruptTest(unittest.TestCase):
+    def setUp(self):
+        self.worker = Worker()
+        self.q, self.kv = self.worker.queries(3, Profile.ABSORBED), self.worker.kv(3)
+        self.want, _ = self.worker.expected(0, self.q, self.kv, Profile.ABSORBED)
+
+    def connect(self, transport):
+        client = mla_client.Client.connect(SERVER.target, transport=transport, timeout_s=WAIT_S,
+                                           shared_bytes=1 << 20)
+        self.addCleanup(client.close)
+        return client, client.register_model(
+            mla_client.ModelSpec("interrupts", GEOMETRY, LAYERS, SCALE, 4))
+
+    def step(self, client, sequence):
+        """A step, checked."""
+        with client.step([(sequence, 3)], lease_ms=LEASE_MS) as step:
+            for layer in range(LAYERS):
+                o = step.attend(layer, self.q, self.kv, Profile.ABSORBED).o
+        np.testing.assert_allclose(o, self.want, atol=2e-2, rtol=2e-2)
+
+    def becomes_free(self, sequence, place):
+        """No step holds the sequence, or soon none does: one was given up with its stream."""
+        deadline = time.monotonic() + WAIT_S
+        while sequence.refresh().in_step and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.assertFalse(sequence.refresh().in_step, place)
+
+    def check(self, transport):
+        """Interrupts a step at every place; another step is right each time."""
+        client, model = self.connect(transport)
+        with model.open_sequence() as sequence:
+            self.step(client, sequence)  # what is made once is there
+        n, place = 1, None
+        while True:
+            sequence, other = model.open_sequence(), model.open_sequence()
+            try:
+                with InterruptAt(n, counts) as interrupt:
+                    self.step(client, sequence)
+                break  # it has fewer places
+            except Interrupt:
+                place = interrupt.place
+            except mla_client.MlaError as error:
+                self.fail(f"{interrupt.place}: {error}")
+            with self.subTest(place=place):
+                self.step(client, other)
+                sequence.release()
+                other.release()
+            n += 1
+        self.assertGreater(n, 30)
+
+    def test_ring(self):
+        self.check("ring")
+
+    def test_shared_memory(self):
+        self.check("shm")
+
+    def test_inline(self):
+        self.check("inline")
+
+    def test_a_begin_that_was_interrupted_holds_no_sequence(self):
+        for transport in ("ring", "shm", "inline"):
+            client, model = self.connect(transport)
+            sequence = model.open_sequence()
+            n = 1
+            while True:
+                step = client.step([(sequence, 3)], lease_ms=LEASE_MS)
+                self.assertEqual(client.transport, transport)  # there is a stream
+                try:
+                    with InterruptAt(n, counts) as interrupt:
+                        step.begin()
+                    break
+                except Interrupt:
+                    self.becomes_free(sequence, interrupt.place)
+                n += 1
+            self.assertGreater(n, 30)
+            step.abort()
+
+
+if __name__ == "__main__":
+    unittest.main()
