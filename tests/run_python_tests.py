@@ -76,9 +76,13 @@ class RecordingResult(unittest.TextTestResult):
         self.records[test.id()][:2] = ["failure", "unexpected success"]
 
 
-def write_xml(path, records):
-    """Writes the records as a JUnit file."""
+def write_xml(path, records, seconds):
+    """Writes the records as a JUnit file, with the processor time of each file of tests."""
     suite = xml.etree.ElementTree.Element("testsuite", name="python", tests=str(len(records)))
+    properties = xml.etree.ElementTree.SubElement(suite, "properties")
+    for name, value in seconds.items():
+        xml.etree.ElementTree.SubElement(properties, "property", name=f"processor_time:{name}",
+                                         value=f"{value:.1f}")
     for name, (kind, text, seconds) in records.items():
         owner, _, method = name.rpartition(".")
         case = xml.etree.ElementTree.SubElement(
@@ -139,29 +143,43 @@ def runs_of(path, engines):
     return [environments.newest(engine)] if constants.get("GATE", True) else []
 
 
+def run_and_time(command, environment):
+    """The exit status of a command, what it printed, and the seconds of processor time that it and
+    the processes it waited for took."""
+    with tempfile.TemporaryFile() as printed:
+        # pylint: disable=consider-using-with
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed,
+                                   stderr=subprocess.STDOUT, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        printed.seek(0)
+        text = printed.read().decode(errors="replace")
+    return process.returncode, text, usage.ru_utime + usage.ru_stime
+
+
 def run_in_process(path, text, name, plugins):
-    """The file's records, by case, and what it printed. One that leaves no records is a failed
-    case. `name` is the environment, "" for none."""
+    """The file's records, by case, what it printed and its processor time. A file that leaves no
+    records is a failed case. `name` is the environment, "" for none."""
     prefix = f"{name}." if name else ""
     python, environment = sys.executable, dict(os.environ)
     if name:
         try:
             python = environments.make(name)
         except environments.NotMade as error:
-            return {f"{prefix}{path.stem}.begins": ["error", ascii(str(error)), 0.0]}, str(error)
+            return {f"{prefix}{path.stem}.begins": ["error", ascii(str(error)), 0.0]}, str(error), 0.0
         environment |= {"PYTHONPATH": os.pathsep.join([plugins, *path_for(path)]),
                         "MLA_TEST_RELEASE": name.partition("-")[2]}
     with tempfile.TemporaryDirectory() as folder:
         results = pathlib.Path(folder) / "records.json"
-        ended = subprocess.run(
+        status, printed, seconds = run_and_time(
             [python, __file__, "--file", path, "--filter", text, "--records", results],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            check=False, errors="replace", env=environment)
-        if ended.returncode == 0 and results.exists():
-            records = json.loads(results.read_text())
-            return {f"{prefix}{case}": record for case, record in records.items()}, ended.stdout
-    last = ascii(ended.stdout[-4000:])  # XML has no way to say most control characters
-    return {f"{prefix}{path.stem}.ends": ["error", last, 0.0]}, ended.stdout
+            environment)
+        if status == 0 and results.exists():
+            records = {f"{prefix}{case}": record
+                       for case, record in json.loads(results.read_text()).items()}
+            return records, printed, seconds
+    last = ascii(printed[-4000:])  # XML has no way to say most control characters
+    return {f"{prefix}{path.stem}.ends": ["error", last, 0.0]}, printed, seconds
 
 
 def main():
@@ -182,19 +200,19 @@ def main():
     files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")})
     work = [(path, name) for path in files for name in runs_of(path, engines)
             if args.environment in ("", name)]
-    records = {}
+    records, seconds = {}, {}
     with tempfile.TemporaryDirectory() as plugins, \
             concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         environments.write_plugins(pathlib.Path(plugins))
-        running = [pool.submit(run_in_process, path, args.filter, name, plugins)
-                   for path, name in work]
+        running = {pool.submit(run_in_process, path, args.filter, name, plugins):
+                   f"{name}:{path.stem}" if name else path.stem for path, name in work}
         for ended in concurrent.futures.as_completed(running):
-            more, printed = ended.result()
+            more, printed, seconds[running[ended]] = ended.result()
             records |= more
             if more:
                 print(printed, end="", flush=True)
     if args.xml:
-        write_xml(args.xml, records)
+        write_xml(args.xml, records, seconds)
     failed = [name for name, (kind, _, _) in records.items() if kind not in (None, "skipped")]
     print(f"{len(records)} cases, {len(failed)} failed", *failed, sep="\n  ")
     return 0 if records and not failed else 1
