@@ -4,7 +4,9 @@
 
 #include <limits>
 #include <system_error>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 #include "client/cpp/client_impl.h"
@@ -185,7 +187,30 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
   if (registered.ok() && registered->model().needs_sinks() != model.needs_sinks()) {
     return absl::UnimplementedError("model.needs_sinks: the server takes sinks with Register only");
   }
+  if (!registered.ok()) return registered;
+  {
+    const MutexLock lock(impl_->mutex);
+    impl_->registered[model.model_id()] = model;
+  }
+  v1::ModelSpec known = registered->model();
+  known.set_model_id(model.model_id());
+  if (absl::Status same = impl_->CheckModel(known); !same.ok()) return same;
   return registered;
+}
+
+absl::Status Client::Impl::CheckModel(const v1::ModelSpec& model) {
+  const auto shape = [](const v1::ModelSpec& of) {
+    const v1::Geometry& geometry = of.geometry();
+    return std::tuple(geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(),
+                      geometry.nope_dim(), geometry.v_dim(), of.layers(), of.top_k(),
+                      of.index_heads(), of.index_dim(), of.window(), of.tail_bytes(),
+                      std::vector<uint32_t>(of.ratios().begin(), of.ratios().end()));
+  };
+  const MutexLock lock(mutex);
+  const auto own = registered.find(model.model_id());
+  if (own == registered.end() || shape(own->second) == shape(model)) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat("the server has model ", model.model_id(),
+                                          " in another shape than was registered"));
 }
 
 absl::Status Client::UploadScales(const std::string& model_id, std::span<const float> scales) {
@@ -245,13 +270,22 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
 }
 
 absl::StatusOr<v1::ListModelsReply> Client::ListModels() {
-  return impl_->Unary<v1::ListModelsReply>(
+  auto listed = impl_->Unary<v1::ListModelsReply>(
       [&](auto* context, auto* reply) { return impl_->models->List(context, {}, reply); });
+  if (!listed.ok()) return listed;
+  for (const v1::ModelInfo& info : listed->models()) {
+    if (absl::Status same = impl_->CheckModel(info.model()); !same.ok()) return same;
+  }
+  return listed;
 }
 
 absl::Status Client::UnregisterModel(const std::string& model_id) {
   v1::UnregisterRequest request;
   request.set_model_id(model_id);
+  {
+    const MutexLock lock(impl_->mutex);
+    impl_->registered.erase(model_id);
+  }
   return impl_
       ->Unary<v1::UnregisterReply>([&](auto* context, auto* reply) {
         return impl_->models->Unregister(context, request, reply);

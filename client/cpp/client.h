@@ -134,7 +134,8 @@ class Client final {
   // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
   // `sinks`: [layers, num_heads], of ATTENTION_KIND_SPARSE_V4, each finite, or -inf: none; empty:
   // none, or those that UploadSinks will bring (ModelSpec.needs_sinks).
-  // UNIMPLEMENTED if the server is too old for the model's kv_format, attention or needs_sinks.
+  // UNIMPLEMENTED if the server is too old for the model's kv_format, attention or needs_sinks;
+  // DATA_LOSS if it says another shape than was asked for, also later in ListModels.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -82,6 +83,7 @@ struct Client::Impl {
   bool stop ABSL_GUARDED_BY(mutex) = false;
   absl::Status lost ABSL_GUARDED_BY(mutex);  // not OK once another boot id was seen
   std::vector<std::shared_ptr<StreamCarrier>> carriers ABSL_GUARDED_BY(mutex);
+  std::map<std::string, v1::ModelSpec> registered ABSL_GUARDED_BY(mutex);  // by this client
   std::thread renewer;
 
   void Prepare(grpc::ClientContext* context, Millis extra = Millis(0)) const {
@@ -95,6 +97,10 @@ struct Client::Impl {
     if (lost.ok() && boot_id != info.boot_id()) lost = RestartedError(info.boot_id(), boot_id);
     return lost;
   }
+
+  // DATA_LOSS if the server takes a model that this client has registered for one of another shape,
+  // by which tensors would be longer than the caller's memory.
+  absl::Status CheckModel(const v1::ModelSpec& model);
 
   absl::Status Lost() {
     const MutexLock lock(mutex);

@@ -165,8 +165,8 @@ class Pool:
             return self._next
 
     def run(self, task: Task, gone: Callable[[], bool] = lambda: False) -> Events:
-        """Starts a task. Busy if no worker takes it. `gone`: says whether nobody waits for it any
-        more, which ends the events."""
+        """Starts a task. Busy if no worker takes it. `gone`: says whether its client has gone,
+        which ends the events."""
         with self._lock:
             ready = [handle for handle in self._workers
                      if handle.alive and handle.load < TASKS_MAX]

@@ -56,14 +56,14 @@ struct Output {
   std::shared_ptr<StderrSink> sink;
   std::shared_ptr<spdlog::logger> logger;
   std::atomic<uint64_t> logged{0};
-  std::atomic<uint64_t> stuck_at{UINT64_MAX};  // what was written when a flush waited in vain
+  std::atomic<uint64_t> stuck_at{UINT64_MAX};  // what was written when a flush gave up
 
   uint64_t dropped() const { return pool == nullptr ? 0 : pool->overrun_counter(); }
 };
 
-// A thread that writes to standard error, whose reader may stop reading: whoever logs must not wait
-// for it. Files have no readers, and what a process that crashes has logged should be in them. Null
-// for them, and without a thread left.
+// A thread that writes to standard error, whose reader may stop reading: callers of Log must not
+// wait for it. Files have no readers, and what a process that crashes has logged should be in them.
+// Null for them, and without a thread left.
 std::shared_ptr<spdlog::details::thread_pool> MakePool() {
   struct stat about;
   if (fstat(STDERR_FILENO, &about) == 0 && S_ISREG(about.st_mode)) return nullptr;
@@ -143,7 +143,7 @@ void FlushLog(std::chrono::milliseconds most) {
   const auto deadline = std::chrono::steady_clock::now() + most;
   while (output.sink->written() + output.dropped() < logged) {
     const uint64_t written = output.sink->written();
-    // Once is enough to learn that nobody reads.
+    // Once is enough to learn that the reader has stopped.
     if (written == output.stuck_at) return;
     if (std::chrono::steady_clock::now() >= deadline) {
       output.stuck_at = written;

@@ -50,7 +50,7 @@ void ConfigureLogging(const std::string& format, const std::string& level);
 
 void Log(LogLevel level, const char* event, const LogFields& fields = {});
 
-// Returns when all lines so far are written, or after `most`: nobody may be reading them. To be
+// Returns when all lines so far are written, or after `most`: their reader may have stopped. To be
 // called before the process ends; after an error Log does it by itself, for a moment.
 void FlushLog(std::chrono::milliseconds most);
 

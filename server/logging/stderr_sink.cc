@@ -10,7 +10,7 @@
 namespace mla::server {
 namespace {
 
-// Whoever shares the descriptor may have made it one that does not block.
+// Another process that shares the descriptor may have made it one that does not block.
 bool WaitForRoom() {
   pollfd wanted = {STDERR_FILENO, POLLOUT, 0};
   return poll(&wanted, 1, -1) == 1 && (wanted.revents & POLLOUT) != 0;
@@ -23,6 +23,7 @@ StderrSink::StderrSink(std::function<uint64_t()> dropped,
     : dropped_(std::move(dropped)), notice_(std::move(notice)) {}
 
 void StderrSink::sink_it_(const spdlog::details::log_msg& message) {
+  const MutexLock lock(lines_mutex_);
   if (const uint64_t dropped = dropped_(); dropped != noticed_) {
     const std::string text = notice_(dropped - std::exchange(noticed_, dropped));
     Write({message.time, {}, message.logger_name, spdlog::level::warn, text});
@@ -39,7 +40,7 @@ void StderrSink::Write(const spdlog::details::log_msg& message) {
     if (some >= 0) {
       done += static_cast<size_t>(some);
     } else if (errno != EINTR && !(errno == EAGAIN && WaitForRoom())) {
-      return;  // nobody reads, or the disk is full: the server goes on without
+      return;  // the reader has gone, or the disk is full: the server goes on without
     }
   }
 }

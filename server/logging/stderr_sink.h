@@ -1,20 +1,23 @@
 // Where log lines go: the standard error of the process.
 //
-// Threading: one thread writes at a time, which the logger sees to; the counts from any thread.
+// Threading: any thread; the pattern is set before the first line.
 #ifndef MLA_SERVER_LOGGING_STDERR_SINK_H_
 #define MLA_SERVER_LOGGING_STDERR_SINK_H_
 
+#include <spdlog/details/null_mutex.h>
 #include <spdlog/sinks/base_sink.h>
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 
 namespace mla::server {
 
-class StderrSink final : public spdlog::sinks::base_sink<std::mutex> {
+class StderrSink final : public spdlog::sinks::base_sink<spdlog::details::null_mutex> {
  public:
   // `dropped`: lines that were left out for want of room, so far; `notice`: the text of the line
   // that says how many.
@@ -27,11 +30,12 @@ class StderrSink final : public spdlog::sinks::base_sink<std::mutex> {
   void flush_() override {}
 
  private:
-  void Write(const spdlog::details::log_msg& message);
+  void Write(const spdlog::details::log_msg& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(lines_mutex_);
 
   const std::function<uint64_t()> dropped_;
   const std::function<std::string(uint64_t)> notice_;
-  uint64_t noticed_ = 0;
+  Mutex lines_mutex_;
+  uint64_t noticed_ ABSL_GUARDED_BY(lines_mutex_) = 0;
   std::atomic<uint64_t> written_{0};
 };
 

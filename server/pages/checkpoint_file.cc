@@ -129,7 +129,7 @@ absl::StatusOr<size_t> CheckpointReader::Read(char* to, size_t bytes) {
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(
     const std::string& path, const CheckpointKey& key, const FrameBounds& bounds) {
-  // Without O_NONBLOCK a FIFO of that name would wait for somebody who writes to it.
+  // Without O_NONBLOCK a FIFO of that name would wait for a process that writes to it.
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) {
     if (errno != ENOENT) return SystemError(path, "open");

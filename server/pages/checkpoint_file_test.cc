@@ -188,7 +188,7 @@ TEST_F(CheckpointFileTest, FramesAreBounded) {
   EXPECT_EQ(read, std::vector<std::string>{"head"});
 }
 
-// Whoever opens one waits for somebody who writes to it.
+// An open waits for a process that writes to it.
 TEST_F(CheckpointFileTest, AFifoIsNoCheckpointAndNoKey) {
   ASSERT_EQ(mkfifo(File().c_str(), 0600), 0);
   std::vector<std::string> read;

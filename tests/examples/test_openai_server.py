@@ -236,7 +236,8 @@ class StartTest(unittest.TestCase):
 
     def test_it_starts_a_server_itself_and_ends_well(self):
         process = subprocess.Popen(
-            [sys.executable, example.FOLDER / "serve.py", "--server", server_binary.path(), "--port", "0"],
+            [sys.executable, example.FOLDER / "serve.py", "--server", server_binary.path(),
+             "--port", "0"],
             stdout=subprocess.PIPE, text=True)
         self.addCleanup(process.stdout.close)
         self.assertIn("http://", process.stdout.readline())

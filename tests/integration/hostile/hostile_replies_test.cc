@@ -5,6 +5,7 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +14,8 @@
 #include "client/c/mla_client.h"
 #include "client/cpp/client.h"
 #include "client/cpp/pages_file.h"
+#include "client/cpp/session.h"
+#include "mla/v1/attention.pb.h"
 #include "tests/integration/hostile/hostile_server.h"
 #include "tests/integration/processes.h"
 
@@ -115,6 +118,80 @@ TEST_F(HostileRepliesTest, UnaryCallsReportRepliesThatAreNone) {
   failing.status = {static_cast<grpc::StatusCode>(9999), "no such code"};
   server_.Answer("/mla.v1.Admin/GetStats", failing);
   EXPECT_EQ(client_->GetStats().status().raw_code(), static_cast<int>(absl::StatusCode::kUnknown));
+}
+
+v1::ModelSpec Model(uint32_t v_dim) {
+  v1::ModelSpec model;
+  model.set_model_id("m");
+  model.set_layers(1);
+  for (const auto set : {&v1::Geometry::set_num_heads, &v1::Geometry::set_kv_lora_rank,
+                         &v1::Geometry::set_rope_dim, &v1::Geometry::set_nope_dim}) {
+    (model.mutable_geometry()->*set)(1);
+  }
+  model.mutable_geometry()->set_v_dim(v_dim);
+  return model;
+}
+
+// By a larger one calls would read and write beyond the caller's memory.
+TEST_F(HostileRepliesTest, AModelHasTheShapeThatWasRegistered) {
+  const auto answer = [this](uint32_t v_dim) {
+    v1::RegisterReply registered;
+    registered.set_boot_id(1);
+    *registered.mutable_model() = Model(v_dim);
+    server_.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
+    v1::ListModelsReply listed;
+    listed.set_boot_id(1);
+    *listed.add_models()->mutable_model() = Model(v_dim);
+    server_.Answer("/mla.v1.Models/List", Of({listed.SerializeAsString()}));
+  };
+  answer(1 << 20);
+  EXPECT_EQ(client_->RegisterModel(Model(4)).status().code(), absl::StatusCode::kDataLoss);
+  answer(4);
+  ASSERT_TRUE(client_->RegisterModel(Model(4)).ok());
+  ASSERT_TRUE(client_->ListModels().ok());
+  answer(5);
+  const auto session = *client_->OpenSession();
+  EXPECT_EQ(session->Begin("m", {}).status().code(), absl::StatusCode::kDataLoss);
+}
+
+TEST_F(HostileRepliesTest, TailsAndLengthsAreWhatWasAskedFor) {
+  v1::OpenReply opened;
+  opened.set_boot_id(1);
+  opened.mutable_sequence()->set_sequence_id(7);
+  server_.Answer("/mla.v1.Sequences/Open", Of({opened.SerializeAsString()}));
+  auto sequence = *client_->OpenSequence("m");
+  for (const auto& [bytes, part] : std::vector<std::pair<uint64_t, std::string>>{
+           {uint64_t{1} << 63, ""}, {uint64_t{1} << 63, "x"}, {65, "x"}, {2, "xxx"}, {64, ""}}) {
+    v1::ReadTailReply tail;
+    tail.set_boot_id(1);
+    tail.set_tail_bytes(bytes);
+    tail.set_tail(part);
+    server_.Answer("/mla.v1.Sequences/ReadTail", Of({tail.SerializeAsString()}));
+    EXPECT_EQ(sequence.ReadTail().status().code(), absl::StatusCode::kDataLoss) << bytes << part;
+  }
+  v1::ListModelsReply models;
+  models.set_boot_id(1);
+  *models.add_models()->mutable_model() = Model(4);
+  server_.Answer("/mla.v1.Models/List", Of({models.SerializeAsString()}));
+  for (const int lengths : {0, 2}) {
+    v1::AttendStreamReply begun, ended;
+    begun.set_tag(1);
+    begun.set_boot_id(1);
+    begun.mutable_begin_step()->set_total_rows(1);
+    ended.set_tag(2);
+    ended.set_boot_id(1);
+    ended.mutable_end_step();
+    for (int i = 0; i < lengths; ++i) ended.mutable_end_step()->add_lengths(9);
+    HostileAnswer attend = Of({begun.SerializeAsString(), ended.SerializeAsString()});
+    attend.reads = attend.ends = false;
+    server_.Answer("/mla.v1.Attention/Attend", attend);
+    const auto session = *client_->OpenSession();
+    const auto step = session->Begin("m", {{&sequence, 1}});
+    ASSERT_TRUE(step.ok()) << step.status();
+    EXPECT_EQ((*step)->End().status().code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(sequence.length(), 0u);
+  }
+  sequence.Detach();
 }
 
 TEST_F(HostileRepliesTest, TheCLibraryReportsUploadsWithoutReply) {

@@ -21,7 +21,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// A pipe of a page. Nobody reads it but the test.
+// A pipe of a page, which the test alone reads.
 class StuckPipe {
  public:
   StuckPipe() {

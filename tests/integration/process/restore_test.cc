@@ -237,6 +237,18 @@ TEST_F(RestoreTest, CallsThatTheDiskFailsAreCounted) {
   EXPECT_EQ(after->checkpoint_last_unix_ms(), before->checkpoint_last_unix_ms());
 }
 
+TEST_F(RestoreTest, AFullDiskIsSaidToTheCallerAndInTheLog) {
+  Track track = MakeTrack(300);
+  ASSERT_TRUE(server_->LimitFiles(8192));  // of which the log takes less, the checkpoint more
+  const absl::Status full = client_->Checkpoint({track.sequence.id()}).status();
+  EXPECT_EQ(full.code(), absl::StatusCode::kUnavailable) << full;
+  EXPECT_EQ(client::DetailOf(full)->reason(), "disk_full");
+  EXPECT_THAT(std::string(full.message()), Not(HasSubstr(folder_.path())));
+  const std::string log = server_->Log();
+  EXPECT_THAT(log, HasSubstr("error checkpoint_save_failed tenant=default"));
+  EXPECT_THAT(log, HasSubstr(folder_.path()));
+}
+
 TEST_F(RestoreTest, CheckpointsAreTheTenantsOwnAndNeedTheirModel) {
   Track track = MakeTrack(6);
   const uint64_t id = track.sequence.id();

@@ -91,7 +91,7 @@ TEST(ClientConnectionTest, ProxiesAreAskedForOtherHostsAlone) {
       EXPECT_TRUE(client.ok()) << target << client.status();
       EXPECT_EQ(proxy.Asked(), "") << target;
     }
-    // An address of documentation, where nobody is.
+    // An address for documentation, where no host is.
     EXPECT_FALSE(client::Client::Connect("192.0.2.1:50551", options).ok());
     EXPECT_EQ(proxy.Asked().substr(0, 23), wanted ? "CONNECT 192.0.2.1:50551" : "");
   }
