@@ -211,9 +211,8 @@ class Step:
         if kv is not None:
             wire.check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
         wire.check_number("attend.layer", layer)
-        for name, first, count in (("row_begin", row_begin, rows),
-                                   ("head_offset", head_offset, heads)):
-            wire.check_number(f"attend.{name}", first, wire.LARGEST - count)
+        wire.check_number("attend.row_begin", row_begin, wire.LARGEST - rows)
+        wire.check_number("attend.head_offset", head_offset, wire.LARGEST - heads)
         if out is not None:
             wire.check_shape("attend.out.o", out.o,
                              None if q is None else (rows, heads, geometry.o_dim(profile)))
