@@ -1,6 +1,6 @@
 """Tensors as callers give them: numpy arrays, PyTorch tensors, lists.
 
-bfloat16 has no type in numpy: its patterns are uint16, and every other integer type is refused, since
+bfloat16 has no type in numpy: its patterns are uint16. Every other integer type is refused:
 patterns that were taken for numbers would give wrong outputs without a word.
 """
 

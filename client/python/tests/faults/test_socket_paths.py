@@ -24,7 +24,8 @@ class SocketPathsTest(unittest.TestCase):
                     (place / f"{name}{end}").symlink_to(f"{server.socket}{end}")
                 for target in (f"unix:{place / name}", f"unix://{place / name}"):
                     with self.subTest(target=target), \
-                            mla_client.Client.connect(target, timeout_s=60.0) as client:
+                            mla_client.Client.connect(target, timeout_s=60.0,
+                                                      shared_bytes=1 << 20) as client:
                         self.assertEqual((client.server_info().boot_id, client.transport),
                                          (client.boot_id, "ring"))
 
