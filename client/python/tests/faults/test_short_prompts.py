@@ -1,5 +1,5 @@
-"""Prefixes of which no row is to be taken: the idiom `Prefix(prompt, max_rows=len(prompt) - 1)` with
-a prompt of one token that is cached."""
+"""Prefixes of which no row is to be taken, as of Prefix(prompt, max_rows=len(prompt) - 1) with a
+prompt of one token."""
 
 import secrets
 import unittest
