@@ -250,8 +250,8 @@ class Recorder(mla_client.Service):
         expected = reference.end(committed)
         if expected != lengths:
             raise RuntimeError(f"recording: the service says lengths {lengths}, must be {expected}")
-        self._writer.write("end", step=number, committed_rows=list(step.rows) if committed is None else committed,
-                           lengths=lengths)
+        kept = list(step.rows) if committed is None else committed
+        self._writer.write("end", step=number, committed_rows=kept, lengths=lengths)
         return lengths
 
     def _abort(self, step: mla_client.Step) -> None:

@@ -1,6 +1,6 @@
 """Tensors as callers give them: numpy arrays, PyTorch tensors, lists.
 
-bfloat16 has no type in numpy: its patterns are uint16, and every other integer type is refused, since
+bfloat16 has no type in numpy: its patterns are uint16. Every other integer type is refused:
 patterns that were taken for numbers would give wrong outputs without a word.
 """
 
@@ -43,9 +43,9 @@ def floats(name: str, array: Any) -> Any:
         raise _refused(name, type(array).__name__, f": {error}") from error
     kind = found.dtype.kind
     if kind == "u" and found.dtype.itemsize == 2 and not plain:
-        return found.astype(np.uint16)  # of the other byte order
+        return found.astype(np.uint16, copy=False)  # its byte order may be the other one
     if kind == "f" or (plain and kind in "iu"):
-        return found.astype(np.float32)
+        return found.astype(np.float32, copy=False)
     hint = ": view bf16 patterns as numpy.uint16" if found.dtype.itemsize == 2 else ""
     raise _refused(name, found.dtype, hint)
 

@@ -28,11 +28,9 @@ def to_bf16(values: npt.ArrayLike,
     >>> [hex(v) for v in to_bf16([1.0, -2.0, 1.00390625])]
     ['0x3f80', '0xc000', '0x3f80']
     """
-    given = np.asanyarray(values)
-    masked, kind = isinstance(given, np.ma.MaskedArray), given.dtype.kind
-    if masked or kind not in "fiu" or (kind != "f" and given.dtype.itemsize == 2):
-        raise TypeError(f"to_bf16: got {given.dtype}{' with a mask' if masked else ''}, must be "
-                        "numbers")
+    given = values if type(values) is np.ndarray else np.asanyarray(values)
+    if given.dtype != np.float32 or type(given) is not np.ndarray:
+        _check_numbers(given)
     floats = np.ascontiguousarray(given, dtype=np.float32)
     if out is None:
         out = np.empty(given.shape, np.uint16)
@@ -55,6 +53,14 @@ def to_bf16(values: npt.ArrayLike,
     return out
 
 
+def _check_numbers(given: npt.NDArray) -> None:
+    """Refuses what may be patterns, and masks."""
+    masked, kind = isinstance(given, np.ma.MaskedArray), given.dtype.kind
+    if masked or kind not in "fiu" or (kind != "f" and given.dtype.itemsize == 2):
+        raise TypeError(f"to_bf16: got {given.dtype}{' with a mask' if masked else ''}, must be "
+                        "numbers")
+
+
 def from_bf16(patterns: npt.NDArray[np.uint16],
               out: Optional[npt.NDArray[np.float32]] = None) -> npt.NDArray[np.float32]:
     """Widens bfloat16 bit patterns, of 16 bits each, to float32; exact. Into `out`, if given.
@@ -63,12 +69,13 @@ def from_bf16(patterns: npt.NDArray[np.uint16],
     >>> from_bf16(to_bf16([0.5, -3.0])).tolist()
     [0.5, -3.0]
     """
-    given = np.asanyarray(patterns)
-    plain = not hasattr(patterns, "dtype")  # a list of numbers
-    if (isinstance(given, np.ma.MaskedArray) or given.dtype.kind not in "iu"
-            or (given.dtype.itemsize != 2 and not plain)):
-        raise TypeError(f"from_bf16: got {given.dtype}, must be uint16 patterns")
-    patterns = given.astype(np.uint16, copy=False)
+    if type(patterns) is not np.ndarray or patterns.dtype != np.uint16:
+        plain = not hasattr(patterns, "dtype")  # a list of numbers
+        given = np.asanyarray(patterns)
+        if (isinstance(given, np.ma.MaskedArray) or given.dtype.kind not in "iu"
+                or (given.dtype.itemsize != 2 and not plain)):
+            raise TypeError(f"from_bf16: got {given.dtype}, must be uint16 patterns")
+        patterns = given.astype(np.uint16)
     if out is None:
         out = np.empty(patterns.shape, np.float32)
     np.left_shift(patterns, _SHIFT, out=out.view(np.uint32), dtype=np.uint32)

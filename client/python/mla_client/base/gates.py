@@ -74,27 +74,11 @@ class Gates:
 
     def open(self) -> None:
         """Has every waiter look at its condition."""
+        if not self._waiting:
+            return
         for gate in tuple(self._waiting):
             try:
                 gate.release()
             except RuntimeError:
                 pass  # it has been released, and its waiter looks soon
 
-
-class Turns:
-    """Work that one thread at a time does for all: the one that has waited longest. A thread is a
-    token of its own here. It leaves by `waiting.pop(token, None)` in a `finally`: a single call, so
-    that a signal cannot come between."""
-
-    __slots__ = ("waiting",)
-
-    def __init__(self) -> None:
-        self.waiting: Dict[object, None] = {}  # in their order
-
-    def join(self, token: object) -> None:
-        """Takes a thread in. Call it inside the `try`."""
-        self.waiting[token] = None
-
-    def is_first(self, token: object) -> bool:
-        """Returns true if the work is the token's, which has joined."""
-        return tuple(self.waiting)[0] is token

@@ -40,7 +40,12 @@ class Home:
     def check(self) -> None:
         """FailedPrecondition (reason "forked") in any other process than the one that made the
         object."""
-        if self.left:
+        if self._forks != _forks or os.getpid() != self._pid:
+            raise self.error()
+
+    def check_copy(self) -> None:
+        """The same without asking the system: only forks that Python knows of count."""
+        if self._forks != _forks:
             raise self.error()
 
     def error(self) -> errors.FailedPrecondition:

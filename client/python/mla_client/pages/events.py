@@ -132,5 +132,5 @@ class Events:
         reply = self._call(self._cache.Explain, cache_pb2.ExplainRequest(
             most=most, all_tenants=all_tenants))
         return [CacheMiss(miss.model_id, miss.sequence_id, miss.first_row, miss.rows_asked,
-                          miss.rows_found, messages.name_of(miss.end, messages.MATCH_ENDS), miss.unix_ms, miss.tenant)
-                for miss in reply.misses]
+                          miss.rows_found, messages.name_of(miss.end, messages.MATCH_ENDS),
+                          miss.unix_ms, miss.tenant) for miss in reply.misses]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mla_client import arrays, errors, wire
 from mla_client.base import deadlines
 from mla_client.shm import device as device_memory
-from mla_client.types import AttendArgs, AttendResult, Buffers, DType, Profile
+from mla_client.types import AttendArgs, AttendResult, Buffers, DType, ModelSpec, Profile
 
 if TYPE_CHECKING:
     from mla_client.service import AttendFuture, Sequence, Service
@@ -211,24 +211,19 @@ class Step:
             wire.check_shape("attend.q", q, (rows, heads, geometry.q_dim(profile)))
         if kv is not None:
             wire.check_shape("attend.kv", kv, (rows, self.model.spec.sent_row_dim))
-        wire.check_number("attend.layer", layer)
-        for name, first, count in (("row_begin", row_begin, rows),
-                                   ("head_offset", head_offset, heads)):
-            wire.check_number(f"attend.{name}", first, wire.LARGEST - count)
+        for field, number, count in (("layer", layer, 0), ("row_begin", row_begin, rows),
+                                     ("head_offset", head_offset, heads)):
+            wire.check_number("attend." + field, number, wire.LARGEST - count)
         if out is not None:
             wire.check_shape("attend.out.o", out.o,
                              None if q is None else (rows, heads, geometry.o_dim(profile)))
             want_lse = out.lse is not None
             dtype = dtype if dtype == DType.F8_E4M3 else out.dtype
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
-        if index is not None and lists is not None:
-            raise errors.InvalidArgument("attend.lists: not beside index queries")
         base = DType.BF16 if dtype == DType.F8_E4M3 else DType(dtype)  # what the server decodes to
-        spec, inputs = self.model.spec, lists
-        if lists is not None:
-            inputs = wire.index_lists(lists, rows, spec)
-        elif index is not None:
-            inputs = wire.index_inputs(*index, rows, spec, base)
+        spec, inputs = self.model.spec, _inputs(lists, index, rows, self.model.spec, base)
+        if timeout_s is None:
+            timeout_s = self.service.timeout_s
         q_parts = geometry.q_parts(profile) if dtype == DType.F8_E4M3 and q is not None else ()
         kv_parts = wire.kv_parts(kv_row_dtype, base, spec)
         ends = None
@@ -238,9 +233,8 @@ class Step:
                                          of_step[row_begin:row_begin + rows + 1], kv_parts)
         args = AttendArgs(layer, Profile(profile), row_begin, rows, head_offset, heads,
                           q, kv, want_lse, base, wire.output_dtype(o_dtype),
-                          self.service.timeout_s if timeout_s is None
-                          else deadlines.checked("attend.timeout_s", timeout_s), out,
-                          inputs, index is not None,
+                          deadlines.checked("attend.timeout_s", timeout_s), out, inputs,
+                          index is not None,
                           spec.top_k if want_lists and index is not None else 0,
                           q_parts, kv_parts if kv is not None else (), ends)
         return self.service._attend(self, args)
@@ -294,6 +288,16 @@ class Step:
         if self._handle is None:
             raise errors.FailedPrecondition(
                 f"{what}: the step has not begun: use it in a `with` block, or call begin()")
+
+
+def _inputs(lists: Any, index: Optional[Tuple[npt.NDArray, npt.NDArray]], rows: int,
+            spec: ModelSpec, base: DType) -> Optional[npt.NDArray]:
+    """Index lists as they are sent, or what the server's indexer makes them from."""
+    if index is None:
+        return None if lists is None else wire.index_lists(lists, rows, spec)
+    if lists is not None:
+        raise errors.InvalidArgument("attend.lists: not beside index queries")
+    return wire.index_inputs(*index, rows, spec, base)
 
 
 def _count(count: Any) -> int:

@@ -1,7 +1,7 @@
 """How a client asks a server of the same host for a region, and what the server may answer.
 
-Every byte is defined in the repository's proto/wire/ring_layout.h. What comes back is checked before
-any of it is used: a region that is not what it is said to be could end this process.
+Every byte is defined in the repository's proto/wire/ring_layout.h. The answer is checked before any
+of it is used: a region that is not what it is said to be could end this process.
 """
 
 from __future__ import annotations

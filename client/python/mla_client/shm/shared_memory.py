@@ -96,8 +96,8 @@ class SharedMemory:
             os.close(descriptor)
         handshake.check_ring(connect_reply, self.map)
         self.address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
-        self._home = process.Home()
-        self._lock = threading.Lock()  # not to be taken in another process, where it may be lost
+        self._left = False  # in a child that was forked, where no thread may give a lock back
+        self._lock = threading.Lock()
         self._room = gates.Gates()
         self._blocks = Blocks(self.arena_offset, self.arena_bytes)
         self.device: Optional[device_memory.DeviceRegion] = None
@@ -159,7 +159,7 @@ class SharedMemory:
 
     def disconnect(self) -> None:
         """Gives the connection up at once."""
-        if self._home.left:
+        if self._left:
             return
         with self._lock:
             self.ended = True
@@ -173,7 +173,7 @@ class SharedMemory:
         """In a child that was forked: the region is the parent's. Empty pages take the place of the
         child's view, so that nothing that the child writes reaches the server. Its copy of the
         connection is closed, or the server would not see the parent's end."""
-        self.ended = True
+        self._left = self.ended = True
         self._connection.close()
         libc = ctypes.CDLL(None)
         libc.mmap.restype = ctypes.c_void_p
@@ -241,7 +241,7 @@ class SharedMemory:
 
     def free(self, offsets: Sequence[int]) -> None:
         """Gives back what `allocate` returned."""
-        if self._home.left:
+        if self._left:
             return
         with self._lock:
             for offset in offsets:
@@ -283,7 +283,7 @@ class SharedMemory:
         return Buffers(kv_rows, q, o, lse, dtype, place, lambda: self._free_both(place))
 
     def _free_both(self, place: Place) -> None:
-        if self._home.left:
+        if self._left:
             return
         with self._lock:
             self._buffers -= 2

@@ -52,7 +52,7 @@ class _GrpcRequest(stream.Request):
         self._done.open()
 
     def wait(self, deadline: float) -> Any:
-        self._home.check()
+        self._home.check_copy()
         if not self._done.wait(deadline):
             raise stream.no_reply()
         if self._error is not None:
@@ -105,7 +105,7 @@ class AttendStream(stream.StepStream):
 
     def attend(self, step_id: int, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry,
                assembler: wire.ResultAssembler, deadline: float) -> stream.Request:
-        self._home.check()
+        self._home.check_copy()
         header = attention_pb2.AttendStreamRequest(attend=attention_pb2.Attend(
             step_id=step_id, layer=args.layer, row_begin=args.row_begin + chunk.row_begin,
             row_count=chunk.rows, head_offset=args.head_offset + chunk.head_begin,
@@ -117,9 +117,14 @@ class AttendStream(stream.StepStream):
             lists=_lists_of(args), want_lists=args.wanted_lists > 0))
         memory = self.memory
         if memory is not None:
-            with stream.Whole(self):
+            try:
                 return self._attend_shared(memory, header, args, chunk, geometry, assembler,
                                            deadline)
+            except errors.MlaError:
+                raise
+            except BaseException as error:
+                self.fail(stream.interrupted(error))
+                raise
         parts = wire.request_parts(args, chunk)
         sent = time.monotonic()
 
@@ -189,19 +194,27 @@ class AttendStream(stream.StepStream):
             request = _GrpcRequest(self._home, name, len(tails))
             self._send(header, parts, request, deadline)
             return request
-        size = len(tails)
-        allocate, free = memory.allocate, memory.free
-        with stream.Whole(self):
-            blocks = self._with_room(memory, lambda: allocate(size), deadline)
-            memory.map[blocks[0]:blocks[0] + size] = tails
-            header.shared.handle = memory.handle
-            header.shared.in_offset, header.shared.in_length = blocks[0], size
-            request = _GrpcRequest(self._home, name, arrive=lambda *_: free(blocks))
-            try:
-                self._send(header, [], request, deadline)
-            except errors.MlaError:
-                free(blocks)
-                raise
+        try:
+            return self._ask_shared(memory, header, name, tails, deadline)
+        except errors.MlaError:
+            raise
+        except BaseException as error:
+            self.fail(stream.interrupted(error))
+            raise
+
+    def _ask_shared(self, memory: SharedMemory, header: Any, name: str, tails: bytes,
+                    deadline: float) -> stream.Request:
+        size, allocate, free = len(tails), memory.allocate, memory.free
+        blocks = self._with_room(memory, lambda: allocate(size), deadline)
+        memory.map[blocks[0]:blocks[0] + size] = tails
+        header.shared.handle = memory.handle
+        header.shared.in_offset, header.shared.in_length = blocks[0], size
+        request = _GrpcRequest(self._home, name, arrive=lambda *_: free(blocks))
+        try:
+            self._send(header, [], request, deadline)
+        except errors.MlaError:
+            free(blocks)
+            raise
         return request
 
     def _send(self, header: Any, parts: List[Any], request: _GrpcRequest, deadline: float) -> None:
@@ -212,15 +225,21 @@ class AttendStream(stream.StepStream):
     def _queue(self, header: Any, parts: List[Any], request: _GrpcRequest) -> bool:
         """Queues a message, if there is room. The tag is taken in the same critical section, so
         that requests travel in the order in which this was called."""
-        with stream.Whole(self), self._lock:
-            if self._broken is not None:
-                raise self._broken.again()
-            if not self._inflight.take(request.size):
-                return False
-            header.tag = self._next_tag
-            self._next_tag += 1
-            self._pending[header.tag] = request
-            self._outbox.put(wire.frame(header.SerializeToString(), parts))
+        try:
+            with self._lock:
+                if self._broken is not None:
+                    raise self._broken.again()
+                if not self._inflight.take(request.size):
+                    return False
+                header.tag = self._next_tag
+                self._next_tag += 1
+                self._pending[header.tag] = request
+                self._outbox.put(wire.frame(header.SerializeToString(), parts))
+        except errors.MlaError:
+            raise
+        except BaseException as error:
+            self.fail(stream.interrupted(error))
+            raise
         return True
 
     # --- The end

@@ -2,6 +2,9 @@
 
 There is no thread here: a caller that waits for a reply takes completions, for itself and others.
 Threading: any thread. One mutex guards what is in flight; no caller holds it while it waits.
+
+Threads that wait stand in a queue, and the first one takes completions for all. A thread joins it
+inside a `try` and leaves it by a single call in the `finally`: an interrupt cannot come between.
 """
 
 from __future__ import annotations
@@ -79,8 +82,8 @@ class RingStream(stream.StepStream):
         self._ring = ring.Ring(memory, spin_s)
         self._on_boot_id = on_boot_id
         self._mutex = threading.RLock()
-        self._turns = gates.Turns()    # the thread whose turn it is takes completions
-        self._changed = gates.Gates()  # threads that wait for what it takes
+        self._queue: Dict[object, None] = {}  # of threads that wait for completions, in their order
+        self._changed = gates.Gates()  # those of them that are not the first
         self._broken: Optional[errors.MlaError] = None
         self._in_flight: Dict[int, _RingRequest] = {}
         self._tags = itertools.count(1)
@@ -97,10 +100,10 @@ class RingStream(stream.StepStream):
 
     def attend(self, step_id: int, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry,
                assembler: wire.ResultAssembler, deadline: float) -> stream.Request:
-        self._home.check()
+        self._home.check_copy()
         memory, tag = self.memory, next(self._tags)
         timeout_us = stream.timeout_us(args.timeout_s)
-        with stream.Whole(self):
+        try:
             placed: Placement = self._with_room(lambda: memory.place(args, chunk, geometry),
                                                 deadline)
             request = _RingRequest(self, "attend", tag, placed.blocks)
@@ -117,6 +120,11 @@ class RingStream(stream.StepStream):
                          tag, step_id, args.layer, args.row_begin + chunk.row_begin,
                          chunk.rows, args.head_offset + chunk.head_begin, chunk.heads,
                          timeout_us, placed.in_offset, placed.out_offset)
+        except errors.MlaError:
+            raise
+        except BaseException as error:
+            self.fail(stream.interrupted(error))
+            raise
         return request
 
     def ask(self, deadline: float, reply_bytes: int = 0, tails: bytes = b"",
@@ -127,7 +135,7 @@ class RingStream(stream.StepStream):
         header = attention_pb2.AttendStreamRequest(tag=tag, **body)
         (name,) = body
         most = header.ByteSize() + (SHARED_BYTES if tails else 0)
-        with stream.Whole(self):
+        try:
             blocks = self._with_room(
                 lambda: self.memory.allocate(most + room, *([len(tails)] if tails else [])),
                 deadline)
@@ -140,6 +148,11 @@ class RingStream(stream.StepStream):
             request = _RingRequest(self, name, tag, blocks)
             self._submit(request, deadline, ring.MESSAGE, 0, 0, 0, tag, 0, 0, 0, size, 0, room, 0,
                          offset, offset + size if room else 0)
+        except errors.MlaError:
+            raise
+        except BaseException as error:
+            self.fail(stream.interrupted(error))
+            raise
         return request
 
     def _submit(self, request: _RingRequest, deadline: float, *fields: int) -> None:
@@ -189,7 +202,7 @@ class RingStream(stream.StepStream):
 
     def wait_for(self, request: _RingRequest, deadline: float) -> None:
         """Returns once the request is done. DeadlineExceeded."""
-        self._home.check()
+        self._home.check_copy()
         while not request.done:
             self._take_until(lambda: request.done, deadline, stream.no_reply)
             if self._broken is not None and not request.done:
@@ -199,18 +212,19 @@ class RingStream(stream.StepStream):
                     late: Callable[[], errors.MlaError]) -> None:
         """Takes completions until `enough()`, or lets the thread do it that has come first. Returns
         as well when the stream has broken. Raises `late()` at the deadline."""
-        turns, token = self._turns, object()
+        queue, token = self._queue, object()
         try:
-            turns.join(token)
+            queue[token] = None
             while not enough() and self._broken is None:
-                if turns.is_first(token):
+                if tuple(queue)[0] is token:
                     self._poll(deadline, late)
-                elif not self._changed.wait(lambda: turns.is_first(token) or enough()
+                elif not self._changed.wait(lambda: tuple(queue)[0] is token or enough()
                                             or self._broken is not None, deadline):
                     raise late()
         finally:
-            turns.waiting.pop(token, None)  # a single call, which nothing can interrupt
-            self._changed.open()
+            queue.pop(token, None)
+            if queue:
+                self._changed.open()
 
     def _poll(self, deadline: float, late: Callable[[], errors.MlaError]) -> None:
         """Takes one completion. REQUIRES: no other thread does."""
@@ -221,9 +235,14 @@ class RingStream(stream.StepStream):
             return
         if not there:
             raise late()
-        with stream.Whole(self), self._mutex:
-            self._finish(self._ring.take())
-        self._changed.open()
+        try:
+            with self._mutex:
+                self._finish(self._ring.take())
+            if len(self._queue) > 1:
+                self._changed.open()
+        except BaseException as error:
+            self.fail(stream.interrupted(error))
+            raise
 
     def _finish(self, completion: ring.Completion) -> None:
         """REQUIRES: the mutex."""

@@ -117,9 +117,9 @@ class Steps(Service):
                                      tails=[place for place, _ in tails])
         reply = self._ask(step._handle, REPLY_BYTES + LENGTH_BYTES * len(step.sequences),
                           b"".join(tail for _, tail in tails), end_step=body)
-        return messages.lengths_of(reply, [
-            sequence.length + kept
-            for sequence, kept in zip(step.sequences, step.rows if committed is None else committed)])
+        kept = step.rows if committed is None else committed
+        return messages.lengths_of(reply, [sequence.length + count
+                                           for sequence, count in zip(step.sequences, kept)])
 
     def _abort(self, step: Step) -> None:
         self._ask(step._handle, abort_step=attention_pb2.AbortStep(step_id=step.step_id))

@@ -86,24 +86,6 @@ class StepStream(abc.ABC):
         return wire.chunks(args, geometry, self.message_bytes)
 
 
-class Whole:
-    """A `with` block of a stream's that is done as a whole. What leaves it early and is not an error
-    of this package is an interrupt, and ends the stream."""
-
-    __slots__ = ("_stream",)
-
-    def __init__(self, stream: StepStream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        if kind is not None and not issubclass(kind, errors.MlaError):
-            self._stream.fail(errors.Cancelled(
-                f"the Attend stream ended, since {kind.__name__} interrupted a call on it"))
-
-
 class InflightBytes:
     """Bounds the bytes that were sent and not yet answered, so that a producer that runs ahead is
     paused here and not in a growing queue. One message is always let through."""
@@ -166,6 +148,12 @@ def check_body(reply: Any, wanted: str) -> None:
         raise error_of(reply.error)
     if body != wanted:
         raise errors.DataLoss(f"the server answered {wanted} with {body or 'nothing'}")
+
+
+def interrupted(error: BaseException) -> errors.Cancelled:
+    """What left a call of a stream's in the middle."""
+    return errors.Cancelled(
+        f"the Attend stream ended, since {type(error).__name__} interrupted a call on it")
 
 
 def no_reply() -> errors.DeadlineExceeded:

@@ -30,9 +30,9 @@ class StreamMaker:
                  on_boot_id: Callable[[int], None], *, transport: str, shm_path: str, tenant: str,
                  message_bytes: int, shared_bytes: Optional[int], spin_us: int,
                  timeout_s: float, wish: DeviceWish = DeviceWish()) -> None:
-        """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible, and
-        never more than the server takes; `shared_bytes` None: DEFAULT_SHARED_BYTES, halved while
-        the server has less left; 0: no shared memory."""
+        """`info` is the server's GetServerInfoReply; `message_bytes` 0: as large as is sensible,
+        and never more than the server takes; `shared_bytes` None: DEFAULT_SHARED_BYTES, halved
+        while the server has less left; 0: no shared memory."""
         if transport not in TRANSPORTS:
             raise errors.InvalidArgument(
                 f"transport: got {transport!r}, must be one of {', '.join(TRANSPORTS)}")

@@ -91,9 +91,9 @@ class Parent:
             "result": self.future.result, "end": self.step.end, "abort": self.step.abort,
             "release": sequence.release, "hand over": self.other.hand_over,
             "export": lambda: next(self.parts),
-            "export anew": lambda: next(client.export_rows(self.other)),
+            "another export": lambda: next(client.export_rows(self.other)),
             "import": lambda: client.import_rows(model, [b""]),
-            "watch": lambda: next(self.watch), "watch anew": lambda: client.watch_events(),
+            "watch": lambda: next(self.watch), "another watch": lambda: client.watch_events(),
         }
 
     def closings(self):

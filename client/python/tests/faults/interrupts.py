@@ -10,9 +10,9 @@ class Interrupt(BaseException):
 
 
 class InterruptAt:
-    """A `with` block in which an Interrupt is raised at the n-th place where CPython looks for signals:
-    at the beginning of a function, when a loop goes on, and after a call. Counted are the places in
-    the functions of files that `counts` takes."""
+    """A `with` block in which an Interrupt is raised at the n-th place where CPython looks for
+    signals: at the beginning of a function, when a loop goes on, and after a call. Places count in
+    functions of files that `counts` takes."""
 
     def __init__(self, n, counts):
         self._left = n
