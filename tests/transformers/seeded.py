@@ -32,6 +32,15 @@ _MODELS = {
                                        "zero_expert_num": 2, "moe_topk": 2, "head_dim": 64,
                                        "routed_scaling_factor": 0.2}),
 }
+# Positions that an indexer chooses of a row's context, which is longer.
+_INDEXER = {"index_topk": 48, "index_n_heads": 8, "index_head_dim": 128,
+            "mlp_layer_types": ["dense"] + 3 * ["sparse"]}
+_MODELS |= {
+    "deepseek_v32": ("DeepseekV32", {**_DENSE, **_EXPERTS, **_INDEXER}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**_DENSE, **_EXPERTS, **_INDEXER, "qk_nope_head_dim": 192,
+                                  "v_head_dim": 256,
+                                  "indexer_types": ["full", "shared", "full", "shared"]}),
+}
 TYPES = tuple(_MODELS)
 # Standard deviations of weights, times the root of the inputs; 1 for all others. They make scores
 # peaked and attention a large part of the residual stream.

@@ -5,6 +5,7 @@ nothing, so they must agree closely. test_features.py has a server in its place.
 """
 
 import gc
+import os
 import threading
 import time
 import unittest
@@ -23,6 +24,8 @@ torch.set_num_threads(1)
 # How this release calls a cache, as an argument and in what a model returns.
 CACHE = attachment.cache_name(transformers.DeepseekV3ForCausalLM.__new__(
     transformers.DeepseekV3ForCausalLM))
+# In the oldest release models with an indexer cache expanded keys.
+OLDEST = os.environ.get("MLA_TEST_RELEASE") == "5.17"
 _SMALL = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
           "q_lora_rank": 32, "qk_nope_head_dim": 128, "v_head_dim": 128,
           "max_position_embeddings": 256, "moe_intermediate_size": 32, "intermediate_size": 64,
@@ -160,6 +163,23 @@ class GenerateTest(unittest.TestCase):
         # What was refused was never committed.
         self.assertNotIn("_truncate", self.service.calls)
         self.assertLess(self.service.calls["_begin"], 24)
+
+    def test_sparse(self):
+        """Rows attend to the few positions that the model's indexer chooses, padding aside."""
+        for kind in ("deepseek_v32", "glm_moe_dsa"):
+            model = small(kind, index_topk=5, index_n_heads=2, mlp_layer_types=["dense"] * 3,
+                          **({"indexer_types": ["full", "shared", "full"]}
+                             if kind == "glm_moe_dsa" else {}))
+            if OLDEST:
+                with self.assertRaisesRegex(mla_client.Unimplemented, "caches others"):
+                    adapter.attach(model, self.service)
+                continue
+            for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2},
+                            {"prefill_chunk_size": 4}):
+                with self.subTest(kind=kind, **options):
+                    self.compare(model, prompts(2), **options)
+            with self.subTest(kind=kind, drafts=True):
+                self.compare(model, repeating(), prompt_lookup_num_tokens=4, max_new_tokens=16)
 
     def test_bfloat16(self):
         model = small().to(torch.bfloat16)
@@ -374,7 +394,7 @@ class RefusalTest(unittest.TestCase):
                     call()
 
     def test_model_types(self):
-        for kind, reason in (("deepseek_v32", "sparse attention"), ("llama", "not known"),
+        for kind, reason in (("kimi_linear", "linear attention"), ("llama", "not known"),
                              ("mistral4", "kv_lora_rank 512")):
             with mock.patch.object(type(self.model.config), "model_type", kind):
                 with self.assertRaisesRegex(mla_client.Unimplemented, reason):

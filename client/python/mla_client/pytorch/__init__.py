@@ -40,10 +40,11 @@ class Sender:
         self._stream: Any = None  # of steps, that the buffers belong to
         self._used: Any = None    # GPU stream that has used buffers of a GPU last
 
-    def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor,
+               lists: Optional[npt.NDArray] = None) -> torch.Tensor:
         """q [rows, heads, nope + rope], kv [rows, lora + rope] -> o [rows, heads, v] on the device
         and of the type of q; with ABSORBED q [rows, heads, lora + rope] -> o [rows, heads, lora].
-        Heads are those of this rank.
+        Heads are those of this rank. `lists` [rows, width], int32: see Step.attend_sparse.
         """
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, q.is_cuda, step)
@@ -53,8 +54,11 @@ class Sender:
         own_q.copy_(q)
         if own_kv is not None:
             own_kv.copy_(kv)
-        step.attend(layer, buffers.q, buffers.kv, self._profile, out=buffers,
-                    head_offset=self._rank * q.shape[1])
+        options: Any = {"out": buffers, "head_offset": self._rank * q.shape[1]}
+        if lists is None:
+            step.attend(layer, buffers.q, buffers.kv, self._profile, **options)
+        else:
+            step.attend_sparse(layer, buffers.q, lists, buffers.kv, self._profile, **options)
         # A copy even on one device: the next layer writes to the same memory.
         return own_o.to(device=q.device, dtype=q.dtype, copy=True)
 

@@ -76,15 +76,16 @@ class Attachment:
 
     def __init__(self, model: Any, registered: Model, step_lease_ms: int) -> None:
         self.model = registered  # as the service knows it
-        if model.config._attn_implementation == attention.NAME:
+        if model.config._attn_implementation in (attention.NAME, attention.SPARSE_NAME):
             raise errors.FailedPrecondition(f"{type(model).__name__}: it is attached already")
         self._torch_model = model
         self._step_lease_ms = step_lease_ms
         self._before = model.config._attn_implementation
         self._cache_name = cache_name(model)
         attention.register()
-        model.set_attn_implementation(attention.NAME)
-        if model.config._attn_implementation != attention.NAME:
+        name = attention.SPARSE_NAME if registered.spec.attention else attention.NAME
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
             raise errors.Unimplemented(f"{type(model).__name__}: its attention cannot be replaced")
         self._keeper = Keeper(min(IDLE_S, step_lease_ms / 2e3))
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -165,8 +166,8 @@ def _check_replaceable(past: Any, name: str) -> None:
             "pass a cache() of the attachment")
     if past.get_seq_length() > 0 or getattr(past, "_is_user_defined", False):
         raise errors.Unimplemented(
-            f"{name}: got a DynamicCache that is to be kept or was filled locally; pass a cache() of "
-            "the attachment")
+            f"{name}: got a DynamicCache that is to be kept or was filled locally; pass a cache() "
+            "of the attachment")
 
 
 def attach_checked(model: Any, service: Service, model_id: str, kv_format: str, page_size: int,

@@ -25,6 +25,8 @@ _TINY = {
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }
 _DENSE: Dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 32}
+_INDEXER: Dict[str, Any] = {"mlp_layer_types": ["dense", "dense"], "index_topk": 2,
+                            "index_n_heads": 2, "index_head_dim": 16}
 _BY_TYPE = {
     "deepseek_v2": {**_DENSE, "first_k_dense_replace": 2},
     "deepseek_v3": {**_DENSE, "first_k_dense_replace": 2},
@@ -32,6 +34,8 @@ _BY_TYPE = {
     "longcat_flash": {"num_layers": 1, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 32,
                       "n_routed_experts": 3, "zero_expert_num": 1, "moe_topk": 2, "head_dim": 8},
     "youtu": dict(_DENSE),
+    "deepseek_v32": {**_DENSE, **_INDEXER},
+    "glm_moe_dsa": {**_DENSE, **_INDEXER, "indexer_types": ["full", "shared"]},
 }
 _passed: Set[Any] = set()  # classes of models, with and without low-rank queries
 
