@@ -7,6 +7,8 @@ import os
 import platform
 from typing import Any, Dict, List, Tuple
 
+from sglang.srt.runtime_context import get_exec
+
 from mla_client import errors
 from mla_client.serving import salt_of
 from mla_client.sglang import NAME, OPTIONS, plugin
@@ -15,7 +17,7 @@ from mla_client.sglang import NAME, OPTIONS, plugin
 def check(runner: Any) -> None:
     """Unimplemented for what would give wrong answers beside a server."""
     args = runner.server_args
-    graphs = args.cuda_graph_config
+    graphs = get_exec().graph.cuda_graph_config
     refused: List[Tuple[bool, str]] = [
         (not runner.use_mla_backend, "attention that is not MLA"),
         (runner.is_draft_worker or args.speculative_algorithm is not None,
