@@ -6,6 +6,7 @@ nothing, so they must agree closely. test_features.py has a server in its place.
 
 import gc
 import os
+import tempfile
 import threading
 import time
 import unittest
@@ -457,6 +458,20 @@ class RefusalTest(unittest.TestCase):
         with adapter.attach(self.model, self.service):
             with self.assertRaisesRegex(mla_client.FailedPrecondition, "attached already"):
                 adapter.attach(self.model, self.service)
+
+    def test_a_model_that_was_loaded_with_the_name(self):
+        """It cannot run before it is attached, and afterwards as any other."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.save_pretrained(folder)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation="mla_server").eval()
+        with self.assertRaisesRegex(mla_client.FailedPrecondition, "that was attached"):
+            run(model, self.inputs)
+        want = run(self.model, self.inputs)
+        with adapter.attach(model, self.service):
+            got = run(model, self.inputs)
+        np.testing.assert_array_equal(got.sequences, want.sequences)
+        np.testing.assert_array_equal(run(model, self.inputs).sequences, want.sequences)
 
     def test_detached_it_computes_itself(self):
         before = run(self.model, self.inputs).sequences
