@@ -61,7 +61,6 @@ class Case:
         self.engine = sglang.Engine(model_path=str(self.model),
                                     **{**OPTIONS, **self.case.get("engine", {})})
         self.counts["started_s"] = time.monotonic() - begun
-        self.counts["tokens"] = self.engine.scheduler_info.get("max_total_num_tokens")
 
     def round(self, given):
         """The rows of one round."""
