@@ -186,6 +186,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--xml", type=pathlib.Path)
     parser.add_argument("--filter", default="")
+    parser.add_argument("--only", default="", help="only files whose path contains this text")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--engines", action="store_true",
                         help="only what runs in environments of engines, with all releases")
@@ -197,7 +198,8 @@ def main():
         run_file(args.file, args.filter, args.records)
         return 0
     engines = args.engines or bool(args.environment)
-    files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")})
+    files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")
+                    if args.only in str(path.relative_to(ROOT))})
     work = [(path, name) for path in files for name in runs_of(path, engines)
             if args.environment in ("", name)]
     records, seconds = {}, {}

@@ -1,4 +1,4 @@
-"""Writes the locks of the environments anew: python3 tests/engines/lock.py [NAME...]
+"""Writes the locks of the environments again: python3 tests/engines/lock.py [NAME...]
 
 The releases of engines and of torch are chosen here, what they need is resolved, and each wheel is
 written with its version and its hash for Debian 12's Python on x86-64.
@@ -13,7 +13,6 @@ import tomllib
 from typing import Any, Dict, List
 
 import environments
-from pip._vendor.packaging import tags, utils
 
 # One torch for all, so that it is installed once: the one that the newest vLLM for CPUs needs.
 # The client's own requirements; the generated modules load with protobuf 6 at most.
@@ -40,6 +39,9 @@ _CUDA = ["nvidia-cublas==13.1.1.3", "nvidia-cuda-cupti==13.0.85", "nvidia-cuda-n
 
 def _wheel(package: Dict[str, Any], supported: Dict[Any, int]) -> Dict[str, Any]:
     """The wheel of a package that this Python takes first."""
+    # pylint: disable=import-outside-toplevel
+    from pip._vendor.packaging import utils
+
     def rank(wheel: Dict[str, Any]) -> int:
         name = wheel["url"].rpartition("/")[2].replace("%2B", "+")
         return min((supported[tag] for tag in utils.parse_wheel_filename(name)[3]
@@ -52,6 +54,9 @@ def _wheel(package: Dict[str, Any], supported: Dict[Any, int]) -> Dict[str, Any]
 
 def lock(name: str) -> None:
     """Resolves and writes one environment's lock."""
+    # pylint: disable=import-outside-toplevel
+    from pip._vendor.packaging import tags
+
     supported = {tag: place for place, tag in enumerate(tags.sys_tags())}
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)

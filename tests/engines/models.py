@@ -4,9 +4,9 @@
 
 Runs in an environment with torch and transformers. Weights are random, with gains by which
 attention matters; kv_lora_rank 512 and rope 64 are those of the released models, which engines'
-kernels for CPUs expect; there is no tokenizer. FOLDER gets the model, `prompts.json` (token ids), and
-`reference.json`: the library's own attention in float32. `reference_bf16.json` is the same model in
-bf16, which tells how far a dtype alone goes.
+kernels for CPUs expect; there is no tokenizer. FOLDER gets the model, `prompts.json` (token ids),
+and `reference.json`: the library's own attention in float32. `reference_bf16.json` is the same
+model in bf16, which tells how far a dtype alone goes.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     engine.py CASE.json OUT.json
 
-CASE: "model" (a folder of tests/engines/models.py), "engine" (arguments of sglang.Engine), "options"
-(of MLA_SGLANG), "server" (arguments of mla-server; a list of lists: several), and "rounds", each
-with "prompts" (lists of ids; absent: the model's), "tokens", "logprobs" (of prompts: then no prefix
-is used) and "events": [tokens, what, argument], which happen when so many tokens of the round have
-come. OUT: for each round its rows, as compare.py reads them, and counts."""
+CASE: "model" (a folder of tests/engines/models.py), "engine" (arguments of sglang.Engine),
+"options" (of MLA_SGLANG), "server" (arguments of mla-server; a list of lists: several), and
+"rounds", each with "prompts" (lists of ids; absent: the model's), "tokens", "logprobs" (of prompts:
+then no prefix is used) and "events": [tokens, what, argument], which happen when so many tokens of
+the round have come. OUT: for each round its rows, as compare.py reads them, and counts."""
 
 import asyncio
 import json
@@ -20,8 +20,8 @@ ROOT = HERE.parents[1]
 SETTINGS = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 OPTIONS = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32",
            "attention_backend": "mla_server", "context_length": 1024, "max_running_requests": 8,
-           "mem_fraction_static": 0.2, "skip_server_warmup": True, "disable_cuda_graph": True, "log_level": "info",
-           "random_seed": 1}
+           "mem_fraction_static": 0.2, "skip_server_warmup": True, "disable_cuda_graph": True,
+           "log_level": "info", "random_seed": 1}
 WAIT_S = 60.0
 
 
@@ -61,7 +61,6 @@ class Case:
         self.engine = sglang.Engine(model_path=str(self.model),
                                     **{**OPTIONS, **self.case.get("engine", {})})
         self.counts["started_s"] = time.monotonic() - begun
-        self.counts["tokens"] = self.engine.scheduler_info.get("max_total_num_tokens")
 
     def round(self, given):
         """The rows of one round."""

@@ -34,6 +34,11 @@ def look_first(load: Callable, runner: Any, *args: Any, **kwargs: Any) -> Any:
     return load(runner, *args, **kwargs)
 
 
+def need_no_bytes(profile: Callable, configurator: Any, *args: Any, **kwargs: Any) -> int:
+    """Weights may take all of the engine's memory: the pool takes none, and is not sized by it."""
+    return 0
+
+
 def size_pool(calculate: Callable, configurator: Any, available_bytes: int, page_size: int) -> Any:
     """As many tokens as the server's pool has room for: none of the engine's memory is taken."""
     tokens = min(runtime.rows_of_pool(), MAX_TOKENS) // page_size * page_size

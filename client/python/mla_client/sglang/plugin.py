@@ -16,6 +16,7 @@ RELEASES = (Release((0, 5, 23), (0, 5, 23)),)
 # By target in `sglang.srt` the function of mla_client.sglang.hooks that goes around it.
 HOOKS: Dict[str, str] = {
     "model_executor.model_runner.ModelRunner.load_model": "look_first",
+    "mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": "need_no_bytes",
     "model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes": "size_pool",
     "mem_cache.memory_pool.MLATokenToKVPool._create_buffers": "create_no_buffers",
     "mem_cache.memory_pool.ReqToTokenPool.free": "release",

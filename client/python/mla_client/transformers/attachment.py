@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from mla_client import errors
 from mla_client.service import Model, Service
 from mla_client.transformers import attention, models
-from mla_client.transformers.cache import RemoteCache, Rows
+from mla_client.transformers.cache import RemoteCache, Rows, is_sparse
 
 # A step lives this long without a message: what lies between two layers is the model's own work.
 STEP_LEASE_MS = 30_000
@@ -23,6 +23,7 @@ IDLE_S = 1.0
 # The argument of a forward pass that is the cache. transformers 5.24 gave it the first name, and
 # takes the second one from callers until 5.40.
 _CACHE_NAMES = ("cache", "past_key_values")
+_attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models
 
 
 class Keeper:
@@ -76,17 +77,20 @@ class Attachment:
 
     def __init__(self, model: Any, registered: Model, step_lease_ms: int) -> None:
         self.model = registered  # as the service knows it
-        if model.config._attn_implementation in (attention.NAME, attention.SPARSE_NAME):
+        if model in _attached:
             raise errors.FailedPrecondition(f"{type(model).__name__}: it is attached already")
         self._torch_model = model
         self._step_lease_ms = step_lease_ms
-        self._before = model.config._attn_implementation
+        before = model.config._attn_implementation
+        # One that was loaded with this name has none of its own to go back to.
+        self._before = "eager" if before in attention.NAMES else before
         self._cache_name = cache_name(model)
         attention.register()
-        name = attention.SPARSE_NAME if registered.spec.attention else attention.NAME
+        name = attention.SPARSE_NAME if is_sparse(registered) else attention.NAME
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             raise errors.Unimplemented(f"{type(model).__name__}: its attention cannot be replaced")
+        _attached.add(model)
         self._keeper = Keeper(min(IDLE_S, step_lease_ms / 2e3))
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -112,6 +116,7 @@ class Attachment:
             self._hook.remove()
             self._hook = None
             self._torch_model.set_attn_implementation(self._before)
+            _attached.discard(self._torch_model)
             self._keeper.close()
 
     def _before_forward(self, module: Any, args: Tuple, kwargs: dict) -> Tuple[Tuple, dict]:
@@ -166,8 +171,8 @@ def _check_replaceable(past: Any, name: str) -> None:
             "pass a cache() of the attachment")
     if past.get_seq_length() > 0 or getattr(past, "_is_user_defined", False):
         raise errors.Unimplemented(
-            f"{name}: got a DynamicCache that is to be kept or was filled locally; pass a cache() of "
-            "the attachment")
+            f"{name}: got a DynamicCache that is to be kept or was filled locally; pass a cache() "
+            "of the attachment")
 
 
 def attach_checked(model: Any, service: Service, model_id: str, kv_format: str, page_size: int,

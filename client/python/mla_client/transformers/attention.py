@@ -13,7 +13,7 @@ from mla_client import errors
 from mla_client.transformers import cache
 
 # By which a model names them: of dense attention, and of models that choose positions for each row.
-NAME, SPARSE_NAME = "mla_server", "mla_server_sparse"
+NAMES = NAME, SPARSE_NAME = "mla_server", "mla_server_sparse"
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -15,6 +15,11 @@ from mla_client.transformers.batch import Forward, RemoteBatch
 from mla_client.transformers.exchange import Exchange
 
 
+def is_sparse(model: Model) -> bool:
+    """True if an indexer chooses the positions that a row attends to."""
+    return model.spec.attention == "sparse_v32"
+
+
 class Rows:
     """What the layers of one cache share."""
 
@@ -156,7 +161,7 @@ class RemoteCache(Cache):
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        kind = IndexedLayer if rows.model.spec.attention else RemoteLayer
+        kind = IndexedLayer if is_sparse(rows.model) else RemoteLayer
         super().__init__(layers=[kind(rows, index) for index in range(rows.model.spec.layers)])
 
     def release(self) -> None:
