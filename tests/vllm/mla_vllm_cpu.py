@@ -3,7 +3,8 @@ of vllm.general_plugins, next to the package's own.
 
 The platform selects CPU_MLA and AMX_MLA alone for MLA, which here are the package's backend. It
 turns asynchronous scheduling off, and, on machines without AMX, chunked prefill with its bound of
-tokens: both become what the case asked for."""
+tokens: both become what the case asked for. And a later stage of a pipeline has no room for what the
+one before sends, as only a run that the eager mode leaves out makes it."""
 
 import os
 
@@ -35,3 +36,21 @@ def register():
         scheduler.async_scheduling = os.environ.get("MLA_TEST_ASYNC") == "1"
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    _make_room()
+
+
+def _make_room():
+    """For the tensors of a stage before."""
+    # pylint: disable=import-outside-toplevel
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    before = CPUModelRunner.load_model
+
+    def load_model(self, *args, **kwargs):
+        before(self, *args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device)
+
+    CPUModelRunner.load_model = load_model
