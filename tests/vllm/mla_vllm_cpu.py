@@ -3,7 +3,7 @@ of vllm.general_plugins, next to the package's own.
 
 The platform selects CPU_MLA and AMX_MLA alone for MLA, which here are the package's backend. It
 turns asynchronous scheduling off, and, on machines without AMX, chunked prefill with its bound of
-tokens: both become what the case asked for. And a later stage of a pipeline has no room for what the
+tokens, and prefix caching: all become what the case asked for. And a later stage of a pipeline has no room for what the
 one before sends, as only a run that the eager mode leaves out makes it."""
 
 import os
@@ -14,13 +14,12 @@ KEPT = ("enable_chunked_prefill", "max_num_batched_tokens")
 
 def register():
     """Called by vLLM after the package's own register."""
-    if os.environ.get("MLA_TEST_OWN") == "1":
-        return
     # pylint: disable=import-outside-toplevel
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    for name in ("CPU_MLA", "AMX_MLA"):
+    own = os.environ.get("MLA_TEST_OWN") == "1"
+    for name in () if own else ("CPU_MLA", "AMX_MLA"):
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], BACKEND)
     if hasattr(CpuPlatform, "mla_before"):
@@ -28,10 +27,12 @@ def register():
     CpuPlatform.mla_before = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls, vllm_config):
-        scheduler = vllm_config.scheduler_config
-        kept = {name: getattr(scheduler, name) for name in KEPT}
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        kept, caching = {name: getattr(scheduler, name) for name in KEPT}, (
+            cache.enable_prefix_caching)
         CpuPlatform.mla_before(cls, vllm_config)
-        for name, value in kept.items():
+        cache.enable_prefix_caching = caching
+        for name, value in () if own else kept.items():
             setattr(scheduler, name, value)
         scheduler.async_scheduling = os.environ.get("MLA_TEST_ASYNC") == "1"
 

@@ -33,6 +33,7 @@ class Given(unittest.TestCase):
                 ({}, "target: got None"), ({"target": []}, "target: got []"),
                 ({"target": ["a", 3]}, "target: got"), ({"target": ""}, "target: got ''"),
                 ({"target": "a", "prefix_cache": 1}, "prefix_cache: got 1"),
+                ({"target": "a", "page_size": 1.5}, "page_size: got 1.5"),
                 ({"target": "a", "away_s": True}, "away_s: got True"),
                 ({"target": "a", "away_s": -1}, "away_s: got -1, must be 0..3600")):
             with self.assertRaisesRegex(errors.InvalidArgument, text.replace("[", r"\[")):
