@@ -2,10 +2,11 @@
 
     python3 tests/vllm/vllm_signatures.py [--write]
 
-compares the installed vLLM's with `signatures.json`, which has those of the newest release that was
-run; no output means that they are equal.
+compares the installed vLLM's with those of the release that was run and is next to it; no output
+means that they are equal.
 """
 
+import os
 import pathlib
 import sys
 
@@ -14,7 +15,8 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
 # pylint: disable=wrong-import-position
 from tests import library_signatures
 
-PATH = pathlib.Path(__file__).with_name("signatures.json")
+RELEASE = os.environ.get("MLA_TEST_RELEASE", "0.32")
+PATH = pathlib.Path(__file__).with_name(f"signatures_{RELEASE}.json")
 NAMES = {
     "vllm.model_executor.layers.attention.mla_attention": ["MLAAttention.forward_impl"],
     "vllm.model_executor.layers.quantization.utils.quant_utils": ["get_and_maybe_dequant_weights"],

@@ -36,6 +36,8 @@ class Link:
         self._model: Optional[Model] = None
         self._pause = pause or Pause()
         self._error: Optional[errors.MlaError] = None
+        self._target = ""   # of the connection
+        self._avoided = ""  # the one that has failed last: it is tried after the others
         self._closed = False
 
     def look(self) -> Any:
@@ -87,8 +89,12 @@ class Link:
         gone = error.detail.reason in ("model_not_found", "weights_missing")
         if fault == Fault.AWAY or gone:
             if self._model is not None or self.client is not None:
+                if error.detail.reason == "draining":
+                    self._leave()
                 self._drop()
                 self._note(error, leave=False)
+                if fault == Fault.AWAY:
+                    self._avoided = self._target
         elif fault == Fault.OTHER:
             LOG.error("mla: a call was refused: %s", error)
         return fault
@@ -120,13 +126,14 @@ class Link:
         self._drop()
 
     def _order(self) -> List[str]:
-        """Where to try: a server that drains names the one to go to."""
+        """Where to try: a server that drains names the one to go to, and answers as before."""
         peer = self._error.detail.peer if self._error is not None else ""
-        return [*([peer] if peer else []),
-                *(one for one in self.options.targets if one != peer)]
+        targets = sorted(self.options.targets, key=lambda one: one == self._avoided)
+        return [*([peer] if peer else []), *(one for one in targets if one != peer)]
 
     def _connect(self, target: str) -> None:
         self._drop()
+        self._target = target
         self.client = self.options.connect(target)
         self.generation += 1
 
@@ -138,6 +145,20 @@ class Link:
                 client.close()
             except (errors.MlaError, ValueError):
                 pass  # it was broken
+
+    def _leave(self) -> None:
+        """Gives back what a server that drains still has, so that the drain need not wait for
+        leases; not where sequences are followed to where they move."""
+        if (self._spec is None or not self.ranks.sends_rows
+                or self.options.arguments.get("follow_moves")):
+            return
+        try:
+            held = [one.sequence_id for one in self.client.sequences()]
+            if held:
+                self.client._release(held)
+            mla_client.Model(self.client, self._spec, 0).unregister()
+        except (errors.MlaError, ValueError) as error:
+            LOG.info("mla: the server that drains keeps some: %s", error)
 
     def _note(self, error: errors.MlaError, leave: bool = True) -> None:
         """Keeps the error; with `leave` the server is left alone for a while."""

@@ -14,6 +14,7 @@ LEASE_MS = 60_000        # of sequences, which the client renews
 MODEL_LEASE_MS = 600_000  # of a model that nothing names: an engine that was killed leaves it
 AWAY_S = 20.0
 BOUNDS = {"away_s": (0.0, 3600.0)}
+MOST_PAGE_ROWS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +27,13 @@ class Options:
     keep_model: bool = False  # leave the model registered when the engine ends
     # A server that is away for so long fails requests; until then they wait or begin again.
     away_s: float = AWAY_S
+    page_size: int = 0  # rows of a page, the least that prefixes share; 0: the server's default
     arguments: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], model_id: str, client_id: str) -> "Options":
         """Of a user's JSON: `target` (one or a list, tried in this order), `model_id`,
-        `prefix_cache`, `keep_model`, `away_s`, and what Client.connect takes."""
+        `prefix_cache`, `keep_model`, `away_s`, `page_size`, and what Client.connect takes."""
         rest = dict(given)
         target = rest.pop("target", None)
         targets = [target] if isinstance(target, str) else target
@@ -51,8 +53,11 @@ class Options:
                 low <= away <= high):
             raise errors.InvalidArgument(
                 f"away_s: got {away!r}, must be {low:g}..{high:g}")
+        page = rest.pop("page_size", 0)
+        if isinstance(page, bool) or not isinstance(page, int) or not 0 <= page <= MOST_PAGE_ROWS:
+            raise errors.InvalidArgument(f"page_size: got {page!r}, must be 0..{MOST_PAGE_ROWS}")
         model = rest.pop("model_id", "") or model_id
-        return cls(tuple(targets), model, away_s=float(away),
+        return cls(tuple(targets), model, away_s=float(away), page_size=page,
                    arguments={"lease_ms": LEASE_MS, "client_id": client_id, **rest}, **flags)
 
     def of_stage(self, stage: int, stages: int) -> "Options":

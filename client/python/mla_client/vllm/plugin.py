@@ -10,7 +10,7 @@ from mla_client import errors
 from mla_client.serving import Release, check_version
 
 LOG = logging.getLogger("mla_client")
-# Releases that were run, each end of a range; docs/clients/vllm.md says how.
+# Releases that this fits, by runs of each end of a range; docs/clients/vllm.md says how.
 RELEASES = (Release((0, 25, 1), (0, 25, 1), "pages"), Release((0, 29, 0), (0, 32, 0)))
 CONNECTOR = "MlaServerConnector"
 PACKAGE = "mla_client.vllm"

@@ -112,7 +112,7 @@ class Runtime:
         config = self._config
         drafts = config.speculative_config is not None
         self.link.start(
-            ModelSpec(options.model_id, geometry, len(numbers), one.scale),
+            ModelSpec(options.model_id, geometry, len(numbers), one.scale, options.page_size),
             lambda place: self.layers[numbers[place]].arrays())
         self.passes = Passes(self.link, len(numbers), deferred=drafts,
                              name=f"{options.arguments['client_id']}/{options.model_id}")

@@ -33,6 +33,7 @@ class Given(unittest.TestCase):
                 ({}, "target: got None"), ({"target": []}, "target: got []"),
                 ({"target": ["a", 3]}, "target: got"), ({"target": ""}, "target: got ''"),
                 ({"target": "a", "prefix_cache": 1}, "prefix_cache: got 1"),
+                ({"target": "a", "page_size": 1.5}, "page_size: got 1.5"),
                 ({"target": "a", "away_s": True}, "away_s: got True"),
                 ({"target": "a", "away_s": -1}, "away_s: got -1, must be 0..3600")):
             with self.assertRaisesRegex(errors.InvalidArgument, text.replace("[", r"\[")):
@@ -134,6 +135,18 @@ class Linked(unittest.TestCase):
         self.clock.now += 2.0
         self.assertEqual(self.link.model().spec.model_id, "m")
         self.assertEqual(self.link.absent_s, 0.0)
+
+    def test_a_server_that_drains_is_left_for_the_next(self):
+        other = FakeServer()
+        made = options(self.server)
+        object.__setattr__(made, "targets", ("s", "t"))
+        object.__setattr__(made, "servers", {"s": self.server, "t": other})
+        link = Link(made, pause=Pause(1.0, 4.0, self.clock))
+        link.start(SPEC, None)
+        self.assertEqual((len(self.server.models), len(other.models)), (1, 0))
+        link.failed(errors.Unavailable("drains", errors.ErrorDetail(reason="draining")))
+        link.model()
+        self.assertEqual((len(self.server.models), len(other.models)), (0, 1))
 
     def test_look_says_where_it_has_looked(self):
         self.server.alive = False
