@@ -3,8 +3,9 @@ of vllm.general_plugins, next to the package's own.
 
 The platform selects CPU_MLA and AMX_MLA alone for MLA, which here are the package's backend. It
 turns asynchronous scheduling off, and, on machines without AMX, chunked prefill with its bound of
-tokens, and prefix caching: all become what the case asked for. And a later stage of a pipeline has no room for what the
-one before sends, as only a run that the eager mode leaves out makes it."""
+tokens, and prefix caching: all become what the case asked for. And a later stage of a pipeline has
+no room for what the one before sends, as only a run that the eager mode leaves out makes it.
+"""
 
 import os
 

@@ -34,8 +34,8 @@ class _Verdict:
 
     def __init__(self, admission: Admission, config: Any) -> None:
         self._admission = admission
-        # The second model runner keeps tokens on the device, also those that are dropped; and 0.25.1
-        # does not drop the tokens of a pass that was under way.
+        # The second model runner keeps tokens on the device, also those that are dropped; and
+        # 0.25.1 does not drop the tokens of a pass that was under way.
         self._never = bool(getattr(config, "use_v2_model_runner", False)) or (
             config.scheduler_config.async_scheduling and release().note == "pages")
 
