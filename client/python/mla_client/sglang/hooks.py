@@ -78,11 +78,14 @@ def release(free: Callable, pool: Any, req: Any) -> Any:
 
 def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> Any:
     """Requests whose rows the server has lost: what was computed of them counts for nothing. Those
-    that decode begin again, as ones that are put back for want of memory; others fail."""
+    that decode begin again, as ones that are put back for want of memory; others fail. So do all
+    with the overlap scheduler, which has launched one more pass of them already: its token would
+    be taken for one of the request's new beginning."""
     lost = runtime.take_lost(batch.reqs)
     again = []
     for req in lost:
-        if batch.forward_mode.is_decode() and runtime.patient():
+        if (batch.forward_mode.is_decode() and not scheduler.enable_overlap
+                and req in scheduler.running_batch.reqs and runtime.patient()):
             again.append(req)
             req.is_retracted = True  # its new token is skipped
         else:
@@ -90,16 +93,15 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
                 f"mla-server: {runtime.reason()}", UNAVAILABLE, "ServiceUnavailable")
     processed = process(scheduler, batch, result)
     for req in again:
-        _put_back(scheduler, batch, req)
+        _put_back(scheduler, req)
     return processed
 
 
-def _put_back(scheduler: Any, batch: Any, req: Any) -> None:
+def _put_back(scheduler: Any, req: Any) -> None:
+    batch = scheduler.running_batch
     if req.finished() or not req.kv.holds_kv:
         return
     batch.release_req(batch.reqs.index(req), len(batch.reqs), offload_kv=False)
-    for one in {id(each): each for each in (batch, scheduler.running_batch)}.values():
-        if req in one.reqs:
-            one.filter_batch(reqs_to_exclude=[req])
-    scheduler.running_batch.batch_is_full = False
+    batch.filter_batch(reqs_to_exclude=[req])
+    batch.batch_is_full = False
     scheduler._add_request_to_queue(req, is_retracted=True)
