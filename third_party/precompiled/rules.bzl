@@ -2,7 +2,7 @@
 
 Two thirds of the time of a compilation go to the standard library, Abseil and GoogleTest. Under a
 configuration that sets the define precompiled_headers (opt and what derives from it), every source
-reads them in compiled form. The compiler refuses a header that was compiled with other flags
+reads them in compiled form, except sources with an -O of their own. The compiler refuses a header that was compiled with other flags
 (-Winvalid-pch is an error), so FLAGS and .bazelrc cannot drift apart unnoticed.
 """
 
@@ -29,7 +29,7 @@ def precompiled_header(name, srcs, optimization):
     Args:
       name: the header is compiled/NAME.h, the compiled one next to it; a library NAME holds both.
       srcs: texts of #include lines, put together in their order.
-      optimization: -O1 or -O2; sources that read the header may use either.
+      optimization: of the sources that read the header; the compiler crashes with another one.
     """
     header = "compiled/" + name + ".h"
     native.genrule(
@@ -49,6 +49,11 @@ def precompiled_header(name, srcs, optimization):
 
 def _reading(kind, copts, deps):
     """The attributes of a rule whose sources read the compiled header."""
+    for copt in copts:
+        if copt.startswith("-O"):
+            return {"copts": copts, "deps": deps}
+    if kind == "test":
+        copts = ["-O1"] + copts
     header = "$(GENDIR)/%s/compiled/%s.h" % (FOLDER, kind)
     return {
         "copts": copts + select({
@@ -58,15 +63,14 @@ def _reading(kind, copts, deps):
         "deps": deps + ["//third_party/precompiled:" + kind],
     }
 
-def mla_library(copts = [], deps = [], testonly = False, **kwargs):
+def mla_library(copts = [], deps = [], **kwargs):
     """A cc_library."""
-    kind = "test" if testonly else "library"
-    native.cc_library(testonly = testonly, **dict(kwargs, **_reading(kind, copts, deps)))
+    native.cc_library(**dict(kwargs, **_reading("library", copts, deps)))
 
 def mla_binary(copts = [], deps = [], **kwargs):
     """A cc_binary."""
     native.cc_binary(**dict(kwargs, **_reading("library", copts, deps)))
 
 def mla_test(size = "small", copts = [], deps = [], **kwargs):
-    """A cc_test of GoogleTest, compiled with -O1: its sources take longer to compile than to run."""
-    native.cc_test(size = size, **dict(kwargs, **_reading("test", ["-O1"] + copts, deps)))
+    """A cc_test of GoogleTest, compiled with -O1: most take longer to compile than to run."""
+    native.cc_test(size = size, **dict(kwargs, **_reading("test", copts, deps)))
