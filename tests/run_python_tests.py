@@ -166,7 +166,8 @@ def run_in_process(path, text, name, plugins):
         try:
             python = environments.make(name)
         except environments.NotMade as error:
-            return {f"{prefix}{path.stem}.begins": ["error", ascii(str(error)), 0.0]}, str(error), 0.0
+            records = {f"{prefix}{path.stem}.begins": ["error", ascii(str(error)), 0.0]}
+            return records, str(error), 0.0
         environment |= {"PYTHONPATH": os.pathsep.join([plugins, *path_for(path)]),
                         "MLA_TEST_RELEASE": name.partition("-")[2]}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The harness of engines: what is run where, what is installed, and that the comparison can fail."""
+"""The harness of engines: what runs where, what is installed, that the comparison can fail."""
 
 import copy
 import importlib.metadata

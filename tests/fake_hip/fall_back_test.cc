@@ -10,7 +10,7 @@
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
-#include "tests/fake_hip/wrong_kernels.h"
+#include "tests/fake_hip/runtime/wrong_kernels.h"
 
 namespace mla::kernels::hip {
 namespace {

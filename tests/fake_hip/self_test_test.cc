@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
-#include "tests/fake_hip/wrong_kernels.h"
+#include "tests/fake_hip/runtime/wrong_kernels.h"
 
 namespace mla::kernels::hip {
 namespace {

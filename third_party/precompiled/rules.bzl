@@ -2,8 +2,9 @@
 
 Two thirds of the time of a compilation go to the standard library, Abseil and GoogleTest. Under a
 configuration that sets the define precompiled_headers (opt and what derives from it), every source
-reads them in compiled form, except sources with an -O of their own. The compiler refuses a header that was compiled with other flags
-(-Winvalid-pch is an error), so FLAGS and .bazelrc cannot drift apart unnoticed.
+reads them in compiled form, except sources with an -O of their own. The compiler refuses a header
+that was compiled with other flags (-Winvalid-pch is an error), so FLAGS and .bazelrc cannot drift
+apart unnoticed.
 """
 
 FOLDER = "third_party/precompiled"

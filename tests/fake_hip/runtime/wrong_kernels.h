@@ -1,6 +1,6 @@
 // Device kernels that are wrong one at a time, in processes that share the work before.
-#ifndef MLA_TESTS_FAKE_HIP_WRONG_KERNELS_H_
-#define MLA_TESTS_FAKE_HIP_WRONG_KERNELS_H_
+#ifndef MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_
+#define MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -75,4 +75,4 @@ class WrongKernels {
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_TESTS_FAKE_HIP_WRONG_KERNELS_H_
+#endif  // MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_
