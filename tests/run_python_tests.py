@@ -189,6 +189,7 @@ def main():
     parser.add_argument("--filter", default="")
     parser.add_argument("--only", default="", help="only files whose path contains this text")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--list", type=pathlib.Path, help="only the files that this file names")
     parser.add_argument("--engines", action="store_true",
                         help="only what runs in environments of engines, with all releases")
     parser.add_argument("--environment", default="", help="only what runs in this environment")
@@ -201,6 +202,9 @@ def main():
     engines = args.engines or bool(args.environment)
     files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")
                     if args.only in str(path.relative_to(ROOT))})
+    if args.list:
+        named = set(args.list.read_text(encoding="utf-8").split())
+        files = [path for path in files if str(path.relative_to(ROOT)) in named]
     work = [(path, name) for path in files for name in runs_of(path, engines)
             if args.environment in ("", name)]
     records, seconds = {}, {}
