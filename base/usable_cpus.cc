@@ -5,14 +5,29 @@
 #include <algorithm>
 #include <fstream>
 
+#include "base/control_groups.h"
+
 namespace mla::base {
 
-int32_t WithinQuota(int32_t cpus, const std::string& file) {
-  std::ifstream stream(file);
+namespace {
+
+// The whole CPUs that a group's quota amounts to, at most `cpus`.
+int32_t QuotaOf(const ControlGroup& group, int32_t cpus) {
   double quota = 0, period = 0;
-  if (stream >> quota >> period && quota > 0 && period > 0 && quota / period < cpus) {
-    cpus = static_cast<int32_t>(quota / period);
+  if (group.version == 2) {
+    std::ifstream(group.folder + "/cpu.max") >> quota >> period;  // or "max"
+  } else {
+    std::ifstream(group.folder + "/cpu.cfs_quota_us") >> quota;  // or -1
+    std::ifstream(group.folder + "/cpu.cfs_period_us") >> period;
   }
+  if (quota <= 0 || period <= 0 || quota / period >= cpus) return cpus;
+  return static_cast<int32_t>(quota / period);
+}
+
+}  // namespace
+
+int32_t WithinQuota(int32_t cpus, const std::string& root) {
+  for (const ControlGroup& group : ControlGroupsOf("cpu", root)) cpus = QuotaOf(group, cpus);
   return std::max(cpus, 1);
 }
 

@@ -7,12 +7,10 @@
 
 namespace mla::base {
 
-// Where a container finds its own quota (control groups, version 2).
-inline constexpr char kCpuQuotaFile[] = "/sys/fs/cgroup/cpu.max";
-
-// `cpus`, or fewer if the quota in `file` ("QUOTA PERIOD" in microseconds, or "max PERIOD") amounts
-// to fewer whole ones; at least 1. A file that is not there or says something else is no quota.
-int32_t WithinQuota(int32_t cpus, const std::string& file = kCpuQuotaFile);
+// `cpus`, or fewer if the quota of a control group around this process amounts to fewer whole ones;
+// at least 1. A file that is not there or says something else is no quota. `root` is prefixed to
+// /proc and /sys for tests.
+int32_t WithinQuota(int32_t cpus, const std::string& root = "");
 
 // CPUs that the scheduler may put this thread on.
 int32_t AllowedCpuCount();

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_join.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/config/config.h"
 #include "server/logging/library_logs.h"
@@ -54,6 +56,28 @@ absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Co
   return mla::server::Server::Start({config, [] { kill(getpid(), SIGTERM); }});
 }
 
+// What the last lines may wait for a reader of the log.
+constexpr std::chrono::milliseconds kLastFlush{1000};
+
+// Returns when the process is asked to end. A hang-up asks others to read their configuration
+// again. This server does not: what changes while it runs are the files of tls.*, which it reads
+// again by itself, and quotas, which operators set.
+void WaitForEnd(const sigset_t& signals) {
+  for (;;) {
+    int number = 0;
+    sigwait(&signals, &number);
+    if (number != SIGHUP) {
+      mla::server::Log(mla::server::LogLevel::kInfo, "signal", {{"number", number}});
+      return;
+    }
+    mla::server::Log(mla::server::LogLevel::kWarning, "nothing_reloaded",
+                     {{"number", number},
+                      {"why",
+                       "the configuration is read at the start alone; files of tls.* are "
+                       "read again when they change"}});
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -74,11 +98,18 @@ int main(int argc, char** argv) {
   server::ConfigureLogging(loaded.config.log.format, loaded.config.log.level);
   server::CaptureLibraryLogs();
 
+  if (!loaded.service_links.empty()) {
+    server::Log(server::LogLevel::kWarning, "environment_ignored",
+                {{"names", absl::StrJoin(loaded.service_links, ",")},
+                 {"why", "links to services of Kubernetes (enableServiceLinks)"}});
+  }
+
   // Every thread inherits the mask, so the signals wait for sigwait below.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // writes beyond the limit on files fail, as on a full disk
@@ -88,12 +119,14 @@ int main(int argc, char** argv) {
     server::Log(server::LogLevel::kError, "start_failed", {{"why", started.status().ToString()}});
     return server::kExitNotStarted;
   }
-  int signal_number = 0;
-  sigwait(&signals, &signal_number);
-  server::Log(server::LogLevel::kInfo, "signal", {{"number", signal_number}});
+  WaitForEnd(signals);
   const auto deadline = std::chrono::milliseconds(loaded.config.drain_deadline_ms);
-  const server::StopGuard guard(deadline + server::StopGuard::kGrace);
-  const bool drained = (*started)->Shutdown(deadline).drained;
-  started->reset();
+  bool drained = false;
+  {
+    const server::StopGuard guard(deadline + server::StopGuard::kGrace);
+    drained = (*started)->Shutdown(deadline).drained;
+    started->reset();
+  }
+  server::FlushLog(kLastFlush);
   return drained ? server::kExitDrained : server::kExitAborted;
 }

@@ -2,15 +2,29 @@
 
 Reads a folder that `./dev test` filled: Bazel build events (`*.json`), which name the result files
 of exactly the tests of this run (cached ones included), JUnit files of the Python tests (`*.xml`),
-and `*.status` files of stages that did not end well. Prints each failure and, alone on the last
-line, `N passed, N failed`. Exits 0 if something ran, nothing failed and every stage ended well.
+and `*.status` files of stages that did not end well. Prints each failure, each skipped case with
+its reason and, alone on the last line, `N passed, N failed`, or `N passed, N failed, N skipped`.
+Exits 0 if something ran, nothing failed and every stage ended well.
+
+With --quick, a test program that takes more than LIMIT_S seconds of processor time is a failure:
+what takes longer belongs to `./dev test --all`. With --times it prints the sums, and the programs
+that take longest.
 """
 
+import argparse
 import json
 import pathlib
+import re
 import sys
 import urllib.parse
 import xml.etree.ElementTree
+
+
+PROCESSOR_TIME = "processor_time:"  # of a property; a test program's name follows
+LIMIT_S = 60
+# Programs that may take longer, at most five: the name, and why.
+EXCEPTIONS = {}
+LONGEST = 20  # programs that --times lists
 
 
 class Count:
@@ -20,6 +34,7 @@ class Count:
         self.passed = 0
         self.failed = []
         self.skipped = []
+        self.seconds = {}  # of processor time, by test program
 
     def add_xml(self, path, prefix):
         """Adds the cases of a JUnit file; an unreadable or empty file is one failed case."""
@@ -37,9 +52,15 @@ class Count:
             if case.find("failure") is not None or case.find("error") is not None:
                 self.failed.append(name)
             elif case.find("skipped") is not None or case.get("result") == "skipped":
-                self.skipped.append(name)
+                skipped = case.find("skipped")
+                reason = "" if skipped is None else skipped.get("message") or skipped.text or ""
+                self.skipped.append(f"{name}: {' '.join(reason.split()) or 'no reason given'}")
             else:
                 self.passed += 1
+        for record in root.iter("property"):
+            if record.get("name", "").startswith(PROCESSOR_TIME):
+                name = record.get("name").removeprefix(PROCESSOR_TIME)
+                self.seconds[f"{prefix} {name}"] = float(record.get("value"))
         return cases
 
     def add_events(self, path, run):
@@ -56,10 +77,33 @@ class Count:
         """Adds one finished test action: its cases, or itself if they do not explain it."""
         files = {output["name"]: output.get("uri", "") for output in result["testActionOutput"]}
         uri = urllib.parse.urlparse(files.get("test.xml", ""))
+        log = urllib.parse.unquote(urllib.parse.urlparse(files.get("test.log", "")).path)
+        seconds = processor_time(pathlib.Path(log))
+        if seconds is not None:
+            # The longest of a test's shards, which are programs of their own.
+            self.seconds[prefix] = max(seconds, self.seconds.get(prefix, 0.0))
         failed_before = len(self.failed)
         self.add_xml(urllib.parse.unquote(uri.path), prefix)
         if result["status"] != "PASSED" and len(self.failed) == failed_before:
             self.failed.append(f"{prefix} ({result['status']})")
+
+
+    def check_times(self):
+        """Makes a failure of each program that takes too long."""
+        for name, seconds in sorted(self.seconds.items()):
+            if seconds > LIMIT_S and name.split()[-1] not in EXCEPTIONS:
+                self.failed.append(f"{name} ({seconds:.0f} s of processor time, limit {LIMIT_S})")
+
+
+def processor_time(log):
+    """What processor_time.sh wrote at the end of a test's log; None if it did not."""
+    if not log.is_file():
+        return None
+    with log.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 200))
+        match = re.search(rb"processor time: ([0-9.]+) s\s*$", file.read())
+    return float(match[1]) if match else None
 
 
 def read_events(path):
@@ -108,14 +152,27 @@ def count(folder):
 
 
 def main():
-    total, stages = count(pathlib.Path(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("results", type=pathlib.Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--times", action="store_true")
+    args = parser.parse_args()
+    total, stages = count(args.results)
+    if args.quick:
+        total.check_times()
+    if args.times:
+        print(f"{sum(total.seconds.values()):.0f} s of processor time in {len(total.seconds)} "
+              "test programs")
+        for name, seconds in sorted(total.seconds.items(), key=lambda item: -item[1])[:LONGEST]:
+            print(f"{seconds:8.1f} s {name}")
     for name in total.skipped:
         print(f"skipped: {name}")
     for name in total.failed:
         print(f"FAILED: {name}")
     for stage in stages:
         print(f"stage did not end well: {stage}")
-    print(f"{total.passed} passed, {len(total.failed)} failed")
+    skipped = f", {len(total.skipped)} skipped" if total.skipped else ""
+    print(f"{total.passed} passed, {len(total.failed)} failed{skipped}")
     return 0 if total.passed and not total.failed and not stages else 1
 
 

@@ -3,11 +3,17 @@
 Test programs are the files `test_*.py` below FOLDERS; nothing needs registering. With --filter only
 the cases whose name contains the text run. Each file has a process of its own, --jobs of them at a
 time; what it prints is shown when it ends.
+
+A file that has the constant ENVIRONMENT = "transformers", or another engine's name, is run by the
+interpreter of that engine's environment (engines/environments.py), with the newest release. With
+--engines only such files run, with every release, in addition those that have GATE = False.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -17,6 +23,11 @@ import unittest
 import xml.etree.ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests" / "engines"))
+
+# pylint: disable=wrong-import-position
+import environments
+
 FOLDERS = ["client/python/tests", "client/demo", "client/demo/sharing", "client/demo/v32",
            "client/demo/v4", "tests"]
 
@@ -65,9 +76,13 @@ class RecordingResult(unittest.TextTestResult):
         self.records[test.id()][:2] = ["failure", "unexpected success"]
 
 
-def write_xml(path, records):
-    """Writes the records as a JUnit file."""
+def write_xml(path, records, seconds):
+    """Writes the records as a JUnit file, with the processor time of each file of tests."""
     suite = xml.etree.ElementTree.Element("testsuite", name="python", tests=str(len(records)))
+    properties = xml.etree.ElementTree.SubElement(suite, "properties")
+    for name, value in seconds.items():
+        xml.etree.ElementTree.SubElement(properties, "property", name=f"processor_time:{name}",
+                                         value=f"{value:.1f}")
     for name, (kind, text, seconds) in records.items():
         owner, _, method = name.rpartition(".")
         case = xml.etree.ElementTree.SubElement(
@@ -87,10 +102,15 @@ def cases_of(suite):
             yield item
 
 
+def path_for(path):
+    """Where modules are found that the tests of a file import."""
+    return [str(path.parent)] + [str(ROOT / name) for name in (
+        "client/python", "client/python/tests", "client/demo", "tests/engines", ".")]
+
+
 def run_file(path, text, results):
     """Runs the file's cases whose name contains `text` and writes their records to `results`."""
-    sys.path[:0] = [str(path.parent)] + [str(ROOT / name) for name in (
-        "client/python", "client/python/tests", "client/demo", ".")]
+    sys.path[:0] = path_for(path)
     loaded = unittest.defaultTestLoader.loadTestsFromName(path.stem)
     suite = unittest.TestSuite(case for case in cases_of(loaded) if text in case.id())
     records = {}
@@ -101,42 +121,105 @@ def run_file(path, text, results):
     results.write_text(json.dumps(records))
 
 
-def run_in_process(path, text):
-    """The file's records and what it printed. One that leaves no records is a failed case."""
+def constants_of(path):
+    """The simple constants at the top of a file: {name: value}."""
+    return {node.targets[0].id: node.value.value
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)}
+
+
+def runs_of(path, engines):
+    """The environments that a file is run in; "" is the interpreter of this program."""
+    constants = constants_of(path)
+    engine = constants.get("ENVIRONMENT")
+    if engine is None:
+        return [] if engines else [""]
+    if engine not in environments.RELEASES:
+        raise SystemExit(f"{path}: ENVIRONMENT is {engine!r}, must be one of "
+                         f"{', '.join(environments.RELEASES)}")
+    if engines:
+        return [f"{engine}-{release}" for release in environments.RELEASES[engine]]
+    return [environments.newest(engine)] if constants.get("GATE", True) else []
+
+
+def run_and_time(command, environment):
+    """The exit status of a command, what it printed, and the seconds of processor time that it and
+    the processes it waited for took."""
+    with tempfile.TemporaryFile() as printed:
+        # pylint: disable=consider-using-with
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed,
+                                   stderr=subprocess.STDOUT, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        printed.seek(0)
+        text = printed.read().decode(errors="replace")
+    return process.returncode, text, usage.ru_utime + usage.ru_stime
+
+
+def run_in_process(path, text, name, plugins):
+    """The file's records, by case, what it printed and its processor time. A file that leaves no
+    records is a failed case. `name` is the environment, "" for none."""
+    prefix = f"{name}." if name else ""
+    python, environment = sys.executable, dict(os.environ)
+    if name:
+        try:
+            python = environments.make(name)
+        except environments.NotMade as error:
+            records = {f"{prefix}{path.stem}.begins": ["error", ascii(str(error)), 0.0]}
+            return records, str(error), 0.0
+        environment |= {"PYTHONPATH": os.pathsep.join([plugins, *path_for(path)]),
+                        "MLA_TEST_RELEASE": name.partition("-")[2]}
     with tempfile.TemporaryDirectory() as folder:
         results = pathlib.Path(folder) / "records.json"
-        ended = subprocess.run(
-            [sys.executable, __file__, "--file", path, "--filter", text, "--records", results],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            check=False, errors="replace")
-        if ended.returncode == 0 and results.exists():
-            return json.loads(results.read_text()), ended.stdout
-    last = ascii(ended.stdout[-4000:])  # XML has no way to say most control characters
-    return {f"{path.stem}.ends": ["error", last, 0.0]}, ended.stdout
+        status, printed, seconds = run_and_time(
+            [python, __file__, "--file", path, "--filter", text, "--records", results],
+            environment)
+        if status == 0 and results.exists():
+            records = {f"{prefix}{case}": record
+                       for case, record in json.loads(results.read_text()).items()}
+            return records, printed, seconds
+    last = ascii(printed[-4000:])  # XML has no way to say most control characters
+    return {f"{prefix}{path.stem}.ends": ["error", last, 0.0]}, printed, seconds
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--xml", type=pathlib.Path)
     parser.add_argument("--filter", default="")
+    parser.add_argument("--only", default="", help="only files whose path contains this text")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--list", type=pathlib.Path, help="only the files that this file names")
+    parser.add_argument("--engines", action="store_true",
+                        help="only what runs in environments of engines, with all releases")
+    parser.add_argument("--environment", default="", help="only what runs in this environment")
     parser.add_argument("--file", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--records", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.file:
         run_file(args.file, args.filter, args.records)
         return 0
-    files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")})
-    records = {}
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        running = [pool.submit(run_in_process, path, args.filter) for path in files]
+    engines = args.engines or bool(args.environment)
+    files = sorted({path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")
+                    if args.only in str(path.relative_to(ROOT))})
+    if args.list:
+        named = set(args.list.read_text(encoding="utf-8").split())
+        files = [path for path in files if str(path.relative_to(ROOT)) in named]
+    work = [(path, name) for path in files for name in runs_of(path, engines)
+            if args.environment in ("", name)]
+    records, seconds = {}, {}
+    with tempfile.TemporaryDirectory() as plugins, \
+            concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        environments.write_plugins(pathlib.Path(plugins))
+        running = {pool.submit(run_in_process, path, args.filter, name, plugins):
+                   f"{name}:{path.stem}" if name else path.stem for path, name in work}
         for ended in concurrent.futures.as_completed(running):
-            more, printed = ended.result()
+            more, printed, seconds[running[ended]] = ended.result()
             records |= more
             if more:
                 print(printed, end="", flush=True)
     if args.xml:
-        write_xml(args.xml, records)
+        write_xml(args.xml, records, seconds)
     failed = [name for name, (kind, _, _) in records.items() if kind not in (None, "skipped")]
     print(f"{len(records)} cases, {len(failed)} failed", *failed, sep="\n  ")
     return 0 if records and not failed else 1

@@ -46,10 +46,39 @@ class CountTest(unittest.TestCase):
                           "testResult": {"status": status, "testActionOutput": outputs}})
         (self.folder / "opt.json").write_text("\n".join(map(json.dumps, lines)) + "\n")
 
-    def count(self):
-        result = subprocess.run([sys.executable, str(SCRIPT), str(self.folder)],
+    def count(self, *flags):
+        result = subprocess.run([sys.executable, str(SCRIPT), *flags, str(self.folder)],
                                 capture_output=True, text=True, check=False)
         return result.stdout.splitlines()[-1], result.returncode
+
+    def test_skipped_cases_are_counted_with_their_reason(self):
+        self.events(("//a:t", "PASSED", GOOD.replace(
+            'name="B" classname="S" status="run" result="completed"/>',
+            'name="B" classname="S" status="run" result="skipped">'
+            '<skipped message="only root can"/></testcase>'), 1))
+        result = subprocess.run([sys.executable, str(SCRIPT), str(self.folder)],
+                                capture_output=True, text=True, check=False)
+        self.assertEqual(result.stdout.splitlines()[-1], "1 passed, 0 failed, 1 skipped")
+        self.assertIn("S.B: only root can", result.stdout)
+        self.assertEqual(result.returncode, 0)
+
+    def test_programs_that_take_long_fail_the_quick_run(self):
+        (self.folder / "python.xml").write_text(
+            '<testsuite><properties><property name="processor_time:test_a" value="61.0"/>'
+            '<property name="processor_time:test_b" value="59.0"/></properties>'
+            '<testcase name="A" classname="S"/></testsuite>')
+        self.assertEqual(self.count(), ("1 passed, 0 failed", 0))
+        self.assertEqual(self.count("--quick"), ("1 passed, 1 failed", 1))
+
+    def test_processor_time_is_read_from_the_log(self):
+        self.events(("//a:t", "PASSED", GOOD, 1))
+        log = self.folder.parent / "test.log"
+        log.write_text("text\n\nprocessor time: 75.5 s\n")
+        events = self.folder / "opt.json"
+        events.write_text(events.read_text().replace(
+            '"testActionOutput": [', '"testActionOutput": [{"name": "test.log", "uri": '
+            f'"file://{log}"}}, '))
+        self.assertEqual(self.count("--quick"), ("2 passed, 1 failed", 1))
 
     def test_cases_are_counted_not_programs(self):
         self.events(("//a:t", "PASSED", GOOD, 1), ("//b:t", "PASSED", GOOD, 1))

@@ -3,25 +3,31 @@
 
 #include "client/cpp/client.h"
 #include "client/cpp/client_impl.h"
+#include "proto/wire/calls/stream_call.h"
 
 namespace mla::client {
+namespace {
+
+constexpr char kExport[] = "/mla.v1.Cache/Export";
+constexpr char kImport[] = "/mla.v1.Cache/Import";
+constexpr char kWatchEvents[] = "/mla.v1.Cache/WatchEvents";
+
+}  // namespace
 
 absl::Status Client::ExportPages(const v1::ExportRequest& request,
                                  const std::function<absl::Status(const v1::PagesPart&)>& take) {
   if (absl::Status status = impl_->Lost(); !status.ok()) return status;
   grpc::ClientContext context;
   impl_->Prepare(&context, Millis(impl_->options.request_timeout_ms * 10));
-  const auto reader = impl_->cache->Export(&context, request);
+  wire::StreamCall call(impl_->channel, &context, kExport);
+  call.Write(request);
+  call.WritesDone();
   v1::PagesPart part;
-  while (reader->Read(&part)) {
+  while (call.Read(&part)) {
     absl::Status taken = take(part);
-    if (taken.ok()) continue;
-    context.TryCancel();
-    reader->Finish();  // CANCELLED, as asked for
-    return taken;
+    if (!taken.ok()) return taken;  // which cancels the call
   }
-  const grpc::Status status = reader->Finish();
-  return status.ok() ? absl::OkStatus() : FromGrpc(status, context);
+  return FromGrpc(call.Finish(), context);
 }
 
 absl::StatusOr<Sequence> Client::ImportPages(
@@ -33,18 +39,17 @@ absl::StatusOr<Sequence> Client::ImportPages(
   absl::Status failed;
   const auto reply = impl_->Unary<v1::ImportReply>(
       [&](grpc::ClientContext* context, v1::ImportReply* out) {
-        const auto writer = impl_->cache->Import(context, out);
-        bool open = writer->Write(message);
+        wire::StreamCall call(impl_->channel, context, kImport);
+        bool open = call.Write(message);
         while (open) {
           absl::StatusOr<std::optional<v1::PagesPart>> part = next();
           failed = part.status();
           if (!failed.ok()) context->TryCancel();
           if (!failed.ok() || !part->has_value()) break;
           *message.mutable_part() = **std::move(part);
-          open = writer->Write(message);
+          open = call.Write(message);
         }
-        writer->WritesDone();
-        return writer->Finish();
+        return call.FinishWith(out);
       },
       Millis(impl_->options.request_timeout_ms * 10));
   if (!failed.ok()) return failed;
@@ -62,15 +67,14 @@ absl::Status Client::WatchEvents(std::optional<uint64_t> after,
   v1::WatchEventsRequest request;
   if (after) request.set_after(*after);
   request.set_all_tenants(all_tenants);
-  const auto reader = impl_->cache->WatchEvents(&context, request);
+  wire::StreamCall call(impl_->channel, &context, kWatchEvents);
+  call.Write(request);
+  call.WritesDone();
   v1::WatchEventsReply reply;
-  while (reader->Read(&reply)) {
-    if (take(reply)) continue;
-    context.TryCancel();
-    reader->Finish();  // CANCELLED, as asked for
-    return absl::OkStatus();
+  while (call.Read(&reply)) {
+    if (!take(reply)) return absl::OkStatus();  // which cancels the call
   }
-  return FromGrpc(reader->Finish(), context);
+  return FromGrpc(call.Finish(), context);
 }
 
 absl::StatusOr<v1::ExplainReply> Client::Explain(uint32_t most, bool all_tenants) {

@@ -1,14 +1,23 @@
 #include "client/cpp/channel.h"
 
+#include <arpa/inet.h>
+#include <grpc/compression.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
+#include <netinet/in.h>
 
+#include <algorithm>
 #include <fstream>
 #include <sstream>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "proto/wire/grpc_tuning.h"
 
 namespace mla::client {
@@ -38,36 +47,117 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
   return grpc::SslCredentials(ssl);
 }
 
-grpc::ChannelArguments Arguments(const ClientOptions& options) {
+// A server's largest message (wire.message_bytes) is no larger.
+constexpr int kMostReplyBytes = 1 << 30;
+// A connection that is silent for so long is probed, also between calls, and is given up without an
+// answer in time: a firewall may have forgotten it. Servers take a probe every 5 s.
+constexpr int kKeepaliveMs = 20000;
+constexpr int kKeepaliveAnswerMs = 10000;
+// Between two attempts to connect: a server that is back is found within the longest and a half.
+constexpr int kLeastBackoffMs = 100;
+constexpr int kLongestBackoffMs = 1000;
+constexpr absl::string_view kUnixScheme = "unix:";
+
+grpc::ChannelArguments Arguments(const std::string& target, const ClientOptions& options) {
   grpc::ChannelArguments arguments;
-  // Sizes are the server's to bound: it answers with the limit that was exceeded.
-  arguments.SetMaxReceiveMessageSize(-1);
+  arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
+  // What is sent is the server's to bound: it answers with the limit that was exceeded.
   arguments.SetMaxSendMessageSize(-1);
+  // A compressed message grows a thousandfold before its size could be checked.
+  arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveAnswerMs);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kLeastBackoffMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLongestBackoffMs);
   // A client that shared another's connection would share its fate and its flow control.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // By default gRPC obeys http_proxy, for this host too, and its no_proxy knows no networks.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY,
+                   options.http_proxy && !IsLocalTarget(target) ? 1 : 0);
   if (!options.tls_server_name.empty()) {
     arguments.SetSslTargetNameOverride(options.tls_server_name);
   }
   return arguments;
 }
 
+// The path as a part of a URI, which gRPC takes targets for.
+std::string EscapedPath(absl::string_view path) {
+  constexpr absl::string_view kPlain = "/-._~";
+  std::string escaped;
+  for (const char c : path) {
+    if (absl::ascii_isalnum(static_cast<unsigned char>(c)) || absl::StrContains(kPlain, c)) {
+      escaped += c;
+    } else {
+      absl::StrAppendFormat(&escaped, "%%%02X", static_cast<unsigned char>(c));
+    }
+  }
+  return escaped;
+}
+
+bool IsLoopback(absl::string_view address) {
+  absl::string_view host = address;
+  if (absl::ConsumePrefix(&host, "[")) {
+    host = host.substr(0, host.find(']'));
+  } else if (const size_t colon = host.find(':'); colon == host.rfind(':')) {
+    host = host.substr(0, colon);  // an IPv6 address without brackets has no port
+  }
+  const std::string name = absl::AsciiStrToLower(host.substr(0, host.find('%')));
+  if (name == "localhost" || absl::EndsWith(name, ".localhost")) return true;
+  in_addr v4;
+  if (inet_pton(AF_INET, name.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
+  in6_addr v6;
+  if (inet_pton(AF_INET6, name.c_str(), &v6) != 1) return false;
+  return IN6_IS_ADDR_LOOPBACK(&v6) || (IN6_IS_ADDR_V4MAPPED(&v6) && v6.s6_addr[12] == 127);
+}
+
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& target,
-                                                           const ClientOptions& options) {
+absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
+                                            const ClientOptions& options) {
   auto credentials = Credentials(options);
   if (!credentials.ok()) return credentials.status();
-  return grpc::CreateCustomChannel(target, *credentials, Arguments(options));
+  std::string address = target;
+  if (const std::string path = UnixPathOf(target); !path.empty()) {
+    if (absl::StrContains(path, ',')) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("target: got \"", target,
+                       "\", must be a path without a comma: gRPC takes it for two paths"));
+    }
+    address = absl::StrCat(kUnixScheme, EscapedPath(path));
+  }
+  return [address, credentials = *std::move(credentials),
+          arguments = Arguments(target, options)]() -> std::shared_ptr<grpc::Channel> {
+    return grpc::CreateCustomChannel(address, credentials, arguments);
+  };
+}
+
+bool IsLocalTarget(const std::string& target) {
+  if (absl::StartsWith(target, kUnixScheme) || absl::StartsWith(target, "unix-abstract:")) {
+    return true;
+  }
+  absl::string_view addresses = target;
+  for (const absl::string_view resolver : {"dns:", "ipv4:", "ipv6:"}) {
+    if (!absl::ConsumePrefix(&addresses, resolver)) continue;
+    // Its own server may stand before the address.
+    if (absl::ConsumePrefix(&addresses, "//")) {
+      addresses.remove_prefix(std::min(addresses.find('/'), addresses.size() - 1) + 1);
+    }
+    break;
+  }
+  for (const absl::string_view address : absl::StrSplit(addresses, ',')) {
+    if (!IsLoopback(address)) return false;
+  }
+  return true;
 }
 
 std::string UnixPathOf(const std::string& target) {
-  constexpr absl::string_view kScheme = "unix:";
-  if (!absl::StartsWith(target, kScheme)) return "";
   absl::string_view path(target);
-  path.remove_prefix(kScheme.size());
-  if (absl::StartsWith(path, "//")) path.remove_prefix(2);
+  if (!absl::ConsumePrefix(&path, kUnixScheme)) return "";
+  absl::ConsumePrefix(&path, "//");
   return std::string(path);
 }
 

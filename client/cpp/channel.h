@@ -4,6 +4,7 @@
 
 #include <grpcpp/channel.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -12,9 +13,16 @@
 
 namespace mla::client {
 
-// A channel that connects when it is first used. INVALID_ARGUMENT when a PEM file cannot be read.
-absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const std::string& target,
-                                                           const ClientOptions& options);
+// Makes channels, each a connection of its own from its first use on.
+using ChannelMaker = std::function<std::shared_ptr<grpc::Channel>()>;
+
+// Channels to a target. The PEM files are read here. INVALID_ARGUMENT when one cannot be read, or
+// for a socket's path with a comma; other characters of a path mean themselves.
+absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
+                                            const ClientOptions& options);
+
+// Returns true for a socket of this host: a unix target, or loopback addresses alone.
+bool IsLocalTarget(const std::string& target);
 
 // Of the socket that a unix target names; empty for other targets.
 std::string UnixPathOf(const std::string& target);

@@ -4,13 +4,16 @@
 
 #include <limits>
 #include <system_error>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/session.h"
 #include "client/cpp/shared_memory/socket_owner.h"
 #include "grpc/health/v1/health.grpc.pb.h"
+#include "proto/wire/calls/stream_call.h"
 
 namespace mla::client {
 
@@ -27,15 +30,16 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
     const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
     if (!owned.ok()) return owned;
   }
-  auto channel = MakeChannel(target, options);
-  if (!channel.ok()) return channel.status();
+  auto maker = ChannelMakerOf(target, options);
+  if (!maker.ok()) return maker.status();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
   impl->target = target;
   if (impl->options.client_id.empty()) {
     impl->options.client_id = absl::StrFormat("cpp-%016x", Random64());
   }
-  impl->channel = *std::move(channel);
+  impl->make_channel = *std::move(maker);
+  impl->channel = impl->make_channel();
   impl->admin = v1::Admin::NewStub(impl->channel);
   impl->models = v1::Models::NewStub(impl->channel);
   impl->sequences = v1::Sequences::NewStub(impl->channel);
@@ -103,15 +107,14 @@ absl::Status Client::WatchStatus(uint32_t interval_ms,
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
   v1::WatchStatusRequest request;
   request.set_interval_ms(interval_ms);
-  const auto reader = impl_->admin->WatchStatus(&context, request);
+  wire::StreamCall call(impl_->channel, &context, "/mla.v1.Admin/WatchStatus");
+  call.Write(request);
+  call.WritesDone();
   v1::StatusUpdate status;
-  while (reader->Read(&status)) {
-    if (update(status)) continue;
-    context.TryCancel();
-    reader->Finish();  // CANCELLED, as asked for
-    return absl::OkStatus();
+  while (call.Read(&status)) {
+    if (!update(status)) return absl::OkStatus();  // which cancels the call
   }
-  return FromGrpc(reader->Finish(), context);
+  return FromGrpc(call.Finish(), context);
 }
 
 absl::StatusOr<v1::DrainReply> Client::Drain(uint32_t deadline_ms, bool exit,
@@ -184,7 +187,30 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
   if (registered.ok() && registered->model().needs_sinks() != model.needs_sinks()) {
     return absl::UnimplementedError("model.needs_sinks: the server takes sinks with Register only");
   }
+  if (!registered.ok()) return registered;
+  {
+    const MutexLock lock(impl_->mutex);
+    impl_->registered[model.model_id()] = model;
+  }
+  v1::ModelSpec known = registered->model();
+  known.set_model_id(model.model_id());
+  if (absl::Status same = impl_->CheckModel(known); !same.ok()) return same;
   return registered;
+}
+
+absl::Status Client::Impl::CheckModel(const v1::ModelSpec& model) {
+  const auto shape = [](const v1::ModelSpec& of) {
+    const v1::Geometry& geometry = of.geometry();
+    return std::tuple(geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(),
+                      geometry.nope_dim(), geometry.v_dim(), of.layers(), of.top_k(),
+                      of.index_heads(), of.index_dim(), of.window(), of.tail_bytes(),
+                      std::vector<uint32_t>(of.ratios().begin(), of.ratios().end()));
+  };
+  const MutexLock lock(mutex);
+  const auto own = registered.find(model.model_id());
+  if (own == registered.end() || shape(own->second) == shape(model)) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat("the server has model ", model.model_id(),
+                                          " in another shape than was registered"));
 }
 
 absl::Status Client::UploadScales(const std::string& model_id, std::span<const float> scales) {
@@ -220,10 +246,10 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
         const std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> digest(EVP_MD_CTX_new(),
                                                                              EVP_MD_CTX_free);
         EVP_DigestInit_ex(digest.get(), EVP_sha256(), nullptr);
-        const auto writer = impl_->models->UploadWeights(context, reply);
+        wire::StreamCall call(impl_->channel, context, "/mla.v1.Models/UploadWeights");
         v1::UploadWeightsRequest message;
         message.mutable_header()->set_model_id(model_id);
-        bool open = writer->Write(message);
+        bool open = call.Write(message);
         while (auto chunk = open ? next() : std::nullopt) {
           EVP_DigestUpdate(digest.get(), chunk->bytes.data(), chunk->bytes.size());
           v1::UploadWeightsRequest::Chunk* part = message.mutable_chunk();
@@ -231,27 +257,35 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
           part->set_head_begin(chunk->head_begin);
           part->set_head_count(chunk->head_count);
           part->set_payload(std::move(chunk->bytes));
-          open = writer->Write(message);
+          open = call.Write(message);
         }
         std::string sha256(32, '\0');
         EVP_DigestFinal_ex(digest.get(), reinterpret_cast<unsigned char*>(sha256.data()), nullptr);
         message.mutable_trailer()->set_sha256(sha256);
-        if (open) writer->Write(message);
-        writer->WritesDone();
-        return writer->Finish();
+        if (open) call.Write(message);
+        return call.FinishWith(reply);
       },
       // The whole upload, not one message.
       Millis(impl_->options.request_timeout_ms * 10));
 }
 
 absl::StatusOr<v1::ListModelsReply> Client::ListModels() {
-  return impl_->Unary<v1::ListModelsReply>(
+  auto listed = impl_->Unary<v1::ListModelsReply>(
       [&](auto* context, auto* reply) { return impl_->models->List(context, {}, reply); });
+  if (!listed.ok()) return listed;
+  for (const v1::ModelInfo& info : listed->models()) {
+    if (absl::Status same = impl_->CheckModel(info.model()); !same.ok()) return same;
+  }
+  return listed;
 }
 
 absl::Status Client::UnregisterModel(const std::string& model_id) {
   v1::UnregisterRequest request;
   request.set_model_id(model_id);
+  {
+    const MutexLock lock(impl_->mutex);
+    impl_->registered.erase(model_id);
+  }
   return impl_
       ->Unary<v1::UnregisterReply>([&](auto* context, auto* reply) {
         return impl_->models->Unregister(context, request, reply);

@@ -41,7 +41,9 @@ struct ClientOptions {
   std::string client_id;  // groups this client's sequences; empty: a random name
   // PEM files; all three or none. With them the target must match the server's certificate.
   std::string tls_ca, tls_cert, tls_key;
-  std::string tls_server_name;         // expected instead of the target's host, if not empty
+  std::string tls_server_name;  // expected instead of the target's host, if not empty
+  // Connects through the proxy that the environment names (http_proxy), except to this host.
+  bool http_proxy = false;
   int64_t call_timeout_ms = 10000;     // of each unary call, and of asking for shared memory
   int64_t request_timeout_ms = 60000;  // of each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
@@ -132,7 +134,8 @@ class Client final {
   // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
   // `sinks`: [layers, num_heads], of ATTENTION_KIND_SPARSE_V4, each finite, or -inf: none; empty:
   // none, or those that UploadSinks will bring (ModelSpec.needs_sinks).
-  // UNIMPLEMENTED if the server is too old for the model's kv_format, attention or needs_sinks.
+  // UNIMPLEMENTED if the server is too old for the model's kv_format, attention or needs_sinks;
+  // DATA_LOSS if it says another shape than was asked for, also later in ListModels.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});

@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
@@ -55,10 +57,20 @@ inline constexpr Millis kLeastRenewalPause(20);
 inline constexpr int32_t kCopySpinMicros = 1000;
 inline constexpr int32_t kMostCopyThreads = 64;
 
+// By default a server serves 128 calls of one connection (wire.connection_streams).
+inline constexpr int kStreamsAConnection = 8;
+
+// A connection that carries streams, which stay open.
+struct StreamCarrier {
+  std::shared_ptr<grpc::Channel> channel;
+  std::atomic<int> streams{0};
+};
+
 struct Client::Impl {
   std::string target;
   ClientOptions options;
-  std::shared_ptr<grpc::Channel> channel;
+  ChannelMaker make_channel;
+  std::shared_ptr<grpc::Channel> channel;  // of calls, which must not wait for streams
   std::unique_ptr<v1::Admin::Stub> admin;
   std::unique_ptr<v1::Models::Stub> models;
   std::unique_ptr<v1::Sequences::Stub> sequences;
@@ -70,6 +82,8 @@ struct Client::Impl {
   CondVar stopped;
   bool stop ABSL_GUARDED_BY(mutex) = false;
   absl::Status lost ABSL_GUARDED_BY(mutex);  // not OK once another boot id was seen
+  std::vector<std::shared_ptr<StreamCarrier>> carriers ABSL_GUARDED_BY(mutex);
+  std::map<std::string, v1::ModelSpec> registered ABSL_GUARDED_BY(mutex);  // by this client
   std::thread renewer;
 
   void Prepare(grpc::ClientContext* context, Millis extra = Millis(0)) const {
@@ -83,6 +97,10 @@ struct Client::Impl {
     if (lost.ok() && boot_id != info.boot_id()) lost = RestartedError(info.boot_id(), boot_id);
     return lost;
   }
+
+  // DATA_LOSS if the server takes a model that this client has registered for one of another shape,
+  // by which tensors would be longer than the caller's memory.
+  absl::Status CheckModel(const v1::ModelSpec& model);
 
   absl::Status Lost() {
     const MutexLock lock(mutex);
@@ -105,7 +123,20 @@ struct Client::Impl {
     return reply;
   }
 
-  std::shared_ptr<StepStream> OpenStream() const {
+  // One with room for a stream, which counts from now on.
+  std::shared_ptr<StreamCarrier> TakeCarrier() {
+    const MutexLock lock(mutex);
+    auto found = std::find_if(carriers.begin(), carriers.end(),
+                              [](const auto& one) { return one->streams < kStreamsAConnection; });
+    if (found == carriers.end()) {
+      found = carriers.insert(carriers.end(), std::make_shared<StreamCarrier>());
+      (*found)->channel = make_channel();
+    }
+    ++(*found)->streams;
+    return *found;
+  }
+
+  std::shared_ptr<StepStream> OpenStream() {
     StreamOptions wanted;
     wanted.tenant = options.tenant;
     wanted.boot_id = info.boot_id();
@@ -113,11 +144,15 @@ struct Client::Impl {
     wanted.timeout = Millis(options.request_timeout_ms);
     wanted.spin = options.stream_spin_us >= 0 ? std::chrono::microseconds(options.stream_spin_us)
                                               : DefaultStreamSpin(base::UsableCpuCount());
-    return std::make_shared<Stream>(channel, wanted);
+    const std::shared_ptr<StreamCarrier> carrier = TakeCarrier();
+    return {new Stream(carrier->channel, wanted), [carrier](StepStream* stream) {
+              delete stream;
+              --carrier->streams;
+            }};
   }
 
   // A region behind the unix socket of the target, with a command ring or for tensors alone.
-  absl::StatusOr<std::shared_ptr<StepStream>> OpenShared(bool ring) const {
+  absl::StatusOr<std::shared_ptr<StepStream>> OpenShared(bool ring) {
     const std::string shm_path = ShmPathOf(target);
     if (shm_path.empty()) {
       return absl::UnimplementedError("shared memory needs a target of the form unix:PATH");

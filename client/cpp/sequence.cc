@@ -1,5 +1,6 @@
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
 #include "client/cpp/streams/errors.h"
 
@@ -66,6 +67,12 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
       bytes = part->tail_bytes();
       tail.bytes += part->tail();
       if (tail.bytes.size() == bytes) return tail;
+      // It must come nearer to an end that may be.
+      if (part->tail().empty() || tail.bytes.size() > bytes ||
+          bytes > client_->info().limits().max_tail_bytes()) {
+        return absl::DataLossError(absl::StrCat("a tail of ", bytes, " bytes, of which ",
+                                                tail.bytes.size(), " have come"));
+      }
     }
   }
   return absl::AbortedError("steps have left other tails while this one was read");

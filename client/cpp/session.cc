@@ -315,7 +315,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
     const uint64_t entry = model_.window() > 0 ? row.kv : 0;
     const absl::StatusOr<uint32_t> rows =
         RowsOfAMessage(call.row_count, std::max({row.in() + entry, row.out(), uint64_t{1}}),
-                       stream_->message_bytes() - kHeaderBytes);
+                       std::max(stream_->message_bytes(), kHeaderBytes) - kHeaderBytes);
     if (!rows.ok()) {
       pending.refused_ = rows.status();
       return pending;
@@ -370,7 +370,11 @@ absl::StatusOr<std::vector<uint64_t>> Step::End(const std::vector<uint32_t>& com
   if (absl::Status status = stream_->Wait(result.get()); !status.ok()) return status;
   open_ = false;
   const auto& lengths = result->reply.end_step().lengths();
-  for (size_t i = 0; i < rows_.size() && i < static_cast<size_t>(lengths.size()); ++i) {
+  if (static_cast<size_t>(lengths.size()) != rows_.size()) {
+    return absl::DataLossError(absl::StrCat("the step has ", rows_.size(), " sequences, and ",
+                                            lengths.size(), " lengths have come"));
+  }
+  for (size_t i = 0; i < rows_.size(); ++i) {
     rows_[i].sequence->length_ = lengths[static_cast<int>(i)];
   }
   return std::vector<uint64_t>(lengths.begin(), lengths.end());

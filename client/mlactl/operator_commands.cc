@@ -102,10 +102,11 @@ int Drain(const CommonOptions& common, const DrainOptions& options) {
   if (!client.ok()) return Fail(client.status());
   const auto reply = (*client)->Drain(options.deadline_ms, options.exit, options.to);
   if (!reply.ok()) return Fail(reply.status());
+  const v1::DrainReply plain = WithPlainTexts(*reply);
   const int code =
       Emit(common, ToJson(*reply),
-           absl::StrCat(options.to.empty() ? "" : HandOverText(*reply),
-                        reply->drained() ? "drained: " : "not drained: ", reply->message(), "\n"));
+           absl::StrCat(options.to.empty() ? "" : HandOverText(plain),
+                        plain.drained() ? "drained: " : "not drained: ", plain.message(), "\n"));
   if (code != kOk) return code;
   const bool left = std::any_of(
       reply->handed_over().begin(), reply->handed_over().end(), [](const v1::HandedOver& one) {

@@ -261,8 +261,8 @@ int Events(const CommonOptions& common, const EventsOptions& options) {
       before = event.number();
       const std::string line =
           common.json ? absl::StrReplaceAll(ToJson(event), {{"\n ", " "}, {"\n}", "}"}})
-                      : EventText(event);
-      std::fputs(line.c_str(), stdout);
+                      : EventText(WithPlainTexts(event));
+      Print(line);
       std::fflush(stdout);
       if (++seen == options.count) return false;
     }

@@ -161,11 +161,12 @@ int Watch(const CommonOptions& common, const WatchOptions& options) {
   uint64_t updates = 0;
   const absl::Status status =
       (*client)->WatchStatus(options.interval_ms, [&](const v1::StatusUpdate& update) {
-        std::string line = absl::StrFormat(
-            "%-9s %3d %%  %d open steps, %d sequences  %s\n", StateName(update.state()),
-            update.percent(), update.open_steps(), update.sequences(), update.message());
+        std::string line =
+            absl::StrFormat("%-9s %3d %%  %d open steps, %d sequences  %s\n",
+                            StateName(update.state()), update.percent(), update.open_steps(),
+                            update.sequences(), WithPlainTexts(update).message());
         if (common.json) line = absl::StrReplaceAll(ToJson(update), {{"\n ", " "}, {"\n}", "}"}});
-        std::fputs(line.c_str(), stdout);
+        Print(line);
         std::fflush(stdout);
         return ++updates != options.count;
       });

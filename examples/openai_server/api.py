@@ -39,7 +39,7 @@ def parse(body: Any, number: int, chat: bool) -> Request:
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
     if body.get("model", MODEL) != MODEL:
-        raise Refused(f"model {body['model']!r} is not served, {MODEL!r} is", "model")
+        raise Refused(f"model must be {MODEL!r}: no other is served", "model")
     prompt = _chat_prompt(body) if chat else _prompt(body)
     tokens = _number(body, "max_completion_tokens" if chat and "max_completion_tokens" in body
                      else "max_tokens", 128, 1, CONTEXT, whole=True)
@@ -64,7 +64,14 @@ def _prompt(body: Dict) -> bytes:
     prompt = body.get("prompt")
     if not isinstance(prompt, str) or not prompt:
         raise Refused("prompt must be a text that is not empty", "prompt")
-    return prompt.encode()
+    return _bytes(prompt, "prompt")
+
+
+def _bytes(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # JSON may escape halves of characters
+        raise Refused(f"{name} must be a text of whole characters", name) from None
 
 
 def _chat_prompt(body: Dict) -> bytes:
@@ -76,12 +83,13 @@ def _chat_prompt(body: Dict) -> bytes:
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content
-                              if isinstance(part, dict) and part.get("type") == "text")
+            parts = [part.get("text") for part in content
+                     if isinstance(part, dict) and part.get("type") == "text"]
+            content = "".join(part for part in parts if isinstance(part, str))
         if not isinstance(content, str) or not content:
             raise Refused(f"messages[{index}].content must be a text that is not empty", "messages")
         texts.append(content)
-    return "\n".join(texts).encode()
+    return _bytes("\n".join(texts), "messages")
 
 
 def _number(body: Dict, name: str, default: float, least: float, most: float,
@@ -97,12 +105,15 @@ def _number(body: Dict, name: str, default: float, least: float, most: float,
 
 def _stops(stop: Any) -> Tuple[bytes, ...]:
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if (not isinstance(stops, list) or len(stops) > STOPS_MAX
-            or not all(isinstance(text, str) and 0 < len(text.encode()) <= STOP_BYTES_MAX
-                       for text in stops)):
-        raise Refused(f"stop must be at most {STOPS_MAX} texts of at most {STOP_BYTES_MAX} bytes",
+    refused = Refused(f"stop must be at most {STOPS_MAX} texts of 1 to {STOP_BYTES_MAX} bytes",
                       "stop")
-    return tuple(text.encode() for text in stops)
+    if (not isinstance(stops, list) or len(stops) > STOPS_MAX
+            or not all(isinstance(text, str) for text in stops)):
+        raise refused
+    data = tuple(_bytes(text, "stop") for text in stops)
+    if not all(0 < len(stop) <= STOP_BYTES_MAX for stop in data):
+        raise refused
+    return data
 
 
 class Answer:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.server
+import http
 import json
+import logging
 import pathlib
 import signal
 import sys
-import threading
-from typing import Any, Dict, Iterator
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Tuple
+
+import waitress
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1] / "client" / "python")]
@@ -28,121 +30,138 @@ from mla_client.testing import ServerProcess
 from worker import Event
 
 BODY_BYTES_MAX = 1 << 20
-READ_TIMEOUT_S = 30.0
+HEADER_BYTES_MAX = 1 << 14
+CONNECTIONS_MAX = 200  # others wait until one of them ends
+IDLE_S, LOOK_S = 15, 5  # of a connection without a request; how often they are looked at
+SPARE_THREADS = 8      # next to one for each task: for refusals, pages and probes
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"),
          "/page.js": ("page.js", "text/javascript; charset=utf-8"),
          "/page.css": ("page.css", "text/css; charset=utf-8")}
+ASKS = {"/v1/completions": False, "/v1/chat/completions": True}  # whether it is a chat
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 
+Reply = Tuple[int, str, bytes]
+StartResponse = Callable[[str, List[Tuple[str, str]]], Any]
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
 
-    protocol_version = "HTTP/1.1"
-    timeout = READ_TIMEOUT_S
-    server: "Server"
+class App:
+    """The routes, as a WSGI application: each request on a thread of its own."""
 
-    def do_GET(self) -> None:  # noqa: N802 (the name is the base class's)
-        path = self.path.partition("?")[0]
+    def __init__(self, workers: pool.Pool) -> None:
+        self._pool = workers
+
+    def __call__(self, environ: Dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if method == "POST" and path in ASKS:
+            return self._ask(environ, start_response)
+        if method == "POST":
+            reply = _json(404, api.error(f"{path}: there is nothing"))
+        elif method in ("GET", "HEAD"):
+            reply = self._get(path)
+        else:
+            reply = _json(405, api.error(f"{method}: GET and POST are served"))
+        return _send(start_response, reply, method == "HEAD")
+
+    def _get(self, path: str) -> Reply:
         if path in PAGES:
             name, kind = PAGES[path]
-            self._send(200, (FOLDER / "page" / name).read_bytes(), kind)
-        elif path == "/v1/models":
+            return 200, kind, (FOLDER / "page" / name).read_bytes()
+        if path == "/v1/models":
             model = {"id": api.MODEL, "object": "model", "created": 0, "owned_by": "mla-server"}
-            self._json(200, {"object": "list", "data": [model]})
-        elif path == "/healthz":
-            self._json(200, {"tasks_by_worker": self.server.pool.served()})
-        else:
-            self._json(404, api.error(f"{path}: there is nothing"))
+            return _json(200, {"object": "list", "data": [model]})
+        if path == "/healthz":
+            return _json(200, {"tasks_by_worker": self._pool.served()})
+        return _json(404, api.error(f"{path}: there is nothing"))
 
-    def do_POST(self) -> None:  # noqa: N802
-        chat = self.path == "/v1/chat/completions"
-        if not chat and self.path != "/v1/completions":
-            self._json(404, api.error(f"{self.path}: there is nothing"))
-            return
+    def _ask(self, environ: Dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         try:
-            request = api.parse(self._body(), self.server.pool.new_number(), chat)
-            events = self.server.pool.run(request.task)
+            request = api.parse(_body(environ), self._pool.new_number(), ASKS[environ["PATH_INFO"]])
+            events = self._pool.run(request.task, environ["waitress.client_disconnected"])
         except api.Refused as refused:
-            self._json(400, api.error(str(refused), parameter=refused.parameter))
-            return
+            return _send(start_response,
+                         _json(400, api.error(str(refused), parameter=refused.parameter)))
         except pool.Busy:
-            self._json(429, api.error("all workers are busy: try again", "rate_limit_error"))
-            return
-        with contextlib.closing(events):
-            if request.stream:
-                self._stream(request, events)
-            else:
-                self._whole(request, events)
+            return _send(start_response, _json(
+                429, api.error("all workers are busy: try again", "rate_limit_error")))
+        if not request.stream:
+            with contextlib.closing(events):
+                return _send(start_response, _whole(request, events))
+        start_response(_status(200), [("Content-Type", "text/event-stream; charset=utf-8"),
+                                      ("Cache-Control", "no-store")])
+        return Stream(request, events)
 
-    def _body(self) -> Any:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > BODY_BYTES_MAX:
-            self.close_connection = True  # what was not read is no request
-            raise api.Refused(f"the body must have a length of at most {BODY_BYTES_MAX} bytes")
-        try:
-            return json.loads(self.rfile.read(int(length)))
-        except ValueError:
-            raise api.Refused("the body must be JSON") from None
 
-    def _whole(self, request: api.Request, events: Iterator[Event]) -> None:
-        answer = api.Answer(request)
-        for event in events:
+def _body(environ: Dict[str, Any]) -> Any:
+    try:
+        return json.loads(environ["wsgi.input"].read())
+    except (ValueError, RecursionError):  # the second: lists in lists in lists
+        raise api.Refused("the body must be JSON") from None
+
+
+def _whole(request: api.Request, events: Iterable[Event]) -> Reply:
+    answer = api.Answer(request)
+    for event in events:
+        if event.reason == "error":
+            return _json(503, api.error(event.message, "server_error"))
+        answer.chunk(event)
+    return _json(200, answer.whole())
+
+
+class Stream:
+    """Server-sent events. It is closed at its end, or when the client has gone."""
+
+    def __init__(self, request: api.Request, events: pool.Events) -> None:
+        self._request, self._events = request, events
+
+    def __iter__(self) -> Iterator[bytes]:
+        answer = api.Answer(self._request)
+        for event in self._events:
             if event.reason == "error":
-                self._json(503, api.error(event.message, "server_error"))
+                yield _event(api.error(event.message, "server_error"))
                 return
-            answer.chunk(event)
-        self._json(200, answer.whole())
+            chunk = answer.chunk(event)
+            if chunk is not None:
+                yield _event(chunk)
+        usage = answer.usage_chunk()
+        if usage is not None:
+            yield _event(usage)
+        yield b"data: [DONE]\n\n"
 
-    def _stream(self, request: api.Request, events: Iterator[Event]) -> None:
-        """Server-sent events. A client that has gone ends the task."""
-        self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        answer = api.Answer(request)
-        try:
-            for event in events:
-                if event.reason == "error":
-                    self._event(api.error(event.message, "server_error"))
-                    return
-                self._event(answer.chunk(event))
-            self._event(answer.usage_chunk())
-            self.wfile.write(b"data: [DONE]\n\n")
-        except ConnectionError:
-            pass
-
-    def _event(self, body: Any) -> None:
-        if body is not None:
-            self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
-            self.wfile.flush()
-
-    def _json(self, status: int, body: Dict) -> None:
-        self._send(status, json.dumps(body).encode(), "application/json")
-
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Security-Policy", POLICY)
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # pylint: disable=redefined-builtin
-        """One line a request would drown what matters."""
+    def close(self) -> None:
+        """Ends the task."""
+        self._events.close()
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Answers on a port, with a thread a connection."""
+def _event(body: Dict) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    daemon_threads = True
 
-    def __init__(self, address: Any, workers: pool.Pool) -> None:
-        super().__init__(address, Handler)
-        self.pool = workers
+def _json(status: int, body: Dict) -> Reply:
+    return status, "application/json", json.dumps(body).encode()
+
+
+def _status(status: int) -> str:
+    return f"{status} {http.HTTPStatus(status).phrase}"
+
+
+def _send(start_response: StartResponse, reply: Reply, head: bool = False) -> List[bytes]:
+    status, kind, body = reply
+    start_response(_status(status), [("Content-Type", kind), ("Content-Length", str(len(body))),
+                                     ("Content-Security-Policy", POLICY),
+                                     ("X-Content-Type-Options", "nosniff")])
+    return [] if head else [body]
+
+
+def make_server(app: App, host: str, port: int, tasks: int) -> Any:
+    """A waitress server that listens. `tasks`: that may run at a time. It reads whole requests
+    before the application sees them, and refuses what is no HTTP or too large by itself."""
+    logging.getLogger("waitress").setLevel(logging.ERROR)
+    return waitress.create_server(
+        app, host=host, port=port, threads=tasks + SPARE_THREADS, ident=None,
+        connection_limit=CONNECTIONS_MAX, channel_timeout=IDLE_S, cleanup_interval=LOOK_S,
+        max_request_header_size=HEADER_BYTES_MAX, max_request_body_size=BODY_BYTES_MAX + 1,
+        # Without it the end of a connection is not seen while its request is served.
+        channel_request_lookahead=1, asyncore_use_poll=True, log_socket_errors=False)
 
 
 def main() -> int:
@@ -151,7 +170,7 @@ def main() -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", help="path of an mla-server binary, which is started")
     where.add_argument("--target", help="of an attention server: host:port or unix:/path")
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--host", default="127.0.0.1", help="an address; default: %(default)s")
     parser.add_argument("--port", type=int, default=8000,
                         help="0: a free one; default: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="processes; default: %(default)s")
@@ -167,13 +186,11 @@ def main() -> int:
             print(f"serve: {error}", file=sys.stderr)
             return 1
         stack.callback(workers.close)
-        server = stack.enter_context(Server((args.host, args.port), workers))
-        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
-        print(f"serve: http://{args.host}:{server.server_address[1]}", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            pass
+        server = make_server(App(workers), args.host, args.port, workers.tasks_max)
+        stack.callback(server.close)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends run() below
+        print(f"serve: http://{args.host}:{server.effective_port}", flush=True)
+        server.run()
     return 0
 
 

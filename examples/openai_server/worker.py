@@ -98,8 +98,10 @@ def pick(logits: np.ndarray, temperature: float, top_p: float,
     """A token: the best one, or one drawn from the most probable that make up `top_p`."""
     if temperature == 0:
         return int(logits.argmax())
-    scaled = (logits - logits.max()) / temperature
-    weights = np.exp(scaled, dtype=np.float64)
+    # In 64 bits, where no temperature above 0 is rounded to 0. Far below the best one the quotient
+    # is infinite, and its weight 0.
+    with np.errstate(over="ignore"):
+        weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     order = np.argsort(-weights, kind="stable")
     total = np.cumsum(weights[order])
     kept = order[:int(np.searchsorted(total, top_p * total[-1])) + 1]
@@ -123,7 +125,8 @@ class Worker:
                 self._step()
             except LOST as error:
                 self._recover(error)
-            except mla_client.MlaError as error:
+            except Exception as error:  # pylint: disable=broad-except
+                # Whatever a request has broken, others are served.
                 self._fail(error)
         self._drop(self._choices)
         self._client.close()
@@ -163,7 +166,13 @@ class Worker:
         for choice in [choice for choice in self._choices if choice.logits is not None]:
             self._branch(choice)
         for choice in [choice for choice in self._choices if choice.logits is not None]:
-            event = choice.choose()
+            if choice not in self._choices:  # its task has ended with another choice
+                continue
+            try:
+                event = choice.choose()
+            except Exception as error:  # pylint: disable=broad-except
+                self._fail(error, choice.task.number)
+                continue
             self._outbox.put(event)
             if event.reason:
                 self._drop([choice])
@@ -206,11 +215,13 @@ class Worker:
         for choice in self._choices:
             choice.sequence = choice.logits = None
 
-    def _fail(self, error: mla_client.MlaError) -> None:
-        """All tasks end: which of them the error is about is not known."""
-        for number in {choice.task.number for choice in self._choices}:
-            self._outbox.put(Event(number, reason="error", message=str(error)))
-        self._drop(self._choices)
+    def _fail(self, error: Exception, number: Optional[int] = None) -> None:
+        """A task ends, or all: which of them an error is about is not always known."""
+        message = str(error) if isinstance(error, mla_client.MlaError) else repr(error)
+        ended = [choice for choice in self._choices if number in (None, choice.task.number)]
+        for one in {choice.task.number for choice in ended}:
+            self._outbox.put(Event(one, reason="error", message=message))
+        self._drop(ended)
 
     def _drop(self, choices: List[Choice]) -> None:
         """Ends choices and frees their rows."""

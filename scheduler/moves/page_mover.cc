@@ -63,6 +63,8 @@ void PageMover::Take(const BatchPolicy& policy, Batch* batch) {
     const PageMove::EngineFields& note = move->engine;
     if (cache_->work().Waits(note.tenant, note.ticket)) {
       policy.TakePages(cache_->work(), note.tenant, note.ticket, *batch);
+    } else if (move->in && cache_->work().Fills(batch->pages, note.entry)) {
+      // A request or another move has taken the group's work into this launch.
     } else if (room.bytes > 0 && room.places > 0 && !Names(*batch, note.entry) &&
                AddPart(move, &room, batch)) {
       // Transfers of one launch name no byte twice.

@@ -1,9 +1,10 @@
 // Parts of page groups that wait for a launch to carry them between the pool and host memory.
 //
 // A move goes with the next launch that has room, in the order of arrival, once the page work that
-// its group may need has been carried by an earlier launch: writes come before page work within
-// one. A move of more bytes than a launch may carry goes with several, one after another. Its group
-// is pinned from the hand-over to the answer, so that it is not given to others even if its
+// its group may need has been carried by an earlier launch. A launch writes moved rows before it
+// does its page work, so a launch that zeroes a group takes no rows into it: the zeroing would be
+// done last. A move of more bytes than a launch may carry goes with several, one after another. Its
+// group is pinned from the hand-over to the answer, so that it is not given to others even if its
 // sequence ends meanwhile.
 //
 // Ownership: borrows cache and moves. Threading: owned by the engine role.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <regex>
 #include <set>
 
 #include "absl/strings/ascii.h"
@@ -24,6 +25,7 @@ struct Suffix {
   const char* text;
   int shift;
 };
+constexpr size_t kMostNameBytes = 256;           // of an environment name that is looked at closely
 constexpr int64_t kLeastKvCacheBytes = 1 << 20;  // below it hardly a model finds a page
 constexpr Suffix kSuffixes[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
 
@@ -83,6 +85,15 @@ void ApplyFile(const std::string& path, LoadedConfig* loaded) {
   }
 }
 
+// Returns true for a name that Kubernetes, or Docker's links, give to the containers of services
+// whose own name begins with "mla": MLA_SERVER_SERVICE_HOST, MLA_PORT_50551_TCP_ADDR.
+bool IsServiceLink(const std::string& name) {
+  static const std::regex link(
+      "MLA(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|"
+      "PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)");
+  return name.size() <= kMostNameBytes && std::regex_match(name, link);
+}
+
 void ApplyEnvironment(const std::map<std::string, std::string>& environment, LoadedConfig* loaded) {
   std::set<std::string> known = {"MLA_CONFIG", "MLA_TARGET"};  // the second is mlactl's
   for (const ConfigKey& key : ConfigKeys()) {
@@ -93,8 +104,13 @@ void ApplyEnvironment(const std::map<std::string, std::string>& environment, Loa
   }
   for (const auto& [name, value] : environment) {
     // Names with MLA_TEST_ belong to test runs.
-    if (absl::StartsWith(name, "MLA_") && !absl::StartsWith(name, "MLA_TEST_") &&
-        known.count(name) == 0) {
+    if (!absl::StartsWith(name, "MLA_") || absl::StartsWith(name, "MLA_TEST_") ||
+        known.count(name) != 0) {
+      continue;
+    }
+    if (IsServiceLink(name)) {
+      loaded->service_links.push_back(name);
+    } else {
       loaded->faults.push_back(absl::StrCat(name, ": unknown environment name"));
     }
   }
@@ -223,6 +239,10 @@ void CheckListen(const Config& config, std::vector<std::string>* faults) {
   if (listen.unix_path.size() > 107) {
     faults->push_back(absl::StrCat("server.unix_path: got ", listen.unix_path.size(),
                                    " bytes, at most 107 are possible"));
+  }
+  if (absl::StrContains(listen.unix_path, ',')) {
+    faults->push_back(absl::StrCat("server.unix_path: got \"", listen.unix_path,
+                                   "\", must be without a comma: gRPC takes it for two paths"));
   }
   if (SamePort(listen.address, config.ops.address)) {
     faults->push_back(absl::StrCat("ops.listen: got \"", config.ops.address,

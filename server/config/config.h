@@ -180,6 +180,9 @@ struct LoadedConfig {
   std::map<std::string, std::string> origin;  // key -> "default", "file a.yaml:3", "env X", "flag"
   // Every fault found, each "key: what is wrong (where)". Empty: the config may be used.
   std::vector<std::string> faults;
+  // Environment names that are ignored: links to services of Kubernetes, whose names are given by
+  // others.
+  std::vector<std::string> service_links;
 };
 
 // Reads flags, environment and the file that --config or MLA_CONFIG names, then checks the whole.

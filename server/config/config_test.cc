@@ -286,6 +286,8 @@ TEST(ConfigTest, NothingToServe) {
               ElementsAre(HasSubstr("nothing to serve")));
   EXPECT_THAT(LoadConfig({"--unix-path=" + std::string(108, 'x')}, {}).faults,
               ElementsAre(HasSubstr("108 bytes")));
+  EXPECT_THAT(LoadConfig({"--unix-path=/run/a,b/mla.sock"}, {}).faults,
+              ElementsAre(HasSubstr("without a comma")));
   EXPECT_THAT(LoadConfig({"--listen=0.0.0.0:1", "--insecure"}, {}).faults, IsEmpty());
   EXPECT_THAT(
       LoadConfig({"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k", "--client-ca=a"}, {}).faults,
@@ -303,6 +305,30 @@ TEST(ConfigTest, AllFaultsAtOnceWithTheirPlaces) {
                   HasSubstr("log.level: got \"loud\""), HasSubstr("limits.max_heads: got \"x\""),
                   HasSubstr("MLA_TYPO: unknown environment name"),
                   HasSubstr("ops.connections: got \"0\"")));
+}
+
+// As Kubernetes makes them for services of the names mla, mla-server and mla-a-port.
+TEST(ConfigTest, LinksToServicesAreIgnored) {
+  const std::map<std::string, std::string> links = {
+      {"MLA_PORT", "tcp://10.0.0.1:50551"},
+      {"MLA_PORT_50551_TCP", "tcp://10.0.0.1:50551"},
+      {"MLA_PORT_50551_TCP_ADDR", "10.0.0.1"},
+      {"MLA_PORT_50551_TCP_PORT", "50551"},
+      {"MLA_PORT_50551_TCP_PROTO", "tcp"},
+      {"MLA_SERVICE_HOST", "10.0.0.1"},
+      {"MLA_SERVICE_PORT", "50551"},
+      {"MLA_SERVER_SERVICE_HOST", "10.0.0.1"},
+      {"MLA_SERVER_SERVICE_PORT_GRPC_TLS", "50551"},
+      {"MLA_SERVER_PORT_8080_UDP", "udp://10.0.0.1:8080"},
+      {"MLA_A_PORT_PORT", "tcp://10.0.0.1:1"}};
+  const auto loaded = LoadConfig({}, links);
+  EXPECT_THAT(loaded.faults, IsEmpty());
+  EXPECT_EQ(loaded.service_links.size(), links.size());
+  for (const char* const name :
+       {"MLA_PORTS", "MLA_PORT_TCP", "MLA_PORT_1_TCP_HOST", "MLA_SERVICE", "MLA_SERVER_HOST",
+        "MLA_SERVER_LISTEN_PORTX", "MLA_XSERVICE_HOST"}) {
+    EXPECT_THAT(LoadConfig({}, {{name, "1"}}).faults, ElementsAre(HasSubstr(name))) << name;
+  }
 }
 
 TEST(ConfigTest, YamlThatIsRefused) {

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/printable.h"
 #include "server/grpc/field_checks.h"
 
 namespace mla::server {
@@ -226,10 +227,9 @@ absl::Status CheckName(const std::string& name, std::string_view field, bool opt
     return RefuseField(std::string(field), absl::StrCat(name.size(), " bytes"),
                        absl::StrCat(least, "..", limits.max_name_bytes, " bytes"), "name_length");
   }
-  if (std::any_of(name.begin(), name.end(),
-                  [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; })) {
-    return RefuseField(std::string(field), "a control character", "without control characters",
-                       "name_characters");
+  if (!base::IsPrintable(name)) {
+    return RefuseField(std::string(field), "a character that is not printed",
+                       "without control and format characters", "name_characters");
   }
   return absl::OkStatus();
 }

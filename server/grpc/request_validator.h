@@ -111,7 +111,7 @@ absl::Status ParseRelease(const v1::ReleaseRequest& message, const scheduler::Li
                           std::vector<scheduler::SequenceId>* ids);
 
 // A name of the client's choice: valid when 1 (or 0 if `optional`) .. max_name_bytes bytes without
-// control characters.
+// characters that show nothing or turn text around, as operators read it on terminals.
 absl::Status CheckName(const std::string& name, std::string_view field, bool optional,
                        const scheduler::Limits& limits);
 

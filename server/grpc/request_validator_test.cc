@@ -441,6 +441,10 @@ TEST(RequestValidatorTest, Names) {
   EXPECT_FALSE(CheckName("a\nb", "f", true, limits).ok());
   EXPECT_FALSE(CheckName(std::string("a\0b", 3), "f", true, limits).ok());
   EXPECT_TRUE(CheckName("größe", "f", true, limits).ok());
+  for (const char* const name :
+       {"a\u0085", "\u009b2J", "a\u2028b", "a\u202eb", "\u2066a", "a\u200b"}) {
+    EXPECT_EQ(DetailOf(CheckName(name, "f", true, limits)).reason, "name_characters");
+  }
 }
 
 TEST(RequestValidatorTest, Sequences) {

@@ -1,5 +1,6 @@
 #include "server/hand_over/grpc_peer.h"
 
+#include <grpc/compression.h>
 #include <grpc/grpc_security_constants.h>
 #include <grpcpp/client_context.h>
 #include <grpcpp/create_channel.h>
@@ -12,6 +13,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "proto/wire/calls/stream_call.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/grpc/grpc_status.h"
 
@@ -25,12 +27,21 @@ constexpr auto kCallTime = milliseconds(5000);
 constexpr auto kRecallTime = milliseconds(1000);  // a drain that is cancelled waits for it
 // Between pings of a connection, and for the answer to one.
 constexpr int kKeepaliveMs = 10000;
-// Of what it answers: quotas of all its tenants are the largest.
-constexpr int kMostReplyBytes = 64 << 20;
+// Of what it answers. What it says of itself is the largest, a few thousand bytes. Parsed, a
+// message may take 40 times its size, and parsing has no deadline.
+constexpr int kMostReplyBytes = 256 << 10;
 constexpr char kUnknownReason[] = "peer_failed";
+constexpr char kImport[] = "/mla.v1.Cache/Import";
 
 void SetDeadline(grpc::ClientContext* context, milliseconds time = kCallTime) {
   context->set_deadline(std::chrono::system_clock::now() + time);
+}
+
+// A peer may send any number as the code of its status.
+absl::StatusCode CodeOf(const grpc::Status& status) {
+  const int code = status.error_code();
+  const bool known = code > 0 && code <= static_cast<int>(absl::StatusCode::kUnauthenticated);
+  return known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown;
 }
 
 absl::Status Cancelled() {
@@ -70,9 +81,13 @@ GrpcHandOverPeer::GrpcHandOverPeer(const TlsFiles& tls, const std::string& addre
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  const auto channel = grpc::CreateCustomChannel(address, grpc::SslCredentials(ssl), arguments);
-  admin_ = v1::Admin::NewStub(channel);
-  cache_ = v1::Cache::NewStub(channel);
+  // A compressed message grows a thousandfold before its size could be checked.
+  arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
+  // The peer is where the operator said, whatever the environment says of proxies.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  channel_ = grpc::CreateCustomChannel(address, grpc::SslCredentials(ssl), arguments);
+  admin_ = v1::Admin::NewStub(channel_);
 }
 
 absl::Status GrpcHandOverPeer::StatusOf(const grpc::Status& status,
@@ -91,7 +106,7 @@ absl::Status GrpcHandOverPeer::StatusOf(const grpc::Status& status,
     }
     return absl::OkStatus();
   }
-  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  const absl::StatusCode code = CodeOf(status);
   const std::string message = PrintablePeerMessage(status.error_message());
   const auto& trailing = context.GetServerTrailingMetadata();
   const auto found = trailing.find(kErrorDetailKey);
@@ -134,15 +149,16 @@ absl::Status GrpcHandOverPeer::GetInfo(v1::GetServerInfoReply* info) {
 absl::Status GrpcHandOverPeer::CheckOperator() {
   grpc::ClientContext context;
   SetDeadline(&context);
-  // Operators alone may ask for all tenants.
-  v1::GetQuotaRequest all;
-  all.set_all(true);
-  v1::GetQuotaReply quotas;
+  v1::GetQuotaReply quota;
   if (!Begin(&context)) return Cancelled();
   bool refused = false;
-  const grpc::Status status = admin_->GetQuota(&context, all, &quotas);
+  const grpc::Status status = admin_->GetQuota(&context, {}, &quota);
   End();
-  return StatusOf(status, context, &refused);
+  absl::Status asked = StatusOf(status, context, &refused);
+  // Operators alone see what the whole server has, which comes with each answer to them.
+  if (!asked.ok() || quota.server_size() > 0) return asked;
+  return MakeError(absl::StatusCode::kPermissionDenied,
+                   "it does not take this server for an operator", {.reason = "peer_refuses"});
 }
 
 PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendParts& send) {
@@ -152,19 +168,20 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
     result.status = Cancelled();
     return result;
   }
-  const auto writer = cache_->Import(&context, &result.reply);
+  wire::StreamCall call(channel_, &context, kImport);
   v1::ImportRequest message;
   *message.mutable_target() = target;
-  bool open = writer->Write(message);
+  bool open = call.Write(message);
   const absl::Status sent = send([&](const v1::PagesPart& part) {
     *message.mutable_part() = part;
-    open = open && writer->Write(message);
-    return open ? absl::OkStatus() : absl::CancelledError("the peer has ended the call");
+    open = open && call.Write(message);
+    if (open) return absl::OkStatus();
+    return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",
+                     {.reason = kUnknownReason});
   });
   // Rows that this server could not give must not look like all of them.
   if (!sent.ok() && open) context.TryCancel();
-  writer->WritesDone();
-  const grpc::Status answer = writer->Finish();
+  const grpc::Status answer = call.FinishWith(&result.reply);
   End();
   result.status = StatusOf(answer, context, &result.refused);
   result.sent = sent.ok() || answer.ok();

@@ -3,6 +3,8 @@
 #ifndef MLA_SERVER_HAND_OVER_GRPC_PEER_H_
 #define MLA_SERVER_HAND_OVER_GRPC_PEER_H_
 
+#include <grpcpp/channel.h>
+
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -12,7 +14,6 @@
 #include "absl/strings/string_view.h"
 #include "base/mutex.h"
 #include "mla/v1/admin.grpc.pb.h"
-#include "mla/v1/cache.grpc.pb.h"
 #include "server/connections/tls_files.h"
 #include "server/hand_over/peer.h"
 
@@ -49,8 +50,8 @@ class GrpcHandOverPeer final : public HandOverPeer {
   void End();
 
   const TlsFiles& tls_;
+  std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::Admin::Stub> admin_;
-  std::unique_ptr<v1::Cache::Stub> cache_;
   Mutex mutex_;
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
   grpc::ClientContext* running_ ABSL_GUARDED_BY(mutex_) = nullptr;

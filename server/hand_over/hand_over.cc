@@ -4,6 +4,7 @@
 #include <random>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "server/logging/logging.h"
@@ -60,7 +61,7 @@ absl::StatusOr<std::unique_ptr<HandOver>> HandOver::Connect(HandOverOptions opti
 }
 
 absl::Status HandOver::CheckBootId(uint64_t boot_id) const {
-  if (peer_boot_id_ == 0 || boot_id == peer_boot_id_) return absl::OkStatus();
+  if (!peer_boot_id_ || boot_id == *peer_boot_id_) return absl::OkStatus();
   return RefusePeer(absl::StatusCode::kUnavailable, address(),
                     "another server answers there by now, or it has restarted",
                     "the server that was asked first", "peer_changed");
@@ -85,6 +86,11 @@ absl::Status HandOver::CheckPeer() {
   if (info.boot_id() == options_.boot_id) {
     return RefusePeer(absl::StatusCode::kInvalidArgument, address(), "this server itself",
                       "another server", "out_of_range");
+  }
+  if (info.boot_id() == 0) {
+    return RefusePeer(absl::StatusCode::kUnavailable, address(),
+                      "it does not say which start it is of", "a server with a boot id",
+                      "peer_failed");
   }
   const auto& tokens = info.capabilities();
   if (std::find(tokens.begin(), tokens.end(), kCapability) == tokens.end()) {
@@ -198,7 +204,10 @@ v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOut
   to.set_outcome(outcome);
   to.set_rows(static_cast<uint64_t>(sequence.info.length));
   if (!why.ok()) {
-    to.set_reason(DetailOf(why).reason);
+    // Never empty, as operators and clients go by it.
+    const std::string& reason = DetailOf(why).reason;
+    to.set_reason(reason.empty() ? absl::AsciiStrToLower(absl::StatusCodeToString(why.code()))
+                                 : reason);
     to.set_message(std::string(why.message()));
   }
   HandOverCounters& counters = *options_.counters;

@@ -22,6 +22,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -96,7 +97,7 @@ class HandOver final {
   const HandOverOptions options_;
   scheduler::Engine* const engine_;
   const std::unique_ptr<HandOverPeer> peer_;
-  uint64_t peer_boot_id_ = 0;  // 0: not asked yet
+  std::optional<uint64_t> peer_boot_id_;  // none: not asked yet
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;

@@ -1,9 +1,20 @@
 #include "server/logging/logging.h"
 
-#include <spdlog/sinks/stdout_sinks.h>
+#include <pthread.h>
+#include <signal.h>
+#include <spdlog/async_logger.h>
+#include <spdlog/details/thread_pool.h>
 #include <spdlog/spdlog.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cstdint>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <thread>
+
+#include "server/logging/stderr_sink.h"
 
 namespace mla::server {
 namespace {
@@ -34,16 +45,63 @@ bool IsPlain(const std::string& value) {
   return true;
 }
 
-spdlog::logger& Logger() {
-  // Never destroyed: lines may still be written while the process ends.
-  static spdlog::logger* logger = [] {
-    auto* made = new spdlog::logger("mla", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    made->set_pattern("%Y-%m-%dT%H:%M:%S.%e%z %v");
-    made->flush_on(spdlog::level::debug);
+// Lines that wait for a reader of standard error; beyond them the oldest are left out.
+constexpr size_t kMostQueuedLines = 4096;
+// How long the end of the process may wait for what an error line says.
+constexpr std::chrono::milliseconds kErrorFlush{200};
+
+// Never destroyed: lines may still be written while the process ends.
+struct Output {
+  std::shared_ptr<spdlog::details::thread_pool> pool;  // null: each line is written by its caller
+  std::shared_ptr<StderrSink> sink;
+  std::shared_ptr<spdlog::logger> logger;
+  std::atomic<uint64_t> logged{0};
+  std::atomic<uint64_t> stuck_at{UINT64_MAX};  // what was written when a flush gave up
+
+  uint64_t dropped() const { return pool == nullptr ? 0 : pool->overrun_counter(); }
+};
+
+// A thread that writes to standard error, whose reader may stop reading: callers of Log must not
+// wait for it. Files have no readers, and what a process that crashes has logged should be in them.
+// Null for them, and without a thread left.
+std::shared_ptr<spdlog::details::thread_pool> MakePool() {
+  struct stat about;
+  if (fstat(STDERR_FILENO, &about) == 0 && S_ISREG(about.st_mode)) return nullptr;
+  // Signals are for the thread that waits for them.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  std::shared_ptr<spdlog::details::thread_pool> pool;
+  try {
+    pool = std::make_shared<spdlog::details::thread_pool>(kMostQueuedLines, 1);
+  } catch (const std::exception&) {
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return pool;
+}
+
+Output& TheOutput() {
+  static Output* const output = [] {
+    auto* made = new Output;
+    made->pool = MakePool();
+    made->sink = std::make_shared<StderrSink>(
+        [made] { return made->dropped(); },
+        [](uint64_t lines) {
+          return FormatLine(json_lines, LogLevel::kWarning, "log_dropped", {{"lines", lines}});
+        });
+    if (made->pool == nullptr) {
+      made->logger = std::make_shared<spdlog::logger>("mla", made->sink);
+    } else {
+      made->logger = std::make_shared<spdlog::async_logger>(
+          "mla", made->sink, made->pool, spdlog::async_overflow_policy::overrun_oldest);
+    }
+    made->logger->set_pattern("%Y-%m-%dT%H:%M:%S.%e%z %v");
     return made;
   }();
-  return *logger;
+  return *output;
 }
+
+spdlog::logger& Logger() { return *TheOutput().logger; }
 
 }  // namespace
 
@@ -73,7 +131,26 @@ std::string FormatLine(bool json, LogLevel level, const std::string& event,
 
 void Log(LogLevel level, const char* event, const LogFields& fields) {
   if (!Logger().should_log(ToSpdlog(level))) return;
+  ++TheOutput().logged;
   Logger().log(ToSpdlog(level), "{}", FormatLine(json_lines, level, event, fields));
+  // The process may be about to end.
+  if (level == LogLevel::kError) FlushLog(kErrorFlush);
+}
+
+void FlushLog(std::chrono::milliseconds most) {
+  Output& output = TheOutput();
+  const uint64_t logged = output.logged;
+  const auto deadline = std::chrono::steady_clock::now() + most;
+  while (output.sink->written() + output.dropped() < logged) {
+    const uint64_t written = output.sink->written();
+    // Once is enough to learn that the reader has stopped.
+    if (written == output.stuck_at) return;
+    if (std::chrono::steady_clock::now() >= deadline) {
+      output.stuck_at = written;
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 }  // namespace mla::server

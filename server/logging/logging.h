@@ -4,10 +4,15 @@
 // time, level, event and the fields. Fields never hold tensor bytes or weights; their values are
 // escaped, so that one event cannot look like two.
 //
+// Lines go to standard error. Unless that is a file, a thread of their own writes them: a reader
+// that has stopped reading holds up no caller. When thousands of lines wait, the oldest are left
+// out, and the event log_dropped says how many.
+//
 // Threading: any thread; lines are written whole.
 #ifndef MLA_SERVER_LOGGING_LOGGING_H_
 #define MLA_SERVER_LOGGING_LOGGING_H_
 
+#include <chrono>
 #include <cmath>
 #include <initializer_list>
 #include <string>
@@ -44,6 +49,10 @@ using LogFields = std::vector<std::pair<std::string, LogValue>>;
 void ConfigureLogging(const std::string& format, const std::string& level);
 
 void Log(LogLevel level, const char* event, const LogFields& fields = {});
+
+// Returns when all lines so far are written, or after `most`: their reader may have stopped. To be
+// called before the process ends; after an error Log does it by itself, for a moment.
+void FlushLog(std::chrono::milliseconds most);
 
 // The line that Log would write, without a time stamp. For tests.
 std::string FormatLine(bool json, LogLevel level, const std::string& event,

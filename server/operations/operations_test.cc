@@ -361,10 +361,31 @@ TEST(MemoryCheckTest, TheTightestLimitCounts) {
   root.Write("/sys/fs/cgroup/outer/memory.max", "500000\n");
   root.Write("/sys/fs/cgroup/outer/memory.current", "100000\n");
   EXPECT_EQ(AvailableMemory(root.path), 400000);
+  // The kernel gives cached files back.
+  root.Write("/sys/fs/cgroup/outer/memory.stat",
+             "anon 20000\ninactive_file 50000\nactive_file 7000\nslab 9\n");
+  EXPECT_EQ(AvailableMemory(root.path), 457000);
   root.Write("/sys/fs/cgroup/outer/inner/memory.max", "1000\n");
   root.Write("/sys/fs/cgroup/outer/inner/memory.current", "2000\n");
   EXPECT_EQ(AvailableMemory(root.path), 0);
   EXPECT_GT(AvailableMemory(), 0);
+}
+
+TEST(MemoryCheckTest, GroupsOfVersionOneCount) {
+  const FakeRoot root;
+  root.Write("/proc/meminfo", "MemAvailable: 800 kB\n");
+  root.Write("/proc/self/cgroup", "4:memory:/docker/7\n3:cpuset:/\n0::/\n");
+  const std::string group = "/sys/fs/cgroup/memory/docker/7/";
+  root.Write(group + "memory.limit_in_bytes", "9223372036854771712\n");
+  root.Write(group + "memory.usage_in_bytes", "100000\n");
+  EXPECT_EQ(AvailableMemory(root.path), 800 * 1024);
+  root.Write(group + "memory.limit_in_bytes", "500000\n");
+  EXPECT_EQ(AvailableMemory(root.path), 400000);
+  root.Write(group + "memory.stat", "inactive_file 1\ntotal_inactive_file 50000\n");
+  EXPECT_EQ(AvailableMemory(root.path), 450000);
+  root.Write("/sys/fs/cgroup/memory/memory.limit_in_bytes", "200000\n");
+  root.Write("/sys/fs/cgroup/memory/memory.usage_in_bytes", "150000\n");
+  EXPECT_EQ(AvailableMemory(root.path), 50000);
 }
 
 TEST(MemoryCheckTest, NamesEveryUse) {
@@ -410,6 +431,7 @@ TEST(LoggingTest, NumbersAreNumbersAndTimesHaveAZone) {
     ConfigureLogging(format, "info");
     ::testing::internal::CaptureStderr();
     Log(LogLevel::kInfo, "x");
+    FlushLog(std::chrono::seconds(10));
     EXPECT_THAT(::testing::internal::GetCapturedStderr(),
                 ::testing::ContainsRegex("T[0-9:]{8}\\.[0-9]{3}[+-][0-9]{2}:[0-9]{2}[\" ]"));
   }

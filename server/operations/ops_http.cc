@@ -2,6 +2,7 @@
 
 #include <microhttpd.h>
 #include <netdb.h>
+#include <strings.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -21,6 +22,48 @@ constexpr unsigned kIdleSeconds = 5;  // without a byte
 constexpr unsigned kBacklog = 128;
 constexpr auto kSweep = std::chrono::milliseconds(250);
 
+// What a request says of a body.
+struct BodyHeaders {
+  int lengths = 0;
+  bool empty = true;  // no length but 0, and no coding of a transfer
+};
+
+MHD_Result NoteBody(void* out, MHD_ValueKind, const char* key, const char* value) {
+  auto* const body = static_cast<BodyHeaders*>(out);
+  if (strcasecmp(key, MHD_HTTP_HEADER_CONTENT_LENGTH) == 0) {
+    ++body->lengths;
+    body->empty = body->empty && value != nullptr && std::strcmp(value, "0") == 0;
+  } else if (strcasecmp(key, MHD_HTTP_HEADER_TRANSFER_ENCODING) == 0) {
+    body->empty = false;
+  }
+  return MHD_YES;
+}
+
+// Returns true if the request has a body, or says different things of it.
+bool HasBody(MHD_Connection* connection) {
+  BodyHeaders body;
+  MHD_get_connection_values(connection, MHD_HEADER_KIND, NoteBody, &body);
+  return body.lengths > 1 || !body.empty;
+}
+
+// Each connection carries one request: where one ends is a matter on which a proxy and this library
+// may differ, and what follows must not become another.
+MHD_Result Reply(MHD_Connection* connection, const HttpReply& reply) {
+  MHD_Response* response = MHD_create_response_from_buffer(
+      reply.body.size(), const_cast<char*>(reply.body.data()), MHD_RESPMEM_MUST_COPY);
+  MHD_add_response_header(response, "Content-Type", reply.content_type);
+  MHD_add_response_header(response, "Connection", "close");
+  MHD_add_response_header(response, "Cache-Control", "no-store");
+  MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
+  MHD_add_response_header(response, "Content-Security-Policy",
+                          "default-src 'none'; style-src "
+                          "'unsafe-inline'");
+  const MHD_Result queued =
+      MHD_queue_response(connection, static_cast<unsigned>(reply.status), response);
+  MHD_destroy_response(response);
+  return queued;
+}
+
 MHD_Result AppendArgument(void* out, MHD_ValueKind, const char* key, const char* value) {
   auto* query = static_cast<std::string*>(out);
   absl::StrAppend(query, query->empty() ? "" : "&", key, value == nullptr ? "" : "=",
@@ -39,28 +82,14 @@ struct OpsHttpCallbacks {
     static int seen;
     if (*state == nullptr) {
       *state = &seen;
-      static_cast<OpsHttp*>(self)->OnProgress(connection, true);
-      return MHD_YES;
+      static_cast<OpsHttp*>(self)->OnRequest(connection);
+      if (!HasBody(connection)) return MHD_YES;
+      return Reply(connection, {400, "text/plain", "requests have no body\n"});
     }
-    if (*upload_size != 0) {  // a body is not looked at
-      *upload_size = 0;
-      return MHD_YES;
-    }
+    if (*upload_size != 0) return MHD_NO;
     std::string query;
     MHD_get_connection_values(connection, MHD_GET_ARGUMENT_KIND, AppendArgument, &query);
-    const HttpReply reply = static_cast<OpsHttp*>(self)->Answer(method, url, query);
-    MHD_Response* response = MHD_create_response_from_buffer(
-        reply.body.size(), const_cast<char*>(reply.body.data()), MHD_RESPMEM_MUST_COPY);
-    MHD_add_response_header(response, "Content-Type", reply.content_type);
-    MHD_add_response_header(response, "Cache-Control", "no-store");
-    MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
-    MHD_add_response_header(response, "Content-Security-Policy",
-                            "default-src 'none'; style-src "
-                            "'unsafe-inline'");
-    const MHD_Result queued =
-        MHD_queue_response(connection, static_cast<unsigned>(reply.status), response);
-    MHD_destroy_response(response);
-    return queued;
+    return Reply(connection, static_cast<OpsHttp*>(self)->Answer(method, url, query));
   }
 
   static void Notify(void* self, MHD_Connection* connection, void**,
@@ -69,12 +98,6 @@ struct OpsHttpCallbacks {
     if (code == MHD_CONNECTION_NOTIFY_CLOSED) return port->OnClosed(connection);
     const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
     if (info != nullptr) port->OnOpened(connection, info->connect_fd);
-  }
-
-  // A kept connection may ask again.
-  static void Completed(void* self, MHD_Connection* connection, void**,
-                        MHD_RequestTerminationCode) {
-    static_cast<OpsHttp*>(self)->OnProgress(connection, false);
   }
 };
 
@@ -89,11 +112,11 @@ void OpsHttp::OnClosed(const void* key) {
   connections_.erase(key);
 }
 
-void OpsHttp::OnProgress(const void* key, bool requested) {
+void OpsHttp::OnRequest(const void* key) {
   const MutexLock lock(mutex_);
   const auto found = connections_.find(key);
   if (found == connections_.end()) return;
-  found->second.requested = requested;
+  found->second.requested = true;
   found->second.since = steady_clock::now();
 }
 
@@ -160,7 +183,7 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
   MHD_Daemon* daemon = MHD_start_daemon(
       flags, 0, nullptr, nullptr, OpsHttpCallbacks::Handle, port.get(), MHD_OPTION_SOCK_ADDR,
       found->ai_addr, MHD_OPTION_NOTIFY_CONNECTION, OpsHttpCallbacks::Notify, port.get(),
-      MHD_OPTION_NOTIFY_COMPLETED, OpsHttpCallbacks::Completed, port.get(),
+      MHD_OPTION_STRICT_FOR_CLIENT, 1,
       // Beside those that live, some that were shut down and are not closed yet.
       MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(2 * most), MHD_OPTION_CONNECTION_TIMEOUT,
       kIdleSeconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT, size_t{32768},

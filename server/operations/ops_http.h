@@ -1,7 +1,8 @@
 // The operations port: plain HTTP, GET only, fixed paths, read-only.
 //
-// Each path is answered by a function; everything else is 404, other methods 405. It serves
-// metrics, health and the status page; nothing on it changes the server.
+// Each path is answered by a function; everything else is 404, other methods 405, requests with a
+// body, or with more than one thing to say of its length, 400. It serves metrics, health and the
+// status page; nothing on it changes the server. Each connection carries one request.
 //
 // Stalled clients do not keep probes out: a connection must complete its request header within
 // kHeaderTimeout and take its answer within kAnswerTimeout. Beyond `connections` there is a reserve
@@ -67,7 +68,7 @@ class OpsHttp final {
       : most_(most), paths_(std::move(paths)), sweeper_([this] { Sweep(); }) {}
   void OnOpened(const void* key, int descriptor);
   void OnClosed(const void* key);
-  void OnProgress(const void* key, bool requested);
+  void OnRequest(const void* key);
   void Displace() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Sweep();
 

@@ -19,8 +19,6 @@ namespace {
 
 constexpr absl::string_view kMagic = "MLACKPT\n";
 constexpr uint32_t kVersion = 1;
-// Of one frame: a chunk of rows, or a header with all tokens of the longest sequence.
-constexpr uint32_t kMostFrameBytes = 1u << 30;
 constexpr size_t kBufferBytes = size_t{1} << 20;
 
 std::string Beginning() {
@@ -105,8 +103,9 @@ absl::Status CheckpointWriter::Publish() {
   return status;
 }
 
-CheckpointReader::CheckpointReader(std::string path, int file, const CheckpointKey& key)
-    : path_(std::move(path)), file_(file), mac_(key, Beginning()) {}
+CheckpointReader::CheckpointReader(std::string path, int file, const CheckpointKey& key,
+                                   const FrameBounds& bounds)
+    : path_(std::move(path)), file_(file), bounds_(bounds), mac_(key, Beginning()) {}
 
 CheckpointReader::~CheckpointReader() { close(file_); }
 
@@ -128,15 +127,16 @@ absl::StatusOr<size_t> CheckpointReader::Read(char* to, size_t bytes) {
   return done;
 }
 
-absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const std::string& path,
-                                                                         const CheckpointKey& key) {
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(
+    const std::string& path, const CheckpointKey& key, const FrameBounds& bounds) {
+  // Without O_NONBLOCK a FIFO of that name would wait for a process that writes to it.
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) {
     if (errno != ENOENT) return SystemError(path, "open");
     return MakeError(absl::StatusCode::kNotFound, "there is no such checkpoint",
                      {.reason = "checkpoint_not_found"});
   }
-  std::unique_ptr<CheckpointReader> reader(new CheckpointReader(path, file, key));
+  std::unique_ptr<CheckpointReader> reader(new CheckpointReader(path, file, key, bounds));
   struct stat about;
   if (fstat(file, &about) != 0) return SystemError(path, "stat");
   if (!S_ISREG(about.st_mode)) return reader->Torn("it is no file");
@@ -162,9 +162,14 @@ absl::StatusOr<bool> CheckpointReader::Next(std::string* frame) {
   absl::StatusOr<size_t> read = Read(reinterpret_cast<char*>(&size), sizeof(size));
   if (!read.ok()) return read.status();
   if (*read == 0) return false;
-  if (*read < sizeof(size) || size > kMostFrameBytes ||
-      int64_t{size} + int64_t{FrameMac::kBytes} > left_) {
+  if (*read < sizeof(size) || int64_t{size} + int64_t{FrameMac::kBytes} > left_) {
     return Torn("it ends inside a frame");
+  }
+  // Nothing vouches for this size yet, and so much memory is taken for it.
+  const int64_t most = std::exchange(first_, false) ? bounds_.first : bounds_.others;
+  if (size > most) {
+    return Torn(absl::StrCat("a frame has ", size, " bytes, and this server reads ", most,
+                             ": it was damaged, or written under larger limits"));
   }
   frame->resize(size);
   std::string mac(FrameMac::kBytes, '\0');

@@ -58,25 +58,35 @@ class CheckpointWriter final {
   int64_t bytes_ = 0;
 };
 
+// Bytes of the largest frames that a reader takes.
+struct FrameBounds {
+  int64_t first = 0;
+  int64_t others = 0;
+};
+
 class CheckpointReader final {
  public:
   // NOT_FOUND; UNAVAILABLE where the system fails; DATA_LOSS with the reason why it is no such
   // file, or one of another version.
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& path,
-                                                                const CheckpointKey& key);
+                                                                const CheckpointKey& key,
+                                                                const FrameBounds& bounds);
   ~CheckpointReader();
 
-  // The next frame; false at the end of the file. DATA_LOSS: it is torn, or its MAC is not right.
+  // The next frame; false at the end of the file. DATA_LOSS: it is torn or too large, or its MAC is
+  // not right.
   absl::StatusOr<bool> Next(std::string* frame);
 
  private:
-  CheckpointReader(std::string path, int file, const CheckpointKey& key);
+  CheckpointReader(std::string path, int file, const CheckpointKey& key, const FrameBounds& bounds);
   // Bytes that were read; fewer than wanted at the end.
   absl::StatusOr<size_t> Read(char* to, size_t bytes);
   absl::Status Torn(const std::string& why) const;
 
   const std::string path_;
   const int file_;
+  const FrameBounds bounds_;
+  bool first_ = true;  // of the frames is the next
   FrameMac mac_;
   int64_t left_ = 0;  // bytes of the file that are not read
 };

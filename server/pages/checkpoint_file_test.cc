@@ -1,6 +1,7 @@
 #include "server/pages/checkpoint_file.h"
 
 #include <gtest/gtest.h>
+#include <openssl/sha.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -54,7 +55,7 @@ class CheckpointFileTest : public ::testing::Test {
   // The frames, until one is refused.
   absl::Status Read(std::vector<std::string>* frames, const std::string& name = "a.ckpt") {
     frames->clear();
-    auto file = CheckpointReader::Open(File(name), key_);
+    auto file = CheckpointReader::Open(File(name), key_, {5000, 4000});
     if (!file.ok()) return file.status();
     for (std::string frame;;) {
       const auto next = (*file)->Next(&frame);
@@ -150,6 +151,70 @@ TEST_F(CheckpointFileTest, ForeignAndOlderFilesAreRefusedWithTheReason) {
   Put("MLAPAGES and so on");
   EXPECT_NE(Read(&read).message().find("no checkpoint"), std::string::npos);
   EXPECT_EQ(Read(&read, "absent").code(), absl::StatusCode::kNotFound);
+}
+
+// Bytes of the peak of this process's memory.
+size_t PeakBytes() {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("VmPeak:", 0) == 0) return std::stoull(line.substr(7)) * 1024;
+  }
+  return 0;
+}
+
+TEST_F(CheckpointFileTest, NoMemoryIsTakenForALengthThatNothingVouchesFor) {
+  constexpr uint32_t kLength = (1u << 30) - 1;
+  Write({});
+  std::string bytes = Bytes();
+  bytes.append(reinterpret_cast<const char*>(&kLength), sizeof(kLength));
+  Put(bytes);
+  fs::resize_file(File(), uintmax_t{1} << 31);  // which takes no room on the disk
+  const size_t before = PeakBytes();
+  std::vector<std::string> read;
+  const absl::Status refused = Read(&read);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kDataLoss) << refused;
+  EXPECT_NE(refused.message().find("1073741823 bytes"), std::string::npos) << refused;
+  EXPECT_LT(PeakBytes() - before, size_t{64} << 20);
+}
+
+TEST_F(CheckpointFileTest, FramesAreBounded) {
+  std::vector<std::string> read;
+  Write({std::string(5000, 'h'), std::string(4000, 'x')});
+  EXPECT_TRUE(Read(&read).ok());
+  Write({std::string(5001, 'h')});
+  EXPECT_EQ(Read(&read).code(), absl::StatusCode::kDataLoss);
+  Write({"head", std::string(4001, 'x')});
+  EXPECT_EQ(Read(&read).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(read, std::vector<std::string>{"head"});
+}
+
+// An open waits for a process that writes to it.
+TEST_F(CheckpointFileTest, AFifoIsNoCheckpointAndNoKey) {
+  ASSERT_EQ(mkfifo(File().c_str(), 0600), 0);
+  std::vector<std::string> read;
+  EXPECT_EQ(Read(&read).code(), absl::StatusCode::kDataLoss);
+  CheckpointCounters counters;
+  CheckpointStoreOptions options;
+  options.counters = &counters;
+  options.path = File("store");
+  {
+    const auto store = CheckpointStore::Open(options);
+    ASSERT_TRUE(store.ok()) << store.status();
+    unsigned char hash[SHA256_DIGEST_LENGTH];
+    SHA256(reinterpret_cast<const unsigned char*>("t"), 1, hash);
+    const std::string tenant = absl::BytesToHexString({reinterpret_cast<const char*>(hash), 16});
+    fs::create_directories(File("store") + "/" + tenant);
+    ASSERT_EQ(mkfifo((File("store") + "/" + tenant + "/000000000000000a.ckpt").c_str(), 0600), 0);
+    const std::vector<CheckpointInfo> list = (*store)->List("t");
+    ASSERT_EQ(list.size(), 1u);
+    EXPECT_EQ(list[0].id, 10u);
+    EXPECT_EQ(list[0].rows, 0);
+  }
+  EXPECT_TRUE(CheckpointStore::Open(options).ok());
+  EXPECT_EQ(counters.files, 0);
+  fs::remove(File("store") + "/key");
+  ASSERT_EQ(mkfifo((File("store") + "/key").c_str(), 0600), 0);
+  EXPECT_EQ(CheckpointStore::Open(options).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(CheckpointFileTest, AnUnfinishedOrFailedFileLeavesTheOneBefore) {

@@ -22,7 +22,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 #include "base/error.h"
+#include "server/logging/logging.h"
 #include "server/pages/page_stream.h"
 #include "server/pages/page_transfer.h"
 
@@ -46,7 +48,7 @@ constexpr char kFilePurpose[] = "mla checkpoint files";
 absl::Status SystemError(const std::string& path, const char* what, int code) {
   return MakeError(absl::StatusCode::kUnavailable,
                    absl::StrCat(path, ": ", what, ": ", std::strerror(code)),
-                   {.reason = "disk_failed"});
+                   {.reason = code == ENOSPC || code == EDQUOT ? "disk_full" : "disk_failed"});
 }
 
 absl::Status Unfit(const std::string& path, const std::string& why) {
@@ -111,16 +113,11 @@ std::shared_ptr<const kvcache::PrefixChain> ChainOf(const v1::CheckpointPrefix& 
   return prefix.declared() <= static_cast<uint64_t>(chain->rows()) ? chain : nullptr;
 }
 
-// True for what an operator must know of: what a caller got wrong is not.
-// Of the disk or the file; bounds refuse calls by RESOURCE_EXHAUSTED.
+// Returns true for what an operator must know of: of the disk or the file. What a caller got wrong,
+// bounds and a server that drains are not.
 bool IsFailure(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsDataLoss(status) || absl::IsInternal(status);
-}
-
-void CountCall(const absl::Status& status, std::atomic<uint64_t>* done,
-               std::atomic<uint64_t>* failed) {
-  if (status.ok()) ++*done;
-  if (IsFailure(status)) ++*failed;
+  return absl::IsDataLoss(status) || absl::IsInternal(status) ||
+         (absl::IsUnavailable(status) && absl::StartsWith(DetailOf(status).reason, "disk_"));
 }
 
 CheckpointInfo InfoOf(const v1::CheckpointHeader& header, int64_t bytes) {
@@ -159,7 +156,7 @@ absl::Status CheckpointStore::Prepare() {
 
 absl::Status CheckpointStore::ReadKey() {
   const std::string path = absl::StrCat(options_.path, "/", kKeyFile);
-  int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0 && errno == ENOENT) {
     if (getrandom(key_.data(), key_.size(), 0) != static_cast<ssize_t>(key_.size())) {
       return SystemError(path, "getrandom", errno);
@@ -181,6 +178,7 @@ absl::Status CheckpointStore::ReadKey() {
   const absl::Cleanup closes = [file] { close(file); };
   struct stat about;
   if (fstat(file, &about) != 0) return SystemError(path, "stat", errno);
+  if (!S_ISREG(about.st_mode)) return Unfit(path, "the key is no file");
   if ((about.st_mode & 077) != 0) return Unfit(path, "others than its owner may read the key");
   if (about.st_size != static_cast<off_t>(key_.size()) ||
       read(file, key_.data(), key_.size()) != static_cast<ssize_t>(key_.size())) {
@@ -248,9 +246,9 @@ std::string CheckpointStore::FileOf(const std::string& tenant, SequenceId id) co
 }
 
 CheckpointStore::Room CheckpointStore::RoomOf(const std::string& path) {
-  std::error_code failed;
-  const auto bytes = fs::file_size(path, failed);
-  return failed ? Room{} : Room{static_cast<int64_t>(bytes), 1};
+  struct stat about;
+  if (lstat(path.c_str(), &about) != 0 || !S_ISREG(about.st_mode)) return {};
+  return {about.st_size, 1};
 }
 
 absl::Status CheckpointStore::TakeRoom(const std::string& folder, const Room& more) {
@@ -313,8 +311,37 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Save(Engine* engine, const std::
   auto saved = SaveFile(engine, tenant, id, epoch);
   CheckpointCounters& counters = *options_.counters;
   if (saved.ok()) counters.last_unix_ms = saved->saved_unix_ms;
-  CountCall(saved.status(), &counters.saves, &counters.save_failures);
+  absl::Status status = Ended("checkpoint_save_failed", tenant, id, saved.status(), &counters.saves,
+                              &counters.save_failures);
+  if (!status.ok()) return status;
   return saved;
+}
+
+void CheckpointStore::LogFailure(const char* event, const std::string& tenant, SequenceId id,
+                                 const absl::Status& status) {
+  failures_.Log(LogLevel::kError, event,
+                {{"tenant", tenant}, {"sequence", id}, {"why", std::string(status.message())}});
+}
+
+absl::Status CheckpointStore::Ended(const char* event, const std::string& tenant, SequenceId id,
+                                    const absl::Status& status, std::atomic<uint64_t>* done,
+                                    std::atomic<uint64_t>* failed) {
+  if (status.ok()) ++*done;
+  if (!IsFailure(status)) return status;
+  ++*failed;
+  LogFailure(event, tenant, id, status);
+  // Tenants need not know where the folder is.
+  return MakeError(status.code(),
+                   absl::StrReplaceAll(status.message(), {{absl::StrCat(options_.path, "/"), ""}}),
+                   DetailOf(status));
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointStore::OpenFile(
+    const std::string& path) const {
+  return CheckpointReader::Open(
+      path, DeriveKey(key_, kFilePurpose),
+      {options_.sequence_rows * kTokenBytes + kSpareBytes,
+       std::max(options_.chunk_bytes, kSentChunkBytes) + kGroupSpareBytes});
 }
 
 absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const std::string& tenant,
@@ -362,14 +389,19 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   return InfoOf(*header, (*file)->bytes());
 }
 
-absl::StatusOr<v1::CheckpointHeader> CheckpointStore::ReadHeader(CheckpointReader* file) const {
+absl::StatusOr<v1::CheckpointHeader> CheckpointStore::ReadHeader(CheckpointReader* file,
+                                                                 const std::string& tenant,
+                                                                 SequenceId id) const {
   std::string frame;
   const absl::StatusOr<bool> read = file->Next(&frame);
   if (!read.ok()) return read.status();
   v1::CheckpointHeader header;
-  if (*read && header.ParseFromString(frame)) return header;
-  return MakeError(absl::StatusCode::kDataLoss, "a checkpoint without a header",
-                   {.reason = "checkpoint_damaged"});
+  const bool whole = *read && header.ParseFromString(frame);
+  if (whole && header.tenant() == tenant && header.sequence_id() == id) return header;
+  return MakeError(
+      absl::StatusCode::kDataLoss,
+      whole ? "the checkpoint is of another sequence" : "a checkpoint without a header",
+      {.reason = "checkpoint_damaged"});
 }
 
 absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::Restore(Engine* engine,
@@ -378,7 +410,10 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::Restore(Engine* engine,
                                                                  const std::string& client_id,
                                                                  int64_t lease_ms) {
   auto restored = RestoreFile(engine, tenant, id, client_id, lease_ms);
-  CountCall(restored.status(), &options_.counters->restores, &options_.counters->restore_failures);
+  CheckpointCounters& counters = *options_.counters;
+  absl::Status status = Ended("checkpoint_restore_failed", tenant, id, restored.status(),
+                              &counters.restores, &counters.restore_failures);
+  if (!status.ok()) return status;
   return restored;
 }
 
@@ -387,14 +422,10 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::RestoreFile(Engine* eng
                                                                      SequenceId id,
                                                                      const std::string& client_id,
                                                                      int64_t lease_ms) {
-  auto file = CheckpointReader::Open(FileOf(tenant, id), DeriveKey(key_, kFilePurpose));
+  auto file = OpenFile(FileOf(tenant, id));
   if (!file.ok()) return file.status();
-  const absl::StatusOr<v1::CheckpointHeader> header = ReadHeader(file->get());
+  const absl::StatusOr<v1::CheckpointHeader> header = ReadHeader(file->get(), tenant, id);
   if (!header.ok()) return header.status();
-  if (header->tenant() != tenant || header->sequence_id() != id) {
-    return MakeError(absl::StatusCode::kDataLoss, "the checkpoint is of another sequence",
-                     {.reason = "checkpoint_damaged"});
-  }
   scheduler::ImportArgs args;
   args.tenant = tenant;
   args.model_id = header->pages().model().model_id();
@@ -440,10 +471,13 @@ std::vector<CheckpointInfo> CheckpointStore::List(const std::string& tenant) {
       continue;
     }
     info.bytes = RoomOf(at->path()).bytes;
-    auto file = CheckpointReader::Open(at->path(), DeriveKey(key_, kFilePurpose));
-    if (file.ok()) {
-      const auto header = ReadHeader(file->get());
-      if (header.ok() && header->tenant() == tenant) info = InfoOf(*header, info.bytes);
+    const auto file = OpenFile(at->path());
+    const auto header = file.ok() ? ReadHeader(file->get(), tenant, info.id)
+                                  : absl::StatusOr<v1::CheckpointHeader>(file.status());
+    if (header.ok()) {
+      info = InfoOf(*header, info.bytes);
+    } else if (IsFailure(header.status())) {
+      LogFailure("checkpoint_damaged", tenant, info.id, header.status());
     }
     list.push_back(std::move(info));
   }

@@ -21,6 +21,7 @@
 #include "base/mutex.h"
 #include "mla/v1/checkpoint.pb.h"
 #include "scheduler/engine.h"
+#include "server/logging/log_limiter.h"
 #include "server/metrics/stats_table.h"
 #include "server/pages/checkpoint_file.h"
 
@@ -41,6 +42,7 @@ struct CheckpointStoreOptions {
   int64_t tenant_bytes = 0;                // of one tenant's
   int32_t tenant_files = 0;                // of one tenant
   int64_t chunk_bytes = 0;                 // of a part, at most
+  int64_t sequence_rows = 0;               // of the longest sequence
   CheckpointCounters* counters = nullptr;  // outlives the store
 };
 
@@ -58,7 +60,8 @@ class CheckpointStore final {
 
   // Writes the committed rows of a sequence, and replaces an earlier checkpoint of it. `epoch`: the
   // one that the caller knows. FAILED_PRECONDITION without rows, RESOURCE_EXHAUSTED beyond a bound,
-  // UNAVAILABLE where the disk is full or fails; the earlier checkpoint stays then.
+  // UNAVAILABLE where the disk is full or fails; the earlier checkpoint stays then. What fails here
+  // and in Restore is logged with the names of files, which callers are not told.
   absl::StatusOr<CheckpointInfo> Save(scheduler::Engine* engine, const std::string& tenant,
                                       scheduler::SequenceId id, uint64_t epoch);
   // Opens the sequence again, under its id and with another epoch. NOT_FOUND without a checkpoint,
@@ -88,7 +91,15 @@ class CheckpointStore final {
                                                       int64_t lease_ms);
   std::string FolderOf(const std::string& tenant) const;
   std::string FileOf(const std::string& tenant, scheduler::SequenceId id) const;
-  absl::StatusOr<v1::CheckpointHeader> ReadHeader(CheckpointReader* file) const;
+  absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenFile(const std::string& path) const;
+  absl::StatusOr<v1::CheckpointHeader> ReadHeader(CheckpointReader* file, const std::string& tenant,
+                                                  scheduler::SequenceId id) const;
+  void LogFailure(const char* event, const std::string& tenant, scheduler::SequenceId id,
+                  const absl::Status& status);
+  // Counts a call, logs a failure of the disk or of a file, and returns what the caller is told.
+  absl::Status Ended(const char* event, const std::string& tenant, scheduler::SequenceId id,
+                     const absl::Status& status, std::atomic<uint64_t>* done,
+                     std::atomic<uint64_t>* failed);
   struct Room {
     int64_t bytes = 0;
     int64_t files = 0;
@@ -113,6 +124,7 @@ class CheckpointStore final {
   std::map<std::string, Room> used_ ABSL_GUARDED_BY(mutex_);  // by tenant's folder
   int64_t used_by_all_ ABSL_GUARDED_BY(mutex_) = 0;
   std::atomic<uint64_t> next_aside_ = 1;
+  LogLimiter failures_;  // a caller repeats them as it likes
 };
 
 }  // namespace mla::server

@@ -4,8 +4,8 @@
 #include <fstream>
 #include <limits>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/control_groups.h"
 
 namespace mla::server {
 namespace {
@@ -30,25 +30,33 @@ int64_t MemAvailable(const std::string& root) {
   return kUnlimited;
 }
 
-// The tightest of the group of this process and those around it.
+// Bytes of files in the page cache of a group, which count as used and which the kernel gives back
+// before it refuses memory. `prefix`: of the lines that count the groups inside, too.
+int64_t CachedFiles(const std::string& path, const std::string& prefix) {
+  std::ifstream file(path);
+  std::string name;
+  int64_t value = 0, sum = 0;
+  while (file >> name >> value) {
+    if (name == prefix + "inactive_file" || name == prefix + "active_file") sum += value;
+  }
+  return sum;
+}
+
+// What the tightest of the groups around this process leaves.
 int64_t GroupAvailable(const std::string& root) {
-  std::ifstream file(root + "/proc/self/cgroup");
-  std::string line, group;
-  while (std::getline(file, line)) {
-    if (absl::StartsWith(line, "0::")) group = line.substr(3);
-  }
   int64_t available = kUnlimited;
-  for (;;) {
-    if (group == "/") group.clear();
-    const std::string folder = absl::StrCat(root, "/sys/fs/cgroup", group);
-    const int64_t limit = ReadNumber(folder + "/memory.max");
-    const int64_t used = ReadNumber(folder + "/memory.current");
-    if (limit != kUnlimited && used != kUnlimited) {
-      available = std::min(available, std::max<int64_t>(limit - used, 0));
-    }
-    if (group.empty()) return available;
-    group.resize(group.rfind('/'));
+  for (const base::ControlGroup& group : base::ControlGroupsOf("memory", root)) {
+    const bool v2 = group.version == 2;
+    const int64_t limit =
+        ReadNumber(group.folder + (v2 ? "/memory.max" : "/memory.limit_in_bytes"));
+    const int64_t used =
+        ReadNumber(group.folder + (v2 ? "/memory.current" : "/memory.usage_in_bytes"));
+    if (limit == kUnlimited || used == kUnlimited) continue;
+    const int64_t cached = CachedFiles(group.folder + "/memory.stat", v2 ? "" : "total_");
+    const int64_t kept = std::max<int64_t>(used - cached, 0);
+    available = std::min(available, std::max<int64_t>(limit - kept, 0));
   }
+  return available;
 }
 
 }  // namespace

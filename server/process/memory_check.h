@@ -16,8 +16,8 @@ struct MemoryUse {
 };
 
 // Bytes that this process may still take: the kernel's MemAvailable, and less if a control group
-// (v2) around the process allows less. INT64_MAX when nothing can be found out. `root` is prefixed
-// to /proc and /sys for tests.
+// around the process allows less, whose cached files do not count as used. INT64_MAX when nothing
+// can be found out. `root` is prefixed to /proc and /sys for tests.
 int64_t AvailableMemory(const std::string& root = "");
 
 // RESOURCE_EXHAUSTED listing every use when their sum exceeds `available`.

@@ -28,10 +28,11 @@ constexpr int64_t kSampledCases = 400;
 constexpr int32_t kLargeCases = 2;
 constexpr int64_t kEmulatedCases = 50;
 #else
-const char* const kLong = std::getenv("MLA_TEST_LONG");
-const int64_t kSampledCases = kLong != nullptr && *kLong != '\0' ? 5000 : 2500;
-constexpr int32_t kLargeCases = 20;
-constexpr int64_t kEmulatedCases = 120;
+const char* const kSet = std::getenv("MLA_TEST_LONG");
+const bool kLong = kSet != nullptr && *kSet != '\0';
+const int64_t kSampledCases = kLong ? 5000 : 800;
+const int32_t kLargeCases = kLong ? 20 : 8;
+const int64_t kEmulatedCases = kLong ? 120 : 48;
 #endif
 
 absl::StatusOr<std::unique_ptr<AttentionBackend>> MakeReference() {
@@ -170,7 +171,7 @@ TEST(CpuConformanceTest, SparseShapes) {
   ExpectNoFailures(RunSuite(even));
 }
 
-constexpr int32_t kWideCases = kEmulatedCases;
+const auto kWideCases = static_cast<int32_t>(kEmulatedCases);
 
 SamplerOptions WideSampler() {
   SamplerOptions sampler = Sampler();

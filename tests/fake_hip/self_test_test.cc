@@ -1,15 +1,15 @@
 // The self-test that a GPU backend runs before it is offered, against a fake HIP runtime whose
 // results can be made wrong.
-#include <cstdlib>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
+#include "tests/fake_hip/runtime/wrong_kernels.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -93,19 +93,6 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
 class SelfTestKernelsTest : public SelfTestTest,
                             public ::testing::WithParamInterface<const ArchTraits*> {};
 
-std::set<std::string>& Launched() {
-  static std::set<std::string> kernels;
-  return kernels;
-}
-
-// Of kernels that give wrong answers, one in so many is tried; with MLA_TEST_LONG each. A run of
-// the self-test for each of a hundred kernels takes minutes.
-size_t Stride() { return std::getenv("MLA_TEST_LONG") != nullptr ? 1 : 5; }
-size_t FirstTried() {
-  const char* const seed = std::getenv("MLA_TEST_SEED");
-  return seed != nullptr ? std::strtoull(seed, nullptr, 10) % Stride() : 0;
-}
-
 // None is offered that has not given a known answer: the self-test launches every kernel, and
 // notices when one by itself is wrong.
 TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
@@ -114,21 +101,16 @@ TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
   HipBackendOptions options = WithSelfTest();
   options.images.push_back(Image("sm_90", kImage90));
   options.vendor = &arch == &kSm90Traits ? Vendor::kNvidia : Vendor::kAmd;
-  const std::vector<std::string> kernels = KernelsOf(arch);
-  control_->wrong_results = true;
-  control_->wrong_kernel = "none of them";
-  Launched().clear();
-  control_->on_launch = [](const char* kernel) { Launched().insert(kernel); };
-  EXPECT_TRUE(HipBackend::Create(options).ok());
-  control_->on_launch = nullptr;
-  for (const std::string& kernel : kernels) EXPECT_TRUE(Launched().contains(kernel)) << kernel;
-
-  for (size_t i = FirstTried(); i < kernels.size(); i += Stride()) {
-    const std::string& kernel = kernels[i];
-    control_->wrong_kernel = kernel.c_str();
-    const absl::Status status = HipBackend::Create(options).status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << kernel;
-    EXPECT_THAT(status.message(), HasSubstr("failed self-test on Fake Instinct: ")) << kernel;
+  WrongKernels wrong(control_);
+  const absl::Status status = HipBackend::Create(options).status();
+  wrong.EndForked([&status] {
+    return status.code() == absl::StatusCode::kInternal &&
+           absl::StrContains(status.message(), "failed self-test on Fake Instinct: ");
+  });
+  EXPECT_TRUE(status.ok()) << status;
+  for (const std::string& kernel : KernelsOf(arch)) {
+    const auto tried = wrong.noticed().find(kernel);
+    EXPECT_TRUE(tried != wrong.noticed().end() && tried->second) << kernel;
   }
 }
 

@@ -53,7 +53,7 @@ const std::vector<std::string>& Frames() {
 std::string Read(const std::string& input, size_t* frames) {
   *frames = 0;
   std::ofstream(Place().File(), std::ios::binary | std::ios::trunc) << input;
-  auto file = server::CheckpointReader::Open(Place().File(), Key());
+  auto file = server::CheckpointReader::Open(Place().File(), Key(), {1 << 20, 1 << 20});
   if (!file.ok()) return file.status().message().empty() ? "a refusal without words" : "";
   for (std::string frame;; ++*frames) {
     const auto read = (*file)->Next(&frame);

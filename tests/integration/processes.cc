@@ -66,7 +66,7 @@ Result BackgroundCommand::Finish() {
   return result;
 }
 
-ServerProcess::ServerProcess(const std::vector<std::string>& flags) {
+ServerProcess::ServerProcess(const std::vector<std::string>& flags, int log) {
   std::vector<std::string> arguments = {kServer,
                                         "--backend=reference",
                                         "--listen=",
@@ -81,7 +81,9 @@ ServerProcess::ServerProcess(const std::vector<std::string>& flags) {
     std::vector<char*> argv;
     for (std::string& argument : arguments) argv.push_back(argument.data());
     argv.push_back(nullptr);
-    if (freopen(folder_.File("log").c_str(), "w", stderr) == nullptr) _exit(126);
+    const bool redirected = log >= 0 ? dup2(log, STDERR_FILENO) == STDERR_FILENO
+                                     : freopen(folder_.File("log").c_str(), "w", stderr) != nullptr;
+    if (!redirected) _exit(126);
     execv(kServer, argv.data());
     _exit(127);
   }

@@ -42,8 +42,9 @@ class BackgroundCommand final {
 // An mla-server process with small limits on a unix socket of its own; killed at the end.
 class ServerProcess final {
  public:
-  // Returns when it is healthy, or has had ten seconds.
-  explicit ServerProcess(const std::vector<std::string>& flags);
+  // Returns when it is healthy, or has had ten seconds. `log`: the descriptor that it writes its
+  // log to, which stays the caller's; -1: a file, which Log reads.
+  explicit ServerProcess(const std::vector<std::string>& flags, int log = -1);
   ~ServerProcess();
   ServerProcess(const ServerProcess&) = delete;
   ServerProcess& operator=(const ServerProcess&) = delete;

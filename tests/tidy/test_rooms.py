@@ -25,7 +25,8 @@ FLOORS = {
 }
 PUBLIC = re.compile(r"//visibility:public")
 # Names that a user types, and libraries of the distribution.
-FOR_ALL = ("BUILD.bazel", "third_party/system/BUILD.bazel")
+FOR_ALL = ("BUILD.bazel", "third_party/precompiled/BUILD.bazel",
+           "third_party/system/BUILD.bazel")
 
 
 class RoomsTest(unittest.TestCase):

@@ -10,17 +10,22 @@ bound.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional
+import functools
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 import transformers
+from mla_client import transformers as adapter
+from mla_client.transformers.attachment import cache_name
 
 # Of E: four times what was seen with the CPU and the CUDA backend; logits have a deviation of 1.
 BOUND = 0.16
 # Near ties may be one position in so many, or eight.
 NEAR_TIES_ONE_IN, MAX_NEAR_TIES = 16, 8
 NEW_TOKENS = 32
+UNIT = 100  # tokens; a prompt has three of them
 END = 7  # a token that ends a row
 
 
@@ -64,6 +69,15 @@ class Result:
                 + ("" if self.same else "  OTHER CHOICES"))
 
 
+def remote_of(client: Any, *models: Any) -> Callable:
+    """A context in which the attention of the models is remote; gives the first attachment."""
+    @contextlib.contextmanager
+    def remote() -> Iterator[adapter.Attachment]:
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(adapter.attach(model, client)) for model in models][0]
+    return remote
+
+
 def judge(result: Result, local: torch.Tensor, remote: torch.Tensor) -> None:
     """Adds logits [positions, vocab] of both runs."""
     result.positions += len(local)
@@ -75,13 +89,14 @@ def judge(result: Result, local: torch.Tensor, remote: torch.Tensor) -> None:
     result.wrong += int((other & ~tie).sum())
 
 
-def prompts(device: str, rows: int = 4) -> Dict[str, torch.Tensor]:
-    """Left-padded prompts of 300 tokens and less; each repeats itself, so that looking up helps."""
+def prompts(device: str, rows: int = 4, unit: int = UNIT) -> Dict[str, torch.Tensor]:
+    """Left-padded prompts of three units of tokens and less; each repeats itself, so that looking
+    up helps."""
     drawn = torch.Generator().manual_seed(5)
-    ids = torch.randint(8, 256, (rows, 100), generator=drawn).repeat(1, 3)
+    ids = torch.randint(8, 256, (rows, unit), generator=drawn).repeat(1, 3)
     mask = torch.ones_like(ids)
     for row in range(rows):
-        mask[row, :row * 83] = 0
+        mask[row, :row * (5 * unit // 6)] = 0
     return {"input_ids": (ids * mask).to(device), "attention_mask": mask.to(device)}
 
 
@@ -130,15 +145,16 @@ def continued(model: Any, inputs: Dict, remote: Callable, name: str) -> Result:
     """A second call goes on from the cache of the first, with more tokens given."""
     options = {"do_sample": False, "max_new_tokens": 12, "output_logits": True,
                "return_dict_in_generate": True}
+    name_of_cache = cache_name(model)
 
     def both(cache: Any, second: Optional[torch.Tensor]) -> Any:
-        first = model.generate(**inputs, past_key_values=cache, **options)
+        first = model.generate(**inputs, **{name_of_cache: cache}, **options)
         tokens = torch.cat((first.sequences, inputs["input_ids"][:, :20]), dim=1)
         tokens = tokens if second is None else second
         mask = torch.cat((inputs["attention_mask"], torch.ones_like(
             tokens[:, inputs["input_ids"].shape[1]:])), dim=1)
         return tokens, model.generate(input_ids=tokens, attention_mask=mask,
-                                      past_key_values=cache, **options)
+                                      **{name_of_cache: cache}, **options)
 
     # Teacher-forced: the first continuation may differ by a near tie.
     with remote() as attachment:
@@ -146,7 +162,7 @@ def continued(model: Any, inputs: Dict, remote: Callable, name: str) -> Result:
     recorder = transformers.DynamicCache(config=model.config)
     mask = torch.ones_like(tokens)
     mask[:, :inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-    local = model.generate(input_ids=tokens, attention_mask=mask, past_key_values=recorder,
+    local = model.generate(input_ids=tokens, attention_mask=mask, **{name_of_cache: recorder},
                            **options)
     result = Result(name)
     begin = tokens.shape[1]
@@ -166,33 +182,50 @@ def control(model: Any, inputs: Dict) -> float:
 
 
 def compare_all(model: Any, assistant: Any, device: str, remote: Callable, both: Callable,
-                say: Callable[[str], None]) -> List[Result]:
+                say: Callable[[str], None], unit: int = UNIT, new: int = NEW_TOKENS
+                ) -> List[Result]:
     """All features. `remote()` is a context in which the model's attention is remote, `both()` one
     in which the assistant's is, too."""
-    batch = prompts(device)
+    batch = prompts(device, unit=unit)
     one = {name: tensor[:1] for name, tensor in batch.items()}
     results = []
+    free, replay = (functools.partial(compare, model, max_new_tokens=new)
+                    for compare in (free_greedy, replayed))
     for make in (
-            lambda: free_greedy(model, one, remote, "greedy"),
-            lambda: free_greedy(model, batch, remote, "greedy, left-padded batch"),
-            lambda: free_greedy(model, batch, remote, "prefill in chunks", prefill_chunk_size=64),
-            lambda: replayed(model, batch, remote, "sampled", do_sample=True),
-            lambda: replayed(model, batch, remote, "rows that end early", do_sample=True,
+            lambda: free(one, remote, "greedy"),
+            lambda: free(batch, remote, "greedy, left-padded batch"),
+            lambda: free(batch, remote, "prefill in chunks", prefill_chunk_size=unit // 2),
+            lambda: replay(batch, remote, "sampled", do_sample=True),
+            lambda: replay(batch, remote, "rows that end early", do_sample=True,
                              eos_token_id=[END, *range(20, 28)], pad_token_id=0),
-            lambda: replayed(model, batch, remote, "three of each prompt", do_sample=True,
+            lambda: replay(batch, remote, "three of each prompt", do_sample=True,
                              num_return_sequences=3),
-            lambda: replayed(model, batch, remote, "four beams", num_beams=4, do_sample=False),
-            lambda: replayed(model, batch, remote, "beams, sampled", num_beams=3, do_sample=True,
+            lambda: replay(batch, remote, "four beams", num_beams=4, do_sample=False),
+            lambda: replay(batch, remote, "beams, sampled", num_beams=3, do_sample=True,
                              num_return_sequences=2),
-            lambda: replayed(model, one, remote, "prompt lookup", do_sample=False,
+            lambda: replay(one, remote, "prompt lookup", do_sample=False,
                              prompt_lookup_num_tokens=5),
-            lambda: replayed(model, one, remote, "assisted", do_sample=False,
+            lambda: replay(one, remote, "assisted", do_sample=False,
                              assistant_model=assistant),
-            lambda: replayed(model, one, remote, "assisted, sampled", do_sample=True,
+            lambda: replay(one, remote, "assisted, sampled", do_sample=True,
                              assistant_model=assistant),
-            lambda: free_greedy(model, one, both, "assisted, both remote",
+            lambda: free(one, both, "assisted, both remote",
                                 assistant_model=assistant),
             lambda: continued(model, batch, remote, "going on from a cache")):
         results.append(make())
         say(str(results[-1]))
     return results
+
+
+def check(model: Any, assistant: Any, device: str, remote: Callable, both: Callable,
+          say: Callable[[str], None], unit: int = UNIT, new: int = NEW_TOKENS) -> bool:
+    """All features of a model, and whether the comparison could have failed."""
+    kind = model.config.model_type
+    late = control(model, prompts(device, 1, unit))
+    say(f"{kind}: rows one position too late differ by {late:.2f}, bound {BOUND}")
+    results = compare_all(model, assistant, device, remote, both, say, unit, new)
+    ties = max(results, key=lambda result: result.near_ties)
+    say(f"{kind}: {sum(result.positions for result in results)} positions, E at most "
+        f"{max(result.error for result in results):.4f}, near ties at most {ties.near_ties} of "
+        f"{ties.positions}")
+    return late > 2 * BOUND and all(result.ok for result in results)

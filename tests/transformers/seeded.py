@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Tuple
 
 import torch
 import transformers
@@ -32,6 +32,15 @@ _MODELS = {
                                        "zero_expert_num": 2, "moe_topk": 2, "head_dim": 64,
                                        "routed_scaling_factor": 0.2}),
 }
+# Positions that an indexer chooses of a row's context, which is longer.
+_INDEXER = {"index_topk": 48, "index_n_heads": 8, "index_head_dim": 128,
+            "mlp_layer_types": ["dense"] + 3 * ["sparse"]}
+_MODELS |= {
+    "deepseek_v32": ("DeepseekV32", {**_DENSE, **_EXPERTS, **_INDEXER}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**_DENSE, **_EXPERTS, **_INDEXER, "qk_nope_head_dim": 192,
+                                  "v_head_dim": 256,
+                                  "indexer_types": ["full", "shared", "full", "shared"]}),
+}
 TYPES = tuple(_MODELS)
 # Standard deviations of weights, times the root of the inputs; 1 for all others. They make scores
 # peaked and attention a large part of the residual stream.
@@ -57,3 +66,14 @@ def build(kind: str, *, seed: int = 2, dtype: torch.dtype = torch.float32,
                 if hasattr(module, "mla_scale_kv_lora"):
                     module.mla_scale_q_lora = module.mla_scale_kv_lora = 1.0
     return model.to(device=device, dtype=dtype).eval()
+
+
+def pair(kind: str, *, device: str = "cpu", **changes: Any) -> Tuple[Any, Any]:
+    """A model with its own attention in plain PyTorch, and an assistant that agrees with it often,
+    not always."""
+    model, assistant = (build(kind, device=device, **changes) for _ in range(2))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for weight in assistant.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * 0.02 if weight.ndim > 1 else 0)
+    return model, assistant

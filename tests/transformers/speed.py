@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import transformers
+from mla_client.transformers.attachment import cache_name
 
 CHUNK = 1024
 DECODED = 32
@@ -25,8 +26,9 @@ def _fill(model: Any, cache: Any, context: int, device: str) -> Tuple[Any, float
     _sync(device)
     begin = time.monotonic()
     for at in range(0, context, CHUNK):
-        cache = model(input_ids=tokens[:, at:at + CHUNK], past_key_values=cache, use_cache=True,
-                      logits_to_keep=1).past_key_values
+        outputs = model(input_ids=tokens[:, at:at + CHUNK], **{cache_name(model): cache},
+                        use_cache=True, logits_to_keep=1)
+        cache = getattr(outputs, cache_name(model))
     _sync(device)
     return cache, time.monotonic() - begin
 
@@ -39,7 +41,7 @@ def _decode(model: Any, cache: Any, device: str) -> float:
         if step == 2:
             _sync(device)
             begin = time.monotonic()
-        logits = model(input_ids=token, past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=token, **{cache_name(model): cache}, use_cache=True).logits
         token = logits[:, -1:].argmax(-1)
     _sync(device)
     return DECODED / (time.monotonic() - begin)

@@ -4,14 +4,15 @@ import threading
 import unittest
 from unittest import mock
 
-import standin_path  # noqa: F401  (before transformers)
-
 import mla_client
 import test_adapter
 import torch
 from mla_client import transformers as adapter
 from mla_client.transformers.batch import RemoteBatch
 from tests import peers
+
+ENVIRONMENT = "transformers"
+CACHE = test_adapter.CACHE
 
 
 class MoveTest(peers.PeersCase):
@@ -32,7 +33,7 @@ class MoveTest(peers.PeersCase):
             return begin(batch, *arguments)
 
         with mock.patch.object(RemoteBatch, "begin", hooked):
-            got = model.generate(**inputs, **options)
+            got = test_adapter.run(model, inputs, **options)
         self.assertGreater(len(passes), stop_at)
         return got
 
@@ -52,16 +53,15 @@ class MoveTest(peers.PeersCase):
                 with self.peers.connect("red", timeout_s=10.0, follow_moves=True) as client, \
                         adapter.attach(model, client) as attached:
                     # As without a move, whose outputs test_adapter compares with local ones.
-                    want = model.generate(**inputs, **options,
-                                          past_key_values=attached.cache())
-                    want.past_key_values.release()
+                    want = test_adapter.run(model, inputs, **options, **{CACHE: attached.cache()})
+                    test_adapter.cache_of(want).release()
                     got = self.generate_across(model, inputs, **options)
                     self.compare(want, got)
                     self.assertEqual(self.peers.sequences(1),
-                                     got.past_key_values.rows.batch.sequences)
+                                     test_adapter.cache_of(got).rows.batch.sequences)
                     # From the beginning, though the old server has ended.
-                    self.compare(want, model.generate(**inputs, **options,
-                                                      past_key_values=attached.cache()))
+                    self.compare(want, test_adapter.run(model, inputs, **options,
+                                                        **{CACHE: attached.cache()}))
                     del got
                     attached.detach()
                     self.assertEqual(self.peers.sequences(1), 0)

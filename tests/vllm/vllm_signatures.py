@@ -1,11 +1,12 @@
-"""Signatures of vLLM that the adapter and its doubles rely on.
+"""Signatures of vLLM that the adapter relies on.
 
-    python3 tests/vllm/vllm_signatures.py
+    python3 tests/vllm/vllm_signatures.py [--write]
 
-compares the installed vLLM's with `signatures.json`, in which they are as read in vLLM's source of
-August 2026; no output means that they are equal. The tests compare the doubles with that file.
+compares the installed vLLM's with those of the release that was run and is next to it; no output
+means that they are equal.
 """
 
+import os
 import pathlib
 import sys
 
@@ -14,23 +15,26 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
 # pylint: disable=wrong-import-position
 from tests import library_signatures
 
-PATH = pathlib.Path(__file__).with_name("signatures.json")
+RELEASE = os.environ.get("MLA_TEST_RELEASE", "0.32")
+PATH = pathlib.Path(__file__).with_name(f"signatures_{RELEASE}.json")
 NAMES = {
-    "vllm.model_executor.custom_op": ["PluggableLayer.register_oot"],
-    "vllm.model_executor.layers.attention.mla_attention": [
-        f"MLAAttention.{name}" for name in ("__init__", "forward", "forward_impl",
-                                            "process_weights_after_loading", "get_kv_cache_spec")],
-    "vllm.model_executor.layers.mla": [
-        "MLAModules.__init__", "MultiHeadLatentAttentionWrapper.__init__",
-        "MultiHeadLatentAttentionWrapper.forward"],
+    "vllm.model_executor.layers.attention.mla_attention": ["MLAAttention.forward_impl"],
+    "vllm.model_executor.layers.quantization.utils.quant_utils": ["get_and_maybe_dequant_weights"],
+    "vllm.v1.attention.backend": [
+        "AttentionBackend.customize_spec", "AttentionMetadataBuilder.__init__",
+        "AttentionMetadataBuilder.build", "MLAAttentionImpl.__init__",
+        "MLAAttentionImpl.forward_mha", "CommonAttentionMetadata.__init__"],
+    "vllm.v1.attention.backends.registry": ["register_backend"],
     "vllm.v1.core.sched.output": ["NewRequestData.__init__", "CachedRequestData.__init__",
                                   "SchedulerOutput.__init__"],
+    "vllm.distributed.kv_transfer.kv_connector.factory": ["KVConnectorFactory.register_connector"],
     "vllm.distributed.kv_transfer.kv_connector.v1.base": [
         f"KVConnectorBase_V1.{name}" for name in (
-            "__init__", "bind_connector_metadata", "register_kv_caches", "start_load_kv",
-            "wait_for_layer_load", "save_kv_layer", "wait_for_save", "shutdown",
+            "__init__", "bind_connector_metadata", "clear_connector_metadata",
+            "register_kv_caches", "start_load_kv", "wait_for_layer_load", "save_kv_layer",
+            "wait_for_save", "get_block_ids_with_load_errors", "shutdown",
             "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
-            "request_finished", "requires_piecewise_for_cudagraph")],
+            "update_connector_output", "request_finished", "requires_piecewise_for_cudagraph")],
 }
 
 
@@ -40,4 +44,6 @@ def differences():
 
 
 if __name__ == "__main__":
+    if "--write" in sys.argv:
+        library_signatures.write(NAMES, PATH)
     sys.exit("\n".join(differences()))

@@ -10,6 +10,15 @@ namespace {
 
 constexpr char kPayloadUrl[] = "type.googleapis.com/mla.v1.ErrorDetail";
 constexpr char kDetailKey[] = "mla-error-detail-bin";
+// How gRPC says that the reply of a unary call could not be decoded, or that there was none.
+constexpr char kNoReply[] = "No message returned for unary request";
+
+// A server may send any number. An error that claims to be OK must not pass as success.
+absl::StatusCode CodeOf(int32_t code) {
+  if (code == 0) return absl::StatusCode::kInternal;
+  const bool known = code > 0 && code <= static_cast<int32_t>(absl::StatusCode::kUnauthenticated);
+  return known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown;
+}
 
 }  // namespace
 
@@ -21,16 +30,19 @@ std::optional<v1::ErrorDetail> DetailOf(const absl::Status& status) {
 }
 
 absl::Status MakeStatus(int32_t code, const std::string& message, const v1::ErrorDetail& detail) {
-  // An error that claims to be OK must not pass as success.
-  absl::Status status(code == 0 ? absl::StatusCode::kInternal : static_cast<absl::StatusCode>(code),
-                      message);
+  absl::Status status(CodeOf(code), message);
   status.SetPayload(kPayloadUrl, absl::Cord(detail.SerializeAsString()));
   return status;
 }
 
 absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& context) {
   if (status.ok()) return absl::OkStatus();
-  absl::Status result(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+  // Not UNIMPLEMENTED, by which a server says that it is too old.
+  if (status.error_code() == grpc::StatusCode::UNIMPLEMENTED &&
+      status.error_message() == kNoReply) {
+    return absl::InternalError("the server's reply cannot be decoded");
+  }
+  absl::Status result(CodeOf(status.error_code()), status.error_message());
   const auto& trailers = context.GetServerTrailingMetadata();
   if (const auto found = trailers.find(kDetailKey); found != trailers.end()) {
     result.SetPayload(kPayloadUrl,

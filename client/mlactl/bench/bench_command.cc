@@ -164,7 +164,7 @@ absl::Status RunAll(const BenchOptions& options, client::Client* client,
     progress->Clear();
     if (!run.ok()) return WithContext(point.Name(), run.status());
     if (text && run->result.counts.steps > 0) {
-      std::fputs(BenchRunText(*run).c_str(), stdout);
+      Print(BenchRunText(*run));
       std::fflush(stdout);
     }
     if (run->result.counts.steps > 0) runs->push_back(*std::move(run));
@@ -223,7 +223,7 @@ int Bench(const CommonOptions& common, const BenchArguments& arguments) {
   const std::atomic<bool>& interrupted = CatchInterrupts();
   const v1::GetServerInfoReply server = (*client)->info();
   Progress progress(stderr, options->quiet);
-  if (!common.json) std::fputs(BenchHeaderText(*options, server).c_str(), stdout);
+  if (!common.json) Print(BenchHeaderText(*options, WithPlainTexts(server)));
   std::vector<BenchRun> runs;
   const std::string model_id = NewModelId("bench");
   const absl::Status status =

@@ -7,22 +7,53 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "base/printable.h"
 #include "client/cpp/streams/errors.h"
 
 namespace mla::mlactl {
 namespace {
 
+using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
+
 void PrintLines(const std::string& text) {
   for (const auto line : absl::StrSplit(text, '\n')) {
-    std::fprintf(stderr, "mlactl: %.*s\n", static_cast<int>(line.size()), line.data());
+    std::fprintf(stderr, "mlactl: %s\n", base::Printable({line.data(), line.size()}).c_str());
   }
 }
 
 }  // namespace
+
+void Print(const std::string& text) { std::fputs(base::Printable(text, "\n").c_str(), stdout); }
+
+void EscapeTexts(Message* message) {
+  const auto* const reflection = message->GetReflection();
+  std::vector<const FieldDescriptor*> fields;
+  reflection->ListFields(*message, &fields);
+  for (const FieldDescriptor* const field : fields) {
+    const int count = field->is_repeated() ? reflection->FieldSize(*message, field) : 1;
+    for (int i = 0; i < count; ++i) {
+      if (field->type() == FieldDescriptor::TYPE_STRING) {
+        std::string text = field->is_repeated() ? reflection->GetRepeatedString(*message, field, i)
+                                                : reflection->GetString(*message, field);
+        text = base::Printable(text);
+        if (field->is_repeated()) {
+          reflection->SetRepeatedString(message, field, i, std::move(text));
+        } else {
+          reflection->SetString(message, field, std::move(text));
+        }
+      } else if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
+        EscapeTexts(field->is_repeated() ? reflection->MutableRepeatedMessage(message, field, i)
+                                         : reflection->MutableMessage(message, field));
+      }
+    }
+  }
+}
 
 uint32_t StepLeaseMs(const client::Client& client) {
   constexpr uint32_t kWanted = 30000;
@@ -49,10 +80,11 @@ absl::Status WithContext(const std::string& context, const absl::Status& status)
 }
 
 int Fail(const absl::Status& status) {
-  PrintLines(status.ToString());
+  // One line, whatever the server has put into its message.
+  PrintLines(base::Printable(status.ToString()));
   if (const auto detail = client::DetailOf(status); detail && !detail->reason().empty()) {
-    std::fprintf(stderr, "mlactl: reason %s, retry after %u ms\n", detail->reason().c_str(),
-                 detail->retry_after_ms());
+    PrintLines(absl::StrFormat("reason %s, retry after %u ms", base::Printable(detail->reason()),
+                               detail->retry_after_ms()));
   }
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ? kUnreachable : kRefused;
 }
@@ -93,20 +125,21 @@ absl::Status WriteFile(const std::string& path, const std::string& bytes) {
 }
 
 int Emit(const CommonOptions& common, const std::string& json, const std::string& text) {
-  std::fputs((common.json ? json : text).c_str(), stdout);
+  Print(common.json ? json : text);
   if (common.json_file.empty()) return kOk;
   const absl::Status written = WriteFile(common.json_file, json);
   return written.ok() ? kOk : Fail(written);
 }
 
-std::string ToJson(const google::protobuf::Message& message) {
+std::string ToJson(const Message& message) {
   google::protobuf::util::JsonPrintOptions options;
   options.add_whitespace = true;
   options.always_print_primitive_fields = true;
   options.preserve_proto_field_names = true;
   std::string text;
   if (!google::protobuf::util::MessageToJsonString(message, &text, options).ok()) return "{}\n";
-  return text;
+  // It leaves some characters as they are that a terminal should not get.
+  return base::Printable(text, "\n");
 }
 
 }  // namespace mla::mlactl

@@ -38,6 +38,18 @@ int Interrupted(client::Client* client, std::span<const std::string> model_ids);
 // Prints a usage error and returns kUsageError.
 int FailUsage(const absl::Status& status);
 
+// Writes text to standard output. Characters that show nothing or control a terminal are escaped,
+// but for ends of lines: names and messages of a server may hold anything.
+void Print(const std::string& text);
+
+// Escapes such characters, ends of lines among them, in all texts of a message.
+void EscapeTexts(google::protobuf::Message* message);
+template <typename M>
+M WithPlainTexts(M message) {
+  EscapeTexts(&message);
+  return message;
+}
+
 // Prints `json` or `text`, whichever the options name, and writes `json` to their file, if any.
 // kRefused when it cannot be written, else kOk.
 int Emit(const CommonOptions& common, const std::string& json, const std::string& text);
@@ -53,7 +65,7 @@ int CallAndPrint(const CommonOptions& common, Call call, Format format) {
   if (!client.ok()) return Fail(client.status());
   const auto reply = call(client->get());
   if (!reply.ok()) return Fail(reply.status());
-  return Emit(common, ToJson(*reply), format(*reply));
+  return Emit(common, ToJson(*reply), format(WithPlainTexts(*reply)));
 }
 
 }  // namespace mla::mlactl

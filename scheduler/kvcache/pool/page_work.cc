@@ -204,6 +204,13 @@ void PageWorkQueue::Acknowledge(LaunchWork* work) {
   work->Clear();
 }
 
+bool PageWorkQueue::Fills(const LaunchWork& work, uint32_t target) const {
+  const int32_t index = pool_->work(target);
+  return index != kNone &&
+         std::any_of(work.parts_.begin(), work.parts_.end(),
+                     [index](const LaunchWork::Part& part) { return part.piece == index; });
+}
+
 bool PageWorkQueue::Carries(const LaunchWork& work, TenantKey tenant, WorkTicket until) const {
   return std::any_of(work.parts_.begin(), work.parts_.end(), [&](const LaunchWork::Part& part) {
     const Piece& piece = At(part.piece);

@@ -107,6 +107,8 @@ class PageWorkQueue {
   void TakeAny(WorkRoom* room, LaunchWork* work);
   // The launch has completed.
   void Acknowledge(LaunchWork* work);
+  // Returns true if the launch carries work into the group.
+  bool Fills(const LaunchWork& work, uint32_t target) const;
   // Whether the launch carries work of the tenant up to the ticket.
   bool Carries(const LaunchWork& work, TenantKey tenant, WorkTicket until) const;
   // The launch has failed. When several have, the latest comes first.

@@ -5,10 +5,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -20,6 +22,8 @@ namespace {
 
 constexpr absl::string_view kMagic = "MLATIER\n";
 constexpr uint32_t kVersion = 1;
+// Of one write where the room of a file is taken by writing zeros.
+constexpr int64_t kZeroBytes = int64_t{1} << 20;
 
 // A block that direct reads and writes take.
 class Block {
@@ -79,12 +83,31 @@ absl::Status TierFile::Prepare(int64_t bytes) {
   if (fchmod(file_, S_IRUSR | S_IWUSR) != 0) return Failed("chmod", errno);
   ours_ = true;
   if (ftruncate(file_, 0) != 0) return Failed("truncate", errno);
-  const int code = posix_fallocate(file_, 0, kHeaderBytes + bytes);
-  if (code != 0) return Failed("allocate", code);
+  if (absl::Status taken = Allocate(kHeaderBytes + bytes); !taken.ok()) return taken;
   std::memset(block.bytes().data(), 0, block.bytes().size());
   std::memcpy(block.bytes().data(), kMagic.data(), kMagic.size());
   std::memcpy(block.bytes().data() + kMagic.size(), &kVersion, sizeof(kVersion));
   return Write(0, block.bytes());
+}
+
+absl::Status TierFile::Allocate(int64_t bytes) {
+  int code = 0;
+  do {
+    code = fallocate(file_, 0, 0, bytes) == 0 ? 0 : errno;
+  } while (code == EINTR);
+  if (code == 0) return absl::OkStatus();
+  if (code != EOPNOTSUPP && code != ENOSYS) return Failed("allocate", code);
+  // The file system cannot (ext3, FAT, many in user space). posix_fallocate would write single
+  // bytes, which O_DIRECT refuses.
+  std::vector<std::byte> memory(static_cast<size_t>(kZeroBytes + kTierBlock));
+  const std::span<std::byte> zeros = FromBlock(memory);
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t some = std::min(bytes - done, kZeroBytes);
+    absl::Status wrote = Write(done, zeros.first(static_cast<size_t>(some)));
+    if (!wrote.ok()) return wrote;
+    done += some;
+  }
+  return absl::OkStatus();
 }
 
 TierFile::~TierFile() {

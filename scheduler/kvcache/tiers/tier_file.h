@@ -55,6 +55,9 @@ class TierFile final {
   TierFile(std::string path, int file, bool direct)
       : path_(std::move(path)), file_(file), direct_(direct) {}
   absl::Status Prepare(int64_t bytes);
+  // Takes the room of the whole file, so that no later write finds the disk full. `bytes`: a
+  // multiple of kTierBlock.
+  absl::Status Allocate(int64_t bytes);
   absl::Status Failed(const char* what, int code) const;
 
   const std::string path_;

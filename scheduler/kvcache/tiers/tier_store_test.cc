@@ -5,8 +5,11 @@
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
@@ -18,6 +21,22 @@
 #include <vector>
 
 #include "base/error.h"
+
+namespace {
+bool cannot_allocate = false;  // as on file systems that only write
+}  // namespace
+
+// In place of the library's. What it does itself where the file system cannot allocate, O_DIRECT
+// refuses.
+extern "C" int fallocate(int file, int mode, off_t at, off_t bytes) {
+  if (!cannot_allocate) return static_cast<int>(syscall(SYS_fallocate, file, mode, at, bytes));
+  errno = EOPNOTSUPP;
+  return -1;
+}
+extern "C" int posix_fallocate(int file, off_t at, off_t bytes) {
+  if (cannot_allocate) return EINVAL;
+  return syscall(SYS_fallocate, file, 0, at, bytes) == 0 ? 0 : errno;
+}
 
 namespace mla::kvcache {
 namespace {
@@ -202,6 +221,17 @@ TEST_F(TierStoreTest, AFullDiskIsSaid) {
   EXPECT_EQ(written.code(), absl::StatusCode::kUnavailable) << written;
   EXPECT_EQ(DetailOf(written).reason, "disk_full");
   EXPECT_FALSE(opened.ok());
+}
+
+TEST_F(TierStoreTest, AFileSystemThatCannotAllocateIsWrittenTo) {
+  cannot_allocate = true;
+  const auto opened = TryOpen(0, 4);
+  cannot_allocate = false;
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  struct stat about;
+  ASSERT_EQ(stat(path_.c_str(), &about), 0);
+  EXPECT_EQ(about.st_size, TierFile::kHeaderBytes + 4 * kRoom);
+  EXPECT_GE(about.st_blocks * 512, about.st_size);  // no later write finds the disk full
 }
 
 TEST_F(TierStoreTest, OnlyAFileOfItsKindIsTakenOver) {

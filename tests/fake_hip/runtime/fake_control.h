@@ -43,6 +43,9 @@ struct Control {
   Flaw flaw = Flaw::kNone;                          // of the attention kernels
   bool rounded_inputs = false;                      // projections round fp32 inputs to bf16
   void (*on_launch)(const char* kernel) = nullptr;  // called for each launch of a kernel
+  // Called before each launch of a kernel, without the fake's lock: a forked process could not
+  // release the lock, because the lock belongs to a thread.
+  void (*before_launch)(const char* kernel) = nullptr;
 
   // Counters.
   int64_t live_bytes = 0;  // of device memory

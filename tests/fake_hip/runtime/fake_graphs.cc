@@ -80,6 +80,7 @@ int hipGraphExecKernelNodeSetParams(fake::GraphExec* exec, fake::GraphNode* node
   return 0;
 }
 int hipGraphLaunch(fake::GraphExec* exec, fake::Stream* stream) {
+  for (const fake::PendingLaunch& launch : exec->launches) fake::Announce(launch);
   FAKE_ENTER("hipGraphLaunch");
   ++State().control.graph_launches;
   for (const fake::PendingLaunch& launch : exec->launches) fake::Enqueue(launch, *stream);

@@ -70,6 +70,11 @@ int Enter(const char* call) {
   return fails ? control.fail_code : 0;
 }
 
+void Announce(const PendingLaunch& launch) {
+  const Control& control = State().control;
+  if (control.before_launch != nullptr) control.before_launch(launch.function->name.c_str());
+}
+
 void Enqueue(const PendingLaunch& launch, Stream& stream) {
   Control& control = State().control;
   const Function& function = *launch.function;
@@ -364,14 +369,15 @@ int hipModuleGetFunction(fake::Function** function, fake::Module* module, const 
 int hipModuleLaunchKernel(fake::Function* function, unsigned grid_x, unsigned grid_y, unsigned,
                           unsigned block_x, unsigned, unsigned, unsigned shared_bytes,
                           fake::Stream* stream, void** parameters, void**) {
+  const fake::PendingLaunch launch({.block = {block_x, 1, 1},
+                                    .extra = nullptr,
+                                    .function = function,
+                                    .grid = {grid_x, grid_y, 1},
+                                    .parameters = parameters,
+                                    .shared_bytes = shared_bytes});
+  fake::Announce(launch);
   FAKE_ENTER("hipModuleLaunchKernel");
-  fake::Enqueue(fake::PendingLaunch({.block = {block_x, 1, 1},
-                                     .extra = nullptr,
-                                     .function = function,
-                                     .grid = {grid_x, grid_y, 1},
-                                     .parameters = parameters,
-                                     .shared_bytes = shared_bytes}),
-                *stream);
+  fake::Enqueue(launch, *stream);
   return 0;
 }
 

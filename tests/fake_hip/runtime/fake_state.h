@@ -75,6 +75,8 @@ struct Runtime {
 Runtime& State();
 // Every entry point begins here: 0 to go on, else the code to return.
 int Enter(const char* call);
+// Tells the test of a launch that is about to be enqueued; called without the lock.
+void Announce(const PendingLaunch& launch);
 void Enqueue(const PendingLaunch& launch, Stream& stream);
 
 }  // namespace mla::fake_hip

@@ -108,7 +108,7 @@ TEST(ProcessTest, TheSocketGroupMayConnect) {
   for (const char* name : {"mla.sock", "mla.sock.shm"}) {
     EXPECT_EQ(Shell("stat -c '%a %g' " + process.File(name)).output, "660 " + group + "\n");
   }
-  if (geteuid() != 0) return;  // only root may take other users' parts
+  if (geteuid() != 0) GTEST_SKIP() << "only root can act for another user";
   ASSERT_EQ(Shell("chmod 755 " + process.File("")).code, 0);
   const auto connect = [&](const std::string& groups, const char* kind, const char* name) {
     return Shell(absl::StrCat(
@@ -175,6 +175,18 @@ TEST(ProcessTest, TermDrainsAndEndsWithZero) {
     EXPECT_TRUE(json.contains("event") && json.contains("level") && json.contains("time")) << line;
   }
   EXPECT_GT(count, 4);
+}
+
+TEST(ProcessTest, AHangUpEndsNothing) {
+  ServerProcess process({});
+  process.Signal(SIGHUP);
+  for (int i = 0; i < 100 && process.Log().find("nothing_reloaded") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  EXPECT_NE(process.Log().find("warning nothing_reloaded number=1"), std::string::npos);
+  EXPECT_EQ(process.Health(), 0);
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
 }
 
 TEST(ProcessTest, AbortedStepsShowInTheExitCode) {

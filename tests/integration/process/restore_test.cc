@@ -26,6 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 class RestoreTest : public ::testing::Test {
  protected:
@@ -191,7 +192,10 @@ TEST_F(RestoreTest, DamagedFilesAreRefusedAndLeaveNothing) {
   Start();
   const auto refused = [&](const std::string& bytes) {
     std::ofstream(file, std::ios::binary | std::ios::trunc) << bytes;
-    return client_->Restore({id}).status();
+    const absl::Status status = client_->Restore({id}).status();
+    // Operators are told where it lies, by the log; tenants are not.
+    EXPECT_THAT(std::string(status.message()), Not(HasSubstr(folder_.path())));
+    return status;
   };
   std::string changed = whole;
   changed[whole.size() - 200] ^= 1;
@@ -205,6 +209,9 @@ TEST_F(RestoreTest, DamagedFilesAreRefusedAndLeaveNothing) {
   changed[8] = 9;
   EXPECT_THAT(std::string(refused(changed).message()), HasSubstr("version 9"));
   EXPECT_EQ(client_->ListCheckpoints()->checkpoints(0).length(), 0u);
+  const std::string log = server_->Log();
+  EXPECT_THAT(log, HasSubstr("error checkpoint_restore_failed tenant=default"));
+  EXPECT_THAT(log, HasSubstr(folder_.path()));
   EXPECT_EQ(client_->GetStats()->sequences(), 0u);
   EXPECT_EQ(client_->GetStats()->page_groups_used(), 0u);
   EXPECT_EQ(client_->GetStats()->checkpoint_restore_failures(), 4u);
@@ -219,12 +226,27 @@ TEST_F(RestoreTest, CallsThatTheDiskFailsAreCounted) {
   const auto before = client_->GetStats();
   EXPECT_EQ(before->checkpoint_saves(), 1u);
   fs::remove_all(folder_.File("saved"));
-  EXPECT_EQ(client_->Checkpoint({id}).status().code(), absl::StatusCode::kUnavailable);
+  const absl::Status failed = client_->Checkpoint({id}).status();
+  EXPECT_EQ(failed.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(failed.message()), Not(HasSubstr(folder_.path())));
+  EXPECT_THAT(server_->Log(), HasSubstr("error checkpoint_save_failed tenant=default"));
   EXPECT_EQ(client_->Checkpoint({id + 1}).status().code(), absl::StatusCode::kNotFound);
   const auto after = client_->GetStats();
   EXPECT_EQ(after->checkpoint_saves(), 1u);
   EXPECT_EQ(after->checkpoint_save_failures(), 1u);
   EXPECT_EQ(after->checkpoint_last_unix_ms(), before->checkpoint_last_unix_ms());
+}
+
+TEST_F(RestoreTest, AFullDiskIsSaidToTheCallerAndInTheLog) {
+  Track track = MakeTrack(300);
+  ASSERT_TRUE(server_->LimitFiles(8192));  // of which the log takes less, the checkpoint more
+  const absl::Status full = client_->Checkpoint({track.sequence.id()}).status();
+  EXPECT_EQ(full.code(), absl::StatusCode::kUnavailable) << full;
+  EXPECT_EQ(client::DetailOf(full)->reason(), "disk_full");
+  EXPECT_THAT(std::string(full.message()), Not(HasSubstr(folder_.path())));
+  const std::string log = server_->Log();
+  EXPECT_THAT(log, HasSubstr("error checkpoint_save_failed tenant=default"));
+  EXPECT_THAT(log, HasSubstr(folder_.path()));
 }
 
 TEST_F(RestoreTest, CheckpointsAreTheTenantsOwnAndNeedTheirModel) {

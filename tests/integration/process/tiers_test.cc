@@ -89,6 +89,9 @@ class TiersTest : public ::testing::TestWithParam<bool> {
   v1::Prefix prefix_;
 };
 
+// With the file tier alone.
+class FileTierTest : public TiersTest {};
+
 TEST_P(TiersTest, OpenWaitsForRowsAndComputesOnThem) {
   DenseCache cache = Leave();
   AwaitDemotions(3);
@@ -104,8 +107,7 @@ TEST_P(TiersTest, OpenWaitsForRowsAndComputesOnThem) {
   EXPECT_EQ(fs::exists(file()), GetParam());
 }
 
-TEST_P(TiersTest, AFileThatWasChangedBehindTheServersBackIsNotUsed) {
-  if (!GetParam()) return;
+TEST_P(FileTierTest, AFileThatWasChangedBehindTheServersBackIsNotUsed) {
   Leave();
   AwaitDemotions(3);
   AwaitFile(3);
@@ -119,8 +121,7 @@ TEST_P(TiersTest, AFileThatWasChangedBehindTheServersBackIsNotUsed) {
   EXPECT_EQ(Count(v1::CACHE_EVENT_KIND_DAMAGED, v1::CACHE_TIER_FILE), 3);
 }
 
-TEST_P(TiersTest, AFileThatWasCutIsNotUsed) {
-  if (!GetParam()) return;
+TEST_P(FileTierTest, AFileThatWasCutIsNotUsed) {
   Leave();
   AwaitDemotions(3);
   AwaitFile(3);
@@ -131,8 +132,7 @@ TEST_P(TiersTest, AFileThatWasCutIsNotUsed) {
   EXPECT_EQ(Count(v1::CACHE_EVENT_KIND_DAMAGED, v1::CACHE_TIER_FILE), 3);
 }
 
-TEST_P(TiersTest, ADiskThatTakesNoMoreLosesCopiesAndNothingElse) {
-  if (!GetParam()) return;
+TEST_P(FileTierTest, ADiskThatTakesNoMoreLosesCopiesAndNothingElse) {
   ASSERT_TRUE(server_->LimitFiles(4096 + 4096));  // the first group
   const DenseCache cache = Leave();
   const absl::Time end = absl::Now() + absl::Seconds(20);
@@ -147,6 +147,7 @@ TEST_P(TiersTest, ADiskThatTakesNoMoreLosesCopiesAndNothingElse) {
   EXPECT_TRUE(worker_->Step({&again}, {kRows}, v1::PROFILE_ABSORBED).ok());
 }
 
+INSTANTIATE_TEST_SUITE_P(File, FileTierTest, ::testing::Values(true));
 INSTANTIATE_TEST_SUITE_P(Kinds, TiersTest, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "File" : "Host"; });
 

@@ -28,17 +28,23 @@ class Sender:
     memory where it has room, those of a GPU into the server's GPU if the client has asked for
     memory there (`device_bytes` of Client.connect). Belongs to one thread at a time."""
 
-    def __init__(self, profile: Profile = Profile.EXPANDED) -> None:
+    def __init__(self, profile: Profile = Profile.EXPANDED, rank: int = 0, ranks: int = 1) -> None:
+        """Of `ranks` that share the heads of a layer, this one sends those of its place, and the
+        first one the rows."""
         self._profile = profile
+        self._rank = rank
+        self._ranks = ranks
         self._buffers: Optional[Buffers] = None
-        self._tensors: Tuple[torch.Tensor, ...] = ()  # kv, q and o of the buffers
+        self._tensors: Tuple[Any, ...] = ()  # kv, q and o of the buffers
         self._shape: Any = None   # that they have room for
         self._stream: Any = None  # of steps, that the buffers belong to
         self._used: Any = None    # GPU stream that has used buffers of a GPU last
 
-    def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def attend(self, step: Step, layer: int, q: torch.Tensor, kv: torch.Tensor,
+               lists: Optional[npt.NDArray] = None) -> torch.Tensor:
         """q [rows, heads, nope + rope], kv [rows, lora + rope] -> o [rows, heads, v] on the device
         and of the type of q; with ABSORBED q [rows, heads, lora + rope] -> o [rows, heads, lora].
+        Heads are those of this rank. `lists` [rows, width], int32: see Step.attend_sparse.
         """
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, q.is_cuda, step)
@@ -46,10 +52,19 @@ class Sender:
         if own_q.is_cuda:
             buffers.stream = self._follow(own_q.device)
         own_q.copy_(q)
-        own_kv.copy_(kv)
-        step.attend(layer, buffers.q, buffers.kv, self._profile, out=buffers)
+        if own_kv is not None:
+            own_kv.copy_(kv)
+        options: Any = {"out": buffers, "head_offset": self._rank * q.shape[1]}
+        if lists is None:
+            step.attend(layer, buffers.q, buffers.kv, self._profile, **options)
+        else:
+            step.attend_sparse(layer, buffers.q, lists, buffers.kv, self._profile, **options)
         # A copy even on one device: the next layer writes to the same memory.
         return own_o.to(device=q.device, dtype=q.dtype, copy=True)
+
+    def forget(self) -> None:
+        """The transport's memory is not used again: its stream has failed."""
+        self._buffers, self._tensors, self._shape, self._stream = None, (), None, None
 
     def release(self) -> None:
         """Gives the memory back."""
@@ -68,23 +83,25 @@ class Sender:
         if self._buffers is None or self._shape != shape or self._stream is not step._handle:
             self.release()
             made = self._make(step, rows, dtype, gpu)
-            if made.kv is None or made.q is None or made.o is None:
+            if made.q is None or made.o is None:
                 raise errors.Internal("buffers of a profile with queries lack tensors")
             on_gpu = made.place is not None and made.place.on_device
-            self._tensors = tuple(torch.from_dlpack(array) if on_gpu else tensor_of(array)
-                                  for array in (made.kv, made.q, made.o))
+            self._tensors = tuple(
+                None if array is None else torch.from_dlpack(array) if on_gpu else tensor_of(array)
+                for array in (made.kv, made.q, made.o))
             self._buffers, self._shape, self._stream = made, shape, step._handle
         return self._buffers
 
     def _make(self, step: Step, rows: int, dtype: DType, gpu: bool) -> Buffers:
         service = step.service  # where its sequences are, which may have moved
+        shape: Any = {"dtype": dtype, "o_dtype": dtype, "kv": self._rank == 0,
+                      "heads": step.model.spec.geometry.num_heads // self._ranks}
         if gpu:
             try:
-                return service.buffers(step.model, rows, self._profile, dtype=dtype,
-                                       o_dtype=dtype, device="cuda")
+                return service.buffers(step.model, rows, self._profile, device="cuda", **shape)
             except (errors.Unavailable, errors.ResourceExhausted):
                 pass  # none there, or too little: through the host
-        return service.buffers(step.model, rows, self._profile, dtype=dtype, o_dtype=dtype)
+        return service.buffers(step.model, rows, self._profile, **shape)
 
     def _follow(self, device: torch.device) -> int:
         """Handle of the GPU stream that writes the tensors, behind the one that used them last."""

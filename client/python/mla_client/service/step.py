@@ -51,6 +51,7 @@ class Step:
         self.step_id = secrets.randbits(63) if step_id is None else step_id
         self.stream = stream
         self.open = False
+        self.joined = 1  # participants when this one came; the first, and it alone, ends the step
         self._handle: Any = None
 
     def __repr__(self) -> str:

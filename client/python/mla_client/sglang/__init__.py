@@ -1,13 +1,17 @@
 """Attention of SGLang's MLA models over a KV cache that a server holds.
 
     MLA_SGLANG='{"target": "unix:/run/mla/mla.sock"}' \\
-        python3 -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V2-Lite \\
-        --attention-backend mla_server --disable-radix-cache --disable-overlap-schedule \\
-        --disable-decode-cuda-graph --disable-prefill-cuda-graph
+        sglang serve --model-path deepseek-ai/DeepSeek-V2-Lite \\
+        --attention-backend mla_server --disable-cuda-graph
 
-It has been tested against doubles with SGLang's signatures; it has not run in SGLang yet.
-
-    requests   which requests a pass has, and which have ended: neither SGLang nor torch
+    plugin     the entry point: names and hooks, nothing else
+    hooks      what is called in SGLang's place, or around it
+    checks     what is refused, and what rows depend on
+    runtime    requests, prefixes and passes of one scheduler process
     backend    the attention backend
-    plugin     the entry point
 """
+
+# Of the attention backend, and of the environment variable with the options: JSON with `target`,
+# and what else mla_client.serving.Options takes.
+NAME = "mla_server"
+OPTIONS = "MLA_SGLANG"

@@ -91,6 +91,7 @@ class Steps(Service):
             self._give_up(step)
             raise messages.wrong_answer("begin_step", "total_rows", reply.begin_step.total_rows,
                                         step.total_rows)
+        step.joined = reply.begin_step.joined
         return stream
 
     def _attend(self, step: Step, args: AttendArgs) -> AttendFuture:

@@ -5,7 +5,7 @@
         mla_client.transformers.attach(model, client)
         model.generate(...)
 
-Needs torch and transformers 5.17 or newer, which `import mla_client` alone does not.
+Needs torch and transformers 5.17 to 5.24, which `import mla_client` alone does not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 
 from mla_client.service import Service
 from mla_client.transformers.attachment import STEP_LEASE_MS, Attachment, attach_checked
+from mla_client.transformers.attention import register
 from mla_client.transformers.cache import RemoteCache
 from mla_client.transformers.models import MODEL_TYPES, attention_modules
 from mla_client.transformers.probe import check_library, check_version
+
+# So that `from_pretrained(attn_implementation="mla_server")` knows the name.
+register()
 
 __all__ = ["MODEL_TYPES", "Attachment", "RemoteCache", "attach"]
 

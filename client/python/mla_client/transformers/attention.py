@@ -1,4 +1,4 @@
-"""The attention function and the mask function, registered with transformers by name."""
+"""Attention functions and mask functions, registered with transformers by name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from typing import Any, Callable, Optional, Tuple
 
 import torch
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from mla_client import errors
 from mla_client.transformers import cache
 
-NAME = "mla_server"
+# By which a model names them: of dense attention, and of models that choose positions for each row.
+NAMES = NAME, SPARSE_NAME = "mla_server", "mla_server_sparse"
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -20,6 +21,37 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               dropout: float = 0.0, **kwargs: Any) -> Tuple[torch.Tensor, None]:
     """Attention of a layer over the rows that the server has: query [batch, heads, new, nope +
     rope] -> [batch, new, heads, v]. `key` and `value`, the new rows expanded, are not needed."""
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise errors.Unimplemented(
+            f"attention_mask: got {tuple(attention_mask.shape)}, must be [batch, positions]: a row "
+            "sees all rows before it")
+    return _attend(module, query, attention_mask, scaling, dropout), None
+
+
+def sparse_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+                     value: torch.Tensor, attention_mask: Optional[torch.Tensor],
+                     scaling: Optional[float] = None, dropout: float = 0.0,
+                     indices: Optional[torch.Tensor] = None, **kwargs: Any
+                     ) -> Tuple[torch.Tensor, None]:
+    """The same for models whose indexer chooses positions: `indices` [batch, new, width], of which
+    those count that `attention_mask` [batch, 1, new, positions] lets the row see."""
+    if (attention_mask is None or attention_mask.ndim != 4 or attention_mask.dtype != torch.bool
+            or indices is None):
+        raise errors.Unimplemented("sparse attention without a mask, or without chosen positions: "
+                                   "this release of transformers hands over others")
+    sees = attention_mask[:, 0]
+    real = sees[:, -1]  # the last row sees every position that is not padding
+    places = real.cumsum(-1) - 1
+    chosen = indices.long()
+    rows = places[:, None].expand(-1, chosen.shape[1], -1).gather(-1, chosen)
+    lists = torch.where(sees.gather(-1, chosen), rows, -1)
+    return _attend(module, query, None if bool(real.all()) else real, scaling, dropout, lists), None
+
+
+def _attend(module: torch.nn.Module, query: torch.Tensor, real: Optional[torch.Tensor],
+            scaling: Optional[float], dropout: float, lists: Optional[torch.Tensor] = None
+            ) -> torch.Tensor:
+    """`real` [batch, positions]: false where there is padding; None: nowhere."""
     rows, kv = cache.take(module.layer_idx)
     if query.requires_grad:
         raise errors.Unimplemented("no gradients pass through a server: use torch.no_grad()")
@@ -30,18 +62,14 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         raise errors.Unimplemented(f"softmax scale: got {scaling}, the model was registered with "
                                    f"{spec.softmax_scale}")
     if module.layer_idx == 0:
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise errors.Unimplemented(
-                f"attention_mask: got {tuple(attention_mask.shape)}, must be [batch, positions]: a "
-                "row sees all rows before it")
-        rows.begin(query.shape[0], query.shape[2], attention_mask)
+        rows.begin(query.shape[0], query.shape[2], real)
     forward = rows.forward
     if forward is None or forward.layers != module.layer_idx:
         raise errors.FailedPrecondition(
             f"attention of layer {module.layer_idx}: layers must come in order, once a pass")
-    o = rows.exchange.attend(forward, module.layer_idx, query, kv)
+    o = rows.exchange.attend(forward, module.layer_idx, query, kv, lists)
     rows.batch.layer_done(forward)
-    return o, None
+    return o
 
 
 def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
@@ -59,7 +87,18 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_o
     return attention_mask
 
 
+def sparse_mask(*args: Any, mask_function: Callable = causal_mask_function, **kwargs: Any
+                ) -> Optional[torch.Tensor]:
+    """What each row sees, [batch, 1, new, positions], bool: the model's indexer needs it."""
+    if mask_function is not causal_mask_function:
+        raise errors.Unimplemented("attention that is not causal, and packed sequences")
+    return sdpa_mask(*args, mask_function=mask_function,
+                     **{**kwargs, "allow_is_causal_skip": False})
+
+
 def register() -> None:
-    """Makes both known to transformers as NAME. Repeating is harmless."""
+    """Makes all of them known to transformers. Repeating is harmless."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(SPARSE_NAME, sparse_attention)
+    AttentionMaskInterface.register(SPARSE_NAME, sparse_mask)

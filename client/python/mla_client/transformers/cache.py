@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import numpy as np
 import torch
@@ -13,6 +13,11 @@ from mla_client import errors
 from mla_client.service import Model
 from mla_client.transformers.batch import Forward, RemoteBatch
 from mla_client.transformers.exchange import Exchange
+
+
+def is_sparse(model: Model) -> bool:
+    """True if an indexer chooses the positions that a row attends to."""
+    return model.spec.attention == "sparse_v32"
 
 
 class Rows:
@@ -134,24 +139,44 @@ class RemoteLayer(CacheLayerMixin):
         self._refuse("batch_select_indices")
 
 
+class IndexedLayer(RemoteLayer):
+    """A layer with an indexer. Its keys, [batch, positions, dim], stay here: they are small beside
+    the rows, and the choice is the library's own."""
+
+    def __init__(self, rows: Rows, index: int) -> None:
+        super().__init__(rows, index)
+        self.index_keys: Optional[torch.Tensor] = None
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Adds keys of new positions; returns all."""
+        if self.index_keys is not None:
+            indexer_key_states = torch.cat((self.index_keys, indexer_key_states), dim=1)
+        self.index_keys = indexer_key_states
+        return indexer_key_states
+
+
 class RemoteCache(Cache):
     """A cache for one batch. It frees what it holds on the server when it is released, or
     dropped."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        super().__init__(layers=[RemoteLayer(rows, index)
-                                 for index in range(rows.model.spec.layers)])
+        kind = IndexedLayer if is_sparse(rows.model) else RemoteLayer
+        super().__init__(layers=[kind(rows, index) for index in range(rows.model.spec.layers)])
 
     def release(self) -> None:
         """Frees its sequences on the server now. The cache is empty afterwards."""
         self.rows.release()
+        self._change_keys(lambda keys: None)
 
     def reset(self) -> None:
         self.rows.batch.reset()
+        self._change_keys(lambda keys: None)
 
     def crop(self, tokens_to_remove: int) -> None:
         self.rows.batch.crop(int(tokens_to_remove))
+        length = self.rows.batch.length
+        self._change_keys(lambda keys: keys[:, :length])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select(beam_idx)
@@ -161,7 +186,15 @@ class RemoteCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.rows.batch.select(np.arange(self.rows.batch.size).repeat(repeats))
+        self._change_keys(lambda keys: keys.repeat_interleave(repeats, dim=0))
 
     def _select(self, indices: torch.Tensor) -> None:
         if self.get_seq_length() > 0:
             self.rows.batch.select(indices.cpu().numpy())
+            self._change_keys(lambda keys: keys.index_select(0, indices.to(keys.device)))
+
+    def _change_keys(self, change: Callable[[torch.Tensor], Optional[torch.Tensor]]) -> None:
+        """The indexers' keys follow what happens to the rows."""
+        for layer in self.layers:
+            if isinstance(layer, IndexedLayer) and layer.index_keys is not None:
+                layer.index_keys = change(layer.index_keys)

@@ -20,10 +20,11 @@ class Exchange:
         self._forward: Optional[Forward] = None
         self._take = self._give = self._source = torch.zeros(0, dtype=torch.int64)
 
-    def attend(self, forward: Forward, layer: int, query: torch.Tensor,
-               rows: torch.Tensor) -> torch.Tensor:
+    def attend(self, forward: Forward, layer: int, query: torch.Tensor, rows: torch.Tensor,
+               lists: Optional[torch.Tensor] = None) -> torch.Tensor:
         """query [batch, heads, new, nope + rope], rows [batch, new, lora + rope] -> the outputs
-        [batch, new, heads, v]; zeros where there is padding."""
+        [batch, new, heads, v]; zeros where there is padding. `lists` [batch, new, width]: the
+        positions that each row attends to, -1 for none; without them it attends to all."""
         batch, heads, new, width = query.shape
         shape = (batch * new, heads, self._geometry.v_dim)
         if forward.step is None:
@@ -33,7 +34,11 @@ class Exchange:
         if not forward.plain:
             self._place(forward, query.device)
             q, kv = q[self._take], kv[self._take]
-        o = self._sender.attend(forward.step, layer, q, kv)
+        chosen = None
+        if lists is not None:
+            flat = lists.reshape(batch * new, -1)
+            chosen = (flat if forward.plain else flat[self._take]).to(torch.int32).cpu().numpy()
+        o = self._sender.attend(forward.step, layer, q, kv, chosen)
         if not forward.plain:
             o = o.new_zeros(shape).index_copy_(0, self._give, o[self._source])
         return o.view(batch, new, *shape[1:])

@@ -14,11 +14,12 @@ from mla_client.service import Model, Service
 from mla_client.types import Geometry, ModelSpec
 
 # Of config.model_type. All of them hand normed latents and rotated keys to the cache.
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu",
+               "deepseek_v32", "glm_moe_dsa")
+# Of these an indexer of the model's own chooses positions for each row.
+SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
 # Types of the family that are refused, and why.
 REASONS = {
-    "deepseek_v32": "sparse attention, for which the adapter sends no index lists",
-    "glm_moe_dsa": "sparse attention, for which the adapter sends no index lists",
     "kimi_linear": "layers of linear attention lie between those with latents",
     "minicpm3": "the server's GPU kernels need kv_lora_rank 512 and rope_dim 64",
     "mistral4": "the server's GPU kernels need kv_lora_rank 512",
@@ -86,8 +87,11 @@ def register(service: Service, model: Any, modules: List[Any], model_id: str, kv
             for part in weights_of(module, geometry):
                 digest.update(part.data)
         model_id = f"{model.config.model_type}-{digest.hexdigest()[:16]}"
+    sparse = {}
+    if model.config.model_type in SPARSE_TYPES:
+        sparse = {"attention": "sparse_v32", "top_k": model.config.index_topk}
     registered = service.register_model(ModelSpec(
-        model_id, geometry, len(modules), scale, page_size, kv_format=kv_format))
+        model_id, geometry, len(modules), scale, page_size, kv_format=kv_format, **sparse))
 
     def upload(to: Model) -> None:
         complete = False

@@ -10,9 +10,10 @@ import transformers
 
 from mla_client import errors
 from mla_client.local import LocalReference
-from mla_client.transformers.attachment import STEP_LEASE_MS, attach_checked
+from mla_client.transformers.attachment import STEP_LEASE_MS, attach_checked, cache_name
 
-OLDEST = (5, 17)
+# The first release whose models cache latents, and the newest one that was tested.
+OLDEST, NEWEST = (5, 17), (5, 24)
 # The largest difference of logits, which are about 1, between the library's own attention and this
 # package's, both in float32.
 TOLERANCE = 1e-3
@@ -24,6 +25,8 @@ _TINY = {
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }
 _DENSE: Dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 32}
+_INDEXER: Dict[str, Any] = {"mlp_layer_types": ["dense", "dense"], "index_topk": 2,
+                            "index_n_heads": 2, "index_head_dim": 16}
 _BY_TYPE = {
     "deepseek_v2": {**_DENSE, "first_k_dense_replace": 2},
     "deepseek_v3": {**_DENSE, "first_k_dense_replace": 2},
@@ -31,17 +34,20 @@ _BY_TYPE = {
     "longcat_flash": {"num_layers": 1, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 32,
                       "n_routed_experts": 3, "zero_expert_num": 1, "moe_topk": 2, "head_dim": 8},
     "youtu": dict(_DENSE),
+    "deepseek_v32": {**_DENSE, **_INDEXER},
+    "glm_moe_dsa": {**_DENSE, **_INDEXER, "indexer_types": ["full", "shared"]},
 }
 _passed: Set[Any] = set()  # classes of models, with and without low-rank queries
 
 
 def check_version() -> None:
-    """Unimplemented if transformers is too old."""
+    """Unimplemented if transformers is none of the releases that were tested."""
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    if version < OLDEST:
+    if not OLDEST <= version <= NEWEST:
+        oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
         raise errors.Unimplemented(
-            f"transformers {transformers.__version__}: must be {'.'.join(map(str, OLDEST))} or "
-            "newer, the first whose models cache latents")
+            f"transformers {transformers.__version__}: must be {oldest} to {newest}, the releases "
+            "that were tested")
 
 
 def check_library(model: Any) -> None:
@@ -83,7 +89,8 @@ def _outputs(model: Any) -> torch.Tensor:
     positions = torch.tensor([[0, 1, 2], [0, 0, 1]])
     first = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True)
     mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), dim=1)
+    name = cache_name(model)
     last = model(input_ids=torch.tensor([[2], [6]]), attention_mask=mask,
-                 position_ids=positions[:, -1:] + 1, past_key_values=first.past_key_values,
-                 use_cache=True)
+                 position_ids=positions[:, -1:] + 1, use_cache=True,
+                 **{name: getattr(first, name)})
     return torch.cat((first[0][0], first[0][1, 1:], last[0][:, 0]))

@@ -1,62 +1,74 @@
 """The KV connector: tells the worker which rows of a pass belong to which request, and when
-requests end. No pages are copied: they lie on the server from the first."""
+requests end; and the engine which requests wait, and which begin again. No pages are copied: they
+lie on the server from the first."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Optional
+import logging
+from typing import Any, Dict, List, Optional
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V1,
                                                                KVConnectorMetadata,
                                                                KVConnectorRole)
+from vllm.version import __version__
 
-import mla_client
-from mla_client import errors
-from mla_client.vllm.requests import PassPlan, Planner, Prefixes
+from mla_client.serving import Admission, Link
+from mla_client.vllm import checks
+from mla_client.vllm.batches import BatchPlan, Planner
+from mla_client.vllm.plugin import release
 from mla_client.vllm.runtime import runtime
 
-LEASE_MS = 60_000
+LOG = logging.getLogger("mla_client")
 
 
 @dataclasses.dataclass
 class PlanMetadata(KVConnectorMetadata):
     """A plan on its way to the worker."""
 
-    plan: PassPlan
+    plan: BatchPlan
 
 
-def _check(config: Any) -> None:
-    """Unimplemented for what the engine must not do beside a server."""
-    parallel = config.parallel_config
-    for bad, what in (
-            (parallel.tensor_parallel_size > 1, "tensor parallelism"),
-            (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
-            (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
-            (config.cache_config.enable_prefix_caching, "prefix caching of the engine"),
-            (config.scheduler_config.async_scheduling, "asynchronous scheduling"),
-            (config.cache_config.cache_dtype not in ("auto", "bfloat16"), "a quantised KV cache")):
-        if bad:
-            raise errors.Unimplemented(f"{what}: turn it off")
+class _Verdict:
+    """Whether what is lost begins again, as it is when that is asked."""
+
+    def __init__(self, admission: Admission, config: Any) -> None:
+        self._admission = admission
+        # The second model runner keeps tokens on the device, also those that are dropped; and
+        # 0.25.1 does not drop the tokens of a pass that was under way.
+        self._never = bool(getattr(config, "use_v2_model_runner", False)) or (
+            config.scheduler_config.async_scheduling and release().note == "pages")
+
+    def __bool__(self) -> bool:
+        return not self._never and self._admission.patient
 
 
-def _shareable(request: Any) -> bool:
-    """Whether the rows of a request follow from its tokens and salt alone, and none of them must be
-    computed for what the request asks for."""
-    return (request.lora_request is None and not request.mm_features
-            and request.prompt_embeds is None and not request.resumable
-            and not request.skip_reading_prefix_cache)
+class Policy(str):
+    """The engine's kv_load_failure_policy, which it compares with "recompute" once, when it starts:
+    the answer holds as long as a server that is away is waited for. Later requests fail."""
+
+    def __new__(cls, text: str, admission: Admission, config: Any) -> "Policy":
+        made = super().__new__(cls, text)
+        made._verdict = _Verdict(admission, config)  # type: ignore[attr-defined]
+        return made
+
+    def __eq__(self, other: object) -> Any:
+        return self._verdict if other == "recompute" else False  # type: ignore[attr-defined]
+
+    __hash__ = str.__hash__
 
 
 class MlaServerConnector(KVConnectorBase_V1):
-    """Of both roles. extra_config: `target`, and optionally `model_id`, `prefix_cache` (default:
-    true) and what else mla_client.Client.connect takes."""
+    """Of both roles. extra_config: see mla_client.serving.Options."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _check(vllm_config)
-        self._planner = Planner()
-        self._client: Optional[mla_client.Client] = None  # of the scheduler
-        self._deferred = vllm_config.speculative_config is not None
+        checks.check(vllm_config)
+        self._requests: Dict[str, Any] = {}  # of the scheduler, by name
+        self._again: List[Any] = []  # that miss the next pass
+        self._planner: Optional[Planner] = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._plan_for(vllm_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -66,17 +78,38 @@ class MlaServerConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         return False
 
+    def _plan_for(self, config: Any) -> None:
+        """The scheduler's side. Prefixes are the server's to find: the engine's own pages hold no
+        rows. What is lost begins again."""
+        config.cache_config.enable_prefix_caching = False
+        options = checks.options_of(config)
+        speculative = config.speculative_config
+        ahead = config.scheduler_config.async_scheduling and speculative is not None
+        admission = Admission(Link(options), checks.salt(config, __version__),
+                              options.prefix_cache,
+                              opens=config.parallel_config.pipeline_parallel_size == 1)
+        self._planner = Planner(
+            admission, config.cache_config.block_size,
+            2 * (1 + speculative.num_speculative_tokens) if ahead else 0)
+        config.kv_transfer_config.kv_load_failure_policy = Policy("recompute", admission,
+                                                                    config)
+
     # --- Worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        options, model_id, _ = self._options()
-        runtime.start(lambda: mla_client.Client.connect(**options), model_id)
+        runtime.start()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, PlanMetadata)
+        runtime.bind(connector_metadata.plan)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        runtime.bind(None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        blocks, rows = _batch(forward_context.attn_metadata)
-        assert runtime.passes is not None, "register_kv_caches was not called"
-        plan = self._get_connector_metadata().plan
-        runtime.passes.begin(plan.in_order(blocks, rows), plan.gone, plan.said)
+        return  # a pass begins at its first layer
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -86,69 +119,70 @@ class MlaServerConnector(KVConnectorBase_V1):
         return
 
     def wait_for_save(self) -> None:
-        if not self._deferred and runtime.passes is not None:
-            runtime.passes.end()
+        runtime.finish()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return runtime.lost_blocks()
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.WORKER:
             runtime.close()
-        elif self._client is not None and self._planner.prefixes is not None:
-            self._planner.prefixes.close()
-            self._client.close()
-            self._planner.prefixes = self._client = None
-
-    def _options(self) -> tuple[dict[str, Any], str, bool]:
-        """Of both roles' clients, which have one name, in which leases are renewed; the model's id;
-        whether prefixes are shared."""
-        config = self._kv_transfer_config
-        options: dict[str, Any] = {"lease_ms": LEASE_MS, "client_id": f"vllm-{config.engine_id}",
-                                   **config.kv_connector_extra_config}
-        model_id = options.pop("model_id", "") or self._vllm_config.model_config.model
-        return options, model_id, options.pop("prefix_cache", True)
+        elif self._planner is not None:
+            self._planner.admission.close()
+            self._planner = None
 
     # --- Scheduler
 
-    def get_num_new_matched_tokens(self, request: Any,
-                                   num_computed_tokens: int) -> tuple[int, bool]:
-        if num_computed_tokens > 0 or not _shareable(request):
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int
+                                   ) -> tuple[Optional[int], bool]:
+        assert self._planner is not None
+        self._requests[request.request_id] = request
+        if num_computed_tokens > 0:
             return 0, False
-        if self._planner.prefixes is None:
-            options, model_id, shares = self._options()
-            if not shares:
-                return 0, False
-            model = self._vllm_config.model_config
-            self._client = mla_client.Client.connect(**options)
-            self._planner.prefixes = Prefixes(
-                self._client, model_id,
-                f"{model.model}@{model.revision} {model.dtype} {model.quantization} ")
-        return self._planner.prefixes.matched(request.request_id, request.all_token_ids,
-                                              request.cache_salt or ""), False
-
-    def request_finished(self, request: Any,
-                         block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._planner.end(request.request_id, request.all_token_ids)
-        return False, None
+        rows = self._planner.admission.admit(request.request_id, request.all_token_ids,
+                                             request.cache_salt or "", checks.shareable(request))
+        return rows, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         return
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        assert self._planner is not None
+        for request in self._again:  # none of them is in this pass
+            request.num_computed_tokens = 0
+        self._again.clear()
         return PlanMetadata(self._planner.plan(scheduler_output))
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Requests that begin again: what of them is under way counts for nothing."""
+        lost = connector_output.invalid_block_ids
+        if not lost or self._planner is None:
+            return
+        for name, block in self._planner.first_blocks().items():
+            request = self._requests.get(name)
+            if block in lost and request is not None and request.num_computed_tokens == 0:
+                self._begin_again(request)
 
-def _batch(metadata: Any) -> tuple[List[int], List[int]]:
-    """First page and rows of each request of a pass, in the order of its rows: requests that
-    decode, then the others."""
-    if isinstance(metadata, list):
-        metadata = metadata[0]
-    if isinstance(metadata, dict):
-        metadata = next(iter(metadata.values()), None)
-    if metadata is None:  # a pass without tokens
-        return [], []
-    blocks: List[int] = []
-    for part, count in ((metadata.decode, metadata.num_decodes),
-                        (metadata.prefill, metadata.num_prefills)):
-        if count:
-            blocks += part.block_table[:count, 0].tolist()
-    begins = metadata.query_start_loc[:len(blocks) + 1].tolist()
-    return blocks, [end - begin for begin, end in zip(begins, begins[1:])]
+    def request_finished(self, request: Any, block_ids: list[int]
+                         ) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
+        if self._planner is not None:
+            admission = self._planner.admission
+            if admission.error is not None and request.status.name == "FINISHED_ERROR":
+                LOG.error("mla: request %s fails: %s", request.request_id, admission.error)
+            admission.ended(request.request_id, request.all_token_ids)
+        return False, None
+
+    def _begin_again(self, request: Any) -> None:
+        """With asynchronous scheduling a pass of the request is under way, whose tokens are dropped
+        as those of a request that is preempted; and a worker has the tokens that came last on its
+        device alone. It gets them again with a request that has missed a pass: so this one misses
+        the next, as if nothing of it were left to compute."""
+        if not self._vllm_config.scheduler_config.async_scheduling:
+            return
+        request.num_output_placeholders = 0
+        request.spec_token_ids = []
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.drop_stale_output = True
+        request.num_computed_tokens = request.num_tokens
+        self._again.append(request)

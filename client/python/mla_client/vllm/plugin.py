@@ -1,26 +1,64 @@
 """The entry point of `vllm.general_plugins`: vLLM calls it in every process, maybe more than
-once."""
+once. It only names the backend and the connector; an engine that asks for neither stays as it
+is."""
 
 from __future__ import annotations
 
-import os
+import logging
 
-SWITCH = "MLA_VLLM"
+from mla_client import errors
+from mla_client.serving import Release, check_version
+
+LOG = logging.getLogger("mla_client")
+# Releases that this fits, by runs of each end of a range; docs/clients/vllm.md says how.
+RELEASES = (Release((0, 25, 1), (0, 25, 1), "pages"), Release((0, 29, 0), (0, 32, 0)))
+CONNECTOR = "MlaServerConnector"
+PACKAGE = "mla_client.vllm"
+
+
+def release() -> Release:
+    """The row of RELEASES of the vLLM that is installed. Unimplemented outside of them."""
+    # pylint: disable=import-outside-toplevel
+    from vllm.version import __version__
+
+    return check_version("vLLM", __version__, RELEASES)
 
 
 def register() -> None:
-    """Puts the wrapper in the place of vLLM's, if the environment has MLA_VLLM=1: an installed
-    package alone must not change an engine."""
-    if os.environ.get(SWITCH) != "1":
-        return
+    """Makes `--attention-backend CUSTOM` and the connector MlaServerConnector known. In another
+    release of vLLM both refuse, with the reason, when they are asked for."""
     # pylint: disable=import-outside-toplevel
-    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from mla_client.vllm.layer import RemoteMlaWrapper
+    backend, connector = f"{PACKAGE}.backend", f"{PACKAGE}.connector"
+    try:
+        row = release()
+    except errors.Unimplemented as error:
+        LOG.warning("mla: %s", error)
+        backend = connector = f"{PACKAGE}.refusal"
+    else:
+        if row.note == "pages":
+            _small_pages()
+    register_backend(AttentionBackendEnum.CUSTOM, f"{backend}.MlaServerBackend")
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, connector, CONNECTOR)
 
-    name = "MultiHeadLatentAttentionWrapper"
-    known = op_registry_oot.get(name)
-    if known is None:
-        PluggableLayer.register_oot(RemoteMlaWrapper, name=name)
-    elif known is not RemoteMlaWrapper:
-        raise RuntimeError(f"{name} has been replaced already, by {known}")
+
+def _small_pages() -> None:
+    """In 0.25.1, which does not ask a backend for its pages (customize_spec): the one change to a
+    layer, of what it says of its pages where the backend is this one."""
+    # pylint: disable=import-outside-toplevel
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    before = MLAAttention.get_kv_cache_spec
+    if getattr(before, "of_mla_client", False):
+        return
+
+    def get_kv_cache_spec(self, vllm_config):
+        spec = before(self, vllm_config)
+        customize = getattr(self.attn_backend, "customize_spec", None)
+        return spec if customize is None else customize(spec)
+
+    get_kv_cache_spec.of_mla_client = True  # type: ignore[attr-defined]
+    MLAAttention.get_kv_cache_spec = get_kv_cache_spec

@@ -1,0 +1,24 @@
+// The control groups that this process is in: what a container or a service manager allows it.
+#ifndef MLA_BASE_CONTROL_GROUPS_H_
+#define MLA_BASE_CONTROL_GROUPS_H_
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace mla::base {
+
+struct ControlGroup {
+  std::string folder;  // of its files
+  int version = 2;     // of control groups, 1 or 2: its files have other names
+};
+
+// The groups whose limits of `controller` ("memory", "cpu") hold for this process, in no order: its
+// own and those around it, as far as they can be seen from here, of both versions. `root` is
+// prefixed to /proc and /sys for tests.
+std::vector<ControlGroup> ControlGroupsOf(std::string_view controller,
+                                          const std::string& root = "");
+
+}  // namespace mla::base
+
+#endif  // MLA_BASE_CONTROL_GROUPS_H_

@@ -1,0 +1,99 @@
+"""The attention of a pass, layer by layer, whatever becomes of the server: what was sent comes
+back, what was not is computed here or counts for nothing."""
+
+from __future__ import annotations
+
+from typing import Callable, List, Optional, Tuple
+
+import torch
+
+from mla_client.pytorch import Sender
+from mla_client.serving import How, Part, Pass, Passes
+from mla_client.serving.passes import FAILURES
+from mla_client.types import Profile
+
+# Query rows whose scores are held at a time.
+LOCAL_ROWS = 256
+# W_UK [heads, nope, lora] and W_UV [heads, lora, v] of a layer, of this rank's heads.
+Weights = Callable[[int], Tuple[torch.Tensor, torch.Tensor]]
+
+
+def local_attention(q: torch.Tensor, kv: torch.Tensor, scale: float, lora: int,
+                    weights: Optional[Tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Attention of rows that see one another alone, the first of a sequence: q [rows, heads, nope +
+    rope], kv [rows, lora + rope] -> [rows, heads, v]; without weights q is absorbed, and the output
+    [rows, heads, lora]. In float32, of the type of q."""
+    latent, rope = kv[:, :lora].float(), kv[:, lora:].float()
+    queries = q.float()
+    if weights is None:
+        keys = torch.cat((latent, rope), dim=-1)[:, None]
+        values = latent[:, None]
+    else:
+        w_uk, w_uv = (weight.to(device=q.device, dtype=torch.float32) for weight in weights)
+        heads = q.shape[1]
+        keys = torch.cat((torch.einsum("sl,hnl->shn", latent, w_uk),
+                          rope[:, None].expand(-1, heads, -1)), dim=-1)
+        values = torch.einsum("sl,hlv->shv", latent, w_uv)
+    heads = q.shape[1]
+    keys, values = (one.expand(-1, heads, -1).transpose(0, 1) for one in (keys, values))
+    outputs: List[torch.Tensor] = []
+    places = torch.arange(len(q), device=q.device)
+    for begin in range(0, len(q), LOCAL_ROWS):
+        rows = queries[begin:begin + LOCAL_ROWS].transpose(0, 1)
+        end = begin + rows.shape[1]
+        scores = torch.matmul(rows, keys[:, :end].transpose(1, 2)) * scale
+        scores.masked_fill_(places[:end] > places[begin:end, None], float("-inf"))
+        outputs.append(torch.matmul(scores.softmax(-1), values[:, :end]).transpose(0, 1))
+    return torch.cat(outputs).to(q.dtype)
+
+
+class Exchange:
+    """Of one worker. Belongs to one thread at a time."""
+
+    def __init__(self, passes: Passes, sender: Sender, scale: float, lora: int,
+                 weights: Optional[Weights] = None, profile: Profile = Profile.EXPANDED) -> None:
+        self._passes = passes
+        self._sender = sender
+        self._scale = scale
+        self._lora = lora
+        self._weights = weights if profile == Profile.EXPANDED else None
+        self.largest = 0  # rows of the largest pass
+
+    def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: torch.Tensor,
+               output: torch.Tensor) -> None:
+        """Writes the outputs of a layer, [rows, heads, v] or flat, into `output`. q and kv are as
+        in Sender.attend; rows are those of the pass."""
+        flat = output.view(len(q), q.shape[1], -1)
+        self.largest = max(self.largest, len(q))
+        if made.step is not None:
+            try:
+                self._send(made, layer, q, kv, flat)
+            except FAILURES as error:
+                self._sender.forget()
+                self._passes.fail(made, error)
+        if not made.whole:
+            for part in made.parts:
+                self._without(part, layer, q, kv, flat)
+        self._passes.layer_done(made)
+
+    def release(self) -> None:
+        """Gives the transport's memory back."""
+        self._sender.release()
+
+    def _send(self, made: Pass, layer: int, q: torch.Tensor, kv: torch.Tensor,
+              output: torch.Tensor) -> None:
+        assert made.step is not None
+        if made.whole:
+            output.copy_(self._sender.attend(made.step, layer, q, kv))
+            return
+        rows = torch.cat([torch.arange(part.begin, part.end) for part in made.sent()]).to(q.device)
+        output[rows] = self._sender.attend(made.step, layer, q[rows], kv[rows])
+
+    def _without(self, part: Part, layer: int, q: torch.Tensor, kv: torch.Tensor,
+                 output: torch.Tensor) -> None:
+        rows = slice(part.begin, part.end)
+        if part.how == How.VOID:
+            output[rows].zero_()
+        elif part.how == How.LOCAL:
+            weights = self._weights(layer) if self._weights is not None else None
+            output[rows].copy_(local_attention(q[rows], kv[rows], self._scale, self._lora, weights))

@@ -1,0 +1,199 @@
+"""The scheduler's side: which requests the server has room for, which of their rows it has
+already, and what a pass is to be.
+
+A match is a reservation: a request that may be scheduled gets its sequence at once, with the rows
+that were found, and the worker takes it over with the plan. Its client has the `client_id` of the
+worker's."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Sequence as Seq, Tuple
+
+from mla_client import errors
+from mla_client.serving.faults import Fault
+from mla_client.serving.link import Link
+from mla_client.serving.plan import PassPlan, Scheduled
+from mla_client.service import Model
+from mla_client.types import Prefix, SequenceState
+
+# So long the server's room is taken to be what it was.
+ROOM_S = 0.02
+# So long a request waits at least that found no room.
+WAIT_S = 0.05
+# Bits of the numbers of passes and turns that no other run of an engine has.
+RUN_BITS = 40
+
+
+@dataclasses.dataclass
+class _Waiting:
+    """A request that is not scheduled yet."""
+
+    state: Optional[SequenceState]  # None: the worker opens one
+    until: float = 0.0              # not before this it is tried again
+
+
+class Admission:
+    """Belongs to one thread at a time."""
+
+    def __init__(self, link: Link, salt: str, shares: bool = True, opens: bool = True,
+                 now: Callable[[], float] = time.monotonic) -> None:
+        """`opens`: False where the workers have more than one model, and open sequences of each."""
+        self._link = link
+        self._salt = salt
+        self._shares = shares and opens
+        self._opens = opens
+        self._now = now
+        self._waiting: Dict[str, _Waiting] = {}
+        self._salts: Dict[str, str] = {}    # of requests whose rows may be shared
+        self._said: Dict[str, Prefix] = {}  # of requests that have ended since the last plan
+        # Of admitted requests whose prompts are not stored yet: rows to come to, and rows there.
+        self._promised: Dict[str, Tuple[int, int]] = {}
+        self._turns: Dict[str, int] = {}
+        self._turn = secrets.randbits(RUN_BITS) << 20
+        self._number = secrets.randbits(RUN_BITS) << 20
+        self._free = (-1.0, 0)  # when it was asked, and rows
+        self.counts = {"asked": 0, "found": 0, "waits": 0}
+
+    def admit(self, request: str, tokens: Seq[int], salt: str = "", shareable: bool = True
+              ) -> Optional[int]:
+        """Rows that are there for a request of these tokens; the same until it is scheduled. None:
+        it is to wait, as the server has no room for it now or is away."""
+        known = self._waiting.get(request)
+        if known is not None and known.state is not None:
+            return known.state.length
+        if known is not None and self._now() < known.until:
+            return None
+        for again in (True, False):  # the connection may be one to a server that has restarted
+            try:
+                return self._admitted(request, tokens, salt, shareable)
+            except errors.MlaError as error:
+                fault = self._link.failed(error)
+                if fault == Fault.AWAY and again:
+                    continue
+                if fault == Fault.NO_ROOM or (fault == Fault.AWAY and self._link.patient):
+                    self._wait(request)
+                    return None
+        # The worker registers the model, or finds out what is wrong.
+        self._waiting.pop(request, None)
+        return 0
+
+    def take(self, request: str) -> Optional[int]:
+        """The sequence of a request that is scheduled now, for the worker."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is None or waiting.state is None:
+            return None
+        if self._link.client is not None:
+            self._link.client._hand_over(waiting.state.sequence_id)
+        return waiting.state.sequence_id
+
+    def ended(self, request: str, tokens: Seq[int]) -> None:
+        """A request has ended with these tokens; the next plan says what its rows stand for: all of
+        its tokens but the last one, which no pass has had."""
+        salt = self._salts.pop(request, None)
+        if salt is not None and len(tokens) > 1:
+            self._said[request] = Prefix(list(tokens)[:-1], salt=salt)
+
+    def plan(self, rows: Mapping[str, Tuple[int, int]], gone: Iterable[str]) -> PassPlan:
+        """Of a pass with `rows` (computed, new) of each request, in their order, when those of
+        `gone` have ended or lost their pages."""
+        left = tuple(sorted(set(gone)))
+        for request in left:
+            self._promised.pop(request, None)
+            self._turns.pop(request, None)
+            if request not in rows:
+                self._forget(request)
+        scheduled = []
+        for request, (computed, new) in rows.items():
+            sequence = self.take(request)
+            if computed == 0 or sequence is not None or request not in self._turns:
+                self._turn += 1
+                self._turns[request] = self._turn
+            if request in self._promised:
+                need, _ = self._promised.pop(request)
+                if computed + 1 < need:
+                    self._promised[request] = need, computed
+            scheduled.append(Scheduled(request, computed, new, sequence, self._turns[request]))
+        said, self._said = self._said, {}
+        self._number += 1
+        return PassPlan(self._number, tuple(scheduled), left, said)
+
+    @property
+    def patient(self) -> bool:
+        """True while requests that have lost their rows are to begin again; False once the server
+        has been away for too long, as far as can be seen now."""
+        try:
+            self._link.model().service.stats()  # type: ignore[attr-defined]
+        except errors.MlaError as error:
+            self._link.failed(error)
+        return self._link.patient
+
+    @property
+    def error(self) -> Optional[errors.MlaError]:
+        """Why the server is away, if it is."""
+        return self._link.error
+
+    def close(self) -> None:
+        """Releases what was not taken over, and ends the connection."""
+        for request in list(self._waiting):
+            self._forget(request)
+        self._link.close()
+
+    def _admitted(self, request: str, tokens: Seq[int], salt: str, shareable: bool
+                  ) -> Optional[int]:
+        model = self._link.model()
+        need = len(tokens) + 1
+        prefix = None
+        if self._shares and shareable and len(tokens) > 1:
+            prefix = Prefix(list(tokens), salt=self._salt + salt, max_rows=len(tokens) - 1)
+        if prefix is None and need > self._room(model):
+            self._wait(request)
+            return None
+        if not self._opens:
+            self._promised[request] = need, 0
+            return 0
+        state, _ = model.service._open(model.spec.model_id, secrets.token_hex(16), 0, prefix)
+        self._free = -1.0, 0  # rows that were found are not free any more
+        if need - state.length > self._room(model):
+            model.service._release([state.sequence_id])
+            self._wait(request)
+            return None
+        self.counts["asked"] += len(tokens) - 1 if prefix is not None else 0
+        self.counts["found"] += state.length
+        self._waiting[request] = _Waiting(state)
+        self._promised[request] = need, state.length
+        if prefix is not None:
+            self._salts[request] = prefix.salt
+        return state.length
+
+    def _room(self, model: Model) -> int:
+        """Rows that the pool has room for beyond what was promised."""
+        asked, rows = self._free
+        if self._now() - asked > ROOM_S:
+            stats = model.service.stats()  # type: ignore[attr-defined]
+            total = stats.kv_bytes_total // max(1, model.page_group_bytes)
+            free = total - stats.page_groups_used + stats.page_groups_cached
+            rows = free * model.spec.page_size
+            self._free = self._now(), rows
+        page = model.spec.page_size
+        promised = sum(-(-need // page) - -(-have // page)
+                       for need, have in self._promised.values())
+        return rows - promised * page
+
+    def _wait(self, request: str) -> None:
+        self.counts["waits"] += 1
+        self._waiting[request] = _Waiting(None, self._now() + WAIT_S)
+
+    def _forget(self, request: str) -> None:
+        """Releases what a request holds that will not be scheduled as it is."""
+        waiting = self._waiting.pop(request, None)
+        self._salts.pop(request, None)
+        if waiting is None or waiting.state is None or self._link.client is None:
+            return
+        try:
+            self._link.client._release([waiting.state.sequence_id])
+        except (errors.MlaError, ValueError):
+            pass  # its lease does it
+

@@ -1,0 +1,113 @@
+"""What a user says of the server, and what rows depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+
+import mla_client
+from mla_client import errors
+
+LEASE_MS = 60_000        # of sequences, which the client renews
+MODEL_LEASE_MS = 600_000  # of a model that nothing names: an engine that was killed leaves it
+AWAY_S = 20.0
+BOUNDS = {"away_s": (0.0, 3600.0)}
+MOST_PAGE_ROWS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Of one engine. `arguments` are those of Client.connect."""
+
+    targets: Tuple[str, ...]
+    model_id: str
+    prefix_cache: bool = True
+    keep_model: bool = False  # leave the model registered when the engine ends
+    # A server that is away for so long fails requests; until then they wait or begin again.
+    away_s: float = AWAY_S
+    page_size: int = 0  # rows of a page, the least that prefixes share; 0: the server's default
+    arguments: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], model_id: str, client_id: str) -> "Options":
+        """Of a user's JSON: `target` (one or a list, tried in this order), `model_id`,
+        `prefix_cache`, `keep_model`, `away_s`, `page_size`, and what Client.connect takes."""
+        rest = dict(given)
+        target = rest.pop("target", None)
+        targets = [target] if isinstance(target, str) else target
+        if not isinstance(targets, (list, tuple)) or not targets or not all(
+                isinstance(one, str) and one for one in targets):
+            raise errors.InvalidArgument(
+                f'target: got {target!r}, must be the server\'s address, as '
+                '"unix:/run/mla/mla.sock", or a list of such')
+        flags = {name: rest.pop(name, default)
+                 for name, default in (("prefix_cache", True), ("keep_model", False))}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise errors.InvalidArgument(f"{name}: got {value!r}, must be true or false")
+        away = rest.pop("away_s", AWAY_S)
+        low, high = BOUNDS["away_s"]
+        if isinstance(away, bool) or not isinstance(away, (int, float)) or not (
+                low <= away <= high):
+            raise errors.InvalidArgument(
+                f"away_s: got {away!r}, must be {low:g}..{high:g}")
+        page = rest.pop("page_size", 0)
+        if isinstance(page, bool) or not isinstance(page, int) or not 0 <= page <= MOST_PAGE_ROWS:
+            raise errors.InvalidArgument(f"page_size: got {page!r}, must be 0..{MOST_PAGE_ROWS}")
+        model = rest.pop("model_id", "") or model_id
+        return cls(tuple(targets), model, away_s=float(away), page_size=page,
+                   arguments={"lease_ms": LEASE_MS, "client_id": client_id, **rest}, **flags)
+
+    def of_stage(self, stage: int, stages: int) -> "Options":
+        """Of one stage of a pipeline, whose layers are a model of their own."""
+        return dataclasses.replace(self, model_id=f"{self.model_id}#{stage + 1}of{stages}")
+
+    def connect(self, target: str) -> mla_client.Client:
+        """A client of the server at `target`."""
+        arguments = dict(self.arguments)
+        if arguments.get("follow_moves") is True and arguments.get("tls") is None:
+            arguments["follow_moves"] = self.connect
+        try:
+            return mla_client.Client.connect(target, **arguments)
+        except TypeError as error:
+            raise errors.InvalidArgument(f"an option that Client.connect does not have: {error}"
+                                         ) from error
+
+
+def salt_of(parts: Mapping[str, Any]) -> str:
+    """The salt of prefixes: rows are shared only where all of `parts` are equal. Whatever changes a
+    row's value belongs in it: engine, its version, kind of operations, dtype, revision and
+    quantisation of the weights, rope. A few bytes, whatever `parts` hold."""
+    text = json.dumps(parts, sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32] + " "
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """A release of an engine that was tried, or a range of them."""
+
+    first: Tuple[int, ...]
+    last: Tuple[int, ...]
+    note: str = ""
+
+
+def check_version(engine: str, version: str, table: Tuple[Release, ...],
+                  cure: Optional[Callable[[], str]] = None) -> Release:
+    """The row of the table that the version belongs to; Unimplemented names what was tried."""
+    numbers = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = "".join(c for c in part if c.isdigit())
+        if not part[:1].isdigit() or digits != part:
+            break
+        numbers.append(int(part))
+    found = tuple(numbers + [0] * (3 - len(numbers)))
+    for row in table:
+        if numbers and row.first <= found <= row.last:
+            return row
+    tried = ", ".join("{} to {}".format(*(".".join(map(str, one)) for one in (row.first, row.last)))
+                      if row.first != row.last else ".".join(map(str, row.first)) for row in table)
+    raise errors.Unimplemented(
+        f"{engine} {version}: this release of mla-client was tried with {tried}; install one of "
+        f"them{', or ' + cure() if cure else ''}")

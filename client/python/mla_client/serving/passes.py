@@ -1,0 +1,417 @@
+"""The worker's side: passes of an engine as steps of a service, whatever becomes of the server.
+
+`begin` never raises for what the server does. What cannot be sent is said part by part: rows of a
+request that has none before this pass can be computed by the worker itself, as it has all keys; the
+outputs of others count for nothing, and the engine begins those requests again from nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from types import MappingProxyType
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence as Seq, Set, Tuple
+
+from mla_client import errors
+from mla_client.service import Model, Sequence, Step
+from mla_client.serving.faults import Fault
+from mla_client.serving.link import Link
+from mla_client.serving.plan import How, Part, Scheduled
+from mla_client.serving.states import Event, Request, State
+from mla_client.types import Prefix
+
+LOG = logging.getLogger("mla_client")
+STEP_LEASE_MS = 30_000
+# A rank waits so long for the one that began the last step to end it.
+RANKS_WAIT_S = 5.0
+RANKS_PAUSE_S = 0.0005
+# A pass of which nothing is sent and nothing counts takes at least this long.
+AWAY_PAUSE_S = 0.05
+# What a call raises whose connection has been closed: gRPC's own is a ValueError.
+FAILURES = (errors.MlaError, ValueError)
+
+
+@dataclasses.dataclass
+class Pass:
+    """A pass under way."""
+
+    number: int
+    parts: List[Part]
+    step: Optional[Step] = None  # None: nothing is sent
+    layers: int = 0              # that are done
+    leads: bool = True           # this process began the step, and ends it
+
+    @property
+    def whole(self) -> bool:
+        """True if the step has all rows of the pass."""
+        return self.step is not None and all(part.how == How.SENT for part in self.parts)
+
+    def sent(self) -> List[Part]:
+        """The parts that the step has, in its order."""
+        return [part for part in self.parts if part.how == How.SENT]
+
+
+class Passes:
+    """Requests by name, and the passes that have not ended. Belongs to one thread at a time."""
+
+    def __init__(self, link: Link, layers: int, *, deferred: bool = False, name: str = "",
+                 lease_ms: int = STEP_LEASE_MS, drops_newest: bool = True) -> None:
+        """`layers`: of this process. `deferred`: a pass ends when a later one says how many of its
+        rows were right. `name`: of the engine, equal on all its ranks and no other's."""
+        self._link = link
+        self._layers = layers
+        self._deferred = deferred
+        self._name = name
+        self._lease_ms = lease_ms
+        self._drops_newest = drops_newest
+        self._requests: Dict[str, Request] = {}
+        self._open: List[Pass] = []
+        self._generation = link.generation if link.client is not None else 0
+        self.last_error: Optional[errors.MlaError] = None
+        self.counts = {"passes": 0, "failed": 0, "drafts_kept": 0}
+
+    @property
+    def current(self) -> Optional[Pass]:
+        """The pass under way; None: it has ended, or none has begun."""
+        return self._open[-1] if self._open else None
+
+    def length(self, request: str) -> Optional[int]:
+        """Rows of a request that are committed; None: it has no sequence."""
+        found = self._requests.get(request)
+        return found.length if found is not None and found.sequence is not None else None
+
+    def state(self, request: str) -> State:
+        """Where a request stands."""
+        found = self._requests.get(request)
+        return found.state if found is not None else State.NEW
+
+    def begin(self, scheduled: Seq[Scheduled], gone: Iterable[str] = (),
+              said: Mapping[str, Prefix] = MappingProxyType({}), number: int = 0) -> Pass:
+        """Ends the pass before, if it has not ended, releases the requests that are gone and begins
+        a pass with rows of `scheduled`, in this order. `said`: what the rows of requests that are
+        gone stand for, by which others find them. `number`: of the pass, equal on all ranks."""
+        names = [each.request for each in scheduled]
+        if len(set(names)) != len(names):
+            raise errors.Internal(f"pass {number}: a request is in it twice: {names}")
+        self._finish({each.request: each.computed for each in scheduled})
+        for name, prefix in said.items():
+            self._say(name, prefix)
+        self.release(gone)
+        ends, end = [], 0
+        for each in scheduled:
+            end += each.new
+            ends.append(end)
+        made = Pass(number, [Part(each.request, end - each.new, end, each.computed)
+                             for each, end in zip(scheduled, ends)])
+        self._open.append(made)
+        self.counts["passes"] += 1
+        for again in (True, False):  # the connection may be one to a server that has restarted
+            self._try(made, scheduled)
+            if self._link.client is not None or not again:
+                break
+        if made.step is None and any(part.how == How.VOID for part in made.parts):
+            time.sleep(AWAY_PAUSE_S)  # the engine would begin them again as fast as it can
+        return made
+
+    def fail(self, made: Pass, error: Exception) -> None:
+        """A layer of the pass has failed: from this layer on its rows are not sent."""
+        fault = self._failed(error)
+        self.counts["failed"] += 1
+        LOG.warning("mla: pass %d failed at layer %d: %s", made.number, made.layers, error)
+        step, made.step = made.step, None
+        if fault != Fault.AWAY and step is not None and made.leads:
+            self._abort(step)
+        for part in made.sent():
+            self._give_up(part)
+
+    def layer_done(self, made: Pass) -> bool:
+        """A layer has its outputs. Returns True if that was the last one of this process."""
+        made.layers += 1
+        return made.layers == self._layers
+
+    def end(self) -> None:
+        """Keeps all rows of the pass, unless passes end with later ones."""
+        if not self._deferred:
+            self._finish({})
+
+    def lost(self) -> List[str]:
+        """Requests that the engine must begin again from nothing, each once."""
+        names = [name for name, one in self._requests.items()
+                 if one.state == State.LOST and not one.told]
+        for name in names:
+            self._requests[name].told = True
+        return names
+
+    def release(self, names: Iterable[str]) -> None:
+        """Requests that have ended, or lost their pages."""
+        for name in names:
+            request = self._requests.pop(name, None)
+            if request is not None:
+                self._drop(request.release())
+
+    def close(self) -> None:
+        """Releases all sequences; open steps go with them."""
+        self._open.clear()
+        self.release(tuple(self._requests))
+
+    # --- Beginning
+
+    def _try(self, made: Pass, scheduled: Seq[Scheduled]) -> None:
+        """Gives the requests their sequences and begins the step with all that have theirs."""
+        model = self._model()
+        for each, part in zip(scheduled, made.parts):
+            part.how = How.SENT
+            if not self._ready(each, model if self._link.client is not None else None):
+                self._give_up(part)
+        self._start(made)
+
+    def _model(self) -> Optional[Model]:
+        """The model; None: the server is away. Requests of another connection are lost."""
+        try:
+            model = self._link.model()
+        except errors.MlaError as error:
+            self.last_error = error
+            model = None
+        if self._generation != self._link.generation or model is None:
+            for request in self._requests.values():
+                if request.state != State.LOST:
+                    request.lose()  # with its connection, or its server
+            if model is not None:
+                self._sweep()
+                self._generation = self._link.generation
+        return model
+
+    def _sweep(self) -> None:
+        """Releases what an earlier connection of this engine has left on the server."""
+        if not self._generation or not self._link.ranks.sends_rows:
+            return
+        try:
+            left = [one.sequence_id for one in self._link.client.sequences()]
+            if left:
+                self._link.client._release(left)
+        except FAILURES as error:
+            self._failed(error)
+
+    def _ready(self, each: Scheduled, model: Optional[Model]) -> bool:
+        """Whether the request's sequence has exactly the rows that are right."""
+        request = self._requests.setdefault(each.request, Request(each.request))
+        try:
+            if each.computed == 0 or each.sequence is not None:
+                return model is not None and self._opened(request, each, model)
+            if request.state != State.READY or request.turn != each.turn:
+                if request.state != State.LOST:
+                    self._lose(each.request)
+                return False
+            if request.length > each.computed:
+                self._truncate(request, each.computed)
+        except FAILURES as error:
+            self._failed(error)
+            LOG.warning("mla: request %s goes without the server: %s", each.request, error)
+            self._lose(each.request)
+            return False
+        if request.length != each.computed:
+            self._lose(each.request)
+            return False
+        return True
+
+    def _opened(self, request: Request, each: Scheduled, model: Model) -> bool:
+        """Gives the request a sequence: the one that was opened for it, or a new one. Ranks name it
+        alike, so that they get the same one."""
+        sequence: Optional[Sequence] = None
+        if each.sequence is not None:
+            try:
+                sequence = model.adopt_sequence(each.sequence)
+            except errors.NotFound:
+                pass  # its server has ended: another one does as well, if it had no rows
+        if sequence is None and each.computed == 0:
+            name = f"{self._name}/{each.request}/{each.turn}"
+            sequence = model.open_sequence(
+                request_id=hashlib.sha256(name.encode()).hexdigest()[:32] if self._name else "")
+            if sequence.length:  # of an engine that had the same name
+                raise errors.AlreadyExists(f"request {name}: its sequence has rows already")
+        if sequence is None:
+            self._lose(each.request)
+            return False
+        self._drop(request.open(sequence, each.turn))
+        if sequence.length > each.computed:
+            self._truncate(request, each.computed)
+        return sequence.length == each.computed
+
+    def _truncate(self, request: Request, length: int) -> None:
+        """Cuts rows that were not right. Of several ranks one does it; the others see it done."""
+        sequence = request.sequence
+        assert sequence is not None
+        if self._link.ranks.size == 1:
+            sequence.truncate(length)
+            return
+        try:
+            sequence.truncate(length)
+        except errors.FailedPrecondition:
+            sequence.refresh()
+
+    def _start(self, made: Pass) -> None:
+        """Begins the step with the parts that are ready. Where there is no room the newest request
+        goes without, so that the others go on."""
+        while made.sent():
+            entries: List[Tuple[Sequence, int]] = []
+            for part in made.sent():
+                sequence = self._requests[part.request].sequence
+                assert sequence is not None
+                entries.append((sequence, part.end - part.begin))
+            try:
+                made.step = self._began(made, entries)
+            except FAILURES as error:
+                self._not_begun(made, error)
+                continue
+            for part in made.sent():
+                self._requests[part.request].move(Event.BEGIN)
+            return
+
+    def _began(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> Step:
+        """The step, which ranks begin together: the first one leads it. One that comes before
+        the last step has ended waits for that."""
+        size = self._link.ranks.size
+        number = None
+        if size > 1:
+            text = f"{self._name}/{made.number}/{len(entries)}"
+            number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+        deadline = time.monotonic() + RANKS_WAIT_S
+        while True:
+            step = entries[0][0].model.service.step(entries, participants=size, step_id=number,
+                                                    lease_ms=self._lease_ms)
+            try:
+                step.begin()
+                made.leads = step.joined <= 1
+                return step
+            except errors.FailedPrecondition as error:
+                waits = error.detail.reason in ("in_step", "position_mismatch", "step_ending")
+                if size == 1 or not waits or time.monotonic() > deadline:
+                    raise
+            time.sleep(RANKS_PAUSE_S)
+
+    def _not_begun(self, made: Pass, error: Exception) -> None:
+        """Decides which parts go without the server: the newest where there is no room, else the
+        ones that are lost, at the worst all."""
+        fault = self._failed(error)
+        self.counts["failed"] += 1
+        parts = made.sent()
+        if fault == Fault.NO_ROOM:
+            parts = [parts[-1]] if self._drops_newest else parts
+        elif fault == Fault.LOST:
+            parts = self._missing(parts) or parts
+        LOG.warning("mla: pass %d: %d of %d requests go without the server: %s", made.number,
+                    len(parts), len(made.parts), error)
+        for part in parts:
+            self._give_up(part)
+
+    def _missing(self, parts: List[Part]) -> List[Part]:
+        """Those whose sequences the server does not have as they are known here."""
+        found = []
+        for part in parts:
+            request = self._requests[part.request]
+            before = request.length
+            try:
+                assert request.sequence is not None
+                state = request.sequence.refresh()
+                if state.in_step or request.length != before:
+                    found.append(part)
+            except FAILURES:
+                found.append(part)
+        return found
+
+    # --- Failing
+
+    def _failed(self, error: Exception) -> Fault:
+        """Takes note of what a call has raised."""
+        if not isinstance(error, errors.MlaError):
+            error = errors.Unavailable(str(error))
+        self.last_error = error
+        return self._link.failed(error)
+
+    def _lose(self, name: str) -> None:
+        """The rows of a request are of no use any more."""
+        request = self._requests[name]
+        if request.state != State.LOST:
+            self._drop(request.lose())
+
+    def _give_up(self, part: Part) -> None:
+        """What becomes of rows that are not sent."""
+        self._lose(part.request)
+        request = self._requests[part.request]
+        if part.computed == 0:
+            # The outputs are right all the same: the engine is told when they are missed.
+            part.how, request.told, request.local = How.LOCAL, True, True
+        else:
+            part.how = How.VOID
+            if request.local:
+                request.told = request.local = False
+
+    def _drop(self, sequence: Optional[Sequence]) -> None:
+        """Gives a sequence back; one rank does it for all. Its lease does it if this fails."""
+        if sequence is None or sequence.released:
+            return
+        try:
+            if self._link.ranks.sends_rows and self._link.client is not None:
+                sequence.release()
+            else:
+                sequence.hand_over()
+        except FAILURES as error:
+            self._failed(error)
+
+    # --- Ending
+
+    def _finish(self, computed: Mapping[str, int]) -> None:
+        """Ends the passes before, of which the rows below `computed` stay; requests that it does
+        not name keep theirs."""
+        passes, self._open = self._open, []
+        for made in passes:
+            if made.step is None:
+                continue
+            kept = [min(max(computed.get(part.request, part.end - part.begin + part.computed)
+                            - part.computed, 0), part.end - part.begin) for part in made.sent()]
+            if self._deferred:  # a token of each request is no draft
+                self.counts["drafts_kept"] += sum(
+                    max(0, count - 1) for part, count in zip(made.sent(), kept) if part.computed)
+            try:
+                self._commit(made, kept)
+            except FAILURES as error:
+                self.fail(made, error)
+
+    def _commit(self, made: Pass, kept: List[int]) -> None:
+        step = made.step
+        assert step is not None
+        if made.layers < self._layers:
+            raise errors.Internal(f"pass {made.number} ended after {made.layers} of "
+                                  f"{self._layers} layers")
+        if not made.leads:
+            for part, count in zip(made.sent(), kept):
+                sequence = self._requests[part.request].sequence
+                assert sequence is not None
+                sequence.length += count
+        elif any(kept):
+            step.end(kept)
+        else:
+            step.abort()
+        for part in made.sent():
+            self._requests[part.request].move(Event.COMMIT if any(kept) else Event.ABORT)
+
+    def _abort(self, step: Step) -> None:
+        try:
+            if step.open:
+                step.abort()
+        except FAILURES as error:
+            self._failed(error)
+
+    def _say(self, name: str, prefix: Prefix) -> None:
+        request = self._requests.get(name)
+        if request is None or request.sequence is None or request.state != State.READY or (
+                not request.length or not self._link.ranks.sends_rows):
+            return
+        try:  # of the rows that it has: a match would add those that follow elsewhere
+            request.sequence.match(dataclasses.replace(
+                prefix, token_ids=prefix.token_ids[:request.length]))
+        except FAILURES as error:
+            self._failed(error)  # then they are not found
+

@@ -1,0 +1,101 @@
+"""The states of a request on its way through an engine, and the moves between them.
+
+    NEW ------open------> READY <--commit/abort-- STEPPING
+     |                      |  ------begin------>    |
+     |                      +---------lose-----------+
+     +-----lose-----> LOST <+
+                        |---open (from nothing)---> READY
+    any ---release---> ENDED
+
+A move that is not in the table is a bug of an adapter or of an engine, and is refused by name."""
+
+from __future__ import annotations
+
+import enum
+from typing import Dict, Optional, Tuple
+
+from mla_client import errors
+from mla_client.service import Sequence
+
+
+class State(enum.Enum):
+    """Where a request stands."""
+
+    NEW = "new"            # the server has nothing of it
+    READY = "ready"        # it has a sequence, whose committed rows count
+    STEPPING = "stepping"  # its sequence is in an open step
+    LOST = "lost"          # rows that the engine counts are missing: it must begin from nothing
+    ENDED = "ended"        # released
+
+
+class Event(enum.Enum):
+    """What happens to it."""
+
+    OPEN = "open"
+    BEGIN = "begin"
+    COMMIT = "commit"
+    ABORT = "abort"
+    LOSE = "lose"
+    RELEASE = "release"
+
+
+MOVES: Dict[Tuple[State, Event], State] = {
+    (State.NEW, Event.OPEN): State.READY,
+    (State.NEW, Event.LOSE): State.LOST,
+    (State.READY, Event.OPEN): State.READY,  # a fresh sequence takes the place of the old one
+    (State.READY, Event.BEGIN): State.STEPPING,
+    (State.READY, Event.LOSE): State.LOST,
+    (State.STEPPING, Event.COMMIT): State.READY,
+    (State.STEPPING, Event.ABORT): State.READY,
+    (State.STEPPING, Event.LOSE): State.LOST,
+    (State.LOST, Event.OPEN): State.READY,
+    (State.LOST, Event.LOSE): State.LOST,
+    **{(state, Event.RELEASE): State.ENDED for state in State if state != State.ENDED},
+}
+
+
+class Request:
+    """A request as a worker knows it. Belongs to one thread at a time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = State.NEW
+        self.sequence: Optional[Sequence] = None
+        self.turn = 0          # how often it has begun again from nothing
+        self.told = False      # the engine knows that it is lost
+        self.local = False     # its first rows were computed by the worker, and are not missed yet
+
+    def __repr__(self) -> str:
+        return f"<Request {self.name!r}, {self.state.value}, turn {self.turn}>"
+
+    @property
+    def length(self) -> int:
+        """Committed rows on the server."""
+        return self.sequence.length if self.sequence is not None else 0
+
+    def move(self, event: Event) -> None:
+        """Internal for a move that the table does not have."""
+        after = MOVES.get((self.state, event))
+        if after is None:
+            raise errors.Internal(
+                f"request {self.name}: {event.value} while it is {self.state.value}")
+        self.state = after
+
+    def open(self, sequence: Sequence, turn: int) -> Optional[Sequence]:
+        """Takes a sequence for the rows to come; returns the one before, to be released."""
+        self.move(Event.OPEN)
+        before, self.sequence = self.sequence, sequence
+        self.turn, self.told, self.local = turn, False, False
+        return before
+
+    def lose(self) -> Optional[Sequence]:
+        """The rows are gone, or cannot be used; returns the sequence, to be released."""
+        self.move(Event.LOSE)
+        before, self.sequence = self.sequence, None
+        return before
+
+    def release(self) -> Optional[Sequence]:
+        """The engine has no more use for it; returns the sequence, to be released."""
+        self.move(Event.RELEASE)
+        before, self.sequence = self.sequence, None
+        return before

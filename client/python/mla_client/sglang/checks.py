@@ -1,0 +1,86 @@
+"""What of a configuration is refused, because answers would be wrong, and what rows depend on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from typing import Any, Dict, List, Tuple
+
+from sglang.srt.runtime_context import get_exec
+
+from mla_client import errors
+from mla_client.serving import salt_of
+from mla_client.sglang import NAME, OPTIONS, plugin
+
+
+def check(runner: Any) -> None:
+    """Unimplemented for what would give wrong answers beside a server."""
+    args = runner.server_args
+    graphs = get_exec().graph.cuda_graph_config
+    refused: List[Tuple[bool, str]] = [
+        (not runner.use_mla_backend, "attention that is not MLA"),
+        (runner.is_draft_worker or args.speculative_algorithm is not None,
+         "speculative decoding: rows of drafts would be taken for right ones; turn it off"),
+        (args.pp_size > 1, "pipeline parallelism: turn it off"),
+        (args.dcp_size > 1 or args.attn_cp_size > 1,
+         "context parallelism: the rows lie on the server, once; turn it off"),
+        (graphs.decode.backend != "disabled" or graphs.prefill.backend != "disabled",
+         "CUDA graphs: a pass calls the server; use --disable-cuda-graph"),
+        (args.enable_two_batch_overlap or args.enable_single_batch_overlap,
+         "overlap of batches: two passes would be under way at a time; turn it off"),
+        (args.enable_pdmux or args.disaggregation_mode != "null",
+         "prefill apart from decoding: the rows lie on the server for both; turn it off"),
+        (args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse,
+         "a second cache of rows: they are on the server; turn it off"),
+        (args.enable_streaming_session,
+         "streaming sessions: they keep rows between requests; turn them off"),
+        (args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
+         "a quantised KV cache: say how the server keeps rows when it registers the model"),
+        ({runner.prefill_attention_backend_str, runner.decode_attention_backend_str} != {NAME},
+         "another backend for prefill or decoding"),
+    ]
+    for bad, what in refused:
+        if bad:
+            raise errors.Unimplemented(what)
+    missing = plugin.hooks_missing()
+    if missing:
+        raise errors.Unimplemented(f"SGLang has put no hook around {', '.join(missing)}")
+
+
+def options() -> Dict[str, Any]:
+    """What the environment says."""
+    try:
+        given = json.loads(os.environ.get(OPTIONS, ""))
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or "target" not in given:
+        raise errors.InvalidArgument(f'{OPTIONS} of the environment: must be JSON like '
+                                     '{"target": "unix:/run/mla/mla.sock"}')
+    return given
+
+
+def shareable(req: Any) -> bool:
+    """True if the rows of a request follow from its tokens, its salt and its extra key alone."""
+    return (req.lora_id is None and req.multimodal_inputs is None and req.input_embeds is None
+            and req.positional_embed_overrides is None and req.session is None)
+
+
+def salt(runner: Any, version: str) -> str:
+    """Of all that changes a row's value, beside the tokens."""
+    args, config = runner.server_args, runner.model_config
+    text = config.hf_text_config
+    return salt_of({
+        "engine": "sglang", "version": version, "machine": platform.machine(),
+        "device": args.device, "dtype": str(config.dtype), "model": args.model_path,
+        "revision": args.revision, "quantization": str(config.quantization),
+        "overrides": args.json_model_override_args,
+        "kernels": [args.moe_runner_backend, args.fp8_gemm_runner_backend,
+                    args.enable_deterministic_inference, args.enable_torch_compile],
+        "rope": str(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)),
+        "parallel": [args.ep_size, args.enable_dp_attention]})
+
+
+def salt_of_request(req: Any) -> str:
+    """Of what a request is kept apart by."""
+    return json.dumps([req.extra_key, req.cache_salt])

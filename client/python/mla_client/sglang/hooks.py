@@ -1,0 +1,107 @@
+"""What is called around functions of SGLang, by its registry of hooks, in an engine that has chosen
+the backend. Each gets the function that it goes around, then that function's arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.runtime_context import attention_backends
+
+from mla_client import errors
+from mla_client.sglang import NAME
+from mla_client.sglang.runtime import runtime
+
+# Tokens that an engine plans with at most, whatever the server's pool has room for.
+MAX_TOKENS = 1 << 24
+UNAVAILABLE = 503  # of HTTP
+
+
+def chosen() -> bool:
+    """True in an engine with this backend."""
+    try:
+        return NAME in attention_backends()
+    except ValueError:  # nothing is published in this process
+        return False
+
+
+def look_first(load: Callable, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """A server that is not there shows before the model is loaded."""
+    runtime.look(runner)
+    return load(runner, *args, **kwargs)
+
+
+def need_no_bytes(profile: Callable, configurator: Any, *args: Any, **kwargs: Any) -> int:
+    """Weights may take all of the engine's memory: the pool takes none, and is not sized by it."""
+    return 0
+
+
+def size_pool(calculate: Callable, configurator: Any, available_bytes: int, page_size: int) -> Any:
+    """As many tokens as the server's pool has room for: none of the engine's memory is taken."""
+    tokens = min(runtime.rows_of_pool(), MAX_TOKENS) // page_size * page_size
+    return configurator.calculate_pool_sizes_from_max_tokens(tokens, page_size)
+
+
+def create_no_buffers(create: Callable, pool: Any) -> Any:
+    """One row of memory, which stands for all rows of all layers; nothing is written there."""
+    if type(pool) is not MLATokenToKVPool:
+        raise errors.Unimplemented(f"a KV pool of type {type(pool).__name__}")
+    row = torch.zeros((1, 1, pool.kv_cache_dim), dtype=pool.store_dtype, device=pool.device)
+    pool.kv_buffer = [row.expand(pool.size + pool.page_size, 1, -1)] * pool.layer_num
+    return None
+
+
+def match(init: Callable, req: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """After the engine has matched a request's tokens with its tree: the server's answer counts."""
+    result = init(req, tree_cache, *args, **kwargs)
+    if tree_cache is not None:
+        runtime.place(req, tree_cache)
+    return result
+
+
+def admit(add: Callable, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """A request for which the server has no room waits."""
+    if runtime.waits(req):
+        return AddReqResult.NO_TOKEN
+    return add(adder, req, *args, **kwargs)
+
+
+def release(free: Callable, pool: Any, req: Any) -> Any:
+    """A request that has ended, or was put back, gives its rows back at once."""
+    result = free(pool, req)
+    runtime.freed(req)
+    return result
+
+
+def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> Any:
+    """Requests whose rows the server has lost: what was computed of them counts for nothing. Those
+    that decode begin again, as ones that are put back for want of memory; others fail. So do all
+    with the overlap scheduler, which has launched one more pass of them already: its token would
+    be taken for one of the request's new beginning."""
+    lost = runtime.take_lost(batch.reqs)
+    again = []
+    for req in lost:
+        if (batch.forward_mode.is_decode() and not scheduler.enable_overlap
+                and req in scheduler.running_batch.reqs and runtime.patient()):
+            again.append(req)
+            req.is_retracted = True  # its new token is skipped
+        else:
+            req.discard_output_reason = req.to_finish = FINISH_ABORT(
+                f"mla-server: {runtime.reason()}", UNAVAILABLE, "ServiceUnavailable")
+    processed = process(scheduler, batch, result)
+    for req in again:
+        _put_back(scheduler, req)
+    return processed
+
+
+def _put_back(scheduler: Any, req: Any) -> None:
+    batch = scheduler.running_batch
+    if req.finished() or not req.kv.holds_kv:
+        return
+    batch.release_req(batch.reqs.index(req), len(batch.reqs), offload_kv=False)
+    batch.filter_batch(reqs_to_exclude=[req])
+    batch.batch_is_full = False
+    scheduler._add_request_to_queue(req, is_retracted=True)

@@ -1,0 +1,84 @@
+"""What of a configuration is refused, because answers would be wrong, and what rows depend on."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, List, Mapping, Tuple
+
+from mla_client import errors
+from mla_client.serving import Options, Ranks, salt_of
+
+# Methods that draft without a model, or with one whose layers the engine keeps.
+OWN_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa",
+              "mlp_speculator", "deepseek_mtp")
+
+
+def check(config: Any) -> None:
+    """Unimplemented for what would give wrong answers beside a server."""
+    parallel = config.parallel_config
+    refused: List[Tuple[bool, str]] = [
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism: "
+         "a rank has rows of which others need the attention"),
+        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism: "
+         "the rows lie on the server, once"),
+        (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap: two passes of one "
+         "request would be under way at a time"),
+        (config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
+         "a quantised KV cache: say how the server keeps rows when it registers the model"),
+        (bool(getattr(config.kv_transfer_config, "kv_connector", "") != "MlaServerConnector"),
+         "--attention-backend CUSTOM without the KV connector MlaServerConnector: rows of a pass "
+         "could not be told apart"),
+    ]
+    for bad, what in refused:
+        if bad:
+            raise errors.Unimplemented(what)
+
+
+def options_of(config: Any) -> Options:
+    """What --kv-transfer-config says. Both roles have one `client_id`, in which leases are
+    renewed."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        raise errors.Unimplemented("--attention-backend CUSTOM without --kv-transfer-config")
+    stages = config.parallel_config.pipeline_parallel_size
+    options = Options.of(transfer.kv_connector_extra_config, config.model_config.model,
+                         f"vllm-{transfer.engine_id}")
+    return options if stages == 1 else options.of_stage(stage_of(config), stages)
+
+
+def ranks_of(config: Any) -> Ranks:
+    """The place of this process among those that share heads."""
+    parallel = config.parallel_config
+    return Ranks(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)
+
+
+def stage_of(config: Any) -> int:
+    """The pipeline stage of this process; the scheduler's is the first."""
+    parallel = config.parallel_config
+    return (parallel.rank // parallel.tensor_parallel_size) % parallel.pipeline_parallel_size
+
+
+def shareable(request: Any) -> bool:
+    """True if the rows of a request follow from its tokens and salt alone, and none of them must be
+    computed for what the request asks for."""
+    return (request.lora_request is None and not request.mm_features
+            and request.prompt_embeds is None and not getattr(request, "resumable", False)
+            and not getattr(request, "skip_reading_prefix_cache", False))
+
+
+def salt(config: Any, version: str) -> str:
+    """Of all that changes a row's value, beside the tokens."""
+    model, compilation = config.model_config, config.compilation_config
+    text = model.hf_text_config
+    parts: Mapping[str, Any] = {
+        "engine": "vllm", "version": version, "machine": platform.machine(),
+        "device": getattr(config.device_config, "device_type", ""),
+        "mode": str(compilation.mode), "custom_ops": list(compilation.custom_ops),
+        "backend": str(compilation.backend),
+        "ops": str(getattr(getattr(config, "kernel_config", None), "ir_op_priority", "")),
+        "dtype": str(model.dtype), "revision": model.revision, "model": model.model,
+        "quantization": str(model.quantization),
+        "rope": str(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)),
+        "overrides": str(getattr(model, "hf_overrides", None)),
+        "experts": bool(config.parallel_config.enable_expert_parallel)}
+    return salt_of(parts)

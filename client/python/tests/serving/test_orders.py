@@ -1,0 +1,144 @@
+"""All orders of what may happen to a request, against a server that keeps lengths: what is sent is
+what the server has, what is lost is said once, and nothing stays behind."""
+
+import itertools
+import logging
+import unittest
+from unittest import mock
+
+import numpy as np
+
+from mla_client import errors
+from mla_client.serving import Admission, How, Link, Passes, Pause, State
+from serving.fake_server import SPEC, FakeServer, options
+
+DEPTH = 6
+EVENTS = ("admit", "pass", "preempt", "abort", "fail", "restart")
+PROMPT = 3
+WEIGHTS = np.zeros((2, 2, 4)), np.zeros((2, 4, 2))  # W_UK and W_UV of a layer
+
+
+class Engine:
+    """An engine's scheduler and worker, as far as the core sees them."""
+
+    def __init__(self):
+        self.server = FakeServer()
+        made = options(self.server)
+        self.link = Link(made, pause=Pause(0.0, 0.0))
+        self.link.start(SPEC, lambda layer: WEIGHTS)
+        self.admission = Admission(Link(made, pause=Pause(0.0, 0.0)), "salt", False)
+        self.passes = Passes(self.link, SPEC.layers, name="engine")
+        self.tokens, self.computed = {}, {}  # of requests: all, and right ones
+        self.running, self.gone = [], []
+        self.born = 0
+        self.failing = False
+
+    def admit(self):
+        self.born += 1
+        name = f"r{self.born}"
+        self.tokens[name], self.computed[name] = PROMPT, 0
+        self.running.append(name)
+
+    def preempt(self):
+        if self.running:
+            name = self.running[-1]
+            self.gone.append(name)
+            self.computed[name] = 0
+
+    def abort(self):
+        if self.running:
+            name = self.running.pop(0)
+            self.gone.append(name)
+            del self.tokens[name], self.computed[name]
+
+    def fail(self):
+        self.failing = True
+
+    def restart(self):
+        self.server.boots()
+
+    def happens(self, event):
+        self.run() if event == "pass" else getattr(self, event)()
+
+    def run(self):
+        """A pass of all that run. A preempted request is there again at once."""
+        rows = {}
+        for name in self.running:
+            if self.computed[name] == 0:
+                assert self.admission.admit(name, range(self.tokens[name])) == 0
+            rows[name] = self.computed[name], self.tokens[name] - self.computed[name]
+        plan = self.admission.plan(rows, self.gone)
+        self.gone = []
+        made = self.passes.begin(plan.scheduled, plan.gone, plan.said, plan.number)
+        self.layers(made)
+        self.passes.end()
+        self.settle(made, rows)
+
+    def layers(self, made):
+        for layer in range(SPEC.layers):
+            if made.step is not None:
+                for part in made.sent():
+                    held = self.server.sequences[self.passes._requests[part.request].sequence.id]
+                    assert held["length"] == part.computed, (part, held)
+                try:
+                    if self.failing and layer == 1:
+                        self.failing = False
+                        made.step.service.fail_next = errors.Internal("launch_failed")
+                    made.step.service.attend(made.step)
+                except errors.MlaError as error:
+                    self.passes.fail(made, error)
+            self.passes.layer_done(made)
+
+    def settle(self, made, rows):
+        """What the engine does with a pass: tokens that count, and requests that begin again."""
+        lost = self.passes.lost()
+        assert len(lost) == len(set(lost)), lost
+        for part in made.parts:
+            if part.how == How.VOID:
+                assert part.request in lost, (part, lost)
+            assert part.how != How.LOCAL or part.computed == 0, part
+            if part.request in lost:
+                self.computed[part.request] = 0
+            else:
+                self.computed[part.request] += rows[part.request][1]
+                self.tokens[part.request] += 1
+        for name in lost:
+            assert name in self.computed, name
+
+    def end(self):
+        """All requests end; then nothing may be left."""
+        for _ in range(4):  # what was lost comes back, and is there
+            self.run()
+        for name in self.running:
+            assert self.passes.state(name) == State.READY, (name, self.passes.state(name))
+            assert self.passes.length(name) == self.computed[name]
+        while self.running:
+            self.abort()
+        self.run()
+        assert not self.server.sequences, self.server.sequences
+        assert not self.server.steps, self.server.steps
+        assert self.passes._requests == {}
+
+
+class Orders(unittest.TestCase):
+    def test_all_orders(self):
+        logging.disable(logging.CRITICAL)
+        self.addCleanup(logging.disable, logging.NOTSET)
+        with mock.patch("mla_client.serving.passes.AWAY_PAUSE_S", 0.0):
+            count = 0
+            for order in itertools.product(EVENTS, repeat=DEPTH):
+                if order[0] != "admit":
+                    continue  # nothing else does anything to an empty engine
+                engine = Engine()
+                try:
+                    for event in order:
+                        engine.happens(event)
+                    engine.end()
+                except Exception as error:
+                    raise AssertionError(f"{order}: {error!r}") from error
+                count += 1
+            self.assertEqual(count, len(EVENTS) ** (DEPTH - 1))
+
+
+if __name__ == "__main__":
+    unittest.main()

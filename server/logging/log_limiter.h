@@ -1,0 +1,42 @@
+// One line a second of an event that others may cause as often as they like.
+//
+// Threading: any thread.
+#ifndef MLA_SERVER_LOGGING_LOG_LIMITER_H_
+#define MLA_SERVER_LOGGING_LOG_LIMITER_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <limits>
+
+#include "server/logging/logging.h"
+
+namespace mla::server {
+
+class LogLimiter final {
+ public:
+  // Writes the line, unless one was written in this second. The next that is written says in the
+  // field `suppressed` how many were left out.
+  void Log(LogLevel level, const char* event, LogFields fields) {
+    const int64_t second = std::chrono::duration_cast<std::chrono::seconds>(
+                               std::chrono::steady_clock::now().time_since_epoch())
+                               .count();
+    int64_t last = last_second_.load(std::memory_order_relaxed);
+    if (last == second || !last_second_.compare_exchange_strong(last, second)) {
+      suppressed_.fetch_add(1, std::memory_order_relaxed);
+      return;
+    }
+    if (const int64_t left_out = suppressed_.exchange(0); left_out > 0) {
+      fields.emplace_back("suppressed", left_out);
+    }
+    server::Log(level, event, fields);
+  }
+
+ private:
+  std::atomic<int64_t> last_second_{std::numeric_limits<int64_t>::min()};
+  std::atomic<int64_t> suppressed_{0};
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_LOGGING_LOG_LIMITER_H_

@@ -1,0 +1,48 @@
+#include "server/logging/stderr_sink.h"
+
+#include <poll.h>
+#include <spdlog/details/log_msg.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+namespace mla::server {
+namespace {
+
+// Another process that shares the descriptor may have made it one that does not block.
+bool WaitForRoom() {
+  pollfd wanted = {STDERR_FILENO, POLLOUT, 0};
+  return poll(&wanted, 1, -1) == 1 && (wanted.revents & POLLOUT) != 0;
+}
+
+}  // namespace
+
+StderrSink::StderrSink(std::function<uint64_t()> dropped,
+                       std::function<std::string(uint64_t)> notice)
+    : dropped_(std::move(dropped)), notice_(std::move(notice)) {}
+
+void StderrSink::sink_it_(const spdlog::details::log_msg& message) {
+  const MutexLock lock(lines_mutex_);
+  if (const uint64_t dropped = dropped_(); dropped != noticed_) {
+    const std::string text = notice_(dropped - std::exchange(noticed_, dropped));
+    Write({message.time, {}, message.logger_name, spdlog::level::warn, text});
+  }
+  Write(message);
+  ++written_;
+}
+
+void StderrSink::Write(const spdlog::details::log_msg& message) {
+  spdlog::memory_buf_t line;
+  formatter_->format(message, line);
+  for (size_t done = 0; done < line.size();) {
+    const ssize_t some = write(STDERR_FILENO, line.data() + done, line.size() - done);
+    if (some >= 0) {
+      done += static_cast<size_t>(some);
+    } else if (errno != EINTR && !(errno == EAGAIN && WaitForRoom())) {
+      return;  // the reader has gone, or the disk is full: the server goes on without
+    }
+  }
+}
+
+}  // namespace mla::server

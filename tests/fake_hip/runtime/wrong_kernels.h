@@ -1,0 +1,78 @@
+// Device kernels that are wrong one at a time, in processes that share the work before.
+#ifndef MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_
+#define MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+#include <iostream>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "gtest/gtest.h"
+#include "tests/fake_hip/runtime/fake_control.h"
+
+namespace mla::kernels::hip {
+
+// While one lives, the first launch of each kernel forks a process in which that kernel computes
+// nothing from then on. Right kernels run once for all of them: a self-test takes seconds on the
+// emulated device. One lives at a time, in a process of one thread.
+class WrongKernels {
+ public:
+  // Tries the kernels `tried`, or every launched kernel if that is empty.
+  explicit WrongKernels(fake_hip::Control* control, std::set<std::string> tried = {})
+      : control_(control), tried_(std::move(tried)) {
+    living_ = this;
+    control_->wrong_results = true;
+    control_->wrong_kernel = "none of them";
+    control_->before_launch = [](const char* kernel) { living_->BeforeLaunch(kernel); };
+  }
+  ~WrongKernels() {
+    control_->before_launch = nullptr;
+    living_ = nullptr;
+  }
+  WrongKernels(const WrongKernels&) = delete;
+  WrongKernels& operator=(const WrongKernels&) = delete;
+
+  // Ends a forked process, whose kernel is noticed if `noticed` returns true and no expectation has
+  // failed. Returns at once in the process that has right kernels alone.
+  void EndForked(const std::function<bool()>& noticed) const {
+    if (!forked_) return;
+    const bool as_expected = noticed() && !::testing::Test::HasFailure();
+    if (!as_expected) std::cerr << "wrong kernel: " << control_->wrong_kernel << std::endl;
+    _exit(as_expected ? 0 : 1);
+  }
+
+  // Each tried kernel that was launched, and whether it was noticed.
+  const std::map<std::string, bool>& noticed() const { return noticed_; }
+
+ private:
+  void BeforeLaunch(const char* kernel) {
+    if (forked_ || noticed_.contains(kernel) || (!tried_.empty() && !tried_.contains(kernel))) {
+      return;
+    }
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      forked_ = true;
+      control_->wrong_kernel = kernel;
+      return;
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    noticed_[kernel] = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+
+  static inline WrongKernels* living_ = nullptr;  // before_launch has no argument for it
+  fake_hip::Control* const control_;
+  const std::set<std::string> tried_;
+  bool forked_ = false;
+  std::map<std::string, bool> noticed_;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_

@@ -1,0 +1,180 @@
+// A drain to a peer that holds a certificate of the authority and answers what it likes: the server
+// stays up, keeps its sequences and spends little on the answers.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/streams/errors.h"
+#include "mla/v1/admin.pb.h"
+#include "mla/v1/cache.pb.h"
+#include "tests/integration/hostile/hostile_server.h"
+#include "tests/integration/process/hand_over_fixture.h"
+
+namespace mla::integration {
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+constexpr uint64_t kBootId = 77;
+constexpr char kInfo[] = "/mla.v1.Admin/GetServerInfo";
+constexpr char kQuota[] = "/mla.v1.Admin/GetQuota";
+constexpr char kEvict[] = "/mla.v1.Admin/EvictSequences";
+constexpr char kImport[] = "/mla.v1.Cache/Import";
+
+HostileAnswer Of(std::vector<std::string> messages) {
+  HostileAnswer answer;
+  answer.messages = std::move(messages);
+  return answer;
+}
+
+std::string InfoBytes(uint64_t boot_id) {
+  v1::GetServerInfoReply info;
+  info.set_boot_id(boot_id);
+  info.add_capabilities("hand_over");
+  return info.SerializeAsString();
+}
+
+// `bytes` of empty messages in the field with this number: each takes two bytes here, and some
+// seventy once it is parsed.
+std::string EmptyMessages(int field, size_t bytes) {
+  std::string text(bytes, '\0');
+  for (size_t i = 0; i < bytes; i += 2) text[i] = static_cast<char>(field << 3 | 2);
+  return text;
+}
+
+// Bytes of the peak of this process's memory in RAM.
+size_t PeakBytes() {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("VmHWM:", 0) == 0) return std::stoull(line.substr(6)) * 1024;
+  }
+  return 0;
+}
+
+class HostilePeerTest : public HandOverTest {
+ protected:
+  HostilePeerTest() : peer_(Credentials()) { BehaveWell(); }
+
+  void BehaveWell() {
+    peer_.Answer(kInfo, Of({InfoBytes(kBootId)}));
+    v1::GetQuotaReply quota;
+    quota.add_server()->set_name("sequences");
+    peer_.Answer(kQuota, Of({quota.SerializeAsString()}));
+    v1::EvictSequencesReply evicted;
+    evicted.set_boot_id(kBootId);
+    peer_.Answer(kEvict, Of({evicted.SerializeAsString()}));
+  }
+  std::string address() const { return Address(peer_.port()); }
+  // A drain whose peer answers Import so: the sequence stays, for a reason.
+  void ExpectKept(const HostileAnswer& answer, const std::string& what) {
+    SCOPED_TRACE(what);
+    peer_.Answer(kImport, answer);
+    const int imports = peer_.calls(kImport);
+    const auto drained = Drain(address());
+    ASSERT_TRUE(drained.ok()) << drained.status();
+    EXPECT_GT(peer_.calls(kImport), imports);
+    const v1::HandedOver& outcome = OutcomeOf(*drained, tracks_[0]);
+    EXPECT_EQ(outcome.outcome(), v1::HAND_OVER_OUTCOME_KEPT) << outcome.message();
+    EXPECT_EQ(outcome.reason(), "peer_failed") << outcome.message();
+    EXPECT_NE(outcome.message(), "");
+    ASSERT_TRUE(blue_->CancelDrain().ok());
+    ExpectHere(&tracks_[0]);
+  }
+
+  HostileServer peer_;
+
+ private:
+  std::shared_ptr<grpc::ServerCredentials> Credentials() const {
+    grpc::SslServerCredentialsOptions ssl;
+    ssl.pem_key_cert_pairs = {{authority_.Read("server.key"), authority_.Read("server.pem")}};
+    return grpc::SslServerCredentials(ssl);
+  }
+};
+
+TEST_F(HostilePeerTest, AnswersOfAnImportThatAreNoneKeepTheSequence) {
+  Fill(1);
+  v1::ImportReply other;
+  other.set_boot_id(kBootId);
+  other.mutable_sequence()->set_sequence_id(1);
+  // Field 1 of a reply is the sequence, whose fields of text must be UTF-8.
+  std::string no_utf8 = other.SerializeAsString();
+  v1::SequenceInfo info;
+  info.set_model_id("model");
+  const std::string named = info.SerializeAsString();
+  no_utf8 = absl::StrCat("\x0a", std::string(1, static_cast<char>(named.size())), named);
+  no_utf8.replace(no_utf8.find("model"), 5, "\xff\xfe\xfd\xfc\xfb");
+  ExpectKept(Of({"\xff\xff\xff\xff"}), "no message");
+  ExpectKept(Of({no_utf8}), "no UTF-8");
+  ExpectKept(Of({}), "OK without a reply");
+  ExpectKept(Of({other.SerializeAsString()}), "another sequence");
+  ExpectKept(Of({other.SerializeAsString(), other.SerializeAsString()}), "two replies");
+  HostileAnswer open = Of({"\xff\xff\xff\xff"});
+  open.ends = false;
+  ExpectKept(open, "no message, and no end of the call");
+  HostileAnswer hasty = Of({"\xff\xff\xff\xff"});
+  hasty.reads = false;
+  ExpectKept(hasty, "no message, before any row");
+  HostileAnswer failing;
+  failing.status = {static_cast<grpc::StatusCode>(9999), "no such code"};
+  ExpectKept(failing, "a code that there is not");
+  EXPECT_GT(peer_.calls(kEvict), 0);
+}
+
+TEST_F(HostilePeerTest, AnswersAreBoundedBeforeTheyAreParsed) {
+  Fill(1);
+  const std::string large = EmptyMessages(1, 60 * kMiB);
+  for (const bool compressed : {false, true}) {
+    for (const char* const method : {kInfo, kQuota}) {
+      BehaveWell();
+      HostileAnswer answer = Of({large});
+      answer.compressed = compressed;
+      peer_.Answer(method, answer);
+      const size_t before = PeakBytes();
+      const auto drained = Drain(address());
+      EXPECT_FALSE(drained.ok()) << method;
+      // The bytes themselves are in this process, too: three times, at most, on their way out.
+      EXPECT_LT(PeakBytes() - before, 400 * kMiB) << method << compressed;
+      EXPECT_TRUE(*red_->IsServing());
+    }
+    BehaveWell();
+    HostileAnswer answer = Of({large});
+    answer.compressed = compressed;
+    const size_t before = PeakBytes();
+    ExpectKept(answer, "a large reply");
+    EXPECT_LT(PeakBytes() - before, 400 * kMiB) << compressed;
+  }
+}
+
+TEST_F(HostilePeerTest, AnswersBeforeTheFirstSequenceRefuseTheDrain) {
+  Fill(1);
+  const auto expect_refused = [&](const char* what) {
+    const auto drained = Drain(address());
+    EXPECT_FALSE(drained.ok()) << what;
+    const auto detail = client::DetailOf(drained.status());
+    ASSERT_TRUE(detail.has_value()) << what << drained.status();
+    EXPECT_EQ(detail->field(), "to") << what;
+    EXPECT_NE(detail->reason(), "") << what;
+    EXPECT_TRUE(*red_->IsServing()) << what;
+  };
+  for (const char* const method : {kInfo, kQuota}) {
+    for (const HostileAnswer& answer : {Of({"\xff\xff"}), Of({}), Of({"", ""})}) {
+      BehaveWell();
+      peer_.Answer(method, answer);
+      expect_refused(method);
+    }
+    BehaveWell();
+    HostileAnswer failing;
+    failing.status = {static_cast<grpc::StatusCode>(9999), "\x1b[31mno such code"};
+    peer_.Answer(method, failing);
+    expect_refused(method);
+  }
+  BehaveWell();
+  peer_.Answer(kInfo, Of({InfoBytes(0)}));
+  expect_refused("a boot id of 0");
+  EXPECT_EQ(peer_.calls(kImport), 0);
+}
+
+}  // namespace
+}  // namespace mla::integration

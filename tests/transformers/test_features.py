@@ -1,0 +1,47 @@
+"""Every feature of generate() with attention on a server, whose cache rounds rows to bf16."""
+
+import unittest
+
+import features
+import mla_client
+import seeded
+import server_binary
+import torch
+
+ENVIRONMENT = "transformers"
+torch.set_num_threads(1)
+# Small beside a model, except in what the server sees: dimensions of a head and of a row.
+_SMALL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
+          "q_lora_rank": 64, "intermediate_size": 256, "moe_intermediate_size": 64,
+          "num_hidden_layers": 3}
+_UNIT, _NEW_TOKENS = 24, 12
+
+
+class FeaturesTest(unittest.TestCase):
+    """Two architectures, each over one way to the server."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = server_binary.start()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.stop()
+
+    def check(self, transport, kind, **changes):
+        model, assistant = seeded.pair(kind, **{**_SMALL, **changes})
+        with mla_client.Client.connect(self.server.target, transport=transport) as client:
+            self.assertTrue(features.check(
+                model, assistant, "cpu", features.remote_of(client, model),
+                features.remote_of(client, model, assistant), print, _UNIT, _NEW_TOKENS))
+            self.assertEqual(client.sequences(), [])
+
+    def test_deepseek_v3(self):
+        self.check("ring", "deepseek_v3")
+
+    def test_deepseek_v2(self):
+        self.check("inline", "deepseek_v2", q_lora_rank=None)
+
+
+if __name__ == "__main__":
+    unittest.main()

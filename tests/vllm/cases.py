@@ -1,0 +1,65 @@
+"""What the tests of vLLM share: models, which are made once, cases in processes of their own, and
+the comparison with the library."""
+
+import atexit
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "engines")]
+
+# pylint: disable=wrong-import-position
+import compare
+
+# An engine starts, runs its rounds and ends in a tenth of this.
+TIMEOUT_S = 540
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
+         "prompt_lookup_min": 1}
+COLD = {"prefix_cache": False}  # prompt logprobs keep requests out of the cache, too
+
+_FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="mla-vllm-"))
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+
+def model(kind="deepseek_v3", *options):
+    """The folder of a small model, with what the library says of it."""
+    folder = _FOLDER / "-".join([kind, *(option.strip("-") for option in options)])
+    if not (folder / "reference_bf16.json").exists():
+        subprocess.run([sys.executable, str(ROOT / "tests/engines/models.py"), kind, str(folder),
+                        *options], check=True, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL, timeout=TIMEOUT_S)
+    return folder
+
+
+def run(case):
+    """What a case gives: its rounds and counts. AssertionError with the end of its log."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = pathlib.Path(folder) / "case.json", pathlib.Path(folder) / "out.json"
+        given.write_text(json.dumps({**case, "model": str(case.get("model") or model())}))
+        done = subprocess.run([sys.executable, str(HERE / "engine.py"), str(given), str(out)],
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              timeout=TIMEOUT_S, env=dict(os.environ), check=False)
+        if done.returncode or not out.exists():
+            raise AssertionError(f"status {done.returncode}\n{done.stdout[-6000:]}")
+        return {**json.loads(out.read_text()), "log": done.stdout}
+
+
+def check(test, rows, folder, without=()):
+    """The rows of a round are the library's; those of `without` were aborted."""
+    want = json.loads((folder / "reference.json").read_text())
+    for number in without:
+        test.assertIsNone(rows[number])
+    kept = [number for number in range(len(want)) if number not in without]
+    right, got = ([part[number] for number in kept] for part in (want, rows))
+    if not any(row["prompt"] for row in got):
+        for row in got:  # of a round without prompt logprobs: those of the library
+            row["prompt"] = right[got.index(row)]["prompt"]
+    found = compare.compare(right, got)
+    test.assertTrue(found.ok, str(found))
+    print(f"{test.id().split('.')[-1]}: {found}", flush=True)

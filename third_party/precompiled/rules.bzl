@@ -1,0 +1,77 @@
+"""cc_library, cc_test and cc_binary with the headers of other libraries compiled beforehand.
+
+Two thirds of the time of a compilation go to the standard library, Abseil and GoogleTest. Under a
+configuration that sets the define precompiled_headers (opt and what derives from it), every source
+reads them in compiled form, except sources with an -O of their own. The compiler refuses a header
+that was compiled with other flags (-Winvalid-pch is an error), so FLAGS and .bazelrc cannot drift
+apart unnoticed.
+"""
+
+FOLDER = "third_party/precompiled"
+
+# Those of build:opt in .bazelrc, and those that Bazel's toolchain adds to it.
+FLAGS = " ".join([
+    "-std=c++20",
+    "-fPIC",
+    "-g0",
+    "-DNDEBUG",
+    "-fno-omit-frame-pointer",
+    "-fno-canonical-system-headers",
+    "-ffunction-sections",
+    "-fdata-sections",
+    "-fstack-protector-strong",
+    "-U_FORTIFY_SOURCE",
+    "-D_FORTIFY_SOURCE=2",
+])
+
+def precompiled_header(name, srcs, optimization):
+    """Compiles the headers that srcs include.
+
+    Args:
+      name: the header is compiled/NAME.h, the compiled one next to it; a library NAME holds both.
+      srcs: texts of #include lines, put together in their order.
+      optimization: of the sources that read the header; the compiler crashes with another one.
+    """
+    header = "compiled/" + name + ".h"
+    native.genrule(
+        name = name + "_compiled",
+        srcs = srcs,
+        outs = [header, header + ".gch"],
+        cmd = "cat $(SRCS) >$(location %s) && g++ %s %s -x c++-header $(location %s) -o $(location %s.gch)" %
+              (header, FLAGS, optimization, header, header),
+    )
+    native.cc_library(
+        name = name,
+        hdrs = select({
+            ":enabled": [header, header + ".gch"],
+            "//conditions:default": [],
+        }),
+    )
+
+def _reading(kind, copts, deps):
+    """The attributes of a rule whose sources read the compiled header."""
+    for copt in copts:
+        if copt.startswith("-O"):
+            return {"copts": copts, "deps": deps}
+    if kind == "test":
+        copts = ["-O1"] + copts
+    header = "$(GENDIR)/%s/compiled/%s.h" % (FOLDER, kind)
+    return {
+        "copts": copts + select({
+            "//third_party/precompiled:enabled": ["-Winvalid-pch", "-include", header],
+            "//conditions:default": [],
+        }),
+        "deps": deps + ["//third_party/precompiled:" + kind],
+    }
+
+def mla_library(copts = [], deps = [], **kwargs):
+    """A cc_library."""
+    native.cc_library(**dict(kwargs, **_reading("library", copts, deps)))
+
+def mla_binary(copts = [], deps = [], **kwargs):
+    """A cc_binary."""
+    native.cc_binary(**dict(kwargs, **_reading("library", copts, deps)))
+
+def mla_test(size = "small", copts = [], deps = [], **kwargs):
+    """A cc_test of GoogleTest, compiled with -O1: most take longer to compile than to run."""
+    native.cc_test(size = size, **dict(kwargs, **_reading("test", copts, deps)))
