@@ -59,7 +59,7 @@ class Client(Steps, Pages, Operations, Following):
         self._lease_ms = lease_ms
         self._channel = channel
         self._channels = Channels(channel, make_channel)
-        self._calls = Calls(self._metadata, timeout_s)
+        self._calls = Calls(channel, self._metadata, timeout_s)
         self._home = self._calls.home
         self._admin = admin_pb2_grpc.AdminStub(channel)
         self._models = model_pb2_grpc.ModelsStub(channel)

@@ -12,8 +12,6 @@ import os
 import weakref
 from typing import Any
 
-from grpc._cython import cygrpc
-
 from mla_client import errors
 
 _forks = 0  # in the line of processes that led to this one, as far as Python has seen them
@@ -64,16 +62,9 @@ def before_a_channel() -> None:
     if _grpc_broken:
         raise errors.FailedPrecondition(
             f"process {os.getpid()} was forked from one that had connected, and gRPC does not "
-            "survive that: connect after the fork only, start processes by spawn or forkserver, or "
-            "set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is imported",
+            "survive that: connect after the fork only, or start processes by spawn or forkserver",
             errors.ErrorDetail(reason="forked"))
     _channels_made = True
-
-
-def _survives_forks() -> bool:
-    """Returns true if gRPC handles forks, as its environment variable may ask for."""
-    enabled = getattr(cygrpc, "is_fork_support_enabled", None)
-    return bool(enabled and enabled())
 
 
 def leave_at_fork(one: Any) -> None:
@@ -101,7 +92,7 @@ def keep(one: Any) -> None:
 def _after_fork_in_child() -> None:
     global _forks, _grpc_broken
     _forks += 1
-    _grpc_broken = _channels_made and not _survives_forks()
+    _grpc_broken = _channels_made
     for one in tuple(_grpc_objects):
         keep(one)
     for one in tuple(_objects):

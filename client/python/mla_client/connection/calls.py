@@ -19,7 +19,9 @@ FIRST_PAUSE_S = 0.05  # before a repeat; each is twice the one before, at most
 class Calls:
     """Makes the control calls of a client. Threading: any thread."""
 
-    def __init__(self, metadata: Tuple[Tuple[str, str], ...], timeout_s: float) -> None:
+    def __init__(self, channel: grpc.Channel, metadata: Tuple[Tuple[str, str], ...],
+                 timeout_s: float) -> None:
+        self._channel = channel
         self.metadata = metadata
         self.timeout_s = timeout_s
         self.home = process.Home()
@@ -45,7 +47,7 @@ class Calls:
                             FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
                 if (not idempotent or not isinstance(error, errors.Unavailable)
                         or error.detail.reason == "draining" or attempt == ATTEMPTS
-                        or time.monotonic() + pause >= deadline or self.closed.wait(pause)):
+                        or time.monotonic() + pause >= deadline or not self._pause(pause)):
                     raise error from rpc_error
             else:
                 # A drain's answer carries none.
@@ -54,6 +56,15 @@ class Calls:
                     raise errors.ServerRestarted("the server restarted: all sequences are gone")
                 return reply
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits before a repeat; false if the client was closed. A connection that is being made
+        gets on only while a thread looks after it, which a call that fails at once does not."""
+        connecting = grpc.channel_ready_future(self._channel)
+        try:
+            return not self.closed.wait(seconds)
+        finally:
+            connecting.cancel()
 
     def see_boot_id(self, boot_id: Optional[int]) -> None:
         """An answer came from the server that has this boot id."""

@@ -24,6 +24,7 @@ KEEPALIVE_MS = 20_000
 KEEPALIVE_ANSWER_MS = 10_000
 # Between two attempts to connect: a server that is back is found within the longest and a half.
 LEAST_BACKOFF_MS, LONGEST_BACKOFF_MS = 100, 1000
+CONNECT_MS = 10_000  # for one attempt
 # By default a server serves 128 calls of one connection (wire.connection_streams).
 STREAMS_A_CONNECTION = 8
 
@@ -61,7 +62,8 @@ def maker_of(target: str, tls: Optional[Tls], message_bytes: int,
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", LEAST_BACKOFF_MS),
-        ("grpc.max_reconnect_backoff_ms", LONGEST_BACKOFF_MS)]
+        ("grpc.max_reconnect_backoff_ms", LONGEST_BACKOFF_MS),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS)]
     address = grpc_target(target)
     credentials = tls.credentials() if tls is not None else None
     if tls is not None and tls.server_name:

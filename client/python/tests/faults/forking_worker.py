@@ -1,6 +1,6 @@
-"""A worker that forks, for test_fork.py: does what its arguments say, and prints what became of it.
+"""A worker that forks, for test_fork.py: prints what became of each scenario, as JSON.
 
-usage: forking_worker.py SCENARIO TARGET TRANSPORT
+usage: forking_worker.py TARGET TRANSPORT SCENARIO...
 """
 
 import gc
@@ -201,31 +201,44 @@ def outlived(parent):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def connecting(parent):
-    """A child that connects by itself, and computes."""
-    target, transport = sys.argv[2:]
+def compute(target, transport):
+    """(outcome, whether the outputs of each step are right) of a client of its own."""
+    said, worker = [], Worker(2)
 
     def work():
-        said = []
+        with mla_client.Client.connect(target, transport=transport, timeout_s=20.0,
+                                       shared_bytes=1 << 20) as client:
+            model = client.register_model(
+                mla_client.ModelSpec("forking", GEOMETRY, LAYERS, SCALE, 4))
+            q, kv = worker.queries(3, Profile.ABSORBED), worker.kv(3)
+            with model.open_sequence() as sequence, \
+                    client.step([(sequence, 3)], lease_ms=LEASE_MS) as step:
+                for layer in range(LAYERS):
+                    o = step.attend(layer, q, kv, Profile.ABSORBED).o
+            want, _ = worker.expected(0, q, kv, Profile.ABSORBED)
+            said.append(bool(np.allclose(o, want, atol=2e-2, rtol=2e-2)))
+    return outcome(work), said
 
-        def compute():
-            with mla_client.Client.connect(target, transport=transport, timeout_s=20.0) as client:
-                mine = mla_client.Sequence(client.register_model(parent.model.spec),
-                                           mla_client.SequenceState(0, 0, 0))
-                with mine.model.open_sequence() as sequence, \
-                        client.step([(sequence, 3)], lease_ms=LEASE_MS) as step:
-                    for layer in range(LAYERS):
-                        o = step.attend(layer, parent.q, parent.kv, Profile.ABSORBED).o
-                    want, _ = parent.worker.expected(0, parent.q, parent.kv, Profile.ABSORBED)
-                    said.append(bool(np.allclose(o, want, atol=2e-2, rtol=2e-2)))
-        return [outcome(compute), said]
-    said = forked(work)
+
+def connecting(parent):
+    """A child that connects by itself after its parent has."""
+    said = forked(lambda: compute(*sys.argv[1:3]))
     return {"child": said, "parent": parent.go_on()}
+
+
+def main(target, transport, *scenarios):
+    # A child may connect while its parent has not.
+    outcomes = {"connecting first": forked(lambda: compute(target, transport))}
+    for name in scenarios:
+        parent = Parent(target, transport)
+        outcomes[name] = SCENARIOS[name](parent)
+        parent.client.close()
+    print(json.dumps(outcomes), flush=True)
 
 
 SCENARIOS = {each.__name__: each for each in (every_call, leaving_blocks, collected, locked,
                                               writing, outlived, connecting)}
 
 if __name__ == "__main__":
-    print(json.dumps(SCENARIOS[sys.argv[1]](Parent(*sys.argv[2:]))), flush=True)
+    main(*sys.argv[1:])
     os._exit(0)
