@@ -58,6 +58,7 @@ class Sender:
         if lists is None:
             step.attend(layer, buffers.q, buffers.kv, self._profile, **options)
         else:
+            assert buffers.q is not None  # own_q is a view of it
             step.attend_sparse(layer, buffers.q, lists, buffers.kv, self._profile, **options)
         # A copy even on one device: the next layer writes to the same memory.
         return own_o.to(device=q.device, dtype=q.dtype, copy=True)

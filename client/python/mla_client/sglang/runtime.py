@@ -74,7 +74,7 @@ class Runtime:
             raise errors.Internal("the backend is made before a model was loaded")
         ranks = self._link.ranks
         self._attention = _attention_of(runner.model, self.spec, ranks)
-        self._link.start(self.spec, lambda layer: tuple(map(_array, self._weights(layer))))
+        self._link.start(self.spec, self._upload)
         self.passes = Passes(self._link, self.spec.layers,
                              name=str(self._link.options.arguments["client_id"]))
         self._exchange = Exchange(self.passes, Sender(rank=ranks.rank, ranks=ranks.size),
@@ -225,7 +225,12 @@ class Runtime:
         if self._group is None:
             return make()
         value = make() if self._group.rank_in_group == 0 else None
-        return self._group.broadcast_object(value, src=0)  # type: ignore[no-any-return]
+        return self._group.broadcast_object(value, src=0)
+
+    def _upload(self, layer: int) -> Tuple[npt.NDArray, npt.NDArray]:
+        """The weights of a layer as the server takes them."""
+        w_uk, w_uv = self._weights(layer)
+        return _array(w_uk), _array(w_uv)
 
     def _weights(self, layer: int) -> Tuple[torch.Tensor, torch.Tensor]:
         """W_UK [heads, nope, lora] and W_UV [heads, lora, v], as SGLang has cut them."""
