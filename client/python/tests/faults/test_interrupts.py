@@ -89,24 +89,6 @@ class InterruptTest(unittest.TestCase):
     def test_inline(self):
         self.check("inline")
 
-    def test_a_begin_that_was_interrupted_holds_no_sequence(self):
-        for transport in ("ring", "shm", "inline"):
-            client, model = self.connect(transport)
-            sequence = model.open_sequence()
-            n = 1
-            while True:
-                step = client.step([(sequence, 3)], lease_ms=LEASE_MS)
-                self.assertEqual(client.transport, transport)  # there is a stream
-                try:
-                    with InterruptAt(n, counts) as interrupt:
-                        step.begin()
-                    break
-                except Interrupt:
-                    self.becomes_free(sequence, interrupt.place)
-                n += 1
-            self.assertGreater(n, 30)
-            step.abort()
-
 
 if __name__ == "__main__":
     unittest.main()
