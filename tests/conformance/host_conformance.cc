@@ -208,8 +208,8 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     wanted.push_back(*std::move(spec));
   }
   sampler.kv_formats = backend.Info().kv_formats;
-  const int32_t edges = kSlow ? 20 : flags.many ? 600 : 48;
-  const int64_t samples = kSlow ? 10 : flags.many ? 400 : 16;
+  const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
+  const int64_t samples = kSlow ? 10 : flags.many ? 400 : 40;
   for (const auto& more : {EdgeCases(sampler, 0, edges), SampleCases(sampler, 0, samples),
                            PrefillCases(sampler, kSlow        ? 0
                                                  : flags.many ? 4
@@ -217,7 +217,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
                            SparseCases(sampler, 0,
                                        kSlow        ? 6
                                        : flags.many ? 400
-                                                    : 12)}) {
+                                                    : 28)}) {
     wanted.insert(wanted.end(), more.begin(), more.end());
   }
   AddSpreadCases(sampler, kSlow ? 4 : flags.many ? 40 : 8, wanted);
