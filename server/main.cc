@@ -56,7 +56,7 @@ absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Co
   return mla::server::Server::Start({config, [] { kill(getpid(), SIGTERM); }});
 }
 
-// What the last lines may wait for a reader of the log.
+// The longest time that the last lines wait for a reader of the log.
 constexpr std::chrono::milliseconds kLastFlush{1000};
 
 // Returns when the process is asked to end. A hang-up asks others to read their configuration

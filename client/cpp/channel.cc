@@ -61,7 +61,7 @@ constexpr absl::string_view kUnixScheme = "unix:";
 grpc::ChannelArguments Arguments(const std::string& target, const ClientOptions& options) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
-  // What is sent is the server's to bound: it answers with the limit that was exceeded.
+  // The server bounds requests, and answers with the limit that was exceeded.
   arguments.SetMaxSendMessageSize(-1);
   // A compressed message grows a thousandfold before its size could be checked.
   arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);

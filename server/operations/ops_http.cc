@@ -22,7 +22,7 @@ constexpr unsigned kIdleSeconds = 5;  // without a byte
 constexpr unsigned kBacklog = 128;
 constexpr auto kSweep = std::chrono::milliseconds(250);
 
-// What a request says of a body.
+// The body that a request announces.
 struct BodyHeaders {
   int lengths = 0;
   bool empty = true;  // no length but 0, and no coding of a transfer

@@ -42,7 +42,7 @@ int64_t CachedFiles(const std::string& path, const std::string& prefix) {
   return sum;
 }
 
-// What the tightest of the groups around this process leaves.
+// The bytes that the tightest group around this process leaves.
 int64_t GroupAvailable(const std::string& root) {
   int64_t available = kUnlimited;
   for (const base::ControlGroup& group : base::ControlGroupsOf("memory", root)) {

@@ -41,7 +41,7 @@ INSTALLER = "installer"
 RECIPE = 1
 # An environment that was used within this time stays, whatever its lock was.
 KEEP_S = 14 * 86400
-# What all environments and the installer's cache may take.
+# The most that all environments and the installer's cache may take.
 MAX_BYTES = 12 << 30
 INSTALL_TIMEOUT_S = 1800
 

@@ -23,7 +23,7 @@ class Ways(unittest.TestCase):
         return got["counts"]
 
     def test_chunked(self):
-        # Of a prompt that begins again in its middle vLLM has lost log-probabilities.
+        # vLLM loses log-probabilities of a prompt that begins again in its middle.
         again = {"logprobs": False, "events": KILLED}
         counts = self.run_case([{}, {"events": [[2, "abort", [4]]]}, again], without={1: [4]},
                                llm={"max_num_batched_tokens": 32})

@@ -9,7 +9,7 @@ apart unnoticed.
 
 FOLDER = "third_party/precompiled"
 
-# Those of build:opt in .bazelrc, and those that Bazel's toolchain adds to it.
+# The flags of build:opt in .bazelrc, and of Bazel's toolchain.
 FLAGS = " ".join([
     "-std=c++20",
     "-fPIC",

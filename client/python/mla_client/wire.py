@@ -195,7 +195,7 @@ def index_lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]
                                          f"one of at most {spec.top_k} entries")
         if not len(entries):
             continue
-        # A mask of positions is no list of them.
+        # A mask of positions is not a list of positions.
         if entries.dtype.kind not in "iu" or isinstance(entries, np.ma.MaskedArray) or (
                 not np.array_equal(entries.astype(np.int32), entries)):
             raise errors.InvalidArgument(f"attend.lists[{row}]: got {entries.dtype}, must be "

@@ -22,7 +22,7 @@ namespace {
 
 constexpr absl::string_view kMagic = "MLATIER\n";
 constexpr uint32_t kVersion = 1;
-// Of one write where the room of a file is taken by writing zeros.
+// The bytes of one write, where zeros are written to take the room of a file.
 constexpr int64_t kZeroBytes = int64_t{1} << 20;
 
 // A block that direct reads and writes take.

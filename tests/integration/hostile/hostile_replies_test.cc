@@ -32,7 +32,7 @@ HostileAnswer Of(std::vector<std::string> messages) {
   return answer;
 }
 
-// Of a call with one reply, OK as the status and a message that is none.
+// A call with one reply gets the status OK and bytes that are not a message.
 std::vector<HostileAnswer> NoReplies() {
   std::vector<HostileAnswer> answers = {Of({"\xff\xff\xff\xff"}), Of({}), Of({"", ""})};
   answers.push_back(Of({"\xff\xff\xff\xff"}));

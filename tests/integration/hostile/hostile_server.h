@@ -34,7 +34,8 @@ class HostileServer final {
                              grpc::InsecureServerCredentials());
   ~HostileServer();
 
-  // Of calls of `method`, as "/mla.v1.Cache/Import", from now on. Others are UNIMPLEMENTED.
+  // Answers calls of `method`, for example "/mla.v1.Cache/Import", from now on. Other calls
+  // are UNIMPLEMENTED.
   void Answer(const std::string& method, HostileAnswer answer);
   int port() const { return port_; }
   std::string target() const;

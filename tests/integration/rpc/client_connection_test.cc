@@ -59,7 +59,7 @@ class Proxy {
     for (const char* const name : kNames) unsetenv(name);
     close(listener_);
   }
-  // What has come since, or nothing.
+  // The bytes that have come since, or nothing.
   std::string Asked() const {
     fcntl(listener_, F_SETFL, O_NONBLOCK);
     const int one = accept(listener_, nullptr, nullptr);

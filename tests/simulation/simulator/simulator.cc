@@ -326,7 +326,7 @@ void Simulator::Operate(Op op) {
   op_ = op;
   // Weights of tenants would change what is due to them.
   if (op == Op::kTenantCall && floods_) return;
-  // What waits too long is given up by the timer, before anything that a call asks for.
+  // The timer gives up calls that wait too long, before anything that a call asks for.
   if (late_ && !requests_.empty()) Poll();
   if (Do(op)) ++counts_.operations[static_cast<size_t>(op)];
   if (!failed() && !undrained_ && !late_) CheckBooks();

@@ -33,7 +33,7 @@ void Simulator::Interlude() {
   if (late_ && !requests_.empty()) Poll();
 }
 
-// Whether the rows that leave are still there, or those that come are still expected.
+// Returns true if the leaving rows are still there, or the coming rows still expected.
 bool Simulator::HasRows(const OracleSequence* sequence, const scheduler::PageMove& part) const {
   if (sequence == nullptr || part.in) return sequence != nullptr && sequence->imports;
   const int64_t page = oracle_->models[sequence->model].shape.page;
@@ -263,7 +263,7 @@ bool Simulator::Copy() {
   CopiedRows rows;
   const bool restores = first == 0 && behind == 0 && !source->busy() && Chance(30);
   if (ExportRows(*source, first, end, &rows)) {
-    // As after a crash: the sequence has gone, but for some that are refused as it is there.
+    // As after a crash the sequence has gone; some restores find it there and are refused.
     if (restores && Chance(90)) ReleaseOne(rows.tenant, id);
     ImportRows(rows, behind, restores ? id : 0);
   }

@@ -11,7 +11,7 @@
     backend    the attention backend
 """
 
-# Of the attention backend, and of the environment variable with the options: JSON with `target`,
+# Names of the attention backend and of the variable with the options: JSON with `target`,
 # and what else mla_client.serving.Options takes.
 NAME = "mla_server"
 OPTIONS = "MLA_SGLANG"

@@ -15,7 +15,7 @@ from mla_client.streams.stream import Request, StepStream
 from mla_client.streams.transport import StreamMaker
 from mla_client.types import AttendArgs, AttendResult
 
-# Of an EndStepReply, and of each sequence's length in it, at most.
+# The most bytes of an EndStepReply, and of each sequence's length in it.
 REPLY_BYTES = 128
 LENGTH_BYTES = 16
 # For the abort of a step that its caller has given up.

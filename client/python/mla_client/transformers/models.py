@@ -16,7 +16,7 @@ from mla_client.types import Geometry, ModelSpec
 # Of config.model_type. All of them hand normed latents and rotated keys to the cache.
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu",
                "deepseek_v32", "glm_moe_dsa")
-# Of these an indexer of the model's own chooses positions for each row.
+# An indexer in these models chooses positions for each row.
 SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
 # Types of the family that are refused, and why.
 REASONS = {

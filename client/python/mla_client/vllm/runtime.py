@@ -20,7 +20,7 @@ from mla_client.vllm import checks
 from mla_client.vllm.batches import BatchPlan, Orders
 
 LOG = logging.getLogger("mla_client")
-# Of the engine's own memory, for pages that keep no rows: a byte a token and layer.
+# The most that pages without rows take of the engine's memory: a byte a token and layer.
 PAGES_BYTES = 256 << 20
 LARGEST_BLOCK = 256  # rows, where the engine has not chosen yet
 
