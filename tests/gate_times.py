@@ -2,8 +2,8 @@
 
 Clones this tree's HEAD into a new folder, with empty caches (packages stay installed), and runs the
 tests in it three times over: cold, after a change of one source of the scheduler, and after a
-change of one header of device code. Nothing else may run on the machine meanwhile. Prints a row a
-run, and a row of the stages with the sums of the cold run's actions. Takes hours.
+change of one header of device code. Nothing else may run on the machine. Prints a row a
+run, and the sums of the cold run's tests. Takes hours.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def change(clone, path):
 
 
 def stages(clone):
-    """Seconds of actions by kind, from the records of Bazel's tests: {kind: (count, seconds)}."""
+    """Seconds of tests by stage, from the records of Bazel's tests: {kind: (count, seconds)}."""
     sums = collections.defaultdict(lambda: [0, 0.0])
     for path in sorted((clone / "build/results").glob("*.json")):
         for line in path.read_text(encoding="utf-8").splitlines():
