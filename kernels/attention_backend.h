@@ -196,6 +196,9 @@ struct HostWork {
   int64_t copied_bytes = 0;  // of tensors, into or out of pinned memory of the backend's
   int64_t sleeps = 0;        // times that a thread slept until the device was done with something
   int64_t polling_ns = 0;    // from launches' submission to their end, while threads look at events
+  // Streamed launches that read queries in the host's memory, since their copy had not been given
+  // to the device in time: another thread's driver call kept the submitting one from that.
+  int64_t late_copies = 0;
 };
 
 class AttentionBackend {

@@ -316,6 +316,7 @@ HostWork HipBackend::Work() const {
     all.polling_ns += slot->work().polling_ns;
   }
   return all;
+    all.late_copies += slot->work().late_copies;
 }
 
 absl::Status HipBackend::AwaitShared(absl::Status copied, int64_t bytes) {

@@ -171,6 +171,7 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
   stats.launches_late = 15;
   stats.host_work = {.copied_bytes = 700, .sleeps = 11, .polling_ns = 1'500'000'000};
   const std::string text = metrics.Expose(stats);
+  stats.host_work.late_copies = 16;
   for (const char* line : {
            "mla_kv_page_group_allocations_total 9\n",
            "mla_kv_page_group_releases_total{reason=\"released\"} 1\n",
@@ -192,6 +193,7 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
            "mla_device_sleeps_total{with=\"launch\"} 11\n",
            "mla_device_polling_seconds_total{with=\"launch\"} 1.5\n",
        }) {
+           "mla_late_query_copies_total 16\n",
     EXPECT_THAT(text, HasSubstr(line));
   }
 }
