@@ -11,7 +11,7 @@
 //     complete   Done(slot) / Wait(slot); then results are in the host's memory
 //
 // Threading: one thread at a time (the holder of the engine role) makes all calls except Info,
-// RegisterHost and UnregisterHost, which any thread may call at any time.
+// StuckCall, RegisterHost and UnregisterHost, which any thread may call at any time.
 // Launches execute in submission order, so a launch sees all appends of the ones before it.
 //
 // Errors: capability misses are UNIMPLEMENTED with wanted / supported / missing / device in the
@@ -196,6 +196,9 @@ struct HostWork {
   int64_t copied_bytes = 0;  // of tensors, into or out of pinned memory of the backend's
   int64_t sleeps = 0;        // times that a thread slept until the device was done with something
   int64_t polling_ns = 0;    // from launches' submission to their end, while threads look at events
+  // Streamed launches that read queries in the host's memory, since their copy had not been given
+  // to the device in time: another thread's driver call kept the submitting one from that.
+  int64_t late_copies = 0;
 };
 
 class AttentionBackend {
@@ -218,6 +221,9 @@ class AttentionBackend {
   }
   virtual absl::Status Configure(const BackendLimits& limits) = 0;
   virtual absl::Status Healthy() const = 0;
+  // Says in words which call should have returned long ago; empty: none. Such a call never returns,
+  // and keeps all others from the backend. Any thread.
+  virtual std::string StuckCall() const { return ""; }
   virtual HostWork Work() const { return {}; }
 
   // --- Memory.

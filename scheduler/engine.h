@@ -426,6 +426,8 @@ class Engine {
   const kernels::BackendInfo& backend_info() const;
   const Limits& limits() const;
   absl::Status Healthy();  // AttentionBackend::Healthy
+  // AttentionBackend::StuckCall; without the role, which a call that is stuck holds.
+  std::string StuckCall() const;
   // Memory that the backend's copies can reach directly, for staging requests and replies.
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);
   // Makes memory of the caller reachable for the backend's copies, as AllocateHost's is, until

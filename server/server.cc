@@ -35,6 +35,7 @@
 #include "server/operations/status_source.h"
 #include "server/pages/checkpoint_store.h"
 #include "server/preflight.h"
+#include "server/process/exit_guards.h"
 #include "server/process/socket_files.h"
 #include "server/process/version.h"
 #include "server/shared_memory/shared_memory_listener.h"
@@ -460,7 +461,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
       [engine] {
         return Heartbeat{engine->Healthy(), engine->Stats()};
       },
-      &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod);
+      &parts->state, std::chrono::milliseconds(config.unhealthy_after_ms), kProbePeriod,
+      StuckCalls{[engine] { return engine->StuckCall(); }, EndStuck});
   if (absl::Status status = parts->StartOps(); !status.ok()) return status;
   auto listeners =
       Listen(config, PollingOf(config.wire, engine->backend_info()), parts->ServicesToServe());

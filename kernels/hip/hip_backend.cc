@@ -262,6 +262,7 @@ void HipBackend::Release() {
 }
 
 absl::StatusOr<std::unique_ptr<HostBuffer>> HipBackend::AllocateHost(size_t bytes) {
+  const CallWatch::Scope scope(calls_, "an allocation of host memory");
   auto buffer = PinnedBuffer::Create(runtime_.get(), "host buffer", std::max<int64_t>(1, bytes));
   if (!buffer.ok()) return buffer.status();
   return std::make_unique<ListedBuffer>(*std::move(buffer), pinned_);
@@ -270,6 +271,7 @@ absl::StatusOr<std::unique_ptr<HostBuffer>> HipBackend::AllocateHost(size_t byte
 absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int32_t head_begin,
                                      int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
   if (!health_.ok()) return health_;
+  const CallWatch::Scope scope(calls_, "an upload of weights");
   // The expanded form's workspace holds nothing between launches.
   absl::Status s = device_.weights.Load(slot, geometry, head_begin, head_end, w_uk, w_uv,
                                         device_.expanded_workspace);
@@ -314,6 +316,7 @@ HostWork HipBackend::Work() const {
     all.copied_bytes += slot->work().copied_bytes;
     all.sleeps += slot->work().sleeps;
     all.polling_ns += slot->work().polling_ns;
+    all.late_copies += slot->work().late_copies;
   }
   return all;
 }
@@ -326,11 +329,13 @@ absl::Status HipBackend::AwaitShared(absl::Status copied, int64_t bytes) {
 }
 
 absl::Status HipBackend::ReadShared(void* to, const void* from, int64_t bytes) {
+  const CallWatch::Scope scope(calls_, "a copy of shared memory");
   return AwaitShared(
       runtime_->CopyOut(to, reinterpret_cast<DevicePtr>(from), bytes, streams_.compute), bytes);
 }
 
 absl::Status HipBackend::WriteShared(void* to, const void* from, int64_t bytes) {
+  const CallWatch::Scope scope(calls_, "a copy of shared memory");
   return AwaitShared(
       runtime_->CopyIn(reinterpret_cast<DevicePtr>(to), from, bytes, streams_.compute), bytes);
 }
@@ -353,7 +358,19 @@ absl::Status HipBackend::Fault(absl::Status status) {
   return status;
 }
 
+std::string HipBackend::StuckCall() const {
+  const CallWatch::Running call = calls_.Read();
+  const int64_t least = std::max(2 * options_.watchdog_ms, kLeastStuckMs);
+  const std::chrono::milliseconds most(options_.stuck_ms > 0 ? options_.stuck_ms : least);
+  if (call.what == nullptr || call.lasts < most) return "";
+  const auto lasts = std::chrono::duration_cast<std::chrono::milliseconds>(call.lasts);
+  return absl::StrCat(call.what, " has not returned for ", lasts.count(),
+                      " ms; its last GPU call is ",
+                      call.driver_call == nullptr ? "none" : call.driver_call);
+}
+
 absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
+  const CallWatch::Scope scope(calls_, "the submission of a launch");
   if (!health_.ok()) return health_;
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
   LaunchSlot& owner = *slots_[static_cast<size_t>(slot)];
@@ -380,12 +397,14 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
 }
 
 bool HipBackend::Done(int32_t slot) {
+  const CallWatch::Scope scope(calls_, "a look at a launch");
   if (!CheckSlot(slot).ok() || !slots_[slot]->running()) return true;
   absl::StatusOr<bool> done = slots_[slot]->Done();
   return !done.ok() || *done;  // Wait reports what is wrong
 }
 
 absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
+  const CallWatch::Scope scope(calls_, "the wait for a launch");
   if (absl::Status s = CheckSlot(slot); !s.ok()) return s;
   if (!slots_[slot]->running()) {
     return absl::FailedPreconditionError(absl::StrCat("launch slot ", slot, " is not running"));

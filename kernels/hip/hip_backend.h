@@ -32,6 +32,7 @@
 #include "kernels/hip/arch_traits.h"
 #include "kernels/hip/device_state.h"
 #include "kernels/hip/launch/launch_builder.h"
+#include "kernels/hip/runtime/call_watch.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/device_sharing.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
@@ -39,6 +40,9 @@
 #include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {
+
+// Driver calls wait for those of other threads, of which one that pins memory may take seconds.
+inline constexpr int64_t kLeastStuckMs = 30000;
 
 struct HipBackendOptions {
   Vendor vendor = Vendor::kAmd;
@@ -52,6 +56,9 @@ struct HipBackendOptions {
   int64_t expanded_workspace_bytes = int64_t{640} << 20;
   int64_t shared_bytes = 0;     // of that, left to AllocateShared
   int64_t watchdog_ms = 10000;  // longest that Wait waits for one launch
+  // A call is stuck (StuckCall) that has lasted so long; 0: twice watchdog_ms, and kLeastStuckMs at
+  // least.
+  int64_t stuck_ms = 0;
 };
 
 class HipBackend final : public AttentionBackend {
@@ -69,6 +76,7 @@ class HipBackend final : public AttentionBackend {
   int64_t HostWorkspaceSize(const BackendLimits& limits) const override;
   absl::Status Configure(const BackendLimits& limits) override;
   absl::Status Healthy() const override { return health_; }
+  std::string StuckCall() const override;
   HostWork Work() const override;
 
   absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) override;
@@ -131,6 +139,7 @@ class HipBackend final : public AttentionBackend {
   absl::Status health_;
   HostWork shared_work_;           // of ReadShared and WriteShared
   std::atomic<bool> lost_{false};  // health_ is an error, for other threads
+  CallWatch calls_;                // of those that one thread at a time makes
   Module module_ = nullptr;
   Streams streams_;
   DeviceState device_;

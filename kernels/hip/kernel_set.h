@@ -20,8 +20,8 @@ struct KernelSet {
   std::vector<Function> attend, split, stream, expand, expanded;  // as those of ArchTraits
 };
 
-// Finds all kernels but those of FindPrefillKernels, and lets them take the shared memory they
-// need. An error of the runtime where the image lacks one.
+// Finds all kernels but those of FindPrefillKernels, loads their code, and lets them take the
+// shared memory they need. An error of the runtime where the image lacks one.
 absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
                          KernelSet* kernels);
 

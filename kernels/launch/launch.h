@@ -93,8 +93,8 @@ struct PageTransfer {
 // worth nothing, and it sets no signal. It copies no output to shared memory, and has no attention
 // in the expanded form.
 struct LaunchGate {
-  WordValue ready;  // no word: there is no gate
-  int64_t limit_ns = 0;
+  WordValue ready;       // no word: there is no gate
+  int64_t limit_ns = 0;  // two seconds at most
 };
 struct TableRange {  // entries of Launch::page_tables
   int64_t first, count;

@@ -379,6 +379,8 @@ absl::Status Engine::Healthy() {
   return impl_->WithRole([](EngineCore& core) { return core.backend().Healthy(); });
 }
 
+std::string Engine::StuckCall() const { return impl_->AnyThread().backend().StuckCall(); }
+
 absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> Engine::AllocateHost(size_t bytes) {
   return impl_->WithRole([&](EngineCore& core) { return core.backend().AllocateHost(bytes); });
 }

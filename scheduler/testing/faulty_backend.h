@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -56,6 +57,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
     held_.notify_all();
   }
   bool holds_launch() const { return holds_launch_; }  // a launch is held now
+  // A launch that is held counts as a call that never returns.
+  void SetStuck() { stuck_ = true; }
 
   // Looks like a device with memory of its own, which takes two launches at a time.
   void SetTwoSlots() {
@@ -108,6 +111,9 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
   absl::Status Healthy() const override {
     return unhealthy_ ? absl::InternalError("the device is lost") : inner_->Healthy();
+  }
+  std::string StuckCall() const override {
+    return stuck_ && holds_launch_ ? "a held launch has not returned" : inner_->StuckCall();
   }
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes) override {
     return inner_->AllocateHost(bytes);
@@ -234,7 +240,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int64_t compared_rows_ = 0, reads_ = 0;
   int64_t attended_records_ = 0;
   int64_t attended_heads_ = 0;
-  std::atomic<bool> unhealthy_{false}, held_{false}, holds_launch_{false};
+  std::atomic<bool> unhealthy_{false}, held_{false}, holds_launch_{false}, stuck_{false};
 };
 
 }  // namespace mla::scheduler::testing

@@ -7,8 +7,10 @@
 namespace mla::server {
 
 Watchdog::Watchdog(std::function<Heartbeat()> probe, ServerState* state,
-                   std::chrono::milliseconds timeout, std::chrono::milliseconds period)
+                   std::chrono::milliseconds timeout, std::chrono::milliseconds period,
+                   StuckCalls stuck)
     : probe_(std::move(probe)),
+      stuck_(std::move(stuck)),
       state_(state),
       timeout_(timeout),
       period_(period),
@@ -55,6 +57,9 @@ void Watchdog::CheckLoop() {
     const bool missed = Clock::now() - answered_at_ > timeout_;
     lock.Unlock();
     state_->SetHealth(!missed, missed ? "no heartbeat from the engine" : "");
+    if (stuck_.look != nullptr) {
+      if (const std::string why = stuck_.look(); !why.empty()) stuck_.end(why);
+    }
     lock.Lock();
   }
 }

@@ -1,6 +1,7 @@
 // Watches the engine: probes it, turns health off when it does not answer, off for good when it
 // reports that its backend can run no more, and keeps its last answer for callers that must not
-// wait for a launch.
+// wait for a launch. Where a call to the backend never returns, it ends the process: nothing that
+// the process could do for itself would end that call, and clients wait.
 //
 // Two threads, because a probe hangs if the engine does: one probes, the other looks at the clock.
 // Threading: construct and destroy from one thread, Stats from any. The destructor waits for the
@@ -11,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
@@ -26,14 +28,21 @@ struct Heartbeat {
   scheduler::EngineStats stats;
 };
 
+// Calls to the backend that never return.
+struct StuckCalls {
+  std::function<std::string()> look;                // Engine::StuckCall; any thread, must not block
+  std::function<void(const std::string& why)> end;  // the process
+};
+
 class Watchdog final {
  public:
   // How long Stats waits for an engine that is busy.
   static constexpr std::chrono::milliseconds kAnswerWait{250};
 
-  // `probe` queries the engine and may block. `state` outlives the watchdog.
+  // `probe` queries the engine and may block. `state` outlives the watchdog. `stuck`: null
+  // functions look at nothing.
   Watchdog(std::function<Heartbeat()> probe, ServerState* state, std::chrono::milliseconds timeout,
-           std::chrono::milliseconds period);
+           std::chrono::milliseconds period, StuckCalls stuck = {});
   ~Watchdog();
 
   // The engine's stats as of now, or the last ones when it does not answer in time: then
@@ -47,6 +56,7 @@ class Watchdog final {
   void CheckLoop();
 
   const std::function<Heartbeat()> probe_;
+  const StuckCalls stuck_;
   ServerState* const state_;
   const std::chrono::milliseconds timeout_, period_;
   Mutex mutex_;

@@ -286,6 +286,10 @@ constexpr Stat kStats[] = {
         MLA_ENGINE(host_work.polling_ns), "with", "launch", 1e-9),
     Row(nullptr, "mla_device_polling_seconds_total", nullptr, MLA_WIRE(device_polling_ns), "with",
         "client", 1e-9),
+    Row(nullptr, "mla_late_query_copies_total",
+        "Launches that read queries in the host's memory because their copy was late: another "
+        "thread's call to the GPU's driver waited for the GPU.",
+        MLA_ENGINE(host_work.late_copies)),
     Row("shared_regions", "mla_shared_regions", "Shared-memory regions of connected clients.",
         MLA_WIRE(shared_regions)),
     Row("rings", "mla_rings_open", "Command rings of connected clients.", MLA_WIRE(rings)),

@@ -8,6 +8,7 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -170,6 +171,7 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
   stats.requests_handed_back = 14;
   stats.launches_late = 15;
   stats.host_work = {.copied_bytes = 700, .sleeps = 11, .polling_ns = 1'500'000'000};
+  stats.host_work.late_copies = 16;
   const std::string text = metrics.Expose(stats);
   for (const char* line : {
            "mla_kv_page_group_allocations_total 9\n",
@@ -191,6 +193,7 @@ TEST(MetricsTest, PagesAndSequencesLeaveTheirTraces) {
            "mla_ahead_refused_total{why=\"late\"} 15\n",
            "mla_device_sleeps_total{with=\"launch\"} 11\n",
            "mla_device_polling_seconds_total{with=\"launch\"} 1.5\n",
+           "mla_late_query_copies_total 16\n",
        }) {
     EXPECT_THAT(text, HasSubstr(line));
   }
@@ -306,6 +309,29 @@ TEST(WatchdogTest, ReportsTimeoutRecoveryAndLoss) {
   std::this_thread::sleep_for(milliseconds(50));
   EXPECT_FALSE(state.Get().healthy);
   EXPECT_EQ(state.Get().message, "device lost");
+}
+
+TEST(WatchdogTest, EndsTheProcessWhereACallNeverReturns) {
+  ServerState state;
+  std::atomic<bool> stuck{false}, silent{true};
+  std::atomic<int> looks{0};
+  std::promise<std::string> ended;
+  const Watchdog watchdog(
+      [&] {
+        silent.wait(true);  // the call that is stuck holds what a probe needs
+        return Heartbeat{};
+      },
+      &state, milliseconds(60000), milliseconds(5),
+      {[&] {
+         ++looks;
+         return std::string(stuck.exchange(false) ? "a call has not returned" : "");
+       },
+       [&](const std::string& why) { ended.set_value(why); }});
+  while (looks < 3) std::this_thread::yield();  // without an end: nothing is stuck
+  stuck = true;
+  EXPECT_EQ(ended.get_future().get(), "a call has not returned");
+  silent = false;
+  silent.notify_all();
 }
 
 TEST(WatchdogTest, StatsAreOfNowOrTheLastThatWereTold) {

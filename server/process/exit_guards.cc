@@ -54,4 +54,9 @@ StopGuard::~StopGuard() {
   if (thread_.joinable()) thread_.join();
 }
 
+void EndStuck(const std::string& why) {
+  Log(LogLevel::kError, "stuck", {{"why", why}});
+  _exit(kExitAborted);
+}
+
 }  // namespace mla::server

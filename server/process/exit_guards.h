@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <future>
+#include <string>
 #include <thread>
 
 namespace mla::server {
@@ -44,6 +45,10 @@ class StopGuard final {
   std::promise<void> over_;
   std::thread thread_;
 };
+
+// Ends the process with kExitAborted and `why` in the log, at once: a thread that never comes back
+// holds what an orderly end needs.
+[[noreturn]] void EndStuck(const std::string& why);
 
 }  // namespace mla::server
 

@@ -417,6 +417,16 @@ TEST_F(WordsTest, WordsThatTheDeviceDoesNotReach) {
   EXPECT_EQ(loose[1], 5u);  // left to the caller
 }
 
+// Driver calls of other threads wait for a gate, so none is without a bound.
+TEST_F(WordsTest, GatesWaitForTwoSecondsAtMost) {
+  for (const int64_t limit_ns : {int64_t{-1}, kLimitNs + 1}) {
+    RowLaunch launch;
+    launch.set_words({Word(0), 5}, limit_ns, {Word(1), 1});
+    const absl::Status refused = launch.Submit(*backend_, 0, Row(0, 0x3f80), 0);
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  }
+}
+
 // Devices whose kernels were never seen to reach host memory.
 TEST_F(InPlaceTest, AmdDevicesHaveCopies) {
   backend_->UnregisterHost(memory_);

@@ -116,7 +116,10 @@ struct SplitArgs {
 // memory, each once it is complete, with its log-sum-exps.
 //
 // Queries are copied in the order of segments, over words of kToCome. A word of another value has
-// arrived; one of this value has if `arrived` says that all have.
+// arrived; one of this value has if `arrived` says that all have. The host gives the copy to the
+// device after the kernel, and a driver call of another thread that waits for the device keeps it
+// from that. So a block waits for patience_ns from its start, by the device's clock, and then reads
+// in the host's memory what has not come, where SegmentRecord::list leads to in these launches.
 //
 // Parts of a tile are its pieces of piece_rows KV rows, the last one of what is left behind the
 // last cut that its first query row sees, and their partial rows follow one another. Each unit has
@@ -148,6 +151,9 @@ struct StreamReport {
   uint64_t ended[kPushBlocks];  // the same
   // The launch's, once all that the block has to bring to the host's memory is there.
   uint32_t tickets[kPushBlocks];
+  // The ticket of the last launch in which a block has read queries in the host's memory.
+  uint32_t impatient;
+  uint32_t padding;
 };
 struct StreamArgs : AttendArgs {
   static constexpr bool kStreams = true;
@@ -160,6 +166,7 @@ struct StreamArgs : AttendArgs {
   uint32_t ticket;  // none of earlier launches
   int32_t segment_count;
   int32_t piece_rows;
+  uint32_t patience_ns;
 };
 
 // Merge of partial tiles. Grid: x = reduce tile, y = packed rows inside the tile, W / waves_per_row

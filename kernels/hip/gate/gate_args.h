@@ -14,6 +14,8 @@ inline constexpr uint32_t kGateThreads = 64;
 inline constexpr uint32_t kSignalThreads = 256;
 // Of a launch; those of more requests are left to the host.
 inline constexpr int32_t kMostSignals = 8;
+// Longest that a gate may wait: driver calls of other threads wait for it.
+inline constexpr int64_t kMostGateNs = 2'000'000'000;
 
 // What a gate leaves.
 struct GateOutcome {

@@ -11,9 +11,9 @@ absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
   if (device_.kernels.gate == nullptr || !slot.Reaches(gate.ready.word, sizeof(uint32_t))) {
     return absl::InvalidArgumentError("gate: its word is not in pinned memory");
   }
-  if (gate.limit_ns < 0) {
+  if (gate.limit_ns < 0 || gate.limit_ns > kMostGateNs) {
     return absl::InvalidArgumentError(
-        absl::StrCat("gate: limit_ns: got ", gate.limit_ns, ", want >= 0"));
+        absl::StrCat("gate: limit_ns: got ", gate.limit_ns, ", want 0 to ", kMostGateNs));
   }
   GateArgs args = {};
   const uint32_t* const nearby = gate.ready.nearby;

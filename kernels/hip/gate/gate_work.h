@@ -16,8 +16,9 @@ class GateWork final {
  public:
   explicit GateWork(const DeviceState& device) : device_(device) {}
 
-  // The first of the timed kernels. INVALID_ARGUMENT: the device does not reach the word, or
-  // what does not look at the gate's outcome would write shared memory.
+  // The first of the timed kernels. INVALID_ARGUMENT: the device does not reach the word, the
+  // limit is none (kMostGateNs), or what does not look at the gate's outcome would write shared
+  // memory.
   absl::Status AddGate(LaunchSlot& slot, const Launch& launch);
   // The last of the timed kernels, where they bring all outputs where they belong or there is a
   // gate; and the last of all, where kernels bring outputs there. Sets no signal where copies do.

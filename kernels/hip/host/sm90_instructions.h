@@ -3,6 +3,8 @@
 #ifndef MLA_KERNELS_HIP_HOST_SM90_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_HOST_SM90_INSTRUCTIONS_H_
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -148,7 +150,7 @@ inline void load_fresh(uint32_t (&x)[4], const float* from) { std::memcpy(x, fro
 
 inline uint32_t unknown(uint32_t x) { return x; }
 
-// Blocks run one after another, those that push outputs last, and copies before the kernel.
+// Blocks run one after another, those that push outputs last.
 inline void count_finished(uint32_t* at, int apart) {
   for (int i = 0; i < kPushBlocks; ++i) ++at[i * apart];
 }
@@ -158,11 +160,30 @@ inline void await_finished(const uint32_t* at, uint32_t count) {
 inline bool has_come(const Chunk& c) {
   return std::find(std::begin(c.w), std::end(c.w), kToCome) == std::end(c.w);
 }
-inline Chunk await_chunk(const void* from, const uint32_t* all, uint32_t ticket) {
+inline Chunk load_arriving(const void* from) {
   Chunk c;
-  std::memcpy(c.w, from, sizeof(c.w));
-  if (!has_come(c) && *all != ticket) host::Fault("a block waits for queries that never come");
+  for (size_t i = 0; i < std::size(c.w); ++i) {
+    c.w[i] = __atomic_load_n(static_cast<const uint32_t*>(from) + i, __ATOMIC_RELAXED);
+  }
   return c;
+}
+// Copies are made by other threads, if the runtime has some, else before the kernel.
+inline bool await_queries(const void* chunk, const StreamArgs& args, lds_t begun) {
+  const auto since = float_to_bits(load_float(begun));
+  while (!has_come(load_arriving(chunk)) && load_host_word(args.arrived) != args.ticket) {
+    if (static_cast<uint32_t>(realtime_ns()) - since >= args.patience_ns) return false;
+    sched_yield();
+  }
+  return true;
+}
+inline Chunk await_chunk(const void* from, const StreamArgs& args) {
+  constexpr uint64_t kMostNs = 10'000'000'000;
+  const uint64_t begin = realtime_ns();
+  while (!has_come(load_arriving(from)) && load_host_word(args.arrived) != args.ticket) {
+    if (realtime_ns() - begin > kMostNs) host::Fault("a block waits for queries that never come");
+    sched_yield();
+  }
+  return load_arriving(from);
 }
 
 inline void store_half_word(lds_t at, uint32_t x) { shared_store(at, static_cast<uint16_t>(x)); }

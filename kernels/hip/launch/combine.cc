@@ -8,9 +8,14 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads) {
 }
 
 absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const DeviceState& device,
-                                                 const AttentionParams& params) {
+                                                 const AttentionParams& params,
+                                                 std::span<const std::byte* const> host_queries) {
   const SegmentRecord& first = params.segments[0];
+  size_t index = 0;
   return slot.metadata().PutEach(params.segments, [&](SegmentRecord record) {
+    if (!host_queries.empty()) {
+      record.list = reinterpret_cast<const int32_t*>(host_queries[index++]);
+    }
     record.layer_offset -= first.layer_offset;
     record.weights_slot -= first.weights_slot;
     record.kv_scale = device.RowScale(params.desc.kv_format, record.kv_scale);

@@ -2,7 +2,9 @@
 #ifndef MLA_KERNELS_HIP_LAUNCH_COMBINE_H_
 #define MLA_KERNELS_HIP_LAUNCH_COMBINE_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -26,9 +28,12 @@ int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads);
 
 // The segments in the launch's metadata. Layers and weights are counted from those of the first
 // segment, so that the layers of a step have the same bytes; addresses in the kernels' arguments
-// say what they are counted from. RESOURCE_EXHAUSTED when they do not fit.
-absl::StatusOr<const SegmentRecord*> PutSegments(LaunchSlot& slot, const DeviceState& device,
-                                                 const AttentionParams& params);
+// say what they are counted from. `host_queries`: of a streamed launch, where the queries of each
+// segment are in the host's memory (StreamArgs); else empty. RESOURCE_EXHAUSTED when they do not
+// fit.
+absl::StatusOr<const SegmentRecord*> PutSegments(
+    LaunchSlot& slot, const DeviceState& device, const AttentionParams& params,
+    std::span<const std::byte* const> host_queries = {});
 
 // Adds the kernel that merges the partials of the attention before it by their log-sum-exp; none if
 // the plan splits no rows. A part that saw no key has LSE -inf and weight 0; a row with no key at

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kernels/hip/runtime/call_watch.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -19,8 +20,7 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kNvidiaRegisterMapped = 2;
 constexpr int kAmdMultiprocessorCount = 63;
 constexpr int kNvidiaMultiprocessorCount = 16;
-constexpr int kNvidiaCapabilityMajor = 75;
-constexpr int kNvidiaCapabilityMinor = 76;
+constexpr int kNvidiaCapabilityMajor = 75, kNvidiaCapabilityMinor = 76;
 constexpr int kNvidiaHostPointersReach = 91;  // registered memory at the host's addresses
 constexpr int kNvidiaMaxDynamicShared = 8;
 constexpr unsigned kNvidiaCooperative = 2;
@@ -28,8 +28,7 @@ constexpr unsigned kNvidiaProgrammaticSerialization = 6;
 constexpr int kAmdHostToDevice = 1;
 constexpr int kAmdDeviceToHost = 2;
 constexpr int kAmdDeviceToDevice = 3;
-constexpr unsigned kNvidiaHostMemory = 1;
-constexpr unsigned kNvidiaDeviceMemory = 2;
+constexpr unsigned kNvidiaHostMemory = 1, kNvidiaDeviceMemory = 2;
 
 struct NvidiaLaunchAttribute {
   unsigned id;
@@ -308,6 +307,7 @@ absl::Status GpuRuntime::Bind() {
 
 #define MLA_GPU_CALL(call, name)                               \
   do {                                                         \
+    CallWatch::NoteDriverCall(name);                           \
     if (absl::Status s = Bind(); !s.ok()) return s;            \
     if (absl::Status s = Check(call, name); !s.ok()) return s; \
   } while (false)

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/hip/runtime/call_watch.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -185,6 +186,7 @@ bool KernelGraphs::Set(Entry& entry, Node& node, const PendingKernel& kernel) {
 bool KernelGraphs::Launch(std::span<const PendingKernel> kernels, Stream stream) {
   if (kernels.empty() || kernels.size() > kMostKernels) return false;
   Entry* const entry = Find(kernels);
+  CallWatch::NoteDriverCall("graph launch");
   if (entry == nullptr || entry->exec == nullptr || !runtime_->Bind().ok()) return false;
   for (size_t i = 0; i < kernels.size(); ++i) {
     if (!Set(*entry, entry->nodes[i], kernels[i])) return false;
@@ -201,6 +203,7 @@ bool KernelGraphs::Launch(std::span<const PendingKernel> kernels, Stream stream)
 }
 
 void KernelGraphs::Prepare() {
+  CallWatch::NoteDriverCall("graph update");
   for (Entry& entry : entries_) {
     if (!std::exchange(entry.launched, false)) continue;
     for (Node& node : std::span(entry.nodes).first(entry.count)) {
@@ -230,6 +233,7 @@ void KernelGraphs::Learn(std::span<const PendingKernel> kernels) {
 }
 
 bool KernelGraphs::Make(Entry& entry) {
+  CallWatch::NoteDriverCall("graph creation");
   if (!runtime_->Bind().ok() || api_->create(&entry.graph, 0) != 0) return false;
   for (size_t i = 0; i < entry.count; ++i) {
     if (!AddKernel(entry, i)) return false;

@@ -44,8 +44,8 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
   auto report = PinnedBuffer::Create(runtime, "a gate's outcome", sizeof(GateOutcome));
   if (!outcome.ok() || !report.ok()) return outcome.ok() ? report.status() : outcome.status();
   slot->outcome_ = *std::move(outcome);
-  slot->report_ = *std::move(report);
-  std::memset(slot->report_.data(), 0, sizeof(GateOutcome));
+  slot->gate_report_ = *std::move(report);
+  std::memset(slot->gate_report_.data(), 0, sizeof(GateOutcome));
   const int64_t digests = sizes.digests * static_cast<int64_t>(sizeof(PartDigest));
   auto made_digests = DeviceBuffer::Create(runtime, "digests", digests);
   auto digests_back = PinnedBuffer::Create(runtime, "digests", digests);
@@ -194,7 +194,8 @@ absl::Status LaunchSlot::ClearArrivals() {
 }
 
 // Behind the kernels that wait for them: the device is slow to fetch what it is to do while copies
-// have the bus.
+// have the bus. Any of these calls may have to wait for a driver call of another thread, which
+// waits for the device; so the kernels' wait has a bound (StreamArgs).
 absl::Status LaunchSlot::EnqueueArrivals() {
   absl::Status s;
   for (const TensorMove& copy : arrivals_.copies) {
@@ -202,7 +203,7 @@ absl::Status LaunchSlot::EnqueueArrivals() {
                          streams_.in);
     if (!s.ok()) break;
   }
-  // Also of copies that were refused, so that the kernels end.
+  // Also of copies that were refused, so that the kernels end sooner.
   s.Update(runtime_->StoreWord(arrivals_.word, arrivals_.ticket, streams_.in));
   if (s.ok()) s = runtime_->Record(arrived_, streams_.in);
   return s.ok() ? runtime_->WaitFor(streams_.compute, arrived_) : s;
@@ -289,8 +290,9 @@ absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   if (s.ok() && cleared_range_.end > 0) s = runtime_->WaitFor(streams_.in, cleared_);
   if (!arrives) cleared_range_ = {};  // others may write there
   const bool reports = arrives && outputs_in_place_ && launch.page_reads.empty();
-  report_at_end_ = reports ? arrivals_.report : nullptr;
-  ticket_at_end_ = arrivals_.ticket;
+  ends_with_report_ = reports;
+  report_ = arrives ? arrivals_.report : nullptr;
+  ticket_ = arrivals_.ticket;
   if (s.ok() && one_sequence_) return EnqueueSequence(launch);
   if (s.ok()) s = EnqueueInputs(launch.inputs);
   if (s.ok()) s = EnqueueWrites(launch.page_writes, pool);
@@ -341,12 +343,12 @@ absl::StatusOr<bool> LaunchSlot::Done() {
 
 // The device takes microseconds from a kernel's last store to an event that the host sees.
 absl::StatusOr<bool> LaunchSlot::AskDone() const {
-  if (report_at_end_ == nullptr) return runtime_->Done(end_);
+  if (!ends_with_report_) return runtime_->Done(end_);
   const auto reported = [this](const uint32_t& ticket) {
     return std::atomic_ref(const_cast<uint32_t&>(ticket)).load(std::memory_order_acquire) ==
-           ticket_at_end_;
+           ticket_;
   };
-  const auto& tickets = report_at_end_->tickets;
+  const auto& tickets = report_->tickets;
   const bool all = std::all_of(std::begin(tickets), std::end(tickets), reported);
   // Queries of a segment without KV rows are copied, too, and no kernel waits for them.
   return runtime_->Done(all ? arrived_ : end_);
@@ -378,10 +380,11 @@ absl::StatusOr<int64_t> LaunchSlot::Wait(std::chrono::milliseconds watchdog) {
   TakeDigests(reads_);
   tensors_.HandOver(outputs_);
   if (one_sequence_) return static_cast<int64_t>(gate_report()->ended);
-  if (report_at_end_ != nullptr) {
-    const auto& ended = report_at_end_->ended;
+  work_.late_copies += report_ != nullptr && report_->impatient == ticket_;
+  if (ends_with_report_) {
+    const auto& ended = report_->ended;
     const uint64_t last = *std::max_element(std::begin(ended), std::end(ended));
-    return static_cast<int64_t>(last - report_at_end_->begun);
+    return static_cast<int64_t>(last - report_->begun);
   }
   if (!gated_) return runtime_->ElapsedNs(started_, computed_);
   was_late_ = gate_report()->late != 0;

@@ -98,7 +98,8 @@ class LaunchSlot {
   std::span<const TensorMove> input_moves() const { return input_moves_; }
   std::span<const TensorMove> output_moves() const { return output_moves_; }
   // Inputs that are copied while the kernels run, which see them arrive: until they do, each of
-  // their words is kToCome, and once all have, `*word` is `ticket`, which it never was before.
+  // their words is kToCome, and once all have, `*word` is `ticket`, which it never was before. The
+  // kernels wait for them within a bound and end without them (StreamArgs).
   struct Arrivals {
     // In the order of device addresses, and behind all else that is copied in. Valid until Submit.
     std::span<const TensorMove> copies;
@@ -140,7 +141,7 @@ class LaunchSlot {
   void NoteSignals(bool all) { signals_ = all; }
   bool signals() const { return signals_; }
   GateOutcome* gate_outcome() const { return outcome_.As<GateOutcome>(); }
-  GateOutcome* gate_report() const { return reinterpret_cast<GateOutcome*>(report_.data()); }
+  GateOutcome* gate_report() const { return reinterpret_cast<GateOutcome*>(gate_report_.data()); }
   bool gated() const { return gated_; }
   // On the device: not 0 once the gate has run out of time. Null without a gate.
   const uint32_t* late_word() const { return gated_ ? &gate_outcome()->late : nullptr; }
@@ -230,7 +231,7 @@ class LaunchSlot {
   TensorCopies tensors_;
   StagedRegion metadata_;
   DeviceBuffer workspace_, outcome_;
-  PinnedBuffer report_;
+  PinnedBuffer gate_report_;
   DeviceBuffer digests_;
   PinnedBuffer digests_back_;
   Digests writes_, reads_;
@@ -243,9 +244,11 @@ class LaunchSlot {
   std::vector<TensorMove> input_moves_, output_moves_;
   TensorMove signal_copy_ = {};
   Arrivals arrivals_;
-  // Of the launch that runs, where it ends with that report; null: with end_.
-  const StreamReport* report_at_end_ = nullptr;
-  uint32_t ticket_at_end_ = 0;
+  // The report of the launch that runs, if it has arrivals, and whether the launch ends with that,
+  // else with end_.
+  const StreamReport* report_ = nullptr;
+  bool ends_with_report_ = false;
+  uint32_t ticket_ = 0;
   Range cleared_range_;                  // that is kToCome behind cleared_; empty: none
   std::span<const HostOutput> outputs_;  // of the launch that runs
   Event inputs_ready_ = nullptr, started_ = nullptr, computed_ = nullptr, done_ = nullptr;

@@ -33,12 +33,15 @@ class AttendWgmma {
  public:
   using L = WgmmaLayout<C>;
   static constexpr int kThreads = 3 * L::kGroupThreads;
-  // While parts of a stream are merged, rows of the next item arrive.
-  static constexpr int kMergeBytes = Args::kStreams ? MergePieces<L::kRows>::kScratchBytes : 0;
-  static constexpr int kSharedBytes = L::kSharedBytes + kMergeBytes;
+  static constexpr int kSharedBytes = L::kSharedBytes + (Args::kStreams ? L::kStreamBytes : 0);
 
   MLA_DEVICE static void run(const Args& args) {
     const L shared{tile::shared_base<kSharedBytes>()};
+    if constexpr (Args::kStreams) {
+      if (thread_index() == 0) {
+        tile::store_word(shared.begun(), static_cast<uint32_t>(realtime_ns()));
+      }
+    }
     shared.init_barriers();
     let_next_kernel_start();
     const int group = tile::wave_index() >> 2;

@@ -147,26 +147,37 @@ MLA_DEVICE void await_finished(const uint32_t* at, uint32_t count) {
 MLA_DEVICE bool has_come(const Chunk& c) {
   return c.w[0] != kToCome && c.w[1] != kToCome && c.w[2] != kToCome && c.w[3] != kToCome;
 }
-// A chunk that is being copied to the device, once it is there: it has no word that is kToCome, or
-// `*all` is `ticket`.
-MLA_DEVICE Chunk await_chunk(const void* from, const uint32_t* all, uint32_t ticket) {
-  constexpr uint32_t kLooks = 16;  // for the chunk, for each for the other word
-  const auto look = [from] {
-    Chunk c;
-    asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
-                 : "l"(from)
-                 : "memory");
-    return c;
-  };
+// A chunk as copies of other processors have left it so far.
+MLA_DEVICE Chunk load_arriving(const void* from) {
+  Chunk c;
+  asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(c.w[0]), "=r"(c.w[1]), "=r"(c.w[2]), "=r"(c.w[3])
+               : "l"(from)
+               : "memory");
+  return c;
+}
+// Waits for a chunk of queries that is to be copied to the device: until it has no word that is
+// kToCome, or all queries have arrived. Returns false if neither has come within the patience of a
+// block that began at `begun`, the low half of realtime_ns in shared memory.
+MLA_DEVICE bool await_queries(const void* chunk, const StreamArgs& args, lds_t begun) {
+  constexpr uint32_t kLooks = 16;  // for the chunk, for each for the other word and the clock
   for (uint32_t i = 1;; ++i) {
-    const Chunk c = look();
-    if (has_come(c)) return c;
+    if (has_come(load_arriving(chunk))) return true;
     if (i % kLooks == 0) {
-      uint32_t word;
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(all) : "memory");
-      if (word == ticket) return look();
+      if (load_host_word(args.arrived) == args.ticket) return true;
+      uint32_t since;
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(since) : "r"(begun) : "memory");
+      if (static_cast<uint32_t>(realtime_ns()) - since >= args.patience_ns) return false;
     }
+    __nanosleep(100);
+  }
+}
+// A chunk of queries whose copy is under way, since a later one has come.
+MLA_DEVICE Chunk await_chunk(const void* from, const StreamArgs& args) {
+  while (true) {
+    const Chunk c = load_arriving(from);
+    if (has_come(c)) return c;
+    if (load_host_word(args.arrived) == args.ticket) return load_arriving(from);
     __nanosleep(100);
   }
 }

@@ -43,7 +43,7 @@ class WgmmaConsumer {
       if constexpr (Args::kStreams) {
         const auto again = static_cast<int>(tile::unknown(static_cast<uint32_t>(index)));
         MergePieces<L::kRows>(args, load_item<L::kRows>(args, again, share), share,
-                              tile::unknown(shared.base + L::kSharedBytes))
+                              tile::unknown(shared.turn()))
             .run([] { tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>(); });
       }
     } else {

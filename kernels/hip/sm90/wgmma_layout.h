@@ -39,7 +39,14 @@ struct WgmmaLayout {
   static constexpr int kSharedBytes =
       3 * kTileBytes + kOriginBytes + kSumBytes + kBarrierBytes + kStagingBytes + kSeenBytes;
 
+  // Streams have so many bytes more, after all that.
+  static constexpr int kStreamBytes = 16;
+
   lds_t base;
+
+  MLA_DEVICE lds_t turn() const { return base + kSharedBytes; }  // of MergePieces
+  // When the block began: the low half of realtime_ns.
+  MLA_DEVICE lds_t begun() const { return turn() + 8; }
 
   MLA_DEVICE lds_t slot(int s) const { return base + s * kTileBytes; }
   MLA_DEVICE lds_t queries() const { return slot(2); }

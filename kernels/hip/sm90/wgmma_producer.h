@@ -120,8 +120,8 @@ class WgmmaProducer {
     }
   }
   // Behind the first KV rows, which do not wait for them. Of the warp's chunks the last is waited
-  // for, by one load of all lanes; those before it are hardly ever still to come by then. By row,
-  // in few registers.
+  // for, by one load of all lanes; those before it are hardly ever still to come by then. Chunks
+  // that were waited for in vain are read in the host's memory. By row, in few registers.
   MLA_DEVICE void bring_arriving_queries(const Item& item) {
     if constexpr (Args::kStreams) {
       await_queries_emptied();
@@ -134,10 +134,12 @@ class WgmmaProducer {
       };
       const int last_row = ((kCopyRows - 1) * 4 + warp) * kWarpRows + kWarpRows - 1;
       const int last = last_row < item.rows ? last_row : item.rows - 1;
-      (void)tile::await_chunk(queries.row(last) + L::kDim - 8, args.arrived, args.ticket);
+      const bool come = tile::await_queries(queries.row(last) + L::kDim - 8, args, shared.begun());
+      if (!come) args.report->impatient = args.ticket;
 #pragma unroll 1
       for (int g = 0; g < kCopyRows; ++g) {
-        const uint8_t* const from = chunks_of(g);
+        const uint8_t* from = chunks_of(g);
+        if (!come) from += away(*item.segment);
 #pragma unroll
         for (int block = 0; block < L::kBlocks; ++block) {
           tile::copy_chunk(place(g, block), from + block * 128);
@@ -147,7 +149,7 @@ class WgmmaProducer {
       tile::wait_for_copies<0>();
       bool all = true;
 #pragma unroll 1
-      for (int g = 0; g < kCopyRows; ++g) {
+      for (int g = 0; come && g < kCopyRows; ++g) {
 #pragma unroll 3
         for (int block = 0; block < L::kBlocks; ++block) {
           all &= tile::has_come(tile::load_chunk_shared(place(g, block)));
@@ -159,8 +161,7 @@ class WgmmaProducer {
 #pragma unroll 1
         for (int block = 0; block < L::kBlocks; ++block) {
           if (tile::has_come(tile::load_chunk_shared(place(g, block)))) continue;
-          tile::store_chunk(place(g, block),
-                            tile::await_chunk(from + block * 128, args.arrived, args.ticket));
+          tile::store_chunk(place(g, block), tile::await_chunk(from + block * 128, args));
         }
       }
 #pragma unroll
@@ -168,6 +169,10 @@ class WgmmaProducer {
         tile::barrier_arrive(shared.queries_filled(part));
       }
     }
+  }
+  // From the copies of a segment's queries to these in the host's memory, in bytes.
+  MLA_DEVICE static int64_t away(MLA_RECORD const SegmentRecord& r) {
+    return reinterpret_cast<const uint8_t*>(r.list) - static_cast<const uint8_t*>(r.q);
   }
   MLA_DEVICE void await_queries_emptied() {
     const uint32_t n = items++;

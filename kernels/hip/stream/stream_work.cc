@@ -20,6 +20,11 @@ constexpr int32_t kMostOwnRows = 4;
 // Of tiles with so many partial rows, a counter for each of their shares lies within these.
 int64_t MeetingsFor(int64_t partial_rows) { return partial_rows + kMostSplitShares; }
 
+// How long a block waits for queries (StreamArgs): many times what a bus takes that brings 4 GB/s,
+// and no longer than the half of a 32-bit clock of nanoseconds.
+constexpr int64_t kLeastPatienceNs = 1'000'000, kMostPatienceNs = 2'000'000'000;
+constexpr int64_t kBytesPerNs = 4;
+
 constexpr int64_t kWord = sizeof(uint32_t);
 int64_t ArrivedBytes(const BackendLimits& l) { return l.launch_slots * kWord; }
 int64_t FinishedBytes(const BackendLimits& l) { return kPushBlocks * l.launch_requests * kWord; }
@@ -29,6 +34,12 @@ int64_t ReportBytes(const BackendLimits& l) {
 }
 
 DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
+
+uint32_t PatienceFor(std::span<const TensorMove> queries) {
+  int64_t bytes = 0;
+  for (const TensorMove& copy : queries) bytes += copy.bytes;
+  return static_cast<uint32_t>(std::min(kLeastPatienceNs + bytes / kBytesPerNs, kMostPatienceNs));
+}
 
 bool SameTile(const WorkInfo& a, const WorkInfo& b) {
   return a.segment == b.segment && a.q_begin == b.q_begin && a.heads == b.heads;
@@ -93,6 +104,7 @@ absl::StatusOr<StreamWork> StreamWork::Create(const DeviceState& device,
     taken.inputs.reserve(kMostTensors);
     taken.outputs.reserve(kMostTensors);
     taken.queries.reserve(kMostTensors);
+    taken.host_queries.reserve(static_cast<size_t>(limits.launch_requests));
     taken.tensors.reserve(static_cast<size_t>(limits.launch_requests));
     taken.writers.reserve(static_cast<size_t>(limits.launch_requests));
   }
@@ -177,6 +189,7 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
     }
     last = in;
     expected = q + bytes;
+    taken.host_queries.push_back(in->host + (q - in->device));
   }
   // What is staged travels with all that lies before it, so nothing else may lie behind.
   return ended() && last == &taken.inputs.back();
@@ -302,6 +315,7 @@ const Launch& StreamWork::Take(LaunchSlot& slot, int32_t index, const Launch& la
   taken.inputs.assign(launch.inputs.begin(), launch.inputs.end());
   taken.outputs.assign(launch.outputs.begin(), launch.outputs.end());
   taken.queries.clear();
+  taken.host_queries.clear();
   taken.tensors.clear();
   if (!PlaceQueries(slot, taken) || !PlaceOutputs(slot, taken)) return launch;
   size_t input = 0, output = 0;
@@ -333,7 +347,7 @@ absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& 
   const Taken& taken = taken_[static_cast<size_t>(index)];
   const AttentionParams& params = taken.launch.absorbed;
   const SplitVariant& variant = device_->arch->stream.front();
-  auto segments = PutSegments(slot, *device_, params);
+  auto segments = PutSegments(slot, *device_, params, taken.host_queries);
   if (!segments.ok()) return segments.status();
   auto tensors = slot.metadata().PutEach(std::span<const StreamedTensors>(taken.tensors),
                                          [](const StreamedTensors& t) { return t; });
@@ -359,6 +373,7 @@ absl::Status StreamWork::Add(LaunchSlot& slot, int32_t index, const DevicePlan& 
   args.ticket = taken.ticket;
   args.segment_count = static_cast<int32_t>(taken.tensors.size());
   args.piece_rows = taken.cut.piece_rows;
+  args.patience_ns = PatienceFor(taken.queries);
   const LaunchShape shape{.grid_x = static_cast<uint32_t>(args.blocks + kPushBlocks),
                           .threads = static_cast<uint32_t>(variant.threads),
                           .shared_bytes = static_cast<uint32_t>(variant.shared_bytes),

@@ -61,7 +61,8 @@ class StreamWork final {
     std::vector<HostInput> inputs;
     std::vector<HostOutput> outputs;
     std::vector<TensorMove> queries;
-    std::vector<StreamedTensors> tensors;  // by segment
+    std::vector<const std::byte*> host_queries;  // by segment
+    std::vector<StreamedTensors> tensors;        // by segment
   };
 
   explicit StreamWork(const DeviceState& device) : device_(&device) {}

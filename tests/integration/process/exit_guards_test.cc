@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -61,7 +62,8 @@ class ProcessEndTest : public testing::Test {
       server::Server::Start(Options()).IgnoreError();
     }).join();
   }
-  void StopWhileALaunchHangs() {
+  // Calls `then` with the server and its backend, which holds a launch by then.
+  void WhileALaunchHangs(const std::function<void(server::Server&, FaultyBackend&)>& then) {
     server::ServerOptions options = Options();
     auto backend = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
     FaultyBackend* const device = backend.get();
@@ -73,8 +75,20 @@ class ProcessEndTest : public testing::Test {
     device->HoldLaunches();
     std::thread([&] { worker.Step({&track}, {1}, v1::PROFILE_ABSORBED).IgnoreError(); }).detach();
     while (!device->holds_launch()) std::this_thread::sleep_for(1ms);
-    const server::StopGuard guard(300ms);
-    (*server)->Shutdown(100ms);
+    then(**server, *device);
+  }
+  void StopWhileALaunchHangs() {
+    WhileALaunchHangs([](server::Server& server, FaultyBackend&) {
+      const server::StopGuard guard(300ms);
+      server.Shutdown(100ms);
+    });
+  }
+  // Nothing stops the server but its watchdog.
+  void ServeWhileACallIsStuck() {
+    WhileALaunchHangs([](server::Server&, FaultyBackend& device) {
+      device.SetStuck();
+      while (true) std::this_thread::sleep_for(1s);
+    });
   }
 
   TempFolder folder_;
@@ -91,6 +105,11 @@ TEST_F(ProcessEndTest, AStopInTimeIsLeftAlone) {
     std::exit(server::kExitDrained);
   };
   EXPECT_EXIT(stop(), ExitedWithCode(server::kExitDrained), "");
+}
+
+TEST_F(ProcessEndTest, ACallThatNeverReturnsEndsTheProcessAndIsNamed) {
+  EXPECT_EXIT(ServeWhileACallIsStuck(), ExitedWithCode(server::kExitAborted),
+              "stuck.*a held launch has not returned");
 }
 
 // The first thread may be the engine's, the poller's or one that maintains streams: some run

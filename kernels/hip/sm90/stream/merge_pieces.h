@@ -14,9 +14,9 @@ template <int kRows>
 class MergePieces {
  public:
   static constexpr int kWarps = 8;
-  static constexpr int kScratchBytes = 16;
 
-  // `scratch`: shared memory that nothing else uses.
+  // `scratch`: 8 bytes of shared memory that nothing else uses: rows of the next item arrive while
+  // this one's are merged.
   MLA_DEVICE MergePieces(const StreamArgs& args, const Item& item, int of_share,
                          tile::lds_t scratch)
       : record(item.segment),
