@@ -39,13 +39,20 @@
 
 namespace mla::kernels {
 
+// A text about a backend for operators: a choice that they cannot see from outside, and its reason.
+struct BackendNote {
+  std::string name;  // "runtime", "graphs", ...
+  std::string text;
+};
+
 struct BackendInfo {
   std::string name;         // "reference", "cpu", "hip-gfx950", ...
   std::string description;  // one line for people
   std::string device;       // device name as its driver reports it
   std::string arch;         // instruction set in use: "avx512_bf16", "gfx950", ...
   std::string supported;    // supported shapes in words, shown at refusal and by GetServerInfo
-  int32_t units = 1;        // parallel workers a plan should be cut for: threads, CUs, SMs
+  std::vector<BackendNote> notes;  // shown by GetServerInfo and in the log
+  int32_t units = 1;               // parallel workers a plan should be cut for: threads, CUs, SMs
   // Formats of KV rows that it computes on; CanRun has the last word.
   std::vector<KvFormat> kv_formats = {KvFormat::kBf16};
   Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of 8-bit floats in its pool
@@ -100,6 +107,7 @@ struct BackendInfo {
 struct RoundTraits {
   // For up-projected keys and values, at least LeastRoundWorkspace(dims); 0: there are no rounds.
   int64_t workspace_bytes = 0;
+  int32_t most = kMostRounds;               // rounds of a launch; at most kMostRounds
   ExpandedDims dims = {};                   // of what is up-projected
   int64_t cache_bytes = int64_t{24} << 20;  // of keys and values that are attended to at a time
   // Rows of the partial buffers that carry results from round to round:

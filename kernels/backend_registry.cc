@@ -45,6 +45,7 @@ absl::StatusOr<BackendChoice> BackendRegistry::Select(const std::string& wanted,
         choice.backend = *std::move(backend);
       } else {
         candidate.reason = std::string(backend.status().message());
+        if (row.hardware) candidate.unused_hardware = row.hardware();
       }
     }
     choice.candidates.push_back(std::move(candidate));
@@ -55,8 +56,11 @@ absl::StatusOr<BackendChoice> BackendRegistry::Select(const std::string& wanted,
   }
   if (choice.backend == nullptr) {
     std::string reasons;
-    for (const BackendCandidate& candidate : choice.candidates)
+    for (const BackendCandidate& candidate : choice.candidates) {
       absl::StrAppend(&reasons, "; ", candidate.name, ": ", candidate.reason);
+      if (candidate.unused_hardware.empty()) continue;
+      absl::StrAppend(&reasons, " (this machine has ", candidate.unused_hardware, ")");
+    }
     return absl::FailedPreconditionError(
         absl::StrCat("no backend can run here (wanted ", wanted, ")", reasons));
   }

@@ -7,10 +7,12 @@
 #ifndef MLA_KERNELS_BACKEND_REGISTRY_H_
 #define MLA_KERNELS_BACKEND_REGISTRY_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -27,6 +29,12 @@ struct BackendOptions {
   int64_t gpu_expanded_workspace_bytes = int64_t{640} << 20;  // for up-projected keys and values
   int64_t gpu_shared_bytes = 0;     // of device memory, left to AllocateShared
   int64_t gpu_watchdog_ms = 10000;  // longest launch
+  // A GPU runtime's library, or the folder that it is in; empty: where it usually is.
+  std::string gpu_runtime_library;
+  std::string gpu_graphs = "auto";    // "auto", "on", "off": hip::GraphUse
+  int64_t gpu_self_test_ms = 300000;  // longest test of a GPU's kernels
+  // Called when a part of that test begins, with how long it has taken so far; may be empty.
+  std::function<void(std::string_view part, std::chrono::milliseconds so_far)> on_self_test_part;
   // CPU dispatch level to use, or "" for the best: "amx", "avx512_bf16", "avx512", "avx2",
   // "portable".
   std::string cpu_isa;
@@ -39,6 +47,9 @@ struct BackendRow {
   // Probes the machine and builds the backend. A failure is the reason shown to people; it must not
   // abort.
   std::function<absl::StatusOr<std::unique_ptr<AttentionBackend>>(const BackendOptions&)> create;
+  // Names the hardware of this kind that the machine has; "" if it has none. May be empty.
+  // Asked where the backend could not be made.
+  std::function<std::string()> hardware = {};
 };
 
 struct BackendCandidate {  // one row as seen at selection
@@ -46,6 +57,8 @@ struct BackendCandidate {  // one row as seen at selection
   int32_t rank = 0;
   bool chosen = false;
   std::string reason;  // why it was not chosen; empty when it was
+  // Its hardware is there and was not used, though no other backend was forced.
+  std::string unused_hardware = "";
 };
 
 struct BackendChoice {

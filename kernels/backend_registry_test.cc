@@ -43,6 +43,32 @@ TEST(BackendRegistryTest, BestThatRunsWinsAndTheLadderSaysWhy) {
   EXPECT_NE(choice->candidates[2].reason, "");
 }
 
+TEST(BackendRegistryTest, HardwareThatCouldNotBeUsedIsNamed) {
+  BackendRegistry registry;
+  BackendRow gpu = Missing("gpu", 100), none = Missing("other", 90);
+  int asked = 0;
+  gpu.hardware = [&asked] { return ++asked, std::string("8 GPUs"); };
+  none.hardware = [] { return std::string(); };
+  ASSERT_TRUE(registry.Add(gpu).ok());
+  ASSERT_TRUE(registry.Add(none).ok());
+  ASSERT_TRUE(registry.Add(Reference("slow", 1)).ok());
+  const auto choice = registry.Select("auto", {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->candidates[0].unused_hardware, "8 GPUs");
+  EXPECT_EQ(choice->candidates[1].unused_hardware, "");
+  EXPECT_EQ(choice->candidates[2].unused_hardware, "");
+  EXPECT_EQ(asked, 1);
+  const auto forced = registry.Select("slow", {});
+  ASSERT_TRUE(forced.ok());
+  EXPECT_EQ(forced->candidates[0].unused_hardware, "");
+  EXPECT_EQ(asked, 1);
+  const absl::Status missing = registry.Select("gpu", {}).status();
+  EXPECT_EQ(missing.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(std::string(missing.message()).find("no such device here (this machine has 8 GPUs)"),
+            std::string::npos)
+      << missing;
+}
+
 TEST(BackendRegistryTest, ANameForcesAndAMissIsExplained) {
   BackendRegistry registry;
   ASSERT_TRUE(registry.Add(Reference("slow", 1)).ok());

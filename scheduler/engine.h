@@ -225,6 +225,7 @@ struct EngineStats {
   // Requests whose tensors were not there: handed back, and launches of such that waited too long.
   uint64_t requests_handed_back = 0, launches_late = 0;
   uint64_t launches_ahead = 0;  // that were submitted before their tensors were there
+  uint64_t rounds_refused = 0;  // launches whose expanded form has more rounds than there may be
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   kernels::HostWork host_work;
@@ -237,6 +238,7 @@ struct LaunchReport {
   int32_t slices_fused = 0;         // requests that were computed as one with their siblings
   int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
   int32_t slice_waits_skipped = 0;  // times that such a sibling was not waited for again
+  int32_t rounds_refused = 0;       // 1: in the absorbed form for want of rounds of the other
   int64_t kv_bytes_read = 0;        // KV rows that the records cover, each record once
   int64_t schedule_ns = 0;          // choosing the batch and recording it
   int64_t plan_ns = 0;

@@ -15,7 +15,7 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "server/attend/attention_service.h"
-#include "server/backends.h"
+#include "server/backend_choice.h"
 #include "server/connections/bounded_service.h"
 #include "server/connections/listeners.h"
 #include "server/control/admin_service.h"
@@ -55,16 +55,6 @@ uint64_t RandomBootId() {
   return id;
 }
 
-void LogSelection(const std::vector<kernels::BackendCandidate>& candidates) {
-  for (const kernels::BackendCandidate& candidate : candidates) {
-    Log(LogLevel::kInfo, "backend",
-        {{"name", candidate.name},
-         {"rank", candidate.rank},
-         {"chosen", candidate.chosen},
-         {"reason", candidate.reason}});
-  }
-}
-
 CompletionPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
   CompletionPollerOptions polling;
   polling.threads = wire.poll_threads;
@@ -93,11 +83,6 @@ void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& back
   Log(LogLevel::kWarning, "quota_small",
       {{"wire.quota_bytes", wire.quota_bytes},
        {"at_least", absl::StrCat("2 * wire.staging_bytes, ", wire.staging_bytes)}});
-}
-
-// Once, with the reason: what models over 8-bit rows are given is chosen by the backend.
-void LogFp8Compute(const kernels::BackendInfo& backend) {
-  Log(LogLevel::kInfo, "fp8_compute", {{"in_force", backend.fp8_compute}});
 }
 
 OperatorPolicy OperatorsOf(const Config::Listen& listen) {
@@ -184,8 +169,7 @@ absl::Status Server::Parts::MakeEngine() {
   Config& config = options.config;
   std::unique_ptr<kernels::AttentionBackend> chosen = std::move(options.backend);
   if (chosen == nullptr) {
-    config.backend_options.gpu_shared_bytes = config.shm.device_bytes;
-    auto choice = AllBackends().Select(config.backend, config.backend_options);
+    auto choice = ChooseBackend(config, options.registry);
     if (!choice.ok()) return choice.status();
     candidates = std::move(choice->candidates);
     chosen = std::move(choice->backend);
@@ -215,8 +199,9 @@ absl::Status Server::Parts::MakeEngine() {
   engine = *std::move(made);
   metrics.SetTenants(engine->tenants(), config.tenants.metrics);
   metrics.SetBackend(engine->backend_info(), config.limits.kv_cache_bytes, counted_bytes);
+  metrics.SetCandidates(candidates);
   WarnOfSmallQuota(config.wire, engine->backend_info());
-  LogFp8Compute(engine->backend_info());
+  LogBackend(engine->backend_info());
   auto staging = engine->AllocateHost(static_cast<size_t>(config.wire.staging_bytes));
   if (!staging.ok()) return staging.status();
   pool = std::make_shared<AttendMessagePool>(*std::move(staging), engine->tenants());
@@ -338,6 +323,7 @@ HttpReply Server::Parts::Ready(const std::string& query) {
     if (now.why_unhealthy != now.message && !now.healthy) {
       absl::StrAppend(&reply.body, now.why_unhealthy, "\n");
     }
+    absl::StrAppend(&reply.body, UnusedGpus(candidates));
   }
   return reply;
 }

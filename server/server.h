@@ -15,6 +15,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
+#include "kernels/backend_registry.h"
 #include "server/config/config.h"
 #include "server/lifecycle/drain.h"
 
@@ -27,6 +28,8 @@ struct ServerOptions {
   // Served by instead of the one that the configuration chooses, for tests of what no machine does
   // on demand. Usually null.
   std::unique_ptr<kernels::AttentionBackend> backend = nullptr;
+  // Chosen from instead of AllBackends(), for such tests too. Null: that.
+  const kernels::BackendRegistry* registry = nullptr;
 };
 
 class Server final {

@@ -86,6 +86,12 @@ std::string InfoText(const v1::GetServerInfoReply& info) {
                               ? absl::StrCat("chosen: ", backend.device(), ", ", backend.arch(),
                                              ", ", backend.units(), " units")
                               : backend.reason());
+    if (backend.unused_hardware().empty()) continue;
+    absl::StrAppendFormat(&text, "warning: not used, though this machine has it: %s\n",
+                          backend.unused_hardware());
+  }
+  for (const v1::BackendNote& note : info.notes()) {
+    absl::StrAppendFormat(&text, "note %-19s %s\n", note.name(), note.text());
   }
   return absl::StrCat(text, "limits\n", Lines(info.limits(), "  "));
 }

@@ -73,12 +73,19 @@ BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch) {
   if (info.fp8_products) info.fp8_compute = std::string(arch.fp8_compute);
   info.units = runtime.units();
   info.unified_memory = false;
-  info.in_place_bytes = runtime.kernels_reach_host() ? kMostBytesInPlace : 0;
-  const bool streams = runtime.kernels_reach_host() && !arch.stream.empty();
-  info.stream_bytes = streams ? kLeastStreamBytes : 0;
-  info.waits_for_words = runtime.kernels_reach_host();
+  SetHostMemory(runtime, arch, &info);
   info.absorbed_q_of_f32 = DType::kBf16;  // the kernels read no other queries
+  info.notes = {{"runtime", runtime.vendor() == Vendor::kAmd
+                                ? absl::StrCat(runtime.library(), ", ", RocmName(runtime.version()))
+                                : runtime.library()}};
   return info;
+}
+
+void SetHostMemory(const GpuRuntime& runtime, const ArchTraits& arch, BackendInfo* info) {
+  const bool reach = runtime.kernels_reach_host();
+  info->in_place_bytes = reach ? kMostBytesInPlace : 0;
+  info->stream_bytes = reach && !arch.stream.empty() ? kLeastStreamBytes : 0;
+  info->waits_for_words = reach;
 }
 
 absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,

@@ -15,6 +15,9 @@ namespace mla::kernels::hip {
 // All but memory_bytes and fp8_prefill_keys, which are known later.
 BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch);
 
+// Sets the fields that follow from whether kernels reach the host's memory.
+void SetHostMemory(const GpuRuntime& runtime, const ArchTraits& arch, BackendInfo* info);
+
 // UNIMPLEMENTED with what is missing for `desc`.
 absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
                             const AttentionDesc& desc);

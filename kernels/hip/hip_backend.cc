@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/hip/capabilities.h"
-#include "kernels/hip/self_test/self_test.h"
+#include "kernels/hip/self_test/host_memory.h"
 
 namespace mla::kernels::hip {
 
@@ -53,6 +53,16 @@ absl::StatusOr<std::span<const std::byte>> FindImage(const std::vector<KernelIma
       "; kernels exist for gfx950, gfx942, sm_90"));
 }
 
+std::string NoteOnGraphs(bool wanted, bool amd, GraphUse use, const absl::Status& tested) {
+  if (!tested.ok()) return absl::StrCat("off: ", tested.message());
+  if (wanted) return "on";
+  if (amd && use == GraphUse::kAuto) {
+    return "off: HIP's take device memory with every launch, and some of its versions replay old "
+           "arguments; gpu.graphs=on tests them and uses them";
+  }
+  return "off: gpu.graphs";
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendOptions& options) {
@@ -77,12 +87,13 @@ absl::StatusOr<std::unique_ptr<HipBackend>> HipBackend::Create(const HipBackendO
   absl::Status prefill =
       FindPrefillKernels(*device.runtime, backend->module_, *arch, &device.kernels);
   if (prefill.ok()) device.info.fp8_prefill_keys = arch->expanded_products_keys;
-  if (options.self_test) {
-    absl::Status s = backend->TestKernels(&prefill);
-    if (!s.ok()) {
-      return absl::InternalError(
-          absl::StrCat("failed self-test on ", device.info.device, ": ", s.message()));
-    }
+  SelfTestRun run(options.self_test_options);
+  absl::Status tested = options.self_test ? backend->TestKernels(&prefill, run) : absl::OkStatus();
+  if (tested.ok()) tested = backend->SettleHostMemory(run);
+  if (tested.ok()) tested = backend->SettleGraphs(run);
+  if (!tested.ok()) {
+    return absl::InternalError(
+        absl::StrCat("failed self-test on ", device.info.device, ": ", tested.message()));
   }
   if (prefill.ok()) {
     absl::StrAppend(&device.info.fp8_compute,
@@ -122,13 +133,63 @@ absl::Status HipBackend::LoadKernels(std::span<const std::byte> image) {
   return FindKernels(*runtime_, module_, *device_.arch, &device_.kernels);
 }
 
-absl::Status HipBackend::TestKernels(absl::Status* prefill) {
+void HipBackend::ReachHost(bool reach) {
+  runtime_->set_kernels_reach_host(reach);
+  SetHostMemory(*runtime_, *device_.arch, &device_.info);
+}
+
+// On NVIDIA devices the driver's word is enough.
+absl::Status HipBackend::SettleHostMemory(SelfTestRun& run) {
+  if (!options_.reach_host) {
+    ReachHost(false);
+    return absl::OkStatus();
+  }
+  absl::Status reached = runtime_->kernels_reach_host()
+                             ? absl::OkStatus()
+                             : absl::UnimplementedError("the driver says that kernels cannot");
+  if (runtime_->vendor() == Vendor::kAmd) {
+    reached = ProbeHostMemory(device_, streams_.compute);
+    ReachHost(reached.ok());
+    if (reached.ok() && options_.self_test) {
+      absl::Status s = Allocate(SelfTestLimits(*this));
+      if (s.ok()) reached = SelfTestHostMemory(*this, run);
+      Release();
+      ReachHost(reached.ok());
+      if (!s.ok() || !health_.ok()) return s.ok() ? health_ : s;
+    }
+  }
+  device_.info.notes.push_back(
+      {"host_memory", reached.ok() ? "kernels reach it"
+                                   : absl::StrCat("copied: ", std::string(reached.message()))});
+  return absl::OkStatus();
+}
+
+absl::Status HipBackend::TestKernels(absl::Status* prefill, SelfTestRun& run) {
+  runtime_->set_uses_graphs(false);  // which have a test of their own
   absl::Status s = Allocate(SelfTestLimits(*this));
-  if (s.ok()) s = SelfTest(*this);
-  if (s.ok() && prefill->ok()) *prefill = SelfTestPrefill(*this);
+  if (s.ok()) s = SelfTest(*this, run);
+  if (s.ok() && prefill->ok()) *prefill = SelfTestPrefill(*this, run);
   if (!prefill->ok()) device_.info.fp8_prefill_keys = 0;
   Release();
   return s;
+}
+
+absl::Status HipBackend::SettleGraphs(SelfTestRun& run) {
+  const bool amd = runtime_->vendor() == Vendor::kAmd;
+  const bool wanted =
+      options_.graphs == GraphUse::kOn || (options_.graphs == GraphUse::kAuto && !amd);
+  runtime_->set_uses_graphs(wanted);
+  absl::Status s;
+  if (wanted && options_.self_test) {
+    s = Allocate(SelfTestLimits(*this));
+    if (!s.ok()) return s;
+    s = SelfTestReplays(*this, *runtime_, run);
+    Release();
+    runtime_->set_uses_graphs(s.ok());
+    if (!health_.ok()) return health_;
+  }
+  device_.info.notes.push_back({"graphs", NoteOnGraphs(wanted, amd, options_.graphs, s)});
+  return absl::OkStatus();
 }
 
 absl::Status HipBackend::CreateStreams() {
@@ -149,6 +210,7 @@ PlanTraits HipBackend::Traits(const AttentionDesc& desc) const {
   if (desc.form == AttentionForm::kExpanded) {
     traits.rounds.workspace_bytes =
         configured_ ? device_.expanded_workspace.bytes() : options_.expanded_workspace_bytes;
+    traits.rounds.most = options_.most_rounds;
     traits.rounds.first_carry_row = static_cast<int32_t>(limits_.partial_rows);
     traits.rounds.carry_rows = limits_.launch_rows;
   }
@@ -283,8 +345,18 @@ absl::Status HipBackend::FreeWeights(int32_t slot) { return device_.weights.Free
 absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {
   if (lost_) return absl::UnavailableError("the device is lost");
   absl::Status s = runtime_->RegisterHost(memory.data(), static_cast<int64_t>(memory.size()));
+  if (s.ok() && runtime_->kernels_reach_host()) s = CheckReached(memory);
   if (s.ok()) pinned_->Add(memory.data(), static_cast<int64_t>(memory.size()));
   return s;
+}
+
+// Kernels would use the host's addresses of this memory.
+absl::Status HipBackend::CheckReached(std::span<std::byte> memory) {
+  absl::StatusOr<bool> same = runtime_->SameAddress(memory.data());
+  if (same.ok() && *same) return absl::OkStatus();
+  (void)runtime_->UnregisterHost(memory.data());
+  if (!same.ok()) return same.status();
+  return absl::UnavailableError("the device has this memory at another address than the host");
 }
 
 void HipBackend::UnregisterHost(std::span<std::byte> memory) {
@@ -416,28 +488,6 @@ absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {
   }
   builder_->Release(slot);
   return ns;
-}
-
-absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base) {
-  const auto row = [&base](const char* name, int32_t rank, Vendor vendor) {
-    return BackendRow{
-        name, rank,
-        [vendor,
-         base](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
-          HipBackendOptions hip = base;
-          hip.vendor = vendor;
-          hip.device = options.device;
-          hip.memory_fraction = options.gpu_memory_fraction;
-          hip.expanded_workspace_bytes = options.gpu_expanded_workspace_bytes;
-          hip.shared_bytes = options.gpu_shared_bytes;
-          hip.watchdog_ms = options.gpu_watchdog_ms;
-          auto backend = HipBackend::Create(hip);
-          if (!backend.ok()) return backend.status();
-          return std::unique_ptr<AttentionBackend>(*std::move(backend));
-        }};
-  };
-  if (absl::Status s = registry.Add(row("hip", 200, Vendor::kAmd)); !s.ok()) return s;
-  return registry.Add(row("cuda", 190, Vendor::kNvidia));
 }
 
 }  // namespace mla::kernels::hip

@@ -37,34 +37,43 @@
 #include "kernels/hip/runtime/device_sharing.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_images.h"
+#include "kernels/hip/self_test/self_test.h"
 #include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {
 
 // Driver calls wait for those of other threads, of which one that pins memory may take seconds.
 inline constexpr int64_t kLeastStuckMs = 30000;
+// Use of graphs for kernels of launches that repeat (runtime/kernel_graphs.h). A test at start
+// turns them off if it finds a fault. kAuto: on NVIDIA devices.
+enum class GraphUse { kAuto, kOn, kOff };
 
 struct HipBackendOptions {
   Vendor vendor = Vendor::kAmd;
   int32_t device = 0;
-  std::vector<std::string> libraries;  // empty: GpuRuntime::DefaultLibraries
+  std::vector<std::string> libraries;  // empty: RuntimeLibraries
   std::vector<KernelImage> images;     // empty: BuiltInKernelImages
   double memory_fraction = 0.9;        // of the device's free memory that may be taken
   bool self_test = true;               // known-answer test of every kernel before use
+  SelfTestOptions self_test_options;
+  GraphUse graphs = GraphUse::kAuto;
+  bool reach_host = true;  // false: tensors are copied though kernels may reach the host's memory
   // Most device memory for up-projected keys and values of the expanded form. Launches that need
   // more work through it in rounds (kernels/round_info.h).
   int64_t expanded_workspace_bytes = int64_t{640} << 20;
-  int64_t shared_bytes = 0;     // of that, left to AllocateShared
-  int64_t watchdog_ms = 10000;  // longest that Wait waits for one launch
-  // A call is stuck (StuckCall) that has lasted so long; 0: twice watchdog_ms, and kLeastStuckMs at
-  // least.
+  int32_t most_rounds = kMostRounds;  // of a launch; fewer are for tests
+  int64_t shared_bytes = 0;           // of that, left to AllocateShared
+  int64_t watchdog_ms = 10000;        // longest that Wait waits for one launch
+  // A call that has lasted this long is stuck (StuckCall). 0: twice watchdog_ms, but at least
+  // kLeastStuckMs.
   int64_t stuck_ms = 0;
 };
 
 class HipBackend final : public AttentionBackend {
  public:
   // UNAVAILABLE: no runtime, no device. FAILED_PRECONDITION: no image for this architecture was
-  // built in. INTERNAL: a kernel failed its self-test, or the device failed.
+  // built in, or the runtime is too old. INTERNAL: a kernel failed its self-test, that took too
+  // long, or the device failed.
   static absl::StatusOr<std::unique_ptr<HipBackend>> Create(const HipBackendOptions& options);
   ~HipBackend() override;
 
@@ -121,7 +130,13 @@ class HipBackend final : public AttentionBackend {
   absl::Status LoadKernels(std::span<const std::byte> image);
   // Runs the self-test of all kernels; `prefill`, what kept those of FindPrefillKernels from being
   // used, becomes an error if only those fail.
-  absl::Status TestKernels(absl::Status* prefill);
+  absl::Status TestKernels(absl::Status* prefill, SelfTestRun& run);
+  // Finds out whether kernels reach the host's memory, and notes it.
+  absl::Status SettleHostMemory(SelfTestRun& run);
+  void ReachHost(bool reach);
+  // Finds out whether graphs are used, and notes it.
+  absl::Status SettleGraphs(SelfTestRun& run);
+  absl::Status CheckReached(std::span<std::byte> memory);
   absl::Status CreateStreams();
   absl::Status Allocate(const BackendLimits& limits);
   void Release();

@@ -40,11 +40,9 @@ absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& a
   };
   find(kMoveKernel, 0, &kernels->move);
   find(kDigestKernel, 0, &kernels->digest);
-  if (runtime.kernels_reach_host()) {
-    find(kCopyTensorsKernel, 0, &kernels->copy_tensors);
-    find(kGateKernel, 0, &kernels->gate);
-    find(kSignalKernel, 0, &kernels->signal);
-  }
+  find(kCopyTensorsKernel, 0, &kernels->copy_tensors);
+  find(kGateKernel, 0, &kernels->gate);
+  find(kSignalKernel, 0, &kernels->signal);
   find(kAppendKernel, 0, &kernels->append);
   find(kCombineKernel, arch.combine_shared_bytes, &kernels->combine);
   find(kProjectKernel, arch.project_shared_bytes, &kernels->project);

@@ -91,6 +91,7 @@ void EngineCore::FinishLaunch(BatchLaunch* launch) {
   stats_.rows_extend += report.rows_extend;
   stats_.rows_prefill += report.rows_prefill;
   stats_.kv_bytes_read += static_cast<uint64_t>(report.kv_bytes_read);
+  stats_.rounds_refused += static_cast<uint64_t>(report.rounds_refused);
   stats_.slices_fused += report.slices_fused;
   stats_.slice_waits_expired += report.slice_waits_expired;
   stats_.slice_waits_skipped += report.slice_waits_skipped;

@@ -48,38 +48,53 @@ int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& ba
          std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
 }
 
+// Calls visit(traits) for one form and number of heads, of every format of rows and all products
+// over them: a backend may cut differently by each.
+template <typename Visit>
+void ForEachFormat(kernels::AttentionDesc desc, const kernels::BackendInfo& info,
+                   const kernels::AttentionBackend& backend, const Visit& visit) {
+  const bool absorbed = desc.form == AttentionForm::kAbsorbed;
+  const auto visit_kind = [&](kernels::AttentionKind kind, bool there) {
+    desc.attention = kind;
+    if (there) visit(backend.Traits(desc));
+  };
+  for (const kernels::KvFormat format : info.kv_formats) {
+    desc.kv_format = format;
+    for (const DType products : {DType::kBf16, DType::kFp8E4m3}) {
+      if (products != DType::kBf16 && (!info.fp8_products || format == kernels::KvFormat::kBf16)) {
+        continue;
+      }
+      desc.products = products;
+      visit_kind(kernels::AttentionKind::kDense, true);
+      visit_kind(kernels::AttentionKind::kSparse, info.sparse && absorbed);
+      visit_kind(kernels::AttentionKind::kWindow, info.windows && absorbed);
+    }
+    if (info.stream_bytes == 0 || !absorbed) continue;
+    desc.products = DType::kBf16;
+    desc.streamed = true;
+    visit_kind(kernels::AttentionKind::kDense, true);
+    desc.streamed = false;
+  }
+}
+
 // Calls visit(traits) for either form and models of few and of many heads: a backend may cut
 // differently by them.
 template <typename Visit>
 void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backend, Visit&& visit) {
+  const kernels::BackendInfo& info = backend.Info();
   for (int32_t heads = 1;; heads = std::min(2 * heads, limits.max_heads)) {
     for (const AttentionForm form : {AttentionForm::kAbsorbed, AttentionForm::kExpanded}) {
       kernels::AttentionDesc desc;
       desc.geometry = MaxGeometry(limits);
       desc.geometry.num_heads = heads;
       desc.form = form;
+      ForEachFormat(desc, info, backend, visit);
+      if (form == AttentionForm::kAbsorbed) continue;
       // In the expanded form units differ with the dims, and not in their order.
-      if (form == AttentionForm::kExpanded) {
-        for (const kernels::ExpandedDims& dims : {kernels::kDims128, kernels::kDims256}) {
-          kernels::AttentionDesc of_dims = desc;
-          of_dims.geometry.nope_dim = dims.nope;
-          of_dims.geometry.v_dim = dims.value;
-          visit(backend.Traits(of_dims));
-        }
-      }
-      for (const kernels::KvFormat format : backend.Info().kv_formats) {
-        desc.kv_format = format;
-        desc.attention = kernels::AttentionKind::kDense;
-        visit(backend.Traits(desc));
-        if (backend.Info().stream_bytes > 0 && form == AttentionForm::kAbsorbed) {
-          desc.streamed = true;
-          visit(backend.Traits(desc));
-          desc.streamed = false;
-        }
-        desc.attention = kernels::AttentionKind::kSparse;
-        if (backend.Info().sparse && form == AttentionForm::kAbsorbed) visit(backend.Traits(desc));
-        desc.attention = kernels::AttentionKind::kWindow;
-        if (backend.Info().windows && form == AttentionForm::kAbsorbed) visit(backend.Traits(desc));
+      for (const kernels::ExpandedDims& dims : {kernels::kDims128, kernels::kDims256}) {
+        desc.geometry.nope_dim = dims.nope;
+        desc.geometry.v_dim = dims.value;
+        ForEachFormat(desc, info, backend, visit);
       }
     }
     if (heads == limits.max_heads) break;

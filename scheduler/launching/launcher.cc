@@ -107,6 +107,9 @@ absl::Status Launcher::Submit(BatchLaunch* to, MonotonicNanos chosen_from) {
   const MonotonicNanos begin = clock_->Now();
   to->report.schedule_ns = begin - chosen_from;
   if (status.ok()) status = Plan(to);
+  if (absl::IsResourceExhausted(status) && !to->expanded.records.empty()) {
+    status = PlanAbsorbedAlone(to);
+  }
   to->report.plan_ns = clock_->Now() - begin;
   if (status.ok()) {
     Assemble(to);
@@ -229,6 +232,21 @@ absl::Status Launcher::Plan(BatchLaunch* to) {
   }
   to->report.plan_reused = plans_->stats().misses == misses;
   return absl::OkStatus();
+}
+
+// The changes of page tables that the first records have taken stay in the launch.
+absl::Status Launcher::PlanAbsorbedAlone(BatchLaunch* to) {
+  plans_->Unpin(to->slot);
+  to->layout.Clear();
+  to->ClearRecords();
+  LaunchReport& report = to->report;
+  report.rounds_refused = 1;
+  report.work_items = report.partials = 0;
+  report.imbalance = 1.0;
+  absl::Status status = stager_.Stage(to);
+  if (status.ok()) status = records_.Build(stager_, to, /*absorbed_alone=*/true);
+  to->origin.Forget();  // which says nothing of the form
+  return status.ok() ? Plan(to) : status;
 }
 
 void Launcher::Assemble(BatchLaunch* to) const {

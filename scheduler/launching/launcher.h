@@ -54,6 +54,9 @@ class Launcher {
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
   absl::Status Plan(BatchLaunch* to);
+  // If the rounds of the expanded form are more than a plan holds: all rows in the absorbed
+  // form, which has no rounds.
+  absl::Status PlanAbsorbedAlone(BatchLaunch* to);
   absl::Status PlanRecords(FormRecords& form, BatchLaunch* to, kernels::AttentionParams* params);
   // What the launch is, once records and plans are there.
   void Assemble(BatchLaunch* to) const;

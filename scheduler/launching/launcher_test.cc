@@ -10,6 +10,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
+#include "kernels/host/host_backend.h"
 #include "scheduler/launching/launcher.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/testing/engine_harness.h"
@@ -100,6 +101,54 @@ TEST(LauncherTest, PlansOfAnyBatchWithinTheBudgetFit) {
     }
   }
   EXPECT_GT(cut, 300);
+}
+
+// Cuts tiles for many units where products are of 8 bits, and for one else.
+class ManyUnitsForProducts final : public kernels::HostBackend {
+ public:
+  ManyUnitsForProducts() {
+    info_.fp8_products = true;
+    info_.kv_formats = {kernels::KvFormat::kBf16, kernels::KvFormat::kFp8Row};
+  }
+  const kernels::BackendInfo& Info() const override { return info_; }
+  kernels::PlanTraits Traits(const kernels::AttentionDesc& desc) const override {
+    kernels::PlanTraits traits;
+    traits.units = desc.products == kernels::DType::kFp8E4m3 ? 64 : 1;
+    return traits;
+  }
+  int32_t ExpandedFormMinRows(const kernels::Geometry&) const override { return 1 << 30; }
+
+ private:
+  int64_t OwnWorkspaceSize(const kernels::BackendLimits&) const override { return 0; }
+  absl::Status ConfigureOwn(const kernels::BackendLimits&) override { return absl::OkStatus(); }
+  int64_t PackedWeightBytes(const kernels::Geometry&, int32_t) const override { return 0; }
+  void PackWeights(const kernels::Geometry&, int32_t, const kernels::Bf16*, const kernels::Bf16*,
+                   std::byte*) const override {}
+  void Start(int32_t, const kernels::Launch&) override {}
+  bool Finished(int32_t) override { return true; }
+  absl::StatusOr<int64_t> Finish(int32_t) override { return 0; }
+
+  kernels::BackendInfo info_;
+};
+
+TEST(LauncherTest, PlansForProductsOf8BitsFit) {
+  const ManyUnitsForProducts backend;
+  Limits limits;
+  limits.max_heads = 16;
+  limits.max_sequence_rows = 65536;
+  const PlanCapacity capacity = PlanCapacityOf(limits, backend);
+  const auto buffers = testing::MakeBuffers(capacity);
+  Planner planner;
+  for (const auto form : {kernels::AttentionForm::kAbsorbed, kernels::AttentionForm::kExpanded}) {
+    kernels::AttentionDesc desc;
+    desc.form = form;
+    desc.kv_format = kernels::KvFormat::kFp8Row;
+    desc.products = kernels::DType::kFp8E4m3;
+    const std::vector<PlanSegment> batch = {{1, 65536, 16}, {3, 65536, 16}};
+    const auto view = planner.Build(batch, backend.Traits(desc), *buffers);
+    ASSERT_TRUE(view.ok()) << view.status();
+    EXPECT_FALSE(view->reduce_final_map.empty());
+  }
 }
 
 TEST(LauncherTest, SeenKeysAreAveragedOverRowsAndHeads) {

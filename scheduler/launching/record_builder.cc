@@ -241,11 +241,11 @@ void RecordBuilder::AddSelect(BatchLaunch* to, const Segment& segment, const Sta
   to->selects.push_back(record);
 }
 
-// Takes workspace for segment `index` and for those behind it that need it alike, so that a step of
-// many sequences asks once.
-absl::Status RecordBuilder::TakeLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared) {
+// Takes workspace for segment `index`, whose record has `rows` rows, and for those after it that
+// need it alike, so that a step of many sequences asks once.
+absl::Status RecordBuilder::TakeLatents(BatchLaunch* to, size_t index, int64_t rows,
+                                        SegmentTemplate* shared) {
   const std::vector<Segment>& segments = to->batch.segments;
-  int64_t rows = segments[index].rows;
   const bool aligned = shared->latent_q_row_bytes % kRowAlignment == 0 &&
                        shared->latent_o_row_bytes % kRowAlignment == 0;
   for (size_t next = index + 1; aligned && next < segments.size(); ++next) {
@@ -343,8 +343,7 @@ absl::Status RecordBuilder::AddProjections(BatchLaunch* to, size_t index, Segmen
   }
   kernels::ProjectionRecord& absorb = to->absorbs.records.emplace_back(shared->absorb);
   kernels::ProjectionRecord& project = to->projects.records.emplace_back(shared->project);
-  absorb.rows = segment.rows;
-  project.rows = segment.rows;
+  absorb.rows = project.rows = record->q_rows;
   return PlaceLatents(to, index, shared, record, &absorb, &project);
 }
 
@@ -353,7 +352,7 @@ absl::Status RecordBuilder::PlaceLatents(BatchLaunch* to, size_t index, SegmentT
                                          kernels::ProjectionRecord* absorb,
                                          kernels::ProjectionRecord* project) {
   if (shared->latent_rows == 0) {
-    if (absl::Status s = TakeLatents(to, index, shared); !s.ok()) return s;
+    if (absl::Status s = TakeLatents(to, index, record->q_rows, shared); !s.ok()) return s;
   }
   const int64_t rows = record->q_rows;
   absorb->in = record->q;
@@ -391,7 +390,8 @@ void RecordBuilder::AddFused(BatchLaunch* to, const Segment& segment, const Stag
   to->absorbed.lengths.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
 }
 
-absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
+absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to,
+                                  bool absorbed_alone) {
   SegmentTemplate shared;
   const auto take_change = [&](kvcache::SeqSlot slot) {
     const kernels::TableRange changed = cache_->TakeTableChange(slot);
@@ -402,6 +402,7 @@ absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to) {
     const StreamRequest& request = *segment.request;
     if (shared.staged == nullptr || &request != shared.request) {
       SetTemplate(segment, staged, to->batch.key, &shared);
+      if (absorbed_alone) shared.expanded_min_rows = std::numeric_limits<int32_t>::max();
     }
     const StepEntry& entry = *segment.entry;
     take_change(entry.slot);

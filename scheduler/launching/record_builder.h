@@ -30,8 +30,8 @@ class RecordBuilder final {
 
   // Fills the records of `to`, which are empty, for its batch, whose tensors `staged` has placed,
   // and takes the page table changes that the launch will publish. RESOURCE_EXHAUSTED when the
-  // workspace is full.
-  absl::Status Build(const TensorStager& staged, BatchLaunch* to);
+  // workspace is full. `absorbed_alone`: no segment takes the expanded form, however long it is.
+  absl::Status Build(const TensorStager& staged, BatchLaunch* to, bool absorbed_alone = false);
   // Whether Update may take the place of Build: the records in `to` are of the rows of its batch.
   bool MayUpdate(const BatchLaunch& to) const {
     return to.origin.Matches(to.batch, cache_->version());
@@ -90,7 +90,7 @@ class RecordBuilder final {
                             kernels::ProjectionRecord* project);
   // Of the segment's queries, where its request's lie in fragments.
   static kernels::FragmentedInput Fragments(const Segment& segment, const SegmentTemplate& shared);
-  absl::Status TakeLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared);
+  absl::Status TakeLatents(BatchLaunch* to, size_t index, int64_t rows, SegmentTemplate* shared);
   void AddFused(BatchLaunch* to, const Segment& segment, const StagedTensors& staged);
 
   const kernels::BackendInfo& info_;

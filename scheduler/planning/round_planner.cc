@@ -19,8 +19,6 @@ using kernels::Round;
 using kernels::RoundView;
 using kernels::WorkInfo;
 
-// A round is two kernels, and a launch has a bounded number of them.
-constexpr int64_t kMaxRounds = 1024;
 constexpr int64_t kRotatedBytes = int64_t{kPanelRowBytes} * kRotatedPanels;
 
 // What an item costs: its start and end take as long as about two and a half tiles of KV rows.
@@ -45,7 +43,7 @@ int32_t Seen(const PlanSegment& segment, int32_t q_end) {
 }
 
 int64_t MostRounds(const RoundCapacity& capacity) {
-  return std::min<int64_t>(capacity.expansions + 1, kMaxRounds);
+  return std::min<int64_t>(capacity.expansions + 1, kernels::kMostRounds);
 }
 
 }  // namespace
@@ -183,8 +181,9 @@ absl::Status RoundPlanner::AddExpansion(const Expansion& expansion, bool new_rou
   if (out_->expansions_.size() == out_->expansions_.capacity())
     return Misfit("expansions", capacity_.expansions);
   if (new_round && out_->rounds_.back().expansions > 0) {
-    if (out_->rounds_.size() == out_->rounds_.capacity())
-      return Misfit("rounds", out_->rounds_.capacity());
+    const size_t most =
+        std::min(out_->rounds_.capacity(), static_cast<size_t>(std::max(traits_.most, 1)));
+    if (out_->rounds_.size() >= most) return Misfit("rounds", static_cast<int64_t>(most));
     out_->rounds_.push_back({static_cast<int32_t>(out_->expansions_.size()), 0, 0, 0, 0});
     used = 0;
   }

@@ -313,6 +313,12 @@ TEST(RoundPlannerTest, LimitsAreNamed) {
   const absl::Status s = status(Traits(2, 1 << 24), few);
   EXPECT_EQ(s.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(s.message(), HasSubstr("more tiles than the limit 5"));
+  // A workspace for a head at a time: four rounds.
+  kernels::PlanTraits narrow = Traits(2, 300000);
+  EXPECT_TRUE(status(narrow, kCapacity).ok());
+  narrow.rounds.most = 3;
+  EXPECT_EQ(status(narrow, kCapacity).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(status(narrow, kCapacity).message(), HasSubstr("more rounds than the limit 3"));
 }
 
 }  // namespace

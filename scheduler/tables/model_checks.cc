@@ -1,6 +1,8 @@
 #include "scheduler/tables/model_checks.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
@@ -130,12 +132,19 @@ absl::Status CheckKvScales(const ModelSpec& spec, std::span<const float> scales,
     return RefuseField(field, absl::StrCat(scales.size(), " scales"),
                        absl::StrCat(spec.layers, ": one a layer"), "wrong_count");
   }
+  // Kernels multiply the logits by both at once, in fp32: a product of zero would make a NaN of a
+  // masked key, one without bound of a logit of zero.
+  constexpr double kLeast = std::numeric_limits<float>::min();
+  constexpr double kMost = std::numeric_limits<float>::max() / 4;
+  const double least = std::max(double{kernels::kSmallestKvScale}, kLeast / spec.softmax_scale);
+  const double most = std::min(double{kernels::kLargestKvScale}, kMost / spec.softmax_scale);
   for (size_t layer = 0; layer < scales.size(); ++layer) {
-    const float scale = scales[layer];
-    if (scale >= kernels::kSmallestKvScale && scale <= kernels::kLargestKvScale) continue;
+    const double scale = scales[layer];
+    if (scale >= least && scale <= most) continue;
     return RefuseField(
-        absl::StrCat(field, "[", layer, "]"), absl::StrCat(scale),
-        absl::StrCat("a number from ", kernels::kSmallestKvScale, " to ", kernels::kLargestKvScale),
+        absl::StrCat(field, "[", layer, "]"), absl::StrCat(scales[layer]),
+        absl::StrCat("a number from ", static_cast<float>(least), " to ", static_cast<float>(most),
+                     " with softmax_scale ", spec.softmax_scale),
         "out_of_range");
   }
   return absl::OkStatus();

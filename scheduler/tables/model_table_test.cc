@@ -11,6 +11,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "scheduler/tables/model_checks.h"
 #include "scheduler/testing/engine_harness.h"
 
 namespace mla::scheduler {
@@ -156,6 +157,25 @@ TEST_F(ScalesTest, OneALayerAndEachANumberThatRowsCanHave) {
   EXPECT_TRUE(fp8_->scales_complete());
   EXPECT_EQ(fp8_->kv_scale(1), kernels::kLargestKvScale);
   EXPECT_TRUE(table_.Info(*fp8_).scales_complete);
+}
+
+// Kernels multiply by both at once.
+TEST_F(ScalesTest, TheirProductWithTheSoftmaxScaleIsANormalNumber) {
+  ModelSpec spec = *fp8_->spec;
+  spec.softmax_scale = 0x1p-60;
+  for (const auto& [scale, good] : std::vector<std::pair<float, bool>>{
+           {0x1p-66f, true}, {0x1p-67f, false}, {kernels::kSmallestKvScale, false}, {1.0f, true}}) {
+    const float scales[] = {1.0f, scale};
+    const absl::Status s = CheckKvScales(spec, scales, "scales");
+    EXPECT_EQ(s.ok(), good) << scale << ": " << s;
+    EXPECT_EQ(DetailOf(s).field, good ? "" : "scales[1]");
+  }
+  spec.softmax_scale = 0x1p60;
+  for (const auto& [scale, good] : std::vector<std::pair<float, bool>>{
+           {0x1p65f, true}, {0x1p66f, false}, {kernels::kLargestKvScale, false}}) {
+    const float scales[] = {scale, 1.0f};
+    EXPECT_EQ(CheckKvScales(spec, scales, "scales").ok(), good) << scale;
+  }
 }
 
 TEST_F(ScalesTest, ChangeOnlyWithoutOpenSequences) {

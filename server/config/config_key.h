@@ -45,6 +45,8 @@ inline ConfigKey Choice(const char* name, const char* choices, const char* meani
 
 // Adds keys of the sections checkpoint and tiers.
 void AddCacheKeys(std::vector<ConfigKey>* keys);
+// The keys of section gpu.
+void AddGpuKeys(std::vector<ConfigKey>* keys);
 
 }  // namespace mla::server
 

@@ -456,32 +456,6 @@ void AddBackendKeys(std::vector<ConfigKey>* keys) {
       });
 }
 
-void AddGpuKeys(std::vector<ConfigKey>* keys) {
-  keys->insert(
-      keys->end(),
-      {
-          Int("gpu.device", 0, 1023, "Ordinal of the GPU.",
-              "Counted as the driver counts the visible devices.",
-              MLA_SLOT(backend_options.device)),
-          Double("gpu.memory_fraction", 0.01, 1.0,
-                 "Share of the memory that is free on the GPU at start which may be taken.",
-                 "Near 1 leaves nothing for other processes; the start is refused when the cache, "
-                 "the weights and the workspaces do not fit.",
-                 MLA_SLOT(backend_options.gpu_memory_fraction)),
-          Bytes("gpu.expanded_workspace_bytes", 1048576, kTiB,
-                "Most of the GPU's memory for the up-projected keys and values of prompts; counted "
-                "in gpu.memory_fraction.",
-                "Prompts whose keys and values need more are computed in rounds, which costs time "
-                "from a few hundred MiB down.",
-                MLA_SLOT(backend_options.gpu_expanded_workspace_bytes)),
-          Millis("gpu.watchdog_ms", 100, kDayMs,
-                 "A launch that takes longer than this means that the GPU is lost.",
-                 "Below the longest launch it takes a working GPU out of service until the server "
-                 "is started again.",
-                 MLA_SLOT(backend_options.gpu_watchdog_ms)),
-      });
-}
-
 }  // namespace
 
 const std::vector<ConfigKey>& ConfigKeys() {

@@ -105,6 +105,11 @@ void AdminService::FillBackends(v1::GetServerInfoReply* reply) const {
   chosen->set_units(static_cast<uint32_t>(info.units));
   chosen->set_chosen(true);
   reply->set_supported_shapes(info.supported);
+  for (const kernels::BackendNote& note : info.notes) {
+    v1::BackendNote* const added = reply->add_notes();
+    added->set_name(note.name);
+    added->set_text(note.text);
+  }
   for (const kernels::BackendCandidate& candidate : options_.candidates) {
     v1::Backend* backend = reply->add_backends();
     if (candidate.chosen) *backend = *chosen;
@@ -112,6 +117,7 @@ void AdminService::FillBackends(v1::GetServerInfoReply* reply) const {
     backend->set_rank(candidate.rank);
     backend->set_chosen(candidate.chosen);
     backend->set_reason(candidate.reason);
+    backend->set_unused_hardware(candidate.unused_hardware);
     if (candidate.chosen) chosen->set_rank(candidate.rank);
   }
 }

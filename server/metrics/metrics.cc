@@ -81,6 +81,9 @@ constexpr Declaration kDeclarations[] = {
     {"mla_serving", kGauge,
      "1 while new work is taken, as health says; 0 while warming, draining or unhealthy."},
     {"mla_backend_info", kGauge, "1, with the backend in use as labels."},
+    {"mla_gpu_unused", kGauge,
+     "1 where this machine has GPUs that the server does not use and was not told to leave alone, "
+     "by backend."},
     {"mla_build_info", kGauge, "1, with the version as label."},
     {"process_cpu_seconds_total", kCounter, "Processor time of the process."},
     {"process_resident_memory_bytes", kGauge, "Memory of the process that is in RAM."},
@@ -154,6 +157,7 @@ struct Metrics::Impl {
   Gauge& serving = OneGauge("mla_serving");
   Family<Gauge>& memory = GaugeFamily("mla_device_memory_bytes");
   Family<Gauge>& backend = GaugeFamily("mla_backend_info");
+  Family<Gauge>& gpu_unused = GaugeFamily("mla_gpu_unused");
   Counter& cpu_seconds = One("process_cpu_seconds_total");
   Gauge& resident = OneGauge("process_resident_memory_bytes");
   Gauge& virtual_bytes = OneGauge("process_virtual_memory_bytes");
@@ -260,6 +264,13 @@ void Metrics::SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int
   impl_->backend.Add({{"name", info.name}, {"arch", info.arch}, {"device", info.device}}).Set(1);
   impl_->memory.Add({{"use", "kv"}}).Set(static_cast<double>(kv_bytes));
   impl_->memory.Add({{"use", "workspace"}}).Set(static_cast<double>(total_bytes - kv_bytes));
+}
+
+void Metrics::SetCandidates(std::span<const kernels::BackendCandidate> candidates) {
+  for (const kernels::BackendCandidate& candidate : candidates) {
+    impl_->gpu_unused.Add({{"backend", candidate.name}})
+        .Set(candidate.unused_hardware.empty() ? 0 : 1);
+  }
 }
 
 void Metrics::SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most) {

@@ -17,11 +17,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
+#include "kernels/backend_registry.h"
 #include "scheduler/engine.h"
 #include "scheduler/tenant_table.h"
 #include "server/metrics/histograms.h"
@@ -72,6 +74,7 @@ class Metrics final : public scheduler::EngineObserver {
   // A request that was refused before the engine took it.
   void CountRejected(const std::string& reason);
   void SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes);
+  void SetCandidates(std::span<const kernels::BackendCandidate> candidates);
 
   // What grpc.health.v1 answers at this moment; 0 until the first call.
   void SetServing(bool serving);

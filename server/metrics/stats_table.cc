@@ -270,6 +270,10 @@ constexpr Stat kStats[] = {
         "Launches of chained calls that were submitted before the client's GPU was done with the "
         "tensors.",
         MLA_ENGINE(launches_ahead)),
+    Row(nullptr, "mla_expanded_refused_total",
+        "Launches of prompts that were computed in the slower absorbed form, since keys and values "
+        "for gpu.expanded_workspace_bytes at a time would have taken too many rounds.",
+        MLA_ENGINE(rounds_refused)),
     Row(nullptr, "mla_ahead_refused_total",
         "Chained calls that were computed later than they were handed over ahead: other requests "
         "waited (busy), or their launch waited for limits.ahead_us (late).",

@@ -184,8 +184,16 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
   for (const kernels::BackendCandidate& candidate : options_.candidates) {
     tried.rows.push_back(
         {candidate.name, candidate.chosen ? std::string("chosen") : candidate.reason});
+    if (candidate.unused_hardware.empty()) continue;
+    tried.rows.push_back({"not used, though this machine has it", candidate.unused_hardware});
   }
   page->sections.push_back(std::move(tried));
+  if (!info.notes.empty()) {
+    StatusSection notes{"notes on the backend", {}};
+    for (const kernels::BackendNote& note : info.notes)
+      notes.rows.push_back({note.name, note.text});
+    page->sections.push_back(std::move(notes));
+  }
   if (options_.tls != nullptr) {
     const TlsFiles::Status tls = options_.tls->status();
     const int64_t left = tls.cert_expires - static_cast<int64_t>(std::time(nullptr));

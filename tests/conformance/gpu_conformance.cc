@@ -6,7 +6,8 @@
 //                   [--form absorbed|expanded] [--dims 128,128]
 //                   [--expanded-workspace BYTES] [--heads 1,16,128] [--page-sizes 1,64]
 //                   [--max-flop F] [--typical-flop F] [--progress 1] [--watchdog-ms MS]
-//                   [--self-test 0] [--library LIB] [--units 1,4] [--shape SHAPE]...
+//                   [--self-test 0] [--self-test-parts bf16,words] [--graphs auto|on|off]
+//                   [--library LIB] [--units 1,4] [--shape SHAPE]...
 //                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row] [--attention dense|v32|v4]
 //                   [--compute bf16|fp8]
 //                   [--image FILE]: device code to use in place of what was built in
@@ -14,11 +15,12 @@
 // --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
 // larger shape; --typical-flop is the size of nine in ten sampled ones; --progress prints each
 // shape before it runs; --watchdog-ms is how long a launch may take (ten minutes); --self-test 0
-// goes on to the shapes with a device that gives wrong answers. A --shape is a launch of its own
-// (directed_case.h), e.g. absorbed:128:1,4097,64; nothing else runs then but what later flags ask
-// for. --first-byte puts all pages of a pool that much larger behind it, for addresses beyond 32
-// bits (few --threads, each has a pool); a multiple of kPageGranuleBytes. On an emulated GPU, which
-// computes about 10^8 products a second:
+// goes on to the shapes with a device that gives wrong answers, and --self-test-parts with one that
+// was asked for these alone; --progress prints when a part begins, too. A --shape is a launch of
+// its own (directed_case.h), e.g. absorbed:128:1,4097,64; nothing else runs then but what later
+// flags ask for. --first-byte puts all pages of a pool that much larger behind it, for addresses
+// beyond 32 bits (few --threads, each has a pool); a multiple of kPageGranuleBytes. On an emulated
+// GPU, which computes about 10^8 products a second:
 // --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
 // --progress 1.
 //
@@ -55,6 +57,8 @@
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/cases/directed_case.h"
+#include "tests/conformance/prefill/prefill_cases.h"
+#include "tests/conformance/self_test_flags.h"
 #include "tests/conformance/sparse/indexer_workload.h"
 #include "tests/conformance/sparse/window_workload.h"
 #include "tests/conformance/suite/scheduler_plan.h"
@@ -82,7 +86,7 @@ struct Flags {
   int64_t expanded_workspace = 0;
   int64_t first_byte = 0;  // of the pool that pages may use
   int64_t watchdog_ms = 600000;
-  bool self_test = true;
+  SelfTestFlags self_test;
   std::vector<std::string> directed;
   std::string image;  // contents of the file
   std::string library;
@@ -201,7 +205,9 @@ bool ParseDevice(const std::string& name, const std::string& value, Flags& flags
   constexpr int64_t kMostBytes = int64_t{1} << 40;
   if (name == "--threads") return Integer(name, value, 1, 4096, &flags.threads);
   if (name == "--watchdog-ms") return Integer(name, value, 1, kMost, &flags.watchdog_ms);
-  if (name == "--self-test") return Integer(name, value, 0, 1, &flags.self_test);
+  if (const auto wanted = flags.self_test.Take(name, value)) {
+    return wanted->empty() || Refuse(name, value, *wanted);
+  }
   if (name == "--progress") return Integer(name, value, 0, 1, &flags.progress);
   if (name == "--expanded-workspace") {
     return Integer(name, value, 1, kMostBytes, &flags.expanded_workspace);
@@ -255,7 +261,7 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
     kernels::hip::HipBackendOptions options;
     options.vendor = vendor;
     options.watchdog_ms = flags.watchdog_ms;
-    options.self_test = flags.self_test;
+    flags.self_test.Apply(flags.progress, &options);
     if (flags.expanded_workspace > 0) options.expanded_workspace_bytes = flags.expanded_workspace;
     if (!flags.library.empty()) options.libraries = {flags.library};
     if (!flags.image.empty()) {
@@ -267,7 +273,7 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
     if (backend.ok()) {
       std::printf("backend %s on %s, %d units\n", (*backend)->Info().name.c_str(),
                   (*backend)->Info().device.c_str(), (*backend)->Info().units);
-      options.self_test = false;  // it has just run
+      SelfTestFlags::Keep(**backend, &options);
       return Gpu{options, *std::move(backend)};
     }
     last = backend.status();
@@ -307,7 +313,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
   const auto first = static_cast<int32_t>(flags.first);
   for (std::vector<CaseSpec> directed :
        {EdgeCases(sampler, first, flags.edges), LargeCases(sampler, flags.large),
-        PrefillCases(sampler, flags.prefill),
+        PrefillCases(sampler, flags.prefill), SpreadPrefillCases(sampler, flags.prefill),
         WideCases(sampler, first, flags.wide, kernels::DType::kBf16),
         SpreadCases(sampler, first, flags.spread, kMostKeys),
         flags.spread > 0 ? SinkCases(sampler) : std::vector<CaseSpec>()}) {

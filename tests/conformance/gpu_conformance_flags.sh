@@ -17,3 +17,15 @@ status=0
 run --kv fp8_page || status=$?
 [ $status -eq 1 ] || { echo "--kv fp8_page: status $status"; exit 1; }
 grep ' 0 shapes, 0 comparisons' "$TEST_TMPDIR/out"
+
+for refused in "--self-test-parts bf16,none" "--graphs maybe"; do
+  status=0
+  # shellcheck disable=SC2086
+  "$program" --library tests/fake_hip/libfake_hip.so $refused 2> "$TEST_TMPDIR/err" || status=$?
+  [ $status -eq 2 ] || { echo "$refused: status $status"; exit 1; }
+done
+run --self-test 1 --self-test-parts pages,one_row --progress 1
+grep 'self-test: pages, after' "$TEST_TMPDIR/out"
+grep 'self-test: one_row, after' "$TEST_TMPDIR/out"
+grep 'graphs: off: ' "$TEST_TMPDIR/out"
+if grep 'self-test: bf16' "$TEST_TMPDIR/out"; then exit 1; fi

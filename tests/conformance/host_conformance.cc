@@ -32,6 +32,7 @@
 #include "kernels/hip/hip_backend.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/cases/directed_case.h"
+#include "tests/conformance/prefill/prefill_cases.h"
 #include "tests/conformance/suite/scheduler_plan.h"
 #include "tests/conformance/suite/suite.h"
 #include "tests/fake_hip/runtime/fake_control.h"
@@ -169,6 +170,9 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   }
   for (CaseSpec& spec : SinkCases(sampler)) {
     if (!kSlow && ComputeInFp8(spec)) wanted.push_back(std::move(spec));
+  }
+  for (CaseSpec& spec : SpreadPrefillCases(sampler, count / 4)) {
+    if (ComputeInFp8(spec)) wanted.push_back(std::move(spec));
   }
 }
 

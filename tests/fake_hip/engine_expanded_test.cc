@@ -26,8 +26,10 @@ using TestRequest = scheduler::testing::TestRequest;
 class EngineExpandedTest : public BackendOnFakeTest {
  protected:
   static std::unique_ptr<HipBackend> Gpu(int64_t expanded_workspace_bytes = 64 << 20,
-                                         Vendor vendor = Vendor::kAmd) {
+                                         Vendor vendor = Vendor::kAmd,
+                                         int32_t most_rounds = kMostRounds) {
     HipBackendOptions options = Options();
+    options.most_rounds = most_rounds;
     options.images.push_back(Image("sm_90", kImage90));
     options.vendor = vendor;
     options.expanded_workspace_bytes = expanded_workspace_bytes;
@@ -81,6 +83,31 @@ TEST_F(EngineExpandedTest, PromptsDecodesAndExtendsEqualTheReference) {
       // At least the pieces of the four prompts that are long enough: 160 + 140, 131, 130. A
       // context that does not fit is worked through in more rounds than it has launches.
       EXPECT_GE(control_->expanded_launches, workspace < 1 << 20 ? 8 : 4);
+      EXPECT_TRUE(gpu.harness().core().backend().Healthy().ok());
+    }
+  }
+}
+
+// More rounds than a launch may have: the absorbed form has none, and the answers are the same. Of
+// the script's four launches with a prompt, three need two rounds and one four.
+TEST_F(EngineExpandedTest, PromptsWithTooManyRoundsTakeTheAbsorbedForm) {
+  ExpandedEngine reference(nullptr);
+  const auto want = RunScript(reference);
+  for (const char* arch : {"gfx950", "gfx942", "sm_90"}) {
+    for (const int32_t most : {1, 3}) {
+      SCOPED_TRACE(arch + (" " + std::to_string(most)));
+      control_->arch = arch;
+      control_->expanded_launches = 0;
+      const bool nvidia = arch == std::string("sm_90");
+      ExpandedEngine gpu(Gpu(200000, nvidia ? Vendor::kNvidia : Vendor::kAmd, most));
+      const auto got = RunScript(gpu);
+      ASSERT_EQ(got.size(), want.size());
+      for (size_t i = 0; i < got.size(); ++i) {
+        SCOPED_TRACE(i);
+        ExpectSame(*got[i], *want[i]);
+      }
+      EXPECT_EQ(gpu.harness().core().Stats().rounds_refused, most == 1 ? 4u : 1u);
+      EXPECT_EQ(control_->expanded_launches > 0, most > 1);
       EXPECT_TRUE(gpu.harness().core().backend().Healthy().ok());
     }
   }
@@ -261,36 +288,6 @@ TEST_F(EngineExpandedTest, Fp32QueriesAreTakenInExpandedAndRefusedInAbsorbed) {
   EXPECT_EQ(refused->detail.reason, "unsupported_dtype");
   EXPECT_FALSE(refused->step_aborted);
   EXPECT_TRUE(gpu.End(1).ok()) << "the step goes on";
-}
-
-// At registration, with what would do and what this device misses.
-TEST_F(EngineExpandedTest, ModelsOfOtherLatentDimsAreRefusedAtRegistration) {
-  ExpandedEngine gpu(Gpu());
-  scheduler::EngineCore& core = gpu.harness().core();
-  const struct {
-    Geometry geometry;
-    const char* missing;
-  } wrong[] = {{{2, 256, 64, 0, 0}, "missing: this kv_lora_rank"},
-               {{2, 512, 32, 0, 0}, "missing: this rope_dim"},
-               {{2, 512, 64, 100, 128}, "missing: this nope_dim"},
-               {{2, 512, 64, 128, 100}, "missing: this v_dim"}};
-  for (const auto& [geometry, missing] : wrong) {
-    ASSERT_TRUE(core.models().Unregister(core.FindTenant("tenant-a"), "tiny").ok() ||
-                core.models().size() == 0);
-    scheduler::ModelSpec spec = gpu.harness().model();
-    spec.geometry = geometry;
-    const auto model = core.models().Register(core.FindTenant("tenant-a"), spec);
-    EXPECT_EQ(model.status().code(), absl::StatusCode::kUnimplemented) << model.status();
-    for (const char* part : {"wanted: absorbed heads=2 lora=", "supported: ", missing,
-                             "device: Fake Instinct (gfx950)"}) {
-      EXPECT_THAT(model.status().message(), HasSubstr(part));
-    }
-    const ErrorDetail detail = DetailOf(model.status());
-    EXPECT_EQ(detail.field, "model.geometry");
-    EXPECT_EQ(detail.reason, "unsupported_shape");
-    EXPECT_THAT(detail.limit, HasSubstr("kv_lora_rank 512, rope_dim 64"));
-    EXPECT_THAT(core.backend().Info().supported, HasSubstr("kv_lora_rank 512, rope_dim 64"));
-  }
 }
 
 struct FailingCall {

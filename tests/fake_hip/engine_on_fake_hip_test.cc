@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/launching/launch_sizes.h"
@@ -23,6 +24,7 @@ using scheduler::testing::EngineHarness;
 using scheduler::testing::MakeRow;
 using scheduler::testing::Row;
 using scheduler::testing::TestRequest;
+using ::testing::HasSubstr;
 
 constexpr int kHeads = 16;
 constexpr int kRowDim = 576;
@@ -448,6 +450,36 @@ TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
   EXPECT_EQ(Control().copies_in - copies_in, 3 + ranks / 2);
   EXPECT_EQ(Control().copies_out - copies_out, 1 + 2 * (ranks / 2));
   EXPECT_EQ(h->core().Stats().slices_fused, uint64_t(ranks));
+}
+
+// At registration, with what would do and what this device misses.
+TEST(EngineOnFakeHip, ModelsOfOtherLatentDimsAreRefusedAtRegistration) {
+  const auto harness = Harness();
+  scheduler::EngineCore& core = harness->core();
+  const struct {
+    Geometry geometry;
+    const char* missing;
+  } wrong[] = {{{kHeads, 256, 64, 0, 0}, "missing: this kv_lora_rank"},
+               {{kHeads, 512, 32, 0, 0}, "missing: this rope_dim"},
+               {{kHeads, 512, 64, 100, 128}, "missing: this nope_dim"},
+               {{kHeads, 512, 64, 128, 100}, "missing: this v_dim"}};
+  for (const auto& [geometry, missing] : wrong) {
+    ASSERT_TRUE(core.models().Unregister(core.FindTenant("tenant-a"), "tiny").ok() ||
+                core.models().size() == 0);
+    scheduler::ModelSpec spec = harness->model();
+    spec.geometry = geometry;
+    const auto model = core.models().Register(core.FindTenant("tenant-a"), spec);
+    EXPECT_EQ(model.status().code(), absl::StatusCode::kUnimplemented) << model.status();
+    for (const char* part : {"wanted: absorbed heads=16 lora=", "supported: ", missing,
+                             "device: Fake Instinct (gfx950)"}) {
+      EXPECT_THAT(model.status().message(), HasSubstr(part));
+    }
+    const ErrorDetail detail = DetailOf(model.status());
+    EXPECT_EQ(detail.field, "model.geometry");
+    EXPECT_EQ(detail.reason, "unsupported_shape");
+    EXPECT_THAT(detail.limit, HasSubstr("kv_lora_rank 512, rope_dim 64"));
+    EXPECT_THAT(core.backend().Info().supported, HasSubstr("kv_lora_rank 512, rope_dim 64"));
+  }
 }
 
 }  // namespace

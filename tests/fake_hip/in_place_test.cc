@@ -1,28 +1,31 @@
 // Small tensors in pinned memory that kernels use where they lie or copy, words of it that launches
-// wait for and set, metadata that stays on the device, and launches on one stream.
+// wait for and set, metadata that stays on the device, and launches on one stream: on every
+// architecture, since the kernels of each do it.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <span>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/hip/common/kernel_args.h"
 #include "kernels/hip/hip_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
+#include "tests/fake_hip/rocm/row_launch.h"
 
 namespace mla::kernels::hip {
 namespace {
 
-constexpr int64_t kRowBytes = 1152;
-constexpr size_t kRowElements = 576;
-
-class InPlaceTest : public BackendOnFakeTest {
+class InPlaceTest : public BackendOnFakeTest, public ::testing::WithParamInterface<const char*> {
  protected:
   void SetUp() override {
     ASSERT_NO_FATAL_FAILURE(BackendOnFakeTest::SetUp());
-    Make(Vendor::kNvidia, "sm_90", kImage90);
+    control_->arch = GetParam();
+    Make();
     memory_ = {static_cast<std::byte*>(std::aligned_alloc(4096, kMemoryBytes)), kMemoryBytes};
     std::memset(memory_.data(), 0, memory_.size());
     ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
@@ -33,11 +36,11 @@ class InPlaceTest : public BackendOnFakeTest {
     std::free(memory_.data());
     BackendOnFakeTest::TearDown();
   }
-  void Make(Vendor vendor, const char* arch, const char* image) {
-    control_->arch = arch;
+  void Make() {
     HipBackendOptions options = Options();
-    options.vendor = vendor;
-    options.images = {Image(arch, image)};
+    options.images.push_back(Image("sm_90", kImage90));
+    if (std::string_view(control_->arch) == "sm_90") options.vendor = Vendor::kNvidia;
+    options.graphs = GraphUse::kOn;
     auto backend = HipBackend::Create(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
     backend_ = *std::move(backend);
@@ -55,53 +58,7 @@ class InPlaceTest : public BackendOnFakeTest {
   std::span<std::byte> memory_;
 };
 
-// Stores a row, or compares it with what is stored; stays until it has been waited for.
-class RowLaunch {
- public:
-  // `differs` null: stores the row.
-  absl::Status Submit(HipBackend& backend, int32_t slot, const Bf16* row, int32_t position,
-                      int32_t* differs = nullptr) {
-    layout_ = LaunchLayout(backend, slot);
-    layout_.ExpectOutputs(output_bytes_);
-    const auto kv = layout_.InputReadOnce(row, kRowBytes);
-    if (!kv.ok()) return kv.status();
-    record_ = {*kv, DType::kBf16, 576, 0, layer_offset_, 1152, 64, position, 1, 576};
-    if (differs != nullptr) {
-      const auto out = layout_.Output(differs, sizeof(*differs));
-      if (!out.ok()) return out.status();
-      record_.differs = static_cast<int32_t*>(*out);
-    }
-    launch_.inputs = layout_.inputs();
-    launch_.outputs = layout_.outputs();
-    launch_.page_tables = {&page_, 1};
-    launch_.table_changes = {&table_, 1};
-    launch_.appends = {&record_, 1};
-    return backend.Submit(slot, launch_);
-  }
-  void set_output_bytes(int64_t bytes) { output_bytes_ = bytes; }
-  void set_layer_offset(int64_t bytes) { layer_offset_ = bytes; }
-  void set_words(const WordValue& ready, int64_t limit_ns, const WordValue& done) {
-    launch_.gate = {ready, limit_ns};
-    done_ = done;
-    launch_.signals = {&done_, 1};
-  }
-  bool in_place() const {
-    return layout_.inputs()[0].in_place() &&
-           (layout_.outputs().empty() || layout_.outputs()[0].in_place());
-  }
-
- private:
-  uint32_t page_ = 0;
-  int64_t output_bytes_ = sizeof(int32_t);
-  int64_t layer_offset_ = 0;
-  const TableRange table_{0, 1};
-  WordValue done_;
-  AppendRecord record_{};
-  LaunchLayout layout_;
-  Launch launch_;
-};
-
-TEST_F(InPlaceTest, KernelsReadAndWritePinnedMemory) {
+TEST_P(InPlaceTest, KernelsReadAndWritePinnedMemory) {
   Bf16* const row = Row(0, 0x3f80);
   auto* const differs = reinterpret_cast<int32_t*>(memory_.data() + 4096);
   RowLaunch store;
@@ -127,7 +84,7 @@ TEST_F(InPlaceTest, KernelsReadAndWritePinnedMemory) {
   EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
 }
 
-TEST_F(InPlaceTest, WhatKernelsCouldNotUseIsCopied) {
+TEST_P(InPlaceTest, WhatKernelsCouldNotUseIsCopied) {
   const HipBackend& b = *backend_;
   EXPECT_TRUE(b.InPlace(memory_.data() + 16, kRowBytes));
   EXPECT_FALSE(b.InPlace(memory_.data() + 8, kRowBytes));  // at any byte of a message
@@ -142,7 +99,7 @@ TEST_F(InPlaceTest, WhatKernelsCouldNotUseIsCopied) {
   EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
 }
 
-TEST_F(InPlaceTest, MemoryStaysPinnedUntilTheLaunchHasEnded) {
+TEST_P(InPlaceTest, MemoryStaysPinnedUntilTheLaunchHasEnded) {
   RowLaunch store;
   ASSERT_TRUE(store.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
   std::thread closer([&] { backend_->UnregisterHost(memory_); });
@@ -157,7 +114,7 @@ TEST_F(InPlaceTest, MemoryStaysPinnedUntilTheLaunchHasEnded) {
   EXPECT_TRUE(backend_->Wait(0).ok());
 }
 
-TEST_F(InPlaceTest, ManyOutputsAreCopiedAndAllElseWithThem) {
+TEST_P(InPlaceTest, ManyOutputsAreCopiedAndAllElseWithThem) {
   const int64_t most = backend_->Info().in_place_bytes;
   EXPECT_GT(most, 0);
   auto* const differs = reinterpret_cast<int32_t*>(memory_.data() + 4096);
@@ -171,7 +128,7 @@ TEST_F(InPlaceTest, ManyOutputsAreCopiedAndAllElseWithThem) {
 }
 
 // Rows of a prompt without queries, say.
-TEST_F(InPlaceTest, ManyRowsAreCopied) {
+TEST_P(InPlaceTest, ManyRowsAreCopied) {
   LaunchLayout layout(*backend_, 0);
   layout.ExpectOutputs(0);
   const int64_t most = backend_->Info().in_place_bytes;
@@ -185,7 +142,7 @@ TEST_F(InPlaceTest, ManyRowsAreCopied) {
 }
 
 // A launch that began alone and one beside it: the second one's copies have a stream of their own.
-TEST_F(InPlaceTest, LaunchesBesideEachOtherKeepTheirOrder) {
+TEST_P(InPlaceTest, LaunchesBesideEachOtherKeepTheirOrder) {
   std::vector<Bf16> loose(kRowElements, 0x4000);
   int32_t differs = 7;  // not pinned: copied
   for (int round = 0; round < 3; ++round) {
@@ -199,7 +156,7 @@ TEST_F(InPlaceTest, LaunchesBesideEachOtherKeepTheirOrder) {
 }
 
 // Calls that launches make only where they do not run alone.
-TEST_F(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
+TEST_P(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
   int32_t position = 1;
   for (const char* call : {"hipEventRecord", "hipStreamWaitEvent"}) {
     RowLaunch first, second, third;
@@ -216,7 +173,7 @@ TEST_F(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
   EXPECT_TRUE(backend_->Healthy().ok());
 }
 
-TEST_F(InPlaceTest, ALaunchThatUploadsNothingWaitsForNoUpload) {
+TEST_P(InPlaceTest, ALaunchThatUploadsNothingWaitsForNoUpload) {
   RowLaunch first, second, third;
   ASSERT_TRUE(first.Submit(*backend_, 1, Row(4096, 0x4000), 1).ok());
   ASSERT_TRUE(backend_->Wait(1).ok());
@@ -228,7 +185,7 @@ TEST_F(InPlaceTest, ALaunchThatUploadsNothingWaitsForNoUpload) {
   ASSERT_TRUE(backend_->Wait(1).ok());
 }
 
-TEST_F(InPlaceTest, MetadataOfEqualLaunchesTravelsOnce) {
+TEST_P(InPlaceTest, MetadataOfEqualLaunchesTravelsOnce) {
   const auto copies_of = [&](int32_t position) {
     const int64_t before = control_->copies_in;
     RowLaunch launch;
@@ -243,7 +200,7 @@ TEST_F(InPlaceTest, MetadataOfEqualLaunchesTravelsOnce) {
   EXPECT_EQ(ReadRows(*backend_, 2), std::vector<Bf16>(2 * kRowElements, 0x3f80));
 }
 
-TEST_F(InPlaceTest, LayersOfAStepHaveTheSameMetadata) {
+TEST_P(InPlaceTest, LayersOfAStepHaveTheSameMetadata) {
   constexpr int64_t kLayerBytes = 64 * kRowBytes;
   const int64_t before = control_->copies_in;
   for (const int layer : {0, 1, 2}) {
@@ -263,7 +220,7 @@ TEST_F(InPlaceTest, LayersOfAStepHaveTheSameMetadata) {
   }
 }
 
-TEST_F(InPlaceTest, AFailedUploadIsMadeAgain) {
+TEST_P(InPlaceTest, AFailedUploadIsMadeAgain) {
   RowLaunch first, second;
   control_->FailOnce("hipMemcpyHtoDAsync");
   EXPECT_FALSE(first.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
@@ -274,7 +231,7 @@ TEST_F(InPlaceTest, AFailedUploadIsMadeAgain) {
   EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
 }
 
-TEST_F(InPlaceTest, AKernelCopiesSmallTensorsOfALaunchThatRunsAlone) {
+TEST_P(InPlaceTest, AKernelCopiesSmallTensorsOfALaunchThatRunsAlone) {
   std::vector<Bf16> loose(kRowElements, 0x4000);
   for (const bool alone : {true, false}) {
     int32_t differs = 7;
@@ -297,7 +254,7 @@ TEST_F(InPlaceTest, AKernelCopiesSmallTensorsOfALaunchThatRunsAlone) {
   }
 }
 
-TEST_F(InPlaceTest, ALaunchThatKernelsCopyForIsOneGraphAndOneEvent) {
+TEST_P(InPlaceTest, ALaunchThatKernelsCopyForIsOneGraphAndOneEvent) {
   std::vector<Bf16> loose(kRowElements, 0x4000);
   RowLaunch store;
   ASSERT_TRUE(store.Submit(*backend_, 0, loose.data(), 0).ok());
@@ -327,7 +284,7 @@ class WordsTest : public InPlaceTest {
   }
 };
 
-TEST_F(WordsTest, ALaunchWaitsForAWordAndSetsOneAtItsEnd) {
+TEST_P(WordsTest, ALaunchWaitsForAWordAndSetsOneAtItsEnd) {
   EXPECT_TRUE(backend_->Info().waits_for_words);
   const WordValue ready{Word(0), 3}, done{Word(1), 8};
   *Word(0) = 2;
@@ -346,7 +303,7 @@ TEST_F(WordsTest, ALaunchWaitsForAWordAndSetsOneAtItsEnd) {
   EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x4000));
 }
 
-TEST_F(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
+TEST_P(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
   for (uint32_t i = 0; i < 8; ++i) {
     const bool late = i % 2 == 1;
     const uint32_t value = 0xfffffffcu + i;  // across zero
@@ -371,7 +328,7 @@ TEST_F(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
   EXPECT_FALSE(backend_->WasLate(0));
 }
 
-TEST_F(WordsTest, WordsNearbyAreLookedAtAndStored) {
+TEST_P(WordsTest, WordsNearbyAreLookedAtAndStored) {
   const WordValue ready{Word(0), 3, Word(2)}, done{Word(1), 8, Word(3)};
   *Word(0) = 2;
   *Word(2) = 3;
@@ -386,7 +343,7 @@ TEST_F(WordsTest, WordsNearbyAreLookedAtAndStored) {
 }
 
 // Copies of its outputs run behind its kernels, and no kernel behind those.
-TEST_F(WordsTest, ALaunchWhoseOutputsAreCopiedLeavesItsSignalsToTheCaller) {
+TEST_P(WordsTest, ALaunchWhoseOutputsAreCopiedLeavesItsSignalsToTheCaller) {
   *Word(0) = 3;
   std::vector<int32_t> differs(1, 7);
   ASSERT_TRUE(AppendOnce(*backend_, Row(0, 0x3f80)).ok());
@@ -404,7 +361,7 @@ TEST_F(WordsTest, ALaunchWhoseOutputsAreCopiedLeavesItsSignalsToTheCaller) {
   EXPECT_EQ(*Word(1), 0u);
 }
 
-TEST_F(WordsTest, WordsThatTheDeviceDoesNotReach) {
+TEST_P(WordsTest, WordsThatTheDeviceDoesNotReach) {
   uint32_t loose[2] = {5, 5};
   RowLaunch gated, signalling;
   gated.set_words({&loose[0], 5}, kLimitNs, {Word(1), 1});
@@ -418,7 +375,7 @@ TEST_F(WordsTest, WordsThatTheDeviceDoesNotReach) {
 }
 
 // Driver calls of other threads wait for a gate, so none is without a bound.
-TEST_F(WordsTest, GatesWaitForTwoSecondsAtMost) {
+TEST_P(WordsTest, GatesWaitForTwoSecondsAtMost) {
   for (const int64_t limit_ns : {int64_t{-1}, kLimitNs + 1}) {
     RowLaunch launch;
     launch.set_words({Word(0), 5}, limit_ns, {Word(1), 1});
@@ -427,16 +384,10 @@ TEST_F(WordsTest, GatesWaitForTwoSecondsAtMost) {
   }
 }
 
-// Devices whose kernels were never seen to reach host memory.
-TEST_F(InPlaceTest, AmdDevicesHaveCopies) {
-  backend_->UnregisterHost(memory_);
-  backend_.reset();
-  Make(Vendor::kAmd, "gfx950", kImage950);
-  ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
-  EXPECT_FALSE(backend_->InPlace(memory_.data(), kRowBytes));
-  EXPECT_EQ(backend_->Info().in_place_bytes, 0);
-  EXPECT_FALSE(backend_->Info().waits_for_words);
-}
+INSTANTIATE_TEST_SUITE_P(Architectures, InPlaceTest, ::testing::Values("gfx950", "gfx942", "sm_90"),
+                         [](const auto& arch) { return std::string(arch.param); });
+INSTANTIATE_TEST_SUITE_P(Architectures, WordsTest, ::testing::Values("gfx950", "gfx942", "sm_90"),
+                         [](const auto& arch) { return std::string(arch.param); });
 
 }  // namespace
 }  // namespace mla::kernels::hip

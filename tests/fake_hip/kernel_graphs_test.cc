@@ -58,6 +58,7 @@ class KernelGraphsTest : public BackendOnFakeTest, public ::testing::WithParamIn
     HipBackendOptions options = Options();
     options.vendor = GetParam();
     options.images = {Image(control_->arch, image())};
+    options.graphs = GraphUse::kOn;
     auto backend = HipBackend::Create(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
     backend_ = *std::move(backend);
@@ -77,8 +78,8 @@ class KernelGraphsTest : public BackendOnFakeTest, public ::testing::WithParamIn
     EXPECT_TRUE(kernels::ReadRows(*backend_, 0, {&page, 1}, stored, row.data()).ok());
     return row;
   }
-  // Sequences of a launch: on NVIDIA devices a kernel brings the row, before the first event.
-  int64_t all() const { return amd() ? 1 : 2; }
+  // Sequences of a launch: a kernel brings the row, before the first event.
+  static constexpr int64_t kAll = 2;
   // Stores a row in a layer; how many sequences were graphs.
   int64_t Store(Bf16 value, int layer) {
     const int64_t graphs = control_->graph_launches, kernels = control_->launches;
@@ -91,6 +92,19 @@ class KernelGraphsTest : public BackendOnFakeTest, public ::testing::WithParamIn
     return of_graphs;
   }
 
+  // A kernel that runs keeps its arguments: all are set by the launch itself.
+  void ExpectNothingSetAhead() {
+    for (int layer = 0; layer < 5; ++layer) Store(static_cast<Bf16>(0x3f80 + layer), layer);
+    for (int layer = 5; layer < 8; ++layer) {
+      const int64_t before = control_->graph_updates;
+      LayerLaunch launch;
+      ASSERT_TRUE(launch.Submit(*backend_, 0, 0x4000, layer).ok());
+      EXPECT_EQ(control_->graph_updates - before, 1) << layer;
+      ASSERT_TRUE(backend_->Wait(0).ok());
+      EXPECT_EQ(Row(layer), std::vector<Bf16>(kRowElements, 0x4000)) << layer;
+    }
+  }
+
   std::unique_ptr<HipBackend> backend_;
 };
 
@@ -99,10 +113,10 @@ TEST_P(KernelGraphsTest, TheThirdLaunchOfASequenceIsOfItsGraph) {
   EXPECT_EQ(Store(0x4000, 0), 0);
   const int64_t made = control_->graphs, set = control_->graph_updates;
   EXPECT_GE(made, 1);
-  EXPECT_EQ(Store(0x4040, 0), all());
+  EXPECT_EQ(Store(0x4040, 0), kAll);
   EXPECT_EQ(control_->graph_updates, set);
-  EXPECT_EQ(Store(0x4080, 2), all());
-  EXPECT_EQ(Store(0x40a0, 1), all());
+  EXPECT_EQ(Store(0x4080, 2), kAll);
+  EXPECT_EQ(Store(0x40a0, 1), kAll);
   EXPECT_GT(control_->graph_updates, set);
   EXPECT_EQ(control_->graphs, made);
 }
@@ -127,6 +141,7 @@ TEST_P(KernelGraphsTest, LaunchesThatOverlapKeepTheirArguments) {
 }
 
 TEST_P(KernelGraphsTest, LayersOfAStepAreSetBeforeTheyAreLaunched) {
+  if (amd()) return ExpectNothingSetAhead();
   // The graph is made with the second; the fifth is as far behind the fourth as that behind the
   // third.
   for (int layer = 0; layer < 5; ++layer) Store(static_cast<Bf16>(0x3f80 + layer), layer);
@@ -136,13 +151,13 @@ TEST_P(KernelGraphsTest, LayersOfAStepAreSetBeforeTheyAreLaunched) {
     control_->fail_times = 1;
     control_->fail_seen = layer == 6 ? 0 : 1;
     // Of the sixth the launch itself sets nothing; what fails is what it sets for the seventh.
-    EXPECT_EQ(Store(static_cast<Bf16>(0x3f80 + layer), layer), all()) << layer;
+    EXPECT_EQ(Store(static_cast<Bf16>(0x3f80 + layer), layer), kAll) << layer;
   }
   // Neither of these was expected.
   control_->fail_call = "";
-  EXPECT_EQ(Store(0x4000, 2), all());
-  EXPECT_EQ(Store(0x4040, 1), all());
-  EXPECT_EQ(Store(0x4080, 9), all());
+  EXPECT_EQ(Store(0x4000, 2), kAll);
+  EXPECT_EQ(Store(0x4040, 1), kAll);
+  EXPECT_EQ(Store(0x4080, 9), kAll);
   EXPECT_EQ(Row(7), std::vector<Bf16>(kRowElements, 0x3f80 + 7));
 }
 
@@ -166,17 +181,65 @@ TEST_P(KernelGraphsTest, ALaunchThatIsRefusedIsMadeOneByOneAndTheNextIsNot) {
     Make();
     Store(0x3f80, 0);
     Store(0x4000, 0);
-    EXPECT_EQ(Store(0x4040, 0), all()) << call;
+    EXPECT_EQ(Store(0x4040, 0), kAll) << call;
     control_->fail_call = call;
     control_->fail_after = control_->fail_seen = 0;
     control_->fail_times = -1;
     // The kernel that brings the row has nothing to be set.
     const bool sets = std::string(call) == "hipGraphExecKernelNodeSetParams";
-    EXPECT_EQ(Store(0x4080, 4), sets ? all() - 1 : 0) << call;
+    EXPECT_EQ(Store(0x4080, 4), sets ? kAll - 1 : 0) << call;
     control_->fail_call = "";
-    EXPECT_EQ(Store(0x40a0, 8), all()) << call;
+    EXPECT_EQ(Store(0x40a0, 8), kAll) << call;
     EXPECT_TRUE(backend_->Healthy().ok());
   }
+}
+
+// HIP gives the space of arguments back with the graph alone, and ends where it has none left.
+TEST_P(KernelGraphsTest, ArgumentSpaceIsBounded) {
+  constexpr int64_t kSetBytes = 6 << 10;
+  // The graph in use and the one before it, for each of two sequences.
+  constexpr int64_t kMost =
+      4 * (KernelGraphs::kMostSets + 2 * int64_t{KernelGraphs::kMostKernels}) * kSetBytes;
+  control_->graph_argument_limit = kMost;
+  constexpr int kLaunches = 4 * KernelGraphs::kMostSets;
+  for (int i = 0; i < kLaunches; ++i) {
+    LayerLaunch launch;
+    // In no order, so that each launch sets an argument.
+    ASSERT_TRUE(launch.Submit(*backend_, 0, static_cast<Bf16>(0x3f80 + i % 64), i * i % 11).ok());
+    ASSERT_TRUE(backend_->Wait(0).ok()) << i;
+  }
+  EXPECT_GT(control_->graph_updates, kLaunches / 2);
+  EXPECT_TRUE(backend_->Healthy().ok());
+  EXPECT_EQ(Store(0x4000, 3), kAll);
+  if (amd()) {
+    EXPECT_GT(control_->most_graph_argument_bytes, 0);
+    EXPECT_LE(control_->most_graph_argument_bytes, kMost);
+    EXPECT_GE(control_->graphs_made, 3);
+  } else {
+    EXPECT_EQ(control_->most_graph_argument_bytes, 0);
+    EXPECT_EQ(control_->graphs_made, 2);
+  }
+  EXPECT_LE(control_->graphs, 4);
+  backend_.reset();
+  EXPECT_EQ(control_->graph_argument_bytes, 0);
+}
+
+TEST_P(KernelGraphsTest, AGraphThatCannotBeReplacedIsLaunchedOneByOne) {
+  Store(0x3f80, 0);
+  Store(0x4000, 0);
+  ASSERT_EQ(Store(0x4040, 0), kAll);
+  control_->fail_call = "hipGraphInstantiateWithFlags";
+  control_->fail_after = 0;
+  control_->fail_times = -1;
+  for (int i = 0; i < 2 * KernelGraphs::kMostSets; ++i) {
+    LayerLaunch launch;
+    ASSERT_TRUE(launch.Submit(*backend_, 0, 0x3f80, i * i % 11).ok());
+    ASSERT_TRUE(backend_->Wait(0).ok());
+  }
+  control_->fail_call = "";
+  // The kernel that brings the row is never set, so its graph stays; on NVIDIA devices each does.
+  EXPECT_EQ(Store(0x4080, 5), amd() ? 1 : kAll);
+  EXPECT_TRUE(backend_->Healthy().ok());
 }
 
 // The class alone.

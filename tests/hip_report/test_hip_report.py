@@ -89,6 +89,42 @@ class HipReportTest(unittest.TestCase):
         self.assertEqual(list(usage.faults()), ["sm_90 mla_attend_16: 12 spills",
                                                 "sm_90 mla_attend_16: 8 bytes of scratch"])
 
+    def test_code_objects_are_of_the_version_that_every_rocm_loads(self):
+        def image(abi, system=64):
+            return b"\x7fELF\x02\x01\x01" + bytes([system, abi]) + bytes(55)
+        self.assertEqual(list(report.code_object_faults("gfx942", image(3))), [])
+        for bad, what in [(image(4), "code object of version 6, must be 5"),
+                          (image(2), "code object of version 4, must be 5"),
+                          (image(3, system=0), "the image is not a code object"),
+                          (b"MZ" + bytes(62), "the image is not a code object"),
+                          (b"", "no code object was built")]:
+            self.assertEqual(list(report.code_object_faults("gfx950", bad)), [f"gfx950: {what}"])
+
+    def test_the_page_has_every_kernel_and_every_conflict(self):
+        usages = report.parse_usage("arch gfx950\n" + amd("mla_attend_64") + "\n" + amd("mla_move"))
+
+        class Accesses:
+            """Two accesses, of which one conflicts."""
+
+            @staticmethod
+            def instructions(_arch, _kernel):
+                return ["ds_read_b128", "ds_read_b64_tr_b8"]
+
+            @staticmethod
+            def slowdown(_arch, _kernel, name):
+                return 2.0 if name.endswith("tr_b8") else 1.0
+
+        loop = report.Loop("KV tile of 32 rows", 1 << 20, 32 * 1152)
+        code = report.inner_loop(ASSEMBLY, "mla_attend_64")
+        counts = collections.Counter(name for name, _ in code)
+        turn = report.turn_of("gfx950", code, report.LDS_CLOCKS)
+        page = report.page_of(usages, [(usages[0], loop, counts, turn)], Accesses())
+        self.assertIn("| gfx950 | `mla_move` | 256 + 12 | 1024 | 1 |", page)
+        self.assertIn("| gfx950 | `mla_attend_64` | `ds_read_b128` | `ds_read_b64_tr_b8` 2.00 |",
+                      page)
+        self.assertIn("| gfx950 | `mla_attend_64` | KV tile of 32 rows | 3775 | 32 | 64 | 20 |",
+                      page)
+
     def test_the_steady_turn_is_followed_without_rare_paths(self):
         names = [name for name, _ in report.inner_loop(ASSEMBLY, "mla_attend_64")]
         self.assertEqual(names, ["s_waitcnt", "global_load_lds_dwordx4", "ds_read_b128",

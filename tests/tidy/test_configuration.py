@@ -10,7 +10,8 @@ import unittest
 
 import test_tidy
 
-TABLES = ("server/config/config_table.cc", "server/config/config_cache.cc")
+TABLES = ("server/config/config_table.cc", "server/config/config_cache.cc",
+          "server/config/config_gpu.cc")
 TENANT_TABLE = "scheduler/tenant_table.cc"
 REFERENCE = "docs/configuration.md"
 EXAMPLE = "deploy/config/example.yaml"

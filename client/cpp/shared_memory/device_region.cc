@@ -1,13 +1,11 @@
 #include "client/cpp/shared_memory/device_region.h"
 
-#include <dlfcn.h>
-
-#include <array>
 #include <cstring>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/shared_memory/device_runtime.h"
 
 namespace mla::client {
 namespace {
@@ -25,130 +23,9 @@ constexpr unsigned kEqualOrLater = 0;
 constexpr unsigned kWithBarrier = 0;  // what the stream has written before is seen first
 constexpr uint32_t kAllBits = 0xffffffffu;
 
-using Handle = std::array<uint8_t, wire::kDeviceHandleBytes>;
-using Uuid = std::array<uint8_t, 16>;
-struct Access {
-  int type, id, flags;
-};
-
-// Entry points by vendor. Contexts are NVIDIA's; AMD's devices take their place.
-struct Table {
-  int (*init)(unsigned);
-  int (*device_count)(int*);
-  int (*uuid)(Uuid*, int);
-  int (*import_memory)(uint64_t*, void*, int);
-  int (*reserve)(void**, size_t, size_t, void*, unsigned long long);
-  int (*unreserve)(void*, size_t);
-  int (*map)(void*, size_t, size_t, uint64_t, unsigned long long);
-  int (*unmap)(void*, size_t);
-  int (*release)(uint64_t);
-  int (*set_access)(void*, size_t, const Access*, size_t);
-  int (*open_memory)(void**, Handle, unsigned);
-  int (*close_memory)(void*);
-  int (*open_event)(void**, Handle);
-  int (*event_create)(void**, unsigned);
-  int (*event_destroy)(void*);
-  int (*event_record)(void*, void*);
-  int (*stream_create)(void**, unsigned);
-  int (*stream_destroy)(void*);
-  int (*stream_finish)(void*);
-  int (*stream_wait)(void*, void*, unsigned);
-  // AMD only.
-  int (*amd_get_device)(int*);
-  int (*amd_set_device)(int);
-  // NVIDIA only.
-  int (*nvidia_retain)(void**, int);
-  int (*nvidia_push)(void*);
-  int (*nvidia_pop)(void**);
-  int (*nvidia_attribute)(int*, int, int);
-  int (*nvidia_create)(void**, unsigned, int);
-  int (*nvidia_destroy)(void*);
-  // Null where the runtime has none.
-  int (*register_host)(void*, size_t, unsigned);
-  int (*unregister_host)(void*);
-  int (*device_address)(void**, void*, unsigned);
-  int (*store_word)(void*, void*, uint32_t, unsigned);
-  int (*amd_await_word)(void*, void*, uint32_t, unsigned, uint32_t);
-  int (*nvidia_await_word)(void*, void*, uint32_t, unsigned);
-};
-
-struct Alias {
-  const char* amd;  // null: the vendor has no such call
-  const char* nvidia;
-  size_t offset;
-};
-#define MLA_ALIAS(field, amd, nvidia) \
-  Alias { amd, nvidia, offsetof(Table, field) }
-constexpr Alias kAliases[] = {
-    MLA_ALIAS(init, "hipInit", "cuInit"),
-    MLA_ALIAS(device_count, "hipGetDeviceCount", "cuDeviceGetCount"),
-    MLA_ALIAS(uuid, "hipDeviceGetUuid", "cuDeviceGetUuid_v2"),
-    MLA_ALIAS(import_memory, "hipMemImportFromShareableHandle", "cuMemImportFromShareableHandle"),
-    MLA_ALIAS(reserve, "hipMemAddressReserve", "cuMemAddressReserve"),
-    MLA_ALIAS(unreserve, "hipMemAddressFree", "cuMemAddressFree"),
-    MLA_ALIAS(map, "hipMemMap", "cuMemMap"),
-    MLA_ALIAS(unmap, "hipMemUnmap", "cuMemUnmap"),
-    MLA_ALIAS(release, "hipMemRelease", "cuMemRelease"),
-    MLA_ALIAS(set_access, "hipMemSetAccess", "cuMemSetAccess"),
-    MLA_ALIAS(open_memory, "hipIpcOpenMemHandle", "cuIpcOpenMemHandle_v2"),
-    MLA_ALIAS(close_memory, "hipIpcCloseMemHandle", "cuIpcCloseMemHandle"),
-    MLA_ALIAS(open_event, "hipIpcOpenEventHandle", "cuIpcOpenEventHandle"),
-    MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
-    MLA_ALIAS(event_destroy, "hipEventDestroy", "cuEventDestroy_v2"),
-    MLA_ALIAS(event_record, "hipEventRecord", "cuEventRecord"),
-    MLA_ALIAS(stream_create, "hipStreamCreateWithFlags", "cuStreamCreate"),
-    MLA_ALIAS(stream_destroy, "hipStreamDestroy", "cuStreamDestroy_v2"),
-    MLA_ALIAS(stream_finish, "hipStreamSynchronize", "cuStreamSynchronize"),
-    MLA_ALIAS(stream_wait, "hipStreamWaitEvent", "cuStreamWaitEvent"),
-    MLA_ALIAS(amd_get_device, "hipGetDevice", nullptr),
-    MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
-    MLA_ALIAS(nvidia_retain, nullptr, "cuDevicePrimaryCtxRetain"),
-    MLA_ALIAS(nvidia_push, nullptr, "cuCtxPushCurrent_v2"),
-    MLA_ALIAS(nvidia_pop, nullptr, "cuCtxPopCurrent_v2"),
-    MLA_ALIAS(nvidia_attribute, nullptr, "cuDeviceGetAttribute"),
-    MLA_ALIAS(nvidia_create, nullptr, "cuCtxCreate_v2"),
-    MLA_ALIAS(nvidia_destroy, nullptr, "cuCtxDestroy_v2"),
-};
-constexpr Alias kOptional[] = {
-    MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
-    MLA_ALIAS(unregister_host, "hipHostUnregister", "cuMemHostUnregister"),
-    MLA_ALIAS(device_address, "hipHostGetDevicePointer", "cuMemHostGetDevicePointer_v2"),
-    MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
-    MLA_ALIAS(amd_await_word, "hipStreamWaitValue32", nullptr),
-    MLA_ALIAS(nvidia_await_word, nullptr, "cuStreamWaitValue32_v2"),
-};
-#undef MLA_ALIAS
-
-absl::StatusOr<Table> OpenTable(bool nvidia, const std::string& library) {
-  std::vector<std::string> names{library};
-  if (library.empty()) {
-    names = nvidia ? std::vector<std::string>{"libcuda.so.1"}
-                   : std::vector<std::string>{"libamdhip64.so.7", "libamdhip64.so.6"};
-  }
-  void* opened = nullptr;
-  // Never closed: the vendors' runtimes do not survive being unloaded.
-  for (const std::string& name : names) {
-    opened = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (opened != nullptr) break;
-  }
-  if (opened == nullptr) return absl::UnavailableError(absl::StrCat("no GPU runtime: ", dlerror()));
-  Table table{};
-  for (const Alias& alias : kAliases) {
-    const char* const name = nvidia ? alias.nvidia : alias.amd;
-    if (name == nullptr) continue;
-    void* const entry = dlsym(opened, name);
-    if (entry == nullptr) {
-      return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
-    }
-    std::memcpy(reinterpret_cast<char*>(&table) + alias.offset, &entry, sizeof(entry));
-  }
-  for (const Alias& alias : kOptional) {
-    const char* const name = nvidia ? alias.nvidia : alias.amd;
-    void* const entry = name == nullptr ? nullptr : dlsym(opened, name);
-    std::memcpy(reinterpret_cast<char*>(&table) + alias.offset, &entry, sizeof(entry));
-  }
-  return table;
-}
+using Handle = DeviceRuntime::Handle;
+using Uuid = DeviceRuntime::Uuid;
+using Access = DeviceRuntime::Access;
 
 absl::Status Check(int code, const char* call) {
   if (code == 0) return absl::OkStatus();
@@ -158,9 +35,10 @@ absl::Status Check(int code, const char* call) {
 }  // namespace
 
 struct DeviceRegion::State {
-  Table api{};
+  DeviceRuntime api{};
   wire::DeviceHeader header{};
   int device = 0, server_device = 0;
+  int amd_version = 0;
   void* context = nullptr;         // NVIDIA's, of `device`
   void* server_context = nullptr;  // and of the server's device
   void* at = nullptr;
@@ -236,6 +114,7 @@ struct DeviceRegion::State {
   absl::Status FindDevices() {
     absl::Status s = Check(api.init(0), "init");
     int count = 0;
+    if (s.ok() && header.nvidia == 0) s = Check(api.amd_version(&amd_version), "runtime version");
     if (s.ok()) s = Check(api.device_count(&count), "device count");
     if (!s.ok()) return s;
     if (device < 0 || device >= count) {
@@ -274,10 +153,10 @@ struct DeviceRegion::State {
       opened = s.ok();
       return s;
     }
-    s = Check(
-        api.import_memory(&allocation, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor)),
-                          kPosixDescriptor),
-        "memory import");
+    const bool by_value = header.nvidia != 0 || amd_version >= DeviceRuntime::kAmdImportsByValue;
+    void* const named = by_value ? reinterpret_cast<void*>(static_cast<intptr_t>(descriptor))
+                                 : static_cast<void*>(&descriptor);
+    s = Check(api.import_memory(&allocation, named, kPosixDescriptor), "memory import");
     imported = s.ok();
     if (s.ok()) s = Check(api.reserve(&at, bytes(), 0, nullptr, 0), "address reserve");
     reserved = s.ok();
@@ -358,9 +237,9 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Map(
     header.words = 0;
   }
   state->device = options.device;
-  absl::StatusOr<Table> table = OpenTable(header.nvidia != 0, options.library);
-  if (!table.ok()) return table.status();
-  state->api = *table;
+  absl::StatusOr<DeviceRuntime> runtime = OpenDeviceRuntime(header.nvidia != 0, options.library);
+  if (!runtime.ok()) return runtime.status();
+  state->api = *runtime;
   absl::Status s = state->FindDevices();
   if (s.ok()) s = state->MapMemory(descriptor);
   if (s.ok()) {
@@ -396,7 +275,7 @@ bool DeviceRegion::Holds(const void* data, uint64_t bytes) const {
 }
 
 absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
-  const Table& api = state_->api;
+  const DeviceRuntime& api = state_->api;
   {
     const State::Current current(*state_, false);
     if (absl::Status s = current.status(); !s.ok()) return s;
@@ -412,7 +291,7 @@ absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
 }
 
 absl::Status DeviceRegion::MapWords(std::span<std::byte> memory) {
-  const Table& api = state_->api;
+  const DeviceRuntime& api = state_->api;
   const bool waits = nvidia() ? api.nvidia_await_word != nullptr : api.amd_await_word != nullptr;
   if (!waits || api.store_word == nullptr || api.register_host == nullptr ||
       api.unregister_host == nullptr || api.device_address == nullptr) {
@@ -443,7 +322,7 @@ uint32_t* DeviceRegion::Nearby(uint64_t offset) const {
 // may keep any other from storing it. A context of its own has its own.
 absl::Status DeviceRegion::ReleaseNearby(std::span<const NearbyWord> words) {
   if (words.empty() || state_->nearby == 0) return absl::OkStatus();
-  const Table& api = state_->api;
+  const DeviceRuntime& api = state_->api;
   void* context = nullptr;
   absl::Status s = nvidia()
                        ? Check(api.nvidia_create(&context, 0, state_->device), "context create")
@@ -472,7 +351,7 @@ absl::Status DeviceRegion::SetNearby(uint32_t entries, uint32_t value) {
 }
 
 absl::Status DeviceRegion::AwaitWord(uint32_t* word, uint32_t value, void* stream) {
-  const Table& api = state_->api;
+  const DeviceRuntime& api = state_->api;
   const State::Current current(*state_, false);
   if (absl::Status s = current.status(); !s.ok()) return s;
   void* const at = state_->There(word);

@@ -25,7 +25,7 @@ namespace mla::client {
 
 struct DeviceRegionOptions {
   int device = 0;       // of this process, by the runtime's order
-  std::string library;  // of the runtime; empty: libcuda.so.1, or libamdhip64.so.7 or .6
+  std::string library;  // of the runtime; empty: where it is found (device_runtime.h)
 };
 
 class DeviceRegion final {

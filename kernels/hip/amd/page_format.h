@@ -39,11 +39,15 @@ class WideningCopies {
  private:
   // All codes of a block whose scale stands for NaN.
   static constexpr uint32_t kNaNs = Fp8NaN(kPoolFp8) * 0x01010101u;
+  // Byte 0 is the scale 2^-127, which is not a normal number. Zero in its place would be another
+  // scale wherever the conversion multiplies in place of adding exponents.
+  static constexpr uint32_t kLeastScaleBits = 1u << 22;
 
   template <int kBlock>
   MLA_DEVICE tile::u32x4 chunk() const {
     if constexpr (kBlock == Layout::kCodeBlocks) return rotated;
-    const uint32_t bits = (exponents[kBlock / 4] >> kBlock % 4 * 8 & 0xffu) << 23;
+    const uint32_t normal = (exponents[kBlock / 4] >> kBlock % 4 * 8 & 0xffu) << 23;
+    const uint32_t bits = normal > kLeastScaleBits ? normal : kLeastScaleBits;
     const bool odd = bits > kLargestScaleBits;
     const uint32_t low = odd ? kNaNs : codes[kBlock][0], high = odd ? kNaNs : codes[kBlock][1];
     const float scale = bits_to_float(bits);

@@ -8,7 +8,7 @@ namespace mla::kernels::hip {
 absl::Status GateWork::AddGate(LaunchSlot& slot, const Launch& launch) {
   const LaunchGate& gate = launch.gate;
   if (gate.ready.word == nullptr) return absl::OkStatus();
-  if (device_.kernels.gate == nullptr || !slot.Reaches(gate.ready.word, sizeof(uint32_t))) {
+  if (!device_.runtime->kernels_reach_host() || !slot.Reaches(gate.ready.word, sizeof(uint32_t))) {
     return absl::InvalidArgumentError("gate: its word is not in pinned memory");
   }
   if (gate.limit_ns < 0 || gate.limit_ns > kMostGateNs) {
@@ -44,7 +44,7 @@ absl::Status GateWork::AddSignals(LaunchSlot& slot, std::span<const WordValue> s
   SignalArgs args = {};
   if (slot.gated()) args.outcome = slot.gate_outcome();
   if (slot.gated()) args.report = slot.gate_report();
-  const bool few = device_.kernels.signal != nullptr && signals.size() <= size_t{kMostSignals};
+  const bool few = device_.runtime->kernels_reach_host() && signals.size() <= size_t{kMostSignals};
   for (const WordValue& signal : signals) {
     if (!few || !slot.Reaches(signal.word, sizeof(uint32_t))) break;
     if (signal.nearby != nullptr && !slot.Reaches(signal.nearby, sizeof(uint32_t))) break;

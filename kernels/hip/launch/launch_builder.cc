@@ -19,7 +19,6 @@ absl::Status CheckRecord(const char* what, size_t i, int64_t row_stride, int64_t
 
 // Device memory of one plan.
 int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
-  constexpr int64_t kMaxRounds = 1024;
   constexpr int64_t kMaxUnits = 4096;
   constexpr int64_t kArrays = 8;
   const auto entries = [](int64_t count, size_t size) {
@@ -33,7 +32,7 @@ int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
   const int64_t rounds =
       entries(l.round_items, sizeof(ExpandedItem)) +
       entries(l.round_expansions, sizeof(Expansion)) +
-      entries(std::min(l.round_expansions + 1, kMaxRounds) * units, sizeof(int32_t));
+      entries(std::min<int64_t>(l.round_expansions + 1, kMostRounds) * units, sizeof(int32_t));
   return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
 }
 

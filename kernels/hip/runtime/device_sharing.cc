@@ -20,6 +20,7 @@ constexpr int kOnDevice = 1;
 constexpr int kReadWrite = 3;
 constexpr unsigned kEventWithoutTiming = 2;
 constexpr unsigned kEventInterprocess = 4;
+constexpr size_t kAllocationUnit = size_t{2} << 20;
 
 struct Location {
   int type, id;
@@ -174,16 +175,30 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   }
   absl::Status Check(int code, const char* call) const { return sharing_->Check(code, call); }
 
+  // Before ROCm 7.1 HIP takes a descriptor that is imported for the address of one, so a worker
+  // which does not know that would end at the first byte: handles come first there.
   absl::Status Take(int64_t bytes) {
-    if (sharing_->api_->create != nullptr) {
+    const GpuRuntime& runtime = *sharing_->runtime_;
+    const bool exports = sharing_->api_->create != nullptr;
+    const bool handle_first =
+        runtime.vendor() == Vendor::kAmd && runtime.version() < kHipImportsByValue;
+    if (exports && !handle_first) {
       const absl::Status s = TakeVirtual(static_cast<size_t>(bytes));
       if (s.ok() || absl::IsResourceExhausted(s)) return s;
       Untake();
     }
-    absl::StatusOr<DevicePtr> at = sharing_->runtime_->Malloc(bytes);
+    const absl::Status s = TakeAllocation(static_cast<size_t>(bytes));
+    if (s.ok() || absl::IsResourceExhausted(s) || !exports || !handle_first) return s;
+    Untake();
+    return TakeVirtual(static_cast<size_t>(bytes));
+  }
+
+  // A handle opens all of what an allocation lies in, so it has whole units for itself.
+  absl::Status TakeAllocation(size_t bytes) {
+    size_ = (bytes + kAllocationUnit - 1) / kAllocationUnit * kAllocationUnit;
+    absl::StatusOr<DevicePtr> at = sharing_->runtime_->Malloc(static_cast<int64_t>(size_));
     if (!at.ok()) return at.status();
     at_ = *at;
-    size_ = static_cast<size_t>(bytes);
     allocated_ = true;
     return Check(sharing_->api_->memory_handle(&exported_.memory, at_), "memory handle");
   }
@@ -215,12 +230,13 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
                  "memory export");
   }
 
-  // After TakeVirtual has failed half-way.
+  // After either has failed half-way.
   void Untake() {
     const SharingTable& api = *sharing_->api_;
     if (std::exchange(mapped_, false)) (void)api.unmap(at_, size_);
     if (std::exchange(reserved_, false)) (void)api.unreserve(at_, size_);
     if (std::exchange(created_, false)) (void)api.release(handle_);
+    if (std::exchange(allocated_, false)) sharing_->runtime_->Free(at_);
     exported_.descriptor = -1;
   }
 

@@ -1,8 +1,9 @@
 // What a device shares with other processes of the host: memory and events.
 //
 // Memory comes from the virtual memory calls and is exported as a POSIX descriptor; where the
-// runtime has none, or refuses, it is an ordinary allocation with an interprocess handle. Both
-// vendors have the same calls under names of their own, with the same structs and values.
+// runtime has none, or refuses, it is an ordinary allocation with an interprocess handle. Before
+// ROCm 7.1 the handle comes first. Both vendors have the same calls under names of their own, with
+// the same structs and values.
 //
 // Threading: any thread. Memory is made and freed in milliseconds.
 #ifndef MLA_KERNELS_HIP_RUNTIME_DEVICE_SHARING_H_

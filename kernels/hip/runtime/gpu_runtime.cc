@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "kernels/hip/runtime/call_watch.h"
 
 namespace mla::kernels::hip {
@@ -19,8 +18,10 @@ constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kNvidiaRegisterMapped = 2;
 constexpr int kAmdMultiprocessorCount = 63;
+constexpr int kAmdHostPointersReach = 4;  // registered memory at the host's addresses
 constexpr int kNvidiaMultiprocessorCount = 16;
-constexpr int kNvidiaCapabilityMajor = 75, kNvidiaCapabilityMinor = 76;
+constexpr int kNvidiaCapabilityMajor = 75;
+constexpr int kNvidiaCapabilityMinor = 76;
 constexpr int kNvidiaHostPointersReach = 91;  // registered memory at the host's addresses
 constexpr int kNvidiaMaxDynamicShared = 8;
 constexpr unsigned kNvidiaCooperative = 2;
@@ -93,6 +94,8 @@ struct RuntimeTable {
                 Stream, void**, void**);
   // AMD only.
   const char* (*amd_error_text)(int);
+  int (*amd_version)(int*);
+  int (*amd_host_address)(void**, void*, unsigned);
   int (*amd_set_device)(int);
   int (*amd_properties)(void*, int);
   int (*amd_copy_rows)(void*, size_t, const void*, size_t, size_t, size_t, int, Stream);
@@ -145,6 +148,8 @@ constexpr Alias kAliases[] = {
     MLA_ALIAS(module_function, "hipModuleGetFunction", "cuModuleGetFunction"),
     MLA_ALIAS(launch, "hipModuleLaunchKernel", "cuLaunchKernel"),
     MLA_ALIAS(amd_error_text, "hipGetErrorString", nullptr),
+    MLA_ALIAS(amd_version, "hipRuntimeGetVersion", nullptr),
+    MLA_ALIAS(amd_host_address, "hipHostGetDevicePointer", nullptr),
     MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
     MLA_ALIAS(amd_properties, "hipGetDevicePropertiesR0600", nullptr),
     MLA_ALIAS(amd_copy_rows, "hipMemcpy2DAsync", nullptr),
@@ -182,32 +187,18 @@ absl::Status Resolve(Vendor vendor, void* library, RuntimeTable* table) {
 
 }  // namespace
 
-std::vector<std::string> GpuRuntime::DefaultLibraries(Vendor vendor) {
-  if (vendor == Vendor::kAmd) return {"libamdhip64.so.7", "libamdhip64.so.6"};
-  return {"libcuda.so.1"};
-}
-
 absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
     Vendor vendor, int device, std::span<const std::string> libraries) {
-  std::vector<std::string> names(libraries.begin(), libraries.end());
-  if (names.empty()) names = DefaultLibraries(vendor);
-  void* library = nullptr;
-  std::string opened;
-  std::vector<std::string> reasons;
-  for (const std::string& name : names) {
-    // Never closed: the vendors' runtimes do not survive being unloaded.
-    library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    opened = name;
-    if (library != nullptr) break;
-    reasons.push_back(dlerror());
-  }
-  if (library == nullptr) {
-    return absl::UnavailableError(absl::StrCat("no GPU runtime: ", absl::StrJoin(reasons, "; ")));
-  }
+  const std::vector<std::string> names = libraries.empty()
+                                             ? RuntimeLibraries(vendor, "")
+                                             : std::vector(libraries.begin(), libraries.end());
+  absl::StatusOr<OpenedLibrary> opened = OpenRuntimeLibrary(names);
+  if (!opened.ok()) return opened.status();
   auto table = std::make_unique<RuntimeTable>();
   std::memset(table.get(), 0, sizeof(RuntimeTable));
-  if (absl::Status s = Resolve(vendor, library, table.get()); !s.ok()) return s;
-  std::unique_ptr<GpuRuntime> runtime(new GpuRuntime(vendor, opened, library, std::move(table)));
+  if (absl::Status s = Resolve(vendor, opened->handle, table.get()); !s.ok()) return s;
+  std::unique_ptr<GpuRuntime> runtime(
+      new GpuRuntime(vendor, opened->name, opened->handle, std::move(table)));
   if (absl::Status s = runtime->OpenDevice(device); !s.ok()) return s;
   return runtime;
 }
@@ -237,6 +228,11 @@ absl::Status GpuRuntime::Check(int code, const char* call) const {
 absl::Status GpuRuntime::OpenDevice(int device) {
   int count = 0;
   absl::Status status = Check(api_->init(0), "init");
+  if (status.ok() && vendor_ == Vendor::kAmd) {
+    status = Check(api_->amd_version(&version_), "runtime version");
+    if (status.ok()) status = CheckRocm(version_, library_);
+    if (absl::IsFailedPrecondition(status)) return status;
+  }
   if (status.ok()) status = Check(api_->device_count(&count), "device count");
   if (!status.ok() || count == 0) {
     return absl::UnavailableError(
@@ -264,11 +260,12 @@ absl::Status GpuRuntime::Identify() {
 }
 
 absl::Status GpuRuntime::IdentifyAmd() {
-  int units = 0;
+  int reach = 0;
   absl::Status s =
-      Check(api_->device_attribute(&units, kAmdMultiprocessorCount, device_), "attribute");
+      Check(api_->device_attribute(&units_, kAmdMultiprocessorCount, device_), "attribute");
   if (!s.ok()) return s;
-  units_ = units;
+  host_pointers_reach_ =
+      api_->device_attribute(&reach, kAmdHostPointersReach, device_) == kSuccess && reach != 0;
   // The struct's layout has changed between releases, so the architecture is found by its prefix.
   std::vector<char> properties(16384, 0);
   s = Check(api_->amd_properties(properties.data(), device_), "properties");
@@ -277,21 +274,19 @@ absl::Status GpuRuntime::IdentifyAmd() {
     if (std::memcmp(&properties[i], "gfx", 3) != 0) continue;
     const std::string full(&properties[i], strnlen(&properties[i], 64));
     arch_ = full.substr(0, full.find(':'));
-    return absl::OkStatus();
+    break;
   }
-  arch_ = "unknown";
   return absl::OkStatus();
 }
 
 absl::Status GpuRuntime::IdentifyNvidia() {
-  int units = 0, major = 0, minor = 0;
+  int major = 0, minor = 0;
   for (const auto& [what, into] :
-       {std::pair(kNvidiaMultiprocessorCount, &units), std::pair(kNvidiaCapabilityMajor, &major),
+       {std::pair(kNvidiaMultiprocessorCount, &units_), std::pair(kNvidiaCapabilityMajor, &major),
         std::pair(kNvidiaCapabilityMinor, &minor)}) {
     absl::Status s = Check(api_->device_attribute(into, what, device_), "attribute");
     if (!s.ok()) return s;
   }
-  units_ = units;
   arch_ = absl::StrCat("sm_", major, minor);
   // Drivers that do not know the attribute do not have what it says.
   int reach = 0;
@@ -340,6 +335,12 @@ absl::Status GpuRuntime::RegisterHost(void* at, int64_t bytes) {
   const unsigned flags = vendor_ == Vendor::kNvidia ? kNvidiaRegisterMapped : 0;
   MLA_GPU_CALL(api_->register_host(at, static_cast<size_t>(bytes), flags), "host register");
   return absl::OkStatus();
+}
+absl::StatusOr<bool> GpuRuntime::SameAddress(void* at) {
+  if (vendor_ == Vendor::kNvidia || host_pointers_reach_) return true;
+  void* there = nullptr;
+  MLA_GPU_CALL(api_->amd_host_address(&there, at, 0), "host address");
+  return there == at;
 }
 absl::Status GpuRuntime::UnregisterHost(void* at) {
   MLA_GPU_CALL(api_->unregister_host(at), "host unregister");

@@ -17,10 +17,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/hip/runtime/runtime_library.h"
 
 namespace mla::kernels::hip {
-
-enum class Vendor { kAmd, kNvidia };
 
 using DevicePtr = uint64_t;
 struct StreamHandle;
@@ -53,11 +52,9 @@ struct RuntimeTable;
 
 class GpuRuntime final {
  public:
-  // Library names tried in this order when none are given.
-  static std::vector<std::string> DefaultLibraries(Vendor vendor);
-
-  // UNAVAILABLE: no library could be opened (names and the loader's reason), it lacks an entry
-  // point, or it reports no device. OUT_OF_RANGE: `device` is not below the count.
+  // `libraries` empty: RuntimeLibraries. UNAVAILABLE: no library could be opened (names and the
+  // loader's reason), it lacks an entry point, or it reports no device. FAILED_PRECONDITION: it is
+  // older than kOldestHip. OUT_OF_RANGE: `device` is not below the count.
   static absl::StatusOr<std::unique_ptr<GpuRuntime>> Open(Vendor vendor, int device,
                                                           std::span<const std::string> libraries);
   ~GpuRuntime();
@@ -70,8 +67,16 @@ class GpuRuntime final {
   const std::string& library() const { return library_; }
   int device() const { return device_; }    // its number
   int32_t units() const { return units_; }  // CUs or SMs
-  // Kernels reach pinned host memory at the addresses that the host has for it.
+  int version() const { return version_; }  // as hipRuntimeGetVersion has it; 0: NVIDIA
+  // Kernels reach pinned host memory at the addresses that the host has for it. Of AMD devices this
+  // is for a probe to say, since the page faults of a kernel end the process there.
   bool kernels_reach_host() const { return kernels_reach_host_; }
+  void set_kernels_reach_host(bool reach) { kernels_reach_host_ = reach; }
+  // Kernels may be launched as graphs (kernel_graphs.h), and how many have been.
+  bool uses_graphs() const { return uses_graphs_; }
+  void set_uses_graphs(bool uses) { uses_graphs_ = uses; }
+  int64_t graph_launches() const { return graph_launches_; }
+  void NoteGraphLaunch() { ++graph_launches_; }
   bool stores_words() const;  // StoreWord; some drivers lack it
 
   // --- For calls that are not in this class.
@@ -87,6 +92,8 @@ class GpuRuntime final {
   // Pins memory of the caller's, in whole pages, until it is unregistered.
   absl::Status RegisterHost(void* at, int64_t bytes);
   absl::Status UnregisterHost(void* at);
+  // Returns true if the device has pinned memory at the address that the host has for it.
+  absl::StatusOr<bool> SameAddress(void* at);
 
   absl::StatusOr<Stream> CreateStream();
   void Destroy(Stream stream);
@@ -142,9 +149,13 @@ class GpuRuntime final {
   void* context_ = nullptr;
   int device_ = 0;
   std::string name_;
-  std::string arch_;
+  std::string arch_ = "unknown";
   int32_t units_ = 0;
+  int version_ = 0;
+  bool host_pointers_reach_ = false;  // AMD's attribute: that of all pinned memory
   bool kernels_reach_host_ = false;
+  bool uses_graphs_ = true;
+  int64_t graph_launches_ = 0;
 };
 
 }  // namespace mla::kernels::hip

@@ -148,10 +148,14 @@ KernelGraphs::KernelGraphs(GpuRuntime* runtime, std::unique_ptr<GraphTable> tabl
 
 KernelGraphs::~KernelGraphs() {
   if (!runtime_->Bind().ok()) return;
-  for (Entry& entry : entries_) Destroy(entry);
+  for (Entry& entry : entries_) {
+    Destroy(entry.made);
+    Destroy(entry.replaced);
+  }
 }
 
 absl::StatusOr<std::unique_ptr<KernelGraphs>> KernelGraphs::Open(GpuRuntime* runtime) {
+  if (!runtime->uses_graphs()) return absl::UnavailableError("graphs are off");
   auto table = std::make_unique<GraphTable>();
   for (const Alias& alias : kAliases) {
     const char* const name = runtime->vendor() == Vendor::kAmd ? alias.amd : alias.nvidia;
@@ -178,7 +182,8 @@ bool KernelGraphs::Set(Entry& entry, Node& node, const PendingKernel& kernel) {
   if (Same(node.held, kernel)) return true;
   node.held.arg_bytes = 0;  // what the graph holds is not known where this fails
   const NodeParams params(runtime_->vendor(), kernel);
-  if (api_->set_kernel(entry.exec, node.handle, params.at()) != 0) return false;
+  ++entry.sets;
+  if (api_->set_kernel(entry.made.exec, node.handle, params.at()) != 0) return false;
   Copy(kernel, node.held);
   return true;
 }
@@ -187,11 +192,12 @@ bool KernelGraphs::Launch(std::span<const PendingKernel> kernels, Stream stream)
   if (kernels.empty() || kernels.size() > kMostKernels) return false;
   Entry* const entry = Find(kernels);
   CallWatch::NoteDriverCall("graph launch");
-  if (entry == nullptr || entry->exec == nullptr || !runtime_->Bind().ok()) return false;
+  if (entry == nullptr || entry->made.exec == nullptr || !runtime_->Bind().ok()) return false;
   for (size_t i = 0; i < kernels.size(); ++i) {
     if (!Set(*entry, entry->nodes[i], kernels[i])) return false;
   }
-  if (api_->launch(entry->exec, stream) != 0) return false;
+  if (api_->launch(entry->made.exec, stream) != 0) return false;
+  runtime_->NoteGraphLaunch();
   for (size_t i = 0; i < kernels.size(); ++i) {
     Node& node = entry->nodes[i];
     node.regular = Same(node.expected, kernels[i]);
@@ -204,8 +210,11 @@ bool KernelGraphs::Launch(std::span<const PendingKernel> kernels, Stream stream)
 
 void KernelGraphs::Prepare() {
   CallWatch::NoteDriverCall("graph update");
+  const bool amd = runtime_->vendor() == Vendor::kAmd;
   for (Entry& entry : entries_) {
-    if (!std::exchange(entry.launched, false)) continue;
+    Destroy(entry.replaced);
+    if (amd && entry.sets >= kMostSets) Replace(entry);
+    if (!std::exchange(entry.launched, false) || amd) continue;
     for (Node& node : std::span(entry.nodes).first(entry.count)) {
       if (node.regular && !Set(entry, node, node.expected)) return;
     }
@@ -221,7 +230,7 @@ void KernelGraphs::Learn(std::span<const PendingKernel> kernels) {
     entry->count = kernels.size();
     for (size_t i = 0; i < kernels.size(); ++i) Copy(kernels[i], entry->nodes[i].last);
   }
-  if (entry->exec != nullptr || entry->refused || ++entry->uses < kUsesBefore) return;
+  if (entry->made.exec != nullptr || entry->refused || ++entry->uses < kUsesBefore) return;
   for (size_t i = 0; i < kernels.size(); ++i) {
     Node& node = entry->nodes[i];
     Copy(kernels[i], node.held);
@@ -229,16 +238,26 @@ void KernelGraphs::Learn(std::span<const PendingKernel> kernels) {
     Copy(kernels[i], node.expected);
   }
   entry->refused = !Make(*entry);
-  if (entry->refused) Destroy(*entry);
+  if (entry->refused) Destroy(entry->made);
+}
+
+// The launch that runs keeps the graph that it was made from. If no other can be made, kernels
+// are launched one by one from here on.
+void KernelGraphs::Replace(Entry& entry) {
+  entry.replaced = std::exchange(entry.made, {});
+  for (Node& node : std::span(entry.nodes).first(entry.count)) Copy(node.last, node.held);
+  entry.refused = !Make(entry);
+  if (entry.refused) Destroy(entry.made);
 }
 
 bool KernelGraphs::Make(Entry& entry) {
   CallWatch::NoteDriverCall("graph creation");
-  if (!runtime_->Bind().ok() || api_->create(&entry.graph, 0) != 0) return false;
+  entry.sets = 0;
+  if (!runtime_->Bind().ok() || api_->create(&entry.made.graph, 0) != 0) return false;
   for (size_t i = 0; i < entry.count; ++i) {
     if (!AddKernel(entry, i)) return false;
   }
-  return api_->instantiate(&entry.exec, entry.graph, 0) == 0;
+  return api_->instantiate(&entry.made.exec, entry.made.graph, 0) == 0;
 }
 
 bool KernelGraphs::AddKernel(Entry& entry, size_t index) {
@@ -248,7 +267,7 @@ bool KernelGraphs::AddKernel(Entry& entry, size_t index) {
                         node.held.shape.overlap_predecessor;
   const size_t waits_for = before != nullptr && !overlaps ? 1 : 0;
   const NodeParams params(runtime_->vendor(), node.held);
-  if (api_->add_kernel(&node.handle, entry.graph, waits_for > 0 ? &before : nullptr, waits_for,
+  if (api_->add_kernel(&node.handle, entry.made.graph, waits_for > 0 ? &before : nullptr, waits_for,
                        params.at()) != 0) {
     return false;
   }
@@ -259,12 +278,12 @@ bool KernelGraphs::AddKernel(Entry& entry, size_t index) {
   }
   if (!overlaps) return true;
   const NvidiaEdge edge{kProgrammaticPort, 0, kProgrammaticEdge, {}};
-  return api_->nvidia_add_edges(entry.graph, &before, &node.handle, &edge, 1) == 0;
+  return api_->nvidia_add_edges(entry.made.graph, &before, &node.handle, &edge, 1) == 0;
 }
 
-void KernelGraphs::Destroy(Entry& entry) {
-  if (entry.exec != nullptr) (void)api_->destroy_exec(std::exchange(entry.exec, nullptr));
-  if (entry.graph != nullptr) (void)api_->destroy(std::exchange(entry.graph, nullptr));
+void KernelGraphs::Destroy(Made& made) {
+  if (made.exec != nullptr) (void)api_->destroy_exec(std::exchange(made.exec, nullptr));
+  if (made.graph != nullptr) (void)api_->destroy(std::exchange(made.graph, nullptr));
 }
 
 }  // namespace mla::kernels::hip

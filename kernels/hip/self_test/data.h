@@ -45,6 +45,8 @@ struct Shape {
   // Of the absorbed form the first segment alone, in about so many pieces of as many rows: one
   // launch of one tile, whose blocks may merge the parts themselves. 0: as above.
   int32_t pieces = 0;
+  // Pages have room for so many layers, of which this launch appends to one and attends to it.
+  int32_t layers = 1, layer = 0;
 };
 // Small ones first: what is wrong with a kernel shows there already, as a rule. Two query rows make
 // a tile for one block of the smallest of the attention kernels, twenty one that takes the largest

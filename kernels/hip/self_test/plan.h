@@ -5,13 +5,25 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/common/expanded_args.h"
 #include "kernels/hip/self_test/data.h"
 
 namespace mla::kernels::hip::self_test {
+
+inline absl::Status Wrong(const std::string& where, double got, double want) {
+  return absl::InternalError(absl::StrCat(where, ": got ", got, ", want ", want));
+}
+
+inline absl::Status Run(AttentionBackend& backend, const Launch& launch) {
+  absl::Status s = backend.Submit(0, launch);
+  return s.ok() ? backend.Wait(0).status() : s;
+}
 
 // Records and plans, in either form: segment 0, the empty one, and `shorts` short ones, which are
 // all the same and write the same.

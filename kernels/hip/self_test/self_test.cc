@@ -8,14 +8,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/runtime/kernel_graphs.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/digest.h"
 #include "kernels/hip/self_test/gate.h"
+#include "kernels/hip/self_test/pages.h"
 #include "kernels/hip/self_test/plan.h"
 #include "kernels/hip/self_test/row.h"
 #include "kernels/hip/self_test/sparse.h"
 #include "kernels/launch/launch_layout.h"
-#include "kernels/launch/read_rows.h"
 
 namespace mla::kernels::hip {
 namespace self_test {
@@ -51,10 +52,6 @@ double LargestValue(const Data& d, const Weights& w) {
 bool Near(double got, double want, double off) {
   if (std::isnan(want)) return std::isnan(got);
   return got == want || std::abs(got - want) <= off;
-}
-
-absl::Status Wrong(const std::string& where, double got, double want) {
-  return absl::InternalError(absl::StrCat(where, ": got ", got, ", want ", want));
 }
 
 // Every row of the outputs, with one head each, and the first row with all.
@@ -147,6 +144,15 @@ absl::StatusOr<Staged> Stage(LaunchLayout& layout, Data& d) {
   return staged;
 }
 
+// Bytes of a layer's part of a page, which is the largest with rows of bf16.
+int64_t GranulesOf(const Shape& shape) {
+  return (shape.page_size * kRowBytes + kPageGranuleBytes - 1) / kPageGranuleBytes;
+}
+
+int64_t LayerOffset(const Shape& shape) {
+  return shape.layer * GranulesOf(shape) * kPageGranuleBytes;
+}
+
 std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expanded, size_t shorts) {
   const int32_t q_dim = expanded ? d.q_dim : kRowDim, o_dim = expanded ? d.o_dim : 512;
   SegmentRecord r = {};
@@ -157,6 +163,7 @@ std::vector<SegmentRecord> Segments(const Data& d, const Staged& s, bool expande
   r.lse_row_stride = kHeads;
   r.lse_head_stride = 1;
   r.row_stride = d.row.row_bytes;
+  r.layer_offset = LayerOffset(d.shape);
   r.kv_scale = kLayerScale;
   r.page_size = d.shape.page_size;
   r.softmax_scale = kScale;
@@ -195,16 +202,10 @@ AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   return params;
 }
 
-absl::Status Run(AttentionBackend& backend, const Launch& launch) {
-  absl::Status s = backend.Submit(0, launch);
-  return s.ok() ? backend.Wait(0).status() : s;
-}
-
 // Pages of the sequence in an order of their own, with gaps.
 std::vector<uint32_t> Pages(const Shape& shape) {
   const int32_t pages = (shape.kv_rows + shape.page_size - 1) / shape.page_size;
-  const int64_t granules =
-      (shape.page_size * kRowBytes + kPageGranuleBytes - 1) / kPageGranuleBytes;
+  const int64_t granules = shape.layers * GranulesOf(shape);
   std::vector<uint32_t> table(static_cast<size_t>(pages));
   for (int32_t page = 0; page < pages; ++page) {
     const int64_t place = (int64_t{page} * 37 + 1) % pages;
@@ -217,13 +218,13 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   LaunchLayout layout(backend, 0);
   absl::StatusOr<Staged> staged = Stage(layout, d);
   if (!staged.ok()) return staged.status();
-  const std::vector<uint32_t> pages = Pages(d.shape);  // of rows of bf16, which are the largest
+  const std::vector<uint32_t> pages = Pages(d.shape);
   const TableRange table[] = {{0, 1}, {1, static_cast<int64_t>(pages.size()) - 1}};
   const AppendRecord append{.kv = staged->kv,
                             .dtype = DType::kBf16,
                             .kv_row_stride = kRowDim,
                             .page_table = 0,
-                            .layer_offset = 0,
+                            .layer_offset = LayerOffset(d.shape),
                             .row_stride = d.row.row_bytes,
                             .page_size = d.shape.page_size,
                             .first_position = 0,
@@ -270,46 +271,6 @@ absl::Status Attend(AttentionBackend& backend, Data& d) {
   return Run(backend, launch);
 }
 
-// Page work alone: rows that move, pages that are zeroed, at odd places too. Then the rows are
-// compared with what is left of them.
-absl::Status CheckPages(AttentionBackend& backend) {
-  constexpr int64_t kPage = 14 * kPageGranuleBytes;
-  const std::vector<Bf16> kv = Pattern(size_t{3} * kRowDim, 5);
-  int32_t differs[3] = {};
-  const uint32_t pages[] = {0};
-  const TableRange table{0, 1};
-  LaunchLayout layout(backend, 0);
-  auto rows = layout.Input(kv.data(), static_cast<int64_t>(kv.size() * sizeof(Bf16)));
-  auto flags = layout.Output(differs, sizeof(differs));
-  if (!rows.ok() || !flags.ok()) return rows.ok() ? flags.status() : rows.status();
-  AppendRecord record{*rows, DType::kBf16, kRowDim, 0, 0, kRowBytes, 3, 0, 3, kRowDim};
-  Launch launch;
-  launch.inputs = layout.inputs();
-  launch.page_tables = pages;
-  launch.table_changes = {&table, 1};
-  launch.appends = {&record, 1};
-  if (absl::Status s = Run(backend, launch); !s.ok()) return s;
-
-  AppendRecord compared = record;
-  compared.differs = static_cast<int32_t*>(*flags);
-  const PageRange ranges[] = {
-      {kPage, 40 * kPage}, {2 * kPage, kPage, 0}, {0, kPage}, {0, 3 * kRowBytes - 2, 2 * kPage}};
-  launch.outputs = layout.outputs();
-  launch.pages = ranges;
-  launch.table_changes = {};
-  launch.appends = {&compared, 1};
-  if (absl::Status s = Run(backend, launch); !s.ok()) return s;
-  std::vector<Bf16> got(kv.size());
-  if (absl::Status s = ReadRows(backend, 0, pages, record, got.data()); !s.ok()) return s;
-  for (size_t i = 0; i < kv.size(); ++i) {
-    const Bf16 want = i + 1 < kv.size() ? kv[i] : Bf16{0};
-    if (got[i] != want) return Wrong("page work", ToFloat(got[i]), ToFloat(want));
-  }
-  // The last element was zeroed: the last row alone differs.
-  const int32_t found = differs[0] * 4 + differs[1] * 2 + differs[2];
-  return found == 1 ? absl::OkStatus() : Wrong("rows sent again, as bits", found, 1);
-}
-
 BackendLimits Limits(const AttentionBackend& backend) {
   const int32_t segments = 2 + ShortSegments(backend);
   BackendLimits l;
@@ -339,7 +300,8 @@ BackendLimits Limits(const AttentionBackend& backend) {
 }
 
 absl::Status CheckShape(AttentionBackend& backend, const Weights& weights, Shape shape,
-                        KvFormat format, DType products) {
+                        KvFormat format, DType products, const SelfTestRun& run) {
+  if (absl::Status s = run.CheckTime(); !s.ok()) return s;
   AttentionDesc desc;
   desc.geometry = weights.geometry;
   desc.kv_format = format;
@@ -362,7 +324,7 @@ absl::Status Load(AttentionBackend& backend, const Weights& weights) {
 }
 
 // The expanded form at the other dims: few rows of each format, and many of bf16.
-absl::Status CheckWideHeads(AttentionBackend& backend) {
+absl::Status CheckWideHeads(AttentionBackend& backend, const SelfTestRun& run) {
   AttentionDesc desc;
   desc.geometry = kWideGeometry;
   desc.form = AttentionForm::kExpanded;
@@ -373,57 +335,118 @@ absl::Status CheckWideHeads(AttentionBackend& backend) {
     for (Shape shape : kWideShapes) {
       shape.absorbed = 0;
       if (shape.all_units && format != KvFormat::kBf16) continue;
-      if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16);
+      if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16, run);
     }
   }
   return s;
 }
 
-absl::Status Check(AttentionBackend& backend) {
+// Both forms over rows of one format, dense and with lists.
+absl::Status CheckFormat(AttentionBackend& backend, const Weights& weights, KvFormat format,
+                         const SelfTestRun& run) {
+  const bool all = format == KvFormat::kBf16;
+  const size_t shapes = all ? std::size(kShapes) : kFp8Shapes;
+  const size_t with_lists = all ? std::size(kListShapes) : kFp8ListShapes;
+  absl::Status s;
+  for (const auto tested :
+       {std::span(kShapes).first(shapes), std::span(kListShapes).first(with_lists)}) {
+    for (const Shape& shape : tested) {
+      // Products of 8 bits first: what exact ones had left would do for them.
+      Shape absorbed = shape;
+      absorbed.expanded = 0;
+      if (s.ok() && format != KvFormat::kBf16) {
+        s = CheckShape(backend, weights, absorbed, format, DType::kFp8E4m3, run);
+      }
+      if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16, run);
+    }
+  }
+  return s;
+}
+
+// A tile for one block of the smallest kernel, and one that goes to the largest since so many units
+// are busy, two blocks each.
+absl::Status CheckPieces(AttentionBackend& backend, const Weights& weights,
+                         const SelfTestRun& run) {
+  const int32_t many = std::clamp(UnitsOf(backend, false) / 2, 2, kMostPieces);
+  absl::Status s;
+  for (const Shape& shape : {ShapeInPieces(2, 2), ShapeInPieces(kMostAbsorbed, many)}) {
+    if (s.ok()) s = CheckShape(backend, weights, shape, KvFormat::kBf16, DType::kBf16, run);
+  }
+  return s;
+}
+
+absl::Status Check(AttentionBackend& backend, SelfTestRun& run) {
   const Weights weights(kGeometry);
   absl::Status s = Load(backend, weights);
-  if (s.ok()) s = CheckPages(backend);
-  if (s.ok()) s = CheckDigests(backend);
+  const auto part = [&](std::string_view name, const std::function<absl::Status()>& test) {
+    if (s.ok()) s = run.Do(name, test);
+  };
+  part("pages", [&] { return CheckPages(backend); });
+  part("digests", [&] { return CheckDigests(backend); });
   for (const KvFormat format : backend.Info().kv_formats) {
-    const bool all = format == KvFormat::kBf16;
-    const size_t shapes = all ? std::size(kShapes) : kFp8Shapes;
-    const size_t with_lists = all ? std::size(kListShapes) : kFp8ListShapes;
-    for (const auto tested :
-         {std::span(kShapes).first(shapes), std::span(kListShapes).first(with_lists)}) {
-      for (const Shape& shape : tested) {
-        // Products of 8 bits first: what exact ones had left would do for them.
-        Shape absorbed = shape;
-        absorbed.expanded = 0;
-        if (s.ok() && format != KvFormat::kBf16) {
-          s = CheckShape(backend, weights, absorbed, format, DType::kFp8E4m3);
-        }
-        if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kBf16);
-      }
-    }
+    part(Name(format), [&] { return CheckFormat(backend, weights, format, run); });
   }
-  // A tile for one block of the smallest kernel, and one that goes to the largest since so many
-  // units are busy, two blocks each.
-  const int32_t many = std::clamp(UnitsOf(backend, false) / 2, 2, kMostPieces);
-  for (const Shape& shape : {ShapeInPieces(2, 2), ShapeInPieces(kMostAbsorbed, many)}) {
-    if (s.ok()) s = CheckShape(backend, weights, shape, KvFormat::kBf16, DType::kBf16);
-  }
-  if (s.ok()) s = CheckWindows(backend);
-  if (s.ok()) s = CheckIndexer(backend);
-  if (s.ok()) s = CheckGate(backend);
-  if (s.ok()) s = CheckRow(backend, weights, Data(kGeometry, kShapes[0], KvFormat::kBf16));
-  if (s.ok()) s = CheckWideHeads(backend);
+  part("pieces", [&] { return CheckPieces(backend, weights, run); });
+  part("windows", [&] { return CheckWindows(backend); });
+  part("indexer", [&] { return CheckIndexer(backend); });
+  part("words", [&] { return CheckGate(backend); });
+  part("one_row",
+       [&] { return CheckRow(backend, weights, Data(kGeometry, kShapes[0], KvFormat::kBf16)); });
+  part("wide_heads", [&] { return CheckWideHeads(backend, run); });
   return s;
 }
 
-absl::Status CheckPrefill(AttentionBackend& backend) {
+absl::Status CheckPrefill(AttentionBackend& backend, const SelfTestRun& run) {
   const Weights weights(kGeometry);
   absl::Status s = Load(backend, weights);
   for (const KvFormat format : backend.Info().kv_formats) {
     if (format == KvFormat::kBf16) continue;
     for (Shape shape : kShapes) {
       shape.absorbed = 0;
-      if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kFp8E4m3);
+      if (s.ok()) s = CheckShape(backend, weights, shape, format, DType::kFp8E4m3, run);
     }
+  }
+  return s;
+}
+
+absl::Status CheckHostMemory(AttentionBackend& backend, const SelfTestRun& run) {
+  const Weights weights(kGeometry);
+  absl::Status s = Load(backend, weights);
+  if (s.ok()) s = CheckPages(backend);
+  if (s.ok()) s = CheckDigests(backend);
+  if (s.ok()) s = CheckShape(backend, weights, kShapes[0], KvFormat::kBf16, DType::kBf16, run);
+  if (s.ok()) s = CheckGate(backend);
+  if (s.ok()) s = CheckRow(backend, weights, Data(kGeometry, kShapes[0], KvFormat::kBf16));
+  return s;
+}
+
+// Layers of one step, then others in no order, so that what is set ahead for the next launch is
+// right for some and wrong for others.
+constexpr int32_t kReplayedLayers[] = {0, 1, 2, 3, 4, 5, 2, 2, 5, 0};
+// So many of them run before there is a graph.
+constexpr int32_t kLaunchesBeforeGraph = KernelGraphs::kUsesBefore;
+static_assert(std::size(kReplayedLayers) >= kLaunchesBeforeGraph + 2 * kLeastReplays);
+
+absl::Status CheckReplays(AttentionBackend& backend, const SelfTestRun& run) {
+  const Weights weights(kGeometry);
+  absl::Status s = Load(backend, weights);
+  Shape shape = kShapes[0];
+  shape.expanded = 0;
+  shape.layers = 1 + *std::max_element(std::begin(kReplayedLayers), std::end(kReplayedLayers));
+  uint32_t seed = 100;
+  for (const int32_t layer : kReplayedLayers) {
+    if (s.ok()) s = run.CheckTime();
+    if (!s.ok()) return s;
+    shape.layer = layer;
+    Data data(kGeometry, shape, KvFormat::kBf16);
+    data.kv = Pattern(data.kv.size(), ++seed);
+    data.q = Pattern(data.q.size(), ++seed);
+    data.Store();
+    s = Attend(backend, data);
+    // Kernels that all take the layer before agree with each other.
+    if (s.ok()) s = CheckStored(backend, data, Pages(shape), LayerOffset(shape));
+    if (s.ok()) s = CompareForm(data, weights, false);
+    if (s.ok()) s = CompareNarrow(data, weights);
   }
   return s;
 }
@@ -433,8 +456,28 @@ absl::Status CheckPrefill(AttentionBackend& backend) {
 
 BackendLimits SelfTestLimits(const AttentionBackend& backend) { return self_test::Limits(backend); }
 
-absl::Status SelfTest(AttentionBackend& backend) { return self_test::Check(backend); }
+absl::Status SelfTest(AttentionBackend& backend, SelfTestRun& run) {
+  return self_test::Check(backend, run);
+}
 
-absl::Status SelfTestPrefill(AttentionBackend& backend) { return self_test::CheckPrefill(backend); }
+absl::Status SelfTestPrefill(AttentionBackend& backend, SelfTestRun& run) {
+  return run.Do("prefill", [&] { return self_test::CheckPrefill(backend, run); });
+}
+
+absl::Status SelfTestHostMemory(AttentionBackend& backend, SelfTestRun& run) {
+  return run.Do("host_memory", [&] { return self_test::CheckHostMemory(backend, run); });
+}
+
+absl::Status SelfTestReplays(AttentionBackend& backend, GpuRuntime& runtime, SelfTestRun& run) {
+  return run.Do("replays", [&]() -> absl::Status {
+    const int64_t before = runtime.graph_launches();
+    absl::Status s = self_test::CheckReplays(backend, run);
+    const int64_t replays = runtime.graph_launches() - before;
+    if (!s.ok() || replays >= kLeastReplays) return s;
+    return absl::UnavailableError(absl::StrCat("the runtime launched ", replays, " of ",
+                                               std::size(self_test::kReplayedLayers),
+                                               " sequences of kernels as graphs"));
+  });
+}
 
 }  // namespace mla::kernels::hip

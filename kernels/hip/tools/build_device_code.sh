@@ -51,6 +51,9 @@ missing() {
   echo "build_device_code: no compiler for $1, image left empty" >&2
 }
 
+# ROCm 6.2, the oldest that is supported, loads code objects up to version 5; clang's default is 6.
+code_object=5
+
 # Each writes what the compiler says to OUT_DIR/usage.ARCH.
 compile_amd() {
   local arch="$1" log="$out/usage.$1" linker=()
@@ -61,8 +64,8 @@ compile_amd() {
   [[ "$clang" == *clang-22 ]] && linker=(-fuse-ld=lld-22)
   echo "arch $arch" >>"$log"
   "$clang" -x hip --cuda-device-only -nogpuinc -nogpulib "--offload-arch=$arch" -std=c++20 -O3 -I. \
-    -Wall -Wno-unused-command-line-argument -Rpass-analysis=kernel-resource-usage \
-    -S "$source" -o "$out/$arch.s" 2>>"$log" &&
+    "-mcode-object-version=$code_object" -Wall -Wno-unused-command-line-argument \
+    -Rpass-analysis=kernel-resource-usage -S "$source" -o "$out/$arch.s" 2>>"$log" &&
     "$clang" --target=amdgcn-amd-amdhsa "-mcpu=$arch" -nogpulib "${linker[@]}" -x assembler \
       "$out/$arch.s" -o "$out/$arch.co" 2>>"$log" || { cat "$log" >&2; exit 1; }
 }

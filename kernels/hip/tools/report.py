@@ -8,7 +8,11 @@ the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pip
 the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill that
 KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the architecture, on a loop that
 misses its targets (loop_faults, conflict_faults, stage_faults), on uses of m0 that the copies do
-not expect (m0_faults), and when the folder holds no kernel at all.
+not expect (m0_faults), on code objects that the oldest ROCm does not load (code_object_faults), and
+when the folder holds no kernel at all.
+
+--page FILE compares FILE with the page of docs/kernels that follows from all this (page_of): a page
+that is out of date is a fault, too, and is printed as it must be.
 """
 
 import argparse
@@ -259,6 +263,24 @@ def m0_faults(arch, assembly):
             yield f"{arch}: m0 used by '{code}'"
 
 
+# Fields of an ELF header: its kind, and the version of AMD's ABI. ROCm 6.2, the
+# oldest that is supported, loads none above version 5.
+ELF_OS, ELF_ABI = 7, 8
+ELF_OS_HSA = 64
+CODE_OBJECT_VERSION, CODE_OBJECT_ABI = 5, 3
+
+
+def code_object_faults(arch, image):
+    """Whether the bytes of an image are a code object of the version that every ROCm loads."""
+    if not image:
+        yield f"{arch}: no code object was built"
+    elif image[:4] != b"\x7fELF" or image[ELF_OS] != ELF_OS_HSA:
+        yield f"{arch}: the image is not a code object"
+    elif image[ELF_ABI] != CODE_OBJECT_ABI:
+        yield (f"{arch}: code object of version {image[ELF_ABI] + 2}, must be "
+               f"{CODE_OBJECT_VERSION}")
+
+
 def count(counts, *prefixes):
     """Instructions whose names start with one of the prefixes."""
     return sum(n for name, n in counts.items() if name.startswith(prefixes))
@@ -298,11 +320,89 @@ def print_loop(usage, loop, counts, turn, accesses):
           f"{turn.loads} started a turn")
 
 
+def read_loops(records, accesses, folder, faults):
+    """Of each kernel of matrix products on AMD: its record, loop, instruction counts and turn. Adds
+    what is wrong with them to `faults`."""
+    loops = []
+    for arch in MACHINE:
+        assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
+        faults += m0_faults(arch, assembly)
+        faults += code_object_faults(arch, (folder / f"{arch}.co").read_bytes())
+        for r in records:
+            loop = loop_of(arch, r.kernel, accesses.variants)
+            if r.arch != arch or loop is None:
+                continue
+            code = inner_loop(assembly, r.kernel)
+            lds_clocks = lds_clocks_of(accesses, arch, r.kernel)
+            counts = collections.Counter(name for name, _ in code)
+            turn = turn_of(arch, code, lds_clocks)
+            if not count(counts, "v_mfma"):
+                faults.append(f"{arch} {r.kernel}: no loop found")
+                continue
+            loops.append((r, loop, counts, turn))
+            faults += loop_faults(arch, r.kernel, bounds(arch, counts, loop.read, lds_clocks), turn)
+            faults += conflict_faults(accesses, arch, r.kernel, counts)
+            faults += stage_faults(arch, r.kernel, turn)
+    return loops
+
+
+PAGE = """# Resources of the AMD kernels
+
+The compiler's registers and LDS of each device kernel, and what follows from counting their loops.
+`./dev hip-report --page PAGE --write` makes this page; without `--write` it compares the page with
+the build.
+
+| architecture | kernel | registers a lane: vector + accumulation | LDS, bytes | waves a SIMD |
+|---|---|---|---|---|
+{kernels}
+
+## Accesses of LDS
+
+Passes of each access, divided by those that it needs at least (`kernels/hip/tools/lds_banks.py`):
+1 means that no banks conflict.
+
+| architecture | kernel | accesses without conflicts | accesses with conflicts, and their passes |
+|---|---|---|---|
+{accesses}
+
+## Turns of the inner loops
+
+Clocks of one turn on one CU, by the pipe that they keep busy, and with the code's own waits
+(`kernels/hip/tools/timeline.py`). These are results of a model; no device was measured.
+
+| architecture | kernel | a turn | memory | matrix | LDS | issue | with its waits |
+|---|---|---|---|---|---|---|---|
+{turns}
+"""
+
+
+def page_of(records, loops, accesses):
+    """The page of docs/kernels about all this."""
+    kernels = [f"| {r.arch} | `{r.kernel}` | {r.vgpr} + {r.agpr} | {r.lds} | {r.occupancy} |"
+               for r in records if r.arch in MACHINE]
+    conflicts, turns = [], []
+    for r, loop, counts, turn in loops:
+        passes = {name: accesses.slowdown(r.arch, r.kernel, name)
+                  for name in accesses.instructions(r.arch, r.kernel)}
+        free = ", ".join(f"`{name}`" for name, factor in passes.items() if factor <= 1)
+        slow = ", ".join(f"`{name}` {factor:.2f}" for name, factor in passes.items() if factor > 1)
+        conflicts.append(f"| {r.arch} | `{r.kernel}` | {free or 'none'} | {slow or 'none'} |")
+        memory, matrix, lds, issue = bounds(r.arch, counts, loop.read,
+                                            lds_clocks_of(accesses, r.arch, r.kernel))
+        turns.append(f"| {r.arch} | `{r.kernel}` | {loop.what} | {memory:.0f} | {matrix} | "
+                     f"{lds:.0f} | {issue} | {turn.clocks:.0f} |")
+    return PAGE.format(kernels="\n".join(kernels), accesses="\n".join(conflicts),
+                       turns="\n".join(turns))
+
+
 def main():
     """Prints the report; the exit status is the verdict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / ".bazel/bin/kernels/hip")
-    folder = parser.parse_args().build
+    parser.add_argument("--page", type=pathlib.Path, help="must say what the build says")
+    parser.add_argument("--write", action="store_true", help="bring the page up to date")
+    options = parser.parse_args()
+    folder = options.build
     records = parse_usage((folder / "usage.txt").read_text(encoding="utf-8"))
     if not records:
         print("hip-report: no kernel was compiled", file=sys.stderr)
@@ -315,24 +415,16 @@ def main():
     accesses = lds_banks.Accesses(
         (folder / "host/shared_accesses.txt").read_text(encoding="utf-8"))
     faults = [fault for r in records for fault in r.faults()]
-    for arch in MACHINE:
-        assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
-        faults += m0_faults(arch, assembly)
-        for r in records:
-            loop = loop_of(arch, r.kernel, accesses.variants)
-            if r.arch == arch and loop is not None:
-                code = inner_loop(assembly, r.kernel)
-                lds_clocks = lds_clocks_of(accesses, arch, r.kernel)
-                counts = collections.Counter(name for name, _ in code)
-                turn = turn_of(arch, code, lds_clocks)
-                if not count(counts, "v_mfma"):
-                    faults.append(f"{arch} {r.kernel}: no loop found")
-                    continue
-                print_loop(r, loop, counts, turn, accesses)
-                faults += loop_faults(arch, r.kernel, bounds(arch, counts, loop.read, lds_clocks),
-                                      turn)
-                faults += conflict_faults(accesses, arch, r.kernel, counts)
-                faults += stage_faults(arch, r.kernel, turn)
+    loops = read_loops(records, accesses, folder, faults)
+    for r, loop, counts, turn in loops:
+        print_loop(r, loop, counts, turn, accesses)
+    if options.page is not None:
+        page = page_of(records, loops, accesses)
+        if options.write:
+            options.page.write_text(page, encoding="utf-8")
+        elif not options.page.exists() or options.page.read_text(encoding="utf-8") != page:
+            print(page)
+            faults.append(f"{options.page} is out of date, the page above is as it must be")
     for fault in faults:
         print(f"FAULT {fault}")
     print(f"\n{len(records)} kernels, {len(faults)} faults")

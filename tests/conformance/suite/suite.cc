@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/conformance/pages/page_check.h"
+#include "tests/conformance/prefill/prefill_check.h"
 #include "tests/conformance/suite/bf16_form.h"
 
 namespace mla::conformance {
@@ -93,6 +94,7 @@ void RunCase(const SuiteOptions& options, Bench& bench, size_t index, SuiteRepor
       continue;
     }
     fail(CheckOutput(workload, *got, *want, subject.rounded_weights, &report.worst_cosine));
+    fail(CheckPrefillProducts(workload, {got->o, got->lse}, {want->o, want->lse}));
     if (!check_alone) continue;
     ++report.batch_checks;
     const auto request = static_cast<int32_t>(index % workload.requests.size());

@@ -107,6 +107,7 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload);
 // - In the expanded form keys and values are rounded too. Outputs are within 2/16 of max |V|, half
 //   the mean square of the values' rounding is added to the cosine difference, and both are less
 //   exact where values cancel. Log-sum-exps may be off by 0.02, or 2/16 as a logit of one term may.
+//   CheckPrefillProducts (prefill_check.h) finds a wrong scale within these limits.
 std::string CheckOutput(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
                         bool rounded_weights, double* worst_cosine);
 

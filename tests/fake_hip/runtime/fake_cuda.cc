@@ -17,6 +17,7 @@ constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidContext = 201;
 constexpr int kMultiprocessorCount = 16;
+constexpr int kHipMultiprocessorCount = 63;
 constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
 constexpr int kHostPointersReach = 91;
@@ -137,7 +138,6 @@ int hipStreamWaitEvent(void*, void*, unsigned);
 int hipStreamSynchronize(void*);
 int hipStreamWaitValue32(void*, void*, uint32_t, unsigned, uint32_t);
 int hipStreamWriteValue32(void*, void*, uint32_t, unsigned);
-int hipHostGetDevicePointer(void**, void*, unsigned);
 int hipEventCreateWithFlags(void**, unsigned);
 int hipEventDestroy(void*);
 int hipEventRecord(void*, void*);
@@ -162,9 +162,9 @@ int hipModuleLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigne
 int hipGraphCreate(void**, unsigned);
 int hipGraphDestroy(void*);
 int hipGraphAddKernelNode(void**, void*, void* const*, size_t, const HipKernelNode*);
-int hipGraphInstantiateWithFlags(void**, void*, unsigned long long);
+int fake_hip_instantiate(void**, void*);
 int hipGraphExecDestroy(void*);
-int hipGraphExecKernelNodeSetParams(void*, void*, const HipKernelNode*);
+int fake_hip_set_node(void*, void*, const HipKernelNode*);
 int hipGraphLaunch(void*, void*);
 int fake_hip_order_nodes(void*, void*);
 
@@ -176,7 +176,9 @@ int cuDeviceGetName(char* name, int bytes, int device) {
   return hipDeviceGetName(name, bytes, device);
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  if (attribute == kMultiprocessorCount) return hipDeviceGetAttribute(value, attribute, device);
+  if (attribute == kMultiprocessorCount) {
+    return hipDeviceGetAttribute(value, kHipMultiprocessorCount, device);
+  }
   if (attribute == kHostPointersReach || attribute == kProcessesShareIt) {
     *value = 1;
     return kSuccess;
@@ -259,7 +261,8 @@ int cuStreamWriteValue32_v2(void* stream, void* word, uint32_t value, unsigned f
   IN_CONTEXT(hipStreamWriteValue32(stream, word, value, flags));
 }
 int cuMemHostGetDevicePointer_v2(void** there, void* here, unsigned flags) {
-  IN_CONTEXT(hipHostGetDevicePointer(there, here, flags));
+  *there = here;
+  return current == nullptr ? kInvalidContext : kSuccess;
 }
 int cuStreamSynchronize(void* stream) { IN_CONTEXT(hipStreamSynchronize(stream)); }
 int cuEventCreate(void** event, unsigned flags) {
@@ -346,15 +349,15 @@ int cuGraphKernelNodeSetAttribute(void* node, unsigned id, const void* value) {
   if (current == nullptr) return kInvalidContext;
   return node != nullptr && id == kCooperative && value != nullptr ? 0 : kInvalidValue;
 }
-int cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long flags) {
-  IN_CONTEXT(hipGraphInstantiateWithFlags(exec, graph, flags));
+int cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long) {
+  IN_CONTEXT(fake_hip_instantiate(exec, graph));
 }
 int cuGraphExecDestroy(void* exec) { IN_CONTEXT(hipGraphExecDestroy(exec)); }
 int cuGraphExecKernelNodeSetParams_v2(void* exec, void* node, const KernelNode* params) {
   if (current == nullptr) return kInvalidContext;
   if (!MayRun(*params)) return kInvalidValue;
   const HipKernelNode made = HipNode(*params);
-  return hipGraphExecKernelNodeSetParams(exec, node, &made);
+  return fake_hip_set_node(exec, node, &made);
 }
 int cuGraphLaunch(void* exec, void* stream) { IN_CONTEXT(hipGraphLaunch(exec, stream)); }
 

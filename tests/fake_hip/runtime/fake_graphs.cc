@@ -1,7 +1,9 @@
 // The fake HIP runtime's graphs of kernels, and streams that wait for words of the host's memory.
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <memory>
 #include <utility>
 
@@ -20,7 +22,48 @@ struct Graph {
 };
 struct GraphExec {
   std::vector<PendingLaunch> launches;
+  std::vector<PendingLaunch> launched;  // as they were when it was launched last
+  int64_t argument_bytes = 0;
 };
+
+// Bytes that each set of a kernel of a graph has been seen to take on an MI300X: the runtime
+// takes new space in the device's memory for it, of a pool that lives as long as the graph.
+constexpr int64_t kArgumentBytes = 5888;
+
+// False: the runtime has no space left. The real one writes to no address then.
+bool TakeArguments(GraphExec& exec, size_t kernels) {
+  Control& control = State().control;
+  const int64_t bytes = static_cast<int64_t>(kernels) * kArgumentBytes;
+  exec.argument_bytes += bytes;
+  control.graph_argument_bytes += bytes;
+  control.most_graph_argument_bytes =
+      std::max(control.most_graph_argument_bytes, control.graph_argument_bytes);
+  if (control.graph_argument_bytes <= control.graph_argument_limit) return true;
+  std::fprintf(stderr, "fake runtime: graphs hold %lld bytes of arguments, limit %lld\n",
+               static_cast<long long>(control.graph_argument_bytes),
+               static_cast<long long>(control.graph_argument_limit));
+  control.lost = true;
+  return false;
+}
+
+// Exchanges what the last copy from the host brought for what was in its place.
+void ExchangeLastInput() {
+  Runtime::LastInput& last = State().last_input;
+  std::swap_ranges(last.before.begin(), last.before.end(), static_cast<std::byte*>(last.to));
+}
+
+// A word that a stream names by the address that the device has for it.
+std::atomic_ref<uint32_t> WordAt(void* word) {
+  const auto* const here =
+      static_cast<const std::byte*>(word) - State().control.device_pointer_offset;
+  const auto holds = [here](const auto& range) {
+    const auto* const begin = static_cast<const std::byte*>(range.first);
+    return here >= begin && here < begin + range.second;
+  };
+  const auto& registered = State().registered;
+  const bool translated = std::any_of(registered.begin(), registered.end(), holds);
+  return std::atomic_ref(*static_cast<uint32_t*>(translated ? const_cast<std::byte*>(here) : word));
+}
 
 }  // namespace
 }  // namespace mla::fake_hip
@@ -57,7 +100,7 @@ int fake_hip_order_nodes(fake::GraphNode* before, fake::GraphNode* after) {
   return 0;
 }
 // Nodes that are not in one line might run side by side: the backend wants none of these.
-int hipGraphInstantiateWithFlags(fake::GraphExec** exec, fake::Graph* graph, unsigned long long) {
+int fake_hip_instantiate(fake::GraphExec** exec, fake::Graph* graph) {
   FAKE_ENTER("hipGraphInstantiateWithFlags");
   auto made = std::make_unique<fake::GraphExec>();
   for (const fake::GraphNode& node : graph->nodes) {
@@ -65,31 +108,51 @@ int hipGraphInstantiateWithFlags(fake::GraphExec** exec, fake::Graph* graph, uns
     if (node.after != before) return fake::kInvalidValue;
     made->launches.push_back(node.launch);
   }
+  made->launched = made->launches;
+  ++State().control.graphs_made;
   *exec = made.release();
   return 0;
 }
+int hipGraphInstantiateWithFlags(fake::GraphExec** exec, fake::Graph* graph, unsigned long long) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  if (const int code = fake_hip_instantiate(exec, graph); code != 0) return code;
+  return fake::TakeArguments(**exec, graph->nodes.size()) ? 0 : fake::kInvalidValue;
+}
 int hipGraphExecDestroy(fake::GraphExec* exec) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  State().control.graph_argument_bytes -= exec->argument_bytes;
   delete exec;
   return 0;
 }
-int hipGraphExecKernelNodeSetParams(fake::GraphExec* exec, fake::GraphNode* node,
-                                    const fake::KernelNodeParams* params) {
+int fake_hip_set_node(fake::GraphExec* exec, fake::GraphNode* node,
+                      const fake::KernelNodeParams* params) {
   FAKE_ENTER("hipGraphExecKernelNodeSetParams");
   ++State().control.graph_updates;
   exec->launches[node->index] = fake::PendingLaunch(*params);
   return 0;
 }
+int hipGraphExecKernelNodeSetParams(fake::GraphExec* exec, fake::GraphNode* node,
+                                    const fake::KernelNodeParams* params) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  if (const int code = fake_hip_set_node(exec, node, params); code != 0) return code;
+  return fake::TakeArguments(*exec, 1) ? 0 : fake::kInvalidValue;
+}
 int hipGraphLaunch(fake::GraphExec* exec, fake::Stream* stream) {
   for (const fake::PendingLaunch& launch : exec->launches) fake::Announce(launch);
   FAKE_ENTER("hipGraphLaunch");
   ++State().control.graph_launches;
-  for (const fake::PendingLaunch& launch : exec->launches) fake::Enqueue(launch, *stream);
+  const fake::StaleReplay stale = State().control.stale_replay;
+  const auto& seen = stale == fake::StaleReplay::kArguments ? exec->launched : exec->launches;
+  if (stale == fake::StaleReplay::kInputs) stream->Add(fake::ExchangeLastInput);
+  for (const fake::PendingLaunch& launch : seen) fake::Enqueue(launch, *stream);
+  if (stale == fake::StaleReplay::kInputs) stream->Add(fake::ExchangeLastInput);
+  exec->launched = exec->launches;
   return 0;
 }
 
 int hipHostGetDevicePointer(void** there, void* here, unsigned) {
   FAKE_ENTER("hipHostGetDevicePointer");
-  *there = here;
+  *there = static_cast<std::byte*>(here) + State().control.device_pointer_offset;
   return 0;
 }
 int hipStreamWaitValue32(fake::Stream* stream, void* word, uint32_t value, unsigned, uint32_t) {
@@ -97,7 +160,7 @@ int hipStreamWaitValue32(fake::Stream* stream, void* word, uint32_t value, unsig
   if (stream == nullptr) return fake::kInvalidValue;
   // Who changes the word may need the runtime, which the thread that runs the stream holds.
   stream->Add([word, value] {
-    const std::atomic_ref<uint32_t> seen(*static_cast<uint32_t*>(word));
+    const std::atomic_ref<uint32_t> seen = fake::WordAt(word);
     while (static_cast<int32_t>(seen.load(std::memory_order_acquire) - value) < 0) {
       State().mutex.unlock();
       sched_yield();
@@ -111,10 +174,7 @@ int hipStreamWriteValue32(fake::Stream* stream, void* word, uint32_t value, unsi
   FAKE_ENTER("hipStreamWriteValue32");
   ++State().control.word_stores;
   if (stream == nullptr) return fake::kInvalidValue;
-  stream->Add([word, value] {
-    const std::atomic_ref<uint32_t> stored(*static_cast<uint32_t*>(word));
-    stored.store(value, std::memory_order_release);
-  });
+  stream->Add([word, value] { fake::WordAt(word).store(value, std::memory_order_release); });
   const fake::Control& control = State().control;
   if (!control.hang && control.lazy_words != stream) stream->RunTo(stream->enqueued);
   return 0;

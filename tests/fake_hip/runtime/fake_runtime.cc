@@ -19,6 +19,7 @@
 #include "kernels/hip/common/kernel_args.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 #include "tests/fake_hip/runtime/fake_image.h"
+#include "tests/fake_hip/runtime/fake_memory.h"
 #include "tests/fake_hip/runtime/fake_state.h"
 #include "tests/fake_hip/runtime/flaws.h"
 #include "tests/fake_hip/runtime/shared_event.h"
@@ -33,6 +34,8 @@ constexpr int kNotFound = 500;
 constexpr int kNotReady = 600;
 constexpr int kLaunchFailure = 719;
 constexpr unsigned kInterprocess = 4;  // flag of events
+constexpr int kHostPointersReach = 4;  // attributes of a device
+constexpr int kMultiprocessorCount = 63;
 
 struct Event {
   Stream* stream = nullptr;
@@ -105,6 +108,8 @@ void Enqueue(const PendingLaunch& launch, Stream& stream) {
 }  // namespace mla::fake_hip
 
 using mla::fake_hip::Enter;
+using mla::fake_hip::kHostPointersReach;
+using mla::fake_hip::kMultiprocessorCount;
 using mla::fake_hip::State;
 namespace fake = mla::fake_hip;
 
@@ -126,9 +131,17 @@ int hipDeviceGetName(char* name, int bytes, int) {
   std::strncpy(name, "Fake Instinct", static_cast<size_t>(bytes));
   return 0;
 }
-int hipDeviceGetAttribute(int* value, int, int) {
+int hipRuntimeGetVersion(int* version) {
+  FAKE_ENTER("hipRuntimeGetVersion");
+  *version = State().control.version;
+  return 0;
+}
+int hipDeviceGetAttribute(int* value, int attribute, int) {
   FAKE_ENTER("hipDeviceGetAttribute");
-  *value = 8;  // compute units
+  if (attribute != kHostPointersReach && attribute != kMultiprocessorCount) {
+    return fake::kInvalidValue;
+  }
+  *value = attribute == kMultiprocessorCount ? 8 : State().control.host_pointers_reach;
   return 0;
 }
 int hipGetDevicePropertiesR0600(void* properties, int) {
@@ -169,7 +182,8 @@ int hipMalloc(void** at, size_t bytes) {
   if (control.live_bytes + static_cast<int64_t>(bytes) > control.memory_bytes) {
     return fake::kOutOfMemory;
   }
-  *at = ::operator new(bytes, std::align_val_t{256});
+  *at = fake::TakeMemory(bytes);
+  if (*at == nullptr) return fake::kOutOfMemory;
   std::memset(*at, 0xff, bytes);  // NaN everywhere: nothing may be read before it is written
   State().device_memory[*at] = static_cast<int64_t>(bytes);
   control.live_bytes += static_cast<int64_t>(bytes);
@@ -180,9 +194,11 @@ int hipFree(void* at) {
   const std::lock_guard<std::recursive_mutex> lock(State().mutex);
   const auto found = State().device_memory.find(at);
   if (found == State().device_memory.end()) return fake::kInvalidValue;
+  const auto bytes = static_cast<size_t>(found->second);
   State().control.live_bytes -= found->second;
   State().device_memory.erase(found);
-  ::operator delete(at, std::align_val_t{256});
+  State().last_input = {};
+  fake::GiveMemory(at, bytes);
   return 0;
 }
 int hipHostMalloc(void** at, size_t bytes, unsigned) {
@@ -222,6 +238,7 @@ int hipStreamDestroy(fake::Stream* stream) {
 }
 int hipStreamWaitEvent(fake::Stream* stream, fake::Event* event, unsigned) {
   FAKE_ENTER("hipStreamWaitEvent");
+  if (State().control.stream_waits++ == State().control.ignored_wait) return 0;
   stream->Add([snapshot = *event] { snapshot.Complete(); });
   return 0;
 }
@@ -257,14 +274,6 @@ int hipGetDevice(int* device) {
   *device = 0;
   return 0;
 }
-// Memory of hipMalloc is this process's own.
-int hipIpcOpenMemHandle(void**, fake::SharedHandle, unsigned) { return fake::kInvalidValue; }
-int hipIpcCloseMemHandle(void*) { return fake::kInvalidValue; }
-int hipIpcGetMemHandle(fake::SharedHandle* handle, void*) {
-  FAKE_ENTER("hipIpcGetMemHandle");
-  *handle = {};
-  return 0;
-}
 int hipEventDestroy(fake::Event* event) {
   delete event;
   return 0;
@@ -285,7 +294,7 @@ int hipEventQuery(fake::Event* event) {
   FAKE_ENTER("hipEventQuery");
   if (event->shared != nullptr) return event->shared->Done() ? 0 : fake::kNotReady;
   if (State().control.hang) return fake::kNotReady;
-  event->Complete();
+  if (!State().control.early_events) event->Complete();
   return 0;
 }
 int hipEventElapsedTime(float* ms, fake::Event*, fake::Event*) {
@@ -300,7 +309,13 @@ int hipMemcpyHtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* s
   State().control.bytes_in += static_cast<int64_t>(bytes);
   State().control.last_copied_in = from;
   State().control.last_copied_in_bytes = static_cast<int64_t>(bytes);
-  stream->Add([=] { std::memcpy(to, from, bytes); });
+  stream->Add([=] {
+    if (State().control.stale_replay == fake::StaleReplay::kInputs) {
+      const auto* const old = static_cast<const std::byte*>(to);
+      State().last_input = {to, {old, old + bytes}};
+    }
+    std::memcpy(to, from, bytes);
+  });
   return 0;
 }
 int hipMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes,

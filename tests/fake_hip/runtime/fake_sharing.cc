@@ -4,6 +4,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -48,8 +51,28 @@ uint64_t Add(const Allocation& allocation) {
   Shared& state = State();
   const std::lock_guard<std::mutex> lock(state.mutex);
   state.allocations[++state.last] = allocation;
+  ++fake_hip_control()->descriptors;
   return state.last;
 }
+
+bool HasDescriptors() {
+  const Control& control = *fake_hip_control();
+  return control.descriptors < control.descriptor_limit;
+}
+
+int Import(uint64_t* handle, int descriptor) {
+  if (!HasDescriptors()) return kOutOfMemory;
+  const int made = fcntl(descriptor, F_DUPFD_CLOEXEC, 3);
+  if (made < 0) return kInvalidValue;
+  const off_t bytes = lseek(made, 0, SEEK_END);
+  *handle = Add({made, static_cast<size_t>(bytes), true});
+  return kSuccess;
+}
+
+// Before 7.1 HIP is given the address of a descriptor, from then on the descriptor itself.
+constexpr int kByValueFrom = 70100000;
+// Nothing is ever mapped below.
+constexpr uintptr_t kLowestAddress = 65536;
 
 }  // namespace
 
@@ -114,6 +137,7 @@ int hipMemCreate(uint64_t* handle, size_t bytes, const void*, unsigned long long
   if (control.live_bytes + static_cast<int64_t>(bytes) > control.memory_bytes) {
     return fake::kOutOfMemory;
   }
+  if (!fake::HasDescriptors()) return fake::kOutOfMemory;
   const int descriptor = memfd_create("fake-device-memory", MFD_CLOEXEC);
   if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
     if (descriptor >= 0) close(descriptor);
@@ -137,6 +161,7 @@ int hipMemRelease(uint64_t handle) {
     fake_hip_control()->live_bytes -= static_cast<int64_t>(found->second.bytes);
   }
   close(found->second.descriptor);
+  --fake_hip_control()->descriptors;
   state.allocations.erase(found);
   return fake::kSuccess;
 }
@@ -151,12 +176,20 @@ int hipMemExportToShareableHandle(void* descriptor, uint64_t handle, int, unsign
   return made < 0 ? fake::kInvalidValue : fake::kSuccess;
 }
 int hipMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int) {
-  const int made =
-      fcntl(static_cast<int>(reinterpret_cast<intptr_t>(descriptor)), F_DUPFD_CLOEXEC, 3);
-  if (made < 0) return fake::kInvalidValue;
-  const off_t bytes = lseek(made, 0, SEEK_END);
-  *handle = fake::Add({made, static_cast<size_t>(bytes), true});
-  return fake::kSuccess;
+  FAIL_IF_ASKED("hipMemImportFromShareableHandle");
+  const auto value = reinterpret_cast<uintptr_t>(descriptor);
+  if (fake_hip_control()->version >= fake::kByValueFrom) {
+    return fake::Import(handle, static_cast<int>(value));
+  }
+  if (value < fake::kLowestAddress) {
+    std::fprintf(stderr, "fake runtime: reads a descriptor at address %zu: segmentation fault\n",
+                 static_cast<size_t>(value));
+    std::abort();
+  }
+  return fake::Import(handle, *static_cast<const int*>(descriptor));
+}
+int cuMemImportFromShareableHandle(uint64_t* handle, void* descriptor, int) {
+  return fake::Import(handle, static_cast<int>(reinterpret_cast<uintptr_t>(descriptor)));
 }
 int hipMemAddressReserve(void** at, size_t bytes, size_t, void*, unsigned long long) {
   *at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -198,8 +231,6 @@ BOTH(hipMemRelease, cuMemRelease, (uint64_t handle), (handle))
 BOTH(hipMemExportToShareableHandle, cuMemExportToShareableHandle,
      (void* descriptor, uint64_t handle, int kind, unsigned long long flags),
      (descriptor, handle, kind, flags))
-BOTH(hipMemImportFromShareableHandle, cuMemImportFromShareableHandle,
-     (uint64_t * handle, void* descriptor, int kind), (handle, descriptor, kind))
 BOTH(hipMemAddressReserve, cuMemAddressReserve,
      (void** at, size_t bytes, size_t unit, void* wanted, unsigned long long flags),
      (at, bytes, unit, wanted, flags))

@@ -71,6 +71,12 @@ struct Runtime {
   Control control;
   std::unordered_map<const void*, int64_t> device_memory;
   std::unordered_map<const void*, int64_t> registered;
+  // The copy from the host that ran last, for StaleReplay::kInputs alone.
+  struct LastInput {
+    void* to = nullptr;
+    std::vector<std::byte> before;
+  };
+  LastInput last_input;
 };
 Runtime& State();
 // Every entry point begins here: 0 to go on, else the code to return.

@@ -2,8 +2,10 @@
 #ifndef MLA_TESTS_INTEGRATION_DEVICE_MEMORY_DEVICE_SERVER_H_
 #define MLA_TESTS_INTEGRATION_DEVICE_MEMORY_DEVICE_SERVER_H_
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
@@ -39,8 +41,10 @@ inline void AllowDeviceDims(server::Config& config) {
 
 class DeviceServer final {
  public:
-  explicit DeviceServer(const std::function<void(server::Config&)>& change = {})
-      : control_(kernels::hip::FakeControl()),
+  // `machine` makes another one of the fake than an sm_90.
+  explicit DeviceServer(const std::function<void(server::Config&)>& change = {},
+                        const std::function<void(fake_hip::Control&)>& machine = {})
+      : control_(Machine(machine)),
         server_(
             [&change](server::Config& config) {
               AllowDeviceDims(config);
@@ -65,12 +69,19 @@ class DeviceServer final {
   }
 
  private:
+  static fake_hip::Control* Machine(const std::function<void(fake_hip::Control&)>& machine) {
+    fake_hip::Control* const control = kernels::hip::FakeControl();
+    control->arch = "sm_90";
+    if (machine) machine(*control);
+    return control;
+  }
   std::unique_ptr<kernels::AttentionBackend> Backend() {
-    control_->arch = "sm_90";
     kernels::hip::HipBackendOptions options;
-    options.vendor = kernels::hip::Vendor::kNvidia;
+    const bool nvidia = std::string_view(control_->arch) == "sm_90";
+    options.vendor = nvidia ? kernels::hip::Vendor::kNvidia : kernels::hip::Vendor::kAmd;
     options.libraries = {kernels::hip::kLibrary};
-    options.images = {kernels::hip::Image("sm_90", kernels::hip::kImage90)};
+    options.images = {kernels::hip::Image("sm_90", kernels::hip::kImage90),
+                      kernels::hip::Image("gfx950", kernels::hip::kImage950)};
     options.self_test = false;
     options.watchdog_ms = 20000;
     auto made = kernels::hip::HipBackend::Create(options);

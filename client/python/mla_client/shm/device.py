@@ -10,6 +10,7 @@ Threading: any thread.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -31,6 +32,9 @@ _EVENT_WITHOUT_TIMING, _STREAM_NON_BLOCKING, _LAZY_PEER_ACCESS = 2, 1, 1
 _NVIDIA_MPS_ENABLED = 133
 _NVIDIA = ("libcuda.so.1",)
 _AMD = ("libamdhip64.so.7", "libamdhip64.so.6")
+# As hipRuntimeGetVersion counts: from ROCm 7.1 on a descriptor is imported by value, as CUDA's are.
+# Before, the call is given the address of one.
+_AMD_IMPORTS_BY_VALUE = 70100000
 # DLPack: https://dmlc.github.io/dlpack
 _DL_CUDA, _DL_ROCM = 2, 10
 _DL_FLOAT, _DL_BFLOAT = 2, 4
@@ -70,6 +74,7 @@ _CALLS: Dict[str, Tuple[Optional[str], Optional[str], List[Any]]] = {
     "stream_create": ("hipStreamCreateWithFlags", "cuStreamCreate", [_P, _UINT]),
     "stream_destroy": ("hipStreamDestroy", "cuStreamDestroy_v2", [_P]),
     "stream_wait": ("hipStreamWaitEvent", "cuStreamWaitEvent", [_P, _P, _UINT]),
+    "version": ("hipRuntimeGetVersion", None, [_P]),
     "get_device": ("hipGetDevice", None, [_P]),
     "set_device": ("hipSetDevice", None, [_INT]),
     "retain": (None, "cuDevicePrimaryCtxRetain", [_P, _INT]),
@@ -79,20 +84,36 @@ _CALLS: Dict[str, Tuple[Optional[str], Optional[str], List[Any]]] = {
 }
 
 
+def _libraries(nvidia: bool) -> Tuple[str, ...]:
+    """Names for the loader to find; of AMD's also in the folders where ROCm lies, since its
+    packages do not always tell the loader."""
+    if nvidia:
+        return _NVIDIA
+    rocm = os.environ.get("ROCM_PATH", "")
+    folders = ([f"{rocm}/lib"] if rocm else []) + ["/opt/rocm/lib"]
+    return _AMD + tuple(f"{folder}/{name}" for folder in folders for name in _AMD)
+
+
+def _open(names: Tuple[str, ...]) -> ctypes.CDLL:
+    """The one that the process has loaded, since a second runtime would know nothing of what the
+    first one has; else the first that can be."""
+    reasons: List[str] = []
+    for mode in (os.RTLD_NOW | os.RTLD_NOLOAD, os.RTLD_NOW):
+        reasons.clear()
+        for name in names:
+            try:
+                return ctypes.CDLL(name, mode)
+            except OSError as error:
+                reasons.append(str(error))
+    raise errors.Unavailable(f"device memory: no GPU runtime: {'; '.join(reasons)}")
+
+
 class _Runtime:
     """The vendor's entry points; each raises Internal when it fails."""
 
     def __init__(self, nvidia: bool, library: str) -> None:
         self.nvidia = nvidia
-        opened, reason = None, ""
-        for name in (library,) if library else _NVIDIA if nvidia else _AMD:
-            try:
-                opened = ctypes.CDLL(name)
-                break
-            except OSError as error:
-                reason = str(error)
-        if opened is None:
-            raise errors.Unavailable(f"device memory: no GPU runtime: {reason}")
+        opened = _open((library,) if library else _libraries(nvidia))
         for field, (amd, cuda, arguments) in _CALLS.items():
             wanted = cuda if nvidia else amd
             if wanted is None:
@@ -246,8 +267,12 @@ class DeviceRegion:
             at = self._made(runtime.open_memory, _handle(memory), _LAZY_PEER_ACCESS)
             self._undo.append(lambda: runtime.close_memory(at))
             return at
-        allocation = _U64()
-        runtime.import_memory(ctypes.byref(allocation), descriptor, _POSIX_DESCRIPTOR)
+        allocation, number, version = _U64(), _INT(descriptor or 0), _INT()
+        if not runtime.nvidia:
+            runtime.version(ctypes.byref(version))
+        by_value = runtime.nvidia or version.value >= _AMD_IMPORTS_BY_VALUE
+        runtime.import_memory(ctypes.byref(allocation),
+                              descriptor if by_value else ctypes.byref(number), _POSIX_DESCRIPTOR)
         self._undo.append(lambda: runtime.release(allocation))
         at = self._made(runtime.reserve, self.size, 0, None, 0)
         self._undo.append(lambda: runtime.unreserve(at, self.size))

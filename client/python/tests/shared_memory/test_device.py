@@ -37,9 +37,14 @@ class Server:
         self.uuid = uuid.raw
         self.handles = handles
 
-    def part(self, nvidia=1, kind=device.DESCRIPTOR, uuid=None):
+    def part(self, nvidia=1, kind=device.DESCRIPTOR, uuid=None, memory=b""):
         return device.HEADER.pack(0x314D4853, nvidia, kind, 0, MEMORY_BYTES, uuid or self.uuid,
-                                  b"", b"") + self.handles
+                                  b"", memory) + self.handles
+
+    def set_version(self, number):
+        """What hipRuntimeGetVersion says: the first number of the fake's control block."""
+        self.library.fake_hip_control.restype = ctypes.POINTER(ctypes.c_int)
+        self.library.fake_hip_control()[0] = number
 
     def call(self, name, *arguments):
         code = getattr(self.library, name)(*arguments)
@@ -71,6 +76,46 @@ class DeviceTest(unittest.TestCase):
             ctypes.memset(region.address + 100, 0x5A + nvidia, 1)
             self.assertEqual(os.pread(self.server.descriptor.value, 1, 100),
                              bytes([0x5A + nvidia]))
+
+    def test_a_descriptor_is_given_as_each_version_of_hip_takes_it(self):
+        self.addCleanup(self.server.set_version, 70226015)
+        for version in (60241134, 60443484, 70051831, 70125424, 70226015):
+            self.server.set_version(version)
+            region = self.region(nvidia=0)
+            ctypes.memset(region.address + 7, version % 251, 1)
+            self.assertEqual(os.pread(self.server.descriptor.value, 1, 7),
+                             bytes([version % 251]))
+
+    def test_memory_by_handle(self):
+        at, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
+        self.server.call("hipMalloc", ctypes.byref(at), ctypes.c_size_t(MEMORY_BYTES))
+        self.addCleanup(self.server.call, "hipFree", at)
+        self.server.call("hipIpcGetMemHandle", handle, at)
+        region = device.DeviceRegion(
+            self.server.part(nvidia=0, kind=device.HANDLE, memory=handle.raw), None, EVENTS, 0,
+            str(LIBRARY))
+        self.addCleanup(region.close)
+        ctypes.memset(region.address + 100, 0x5A, 1)
+        self.assertEqual(ctypes.string_at(at.value + 100, 1), b"\x5a")
+
+    def test_the_runtime_that_the_process_has_is_taken(self):
+        with self.assertRaisesRegex(errors.Unavailable, "no GPU runtime: libno.so.*; libnone.so"):
+            device._open(("libno.so", "libnone.so"))
+        loaded = device._open(("libno.so", str(LIBRARY)))
+        self.assertEqual(loaded._handle, self.server.library._handle)
+
+    def test_where_rocm_lies(self):
+        before = os.environ.get("ROCM_PATH")
+        os.environ["ROCM_PATH"] = "/elsewhere"
+        try:
+            self.assertEqual(device._libraries(False)[2:4], ("/elsewhere/lib/libamdhip64.so.7",
+                                                             "/elsewhere/lib/libamdhip64.so.6"))
+        finally:
+            os.environ.pop("ROCM_PATH")
+            if before is not None:
+                os.environ["ROCM_PATH"] = before
+        self.assertEqual(device._libraries(False)[-1], "/opt/rocm/lib/libamdhip64.so.6")
+        self.assertEqual(device._libraries(True), ("libcuda.so.1",))
 
     def test_events_reach_the_server(self):
         region = self.region()

@@ -1,0 +1,73 @@
+// A vendor's GPU runtime as a process that maps a server's device memory calls it, opened by name.
+#ifndef MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_RUNTIME_H_
+#define MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_RUNTIME_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "proto/wire/ring_layout.h"
+
+namespace mla::client {
+
+// Entry points by vendor. Contexts are NVIDIA's; AMD's devices take their place.
+struct DeviceRuntime {
+  using Handle = std::array<uint8_t, wire::kDeviceHandleBytes>;
+  using Uuid = std::array<uint8_t, 16>;
+  struct Access {
+    int type, id, flags;
+  };
+  // As hipRuntimeGetVersion counts: from ROCm 7.1 on a descriptor is imported by value, as CUDA's
+  // are. Before, the call is given the address of one.
+  static constexpr int kAmdImportsByValue = 70100000;
+
+  int (*init)(unsigned);
+  int (*device_count)(int*);
+  int (*uuid)(Uuid*, int);
+  int (*import_memory)(uint64_t*, void*, int);
+  int (*reserve)(void**, size_t, size_t, void*, unsigned long long);
+  int (*unreserve)(void*, size_t);
+  int (*map)(void*, size_t, size_t, uint64_t, unsigned long long);
+  int (*unmap)(void*, size_t);
+  int (*release)(uint64_t);
+  int (*set_access)(void*, size_t, const Access*, size_t);
+  int (*open_memory)(void**, Handle, unsigned);
+  int (*close_memory)(void*);
+  int (*open_event)(void**, Handle);
+  int (*event_create)(void**, unsigned);
+  int (*event_destroy)(void*);
+  int (*event_record)(void*, void*);
+  int (*stream_create)(void**, unsigned);
+  int (*stream_destroy)(void*);
+  int (*stream_finish)(void*);
+  int (*stream_wait)(void*, void*, unsigned);
+  // AMD only.
+  int (*amd_version)(int*);
+  int (*amd_get_device)(int*);
+  int (*amd_set_device)(int);
+  // NVIDIA only.
+  int (*nvidia_retain)(void**, int);
+  int (*nvidia_push)(void*);
+  int (*nvidia_pop)(void**);
+  int (*nvidia_attribute)(int*, int, int);
+  int (*nvidia_create)(void**, unsigned, int);
+  int (*nvidia_destroy)(void*);
+  // Null where the runtime has none.
+  int (*register_host)(void*, size_t, unsigned);
+  int (*unregister_host)(void*);
+  int (*device_address)(void**, void*, unsigned);
+  int (*store_word)(void*, void*, uint32_t, unsigned);
+  int (*amd_await_word)(void*, void*, uint32_t, unsigned, uint32_t);
+  int (*nvidia_await_word)(void*, void*, uint32_t, unsigned);
+};
+
+// `library` empty: the one that the process has loaded, else libcuda.so.1, or libamdhip64.so.7 or
+// .6 as the loader finds them, then in $ROCM_PATH/lib and /opt/rocm/lib. UNAVAILABLE has the
+// loader's reasons, or names an entry point that is missing. The library is never closed.
+absl::StatusOr<DeviceRuntime> OpenDeviceRuntime(bool nvidia, const std::string& library);
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_RUNTIME_H_

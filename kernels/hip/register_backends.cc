@@ -1,0 +1,44 @@
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "kernels/hip/hip_backend.h"
+#include "kernels/hip/present_devices.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+HipBackendOptions OptionsOf(HipBackendOptions base, Vendor vendor, const BackendOptions& from) {
+  base.vendor = vendor;
+  if (base.libraries.empty()) base.libraries = RuntimeLibraries(vendor, from.gpu_runtime_library);
+  if (from.gpu_graphs == "on") base.graphs = GraphUse::kOn;
+  if (from.gpu_graphs == "off") base.graphs = GraphUse::kOff;
+  base.self_test_options.most = std::chrono::milliseconds(from.gpu_self_test_ms);
+  base.self_test_options.on_part = from.on_self_test_part;
+  base.device = from.device;
+  base.memory_fraction = from.gpu_memory_fraction;
+  base.expanded_workspace_bytes = from.gpu_expanded_workspace_bytes;
+  base.shared_bytes = from.gpu_shared_bytes;
+  base.watchdog_ms = from.gpu_watchdog_ms;
+  return base;
+}
+
+}  // namespace
+
+absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOptions& base) {
+  const auto row = [&base](const char* name, int32_t rank, Vendor vendor) {
+    return BackendRow{
+        name, rank,
+        [vendor,
+         base](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+          auto backend = HipBackend::Create(OptionsOf(base, vendor, options));
+          if (!backend.ok()) return backend.status();
+          return std::unique_ptr<AttentionBackend>(*std::move(backend));
+        },
+        [vendor] { return PresentDevices(vendor); }};
+  };
+  if (absl::Status s = registry.Add(row("hip", 200, Vendor::kAmd)); !s.ok()) return s;
+  return registry.Add(row("cuda", 190, Vendor::kNvidia));
+}
+
+}  // namespace mla::kernels::hip

@@ -1,0 +1,18 @@
+// Cases of the expanded form whose logits spread, so that scales of queries and keys show.
+#ifndef MLA_TESTS_CONFORMANCE_PREFILL_PREFILL_CASES_H_
+#define MLA_TESTS_CONFORMANCE_PREFILL_PREFILL_CASES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "tests/conformance/cases/case_spec.h"
+
+namespace mla::conformance {
+
+// The first `count` of six: prompts with and without a context, of one head and more, over rows of
+// the sampler's formats in turn.
+std::vector<CaseSpec> SpreadPrefillCases(const SamplerOptions& options, int32_t count);
+
+}  // namespace mla::conformance
+
+#endif  // MLA_TESTS_CONFORMANCE_PREFILL_PREFILL_CASES_H_

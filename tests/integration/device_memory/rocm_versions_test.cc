@@ -1,0 +1,50 @@
+// Device memory of an AMD server, and workers that map it, on each version of ROCm: descriptors
+// mean two things to HIP, and where a worker might take the wrong one there are handles.
+#include <functional>
+
+#include "client/cpp/shared_memory/shared_memory.h"
+#include "tests/integration/device_memory/device_server.h"
+
+namespace mla::integration {
+namespace {
+
+std::function<void(fake_hip::Control&)> Amd(int version) {
+  return [version](fake_hip::Control& control) {
+    control.arch = "gfx950";
+    control.version = version;
+  };
+}
+
+void ExpectSteps(DeviceServer& server) {
+  const auto client = server.server().Connect(DeviceServer::Options());
+  Worker worker(client.get(), DeviceDims(), "m", 1);
+  ASSERT_EQ(worker.session().DeviceStatus(), absl::OkStatus());
+  worker.UseDevice();
+  auto track = worker.Open();
+  ASSERT_EQ(worker.Step({&*track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  ASSERT_EQ(worker.Step({&*track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
+}
+
+TEST(RocmVersionsTest, WorkersMapTheMemoryOfEach) {
+  for (const fake_hip::Version& version : fake_hip::kVersions) {
+    SCOPED_TRACE(version.name);
+    DeviceServer server({}, Amd(version.number));
+    ExpectSteps(server);
+    EXPECT_EQ(server.control().descriptors > 0, version.number >= kernels::hip::kHipImportsByValue);
+  }
+}
+
+// If the runtime has no handles, descriptors go to workers that know what they mean to HIP.
+TEST(RocmVersionsTest, DescriptorsAreImportedAsEachTakesThem) {
+  for (const fake_hip::Version& version : fake_hip::kVersions) {
+    SCOPED_TRACE(version.name);
+    DeviceServer server({}, Amd(version.number));
+    server.control().fail_call = "hipIpcGetMemHandle";
+    server.control().fail_after = 0;
+    ExpectSteps(server);
+    EXPECT_GT(server.control().descriptors, 0);
+  }
+}
+
+}  // namespace
+}  // namespace mla::integration
