@@ -189,8 +189,16 @@ void EngineCore::UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
 void EngineCore::AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause) {
   nothing_ready_ = false;
   const std::string why = absl::StrCat("the launch failed: ", cause.message());
+  std::vector<StreamRequest*> all = failed;
+  // On a device that is lost, page work is never done: requests that wait for theirs would do so
+  // until their deadlines, with one launch after another.
+  while (!pending_.empty() && !backend_->Healthy().ok()) {
+    all.push_back(pending_.front());
+    --all.back()->engine.step->waiting;
+    RemovePending(all.back());
+  }
   std::vector<std::pair<TenantKey, StepId>> steps;
-  for (StreamRequest* request : failed) {
+  for (StreamRequest* request : all) {
     Step& step = *request->engine.step;
     step.failed = true;
     steps.emplace_back(step.tenant, step.id);

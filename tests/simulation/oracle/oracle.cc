@@ -384,7 +384,7 @@ void Oracle::CheckMember(const OracleBegin& begin, size_t index, Reasons* reason
       std::min<int64_t>(limits_.max_sequence_rows, int64_t{limits_.max_pages} * shape.page);
   reasons->AddIf(sequence->model != begin.model, "wrong_model");
   reasons->AddIf(sequence->epoch != begin.epochs[index], "epoch_mismatch");
-  reasons->AddIf(sequence->step != 0 || twice, "in_step");
+  reasons->AddIf(sequence->busy() || twice, "in_step");
   reasons->AddIf(sequence->length() != begin.starts[index], "position_mismatch");
   reasons->AddIf(begin.rows[index] + sequence->length() > most, "out_of_range");
 }

@@ -97,6 +97,7 @@ struct OracleSequence {
   uint64_t step = 0;     // 0: none
   bool imports = false;  // rows are on their way into it
   bool busy() const { return step != 0 || imports; }
+  bool of_export = false;  // a fork that holds the rows of one, or a fork of that: of no client
   std::vector<std::vector<uint64_t>> layers;  // keys of the committed rows
   std::vector<int> groups;                    // indices of page groups
   std::vector<uint64_t> pages;                // names of its first pages, as declared

@@ -313,23 +313,32 @@ bool Simulator::Do(Op op) {
   return (this->*kMethods[static_cast<size_t>(op)])();
 }
 
-std::string Simulator::Run(int operations) {
+Op Simulator::DrawOp() {
   int total = 0;
   for (const Weighted& one : kMix) total += one.weight;
+  int drawn = static_cast<int>(Pick(static_cast<uint64_t>(total)));
+  const Weighted* one = kMix;
+  while (drawn >= one->weight) drawn -= (one++)->weight;
+  return one->op;
+}
+
+void Simulator::Operate(Op op) {
+  op_ = op;
+  // Weights of tenants would change what is due to them.
+  if (op == Op::kTenantCall && floods_) return;
+  // What waits too long is given up by the timer, before anything that a call asks for.
+  if (late_ && !requests_.empty()) Poll();
+  if (Do(op)) ++counts_.operations[static_cast<size_t>(op)];
+  if (!failed() && !undrained_ && !late_) CheckBooks();
+}
+
+std::string Simulator::Run(int operations) {
   for (int i = 0; i < operations && !failed(); ++i) {
-    int drawn = static_cast<int>(Pick(static_cast<uint64_t>(total)));
-    const Weighted* one = kMix;
-    while (drawn >= one->weight) drawn -= (one++)->weight;
-    op_ = one->op;
-    // Weights of tenants would change what is due to them.
-    if (op_ == Op::kTenantCall && floods_) continue;
+    const Op op = DrawOp();
     // What ends a run early happens towards its end.
     const bool late = i > operations * 9 / 10;
-    if (op_ == Op::kDrain && !(drains_ && late) && !oracle_->draining) continue;
-    // What waits too long is given up by the timer, before anything that a call asks for.
-    if (late_ && !requests_.empty()) Poll();
-    if (Do(op_)) ++counts_.operations[static_cast<size_t>(op_)];
-    if (!failed() && !undrained_ && !late_) CheckBooks();
+    if (op == Op::kDrain && !(drains_ && late) && !oracle_->draining) continue;
+    Operate(op);
     if (loses_device_ && late && !failed() && !device_->lost()) device_->Arm(DeviceFault::kLost);
   }
   if (!failed()) Finish();

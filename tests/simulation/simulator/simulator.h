@@ -29,7 +29,7 @@
 #include "tests/simulation/device/fake_device.h"
 #include "tests/simulation/oracle/oracle.h"
 #include "tests/simulation/oracle/patterns.h"
-#include "tests/simulation/simulator/tenant_calls.h"
+#include "tests/simulation/tenants/tenant_calls.h"
 
 namespace mla::simulation {
 
@@ -182,6 +182,9 @@ class Simulator final : public DeviceWatcher {
 
   // --- Operations: true if anything was done
   bool Do(Op op);
+  Op DrawOp();
+  // Does it, unless this is no time for it, and checks the books.
+  void Operate(Op op);
   bool Register(int tenant);
   bool RegisterAny() { return Register(AnyTenant()); }
   bool Unregister();
@@ -225,12 +228,24 @@ class Simulator final : public DeviceWatcher {
   void ImportRows(const CopiedRows& rows, uint64_t behind, uint64_t restored);
   bool ReserveImport(const CopiedRows& rows, int model, uint64_t behind, uint64_t restored,
                      scheduler::MovingPages* to);
-  // REQUIRES: the sequence is in no step.
   void ReleaseOne(int tenant, uint64_t id);
   // Every part of all groups; false if one fails.
   bool MoveParts(int tenant, const scheduler::MovingPages& pages, bool in,
                  std::vector<std::vector<std::byte>>* payloads);
-  bool MovePart(int tenant, scheduler::PageMove part);
+  struct SimMove {
+    scheduler::PageMove part;
+    std::vector<std::byte> memory;
+    std::span<std::byte> target;  // of rows that leave
+    bool done = false;
+    absl::Status answer;
+  };
+  // Other operations, mostly.
+  void Interlude();
+  bool HasRows(const OracleSequence* sequence, const scheduler::PageMove& part) const;
+  // False: the engine has refused it, as was foretold.
+  bool HandOver(int tenant, const scheduler::PageMove& part, std::vector<SimMove*>* moves);
+  // Until all have been carried; false if one of them was not.
+  bool AwaitMoves(std::vector<SimMove*>* moves);
   bool Truncate();
   bool Release();
   bool Renew();
@@ -406,14 +421,9 @@ class Simulator final : public DeviceWatcher {
   void ReleaseHolders(const History& hinted);
   std::vector<History> histories_;  // declared pages of sequences
   History hinted_;                  // those of the last hint; without a model: taken up
-  struct SimMove {
-    scheduler::PageMove part;
-    std::vector<std::byte> memory;
-    bool done = false;
-    absl::Status answer;
-  };
-  std::unique_ptr<SimMove> move_;         // under way; outlives the engine's part in it
-  int64_t bytes_cached_ = 0;              // by the prefix cache alone, when last looked at
+  std::vector<std::unique_ptr<SimMove>> moves_;  // under way; outlive the engine's part in them
+  int inside_ = 0;                               // copies that go on around this operation
+  int64_t bytes_cached_ = 0;                     // by the prefix cache alone, when last looked at
   bool undrained_ = false;                // the engine has not taken all that was handed over
   uint64_t first_failed_ = ~uint64_t{0};  // launch, since the last look at the answers
   int64_t pinned_ = 0;     // page groups that page work alone keeps, when last looked at

@@ -133,8 +133,8 @@ void Simulator::CheckAttendFailure(const SimRequest& request, OracleStep* step) 
       !args.has_kv && (end > static_cast<int>(step->layers[layer].size()) || step->broken[layer]);
   bool right = false;
   if (reason == "launch_failed") {
-    // Launches behind the one that failed go with it, older ones do not.
-    right = request.launch != 0 && request.launch >= first_failed_;
+    // Launches after the one that failed go with it, older ones do not. All goes with the device.
+    right = device_->lost() || (request.launch != 0 && request.launch >= first_failed_);
     step->aborting = step->failed = true;
   } else if (reason == "step_aborted") {
     right = step->aborting && request.step_aborted;

@@ -1,11 +1,8 @@
-// Simulator: sequences that say what their rows are, and take rows of others; rows that leave and
-// come, and sequences that are restored from them.
+// Simulator: sequences that say what their rows are, and take rows of others; hints, and tiers.
 #include <algorithm>
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
-#include "base/error.h"
-#include "scheduler/kvcache/pool/group_pieces.h"
 #include "scheduler/kvcache/tiers/tier_file.h"
 #include "tests/simulation/simulator/simulator.h"
 
@@ -14,9 +11,8 @@ namespace {
 
 constexpr size_t kHistories = 24;
 constexpr size_t kPageKeyBytes = 32;
-constexpr int kMoveRounds = 1000;                       // until a part must have been carried
-constexpr int64_t kMovesPauseNs = 1'000'000'000;        // of tiers, after a launch that failed
-constexpr uint64_t kRestoredEpoch = uint64_t{1} << 32;  // the least of a restored sequence
+constexpr int kMoveRounds = 1000;                 // until tiers must have ended their moves
+constexpr int64_t kMovesPauseNs = 1'000'000'000;  // of tiers, after a launch that failed
 
 }  // namespace
 
@@ -273,210 +269,11 @@ void Simulator::SendHint(scheduler::HintKind kind, int model, const DrawnPrefix&
 
 // Page groups that yield to no step.
 void Simulator::CountPinned(const scheduler::EngineStats& stats) {
-  pinned_ = stats.page_groups_pinned + stats.tiers.moving + stats.page_groups_kept;
+  pinned_ = stats.page_groups_pinned + stats.tiers.moving + stats.page_groups_kept +
+            static_cast<int64_t>(moves_.size());  // their sequences may go any time
   // After a launch that failed, moves wait for a second, and then begin at any call.
   pinned_ += fault_percent_ > 0 && tier_groups_ > 0 ? 1 : 0;
   counts_.pages_pinned = std::max(counts_.pages_pinned, stats.page_groups_kept);
-}
-
-bool Simulator::MovePart(int tenant, scheduler::PageMove part) {
-  move_ = std::make_unique<SimMove>();
-  SimMove& move = *move_;
-  const std::span<std::byte> bytes = part.bytes;
-  move.part = std::move(part);
-  move.part.tenant = TenantName(tenant);
-  move.memory.assign(bytes.begin(), bytes.end());
-  move.part.bytes = move.memory;
-  move.part.done = [&move](const absl::Status& status) {
-    move.done = true;
-    move.answer = status;
-  };
-  BeforeCall();
-  OracleSequence* const sequence = oracle_->Find(tenant, move.part.id);
-  const absl::Status status = engine_->StartMove(&move.part);
-  if (status.ok() != (sequence != nullptr)) {
-    Fail(absl::StrCat("rows of a sequence that ", sequence == nullptr ? "has gone" : "is there",
-                      ": ", status.ToString()));
-  }
-  if (sequence != nullptr) oracle_->Renew(sequence, 0, Now());
-  AfterCall();
-  if (!status.ok()) return false;
-  for (int round = 0; round < kMoveRounds && !move.done && !failed(); ++round) {
-    if (Poll()) continue;
-    const int64_t done_at = device_->NextDone();
-    if (done_at > Now()) clock_.Advance(done_at - Now());
-  }
-  if (!move.done && !failed()) Fail("rows that move are never carried");
-  if (!move.answer.ok() && fault_percent_ == 0) Fail(move.answer.ToString());
-  if (!move.part.in) std::copy(move.memory.begin(), move.memory.end(), bytes.begin());
-  return move.done && move.answer.ok() && !failed();
-}
-
-bool Simulator::MoveParts(int tenant, const scheduler::MovingPages& pages, bool in,
-                          std::vector<std::vector<std::byte>>* payloads) {
-  const int64_t page = pages.tags.page_size;
-  payloads->resize(static_cast<size_t>((pages.tags.rows + page - 1) / page));
-  for (size_t group = 0; group < payloads->size(); ++group) {
-    scheduler::PageMove part;
-    part.id = pages.id;
-    part.in = in;
-    part.page = pages.tags.first_row / page + static_cast<int64_t>(group);
-    part.rows =
-        static_cast<int32_t>(std::min(page, pages.tags.rows - static_cast<int64_t>(group) * page));
-    const auto pieces = kvcache::GroupPieces(pages.layout, part.rows);
-    std::vector<std::byte>& payload = (*payloads)[group];
-    payload.resize(static_cast<size_t>(kvcache::PayloadBytes(pieces)));
-    const auto all = static_cast<int64_t>(payload.size());
-    for (int64_t end = 0; part.offset < all; part.offset = end) {
-      end = kvcache::PartEnd(pieces, part.offset, 1 + static_cast<int64_t>(Pick(2 * all)));
-      part.bytes = std::span(payload).subspan(static_cast<size_t>(part.offset),
-                                              static_cast<size_t>(end - part.offset));
-      if (!MovePart(tenant, part)) return false;
-    }
-  }
-  return true;
-}
-
-bool Simulator::ExportRows(const OracleSequence& source, int64_t first, int64_t end,
-                           CopiedRows* rows) {
-  const int tenant = Chance(95) ? source.tenant : AnyTenant();
-  const uint64_t epoch = source.epoch + (Chance(95) ? 0 : 1);
-  const uint64_t id = source.id;
-  BeforeCall();
-  const Reasons expect = oracle_->CheckExport(tenant, id, epoch, first, end);
-  const auto pages = engine_->BeginExport({TenantName(tenant), id, epoch, first, end});
-  const bool granted = Foretold("Export", pages.status(), expect);
-  if (granted) {
-    oracle_->ApplyFork(pages->id, id, end, 0, Now());
-    const OracleSequence& held = oracle_->sequences.at(pages->id);
-    rows->tenant = tenant;
-    rows->model = held.model;
-    rows->pages = *pages;
-    for (const auto& layer : held.layers)
-      rows->keys.emplace_back(layer.begin() + first, layer.end());
-  }
-  AfterCall();
-  if (!granted) return false;
-  const bool whole = MoveParts(tenant, rows->pages, false, &rows->payloads);
-  ReleaseOne(tenant, pages->id);
-  return whole && !failed();
-}
-
-void Simulator::ReleaseOne(int tenant, uint64_t id) {
-  std::vector<scheduler::SequenceId> absent;
-  BeforeCall();
-  const bool there = oracle_->Find(tenant, id) != nullptr;
-  engine_->ReleaseSequences(TenantName(tenant), std::vector{id}, &absent);
-  if (there) oracle_->ApplyRelease(id, Now());
-  if (absent.empty() != there) Fail("Release: a sequence that moves is there or not");
-  AfterCall();
-}
-
-// Opens or takes the sequence and reserves, as it is foretold.
-bool Simulator::ReserveImport(const CopiedRows& rows, int model, uint64_t behind, uint64_t restored,
-                              scheduler::MovingPages* to) {
-  const scheduler::PageTags& tags = rows.pages.tags;
-  const OracleSequence* before = oracle_->Find(rows.tenant, behind);
-  scheduler::ImportArgs args;
-  args.tenant = TenantName(rows.tenant);
-  args.model_id = oracle_->models[model].name;
-  args.client_id = absl::StrCat("client-", rows.tenant);
-  args.id = behind;
-  args.expected_epoch = before == nullptr ? 1 : before->epoch;
-  args.tags = tags;
-  args.restored_id = restored;
-  BeforeCall();
-  Reasons expect = oracle_->CheckImport(rows.tenant, model, oracle_->models[rows.model].shape,
-                                        behind, args.expected_epoch, tags.first_row, tags.rows);
-  expect.AddIf(oracle_->sequences.contains(restored), "sequence_open");
-  const auto pages = engine_->BeginImport(args);
-  // Bounds of pages are those of a step with these rows.
-  uint64_t id = behind;
-  const bool opens = behind == 0 && expect.none();
-  if (opens) {
-    id = pages.ok() ? pages->id : ~uint64_t{0};
-    oracle_->ApplyOpen(id, model, 0, Now());
-    if (pages.ok() && restored != 0) {
-      if (id != restored || pages->state.epoch < kRestoredEpoch) {
-        Fail("Restore: another id, or an epoch of before");
-      }
-      oracle_->sequences.at(id).epoch = pages->state.epoch;
-    }
-  }
-  bool in_doubt = false;
-  if (expect.none()) {
-    OracleBegin begin;
-    begin.tenant = rows.tenant;
-    begin.model = model;
-    begin.sequences = {id};
-    begin.rows = {static_cast<int>(tags.rows)};
-    oracle_->CheckPages(begin, &expect);
-    in_doubt = DetailOf(pages.status()).reason == "pages_exhausted" &&
-               oracle_->PagesInDoubt(begin, pinned_);
-  }
-  const bool granted = !(in_doubt && !pages.ok()) && Foretold("Import", pages.status(), expect);
-  if (opens && !granted) oracle_->ApplyRelease(id, Now());
-  if (granted) {
-    oracle_->ApplyImport(id, tags.rows, Now());
-    *to = *pages;
-  }
-  oracle_->TouchModel(model, Now());
-  AfterCall();
-  return granted;
-}
-
-void Simulator::ImportRows(const CopiedRows& rows, uint64_t behind, uint64_t restored) {
-  const int other = AnyModel(rows.tenant);
-  const int model = other >= 0 && Chance(10) ? other : rows.model;
-  scheduler::MovingPages to;
-  if (!ReserveImport(rows, model, behind, restored, &to)) return;
-  std::vector<std::vector<std::byte>> payloads = rows.payloads;
-  const bool whole = MoveParts(rows.tenant, to, true, &payloads) && Chance(90);
-  if (failed()) return;
-  BeforeCall();
-  const bool there = oracle_->Find(rows.tenant, to.id) != nullptr;
-  if (!whole) {
-    engine_->AbortImport(TenantName(rows.tenant), to);
-    if (there && to.opened) oracle_->ApplyRelease(to.id, Now());
-    if (there && !to.opened) oracle_->AbortImport(to.id);
-  } else {
-    const auto info =
-        engine_->EndImport(TenantName(rows.tenant), to.id, scheduler::Engine::kAllFinite);
-    if (info.ok() != there) Fail(absl::StrCat("EndImport: ", info.status().ToString()));
-    if (there) oracle_->EndImport(to.id, rows.keys, Now());
-    if (info.ok() && info->length != oracle_->sequences.at(to.id).length()) {
-      Fail("Import: the sequence has another length");
-    }
-    counts_.rows_imported += rows.pages.tags.rows;
-  }
-  AfterCall();
-}
-
-bool Simulator::Copy() {
-  const OracleSequence* source = AnySequence(0, /*free=*/Chance(90));
-  if (source == nullptr) return false;
-  const uint64_t id = source->id;
-  const int page = oracle_->models[source->model].shape.page;
-  const auto end = static_cast<int64_t>(Pick(static_cast<uint64_t>(source->length()) + 1));
-  int64_t first = Chance(30) ? static_cast<int64_t>(Pick(static_cast<uint64_t>(end) + 1)) : 0;
-  if (Chance(90)) first -= first % page;
-  // Rows from the middle follow those of a fork.
-  uint64_t behind = 0;
-  if (first > 0 && !source->busy()) {
-    behind = SendFork(source->tenant, *source, source->epoch, first);
-    source =
-        oracle_->Find(oracle_->sequences.contains(id) ? oracle_->sequences.at(id).tenant : 0, id);
-    if (source == nullptr || failed()) return true;
-  }
-  CopiedRows rows;
-  const bool restores = first == 0 && behind == 0 && !source->busy() && Chance(30);
-  if (ExportRows(*source, first, end, &rows)) {
-    // As after a crash: the sequence has gone, but for some that are refused as it is there.
-    if (restores && Chance(90)) ReleaseOne(rows.tenant, id);
-    ImportRows(rows, behind, restores ? id : 0);
-  }
-  Trace(id, static_cast<uint64_t>(end), rows.payloads.size());
-  return true;
 }
 
 }  // namespace mla::simulation

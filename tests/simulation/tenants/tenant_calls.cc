@@ -1,4 +1,4 @@
-#include "tests/simulation/simulator/tenant_calls.h"
+#include "tests/simulation/tenants/tenant_calls.h"
 
 #include <algorithm>
 #include <utility>

@@ -2,8 +2,8 @@
 // memory, streams, uploads, regions and control calls, give them back in any order, and go;
 // operators change their quotas meanwhile. More tenants than the table has rows for take turns.
 // Judged by TenantBooks.
-#ifndef MLA_TESTS_SIMULATION_SIMULATOR_TENANT_CALLS_H_
-#define MLA_TESTS_SIMULATION_SIMULATOR_TENANT_CALLS_H_
+#ifndef MLA_TESTS_SIMULATION_TENANTS_TENANT_CALLS_H_
+#define MLA_TESTS_SIMULATION_TENANTS_TENANT_CALLS_H_
 
 #include <cstdint>
 #include <functional>
@@ -79,4 +79,4 @@ class TenantCalls {
 
 }  // namespace mla::simulation
 
-#endif  // MLA_TESTS_SIMULATION_SIMULATOR_TENANT_CALLS_H_
+#endif  // MLA_TESTS_SIMULATION_TENANTS_TENANT_CALLS_H_
