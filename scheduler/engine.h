@@ -97,6 +97,9 @@ struct PrefixArgs {
   std::vector<std::string> page_keys;
   std::string salt;      // rows are shared between equal salts only
   int64_t max_rows = 0;  // of the sequence after the match; 0: as many as are declared
+  // Called by the call's thread once it has hashed all this, before it waits for anything; empty:
+  // nobody asks.
+  std::function<void()> hashed = {};
   bool empty() const { return token_ids.empty() && page_keys.empty(); }
 };
 
@@ -222,6 +225,7 @@ struct EngineStats {
   TierStats tiers;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
+  uint64_t pauses = 0;  // of the process, which leases do not count
   // Requests whose tensors were not there: handed back, and launches of such that waited too long.
   uint64_t requests_handed_back = 0, launches_late = 0;
   uint64_t launches_ahead = 0;  // that were submitted before their tensors were there
@@ -290,7 +294,10 @@ struct EngineOptions {
   // well, while that is idle (Submitter) and no other thread wants the engine; from then on the
   // engine's thread awaits them.
   int64_t awaited_work = int64_t{1} << 24;
-  bool dedicated_thread = true;        // false: stepped by hand through Poll (tests)
+  bool dedicated_thread = true;  // false: stepped by hand through Poll (tests)
+  // With a thread: leases do not count time in which the process did not run. False: the clock is
+  // moved by hand (tests).
+  bool notes_pauses = true;
   EngineObserver* observer = nullptr;  // may be null; outlives the engine
   // Yields sequence ids; null: unpredictable ones, as production needs. For runs that repeat.
   std::function<uint64_t()> ids;

@@ -48,6 +48,7 @@ absl::Status CheckLimits(const Limits& limits) {
       {"limits.sequence_lease_ms", limits.sequence_lease_ms, 1, limits.max_lease_ms},
       {"limits.max_lease_ms", limits.max_lease_ms, 1, int64_t{1} << 40},
       {"limits.model_lease_ms", limits.model_lease_ms, 0, limits.max_lease_ms},
+      {"limits.model_yield_ms", limits.model_yield_ms, 0, int64_t{1} << 40},
       {"limits.step_lease_ms", limits.step_lease_ms, 1, limits.max_lease_ms},
       {"limits.max_step_lease_ms", limits.max_step_lease_ms, 1, int64_t{1} << 40},
       {"limits.slice_wait_us", limits.slice_wait_us, 0, limits.queue_ms * 1000},

@@ -72,6 +72,7 @@ struct Limits {
   int64_t sequence_lease_ms = 10000;  // since the last use or renewal of the sequence
   int64_t max_lease_ms = 3600000;     // that a client may ask for, of sequences and models
   int64_t model_lease_ms = 0;         // of a model that asks for none; 0: it stays
+  int64_t model_yield_ms = 600000;    // unused for so long, it makes room for others; 0: never
   int64_t step_lease_ms = 2000;       // since the last message of the step
   int64_t max_step_lease_ms = 60000;  // that a client may ask for
   int64_t slice_wait_us = 200;  // how long head slices wait for those of other ranks; 0: never

@@ -122,6 +122,7 @@ struct Server::Parts {
   std::unique_ptr<SequenceService> sequences;
   std::unique_ptr<CheckpointStore> checkpoints;  // null: none are kept
   AbandonedImports abandoned;
+  PrefixTurns turns{PrefixTurns::Defaults()};
   std::unique_ptr<IdleCalls> idle;
   std::optional<Watchers> watchers;
   std::unique_ptr<ModelService> models;
@@ -215,7 +216,8 @@ void Server::Parts::MakeServices() {
                           OperatorsOf(options.config.listen),
                           ControlReserve(options.config),
                           options.config.listen.unix_tenant,
-                          &abandoned};
+                          &abandoned,
+                          &turns};
   drain.emplace(engine.get(), &state);
   WireContext wire;
   wire.unix_tenant = options.config.listen.unix_tenant;
@@ -257,9 +259,11 @@ void Server::Parts::MakeServices() {
     const auto* contract =
         google::protobuf::DescriptorPool::generated_pool()->FindServiceByName(name);
     control.push_back(std::make_unique<BoundedService>(
-        service, *contract, [rpc](const grpc::ServerContextBase& caller, int64_t bytes) {
+        service, *contract,
+        [rpc](const grpc::ServerContextBase& caller, int64_t bytes) {
           return rpc.AdmitRequest(caller, bytes);
-        }));
+        },
+        [rpc](const grpc::ServerContextBase& caller) { return rpc.BeginTurn(caller); }));
   };
   serve(sequences.get(), v1::Sequences::service_full_name());
   serve(models.get(), v1::Models::service_full_name());

@@ -15,6 +15,7 @@ import compare  # pylint: disable=wrong-import-position
 import fairness  # pylint: disable=wrong-import-position
 import server_binary  # pylint: disable=wrong-import-position
 
+SCENE = fairness.Scene("scene", "decode", 2, {})
 ALONE = {"p50_us": 400.0, "p99_us": 900.0}
 FLOOD = {"requests": 10, "refusals": 1, "cpu_s": 0.5}
 
@@ -26,11 +27,12 @@ def light(**changes):
 
 class BoundsTest(unittest.TestCase):
     def row(self, figures, longest_us=9_000):
-        return fairness.row_of("scene", ALONE, figures, (FLOOD, FLOOD), 10.0, longest_us, 5.0, 2.5)
+        return fairness.row_of(SCENE, ALONE, figures, (FLOOD, FLOOD), 10.0, longest_us, 5.0, 2.5)
 
     def test_a_scene_within_its_bounds(self):
         row = self.row(light())
         self.assertEqual(fairness.bounds(400.0, 900.0, 10.0), (10_800.0, 31_800.0))
+        self.assertEqual(fairness.bounds(400.0, 900.0, 10.0, launches=0), (800.0, 31_800.0))
         self.assertEqual(row["ratio"], round(5_000 / 10_800, 4))
         self.assertEqual(row["p99_ratio"], round(20_000 / 31_800, 4))
         self.assertTrue(row["held"])

@@ -51,7 +51,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
   impl->info_ = backend->Info();
   absl::StatusOr<std::unique_ptr<EngineCore>> core =
       EngineCore::Create(options, std::move(backend), clock,
-                         options.ids != nullptr ? options.ids : std::function(RandomId));
+                         options.ids != nullptr ? options.ids : std::function(kvcache::RandomId));
   if (!core.ok()) return core.status();
   (*core)->CollectAnswers();
   Impl* raw = impl.get();
@@ -65,6 +65,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(
     impl->answers_.Start([raw] {
       if (!raw->inbox_.empty()) raw->inbox_.Wake();
     });
+    if (options.notes_pauses) impl->pauses_.Start();
     impl->thread_ = std::thread([raw] { raw->RunThread(); });
   }
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));

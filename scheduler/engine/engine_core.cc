@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "scheduler/kvcache/prefix/random_ids.h"
 #include "scheduler/launching/launch_sizes.h"
-#include "scheduler/tables/random_ids.h"
 
 namespace mla::scheduler {
 namespace {
@@ -46,7 +46,7 @@ EngineCore::EngineCore(const EngineOptions& options,
       limits_(options_.limits),
       clock_(clock),
       backend_(std::move(backend)),
-      events_(std::make_shared<kvcache::EventLog>(RandomId())),
+      events_(std::make_shared<kvcache::EventLog>(kvcache::RandomId())),
       tenant_table_(std::make_shared<TenantTable>(TenantOptionsOf(options))),
       tenants_(*tenant_table_),
       policy_(options.limits, GatherBytes(options.limits, *backend_),
@@ -211,6 +211,7 @@ void EngineCore::CloseStream(StreamId stream) {
     }
   }
   streams_.erase(stream);
+  models_->StreamClosed(stream);
 }
 
 absl::Status EngineCore::DrainingError(bool opens) const {
@@ -456,6 +457,7 @@ EngineStats EngineCore::Stats() const {
   stats.sequences = sequences_->size();
   stats.open_steps = static_cast<int32_t>(steps_->open().size());
   stats.models = models_->size();
+  stats.models_expired += models_->yielded();
   stats.streams = static_cast<int32_t>(streams_.size());
   stats.requests_waiting = pending_.size();
   const MonotonicNanos now = clock_->Now();

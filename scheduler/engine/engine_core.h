@@ -79,6 +79,9 @@ class EngineCore {
 
   // --- Time. Fails what waited too long, expires leases.
   void Tick();
+  // The process did not run for so long: what clients sent meanwhile has yet to be read, so nothing
+  // that they must send in time is late by it. Before Tick and Accept.
+  void NotePause(int64_t nanos);
   // When Tick has something to do; max() if never.
   MonotonicNanos NextTick() const;
 

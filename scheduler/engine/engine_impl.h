@@ -12,13 +12,14 @@
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
+#include "base/pause_watch.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/engine/inbox.h"
 #include "scheduler/engine/model_directory.h"
+#include "scheduler/kvcache/prefix/random_ids.h"
 #include "scheduler/tables/prefix_plan.h"
-#include "scheduler/tables/random_ids.h"
 
 namespace mla::scheduler {
 
@@ -34,7 +35,8 @@ class Engine::Impl {
   Impl(const EngineOptions& options, Clock* clock)
       : options_(options),
         clock_(clock),
-        prefixes_(options.prefix_secret.value_or(RandomSecret()), options.limits),
+        pauses_([clock] { return clock->Now(); }),
+        prefixes_(options.prefix_secret.value_or(kvcache::RandomSecret()), options.limits),
         answers_(options.observer) {}
 
   // Passes them to the observer; any thread.
@@ -101,6 +103,9 @@ class Engine::Impl {
   }
 
   void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
+    if (options_.dedicated_thread && options_.notes_pauses) {
+      if (const int64_t paused = pauses_.Take(); paused > 0) core_->NotePause(paused);
+    }
     StreamRequest* request = inbox_.TakeAll();
     while (request != nullptr) {
       StreamRequest* const next = request->engine.next;
@@ -234,6 +239,7 @@ class Engine::Impl {
   std::atomic<int> waiting_for_role_{0};
   std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
   Inbox inbox_;
+  PauseWatch pauses_;
   const PrefixPlanner prefixes_;
   AnswerQueue answers_;
   std::atomic<bool> stopping_{false};

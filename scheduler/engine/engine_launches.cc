@@ -405,6 +405,17 @@ void EngineCore::Tick() {
   hints_->Expire();
 }
 
+void EngineCore::NotePause(int64_t nanos) {
+  ++stats_.pauses;
+  sequences_->PostponeLeases(nanos);
+  models_->PostponeLeases(nanos);
+  for (Step* step : steps_->open()) step->lease_deadline += nanos;
+  for (StreamRequest* request = pending_.front(); request != nullptr;
+       request = WaitingRequests::Next(request)) {
+    request->engine.blocked_since_ns += nanos;
+  }
+}
+
 MonotonicNanos EngineCore::NextTick() const {
   const MonotonicNanos now = pending_.empty() ? 0 : clock_->Now();
   MonotonicNanos next =

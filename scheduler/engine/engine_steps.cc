@@ -96,6 +96,7 @@ absl::Status EngineCore::JoinStep(Step* step, StreamRequest* request) {
     step->ranks[step->streams.size()] = StepRank();
     step->streams.push_back(request->stream);
   }
+  models_->NoteStream(step->model, request->stream);
   streams_.at(request->stream)
       .steps->Add(step->id, {step->model->spec, step->total_rows, request->begin.positions});
   StepTable::Touch(step, request->engine.arrival_ns);

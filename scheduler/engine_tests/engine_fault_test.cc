@@ -239,6 +239,24 @@ class TwoSlotsTest : public ::testing::Test, protected FaultyEngine {
   TwoSlotsTest() : FaultyEngine(/*two_slots=*/true) {}
 };
 
+// Launches of page work alone would fail for as long as a request waits for it.
+TEST_F(EngineFaultTest, NothingGoesOnWaitingForADeviceThatIsLost) {
+  const SequenceInfo a = h_->Open(), b = h_->Open();
+  ASSERT_TRUE(h_->Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());
+  ASSERT_TRUE(h_->Begin(stream_, 2, {{b.id, 1, 0, 2}})->status.ok());
+  auto runs = h_->Attend(stream_, 1, 0, 0, Rows(2, 1), 5);
+  auto waits = h_->Query(stream_, 2, 0, 0, 2, 0, 2, 5);  // its KV rows have not come
+  backend_->SetUnhealthy();
+  backend_->FailAt(FaultPoint::kWait);
+  h_->Run();
+  for (const auto* request : {runs.get(), waits.get()}) {
+    ASSERT_EQ(request->answers, 1);
+    EXPECT_EQ(request->detail.reason, "launch_failed") << request->status;
+  }
+  EXPECT_EQ(h_->core().Stats().open_steps, 0);
+  EXPECT_EQ(h_->core().cache().CheckInvariants(), "");
+}
+
 TEST_F(TwoSlotsTest, LaunchThatDoesNotStartSparesTheOneThatRuns) {
   const SequenceInfo a = h_->Open();
   const SequenceInfo b = h_->Open();

@@ -176,6 +176,55 @@ TEST_F(EngineCoreTest, ALateBeginStepDoesNotReviveAnExpiredSequence) {
   EXPECT_EQ(h_.core().Stats().leases_expired, 1u);
 }
 
+// Names may hold any character: the texts "a/b" and "c" join to what "a" and "b/c" join to.
+TEST_F(EngineCoreTest, AnOpenIsNoRepeatOfOneWhoseNamesJoinToTheSameText) {
+  const TenantKey tenant = (*h_.core().tenants().Enter(h_.tenant()))->key();
+  for (const char* const id : {"a", "a/b"}) {
+    ModelSpec model = h_.model();
+    model.id = id;
+    ASSERT_TRUE(h_.core().models().Register(tenant, model).ok());
+  }
+  OpenArgs first;
+  first.tenant = h_.tenant();
+  first.model_id = "a/b";
+  first.request_id = "r";
+  first.client_id = "c";
+  const auto opened = h_.core().OpenSequence(first);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  EXPECT_EQ(h_.core().OpenSequence(first)->id, opened->id);
+  OpenArgs second = first;
+  second.model_id = "a";
+  second.client_id = "b/c";
+  EXPECT_EQ(DetailOf(h_.core().OpenSequence(second).status()).reason, "request_id_reused");
+}
+
+// What clients sent during the pause has yet to be read.
+TEST_F(EngineCoreTest, APauseOfTheProcessCountsAgainstNothingThatClientsMustSendInTime) {
+  constexpr int64_t kPauseMs = 13'000;
+  const SequenceInfo idle = h_.Open("", 1000), used = h_.Open("", 1000);
+  ModelSpec leased = h_.model();
+  leased.id = "leased";
+  const TenantKey tenant = (*h_.core().tenants().Enter(h_.tenant()))->key();
+  ASSERT_TRUE(h_.core().models().Register(tenant, leased, 1000).ok());
+  ASSERT_TRUE(h_.Begin(stream_, 1, {{used.id, 1, 0, 2}})->status.ok());
+  const auto query = h_.Query(stream_, 1, 0, 0, 2, 0, 2, 5);  // its KV rows have not come
+  h_.clock().Advance(kPauseMs * 1'000'000);
+  h_.core().NotePause(kPauseMs * 1'000'000);
+  h_.core().Tick();
+  EXPECT_FALSE(query->answered()) << query->status;
+  std::vector<SequenceId> absent;
+  EXPECT_EQ(h_.core().RenewLeases({h_.tenant(), {idle.id, used.id}, ""}, 0, &absent), 2);
+  EXPECT_TRUE(h_.Get(used.id).in_step);
+  EXPECT_EQ(h_.core().models().size(), 2);
+  EXPECT_EQ(h_.core().Stats().leases_expired, 0u);
+  EXPECT_EQ(h_.core().Stats().pauses, 1u);
+  // Later time counts.
+  h_.Advance(1000);
+  EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {idle.id}, ""}).not_found.size(), 1u);
+  EXPECT_EQ(h_.core().models().size(), 1);
+  ExpectCode(*query, absl::StatusCode::kFailedPrecondition, "kv_rows_missing");
+}
+
 TEST_F(EngineCoreTest, ForksShareRowsAndPartWays) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 4, 1);

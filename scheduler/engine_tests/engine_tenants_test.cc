@@ -287,6 +287,83 @@ TEST(EngineTenantsTest, AnOperatorMayGiveAllModelsALease) {
   EXPECT_EQ(h->core().models().size(), 0);
 }
 
+ModelSpec Named(const EngineHarness& h, const std::string& id) {
+  ModelSpec model = h.model();
+  model.id = id;
+  return model;
+}
+
+// Tenants that nobody knows register models and go.
+TEST(EngineTenantsTest, ModelsOfTenantsThatHaveGoneDoNotKeepOthersOut) {
+  Limits limits = testing::TinyLimits();
+  limits.model_yield_ms = 600'000;
+  const auto h = HarnessWith({}, limits);
+  const auto add = [&](const std::string& tenant) {
+    const TenantRef row = *h->core().tenants().Enter(tenant);
+    return h->core().models().Register(row->key(), Named(*h, "theirs"));
+  };
+  int invented = 0;
+  while (add(absl::StrCat("invented", invented)).ok()) ++invented;
+  EXPECT_EQ(invented, limits.max_models - 1);
+  h->Advance(599'999);
+  const absl::Status refused = add("new").status();
+  EXPECT_EQ(DetailOf(refused).reason, "models_exhausted") << refused;
+  EXPECT_EQ(DetailOf(refused).bound_of, BoundOwner::kServer);
+  const SequenceInfo used = *OpenFor(*h, h->tenant(), h->model().id);
+  h->Advance(1);
+  EXPECT_TRUE(add("new").ok());
+  EXPECT_EQ(h->core().models().size(), limits.max_models);
+  EXPECT_EQ(h->core().Stats().models_expired, 1u);
+  // Those that are used stay, however long that is.
+  h->Advance(600'000);
+  for (int i = 1; i < limits.max_models; ++i) EXPECT_TRUE(add(absl::StrCat("more", i)).ok());
+  EXPECT_FALSE(add("one more").ok());
+  EXPECT_EQ(h->Get(used.id).id, used.id);
+}
+
+TEST(EngineTenantsTest, AModelIsUsedWhileAStreamOfItsStepsIsOpen) {
+  Limits limits = testing::TinyLimits();
+  limits.max_models = 2;
+  limits.model_yield_ms = 60'000;
+  const auto h = HarnessWith({}, limits);
+  const StreamId stream = h->core().OpenStream(h->tenant());
+  const SequenceInfo sequence = h->Open();
+  ASSERT_TRUE(h->Begin(stream, 1, {{sequence.id, 1, 0, 1}})->status.ok());
+  std::vector<SequenceId> missing;
+  h->core().ReleaseSequences(h->tenant(), std::vector{sequence.id}, &missing);
+  const TenantKey other = (*h->core().tenants().Enter("other"))->key();
+  const auto add = [&](const char* id) {
+    return h->core().models().Register(other, Named(*h, id)).status();
+  };
+  ASSERT_TRUE(add("first").ok());
+  h->Advance(60'000);
+  ASSERT_TRUE(add("second").ok()) << "in the place of the first";
+  EXPECT_EQ(h->core().models().OfTenant((*h->core().tenants().Enter(h->tenant()))->key()).size(),
+            1u);
+  h->core().CloseStream(stream);
+  h->Advance(5'999);
+  EXPECT_FALSE(add("third").ok());
+  h->Advance(1);
+  EXPECT_TRUE(add("third").ok()) << "a tenant's own go after a tenth of the time";
+  h->Advance(54'000);
+  EXPECT_TRUE(add("fourth").ok());
+  EXPECT_EQ(h->core().models().OfTenant((*h->core().tenants().Enter(h->tenant()))->key()).size(),
+            1u)
+      << "own models go first";
+}
+
+// Weights that a model has left are room, too.
+TEST(EngineTenantsTest, AnEngineThatStartsAgainUnderNewNamesFindsRoom) {
+  const auto h = HarnessWith({{Resource::kModels, 2}});
+  const TenantKey tenant = (*h->core().tenants().Enter(h->tenant()))->key();
+  for (int start = 0; start < 20; ++start) {
+    const auto model = h->core().models().Register(tenant, Named(*h, absl::StrCat("run", start)));
+    ASSERT_TRUE(model.ok()) << start << ": " << model.status();
+    h->Advance(60'000);
+  }
+  EXPECT_EQ(h->core().models().size(), 2);
+}
+
 TEST(EngineTenantsTest, TheOldestWaitingRequestIsToldByStage) {
   const auto h = HarnessWith({});
   const StreamId stream = h->core().OpenStream(h->tenant());

@@ -59,6 +59,10 @@ int64_t LeaseTable::next_deadline_ns() const {
   return heap_.empty() ? kNever : heap_.front().deadline_ns;
 }
 
+void LeaseTable::Postpone(int64_t nanos) {
+  for (Lease& lease : heap_) lease.deadline_ns += nanos;
+}
+
 int32_t LeaseTable::PopExpired(int64_t now_ns) {
   if (heap_.empty() || heap_.front().deadline_ns > now_ns) return kNone;
   const int32_t id = heap_.front().id;

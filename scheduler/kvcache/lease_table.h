@@ -32,6 +32,8 @@ class LeaseTable final {
   // Moves the deadline to now_ns + duration_ns, never to an earlier time. False, and no change,
   // when the lease does not run or had expired by now_ns: a lease once lost does not come back.
   bool Renew(int32_t id, int64_t now_ns, int64_t duration_ns);
+  // All leases last so much longer.
+  void Postpone(int64_t nanos);
   // Ends a lease before its time; does nothing when there is none.
   void Drop(int32_t id);
 

@@ -46,12 +46,6 @@ ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
       clock_(clock),
       models_(limits.max_models) {}
 
-absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
-  const absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
-  if (!status.ok()) return status;
-  return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
-}
-
 // What the backend does with rows of the model in either form.
 void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
   // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
@@ -146,14 +140,9 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   if (absl::Status s = SettleFp8Compute(*backend_, &spec); !s.ok()) return s;
   const absl::StatusOr<int64_t> lease_ns = LeaseNanos(lease_ms);
   if (!lease_ns.ok()) return lease_ns.status();
-  size_t free = models_.size();
-  for (size_t i = 0; i < models_.size(); ++i) {
-    Model* model = models_[i].get();
-    if (model == nullptr) {
-      free = std::min(free, i);
-      continue;
-    }
-    if (model->tenant != tenant || model->spec->id != spec.id) continue;
+  for (const std::unique_ptr<Model>& one : models_) {
+    Model* const model = one.get();
+    if (model == nullptr || model->tenant != tenant || model->spec->id != spec.id) continue;
     if (*model->spec == spec) {
       if (lease_ms > 0) SetLease(model, *lease_ns);
       Touch(model);
@@ -165,7 +154,7 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   }
   if (absl::Status status = CheckSupported(spec, *backend_); !status.ok()) return status;
   const TenantRef account = tenants_->Get(tenant);
-  absl::Status taken = tenants_->Take(*account, Resource::kModels, 1, "model");
+  absl::Status taken = TakeOrYield(*account, Resource::kModels, 1, "model", nullptr);
   if (!taken.ok()) return taken;
 
   auto model = std::make_unique<Model>();
@@ -188,10 +177,11 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
     model->sinks.assign(size_t(spec.layers) * spec.geometry.num_heads, std::nanf(""));
   }
   model->spec = std::make_shared<const ModelSpec>(std::move(spec));
-  models_[free] = std::move(model);
-  NameLayout(*models_[free]->contents);
-  Touch(models_[free].get());
-  return models_[free].get();
+  std::unique_ptr<Model>& place = *std::find(models_.begin(), models_.end(), nullptr);
+  place = std::move(model);
+  NameLayout(*place->contents);
+  Touch(place.get());
+  return place.get();
 }
 
 absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
@@ -258,36 +248,6 @@ int32_t ModelTable::SequencesOf(const ModelContents& contents) const {
     if (model != nullptr && model->contents.get() == &contents) sequences += model->sequences;
   }
   return sequences;
-}
-
-void ModelTable::SetLease(Model* model, int64_t lease_ns) {
-  leased_ += static_cast<int32_t>(lease_ns > 0) - static_cast<int32_t>(model->lease_ns > 0);
-  model->lease_ns = lease_ns;
-}
-
-int32_t ModelTable::ExpireLeases() {
-  int32_t expired = 0;
-  const MonotonicNanos now = clock_->Now();
-  for (const std::unique_ptr<Model>& model : models_) {
-    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
-    if (now < model->lease_deadline) continue;
-    if (Remove(*model).ok()) {
-      ++expired;
-    } else {
-      Touch(model.get());  // tried again after another lease
-    }
-  }
-  return expired;
-}
-
-MonotonicNanos ModelTable::NextExpiry() const {
-  MonotonicNanos next = std::numeric_limits<MonotonicNanos>::max();
-  if (leased_ == 0) return next;
-  for (const std::unique_ptr<Model>& model : models_) {
-    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
-    next = std::min(next, model->lease_deadline);
-  }
-  return next;
 }
 
 absl::StatusOr<Model*> ModelTable::Find(TenantKey tenant, const std::string& id,
@@ -430,7 +390,7 @@ absl::Status ModelTable::ChargeWeights(Model& model) {
   const int64_t total =
       int64_t{model.spec->layers} * g.num_heads * HeadWeightElements(g) * int64_t{sizeof(Bf16)};
   absl::Status status =
-      tenants_->Take(*model.account, Resource::kWeightBytes, total, "header.model_id");
+      TakeOrYield(*model.account, Resource::kWeightBytes, total, "header.model_id", &model);
   if (status.ok()) model.contents->weights_bytes = total;
   return status;
 }

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/error.h"
@@ -67,6 +68,9 @@ struct Model {
   // REQUIRES that the layer has entries.
   const kvcache::KvPlane& entries(int32_t layer) const { return contents->layout.rows(layer); }
   int32_t sequences = 0;  // open ones; Unregister waits for zero
+  // Open streams on which steps of it have begun: its workers are there.
+  absl::flat_hash_set<StreamId> streams;
+  MonotonicNanos used_at = 0;  // the latest that something named it, or that a user of it went
   // The model goes when nothing has named it for so long and no sequence of it is open; 0: never.
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
@@ -101,7 +105,8 @@ class ModelTable {
              TenantTable* tenants, const Clock* clock);
 
   // REQUIRES: the tenant has a row. `lease_ms` as in Engine::RegisterModel; a repeat with a lease
-  // replaces the one in force.
+  // replaces the one in force. Where there is no room for another model, those go that have not
+  // been used for Limits::model_yield_ms, or of the same tenant for a tenth of it.
   absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, int64_t lease_ms = 0);
   // An error leaves the model registered, perhaps without some of its weights; a repeat goes on.
   absl::Status Unregister(TenantKey tenant, const std::string& id);
@@ -109,10 +114,16 @@ class ModelTable {
   void set_on_gone(std::function<void(const Model&)> on_gone) { on_gone_ = std::move(on_gone); }
   // The model's lease starts again: something has named it, or a sequence of it has closed.
   void Touch(Model* model) {
-    if (model->lease_ns > 0) model->lease_deadline = clock_->Now() + model->lease_ns;
+    model->used_at = clock_->Now();
+    if (model->lease_ns > 0) model->lease_deadline = model->used_at + model->lease_ns;
   }
+  // A step of the model has begun on the stream, or a stream has closed.
+  void NoteStream(Model* model, StreamId stream) { model->streams.insert(stream); }
+  void StreamClosed(StreamId stream);
+  uint64_t yielded() const { return yielded_; }  // models that made room, since start
   // Unregisters models whose lease has run out. Returns how many.
   int32_t ExpireLeases();
+  void PostponeLeases(int64_t nanos);
   // When ExpireLeases should next be called; max() if no lease runs.
   MonotonicNanos NextExpiry() const;
   // NOT_FOUND, with a reason, when the tenant has no such model. Renews its lease.
@@ -163,6 +174,12 @@ class ModelTable {
   absl::Status ChargeWeights(Model& model);
   absl::Status Remove(Model& model);
   void SetLease(Model* model, int64_t lease_ns);
+  // Takes `amount` for the tenant; models that are not used yield to that, but not `taker`.
+  absl::Status TakeOrYield(Tenant& account, Resource resource, int64_t amount, const char* field,
+                           const Model* taker);
+  // Unregisters the model that has not been used for the longest, if that is long enough: one of
+  // the tenant's own, else with `any` one of another's. False: there is none.
+  bool Yield(TenantKey tenant, bool any, const Model* taker);
   absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms) const;
 
   const Limits limits_;
@@ -171,6 +188,7 @@ class ModelTable {
   TenantTable* const tenants_;
   const Clock* const clock_;
   std::function<void(const Model&)> on_gone_;
+  uint64_t yielded_ = 0;
   std::vector<std::unique_ptr<Model>> models_;  // by index; null when free
   int32_t leased_ = 0;                          // models whose lease_ns is not 0
 };

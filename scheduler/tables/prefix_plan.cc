@@ -87,11 +87,14 @@ absl::Status PrefixPlanner::Fill(const std::string& tenant, const PrefixArgs& ar
                        absl::StrCat("what was declared of rows 0..", fixed - 1), "prefix_differs",
                        absl::StatusCode::kFailedPrecondition);
   }
+  // The last key says what the whole pages are, so only the rest is hashed again.
   const PrefixKey last = chain.parent(static_cast<int32_t>(chain.keys.size()));
+  const size_t in_pages = chain.opaque ? 0 : chain.keys.size() * static_cast<size_t>(page_size);
   const PrefixKey digest = hasher_.Root(std::vector<absl::string_view>{
-      BytesOf(&last, 1), BytesOf(chain.tokens.data(), chain.tokens.size()), BytesOf(&rows, 1),
-      BytesOf(&args.max_rows, 1)});
+      BytesOf(&last, 1), BytesOf(chain.tokens.data() + in_pages, chain.tokens.size() - in_pages),
+      BytesOf(&rows, 1), BytesOf(&args.max_rows, 1)});
   plan->digest = std::string(BytesOf(&digest, 1));
+  if (args.hashed) args.hashed();
   plan->max_rows = args.max_rows;
   plan->chain = std::make_shared<const PrefixChain>(std::move(chain));
   return absl::OkStatus();

@@ -32,9 +32,10 @@ class PrefixPlanner final {
   PrefixPlanner(const kvcache::PrefixSecret& secret, const Limits& limits)
       : hasher_(secret), limits_(limits) {}
 
-  // `plan` brings spec, before and declared; the rest is filled in. Rows from `first_row` on are
-  // those of `args`; so many rows must have been declared, and what is declared and stays must
-  // agree. INVALID_ARGUMENT or FAILED_PRECONDITION name a field below "prefix".
+  // `plan` brings spec, before and declared; the rest is filled in, and args.hashed is called. Rows
+  // from `first_row` on are those of `args`; so many rows must have been declared, and what is
+  // declared and stays must agree. INVALID_ARGUMENT or FAILED_PRECONDITION name a field below
+  // "prefix".
   absl::Status Fill(const std::string& tenant, const PrefixArgs& args, int64_t first_row,
                     int64_t committed, PrefixPlan* plan) const;
 

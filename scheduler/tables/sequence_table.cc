@@ -18,16 +18,16 @@ constexpr uint64_t kRestoredEpochs = 1 << 20;
 // its bound would keep less than its share from others.
 int64_t CountOf(const Model& model) { return model.spec->windowed() ? 2 : 1; }
 
-std::string RequestKey(TenantKey tenant, const std::string& request_id) {
-  return absl::StrCat(tenant, "/", request_id);
-}
-
 int64_t DeclaredOf(const PrefixPlan& prefix) {
   return prefix.chain == nullptr ? 0 : prefix.chain->rows();
 }
 
-std::string OriginOf(const OpenArgs& args, const PrefixPlan& prefix) {
-  return absl::StrCat("open/", args.model_id, "/", args.client_id, "/", prefix.digest);
+SequenceOrigin OriginOf(const OpenArgs& args, const PrefixPlan& prefix) {
+  return {.model_id = args.model_id, .client_id = args.client_id, .prefix = prefix.digest};
+}
+
+SequenceOrigin OriginOf(const ForkArgs& args) {
+  return {{}, args.client_id, {}, args.parent, args.expected_epoch, args.length};
 }
 
 absl::Status MovedError(SequenceId id, std::string field, const std::string& peer) {
@@ -79,9 +79,9 @@ absl::Status SequenceTable::CheckNames(const std::string& client_id,
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::string& request_id,
-                                                  const std::string& origin) {
+                                                  const SequenceOrigin& origin) {
   if (request_id.empty()) return nullptr;
-  const auto found = by_request_.find(RequestKey(tenant, request_id));
+  const auto found = by_request_.find(std::pair(tenant, request_id));
   if (found == by_request_.end()) return nullptr;
   if (found->second->origin == origin) return found->second;
   return RefuseField("request_id", request_id, "new, or a repeat of the same request",
@@ -91,7 +91,7 @@ absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::s
 Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_slot,
                                 TenantKey tenant, Model* model, int64_t lease_ns,
                                 const std::string& client_id, const std::string& request_id,
-                                std::string origin, SequenceId id) {
+                                SequenceOrigin origin, SequenceId id) {
   auto sequence = std::make_unique<Sequence>();
   sequence->id = id;
   while (sequence->id == 0 || by_id_.contains(sequence->id)) sequence->id = ids_();
@@ -108,7 +108,7 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_s
   by_slot_[slot] = std::move(sequence);
   by_id_.emplace(raw->id, raw);
   if (moved_.erase(raw->id) > 0) std::erase(moved_order_, raw->id);
-  if (!request_id.empty()) by_request_.emplace(RequestKey(tenant, request_id), raw);
+  if (!request_id.empty()) by_request_.emplace(std::pair(tenant, request_id), raw);
   cache_->SetName(slot, raw->id, model->name);
   ++model->sequences;
   Renew(raw);
@@ -232,9 +232,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   if (!names.ok()) return names;
   absl::StatusOr<int64_t> lease = LeaseNanos(args.lease_ms);
   if (!lease.ok()) return lease.status();
-  std::string origin = absl::StrCat("fork/", args.parent, "/", args.expected_epoch, "/",
-                                    args.length.value_or(-1), "/", args.client_id);
-  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, origin);
+  absl::StatusOr<Sequence*> repeat = Repeated(tenant, args.request_id, OriginOf(args));
   if (!repeat.ok() || *repeat != nullptr) return repeat;
   absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, args.parent, "sequence_id");
   if (!found.ok()) return found;
@@ -264,7 +262,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   Renew(parent);
   Sequence* const child = Insert(*slot, *window, tenant, parent->model, *lease,
                                  args.client_id.empty() ? parent->client_id : args.client_id,
-                                 args.request_id, std::move(origin));
+                                 args.request_id, OriginOf(args));
   child->not_finite_from = parent->not_finite_from;
   child->tail = parent->tail;
   child->ForgetRowsFrom(length);
@@ -393,7 +391,7 @@ void SequenceTable::Release(Sequence* sequence, kvcache::Freed why) {
   leases_.Drop(slot);
   by_id_.erase(sequence->id);
   if (!sequence->request_id.empty()) {
-    by_request_.erase(RequestKey(sequence->tenant, sequence->request_id));
+    by_request_.erase(std::pair(sequence->tenant, sequence->request_id));
   }
   if (sequence->window_slot >= 0) cache_->Release(sequence->window_slot, why);
   cache_->Release(slot, why);

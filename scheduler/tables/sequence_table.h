@@ -11,8 +11,10 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -31,6 +33,18 @@
 namespace mla::scheduler {
 
 struct Step;
+
+// What a request asked for that opened a sequence, to tell its repeat from a clash. Compared field
+// by field: names may hold any character, so no text that joins them tells where one ends.
+struct SequenceOrigin {
+  std::string model_id = {};  // empty: a fork
+  std::string client_id = {};
+  std::string prefix = {};  // a digest of it; empty: none
+  SequenceId parent = 0;
+  uint64_t epoch = 0;  // expected of the parent
+  std::optional<int64_t> length = {};
+  friend bool operator==(const SequenceOrigin&, const SequenceOrigin&) = default;
+};
 
 struct Sequence {
   static constexpr int64_t kNoRow = std::numeric_limits<int64_t>::max();
@@ -63,7 +77,7 @@ struct Sequence {
   SequenceTail tail;     // null: none
   std::string client_id;
   std::string request_id;  // as opened or forked
-  std::string origin;      // what that request asked for, to tell a repeat from a clash
+  SequenceOrigin origin;   // likewise
   // The first position that holds, at some layer, a KV row with a NaN or an infinity; rows that see
   // it may have answers that are not finite. kNoRow: no row does.
   int64_t not_finite_from = kNoRow;
@@ -129,6 +143,7 @@ class SequenceTable {
   // Releases what has outlived its lease; sequences in a step are alive through it. Returns how
   // many.
   int32_t ExpireLeases();
+  void PostponeLeases(int64_t nanos) { leases_.Postpone(nanos); }
   // When ExpireLeases should next be called; max() if nothing is leased.
   MonotonicNanos NextExpiry() const { return leases_.next_deadline_ns(); }
   int32_t size() const { return static_cast<int32_t>(by_id_.size()); }
@@ -138,7 +153,7 @@ class SequenceTable {
   absl::Status CheckNames(const std::string& client_id, const std::string& request_id) const;
   // The sequence an earlier call with this request id opened, or null; ALREADY_EXISTS on a clash.
   absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
-                                     const std::string& origin);
+                                     const SequenceOrigin& origin);
   // Of all that the arguments of Open say by themselves.
   absl::StatusOr<Sequence*> CheckOpenArgs(TenantKey tenant, const Model& model,
                                           const OpenArgs& args, const PrefixPlan& prefix);
@@ -153,7 +168,7 @@ class SequenceTable {
   absl::Status CheckKept(const Sequence& sequence, int64_t length) const;
   Sequence* Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_slot, TenantKey tenant,
                    Model* model, int64_t lease_ns, const std::string& client_id,
-                   const std::string& request_id, std::string origin, SequenceId id = 0);
+                   const std::string& request_id, SequenceOrigin origin, SequenceId id = 0);
 
   const Limits limits_;
   kvcache::KvCache* const cache_;
@@ -165,7 +180,7 @@ class SequenceTable {
   kvcache::LeaseTable leases_;                      // keyed by SeqSlot
   std::vector<std::unique_ptr<Sequence>> by_slot_;  // null when free
   absl::flat_hash_map<SequenceId, Sequence*> by_id_;
-  absl::flat_hash_map<std::string, Sequence*> by_request_;  // tenant key + request id
+  absl::flat_hash_map<std::pair<TenantKey, std::string>, Sequence*> by_request_;  // by request id
   struct Moved {
     TenantKey tenant = kNoTenant;
     std::string peer;

@@ -403,6 +403,12 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
                  "unless its client asked for another lease; 0: it stays.",
                  "Too short and workers must register and upload again after a pause.",
                  MLA_SLOT(limits.model_lease_ms)),
+          Millis("limits.model_yield_ms", 0, kDayMs,
+                 "A model that no call, sequence or stream has used for so long is unregistered "
+                 "when another one needs its room, of the same tenant after a tenth of it; 0: "
+                 "never.",
+                 "Without it, clients that have gone hold all models for ever.",
+                 MLA_SLOT(limits.model_yield_ms)),
           Millis(
               "limits.max_step_lease_ms", 100, kDayMs,
               "Longest step lease that a client may ask for.",

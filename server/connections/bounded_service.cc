@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "mla/v1/sequence.pb.h"
+#include "server/admission/prefix_turns.h"
 #include "server/grpc/grpc_status.h"
 #include "server/lifecycle/upload_reader.h"
 
@@ -31,6 +33,14 @@ RpcMethod::RpcType TypeOf(const google::protobuf::MethodDescriptor& method) {
   return method.server_streaming() ? RpcMethod::SERVER_STREAMING : RpcMethod::NORMAL_RPC;
 }
 
+// Whether messages of the type bring a prefix, which is much to parse and to hash.
+bool HasPrefix(const google::protobuf::Descriptor& type) {
+  for (int i = 0; i < type.field_count(); ++i) {
+    if (type.field(i)->message_type() == v1::Prefix::descriptor()) return true;
+  }
+  return false;
+}
+
 // The same bytes as the C++ interface holds them; nothing is copied.
 grpc::ByteBuffer Share(grpc_byte_buffer* bytes) {
   std::vector<grpc::Slice> slices;
@@ -49,8 +59,11 @@ class BoundedHandler final : public MethodHandler {
  public:
   // `inner` belongs to its service; the pointers outlive this.
   BoundedHandler(MethodHandler* inner, const google::protobuf::Descriptor* contract,
-                 const AdmitRequest* admit)
-      : inner_(inner), contract_(contract), admit_(admit) {}
+                 const AdmitRequest* admit, const BeginTurn* begin_turn)
+      : inner_(inner),
+        contract_(contract),
+        admit_(admit),
+        begin_turn_(HasPrefix(*contract) ? begin_turn : nullptr) {}
 
   // gRPC calls this first. It says nothing of the caller, so the bytes become the "request".
   void* Deserialize(grpc_call* /*call*/, grpc_byte_buffer* bytes, grpc::Status* status,
@@ -77,6 +90,7 @@ class BoundedHandler final : public MethodHandler {
     }
     inner_->RunHandler(HandlerParameter(param.call, param.server_context, request, status, data,
                                         param.call_requester));
+    PrefixTurns::End();  // of a call that was refused before
   }
 
  private:
@@ -85,12 +99,16 @@ class BoundedHandler final : public MethodHandler {
     absl::StatusOr<scheduler::TenantUse> admitted = (*admit_)(caller, size);
     if (!admitted.ok()) return admitted.status();
     *use = *std::move(admitted);
+    if (begin_turn_ != nullptr) {
+      if (absl::Status begun = (*begin_turn_)(caller); !begun.ok()) return begun;
+    }
     return CheckUnknownFields(Share(bytes), *contract_);
   }
 
   MethodHandler* const inner_;
   const google::protobuf::Descriptor* const contract_;
   const AdmitRequest* const admit_;
+  const BeginTurn* const begin_turn_;  // null: calls take no turns
 };
 
 // Of a method whose handler reads its requests.
@@ -107,8 +125,8 @@ class SameHandler final : public MethodHandler {
 
 BoundedService::BoundedService(grpc::Service* service,
                                const google::protobuf::ServiceDescriptor& contract,
-                               AdmitRequest admit)
-    : admit_(std::move(admit)) {
+                               AdmitRequest admit, BeginTurn begin_turn)
+    : admit_(std::move(admit)), begin_turn_(std::move(begin_turn)) {
   names_.reserve(static_cast<size_t>(contract.method_count()));
   // Generated services hold their methods in the order of the contract.
   for (int i = 0; i < contract.method_count(); ++i) {
@@ -119,7 +137,7 @@ BoundedService::BoundedService(grpc::Service* service,
     if (method.client_streaming()) {
       handler = new SameHandler(inner);
     } else {
-      handler = new BoundedHandler(inner, method.input_type(), &admit_);
+      handler = new BoundedHandler(inner, method.input_type(), &admit_, &begin_turn_);
     }
     AddMethod(new grpc::internal::RpcServiceMethod(names_.back().c_str(), TypeOf(method), handler));
   }

@@ -7,11 +7,14 @@
 // caller's, and parses it then, unless it is full of unknown fields, which take a hundred times
 // their bytes. They are counted until just after the call was answered.
 //
+// Large requests with a prefix take turns as well (server/admission): `begin_turn` waits for the
+// caller's, which lasts until the prefix has been hashed, or the call was answered.
+//
 // The class builds on what gRPC's generated code builds on: handlers, and the table of a service's
 // methods. Streams of the client pass unchanged: their handlers take bytes
 // (server/lifecycle/upload_reader.h).
 //
-// Threading: `admit` is called from any thread.
+// Threading: `admit` and `begin_turn` are called from any thread.
 #ifndef MLA_SERVER_CONNECTIONS_BOUNDED_SERVICE_H_
 #define MLA_SERVER_CONNECTIONS_BOUNDED_SERVICE_H_
 
@@ -33,6 +36,9 @@ namespace mla::server {
 using AdmitRequest = std::function<absl::StatusOr<scheduler::TenantUse>(
     const grpc::ServerContextBase& caller, int64_t bytes)>;
 
+// Begins a turn of the calling thread (PrefixTurns), or says why there is none.
+using BeginTurn = std::function<absl::Status(const grpc::ServerContextBase& caller)>;
+
 // Smaller requests are not counted: all threads together hold few of them, and leases and
 // administration must get through when larger requests fill the bound.
 inline constexpr int64_t kUncountedRequestBytes = 16384;
@@ -42,10 +48,11 @@ class BoundedService final : public grpc::Service {
   // `service` implements `contract` with synchronous handlers; it outlives this, and is not
   // registered itself.
   BoundedService(grpc::Service* service, const google::protobuf::ServiceDescriptor& contract,
-                 AdmitRequest admit);
+                 AdmitRequest admit, BeginTurn begin_turn);
 
  private:
   const AdmitRequest admit_;
+  const BeginTurn begin_turn_;
   std::vector<std::string> names_;  // "/mla.v1.Sequences/Open"; gRPC keeps pointers to them
 };
 

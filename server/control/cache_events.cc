@@ -101,6 +101,7 @@ grpc::Status CacheService::Hint(grpc::ServerContext* context, const v1::HintRequ
     args.tenant = who.tenant;
     absl::Status status = ParseHint(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
+    args.prefix.hashed = PrefixTurns::End;
     const absl::StatusOr<scheduler::HintAnswer> answer = rpc_.engine->Hint(args);
     if (!answer.ok()) return answer.status();
     reply->set_outcome(static_cast<v1::HintOutcome>(answer->outcome));

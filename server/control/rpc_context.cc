@@ -55,6 +55,21 @@ absl::StatusOr<scheduler::TenantUse> RpcContext::AdmitRequest(const grpc::Server
   return use;
 }
 
+absl::Status RpcContext::BeginTurn(const grpc::ServerContextBase& caller) const {
+  const auto identity =
+      Identify(caller, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant);
+  if (!identity.ok()) return identity.status();
+  // Of the thread while it waits; the call takes another one when it is parsed.
+  const absl::StatusOr<scheduler::TenantUse> slot = Admit(*identity, CallClass::kOrdinary);
+  if (!slot.ok()) return slot.status();
+  const absl::StatusOr<scheduler::TenantRef> tenant = engine->tenants()->Enter(identity->tenant);
+  if (!tenant.ok()) return tenant.status();
+  const auto given_up = [&caller] { return caller.IsCancelled(); };
+  if (turns->Begin((*tenant)->key(), (*tenant)->weight(), given_up)) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kCancelled, "the client has given the call up",
+                   {.reason = "cancelled"});
+}
+
 void RpcContext::Note(const char* rpc, const std::string& tenant,
                       const absl::Status& status) const {
   metrics->ForTenant(tenant.empty() ? "unknown" : tenant)->Count(status.code());

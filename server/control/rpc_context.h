@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "scheduler/engine.h"
 #include "scheduler/tenant_table.h"
+#include "server/admission/prefix_turns.h"
 #include "server/grpc/grpc_status.h"
 #include "server/grpc/identity.h"
 #include "server/hand_over/abandoned_imports.h"
@@ -40,6 +41,7 @@ struct RpcContext {
   std::string unix_tenant = {};  // server.unix_tenant
   // Tries to import that other servers have given up; outlives the context.
   AbandonedImports* abandoned = nullptr;
+  PrefixTurns* turns = nullptr;  // likewise
 
   // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers
   // that are no operators.
@@ -77,6 +79,9 @@ struct RpcContext {
   // Identify.
   absl::StatusOr<scheduler::TenantUse> AdmitRequest(const grpc::ServerContextBase& caller,
                                                     int64_t bytes) const;
+  // Begins the calling thread's turn of parsing and hashing a prefix. RESOURCE_EXHAUSTED as of
+  // Admit, since calls that wait for theirs hold threads; CANCELLED if the client gives up.
+  absl::Status BeginTurn(const grpc::ServerContextBase& caller) const;
   // Counts a finished call and logs it at debug level.
   void Note(const char* rpc, const std::string& tenant, const absl::Status& status) const;
 };

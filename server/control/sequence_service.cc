@@ -56,6 +56,7 @@ grpc::Status SequenceService::Open(grpc::ServerContext* context, const v1::OpenR
     absl::Status status = ParseOpen(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
     args.most_wait_ms = MostWaitMs(*context);
+    args.prefix.hashed = PrefixTurns::End;
     const auto opened = rpc_.engine->OpenSequence(args);
     if (!opened.ok()) return opened.status();
     Fill(*opened, reply->mutable_sequence());
@@ -73,6 +74,7 @@ grpc::Status SequenceService::Match(grpc::ServerContext* context, const v1::Matc
     absl::Status status = ParseMatch(*request, rpc_.engine->limits(), &args);
     if (!status.ok()) return status;
     args.most_wait_ms = MostWaitMs(*context);
+    args.prefix.hashed = PrefixTurns::End;
     const auto matched = rpc_.engine->MatchSequence(args);
     if (!matched.ok()) return matched.status();
     Fill(*matched, reply->mutable_sequence());

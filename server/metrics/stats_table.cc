@@ -75,7 +75,12 @@ constexpr Stat kStats[] = {
         "Client steps dropped instead of committed.", MLA_ENGINE(steps_aborted)),
     Row("leases_expired", "mla_leases_expired_total", "Leases that ran out: vanished workers.",
         MLA_ENGINE(leases_expired)),
-    Row(nullptr, "mla_models_expired_total", "Models whose lease ran out.",
+    Row(nullptr, "mla_pauses_total",
+        "Times that the server did not run for 0.4 s or more, stopped or starved of CPU. Leases do "
+        "not count these.",
+        MLA_ENGINE(pauses)),
+    Row(nullptr, "mla_models_expired_total",
+        "Models whose lease ran out, or that were not used and made room for others.",
         MLA_ENGINE(models_expired)),
     Row("kv_bytes_total", nullptr, nullptr, MLA_ENGINE(kv_bytes_total)),
     Row("kv_bytes_used", "mla_kv_used_bytes", "Bytes of the page pool in use.",

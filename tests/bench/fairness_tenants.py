@@ -25,7 +25,8 @@ import grpc
 import mla_client
 import numpy as np
 from mla_client import DType, Profile
-from mla_client.gen import attention_pb2, attention_pb2_grpc, model_pb2_grpc, tensor_pb2
+from mla_client.gen import (attention_pb2, attention_pb2_grpc, cache_pb2, model_pb2_grpc,
+                            sequence_pb2, tensor_pb2)
 
 HEADS, LORA, ROPE = 16, 512, 64
 GEOMETRY = mla_client.Geometry(HEADS, LORA, ROPE, 128, 128)
@@ -326,8 +327,31 @@ class BeginFlood(Flood):
         self.ended.wait(self.PACE_S)
 
 
+class PrefixFlood(Flood):
+    """Hints and opens with as many tokens as a sequence may have, of which the server knows none.
+    They travel as bytes that were made before, so that they cost their sender little."""
+
+    LEASE_MS = 1000  # of the sequences, which nothing uses
+
+    def prepare(self, index):
+        tokens = np.random.default_rng(index).integers(0, 1 << 17, self.task["tokens"])
+        prefix = sequence_pb2.Prefix(token_ids=tokens.tolist())
+        return [("/mla.v1.Cache/Hint", cache_pb2.HintRequest(
+                    kind=cache_pb2.HINT_KIND_RETAIN, model_id="m",
+                    prefix=prefix).SerializeToString()),
+                ("/mla.v1.Sequences/Open", sequence_pb2.OpenRequest(
+                    model_id="m", lease_ms=self.LEASE_MS, prefix=prefix).SerializeToString())]
+
+    def once(self, state):
+        for method, request in state:
+            call = self.client._channel.unary_unary(method)
+            call(request, timeout=CALL_TIMEOUT_S, metadata=self.client._metadata)
+            self.answered()
+
+
 ROLES = {"light": Light, "decode": DecodeFlood, "prefill": PrefillFlood,
-         "slow_reader": SlowReaderFlood, "upload": UploadFlood, "begin": BeginFlood}
+         "slow_reader": SlowReaderFlood, "upload": UploadFlood, "begin": BeginFlood,
+         "prefix": PrefixFlood}
 
 
 def main():

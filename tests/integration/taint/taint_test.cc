@@ -306,9 +306,11 @@ struct Scene {
           options.threads = 2;
           options.pin_threads = false;
           auto cpu = kernels::CpuBackend::Create(options);
-          return std::make_unique<WatchingBackend>(
-              *std::move(cpu), zeroes,
-              [this](std::span<const uint16_t> words) { findings.LookAtPage(words); });
+          WatchOptions watch;
+          watch.zeroes = zeroes;
+          watch.look = [this](std::span<const uint16_t> words) { findings.LookAtPage(words); };
+          watch.clash = [this](const std::string& what) { findings.Add(what); };
+          return std::make_unique<WatchingBackend>(*std::move(cpu), std::move(watch));
         });
     findings.Begin();
   }

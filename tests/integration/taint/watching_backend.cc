@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <iterator>
-#include <utility>
+#include <thread>
+
+#include "kernels/testing/launch_clashes.h"
 
 namespace mla::integration {
 namespace {
@@ -11,10 +13,6 @@ namespace {
 constexpr std::byte kLeftBehind{0xff};
 
 }  // namespace
-
-WatchingBackend::WatchingBackend(std::unique_ptr<kernels::AttentionBackend> inner, bool zeroes,
-                                 std::function<void(std::span<const uint16_t>)> look)
-    : inner_(std::move(inner)), zeroes_(zeroes), look_(std::move(look)) {}
 
 // The pages of the record's layer that its rows lie in, each once.
 void WatchingBackend::AddReads(const kernels::AppendRecord& record, Slot* slot) const {
@@ -31,6 +29,8 @@ void WatchingBackend::AddReads(const kernels::AppendRecord& record, Slot* slot) 
 }
 
 absl::Status WatchingBackend::Submit(int32_t index, const kernels::Launch& launch) {
+  const std::string clash = kernels::testing::LaunchClash(launch);
+  if (!clash.empty()) options_.clash(clash);
   Slot& slot = slots_[static_cast<size_t>(index)];
   slot.launch = launch;
   slot.reads.assign(launch.page_reads.begin(), launch.page_reads.end());
@@ -50,7 +50,7 @@ absl::Status WatchingBackend::Submit(int32_t index, const kernels::Launch& launc
     to += slot.reads[i].bytes;
   }
   slot.launch.page_reads = slot.reads;
-  if (!zeroes_) {
+  if (!options_.zeroes) {
     slot.pages.clear();
     std::copy_if(launch.pages.begin(), launch.pages.end(), std::back_inserter(slot.pages),
                  [](const kernels::PageRange& range) { return !range.zeroes(); });
@@ -60,12 +60,14 @@ absl::Status WatchingBackend::Submit(int32_t index, const kernels::Launch& launc
 }
 
 absl::StatusOr<int64_t> WatchingBackend::Wait(int32_t index) {
+  // A quarter of the time, half of it and so on, so that what waits differs from launch to launch.
+  std::this_thread::sleep_for(options_.takes_most * (launches_++ % 4) / 3);
   absl::StatusOr<int64_t> waited = inner_->Wait(index);
   Slot& slot = slots_[static_cast<size_t>(index)];
   const auto* from = slot.words.data();
   for (size_t i = slot.own_reads; i < slot.reads.size(); ++i) {
     const auto words = static_cast<size_t>(slot.reads[i].bytes / 2);
-    look_({from, words});
+    options_.look({from, words});
     from += words;
   }
   std::ranges::fill(inner_->Memory(index).workspace, kLeftBehind);

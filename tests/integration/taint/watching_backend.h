@@ -1,25 +1,36 @@
-// A backend that looks at every page into which a launch stores rows, as the page is behind the
-// launch, and overwrites what launches have left in their workspaces.
+// A backend that looks at every page into which a launch stores rows, as the page is after the
+// launch, and at launches that name the same bytes twice. It overwrites what launches have left in
+// their workspaces.
 #ifndef MLA_TESTS_INTEGRATION_TAINT_WATCHING_BACKEND_H_
 #define MLA_TESTS_INTEGRATION_TAINT_WATCHING_BACKEND_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/attention_backend.h"
 
 namespace mla::integration {
 
+// Functions are called on the thread that has the engine's role.
+struct WatchOptions {
+  std::function<void(std::span<const uint16_t>)> look;  // gets the words of a page at one layer
+  std::function<void(const std::string&)> clash;        // gets what a launch names twice
+  bool zeroes = true;  // false leaves out what launches are told to zero
+  std::chrono::microseconds takes_most{
+      0};  // launches take up to so long more, so that calls gather
+};
+
 class WatchingBackend final : public kernels::AttentionBackend {
  public:
-  // `look` gets the words of a page at one layer, on the thread that has the engine's role.
-  // `zeroes`: false leaves out what launches are told to zero.
-  WatchingBackend(std::unique_ptr<kernels::AttentionBackend> inner, bool zeroes,
-                  std::function<void(std::span<const uint16_t>)> look);
+  WatchingBackend(std::unique_ptr<kernels::AttentionBackend> inner, WatchOptions options)
+      : inner_(std::move(inner)), options_(std::move(options)) {}
 
   const kernels::BackendInfo& Info() const override { return inner_->Info(); }
   absl::Status CanRun(const kernels::AttentionDesc& d) const override { return inner_->CanRun(d); }
@@ -61,8 +72,8 @@ class WatchingBackend final : public kernels::AttentionBackend {
   void AddReads(const kernels::AppendRecord& record, Slot* slot) const;
 
   const std::unique_ptr<kernels::AttentionBackend> inner_;
-  const bool zeroes_;
-  const std::function<void(std::span<const uint16_t>)> look_;
+  const WatchOptions options_;
+  uint32_t launches_ = 0;
   std::vector<Slot> slots_;
 };
 

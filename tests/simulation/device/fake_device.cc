@@ -6,6 +6,7 @@
 #include <new>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/testing/launch_clashes.h"
 #include "tests/simulation/oracle/patterns.h"
 
 namespace mla::simulation {
@@ -282,6 +283,9 @@ absl::Status FakeDevice::Submit(int32_t slot, const kernels::Launch& launch) {
   std::fill(s.memory.begin(), s.memory.end(), std::byte{0xff});
   if (absl::Status staged = Stage(slot, launch); !staged.ok()) return staged;
   CheckSizes(launch);
+  if (const std::string clash = kernels::testing::LaunchClash(launch); !clash.empty()) {
+    Violation(clash);
+  }
   if (armed_ == DeviceFault::kLost) lost_ = true;
   if (lost_ || armed_ == DeviceFault::kSubmit) {
     armed_ = DeviceFault::kNone;

@@ -12,6 +12,7 @@
 //     poisoned for every launch. Every page that is appended to or read must hold words of the
 //     tenant whose launch it is, or zeroes.
 //   - Each plan is judged against its batch by the PlanChecker before it runs.
+//   - A launch that moves rows names none of their bytes in another part.
 //
 // What is wrong is told to the watcher. One thread; nothing of the device is shared.
 #ifndef MLA_TESTS_SIMULATION_DEVICE_FAKE_DEVICE_H_

@@ -54,6 +54,7 @@ void SimServer::Restart() {
   abandoned_ = std::make_unique<server::AbandonedImports>();
   boot_id_ = Mix(++next_id_);
   scheduler::EngineOptions options;
+  options.notes_pauses = false;
   options.limits = scheduler::testing::TinyLimits();
   options.limits.kv_cache_bytes = 64 << 10;
   options.limits.max_sequences = 5;

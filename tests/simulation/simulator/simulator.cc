@@ -240,6 +240,7 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.max_sequence_rows = oracle_limits_.max_sequence_rows;
   limits.max_pages_per_sequence = oracle_limits_.max_pages;
   limits.max_models = oracle_limits_.max_models;
+  limits.model_yield_ms = 0;  // the oracle does not know when models were used
   limits.max_tenants = most_tenants_;
   limits.max_layers = 4;
   limits.max_heads = 4;

@@ -1,6 +1,6 @@
 // Unpredictable numbers.
-#ifndef MLA_SCHEDULER_TABLES_RANDOM_IDS_H_
-#define MLA_SCHEDULER_TABLES_RANDOM_IDS_H_
+#ifndef MLA_SCHEDULER_KVCACHE_PREFIX_RANDOM_IDS_H_
+#define MLA_SCHEDULER_KVCACHE_PREFIX_RANDOM_IDS_H_
 
 #include <sys/random.h>
 
@@ -9,7 +9,7 @@
 
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
 
-namespace mla::scheduler {
+namespace mla::kvcache {
 
 inline uint64_t RandomId() {
   uint64_t id = 0;
@@ -18,8 +18,8 @@ inline uint64_t RandomId() {
   return id;
 }
 
-inline kvcache::PrefixSecret RandomSecret() {
-  kvcache::PrefixSecret secret;
+inline PrefixSecret RandomSecret() {
+  PrefixSecret secret;
   for (size_t at = 0; at < secret.size(); at += sizeof(uint64_t)) {
     const uint64_t random = RandomId();
     std::memcpy(secret.data() + at, &random, sizeof(random));
@@ -27,6 +27,6 @@ inline kvcache::PrefixSecret RandomSecret() {
   return secret;
 }
 
-}  // namespace mla::scheduler
+}  // namespace mla::kvcache
 
-#endif  // MLA_SCHEDULER_TABLES_RANDOM_IDS_H_
+#endif  // MLA_SCHEDULER_KVCACHE_PREFIX_RANDOM_IDS_H_

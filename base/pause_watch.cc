@@ -1,0 +1,46 @@
+#include "base/pause_watch.h"
+
+#include <utility>
+
+namespace mla {
+
+PauseWatch::PauseWatch(std::function<int64_t()> now) : now_(std::move(now)), beat_(now_()) {}
+
+PauseWatch::~PauseWatch() {
+  {
+    const MutexLock lock(mutex_);
+    stop_ = true;
+  }
+  stopping_.NotifyAll();
+  if (thread_.joinable()) thread_.join();
+}
+
+void PauseWatch::Start() {
+  thread_ = std::thread([this] {
+    MutexLock lock(mutex_);
+    while (!stopping_.WaitFor(lock, std::chrono::nanoseconds(kBeatNanos),
+                              [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
+      Beat();
+    }
+  });
+}
+
+void PauseWatch::Beat() {
+  const int64_t now = now_();
+  const int64_t gap = now - beat_.exchange(now);
+  if (gap > kLeastNanos) paused_ += gap;
+}
+
+int64_t PauseWatch::Take() {
+  const int64_t now = now_();
+  int64_t last = beat_.load();
+  // The thread may come to it later than the caller does.
+  while (now - last > kLeastNanos) {
+    if (!beat_.compare_exchange_weak(last, now)) continue;
+    paused_ += now - last;
+    break;
+  }
+  return paused_.load() == 0 ? 0 : paused_.exchange(0);
+}
+
+}  // namespace mla

@@ -1,0 +1,55 @@
+// Time in which this process did not run: it was stopped (SIGSTOP, a paused container, a machine
+// that was moved), or the machine had no time for it. A thread of its own notes the time again and
+// again; a gap in its notes is a pause.
+//
+// What others sent during a pause waits in sockets, so deadlines of what they must send may not
+// count it.
+//
+// Threading: any thread.
+#ifndef MLA_BASE_PAUSE_WATCH_H_
+#define MLA_BASE_PAUSE_WATCH_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
+
+namespace mla {
+
+class PauseWatch final {
+ public:
+  // How often the time is noted, and the shortest gap that is a pause: a busy machine is late by
+  // less.
+  static constexpr int64_t kBeatNanos = 100'000'000;
+  static constexpr int64_t kLeastNanos = 4 * kBeatNanos;
+
+  // `now`: nanoseconds of a clock that goes on during pauses; any thread.
+  explicit PauseWatch(std::function<int64_t()> now);
+  ~PauseWatch();
+  PauseWatch(const PauseWatch&) = delete;
+  PauseWatch& operator=(const PauseWatch&) = delete;
+
+  // Starts the thread. Without it, Beat is called by hand.
+  void Start();
+  // Notes the time.
+  void Beat();
+  // Nanoseconds of pauses since the last call, one that has only just ended included; 0 mostly.
+  int64_t Take();
+
+ private:
+  const std::function<int64_t()> now_;
+  std::atomic<int64_t> beat_;
+  std::atomic<int64_t> paused_{0};
+  Mutex mutex_;
+  CondVar stopping_;
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace mla
+
+#endif  // MLA_BASE_PAUSE_WATCH_H_

@@ -1,0 +1,106 @@
+// ModelTable: what time does to models, and how those that nothing uses make room.
+#include <algorithm>
+#include <limits>
+#include <memory>
+
+#include "base/error.h"
+#include "scheduler/tables/model_table.h"
+
+namespace mla::scheduler {
+namespace {
+
+constexpr int64_t kNanosPerMilli = 1'000'000;
+// A tenant's own models make room for its next one after this part of Limits::model_yield_ms: an
+// engine that starts again, under new names, has left them.
+constexpr int64_t kOwnYieldPart = 10;
+
+}  // namespace
+
+absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
+  const absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
+  if (!status.ok()) return status;
+  return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
+}
+
+void ModelTable::SetLease(Model* model, int64_t lease_ns) {
+  leased_ += static_cast<int32_t>(lease_ns > 0) - static_cast<int32_t>(model->lease_ns > 0);
+  model->lease_ns = lease_ns;
+}
+
+int32_t ModelTable::ExpireLeases() {
+  int32_t expired = 0;
+  const MonotonicNanos now = clock_->Now();
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    if (now < model->lease_deadline) continue;
+    if (Remove(*model).ok()) {
+      ++expired;
+    } else {
+      Touch(model.get());  // tried again after another lease
+    }
+  }
+  return expired;
+}
+
+void ModelTable::PostponeLeases(int64_t nanos) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr) continue;
+    model->used_at += nanos;
+    if (model->lease_ns > 0) model->lease_deadline += nanos;
+  }
+}
+
+MonotonicNanos ModelTable::NextExpiry() const {
+  MonotonicNanos next = std::numeric_limits<MonotonicNanos>::max();
+  if (leased_ == 0) return next;
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model == nullptr || model->lease_ns == 0 || model->sequences > 0) continue;
+    next = std::min(next, model->lease_deadline);
+  }
+  return next;
+}
+
+absl::Status ModelTable::TakeOrYield(Tenant& account, Resource resource, int64_t amount,
+                                     const char* field, const Model* taker) {
+  absl::Status taken = tenants_->Take(account, resource, amount, field);
+  while (!taken.ok() &&
+         Yield(account.key(), DetailOf(taken).bound_of == BoundOwner::kServer, taker)) {
+    taken = tenants_->Take(account, resource, amount, field);
+  }
+  return taken;
+}
+
+bool ModelTable::Yield(TenantKey tenant, bool any, const Model* taker) {
+  if (limits_.model_yield_ms == 0) return false;
+  const int64_t enough = limits_.model_yield_ms * kNanosPerMilli;
+  const MonotonicNanos now = clock_->Now();
+  Model* longest = nullptr;
+  for (const std::unique_ptr<Model>& one : models_) {
+    Model* const model = one.get();
+    if (model == nullptr || model == taker || model->sequences > 0 || !model->streams.empty()) {
+      continue;
+    }
+    const bool own = model->tenant == tenant;
+    if (now - model->used_at < (own ? enough / kOwnYieldPart : enough) || (!own && !any)) continue;
+    const bool owns = longest != nullptr && longest->tenant == tenant;
+    if (longest == nullptr || (own && !owns) ||
+        (own == owns && model->used_at < longest->used_at)) {
+      longest = model;
+    }
+  }
+  if (longest == nullptr) return false;
+  if (!Remove(*longest).ok()) {
+    Touch(longest);  // tried again later
+    return Yield(tenant, any, taker);
+  }
+  ++yielded_;
+  return true;
+}
+
+void ModelTable::StreamClosed(StreamId stream) {
+  for (const std::unique_ptr<Model>& model : models_) {
+    if (model != nullptr && model->streams.erase(stream) > 0) Touch(model.get());
+  }
+}
+
+}  // namespace mla::scheduler

@@ -1,0 +1,81 @@
+// Whose turn it is to have a large prefix parsed and hashed.
+//
+// Open, Match and Hint may bring 163,840 tokens, which take milliseconds of a processor before the
+// engine sees the call. Many such calls at a time would take the processors from decode, whoever
+// sends them. So they take turns: a few at a time, and after each turn its place rests for as long
+// as the turn took of a processor, which leaves the other half of it to everything else. The time
+// is charged to the tenant: the next turn is its who has been served least, by weight.
+//
+// Threading: any thread; a turn belongs to the thread that began it.
+#ifndef MLA_SERVER_ADMISSION_PREFIX_TURNS_H_
+#define MLA_SERVER_ADMISSION_PREFIX_TURNS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "base/mutex.h"
+#include "scheduler/tenant_table.h"
+
+namespace mla::server {
+
+class PrefixTurns final {
+ public:
+  // One turn at a time for so many processors.
+  static constexpr int32_t kCpusATurn = 8;
+  // How often a call that waits looks whether its client has given it up.
+  static constexpr std::chrono::milliseconds kLook{50};
+
+  struct Options {
+    int32_t turns = 1;  // at a time, at least 1
+    bool rests = true;  // false: places do not rest (tests)
+    // Nanoseconds of a processor that the calling thread has had.
+    std::function<int64_t()> cpu_ns;
+  };
+  // As many turns as the processors that this process may use suggest.
+  static Options Defaults();
+
+  explicit PrefixTurns(Options options);
+
+  // Waits for a turn of the tenant's, at most until `given_up` says so: false then, and there is
+  // none. REQUIRES: the thread has no turn.
+  bool Begin(scheduler::TenantKey tenant, int32_t weight, const std::function<bool()>& given_up);
+  // Ends the turn of the calling thread, of whichever object, if it has one.
+  static void End();
+
+  int64_t waiting() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Caller {
+    scheduler::TenantKey tenant = 0;
+    uint64_t order = 0;
+  };
+  struct Share {
+    int64_t served = 0;  // nanoseconds by weight
+    int32_t waiting = 0;
+  };
+
+  // The place that is free, or where none is, when the next one will be.
+  size_t FreePlace(Clock::time_point now, Clock::time_point* next) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  const Caller* Next() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Leave(const Caller* caller) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EndTurn(scheduler::TenantKey tenant, int32_t weight, size_t place, int64_t used_ns);
+
+  const Options options_;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  std::vector<Clock::time_point> free_at_ ABSL_GUARDED_BY(mutex_);  // by place; max(): taken
+  std::vector<const Caller*> callers_ ABSL_GUARDED_BY(mutex_);      // that wait
+  absl::flat_hash_map<scheduler::TenantKey, Share> shares_ ABSL_GUARDED_BY(mutex_);
+  int64_t floor_ ABSL_GUARDED_BY(mutex_) = 0;  // a tenant that comes has been served so much
+  uint64_t arrivals_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_ADMISSION_PREFIX_TURNS_H_
