@@ -175,8 +175,8 @@ mla_code mla_pending_wait(mla_pending* pending, mla_attend_times* times, mla_err
 
 mla_code mla_step_end(mla_step* step, const uint32_t* committed, mla_error** error) {
   return Guard(error, [&] {
-    std::vector<uint32_t> rows;
-    if (committed != nullptr) rows.assign(committed, committed + step->sequences);
+    if (committed == nullptr) return step->step->End().status();
+    const std::vector<uint32_t> rows(committed, committed + step->sequences);
     return step->step->End(rows).status();
   });
 }

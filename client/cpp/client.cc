@@ -17,8 +17,33 @@
 
 namespace mla::client {
 
+namespace {
+
+// The options with timeouts that can be added to the time; INVALID_ARGUMENT for one below 0.
+absl::StatusOr<ClientOptions> WithTimeouts(ClientOptions options) {
+  for (const auto& [field, timeout] :
+       {std::pair("call_timeout_ms", &options.call_timeout_ms),
+        std::pair("request_timeout_ms", &options.request_timeout_ms)}) {
+    if (*timeout < 0) {
+      v1::ErrorDetail detail;
+      detail.set_field(field);
+      detail.set_got(absl::StrCat(*timeout));
+      detail.set_limit("at least 0");
+      return MakeStatus(static_cast<int32_t>(absl::StatusCode::kInvalidArgument),
+                        absl::StrCat(field, ": got ", *timeout, ", must be at least 0"), detail);
+    }
+    *timeout = std::min(*timeout, kLongestTimeoutMs);
+  }
+  return options;
+}
+
+}  // namespace
+
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& target,
-                                                        const ClientOptions& options) {
+                                                        const ClientOptions& given) {
+  const absl::StatusOr<ClientOptions> checked = WithTimeouts(given);
+  if (!checked.ok()) return checked.status();
+  const ClientOptions& options = *checked;
   // The wire carries 32 bits: a larger lease would be asked for as a short one and not be renewed
   // in time.
   constexpr int64_t kMostLeaseMs = std::numeric_limits<uint32_t>::max();
@@ -30,8 +55,17 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
     const absl::Status owned = CheckSocketFile(path, TrustedUsersWith(options.server_uid));
     if (!owned.ok()) return owned;
   }
+  if (GrpcIsBroken()) {
+    v1::ErrorDetail detail;
+    detail.set_reason("forked");
+    return MakeStatus(static_cast<int32_t>(absl::StatusCode::kFailedPrecondition),
+                      "this process was forked from one that had connected, and gRPC does not "
+                      "survive that: connect after the fork only, or start a program",
+                      detail);
+  }
   auto maker = ChannelMakerOf(target, options);
   if (!maker.ok()) return maker.status();
+  UseGrpc();
   auto impl = std::make_unique<Impl>();
   impl->options = options;
   impl->target = target;
@@ -67,6 +101,11 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
 Client::Client(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Client::~Client() {
+  if (impl_->home.left()) {
+    // Its thread, its connections and perhaps its locks are those of another process.
+    static_cast<void>(impl_.release());
+    return;
+  }
   {
     const MutexLock lock(impl_->mutex);
     impl_->stop = true;

@@ -44,6 +44,7 @@ struct ClientOptions {
   std::string tls_server_name;  // expected instead of the target's host, if not empty
   // Connects through the proxy that the environment names (http_proxy), except to this host.
   bool http_proxy = false;
+  // At least 0. More than ten years are as good as none: INT64_MAX waits for ever.
   int64_t call_timeout_ms = 10000;     // of each unary call, and of asking for shared memory
   int64_t request_timeout_ms = 60000;  // of each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
@@ -97,7 +98,8 @@ struct SinkSlice {
 class Client final {
  public:
   // Asks for the server's limits and boot id. INVALID_ARGUMENT names an option out of range,
-  // UNAVAILABLE: no answer in time, RESOURCE_EXHAUSTED: no thread for renewing leases.
+  // UNAVAILABLE: no answer in time, RESOURCE_EXHAUSTED: no thread for renewing leases,
+  // FAILED_PRECONDITION (reason "forked"): in a child of a process that had connected.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options);
   ~Client();

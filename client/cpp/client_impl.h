@@ -23,6 +23,7 @@
 #include "base/usable_cpus.h"
 #include "client/cpp/channel.h"
 #include "client/cpp/client.h"
+#include "client/cpp/shared_memory/home.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/errors.h"
 #include "client/cpp/streams/ring_stream.h"
@@ -60,6 +61,17 @@ inline constexpr int32_t kMostCopyThreads = 64;
 // By default a server serves 128 calls of one connection (wire.connection_streams).
 inline constexpr int kStreamsAConnection = 8;
 
+// Timeouts are cut to ten years: what a clock can add to its own time, also ten times.
+inline constexpr int64_t kLongestTimeoutMs = int64_t{10} * 366 * 24 * 3600 * 1000;
+
+// A copy in another process is never destroyed: gRPC would wait for threads that are not there, or
+// write to the connection of the process that the copy is of.
+inline std::shared_ptr<StepStream> Owned(StepStream* stream) {
+  return {stream, [](StepStream* one) {
+            if (!one->left()) delete one;
+          }};
+}
+
 // A connection that carries streams, which stay open.
 struct StreamCarrier {
   std::shared_ptr<grpc::Channel> channel;
@@ -67,6 +79,7 @@ struct StreamCarrier {
 };
 
 struct Client::Impl {
+  const Home home;
   std::string target;
   ClientOptions options;
   ChannelMaker make_channel;
@@ -102,7 +115,9 @@ struct Client::Impl {
   // by which tensors would be longer than the caller's memory.
   absl::Status CheckModel(const v1::ModelSpec& model);
 
+  // Why no call can succeed any more; in a process that was forked from the client's, "forked".
   absl::Status Lost() {
+    if (home.left()) return ForkedError(home.pid());
     const MutexLock lock(mutex);
     return lost;
   }
@@ -146,6 +161,7 @@ struct Client::Impl {
                                               : DefaultStreamSpin(base::UsableCpuCount());
     const std::shared_ptr<StreamCarrier> carrier = TakeCarrier();
     return {new Stream(carrier->channel, wanted), [carrier](StepStream* stream) {
+              if (stream->left()) return;
               delete stream;
               --carrier->streams;
             }};
@@ -188,10 +204,10 @@ struct Client::Impl {
         std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),
         DefaultStreamSpin(cpus).count() == 0 ? 0 : kCopySpinMicros};
     if (!ring) {
-      return std::make_shared<SharedStream>(*std::move(memory), OpenStream(), timeout, copies);
+      return Owned(new SharedStream(*std::move(memory), OpenStream(), timeout, copies));
     }
-    return std::make_shared<RingStream>(*std::move(memory), info.boot_id(), timeout,
-                                        info.limits().message_bytes(), copies);
+    return Owned(new RingStream(*std::move(memory), info.boot_id(), timeout,
+                                info.limits().message_bytes(), copies));
   }
 
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases(Millis timeout) {

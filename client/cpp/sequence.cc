@@ -9,6 +9,13 @@ namespace {
 
 constexpr int kTailTurns = 4;  // of reading a tail in parts from its beginning
 
+// DATA_LOSS unless an answer is about what was asked for.
+absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted) {
+  if (got == wanted) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat("the server's answer has ", what, " ", got, ", must be ", wanted));
+}
+
 }  // namespace
 
 Sequence::Sequence(Client* client, const v1::SequenceInfo& info)
@@ -31,6 +38,10 @@ Sequence::~Sequence() { Release().IgnoreError(); }
 absl::StatusOr<Sequence> Sequence::Fork(std::optional<uint64_t> length) {
   const auto reply = client_->ForkSequence(id_, epoch_, length);
   if (!reply.ok()) return reply.status();
+  if (length) {
+    absl::Status same = CheckSame("length", reply->sequence().length(), *length);
+    if (!same.ok()) return same;
+  }
   return Sequence(client_, reply->sequence());
 }
 
@@ -42,6 +53,8 @@ absl::StatusOr<v1::PrefixMatch> Sequence::Match(const v1::Prefix& prefix, uint64
   *request.mutable_prefix() = prefix;
   const auto reply = client_->MatchSequence(request);
   if (!reply.ok()) return reply.status();
+  absl::Status same = CheckSame("sequence_id", reply->sequence().sequence_id(), id_);
+  if (!same.ok()) return same;
   length_ = reply->sequence().length();
   return reply->match();
 }
@@ -49,8 +62,10 @@ absl::StatusOr<v1::PrefixMatch> Sequence::Match(const v1::Prefix& prefix, uint64
 absl::Status Sequence::Truncate(uint64_t length) {
   const auto reply = client_->TruncateSequence(id_, epoch_, length);
   if (!reply.ok()) return reply.status();
+  absl::Status same = CheckSame("length", reply->length(), length);
+  if (!same.ok()) return same;
   epoch_ = reply->epoch();
-  length_ = reply->length();
+  length_ = length;
   return absl::OkStatus();
 }
 
@@ -81,7 +96,11 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
 absl::StatusOr<Sequence> Client::Attach(uint64_t id) {
   const auto reply = GetSequences({id}, false);
   if (!reply.ok()) return reply.status();
-  if (reply->sequences_size() == 1) return Sequence(this, reply->sequences(0));
+  if (reply->sequences_size() == 1) {
+    absl::Status same = CheckSame("sequence_id", reply->sequences(0).sequence_id(), id);
+    if (!same.ok()) return same;
+    return Sequence(this, reply->sequences(0));
+  }
   v1::ErrorDetail detail;
   detail.set_field("sequence_id");
   detail.set_reason(reply->moved_size() > 0 ? "moved" : "sequence_not_found");
@@ -97,6 +116,8 @@ absl::Status Sequence::Refresh() {
   const auto reply = client_->GetSequences({id_}, false);
   if (!reply.ok()) return reply.status();
   if (reply->sequences_size() != 1) return absl::NotFoundError("the sequence is gone");
+  absl::Status same = CheckSame("sequence_id", reply->sequences(0).sequence_id(), id_);
+  if (!same.ok()) return same;
   epoch_ = reply->sequences(0).epoch();
   length_ = reply->sequences(0).length();
   return absl::OkStatus();

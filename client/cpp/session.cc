@@ -351,47 +351,6 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
   return pending;
 }
 
-absl::StatusOr<std::vector<uint64_t>> Step::End(const std::vector<uint32_t>& committed_rows,
-                                                std::span<const SequenceTail> tails) {
-  v1::AttendStreamRequest request;
-  request.mutable_end_step()->set_step_id(id_);
-  request.mutable_end_step()->mutable_committed_rows()->Add(committed_rows.begin(),
-                                                            committed_rows.end());
-  auto result = std::make_shared<PendingReply>();
-  for (const SequenceTail& tail : tails) {
-    if (tail.bytes.size() != model_.tail_bytes()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("tails: got ", tail.bytes.size(), " bytes, must be ", model_.tail_bytes()));
-    }
-    request.mutable_end_step()->add_tails(tail.sequence);
-    result->kv.insert(result->kv.end(), tail.bytes.begin(), tail.bytes.end());
-  }
-  stream_->Send(&request, {.kv = result->kv, .q = {}, .lists = {}}, result);
-  if (absl::Status status = stream_->Wait(result.get()); !status.ok()) return status;
-  open_ = false;
-  const auto& lengths = result->reply.end_step().lengths();
-  if (static_cast<size_t>(lengths.size()) != rows_.size()) {
-    return absl::DataLossError(absl::StrCat("the step has ", rows_.size(), " sequences, and ",
-                                            lengths.size(), " lengths have come"));
-  }
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    rows_[i].sequence->length_ = lengths[static_cast<int>(i)];
-  }
-  return std::vector<uint64_t>(lengths.begin(), lengths.end());
-}
-
-absl::Status Step::Abort() {
-  v1::AttendStreamRequest request;
-  request.mutable_abort_step()->set_step_id(id_);
-  open_ = false;
-  PendingReply result;
-  return stream_->Call(&request, &result);
-}
-
-Step::~Step() {
-  if (open_) Abort().IgnoreError();
-}
-
 absl::StatusOr<v1::ModelSpec> Session::FindModel(const std::string& id) {
   {
     const MutexLock lock(models_mutex_);
@@ -434,9 +393,15 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
   }
   PendingReply result;
   if (absl::Status status = stream_->Call(&request, &result); !status.ok()) return status;
+  step->open_ = true;
+  uint64_t total = 0;
+  for (const StepRows& one : rows) total += one.rows;
+  if (result.reply.begin_step().total_rows() != total) {
+    return absl::DataLossError(absl::StrCat("the step has ", total, " rows, and ",
+                                            result.reply.begin_step().total_rows(), " have come"));
+  }
   step->total_rows_ = result.reply.begin_step().total_rows();
   step->joined_ = result.reply.begin_step().joined();
-  step->open_ = true;
   return step;
 }
 

@@ -8,6 +8,9 @@
 // pieces are sent back to back. Calls whose tensors lie in shared memory (Session::Allocate) are
 // not split.
 //
+// A session belongs to the process that opened it. In a child that fork makes, its calls are
+// FAILED_PRECONDITION (reason "forked"), it has no memory, and destroying it ends nothing.
+//
 // Ownership: a Session outlives its steps; a Client outlives its sessions. Destroying a step that
 // was not ended aborts it; destroying a session aborts all its steps. Threading: several threads
 // may begin and use different steps of one session; one step is for one thread at a time.
@@ -161,16 +164,21 @@ class Step final {
   absl::StatusOr<AttendTimes> AttendSparse(const AttendCall& call, const IndexLists& lists) {
     return AttendSparseAsync(call, lists).Wait();
   }
-  // Commits; empty: all rows. Updates the lengths of the sequences and returns them. `tails`, in
-  // the order of the sequences, are copied. RESOURCE_EXHAUSTED, where the server has no room for
-  // them, leaves the step open.
-  absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows = {},
+  // Commits all rows. Updates the lengths of the sequences and returns them. `tails`, in the order
+  // of the sequences, are copied. RESOURCE_EXHAUSTED, where the server has no room for them, leaves
+  // the step open.
+  absl::StatusOr<std::vector<uint64_t>> End(std::span<const SequenceTail> tails = {});
+  // The same of the first committed_rows[i] rows of each sequence. INVALID_ARGUMENT unless there is
+  // a number for each.
+  absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows,
                                             std::span<const SequenceTail> tails = {});
   absl::Status Abort();
 
  private:
   friend class Session;
   Step() = default;
+  absl::StatusOr<std::vector<uint64_t>> EndWith(const std::vector<uint32_t>* committed_rows,
+                                                std::span<const SequenceTail> tails);
   std::span<const std::byte> KvOf(const AttendCall& call, uint64_t row_bytes, uint32_t first,
                                   uint32_t count, std::vector<std::byte>* gathered) const;
 

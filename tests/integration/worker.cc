@@ -162,7 +162,7 @@ absl::Status Worker::Step(const std::vector<Track*>& tracks, const std::vector<u
   for (int layer = 0; layer < dims_.layers && status.ok(); ++layer) {
     status = Layer(step->get(), layer, tracks, rows, profile, o_dtype);
   }
-  if (status.ok()) status = (*step)->End(keep).status();
+  if (status.ok()) status = (keep.empty() ? (*step)->End() : (*step)->End(keep)).status();
   for (size_t i = 0; i < tracks.size(); ++i) {
     const size_t kept = keep.empty() ? rows[i] : keep[i];
     tracks[i]->cache.Truncate(dims_, lengths[i] + (status.ok() ? kept : 0));

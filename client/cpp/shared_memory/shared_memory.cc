@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <tuple>
 
@@ -31,6 +32,8 @@ using std::chrono::steady_clock;
 constexpr int64_t kLongestSleepNanos = 100'000'000;
 constexpr int kSpinsPerClock = 32;
 constexpr uint32_t kMostRingEntries = 65536;
+// An arena may be larger than what was asked for by so much: all its pages are mapped at once.
+constexpr uint64_t kMostRounding = 2 << 20;
 // Connections that are tried when the server closes them without a reply.
 constexpr int kAttempts = 5;
 constexpr steady_clock::duration kLeastWait = std::chrono::milliseconds(1);
@@ -218,9 +221,10 @@ absl::Status SharedMemory::CheckRegion(int descriptor) const {
                             (has_device() ? wire::DevicePartBytes(entries) : 0);
   if (arena != expected)
     return Mismatch("arena_offset", absl::StrCat(arena), absl::StrCat(expected));
-  if (arena > size || size - arena < options_.bytes) {
+  if (arena > size || size - arena < options_.bytes ||
+      size - arena - options_.bytes > kMostRounding) {
     return Mismatch("region_bytes", absl::StrCat(size),
-                    absl::StrCat("at least ", options_.bytes, " beside the ring"));
+                    absl::StrCat(options_.bytes, " next to the ring, as it was asked for"));
   }
   return absl::OkStatus();
 }
@@ -253,6 +257,7 @@ absl::Status SharedMemory::Map(int descriptor) {
         absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
   }
   region_ = {static_cast<std::byte*>(at), connect_reply_.region_bytes};
+  guard_.emplace(&socket_, region_);
   blocks_.Add(connect_reply_.arena_offset, arena_bytes());
   if (connect_reply_.ring_entries == 0) return absl::OkStatus();
   header_ = reinterpret_cast<wire::RingHeader*>(region_.data());
@@ -281,6 +286,7 @@ void SharedMemory::MapDevice(int descriptor) {
 }
 
 SharedMemory::~SharedMemory() {
+  guard_.reset();
   device_.reset();  // before the server frees what it maps
   if (socket_ >= 0) close(socket_);
   if (region_.data() != nullptr) munmap(region_.data(), region_.size());
@@ -289,7 +295,8 @@ SharedMemory::~SharedMemory() {
 void SharedMemory::Close(std::chrono::milliseconds timeout) {
   shutdown(socket_, SHUT_WR);
   pollfd state{socket_, POLLIN | POLLRDHUP, 0};
-  poll(&state, 1, static_cast<int>(timeout.count()));
+  constexpr int64_t kLongest = std::numeric_limits<int>::max();
+  poll(&state, 1, static_cast<int>(std::clamp<int64_t>(timeout.count(), 0, kLongest)));
 }
 
 void SharedMemory::Disconnect() { shutdown(socket_, SHUT_RDWR); }

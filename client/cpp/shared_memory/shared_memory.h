@@ -7,7 +7,8 @@
 //   (*channel)->Wait(&done, timeout);
 //
 // Everything is void when the connection ends: the server unmaps the region and aborts the ring's
-// steps. Most users want Session (session.h), which uses this by itself.
+// steps. The same holds in a process that is forked from this one, where the object must not be
+// used (home.h). Most users want Session (session.h), which uses this by itself.
 //
 // Ownership: spans from Allocate live as long as the object. Threading: Allocate and Free from any
 // thread; Submit from one at a time, Poll and Wait from one at a time.
@@ -19,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,6 +29,7 @@
 #include "absl/status/statusor.h"
 #include "client/cpp/shared_memory/block_list.h"
 #include "client/cpp/shared_memory/device_region.h"
+#include "client/cpp/shared_memory/home.h"
 #include "proto/wire/ring_layout.h"
 
 namespace mla::client {
@@ -138,6 +141,7 @@ class SharedMemory final {
   uint64_t chain_end_ = 0;     // behind the last of them
   bool released_ = false;      // streams that waited are
   absl::Status device_status_;
+  std::optional<ForkGuard> guard_;  // of the socket and the region
 };
 
 }  // namespace mla::client

@@ -1,6 +1,7 @@
 #include "client/cpp/streams/errors.h"
 
 #include <grpcpp/client_context.h>
+#include <unistd.h>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/str_format.h"
@@ -49,6 +50,16 @@ absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& con
                       absl::Cord(absl::string_view(found->second.data(), found->second.size())));
   }
   return result;
+}
+
+absl::Status ForkedError(int64_t pid) {
+  v1::ErrorDetail detail;
+  detail.set_reason("forked");
+  return MakeStatus(static_cast<int32_t>(absl::StatusCode::kFailedPrecondition),
+                    absl::StrFormat("the client belongs to process %d, and process %d was forked "
+                                    "from it: connect in each process, after the fork",
+                                    pid, getpid()),
+                    detail);
 }
 
 absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id) {

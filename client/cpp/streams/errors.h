@@ -27,6 +27,9 @@ absl::Status MakeStatus(int32_t code, const std::string& message, const v1::Erro
 // Of a finished unary call: reads the trailing metadata of `context`.
 absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& context);
 
+// FAILED_PRECONDITION / "forked": a copy of an object of process `pid` was used in another one.
+absl::Status ForkedError(int64_t pid);
+
 // ABORTED / "server_restarted".
 absl::Status RestartedError(uint64_t expected_boot_id, uint64_t got_boot_id);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/streams/errors.h"
 
 namespace mla::client {
@@ -92,6 +93,8 @@ absl::Status RingStream::CheckChain(const PendingReply& pending, bool is_attend)
 
 void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                       const std::shared_ptr<PendingReply>& pending) {
+  if (left()) return Refuse(pending.get());
+  pending->asked = request->body_case();
   const Deadline deadline = Clock::now() + timeout_;
   MutexLock lock(mutex_);
   const bool is_attend = request->body_case() == v1::AttendStreamRequest::kAttend;
@@ -169,6 +172,20 @@ absl::Status RingStream::TakeOne(MutexLock* lock, Deadline deadline) {
   return status;
 }
 
+void RingStream::TakeMessage(std::string_view bytes, PendingReply* pending) {
+  if (!pending->reply.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+    pending->status = absl::DataLossError("a reply is not an AttendStreamReply");
+  } else if (pending->reply.has_error()) {
+    const v1::StepError& error = pending->reply.error();
+    pending->status = MakeStatus(error.code(), error.message(), error.detail());
+  } else if (pending->asked == v1::AttendStreamRequest::kAttend) {
+    // Its outputs have not been written.
+    pending->status = absl::DataLossError("an attend was completed with a message");
+  } else {
+    pending->status = CheckAnswer(pending->asked, pending->reply.body_case());
+  }
+}
+
 // A status that is not OK means that the ring cannot be used any more.
 absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
   if (entry.boot_id != boot_id_) return RestartedError(boot_id_, entry.boot_id);
@@ -177,14 +194,12 @@ absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
   InFlight flight = std::move(found->second);
   in_flight_.erase(found);
   PendingReply& pending = *flight.pending;
+  const bool is_attend = pending.asked == v1::AttendStreamRequest::kAttend;
   if (entry.kind == wire::kEntryMessage) {
-    const std::string_view bytes = memory_->Message(entry);
-    if (!pending.reply.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
-      pending.status = absl::DataLossError("a reply is not an AttendStreamReply");
-    } else if (pending.reply.has_error()) {
-      const v1::StepError& error = pending.reply.error();
-      pending.status = MakeStatus(error.code(), error.message(), error.detail());
-    }
+    TakeMessage(memory_->Message(entry), &pending);
+  } else if (entry.kind != wire::kEntryAttend || !is_attend) {
+    pending.status = absl::DataLossError(
+        absl::StrCat("a request was completed by an entry of kind ", int{entry.kind}));
   } else {
     v1::Timings* const timings = pending.reply.mutable_timings();
     timings->set_queue_us(entry.queue_us);
@@ -217,6 +232,7 @@ void RingStream::Break(const absl::Status& status) {
 }
 
 absl::Status RingStream::Wait(PendingReply* pending) {
+  if (left()) return WaitElsewhere(pending);
   const Deadline deadline = Clock::now() + timeout_;
   MutexLock lock(mutex_);
   while (!pending->done) TakeOne(&lock, deadline).IgnoreError();
@@ -224,6 +240,7 @@ absl::Status RingStream::Wait(PendingReply* pending) {
 }
 
 absl::Status RingStream::Close() {
+  if (left()) return absl::OkStatus();
   const Deadline deadline = Clock::now() + timeout_;
   MutexLock lock(mutex_);
   const bool first = !std::exchange(closing_, true);

@@ -42,8 +42,12 @@ class RingStream final : public StepStream {
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
   absl::Status Close() override;
-  std::span<std::byte> Allocate(uint64_t bytes) override { return memory_->Allocate(bytes); }
-  void Free(std::span<std::byte> block) override { memory_->Free(block); }
+  std::span<std::byte> Allocate(uint64_t bytes) override {
+    return left() ? std::span<std::byte>() : memory_->Allocate(bytes);
+  }
+  void Free(std::span<std::byte> block) override {
+    if (!left()) memory_->Free(block);
+  }
   DeviceRegion* device() const override { return memory_->device(); }
   absl::Status device_status() const override;
 
@@ -60,6 +64,7 @@ class RingStream final : public StepStream {
   bool PlaceMessage(std::span<const std::byte> tails, v1::AttendStreamRequest* request,
                     InFlight* flight, wire::SubmissionEntry* entry);
   absl::Status TakeOne(MutexLock* lock, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static void TakeMessage(std::string_view bytes, PendingReply* pending);
   absl::Status Finish(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Break(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

@@ -18,6 +18,7 @@ SharedStream::~SharedStream() { Close().IgnoreError(); }
 
 void SharedStream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                         const std::shared_ptr<PendingReply>& pending) {
+  if (left()) return Refuse(pending.get());
   if (request->body_case() != v1::AttendStreamRequest::kAttend && inputs.size() == 0) {
     stream_->Send(request, {}, pending);
     return;
@@ -71,6 +72,7 @@ absl::Status SharedStream::Finish(const std::shared_ptr<InFlight>& flight) {
 }
 
 absl::Status SharedStream::Wait(PendingReply* pending) {
+  if (left()) return WaitElsewhere(pending);
   std::shared_ptr<InFlight> found;
   {
     const MutexLock lock(mutex_);
@@ -83,6 +85,7 @@ absl::Status SharedStream::Wait(PendingReply* pending) {
 }
 
 absl::Status SharedStream::Close() {
+  if (left()) return absl::OkStatus();
   const absl::Status status = stream_->Close();
   const MutexLock lock(mutex_);
   if (!std::exchange(closed_, true)) memory_->Close(timeout_);

@@ -37,8 +37,12 @@ class SharedStream final : public StepStream {
             const std::shared_ptr<PendingReply>& pending) override;
   absl::Status Wait(PendingReply* pending) override;
   absl::Status Close() override;
-  std::span<std::byte> Allocate(uint64_t bytes) override { return memory_->Allocate(bytes); }
-  void Free(std::span<std::byte> block) override { memory_->Free(block); }
+  std::span<std::byte> Allocate(uint64_t bytes) override {
+    return left() ? std::span<std::byte>() : memory_->Allocate(bytes);
+  }
+  void Free(std::span<std::byte> block) override {
+    if (!left()) memory_->Free(block);
+  }
 
  private:
   struct InFlight {

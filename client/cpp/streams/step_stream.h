@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "client/cpp/shared_memory/device_region.h"
+#include "client/cpp/shared_memory/home.h"
 #include "mla/v1/attention.pb.h"
 
 namespace mla::client {
@@ -34,6 +35,8 @@ struct PendingReply {
   // Of the request, as they are sent, where the caller's are not.
   std::vector<int32_t> lists;
   std::vector<std::byte> kv, q;
+  // What was asked, which a reply that is no error must answer; set by Send.
+  v1::AttendStreamRequest::BodyCase asked = v1::AttendStreamRequest::BODY_NOT_SET;
   v1::AttendStreamReply reply;
   absl::Status status;
   bool done = false;
@@ -42,9 +45,17 @@ struct PendingReply {
   std::atomic<int32_t> borrowed{0};
 };
 
+// DATA_LOSS unless a reply that is no error answers what was asked.
+absl::Status CheckAnswer(v1::AttendStreamRequest::BodyCase asked,
+                         v1::AttendStreamReply::BodyCase answer);
+
+// Belongs to the process that made it. In one that was forked from there, requests fail with the
+// reason "forked", there is no memory, Close ends nothing, and the object must not be destroyed.
 class StepStream {
  public:
   virtual ~StepStream() = default;
+  // Returns true in any other process than the one that made it.
+  bool left() const { return home_.left(); }
 
   // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there.
   virtual std::string_view transport() const = 0;
@@ -80,6 +91,14 @@ class StepStream {
     result->reply.Swap(&pending->reply);
     return status;
   }
+
+ protected:
+  // Send and Wait of a copy in another process.
+  void Refuse(PendingReply* pending) const;
+  absl::Status WaitElsewhere(PendingReply* pending) const;
+
+ private:
+  const Home home_;
 };
 
 }  // namespace mla::client

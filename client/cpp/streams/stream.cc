@@ -185,6 +185,8 @@ void Stream::WakePump(size_t bytes) {
 
 void Stream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                   const std::shared_ptr<PendingReply>& pending) {
+  if (left()) return Refuse(pending.get());
+  pending->asked = request->body_case();
   const uint64_t tag = next_tag_.fetch_add(1, std::memory_order_relaxed);
   request->set_tag(tag);
   grpc::Slice slices[4] = {HeaderOf(*request, inputs.size())};
@@ -275,6 +277,9 @@ void Stream::CopyPayload(PendingReply* pending) const {
   if (reply_.has_error()) {
     pending->status =
         MakeStatus(reply_.error().code(), reply_.error().message(), reply_.error().detail());
+  } else if (absl::Status answers = CheckAnswer(pending->asked, reply_.body_case());
+             !answers.ok()) {
+    pending->status = std::move(answers);
   } else if (payload_.size != expected) {
     pending->status = absl::DataLossError("a reply's tensors have another size than asked for");
   } else {
@@ -360,6 +365,7 @@ void Stream::OnFinished() {
 }
 
 absl::Status Stream::Wait(PendingReply* pending) {
+  if (left()) return WaitElsewhere(pending);
   MutexLock lock(mutex_);
   const auto done = [&] { return pending->done; };
   if (!PollUntil(&lock, Clock::now() + options_.timeout, done)) {
@@ -374,6 +380,7 @@ absl::Status Stream::Wait(PendingReply* pending) {
 }
 
 absl::Status Stream::Close() {
+  if (left()) return absl::OkStatus();
   MutexLock lock(mutex_);
   const auto done = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return done_; };
   if (!std::exchange(closing_, true) && !writing_) StartNextWrite();

@@ -132,12 +132,15 @@ absl::StatusOr<client::Sequence> TurnWorker::Open(const Trace& trace, const Turn
     auto fork = kept_->sequence.Fork(shared);
     if (!fork.ok()) return fork.status();
     sequence = *std::move(fork);
-    name(shared);
-    auto matched = sequence->Match(prefix, shared);
-    if (!matched.ok()) return matched.status();
-    match = *std::move(matched);
+    // A prompt of one row leaves nothing to match, and for the server a bound of 0 is none.
+    if (turn.input_rows > 1) {
+      name(shared);
+      auto matched = sequence->Match(prefix, shared);
+      if (!matched.ok()) return matched.status();
+      match = *std::move(matched);
+    }
   } else {
-    name(0);
+    if (turn.input_rows > 1) name(0);
     auto opened = client_->OpenSequence(model_id_, "", prefix, &match);
     if (!opened.ok()) return opened.status();
     sequence = *std::move(opened);

@@ -367,7 +367,8 @@ absl::Status BenchWorker::Step(LoadRecorder* recorder) {
     recorder->Attend(before, after, *times, attend_bytes_);
   }
   before = LoadClock::now();
-  const absl::Status ended = (*step)->End(keep_).status();
+  const auto lengths = keep_.empty() ? (*step)->End() : (*step)->End(keep_);
+  const absl::Status ended = lengths.status();
   if (ended.ok()) recorder->End(before, LoadClock::now());
   return ended;
 }

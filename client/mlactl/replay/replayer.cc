@@ -268,7 +268,9 @@ void Replayer::Compare(const Record& record, const OpenStep& step) {
 
 absl::Status Replayer::End(const Record& record) {
   const auto step = steps_.extract(record.step);
-  const auto lengths = step.mapped()->remote->End(record.committed_rows);
+  client::Step& remote = *step.mapped()->remote;
+  const auto lengths =
+      record.committed_rows.empty() ? remote.End() : remote.End(record.committed_rows);
   if (!lengths.ok()) return lengths.status();
   step.mapped()->Settle();
   ++counts_.steps;

@@ -20,6 +20,7 @@ from typing import Any, AsyncIterator, Callable, List, Optional, Sequence as Seq
 import numpy.typing as npt
 
 from mla_client import errors
+from mla_client.base.process import Home
 from mla_client.pages import Checkpoint, HintAnswer, Pages
 from mla_client.pages.events import CacheEvent, CacheMiss
 from mla_client.service import Model, Sequence, Service, Step
@@ -36,6 +37,7 @@ class AsyncService:
 
     def __init__(self, service: Service, *, waiters: int = WAITERS) -> None:
         self.service = service
+        self._home = Home()
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "mla-send")
         self._waiters = concurrent.futures.ThreadPoolExecutor(waiters, "mla-wait")
 
@@ -46,7 +48,9 @@ class AsyncService:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the threads, once what is under way is done."""
+        """Ends the threads, once what is under way is done. Ends nothing in a forked child."""
+        if self._home.left:
+            return
         loop = asyncio.get_running_loop()
         for executor in (self._sender, self._waiters):
             await loop.run_in_executor(None, executor.shutdown)
@@ -96,6 +100,7 @@ class AsyncService:
         waiter = concurrent.futures.ThreadPoolExecutor(1, "mla-events")
         try:
             while True:
+                self._home.check()
                 # StopIteration cannot pass through a future.
                 events = await asyncio.get_running_loop().run_in_executor(
                     waiter, lambda: next(watch, None))
@@ -151,10 +156,12 @@ class AsyncService:
 
     async def _send(self, call: Callable[[], _Result]) -> _Result:
         """Calls it after all that were sent before."""
+        self._home.check()  # a child has none of the threads, and would wait for ever
         return await asyncio.get_running_loop().run_in_executor(self._sender, call)
 
     async def _wait(self, call: Callable[[], _Result]) -> _Result:
         """Calls it in a thread of its own."""
+        self._home.check()
         return await asyncio.get_running_loop().run_in_executor(self._waiters, call)
 
 

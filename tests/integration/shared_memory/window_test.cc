@@ -124,7 +124,7 @@ TEST_P(WindowTest, TailsComeBackAsTheyWereSent) {
   step = *session_->Begin("w", {{&first, 1}, {&second, 1}});
   AppendRows(step.get());
   const std::vector<client::SequenceTail> one = {{1, tail}};
-  ASSERT_TRUE(step->End({}, one).ok());
+  ASSERT_TRUE(step->End(one).ok());
   EXPECT_EQ(first.ReadTail()->position, 1u);
   EXPECT_EQ(second.ReadTail()->position, 3u);
   EXPECT_TRUE(second.ReadTail()->bytes == Text(tail));
@@ -173,7 +173,7 @@ TEST_P(WindowTest, TailsThatCannotBeStoredLeaveTheStepOpen) {
   auto step = *session_->Begin("w", {{&first, 1}, {&second, 1}});
   AppendRows(step.get());
   const auto refused = [&](const std::vector<client::SequenceTail>& tails) {
-    const absl::Status status = step->End({}, tails).status();
+    const absl::Status status = step->End(tails).status();
     EXPECT_FALSE(status.ok());
     const auto detail = client::DetailOf(status);
     return detail ? *detail : v1::ErrorDetail();
@@ -182,7 +182,7 @@ TEST_P(WindowTest, TailsThatCannotBeStoredLeaveTheStepOpen) {
   EXPECT_EQ(refused({{1u << 31, tail}}).field(), "end_step.tails[0]");
   EXPECT_EQ(refused({{1, tail}, {0, tail}}).field(), "end_step.tails[1]");
   EXPECT_EQ(refused({{0, std::span(tail).first(8)}}).field(), "");  // by the client
-  ASSERT_TRUE(step->End({}, both).ok());
+  ASSERT_TRUE(step->End(both).ok());
   step = *session_->Begin("w", {{&first, 1}, {&second, 1}});
   AppendRows(step.get());
   // The two that are there stay until the others take their place: room for four is needed.

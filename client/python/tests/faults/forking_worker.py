@@ -3,6 +3,7 @@
 usage: forking_worker.py TARGET TRANSPORT SCENARIO...
 """
 
+import asyncio
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import threading
 import mla_client
 import numpy as np
 from mla_client import Profile
+from mla_client.aio import AsyncService
 from service_contract import GEOMETRY, LAYERS, SCALE, Worker
 
 LEASE_MS = 60_000
@@ -187,6 +189,18 @@ def writing(parent):
     return {"child": said, "parent": parent.go_on(), "q": int(parent.buffers.q.max())}
 
 
+def awaiting(parent):
+    """A child that awaits in a service whose threads only its parent has."""
+    service = AsyncService(parent.client)
+    calls = {"checkpoints": service.checkpoints, "begin": service.step(
+        [(parent.other, 1)]).__aenter__, "close": service.close}
+    asyncio.run(service.checkpoints())  # its threads are there
+    said = forked(lambda: {name: outcome(lambda: asyncio.run(call()))
+                           for name, call in calls.items()})
+    asyncio.run(service.close())
+    return {"child": said, "parent": parent.go_on()}
+
+
 def outlived(parent):
     """A child that outlives its parent, which prints the child's id and is killed."""
     reader, writer = os.pipe()
@@ -237,7 +251,7 @@ def main(target, transport, *scenarios):
 
 
 SCENARIOS = {each.__name__: each for each in (every_call, leaving_blocks, collected, locked,
-                                              writing, outlived, connecting)}
+                                              writing, awaiting, outlived, connecting)}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

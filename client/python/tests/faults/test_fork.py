@@ -14,7 +14,8 @@ import server_binary
 WORKER = pathlib.Path(__file__).with_name("forking_worker.py")
 WAIT_S = 300
 TRANSPORTS = ("ring", "shm", "inline")
-SCENARIOS = ("every_call", "leaving_blocks", "collected", "locked", "writing", "connecting")
+SCENARIOS = ("every_call", "leaving_blocks", "collected", "locked", "writing", "awaiting",
+             "connecting")
 SERVER = None
 SAID = {}  # by transport: what a worker says of its scenarios
 
@@ -74,6 +75,9 @@ class ForkTest(unittest.TestCase):
 
     def test_what_a_child_writes_stays_with_it(self):
         self.check("writing", [[2, 3], 0], q=1)
+
+    def test_a_child_that_awaits_says_why_it_fails(self):
+        self.check("awaiting", [{"checkpoints": "forked", "begin": "forked", "close": "ok"}, 0])
 
     def test_a_child_cannot_connect_after_its_parent_has(self):
         self.check("connecting", [["forked", []], 0])
