@@ -26,12 +26,12 @@ class UnusedGpuTest : public ::testing::Test {
   // A registry of a machine with `hardware`, whose backend has no runtime.
   void MachineWith(const std::string& hardware) {
     ASSERT_TRUE(registry_
-                    .Register({"hip", 100,
-                               [](const kernels::BackendOptions&) {
-                                 return absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>>(
-                                     absl::FailedPreconditionError(kReason));
-                               },
-                               [hardware] { return hardware; }})
+                    .Add({"hip", 100,
+                          [](const kernels::BackendOptions&) {
+                            return absl::StatusOr<std::unique_ptr<kernels::AttentionBackend>>(
+                                absl::FailedPreconditionError(kReason));
+                          },
+                          [hardware] { return hardware; }})
                     .ok());
     ASSERT_TRUE(kernels::RegisterReference(registry_).ok());
   }
@@ -52,7 +52,7 @@ class UnusedGpuTest : public ::testing::Test {
     return started.status();
   }
   v1::Backend Candidate(const std::string& name) const {
-    auto client = client::Client::Connect("unix:" + folder_.File("mla.sock"));
+    auto client = client::Client::Connect("unix:" + folder_.File("mla.sock"), {});
     EXPECT_TRUE(client.ok()) << client.status();
     if (!client.ok()) return {};
     for (const v1::Backend& backend : (*client)->info().backends()) {
