@@ -118,7 +118,8 @@ class Worker {
     for (int i = 0; i < kRoundMoves; ++i) {
       const Text& text = texts[Below(kTexts)];
       if (!Import(text)) {
-        sequences_.resize(sequences_.size() / 2);  // the pool is full
+        sequences_.erase(sequences_.begin() + static_cast<ptrdiff_t>(sequences_.size() / 2),
+                         sequences_.end());  // the pool is full
         continue;
       }
       if (i % kMovesPerRestore == kMovesPerRestore - 1) Restore(text);
