@@ -28,7 +28,17 @@ class EngineExpandedTest : public BackendOnFakeTest {
   static std::unique_ptr<HipBackend> Gpu(int64_t expanded_workspace_bytes = 64 << 20,
                                          Vendor vendor = Vendor::kAmd,
                                          int32_t most_rounds = kMostRounds) {
+    return Made(Options(), expanded_workspace_bytes, vendor, most_rounds);
+  }
+  // Every tensor is copied.
+  static std::unique_ptr<HipBackend> CopyingGpu() {
     HipBackendOptions options = Options();
+    options.reach_host = false;
+    return Made(std::move(options), 64 << 20, Vendor::kAmd, kMostRounds);
+  }
+  static std::unique_ptr<HipBackend> Made(HipBackendOptions options,
+                                          int64_t expanded_workspace_bytes, Vendor vendor,
+                                          int32_t most_rounds) {
     options.most_rounds = most_rounds;
     options.images.push_back(Image("sm_90", kImage90));
     options.vendor = vendor;
@@ -159,7 +169,7 @@ TEST_F(EngineExpandedTest, PromptsOfWiderHeadsTakeTheExpandedForm) {
 
 // The rounds of a plan are found again by its lengths, on the host and on the device.
 TEST_F(EngineExpandedTest, APromptOfTheSameLengthsUploadsNoRounds) {
-  ExpandedEngine gpu(Gpu());
+  ExpandedEngine gpu(CopyingGpu());
   constexpr int kRows = 160;
   int64_t copies[2], bytes[2];
   for (const int i : {0, 1}) {
@@ -301,7 +311,7 @@ class FailingCallTest : public EngineExpandedTest,
 
 TEST_P(FailingCallTest, FailsTheStepsOfItsLaunchAlone) {
   ExpandedEngine reference(nullptr);
-  ExpandedEngine gpu(Gpu());
+  ExpandedEngine gpu(CopyingGpu());
   const auto a = gpu.harness().Open();
   const auto b = gpu.harness().Open();
   ASSERT_TRUE(gpu.Begin(1, a, 0, 130).ok());

@@ -38,10 +38,12 @@ fake_hip::Control& Control() {
   return *control;
 }
 
+// Without `reach_host` every tensor is copied.
 std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0, int32_t heads = kHeads,
-                                       Vendor vendor = Vendor::kAmd) {
+                                       Vendor vendor = Vendor::kAmd, bool reach_host = true) {
   Control() = fake_hip::Control();
   HipBackendOptions options;
+  options.reach_host = reach_host;
   options.libraries = {kLibrary};
   options.self_test = false;
   options.vendor = vendor;
@@ -56,6 +58,7 @@ std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0, int32_t heads = kHeads
   harness.limits = scheduler::testing::TinyLimits();
   harness.limits.max_heads = heads;
   harness.limits.max_row_dim = kRowDim;
+  harness.limits.max_v_dim = 128;
   harness.limits.launch_packed_rows = 8 * kHeads;
   if (heads > kHeads) {
     harness.limits.launch_rows = harness.limits.prefill_rows = harness.limits.max_step_rows = 40;
@@ -175,7 +178,7 @@ struct Copied {
 
 // The layers of a step have one plan, which travels with the first of them.
 TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
-  auto h = Harness();
+  auto h = Harness(0, kHeads, Vendor::kAmd, /*reach_host=*/false);
   const StreamId stream = h->core().OpenStream(h->tenant());
   std::vector<scheduler::StepSequenceArgs> begun;
   for (int i = 0; i < 3; ++i) begun.push_back({h->Open().id, 1, 0, 1});
@@ -412,7 +415,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, EngineOnFakeHipTest, ::testing::Values(2, 4, 8))
 TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
   const int ranks = GetParam();
   const int heads = kHeads / ranks;
-  auto h = Harness();
+  auto h = Harness(0, kHeads, Vendor::kAmd, /*reach_host=*/false);
   std::vector<StreamId> streams;
   for (int i = 0; i < ranks; ++i) streams.push_back(h->core().OpenStream(h->tenant()));
   const auto seq = h->Open();

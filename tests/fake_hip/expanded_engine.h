@@ -174,12 +174,14 @@ inline void ExpectSame(const scheduler::testing::TestRequest& got,
   const float most = std::max(value, LargestOutput(want));
   ASSERT_GT(most, 0);
   int wrong = 0;
+  float worst = 0;
   for (size_t i = 0; i < got.output.size(); ++i) {
     const float off = std::abs(got.output[i] - want.output[i]);
     const float allowed = std::max(2e-3f * most, 0.016f * std::abs(want.output[i]));
     wrong += !(off <= allowed);  // a NaN is wrong
+    worst = std::max(worst, off / allowed);
   }
-  EXPECT_EQ(wrong, 0) << "of " << got.output.size();
+  EXPECT_EQ(wrong, 0) << "of " << got.output.size() << ", the worst " << worst << " times the bound";
   ASSERT_EQ(got.lse.size(), want.lse.size());
   for (size_t i = 0; i < got.lse.size(); ++i) ASSERT_NEAR(got.lse[i], want.lse[i], 1e-3) << i;
 }
