@@ -6,7 +6,7 @@
 //   Create -> CanRun (at model registration) -> Configure (once, sizes everything) -> LoadWeights
 //   ... per launch:
 //     plan       Traits and ExpandedFormMinRows say how the planner cuts the work, Memory(slot)
-//                where tensors may lie; the launch is a plain value (kernels/launch/launch.h)
+//                where tensors may lie; the launch is a plain value (kernels/types/launch.h)
 //     submit     Submit(slot, launch) starts it and returns
 //     complete   Done(slot) / Wait(slot); then results are in the host's memory
 //
@@ -31,11 +31,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/attention_desc.h"
-#include "kernels/attention_params.h"
 #include "kernels/formats/fp8.h"
-#include "kernels/launch/launch.h"
 #include "kernels/shared_device_memory.h"
+#include "kernels/types/attention_desc.h"
+#include "kernels/types/attention_params.h"
+#include "kernels/types/backend_limits.h"
+#include "kernels/types/launch.h"
 
 namespace mla::kernels {
 
@@ -76,7 +77,7 @@ struct BackendInfo {
   int64_t stream_bytes = 0;
   // Launches wait on the device for words of host memory (Launch::gate).
   bool waits_for_words = false;
-  // Queries may lie in fragments (kernels/input_fragments.h).
+  // Queries may lie in fragments (kernels/types/input_fragments.h).
   bool reads_fragments = false;
   // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
   // caller bounds.
@@ -103,7 +104,7 @@ struct BackendInfo {
   }
 };
 
-// How the planner makes rounds of the expanded form (kernels/round_info.h).
+// How the planner makes rounds of the expanded form (kernels/types/round_info.h).
 struct RoundTraits {
   // For up-projected keys and values, at least LeastRoundWorkspace(dims); 0: there are no rounds.
   int64_t workspace_bytes = 0;
@@ -151,33 +152,6 @@ struct PlanTraits {
   RoundTraits rounds = {};
 
   friend bool operator==(const PlanTraits&, const PlanTraits&) = default;
-};
-
-// Bounds that size everything at Configure; each comes from the server's limits.
-struct BackendLimits {
-  int64_t kv_pool_bytes = 0;       // one contiguous pool
-  int64_t page_table_entries = 0;  // of all sequences together
-  int64_t weights_bytes = 0;       // budget of LoadWeights, as bf16 bytes of W_UK and W_UV
-  int32_t weights_slots = 0;
-  int32_t launch_slots = 2;          // launches being prepared or running at a time
-  int32_t launch_requests = 0;       // segment records a launch
-  int32_t launch_rows = 0;           // query rows a launch, all requests together
-  int64_t launch_packed_rows = 0;    // query rows x heads a launch
-  int64_t partial_rows = 0;          // PlanView::partial_rows at most
-  int32_t max_o_dim = 0;             // widest output row of any model (kv_lora_rank or v_dim)
-  int64_t staging_in_bytes = 0;      // SlotMemory::inputs, where memory is not unified
-  int64_t staging_out_bytes = 0;     // SlotMemory::outputs, likewise
-  int64_t slot_workspace_bytes = 0;  // SlotMemory::workspace
-  int64_t work_items = 0;            // plan capacity, for device copies of the plan
-  int64_t reduce_tiles = 0;
-  int64_t reduce_partials = 0;
-  int64_t round_items = 0;  // of a plan, all rounds together
-  int64_t round_expansions = 0;
-  int32_t max_top_k = 0;        // of a row of Launch::selects
-  int32_t page_ranges = 4096;   // of a launch; as many page writes, and page reads
-  int32_t digest_parts = 8192;  // of a launch's page writes, and of its page reads
-  int32_t table_ranges = 4096;  // of a launch
-  Geometry max_geometry;        // every dim at its maximum over all models
 };
 
 // Memory of a launch slot, as launches see it: regions that a launch lays out as it likes. Where

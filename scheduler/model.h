@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/attention_desc.h"
-#include "kernels/launch/select.h"
+#include "kernels/types/attention_desc.h"
+#include "kernels/types/select.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {
@@ -44,8 +44,9 @@ struct ModelSpec {
   // Of all weights that the rows come from, as the client has it: empty, or kWeightsDigestBytes.
   std::string weights_digest = {};
   Fp8Compute fp8_compute = Fp8Compute::kAuto;
-  // Of kWindow (kernels/window.h): rows that are kept, positions that an entry stands for by layer,
-  // 0 of a layer without entries, and how entries are kept. Lists have at most `top_k` entries.
+  // Of kWindow (kernels/types/window.h): rows that are kept, positions that an entry stands for by
+  // layer, 0 of a layer without entries, and how entries are kept. Lists have at most `top_k`
+  // entries.
   int32_t window = 0;
   std::vector<int32_t> ratios = {};
   int32_t tail_bytes = 0;  // of a sequence's tail (Tail); 0: sequences have none

@@ -17,11 +17,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "kernels/attention_desc.h"
-#include "kernels/dtype.h"
-#include "kernels/input_fragments.h"
-#include "kernels/launch/select.h"
-#include "kernels/launch/word.h"
+#include "kernels/formats/dtype.h"
+#include "kernels/types/attention_desc.h"
+#include "kernels/types/input_fragments.h"
+#include "kernels/types/select.h"
+#include "kernels/types/word.h"
 
 namespace mla::scheduler {
 

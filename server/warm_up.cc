@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 
 namespace mla::server {
 namespace {

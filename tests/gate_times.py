@@ -19,7 +19,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCHEDULER_SOURCE = "scheduler/engine/engine_steps.cc"
-DEVICE_HEADER = "kernels/hip/common/memory.h"
+DEVICE_HEADER = "kernels/hip/device/primitives/memory.h"
 BOUNDS_MIN = {"cold": 20, "a source of the scheduler": 4, "a device header": 8}
 
 

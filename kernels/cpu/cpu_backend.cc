@@ -10,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "base/usable_cpus.h"
 #include "kernels/cpu/dispatch.h"
-#include "kernels/cpu/layout/weights.h"
-#include "kernels/host/transfers.h"
+#include "kernels/cpu/items/weights.h"
+#include "kernels/host_memory/transfers.h"
 
 namespace mla::kernels {
 namespace {

@@ -18,10 +18,10 @@
 #include "kernels/backend_registry.h"
 #include "kernels/cpu/items/item_runner.h"
 #include "kernels/cpu/items/launch_selects.h"
-#include "kernels/cpu/kernel_set.h"
+#include "kernels/cpu/simd/kernel_set.h"
 #include "kernels/cpu/workers/worker_pool.h"
-#include "kernels/host/host_backend.h"
-#include "kernels/launch/page_ranges.h"
+#include "kernels/host_memory/host_backend.h"
+#include "kernels/types/page_ranges.h"
 
 namespace mla::kernels {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "kernels/launch/launch_layout.h"
-#include "kernels/launch/read_rows.h"
+#include "kernels/launch_layout.h"
+#include "kernels/read_rows.h"
 #include "kernels/testing/allocation_counter.h"
 
 namespace mla::kernels {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "kernels/cpu/kernel_set.h"
+#include "kernels/cpu/simd/kernel_set.h"
 
 namespace mla::kernels::cpu {
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "gtest/gtest.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 
 namespace mla::kernels {
 namespace {

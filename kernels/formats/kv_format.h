@@ -9,7 +9,7 @@
 //               byte of every 64 latent values: the exponent of their scale   at 448 + 64
 //   index_key   [e4m3] of all rows of a page, then an fp32 scale of each row  132 at 128
 //
-// The last is of the keys of an indexer (kernels/launch/select.h), no format of KV rows.
+// The last is of the keys of an indexer (kernels/types/select.h), no format of KV rows.
 //
 // What a stored value stands for, equally on every backend:
 //   fp8_tensor  code x scale
@@ -18,8 +18,8 @@
 //               that is negative, NaN or above kLargestKvScale stands for NaN (KvScale).
 //
 // A value that a row cannot hold (NaN, an infinity, a magnitude of 2^80 and more; see Stored in
-// kernels/dtype.h) is kept as NaN by every format, and so reaches every result that sees the row.
-// Magnitudes that only a scale makes too large saturate.
+// kernels/formats/dtype.h) is kept as NaN by every format, and so reaches every result that sees
+// the row. Magnitudes that only a scale makes too large saturate.
 #ifndef MLA_KERNELS_FORMATS_KV_FORMAT_H_
 #define MLA_KERNELS_FORMATS_KV_FORMAT_H_
 
@@ -28,7 +28,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 #include "kernels/formats/fp8.h"
 
 namespace mla::kernels {

@@ -9,8 +9,8 @@
 
 namespace mla::kernels {
 
-// Makes NaN of what EncodeKvRow would not have stored (kernels/dtype.h). Returns the first of
-// `count` rows, `row_stride` bytes apart, in which something stands for NaN; `count`: none does.
+// Makes NaN of what EncodeKvRow would not have stored (kernels/formats/dtype.h). Returns the first
+// of `count` rows, `row_stride` bytes apart, in which something stands for NaN; `count`: none does.
 // With scales behind the rows of a page, `rows` is a page that has room for `page_rows`.
 int64_t PoisonRows(const KvRowLayout& at, Fp8Kind kind, std::byte* rows, int64_t row_stride,
                    int32_t page_rows, int64_t count);

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "kernels/hip/capabilities.h"
+#include "kernels/hip/device_state/capabilities.h"
 #include "kernels/hip/self_test/host_memory.h"
 
 namespace mla::kernels::hip {

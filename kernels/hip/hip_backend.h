@@ -29,8 +29,8 @@
 
 #include "kernels/attention_backend.h"
 #include "kernels/backend_registry.h"
-#include "kernels/hip/arch_traits.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/args/arch_traits.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/launch/launch_builder.h"
 #include "kernels/hip/runtime/call_watch.h"
 #include "kernels/hip/runtime/device_memory.h"
@@ -59,7 +59,7 @@ struct HipBackendOptions {
   GraphUse graphs = GraphUse::kAuto;
   bool reach_host = true;  // false: tensors are copied though kernels may reach the host's memory
   // Most device memory for up-projected keys and values of the expanded form. Launches that need
-  // more work through it in rounds (kernels/round_info.h).
+  // more work through it in rounds (kernels/types/round_info.h).
   int64_t expanded_workspace_bytes = int64_t{640} << 20;
   int32_t most_rounds = kMostRounds;  // of a launch; fewer are for tests
   int64_t shared_bytes = 0;           // of that, left to AllocateShared

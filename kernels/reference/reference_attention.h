@@ -12,8 +12,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/attention_params.h"
-#include "kernels/host/host_backend.h"
+#include "kernels/host_memory/host_backend.h"
+#include "kernels/types/attention_params.h"
 
 namespace mla::kernels {
 

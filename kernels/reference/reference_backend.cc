@@ -4,7 +4,7 @@
 #include <cstring>
 #include <iterator>
 
-#include "kernels/host/transfers.h"
+#include "kernels/host_memory/transfers.h"
 
 namespace mla::kernels {
 

@@ -8,7 +8,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/backend_registry.h"
-#include "kernels/host/host_backend.h"
+#include "kernels/host_memory/host_backend.h"
 #include "kernels/reference/reference_attention.h"
 
 namespace mla::kernels {

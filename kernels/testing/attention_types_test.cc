@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "gtest/gtest.h"
-#include "kernels/attention_desc.h"
-#include "kernels/dtype.h"
-#include "kernels/work_info.h"
+#include "kernels/formats/dtype.h"
+#include "kernels/types/attention_desc.h"
+#include "kernels/types/work_info.h"
 
 namespace mla::kernels {
 namespace {

@@ -1,5 +1,5 @@
 // Parts of one launch that name the same bytes of the pool although their order within a launch
-// (kernels/launch/launch.h) would make one of them worth nothing.
+// (kernels/types/launch.h) would make one of them worth nothing.
 //
 // Moved rows are written before the page work of their launch, and bytes leave at its end. So a
 // page that a launch zeroes or copies, appends to, or attends to is not one that it moves rows
@@ -9,7 +9,7 @@
 
 #include <string>
 
-#include "kernels/launch/launch.h"
+#include "kernels/types/launch.h"
 
 namespace mla::kernels::testing {
 

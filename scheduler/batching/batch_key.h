@@ -2,8 +2,8 @@
 #ifndef MLA_SCHEDULER_BATCHING_BATCH_KEY_H_
 #define MLA_SCHEDULER_BATCHING_BATCH_KEY_H_
 
-#include "kernels/attention_desc.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
+#include "kernels/types/attention_desc.h"
 #include "scheduler/request.h"
 
 namespace mla::scheduler {

@@ -2,8 +2,9 @@
 // results that are not finite though their inputs are.
 //
 // What a query row sees decides its log-sum-exp: with KV rows as the pool holds them and weights as
-// uploads may be (kernels/dtype.h), outputs are finite wherever it is. So it alone is looked at,
-// one number for each row and head; the inputs are looked at only where it is not finite.
+// uploads may be (kernels/formats/dtype.h), outputs are finite wherever it is. So it alone is
+// looked at, one number for each row and head; the inputs are looked at only where it is not
+// finite.
 //
 // What is found is noted in the requests (StreamRequest::EngineFields), and in the sequences from
 // where on their rows are not finite. Threading: the holder of the engine role. Allocates, and

@@ -1,7 +1,7 @@
 // What a failing backend takes down, and what it must not.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/launch/read_rows.h"
+#include "kernels/read_rows.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/engine/engine_core.h"
 #include "scheduler/testing/engine_harness.h"

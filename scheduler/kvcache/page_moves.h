@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "kernels/attention_desc.h"
 #include "kernels/formats/fp8.h"
-#include "kernels/launch/launch.h"
+#include "kernels/types/attention_desc.h"
+#include "kernels/types/launch.h"
 #include "scheduler/kvcache/pool/cache_layout.h"
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/kvcache/pool/slab_pool.h"

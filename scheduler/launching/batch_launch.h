@@ -11,8 +11,8 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/launch/launch.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
+#include "kernels/types/launch.h"
 #include "scheduler/batching/batch.h"
 #include "scheduler/engine.h"
 #include "scheduler/launching/records_origin.h"

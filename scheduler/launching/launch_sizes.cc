@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 #include "scheduler/planning/planner.h"
 
 namespace mla::scheduler {

@@ -10,7 +10,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/host/host_backend.h"
+#include "kernels/host_memory/host_backend.h"
 #include "scheduler/launching/launcher.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/testing/engine_harness.h"

@@ -14,7 +14,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/attention_params.h"
+#include "kernels/types/attention_params.h"
 #include "scheduler/batching/batch.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/batch_launch.h"

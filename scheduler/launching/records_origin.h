@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 #include "scheduler/batching/batch.h"
 #include "scheduler/batching/batch_key.h"
 #include "scheduler/request.h"

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "kernels/input_fragments.h"
+#include "kernels/types/input_fragments.h"
 #include "scheduler/model.h"
 #include "scheduler/tables/model_table.h"
 

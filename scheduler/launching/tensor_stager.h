@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 #include "scheduler/batching/batch.h"
 #include "scheduler/launching/batch_launch.h"
 #include "scheduler/limits.h"

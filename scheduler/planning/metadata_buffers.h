@@ -9,7 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "kernels/work_info.h"
+#include "kernels/types/work_info.h"
 
 namespace mla::scheduler {
 

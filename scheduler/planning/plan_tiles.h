@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "kernels/attention_backend.h"
-#include "kernels/work_info.h"
+#include "kernels/types/work_info.h"
 #include "scheduler/planning/planner.h"
 
 namespace mla::scheduler {

@@ -11,7 +11,7 @@
 #include <span>
 
 #include "kernels/attention_backend.h"
-#include "kernels/attention_params.h"
+#include "kernels/types/attention_params.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/plan_tiles.h"
 

@@ -28,7 +28,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "kernels/attention_params.h"
+#include "kernels/types/attention_params.h"
 #include "scheduler/planning/metadata_buffers.h"
 
 namespace mla::scheduler {

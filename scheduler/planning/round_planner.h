@@ -1,4 +1,4 @@
-// Turns a plan of the expanded form into rounds of work for a device (kernels/round_info.h).
+// Turns a plan of the expanded form into rounds of work for a device (kernels/types/round_info.h).
 //
 // Keys and values of a launch may not fit the workspace at once, so it is worked through in rounds:
 // each round up-projects some expansions (rows of a segment for some heads) and then attends to
@@ -23,8 +23,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "kernels/attention_params.h"
-#include "kernels/round_info.h"
+#include "kernels/types/attention_params.h"
+#include "kernels/types/round_info.h"
 #include "scheduler/planning/planner.h"
 
 namespace mla::scheduler {

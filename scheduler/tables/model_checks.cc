@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
-#include "kernels/window.h"
+#include "kernels/types/window.h"
 
 namespace mla::scheduler {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kernels/attention_backend.h"
-#include "kernels/attention_params.h"
+#include "kernels/types/attention_params.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 

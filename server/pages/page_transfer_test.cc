@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "kernels/formats/kv_format.h"
-#include "kernels/host/host_backend.h"
-#include "kernels/host/transfers.h"
+#include "kernels/host_memory/host_backend.h"
+#include "kernels/host_memory/transfers.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/clock.h"
 #include "scheduler/testing/engine_harness.h"

@@ -14,8 +14,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
-#include "kernels/launch/word.h"
 #include "kernels/shared_device_memory.h"
+#include "kernels/types/word.h"
 #include "proto/wire/ring_layout.h"
 
 namespace mla::server {

@@ -42,7 +42,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "base/mutex.h"
-#include "kernels/launch/word.h"
+#include "kernels/types/word.h"
 #include "mla/v1/attention.pb.h"
 #include "proto/wire/ring_layout.h"
 #include "scheduler/engine.h"

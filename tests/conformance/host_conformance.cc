@@ -1,5 +1,5 @@
-// The conformance suite on device code that was compiled for the host (kernels/hip/host): the
-// kernels themselves, driven through the whole host path by the fake runtime.
+// The conformance suite on device code that was compiled for the host (kernels/hip/host_images):
+// the kernels themselves, driven through the whole host path by the fake runtime.
 //
 //   host_conformance --arch gfx950|gfx942|sm_90 [--image FILE] [--long 1] [--seed S]
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]

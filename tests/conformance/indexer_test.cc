@@ -9,8 +9,8 @@
 #include "kernels/cpu/cpu_backend.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/emulation/emulated_levels.h"
-#include "kernels/launch/select.h"
 #include "kernels/reference/reference_backend.h"
+#include "kernels/types/select.h"
 #include "tests/conformance/sparse/indexer_workload.h"
 
 namespace mla::conformance {

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "gtest/gtest.h"
-#include "kernels/host/transfers.h"
+#include "kernels/host_memory/transfers.h"
 #include "kernels/reference/reference_backend.h"
 #include "tests/conformance/suite/plan_builder.h"
 #include "tests/conformance/suite/suite.h"

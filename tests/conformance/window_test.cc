@@ -13,7 +13,7 @@
 #include "kernels/cpu/dispatch.h"
 #include "kernels/cpu/emulation/emulated_levels.h"
 #include "kernels/reference/reference_backend.h"
-#include "kernels/window.h"
+#include "kernels/types/window.h"
 #include "tests/conformance/sparse/window_workload.h"
 #include "tests/conformance/suite/plan_builder.h"
 #include "tests/conformance/suite/scheduler_plan.h"

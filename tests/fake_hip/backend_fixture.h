@@ -9,8 +9,8 @@
 
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
-#include "kernels/launch/launch_layout.h"
-#include "kernels/launch/read_rows.h"
+#include "kernels/launch_layout.h"
+#include "kernels/read_rows.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 
 namespace mla::kernels::hip {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "kernels/round_info.h"
+#include "kernels/types/round_info.h"
 #include "scheduler/testing/engine_harness.h"
 
 namespace mla::kernels::hip {
@@ -181,7 +181,8 @@ inline void ExpectSame(const scheduler::testing::TestRequest& got,
     wrong += !(off <= allowed);  // a NaN is wrong
     worst = std::max(worst, off / allowed);
   }
-  EXPECT_EQ(wrong, 0) << "of " << got.output.size() << ", the worst " << worst << " times the bound";
+  EXPECT_EQ(wrong, 0) << "of " << got.output.size() << ", the worst " << worst
+                      << " times the bound";
   ASSERT_EQ(got.lse.size(), want.lse.size());
   for (size_t i = 0; i < got.lse.size(); ++i) ASSERT_NEAR(got.lse[i], want.lse[i], 1e-3) << i;
 }

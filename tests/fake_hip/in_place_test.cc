@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/hip_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
 #include "tests/fake_hip/rocm/row_launch.h"

@@ -3,7 +3,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::kernels::hip {

@@ -15,7 +15,7 @@ SPEC.loader.exec_module(report)
 
 
 def amd(kernel, vgpr_spill=0, scratch=0, lds=1024):
-    prefix = "kernels/hip/device_code.hip:1:1: remark: "
+    prefix = "kernels/hip/device/device_code.hip:1:1: remark: "
     lines = [f"Function Name: {kernel}", "    VGPRs: 256", "    AGPRs: 12", "    TotalSGPRs: 80",
              f"    ScratchSize [bytes/lane]: {scratch}", "    Occupancy [waves/SIMD]: 1",
              "    SGPRs Spill: 0", f"    VGPRs Spill: {vgpr_spill}",

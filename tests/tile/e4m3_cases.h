@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 
 namespace mla::tile_test {
 

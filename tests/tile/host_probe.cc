@@ -5,7 +5,7 @@
 #define MLA_GFX950 1
 #define MLA_HOST_ARCH "gfx950"
 #endif
-#include "kernels/hip/host/kernel_table.h"
+#include "kernels/hip/host_images/kernel_table.h"
 #include "tests/tile/probe.hip"
 
 namespace mla::tile_test {

@@ -1,18 +1,18 @@
 // Probe kernels: each runs one tile primitive of the architecture on given operands and writes what
 // comes out in plain row-major order, by the layout functions that the real kernels use.
-#include "kernels/hip/common/target.h"
+#include "kernels/hip/device/target/target.h"
 #if MLA_GFX950
-#include "kernels/hip/gfx950/code_wave.h"
+#include "kernels/hip/device/gfx950/code_wave.h"
 #elif MLA_GFX942
-#include "kernels/hip/gfx942/code_wave.h"
+#include "kernels/hip/device/gfx942/code_wave.h"
 #else
-#include "kernels/hip/sm90/barriers.h"
-#include "kernels/hip/sm90/tile.h"
-#include "kernels/hip/sm90/wgmma.h"
+#include "kernels/hip/device/sm90/barriers.h"
+#include "kernels/hip/device/sm90/tile.h"
+#include "kernels/hip/device/sm90/wgmma.h"
 #include "tests/tile/probe_e4m3.h"
 #endif
 
-#include "kernels/hip/kv/kv_stream.h"
+#include "kernels/hip/device/kv/kv_stream.h"
 #include "tests/tile/probe_args.h"
 #if MLA_AMD
 #include "tests/tile/probe_codes.h"

@@ -3,9 +3,9 @@
 #define MLA_TESTS_TILE_PROBE_CODES_H_
 
 #if MLA_GFX950
-#include "kernels/hip/gfx950/code_wave.h"
+#include "kernels/hip/device/gfx950/code_wave.h"
 #else
-#include "kernels/hip/gfx942/code_wave.h"
+#include "kernels/hip/device/gfx942/code_wave.h"
 #endif
 #include "tests/tile/probe_args.h"
 

@@ -3,8 +3,8 @@
 #ifndef MLA_TESTS_TILE_PROBE_E4M3_H_
 #define MLA_TESTS_TILE_PROBE_E4M3_H_
 
-#include "kernels/hip/sm90/e4m3/instructions.h"
-#include "kernels/hip/sm90/tile.h"
+#include "kernels/hip/device/sm90/e4m3_instructions.h"
+#include "kernels/hip/device/sm90/tile.h"
 #include "tests/tile/probe_args.h"
 
 namespace mla::tile_test {

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "tests/tile/e4m3_cases.h"

@@ -3,7 +3,7 @@
 #ifndef MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
 #define MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
 
-#include "kernels/cpu/kernel_set.h"
+#include "kernels/cpu/simd/kernel_set.h"
 
 namespace mla::kernels::cpu {
 

@@ -20,10 +20,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/attention_params.h"
-#include "kernels/cpu/kernel_set.h"
-#include "kernels/cpu/layout/run_layout.h"
-#include "kernels/host/host_backend.h"
+#include "kernels/cpu/items/run_layout.h"
+#include "kernels/cpu/simd/kernel_set.h"
+#include "kernels/host_memory/host_backend.h"
+#include "kernels/types/attention_params.h"
 
 namespace mla::kernels::cpu {
 

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernels/cpu/items/row_io.h"
-#include "kernels/cpu/layout/weights.h"
+#include "kernels/cpu/items/weights.h"
 
 namespace mla::kernels::cpu {
 namespace {

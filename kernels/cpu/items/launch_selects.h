@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/cpu/items/select_rows.h"
-#include "kernels/host/mapped_memory.h"
+#include "kernels/host_memory/mapped_memory.h"
 
 namespace mla::kernels::cpu {
 

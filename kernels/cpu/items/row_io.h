@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/attention_params.h"
-#include "kernels/cpu/kernel_set.h"
-#include "kernels/dtype.h"
-#include "kernels/host/fragments.h"
-#include "kernels/host/host_backend.h"
+#include "kernels/cpu/simd/kernel_set.h"
+#include "kernels/formats/dtype.h"
+#include "kernels/host_memory/fragments.h"
+#include "kernels/host_memory/host_backend.h"
+#include "kernels/types/attention_params.h"
 
 namespace mla::kernels::cpu {
 

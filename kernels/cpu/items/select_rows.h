@@ -1,4 +1,4 @@
-// The choice of rows by an indexer (kernels/launch/select.h), of a query row or of a share of what
+// The choice of rows by an indexer (kernels/types/select.h), of a query row or of a share of what
 // it sees: logits of a tile of index keys are a product of the level's kernel set, of which the
 // best are kept.
 //
@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <span>
 
-#include "kernels/cpu/kernel_set.h"
-#include "kernels/host/host_backend.h"
-#include "kernels/launch/select.h"
+#include "kernels/cpu/simd/kernel_set.h"
+#include "kernels/host_memory/host_backend.h"
+#include "kernels/types/select.h"
 
 namespace mla::kernels::cpu {
 

@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "kernels/cpu/kernel_set.h"
+#include "kernels/cpu/simd/kernel_set.h"
 
 namespace mla::kernels::cpu {
 namespace {

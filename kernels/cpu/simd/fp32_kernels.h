@@ -10,8 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "kernels/cpu/kernel_set.h"
 #include "kernels/cpu/simd/exp2.h"
+#include "kernels/cpu/simd/kernel_set.h"
 
 namespace mla::kernels::cpu {
 namespace {

@@ -11,11 +11,11 @@
 #include <optional>
 
 #include "absl/status/status.h"
-#include "kernels/attention_params.h"
-#include "kernels/hip/common/kernel_args.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/args/kernel_args.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/plan_store.h"
 #include "kernels/hip/slot/launch_slot.h"
+#include "kernels/types/attention_params.h"
 
 namespace mla::kernels::hip {
 

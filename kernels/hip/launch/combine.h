@@ -8,10 +8,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/attention_params.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/plan_store.h"
 #include "kernels/hip/slot/launch_slot.h"
+#include "kernels/types/attention_params.h"
 
 namespace mla::kernels::hip {
 

@@ -1,5 +1,5 @@
-// The expanded form in a launch: rounds of up-projection and attention (kernels/round_info.h), then
-// the merge.
+// The expanded form in a launch: rounds of up-projection and attention
+// (kernels/types/round_info.h), then the merge.
 //
 // Ownership: borrows the device's state. Threading: as the backend's launches, one thread at a
 // time.
@@ -11,8 +11,8 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/hip/common/expanded_args.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/args/expanded_args.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/plan_store.h"
 #include "kernels/hip/slot/launch_slot.h"
 

@@ -1,4 +1,4 @@
-// The choice of rows by the indexer in a launch (kernels/launch/select.h), in rounds of as many
+// The choice of rows by the indexer in a launch (kernels/types/select.h), in rounds of as many
 // query rows as the workspace has room for.
 //
 // Ownership: borrows the device's state, owns the workspace between the indexer's two kernels.
@@ -12,8 +12,8 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/hip/common/kernel_args.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/args/kernel_args.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/slot/launch_slot.h"
 

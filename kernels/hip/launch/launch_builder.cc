@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/capabilities.h"
-#include "kernels/launch/read_rows.h"
+#include "kernels/hip/device_state/capabilities.h"
+#include "kernels/read_rows.h"
 
 namespace mla::kernels::hip {
 namespace {

@@ -13,16 +13,16 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "kernels/hip/device_state.h"
-#include "kernels/hip/gate/gate_work.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/launch/absorbed_work.h"
 #include "kernels/hip/launch/expanded_work.h"
+#include "kernels/hip/launch/gate_work.h"
 #include "kernels/hip/launch/index_work.h"
 #include "kernels/hip/launch/page_work.h"
 #include "kernels/hip/launch/project_work.h"
+#include "kernels/hip/launch/stream_work.h"
 #include "kernels/hip/runtime/plan_store.h"
 #include "kernels/hip/slot/launch_slot.h"
-#include "kernels/hip/stream/stream_work.h"
 
 namespace mla::kernels::hip {
 

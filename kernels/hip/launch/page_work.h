@@ -15,10 +15,10 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/hip/common/kernel_args.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/args/kernel_args.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/slot/launch_slot.h"
-#include "kernels/launch/page_ranges.h"
+#include "kernels/types/page_ranges.h"
 
 namespace mla::kernels::hip {
 

@@ -12,8 +12,8 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/hip/common/kernel_args.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/args/kernel_args.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/slot/launch_slot.h"
 
 namespace mla::kernels::hip {

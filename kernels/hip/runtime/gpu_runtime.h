@@ -38,7 +38,7 @@ struct LaunchShape {
   uint32_t shared_bytes = 0;
   // May start before its predecessor on the stream has ended; the kernel itself waits for it.
   bool overlap_predecessor = false;
-  // The same where the predecessor is a gate (gate/gate.h), of few blocks.
+  // The same where the predecessor is a gate (device/kernels/gate.h), of few blocks.
   bool overlap_gate = false;
   // NVIDIA only. Its blocks wait for each other: it starts when all of them fit at a time, and is
   // refused if they never do.

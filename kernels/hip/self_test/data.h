@@ -9,10 +9,10 @@
 #include <iterator>
 #include <vector>
 
-#include "kernels/attention_desc.h"
-#include "kernels/attention_params.h"
-#include "kernels/dtype.h"
-#include "kernels/round_info.h"
+#include "kernels/formats/dtype.h"
+#include "kernels/types/attention_desc.h"
+#include "kernels/types/attention_params.h"
+#include "kernels/types/round_info.h"
 
 namespace mla::kernels::hip::self_test {
 

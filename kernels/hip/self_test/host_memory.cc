@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/runtime/device_memory.h"
 
 namespace mla::kernels::hip {

@@ -3,7 +3,7 @@
 #define MLA_KERNELS_HIP_SELF_TEST_HOST_MEMORY_H_
 
 #include "absl/status/status.h"
-#include "kernels/hip/device_state.h"
+#include "kernels/hip/device_state/device_state.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 
 namespace mla::kernels::hip {

@@ -11,8 +11,8 @@
 #include "kernels/attention_backend.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
-#include "kernels/launch/launch_layout.h"
-#include "kernels/launch/read_rows.h"
+#include "kernels/launch_layout.h"
+#include "kernels/read_rows.h"
 
 namespace mla::kernels::hip::self_test {
 

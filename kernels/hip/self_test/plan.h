@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/attention_backend.h"
-#include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/args/expanded_args.h"
 #include "kernels/hip/self_test/data.h"
 
 namespace mla::kernels::hip::self_test {

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/attention_backend.h"
 #include "kernels/hip/self_test/data.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 
 namespace mla::kernels::hip::self_test {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/common/expanded_args.h"
+#include "kernels/hip/args/expanded_args.h"
 #include "kernels/hip/runtime/kernel_graphs.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/digest.h"
@@ -16,7 +16,7 @@
 #include "kernels/hip/self_test/plan.h"
 #include "kernels/hip/self_test/row.h"
 #include "kernels/hip/self_test/sparse.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 
 namespace mla::kernels::hip {
 namespace self_test {

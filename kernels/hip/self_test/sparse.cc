@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/self_test/data.h"
 #include "kernels/hip/self_test/plan.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 
 namespace mla::kernels::hip::self_test {
 namespace {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/kernel_args.h"
 
 namespace mla::kernels::hip {
 namespace {

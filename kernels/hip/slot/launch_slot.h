@@ -34,8 +34,8 @@
 #include <vector>
 
 #include "kernels/attention_backend.h"
-#include "kernels/hip/common/kernel_args.h"
-#include "kernels/hip/gate/gate_args.h"
+#include "kernels/hip/args/gate_args.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
 #include "kernels/hip/runtime/kernel_graphs.h"

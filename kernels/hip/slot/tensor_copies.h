@@ -19,7 +19,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/hip/runtime/device_memory.h"
 #include "kernels/hip/runtime/gpu_runtime.h"
-#include "kernels/launch/launch.h"
+#include "kernels/types/launch.h"
 
 namespace mla::kernels::hip {
 

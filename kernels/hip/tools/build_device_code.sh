@@ -13,7 +13,7 @@ set -euo pipefail
 
 out="$1"
 shift
-source=kernels/hip/device_code.hip
+source=kernels/hip/device/device_code.hip
 symbols=mla_image
 required=""
 while [[ $# -gt 0 ]]; do

@@ -2,7 +2,7 @@
 
 Reads what tools/build_device_code.sh left in a folder (default: Bazel's output of ./dev build hip):
 usage.txt, the compilers' resource reports, and the assembly of the AMD architectures; and what
-host/shared_accesses.cc left beside them. Prints, for each kernel and architecture, registers, LDS,
+host_images/shared_accesses.cc left beside them. Prints, for each kernel and architecture, registers, LDS,
 scratch and spills; for each kernel of matrix products on AMD the instructions of its inner loop and
 the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe and, followed with
 the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill that
@@ -55,7 +55,7 @@ MATRIX_BUSY = 0.55
 # Reads and writes of accumulation registers that a turn may have, for values of its own that the
 # compiler keeps there; an accumulator of 32 rows is 16 of them.
 ACCUMULATOR_MOVES = 15
-# Tiles in LDS where copies are waited for by count: kStages of gfx950/config.h. Rows of fp8_page
+# Tiles in LDS where copies are waited for by count: kStages of device/gfx950/config.h. Rows of fp8_page
 # pass through registers.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
           "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
@@ -255,7 +255,7 @@ def stage_faults(arch, kernel, turn):
 
 
 def m0_faults(arch, assembly):
-    """Instructions that use m0 beside those with which copies to LDS set it (gfx950/tile.h). They
+    """Instructions that use m0 beside those with which copies to LDS set it (device/gfx950/tile.h). They
     can not declare that they do, m0 being reserved, so nothing else may keep a value there."""
     for line in assembly.splitlines():
         code = line.split(";")[0].strip()

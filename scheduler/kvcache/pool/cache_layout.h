@@ -12,8 +12,8 @@
 #include <span>
 #include <vector>
 
-#include "kernels/attention_params.h"
 #include "kernels/formats/kv_format.h"
+#include "kernels/types/attention_params.h"
 
 namespace mla::kvcache {
 

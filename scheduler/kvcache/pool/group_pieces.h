@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/launch/launch.h"
+#include "kernels/types/launch.h"
 #include "scheduler/kvcache/pool/cache_layout.h"
 
 namespace mla::kvcache {

@@ -1,6 +1,6 @@
 // What page groups outside the pool are checked by, 128 bits over all bytes of a group each:
 //
-//   in memory   a digest, XXH3 of the XXH3s of its parts (kernels/launch/part_digest.h), at the
+//   in memory   a digest, XXH3 of the XXH3s of its parts (kernels/types/part_digest.h), at the
 //   speed
 //               of memory or made by the launch that copies. It finds what memory or a copy has
 //               changed.
@@ -17,7 +17,7 @@
 #include <optional>
 #include <span>
 
-#include "kernels/launch/part_digest.h"
+#include "kernels/types/part_digest.h"
 
 namespace mla::kvcache {
 

@@ -7,7 +7,7 @@
 
 #include <span>
 
-#include "kernels/attention_params.h"
+#include "kernels/types/attention_params.h"
 #include "scheduler/planning/planner.h"
 
 namespace mla::scheduler {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "kernels/attention_backend.h"
-#include "kernels/attention_params.h"
-#include "kernels/cpu/kernel_set.h"
+#include "kernels/cpu/simd/kernel_set.h"
+#include "kernels/types/attention_params.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 

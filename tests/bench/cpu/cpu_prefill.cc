@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/layout/run_layout.h"
+#include "kernels/cpu/items/run_layout.h"
 #include "tests/bench/cpu/cpu_bench.h"
 #include "tests/bench/cpu/gemm_bound.h"
 

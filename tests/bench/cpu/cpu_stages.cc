@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "kernels/cpu/dispatch.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 #include "tests/bench/cpu/cpu_bench.h"
 
 namespace mla::bench {

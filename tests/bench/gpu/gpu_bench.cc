@@ -34,7 +34,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "kernels/hip/hip_backend.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 #include "scheduler/planning/metadata_buffers.h"
 #include "scheduler/planning/planner.h"
 #include "tests/bench/gpu/gpu_programs.h"

@@ -10,7 +10,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 #include "tests/bench/gpu/gpu_programs.h"
 #include "tests/fake_hip/backend_fixture.h"
 

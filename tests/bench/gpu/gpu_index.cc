@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
-#include "kernels/hip/arch_traits.h"
+#include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/hip_backend.h"
 #include "tests/bench/gpu/gpu_programs.h"
 

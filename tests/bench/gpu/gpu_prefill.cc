@@ -24,7 +24,7 @@
 
 #include "absl/strings/str_format.h"
 #include "kernels/formats/fp8.h"
-#include "kernels/hip/arch_traits.h"
+#include "kernels/hip/args/arch_traits.h"
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/planning/planner.h"
 #include "scheduler/planning/round_planner.h"

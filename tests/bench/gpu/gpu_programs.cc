@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 
 namespace mla::bench {
 namespace {

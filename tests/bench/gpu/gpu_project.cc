@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "kernels/hip/hip_backend.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 #include "tests/bench/gpu/gpu_programs.h"
 
 namespace mla::bench {

@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "kernels/attention_desc.h"
+#include "kernels/types/attention_desc.h"
 
 namespace mla::conformance {
 
-// Which parts of a launch (kernels/launch/launch.h) answer the case.
+// Which parts of a launch (kernels/types/launch.h) answer the case.
 enum class Route : uint8_t {
   kAbsorbed,       // latent queries: `absorbed`
   kExpanded,       // expanded queries: `expanded`

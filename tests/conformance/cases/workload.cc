@@ -228,7 +228,8 @@ void UpdateStored(const CaseSpec& spec, const RequestSpec& request, RequestData&
 namespace {
 
 // Makes a query such that rounding to e4m3 keeps it, over the power of two that brings its largest
-// magnitude to at most 448 and more than 224 (kernels/hip/sm90/e4m3/queries.h).
+// magnitude to at most 448 and more than 224
+// (kernels/hip/device/sm90/decode/rows64_codes/queries.h).
 void RoundQuery(std::span<float> query) {
   uint32_t largest = 0;
   for (float& x : query) {

@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/attention_params.h"
+#include "kernels/types/attention_params.h"
 #include "tests/conformance/cases/case_spec.h"
 #include "tests/conformance/cases/sparse_cases.h"
 

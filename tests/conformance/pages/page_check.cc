@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "kernels/launch/launch.h"
+#include "kernels/types/launch.h"
 
 namespace mla::conformance {
 namespace {

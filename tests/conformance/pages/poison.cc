@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "kernels/launch/launch.h"
+#include "kernels/types/launch.h"
 
 namespace mla::conformance {
 namespace {

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/launch/launch.h"
 #include "kernels/reference/reference_backend.h"
+#include "kernels/types/launch.h"
 
 namespace mla::conformance {
 namespace {

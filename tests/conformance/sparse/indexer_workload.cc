@@ -8,7 +8,7 @@
 #include <span>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 
 namespace mla::conformance {
 namespace {

@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "kernels/dtype.h"
+#include "kernels/formats/dtype.h"
 
 namespace mla::conformance {
 

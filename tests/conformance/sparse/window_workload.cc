@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/host/host_backend.h"
+#include "kernels/host_memory/host_backend.h"
 #include "kernels/reference/reference_attention.h"
 
 namespace mla::conformance {

@@ -1,5 +1,5 @@
-// Launches of attention to a window and to entries (kernels/window.h), and what they must answer,
-// by an oracle of its own in fp64.
+// Launches of attention to a window and to entries (kernels/types/window.h), and what they must
+// answer, by an oracle of its own in fp64.
 //
 // Rows and entries that a query row does not attend to are NaN, and page tables lead nowhere where
 // a window has gone by.
@@ -16,7 +16,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/attention_backend.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 #include "tests/conformance/suite/plan_builder.h"
 
 namespace mla::conformance {

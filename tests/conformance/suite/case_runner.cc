@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/launch/read_rows.h"
+#include "kernels/read_rows.h"
 #include "tests/conformance/pages/poison.h"
 
 namespace mla::conformance {

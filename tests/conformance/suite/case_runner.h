@@ -16,7 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 #include "scheduler/planning/round_planner.h"
 #include "tests/conformance/cases/workload.h"
 #include "tests/conformance/suite/plan_builder.h"

@@ -13,7 +13,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/attention_backend.h"
-#include "kernels/attention_params.h"
+#include "kernels/types/attention_params.h"
 
 namespace mla::conformance {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kernels/formats/kv_format.h"
-#include "kernels/window.h"
+#include "kernels/types/window.h"
 #include "tests/conformance/sparse/window_workload.h"
 #include "tests/conformance/suite/plan_builder.h"
 #include "tests/fake_hip/backend_fixture.h"

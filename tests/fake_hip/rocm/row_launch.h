@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "kernels/hip/hip_backend.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 
 namespace mla::kernels::hip {
 

@@ -6,7 +6,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "kernels/hip/hip_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
 

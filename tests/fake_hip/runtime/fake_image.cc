@@ -55,7 +55,7 @@ const kernels::hip::host::Image* LoadImage(const void* bytes, const std::string&
   auto found = opened.find(content);
   if (found == opened.end()) {
     const kernels::hip::host::Image* const image =
-        library ? OpenLibrary(content) : Open("kernels/hip/host/" + arch + ".so");
+        library ? OpenLibrary(content) : Open("kernels/hip/host_images/" + arch + ".so");
     found = opened.emplace(content, image).first;
   }
   const kernels::hip::host::Image* const image = found->second;

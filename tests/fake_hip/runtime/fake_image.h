@@ -4,13 +4,13 @@
 
 #include <string>
 
-#include "kernels/hip/host/block/image.h"
+#include "kernels/hip/emulator/block/image.h"
 
 namespace mla::fake_hip {
 
-// `bytes` is the text "fake image for ARCH", which stands for //kernels/hip/host:ARCH.so among the
-// caller's data files, or such a library itself. Null: it is neither, or of another architecture
-// than `arch`. Images are kept until the process ends; the same one is loaded once.
+// `bytes` is the text "fake image for ARCH", which stands for //kernels/hip/host_images:ARCH.so
+// among the caller's data files, or such a library itself. Null: it is neither, or of another
+// architecture than `arch`. Images are kept until the process ends; the same one is loaded once.
 const kernels::hip::host::Image* LoadImage(const void* bytes, const std::string& arch);
 
 }  // namespace mla::fake_hip

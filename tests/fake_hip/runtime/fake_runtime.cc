@@ -15,8 +15,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "kernels/hip/common/expanded_args.h"
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/expanded_args.h"
+#include "kernels/hip/args/kernel_args.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 #include "tests/fake_hip/runtime/fake_image.h"
 #include "tests/fake_hip/runtime/fake_memory.h"

@@ -6,8 +6,8 @@
 #include <map>
 #include <utility>
 
-#include "kernels/hip/common/expanded_args.h"
-#include "kernels/hip/common/kernel_args.h"
+#include "kernels/hip/args/expanded_args.h"
+#include "kernels/hip/args/kernel_args.h"
 
 namespace mla::fake_hip {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/hip/host/block/image.h"
+#include "kernels/hip/emulator/block/image.h"
 #include "tests/fake_hip/runtime/fake_control.h"
 
 namespace mla::fake_hip {

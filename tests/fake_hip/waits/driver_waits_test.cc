@@ -14,7 +14,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
-#include "kernels/launch/launch_layout.h"
+#include "kernels/launch_layout.h"
 #include "tests/conformance/suite/scheduler_plan.h"
 #include "tests/fake_hip/backend_fixture.h"
 #include "tests/fake_hip/waits/driver_calls.h"

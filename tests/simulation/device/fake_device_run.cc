@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/host/transfers.h"
+#include "kernels/host_memory/transfers.h"
 #include "tests/simulation/device/fake_device.h"
 #include "tests/simulation/oracle/patterns.h"
 

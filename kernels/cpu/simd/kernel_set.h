@@ -1,0 +1,175 @@
+// The inner loops of one CPU dispatch level, as a table of functions.
+//
+// Control flow (which rows, which tiles, masking limits, merging) is written once in item_runner.cc
+// for the baseline instruction set; everything that costs time is behind this table, each level in
+// a folder and with compiler options of its own. To keep a level's instructions out of code that
+// others run, level sources define nothing with external linkage but their table and call no inline
+// function of other headers.
+//
+// Operands. A level multiplies either bf16 pairs (`bf16_operands`, accumulating in fp32) or fp32.
+//   rows    A operand: pointers to rows of `k` elements, contiguous, any alignment.
+//   panels  B operand: 16 columns each, zero-padded; panel p starts at p * panel_bytes.
+//             bf16, k_group 2: [k / 2][16 columns][2]        one vector holds a pair of each column
+//             bf16, k_group 8: [k / 8][4][4][8], column n at [n % 4][n / 4]   one vector holds 4
+//                              pairs of every 4th column, in its 128-bit lanes
+//             fp32, k_group 1: [k][16 columns]
+//           k is padded with zeros to a multiple of `k_align`; PanelOffset finds an element.
+//   C       fp32, row-major, `ldc` floats between rows, with room for `rows` rounded up to 16.
+// Attention keeps packed rows (query row, head) in columns: logits are S^T [kv rows][packed rows],
+// so a KV row is always used as it lies in its page and softmax runs down the columns.
+#ifndef MLA_KERNELS_CPU_SIMD_KERNEL_SET_H_
+#define MLA_KERNELS_CPU_SIMD_KERNEL_SET_H_
+
+#include <stdint.h>
+
+namespace mla::kernels::cpu {
+
+inline constexpr int32_t kPanel = 16;      // columns a panel
+inline constexpr int32_t kTileRows = 128;  // KV rows a tile, and packed rows a block, at most
+
+// C[i][n] (+)= sum_k A[i][k] B[k][n] for all columns of `panels` panels.
+struct GemmArgs {
+  const void* const* a_rows;
+  int32_t rows;
+  int32_t k;  // elements, before padding
+  const void* b;
+  int64_t panel_bytes;
+  int32_t panels;
+  float* c;
+  int64_t ldc;
+  bool accumulate;
+  // Rows that the next tile will read, fetched into the L2 cache on the way, or not.
+  const void* const* next_rows;
+  int32_t next_count;
+  int32_t next_bytes;  // of each
+  // Also packs the first `value_dim` elements of the rows, as pack_values does, or null. REQUIRES:
+  // at most `packs_in_gemm` panels, `value_dim` a multiple of 32 and at most k.
+  uint16_t* value_panels;
+  int64_t value_panel_bytes;
+  int32_t value_dim;
+};
+
+// One online-softmax step of a tile, in base 2. For every column n, with x = s * scale2:
+//   m' = max(m, max of visible x); p = 2^(x - m'); alpha = 2^(m - m'); l' = l * alpha + sum p
+// Row r is visible to column n when r < visible[n] (all rows when `visible` is null); an invisible
+// row has p = 0 whatever its logit. Columns that saw nothing keep m = -inf and get alpha = 0.
+struct SoftmaxArgs {
+  const float* s;  // [rows][lds]
+  int64_t lds;
+  int32_t rows;
+  int32_t columns;  // multiple of kPanel
+  float scale2;     // softmax scale x log2(e)
+  const int32_t* visible;
+  float* m;
+  float* l;
+  // bf16 levels: the sum of p as rounded, by which O is divided; so that roundings that all rows
+  // share cancel. Null at fp32 levels, which divide by l.
+  float* norm;
+  float* alpha;
+  void* p;  // the level's own layout; kTileRows * kTileRows floats of room
+  // bf16 levels: what rounding took from p, in the same layout, or null when it does not matter.
+  void* p_rest;
+};
+
+// O[n][d] = O[n][d] * alpha[n] + sum_r p[r][n] V[r][d]; `alpha` null starts from 0.
+struct AccumulateArgs {
+  const void* p;
+  int32_t rows;         // KV rows
+  int32_t columns;      // multiple of kPanel; as in the softmax step
+  int32_t packed_rows;  // columns that are real
+  const void* v;        // bf16: value panels of PackValues; fp32: rows, ldv floats apart
+  int64_t ldv;
+  int32_t panels;  // of kPanel value columns
+  float* o;        // [packed rows][ldo]
+  int64_t ldo;
+  const float* alpha;
+};
+
+// Rows of an 8-bit format (kernels/formats/kv_format.h; codes are e4m3fn) to bf16 rows: latent
+// values, then rotated ones. With `group` 0 all values are codes and stand for themselves;
+// otherwise a latent value is its code times its group's scale, rounded to bf16, and rotated ones
+// are bf16.
+struct Fp8RowsArgs {
+  const uint8_t* const* rows;
+  int32_t count;
+  int32_t latent_dim, rope_dim;
+  int32_t group;      // latent values a scale, or 0
+  int32_t scales_at;  // fp32, bytes from a row's first; any alignment
+  // Or null: in place of those in the row, the exponent bytes of each row's groups.
+  const uint8_t* const* exponents;
+  int32_t rope_at;  // bytes from a row's first
+  uint16_t* out;
+  int64_t ld;  // elements, with room for whole vectors behind each row's last value
+};
+
+struct KernelSet {
+  const char* name;
+  bool bf16_operands;
+  int32_t k_align;  // B panels are padded to a multiple of this many k
+  int32_t k_group;  // elements of a column that lie together in a B panel; divides k_align
+  // Whether to fetch rows ahead that an index list names and products read as they lie. Where
+  // products are fast, fetching takes as long as it saves.
+  bool fetches_listed_rows;
+  // Panels up to which `gemm` packs the values of its rows. It pays for rows that lie anywhere:
+  // these are copied for the product, and their lines then read once.
+  int32_t packs_in_gemm;
+
+  void (*gemm)(const GemmArgs& args);
+  void (*softmax)(const SoftmaxArgs& args);
+  void (*accumulate)(const AccumulateArgs& args);
+  // p[row][column] of the last softmax step, for the careful path.
+  float (*probability)(const SoftmaxArgs& args, int32_t row, int32_t column);
+  // bf16 levels: value rows to panels [d / 16][ceil(rows / 2)][16][2]; `panel_bytes` apart.
+  // fp32 levels: null.
+  void (*pack_values)(const uint16_t* const* rows, int32_t count, int32_t d, uint16_t* panels,
+                      int64_t panel_bytes);
+  // bf16 [count rows of dim] to fp32 rows, ld floats apart, zero-padded to a multiple of kPanel.
+  void (*widen)(const uint16_t* const* rows, int32_t count, int32_t dim, float* out, int64_t ld);
+  void (*widen_fp8)(const Fp8RowsArgs& args);
+  // fp32 to bf16, round to nearest even, NaN kept.
+  void (*narrow)(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t* out,
+                 int64_t ld_out);
+  // bf16 levels: parts whose sum is an fp32 value to 16 bits. The low part of a value that is not
+  // finite, or that rounds to an infinity, is 0.
+  void (*split)(const float* in, int32_t count, uint16_t* high, uint16_t* low);
+  // B panel of up to 16 query rows of k bf16 elements (bf16 levels; null at fp32 levels). Writes
+  // the whole panel, padding included.
+  void (*pack_rows)(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel);
+  // out[i] = sum over j of weights[j] * rows[j][i], zeros for no row, as fp32 or rounded to bf16.
+  // `out` may be one of the rows.
+  void (*weighted_sum)(const float* const* rows, const float* weights, int32_t count, int32_t dim,
+                       float* out);
+  void (*weighted_sum_narrow)(const float* const* rows, const float* weights, int32_t count,
+                              int32_t dim, uint16_t* out);
+  // Around any use of the table on a thread; may be null. AMX: configures and releases the tiles.
+  void (*enter_thread)();
+  void (*leave_thread)();
+};
+
+// Bytes of one B panel of depth k.
+inline constexpr int64_t PanelBytes(bool bf16_operands, int32_t k_align, int32_t k) {
+  const int64_t padded = (static_cast<int64_t>(k) + k_align - 1) / k_align * k_align;
+  return padded * kPanel * (bf16_operands ? 2 : 4);
+}
+
+// Bytes from a B panel's start to element k of column n.
+inline constexpr int64_t PanelOffset(const KernelSet& kernels, int64_t k, int64_t n) {
+  switch (kernels.k_group) {
+    case 1:
+      return (k * kPanel + n) * 4;
+    case 2:
+      return (k / 2 * kPanel + n) * 4 + k % 2 * 2;
+    default:
+      return k / 8 * 256 + n % 4 * 64 + n / 4 * 16 + k % 8 * 2;
+  }
+}
+
+extern const KernelSet kPortableKernels;
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAvx512Bf16Kernels;
+extern const KernelSet kAmxKernels;
+
+}  // namespace mla::kernels::cpu
+
+#endif  // MLA_KERNELS_CPU_SIMD_KERNEL_SET_H_

@@ -1,0 +1,432 @@
+// What the host must know of each architecture's kernels, made from the lists of
+// attend_variants.h. device_code.hip asserts the sizes.
+#ifndef MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
+#define MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "kernels/formats/dtype.h"
+#include "kernels/formats/kv_format.h"
+#include "kernels/hip/args/attend_variants.h"
+#include "kernels/hip/args/kernel_args.h"
+#include "kernels/types/attention_desc.h"
+#include "kernels/types/round_info.h"
+
+namespace mla::kernels::hip {
+
+// A line of attend_variants.h, which says what the fields are.
+struct AttendVariant {
+  const char* kernel;
+  int32_t rows;
+  int32_t tile;
+  KvFormat format;
+  DType products;
+  AttentionKind attention;
+  int32_t threads;
+  int32_t shared_bytes;
+  bool exchanged_partials;
+
+  constexpr bool Serves(KvFormat of_rows, DType of_products, AttentionKind kind) const {
+    return format == of_rows && products == of_products && attention == kind;
+  }
+};
+struct SplitVariant {
+  const char* kernel;
+  int32_t rows;
+  int32_t threads;
+  int32_t shared_bytes;
+};
+struct ExpandVariant {
+  const char* kernel;
+  kernels::ExpandedDims dims;
+  KvFormat format;
+  DType products;
+  int32_t threads;
+  int32_t shared_bytes;
+};
+struct ExpandedVariant {
+  const char* kernel;
+  kernels::ExpandedDims dims;
+  DType products;
+  int32_t threads;
+  int32_t shared_bytes;
+  int32_t blocks;
+};
+
+#define MLA_ATTEND_ROW(kernel, rows, tile, format, products, attention, threads, shared,   \
+                       exchanged)                                                          \
+  {#kernel, rows,   tile,     KvFormat::format, DType::products, AttentionKind::attention, \
+   threads, shared, exchanged},
+#define MLA_SPLIT_ROW(kernel, rows, threads, shared) {#kernel, rows, threads, shared},
+#define MLA_EXPAND_ROW(kernel, nope, value, format, products, threads, shared) \
+  {#kernel, {nope, value}, KvFormat::format, DType::products, threads, shared},
+#define MLA_EXPANDED_ROW(kernel, nope, value, products, threads, shared, blocks) \
+  {#kernel, {nope, value}, DType::products, threads, shared, blocks},
+inline constexpr AttendVariant kGfx950Attend[] = {MLA_ATTEND_GFX950(MLA_ATTEND_ROW)};
+inline constexpr AttendVariant kGfx942Attend[] = {MLA_ATTEND_GFX942(MLA_ATTEND_ROW)};
+inline constexpr AttendVariant kSm90Attend[] = {MLA_ATTEND_SM90(MLA_ATTEND_ROW)};
+inline constexpr SplitVariant kSm90Split[] = {MLA_SPLIT_SM90(MLA_SPLIT_ROW)};
+inline constexpr SplitVariant kSm90Stream[] = {MLA_STREAM_SM90(MLA_SPLIT_ROW)};
+inline constexpr ExpandVariant kGfx950Expand[] = {MLA_EXPAND_GFX950(MLA_EXPAND_ROW)};
+inline constexpr ExpandVariant kGfx942Expand[] = {MLA_EXPAND_GFX942(MLA_EXPAND_ROW)};
+inline constexpr ExpandVariant kSm90Expand[] = {MLA_EXPAND_SM90(MLA_EXPAND_ROW)};
+inline constexpr ExpandedVariant kGfx950Expanded[] = {MLA_EXPANDED_GFX950(MLA_EXPANDED_ROW)};
+inline constexpr ExpandedVariant kGfx942Expanded[] = {MLA_EXPANDED_GFX942(MLA_EXPANDED_ROW)};
+inline constexpr ExpandedVariant kSm90Expanded[] = {MLA_EXPANDED_SM90(MLA_EXPANDED_ROW)};
+#undef MLA_ATTEND_ROW
+#undef MLA_SPLIT_ROW
+#undef MLA_EXPAND_ROW
+#undef MLA_EXPANDED_ROW
+
+struct ArchTraits {
+  std::string_view arch;
+  std::span<const AttendVariant> attend;
+  std::span<const ExpandVariant> expand;
+  std::span<const ExpandedVariant> expanded;
+  std::span<const SplitVariant> split = {};
+  std::span<const SplitVariant> stream = {};
+  Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
+  // Where the absorbed form has products of 8 bits, for BackendInfo; empty: neither it nor the
+  // expanded form has any.
+  std::string_view fp8_compute = {};
+  // BackendInfo::fp8_prefill_keys; 0: there are no kernels with products of 8 bits.
+  int32_t expanded_products_keys = 0;
+  // Weights for the up-projection lie in panels (device_state/weight_panels.h).
+  bool weight_panels = false;
+  int32_t combine_shared_bytes = 0;
+  int32_t project_shared_bytes = 0;
+  // Of the kernels for tiles of one row; 0: there are none.
+  int32_t project_row_wide_shared_bytes = 0;
+  int32_t project_row_deep_shared_bytes = 0;
+  // There is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
+  bool widens_lists = false;
+  bool indexer = false;  // there are kernels for one
+  int32_t index_logits_threads = 256;
+  // Of the same kernel without the queries, which may lie there too (index_query_bytes).
+  int32_t index_logits_shared_bytes = 0;
+  bool index_queries_shared = false;
+  int32_t index_select_shared_bytes = 0;
+  int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
+  // Blocks of combine may wait beside those of the attention kernel, on units that it leaves idle.
+  bool combine_overlaps = false;
+  // Blocks that take a share of one work item's packed rows each, so that the rows a tile may have
+  // are this many times the largest variant's. They run side by side and read KV rows that their
+  // neighbour has just brought into the cache.
+  int32_t blocks_per_unit = 1;
+  // A launch of few work items is given to blocks of fewer rows, more of them an item.
+  bool spreads_few_items = false;
+  // Over rows of bf16: most KV rows an item up to which that is faster than more items of blocks of
+  // more rows, by measurement; 0: never. For PlanTraits::small.
+  int32_t spread_kv_rows = 0;
+  // Units of a die with an L2 of its own (XCD); 0: one L2 serves all units.
+  int32_t units_per_xcd = 0;
+  // Up-projection keeps a tile's rows over all heads; it rounds and stores while it multiplies.
+  bool expand_keeps_rows = false;
+  bool expand_hides_stores = false;
+  // Keys and values of the expanded form that an L2 holds beside all else.
+  int64_t cache_bytes = int64_t{24} << 20;
+  int32_t kv_granularity = 64;
+  int32_t item_overhead_rows = 256;
+};
+
+inline constexpr ArchTraits kSm90Traits{
+    .arch = "sm_90",
+    .attend = kSm90Attend,
+    .expand = kSm90Expand,
+    .expanded = kSm90Expanded,
+    .split = kSm90Split,
+    .stream = kSm90Stream,
+    .fp8_compute =
+        "8-bit products from 17 packed rows (heads x query rows) on, where they take half the time "
+        "of bf16 products in large batches, and over fp8_row up to 1.3 times as long where a unit "
+        "has 256 KV rows or fewer; bf16 products below, where reading the rows takes the time",
+    .expanded_products_keys = 2048,
+    .weight_panels = true,
+    .combine_shared_bytes = 16512,
+    .project_shared_bytes = 49152,
+    .project_row_wide_shared_bytes = 33280,
+    .project_row_deep_shared_bytes = 10240,
+    .widens_lists = true,
+    .indexer = true,
+    .index_logits_threads = 384,
+    .index_logits_shared_bytes = 87040,
+    .index_queries_shared = true,
+    .index_select_shared_bytes = 73992,
+    .waves_per_block = 8,
+    .combine_overlaps = true,
+    .blocks_per_unit = 2,
+    .spreads_few_items = true,
+    .spread_kv_rows = 320,
+    .expand_keeps_rows = true,
+    .expand_hides_stores = true,
+    .kv_granularity = 64,
+    .item_overhead_rows = 256,
+};
+inline constexpr ArchTraits kGfx950Traits{
+    .arch = "gfx950",
+    .attend = kGfx950Attend,
+    .expand = kGfx950Expand,
+    .expanded = kGfx950Expanded,
+    .fp8_compute =
+        "8-bit products over fp8_tensor from 65 packed rows (heads x query rows) on, where bf16 "
+        "products are counted to take 1.6 times as long; bf16 products below, where reading the "
+        "rows takes the time, and over other rows",
+    .expanded_products_keys = 2048,
+    .indexer = true,
+    .waves_per_block = 4,
+    .blocks_per_unit = 1,
+    .units_per_xcd = 32,
+    .cache_bytes = int64_t{3} << 20,  // of 4 MiB
+    .kv_granularity = 32,
+    .item_overhead_rows = 256,
+};
+inline constexpr ArchTraits kGfx942Traits{
+    .arch = "gfx942",
+    .attend = kGfx942Attend,
+    .expand = kGfx942Expand,
+    .expanded = kGfx942Expanded,
+    .fp8 = Fp8Kind::kE4m3Fnuz,
+    .fp8_compute =
+        "8-bit products over fp8_tensor, where bf16 products are counted to take twice as long; "
+        "bf16 products over other rows",
+    .indexer = true,
+    .waves_per_block = 4,
+    .blocks_per_unit = 2,
+    .units_per_xcd = 38,
+    .cache_bytes = int64_t{3} << 20,
+    .kv_granularity = 32,
+    .item_overhead_rows = 256,
+};
+
+// Whether a launch with lists, of work items with so many places and at most `rows` packed rows,
+// over segments of `kv_rows` rows of `format`, has them widened to bf16 once: where each is read
+// twice or more, by blocks that would widen it themselves. Measured: widening a row at each of its
+// uses takes twice the time of reading it widened, or more.
+constexpr bool WidensLists(const ArchTraits& arch, KvFormat format, int32_t rows, int64_t places,
+                           int64_t kv_rows) {
+  constexpr int32_t kFewRows = 16;  // kernels for these multiply codes
+  return arch.widens_lists && format == KvFormat::kFp8Row && rows > kFewRows &&
+         places >= 2 * kv_rows;
+}
+
+// Keys of a block of mla_index_logits where query rows see `keys` in all: few enough that all units
+// have blocks, and so many that bringing the queries does not count.
+constexpr int32_t IndexKeysPerBlock(int64_t keys, int32_t units) {
+  constexpr int32_t kLeast = 256, kMost = 8192;
+  constexpr int64_t kBlocksPerUnit = 4;  // that there should be
+  int32_t chosen = kLeast;
+  while (chosen < kMost && chosen < keys / (kBlocksPerUnit * units)) chosen *= 2;
+  return chosen;
+}
+
+// Dynamic shared memory of mla_index_logits for queries of so many heads.
+constexpr int32_t IndexLogitsSharedBytes(const ArchTraits& arch, int32_t heads, DType dtype) {
+  const int32_t of_queries = arch.index_queries_shared ? index_query_bytes(heads, dtype) : 0;
+  return arch.index_logits_shared_bytes + of_queries;
+}
+
+// Dies of a device of `units` units that blocks are dealt to in turn.
+constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
+  const bool whole = arch.units_per_xcd > 0 && units % arch.units_per_xcd == 0;
+  return whole ? units / arch.units_per_xcd : 1;
+}
+
+// Most packed rows of a block over rows of `format` with such products; 0: there is no such kernel.
+constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products,
+                           AttentionKind kind) {
+  int32_t most = 0;
+  for (const AttendVariant& v : arch.attend) {
+    if (v.Serves(format, products, kind) && v.rows > most) most = v.rows;
+  }
+  return most;
+}
+
+// Rows of the smallest such kernel. REQUIRES MostRows(...) > 0.
+constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType products,
+                            AttentionKind kind) {
+  int32_t least = MostRows(arch, format, products, kind);
+  for (const AttendVariant& v : arch.attend) {
+    if (v.Serves(format, products, kind) && v.rows < least) least = v.rows;
+  }
+  return least;
+}
+
+// Products that the absorbed form has where these are asked for: bf16 ones where no kernel over
+// such rows has these.
+constexpr DType AbsorbedProducts(const ArchTraits& arch, KvFormat format, DType products,
+                                 AttentionKind kind) {
+  return MostRows(arch, format, products, kind) > 0 ? products : DType::kBf16;
+}
+
+// Index in arch.expand of the kernel for attention with such products; arch.expand.size(): there is
+// none.
+constexpr size_t FindExpand(const ArchTraits& arch, const kernels::ExpandedDims& dims,
+                            KvFormat format, DType products) {
+  size_t i = 0;
+  while (i < arch.expand.size() &&
+         (arch.expand[i].dims != dims || arch.expand[i].format != format ||
+          arch.expand[i].products != products)) {
+    ++i;
+  }
+  return i;
+}
+
+// Index in arch.expanded of attention with such products; arch.expanded.size(): there is none.
+constexpr size_t FindExpanded(const ArchTraits& arch, const kernels::ExpandedDims& dims,
+                              DType products) {
+  size_t i = 0;
+  while (i < arch.expanded.size() &&
+         (arch.expanded[i].dims != dims || arch.expanded[i].products != products)) {
+    ++i;
+  }
+  return i;
+}
+
+// Most blocks of attention of the expanded form that a unit holds at a time, over all dims.
+constexpr int32_t MostExpandedBlocks(const ArchTraits& arch) {
+  int32_t most = 1;
+  for (const ExpandedVariant& v : arch.expanded) most = v.blocks > most ? v.blocks : most;
+  return most;
+}
+
+constexpr bool HasExpandedForm(const ArchTraits& arch, const kernels::ExpandedDims& dims) {
+  return FindExpanded(arch, dims, DType::kBf16) < arch.expanded.size();
+}
+
+// The largest of the dims that kernels are written for and models of at most `geometry` can have;
+// kDims128 where there are none.
+constexpr kernels::ExpandedDims LargestDims(const ArchTraits& arch, const Geometry& geometry) {
+  kernels::ExpandedDims largest = kernels::kDims128;
+  for (const ExpandedVariant& v : arch.expanded) {
+    const bool fits = v.dims.nope <= geometry.nope_dim && v.dims.value <= geometry.v_dim;
+    if (fits && v.dims.panels() > largest.panels()) largest = v.dims;
+  }
+  return largest;
+}
+
+// Whether launches that ask for `products` take the variant: one with just these, or one with bf16
+// products that no variant of as many rows has these for.
+constexpr bool Takes(const ArchTraits& arch, const AttendVariant& v, KvFormat format,
+                     DType products, AttentionKind kind) {
+  if (v.Serves(format, products, kind)) return true;
+  if (!v.Serves(format, DType::kBf16, kind)) return false;
+  for (const AttendVariant& other : arch.attend) {
+    if (other.rows == v.rows && other.Serves(format, products, kind)) return false;
+  }
+  return true;
+}
+
+// Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows:
+// the smallest that takes them in one block, else the largest. Where `busy` units have work and so
+// few that all their blocks of a smaller kernel run at a time, that one: neighbours then read the
+// same KV rows, from the cache, but each has less to compute and to write.
+// REQUIRES MostRows(arch, format, AbsorbedProducts(arch, format, products, kind), kind) > 0.
+constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType products,
+                              AttentionKind kind, int32_t rows, int32_t busy, int32_t units) {
+  size_t chosen = arch.attend.size();
+  for (size_t i = 0; i < arch.attend.size(); ++i) {
+    const AttendVariant& v = arch.attend[i];
+    if (!Takes(arch, v, format, products, kind)) continue;
+    chosen = i;
+    const int64_t blocks = (rows + v.rows - 1) / v.rows;
+    if (blocks == 1 || (arch.spreads_few_items && busy * blocks <= units)) break;
+  }
+  return chosen;
+}
+
+// Index in arch.split of the kernel that does what `v` and combine do for a launch of one tile;
+// arch.split.size(): there is none.
+constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
+  size_t i = 0;
+  while (i < arch.split.size() && arch.split[i].rows != v.rows) ++i;
+  const bool serves = v.Serves(KvFormat::kBf16, DType::kBf16, AttentionKind::kDense);
+  return serves ? i : arch.split.size();
+}
+
+// Blocks of combine that a unit takes at a time, by their registers.
+inline constexpr int64_t kCombineBlocksPerUnit = 4;
+
+// Waves that merge one row, given the rows of a launch and the most parts a row has: as many as
+// there are parts for, unless that made more blocks than the device takes at a time.
+constexpr int32_t CombineWavesPerRow(const ArchTraits& arch, int64_t rows, int32_t parts,
+                                     int32_t units) {
+  int32_t waves = arch.waves_per_block;
+  while (waves > 1 &&
+         (waves > parts || rows * waves > kCombineBlocksPerUnit * units * arch.waves_per_block)) {
+    waves /= 2;
+  }
+  return waves;
+}
+
+// Blocks that divide the columns of each row of such a launch: a power of two, more than one only
+// where units would have no block otherwise, and all blocks run at a time. A block has four columns
+// a lane, at least.
+constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int32_t waves_per_row,
+                                      int32_t o_dim, int32_t units) {
+  const int32_t least_columns = 4 * 256 / arch.waves_per_block;
+  const int64_t row_blocks = rows * waves_per_row / arch.waves_per_block;
+  int32_t blocks = 1;
+  while (row_blocks <= units && 2 * blocks * least_columns <= o_dim &&
+         2 * blocks * row_blocks <= kCombineBlocksPerUnit * units) {
+    blocks *= 2;
+  }
+  return blocks;
+}
+
+// Parts whose values a wave of combine has on their way at a time where columns are divided.
+inline constexpr int32_t kCombinePartsAhead = 8;
+
+// The waves a row of such a launch when `idle_units` units are left by the attention kernel: fewer
+// where that lets all blocks start before it ends, and a wave still takes its parts at one go.
+constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32_t parts,
+                                     int32_t waves_per_row, int32_t column_blocks,
+                                     int32_t idle_units) {
+  const int64_t room = kCombineBlocksPerUnit * int64_t{idle_units} * arch.waves_per_block;
+  if (!arch.combine_overlaps) return waves_per_row;
+  int32_t waves = waves_per_row;
+  while (waves > 1 && rows * waves * column_blocks > room &&
+         waves / 2 * kCombinePartsAhead >= parts) {
+    waves /= 2;
+  }
+  return rows * waves * column_blocks <= room ? waves : waves_per_row;
+}
+
+// Blocks that up-project a round of so many pairs, heads and expansions. A block that keeps its
+// rows waits for those of the next tile. So each has whole tiles, or an equal part of one tile's
+// heads, where that gives none of them many more pairs.
+constexpr int32_t ExpandBlocks(const ArchTraits& arch, int32_t pairs, int32_t heads,
+                               int32_t expansions, int32_t units) {
+  const int32_t all = pairs < units ? pairs : units;
+  if (!arch.expand_keeps_rows || expansions <= 0 || heads % expansions != 0) return all;
+  const int32_t least = (pairs + units - 1) / units;
+  const int32_t tile = heads / expansions;  // pairs
+  int32_t share = least;
+  while (share < tile && tile % share != 0) ++share;
+  if (share >= tile) share = (least + tile - 1) / tile * tile;
+  constexpr int32_t kSlack = 16;  // at most one pair more in so many
+  return share - least <= least / kSlack ? (pairs + share - 1) / share : all;
+}
+
+// ExpandArgs::first_tile_pairs of a round of so many pairs and heads that `blocks` blocks
+// up-project: where stores take time of their own, a list of their own pays once a block has so
+// many pairs that a further tile of rows does not count.
+constexpr int32_t FirstTilePairs(const ArchTraits& arch, int32_t pairs, int32_t heads,
+                                 int32_t blocks) {
+  constexpr int32_t kPairsOfBlock = 12;
+  return !arch.expand_hides_stores && pairs >= kPairsOfBlock * blocks ? heads : 0;
+}
+
+// Null when no kernels are written for `arch`.
+constexpr const ArchTraits* FindArchTraits(std::string_view arch) {
+  for (const ArchTraits* traits : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
+    if (traits->arch == arch) return traits;
+  }
+  return nullptr;
+}
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_

@@ -1,0 +1,82 @@
+// Arguments of the expanded form's kernels, shared by host and device: up-projection of cached rows
+// into a workspace, and attention on what lies there.
+//
+// kernels/types/round_info.h says how the workspace is laid out. The 16-byte chunk c of row r of a
+// panel lies at position c ^ swizzle(r), which is how tiles lie in shared memory: a tile of rows is
+// one contiguous copy per panel.
+//
+// The rests are what rounding took from the values of the segment's first kExpandedRows rows, as
+// panels of so many rows (undefined in expansions that begin later): where a query row sees few
+// keys, roundings do not average out, and values and probabilities are multiplied with their rests
+// too.
+//
+// Rows past `rows` are zero. Values that are not finite are stored as zero: the row holds a NaN
+// then (kernels/formats/dtype.h), which is in its keys too, so every query that sees the row has a
+// NaN in its probability, and one that does not see it meets none.
+//
+// With products of 8 bits panels hold other things: device/sm90/prefill/code_results.h.
+#ifndef MLA_KERNELS_HIP_ARGS_EXPANDED_ARGS_H_
+#define MLA_KERNELS_HIP_ARGS_EXPANDED_ARGS_H_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/types/attention_params.h"
+#include "kernels/types/round_info.h"
+
+namespace mla::kernels::hip {
+
+inline constexpr char kExpandedPrefix[] = "mla_attend_expanded";  // of attention's kernels
+
+inline constexpr int32_t kExpandedLora = 512;
+using kernels::ExpandedDims;
+using kernels::ExpandedItem;
+using kernels::Expansion;
+using kernels::kDims128;
+using kernels::kDims256;
+using kernels::kExpandedRope;
+using kernels::kExpandedRows;
+using kernels::kPanelRowBytes;
+using kernels::kRestPanelBytes;
+using kernels::kRotatedPanels;
+// A query row that sees no more keys than this sees few.
+inline constexpr int32_t kFewKeys = 128;
+static_assert(kFewKeys <= kExpandedRows);
+
+// Up-projection. Each block serves its part of two lists of pairs: those of the expansions' first
+// tiles, which have rests to write, and all others, so that no block has more of the dearer ones.
+// Where blocks have few pairs, one list holds all and is cheaper to walk. Block b of B takes
+// [b P / B, (b + 1) P / B) of a list of P; pairs of an expansion are ordered by tile, then head.
+// The block that serves a tile's first head also copies its rotated part.
+struct ExpandArgs {
+  const kernels::SegmentRecord* segments;
+  const uint32_t* page_tables;
+  const uint8_t* pool;
+  const Expansion* expansions;
+  const uint16_t* const* w_uk;  // by weights_slot: [heads, nope, lora]
+  const uint16_t* const* w_uv;  // by weights_slot: [heads, lora, value]
+  uint8_t* workspace;
+  int64_t granule_bytes;
+  int32_t expansion_count;
+  int32_t pairs;
+  int32_t first_tile_pairs;  // heads of all expansions; 0: one list holds all pairs
+  int32_t blocks;
+};
+
+// Block b serves items unit_indptr[b] .. unit_indptr[b + 1].
+struct ExpandedArgs {
+  const kernels::SegmentRecord* segments;
+  const ExpandedItem* items;
+  const int32_t* unit_indptr;
+  const uint8_t* workspace;
+  float* partial_o;    // [rows, ExpandedDims::value], normalised
+  float* partial_lse;  // [rows], natural log
+  int32_t o_is_f32;
+};
+
+static_assert(std::is_trivially_copyable_v<ExpandArgs>);
+static_assert(std::is_trivially_copyable_v<ExpandedArgs>);
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_ARGS_EXPANDED_ARGS_H_

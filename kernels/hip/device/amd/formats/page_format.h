@@ -1,0 +1,71 @@
+// Rows of kFp8Page on AMD, the format of windows and entries: they are widened to bf16 on their way
+// into shared memory, once for all waves, since all their values are keys and values.
+#ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_PAGE_FORMAT_H_
+#define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_PAGE_FORMAT_H_
+
+#include "kernels/hip/device/kv/tile_format.h"
+
+namespace mla::kernels::hip {
+
+// Copies of KvStream through registers, a row a lane: eight codes of each column block that are
+// widened as they land, a chunk of the last block, which is bf16, and the exponents of all blocks.
+template <class Layout>
+class WideningCopies {
+ public:
+  using lds_t = tile::lds_t;
+  static constexpr bool kThroughRegisters = true;
+  static constexpr bool kLookUpInLds = false;
+
+  template <int kIndex, int kOffset>
+  MLA_DEVICE void issue(lds_t, int, const void* source) {
+    if constexpr (kIndex < Layout::kCodeBlocks) {
+      codes[kIndex] = *as_global<const tile::u32x2>(source);
+    } else {
+      rotated = *as_global<const tile::u32x4>(source);
+    }
+  }
+  MLA_DEVICE void issue_exponents(const uint8_t* source) {
+    exponents = *as_global<const tile::u32x2>(source);
+  }
+  template <int kIndex, int kOffset>
+  MLA_DEVICE void land(lds_t wave_base, int lane) const {
+    tile::shared_store<tile::u32x4>(wave_base + kOffset + lane * 16, chunk<kIndex>());
+  }
+  MLA_DEVICE void meet() { tile::wave_barrier(); }
+  MLA_DEVICE void close_stage() {}
+  template <int kYounger, int kPerStage>
+  MLA_DEVICE void wait() {}
+
+ private:
+  // All codes of a block whose scale stands for NaN.
+  static constexpr uint32_t kNaNs = Fp8NaN(kPoolFp8) * 0x01010101u;
+  // Byte 0 is the scale 2^-127, which is not a normal number. Zero in its place would be another
+  // scale wherever the conversion multiplies in place of adding exponents.
+  static constexpr uint32_t kLeastScaleBits = 1u << 22;
+
+  template <int kBlock>
+  MLA_DEVICE tile::u32x4 chunk() const {
+    if constexpr (kBlock == Layout::kCodeBlocks) return rotated;
+    const uint32_t normal = (exponents[kBlock / 4] >> kBlock % 4 * 8 & 0xffu) << 23;
+    const uint32_t bits = normal > kLeastScaleBits ? normal : kLeastScaleBits;
+    const bool odd = bits > kLargestScaleBits;
+    const uint32_t low = odd ? kNaNs : codes[kBlock][0], high = odd ? kNaNs : codes[kBlock][1];
+    const float scale = bits_to_float(bits);
+    return tile::u32x4{
+        tile::bf16_of<false, true>(low, scale), tile::bf16_of<true, true>(low, scale),
+        tile::bf16_of<false, true>(high, scale), tile::bf16_of<true, true>(high, scale)};
+  }
+
+  tile::u32x2 codes[Layout::kCodeBlocks];
+  tile::u32x2 exponents;  // a byte a block
+  tile::u32x4 rotated;
+};
+
+template <class C, class W>
+struct PageFormat : Bf16Format<C, W, KvFormat::kFp8Page> {
+  using Copies = WideningCopies<typename PageFormat::Layout>;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_PAGE_FORMAT_H_

@@ -1,0 +1,34 @@
+// The format of rows that the loop of device/kernels/attend.h computes on.
+#ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_TILE_FORMAT_OF_H_
+#define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_TILE_FORMAT_OF_H_
+
+#include "kernels/hip/device/amd/formats/e4m3_format.h"
+#include "kernels/hip/device/amd/formats/fp8_format.h"
+#include "kernels/hip/device/amd/formats/page_format.h"
+
+namespace mla::kernels::hip {
+
+template <KvFormat kFormat, class C, DType kProducts = C::kProducts>
+struct TileFormatOf {
+  using Wave = tile::Wave<C::kWaveRows>;
+  using Type = Fp8Format<kFormat, C, Wave>;
+};
+template <class C>
+struct TileFormatOf<KvFormat::kBf16, C, DType::kBf16> {
+  using Wave = tile::Wave<C::kWaveRows>;
+  using Type = Bf16Format<C, Wave>;
+};
+template <class C>
+struct TileFormatOf<KvFormat::kFp8Page, C, DType::kBf16> {
+  using Wave = tile::Wave<C::kWaveRows>;
+  using Type = PageFormat<C, Wave>;
+};
+template <KvFormat kFormat, class C>
+struct TileFormatOf<kFormat, C, DType::kFp8E4m3> {
+  using Wave = tile::CodeWave<C::kWaveRows>;
+  using Type = E4m3Format<C>;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_TILE_FORMAT_OF_H_

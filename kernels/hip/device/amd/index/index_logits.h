@@ -1,0 +1,228 @@
+// Logits of an indexer on AMD: for each position that a query row sees
+//
+//   scale of its key * sum over index heads of  weight * relu(query . codes of the key)
+//
+// A wave takes 32 keys at a time. Heads are the rows of its products, 32 each, and keys their
+// columns: a lane so sums over heads by itself, but for those of the other half of the wave. Which
+// elements of the depth a product takes is free, as long as both operands agree: of each key two
+// lanes hold 64 codes each that lie one behind the other, as they are loaded. Queries stay in
+// registers, 64 heads of bf16 or 32 of fp32, which are two bf16 each; more heads take further turns
+// over the same keys.
+#ifndef MLA_KERNELS_HIP_DEVICE_AMD_INDEX_INDEX_LOGITS_H_
+#define MLA_KERNELS_HIP_DEVICE_AMD_INDEX_INDEX_LOGITS_H_
+
+#include "kernels/hip/device/amd/formats/fp8_format.h"
+#include "kernels/hip/device/primitives/block.h"
+
+namespace mla::kernels::hip {
+
+inline constexpr int kIndexLogitsThreads = 256;
+
+// Queries of kF32 are fp32, else bf16.
+template <bool kF32>
+class IndexLogits {
+ public:
+  using W = tile::Wave<32>;
+  static constexpr int kKeys = W::kRows;  // of a wave and turn
+  static constexpr int kWaves = kIndexLogitsThreads / tile::kWave;
+  static constexpr int kSharedBytes = kIndexBins * 4;
+
+  MLA_DEVICE IndexLogits(const IndexArgs& a, const IndexRow& query_row, const SelectRecord& r,
+                         int first_key)
+      : args(a),
+        row(query_row),
+        record(r),
+        pages(a.page_tables, r.page_table, a.pool, r.layer_offset, r.row_stride, r.page_size,
+              kPageGranuleBytes),
+        lane(tile::lane_index()),
+        first(first_key + tile::wave_index() * kKeys),
+        end(first_key + a.keys_per_block < query_row.visible ? first_key + a.keys_per_block
+                                                             : query_row.visible) {}
+
+  MLA_DEVICE void run() {
+    for (int head = 0; head < record.indexer.heads; head += kHeads) {
+      load_queries(head);
+      for_all_keys(head > 0, head + kHeads >= record.indexer.heads);
+    }
+  }
+
+ private:
+  static constexpr int kSteps = kIndexDim / W::kDepth;
+  static constexpr int kTerms = kF32 ? 2 : 1;  // bf16 that make a query
+  static constexpr int kBlocks = 2;            // of 32 rows of products
+  static constexpr int kSums = kBlocks / kTerms;
+  static constexpr int kHeads = W::kRows * kSums;  // at a time
+  static constexpr int kAhead = 2;                 // turns that keys are loaded ahead
+  static constexpr int kStride = kKeys * kWaves;
+  static constexpr int kCodes = kIndexDim / W::kGroups;  // of a key, that a lane holds
+  static_assert(kCodes == 8 * kSteps);
+
+  struct Keys {
+    uint32_t codes[kCodes / 4];
+    float scale;
+  };
+
+  MLA_DEVICE int key() const { return W::row(lane, 0); }
+  MLA_DEVICE int half() const { return W::group(lane); }
+  // Position of this lane's key in a turn; those past the end repeat the last one.
+  MLA_DEVICE int position(int turn) const {
+    const int at = first + turn * kStride + key();
+    return at < end ? at : end - 1;
+  }
+  MLA_DEVICE uint32_t granule(int turn) const {
+    return pages.granule(pages.place(position(turn)).page);
+  }
+
+  MLA_DEVICE const uint8_t* query(int head) const {
+    const int64_t query_bytes = kIndexDim * (kF32 ? 4 : 2);
+    const int64_t row_bytes = record.indexer.heads * (query_bytes + 4);
+    return static_cast<const uint8_t*>(record.inputs) + row.row * row_bytes + head * query_bytes;
+  }
+
+  // Elements 2 i and 2 i + 1 of this lane's half, and of fp32 what bf16 leaves of them.
+  MLA_DEVICE void load_pair(int head, int i, uint32_t& high, uint32_t& low) const {
+    high = low = 0;
+    if (head >= record.indexer.heads) return;
+    const auto* from = as_global<const uint32_t>(query(head)) + half() * (kCodes / 2) * kTerms;
+    if constexpr (kF32) {
+      const float x = bits_to_float(from[2 * i]), y = bits_to_float(from[2 * i + 1]);
+      high = pack_bf16(x, y);
+      low = pack_bf16(x - bits_to_float(high << 16), y - bits_to_float(high & 0xffff0000u));
+    } else {
+      high = from[i];
+    }
+  }
+
+  MLA_DEVICE void load_queries(int first_head) {
+    const auto* const weight_at = as_global<const float>(query(record.indexer.heads));
+#pragma unroll
+    for (int b = 0; b < kSums; ++b) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        const int head = first_head + b * W::kRows + W::score_col(lane, i);
+        weights[b][i] = head < record.indexer.heads ? weight_at[head] : 0.0f;
+      }
+      const int head = first_head + b * W::kRows + W::row(lane, 0);
+#pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) {
+        uint32_t high, low;
+        load_pair(head, i, high, low);
+        queries[b][i / 4].r[i % 4] = high;
+        if constexpr (kF32) queries[b + kSums][i / 4].r[i % 4] = low;
+      }
+    }
+  }
+
+  MLA_DEVICE void load(Keys& keys, int turn, uint32_t granule_of_page) const {
+    const int inside = pages.place(position(turn)).inside;
+    const uint8_t* const page = pages.address(granule_of_page, 0);
+    const uint8_t* const codes = page + inside * pages.row_stride + half() * kCodes;
+#pragma unroll
+    for (int i = 0; i < kCodes / 16; ++i) {
+      uint32_t words[4];
+      load_words(words, codes + 16 * i);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) keys.codes[4 * i + w] = words[w];
+    }
+    keys.scale = *as_global<const float>(page + pages.page_size * pages.row_stride + inside * 4);
+  }
+
+  // Every turn of this wave; keys are loaded kAhead turns before their use, and where their pages
+  // are as many turns before that.
+  MLA_DEVICE void for_all_keys(bool adds, bool last) const {
+    const int turns = first < end ? (end - first + kStride - 1) / kStride : 0;
+    if (turns == 0) return;
+    Keys keys[kAhead];
+    uint32_t granules[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      load(keys[i], i, granule(i));
+      granules[i] = granule(i + kAhead);
+    }
+    for (int turn = 0; turn < turns; turn += kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (turn + i >= turns) break;
+        add(keys[i], turn + i, adds, last);
+        load(keys[i], turn + i + kAhead, granules[i]);
+        granules[i] = granule(turn + i + 2 * kAhead);
+      }
+    }
+  }
+
+  MLA_DEVICE void add(const Keys& keys, int turn, bool adds, bool last) const {
+    typename W::Scores sums[kSums];
+#pragma unroll
+    for (int b = 0; b < kSums; ++b) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) sums[b].set(i, 0.0f);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      typename W::Q of_keys;
+      of_keys.r =
+          Fp8Codes::widened<false, false>(keys.codes[2 * step], keys.codes[2 * step + 1], 1.0f);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) W::scores(sums[b % kSums], of_keys, queries[b][step]);
+    }
+    float logit = 0.0f;  // of this lane's heads
+#pragma unroll
+    for (int b = 0; b < kSums; ++b) {
+#pragma unroll
+      for (int i = 0; i < W::kScoreElems; ++i) {
+        const float product = sums[b].at(i) < 0.0f ? 0.0f : sums[b].at(i);  // NaN stays
+        logit = fma_f(weights[b][i], product, logit);
+      }
+    }
+    logit = W::row_sum(logit);
+    const int at = first + turn * kStride + key();
+    if (half() != 0 || at >= end) return;
+    auto* const to = as_global<uint32_t>(args.ranks + row.first_rank + at);
+    if (adds) logit += bits_to_float(*to);
+    if (!last) {
+      *to = float_to_bits(logit);
+      return;
+    }
+    const uint32_t rank = index_rank(logit * stored_scale(keys.scale));
+    *to = rank;
+    tile::add_word_shared(tile::shared_base<kSharedBytes>() + (rank >> (32 - kIndexBinBits)) * 4,
+                          1);
+  }
+
+  const IndexArgs& args;
+  const IndexRow row;
+  const SelectRecord& record;
+  const PagedRows pages;
+  const int lane;
+  const int first, end;                    // positions: of this wave's first turn, of the block
+  typename W::K queries[kBlocks][kSteps];  // operands
+  float weights[kSums][W::kScoreElems];
+};
+
+MLA_DEVICE void index_logits(const IndexArgs& args) {
+  const int index = find_range(args.first_block, args.count, block_index());
+  const IndexRow row = args.rows[index];
+  const SelectRecord& record = args.records[row.record];
+  const int wanted = record.list_begin[row.row + 1] - record.list_begin[row.row];
+  if (wanted <= 0 || wanted >= row.visible) return;  // nothing is to be chosen
+  const tile::lds_t bins = tile::shared_base<IndexLogits<false>::kSharedBytes>();
+  for (int i = thread_index(); i < kIndexBins; i += kIndexLogitsThreads) {
+    tile::store_word(bins + i * 4, 0);
+  }
+  block_barrier();
+  const int first_key = (block_index() - args.first_block[index]) * args.keys_per_block;
+  if (record.dtype == DType::kF32) {
+    IndexLogits<true>(args, row, record, first_key).run();
+  } else {
+    IndexLogits<false>(args, row, record, first_key).run();
+  }
+  block_barrier();
+  for (int i = thread_index(); i < kIndexBins; i += kIndexLogitsThreads) {
+    const uint32_t count = tile::load_word_shared(bins + i * 4);
+    if (count > 0) tile::add_word(args.bins + int64_t{index} * kIndexBins + i, count);
+  }
+}
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_AMD_INDEX_INDEX_LOGITS_H_

@@ -1,0 +1,52 @@
+// The kernels with which a launch waits for another process's GPU work and tells it of its end: one
+// block each.
+//
+// The gate waits for a word, of host memory or of device memory that is shared with the process
+// which may set it, and no longer than it was told. Behind one that has run out of time kernels
+// write nothing that others see (late.h), and the signal sets no word.
+#ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_GATE_H_
+#define MLA_KERNELS_HIP_DEVICE_KERNELS_GATE_H_
+
+#include "kernels/hip/args/gate_args.h"
+#include "kernels/hip/device/primitives/block.h"
+
+namespace mla::kernels::hip {
+
+// The next kernel may wait on the device's units meanwhile, so it has to be small: another could
+// keep the work from them that is waited for.
+MLA_DEVICE void gate(const GateArgs& args) {
+  let_next_kernel_start();
+  if (thread_index() != 0) return;
+  const uint64_t begin = realtime_ns();
+  uint64_t waited = 0;
+  bool late = false;
+  while (static_cast<int32_t>(load_host_word(args.word) - args.value) < 0) {
+    waited = realtime_ns() - begin;
+    late = waited >= args.limit_ns;
+    if (late) break;
+  }
+  args.outcome->waited_ns = waited;
+  args.outcome->ended = begin + waited;
+  args.outcome->late = late ? 1 : 0;
+}
+
+MLA_DEVICE void signal(const SignalArgs& args) {
+  wait_for_previous_kernel();
+  const int i = thread_index();
+  const bool late = args.outcome != nullptr && args.outcome->late != 0;
+  if (!late && i < args.count) {
+    const SignalArgs::Word& w = args.words[i];
+    if (w.nearby != nullptr) store_host_word(w.nearby, w.value);
+    store_host_word(w.word, w.value);
+  }
+  if (i == 0 && args.report != nullptr) {
+    GateOutcome report = *args.outcome;
+    report.ended = realtime_ns() - report.ended;
+    *args.report = report;
+  }
+  if (!late && args.copied > 0) move_bytes(args.to, args.from, static_cast<int>(args.copied));
+}
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_KERNELS_GATE_H_

@@ -1,0 +1,284 @@
+// The KV rows of a work item on their way into shared memory, a tile of kTileKv rows at a time.
+#ifndef MLA_KERNELS_HIP_DEVICE_KV_KV_STREAM_H_
+#define MLA_KERNELS_HIP_DEVICE_KV_KV_STREAM_H_
+
+#include "kernels/hip/device/kv/row_source.h"
+#include "kernels/hip/device/kv/stage_layout.h"
+
+namespace mla::kernels::hip {
+
+// Every wave copies its share of each tile: kCopyRows rows a lane, a chunk of every column block of
+// each, and a word of the rows' scales. Layout is a StageLayout. Tile n goes to stage n % kStages.
+//
+// Where a row lies is known from the page table only, so each tile's rows are looked up kLookAhead
+// tiles before it is issued. Loads are waited for in order: an answer that is used at once would
+// hold everything up until all copies before it have landed. On AMD answers are therefore kept as
+// they come and made into addresses by issue(). Where the copies are asynchronous (kLookUpInLds)
+// even that would wait for them, since the compiler, which does not count them, waits for all:
+// there the entries of the page table are copied to LDS as the rows are, a group of copies early
+// enough to have landed with the tile that is waited for anyway.
+//
+// Which rows a list names is known from its entries only, which every wave therefore fetches that
+// much earlier again, a tile of them at a time, into a ring of its own in LDS.
+template <class Source, class Layout, int kStages, int kWaves, class Copies = tile::Copies>
+class KvStream {
+ public:
+  using lds_t = tile::lds_t;
+  static constexpr int kTileKv = Layout::kTileKv;
+  // Lanes beyond the scales of a tile copy them once more, behind the others.
+  static constexpr bool kScales = Layout::kRowScales;
+  static constexpr int kLanes = kWaves * tile::kWave;
+  static constexpr int kStageBytes = Layout::kScalesAt + (kScales ? kLanes * 4 : 0);
+  static constexpr int kRowsPerCopy = tile::kWave / 8;
+  static constexpr int kBlocks = Layout::kBlocks;
+  static constexpr int kCopyRows = kTileKv / kRowsPerCopy / kWaves;
+  static constexpr int kCopies = kCopyRows * kBlocks;
+  static constexpr int kLookUps = kCopyRows + (kScales ? 1 : 0);  // of a lane
+  static constexpr bool kInLds = Copies::kLookUpInLds;
+  static constexpr int kLookAhead = kInLds ? kStages - 1 : 1;
+  static constexpr int kEntryBytes = kLookUps * tile::kWave * 4;  // of a wave and tile
+  // Entries of lists: of tiles from the one that is computed on to the last that is fetched.
+  static constexpr bool kLists = Source::kLists;
+  static constexpr int kFetchAhead = kInLds ? kStages - 1 : 1;  // of their look-up
+  static constexpr int kFetchedTiles = kStages + kLookAhead + kFetchAhead;
+  static constexpr int kFetchedBytes = tile::kWave * 4;  // of a wave and tile
+  static constexpr int kPagesBytes = kInLds ? kStages * kWaves * kEntryBytes : 0;
+  static constexpr int kLookUpBytes =
+      kPagesBytes + (kLists ? kWaves * kFetchedTiles * kFetchedBytes : 0);
+  static constexpr int kCopiesOfGroup =
+      kCopies + (kScales ? 1 : 0) + (kInLds ? kLookUps + (kLists ? 1 : 0) : 0);
+  static_assert(kCopyRows * kRowsPerCopy * kWaves == kTileKv);
+  static_assert(!kScales || kLanes % Layout::kScaleWords == 0);
+  static_assert(!kLists || (MLA_AMD && kTileKv <= tile::kWave));
+
+  // `entries_at`: kLookUpBytes of shared memory.
+  MLA_DEVICE KvStream(const Source& rows, lds_t stages_at, lds_t entries_at, int wave_number)
+      : source(rows), stages(stages_at), wave(wave_number) {
+    if constexpr (kInLds) entries = entries_at + wave * (kStages * kEntryBytes);
+    if constexpr (kLists) {
+      fetched = entries_at + kPagesBytes + wave * (kFetchedTiles * kFetchedBytes);
+    }
+  }
+
+  // Of `tiles` > 0 tiles, the first: looks up where their rows lie, ...
+  MLA_DEVICE void look_up_first() {
+    if constexpr (kLists) fetch_first();
+    look_up(0);
+    if constexpr (kInLds) {
+#pragma unroll
+      for (int n = 1; n < kLookAhead; ++n) look_up(n);
+    }
+  }
+  // ... and starts as many of them as there are stages to spare, or the one that registers hold;
+  // with stages besides, the first then lies in its stage.
+  MLA_DEVICE void start(int tiles) {
+    if constexpr (Copies::kThroughRegisters) {
+      issue(0);
+      look_up_and_fetch(1);
+      if constexpr (kStages > 1) bring_next(-1, tiles);
+      return;
+    }
+    if constexpr (kInLds) wait<0>();
+    for_constants<kStages - 1>([&](auto n) {
+      if (n < tiles) issue(n);
+      close_stage();
+      look_up(n + kLookAhead);
+      if constexpr (kLists) {
+        constexpr int kFetch = n + kLookAhead + kFetchAhead;
+        fetch_to<kFetch * kFetchedBytes>(fetched, kFetch);
+      }
+    });
+  }
+
+  // What is done ahead for tile n, its look-up and what has to come before a later one.
+  MLA_DEVICE void look_up_and_fetch(int n) {
+    look_up(n);
+    if constexpr (kLists) fetch(n + kFetchAhead);
+  }
+
+  // The first place of tile n, and how many there are from it on.
+  MLA_DEVICE int first(int n) const { return source.begin + n * kTileKv; }
+  MLA_DEVICE int left(int n) const { return source.end - first(n); }
+#if MLA_AMD
+  // Of a tile that has been looked up: bit i says whether the query row sees the entry of its place
+  // i. The same in every lane.
+  using Bits = std::conditional_t<kTileKv == 64, uint64_t, uint32_t>;
+  MLA_DEVICE Bits seen(int n) const {
+    static_assert(kLists && (kTileKv == 64 || kTileKv == 32));
+    return static_cast<Bits>(
+        tile::ballot(source.sees_entry(entry(n, tile::lane_again() & (kTileKv - 1)))));
+  }
+#endif
+
+  // Looks up where this lane's rows of tile n lie. REQUIRES: places to look up.
+  MLA_DEVICE void look_up(int n) {
+    lane = tile::lane_again();
+    if constexpr (kInLds) {
+      copy_entries(n);
+    } else {
+#pragma unroll
+      for (int g = 0; g < kLookUps; ++g) found[g] = find(position(n, g));
+    }
+  }
+
+  // Starts the copies of tile n, which is the next one that has been looked up.
+  MLA_DEVICE void issue(int n) {
+    lane = tile::lane_again();
+    const uint8_t* from[kLookUps];
+#pragma unroll
+    for (int g = 0; g < kLookUps; ++g) {
+      if constexpr (kInLds) {
+        const tile::lds_t entry = entry_base(n) + g * tile::kWave * 4 + lane * 4;
+        const uint32_t granule = float_to_bits(tile::load_float(entry));
+        from[g] = source.address(granule, source.inside(position(n, g)));
+      } else {
+        from[g] = address(found[g]);
+      }
+    }
+    const lds_t to = base(n % kStages);
+    for_constants<kCopies>([&](auto index) {
+      constexpr int kRow = index / kBlocks, kBlock = index % kBlocks;
+      // Lanes past the chunks of a half block copy its first ones again.
+      const int place = chunk(kRow) & (Layout::chunks(kBlock) - 1);
+      copies.template issue<index, offset(kRow, kBlock)>(
+          to, lane, from[kRow] + (place * Layout::chunk_bytes(kBlock) + Layout::source(kBlock)));
+    });
+    if constexpr (Layout::kPageScales) {
+      static_assert(kCopyRows == 1 && !kInLds);
+      copies.issue_exponents(source.exponents(found[0].granule, found[0].inside));
+    }
+    if constexpr (kScales) {
+      copies.template issue_word<0>(scales(n % kStages), lane,
+                                    from[kCopyRows] + (Layout::kRow.scales_at + scale_group() * 4));
+    }
+  }
+  MLA_DEVICE void close_stage() { copies.close_stage(); }
+  // Waits until all but the kYounger youngest tiles have landed, and what was looked up with them.
+  template <int kYounger>
+  MLA_DEVICE void wait() {
+    copies.template wait<kYounger, kCopiesOfGroup>();
+  }
+  // For copies through registers: writes the issued tile n to its stage.
+  MLA_DEVICE void land(int n) {
+    lane = tile::lane_again();
+    land_from<0>(base(n % kStages));
+    if constexpr (kScales) copies.land_word(scales(n % kStages), lane);
+    if constexpr (kLists) land_entry(n + kLookAhead + kFetchAhead);
+  }
+
+  // Of `tiles`, while tile n is computed: writes the next to its stage and starts the one after.
+  MLA_DEVICE void bring_next(int n, int tiles) {
+    if (n + 1 < tiles) land(n + 1);
+    if constexpr (kLists) copies.meet();
+    if (n + 2 < tiles) issue(n + 2);
+    look_up_and_fetch(n + 3);
+  }
+
+ private:
+  // Of this lane's row g of tile n; the last of all is that whose scale it copies.
+  MLA_DEVICE int position(int n, int g) const {
+    const int row = g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
+                                  : (wave * tile::kWave + lane) % kTileKv;
+    if constexpr (kLists) {
+      return source.position_of(entry(n, row));
+    } else {
+      return source.place(source.begin + n * kTileKv + row);
+    }
+  }
+
+  // --- Entries of lists, of tile n a lane each.
+  MLA_DEVICE lds_t fetched_base(int n) const { return fetched + n % kFetchedTiles * kFetchedBytes; }
+  MLA_DEVICE int entry(int n, int row) const {
+    const float word = tile::load_float(fetched_base(n) + row * 4);
+    return source.entry_of(first(n) + row, static_cast<int>(float_to_bits(word)));
+  }
+  MLA_DEVICE void fetch(int n) { fetch_to<0>(fetched_base(n), n); }
+  template <int kOffset>
+  MLA_DEVICE void fetch_to(lds_t to, int n) {
+    lane = tile::lane_again();
+    const int32_t* const from = source.entry_at(first(n) + (lane & (kTileKv - 1)));
+    if constexpr (kInLds) {
+      copies.template issue_word<kOffset>(to, lane, from);
+    } else {
+      held_entry = *as_global<const int32_t>(from);
+    }
+  }
+  MLA_DEVICE void land_entry(int n) {
+    tile::store_float(fetched_base(n) + tile::lane_again() * 4,
+                      bits_to_float(static_cast<uint32_t>(held_entry)));
+  }
+  MLA_DEVICE void fetch_first() {
+    for_constants<kLookAhead + kFetchAhead>([&](auto n) {
+      fetch_to<n * kFetchedBytes>(fetched, n);
+      if constexpr (!kInLds) land_entry(n);
+    });
+    if constexpr (kInLds) {
+      wait<0>();
+    } else {
+      copies.meet();
+    }
+  }
+
+#if MLA_AMD
+  struct Found {
+    uint32_t granule;
+    int inside;
+  };
+  MLA_DEVICE Found find(int at) const {
+    return Found{*as_global<const uint32_t>(source.table_at(at)), source.inside(at)};
+  }
+  MLA_DEVICE const uint8_t* address(const Found& f) const {
+    return source.address(f.granule, f.inside);
+  }
+#else
+  using Found = const uint8_t*;
+  MLA_DEVICE Found find(int at) const { return source.pages.row(at); }
+  MLA_DEVICE const uint8_t* address(Found f) const { return f; }
+#endif
+
+  MLA_DEVICE lds_t entry_base(int n) const { return entries + n % kStages * kEntryBytes; }
+  template <int kRow = 0>
+  MLA_DEVICE void copy_entries(int n) {
+    if constexpr (kRow < kLookUps) {
+      copies.template issue_word<kRow * tile::kWave * 4>(entry_base(n), lane,
+                                                         source.table_at(position(n, kRow)));
+      copy_entries<kRow + 1>(n);
+    }
+  }
+
+  template <int kIndex>
+  MLA_DEVICE void land_from(lds_t to) {
+    if constexpr (kIndex < kCopies) {
+      copies.template land<kIndex, offset(kIndex / kBlocks, kIndex % kBlocks)>(to, lane);
+      land_from<kIndex + 1>(to);
+    }
+  }
+  // Where copy (g, block) of a wave goes: a constant from where its first one does.
+  MLA_DEVICE static constexpr int offset(int g, int block) {
+    return block * (kTileKv * 128) + g * kWaves * kRowsPerCopy * 128;
+  }
+  MLA_DEVICE lds_t base(int stage) const {
+    return stages + stage * kStageBytes + wave * kRowsPerCopy * 128;
+  }
+  MLA_DEVICE lds_t scales(int stage) const {
+    return stages + stage * kStageBytes + Layout::kScalesAt + wave * tile::kWave * 4;
+  }
+  MLA_DEVICE int scale_group() const {
+    return (wave * tile::kWave + lane) % Layout::kScaleWords / kTileKv;
+  }
+  MLA_DEVICE int chunk(int g) const {
+    const int row = (g * kWaves + wave) * kRowsPerCopy + (lane >> 3);
+    return (lane & 7) ^ tile::swizzle(row);
+  }
+
+  const Source& source;
+  lds_t stages, entries, fetched;
+  int wave, lane = 0;  // the latter is worked out where it is needed
+  Copies copies;
+  Found found[kInLds ? 1 : kLookUps];
+  int held_entry = 0;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_KV_KV_STREAM_H_

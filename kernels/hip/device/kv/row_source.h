@@ -1,0 +1,88 @@
+// Which KV rows a work item takes, and where they lie: the rows of its sequence by position, or
+// those that the index list of its query row names.
+#ifndef MLA_KERNELS_HIP_DEVICE_KV_ROW_SOURCE_H_
+#define MLA_KERNELS_HIP_DEVICE_KV_ROW_SOURCE_H_
+
+#include "kernels/hip/device/primitives/item.h"
+
+namespace mla::kernels::hip {
+
+// A *place* is a position of the sequence, or an index in the part of the list that the item takes.
+// The *entry* of a place is the position that it stands for; an entry of a list may be none that
+// the query row sees, wherever it stands. Places from `end` on repeat the last one, so that masked
+// probabilities, which are zero, always meet values that exist. No entry leads outside of the
+// sequence: those that are not seen lead to its first row, whose values may be anything (see
+// hide_unseen_values).
+//
+// Of sparse attention an item has one query row, and sees all places whose entry that row sees:
+// Item::limit is not for it. Where a list is shorter than the plan assumes, `end` is where it ends;
+// an item may so be left without places (begin >= end).
+template <AttentionKind kKind>
+class RowSource {
+ public:
+  static constexpr bool kLists = kKind == AttentionKind::kSparse;
+
+  template <class Args>
+  MLA_DEVICE RowSource(const Args& args, const Item& item)
+      : pages(args.page_tables, item.segment->page_table, args.pool, item.segment->layer_offset,
+              item.segment->row_stride, item.segment->page_size, args.granule_bytes),
+        begin(kLists ? 0 : item.work.kv_begin),
+        end(item.work.kv_end) {
+    if constexpr (kLists) {
+      MLA_RECORD const SegmentRecord& r = *item.segment;
+      MLA_RECORD const int32_t* const of_row = as_record(r.list_begin);
+      const int q = item.work.q_begin, first = of_row[q], length = of_row[q + 1] - first;
+      list = r.list + (first - of_row[0] + item.work.kv_begin);
+      seen = r.causal ? r.kv_rows - r.q_rows + q + 1 : r.kv_rows;
+      end = (end < length ? end : length) - item.work.kv_begin;
+      if (seen <= 0 || end < 0) end = 0;
+    }
+  }
+
+  MLA_DEVICE int place(int at) const { return at < end ? at : end - 1; }
+  // Of lists: where the word lies that makes the entry of a place, and that entry.
+  MLA_DEVICE const int32_t* entry_at(int at) const { return list + place(at); }
+  MLA_DEVICE static int entry_of(int, int word) { return word; }
+  // REQUIRES begin < end, here and below.
+  MLA_DEVICE int entry(int at) const {
+    if constexpr (kLists) return *as_global<const int32_t>(entry_at(at));
+    return place(at);
+  }
+  // Whether the query row sees it. Of the rows of a sequence Item::limit says that.
+  MLA_DEVICE bool sees_entry(int of_place) const {
+    return !kLists || static_cast<uint32_t>(of_place) < static_cast<uint32_t>(seen);
+  }
+  MLA_DEVICE int position_of(int of_place) const { return sees_entry(of_place) ? of_place : 0; }
+  MLA_DEVICE const uint8_t* row_of(int of_place) const { return pages.row(position_of(of_place)); }
+  // The same step by step, of a position: where the page table names its page, what row of the page
+  // it is, and where that lies.
+  MLA_DEVICE const uint32_t* table_at(int position) const {
+    return pages.table + pages.place(position).page;
+  }
+  MLA_DEVICE int inside(int position) const { return pages.place(position).inside; }
+  MLA_DEVICE const uint8_t* address(uint32_t granule, int row_inside) const {
+    return pages.address(granule, row_inside);
+  }
+
+  // The same at once, for those who can wait for two or three loads in a row.
+  MLA_DEVICE const uint8_t* row(int at) const { return row_of(entry(at)); }
+  MLA_DEVICE bool sees(int at) const { return at < end && sees_entry(entry(at)); }
+  // The rows of places first + of(0), first + of(1), ...
+  template <int kCount, class Of>
+  MLA_DEVICE void find(const uint8_t* (&rows)[kCount], int first, const Of& of) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) rows[i] = row(first + of(i));
+  }
+
+  const PagedRows pages;
+  const int begin;
+  int end;
+
+ private:
+  const int32_t* list = nullptr;
+  int seen = 0;  // rows of the sequence that the query row sees
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_KV_ROW_SOURCE_H_

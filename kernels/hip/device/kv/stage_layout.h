@@ -1,0 +1,67 @@
+// How KV rows of a format lie in shared memory, a tile of kTileKv rows a stage.
+//
+//   column blocks   of 128 bytes a row, chunks of 16 exchanged by tile::swizzle. The latent values
+//                   first, as they lie in the row; the rotated ones begin a block of their own,
+//                   which they fill or whose first half they fill
+//   scales          of formats that have them in rows, fp32: of the first group of all rows, then
+//                   of the next
+//
+// Bytes are those of the pool, and rows are widened on their way from here to the products; but
+// rows of kFp8Page are widened on their way to here, all their values being keys and values: they
+// lie as those of bf16 do.
+#ifndef MLA_KERNELS_HIP_DEVICE_KV_STAGE_LAYOUT_H_
+#define MLA_KERNELS_HIP_DEVICE_KV_STAGE_LAYOUT_H_
+
+#include "kernels/hip/device/primitives/memory.h"
+
+namespace mla::kernels::hip {
+
+// C: kTileKv, kLora and kRope.
+template <KvFormat kFormat_, class C>
+struct StageLayout {
+  static constexpr KvFormat kFormat = kFormat_;
+  static constexpr int kTileKv = C::kTileKv;
+  static constexpr KvRowLayout kRow = MakeKvRowLayout(kFormat, C::kLora, C::kRope);
+  static constexpr bool kFp8 = kRow.traits.latent == DType::kFp8E4m3;
+  static constexpr bool kFp8Rope = kRow.traits.rope == DType::kFp8E4m3;
+  static constexpr bool kLayerScale = kRow.traits.scales == KvScales::kLayer;
+  static constexpr bool kRowScales = kRow.traits.scales == KvScales::kInRow;
+  static constexpr int kGroups = kRowScales ? kRow.groups : 1;
+  static constexpr int kGroupValues = kRowScales ? kRow.traits.group : C::kLora;
+
+  static constexpr int kLatentBytes = C::kLora * (kFp8 ? 1 : 2);
+  static constexpr int kRopeBytes = C::kRope * (kFp8Rope ? 1 : 2);
+  static constexpr int kLatentBlocks = kLatentBytes / 128;
+  static constexpr int kBlocks = kLatentBlocks + (C::kRope > 0 ? 1 : 0);
+  static constexpr int kScalesAt = kBlocks * kTileKv * 128;
+  static constexpr int kScaleWords = kRowScales ? kGroups * kTileKv : 0;
+  static_assert(kLatentBytes % 128 == 0 &&
+                (C::kRope == 0 || kRopeBytes == 64 || kRopeBytes == 128));
+
+  static constexpr bool kPageScales = false;
+  // Of a column block: its first byte in the row, and its chunks there, of chunk_bytes() each.
+  static constexpr int source(int block) {
+    return block < kLatentBlocks ? block * 128 : kRow.rope_at;
+  }
+  static constexpr int chunk_bytes(int) { return 16; }
+  static constexpr int chunks(int block) { return block < kLatentBlocks ? 8 : kRopeBytes / 16; }
+};
+
+// C::kLora counts the rotated values too.
+template <class C>
+struct StageLayout<KvFormat::kFp8Page, C> : StageLayout<KvFormat::kBf16, C> {
+  using Base = StageLayout<KvFormat::kBf16, C>;
+  static constexpr KvFormat kFormat = KvFormat::kFp8Page;
+  static constexpr int kRotated = 64;
+  static constexpr KvRowLayout kRow = MakeKvRowLayout(kFormat, C::kLora - kRotated, kRotated);
+  static constexpr bool kPageScales = true;
+  static constexpr int kCodeBlocks = Base::kBlocks - 1;
+  static constexpr int source(int block) { return block * 64; }
+  static constexpr int chunk_bytes(int block) { return block < kCodeBlocks ? 8 : 16; }
+  static_assert(C::kRope == 0 && kRow.rope_at == kCodeBlocks * 64);
+  static_assert(kRow.traits.group == 64 && kRow.page_scales_bytes == 8);
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_KV_STAGE_LAYOUT_H_

@@ -1,0 +1,170 @@
+// How a wave of absorbed attention takes its operands out of a tile of KV rows, by the format of
+// the rows: which depth each step of the scores has, keys and values of a tile in shared memory,
+// and values that no row may see.
+//
+//   Keys     reads [0, kReads) of the wave's columns of scores. A read is of one fragment and makes
+//            the operands of products(n) steps
+//   Values   reads [0, kReads) of the wave's columns of outputs: of one step and fragments(n)
+//            fragments, in the order of groups of columns that share a scale, then of steps
+//
+// `kExact`: scales are multiplied in fp32 and the product is rounded, as the format says; else they
+// are powers of two (Keys::odd) and cost little or nothing.
+#ifndef MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
+#define MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
+
+#include "kernels/hip/device/kv/stage_layout.h"
+#include "kernels/hip/device/primitives/query_loader.h"
+
+namespace mla::kernels::hip {
+
+// C: of AttendConfig; W: tile::Wave.
+template <class C, class W>
+struct TileShape {
+  static constexpr int kWaveCols = C::kTileKv / C::kColWaves;  // of a tile's scores
+  static constexpr int kScoreFragments = kWaveCols / W::kScoreCols;
+  static constexpr int kScoreSteps = (C::kLora + C::kRope) / W::kDepth;
+  static constexpr int kOutFragments = C::kLora / C::kColWaves / W::kOutCols;
+  static constexpr int kPvSteps = C::kTileKv / W::kPvDepth;
+  static_assert(kScoreFragments * C::kColWaves * W::kScoreCols == C::kTileKv);
+  static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
+};
+
+// Rows that lie in shared memory as bf16, which products take as they are.
+template <class C, class OfWave, KvFormat kFormat = KvFormat::kBf16>
+struct Bf16Format {
+  using W = OfWave;
+  using Layout = StageLayout<kFormat, C>;
+  using Shape = TileShape<C, W>;
+  using Copies = tile::Copies;           // that bring tiles
+  static constexpr bool kCodes = false;  // products are of 8 bits
+  struct Rounded {};                     // what a wave keeps of its rows for these
+  using lds_t = tile::lds_t;
+
+  // Which depth a step has: Order::depth(step, group) is the first of the eight values of a lane.
+  using Order = PlainOrder<W>;
+  template <int kRows>
+  MLA_DEVICE static void load_q(typename W::Q& q, lds_t tile, int row0, int step, int lane) {
+    W::template load_q<kRows>(q, tile, row0, step, lane);
+  }
+
+  MLA_DEVICE static int score_col(int lane, int i) { return W::score_col(lane, i); }
+
+  struct Keys {
+    using Raw = typename W::K;
+    static constexpr int kReads = Shape::kScoreSteps * Shape::kScoreFragments;
+    static constexpr int fragment(int n) { return n % Shape::kScoreFragments; }
+    static constexpr int products(int) { return 1; }
+    static constexpr int step(int n, int) { return n / Shape::kScoreFragments; }
+
+    MLA_DEVICE Keys(lds_t tile, int col_wave, int lane)
+        : rows(tile, col_wave * Shape::kWaveCols, lane) {}
+    MLA_DEVICE bool odd() const { return false; }
+    static constexpr bool kLooksAtCodes = false;
+    MLA_DEVICE bool odd_codes() const { return false; }
+    MLA_DEVICE void load(Raw& raw, int n) const {
+      rows.load(raw, fragment(n) * W::kScoreCols, step(n, 0));
+    }
+    template <bool kExact>
+    MLA_DEVICE void widen(typename W::K& k, const Raw& raw, int, int) const {
+      k = raw;
+    }
+    const typename W::template KeyRows<C::kTileKv> rows;
+  };
+
+  struct Values {
+    using Raw = typename W::V;
+    static constexpr bool kScalesP = false;  // probabilities are multiplied, not values
+    static constexpr int kReads = Shape::kPvSteps * Shape::kOutFragments;
+    static constexpr int kGroupReads = kReads;  // that share scales
+    static constexpr int group(int) { return 0; }
+    static constexpr int step(int n) { return n / Shape::kOutFragments; }
+    static constexpr int fragments(int) { return 1; }
+    static constexpr int fragment(int n, int) { return n % Shape::kOutFragments; }
+
+    MLA_DEVICE Values(lds_t tile, int wave_of_columns, int lane)
+        : col_wave(wave_of_columns), rows(tile, lane) {}
+    MLA_DEVICE void load(Raw& raw, int n) const {
+      rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n, 0));
+    }
+    template <bool kExact>
+    MLA_DEVICE void widen(typename W::V& v, const Raw& raw, int, int) const {
+      v = raw;
+    }
+    const int col_wave;
+    const typename W::template ValueRows<C::kTileKv> rows;
+  };
+
+  template <int kThreads>
+  MLA_DEVICE static void hide_unseen(lds_t tile_base, int first_row, int thread) {
+    hide_unseen_values<C, kThreads>(tile_base, first_row, thread);
+  }
+};
+
+// What rows of eight bits share on all architectures.
+template <class Layout>
+struct Fp8Rows {
+  using lds_t = tile::lds_t;
+  static constexpr int kTileKv = Layout::kTileKv;
+
+  // Where the scales of row `row` in group `group` lie; those of the next rows follow.
+  MLA_DEVICE static lds_t scale_at(lds_t tile, int group, int row) {
+    return tile + Layout::kScalesAt + (group * kTileKv + row) * 4;
+  }
+  // Whether some of `kCount` scales is no power of two within the bounds of what is stored.
+  template <int kCount>
+  MLA_DEVICE static bool odd(const float (&scales)[kCount]) {
+    uint32_t all = 0, least = ~0u, most = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t bits = float_to_bits(scales[i]);
+      all |= bits;
+      least = bits < least ? bits : least;
+      most = bits > most ? bits : most;
+    }
+    return (all & 0x807fffffu) != 0 || least < 0x00800000u || most > kLargestScaleBits;
+  }
+  // As hide_unseen_values. Scales that stand for NaN go with the codes that do.
+  template <int kThreads>
+  MLA_DEVICE static void hide_unseen(lds_t tile_base, int first_row, int thread) {
+    constexpr int kChunks = Layout::kLatentBytes / 16;
+    const int begin = first_row > 0 ? first_row : 0;
+    for (int i = begin * kChunks + thread; i < kTileKv * kChunks; i += kThreads) {
+      const lds_t at = tile::chunk_at<kTileKv>(tile_base, i / kChunks, i % kChunks);
+      Chunk c = tile::load_chunk_shared(at);
+      uint32_t found = 0;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint32_t hidden = nan_bytes(c.w[w]);
+        c.w[w] &= ~hidden;
+        found |= hidden;
+      }
+      if (found != 0) tile::store_chunk(at, c);
+    }
+    if constexpr (Layout::kRowScales) {
+      for (int i = thread; i < Layout::kScaleWords; i += kThreads) {
+        const lds_t at = scale_at(tile_base, 0, i);
+        if (i % kTileKv < begin) continue;
+        const float scale = tile::load_float(at);
+        if (float_to_bits(scale) > kLargestScaleBits) {
+          tile::store_float(at, 0.0f);
+        }
+      }
+    }
+  }
+
+ private:
+  // 0xff for each byte that is a NaN.
+  MLA_DEVICE static uint32_t nan_bytes(uint32_t codes) {
+    uint32_t found = 0;
+#pragma unroll
+    for (int b = 0; b < 32; b += 8) {
+      const auto code = static_cast<uint8_t>(codes >> b & 0xffu);
+      if (IsFp8NaN(code, kPoolFp8)) found |= 0xffu << b;
+    }
+    return found;
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_

@@ -1,0 +1,86 @@
+// What a block of kSmallThreads threads does together: searches, copies, and reductions of a wave.
+#ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_BLOCK_H_
+#define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_BLOCK_H_
+
+#include "kernels/hip/device/primitives/memory.h"
+
+namespace mla::kernels::hip {
+
+inline constexpr int kSmallThreads = 256;
+inline constexpr int kSmallWaves = kSmallThreads / tile::kWave;
+
+// Index i with first[i] <= x < first[i + 1].
+MLA_DEVICE int find_range(const int32_t* first, int count, int x) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first[middle] <= x) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Of an indexer's logit: the larger, the better; those of kernels::SelectRank.
+MLA_DEVICE uint32_t index_rank(float logit) {
+  const float same = logit + 0.0f;  // zeros of either sign are equal
+  const uint32_t bits = same != same ? 0x7fffffffu : float_to_bits(same);
+  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+// One block. All three are alike in their alignment to kWords words.
+template <int kWords>
+MLA_DEVICE void move_words(uint8_t* to, const uint8_t* from, int bytes) {
+  constexpr int kAhead = 4;  // loads on their way at a time
+  constexpr int kStep = kSmallThreads * kWords * 4;
+  for (int at = thread_index() * kWords * 4; at < bytes; at += kAhead * kStep) {
+    uint32_t words[kAhead][kWords] = {};
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (from != nullptr && at + i * kStep < bytes) load_words(words[i], from + at + i * kStep);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (at + i * kStep < bytes) store_words(to + at + i * kStep, words[i]);
+    }
+  }
+}
+
+// One block. `from` null: zeros.
+MLA_DEVICE void move_bytes(uint8_t* to, const uint8_t* from, int bytes) {
+  const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
+                    static_cast<uintptr_t>(bytes);
+  if (bits % 16 == 0) {
+    move_words<4>(to, from, bytes);
+  } else if (bits % 4 == 0) {
+    move_words<1>(to, from, bytes);
+  } else {
+    for (int at = thread_index(); at < bytes; at += kSmallThreads) {
+      *as_global<uint8_t>(to + at) = from == nullptr ? 0 : *as_global<const uint8_t>(from + at);
+    }
+  }
+}
+
+template <int kStep = tile::kWave / 2>
+MLA_DEVICE float wave_max(float x) {
+  x = max_f(x, tile::exchange<kStep>(x));
+  if constexpr (kStep > 1) return wave_max<kStep / 2>(x);
+  return x;
+}
+template <int kStep = tile::kWave / 2>
+MLA_DEVICE float wave_sum(float x) {
+  x += tile::exchange<kStep>(x);
+  if constexpr (kStep > 1) return wave_sum<kStep / 2>(x);
+  return x;
+}
+
+// By how much a sink makes an output smaller whose log-sum-exp, without it, is `lse`.
+MLA_DEVICE float sink_factor(float sink, float lse) {
+  return lse == negative_infinity() ? 1.0f : 1.0f / (1.0f + exp2_fast((sink - lse) * kLog2e));
+}
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_PRIMITIVES_BLOCK_H_

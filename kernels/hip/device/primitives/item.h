@@ -1,0 +1,138 @@
+// Work items as the attention kernels see them.
+#ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_ITEM_H_
+#define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_ITEM_H_
+
+#include "kernels/hip/device/primitives/memory.h"
+
+namespace mla::kernels::hip {
+
+// One work item as seen by a block: packed rows [first, first + rows) of it.
+struct Item {
+  WorkInfo work;
+  MLA_RECORD const SegmentRecord* segment;
+  int heads;
+  int first;
+  int rows;
+
+  MLA_DEVICE int query(int p) const { return work.q_begin + (first + p) / heads; }
+  MLA_DEVICE int head(int p) const {
+    return static_cast<int>(work.heads & 0xffffu) + (first + p) % heads;
+  }
+  // Rows [0, limit) of the segment are visible to packed row p.
+  MLA_DEVICE int limit(int p) const {
+    const int seen = segment->kv_rows - segment->q_rows + query(p) + 1;
+    return segment->causal && seen < work.kv_end ? seen : work.kv_end;
+  }
+};
+
+// Packed rows of work item `index` that share `share` of its unit takes, kRows a share. A share may
+// be left without rows.
+template <int kRows>
+MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
+  Item item;
+  item.work = read_record(args.work_info + index);
+  item.segment = as_record(args.segments + item.work.segment);
+  item.heads =
+      static_cast<int>(item.work.heads >> 16) - static_cast<int>(item.work.heads & 0xffffu);
+  item.first = share * kRows;
+  const int rows = (item.work.q_end - item.work.q_begin) * item.heads - item.first;
+  item.rows = rows < kRows ? rows : kRows;
+  return item;
+}
+
+// Calls `body` with item, index and share for each work item of this block's unit in which the
+// block has rows. With `first` and `step`: of the unit's items only first, first + step, ...
+template <int kRows, class Body>
+MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body, int first = 0,
+                                      int step = 1) {
+#if MLA_AMD
+  const BlockPlace place = PlaceOf(block_index(), args.blocks, args.blocks_per_unit, args.xcds);
+  const int unit = place.unit, share = place.share;
+#else
+  const int unit = block_index() / args.blocks_per_unit;
+  const int share = block_index() - unit * args.blocks_per_unit;
+#endif
+  const int end = args.work_indptr[unit + 1];
+  for (int i = args.work_indptr[unit] + first; i < end; i += step) {
+    const Item item = load_item<kRows>(args, i, share);
+    if (item.rows > 0) body(item, i, share);
+  }
+}
+template <int kRows, class Args, class Body>
+MLA_DEVICE void for_each_item(const Args& args, const Body& body) {
+  for_each_indexed_item<kRows>(args, [&body](const Item& item, int, int) { body(item); });
+}
+
+// Where the results of packed row p go: a partial tile, or the segment's own output.
+struct RowTarget {
+  void* base;
+  int64_t index;
+  float* lse;
+  bool f32;
+
+  template <class Args>
+  MLA_DEVICE RowTarget(const Args& args, const Item& item, int p, int columns) {
+    MLA_RECORD const SegmentRecord& r = *item.segment;
+    if (Args::kSplit || item.work.partial_row >= 0) {
+      const int64_t row = static_cast<int64_t>(item.work.partial_row) + item.first + p;
+      base = args.partial_o;
+      index = row * columns;
+      lse = args.partial_lse + row;
+      f32 = true;
+      return;
+    }
+    const int64_t q = item.query(p), h = item.head(p);
+    base = r.o;
+    index = q * r.o_row_stride + h * r.o_head_stride;
+    lse = r.lse == nullptr ? nullptr : r.lse + q * r.lse_row_stride + h * r.lse_head_stride;
+    f32 = args.o_is_f32 != 0;
+  }
+};
+
+// Whether runs of `count` results of the item can be stored at once.
+template <class Args>
+MLA_DEVICE bool aligned_results(const Args& args, const Item& item, int count) {
+  MLA_RECORD const SegmentRecord& r = *item.segment;
+  const int bytes = args.o_is_f32 ? 4 : 2;
+  return Args::kSplit || item.work.partial_row >= 0 ||
+         aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, bytes * count);
+}
+
+// What a row's statistics (maximum of the logits times log2(e), sum of exponentials) come to. A row
+// without keys is told by its sum, not its maximum: logits that are all NaN leave that at -inf too.
+struct RowScale {
+  float inverse, lse;
+  bool empty;
+  MLA_DEVICE RowScale(float max, float sum) {
+    empty = sum == 0.0f;
+    inverse = empty ? 0.0f : 1.0f / sum;
+    lse = empty ? negative_infinity() : (max + log2_fast(sum)) * kLn2;
+  }
+};
+
+// Values of rows that only some packed rows see meet probabilities that are zero, but zero times
+// NaN is NaN. Where such a value is not finite, a packed row that sees it has no finite logit
+// either, so its probability carries the NaN and the value itself can go. Rows [first_row, kTileKv)
+// of a tile, by kThreads threads of which the caller is number `thread`.
+template <class C, int kThreads>
+MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row, int thread) {
+  constexpr int kChunks = C::kLora / 8;
+  const int begin = first_row > 0 ? first_row * kChunks : 0;
+  for (int i = begin + thread; i < C::kTileKv * kChunks; i += kThreads) {
+    const tile::lds_t at = tile::chunk_at<C::kTileKv>(tile_base, i / kChunks, i % kChunks);
+    Chunk c = tile::load_chunk_shared(at);
+    uint32_t found = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t low = (c.w[w] & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
+      const uint32_t high = (c.w[w] & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u;
+      c.w[w] &= ~(low | high);
+      found |= low | high;
+    }
+    if (found != 0) tile::store_chunk(at, c);
+  }
+}
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_PRIMITIVES_ITEM_H_

@@ -1,0 +1,62 @@
+// Absorbed attention over rows of e4m3 on sm_90a, with bf16 queries. Both products are transposed,
+// so that what is wide in memory, keys and values, is the operand that lies in registers: each
+// value is read from shared memory once as a key and once as a value, and widened on that way.
+//
+//   group 4         copies KV rows, tiles of 64 keys, kStages deep
+//   group t mod 2   S^T [64 keys x rows] = K Q^T of tile t, softmax, P^T to shared memory
+//   groups 2, 3     O^T [256 columns each, rows] += V^T P^T, for every tile
+//
+// The packed rows are columns here, so few of them cost little, and so few accumulators leave room
+// for four groups that compute: they wait for each other's results, not for their own.
+//
+// Codes become binary16, which holds every one. Queries are brought into its range by a power of
+// two a row. Where keys have scales, a power of two of a key's scales goes into its logit and its
+// probability, and the rest, at most 2, into its codes. NaN is told by keys alone: where a key may
+// be hidden, values that are no numbers become zero.
+//
+// Probabilities are 2^(x - origin + kShift), one origin a row for all tiles. The origin follows the
+// row's maximum only when that has grown by more than kSlack, so accumulators are hardly ever
+// rescaled, and the warps of a group need not exchange their maxima, only whether one has grown.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_ATTEND_FP8_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_ATTEND_FP8_H_
+
+#include "kernels/hip/device/primitives/item.h"
+#include "kernels/hip/device/sm90/decode/rows16_fp8/accumulator.h"
+#include "kernels/hip/device/sm90/decode/rows16_fp8/copier.h"
+#include "kernels/hip/device/sm90/decode/rows16_fp8/scorer.h"
+
+namespace mla::kernels::hip {
+
+template <class C>
+class AttendFp8 {
+ public:
+  using L = Fp8Layout<C>;
+  static constexpr int kThreads = 5 * L::kGroupThreads;
+  static constexpr int kSharedBytes = L::kSharedBytes;
+
+  MLA_DEVICE static void run(const AttendArgs& args) {
+    const L shared{tile::shared_base<kSharedBytes>()};
+    shared.init_barriers();
+    let_next_kernel_start();
+    const int group = tile::wave_index() / L::kGroupWarps;
+    if (group < 2) {
+      tile::take_registers<C::kScoreRegisters>();
+      Fp8Scorer<C> scorer(args, shared);
+      for_each_indexed_item<C::kRows>(args, [&scorer](const Item& item, int index, int share) {
+        scorer.attend(item, index, share);
+      });
+    } else if (group < 4) {
+      tile::take_registers<C::kValueRegisters>();
+      Fp8Accumulator<C> accumulator(args, shared);
+      for_each_item<C::kRows>(args, [&accumulator](const Item& item) { accumulator.attend(item); });
+    } else {
+      tile::give_registers<40>();
+      Fp8Copier<C> copier(args, shared);
+      for_each_item<C::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
+    }
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_ATTEND_FP8_H_

@@ -1,0 +1,70 @@
+// Absorbed attention for tiles of 17 to 64 packed rows on sm_90a, with warpgroup products: where
+// the matrix unit is the limit, or near it.
+//
+// A block has two groups of four warps that compute and one that copies. The KV tiles of an item,
+// 64 rows each, alternate between two slots of shared memory. Group g computes the scores and
+// probabilities of the tiles in slot g, and accumulates output columns [256 g, 256 g + 256) of all
+// tiles, so each tile's probabilities also go to the other group:
+//
+//     group 0:  S0 = Q K0^T, softmax | O left  += P0 V0 |                        | O left  += P1 V1
+//     group 1:                       | O right += P0 V0 | S1 = Q K1^T, softmax   | O right += P1 V1
+//
+// A group releases its half of a tile's columns as soon as its product is done; the copying group
+// refills it with the next tile in this slot, of the next item where this one has ended. Group g's
+// P lies where its tile had the rope columns, which only the scores need.
+//
+// Probabilities are 2^(x - origin), one origin a row, which the groups hand to and fro with the
+// probabilities. The origin follows the row's maximum only when that has grown by more than
+// kSlack, so that the accumulators are hardly ever rescaled; any origin gives the same quotient.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_ATTEND_WGMMA_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_ATTEND_WGMMA_H_
+
+#include "kernels/hip/device/primitives/item.h"
+#include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_consumer.h"
+#include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_layout.h"
+#include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_producer.h"
+
+namespace mla::kernels::hip {
+
+// Args: AttendArgs, or SplitArgs or StreamArgs to merge the parts as well. Producer: the group that
+// brings queries and KV rows.
+template <class C, class Args = AttendArgs, class Producer = WgmmaProducer<C, Args>>
+class AttendWgmma {
+ public:
+  using L = WgmmaLayout<C>;
+  static constexpr int kThreads = 3 * L::kGroupThreads;
+  static constexpr int kSharedBytes = L::kSharedBytes + (Args::kStreams ? L::kStreamBytes : 0);
+
+  MLA_DEVICE static void run(const Args& args) {
+    const L shared{tile::shared_base<kSharedBytes>()};
+    if constexpr (Args::kStreams) {
+      if (thread_index() == 0) {
+        tile::store_word(shared.begun(), static_cast<uint32_t>(realtime_ns()));
+      }
+    }
+    shared.init_barriers();
+    let_next_kernel_start();
+    const int group = tile::wave_index() >> 2;
+    if (group == 2) {
+      tile::give_registers<56>();
+      Producer producer(args, shared);
+      for_each_item<L::kRows>(args, [&producer](const Item& item) { producer.produce(item); });
+    } else if (group == 0) {
+      tile::take_registers<224>();
+      WgmmaConsumer<C, 0, Args> consumer(args, shared);
+      for_each_indexed_item<L::kRows>(args, [&consumer](const Item& item, int index, int share) {
+        consumer.attend(item, index, share);
+      });
+    } else {
+      tile::take_registers<224>();
+      WgmmaConsumer<C, 1, Args> consumer(args, shared);
+      for_each_indexed_item<L::kRows>(args, [&consumer](const Item& item, int index, int share) {
+        consumer.attend(item, index, share);
+      });
+    }
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_ATTEND_WGMMA_H_

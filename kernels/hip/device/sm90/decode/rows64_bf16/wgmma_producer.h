@@ -1,0 +1,203 @@
+// The copying group of attend_wgmma.h.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_WGMMA_PRODUCER_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_WGMMA_PRODUCER_H_
+
+#include "kernels/hip/device/kv/window_source.h"
+#include "kernels/hip/device/primitives/query_loader.h"
+#include "kernels/hip/device/sm90/decode/rows64_bf16/wgmma_layout.h"
+
+namespace mla::kernels::hip {
+
+// The group that copies queries and KV rows of one item after the other.
+template <class C, class Args = AttendArgs>
+class WgmmaProducer {
+ public:
+  using L = WgmmaLayout<C>;
+  using lds_t = tile::lds_t;
+  using Source = RowSource<C::kAttention>;
+
+  MLA_DEVICE WgmmaProducer(const Args& a, const L& layout)
+      : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
+
+  MLA_DEVICE void produce(const Item& item) {
+    const Source source(args, item);
+    if (source.begin >= source.end) return;
+    find(source, source.begin);
+    if constexpr (!Args::kStreams) start_queries(item);
+    for (int first = source.begin; first < source.end; first += 2 * C::kTileKv) {
+      copy_tile<0>(!Args::kStreams && first == source.begin);
+      find(source, first + C::kTileKv);
+      const bool second = first + C::kTileKv < source.end;
+      if (!Args::kStreams && !second) break;  // a stream's queries come behind one tile or two
+      if (second) copy_tile<1>(false);
+      if (Args::kStreams && first == source.begin) bring_arriving_queries(item);
+      find(source, first + 2 * C::kTileKv);
+    }
+  }
+
+ private:
+  static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
+  static constexpr int kWarpRows = 4;  // neighbours that a warp copies at a time
+
+  MLA_DEVICE int row(int g) const { return (g * 4 + warp) * kWarpRows + (lane >> 3); }
+  // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.
+  MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ tile::swizzle(row(0))) * 16; }
+
+  // Where this lane's chunks of the tile at `first` lie.
+  MLA_DEVICE void find(const Source& source, int first) {
+    if constexpr (L::kLists) {
+      seen = 0;
+#pragma unroll
+      for (int g = 0; g < kCopyRows; ++g) {
+        const int place = first + row(g), entry = source.entry(place);
+        kv_rows[g] = source.row_of(entry);
+        seen |= static_cast<uint32_t>(place < source.end && source.sees_entry(entry)) << g;
+      }
+    } else {
+      source.find(kv_rows, first, [this](int g) { return row(g); });
+    }
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) kv_rows[g] += chunk_bytes();
+  }
+
+  // Of lists: which of this warp's rows of a tile are seen, four bits a row. They are part of the
+  // tile's first part.
+  MLA_DEVICE void publish_seen(int s) const {
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) {
+      const uint32_t eight_bits = tile::ballot((seen >> g & 1) != 0);  // a row
+      const uint32_t word = (eight_bits & 0xfu) | (eight_bits >> 4 & 0xf0u) |
+                            (eight_bits >> 8 & 0xf00u) | (eight_bits >> 12 & 0xf000u);
+      if (lane == 0) tile::store_half_word(shared.seen(s, row(g) >> 3) + (warp & 1) * 2, word);
+    }
+    if (lane == 0) tile::barrier_arrive(shared.filled(s, 0));
+  }
+
+  MLA_DEVICE void copy_block(lds_t tile_base, int block,
+                             const uint8_t* const (&source)[kCopyRows]) const {
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) {
+      tile::copy_chunk(tile_base + block * L::kBlockBytes + row(g) * 128 + (lane & 7) * 16,
+                       source[g] + block * 128);
+    }
+  }
+
+  // Column blocks of a part, in the order of slot s.
+  MLA_DEVICE void copy_part(int s, int part, lds_t tile_base,
+                            const uint8_t* const (&source)[kCopyRows]) const {
+    copy_block(tile_base, L::block(s, 2 * part), source);
+    copy_block(tile_base, L::block(s, 2 * part + 1), source);
+    if (L::kRotated && part == L::kParts - 1) copy_block(tile_base, L::kBlocks - 1, source);
+  }
+
+  // With the first tile of an item come its queries, part by part.
+  template <int kSlot>
+  MLA_DEVICE void copy_tile(bool with_queries) {
+    const uint32_t n = used[kSlot]++;
+#pragma unroll
+    for (int part = 0; part < L::kParts; ++part) {
+      if (with_queries) copy_query_part(part);
+      const int half = part / 2;
+      if (part % 2 == 0 && n > 0) {
+        tile::barrier_wait(shared.emptied(kSlot, half ^ kSlot), (n - 1) & 1);
+      }
+      if (L::kLists && part == 0) publish_seen(kSlot);
+      copy_part(kSlot, part, shared.slot(kSlot), kv_rows);
+      tile::barrier_arrive_after_copies(shared.filled(kSlot, part));
+    }
+  }
+
+  MLA_DEVICE void start_queries(const Item& item) {
+    await_queries_emptied();
+    const QueryLoader queries(item);
+    queries_aligned = queries.aligned;
+    if (!queries_aligned) {
+      queries.copy_tile<L::kRows, L::kDim, L::kGroupWarps>(shared.queries(), warp, lane);
+    }
+#pragma unroll
+    for (int g = 0; g < kCopyRows; ++g) {
+      query_rows[g] = reinterpret_cast<const uint8_t*>(queries.row(row(g))) + chunk_bytes();
+    }
+  }
+  // Behind the first KV rows, which do not wait for them. Of the warp's chunks the last is waited
+  // for, by one load of all lanes; those before it are hardly ever still to come by then. Chunks
+  // that were waited for in vain are read in the host's memory. By row, in few registers.
+  MLA_DEVICE void bring_arriving_queries(const Item& item) {
+    if constexpr (Args::kStreams) {
+      await_queries_emptied();
+      const QueryLoader queries(item);
+      const auto chunks_of = [&](int g) {
+        return reinterpret_cast<const uint8_t*>(queries.row(row(g))) + chunk_bytes();
+      };
+      const auto place = [&](int g, int block) {
+        return shared.queries() + block * L::kBlockBytes + row(g) * 128 + (lane & 7) * 16;
+      };
+      const int last_row = ((kCopyRows - 1) * 4 + warp) * kWarpRows + kWarpRows - 1;
+      const int last = last_row < item.rows ? last_row : item.rows - 1;
+      const bool come = tile::await_queries(queries.row(last) + L::kDim - 8, args, shared.begun());
+      if (!come) args.report->impatient = args.ticket;
+#pragma unroll 1
+      for (int g = 0; g < kCopyRows; ++g) {
+        const uint8_t* from = chunks_of(g);
+        if (!come) from += away(*item.segment);
+#pragma unroll
+        for (int block = 0; block < L::kBlocks; ++block) {
+          tile::copy_chunk(place(g, block), from + block * 128);
+        }
+      }
+      tile::close_copies();
+      tile::wait_for_copies<0>();
+      bool all = true;
+#pragma unroll 1
+      for (int g = 0; come && g < kCopyRows; ++g) {
+#pragma unroll 3
+        for (int block = 0; block < L::kBlocks; ++block) {
+          all &= tile::has_come(tile::load_chunk_shared(place(g, block)));
+        }
+      }
+#pragma unroll 1
+      for (int g = 0; !all && g < kCopyRows; ++g) {
+        const uint8_t* const from = chunks_of(g);
+#pragma unroll 1
+        for (int block = 0; block < L::kBlocks; ++block) {
+          if (tile::has_come(tile::load_chunk_shared(place(g, block)))) continue;
+          tile::store_chunk(place(g, block), tile::await_chunk(from + block * 128, args));
+        }
+      }
+#pragma unroll
+      for (int part = 0; part < L::kParts; ++part) {
+        tile::barrier_arrive(shared.queries_filled(part));
+      }
+    }
+  }
+  // From the copies of a segment's queries to these in the host's memory, in bytes.
+  MLA_DEVICE static int64_t away(MLA_RECORD const SegmentRecord& r) {
+    return reinterpret_cast<const uint8_t*>(r.list) - static_cast<const uint8_t*>(r.q);
+  }
+  MLA_DEVICE void await_queries_emptied() {
+    const uint32_t n = items++;
+    if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
+  }
+  MLA_DEVICE void copy_query_part(int part) const {
+    if (!queries_aligned) {  // they are there
+      tile::barrier_arrive(shared.queries_filled(part));
+      return;
+    }
+    copy_part(0, part, shared.queries(), query_rows);
+    tile::barrier_arrive_after_copies(shared.queries_filled(part));
+  }
+
+  const Args& args;
+  const L shared;
+  const int lane, warp;
+  const uint8_t* kv_rows[kCopyRows];     // where this lane's chunks of the next tile lie
+  const uint8_t* query_rows[kCopyRows];  // and of the item's queries
+  uint32_t seen = 0;                     // bit g: whether the query row sees row(g)
+  bool queries_aligned = true;
+  uint32_t used[2] = {0, 0};
+  uint32_t items = 0;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_WGMMA_PRODUCER_H_

@@ -1,0 +1,101 @@
+// Absorbed attention over rows of fp8_row on sm_90a from 17 packed rows on, with products of 8
+// bits: queries are rounded to e4m3 and multiplied with keys as they lie; values are widened to
+// binary16, and probabilities are rounded to that.
+//
+// A row has a scale for each 128 values, and most often all are the same power of two
+// (EncodeKvRow). Tiles of such rows alone are scored in one sum, and their values are multiplied by
+// nothing.
+//
+// Two groups compute and one copies KV rows, tiles of 64 keys, four deep. The groups score tiles in
+// turn, and each sums 256 columns of all tiles:
+//
+//   group 0      S(t) = Q K^T, softmax | O^T += V(t-1)^T P(t-1)^T, V(t)^T P(t)^T |  S(t+2) ...
+//   group 1      .. V(t-2), V(t-1)     | S(t+1), softmax                         |  V(t), V(t+1) ..
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ATTEND_ROWS_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ATTEND_ROWS_H_
+
+#include "kernels/hip/device/primitives/item.h"
+#include "kernels/hip/device/sm90/decode/rows64_codes/copier.h"
+#include "kernels/hip/device/sm90/decode/rows64_codes/rows_scorer.h"
+#include "kernels/hip/device/sm90/decode/rows64_codes/rows_values.h"
+
+namespace mla::kernels::hip {
+
+// One of the two groups that compute.
+template <class C>
+class E4m3RowsGroup {
+ public:
+  using L = E4m3RowsLayout<C>;
+
+  MLA_DEVICE E4m3RowsGroup(const AttendArgs& a, const L& layout)
+      : args(a), shared(layout), scorer(a, layout), values(a, layout) {}
+
+  // The item is read again for its results, rather than held in registers meanwhile.
+  MLA_DEVICE void attend(const Item& item, int index, int share) {
+    float o[Values::kBlocks][Values::kProduct];
+    Values::clear(o);
+    typename Scorer::State state;
+    const RowSource<C::kAttention> source(args, item);
+    scorer.begin(item, state);
+    const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
+    const typename Scorer::Tiles places(source, item, index, share);
+    // Tiles whose keys are all seen. Values of others may be no numbers; lists may name such ones
+    // anywhere.
+    const int plain = places.unmasked_end >= source.end && !L::kLists
+                          ? tiles
+                          : (L::kLists ? 0 : (places.unmasked_end - source.begin) / C::kTileKv);
+    int t = (at ^ scorer.group) & 1;
+    int added = 0;
+    for (; t < tiles; t += 2) {
+      scorer.score(places, at + t, t, state);
+#pragma unroll 1
+      for (; added <= t; ++added) values.add(at + added, added >= plain, o);
+    }
+    if (added < tiles) values.add(at + added, added >= plain, o);
+    at += static_cast<uint32_t>(tiles);
+    const Item results = load_item<L::kRows>(args, index, share);
+    scorer.finish(results, tiles, at - 1, state);
+    values.finish(results, o);
+  }
+
+ private:
+  using Scorer = E4m3RowsScorer<C>;
+  using Values = E4m3RowsValues<C>;
+  const AttendArgs& args;
+  const L shared;
+  Scorer scorer;
+  Values values;
+  uint32_t at = 0;  // tiles before the item
+};
+
+template <class C>
+class AttendE4m3Rows {
+ public:
+  using L = E4m3RowsLayout<C>;
+  static constexpr int kThreads = L::kThreads;
+  static constexpr int kSharedBytes = L::kSharedBytes;
+  // What a block of this size has.
+  static_assert(2 * C::kComputeRegisters + C::kCopyRegisters <= 3 * 168);
+
+  MLA_DEVICE static void run(const AttendArgs& args) {
+    const L shared{tile::shared_base<kSharedBytes>()};
+    shared.init_barriers();
+    let_next_kernel_start();
+    const int group = tile::wave_index() / L::kGroupWarps;
+    if (group == 2) {
+      tile::give_registers<C::kCopyRegisters>();
+      E4m3Copier<C, L> copier(args, shared);
+      for_each_item<L::kRows>(args, [&copier](const Item& item) { copier.copy(item); });
+    } else {
+      tile::take_registers<C::kComputeRegisters>();
+      E4m3RowsGroup<C> computing(args, shared);
+      for_each_indexed_item<L::kRows>(args, [&computing](const Item& item, int index, int share) {
+        computing.attend(item, index, share);
+      });
+    }
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ATTEND_ROWS_H_

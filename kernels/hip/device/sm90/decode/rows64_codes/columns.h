@@ -1,0 +1,92 @@
+// What the groups that sum values have in common: attend_e4m3.h and attend_rows.h.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COLUMNS_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COLUMNS_H_
+
+#include "kernels/hip/device/primitives/item.h"
+#include "kernels/hip/device/sm90/tile.h"
+
+namespace mla::kernels::hip {
+
+// Accumulators O^T [256 columns x 64 rows] of one of two groups. Values are read transposed in
+// pairs of bytes, so that of 16 keys and 16 columns lane l has keys 2 (l % 4), the next, and eight
+// further of each, at columns 2 (l / 4) and the next. Even columns are rows l / 4 of the operand
+// and odd ones eight further. L: the layout of shared memory.
+template <class C, class L>
+class E4m3Columns {
+ public:
+  static constexpr int kBlocks = C::kLora / 2 / 64;  // of 64 columns, of a group
+  static constexpr int kProduct = 32;                // accumulators of 64 x 64, of a thread
+
+  MLA_DEVICE static void clear(float (&o)[kBlocks][kProduct]) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kProduct; ++i) o[b][i] = 0.0f;
+    }
+  }
+
+ protected:
+  using lds_t = tile::lds_t;
+
+  MLA_DEVICE E4m3Columns(const AttendArgs& a, const L& layout, int of_groups)
+      : args(a),
+        shared(layout),
+        group(of_groups),
+        warp(tile::wave_index() & 3),
+        lane(tile::lane_index()) {}
+
+  // First of the 16 columns that a warp multiplies in a block.
+  MLA_DEVICE int column(int block) const { return group * (C::kLora / 2) + block * 64 + warp * 16; }
+  // Packed row of accumulators 4 j + e and 4 j + 2 + e.
+  MLA_DEVICE int row(int j, int e) const { return 8 * j + 2 * (lane & 3) + e; }
+
+  // Brings the sums so far to the origins of a slot's tile.
+  MLA_DEVICE void follow_origins(int slot, float (&o)[kBlocks][kProduct]) const {
+    const Chunk moved = tile::load_chunk_shared(shared.moved(slot));
+    if ((moved.w[0] | moved.w[1] | moved.w[2] | moved.w[3]) == 0) return;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int j = 0; j < L::kRows / 8; ++j) {
+        float by[2];
+        tile::load_two_floats(by, shared.old_factor(slot) + row(j, 0) * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[b][4 * j + i] *= by[i & 1];
+      }
+    }
+  }
+
+  // scales(j, by): what results of rows row(j, 0) and row(j, 1) are times; zero for rows without
+  // keys, which give zeros whatever values they have met.
+  template <class Scales>
+  MLA_DEVICE void store_results(const Item& item, const float (&o)[kBlocks][kProduct],
+                                const Scales& scales) const {
+    const bool aligned = aligned_results(args, item, 2);
+#pragma unroll
+    for (int j = 0; j < L::kRows / 8; ++j) {
+      float by[2];
+      scales(j, by);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int p = row(j, e);
+        if (p >= item.rows) continue;
+        const RowTarget target(args, item, p, C::kLora);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          const float run[2] = {by[e] == 0.0f ? 0.0f : o[b][4 * j + e] * by[e],
+                                by[e] == 0.0f ? 0.0f : o[b][4 * j + 2 + e] * by[e]};
+          store_run(target.base, target.index + column(b) + 2 * (lane >> 2), run, target.f32,
+                    aligned);
+        }
+      }
+    }
+  }
+
+  const AttendArgs& args;
+  const L shared;
+  const int group, warp, lane;
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COLUMNS_H_

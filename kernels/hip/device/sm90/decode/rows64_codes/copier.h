@@ -1,0 +1,200 @@
+// The copying group of attend_e4m3.h and attend_rows.h.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COPIER_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COPIER_H_
+
+#include "kernels/hip/device/kv/row_source.h"
+#include "kernels/hip/device/sm90/decode/rows16_fp8/layout.h"
+#include "kernels/hip/device/sm90/e4m3_instructions.h"
+
+namespace mla::kernels::hip {
+
+// Copies the KV rows of one item after the other, 64 keys a slot. A warp takes 16 rows, eight lanes
+// a row; where a row lies is one lane's business: its entry is read three tiles ahead and its entry
+// of the page table two tiles ahead, so no load is waited for.
+//
+// Scales of fp8_row are brought into the form that scorers and summing groups take, and rows stay
+// as they are. Copies of up to kBehind tiles run ahead of that, where slots are free.
+//
+// L: the layout of shared memory.
+template <class C, class L>
+class E4m3Copier {
+ public:
+  using lds_t = tile::lds_t;
+  using Source = RowSource<C::kAttention>;
+
+  MLA_DEVICE E4m3Copier(const AttendArgs& a, const L& layout)
+      : args(a), shared(layout), warp(tile::wave_index() & 3), lane(tile::lane_index()) {}
+
+  MLA_DEVICE void copy(const Item& item) {
+    const Source source(args, item);
+    if (source.begin >= source.end) return;
+    const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
+    Finder finder(source, source.begin + warp * kRows + (lane & (kRows - 1)));
+    for (int t = 0; t < tiles; ++t) {
+      wait_emptied();
+      if constexpr (L::kLists) write_seen(ring.at, finder.seen);
+      copy_tile(ring.at, finder.row);
+      if constexpr (L::kScaledRows) {
+        tile::close_copies();
+        if (++open > kBehind) finish<kBehind>();
+      } else {
+        tile::barrier_arrive_after_copies(shared.filled(ring.at));
+      }
+      ring.next();
+      finder.next(source);
+    }
+    finish_all();
+  }
+
+ private:
+  static constexpr int kRows = 16;           // of a tile, of a warp
+  static constexpr int kLaneRows = 4;        // of a tile, that a lane copies chunks of
+  static constexpr int kBehind = 2;          // tiles
+  static constexpr float kLeast = 0x1p-60f;  // scale of a key
+  static_assert(4 * kRows == L::kKeys);
+
+  // Where this lane's row of a tile lies.
+  struct Finder {
+    const uint8_t* row;
+    bool seen;
+    int at;                // place of the row in the next tile but two
+    int entry;             // of that row
+    uint32_t granule = 0;  // of the page of the next tile's row
+    int inside = 0;
+    bool next_seen = false;
+
+    MLA_DEVICE Finder(const Source& source, int first) : at(first) {
+      entry = source.entry(at);
+      next(source);
+      next(source);
+    }
+    MLA_DEVICE void next(const Source& source) {
+      row = source.pages.address(granule, inside);
+      seen = next_seen;
+      const typename PagedRows::Place place = source.pages.place(source.position_of(entry));
+      granule = source.pages.granule(place.page);
+      inside = place.inside;
+      next_seen = at < source.end && source.sees_entry(entry);
+      at += C::kTileKv;
+      entry = source.entry(at);
+    }
+  };
+
+  // Of this lane's i-th row.
+  MLA_DEVICE static int row_lane(int i, int lane) { return i * 4 + (lane >> 3); }
+  MLA_DEVICE int row(int i) const { return warp * kRows + row_lane(i, lane); }
+  MLA_DEVICE static const uint8_t* from_lane(const uint8_t* x, int from) {
+    const auto bits = reinterpret_cast<uintptr_t>(x);
+    const uint64_t low = tile::from_lane(static_cast<uint32_t>(bits), from);
+    const uint64_t high = tile::from_lane(static_cast<uint32_t>(bits >> 32), from);
+    return reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(high << 32 | low));
+  }
+
+  MLA_DEVICE void copy_tile(int slot, const uint8_t* mine) const {
+    const int place = lane & 7;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      const uint8_t* const from = from_lane(mine, row_lane(i, lane));
+      const int to = row(i), chunk = place ^ tile::swizzle(to);
+#pragma unroll
+      for (int block = 0; block < L::kBlocks; ++block) {
+        tile::copy_chunk(shared.slot(slot) + block * L::kBlockBytes + to * 128 + place * 16,
+                         from + block * 128 + chunk * 16);
+      }
+      if constexpr (L::kScaledRows) {
+        tile::copy_chunk(shared.rope(slot) + to * 128 + place * 16,
+                         from + C::kLora + 16 + chunk * 16);
+        if (place == i) tile::copy_chunk(shared.raw_scales(slot) + to * 16, from + C::kLora);
+      } else if (place >> 2 == (i & 1)) {
+        // Four chunks a row: half of a row's eight lanes take each second row.
+        const int narrow = place & 3;
+        tile::copy_chunk(shared.rope(slot) + to * 64 + narrow * 16,
+                         from + C::kLora + (narrow ^ narrow_swizzle(to)) * 16);
+      }
+    }
+  }
+
+  // Bit k: whether key k of this warp's rows is seen.
+  MLA_DEVICE void write_seen(int slot, bool seen) const {
+    const uint32_t word = tile::ballot(seen) & 0xffffu;
+    if (lane == 0) {
+      tile::store_half_word(shared.seen(slot) + warp * 2, word);
+      if (!L::kScaledRows) tile::barrier_arrive(shared.filled(slot));
+    }
+  }
+
+  // Until the next slot is free. It may be so only once tiles that were copied are finished.
+  MLA_DEVICE void wait_emptied() {
+    const lds_t barrier = shared.emptied(ring.at);
+    if (L::kScaledRows && !tile::any(tile::barrier_ended(barrier, ring.parity ^ 1))) finish_all();
+    tile::barrier_wait(barrier, ring.parity ^ 1);
+  }
+  MLA_DEVICE void finish_all() {
+    if constexpr (L::kScaledRows) {
+      static_assert(kBehind == 2);
+      if (open > 1) finish<1>();
+      if (open > 0) finish<0>();
+    }
+  }
+  // The oldest tile that has been copied; kYounger are under way.
+  template <int kYounger>
+  MLA_DEVICE void finish() {
+    --open;
+    tile::wait_for_copies<kYounger>();
+    tile::sync_warp();
+    sort_scales(finished.at);
+    tile::publish_shared();
+    tile::barrier_arrive(shared.filled(finished.at));
+    finished.next();
+  }
+  MLA_DEVICE void sort_scales(int slot) const {
+    const int own = lane & (kRows - 1);
+    const int key = warp * kRows + own;
+    const Chunk raw = tile::load_chunk_shared(shared.raw_scales(slot) + key * 16);
+    float scale[L::kBlocks], top = kLeast;
+#pragma unroll
+    for (int b = 0; b < L::kBlocks; ++b) {
+      scale[b] = stored_scale(bits_to_float(raw.w[b]));
+      top = max_f(top, scale[b]);
+    }
+    const uint32_t power = (float_to_bits(top) + 0x7fffffu) & 0x7f800000u;
+    const float inverse = bits_to_float((254u << 23) - power);
+    bool one = float_to_bits(top) == power;  // also not below kLeast
+#pragma unroll
+    for (int b = 0; b < L::kBlocks; ++b) one = one && scale[b] == top;
+    const uint32_t of_rows = tile::ballot(one);
+    if (lane == 0) tile::store_word(shared.one_scale(slot) + warp * 4, of_rows == ~0u ? 1u : 0u);
+    tile::sync_warp();
+    if (lane >= kRows) return;
+    shared.write_key_scale(slot, key, power);
+    // As the scorers take them: what sums of a block are times to be as if they had the scale of
+    // the next one, which is therefore not taken below 2^-40 of those before.
+    float of_scores[L::kBlocks], most = scale[0], before = scale[0];
+#pragma unroll
+    for (int b = 1; b < L::kBlocks; ++b) {
+      const float least = max_f(most * 0x1p-40f, 0x1p-100f);
+      const float taken = scale[b] < least ? least : scale[b];
+      of_scores[b - 1] = before * tile::reciprocal(taken);
+      most = max_f(most, taken);
+      before = taken;
+    }
+    of_scores[L::kBlocks - 1] = before;
+    const int place = (own & 7) / 2 * 4 + own / 8 * 2 + (own & 1);
+#pragma unroll
+    for (int b = 0; b < L::kBlocks; ++b) {
+      tile::store_float(shared.block_scales(slot, warp, b) + own * 4, of_scores[b]);
+      tile::store_half_word(shared.ratios(slot, warp, b) + place * 2,
+                            tile::pack_f16(scale[b] * inverse, 0.0f) & 0xffffu);
+    }
+  }
+
+  const AttendArgs& args;
+  const L shared;
+  const int warp, lane;
+  Ring<L::kSlots> ring, finished;
+  int open = 0;  // tiles that are copied or on their way, and not finished
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COPIER_H_

@@ -1,0 +1,99 @@
+// Shared memory of attend_e4m3.h and the barriers in it.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_LAYOUT_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_LAYOUT_H_
+
+#include "kernels/hip/device/sm90/decode/rows16_fp8/layout.h"
+#include "kernels/hip/device/sm90/e4m3_instructions.h"
+
+namespace mla::kernels::hip {
+
+// A value is an address, so every thread has its own.
+//
+//   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
+//                     [64 x 64 e4m3]
+//   probabilities     of the tile in a slot: [64 x 64 keys] e4m3, keys of 16 in the order of
+//   values.h
+template <class C>
+struct E4m3Layout {
+  using lds_t = tile::lds_t;
+  static constexpr bool kScaledRows = false;
+  static_assert(C::kFormat == KvFormat::kFp8Tensor);
+  static constexpr bool kLists = C::kAttention == AttentionKind::kSparse;
+  static constexpr int kRows = 64;  // packed rows
+  static constexpr int kKeys = C::kTileKv;
+  static constexpr int kSlots = C::kStages;
+  static constexpr int kBlocks = C::kLora / 128;
+  static constexpr int kBlockBytes = kRows * 128;
+  static constexpr int kLatentBytes = kBlocks * kBlockBytes;
+  static constexpr int kRopeBytes = kRows * 64;
+  static constexpr int kQueryBytes = kLatentBytes + kRopeBytes;
+  static constexpr int kSlotBytes = kQueryBytes;
+  static constexpr int kProbabilityBytes = kRows * kKeys;
+  // Of a slot: which rows of a list are seen, a bit a row.
+  static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
+  // By packed row: scale of the queries, of results, and for each slot factors of new and of old
+  // sums.
+  static constexpr int kStatBytes = kRows * 4;
+  static constexpr int kStats = 2 + 2 * kSlots;
+  static constexpr int kBarriers = 4 * kSlots + 2;
+  static constexpr int kMovedBytes = 16, kOnesBytes = 1024;
+  static constexpr int kSharedBytes =
+      kQueryBytes + kSlots * (kSlotBytes + kProbabilityBytes + kSeenBytes + kMovedBytes) +
+      kOnesBytes + kStats * kStatBytes + (kBarriers * 8 + 127) / 128 * 128;
+  static_assert(kKeys == 64 && C::kLora == 512 && C::kRope == 64);
+  static_assert(kSlotBytes % 1024 == 0 && kQueryBytes % 1024 == 0);
+
+  static constexpr int kGroupThreads = 128, kThreads = 4 * kGroupThreads;
+  static constexpr int kGroupWarps = 4, kQueryWarps = kGroupWarps;
+  static constexpr int kValueWarps = 2 * kGroupWarps;
+
+  lds_t base;
+
+  MLA_DEVICE lds_t queries() const { return base; }
+  MLA_DEVICE lds_t slot(int s) const { return base + kQueryBytes + s * kSlotBytes; }
+  MLA_DEVICE lds_t rope(int s) const { return slot(s) + kLatentBytes; }
+  MLA_DEVICE lds_t probabilities(int s) const { return slot(kSlots) + s * kProbabilityBytes; }
+  // Ones [8 x 128 e4m3].
+  MLA_DEVICE lds_t ones() const { return probabilities(kSlots); }
+  MLA_DEVICE lds_t seen(int s) const { return ones() + kOnesBytes + s * kSeenBytes; }
+  MLA_DEVICE lds_t stats(int i) const { return seen(kSlots) + i * kStatBytes; }
+  MLA_DEVICE lds_t query_scale() const { return stats(0); }
+  MLA_DEVICE lds_t result_scale() const { return stats(1); }
+  MLA_DEVICE lds_t factor(int s) const { return stats(2 + s); }
+  MLA_DEVICE lds_t old_factor(int s) const { return stats(2 + kSlots + s); }
+  // By warps of scores: whether the old factor of one of its rows is not one.
+  MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
+  MLA_DEVICE lds_t barrier(int i) const { return moved(kSlots) + i * 8; }
+  // A slot's keys are there; are no longer needed.
+  MLA_DEVICE lds_t filled(int s) const { return barrier(s); }
+  MLA_DEVICE lds_t emptied(int s) const { return barrier(kSlots + s); }
+  // The probabilities of a slot's tile are there; are no longer needed.
+  MLA_DEVICE lds_t published(int s) const { return barrier(2 * kSlots + s); }
+  MLA_DEVICE lds_t adopted(int s) const { return barrier(3 * kSlots + s); }
+  // Scales of an item's results are there; are no longer needed.
+  MLA_DEVICE lds_t summed() const { return barrier(4 * kSlots); }
+  MLA_DEVICE lds_t taken() const { return barrier(4 * kSlots + 1); }
+
+  MLA_DEVICE void init_barriers() const {
+    if (thread_index() == 0) {
+      for (int s = 0; s < kSlots; ++s) {
+        // Which rows of a list are seen is no copy: each warp says by itself that it is there.
+        tile::barrier_init(filled(s), kGroupThreads + (kLists ? kGroupWarps : 0));
+        tile::barrier_init(emptied(s), kValueWarps);  // who come after the scorers
+        tile::barrier_init(published(s), kGroupThreads);
+        tile::barrier_init(adopted(s), kValueWarps);
+      }
+      tile::barrier_init(summed(), kGroupThreads);
+      tile::barrier_init(taken(), kValueWarps * tile::kWave);
+    }
+    for (int i = thread_index(); i < kOnesBytes / 4; i += kThreads) {
+      tile::store_word(ones() + i * 4, 0x38383838u);
+    }
+    tile::publish_shared();
+    block_barrier();
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_LAYOUT_H_

@@ -1,0 +1,118 @@
+// Shared memory of attend_rows.h and the barriers in it.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ROWS_LAYOUT_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ROWS_LAYOUT_H_
+
+#include "kernels/hip/device/sm90/decode/rows16_fp8/layout.h"
+#include "kernels/hip/device/sm90/e4m3_instructions.h"
+
+namespace mla::kernels::hip {
+
+// A value is an address, so every thread has its own.
+//
+//   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
+//                     [64 x 64 bf16]. Slots also have room for the scales that rows come with
+//   probabilities     of a group's tile: [64 x 64 keys] binary16
+template <class C>
+struct E4m3RowsLayout {
+  using lds_t = tile::lds_t;
+  static constexpr bool kScaledRows = true;
+  static_assert(C::kFormat == KvFormat::kFp8Row);
+  static constexpr bool kLists = C::kAttention == AttentionKind::kSparse;
+  static constexpr int kRows = 64;  // packed rows
+  static constexpr int kKeys = C::kTileKv;
+  static constexpr int kSlots = C::kStages;
+  static constexpr int kBlocks = C::kLora / 128;
+  static constexpr int kBlockBytes = kRows * 128;
+  static constexpr int kLatentBytes = kBlocks * kBlockBytes;
+  static constexpr int kRopeBytes = kRows * 128;
+  static constexpr int kRawScaleBytes = kKeys * 16;
+  static constexpr int kQueryBytes = kLatentBytes + kRopeBytes;
+  static constexpr int kSlotBytes = kQueryBytes + kRawScaleBytes;
+  static constexpr int kProbabilityBytes = kRows * 128;
+  // Of a slot: a power of two that no scale of a key exceeds, its inverse and logarithm, both as
+  // bf16; what its blocks' scales are to that, as binary16. And which rows of a list are seen, a
+  // bit a row.
+  static constexpr int kKeyScaleBytes = kKeys * 4 + kBlocks * kKeys * 2;
+  static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
+  // By packed row: scale of the queries, sums of both groups, and for each slot origins and factors
+  // of old sums.
+  static constexpr int kStatBytes = kRows * 4;
+  static constexpr int kStats = 3 + 2 * kSlots;
+  static constexpr int kBarriers = 2 * kSlots + 4;
+  static constexpr int kMovedBytes = 16, kOneScaleBytes = 16;
+  static constexpr int kSharedBytes =
+      kQueryBytes + 2 * kProbabilityBytes +
+      kSlots * (kSlotBytes + kKeyScaleBytes + kSeenBytes + kMovedBytes + kOneScaleBytes) +
+      kStats * kStatBytes + (kBarriers * 8 + 127) / 128 * 128;
+  static_assert(kKeys == 64 && C::kLora == 512 && C::kRope == 64);
+  static_assert(kSlotBytes % 1024 == 0 && kQueryBytes % 1024 == 0);
+
+  static constexpr int kGroupThreads = 128, kThreads = 3 * kGroupThreads;
+  static constexpr int kGroupWarps = 4, kQueryWarps = 2 * kGroupWarps;
+
+  lds_t base;
+
+  MLA_DEVICE lds_t queries() const { return base; }
+  MLA_DEVICE lds_t slot(int s) const { return base + kQueryBytes + s * kSlotBytes; }
+  MLA_DEVICE lds_t rope(int s) const { return slot(s) + kLatentBytes; }
+  MLA_DEVICE lds_t raw_scales(int s) const { return rope(s) + kRopeBytes; }
+  MLA_DEVICE lds_t probabilities(int group) const {
+    return slot(kSlots) + group * kProbabilityBytes;
+  }
+  MLA_DEVICE lds_t key_scales(int s) const { return probabilities(2) + s * kKeyScaleBytes; }
+  // Of 16 keys, from 16 * i on, and a block of columns. For scores: what sums of this block are
+  // times to be as if they had the scale of the next one, of the last block the scale. For values:
+  // the scale over the key's largest; keys 2 k, 2 k + 1, 2 k + 8 and 2 k + 9 side by side.
+  MLA_DEVICE lds_t block_scales(int s, int i, int b) const {
+    return raw_scales(s) + i * 256 + b * 64;
+  }
+  MLA_DEVICE lds_t ratios(int s, int i, int b) const {
+    return key_scales(s) + kKeys * 4 + i * 128 + b * 32;
+  }
+  // `power`: the bits of a power of two.
+  MLA_DEVICE void write_key_scale(int s, int key, uint32_t power) const {
+    const float exponent = static_cast<float>(static_cast<int>(power >> 23) - 127);
+    const uint32_t inverse = (254u << 23) - power;
+    tile::store_word(key_scales(s) + key * 4, float_to_bits(exponent) | inverse >> 16);
+  }
+  MLA_DEVICE lds_t seen(int s) const { return key_scales(kSlots) + s * kSeenBytes; }
+  MLA_DEVICE lds_t stats(int i) const { return seen(kSlots) + i * kStatBytes; }
+  MLA_DEVICE lds_t query_scale() const { return stats(0); }
+  MLA_DEVICE lds_t sums(int group) const { return stats(1 + group); }
+  MLA_DEVICE lds_t origin(int s) const { return stats(3 + s); }
+  MLA_DEVICE lds_t old_factor(int s) const { return stats(3 + kSlots + s); }
+  // By warps: whether the old factor of one of its rows is not one.
+  MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
+  // By warps that copy: whether each of its rows has one scale, a power of two.
+  MLA_DEVICE lds_t one_scale(int s) const { return moved(kSlots) + s * kOneScaleBytes; }
+  MLA_DEVICE bool has_one_scale(int s) const {
+    const Chunk warps = tile::load_chunk_shared(one_scale(s));
+    return (warps.w[0] & warps.w[1] & warps.w[2] & warps.w[3]) != 0;
+  }
+  MLA_DEVICE lds_t barrier(int i) const { return one_scale(kSlots) + i * 8; }
+  // A slot's keys are there; are no longer needed.
+  MLA_DEVICE lds_t filled(int s) const { return barrier(s); }
+  MLA_DEVICE lds_t emptied(int s) const { return barrier(kSlots + s); }
+  // The probabilities of a group's tile are there; are no longer needed.
+  MLA_DEVICE lds_t published(int group) const { return barrier(2 * kSlots + group); }
+  MLA_DEVICE lds_t adopted(int group) const { return barrier(2 * kSlots + 2 + group); }
+
+  MLA_DEVICE void init_barriers() const {
+    if (thread_index() == 0) {
+      for (int s = 0; s < kSlots; ++s) {
+        tile::barrier_init(filled(s), kGroupThreads);
+        tile::barrier_init(emptied(s), 2 * kGroupWarps);
+      }
+      for (int group = 0; group < 2; ++group) {
+        tile::barrier_init(published(group), kGroupThreads);
+        tile::barrier_init(adopted(group), 2 * kGroupWarps);
+      }
+      tile::publish_shared();
+    }
+    block_barrier();
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ROWS_LAYOUT_H_

@@ -1,0 +1,17 @@
+// Absorbed attention over rows of 8 bits on sm_90a from 17 packed rows on: the computing groups of
+// attend_wgmma.h, for which the third group widens the rows to bf16 on their way into shared
+// memory. Each value is widened once for 64 packed rows.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_ATTEND_WIDE_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_ATTEND_WIDE_H_
+
+#include "kernels/hip/device/sm90/decode/rows64_bf16/attend_wgmma.h"
+#include "kernels/hip/device/sm90/decode/rows64_widened/widening_producer.h"
+
+namespace mla::kernels::hip {
+
+template <class C>
+using AttendWide = AttendWgmma<C, AttendArgs, WideningProducer<C>>;
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_ATTEND_WIDE_H_

@@ -1,0 +1,310 @@
+// The lists of an indexer on sm_90, from the ranks that index_logits.h leaves: a block a query row.
+//
+// The rank of the last position that is chosen is found digit by digit, from the highest: of each
+// digit's values it is counted how many ranks have them behind the digits that are known. As soon
+// as the ranks that may still be chosen fit, they and their positions are gathered in shared
+// memory, and what is left to do is done there: mostly behind the first digit, whose counts
+// index_logits.h leaves, so that ranks are read once. The last turn writes positions in their
+// order: those of larger ranks, and of those with the very rank the first, as many as are left to
+// choose.
+#ifndef MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_SELECT_H_
+#define MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_SELECT_H_
+
+#include "kernels/hip/device/primitives/memory.h"
+#include "kernels/hip/device/sm90/fp8_instructions.h"
+#include "kernels/hip/device/sm90/tile.h"
+
+namespace mla::kernels::hip {
+
+class IndexSelect {
+ public:
+  static constexpr int kWarps = kIndexSelectThreads / tile::kWave;
+  static constexpr int kMostHeld = 8192;  // ranks in shared memory
+  static constexpr int kSharedBytes = kMostHeld * 8 + kIndexBins * 4 + (2 * kWarps + 2) * 4;
+
+  MLA_DEVICE static void run(const IndexArgs& args) {
+    const int index = block_index();
+    uint32_t* const of_row = args.bins + int64_t{index} * kIndexBins;
+    uint32_t counts[kOwnBins];
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+      counts[i] = as_global<uint32_t>(of_row)[i * kIndexSelectThreads + thread_index()];
+    }
+    const IndexRow row = args.rows[index];
+    const SelectRecord& record = args.records[row.record];
+    const int begin = record.list_begin[row.row];
+    IndexSelect self(record, row, begin - record.list_begin[0],
+                     record.list_begin[row.row + 1] - begin);
+    if (self.wanted >= row.visible) {
+      self.put_all();
+    } else if (self.wanted > 0) {
+      self.take_bins(counts, of_row);
+      self.choose(args.ranks + row.first_rank);
+    }
+    self.fill_rest();
+  }
+
+ private:
+  static constexpr int kRun = 4;  // ranks a thread reads at once
+  static constexpr int kOwnBins = kIndexBins / kIndexSelectThreads;
+  static constexpr int kStep = kIndexSelectThreads * kRun;
+
+  // Where ranks are read from: kRun of them at a multiple of that, and the positions they are of.
+  struct All {
+    static constexpr int kAhead = 4;  // such reads on their way
+    const uint32_t* ranks;
+    int count;
+    MLA_DEVICE void load(uint32_t (&words)[kRun], int at) const { load_words(words, ranks + at); }
+    MLA_DEVICE int position(int at) const { return at; }
+  };
+  struct Held {
+    static constexpr int kAhead = 1;
+    tile::lds_t ranks, positions;
+    int count;
+    MLA_DEVICE void load(uint32_t (&words)[kRun], int at) const {
+      const Chunk c = tile::load_chunk_shared(ranks + at * 4);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) words[k] = c.w[k];
+    }
+    MLA_DEVICE int position(int at) const {
+      return static_cast<int>(tile::load_word_shared(positions + at * 4));
+    }
+  };
+
+  MLA_DEVICE IndexSelect(const SelectRecord& r, const IndexRow& row, int first, int count)
+      : record(r),
+        list(r.list + first),
+        copy(r.wanted == nullptr ? nullptr : r.wanted + int64_t{row.row} * r.wanted_width),
+        visible(row.visible),
+        wanted(count),
+        lane(tile::lane_index()),
+        warp(tile::wave_index()),
+        held{tile::shared_base<kSharedBytes>(), tile::shared_base<kSharedBytes>() + kMostHeld * 4,
+             0},
+        bins(held.positions + kMostHeld * 4),
+        warp_sums(bins + kIndexBins * 4),
+        found(warp_sums + 2 * kWarps * 4) {}
+
+  MLA_DEVICE void put(int place, int position) const {
+    as_global<int32_t>(list)[place] = position;
+    if (copy != nullptr) as_global<int32_t>(copy)[place] = position;
+  }
+  MLA_DEVICE void put_all() const {
+    for (int i = thread_index(); i < visible; i += kIndexSelectThreads) put(i, i);
+  }
+  MLA_DEVICE void fill_rest() const {
+    if (copy == nullptr) return;
+    const int chosen = wanted < visible ? wanted : visible;
+    for (int i = chosen + thread_index(); i < record.wanted_width; i += kIndexSelectThreads) {
+      as_global<int32_t>(copy)[i] = -1;
+    }
+  }
+
+  // The counts of the first digit, which the next launch finds cleared.
+  MLA_DEVICE void take_bins(const uint32_t (&counts)[kOwnBins], uint32_t* from) const {
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+      const int bin = i * kIndexSelectThreads + thread_index();
+      tile::store_word(bins + bin * 4, counts[i]);
+      as_global<uint32_t>(from)[bin] = 0;
+    }
+    block_barrier();
+  }
+
+  MLA_DEVICE void choose(const uint32_t* ranks) {
+    const All all{ranks, visible};
+    int shift = 32, bits = kIndexBinBits;
+    int left = wanted;  // to choose among the ranks that begin with `rank`
+    uint32_t rank = 0;
+    while (true) {
+      shift -= bits;
+      rank = rank << bits | find_digit(1 << bits, left);
+      if (held.count == 0 && wanted - left + of_digit <= kMostHeld) gather(all, rank, shift);
+      if (shift == 0) break;
+      bits = shift < kIndexBinBits ? shift : kIndexBinBits;
+      if (held.count > 0) {
+        count_digit(held, rank, shift, bits);
+      } else {
+        count_digit(all, rank, shift, bits);
+      }
+    }
+    if (held.count > 0) {
+      write(held, rank, left);
+    } else {
+      write(all, rank, left);
+    }
+  }
+
+  // Counts the values of the next `bits` bits of the ranks whose bits from `shift` on are `prefix`.
+  template <class Ranks>
+  MLA_DEVICE void count_digit(const Ranks& from, uint32_t prefix, int shift, int bits) const {
+    for (int i = thread_index(); i < kIndexBins; i += kIndexSelectThreads) {
+      tile::store_word(bins + i * 4, 0);
+    }
+    block_barrier();
+    constexpr int kAhead = Ranks::kAhead;
+    const uint32_t mask = (1u << bits) - 1;
+    for (int at = thread_index() * kRun; at < from.count; at += kAhead * kStep) {
+      uint32_t words[kAhead][kRun] = {};
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (at + i * kStep < from.count) from.load(words[i], at + i * kStep);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) {
+          if (at + i * kStep + k >= from.count || words[i][k] >> shift != prefix) continue;
+          tile::add_word_shared(bins + (words[i][k] >> (shift - bits) & mask) * 4, 1);
+        }
+      }
+    }
+    block_barrier();
+  }
+
+  // Takes the ranks whose bits from `shift` on are at least `prefix`, in the order of positions: a
+  // warp finds those of 1024 positions at a time, a bit each, of which a lane then has 32.
+  MLA_DEVICE void gather(const All& from, uint32_t prefix, int shift) {
+    constexpr int kOfLane = 32, kOfWarp = kOfLane * tile::kWave;
+    for (int first = 0; first < from.count; first += kWarps * kOfWarp) {
+      const int begin = first + warp * kOfWarp;
+      uint32_t taken = begin < from.count ? find_taken(from, begin, prefix, shift) : 0, all;
+      int place = held.count + static_cast<int>(sum_before(tile::bits_set(taken), all));
+      for (; taken != 0; taken &= taken - 1) {
+        const int bit = 31 - leading_zeros(static_cast<int>(taken & (0u - taken)));
+        tile::store_word(held.positions + place++ * 4,
+                         static_cast<uint32_t>(begin + lane * kOfLane + bit));
+      }
+      held.count += static_cast<int>(all);
+    }
+    block_barrier();
+    for (int i = thread_index(); i < held.count; i += kIndexSelectThreads) {
+      const auto position = tile::load_word_shared(held.positions + i * 4);
+      tile::store_word(held.ranks + i * 4, as_global<const uint32_t>(from.ranks)[position]);
+    }
+    block_barrier();
+  }
+  // Which positions from begin + 32 * lane on are taken, a bit each.
+  MLA_DEVICE uint32_t find_taken(const All& from, int begin, uint32_t prefix, int shift) const {
+    constexpr int kLoads = 16;  // on their way
+    uint32_t taken = 0;
+#pragma unroll 1
+    for (int row = 0; row < tile::kWave; row += kLoads) {
+      const int at = begin + row * tile::kWave + lane;
+      uint32_t ranks[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const bool there = at + i * tile::kWave < from.count;
+        ranks[i] = there ? as_global<const uint32_t>(from.ranks)[at + i * tile::kWave] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const bool there = at + i * tile::kWave < from.count;
+        const uint32_t bits = tile::ballot(there && ranks[i] >> shift >= prefix);
+        if (lane == row + i) taken = bits;
+      }
+    }
+    return taken;
+  }
+
+  // The largest digit of which, and of larger ones, there are at least `left`; takes the larger
+  // ones from `left`.
+  MLA_DEVICE uint32_t find_digit(int digits, int& left) {
+    // From the largest on, two digits a thread.
+    const int mine = digits - 1 - 2 * thread_index();
+    const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
+    const uint32_t both = high + low, of_warp = tile::sum_of_warp(both);
+    const int before_warp = static_cast<int>(sum_of_warps_before(of_warp));
+    // One warp has the digit.
+    if (before_warp < left && before_warp + static_cast<int>(of_warp) >= left) {
+      const int before = before_warp + static_cast<int>(scan(both) - both);
+      if (before < left && before + static_cast<int>(both) >= left) {
+        const bool first = before + static_cast<int>(high) >= left;
+        tile::store_word(found, static_cast<uint32_t>(first ? mine : mine - 1));
+        tile::store_word(found + 4, static_cast<uint32_t>(first ? before : before + int(high)));
+      }
+    }
+    block_barrier();
+    const uint32_t digit = tile::load_word_shared(found);
+    of_digit = static_cast<int>(count_of(static_cast<int>(digit)));
+    left -= static_cast<int>(tile::load_word_shared(found + 4));
+    block_barrier();
+    return digit;
+  }
+  MLA_DEVICE uint32_t count_of(int digit) const { return tile::load_word_shared(bins + digit * 4); }
+
+  // Of the warps before this one; `all`: of all.
+  MLA_DEVICE uint32_t sum_of_warps_before(uint32_t of_warp) {
+    uint32_t all;
+    return sum_of_warps_before(of_warp, all);
+  }
+  MLA_DEVICE uint32_t sum_of_warps_before(uint32_t of_warp, uint32_t& all) {
+    const tile::lds_t sums = warp_sums + (turn++ & 1) * kWarps * 4;
+    if (lane == 0) tile::store_word(sums + warp * 4, of_warp);
+    block_barrier();
+    const uint32_t of_warps = tile::load_word_shared(sums + lane * 4);
+    all = tile::sum_of_warp(of_warps);
+    return tile::sum_of_warp(lane < warp ? of_warps : 0);
+  }
+  // Of the threads before this one; `all`: of all.
+  MLA_DEVICE uint32_t sum_before(uint32_t x, uint32_t& all) {
+    const uint32_t in_warp = scan(x);
+    return sum_of_warps_before(tile::from_lane(in_warp, tile::kWave - 1), all) + in_warp - x;
+  }
+  // Sum over the lanes up to this one.
+  MLA_DEVICE uint32_t scan(uint32_t x) const {
+#pragma unroll
+    for (int step = 1; step < tile::kWave; step *= 2) {
+      const uint32_t other = tile::from_lane(x, lane >= step ? lane - step : 0);
+      if (lane >= step) x += other;
+    }
+    return x;
+  }
+  static_assert(kWarps == tile::kWave);
+
+  // Positions of larger ranks and the first `equals` of the rank itself, in their order.
+  template <class Ranks>
+  MLA_DEVICE void write(const Ranks& from, uint32_t rank, int equals) {
+    int larger_before = 0, equal_before = 0;  // of the turns before
+    for (int first = 0; first < from.count; first += kStep) {
+      const int at = first + thread_index() * kRun;
+      uint32_t words[kRun] = {};
+      if (at < from.count) from.load(words, at);
+      uint32_t counts = 0;  // larger ones, and equal ones above them
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        if (at + k >= from.count) continue;
+        counts += words[k] > rank ? 1u : words[k] == rank ? 1u << 16 : 0u;
+      }
+      uint32_t all;
+      const uint32_t before = sum_before(counts, all);
+      int larger = larger_before + static_cast<int>(before & 0xffffu);
+      int equal = equal_before + static_cast<int>(before >> 16);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        if (at + k >= from.count) continue;
+        const int taken = equal < equals ? equal : equals;
+        if (words[k] > rank) {
+          put(larger++ + taken, from.position(at + k));
+        } else if (words[k] == rank && equal++ < equals) {
+          put(larger + taken, from.position(at + k));
+        }
+      }
+      larger_before += static_cast<int>(all & 0xffffu);
+      equal_before += static_cast<int>(all >> 16);
+    }
+  }
+
+  const SelectRecord& record;
+  int32_t* const list;
+  int32_t* const copy;  // or null
+  const int visible, wanted, lane, warp;
+  Held held;  // empty until ranks are gathered
+  const tile::lds_t bins, warp_sums, found;
+  int of_digit = 0;   // ranks that have the digit found last
+  uint32_t turn = 0;  // two sets of sums, so that one barrier is enough
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_SELECT_H_

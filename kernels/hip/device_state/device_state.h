@@ -1,0 +1,47 @@
+// A device and what all parts of its launches work with: kernels, weights and device memory.
+#ifndef MLA_KERNELS_HIP_DEVICE_STATE_DEVICE_STATE_H_
+#define MLA_KERNELS_HIP_DEVICE_STATE_DEVICE_STATE_H_
+
+#include <cstdint>
+
+#include "kernels/attention_backend.h"
+#include "kernels/formats/kv_format.h"
+#include "kernels/hip/args/arch_traits.h"
+#include "kernels/hip/device_state/kernel_set.h"
+#include "kernels/hip/device_state/weight_store.h"
+#include "kernels/hip/runtime/device_memory.h"
+#include "kernels/hip/runtime/gpu_runtime.h"
+
+namespace mla::kernels::hip {
+
+inline constexpr uint32_t kBlockThreads = 256;  // of every kernel that does no attention
+
+// Blocks of `share` each for `all`.
+inline uint32_t BlocksFor(int64_t all, int64_t share) {
+  return static_cast<uint32_t>((all + share - 1) / share);
+}
+
+struct DeviceState {
+  GpuRuntime* runtime = nullptr;
+  const ArchTraits* arch = nullptr;
+  BackendInfo info;
+  KernelSet kernels;
+
+  WeightStore weights;
+  DeviceBuffer pool, table_mirror;
+  // Behind the plan's partial rows: what the expanded form carries between rounds.
+  DeviceBuffer partial_o, partial_lse;
+  DeviceBuffer meetings;            // SplitArgs::meetings
+  DeviceBuffer expanded_workspace;  // up-projected keys and values; nothing between launches
+
+  // What kernels scale the rows of a layer with (kernel_args.h), which the host scales with
+  // `scale`.
+  float RowScale(KvFormat format, float scale) const {
+    if (TraitsOf(format).scales != KvScales::kLayer) return 1.0f;
+    return arch->fp8 == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, arch->fp8);
+  }
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_STATE_DEVICE_STATE_H_

@@ -1,0 +1,99 @@
+#include "kernels/hip/device_state/kernel_set.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/args/gate_args.h"
+
+namespace mla::kernels::hip {
+namespace {
+
+// Loads the function's code now. The CUDA driver else does so with its first launch, which then
+// waits for the device. Drivers before 12.4 lack the call; there the self-test, which launches all
+// kernels, has the same effect. HIP loads all code with its module.
+absl::Status Load(GpuRuntime& runtime, Function function) {
+  using LoadFunction = int (*)(Function);
+  const auto load = reinterpret_cast<LoadFunction>(runtime.EntryPoint("cuFuncLoad"));
+  return load == nullptr ? absl::OkStatus() : runtime.Check(load(function), "function load");
+}
+
+// `shared`: dynamic shared memory in bytes that the kernel is launched with at most.
+absl::Status Find(GpuRuntime& runtime, Module module, const char* name, int32_t shared,
+                  Function* into) {
+  absl::StatusOr<Function> found = runtime.Find(module, name);
+  if (!found.ok()) return found.status();
+  *into = *found;
+  if (absl::Status s = Load(runtime, *found); !s.ok()) return s;
+  return shared > 0 ? runtime.AllowSharedBytes(*found, shared) : absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
+                         KernelSet* kernels) {
+  absl::Status s;
+  const auto find = [&](const char* name, int32_t shared, Function* into) {
+    if (s.ok()) s = Find(runtime, module, name, shared, into);
+  };
+  find(kMoveKernel, 0, &kernels->move);
+  find(kDigestKernel, 0, &kernels->digest);
+  find(kCopyTensorsKernel, 0, &kernels->copy_tensors);
+  find(kGateKernel, 0, &kernels->gate);
+  find(kSignalKernel, 0, &kernels->signal);
+  find(kAppendKernel, 0, &kernels->append);
+  find(kCombineKernel, arch.combine_shared_bytes, &kernels->combine);
+  find(kProjectKernel, arch.project_shared_bytes, &kernels->project);
+  if (arch.project_row_wide_shared_bytes > 0) {
+    find(kProjectRowWideKernel, arch.project_row_wide_shared_bytes, &kernels->project_row_wide);
+    find(kProjectRowDeepKernel, arch.project_row_deep_shared_bytes, &kernels->project_row_deep);
+  }
+  if (arch.widens_lists) find(kWidenKernel, 0, &kernels->widen);
+  if (arch.indexer) {
+    find(kIndexLogitsKernel, IndexLogitsSharedBytes(arch, kMaxIndexHeads, DType::kF32),
+         &kernels->index_logits);
+    find(kIndexSelectKernel, arch.index_select_shared_bytes, &kernels->index_select);
+  }
+  for (const AttendVariant& v : arch.attend) {
+    find(v.kernel, v.shared_bytes, &kernels->attend.emplace_back());
+  }
+  for (const SplitVariant& v : arch.split) {
+    find(v.kernel, v.shared_bytes, &kernels->split.emplace_back());
+  }
+  for (const SplitVariant& v : arch.stream) {
+    find(v.kernel, v.shared_bytes, &kernels->stream.emplace_back());
+  }
+  for (const ExpandVariant& v : arch.expand) {
+    Function& into = kernels->expand.emplace_back();
+    if (v.products == DType::kBf16) find(v.kernel, v.shared_bytes, &into);
+  }
+  for (const ExpandedVariant& v : arch.expanded) {
+    Function& into = kernels->expanded.emplace_back();
+    if (v.products == DType::kBf16) find(v.kernel, v.shared_bytes, &into);
+  }
+  return s;
+}
+
+absl::Status FindPrefillKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
+                                KernelSet* kernels) {
+  if (arch.expanded_products_keys == 0) {
+    return absl::UnimplementedError(
+        absl::StrCat("no kernels for these are written for ", std::string(arch.arch)));
+  }
+  absl::Status s;
+  for (size_t i = 0; i < arch.expanded.size() && s.ok(); ++i) {
+    const ExpandedVariant& v = arch.expanded[i];
+    if (v.products == DType::kBf16) continue;
+    s = Find(runtime, module, v.kernel, v.shared_bytes, &kernels->expanded[i]);
+  }
+  for (size_t i = 0; i < arch.expand.size() && s.ok(); ++i) {
+    const ExpandVariant& v = arch.expand[i];
+    if (v.products == DType::kBf16) continue;
+    s = Find(runtime, module, v.kernel, v.shared_bytes, &kernels->expand[i]);
+  }
+  return s;
+}
+
+}  // namespace mla::kernels::hip

@@ -1,0 +1,53 @@
+// Where the weights of each slot lie in one piece of memory that is taken at start: nothing is
+// allocated when weights come, so an upload that fits the limit can not fail.
+//
+// Bookkeeping alone: offsets and bytes, no memory. Free space may lie in pieces; Compact brings it
+// together. Not thread-safe.
+#ifndef MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_ARENA_H_
+#define MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_ARENA_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace mla::kernels::hip {
+
+class WeightArena {
+ public:
+  static constexpr int64_t kNowhere = -1;
+  // Bytes [from, from + bytes) go to `to`, which lies below; the two may overlap.
+  struct Move {
+    int64_t from, to, bytes;
+  };
+
+  // `bytes` of memory for `slots` slots, all of them empty.
+  explicit WeightArena(int64_t bytes = 0, int32_t slots = 0);
+
+  int64_t bytes() const { return bytes_; }
+  int64_t used() const { return used_; }
+  // Offset of what the slot holds; kNowhere when it holds nothing.
+  int64_t at(int32_t slot) const { return extents_[static_cast<size_t>(slot)].at; }
+
+  // Gives an empty slot `bytes` >= 1 bytes in one piece, at the lowest offset where they fit. False
+  // when there is no such piece; where used() + bytes <= bytes(), there is one after Compact.
+  bool Take(int32_t slot, int64_t bytes);
+  // Empties the slot, whatever it holds.
+  void Free(int32_t slot);
+  // Brings all extents to the front. The moves are to be made in the order given.
+  std::vector<Move> Compact();
+
+ private:
+  struct Extent {
+    int64_t at = kNowhere;
+    int64_t bytes = 0;
+  };
+  std::vector<int32_t> Ordered() const;  // slots that hold something, by offset
+
+  int64_t bytes_;
+  int64_t used_ = 0;
+  std::vector<Extent> extents_;  // by slot
+};
+
+}  // namespace mla::kernels::hip
+
+#endif  // MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_ARENA_H_

@@ -1,0 +1,219 @@
+#include "kernels/hip/device_state/weight_store.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/hip/args/expanded_args.h"
+#include "kernels/hip/device_state/weight_panels.h"
+
+namespace mla::kernels::hip {
+
+namespace {
+
+int64_t WeightBytes(const Geometry& g, int32_t heads) {
+  return int64_t{heads} * g.kv_lora_rank * (g.nope_dim + g.v_dim) * int64_t{sizeof(Bf16)};
+}
+
+// Of W_UV behind W_UK, in a slot for `heads` heads.
+int64_t ValuesOffset(const Geometry& g, int32_t heads) {
+  return int64_t{heads} * g.kv_lora_rank * g.nope_dim * int64_t{sizeof(Bf16)};
+}
+
+// Pinned memory in which matrices are packed, and the largest of those.
+constexpr int64_t kPackedBytes = int64_t{4} << 20;
+constexpr int64_t kMatrixBytes =
+    int64_t{kExpandedLora} * std::max(kDims256.nope, kDims256.value) * int64_t{sizeof(Bf16)};
+static_assert(kMatrixBytes <= kPackedBytes);
+
+}  // namespace
+
+absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
+                                    const ArchTraits& arch) {
+  arch_ = &arch;
+  runtime_ = runtime;
+  stream_ = stream;
+  const int64_t pointers = 2 * limits.weights_slots * static_cast<int64_t>(sizeof(void*));
+  for (const auto& [buffer, what, bytes] :
+       {std::tuple(&memory_, "limits.weights_bytes", limits.weights_bytes),
+        std::tuple(&pointers_, "weight pointers", pointers)}) {
+    absl::StatusOr<DeviceBuffer> made = DeviceBuffer::Create(runtime, what, bytes);
+    if (!made.ok()) return made.status();
+    *buffer = *std::move(made);
+  }
+  absl::StatusOr<PinnedBuffer> made = PinnedBuffer::Create(runtime, "weight pointers", pointers);
+  if (!made.ok()) return made.status();
+  pointers_host_ = *std::move(made);
+  if (arch.weight_panels && limits.weights_slots > 0) {
+    made = PinnedBuffer::Create(runtime, "packed weights", kPackedBytes);
+    if (!made.ok()) return made.status();
+    packed_ = *std::move(made);
+  }
+  slots_.resize(static_cast<size_t>(limits.weights_slots));
+  arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);
+  return absl::OkStatus();
+}
+
+bool WeightStore::InPanels(const Geometry& g) const {
+  return arch_ != nullptr && arch_->weight_panels && g.kv_lora_rank == kExpandedLora &&
+         HasExpandedForm(*arch_, {g.nope_dim, g.v_dim});
+}
+
+bool WeightStore::Holds(int32_t slot, int32_t head_begin, int32_t heads) const {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) return false;
+  const std::vector<bool>& loaded = slots_[slot].loaded;
+  if (head_begin < 0 || head_begin + heads > static_cast<int32_t>(loaded.size())) return false;
+  return std::all_of(loaded.begin() + head_begin, loaded.begin() + head_begin + heads,
+                     [](bool head) { return head; });
+}
+
+absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t head_begin,
+                               int32_t head_end, const Bf16* w_uk, const Bf16* w_uv,
+                               const DeviceBuffer& scratch) {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", slots_.size()));
+  }
+  if (head_begin < 0 || head_end <= head_begin) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
+  }
+  if (WeightBytes(geometry, 1) <= 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights geometry: got kv_lora_rank ", geometry.kv_lora_rank, ", nope_dim ",
+                     geometry.nope_dim, ", v_dim ", geometry.v_dim, "; there is nothing to load"));
+  }
+  const Slot& target = slots_[slot];
+  // Another model's weights, or more heads than there is room for: the slot
+  // starts afresh.
+  const int32_t capacity = std::max(geometry.num_heads, head_end);
+  if (target.used() &&
+      (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
+    if (absl::Status s = Free(slot); !s.ok()) return s;
+  }
+  if (!target.used()) {
+    if (absl::Status s = Place(slot, geometry, capacity, scratch); !s.ok()) return s;
+  }
+  const DevicePtr uk = memory_.at() + static_cast<uint64_t>(arena_.at(slot));
+  const auto places = static_cast<int32_t>(target.loaded.size());
+  const DevicePtr uv = uk + static_cast<uint64_t>(ValuesOffset(geometry, places));
+  const int32_t heads = head_end - head_begin, lora = geometry.kv_lora_rank;
+  const bool in_panels = InPanels(geometry);
+  absl::Status copied;
+  for (const auto& [at, source, rows, columns] : {std::tuple(uk, w_uk, geometry.nope_dim, lora),
+                                                  std::tuple(uv, w_uv, lora, geometry.v_dim)}) {
+    const int64_t size = int64_t{rows} * columns * int64_t{sizeof(Bf16)};
+    if (size == 0 || !copied.ok()) continue;
+    copied = CopyMatrices(at + static_cast<uint64_t>(head_begin * size), source, heads, rows,
+                          columns, in_panels);
+  }
+  // The source is the caller's: a copy that has begun ends before this call
+  // does.
+  copied.Update(runtime_->Synchronize(stream_));
+  if (!copied.ok()) return copied;
+  std::vector<bool>& loaded = slots_[slot].loaded;
+  std::fill(loaded.begin() + head_begin, loaded.begin() + head_end, true);
+  return absl::OkStatus();
+}
+
+absl::Status WeightStore::CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
+                                       int32_t columns, bool in_panels) {
+  const int64_t elements = int64_t{rows} * columns;
+  const int64_t bytes = elements * int64_t{sizeof(Bf16)};
+  if (!in_panels) return runtime_->CopyIn(to, from, heads * bytes, stream_);
+  const int64_t at_once = kPackedBytes / bytes;
+  auto* const packed = reinterpret_cast<Bf16*>(packed_.data());
+  for (int64_t head = 0; head < heads; head += at_once) {
+    const int64_t count = std::min<int64_t>(at_once, heads - head);
+    for (int64_t i = 0; i < count; ++i) {
+      PackPanels(from + (head + i) * elements, packed + i * elements, rows, columns);
+    }
+    absl::Status s =
+        runtime_->CopyIn(to + static_cast<uint64_t>(head * bytes), packed, count * bytes, stream_);
+    s.Update(runtime_->Synchronize(stream_));  // before the same memory is packed into
+    if (!s.ok()) return s;
+  }
+  return absl::OkStatus();
+}
+
+// Room for all heads of the model, and its addresses where the kernels look for
+// them.
+absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t heads,
+                                const DeviceBuffer& scratch) {
+  const int64_t bytes = WeightBytes(geometry, heads);
+  if (bytes > arena_.bytes() - arena_.used()) {
+    return absl::ResourceExhaustedError(absl::StrCat("limits.weights_bytes: got ", bytes,
+                                                     " bytes of weights beside ", arena_.used(),
+                                                     " in use, limit ", arena_.bytes()));
+  }
+  absl::Status s;
+  const bool moved = !arena_.Take(slot, bytes);
+  if (moved) {
+    s = Compact(scratch);
+    if (s.ok() && !arena_.Take(slot, bytes)) s = absl::InternalError("no room after compaction");
+  }
+  if (s.ok()) {
+    slots_[slot] = {geometry, std::vector<bool>(static_cast<size_t>(heads), false)};
+    s = Publish();
+  }
+  if (s.ok()) return s;
+  s.Update(Free(slot));
+  if (!moved)
+    return s;  // the others are where they were, and a later call publishes
+               // again
+  // Other models lie elsewhere than the kernels would look for them, or in
+  // part. They must not be read any more.
+  torn_ = true;
+  return absl::InternalError(absl::StrCat("weights that were being moved: ", s.message()));
+}
+
+// Copies may not overlap, so an extent moves in pieces no longer than its way.
+// Where the way is short, those would be many: then pieces go through
+// `scratch`.
+absl::Status WeightStore::Compact(const DeviceBuffer& scratch) {
+  const auto copy = [this](DevicePtr to, DevicePtr from, int64_t bytes) {
+    return runtime_->CopyDevice(to, from, bytes, stream_);
+  };
+  const DevicePtr through = scratch.at();
+  for (const WeightArena::Move& move : arena_.Compact()) {
+    const int64_t way = move.from - move.to;
+    const bool direct = move.bytes <= way || scratch.bytes() <= 2 * way;
+    const int64_t piece = direct ? way : scratch.bytes();
+    for (int64_t done = 0; done < move.bytes; done += piece) {
+      const DevicePtr from = memory_.at() + static_cast<uint64_t>(move.from + done);
+      const DevicePtr to = memory_.at() + static_cast<uint64_t>(move.to + done);
+      const int64_t bytes = std::min(piece, move.bytes - done);
+      absl::Status s = direct ? copy(to, from, bytes) : copy(through, from, bytes);
+      if (s.ok() && !direct) s = copy(to, through, bytes);
+      if (!s.ok()) return s;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightStore::Publish() {
+  auto* pointers = reinterpret_cast<uint64_t*>(pointers_host_.data());
+  const size_t slots = slots_.size();
+  for (size_t i = 0; i < slots; ++i) {
+    const Slot& w = slots_[i];
+    const int64_t at = arena_.at(static_cast<int32_t>(i));
+    const int64_t values = ValuesOffset(w.geometry, static_cast<int32_t>(w.loaded.size()));
+    pointers[i] = w.used() ? memory_.at() + static_cast<uint64_t>(at) : 0;
+    pointers[slots + i] = w.used() ? pointers[i] + static_cast<uint64_t>(values) : 0;
+  }
+  absl::Status s = runtime_->CopyIn(pointers_.at(), pointers, pointers_.bytes(), stream_);
+  return s.ok() ? runtime_->Synchronize(stream_) : s;  // the next call writes them again
+}
+
+absl::Status WeightStore::Free(int32_t slot) {
+  if (slot < 0 || slot >= static_cast<int32_t>(slots_.size())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights slot: got ", slot, ", limit ", slots_.size()));
+  }
+  arena_.Free(slot);
+  slots_[slot] = Slot();
+  return absl::OkStatus();
+}
+
+}  // namespace mla::kernels::hip

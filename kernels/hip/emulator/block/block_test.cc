@@ -1,0 +1,293 @@
+// What runs device code on the host: that correct kernels give what they must, and that each thing
+// that a device would leave to chance ends the launch with its name.
+#include "kernels/hip/emulator/block/block.h"
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/hip/emulator/block/counted_barrier.h"
+#include "kernels/hip/emulator/block/products.h"
+
+namespace mla::kernels::hip::host {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr int kWave = 32;
+constexpr size_t kShared = 1024;
+
+// What the lanes of a test read and write; one launch at a time.
+std::vector<int> results;
+std::vector<int> source;
+
+int Index() { return the_lane->index; }
+char* Shared(int at) { return the_block->shared.Base(kShared) + at; }
+int Load(int at) {
+  the_block->shared.Read(Shared(at), sizeof(int), the_lane->wave->index);
+  int x = 0;
+  std::memcpy(&x, Shared(at), sizeof(x));
+  return x;
+}
+void Store(int at, int x) {
+  the_block->shared.Write(Shared(at), sizeof(int), the_lane->wave->index);
+  std::memcpy(Shared(at), &x, sizeof(x));
+}
+void StartCopy(int at, const int* from) {
+  the_block->shared.StartCopy(the_lane->copies, Shared(at), from, sizeof(int),
+                              the_lane->wave->index);
+}
+void LandAllBut(int younger) {
+  the_block->shared.LandAllBut(the_lane->copies, younger, the_lane->wave->index);
+}
+void Nothing(Wave&) {}
+void OtherThing(Wave&) {}
+
+// The fault of a launch of `waves` waves, empty where there is none.
+std::string Launch(void (*lane)(const void*), uint32_t waves = 1, uint32_t blocks = 1) {
+  const Kernel kernel{"kernel", 0, lane};
+  results.assign(waves * kWave * blocks, -1);
+  const char* const fault = Run(kernel, kWave, Grid{blocks, 1, waves * kWave, 0}, nullptr);
+  return fault == nullptr ? "" : fault;
+}
+
+TEST(BlockTest, LanesOfAllBlocksRun) {
+  EXPECT_THAT(Launch(
+                  [](const void*) {
+                    results[the_block->x * 64 + static_cast<uint32_t>(Index())] = Index();
+                  },
+                  2, 3),
+              IsEmpty());
+  for (size_t i = 0; i < results.size(); ++i) EXPECT_EQ(results[i], static_cast<int>(i % 64));
+}
+
+TEST(BlockTest, AnInstructionSeesTheOperandsOfAllLanes) {
+  EXPECT_THAT(Launch([](const void*) {
+                for (int round = 0; round < 3; ++round) {
+                  int x = Index() + round;
+                  Meet(
+                      [](Wave& wave) {
+                        int sum = 0;
+                        for (int i = 0; i < kWave; ++i) sum += wave.slot<int>(i);
+                        for (int i = 0; i < kWave; ++i) wave.slot<int>(i) = sum;
+                      },
+                      &x);
+                  results[static_cast<size_t>(Index())] = x;
+                }
+              }),
+              IsEmpty());
+  for (const int x : results) EXPECT_EQ(x, kWave * (kWave - 1) / 2 + 2 * kWave);
+}
+
+TEST(BlockTest, ABarrierOrdersSharedMemory) {
+  EXPECT_THAT(Launch(
+                  [](const void*) {
+                    Store(Index() * 4, Index());
+                    BlockBarrier();
+                    results[static_cast<size_t>(Index())] = Load((127 - Index()) * 4);
+                  },
+                  4),
+              IsEmpty());
+  for (int i = 0; i < 128; ++i) EXPECT_EQ(results[static_cast<size_t>(i)], 127 - i);
+}
+
+TEST(BlockTest, WithoutABarrierReadersAndWritersAreFaults) {
+  EXPECT_THAT(Launch(
+                  [](const void*) {
+                    Store(Index() * 4, Index());
+                    Load((127 - Index()) * 4);
+                  },
+                  4),
+              HasSubstr("with no barrier between them"));
+  EXPECT_THAT(Launch(
+                  [](const void*) {
+                    Load(0);
+                    if (Index() == 64) Store(0, 1);
+                  },
+                  4),
+              HasSubstr("what is"));
+  EXPECT_THAT(Launch([](const void*) { Store(0, the_lane->wave->index); }, 2),
+              HasSubstr("writes what is written by wave"));
+}
+
+TEST(BlockTest, WordsThatNothingHasWrittenAreNaN) {
+  EXPECT_THAT(Launch([](const void*) { results[static_cast<size_t>(Index())] = Load(8); }),
+              IsEmpty());
+  EXPECT_EQ(results[0], -1);  // all bits
+}
+
+TEST(BlockTest, CopiesLandOldestFirstAndAsLateAsWaitsAllow) {
+  source = {10, 20, 30};
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                for (int i = 0; i < 3; ++i) StartCopy(i * 4, &source[static_cast<size_t>(i)]);
+                source[0] = 11;  // the source is read when the copy lands
+                LandAllBut(1);
+                source[1] = 21;
+                results[0] = Load(0);
+                results[1] = Load(4);
+                LandAllBut(0);
+                results[2] = Load(8);
+              }),
+              IsEmpty());
+  EXPECT_THAT(std::vector<int>(results.begin(), results.begin() + 3), ElementsAre(11, 20, 30));
+}
+
+TEST(BlockTest, WhatACopyHasNotBroughtIsNotTouched) {
+  source = {10, 20};
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                for (int i = 0; i < 2; ++i) StartCopy(i * 4, &source[static_cast<size_t>(i)]);
+                LandAllBut(1);
+                Load(4);
+              }),
+              HasSubstr("a read of what a copy has not brought yet"));
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                StartCopy(0, &source[0]);
+                Store(0, 5);
+              }),
+              HasSubstr("a write to what a copy is to fill"));
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() == 7) StartCopy(0, &source[0]);
+              }),
+              HasSubstr("the block ended before its copies had landed"));
+}
+
+TEST(BlockTest, SharedMemoryHasBoundsAndAlignment) {
+  EXPECT_THAT(Launch([](const void*) { Load(1024); }), HasSubstr("at 1024 of 1024 bytes"));
+  EXPECT_THAT(Launch([](const void*) { Store(-4, 0); }), HasSubstr("at -4 of 1024 bytes"));
+  EXPECT_THAT(Launch([](const void*) { Load(6); }), HasSubstr("not aligned"));
+  EXPECT_THAT(Launch([](const void*) { the_block->shared.Base(Index() == 0 ? 64 : 128); }),
+              HasSubstr("two sizes"));
+}
+
+TEST(BlockTest, LanesOfAWaveStayTogether) {
+  static int slot = 0;
+  static int* const at = &slot;
+  EXPECT_THAT(Launch([](const void*) { Meet(Index() == 3 ? OtherThing : Nothing, at); }),
+              HasSubstr("different instructions"));
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 3) Meet(Nothing, at);
+              }),
+              HasSubstr("a lane"));
+  EXPECT_THAT(Launch([](const void*) {
+                Uniform(Index() / 31);
+                Meet(Nothing, at);
+              }),
+              HasSubstr("lanes differ in a value that must be the same"));
+}
+
+TEST(BlockTest, LanesThatWaitForWhatNeverComesAreAFault) {
+  EXPECT_THAT(Launch([](const void*) { Barrier(the_block->named[1], 64, true, false); }),
+              HasSubstr("all lanes wait for each other"));
+  EXPECT_THAT(Launch(
+                  [](const void*) {
+                    if (Index() == 5) {
+                      Barrier(the_block->named[1], 2, true, false);
+                    } else {
+                      BlockBarrier();
+                    }
+                  },
+                  2),
+              HasSubstr("all lanes wait for each other"));
+}
+
+TEST(BlockTest, WavesThatAskForMoreRegistersThanThereAreAreAFault) {
+  // Two waves of 64 lanes in all have 1024 each.
+  EXPECT_THAT(Launch([](const void*) { SetRegisters(Index() < 32 ? 2000 : 48); }, 2), IsEmpty());
+  EXPECT_THAT(Launch([](const void*) { SetRegisters(Index() < 32 ? 2008 : 48); }, 2),
+              HasSubstr("waves ask for 2056 registers a lane, of 2048 in all"));
+}
+
+TEST(BlockTest, NamedBarriersCountAndAnswer) {
+  EXPECT_THAT(Launch(
+                  [](const void*) {
+                    const bool waits = Index() < 32;
+                    const bool any = Barrier(the_block->named[2], 64, waits, Index() == 40);
+                    if (waits) results[static_cast<size_t>(Index())] = any;
+                  },
+                  2),
+              IsEmpty());
+  for (size_t i = 0; i < 32; ++i) EXPECT_EQ(results[i], 1);
+}
+
+TEST(CountedBarrierTest, CopiesCompleteAPhaseOnceItIsAskedFor) {
+  source.assign(kWave, 0);
+  EXPECT_THAT(Launch(
+                  [](const void*) {
+                    if (Index() == 0) InitCounted(512, kWave);
+                    BlockBarrier();
+                    const auto number = static_cast<size_t>(Index() % kWave);
+                    if (Index() < kWave) {
+                      StartCopy(Index() * 4, &source[number]);
+                      ArriveAfterCopies(512);
+                      source[number] = Index() + 100;
+                    } else {
+                      Poll(CountedPhaseEnded, 512, 0);
+                      results[number] = Load(static_cast<int>(number) * 4);
+                    }
+                  },
+                  2),
+              IsEmpty());
+  for (int i = 0; i < kWave; ++i) EXPECT_EQ(results[static_cast<size_t>(i)], i + 100);
+}
+
+TEST(CountedBarrierTest, BulkCopiesAreCountedInBytes) {
+  source.assign(64, 7);
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                InitCounted(512, 1);
+                ArriveCounted(512, 256);
+                StartBulkCopy(Shared(0), source.data(), 128, 512);
+                StartBulkCopy(Shared(128), source.data() + 32, 128, 512);
+                Poll(CountedPhaseEnded, 512, 0);
+                results[0] = Load(252);
+              }),
+              IsEmpty());
+  EXPECT_EQ(results[0], 7);
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                InitCounted(512, 1);
+                ArriveCounted(512, 256);
+                StartBulkCopy(Shared(0), source.data(), 128, 512);
+                Poll(CountedPhaseEnded, 512, 0);
+              }),
+              HasSubstr("all lanes wait for each other"));
+}
+
+TEST(CountedBarrierTest, MoreArrivalsThanCountedAreAFault) {
+  EXPECT_THAT(Launch([](const void*) {
+                if (Index() != 0) return;
+                InitCounted(512, 1);
+                ArriveAfterCopies(512);
+                ArriveCounted(512, 0);
+              }),
+              HasSubstr("more arrivals at a barrier than it counts"));
+  EXPECT_THAT(Launch([](const void*) { ArriveCounted(64, 0); }), HasSubstr("not initialised"));
+}
+
+TEST(ProductsTest, AnyNumberOfColumnVectors) {
+  for (const int cols : {8, 16, 24, 32, 56}) {
+    constexpr int kRows = 3, kDepth = 5;
+    alignas(32) float a[kRows * kDepth], b[kDepth * 64], d[kRows * 64];
+    for (int i = 0; i < kRows * kDepth; ++i) a[i] = static_cast<float>(i % 7 - 3);
+    for (int i = 0; i < kDepth * cols; ++i) b[i] = static_cast<float>(i % 11 - 5);
+    for (int i = 0; i < kRows * cols; ++i) d[i] = static_cast<float>(i);
+    MultiplyAdd(d, a, b, kRows, cols, kDepth);
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < cols; ++c) {
+        float want = static_cast<float>(r * cols + c);
+        for (int k = 0; k < kDepth; ++k) want += a[r * kDepth + k] * b[k * cols + c];
+        EXPECT_EQ(d[r * cols + c], want) << cols << " " << r << " " << c;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mla::kernels::hip::host

@@ -1,0 +1,104 @@
+#include "kernels/hip/emulator/block/counted_barrier.h"
+
+#include <map>
+#include <vector>
+
+#include "kernels/hip/emulator/block/block.h"
+
+namespace mla::kernels::hip::host {
+namespace {
+
+// Arrival of a lane once its copies before group `group` have landed.
+struct Deferred {
+  Lane* lane;
+  uint64_t group;
+};
+struct Counted {
+  int arrivals = 0, missing = 0;
+  int64_t missing_bytes = 0;
+  uint32_t parity = 0;  // of the phase that is going on
+  std::vector<Deferred> deferred;
+  CopyQueue bulk;
+};
+
+struct Barriers {
+  uint64_t block = 0;  // number of the block they belong to
+  std::map<uint32_t, Counted> at;
+};
+
+std::map<uint32_t, Counted>& All() {
+  static Barriers& barriers = *new Barriers;
+  if (barriers.block != the_block->number) {
+    barriers.block = the_block->number;
+    barriers.at.clear();
+  }
+  return barriers.at;
+}
+
+Counted& Find(uint32_t at) {
+  const auto found = All().find(at);
+  if (found == All().end()) Fault("a barrier that was not initialised");
+  return found->second;
+}
+
+void EndPhaseIfComplete(Counted& barrier) {
+  if (barrier.missing > 0 || barrier.missing_bytes != 0) return;
+  barrier.missing = barrier.arrivals;
+  barrier.parity ^= 1;
+}
+
+// The copies that alone keep the phase from ending land.
+void LandLast(Counted& barrier) {
+  SharedMemory& shared = the_block->shared;
+  if (barrier.missing != static_cast<int>(barrier.deferred.size())) return;
+  if (barrier.missing == 0 && barrier.missing_bytes == 0) return;
+  const int64_t before = barrier.bulk.bytes();
+  if (before != barrier.missing_bytes) return;
+  for (const Deferred& arrival : barrier.deferred) {
+    shared.LandBefore(arrival.lane->copies, arrival.group, arrival.lane->wave->index);
+  }
+  shared.LandAllBut(barrier.bulk, 0, the_lane->wave->index);
+  barrier.missing = 0;
+  barrier.missing_bytes = 0;
+  barrier.deferred.clear();
+  EndPhaseIfComplete(barrier);
+}
+
+}  // namespace
+
+void InitCounted(uint32_t at, int arrivals) {
+  the_block->shared.WatchCopiesOnly();
+  All()[at] = Counted{arrivals, arrivals, 0, 0, {}, {}};
+}
+
+void ArriveCounted(uint32_t at, uint32_t bytes) {
+  Counted& barrier = Find(at);
+  barrier.missing_bytes += bytes;
+  if (--barrier.missing < static_cast<int>(barrier.deferred.size())) {
+    Fault("more arrivals at a barrier than it counts");
+  }
+  EndPhaseIfComplete(barrier);
+}
+
+void ArriveAfterCopies(uint32_t at) {
+  Counted& barrier = Find(at);
+  CopyQueue& copies = the_lane->copies;
+  copies.CloseGroup();
+  barrier.deferred.push_back({the_lane, copies.open_group()});
+  if (static_cast<int>(barrier.deferred.size()) > barrier.missing) {
+    Fault("more arrivals at a barrier than it counts");
+  }
+}
+
+void StartBulkCopy(char* to, const void* from, uint32_t bytes, uint32_t barrier) {
+  the_block->shared.StartCopy(Find(barrier).bulk, to, from, static_cast<int>(bytes),
+                              the_lane->wave->index);
+}
+
+bool CountedPhaseEnded(uint32_t at, uint32_t parity) {
+  Counted& barrier = Find(at);
+  if (barrier.parity == parity) LandLast(barrier);
+  return barrier.parity != parity;
+}
+
+}  // namespace mla::kernels::hip::host

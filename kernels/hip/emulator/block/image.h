@@ -1,0 +1,47 @@
+// Device code that was compiled for the machine of the build: a shared library that holds the
+// kernels of one architecture and what runs their lanes. It exports mla_host_image().
+#ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_IMAGE_H_
+#define MLA_KERNELS_HIP_EMULATOR_BLOCK_IMAGE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mla::kernels::hip::host {
+
+struct Grid {
+  uint32_t x, y;
+  uint32_t threads;       // of a block
+  uint32_t shared_bytes;  // dynamic
+};
+
+struct Kernel {
+  const char* name;
+  size_t argument_bytes;
+  void (*lane)(const void* arguments);  // what each lane runs
+};
+
+// An access to shared memory that all lanes of a wave make together.
+struct SharedAccess {
+  static constexpr int kLanes = 64;
+  const char* instruction;
+  uint32_t at[kLanes];  // bytes from the start of shared memory
+};
+
+struct Image {
+  const char* arch;  // as the runtime reports it: "gfx950", "gfx942", "sm_90"
+  int wave;          // lanes
+  const Kernel* kernels;
+  size_t kernel_count;
+  // Runs a grid, block after block, on the caller's thread; one launch at a time. Null, or what the
+  // kernel did that a device would not have forgiven; the text lives until the next launch.
+  const char* (*run)(const Kernel& kernel, const Grid& grid, const void* arguments);
+  // From now on calls `sink` for the accesses of waves of 64 lanes; null: for none. Kernels in
+  // which lanes of a wave access shared memory apart from each other are not to be watched.
+  void (*watch)(void (*sink)(const SharedAccess& access));
+};
+
+}  // namespace mla::kernels::hip::host
+
+extern "C" const mla::kernels::hip::host::Image* mla_host_image();
+
+#endif  // MLA_KERNELS_HIP_EMULATOR_BLOCK_IMAGE_H_

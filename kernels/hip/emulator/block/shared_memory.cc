@@ -1,0 +1,149 @@
+#include "kernels/hip/emulator/block/shared_memory.h"
+
+#include <cstring>
+#include <new>
+
+#include "kernels/hip/emulator/block/block.h"
+
+namespace mla::kernels::hip::host {
+namespace {
+
+constexpr size_t kAlignment = 1024;  // the swizzle of sm_90 counts from 1 KiB
+constexpr int kNaN = 0xff;           // of every byte: a NaN in bf16 and in fp32
+
+}  // namespace
+
+void CopyQueue::Add(const Copy& copy) {
+  if (count_ == kMost) Fault("more copies on their way than the host keeps");
+  ring_[(first_ + count_++) % kMost] = copy;
+  bytes_ += copy.bytes;
+}
+
+void CopyQueue::DropOldest() {
+  bytes_ -= oldest().bytes;
+  first_ = (first_ + 1) % kMost;
+  --count_;
+}
+
+void SharedMemory::Delete::operator()(char* memory) const {
+  ::operator delete(memory, std::align_val_t{kAlignment});
+}
+
+void SharedMemory::Reset() {
+  copies_only_ = false;
+  taken_ = false;
+  interval_ = 1;
+}
+
+char* SharedMemory::Base(size_t bytes) {
+  if (taken_) {
+    if (bytes != bytes_) Fault("lanes of a block take shared memory of two sizes");
+    return memory_.get();
+  }
+  taken_ = true;
+  if (memory_ == nullptr || bytes_ != bytes) {
+    // Exactly so large, so that the address sanitizer sees what lies beyond.
+    memory_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{kAlignment})));
+    bytes_ = bytes;
+  }
+  std::memset(memory_.get(), kNaN, bytes);
+  words_.assign((bytes + 3) / 4, Word());
+  return memory_.get();
+}
+
+SharedMemory::Word* SharedMemory::Words(const void* at, size_t bytes, const char* what,
+                                        size_t* count) {
+  const auto offset = static_cast<const char*>(at) - memory_.get();
+  if (!taken_ || offset < 0 || static_cast<size_t>(offset) + bytes > bytes_) {
+    Fault("%s at %td of %zu bytes of shared memory", what, offset, bytes_);
+  }
+  const size_t aligned = bytes < 16 ? bytes : 16;
+  if (static_cast<size_t>(offset) % aligned != 0) {
+    Fault("%s of %zu bytes at %td of shared memory is not aligned", what, bytes, offset);
+  }
+  *count = (bytes + 3) / 4;
+  return &words_[static_cast<size_t>(offset) / 4];
+}
+
+void SharedMemory::Describe(const char* what, const void* at, int wave, int other) const {
+  const auto offset = static_cast<const char*>(at) - memory_.get();
+  Fault("wave %d %s wave %d with no barrier between them, at %td of shared memory", wave, what,
+        other, offset);
+}
+
+void SharedMemory::Read(const void* at, size_t bytes, int wave) {
+  size_t count = 0;
+  Word* const words = Words(at, bytes, "a read", &count);
+  for (size_t i = 0; i < count; ++i) {
+    Word& w = words[i];
+    if (w.in_flight) Fault("a read of what a copy has not brought yet");
+    if (copies_only_) continue;
+    if (w.written == interval_ && w.writer != wave)
+      Describe("reads what is written by", at, wave, w.writer);
+    if (w.read != interval_) {
+      w.read = interval_;
+      w.readers = 0;
+    }
+    w.readers = static_cast<uint16_t>(w.readers | 1u << wave);
+  }
+}
+
+void SharedMemory::Write(const void* at, size_t bytes, int wave) {
+  size_t count = 0;
+  Word* const words = Words(at, bytes, "a write", &count);
+  for (size_t i = 0; i < count; ++i) {
+    Word& w = words[i];
+    if (w.in_flight) Fault("a write to what a copy is to fill");
+    if (copies_only_) continue;
+    if (w.written == interval_ && w.writer != wave)
+      Describe("writes what is written by", at, wave, w.writer);
+    if (w.read == interval_ && (w.readers & ~(1u << wave)) != 0) {
+      Describe("writes what is read by", at, wave, __builtin_ctz(w.readers & ~(1u << wave)));
+    }
+    w.written = interval_;
+    w.writer = static_cast<uint8_t>(wave);
+  }
+}
+
+void SharedMemory::Update(const void* at, size_t bytes, int wave) {
+  size_t count = 0;
+  Word* const words = Words(at, bytes, "an update", &count);
+  for (size_t i = 0; i < count; ++i) {
+    if (words[i].written != interval_ || words[i].writer != kUpdates) Write(at, bytes, wave);
+    words[i].writer = kUpdates;
+  }
+}
+
+void SharedMemory::StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave) {
+  const auto size = static_cast<size_t>(bytes);
+  Write(to, size, wave);
+  size_t count = 0;
+  Word* const words = Words(to, size, "a copy", &count);
+  for (size_t i = 0; i < count; ++i) words[i].in_flight = true;
+  std::memset(to, kNaN, size);
+  queue.Add({static_cast<char*>(to), from, bytes, queue.open_group()});
+}
+
+void SharedMemory::Land(CopyQueue& queue, int wave) {
+  const CopyQueue::Copy copy = queue.oldest();
+  const auto size = static_cast<size_t>(copy.bytes);
+  size_t count = 0;
+  Word* const words = Words(copy.to, size, "a copy", &count);
+  for (size_t i = 0; i < count; ++i) {
+    words[i].in_flight = false;
+    words[i].written = interval_;
+    words[i].writer = static_cast<uint8_t>(wave);
+  }
+  std::memcpy(copy.to, copy.from, size);
+  queue.DropOldest();
+}
+
+void SharedMemory::LandAllBut(CopyQueue& queue, int younger, int wave) {
+  while (queue.count() > younger) Land(queue, wave);
+}
+
+void SharedMemory::LandBefore(CopyQueue& queue, uint64_t group, int wave) {
+  while (queue.count() > 0 && queue.oldest().group < group) Land(queue, wave);
+}
+
+}  // namespace mla::kernels::hip::host

@@ -1,5 +1,0 @@
-// The kernels of sm_90, compiled for the host.
-#define MLA_ON_HOST 1
-#define MLA_SM90 1
-#define MLA_HOST_ARCH "sm_90"
-#include "kernels/hip/host/device_kernels.h"

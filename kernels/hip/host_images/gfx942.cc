@@ -1,0 +1,5 @@
+// The kernels of gfx942, compiled for the host.
+#define MLA_ON_HOST 1
+#define MLA_GFX942 1
+#define MLA_HOST_ARCH "gfx942"
+#include "kernels/hip/host_images/device_kernels.h"

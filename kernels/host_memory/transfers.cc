@@ -1,0 +1,70 @@
+#include "kernels/host_memory/transfers.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+namespace mla::kernels {
+namespace {
+
+#if defined(__SSE2__)
+constexpr size_t kLine = 64;
+
+// A copy past the caches: the memory that is written is not read first, as a store into a cache
+// would have it.
+void CopyPart(std::byte* to, const std::byte* from, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) != 0) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  const size_t lines = bytes / kLine * kLine;
+  for (size_t at = 0; at < lines; at += kLine) {
+    const auto* const source = reinterpret_cast<const __m128i*>(from + at);
+    auto* const target = reinterpret_cast<__m128i*>(to + at);
+    const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+    const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
+  }
+  std::memcpy(to + lines, from + lines, bytes - lines);
+}
+
+// Such stores are ordered by this alone, not by what tells another thread of them.
+void EndCopies() { _mm_sfence(); }
+#else
+void CopyPart(std::byte* to, const std::byte* from, size_t bytes) { std::memcpy(to, from, bytes); }
+void EndCopies() {}
+#endif
+
+void Copy(std::byte* to, const std::byte* from, int64_t bytes, PartDigest* digests) {
+  if (digests == nullptr) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    return;
+  }
+  for (int64_t at = 0; at < bytes; at += kDigestPartBytes) {
+    const auto part = static_cast<size_t>(std::min(kDigestPartBytes, bytes - at));
+    CopyPart(to + at, from + at, part);
+    // Of the source, which is in a near cache now, and before the caller may change it.
+    *digests++ = DigestOfPart(std::span(from + at, part));
+  }
+  EndCopies();
+}
+
+}  // namespace
+
+void WritePages(std::byte* pool, const PageTransfer& transfer) {
+  Copy(pool + transfer.pool_offset, transfer.host, transfer.bytes, transfer.digests);
+}
+
+void ReadPages(const std::byte* pool, const PageTransfer& transfer) {
+  Copy(transfer.host, pool + transfer.pool_offset, transfer.bytes, transfer.digests);
+}
+
+}  // namespace mla::kernels

@@ -1,0 +1,102 @@
+// Gives the tensors of one launch their places in a slot's memory and lists what is to be copied.
+//
+// Where memory is unified, a tensor in one piece stays where it is; one in parts takes a place in
+// the workspace. Elsewhere inputs, outputs and workspace have a region each; of launches with few
+// outputs, outputs and inputs that are read once stay where they are if kernels reach them there.
+//
+// Owned by what builds the launch; the lists stay valid until Clear. One thread. Nothing allocates
+// beyond what Reserve has made room for.
+#ifndef MLA_KERNELS_LAUNCH_LAYOUT_H_
+#define MLA_KERNELS_LAUNCH_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/attention_backend.h"
+#include "kernels/types/launch.h"
+
+namespace mla::kernels {
+
+inline constexpr int64_t kLaunchAlignment = 256;  // bytes
+
+// Parts of a row-major matrix of which each lies in a host buffer of its own: row r of the matrix
+// is row r of every part, one after the other. A part's rows are contiguous.
+struct InputPart {
+  const void* host;
+  int64_t row_bytes;
+  bool shared = false;  // as of HostInput
+};
+struct OutputPart {
+  void* host;  // null: these columns are not wanted
+  int64_t row_bytes;
+  bool shared = false;
+};
+
+class LaunchLayout final {
+ public:
+  LaunchLayout() = default;
+  // Of slot `slot` of a configured backend.
+  LaunchLayout(AttentionBackend& backend, int32_t slot)
+      : LaunchLayout(backend.Info().unified_memory, backend.Memory(slot)) {
+    if (!unified_) backend_ = &backend;
+  }
+  LaunchLayout(bool unified, const SlotMemory& memory) : unified_(unified), memory_(memory) {}
+
+  void Reserve(size_t inputs, size_t outputs) {
+    inputs_.reserve(inputs);
+    outputs_.reserve(outputs);
+  }
+  void Clear();
+  // Says what outputs take together, before the first tensor is placed; else nothing is in place.
+  void ExpectOutputs(int64_t bytes) {
+    in_place_ = backend_ != nullptr && bytes <= backend_->Info().in_place_bytes;
+  }
+
+  // Where the launch sees the tensor. RESOURCE_EXHAUSTED names the region that is full.
+  absl::StatusOr<const void*> Input(const void* host, int64_t bytes);
+  // The same for one that the launch reads once.
+  absl::StatusOr<const void*> InputReadOnce(const void* host, int64_t bytes);
+  absl::StatusOr<void*> Output(void* host, int64_t bytes);
+  // The same for one that is private to the caller (HostOutput) and small: not written to the
+  // host's memory by the kernels that compute it, which would wait for that.
+  absl::StatusOr<void*> PrivateOutput(void* host, int64_t bytes);
+  // The same for tensors in the backend's shared device memory, which are used where they lie.
+  const void* SharedInput(const void* at, int64_t bytes);
+  void* SharedOutput(void* at, int64_t bytes);
+  // Has `rows` rows that the launch writes at `from`, `pitch` bytes apart, copied to that memory.
+  void CopyToShared(void* to, const void* from, int64_t row_bytes, int64_t rows, int64_t pitch);
+  // Where the launch sees a matrix of `rows` rows in parts, which lies in one piece where the
+  // launch sees it.
+  absl::StatusOr<const void*> InputParts(int64_t rows, std::span<const InputPart> parts);
+  absl::StatusOr<void*> OutputParts(int64_t rows, std::span<const OutputPart> parts);
+  absl::StatusOr<void*> Workspace(int64_t bytes);
+
+  // Of the tensors since Clear.
+  std::span<const HostInput> inputs() const { return inputs_; }
+  std::span<const HostOutput> outputs() const { return outputs_; }
+
+ private:
+  absl::StatusOr<std::byte*> Take(std::span<std::byte> region, int64_t& used, int64_t bytes,
+                                  const char* what);
+  absl::StatusOr<std::byte*> TakeInput(int64_t bytes);
+  absl::StatusOr<std::byte*> TakeOutput(int64_t bytes);
+
+  bool InPlace(const void* host, int64_t bytes) const {
+    return in_place_ && backend_->InPlace(host, bytes);
+  }
+
+  bool unified_ = true;
+  const AttentionBackend* backend_ = nullptr;  // null: all memory is in place, or none
+  bool in_place_ = false;                      // where kernels reach it
+  SlotMemory memory_;
+  int64_t inputs_used_ = 0, outputs_used_ = 0, workspace_used_ = 0;
+  std::vector<HostInput> inputs_;
+  std::vector<HostOutput> outputs_;
+};
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_LAUNCH_LAYOUT_H_

@@ -1,0 +1,79 @@
+// What a caller asks of a backend, independent of any one launch: the key of capability checks and
+// dispatch.
+#ifndef MLA_KERNELS_TYPES_ATTENTION_DESC_H_
+#define MLA_KERNELS_TYPES_ATTENTION_DESC_H_
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/formats/dtype.h"
+#include "kernels/formats/kv_format.h"
+
+namespace mla::kernels {
+
+// Geometry of a model's attention, as registered. All dims are counted in elements and are data,
+// never constants.
+struct Geometry {
+  int32_t num_heads = 0;     // query heads of the model; a request may carry a slice of them
+  int32_t kv_lora_rank = 0;  // latent part of a KV row, for keys and values (DeepSeek-V3: 512)
+  int32_t rope_dim = 0;      // rotated part of a KV row, keys only (64)
+  int32_t nope_dim = 0;      // unrotated part of an expanded query head (128)
+  int32_t v_dim = 0;         // value part of an expanded output head (128)
+
+  int32_t kv_row_dim() const { return kv_lora_rank + rope_dim; }
+  int32_t absorbed_q_dim() const { return kv_lora_rank + rope_dim; }
+  int32_t expanded_q_dim() const { return nope_dim + rope_dim; }
+  friend bool operator==(const Geometry&, const Geometry&) = default;
+};
+
+// The two forms of one and the same attention.
+enum class AttentionForm : uint8_t {
+  // Query rows live in latent space (W_UK absorbed): q [rows, heads, kv_lora_rank + rope_dim]
+  // against the shared KV row; output [rows, heads, kv_lora_rank].
+  kAbsorbed = 1,
+  // Keys and values are up-projected from the latent rows through W_UK / W_UV:
+  // q [rows, heads, nope_dim + rope_dim], output [rows, heads, v_dim].
+  kExpanded = 2,
+};
+
+// Which KV rows a query row attends to.
+enum class AttentionKind : uint8_t {
+  kDense = 1,   // all that it sees
+  kSparse = 2,  // those of an index list of its own; in the absorbed form
+  // The last ones, and compressed entries (kernels/types/window.h); in the absorbed form.
+  kWindow = 3,
+};
+
+struct AttentionDesc {
+  Geometry geometry;
+  AttentionForm form = AttentionForm::kAbsorbed;
+  KvFormat kv_format = KvFormat::kBf16;
+  DType q_dtype = DType::kBf16;
+  DType o_dtype = DType::kBf16;
+  int32_t page_size = 64;  // rows a page, >= 1
+  AttentionKind attention = AttentionKind::kDense;
+  KvFormat entry_format = KvFormat::kBf16;  // of the entries of kWindow
+  // What is multiplied over 8-bit rows: kBf16, or kFp8E4m3, for which queries and probabilities are
+  // rounded where a kernel does so, in the expanded form keys and values too.
+  DType products = DType::kBf16;
+  // Queries are to arrive, and outputs to leave, while the launch runs, in the order of segments;
+  // a plan for that has other traits. In the absorbed form.
+  bool streamed = false;
+
+  // Elements of an output row of a head.
+  int32_t value_dim() const {
+    if (attention == AttentionKind::kWindow) return geometry.kv_row_dim();
+    return form == AttentionForm::kAbsorbed ? geometry.kv_lora_rank : geometry.v_dim;
+  }
+  friend bool operator==(const AttentionDesc&, const AttentionDesc&) = default;
+};
+
+const char* Name(AttentionForm form);
+
+// One line for logs and refusals, e.g. "absorbed heads=128 lora=512 rope=64 q=bf16 o=bf16 kv=bf16
+// page=64".
+std::string ToString(const AttentionDesc& desc);
+
+}  // namespace mla::kernels
+
+#endif  // MLA_KERNELS_TYPES_ATTENTION_DESC_H_
