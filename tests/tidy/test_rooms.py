@@ -18,8 +18,8 @@ TOO_FULL = {
 # those below; tests and testing/ may include all.
 FLOORS = {
     "server": ["logging", "process", "config", "grpc", "memory", "metrics", "lifecycle",
-               "admission", "index_lists", "attend", "shared_memory", "connections", "pages", "hand_over",
-               "control", "operations", ""],
+               "admission", "index_lists", "attend", "shared_memory", "connections", "pages",
+               "hand_over", "control", "operations", ""],
     "scheduler": ["kvcache/pool", "kvcache/prefix", "kvcache", "kvcache/tiers", "", "planning",
                   "planning/cache", "tables", "batching", "moves", "launching", "engine"],
 }
