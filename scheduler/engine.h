@@ -97,8 +97,8 @@ struct PrefixArgs {
   std::vector<std::string> page_keys;
   std::string salt;      // rows are shared between equal salts only
   int64_t max_rows = 0;  // of the sequence after the match; 0: as many as are declared
-  // Called by the call's thread once it has hashed all this, before it waits for anything; empty:
-  // nobody asks.
+  // Called by the call's thread once it has hashed all this, before it waits for anything; it may
+  // be empty.
   std::function<void()> hashed = {};
   bool empty() const { return token_ids.empty() && page_keys.empty(); }
 };

@@ -179,10 +179,12 @@ TEST_F(EngineCoreTest, ALateBeginStepDoesNotReviveAnExpiredSequence) {
 // Names may hold any character: the texts "a/b" and "c" join to what "a" and "b/c" join to.
 TEST_F(EngineCoreTest, AnOpenIsNoRepeatOfOneWhoseNamesJoinToTheSameText) {
   const TenantKey tenant = (*h_.core().tenants().Enter(h_.tenant()))->key();
+  ASSERT_TRUE(h_.core().models().Unregister(tenant, h_.model().id).ok());  // makes room
   for (const char* const id : {"a", "a/b"}) {
     ModelSpec model = h_.model();
     model.id = id;
-    ASSERT_TRUE(h_.core().models().Register(tenant, model).ok());
+    const auto registered = h_.core().models().Register(tenant, model);
+    ASSERT_TRUE(registered.ok()) << registered.status();
   }
   OpenArgs first;
   first.tenant = h_.tenant();

@@ -293,7 +293,7 @@ ModelSpec Named(const EngineHarness& h, const std::string& id) {
   return model;
 }
 
-// Tenants that nobody knows register models and go.
+// Tenants without a quota of their own register models and go.
 TEST(EngineTenantsTest, ModelsOfTenantsThatHaveGoneDoNotKeepOthersOut) {
   Limits limits = testing::TinyLimits();
   limits.model_yield_ms = 600'000;

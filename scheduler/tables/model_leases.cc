@@ -99,7 +99,8 @@ bool ModelTable::Yield(TenantKey tenant, bool any, const Model* taker) {
 
 void ModelTable::StreamClosed(StreamId stream) {
   for (const std::unique_ptr<Model>& model : models_) {
-    if (model != nullptr && model->streams.erase(stream) > 0) Touch(model.get());
+    // Ending a stream is not a call: the model's lease goes on.
+    if (model != nullptr && model->streams.erase(stream) > 0) model->used_at = clock_->Now();
   }
 }
 

@@ -1,8 +1,8 @@
 // Whose turn it is to have a large prefix parsed and hashed.
 //
 // Open, Match and Hint may bring 163,840 tokens, which take milliseconds of a processor before the
-// engine sees the call. Many such calls at a time would take the processors from decode, whoever
-// sends them. So they take turns: a few at a time, and after each turn its place rests for as long
+// engine sees the call. Many such calls at a time would take the processors from decode, for all
+// senders. So they take turns: a few at a time, and after each turn its place rests for as long
 // as the turn took of a processor, which leaves the other half of it to everything else. The time
 // is charged to the tenant: the next turn is its who has been served least, by weight.
 //

@@ -392,6 +392,13 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
           Int("limits.decode_rows", 1, 256,
               "A record with at most this many rows on a cache counts as decode.",
               "1 + the longest draft that is verified in one step.", MLA_SLOT(limits.decode_rows)),
+      });
+}
+
+void AddLeaseKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
           Millis("limits.sequence_lease_ms", 100, kDayMs,
                  "A sequence is released after this time without use or renewal.",
                  "Too short and a paused worker loses its cache.",
@@ -469,7 +476,7 @@ const std::vector<ConfigKey>& ConfigKeys() {
     auto* const all = new std::vector<ConfigKey>();
     for (const auto add : {AddListenKeys, AddTlsAndOpsKeys, AddCacheKeys, AddWireKeys,
                            AddConnectionKeys, AddTenantKeys, AddShmKeys, AddCapacityKeys,
-                           AddSchedulingKeys, AddBackendKeys, AddGpuKeys}) {
+                           AddSchedulingKeys, AddLeaseKeys, AddBackendKeys, AddGpuKeys}) {
       add(all);
     }
     return all;

@@ -244,8 +244,13 @@ MUTATIONS = (
              "device/amd/prefill/expand.h", "const int first_key = turn * kKeyColumns,",
              "const int first_key = 0,"),
     Mutation("project_reads_the_next_head", "Weights are those of the next head.",
-             "device/kernels/project.h", "(t.head_offset + h) * args.k * args.n",
-             "(t.head_offset + (h + 1) % t.num_heads) * args.k * args.n"),
+             "device/kernels/project.h",
+             "args.weights[t.weights_slot] + static_cast<int64_t>(t.head_offset + h)",
+             "args.weights[t.weights_slot] + "
+             "static_cast<int64_t>(t.head_offset + (h + 1) % t.num_heads)"),
+    Mutation("project_of_a_row_reads_the_next_head", "Weights are those of the next head.",
+             "device/kernels/project.h", "w + static_cast<int64_t>(t.head_offset + h)",
+             "w + static_cast<int64_t>(t.head_offset + (h + 1) % t.num_heads)"),
 )
 
 # One of each kind, for the quick run.

@@ -1,7 +1,7 @@
 """Rows that follow from tokens, and attention over them in float64.
 
 A KV row depends on the sequence's tokens up to its own position, on the layer and on nothing else.
-So every worker knows each row of every sequence, whoever computed it, and needs no server for that.
+So every worker knows each row of every sequence and needs no server for that.
 """
 
 import dataclasses

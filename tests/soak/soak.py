@@ -1,4 +1,4 @@
-"""Ten workers of four tenants against one server, for half an hour, with every verb and every fault.
+"""Ten workers of four tenants against one server, with every verb and every fault.
 
     ./dev soak [--minutes M] [--seed N]
 
@@ -7,8 +7,8 @@ on the CPU. Workers (worker.py) use gRPC, shared memory and the ring. They compa
 each row with an oracle in float64, and log each operation. At random this program kills and stops
 workers, changes bounds of tenants, evicts sequences, and kills the server, which then starts again.
 
-Ends with status 1 at the first wrong answer, when a process ends by itself, or when a verb was never
-tried with success. The logs stay in the folder that is printed.
+Ends with status 1 at the first wrong answer, when a process ends by itself, or when a verb never
+succeeded. The logs stay in the folder that is printed.
 """
 
 import argparse

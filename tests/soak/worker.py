@@ -2,8 +2,8 @@
 
     worker.py --target unix:PATH --tenant NAME --transport ring --seed N --log FILE [--plant]
 
-Ends with status 0 after SIGTERM, with 1 at the first wrong answer. Every operation is a line of JSON
-in the log, written before the call begins and after it ends.
+Ends with status 0 after SIGTERM, with 1 at the first wrong answer. Each operation is a line of
+JSON in the log, written before the call begins.
 """
 
 import argparse
@@ -145,6 +145,11 @@ class Worker:
     def _pick(self):
         return self._held[self._below(len(self._held))] if self._held else None
 
+    def _list(self, position):
+        """Positions that the row at this position attends to, ascending."""
+        count = 1 + self._below(oracle.TOP_K)
+        return np.unique(self._random.integers(0, position + 1, count)).astype(np.int32)
+
     # --- Operations: each takes the server and the oracle from one state to the next
 
     def open_sequence(self):
@@ -196,7 +201,7 @@ class Worker:
             if len(different):
                 first = int(different[0])
                 self._wrong("rows differ", id=held.sequence.id, layer=layer, row=first,
-                            rows=len(different), zeros=int((rows[different] == 0).all(axis=1).sum()))
+                            rows=len(different), zeros=int((~rows[different].any(axis=1)).sum()))
 
     def step(self):
         """Adds rows to one to three sequences of a model."""
@@ -264,8 +269,8 @@ class Worker:
             0, 0.5, (len(kv), oracle.HEADS, oracle.GEOMETRY.q_dim(profile))).astype(np.float32))
         lists = None
         if sparse:
-            lists = [np.unique(self._random.integers(0, position + 1, 1 + self._below(oracle.TOP_K)))
-                     .astype(np.int32) for _, begin, end in spans for position in range(begin, end)]
+            lists = [self._list(position) for _, begin, end in spans
+                     for position in range(begin, end)]
         options = {"want_lse": True, "o_dtype": mla_client.DType.F32}
         if lists is not None:
             got = step.attend_sparse(layer, q, lists, kv, profile, **options)

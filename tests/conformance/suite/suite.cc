@@ -161,10 +161,14 @@ double DroppedBesideCancelled(const CaseSpec& spec) {
 
 // Of the expanded form, where keys and values are rounded too.
 Limits E4m3PrefillLimits(const Workload& workload) {
+  const CaseSpec& spec = workload.spec;
   // Values of pairs that cancel have five times the mean square of outputs.
-  const double times = workload.spec.inputs == InputKind::kCancellation ? 5.0 : 1.0;
+  const double times = spec.inputs == InputKind::kCancellation ? 5.0 : 1.0;
+  // Logits that spread move by the rounding of both their factors.
+  const double moved =
+      spec.inputs == InputKind::kSpread ? std::sqrt(2 * kE4m3MeanSquare) * spec.logit_deviation : 0;
   return {{2 * kE4m3Rounding * workload.max_abs_value, 0.016,
-           times * (kE4m3AnyCosine + 0.5 * kE4m3MeanSquare)},
+           times * (kE4m3AnyCosine + 0.5 * kE4m3MeanSquare) + 0.5 * moved * moved},
           {5 * kE4m3LseLimit + DroppedBesideCancelled(workload.spec), 2 * kE4m3Rounding, 1.0}};
 }
 

@@ -11,7 +11,7 @@
 #include "kernels/hip/hip_backend.h"
 #include "scheduler/batching/ahead_pauses.h"
 #include "tests/fake_hip/backend_fixture.h"
-#include "tests/fake_hip/expanded_engine.h"
+#include "tests/fake_hip/engine/expanded_engine.h"
 
 namespace mla::kernels::hip {
 namespace {

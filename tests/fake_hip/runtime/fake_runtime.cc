@@ -58,6 +58,9 @@ Runtime& State() {
     auto* const made = new Runtime;
     // For programs that do not know that the runtime is a fake.
     if (const char* const arch = std::getenv("FAKE_GPU_ARCH")) made->control.arch = arch;
+    if (const char* const gib = std::getenv("FAKE_GPU_GIB")) {
+      made->control.memory_bytes = int64_t{std::atoi(gib)} << 30;
+    }
     return made;
   }();
   return runtime;
@@ -192,6 +195,10 @@ int hipMalloc(void** at, size_t bytes) {
 }
 int hipFree(void* at) {
   const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  // The call waits for the device. That matters where events came before their work.
+  if (State().control.early_events) {
+    for (fake::Stream* const stream : State().streams) stream->RunTo(stream->enqueued);
+  }
   const auto found = State().device_memory.find(at);
   if (found == State().device_memory.end()) return fake::kInvalidValue;
   const auto bytes = static_cast<size_t>(found->second);
@@ -230,9 +237,12 @@ int hipHostUnregister(void* at) {
 int hipStreamCreateWithFlags(fake::Stream** stream, unsigned) {
   FAKE_ENTER("hipStreamCreateWithFlags");
   *stream = new fake::Stream;
+  State().streams.insert(*stream);
   return 0;
 }
 int hipStreamDestroy(fake::Stream* stream) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  State().streams.erase(stream);
   delete stream;
   return 0;
 }

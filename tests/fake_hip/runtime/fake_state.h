@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -71,6 +72,7 @@ struct Runtime {
   Control control;
   std::unordered_map<const void*, int64_t> device_memory;
   std::unordered_map<const void*, int64_t> registered;
+  std::unordered_set<Stream*> streams;
   // The copy from the host that ran last, for StaleReplay::kInputs alone.
   struct LastInput {
     void* to = nullptr;

@@ -242,7 +242,7 @@ class DriverWaitsTest : public ::testing::Test {
 };
 
 // Before the copies of its queries a streamed kernel is on the device already. Calls that come
-// between wait for its patience to end, not for the copies; outputs are right all the same.
+// between wait until its bounded wait ends, not for the copies; outputs are right all the same.
 TEST_F(DriverWaitsTest, NoCallOfAnotherThreadHoldsAStreamUp) {
   StreamedLaunch launch(*backend_);
   ASSERT_NO_FATAL_FAILURE(launch.Append());

@@ -121,7 +121,7 @@ class WgmmaProducer {
   }
   // Behind the first KV rows, which do not wait for them. Of the warp's chunks the last is waited
   // for, by one load of all lanes; those before it are hardly ever still to come by then. Chunks
-  // that were waited for in vain are read in the host's memory. By row, in few registers.
+  // that have not come in time are read in the host's memory. By row, in few registers.
   MLA_DEVICE void bring_arriving_queries(const Item& item) {
     if constexpr (Args::kStreams) {
       await_queries_emptied();

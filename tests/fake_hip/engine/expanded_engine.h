@@ -1,7 +1,7 @@
 // An engine whose clients use the EXPANDED profile, above any backend, driven by hand: the same
 // script on two of them can be compared.
-#ifndef MLA_TESTS_FAKE_HIP_EXPANDED_ENGINE_H_
-#define MLA_TESTS_FAKE_HIP_EXPANDED_ENGINE_H_
+#ifndef MLA_TESTS_FAKE_HIP_ENGINE_EXPANDED_ENGINE_H_
+#define MLA_TESTS_FAKE_HIP_ENGINE_EXPANDED_ENGINE_H_
 
 #include <algorithm>
 #include <cmath>
@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/hip/hip_backend.h"
 #include "kernels/types/round_info.h"
 #include "scheduler/testing/engine_harness.h"
+#include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::kernels::hip {
 
@@ -156,6 +158,32 @@ class ExpandedEngine {
   scheduler::StreamId stream_ = 0;
 };
 
+class EngineExpandedTest : public BackendOnFakeTest {
+ protected:
+  static std::unique_ptr<HipBackend> Gpu(int64_t expanded_workspace_bytes = 64 << 20,
+                                         Vendor vendor = Vendor::kAmd,
+                                         int32_t most_rounds = kMostRounds) {
+    return Made(Options(), expanded_workspace_bytes, vendor, most_rounds);
+  }
+  // Every tensor is copied.
+  static std::unique_ptr<HipBackend> CopyingGpu() {
+    HipBackendOptions options = Options();
+    options.reach_host = false;
+    return Made(std::move(options), 64 << 20, Vendor::kAmd, kMostRounds);
+  }
+  static std::unique_ptr<HipBackend> Made(HipBackendOptions options,
+                                          int64_t expanded_workspace_bytes, Vendor vendor,
+                                          int32_t most_rounds) {
+    options.most_rounds = most_rounds;
+    options.images.push_back(Image("sm_90", kImage90));
+    options.vendor = vendor;
+    options.expanded_workspace_bytes = expanded_workspace_bytes;
+    auto backend = HipBackend::Create(options);
+    EXPECT_TRUE(backend.ok()) << backend.status();
+    return *std::move(backend);
+  }
+};
+
 inline float LargestOutput(const scheduler::testing::TestRequest& request) {
   float most = 0;
   for (const float v : request.output) most = std::max(most, std::abs(v));
@@ -181,12 +209,11 @@ inline void ExpectSame(const scheduler::testing::TestRequest& got,
     wrong += !(off <= allowed);  // a NaN is wrong
     worst = std::max(worst, off / allowed);
   }
-  EXPECT_EQ(wrong, 0) << "of " << got.output.size() << ", the worst " << worst
-                      << " times the bound";
+  EXPECT_EQ(wrong, 0) << "of " << got.output.size() << ", the worst " << worst << " bounds";
   ASSERT_EQ(got.lse.size(), want.lse.size());
   for (size_t i = 0; i < got.lse.size(); ++i) ASSERT_NEAR(got.lse[i], want.lse[i], 1e-3) << i;
 }
 
 }  // namespace mla::kernels::hip
 
-#endif  // MLA_TESTS_FAKE_HIP_EXPANDED_ENGINE_H_
+#endif  // MLA_TESTS_FAKE_HIP_ENGINE_EXPANDED_ENGINE_H_
