@@ -28,7 +28,8 @@ light_failures: its attends, begins, ends and renewals that failed. longest_laun
 launches since the server started, as GetStats tells. The bound is what fair scheduling promises: a
 request waits for at most one launch that is under way, so p50 <= 2 x alone + one launch, p99 <= 2 x
 alone + three launches, no failure; the prefix flood launches nothing, so there p50 <= 2 x alone;
-`ratio` is light_p50_us over its bound, p99_ratio the same of the tail. A launch is limits.launch_ms (10 where the server does not say).
+`ratio` is light_p50_us over its bound, p99_ratio the same of the tail. A launch is
+limits.launch_ms (10 where the server does not say).
 """
 
 import argparse

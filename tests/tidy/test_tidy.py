@@ -70,7 +70,7 @@ def is_test(path):
 
 def is_one_class(path):
     """Returns true if a C++ source defines functions of exactly one class."""
-    classes = re.findall(r"^(?:[\w:<>,&*\s]*?\s)?([A-Z]\w+)(?:::[A-Z]\w+)*::~?\w+\(", read(path), re.M)
+    classes = re.findall(r"^(?! )(?:[\w:<>,&* ]*[ *&])?([A-Z]\w+)::~?\w+\(", read(path), re.M)
     return path.endswith(".cc") and not path.endswith("_test.cc") and len(set(classes)) == 1
 
 

@@ -6,7 +6,8 @@ serves one word, so lanes that want different words of a bank wait for further p
 share a phase was measured by several projects on MI300X and MI355X: reads of 16 bytes take lanes
 out of order, all others in order. The peak assumed is 128 bytes a clock and CU on both.
 
-What lanes access comes from the kernels themselves, run on the host (host_images/shared_accesses.cc).
+What lanes access comes from the kernels themselves, run on the host
+(host_images/shared_accesses.cc).
 """
 
 import collections

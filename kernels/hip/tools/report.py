@@ -2,9 +2,9 @@
 
 Reads what tools/build_device_code.sh left in a folder (default: Bazel's output of ./dev build hip):
 usage.txt, the compilers' resource reports, and the assembly of the AMD architectures; and what
-host_images/shared_accesses.cc left beside them. Prints, for each kernel and architecture, registers, LDS,
-scratch and spills; for each kernel of matrix products on AMD the instructions of its inner loop and
-the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe and, followed with
+host_images/shared_accesses.cc left next to them. Prints, for each kernel and architecture,
+registers, LDS, scratch and spills; for each kernel of matrix products on AMD the instructions of
+its inner loop and the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe and, followed with
 the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill that
 KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the architecture, on a loop that
 misses its targets (loop_faults, conflict_faults, stage_faults), on uses of m0 that the copies do
@@ -55,8 +55,8 @@ MATRIX_BUSY = 0.55
 # Reads and writes of accumulation registers that a turn may have, for values of its own that the
 # compiler keeps there; an accumulator of 32 rows is 16 of them.
 ACCUMULATOR_MOVES = 15
-# Tiles in LDS where copies are waited for by count: kStages of device/gfx950/config.h. Rows of fp8_page
-# pass through registers.
+# Tiles in LDS where copies are waited for by count: kStages of
+# device/gfx950/config.h. Rows of fp8_page pass through registers.
 STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_expanded": 2,
           "mla_attend_64_fp8_tensor": 3, "mla_attend_128_fp8_tensor": 4, "mla_attend_64_fp8_row": 4,
           "mla_attend_128_fp8_tensor_products": 3,
@@ -255,8 +255,9 @@ def stage_faults(arch, kernel, turn):
 
 
 def m0_faults(arch, assembly):
-    """Instructions that use m0 beside those with which copies to LDS set it (device/gfx950/tile.h). They
-    can not declare that they do, m0 being reserved, so nothing else may keep a value there."""
+    """Instructions that use m0 in addition to those with which copies to LDS set it
+    (device/gfx950/tile.h). They can not declare that they do, m0 being reserved, so nothing else
+    may keep a value there."""
     for line in assembly.splitlines():
         code = line.split(";")[0].strip()
         if re.search(r"\bm0\b", code) and not re.fullmatch(r"s_add_u32 m0, s\d+, \w+", code):

@@ -1,7 +1,7 @@
 // A fake CUDA driver that does what the real one was seen to do with calls of several threads: all
 // calls take one lock of the context, and some wait for the device while they hold it, so that
-// each thread with work to enqueue waits, too. Streams work by themselves, a thread each, so kernels run
-// while the host goes on.
+// each thread with work to enqueue waits, too. Streams work by themselves, a thread each, so
+// kernels run while the host goes on.
 //
 // Memory, modules and attributes are those of the fake runtime (tests/fake_hip/runtime), which this
 // library opens; streams, events, copies, launches and graphs are its own. Kernels run one after

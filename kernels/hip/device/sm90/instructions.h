@@ -157,8 +157,8 @@ MLA_DEVICE Chunk load_arriving(const void* from) {
   return c;
 }
 // Waits for a chunk of queries that is to be copied to the device: until it has no word that is
-// kToCome, or all queries have arrived. Returns false if neither has come within the bounded wait of a
-// block that began at `begun`, the low half of realtime_ns in shared memory.
+// kToCome, or all queries have arrived. Returns false if neither has come within the bounded wait
+// of a block that began at `begun`, the low half of realtime_ns in shared memory.
 MLA_DEVICE bool await_queries(const void* chunk, const StreamArgs& args, lds_t begun) {
   constexpr uint32_t kLooks = 16;  // for the chunk, for each for the other word and the clock
   for (uint32_t i = 1;; ++i) {
