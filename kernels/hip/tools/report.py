@@ -4,12 +4,12 @@ Reads what tools/build_device_code.sh left in a folder (default: Bazel's output 
 usage.txt, the compilers' resource reports, and the assembly of the AMD architectures; and what
 host_images/shared_accesses.cc left next to them. Prints, for each kernel and architecture,
 registers, LDS, scratch and spills; for each kernel of matrix products on AMD the instructions of
-its inner loop and the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe and, followed with
-the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill that
-KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the architecture, on a loop that
-misses its targets (loop_faults, conflict_faults, stage_faults), on uses of m0 that the copies do
-not expect (m0_faults), on code objects that the oldest ROCm does not load (code_object_faults), and
-when the folder holds no kernel at all.
+its inner loop and the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe
+and, followed with the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill
+that KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the architecture, on a loop
+that misses its targets (loop_faults, conflict_faults, stage_faults), on uses of m0 that the copies
+do not expect (m0_faults), on code objects that the oldest ROCm does not load (code_object_faults),
+and when the folder holds no kernel at all.
 
 --page FILE compares FILE with the page of docs/kernels that follows from all this (page_of): a page
 that is out of date is a fault, too, and is printed as it must be.
