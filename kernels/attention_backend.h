@@ -11,13 +11,14 @@
 //     complete   Done(slot) / Wait(slot); then results are in the host's memory
 //
 // Threading: one thread at a time (the holder of the engine role) makes all calls except Info,
-// StuckCall, RegisterHost and UnregisterHost, which any thread may call at any time.
-// Launches execute in submission order, so a launch sees all appends of the ones before it.
+// StuckCall, RegisterHost and UnregisterHost, which any thread may call at any time. Launches
+// execute in submission order, so a launch sees all appends of the ones before it.
 //
 // Errors: capability misses are UNIMPLEMENTED with wanted / supported / missing / device in the
 // message; exhausted preallocated space is RESOURCE_EXHAUSTED; device faults are INTERNAL, after
-// which Healthy() may turn to an error for good. A failed Submit or Wait fails that launch only; of
-// a launch that Submit refused nothing has run. No call throws. After Configure, no call allocates.
+// which Healthy() may turn to an error for good. A failed Submit or Wait fails that launch only.
+// When Submit refuses a launch, no part of it has run. No call throws. After Configure, no call
+// allocates.
 #ifndef MLA_KERNELS_ATTENTION_BACKEND_H_
 #define MLA_KERNELS_ATTENTION_BACKEND_H_
 
@@ -40,7 +41,8 @@
 
 namespace mla::kernels {
 
-// A text about a backend for operators: a choice that they cannot see from outside, and its reason.
+// A text about a backend for operators: names a choice that they cannot see from outside, and its
+// reason.
 struct BackendNote {
   std::string name;  // "runtime", "graphs", ...
   std::string text;
@@ -54,45 +56,48 @@ struct BackendInfo {
   std::string supported;    // supported shapes in words, shown at refusal and by GetServerInfo
   std::vector<BackendNote> notes;  // shown by GetServerInfo and in the log
   int32_t units = 1;               // parallel workers a plan should be cut for: threads, CUs, SMs
-  // Formats of KV rows that it computes on; CanRun has the last word.
+  // Formats of KV rows that the backend computes on; CanRun decides for a whole shape.
   std::vector<KvFormat> kv_formats = {KvFormat::kBf16};
-  Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of 8-bit floats in its pool
-  // What models over 8-bit rows get that leave open whether products are of 8 bits, and why.
+  Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // kind of the 8-bit floats in its pool
+  // Says which products a model over 8-bit rows gets when it leaves the choice open, and why.
   std::string fp8_compute = "bf16 products: this backend multiplies no 8-bit floats";
-  bool fp8_products = false;  // they get AttentionDesc::products of 8 bits where CanRun allows
-  // In the expanded form too, where CanRun allows and a query row sees at least so many keys, on
-  // average over the rows and heads of a launch: there it is faster. 0: it has no such products.
+  bool fp8_products = false;  // such models get AttentionDesc::products of 8 bits where CanRun
+                              // allows
+  // Keys per query row, averaged over the rows and heads of a launch, from which 8-bit products are
+  // faster in the expanded form too; they are used there where CanRun allows. 0 if the expanded
+  // form has no 8-bit products.
   int32_t fp8_prefill_keys = 0;
   bool sparse = false;         // computes on index lists (AttentionKind::kSparse)
-  bool selects = false;        // makes them (Launch::selects)
-  int32_t index_dim = 0;       // that it makes them for; 0: any
+  bool selects = false;        // makes index lists (Launch::selects)
+  int32_t index_dim = 0;       // index dim that it selects with; 0: any
   bool windows = false;        // computes on windows and entries (AttentionKind::kWindow)
   bool unified_memory = true;  // launches work on host memory in place
   // Launches whose outputs together take at most this many bytes are faster with outputs, and new
   // KV rows of at most this many bytes, used in place in pinned memory (HostInput::in_place,
-  // InPlace) than with copies of them. 0: no launch is.
+  // InPlace) than with copies of them. 0: always copy.
   int64_t in_place_bytes = 0;
-  // Launches in the absorbed form whose queries are copied, of so many bytes of queries or more,
-  // are faster where these arrive while the launch runs (AttentionDesc::streamed). 0: none is.
+  // Bytes of copied queries from which a launch in the absorbed form is faster if they arrive while
+  // it runs (AttentionDesc::streamed). 0: never stream.
   int64_t stream_bytes = 0;
-  // Launches wait on the device for words of host memory (Launch::gate).
+  // Launches can wait on the device for words of host memory (Launch::gate).
   bool waits_for_words = false;
   // Queries may lie in fragments (kernels/types/input_fragments.h).
   bool reads_fragments = false;
-  // Device memory that Configure and LoadWeights may take together; 0: host memory, which the
-  // caller bounds.
+  // Device memory that Configure and LoadWeights may take together. 0 for backends that use host
+  // memory, which the caller bounds.
   int64_t memory_bytes = 0;
-  // Between the projections of the EXPANDED profile: absorbed queries of clients that send bf16 and
-  // of those that send fp32, and latent outputs. Outputs rounded twice would miss the accuracy that
-  // outputs are held to, hence fp32.
+  // Dtypes between the projections of the EXPANDED profile: absorbed queries of clients that send
+  // bf16 or fp32, and latent outputs. Latent outputs are fp32 because outputs that are rounded
+  // twice would exceed the accepted error.
   DType absorbed_q_of_bf16 = DType::kBf16;
   DType absorbed_q_of_f32 = DType::kF32;
   DType latent_o_dtype = DType::kF32;
-  // Absorbed queries may also be fp32 whatever clients send: where products take bf16 operands they
-  // are then two of them, what fp32 rounds to and the rest of it, for the scores.
+  // True if absorbed queries may be fp32 whatever clients send. Where products take bf16 operands,
+  // scores then use two of them: the rounded value and its remainder.
   bool splits_queries = false;
 
-  // `split`: whether they are to be kept as such; REQUIRES splits_queries then.
+  // Dtype of absorbed queries for clients that send `sent`. `split` asks for fp32 whatever they
+  // send, and REQUIRES splits_queries.
   DType absorbed_q_dtype(DType sent, bool split) const {
     if (split) return DType::kF32;
     return sent == DType::kF32 ? absorbed_q_of_f32 : absorbed_q_of_bf16;
@@ -106,11 +111,12 @@ struct BackendInfo {
 
 // How the planner makes rounds of the expanded form (kernels/types/round_info.h).
 struct RoundTraits {
-  // For up-projected keys and values, at least LeastRoundWorkspace(dims); 0: there are no rounds.
+  // Size of the workspace for up-projected keys and values, at least LeastRoundWorkspace(dims). 0:
+  // the planner makes no rounds.
   int64_t workspace_bytes = 0;
   int32_t most = kMostRounds;               // rounds of a launch; at most kMostRounds
-  ExpandedDims dims = {};                   // of what is up-projected
-  int64_t cache_bytes = int64_t{24} << 20;  // of keys and values that are attended to at a time
+  ExpandedDims dims = {};                   // dims of the up-projected rows
+  int64_t cache_bytes = int64_t{24} << 20;  // keys and values attended to at a time
   // Rows of the partial buffers that carry results from round to round:
   // [first_carry_row, first_carry_row + carry_rows).
   int32_t first_carry_row = 0;
@@ -119,10 +125,11 @@ struct RoundTraits {
   friend bool operator==(const RoundTraits&, const RoundTraits&) = default;
 };
 
-// Batches that are planned for fewer units, since `blocks` blocks of `block_rows` packed rows each
-// run at a time and those of a tile share its KV rows: fewer parts are written and merged then.
+// How small batches are planned for fewer units, so that fewer parts are written and merged. It
+// pays since `blocks` blocks of `block_rows` packed rows each run at a time, and those blocks of
+// one tile share its KV rows.
 struct SmallBatches {
-  int32_t blocks = 0;  // 0: there are none
+  int32_t blocks = 0;  // 0: never plan for fewer units
   int32_t block_rows = 1;
   int32_t unit_kv_rows = 0;  // most KV rows for each of the fewer units
 
@@ -134,19 +141,19 @@ struct PlanTraits {
   int32_t units = 1;                 // number of work_indptr ranges
   int32_t tile_rows = 128;           // packed rows (query rows x heads) a tile holds at most
   int32_t max_heads_per_tile = 0;    // 0: as many as fit; 1: one head a tile (the expanded form)
-  int32_t max_q_rows_per_tile = 0;   // 0: as many as fit; 1: of sparse attention
+  int32_t max_q_rows_per_tile = 0;   // 0: as many as fit; 1: sparse attention
   int32_t kv_granularity = 16;       // KV cut points are multiples of this, in rows
   int32_t item_overhead_rows = 256;  // fixed cost of a work item, as KV rows of one (full) tile
   // > 0: fixed-split mode. Every tile is cut at multiples of this many KV rows, whatever else is in
   // the batch, which makes results independent of batch composition.
   int32_t fixed_split_rows = 0;
-  // > 0: tiles are cut into equal pieces, at most so many a unit unless there are more tiles, and
-  // pieces are dealt to the units in turn, one each: all units are at work on the first segments
-  // before any begins with later ones. In place of fixed_split_rows.
+  // > 0: tiles are cut into equal pieces, at most this many a unit unless there are more tiles.
+  // Pieces are dealt to the units in turn, one each, so that all units work on the first segments
+  // before any begins later ones. Excludes fixed_split_rows.
   int32_t dealt_pieces = 0;
-  // > 0: a tile is charged by its packed rows, and as if it had this many when it has fewer (the
-  // height of a matrix unit, or where reading the KV rows begins to dominate). 0: all tiles cost
-  // the same per KV row, whatever they hold. At most tile_rows.
+  // > 0: a tile is charged by its packed rows, but for no fewer than this many. This is the height
+  // of a matrix unit, or the rows from which arithmetic costs more than reading the KV rows. 0: all
+  // tiles cost the same per KV row, whatever they hold. At most tile_rows.
   int32_t min_charged_rows = 0;
   SmallBatches small = {};
   RoundTraits rounds = {};
@@ -154,13 +161,13 @@ struct PlanTraits {
   friend bool operator==(const PlanTraits&, const PlanTraits&) = default;
 };
 
-// Memory of a launch slot, as launches see it: regions that a launch lays out as it likes. Where
-// memory is unified there is a workspace only.
+// Memory of a launch slot: regions that a launch lays out as it likes. Where memory is unified,
+// only the workspace has bytes.
 struct SlotMemory {
   std::span<std::byte> inputs, outputs, workspace;
 };
 
-// A PlanView::generation that no other plan of the process has. Any thread.
+// Returns a PlanView::generation that no other plan of the process has. Any thread.
 inline uint64_t NextPlanGeneration() {
   static std::atomic<uint64_t> last{0};
   return last.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -173,13 +180,13 @@ class HostBuffer {
   virtual std::span<std::byte> bytes() = 0;
 };
 
-// What the launches of a backend have cost the host since Configure, where a device runs them.
+// What the launches of a backend have cost the host since Configure, if a device runs them.
 struct HostWork {
-  int64_t copied_bytes = 0;  // of tensors, into or out of pinned memory of the backend's
+  int64_t copied_bytes = 0;  // of tensors, into or out of the backend's pinned memory
   int64_t sleeps = 0;        // times that a thread slept until the device was done with something
   int64_t polling_ns = 0;    // from launches' submission to their end, while threads look at events
-  // Streamed launches that read queries in the host's memory, since their copy had not been given
-  // to the device in time: another thread's driver call kept the submitting one from that.
+  // Streamed launches that read queries in host memory because their copy reached the device too
+  // late: another thread's driver call had delayed the submitting thread.
   int64_t late_copies = 0;
 };
 
@@ -196,50 +203,50 @@ class AttentionBackend {
   // Bytes of device (or host, when unified) memory that Configure would take for these limits, pool
   // included.
   virtual int64_t WorkspaceSize(const BackendLimits& limits) const = 0;
-  // Host memory that Configure would take besides, where those bytes are the device's.
+  // Host memory that Configure would take in addition, where WorkspaceSize counts device memory.
   virtual int64_t HostWorkspaceSize(const BackendLimits& limits) const {
     static_cast<void>(limits);
     return 0;
   }
   virtual absl::Status Configure(const BackendLimits& limits) = 0;
   virtual absl::Status Healthy() const = 0;
-  // Says in words which call should have returned long ago; empty: none. Such a call never returns,
-  // and keeps all others from the backend. Any thread.
+  // Names the call that should have returned long ago, or empty. Such a call never returns, and
+  // blocks all other calls to the backend. Any thread.
   virtual std::string StuckCall() const { return ""; }
   virtual HostWork Work() const { return {}; }
 
   // --- Memory.
   virtual absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) = 0;
 
-  // Tells the backend about host memory that later launches will read from and write to, so that it
-  // can pin it once; and that the memory is about to go. Between the two, launches may name
-  // addresses inside it. Pinning takes milliseconds, so no request should wait for it. A backend
-  // that works on host memory in place has nothing to do.
+  // Announces host memory that later launches will read and write, so that the backend can pin it
+  // once. UnregisterHost announces its end. Between the two calls, launches may name addresses
+  // inside it. Pinning takes milliseconds, so no request should wait for it. A backend that works
+  // on host memory in place has nothing to do.
   virtual absl::Status RegisterHost(std::span<std::byte> memory) {
     static_cast<void>(memory);
     return absl::OkStatus();
   }
   virtual void UnregisterHost(std::span<std::byte> memory) { static_cast<void>(memory); }
 
-  // Whether kernels reach these bytes where they lie.
+  // Returns true if kernels read and write these bytes in place.
   virtual bool InPlace(const void* host, int64_t bytes) const {
     static_cast<void>(host);
     static_cast<void>(bytes);
     return false;
   }
 
-  // Device memory that launches use in place and another process of the host may map
+  // Allocates device memory that launches use in place and another process of the host may map
   // (LaunchLayout::InputOnDevice), `bytes` rounded up, with `events` events. As RegisterHost: any
-  // thread, milliseconds. UNIMPLEMENTED where there is no such memory, RESOURCE_EXHAUSTED where no
-  // more of it.
+  // thread, milliseconds. UNIMPLEMENTED if the backend has no such memory, RESOURCE_EXHAUSTED if
+  // none is left.
   virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(int64_t bytes,
                                                                              int32_t events) {
     static_cast<void>(bytes);
     static_cast<void>(events);
     return absl::UnimplementedError("the backend has no device memory that can be shared");
   }
-  // Copies between that memory and the host's while the caller waits, behind all launches that were
-  // submitted before; not for the steady state.
+  // Copies between shared device memory and host memory, after all launches submitted before. The
+  // caller waits; not for the steady state.
   virtual absl::Status ReadShared(void* to, const void* from, int64_t bytes) {
     static_cast<void>(to), static_cast<void>(from), static_cast<void>(bytes);
     return absl::UnimplementedError("the backend has no device memory that can be shared");
@@ -256,27 +263,29 @@ class AttentionBackend {
                                    int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) = 0;
   virtual absl::Status FreeWeights(int32_t slot) = 0;
 
-  // --- Launches. `slot` is in [0, launch_slots). The same memory for as long as the backend lives.
+  // --- Launches. `slot` is in [0, launch_slots).
+  // Memory returns the same regions for as long as the backend lives.
   virtual SlotMemory Memory(int32_t slot) = 0;
-  // Starts the launch in a slot that does not run. INVALID_ARGUMENT names what is malformed (a page
-  // range that leaves the pool), FAILED_PRECONDITION what is missing (weights of a head, or a slot
-  // that is free), RESOURCE_EXHAUSTED the limit.
+  // Starts the launch in an idle slot. INVALID_ARGUMENT names the malformed part (a page range that
+  // leaves the pool), FAILED_PRECONDITION what is missing (weights of a head, or an idle slot),
+  // RESOURCE_EXHAUSTED the limit.
   virtual absl::Status Submit(int32_t slot, const Launch& launch) = 0;
   virtual bool Done(int32_t slot) = 0;
-  // Blocks until the launch has completed; a CPU backend computes on the calling thread too. Kernel
-  // time in nanoseconds.
+  // Blocks until the launch has completed; a CPU backend computes on the calling thread too.
+  // Returns the kernel time in nanoseconds.
   virtual absl::StatusOr<int64_t> Wait(int32_t slot) = 0;
-  // Whether the slot's launch, for which Wait has returned, was late (Launch::gate).
+  // Returns true if the slot's launch was late (Launch::gate). REQUIRES: Wait has returned for it.
   virtual bool WasLate(int32_t slot) const {
     static_cast<void>(slot);
     return false;
   }
-  // Whether the device has stored all of its signals, if it was not late.
+  // Returns true if the device has stored all signals of the launch. Meaningful only if it was not
+  // late.
   virtual bool Signalled(int32_t slot) const {
     static_cast<void>(slot);
     return false;
   }
-  // For how long its gate kept the device waiting.
+  // Returns for how long its gate kept the device waiting.
   virtual int64_t GateNanos(int32_t slot) const {
     static_cast<void>(slot);
     return 0;

@@ -25,15 +25,15 @@ struct BackendOptions {
   bool pin_threads = true;
   bool deterministic = false;        // results independent of batch composition; costs balance
   int32_t device = 0;                // GPU ordinal
-  double gpu_memory_fraction = 0.9;  // of the memory that is free at start
+  double gpu_memory_fraction = 0.9;  // share of the memory free at start
   int64_t gpu_expanded_workspace_bytes = int64_t{640} << 20;  // for up-projected keys and values
-  int64_t gpu_shared_bytes = 0;     // of device memory, left to AllocateShared
+  int64_t gpu_shared_bytes = 0;     // device memory left to AllocateShared
   int64_t gpu_watchdog_ms = 10000;  // longest launch
-  // A GPU runtime's library, or the folder that it is in; empty: where it usually is.
+  // Library of a GPU runtime, or its folder. Empty: the usual places.
   std::string gpu_runtime_library;
   std::string gpu_graphs = "auto";    // "auto", "on", "off": hip::GraphUse
   int64_t gpu_self_test_ms = 300000;  // longest test of a GPU's kernels
-  // Called when a part of that test begins, with how long it has taken so far; may be empty.
+  // Called when a part of that test begins, with the time spent so far; may be empty.
   std::function<void(std::string_view part, std::chrono::milliseconds so_far)> on_self_test_part;
   // CPU dispatch level to use, or "" for the best: "amx", "avx512_bf16", "avx512", "avx2",
   // "portable".
@@ -47,8 +47,8 @@ struct BackendRow {
   // Probes the machine and builds the backend. A failure is the reason shown to people; it must not
   // abort.
   std::function<absl::StatusOr<std::unique_ptr<AttentionBackend>>(const BackendOptions&)> create;
-  // Names the hardware of this kind that the machine has; "" if it has none. May be empty.
-  // Asked where the backend could not be made.
+  // Names the hardware of this kind that the machine has; "" if it has none. May be empty. Asked if
+  // the backend could not be made.
   std::function<std::string()> hardware = {};
 };
 
@@ -57,7 +57,7 @@ struct BackendCandidate {  // one row as seen at selection
   int32_t rank = 0;
   bool chosen = false;
   std::string reason;  // why it was not chosen; empty when it was
-  // Its hardware is there and was not used, though no other backend was forced.
+  // Names hardware that is present and was not used, although no other backend was forced.
   std::string unused_hardware = "";
 };
 
@@ -68,7 +68,7 @@ struct BackendChoice {
 
 class BackendRegistry {
  public:
-  // A name that is taken is ALREADY_EXISTS.
+  // ALREADY_EXISTS if the name is taken.
   absl::Status Add(BackendRow row);
   // `wanted` is "auto" or a row's name. FAILED_PRECONDITION with every candidate's reason when none
   // can run, NOT_FOUND with the list of names when the name is unknown.

@@ -35,7 +35,7 @@ absl::StatusOr<std::byte*> LaunchLayout::TakeOutput(int64_t bytes) {
 
 absl::StatusOr<const void*> LaunchLayout::Input(const void* host, int64_t bytes) {
   const auto* const from = static_cast<const std::byte*>(host);
-  // A launch writes to no input but those that it copies.
+  // The cast is safe: a launch writes only to inputs that it copies.
   auto* at = const_cast<std::byte*>(from);
   if (!unified_) {
     absl::StatusOr<std::byte*> taken = TakeInput(bytes);

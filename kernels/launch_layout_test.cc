@@ -50,7 +50,7 @@ TEST(LaunchLayoutTest, ADeviceHasARegionForEachKind) {
   EXPECT_EQ(*layout.Input(host, 10), regions.inputs.data() + kLaunchAlignment);
   const OutputPart parts[] = {{nullptr, 16}, {host, 8}};
   EXPECT_EQ(*layout.OutputParts(3, parts), regions.outputs.data());
-  ASSERT_EQ(layout.outputs().size(), 1u);  // columns that are not wanted are not copied
+  ASSERT_EQ(layout.outputs().size(), 1u);  // unneeded columns are not copied
   EXPECT_EQ(layout.outputs()[0].device, regions.outputs.data() + 16);
   EXPECT_EQ(layout.outputs()[0].pitch, 24);
 }

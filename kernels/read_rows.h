@@ -1,4 +1,4 @@
-// Rows of the KV cache as numbers, read through Launch::page_reads: for comparisons.
+// Reads rows of the KV cache as numbers through Launch::page_reads, for comparisons.
 #ifndef MLA_KERNELS_READ_ROWS_H_
 #define MLA_KERNELS_READ_ROWS_H_
 
@@ -11,9 +11,9 @@
 
 namespace mla::kernels {
 
-// Reads the rows that `where` names and writes them to `out` [rows, row_dim] as bf16, rounded to it
-// where the format holds other numbers. `page_tables` is as in Launch. Blocks: it makes launches in
-// `slot`, which must not run, and allocates. Fails as Submit and Wait do.
+// Reads the rows that `where` names and writes them to `out` [rows, row_dim] as bf16, rounded if
+// the format holds other numbers. `page_tables` is as in Launch. Blocks: it submits launches in
+// `slot`, which must be idle, and allocates. Fails as Submit and Wait do.
 absl::Status ReadRows(AttentionBackend& backend, int32_t slot,
                       std::span<const uint32_t> page_tables, const AppendRecord& where, Bf16* out);
 

@@ -20,7 +20,7 @@ using cpu::KernelSet;
 using cpu::kTileRows;
 
 constexpr int32_t kAppendRows = 256;       // rows an item of appends copies
-constexpr int32_t kFixedSplitRows = 2048;  // of --deterministic
+constexpr int32_t kFixedSplitRows = 2048;  // KV rows a piece, with --deterministic
 constexpr int64_t kCopyBytes = 1 << 20;    // bytes an item of page work fills
 static_assert(kCopyBytes % kDigestPartBytes == 0);
 
@@ -34,8 +34,7 @@ std::string CpuModel() {
   return "unknown CPU";
 }
 
-// The largest desc that limits allow, in either form, with the queries and rows that take most
-// room.
+// The largest desc that limits allow, in the given form, with the widest queries and rows.
 AttentionDesc LargestDesc(const BackendLimits& limits, AttentionForm form) {
   AttentionDesc desc;
   desc.geometry = limits.max_geometry;
@@ -57,7 +56,7 @@ int64_t ProjectionItems(const ProjectionRecord& record) {
   return BlocksOf(record.rows, kTileRows) * record.num_heads;
 }
 
-// Shares that the merge of a split tile is cut into.
+// How many shares the merge of a split tile is cut into.
 int32_t MergeShares(int32_t threads) { return threads == 1 ? 1 : 16; }
 
 int64_t PageItems(const PageRange& range) {
@@ -87,7 +86,7 @@ CpuBackend::CpuBackend(const KernelSet& kernels, const BackendOptions& options, 
   info_.unified_memory = true;
   info_.reads_fragments = true;
   info_.splits_queries = true;
-  // Levels that compute in fp32 read fp32 queries at the same rate.
+  // Levels that compute in fp32 read fp32 queries as fast as bf16 ones.
   if (!kernels.bf16_operands) info_.absorbed_q_of_bf16 = DType::kF32;
 }
 
@@ -108,7 +107,8 @@ absl::StatusOr<std::unique_ptr<CpuBackend>> CpuBackend::CreateWith(const KernelS
   BackendOptions chosen = options;
   if (options.threads == 0) {
     chosen.threads = base::UsableCpuCount();
-    // A quota shares the CPUs with others; every server on them would pin to the same few.
+    // With a CPU quota below the CPU count, other servers share these CPUs and all would pin to the
+    // same few.
     if (chosen.threads < base::AllowedCpuCount()) chosen.pin_threads = false;
   }
   return std::unique_ptr<CpuBackend>(new CpuBackend(kernels, chosen, chosen.threads));
@@ -135,7 +135,8 @@ PlanTraits CpuBackend::Traits(const AttentionDesc& desc) const {
   return traits;
 }
 
-// FLOP per query row saved against FLOP per KV row of the up-projection; see kernels/cpu/README.md.
+// Balances the FLOP saved per query row with the up-projection's FLOP per KV row; see
+// kernels/cpu/README.md.
 int32_t CpuBackend::ExpandedFormMinRows(const Geometry& g) const {
   const int64_t absorbed = 2 * g.kv_lora_rank + g.rope_dim;
   const int64_t expanded = g.nope_dim + g.rope_dim + g.v_dim;
@@ -438,8 +439,8 @@ void CpuBackend::RunItem(const cpu::RunContext& run, int64_t item, int32_t place
   unfinished_[static_cast<size_t>(tile)].fetch_sub(1, std::memory_order_release);
 }
 
-// Items are handed out in order, so when a thread takes a merge, every piece is done or under way
-// on another thread. It waits for the pieces of this tile alone.
+// Items are handed out in order. When a thread takes a merge, every piece is therefore done or in
+// progress on another thread. The merge waits only for the pieces of its own tile.
 void CpuBackend::MergeItem(const cpu::RunContext& run, int64_t item) {
   const int32_t shares = MergeShares(options_.threads);
   const auto tile = static_cast<int32_t>(item / shares);

@@ -1,9 +1,9 @@
-// The product backend in host memory: any shape, vectorised for what the machine has, dynamic over
-// the plan's work items.
+// The production backend in host memory. It takes any shape, uses the machine's best vector
+// instructions, and hands out the plan's work items dynamically.
 //
-// A launch becomes a job of the worker pool, one phase a part. Attention items are taken one at a
-// time by whichever thread is free, and after them shares of the merges of split tiles, each of
-// which waits for the pieces of its own tile only. See kernels/cpu/README.md for the inner loops.
+// A launch becomes a job of the worker pool, with one phase a part. Free threads take attention
+// items one at a time, then shares of the merges of split tiles. A merge waits only for the pieces
+// of its own tile. See kernels/cpu/README.md for the inner loops.
 //
 // Threading: as AttentionBackend demands. Wait computes on the calling thread, too.
 #ifndef MLA_KERNELS_CPU_CPU_BACKEND_H_
@@ -30,8 +30,8 @@ class CpuBackend final : public HostBackend {
   // options.threads 0 means every CPU the process may use; options.cpu_isa is the highest level to
   // use. INVALID_ARGUMENT for an unknown level or a negative thread count.
   static absl::StatusOr<std::unique_ptr<CpuBackend>> Create(const BackendOptions& options);
-  // The same with inner loops from outside, which options.cpu_isa does not concern: for tests of
-  // levels that the machine can not run.
+  // As Create, with the caller's inner loops; options.cpu_isa does not apply. Tests use it for
+  // levels that the machine cannot run.
   static absl::StatusOr<std::unique_ptr<CpuBackend>> CreateWith(const cpu::KernelSet& kernels,
                                                                 const BackendOptions& options);
   ~CpuBackend() override;
@@ -42,7 +42,7 @@ class CpuBackend final : public HostBackend {
   int32_t ExpandedFormMinRows(const Geometry& geometry) const override;
 
  private:
-  // What a phase of the job does and needs.
+  // One phase of the job and its inputs.
   struct Phase {
     enum class Kind : uint8_t {
       kWritePages,
@@ -57,16 +57,17 @@ class CpuBackend final : public HostBackend {
       kReadPages
     };
     Kind kind = Kind::kPages;
-    // kPages: ranges to carry out, and of each the phase's items before it; none: one after another
+    // kPages: ranges to carry out, and for each of them the number of the phase's items before it.
+    // Null first_item: one thread carries out the ranges one after another.
     std::span<const PageRange> pages;
     const int64_t* first_item = nullptr;
     cpu::RunContext run;  // kPrepareMerges, kAttend
-    int32_t shares = 1;   // kSelect, kMergeSelected: of each query row
+    int32_t shares = 1;   // per query row, for kSelect and kMergeSelected
   };
-  // Phases that the ranges of a launch are spread over where they wait for each other; what is left
-  // then is carried out by one thread.
+  // Bound of the phases for page ranges that depend on each other. Ranges after the last phase are
+  // carried out by one thread.
   static constexpr int32_t kMaxPagePhases = 256;
-  // Those, page writes and reads, appends, selections and their merges, two projections, and
+  // Page phases, page writes and reads, appends, selections and their merges, two projections, and
   // attention in either form with its merges.
   static constexpr int32_t kMaxPhases = kMaxPagePhases + 2 + 1 + 2 + 2 + 2 * 2;
   struct Job {

@@ -1,4 +1,5 @@
-// What conformance does not show of the CPU backend: its life, refusals, slots, memory and costs.
+// Tests what conformance does not cover of the CPU backend: life cycle, refusals, slots, memory and
+// costs.
 #include "kernels/cpu/cpu_backend.h"
 
 #include <algorithm>
@@ -47,7 +48,7 @@ std::unique_ptr<CpuBackend> Make(int32_t threads) {
   return *std::move(backend);
 }
 
-// Of 64 pages, one after the other.
+// 64 pages, one after the other.
 std::vector<uint32_t> Pages() {
   std::vector<uint32_t> pages(64);
   for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<uint32_t>(i * 8);
@@ -105,7 +106,7 @@ struct Step {
   Launch launch;
 };
 
-// A launch of these alone.
+// Submits a launch that has only these page ranges.
 absl::Status SubmitPages(CpuBackend& backend, std::span<const PageRange> ranges) {
   Launch launch;
   launch.pages = ranges;
@@ -136,7 +137,7 @@ TEST(CpuBackendTest, AnswersAStepThroughWaitAndThroughDone) {
   }
 }
 
-// 70 pieces of one KV row each, the last one seen by no query: more than are merged at a time.
+// 70 pieces of one KV row each, more than are merged at a time. No query sees the last one.
 TEST(CpuBackendTest, PiecesOfOneTileAreMergedByWhoeverIsFree) {
   constexpr int32_t kPieces = 70, kHeads = 4;
   for (const int32_t threads : {1, 4}) {
@@ -198,11 +199,11 @@ TEST(CpuBackendTest, RangesOfPagesAreWrittenInOrder) {
   ASSERT_TRUE(step.Submit(*backend, 0).ok());
   ASSERT_TRUE(backend->Wait(0).ok());
   const PageRange ranges[] = {
-      {8192, 96},        // behind what the next one reads from
+      {8192, 96},        // bytes after the next range's source
       {4096, 96, 0},     // the row just appended, to where table entry 2 points
-      {0, 96},           // the row itself goes
-      {8192, 96, 4096},  // a copy of the copy, over what was zeroed
-      {8192 + 94, 2},    // but for its last element
+      {0, 96},           // then zeros the row itself
+      {8192, 96, 4096},  // a copy of the copy, over the zeroed bytes
+      {8192 + 94, 2},    // zeros the copy's last element
   };
   ASSERT_TRUE(SubmitPages(*backend, ranges).ok());
   EXPECT_EQ(ReadRow(*backend, step), std::vector<Bf16>(48, 0));
@@ -224,13 +225,13 @@ TEST(CpuBackendTest, PageWorkComesFirst) {
   EXPECT_EQ(ToFloat(ReadRow(*backend, step)[5]), 3.0f);
 }
 
-// However long the list and however its ranges wait for each other.
+// A list is one part of the launch, however long it is and however its ranges depend on each other.
 TEST(CpuBackendTest, AListOfRangesIsOnePart) {
   const auto backend = Make(2);
   Step step(3.0f);
   ASSERT_TRUE(step.Submit(*backend, 0).ok());
   ASSERT_TRUE(backend->Wait(0).ok());
-  // The row wanders, each place zeroed once it is left: 2 x 1600 ranges, none of them independent.
+  // Moves a row and zeroes each place that it left: 2 x 1600 ranges, none of them independent.
   std::vector<PageRange> ranges;
   for (int64_t i = 0; i < 1600; ++i) {
     ranges.push_back({(i + 1) % 2 * 4096, 96, i % 2 * 4096});
@@ -247,7 +248,7 @@ TEST(CpuBackendTest, AListOfRangesIsOnePart) {
   EXPECT_EQ(SubmitPages(*backend, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
 }
 
-// Tensors in parts are gathered by Submit and handed out by Wait.
+// Submit gathers tensors in parts, and Wait scatters them.
 TEST(CpuBackendTest, TensorsInPartsPassThroughTheWorkspace) {
   const auto backend = Make(2);
   Step step(0.75f);
@@ -268,7 +269,7 @@ TEST(CpuBackendTest, TensorsInPartsPassThroughTheWorkspace) {
   std::fill(halves[0].begin(), halves[0].end(), ToBf16(NAN));
   ASSERT_TRUE(backend->Wait(0).ok());
   for (const Bf16 value : outputs[0]) EXPECT_EQ(ToFloat(value), 0.75f);
-  for (const Bf16 value : outputs[1]) EXPECT_EQ(value, 0);  // not wanted
+  for (const Bf16 value : outputs[1]) EXPECT_EQ(value, 0);  // not requested
   EXPECT_NEAR(step.lse[0], 0.25 * 48 * 0.5 * 0.75, 1e-4);
   EXPECT_NEAR(step.lse[3], 0.25 * 48 * 0.25 * 0.75, 1e-4);
 }
@@ -333,7 +334,7 @@ TEST(CpuBackendTest, WeightsAreChargedAndFreed) {
   };
   EXPECT_EQ(load(0, 0, 4), absl::StatusCode::kOk);
   EXPECT_EQ(load(1, 0, 1), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(load(0, 2, 4), absl::StatusCode::kOk);  // heads that are there already cost nothing
+  EXPECT_EQ(load(0, 2, 4), absl::StatusCode::kOk);  // heads that are loaded already cost nothing
   EXPECT_TRUE(backend->FreeWeights(0).ok());
   EXPECT_EQ(load(0, 2, 4), absl::StatusCode::kOk);
   EXPECT_EQ(load(1, 0, 2), absl::StatusCode::kOk);
@@ -362,7 +363,7 @@ TEST(CpuBackendTest, OptionsAreChecked) {
   ASSERT_TRUE(backend.ok());
   EXPECT_EQ((*backend)->Info().arch, "portable");
   EXPECT_EQ((*backend)->Info().units, 3);
-  // About where 2176 FLOP a row and head meet 640 and the up-projection's 262144 a KV row.
+  // About where 2176 FLOP a row and head equal 640 plus the up-projection's 262144 a KV row.
   EXPECT_EQ((*backend)->ExpandedFormMinRows({128, 512, 64, 128, 128}), 171);
 }
 

@@ -17,7 +17,7 @@ const KernelSet* const kLevels[] = {&kAmxKernels, &kAvx512Bf16Kernels, &kAvx512K
                                     &kAvx2Kernels, &kPortableKernels};
 
 #if defined(__x86_64__)
-// CPUID leaf 7: the compiler's own checks do not know AMX.
+// CPUID leaf 7, read here because the compiler's own checks do not know AMX.
 struct Leaf7 {
   uint32_t edx = 0, eax1 = 0;
 };
@@ -30,7 +30,7 @@ Leaf7 ReadLeaf7() {
   return leaf;
 }
 
-// The kernel saves tile state only for processes that asked for it.
+// Linux saves tile state only for processes that requested it.
 bool RequestTileState() {
   constexpr long kArchReqXcompPerm = 0x1023;
   constexpr long kXfeatureTileData = 18;

@@ -14,9 +14,10 @@ namespace mla::kernels::cpu {
 // permission to use tile state, once per process.
 std::vector<const KernelSet*> UsableLevels();
 
-// The best usable level not above `highest` (empty: the best). The order, best first, is amx,
-// avx512_bf16, avx512, avx2, portable. INVALID_ARGUMENT for an unknown name; FAILED_PRECONDITION,
-// naming what the machine has, when `exact` and the level itself can not run.
+// Returns the best usable level not above `highest` (empty: the best). The order, best first, is
+// amx, avx512_bf16, avx512, avx2, portable. INVALID_ARGUMENT for an unknown name.
+// FAILED_PRECONDITION, with the levels that the machine has, if `exact` and the level itself cannot
+// run.
 absl::StatusOr<const KernelSet*> SelectLevel(const std::string& highest, bool exact);
 
 }  // namespace mla::kernels::cpu

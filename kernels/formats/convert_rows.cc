@@ -11,7 +11,8 @@ void ConvertCodes(Fp8Kind to, std::byte* codes, int32_t count) {
   }
 }
 
-// 2^(byte - 127), but for 255, NaN. None is below 2^-127, and what is beyond 2^127 is NaN as well.
+// The exponent byte of `exponent` in kind `to`. A byte stands for 2^(byte - 127), and 255 for NaN.
+// Results saturate at 2^-127, and above 2^127 they are NaN.
 std::byte ExponentToKind(std::byte exponent, Fp8Kind to) {
   const auto byte = std::to_integer<uint8_t>(exponent);
   if (byte == 255) return exponent;

@@ -1,4 +1,4 @@
-// Rows that come from a pool of the other kind of 8-bit floats.
+// Converts rows that come from a pool of the other kind of 8-bit floats.
 #ifndef MLA_KERNELS_FORMATS_CONVERT_ROWS_H_
 #define MLA_KERNELS_FORMATS_CONVERT_ROWS_H_
 
@@ -9,14 +9,13 @@
 
 namespace mla::kernels {
 
-// Makes `count` rows, the first at `rows` and `row_stride` bytes apart, such of the kind `to`; they
-// are of the other one. Codes change by ToKind, and scales that lie with the rows by ScaleToKind;
-// those of layers are the caller's. With scales behind the rows of a page, `rows` is a page that
-// has room for `page_rows`.
+// Converts `count` rows of the other kind to kind `to` in place. The first row is at `rows`, and
+// they lie `row_stride` bytes apart. Codes change by ToKind, and scales stored with the rows by
+// ScaleToKind; the caller converts scales of layers. In formats that keep scales after the rows of
+// a page, `rows` is a page with room for `page_rows`.
 //
-// What EncodeKvRow has written stands for the same values then, bit by bit. Of rows from elsewhere,
-// codes that it does not write become the nearest that it does, and scales below 2^-125 are
-// rounded.
+// Rows written by EncodeKvRow keep exactly their values. In rows from elsewhere, codes that
+// EncodeKvRow does not write become the nearest that it does, and scales below 2^-125 are rounded.
 void ConvertRows(const KvRowLayout& at, Fp8Kind to, std::byte* rows, int64_t row_stride,
                  int32_t page_rows, int64_t count);
 

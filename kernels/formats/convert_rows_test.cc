@@ -42,7 +42,7 @@ class ConvertRowsTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Ki
 
 TEST_P(ConvertRowsTest, RowsOfTheOtherKindStandForTheSameValues) {
   const Fp8Kind to = kind_ == Fp8Kind::kE4m3Fn ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
-  std::vector<float> values(kLatent + kRope, 0.0f);  // of a group of zeros, and NaN in the last one
+  std::vector<float> values(kLatent + kRope, 0.0f);  // a group of zeros, and NaN in the last group
   for (int32_t i = 64; i < kLatent; ++i) values[static_cast<size_t>(i)] = std::ldexp(1.3f, i - 128);
   Encode(1, values);
   values[kLatent - 1] = std::numeric_limits<float>::quiet_NaN();
@@ -67,7 +67,7 @@ TEST_P(ConvertRowsTest, RowsOfTheOtherKindStandForTheSameValues) {
   EXPECT_EQ(bytes_, bytes);
 }
 
-// Two of five rows are there; nothing else of the page moves.
+// A page with two valid rows of five: no other byte of the page changes.
 TEST_P(ConvertRowsTest, OnlyTheRowsThatAreThereAreConverted) {
   const std::vector<std::byte> bytes = bytes_;
   ConvertRows(at_, kind_, bytes_.data(), at_.row_bytes, kRows, 2);

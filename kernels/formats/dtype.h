@@ -22,8 +22,8 @@ struct DTypeTraits {
   const char* name;
 };
 
-// No type has the number 0. A switch, not a table: device code calls it too, and cannot read a
-// table in host memory.
+// No type has the number 0. TraitsOf is a switch because device code calls it too, and device code
+// cannot read a table in host memory.
 constexpr DTypeTraits TraitsOf(DType dtype) {
   switch (dtype) {
     case DType::kBf16:
@@ -50,10 +50,10 @@ inline Bf16 ToBf16(float value) {
   return static_cast<Bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// KV rows hold numbers of magnitude below 2^80 and NaN, nothing else: anything larger, an infinity
-// included, is stored as NaN, which reaches every result that sees the row. With weights below
-// kWeightBound in magnitude no sum over a row can then leave fp32's range, in either form of
-// attention, so a result is finite where its log-sum-exp is.
+// KV rows hold only numbers of magnitude below 2^80, and NaN. Anything larger, infinities included,
+// is stored as NaN, which reaches every result that sees the row. With weights below kWeightBound
+// in magnitude, no sum over a row leaves fp32's range in either form of attention. A result is
+// therefore finite if its log-sum-exp is.
 inline constexpr uint32_t kStoredBound = (127 + 80) << 7;  // as the bits of a bf16 magnitude
 inline constexpr uint32_t kStoredNaN = 0x7fc0;
 inline constexpr float kWeightBound = 1048576.0f;  // 2^20

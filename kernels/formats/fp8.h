@@ -1,12 +1,12 @@
-// Eight-bit floats of KV rows: 4 exponent bits, 3 mantissa bits, as two makers define them.
+// Eight-bit floats of KV rows: 4 exponent bits, 3 mantissa bits, as two vendors define them.
 //
 //   kE4m3Fn    OCP e4m3fn: exponent bias 7, largest 448, NaN 0x7f and 0xff, no infinity
 //   kE4m3Fnuz  e4m3fnuz: exponent bias 8, NaN 0x80 alone, no infinity, no negative zero
 //
-// The same byte is twice as large in kE4m3Fn. Encoders keep to bytes that both kinds read as
-// numbers: no negative zero (0x80), and nothing above 0x7e in magnitude, so the largest number that
-// is written is 448 in kE4m3Fn and 224 in kE4m3Fnuz. Hence rows move between the kinds exactly: all
-// bytes but NaN stay, and scales double or halve (ToKind, ScaleToKind).
+// The same byte is twice as large in kE4m3Fn. Encoders write only bytes that both kinds read as
+// numbers: no negative zero (0x80), and nothing above 0x7e in magnitude. The largest number written
+// is therefore 448 in kE4m3Fn and 224 in kE4m3Fnuz. Conversion between the kinds is then exact: all
+// bytes except NaN stay, and scales double or halve (ToKind, ScaleToKind).
 //
 // Everything here may be used by device code.
 #ifndef MLA_KERNELS_FORMATS_FP8_H_
@@ -37,8 +37,8 @@ constexpr bool IsFp8NaN(uint8_t code, Fp8Kind kind) {
 // Largest number that EncodeFp8 writes.
 constexpr float Fp8Largest(Fp8Kind kind) { return kind == Fp8Kind::kE4m3Fn ? 448.0f : 224.0f; }
 
-// Exact. Exponent and mantissa move to where binary32 has them; the product mends the bias, and
-// makes denormal codes the numbers that they stand for.
+// Exact. Exponent and mantissa move to their places in binary32. The product then corrects the
+// bias, and turns denormal codes into normal numbers.
 constexpr float DecodeFp8(uint8_t code, Fp8Kind kind) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
   if (IsFp8NaN(code, kind)) return std::bit_cast<float>(sign | 0x7fc00000u);
@@ -46,19 +46,20 @@ constexpr float DecodeFp8(uint8_t code, Fp8Kind kind) {
   return std::bit_cast<float>(sign | static_cast<uint32_t>(code & 0x7f) << 20) * bias;
 }
 
-// Round to nearest, ties to even; magnitudes above the largest number, infinities included, become
-// the largest; NaN becomes NaN; what rounds to zero is +0.
+// Rounds to nearest, ties to even. Magnitudes above the largest number, infinities included, become
+// the largest. NaN stays NaN, and values that round to zero become +0.
 constexpr uint8_t EncodeFp8(float value, Fp8Kind kind) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return Fp8NaN(kind);
   const uint32_t largest = std::bit_cast<uint32_t>(Fp8Largest(kind));
   if (magnitude > largest) magnitude = largest;
-  // The number of which kE4m3Fn's code is the answer: twice as large in kE4m3Fnuz.
+  // kE4m3Fnuz needs twice the number, because the same code is half as large there.
   const float number = std::bit_cast<float>(magnitude) * (kind == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f);
   uint32_t code = 0;
   if (number < 0x1p-6f) {
-    // Below the smallest normal number codes count units of 2^-9: so does the mantissa of the sum.
+    // Below the smallest normal number, codes count units of 2^-9, and so does the mantissa of this
+    // sum.
     code = std::bit_cast<uint32_t>(number + 0x1p14f) - std::bit_cast<uint32_t>(0x1p14f);
   } else {
     const uint32_t n = std::bit_cast<uint32_t>(number);
@@ -68,8 +69,8 @@ constexpr uint8_t EncodeFp8(float value, Fp8Kind kind) {
   return static_cast<uint8_t>(sign | code);
 }
 
-// The byte that stands in `to` for what `code` is in the other kind, under scales that ScaleToKind
-// gives. Bytes that encoders do not write become the nearest that they do.
+// The byte of kind `to` that has the value of `code` in the other kind, after ScaleToKind has
+// changed the scale. Bytes that encoders do not write become the nearest that they do.
 constexpr uint8_t ToKind(uint8_t code, Fp8Kind to) {
   const Fp8Kind from = to == Fp8Kind::kE4m3Fn ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
   if (IsFp8NaN(code, from)) return Fp8NaN(to);

@@ -1,4 +1,4 @@
-// Every code, every bf16 value, and both neighbours of every tie.
+// Checks every code, every bf16 value, and both neighbours of every tie.
 #include "kernels/formats/fp8.h"
 
 #include <cmath>
@@ -17,7 +17,7 @@ class Fp8Test : public testing::TestWithParam<Fp8Kind> {
   Fp8Kind kind() const { return GetParam(); }
   bool ocp() const { return kind() == Fp8Kind::kE4m3Fn; }
 
-  // From the definition of the kind, without its bit tricks.
+  // Computed from the definition of the kind, without the bit tricks of the code under test.
   double Definition(uint8_t code) const {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     if (ocp() ? (code & 0x7f) == 0x7f : code == 0x80) return std::nan("");
@@ -27,7 +27,7 @@ class Fp8Test : public testing::TestWithParam<Fp8Kind> {
     return (code & 0x80) != 0 ? -magnitude : magnitude;
   }
 
-  // The code that round-to-nearest-even and saturation demand, by search.
+  // Finds by search the code that round-to-nearest-even and saturation demand.
   uint8_t Nearest(double value) const {
     const double magnitude = std::abs(value);
     int best = 0;
@@ -103,7 +103,7 @@ TEST_P(Fp8Test, ExtremesSaturateAndVanish) {
   }
 }
 
-// Under the scale of the other kind a byte stands for the same number.
+// With its scale converted to the other kind, a byte stands for the same number.
 TEST_P(Fp8Test, MovesToTheOtherKindExactly) {
   const Fp8Kind other = ocp() ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
   const float scale = 0.375f, other_scale = ScaleToKind(scale, other);

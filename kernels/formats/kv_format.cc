@@ -6,7 +6,7 @@
 namespace mla::kernels {
 namespace {
 
-// Values [first, first + count) of a row as it was sent.
+// Values [first, first + count) of a row as the client sent it.
 template <typename T>
 struct Source {
   const T* values;
@@ -38,7 +38,7 @@ void StoreFp8(Source<T> from, int32_t begin, int32_t end, float inverse, Fp8Kind
   }
 }
 
-// The largest magnitude of a group, values that a row cannot hold aside.
+// The largest magnitude of a group, ignoring values that a row cannot hold.
 template <typename T>
 float Largest(Source<T> from, int32_t begin, int32_t end) {
   float largest = 0.0f;
@@ -50,7 +50,7 @@ float Largest(Source<T> from, int32_t begin, int32_t end) {
   return largest;
 }
 
-// The scale that all groups of a row have; 0: each has its own.
+// The scale that all groups of a row share, or 0 if each has its own.
 template <typename T>
 float SharedScale(const KvRowLayout& at, Fp8Kind kind, Source<T> from) {
   if (!at.traits.shares_scale) return 0.0f;
@@ -63,7 +63,7 @@ float SharedScale(const KvRowLayout& at, Fp8Kind kind, Source<T> from) {
   return KvSharedScale(least, most, kind);
 }
 
-// Whether scales beside codes are fp32 numbers and not exponent bytes.
+// Returns true if scales are fp32 numbers rather than exponent bytes.
 bool WideScales(const KvRowLayout& at) {
   return at.traits.scales == KvScales::kInRow || at.traits.page_scale_bytes == 4;
 }
@@ -82,7 +82,7 @@ float LoadScale(const KvRowLayout& at, int32_t group, const std::byte* scales) {
     std::memcpy(&bits, scales + int64_t{group} * 4, sizeof bits);
   } else {
     const auto exponent = std::to_integer<uint32_t>(scales[group]);
-    bits = exponent == 0 ? 1u << 22 : exponent << 23;  // 2^-127 is no normal number
+    bits = exponent == 0 ? 1u << 22 : exponent << 23;  // 2^-127 is denormal
   }
   return std::bit_cast<float>(bits);
 }

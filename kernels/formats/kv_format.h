@@ -9,9 +9,9 @@
 //               byte of every 64 latent values: the exponent of their scale   at 448 + 64
 //   index_key   [e4m3] of all rows of a page, then an fp32 scale of each row  132 at 128
 //
-// The last is of the keys of an indexer (kernels/types/select.h), no format of KV rows.
+// index_key is for the keys of an indexer (kernels/types/select.h); it is not a format of KV rows.
 //
-// What a stored value stands for, equally on every backend:
+// A stored value stands for the same number on every backend:
 //   fp8_tensor  code x scale
 //   fp8_row,    code x scale, rounded to bf16. The encoder's scales are powers of two, so what it
 //   fp8_page    wrote is not rounded; other scales may come with bytes from elsewhere. A scale
@@ -43,12 +43,12 @@ enum class KvFormat : uint8_t {
 inline constexpr KvFormat kKvFormats[] = {KvFormat::kBf16, KvFormat::kFp8Tensor, KvFormat::kFp8Row,
                                           KvFormat::kFp8Page};
 
-// What scales a row's latent values, and where that lies.
+// How a row's latent values are scaled, and where the scale lies.
 enum class KvScales : uint8_t {
   kNone,
   kLayer,   // one fp32 for all values of a layer, outside the pool
-  kInRow,   // an fp32 a group, behind the row's latent values
-  kInPage,  // one a group, behind all rows of a page
+  kInRow,   // an fp32 a group, after the row's latent values
+  kInPage,  // one a group, after all rows of a page
 };
 
 struct KvFormatTraits {
@@ -58,9 +58,9 @@ struct KvFormatTraits {
   KvScales scales = KvScales::kNone;
   int32_t group = 0;          // latent values a scale, for kInRow and kInPage
   int32_t page_multiple = 1;  // a page's bytes are a multiple of this
-  // Of a scale in a page: 4, an fp32, or 1, the exponent byte of a binary32 (E8M0).
+  // Bytes of a scale in a page: 4 for an fp32, or 1 for the exponent byte of a binary32 (E8M0).
   int32_t page_scale_bytes = 1;
-  bool shares_scale = false;  // the groups of a row, where KvSharedScale finds one for them
+  bool shares_scale = false;  // groups of a row share a scale if KvSharedScale finds one
 };
 
 constexpr KvFormatTraits TraitsOf(KvFormat format) {
@@ -92,8 +92,8 @@ struct KvRowLayout {
   int32_t groups = 0;             // scales of a row
   int32_t scales_at = 0;          // kInRow: bytes from the row's first
   int32_t rope_at = 0;            // bytes from the row's first
-  int32_t row_bytes = 0;          // from a row to the next one, without those that the page holds
-  int32_t page_scales_bytes = 0;  // kInPage: of one row
+  int32_t row_bytes = 0;          // from a row to the next; excludes scales that the page holds
+  int32_t page_scales_bytes = 0;  // kInPage: scales of one row
 };
 
 // kInPage pads the exponent bytes of a row to this many bytes.
@@ -131,7 +131,7 @@ constexpr int64_t KvPageBytes(const KvRowLayout& at, int64_t row_stride, int64_t
   return (bytes + at.traits.page_multiple - 1) / at.traits.page_multiple * at.traits.page_multiple;
 }
 
-// Where a row lies in memory. `Byte` is std::byte or const std::byte.
+// Where one row lies in memory. `Byte` is std::byte or const std::byte.
 template <typename Byte>
 struct KvRowPlace {
   Byte* row = nullptr;
@@ -148,12 +148,12 @@ constexpr KvRowPlace<Byte> KvRowIn(const KvRowLayout& at, Byte* page, int64_t ro
   return {first, first + at.scales_at};
 }
 
-// Scales of kE4m3Fn; those of kE4m3Fnuz are twice as large (ScaleToKind). Within these bounds no
-// value of a row reaches 2^81, and the inverse of a scale is a normal number.
+// Bounds of the scales of kE4m3Fn; scales of kE4m3Fnuz are twice as large (ScaleToKind). Within
+// these bounds no value of a row reaches 2^81, and the inverse of a scale is a normal number.
 inline constexpr float kSmallestKvScale = 0x1p-100f;
 inline constexpr float kLargestKvScale = 0x1p72f;
 
-// What a scale found in a page stands for.
+// The value of a scale found in a page: itself, or NaN if it is out of bounds.
 constexpr float KvScale(float scale, Fp8Kind kind) {
   const float largest = kind == Fp8Kind::kE4m3Fn ? kLargestKvScale : kLargestKvScale * 2;
   const bool good = std::bit_cast<uint32_t>(scale) <= std::bit_cast<uint32_t>(largest);
@@ -163,7 +163,8 @@ constexpr float KvScale(float scale, Fp8Kind kind) {
 // The smallest power of two under which a group of largest magnitude `largest` does not saturate,
 // at least kSmallestKvScale. REQUIRES largest < 2^80.
 constexpr float KvGroupScale(float largest, Fp8Kind kind) {
-  // Carries into the exponent where the mantissa is above that of the kind's largest number, 1.75.
+  // Adds a carry to the exponent if the mantissa exceeds 1.75, the mantissa of the kind's largest
+  // number.
   const uint32_t up = std::bit_cast<uint32_t>(largest) + 0x1fffffu;
   const uint32_t exponent = up >> 23;
   const uint32_t least = std::bit_cast<uint32_t>(kSmallestKvScale) >> 23;
@@ -172,39 +173,39 @@ constexpr float KvGroupScale(float largest, Fp8Kind kind) {
   return kind == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, Fp8Kind::kE4m3Fnuz);
 }
 
-// Groups whose own scales are within a factor of 2^4 share the largest of these: kernels are faster
+// Groups whose own scales are within a factor of 2^4 share the largest of these. Kernels are faster
 // over rows with one scale, and codes of the smallest group still have 11 binades of the 15.
 inline constexpr float kKvSharedRange = 0x1p4f;
 
-// The scale that all groups of a row have, or 0: each has its own, KvGroupScale. `most`: the
-// largest magnitude of the row; `least`: the smallest of the largest magnitudes of its groups, with
-// kNoKvGroup for those of zeros. REQUIRES both < 2^80.
+// The scale that all groups of a row share, or 0 if each has its own (KvGroupScale). `most` is the
+// largest magnitude of the row, and `least` the smallest of its groups' largest magnitudes. Groups
+// of zeros count as kNoKvGroup. REQUIRES both < 2^80.
 inline constexpr float kNoKvGroup = 0x1p79f;
 constexpr float KvSharedScale(float least, float most, Fp8Kind kind) {
   const float scale = KvGroupScale(most, kind);
   return scale <= KvGroupScale(least, kind) * kKvSharedRange ? scale : 0.0f;
 }
 
-// 1 / scale of a power of two that KvGroupScale returns; exact.
+// Returns 1 / scale, exactly, for a power of two from KvGroupScale.
 constexpr float KvScaleInverse(float scale) {
   return std::bit_cast<float>((254u << 23) - std::bit_cast<uint32_t>(scale));
 }
 
-// Whether a row cannot hold this value.
+// Returns true if a row cannot hold this value.
 constexpr bool IsPoison(float value) {
   return (std::bit_cast<uint32_t>(value) & 0x7fffffffu) >= (kStoredBound << 16) - 0x8000u;
 }
 
-// Stores one row of latent_dim + rope_dim elements of `dtype` (bf16 or fp32). `layer_scale`: for
-// kLayer, of the kind in use. Bytes between the parts of a row are not written.
+// Stores one row of latent_dim + rope_dim elements of `dtype` (bf16 or fp32). `layer_scale` is used
+// by kLayer and is of the kind in use. Bytes between the parts of a row are not written.
 void EncodeKvRow(const KvRowLayout& at, Fp8Kind kind, const void* values, DType dtype,
                  float layer_scale, const KvRowPlace<std::byte>& place);
 
-// What the row stands for, latent_dim + rope_dim values.
+// Reads the values of a row, latent_dim + rope_dim of them.
 void DecodeKvRow(const KvRowLayout& at, Fp8Kind kind, float layer_scale,
                  const KvRowPlace<const std::byte>& place, float* values);
 
-// Whether the bytes at both places that belong to a row (padding does not) are the same.
+// Returns true if two rows have the same bytes, padding excepted.
 bool SameKvRow(const KvRowLayout& at, const KvRowPlace<const std::byte>& a,
                const KvRowPlace<const std::byte>& b);
 

@@ -27,7 +27,7 @@ TEST(KvRowLayoutTest, SizesAreThoseOfTheKnownFormats) {
   EXPECT_EQ(row.scales_at, 512);
   EXPECT_EQ(row.rope_at, 528);
   EXPECT_EQ(KvPageBytes(row, row.row_bytes, 64), 656 * 64);
-  // DeepSeek V4's page: scales of all rows behind the rows, the whole a multiple of 576 bytes.
+  // DeepSeek V4's page: rows first, then the scales of all rows; a page is a multiple of 576 bytes.
   const KvRowLayout planar = MakeKvRowLayout(KvFormat::kFp8Page, 448, 64);
   EXPECT_EQ(planar.row_bytes, 576);
   EXPECT_EQ(planar.groups, 7);
@@ -60,7 +60,7 @@ TEST(KvRowLayoutTest, NamesDiffer) {
   EXPECT_STREQ(Name(KvFormat::kFp8Page), "fp8_page");
 }
 
-// Over every magnitude that a row can hold.
+// Checks every magnitude that a row can hold.
 TEST(KvGroupScaleTest, IsTheSmallestPowerOfTwoThatDoesNotSaturate) {
   for (const Fp8Kind kind : {Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz}) {
     const float factor = kind == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f;
@@ -82,13 +82,14 @@ TEST(KvGroupScaleTest, IsTheSmallestPowerOfTwoThatDoesNotSaturate) {
 
 TEST(KvSharedScaleTest, IsTheLargestScaleWhereTheLeastIsWithinTheRange) {
   for (const Fp8Kind kind : {Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz}) {
-    // 1.75 is the mantissa of the largest code, so scales differ by what the exponents do.
+    // 1.75 is the mantissa of the largest code, so these scales differ only by their exponents.
     EXPECT_EQ(KvSharedScale(1.75f, 1.75f, kind), KvGroupScale(1.75f, kind));
     EXPECT_EQ(KvSharedScale(1.75f, 28.0f, kind), KvGroupScale(28.0f, kind));
     EXPECT_EQ(KvSharedScale(1.75f, 28.1f, kind), 0.0f);
     EXPECT_EQ(KvSharedScale(1.76f, 28.1f, kind), KvGroupScale(28.1f, kind));
     EXPECT_EQ(KvSharedScale(1e-30f, 1.0f, kind), 0.0f);
-    // Below the smallest scale all are the same; no group but of zeros, too.
+    // Below the smallest scale all scales are equal. The same holds for a row whose groups are all
+    // zeros.
     EXPECT_EQ(KvSharedScale(1e-38f, 1e-33f, kind), KvGroupScale(0.0f, kind));
     EXPECT_EQ(KvSharedScale(kNoKvGroup, 0.0f, kind), KvGroupScale(0.0f, kind));
     EXPECT_EQ(KvSharedScale(0x1.fcp79f, 0x1.fcp79f, kind), KvGroupScale(0x1.fcp79f, kind));
@@ -165,7 +166,8 @@ TEST_P(KvRowTest, ValuesComeBackWithinTheRoundingOfTheirFormat) {
       const bool fp8 = i < static_cast<size_t>(latent) ? at.traits.latent == DType::kFp8E4m3
                                                        : at.traits.rope == DType::kFp8E4m3;
       const float error = std::abs(read[i] - values[i]);
-      // Three mantissa bits or seven; below the smallest normal number of a scale, units of it.
+      // Three mantissa bits or seven; below the smallest normal number of a scale, an absolute
+      // error.
       const float bound = fp8 ? std::abs(values[i]) * 0.0665f + 1e-3f : std::abs(values[i]) / 250;
       ASSERT_LE(error, bound) << values[i] << " at " << i << " of " << latent;
     }
@@ -216,8 +218,8 @@ TEST_P(KvRowTest, LargestAndSmallestMagnitudesStayInRange) {
   EXPECT_LT(read[1], -0x1p78f);
 }
 
-// Of a row of groups, each normal numbers times 2^-binades[group]; the first of a group is 7 times
-// that, the largest.
+// A row of groups of normal numbers times 2^-binades[group]. The first of each group is the
+// largest, 7 times the factor.
 class SharedScaleTest : public KvRowTest {
  protected:
   static std::vector<float> Row(const std::vector<int>& binades) {
@@ -243,13 +245,13 @@ class SharedScaleTest : public KvRowTest {
     return scales;
   }
   static float Own(int binade) { return KvGroupScale(std::ldexp(7.0f, -binade), Kind()); }
-  // Largest errors of values: over themselves, of those of at least 2^-`normal` of their group's
-  // largest, and of the others over that.
+  // Checks the errors of a row's values. Values of at least 2^-`normal` of their group's largest
+  // have a relative bound. Smaller values may err by `below` times the largest.
   static void ExpectErrors(const std::vector<int>& binades, int normal, float below) {
     const std::vector<float> values = Row(binades);
     const int32_t latent = static_cast<int32_t>(values.size()) - 4;
     const std::vector<float> read = Through(MakeKvRowLayout(Traits(), latent, 4), values, 1.0f);
-    // What is sent as bf16 is rounded before.
+    // Values sent as bf16 are rounded before they are encoded.
     const float sent = Source() == DType::kBf16 ? 0x1p-8f : 0.0f;
     for (size_t i = 0; i < static_cast<size_t>(latent); ++i) {
       const float largest = values[i / 128 * 128], size = std::abs(values[i]);
@@ -301,7 +303,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, KvRowTest,
                                           testing::Values(DType::kBf16, DType::kF32)),
                          NameOf);
 
-// Bytes that no encoder wrote.
+// Reads bytes that no encoder of this tree writes.
 TEST(DecodeKvRowTest, ForeignScalesAreRoundedOnceAndBadOnesAreNaN) {
   const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Row, 256, 0);
   std::vector<std::byte> row(static_cast<size_t>(at.row_bytes), std::byte{0x43});
@@ -324,7 +326,7 @@ TEST(DecodeKvRowTest, ForeignScalesAreRoundedOnceAndBadOnesAreNaN) {
   }
 }
 
-// As DeepSeek V4's blocks have them: the byte of a scale is the exponent of a power of two.
+// The layout of DeepSeek V4's blocks: the byte of a scale is the exponent of a power of two.
 TEST(DecodeKvRowTest, ScalesOfAPageAreExponents) {
   const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Page, 448, 64);
   constexpr int32_t kRows = 4, kRow = 2;

@@ -7,7 +7,7 @@
 namespace mla::kernels {
 namespace {
 
-// Whether one of the values, of 16 or 8 bits, stands for NaN then.
+// Poisons values of 16 or 8 bits. Returns true if one of them stands for NaN afterwards.
 bool Poison(DType dtype, Fp8Kind kind, std::byte* values, int32_t count) {
   bool found = false;
   if (dtype == DType::kFp8E4m3) {
@@ -34,7 +34,7 @@ bool PoisonRow(const KvRowLayout& at, Fp8Kind kind, const KvRowPlace<std::byte>&
   if (scales == KvScales::kNone || scales == KvScales::kLayer) {
     return Poison(at.traits.latent, kind, place.row, at.latent_dim) || found;
   }
-  // A code or its scale may stand for NaN.
+  // Either a code or its scale may stand for NaN, so the decoded values are looked at.
   values->resize(static_cast<size_t>(at.latent_dim + at.rope_dim));
   DecodeKvRow(at, kind, 1.0f, {place.row, place.scales}, values->data());
   return found || std::any_of(values->begin(), values->begin() + at.latent_dim,

@@ -1,4 +1,4 @@
-// Rows that come as they are stored, and were not encoded here.
+// Checks rows that arrive in their stored form, which this process did not encode.
 #ifndef MLA_KERNELS_FORMATS_STORED_ROWS_H_
 #define MLA_KERNELS_FORMATS_STORED_ROWS_H_
 
@@ -9,9 +9,10 @@
 
 namespace mla::kernels {
 
-// Makes NaN of what EncodeKvRow would not have stored (kernels/formats/dtype.h). Returns the first
-// of `count` rows, `row_stride` bytes apart, in which something stands for NaN; `count`: none does.
-// With scales behind the rows of a page, `rows` is a page that has room for `page_rows`.
+// Turns values that EncodeKvRow would not have stored (kernels/formats/dtype.h) into NaN. Returns
+// the index of the first of `count` rows, `row_stride` bytes apart, that holds a NaN, or `count` if
+// none does. In formats that keep scales after the rows of a page, `rows` is a page with room for
+// `page_rows`.
 int64_t PoisonRows(const KvRowLayout& at, Fp8Kind kind, std::byte* rows, int64_t row_stride,
                    int32_t page_rows, int64_t count);
 

@@ -21,10 +21,10 @@
 namespace mla::kernels::hip {
 namespace {
 
-// A node of the kernel's list of processors names a GPU's architecture so: gfx942 is 90402.
+// Linux's KFD topology encodes a GPU's architecture in decimal: gfx942 is 90402.
 constexpr int64_t kGfx942 = 90402, kGfx950 = 90500;
 constexpr char kAmdOnBus[] = "0x1002", kNvidiaOnBus[] = "0x10de";
-// Classes of devices on the bus: what computes and shows nothing.
+// PCI classes of devices that compute and drive no display.
 constexpr char kAccelerator[] = "0x1200", kController3d[] = "0x0302";
 
 std::vector<std::filesystem::path> Entries(const std::string& folder) {
@@ -44,7 +44,7 @@ std::string FirstWord(const std::filesystem::path& file) {
   return word;
 }
 
-// Devices on the bus of this vendor and of a class that begins so.
+// Counts devices on the bus of this vendor, whose class begins with `of_class`.
 int CountOnBus(const std::string& root, const char* vendor, const char* of_class) {
   int count = 0;
   for (const auto& device : Entries(root + "/sys/bus/pci/devices")) {
@@ -60,7 +60,7 @@ std::string Several(int count, const char* vendor, const std::string& what) {
   return absl::StrCat(count, " ", vendor, count == 1 ? " GPU" : " GPUs", what);
 }
 
-// Why this process cannot open the file for reading and writing; empty: it can.
+// Says why this process cannot open the file for reading and writing; empty if it can.
 std::string Obstacle(const std::string& root, const std::string& file) {
   const int opened = open((root + file).c_str(), O_RDWR | O_CLOEXEC);
   if (opened >= 0) {
@@ -99,7 +99,7 @@ std::string AmdDevices(const std::string& root) {
          Obstacle(root, "/dev/kfd");
 }
 
-// "nvidia0", ...
+// Matches "nvidia0", "nvidia1", ...
 bool IsNvidiaDevice(const std::filesystem::path& file) {
   const std::string name = file.filename();
   constexpr size_t kPrefix = 6;
@@ -113,7 +113,7 @@ std::string NvidiaDevices(const std::string& root) {
   const auto count = static_cast<int>(std::count_if(files.begin(), files.end(), IsNvidiaDevice));
   if (count > 0) return Several(count, "NVIDIA", "") + Obstacle(root, "/dev/nvidiactl");
   std::error_code ignored;
-  // With a driver and without a file in /dev it is another container's.
+  // With a driver but no file in /dev, the device belongs to another container.
   if (std::filesystem::exists(root + "/proc/driver/nvidia", ignored)) return "";
   const int on_bus = CountOnBus(root, kNvidiaOnBus, kController3d);
   return on_bus == 0 ? "" : Several(on_bus, "NVIDIA", "; the kernel's driver is not loaded");

@@ -8,9 +8,10 @@
 
 namespace mla::kernels {
 
-// `bytes` of the tensor from its byte `begin` on: where they lie, if in one piece and aligned to
-// four bytes, else their copy in `spare`, which must have the room and is aligned likewise. Any
-// thread. REQUIRES: 0 <= begin, begin + bytes <= input.bytes.
+// Returns where `bytes` bytes of the tensor lie, from its byte `begin` on. If they lie in one piece
+// at a multiple of four bytes, returns their own address; otherwise copies them to `spare`, which
+// must have the room and the same alignment. Any thread. REQUIRES: 0 <= begin, begin + bytes <=
+// input.bytes.
 const void* ReadFragments(const FragmentedInput& input, int64_t begin, int64_t bytes, void* spare);
 
 }  // namespace mla::kernels

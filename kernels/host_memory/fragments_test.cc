@@ -9,7 +9,8 @@
 namespace mla::kernels {
 namespace {
 
-// Bytes 0, 1, 2, ... of a whole, cut at those places; each piece lies `skew` bytes off alignment.
+// Bytes 0, 1, 2, ... of a whole that is cut into pieces at `cuts`; each piece lies `skew` bytes off
+// alignment.
 class Whole {
  public:
   Whole(int64_t bytes, std::vector<int64_t> cuts, size_t skew) {

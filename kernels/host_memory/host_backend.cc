@@ -11,7 +11,7 @@ namespace mla::kernels {
 namespace {
 
 constexpr int32_t kMaxDim = 8192;
-// Of one row of the widest model in any format.
+// Bytes of one row of the widest model, in the widest format.
 constexpr int32_t kMaxHostRowBytes = MakeKvRowLayout(KvFormat::kBf16, kMaxDim, kMaxDim).row_bytes;
 
 void CopyRows(const std::byte* from, int64_t from_pitch, std::byte* to, int64_t to_pitch,
@@ -137,7 +137,7 @@ absl::Status HostBackend::LoadWeights(int32_t slot, const Geometry& geometry, in
         absl::StrCat("weights heads: got [", head_begin, ", ", head_end, ")"));
   }
   WeightSlot& target = weights_[slot];
-  // Another model's weights, or more heads than there is room for: the slot starts afresh.
+  // The slot has no room for these heads, or holds another model's weights, so it starts empty.
   const int32_t capacity = std::max(geometry.num_heads, head_end);
   const bool fits = target.used && target.geometry == geometry &&
                     capacity <= static_cast<int32_t>(target.loaded.size());

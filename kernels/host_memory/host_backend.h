@@ -1,9 +1,9 @@
-// What every backend in host memory shares: the pool, the workspaces, weights, and the life of a
-// launch. A derived class says what it supports and executes launches.
+// Base of every backend in host memory: it holds the pool, the workspaces and the weights, and
+// checks and tracks launches. A derived class says which shapes it supports and executes launches.
 //
-// Memory is unified: tensors in one piece and page tables are used where the host has them; those
-// in parts are gathered into the slot's workspace by Submit and handed out by Wait. The KV pool is
-// a sparse mapping in which rows lie as their format says, without any repacking.
+// Memory is unified: page tables, and tensors in one piece, are used where the host has them.
+// Submit gathers tensors in parts into the slot's workspace, and Wait scatters outputs in parts.
+// The KV pool is a sparse mapping that holds rows exactly in their format, never repacked.
 //
 // Threading: as AttentionBackend demands (one thread at a time); derived classes may execute on
 // threads of their own between Submit and the end of Wait.
@@ -22,13 +22,13 @@
 
 namespace mla::kernels {
 
-// Where KV rows lie: pool base and the table that addresses it.
+// Where KV rows lie: pool base and the page tables that address it.
 struct PoolView {
   std::byte* base = nullptr;
   int64_t bytes = 0;
   const uint32_t* page_tables = nullptr;
 
-  // First byte of row `position` of a sequence; 64-bit throughout.
+  // First byte of row `position` of a sequence. Computed in 64 bits throughout.
   std::byte* Row(int64_t page_table, int64_t layer_offset, int64_t row_stride, int32_t page_size,
                  int32_t position) const {
     const int64_t granule = page_tables[page_table + position / page_size];
@@ -36,14 +36,14 @@ struct PoolView {
   }
 };
 
-// KV rows [0, VisibleRows) of the segment are those that its query row q_row sees.
+// Query row q_row of the segment sees KV rows [0, VisibleRows).
 inline int32_t VisibleRows(const SegmentRecord& segment, int32_t q_row) {
   if (segment.causal == 0) return segment.kv_rows;
   const int32_t seen = segment.kv_rows - segment.q_rows + q_row + 1;
   return seen < 0 ? 0 : seen;
 }
 
-// KV rows that the query row attends to, in the places of a plan.
+// How many KV rows the query row attends to, counted as places of a plan.
 inline int32_t PlacesOf(const AttentionParams& params, int32_t segment_index, int32_t q_row) {
   const SegmentRecord& segment = params.segments[static_cast<size_t>(segment_index)];
   const int32_t visible = VisibleRows(segment, q_row);
@@ -56,11 +56,11 @@ inline int32_t PlacesOf(const AttentionParams& params, int32_t segment_index, in
   return WindowRows(window, visible) + entries;
 }
 
-// What the 8-bit floats of pools in host memory are.
+// Kind of the 8-bit floats of pools in host memory.
 inline constexpr Fp8Kind kHostFp8 = Fp8Kind::kE4m3Fn;
 
-// Copies rows [row_begin, row_end) of the record into their pages, or compares them with what is
-// there, as kernels/formats/kv_format.h says that they are stored.
+// Copies rows [row_begin, row_end) of the record into their pages, or compares them with the rows
+// stored there, in the encoding of kernels/formats/kv_format.h.
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end);
 
@@ -84,8 +84,8 @@ class HostBackend : public AttentionBackend {
   absl::StatusOr<int64_t> Wait(int32_t slot) override;
 
  protected:
-  // Weights of one slot: a place for every head of the model, filled by any number of LoadWeights
-  // calls. Heads not loaded yet read as zero and are refused by the checks.
+  // Weights of one slot, with room for every head of the model and filled by any number of
+  // LoadWeights calls. Heads not loaded yet read as zero, and the checks refuse them.
   struct WeightSlot {
     bool used = false;
     Geometry geometry;
@@ -94,18 +94,17 @@ class HostBackend : public AttentionBackend {
     int64_t charged_bytes = 0;
   };
 
-  // Bytes of derived-class memory that Configure takes beyond what is common.
+  // Bytes that Configure takes for the derived class, in addition to the common memory.
   virtual int64_t OwnWorkspaceSize(const BackendLimits& limits) const = 0;
   virtual absl::Status ConfigureOwn(const BackendLimits& limits) = 0;
-  // Bytes of repacked weights, proportional to the heads, and the repacking itself into zeroed
-  // memory of that size. Each head is packed for itself, so ranges of heads can be packed one by
-  // one.
+  // Bytes of repacked weights, proportional to the heads; and the repacking, into zeroed memory of
+  // that size. Each head is packed independently, so that LoadWeights may bring ranges of heads.
   virtual int64_t PackedWeightBytes(const Geometry& geometry, int32_t heads) const = 0;
   virtual void PackWeights(const Geometry& geometry, int32_t heads, const Bf16* w_uk,
                            const Bf16* w_uv, std::byte* packed) const = 0;
-  // Refuses attention that the configured limits or weights do not cover.
+  // Refuses attention that exceeds the configured limits or lacks weights.
   virtual absl::Status CheckAttention(const AttentionParams& params) const;
-  // Called in submission order. The launch stays as it is until Finish has returned.
+  // Called in submission order. The launch stays unchanged until Finish has returned.
   virtual void Start(int32_t slot, const Launch& launch) = 0;
   virtual bool Finished(int32_t slot) = 0;
   virtual absl::StatusOr<int64_t> Finish(int32_t slot) = 0;
@@ -116,7 +115,7 @@ class HostBackend : public AttentionBackend {
 
  private:
   struct Slot {
-    const Launch* launch = nullptr;  // that runs
+    const Launch* launch = nullptr;  // the running one
     MappedMemory workspace;
   };
 

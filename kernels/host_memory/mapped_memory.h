@@ -1,7 +1,7 @@
 // Anonymous memory for pools and workspaces: sparse, zero-filled on first touch, page aligned.
 //
 // A mapping reserves address space only; a page costs memory when it is first written. So a pool of
-// many gigabytes can be configured (and tested) on a small machine as long as little of it is used.
+// many gigabytes can be configured (and tested) on a small machine while little of it is used.
 // Ownership: move-only; the mapping goes away with the object. Threading: none needed.
 #ifndef MLA_KERNELS_HOST_MEMORY_MAPPED_MEMORY_H_
 #define MLA_KERNELS_HOST_MEMORY_MAPPED_MEMORY_H_
@@ -40,7 +40,7 @@ class MappedMemory {
   int64_t size_ = 0;
 };
 
-// HostBuffer over a mapping: what host backends return from AllocateHost.
+// The HostBuffer that host backends return from AllocateHost: a mapping.
 class MappedHostBuffer final : public HostBuffer {
  public:
   explicit MappedHostBuffer(MappedMemory memory) : memory_(static_cast<MappedMemory&&>(memory)) {}

@@ -15,8 +15,7 @@ namespace {
 #if defined(__SSE2__)
 constexpr size_t kLine = 64;
 
-// A copy past the caches: the memory that is written is not read first, as a store into a cache
-// would have it.
+// Stores bypass the caches. A store into a cache would first read the line that it overwrites.
 void CopyPart(std::byte* to, const std::byte* from, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) != 0) {
     std::memcpy(to, from, bytes);
@@ -36,7 +35,8 @@ void CopyPart(std::byte* to, const std::byte* from, size_t bytes) {
   std::memcpy(to + lines, from + lines, bytes - lines);
 }
 
-// Such stores are ordered by this alone, not by what tells another thread of them.
+// Streaming stores are weakly ordered: a release store that tells another thread of them does not
+// order them, only this fence does.
 void EndCopies() { _mm_sfence(); }
 #else
 void CopyPart(std::byte* to, const std::byte* from, size_t bytes) { std::memcpy(to, from, bytes); }
@@ -51,7 +51,8 @@ void Copy(std::byte* to, const std::byte* from, int64_t bytes, PartDigest* diges
   for (int64_t at = 0; at < bytes; at += kDigestPartBytes) {
     const auto part = static_cast<size_t>(std::min(kDigestPartBytes, bytes - at));
     CopyPart(to + at, from + at, part);
-    // Of the source, which is in a near cache now, and before the caller may change it.
+    // Digests the source, which is in a near cache now. The digest is made before the caller may
+    // change the source.
     *digests++ = DigestOfPart(std::span(from + at, part));
   }
   EndCopies();

@@ -1,4 +1,5 @@
-// Bytes between a pool in host memory and other host memory (Launch::page_writes, page_reads).
+// Copies bytes between a pool in host memory and other host memory (Launch::page_writes,
+// page_reads).
 #ifndef MLA_KERNELS_HOST_MEMORY_TRANSFERS_H_
 #define MLA_KERNELS_HOST_MEMORY_TRANSFERS_H_
 
@@ -20,8 +21,8 @@ inline PageTransfer PieceOf(const PageTransfer& transfer, int64_t begin, int64_t
 }
 
 // Carry out one transfer. With digests, each part is read from memory once, for its copy and its
-// digest, and written past the caches: what moves so is not read soon. Any thread; other threads
-// see all of it once they have learnt from this one that the call has returned.
+// digest. Its stores bypass the caches, because moved pages are not read soon. Any thread. Another
+// thread sees all bytes once it has learnt from this one that the call has returned.
 void WritePages(std::byte* pool, const PageTransfer& transfer);
 void ReadPages(const std::byte* pool, const PageTransfer& transfer);
 

@@ -28,7 +28,7 @@ std::vector<PartDigest> DigestsOf(std::span<const std::byte> bytes) {
   return digests;
 }
 
-// Of any size, at any place, with digests and without: the bytes named are copied and no others.
+// For any size and place, with digests and without: exactly the named bytes are copied.
 TEST(TransfersTest, BytesArriveWithTheDigestsOfTheirParts) {
   constexpr size_t kPool = 20'000;
   for (const size_t size : {0, 1, 63, 64, 256, 4095, 4096, 4097, 8192, 9000, 12'544}) {

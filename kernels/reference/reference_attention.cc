@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Where rows or entries lie.
+// Where rows or entries lie in the pool.
 struct Plane {
   KvRowLayout at;
   int64_t page_table, layer_offset, row_stride;
@@ -31,13 +31,13 @@ Plane PlaneOfEntries(const AttentionDesc& desc, const WindowRecord& window) {
           window.layer_offset, window.row_stride, window.page_size};
 }
 
-// Positions of the KV rows, and then of the entries, that a query row attends to.
+// Finds the positions that a query row attends to: KV rows first, then entries.
 void FindPositions(const AttentionDesc& desc, const SegmentRecord& segment,
                    const WindowRecord* window, int32_t q_row, ReferenceScratch& scratch) {
   const int32_t visible = VisibleRows(segment, q_row);
   std::vector<int32_t>& positions = scratch.positions;
   positions.clear();
-  int32_t bound = visible;  // of what a list may name
+  int32_t bound = visible;  // a list may name positions below it
   if (desc.attention == AttentionKind::kDense) {
     for (int32_t j = 0; j < visible; ++j) positions.push_back(j);
   }
@@ -59,7 +59,7 @@ void FindPositions(const AttentionDesc& desc, const SegmentRecord& segment,
   }
 }
 
-// What is stored at a place of scratch.positions.
+// Decodes the row or entry at `place` of scratch.positions.
 const float* RowAt(const Plane& rows, const Plane& entries, float kv_scale, const PoolView& pool,
                    size_t place, ReferenceScratch& scratch) {
   const Plane& plane = place < scratch.first_entry ? rows : entries;
@@ -74,8 +74,8 @@ const float* RowAt(const Plane& rows, const Plane& entries, float kv_scale, cons
   return scratch.row.data();
 }
 
-// The query in latent space, so that one loop serves both forms: the expanded form's key is
-// [W_UK c, rope], and q · (W_UK c) = (q W_UK) · c exactly.
+// Computes the query in latent space, so that one loop serves both forms. The expanded form's key
+// is [W_UK c, rope], and q · (W_UK c) = (q W_UK) · c exactly.
 void LatentQuery(const AttentionDesc& desc, const SegmentRecord& segment,
                  const ReferenceWeights& weights, int32_t q_row, int32_t head,
                  std::vector<double>& query) {
@@ -99,7 +99,7 @@ void LatentQuery(const AttentionDesc& desc, const SegmentRecord& segment,
   }
 }
 
-// logits[j] of the rows attended to; returns their maximum, NaN logits aside.
+// Fills logits[j] for the rows attended to. Returns their maximum, NaN logits excepted.
 double Logits(const SegmentRecord& segment, const Plane& rows, const Plane& entries,
               const PoolView& pool, ReferenceScratch& scratch) {
   double maximum = -kInfinity;
@@ -114,7 +114,7 @@ double Logits(const SegmentRecord& segment, const Plane& rows, const Plane& entr
   return maximum;
 }
 
-// Latent output to the output row, through W_UV in the expanded form.
+// Stores the latent output in the output row, multiplied by W_UV in the expanded form.
 void StoreOutput(const AttentionDesc& desc, const SegmentRecord& segment,
                  const ReferenceWeights& weights, int32_t q_row, int32_t head, double inverse,
                  ReferenceScratch& scratch) {
@@ -158,7 +158,7 @@ void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const WindowRecord* window, const PoolView& pool,
                         const ReferenceWeights& weights, int32_t q_row, int32_t head,
                         ReferenceScratch& scratch) {
-  // What is summed: in the expanded form the latent values, which W_UV takes.
+  // Width of the sum. The expanded form sums latent values, because W_UV is applied to the sum.
   const int32_t dim =
       desc.form == AttentionForm::kAbsorbed ? desc.value_dim() : desc.geometry.kv_lora_rank;
   const Plane rows = PlaneOfRows(desc, segment);
@@ -197,7 +197,7 @@ void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_
   const auto* const weights = inputs + int64_t{heads} * dim * int64_t(ElementSize(record.dtype));
   const KvRowLayout at = MakeKvRowLayout(KvFormat::kIndexKey, dim, 0);
   std::vector<float> key(static_cast<size_t>(dim));
-  std::vector<std::pair<double, int32_t>> best;  // by logit, its sign turned, and position
+  std::vector<std::pair<double, int32_t>> best;  // sorted by (-logit, position)
   for (int32_t position = 0; position < visible; ++position) {
     const int32_t in_page = position % record.page_size;
     const std::byte* const page = pool.Row(record.page_table, record.layer_offset,

@@ -1,6 +1,6 @@
-// The oracle's arithmetic: inputs widened to fp32 (KV rows to what their format says they stand
-// for), everything accumulated in fp64, one rounding at the end. Each function computes one packed
-// row on its own, so results do not depend on what else is in a batch.
+// The oracle's arithmetic: inputs are widened to fp32 (KV rows by their format), sums are
+// accumulated in fp64 and rounded once at the end. Each function computes one packed row on its
+// own, so results do not depend on what else is in a batch.
 //
 // Definitions that every backend must share:
 //   - a row that sees no key has output 0 and LSE -inf;
@@ -17,8 +17,8 @@
 
 namespace mla::kernels {
 
-// Weights of a model's heads: of head h, w_uk + h * head_stride is [nope, lora] and
-// w_uv + h * head_stride is [lora, v_dim].
+// Weights of a model's heads. For head h, w_uk + h * head_stride is [nope, lora] and w_uv + h *
+// head_stride is [lora, v_dim].
 struct ReferenceWeights {
   const Bf16* w_uk = nullptr;
   const Bf16* w_uv = nullptr;
@@ -32,21 +32,22 @@ void StoreElement(void* base, DType dtype, int64_t index, double value);
 // Scratch reused between rows; grows to the largest row seen.
 struct ReferenceScratch {
   std::vector<int32_t> positions;
-  size_t first_entry = 0;  // of positions: from here on they are those of entries
+  size_t first_entry = 0;  // index in positions of the first entry
   std::vector<double> query, logits, sum, expanded;
   std::vector<float> row;
 };
 
-// Output row and LSE of (query row q_row, head) of one segment; `window` is its own, or null.
+// Computes the output row and LSE of (query row q_row, head) of one segment. `window` is the
+// segment's record, or null.
 void ReferenceAttendRow(const AttentionDesc& desc, const SegmentRecord& segment,
                         const WindowRecord* window, const PoolView& pool,
                         const ReferenceWeights& weights, int32_t q_row, int32_t head,
                         ReferenceScratch& scratch);
 
-// The list of one query row.
+// Writes the index list of one query row.
 void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_t row);
 
-// One row and head of the absorb or project product.
+// One row and head of the absorb product and of the project product.
 void ReferenceAbsorbRow(const Geometry& geometry, DType in, DType out,
                         const ProjectionRecord& record, const ReferenceWeights& weights,
                         int32_t row, int32_t head);

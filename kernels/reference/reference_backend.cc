@@ -34,7 +34,7 @@ PlanTraits ReferenceBackend::Traits(const AttentionDesc& desc) const {
   return traits;
 }
 
-// Both forms are computed the same way, so neither is ever cheaper.
+// Both forms take the same arithmetic here, so the expanded form is never cheaper.
 int32_t ReferenceBackend::ExpandedFormMinRows(const Geometry&) const {
   return limits().launch_rows + 1;
 }

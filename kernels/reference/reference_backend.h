@@ -1,6 +1,6 @@
-// The oracle behind the backend seam: obvious arithmetic (reference_attention.h), one thread, plan
-// ignored. Results are bit-identical for a request alone and in any batch. Never optimised; use it
-// to check other backends and to debug, not to serve.
+// The oracle behind the backend seam: plain arithmetic (reference_attention.h) on one thread, which
+// ignores the plan. Results are bit-identical for a request alone and in any batch. Never
+// optimised: use it to check other backends and to debug, not to serve.
 #ifndef MLA_KERNELS_REFERENCE_REFERENCE_BACKEND_H_
 #define MLA_KERNELS_REFERENCE_REFERENCE_BACKEND_H_
 

@@ -10,7 +10,7 @@ std::atomic<int64_t> allocations{0};
 
 }  // namespace
 
-// The array and nothrow forms of the library call these.
+// The library's array and nothrow forms call these two, so they count as well.
 void* operator new(size_t size) {
   allocations.fetch_add(1, std::memory_order_relaxed);
   if (void* memory = std::malloc(size > 0 ? size : 1)) return memory;

@@ -1,4 +1,5 @@
-// Counts heap allocations of the program that links it, so that a test can hold code to none.
+// Counts heap allocations of the program that links it, so that a test can require that code makes
+// none.
 #ifndef MLA_KERNELS_TESTING_ALLOCATION_COUNTER_H_
 #define MLA_KERNELS_TESTING_ALLOCATION_COUNTER_H_
 

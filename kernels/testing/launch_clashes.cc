@@ -32,7 +32,7 @@ void AddRows(const Launch& launch, const auto& record, int64_t first, int64_t en
   }
 }
 
-// Whether a byte is in both.
+// Returns true if a byte is in both.
 bool Meet(Ranges* a, Ranges* b) {
   const auto by_begin = [](const Bytes& x, const Bytes& y) { return x.begin < y.begin; };
   std::sort(a->begin(), a->end(), by_begin);

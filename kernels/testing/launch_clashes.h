@@ -1,9 +1,9 @@
-// Parts of one launch that name the same bytes of the pool although their order within a launch
-// (kernels/types/launch.h) would make one of them worth nothing.
+// Finds parts of one launch that name the same bytes of the pool although the order of parts
+// (kernels/types/launch.h) would make one of them useless.
 //
-// Moved rows are written before the page work of their launch, and bytes leave at its end. So a
-// page that a launch zeroes or copies, appends to, or attends to is not one that it moves rows
-// into, and no page leaves that it has just filled by page work.
+// Moved rows are written before the page work of their launch, and moved rows leave at its end. So
+// rows must not be moved into a page that the launch zeroes, copies, appends to or attends to. And
+// a page that the launch has just filled by page work must not leave.
 #ifndef MLA_KERNELS_TESTING_LAUNCH_CLASHES_H_
 #define MLA_KERNELS_TESTING_LAUNCH_CLASHES_H_
 
@@ -13,8 +13,8 @@
 
 namespace mla::kernels::testing {
 
-// What clashes first, in words; "" if nothing does. The page tables of the launch are read as they
-// are now. Rows of models with a window are not looked at where attention reads them.
+// Names the first clash, or "" if there is none. Reads the page tables of the launch as they are
+// now. Does not look at rows that attention reads in models with a window.
 std::string LaunchClash(const Launch& launch);
 
 }  // namespace mla::kernels::testing

@@ -1,5 +1,5 @@
-// What a caller asks of a backend, independent of any one launch: the key of capability checks and
-// dispatch.
+// The shape that a caller asks of a backend, independent of any one launch. It is the key of
+// capability checks and dispatch.
 #ifndef MLA_KERNELS_TYPES_ATTENTION_DESC_H_
 #define MLA_KERNELS_TYPES_ATTENTION_DESC_H_
 
@@ -26,7 +26,7 @@ struct Geometry {
   friend bool operator==(const Geometry&, const Geometry&) = default;
 };
 
-// The two forms of one and the same attention.
+// The two forms of the same attention.
 enum class AttentionForm : uint8_t {
   // Query rows live in latent space (W_UK absorbed): q [rows, heads, kv_lora_rank + rope_dim]
   // against the shared KV row; output [rows, heads, kv_lora_rank].
@@ -38,9 +38,9 @@ enum class AttentionForm : uint8_t {
 
 // Which KV rows a query row attends to.
 enum class AttentionKind : uint8_t {
-  kDense = 1,   // all that it sees
-  kSparse = 2,  // those of an index list of its own; in the absorbed form
-  // The last ones, and compressed entries (kernels/types/window.h); in the absorbed form.
+  kDense = 1,   // all rows that it sees
+  kSparse = 2,  // rows of its own index list; in the absorbed form
+  // The last rows, and compressed entries (kernels/types/window.h); in the absorbed form.
   kWindow = 3,
 };
 
@@ -52,15 +52,15 @@ struct AttentionDesc {
   DType o_dtype = DType::kBf16;
   int32_t page_size = 64;  // rows a page, >= 1
   AttentionKind attention = AttentionKind::kDense;
-  KvFormat entry_format = KvFormat::kBf16;  // of the entries of kWindow
-  // What is multiplied over 8-bit rows: kBf16, or kFp8E4m3, for which queries and probabilities are
-  // rounded where a kernel does so, in the expanded form keys and values too.
+  KvFormat entry_format = KvFormat::kBf16;  // format of the entries of kWindow
+  // Dtype of the products over 8-bit rows: kBf16 or kFp8E4m3. For kFp8E4m3 a kernel may round
+  // queries and probabilities, and in the expanded form keys and values too.
   DType products = DType::kBf16;
-  // Queries are to arrive, and outputs to leave, while the launch runs, in the order of segments;
-  // a plan for that has other traits. In the absorbed form.
+  // Queries arrive, and outputs leave, while the launch runs, in the order of segments. Planned
+  // with traits of its own. In the absorbed form.
   bool streamed = false;
 
-  // Elements of an output row of a head.
+  // Elements of one head's output row.
   int32_t value_dim() const {
     if (attention == AttentionKind::kWindow) return geometry.kv_row_dim();
     return form == AttentionForm::kAbsorbed ? geometry.kv_lora_rank : geometry.v_dim;

@@ -26,8 +26,8 @@ inline constexpr int64_t kPageGranuleBytes = 256;
 // launch share an AttentionDesc (geometry, form, dtypes) and may differ in layer, model, page size
 // and head slice.
 //
-// With index lists, KV rows of a plan are places in the list of the query row of their tile, which
-// has one query row only (PlanTraits::max_q_rows_per_tile). So it is with a window: see
+// With index lists, KV rows of a plan are places in the index list of a query row; each tile then
+// holds one query row (PlanTraits::max_q_rows_per_tile). Plans of windows count places too: see
 // WindowRecord.
 struct SegmentRecord {
   const void* q;  // [q_rows, num_heads, q dim], q dtype
@@ -41,18 +41,17 @@ struct SegmentRecord {
   int64_t row_stride;    // bytes between rows of a page
   int32_t page_size;     // rows a page
   int32_t q_rows;        // new rows, >= 0; 0 is a padded segment
-  int32_t kv_rows;      // that the last query row sees: cached rows + q_rows, or more if not causal
-  int32_t num_heads;    // heads of this segment's slice
-  int32_t head_offset;  // first model head of the slice (selects rows of W_UK / W_UV)
+  int32_t kv_rows;       // seen by the last query row: cached rows + q_rows, or more if not causal
+  int32_t num_heads;     // heads of this segment's slice
+  int32_t head_offset;   // first model head of the slice (selects rows of W_UK / W_UV)
   int32_t weights_slot;  // slot of W_UK / W_UV, or -1 (absorbed form needs none)
   float softmax_scale;   // multiplies q·k before the softmax
   int32_t causal;        // 1: query row i sees kv rows <= kv_rows - q_rows + i; 0: all kv rows
-  float kv_scale;        // of the layer's rows, in formats with a scale a layer; else unused
-  // Index lists, where the desc's attention is kSparse, or of entries where it is kWindow, unless
-  // list_begin is null: query row i attends to the positions
-  // list[list_begin[i] - list_begin[0]] up to, but without, list[list_begin[i + 1] -
-  // list_begin[0]]. The positions of a list differ. Entries that are no position that the query
-  // row sees by `causal` are skipped, wherever they stand.
+  float kv_scale;        // scale of the layer's rows, in formats with a scale a layer; else unused
+  // Index lists, of positions if the desc's attention is kSparse and of entries if it is kWindow.
+  // Null list_begin: no lists. Query row i attends to list[list_begin[i] - list_begin[0]] up to,
+  // but without, list[list_begin[i + 1] - list_begin[0]]. The positions of a list differ. Entries
+  // that the query row does not see by `causal` are skipped, wherever they stand.
   const int32_t* list;
   const int32_t* list_begin;  // [q_rows + 1], ascending
 };
@@ -67,18 +66,18 @@ struct PlanView {
   std::span<const ReduceTile> reduce_final_map;
   std::span<const int32_t> reduce_partial_map;
   int32_t partial_rows = 0;  // packed rows used in the partial buffers
-  // Equal generations mean equal contents: a backend may keep its device copy. 0: of no other
-  // plan. See NextPlanGeneration (kernels/attention_backend.h).
+  // Plans of equal generations have equal contents, so a backend may keep its device copy. 0 equals
+  // no other plan. See NextPlanGeneration (kernels/attention_backend.h).
   uint64_t generation = 0;
-  // Of the expanded form, where PlanTraits::rounds asks for them; null: none. Lives like the spans.
+  // Rounds of the expanded form, or null if PlanTraits::rounds asks for none. Lives like the spans.
   const RoundView* rounds = nullptr;
 };
 
 // Scatter of new KV rows into pages: source row i goes to position first_position + i of the
 // sequence. A record with first_position < 0 is padding and is skipped whole.
 //
-// With `differs`, nothing is written: source rows are compared, as the pool would hold them, with
-// the rows that are there. Rows that the same launch appends may not be compared.
+// If `differs` is set, nothing is written: source rows, rounded to the pool's format, are compared
+// with the rows stored there. Rows that the same launch appends must not be compared.
 struct AppendRecord {
   const void* kv;         // [rows, kv_lora_rank + rope_dim], source dtype, row-major
   DType dtype;            // rounded to the row format when it is wider
@@ -90,8 +89,8 @@ struct AppendRecord {
   int32_t first_position;  // position in the sequence of source row 0
   int32_t rows;
   int32_t row_dim;                    // elements a row
-  int32_t rope_dim = 0;               // of which are rotated
-  KvFormat format = KvFormat::kBf16;  // of the pages
+  int32_t rope_dim = 0;               // rotated elements of these
+  KvFormat format = KvFormat::kBf16;  // format of the pages
   float kv_scale = 1.0f;              // as in SegmentRecord
   // [rows], output: 1 where a row differs, else 0. Null: the rows are stored.
   int32_t* differs = nullptr;
@@ -115,10 +114,11 @@ struct ProjectionRecord {
 struct AttentionParams {
   AttentionDesc desc;
   std::span<const SegmentRecord> segments;
-  // Empty, or by segment: one with bytes > 0 holds the queries, in place of SegmentRecord::q.
+  // Empty, or one by segment. One with bytes > 0 holds the queries of its segment, in place of
+  // SegmentRecord::q.
   std::span<const FragmentedInput> q_fragments;
   PlanView plan;
-  std::span<const WindowRecord> windows;  // where the desc's attention is kWindow: by segment
+  std::span<const WindowRecord> windows;  // by segment, if the desc's attention is kWindow
 };
 
 }  // namespace mla::kernels

@@ -11,7 +11,7 @@ namespace mla::kernels {
 // Bounds that size everything at Configure; each comes from the server's limits.
 struct BackendLimits {
   int64_t kv_pool_bytes = 0;       // one contiguous pool
-  int64_t page_table_entries = 0;  // of all sequences together
+  int64_t page_table_entries = 0;  // over all sequences
   int64_t weights_bytes = 0;       // budget of LoadWeights, as bf16 bytes of W_UK and W_UV
   int32_t weights_slots = 0;
   int32_t launch_slots = 2;          // launches being prepared or running at a time
@@ -21,17 +21,17 @@ struct BackendLimits {
   int64_t partial_rows = 0;          // PlanView::partial_rows at most
   int32_t max_o_dim = 0;             // widest output row of any model (kv_lora_rank or v_dim)
   int64_t staging_in_bytes = 0;      // SlotMemory::inputs, where memory is not unified
-  int64_t staging_out_bytes = 0;     // SlotMemory::outputs, likewise
+  int64_t staging_out_bytes = 0;     // SlotMemory::outputs, where memory is not unified
   int64_t slot_workspace_bytes = 0;  // SlotMemory::workspace
   int64_t work_items = 0;            // plan capacity, for device copies of the plan
   int64_t reduce_tiles = 0;
   int64_t reduce_partials = 0;
-  int64_t round_items = 0;  // of a plan, all rounds together
+  int64_t round_items = 0;  // per plan, all rounds together
   int64_t round_expansions = 0;
-  int32_t max_top_k = 0;        // of a row of Launch::selects
-  int32_t page_ranges = 4096;   // of a launch; as many page writes, and page reads
-  int32_t digest_parts = 8192;  // of a launch's page writes, and of its page reads
-  int32_t table_ranges = 4096;  // of a launch
+  int32_t max_top_k = 0;        // entries a row of Launch::selects
+  int32_t page_ranges = 4096;   // a launch; also its page writes and page reads
+  int32_t digest_parts = 8192;  // a launch's page writes, and its page reads
+  int32_t table_ranges = 4096;  // per launch
   Geometry max_geometry;        // every dim at its maximum over all models
 };
 

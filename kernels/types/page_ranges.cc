@@ -12,7 +12,7 @@ bool Inside(int64_t offset, int64_t bytes, int64_t pool_bytes) {
   return offset >= 0 && bytes >= 0 && bytes <= pool_bytes && offset <= pool_bytes - bytes;
 }
 
-// The places of a range make sense, and their extent can be computed.
+// Returns true if the places of a range lie in bounds that let its extent be computed.
 bool WellFormed(const PageRange& r, int64_t pool_bytes) {
   if (r.bytes < 0 || r.bytes > pool_bytes || r.count < 1) return false;
   if (r.count == 1) return true;
@@ -111,8 +111,8 @@ bool PageRangeRuns::Independent(std::span<const PageRange> ranges) {
 
 size_t PageRangeRuns::Next(std::span<const PageRange> ranges) {
   if (ranges.size() <= 1 || Independent(ranges)) return ranges.size();
-  // A list that waits for itself often costs a few ranges at each place; one that rarely does, few
-  // rounds over the whole of it.
+  // Doubling, then bisection: a list of many short runs costs a few ranges at each run, and a list
+  // of few long runs costs few rounds over all of it.
   size_t good = 1, bad = 2;
   while (bad < ranges.size() && Independent(ranges.first(bad))) {
     good = bad;

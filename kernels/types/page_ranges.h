@@ -1,8 +1,8 @@
-// What backends share to carry out a list of page ranges (Launch::pages).
+// Checks and ordering of page ranges (Launch::pages), shared by the backends.
 //
 // A list takes effect as if its ranges were carried out one after another. Most lists name no byte
-// twice and may run in any order; PageRangeRuns finds where a list has to wait for its own earlier
-// part, so that a backend can carry out everything between two such places in parallel.
+// twice and may run in any order; PageRangeRuns cuts a list into runs: each run depends on earlier
+// ones only, so a backend carries out the ranges of a run in parallel.
 #ifndef MLA_KERNELS_TYPES_PAGE_RANGES_H_
 #define MLA_KERNELS_TYPES_PAGE_RANGES_H_
 
@@ -19,10 +19,11 @@ namespace mla::kernels {
 // INVALID_ARGUMENT names the first range that leaves the pool, or whose source overlaps its target;
 // RESOURCE_EXHAUSTED when there are more than limits.page_ranges places.
 absl::Status CheckPageRanges(std::span<const PageRange> ranges, const BackendLimits& limits);
-// The same for Launch::page_writes and page_reads; `part` is which of them, for the message.
+// As CheckPageRanges, for Launch::page_writes and page_reads; `part` names the list in the message.
 absl::Status CheckPageTransfers(const char* part, std::span<const PageTransfer> transfers,
                                 const BackendLimits& limits);
-// The same for Launch::table_changes and limits.table_ranges; `entries` are in the table.
+// As CheckPageRanges, for Launch::table_changes and limits.table_ranges; the table has `entries`
+// entries.
 absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendLimits& limits,
                               size_t entries);
 
@@ -31,9 +32,9 @@ class PageRangeRuns {
  public:
   // For lists of at most `ranges` ranges. Allocates; Next does not.
   void Reserve(size_t ranges) { pieces_.reserve(2 * ranges); }
-  // How many of the first ranges may be carried out together: no byte in the extent that one of
-  // them writes is in an extent that another reads or writes. At least 1 unless the list is empty,
-  // and the most possible.
+  // Returns the length of the longest head of the list whose ranges may be carried out together: no
+  // byte in the extent that one of them writes is in an extent that another reads or writes. At
+  // least 1 unless the list is empty.
   size_t Next(std::span<const PageRange> ranges);
 
  private:

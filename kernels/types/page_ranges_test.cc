@@ -28,7 +28,7 @@ TEST(PageRangeRunsTest, EndsWhereARangeMeetsAnEarlierOne) {
   EXPECT_EQ(FirstRun({Zero(0, 100), Zero(40, 0), Copy(50, 60, 0)}), 3u) << "no bytes";
 }
 
-// Any list, carried out run by run with each run in any order, leaves what its order would have.
+// A list carried out run by run, each run in any order, has the effect of the list in order.
 TEST(PageRangeRunsTest, RunsInAnyOrderInsideAreTheListInOrder) {
   std::mt19937 random(7);
   const auto below = [&random](int64_t n) { return static_cast<int64_t>(random() % n); };

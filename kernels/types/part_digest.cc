@@ -2,7 +2,7 @@
 
 #include <xxhash.h>
 #if defined(__x86_64__)
-// The same function by the widest vectors that the processor has.
+// Dispatches XXH3 to the widest vectors of the processor.
 #include <xxh_x86dispatch.h>
 #endif
 

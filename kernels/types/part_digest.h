@@ -1,9 +1,9 @@
-// What bytes that launches carry between the pool and host memory are checked by: XXH3, 128 bits,
-// of each part of kDigestPartBytes; the last part may be shorter. It finds what memory, a copy or a
-// bus has changed, and is no protection against someone who means to change it.
+// Digest of the bytes that launches carry between the pool and host memory: XXH3, 128 bits, of each
+// part of kDigestPartBytes; the last part may be shorter. It detects corruption by memory, a copy
+// or a bus. It does not protect against deliberate changes.
 //
-// Parts are as long as a near cache is small, so that who copies a part has it at hand for its
-// digest, and so short that a device makes many at a time.
+// A part fits in a near cache, so that a thread that copies it digests it without another read of
+// memory. It is also small enough that a device digests many parts in parallel.
 #ifndef MLA_KERNELS_TYPES_PART_DIGEST_H_
 #define MLA_KERNELS_TYPES_PART_DIGEST_H_
 
@@ -25,7 +25,7 @@ constexpr int64_t DigestParts(int64_t bytes) {
   return (bytes + kDigestPartBytes - 1) / kDigestPartBytes;
 }
 
-// Of one part. Any thread.
+// Digest of one part. Any thread.
 PartDigest DigestOfPart(std::span<const std::byte> part);
 
 }  // namespace mla::kernels

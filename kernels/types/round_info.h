@@ -23,7 +23,7 @@
 namespace mla::kernels {
 
 inline constexpr int32_t kExpandedRope = 64;
-// Query rows of an attention item, and what KV cut points and padded rows are multiples of.
+// Query rows of an attention item; KV cut points and padded rows are multiples of it.
 inline constexpr int32_t kExpandedRows = 128;
 inline constexpr int32_t kPanelColumns = 64;
 inline constexpr int32_t kPanelRowBytes = 128;
@@ -32,22 +32,22 @@ inline constexpr int32_t kRotatedPanels = kExpandedRope / kPanelColumns;
 inline constexpr int32_t kMostRounds = 1024;
 inline constexpr int64_t kRestPanelBytes = int64_t{kExpandedRows} * kPanelRowBytes;
 
-// What a head's keys, without the rotated part, and its values have for dims: multiples of
+// Dims of a head's keys, without the rotated part, and of its values. Both are multiples of
 // kPanelColumns.
 struct ExpandedDims {
   int32_t nope = 128, value = 128;
 
   constexpr int32_t key_panels() const { return nope / kPanelColumns; }
   constexpr int32_t value_panels() const { return value / kPanelColumns; }
-  constexpr int32_t panels() const { return key_panels() + value_panels(); }  // of a head
+  constexpr int32_t panels() const { return key_panels() + value_panels(); }  // per head
   constexpr int64_t rest_bytes() const { return value_panels() * kRestPanelBytes; }
-  // Of a head's keys, values and rests.
+  // Bytes of one head's keys, values and rests.
   constexpr int64_t head_bytes(int64_t padded_rows) const {
     return padded_rows * kPanelRowBytes * panels() + rest_bytes();
   }
   friend constexpr bool operator==(const ExpandedDims&, const ExpandedDims&) = default;
 };
-// Those that kernels are written for: of DeepSeek V2 and V3, and of GLM-4.7-Flash.
+// Dims that kernels are written for: of DeepSeek V2 and V3, and of GLM-4.7-Flash.
 inline constexpr ExpandedDims kDims128{128, 128}, kDims256{192, 256};
 
 // Bytes of an expansion in the workspace.
@@ -73,15 +73,15 @@ struct Expansion {
   int32_t pad;
 };
 
-// One head, at most kExpandedRows query rows, and KV rows [kv_begin, kv_end) whose keys and values
-// lie in the workspace.
+// One head, at most kExpandedRows query rows, and KV rows [kv_begin, kv_end). Keys and values of
+// those KV rows lie in the workspace.
 struct ExpandedItem {
   WorkInfo work;        // kv_begin is a multiple of kExpandedRows
   int64_t keys;         // byte offset of row kv_begin in the head's first panel
   int64_t rotated;      // and in the rotated part
   int64_t panel_bytes;  // from one panel of the head to the next, and from the last to the rests
-  // Packed row in the partial buffers where the same query rows' results over earlier KV rows lie,
-  // to go on from; kUnsplit: there are none.
+  // Packed row in the partial buffers that holds the same query rows' results over earlier KV rows;
+  // the item continues from it. kUnsplit: there are no earlier results.
   int32_t carried_row;
   int32_t pad;
 };
@@ -90,17 +90,17 @@ struct Round {
   int32_t first_expansion = 0, expansions = 0;
   int32_t first_indptr = 0;  // into unit_indptr: units + 1 entries, which count all items
   int32_t pairs = 0;         // (tile of rows, head) pairs to up-project
-  int32_t heads = 0;         // of all expansions
+  int32_t heads = 0;         // over all expansions
 };
 
-// Rounds of a plan; none where the backend's work items up-project for themselves.
+// Rounds of a plan. Empty if the backend's work items up-project for themselves.
 struct RoundView {
   int32_t units = 0;  // blocks that items are dealt to
   std::span<const Round> rounds;
   std::span<const Expansion> expansions;
   std::span<const ExpandedItem> items;
   std::span<const int32_t> unit_indptr;
-  bool merges = false;  // the plan's cuts are kept, and its partial tiles are left to merge
+  bool merges = false;  // the plan's cuts are kept, and its partial tiles remain to be merged
 };
 
 static_assert(sizeof(Expansion) == 48 && std::is_trivially_copyable_v<Expansion>);

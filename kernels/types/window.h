@@ -1,13 +1,12 @@
 // Attention to a window and to compressed entries, as DeepSeek V4 has it (AttentionKind::kWindow).
 // A query row attends, in one softmax, to
 //
-//   the last rows of its sequence, itself among them, as many as the window holds
-//   entries, each of which stands for `ratio` positions: all that are whole, or those of an index
-//   list
-//   a sink: a logit of each head with a value of zero, no part of the log-sum-exp
+//   - the last rows of its sequence, itself included, as many as the window holds
+//   - entries, each of which stands for `ratio` positions: all complete ones, or an index list
+//   - a sink: a logit of each head with a value of zero, which the log-sum-exp leaves out
 //
-// Rows and entries are keys and values alike, all their values: outputs are as wide as queries.
-// Places of a plan are those of the window first, from the oldest on, then the entries.
+// Rows and entries serve as keys and as values in all their elements, so outputs are as wide as
+// queries. Places of a plan count the rows of the window first, oldest first, then the entries.
 #ifndef MLA_KERNELS_TYPES_WINDOW_H_
 #define MLA_KERNELS_TYPES_WINDOW_H_
 
@@ -19,24 +18,24 @@
 
 namespace mla::kernels {
 
-// Of any window.
+// Upper bound of a window, in rows.
 inline constexpr int32_t kMaxWindow = 4096;
 
-// What a segment has beside its SegmentRecord, which says where the rows of the window lie. Index
-// lists of the SegmentRecord are of entries; without them all whole ones are attended to.
+// Adds to a SegmentRecord, which says where the rows of the window lie. Index lists of the
+// SegmentRecord name entries; without lists, all complete entries are attended to.
 struct WindowRecord {
   int32_t window;  // rows, >= 1
-  int32_t ratio;   // positions that an entry stands for; 0: there are no entries
-  // Where entries lie, as the SegmentRecord has it of rows; page_size counts entries.
+  int32_t ratio;   // positions that an entry stands for; 0: no entries
+  // Where entries lie. The fields mean what they mean in SegmentRecord; page_size counts entries.
   int64_t page_table;
   int64_t layer_offset;
   int64_t row_stride;
   int32_t page_size;
-  const float* sinks;  // [num_heads] of the segment, or null: there are none
+  const float* sinks;  // [num_heads] of the segment, or null if heads have no sinks
 };
 static_assert(std::is_trivially_copyable_v<WindowRecord>);
 
-// Of a query row that sees `visible` positions.
+// Rows of the window for a query row that sees `visible` positions.
 inline int32_t WindowRows(const WindowRecord& record, int32_t visible) {
   return std::min(record.window, visible);
 }
@@ -44,7 +43,7 @@ inline int32_t WholeEntries(const WindowRecord& record, int32_t visible) {
   return record.ratio == 0 ? 0 : visible / record.ratio;
 }
 
-// By how much a sink makes an output smaller whose log-sum-exp, without it, is `lse`.
+// Factor by which a sink scales an output whose log-sum-exp, without the sink, is `lse`.
 inline double SinkFactor(float sink, double lse) {
   if (lse == -std::numeric_limits<double>::infinity()) return 1.0;  // the output is 0
   return 1.0 / (1.0 + std::exp(double{sink} - lse));

@@ -9,7 +9,8 @@
 
 namespace mla::bench {
 
-// The file that --json names, empty without it. nullopt, and the usage on stderr, for other words.
+// Returns the file that --json names, or "" without it. For other words it returns nullopt and
+// prints the usage on stderr.
 inline std::optional<std::string> ReadJsonFlag(int argc, char** argv, const char* program) {
   std::string json;
   for (int i = 1; i < argc; ++i) {

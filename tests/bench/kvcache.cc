@@ -1,17 +1,17 @@
-// What the bookkeeping of KV pages costs: no bytes are moved, work on pages counts as done at once.
+// Cost of the bookkeeping of KV pages. No bytes are moved; work on pages counts as done at once.
 //
 //   kvcache_benchmark [--json FILE]
 //
 // Each operation is timed in pools of a thousand and of a million page groups: half of them in
 // sequences of 64 pages that are open, a quarter cached and idle, the rest free. `us` is the median
-// of batches, a call each for sequences or prefixes drawn from kInUse of them, spread over the
-// pool;
-// "(cold)": drawn from all, so that at a million groups nothing is in the processor's caches.
-// `steps` are slabs, groups, keys and nodes that a call looks at; `allocations` counts operator new
-// a call, nodes of the prefix cache included. Then the hit of a prompt of 32k tokens with its
-// hashing, and the bytes that beams copy: in all, in one launch and of steps that are given up.
-// Exit 1 when a median at a million groups is above 4 times that at a thousand, cold ones left out,
-// when steps grow with the pool, or when the hit takes a millisecond.
+// of batches of calls, each for a sequence or prefix drawn from kInUse of them, spread over the
+// pool. "(cold)" draws from all of them, so that at a million groups nothing is in the processor's
+// caches. `steps` are slabs, groups, keys and nodes that a call looks at; `allocations` counts
+// operator new a call, nodes of the prefix cache included. Further rows: the cache hit of a prompt
+// of 32k tokens with its hashing, and the bytes that beams copy (in all, in one launch, and for
+// steps that are abandoned). Exits 1 if a median at a million groups is more than 4 times the
+// median at a thousand (cold rows excepted), if steps grow with the pool, or if the hit takes a
+// millisecond.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -37,11 +37,11 @@ namespace {
 constexpr int64_t kSmallPool = 1'000, kLargePool = 1'000'000;  // page groups
 constexpr int32_t kPageSize = 64;
 constexpr int32_t kRowBytes = 1152;
-constexpr int32_t kPages = 64;  // of a sequence
+constexpr int32_t kPages = 64;  // a sequence
 constexpr int32_t kMostPages = 640;
 constexpr int32_t kPromptRows = 32'768;
 constexpr size_t kInUse = 32;
-constexpr int kBatch = 4;  // calls a reading of the clock
+constexpr int kBatch = 4;  // calls between two readings of the clock
 constexpr int kBatches = 4'000;
 constexpr double kMostRatio = 4.0, kMostHitMicros = 1000.0;
 
@@ -93,8 +93,8 @@ class Pool {
     cache_->work().TakeAny(&room, &work_);
     cache_->work().Acknowledge(&work_);
   }
-  // Writes the first `layers` layers of the sequences' step, a launch each; returns the bytes that
-  // the launch with the most of them copies.
+  // Writes the first `layers` layers of the sequences' step, a launch each. Returns the most bytes
+  // that one of the launches copies.
   int64_t Write(std::span<const SeqSlot> sequences, int32_t layers) {
     Carry();
     int64_t most = 0;
@@ -125,7 +125,7 @@ class Pool {
     hasher_.AddTokens(tokens, chain.get());
     return chain;
   }
-  // A sequence that comes and goes, and stays in the prefix cache.
+  // A sequence that is opened and closed, and stays in the prefix cache.
   std::shared_ptr<const PrefixChain> Publish(int32_t rows) {
     const SeqSlot sequence = Open();
     auto chain = Chain(rows);
@@ -178,7 +178,7 @@ class Operations {
     return all[random_() % kInUse * (all.size() / kInUse)];
   }
 
-  // Times `call` in batches, for what `before` prepares and `after` takes back.
+  // Times `call` in batches. `before` prepares each batch, and `after` undoes it.
   template <typename Before, typename Call, typename After>
   void Measure(const char* what, Before before, Call call, After after) {
     std::vector<double> micros;
@@ -266,7 +266,7 @@ class Operations {
         [&](int i) { pool_->Release(picked[i]); });
   }
 
-  // Every group that is taken is one that the cache gives up.
+  // Every group that is taken must first be evicted from the cache.
   void Evictions() {
     std::vector<SeqSlot> rest;
     while (pool_->free_groups(0) > 0) {
@@ -294,7 +294,7 @@ class Operations {
   bool cold_ = false;
 };
 
-// A prompt that is cached whole, from its tokens to a sequence that has their rows.
+// A prompt that is cached whole: from its tokens to a sequence that has the cached rows.
 Row PromptHit() {
   Pool pool(2 * kPromptRows / kPageSize, 8, /*layers=*/61);
   const auto chain = pool.Publish(kPromptRows);
@@ -312,12 +312,14 @@ Row PromptHit() {
 
 struct Beams {
   int64_t copies = 0, bytes = 0, whole_bytes = 0;
-  int64_t launch_bytes = 0;              // of the launch with the most
-  int64_t given_up_bytes = 0;            // of a step that ends after a quarter of the layers
-  int64_t groups = 0, groups_apart = 0;  // held at the end; by as many sequences that share none
+  int64_t launch_bytes = 0;              // bytes of the launch with the most
+  int64_t given_up_bytes = 0;            // bytes of a step that is abandoned after a quarter of the
+                                         // layers
+  int64_t groups = 0, groups_apart = 0;  // held at the end; held by as many sequences that share
+                                         // none
 };
 
-// Eight beams over a context of 4,100 rows, 128 steps: each beam goes on from one of the eight.
+// Eight beams over a context of 4,100 rows, 128 steps. Each beam continues one of the eight.
 Beams RunBeams() {
   constexpr int kBeams = 8, kSteps = 128, kLayers = 61;
   Beams result;

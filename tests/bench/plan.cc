@@ -1,13 +1,13 @@
-// Cost of a plan beside the bare greedy loop that any split-KV scheduler must run, in the same
-// process and at the same moment.
+// Cost of a plan, compared with the bare greedy loop that any split-KV scheduler must run, in the
+// same process and at the same moment.
 //
 //   plan_benchmark [--json FILE]
 //
 // Shapes: batch x kv rows x units, decode (one query row, 128 heads). `bare us` is the loop below,
 // which writes the same 32-byte records and nothing else; `plan us` is Planner::Build whole:
-// checks, counting, five arrays. Both are the least of many short runs, taken in turn.
-// `allocations` counts operator new over all timed runs; `imbalance` is the busiest unit's KV rows
-// over the mean. Exit 1 when a plan allocates.
+// checks, counting, five arrays. Both are the least of many short, alternating runs. `allocations`
+// counts operator new over all timed runs; `imbalance` is the busiest unit's KV rows, relative to
+// the mean. Exits 1 if a plan allocates.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>

@@ -1,18 +1,19 @@
-// How fast page groups move between the pool, host memory and a file, beside what the parts can do.
+// How fast page groups move between the pool, host memory and a file, compared with the speed of
+// the parts.
 //
 //   tiers_benchmark [--json FILE]
 //
 // An engine with the best backend of this machine keeps kGroups page groups of a model of 61 layers
-// in its pool, as one cached prefix. Hints send them to host memory and bring them back; then the
-// same with a file, which gets nearly all of them. Rates are of the whole way: copies by launches,
-// seals and checks on the tiers' threads, reads and writes of the disk.
+// in its pool, as one cached prefix. Hints move them to host memory and back. The second part does
+// the same with a file, which gets nearly all of them. Rates are of the whole way: copies by
+// launches, seals and checks on the tiers' threads, reads and writes of the disk.
 //
-// Beside them: memcpy of as many groups by one thread, or where the pool is a device's, one copy of
-// them all each way; seals by as many threads as the tiers have; writes and reads of the same file
-// system in the same way (O_DIRECT, whole groups, the same queue). MLA_BENCH_DISK names the
-// folder; the default is that of temporary files.
-// Exit 1 when a host move is slower than kLeast of the copy, or a file move than kLeast of the
-// slower of disk and seals.
+// They are compared with memcpy of as many groups by one thread, or, if the pool is a device's,
+// with one copy of all of them each way; with seals by as many threads as the tiers have; and with
+// writes and reads of the same file system in the same way (O_DIRECT, whole groups, the same
+// queue). MLA_BENCH_DISK names the folder; the default is the folder of temporary files. Exits 1 if
+// a host move is slower than kLeast of the copy, or a file move is slower than kLeast of the slower
+// of disk and seals.
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
@@ -53,7 +54,7 @@ constexpr double kLeast = 0.8;
 constexpr char kTenant[] = "bench";
 constexpr int64_t kRowBytes = 1152;
 
-// Of the tiers: half of the processors, as many as one engine can use.
+// Threads of the tiers: half of the processors, as many as one engine can use.
 int32_t Threads() {
   return std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 2, 2, 8);
 }
@@ -66,7 +67,7 @@ int64_t GroupBytes() {
 struct Rate {
   std::string shape;
   double gb_per_s = 0;
-  double bound = 0;  // 0: it is one
+  double bound = 0;  // 0: this row is a bound
 };
 
 [[noreturn]] void Die(const std::string& what) {
@@ -82,7 +83,7 @@ double SecondsSince(SteadyClock::time_point start) {
   return std::chrono::duration<double>(SteadyClock::now() - start).count();
 }
 
-// The best of some rounds: others use the machine, too.
+// The best of several rounds, because others use the machine, too.
 template <typename Fn>
 double BestRate(int64_t bytes, Fn&& fn) {
   double best = 0;
@@ -155,7 +156,7 @@ class Bench {
     limits.file_tier_bytes = file_groups * kvcache::TierRooms::Rounded(GroupBytes());
     limits.tier_file_hits = 0;
     limits.tier_tenant_percent = 100;
-    // Without a file, nothing moves but what hints name; with one, all that is cached does.
+    // Without a file, only hinted groups move; with a file, everything cached moves.
     limits.tier_low_percent = file_groups > 0 ? 60 : 0;
     limits.tier_high_percent = file_groups > 0 ? 80 : 0;
     if (file_groups > 0) options.tier_path = DiskFile("mla-tier");
@@ -168,7 +169,7 @@ class Bench {
     Fill();
   }
 
-  // Rates of rounds out of the pool and back, the best of each.
+  // Rates of moves out of the pool and back, the best round of each.
   void Move(Rate* out, Rate* back, bool file) {
     for (int round = 0; round < kRounds; ++round) {
       const auto figures = [&] {
@@ -249,7 +250,7 @@ class Bench {
     engine_->ReleaseSequences(kTenant, std::vector{ended->id, source->id, empty->id}, &absent);
   }
 
-  // Other rows take the place of those there are, so that nothing has a copy.
+  // Replaces the cached rows by new ones, so that no group has a copy.
   void Renew() {
     first_token_ += static_cast<uint32_t>(kGroups * kPageSize);
     const absl::Status gone = engine_->UnregisterModel(kTenant, "model");
@@ -269,7 +270,7 @@ class Bench {
     if (!answer.ok()) Die(answer.status().ToString());
   }
 
-  // Until nothing has moved for a moment; returns when that moment began.
+  // Waits until nothing has moved for a moment. Returns when that moment began.
   SteadyClock::time_point Await() {
     constexpr int kStill = 5;
     SteadyClock::time_point end = SteadyClock::now();
@@ -287,8 +288,8 @@ class Bench {
   scheduler::RealClock clock_;
   std::unique_ptr<Engine> engine_;
   uint32_t first_token_ = 1;
-  scheduler::TierFigures stats_;      // of the file, when rows were last let go
-  SteadyClock::time_point released_;  // then
+  scheduler::TierFigures stats_;      // figures of the file when rows were last released
+  SteadyClock::time_point released_;  // the time of that
 };
 
 class Memory {
@@ -305,7 +306,8 @@ class Memory {
   const size_t group_;
 };
 
-// What a group is copied at by one thread, or by the device out of its memory and back.
+// Rates at which one thread copies a group, or at which the device copies it out of its memory and
+// back.
 struct CopyRates {
   const char* name;
   double out = 0, back = 0;
@@ -346,7 +348,8 @@ double SealRate(int64_t group_bytes) {
                   [&] { InThreads(kGroups, [&](int64_t i) { mac.Seal(memory.group(i)); }); });
 }
 
-// Of groups that lie apart, as they do in host memory, by the queue that the tiers use.
+// Rates for groups that are not contiguous, as in host memory, through the queue that the tiers
+// use.
 void DiskRates(int64_t group_bytes, double* write, double* read) {
   const int64_t room = kvcache::TierRooms::Rounded(group_bytes);
   auto file = kvcache::TierFile::Open(DiskFile("mla-disk"), kGroups * room);

@@ -68,7 +68,7 @@ PlanBuilder EvenPlan(AttentionBackend&) {
   };
 }
 
-// Every level, each with another number of threads, and the best one once more with fixed splits.
+// Every level, each with a different number of threads, and the best level again with fixed splits.
 std::vector<Subject> Subjects() {
   std::vector<Subject> subjects;
   int32_t threads = 1;
@@ -89,21 +89,22 @@ SuiteOptions Options(std::vector<CaseSpec> cases) {
   options.oracle = MakeReference;
   options.plan = SchedulerPlanBuilder;
   options.threads = std::clamp<int32_t>(std::thread::hardware_concurrency() / 2, 2, 12);
-  options.runner.partial_rows = int64_t{1} << 20;  // the planner's bound for 256 units, sparse
+  options.runner.partial_rows = int64_t{1} << 20;  // the planner's bound for 256 units; memory is
+                                                   // sparse
   return options;
 }
 
 SamplerOptions Sampler() {
   SamplerOptions sampler;
   sampler.kv_formats.assign(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats));
-  // A seed from outside draws another sample; the default one is what CI holds fixed.
+  // MLA_TEST_SEED draws another sample; CI uses the fixed default.
   if (const char* seed = std::getenv("MLA_TEST_SEED"); seed != nullptr && *seed != '\0') {
     sampler.seed = std::strtoull(seed, nullptr, 10);
   }
   return sampler;
 }
 
-// The levels with bf16 products where the machine has no instructions for them: fewer cases.
+// Fewer cases, for emulated levels with bf16 products where the machine lacks the instructions.
 SuiteOptions EmulatedOptions(std::vector<CaseSpec> cases) {
   SuiteOptions options = Options(std::move(cases));
   options.subjects = {
@@ -181,7 +182,7 @@ SamplerOptions WideSampler() {
   return sampler;
 }
 
-// Absorbed queries as two parts (QueryPrecision::kSplit), on every level.
+// Absorbed queries in two parts (QueryPrecision::kSplit), on every level.
 TEST(CpuConformanceTest, WideInputs) {
   const std::vector<CaseSpec> cases = WideCases(WideSampler(), 0, kWideCases, kernels::DType::kF32);
   for (const bool emulated : {false, true}) {
@@ -192,20 +193,21 @@ TEST(CpuConformanceTest, WideInputs) {
   }
 }
 
-// What QueryPrecision::kBf16 costs in accuracy at levels with bf16 operands. Should this find no
-// miss any more, wide inputs show nothing, or the precision is an option no longer.
+// Counts the misses of QueryPrecision::kBf16 at levels with bf16 operands. If there are none,
+// either wide inputs no longer test anything, or the precision need not be an option.
 TEST(CpuConformanceTest, WideInputsMissTheRuleWithBf16Queries) {
   SuiteOptions options =
       EmulatedOptions(WideCases(WideSampler(), 0, kWideCases, kernels::DType::kBf16));
   for (Subject& subject : options.subjects) subject.rounded_queries = true;
   const SuiteReport report = RunSuite(options);
   ExpectNoFailures(report);
-  EXPECT_GT(report.known_misses, report.wide_checks / 20);  // a tenth, on the default seed
+  EXPECT_GT(report.known_misses, report.wide_checks / 20);  // a tenth with the default seed
   std::printf("bf16 queries: %s of %s\n", absl::StrCat(report.known_misses).c_str(),
               absl::StrCat(report.wide_checks).c_str());
 }
 
-// Queries as a network delivers them: whole messages, some heads and less than one head a piece.
+// Queries in pieces as a network delivers them: whole messages, several heads a piece, and less
+// than one head a piece.
 TEST(CpuConformanceTest, QueriesInPieces) {
   for (const int64_t bytes : {int64_t{1} << 20, int64_t{4099}, int64_t{201}}) {
     SuiteOptions options = Options(SampleCases(Sampler(), 900000, kSampledCases / 20));

@@ -1,5 +1,5 @@
-// The conformance suite on whatever GPU backend this machine has, as one portable program: linked
-// statically against everything but libc and the GPU runtime, which is opened at run time.
+// The conformance suite on this machine's GPU backend, as one portable program. It is linked
+// statically except for libc, and for the GPU runtime, which it opens at run time.
 //
 //   gpu_conformance [--shapes N] [--seed S] [--first I] [--threads T] [--large N]
 //                   [--prefill N] [--edges N] [--wide N] [--spread N]
@@ -10,35 +10,33 @@
 //                   [--library LIB] [--units 1,4] [--shape SHAPE]...
 //                   [--first-byte BYTES] [--kv bf16,fp8_tensor,fp8_row] [--attention dense|v32|v4]
 //                   [--compute bf16|fp8]
-//                   [--image FILE]: device code to use in place of what was built in
+//                   [--image FILE]: device code to use instead of the built-in code
 //
-// --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks every
-// larger shape; --typical-flop is the size of nine in ten sampled ones; --progress prints each
-// shape before it runs; --watchdog-ms is how long a launch may take (ten minutes); --self-test 0
-// goes on to the shapes with a device that gives wrong answers, and --self-test-parts with one that
-// was asked for these alone; --progress prints when a part begins, too. A --shape is a launch of
-// its own (directed_case.h), e.g. absorbed:128:1,4097,64; nothing else runs then but what later
-// flags ask for. --first-byte puts all pages of a pool that much larger behind it, for addresses
-// beyond 32 bits (few --threads, each has a pool); a multiple of kPageGranuleBytes. On an emulated
-// GPU, which computes about 10^8 products a second:
-// --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2 --max-flop 1e8 --typical-flop 4e6
-// --progress 1.
+// --first is the first sampled shape and the first edge. --max-flop leaves out or shrinks larger
+// shapes; --typical-flop is the size of nine in ten sampled shapes. --progress prints each shape
+// before it runs, and each part of the self-test. --watchdog-ms is the longest time of a launch
+// (ten minutes). --self-test 0 runs the shapes even on a device that gives wrong answers;
+// --self-test-parts runs only these parts first. A --shape is a launch (directed_case.h), e.g.
+// absorbed:128:1,4097,64; nothing else runs then except what later flags ask for. --first-byte
+// places all pages after this many bytes of a larger pool, for addresses beyond 32 bits (with few
+// --threads, each has a pool); a multiple of kPageGranuleBytes. On an emulated GPU, which computes
+// about 10^8 products a second: --threads 1 --edges 200 --shapes 100 --large 0 --prefill 2
+// --max-flop 1e8 --typical-flop 4e6 --progress 1.
 //
-// --dims: nope_dim and v_dim of all shapes; without it shapes are of 128,128 and some of 192,256,
-// sampled ones and such of the expanded form.
+// --dims: nope_dim and v_dim of all shapes. Without it they are 128,128, and 192,256 in some
+// sampled shapes and shapes of the expanded form.
 //
-// --kv lists the formats that rows are drawn from (bf16; fp8_tensor and fp8_row with --compute fp8,
-// which multiplies rows of 8 bits in e4m3 and runs no others). --attention v32: the sampled shapes
-// have index lists, and no others are run but as many launches of the indexer, where the backend
-// has one. --attention v4: --shapes says how many launches with windows, entries and sinks are run,
-// and nothing else is.
+// --kv lists the formats of rows to draw from (default bf16; with --compute fp8, fp8_tensor and
+// fp8_row). --compute fp8 multiplies rows of 8 bits in e4m3 and runs no other shapes. --attention
+// v32: the sampled shapes have index lists; the only other launches are as many of the indexer, if
+// the backend has one. --attention v4: runs only --shapes launches with windows, entries and sinks.
 //
-// --wide is how many cases of wide inputs are run. Known gap: absorbed queries are bf16 on GPUs, so
-// those that pass Absorb may miss the rule of CheckWide; how many do is printed. One in 32 does, so
-// 256 without a miss mean that the gap is closed, and that this expectation is to go: status 1.
+// --wide is the number of cases of wide inputs. Known gap: absorbed queries are bf16 on GPUs, so
+// queries that pass through Absorb may miss the rule of CheckWide; the misses are counted and
+// printed. One in 32 misses, so 256 without a miss mean that the gap is closed and this expectation
+// must be removed: status 1.
 //
-// Exit status 0 only when a GPU backend was found and every shape passed; 2 for flags that make no
-// sense.
+// Exit status 0 only if a GPU backend was found and every shape passed; 2 for invalid flags.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -78,13 +76,13 @@ struct Flags {
   int32_t spread = 16;
   bool progress = false;
   bool max_flop_given = false;
-  bool sparse = false;    // of DeepSeek V3.2
-  bool windowed = false;  // of DeepSeek V4
+  bool sparse = false;    // DeepSeek V3.2
+  bool windowed = false;  // DeepSeek V4
   bool fp8 = false;
-  std::string form;           // of the attention itself; empty: both
-  std::vector<int32_t> dims;  // nope_dim and v_dim; empty: those that have kernels of their own
+  std::string form;           // of the attention; empty: both
+  std::vector<int32_t> dims;  // nope_dim and v_dim; empty: dims with kernels of their own
   int64_t expanded_workspace = 0;
-  int64_t first_byte = 0;  // of the pool that pages may use
+  int64_t first_byte = 0;  // first byte of the pool that pages may use
   int64_t watchdog_ms = 600000;
   SelfTestFlags self_test;
   std::vector<std::string> directed;
@@ -104,7 +102,8 @@ bool Refuse(const std::string& name, const std::string& value, const std::string
   return false;
 }
 
-// Whether `value` is a number from `least` to `most`, which is stored then; else says so.
+// Stores `value` if it is a number from `least` to `most`; otherwise prints a message and returns
+// false.
 template <typename T>
 bool Integer(const std::string& name, const std::string& value, int64_t least, int64_t most,
              T* into) {
@@ -149,7 +148,7 @@ bool File(const std::string& name, const std::string& value, std::string* into) 
   return !into->empty() || Refuse(name, value, "a file that can be read and is not empty");
 }
 
-// Of the flags that say what is run. Sets `known` to false for others.
+// Parses the flags that select cases. Sets `known` to false for other flags.
 bool ParseCases(const std::string& name, const std::string& value, Flags& flags, bool* known) {
   SamplerOptions& sampler = flags.sampler;
   if (name == "--shapes") return Integer(name, value, 0, kMost, &flags.shapes);
@@ -200,7 +199,7 @@ bool ParseCases(const std::string& name, const std::string& value, Flags& flags,
   return false;
 }
 
-// Of the others.
+// Parses the remaining flags.
 bool ParseDevice(const std::string& name, const std::string& value, Flags& flags) {
   constexpr int64_t kMostBytes = int64_t{1} << 40;
   if (name == "--threads") return Integer(name, value, 1, 4096, &flags.threads);
@@ -226,7 +225,7 @@ bool ParseDevice(const std::string& name, const std::string& value, Flags& flags
   return false;
 }
 
-// False, with a message, where a flag is unknown or its value is no such value.
+// Returns false, with a message, if a flag is unknown or its value is invalid.
 bool Parse(int argc, char** argv, Flags& flags) {
   flags.sampler.kv_formats.clear();
   for (int i = 1; i < argc; i += 2) {
@@ -253,7 +252,7 @@ struct Gpu {
   std::unique_ptr<kernels::hip::HipBackend> backend;
 };
 
-// The first vendor whose backend can be made; prints why the others can not.
+// Returns the first vendor whose backend can be made; prints why the others cannot.
 absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
   absl::Status last;
   for (const kernels::hip::Vendor vendor :
@@ -283,8 +282,8 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
   return last;
 }
 
-// `count` sampled cases that the backend says it can run, and the directed ones. Between the
-// projections they have the dtypes that the backend asks for.
+// `count` sampled cases that the backend can run, and the directed cases. Tensors between the
+// projections have the dtypes that the backend asks for.
 std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& sampler,
                                      const kernels::hip::HipBackend& backend) {
   const auto wanted = [&](CaseSpec& spec) {
@@ -303,7 +302,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
     }
     return cases;
   }
-  // Bounded: flags can ask for what the backend never runs.
+  // Bounded, because flags can ask for shapes that the backend never runs.
   const uint64_t end = flags.first + static_cast<uint64_t>(flags.shapes) * kMostTries;
   for (uint64_t i = flags.first; i < end && static_cast<int64_t>(cases.size()) < flags.shapes;
        ++i) {
@@ -319,7 +318,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
         flags.spread > 0 ? SinkCases(sampler) : std::vector<CaseSpec>()}) {
     for (CaseSpec& spec : directed) {
       if (flags.max_flop_given && spec.Flop() > sampler.max_flop) continue;
-      // These are about shapes: where fp32 queries are refused, others do.
+      // These cases test shapes, so if fp32 queries are refused, bf16 queries are used.
       if (!wanted(spec)) spec.q_dtype = kernels::DType::kBf16;
       if (wanted(spec)) cases.push_back(spec);
     }
@@ -330,7 +329,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
     if (Stream(spec, i / kStreamEvery % 2 == 0)) cases.push_back(std::move(spec));
   }
   if (!flags.dims.empty()) return cases;
-  // Other dims have kernels of their own in the expanded form alone.
+  // Only the expanded form has kernels of its own for other dims.
   SamplerOptions wide = sampler;
   wide.full = kWide;
   for (std::vector<CaseSpec> directed :
@@ -343,7 +342,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
   return cases;
 }
 
-// What --shape asks for.
+// The cases that --shape names.
 absl::StatusOr<std::vector<CaseSpec>> DirectedCases(const Flags& flags,
                                                     const SamplerOptions& sampler,
                                                     const kernels::hip::HipBackend& backend) {
@@ -403,7 +402,7 @@ int64_t Failed(const std::string& of, const absl::Status& status) {
   return 1;
 }
 
-// Launches of the indexer; how many failed.
+// Runs launches of the indexer; returns the number of failures.
 absl::StatusOr<int64_t> RunIndexer(const Flags& flags, const Gpu& gpu) {
   auto backend = kernels::hip::HipBackend::Create(gpu.options);
   if (!backend.ok()) return backend.status();
@@ -417,7 +416,7 @@ absl::StatusOr<int64_t> RunIndexer(const Flags& flags, const Gpu& gpu) {
   for (const IndexerCase& c : LongIndexerCases()) cases.push_back(c);
   for (const IndexerCase& c : cases) {
     IndexerWorkload workload(c);
-    s = workload.Run(reference, 0, c.rows).status();  // the bytes of the pages
+    s = workload.Run(reference, 0, c.rows).status();  // stores the bytes of the pages
     if (s.ok()) s = workload.Check(**backend);
     failures += Failed(ToString(c), s);
   }
@@ -450,7 +449,7 @@ absl::StatusOr<int64_t> RunWindows(const Flags& flags, const Gpu& gpu) {
   return failures;
 }
 
-// What has oracles of its own; how many launches failed.
+// Runs the launches that have oracles of their own; returns the number of failures.
 absl::StatusOr<int64_t> RunSparse(const Flags& flags, const Gpu& gpu) {
   if (flags.windowed) return RunWindows(flags, gpu);
   if (flags.sparse && gpu.backend->Info().selects) return RunIndexer(flags, gpu);

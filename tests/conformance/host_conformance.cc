@@ -5,14 +5,14 @@
 //                    [--cases all|FIRST,COUNT] [--first-failure 1] [--progress 1]
 //                    [--kv FORMAT] [--attention dense|v32] [--compute bf16|fp8]
 //
-// --image is such a library, in place of what was built; --long draws more cases, as does the
-// environment's MLA_TEST_LONG; --kv leaves out cases with rows of other formats, --attention those
-// without or with index lists; --compute fp8 takes 8-bit rows alone and multiplies them in e4m3;
-// --cases runs COUNT of them from number FIRST on; --first-failure ends with the first group of
-// cases in which one fails.
+// --image is a library of device code to use instead of the built one. --long draws more cases, as
+// MLA_TEST_LONG does. --kv keeps only cases with rows of this format; --attention keeps only cases
+// without (dense) or with (v32) index lists. --compute fp8 takes only 8-bit rows and multiplies
+// them in e4m3. --cases runs COUNT cases from number FIRST on. --first-failure ends after the first
+// group with a failed case.
 //
-// Exit status 0: every case passed; 1: some failed; 2: it could not be found out, also where the
-// oracle itself has no answer.
+// Exit status 0: every case passed; 1: some failed; 2: no verdict, for example if the oracle itself
+// has no result.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -41,7 +41,8 @@ namespace mla::conformance {
 namespace {
 
 constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
-// Workspaces of the expanded form: of all heads of most cases, and of less than many contexts.
+// Workspaces of the expanded form: one that holds all heads of most cases, and one that holds less
+// than many contexts.
 constexpr int64_t kWorkspaces[] = {int64_t{64} << 20, 200000};
 
 #ifdef MLA_SANITIZED
@@ -121,9 +122,9 @@ kernels::hip::HipBackendOptions DeviceOptions(const Flags& flags) {
   return options;
 }
 
-// Around the turns of loops: rings of stages that are filled several times, items one after another
-// in one unit, contexts that end in the middle of a tile, pages that no tile is a multiple of; more
-// parts of a row than the waves of a block merge at a time.
+// Cases around loop boundaries: rings of stages that are filled several times, items one after
+// another in one unit, contexts that end in the middle of a tile, pages whose size divides no tile,
+// and more parts of a row than the waves of a block merge at a time.
 constexpr const char* kDirected[] = {
     "absorbed:16:1,700,3:1",          "absorbed:128:1,300,64/1,33,64/1,64,64:1",
     "absorbed:64:2,257,16:7",         "absorbed:1:5,129,7/1,0,7/64,3,7:2",
@@ -133,7 +134,8 @@ constexpr const char* kDirected[] = {
     "absorbed:64:1,16000,64:256",     "absorbed:8:6,200,16/2,65,16:2",
     "absorbed:20:3,140,64/7,31,64:3",
 };
-// The same of the expanded form with wider heads, and of what there is where that is not supported.
+// The same for the expanded form with wider heads; backends without wider heads get the cases that
+// they support.
 constexpr const char* kDirectedWide[] = {
     "expanded:2:130,300,16:2",     "expanded:1:257,0,3/3,500,3:1", "expanded:3:64,129,64,full:4",
     "expanded:2:1,90,7/70,60,7:1", "expanded:1:300,0,64/65,0,1:3", "project:3:3,200,16/9,31,16:2",
@@ -144,11 +146,12 @@ constexpr const char* kDirectedLists[] = {
     "v32:8:1,5000,64/2,40,64:9",   "v32:20:3,333,1/1,0,64:1",        "v32:129:1,600,128/1,1,3:2",
 };
 
-// Of how many cases one is run with products of 8 bits too, where the backend has them for it.
+// One of this many cases also runs with 8-bit products, if the backend supports them for it.
 constexpr size_t kProductsEvery = 3;
 
-// Whose queries arrive during the launch, where the backend has kernels for that: parts that end in
-// the middle of a tile, items one after another in one unit, more query rows than one, few heads.
+// Queries arrive during the launch, if the backend has kernels for it. The cases have parts that
+// end in the middle of a tile, items one after another in one unit, more than one query row, and
+// few heads.
 constexpr const char* kDirectedStreams[] = {
     "absorbed:128:1,1500,64/1,33,64/1,700,64/1,1023,64/1,0,64:8",
     "absorbed:64:1,2000,16/1,300,16/1,5,7:8",
@@ -162,7 +165,7 @@ constexpr const char* kDirectedStreams[] = {
 
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
-// Where weights are spread, so that rounding them shows: with products of 8 bits.
+// Cases with 8-bit products whose weights spread, so that rounding them shows.
 void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>& wanted) {
   sampler.kv_formats = {kernels::KvFormat::kFp8Tensor, kernels::KvFormat::kFp8Row};
   for (CaseSpec& spec : SpreadCases(sampler, 0, count, 4096)) {
@@ -184,7 +187,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   sampler.typical_flop = 2e6;
   sampler.max_flop = 1e7;
   std::vector<CaseSpec> wanted;
-  // With each of the workspaces, and in each format.
+  // With each workspace, and in each format.
   for (const kernels::KvFormat format : backend.Info().kv_formats) {
     SamplerOptions of_format = sampler;
     of_format.kv_formats = {format};

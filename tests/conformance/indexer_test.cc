@@ -1,5 +1,5 @@
-// The choice of rows by an indexer against an oracle in fp64 (sparse/indexer_workload.h):
-// reference, and every CPU level.
+// Tests the choice of rows by an indexer against an oracle in fp64 (sparse/indexer_workload.h), on
+// the reference backend and on every CPU level.
 #include <limits>
 #include <memory>
 #include <string>
@@ -26,7 +26,7 @@ struct Subject {
 std::vector<Subject> Subjects() {
   std::vector<Subject> subjects;
   subjects.push_back({"reference", std::make_unique<kernels::ReferenceBackend>()});
-  int32_t threads = 2;  // fewer and more than the rows of a launch
+  int32_t threads = 2;  // fewer than the rows of some launches, and more than those of others
   const auto add = [&](const kernels::cpu::KernelSet& level) {
     kernels::BackendOptions options;
     options.threads = threads;
@@ -60,7 +60,7 @@ TEST(IndexerTest, ChoosesTheBestOfWhatARowSees) {
   }
 }
 
-// Logits that are not numbers, and zeros of either sign.
+// Logits that are NaN, and zeros of either sign.
 TEST(IndexerTest, NaNIsTheLargestAndZerosAreEqual) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const float inf = std::numeric_limits<float>::infinity();

@@ -1,9 +1,9 @@
-// NaN, infinities and denormals stay in the outputs that may see them, on every dispatch level,
-// real and emulated: a random search over where they lie.
+// NaN, infinities and denormals must affect only the outputs that may see them, on every dispatch
+// level, real and emulated. The test searches at random over their places.
 //
-// Each case runs three times: clean on the backend, contaminated on the backend, contaminated on
-// the oracle. Rows that neither ask with a contaminated query nor see a contaminated KV row must be
-// as in the clean run; the others must have NaN and infinities where the oracle has them.
+// Each case runs three times: clean on the backend, contaminated on the backend, and contaminated
+// on the oracle. Rows that have no contaminated query and see no contaminated KV row must equal the
+// clean run. The other rows must have NaN and infinities where the oracle has them.
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -45,7 +45,7 @@ constexpr uint64_t kEmulatedCases = 40;
 struct Place {
   size_t request;
   int64_t row;   // query row or KV row
-  int64_t head;  // of a query
+  int64_t head;  // for a query
 };
 
 struct Contamination {
@@ -61,8 +61,8 @@ void Write(std::vector<std::byte>& bytes, DType dtype, int64_t at, float value) 
   }
 }
 
-// In the expanded form, infinities in the latent part mean +inf - inf in an order of summation that
-// no backend promises; there they go into the rotated part.
+// In the expanded form, infinities in the latent part give +inf - inf in an order of summation that
+// no backend guarantees, so they are put into the rotated part.
 float DrawSpecial(Random& random, bool infinities) {
   const float kinds[] = {kNan, 1e-40f, -3e-39f, 1e-44f, kInf, -kInf};
   return kinds[random.Below(infinities ? 6 : 4)];
@@ -84,7 +84,8 @@ Contamination Contaminate(Random& random, Workload& workload) {
       places.queries.push_back(place);
     }
     for (int64_t n = random.Below(4); n > 0; --n) {
-      // Late rows are masked for some query rows; any other may be, too.
+      // Late rows are masked for some query rows, so they are drawn often; any other row may be
+      // drawn, too.
       const int64_t span = random.OneIn(2) ? std::min(r.kv_rows(), r.q_rows + 2) : r.kv_rows();
       const Place place{i, r.kv_rows() - 1 - random.Below(span), 0};
       const bool anywhere = spec.route == Route::kAbsorbed;
@@ -111,8 +112,8 @@ bool Touched(const CaseSpec& spec, const Contamination& places, size_t request, 
   return false;
 }
 
-// Empty when untouched rows are as in the clean run and touched ones special where the oracle's
-// are.
+// Returns "" if untouched rows equal the clean run, and touched rows have special values where the
+// oracle has them.
 std::string Check(const Workload& workload, const Contamination& places, const CaseOutput& clean,
                   const CaseOutput& got, const CaseOutput& want) {
   const CaseSpec& spec = workload.spec;

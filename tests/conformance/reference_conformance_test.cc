@@ -1,5 +1,5 @@
-// The oracle judged by itself: its two forms must agree, its results must not change by a bit with
-// the batch or the plan, and the suite must notice a backend that is wrong.
+// Tests the oracle itself: its two forms must agree, its results must not depend on the batch or
+// the plan by a single bit, and the suite must notice a wrong backend.
 #include <cmath>
 #include <memory>
 
@@ -51,7 +51,7 @@ TEST(ReferenceConformanceTest, AbsorbRunProjectEqualsTheExpandedForm) {
   EXPECT_GT(report.batch_checks, 50);
 }
 
-// Attention over a two-row cache, by hand: logits 0 and ln 3 give weights 1/4 and 3/4.
+// Attention over a two-row cache, computed by hand: logits 0 and ln 3 give weights 1/4 and 3/4.
 TEST(ReferenceConformanceTest, HandComputedRow) {
   CaseSpec spec;
   spec.geometry = {1, 2, 1, 1, 1};
@@ -103,7 +103,7 @@ TEST(ReferenceConformanceTest, RowWithoutKeysIsZeroWithLseMinusInfinity) {
   for (const float value : output->lse) EXPECT_EQ(value, -INFINITY);
 }
 
-// A suite that cannot fail proves nothing: shift one subject's softmax scale and it must notice.
+// A suite that cannot fail proves nothing: it must notice a subject with a shifted softmax scale.
 class WrongScale final : public kernels::HostBackend {
  public:
   const kernels::BackendInfo& Info() const override { return inner_.Info(); }

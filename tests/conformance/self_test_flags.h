@@ -1,4 +1,4 @@
-// Flags of gpu_conformance about how a device is tested before it is used: --self-test 0,
+// Flags of gpu_conformance that control the device test before use: --self-test 0,
 // --self-test-parts and --graphs.
 #ifndef MLA_TESTS_CONFORMANCE_SELF_TEST_FLAGS_H_
 #define MLA_TESTS_CONFORMANCE_SELF_TEST_FLAGS_H_
@@ -19,7 +19,8 @@ namespace mla::conformance {
 
 class SelfTestFlags {
  public:
-  // Nothing where the flag is another; "" where it was taken, else what its value must be.
+  // Returns nothing for other flags, "" if the flag was taken, or else a description of valid
+  // values.
   std::optional<std::string> Take(const std::string& name, const std::string& value) {
     if (name == "--self-test") {
       self_test_ = value != "0";
@@ -39,7 +40,7 @@ class SelfTestFlags {
     if (prints) options->self_test_options.on_part = Print;
     options->graphs = graphs_;
   }
-  // Sets the options of backends after it: they are not tested again and go by the first one's
+  // Sets the options of later backends. They are not tested again, but use the first backend's
   // notes, which are printed.
   static void Keep(kernels::hip::HipBackend& made, kernels::hip::HipBackendOptions* options) {
     for (const kernels::BackendNote& note : made.Info().notes) {

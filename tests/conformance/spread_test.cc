@@ -1,6 +1,6 @@
-// That cases of spread logits show what rounding to e4m3 costs, and that their limits tell it from
-// faults: attention is computed here as kernels with products of 8 bits do it, and as they must
-// not.
+// Checks that cases of spread logits show the error of rounding to e4m3, and that their limits tell
+// it from faults. Attention is computed here as kernels with 8-bit products compute it, and in ways
+// in which they must not.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -45,7 +45,7 @@ std::vector<float> QueryOf(const Workload& workload, size_t request, int64_t ind
   return q;
 }
 
-// Of one query row and head: adds its output and log-sum-exp.
+// Adds the output and log-sum-exp of one query row and head.
 void Attend(const Workload& workload, size_t request, int64_t index, Kernel kernel,
             CaseOutput& out) {
   const RequestSpec& r = workload.spec.requests[request];
@@ -123,7 +123,7 @@ TEST(SpreadTest, RoundingShowsAndPasses) {
     const CaseOutput got = AttendAll(workload, Kernel::kRounds);
     double worst = 0.0;
     EXPECT_EQ(CheckOutput(workload, got, want, false, &worst), "");
-    // Of repeated sequences it is the sum that is tested.
+    // Repeated sequences test the sum, so their rounding error may be small.
     const bool repeated = workload.spec.requests[0].repeats > 1;
     EXPECT_GT(worst, repeated ? 0.0 : 1e-5);
   }

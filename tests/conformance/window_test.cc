@@ -1,5 +1,5 @@
-// Attention to a window and to entries against an oracle in fp64 (sparse/window_workload.h):
-// reference, and every CPU level.
+// Tests attention to a window and to entries against an oracle in fp64 (sparse/window_workload.h),
+// on the reference backend and on every CPU level.
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -109,7 +109,7 @@ TEST(SinkFactorTest, TakesWhatTheSinkTakes) {
   EXPECT_DOUBLE_EQ(kernels::SinkFactor(1.5f, 1.5), 0.5);
   EXPECT_EQ(kernels::SinkFactor(-kInf, 0.0), 1.0);
   EXPECT_EQ(kernels::SinkFactor(kInf, 0.0), 0.0);
-  EXPECT_EQ(kernels::SinkFactor(kInf, -double{kInf}), 1.0);  // of an output that is 0
+  EXPECT_EQ(kernels::SinkFactor(kInf, -double{kInf}), 1.0);  // the output is 0
 }
 
 }  // namespace

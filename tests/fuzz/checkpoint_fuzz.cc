@@ -1,5 +1,5 @@
-// Checkpoint files come back from a disk: what is given out of one is what was written, in its
-// order, and a refusal says why.
+// Checkpoint files come back from a disk. Every frame that a reader returns must be as written and
+// in order, and every refusal must have a reason.
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -14,7 +14,7 @@
 namespace mla::fuzz {
 namespace {
 
-// A folder that ends with the process.
+// A folder that is removed when the process ends.
 class Folder {
  public:
   Folder() {
@@ -49,7 +49,7 @@ const std::vector<std::string>& Frames() {
   return *kFrames;
 }
 
-// How many frames were given out before the end or the refusal.
+// Counts the frames that were returned before the end or the refusal.
 std::string Read(const std::string& input, size_t* frames) {
   *frames = 0;
   std::ofstream(Place().File(), std::ios::binary | std::ios::trunc) << input;

@@ -1,4 +1,4 @@
-// Flags and environment: what passes the check is a configuration that the engine takes.
+// Flags and environment: a configuration that passes the check must be one that the engine accepts.
 #include <map>
 #include <string>
 #include <utility>
@@ -14,12 +14,12 @@
 namespace mla::fuzz {
 namespace {
 
-// Lines are flags, or environment names where they hold no dash.
+// Lines are flags, or names of environment variables if they hold no dash.
 std::string CheckFlags(const std::string& text) {
   std::vector<std::string> flags;
   std::map<std::string, std::string> environment;
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
-    // The yaml target reads files.
+    // Skipped because the yaml target reads files.
     if (absl::StrContains(line, "config") || absl::StrContains(line, "CONFIG")) continue;
     const std::pair<std::string, std::string> parts = absl::StrSplit(line, absl::MaxSplits('=', 1));
     if (absl::StartsWith(line, "MLA_")) {
@@ -34,7 +34,7 @@ std::string CheckFlags(const std::string& text) {
   }
   if (!loaded.faults.empty()) return "";
   scheduler::Limits limits = loaded.config.limits;
-  // What is left of a device, and of memory for weights, is known at start only.
+  // Free memory of a device, and memory for weights, are known only at start.
   if (limits.kv_cache_bytes == 0) limits.kv_cache_bytes = 1 << 16;
   if (limits.weights_bytes == server::Config::kChooseWeights) limits.weights_bytes = 0;
   const absl::Status taken = scheduler::CheckLimits(limits);

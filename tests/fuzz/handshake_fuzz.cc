@@ -1,5 +1,5 @@
-// The handshake of the shared-memory socket on arbitrary packets: every connection is answered as
-// the protocol says or ended, and what is handed out is sealed, of the size named, and bounded.
+// The handshake of the shared-memory socket with arbitrary packets. Every connection gets a reply
+// by the protocol or is ended, and every region is sealed, has the stated size, and is bounded.
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -32,7 +32,7 @@ constexpr uint64_t kMostArenaBytes = 1 << 20;
 constexpr int kMostPackets = 4;
 constexpr int kRegions = 4;
 
-// A listener with an engine behind it, for all inputs.
+// A listener with an engine, shared by all inputs.
 class Listener {
  public:
   Listener() {
@@ -73,7 +73,7 @@ class Listener {
   std::unique_ptr<server::SharedMemoryListener> listener_;
 };
 
-// Empty, or what is wrong with the region that came with the reply.
+// Returns "" or what is wrong with the region that came with the reply.
 std::string CheckRegion(const ShmConnection& connection, const wire::ConnectRequest& request,
                         const wire::ConnectReply& reply) {
   if (connection.descriptor() < 0 || connection.region().empty()) return "no region";
@@ -110,7 +110,7 @@ std::string CheckReply(const ShmConnection& connection, std::string_view packet,
   return reply.message[0] == 0 ? "a refusal that explains nothing" : "";
 }
 
-// The first byte of a packet's description says how long it is: so many bytes, or a whole request.
+// The first byte of a packet's description gives its length: that many bytes, or a whole request.
 std::string CheckOne(const Listener& listener, const std::string& input) {
   ShmConnection connection(listener.path());
   if (!connection.connected()) return "cannot connect";
@@ -120,7 +120,9 @@ std::string CheckOne(const Listener& listener, const std::string& input) {
     left.remove_prefix(1);
     const std::string_view packet = left.substr(0, length);
     left.remove_prefix(packet.size());
-    if (!connection.Send(packet.data(), packet.size())) return "";  // ended before
+    if (!connection.Send(packet.data(), packet.size()))
+      return "";  // the listener has ended it
+                  // already
     const auto reply = connection.Receive(seconds(10));
     if (!reply.has_value()) return connection.Ended(seconds(10)) ? "" : "neither answer nor end";
     if (i > 0) return "a second answer";

@@ -1,5 +1,5 @@
-// Rows come from elsewhere, in files and streams: what is let through lies inside the pages that it
-// is for, and all of it is refused where one byte is another.
+// Rows arrive from elsewhere, in files and streams. Accepted rows must lie inside the pages that
+// they are for, and input with one changed byte must be refused as a whole.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -50,7 +50,7 @@ scheduler::ModelSpec Model() {
   return model;
 }
 
-// Rows of both layers, then those of a window, then a tail.
+// Rows of both layers, then rows of a window, then a tail.
 scheduler::MovingPages Pages() {
   scheduler::MovingPages pages;
   pages.layout = kvcache::MakeLayout({8, 4, 2, kernels::KvFormat::kBf16});
@@ -68,7 +68,8 @@ scheduler::MovingPages Pages() {
   pages.tags.sinks = std::vector<float>{0.5f, -1.0f, scheduler::kNoSink, 2.0f};
   return pages;
 }
-constexpr size_t kPayloads = 6 * 16 + 4 * 16 + 5;  // of rows, of the window's rows 2 to 5, the tail
+constexpr size_t kPayloads = 6 * 16 + 4 * 16 + 5;  // bytes of the rows, of the window's rows 2 to
+                                                   // 5, of the tail
 
 std::string CheckPlace(const scheduler::MovingPages& pages, const server::PagePlace& place,
                        size_t bytes) {
@@ -100,7 +101,7 @@ std::string CheckHeader(const v1::PagesHeader& header) {
   return "";
 }
 
-// Reads all of it; `whole`: whether every part was taken.
+// Reads all of it. `whole` receives true if every part was accepted.
 std::string Read(const std::string& input, bool* whole) {
   *whole = false;
   if (!File().Fill(input)) return "memfd is full";
@@ -185,7 +186,7 @@ FuzzTarget TargetUnderTest() {
   bool whole = false;
   Require(Read(seed, &whole));
   Require(whole ? "" : "a seed that is not whole");
-  // Every single bit behind the header decides: digests cover the payloads and each other.
+  // Every bit after the header matters, because digests cover the payloads and each other.
   const size_t chunk = seed.find(std::string(32, 'a'));
   Require(chunk == std::string::npos ? "no payload in the seed" : "");
   std::string changed = seed;

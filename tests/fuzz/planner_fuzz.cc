@@ -1,6 +1,6 @@
-// The planner, given lengths and traits of any kind: it plans what can be planned, every pair of
-// rows once and inside its arrays, and says what is wrong with the rest. A batch's lengths come
-// from clients, so a plan that read or wrote past its arrays would be theirs to make.
+// The planner with arbitrary lengths and traits. It must plan every valid batch, with every pair of
+// rows once and inside its arrays, and must say what is wrong with the others. Lengths come from
+// clients, so a plan that read or wrote past its arrays would be an attack.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -21,9 +21,10 @@ using scheduler::PlanCapacity;
 using scheduler::Planner;
 using scheduler::PlanSegment;
 
-constexpr int64_t kMostPieces = 3000;  // that are judged; more take too long
+constexpr int64_t kMostPieces = 3000;  // bound of plans that are checked; larger ones take too long
 
-// An input: traits, which array is too short by how much, then segments. Numbers in little endian.
+// An input: traits, which array is too short and by how much, then segments. Numbers are little
+// endian.
 struct Batch {
   PlanTraits traits;
   uint8_t short_array = 0;  // 0: none
@@ -99,7 +100,7 @@ bool IsValid(const Batch& batch) {
          });
 }
 
-// At least as many as there are pieces of tiles before any unit's cut.
+// A lower bound of the number of pieces of tiles before any unit's cut.
 int64_t PiecesOf(const Batch& batch) {
   const PlanTraits& t = batch.traits;
   int64_t pieces = 0;
@@ -128,7 +129,7 @@ PlanCapacity CapacityFor(const Batch& batch) {
   return Planner::Capacity(limits, batch.traits);
 }
 
-// Takes `missing` from one of the arrays; false if nothing was taken.
+// Takes `missing` from one of the arrays. Returns false if nothing was taken.
 bool Shorten(const Batch& batch, PlanCapacity* capacity) {
   int64_t* const arrays[] = {&capacity->units, &capacity->work_items, &capacity->reduce_tiles,
                              &capacity->reduce_partials, &capacity->partial_rows};
@@ -151,7 +152,7 @@ std::string Plan(const std::string& input) {
   }
   if (PiecesOf(batch) > kMostPieces) return "";
   PlanCapacity capacity = CapacityFor(batch);
-  // Buffers count partial rows in 32 bits; no memory is taken for them here.
+  // Buffers count partial rows in 32 bits, although no memory is taken for them here.
   if (capacity.bytes() > (int64_t{64} << 20) || capacity.partial_rows > INT32_MAX / 2) return "";
   const bool shortened = Shorten(batch, &capacity);
   const auto buffers = scheduler::testing::MakeBuffers(capacity);
@@ -168,7 +169,7 @@ std::string Plan(const std::string& input) {
 
 FuzzTarget TargetUnderTest() {
   FuzzTarget target;
-  target.executions = 5000;  // each is planned and judged whole
+  target.executions = 5000;  // each is planned and checked as a whole
   target.input_bytes_max = 512;
   PlanTraits traits;
   traits.units = 7;

@@ -1,4 +1,4 @@
-// Recordings come from elsewhere: mlactl replay reads them, or says what is wrong with them.
+// Recordings come from elsewhere: mlactl replay must read them, or say what is wrong with them.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -48,7 +48,7 @@ std::string Read(const std::string& path, size_t file_bytes) {
   }
 }
 
-// Records of a file that is right to its end.
+// Number of records in a file that is valid to its end.
 size_t WholeRecords(const std::string& path) {
   const auto reader = mlactl::RecordingReader::Open(path);
   if (!reader.ok()) Require(reader.status().ToString());
@@ -100,7 +100,7 @@ FuzzTarget TargetUnderTest() {
     target.seeds.push_back(target.seeds.back() + Length(text.size(), 4) + text +
                            Length(payload, 8) + std::string(payload, '\0'));
   }
-  // Each of these is a beginning of a recording that is right so far; the last one is whole.
+  // Each seed is the valid beginning of a recording; the last seed is complete.
   Require(File().Fill(target.seeds.back()) ? "" : "memfd is full");
   Require(WholeRecords(File().path()) == std::size(kRecords) - 1 ? "" : "a seed that is not whole");
   return target;

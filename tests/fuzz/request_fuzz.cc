@@ -1,5 +1,5 @@
-// The validators on arbitrary messages: what they let through keeps every bound that the scheduler
-// relies on, what they refuse names a field.
+// The validators with arbitrary messages. Accepted messages must keep every bound that the
+// scheduler relies on, and refusals must name a field.
 #include <initializer_list>
 #include <string>
 
@@ -23,7 +23,7 @@ scheduler::ModelSpec Model() {
   return model;
 }
 
-// Empty when a refusal is one that a client can act on.
+// Returns "" if a refusal has all that a client needs.
 std::string CheckRefusal(const absl::Status& status) {
   if (!absl::IsInvalidArgument(status) && !absl::IsFailedPrecondition(status)) {
     return absl::StrCat("refused as ", status.ToString());

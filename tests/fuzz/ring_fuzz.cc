@@ -1,8 +1,8 @@
-// A command ring in the hands of any client: whatever it writes into its region, the server writes
-// only where a request has offered room, and nothing of another tenant changes.
+// A command ring used by any client. Whatever the client writes into its region, the server writes
+// only where a request has offered room, and no memory of another tenant changes.
 //
-// An input is a list of actions: entries, bytes of the arena, words of the header, time. The ring
-// is polled and the engine stepped by this thread, so that an input always does the same.
+// An input is a list of actions: entries, bytes of the arena, words of the header, time. This
+// thread polls the ring and steps the engine, so that an input always has the same effect.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -29,7 +29,7 @@ using server::SharedRegion;
 
 constexpr uint32_t kEntries = 4;
 constexpr uint64_t kArenaBytes = 32768;
-constexpr int kSequences = 1100;  // whose lengths fit no slot
+constexpr int kSequences = 1100;  // their lengths fit no slot
 
 enum Action : char { kEntry, kBegin, kBytes, kHeader, kTime, kTake, kActions };
 
@@ -56,7 +56,7 @@ scheduler::Limits SmallLimits() {
   return limits;
 }
 
-// A server's side of one ring, a new one for every input.
+// The server's side of one ring; a new one for every input.
 class Side {
  public:
   explicit Side(server::SharedRegionTable* regions) : regions_(regions) {
@@ -91,7 +91,7 @@ class Side {
     regions_->Remove(*region_);
   }
 
-  // Empty, or what is wrong with what the server has done so far.
+  // Returns "" or a fault in the server's behaviour so far.
   std::string Do(const std::string& input);
 
  private:
@@ -116,7 +116,7 @@ class Side {
   std::vector<bool> writable_;     // bytes that requests have offered
 };
 
-// Takes `size` bytes off the front; shorter at the end.
+// Takes `size` bytes off the front, or fewer at the end.
 std::string_view Take(std::string_view* input, size_t size) {
   const std::string_view taken = input->substr(0, size);
   input->remove_prefix(taken.size());
@@ -158,7 +158,7 @@ void Side::Submit(const wire::SubmissionEntry& entry) {
   ring_->Poll();
 }
 
-// A BeginStep of sequences that exist: their ids are random, so that no input could name them.
+// A BeginStep of existing sequences. Their ids are random, so an input could not name them.
 void Side::Begin(std::string_view* input) {
   v1::AttendStreamRequest request;
   v1::BeginStep* const begin = request.mutable_begin_step();
@@ -238,7 +238,7 @@ std::string Side::CheckCompletions() {
       return absl::StrCat("a message at ", begin, " + ", length);
     }
     const auto reply = hand_->Message(*done);
-    // In the arena the client may have written over it.
+    // A message in the arena may be invalid, because the client may have overwritten it.
     if (in_slot && !reply.has_value()) return "a message that is none";
     if (in_slot && reply->has_error() && reply->error().detail().reason().empty()) {
       return absl::StrCat("an error without a reason: ", reply->ShortDebugString());
@@ -254,7 +254,7 @@ std::string Side::CheckMemory() const {
       return absl::StrCat("byte ", i - arena, " of the arena was written");
     }
   }
-  // What the server wrote there before the client saw the region.
+  // The part that the server wrote before the client saw the region must be unchanged.
   return std::memcmp(region_->data(), shadow_.data(), 32) == 0 ? "" : "the header was written";
 }
 
@@ -292,7 +292,7 @@ std::string BeginStep(uint8_t id, uint8_t lease_ms, uint16_t sequences) {
 
 std::string Time(uint8_t ms) { return std::string(1, kTime) + Packed(ms); }
 
-// The message's bytes and an entry that offers `room` bytes at `room_at` of the arena.
+// Writes the message's bytes, and an entry that offers `room` bytes at `room_at` of the arena.
 std::string Message(const v1::AttendStreamRequest& request, uint64_t room_at, uint32_t room) {
   const std::string bytes = request.SerializeAsString();
   wire::SubmissionEntry entry{};
@@ -325,11 +325,11 @@ std::string Attend(uint8_t step, uint8_t rows, uint64_t out) {
   return Entry(entry);
 }
 
-// Each once broke a promise.
+// Each of these once revealed a fault.
 std::vector<std::string> RegressionInputs() {
   const std::string reused = BeginStep(7, 1, 1) + Time(250) + BeginStep(7, 0, kSequences);
   return {
-      // An id used again after its lease: the reply had the room of the earlier step.
+      // An id that is reused after its lease: the reply had the room of the earlier step.
       reused + EndStep(7, kSequences, 0, 0),
       reused + EndStep(7, kSequences, kArenaBytes - 64, 64),
       reused + EndStep(7, kSequences, 0, 1100),

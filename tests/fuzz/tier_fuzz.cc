@@ -1,5 +1,5 @@
-// A tier's file is changed behind the server's back: page groups come back as they were, or are
-// refused, and a file that is something else is left alone.
+// A tier's file changes without the server's knowledge. Page groups must come back unchanged or be
+// refused, and a foreign file must be left alone.
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -59,8 +59,8 @@ class Tier {
   }
   ~Tier() { close(file_); }
 
-  // Each three bytes of the input change one of the file's; the rest of the input, if any, says
-  // where the file ends.
+  // Every three bytes of the input change one byte of the file. The rest of the input, if any,
+  // gives the file's new end.
   std::string Try(const std::string& input) {
     for (size_t i = 0; i < kGroups; ++i) {
       Require(Run(&jobs_[i], TierJob::Kind::kWrite));
@@ -102,7 +102,7 @@ class Tier {
   std::array<TierJob, kGroups> jobs_, back_;
 };
 
-// The input as a file that is there already.
+// Opens a store over an existing file that has the input as its contents.
 std::string TakeOver(const std::string& input) {
   const std::string path = Path("tier_fuzz_other");
   std::ofstream(path, std::ios::binary | std::ios::trunc) << input;
@@ -133,7 +133,7 @@ FuzzTarget TargetUnderTest() {
   FuzzTarget target;
   target.executions = 1000;
   Require(TheTier().Try(""));
-  // One byte of the first group.
+  // Changes one byte of the first group.
   Require(TheTier().Try(std::string("\x10\x05!", 3)));
   target.seeds = {std::string("\x10\x05!\x20\x01?", 6), std::string("\x10\x05!\x40", 4),
                   "MLATIER\n" + std::string(5000, '\0')};

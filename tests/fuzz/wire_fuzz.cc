@@ -1,4 +1,5 @@
-// The scanners of attend messages against protobuf: whatever they accept, they read as it does.
+// Compares the scanners of attend messages with protobuf: every message that they accept must be
+// read as protobuf reads it.
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>
@@ -14,7 +15,7 @@
 namespace mla::fuzz {
 namespace {
 
-// The first byte says how long the fragments are.
+// The first byte gives the length of the fragments.
 std::vector<wire::Fragment> Cut(const std::string& input, std::string* bytes) {
   if (input.empty()) return {};
   *bytes = input.substr(1);
@@ -27,7 +28,7 @@ std::vector<wire::Fragment> Cut(const std::string& input, std::string* bytes) {
   return fragments;
 }
 
-// Empty, or how `header` and the payload's place differ from what protobuf reads.
+// Returns "", or how `header` and the payload's place differ from protobuf's reading.
 template <typename Message>
 std::string Compare(const std::string& bytes, const Message& header,
                     const wire::PayloadRange& range) {
@@ -57,7 +58,7 @@ std::string CheckOne(const std::string& input, Fast fast) {
                       reinterpret_cast<std::byte*>(gathered.data()));
     if (gathered != bytes.substr(range.offset, range.size)) return "GatherBytes: other bytes";
   }
-  header.set_tag(99);  // of an earlier use
+  header.set_tag(99);  // left from an earlier use
   if (fast(fragments, &header, &range)) {
     fault = Compare(bytes, header, range);
     if (!fault.empty()) return "the fast form: " + fault;
@@ -98,9 +99,9 @@ std::vector<std::string> Seeds() {
     seeds.push_back("\x3f" + message->SerializeAsString());
     seeds.push_back(std::string(1, '\0') + message->SerializeAsString());
   }
-  // Once broke a promise: a length of eight bytes, which protobuf does not read.
+  // Once revealed a fault: a length of eight bytes, which protobuf does not read.
   seeds.push_back("\x3f\x08\x02\x1a" + std::string(7, '\x80') + '\0');
-  // The same of the payload, whose tag and length are not in the header.
+  // The same for the payload, whose tag and length are not in the header.
   seeds.push_back("\x3f\xfa\x7f" + std::string(7, '\x80') + '\0');
   seeds.push_back("\x3f\xfa\xff" + std::string(4, '\x80') + std::string(2, '\0'));
   return seeds;

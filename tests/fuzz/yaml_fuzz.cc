@@ -1,4 +1,4 @@
-// Configuration files: any bytes are read or refused with a place.
+// Configuration files: any bytes are read, or refused with a place in the file.
 #include <string>
 
 #include "absl/strings/match.h"

@@ -1,5 +1,5 @@
-// A small model and its attention computed the obvious way, in double precision and independently
-// of the product: what the server's answers are compared with.
+// A small model, and its attention computed in the obvious way, in double precision and
+// independently of the product. Tests compare the server's replies with it.
 #ifndef MLA_TESTS_INTEGRATION_DENSE_MODEL_H_
 #define MLA_TESTS_INTEGRATION_DENSE_MODEL_H_
 

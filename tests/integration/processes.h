@@ -1,4 +1,5 @@
-// The binaries as an operator meets them: an mla-server process, and programs run to their end.
+// The product's programs as an operator runs them: an mla-server process, and programs that run to
+// their end.
 #ifndef MLA_TESTS_INTEGRATION_PROCESSES_H_
 #define MLA_TESTS_INTEGRATION_PROCESSES_H_
 
@@ -19,10 +20,10 @@ struct Result {
   std::string output;
 };
 
-// Runs a command of the shell; stdout and stderr come together.
+// Runs a shell command; the result has stdout and stderr together.
 Result Shell(const std::string& command);
 
-// A command of the shell that runs meanwhile; killed at the end.
+// A shell command that runs in the background; killed by the destructor.
 class BackgroundCommand final {
  public:
   explicit BackgroundCommand(const std::string& command);
@@ -31,7 +32,7 @@ class BackgroundCommand final {
   BackgroundCommand& operator=(const BackgroundCommand&) = delete;
 
   void Signal(int number) const;
-  // Waits for its end; the code is 128 + the signal that killed it, as a shell says it.
+  // Waits for its end. The code of a killed command is 128 plus the signal, as in a shell.
   Result Finish();
 
  private:
@@ -39,24 +40,25 @@ class BackgroundCommand final {
   int output_ = -1;
 };
 
-// An mla-server process with small limits on a unix socket of its own; killed at the end.
+// An mla-server process with small limits on a unix socket of its own; killed by the destructor.
 class ServerProcess final {
  public:
-  // Returns when it is healthy, or has had ten seconds. `log`: the descriptor that it writes its
-  // log to, which stays the caller's; -1: a file, which Log reads.
+  // Returns when the server is healthy, or after ten seconds. `log` is the descriptor of its log,
+  // which the caller keeps; -1: a file, which Log reads.
   explicit ServerProcess(const std::vector<std::string>& flags, int log = -1);
   ~ServerProcess();
   ServerProcess(const ServerProcess&) = delete;
   ServerProcess& operator=(const ServerProcess&) = delete;
 
   std::string target() const { return "unix:" + folder_.File("mla.sock"); }
-  // A command line that runs mlactl on it.
+  // A command line that runs mlactl against the server.
   std::string Mlactl(const std::string& words) const;
   int Health() const { return Shell(Mlactl("health")).code; }
   void Signal(int number) const;
-  // From now on it may write no file beyond so many bytes. False: the system refuses.
+  // From now on the server may write no file beyond this many bytes. Returns false if the system
+  // refuses.
   bool LimitFiles(uint64_t bytes) const;
-  int Wait();  // for its end; the exit code
+  int Wait();  // waits for its end; returns the exit code
   std::string Log() const;
   std::string File(const std::string& name) const { return folder_.File(name); }
 

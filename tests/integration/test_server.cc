@@ -50,7 +50,8 @@ server::Config SmallConfig() {
   config.limits.launch_requests = 64;
   config.limits.prefill_rows = 256;
   config.limits.kv_wait_ms = 200;
-  config.limits.step_lease_ms = 30000;  // a busy machine is not a dead worker
+  config.limits.step_lease_ms = 30000;  // so long that a busy machine does not look like a dead
+                                        // worker
   config.wire.message_bytes = int64_t{1} << 20;
   config.wire.inflight_bytes = int64_t{4} << 20;
   config.wire.staging_bytes = int64_t{32} << 20;

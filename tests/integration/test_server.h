@@ -30,8 +30,7 @@ class TempFolder final {
 class TestServer final {
  public:
   // `change` edits the configuration before the start. A server that does not start ends the test
-  // program with its reason.
-  // `backend` makes what it serves by; empty: as the configuration says.
+  // program with its reason. `backend` makes the server's backend; empty: as configured.
   explicit TestServer(const std::function<void(server::Config&)>& change = {},
                       std::function<std::unique_ptr<kernels::AttentionBackend>()> backend = {});
 
@@ -40,7 +39,7 @@ class TestServer final {
   server::Server& server() const { return *server_; }
   bool exit_requested() const { return exit_requested_; }
   const TempFolder& folder() const { return folder_; }
-  // Stops and starts again on the same socket: a restart as clients see it.
+  // Stops and starts again on the same socket, as clients see a restart.
   void Restart();
 
   std::unique_ptr<client::Client> Connect(client::ClientOptions options = {}) const;
@@ -56,7 +55,7 @@ class TestServer final {
 // The configuration that TestServer starts from.
 server::Config SmallConfig();
 
-// What the operations port answers: "STATUS BODY", or "" when it cannot be reached.
+// The operations port's reply, "STATUS BODY", or "" if the port cannot be reached.
 std::string HttpGet(int port, const std::string& path, const std::string& method = "GET");
 
 }  // namespace mla::integration

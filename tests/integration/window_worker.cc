@@ -90,7 +90,7 @@ absl::Status WindowWorker::Compare(uint32_t layer, const WindowText::Layer& cach
                                    const float* lse) const {
   const auto dim = static_cast<size_t>(dims_.row());
   Dims wide = dims_;
-  wide.lora = dims_.row();  // all of a row is value
+  wide.lora = dims_.row();  // all elements of a row are values
   wide.rope = 0;
   const size_t from = visible < kWindow ? 0 : (visible - kWindow) * dim;
   std::vector<uint16_t> keys(cached.rows.begin() + static_cast<int64_t>(from),

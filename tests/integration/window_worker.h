@@ -1,5 +1,5 @@
-// A worker of a model with a window in miniature: drives steps and compares every answer with dense
-// attention over the rows and entries that it keeps beside.
+// A small worker for a model with a window. It drives steps and compares every reply with dense
+// attention over its own copy of the rows and entries.
 //
 // Not thread-safe.
 #ifndef MLA_TESTS_INTEGRATION_WINDOW_WORKER_H_
@@ -17,7 +17,8 @@
 
 namespace mla::integration {
 
-// What a sequence must contain: of both layers its rows and entries, bf16, [n, Dims().row()].
+// The expected contents of a sequence: for each of two layers its rows and entries, bf16, [n,
+// Dims().row()].
 struct WindowText {
   struct Layer {
     std::vector<uint16_t> rows, entries;
@@ -28,18 +29,18 @@ struct WindowText {
 class WindowWorker final {
  public:
   static constexpr uint32_t kWindow = 6, kTopK = 8;
-  static constexpr uint32_t kRatio = 4;  // of the second layer; the first has no entries
+  static constexpr uint32_t kRatio = 4;  // ratio of the second layer; the first has no entries
 
   explicit WindowWorker(uint64_t seed);
 
   v1::ModelSpec Spec(const std::string& model_id) const;
   const Dims& dims() const { return dims_; }
-  // [layers, heads]: those that answers are compared with.
+  // [layers, heads]: sinks that the expected replies use.
   std::vector<float>& sinks() { return sinks_; }
 
-  // One whole step of `rows` rows of the sequence, which its text gets, too. `lists`: of the second
-  // layer, by row, or empty: all entries. Returns the first failure, or INTERNAL naming the first
-  // answer that differs.
+  // Runs one whole step of `rows` rows of the sequence and adds them to its text. `lists` are of
+  // the second layer, by row, or empty: all entries. Returns the first failure, or INTERNAL with
+  // the first reply that differs.
   absl::Status Step(client::Session* session, const std::string& model_id,
                     client::Sequence* sequence, WindowText* text, uint32_t rows,
                     const std::vector<std::vector<int32_t>>& lists = {});

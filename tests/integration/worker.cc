@@ -11,7 +11,7 @@
 namespace mla::integration {
 namespace {
 
-// bf16 storage of one operand and one rounding of the result.
+// Error of storing one operand in bf16 and of rounding the result once.
 constexpr double kTolerance = 0.01;
 
 double Element(const std::vector<std::byte>& bytes, size_t index, v1::DType dtype) {
@@ -25,7 +25,7 @@ double Element(const std::vector<std::byte>& bytes, size_t index, v1::DType dtyp
   return FromBf16(value);
 }
 
-// The call with its tensors in device memory that this process's CPUs reach, too.
+// Makes the call with its tensors in device memory that this process's CPUs also reach.
 absl::StatusOr<client::AttendTimes> AttendOnDevice(client::Session* session, client::Step* step,
                                                    client::AttendCall call,
                                                    const std::vector<uint16_t>& kv_rows,

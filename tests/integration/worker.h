@@ -1,5 +1,4 @@
-// A model worker in miniature: drives steps on a server and checks every answer against the dense
-// model that it keeps beside.
+// A small model worker: drives steps on a server and compares every reply with its own dense model.
 #ifndef MLA_TESTS_INTEGRATION_WORKER_H_
 #define MLA_TESTS_INTEGRATION_WORKER_H_
 
@@ -15,7 +14,7 @@
 
 namespace mla::integration {
 
-struct Track {  // a sequence and what it must contain
+struct Track {  // a sequence and its expected contents
   client::Sequence sequence;
   DenseCache cache;
 };
@@ -28,14 +27,14 @@ class Worker final {
   // Uploads random weights; needed before EXPANDED.
   absl::Status Upload();
   absl::StatusOr<Track> Open();
-  // One whole step: `rows[i]` new rows for `tracks[i]`, every layer, then EndStep keeping
-  // `keep[i]` of them (empty: all). Returns the first failure, or INTERNAL naming the first
-  // answer that differs from the dense model.
+  // Runs one whole step: `rows[i]` new rows for `tracks[i]`, every layer, then EndStep, which keeps
+  // `keep[i]` of them (empty: all). Returns the first failure, or INTERNAL with the first reply
+  // that differs from the dense model.
   absl::Status Step(const std::vector<Track*>& tracks, const std::vector<uint32_t>& rows,
                     v1::Profile profile, const std::vector<uint32_t>& keep = {},
                     v1::DType o_dtype = v1::DTYPE_F32);
 
-  // Tensors lie in the session's device memory, which must be the fake runtime's from here on.
+  // From here on tensors lie in the session's device memory, which must be the fake runtime's.
   void UseDevice() { on_device_ = true; }
 
   client::Session& session() { return *session_; }

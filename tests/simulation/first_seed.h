@@ -1,4 +1,4 @@
-// The seed with which tests of random operations begin.
+// First seed of tests with random operations.
 #ifndef MLA_TESTS_SIMULATION_FIRST_SEED_H_
 #define MLA_TESTS_SIMULATION_FIRST_SEED_H_
 

@@ -1,6 +1,6 @@
-// The heads that a rank gets out of a fused launch are those it gets alone, and those of a request
-// of all heads: bit for bit where the CPU backend is deterministic, else within the bounds that
-// hold for any two batches.
+// The heads that a rank gets from a fused launch equal the heads that it gets alone, and the heads
+// of a request for all heads. They are equal bit by bit if the CPU backend is deterministic,
+// otherwise within the bounds for any two batches.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -57,7 +57,7 @@ struct Case {
   int ranks, context, rows, neighbours;
 };
 
-// What heads [0, 16) of the step's rows come to when `ranks` streams ask for their share each.
+// Outputs of heads [0, 16) of the step's rows when `ranks` streams each ask for their share.
 std::vector<float> Answer(bool deterministic, const Case& c, int ranks) {
   auto h = MakeHarness(deterministic);
   std::vector<StreamId> streams;
@@ -71,7 +71,7 @@ std::vector<float> Answer(bool deterministic, const Case& c, int ranks) {
   for (const StreamId stream : streams) {
     EXPECT_TRUE(h->Begin(stream, 2, {{seq.id, 1, c.context, c.rows}}, ranks)->status.ok());
   }
-  // Others in the same launch, only beside the ranks.
+  // With several ranks, other requests share the launch.
   std::vector<std::unique_ptr<TestRequest>> others;
   for (int i = 0; ranks > 1 && i < c.neighbours; ++i) {
     const auto other = h->Open();

@@ -1,5 +1,5 @@
-// Runs of a simulator under many seeds, as its test has them. A simulator is made of a seed, and
-// has Run(operations), which returns what was violated or "", counts() and hash().
+// Runs of a simulator under many seeds, for its test. A simulator is constructed from a seed and
+// has Run(operations), which returns the violation or "", counts() and hash().
 #ifndef MLA_TESTS_SIMULATION_SEED_RUNS_H_
 #define MLA_TESTS_SIMULATION_SEED_RUNS_H_
 
@@ -12,15 +12,15 @@
 
 namespace mla::simulation {
 
-// Of a test, with sanitizers fewer; MLA_TEST_LONG of the environment makes them 20 times as many.
+// Seeds of a test, fewer with sanitizers; MLA_TEST_LONG makes them 20 times as many.
 #if defined(MLA_SANITIZED)
 inline constexpr int64_t kTestSeeds = 20;
 #else
 inline constexpr int64_t kTestSeeds = 200;
 #endif
 
-// Runs so many operations under each seed and adds up what they reached. Returns how many seeds
-// that were; 0 after a violation, which is a failure of the test.
+// Runs `operations` operations under each seed and adds up the counts. Returns the number of seeds,
+// or 0 after a violation, which fails the test.
 template <typename Simulator, typename Counts>
 int64_t RunTestSeeds(int operations, Counts* counts) {
   const int64_t seeds = kTestSeeds * (std::getenv("MLA_TEST_LONG") == nullptr ? 1 : 20);
@@ -35,7 +35,7 @@ int64_t RunTestSeeds(int operations, Counts* counts) {
   return seeds;
 }
 
-// A seed says everything that happens, and another one something else.
+// Checks that a seed determines everything that happens, and that another seed differs.
 template <typename Simulator>
 void ExpectThatASeedRepeats(int operations) {
   Simulator first(FirstSeed()), again(FirstSeed()), other(FirstSeed() + 1);

@@ -1,4 +1,5 @@
-// ./dev sim: see --help. Exit status 0: no violation; 1: one, with the seed to replay it; 2: usage.
+// ./dev sim: see --help. Exit status 0: no violation; 1: a violation, with the seed to replay it;
+// 2: usage.
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>

@@ -29,7 +29,7 @@ TEST(Simulation, AMillionOperationsAreAsForetold) {
                    std::to_string(counts.operations[i]));
   }
   EXPECT_GE(counts.total(), options.operations);
-  // The mix reaches every kind of outcome, or the run proves little.
+  // If the mix does not reach every kind of outcome, the run proves little.
   const int64_t share = counts.total() / 1000;
   for (size_t i = 0; i < counts.operations.size(); ++i) {
     EXPECT_GT(counts.operations[i], 0) << Name(static_cast<Op>(i));

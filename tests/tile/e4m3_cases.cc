@@ -10,7 +10,8 @@
 namespace mla::tile_test {
 namespace {
 
-// A product of e4m3 is kept where it is at least this power of two of the largest in its sum.
+// The unit keeps a product of e4m3 if it is at least this power of two below the largest in its
+// sum.
 constexpr int kKeptBits = 13;
 constexpr int kNarrowDepth = 64;
 
@@ -43,7 +44,7 @@ Operand Whole(int rows, int most, uint32_t seed) {
   return operand;
 }
 
-// In every row a 1, and 2^-(row mod 8) at `k`.
+// Every row has a 1, and 2^-(row mod 8) at `k`.
 Operand Falling(int rows, int k) {
   Operand operand(rows);
   for (int row = 0; row < rows; ++row) {
@@ -53,7 +54,7 @@ Operand Falling(int rows, int k) {
   return operand;
 }
 
-// Of each of the probe's products `of(row, column, depth)`, one behind the other.
+// The results of(row, column, depth) of each of the probe's products, one product after the other.
 template <typename Of>
 std::vector<float> Wanted(const Of& of) {
   std::vector<float> wanted;
@@ -74,7 +75,7 @@ std::vector<float> Wanted(const Of& of) {
 
 E4m3Case Layout(const std::string& what, const Operand& a, const Operand& b) {
   return {what, a.values, b.values, Wanted([&](int row, int col, int depth) {
-            float sum = 0.0f;  // exact
+            float sum = 0.0f;  // sums stay exact
             for (int k = 0; k < depth; ++k) sum += a.Get(row, k) * b.Get(col, k);
             return sum;
           })};
@@ -89,7 +90,7 @@ std::vector<E4m3Case> E4m3Cases() {
     cases.push_back(Layout("rows of b", OneHot(kGroupRows, depth), Whole(kE4m3Cols, 8, 22)));
   }
   cases.push_back(Layout("whole numbers", Whole(kGroupRows, 4, 23), Whole(kE4m3Cols, 4, 24)));
-  // Added to a 1 within one instruction, and to one that an instruction before has left.
+  // Added to a 1 of the same instruction, and to a 1 of an earlier instruction.
   for (const int k : {5, 37}) {
     cases.push_back({k < 32 ? "bits kept of a product" : "bits kept beside the accumulator",
                      Falling(kGroupRows, k).values, Falling(kE4m3Cols, k).values,

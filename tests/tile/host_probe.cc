@@ -1,5 +1,5 @@
-// The probe kernels, compiled for the host. The build chooses the architecture; tools that read a
-// file by itself see gfx950's.
+// The probe kernels, compiled for the host. The build chooses the architecture; tools that parse
+// this file alone see gfx950's.
 #if !defined(MLA_ON_HOST)
 #define MLA_ON_HOST 1
 #define MLA_GFX950 1

@@ -1,4 +1,4 @@
-// In place of what build_device_code.sh writes: no device code is built in.
+// Replaces the output of build_device_code.sh: no device code is built in.
 #include <cstddef>
 
 extern "C" {

@@ -1,5 +1,5 @@
-// Probe kernels: each runs one tile primitive of the architecture on given operands and writes what
-// comes out in plain row-major order, by the layout functions that the real kernels use.
+// Probe kernels. Each runs one tile primitive of the architecture on given operands and writes the
+// result in plain row-major order, by the layout functions that the real kernels use.
 #include "kernels/hip/device/target/target.h"
 #if MLA_GFX950
 #include "kernels/hip/device/gfx950/code_wave.h"
@@ -23,7 +23,7 @@ namespace mla::tile_test {
 namespace tile = kernels::hip::tile;
 using kernels::hip::Chunk;
 
-// A row-major [rows, cols] matrix into a tile of kTileRows rows.
+// Copies a row-major [rows, cols] matrix into a tile of kTileRows rows.
 template <int kTileRows>
 MLA_DEVICE void stage(tile::lds_t at, const uint16_t* from, int rows, int cols, int threads) {
   for (int i = kernels::hip::thread_index(); i < rows * cols / 8; i += threads) {
@@ -123,7 +123,7 @@ struct Probe {
     });
   }
 
-  // Scores become the operand of the outputs the way the attention kernels do it.
+  // Turns scores into the operand of the outputs in the same way as the attention kernels.
   MLA_DEVICE static void chain(const ProbeArgs& args) {
     stage<kKvRows>(tile_c(), args.c, kKvRows, kOutCols, tile::kWave);
     Scores s[kFragments];
@@ -168,11 +168,11 @@ MLA_PROBE(chain_32, tile::kWave, Probe<32>::chain)
 MLA_PROBE(rows_16, tile::kWave, Probe<16>::rows)
 MLA_PROBE(rows_32, tile::kWave, Probe<32>::rows)
 
-// Four waves copy one tile of paged rows, with a copy of another tile still under way.
+// Four waves copy one tile of paged rows while the copy of another tile is still in flight.
 struct CopyConfig {
   static constexpr int kTileKv = kKvRows, kStages = 2, kLora = kCopyDim - 64, kRope = 64;
 };
-// What KvStream takes of a RowSource: the first rows of a sequence.
+// The part of RowSource that KvStream uses: the first rows of a sequence.
 struct FirstRows {
   static constexpr bool kLists = false;
   MLA_DEVICE int place(int at) const { return at < end ? at : end - 1; }
@@ -265,7 +265,7 @@ constexpr int kGroupThreads = 128;
 MLA_DEVICE int group_row(int slot) {
   return (kernels::hip::thread_index() >> 5) * 16 + slot * 8 + (tile::lane_index() >> 2);
 }
-// Element i of a warpgroup's accumulators lies in slot (i >> 1) & 1 and this column.
+// Column of element i of a warpgroup's accumulators, whose slot is (i >> 1) & 1.
 MLA_DEVICE int group_col(int i) { return 8 * (i >> 2) + 2 * (tile::lane_index() & 3) + (i & 1); }
 
 MLA_DEVICE void wgmma_scores(const ProbeArgs& args) {
@@ -341,7 +341,8 @@ MLA_DEVICE void wgmma_outputs(const ProbeArgs& args) {
 }
 MLA_PROBE(wgmma_outputs, kGroupThreads, wgmma_outputs)
 
-// Register m of load_matrices: 8x8 matrix m, row lane / 4, columns 2 (lane % 4) and the next.
+// Register m of load_matrices holds row lane / 4, columns 2 (lane % 4) and the next, of 8x8 matrix
+// m.
 MLA_DEVICE void matrices(const ProbeArgs& args) {
   const int lane = tile::lane_index();
   const uint32_t a = tile::shared_base<kSharedBytes>(), back = a + 16 * 128;
@@ -371,7 +372,7 @@ MLA_DEVICE void matrices(const ProbeArgs& args) {
 }
 MLA_PROBE(matrices, tile::kWave, matrices)
 
-// One group copies, arrives, and begins again only when the other has read; three rounds.
+// One group copies and arrives, and begins again only when the other has read; three rounds.
 MLA_DEVICE void barriers(const ProbeArgs& args) {
   const uint32_t at = tile::shared_base<kSharedBytes>();
   const uint32_t filled = at + kKvRows * 128, emptied = filled + 8;
@@ -394,7 +395,7 @@ MLA_DEVICE void barriers(const ProbeArgs& args) {
       while (!tile::barrier_test(filled, round & 1)) {
       }
       const bool seen = tile::named_any<1, kGroupThreads>(thread == 77);
-      // What another thread copied.
+      // Reads a chunk that another thread copied.
       const int other = (thread * 5 + 3) & (kGroupThreads - 1);
       const Chunk c = tile::load_chunk_shared(tile::chunk_at<kKvRows>(at, other >> 3, other & 7));
       for (int e = 0; e < 8 && seen; ++e) {

@@ -13,7 +13,7 @@ namespace mla::tile_test {
 
 namespace tile = kernels::hip::tile;
 
-// Products of 8-bit floats, and how their operands are made.
+// Probes of products of 8-bit floats; the functions also make their operands.
 template <int kRows>
 struct ProbeCodes {
   using W = tile::CodeWave<kRows>;
@@ -29,7 +29,7 @@ struct ProbeCodes {
     return W::codes(number(from, at), number(from, at + 1), number(from, at + 2),
                     number(from, at + 3));
   }
-  // A row-major [kKvRows, cols] matrix as a tile.
+  // Copies a row-major [kKvRows, cols] matrix into a tile.
   MLA_DEVICE static void stage(const uint16_t* from, int cols) {
     for (int i = tile::lane_index(); i < kKvRows * cols / 16; i += tile::kWave) {
       kernels::hip::Chunk c;
@@ -64,7 +64,7 @@ struct ProbeCodes {
     }
   }
 
-  // From probabilities as they lie in scores.
+  // Takes probabilities in the layout of scores.
   MLA_DEVICE static void outputs(const ProbeArgs& args) {
     constexpr int kFragmentsOut = kOutCols / W::kOutCols;
     const int lane = tile::lane_index(), row = W::row(lane, 0);

@@ -1,5 +1,5 @@
-// Probe of the products of e4m3 on sm_90, for probe.hip: by a warpgroup, operands in shared memory
-// and in registers.
+// Probe of the products of e4m3 on sm_90, for probe.hip. A warpgroup multiplies operands in shared
+// memory and in registers.
 #ifndef MLA_TESTS_TILE_PROBE_E4M3_H_
 #define MLA_TESTS_TILE_PROBE_E4M3_H_
 
@@ -14,7 +14,7 @@ struct ProbeE4m3 {
   static constexpr int kThreads = 128, kSteps = kE4m3Depth / 32;
   static constexpr int kNarrow = 64;  // bytes of a narrow row
 
-  // Accumulator element i of a warpgroup lies there.
+  // Row and column of accumulator element i of a warpgroup.
   MLA_DEVICE static int row(int slot) {
     return (kernels::hip::thread_index() >> 5) * 16 + slot * 8 +
            (kernels::hip::tile::lane_index() >> 2);
@@ -29,7 +29,7 @@ struct ProbeE4m3 {
     return out + kGroupRows * 2 * kCount;
   }
 
-  // Four numbers of a row-major matrix of kE4m3Depth columns as codes.
+  // Four numbers of a row-major matrix of kE4m3Depth columns, as codes.
   MLA_DEVICE static uint32_t codes(const uint16_t* from, int r, int k) {
     float x[4];
     for (int e = 0; e < 4; ++e) {
@@ -38,8 +38,8 @@ struct ProbeE4m3 {
     }
     return kernels::hip::tile::pack_e4m3(x[0], x[1], x[2], x[3]);
   }
-  // The first kBytes columns of `rows` rows as a tile. Chunks of narrow rows change places by other
-  // bits of the row.
+  // Copies the first kBytes columns of `rows` rows into a tile. Chunks of narrow rows are permuted
+  // by other bits of the row.
   template <int kBytes>
   MLA_DEVICE static void stage(lds_t at, const uint16_t* from, int rows) {
     constexpr int kChunks = kBytes / 16;

@@ -1,11 +1,11 @@
 // Runs every tile primitive of the architecture that this machine's GPU has, and compares each
 // element with a formula on the host. Operands are distinct in every element, or whole numbers
-// small enough that sums are exact, so nothing transposed, swapped or left out can pass.
+// small enough that sums are exact, so a transposed, swapped or missing element cannot pass.
 //
 //   tile_conformance [--library LIB] [--image ARCH FILE]
 //
-// --image is device code for ARCH, in place of what was built in. A line per probe; exit status 0
-// only when a device was found and every element was right.
+// --image is device code for ARCH, used instead of the built-in code. Prints a line per probe. Exit
+// status 0 only if a device was found and every element was right.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -57,7 +57,7 @@ Matrix Distinct(int rows, int cols) {
   for (size_t i = 0; i < m.values.size(); ++i) m.values[i] = static_cast<Bf16>(0x2400 + i);
   return m;
 }
-// One 1 a row, in a different column each as long as there are columns.
+// One 1 a row, in different columns as far as there are enough columns.
 Matrix OneHot(int rows, int cols) {
   Matrix m(rows, cols);
   for (int r = 0; r < rows; ++r) m.at(r, (r * 29 + 7) % cols) = ToBf16(1.0f);
@@ -72,7 +72,7 @@ Matrix Whole(int rows, int cols, int most, uint32_t seed, float unit = 1.0f) {
   return m;
 }
 
-// a b^T or a b: one non-zero product a sum, or whole numbers, so exact in any order.
+// a b^T or a b. A sum has one non-zero product, or whole numbers, so it is exact in any order.
 std::vector<float> Product(const Matrix& a, const Matrix& b, bool b_transposed) {
   const int cols = b_transposed ? b.rows : b.cols;
   std::vector<float> out;
@@ -98,7 +98,7 @@ bool BitEqual(float got, float wanted) {
   return std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(wanted) ||
          (got == 0.0f && wanted == 0.0f);
 }
-// Of functions that the device approximates.
+// For functions that the device approximates.
 bool Near(float got, float wanted) {
   return std::abs(got - wanted) <= 1e-6f * (1.0f + std::abs(wanted));
 }
@@ -109,7 +109,7 @@ struct Case {
   std::vector<Bf16> a = {}, b = {}, c = {};
   std::vector<float> c32 = {};
   std::vector<float> wanted = {};
-  size_t approximate = 0;  // elements at the beginning; the others must be equal bit by bit
+  size_t approximate = 0;  // elements at the beginning; all others must be equal bit by bit
 };
 
 class Device {
@@ -124,7 +124,7 @@ class Device {
                                                       const std::vector<Image>& images);
   const GpuRuntime& runtime() const { return *runtime_; }
   int wave() const { return runtime_->vendor() == kernels::hip::Vendor::kAmd ? 64 : 32; }
-  // Elements that are wrong; the first ones are printed.
+  // Counts the wrong elements and prints the first ones.
   absl::StatusOr<int64_t> Run(const Case& c);
 
  private:
@@ -134,7 +134,7 @@ class Device {
   std::unique_ptr<GpuRuntime> runtime_;
   kernels::hip::Module module_ = nullptr;
   kernels::hip::Stream stream_ = nullptr;
-  std::vector<kernels::hip::DeviceBuffer> buffers_;  // of the case that runs
+  std::vector<kernels::hip::DeviceBuffer> buffers_;  // for the current case
 };
 
 Device::~Device() {
@@ -269,7 +269,7 @@ void AddWaveProducts(int wave, std::vector<Case>& cases) {
   }
 }
 
-// Lanes that hold parts of one packed row: on sm_90 four neighbours, on AMD those congruent modulo
+// Lanes that hold parts of one packed row: on sm_90 four neighbours, on AMD lanes congruent modulo
 // the rows of a wave.
 void AddRows(int wave, std::vector<Case>& cases) {
   for (const int rows : {16, 32}) {
@@ -337,7 +337,7 @@ void AddArithmetic(int wave, std::vector<Case>& cases) {
   cases.push_back(lanes);
 }
 
-// Of numbers that codes hold, the smallest too: whole multiples of 2^-9.
+// Uses only numbers that codes hold, the smallest included: whole multiples of 2^-9.
 void AddCodes(bool powers, std::vector<Case>& cases) {
   const auto power = [&](int row) { return static_cast<float>(powers ? 1 << row % 4 : 1); };
   const auto scale = [&](std::vector<float>& out, size_t cols) {

@@ -1,5 +1,5 @@
-// Dispatch levels whose instructions are emulated (see immintrin.h beside this file): the same
-// source as the real ones, for tests on machines that have not the instructions.
+// Dispatch levels whose instructions are emulated (see immintrin.h in this folder). They are
+// compiled from the source of the real levels, for tests on machines that lack the instructions.
 #ifndef MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
 #define MLA_KERNELS_CPU_EMULATION_EMULATED_LEVELS_H_
 

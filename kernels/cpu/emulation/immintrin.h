@@ -1,9 +1,10 @@
-// AVX-512 and AMX in plain C++, for tests of dispatch levels that the machine can not run.
+// AVX-512 and AMX in plain C++, for tests of dispatch levels that the machine cannot run.
 //
 // A test target that has this folder in its include path compiles a level's source against these
 // functions instead of the compiler's own: same names, same lanes, same roundings, baseline
-// instructions. Only what the level sources use is here; a new intrinsic in a level has to be added
-// before its emulated tests compile. Speed is that of the baseline, some 50 times slower.
+// instructions. It has only the intrinsics that the level sources use; a new one must be added here
+// before its level's emulated tests compile. The emulation is about 50 times slower than the
+// instructions.
 //
 // Arithmetic follows the instruction's definition: vdpbf16ps and the tile product add the products
 // of a pair one after the other in fp32 (odd element first, then even, as documented), take
@@ -165,7 +166,7 @@ MLA_EMULATED void _mm256_mask_storeu_epi16(void* to, __mmask16 mask, __m256i v) 
   EmulatedMaskedStore<uint16_t>(to, mask, v);
 }
 
-// Highest lane first, as the instruction sets' makers write them.
+// Arguments are ordered highest lane first, as in the vendors' headers.
 template <typename... Rest>
 static inline __m512i _mm512_set_epi64(Rest... lanes) {
   const int64_t listed[8] = {static_cast<int64_t>(lanes)...};
@@ -191,7 +192,7 @@ MLA_EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(static_cast<double>(a[i]) * b[i] + c[i]);
   return v;
 }
-// The second operand where one is NaN.
+// Returns the second operand if one is NaN.
 MLA_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 MLA_EMULATED __m512 _mm512_maskz_sub_ps(__mmask16 mask, __m512 a, __m512 b) {
   __m512 v = a - b;
@@ -211,7 +212,7 @@ MLA_EMULATED __m512 _mm512_roundscale_ps(__m512 x, int) {
   for (int i = 0; i < 16; ++i) x[i] = MLA_NS::NearestEven(x[i]);
   return x;
 }
-// x 2^n for whole n; -inf gives 0, NaN in either operand NaN.
+// x 2^n for integral n; n = -inf gives 0, and NaN in either operand gives NaN.
 MLA_EMULATED __m512 _mm512_scalef_ps(__m512 x, __m512 n) {
   for (int i = 0; i < 16; ++i) {
     if (n[i] != n[i]) {
@@ -254,7 +255,7 @@ MLA_EMULATED __m512i _mm512_add_epi8(__m512i a, __m512i b) {
   for (int i = 0; i < 64; ++i) x.at[i] = static_cast<uint8_t>(x.at[i] + y.at[i]);
   return MLA_NS::Cast<__m512i>(x);
 }
-// Bytes of two tables side by side, by the low 7 bits of the index.
+// Selects bytes of two concatenated tables by the low 7 bits of the index.
 MLA_EMULATED __m512i _mm512_permutex2var_epi8(__m512i a, __m512i index, __m512i b) {
   const auto x = MLA_NS::Cast<MLA_NS::I8>(a), y = MLA_NS::Cast<MLA_NS::I8>(b);
   auto at = MLA_NS::Cast<MLA_NS::I8>(index);

@@ -20,7 +20,7 @@ constexpr double kLn2 = 0.6931471805599453;
 struct Group {
   int32_t q_begin, heads, head_begin;
   int32_t rows;        // packed rows of the group
-  int32_t first;       // packed row of the item that packed row 0 of the group is, before mapping
+  int32_t first;       // packed row of the item at packed row 0 of the group, before mapping
   int32_t item_heads;  // heads of the item: partial rows are q-major over these
   int32_t item_head;   // head_begin within the item
 
@@ -78,11 +78,12 @@ class ItemState {
   const WorkInfo& work_;
   std::byte* scratch_;
   KvOperands kv_;
-  bool packs_in_product_ = false;  // the products of the group pack values
+  bool packs_in_product_ = false;  // the group's products pack values
   bool few_keys_ = false;          // some row of the group sees at most kTileRows keys
 };
 
-// Packed row n as it was sent. One in pieces is copied to `place` of the panel's rows, at most.
+// Returns packed row n as the client sent it. A row in pieces is copied first, to `place` of the
+// panel's rows if need be.
 const void* ItemState::QueryRow(const Group& group, int32_t n, int32_t place) const {
   const auto size = static_cast<int64_t>(ElementSize(context_.params->desc.q_dtype));
   const int64_t begin =
@@ -121,7 +122,7 @@ void ItemState::PackQueryBlock(const Group& group, int32_t first, int32_t rows, 
   }
 }
 
-// fp32 queries at bf16 levels: a block of high parts, and behind it one of low parts.
+// bf16 levels split fp32 queries: a block of high parts is followed by a block of low parts.
 void ItemState::PackSplitQueries(const Group& group, int32_t first, int32_t rows, std::byte* out) {
   auto* high = As<uint16_t>(at_.split_rows);
   uint16_t* low = high + kPanel * at_.split_ld;
@@ -148,8 +149,8 @@ void ItemState::PackQueries(const Group& group) {
   }
 }
 
-// visible[n] = KV rows [0, visible[n]) of the segment that packed row n sees, or so many places of
-// its index list or window, cut at the item's end. Returns the largest.
+// Sets visible[n] so that packed row n sees KV rows [0, visible[n]) of the segment, or this many
+// places of its index list or window; cut at the item's end. Returns the largest.
 int32_t ItemState::SetVisible(const Group& group) {
   int32_t* visible = As<int32_t>(at_.visible);
   int32_t largest = 0;
@@ -163,8 +164,8 @@ int32_t ItemState::SetVisible(const Group& group) {
   return largest;
 }
 
-// The product sums over all rows of a tile, and 0 x NaN is NaN: where a masked tile holds values
-// that are not finite, each packed row sums over the rows it sees.
+// The product sums over all rows of a tile, and 0 x NaN is NaN. In a masked tile that holds values
+// that are not finite, each packed row therefore sums only over the rows it sees.
 void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_rows, int32_t row,
                                     int32_t rows, float* o, bool first) {
   const bool with_rest = softmax.p_rest != nullptr;
@@ -183,8 +184,8 @@ void ItemState::AccumulateCarefully(const SoftmaxArgs& softmax, int32_t packed_r
   }
 }
 
-// Adds the products with the queries' low parts. An infinite key makes the high part's product
-// infinite, as it should be; adding the low part's could make it NaN, so those are left out.
+// Adds the products with the queries' low parts. An infinite key correctly makes the high part's
+// product infinite. The low part's product could turn it into NaN, so it is left out there.
 void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
   float* logits = gemm.c;
   const int64_t count = static_cast<int64_t>(gemm.rows) * gemm.ldc;
@@ -200,7 +201,7 @@ void ItemState::AddLowTerm(GemmArgs gemm, const std::byte* low_queries) {
 }
 
 // `few_keys`: some row sees so few keys that the roundings of weights and of up-projected values do
-// not average out; there both are taken with what rounding took from them.
+// not average out. Both are then used together with their rounding remainders.
 void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t rows,
                         int32_t position, bool masked, bool few_keys, bool first) {
   const int32_t columns = (packed_rows + kPanel - 1) / kPanel * kPanel;
@@ -271,7 +272,7 @@ void ItemState::RunTile(int32_t block, int32_t packed_rows, int32_t row, int32_t
   kernels_.accumulate(accumulate);
 }
 
-// The chunk's tiles that some row of the block sees.
+// Runs the chunk's tiles that some row of the block sees.
 void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin,
                          int32_t chunk_rows, bool first_chunk) {
   const int32_t* seen = As<int32_t>(at_.visible) + block * kTileRows;
@@ -279,7 +280,7 @@ void ItemState::RunBlock(int32_t block, int32_t packed_rows, int32_t chunk_begin
   for (int32_t row = 0; row < chunk_rows; row += kTileRows) {
     const int32_t position = chunk_begin + row;
     const bool first = first_chunk && row == 0;
-    // The first tile is run even when no query sees it: it sets O.
+    // The first tile is run even if no query sees it, because it initialises O.
     if (*most <= position && !first) return;
     const int32_t rows = std::min(kTileRows, chunk_rows - row);
     RunTile(block, packed_rows, row, rows, position, *least < position + rows,
@@ -316,7 +317,8 @@ void ItemState::Finish(const Group& group) {
   }
 }
 
-// Absorbed chunks are single tiles, read from where they lie: the next one comes meanwhile.
+// Absorbed chunks are single tiles that are read in place, so the next one can be fetched during
+// the products.
 bool ItemState::FetchesAhead() const {
   const bool listed = context_.params->desc.attention == AttentionKind::kSparse;
   return !at_.expanded && (!listed || at_.widens || kernels_.fetches_listed_rows);
@@ -324,7 +326,7 @@ bool ItemState::FetchesAhead() const {
 
 void ItemState::RunGroup(const Group& group) {
   const int32_t end = SetVisible(group);
-  // Columns that pad the last panel run along; they need defined state, not meaning.
+  // Columns that pad the last panel are computed as well, so their state is initialised.
   const int32_t padded = (group.rows + kPanel - 1) / kPanel * kPanel;
   std::fill_n(As<float>(at_.m), padded, -kInfinity);
   std::fill_n(As<float>(at_.l), padded, 0.0f);
@@ -334,7 +336,8 @@ void ItemState::RunGroup(const Group& group) {
   bool first = true;
   for (int32_t begin = work_.kv_begin; begin < end; begin += at_.chunk_rows) {
     const int32_t entries = std::min(at_.chunk_rows, end - begin);
-    // A tile with few_keys lies here: its rows are of one head, so they see at most kTileRows more.
+    // A tile with few_keys lies within this bound: its rows are of one head, so they see at most
+    // kTileRows more.
     const int32_t rows =
         kv_.Prepare(begin, entries, few_keys_ && begin < 2 * kTileRows, !packs_in_product_);
     if (FetchesAhead()) {

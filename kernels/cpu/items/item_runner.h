@@ -1,7 +1,8 @@
 // Executes work items of a plan on one thread, merges partial tiles, and runs the projections.
 //
-// An item is a tile (query rows x heads) against a range of KV rows. Its packed rows are taken in
-// groups that fit the scratch memory and in blocks of kTileRows; KV rows in chunks and tiles:
+// An item is a tile (query rows x heads) and a range of KV rows. Its packed rows are processed in
+// groups that fit the scratch memory, and within a group in blocks of kTileRows. KV rows are
+// processed in chunks and tiles:
 //
 //   pack the group's queries
 //   for each chunk of KV rows that some row sees:   absorbed: rows stay in their pages
@@ -9,8 +10,8 @@
 //     for each block, tile: S^T = K Q^T; online softmax; O = alpha O + P V
 //   write O / l and the LSE to the output, or to the partial buffers when the tile is split
 //
-// In sparse attention an item has one query row, and a chunk the KV rows that a range of its index
-// list names.
+// In sparse attention an item has one query row, and a chunk has the KV rows that a range of its
+// index list names.
 //
 // The rows of a split tile are merged in shares, each by one thread, in the order of the plan.
 // Threading: const; one thread per scratch memory. Nothing allocates.
@@ -27,7 +28,7 @@
 
 namespace mla::kernels::cpu {
 
-// Packed W_UK / W_UV of a slot, all heads of the model, see weights.h.
+// Packed W_UK / W_UV of a slot, all heads of the model; see weights.h.
 struct PackedWeights {
   const std::byte* heads = nullptr;
 };
@@ -47,7 +48,7 @@ struct RunContext {
   PartialBuffers partials;
 };
 
-// `weights` are those of the item's segment; unused in the absorbed form.
+// `weights` belong to the item's segment; unused in the absorbed form.
 void AttendItem(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
                 std::byte* scratch);
 
@@ -61,7 +62,8 @@ struct ProjectionContext {
   bool absorb = true;
   DType in = DType::kBf16;
   DType out = DType::kBf16;
-  const FragmentedInput* fragments = nullptr;  // the record's input, where it lies in fragments
+  const FragmentedInput* fragments = nullptr;  // the record's input if it lies in fragments, else
+                                               // null
 };
 void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& record,
                   const PackedWeights& weights, int32_t head, int32_t row_begin, int32_t row_end,

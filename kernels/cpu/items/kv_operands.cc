@@ -10,7 +10,7 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// Rows widened at a time: groups of 32, to which packed tiles are padded.
+// Rows widened at a time. Packed tiles are padded to groups of 32.
 constexpr int32_t kWidenedRows = 32;
 static_assert(kTileRows % kWidenedRows == 0);
 
@@ -18,8 +18,8 @@ bool AllFinite(const float* values, int32_t count) {
   return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
 }
 
-// Four bf16 values at a time: one more in the last place of an exponent of ones carries into the
-// sign. Every masked tile is looked through, so that this counts beside its products.
+// Checks four bf16 values at a time: adding one to the last place of an exponent of ones carries
+// into the sign. It runs over every masked tile, so its cost is noticeable next to the products.
 bool AllFinite(const Bf16* values, int32_t count) {
   constexpr uint64_t kExponents = 0x7f80'7f80'7f80'7f80;
   constexpr uint64_t kLastPlaces = 0x0080'0080'0080'0080;
@@ -44,8 +44,7 @@ void KvOperands::SelectHead(int32_t head) {
               As<std::byte>(at_.uk));
 }
 
-// Rows of an 8-bit format become bf16 rows of scratch memory, as which everything behind knows
-// them.
+// Widens rows of an 8-bit format to bf16 rows in scratch memory; all later steps read these.
 void KvOperands::WidenRows(int32_t first, int32_t count) {
   const int32_t rows = std::clamp(of_segment_ - first, 0, count);
   WidenPart(at_.kv, first, rows);
@@ -74,7 +73,8 @@ void KvOperands::WidenPart(const KvRowLayout& kv, int32_t first, int32_t count) 
   }
 }
 
-// Value panels of rows [first, first + count) of the chunk; all of one tile, `first` even.
+// Packs value panels of rows [first, first + count) of the chunk. All are of one tile, and `first`
+// is even.
 void KvOperands::PackValues(const uint16_t* const* values, int32_t first, int32_t count) {
   std::byte* const tile = As<std::byte>(at_.value_panels_at + first / kTileRows * at_.v_tile_bytes);
   const int64_t pairs = first % kTileRows / 2;
@@ -95,7 +95,7 @@ KvOperands::Found KvOperands::Find(int32_t begin, int32_t count, const FoundRows
   return {count, count};
 }
 
-// Places of the window, then those of the entries.
+// Finds places of the window first, then places of the entries.
 KvOperands::Found KvOperands::FindWindow(int32_t begin, int32_t count, const FoundRows& to) const {
   const int32_t visible = VisibleRows(segment_, q_row_);
   const int32_t held = WindowRows(*window_, visible);
@@ -129,7 +129,7 @@ int32_t KvOperands::Prepare(int32_t begin, int32_t entries, bool keep_rests, boo
   auto** keys = As<const void*>(at_.key_ptrs);
   auto** values = As<const uint16_t*>(at_.value_ptrs);
   if (!at_.expanded && bf16()) {
-    // Widened rows are packed while they are in the first-level cache.
+    // Widened rows are packed in small pieces, while they are in the first-level cache.
     const int32_t piece = at_.widens ? kWidenedRows : kTileRows;
     for (int32_t first = 0; first < count; first += piece) {
       const int32_t some = std::min(piece, count - first);
@@ -161,7 +161,7 @@ void KvOperands::FindNext(int32_t begin, int32_t count) {
   next_count_ = Find(begin, count, {As<const void*>(at_.next_rows), nullptr}).rows;
 }
 
-// keys = [latent x W_UK^T, rotated part], values = latent x W_UV.
+// Computes keys = [latent x W_UK^T, rotated part] and values = latent x W_UV.
 void KvOperands::UpProject(int32_t count, bool keep_rests) {
   const Geometry& g = context_.params->desc.geometry;
   const WeightLayout layout = MakeWeightLayout(kernels_, g);
@@ -207,7 +207,7 @@ void KvOperands::UpProject(int32_t count, bool keep_rests) {
   }
 }
 
-// Value panels of up - bf16(up).
+// Packs value panels of the remainders up - bf16(up).
 void KvOperands::PackRests(const float* up, int32_t count) {
   const uint16_t* rows[kTileRows];
   for (int32_t r = 0; r < count; ++r) {

@@ -1,7 +1,7 @@
-// The KV rows of one item, a chunk at a time, as operands of its products: found in their pages,
-// widened where their format has 8-bit values, up-projected in the expanded form, values packed.
+// Prepares the KV rows of one item, a chunk at a time, as operands of its products. It finds rows
+// in their pages, widens 8-bit formats, up-projects in the expanded form and packs values.
 //
-// Lives in a thread's scratch memory, cut as RunLayout says; one thread uses it.
+// Its memory is a thread's scratch memory, divided by RunLayout. One thread uses it.
 #ifndef MLA_KERNELS_CPU_ITEMS_KV_OPERANDS_H_
 #define MLA_KERNELS_CPU_ITEMS_KV_OPERANDS_H_
 
@@ -15,7 +15,7 @@ namespace mla::kernels::cpu {
 
 class KvOperands {
  public:
-  // Of the item's segment; where the attention is not dense, of its only query row.
+  // For the item's segment; unless the attention is dense, the item has one query row.
   KvOperands(const RunContext& context, const WorkInfo& work, const PackedWeights& weights,
              std::byte* scratch)
       : context_(context),
@@ -29,21 +29,23 @@ class KvOperands {
 
   // Expanded form: makes W_UK of head `head` of the model ready for up-projections.
   void SelectHead(int32_t head);
-  // Makes rows [begin, begin + entries) of the segment, or those at such places of its index list
-  // or window, the chunk; returns how many it has. `keep_rests`: in the expanded form also what
-  // rounding took from up-projected values. `pack_values`: not where the product does it.
+  // Makes a chunk of rows [begin, begin + entries) of the segment, or of the rows at these places
+  // of its index list or window. Returns how many rows it has. `keep_rests`: in the expanded form,
+  // also keeps the rounding remainders of up-projected values. `pack_values`: false if the product
+  // packs them.
   int32_t Prepare(int32_t begin, int32_t entries, bool keep_rests, bool pack_values);
-  // Whether a product with so many panels of queries packs the values of its rows.
+  // Returns true if a product with `panels` panels of queries packs the values of its rows.
   bool PacksInProduct(int32_t panels) const;
-  // Rows that products may fetch into a cache meanwhile.
+  // Finds rows that products may fetch into a cache while they run.
   void FindNext(int32_t begin, int32_t count);
 
   const void* const* keys() const { return As<const void*>(at_.key_ptrs); }  // rows of the chunk
   const void* const* next_rows() const { return As<const void*>(at_.next_rows); }
   int32_t next_count() const { return next_count_; }
-  // Of the tile that begins at row `row` of the chunk, as AccumulateArgs takes them.
+  // Values of the tile that begins at row `row` of the chunk, in the form that AccumulateArgs
+  // takes.
   const void* values(int32_t row) const;
-  uint16_t* value_panels(int32_t row) const {  // bf16 levels: where `values` has them
+  uint16_t* value_panels(int32_t row) const {  // bf16 levels: storage of `values`
     return As<uint16_t>(at_.value_panels_at + row / kTileRows * at_.v_tile_bytes);
   }
   const void* value_rests(int32_t row) const;
@@ -51,14 +53,14 @@ class KvOperands {
   float Value(int32_t row, int32_t d, bool with_rest) const;
   bool ValuesFinite(int32_t row, int32_t rows) const;
 
-  // Of an output whose log-sum-exp is `lse`; 1 without sinks.
+  // Factor of an output whose log-sum-exp is `lse`; 1 without sinks.
   float SinkFactorOf(int64_t head, float lse) const {
     const bool sinks = window_ != nullptr && window_->sinks != nullptr;
     return sinks ? static_cast<float>(SinkFactor(window_->sinks[head], lse)) : 1.0f;
   }
 
-  // What logits and outputs have to be multiplied by: keys and values are codes where a layer has
-  // one scale.
+  // Factor for logits and outputs. In formats with one scale a layer, keys and values are unscaled
+  // codes.
   float scale() const {
     return context_.params->desc.kv_format == KvFormat::kFp8Tensor ? segment_.kv_scale : 1.0f;
   }
@@ -75,7 +77,8 @@ class KvOperands {
     return &context.params->windows[static_cast<size_t>(work.segment)];
   }
 
-  // Of rows that were found, those that are not entries of a window come first.
+  // Counts of found rows. The first `of_segment` are rows of the segment; entries of a window
+  // follow.
   struct Found {
     int32_t rows, of_segment;
   };
@@ -86,7 +89,7 @@ class KvOperands {
   void PackValues(const uint16_t* const* values, int32_t first, int32_t count);
   void UpProject(int32_t count, bool keep_rests);
   void PackRests(const float* up, int32_t count);
-  const float* FloatValues(int32_t row) const;  // of the fp32 levels
+  const float* FloatValues(int32_t row) const;  // for fp32 levels
 
   const RunContext& context_;
   const KernelSet& kernels_;

@@ -1,8 +1,8 @@
-// The selections of a launch as items for threads: a query row an item, or, where rows are fewer
-// than threads, a share of one, whose candidates a second phase merges.
+// The selections of a launch as items for threads: one item a query row. If there are fewer rows
+// than threads, an item is a share of a row, and a second phase merges the shares' candidates.
 //
-// Threading: after Configure, Items and Shares from any thread; Run from several at once, each with
-// scratch memory and an item of its own.
+// Threading: after Configure, Items and Shares from any thread. Run from several threads at once,
+// each with scratch memory and an item of its own.
 #ifndef MLA_KERNELS_CPU_ITEMS_LAUNCH_SELECTS_H_
 #define MLA_KERNELS_CPU_ITEMS_LAUNCH_SELECTS_H_
 
@@ -24,19 +24,20 @@ class LaunchSelects final {
   absl::Status Configure(const KernelSet& kernels, int32_t threads, int32_t top_k);
 
   static int64_t Rows(std::span<const SelectRecord> selects);
-  // Of each of `rows` > 0 query rows; above 1, what Run leaves of them is to be merged.
+  // Shares of each query row in a launch of `rows` > 0 rows. Above 1, Run yields candidates that
+  // Merge must merge.
   int32_t Shares(int64_t rows) const;
-  // Item `item` of [0, rows * shares).
+  // Runs item `item` of [0, rows * shares).
   void Run(const PoolView& pool, std::span<const SelectRecord> selects, int32_t shares,
            int64_t item, std::byte* scratch);
-  // Item `item` of [0, rows), once all of Run's have ended.
+  // Merges item `item` of [0, rows). REQUIRES: all items of Run have ended.
   void Merge(std::span<const SelectRecord> selects, int32_t shares, int64_t item);
 
  private:
   const KernelSet* kernels_ = nullptr;
   SelectLayout layout_;
   int32_t threads_ = 0;
-  MappedMemory ranks_;  // of candidates_
+  MappedMemory ranks_;  // storage of candidates_
   std::vector<SelectCandidates> candidates_;
 };
 

@@ -16,7 +16,7 @@ constexpr float kOnes[] = {1.0f, 1.0f};
 constexpr int32_t kMergedAtOnce = 64;  // parts of a row
 
 // Merges the parts of one packed row; `offset` is the row within each part. A part that saw no key
-// does not count, whatever it holds. `sink`: of the row's head, or null.
+// is ignored, whatever it holds. `sink` is the sink of the row's head, or null.
 void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t offset,
               const SegmentRecord& segment, int64_t o_offset, const float* sink, float* lse_out) {
   const PartialBuffers& partials = context.partials;
@@ -51,14 +51,15 @@ void MergeRow(const RunContext& context, std::span<const int32_t> parts, int64_t
   if (lse_out != nullptr) *lse_out = static_cast<float>(lse);
 }
 
-// `bytes` of the record's input from its byte `begin` on; those in fragments may go to `spare`.
+// Returns `bytes` bytes of the record's input from its byte `begin` on. Bytes in fragments may be
+// copied to `spare`.
 const void* InputAt(const ProjectionContext& context, const ProjectionRecord& record, int64_t begin,
                     int64_t bytes, void* spare) {
   if (context.fragments != nullptr) return ReadFragments(*context.fragments, begin, bytes, spare);
   return static_cast<const std::byte*>(record.in) + begin;
 }
 
-// out[offset ..] = `count` elements of the record's input from its byte `begin` on.
+// Sets out[offset ..] to `count` elements of the record's input from its byte `begin` on.
 void CopyElements(const ProjectionContext& context, const ProjectionRecord& record, int64_t begin,
                   int32_t count, void* out, int64_t offset) {
   constexpr int32_t kAtOnce = 16;
@@ -126,8 +127,8 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   gemm.k = in_dim;
   gemm.c = reinterpret_cast<float*>(scratch + at.c);
   gemm.ldc = at.c_ld;
-  // fp32 rows at bf16 levels are the sum of two bf16 parts; else one part is exact. The low parts
-  // are rows of the same product where there is room, so that the weights are read once.
+  // At bf16 levels an fp32 row is split into two bf16 parts; in the other cases one part is exact.
+  // Low parts are rows of the same product if there is room, so that the weights are read once.
   const bool direct = kernels.bf16_operands == (context.in == DType::kBf16);
   const bool split = kernels.bf16_operands && !direct;
   for (int32_t r = 0; r < rows; ++r) {
@@ -161,7 +162,7 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
     const float* terms[] = {gemm.c + r * gemm.ldc, gemm.c + (rows + r) * gemm.ldc};
     StoreSum(kernels, terms, kOnes, stacked ? 2 : 1, out_dim, context.out, record.out, out);
     if (!context.absorb) continue;
-    // The rotated part goes as it is.
+    // The rotated part is copied unchanged.
     CopyElements(context, record, in_at(r, g.nope_dim), g.rope_dim, record.out,
                  out + g.kv_lora_rank);
   }

@@ -1,4 +1,5 @@
-// The edges of the inner loops: KV rows in their pages, elements of user tensors in and out.
+// Input and output of the inner loops: finds KV rows in their pages, and reads and writes elements
+// of client tensors.
 #ifndef MLA_KERNELS_CPU_ITEMS_ROW_IO_H_
 #define MLA_KERNELS_CPU_ITEMS_ROW_IO_H_
 
@@ -30,16 +31,17 @@ inline RowPages PagesOfEntries(const WindowRecord& window, const KvRowLayout& at
           at.page_scales_bytes};
 }
 
-// Where rows lie, and, where their format has scales behind the rows of a page, these.
+// Receives the addresses of rows and, in formats that keep scales after a page's rows, of their
+// scales.
 struct FoundRows {
   const void** rows;
-  const uint8_t** scales;  // null: not wanted
+  const uint8_t** scales;  // null: not needed
   FoundRows Behind(int32_t count) const {
     return {rows + count, scales == nullptr ? nullptr : scales + count};
   }
 };
 
-// Where rows [begin, begin + count) lie in their pages.
+// Finds where rows [begin, begin + count) lie in their pages.
 inline void FindRows(const PoolView& pool, const RowPages& at, int32_t begin, int32_t count,
                      const FoundRows& found) {
   const uint32_t* table = pool.page_tables + at.page_table;
@@ -61,8 +63,8 @@ inline void FindRows(const PoolView& pool, const RowPages& at, int32_t begin, in
   }
 }
 
-// Where the rows lie that `count` entries of an index list name, without those that are not below
-// `bound`. Returns how many they are.
+// Finds the rows that `count` entries of an index list name; skips entries that are not below
+// `bound`. Returns how many it found.
 inline int32_t FindListedRows(const PoolView& pool, const RowPages& at, const int32_t* list,
                               int32_t count, int32_t bound, const FoundRows& found) {
   const uint32_t* const table = pool.page_tables + at.page_table;
@@ -70,7 +72,7 @@ inline int32_t FindListedRows(const PoolView& pool, const RowPages& at, const in
   for (int32_t i = 0; i < count; ++i) {
     const int32_t position = list[i];
     if (position < 0 || position >= bound) continue;
-    const int32_t index = position / at.page_size;  // the only division of a row
+    const int32_t index = position / at.page_size;  // the only division per row
     const int32_t slot = position - index * at.page_size;
     const std::byte* const page = pool.base + table[index] * kPageGranuleBytes + at.layer_offset;
     found.rows[rows] = page + slot * at.row_stride;
@@ -96,7 +98,7 @@ inline void StoreElement(void* base, DType dtype, int64_t index, float value) {
   }
 }
 
-// base[offset ..] = the weighted sum of `count` rows of `dim` elements.
+// Sets base[offset ..] to the weighted sum of `count` rows of `dim` elements.
 inline void StoreSum(const KernelSet& kernels, const float* const* rows, const float* weights,
                      int32_t count, int32_t dim, DType dtype, void* base, int64_t offset) {
   if (dtype == DType::kF32) {
@@ -106,13 +108,13 @@ inline void StoreSum(const KernelSet& kernels, const float* const* rows, const f
   }
 }
 
-// base[offset ..] = row[0 .. dim) * factor.
+// Sets base[offset ..] to row[0 .. dim) * factor.
 inline void StoreRow(const KernelSet& kernels, const float* row, int32_t dim, float factor,
                      DType dtype, void* base, int64_t offset) {
   StoreSum(kernels, &row, &factor, 1, dim, dtype, base, offset);
 }
 
-// Copies bf16 elements behind `offset` operand elements of a row of bf16 or fp32 operands.
+// Copies bf16 elements into a row of bf16 or fp32 operands, from element `offset` on.
 inline void CopyOperands(const Bf16* from, int32_t count, bool bf16, std::byte* row,
                          int64_t offset) {
   if (bf16) {

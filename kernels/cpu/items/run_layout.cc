@@ -42,8 +42,8 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.split_ld = RoundUp(at.key_dim, 2 * kPanel);
   at.q_panel_bytes = PanelBytes(kernels.bf16_operands, kernels.k_align, at.key_dim);
   at.q_block_bytes = at.q_panel_bytes * (kTileRows / kPanel);
-  // Strides of whole kilobytes put lines that are used together into the same few sets of a cache,
-  // so a line is added to each.
+  // A cache line is added to each stride, because strides of whole kilobytes map lines that are
+  // used together to the same few cache sets.
   at.v_panel_bytes = kTileRows / 2 * 64 + kLine;
   at.v_tile_bytes = at.v_panel_bytes * RoundUp(at.value_panels, 2);
   at.kv = MakeKvRowLayout(desc.kv_format, g.kv_lora_rank, g.rope_dim);
@@ -51,7 +51,7 @@ RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc) {
   at.widens = desc.kv_format != KvFormat::kBf16 ||
               (desc.attention == AttentionKind::kWindow && desc.entry_format != KvFormat::kBf16);
   at.widened_ld = RoundUp(g.kv_row_dim(), kLine / 2) + kLine / 2;
-  // An up-projection writes whole panels, so rows are as wide as the padded nope part at least.
+  // An up-projection writes whole panels, so rows are at least as wide as the padded nope part.
   at.key_row_bytes =
       RoundUp(std::max<int64_t>(at.key_dim, RoundUp(g.nope_dim, kPanel)), 2 * kPanel) * element;
   at.value_row_bytes = RoundUp(at.value_dim, 2 * kPanel) * element;

@@ -1,7 +1,7 @@
 // Sizes of the attention of a launch and how a thread's scratch memory is divided for it.
 //
 // Derived once a launch from the desc; the same function, applied to the largest desc the limits
-// allow, sizes the scratch at Configure, so sizing and use can not drift apart.
+// allow, sizes the scratch at Configure, so that size and use cannot differ.
 #ifndef MLA_KERNELS_CPU_ITEMS_RUN_LAYOUT_H_
 #define MLA_KERNELS_CPU_ITEMS_RUN_LAYOUT_H_
 
@@ -12,13 +12,13 @@
 
 namespace mla::kernels::cpu {
 
-// Packed rows (query rows of one head) that an item of the expanded form holds at most: enough to
-// make one up-projection of the KV rows serve many query rows.
+// Most packed rows (query rows of one head) in an item of the expanded form. It is large, so that
+// one up-projection of the KV rows serves many query rows.
 inline constexpr int32_t kExpandedTileRows = 2048;
 // KV rows up-projected at a time, a multiple of kTileRows.
 inline constexpr int32_t kExpandedChunk = 512;
 
-// Floats between rows of logits, at most.
+// Most floats between rows of logits.
 inline constexpr int32_t kLogitsLd = kTileRows + kPanel;
 
 struct RunLayout {
@@ -31,13 +31,13 @@ struct RunLayout {
   int32_t q_terms = 1;          // bf16 parts that a query is the sum of (2 for fp32 queries)
   int64_t split_ld = 0;         // elements between rows of split_rows
   int64_t query_row_bytes = 0;  // between query_rows
-  int64_t q_panel_bytes = 0;    // of one B panel of packed queries
-  int64_t q_block_bytes = 0;    // of one term of a block of kTileRows packed rows
+  int64_t q_panel_bytes = 0;    // one B panel of packed queries
+  int64_t q_block_bytes = 0;    // one term of a block of kTileRows packed rows
   int64_t v_panel_bytes = 0;    // value panels of a tile (bf16)
   int64_t v_tile_bytes = 0;     // all value panels of a tile (bf16)
-  KvRowLayout kv;               // as rows lie in their pages
-  KvRowLayout entry;            // and the entries of a window
-  bool widens = false;          // some of them are of an 8-bit format
+  KvRowLayout kv;               // layout of rows in their pages
+  KvRowLayout entry;            // layout of the entries of a window
+  bool widens = false;          // rows or entries have an 8-bit format
   int64_t widened_ld = 0;       // elements between rows of an 8-bit format, widened
   int64_t key_row_bytes = 0;    // prepared key rows
   int64_t value_row_bytes = 0;  // prepared value rows
@@ -46,17 +46,18 @@ struct RunLayout {
   int64_t uk_panel_bytes = 0;   // B panels of W_UK for the up-projection of keys
 
   // Byte offsets into the scratch memory.
-  int64_t kv_rows = 0;     // const void*[chunk_rows]: where the chunk's rows lie
-  int64_t scales = 0;      // const uint8_t*[chunk_rows]: and their scales, where these lie apart
+  int64_t kv_rows = 0;     // const void*[chunk_rows]: addresses of the chunk's rows
+  int64_t scales = 0;      // const uint8_t*[chunk_rows]: addresses of their scales, if the page
+                           // keeps these apart
   int64_t key_ptrs = 0;    // const void*[chunk_rows]: A rows of the logits product
   int64_t value_ptrs = 0;  // const void*[chunk_rows]: value rows before packing
-  int64_t next_rows = 0;   // const void*[kTileRows]: where the rows of the next tile lie
+  int64_t next_rows = 0;   // const void*[kTileRows]: addresses of the next tile's rows
   int64_t widened = 0;     // rows of an 8-bit format as bf16 rows
-  int64_t query_rows = 0;  // of a panel, where they lie in pieces
+  int64_t query_rows = 0;  // query rows of a panel, copied if in pieces
   int64_t split_rows = 0;  // both parts of a panel's queries before packing, row by row
   int64_t queries = 0;     // packed queries, block by block, term by term
   int64_t logits = 0, probabilities = 0, rests = 0, value_panels_at = 0;
-  int64_t value_rests = 0, rest_panels_at = 0;  // what rounding took from up-projected values
+  int64_t value_rests = 0, rest_panels_at = 0;  // rounding remainders of up-projected values
   int64_t keys = 0, values = 0, latents = 0, up = 0, uk = 0;
   int64_t o = 0, m = 0, l = 0, norm = 0, alpha = 0, visible = 0, tile_visible = 0;
   int64_t bytes = 0;
@@ -64,11 +65,11 @@ struct RunLayout {
 
 RunLayout MakeRunLayout(const KernelSet& kernels, const AttentionDesc& desc);
 
-// The same for Absorb and Project: A rows (and the low parts of fp32 rows) and C of one block of
-// kTileRows rows.
+// As RunLayout, for Absorb and Project: A rows (and the low parts of fp32 rows) and C of one block
+// of kTileRows rows.
 struct ProjectionLayout {
   int64_t row_ptrs = 0, rows = 0, c = 0;
-  int64_t query = 0;  // one row as it was sent, where it lies in pieces; of `in_dim` elements
+  int64_t query = 0;  // copy of one row of `in_dim` elements, if it lies in pieces
   int64_t row_bytes = 0;
   int64_t c_ld = 0;
   int64_t bytes = 0;

@@ -9,17 +9,18 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// Elements between rows of keys: whole vectors, and a line, so that rows do not share cache sets.
+// Elements between rows of keys: whole vectors, and a cache line more, so that rows do not share
+// cache sets.
 constexpr int32_t kKeyLd = kMaxIndexDim + 32;
 constexpr int64_t kPanelBytesMost = int64_t{kMaxIndexDim} * kPanel * 4 * 2;
 constexpr int32_t kMostPanels = kMaxIndexHeads / kPanel;
 
-// Moves the `wanted` best to the front, the worst of them last.
+// Moves the best `wanted` ranks to the front, with the worst of them last.
 void MoveBest(uint64_t* ranks, int32_t count, int32_t wanted) {
   std::nth_element(ranks, ranks + wanted - 1, ranks + count, std::greater<uint64_t>());
 }
 
-// The list of a query row: the positions of all its `best`, or all that it sees.
+// Stores the list of a query row: the positions of `best`, or all that the row sees.
 void StoreList(const SelectRecord& record, int32_t row, const uint64_t* best) {
   const int32_t wanted = SelectedRows(record, row);
   int32_t* const list = SelectedList(record, row);
@@ -45,7 +46,7 @@ class RowSelector {
         visible_(SelectVisible(record, row)),
         panels_((record.indexer.heads + kPanel - 1) / kPanel) {}
 
-  // The best of share `share` of `shares` of the tiles, at most as many as are wanted, in no order.
+  // Returns the best ranks of share `share` of `shares` of the tiles, at most `wanted_`, unordered.
   std::span<uint64_t> Best(int32_t share, int32_t shares) {
     if (wanted_ == 0 || wanted_ >= visible_) return {};  // all are chosen
     const int64_t tiles = (visible_ + kTileRows - 1) / kTileRows;
@@ -93,7 +94,7 @@ class RowSelector {
     return inputs_ + int64_t{head} * record_.indexer.dim * int64_t(ElementSize(record_.dtype));
   }
 
-  // bf16 levels: the queries, and of fp32 queries the rest behind all panels.
+  // bf16 levels: packs the queries; low parts of fp32 queries follow after all panels.
   void PackPanel(int32_t first, int32_t count, std::byte* to) {
     const int32_t dim = record_.indexer.dim;
     auto* const high = As<uint16_t>(at_.query_terms);
@@ -116,7 +117,7 @@ class RowSelector {
                        reinterpret_cast<uint16_t*>(to + panels_ * panel_bytes()));
   }
 
-  // fp32 levels.
+  // For fp32 levels.
   void WritePanel(int32_t first, int32_t count, std::byte* to) {
     std::memset(to, 0, static_cast<size_t>(panel_bytes()));
     for (int32_t n = 0; n < count; ++n) {
@@ -147,7 +148,7 @@ class RowSelector {
                      record_.page_size, position - position % record_.page_size);
   }
 
-  // Keys of positions [first, first + count) as A rows.
+  // Loads keys of positions [first, first + count) as A rows.
   void LoadKeys(int32_t first, int32_t count) {
     auto** const codes = As<const uint8_t*>(at_.code_rows);
     auto** const keys = As<const void*>(at_.key_rows);
@@ -197,7 +198,7 @@ class RowSelector {
     }
   }
 
-  // Sum of weight times relu, NaN kept.
+  // Sums weight times relu over the heads; NaN stays NaN.
   float Sum(const float* products) const {
     const float* const weights = As<const float>(at_.weights);
     float sums[kPanel] = {};
@@ -236,8 +237,8 @@ class RowSelector {
   const KvRowLayout key_;
   const std::byte* const inputs_;
   const int32_t wanted_, visible_, panels_;
-  int32_t count_ = 0;       // of ranks
-  uint64_t threshold_ = 0;  // what follows is better than this, or not among the best
+  int32_t count_ = 0;       // count of ranks
+  uint64_t threshold_ = 0;  // later ranks above it may be among the best
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
-// The choice of rows by an indexer (kernels/types/select.h), of a query row or of a share of what
-// it sees: logits of a tile of index keys are a product of the level's kernel set, of which the
-// best are kept.
+// The choice of rows by an indexer (kernels/types/select.h), for a query row or for a share of the
+// positions that it sees. A product of the level's kernel set makes the logits of a tile of index
+// keys, and the best are kept.
 //
-// Threading: one thread a scratch memory. Allocates nothing.
+// Threading: one thread per scratch memory. Allocates nothing.
 #ifndef MLA_KERNELS_CPU_ITEMS_SELECT_ROWS_H_
 #define MLA_KERNELS_CPU_ITEMS_SELECT_ROWS_H_
 
@@ -16,10 +16,10 @@
 
 namespace mla::kernels::cpu {
 
-// How a thread's scratch memory is cut for lists of at most `top_k` positions, whatever the
-// indexer: byte offsets into it.
+// How a thread's scratch memory is divided for lists of at most `top_k` positions and any indexer:
+// byte offsets into it.
 struct SelectLayout {
-  int64_t code_rows = 0;    // const uint8_t*[kTileRows]: where the tile's keys lie
+  int64_t code_rows = 0;    // const uint8_t*[kTileRows]: addresses of the tile's keys
   int64_t key_rows = 0;     // const void*[kTileRows]: A rows of the product
   int64_t keys = 0;         // bf16 [kTileRows][kKeyLd]
   int64_t wide_keys = 0;    // fp32 levels: the same as fp32
@@ -33,22 +33,24 @@ struct SelectLayout {
 
 SelectLayout MakeSelectLayout(const KernelSet& kernels, int32_t top_k);
 
-// The list of query row `row`.
+// Writes the list of query row `row`.
 void SelectRow(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,
                int32_t row, const SelectLayout& layout, std::byte* scratch);
 
-// Where rows are fewer than threads, each is chosen in shares, by a thread each.
+// Candidates of one share of a row. Rows are cut into shares, one a thread, if there are fewer rows
+// than threads.
 struct SelectCandidates {
-  uint64_t* ranks = nullptr;  // room for top_k, those of a row's shares one behind the other
+  uint64_t* ranks = nullptr;  // room for top_k; shares of a row are contiguous
   int32_t count = 0;
 };
 
-// The best of share `share` of the positions that query row `row` sees.
+// Finds the best of share `share` of the positions that query row `row` sees.
 void SelectShare(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,
                  int32_t row, int32_t share, int32_t shares, const SelectLayout& layout,
                  std::byte* scratch, SelectCandidates* candidates);
 
-// The list of query row `row` from all its shares, in order; what these hold is used up.
+// Writes the list of query row `row` from the candidates of all its shares, in order. Overwrites
+// the candidates.
 void MergeSelected(const SelectRecord& record, int32_t row,
                    std::span<const SelectCandidates> shares);
 

@@ -13,7 +13,7 @@ std::byte* Element(const KernelSet& kernels, std::byte* panels, int64_t panel_by
   return panels + n / kPanel * panel_bytes + PanelOffset(kernels, k, n % kPanel);
 }
 
-// B panels from a row-major [k, columns] matrix.
+// Packs a row-major [k, columns] matrix into B panels.
 void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t columns,
                 std::byte* panels, int64_t panel_bytes) {
   for (int32_t i = 0; i < k; ++i) {
@@ -30,8 +30,8 @@ void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t
   }
 }
 
-// The transposition for dims that are multiples of the group G, which is 2 or 8: blocks of G x G
-// elements whose columns lie together in the source and whose rows do in the result.
+// Transposes for dims that are multiples of G, which is 2 or 8. It works on blocks of G x G
+// elements, whose columns are contiguous in the source and whose rows are in the result.
 template <int G>
 void TransposeGroups(const KernelSet& kernels, const Geometry& geometry, const std::byte* head,
                      int64_t source_panel_bytes, int64_t panel_bytes, std::byte* out) {

@@ -1,10 +1,11 @@
-// W_UK and W_UV in the form that the products read: B panels per head, in the level's operand type.
+// Stores W_UK and W_UV in the form that the products read: B panels per head, in the level's
+// operand type.
 //
 //   absorb   k = nope_dim,      columns = kv_lora_rank   q · W_UK
 //   project  k = kv_lora_rank,  columns = v_dim          o · W_UV, and values up-projected
 //
 // The up-projection of keys needs W_UK with k = kv_lora_rank; TransposeUk makes it from the absorb
-// panels of one head when it is needed, which keeps one copy of the weights in memory.
+// panels of one head when it is needed, so that memory holds only one copy of the weights.
 #ifndef MLA_KERNELS_CPU_ITEMS_WEIGHTS_H_
 #define MLA_KERNELS_CPU_ITEMS_WEIGHTS_H_
 
@@ -29,7 +30,7 @@ WeightLayout MakeWeightLayout(const KernelSet& kernels, const Geometry& geometry
 void PackWeights(const KernelSet& kernels, const Geometry& geometry, int32_t heads,
                  const Bf16* w_uk, const Bf16* w_uv, std::byte* packed);
 
-// W_UK of one head as B panels with k = kv_lora_rank and columns = nope_dim.
+// Makes W_UK of one head as B panels with k = kv_lora_rank and columns = nope_dim.
 void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::byte* head,
                  int64_t panel_bytes, std::byte* out);
 

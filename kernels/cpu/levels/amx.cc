@@ -18,14 +18,16 @@ struct alignas(64) TileConfig {
 constexpr int32_t kRows = 16;   // rows of a tile
 constexpr int32_t kDepth = 32;  // k of a tile
 constexpr int32_t kStageDepth = 1024;
-// A cache line longer: strides of whole kilobytes put lines that are used together into few sets.
+// A cache line is added, because strides of whole kilobytes map lines that are used together to few
+// cache sets.
 constexpr int32_t kStageRow = kStageDepth + 32;
-constexpr int32_t kFewPanels = 2;  // products of so few copy rows a step of k at a time
+constexpr int32_t kFewPanels = 2;  // products of at most this many panels copy rows one step of k
+                                   // at a time
 constexpr int32_t kCopied = 2 * kRows;
 constexpr int kPrefetchLines = 4;  // a step of at most four tile products
 
-// The compiler's tile intrinsics do not say which memory they read. What was stored before this is
-// in memory, and not dropped as never read, when they run.
+// The compiler's tile intrinsics do not declare which memory they read. This barrier makes earlier
+// stores reach memory before they run, and keeps them from being dropped as dead.
 inline void FinishStores() { asm volatile("" : : : "memory"); }
 
 void EnterThread() {
@@ -36,7 +38,7 @@ void EnterThread() {
 
 void LeaveThread() { _tile_release(); }
 
-// Up to 2 x 2 accumulator tiles. kA, kB: how many row blocks and panels are real.
+// Zeroes up to 2 x 2 accumulator tiles. kA and kB count the row blocks and panels in use.
 template <int kA, int kB>
 inline void ZeroTiles() {
   _tile_zero(0);
@@ -63,7 +65,7 @@ inline void StoreTiles(float* c, int64_t ldc) {
   if constexpr (kA == 2 && kB == 2) _tile_stored(3, c + kRows * ldc + kPanel, stride);
 }
 
-// steps x 32 of k. A rows lie stride_a bytes apart, the second block of them at a1.
+// Multiplies over steps x 32 of k. A rows lie stride_a bytes apart, the second block of them at a1.
 template <int kA, int kB>
 inline void Multiply(const uint8_t* a0, const uint8_t* a1, int64_t stride_a, const uint8_t* b,
                      int64_t panel_bytes, int32_t steps, Prefetcher* next = nullptr) {
@@ -103,7 +105,7 @@ inline bool Even(const void* const* rows, int32_t count) {
   return true;
 }
 
-// Elements [begin, begin + depth) of rows that do not lie evenly, whole tiles of them.
+// Copies elements [begin, begin + depth) of rows that are not evenly spaced, padded to whole tiles.
 void CopyRows(const GemmArgs& g, int32_t row, int32_t count, int32_t padded, int32_t begin,
               int32_t depth, uint16_t (*stage)[kStageRow]) {
   const int32_t whole = depth / kDepth * kDepth;
@@ -121,11 +123,11 @@ void CopyRows(const GemmArgs& g, int32_t row, int32_t count, int32_t padded, int
   }
 }
 
-// `in_place`: the rows lie evenly, and k is whole tiles.
+// `in_place`: the rows are evenly spaced, and k is a multiple of the tile depth.
 template <int kA>
 void GemmRows(const GemmArgs& g, int32_t row, int32_t count, bool in_place, Prefetcher* next) {
   alignas(64) uint16_t stage[kA * kRows][kStageRow];
-  // The copy is bounded; deeper products go through C.
+  // The copy has a bounded depth, so deeper products accumulate through C.
   for (int32_t begin = 0; begin < g.k; begin += kStageDepth) {
     const int32_t depth = g.k - begin < kStageDepth ? g.k - begin : kStageDepth;
     const int32_t steps = (depth + kDepth - 1) / kDepth;
@@ -168,7 +170,7 @@ void GemmRows(const GemmArgs& g, int32_t row, int32_t count, bool in_place, Pref
   }
 }
 
-// Elements [k, k + kDepth) of `count` rows, and their pairs to the value panels.
+// Copies elements [k, k + kDepth) of `count` rows, and writes their pairs to the value panels.
 void CopyStep(const GemmArgs& g, int32_t row, int32_t count, int32_t k, uint16_t (*to)[kDepth]) {
   const auto* const rows = reinterpret_cast<const uint16_t* const*>(g.a_rows) + row;
   const __mmask32 mask = Mask32(g.k - k);
@@ -196,9 +198,10 @@ void CopyStep(const GemmArgs& g, int32_t row, int32_t count, int32_t k, uint16_t
   }
 }
 
-// Products of few panels with rows that lie anywhere, a step of k of all rows at a time: the copy
-// then stays in the first-level cache beside B. Tile loads wait until what they read has left
-// the store buffer, so a step is copied while the one before is multiplied.
+// Products of few panels with scattered rows copy one step of k of all rows at a time, so that the
+// copy stays in the first-level cache together with B. A tile load waits until the lines that it
+// reads have left the store buffer. A step is therefore copied while the previous one is
+// multiplied.
 template <int kB>
 void GemmCopied(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next) {
   alignas(64) uint16_t stage[2][kCopied][kDepth];
@@ -207,7 +210,7 @@ void GemmCopied(const GemmArgs& g, int32_t row, int32_t count, Prefetcher* next)
     _mm512_storeu_si512(stage[1][i], _mm512_setzero_si512());
   }
   float* const c = g.c + row * g.ldc;
-  const bool one = count <= kRows;  // of the blocks that C has room for
+  const bool one = count <= kRows;  // C has room for one block only
   if (!g.accumulate) {
     ZeroTiles<2, kB>();
   } else if (one) {
@@ -250,7 +253,7 @@ void Gemm(const GemmArgs& args) {
   }
 }
 
-// 16 vectors of 16 dwords: t[i][j] becomes t[j][i].
+// Transposes 16 vectors of 16 dwords: t[i][j] becomes t[j][i].
 inline void Transpose16(__m512i (&t)[16]) {
   __m512i u[16];
 #pragma GCC unroll 8
@@ -319,7 +322,8 @@ float Probability(const SoftmaxArgs& args, int32_t row, int32_t column) {
   return FromBf16(static_cast<const uint16_t*>(args.p)[column * kLdp + row]);
 }
 
-// Most tiles leave the running maximum of most rows as it is: only the others are rescaled.
+// In most tiles the running maximum of most rows does not change, so only the other rows are
+// rescaled.
 void Rescale(const AccumulateArgs& g) {
   for (int32_t n = 0; n < g.packed_rows; ++n) {
     const float alpha = g.alpha[n];
@@ -371,7 +375,7 @@ void Accumulate(const AccumulateArgs& args) {
   }
 }
 
-// Value panels for tiles read whole groups of 32 KV rows, so the last group is padded with zeros.
+// Tiles read value panels in whole groups of 32 KV rows, so the last group is padded with zeros.
 void PackPaddedValues(const uint16_t* const* rows, int32_t count, int32_t d, uint16_t* panels,
                       int64_t panel_bytes) {
   PackValues(rows, count, d, panels, panel_bytes);

@@ -13,7 +13,7 @@ inline __m512bh Pair(const uint16_t* from) {
 }
 
 constexpr int32_t kGroup = 8;         // elements of k in a 128-bit lane
-constexpr int64_t kGroupBytes = 256;  // of all 16 columns
+constexpr int64_t kGroupBytes = 256;  // bytes of a group, all 16 columns
 constexpr int32_t kGemmRows = 6;      // 24 accumulators, 4 vectors of B, 1 of A
 constexpr int kPrefetchLines = 2;     // a step of at most 24 products
 
@@ -31,7 +31,7 @@ inline __m512 SumLanes(const __m512 (&sum)[4]) {
                        _mm512_castsi512_ps(_mm512_unpackhi_epi64(a, b)));
 }
 
-// Eight elements of each of M rows against the same eight of 16 columns.
+// Multiplies eight elements of each of M rows with the same eight of 16 columns.
 template <int M>
 inline void DotGroup(const uint16_t* const (&a)[M], int64_t at, const uint8_t* b,
                      __m512 (&sum)[M][4]) {
@@ -47,7 +47,7 @@ inline void DotGroup(const uint16_t* const (&a)[M], int64_t at, const uint8_t* b
   }
 }
 
-// M rows against one panel.
+// Multiplies M rows with one panel.
 template <int M>
 void GemmBlock(const GemmArgs& g, int32_t row, int32_t panel, Prefetcher* next) {
   const uint8_t* b = static_cast<const uint8_t*>(g.b) + panel * g.panel_bytes;
@@ -66,7 +66,7 @@ void GemmBlock(const GemmArgs& g, int32_t row, int32_t panel, Prefetcher* next) 
     prefetcher.Step(kPrefetchLines);
   }
   *next = prefetcher;
-  if (whole < g.k) {  // what lies after the row may be anything
+  if (whole < g.k) {  // bytes after the row may hold anything
     uint16_t last[M][kGroup] = {};
     const uint16_t* tail[M];
     for (int i = 0; i < M; ++i) {
@@ -140,7 +140,7 @@ int32_t BlockEnd(int32_t rows, int32_t i, int32_t count) {
   return static_cast<int32_t>(static_cast<int64_t>(rows) * (i + 1) / count);
 }
 
-// One panel stays in the first-level cache while all rows pass by.
+// One panel stays in the first-level cache while it is multiplied with all rows.
 void Gemm(const GemmArgs& args) {
   Prefetcher next(args);
   const int32_t count = (args.rows + kGemmRows - 1) / kGemmRows;
@@ -170,7 +170,7 @@ void Accumulate(const AccumulateArgs& args) {
   }
 }
 
-// Column n's groups of 8 k go to the lanes that the product reads.
+// Groups of 8 k of column n go to the lanes that the product reads.
 void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
   for (int32_t at = 0; at < k; at += kGroup, panel += kGroupBytes / 2) {
     const int32_t left = k - at < kGroup ? k - at : kGroup;

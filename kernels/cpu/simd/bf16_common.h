@@ -1,6 +1,5 @@
-// What the levels with bf16 operands share: value panels, softmax to bf16 pairs, conversions.
-// Needs AVX512F, BW, VL and BF16. Everything is in an unnamed namespace; see fp32_kernels.h for
-// why.
+// Code shared by the levels with bf16 operands: value panels, softmax to bf16 pairs, conversions.
+// Needs AVX512F, BW, VL and BF16. Everything is in an unnamed namespace; fp32_kernels.h says why.
 #ifndef MLA_KERNELS_CPU_SIMD_BF16_COMMON_H_
 #define MLA_KERNELS_CPU_SIMD_BF16_COMMON_H_
 
@@ -17,7 +16,7 @@ inline __mmask32 Mask32(int32_t count) {
   return count >= 32 ? 0xffffffffu : (1u << (count < 0 ? 0 : count)) - 1u;
 }
 
-// Walks through the next tile's rows, a few cache lines a step, spread over a product's steps.
+// Prefetches the next tile's rows, a few cache lines at each step of a product.
 class Prefetcher {
  public:
   explicit Prefetcher(const GemmArgs& g)
@@ -53,7 +52,7 @@ inline __m512bh AsBf16(__m512i v) { return reinterpret_cast<__m512bh&>(v); }
 // results for -inf (0) and NaN (NaN).
 inline __m512 Exp2(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  // -inf - -inf would be NaN; any finite f does there, since scalef by -inf gives 0.
+  // -inf - -inf would be NaN. Any finite f will do there, because scalef by -inf gives 0.
   const __m512 f = _mm512_maskz_sub_ps(
       _mm512_cmp_ps_mask(x, _mm512_set1_ps(-__builtin_inff()), _CMP_NEQ_UQ), x, n);
   __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(1.5403530e-4f), f, _mm512_set1_ps(1.3333558e-3f));
@@ -88,7 +87,7 @@ inline ColumnState BeginColumns(const SoftmaxArgs& args, int32_t n) {
   for (int32_t r = 0; r < args.rows; ++r) {
     m = _mm512_max_ps(m, Logit(args, state.visible, r, n));
   }
-  // A column that has seen nothing shifts by 0, so that -inf - shift stays -inf.
+  // A column that has seen no logit shifts by 0, so that -inf - shift stays -inf.
   const __mmask16 empty = _mm512_cmp_ps_mask(m, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ);
   state.shift = _mm512_mask_blend_ps(empty, m, _mm512_setzero_ps());
   const __m512 alpha = Exp2(_mm512_sub_ps(m_old, state.shift));
@@ -99,7 +98,7 @@ inline ColumnState BeginColumns(const SoftmaxArgs& args, int32_t n) {
   return state;
 }
 
-// Two rows of 16 values as 16 bf16 pairs.
+// Interleaves two rows of 16 values as 16 bf16 pairs.
 inline __m512i ToPairs(__m512 even, __m512 odd) {
   const __m512i halves = Bits(_mm512_cvtne2ps_pbh(odd, even));  // 16 even, then 16 odd
   const __m512i index = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
@@ -107,8 +106,8 @@ inline __m512i ToPairs(__m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(index, halves);
 }
 
-// Probabilities of rows r and r + 1 as 16 bf16 pairs, and what rounding took from them when kRest;
-// a row past the end counts as 0.
+// Probabilities of rows r and r + 1 as 16 bf16 pairs, and their rounding remainders if kRest. A row
+// past the end counts as 0.
 template <bool kRest>
 inline __m512i ProbabilityPairs(const SoftmaxArgs& args, ColumnState& state, int32_t r, int32_t n,
                                 __m512i* rest) {
@@ -135,7 +134,7 @@ inline void EndColumns(const SoftmaxArgs& args, const ColumnState& state, int32_
   _mm512_storeu_ps(args.norm + n, state.norm);
 }
 
-// 32 values of two rows as pairs, 16 to each of two panels.
+// 32 values of two rows as pairs, 16 pairs for each of two panels.
 struct ValuePairs {
   __m512i first, second;
 };

@@ -1,6 +1,6 @@
 // 2^x for softmax, over the compiler's vector types; see fp32_kernels.h for how it is included.
 //
-// Range: 2^x for x <= 0 up to 2^-126; below that 0. NaN stays NaN, -inf gives 0; relative error
+// Gives 2^x for x <= 0, and 0 for results below 2^-126. NaN stays NaN, -inf gives 0; relative error
 // below 2.5e-7 (tested over the whole range on every level that the machine runs).
 #ifndef MLA_KERNELS_CPU_SIMD_EXP2_H_
 #define MLA_KERNELS_CPU_SIMD_EXP2_H_
@@ -19,8 +19,8 @@ typedef int32_t VecI __attribute__((vector_size(4 * MLA_LANES)));
 
 inline VecF Splat(float value) { return value - VecF{}; }
 
-// x = n + f with n the nearest integer: 2^f by a degree-6 polynomial on [-0.5, 0.5], 2^n by its
-// exponent bits. Comparisons are written so that NaN falls through to the arithmetic.
+// x = n + f with n the nearest integer: 2^f is a degree-6 polynomial on [-0.5, 0.5], and 2^n is
+// made from its exponent bits. Comparisons are written so that NaN falls through to the arithmetic.
 inline VecF Exp2(VecF x) {
   const VecF clamped = x < -127.0f ? Splat(-127.0f) : x;
   const VecF n = (clamped + 12582912.0f) - 12582912.0f;

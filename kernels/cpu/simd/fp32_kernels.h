@@ -26,7 +26,7 @@ inline VecF Load(const float* from) {
 
 inline void Store(float* to, VecF v) { memcpy(to, &v, sizeof v); }
 
-// A accumulators block: `M` rows of A against `N` panels. A element (i, k) is a[i][k] in the row
+// One accumulator block: `M` rows of A times `N` panels. A element (i, k) is a[i][k] in the row
 // form and a[0][k * lda + i] in the column form.
 template <int M, int N, bool kColumns>
 inline void Product(const float* const* a, int64_t lda, int32_t k, const float* b, int64_t ldb,
@@ -91,7 +91,7 @@ void AccumulateBlock(const AccumulateArgs& g, int32_t packed, int32_t panel) {
   }
 }
 
-// Panels side by side when registers allow, and rows that fill the accumulators.
+// Uses several panels at once if registers allow, and as many rows as fill the accumulators.
 constexpr int kWide = MLA_ACCUMULATORS / kVectors >= 24 ? 4 : 1;
 constexpr int kRowsWide = MLA_ACCUMULATORS / (kWide * kVectors);
 constexpr int kRowsNarrow = MLA_ACCUMULATORS / kVectors > 12 ? 12 : MLA_ACCUMULATORS / kVectors;
@@ -150,7 +150,7 @@ void Softmax(const SoftmaxArgs& args) {
       const VecF x = logit(r);
       m = x > m ? x : m;
     }
-    // A column that has seen nothing shifts by 0, so that -inf - m stays -inf.
+    // A column that has seen no logit shifts by 0, so that -inf - m stays -inf.
     const VecF shift = m == -__builtin_inff() ? Splat(0.0f) : m;
     const VecF alpha = Exp2(m_old - shift);
     VecF sum = Load(args.l + n) * alpha;
@@ -201,7 +201,7 @@ void Narrow(const float* in, int64_t ld_in, int32_t count, int32_t dim, uint16_t
   }
 }
 
-// A block of columns at a time: the rows' weighted sum, in registers.
+// The rows' weighted sum for a block of columns at a time, in registers.
 constexpr int32_t kSumColumns = 4 * MLA_LANES;
 
 inline void SumOfRows(const float* const* rows, const float* weights, int32_t count, int32_t i,
@@ -239,7 +239,7 @@ void WeightedSumNarrow(const float* const* rows, const float* weights, int32_t c
              [out](int32_t i, float value) { out[i] = ToBf16Bits(value); });
 }
 
-// All of the level. A constant, so that no code of the level runs before it was chosen.
+// The level's table. A constant, so that no code of the level runs before the level is chosen.
 constexpr KernelSet Fp32KernelSet(const char* name, void (*widen_fp8)(const Fp8RowsArgs&)) {
   return {
       name,

@@ -1,4 +1,5 @@
-// Rows of 8-bit formats to bf16 rows with AVX2: both bytes of 32 values at a time. See fp8_rows.h.
+// Widens rows of 8-bit formats to bf16 rows with AVX2: both bytes of 32 values at a time. See
+// fp8_rows.h.
 #ifndef MLA_KERNELS_CPU_SIMD_FP8_AVX2_H_
 #define MLA_KERNELS_CPU_SIMD_FP8_AVX2_H_
 
@@ -13,8 +14,8 @@ namespace {
 
 inline __m256i Bytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
 
-// 32 codes to 16 + 16 values 2^shift times as large; `exponent` is shift in the place of a bf16
-// exponent. Zero stays zero, and NaN NaN.
+// Widens 32 codes to 16 + 16 values, times 2^shift; `exponent` is shift in the place of a bf16
+// exponent. Zero stays zero, and NaN stays NaN.
 inline void WidenVector(__m256i codes, __m256i exponent, __m256i* first, __m256i* second) {
   // The bytes of kBf16Units.
   const __m256i low_units =
@@ -37,7 +38,7 @@ inline void WidenVector(__m256i codes, __m256i exponent, __m256i* first, __m256i
   low = _mm256_or_si256(low, nan);
   high = _mm256_or_si256(high, nan);
   high = _mm256_or_si256(high, _mm256_and_si256(codes, Bytes(0x80)));
-  // Both bytes of what is no number to scale.
+  // Both bytes of values that must not be scaled: zeros and NaN.
   const __m256i fixed = _mm256_or_si256(nan, _mm256_cmpeq_epi8(magnitude, zero));
   const __m256i first_shift = _mm256_andnot_si256(_mm256_unpacklo_epi8(fixed, fixed), exponent);
   const __m256i second_shift = _mm256_andnot_si256(_mm256_unpackhi_epi8(fixed, fixed), exponent);

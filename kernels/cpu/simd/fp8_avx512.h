@@ -1,5 +1,5 @@
-// Rows of 8-bit formats to bf16 rows with AVX-512 F and BW: 32 values in 16-bit lanes at a time.
-// See fp8_rows.h.
+// Widens rows of 8-bit formats to bf16 rows with AVX-512 F and BW: 32 values in 16-bit lanes at a
+// time. See fp8_rows.h.
 #ifndef MLA_KERNELS_CPU_SIMD_FP8_AVX512_H_
 #define MLA_KERNELS_CPU_SIMD_FP8_AVX512_H_
 
@@ -11,8 +11,8 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// 32 codes, one in each 16-bit lane, as bf16 numbers 2^shift times as large; `exponent` is shift in
-// the place of a bf16 exponent. Zero and NaN stay what they are.
+// Widens 32 codes, one in each 16-bit lane, to bf16 values times 2^shift; `exponent` is shift in
+// the place of a bf16 exponent. Zero and NaN do not change.
 inline __m512i WidenLanes(__m512i codes, __m512i exponent) {
   const __m512i units =
       _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,

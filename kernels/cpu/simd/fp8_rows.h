@@ -1,7 +1,7 @@
-// Rows of 8-bit formats to bf16 rows, by table; see fp32_kernels.h for how it is included.
+// Widens rows of 8-bit formats to bf16 rows, by table; see fp32_kernels.h for how it is included.
 //
-// What every level shares: the driver, which finds the scales of a row, and the path for scales
-// that no encoder here writes. Levels bring a loop for scales that are powers of two.
+// All levels share the driver, which finds the scales of a row, and the path for scales that no
+// encoder here writes. A level brings its own loop for scales that are powers of two.
 #ifndef MLA_KERNELS_CPU_SIMD_FP8_ROWS_H_
 #define MLA_KERNELS_CPU_SIMD_FP8_ROWS_H_
 
@@ -16,7 +16,7 @@ namespace {
 constexpr uint32_t kLargestScaleBits = (127u + 72) << 23;    // kLargestKvScale
 constexpr uint32_t kSmallestScaleBits = (127u - 100) << 23;  // kSmallestKvScale
 constexpr uint16_t kBf16NaN = 0x7fc0;
-// 0 to 7 units of 2^-9: the codes without a leading bit.
+// 0 to 7 units of 2^-9: magnitudes of the denormal codes.
 constexpr uint16_t kBf16Units[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 
 constexpr uint16_t Bf16OfMagnitude(uint32_t magnitude) {
@@ -55,14 +55,15 @@ inline uint32_t ScaleBits(const Fp8RowsArgs& args, int32_t r, int32_t group) {
   uint32_t bits;
   if (args.exponents != nullptr) {
     const uint32_t exponent = args.exponents[r][group];
-    return exponent == 0 ? 1u << 22 : exponent << 23;  // 2^-127 is no normal number
+    return exponent == 0 ? 1u << 22 : exponent << 23;  // 2^-127 is denormal
   }
   memcpy(&bits, args.rows[r] + args.scales_at + 4 * group, sizeof bits);
   return bits;
 }
 
-// `widen(codes, count, shift, out)` stores `count` codes, times 2^shift, as bf16, and nothing
-// behind them. Groups of one scale that are neighbours, as those of most rows are, go in one call.
+// Calls `widen(codes, count, shift, out)`, which stores `count` codes, times 2^shift, as bf16, and
+// nothing after them. Neighbouring groups with the same scale share one call; in most rows all
+// groups do.
 template <typename Widen>
 inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
   for (int32_t r = 0; r < args.count; ++r) {
@@ -85,7 +86,7 @@ inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
         widen(row + i, left, static_cast<int32_t>(bits >> 23) - 127, out + i);
         continue;
       }
-      // What a scale stands for (KvScale): NaN, unless it is 0 to the largest.
+      // The scale's value (KvScale): NaN unless it lies in [0, largest].
       float scale = __builtin_nanf("");
       if (bits <= kLargestScaleBits) memcpy(&scale, &bits, sizeof scale);
       for (int32_t k = 0; k < left; ++k) out[i + k] = WidenCode(row[i + k], scale);
@@ -94,7 +95,7 @@ inline void WidenRows(const Fp8RowsArgs& args, const Widen& widen) {
   }
 }
 
-// The loop of levels without one of their own. Zero and NaN stay what they are.
+// The loop of levels without one of their own. Zero and NaN do not change.
 inline void WidenByTable(const uint8_t* codes, int32_t count, int32_t shift, uint16_t* out) {
   for (int32_t i = 0; i < count; ++i) out[i] = kBf16OfCode.of[codes[i]];
   if (shift == 0) return;

@@ -1,5 +1,5 @@
-// Rows of 8-bit formats to bf16 rows with AVX-512 VBMI: tables of 128 bytes in registers, one for
-// either byte of a value, 64 values at a time. See fp8_rows.h.
+// Widens rows of 8-bit formats to bf16 rows with AVX-512 VBMI, 64 values at a time. Tables of 128
+// bytes in registers give the low and the high byte of a value. See fp8_rows.h.
 #ifndef MLA_KERNELS_CPU_SIMD_FP8_VBMI_H_
 #define MLA_KERNELS_CPU_SIMD_FP8_VBMI_H_
 
@@ -11,11 +11,11 @@
 namespace mla::kernels::cpu {
 namespace {
 
-// The bytes of bf16 magnitudes, by code, and of their doubles, so that an odd shift is an even one
-// of the double: exponents of even shifts lie in the high byte alone.
+// The bytes of bf16 magnitudes by code, and of twice the magnitudes. Exponents of even shifts lie
+// in the high byte alone, and an odd shift is an even shift of the double.
 struct ByteTables {
   uint8_t low[2][128], high[2][128];
-  uint8_t scaled[128];  // 0xff where a shift changes the value: neither zero nor NaN
+  uint8_t scaled[128];  // 0xff if a shift changes the value: it is neither zero nor NaN
 };
 
 constexpr ByteTables MakeByteTables() {

@@ -1,10 +1,10 @@
 // The inner loops of one CPU dispatch level, as a table of functions.
 //
 // Control flow (which rows, which tiles, masking limits, merging) is written once in item_runner.cc
-// for the baseline instruction set; everything that costs time is behind this table, each level in
-// a folder and with compiler options of its own. To keep a level's instructions out of code that
-// others run, level sources define nothing with external linkage but their table and call no inline
-// function of other headers.
+// for the baseline instruction set; every loop that costs time is in this table. Each level has a
+// folder and compiler options of its own. Level sources define nothing with external linkage except
+// their table, and call no inline function of other headers. Otherwise the linker could keep a
+// level's instructions in code that other levels run.
 //
 // Operands. A level multiplies either bf16 pairs (`bf16_operands`, accumulating in fp32) or fp32.
 //   rows    A operand: pointers to rows of `k` elements, contiguous, any alignment.
@@ -16,7 +16,7 @@
 //           k is padded with zeros to a multiple of `k_align`; PanelOffset finds an element.
 //   C       fp32, row-major, `ldc` floats between rows, with room for `rows` rounded up to 16.
 // Attention keeps packed rows (query row, head) in columns: logits are S^T [kv rows][packed rows],
-// so a KV row is always used as it lies in its page and softmax runs down the columns.
+// so a KV row is used in its page without a copy, and softmax runs down the columns.
 #ifndef MLA_KERNELS_CPU_SIMD_KERNEL_SET_H_
 #define MLA_KERNELS_CPU_SIMD_KERNEL_SET_H_
 
@@ -38,12 +38,12 @@ struct GemmArgs {
   float* c;
   int64_t ldc;
   bool accumulate;
-  // Rows that the next tile will read, fetched into the L2 cache on the way, or not.
+  // Rows of the next tile, fetched into the L2 cache during this product; none if next_count is 0.
   const void* const* next_rows;
   int32_t next_count;
-  int32_t next_bytes;  // of each
-  // Also packs the first `value_dim` elements of the rows, as pack_values does, or null. REQUIRES:
-  // at most `packs_in_gemm` panels, `value_dim` a multiple of 32 and at most k.
+  int32_t next_bytes;  // bytes of each
+  // Null, or receives the first `value_dim` elements of the rows, packed as by pack_values.
+  // REQUIRES: at most `packs_in_gemm` panels, `value_dim` a multiple of 32 and at most k.
   uint16_t* value_panels;
   int64_t value_panel_bytes;
   int32_t value_dim;
@@ -62,12 +62,12 @@ struct SoftmaxArgs {
   const int32_t* visible;
   float* m;
   float* l;
-  // bf16 levels: the sum of p as rounded, by which O is divided; so that roundings that all rows
-  // share cancel. Null at fp32 levels, which divide by l.
+  // bf16 levels: the sum of the rounded p. O is divided by it, so that roundings common to all rows
+  // cancel. Null at fp32 levels, which divide by l.
   float* norm;
   float* alpha;
   void* p;  // the level's own layout; kTileRows * kTileRows floats of room
-  // bf16 levels: what rounding took from p, in the same layout, or null when it does not matter.
+  // bf16 levels: remainders of p after rounding, in the same layout, or null if they do not matter.
   void* p_rest;
 };
 
@@ -76,30 +76,29 @@ struct AccumulateArgs {
   const void* p;
   int32_t rows;         // KV rows
   int32_t columns;      // multiple of kPanel; as in the softmax step
-  int32_t packed_rows;  // columns that are real
+  int32_t packed_rows;  // columns that hold packed rows
   const void* v;        // bf16: value panels of PackValues; fp32: rows, ldv floats apart
   int64_t ldv;
-  int32_t panels;  // of kPanel value columns
+  int32_t panels;  // panels of kPanel value columns
   float* o;        // [packed rows][ldo]
   int64_t ldo;
   const float* alpha;
 };
 
-// Rows of an 8-bit format (kernels/formats/kv_format.h; codes are e4m3fn) to bf16 rows: latent
-// values, then rotated ones. With `group` 0 all values are codes and stand for themselves;
-// otherwise a latent value is its code times its group's scale, rounded to bf16, and rotated ones
-// are bf16.
+// Widens rows of an 8-bit format (kernels/formats/kv_format.h; codes are e4m3fn) to bf16 rows:
+// latent values, then rotated ones. With `group` 0 all values are codes, not scaled. Otherwise a
+// latent value is its code times its group's scale, rounded to bf16, and rotated values are bf16.
 struct Fp8RowsArgs {
   const uint8_t* const* rows;
   int32_t count;
   int32_t latent_dim, rope_dim;
   int32_t group;      // latent values a scale, or 0
   int32_t scales_at;  // fp32, bytes from a row's first; any alignment
-  // Or null: in place of those in the row, the exponent bytes of each row's groups.
+  // Exponent bytes of each row's groups, used in place of the scales in the row; or null.
   const uint8_t* const* exponents;
   int32_t rope_at;  // bytes from a row's first
   uint16_t* out;
-  int64_t ld;  // elements, with room for whole vectors behind each row's last value
+  int64_t ld;  // elements, with room for whole vectors after each row's last value
 };
 
 struct KernelSet {
@@ -107,11 +106,11 @@ struct KernelSet {
   bool bf16_operands;
   int32_t k_align;  // B panels are padded to a multiple of this many k
   int32_t k_group;  // elements of a column that lie together in a B panel; divides k_align
-  // Whether to fetch rows ahead that an index list names and products read as they lie. Where
-  // products are fast, fetching takes as long as it saves.
+  // True if rows that an index list names, and products read in place, are to be fetched ahead.
+  // With fast products, fetching takes as long as it saves.
   bool fetches_listed_rows;
-  // Panels up to which `gemm` packs the values of its rows. It pays for rows that lie anywhere:
-  // these are copied for the product, and their lines then read once.
+  // `gemm` packs the values of its rows up to this many panels. It pays for scattered rows: the
+  // product copies them anyway, so their lines are then read once.
   int32_t packs_in_gemm;
 
   void (*gemm)(const GemmArgs& args);
@@ -141,7 +140,8 @@ struct KernelSet {
                        float* out);
   void (*weighted_sum_narrow)(const float* const* rows, const float* weights, int32_t count,
                               int32_t dim, uint16_t* out);
-  // Around any use of the table on a thread; may be null. AMX: configures and releases the tiles.
+  // Called on a thread before and after its use of the table; may be null. AMX configures and
+  // releases the tiles.
   void (*enter_thread)();
   void (*leave_thread)();
 };

@@ -1,5 +1,5 @@
-// The inner loops of every level that this machine can run, one function at a time, against naive
-// loops; odd sizes throughout.
+// Tests the inner loops of every level that this machine can run, one function at a time, against
+// naive loops. Sizes are odd throughout.
 #include "kernels/cpu/simd/kernel_set.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ class KernelSetTest : public testing::TestWithParam<const KernelSet*> {
   // A value that both operand types hold exactly.
   float Draw() { return ToFloat(ToBf16(std::normal_distribution<float>(0.0f, 1.0f)(random_))); }
 
-  // Operand row of `values`, with NaN behind it.
+  // An operand row of `values`, followed by NaN.
   std::vector<uint8_t> Operands(const std::vector<float>& values) {
     std::vector<uint8_t> row(values.size() * 4 + 64, 0xff);
     for (size_t i = 0; i < values.size(); ++i) {
@@ -117,8 +117,8 @@ TEST_P(KernelSetTest, GemmEqualsNaiveLoops) {
   }
 }
 
-// What a product leaves of the values of its rows is what pack_values makes of them, byte by byte,
-// with NaN behind each row and in the panels.
+// The values that a product packs equal those of pack_values, byte by byte. NaN follows each row
+// and fills the panels before.
 TEST_P(KernelSetTest, GemmPacksTheValuesOfItsRows) {
   for (int32_t panels = 1; panels <= kernels().packs_in_gemm; ++panels) {
     for (const int32_t rows : {1, 2, 15, 16, 17, 31, 32, 33, 61, 95, 127, 128}) {
@@ -310,8 +310,8 @@ TEST_P(KernelSetTest, NarrowRoundsLikeTheScalarConversion) {
   }
 }
 
-// Any bytes, as kernels/formats says what they stand for: all codes under scales that encoders
-// write and others, rows of odd sizes at odd addresses.
+// Decodes arbitrary bytes as kernels/formats does: all codes, under scales that encoders write and
+// under others, in rows of odd sizes at odd addresses.
 TEST_P(KernelSetTest, WidenedRowsAreWhatTheirFormatSays) {
   const std::vector<float> scales = {1.0f, 0x1p-100f, 0x1p72f,   0x1p-7f, 0x1p31f, 0.3f,
                                      0.0f, 1e-40f,    0x1p-101f, 0x1p73f, -1.0f,   -0.0f,

@@ -19,7 +19,8 @@ void Pause() {
 #endif
 }
 
-// First CPU of the core that `cpu` is a hardware thread of; `cpu` itself when nothing is known.
+// Returns the first CPU of the core that `cpu` is a hardware thread of, or `cpu` itself if the
+// system does not say.
 int32_t FirstSibling(int32_t cpu) {
   std::ifstream siblings("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
                          "/topology/thread_siblings_list");
@@ -43,10 +44,10 @@ std::vector<int32_t> UsableCpus() {
   return cores;
 }
 
-// The index-th of `threads` threads, spread evenly: virtual machines hide which CPUs share a core,
-// and then neighbours usually do. The first CPU is left to the caller, who is not pinned; every
-// thread may go there, for when the caller happens to run on the thread's own. Failure leaves the
-// thread unpinned.
+// Pins the index-th of `threads` threads, spread evenly: virtual machines hide which CPUs share a
+// core, and neighbours usually do. The first CPU is left to the caller, which is not pinned. Every
+// thread may also run on the first CPU, in case the caller occupies the thread's own. On failure
+// the thread stays unpinned.
 void PinToCpu(const std::vector<int32_t>& cpus, int32_t index, int32_t threads) {
   if (cpus.size() < 2) return;
   const size_t step = std::max<size_t>(1, cpus.size() / static_cast<size_t>(threads));
@@ -117,7 +118,7 @@ void WorkerPool::Start(Job& job) {
     const MutexLock lock(mutex_);
     queue_[(head_ + queued_) % queue_.size()] = &job;
     if (++queued_ == 1) OpenGate(job);
-    wake |= caller_polls_;  // with one thread in all, the caller's own place is the only one
+    wake |= caller_polls_;  // with one thread in all, the caller's place is the only one
   }
   if (wake) WakeThreads();
 }
@@ -138,7 +139,7 @@ bool WorkerPool::Participate(bool is_caller) {
   } while (!gate_.compare_exchange_weak(gate, inside, std::memory_order_acq_rel,
                                         std::memory_order_acquire));
   if (enter_) enter_();
-  // Being inside keeps the gate open and the job at the head.
+  // While this thread is inside, the gate stays open and the job stays at the head.
   Work(*head_job_.load(std::memory_order_relaxed), static_cast<int32_t>(gate >> 16 & 0x3fff));
   if (leave_) leave_();
   Leave();
@@ -148,8 +149,8 @@ bool WorkerPool::Participate(bool is_caller) {
 void WorkerPool::Leave() {
   Job& job = *head_job_.load(std::memory_order_relaxed);
   uint64_t gate = gate_.fetch_sub(1, std::memory_order_acq_rel) - 1;
-  // No thread leaves before the items are used up, so with no thread inside all of them are
-  // finished. A thread may still enter before the gate is shut; then it is the last one out.
+  // No thread leaves before all items are taken, so if no thread is inside, all items are finished.
+  // A thread may still enter before the gate is shut; it then becomes the last one to leave.
   const uint64_t run = gate >> 32;
   while ((gate & kOpen) != 0 && (gate & 0xffff) == 0 && gate >> 32 == run) {
     if (gate_.compare_exchange_weak(gate, gate & ~kOpen, std::memory_order_acq_rel,
@@ -191,9 +192,9 @@ bool WorkerPool::Done(Job& job) {
 int64_t WorkerPool::Wait(Job& job) {
   if (!job.done.load(std::memory_order_acquire)) {
     const MutexLock lock(mutex_);
-    caller_polls_ = false;  // from the next job on, a place is kept again
+    caller_polls_ = false;  // from the next job on, the caller's place is kept again
   }
-  // The last items of others rarely take longer than a wake-up would.
+  // Waits for the other threads' last items, which rarely take longer than a wake-up would.
   constexpr auto kLeastSpin = std::chrono::microseconds(100);
   std::chrono::steady_clock::time_point until;
   bool polling = false;
@@ -227,7 +228,7 @@ void WorkerPool::Work(Job& job, int32_t place) {
     if (phase >= phases) return;
     if (static_cast<int64_t>(ticket & 0xffffffffu) >= job.phase_items[phase]) {
       if (phase == job.last_phase) return;  // the others finish what they have
-      // Others still work on the last items of this phase.
+      // Other threads still work on the last items of this phase.
       Relax(spins++);
       continue;
     }
@@ -242,7 +243,7 @@ void WorkerPool::Work(Job& job, int32_t place) {
 }
 
 void WorkerPool::ThreadMain(int32_t index) {
-  // The last thread works only when the caller does not, so it shares the first CPU.
+  // The last thread works only while the caller does not, so it shares the first CPU.
   PinToCpu(cpus_, (index + 1) % options_.threads, options_.threads);
   while (!stop_.load(std::memory_order_acquire)) {
     const int32_t seen = news_.load(std::memory_order_acquire);

@@ -2,10 +2,10 @@
 //
 // A job is a list of phases, each with a number of items; all items of a phase finish before the
 // next phase begins. Items are handed out one at a time by an atomic counter, so a slow thread
-// takes fewer of them. At most `threads` threads work at a time, and one of these places is kept
-// for the thread that waits: Wait works, too. A caller that polls Done instead gives its
-// place to a thread of the pool. Sleeping threads cost nothing; a thread that ran out of work polls
-// for `spin_us` before it sleeps, so back-to-back launches make no system call.
+// takes fewer of them. At most `threads` threads work at a time. One of these places is kept for
+// the caller, because Wait executes items too. A caller that polls Done instead gives its place to
+// a thread of the pool. A thread that ran out of work polls for `spin_us` before it sleeps, so
+// back-to-back launches make no system call.
 //
 // Threading: Start, Done and Wait are called by one thread at a time. No call allocates.
 #ifndef MLA_KERNELS_CPU_WORKERS_WORKER_POOL_H_
@@ -23,8 +23,8 @@
 
 namespace mla::kernels::cpu {
 
-// One poll of a thread that waits for another one's progress: a pause, and after many of them a
-// yield, so that the other one runs even where threads outnumber CPUs.
+// One poll of a thread that waits for another thread's progress. It pauses, and after many polls
+// yields, so that the other thread runs even if threads outnumber CPUs.
 void Relax(int32_t polls);
 
 class WorkerPool {
@@ -40,7 +40,7 @@ class WorkerPool {
   using Body = std::function<void(int32_t phase, int64_t item, int32_t place)>;
   using PlaceHook = std::function<void()>;
 
-  // What to execute. Owned by the caller; unchanged between Start and the end of Wait.
+  // A job's items. Owned by the caller; unchanged between Start and the end of Wait.
   struct Job {
     std::vector<int64_t> phase_items;  // reserve capacity up front
     Body body;
@@ -63,24 +63,24 @@ class WorkerPool {
 
   void Start(Job& job);
   bool Done(Job& job);
-  // Works on `job` (and helps finishing the jobs before it), then returns its time in nanoseconds.
+  // Works on `job` (and helps to finish the jobs before it), then returns its time in nanoseconds.
   int64_t Wait(Job& job);
 
   int32_t threads() const { return options_.threads; }
 
  private:
-  // The gate of the job at the head of the queue, one word so that a thread goes in and out without
-  // a lock: run number << 32 | flags | places given out << 16 | threads inside. The thread that
-  // leaves last shuts the gate and closes the job.
+  // The gate of the job at the head of the queue. It is one word, so that threads enter and leave
+  // without a lock: run number << 32 | flags | places given out << 16 | threads inside. The thread
+  // that leaves last shuts the gate and closes the job.
   static constexpr uint64_t kOpen = uint64_t{1} << 31;
-  static constexpr uint64_t kKept = uint64_t{1} << 30;  // one place is the caller's
+  static constexpr uint64_t kKept = uint64_t{1} << 30;  // one place is kept for the caller
   static constexpr uint64_t kPlace = uint64_t{1} << 16;
 
   void ThreadMain(int32_t index);
   // REQUIRES: the gate is shut.
   void OpenGate(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool CanEnter(uint64_t gate, bool is_caller) const;
-  // Goes in, works until the job has no more items and comes out; false when there was no place.
+  // Enters, works until the job has no more items and leaves. Returns false if there was no place.
   bool Participate(bool is_caller);
   void Leave();
   void Close(Job& job);
@@ -90,7 +90,7 @@ class WorkerPool {
 
   Options options_;
   PlaceHook enter_, leave_;
-  std::vector<int32_t> cpus_;  // to pin to, in this order; empty: pin nothing
+  std::vector<int32_t> cpus_;  // to pin to, in this order; if empty, nothing is pinned
   std::atomic<uint64_t> gate_{0};
   std::atomic<Job*> head_job_{nullptr};
   std::atomic<int32_t> news_{0};  // changes when a sleeping thread should look again

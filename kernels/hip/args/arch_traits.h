@@ -1,4 +1,4 @@
-// What the host must know of each architecture's kernels, made from the lists of
+// What the host must know about each architecture's kernels, made from the lists of
 // attend_variants.h. device_code.hip asserts the sizes.
 #ifndef MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
 #define MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
@@ -17,7 +17,7 @@
 
 namespace mla::kernels::hip {
 
-// A line of attend_variants.h, which says what the fields are.
+// One line of attend_variants.h; that file describes the fields.
 struct AttendVariant {
   const char* kernel;
   int32_t rows;
@@ -88,45 +88,49 @@ struct ArchTraits {
   std::span<const ExpandedVariant> expanded;
   std::span<const SplitVariant> split = {};
   std::span<const SplitVariant> stream = {};
-  Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // of its pools
-  // Where the absorbed form has products of 8 bits, for BackendInfo; empty: neither it nor the
-  // expanded form has any.
+  Fp8Kind fp8 = Fp8Kind::kE4m3Fn;  // kind in the architecture's pools
+  // Where the absorbed form has 8-bit products, in the words of BackendInfo. Empty if neither form
+  // has any.
   std::string_view fp8_compute = {};
-  // BackendInfo::fp8_prefill_keys; 0: there are no kernels with products of 8 bits.
+  // BackendInfo::fp8_prefill_keys; 0 if no kernel has 8-bit products.
   int32_t expanded_products_keys = 0;
-  // Weights for the up-projection lie in panels (device_state/weight_panels.h).
+  // True if weights for the up-projection lie in panels (device_state/weight_panels.h).
   bool weight_panels = false;
   int32_t combine_shared_bytes = 0;
   int32_t project_shared_bytes = 0;
-  // Of the kernels for tiles of one row; 0: there are none.
+  // For the kernels for tiles of one row; 0 if there are none.
   int32_t project_row_wide_shared_bytes = 0;
   int32_t project_row_deep_shared_bytes = 0;
-  // There is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
+  // True if there is a kernel that widens the rows of a launch with lists beforehand (WidensLists).
   bool widens_lists = false;
-  bool indexer = false;  // there are kernels for one
+  bool indexer = false;  // there are kernels for an indexer
   int32_t index_logits_threads = 256;
-  // Of the same kernel without the queries, which may lie there too (index_query_bytes).
+  // For mla_index_logits, without the queries, which may lie in shared memory too
+  // (index_query_bytes).
   int32_t index_logits_shared_bytes = 0;
   bool index_queries_shared = false;
   int32_t index_select_shared_bytes = 0;
-  int32_t waves_per_block = 8;  // of append (one wave a row) and combine: 256 threads
-  // Blocks of combine may wait beside those of the attention kernel, on units that it leaves idle.
+  int32_t waves_per_block = 8;  // for append (one wave a row) and combine: 256 threads
+  // Blocks of combine may wait next to blocks of the attention kernel, on units that it leaves
+  // idle.
   bool combine_overlaps = false;
-  // Blocks that take a share of one work item's packed rows each, so that the rows a tile may have
-  // are this many times the largest variant's. They run side by side and read KV rows that their
+  // Neighbouring blocks that share the packed rows of each work item, so that a tile may have this
+  // many times the rows of the largest variant. They run at the same time and read KV rows that a
   // neighbour has just brought into the cache.
   int32_t blocks_per_unit = 1;
-  // A launch of few work items is given to blocks of fewer rows, more of them an item.
+  // True if launches of few work items use a kernel with fewer rows a block, and more blocks an
+  // item.
   bool spreads_few_items = false;
-  // Over rows of bf16: most KV rows an item up to which that is faster than more items of blocks of
-  // more rows, by measurement; 0: never. For PlanTraits::small.
+  // Over bf16 rows: most KV rows an item for which the smaller kernel is faster than more items of
+  // a larger one, as measured. 0: it never is. For PlanTraits::small.
   int32_t spread_kv_rows = 0;
-  // Units of a die with an L2 of its own (XCD); 0: one L2 serves all units.
+  // Units of a die with its own L2 (XCD); 0: all units share one L2.
   int32_t units_per_xcd = 0;
-  // Up-projection keeps a tile's rows over all heads; it rounds and stores while it multiplies.
+  // expand_keeps_rows: the up-projection keeps a tile's rows over all heads. expand_hides_stores:
+  // it rounds and stores during the products.
   bool expand_keeps_rows = false;
   bool expand_hides_stores = false;
-  // Keys and values of the expanded form that an L2 holds beside all else.
+  // Share of an L2 that keys and values of the expanded form may occupy, in bytes.
   int64_t cache_bytes = int64_t{24} << 20;
   int32_t kv_granularity = 64;
   int32_t item_overhead_rows = 256;
@@ -179,7 +183,7 @@ inline constexpr ArchTraits kGfx950Traits{
     .waves_per_block = 4,
     .blocks_per_unit = 1,
     .units_per_xcd = 32,
-    .cache_bytes = int64_t{3} << 20,  // of 4 MiB
+    .cache_bytes = int64_t{3} << 20,  // of an L2 of 4 MiB
     .kv_granularity = 32,
     .item_overhead_rows = 256,
 };
@@ -201,40 +205,42 @@ inline constexpr ArchTraits kGfx942Traits{
     .item_overhead_rows = 256,
 };
 
-// Whether a launch with lists, of work items with so many places and at most `rows` packed rows,
-// over segments of `kv_rows` rows of `format`, has them widened to bf16 once: where each is read
-// twice or more, by blocks that would widen it themselves. Measured: widening a row at each of its
-// uses takes twice the time of reading it widened, or more.
+// Returns true if a launch with lists has its rows widened to bf16 once, beforehand. `places` are
+// the places of its work items, `rows` the most packed rows of one, `kv_rows` the rows of its
+// segments in `format`. It pays if rows are read twice or more on average, by blocks that would
+// widen them. Measured: widening a row at each use takes at least twice the time of reading it
+// widened.
 constexpr bool WidensLists(const ArchTraits& arch, KvFormat format, int32_t rows, int64_t places,
                            int64_t kv_rows) {
-  constexpr int32_t kFewRows = 16;  // kernels for these multiply codes
+  constexpr int32_t kFewRows = 16;  // kernels for so few rows multiply codes
   return arch.widens_lists && format == KvFormat::kFp8Row && rows > kFewRows &&
          places >= 2 * kv_rows;
 }
 
-// Keys of a block of mla_index_logits where query rows see `keys` in all: few enough that all units
-// have blocks, and so many that bringing the queries does not count.
+// Keys of a block of mla_index_logits if query rows see `keys` in all: few enough that all units
+// have blocks, and enough that loading the queries costs little in comparison.
 constexpr int32_t IndexKeysPerBlock(int64_t keys, int32_t units) {
   constexpr int32_t kLeast = 256, kMost = 8192;
-  constexpr int64_t kBlocksPerUnit = 4;  // that there should be
+  constexpr int64_t kBlocksPerUnit = 4;  // wanted
   int32_t chosen = kLeast;
   while (chosen < kMost && chosen < keys / (kBlocksPerUnit * units)) chosen *= 2;
   return chosen;
 }
 
-// Dynamic shared memory of mla_index_logits for queries of so many heads.
+// Dynamic shared memory of mla_index_logits for queries of `heads` heads.
 constexpr int32_t IndexLogitsSharedBytes(const ArchTraits& arch, int32_t heads, DType dtype) {
   const int32_t of_queries = arch.index_queries_shared ? index_query_bytes(heads, dtype) : 0;
   return arch.index_logits_shared_bytes + of_queries;
 }
 
-// Dies of a device of `units` units that blocks are dealt to in turn.
+// Number of dies of a device of `units` units, if it deals blocks to its dies in turn.
 constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
   const bool whole = arch.units_per_xcd > 0 && units % arch.units_per_xcd == 0;
   return whole ? units / arch.units_per_xcd : 1;
 }
 
-// Most packed rows of a block over rows of `format` with such products; 0: there is no such kernel.
+// Most packed rows of a block over rows of `format` with these products, or 0 if there is no such
+// kernel.
 constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products,
                            AttentionKind kind) {
   int32_t most = 0;
@@ -254,15 +260,15 @@ constexpr int32_t LeastRows(const ArchTraits& arch, KvFormat format, DType produ
   return least;
 }
 
-// Products that the absorbed form has where these are asked for: bf16 ones where no kernel over
-// such rows has these.
+// Products that the absorbed form uses if `products` are asked for: bf16 if no kernel over such
+// rows has them.
 constexpr DType AbsorbedProducts(const ArchTraits& arch, KvFormat format, DType products,
                                  AttentionKind kind) {
   return MostRows(arch, format, products, kind) > 0 ? products : DType::kBf16;
 }
 
-// Index in arch.expand of the kernel for attention with such products; arch.expand.size(): there is
-// none.
+// Index in arch.expand of the kernel for attention with these products, or arch.expand.size() if
+// there is none.
 constexpr size_t FindExpand(const ArchTraits& arch, const kernels::ExpandedDims& dims,
                             KvFormat format, DType products) {
   size_t i = 0;
@@ -274,7 +280,8 @@ constexpr size_t FindExpand(const ArchTraits& arch, const kernels::ExpandedDims&
   return i;
 }
 
-// Index in arch.expanded of attention with such products; arch.expanded.size(): there is none.
+// Index in arch.expanded of attention with these products, or arch.expanded.size() if there is
+// none.
 constexpr size_t FindExpanded(const ArchTraits& arch, const kernels::ExpandedDims& dims,
                               DType products) {
   size_t i = 0;
@@ -285,7 +292,7 @@ constexpr size_t FindExpanded(const ArchTraits& arch, const kernels::ExpandedDim
   return i;
 }
 
-// Most blocks of attention of the expanded form that a unit holds at a time, over all dims.
+// Most blocks of attention in the expanded form that a unit holds at a time, over all dims.
 constexpr int32_t MostExpandedBlocks(const ArchTraits& arch) {
   int32_t most = 1;
   for (const ExpandedVariant& v : arch.expanded) most = v.blocks > most ? v.blocks : most;
@@ -296,8 +303,8 @@ constexpr bool HasExpandedForm(const ArchTraits& arch, const kernels::ExpandedDi
   return FindExpanded(arch, dims, DType::kBf16) < arch.expanded.size();
 }
 
-// The largest of the dims that kernels are written for and models of at most `geometry` can have;
-// kDims128 where there are none.
+// The largest dims that kernels are written for and that models of at most `geometry` can have;
+// kDims128 if there are none.
 constexpr kernels::ExpandedDims LargestDims(const ArchTraits& arch, const Geometry& geometry) {
   kernels::ExpandedDims largest = kernels::kDims128;
   for (const ExpandedVariant& v : arch.expanded) {
@@ -307,8 +314,8 @@ constexpr kernels::ExpandedDims LargestDims(const ArchTraits& arch, const Geomet
   return largest;
 }
 
-// Whether launches that ask for `products` take the variant: one with just these, or one with bf16
-// products that no variant of as many rows has these for.
+// Returns true if launches that ask for `products` may use the variant: it has these products, or
+// it has bf16 products and no variant of as many rows has these.
 constexpr bool Takes(const ArchTraits& arch, const AttendVariant& v, KvFormat format,
                      DType products, AttentionKind kind) {
   if (v.Serves(format, products, kind)) return true;
@@ -319,10 +326,10 @@ constexpr bool Takes(const ArchTraits& arch, const AttendVariant& v, KvFormat fo
   return true;
 }
 
-// Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows:
-// the smallest that takes them in one block, else the largest. Where `busy` units have work and so
-// few that all their blocks of a smaller kernel run at a time, that one: neighbours then read the
-// same KV rows, from the cache, but each has less to compute and to write.
+// Index in arch.attend of the kernel for a launch whose widest work item has `rows` packed rows.
+// This is the smallest kernel that takes them in one block, or else the largest. If only `busy`
+// units have work and all blocks of a smaller kernel run at a time, it is that smaller one:
+// neighbours then read the same KV rows from the cache, and each has less to compute and to write.
 // REQUIRES MostRows(arch, format, AbsorbedProducts(arch, format, products, kind), kind) > 0.
 constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType products,
                               AttentionKind kind, int32_t rows, int32_t busy, int32_t units) {
@@ -337,8 +344,8 @@ constexpr size_t ChooseAttend(const ArchTraits& arch, KvFormat format, DType pro
   return chosen;
 }
 
-// Index in arch.split of the kernel that does what `v` and combine do for a launch of one tile;
-// arch.split.size(): there is none.
+// Index in arch.split of the kernel that replaces `v` and combine in a launch of one tile, or
+// arch.split.size() if there is none.
 constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
   size_t i = 0;
   while (i < arch.split.size() && arch.split[i].rows != v.rows) ++i;
@@ -346,11 +353,11 @@ constexpr size_t FindSplit(const ArchTraits& arch, const AttendVariant& v) {
   return serves ? i : arch.split.size();
 }
 
-// Blocks of combine that a unit takes at a time, by their registers.
+// Blocks of combine that fit a unit at a time, by their registers.
 inline constexpr int64_t kCombineBlocksPerUnit = 4;
 
-// Waves that merge one row, given the rows of a launch and the most parts a row has: as many as
-// there are parts for, unless that made more blocks than the device takes at a time.
+// Waves that merge one row, given the rows of a launch and the most parts of a row: one wave a
+// part, unless that makes more blocks than the device runs at a time.
 constexpr int32_t CombineWavesPerRow(const ArchTraits& arch, int64_t rows, int32_t parts,
                                      int32_t units) {
   int32_t waves = arch.waves_per_block;
@@ -361,9 +368,9 @@ constexpr int32_t CombineWavesPerRow(const ArchTraits& arch, int64_t rows, int32
   return waves;
 }
 
-// Blocks that divide the columns of each row of such a launch: a power of two, more than one only
-// where units would have no block otherwise, and all blocks run at a time. A block has four columns
-// a lane, at least.
+// Blocks that divide the columns of each row of such a launch: a power of two. It is more than one
+// only if units would otherwise have no block, and all blocks run at a time. A block has at least
+// four columns a lane.
 constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int32_t waves_per_row,
                                       int32_t o_dim, int32_t units) {
   const int32_t least_columns = 4 * 256 / arch.waves_per_block;
@@ -376,11 +383,11 @@ constexpr int32_t CombineColumnBlocks(const ArchTraits& arch, int64_t rows, int3
   return blocks;
 }
 
-// Parts whose values a wave of combine has on their way at a time where columns are divided.
+// Parts whose values a wave of combine loads at a time if columns are divided.
 inline constexpr int32_t kCombinePartsAhead = 8;
 
-// The waves a row of such a launch when `idle_units` units are left by the attention kernel: fewer
-// where that lets all blocks start before it ends, and a wave still takes its parts at one go.
+// Waves a row of such a launch if the attention kernel leaves `idle_units` units idle. It is fewer
+// if all blocks can then start before that kernel ends, and a wave still takes its parts at one go.
 constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32_t parts,
                                      int32_t waves_per_row, int32_t column_blocks,
                                      int32_t idle_units) {
@@ -395,8 +402,8 @@ constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32
 }
 
 // Blocks that up-project a round of so many pairs, heads and expansions. A block that keeps its
-// rows waits for those of the next tile. So each has whole tiles, or an equal part of one tile's
-// heads, where that gives none of them many more pairs.
+// rows waits for the rows of each new tile. So each block has whole tiles, or an equal part of one
+// tile's heads, unless some block would get many more pairs that way.
 constexpr int32_t ExpandBlocks(const ArchTraits& arch, int32_t pairs, int32_t heads,
                                int32_t expansions, int32_t units) {
   const int32_t all = pairs < units ? pairs : units;
@@ -406,20 +413,20 @@ constexpr int32_t ExpandBlocks(const ArchTraits& arch, int32_t pairs, int32_t he
   int32_t share = least;
   while (share < tile && tile % share != 0) ++share;
   if (share >= tile) share = (least + tile - 1) / tile * tile;
-  constexpr int32_t kSlack = 16;  // at most one pair more in so many
+  constexpr int32_t kSlack = 16;  // at most one pair more in 16
   return share - least <= least / kSlack ? (pairs + share - 1) / share : all;
 }
 
-// ExpandArgs::first_tile_pairs of a round of so many pairs and heads that `blocks` blocks
-// up-project: where stores take time of their own, a list of their own pays once a block has so
-// many pairs that a further tile of rows does not count.
+// ExpandArgs::first_tile_pairs of a round whose pairs `blocks` blocks up-project. If stores take
+// time of their own, a separate list pays as soon as a block has enough pairs that one more tile of
+// rows costs little.
 constexpr int32_t FirstTilePairs(const ArchTraits& arch, int32_t pairs, int32_t heads,
                                  int32_t blocks) {
   constexpr int32_t kPairsOfBlock = 12;
   return !arch.expand_hides_stores && pairs >= kPairsOfBlock * blocks ? heads : 0;
 }
 
-// Null when no kernels are written for `arch`.
+// Returns null if no kernels are written for `arch`.
 constexpr const ArchTraits* FindArchTraits(std::string_view arch) {
   for (const ArchTraits* traits : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
     if (traits->arch == arch) return traits;

@@ -1,6 +1,6 @@
-// Which attention kernel a launch gets, and how combine is spread over the device: every shape
-// covers all of a row's columns, nothing waits for a second turn that need not, and only small
-// launches divide rows.
+// Which attention kernel a launch gets, and how combine is spread over the device. Every shape
+// covers all of a row's columns, blocks run in one turn wherever they can, and only small launches
+// divide rows.
 #include "kernels/hip/args/arch_traits.h"
 
 #include <algorithm>
@@ -39,11 +39,11 @@ TEST_P(CombineShapeTest, WavesOfARowDivideItsBlockAndHavePartsToMerge) {
         ASSERT_GE(waves, 1);
         ASSERT_EQ(arch().waves_per_block % waves, 0);
         ASSERT_LE(waves, std::max(1, parts));
-        // More than one wave a row only while all blocks run at a time.
+        // There is more than one wave a row only if all blocks run at a time.
         if (waves > 1) {
           ASSERT_LE(Blocks(rows, waves), kCombineBlocksPerUnit * units);
         }
-        // As many as that allows.
+        // The number of waves is the largest that this allows.
         const int32_t more = 2 * waves;
         const bool possible = more <= arch().waves_per_block && more <= parts;
         if (possible) {
@@ -64,7 +64,7 @@ TEST_P(CombineShapeTest, ColumnBlocksCoverARowAndRunAtOneTime) {
           ASSERT_GE(blocks, 1);
           ASSERT_EQ(blocks & (blocks - 1), 0) << "a power of two";
           if (blocks == 1) continue;
-          // Each has four columns a lane at least, and all are needed.
+          // Each block has at least four columns a lane, and all blocks have columns.
           ASSERT_EQ(o_dim % blocks, 0);
           ASSERT_GE(o_dim / blocks, 4 * lanes);
           ASSERT_LE(blocks * (rows * waves / arch().waves_per_block),
@@ -91,10 +91,10 @@ TEST(CombineShape, KnownLaunchesOfAnH200) {
   constexpr int32_t kUnits = 132;
   // One sequence of 128 heads whose context is in 64 parts: a block a row.
   EXPECT_EQ(CombineWavesPerRow(kSm90Traits, 128, 64, kUnits), 8);
-  // 16 heads: 16 blocks of rows, four ways each, are still fewer than the units take.
+  // 16 heads: 16 blocks of rows, each divided by four, are still fewer than the units take.
   EXPECT_EQ(CombineWavesPerRow(kSm90Traits, 16, 64, kUnits), 8);
   EXPECT_EQ(CombineColumnBlocks(kSm90Traits, 16, 8, kODim, kUnits), 4);
-  // Two parts leave six of eight waves without work.
+  // With two parts, six of eight waves would have no work.
   EXPECT_EQ(CombineWavesPerRow(kSm90Traits, 128, 2, kUnits), 2);
 }
 
@@ -147,7 +147,7 @@ TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
             ChooseAttend(*arch, KvFormat::kFp8Tensor, DType::kFp8E4m3, kind, rows, kUnits, kUnits);
         const AttendVariant& v = arch->attend[i];
         EXPECT_EQ(v.rows, rows > 64 ? 128 : 64);
-        const bool codes = rows > 64 || arch == &kGfx942Traits;  // widening takes long there
+        const bool codes = rows > 64 || arch == &kGfx942Traits;  // widening takes long on it
         EXPECT_EQ(v.products, codes ? DType::kFp8E4m3 : DType::kBf16);
       }
     }
@@ -162,7 +162,7 @@ TEST(ChooseAttend, TakesProductsOfEightBitsWhereThereIsAKernel) {
   }
 }
 
-// What ChooseAttend and MostRows rely on, and the report.
+// ChooseAttend, MostRows and the report rely on this order and these names.
 TEST(Variants, AreInOrderAndNamedByWhatTheyDo) {
   for (const ArchTraits* arch : {&kSm90Traits, &kGfx950Traits, &kGfx942Traits}) {
     std::set<std::string> names;
@@ -267,7 +267,7 @@ TEST(XcdsOf, CountsWholeDies) {
   EXPECT_EQ(XcdsOf(kGfx942Traits, 304), 8);
   EXPECT_EQ(XcdsOf(kGfx942Traits, 228), 6);
   EXPECT_EQ(XcdsOf(kGfx942Traits, 38), 1);
-  EXPECT_EQ(XcdsOf(kGfx942Traits, 100), 1);  // not a number of dies that is known
+  EXPECT_EQ(XcdsOf(kGfx942Traits, 100), 1);  // no known number of dies
   EXPECT_EQ(XcdsOf(kSm90Traits, 132), 1);
 }
 
@@ -276,7 +276,7 @@ TEST(ExpandBlocks, HaveWholeTilesOrEqualPartsWhereThatCostsLittle) {
     return ExpandBlocks(kSm90Traits, tiles * heads, heads * expansions, expansions, kUnits);
   };
   EXPECT_EQ(blocks(32, 128), 128);       // 32 heads each, where 31.03 would do
-  EXPECT_EQ(blocks(128, 64), 128);       // a tile each
+  EXPECT_EQ(blocks(128, 64), 128);       // one tile each
   EXPECT_EQ(blocks(4 * 8, 32, 4), 128);  // 8 heads each, of four requests
   EXPECT_EQ(blocks(1, 10), 10);
   EXPECT_EQ(blocks(40, 20), kUnits);  // 10 heads each, where 6.06 would do
@@ -293,7 +293,7 @@ TEST(CombineWavesBeside, GivesUpWavesOnlyForBlocksThatStartEarly) {
   // Not even one go of parts a wave would fit.
   EXPECT_EQ(CombineWavesBeside(kSm90Traits, kRows, kParts, 8, kBlocks, 20), 8);
   EXPECT_EQ(CombineWavesBeside(kSm90Traits, kRows, kParts, 8, kBlocks, 0), 8);
-  // 64 parts want 8 waves at one go.
+  // 64 parts need 8 waves to be taken at one go.
   EXPECT_EQ(CombineWavesBeside(kSm90Traits, kRows, 64, 8, kBlocks, 100), 8);
   // Nothing waits beside another kernel there.
   EXPECT_EQ(CombineWavesBeside(kGfx950Traits, kRows, kParts, 4, kBlocks, 100), 4);

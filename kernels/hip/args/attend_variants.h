@@ -1,6 +1,6 @@
-// Every attention kernel of every architecture, a line each. Made from these lists are the kernels
-// themselves (device_code.hip), their table on the host (host_images/device_kernels.h), what a
-// backend can run and how it launches it (arch_traits.h), and what the report counts
+// Every attention kernel of every architecture, a line each. These lists generate the kernels
+// (device_code.hip), their table on the host (host_images/device_kernels.h), the shapes that a
+// backend runs and how it launches them (arch_traits.h), and the report's kernels
 // (tools/report.py).
 //
 //   X(kernel, rows, tile, format, products, attention, threads, shared, exchanged)
@@ -8,26 +8,26 @@
 //     tile       KV rows that it takes at a time
 //     format     KvFormat of the rows in the pool
 //     products   DType of queries and probabilities in matrix products; queries come as bf16.
-//                kFp8E4m3 rounds both, and is for models that say so (AttentionDesc::products)
-//     attention  AttentionKind: KV rows by position, those that index lists name, or a window and
-//                entries, which are of the same format
-//     threads    of a block
-//     shared     dynamic shared memory in bytes; 0 where it is static
-//     exchanged  partial rows are written as accumulators lie in lanes: of each 16 columns, words
+//                kFp8E4m3 rounds both, and is for models that ask for it (AttentionDesc::products)
+//     attention  AttentionKind: KV rows by position, KV rows that index lists name, or a window
+//                and entries of the same format
+//     threads    threads of a block
+//     shared     dynamic shared memory in bytes; 0 if it is static
+//     exchanged  partial rows have the order of accumulators in lanes: in each 16 columns, words
 //                4 q and on are columns 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q
 //
-// Of one format, products and attention, lines are in the order of rows.
+// Lines with the same format, products and attention are in the order of rows.
 //
-//   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with so many packed
-//   rows, for launches of one tile whose parts the blocks merge themselves (SplitArgs), or for
-//   those whose queries arrive meanwhile (StreamArgs)
+//   X(kernel, rows, threads, shared)   the kernel for bf16 rows by position with this many
+//   packed rows, for launches of one tile whose parts the blocks merge themselves (SplitArgs), or
+//   for launches whose queries arrive while they run (StreamArgs)
 //
 //   X(kernel, nope, value, format, products, threads, shared)   up-projection of cached rows to
 //   keys and values of these dims, for the expanded form; products: DType of the keys and values
-//   that it makes, for attention with such products
+//   that it makes, for attention with these products
 //
 //   X(kernel, nope, value, products, threads, shared, blocks)   attention of the expanded form;
-//   blocks: that a unit (SM, CU) holds at a time
+//   blocks: blocks that a unit (SM, CU) holds at a time
 #ifndef MLA_KERNELS_HIP_ARGS_ATTEND_VARIANTS_H_
 #define MLA_KERNELS_HIP_ARGS_ATTEND_VARIANTS_H_
 

@@ -1,20 +1,20 @@
 // Arguments of the expanded form's kernels, shared by host and device: up-projection of cached rows
-// into a workspace, and attention on what lies there.
+// into a workspace, and attention to the rows there.
 //
 // kernels/types/round_info.h says how the workspace is laid out. The 16-byte chunk c of row r of a
-// panel lies at position c ^ swizzle(r), which is how tiles lie in shared memory: a tile of rows is
-// one contiguous copy per panel.
+// panel lies at position c ^ swizzle(r), as in shared memory, so that a tile of rows is one
+// contiguous copy per panel.
 //
-// The rests are what rounding took from the values of the segment's first kExpandedRows rows, as
-// panels of so many rows (undefined in expansions that begin later): where a query row sees few
-// keys, roundings do not average out, and values and probabilities are multiplied with their rests
-// too.
+// The rests are the rounding remainders of the values of the segment's first kExpandedRows rows, as
+// panels of kExpandedRows rows. They are undefined in expansions that begin later. If a query row
+// sees few keys, roundings do not average out, so values and probabilities are then multiplied with
+// their rests too.
 //
-// Rows past `rows` are zero. Values that are not finite are stored as zero: the row holds a NaN
-// then (kernels/formats/dtype.h), which is in its keys too, so every query that sees the row has a
-// NaN in its probability, and one that does not see it meets none.
+// Rows past `rows` are zero. Values that are not finite are stored as zero. Such a row holds a NaN
+// (kernels/formats/dtype.h), which is also in its keys, so every query that sees the row gets a NaN
+// probability. A query that does not see it meets no NaN.
 //
-// With products of 8 bits panels hold other things: device/sm90/prefill/code_results.h.
+// With 8-bit products panels have other contents: see device/sm90/prefill/code_results.h.
 #ifndef MLA_KERNELS_HIP_ARGS_EXPANDED_ARGS_H_
 #define MLA_KERNELS_HIP_ARGS_EXPANDED_ARGS_H_
 
@@ -26,7 +26,8 @@
 
 namespace mla::kernels::hip {
 
-inline constexpr char kExpandedPrefix[] = "mla_attend_expanded";  // of attention's kernels
+inline constexpr char kExpandedPrefix[] = "mla_attend_expanded";  // prefix of the names of
+                                                                  // attention's kernels
 
 inline constexpr int32_t kExpandedLora = 512;
 using kernels::ExpandedDims;
@@ -39,15 +40,16 @@ using kernels::kExpandedRows;
 using kernels::kPanelRowBytes;
 using kernels::kRestPanelBytes;
 using kernels::kRotatedPanels;
-// A query row that sees no more keys than this sees few.
+// A query row sees few keys if it sees at most this many.
 inline constexpr int32_t kFewKeys = 128;
 static_assert(kFewKeys <= kExpandedRows);
 
-// Up-projection. Each block serves its part of two lists of pairs: those of the expansions' first
-// tiles, which have rests to write, and all others, so that no block has more of the dearer ones.
-// Where blocks have few pairs, one list holds all and is cheaper to walk. Block b of B takes
-// [b P / B, (b + 1) P / B) of a list of P; pairs of an expansion are ordered by tile, then head.
-// The block that serves a tile's first head also copies its rotated part.
+// Up-projection. Each block serves its part of two lists of pairs: pairs of the expansions' first
+// tiles, which also write rests, and all other pairs. Pairs with rests cost more, and two lists
+// spread them evenly. If blocks have few pairs, one list holds all pairs, because it is cheaper to
+// walk. Block b of B takes [b P / B, (b + 1) P / B) of a list of P; pairs of an expansion are
+// ordered by tile, then head. The block that serves a tile's first head also copies its rotated
+// part.
 struct ExpandArgs {
   const kernels::SegmentRecord* segments;
   const uint32_t* page_tables;

@@ -1,5 +1,5 @@
 // Arguments of the kernels in gate.h, shared by host and device. Addresses are device addresses;
-// those of words lie in pinned host memory.
+// words lie in pinned host memory.
 #ifndef MLA_KERNELS_HIP_ARGS_GATE_ARGS_H_
 #define MLA_KERNELS_HIP_ARGS_GATE_ARGS_H_
 
@@ -12,26 +12,28 @@ inline constexpr char kGateKernel[] = "mla_gate";
 inline constexpr char kSignalKernel[] = "mla_signal";
 inline constexpr uint32_t kGateThreads = 64;
 inline constexpr uint32_t kSignalThreads = 256;
-// Of a launch; those of more requests are left to the host.
+// Most signals of a launch's kernel. The host stores signals of launches with more requests.
 inline constexpr int32_t kMostSignals = 8;
-// Longest that a gate may wait: driver calls of other threads wait for it.
+// Longest wait of a gate. It is short because driver calls of other threads wait for the gate.
 inline constexpr int64_t kMostGateNs = 2'000'000'000;
 
-// What a gate leaves.
+// The result that a gate stores.
 struct GateOutcome {
   uint64_t waited_ns;
-  uint64_t ended;  // by the device's clock; in a report for how long the kernels behind it took
-  uint32_t late;   // 1: the word had not come by then
+  uint64_t ended;  // on the device's clock; in a report, the time that the kernels after the gate
+                   // took
+  uint32_t late;   // 1: the time ran out before the word was reached
   uint32_t padding;
 };
 
-// Waits until `word` is `value` or comes after it.
+// Waits until `word` is `value` or a later one.
 struct GateArgs {
   const uint32_t* word;
   uint32_t value;
   uint32_t padding;
   uint64_t limit_ns;
-  GateOutcome* outcome;  // in device memory: the host's would take the kernel's end longer
+  GateOutcome* outcome;  // in device memory, because writes to host memory would delay the kernel's
+                         // end
 };
 
 struct SignalArgs {
@@ -41,9 +43,10 @@ struct SignalArgs {
     uint32_t value;
     uint32_t padding;
   };
-  const GateOutcome* outcome;  // of the launch's gate; null: there is none
+  const GateOutcome* outcome;  // outcome of the launch's gate, or null
   GateOutcome* report;         // in pinned memory, where the outcome is copied; or null
-  // Copied to pinned memory behind the words, which do not wait for it: `copied` bytes, or 0.
+  // `copied` bytes (or 0) are copied to pinned memory after the words, which do not wait for the
+  // copy.
   uint8_t* to;
   const uint8_t* from;
   int64_t copied;

@@ -1,5 +1,5 @@
-// All device kernels of one architecture, from one source: the architecture folder supplies the
-// tile primitives and sizes.
+// All device kernels of one architecture, compiled from this source; the architecture folder
+// supplies the tile primitives and sizes.
 #include "kernels/hip/device/target/target.h"
 #if MLA_GFX950
 #include "kernels/hip/device/gfx950/config.h"
@@ -80,8 +80,8 @@ template <ExpandedDims kDims, DType kProducts>
 using ExpandedKernel = AttendExpanded<ExpandedConfig, kDims>;
 #endif
 #else
-// From 17 rows on matrix work counts; the loop of device/kernels/attend.h would do at about half
-// the speed.
+// From 17 rows on, products dominate, and the loop of device/kernels/attend.h would reach about
+// half the speed.
 template <int kRows, KvFormat kFormat, DType kProducts, AttentionKind kKind>
 struct AttendKernelOf {
   using C = AttendConfig<kRows, kFormat, kProducts, kKind>;

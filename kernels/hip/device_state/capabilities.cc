@@ -11,18 +11,19 @@
 namespace mla::kernels::hip {
 namespace {
 
-// On an H200 kernels write 33 KiB to the host's memory in less time than copies of it add to a
-// launch, and 132 KiB in 18 us, which is more.
+// On an H200, kernels write 33 KiB to host memory in less time than copies of it add to a launch.
+// For 132 KiB they need 18 us, which is more than the copies add.
 constexpr int64_t kMostBytesInPlace = 40 << 10;
 
-// Of queries; smaller launches are copied in and out by a kernel, or compute while others copy.
+// Bytes of queries. In smaller launches a kernel copies inputs and outputs, or the launch computes
+// while another one's copies run.
 constexpr int64_t kLeastStreamBytes = 2 << 20;
-// Pieces of a streamed plan for each unit, at most: so many that little is left to do once the last
-// queries have come, and few enough that merging them does not count. Of item_overhead_rows each at
-// least, so that the limit cuts finer only where there are many KV rows.
+// Most pieces of a streamed plan for each unit: many enough that little work remains when the last
+// queries arrive, and few enough that merging them costs little. A piece has at least
+// item_overhead_rows, so this limit matters only for many KV rows.
 constexpr int32_t kStreamPieces = 5;
 
-// Of attention with bf16 products, as text: "128/128 or 192/256".
+// Dims of attention with bf16 products, as text: "128/128 or 192/256".
 std::string ExpandedDimsOf(const ArchTraits& arch) {
   std::string text;
   for (const ExpandedVariant& v : arch.expanded) {
@@ -93,7 +94,7 @@ absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
   const Geometry& g = desc.geometry;
   const char* missing = nullptr;
   if (g.num_heads < 1 || g.num_heads > 65535) missing = "this head count";
-  // The matrix cores take bf16: rounding fp32 queries would cost more than the promised accuracy.
+  // Matrix cores take bf16, and rounding fp32 queries to it would exceed the accepted error.
   if (desc.q_dtype != DType::kBf16) missing = "this query dtype";
   if (desc.page_size < 1) missing = "this page size";
   const bool windowed = desc.attention == AttentionKind::kWindow;
@@ -117,7 +118,7 @@ absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
              (expanded || MostRows(arch, desc.kv_format, DType::kBf16, desc.attention) == 0)) {
     missing = expanded ? "index lists in the expanded form" : "index lists";
   } else if (desc.products != DType::kBf16) {
-    // A model that has them in prefill alone is given bf16 ones in the absorbed form.
+    // A model with 8-bit products in prefill alone gets bf16 products in the absorbed form.
     const bool prefill = info.fp8_prefill_keys > 0 && desc.attention == AttentionKind::kDense &&
                          FindExpand(arch, dims, desc.kv_format, desc.products) < arch.expand.size();
     if (expanded && !prefill) {
@@ -140,7 +141,7 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
   if (desc.form == AttentionForm::kExpanded) {
     const ExpandedDims dims{desc.geometry.nope_dim, desc.geometry.v_dim};
     const size_t variant = FindExpanded(arch, dims, desc.products);
-    // Of shapes that are refused, numbers that any shape may have.
+    // A refused shape has no variant; it gets numbers that are valid for any shape.
     const int32_t blocks = variant < arch.expanded.size() ? arch.expanded[variant].blocks : 1;
     traits.units = std::max(1, units * blocks);
     traits.tile_rows = kExpandedRows;
@@ -153,10 +154,11 @@ PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDe
   }
   const DType products = AbsorbedProducts(arch, desc.kv_format, desc.products, desc.attention);
   int32_t largest = MostRows(arch, desc.kv_format, products, desc.attention);
-  // Of shapes that are refused, numbers that any shape may have.
+  // A refused shape has no variant; it gets numbers that are valid for any shape.
   if (largest == 0) largest = MostRows(arch, KvFormat::kBf16, DType::kBf16, desc.attention);
   largest = std::max(1, largest);
-  // Few heads fit one block's tile, so every unit is a block; many are shared by neighbours.
+  // Few heads fit one block's tile, so each block is a unit. Many heads are shared by neighbouring
+  // blocks.
   const int32_t blocks = desc.geometry.num_heads > largest ? arch.blocks_per_unit : 1;
   traits.units = std::max(1, units / blocks);
   traits.tile_rows = largest * blocks;

@@ -1,4 +1,4 @@
-// What the kernels of an architecture compute, as AttentionBackend tells its caller.
+// What an architecture's kernels can compute, in the terms of AttentionBackend.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_CAPABILITIES_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_CAPABILITIES_H_
 
@@ -12,18 +12,18 @@
 
 namespace mla::kernels::hip {
 
-// All but memory_bytes and fp8_prefill_keys, which are known later.
+// All fields except memory_bytes and fp8_prefill_keys, which become known later.
 BackendInfo InfoOf(const GpuRuntime& runtime, const ArchTraits& arch);
 
-// Sets the fields that follow from whether kernels reach the host's memory.
+// Sets the fields that depend on whether kernels reach host memory.
 void SetHostMemory(const GpuRuntime& runtime, const ArchTraits& arch, BackendInfo* info);
 
-// UNIMPLEMENTED with what is missing for `desc`.
+// Returns UNIMPLEMENTED, with what is missing for `desc`, or OK.
 absl::Status CheckSupported(const ArchTraits& arch, const BackendInfo& info,
                             const AttentionDesc& desc);
 
-// How plans for `desc` are cut on a device of `units` units; `rounds` but for cache_bytes is the
-// caller's.
+// How plans for `desc` are cut on a device of `units` units. The caller fills in `rounds`, except
+// cache_bytes.
 PlanTraits PlanTraitsOf(const ArchTraits& arch, int32_t units, const AttentionDesc& desc);
 
 }  // namespace mla::kernels::hip

@@ -1,4 +1,4 @@
-// A device and what all parts of its launches work with: kernels, weights and device memory.
+// A device, and the state that all parts of its launches share: kernels, weights and device memory.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_DEVICE_STATE_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_DEVICE_STATE_H_
 
@@ -14,9 +14,9 @@
 
 namespace mla::kernels::hip {
 
-inline constexpr uint32_t kBlockThreads = 256;  // of every kernel that does no attention
+inline constexpr uint32_t kBlockThreads = 256;  // for every kernel except attention
 
-// Blocks of `share` each for `all`.
+// Blocks needed for `all` if each takes `share`.
 inline uint32_t BlocksFor(int64_t all, int64_t share) {
   return static_cast<uint32_t>((all + share - 1) / share);
 }
@@ -29,13 +29,12 @@ struct DeviceState {
 
   WeightStore weights;
   DeviceBuffer pool, table_mirror;
-  // Behind the plan's partial rows: what the expanded form carries between rounds.
+  // The plan's partial rows, followed by the rows that the expanded form carries between rounds.
   DeviceBuffer partial_o, partial_lse;
   DeviceBuffer meetings;            // SplitArgs::meetings
-  DeviceBuffer expanded_workspace;  // up-projected keys and values; nothing between launches
+  DeviceBuffer expanded_workspace;  // up-projected keys and values; unused between launches
 
-  // What kernels scale the rows of a layer with (kernel_args.h), which the host scales with
-  // `scale`.
+  // Scale that kernels use for the rows of a layer (kernel_args.h), given the host's `scale`.
   float RowScale(KvFormat format, float scale) const {
     if (TraitsOf(format).scales != KvScales::kLayer) return 1.0f;
     return arch->fp8 == Fp8Kind::kE4m3Fn ? scale : ScaleToKind(scale, arch->fp8);

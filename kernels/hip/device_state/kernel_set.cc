@@ -11,16 +11,16 @@
 namespace mla::kernels::hip {
 namespace {
 
-// Loads the function's code now. The CUDA driver else does so with its first launch, which then
-// waits for the device. Drivers before 12.4 lack the call; there the self-test, which launches all
-// kernels, has the same effect. HIP loads all code with its module.
+// Loads the function's code now. Otherwise the CUDA driver loads it at the function's first launch,
+// which then waits for the device. Drivers before 12.4 lack the call; with them the self-test,
+// which launches all kernels, has the same effect. HIP loads all code with its module.
 absl::Status Load(GpuRuntime& runtime, Function function) {
   using LoadFunction = int (*)(Function);
   const auto load = reinterpret_cast<LoadFunction>(runtime.EntryPoint("cuFuncLoad"));
   return load == nullptr ? absl::OkStatus() : runtime.Check(load(function), "function load");
 }
 
-// `shared`: dynamic shared memory in bytes that the kernel is launched with at most.
+// `shared`: most dynamic shared memory, in bytes, of a launch of the kernel.
 absl::Status Find(GpuRuntime& runtime, Module module, const char* name, int32_t shared,
                   Function* into) {
   absl::StatusOr<Function> found = runtime.Find(module, name);

@@ -10,23 +10,23 @@
 
 namespace mla::kernels::hip {
 
-// Null: the architecture has no such kernel.
+// A member is null if the architecture has no such kernel.
 struct KernelSet {
   Function move = nullptr, digest = nullptr, copy_tensors = nullptr, append = nullptr,
            combine = nullptr;
   Function gate = nullptr, signal = nullptr;
   Function index_logits = nullptr, index_select = nullptr, widen = nullptr;
   Function project = nullptr, project_row_wide = nullptr, project_row_deep = nullptr;
-  std::vector<Function> attend, split, stream, expand, expanded;  // as those of ArchTraits
+  std::vector<Function> attend, split, stream, expand, expanded;  // by index, as in ArchTraits
 };
 
-// Finds all kernels but those of FindPrefillKernels, loads their code, and lets them take the
-// shared memory they need. An error of the runtime where the image lacks one.
+// Finds all kernels except those for FindPrefillKernels, loads their code, and raises their limit
+// of shared memory. Returns the runtime's error if the image lacks one.
 absl::Status FindKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
                          KernelSet* kernels);
 
-// The expanded form's kernels with products of 8 bits, after FindKernels. UNIMPLEMENTED: none are
-// written for this architecture; an error of the runtime where the image has none.
+// Finds the expanded form's kernels with 8-bit products; call it after FindKernels. UNIMPLEMENTED
+// if none are written for this architecture; the runtime's error if the image lacks one.
 absl::Status FindPrefillKernels(GpuRuntime& runtime, Module module, const ArchTraits& arch,
                                 KernelSet* kernels);
 

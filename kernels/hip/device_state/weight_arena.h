@@ -1,8 +1,8 @@
-// Where the weights of each slot lie in one piece of memory that is taken at start: nothing is
-// allocated when weights come, so an upload that fits the limit can not fail.
+// Where the weights of each slot lie, in one piece of memory that is taken at start. Nothing is
+// allocated when weights arrive, so an upload that fits the limit cannot fail.
 //
-// Bookkeeping alone: offsets and bytes, no memory. Free space may lie in pieces; Compact brings it
-// together. Not thread-safe.
+// Bookkeeping only: offsets and bytes, no memory. Free space may be fragmented; Compact joins it.
+// Not thread-safe.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_ARENA_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_ARENA_H_
 
@@ -15,7 +15,7 @@ namespace mla::kernels::hip {
 class WeightArena {
  public:
   static constexpr int64_t kNowhere = -1;
-  // Bytes [from, from + bytes) go to `to`, which lies below; the two may overlap.
+  // Bytes [from, from + bytes) move to `to`, which is lower; the two may overlap.
   struct Move {
     int64_t from, to, bytes;
   };
@@ -25,15 +25,16 @@ class WeightArena {
 
   int64_t bytes() const { return bytes_; }
   int64_t used() const { return used_; }
-  // Offset of what the slot holds; kNowhere when it holds nothing.
+  // Offset of the slot's extent, or kNowhere if it is empty.
   int64_t at(int32_t slot) const { return extents_[static_cast<size_t>(slot)].at; }
 
-  // Gives an empty slot `bytes` >= 1 bytes in one piece, at the lowest offset where they fit. False
-  // when there is no such piece; where used() + bytes <= bytes(), there is one after Compact.
+  // Gives an empty slot `bytes` >= 1 bytes in one piece, at the lowest offset where they fit.
+  // Returns false if no piece is large enough; if used() + bytes <= bytes(), one exists after
+  // Compact.
   bool Take(int32_t slot, int64_t bytes);
-  // Empties the slot, whatever it holds.
+  // Empties the slot, whatever it contains.
   void Free(int32_t slot);
-  // Brings all extents to the front. The moves are to be made in the order given.
+  // Moves all extents to the front. The caller must copy the moves in the order given.
   std::vector<Move> Compact();
 
  private:
@@ -41,7 +42,7 @@ class WeightArena {
     int64_t at = kNowhere;
     int64_t bytes = 0;
   };
-  std::vector<int32_t> Ordered() const;  // slots that hold something, by offset
+  std::vector<int32_t> Ordered() const;  // slots that are not empty, by offset
 
   int64_t bytes_;
   int64_t used_ = 0;

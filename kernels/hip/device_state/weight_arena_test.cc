@@ -53,8 +53,8 @@ TEST(WeightArenaTest, FreeOfAnEmptySlotChangesNothing) {
   EXPECT_EQ(arena.at(1), 0);
 }
 
-// Random lives: extents never overlap, and what fits by count always fits after Compact, with every
-// byte where the moves brought it.
+// Random sequences of calls: extents never overlap, sizes that fit by count always fit after
+// Compact, and every byte follows the moves.
 TEST(WeightArenaTest, KeepsBytesThroughRandomLives) {
   constexpr int kBytes = 200, kSlots = 8;
   std::mt19937 random(5);

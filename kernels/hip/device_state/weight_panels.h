@@ -1,7 +1,6 @@
-// How weights lie in device memory where the up-projection wants them ready for
-// shared memory: a matrix [rows, columns] is a list of panels of 64 columns,
-// 128 bytes a row, and the 16-byte chunk c of row r lies at position c ^ (r &
-// 7). A piece of a panel is one contiguous copy.
+// How weights lie in device memory if the up-projection needs them ready for shared memory. A
+// matrix [rows, columns] is a list of panels of 64 columns, 128 bytes a row, and the 16-byte chunk
+// c of row r lies at position c ^ (r & 7). A piece of a panel is one contiguous copy.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_PANELS_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_PANELS_H_
 
@@ -14,8 +13,7 @@ namespace mla::kernels::hip {
 
 inline constexpr int32_t kWeightPanelColumns = 64;
 
-// `to` and `from` hold rows x columns elements each; columns is a multiple
-// of 64.
+// `to` and `from` hold rows x columns elements each; columns is a multiple of 64.
 inline void PackPanels(const Bf16* from, Bf16* to, int32_t rows, int32_t columns) {
   constexpr int32_t kChunk = 8, kChunks = kWeightPanelColumns / kChunk;
   for (int32_t panel = 0; panel < columns / kWeightPanelColumns; ++panel) {

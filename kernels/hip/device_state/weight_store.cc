@@ -16,12 +16,12 @@ int64_t WeightBytes(const Geometry& g, int32_t heads) {
   return int64_t{heads} * g.kv_lora_rank * (g.nope_dim + g.v_dim) * int64_t{sizeof(Bf16)};
 }
 
-// Of W_UV behind W_UK, in a slot for `heads` heads.
+// Offset of W_UV, which follows W_UK, in a slot for `heads` heads.
 int64_t ValuesOffset(const Geometry& g, int32_t heads) {
   return int64_t{heads} * g.kv_lora_rank * g.nope_dim * int64_t{sizeof(Bf16)};
 }
 
-// Pinned memory in which matrices are packed, and the largest of those.
+// Pinned memory in which matrices are packed, and the largest of them.
 constexpr int64_t kPackedBytes = int64_t{4} << 20;
 constexpr int64_t kMatrixBytes =
     int64_t{kExpandedLora} * std::max(kDims256.nope, kDims256.value) * int64_t{sizeof(Bf16)};
@@ -85,8 +85,7 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
                      geometry.nope_dim, ", v_dim ", geometry.v_dim, "; there is nothing to load"));
   }
   const Slot& target = slots_[slot];
-  // Another model's weights, or more heads than there is room for: the slot
-  // starts afresh.
+  // The slot has no room for these heads, or holds another model's weights, so it starts empty.
   const int32_t capacity = std::max(geometry.num_heads, head_end);
   if (target.used() &&
       (!(target.geometry == geometry) || capacity > static_cast<int32_t>(target.loaded.size()))) {
@@ -108,8 +107,7 @@ absl::Status WeightStore::Load(int32_t slot, const Geometry& geometry, int32_t h
     copied = CopyMatrices(at + static_cast<uint64_t>(head_begin * size), source, heads, rows,
                           columns, in_panels);
   }
-  // The source is the caller's: a copy that has begun ends before this call
-  // does.
+  // The caller owns the source, so a copy that has begun must end before this call returns.
   copied.Update(runtime_->Synchronize(stream_));
   if (!copied.ok()) return copied;
   std::vector<bool>& loaded = slots_[slot].loaded;
@@ -131,14 +129,13 @@ absl::Status WeightStore::CopyMatrices(DevicePtr to, const Bf16* from, int32_t h
     }
     absl::Status s =
         runtime_->CopyIn(to + static_cast<uint64_t>(head * bytes), packed, count * bytes, stream_);
-    s.Update(runtime_->Synchronize(stream_));  // before the same memory is packed into
+    s.Update(runtime_->Synchronize(stream_));  // before the same memory is packed again
     if (!s.ok()) return s;
   }
   return absl::OkStatus();
 }
 
-// Room for all heads of the model, and its addresses where the kernels look for
-// them.
+// Makes room for all heads of the model, and publishes the addresses for the kernels.
 absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t heads,
                                 const DeviceBuffer& scratch) {
   const int64_t bytes = WeightBytes(geometry, heads);
@@ -159,18 +156,15 @@ absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t 
   }
   if (s.ok()) return s;
   s.Update(Free(slot));
-  if (!moved)
-    return s;  // the others are where they were, and a later call publishes
-               // again
-  // Other models lie elsewhere than the kernels would look for them, or in
-  // part. They must not be read any more.
+  if (!moved) return s;  // no slot has moved, and a later call publishes again
+  // Weights of other models have moved, completely or in part, but the kernels' addresses are old.
+  // They must not be read any more.
   torn_ = true;
   return absl::InternalError(absl::StrCat("weights that were being moved: ", s.message()));
 }
 
-// Copies may not overlap, so an extent moves in pieces no longer than its way.
-// Where the way is short, those would be many: then pieces go through
-// `scratch`.
+// Copies may not overlap, so an extent moves in pieces no longer than its distance. A short
+// distance would need many pieces; they then go through `scratch`.
 absl::Status WeightStore::Compact(const DeviceBuffer& scratch) {
   const auto copy = [this](DevicePtr to, DevicePtr from, int64_t bytes) {
     return runtime_->CopyDevice(to, from, bytes, stream_);

@@ -1,12 +1,10 @@
-// Weights of the EXPANDED profile in device memory: a slot for each model and
-// layer, with W_UK of all heads, then W_UV.
+// Weights of the EXPANDED profile in device memory: a slot for each model and layer, with W_UK of
+// all heads, then W_UV.
 //
-// Everything happens on the stream of the kernels, so launches that were
-// submitted before see what was there before. Slots lie in one arena; where
-// none of its gaps is large enough, slots move.
+// Everything happens on the stream of the kernels, so launches submitted before a call see the
+// weights from before it. Slots lie in one arena. If none of its gaps is large enough, slots move.
 //
-// Threading: as the backend's, one thread at a time. Calls block until their
-// copies have ended.
+// Threading: as the backend's, one thread at a time. Calls block until their copies have ended.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_STORE_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_WEIGHT_STORE_H_
 
@@ -24,27 +22,26 @@ namespace mla::kernels::hip {
 
 class WeightStore final {
  public:
-  // Without Configure it has no slots. Where the architecture wants that, weights of dims that the
-  // expanded form has kernels for are kept in panels (weight_panels.h).
+  // Without Configure the store has no slots. If the architecture has weight_panels, weights of
+  // dims that the expanded form has kernels for are kept in panels (weight_panels.h).
   absl::Status Configure(GpuRuntime* runtime, Stream stream, const BackendLimits& limits,
                          const ArchTraits& arch);
 
-  // As AttentionBackend::LoadWeights. `scratch`: device memory that holds
-  // nothing now.
+  // As AttentionBackend::LoadWeights. `scratch` is device memory that is unused now.
   absl::Status Load(int32_t slot, const Geometry& geometry, int32_t head_begin, int32_t head_end,
                     const Bf16* w_uk, const Bf16* w_uv, const DeviceBuffer& scratch);
   absl::Status Free(int32_t slot);
-  // A move of slots has failed on its way: no weights may be read any more.
+  // True after a move of slots has failed halfway: no weights may be read any more.
   bool torn() const { return torn_; }
 
   bool InPanels(const Geometry& geometry) const;
   bool Holds(int32_t slot, int32_t head_begin, int32_t heads) const;
-  // Where they lie on the device, of a slot that holds any.
+  // Device addresses of the weights of a slot that has some.
   const uint16_t* UkOf(int32_t slot) const { return Published(slot); }
   const uint16_t* UvOf(int32_t slot) const {
     return Published(slot + static_cast<int32_t>(slots_.size()));
   }
-  // On the device: by slot, where its matrices lie.
+  // Device arrays of these addresses, by slot.
   const uint16_t* const* w_uk() const { return pointers_.As<const uint16_t*>(); }
   const uint16_t* const* w_uv() const { return w_uk() + slots_.size(); }
 
@@ -54,12 +51,12 @@ class WeightStore final {
   }
   struct Slot {
     Geometry geometry;
-    std::vector<bool> loaded;  // by head, whether it has come
+    std::vector<bool> loaded;  // by head
     bool used() const { return !loaded.empty(); }
   };
   absl::Status Place(int32_t slot, const Geometry& geometry, int32_t heads,
                      const DeviceBuffer& scratch);
-  // One matrix [rows, columns] a head, to `to` and behind it.
+  // Copies one matrix [rows, columns] a head, contiguously from `to` on.
   absl::Status CopyMatrices(DevicePtr to, const Bf16* from, int32_t heads, int32_t rows,
                             int32_t columns, bool in_panels);
   absl::Status Compact(const DeviceBuffer& scratch);
@@ -71,7 +68,7 @@ class WeightStore final {
   PinnedBuffer pointers_host_, packed_;
   const ArchTraits* arch_ = nullptr;
   std::vector<Slot> slots_;  // as in the arena
-  WeightArena arena_;        // of memory_
+  WeightArena arena_;        // extents in memory_
   bool torn_ = false;
 };
 

@@ -1,5 +1,5 @@
-// Makes an image of the kernels of a translation unit that is compiled for the host: includes them
-// before this header, and ends with
+// Makes an image of the kernels of a translation unit that is compiled for the host. The unit
+// includes the kernels before this header, and ends with
 //
 //   constexpr mla::kernels::hip::host::Kernel kKernels[] = {MLA_HOST_KERNEL(name), ...};
 //   MLA_HOST_IMAGE(kKernels)

@@ -1,13 +1,13 @@
-// Which addresses of shared memory the lanes of a wave access together, instruction by instruction,
-// in the kernels of one architecture with matrix products: what kernels/hip/tools counts bank
-// conflicts in. Runs each kernel on the host on a small launch without masks.
+// Prints which addresses of shared memory the lanes of a wave access together, instruction by
+// instruction, in the kernels of one architecture that have matrix products. kernels/hip/tools
+// counts bank conflicts in them. It runs each kernel on the host, on a small launch without masks.
 //
 //   shared_accesses IMAGE.so...
 //
-// Prints a line for each attention kernel of the architecture, "variant" and its traits
-// (attend_variants.h) with the bytes of a row and how many of its values are keys and values; and
-// one for each kernel, instruction and pattern of addresses that differs by more than a constant:
-// architecture, kernel, instruction, how often it was met, and for each lane the bytes from the
+// There is a line for each attention kernel of the architecture: "variant", its traits
+// (attend_variants.h), the bytes of a row, and how many of its values are keys and values. There is
+// another line for each kernel, instruction and pattern of addresses, up to a constant offset:
+// architecture, kernel, instruction, number of occurrences, and for each lane the bytes from the
 // lowest address of the wave.
 #include <dlfcn.h>
 
@@ -47,7 +47,7 @@ void Count(const SharedAccess& access) {
 
 constexpr int32_t kRows = 256, kPageRows = 64, kRope = 64, kRow = 576, kHeads = 128;
 constexpr int64_t kGranule = 256;
-constexpr int32_t kWindowDim = kExpandedLora;  // of a row, all values
+constexpr int32_t kWindowDim = kExpandedLora;  // values of a row, all of them keys and values
 
 // One segment of 128 query heads over kRows cached rows, all zeros, and buffers for any kernel.
 struct Launch {
@@ -144,12 +144,12 @@ struct Launch {
   }
 };
 
-// Whether all went well.
+// Returns true if the kernel ran without a fault.
 bool RunKernel(const host::Image& image, std::string_view name, const void* args) {
   const auto* const end = image.kernels + image.kernel_count;
   const auto* const kernel =
       std::find_if(image.kernels, end, [&](const host::Kernel& k) { return k.name == name; });
-  if (kernel == end) return true;  // not of this architecture
+  if (kernel == end) return true;  // the architecture lacks it
   Met().clear();
   image.watch(Count);
   const char* const fault =

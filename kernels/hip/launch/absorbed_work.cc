@@ -10,7 +10,7 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr int32_t kRowsOfBlock = 8;
-constexpr int32_t kOnePage = 1 << 30;  // rows: a segment's lie one behind the other
+constexpr int32_t kOnePage = 1 << 30;  // rows a page: a segment's rows are contiguous
 
 int64_t KvRows(const AttentionParams& params) {
   int64_t rows = 0;
@@ -27,8 +27,8 @@ int32_t MostPackedRows(const PlanView& plan) {
 }
 
 struct BusyUnits {
-  int32_t busy = 0;  // that have work
-  int32_t last = 0;  // units up to the last of them
+  int32_t busy = 0;  // units that have work
+  int32_t last = 0;  // one past the last unit that has work
 };
 BusyUnits UnitsOf(const PlanView& plan) {
   BusyUnits units;
@@ -40,7 +40,8 @@ BusyUnits UnitsOf(const PlanView& plan) {
   return units;
 }
 
-// KV rows of the pieces that a plan's only tile is cut into, one a unit; 0 for any other plan.
+// KV rows a piece, if the plan has only one tile, cut into equal pieces, one a unit; 0 for any
+// other plan.
 int32_t EqualPieces(const PlanView& plan, int32_t packed_rows) {
   const auto pieces = static_cast<int32_t>(plan.work_info.size());
   if (pieces < 2 || plan.reduce_final_map.size() != 1 ||
@@ -187,7 +188,8 @@ absl::Status AbsorbedWork::AddWiden(LaunchSlot& slot, const AttentionParams& par
                                     Rows* rows) const {
   StagedRegion& metadata = slot.metadata();
   const auto count = static_cast<int64_t>(params.segments.size());
-  // Rows before each segment, then the page table that all segments share: one page.
+  // Row counts before each segment, then the page table that all segments share, which has one
+  // page.
   auto first_rows = metadata.Take((count + 2) * int64_t{sizeof(int32_t)});
   if (!first_rows.ok()) return first_rows.status();
   const auto put = [&](int64_t i, int32_t x) {

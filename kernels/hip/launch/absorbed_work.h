@@ -1,5 +1,5 @@
-// The absorbed form in a launch: attention over latent rows, lists or windows, and the merge. Rows
-// that many lists name are widened once beforehand (WidensLists).
+// The absorbed form in a launch: attention over latent rows, lists or windows, and the merge. 8-bit
+// rows that many lists name are widened once beforehand (WidensLists).
 //
 // Ownership: borrows the device's state and scratch memory. Threading: as the backend's launches,
 // one thread at a time.
@@ -21,25 +21,24 @@ namespace mla::kernels::hip {
 
 class AbsorbedWork final {
  public:
-  // `widened`: device memory for widened rows, which holds nothing when attention begins; may be
-  // empty.
+  // `widened` is device memory for widened rows, unused when attention begins; may be empty.
   AbsorbedWork(const DeviceState& device, const DeviceBuffer& widened)
       : device_(device), widened_(widened) {}
 
   absl::Status Add(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan) const;
 
-  // A plan of one tile in equal pieces, all of whose blocks run at a time: one kernel attends and
-  // merges (SplitArgs), and neither plan nor segments have to be on the device.
+  // A plan of one tile in equal pieces, all of whose blocks run at the same time. One kernel
+  // attends and merges (SplitArgs), and the device needs neither the plan nor the segments.
   struct Split {
-    size_t kernel;  // in ArchTraits::split
+    size_t kernel;  // index in ArchTraits::split
     int32_t piece_rows, packed_rows, blocks_per_unit;
   };
-  // Nothing if the plan is another, or there is no such kernel.
+  // Returns nothing if the plan is not of this kind, or no such kernel exists.
   std::optional<Split> SplitOf(const AttentionParams& params) const;
   absl::Status AddSplit(LaunchSlot& slot, const AttentionParams& params, const Split& split) const;
 
  private:
-  // What the rows are, and where the segments find them.
+  // Format and place of the rows that attention reads.
   struct Rows {
     const SegmentRecord* segments = nullptr;
     KvFormat format = KvFormat::kBf16;
@@ -47,9 +46,9 @@ class AbsorbedWork final {
     const uint32_t* page_tables = nullptr;
     const uint8_t* pool = nullptr;
   };
-  // Whether the rows are to be widened first, for work items of at most `packed_rows`.
+  // Returns true if the rows are to be widened first, for work items of at most `packed_rows`.
   bool Widens(const AttentionParams& params, const Rows& rows, int32_t packed_rows) const;
-  // Widens them; `rows` says what they then are and where.
+  // Widens the rows and updates `rows` to the result.
   absl::Status AddWiden(LaunchSlot& slot, const AttentionParams& params, Rows* rows) const;
 
   const DeviceState& device_;

@@ -1,4 +1,5 @@
-// What both forms of attention share: segments for the device, and the merge of partial results.
+// Code shared by both forms of attention: segments for the device, and the merge of partial
+// results.
 #ifndef MLA_KERNELS_HIP_LAUNCH_COMBINE_H_
 #define MLA_KERNELS_HIP_LAUNCH_COMBINE_H_
 
@@ -15,29 +16,28 @@
 
 namespace mla::kernels::hip {
 
-// How attention ran, as far as the merge depends on it. Addresses are the device's.
+// How attention ran, as far as the merge depends on it. Addresses are device addresses.
 struct Attended {
   const SegmentRecord* segments = nullptr;
-  const WindowRecord* windows = nullptr;  // of kWindow
+  const WindowRecord* windows = nullptr;  // for kWindow
   bool exchanged = false;                 // as AttendVariant::exchanged_partials
-  int32_t idle_units = 0;                 // that attention leaves to the merge
+  int32_t idle_units = 0;                 // units that attention leaves to the merge
 };
 
-// Packed rows (query rows x heads) of a work item or reduce tile, whose `heads` are as theirs.
+// Packed rows (query rows x heads) of a work item or reduce tile; `heads` is packed as in WorkInfo.
 int32_t PackedRows(int32_t q_begin, int32_t q_end, uint32_t heads);
 
-// The segments in the launch's metadata. Layers and weights are counted from those of the first
-// segment, so that the layers of a step have the same bytes; addresses in the kernels' arguments
-// say what they are counted from. `host_queries`: of a streamed launch, where the queries of each
-// segment are in the host's memory (StreamArgs); else empty. RESOURCE_EXHAUSTED when they do not
-// fit.
+// Puts the segments into the launch's metadata. Layers and weights are stored relative to the first
+// segment's, so that the layers of a step have the same bytes; the kernels' arguments hold the base
+// addresses. `host_queries` is for streamed launches: where the queries of each segment are in host
+// memory (StreamArgs); else empty. RESOURCE_EXHAUSTED if they do not fit.
 absl::StatusOr<const SegmentRecord*> PutSegments(
     LaunchSlot& slot, const DeviceState& device, const AttentionParams& params,
     std::span<const std::byte* const> host_queries = {});
 
-// Adds the kernel that merges the partials of the attention before it by their log-sum-exp; none if
-// the plan splits no rows. A part that saw no key has LSE -inf and weight 0; a row with no key at
-// all has output 0 and LSE -inf.
+// Adds the kernel that merges the partials of the preceding attention by their log-sum-exp; adds
+// none if the plan splits no rows. A part that saw no key has LSE -inf and weight 0. A row with no
+// key at all has output 0 and LSE -inf.
 absl::Status AddCombine(LaunchSlot& slot, const DeviceState& device, const AttentionParams& params,
                         const DevicePlan& plan, const Attended& run);
 

@@ -7,9 +7,9 @@
 
 namespace mla::kernels::hip {
 
-// Operations a head and KV row: what a query row saves, against the up-projection. The expanded
-// form wins somewhat earlier than these say, because the absorbed one pays for absorb and project
-// too: measured on an H200, both take the same time at about 130 rows.
+// Operations per head and KV row: what a query row saves, compared with the up-projection. The
+// expanded form wins somewhat earlier than this says, because the absorbed form also pays for
+// absorb and project. Measured on an H200, both take the same time at about 130 rows.
 int32_t ExpandedWork::MinRows(const Geometry& g, int32_t launch_rows) {
   const int64_t saved = 2 * g.kv_lora_rank + g.rope_dim - (g.nope_dim + g.rope_dim + g.v_dim);
   const int64_t up = static_cast<int64_t>(g.kv_lora_rank) * (g.nope_dim + g.v_dim);
@@ -20,7 +20,7 @@ int32_t ExpandedWork::MinRows(const Geometry& g, int32_t launch_rows) {
 int64_t ExpandedWork::WorkspaceBytes(const ArchTraits& arch, const BackendLimits& l, int64_t most) {
   if (l.weights_slots < 1) return 0;
   const int64_t least = LeastRoundWorkspace(LargestDims(arch, l.max_geometry));
-  // No more than all rows of the pool take for all heads, each segment's last tile being padded.
+  // At most the bytes for all rows of the pool and all heads, with each segment's last tile padded.
   const int64_t row_bytes = (kExpandedLora + kExpandedRope) * 2;
   const int64_t rows =
       l.kv_pool_bytes / row_bytes + int64_t{std::max(1, l.launch_requests)} * kExpandedRows;
@@ -92,7 +92,7 @@ ExpandedWork::RoundKernels ExpandedWork::KernelsOf(const AttentionDesc& desc, in
   return kernels;
 }
 
-// `expand` and `attend` are those of the first round.
+// `expand` and `attend` hold the arguments of the first round.
 absl::Status ExpandedWork::AddRound(LaunchSlot& slot, const Round& round,
                                     const RoundKernels& kernels, const ExpandArgs& expand,
                                     const ExpandedArgs& attend) const {

@@ -22,23 +22,24 @@ class ExpandedWork final {
  public:
   explicit ExpandedWork(const DeviceState& device) : device_(device) {}
 
-  // Query rows from which on this form is faster than the absorbed one; launch_rows + 1: never.
+  // Query rows from which this form is faster than the absorbed one; launch_rows + 1 if it never
+  // is.
   static int32_t MinRows(const Geometry& geometry, int32_t launch_rows);
-  // Bytes of the workspace for up-projected keys and values under these limits: no more than
-  // `most`, or than one head needs where that is more; 0 without weights.
+  // Bytes of the workspace for up-projected keys and values under these limits: at most `most`, but
+  // no less than one head needs; 0 without weights.
   static int64_t WorkspaceBytes(const ArchTraits& arch, const BackendLimits& limits, int64_t most);
 
-  // FAILED_PRECONDITION where the launch lacks weights, rounds or a workspace.
+  // FAILED_PRECONDITION if the launch lacks weights, rounds or a workspace.
   absl::Status Check(const AttentionParams& params) const;
   // REQUIRES: Check is OK.
   absl::Status Add(LaunchSlot& slot, const AttentionParams& params, const DevicePlan& plan) const;
 
  private:
-  // Kernels of a round: up-projection as in ArchTraits::expand, and attention.
+  // Kernels of a round: up-projection, as an index in ArchTraits::expand, and attention.
   struct RoundKernels {
     size_t expand = 0;
     Function attend = nullptr;
-    LaunchShape shape;  // of attention
+    LaunchShape shape;  // shape of attention
   };
   RoundKernels KernelsOf(const AttentionDesc& desc, int32_t units) const;
   absl::Status AddRound(LaunchSlot& slot, const Round& round, const RoundKernels& kernels,

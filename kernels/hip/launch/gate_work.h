@@ -16,12 +16,13 @@ class GateWork final {
  public:
   explicit GateWork(const DeviceState& device) : device_(device) {}
 
-  // The first of the timed kernels. INVALID_ARGUMENT: the device does not reach the word, the
-  // limit is none (kMostGateNs), or what does not look at the gate's outcome would write shared
-  // memory.
+  // Adds the gate as the first of the timed kernels. INVALID_ARGUMENT if the device does not reach
+  // the word, if the limit is not in bounds (kMostGateNs), or if a kernel that does not read the
+  // gate's outcome would write shared memory.
   absl::Status AddGate(LaunchSlot& slot, const Launch& launch);
-  // The last of the timed kernels, where they bring all outputs where they belong or there is a
-  // gate; and the last of all, where kernels bring outputs there. Sets no signal where copies do.
+  // AddTimedSignals adds the last of the timed kernels, if the kernels store all outputs in place
+  // or there is a gate. AddSignalsBehindMoves adds the last kernel of all, if kernels copy the
+  // outputs. Neither sets a signal if copy commands move outputs.
   absl::Status AddTimedSignals(LaunchSlot& slot, std::span<const WordValue> signals);
   absl::Status AddSignalsBehindMoves(LaunchSlot& slot, std::span<const WordValue> signals);
 

@@ -8,7 +8,7 @@
 namespace mla::kernels::hip {
 namespace {
 
-// A launch that needs more goes in rounds.
+// Bounds of a round; a launch that needs more takes several rounds.
 constexpr int64_t kRanks = int64_t{16} << 20;
 constexpr int32_t kRoundRows = 1024;
 
@@ -39,7 +39,7 @@ int64_t IndexWork::WorkspaceBytes(const BackendLimits& l, const BackendInfo& inf
 
 int64_t IndexWork::MetadataBytes(const BackendLimits& l, const BackendInfo& info) {
   if (!info.selects || l.max_top_k == 0) return 0;
-  const int64_t rounds = l.launch_rows;  // at most, of which each has two arrays
+  const int64_t rounds = l.launch_rows;  // upper bound; each round has two arrays
   return l.launch_rows * static_cast<int64_t>(sizeof(IndexRow) + sizeof(int32_t)) +
          rounds * 2 * kRegionAlignment +
          l.launch_requests * static_cast<int64_t>(sizeof(SelectRecord)) + kRegionAlignment;

@@ -1,5 +1,5 @@
 // The choice of rows by the indexer in a launch (kernels/types/select.h), in rounds of as many
-// query rows as the workspace has room for.
+// query rows as the workspace holds.
 //
 // Ownership: borrows the device's state, owns the workspace between the indexer's two kernels.
 // Threading: as the backend's launches, one thread at a time. Nothing is allocated after Allocate.
@@ -23,27 +23,27 @@ class IndexWork final {
  public:
   explicit IndexWork(const DeviceState& device) : device_(device) {}
 
-  // Device memory that Allocate takes; 0 where no model may have an indexer or lists.
+  // Device memory that Allocate takes; 0 if no model may have an indexer or lists.
   static int64_t WorkspaceBytes(const BackendLimits& limits, const BackendInfo& info);
-  // Bytes of metadata that a launch may take here, at most.
+  // Most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits, const BackendInfo& info);
 
-  // Once; clears the workspace on `stream`.
+  // Call once; clears the workspace on `stream`.
   absl::Status Allocate(const BackendLimits& limits, Stream stream);
   absl::Status Add(LaunchSlot& slot, std::span<const SelectRecord> records);
 
-  // Holds nothing between the kernels of Add and those of the next launch; may be empty.
+  // Workspace that nothing uses between the kernels of Add and the next launch; may be empty.
   const DeviceBuffer& scratch() const { return ranks_; }
 
  private:
-  // What the rounds of a launch have in common. Offsets of the records count from `layer_offset`.
+  // Fields that the rounds of a launch share. Offsets of the records count from `layer_offset`.
   struct Indexing {
     const SelectRecord* records;
     int64_t layer_offset;
     int32_t keys_per_block;
     int32_t logits_shared_bytes;
   };
-  // The kernels of one round: rows_ and first_blocks_.
+  // Adds the kernels of one round, from rows_ and first_blocks_.
   absl::Status AddRound(LaunchSlot& slot, const Indexing& all);
 
   const DeviceState& device_;

@@ -17,7 +17,7 @@ absl::Status CheckRecord(const char* what, size_t i, int64_t row_stride, int64_t
                                                  "; want multiples of 16 bytes"));
 }
 
-// Device memory of one plan.
+// Device memory for one plan.
 int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
   constexpr int64_t kMaxUnits = 4096;
   constexpr int64_t kArrays = 8;
@@ -36,11 +36,11 @@ int64_t PlanBytes(const DeviceState& device, const BackendLimits& l) {
   return std::max(items, rounds) + reduce + kArrays * kRegionAlignment;
 }
 
-// A launch holds one of each form, at most; two more, so that compositions which alternate find
-// theirs again.
+// A launch holds at most one plan of each form. Two more copies let alternating compositions find
+// their plans again.
 int32_t PlanCopies(const BackendLimits& l) { return 2 * l.launch_slots + 2; }
 
-// Of all, in device memory and in pinned memory each.
+// Bytes of all copies together, both in device memory and in pinned memory.
 int64_t PlanBytesOnEither(const DeviceState& device, const BackendLimits& l) {
   return PlanCopies(l) * AlignRegion(PlanBytes(device, l));
 }
@@ -145,8 +145,8 @@ absl::Status LaunchBuilder::Build(LaunchSlot& slot, int32_t index, const Launch&
   if (s.ok()) s = pages_.AddDigests(slot, launch);
   if (s.ok()) s = pages_.AddPages(slot, launch.pages);
   if (s.ok()) s = pages_.AddTables(slot, launch);
-  // Without selects absorb follows append. Its blocks may then read their weights while the gate
-  // waits: what it waits for runs on another device and needs no unit of this one.
+  // Without selects, absorb follows append. Its blocks may then read their weights while the gate
+  // waits: the gate waits for work on another device, which needs no unit of this one.
   const bool early =
       slot.gate_is_far() && launch.selects.empty() && projections_.StartsEarly(launch.absorb);
   const bool by_attention = streams_->Has(index) && streams_->Appends(index);

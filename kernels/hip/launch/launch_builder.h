@@ -28,27 +28,27 @@ namespace mla::kernels::hip {
 
 class LaunchBuilder final {
  public:
-  // `device` outlives the builder and has its memory by now. Clears workspaces on `stream`.
+  // `device` outlives the builder and has its memory already. Clears workspaces on `stream`.
   static absl::StatusOr<std::unique_ptr<LaunchBuilder>> Create(const DeviceState& device,
                                                                const BackendLimits& limits,
                                                                Stream stream);
 
-  // Bytes of one launch's metadata, at most.
+  // Most bytes of one launch's metadata.
   static int64_t MetadataBytes(const BackendLimits& limits, const BackendInfo& info);
-  // What Create takes, in device memory and in pinned host memory.
+  // Memory that Create takes, on the device and in pinned host memory.
   static int64_t WorkspaceBytes(const DeviceState& device, const BackendLimits& limits);
   static int64_t HostBytes(const DeviceState& device, const BackendLimits& limits);
 
-  // The launch that Begin, Build and Submit of the slot are to be given in place of `launch`
-  // (StreamWork::Take). Before slot.Begin; slot.Abandon or slot.Submit follows.
+  // Returns the launch to give to Begin, Build and Submit of the slot in place of `launch`
+  // (StreamWork::Take). Call it before slot.Begin; slot.Abandon or slot.Submit must follow.
   const Launch& Take(LaunchSlot& slot, int32_t index, const Launch& launch) {
     return streams_->Take(slot, index, launch);
   }
-  // Between slot.Begin and slot.Submit or Abandon. `index` is the slot's, under which the builder
-  // holds the launch's plans until Release. INVALID_ARGUMENT, FAILED_PRECONDITION and UNIMPLEMENTED
-  // for what the device does not run, RESOURCE_EXHAUSTED beyond the limits.
+  // Call between slot.Begin and slot.Submit or Abandon. `index` is the slot's; the builder holds
+  // the launch's plans under it until Release. INVALID_ARGUMENT, FAILED_PRECONDITION or
+  // UNIMPLEMENTED for launches that the device does not run, RESOURCE_EXHAUSTED beyond the limits.
   absl::Status Build(LaunchSlot& slot, int32_t index, const Launch& launch);
-  // The slot's launch has ended, or was refused and nothing of it runs.
+  // Call when the slot's launch has ended, or was refused and no part of it runs.
   void Release(int32_t index) { plans_->Release(index); }
 
  private:

@@ -10,7 +10,7 @@
 namespace mla::kernels::hip {
 namespace {
 
-// More blocks than any device runs at a time; they share the chunks of longer lists.
+// More blocks than any device runs at a time; in longer lists each block takes several chunks.
 constexpr int64_t kMaxMoveBlocks = 1 << 16;
 
 }  // namespace
@@ -28,7 +28,7 @@ PageWork::PageWork(const DeviceState& device, const BackendLimits& limits)
 }
 
 int64_t PageWork::MetadataBytes(const BackendLimits& l) {
-  constexpr int64_t kAppends = 2;  // of a request: rows, and index keys or entries
+  constexpr int64_t kAppends = 2;  // appends of a request: rows, and index keys or entries
   const int64_t appends = int64_t{l.launch_requests} * kAppends *
                           static_cast<int64_t>(sizeof(AppendRecord) + sizeof(int32_t));
   const int64_t tables = l.page_table_entries * static_cast<int64_t>(sizeof(uint32_t));
@@ -167,7 +167,7 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   const std::span<const TableRange> changed = launch.table_changes;
   absl::Status inside = CheckTableRanges(changed, limits_, launch.page_tables.size());
   if (!inside.ok() || changed.empty()) return inside;
-  // An entry named twice travels once, so no list takes more room than the table itself.
+  // Ranges are merged, so that an entry named twice is copied once and no list exceeds the table.
   table_ranges_.assign(changed.begin(), changed.end());
   std::sort(table_ranges_.begin(), table_ranges_.end(),
             [](const TableRange& a, const TableRange& b) { return a.first < b.first; });
@@ -189,7 +189,7 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   if (!at.ok()) return at.status();
   moves_.clear();
   int64_t offset = *at;
-  // The entries are taken as they are now: the host may change them while the launch runs.
+  // The entries are copied now, because the host may change them while the launch runs.
   for (const TableRange& r : table_ranges_) {
     const int64_t bytes = r.count * static_cast<int64_t>(sizeof(uint32_t));
     metadata.Write(offset, launch.page_tables.data() + r.first, static_cast<size_t>(bytes));

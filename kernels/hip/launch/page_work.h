@@ -1,7 +1,7 @@
-// What kernels copy for a launch: its page work and its changes of the page tables, one (mla_move)
-// a list or a part of a list whose ranges do not wait for each other; new rows into pages
-// (mla_append); and small tensors between the host and the device (mla_copy_tensors). Also the
-// digests of page transfers (mla_digest), of their bytes in the pool.
+// Copies that kernels make for a launch. mla_move does its page work and its changes of the page
+// tables, with one kernel for a list, or for each part of a list whose ranges are independent.
+// mla_append stores new rows in pages. mla_copy_tensors copies small tensors between host and
+// device. mla_digest makes the digests of page transfers, from their bytes in the pool.
 //
 // Ownership: borrows the device's state; owns scratch memory only.
 // Threading: as the backend's launches, one thread at a time. Nothing is allocated after the
@@ -27,27 +27,29 @@ class PageWork final {
   // `device` outlives this; its table mirror has limits.page_table_entries entries.
   PageWork(const DeviceState& device, const BackendLimits& limits);
 
-  // Bytes of metadata that a launch may take here, at most.
+  // Most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
-  // Add the kernels of a launch's part to `slot`. INVALID_ARGUMENT for what leaves the pool or the
-  // table, RESOURCE_EXHAUSTED beyond the limits.
+  // Add the kernels of a part of the launch to `slot`. INVALID_ARGUMENT for ranges that leave the
+  // pool or the table, RESOURCE_EXHAUSTED beyond the limits.
   absl::Status AddPages(LaunchSlot& slot, std::span<const PageRange> ranges);
   absl::Status AddTables(LaunchSlot& slot, const Launch& launch);
   // `next_starts_early`: see AppendArgs.
   absl::Status AddAppends(LaunchSlot& slot, std::span<const AppendRecord> records,
                           bool next_starts_early) const;
-  // Digests of the transfers that want some. REQUIRES: CheckPageTransfers of both lists.
+  // Adds the digests of transfers that ask for them. REQUIRES: both lists have passed
+  // CheckPageTransfers.
   absl::Status AddDigests(LaunchSlot& slot, const Launch& launch);
-  // None for no tensors. `begun` and `lasted` as of CopyTensorsArgs.
+  // Adds no kernel if there are no tensors. `begun` and `lasted` as in CopyTensorsArgs.
   absl::Status AddTensors(LaunchSlot& slot, std::span<const TensorMove> moves, uint64_t* begun,
                           uint64_t* lasted);
 
  private:
-  // No parts: no transfer wants digests.
+  // Has no parts if no transfer asks for digests.
   absl::StatusOr<LaunchSlot::Digests> DigestsOf(LaunchSlot& slot,
                                                 std::span<const PageTransfer> transfers);
-  // moves_, run after run: ends[i] is where run i ends, and moves of a run are independent.
+  // Adds kernels for moves_, run after run: ends[i] is the end of run i, and moves of a run are
+  // independent.
   absl::Status AddMoves(LaunchSlot& slot, std::span<const size_t> ends);
 
   const DeviceState& device_;

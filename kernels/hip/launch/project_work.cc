@@ -7,11 +7,11 @@
 namespace mla::kernels::hip {
 namespace {
 
-// Records of the projections of one launch: one for each segment that is computed alone, and one
-// for each head slice of segments that are computed as one.
+// Most records of a launch's projections: one for each segment that is computed alone, and one for
+// each head slice of segments that are computed together.
 int64_t Records(const BackendLimits& l) { return int64_t{2} * l.launch_requests; }
 
-// Their rows, of which each counts once for every slice of its heads, and tiles.
+// Rows of these records, each counted once for every slice of its heads; and tiles.
 int64_t Rows(const BackendLimits& l) {
   return std::max<int64_t>(l.launch_rows, l.launch_packed_rows);
 }
@@ -25,7 +25,7 @@ ProjectWork::ProjectWork(const DeviceState& device, const BackendLimits& limits)
 }
 
 int64_t ProjectWork::MetadataBytes(const BackendLimits& limits) {
-  constexpr int64_t kProjections = 2;  // of a launch: absorb and project
+  constexpr int64_t kProjections = 2;  // projections of a launch: absorb and project
   return kProjections * (Rows(limits) * static_cast<int64_t>(sizeof(ProjectRow)) +
                          Tiles(limits) * static_cast<int64_t>(sizeof(ProjectTile)));
 }

@@ -22,24 +22,24 @@ class ProjectWork final {
  public:
   ProjectWork(const DeviceState& device, const BackendLimits& limits);
 
-  // Bytes of metadata that a launch may take here, at most.
+  // Most bytes of metadata that a launch takes here.
   static int64_t MetadataBytes(const BackendLimits& limits);
 
-  // Whether the kernel of that projection reads nothing but its weights and records before the
-  // kernels in front of it have ended, a gate included.
+  // Returns true if the kernel of this projection reads only its weights and records until the
+  // kernels before it, a gate included, have ended.
   bool StartsEarly(const Projection& projection) const;
 
-  // FAILED_PRECONDITION for heads whose weights are not there, RESOURCE_EXHAUSTED beyond the
-  // limits.
+  // FAILED_PRECONDITION for heads without weights, RESOURCE_EXHAUSTED beyond the limits.
   absl::Status AddAbsorb(LaunchSlot& slot, const Projection& projection);
   absl::Status AddProject(LaunchSlot& slot, const Projection& projection);
 
  private:
   absl::Status Check(const char* verb, std::span<const ProjectionRecord> records) const;
-  // `args` but for what `projection` says of weights, dtypes and records. `absorbs`: with W_UK.
+  // `args` lacks the fields that follow from `projection`: weights, dtypes and records. `absorbs`
+  // selects W_UK.
   absl::Status AddChecked(LaunchSlot& slot, bool absorbs, const Projection& projection,
                           ProjectArgs args);
-  // `args` but for weights, and for rows and tiles, which are made of `records`.
+  // `args` lacks the weights, and the rows and tiles, which are made from `records`.
   absl::Status Add(LaunchSlot& slot, std::span<const ProjectionRecord> records, bool absorbs,
                    const ProjectArgs& args);
 

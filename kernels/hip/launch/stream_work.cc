@@ -13,15 +13,16 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr int64_t kQueryDim = 576, kOutputDim = 512;
-constexpr uintptr_t kAlignment = 16;  // of what kernels copy
-// Of a segment whose rows are appended by its items' blocks: each appends all that its items see.
+constexpr uintptr_t kAlignment = 16;  // alignment of addresses and sizes that kernels copy
+// Most new rows of a segment that its items' blocks append; each block appends all that its items
+// see.
 constexpr int32_t kMostOwnRows = 4;
 
-// Of tiles with so many partial rows, a counter for each of their shares lies within these.
+// Counters for tiles with this many partial rows: each share of a tile has one within these.
 int64_t MeetingsFor(int64_t partial_rows) { return partial_rows + kMostSplitShares; }
 
-// How long a block waits for queries (StreamArgs): many times what a bus takes that brings 4 GB/s,
-// and no longer than the half of a 32-bit clock of nanoseconds.
+// Bounds of the time that a block waits for queries (StreamArgs). It is many times the time of a
+// bus that brings 4 GB/s, and at most half the range of a 32-bit clock of nanoseconds.
 constexpr int64_t kLeastPatienceNs = 1'000'000, kMostPatienceNs = 2'000'000'000;
 constexpr int64_t kBytesPerNs = 4;
 
@@ -49,8 +50,9 @@ bool Follows(const WorkInfo& a, const WorkInfo& b) {
   return a.q_begin < b.q_begin || (a.q_begin == b.q_begin && a.heads < b.heads);
 }
 
-// The tensor, in a list in the order of addresses, that has `bytes` bytes at `at`; looked for from
-// `*next` on, where the next search begins. Null: none has, or its rows lie apart.
+// Finds the tensor that holds `bytes` bytes at `at`, in a list ordered by address. The search
+// starts at `*next` and leaves the start of the next search there. Returns null if no tensor holds
+// the bytes, or its rows are not contiguous.
 template <class Tensor>
 Tensor* FindTensor(std::vector<Tensor>& tensors, const void* at, int64_t bytes, size_t* next) {
   const auto* const begin = static_cast<const std::byte*>(at);
@@ -64,7 +66,7 @@ Tensor* FindTensor(std::vector<Tensor>& tensors, const void* at, int64_t bytes, 
   return nullptr;
 }
 
-// The tensor that has the byte at `at`, unless it is in place already.
+// Marks the tensor with the byte at `at` as in place, if the list has it.
 template <class Tensor>
 void PutInPlace(std::vector<Tensor>& tensors, const void* at, size_t* next) {
   Tensor* const found = FindTensor(tensors, at, 1, next);
@@ -91,7 +93,7 @@ absl::StatusOr<StreamWork> StreamWork::Create(const DeviceState& device,
     *buffer = *std::move(made);
     if (absl::Status s = device.runtime->Fill(buffer->at(), 0, bytes, stream); !s.ok()) return s;
   }
-  // Words are stored from other streams.
+  // Waits, because words are stored from other streams.
   if (absl::Status s = device.runtime->Synchronize(stream); !s.ok()) return s;
   auto reports = PinnedBuffer::Create(device.runtime, "reports of streams", ReportBytes(limits));
   if (!reports.ok()) return reports.status();
@@ -149,8 +151,8 @@ bool StreamWork::FindCut(const PlanView& plan, Cut* cut) const {
       }
       if (w.partial_row < 0) continue;
       const int32_t piece = w.kv_begin / cut->piece_rows;
-      // No cut lies behind what a tile's first query row sees, so the last piece has what the
-      // others see more.
+      // Cuts lie within what a tile's first query row sees, so the last piece includes the rows
+      // that only later query rows see.
       const int32_t more = w.kv_end - w.kv_begin - cut->piece_rows;
       if (w.kv_begin != piece * cut->piece_rows || more >= w.q_end - w.q_begin ||
           piece >= kMostStreamPieces ||
@@ -168,7 +170,7 @@ bool StreamWork::FindCut(const PlanView& plan, Cut* cut) const {
 
 bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
   size_t next = 0;
-  const std::byte* expected = nullptr;  // where the input goes on that the last segment is of
+  const std::byte* expected = nullptr;  // where the last segment's input continues
   const HostInput* last = nullptr;
   const auto ended = [&] {
     return last == nullptr || expected == last->device + last->rows * last->row_bytes;
@@ -180,7 +182,7 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
     const auto* const q = static_cast<const std::byte*>(r.q);
     if (in == nullptr || in->in_place() || in->shared) return false;
     if (in != last && (!ended() || q != in->device)) return false;
-    if (last != nullptr && in > last + 1) return false;  // others lie between
+    if (last != nullptr && in > last + 1) return false;  // other inputs lie in between
     if (in == last && q != expected) return false;
     if (in != last) {
       const int64_t whole = in->rows * in->row_bytes;
@@ -191,7 +193,7 @@ bool StreamWork::PlaceQueries(LaunchSlot& slot, Taken& taken) const {
     expected = q + bytes;
     taken.host_queries.push_back(in->host + (q - in->device));
   }
-  // What is staged travels with all that lies before it, so nothing else may lie behind.
+  // Staged inputs are copied up to the last query, so no other input may follow it.
   return ended() && last == &taken.inputs.back();
 }
 
@@ -201,7 +203,7 @@ bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
     size_t next = 0;
     const HostOutput* reached = nullptr;
   };
-  // Where the bytes at `at` go in the host's memory; null: not reached.
+  // Where the bytes at `at` go in host memory, or null if the device does not reach it.
   const auto placed = [&](const void* at, int64_t bytes, Search* search) -> std::byte* {
     const HostOutput* const out = FindTensor(taken.outputs, at, bytes, &search->next);
     if (out == nullptr || out->in_place() || out->shared) return nullptr;
@@ -234,7 +236,7 @@ bool StreamWork::PlaceOutputs(LaunchSlot& slot, Taken& taken) const {
   return true;
 }
 
-// Rows are read where they are, if the device reaches all of them: a copy and the wait for it take
+// Reads rows in place if the device reaches all of them, because a copy and the wait for it take
 // longer.
 void StreamWork::PlaceRows(LaunchSlot& slot, Taken& taken) const {
   const std::span<const AppendRecord> appends = taken.launch.appends;
@@ -281,8 +283,8 @@ bool StreamWork::ReadPlan(const PlanView& plan, size_t segments, Taken& taken) c
   return true;
 }
 
-// Whether each segment's KV rows that are new are those of its queries, few, and appended by a
-// record of their own, as append_rows does.
+// Returns true if each segment's new KV rows belong to its queries, are few, and are appended by a
+// record of their own. append_rows handles only this case.
 bool StreamWork::AppendsOwnRows(const Launch& launch) {
   const std::span<const SegmentRecord> segments = launch.absorbed.segments;
   if (launch.appends.size() != segments.size()) return false;
@@ -300,7 +302,7 @@ bool StreamWork::AppendsOwnRows(const Launch& launch) {
     }
     page_tables_.push_back(r.page_table);
   }
-  // Two segments of a sequence: one may see what the other appends.
+  // Fails for two segments of one sequence, because one may see rows that the other appends.
   std::sort(page_tables_.begin(), page_tables_.end());
   return std::adjacent_find(page_tables_.begin(), page_tables_.end()) == page_tables_.end();
 }
@@ -337,7 +339,7 @@ const Launch& StreamWork::Take(LaunchSlot& slot, int32_t index, const Launch& la
 
 void StreamWork::AddArrivals(LaunchSlot& slot, int32_t index) {
   Taken& taken = taken_[static_cast<size_t>(index)];
-  if (++ticket_ == 0) ++ticket_;  // what the words hold at first
+  if (++ticket_ == 0) ++ticket_;  // skips the initial value of the words
   taken.ticket = ticket_;
   slot.SetArrivals(
       {taken.queries, AddressOf(arrived_.As<uint32_t>() + index), taken.ticket, ReportOf(index)});

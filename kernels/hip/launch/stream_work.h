@@ -1,5 +1,5 @@
-// Launches whose queries arrive from the host's memory, and whose outputs leave for it, while the
-// attention kernel runs (StreamArgs), in place of copies before and behind it.
+// Launches whose queries arrive from host memory, and whose outputs leave for it, while the
+// attention kernel runs (StreamArgs), instead of in copies before and after it.
 //
 // Ownership: borrows the device's state. Threading: as the backend's launches, one thread at a
 // time. Nothing is allocated after Create.
@@ -23,37 +23,37 @@ namespace mla::kernels::hip {
 
 class StreamWork final {
  public:
-  // Of a launch, each; one of more is not streamed.
+  // Bound of each kind of tensors; a launch with more is not streamed.
   static constexpr size_t kMostTensors = 1024;
 
   static absl::StatusOr<StreamWork> Create(const DeviceState& device, const BackendLimits& limits,
                                            Stream stream);
-  // What Create takes of device memory.
+  // Device memory that Create takes.
   static int64_t WorkspaceBytes(const BackendLimits& limits);
   static int64_t HostBytes(const BackendLimits& limits);
 
-  // The launch as slot `index` is to be given it: `launch` itself, or, where it is streamed, one
-  // whose tensors are in place in the host's memory, for the slot not to copy them.
-  // That one stays valid until the next call for this slot.
+  // Returns the launch to give to slot `index`: `launch` itself or, if it is streamed, a copy whose
+  // tensors are in place in host memory, so that the slot does not copy them. The copy stays valid
+  // until the next call for this slot.
   const Launch& Take(LaunchSlot& slot, int32_t index, const Launch& launch);
-  // Whether the slot's launch is streamed, as Take has found.
+  // Returns true if the slot's launch is streamed, as Take has decided.
   bool Has(int32_t index) const { return taken_[static_cast<size_t>(index)].streamed; }
-  // All REQUIRE Has(index). Whether its attention appends the launch's KV rows, too.
+  // REQUIRES Has(index), also for the calls below. Returns true if the launch's attention appends
+  // its KV rows, too.
   bool Appends(int32_t index) const { return taken_[static_cast<size_t>(index)].appends; }
-  // The copies of its queries (LaunchSlot::SetArrivals); then its
-  // attention.
+  // Adds the copies of its queries (LaunchSlot::SetArrivals); Add adds its attention.
   void AddArrivals(LaunchSlot& slot, int32_t index);
   absl::Status Add(LaunchSlot& slot, int32_t index, const DevicePlan& plan);
 
  private:
-  // How a plan is cut, where it is one for streaming.
+  // How a streamed plan is cut.
   struct Cut {
     int32_t piece_rows, packed_rows, units;
   };
   struct Taken {
     bool streamed = false;
     bool appends = false;
-    uint64_t plan = 0;  // the generation that `cut` and `writers` are of; 0: of none
+    uint64_t plan = 0;  // generation of the plan behind `cut` and `writers`; 0: none
     Cut cut = {};
     std::vector<uint32_t> writers;  // by segment (StreamedTensors)
     uint32_t ticket = 0;
@@ -71,7 +71,7 @@ class StreamWork final {
   }
   bool Serves(const Launch& launch) const;
   bool FindCut(const PlanView& plan, Cut* cut) const;
-  // Fills what follows from the plan alone. False: it is none for streaming.
+  // Fills the fields that depend on the plan alone. Returns false if the plan cannot be streamed.
   bool ReadPlan(const PlanView& plan, size_t segments, Taken& taken) const;
   int32_t BlocksPerUnit(const Cut& cut) const;
   bool AppendsOwnRows(const Launch& launch);

@@ -1,4 +1,4 @@
-// What the self-test attends to, and what comes of it by sums taken on the host.
+// Inputs of the self-test, and the expected results as computed on the host.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_DATA_H_
 #define MLA_KERNELS_HIP_SELF_TEST_DATA_H_
 
@@ -16,64 +16,67 @@
 
 namespace mla::kernels::hip::self_test {
 
-// The second is tested in the expanded form, where there are kernels for it.
+// kWideGeometry is tested in the expanded form, if there are kernels for it.
 inline constexpr int32_t kHeads = 4;
 inline constexpr Geometry kGeometry{kHeads, 512, 64, 128, 128};
 inline constexpr Geometry kWideGeometry{kHeads, 512, 64, kDims256.nope, kDims256.value};
 inline constexpr int32_t kRowDim = 576;
 inline constexpr float kScale = 0.135f;
 inline constexpr int64_t kRowBytes = kRowDim * sizeof(Bf16);
-inline constexpr float kLayerScale = 0.0007f;  // of rows that have one; nothing saturates
-inline constexpr int32_t kMostUnits = 1024;    // that get work
+inline constexpr float kLayerScale = 0.0007f;  // scale of rows with a layer scale; chosen so that
+                                               // nothing saturates
+inline constexpr int32_t kMostUnits = 1024;    // most units that get work
 
-// One launch: a segment whose queries are the last of its rows, one without any key, and short ones
-// of the same rows. Each unit gets a piece of the first, the second whole, and a short one.
+// One launch with three kinds of segments: one whose queries are the last of its rows, one without
+// any key, and short ones over the same rows. Each unit gets a piece of the first segment, the
+// whole second one, and a short one.
 struct Shape {
   int32_t kv_rows;
   int32_t page_size;
   int32_t cut;       // KV row where the first segment's tile is split
-  int32_t absorbed;  // query rows in the absorbed form; 0: none
-  int32_t expanded;  // and in the expanded form
-  bool all_units;    // as many units have work as the device has, else two
+  int32_t absorbed;  // query rows in the absorbed form; 0: it is not used
+  int32_t expanded;  // query rows in the expanded form
+  bool all_units;    // as many units have work as the device has, otherwise two
   bool nan_row;      // the last KV row holds a NaN
-  // The first segment is one query row with the heads of all, and index lists name the KV rows: all
-  // of them in an order of their own, or but for the one with the NaN, and -1 in between.
+  // The first segment is then one query row with the heads of all rows, and index lists name the KV
+  // rows, permuted: all of them, or all except the row with the NaN, with -1 in between.
   bool lists = false;
-  // KV rows of the segment without a key, whose list is empty: of many, no row of the launch is
-  // read so often that rows would be widened first (WidensLists).
+  // KV rows of the segment without a key, whose list is empty. If there are many, no row of the
+  // launch is read so often that rows are widened first (WidensLists).
   int32_t unlisted = 0;
-  // Of the absorbed form the first segment alone, in about so many pieces of as many rows: one
-  // launch of one tile, whose blocks may merge the parts themselves. 0: as above.
+  // If not 0, the launch has only the first segment in the absorbed form, cut into about this many
+  // equal pieces: a launch of one tile, whose blocks may merge the parts themselves.
   int32_t pieces = 0;
-  // Pages have room for so many layers, of which this launch appends to one and attends to it.
+  // Layers that pages have room for, and the layer that this launch appends to and attends to.
   int32_t layers = 1, layer = 0;
 };
-// Small ones first: what is wrong with a kernel shows there already, as a rule. Two query rows make
-// a tile for one block of the smallest of the attention kernels, twenty one that takes the largest
-// where all units are busy (ChooseAttend). The others are for the turns of loops: at least 12 tiles
-// of 64 KV rows in every piece, pages of three rows, more query rows than a tile.
+// Shapes in the order of the test, small ones first, because they find most faults of a kernel. Two
+// query rows make a tile for one block of the smallest attention kernel; twenty make one for the
+// largest, if all units are busy (ChooseAttend). The other shapes run loops for several iterations:
+// at least 12 tiles of 64 KV rows in every piece, pages of three rows, more query rows than a tile.
 inline constexpr Shape kShapes[] = {{150, 64, 96, 2, 2, false, false},
                                     {150, 64, 96, 20, 20, true, false},
                                     {1600, 3, 800, 2, 0, false, true},
                                     {1600, 3, 800, 20, 0, true, true},
                                     {850, 3, 0, 0, 130, true, true}};
-// At the dims of kWideGeometry, in the expanded form. Of the second some rows see few keys.
+// At the dims of kWideGeometry, in the expanded form. In the second shape some rows see few keys.
 inline constexpr Shape kWideShapes[] = {kShapes[0], {200, 3, 0, 0, 130, true, true}};
-// The first is not widened, so that nothing that a kernel before it has left would do for its
-// answer.
+// The first shape is not widened. So its kernel cannot pass because of widened rows that an earlier
+// kernel has left.
 inline constexpr Shape kListShapes[] = {{150, 64, 96, 20, 0, true, false, true, 1 << 20},
                                         {150, 64, 96, 20, 0, true, false, true},
                                         {1600, 3, 800, 2, 0, false, true, true},
                                         {1600, 3, 800, 20, 0, true, true, true}};
-// As many pieces as units let tiles of few packed rows and of many have, rows that no other shape
-// has.
+// A shape with as many pieces as units allow for tiles of few and of many packed rows, over rows
+// that no other shape has.
 inline Shape ShapeInPieces(int32_t queries, int32_t pieces) {
   Shape shape{600, 64, 0, queries, 0, false, false};
   shape.pieces = pieces;
   return shape;
 }
 inline constexpr int32_t kMostPieces = 64;
-// Rows of other formats than bf16 take the first of each: what differs is in every tile.
+// Rows of formats other than bf16 are tested with the first shapes of each list only, because
+// formats differ in every tile.
 inline constexpr size_t kFp8Shapes = 2, kFp8ListShapes = 3;
 inline constexpr int32_t kMostRows = 1600;
 inline constexpr int32_t kMostQueries = 130;
@@ -82,25 +85,27 @@ inline constexpr int32_t kShortRows = 7;  // KV rows of a short segment
 inline constexpr int32_t kMostPages = (kMostRows + 2) / 3;
 inline constexpr int64_t kPoolBytes = int64_t{kMostPages} * 14 * kPageGranuleBytes;
 
-// As in conformance: of the largest value, of the wanted output, of all outputs, of a log-sum-exp.
+// Bounds as in conformance: relative to the largest value and to the wanted output, cosine over all
+// outputs, and of a log-sum-exp.
 inline constexpr double kOfValue = 2e-3, kOfOutput = 0.016, kCosine = 1e-5, kLse = 1e-3;
-// Of products of 8 bits, which round queries and probabilities to four bits each: by at most 1/16,
-// queries by 1/39 in the root mean square. Logits have a deviation of 0.055 here, so they move by
-// 1.4e-3, six times that at the most, and so do log-sum-exps. Probabilities are nearly equal: their
-// mean square error is 1/768 where all mantissas are just above 1, and less elsewhere. Half of it
-// is the cosine difference.
+// Bounds for 8-bit products, which round queries and probabilities to four bits each: by at most
+// 1/16, queries by 1/39 in the root mean square. Logits have a deviation of 0.055 here, so they
+// move by 1.4e-3 and by six times that at most; log-sum-exps move as much. Probabilities are nearly
+// equal. Their mean square error is 1/768 if all mantissas are just above 1, and less elsewhere;
+// the cosine difference is half of it.
 inline constexpr double kOfValueProducts = 1.0 / 16, kCosineProducts = 0.5 / 768;
 inline constexpr double kLseProducts = 6 * 0.055 / 39 + kLse;
-// In the expanded form keys and values are rounded too: outputs by as much again, by half as much
-// in the mean square, since mantissas of values are of all kinds, and logits 1.5 times as far.
+// In the expanded form keys and values are rounded as well. Outputs move by as much again, but only
+// by half as much in the mean square, because mantissas of values are mixed. Logits move 1.5 times
+// as far.
 inline constexpr double kOfValuePrefill = 2 * kOfValueProducts;
 inline constexpr double kCosinePrefill = 1.5 * kCosineProducts, kLsePrefill = 1.5 * kLseProducts;
-// Latent outputs that bf16 does not tell from (1, -1). W_UV of up to 0.2 makes the difference up to
-// 2^-12, many times what sums in fp32 may be off.
+// Latent outputs that bf16 cannot tell from (1, -1). W_UV of up to 0.2 turns the difference into up
+// to 2^-12, many times the error of sums in fp32.
 inline constexpr float kNarrow[] = {1.0f + 0x1p-10f, -1.0f};
 inline constexpr double kNarrowOff = 1e-5;
 
-// Small values without structure, the same on every machine.
+// Small pseudo-random values, the same on every machine.
 inline std::vector<Bf16> Pattern(size_t count, uint32_t seed) {
   std::vector<Bf16> v(count);
   uint32_t state = seed;
@@ -165,23 +170,25 @@ struct Data {
   const int32_t q_dim = geometry.expanded_q_dim(), o_dim = geometry.v_dim;
   const Shape shape;
   const KvFormat format;
-  const DType products;  // of the absorbed form
+  const DType products;  // products of the absorbed form
   const KvRowLayout row = MakeKvRowLayout(format, 512, 64);
-  const int32_t queries;  // of the first segment
-  const int32_t rows;     // of q: those, then one of the empty and one of the short segments
+  const int32_t queries;  // query rows of the first segment
+  const int32_t rows;     // rows of q: the first segment's, one of the empty segment, one of the
+                          // short segments
   std::vector<Bf16> kv = Pattern(size_t(shape.kv_rows) * kRowDim, 1);
   std::vector<Bf16> q = Pattern(size_t(rows) * kHeads * size_t(q_dim), 2);
-  // Of the three kinds of segments, one after the other, and each one's two ends.
+  // Index lists of the three kinds of segments, one after the other, and each list's two ends.
   std::vector<int32_t> lists, list_ends;
   std::vector<size_t> list_starts;
-  std::vector<float> kv_floats;  // what the rows are as they are stored
+  std::vector<float> kv_floats;  // rows after encoding and decoding
   std::vector<float> narrow = std::vector<float>(512, 0.0f);
   std::vector<float> narrow_o = std::vector<float>(size_t{kHeads} * size_t(o_dim), NAN);
   std::vector<float> o, lse;
-  // The same by the expanded form.
+  // Results of the expanded form.
   std::vector<float> expanded_o = o, expanded_lse = lse;
 
-  // Tiles of 64 rows whose groups share a scale, and in turn some with rows of which they do not.
+  // Makes tiles of 64 rows whose groups share a scale alternate with tiles that have rows with
+  // several scales.
   void SetApart() {
     for (int32_t row = 0; row < shape.kv_rows; ++row) {
       if (row % 128 >= 64 || row % 3 != 0) continue;
@@ -193,7 +200,7 @@ struct Data {
   }
 
   void Store() {
-    constexpr auto kKind = Fp8Kind::kE4m3Fn;  // the numbers are those of either
+    constexpr auto kKind = Fp8Kind::kE4m3Fn;  // the numbers are the same in both kinds
     std::vector<std::byte> stored(static_cast<size_t>(row.row_bytes));
     kv_floats.resize(kv.size());
     for (size_t i = 0; i < kv.size(); i += kRowDim) {
@@ -204,7 +211,7 @@ struct Data {
     }
   }
 
-  // Every eighth place is none.
+  // Makes a list in which every eighth place names no row.
   static std::vector<int32_t> List(int32_t positions) {
     std::vector<int32_t> list;
     for (int32_t i = 0; i < positions; ++i) {
@@ -214,7 +221,7 @@ struct Data {
     return list;
   }
 
-  // KV rows that row `row` of q sees.
+  // How many KV rows row `row` of q sees.
   int32_t Visible(int32_t row) const {
     if (row < queries && shape.lists) return shape.kv_rows - (shape.nan_row ? 1 : 0);
     if (row < queries) return shape.kv_rows - queries + row + 1;
@@ -227,7 +234,7 @@ struct Answer {
   double lse = -INFINITY;
 };
 
-// `rounded`: absorbed queries are bf16.
+// Computes the expected output. `rounded`: absorbed queries are bf16.
 inline Answer Expected(const Data& d, const Weights& w, int32_t row, int32_t head, bool rounded) {
   std::vector<float> latent(kRowDim, 0.0f);
   const int32_t nope = d.geometry.nope_dim, o_dim = d.o_dim;

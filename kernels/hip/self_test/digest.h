@@ -13,7 +13,7 @@
 
 namespace mla::kernels::hip::self_test {
 
-// Two whole parts and a short one, into the pool and out of it.
+// Moves two whole parts and a short one into the pool and out of it.
 inline absl::Status CheckDigests(AttentionBackend& backend) {
   constexpr int64_t kBytes = 2 * kDigestPartBytes + 3 * kPageGranuleBytes;
   constexpr int64_t kParts = DigestParts(kBytes);

@@ -1,5 +1,5 @@
-// The self-test's launches that wait for words and set them, on devices that reach the host's
-// memory. Internal to self_test.cc.
+// The self-test's launches that wait for words and set them, on devices that reach host memory.
+// Internal to self_test.cc.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_GATE_H_
 #define MLA_KERNELS_HIP_SELF_TEST_GATE_H_
 

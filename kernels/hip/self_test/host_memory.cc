@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kBytes = 4 * kPage;  // more than one block of the kernel copies
 
-// Whole pages of the heap's, pinned for as long as it lives.
+// Whole heap pages, pinned for the lifetime of the object.
 class RegisteredPages {
  public:
   explicit RegisteredPages(GpuRuntime* runtime) : runtime_(runtime) {}
@@ -56,7 +56,7 @@ absl::Status Copy(const DeviceState& device, Stream stream, const void* from, vo
   return device.runtime->Launch(device.kernels.copy_tensors, shape, &args, stream);
 }
 
-// The host's writes arrive on the device, and the device's writes at the host.
+// Checks that the host's writes arrive on the device, and the device's writes at the host.
 absl::Status RoundTrip(const DeviceState& device, Stream stream, std::byte* host, const char* kind,
                        int round) {
   GpuRuntime& runtime = *device.runtime;
@@ -86,7 +86,7 @@ absl::Status RoundTrip(const DeviceState& device, Stream stream, std::byte* host
 }  // namespace
 
 absl::Status ProbeHostMemory(const DeviceState& device, Stream stream) {
-  constexpr int kRounds = 2;  // the second finds what a cache has kept of the first
+  constexpr int kRounds = 2;  // the second round sees what a cache has kept from the first
   RegisteredPages pages(device.runtime);
   absl::Status s = pages.Register();
   auto pinned = PinnedBuffer::Create(device.runtime, "host memory's probe", kBytes);

@@ -16,8 +16,8 @@
 
 namespace mla::kernels::hip::self_test {
 
-// Page work alone: rows that move, pages that are zeroed, at odd places too. Then the rows are
-// compared with what is left of them.
+// Page work without attention: rows that move and pages that are zeroed, also at unaligned places.
+// The rows are then compared with the result.
 inline absl::Status CheckPages(AttentionBackend& backend) {
   constexpr int64_t kPage = 14 * kPageGranuleBytes;
   const std::vector<Bf16> kv = Pattern(size_t{3} * kRowDim, 5);
@@ -51,12 +51,12 @@ inline absl::Status CheckPages(AttentionBackend& backend) {
     const Bf16 want = i + 1 < kv.size() ? kv[i] : Bf16{0};
     if (got[i] != want) return Wrong("page work", ToFloat(got[i]), ToFloat(want));
   }
-  // The last element was zeroed: the last row alone differs.
+  // The last element was zeroed, so only the last row differs.
   const int32_t found = differs[0] * 4 + differs[1] * 2 + differs[2];
   return found == 1 ? absl::OkStatus() : Wrong("rows sent again, as bits", found, 1);
 }
 
-// The rows of a launch, of bf16, are where its layer has them.
+// Checks that the bf16 rows of a launch lie at their layer's place.
 inline absl::Status CheckStored(AttentionBackend& backend, const Data& d,
                                 std::span<const uint32_t> pages, int64_t layer_offset) {
   AppendRecord stored = {};

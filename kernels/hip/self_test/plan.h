@@ -25,8 +25,8 @@ inline absl::Status Run(AttentionBackend& backend, const Launch& launch) {
   return s.ok() ? backend.Wait(0).status() : s;
 }
 
-// Records and plans, in either form: segment 0, the empty one, and `shorts` short ones, which are
-// all the same and write the same.
+// Records and plans of either form: segment 0, the empty segment, and `shorts` short segments,
+// which are identical and write the same results.
 struct Work {
   std::vector<SegmentRecord> segments;
   std::vector<int32_t> work_indptr{0}, reduce_indptr{0}, reduce_partial_map;
@@ -34,7 +34,7 @@ struct Work {
   std::vector<ReduceTile> reduce_final_map;
   int32_t partial_rows = 0;
   uint64_t generation = 0;
-  // Of the expanded form.
+  // For the expanded form.
   int32_t units = 0;
   std::vector<Round> rounds;
   std::vector<Expansion> expansions;
@@ -56,8 +56,8 @@ struct Work {
   }
 };
 
-// The tile of segment 0 cut in two, so that partial tiles and their merge are exercised. Further
-// units do the same again, and write the same.
+// Cuts the tile of segment 0 in two, so that partial tiles and their merge are exercised. Further
+// units do the same work again and write the same results.
 inline void PlanAbsorbed(const Data& d, int32_t units, Work& work) {
   const Shape& shape = d.shape;
   const uint32_t all = PackHeads(0, kHeads);
@@ -82,7 +82,7 @@ inline void PlanAbsorbed(const Data& d, int32_t units, Work& work) {
   work.generation = NextPlanGeneration();
 }
 
-// The tile of segment 0 in pieces, one a unit, and nothing else.
+// Cuts the tile of segment 0 into pieces, one a unit, and plans nothing else.
 inline void PlanPieces(const Shape& shape, Work& work) {
   const uint32_t all = PackHeads(0, kHeads);
   const int32_t tile = shape.absorbed * kHeads;
@@ -99,7 +99,7 @@ inline void PlanPieces(const Shape& shape, Work& work) {
   work.generation = NextPlanGeneration();
 }
 
-// Work items of a tile a head and 128 query rows, whole.
+// Makes work items of one head and 128 query rows, not split.
 inline void AddTiles(const Shape& shape, Work& work) {
   constexpr int32_t kTile = kExpandedRows;
   for (int32_t head = 0; head < kHeads; ++head) {
@@ -115,8 +115,8 @@ inline void AddTiles(const Shape& shape, Work& work) {
   }
 }
 
-// An expansion of each segment, of all heads if the workspace holds them, else one for each head; a
-// round more whenever it is full.
+// Makes an expansion for each segment: of all heads if the workspace holds them, otherwise one for
+// each head. When the workspace is full, a new round begins.
 inline void AddExpansions(const RoundTraits& traits, Work& work) {
   int64_t used = 0;
   work.rounds.push_back({});
@@ -156,7 +156,7 @@ inline ExpandedItem ItemOf(const ExpandedDims& dims, const WorkInfo& info,
   return item;
 }
 
-// Tiles whole, dealt to the units one after the other. What sees no key goes with the first round.
+// Deals whole tiles to the units in turn. Tiles that see no key go with the first round.
 inline void PlanExpanded(const Shape& shape, const PlanTraits& traits, Work& work) {
   work.units = traits.units;
   AddTiles(shape, work);

@@ -1,5 +1,5 @@
-// The self-test's projections of a single row, which some architectures have kernels of their own
-// for. Internal to self_test.cc.
+// The self-test's projections of a single row, for which some architectures have kernels of their
+// own. Internal to self_test.cc.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_ROW_H_
 #define MLA_KERNELS_HIP_SELF_TEST_ROW_H_
 
@@ -16,7 +16,7 @@
 
 namespace mla::kernels::hip::self_test {
 
-// One query row, absorbed, and one latent row, projected. Outputs are fp32.
+// One query row to absorb, and one latent row to project. Outputs are fp32.
 struct RowData {
   explicit RowData(const Data& d)
       : geometry(d.geometry),
@@ -56,7 +56,7 @@ inline absl::Status ProjectRow(AttentionBackend& backend, RowData& d) {
   return s.ok() ? backend.Wait(0).status() : s;
 }
 
-// What column `c` of a head's absorbed query must be.
+// The expected column `c` of a head's absorbed query.
 inline double ExpectedAbsorbed(const RowData& d, const Weights& w, int32_t head, int32_t c) {
   const int32_t nope = d.geometry.nope_dim;
   const Bf16* q = &d.q[static_cast<size_t>(head) * d.geometry.expanded_q_dim()];

@@ -22,7 +22,7 @@ namespace mla::kernels::hip {
 namespace self_test {
 namespace {
 
-// Blocks that items are dealt to, in either form.
+// Number of blocks that items are dealt to, in the given form.
 int32_t UnitsOf(const AttentionBackend& backend, bool expanded) {
   AttentionDesc desc;
   desc.geometry = kGeometry;
@@ -30,12 +30,12 @@ int32_t UnitsOf(const AttentionBackend& backend, bool expanded) {
   return std::min(backend.Traits(desc).units, kMostUnits);
 }
 
-// Of which each unit gets three, at least, where all of them are to have work.
+// Enough for each unit to get at least three, in shapes that give work to all units.
 int32_t ShortSegments(const AttentionBackend& backend) {
   return 3 * UnitsOf(backend, true) / kHeads + 1;
 }
 
-// The largest up-projected value of the first rows, which is below that of all.
+// The largest up-projected value of the first rows; a lower bound for that of all rows.
 double LargestValue(const Data& d, const Weights& w) {
   double largest = 0.0;
   for (int32_t row = 0; row < 4; ++row) {
@@ -54,7 +54,7 @@ bool Near(double got, double want, double off) {
   return got == want || std::abs(got - want) <= off;
 }
 
-// Every row of the outputs, with one head each, and the first row with all.
+// Compares every row of the outputs at one head each, and the first row at all heads.
 absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
   const std::vector<float>& o = expanded ? d.expanded_o : d.o;
   const std::vector<float>& lse = expanded ? d.expanded_lse : d.lse;
@@ -144,7 +144,7 @@ absl::StatusOr<Staged> Stage(LaunchLayout& layout, Data& d) {
   return staged;
 }
 
-// Bytes of a layer's part of a page, which is the largest with rows of bf16.
+// Granules of a layer's part of a page; bf16 rows need the most.
 int64_t GranulesOf(const Shape& shape) {
   return (shape.page_size * kRowBytes + kPageGranuleBytes - 1) / kPageGranuleBytes;
 }
@@ -202,7 +202,7 @@ AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   return params;
 }
 
-// Pages of the sequence in an order of their own, with gaps.
+// Pages of the sequence in a permuted order, with gaps.
 std::vector<uint32_t> Pages(const Shape& shape) {
   const int32_t pages = (shape.kv_rows + shape.page_size - 1) / shape.page_size;
   const int64_t granules = shape.layers * GranulesOf(shape);
@@ -323,7 +323,7 @@ absl::Status Load(AttentionBackend& backend, const Weights& weights) {
   return backend.LoadWeights(0, weights.geometry, 0, kHeads, weights.uk.data(), weights.uv.data());
 }
 
-// The expanded form at the other dims: few rows of each format, and many of bf16.
+// The expanded form at the other dims: few rows of each format, and many bf16 rows.
 absl::Status CheckWideHeads(AttentionBackend& backend, const SelfTestRun& run) {
   AttentionDesc desc;
   desc.geometry = kWideGeometry;
@@ -341,7 +341,7 @@ absl::Status CheckWideHeads(AttentionBackend& backend, const SelfTestRun& run) {
   return s;
 }
 
-// Both forms over rows of one format, dense and with lists.
+// Tests both forms over rows of one format, dense and with lists.
 absl::Status CheckFormat(AttentionBackend& backend, const Weights& weights, KvFormat format,
                          const SelfTestRun& run) {
   const bool all = format == KvFormat::kBf16;
@@ -351,7 +351,8 @@ absl::Status CheckFormat(AttentionBackend& backend, const Weights& weights, KvFo
   for (const auto tested :
        {std::span(kShapes).first(shapes), std::span(kListShapes).first(with_lists)}) {
     for (const Shape& shape : tested) {
-      // Products of 8 bits first: what exact ones had left would do for them.
+      // 8-bit products run first. Otherwise results that exact products have left could pass for
+      // theirs.
       Shape absorbed = shape;
       absorbed.expanded = 0;
       if (s.ok() && format != KvFormat::kBf16) {
@@ -363,8 +364,8 @@ absl::Status CheckFormat(AttentionBackend& backend, const Weights& weights, KvFo
   return s;
 }
 
-// A tile for one block of the smallest kernel, and one that goes to the largest since so many units
-// are busy, two blocks each.
+// A tile for one block of the smallest kernel; and a tile for the largest kernel, which is chosen
+// because many units are busy, with two blocks each.
 absl::Status CheckPieces(AttentionBackend& backend, const Weights& weights,
                          const SelfTestRun& run) {
   const int32_t many = std::clamp(UnitsOf(backend, false) / 2, 2, kMostPieces);
@@ -420,10 +421,10 @@ absl::Status CheckHostMemory(AttentionBackend& backend, const SelfTestRun& run) 
   return s;
 }
 
-// Layers of one step, then others in no order, so that what is set ahead for the next launch is
-// right for some and wrong for others.
+// Layers in the order of a step, then others out of order, so that state prepared for the next
+// launch is right for some launches and wrong for others.
 constexpr int32_t kReplayedLayers[] = {0, 1, 2, 3, 4, 5, 2, 2, 5, 0};
-// So many of them run before there is a graph.
+// A graph is made only after this many launches.
 constexpr int32_t kLaunchesBeforeGraph = KernelGraphs::kUsesBefore;
 static_assert(std::size(kReplayedLayers) >= kLaunchesBeforeGraph + 2 * kLeastReplays);
 
@@ -443,7 +444,8 @@ absl::Status CheckReplays(AttentionBackend& backend, const SelfTestRun& run) {
     data.q = Pattern(data.q.size(), ++seed);
     data.Store();
     s = Attend(backend, data);
-    // Kernels that all take the layer before agree with each other.
+    // If all kernels use the previous layer, their results agree with each other, so the stored
+    // rows are checked too.
     if (s.ok()) s = CheckStored(backend, data, Pages(shape), LayerOffset(shape));
     if (s.ok()) s = CompareForm(data, weights, false);
     if (s.ok()) s = CompareNarrow(data, weights);

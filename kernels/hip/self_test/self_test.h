@@ -1,5 +1,5 @@
-// Known-answer test of every kernel, run on the device before the backend is offered: a wrong
-// driver, a miscompiled code object or a broken device is found here and not in an answer.
+// Known-answer test of every kernel, run on the device before the backend is offered. It finds a
+// wrong driver, a miscompiled code object or a broken device before any answer depends on it.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_
 #define MLA_KERNELS_HIP_SELF_TEST_SELF_TEST_H_
 
@@ -17,27 +17,27 @@
 namespace mla::kernels::hip {
 
 struct SelfTestOptions {
-  // The parts that are to run, of SelfTestParts(); empty: all. For tools: what a device is offered
-  // for has passed all.
+  // The parts to run, from SelfTestParts(); empty: all. Only tools set it; a backend is offered
+  // only after all parts have passed.
   std::vector<std::string> parts;
-  std::chrono::milliseconds most{300'000};  // for all of them together
-  // Called when a part begins, with how long the test has taken so far.
+  std::chrono::milliseconds most{300'000};  // for all parts together
+  // Called when a part begins, with the time that the test has taken so far.
   std::function<void(std::string_view part, std::chrono::milliseconds so_far)> on_part;
-  // For tests; empty: the steady clock.
+  // Clock for tests; empty: the steady clock.
   std::function<std::chrono::steady_clock::time_point()> now;
 };
 
-// The names, in the order in which the parts run.
+// Names of the parts, in the order in which they run.
 std::span<const std::string_view> SelfTestParts();
 
-// One test of a device, in up to four calls of the functions below: what they share is the time.
+// One test of a device, in up to four calls of the functions below, which share its time limit.
 class SelfTestRun {
  public:
   explicit SelfTestRun(SelfTestOptions options);
 
-  // Runs `part` where it is asked for; an error names it.
+  // Runs `part` if it is selected. Errors name it.
   absl::Status Do(std::string_view name, const std::function<absl::Status()>& part);
-  // DEADLINE_EXCEEDED once the time is up; asked between launches, each of which the watchdog ends.
+  // DEADLINE_EXCEEDED once the time is up. Called between launches; the watchdog ends each launch.
   absl::Status CheckTime() const;
 
  private:
@@ -48,32 +48,38 @@ class SelfTestRun {
   std::vector<std::string> passed_;
 };
 
-// What the test asks of Configure; some tens of megabytes.
+// Limits for Configure during the test; some tens of megabytes.
 BackendLimits SelfTestLimits(const AttentionBackend& backend);
 
-// Moves pages, with digests and without; then appends, absorbs, attends with a split plan, combines
-// and projects small batches and attends to them in the expanded form, and compares with the same
-// sums taken on the host, within what conformance allows: with a tile for the smallest attention
-// kernel and with one for more; over few keys, and over so many, in pages of three rows, that every
-// loop turns around more than once; three items and more a unit, one without any key; 130 query
-// rows in the expanded form; and with a NaN in a row that only the last query row sees. Beside them
-// it projects latent outputs that nearly cancel, of values that bf16 does not hold: a kernel that
-// rounds them once more is found. Then come windows with entries and sinks, the choice of the
-// indexer, and the expanded form at nope_dim 192 and v_dim 256, where the backend has them.
-// REQUIRES: memory as SelfTestLimits. INTERNAL names the first value that is wrong.
+// Moves pages, with digests and without. Then it appends, absorbs, attends with a split plan,
+// combines and projects small batches, and attends to them in the expanded form. Results are
+// compared with sums computed on the host, within the bounds of conformance.
+//
+// Shapes include
+// - a tile for the smallest attention kernel and one for a larger kernel;
+// - few keys, and enough keys in pages of three rows that every loop runs more than once;
+// - three or more items a unit, one without any key;
+// - 130 query rows in the expanded form;
+// - a NaN in a row that only the last query row sees.
+//
+// It also projects latent outputs that nearly cancel, of values that bf16 does not hold, so that a
+// kernel that rounds them once too often is found. Windows with entries and sinks, the choice of
+// the indexer, and the expanded form at nope_dim 192 and v_dim 256 follow, if the backend has them.
+//
+// REQUIRES: memory as SelfTestLimits. INTERNAL names the first wrong value.
 absl::Status SelfTest(AttentionBackend& backend, SelfTestRun& run);
 
-// The same of the expanded form with products of 8 bits, within what its roundings allow: of
-// queries, keys, probabilities and values.
+// As SelfTest, for the expanded form with 8-bit products. Bounds allow for the rounding of queries,
+// keys, probabilities and values.
 absl::Status SelfTestPrefill(AttentionBackend& backend, SelfTestRun& run);
 
-// Launches whose tensors kernels bring and take away, and such as wait for words of the host's
-// memory and set them, where the backend has just been told that kernels reach it.
+// Launches whose tensors kernels copy in and out, and launches that wait for words of host memory
+// and set them. Run once the backend knows that kernels reach host memory.
 absl::Status SelfTestHostMemory(AttentionBackend& backend, SelfTestRun& run);
 
-// One sequence of kernels again and again, as the layers of a step are launched: other arguments,
-// other inputs and another place in the pool each time, at least kLeastReplays times as a graph of
-// `runtime`. UNAVAILABLE: graphs were launched less often. INTERNAL: an answer is wrong.
+// Launches the same sequence of kernels many times, like the layers of a step, with different
+// arguments, inputs and pool places each time. At least kLeastReplays of the launches must be a
+// graph of `runtime`. UNAVAILABLE if fewer were. INTERNAL if a result is wrong.
 inline constexpr int kLeastReplays = 4;
 absl::Status SelfTestReplays(AttentionBackend& backend, GpuRuntime& runtime, SelfTestRun& run);
 

@@ -18,17 +18,17 @@ namespace mla::kernels::hip::self_test {
 namespace {
 
 constexpr int32_t kDim = 512, kLatent = 448;
-constexpr int32_t kRowsSeen[] = {200, 7};  // of the two query rows
+constexpr int32_t kRowsSeen[] = {200, 7};  // seen by the two query rows
 constexpr int32_t kWindow = 128, kRatio = 4, kCut = 96;
 constexpr int32_t kRows = kRowsSeen[0], kEntries = kRows / kRatio;
 constexpr int32_t kPage = 64, kEntryPage = 16;
 constexpr int32_t kWindowHeads = 20;
 constexpr int32_t kRowPages = (kRows + kPage - 1) / kPage;
 constexpr int32_t kKeys = 300, kIndexHeads = 8;
-constexpr double kOfLogit = 1e-3;  // of the largest
+constexpr double kOfLogit = 1e-3;  // relative to the largest
 constexpr int32_t kList[] = {-1, 0};
 
-// So many pages of `bytes` each, the last first.
+// A table of `pages` pages of `bytes` each, the last page first.
 std::vector<uint32_t> Table(int32_t pages, int64_t bytes) {
   const int64_t granules = (bytes + kPageGranuleBytes - 1) / kPageGranuleBytes;
   std::vector<uint32_t> table;
@@ -38,7 +38,7 @@ std::vector<uint32_t> Table(int32_t pages, int64_t bytes) {
   return table;
 }
 
-// What rows of `values` stand for once they are stored.
+// The values that rows of `values` have after encoding and decoding.
 std::vector<float> Stored(const KvRowLayout& at, const std::vector<Bf16>& values) {
   constexpr auto kKind = Fp8Kind::kE4m3Fn;
   const auto dim = static_cast<size_t>(at.latent_dim + at.rope_dim);
@@ -53,7 +53,7 @@ std::vector<float> Stored(const KvRowLayout& at, const std::vector<Bf16>& values
   return stored;
 }
 
-// Places in the backend's memory; the status of what found none.
+// Places tensors in the backend's memory; keeps the first error.
 class Stage {
  public:
   explicit Stage(AttentionBackend& backend) : layout_(backend, 0) {}
@@ -103,7 +103,7 @@ struct Windows {
   std::vector<float> lse = std::vector<float>(size_t{2} * kWindowHeads, 0.5f);
 };
 
-// Segment 0 in two parts that are merged, segment 1 whole.
+// Plans segment 0 in two parts that are merged, and segment 1 whole.
 Work PlanOf(const std::vector<SegmentRecord>& segments) {
   Work work;
   work.segments = segments;
@@ -210,7 +210,7 @@ absl::Status Compare(const Windows& w, int32_t index, int32_t head) {
   }
   for (int32_t c = 0; c < kDim; ++c) {
     const double got = w.o[at * kDim + c], want = sum[c] / with_sink;
-    const double off = std::max(kOfValue * 0.2, kOfOutput * std::abs(want));  // values are to 0.2
+    const double off = std::max(kOfValue * 0.2, kOfOutput * std::abs(want));  // values reach 0.2
     if (!(std::abs(got - want) <= off)) return wrong(absl::StrCat("column ", c), got, want);
   }
   return absl::OkStatus();

@@ -1,4 +1,4 @@
-// The part of the self-test that is about windows, entries and sinks, and about the indexer.
+// The part of the self-test for windows, entries and sinks, and for the indexer.
 #ifndef MLA_KERNELS_HIP_SELF_TEST_SPARSE_H_
 #define MLA_KERNELS_HIP_SELF_TEST_SPARSE_H_
 
@@ -9,10 +9,10 @@ namespace mla::kernels::hip::self_test {
 
 inline constexpr int32_t kIndexTopK = 16;
 
-// One launch a format of rows: a query row whose tile is split, and one whose list names an entry
-// and none. Nothing where the backend has no windows.
+// One launch a format of rows: a query row whose tile is split, and a query row whose list names an
+// entry and a place without one. Does nothing if the backend has no windows.
 absl::Status CheckWindows(AttentionBackend& backend);
-// The choice of a query row. Nothing where the backend has no indexer.
+// Checks the choice of a query row. Does nothing if the backend has no indexer.
 absl::Status CheckIndexer(AttentionBackend& backend);
 
 }  // namespace mla::kernels::hip::self_test

@@ -1,10 +1,10 @@
 """Bank conflicts of LDS accesses, counted from the addresses that lanes access together.
 
 LDS has 64 banks of four bytes on gfx950 and 32 on gfx942. An instruction is served in phases, each
-for a fixed set of lanes that together want as many bytes as there are banks; in a phase each bank
-serves one word, so lanes that want different words of a bank wait for further passes. Which lanes
-share a phase was measured by several projects on MI300X and MI355X: reads of 16 bytes take lanes
-out of order, all others in order. The peak assumed is 128 bytes a clock and CU on both.
+for a fixed set of lanes that together need as many bytes as there are banks. In a phase each bank
+serves one word, so lanes that need different words of a bank wait for further passes. Several
+projects measured on MI300X and MI355X which lanes share a phase: reads of 16 bytes take lanes out
+of order, all other accesses in order. The peak is assumed to be 128 bytes a clock and CU on both.
 
 What lanes access comes from the kernels themselves, run on the host
 (host_images/shared_accesses.cc).
@@ -25,7 +25,7 @@ READ_B128 = {
 BYTES = {"ds_read_b128": 16, "ds_read_b64": 8, "ds_read_b64_tr_b16": 8, "ds_read_b64_tr_b8": 8,
          "ds_read_b32": 4, "ds_write_b128": 16, "ds_write_b64": 8, "ds_write_b32": 4,
          "global_load_lds_dwordx4": 16, "global_load_lds_dword": 4}
-# What the compiler may make of two accesses.
+# Instructions that the compiler may make of two accesses.
 JOINED = {"ds_read2_b64": "ds_read_b64", "ds_read2st64_b64": "ds_read_b64",
           "ds_read2_b32": "ds_read_b32", "ds_read2st64_b32": "ds_read_b32"}
 LANES = 64
@@ -41,7 +41,7 @@ def phases(arch, instruction):
 
 
 def passes(arch, instruction, addresses):
-    """How often the banks are used for one access of a wave: once a phase if nothing conflicts."""
+    """How often the banks are used for one access of a wave: once a phase without conflicts."""
     total = 0
     for lanes in phases(arch, instruction):
         words = collections.defaultdict(set)
@@ -55,8 +55,8 @@ def passes(arch, instruction, addresses):
 
 @dataclasses.dataclass
 class Variant:
-    """A kernel of absorbed attention: packed rows, KV rows a tile, bytes of a KV row, how many of
-    its values are keys and how many values."""
+    """A kernel of absorbed attention: packed rows, KV rows a tile, bytes of a KV row, and how many
+    of its values are keys and how many are values."""
 
     rows: int
     tile: int
@@ -66,7 +66,7 @@ class Variant:
 
 
 class Accesses:
-    """What the kernels are and access, as host_images/shared_accesses.cc prints it."""
+    """The kernels and their accesses, as host_images/shared_accesses.cc prints them."""
 
     def __init__(self, text):
         self.variants = {}
@@ -88,6 +88,7 @@ class Accesses:
         return [name for a, k, name in self._counts if (a, k) == (arch, kernel)]
 
     def slowdown(self, arch, kernel, instruction):
-        """Passes of an access over those without a conflict; 1 where the kernel has none such."""
+        """Passes of an access, relative to an access without conflicts; 1 if the kernel has no such
+        access."""
         found = self._counts.get((arch, kernel, JOINED.get(instruction, instruction)))
         return found[2] / found[1] if found else 1.0

@@ -1,18 +1,26 @@
-"""What the compilers made of the device kernels, and the bounds that follow from counting.
+"""Resources of the compiled device kernels, and bounds of their time from counting instructions.
 
-Reads what tools/build_device_code.sh left in a folder (default: Bazel's output of ./dev build hip):
-usage.txt, the compilers' resource reports, and the assembly of the AMD architectures; and what
-host_images/shared_accesses.cc left next to them. Prints, for each kernel and architecture,
-registers, LDS, scratch and spills; for each kernel of matrix products on AMD the instructions of
-its inner loop and the clocks they take, bank conflicts of LDS included (lds_banks.py), pipe by pipe
-and, followed with the waits that the code has (timeline.py), for a whole turn. Exits 1 on any spill
-that KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the architecture, on a loop
-that misses its targets (loop_faults, conflict_faults, stage_faults), on uses of m0 that the copies
-do not expect (m0_faults), on code objects that the oldest ROCm does not load (code_object_faults),
-and when the folder holds no kernel at all.
+Reads a folder that tools/build_device_code.sh wrote (default: Bazel's output of ./dev build hip):
+usage.txt, the compilers' resource reports, the assembly of the AMD architectures, and the output of
+host_images/shared_accesses.cc. It prints registers, LDS, scratch and spills for each kernel and
+architecture. For each kernel of matrix products on AMD it prints the instructions of the inner loop
+and the clocks that they take, bank conflicts of LDS included (lds_banks.py): pipe by pipe, and for
+a whole turn with the code's own waits (timeline.py).
 
---page FILE compares FILE with the page of docs/kernels that follows from all this (page_of): a page
-that is out of date is a fault, too, and is printed as it must be.
+Exits 1 on any spill that KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the
+architecture, on a loop that misses its targets (loop_faults, conflict_faults, stage_faults), on
+uses of m0 that the copies do not expect (m0_faults), on code objects that the oldest ROCm does not
+load (code_object_faults), and when the folder holds no kernel at all.
+
+Exits 1
+- on any spill that KNOWN_SPILLS does not state, on scratch, on LDS over the architecture's limit;
+- on a loop that misses its targets (loop_faults, conflict_faults, stage_faults);
+- on uses of m0 that the copies do not expect (m0_faults);
+- on code objects that the oldest ROCm does not load (code_object_faults);
+- if the folder holds no kernel at all.
+
+--page FILE compares FILE with the page of docs/kernels that follows from these results (page_of).
+An outdated page is a fault, too, and the correct page is printed.
 """
 
 import argparse
@@ -28,11 +36,11 @@ import timeline
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 LDS_LIMIT = {"gfx950": 160 * 1024, "gfx942": 64 * 1024, "sm_90": 227 * 1024}
 
-# Clocks an instruction keeps its pipe busy for one wave of 64 lanes: matrix instructions by their
-# operations over the data sheet's rate (1024 bf16 operations a clock and SIMD on gfx950, 512 on
-# gfx942, twice as many of 8 bits), LDS instructions by their bytes at the assumed peak
-# (lds_banks.PEAK) if no banks conflict, the others by the four clocks that a 16-lane SIMD takes to
-# issue 64 lanes.
+# Clocks for which an instruction keeps its pipe busy for one wave of 64 lanes. Matrix instructions:
+# their operations divided by the data sheet's rate (1024 bf16 operations a clock and SIMD on
+# gfx950, 512 on gfx942, twice as many for 8 bits). LDS instructions: their bytes at the assumed
+# peak (lds_banks.PEAK) if no banks conflict. Other instructions: the four clocks that a 16-lane
+# SIMD takes to issue 64 lanes.
 MATRIX_CLOCKS = {
     "gfx950": {"v_mfma_f32_32x32x16_bf16": 32, "v_mfma_f32_16x16x32_bf16": 16,
                "v_mfma_scale_f32_32x32x64_f8f6f4": 64},
@@ -44,16 +52,17 @@ LDS_CLOCKS = {name: size * lds_banks.LANES // lds_banks.PEAK
 LDS_CLOCKS |= {"ds_read2_b64": 8, "ds_read2st64_b64": 8, "ds_read2_b32": 4, "ds_read2st64_b32": 4,
                "ds_bpermute_b32": 2}
 ISSUE_CLOCKS = 4
-# CUs, clock in GHz, and the memory bandwidth in TB/s that the kernels are held against.
+# CUs, clock in GHz, and the memory bandwidth in TB/s that kernels are compared with.
 MACHINE = {"gfx950": (256, 2.4, 6.0), "gfx942": (304, 2.1, 4.0)}
 WAVES = 4
-# Clocks after which a load from memory has surely come, the memory being busy: one microsecond.
+# Clocks after which a load from busy memory has surely arrived: one microsecond.
 MEMORY_LATENCY = 2400
-# The targets of absorbed attention on gfx950: at 128 packed rows the share of the time in which
-# the matrix pipe is busy, below that everything done while the memory delivers the next tile.
+# The targets of absorbed attention on gfx950. At 128 packed rows it is the share of the time in
+# which the matrix pipe is busy; for fewer rows, all work must fit in the time in which the memory
+# delivers the next tile.
 MATRIX_BUSY = 0.55
 # Reads and writes of accumulation registers that a turn may have, for values of its own that the
-# compiler keeps there; an accumulator of 32 rows is 16 of them.
+# compiler keeps there. Moving one accumulator of 32 rows would take 16.
 ACCUMULATOR_MOVES = 15
 # Tiles in LDS where copies are waited for by count: kStages of
 # device/gfx950/config.h. Rows of fp8_page pass through registers.
@@ -67,8 +76,9 @@ STAGES = {"mla_attend_64": 4, "mla_attend_128": 4, "mla_expand": 3, "mla_attend_
 STAGES |= {f"{name}_lists": stages for name, stages in STAGES.items()
            if re.match(r"mla_attend_\d", name)}
 STAGES["mla_attend_64_window"] = 4
-# Loops over rows of 8 bits, and over rows that lists name: the most that a turn may take of the
-# memory's time. Others of them have no bound. The bounds keep turns from growing.
+# For loops over rows of 8 bits, and over rows that lists name: the largest multiple of the memory's
+# time that a turn may take. Other kernels of these kinds have no bound. The bounds keep turns from
+# growing.
 TURN = {"mla_attend_64_fp8_tensor": 1.15, "mla_attend_128_fp8_tensor_products": 1.3,
         "mla_attend_64_lists": 1.15,
         "mla_attend_128_lists": 1.20}
@@ -76,11 +86,11 @@ TURN = {"mla_attend_64_fp8_tensor": 1.15, "mla_attend_128_fp8_tensor_products": 
 
 @dataclasses.dataclass
 class Loop:
-    """One turn of a kernel's inner loop in a block: what it is, and what it must do."""
+    """One turn of a kernel's inner loop in a block: its contents, and the work that it must do."""
 
     what: str
     flop: int
-    read: int  # bytes it brings in
+    read: int  # bytes it loads
 
 
 def loop_of(arch, kernel, variants):
@@ -136,7 +146,7 @@ class Usage:
     occupancy: int = 0
 
     def faults(self):
-        """What forbids the kernel to ship, as text."""
+        """Conditions that keep the kernel from being shipped, as text."""
         where = f"{self.arch} {self.kernel}"
         known = KNOWN_SPILLS.get((self.arch, self.kernel), 0)
         if self.spills > known:
@@ -205,7 +215,8 @@ def turn_of(arch, code, lds_clocks):
 
 
 def loop_faults(arch, kernel, clocks, turn):
-    """What an inner loop of absorbed attention must not do, as text. `clocks`: of bounds()."""
+    """Faults in an inner loop of absorbed attention, as text. `clocks` is the result of bounds().
+    """
     if not re.fullmatch(r"mla_attend_\d+\w*", kernel):
         return
     where = f"{arch} {kernel}"
@@ -227,9 +238,9 @@ def loop_faults(arch, kernel, clocks, turn):
 
 
 def conflict_faults(accesses, arch, kernel, counts):
-    """What costs absorbed attention on gfx950 time that no count of instructions shows: accesses
-    whose banks conflict, and accumulators moved between registers. And a kernel whose accesses are
-    not known."""
+    """Faults that cost absorbed attention on gfx950 time and that no count of instructions shows:
+    accesses whose banks conflict, and accumulators moved between registers. Also reports a kernel
+    whose accesses are not known."""
     if not accesses.instructions(arch, kernel):
         yield f"{arch} {kernel}: no accesses of LDS known"
     if arch != "gfx950" or not re.fullmatch(r"mla_attend_\d+", kernel):
@@ -243,9 +254,10 @@ def conflict_faults(accesses, arch, kernel, counts):
 
 
 def stage_faults(arch, kernel, turn):
-    """Whether the tile that a turn reads has landed when the waves meet, and no more than it: the
-    copies of the next stages - 2 tiles are then on their way, all others have been waited for. A
-    wait that leaves more lets the products read what is not there yet, on hardware now and then."""
+    """Checks that exactly the tile that a turn reads has landed when the waves meet. The copies of
+    the next stages - 2 tiles are then in flight, and all others have been waited for. If the wait
+    leaves more copies in flight, products may read data that has not arrived, which shows on
+    hardware only now and then."""
     if arch != "gfx950" or kernel not in STAGES:
         return
     want = (STAGES[kernel] - 2) * turn.loads
@@ -255,9 +267,9 @@ def stage_faults(arch, kernel, turn):
 
 
 def m0_faults(arch, assembly):
-    """Instructions that use m0 in addition to those with which copies to LDS set it
-    (device/gfx950/tile.h). They can not declare that they do, m0 being reserved, so nothing else
-    may keep a value there."""
+    """Finds instructions that use m0, except the ones with which copies to LDS set it
+    (device/gfx950/tile.h). Those cannot declare their use, because m0 is reserved, so the compiler
+    must not keep a value there."""
     for line in assembly.splitlines():
         code = line.split(";")[0].strip()
         if re.search(r"\bm0\b", code) and not re.fullmatch(r"s_add_u32 m0, s\d+, \w+", code):
@@ -272,7 +284,7 @@ CODE_OBJECT_VERSION, CODE_OBJECT_ABI = 5, 3
 
 
 def code_object_faults(arch, image):
-    """Whether the bytes of an image are a code object of the version that every ROCm loads."""
+    """Checks that the bytes of an image are a code object of the version that every ROCm loads."""
     if not image:
         yield f"{arch}: no code object was built"
     elif image[:4] != b"\x7fELF" or image[ELF_OS] != ELF_OS_HSA:
@@ -298,10 +310,10 @@ def print_loop(usage, loop, counts, turn, accesses):
           f"{count(counts, 'v_') - count(counts, 'v_mfma')} vector in all")
     lds_clocks = lds_clocks_of(accesses, arch, kernel)
     memory, matrix, lds, issue = bounds(arch, counts, loop.read, lds_clocks)
-    # What the expanded form reads is shared by neighbours in time and comes from the caches.
+    # Neighbours in time share the expanded form's reads, which come from the caches.
     cached = "expand" in kernel
     slowest = max(0 if cached else memory, matrix, lds, issue)
-    # Blocks that share a CU work in each other's waits.
+    # Blocks that share a CU work while the others wait.
     busy = usage.occupancy * matrix / max(usage.occupancy * slowest, turn.clocks)
     print(f"  clocks: memory {memory:.0f} (at {MACHINE[arch][2]} TB/s"
           f"{', were nothing cached' if cached else ''}), matrix {matrix}, "
@@ -322,8 +334,8 @@ def print_loop(usage, loop, counts, turn, accesses):
 
 
 def read_loops(records, accesses, folder, faults):
-    """Of each kernel of matrix products on AMD: its record, loop, instruction counts and turn. Adds
-    what is wrong with them to `faults`."""
+    """Returns for each kernel of matrix products on AMD its record, loop, instruction counts and
+    turn. Adds their faults to `faults`."""
     loops = []
     for arch in MACHINE:
         assembly = (folder / f"{arch}.s").read_text(encoding="utf-8")
@@ -378,7 +390,7 @@ Clocks of one turn on one CU, by the pipe that they keep busy, and with the code
 
 
 def page_of(records, loops, accesses):
-    """The page of docs/kernels about all this."""
+    """The page of docs/kernels about these results."""
     kernels = [f"| {r.arch} | `{r.kernel}` | {r.vgpr} + {r.agpr} | {r.lds} | {r.occupancy} |"
                for r in records if r.arch in MACHINE]
     conflicts, turns = [], []
@@ -397,7 +409,7 @@ def page_of(records, loops, accesses):
 
 
 def main():
-    """Prints the report; the exit status is the verdict."""
+    """Prints the report; the exit status is 1 if there are faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / ".bazel/bin/kernels/hip")
     parser.add_argument("--page", type=pathlib.Path, help="must say what the build says")

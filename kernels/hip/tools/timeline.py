@@ -1,23 +1,23 @@
-"""One wave's way through the steady turn of a compiled loop, with the waits that the code has.
+"""Follows one wave through a steady turn of a compiled loop, with the waits in its code.
 
-Counting what pipes are kept busy assumes that they overlap. Whether they do is decided by the
-s_waitcnt instructions of the compiled loop: this follows the instructions of one turn in order and
-gives the clocks that it takes, and for how long each load from memory was on its way before the
-loop first waited for it. A model, not a measurement: latencies are stated below, waves of a block
-run in step, and whatever is on its way from memory is assumed to have come when it is waited for.
+Counting how long pipes are busy assumes that they overlap. The s_waitcnt instructions of the
+compiled loop decide whether they do. So this module follows the instructions of one turn in order.
+It gives the clocks that the turn takes, and how long each load from memory was in flight before the
+loop first waited for it. It is a model, not a measurement: latencies are constants below, waves of
+a block run in step, and data from memory is assumed to have arrived when it is waited for.
 """
 
 import dataclasses
 import re
 
-ISSUE_CLOCKS = 4    # of any instruction: a 16-lane SIMD takes 64 lanes in four clocks
+ISSUE_CLOCKS = 4    # for any instruction: a 16-lane SIMD takes 64 lanes in four clocks
 LDS_LATENCY = 128   # from the read to its data, with no other reads
-TURNS = 6           # followed; the last one is reported
+TURNS = 6           # turns to follow; the last one is reported
 
 
 @dataclasses.dataclass
 class Block:
-    """A basic block: its instructions as (name, operands), and where it goes."""
+    """A basic block: its instructions as (name, operands), and its successors."""
 
     label: str
     depth: int = 0
@@ -55,13 +55,14 @@ def blocks_of(assembly, kernel):
 
 
 def steady_turn(blocks, depth=2):
-    """Instructions of one turn of the loop at `depth` in the order they run: at each branch the way
-    that is not marked as rare and stays in the loop, and of two such ways the one without a jump.
-    Of several loops the one with most matrix instructions."""
+    """Instructions of one turn of the loop at `depth`, in the order in which they run. At each
+    branch it takes the way that is not marked as rare and stays in the loop; of two such ways, the
+    one without a jump. If there are several loops, it takes the one with most matrix instructions.
+    """
     at = {block.label: i for i, block in enumerate(blocks) if block.label}
 
     def usual(i):
-        """Whether block i belongs to the steady turn."""
+        """Returns true if block i belongs to the steady turn."""
         return i < len(blocks) and blocks[i].depth == depth and not blocks[i].rare
 
     best = []
@@ -75,7 +76,7 @@ def steady_turn(blocks, depth=2):
                 if blocks[i].code and (name := blocks[i].code[-1][0]).startswith(
                         ("s_branch", "s_cbranch")):
                     jump = at[blocks[i].code[-1][1]]
-                    # A block may be rare as a whole, or lead into nothing but rare ones.
+                    # A block may be rare as a whole, or lead only to rare blocks.
                     if name == "s_branch" or not usual(ahead):
                         ahead = jump
                 i = ahead
@@ -90,13 +91,13 @@ def _matrix(code):
 
 @dataclasses.dataclass
 class Turn:
-    """What one steady turn takes, in clocks."""
+    """Measures of one steady turn, in clocks."""
 
     clocks: int
     lead: int  # shortest time from a load or copy to the first wait for it; 0: loop without loads
-    waits_for_all: int  # waits that leave no load or copy on its way
+    waits_for_all: int  # waits that leave no load or copy in flight
     loads: int  # loads and copies that it starts
-    left: int   # of them and of earlier turns', on their way at its first barrier; -1: no barrier
+    left: int   # these and earlier ones in flight at its first barrier; -1: no barrier
 
 
 def follow(code, matrix_clocks, lds_clocks, waves):
@@ -109,11 +110,12 @@ def follow(code, matrix_clocks, lds_clocks, waves):
                 now = max(now, matrix_free)
                 matrix_free = now + matrix_clocks[name]
             if name.startswith("ds_"):
-                # Waves run in step: a wave's turn at the LDS takes as long as all of theirs.
+                # Waves run in step, so a wave's turn at the LDS takes as long as all waves'
+                # accesses.
                 lds_free = max(now, lds_free) + waves * lds_clocks.get(name, 2)
                 reads.append(lds_free + LDS_LATENCY)
             elif name.startswith(("global_load", "buffer_load")):
-                if name.startswith("global_load_lds"):  # what it brings is written some time
+                if name.startswith("global_load_lds"):  # loads whose data is written later
                     lds_free = max(now, lds_free) + waves * lds_clocks.get(name, 2)
                 loads.append(now)
                 started += 1

@@ -1,8 +1,8 @@
-// Appends on the CPU backend beside memcpy of the same bytes, alternating.
+// Appends on the CPU backend, alternating with memcpy of the same bytes.
 //
 //   cpu_append_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
 //
-// The `gemm_only_us` field of the JSON rows holds memcpy's time here: the bound of a copy.
+// The `gemm_only_us` field of the JSON rows holds memcpy's time here, as the bound of a copy.
 #include <cstdio>
 #include <cstring>
 #include <string>

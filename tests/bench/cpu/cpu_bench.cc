@@ -57,7 +57,7 @@ bool Value(std::string_view argument, std::string_view name, std::string* value)
   return true;
 }
 
-// Comma-separated names of formats; exits on one that is none.
+// Parses comma-separated names of formats; exits on an unknown name.
 std::vector<kernels::KvFormat> Formats(const std::string& names) {
   std::vector<kernels::KvFormat> formats;
   for (size_t at = 0; at <= names.size();) {
@@ -225,7 +225,8 @@ AttentionBench::AttentionBench(const Options& options)
   Must(backend_->Configure(limits));
   buffers_ = Must(scheduler::MetadataBuffers::Create(
       {options.threads, 262144, 65536, 262144, int64_t{1} << 20}, *backend_));
-  // Pages in order of address but for every other pair swapped, so that pages are not one run.
+  // Pages are in order of address, except that every other pair is swapped, so that they are not
+  // one run.
   tables_.resize(static_cast<size_t>(limits.page_table_entries));
   for (size_t i = 0; i < tables_.size(); ++i) {
     const size_t page = i ^ (i / 2 % 2);
@@ -281,7 +282,7 @@ void AttentionBench::MakeLists(const std::vector<BenchRequest>& requests) {
   lists_.clear();
   list_begins_.clear();
   for (const BenchRequest& request : requests) {
-    const int32_t seen = request.kv_rows - request.q_rows + 1;  // by the first query row
+    const int32_t seen = request.kv_rows - request.q_rows + 1;  // seen by the first query row
     std::vector<int32_t> all(static_cast<size_t>(options_.window > 0 ? seen / kEntryRatio : seen));
     std::iota(all.begin(), all.end(), 0);
     list_begins_.push_back(static_cast<int32_t>(lists_.size()));

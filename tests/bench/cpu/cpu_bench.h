@@ -1,4 +1,4 @@
-// What the CPU benchmarks share: a configured backend with a filled pool, launches to time,
+// Code shared by the CPU benchmarks: a configured backend with a filled pool, launches to time,
 // medians, and the JSON rows.
 #ifndef MLA_TESTS_BENCH_CPU_CPU_BENCH_H_
 #define MLA_TESTS_BENCH_CPU_CPU_BENCH_H_
@@ -29,11 +29,11 @@ struct BenchFlags {
   int32_t spin_us = 200;  // idle workers poll this long
   bool deterministic = false;
   std::vector<kernels::KvFormat> kv = {kernels::KvFormat::kBf16};  // formats of rows
-  // Of the benchmarks that know them: entries of index lists, and rows of the window; 0: none.
+  // For benchmarks that support them: entries of index lists, and rows of the window; 0: none.
   int32_t top_k = 0;
   int32_t window = 0;
 };
-// Prints usage and exits on a flag that it does not know.
+// Prints usage and exits on an unknown flag.
 BenchFlags ParseFlags(int argc, char** argv);
 
 struct BenchRow {
@@ -41,32 +41,32 @@ struct BenchRow {
   int32_t threads = 1;
   double us = 0.0, gflops = 0.0;
   double gemm_only_us = 0.0;    // 0: no bound was measured
-  double onednn_scaling = 0.0;  // of the bound, against one thread; 0: not measured
+  double onednn_scaling = 0.0;  // the bound's speed, relative to one thread; 0: not measured
   double kv_rows_per_s = 0.0;
   double gb_per_s = 0.0;  // 10^9 bytes a second, of rows as they are stored; 0: not measured
   kernels::KvFormat kv = kernels::KvFormat::kBf16;
   double speedup = 0.0;   // over bf16 rows in the same run; 0: not measured
-  double of_dense = 0.0;  // KV rows a second, over attention to all rows; 0: not measured
+  double of_dense = 0.0;  // KV rows a second, relative to attention to all rows; 0: not measured
 };
 // Prints a row as text and keeps it; WriteJson writes all rows.
 void Report(const BenchRow& row);
 void WriteJson(const std::string& path);
 
 // Medians of `repeats` alternating runs of several bodies, in microseconds, after one warm-up each.
-// On several threads each timed run follows a pause, in which the threads of the body before stop
-// polling (an OpenMP runtime's do so for milliseconds), and a run that is not timed, so that every
-// body is measured as in a row of its own kind.
+// On several threads each timed run follows a pause and an untimed run. In the pause the threads of
+// the previous body stop polling (an OpenMP runtime's threads poll for milliseconds). So every body
+// is measured as if it ran repeatedly.
 std::vector<double> Medians(int32_t repeats, int32_t threads,
                             const std::vector<std::function<void()>>& bodies);
 
 // GFLOP/s of a dispatch level's best vector multiply-add instruction, measured on `threads` threads
-// at a time: bf16 dot products where the level has them, else fp32 FMA; 0 for the portable level.
-// AMX's tile unit is not measured (oneDNN's time stands for it). On several threads this shows what
-// the machine itself can scale to.
+// at a time: bf16 dot products if the level has them, otherwise fp32 FMA; 0 for the portable level.
+// AMX's tile unit is not measured (oneDNN's time stands for it). On several threads this shows how
+// the machine itself can scale.
 double MeasurePeak(const std::string& level, int32_t threads);
 
 // The dispatch level that flags.isa names; prints its peak for each number of threads. Exits with a
-// message if the machine can not run it.
+// message if the machine cannot run it.
 const kernels::cpu::KernelSet& UseLevel(const BenchFlags& flags);
 
 struct BenchRequest {
@@ -86,14 +86,14 @@ class AttentionBench {
     std::string isa;
     bool deterministic = false;
     int32_t spin_us = 200;
-    // Each query row attends to a list of so many random positions, in ascending order, of those
-    // that it sees; 0: to all. REQUIRES: no more than kv_rows - q_rows of any request.
+    // Each query row attends to a list of this many random positions that it sees, in ascending
+    // order; 0: to all. REQUIRES: no more than kv_rows - q_rows of any request.
     int32_t top_k = 0;
-    // > 0: each query row attends to the last so many rows and, by its list, to `top_k` entries,
-    // one for kEntryRatio positions, with a sink a head. Entries lie where the first rows do.
+    // > 0: each query row attends to this many last rows and, by its list, to `top_k` entries, one
+    // for kEntryRatio positions, with a sink a head. Entries lie at the place of the first rows.
     // REQUIRES: top_k > 0; a geometry without nope_dim and v_dim.
     int32_t window = 0;
-    int64_t max_kv_rows = 0;  // of all requests of a launch together
+    int64_t max_kv_rows = 0;  // all requests of a launch together
     int32_t max_q_rows = 0;
   };
   static constexpr int32_t kEntryRatio = 4;
@@ -106,8 +106,6 @@ class AttentionBench {
   void Run();
   // Appends `rows` rows of `dtype` to each of `sequences` sequences, as one launch.
   void Append(int32_t sequences, int32_t rows, kernels::DType dtype);
-  // Only the up-projection's share of the expanded form is timed apart: the same launch with one
-  // query row per head.
   kernels::AttentionBackend& backend() { return *backend_; }
 
  private:

@@ -1,20 +1,20 @@
-// Absorbed attention of decode steps on the CPU backend beside oneDNN's time for the two matrix
-// products alone, in the same process, alternating, on the same number of threads.
+// Absorbed attention of decode steps on the CPU backend, compared with oneDNN's time for the two
+// matrix products alone, in the same process, alternating, on the same number of threads.
 //
 //   cpu_decode_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
 //                        [--kv=bf16,fp8_tensor,fp8_row,fp8_page] [--top-k=0] [--window=0]
 //
 // With several formats of rows each shape is timed on all of them in turns; "speedup" is the first
-// one's time over each one's. "GB/s" is what is read of the rows, in their format. With --top-k
-// each is timed with index lists of so many entries, too, where its context has as many: "of dense"
-// is the rate of rows over that of attention to all. With
-// --window the lists are of entries, one for four positions, and each query row attends to so many
-// rows, to its entries and to sinks, over rows of 448 + 64 values.
+// format's time divided by each one's. "GB/s" counts the bytes read of rows in their format. With
+// --top-k each shape is timed with index lists of this many entries, too, if its context has as
+// many; "of dense" is the rate of rows, relative to attention to all rows. With --window the lists
+// name entries, one for four positions, and each query row attends to this many rows, to its
+// entries and to sinks, over rows of 448 + 64 values.
 //
 // Shapes: heads x query rows x context of one request, and batches of 16 (uniform; ragged with the
 // same number of KV rows; for thread counts above 2 the uniform one shows how requests scale). The
-// batch of 16 contexts of 65536 rows, which has 1.2 GB of them in bf16, is more than any cache
-// holds: it shows what 8-bit rows save where all threads together reach the memory's bandwidth.
+// batch of 16 contexts of 65536 rows, which has 1.2 GB of them in bf16, exceeds any cache. It shows
+// how much 8-bit rows save when all threads together reach the memory's bandwidth.
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -59,7 +59,7 @@ std::vector<Shape> Shapes() {
   return shapes;
 }
 
-// Whether each row of the shape sees more positions than a list has.
+// Returns true if each row of the shape sees more positions than a list has.
 bool HasLists(const Shape& shape, const BenchFlags& flags) {
   const int32_t wanted = flags.window > 0 ? flags.top_k * AttentionBench::kEntryRatio : flags.top_k;
   return std::all_of(shape.requests.begin(), shape.requests.end(),
@@ -71,10 +71,10 @@ double GigabytesPerSecond(const BenchRow& row, int32_t latent_dim) {
   return row.kv_rows_per_s * (at.row_bytes + at.page_scales_bytes) * 1e-9;
 }
 
-// Query rows that attend to a KV row which attention to all reads once.
+// Query rows that share one read of a KV row in attention to all rows.
 double QueryRowsARead(const Shape& shape) { return shape.requests.front().q_rows; }
 
-// Of the shape with lists, which took `us`, beside `dense`, attention to all rows.
+// The row for the shape with lists, which took `us`, compared with `dense`, attention to all rows.
 BenchRow ListRow(const BenchRow& dense, const Shape& shape, int32_t q_rows, const BenchFlags& flags,
                  double us) {
   const double rows = static_cast<double>(q_rows) * (flags.top_k + flags.window);

@@ -3,8 +3,8 @@
 //   cpu_prefill_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
 //
 // GFLOP/s counts attention alone (640 per head and visible pair). "with up-projection" is the whole
-// launch; "attention" takes away the up-projection's own time, which is measured as the same launch
-// with as few query rows as still up-project every KV row of every tile. The GEMM-only time is
+// launch. "attention" subtracts the up-projection's own time, measured as the same launch with the
+// fewest query rows that still up-project every KV row of every tile. The GEMM-only time is
 // oneDNN's for the two products of one head, in blocks of 512 query rows against the KV rows that
 // some of them see, times the heads.
 #include <algorithm>
@@ -30,8 +30,8 @@ const Shape kShapes[] = {
     {"heads=16 q=4096 kv=4096", 16, 4096, 4096},
 };
 
-// One query row for every tile of the real launch, seeing the rows that the tile sees: all of the
-// up-projections and next to nothing else.
+// One query row for every tile of the real launch, which sees the rows that the tile sees: all of
+// the up-projections and very little else.
 std::vector<BenchRequest> UpProjectionOnly(const Shape& shape) {
   std::vector<BenchRequest> requests;
   const int32_t step = kernels::cpu::kExpandedTileRows;

@@ -1,11 +1,11 @@
-// Where the time of an absorbed decode goes on the CPU: the stages of one tile, each alone and with
-// its operands in the cache, beside a tile's share of a whole launch. What a launch takes beyond
-// the sum of its stages is operands that come from further away, packing of queries, outputs,
+// The time of an absorbed decode on the CPU by stage. The stages of one tile are timed alone, with
+// operands in the cache, and compared with a tile's share of a whole launch. The time of a launch
+// beyond the sum of its stages is for operands outside the cache, packing of queries, outputs and
 // control.
 //
 //   cpu_stages_benchmark [--json=FILE] [--isa=LEVEL] [--repeats=5] [--only=TEXT]
 //
-// "in L1" repeats a product with every operand row and panel at one address: what is left is the
+// "in L1" repeats a product with every operand row and panel at one address, which shows the
 // instructions' own rate. All times are for 128 KV rows and one thread.
 #include <algorithm>
 #include <cstdio>
@@ -28,9 +28,9 @@ using kernels::cpu::kTileRows;
 
 constexpr int32_t kKeyDim = 576, kValueDim = 512;
 constexpr int32_t kContext = 4096;
-constexpr int32_t kCalls = 50;  // of a stage a measurement
+constexpr int32_t kCalls = 50;  // calls of a stage per measurement
 
-// Scratch memory as the backend's: on cache lines.
+// Scratch memory aligned to cache lines, as the backend's.
 struct alignas(64) Line {
   float at[16];
 };
@@ -112,7 +112,7 @@ struct Tile {
 
 struct Stage {
   std::string name;
-  double flop = 0.0;  // of its product, if it is one
+  double flop = 0.0;  // FLOP, if the stage is a product
   std::function<void()> body;
 };
 
@@ -145,7 +145,7 @@ std::vector<Stage> Stages(Tile& tile, int32_t heads) {
   return stages;
 }
 
-// Microseconds of 128 KV rows in a whole launch.
+// Microseconds for 128 KV rows in a whole launch.
 double WholeTile(const BenchFlags& flags, int32_t heads) {
   AttentionBench::Options options;
   options.geometry.num_heads = heads;

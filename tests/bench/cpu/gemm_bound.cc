@@ -42,7 +42,7 @@ struct GemmBound::State {
 
   memory Tensor(const Dims& dims, const Dims& strides, memory::data_type type) {
     memory tensor({dims, type, strides}, engine);
-    // Small numbers; bit patterns that are valid in both types.
+    // Small numbers: bit patterns that are valid in both types.
     std::memset(tensor.get_data_handle(), 0x3c, tensor.get_desc().get_size());
     tensors.push_back(tensor);
     return tensor;

@@ -8,20 +8,20 @@
 
 namespace mla::bench {
 
-// Must be called before any GemmBound is made: oneDNN's highest instruction set, by the name of a
-// CPU dispatch level.
+// Sets oneDNN's highest instruction set, by the name of a CPU dispatch level. Must be called before
+// any GemmBound is made.
 void SetGemmIsa(const char* level);
 
 // The products of `rows` packed query rows with `kv_rows` KV rows: S = Q K^T, O = P V, with K of
-// `key_dim` columns and V its first `value_dim`. bf16 operands and fp32 results where the level has
-// bf16 products, else fp32 throughout. K and V lie row by row, as a cache holds them; of the two
-// ways to write each product (A B and its transpose) the faster one is kept.
+// `key_dim` columns and V its first `value_dim`. Operands are bf16 and results fp32 if the level
+// has bf16 products; otherwise all is fp32. K and V lie row by row, as in a cache. Each product can
+// be written in two ways (A B or its transpose); the faster one is kept.
 class GemmBound {
  public:
   GemmBound(int32_t rows, int32_t kv_rows, int32_t key_dim, int32_t value_dim, bool bf16);
   ~GemmBound();
 
-  // Runs both products once, on as many threads as SetGemmThreads said.
+  // Runs both products once, on the number of threads set by SetGemmThreads.
   void Run();
 
  private:

@@ -1,11 +1,11 @@
-// Head slices of tensor-parallel ranks: one fused record beside a launch for each slice, on the CPU
-// backend through the engine, ABSORBED, one query row over a committed context, alternating in one
-// process.
+// Head slices of tensor-parallel ranks: one fused record, compared with a launch for each slice. On
+// the CPU backend through the engine, ABSORBED, one query row over a committed context, alternating
+// in one process.
 //
 //   slices_benchmark [--json=FILE] [--isa=LEVEL] [--threads=1,2] [--repeats=5] [--only=TEXT]
 //
 // `us` is the fused time of all 128 heads; the `gemm_only_us` field of the JSON rows holds the time
-// of the slices one by one, so that `ratio` is the gain.
+// of the separate slices, so that `ratio` is the gain.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

@@ -1,20 +1,19 @@
 // Times absorbed decode on this machine's GPU through the backend: GPU time of attention and
-// combine by events, the L2 overwritten before each launch, median. Planning and copies are outside
-// the time, as in the published tables of the peers. Beside it the launch as a whole, which comes
-// to an idle device: from the call that submits it until its outputs are in host memory.
+// combine by events, the L2 overwritten before each launch, median. The time excludes planning and
+// copies, as in the published tables of other libraries. It also times the whole launch on an idle
+// device, from the call that submits it until its outputs are in host memory.
 //
 //   gpu_bench [--heads 16,128] [--batch 1,16,64,128] [--context 1024,4096,16384,65536]
 //             [--iterations 30] [--ragged 1] [--query-rows 1] [--max-gb 20] [--image FILE]
 //             [--kv bf16|fp8_tensor|fp8_row] [--compute bf16|fp8] [--sparse topk=2048]
 //             [--whole 1] [--streamed 1] [--spread 0] [--json FILE]
 //
-// --compute fp8: products over 8-bit rows are of 8 bits too, where there is a kernel for that.
-// --whole: requests are not cut where others are as long, so that nothing is merged and the time is
-// that of the attention kernel alone.
-// --streamed: queries arrive and outputs leave while the kernel runs, where there is one for that.
-// --spread: values of every second group of 128 are over 2^N; from 5 on groups of fp8_row have
-// scales of their own.
-// --sparse: each query row has an index list of so many random positions, ascending, or of all.
+// --compute fp8: 8-bit products over 8-bit rows, if there is a kernel for them. --whole: requests
+// of equal length are not cut, so that nothing is merged and only the attention kernel is timed.
+// --streamed: queries arrive and outputs leave while the kernel runs, if there is a kernel for
+// that. --spread: values of every second group of 128 are divided by 2^N; from 5 on, groups of
+// fp8_row have scales of their own. --sparse: each query row has an index list of this many random
+// positions, ascending, or of all.
 //
 // A line per shape: microseconds (median, least), TB/s of KV rows read once, TFLOPS, microseconds
 // of the launch as a whole (median).
@@ -48,7 +47,7 @@ constexpr int32_t kPage = 64;
 constexpr int32_t kRowDim = 576;
 constexpr int64_t kQueryBytes = kRowDim * sizeof(Bf16);
 constexpr int64_t kFlushBytes = int64_t{256} << 20;
-constexpr int32_t kNeverCutRows = 1 << 24;  // an item's overhead that no cut is worth
+constexpr int32_t kNeverCutRows = 1 << 24;  // overhead of an item, so large that no cut pays
 
 struct Flags {
   std::vector<int32_t> heads{16, 128}, batch{1, 16, 64, 128}, context{1024, 4096, 16384, 65536};
@@ -60,16 +59,16 @@ struct Flags {
   std::string kv = "bf16";  // format of the rows
   std::string compute = "bf16";
   std::string sparse;  // empty: dense; else topk=N
-  int32_t top_k = 0;   // of it
+  int32_t top_k = 0;   // N of it
   std::string json;    // file for rows of JSON
-  std::string image;   // file with device code to use in place of what was built in
+  std::string image;   // file with device code to use instead of the built-in code
 };
 
 struct Shape {
   int32_t heads, batch, context;
   std::vector<int32_t> lengths;
-  int64_t rows = 0;   // KV rows that all requests attend to, a query row each with lists
-  int64_t pages = 0;  // of all requests
+  int64_t rows = 0;   // KV rows that all requests attend to, counted a query row each with lists
+  int64_t pages = 0;  // for all requests
 };
 
 Shape MakeShape(const Flags& flags, int32_t heads, int32_t batch, int32_t context) {
@@ -94,12 +93,12 @@ class Bench {
 
   absl::Status Setup(const std::vector<Shape>& shapes);
   absl::Status Time(const Shape& shape);
-  std::span<const std::string> rows() const { return rows_; }  // of JSON
+  std::span<const std::string> rows() const { return rows_; }  // rows of JSON
 
  private:
   absl::Status FillPool(int64_t bytes);
   void MakeLists(const Shape& shape);
-  // Nanoseconds of the kernels, and of the launch as a whole if the device is `idle` before it.
+  // Nanoseconds of the kernels, and of the whole launch if the device is `idle` before it.
   struct Nanos {
     int64_t kernels = 0, launch = 0;
   };
@@ -130,7 +129,7 @@ class Bench {
   kernels::hip::DeviceBuffer flush_;
   kernels::LaunchLayout layout_;
   std::vector<kernels::SegmentRecord> records_;
-  // Of all query rows of a shape; and, a request after the other, where those of its rows begin.
+  // Lists of all query rows of a shape; and for each request in turn, where its rows' lists begin.
   std::vector<int32_t> lists_, list_begins_;
 };
 
@@ -175,7 +174,7 @@ absl::Status Bench::Setup(const std::vector<Shape>& shapes) {
   return FillPool(limits.kv_pool_bytes);
 }
 
-// Every list its own choice.
+// Makes a different list for each query row.
 void Bench::MakeLists(const Shape& shape) {
   std::mt19937 random(4);
   lists_.clear();
@@ -192,7 +191,7 @@ void Bench::MakeLists(const Shape& shape) {
   }
 }
 
-// The same rows over and over.
+// Fills the pool by repeating some rows.
 absl::Status Bench::FillPool(int64_t bytes) {
   constexpr int64_t kRows = 16384;
   const int64_t block = std::min(bytes, kRows * row_bytes());
@@ -335,7 +334,8 @@ absl::Status Bench::Time(const Shape& shape) {
   if (!s.ok()) return s;
   const double launch_us = static_cast<double>(launches[launches.size() / 2]) / 1e3;
   const double us = static_cast<double>(times[times.size() / 2]) / 1e3;
-  // A KV row meets the heads of all query rows, or of the one whose list names it.
+  // The heads of all query rows use a KV row. With lists, only the query row whose list names it
+  // does.
   const int32_t meets = flags_.top_k > 0 ? 1 : flags_.query_rows;
   const double flop = 2.0 * static_cast<double>(shape.rows) * shape.heads * meets * (576 + 512);
   std::printf(

@@ -1,13 +1,13 @@
 // Times copies between pinned host memory and the memory of this machine's GPU: each direction
-// alone, and both at a time on streams of their own. What a launch with such tensors takes at
-// least.
+// alone, and both at the same time on streams of their own. This is the least time of a launch with
+// such tensors.
 //
 //   gpu_copies [--in-kib 4608] [--out-kib 4096] [--pieces 1,4,8] [--iterations 60]
 //
 // The defaults are the queries and the outputs of 32 rows of 128 heads in the absorbed form, in
-// bf16. The first line is of each direction alone, in one piece; then one for each number of
-// pieces. Microseconds, medians, by events from before the first copy until all is in, and until
-// all is out.
+// bf16. The first line is for each direction alone, in one piece; then there is a line for each
+// number of pieces. Times are medians in microseconds, by events: from before the first copy until
+// all inputs have arrived, and until all outputs have.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -48,11 +48,11 @@ class Bench {
   }
 
   absl::Status Setup();
-  // Medians, of copies in so many pieces.
+  // Medians for copies in `pieces` pieces.
   absl::StatusOr<Times> Time(bool in, bool out, int64_t pieces);
 
  private:
-  // Piece `index` of `pieces`: where it begins, and its bytes.
+  // Begin and bytes of piece `index` of `pieces`.
   static std::pair<int64_t, int64_t> Piece(int64_t bytes, int64_t pieces, int64_t index) {
     const int64_t begin = bytes * index / pieces;
     return {begin, bytes * (index + 1) / pieces - begin};

@@ -22,7 +22,7 @@ using kernels::hip::DevicePtr;
 constexpr int32_t kRowDim = 576;
 constexpr int kMostBatch = 100000;
 
-struct Key {  // what the uploaded records were made from
+struct Key {  // inputs of the uploaded records
   const void *q = nullptr, *out = nullptr, *lse = nullptr;
   int batch = 0, heads = 0, max_blocks = 0, page = 0;
   float scale = 0.0f;
@@ -138,7 +138,7 @@ absl::Status Decoder::CheckSizes(const int* lengths, int batch, int heads, int p
 }
 
 absl::Status Decoder::Plan(const int* lengths, int batch, int heads, int page) {
-  lengths_.clear();  // nothing is planned until all of it is
+  lengths_.clear();  // no plan exists until all steps have succeeded
   if (absl::Status s = CheckSizes(lengths, batch, heads, page); !s.ok()) return s;
   heads_ = heads;
   page_ = page;

@@ -1,5 +1,5 @@
-// The C entry points on the fake runtimes of both vendors, as another process's harness calls them,
-// and the flags of the benchmarks.
+// Tests the C entry points on the fake runtimes of both vendors, as another process's harness calls
+// them, and the flags of the benchmarks.
 #include "tests/bench/gpu/gpu_decode_c.h"
 
 #include <cmath>
@@ -21,7 +21,7 @@ using kernels::Bf16;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// Harnesses of other libraries load these by name and this very signature.
+// Harnesses of other libraries load these functions by name and exact signature.
 static_assert(std::is_same_v<decltype(&mla_decode),
                              int (*)(const void*, const void*, const int*, const int*, void*,
                                      float*, int, int, int, int, int, float, void*)>);
@@ -39,7 +39,7 @@ std::vector<Bf16> Values(size_t count, uint32_t seed) {
   return values;
 }
 
-// Three sequences whose blocks lie in disorder; memory of the fake device is the host's.
+// Three sequences whose blocks are out of order; memory of the fake device is host memory.
 struct Problem {
   explicit Problem(int heads) : heads(heads) {
     q = Values(size_t{3} * heads * kRowDim, 1);
@@ -98,7 +98,8 @@ struct Problem {
   void* stream = nullptr;
 };
 
-// The library opens its GPU once a process, so each test program run has one: the CUDA driver here.
+// The library opens its GPU once a process, so each run of the test program has one: the CUDA
+// driver here.
 class DecodeCTest : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
@@ -121,7 +122,7 @@ class DecodeCTest : public ::testing::Test {
     delete runtime_;
   }
   void SetUp() override { problem_.stream = stream_; }
-  // Nothing has run before: the call only launches.
+  // The call only launches, so the test waits for the kernels here.
   static void Synchronize() { ASSERT_TRUE(runtime_->Synchronize(stream_).ok()); }
   std::string Refused(int code) {
     EXPECT_EQ(code, 1);
@@ -156,7 +157,7 @@ TEST_F(DecodeCTest, FollowsItsPointersFromCallToCall) {
   ASSERT_EQ(problem_.Decode(), 0);
   EXPECT_EQ(control_->copies_in, copies) << "nothing is uploaded again";
   Synchronize();
-  // Other queries and another place for the answer.
+  // Different queries and a different output address.
   const std::vector<Bf16> before = problem_.out;
   problem_.q = Values(problem_.q.size(), 9);
   std::vector<Bf16> elsewhere(problem_.out.size());
@@ -189,7 +190,7 @@ TEST_F(DecodeCTest, RefusesWhatWasNotPlanned) {
     code = mla_decode_plan(lengths, batch, heads, page);
     EXPECT_THAT(Refused(code), HasSubstr(text));
   }
-  // A refused plan leaves none.
+  // A refused plan leaves no plan.
   ::testing::internal::CaptureStderr();
   code = problem_.Decode();
   EXPECT_THAT(Refused(code), HasSubstr("mla_decode_plan comes first"));

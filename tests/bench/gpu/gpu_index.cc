@@ -1,13 +1,13 @@
-// Times the two kernels of the indexer on this machine's GPU, each by itself: logits, and the
-// choice. GPU time by events, the L2 overwritten before each pair, median.
+// Times the two kernels of the indexer on this machine's GPU separately: logits, and the choice.
+// GPU time by events, the L2 overwritten before each pair, median.
 //
 //   gpu_index [--batch 64] [--context 65536] [--top-k 2048] [--index-heads 64] [--block-keys 0]
 //             [--iterations 20] [--image FILE] [--json FILE]
 //
-// One query row of bf16 a request; pages of 64 rows in random order. --block-keys: of a block of
-// the first kernel, 0: as the backend does. A line: microseconds of both, GB/s of index keys (132
-// bytes each) of the first and of both, and what part that is of a copy's: of half of these bytes
-// to the place of the other half, which reads and writes as many.
+// One query row of bf16 a request; pages of 64 rows in random order. --block-keys: keys of a block
+// of the first kernel; 0: as in the backend. A line has microseconds of both kernels, and GB/s of
+// index keys (132 bytes each) of the first kernel and of both, also relative to a copy. The copy
+// moves half of these bytes to the place of the other half, so it reads and writes as many in all.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -56,14 +56,14 @@ class Indexer {
   absl::Status LoadKernels();
   absl::Status FillKeys();
   absl::Status MakeArguments();
-  // Nanoseconds of the two, and of the copy.
+  // Nanoseconds of the two kernels and of the copy.
   absl::Status Launch(int64_t (&ns)[3]);
   template <class T>
   const T* Put(const std::vector<T>& values) {
     return static_cast<const T*>(
         Keep(values.data(), static_cast<int64_t>(values.size() * sizeof(T))));
   }
-  // Device memory with these bytes, or zeros; the first error stays in status_.
+  // Allocates device memory with these bytes, or zeros; the first error stays in status_.
   void* Keep(const void* from, int64_t bytes);
 
   const Flags flags_;
@@ -123,7 +123,7 @@ absl::Status Indexer::LoadKernels() {
   return absl::UnimplementedError("no image with an indexer");
 }
 
-// Some pages over and over.
+// Fills all pages by repeating some.
 absl::Status Indexer::FillKeys() {
   constexpr int64_t kPages = 256;
   const kernels::KvRowLayout row = kernels::MakeKvRowLayout(KvFormat::kIndexKey, 128, 0);
@@ -262,7 +262,7 @@ absl::Status Indexer::Run() {
   absl::Status s = LoadKernels();
   if (s.ok()) s = FillKeys();
   if (s.ok()) s = MakeArguments();
-  std::vector<int64_t> times[4];  // the third: of both kernels
+  std::vector<int64_t> times[4];  // the third is for both kernels
   for (int32_t i = -kWarmUp; i < flags_.iterations && s.ok(); ++i) {
     int64_t ns[3] = {};
     s = Launch(ns);

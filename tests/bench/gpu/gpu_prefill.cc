@@ -48,7 +48,7 @@ struct Flags {
   int64_t workspace_mb = 640;
   std::string dtype = "bf16";
   std::string json;   // file for rows of JSON
-  std::string image;  // file with device code to use in place of what was built in
+  std::string image;  // file with device code to use instead of the built-in code
 };
 
 class Prefill {
@@ -364,7 +364,7 @@ absl::Status Prefill::Time(int32_t heads, int32_t rows) {
   const double us = static_cast<double>(attend[attend.size() / 2]) / 1e3;
   const double kv_rows = rows + flags_.context;
   const double pairs = rows * (kv_rows - 0.5 * (rows - 1));
-  // Operations a head: of a row's up-projection, and of a visible pair.
+  // Operations a head: for a row's up-projection, and for a visible pair.
   const double up_ops = 2.0 * kernels::hip::kExpandedLora * (dims().nope + dims().value);
   const double ops = 2.0 * (q_dim() + dims().value);
   std::printf(

@@ -32,7 +32,7 @@ constexpr int64_t kFlushBytes = int64_t{256} << 20;
 struct Flags {
   std::vector<int32_t> heads{16, 128}, rows{1, 32, 512};
   int32_t iterations = 30;
-  std::string image;  // file with device code to use in place of what was built in
+  std::string image;  // file with device code to use instead of the built-in code
 };
 
 struct Shape {
@@ -91,7 +91,7 @@ absl::Status Bench::Setup() {
   auto in = backend_->AllocateHost(static_cast<size_t>(tensor));
   if (!in.ok()) return in.status();
   in_ = *std::move(in);
-  // The same bytes are values of a bf16 and of an fp32 tensor.
+  // The same bytes serve as values of a bf16 and of an fp32 tensor.
   auto* values = reinterpret_cast<Bf16*>(in_->bytes().data());
   for (int64_t i = 0; i < tensor / 2; ++i) values[i] = weights[static_cast<size_t>(i) % 65536];
   auto flush = kernels::hip::DeviceBuffer::Create(&backend_->runtime(), "flush", kFlushBytes);

@@ -1,5 +1,6 @@
-// Times what sparse attention needs beside index lists on this machine's GPU, through the backend:
-// GPU time by events, the L2 overwritten before each launch, median. Copies are outside the time.
+// Times the indexer, and attention with lists or windows, on this machine's GPU, through the
+// backend: GPU time by events, the L2 overwritten before each launch, median. The time excludes
+// copies.
 //
 //   gpu_sparse --what indexer [--batch 64] [--context 65536] [--top-k 2048] [--index-heads 64]
 //   gpu_sparse --what decode  [...] [--heads 128] [--kv bf16|fp8_tensor|fp8_row]
@@ -7,9 +8,10 @@
 //              [--ratio 4] [--top-k 512] [--kv bf16|fp8_page]
 //              [--query-rows 1] [--iterations 30] [--image FILE] [--json FILE]
 //
-// indexer: logits and the choice. decode: the same, and attention to what it has chosen. window:
-// rows of the window and entries of random lists, DeepSeek V4's; top-k 0 is all entries. A line
-// each: microseconds (median, least), and of the indexer GB/s of index keys.
+// indexer: logits and the choice. decode: the same, then attention to the chosen rows. window:
+// DeepSeek V4's attention to the rows of the window and to the entries of random lists; top-k 0 is
+// all entries. A line for each: microseconds (median, least), and for the indexer GB/s of index
+// keys.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -66,7 +68,7 @@ class Bench {
   }
   int64_t rows() const { return int64_t{flags_.batch} * flags_.query_rows; }
   static int64_t Pages(int32_t positions) { return (positions + kPage - 1) / kPage; }
-  // Of a request.
+  // For one request.
   int64_t pages_of_rows() const { return attends() ? Pages(flags_.context) : 0; }
   int64_t pages_of_keys() const { return indexes() ? Pages(flags_.context) : 0; }
   int64_t pages_of_entries() const { return Pages(entries()); }
@@ -80,7 +82,7 @@ class Bench {
   void MakeInputs();
   absl::Status PublishTables();
   void MakeLists();
-  // Where a launch sees its tensors.
+  // Addresses of a launch's tensors.
   struct Places {
     const void *q, *inputs, *sinks, *begins;
     void *o, *lse, *lists;
@@ -108,7 +110,7 @@ class Bench {
   kernels::LaunchLayout layout_;
   std::vector<uint32_t> table_;
   std::vector<int32_t> lists_, begins_;
-  std::vector<std::byte> inputs_;  // of the indexer
+  std::vector<std::byte> inputs_;  // for the indexer
   std::vector<float> sinks_;
 };
 
@@ -184,7 +186,7 @@ void Bench::MakeInputs() {
   }
 }
 
-// Groups [first, first + count) with some pages of rows of `format` over and over.
+// Fills groups [first, first + count) by repeating some pages of rows of `format`.
 absl::Status Bench::FillPool(KvFormat format, int64_t first, int64_t count) {
   constexpr int64_t kGroups = 256;
   const int64_t groups = std::min(count, kGroups);
@@ -216,8 +218,8 @@ absl::Status Bench::FillPool(KvFormat format, int64_t first, int64_t count) {
   return runtime.Synchronize(backend_->compute_stream());
 }
 
-// Groups of keys come first in the pool; each request has its pages of rows, keys and entries one
-// after the other in the table.
+// Groups of keys come first in the pool. In the table, each request has its pages of rows, keys and
+// entries one after the other.
 absl::Status Bench::PublishTables() {
   std::vector<uint32_t> groups(static_cast<size_t>(pages()));
   std::iota(groups.begin(), groups.end(), 0u);

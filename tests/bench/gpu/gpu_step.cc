@@ -1,4 +1,4 @@
-// Times steps of a worker beside a server, as two processes of one host: what a layer costs with
+// Times steps of a worker and a server, as two processes of one host: the cost of a layer with
 // tensors in the server's GPU memory, or in host memory.
 //
 //   gpu_step --target unix:/run/mla/mla.sock [--memory device|chained|host|both]
@@ -7,22 +7,22 @@
 //            [--steps 20] [--spin-us 100000] [--device 0] [--ops HOST:PORT] [--json FILE]
 //
 // device: before each attend a kernel of the worker writes every byte of q and kv and reads every
-// byte of the last o. The time is that between two events of the worker's stream around the step,
-// over the layers; beside it the time of those kernels alone. Then the same with chained calls
-// (AttendCall::chained), alone as "chained": not a thread but the stream waits for replies, and is
-// given all layers ahead. host: the time from the entry in the ring to its reply. Results are the
-// medians of the steps, or of their attends.
+// byte of the last o. The time is measured between two events of the worker's stream around the
+// step, divided by the layers. The time of those kernels alone is printed, too. The same follows
+// with chained calls (AttendCall::chained; "chained" runs only these): the stream instead of a
+// thread waits for replies, and gets all layers ahead. host: the time from the entry in the ring to
+// its reply. Results are the medians of the steps, or of their attends.
 //
-// --ops: where the server answers GET /metrics. A line then says what the host did for a layer, by
-// the server's counters: tensor bytes that it copied, times that a thread of it slept for the GPU,
-// and for how much of the layer's time one looked whether the GPU was done with the worker's
-// kernels, and with the launch. The worker copies none and sleeps never; it polls for its reply.
+// --ops: where the server answers GET /metrics. A line then gives the host's work for a layer, by
+// the server's counters: copied tensor bytes, sleeps of a thread that waited for the GPU, and the
+// share of the layer's time in which a thread polled for the worker's kernels, and for the launch.
+// The worker copies nothing and never sleeps; it polls for its reply.
 //
 // Before it times, the program runs a step in each way and compares the outputs of the last layer:
-// they are the same bits, unless launches cut the contexts differently, which those of large steps
-// from host memory do. Then they may differ as those of one request in two batches may: by 2^-7 of
-// the largest value of a row and head. NVIDIA alone; another GPU of the host may be the worker's
-// (--device).
+// they must be bit-identical, unless launches cut the contexts differently, as launches of large
+// steps from host memory do. Then they may differ as the outputs of one request in two batches: by
+// 2^-7 of the largest value of a row and head. NVIDIA only; the worker may use another GPU of the
+// host (--device).
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -47,7 +47,7 @@ using Clock = std::chrono::steady_clock;
 using kernels::hip::DevicePtr;
 using kernels::hip::GpuRuntime;
 
-constexpr uint32_t kFillRows = 1024;  // of a step that fills the context
+constexpr uint32_t kFillRows = 1024;  // rows of a step that fills the context
 constexpr uint32_t kLeaseMs = 60000;
 constexpr int kWarmUps = 3;
 constexpr char kModel[] = "gpu_step";
@@ -77,15 +77,15 @@ std::vector<uint16_t> Values(size_t count, uint32_t seed) {
   return values;
 }
 
-// What one way of passing tensors took.
+// Times of one way to pass tensors.
 struct Times {
   double layer_us = 0;  // median
   double least_us = 0;
   double attend_us = 0;  // from the entry to the reply, median
-  double touch_us = 0;   // of the worker's kernel alone
-  double kernel_us = 0;  // of the server's kernels, by its replies
+  double touch_us = 0;   // the worker's kernel alone
+  double kernel_us = 0;  // the server's kernels, by its replies
   double queue_us = 0;
-  ServerTrace trace;  // of a layer; zeros without --ops
+  ServerTrace trace;  // per layer; zeros without --ops
 };
 
 class Worker {
@@ -94,7 +94,7 @@ class Worker {
   ~Worker();
 
   absl::Status Open(const std::vector<Point>& points);
-  // The outputs of a step's last layer.
+  // Returns the outputs of a step's last layer.
   absl::StatusOr<std::vector<std::byte>> LastOutputs(const Point& point, Way way);
   absl::StatusOr<Times> Time(const Point& point, Way way);
 
@@ -124,7 +124,7 @@ class Worker {
   std::unique_ptr<client::Session> session_;
   std::vector<client::Sequence> sequences_;
   std::span<std::byte> device_in_, device_out_, host_in_, host_out_;
-  std::vector<double> attends_, kernels_, queues_;  // of the steps since they were cleared
+  std::vector<double> attends_, kernels_, queues_;  // of the steps since the last clear
 };
 
 Worker::~Worker() {
@@ -336,7 +336,7 @@ absl::Status Worker::RunStep(const Point& point, Way way) {
   if (s.ok()) s = RunLayers(**step, point, way);
   if (s.ok() && way != Way::kHost) s = AwaitStream();
   if (!s.ok()) return s;
-  // The rows are dropped, so that the context stays as long as it is.
+  // Drops the new rows, so that the context keeps its length.
   return (*step)->End(std::vector<uint32_t>(point.batch, 0)).status();
 }
 
@@ -357,7 +357,7 @@ absl::StatusOr<std::vector<std::byte>> Worker::LastOutputs(const Point& point, W
   return outputs;
 }
 
-// Of one, as many in a row as there are in a step.
+// Time of one touch, from as many in a row as a step has.
 absl::StatusOr<double> Worker::TimeTouches(const Point& point) {
   absl::Status s = gpu_->Record(begin_, stream_);
   for (int32_t i = 0; s.ok() && i <= flags_.layers; ++i) s = Touch(point, true);

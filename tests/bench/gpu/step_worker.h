@@ -1,7 +1,7 @@
-// What gpu_step's worker has: its shapes, the way of its tensors, and a kernel in place of those
-// that a model runs between two layers, as far as a server can feel them: every byte of the last
-// outputs is read and every byte of the next inputs is written. PTX for sm_90, which the driver
-// compiles.
+// Parts of gpu_step's worker: its shapes, the way of its tensors, and a kernel that stands for the
+// kernels that a model runs between two layers, as far as a server notices them. It reads every
+// byte of the last outputs and writes every byte of the next inputs. PTX for sm_90, which the
+// driver compiles.
 #ifndef MLA_TESTS_BENCH_GPU_STEP_WORKER_H_
 #define MLA_TESTS_BENCH_GPU_STEP_WORKER_H_
 
@@ -16,13 +16,13 @@ inline uint64_t AlignUp(uint64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Where tensors lie, and what waits for replies.
+// Memory of the tensors, and whether a thread or the stream waits for replies.
 enum class Way { kHost, kDevice, kChained };
 inline const char* NameOf(Way way) {
   return way == Way::kHost ? "host" : way == Way::kDevice ? "device" : "chained";
 }
 
-// Sizes of an attend's tensors, in bytes: q lies behind kv.
+// Sizes of an attend's tensors, in bytes; q follows kv.
 struct Point {
   bool absorbed = true;
   uint32_t batch = 1;
@@ -41,7 +41,7 @@ inline Point MakePoint(int32_t heads, bool absorbed, int32_t batch) {
 inline constexpr char kTouchKernel[] = "touch";
 inline constexpr uint32_t kTouchThreads = 256;
 
-// Pieces are of 16 bytes, and so are places aligned. `read` may be 0 pieces long.
+// Pieces have 16 bytes, and addresses are aligned to that. `read` may be 0 pieces long.
 struct TouchArgs {
   uint64_t write = 0;
   uint64_t read = 0;

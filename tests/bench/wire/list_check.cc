@@ -1,12 +1,12 @@
-// What it costs to check the index lists of a decode step: 128 rows of 2048 entries each.
+// Cost of checking the index lists of a decode step: 128 rows of 2048 entries each.
 //
 //   list_check_benchmark [--json FILE] [--threads N]
 //
-// Lists in ascending order are looked at by vector code alone; lists in the order of scores, as a
-// top-k leaves them, are looked at for repeats besides. `fills`: a sixteenth of the entries are -1.
-// Times are the medians of 201 runs on lists that another core's write would have left in memory:
-// each run works on a fresh copy. `threads`: 1, and N that check together, by default as many as
-// the server takes; helpers poll between runs, as they do between the layers of a step.
+// Lists in ascending order are checked by vector code alone. Lists in the order of scores, as a
+// top-k produces them, are also checked for repeats. `fills`: a sixteenth of the entries are -1.
+// Times are the medians of 201 runs. Each run checks a fresh copy, as if another core had just
+// written the lists. `threads`: 1, and N that check together, by default as many as the server
+// uses; helpers poll between runs, as between the layers of a step.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A backend that does nothing, so that a benchmark sees what the service itself costs.
+// A backend that computes nothing, so that a benchmark measures the cost of the service itself.
 #ifndef MLA_TESTS_BENCH_WIRE_NULL_BACKEND_H_
 #define MLA_TESTS_BENCH_WIRE_NULL_BACKEND_H_
 
@@ -11,8 +11,8 @@
 
 namespace mla::bench {
 
-// Accepts every launch and completes it at once; outputs keep whatever they held. Memory for launch
-// workspaces is real; the KV pool is not.
+// Accepts every launch and completes it at once; outputs keep their previous values. Memory for
+// launch workspaces is real; the KV pool is not.
 class NullBackend : public kernels::AttentionBackend {
  public:
   NullBackend() {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint64_t kLine = 64;
 
-// Wide and in four sums, so that memory is what limits it.
+// Wide loads and four sums, so that memory is the limit.
 uint64_t SumBytes(const std::byte* at, uint64_t bytes) {
   using Words = uint64_t __attribute__((vector_size(32)));
   Words sums[4] = {};

@@ -1,9 +1,9 @@
-// Threads that write or read memory together, so that a benchmark can say what tensors cost whose
-// producer and consumer are a worker's cores or a backend's rather than one of them.
+// Threads that write or read memory together. A benchmark can thus measure tensors that are
+// produced and consumed by several cores of a worker or a backend, instead of one.
 //
-// All of a team's threads share the work while its word says more than 1, and its helpers spin for
-// their part then; otherwise the caller does all of it and the helpers sleep. Threading: Fill, Sum
-// and SumPieces from any thread, one at a time.
+// All of a team's threads share the work while its word is more than 1; helpers then spin for their
+// part. Otherwise the caller does all of it and the helpers sleep. Threading: Fill, Sum and
+// SumPieces from any thread, one at a time.
 #ifndef MLA_TESTS_BENCH_WIRE_PARALLEL_TOUCH_H_
 #define MLA_TESTS_BENCH_WIRE_PARALLEL_TOUCH_H_
 
@@ -24,22 +24,24 @@ class ParallelTouch final {
  public:
   using Piece = std::span<const std::byte>;
 
-  // `threads`: the caller of Fill and Sum among them. `word` outlives the team; it is changed while
-  // no thread is in a call, and helpers notice within a millisecond.
+  // `threads` includes the caller of Fill and Sum. `word` outlives the team. It may change while no
+  // thread is in a call, and helpers notice within a millisecond.
   ParallelTouch(int32_t threads, const std::atomic<int32_t>* word);
   ~ParallelTouch();
 
   // Writes every byte once.
   void Fill(void* data, uint64_t bytes, int value);
-  // Reads every byte once. Returns the sum of its words, so that the compiler cannot omit reads.
+  // Reads every byte once. Returns the sum of its words, so that the compiler cannot drop the
+  // reads.
   uint64_t Sum(const void* data, uint64_t bytes);
   uint64_t SumPieces(std::span<const Piece> pieces);
 
  private:
-  // Cuts [0, bytes) at lines and hands every part to one thread.
+  // Cuts [0, bytes) at cache lines and gives every part to one thread.
   void Share(uint64_t bytes, const std::function<void(uint64_t begin, uint64_t end)>& body);
   void Help(int32_t place);
-  // A round lasts until all parts are done, and its holder of the lock changes nothing meanwhile.
+  // A round lasts until all parts are done. During it the thread that holds the lock changes
+  // nothing, so parts need no lock.
   void DoPart(int32_t place) ABSL_NO_THREAD_SAFETY_ANALYSIS;
 
   const std::atomic<int32_t>* const word_;

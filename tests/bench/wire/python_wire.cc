@@ -1,9 +1,9 @@
-// What the wire costs a model worker in Python, by path, between two processes.
+// Cost of the wire for a model worker in Python, by path, between two processes.
 //
 //   python_wire_benchmark [--json FILE] [--seconds S]      from the root of the repository
 //
 // Starts the server of wire_benchmark, whose kernel computes nothing, and runs python_wire.py
-// against it; that file says what is measured.
+// against it; that file describes the measurements.
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -27,7 +27,8 @@ namespace {
 constexpr char kPython[] = "/usr/bin/python3";
 constexpr char kScript[] = "tests/bench/wire/python_wire.py";
 
-// Exit status of the script, given this program's arguments behind the server's target.
+// Returns the exit status of the script. It gets the server's target, then this program's
+// arguments.
 int RunScript(const std::string& folder, int argc, char** argv) {
   const std::string target = "--target=unix:" + folder + "/s";
   std::vector<const char*> arguments = {kPython, kScript, target.c_str()};
@@ -50,7 +51,7 @@ int Main(int argc, char** argv) {
   auto* const shared = new (page) Shared;
   char name[] = "/tmp/mla-wire-XXXXXX";
   const std::string folder = mkdtemp(name);
-  // Before either side has a thread.
+  // Forks before either side has a thread.
   const pid_t server = fork();
   if (server == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);

@@ -1,6 +1,6 @@
-// Whole steps over a command ring allocate nothing on the server's side once its buffers have
-// grown, and its memory stays where it is. Server and client share this process, so the count
-// covers both; the client writes entries and prepared messages only.
+// Whole steps over a command ring allocate nothing in the server once its buffers have grown, and
+// its memory stays in place. Server and client share this process, so the count covers both; the
+// client writes only entries and prepared messages.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -42,7 +42,8 @@ class RingAllocationTest : public testing::Test {
     spec.geometry = {4, 32, 8, 0, 0};
     spec.layers = kLayers;
     spec.softmax_scale = 0.1F;
-    spec.page_size = 4096;  // the sequence stays within one page group: growing is no steady state
+    spec.page_size = 4096;  // the sequence stays within one page group, because growing is not a
+                            // steady state
     EXPECT_TRUE(engine_->RegisterModel("default", spec).ok());
     scheduler::OpenArgs open;
     open.tenant = "default";
@@ -71,7 +72,7 @@ class RingAllocationTest : public testing::Test {
     rmdir(folder_.c_str());
   }
 
-  // The kind of the completion, 0 if there was none.
+  // Returns the kind of the completion, or 0 if there was none.
   int Do(const wire::SubmissionEntry& entry) {
     wire::CompletionEntry done{};
     if (!ring_->Submit(entry) || !ring_->Wait(&done, std::chrono::seconds(10)).ok()) return 0;

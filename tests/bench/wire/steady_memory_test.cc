@@ -28,7 +28,7 @@ namespace {
 
 constexpr uint32_t kFewLayers = 2;
 constexpr Shape kShape = {"ABSORBED-1", v1::PROFILE_ABSORBED, 1};
-constexpr int kRowsOfSequence = 500;  // then a new one takes its place
+constexpr int kRowsOfSequence = 500;  // then a new sequence replaces it
 #if defined(MLA_SANITIZED)
 constexpr int64_t kGrowthBytes = int64_t{64} << 20;  // freed memory is kept for a while
 #else
@@ -118,7 +118,7 @@ TEST(SteadyMemoryTest, StepsLeaveNothingBehind) {
   std::string folder = "/tmp/mla-steady-XXXXXX";
   ASSERT_NE(mkdtemp(folder.data()), nullptr);
   wire::KeepMessageMemory();
-  // Before either side has a thread.
+  // Forks before either side has a thread.
   const pid_t server = fork();
   if (server == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -129,7 +129,7 @@ TEST(SteadyMemoryTest, StepsLeaveNothingBehind) {
   const int steps = Steps();
   for (const char* path : {"inline", "shm", "ring"}) {
     Worker worker(folder, path);
-    // Pools and heaps take their size while several sequences come and go.
+    // Pools and heaps reach their size while several sequences are opened and closed.
     for (int i = 0; i < 2 * kRowsOfSequence; ++i) worker.Step();
     const int64_t server_before = ResidentBytes(server), client_before = ResidentBytes(getpid());
     for (int i = 0; i < steps; ++i) worker.Step();

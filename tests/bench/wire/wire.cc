@@ -1,32 +1,32 @@
-// What the service costs beside the kernel, by path, between two processes.
+// Cost of the service in addition to the kernel, by path, between two processes.
 //
 //   wire_benchmark [--json FILE] [--seconds S] [--spin-us U] [--paths A,B] [--shapes A,B]
 //                  [--turns T] [--piece-bytes B] [--poll-threads N] [--copy-threads K]
 //                  [--touch-threads M]
 //
-// S: time for one row, default 0.8, in T turns (default 16) with the shape's other rows, a whole
-// step each at least. U: how long both sides of a gRPC path go on polling before they sleep,
-// default 1000. B: tensor bytes of one request of the inline path, which cuts by rows as a session
-// does; a bare message is always whole. N: threads that serve the server's streams. K: threads
-// that share the copy of a large message where queries are gathered, default 4. M: threads on
-// either side that touch tensors in gbps_wide, default a quarter of the CPUs, four at most. The
-// first path is what the others are compared with.
+// S: seconds for one row, default 0.8, in T turns (default 16) that alternate with the shape's
+// other rows; a turn is at least one step. U: microseconds that both sides of a gRPC path poll
+// before they sleep, default 1000. B: tensor bytes of one request of the inline path, which cuts by
+// rows as a session does; a bare message is always whole. N: threads that serve the server's
+// streams. K: threads that share the copy of a large message if queries are gathered, default 4. M:
+// threads on either side that touch tensors in gbps_wide, default a quarter of the CPUs, at most
+// four. The other paths are compared with the first.
 //
-// Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is;
-// inline is an Attend stream over gRPC whose queries the backend reads in place, as one on the CPU
-// does; inline_staged the same with them gathered into staging memory, as for a GPU; shm with
-// tensors in shared memory; NAME_sleep is the same path without spinning; grpc_stream_stock a peer
-// of gRPC's synchronous interface (wire_stock.h); ring_futex and ring_spin the command ring with
-// both sides sleeping or spinning. The kernel computes nothing. One request is under way at a time:
-// a decode step is 61 dependent calls.
+// Paths: grpc_unary and grpc_stream are bare gRPC without server logic, polled as the service is.
+// inline is an Attend stream over gRPC whose queries the backend reads in place, as a CPU backend
+// does. inline_staged gathers the queries into staging memory, as for a GPU. shm has tensors in
+// shared memory. NAME_sleep is the same path without spinning. grpc_stream_stock uses gRPC's
+// synchronous interface (wire_stock.h). ring_futex and ring_spin are the command ring with both
+// sides sleeping or spinning. The kernel computes nothing. One request is in flight at a time: a
+// decode step is 61 dependent calls.
 //
-// p50_us and p99_us: one attend, from handing the request over to holding its reply. gbps: tensor
-// bytes of both directions over that time plus the time to write each byte once on the sending
-// side and to read it once on the receiving side, by one thread; gbps_wide the same by M threads on
-// either side, since neither a worker nor a backend touches tensors with one core. copied_bytes:
-// payload bytes that the server copied per attend. allocations: heap allocations of the whole
-// server process per attend. token_ms: a whole step of 61 layers, begin and end included. `x bare`:
-// ratio to grpc_stream.
+// p50_us and p99_us: one attend, from submitting the request to holding its reply. gbps: tensor
+// bytes of both directions, divided by that time plus the time in which one thread writes each byte
+// once on the sending side and reads it once on the receiving side. gbps_wide: the same with M
+// threads on either side, because neither a worker nor a backend touches tensors with one core.
+// copied_bytes: payload bytes that the server copied per attend. allocations: heap allocations of
+// the whole server process per attend. token_ms: a whole step of 61 layers, including begin and
+// end. `x bare`: ratio to grpc_stream.
 #include <grpcpp/create_channel.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -59,7 +59,7 @@ namespace mla::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// Those that take turns, then the one that has the machine alone: a spinning ring's thread would
+// Paths that take turns. kAlone has the machine for itself, because a spinning ring's thread would
 // take a core from the others.
 constexpr const char* kPaths[] = {
     "grpc_stream",       "grpc_unary",   "inline",    "inline_staged", "shm",
@@ -80,7 +80,7 @@ struct Options {
   int32_t copy_threads = 4;
   int32_t touch_threads =
       std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 4, 1, 4);
-  uint64_t piece_bytes = (4 << 20) - 1024;  // what a session sends to a server as it comes
+  uint64_t piece_bytes = (4 << 20) - 1024;  // bytes of a piece that a session sends
   std::string paths, shapes;                // empty: all
 };
 
@@ -92,20 +92,21 @@ struct Row {
   double copied_bytes = 0, allocations = 0;
 };
 
-// Value at `share` of the way through the sorted values.
+// Value at `share` of the sorted values.
 double Quantile(std::vector<double>& values, double share) {
   std::sort(values.begin(), values.end());
   return values[std::min(values.size() - 1, static_cast<size_t>(values.size() * share))];
 }
 
-// One path at one shape, and what was measured of it so far.
+// One path at one shape, and its measurements so far.
 struct Contender {
   Row row;
   Shape shape;
   std::unique_ptr<Path> path;
   std::vector<double> micros, step_millis;
-  std::vector<double> touched_micros, wide_micros;  // by one thread and by several on either side
-  std::vector<double> over_micros;                  // of each turn: its p50 less the first path's
+  std::vector<double> touched_micros, wide_micros;  // by one thread, and by several threads on
+                                                    // either side
+  std::vector<double> over_micros;                  // for each turn: its p50 minus the first path's
   uint64_t copied_bytes = 0;
   int64_t allocations = 0;
 };
@@ -125,7 +126,7 @@ class Benchmark {
                                          grpc::InsecureChannelCredentials(), arguments);
   }
 
-  // Paths take turns, so that a disturbance from outside falls on all of them alike.
+  // Paths take turns, so that outside disturbances affect all of them alike.
   std::vector<Row> Measure(const std::vector<std::string>& paths, const Shape& shape) {
     OpenSequences(shape.batch);
     std::vector<Contender> contenders(paths.size());
@@ -196,7 +197,8 @@ class Benchmark {
     if (name.starts_with("grpc_stream")) {
       return std::make_unique<BareStream>(channel_, shape, spin);
     }
-    // Seen by the server soon, and by the stream when it begins: before the next one is opened.
+    // The server sees the change soon, and a stream sees it when it begins; so it is made before
+    // the next stream is opened.
     shared_->in_place = name != "inline_staged";
     Settle();
     if (name.starts_with("inline")) {
@@ -214,7 +216,7 @@ class Benchmark {
     return std::make_unique<Ring>(shape, *std::move(memory));
   }
 
-  // Of both sides of a gRPC path.
+  // Spin time of both sides of a gRPC path.
   int32_t SpinOf(const std::string& path) const {
     return path.ends_with("_sleep") ? 0 : options_.spin_us;
   }
@@ -257,7 +259,7 @@ class Benchmark {
     return request;
   }
 
-  // Whole steps for that long; the first one always, the last one as far as time allows.
+  // Runs whole steps for that long: at least one, and the last one only as far as time allows.
   void Steps(Path& path, double seconds, std::vector<double>* micros,
              std::vector<double>* step_millis) {
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
@@ -367,7 +369,7 @@ int Main(const Options& options) {
   shared->copy_threads = options.copy_threads;
   char name[] = "/tmp/mla-wire-XXXXXX";
   const std::string folder = mkdtemp(name);
-  // Before any side has a thread. The stock server without our setting of the heap.
+  // Forks before any side has a thread. The stock server runs without our setting of the heap.
   const pid_t stock = Fork([&] { ServeStock(folder, shared); });
   wire::KeepMessageMemory();
   const pid_t service = Fork([&] { Serve(folder, shared); });

@@ -1,7 +1,7 @@
-// The ways to the server that wire_benchmark compares, each with one request under way at a time.
+// The ways to the server that wire_benchmark compares, each with one request in flight at a time.
 //
-// Every path owns the memory of its tensors: `in` is what an attend sends, kv then q, and `out`
-// what it receives. Failures end the program. Threading: one caller.
+// Every path owns the memory of its tensors: `in` holds the inputs of an attend, kv then q, and
+// `out` receives the outputs. Failures end the program. Threading: one caller.
 #ifndef MLA_TESTS_BENCH_WIRE_WIRE_PATHS_H_
 #define MLA_TESTS_BENCH_WIRE_WIRE_PATHS_H_
 
@@ -68,13 +68,13 @@ inline v1::AttendStreamRequest AttendOf(const Shape& shape, uint64_t step, uint3
   return request;
 }
 
-// One way to the server. `in` and `out` are where the tensors of an attend are written and read.
+// One way to the server. The tensors of an attend are written in `in` and read in `out`.
 class Path {
  public:
   virtual ~Path() = default;
   virtual void Call(v1::AttendStreamRequest request) = 0;  // begin, end or abort
   virtual void Attend(uint64_t step, uint32_t layer) = 0;
-  virtual bool commits() const { return true; }  // false: there is no service behind it
+  virtual bool commits() const { return true; }  // false: no service handles it
   std::span<std::byte> in, out;
 };
 
@@ -86,7 +86,7 @@ inline void CopyTo(std::span<std::byte> out, const std::vector<grpc::Slice>& sli
   }
 }
 
-// Waits for the next event of `queue` as client::Stream does: spinning first.
+// Waits for the next event of `queue` as client::Stream does: it spins first.
 inline bool NextEvent(grpc::CompletionQueue* queue, std::chrono::microseconds spin, void** tag) {
   bool ok = false;
   if (spin.count() > 0) {
@@ -99,7 +99,7 @@ inline bool NextEvent(grpc::CompletionQueue* queue, std::chrono::microseconds sp
   return queue->Next(tag, &ok) && ok;
 }
 
-// --- Bare gRPC: the message's first eight bytes say how large the reply is to be.
+// --- Bare gRPC: the message's first eight bytes give the size of the reply.
 class BareStream final : public Path {
  public:
   BareStream(const std::shared_ptr<grpc::Channel>& channel, const Shape& shape,
@@ -246,7 +246,8 @@ class ServiceStream final : public Path {
   }
 
  private:
-  // As a session cuts a call whose tensors exceed a message: into equal pieces, as few as possible.
+  // Cuts a call whose tensors exceed a message as a session does: into equal pieces, as few as
+  // possible.
   static uint32_t RowsOfPiece(const Shape& shape, uint64_t piece_bytes) {
     const uint64_t most = std::max<uint64_t>(1, piece_bytes / (shape.in() / shape.batch));
     const uint64_t pieces = (shape.batch - 1) / most + 1;
@@ -272,7 +273,7 @@ class ServiceStream final : public Path {
   }
 
   const Shape shape_;
-  const uint32_t piece_rows_;  // of a request at most
+  const uint32_t piece_rows_;  // most rows of a request
   const std::unique_ptr<SharedMemory> memory_;
   client::Stream stream_;
   std::vector<std::byte> in_memory_, out_memory_;

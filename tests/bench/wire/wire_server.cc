@@ -33,7 +33,7 @@
 namespace mla::bench {
 namespace {
 
-// NullBackend that reads what it is given and writes what it owes, if asked to.
+// NullBackend that reads its inputs and writes its outputs, if asked to.
 class TouchingBackend final : public NullBackend {
  public:
   TouchingBackend(const Shared* shared, ParallelTouch* team)
@@ -58,7 +58,7 @@ class TouchingBackend final : public NullBackend {
   }
 
  private:
-  // Of an input in fragments; pieces that follow one another in memory are one.
+  // Adds the pieces of an input in fragments; adjacent fragments make one piece.
   void AddPieces(const kernels::FragmentedInput& input) {
     const int64_t end = input.offset + input.bytes;
     for (size_t i = 0; i < input.fragments.size(); ++i) {
@@ -83,10 +83,10 @@ class TouchingBackend final : public NullBackend {
   uint64_t sum_ = 0;
 };
 
-// Answers every message with as many bytes as its first eight say, from memory of its own.
+// Answers every message with as many bytes as its first eight bytes say, from memory of its own.
 class BareCall final : public server::StreamHandler {
  public:
-  // `reply` outlives what gRPC still has to send of it.
+  // `reply` outlives gRPC's sending of it.
   BareCall(std::unique_ptr<server::StreamCall> call, const Shared* shared, ParallelTouch* team,
            std::vector<char>* reply)
       : call_(std::move(call)),
@@ -101,7 +101,7 @@ class BareCall final : public server::StreamHandler {
     if (!ok) return call_->Finish(grpc::Status::OK);
     slices_.clear();
     if (!incoming_.Dump(&slices_).ok()) return call_->Finish(grpc::Status::CANCELLED);
-    // A fragment may be as short as gRPC likes.
+    // A fragment may have any length, even less than eight bytes.
     uint64_t wanted = 0;
     size_t known = 0;
     for (const grpc::Slice& slice : slices_) {
@@ -184,7 +184,7 @@ scheduler::EngineOptions Options(scheduler::EngineObserver* observer) {
   options.limits.weights_bytes = int64_t{1} << 40;
   options.limits.sequence_lease_ms = options.limits.max_lease_ms;
   options.limits.step_lease_ms = 60000;
-  options.inline_work = INT64_MAX;  // a launch that computes nothing is always small
+  options.inline_work = INT64_MAX;  // a launch that computes nothing always counts as small
   options.observer = observer;
   return options;
 }

@@ -1,5 +1,5 @@
 // The serving half of wire_benchmark: the product's transport and engine over a backend that
-// computes nothing, and beside it bare gRPC methods that hold no logic at all.
+// computes nothing, and bare gRPC methods without any logic.
 #ifndef MLA_TESTS_BENCH_WIRE_WIRE_SERVER_H_
 #define MLA_TESTS_BENCH_WIRE_WIRE_SERVER_H_
 
@@ -18,27 +18,27 @@ inline constexpr uint32_t kLongestSpinMicros = 1'000'000;
 inline constexpr char kBareStream[] = "/bench.Bare/Stream";
 inline constexpr char kBareUnary[] = "/bench.Bare/Unary";
 
-// Lies in memory that the processes share; written by the server, except `stop`, `spin_us`, `touch`
+// Lies in memory that the processes share. The server writes it, except `stop`, `spin_us`, `touch`
 // and `in_place`.
 struct Shared {
   std::atomic<int32_t> ready{0}, stock_ready{0};
   std::atomic<int32_t> stop{0};
-  std::atomic<int32_t> spin_us{0};  // of the thread that polls for the streams
+  std::atomic<int32_t> spin_us{0};  // of the thread that polls the streams
   int32_t poll_threads = 4;         // before Serve
   int32_t copy_threads = 1;         // before Serve
-  // N > 0: the receiver of tensor bytes reads each once, their sender writes each once, with
-  // one thread (1) or with `touch_threads` (more).
+  // N > 0: the receiver of tensor bytes reads each once and the sender writes each once, with one
+  // thread (1) or with `touch_threads` (more).
   std::atomic<int32_t> touch{0};
   int32_t touch_threads = 1;  // before Serve
-  // Streams that begin while this is 0 have their queries gathered into staging memory, as for a
-  // device; else the backend reads them in place, as one on the CPU does.
+  // Streams that begin while this is 0 gather their queries into staging memory, as for a device.
+  // Otherwise the backend reads them in place, as a CPU backend does.
   std::atomic<int32_t> in_place{1};
   std::atomic<uint64_t> copied_bytes{0};
   std::atomic<int64_t> allocations{0};  // of the whole process
 };
 
-// Serves unix:`folder`/s and the listener `folder`/s.shm until shared->stop, with a model of that
-// many layers.
+// Serves unix:`folder`/s and the listener `folder`/s.shm until shared->stop, with a model of
+// `layers` layers.
 void Serve(const std::string& folder, Shared* shared, uint32_t layers = kLayers);
 
 }  // namespace mla::bench

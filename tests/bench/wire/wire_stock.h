@@ -1,7 +1,7 @@
-// The peer that wire_benchmark judges nothing by but reports beside: gRPC as its tutorials use it.
-// Generated stubs, the synchronous interface on both sides, protobuf messages that hold the tensors
-// as bytes, no setting but the size of messages. Its server is a process of its own, because gRPC's
-// pollers would disturb those of the other paths.
+// gRPC as its tutorials use it, which wire_benchmark reports for comparison but judges nothing by.
+// It has generated stubs, the synchronous interface on both sides, protobuf messages that hold the
+// tensors as bytes, and default settings except for the size of messages. Its server is a separate
+// process, because gRPC's pollers would disturb the pollers of the other paths.
 #ifndef MLA_TESTS_BENCH_WIRE_WIRE_STOCK_H_
 #define MLA_TESTS_BENCH_WIRE_WIRE_STOCK_H_
 
@@ -15,8 +15,8 @@
 
 namespace mla::bench {
 
-// Answers at unix:`folder`/stock until shared->stop: every message with as many bytes as its
-// payload's first eight say.
+// Answers at unix:`folder`/stock until shared->stop: each reply has as many bytes as the first
+// eight bytes of the request's payload say.
 void ServeStock(const std::string& folder, Shared* shared);
 
 class StockStream final : public Path {

@@ -34,7 +34,7 @@ DType PickDType(Random& random) { return random.OneIn(3) ? DType::kF32 : DType::
 
 const std::vector<int32_t> kQueryRows = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33, 64};
 
-// A stage first, so that decode, extend and prefill are equally frequent.
+// Draws the stage first, so that decode, extend and prefill are equally frequent.
 RequestSpec SampleRequest(Random& random, const SamplerOptions& options, int32_t model_heads,
                           bool slice_heads) {
   RequestSpec r;
@@ -63,7 +63,7 @@ RequestSpec SampleRequest(Random& random, const SamplerOptions& options, int32_t
   return r;
 }
 
-// Takes work away until the case fits: fewer requests, then a shorter cache, rows, heads.
+// Reduces the case until it fits: fewer requests, then a shorter cache, fewer rows, fewer heads.
 void Shrink(CaseSpec& spec, double max_flop) {
   while (spec.Flop() > max_flop && spec.requests.size() > 1) spec.requests.pop_back();
   RequestSpec& r = spec.requests.front();
@@ -124,7 +124,7 @@ bool Stream(CaseSpec& spec, bool own_rows) {
   }
   spec.streamed = true;
   spec.own_rows = own_rows;
-  if (own_rows) spec.kv_source = kernels::DType::kBf16;  // as those of the queries
+  if (own_rows) spec.kv_source = kernels::DType::kBf16;  // as the queries
   spec.units = std::numeric_limits<int32_t>::max();
   return true;
 }
@@ -160,7 +160,7 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index) {
       options.geometries.empty() ? ReleasedGeometries() : options.geometries;
   CaseSpec spec;
   spec.seed = index;
-  // The smallest dims are the cheapest and test control flow best; they are drawn most often.
+  // The smallest dims are the cheapest and test control flow best, so they are drawn most often.
   spec.geometry = random.OneIn(2) ? geometries[1 % geometries.size()] : random.Pick(geometries);
   spec.geometry.num_heads = random.Pick(options.heads);
   const int64_t route = random.Below(options.expanded ? 5 : 4);
@@ -173,7 +173,7 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index) {
   spec.q_dtype = PickDType(random);
   spec.o_dtype = PickDType(random);
   spec.kv_source = PickDType(random);
-  // What backends do: absorbed queries are as wide as the queries they are made from.
+  // Absorbed queries are as wide as the queries that they are made from, as in backends.
   spec.latent_q_dtype = spec.q_dtype;
   spec.latent_o_dtype = DType::kF32;
   spec.softmax_scale = static_cast<float>(
@@ -181,7 +181,7 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index) {
   spec.units = random.Pick(options.units);
   Random of_rows(options.seed * 0x9e3779b97f4a7c15ull - index);
   spec.kv_format = of_rows.Pick(options.kv_formats);
-  // Rows of deviation 1/10 fill the range, leave most of it unused, or exceed it here and there.
+  // Rows of deviation 1/10 use the full range, or little of it, or exceed it in places.
   for (float& scale : spec.kv_scales) scale = of_rows.Pick<float>({0.0011f, 0.25f, 0x1p-11f});
   const int64_t count = 1 + random.Below(8);
   const bool slice_heads = random.OneIn(4);
@@ -228,7 +228,7 @@ std::vector<CaseSpec> WideCases(const SamplerOptions& options, int32_t first, in
     CaseSpec spec = SampleCase(options, 4000000 + static_cast<uint64_t>(i));
     spec.inputs = kKinds[i % 4];
     spec.route = i / 4 % 4 == 3 && options.expanded ? Route::kExpanded : Route::kAbsorbProject;
-    // What clients send; the same for all, so that the bf16 form has the same inputs.
+    // Dtype that clients send, the same for all, so that the bf16 form has the same inputs.
     spec.q_dtype = DType::kBf16;
     spec.latent_q_dtype = latent_q;
     cases.push_back(spec);
@@ -309,7 +309,7 @@ std::vector<CaseSpec> SinkCases(const SamplerOptions& options) {
 }
 
 std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, int32_t count) {
-  // Chosen in turn; the lengths have no common divisor, so that all pairs meet in the long run.
+  // Chosen in turn. The lengths have no common divisor, so that all pairs occur in the long run.
   const std::vector<int32_t> heads = {1, 2, 3, 16, 17, 32, 64, 65, 96, 127, 128};
   const std::vector<int32_t> packed_rows = {1,   15,  16,  17,  63,  64, 65,
                                             127, 128, 129, 192, 193, 260};
@@ -377,7 +377,7 @@ std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count)
     r.page_size = options.page_sizes[static_cast<size_t>(i) % options.page_sizes.size()];
     r.causal = i % 5 != 4;
     spec.requests = {r};
-    RequestSpec small = r;  // decoding beside it, and an empty one
+    RequestSpec small = r;  // a decode request next to it, and an empty one
     small.q_rows = 1 + i % 3;
     small.cached_rows = 77 * i;
     spec.requests.push_back(small);

@@ -1,8 +1,8 @@
-// What a conformance case is, and how cases are drawn from a seed.
+// Conformance cases, and how they are drawn from a seed.
 //
-// A case is one launch: a ragged batch of requests of one attention shape, with everything that a
-// kernel could get wrong chosen at random from the axes below. The same seed and index always give
-// the same case, so a failure is repeated by its index alone.
+// A case is one launch: a ragged batch of requests of one attention shape. Every property that a
+// kernel could get wrong is drawn at random from the axes below. The same seed and index always
+// give the same case, so its index reproduces a failure.
 #ifndef MLA_TESTS_CONFORMANCE_CASES_CASE_SPEC_H_
 #define MLA_TESTS_CONFORMANCE_CASES_CASE_SPEC_H_
 
@@ -14,7 +14,7 @@
 
 namespace mla::conformance {
 
-// Which parts of a launch (kernels/types/launch.h) answer the case.
+// Which parts of a launch (kernels/types/launch.h) compute the case.
 enum class Route : uint8_t {
   kAbsorbed,       // latent queries: `absorbed`
   kExpanded,       // expanded queries: `expanded`
@@ -28,7 +28,7 @@ enum class InputKind : uint8_t {
   kHostile,       // NaN, Inf and denormals in some rows, which must stay in their own outputs
   kSpread,        // N(0,1)/10 rows; queries such that logits are N(0, logit_deviation^2)
   kSink,          // the first key's logit is 10 above the others; many keys outweigh it together
-  // Wide ones, judged against the expanded form in bf16: see CheckWide.
+  // Wide inputs, judged against the expanded form in bf16: see CheckWide.
   kUnit,              // N(0,1)
   kLarge,             // N(0,9)
   kDominantLatent,    // one key carries nearly all weight by its latent part
@@ -36,11 +36,11 @@ enum class InputKind : uint8_t {
 };
 constexpr bool IsWide(InputKind kind) { return kind >= InputKind::kUnit; }
 
-// What the index lists of a request hold; -1 fills lists up to one length, if they have one.
+// Contents of the index lists of a request. If lists have a common length, -1 pads them to it.
 enum class ListKind : uint8_t {
   kRandom,   // positions that the row sees, in any order
   kSorted,   // the same, ascending
-  kHoles,    // -1 before, between and behind positions
+  kHoles,    // -1 before, between and after positions
   kOutside,  // positions that the row does not see, in between
   kOne,      // one position each
   kEmpty,    // -1 alone, or nothing
@@ -55,10 +55,10 @@ struct RequestSpec {
   int32_t page_size = 64;
   int32_t layer = 0;
   bool causal = true;
-  ListKind lists = ListKind::kRandom;  // of sparse cases
-  // Above 1: the page table names the same pages so many times, so the request sees kv_rows() *
-  // repeats keys. Its answers are those of kv_rows() keys, log-sum-exps ln(repeats) larger. Needs
-  // one query row and whole pages.
+  ListKind lists = ListKind::kRandom;  // for sparse cases
+  // Above 1, the page table names the same pages this many times, so the request sees kv_rows() *
+  // repeats keys. Its results equal those for kv_rows() keys, except that log-sum-exps are larger
+  // by ln(repeats). Needs one query row and whole pages.
   int32_t repeats = 1;
 
   int32_t kv_rows() const { return cached_rows + q_rows; }
@@ -73,32 +73,33 @@ struct CaseSpec {
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
   kernels::DType kv_source = kernels::DType::kBf16;        // dtype of the rows appended
-  kernels::KvFormat kv_format = kernels::KvFormat::kBf16;  // of the pages
-  float kv_scales[2] = {1.0f, 1.0f};                       // of the two layers, see SegmentRecord
-  // Between absorb and attention, and between attention and project.
+  kernels::KvFormat kv_format = kernels::KvFormat::kBf16;  // format of the pages
+  float kv_scales[2] = {1.0f, 1.0f};                       // scales of the two layers, see
+                                                           // SegmentRecord
+  // Dtypes between absorb and attention, and between attention and project.
   kernels::DType latent_q_dtype = kernels::DType::kBf16;
   kernels::DType latent_o_dtype = kernels::DType::kF32;
-  // With kFp8E4m3 the queries of kAbsorbed are such as their rounding keeps, unless rounds_queries.
+  // With kFp8E4m3, queries of kAbsorbed are values that rounding keeps, unless rounds_queries.
   kernels::DType products = kernels::DType::kBf16;
   bool rounds_queries = false;
-  float logit_deviation = 0.0f;  // of kSpread
+  float logit_deviation = 0.0f;  // for kSpread
   float softmax_scale = 1.0f;
-  int32_t units = 1;      // what the plan is cut for
-  bool streamed = false;  // AttentionDesc::streamed; of kAbsorbed, tensors without gaps
-  bool own_rows = false;  // of those: the launch that attends also appends the queries' KV rows
+  int32_t units = 1;      // units of the plan
+  bool streamed = false;  // AttentionDesc::streamed; for kAbsorbed, tensors without gaps
+  bool own_rows = false;  // if streamed: the launch that attends also appends the queries' KV rows
   bool sparse = false;    // every query row has an index list, and rows in no list are NaN
   std::vector<RequestSpec> requests;
 
   // The desc of the attention that this route launches.
   kernels::AttentionDesc Desc() const;
-  // Whether Absorb narrows the part of the queries that passes it by: fp32 queries of backends
-  // whose absorbed queries are bf16. What that costs is no error of the kernels, so such cases have
-  // queries whose rotated part bf16 can hold.
+  // Returns true if Absorb narrows the rotated part of the queries: for fp32 queries of backends
+  // whose absorbed queries are bf16. This is not an error of the kernels, so such cases have
+  // queries whose rotated part bf16 holds exactly.
   bool RoundsRotated() const {
     return route == Route::kAbsorbProject && q_dtype == kernels::DType::kF32 &&
            latent_q_dtype == kernels::DType::kBf16;
   }
-  // Whether the case is judged by what rounding of probabilities to e4m3 costs.
+  // Returns true if the case is judged by the error of rounding probabilities to e4m3.
   bool RoundsProbabilities() const { return products == kernels::DType::kFp8E4m3; }
   int32_t q_dim() const;  // of the queries a client sends
   int32_t o_dim() const;  // of the outputs a client gets
@@ -107,13 +108,13 @@ struct CaseSpec {
   int64_t PackedRows() const;
 };
 
-// Makes it a case with products in e4m3. False where there are none for it: over bf16 rows, with
-// wide inputs, and between the projections, whose latent queries no case can choose.
+// Turns it into a case with products in e4m3. Returns false if that is not possible: over bf16
+// rows, with wide inputs, and with projections, because a case cannot choose their latent queries.
 bool ComputeInFp8(CaseSpec& spec);
 
-// Makes it a case whose queries arrive during the launch, cut for as many units as there are;
-// `own_rows`: CaseSpec's. False where none would: kernels for that take more than 16 packed rows of
-// the absorbed form over bf16 rows.
+// Turns it into a case whose queries arrive during the launch, planned for as many units as there
+// are; `own_rows` as in CaseSpec. Returns false if no kernel would stream it: such kernels take
+// more than 16 packed rows of the absorbed form over bf16 rows.
 bool Stream(CaseSpec& spec, bool own_rows);
 
 std::string ToString(const CaseSpec& spec);
@@ -122,15 +123,16 @@ struct SamplerOptions {
   uint64_t seed = 1;
   std::vector<kernels::Geometry>
       geometries;  // num_heads is set per case; empty: ReleasedGeometries
-  kernels::Geometry full = {0, 512, 64, 128, 128};  // of cases that are not drawn from those
+  kernels::Geometry full = {0, 512, 64, 128, 128};  // for cases that are not drawn from the list
   std::vector<int32_t> heads = {1, 3, 8, 12, 16, 24, 64, 128};
   std::vector<int32_t> page_sizes = {1, 3, 16, 64};
   std::vector<int32_t> units = {1, 2, 7, 256};
-  // Drawn beside everything else, so that the rest of a case does not change with the list.
+  // Drawn from a random sequence of their own, so that the rest of a case does not depend on the
+  // list.
   std::vector<kernels::KvFormat> kv_formats = {kernels::KvFormat::kBf16};
   bool expanded = true;       // draw the kExpanded route too
-  double max_flop = 2e9;      // of any sampled case
-  double typical_flop = 8e6;  // of nine in ten
+  double max_flop = 2e9;      // bound of sampled cases
+  double typical_flop = 8e6;  // bound of nine in ten
 };
 
 // The dims every backend must pass: 512/64/128, 32/16/16, 96/32/64 (lora / rope / nope and v).
@@ -144,15 +146,15 @@ CaseSpec SampleCase(const SamplerOptions& options, uint64_t index);
 // `count` (at most 20) large cases: full dims and heads, long caches, all stages.
 std::vector<CaseSpec> LargeCases(const SamplerOptions& options, int32_t count);
 
-// `count` cases of wide inputs, from index `first` on: absorb, attention and projection, and every
-// fourth the expanded form. `latent_q` is the dtype of absorbed queries.
+// `count` cases of wide inputs, from index `first` on: absorb, attention and projection; every
+// fourth case is of the expanded form. `latent_q` is the dtype of absorbed queries.
 std::vector<CaseSpec> WideCases(const SamplerOptions& options, int32_t first, int32_t count,
                                 kernels::DType latent_q);
 
 // `count` small cases from index `first` on around the edges of tiles: packed rows and cache rows
 // next to multiples of 16, 32, 64 and 128, one to 128 heads, every route, pages of one row to 64,
-// an empty request beside. Full dims, but so few products that even an emulated GPU answers each
-// within seconds.
+// and an additional empty request. Full dims, but so few products that even an emulated GPU
+// computes each case within seconds.
 std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, int32_t count);
 
 // `count` (at most 16) cases of the expanded form with more query rows than a tile of any backend:
@@ -160,9 +162,9 @@ std::vector<CaseSpec> EdgeCases(const SamplerOptions& options, int32_t first, in
 std::vector<CaseSpec> PrefillCases(const SamplerOptions& options, int32_t count);
 
 // `count` cases of kSpread from index `first` on, absorbed: drafts of 1, 2, 3, 6 and 7 rows, 20, 64
-// and 128 heads among others. Every third has queries that products in e4m3 round. In every fourth
-// a row sees 64k or, in turns, 1M keys of a repeated sequence, or `most_keys` where that is less;
-// values are of one sign there, so that a sum which drops bits as it grows shows.
+// and 128 heads among others. Every third case has queries that products in e4m3 round. In every
+// fourth case a row sees a repeated sequence of 64k or 1M keys, in turn, at most `most_keys`. Its
+// values have one sign, so that a sum that drops bits as it grows shows.
 std::vector<CaseSpec> SpreadCases(const SamplerOptions& options, int32_t first, int32_t count,
                                   int32_t most_keys);
 

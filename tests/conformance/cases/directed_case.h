@@ -1,4 +1,4 @@
-// Cases that a person asks for by their shape.
+// Cases that a user describes by their shape.
 #ifndef MLA_TESTS_CONFORMANCE_CASES_DIRECTED_CASE_H_
 #define MLA_TESTS_CONFORMANCE_CASES_DIRECTED_CASE_H_
 
@@ -15,12 +15,12 @@ namespace mla::conformance {
 //   ROUTE:HEADS:REQUEST[/REQUEST...][:UNITS]      e.g. absorbed:128:1,4097,64/5,0,64/0,9,64:4
 //
 // ROUTE is absorbed, expanded, project (absorb, attend, project) or v32 (absorbed, with index lists
-// of a kind that is drawn); a REQUEST is query rows, rows
-// in the cache before them and rows a page, with a fourth field `full` for one without causal mask;
-// UNITS is what the plan is cut for (4). bf16 queries; kind of inputs and dtypes of cache rows and
-// outputs are drawn from the sampler's seed and `index`.
+// of a random kind). A REQUEST is query rows, rows in the cache before them and rows a page; a
+// fourth field `full` removes the causal mask. UNITS is the number of units of the plan (default
+// 4). Queries are bf16. The kind of inputs and the dtypes of cache rows and outputs are drawn from
+// the sampler's seed and `index`.
 //
-// INVALID_ARGUMENT with the part, what it is and what it must be.
+// INVALID_ARGUMENT names the part, its value and valid values.
 absl::StatusOr<CaseSpec> ParseCase(const SamplerOptions& options, uint64_t index,
                                    absl::string_view text);
 

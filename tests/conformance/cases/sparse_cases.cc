@@ -22,7 +22,7 @@ std::vector<int32_t> Positions(Random& random, int32_t bound, int32_t count) {
   return all;
 }
 
-// What lies between the positions of a list and is none that the row sees.
+// A value for a place of a list that is not a position that the row sees.
 int32_t NoPosition(Random& random, const RequestSpec& request, int32_t visible) {
   if (request.lists != ListKind::kOutside) return -1;
   const std::vector<int32_t> outside = {visible,   request.kv_rows(), visible + 1000,
@@ -35,7 +35,7 @@ std::vector<int32_t> MakeList(Random& random, const RequestSpec& request, int32_
   if (request.lists == ListKind::kEmpty || visible == 0) {
     return std::vector<int32_t>(static_cast<size_t>(random.Below(3)), -1);
   }
-  // Around the borders of tiles as well as anything else.
+  // Lengths around the borders of tiles, and others.
   const std::vector<int32_t> lengths = {1, 31, 32, 33, 127, 128, 129, 300, visible};
   int32_t length = random.OneIn(3) ? static_cast<int32_t>(1 + random.Below(visible))
                                    : std::min(visible, random.Pick(lengths));
@@ -48,7 +48,7 @@ std::vector<int32_t> MakeList(Random& random, const RequestSpec& request, int32_
     while (random.OneIn(3)) with_holes.push_back(NoPosition(random, request, visible));
     with_holes.push_back(position);
   }
-  // Whole tiles without a position as well.
+  // Sometimes whole tiles without a position follow.
   const int64_t behind = random.OneIn(3) ? 200 : random.Below(4);
   for (int64_t i = 0; i < behind; ++i) {
     with_holes.push_back(NoPosition(random, request, visible));
@@ -61,7 +61,8 @@ std::vector<int32_t> MakeList(Random& random, const RequestSpec& request, int32_
 
 IndexLists MakeLists(Random& random, const RequestSpec& request) {
   IndexLists lists;
-  const auto first = static_cast<int32_t>(random.Below(5));  // as of a part of a larger message
+  const auto first = static_cast<int32_t>(random.Below(5));  // begins as a part of a larger message
+                                                             // does
   lists.begin.push_back(first);
   for (int32_t row = 0; row < request.q_rows; ++row) {
     const std::vector<int32_t> list = MakeList(random, request, row);
@@ -88,7 +89,7 @@ std::vector<bool> RowsListed(const RequestSpec& request, const IndexLists& lists
 
 std::vector<CaseSpec> SparseCases(const SamplerOptions& options, uint64_t first, int64_t count) {
   SamplerOptions sampler = options;
-  sampler.expanded = false;  // a form that sparse attention does not take
+  sampler.expanded = false;  // sparse attention does not take this form
   const std::vector<int32_t> q_rows = {1, 1, 2, 3, 6, 7, 17};
   const std::vector<int32_t> heads = {8, 20, 64};
   std::vector<CaseSpec> cases;
@@ -97,7 +98,7 @@ std::vector<CaseSpec> SparseCases(const SamplerOptions& options, uint64_t first,
     CaseSpec spec = SampleCase(sampler, 6000000 + index);
     Random random(options.seed * 0x9e3779b97f4a7c15ull + 77 * index);
     spec.sparse = true;
-    // Every other case has the heads that the sampler drew.
+    // Every other case keeps the heads that the sampler drew.
     const int32_t many = random.OneIn(2) ? random.Pick(heads) : 0;
     if (many > 0) spec.geometry.num_heads = many;
     for (RequestSpec& request : spec.requests) {

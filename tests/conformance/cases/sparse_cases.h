@@ -10,7 +10,7 @@
 
 namespace mla::conformance {
 
-// Lists of all query rows of a request, as SegmentRecord has them.
+// Lists of all query rows of a request, in the form of SegmentRecord.
 struct IndexLists {
   std::vector<int32_t> entries;
   std::vector<int32_t> begin;  // [q_rows + 1]; begin[0] is not always 0
@@ -19,7 +19,7 @@ struct IndexLists {
 
 IndexLists MakeLists(Random& random, const RequestSpec& request);
 
-// Which KV rows of the request some query row attends to.
+// Marks the KV rows of the request that some query row attends to.
 std::vector<bool> RowsListed(const RequestSpec& request, const IndexLists& lists);
 
 }  // namespace mla::conformance

@@ -57,8 +57,8 @@ struct Draft {
   float* Key(int64_t row) { return kv.data() + row * row_dim(); }
 };
 
-// Every head's logit of `key` stands about `logit` above the others. The rotated part carries it
-// where there is one: it enters every route unchanged.
+// Makes every head's logit of `key` about `logit` larger than the others. The rotated part carries
+// it if there is one, because it enters every route unchanged.
 void MakeDominant(Random& random, int64_t key, float logit, Draft& d) {
   const Geometry& g = d.spec.geometry;
   const bool by_rope = g.rope_dim > 0;
@@ -102,12 +102,13 @@ void MakeCancelling(Random& random, Draft& d) {
   }
 }
 
-// NaN in one query row of one head; NaN, an infinity or a number that KV rows do not hold in the
-// latent part, or an infinity in the rotated part, of a late KV row, which the earlier query rows
-// of a causal request must not notice; denormals.
+// Puts NaN in one query row of one head. In a late KV row it puts NaN, an infinity or a number that
+// KV rows do not hold in the latent part, or an infinity in the rotated part; earlier query rows of
+// a causal request must not notice it. Also puts denormals.
 void MakeHostile(Random& random, Draft& d) {
   const Geometry& g = d.spec.geometry;
-  // Few enough that the outputs are not denormal themselves: those have no digits to compare.
+  // Few enough that the outputs are not denormal, because denormal outputs have too few digits to
+  // compare.
   const int64_t elements = d.request.kv_rows() * static_cast<int64_t>(d.row_dim());
   for (int64_t n = 0; n < std::min<int64_t>(20, elements / 16); ++n) {
     const int64_t row = random.Below(d.request.kv_rows());
@@ -138,8 +139,8 @@ void MakeHostile(Random& random, Draft& d) {
   }
 }
 
-// The latent part of one key lies along the absorbed query of one row and head, so that its logit
-// there is about 20 above the others.
+// Aligns the latent part of one key with the absorbed query of one row and head, so that its logit
+// there is about 20 larger than the others.
 void MakeDominantLatent(Random& random, const Weights& weights, Draft& d) {
   const Geometry& g = d.spec.geometry;
   const int64_t key = random.Below(d.request.kv_rows());
@@ -167,8 +168,8 @@ void MakeTrulyCancelling(Draft& d) {
   }
 }
 
-// Groups of some rows become smaller than others by more than what a row's scale is shared for:
-// none, all rows, or a few.
+// Makes groups of some rows smaller than other groups by more than the range of a shared scale. The
+// rows are none, all, or a few.
 void MakeApart(Random& random, Draft& d) {
   const int64_t one_in = random.Pick(std::vector<int64_t>{0, 0, 1, 16});
   const int32_t group = kernels::TraitsOf(d.spec.kv_format).group;
@@ -183,7 +184,7 @@ void MakeApart(Random& random, Draft& d) {
   }
 }
 
-// Three deviations above zero. It adds the same to all logits of a query.
+// Shifts values to three deviations above zero, which adds the same to all logits of a query.
 void MakePositive(Draft& d) {
   for (int64_t row = 0; row < d.request.kv_rows(); ++row) {
     for (int32_t i = 0; i < d.spec.geometry.kv_lora_rank; ++i) d.Key(row)[i] += 3.0f * kDeviation;
@@ -199,7 +200,7 @@ float DeviationOf(InputKind kind) {
   return kind == InputKind::kUnit ? 1.0f : kind == InputKind::kLarge ? 3.0f : kDeviation;
 }
 
-// Of queries: products of row_dim terms become logits.
+// Deviation of queries such that products of row_dim terms become logits of the wanted deviation.
 float QueryDeviation(const CaseSpec& spec) {
   if (spec.inputs != InputKind::kSpread) return DeviationOf(spec.inputs);
   const auto dim = static_cast<float>(spec.geometry.kv_row_dim());
@@ -227,8 +228,8 @@ void UpdateStored(const CaseSpec& spec, const RequestSpec& request, RequestData&
 
 namespace {
 
-// Makes a query such that rounding to e4m3 keeps it, over the power of two that brings its largest
-// magnitude to at most 448 and more than 224
+// Changes a query so that rounding to e4m3 keeps it, divided by the power of two that brings its
+// largest magnitude to at most 448 and to more than 224
 // (kernels/hip/device/sm90/decode/rows64_codes/queries.h).
 void RoundQuery(std::span<float> query) {
   uint32_t largest = 0;
@@ -342,7 +343,7 @@ void PlacePages(Random& random, Workload& workload, int64_t base_granule) {
   }
 }
 
-// Of the finite elements of V.
+// Sizes of the finite elements of V.
 struct ValueSizes {
   double maximum = 0.0, sum = 0.0;
   int64_t count = 0;
@@ -366,7 +367,7 @@ ValueSizes LatentSizes(const RequestData& data, const Geometry& g) {
   return sizes;
 }
 
-// Of up-projected values: all of them where that is cheap, else the first rows'.
+// Sizes of up-projected values: of all rows if that is cheap, otherwise of the first rows.
 ValueSizes ExpandedSizes(const RequestData& data, const Weights& weights) {
   const Geometry& g = weights.geometry;
   const size_t a_row = static_cast<size_t>(g.num_heads) * g.v_dim * g.kv_lora_rank;

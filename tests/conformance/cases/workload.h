@@ -2,8 +2,8 @@
 //
 // Everything around the data is hostile: pages are handed out in random order with gaps between
 // page groups, the whole region is filled with NaN before the rows are appended, and the page-table
-// entries after a sequence's last page point far outside the pool. A kernel that reads one row too
-// many shows it.
+// entries after a sequence's last page point far outside the pool. So a kernel that reads one row
+// too many is noticed.
 #ifndef MLA_TESTS_CONFORMANCE_CASES_WORKLOAD_H_
 #define MLA_TESTS_CONFORMANCE_CASES_WORKLOAD_H_
 
@@ -18,13 +18,13 @@
 
 namespace mla::conformance {
 
-// What an unused page-table entry holds.
+// Value of an unused page-table entry.
 inline constexpr uint32_t kWildEntry = 2147480000u;
 // Page-table entries of a sequence after its last page, all kWildEntry.
 inline constexpr int64_t kWildEntries = 8;
 
-// W_UK and W_UV of all heads of a geometry. Equal geometries have equal weights, so that a runner
-// can keep them loaded between cases.
+// W_UK and W_UV of all heads of a geometry. Equal geometries have equal weights, so a runner can
+// keep them loaded between cases.
 struct Weights {
   kernels::Geometry geometry;
   std::vector<kernels::Bf16> w_uk;  // [heads, nope_dim, kv_lora_rank]
@@ -37,8 +37,8 @@ const Weights& WeightsFor(const kernels::Geometry& geometry);
 struct RequestData {
   std::vector<std::byte> q;          // [q_rows, num_heads, q_dim], spec.q_dtype, dense
   std::vector<std::byte> kv;         // [kv_rows, row_dim], spec.kv_source, dense
-  std::vector<float> stored;         // what the same rows stand for when the pool holds them
-  IndexLists lists;                  // of sparse cases
+  std::vector<float> stored;         // the same rows after they were stored in the pool and read
+  IndexLists lists;                  // for sparse cases
   std::vector<uint32_t> page_table;  // used entries, then kWildEntries wild ones
   int64_t row_stride = 0;            // bytes between rows of a page
   int64_t layer_offset = 0;          // bytes
@@ -54,7 +54,7 @@ struct Workload {
   double max_abs_value = 0.0;  // max |V| over what the outputs average (a lower bound of it)
 };
 
-// Makes `stored` what follows from `kv`, after a change.
+// Recomputes `stored` after a change of `kv`.
 void UpdateStored(const CaseSpec& spec, const RequestSpec& request, RequestData& data);
 
 // `base_granule` is the lowest granule that pages may use: large values test 64-bit addressing.

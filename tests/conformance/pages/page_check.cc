@@ -17,7 +17,7 @@ using kernels::PageRange;
 using kernels::PageTransfer;
 
 constexpr int64_t kMib = 1 << 20;
-// Sizes and places at no border of anything, together less than kMib.
+// Sizes and offsets at no particular boundary, together less than kMib.
 constexpr int64_t kSizes[] = {1, 256, 4103, 0, 900'000};
 constexpr int64_t kFirst = 3;
 
@@ -46,8 +46,8 @@ std::string CheckRefusal(kernels::AttentionBackend& backend, int64_t pool_bytes,
   return "";
 }
 
-// Launch 0 writes `sent`, copies it elsewhere in the pool and reads it there; launch 1, which is
-// handed over at once, writes `later` over both places and reads one of them.
+// Launch 0 writes `sent`, copies it elsewhere in the pool and reads it there. Launch 1 is submitted
+// at once; it writes `later` over both places and reads one of them.
 std::string CheckOrder(kernels::AttentionBackend& backend, std::span<std::byte> sent,
                        std::span<std::byte> back) {
   std::vector<std::byte> later(sent.size(), std::byte{0x5a}), last(sent.size());
@@ -76,7 +76,7 @@ std::string CheckOrder(kernels::AttentionBackend& backend, std::span<std::byte> 
   return last == later ? "" : "pages do not hold what a later launch has written";
 }
 
-// One range fills many places of the pool and leaves what lies between them.
+// One range fills many places of the pool and leaves the bytes between them.
 std::string CheckPlaces(kernels::AttentionBackend& backend) {
   constexpr int64_t kStride = 4103, kBytes = 1000;
   constexpr int32_t kPlaces = 61;
@@ -104,11 +104,11 @@ std::string CheckPlaces(kernels::AttentionBackend& backend) {
   return back == second ? "" : "a range of many places has filled something else";
 }
 
-// Digests of transfers are of what they copy: of rows as they are sent, and as they lie in the pool
+// Digests describe the copied bytes: of rows as they are sent, and of rows as they lie in the pool
 // when they are read, some of them cleared by then.
 std::string CheckDigests(kernels::AttentionBackend& backend, std::span<std::byte> sent,
                          std::span<std::byte> back) {
-  // Many parts, a short one alone, whole parts alone, and parts of which the last is short.
+  // Many parts; one short part; whole parts only; and parts with a short last one.
   constexpr int64_t kGranules[] = {1024, 1, 16, 0, 17, 999};
   const PageRange cleared{5 * kernels::kPageGranuleBytes, 1, PageRange::kZeros};
   std::vector<kernels::PartDigest> in(kMib / kernels::kDigestPartBytes), out(in.size());
@@ -147,7 +147,7 @@ std::string CheckDigests(kernels::AttentionBackend& backend, std::span<std::byte
 std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_bytes) {
   size_t bytes = 0;
   for (const int64_t size : kSizes) bytes += static_cast<size_t>(size);
-  // In memory that the device reaches by itself, and in any other.
+  // In memory that the device reaches directly, and in other memory.
   auto reached = backend.AllocateHost(2 * bytes);
   if (!reached.ok()) return reached.status().ToString();
   std::vector<std::byte> other(2 * bytes);

@@ -1,4 +1,4 @@
-// Bytes on their way between host memory and the pool: Launch::page_writes and page_reads.
+// Checks of copies between host memory and the pool: Launch::page_writes and page_reads.
 #ifndef MLA_TESTS_CONFORMANCE_PAGES_PAGE_CHECK_H_
 #define MLA_TESTS_CONFORMANCE_PAGES_PAGE_CHECK_H_
 
@@ -9,10 +9,10 @@
 
 namespace mla::conformance {
 
-// Empty if page transfers of any size and place keep their bytes and the order of launches,
-// those that leave the pool are refused, digests are of what was copied, and a range of many places
-// fills these alone; else what is wrong. `pool_bytes`: of the configured backend, at least 4 MiB,
-// which it overwrites; its two launch slots must not run.
+// Returns "" or the first fault. Page transfers of any size and place must keep their bytes and the
+// order of launches. Transfers that leave the pool must be refused, digests must describe the
+// copied bytes, and a range of many places must fill only these. `pool_bytes` is the size of the
+// configured backend's pool, at least 4 MiB, which is overwritten. Both launch slots must be idle.
 std::string CheckPageTransfers(kernels::AttentionBackend& backend, int64_t pool_bytes);
 
 }  // namespace mla::conformance

@@ -46,7 +46,7 @@ TEST(PoisonTest, EveryByteOfThePagesIsFilledAndNoOther) {
   launch.page_writes = {&whole, 1};
   ASSERT_TRUE(backend.Submit(0, launch).ok());
   ASSERT_TRUE(backend.Wait(0).ok());
-  // More than a launch brings, and no multiple of a block.
+  // More than one launch writes, and not a multiple of a block.
   const int64_t first = kernels::kPageGranuleBytes, bytes = 17 * kPoisonBlockBytes + 4096;
   std::vector<std::byte> block(static_cast<size_t>(kPoisonBlockBytes));
   ASSERT_TRUE(PoisonPages(backend, 0, first, bytes, std::byte{0x80}, block).ok());

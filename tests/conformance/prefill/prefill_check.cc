@@ -9,11 +9,11 @@
 namespace mla::conformance {
 namespace {
 
-constexpr double kDeviations = 6.0;  // that one of many errors may be from zero
-// Error of a value or of a factor of a logit that is rounded to e4m3, in the mean square.
+constexpr double kDeviations = 6.0;  // within which one of many errors stays
+// Mean square error of a value, or of a factor of a logit, that is rounded to e4m3.
 constexpr double kMeanSquare = 1.0 / 1536;
-constexpr double kSlope = 0.01;  // of sums that drop what is below 13 bits
-// Fewest independent errors in the outputs of a head: its columns, whose values differ.
+constexpr double kSlope = 0.01;  // of sums that drop bits beyond 13
+// Fewest independent errors in the outputs of a head: one a column, because columns differ.
 constexpr double kColumns = 128.0;
 constexpr double kLse = 0.02;
 
@@ -41,7 +41,8 @@ std::string CheckSlope(const Moments& m, const std::string& where) {
   if (m.wanted == 0.0) return "";
   const double most = kSlope + kDeviations * std::sqrt(m.errors / m.wanted / kColumns);
   const double slope = m.both / m.wanted;
-  // An error that is a scale alone would widen its own limit, to a half of itself.
+  // The error may be a scale, which would widen its own limit; so the limit is bounded by a half of
+  // it.
   if (std::abs(slope - 1.0) <= std::min(most, kSlope + kDeviations * 0.01)) return "";
   return absl::StrCat(where, ": outputs are ", slope, " of the wanted ones; ");
 }
@@ -71,7 +72,8 @@ std::string CheckPrefillProducts(const Workload& workload, const PrefillOutput& 
     for (int32_t head = 0; head < r.num_heads && message.empty(); ++head) {
       const std::string where = absl::StrCat("request ", i, " head ", head);
       const int64_t at = first * spec.o_dim();
-      if (spec.inputs != InputKind::kCancellation) {  // whose outputs are what is left of values
+      if (spec.inputs != InputKind::kCancellation) {  // outputs of the other kind are differences
+                                                      // of values
         message = CheckSlope(
             MomentsOf(got.o.data() + at, want.o.data() + at, r, spec.o_dim(), head), where);
       }
@@ -80,7 +82,7 @@ std::string CheckPrefillProducts(const Workload& workload, const PrefillOutput& 
         const double keys = r.causal ? r.cached_rows + row + 1 : r.kv_rows();
         const double off = std::abs(double{got.lse[index]} - want.lse[index]);
         const double above = std::abs(double{want.lse[index]} - std::log(keys));
-        if (!(off > LseLimit(above, keys))) continue;  // not so for what is not finite
+        if (!(off > LseLimit(above, keys))) continue;  // false if a value is not finite
         message = absl::StrCat(where, " row ", row, ": lse ", got.lse[index], ", want ",
                                want.lse[index], ", limit ", LseLimit(above, keys));
       }

@@ -1,14 +1,14 @@
-// Bounds of products of 8 bits in prefill, in addition to CheckOutput's limits: a wrong scale of
-// queries, keys or values does not keep them, though each single number is within its limit.
+// Bounds for 8-bit products in prefill, in addition to CheckOutput's limits. A wrong scale of
+// queries, keys or values exceeds these bounds, although each single number is within its limit.
 //
-// - Outputs of a head follow the wanted ones: the slope of the one over the other, over all rows of
-//   a request, is 1 within 1 % and what independent errors of the measured size make of it.
-//   Rounding moves outputs to either side; a scale moves all of them alike.
-// - A row that sees n keys whose logits spread has a log-sum-exp of ln n and half the mean square
-//   of the logits. Rounding moves logits by 1/20 of themselves in the root mean square, each by
-//   itself, so that the mean over n keys moves by 1/sqrt(n) of that; a scale that is off by 12 %
-//   moves the sum by a quarter of that half. CheckOutput's limit stays for a row in which one key
-//   carries the weight.
+// - Outputs of a head follow the expected outputs: the slope of one over the other, over all rows
+//   of a request, is 1 within 1 % and within the effect of independent errors of the measured size.
+//   Rounding moves outputs to both sides, but a scale moves all of them alike.
+// - A row that sees n keys whose logits spread has a log-sum-exp of ln n plus half the mean square
+//   of the logits. Rounding moves each logit independently by 1/20 of itself in the root mean
+//   square, so the mean over n keys moves by 1/sqrt(n) of that. A scale that is off by 12 % moves
+//   the sum by a quarter of that half. For a row in which one key carries the weight, CheckOutput's
+//   limit remains.
 #ifndef MLA_TESTS_CONFORMANCE_PREFILL_PREFILL_CHECK_H_
 #define MLA_TESTS_CONFORMANCE_PREFILL_PREFILL_CHECK_H_
 
@@ -19,12 +19,12 @@
 
 namespace mla::conformance {
 
-// Outputs of all requests [row, head, column] and log-sum-exps [row, head], as CaseOutput has them.
+// Outputs of all requests [row, head, column] and log-sum-exps [row, head], as in CaseOutput.
 struct PrefillOutput {
   std::span<const float> o, lse;
 };
 
-// Empty when all is well, or the case has no such products; else where, and which bound.
+// Returns "" if all is well or the case has no such products; otherwise the place and the bound.
 std::string CheckPrefillProducts(const Workload& workload, const PrefillOutput& got,
                                  const PrefillOutput& want);
 

@@ -1,4 +1,5 @@
-// The bounds of products of 8 bits in prefill: a scale that is 12 % off is found, rounding is not.
+// Tests the bounds for 8-bit products in prefill: a scale that is 12 % off is found, and rounding
+// is accepted.
 #include "tests/conformance/prefill/prefill_check.h"
 
 #include <cmath>
@@ -42,7 +43,7 @@ class PrefillCheckTest : public ::testing::Test {
                            const CaseOutput& want) {
     return CheckPrefillProducts(workload, {got.o, got.lse}, {want.o, want.lse});
   }
-  // The verdict of the limits of all outputs.
+  // The verdict of CheckOutput's limits.
   static std::string Before(const Workload& workload, const CaseOutput& got,
                             const CaseOutput& want) {
     double worst = 0.0;
@@ -74,7 +75,7 @@ TEST_F(PrefillCheckTest, AScaleOfKeysOrQueriesThatIsOffIsFound) {
   }
 }
 
-// One head alone shows it, too.
+// One head alone is enough to find it.
 TEST_F(PrefillCheckTest, AScaleOfValuesThatIsOffIsFound) {
   for (Workload& workload : cases_) {
     const CaseOutput want = Answer(workload);
@@ -91,7 +92,7 @@ TEST_F(PrefillCheckTest, AScaleOfValuesThatIsOffIsFound) {
   }
 }
 
-// Each output moves by what rounding takes, to either side.
+// Each output moves by its rounding error, to either side.
 TEST_F(PrefillCheckTest, RoundingIsWithinThem) {
   for (Workload& workload : cases_) {
     const CaseOutput want = Answer(workload);

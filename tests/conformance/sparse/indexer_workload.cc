@@ -19,15 +19,15 @@ using kernels::DType;
 
 constexpr int32_t kMostPositions = 1500;
 constexpr int32_t kLongPositions = 9500;
-constexpr int32_t kMostTopK = 256;    // of drawn cases
+constexpr int32_t kMostTopK = 256;    // for drawn cases
 constexpr int32_t kWholeTopK = 2048;  // DeepSeek V3.2's
-constexpr int64_t kPlaneOffset = 48;  // of index keys in a page group
+constexpr int64_t kPlaneOffset = 48;  // of index keys, in a page group
 constexpr size_t kReads = 4096;
 constexpr double kGap = 1.0 / 256;
-constexpr int32_t kFirstEntry = 5;  // that list_begin begins with
+constexpr int32_t kFirstEntry = 5;  // first value of list_begin
 constexpr int32_t kUntouched = -7;
 
-// e4m3fn as its definition has it.
+// e4m3fn, by its definition.
 double Decode(uint8_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   const double sign = (code & 0x80) != 0 ? -1 : 1;
@@ -36,7 +36,7 @@ double Decode(uint8_t code) {
   return sign * std::ldexp(8 + mantissa, exponent - 10);
 }
 
-// A tensor as it travels: fp32, or bf16.
+// Encodes a tensor as a client sends it: fp32 or bf16.
 std::vector<std::byte> Encode(const std::vector<float>& values, DType dtype) {
   std::vector<std::byte> bytes(values.size() * kernels::ElementSize(dtype));
   for (size_t i = 0; i < values.size(); ++i) {
@@ -123,8 +123,8 @@ std::vector<IndexerCase> LongIndexerCases() {
     c.seed = static_cast<uint64_t>(i) + 111;
     c.top_k = kWholeTopK;
     c.heads = 8;
-    // Logits that differ; one and the same for all positions; rows that see one position too few,
-    // just enough, and one that is left out.
+    // Cases: logits that differ; equal logits for all positions; and rows that see one position too
+    // few, exactly enough, and one too many.
     c.positions = i < 2 ? kLongPositions - 8 + i : kWholeTopK + 1;
     c.rows = i < 2 ? 1 : 3;
     c.distinct = i == 1 ? 1 : 0;
@@ -142,7 +142,7 @@ IndexerWorkload::IndexerWorkload(const IndexerCase& c)
   std::iota(table_.begin(), table_.end(), 0);
   std::shuffle(table_.begin(), table_.end(), random_);
   for (uint32_t& page : table_) page = page * static_cast<uint32_t>(group_granules_);
-  // Of very different sizes, so that a scale that is not the row's own changes the order.
+  // Sizes vary widely, so that using another row's scale changes the order.
   std::normal_distribution<float> normal;
   const int32_t different = c.distinct > 0 ? c.distinct : c.positions;
   std::vector<float> distinct(static_cast<size_t>(different) * c.dim);
@@ -248,7 +248,7 @@ absl::StatusOr<std::vector<std::vector<int32_t>>> IndexerWorkload::Run(Attention
   return lists;
 }
 
-// Every backend stores what stands for the same numbers: those of the first are kept.
+// Every backend must store the same numbers; the first backend's are kept.
 absl::Status IndexerWorkload::CheckPages(AttentionBackend& backend) {
   std::vector<std::byte> pages(table_.size() * static_cast<size_t>(page_bytes_));
   std::vector<kernels::PageTransfer> reads;
@@ -262,7 +262,7 @@ absl::Status IndexerWorkload::CheckPages(AttentionBackend& backend) {
     if (absl::Status s = backend.Submit(0, launch); !s.ok()) return s;
     if (absl::Status s = backend.Wait(0).status(); !s.ok()) return s;
   }
-  // The same byte is half as large.
+  // In that kind the same byte is half as large.
   const double kind = backend.Info().fp8 == kernels::Fp8Kind::kE4m3Fn ? 1.0 : 0.5;
   const bool first = stored_.empty();
   for (int32_t position = 0; position < c_.positions; ++position) {
@@ -318,7 +318,8 @@ absl::Status IndexerWorkload::CheckList(int32_t row, const std::vector<int32_t>&
   const double threshold = logits[order[wanted - 1]], next = logits[order[wanted]];
   std::vector<int32_t> best(order.begin(), order.begin() + wanted);
   std::sort(best.begin(), best.end());
-  // Equal keys have equal logits whatever rounds, so few different keys are chosen exactly.
+  // Equal keys have equal logits under any rounding, so among few distinct keys the choice is
+  // exact.
   if ((threshold - next > kGap * largest || c_.distinct > 0) && list != best) {
     return wrong("another choice than the oracle's");
   }

@@ -1,9 +1,9 @@
-// Launches of an indexer and what they must choose, by an oracle of its own in fp64 that reads
-// index keys as docs/sparse.md draws them, byte by byte.
+// Launches of an indexer, and the lists that it must choose, by an oracle of its own in fp64 that
+// decodes index keys byte by byte as docs/sparse.md defines them.
 //
-// The chosen set must be the oracle's where the k-th and the (k + 1)-th logit are further apart
-// than 2^-8 of the largest; elsewhere every chosen logit must come that close to the k-th. Of keys
-// with equal bytes, the lower positions are chosen first.
+// The chosen set must equal the oracle's if the k-th and the (k + 1)-th logit differ by more than
+// 2^-8 of the largest. Otherwise every chosen logit must be that close to the k-th. Among keys with
+// equal bytes, lower positions are chosen first.
 #ifndef MLA_TESTS_CONFORMANCE_SPARSE_INDEXER_WORKLOAD_H_
 #define MLA_TESTS_CONFORMANCE_SPARSE_INDEXER_WORKLOAD_H_
 
@@ -24,17 +24,17 @@ struct IndexerCase {
   uint64_t seed = 0;
   int32_t heads = 64, dim = 128, page_size = 64, positions = 1000, rows = 1, top_k = 64;
   kernels::DType dtype = kernels::DType::kBf16;
-  int32_t distinct = 0;  // values that keys take; 0: as many as there are
-  bool alike = false;    // keys are nearly one and the same
+  int32_t distinct = 0;  // distinct keys; 0: all differ
+  bool alike = false;    // keys are nearly equal
 };
 
 std::string ToString(const IndexerCase& c);
-// Of index keys of one of `dims` elements each.
+// Cases whose index keys have one of `dims` elements each.
 std::vector<IndexerCase> IndexerCases(int32_t count, const std::vector<int32_t>& dims);
-// Of so many positions that backends which gather what may be chosen, first or at all, have too
-// little room for it; and of lists as long as DeepSeek V3.2 has them.
+// Cases with too many positions for the memory in which backends gather candidates, and with lists
+// as long as DeepSeek V3.2's.
 std::vector<IndexerCase> LongIndexerCases();
-// A backend that is to run such cases.
+// Limits of a backend that runs such cases.
 kernels::BackendLimits IndexerLimits();
 
 // One thread.
@@ -42,12 +42,12 @@ class IndexerWorkload {
  public:
   explicit IndexerWorkload(const IndexerCase& c);
 
-  // Lists by row, as the backend chose them in one launch with the rows [first, first + rows); an
-  // error too where the pages are not those of the backends before it, or the lists as they are
-  // returned are others.
+  // Returns the lists, by row, that the backend chose in one launch with the rows [first, first +
+  // rows). Also returns an error if the pages differ from earlier backends' pages, or if the
+  // returned lists differ from the lists in place.
   absl::StatusOr<std::vector<std::vector<int32_t>>> Run(kernels::AttentionBackend& backend,
                                                         int32_t first, int32_t rows);
-  // All that a backend must do of the case.
+  // Checks all requirements of the case.
   absl::Status Check(kernels::AttentionBackend& backend);
 
  private:
@@ -56,7 +56,7 @@ class IndexerWorkload {
   absl::Status Launch(kernels::AttentionBackend& backend, int32_t first, int32_t rows,
                       const std::vector<int32_t>& begin, int32_t* list, int32_t* wanted);
   absl::Status CheckPages(kernels::AttentionBackend& backend);
-  // What lies in the pages stands for what was sent, to e4m3's accuracy.
+  // Checks that the pages hold the sent values, to e4m3's accuracy.
   absl::Status CheckKeys() const;
   absl::Status CheckList(int32_t row, const std::vector<int32_t>& list);
   double Stored(const std::vector<std::byte>& pages, int32_t position, int32_t i) const;
@@ -69,7 +69,7 @@ class IndexerWorkload {
   std::vector<uint32_t> table_;
   std::vector<float> keys_, queries_, weights_;
   std::vector<std::byte> sent_keys_, inputs_;
-  std::vector<double> stored_;               // keys as the pages have them
+  std::vector<double> stored_;               // keys as read from the pages
   std::vector<std::vector<double>> logits_;  // by row
 };
 

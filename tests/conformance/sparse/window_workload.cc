@@ -28,7 +28,7 @@ constexpr int32_t kMostRequests = 8;
 constexpr float kLayerScale = 1.0f / 50;
 constexpr float kSoftmaxScale = 0.25f;
 
-// What random requests are drawn from.
+// Source of random requests.
 class Draw {
  public:
   explicit Draw(uint64_t seed) : random_(seed) {}
@@ -264,7 +264,7 @@ void WindowWorkload::Make(const WindowRequest& r) {
   if (r.nan) t.rows[static_cast<size_t>(r.cached) * dim() + 1] = kNaN;
   t.stored_rows = Stored(t.rows, c_.rows);
   t.stored_entries = Stored(t.entries, c_.entries);
-  // Pages before the window have gone.
+  // Pages before the window have been freed.
   t.row_table = Table((visible + r.page - 1) / r.page, first / r.page);
   t.entry_table = Table((entries + r.entry_page - 1) / r.entry_page, 0);
   const int64_t gap = random_() % 2 == 0 ? 0 : 16;
@@ -302,7 +302,7 @@ void WindowWorkload::MakeLists(const WindowRequest& r, Tensors* t) {
   }
 }
 
-// Of very different sizes, so that a scale that is not the row's own shows.
+// Sizes vary widely, so that using another row's scale shows.
 void WindowWorkload::Fill(std::vector<float>* values, int32_t row) {
   for (int32_t i = 0; i < dim(); ++i) {
     const float size = std::ldexp(1.0f, static_cast<int>((row * 7 + i / 16) % 5) - 3);

@@ -1,8 +1,8 @@
-// Launches of attention to a window and to entries (kernels/types/window.h), and what they must
-// answer, by an oracle of its own in fp64.
+// Launches of attention to a window and to entries (kernels/types/window.h), and their expected
+// results, by an oracle of its own in fp64.
 //
-// Rows and entries that a query row does not attend to are NaN, and page tables lead nowhere where
-// a window has gone by.
+// Rows and entries that a query row does not attend to are NaN, and page tables are invalid for
+// pages that the window has passed.
 #ifndef MLA_TESTS_CONFORMANCE_SPARSE_WINDOW_WORKLOAD_H_
 #define MLA_TESTS_CONFORMANCE_SPARSE_WINDOW_WORKLOAD_H_
 
@@ -28,7 +28,7 @@ struct WindowRequest {
   int32_t window = 8, ratio = 4, page = 4, entry_page = 2, cached = 40, q_rows = 1;
   WindowLists lists = WindowLists::kNone;
   WindowSinks sinks = WindowSinks::kAny;
-  bool nan = false;  // a row that is attended to holds NaN
+  bool nan = false;  // a row within the attention holds NaN
 };
 
 struct WindowCase {
@@ -41,21 +41,22 @@ struct WindowCase {
 };
 
 std::string ToString(const WindowCase& c);
-// Of any shape.
+// Cases of arbitrary shapes.
 std::vector<WindowCase> WindowCases();
-// Rows of DeepSeek V4's shape, in formats that GPUs take: bf16 queries, rows and entries alike.
+// Cases with rows of DeepSeek V4's shape, in formats that GPUs take: bf16 queries, and the same
+// format for rows and entries.
 std::vector<WindowCase> WideWindowCases(int32_t count);
-// A backend that is to run such cases.
+// Limits of a backend that runs such cases.
 kernels::BackendLimits WindowLimits();
 
 // One thread.
 class WindowWorkload {
  public:
-  // What a request is made of, and where it lies.
+  // A request's tensors, and where they lie.
   struct Tensors {
-    std::vector<float> rows, entries, q, sinks;  // as sent, NaN where nothing may be read
+    std::vector<float> rows, entries, q, sinks;  // as sent; NaN where nothing may be read
     std::vector<float> stored_rows, stored_entries;
-    std::vector<int32_t> list, begin;       // as SegmentRecord has them
+    std::vector<int32_t> list, begin;       // as in SegmentRecord
     std::vector<std::set<int32_t>> chosen;  // entries that a query row attends to
     int64_t row_table = 0, entry_table = 0, row_stride = 0, entry_stride = 0;
     int32_t longest = 0;  // places
@@ -66,17 +67,17 @@ class WindowWorkload {
   explicit WindowWorkload(const WindowCase& c);
 
   const Tensors& first() const { return tensors_[0]; }
-  // All requests in one launch, or one of them alone; an error too where the backend does not take
-  // such cases.
+  // Runs all requests in one launch, or one of them alone. Also returns an error if the backend
+  // does not support such cases.
   absl::Status Run(kernels::AttentionBackend& backend, const PlanBuilder& plan, int32_t units,
                    int64_t only = -1);
-  // What the last Run has answered.
+  // Checks the results of the last Run.
   absl::Status Check() const;
 
  private:
   static constexpr int64_t kRowOffset = 64, kEntryOffset = 128;
 
-  // Where the launch sees a request's tensors.
+  // Addresses of a request's tensors in the launch.
   struct Places {
     const void *rows, *entries, *q, *sinks, *list, *begin;
     void *o, *lse;

@@ -1,6 +1,6 @@
-// The expanded form computed in bf16, as dense attention in common use does: keys and values are
-// up-projected and rounded to bf16, logits and sums are wide, probabilities are rounded to bf16.
-// What it is off by on an input is what users know; wide inputs are judged by it.
+// The expanded form computed in bf16, as common implementations of dense attention do. Keys and
+// values are up-projected and rounded to bf16, logits and sums are wide, and probabilities are
+// rounded to bf16. Users know its errors, so wide inputs are judged by them.
 #ifndef MLA_TESTS_CONFORMANCE_SUITE_BF16_FORM_H_
 #define MLA_TESTS_CONFORMANCE_SUITE_BF16_FORM_H_
 

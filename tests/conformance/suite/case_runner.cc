@@ -34,9 +34,9 @@ struct CaseRunner::Tensors {
   int64_t lse_row_stride = 0;
   std::byte *o_host = nullptr, *lse_host = nullptr;
   const void* q = nullptr;
-  kernels::FragmentedInput q_fragments;  // in place of q, if it has bytes
+  kernels::FragmentedInput q_fragments;  // used instead of q, if it has bytes
   void *o = nullptr, *lse = nullptr;
-  const int32_t *list = nullptr, *list_begin = nullptr;  // of sparse cases
+  const int32_t *list = nullptr, *list_begin = nullptr;  // for sparse cases
 };
 
 absl::StatusOr<std::unique_ptr<CaseRunner>> CaseRunner::Create(kernels::AttentionBackend& backend,
@@ -68,7 +68,7 @@ absl::StatusOr<int32_t> CaseRunner::WeightsSlot(const Weights& weights) {
     if (loaded_[slot] == &weights) return static_cast<int32_t>(slot);
   }
   const auto slot = static_cast<int32_t>(loaded_.size());
-  // In two ranges, the later one first: uploads may bring heads in any order.
+  // In two ranges, the later one first, because uploads may bring heads in any order.
   const kernels::Geometry& g = weights.geometry;
   const int32_t half = g.num_heads / 2;
   for (const auto& [begin, end] : {std::pair(half, g.num_heads), std::pair(0, half)}) {
@@ -133,7 +133,7 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   appends_.clear();
   compares_.clear();
   const CaseSpec& spec = workload.spec;
-  const bool with_attention = spec.own_rows;  // new rows; else compared
+  const bool with_attention = spec.own_rows;  // new rows; otherwise compared
   for (size_t i = 0; i < workload.requests.size(); ++i) {
     const RequestData& data = workload.requests[i];
     auto host = Take(static_cast<int64_t>(data.kv.size()));
@@ -151,7 +151,7 @@ absl::Status CaseRunner::Append(const Workload& workload) {
     record.rope_dim = spec.geometry.rope_dim;
     record.format = spec.kv_format;
     record.kv_scale = spec.kv_scales[spec.requests[i].layer];
-    // Cached rows and new rows come in two records, as they do in a life of a sequence.
+    // Cached rows and new rows come in two records, as in the life of a sequence.
     record.kv = *staged;
     record.first_position = 0;
     record.rows = spec.requests[i].cached_rows;
@@ -168,7 +168,7 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   }
   record.first_position = -1;  // padding: must be skipped whole
   appends_.push_back(record);
-  // What the launch sees of the host stays as it is for the comparison.
+  // The host's inputs must stay unchanged for the comparison.
   const std::vector<kernels::HostInput> inputs(layout_.inputs().begin(), layout_.inputs().end());
   launch_.table_changes = table_ranges_;
   launch_.appends = appends_;
@@ -182,7 +182,7 @@ absl::Status CaseRunner::Append(const Workload& workload) {
   return absl::OkStatus();
 }
 
-// What was stored is sent again, with the launch that attends to it.
+// Sends the stored rows again, for comparison, with the launch that attends to them.
 absl::Status CaseRunner::Compare() {
   int64_t rows = 0;
   for (const AppendRecord& record : appends_) rows += record.rows;
@@ -201,8 +201,8 @@ absl::Status CaseRunner::Compare() {
   return absl::OkStatus();
 }
 
-// In pieces if the options and the backend want them so: then the tensor itself is overwritten, so
-// that the backend cannot have read it.
+// Splits queries into pieces if the options ask for it and the backend supports it. The tensor
+// itself is then overwritten, so that the backend cannot have read it.
 absl::Status CaseRunner::StageQueries(std::byte* host, int64_t bytes, Tensors& tensors) {
   if (options_.query_piece_bytes == 0 || !backend_.Info().reads_fragments) {
     auto q = layout_.Input(host, bytes);
@@ -286,8 +286,8 @@ absl::StatusOr<CaseRunner::Tensors> CaseRunner::MakeTensors(const Workload& work
   return t;
 }
 
-// Absorb reads the tensors' q into latent queries and makes those the records' q; Project is the
-// way back for the outputs.
+// Absorb turns the tensors' q into latent queries and makes them the records' q; Project turns
+// latent outputs into outputs.
 absl::Status CaseRunner::Project(const Workload& workload, const std::vector<Tensors>& tensors,
                                  bool absorb) {
   const CaseSpec& spec = workload.spec;
@@ -339,11 +339,11 @@ absl::StatusOr<kernels::PlanView> CaseRunner::Plan(const kernels::AttentionDesc&
                                                    int32_t units) {
   const kernels::PlanTraits own = backend_.Traits(desc);
   kernels::PlanTraits traits = own;
-  // All blocks of a streamed launch run at a time.
+  // All blocks of a streamed launch must run at the same time.
   traits.units = desc.streamed ? std::min(units, own.units) : units;
   auto plan = plan_(shapes, traits);
   if (!plan.ok() || own.rounds.workspace_bytes == 0) return plan;
-  if (round_units_ < own.units) {  // which differ with the dims
+  if (round_units_ < own.units) {  // units differ with the dims
     round_units_ = own.units;
     const scheduler::RoundCapacity capacity{own.units, kRoundItems, kRoundExpansions, 64};
     round_planner_ = std::make_unique<scheduler::RoundPlanner>(capacity);

@@ -1,8 +1,8 @@
-// Runs a workload on one backend: the pages are filled with NaN (poison.h); then, in two launches,
-// the rows are appended (fp32 sources are rounded), and they are sent again for comparison and
-// attended to, with the projections around that the case asks for. Outputs come back as fp32.
-// Query, output and LSE tensors are strided with gaps that hold NaN on the way in and a sentinel on
-// the way out; on unified-memory backends a write into a gap is reported.
+// Runs a workload on one backend. The pages are filled with NaN (poison.h). Two launches follow.
+// The first appends the rows (fp32 sources are rounded). The second sends them again for comparison
+// and attends to them, with the projections that the case asks for. Outputs come back as fp32.
+// Query, output and LSE tensors are strided, with gaps that hold NaN on the way in and a sentinel
+// on the way out. On unified-memory backends a write into a gap is reported.
 //
 // A runner owns its backend's configuration and is used by one thread; make one per thread.
 #ifndef MLA_TESTS_CONFORMANCE_SUITE_CASE_RUNNER_H_
@@ -31,16 +31,18 @@ struct RunOptions {
 };
 
 struct CaseOutput {
-  // Of the requests that ran, concatenated: o [q_rows, num_heads, o_dim], lse [q_rows, num_heads].
+  // Results of the requests that ran, concatenated: o [q_rows, num_heads, o_dim], lse [q_rows,
+  // num_heads].
   std::vector<float> o;
   std::vector<float> lse;
-  // What went wrong beside values: stray writes, rows stored wrongly. Empty when all is well.
+  // Faults other than wrong values: stray writes, rows stored wrongly. Empty if there are none.
   std::string violation;
 };
 
 class CaseRunner {
  public:
-  // `backend` must be fresh (not configured) and outlive the runner, as must what `plan` refers to.
+  // `backend` must be fresh (not configured). It must outlive the runner, and so must the objects
+  // that `plan` refers to.
   static absl::StatusOr<std::unique_ptr<CaseRunner>> Create(kernels::AttentionBackend& backend,
                                                             PlanBuilder plan,
                                                             const RunnerOptions& options = {});
@@ -62,14 +64,14 @@ class CaseRunner {
   absl::Status Poison(const Workload& workload);
   absl::Status Append(const Workload& workload);
   absl::Status Compare();
-  // Submits what launch_ and layout_ hold, and waits.
+  // Submits launch_ with the tensors of layout_, and waits.
   absl::Status Launch();
   absl::StatusOr<const int32_t*> StageIndices(const std::vector<int32_t>& values);
   absl::StatusOr<Tensors> MakeTensors(const Workload& workload, size_t request);
   absl::Status StageQueries(std::byte* host, int64_t bytes, Tensors& tensors);
   absl::Status Attend(const Workload& workload, const RunOptions& options,
                       std::vector<Tensors>& tensors);
-  // The plan of these shapes, with rounds where the backend asks for them.
+  // The plan of these shapes, with rounds if the backend asks for them.
   absl::StatusOr<kernels::PlanView> Plan(const kernels::AttentionDesc& desc,
                                          std::span<const PlanShape> shapes, int32_t units);
   absl::Status Project(const Workload& workload, const std::vector<Tensors>& tensors, bool absorb);
@@ -79,16 +81,16 @@ class CaseRunner {
   kernels::AttentionBackend& backend_;
   PlanBuilder plan_;
   RunnerOptions options_;
-  int32_t round_units_ = 0;                                 // that the next two are for
-  std::unique_ptr<scheduler::RoundPlanner> round_planner_;  // where the backend has rounds
+  int32_t round_units_ = 0;                                 // units of the next two members
+  std::unique_ptr<scheduler::RoundPlanner> round_planner_;  // only if the backend has rounds
   std::unique_ptr<scheduler::RoundBuffers> rounds_;
-  absl::StatusOr<kernels::RoundView> round_view_;  // of the last plan
+  absl::StatusOr<kernels::RoundView> round_view_;  // for the last plan
   std::unique_ptr<kernels::HostBuffer> arena_;
   int64_t arena_used_ = 0;
   std::vector<const Weights*> loaded_;  // by weights slot
   kernels::LaunchLayout layout_;
   std::vector<uint32_t> tables_;
-  // The launch in flight, and what it refers to.
+  // The launch in flight, and the data that it refers to.
   kernels::Launch launch_;
   std::vector<int64_t> table_first_;  // by request
   std::vector<kernels::AppendRecord> appends_, compares_;

@@ -11,7 +11,7 @@ using kernels::PlanView;
 
 void EvenPlanBuilder::AddTile(int32_t request, const PlanShape& shape, int32_t q_begin,
                               int32_t q_end, uint32_t heads, const PlanTraits& traits) {
-  // Pieces lie on multiples of the granularity; a short cache leaves the last ones empty.
+  // Pieces begin at multiples of the granularity; a short cache leaves the last pieces empty.
   const int32_t pieces = std::min(traits.units, 5);
   const int32_t granules =
       (shape.kv_rows + traits.kv_granularity - 1) / std::max(1, traits.kv_granularity);

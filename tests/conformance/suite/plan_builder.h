@@ -1,8 +1,8 @@
-// Where the runner gets its plans from: any function from lengths to a plan.
+// Source of the runner's plans: any function from lengths to a plan.
 //
-// The scheduler's planner is the one that matters (scheduler_plan.h wraps it). EvenPlanBuilder is a
-// second, deliberately naive one: it cuts every tile into equal pieces without regard to what the
-// rows can see, so that kernels meet empty pieces and pieces that are fully masked.
+// The scheduler's planner is the important one (scheduler_plan.h wraps it). EvenPlanBuilder is a
+// second, deliberately naive one: it cuts every tile into equal pieces, whatever the rows can see,
+// so that kernels meet empty pieces and fully masked pieces.
 #ifndef MLA_TESTS_CONFORMANCE_SUITE_PLAN_BUILDER_H_
 #define MLA_TESTS_CONFORMANCE_SUITE_PLAN_BUILDER_H_
 
@@ -24,7 +24,8 @@ struct PlanShape {
   bool causal = true;
 };
 
-// The view stays valid until the next call of the same builder. `traits.units` is what to cut for.
+// The view stays valid until the next call of the same builder. `traits.units` is the number of
+// units to plan for.
 using PlanBuilder = std::function<absl::StatusOr<kernels::PlanView>(
     std::span<const PlanShape> shapes, const kernels::PlanTraits& traits)>;
 

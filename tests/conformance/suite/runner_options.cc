@@ -14,7 +14,7 @@ kernels::BackendLimits LimitsOf(const RunnerOptions& options) {
   limits.launch_packed_rows = 131072;
   limits.partial_rows = options.partial_rows;
   limits.max_o_dim = 512;
-  limits.max_top_k = 1;  // with what backends keep for lists
+  limits.max_top_k = 1;  // makes backends allocate memory for lists
   limits.staging_in_bytes = options.staging_bytes;
   limits.staging_out_bytes = options.staging_bytes;
   limits.slot_workspace_bytes = options.slot_workspace_bytes;

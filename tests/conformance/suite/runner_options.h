@@ -1,4 +1,4 @@
-// What a runner configures its backend for.
+// Sizes that a runner configures its backend for.
 #ifndef MLA_TESTS_CONFORMANCE_SUITE_RUNNER_OPTIONS_H_
 #define MLA_TESTS_CONFORMANCE_SUITE_RUNNER_OPTIONS_H_
 
@@ -8,7 +8,7 @@
 
 namespace mla::conformance {
 
-// Of all plans of a launch.
+// For all plans of a launch together.
 inline constexpr int64_t kRoundItems = 401024, kRoundExpansions = 4160;
 
 struct RunnerOptions {
@@ -19,8 +19,8 @@ struct RunnerOptions {
   int64_t partial_rows = 200000;
   int64_t weights_bytes = int64_t{768} << 20;
   int32_t weights_slots = 64;
-  // > 0: backends that read queries in pieces get them so, each piece about that large and at an
-  // address of its own choice.
+  // > 0: backends that read queries in pieces get pieces of about this size, each at an address of
+  // its own.
   int64_t query_piece_bytes = 0;
 };
 

@@ -128,23 +128,23 @@ constexpr int64_t kManyDims = 16;
 constexpr double kCosineLimit = 1e-5;
 constexpr double kBf16Rounding = 1.0 / 512;
 
-// What rounding to e4m3 costs, see CheckOutput in the header. At most and in the mean square over
-// mantissas, of a value; in a sum of 576 products, 18 steps of which each drops up to 2^-13.
+// Errors of rounding to e4m3, see CheckOutput in the header: the most, and the mean square over
+// mantissas, of a value. In a sum of 576 products each of 18 steps drops up to 2^-13.
 constexpr double kE4m3Rounding = 1.0 / 16;
 constexpr double kE4m3MeanSquare = 1.0 / 1536;
 constexpr double kE4m3LogitRounding = 18.0 / 8192;
-// Cosine differences by rounding of probabilities: half the mean square of what rounding a
-// mantissa of 1 takes, 1/768, where all may be such; over mantissas of all kinds less.
+// Cosine differences from rounding probabilities: half the mean square error of a mantissa of 1,
+// 1/768, if all may be near 1; less over all mantissas.
 constexpr double kE4m3AnyCosine = 0.5 / 768, kE4m3SpreadCosine = 3e-4;
 constexpr double kE4m3LseLimit = 4e-3;
-// Of a tile's 64 products of one sign each drops up to 2^-13 of their sum.
+// Each of a tile's 64 products of one sign drops up to 2^-13 of their sum.
 constexpr double kE4m3DroppedCosine = 0.5 * (64.0 / 8192) * (64.0 / 8192);
-constexpr double kDeviations = 6.0;  // that one of many errors may be from zero
-// Beside the terms of kCancellation, 512 each, the other 30 products of a step of 32 are below 13
-// bits and are dropped whole: products of N(0,1)/10 by N(0,1)/10.
+constexpr double kDeviations = 6.0;  // within which one of many errors stays
+// Next to the terms of kCancellation, 512 each, the other 30 products of a step of 32 are smaller
+// than the 13 bits and are dropped whole. They are products of N(0,1)/10 and N(0,1)/10.
 constexpr double kCancelledProducts = 30.0;
 constexpr double kProductDeviation = 0.01;
-// By matrix units that cut their fp32 sums, of 16 keys a step: at most this part of the sum.
+// Matrix units may cut their fp32 sums: each step of 16 keys drops at most this part of the sum.
 constexpr double kDroppedByAStep = 0x1p-23;
 constexpr int32_t kKeysOfAStep = 16;
 
@@ -153,16 +153,16 @@ struct Limits {
   Tolerance o, lse;
 };
 
-// Of a log-sum-exp.
+// Error of a log-sum-exp.
 double DroppedBesideCancelled(const CaseSpec& spec) {
   if (spec.inputs != InputKind::kCancellation) return 0.0;
   return kDeviations * std::sqrt(kCancelledProducts) * kProductDeviation * spec.softmax_scale;
 }
 
-// Of the expanded form, where keys and values are rounded too.
+// Limits of the expanded form, in which keys and values are rounded too.
 Limits E4m3PrefillLimits(const Workload& workload) {
   const CaseSpec& spec = workload.spec;
-  // Values of pairs that cancel have five times the mean square of outputs.
+  // Pairs of values that cancel have five times the mean square of the outputs.
   const double times = spec.inputs == InputKind::kCancellation ? 5.0 : 1.0;
   // Logits that spread move by the rounding of both their factors.
   const double moved =
@@ -175,7 +175,7 @@ Limits E4m3PrefillLimits(const Workload& workload) {
 Limits E4m3Limits(const Workload& workload) {
   const CaseSpec& spec = workload.spec;
   if (spec.route == Route::kExpanded) return E4m3PrefillLimits(workload);
-  // Of a logit, by rounded queries.
+  // Movement of a logit by rounded queries.
   const double moved = spec.rounds_queries ? std::sqrt(kE4m3MeanSquare) * spec.logit_deviation : 0;
   const bool repeated = std::any_of(spec.requests.begin(), spec.requests.end(),
                                     [](const auto& r) { return r.repeats > 1; });
@@ -188,7 +188,8 @@ Limits E4m3Limits(const Workload& workload) {
       {kE4m3LseLimit + most + DroppedBesideCancelled(spec), kE4m3LogitRounding, 1.0}};
 }
 
-// Of rows that see a repeated sequence, whose values are of one sign: what steps drop adds up.
+// For rows that see a repeated sequence, whose values are of one sign: the sum of the dropped
+// parts.
 double CosineOfLongSums(const Workload& workload) {
   double dropped = 0.0;
   for (const RequestSpec& r : workload.spec.requests) {
@@ -199,21 +200,21 @@ double CosineOfLongSums(const Workload& workload) {
   return 0.5 * dropped * dropped;
 }
 
-// What an output element moves by when weights are rounded, see CheckOutput in the header; 0 where
-// there are many dims.
+// Movement of an output element when weights are rounded, see CheckOutput in the header; 0 if there
+// are many dims.
 double RoundingSize(const Workload& workload, int32_t request, bool rounded_weights) {
   if (!rounded_weights || workload.spec.o_dim() >= kManyDims) return 0.0;
   return kBf16Rounding * workload.requests[static_cast<size_t>(request)].mean_abs_value;
 }
 
-// |g|^2 + |w|^2 at which that movement of every element is just the cosine limit.
+// The |g|^2 + |w|^2 at which this movement of every element just reaches the cosine limit.
 double LeastNorms(const Workload& workload, int32_t request, bool rounded_weights) {
   const RequestSpec& r = workload.spec.requests[static_cast<size_t>(request)];
   const double size = RoundingSize(workload, request, rounded_weights);
   return size * size * r.q_rows * r.num_heads * workload.spec.o_dim() / kCosineLimit;
 }
 
-// Of got - want where both are finite; NaN where special values differ.
+// Mean square of got - want where both are finite; NaN if special values differ.
 double MeanSquareError(const std::vector<float>& got, const std::vector<float>& want) {
   double sum = 0.0;
   for (size_t i = 0; i < got.size(); ++i) {
@@ -230,14 +231,14 @@ double MeanSquareError(const std::vector<float>& got, const std::vector<float>& 
 std::string CheckWide(const Workload& workload, const CaseOutput& got, const CaseOutput& want,
                       const CaseOutput& in_bf16) {
   constexpr double kTimes = 1.5;
-  constexpr double kOfFp32 = 1e-6;  // what sums in fp32 may be off, of the largest value
+  constexpr double kOfFp32 = 1e-6;  // error of sums in fp32, relative to the largest value
   double most_lse = 1.0;
   for (const float lse : want.lse) {
     if (std::isfinite(lse)) most_lse = std::max(most_lse, std::abs(double{lse}));
   }
   std::string message;
   const auto judge = [&message](const char* what, double error, double of_bf16, double floor) {
-    if (error <= kTimes * of_bf16 + floor) return;  // not so for NaN
+    if (error <= kTimes * of_bf16 + floor) return;  // false for NaN
     absl::StrAppend(&message, what, ": error ", error, ", of the expanded form in bf16 ", of_bf16,
                     ", which is ", error / of_bf16, " times; ");
   };
@@ -261,7 +262,7 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload) {
   const Route route = workload.spec.route;
   const kernels::DType products = workload.spec.products;
   if (route == Route::kAbsorbProject) workload.spec.route = Route::kExpanded;
-  workload.spec.products = kernels::DType::kBf16;  // it rounds nothing
+  workload.spec.products = kernels::DType::kBf16;  // the bf16 form rounds nothing to 8 bits
   std::vector<int32_t> repeats;
   for (RequestSpec& r : workload.spec.requests) repeats.push_back(std::exchange(r.repeats, 1));
   auto output = oracle.Run(workload);
@@ -309,7 +310,7 @@ std::string CheckAlone(CaseRunner& runner, const Workload& workload, const CaseO
     if (std::memcmp(part, alone->o.data(), count * sizeof(float)) == 0) return "";
     return absl::StrCat("request ", request, " differs by bits between batch and alone");
   }
-  const bool e4m3 = workload.spec.RoundsProbabilities();  // other parts round otherwise
+  const bool e4m3 = workload.spec.RoundsProbabilities();  // other parts round differently
   Comparison all =
       Compare({part, count}, alone->o, columns,
               {std::numeric_limits<double>::max(), 0.0, e4m3 ? 4 * kE4m3AnyCosine : kCosineLimit,

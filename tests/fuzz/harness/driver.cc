@@ -1,9 +1,9 @@
 // Runs a fuzz target without libFuzzer: its seeds, and a fixed number of mutations of them. With
-// file names as arguments it runs those files alone, e.g. the input of a crash.
+// file names as arguments it runs only those files, e.g. the input of a crash.
 //
-// The environment: MLA_TEST_LONG runs a hundred times as many mutations, MLA_TEST_SEED others. An
-// input that crashes the target is written to crash-input in TEST_UNDECLARED_OUTPUTS_DIR or the
-// working directory.
+// Environment: MLA_TEST_LONG runs a hundred times as many mutations, and MLA_TEST_SEED runs
+// different ones. An input that crashes the target is written to crash-input in
+// TEST_UNDECLARED_OUTPUTS_DIR or the working directory.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -22,7 +22,7 @@
 namespace mla::fuzz {
 namespace {
 
-// What the signal handler needs: it may not allocate.
+// Data of the signal handler, which may not allocate.
 const std::string* current_input = nullptr;
 char crash_file[512];
 

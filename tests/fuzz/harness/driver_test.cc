@@ -1,4 +1,5 @@
-// The driver on a target with a planted fault: a broken input must fail the test and be kept.
+// Runs the driver on a target with a planted fault: a crashing input must fail the test and be
+// kept.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>

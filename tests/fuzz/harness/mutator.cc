@@ -23,7 +23,7 @@ std::string Mutator::Next() {
 }
 
 void Mutator::Mutate(std::string* input) {
-  // Lengths, counts and text that parsers trip over.
+  // Lengths, counts and texts that are difficult for parsers.
   static const std::string kTokens[] = {{'\0'},
                                         "\xff",
                                         "\x7f",

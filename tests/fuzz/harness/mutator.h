@@ -1,5 +1,6 @@
-// A sequence of inputs mutated from seeds: bits, bytes, numbers and text that parsers trip over,
-// repeats, and parts of other seeds. The same arguments give the same sequence. Threading: none.
+// A sequence of inputs mutated from seeds: changed bits, bytes, numbers and texts that are
+// difficult for parsers, repeats, and parts of other seeds. The same arguments give the same
+// sequence. Threading: none.
 #ifndef MLA_TESTS_FUZZ_HARNESS_MUTATOR_H_
 #define MLA_TESTS_FUZZ_HARNESS_MUTATOR_H_
 

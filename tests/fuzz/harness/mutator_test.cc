@@ -1,4 +1,4 @@
-// The canary: mutations that find nothing here would find nothing anywhere.
+// The canary: mutations that find no fault here would find none anywhere.
 #include "tests/fuzz/harness/mutator.h"
 
 #include <gtest/gtest.h>

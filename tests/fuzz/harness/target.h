@@ -1,4 +1,4 @@
-// What a fuzz target consists of: LLVMFuzzerTestOneInput, as libFuzzer calls it, and the inputs to
+// A fuzz target consists of LLVMFuzzerTestOneInput, which libFuzzer calls, and of the inputs to
 // start from.
 //
 // Under ./dev fuzz a target is linked with libFuzzer, and its seeds are written to the corpus. As a
@@ -16,14 +16,14 @@ namespace mla::fuzz {
 
 struct FuzzTarget {
   std::vector<std::string> seeds;  // well-formed inputs and regressions; at least one
-  int64_t executions = 20000;      // of mutated inputs, as a test
+  int64_t executions = 20000;      // mutated inputs when run as a test
   size_t input_bytes_max = 4096;
 };
 
 // Defined by each target.
 FuzzTarget TargetUnderTest();
 
-// Prints what the input has broken and aborts, unless `violation` is empty.
+// Prints `violation` and aborts, unless it is empty.
 void Require(const std::string& violation);
 
 }  // namespace mla::fuzz

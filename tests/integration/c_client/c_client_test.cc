@@ -1,5 +1,5 @@
-// The border between C and the library: structs of other versions, null pointers, errors, and the
-// program of step.c on every transport. What the calls do is tested with the C++ library.
+// Tests the border between C and the library: structs of other versions, null pointers, errors, and
+// the program step.c on every transport. The C++ library's tests cover the calls themselves.
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -18,7 +18,7 @@ namespace {
 
 using ClientHandle = std::unique_ptr<mla_client, decltype(&mla_client_free)>;
 
-// What an error says, freed.
+// The contents of an error, which is freed.
 struct Said {
   explicit Said(mla_error* error)
       : code(mla_error_code(error)),
@@ -127,12 +127,13 @@ TEST(CClientTest, ServersRefusalsNameTheField) {
   EXPECT_NE(said.limit, "");
 }
 
-// A program that was compiled with an earlier header gives and gets what that one had.
+// A program that was compiled with an earlier header passes and gets the fields of that header.
 TEST(CClientTest, StructsOfEarlierHeaders) {
   const TestServer server;
   const ClientHandle client = Connect(server);
   mla_model model = SmallModel();
-  model.sparse_top_k = 77;  // would need sparse attention; lies behind what the program knows
+  model.sparse_top_k = 77;  // would need sparse attention; lies after the fields that the program
+                            // knows
   model.struct_size = offsetof(mla_model, sparse_top_k);
   mla_model_info info;
   std::memset(&info, 0xee, sizeof(info));
@@ -219,7 +220,7 @@ TEST(CClientTest, CallsThatWouldReachPastTensorsAreRefused) {
   mla_sequence_free(sequence);
 }
 
-// Weights arrive whole although a message holds those of one head only.
+// Weights arrive complete although a message holds only one head's weights.
 TEST(CClientTest, WeightsAreCutByHeads) {
   const TestServer server([](server::Config& config) { config.wire.weight_chunk_bytes = 2048; });
   const ClientHandle client = Connect(server);

@@ -1,4 +1,5 @@
-// Chained calls: streams wait for replies in place of threads, and go on where none will come.
+// Chained calls: streams instead of threads wait for replies, and continue if a reply will never
+// come.
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -53,7 +54,7 @@ class ChainedTest : public testing::Test {
     call.chained = chained;
     return call;
   }
-  // Clears them.
+  // Copies the outputs and clears them.
   std::vector<std::byte> TakeOutputs() {
     std::vector<std::byte> all;
     for (const std::span<std::byte> out : out_) {
@@ -92,7 +93,7 @@ TEST_F(ChainedTest, TheStreamHasTheOutputsThoughNoThreadHasWaited) {
     for (client::PendingAttend& pending : chain) ASSERT_TRUE(pending.Wait().ok());
     ASSERT_TRUE(step->End({0}).ok());
   }
-  // The worker's stream has stored its own words, and launches those of the server.
+  // The worker's stream has stored its own words, and launches have stored the server's words.
   EXPECT_LE(server_->control().word_stores - before, kTurns * (2 * DeviceDims().layers + 1));
 }
 
@@ -121,7 +122,7 @@ TEST_F(ChainedTest, WhatWasLaunchedTooEarlyIsComputedAgain) {
   EXPECT_GT(more, launches);
 }
 
-// It goes ahead, comes back late, is held, and is refused at the end of shm.device_wait_ms.
+// The launch goes ahead, comes back late, is held, and is refused after shm.device_wait_ms.
 TEST_F(ChainedTest, WhatNeverGetsReadyIsRefusedOnce) {
   server_->control().lazy_words = stream_.get();
   auto step = Begin();
@@ -135,7 +136,7 @@ TEST_F(ChainedTest, WhatNeverGetsReadyIsRefusedOnce) {
 TEST_F(ChainedTest, AFailureLetsTheStreamGoOn) {
   auto step = Begin();
   client::AttendCall call = Call(0, true);
-  call.num_heads = 3;  // of two
+  call.num_heads = 3;  // the model has two
   client::PendingAttend refused = step->AttendAsync(call);
   stream_.Finish();
   EXPECT_EQ(refused.Wait().status().code(), StatusCode::kInvalidArgument);
@@ -182,7 +183,7 @@ TEST_F(ChainedTest, StreamsAreReleasedWhereNoReplyWillCome) {
   wire::SubmissionEntry entry{};
   entry.kind = wire::kEntryAttend;
   entry.flags = wire::kEntryOnDevice;
-  // Its answer comes; the next two have none, since the ring is closed.
+  // The first call gets a reply; the next two get none, because the ring is closed.
   ASSERT_TRUE((*ring)->Submit(entry, stream_.get(), true));
   stream_.Finish();
   track_.reset();

@@ -1,4 +1,4 @@
-// Steps whose tensors lie in device memory: the answers, what is refused, and what returns.
+// Steps whose tensors lie in device memory: replies, refusals, and the release of memory.
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -42,8 +42,8 @@ TEST(DeviceMemoryTest, StepsEqualTheDenseModel) {
   }
 }
 
-// The same steps copy their queries to the device where they lie in host memory, and nothing but
-// metadata where they lie in device memory.
+// Steps with queries in host memory copy them to the device; the same steps with queries in device
+// memory copy only metadata.
 TEST(DeviceMemoryTest, NoPayloadIsCopied) {
   DeviceServer server;
   const auto client = server.server().Connect(DeviceServer::Options());
@@ -62,7 +62,7 @@ TEST(DeviceMemoryTest, NoPayloadIsCopied) {
   EXPECT_LT(on_device, DeviceDims().layers * kQueries);
 }
 
-// The same step from tensors in device memory and from the host's meet in one launch.
+// Steps with tensors in device memory and steps with tensors in host memory share a launch.
 TEST(DeviceMemoryTest, OtherTransportsBesideIt) {
   DeviceServer server;
   const auto on_device = server.server().Connect(DeviceServer::Options());
@@ -92,7 +92,7 @@ TEST(DeviceMemoryTest, ANotANumberStaysItsOwn) {
   const std::span<std::byte> in = worker.session().AllocateOnDevice(1152 + 2 * 1152);
   const std::span<std::byte> out = worker.session().AllocateOnDevice(2 * 512 * 4 + 64);
   std::memset(in.data(), 0, in.size());
-  // An infinite element of the new row meets zeros of the queries: a NaN, as its inputs have it.
+  // An infinite element of the new row meets queries of zero, which gives NaN as its inputs demand.
   const uint16_t infinity = 0x7f80;
   std::memcpy(in.data(), &infinity, sizeof(infinity));
   client::AttendCall call;
@@ -128,7 +128,7 @@ TEST(DeviceMemoryTest, SomeTensorsInIt) {
   EXPECT_EQ((*step)->Attend(call).status().code(), StatusCode::kInvalidArgument);
 }
 
-// What only a client that makes its own entries can say.
+// Requests that only a client with hand-made entries can send.
 class DeviceEntriesTest : public testing::Test {
  protected:
   DeviceEntriesTest() : client_(server_.server().Connect(DeviceServer::Options())) {
@@ -218,7 +218,7 @@ TEST_F(DeviceEntriesTest, WithoutDeviceMemoryTheyAreRefused) {
   const uint64_t step = Begin(*ring);
   wire::SubmissionEntry entry = Attend(step);
   EXPECT_FALSE(ring->Submit(entry));
-  // The client's own check stands before the server's, so it goes by hand.
+  // The client library refuses this itself, so the entry is written by hand.
   auto* const slots =
       reinterpret_cast<wire::SubmissionEntry*>(ring->region().data() + wire::SubmissionsOffset());
   entry.sequence = 0;
@@ -230,15 +230,15 @@ TEST_F(DeviceEntriesTest, WithoutDeviceMemoryTheyAreRefused) {
   EXPECT_EQ(reply.error().detail().field(), "flags");
 }
 
-// The listener answers without device memory where there is none left, and has it again when the
-// client that had it is gone.
+// If no device memory is left, the listener replies without any. Memory is available again when its
+// client has gone.
 TEST_F(DeviceEntriesTest, ItIsBoundedAndReturns) {
-  const int64_t before = server_.device_bytes();  // the fixture's own client has a session or none
+  const int64_t before = server_.device_bytes();  // the fixture's own client may have a session
   auto large = Ring(16);
   ASSERT_NE(large->device(), nullptr) << large->device_status();
   EXPECT_EQ(server_.device_bytes() - before, 16 * kMiB);
   for (const std::byte byte : large->device()->memory().first(1 << 20)) {
-    ASSERT_EQ(byte, std::byte{0});  // cleared, whatever the device had there
+    ASSERT_EQ(byte, std::byte{0});  // cleared, whatever the device's memory held before
   }
   std::memset(large->device()->memory().data(), 0x5a, 1 << 20);
   const auto none = Ring(2);

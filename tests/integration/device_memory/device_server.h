@@ -1,4 +1,4 @@
-// A server in this process on the fake GPU, with device memory to offer, and clients that map it.
+// A server in this process on the fake GPU, which offers device memory, and clients that map it.
 #ifndef MLA_TESTS_INTEGRATION_DEVICE_MEMORY_DEVICE_SERVER_H_
 #define MLA_TESTS_INTEGRATION_DEVICE_MEMORY_DEVICE_SERVER_H_
 
@@ -17,7 +17,7 @@ namespace mla::integration {
 
 inline constexpr int64_t kMiB = 1 << 20;
 
-// What the GPU kernels compute.
+// Dims that the GPU kernels support.
 inline Dims DeviceDims() {
   Dims dims;
   dims.heads = 2;
@@ -41,7 +41,7 @@ inline void AllowDeviceDims(server::Config& config) {
 
 class DeviceServer final {
  public:
-  // `machine` makes another one of the fake than an sm_90.
+  // `machine` may turn the fake into a GPU other than an sm_90.
   explicit DeviceServer(const std::function<void(server::Config&)>& change = {},
                         const std::function<void(fake_hip::Control&)>& machine = {})
       : control_(Machine(machine)),
@@ -56,7 +56,7 @@ class DeviceServer final {
 
   TestServer& server() { return server_; }
   fake_hip::Control& control() { return *control_; }
-  // Of the device, beside what the server took at start.
+  // Device memory in use, in addition to what the server took at start.
   int64_t device_bytes() const { return control_->live_bytes - base_bytes_; }
 
   static client::ClientOptions Options(int64_t device_bytes = 4 * kMiB) {

@@ -1,5 +1,5 @@
-// A worker process with tensors in device memory that goes as far as it is told and waits there, to
-// be stopped or killed: device_worker TARGET LIBRARY POINT.
+// A worker process with tensors in device memory. It runs up to POINT and waits there to be stopped
+// or killed: device_worker TARGET LIBRARY POINT.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -69,7 +69,7 @@ int Run(const std::string& target, const std::string& library, const std::string
   reached("written");
   auto* const control = reinterpret_cast<fake_hip::Control* (*)()>(
       dlsym(dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL), "fake_hip_control"))();
-  control->hang = point == "gpu_hangs";  // its stream never gets to what it has been given
+  control->hang = point == "gpu_hangs";  // its stream never runs its work
   {
     client::PendingAttend pending = (*step)->AttendAsync(CallOf(0, in, out));
     reached("gpu_hangs");

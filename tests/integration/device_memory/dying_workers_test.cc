@@ -1,5 +1,5 @@
-// Workers that are killed or stopped at every point of a step in device memory: the server goes on,
-// others are served meanwhile, and what the worker had returns.
+// Workers that are killed or stopped at every point of a step in device memory. The server goes on,
+// other workers are served during that time, and the worker's memory is released.
 #include <signal.h>
 
 #include <chrono>
@@ -38,7 +38,7 @@ class DyingWorkersTest : public testing::Test {
     base_ = server_.device_bytes();
   }
 
-  // Starts a worker and returns once it is where it stays.
+  // Starts a worker and returns once it waits at its point.
   std::unique_ptr<BackgroundCommand> WorkerAt(const std::string& point) {
     const std::string reached = server_.server().folder().File("reached");
     std::remove(reached.c_str());
@@ -49,7 +49,7 @@ class DyingWorkersTest : public testing::Test {
         << point << ": " << Shell("cat " + reached).output;
     return worker;
   }
-  // What another worker asks meanwhile is answered as ever.
+  // Requests of another worker are served as before.
   void ServesOthers(const std::string& point) {
     const auto start = std::chrono::steady_clock::now();
     EXPECT_EQ(other_.Step({&*track_}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus()) << point;

@@ -1,5 +1,5 @@
-// Calls that were handed over ahead of their tensors and come back, beside what their client has
-// sent behind them. The client is a ring's library without the rules of a session.
+// Calls that were sent before their tensors were ready and come back, together with requests that
+// their client sent after them. The client uses a ring's library without the rules of a session.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -17,13 +17,13 @@ namespace {
 
 constexpr std::chrono::seconds kPatience{20};
 constexpr uint64_t kIn = 1152 + 2 * 1152;
-constexpr uint64_t kRoom = 4096;  // of a message, and of its reply
+constexpr uint64_t kRoom = 4096;  // bytes for a message, and for its reply
 
 class LateCallsTest : public testing::Test {
  protected:
   explicit LateCallsTest(uint64_t words_last = wire::kChainWordsLast)
       : server_([](server::Config& config) {
-          config.limits.ahead_us = 10'000;  // there is time to act while a launch waits
+          config.limits.ahead_us = 10'000;  // leaves time to act while a launch waits
           config.shm.device_wait_ms = 10'000;
         }),
         client_(server_.server().Connect()),
@@ -91,7 +91,7 @@ class LateCallsTest : public testing::Test {
     ASSERT_TRUE(ring_->Submit(entry, stream_.get(), true));
     ++sent_;
   }
-  // The next answer: which request's, and what it says.
+  // Returns the next reply: the number of its request, and its text.
   std::pair<uint64_t, std::string> Answer() {
     wire::CompletionEntry done;
     const absl::Status status = ring_->Wait(&done, kPatience);
@@ -114,8 +114,9 @@ class LateCallsTest : public testing::Test {
   uint64_t sent_ = 0;
 };
 
-// The tensors are there when the launch has stopped to wait for them, but the engine does not know
-// yet that it was late. The stream's words in device memory come last, so the launch sees none.
+// The tensors become ready after the launch has stopped waiting for them, but before the engine
+// knows that it was late. The launch sees no words, because the stream's words in device memory
+// come last.
 TEST_F(LateCallsTest, AStepDoesNotEndBeforeACallThatComesLate) {
   for (uint64_t step = 1; step <= 3; ++step) {
     SendBegin(step);
@@ -130,7 +131,7 @@ TEST_F(LateCallsTest, AStepDoesNotEndBeforeACallThatComesLate) {
     ASSERT_EQ(Answer(), Answered(step, ""));
     server_.control().lazy_words = nullptr;
     stream_.Finish();
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // what is late pauses its tenant
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // a late call pauses its tenant
   }
 }
 
@@ -143,7 +144,7 @@ class OldWordsTest : public LateCallsTest {
         ring_->region().data() + wire::CompletionsOffset(ring_->ring_entries()));
     return std::atomic_ref(completions[slot & (ring_->ring_entries() - 1)].done);
   }
-  // As 2^31 entries ago, seen from entry `index`.
+  // Makes an entry look 2^31 entries old, seen from entry `index`.
   void MakeOld(uint64_t index) {
     const uint32_t old = wire::PublishedSequence(index) - (1u << 31) - 8;
     for (uint64_t slot = 0; slot < ring_->ring_entries(); ++slot) Done(slot).store(old);
@@ -157,7 +158,7 @@ TEST_F(OldWordsTest, WordsOfLongAgoAreNotTakenForLaterOnes) {
       SendBegin(step);
       ASSERT_EQ(Answer(), Answered(step, ""));
     }
-    if (step == 1) {  // words are in use from the first chained entry on
+    if (step == 1) {  // words are used from the first chained entry on
       SendChained(step);
       ASSERT_EQ(Answer(), Answered(1000 + step, ""));
       SendEnd(step);
@@ -170,7 +171,7 @@ TEST_F(OldWordsTest, WordsOfLongAgoAreNotTakenForLaterOnes) {
     };
     MakeOld(index);
     ASSERT_FALSE(behind(Done(index).load()));
-    server_.control().lazy_words = stream_.get();  // so what the call stores is not there
+    server_.control().lazy_words = stream_.get();  // so the call's inputs are not stored
     SendChained(step);
     EXPECT_TRUE(behind(Done(index).load()));
     EXPECT_TRUE(behind(*ring_->device()->Nearby(0)));

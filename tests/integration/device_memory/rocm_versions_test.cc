@@ -1,5 +1,5 @@
-// Device memory of an AMD server, and workers that map it, on each version of ROCm: descriptors
-// mean two things to HIP, and where a worker might take the wrong one there are handles.
+// Device memory of an AMD server, and workers that map it, on each version of ROCm. HIP interprets
+// descriptors in two ways; where a worker might use the wrong way, handles are used.
 #include <functional>
 
 #include "client/cpp/shared_memory/shared_memory.h"
@@ -36,7 +36,7 @@ TEST(RocmVersionsTest, WorkersMapTheMemoryOfEach) {
   }
 }
 
-// If the runtime has no handles, descriptors go to workers that know what they mean to HIP.
+// If the runtime has no handles, descriptors go to workers that know how HIP interprets them.
 TEST(RocmVersionsTest, DescriptorsAreImportedAsEachTakesThem) {
   for (const fake_hip::Version& version : fake_hip::kVersions) {
     SCOPED_TRACE(version.name);

@@ -1,5 +1,5 @@
-// A machine whose GPU can not be used: an error if the GPU was asked for, else a warning wherever
-// an operator looks.
+// A machine whose GPU cannot be used: an error if the GPU was asked for, otherwise a warning
+// wherever an operator looks.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ constexpr char kReason[] = "no GPU runtime: libamdhip64.so.7: not found";
 
 class UnusedGpuTest : public ::testing::Test {
  protected:
-  // A registry of a machine with `hardware`, whose backend has no runtime.
+  // Makes the registry of a machine with `hardware`, whose backend has no runtime.
   void MachineWith(const std::string& hardware) {
     ASSERT_TRUE(registry_
                     .Add({"hip", 100,
@@ -35,7 +35,7 @@ class UnusedGpuTest : public ::testing::Test {
                     .ok());
     ASSERT_TRUE(kernels::RegisterReference(registry_).ok());
   }
-  // The log of the start is in log_.
+  // The log of the start goes to log_.
   absl::Status Start(const std::string& backend) {
     server::ServerOptions options;
     options.config = SmallConfig();

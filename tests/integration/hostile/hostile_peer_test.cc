@@ -1,5 +1,5 @@
-// A drain to a peer that holds a certificate of the authority and answers what it likes: the server
-// stays up, keeps its sequences and spends little on the answers.
+// A drain to a peer that holds a certificate of the authority and sends arbitrary replies. The
+// server keeps running, keeps its sequences and spends little on the replies.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -36,7 +36,7 @@ std::string InfoBytes(uint64_t boot_id) {
   return info.SerializeAsString();
 }
 
-// `bytes` of empty messages in the field with this number: each takes two bytes here, and some
+// `bytes` of empty messages in the field with this number. Each takes two bytes here, and about
 // seventy once it is parsed.
 std::string EmptyMessages(int field, size_t bytes) {
   std::string text(bytes, '\0');
@@ -44,7 +44,7 @@ std::string EmptyMessages(int field, size_t bytes) {
   return text;
 }
 
-// Bytes of the peak of this process's memory in RAM.
+// This process's peak resident memory, in bytes.
 size_t PeakBytes() {
   std::ifstream file("/proc/self/status");
   for (std::string line; std::getline(file, line);) {
@@ -67,7 +67,8 @@ class HostilePeerTest : public HandOverTest {
     peer_.Answer(kEvict, Of({evicted.SerializeAsString()}));
   }
   std::string address() const { return Address(peer_.port()); }
-  // A drain whose peer answers Import so: the sequence stays, for a reason.
+  // Drains to a peer that answers Import with `answer`, and expects that the sequence stays, for a
+  // reason.
   void ExpectKept(const HostileAnswer& answer, const std::string& what) {
     SCOPED_TRACE(what);
     peer_.Answer(kImport, answer);
@@ -98,7 +99,7 @@ TEST_F(HostilePeerTest, AnswersOfAnImportThatAreNoneKeepTheSequence) {
   v1::ImportReply other;
   other.set_boot_id(kBootId);
   other.mutable_sequence()->set_sequence_id(1);
-  // Field 1 of a reply is the sequence, whose fields of text must be UTF-8.
+  // Field 1 of a reply is the sequence, whose text fields must be UTF-8.
   std::string no_utf8 = other.SerializeAsString();
   v1::SequenceInfo info;
   info.set_model_id("model");
@@ -134,7 +135,7 @@ TEST_F(HostilePeerTest, AnswersAreBoundedBeforeTheyAreParsed) {
       const size_t before = PeakBytes();
       const auto drained = Drain(address());
       EXPECT_FALSE(drained.ok()) << method;
-      // The bytes themselves are in this process, too: three times, at most, on their way out.
+      // This process holds the bytes themselves, too: at most three copies while they are sent.
       EXPECT_LT(PeakBytes() - before, 400 * kMiB) << method << compressed;
       EXPECT_TRUE(*red_->IsServing());
     }

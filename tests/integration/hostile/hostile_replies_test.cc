@@ -1,5 +1,5 @@
-// Clients whose server answers with anything: the C++ and the C library and mlactl report an error,
-// in bounded time, and their process goes on.
+// Clients whose server sends arbitrary replies. The C++ library, the C library and mlactl report an
+// error within bounded time, and their process goes on.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -32,7 +32,7 @@ HostileAnswer Of(std::vector<std::string> messages) {
   return answer;
 }
 
-// A call with one reply gets the status OK and bytes that are not a message.
+// A call with one reply gets status OK and bytes that are not a message.
 std::vector<HostileAnswer> NoReplies() {
   std::vector<HostileAnswer> answers = {Of({"\xff\xff\xff\xff"}), Of({}), Of({"", ""})};
   answers.push_back(Of({"\xff\xff\xff\xff"}));
@@ -132,7 +132,7 @@ v1::ModelSpec Model(uint32_t v_dim) {
   return model;
 }
 
-// By a larger one calls would read and write beyond the caller's memory.
+// With a larger shape, calls would read and write beyond the caller's memory.
 TEST_F(HostileRepliesTest, AModelHasTheShapeThatWasRegistered) {
   const auto answer = [this](uint32_t v_dim) {
     v1::RegisterReply registered;
@@ -239,7 +239,7 @@ TEST_F(HostileRepliesTest, MlactlReportsAnImportWithoutReply) {
   }
 }
 
-// Ends a line and begins a false one, clears the screen, turns text around.
+// Ends a line and begins a forged one, clears the screen, and reverses text.
 constexpr char kForged[] = "x\nmlactl: all is well\x1b[2J\u009b2J\u202egpj\u2028y";
 
 TEST_F(HostileRepliesTest, MlactlPrintsNothingThatControlsATerminal) {

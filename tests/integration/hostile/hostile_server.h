@@ -1,5 +1,5 @@
-// A gRPC server that answers calls with whatever bytes a test says: no messages of the contract,
-// too many, too large ones, or none at all.
+// A gRPC server that answers calls with the bytes that a test chooses: invalid messages, too many,
+// too large ones, or none.
 #ifndef MLA_TESTS_INTEGRATION_HOSTILE_HOSTILE_SERVER_H_
 #define MLA_TESTS_INTEGRATION_HOSTILE_HOSTILE_SERVER_H_
 
@@ -34,12 +34,12 @@ class HostileServer final {
                              grpc::InsecureServerCredentials());
   ~HostileServer();
 
-  // Answers calls of `method`, for example "/mla.v1.Cache/Import", from now on. Other calls
-  // are UNIMPLEMENTED.
+  // From now on answers calls of `method`, for example "/mla.v1.Cache/Import". Other calls are
+  // UNIMPLEMENTED.
   void Answer(const std::string& method, HostileAnswer answer);
   int port() const { return port_; }
   std::string target() const;
-  // Calls of the method that have come.
+  // Number of calls of the method so far.
   int calls(const std::string& method) const;
 
  private:

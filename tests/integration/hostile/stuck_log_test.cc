@@ -1,4 +1,4 @@
-// A log whose reader has stopped reading: the server goes on, and ends when it is asked to.
+// A log whose reader has stopped reading: the server goes on, and ends when it is told to.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -21,7 +21,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// A pipe of a page, which the test alone reads.
+// A pipe of one page, which only the test reads.
 class StuckPipe {
  public:
   StuckPipe() {
@@ -47,7 +47,7 @@ class StuckPipe {
     }
     fcntl(ends_[1], F_SETFL, flags);
   }
-  // All that comes until every writer has closed it, or until `text` has come.
+  // Reads until every writer has closed the pipe, or until `text` has arrived.
   std::string ReadUntil(const std::string& text) const {
     std::string all, buffer(4096, '\0');
     for (ssize_t n; all.find(text) == std::string::npos &&
@@ -98,7 +98,7 @@ class StuckLogTest : public ::testing::Test {
 };
 
 TEST_F(StuckLogTest, CallsConnectionsAndTheEndGoOn) {
-  // A connection that is refused is logged, by the thread that takes all others.
+  // The thread that accepts connections logs refused ones.
   std::vector<int> held;
   for (int i = 0; i < 6; ++i) {
     held.push_back(socket(AF_INET, SOCK_STREAM, 0));
@@ -114,7 +114,7 @@ TEST_F(StuckLogTest, CallsConnectionsAndTheEndGoOn) {
     if (!connected) usleep(50000);
   }
   EXPECT_TRUE(connected);
-  // Calls are logged, too: more of them than there is room for.
+  // Calls are logged, too; these are more than the pipe holds.
   const auto client = *client::Client::Connect(server_.target(), {});
   for (int i = 0; i < 5000; ++i) ASSERT_TRUE(client->GetStats().ok()) << i;
   server_.Signal(SIGTERM);

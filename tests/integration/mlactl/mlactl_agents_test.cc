@@ -1,5 +1,5 @@
-// mlactl bench --scene against a real server: how many rows turns find, traces that are written
-// and run again, and what is left behind.
+// mlactl bench --scene against a real server: how many rows turns find, traces that are written and
+// run again, and the absence of leftovers.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -23,7 +23,7 @@ using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// A model that the test servers have room for.
+// A model small enough for the test servers.
 constexpr char kSmall[] = " --heads=4 --lora=32 --rope=8 --nope=16 --v=16 --layers=2 --page-size=4";
 
 std::string ReadAll(const std::string& path) {
@@ -39,7 +39,7 @@ class MlactlAgentsTest : public testing::Test {
     return server_.Mlactl(absl::StrCat("bench --quiet", kSmall, " ", options));
   }
   Result Run(const std::string& options) const { return Shell(Command(options)); }
-  // The parsed document of a run that must succeed.
+  // Runs the scene, which must succeed, and returns the parsed document.
   json Measure(const std::string& options) const {
     const Result result = Run(options + " --output=json");
     EXPECT_EQ(result.code, 0) << result.output;
@@ -103,7 +103,7 @@ TEST_F(MlactlAgentsTest, ConversationsFindWhatTheirTurnsBeforeHaveLeft) {
   }
   EXPECT_THAT(turns_of, ElementsAre(6, 6, 6));
   EXPECT_THAT(ReadAll(svg), HasSubstr("Time to the first output by percentile"));
-  // The trace that was written, again.
+  // Runs the written trace again.
   const json again = Measure(absl::StrCat("--scene=agents --trace=", trace));
   EXPECT_EQ(again["turns_done"], 24);
   EXPECT_EQ(again["rows"]["input"], document["rows"]["input"]);
@@ -121,8 +121,8 @@ TEST_F(MlactlAgentsTest, AnAgentTurnIsMeasuredWithAndWithoutTheCache) {
   ExpectNothingLeft();
 }
 
-// A branch takes all rows of its conversation, the outputs among them, and the turn behind it finds
-// what both have left.
+// A branch takes all rows of its conversation, outputs included. The next turn finds the rows of
+// both.
 TEST_F(MlactlAgentsTest, TracesSayWhatIsShared) {
   const std::string trace = Write(absl::StrCat(
       R"({"format": "mla-agents-trace", "version": 1, "block_rows": 4})", "\n",

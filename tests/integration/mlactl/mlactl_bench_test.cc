@@ -1,4 +1,4 @@
-// mlactl bench against a real server: what it reports, what it leaves behind, and how it ends.
+// mlactl bench against a real server: its report, its leftovers, and its exit codes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -23,7 +23,7 @@ using nlohmann::json;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 
-// A model that the test servers have room for.
+// A model small enough for the test servers.
 constexpr char kSmall[] =
     " --heads=4 --lora=32 --rope=8 --nope=16 --v=16 --layers=2 --page-size=4 --context=8";
 
@@ -40,7 +40,7 @@ class MlactlBenchTest : public testing::Test {
     return Shell(server_.Mlactl(absl::StrCat("bench --quiet", kSmall, " ", options)));
   }
 
-  // The parsed document of a run that must succeed.
+  // Runs the benchmark, which must succeed, and returns the parsed document.
   json Measure(const std::string& options) const {
     const Result result = Bench(options + " --output=json");
     EXPECT_EQ(result.code, 0) << result.output;
@@ -54,8 +54,8 @@ class MlactlBenchTest : public testing::Test {
     return stats.is_discarded() ? 0 : std::stoull(stats["requests_total"].get<std::string>());
   }
 
-  // Returns once so much was answered that a load is past its preparations, which take a busy
-  // machine any time.
+  // Returns once enough requests were answered that the load is past its preparations, whose time
+  // depends on the machine.
   void AwaitLoad(uint64_t before) const {
     const auto timeout = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (Answered() < before + 100 && std::chrono::steady_clock::now() < timeout) {
@@ -137,7 +137,8 @@ TEST_F(MlactlBenchTest, SparseModelsBringTheirListsAndEntries) {
   const std::string load = " --transport=inline,shm,ring-spin --rows=3 --steps=4 --warmup=0 ";
   const json listed = Measure("--attention=v32 --profile=absorbed --top-k=3" + load);
   EXPECT_EQ(listed["model"]["attention"], "ATTENTION_KIND_SPARSE_V32");
-  // 8 rows of context are 4 entries, which lists hold or not; some steps make two entries whole.
+  // 8 rows of context make 4 entries, which a list holds completely or not. Some steps complete two
+  // entries.
   for (const char* options : {"--top-k=2", "--top-k=16", "--top-k=2 --grow --batch=2"}) {
     const json windowed = Measure(absl::StrCat(
         "--attention=v4 --profile=absorbed,append-only --window=4 --ratio=2 ", options, load));
@@ -160,7 +161,7 @@ TEST_F(MlactlBenchTest, EveryShapeOfTheListsIsARun) {
     EXPECT_EQ(run["steps"], 6);
     const double tokens = run["asked"]["batch"].get<double>() * 2;
     EXPECT_NEAR(run["tokens_per_s"].get<double>(), tokens * run["steps_per_s"].get<double>(), 1e-6);
-    // kv, q, o and lse of one attend, by the shape alone.
+    // kv, q, o and lse of one attend, computed from the shape alone.
     const std::string profile = run["asked"]["profile"];
     double bytes = 40 * 2;
     if (profile == "ABSORBED") bytes += 4 * (40 * 2 + 32 * 4 + 4);
@@ -173,7 +174,7 @@ TEST_F(MlactlBenchTest, EveryShapeOfTheListsIsARun) {
 }
 
 TEST_F(MlactlBenchTest, SharedContextsAreForks) {
-  // 16 sequences of 64 rows take 16 x 16 page groups apart, and 16 + 16 together.
+  // 16 sequences of 64 rows take 16 x 16 page groups separately, and 16 + 16 with a shared context.
   const json document =
       Measure("--batch=16 --context=64 --shared-context --steps=2 --warmup=0 --profile=absorbed");
   EXPECT_EQ(document["runs"][0]["steps"], 2);
@@ -181,8 +182,8 @@ TEST_F(MlactlBenchTest, SharedContextsAreForks) {
   ExpectNothingLeft();
 }
 
-// The server stands still for a second. In the open loop every step that arrived meanwhile has
-// waited; in the closed loop one step has.
+// The server stops for a second. In the open loop every step that arrives in that time waits; in
+// the closed loop only one step does.
 TEST_F(MlactlBenchTest, OpenLoopSeesAStallOfTheServer) {
   const auto measure = [this](const std::string& loop) {
     const uint64_t before = Answered();
@@ -254,7 +255,7 @@ TEST_F(MlactlBenchTest, ProgressIsPlainLinesWithoutATerminal) {
   EXPECT_THAT(result.output, HasSubstr("uploading weights"));
   EXPECT_THAT(result.output, HasSubstr("warm-up\n"));
   EXPECT_EQ(result.output.find('\r'), std::string::npos);
-  // And a redrawn line on one.
+  // On a terminal the line is redrawn.
   const Result terminal = Shell(absl::StrCat(
       "script -qec \"",
       server_.Mlactl(absl::StrCat("bench", kSmall, " --duration=0.5 --warmup=0.2\" /dev/null"))));

@@ -1,5 +1,5 @@
-// Ctrl-C at any moment of a command of mlactl: exit code 130, immediately if nothing was created,
-// and nothing left on the server.
+// Ctrl-C at any moment of an mlactl command: exit code 130, immediately if nothing was created, and
+// no leftovers on the server.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -48,7 +48,7 @@ TEST(MlactlInterruptTest, WatchEndsAtOnceHoweverRareItsLines) {
     const Result result = watch.Finish();
     EXPECT_EQ(result.code, 130);
     EXPECT_LT(Clock::now() - begin, milliseconds(2000));
-    EXPECT_THAT(result.output, HasSubstr("SERVING"));  // the updates so far
+    EXPECT_THAT(result.output, HasSubstr("SERVING"));  // the updates before the interrupt
   }
 }
 
@@ -66,14 +66,15 @@ TEST(MlactlInterruptTest, AnInterruptEndsAnUnansweredCall) {
   ExpectNothingLeft(server, "after commands that had not begun");
 }
 
-// Connecting, registering, uploading, filling the context, measuring, giving back.
+// Covers connecting, registering, uploading, filling the context, measuring and releasing.
 TEST(MlactlInterruptTest, NoMomentLeavesAnythingBehind) {
   ServerProcess server({});
-  int interrupted = 0;  // after something had been created; how late that is depends on the machine
+  int interrupted = 0;  // interrupted after something had been created; how often depends on the
+                        // machine
   for (int ms = 2; interrupted < 4 && ms < 10'000; ms += 9 + ms / 4) {
     for (const std::string& words : {std::string("attend"), std::string(kBench)}) {
       const Result result = InterruptedAfter(server.Mlactl(words), milliseconds(ms));
-      // attend may have been quicker.
+      // attend may have finished first.
       EXPECT_THAT(result.code, AnyOf(130, words == "attend" ? 0 : 130)) << result.output;
       interrupted += result.output.find("interrupted; ") != std::string::npos;
       EXPECT_THAT(result.output, testing::Not(HasSubstr("still on the server")));
@@ -90,7 +91,7 @@ TEST(MlactlInterruptTest, AServerThatIsGoneIsNotSaidToBeClean) {
     const json stats = json::parse(Shell(server.Mlactl("status --json")).output);
     if (stats["open_steps"] != 0) break;
   }
-  // Nothing fails before the interrupt, and nothing can be given back after it.
+  // Nothing fails before the interrupt, and nothing can be released after it.
   server.Signal(SIGSTOP);
   bench.Signal(SIGINT);
   std::this_thread::sleep_for(milliseconds(300));

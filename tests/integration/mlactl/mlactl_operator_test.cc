@@ -1,4 +1,4 @@
-// The commands of operators against a real server: quotas, eviction, drain and its undoing.
+// Operators' commands against a real server: quotas, eviction, drain and its cancellation.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -26,7 +26,7 @@ Result Call(const ServerProcess& server, const std::string& words) {
   return Shell(server.Mlactl(words));
 }
 
-// One resource of the tenant as `mlactl quota` has it.
+// One resource of the tenant, from `mlactl quota`.
 json Quota(const ServerProcess& server, const std::string& resource) {
   const Result result = Call(server, absl::StrCat("quota ", kTenant, " --json"));
   EXPECT_EQ(result.code, 0) << result.output;
@@ -38,7 +38,7 @@ json Quota(const ServerProcess& server, const std::string& resource) {
   return {};
 }
 
-// Waits until the server has so many sequences.
+// Waits until the server has `want` sequences.
 void AwaitSequences(const ServerProcess& server, int64_t want) {
   for (int i = 0; i < 200; ++i) {
     const json stats = json::parse(Call(server, "status --json").output);

@@ -1,5 +1,5 @@
-// Rows out of one server and into another, as programs and files: mlactl export and import, servers
-// and disks that fail, clients that are killed.
+// Rows move from one server to another by programs and files: mlactl export and import, servers and
+// disks that fail, and clients that are killed.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -87,7 +87,7 @@ TEST_F(MlactlPagesTest, RowsGoToAnotherServerThroughAFile) {
   ASSERT_EQ(in.code, 0) << in.output;
   const json sequence = json::parse(in.output);
   EXPECT_EQ(sequence["length"], kRows);
-  // What comes out of there is what went in, byte by byte.
+  // The second export equals the first, byte by byte.
   const std::string again = b_.File("again.mlapages");
   const std::string id = sequence["sequence_id"];
   const Result back = Shell(b_.Mlactl(absl::StrCat("export ", id, " ", again)));
@@ -129,12 +129,12 @@ TEST_F(MlactlPagesTest, RangesFollowEachOther) {
   ASSERT_EQ(Export(file(), "--end-row=8").code, 0);
   const std::string rest = a_.File("rest.mlapages");
   ASSERT_EQ(Export(rest, "--first-row=8").code, 0);
-  EXPECT_NE(Export(rest + "x", "--first-row=3").code, 0);  // not the first of a page
+  EXPECT_NE(Export(rest + "x", "--first-row=3").code, 0);  // not the first row of a page
   EXPECT_FALSE(std::filesystem::exists(rest + "x"));
   const Result first = Import(a_, file(), "--json");
   ASSERT_EQ(first.code, 0) << first.output;
   const std::string id = json::parse(first.output)["sequence_id"];
-  EXPECT_NE(Import(a_, file(), "--sequence=" + id).code, 0);  // those it has
+  EXPECT_NE(Import(a_, file(), "--sequence=" + id).code, 0);  // rows that it has already
   const Result second = Import(a_, rest, "--sequence=" + id);
   EXPECT_EQ(second.code, 0) << second.output;
   EXPECT_THAT(second.output, HasSubstr("has 11 rows"));
@@ -190,7 +190,7 @@ TEST_F(MlactlPagesTest, AFileWithAKeyIsOfThoseWhoHaveIt) {
   };
   EXPECT_THAT(refused(whole, ""), HasSubstr("written with a key"));
   EXPECT_THAT(refused(whole, other), HasSubstr("another key"));
-  // Every byte behind the version, and none of them is taken for rows.
+  // Changes every byte after the version; no changed byte may be taken for rows.
   for (size_t at = 12; at < whole.size(); at += 1 + whole.size() / 40) {
     std::string changed = whole;
     changed[at] ^= 1;
@@ -227,7 +227,7 @@ TEST_F(MlactlPagesTest, AnImportWhoseClientIsKilledLeavesNothing) {
     const std::string pipe = absl::StrCat(a_.File("pipe"), percent);
     ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
     BackgroundCommand import(b_.Mlactl("import m " + pipe));
-    int feed = -1;  // until the program reads
+    int feed = -1;  // -1 until the program reads the pipe
     for (int i = 0; i < 500 && feed < 0; ++i) {
       feed = open(pipe.c_str(), O_WRONLY | O_NONBLOCK);
       if (feed < 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -263,7 +263,7 @@ TEST_F(MlactlPagesTest, BoundsOfTheTenantHold) {
   EXPECT_EQ(Import(b_, file()).code, 0);
 }
 
-// The lines as they are, but for ids, keys, numbers and times.
+// The lines are compared literally, except for ids, keys, numbers and times.
 TEST_F(MlactlPagesTest, EventsAndMissesAreShown) {
   v1::Prefix prefix;
   for (uint32_t token = 1; token <= kRows; ++token) prefix.add_token_ids(token);
@@ -289,7 +289,7 @@ TEST_F(MlactlPagesTest, EventsAndMissesAreShown) {
                            "other tokens, m\n"));
   const json misses = json::parse(Shell(a_.Mlactl("explain --most=1 --json")).output);
   EXPECT_EQ(misses["misses"][0]["end"], "MATCH_END_DIVERGED");
-  // Another tenant sees none of it, but for operators, as all callers of this host are here.
+  // Another tenant sees none of it. Callers of this host are operators, so they do.
   EXPECT_THAT(Shell(a_.Mlactl("events --all --all-tenants --tenant=other --count=1")).output,
               HasSubstr(" stored   default/m sequence "));
   EXPECT_THAT(Shell(a_.Mlactl("explain --tenant=other --all-tenants")).output,

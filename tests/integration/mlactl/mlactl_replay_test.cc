@@ -29,7 +29,8 @@ std::string Bytes(const std::vector<uint16_t>& values) {
   return {reinterpret_cast<const char*>(values.data()), values.size() * 2};
 }
 
-// Writes a recording as client/demo/RECORDING.md says, independently of the product's own writer.
+// Writes a recording in the format of client/demo/RECORDING.md, independently of the product's own
+// writer.
 class Recorder {
  public:
   explicit Recorder(uint64_t seed) : random_(seed), weights_(RandomWeights(dims_, &random_)) {
@@ -68,7 +69,7 @@ class Recorder {
     return caches_.at(sequence).layer[0].size() / static_cast<size_t>(dims_.row());
   }
 
-  // A step of all layers, its heads cut into `slices`, that keeps `keep` rows of each sequence.
+  // A step of all layers, with heads cut into `slices`, that keeps `keep` rows of each sequence.
   void Step(const std::vector<int>& sequences, const std::vector<uint32_t>& rows,
             const std::string& profile, int slices, std::vector<uint32_t> keep = {}) {
     if (keep.empty()) keep = rows;
@@ -103,7 +104,7 @@ class Recorder {
 
   void Release(int sequence) { Add({{"kind", "release"}, {"sequence", sequence}}); }
 
-  // `change` may spoil the expected outputs of an attend, counted from 0.
+  // `change` may falsify the expected outputs of an attend, counted from 0.
   std::function<void(int attend, std::vector<float>* o, std::vector<float>* lse)> change;
 
   std::string Write(const ServerProcess& server, const std::string& name) const {
@@ -189,7 +190,7 @@ class Recorder {
   int step_ = 0, attends_ = 0;
 };
 
-// Everything that the format has.
+// Records every feature of the format.
 void RecordAll(Recorder* recorder) {
   recorder->Upload();
   recorder->Open(1);
@@ -323,7 +324,7 @@ TEST_F(MlactlReplayTest, AnInterruptPrintsWhatThereIsAndLeavesNothing) {
   const std::string file = recorder.Write(server_, "long.rec"), saved = server_.File("half.rec");
   BackgroundCommand replay(
       server_.Mlactl(absl::StrCat("replay --quiet ", file, " --json --save=", saved)));
-  // In the middle of it, however long the start has taken.
+  // Waits until the replay is in progress, however long the start takes.
   for (int i = 0; i < 500; ++i) {
     const json stats = json::parse(Shell(server_.Mlactl("status --json")).output);
     if (stats["open_steps"] != 0 || std::stoul(stats["requests_total"].get<std::string>()) > 300) {
@@ -343,7 +344,7 @@ TEST_F(MlactlReplayTest, AnInterruptPrintsWhatThereIsAndLeavesNothing) {
   EXPECT_LT(report["steps"], 12000);
   EXPECT_EQ(report["agrees"], true);
   ExpectNothingLeft();
-  EXPECT_EQ(Shell(absl::StrCat("test -e ", saved)).code, 1);  // half a recording is none
+  EXPECT_EQ(Shell(absl::StrCat("test -e ", saved)).code, 1);  // no incomplete recording is left
 }
 
 TEST_F(MlactlReplayTest, WhatCannotBeReplayedSaysWhy) {
@@ -369,7 +370,8 @@ TEST_F(MlactlReplayTest, WhatCannotBeReplayedSaysWhy) {
   EXPECT_THAT(position.output,
               HasSubstr("record 2: start_position: got 4, the sequence has 0 rows"));
 
-  Recorder bare(6);  // EXPANDED without weights: the server's own words, with the record
+  Recorder bare(6);  // EXPANDED without weights: the server's own message, with the number of the
+                     // record
   bare.Open(1);
   bare.Step({1}, {1}, "EXPANDED", 1);
   bare.Add({{"kind", "done"}});

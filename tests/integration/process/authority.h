@@ -1,4 +1,4 @@
-// Keys and certificates, made by the openssl command when a test runs.
+// Keys and certificates, which tests make with the openssl command at run time.
 #ifndef MLA_TESTS_INTEGRATION_PROCESS_AUTHORITY_H_
 #define MLA_TESTS_INTEGRATION_PROCESS_AUTHORITY_H_
 
@@ -44,7 +44,7 @@ class Authority final {
     return options;
   }
 
-  // A certificate of the key of `name` that ends `seconds` from now, in NAME.pem.
+  // Makes NAME.pem for the key of `name`, valid for `seconds` from now.
   void MakeShort(const std::string& name, int seconds) {
     std::ofstream(File("ca.cnf")) << Config();
     std::ofstream(File("ca.index"), std::ios::app);
@@ -90,7 +90,7 @@ class Authority final {
     Run(absl::StrCat("openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout ",
                      file, ".new.key -out ", file, ".csr -subj '", subject, "'"));
     std::ofstream(file + ".ext") << (san.empty() ? "" : "subjectAltName=" + san + "\n");
-    // A validity in the past is what `openssl ca` could set; `x509` counts days from now.
+    // Only `openssl ca` can set a validity in the past; `x509` counts days from now.
     Run(absl::StrCat("openssl x509 -req -in ", file, ".csr -CA ", File(ca), ".pem -CAkey ",
                      File(ca), ".key -CAcreateserial -days ", days, " -extfile ", file,
                      ".ext -out ", file, ".new.pem"));

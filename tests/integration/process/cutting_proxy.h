@@ -1,4 +1,4 @@
-// A connection between client and server that breaks.
+// A proxy whose first connection breaks.
 #ifndef MLA_TESTS_INTEGRATION_PROCESS_CUTTING_PROXY_H_
 #define MLA_TESTS_INTEGRATION_PROCESS_CUTTING_PROXY_H_
 
@@ -15,8 +15,8 @@
 
 namespace mla::integration {
 
-// Forwards connections to a port of this host; the first one is cut behind so many bytes of its
-// client, and later ones go to the port `then`.
+// Forwards connections to a port of this host. The first one is cut after `bytes` bytes from its
+// client; later ones go to the port `then`.
 class CuttingProxy final {
  public:
   CuttingProxy(int port, int64_t bytes, int then) : to_(port), then_(then), left_(bytes) {

@@ -1,4 +1,4 @@
-// How a server's process ends when a launch hangs, and when the machine has no more threads.
+// How a server process ends when a launch hangs, and when the machine has no more threads.
 #include <dlfcn.h>
 #include <errno.h>
 #include <gmock/gmock.h>
@@ -29,7 +29,7 @@ std::atomic<bool> others_may{true};
 
 }  // namespace
 
-// Stands before the C library's: threads of the test may be told that there are no more.
+// Replaces the C library's function, so that threads of the test can run out of threads.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
                               void* (*start)(void*), void* argument) {
   using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
@@ -54,7 +54,7 @@ class ProcessEndTest : public testing::Test {
     options.config.listen.unix_path = folder_.File("mla.sock");
     return options;
   }
-  // As main does it, on a thread that can be made only so many others.
+  // Starts a server as main does, on a thread that can create only `threads` others.
   void StartWith(int threads) {
     std::thread([&] {
       const server::StartGuard guard;
@@ -62,7 +62,7 @@ class ProcessEndTest : public testing::Test {
       server::Server::Start(Options()).IgnoreError();
     }).join();
   }
-  // Calls `then` with the server and its backend, which holds a launch by then.
+  // Calls `then` with the server and its backend while the backend holds a launch.
   void WhileALaunchHangs(const std::function<void(server::Server&, FaultyBackend&)>& then) {
     server::ServerOptions options = Options();
     auto backend = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
@@ -83,7 +83,7 @@ class ProcessEndTest : public testing::Test {
       server.Shutdown(100ms);
     });
   }
-  // Nothing stops the server but its watchdog.
+  // Only the server's watchdog can stop it.
   void ServeWhileACallIsStuck() {
     WhileALaunchHangs([](server::Server&, FaultyBackend& device) {
       device.SetStuck();
@@ -112,8 +112,8 @@ TEST_F(ProcessEndTest, ACallThatNeverReturnsEndsTheProcessAndIsNamed) {
               "stuck.*a held launch has not returned");
 }
 
-// The first thread may be the engine's, the poller's or one that maintains streams: some run
-// already then.
+// The first missing thread may be the engine's, the poller's or one that maintains streams; some
+// threads run already then.
 TEST_F(ProcessEndTest, NoThreadLeftIsAFailedStart) {
   for (const int threads : {0, 1, 3, 4}) {
     EXPECT_EXIT(StartWith(threads), ExitedWithCode(server::kExitNotStarted), "start_failed.*thread")
@@ -121,7 +121,7 @@ TEST_F(ProcessEndTest, NoThreadLeftIsAFailedStart) {
   }
 }
 
-// Once it serves, what needs a thread is refused alone.
+// After the start, only requests that need a thread are refused.
 TEST(ThreadShortageTest, ARingWithoutAThreadIsRefused) {
   const TestServer server;
   client::SharedMemoryOptions options;

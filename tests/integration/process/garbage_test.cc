@@ -1,4 +1,4 @@
-// Bytes that are not messages: the stream ends with INVALID_ARGUMENT, the server goes on.
+// Bytes that are not messages: the stream ends with INVALID_ARGUMENT, and the server goes on.
 #include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ namespace {
 // Sends raw bytes on an Attend stream and reports how it ended.
 class RawCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  // Messages are cut into slices of `slice_bytes`, so that every field straddles one somewhere.
+  // Messages are cut into slices of `slice_bytes`, so that every field is cut somewhere.
   RawCall(const std::shared_ptr<grpc::Channel>& channel, std::vector<std::string> messages,
           size_t slice_bytes = 1)
       : messages_(std::move(messages)), slice_bytes_(slice_bytes) {
@@ -46,7 +46,7 @@ class RawCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::Byt
   void OnDone(const grpc::Status& status) override { done_.set_value(status); }
   grpc::Status Wait() { return done_.get_future().get(); }
   int replies() const { return replies_; }
-  // Of the status; after Wait.
+  // Detail of the status. REQUIRES: Wait has returned.
   v1::ErrorDetail Detail() const {
     v1::ErrorDetail detail;
     const auto& trailer = context_.GetServerTrailingMetadata();
@@ -85,8 +85,8 @@ TEST_F(GarbageTest, BytesThatAreNoMessage) {
       "\x12\x7f short",                                // a length past the end
       std::string("\x00\x01", 2),                      // field 0
       "\x0b\x0c",                                      // groups
-      "\xfa\x7f\xff\xff\xff\xff\x0f",                  // a payload of 4 GiB that is not there
-      "\x12\x02\xff\xff",                              // a begin_step that is no BeginStep
+      "\xfa\x7f\xff\xff\xff\xff\x0f",                  // a payload of 4 GiB that does not follow
+      "\x12\x02\xff\xff",                              // a begin_step that is not a BeginStep
   };
   for (const std::string& bytes : kGarbage) {
     RawCall call(channel_, {bytes});
@@ -107,7 +107,7 @@ TEST_F(GarbageTest, BytesThatAreNoMessage) {
   EXPECT_EQ(worker_.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
-// A recorded message with a byte changed at every offset: answered or disconnected, never worse.
+// A recorded message with a byte changed at every offset gets a reply or a disconnect, never worse.
 TEST_F(GarbageTest, ByteFlipsAtEveryOffset) {
   v1::AttendStreamRequest begin;
   begin.set_tag(3);
@@ -131,7 +131,7 @@ TEST_F(GarbageTest, ByteFlipsAtEveryOffset) {
 }
 
 TEST_F(GarbageTest, FieldsInAnyOrder) {
-  // payload first, then the body, then the tag: legal protobuf that our own client never sends.
+  // Payload first, then the body, then the tag: legal protobuf that our own client never sends.
   v1::AttendStreamRequest tail;
   tail.mutable_abort_step()->set_step_id(1);
   v1::AttendStreamRequest tag;

@@ -1,4 +1,4 @@
-// Two servers with mutual TLS, of which one has sequences and drains to the other.
+// Two servers with mutual TLS. One has sequences and drains to the other.
 #ifndef MLA_TESTS_INTEGRATION_PROCESS_HAND_OVER_FIXTURE_H_
 #define MLA_TESTS_INTEGRATION_PROCESS_HAND_OVER_FIXTURE_H_
 
@@ -22,7 +22,7 @@
 
 namespace mla::integration {
 
-inline constexpr uint32_t kHandOverRows = 200;  // of each sequence
+inline constexpr uint32_t kHandOverRows = 200;  // rows of each sequence
 inline constexpr uint32_t kDrainMs = 20000;
 
 class HandOverTest : public ::testing::Test {
@@ -60,7 +60,7 @@ class HandOverTest : public ::testing::Test {
     return Address(server.server().tcp_port());
   }
 
-  // Red's worker on the server that drains, with sequences of some rows.
+  // Starts the server that drains, with red's worker and sequences of some rows.
   void Fill(int sequences) {
     a_ = Serve();
     red_ = Connect(*a_, "red");
@@ -75,7 +75,8 @@ class HandOverTest : public ::testing::Test {
   absl::StatusOr<v1::DrainReply> Drain(const std::string& to, uint32_t deadline_ms = kDrainMs) {
     return blue_->Drain(deadline_ms, false, to);
   }
-  // Returns while launches of the peer are held and a sequence is on its way there.
+  // Starts a drain; returns while launches of the peer are held and a sequence is being moved
+  // there.
   std::future<absl::StatusOr<v1::DrainReply>> DrainHeld(const TestServer& peer,
                                                         scheduler::testing::FaultyBackend* faults) {
     faults->HoldLaunches();
@@ -90,11 +91,11 @@ class HandOverTest : public ::testing::Test {
     ADD_FAILURE() << "no outcome of a sequence";
     return v1::HandedOver::default_instance();
   }
-  // The sequence is here, and what it was.
+  // Expects the sequence here, unchanged.
   void ExpectHere(Track* track) {
     EXPECT_EQ(worker_->Step({track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
   }
-  // The sequence is there, and what it was; here calls that name it are told where.
+  // Expects the sequence there, unchanged; calls that name it here must be told where it is.
   void ExpectMoved(Track* track, const TestServer& there, const std::string& address) {
     const absl::Status here = worker_->Step({track}, {1}, v1::PROFILE_ABSORBED);
     EXPECT_EQ(here.code(), absl::StatusCode::kNotFound) << here;
@@ -121,7 +122,7 @@ class HandOverTest : public ::testing::Test {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     return condition();
   }
-  // How many red may have.
+  // Sets how many sequences red may have.
   void SetSequences(const TestServer& server, uint64_t most) {
     v1::SetQuotaRequest quota;
     quota.set_tenant("red");

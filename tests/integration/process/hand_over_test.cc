@@ -1,5 +1,5 @@
-// A drain to another server, both with mutual TLS: what moves, what stays, and that nothing is lost
-// or in two places when the peer refuses, dies or the drain is cancelled.
+// A drain to another server, both with mutual TLS: what moves, what stays, and that no sequence is
+// lost or in two places if the peer refuses or dies, or if the drain is cancelled.
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -59,7 +59,7 @@ TEST_F(HandOverTest, SequencesMoveAsTheirTenantsAndUnderTheirIds) {
   EXPECT_EQ(preempted, tracks_.size());
   const auto others = Connect(*b, "blue")->GetSequences({tracks_[0].sequence.id()}, false);
   EXPECT_EQ(others->not_found_size(), 1);
-  // What is new is told where to go, too.
+  // New sequences are told where to go, too.
   const auto opened = red_->OpenSequence("m");
   EXPECT_EQ(client::DetailOf(opened.status())->reason(), "draining");
   EXPECT_EQ(client::DetailOf(opened.status())->peer(), Address(*b));
@@ -72,7 +72,7 @@ TEST_F(HandOverTest, WithoutTlsItIsRefused) {
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << refused.status();
   EXPECT_EQ(client::DetailOf(refused.status())->reason(), "no_tls");
   EXPECT_TRUE(*client->IsServing());
-  // Callers of the host are operators here, and still name no tenants.
+  // Callers of this host are operators here, but still name no tenants.
   v1::ImportTarget target;
   target.set_model_id("m");
   target.set_tenant("red");
@@ -90,7 +90,8 @@ TEST_F(HandOverTest, APeerThatDoesNotFitLeavesTheServerServing) {
   EXPECT_EQ(Drain(Address(*stranger)).status().code(), absl::StatusCode::kPermissionDenied);
   EXPECT_EQ(Drain(Address(*a_)).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Drain("localhost:1").status().code(), absl::StatusCode::kUnavailable);
-  // Not what the client library makes of them: other ports, sockets of this host, several servers.
+  // Addresses that the client library would interpret: other ports, sockets of this host, several
+  // servers.
   for (const char* const address :
        {"localhost", "localhost:", ":50551", "localhost:0", "localhost:65536", "localhost:1x",
         "unix:/tmp/x:1", "dns:localhost:1", "dns:///localhost:1", "ipv4:127.0.0.1:1,127.0.0.2:1",
@@ -98,10 +99,10 @@ TEST_F(HandOverTest, APeerThatDoesNotFitLeavesTheServerServing) {
     const auto refused = Drain(address);
     EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument) << address;
   }
-  // Its certificate must be of the name that was given.
+  // The peer's certificate must be for the given name.
   const std::string other = absl::StrCat("127.0.0.2:", stranger->server().tcp_port());
   EXPECT_EQ(Drain(other).status().code(), absl::StatusCode::kUnavailable);
-  // ... and of the authority.
+  // It must also be issued by the authority.
   authority_.Make("server", "other", "/CN=localhost", "DNS:localhost", 30);
   const TestServer foreign([this](server::Config& config) {
     config.tls.cert = authority_.File("server.pem");
@@ -112,7 +113,7 @@ TEST_F(HandOverTest, APeerThatDoesNotFitLeavesTheServerServing) {
   EXPECT_EQ(Drain(Address(foreign)).status().code(), absl::StatusCode::kUnavailable);
   EXPECT_TRUE(*red_->IsServing());
   ExpectHere(&tracks_[0]);
-  // Tenants do not drain, and do not import for others.
+  // Tenants may not drain, and may not import for others.
   EXPECT_EQ(red_->Drain(100, false, Address(*stranger)).status().code(),
             absl::StatusCode::kPermissionDenied);
   v1::ImportTarget target;
@@ -127,7 +128,7 @@ TEST_F(HandOverTest, WhatThePeerHasNoRoomForStays) {
   Fill(3);
   const auto b = Serve();
   SetSequences(*b, 2);
-  SetSequences(*a_, 3);  // what a tenant has used up here keeps nothing from leaving
+  SetSequences(*a_, 3);  // a tenant's quota here keeps no sequence from leaving
   const auto drained = Drain(Address(*b));
   ASSERT_TRUE(drained.ok()) << drained.status();
   ASSERT_TRUE(blue_->CancelDrain().ok());
@@ -146,7 +147,7 @@ TEST_F(HandOverTest, WhatThePeerHasNoRoomForStays) {
   EXPECT_EQ(moved, 2);
 }
 
-// `exit` ends a server whose rows are elsewhere, and no other.
+// `exit` ends a server only if all its rows have moved.
 TEST_F(HandOverTest, AServerThatIsToExitStaysWhileItHasRows) {
   Fill(3);
   Track empty = *worker_->Open();
@@ -186,7 +187,7 @@ TEST_F(HandOverTest, AServerThatIsToExitStaysWhileItHasRows) {
   EXPECT_EQ(bytes(here, "in"), 0.0);
 }
 
-// An import may still be on its way when its caller has given it up over another connection.
+// An import may still be in progress when its caller has abandoned it over another connection.
 TEST_F(HandOverTest, ATryThatWasGivenUpBringsNothing) {
   Fill(1);
   std::vector<v1::PagesPart> parts;
@@ -266,8 +267,9 @@ TEST_F(HandOverTest, WhatIsCutOrReleasedOnTheWayIsNotOnThePeer) {
   FaultyBackend* faults = nullptr;
   const auto b = Serve({}, &faults);
   auto drains = DrainHeld(*b, faults);
-  // The one with the least id is on its way, all of it, as the peer has its answer to give; the
-  // others go as they are by then. It is cut last: from then on the next may begin.
+  // The sequence with the least id is being moved: all of it is sent, and the peer still owes its
+  // reply. The others move later, as they are by then. The moving one is truncated last, because
+  // after that the next move may begin.
   std::sort(tracks_.begin(), tracks_.end(),
             [](const Track& a, const Track& b) { return a.sequence.id() < b.sequence.id(); });
   ASSERT_TRUE(tracks_[2].sequence.Release().ok());
@@ -306,7 +308,7 @@ TEST_F(HandOverTest, ACancelledDrainLeavesSequencesAsTheyWere) {
   }
   faults->ReleaseLaunches();
   EXPECT_TRUE(Eventually([&] { return SequencesOf(*b) == 0; }));
-  // Another try takes them all.
+  // Another attempt moves all of them.
   const auto moved = Drain(Address(*b));
   ASSERT_TRUE(moved.ok()) << moved.status();
   for (Track& track : tracks_) ExpectMoved(&track, *b, Address(*b));
@@ -345,7 +347,7 @@ TEST_F(HandOverTest, AConnectionThatIsCutLeavesEachSequenceInOnePlace) {
   EXPECT_GT(kept, 2);
 }
 
-// The connection ends, and the name that the operator gave leads to another server from then on.
+// The connection ends, and from then on the name that the operator gave leads to another server.
 TEST_F(HandOverTest, NothingGoesToAnotherServerThanTheOneThatWasAsked) {
   Fill(2);
   const auto b = Serve(), c = Serve();
@@ -381,8 +383,8 @@ TEST_F(HandOverTest, APeerWhoseCertificateIsRevokedGetsNothing) {
   EXPECT_TRUE(*blue_->IsServing());
 }
 
-// Two processes, and the command of an operator; the one that gets the sequences is killed under
-// it.
+// Two processes and an operator's command. The process that receives the sequences is killed in
+// between.
 TEST_F(HandOverTest, APeerProcessThatIsKilledCostsNothing) {
   const std::vector<std::string> tls = {absl::StrCat("--tls-cert=", authority_.File("server.pem")),
                                         absl::StrCat("--tls-key=", authority_.File("server.key")),
@@ -412,7 +414,7 @@ TEST_F(HandOverTest, APeerProcessThatIsKilledCostsNothing) {
     drain.Finish();
   }
   ASSERT_EQ(Shell(a.Mlactl("cancel-drain")).code, 0);
-  // Those that had not gone yet are as they were, and go to another server.
+  // Sequences that had not moved are unchanged, and move to another server.
   const ServerProcess b(tls);
   int here = 0;
   for (Track& track : tracks) {
@@ -436,7 +438,7 @@ TEST_F(HandOverTest, APeerProcessThatIsKilledCostsNothing) {
     EXPECT_EQ(other.Step({&copy}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
   }
   EXPECT_EQ(here, 0);
-  // Both say who has moved rows of tenants.
+  // Both logs say who moved rows of tenants.
   EXPECT_NE(a.Log().find("hand_over operator=default to=localhost:"), std::string::npos);
   EXPECT_NE(b.Log().find("taken_over operator=localhost tenant=red"), std::string::npos) << b.Log();
 }

@@ -130,7 +130,8 @@ TEST(LifecycleTest, DrainDeadlineAbortsWhatIsOpen) {
   EXPECT_LT(took, milliseconds(1300));
 }
 
-// What asks for less time than the drain that runs already gets it, a stop by a signal above all.
+// A request for a shorter deadline than that of the drain in progress gets it, above all a stop by
+// a signal.
 TEST(LifecycleTest, AShorterDeadlineEndsADrainThatRuns) {
   TestServer server;
   const auto client = server.Connect();
@@ -221,7 +222,7 @@ TEST(LifecycleTest, HealthCallsAreBounded) {
     grpc::ClientContext context;
     std::unique_ptr<grpc::ClientReader<grpc::health::v1::HealthCheckResponse>> reader;
   };
-  // Half of the calls are one tenant's; the others remain for other tenants.
+  // One tenant may have half of the calls; the other half remains for other tenants.
   Watch a(stub.get(), "red"), b(stub.get(), "red"), c(stub.get(), "red");
   EXPECT_TRUE(a.Read());
   EXPECT_TRUE(b.Read());
@@ -231,7 +232,7 @@ TEST(LifecycleTest, HealthCallsAreBounded) {
   EXPECT_TRUE(d.Read());
   EXPECT_TRUE(e.Read());
   EXPECT_FALSE(f.Read());
-  // What a client gives back may be taken again.
+  // Calls that a client returns may be taken again.
   a.context.TryCancel();
   EXPECT_EQ(a.reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_TRUE(Eventually([&] { return *server.Connect()->IsServing(); }));
@@ -252,7 +253,7 @@ TEST(LifecycleTest, WatchStatusFollowsTheState) {
   EXPECT_EQ(update.state(), v1::SERVER_STATE_SERVING);
   EXPECT_EQ(update.percent(), 100u);
   EXPECT_EQ(update.boot_id(), client->info().boot_id());
-  ASSERT_TRUE(watch->Read(&update));  // the interval brings another without a change
+  ASSERT_TRUE(watch->Read(&update));  // the interval brings another update without a change
   EXPECT_TRUE(client->Drain(100, false).ok());
   while (update.state() != v1::SERVER_STATE_DRAINING) ASSERT_TRUE(watch->Read(&update));
   context.TryCancel();
@@ -289,7 +290,7 @@ TEST(LifecycleTest, OperationsPort) {
   EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));
 }
 
-// A client that sends and never reads is disconnected; another one does not notice.
+// A client that sends and never reads is disconnected; another client does not notice.
 TEST(LifecycleTest, SlowReaderIsDisconnected) {
   const TestServer server([](server::Config& config) {
     config.wire.slow_reader_ms = 300;
@@ -320,7 +321,7 @@ TEST(LifecycleTest, SlowReaderIsDisconnected) {
   attend->set_o_dtype(v1::DTYPE_F32);
   request.set_payload(std::string(256 * 40 * 2 * 5, '\0'));
   std::thread flood([&] {
-    // Every repeat is answered by 128 KiB that the client never reads.
+    // Every repeat gets a reply of 128 KiB that the client never reads.
     while (stream->Write(request)) {
     }
   });

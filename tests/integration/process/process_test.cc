@@ -1,4 +1,4 @@
-// The binaries as an operator meets them: flags, exit codes, signals, mlactl.
+// The product's programs as an operator runs them: flags, exit codes, signals, mlactl.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -39,7 +39,8 @@ TEST(ProcessTest, ConfigCommands) {
   EXPECT_THAT(Shell(absl::StrCat(kServer, " --help")).output, HasSubstr("--kv-cache-bytes"));
 }
 
-// What would stop a start on this machine, or fail once clients come, is found beforehand.
+// --check-config finds conditions that would stop a start on this machine, or fail once clients
+// connect.
 TEST(ProcessTest, CheckConfigFindsWhatWouldStopTheStart) {
   const TempFolder folder;
   ASSERT_EQ(Shell("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout " +
@@ -80,15 +81,15 @@ TEST(ProcessTest, CheckConfigFindsWhatWouldStopTheStart) {
     EXPECT_EQ(bad.code, 1) << flags << "\n" << bad.output;
     EXPECT_THAT(bad.output, HasSubstr(fault)) << flags;
   }
-  // Nothing was made.
+  // No socket was created.
   EXPECT_NE(Shell("test -e " + folder.File("mla.sock")).code, 0);
 }
 
-// A server that is told nothing has room for the weights of the models that it is made for.
+// By default a server has room for the weights of the models that it is made for.
 TEST(ProcessTest, DefaultWeightsHoldDeepSeekV3) {
   constexpr int64_t kLayer = int64_t{128} * 512 * (128 + 128) * 2, kGiB = int64_t{1} << 30;
   EXPECT_GE(server::DefaultWeightsBytes(16 * kGiB), 61 * kLayer);
-  EXPECT_EQ(server::DefaultWeightsBytes(4 * kGiB), kGiB / 2);  // most of it is for other things
+  EXPECT_EQ(server::DefaultWeightsBytes(4 * kGiB), kGiB / 2);  // most of it is for other uses
   EXPECT_EQ(server::DefaultWeightsBytes(1024 * kGiB), 2 * kGiB);
   ServerProcess process({"--limits-weights-bytes=-1"});
   ASSERT_EQ(process.Health(), 0) << process.Log();
@@ -99,7 +100,7 @@ TEST(ProcessTest, DefaultWeightsHoldDeepSeekV3) {
   EXPECT_THAT(process.Log(), HasSubstr(absl::StrCat("weights_bytes=", chosen)));
 }
 
-// Workers of the group reach both sockets under users of their own; others reach neither.
+// Workers of the group, under users of their own, reach both sockets; other users reach neither.
 TEST(ProcessTest, TheSocketGroupMayConnect) {
   constexpr int kGroup = 61234, kUser = 61235;
   const std::string group = geteuid() == 0 ? std::to_string(kGroup) : std::to_string(getegid());
@@ -202,7 +203,8 @@ TEST(ProcessTest, AbortedStepsShowInTheExitCode) {
   EXPECT_THAT(process.Log(), HasSubstr("waiting for 1 open steps"));
 }
 
-// The drain of an operator has a later deadline; the signal's own counts, and is the cause.
+// The operator's drain has a later deadline; the signal's deadline counts, and the signal is the
+// cause.
 TEST(ProcessTest, TermEndsALongerDrain) {
   ServerProcess process({"--server-drain-deadline-ms=200", "--limits-step-lease-ms=60000"});
   auto client = client::Client::Connect(process.target(), {});
@@ -262,7 +264,8 @@ TEST(ProcessTest, Mlactl) {
   EXPECT_EQ(process.Wait(), 0);
 }
 
-// As the server counts them: asking it from this process would let gRPC work for the session, too.
+// From the server's counters, read by another process: in this process gRPC would work for the
+// session, too.
 int64_t CopiedBytes(const ServerProcess& process) {
   const std::string stats = Shell(process.Mlactl("status --json")).output;
   const auto document = nlohmann::json::parse(stats, nullptr, false);
@@ -271,7 +274,8 @@ int64_t CopiedBytes(const ServerProcess& process) {
   return value.is_string() ? std::stoll(value.get<std::string>()) : value.get<int64_t>();
 }
 
-// Requests that no socket holds arrive although their sender does not wait for the replies yet.
+// Requests too large for a socket's buffer arrive although their sender does not yet wait for
+// replies.
 TEST(ProcessTest, RequestsTravelBeforeAnybodyWaits) {
   ServerProcess process({});
   client::ClientOptions options;

@@ -1,5 +1,5 @@
-// Checkpoints across restarts of a server process, which is killed at any time: what was answered
-// is there, and is what was written.
+// Checkpoints across restarts of a server process that is killed at any time. Every acknowledged
+// checkpoint is there after the restart, with its contents.
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
@@ -55,7 +55,7 @@ class RestoreTest : public ::testing::Test {
     EXPECT_TRUE(status.ok()) << status;
     return track;
   }
-  // What a sequence is after a restart, as a track that goes on.
+  // Returns the restored sequence as a track that can continue.
   absl::StatusOr<Track> Restore(uint64_t id, const DenseCache& cache) {
     auto sequences = client_->Restore({id});
     if (!sequences.ok()) return sequences.status();
@@ -90,12 +90,12 @@ TEST_F(RestoreTest, RowsOutliveTheServer) {
   auto restored = Restore(id, saved);
   ASSERT_TRUE(restored.ok()) << restored.status();
   EXPECT_EQ(restored->sequence.id(), id);
-  EXPECT_NE(restored->sequence.epoch(), epoch);  // calls of before are refused
+  EXPECT_NE(restored->sequence.epoch(), epoch);  // calls of the time before are refused
   EXPECT_EQ(restored->sequence.length(), 11u);
   const auto stats = client_->GetStats();
   EXPECT_EQ(stats->checkpoints(), 1u);
   EXPECT_EQ(stats->checkpoint_bytes(), fs::file_size(Files().at(0)));
-  EXPECT_GT(stats->checkpoint_last_unix_ms(), 0u);  // of a server before
+  EXPECT_GT(stats->checkpoint_last_unix_ms(), 0u);  // by an earlier server
   EXPECT_EQ(stats->checkpoint_restores(), 1u);
   EXPECT_EQ(stats->checkpoint_saves(), 0u);
   for (const uint32_t rows : {1, 5}) {
@@ -115,7 +115,7 @@ TEST_F(RestoreTest, PrefixesAreFoundAgain) {
   track.sequence.Detach();
   Kill();
   Start();
-  EXPECT_EQ(client_->OpenSequence("m", "", prefix)->length(), 0u);  // nothing is there yet
+  EXPECT_EQ(client_->OpenSequence("m", "", prefix)->length(), 0u);  // no sequence is restored yet
   auto restored = Restore(id, track.cache);
   ASSERT_TRUE(restored.ok()) << restored.status();
   auto shared = client_->OpenSequence("m", "", prefix);
@@ -131,10 +131,10 @@ TEST_F(RestoreTest, NothingThatWasAnsweredIsMissingAfterAKillUnderLoad) {
   for (int round = 0; round < 3; ++round) {
     Track track = MakeTrack(5);
     const uint64_t id = track.sequence.id();
-    std::vector<DenseCache> history;  // by the rows that were there at each checkpoint
+    std::vector<DenseCache> history;  // caches at each checkpoint, by its number
     std::atomic<size_t> answered{0};
     history.reserve(1000);
-    // Another client keeps the server busy meanwhile.
+    // Another client keeps the server busy.
     std::atomic<bool> stop{false};
     std::thread load([&] {
       const auto client = Connect();
@@ -166,7 +166,7 @@ TEST_F(RestoreTest, NothingThatWasAnsweredIsMissingAfterAKillUnderLoad) {
     ASSERT_TRUE(listed.ok()) << listed.status();
     auto restored = Restore(id, DenseCache(Dims().layers));
     ASSERT_TRUE(restored.ok()) << restored.status();
-    // The last that was answered, or one that the kill came in the way of answering.
+    // The last acknowledged checkpoint, or one whose acknowledgement the kill prevented.
     const size_t least = history[answered - 1].layer[0].size();
     const size_t rows = restored->sequence.length() * static_cast<size_t>(Dims().row());
     ASSERT_GE(rows, least);
@@ -193,7 +193,7 @@ TEST_F(RestoreTest, DamagedFilesAreRefusedAndLeaveNothing) {
   const auto refused = [&](const std::string& bytes) {
     std::ofstream(file, std::ios::binary | std::ios::trunc) << bytes;
     const absl::Status status = client_->Restore({id}).status();
-    // Operators are told where it lies, by the log; tenants are not.
+    // The log tells operators where the file is; tenants are not told.
     EXPECT_THAT(std::string(status.message()), Not(HasSubstr(folder_.path())));
     return status;
   };
@@ -201,7 +201,7 @@ TEST_F(RestoreTest, DamagedFilesAreRefusedAndLeaveNothing) {
   changed[whole.size() - 200] ^= 1;
   EXPECT_EQ(refused(changed).code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(refused(whole.substr(0, whole.size() / 2)).code(), absl::StatusCode::kDataLoss);
-  // Torn at a border of frames: the rows are not all there.
+  // Torn at a border of frames: rows are missing.
   const absl::Status torn = refused(whole.substr(0, whole.size() - 4 - 38 - 16));
   EXPECT_EQ(torn.code(), absl::StatusCode::kDataLoss) << torn;
   EXPECT_THAT(std::string(torn.message()), HasSubstr("without a trailer"));
@@ -239,7 +239,7 @@ TEST_F(RestoreTest, CallsThatTheDiskFailsAreCounted) {
 
 TEST_F(RestoreTest, AFullDiskIsSaidToTheCallerAndInTheLog) {
   Track track = MakeTrack(300);
-  ASSERT_TRUE(server_->LimitFiles(8192));  // of which the log takes less, the checkpoint more
+  ASSERT_TRUE(server_->LimitFiles(8192));  // the log takes less than this, and the checkpoint more
   const absl::Status full = client_->Checkpoint({track.sequence.id()}).status();
   EXPECT_EQ(full.code(), absl::StatusCode::kUnavailable) << full;
   EXPECT_EQ(client::DetailOf(full)->reason(), "disk_full");
@@ -290,7 +290,7 @@ TEST_F(RestoreTest, CheckpointsOfATenantAreBounded) {
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
   EXPECT_EQ(client::DetailOf(refused)->reason(), "checkpoints_exhausted");
   EXPECT_EQ(client::DetailOf(refused)->limit(), "2 checkpoints, 2 in use");
-  EXPECT_TRUE(save(0).ok());  // in the place of the one before
+  EXPECT_TRUE(save(0).ok());  // replaces the previous one
   EXPECT_EQ(client->ListCheckpoints()->checkpoints_size(), 2);
   EXPECT_EQ(client->GetStats()->checkpoints(), 2u);
   EXPECT_EQ(client->DropCheckpoints({tracks[1].sequence.id()})->dropped(), 1u);
@@ -317,7 +317,7 @@ TEST_F(RestoreTest, BytesOfCheckpointsAreBounded) {
   EXPECT_EQ(stats->checkpoints(), tracks.size() - 1);
   EXPECT_GT(stats->checkpoints(), 1u);
   EXPECT_LE(stats->checkpoint_bytes(), 256u << 10);
-  // One in the place of another needs the room of both; the one before stays.
+  // Replacing a checkpoint needs room for both; on failure the previous one stays.
   EXPECT_FALSE(client->Checkpoint({tracks[0].sequence.id()}).ok());
   EXPECT_EQ(client->GetStats()->checkpoints(), tracks.size() - 1);
 }
@@ -339,7 +339,7 @@ TEST_F(RestoreTest, AListCountsAsAnUpload) {
   };
   grpc::ClientContext context;
   v1::ImportReply reply;
-  const auto import = stub->Import(&context, &reply);  // which waits for its first message
+  const auto import = stub->Import(&context, &reply);  // it waits for its first message
   list_until(absl::StatusCode::kResourceExhausted);
   context.TryCancel();
   EXPECT_FALSE(import->Finish().ok());

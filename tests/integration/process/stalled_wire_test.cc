@@ -1,5 +1,5 @@
-// The C++ client when things around it fail: a connection that takes no more bytes, a machine that
-// has no more threads.
+// The C++ client when its environment fails: a connection that takes no more bytes, and a machine
+// that has no more threads.
 #include <dlfcn.h>
 #include <errno.h>
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ thread_local int threads_left = INT_MAX;
 
 }  // namespace
 
-// Stands before the C library's: threads of the test may be told that there are no more.
+// Replaces the C library's function, so that threads of the test can run out of threads.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
                               void* (*start)(void*), void* argument) {
   using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
@@ -58,7 +58,7 @@ int UnixSocket(const std::string& path, bool listening) {
   return fd;
 }
 
-// Carries connections to a server, and can stop taking bytes of the client.
+// Relays connections to a server, and can stop taking bytes from the client.
 class Relay final {
  public:
   Relay(const std::string& path, const std::string& server_path)
@@ -70,7 +70,7 @@ class Relay final {
   }
   void Stop() { taking_ = false; }
   void GoOn() { taking_ = true; }
-  // Since GoOn, how many bytes of the client had this value.
+  // How many of the client's bytes since GoOn had this value.
   int64_t Seen(std::byte value) const { return seen_[static_cast<size_t>(value)].load(); }
 
  private:
@@ -88,7 +88,7 @@ class Relay final {
   }
 
   void Run() {
-    std::vector<std::pair<int, int>> open;  // client and server
+    std::vector<std::pair<int, int>> open;  // client and server sockets
     bool stopped = false;
     while (!stop_) {
       stopped |= !taking_;
@@ -141,7 +141,7 @@ client::AttendCall CallOf(const Dims& dims, uint32_t rows, std::vector<std::byte
   return call;
 }
 
-// What the caller does with its tensors after Wait must not reach the server.
+// Changes that the caller makes to its tensors after Wait must not reach the server.
 TEST(StalledWireTest, TensorsAreReadNoMoreWhenWaitHasReturned) {
   const TestServer server;
   const std::string path = server.folder().File("relay.sock");
@@ -169,12 +169,12 @@ TEST(StalledWireTest, TensorsAreReadNoMoreWhenWaitHasReturned) {
     later.join();
     track.sequence.Detach();
   }
-  // A session on the same connection: its call leaves after all that came before.
+  // A session on the same connection: its call leaves after all earlier bytes.
   auto sequence = *(*client)->OpenSequence("m");
   const auto session = *(*client)->OpenSession();
   const auto step = session->Begin("m", {{&sequence, 1}});
   EXPECT_TRUE(step.ok()) << step.status();
-  EXPECT_GE(relay.Seen(kBefore), 100000);  // the connection was full of them
+  EXPECT_GE(relay.Seen(kBefore), 100000);  // the connection was full of these bytes
   EXPECT_LT(relay.Seen(kAfter), 1000);
 }
 
@@ -203,7 +203,7 @@ TEST(StalledWireTest, WithoutMoreThreadsRequestsWaitForTheirWaiters) {
 
 TEST(StalledWireTest, WithoutMoreThreadsConnectSaysSo) {
   const TestServer server;
-  const auto first = server.Connect();  // gRPC has its threads by now
+  const auto first = server.Connect();  // gRPC's threads exist by now
   threads_left = 0;
   const auto second = client::Client::Connect(server.unix_target(), {});
   threads_left = INT_MAX;

@@ -1,5 +1,5 @@
 // Slower tiers of a server process: rows leave the pool at once, and a worker that opens a sequence
-// with them computes on what came back.
+// with them computes on the restored rows.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -40,7 +40,7 @@ class TiersTest : public ::testing::TestWithParam<bool> {
 
   std::string file() const { return folder_.File("tier"); }
   v1::CacheTier tier() const { return GetParam() ? v1::CACHE_TIER_FILE : v1::CACHE_TIER_HOST; }
-  // Leaves rows in the cache; what they are.
+  // Computes rows, leaves them in the cache and returns them.
   DenseCache Leave() {
     Track track = *worker_->Open();
     EXPECT_TRUE(track.sequence.Match(prefix_).ok());
@@ -70,7 +70,7 @@ class TiersTest : public ::testing::TestWithParam<bool> {
     }
   }
 
-  // Until the file's last of so many groups is there, which the first ones are before it.
+  // Waits until the last of `groups` groups is in the file; the earlier ones are written before it.
   void AwaitFile(int groups) {
     const absl::Time end = absl::Now() + absl::Seconds(20);
     std::string group(64, '\0');
@@ -89,7 +89,7 @@ class TiersTest : public ::testing::TestWithParam<bool> {
   v1::Prefix prefix_;
 };
 
-// With the file tier alone.
+// Only the file tier.
 class FileTierTest : public TiersTest {};
 
 TEST_P(TiersTest, OpenWaitsForRowsAndComputesOnThem) {

@@ -1,4 +1,4 @@
-// A client that is no gRPC library: it cuts its messages into HTTP/2 frames as it likes.
+// A client that does not use a gRPC library and cuts its messages into HTTP/2 frames of any size.
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -51,7 +51,7 @@ class HandMadeStream final {
   }
   ~HandMadeStream() { close(fd_); }
 
-  // The reply, tensors included.
+  // Sends a request and returns the reply, tensors included.
   v1::AttendStreamReply Ask(const v1::AttendStreamRequest& header, const std::string& payload) {
     std::string message;
     wire::EncodeHeader(header, payload.size(), &message);
@@ -80,7 +80,7 @@ class HandMadeStream final {
     return value;
   }
 
-  // Waits for bytes and takes the frames that are whole.
+  // Waits for bytes and takes the complete frames.
   bool Receive() {
     char buffer[65536];
     pollfd waiting{fd_, POLLIN, 0};
@@ -106,8 +106,8 @@ class HandMadeStream final {
 
   const size_t frame_bytes_;
   const int fd_;
-  std::string received_;  // of a frame that is not whole
-  std::string data_;      // of a message that is not whole
+  std::string received_;  // bytes of an incomplete frame
+  std::string data_;      // bytes of an incomplete message
 };
 
 class TinyFramesTest : public ::testing::Test {
@@ -123,7 +123,7 @@ class TinyFramesTest : public ::testing::Test {
     return dims;
   }
 
-  // Appends `kv` to a sequence of its own and returns what `q` finds there.
+  // Appends `kv` to a new sequence and returns the outputs for `q`.
   std::string Outputs(size_t frame_bytes, const std::string& kv, const std::string& q) {
     Track track = *worker_.Open();
     HandMadeStream stream(server_.folder().File("mla.sock"), frame_bytes);
@@ -157,7 +157,8 @@ class TinyFramesTest : public ::testing::Test {
   Worker worker_;
 };
 
-// All clients share a launch: it reads in place only what came in slices that are worth it.
+// All clients share a launch. It reads queries in place only if their slices are large enough to
+// pay.
 TEST_F(TinyFramesTest, QueriesInSmallFragmentsAreGathered) {
   const auto row = static_cast<size_t>(worker_.dims().row());
   const std::string kv = Random(kRows * row);
@@ -168,7 +169,7 @@ TEST_F(TinyFramesTest, QueriesInSmallFragmentsAreGathered) {
   EXPECT_EQ(between - before, kv.size());
   const std::string small = Outputs(48, kv, q);
   EXPECT_EQ(client_->GetStats()->copied_bytes() - between, kv.size() + q.size());
-  // The first row sees itself alone.
+  // The first row sees only itself.
   EXPECT_EQ(whole.substr(0, 64), kv.substr(0, 64));
   EXPECT_EQ(whole.size(), kRows * 16 * 32 * 2);
   EXPECT_EQ(small, whole);

@@ -1,5 +1,5 @@
-// Mutual TLS: who gets in, as whom, and what stays shut. Certificates are made by the openssl
-// command when the test runs.
+// Mutual TLS: who may connect, as which tenant, and which ways stay closed. Certificates are made
+// by the openssl command at run time.
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
@@ -56,7 +56,7 @@ class TlsTest : public ::testing::Test {
 
 TEST_F(TlsTest, TheNameInTheCertificateIsTheTenant) {
   auto red_options = authority_.As("red");
-  red_options.tenant = "blue";  // metadata counts for nothing over TLS
+  red_options.tenant = "blue";  // metadata is ignored over TLS
   auto red = Connect(red_options);
   ASSERT_TRUE(red.ok()) << red.status();
   auto blue = Connect(authority_.As("blue"));
@@ -87,7 +87,7 @@ TEST_F(TlsTest, OnlyCertificatesOfTheAuthorityGetIn) {
     const auto client = Connect(authority_.As(name));
     EXPECT_TRUE(absl::IsUnavailable(client.status())) << name << client.status();
   }
-  // The server's identity is checked as well.
+  // The client checks the server's identity as well.
   auto suspicious = authority_.As("red");
   suspicious.tls_ca = authority_.File("other.pem");
   EXPECT_TRUE(absl::IsUnavailable(Connect(suspicious).status()));
@@ -153,8 +153,8 @@ bool Eventually(const std::function<bool()>& condition) {
   return false;
 }
 
-// `cp` truncates first; what it writes may be cut, mixed up or out of date. New connections get the
-// last good files meanwhile.
+// `cp` truncates the target first, so a file may be cut, mixed or out of date in between. New
+// connections use the last good files during that time.
 TEST_F(TlsTest, TheLastGoodFilesStayInUse) {
   const int port = server_.server().ops_port();
   const std::string cert = authority_.Read("server.pem"), key = authority_.Read("server.key");
@@ -207,7 +207,7 @@ TEST_F(TlsTest, RevokedClientsAreRefusedOnOpenConnectionsToo) {
   EXPECT_TRUE(absl::IsUnauthenticated(Connect(authority_.As("red")).status()));
   EXPECT_TRUE((*blue)->GetStats().ok());
   EXPECT_TRUE(Connect(authority_.As("blue")).ok());
-  // A list of another authority does not replace it.
+  // A revocation list of another authority does not replace it.
   authority_.Revoke("used.crl", "other", {"foreign"});
   EXPECT_TRUE(Eventually([&] {
     return HttpGet(server_.server().ops_port(), "/readyz?verbose").find("not signed by") !=
@@ -261,7 +261,7 @@ TEST(TlsFilesTest, BadFilesStopTheStart) {
   EXPECT_NE(expired.message().find("expired at "), std::string::npos) << expired;
 }
 
-// --- The unix socket beside TLS, over which no certificate says who calls.
+// --- The unix socket of a server with TLS. No certificate identifies callers there.
 
 class UnixBesideTlsTest : public ::testing::Test {
  protected:
@@ -280,7 +280,7 @@ class UnixBesideTlsTest : public ::testing::Test {
     return found.st_mode & 0777;
   }
 
-  // Certificates take a while, and no test changes them.
+  // Shared by all tests: making certificates is slow, and no test changes them.
   static void SetUpTestSuite() { authority_ = new Authority; }
   static void TearDownTestSuite() { delete authority_; }
 
@@ -332,7 +332,7 @@ TEST_F(UnixBesideTlsTest, ItsCallersHaveTheTenantOfTheConfiguration) {
   EXPECT_EQ((*claims_red)->ListModels()->models_size(), 1);
   EXPECT_EQ((*claims_red)->Drain(0, false).status().code(), absl::StatusCode::kPermissionDenied);
 
-  // Rings and streams that claim to be red's are blue's, too.
+  // Rings and streams that claim to be red's are treated as blue's, too.
   Worker worker(claims_red->get(), {}, "m", 1);
   Track track = *worker.Open();
   EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());

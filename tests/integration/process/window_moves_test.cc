@@ -1,5 +1,5 @@
-// Models with a window elsewhere and later: their sinks travel with the rows, and rows are not
-// taken where the sinks are other ones.
+// Moves and restores of models with a window. Sinks travel with the rows, and rows are refused if
+// the sinks differ.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -21,7 +21,7 @@ constexpr uint32_t kDeadlineMs = 20000;
 
 class WindowMovesTest : public ::testing::Test {
  protected:
-  // With mutual TLS, and blue and other servers as operators.
+  // With mutual TLS; blue and other servers are operators.
   std::unique_ptr<TestServer> Serve() {
     return std::make_unique<TestServer>([&](server::Config& config) {
       config.tls.cert = authority_.File("server.pem");
@@ -39,7 +39,7 @@ class WindowMovesTest : public ::testing::Test {
     EXPECT_TRUE(client.ok()) << client.status();
     return *std::move(client);
   }
-  // A model that waits for its sinks, and gets them.
+  // Registers a model that waits for its sinks, and uploads them.
   void Register(client::Client* client, const std::vector<float>& sinks) {
     v1::ModelSpec spec = worker_.Spec("w");
     spec.set_needs_sinks(true);

@@ -1,4 +1,4 @@
-// How the C++ client reaches a server: paths of sockets, proxies of the environment, connections.
+// How the C++ client reaches a server: socket paths, proxies from the environment, connections.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ TEST(ClientConnectionTest, PathsOfSocketsMeanThemselves) {
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument) << refused.status();
 }
 
-// A port where a proxy would be, and what it is asked.
+// A port in place of a proxy, and the requests that it gets.
 class Proxy {
  public:
   Proxy() : listener_(socket(AF_INET, SOCK_STREAM, 0)) {
@@ -59,7 +59,7 @@ class Proxy {
     for (const char* const name : kNames) unsetenv(name);
     close(listener_);
   }
-  // The bytes that have come since, or nothing.
+  // The bytes that have arrived, or nothing.
   std::string Asked() const {
     fcntl(listener_, F_SETFL, O_NONBLOCK);
     const int one = accept(listener_, nullptr, nullptr);
@@ -91,7 +91,7 @@ TEST(ClientConnectionTest, ProxiesAreAskedForOtherHostsAlone) {
       EXPECT_TRUE(client.ok()) << target << client.status();
       EXPECT_EQ(proxy.Asked(), "") << target;
     }
-    // An address for documentation, where no host is.
+    // An address reserved for documentation, which has no host.
     EXPECT_FALSE(client::Client::Connect("192.0.2.1:50551", options).ok());
     EXPECT_EQ(proxy.Asked().substr(0, 23), wanted ? "CONNECT 192.0.2.1:50551" : "");
   }
@@ -112,7 +112,7 @@ TEST(ClientConnectionTest, CallsDoNotWaitForSessions) {
     sessions.push_back(*client->OpenSession());
     ASSERT_TRUE(client->GetStats().ok()) << i;
   }
-  // A session that has ended leaves its place to another.
+  // A session that has ended frees its place for another.
   for (int i = 0; i < 200; ++i) {
     sessions[static_cast<size_t>(i) % sessions.size()] = *client->OpenSession();
   }

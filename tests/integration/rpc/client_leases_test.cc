@@ -1,4 +1,4 @@
-// The C++ client keeps its leases also when a renewal is lost.
+// The C++ client keeps its leases even if a renewal is lost.
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The C++ client's ways to a server: each serves the same steps, and says which one it is.
+// The C++ client's ways to a server: each serves the same steps, and reports which one it is.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -60,7 +60,7 @@ TEST_P(ClientTransportTest, SeveralThreadsCopyLargeTensors) {
   dims.heads = 16;
   dims.layers = 1;
   Worker worker(client.get(), dims, "m", 1);
-  std::deque<Track> tracks;  // many short ones: checking a row costs as much as it sees
+  std::deque<Track> tracks;  // many short ones, because checking a row costs as much as it sees
   std::vector<Track*> each;
   for (int i = 0; i < 30; ++i) each.push_back(&tracks.emplace_back(*worker.Open()));
   const std::vector<uint32_t> rows(each.size(), 15);
@@ -68,8 +68,8 @@ TEST_P(ClientTransportTest, SeveralThreadsCopyLargeTensors) {
   EXPECT_EQ(worker.most_messages(), 1u);
 }
 
-// Queries of whole messages are computed from where gRPC left them, whatever the row's place in its
-// slices; only the cache's rows are copied.
+// Queries of whole messages are computed where gRPC left them, wherever rows begin in its slices;
+// only rows for the cache are copied.
 TEST(InlineTest, CpuBackendReadsQueriesInPlace) {
   const TestServer server([](server::Config& config) { config.backend = "cpu"; });
   const auto client = server.Connect(Over(Transport::kInline));
@@ -87,7 +87,7 @@ TEST(InlineTest, CpuBackendReadsQueriesInPlace) {
   EXPECT_EQ(stats->copied_bytes(), static_cast<uint64_t>(rows * dims.layers * dims.row() * 2));
 }
 
-// More rows than the region has room for at a time: pieces wait for those before them.
+// More rows than the region holds at a time: later pieces wait for earlier ones.
 TEST_P(ClientTransportTest, LargeCallsWaitForRoom) {
   const TestServer server;
   client::ClientOptions options = Over(GetParam().transport);
@@ -101,8 +101,8 @@ TEST_P(ClientTransportTest, LargeCallsWaitForRoom) {
   EXPECT_EQ(worker.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
-// Tensors that the caller made where the server reads and writes them: neither copied nor cut, even
-// if they are larger than a message may be.
+// Tensors that the caller makes in memory that the server reads and writes are neither copied nor
+// cut, even if they are larger than a message may be.
 TEST_P(ClientTransportTest, TensorsInPlaceAreNeitherCutNorCopied) {
   const TestServer server([](server::Config& config) { config.wire.message_bytes = 64 << 10; });
   const auto client = server.Connect(Over(GetParam().transport));
@@ -134,7 +134,7 @@ TEST_P(ClientTransportTest, TensorsInPlaceAreNeitherCutNorCopied) {
     const auto times = (*step)->Attend(call);
     ASSERT_TRUE(times.ok()) << times.status();
     EXPECT_EQ(times->messages == 1, shared);
-    // The first row sees itself alone, so its output is its latent row.
+    // The first row sees only itself, so its output is its latent row.
     EXPECT_EQ(std::memcmp(out.data(), in.data(), 32 * 2), 0);
   }
   EXPECT_TRUE((*step)->End().ok());
@@ -232,14 +232,14 @@ TEST(ClientTransportChoiceTest, RegionsShrinkBeforeSessionsGoWithout) {
   const auto client = server.Connect(Over(Transport::kAuto));
   const auto first = client->OpenSession(), second = client->OpenSession(),
              third = client->OpenSession();
-  // 32 MiB and a ring are taken of 40; 16 and 8 do not fit beside them, 4 do.
+  // 32 MiB and a ring of the 40 MiB are taken. 16 and 8 MiB do not fit in addition, but 4 MiB do.
   EXPECT_EQ((*first)->transport(), "ring");
   EXPECT_EQ((*first)->Allocate(32u << 20).size(), 32u << 20);
   EXPECT_EQ((*second)->transport(), "ring");
   EXPECT_EQ((*second)->Allocate((4u << 20) + 1).size(), 0u);
   EXPECT_EQ((*second)->Allocate(4u << 20).size(), 4u << 20);
   EXPECT_EQ((*third)->transport(), "inline");
-  // A size that was asked for is not made smaller.
+  // A size that was asked for explicitly is not reduced.
   client::ClientOptions named = Over(Transport::kRing);
   named.shared_bytes = 8 << 20;
   EXPECT_EQ(server.Connect(named)->OpenSession().status().code(),

@@ -45,7 +45,7 @@ TEST(CodesTest, ForeignAndAbsentAreTheSame) {
   EXPECT_EQ(released->not_found_size(), 2);
   EXPECT_EQ(worker.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
 
-  // The tenant has a model of the same name, yet the sequence stays foreign.
+  // The other tenant has a model of the same name, but the sequence stays foreign.
   Worker other(blue.get(), {}, "m", 2);
   const auto step = other.session().Begin("m", {{&track.sequence, 1}});
   EXPECT_EQ(step.status().code(), StatusCode::kNotFound) << step.status();
@@ -133,7 +133,8 @@ TEST(CodesTest, OpenAndForkAreIdempotentByRequestId) {
   EXPECT_NE(client->OpenSequence("m", "different")->id(), first->id());
 }
 
-// What a client believes of a sequence, when another handle on it has gone on.
+// Begins a step with the position that a client remembers, after another handle has changed the
+// sequence.
 v1::AttendStreamReply BeginRaw(const TestServer& server, uint64_t id, uint64_t epoch,
                                uint64_t position) {
   const auto stub = v1::Attention::NewStub(
@@ -176,7 +177,7 @@ TEST(CodesTest, StaleEpochAndPosition) {
   EXPECT_TRUE(BeginRaw(server, id, old + 1, 2).has_begin_step());
   auto begun = worker.session().Begin("m", {{&track.sequence, 1}});
   ASSERT_TRUE(begun.ok()) << begun.status();
-  // In a step: Fork and Truncate are refused.
+  // During a step, Fork and Truncate are refused.
   EXPECT_EQ(track.sequence.Fork().status().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(track.sequence.Truncate(1).code(), StatusCode::kFailedPrecondition);
   ASSERT_EQ((*begun)->Abort(), absl::OkStatus());
@@ -275,8 +276,8 @@ TEST(CodesTest, RepeatedRowsMustBeEqual) {
   EXPECT_EQ((*step)->Attend(call).status().code(), StatusCode::kAlreadyExists);
 }
 
-// A step id that comes back at once for a model with wider rows: the request that was sized for the
-// old model must not be computed with the new one's dims.
+// A step id that is reused at once for a model with wider rows. A request that was sized for the
+// old model must not be computed with the new model's dims.
 TEST(CodesTest, ReusedStepIdsCannotChangeTheModel) {
   const TestServer server;
   const auto client = server.Connect();
@@ -308,7 +309,7 @@ TEST(CodesTest, ReusedStepIdsCannotChangeTheModel) {
   for (int i = 0; i < 50; ++i) {
     grpc::ClientContext context;
     const auto stream = stub->Attend(&context);
-    // All at once, so that the second step begins before the first one's end is known.
+    // Sent at once, so that the second step begins before the end of the first is known.
     for (const auto& request : {begin(a, "narrow"), abort, begin(b, "wide"), attend}) {
       ASSERT_TRUE(stream->Write(request));
     }
@@ -322,7 +323,7 @@ TEST(CodesTest, ReusedStepIdsCannotChangeTheModel) {
   EXPECT_EQ(wide.Step({&b}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
-// What a client is told beforehand is what it is held to.
+// The server enforces exactly the limits that it announces.
 TEST(CodesTest, ChunksOfWeightsAreBoundedAsTheLimitsSay) {
   const TestServer server([](server::Config& config) { config.wire.weight_chunk_bytes = 2048; });
   const auto client = server.Connect();
@@ -378,7 +379,7 @@ TEST(CodesTest, DigestMismatchDiscardsTheUpload) {
   upload->Write(part);
   upload->WritesDone();
   EXPECT_EQ(upload->Finish().error_code(), grpc::StatusCode::DATA_LOSS);
-  // Nothing of it counts, and the right bytes are taken after it.
+  // No byte of it counts, and the correct bytes are accepted after it.
   EXPECT_FALSE(client->ListModels()->models(0).weights_complete());
   size_t next = 0;
   const auto again = client->UploadWeights("m", [&]() -> std::optional<client::WeightsChunk> {
@@ -396,7 +397,7 @@ TEST(CodesTest, UploadsOfAPartNameTheRest) {
   ASSERT_TRUE(client->RegisterModel(SpecOf(dims, "m")).ok());
   std::mt19937_64 random(1);
   std::vector<client::WeightsChunk> chunks = ChunksOf(dims, RandomWeights(dims, &random));
-  // Half of the layers: accepted, not complete, the rest is named.
+  // Half of the layers: accepted, but not complete; the missing ones are named.
   bool sent = false;
   auto reply = client->UploadWeights("m", [&]() -> std::optional<client::WeightsChunk> {
     if (std::exchange(sent, true)) return std::nullopt;
@@ -427,7 +428,7 @@ TEST(CodesTest, RestartIsAborted) {
   server.Restart();
   absl::Status status;
   for (int i = 0; i < 100 && !absl::IsAborted(status); ++i) {
-    status = client->GetStats().status();  // UNAVAILABLE while the connection is made again
+    status = client->GetStats().status();  // UNAVAILABLE while the client reconnects
   }
   EXPECT_EQ(status.code(), StatusCode::kAborted) << status;
   EXPECT_EQ(DetailOf(status)->reason(), "server_restarted");

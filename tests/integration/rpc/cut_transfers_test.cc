@@ -1,5 +1,5 @@
-// Exports and imports that their clients cut at any part, while steps go on and pages are short:
-// what others compute stays right, and nothing is left of the cut ones.
+// Exports and imports that their clients cut at any part, while steps run and pages are short.
+// Results of other clients stay correct, and nothing remains of the cut transfers.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -26,7 +26,7 @@ constexpr int kRounds = 60;
 
 absl::Status Cut() { return absl::CancelledError("cut"); }
 
-// The parts of an export, of which at most `most` are taken.
+// Reads the parts of an export, at most `most` of them.
 absl::Status Export(client::Client* client, const client::Sequence& sequence, size_t most,
                     Parts* parts) {
   v1::ExportRequest request;
@@ -73,7 +73,7 @@ class CutTransfersTest : public ::testing::Test {
     EXPECT_EQ(worker_.Step({&track}, {kRows}, v1::PROFILE_ABSORBED), absl::OkStatus());
     return track;
   }
-  // Until the calls that were cut have ended on the server, too.
+  // Waits until the cut calls have ended on the server, too.
   void Settle(uint32_t sequences) {
     for (int i = 0; i < 500 && client_->GetStats()->sequences() != sequences; ++i) {
       std::this_thread::sleep_for(milliseconds(10));
@@ -112,7 +112,7 @@ TEST_F(CutTransfersTest, CutExportsLeaveTheSequenceAsItWas) {
   for (int round = 0; round < kRounds; ++round) {
     Parts parts;
     std::thread moves([&, most = random_() % 16] {
-      // Refused where it meets the open step.
+      // Refused if it meets the open step.
       Export(mover_.get(), source.sequence, most, &parts).IgnoreError();
     });
     for (int i = 0; i < 2; ++i) {

@@ -1,4 +1,4 @@
-// A server whose device hangs, or is lost: what still answers, and what it says.
+// A server whose device hangs or is lost: which calls still get replies, and which ones.
 #include <gmock/gmock.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
@@ -65,14 +65,15 @@ class FailingDeviceTest : public testing::Test {
   std::unique_ptr<server::Server> server_;
 };
 
-// Whether a stream is served or refused because there are too many.
+// Returns OK if a stream is served, or the code with which it is refused because there are too
+// many.
 absl::StatusCode TryStream(const std::string& target) {
   const auto channel = grpc::CreateChannel(target, grpc::InsecureChannelCredentials());
   const auto stub = v1::Attention::NewStub(channel);
   grpc::ClientContext context;
   const auto stream = stub->Attend(&context);
   v1::AttendStreamRequest request;
-  request.mutable_end_step()->set_step_id(7);  // of no step, which the stream survives
+  request.mutable_end_step()->set_step_id(7);  // names no open step, which the stream survives
   stream->Write(request);
   v1::AttendStreamReply reply;
   if (stream->Read(&reply)) {
@@ -82,8 +83,8 @@ absl::StatusCode TryStream(const std::string& target) {
   return static_cast<absl::StatusCode>(stream->Finish().error_code());
 }
 
-// The thread that polls runs the launch, the others open streams and close them: none may keep
-// health, administration and operations from answering.
+// The thread that polls runs the launch, and other threads open and close streams. Neither may keep
+// health, administration and operations from getting replies.
 TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   ASSERT_NO_FATAL_FAILURE(Start([](server::Config& config) {
     config.unhealthy_after_ms = 500;
@@ -106,13 +107,13 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
     opening.emplace_back([&] { EXPECT_EQ(TryStream(target()), absl::StatusCode::kOk); });
   }
   std::this_thread::sleep_for(200ms);
-  const auto other = Connect();  // asks for the server's limits
+  const auto other = Connect();  // reads the server's limits
   EXPECT_TRUE(Eventually([&] { return !other->IsServing().value_or(true); }));
   EXPECT_EQ(other->GetStats()->launches(), launches);
   EXPECT_THAT(HttpGet(port, "/metrics"), HasSubstr("\nmla_serving 0\n"));
   EXPECT_THAT(HttpGet(port, "/statusz"), HasSubstr("no heartbeat"));
   EXPECT_THAT(HttpGet(port, "/readyz"), StartsWith("503 "));
-  EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));  // it may come back
+  EXPECT_THAT(HttpGet(port, "/livez"), StartsWith("200 "));  // the device may recover
   EXPECT_TRUE(Eventually(
       [&] { return HttpGet(port, "/livez").find("503 restart this server: no heartbeat") == 0; }));
 
@@ -125,7 +126,7 @@ TEST_F(FailingDeviceTest, WhileALaunchHangsTheRestAnswers) {
   EXPECT_GT(other->GetStats()->launches(), launches);
 }
 
-// Streams that wait to be opened count.
+// Streams that wait to be opened count, too.
 TEST_F(FailingDeviceTest, StreamsAreBoundedAlsoWhileTheyWait) {
   ASSERT_NO_FATAL_FAILURE(Start([](server::Config& config) { config.wire.max_streams = 3; }));
   const auto client = Connect();

@@ -1,4 +1,4 @@
-// Reflection and channelz, on and off; calls that do not exist; two servers in one place.
+// Reflection and channelz, on and off; calls of unknown methods; two servers in one process.
 #include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ struct Answer {
   std::string bytes;
 };
 
-// One message each way, as raw bytes; also for a bidirectional method that answers one by one.
+// One message each way, as raw bytes; also for a bidirectional method with one reply a request.
 Answer CallRaw(const std::string& target, const std::string& method, const std::string& message) {
   const auto channel = grpc::CreateChannel(target, grpc::InsecureChannelCredentials());
   grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> stub(channel);

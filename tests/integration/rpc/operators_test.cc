@@ -1,5 +1,5 @@
-// Who may call operator RPCs without TLS. The peers of this machine look like peers of another one
-// to the server: gRPC takes a peer's address from getpeername.
+// Who may call operator RPCs without TLS. Peers of this machine look to the server like peers of
+// another one, because gRPC takes a peer's address from getpeername, which the test replaces.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ std::atomic<bool> from_elsewhere{false};
 
 }  // namespace
 
-// Stands before the C library's: gRPC learns from it who a connection's peer is.
+// Replaces the C library's function, from which gRPC learns a connection's peer.
 extern "C" int getpeername(int descriptor, sockaddr* address, socklen_t* length) noexcept {
   using GetPeerName = int (*)(int, sockaddr*, socklen_t*);
   static const auto real = reinterpret_cast<GetPeerName>(dlsym(RTLD_NEXT, "getpeername"));

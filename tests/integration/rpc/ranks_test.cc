@@ -39,7 +39,7 @@ class RankGroup {
   int ranks() const { return static_cast<int>(sessions_.size()); }
   int heads() const { return dims_.heads / ranks(); }
   client::Client& client() { return *clients_[0]; }
-  // Ends a rank as a crash would: its stream goes.
+  // Ends a rank as a crash would: its stream is closed.
   void Lose(int rank) {
     steps_[static_cast<size_t>(rank)].reset();
     sessions_[static_cast<size_t>(rank)].reset();
@@ -58,7 +58,7 @@ class RankGroup {
     return absl::OkStatus();
   }
 
-  // Sends the slices of all ranks but `missing`, rank 0 with the KV rows and last.
+  // Sends the slices of all ranks except `missing`; rank 0 sends last, with the KV rows.
   void Send(uint32_t layer, int missing = -1) {
     if (cache_.size() <= layer) cache_.resize(layer + 1);
     kv_ = RandomBf16(kRows * static_cast<size_t>(dims_.row()), &random_);
@@ -90,7 +90,7 @@ class RankGroup {
         steps_[static_cast<size_t>(rank)]->AttendAsync(call));
   }
   absl::Status Wait(int rank) { return calls_[static_cast<size_t>(rank)].pending->Wait().status(); }
-  // Largest difference of a rank's answers from the dense ones.
+  // Largest difference between a rank's outputs and the dense model's.
   double Error(uint32_t layer, int rank) const {
     const Slice& slice = calls_[static_cast<size_t>(rank)];
     const size_t row_dim = static_cast<size_t>(dims_.row());
@@ -156,7 +156,7 @@ void RunStep(RankGroup* ranks) {
 }
 
 TEST_P(RanksTest, OneCopyOfTheRowsServesAll) {
-  // Long enough for any machine: a missing rank would be noticed by the time it takes.
+  // Long enough that a missing rank would show by the time it takes.
   const TestServer server(WithWait(1000000));
   RankGroup ranks(server, GetParam());
   const auto rows_of = [](const v1::GetStatsReply& stats) {
@@ -168,14 +168,15 @@ TEST_P(RanksTest, OneCopyOfTheRowsServesAll) {
   }
   const auto stats = ranks.client().GetStats();
   ASSERT_TRUE(stats.ok());
-  // Eight rows in pages of four, whichever rank sent them, and each row computed once a layer.
+  // Eight rows in pages of four, whichever rank sent them; each row is computed once a layer.
   EXPECT_EQ(stats->page_groups_used(), 2u);
   EXPECT_EQ(rows_of(*stats) - warm_up, 2u * kSteps * kRows);
   EXPECT_EQ(stats->slices_fused(), static_cast<uint64_t>(2 * kSteps * ranks.ranks()));
   EXPECT_EQ(stats->slice_waits_expired(), 0u);
 }
 
-// Even where the backend reads queries in place: slices lie side by side with their siblings.
+// Slices are gathered even if the backend reads queries in place, because they must be adjacent to
+// their siblings' slices.
 TEST_P(RanksTest, SlicesOverGrpcAreGathered) {
   const TestServer server([](server::Config& config) {
     WithWait(1000000)(config);
@@ -204,7 +205,7 @@ TEST_P(RanksTest, ALateRankCostsTheBoundAndOthersNothing) {
   ASSERT_EQ(ranks.Begin(), absl::OkStatus());
   const auto sent = Clock::now();
   ranks.Send(0, late);
-  // Meanwhile another worker's ranks go through, all of them.
+  // During that time another worker's ranks complete a step.
   ASSERT_EQ(others.Begin(), absl::OkStatus());
   for (uint32_t layer = 0; layer < 2; ++layer) {
     others.Send(layer);
@@ -214,7 +215,7 @@ TEST_P(RanksTest, ALateRankCostsTheBoundAndOthersNothing) {
   ASSERT_EQ(ranks.Wait(0), absl::OkStatus());
   const auto waited = Clock::now() - sent;
   EXPECT_GE(waited, std::chrono::milliseconds(290));
-  EXPECT_LT(waited, std::chrono::seconds(5));  // and not for kv_wait_ms or a lease
+  EXPECT_LT(waited, std::chrono::seconds(5));  // shorter than kv_wait_ms or a lease
   EXPECT_LT(ranks.Error(0, 0), kTolerance);
   ranks.SendOne(0, late);
   ASSERT_EQ(ranks.Wait(late), absl::OkStatus());

@@ -1,5 +1,5 @@
-// Calls that no stub of the contract makes: compressed messages, bodies that are no messages, and
-// messages that are large once parsed.
+// Calls that no stub of the contract makes: compressed messages, bodies that are not messages, and
+// messages that become large when parsed.
 #include <grpc/byte_buffer.h>
 #include <grpc/compression.h>
 #include <grpc/grpc.h>
@@ -25,7 +25,7 @@ namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
-// `size` zeros, as gzip or zlib writes them.
+// `size` zeros, compressed by gzip or zlib.
 std::string CompressedZeros(size_t size, grpc_compression_algorithm algorithm) {
   constexpr int kGzipFormat = 16, kWindowBits = 15;
   z_stream stream{};
@@ -49,7 +49,7 @@ std::string CompressedZeros(size_t size, grpc_compression_algorithm algorithm) {
   return out;
 }
 
-// Bytes of the peak of this process's memory in RAM.
+// This process's peak resident memory, in bytes.
 size_t PeakBytes() {
   std::ifstream file("/proc/self/status");
   for (std::string line; std::getline(file, line);) {
@@ -64,7 +64,7 @@ struct Answer {
   v1::ErrorDetail detail;
 };
 
-// One call of gRPC's core, whose message is sent as it is: `body` was compressed with `algorithm`.
+// One call of gRPC's core that sends its message unchanged; `body` was compressed with `algorithm`.
 class RawCall {
  public:
   explicit RawCall(const std::string& target)
@@ -138,7 +138,7 @@ class RawCall {
   grpc_channel* channel_ = nullptr;
 };
 
-// Of every kind: unary, a stream of the client, a stream of the server, a stream of both.
+// One method of every kind: unary, client stream, server stream, and both.
 constexpr const char* kMethods[] = {"/mla.v1.Admin/GetServerInfo",  "/mla.v1.Models/UploadWeights",
                                     "/mla.v1.Admin/WatchStatus",    "/mla.v1.Attention/Attend",
                                     "/grpc.health.v1.Health/Check", "/mla.v1.None/None"};
@@ -154,7 +154,7 @@ TEST(LargeRequestsTest, MessagesOfManyFieldsAreNotParsed) {
   const size_t before = PeakBytes();
   for (const char* method : {kUploads[0], kUploads[1], kOpen, "/grpc.health.v1.Health/Check"}) {
     for (const std::string& place : {std::string(), nested}) {
-      if (method == kOpen && !place.empty()) continue;  // field 2 is no message there
+      if (method == kOpen && !place.empty()) continue;  // field 2 of Open is not a message
       // Field 15: an empty string, a zero, an empty group, one with the contract's field 1 in it.
       for (const std::string& field : {std::string("\x7a\0", 2), std::string("\x78\0", 2),
                                        std::string("\x7b\x7c"), std::string("\x7b\x0a\0\x7c", 4)}) {
@@ -190,7 +190,7 @@ TEST(CompressedMessagesTest, AreRefusedAndNeverInflated) {
   EXPECT_TRUE(*server.Connect()->IsServing());
 }
 
-// What was compressed twice is not inflated either.
+// A message that was compressed twice is not inflated either.
 TEST(CompressedMessagesTest, NestedCompressionIsRefused) {
   const TestServer server;
   RawCall raw(server.unix_target());
@@ -221,7 +221,7 @@ TEST(UndecodableTest, BodiesThatAreNoMessagesAreInvalidArgument) {
       EXPECT_FALSE(answer.detail.limit().empty() || answer.detail.got().empty()) << method;
     }
   }
-  // Refusals count like others.
+  // Refusals are counted like other requests.
   EXPECT_NE(HttpGet(server.server().ops_port(), "/metrics")
                 .find("mla_requests_total{code=\"INVALID_ARGUMENT\",tenant=\"default\"} 18\n"),
             std::string::npos);
@@ -246,7 +246,7 @@ std::string EmptyPageKeys(size_t bytes) {
 TEST(LargeRequestsTest, AreCountedBeforeTheyAreParsed) {
   const TestServer server([](server::Config& config) { config.wire.control_bytes = 2 * kMiB; });
   RawCall raw(server.unix_target());
-  // They are counted until just after the answer has been sent.
+  // Bytes are counted until just after the reply has been sent.
   const auto send = [&](const std::string& body) {
     Answer answer = raw.Send(kOpen, body, GRPC_COMPRESS_NONE);
     for (int i = 0; i < 1000 && answer.detail.reason() == "control_bytes_full"; ++i) {
@@ -254,8 +254,8 @@ TEST(LargeRequestsTest, AreCountedBeforeTheyAreParsed) {
     }
     return answer;
   };
-  // Half of the bound is one tenant's. Refused by the handler, so it was parsed; each time, so what
-  // was counted is given back.
+  // One tenant may use half of the bound. The handler refuses the call, so it was parsed. The bytes
+  // are released each time.
   for (int calls = 0; calls < 4; ++calls) {
     const Answer parsed = send(EmptyPageKeys(kMiB - 4096));
     EXPECT_EQ(parsed.code, GRPC_STATUS_INVALID_ARGUMENT) << parsed.text;
@@ -266,14 +266,14 @@ TEST(LargeRequestsTest, AreCountedBeforeTheyAreParsed) {
   EXPECT_EQ(refused.detail.field(), "request");
   EXPECT_EQ(refused.detail.reason(), "control_bytes_full");
   EXPECT_GT(refused.detail.retry_after_ms(), 0u);
-  // Undecodable bytes are counted and given back as well.
+  // Undecodable bytes are counted and released as well.
   const std::string garbage(kMiB - 4096, '\x07');
   for (int calls = 0; calls < 4; ++calls) {
     EXPECT_EQ(send(garbage).detail.reason(), "malformed") << calls;
   }
 }
 
-// 64 requests of 4 MiB took 7 GiB when all of them were parsed at a time.
+// 64 requests of 4 MiB would take 7 GiB if all of them were parsed at the same time.
 TEST(LargeRequestsTest, AFloodOfThemTakesBoundedMemory) {
   constexpr int kCalls = 64;
   const TestServer server;
@@ -289,16 +289,16 @@ TEST(LargeRequestsTest, AFloodOfThemTakesBoundedMemory) {
       if (answer.detail.reason() == "control_bytes_full") refused.fetch_add(1);
     });
   }
-  // Small calls of others get through meanwhile.
+  // Small calls of other clients succeed during the flood.
   for (int i = 0; i < 20; ++i) EXPECT_TRUE(*server.Connect()->IsServing());
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(parsed + refused, kCalls);
   EXPECT_GT(parsed, 0);
-  // 16 MiB of one tenant, thirtyfold, and what the callers in this process hold themselves.
+  // 16 MiB of one tenant, times thirty, and the memory of the callers in this process.
   EXPECT_LT(PeakBytes() - before, 512 * kMiB + 3 * kCalls * body.size());
 }
 
-// A part of an upload that is no message is not taken for the upload's end.
+// A part of an upload that is not a message must not be taken for the upload's end.
 TEST(UndecodableTest, PartsOfUploadsAreInvalidArgument) {
   const TestServer server;
   RawCall raw(server.unix_target());

@@ -1,5 +1,5 @@
-// Every refusal of a control call says which field is to blame, what it held, what would be
-// accepted and why, in the error detail beside the status.
+// Every refusal of a control call has an error detail: the field, its value, valid values and the
+// reason.
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ class RefusalsTest : public ::testing::Test {
         sequences_(v1::Sequences::NewStub(channel_)),
         admin_(v1::Admin::NewStub(channel_)) {}
 
-  // Expects that `call` is refused for `reason`, with a whole detail; returns that.
+  // Expects that `call` is refused for `reason` with a complete detail, and returns the detail.
   v1::ErrorDetail Expect(const std::string& reason, grpc::StatusCode code,
                          const std::function<grpc::Status(grpc::ClientContext*)>& call,
                          const std::string& tenant = "") {

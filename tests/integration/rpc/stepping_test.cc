@@ -1,4 +1,4 @@
-// The stepping protocol end to end, every answer compared with a dense model.
+// The stepping protocol end to end; every reply is compared with a dense model.
 #include <gmock/gmock.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
@@ -134,7 +134,7 @@ TEST(SteppingTest, AppendOnlyThenAttend) {
 TEST(SteppingTest, LargeWorkIsCutByRows) {
   const TestServer server([](server::Config& config) {
     config.wire.message_bytes = 65536;
-    config.wire.inflight_bytes = 131072;  // reads pause again and again
+    config.wire.inflight_bytes = 131072;  // reads pause many times
   });
   const auto client = server.Connect();
   Worker worker(client.get(), {}, "m", 9);
@@ -163,7 +163,7 @@ TEST(SteppingTest, ScarceStagingMemoryOnlyDelays) {
   for (const absl::Status& status : statuses) EXPECT_EQ(status, absl::OkStatus());
 }
 
-// A stream that sends more than it may have staged is read no further until some of it is answered.
+// The server stops reading a stream that has staged its share until some of it has been answered.
 TEST(SteppingTest, AStreamStagesNoMoreThanItsShare) {
   const TestServer server([](server::Config& config) {
     config.wire.message_bytes = 262144;
@@ -175,7 +175,7 @@ TEST(SteppingTest, AStreamStagesNoMoreThanItsShare) {
   Track track = *worker.Open();
   auto step = worker.session().Begin("m", {{&track.sequence, 512}}, {5, 2, 0});
   ASSERT_TRUE(step.ok()) << step.status();
-  // A second stream, whose queries wait for rows that never come: 164 KB in and 131 KB out each.
+  // A second stream whose queries wait for rows that never come: 164 KB in and 131 KB out each.
   constexpr int kMessages = 16;
   const auto stub = v1::Attention::NewStub(
       grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
@@ -215,7 +215,7 @@ TEST(SteppingTest, AStreamStagesNoMoreThanItsShare) {
   reader.join();
   EXPECT_TRUE(stream->Finish().ok());
   EXPECT_GE(most, 2u);
-  EXPECT_LE(most, 5u);  // the fourth begins below 1 MiB, and one may be on its way
+  EXPECT_LE(most, 5u);  // the fourth begins below 1 MiB, and one more may be in flight
 }
 
 TEST(SteppingTest, HeadSlicesOfTwoParticipants) {
@@ -247,7 +247,7 @@ TEST(SteppingTest, HeadSlicesOfTwoParticipants) {
     call.profile = v1::PROFILE_ABSORBED;
     call.o_dtype = v1::DTYPE_F32;
     call.q = q.data();
-    // The rank without KV rows comes first and waits for the other's.
+    // The rank without KV rows sends first and waits for the other rank's rows.
     call.head_offset = 2;
     call.o = o2.data();
     auto waiting = (*step2)->AttendAsync(call);
@@ -305,7 +305,7 @@ TEST(SteppingTest, TwoClientsAtOnce) {
   ASSERT_TRUE(stats.ok());
   EXPECT_EQ(stats->requests_failed(), 0u);
   EXPECT_GT(stats->rows_decode(), 0u);
-  // Over gRPC one copy in, none out; none at all over the ring.
+  // gRPC copies tensors once in and never out; the ring copies nothing.
   EXPECT_GT(stats->shared_bytes(), 0u);
   EXPECT_GT(stats->copied_bytes(), 0u);
   EXPECT_LT(stats->copied_bytes(), stats->received_bytes());

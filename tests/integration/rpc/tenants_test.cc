@@ -1,4 +1,4 @@
-// One tenant takes all that it can get of a running server, and another one still works: each
+// One tenant takes as much as it can of a running server, and another tenant still works: each
 // resource in turn, over the wire.
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
@@ -69,7 +69,7 @@ class Caller final {
     return models->Unregister(Context().get(), request, &reply);
   }
 
-  // 0: refused.
+  // Returns 0 if it is refused.
   uint64_t Open(grpc::Status* status = nullptr, v1::ErrorDetail* detail = nullptr) {
     v1::OpenRequest request;
     request.set_model_id(kModel);
@@ -104,7 +104,7 @@ class Caller final {
 
 using Attend = grpc::ClientReaderWriter<v1::AttendStreamRequest, v1::AttendStreamReply>;
 
-// An Attend stream that a test writes by hand.
+// An Attend stream whose messages a test writes by hand.
 class Stream final {
  public:
   explicit Stream(const Caller& caller)
@@ -170,7 +170,7 @@ void ExpectTenantBound(const v1::ErrorDetail& detail, const char* reason, const 
   EXPECT_GT(detail.retry_after_ms(), 0u);
 }
 
-// A step as any worker does it whose requests are staged: rings have memory of their own.
+// Runs a step as any worker whose requests are staged; rings have memory of their own.
 void ExpectStepsWork(const TestServer& server, const std::string& tenant, uint32_t rows = 2) {
   client::ClientOptions options;
   options.tenant = tenant;
@@ -255,7 +255,7 @@ TEST(TenantsTest, QueuedRequestsOfOneTenantLeaveRoomForOthers) {
   ASSERT_TRUE(a.Register().ok());
   Stream stream(a);
   ASSERT_FALSE(stream.Begin(1, a.Open(), 1000).has_error());
-  // Queries whose KV rows have not come wait for them.
+  // Queries whose KV rows have not arrived wait for them.
   for (uint32_t row = 1; row <= 80; ++row)
     ASSERT_TRUE(stream.Write(Stream::Rows(1, row, 1, false)));
   const v1::AttendStreamReply refused = stream.Read();
@@ -263,7 +263,7 @@ TEST(TenantsTest, QueuedRequestsOfOneTenantLeaveRoomForOthers) {
   ExpectStepsWork(server, "b");
 }
 
-// Replies that no client reads keep their staging memory; another tenant's requests must not wait
+// Replies that no client reads keep their staging memory. Another tenant's requests must not wait
 // for wire.slow_reader_ms.
 TEST(TenantsTest, SlowReadersOfOneTenantLeaveStagingForOthers) {
   const TestServer server([](server::Config& config) {
@@ -293,19 +293,19 @@ TEST(TenantsTest, SlowReadersOfOneTenantLeaveStagingForOthers) {
     EXPECT_TRUE(a.admin->GetQuota(a.Context().get(), request, &reply).ok());
     return reply.tenants(0).resources(v1::QUOTA_RESOURCE_STAGED_BYTES - 1);
   };
-  // Until the tenant has what it may have and is refused more.
+  // Waits until the tenant has its full share and is refused more.
   while (staged().refused() < 10) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   EXPECT_LE(staged().used(), uint64_t{8} << 20);
   const std::string metrics = HttpGet(server.server().ops_port(), "/metrics");
   EXPECT_NE(metrics.find("\nmla_staging_used_bytes "), std::string::npos);
   EXPECT_NE(metrics.find("mla_tenant_used{resource=\"staged_bytes\",tenant=\"a\"} "),
             std::string::npos);
-  ExpectStepsWork(server, "b", 1500);  // small ones fit between those that are held
+  ExpectStepsWork(server, "b", 1500);  // small requests fit between those that are held
   for (const auto& stream : streams) stream->Cancel();
   for (std::thread& writer : writers) writer.join();
 }
 
-// Names that hold nothing any more do not keep new tenants out.
+// Tenant names without resources do not keep new tenants out.
 TEST(TenantsTest, InventedNamesDoNotLockOutNewTenants) {
   const TestServer server([](server::Config& config) { config.limits.max_tenants = 16; });
   for (int i = 0; i < 64; ++i) {
@@ -337,7 +337,7 @@ TEST(TenantsTest, IdleUploadsLeaveLeasesAndAdministrationToOthers) {
     contexts.push_back(tenants.back()->Context());
     uploads.push_back(tenants.back()->models->UploadWeights(contexts.back().get(), &replies[i]));
   }
-  // All that there is room for are under way.
+  // As many as possible are in progress.
   v1::GetQuotaRequest all_tenants;
   all_tenants.set_all(true);
   for (uint64_t held = 0, bound = 1; held < bound;) {
@@ -398,7 +398,7 @@ TEST(TenantsTest, QuotasAreSetAtRunTime) {
   EXPECT_NE(a.Open(), 0u);
   const uint64_t second = a.Open();
   EXPECT_NE(second, 0u);
-  // Below what is in use: both stay.
+  // A bound below the current use: both stay.
   bound->set_bound(1);
   ASSERT_TRUE(operator_.admin->SetQuota(operator_.Context().get(), request, &reply).ok());
   EXPECT_EQ(reply.quota().resources(2).used(), 2u);
@@ -451,7 +451,7 @@ TEST(TenantsTest, ADrainIsUndone) {
   ASSERT_TRUE(client->CancelDrain().ok());
   EXPECT_TRUE(*client->IsServing());
   ExpectStepsWork(server, "b");
-  // One that waits for a step: its caller learns that it was cancelled.
+  // A call that waits for a step: its caller learns that it was cancelled.
   Caller a(server, "a");
   ASSERT_TRUE(a.Register().ok());
   Stream stream(a);

@@ -1,5 +1,5 @@
-// Queries and KV rows of 8 bits on every transport: answers are those of the values that they stand
-// for, sent as bf16, bit by bit.
+// Queries and KV rows of 8 bits on every transport. Replies equal, bit by bit, the replies to the
+// same values sent as bf16.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -60,7 +60,7 @@ class Fp8WireTest : public ::testing::TestWithParam<Transport> {
     return Decode({rows, {dims_.lora, dims_.rope}}, client::EncodeFp8Rows(spec_, values));
   }
 
-  // One step of a sequence of its own.
+  // Runs one step of a new sequence.
   absl::StatusOr<Outputs> Step(uint32_t rows, v1::DType q_dtype, const void* q,
                                v1::DType kv_row_dtype, const void* kv) {
     client::Sequence sequence = *client_->OpenSequence("m");
@@ -93,7 +93,7 @@ class Fp8WireTest : public ::testing::TestWithParam<Transport> {
     EXPECT_EQ(got->lse, want->lse);
   }
 
-  // Small messages, so that a call of some hundred rows is cut.
+  // Messages are small, so that a call of some hundred rows is cut.
   const TestServer server_{[](server::Config& config) { config.wire.message_bytes = 65536; }};
   const Dims dims_;
   v1::ModelSpec spec_;

@@ -1,5 +1,5 @@
-// Rings and regions in the hands of hostile clients: nothing is written outside what a request
-// offered, nothing of another tenant changes, and the server goes on.
+// Rings and regions of hostile clients. The server writes nothing outside the memory that a request
+// offers, no memory of another tenant changes, and the server goes on.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -37,7 +37,7 @@ using client::ClientOptions;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// The lengths of so many sequences take several slots of a ring.
+// The lengths of this many sequences take several slots of a ring.
 constexpr int kSequences = 1100;
 constexpr uint64_t kArenaBytes = 256 << 10;
 constexpr std::byte kFill{0xa5};
@@ -77,7 +77,7 @@ class HostileRingTest : public testing::Test {
     return request;
   }
 
-  // Keeps no rows, so that none are missing.
+  // Keeps no rows, so that none can be missing.
   static v1::AttendStreamRequest End(int sequences) {
     v1::AttendStreamRequest request;
     request.mutable_end_step()->set_step_id(7);
@@ -85,7 +85,7 @@ class HostileRingTest : public testing::Test {
     return request;
   }
 
-  // The bytes of requests lie at the arena's start, so that its end can be watched.
+  // Bytes of requests lie at the arena's start, so that its end can be checked.
   v1::AttendStreamReply Send(const v1::AttendStreamRequest& request, uint64_t room_at = 0,
                              uint32_t room = 0) {
     ring_->SubmitMessage(request, arena_, room_at, room);
@@ -96,7 +96,7 @@ class HostileRingTest : public testing::Test {
     return reply.value_or(v1::AttendStreamReply());
   }
 
-  // Step 7 with one sequence has run out, and step 7 with all of them is open.
+  // Afterwards step 7 with one sequence has expired, and step 7 with all of them is open.
   void ReuseTheIdAfterItsLease() {
     ASSERT_TRUE(Send(Begin(1, /*lease_ms=*/1)).has_begin_step());
     ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 0; }));
@@ -105,7 +105,7 @@ class HostileRingTest : public testing::Test {
     ASSERT_EQ(begun.begin_step().total_rows(), static_cast<uint32_t>(kSequences));
   }
 
-  // Regions of other tenants, on both sides of what has been mapped so far.
+  // Opens regions of other tenants, on both sides of the existing mappings.
   void OpenNeighbours() {
     for (const char* tenant : {"b", "c"}) {
       neighbours_.push_back(std::make_unique<ShmConnection>(ShmPathOf(server_)));
@@ -157,15 +157,15 @@ TEST_F(HostileRingTest, TheReplyOfAnIdUsedAgainKeepsToItsRoom) {
         << room;
   }
   ExpectNeighboursUntouched();
-  // The step is still open: with room for the lengths it ends.
+  // The step is still open, and ends when its request has room for the lengths.
   const v1::AttendStreamReply ended = Send(End(kSequences), size - 12288, 12288);
   ASSERT_TRUE(ended.has_end_step()) << ended.ShortDebugString();
   EXPECT_EQ(ended.end_step().lengths_size(), kSequences);
   ExpectServes();
 }
 
-// The bound of an EndStep is that of the step at the moment at which it ends, not of a BeginStep of
-// the same id that is refused in between.
+// The bound of an EndStep is that of the step when it ends, not that of a refused BeginStep with
+// the same id in between.
 TEST_F(HostileRingTest, ARefusedBeginChangesNoRoom) {
   ASSERT_TRUE(Send(Begin(kSequences)).has_begin_step());
   ring_->SubmitMessage(Begin(1), arena_, 0, 0);
@@ -178,7 +178,7 @@ TEST_F(HostileRingTest, ARefusedBeginChangesNoRoom) {
   EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 1; }));
 }
 
-// Bytes of a message that change while the server reads them change nothing but the answer.
+// Bytes of a message that change while the server reads them affect only its reply.
 TEST_F(HostileRingTest, MessagesMayChangeWhileTheyAreRead) {
   const std::string one = Begin(1).SerializeAsString();
   std::string other = one;
@@ -203,12 +203,12 @@ TEST_F(HostileRingTest, MessagesMayChangeWhileTheyAreRead) {
   ExpectServes();
 }
 
-// A sequence of a sparse model whose pages lie between those of another one, where all rows are
-// NaN, and calls of a step of it whose index lists or index inputs change while they are used.
+// A sequence of a sparse model whose pages lie between pages of another sequence, where all rows
+// are NaN; and calls of its step whose index lists or index inputs change while they are used.
 class HostileListsTest : public HostileRingTest {
  protected:
   static constexpr uint32_t kTopK = 64, kIndexHeads = 2, kIndexDim = 8, kRows = 4;
-  static constexpr uint32_t kRounds = 40;  // of four rows
+  static constexpr uint32_t kRounds = 40;  // rounds of four rows
 
   void SetUp() override {
     v1::ModelSpec spec = SpecOf(dims_, "s");
@@ -251,8 +251,8 @@ class HostileListsTest : public HostileRingTest {
     return reinterpret_cast<T*>(ring_->region().data() + offset);
   }
 
-  // A step that is begun, attends and keeps nothing. True: there was an answer, and it is looked
-  // at; false: it was refused as a list that names no position.
+  // Begins a step, attends and keeps nothing. Returns true if there was a reply, which is checked,
+  // and false if the call was refused because a list names no position.
   bool Step(uint8_t source) {
     v1::AttendStreamRequest begin = Begin(1);
     v1::BeginStep* const args = begin.mutable_begin_step();
@@ -261,7 +261,7 @@ class HostileListsTest : public HostileRingTest {
     args->mutable_sequences(0)->set_epoch(sequence_->epoch());
     args->mutable_sequences(0)->set_start_position(kRounds * kRows);
     args->mutable_sequences(0)->set_rows(kRows);
-    // Messages lie behind the tensors.
+    // Messages follow the tensors.
     const uint64_t messages = arena_ + kArenaBytes / 2, out = messages + 65536;
     const auto send = [&](const v1::AttendStreamRequest& request) {
       ring_->SubmitMessage(request, messages, 0, 0);
@@ -337,7 +337,7 @@ TEST_F(HostileListsTest, IndexInputsMayChangeWhileTheyAreUsed) {
   volatile uint8_t* const inputs = At<uint8_t>(lists_at_);
   std::atomic<bool> stop{false};
   std::thread writer([&] {
-    std::mt19937 random(5);  // any bits, NaN and infinities among them
+    std::mt19937 random(5);  // any bits, including NaN and infinities
     for (uint32_t i = 0; !stop; ++i) {
       inputs[random() % kBytes] = static_cast<uint8_t>(random());
       if (i % 1024 == 0) std::this_thread::yield();
@@ -349,7 +349,7 @@ TEST_F(HostileListsTest, IndexInputsMayChangeWhileTheyAreUsed) {
   ExpectServes();
 }
 
-// An id may be used again as soon as its step is over, whatever ended it.
+// An id may be reused as soon as its step is over, however the step ended.
 TEST_F(HostileRingTest, IdsAreUsedAgainAfterTheirLease) {
   ReuseTheIdAfterItsLease();
   wire::SubmissionEntry attend{};
@@ -365,7 +365,7 @@ TEST_F(HostileRingTest, IdsAreUsedAgainAfterTheirLease) {
   EXPECT_EQ(done->kind, wire::kEntryAttend);
 }
 
-// Any number of steps that run out leaves an open one in place.
+// Any number of expired steps leaves an open step in place.
 TEST_F(HostileRingTest, ShortStepsDisplaceNoOpenStep) {
   v1::AttendStreamRequest lasting = Begin(1);
   lasting.mutable_begin_step()->set_step_id(1);
@@ -376,7 +376,7 @@ TEST_F(HostileRingTest, ShortStepsDisplaceNoOpenStep) {
   const uint64_t kSteps = 4 * static_cast<uint64_t>(server::Config().limits.max_open_steps) + 60;
   for (uint64_t id = 2; id < 2 + kSteps; ++id) {
     brief.mutable_begin_step()->set_step_id(id);
-    // Its lease runs out, or it has: the sequence is then in the next step.
+    // Its lease expires or has expired; until then the sequence is in the previous step.
     for (int tries = 0; !Send(brief).has_begin_step(); ++tries) ASSERT_LT(tries, 2000);
   }
   wire::SubmissionEntry attend{};
@@ -392,7 +392,7 @@ TEST_F(HostileRingTest, ShortStepsDisplaceNoOpenStep) {
   EXPECT_EQ(done->kind, wire::kEntryAttend) << ring_->Message(*done)->ShortDebugString();
 }
 
-// What is said about a step after its end is the engine's word: why it is gone.
+// After a step's end, the engine says why it is gone.
 TEST_F(HostileRingTest, AStepThatRanOutSaysWhy) {
   ASSERT_TRUE(Send(Begin(1, /*lease_ms=*/1)).has_begin_step());
   ASSERT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 0; }));
@@ -411,8 +411,8 @@ TEST_F(HostileRingTest, AStepThatRanOutSaysWhy) {
   EXPECT_EQ(reply->error().detail().reason(), "step_aborted");
 }
 
-// A client that gives pages of its region back costs the server nothing but those pages again, and
-// loses the region.
+// A client that returns pages of its region to the system costs the server only these pages again,
+// and loses the region.
 TEST_F(HostileRingTest, HolesInARegionEndIt) {
   ASSERT_TRUE(Send(Begin(1)).has_begin_step());
   const std::span<std::byte> region = ring_->region();
@@ -420,7 +420,7 @@ TEST_F(HostileRingTest, HolesInARegionEndIt) {
   ASSERT_EQ(fallocate(connection_.descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
                       static_cast<off_t>(region.size())),
             0);
-  // The server reads and writes where the pages were, the ring's own words among them.
+  // The server reads and writes the removed pages, the ring's own words included.
   wire::SubmissionEntry attend{};
   attend.kind = wire::kEntryAttend;
   attend.profile = v1::PROFILE_ABSORBED;
@@ -440,9 +440,9 @@ TEST_F(HostileRingTest, HolesInARegionEndIt) {
   ExpectServes();
 }
 
-// Without a descriptor left, clients are refused at once, and the listener does not spin.
+// Without a free descriptor, clients are refused at once, and the listener does not spin.
 TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
-  // Connects when there is a descriptor, and is accepted when there is none.
+  // This client connects while there is a descriptor, and is accepted when there is none.
   const int late = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   rlimit before_limit;
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before_limit), 0);
@@ -457,7 +457,7 @@ TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
   ASSERT_EQ(connect(late, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
   pollfd ended{late, POLLIN | POLLRDHUP, 0};
   EXPECT_EQ(poll(&ended, 1, 20000), 1);
-  // Processor time, of which a machine that is busy gives less, not more.
+  // Processor time, of which a busy machine gives less, not more.
   const auto cpu_ms = [] { return 1000 * std::clock() / CLOCKS_PER_SEC; };
   const auto before = cpu_ms();
   std::this_thread::sleep_for(milliseconds(1000));

@@ -1,5 +1,5 @@
-// A client whose server is none of ours: regions that are not sealed, sized or laid out as agreed
-// are refused before an access to them could end the client.
+// A client with a foreign server: regions that are not sealed, sized or laid out as agreed are
+// refused before an access to them could end the client.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -37,7 +37,7 @@ using client::TrustedUsers;
 constexpr uint32_t kEntries = 16;
 constexpr uint64_t kArenaBytes = 65536;
 
-// What a server hands out, to be spoilt.
+// The offer of a server, for tests to falsify.
 struct Offer {
   wire::ConnectReply connect_reply{};
   uint64_t memory_bytes = wire::RingBytes(kEntries) + kArenaBytes;
@@ -134,7 +134,7 @@ class Listener {
   void Close() {
     if (socket_ >= 0) close(std::exchange(socket_, -1));
   }
-  // Connects without waiting; -1 when the queue is full.
+  // Connects without waiting; returns -1 if the queue is full.
   int TryConnect() const {
     const int one = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     sockaddr_un address{};
@@ -166,7 +166,7 @@ TEST(HostileServerTest, AListenerThatAcceptsNothingIsGivenUp) {
     return SharedMemory::Connect(listener.path(), options).status();
   });
   EXPECT_EQ(connecting.wait_for(std::chrono::seconds(20)), std::future_status::ready);
-  listener.Close();  // which ends a client that waits for it
+  listener.Close();  // ends a client that waits for it
   const absl::Status status = connecting.get();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("does not accept connections in time"), std::string::npos)
@@ -174,7 +174,7 @@ TEST(HostileServerTest, AListenerThatAcceptsNothingIsGivenUp) {
   for (const int one : queued) close(one);
 }
 
-// A server with too many connections closes some before it has read their requests.
+// A server with too many connections closes some before it reads their requests.
 TEST(HostileServerTest, AConnectionThatIsClosedWithoutAReplyIsTriedAgain) {
   const Listener listener(/*backlog=*/8);
   std::thread server([&listener] {
@@ -249,9 +249,9 @@ TEST(HostileServerTest, ClientsRefuseSocketsOfOthersWhereAnyUserCouldHavePutThem
   const TempFolder folder;
   const std::string path = folder.File("s");
   const TrustedUsers stranger = {geteuid() + 1, -1}, told = {geteuid() + 1, geteuid()};
-  EXPECT_EQ(CheckSocketFile(path, stranger), absl::OkStatus());  // there is none
+  EXPECT_EQ(CheckSocketFile(path, stranger), absl::OkStatus());  // no file exists
   ASSERT_EQ(mknod(path.c_str(), S_IFSOCK | 0600, 0), 0);
-  const bool root = geteuid() == 0;                              // which is always trusted
+  const bool root = geteuid() == 0;                              // root is always trusted
   EXPECT_EQ(CheckSocketFile(path, stranger), absl::OkStatus());  // only its owner may write here
   ASSERT_EQ(chmod(folder.path().c_str(), 01777), 0);
   EXPECT_EQ(absl::IsPermissionDenied(CheckSocketFile(path, stranger)), !root);
@@ -269,7 +269,7 @@ TEST(HostileServerTest, ClientsRefuseSocketsOfOthersWhereAnyUserCouldHavePutThem
   EXPECT_EQ(CheckSocketFile(path, {0, 12345}), absl::OkStatus());
 }
 
-// Both kinds of connection look at the socket before anything is sent.
+// Both kinds of connection check the socket before they send anything.
 TEST(HostileServerTest, NothingIsSentToASocketOfAnother) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can act for another user";
   constexpr int kOther = 12345;

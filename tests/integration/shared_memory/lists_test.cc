@@ -1,4 +1,4 @@
-// Index lists of sparse attention on every transport: answers equal attention over the rows that
+// Index lists of sparse attention on every transport: replies equal attention over the rows that
 // the lists name.
 #include <gtest/gtest.h>
 
@@ -36,7 +36,7 @@ class ListsTest : public ::testing::TestWithParam<Transport> {
     session_ = *client_->OpenSession();
   }
 
-  // One step of `rows` rows at every layer, with these lists; answers are compared.
+  // Runs one step of `rows` rows at every layer with these lists, and compares the replies.
   absl::Status Step(client::Sequence* sequence, DenseCache* cache, uint32_t rows,
                     const client::IndexLists& lists,
                     const std::vector<std::vector<int32_t>>& positions) {
@@ -136,7 +136,7 @@ TEST_P(ListsTest, MessagesAreCutByTheBytesOfTheirLists) {
   EXPECT_GE(messages_, 2u);
 }
 
-// An indexer of one head and one element, so that the order is that of the keys.
+// An indexer of one head and one element, so that logits have the order of the keys.
 TEST_P(ListsTest, TheServersIndexerChooses) {
   v1::ModelSpec spec = SpecOf(dims_, "i");
   spec.set_attention(v1::ATTENTION_KIND_SPARSE_V32);
@@ -155,7 +155,7 @@ TEST_P(ListsTest, TheServersIndexerChooses) {
   for (int layer = 0; layer < dims_.layers; ++layer) {
     const auto rows = RandomBf16(kRows * row_dim, &random_);
     const auto q = RandomBf16(kRows * dims_.heads * row_dim, &random_);
-    std::vector<uint16_t> sent;  // rows, and behind each its key
+    std::vector<uint16_t> sent;  // rows, each followed by its key
     std::vector<uint16_t> index;
     for (size_t row = 0; row < kRows; ++row) {
       sent.insert(sent.end(), &rows[row * row_dim], &rows[row * row_dim] + row_dim);

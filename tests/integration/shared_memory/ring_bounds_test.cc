@@ -1,5 +1,5 @@
-// Where a ring may make the server write: replies that fit no slot go where the request says, and
-// nowhere else.
+// Where a ring may make the server write: a reply that fits no slot goes to the memory that the
+// request offers, and nowhere else.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 
 using absl::StatusCode;
 
-// The lengths of so many sequences make a reply that no slot of the ring holds.
+// The lengths of this many sequences make a reply that no slot of the ring holds.
 constexpr int kSequences = 120;
 
 class RingBoundsTest : public testing::Test {
@@ -78,7 +78,7 @@ class RingBoundsTest : public testing::Test {
     return request;
   }
 
-  // Keeps no rows, so that none are missing.
+  // Keeps no rows, so that none can be missing.
   static v1::AttendStreamRequest End() {
     v1::AttendStreamRequest request;
     request.mutable_end_step()->set_step_id(1);
@@ -116,7 +116,7 @@ TEST_F(RingBoundsTest, RepliesAreWrittenInsideTheArenaOnly) {
   EXPECT_TRUE(client_->GetStats().ok());
 }
 
-// An error whose text is cut to fit the slot is still one that the client can read.
+// The client can read an error whose text is cut to fit the slot.
 TEST_F(RingBoundsTest, LongErrorsAreCutBetweenCharacters) {
   for (const int shift : {0, 1, 2}) {
     std::string name(static_cast<size_t>(shift), 'x');
@@ -144,7 +144,7 @@ TEST_F(RingBoundsTest, AReplyThatFitsNeitherSlotNorRoomIsRefused) {
       return b == std::byte{0xa5};
     })) << room;
   }
-  // The step is still open: with room for the lengths it ends.
+  // The step is still open, and ends when its request has room for the lengths.
   const v1::AttendStreamReply ended = Send(End(), room_at, 2048);
   ASSERT_TRUE(ended.has_end_step()) << ended.ShortDebugString();
   EXPECT_EQ(ended.end_step().lengths_size(), kSequences);

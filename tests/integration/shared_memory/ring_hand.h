@@ -1,9 +1,9 @@
-// The same-host path spoken by hand: a client that keeps no rule of its own, for tests of what the
-// server does about clients that break the rules. Nothing here comes from the client library.
+// The same-host path without the client library: a client that keeps no rule of its own, for tests
+// of how the server treats clients that break the rules.
 //
-// ShmConnection speaks the handshake with any bytes. RingHand writes any entries into a ring and
-// reads its completions; it works on a region that a server handed out as well as on memory in this
-// process. Threading: one thread each.
+// ShmConnection performs the handshake with any bytes. RingHand writes any entries into a ring and
+// reads its completions. It works on a region from a server and on memory in this process.
+// Threading: one thread each.
 #ifndef MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_HAND_H_
 #define MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_HAND_H_
 
@@ -28,16 +28,16 @@ class RingHand final {
   std::span<std::byte> region() const { return region_; }
   uint64_t published() const { return published_; }
 
-  // Publishes the next submission and wakes the server. The entry's sequence is ignored.
+  // Publishes the next submission and wakes the server. Ignores the entry's sequence.
   void Submit(const wire::SubmissionEntry& entry);
-  // A message whose bytes are put at `at`, with `room` bytes at `room_at` for the reply.
+  // Submits a message whose bytes are put at `at`, with `room` bytes at `room_at` for the reply.
   void SubmitMessage(const v1::AttendStreamRequest& request, uint64_t at, uint64_t room_at,
                      uint32_t room);
-  // The next completion if there is one; its slot is given back unless `keep`.
+  // Returns the next completion, if any. Releases its slot unless `keep`.
   std::optional<wire::CompletionEntry> Poll(bool keep = false);
   std::optional<wire::CompletionEntry> Wait(std::chrono::milliseconds timeout);
-  // What a completion of kEntryMessage points at. Empty when it lies outside the region or is no
-  // such message.
+  // The message that a completion of kEntryMessage refers to. Empty if it lies outside the region
+  // or is not such a message.
   std::optional<v1::AttendStreamReply> Message(const wire::CompletionEntry& done) const;
 
  private:
@@ -62,16 +62,16 @@ class ShmConnection final {
 
   bool connected() const { return socket_ >= 0; }
   bool Send(const void* data, size_t size) const;
-  // The server's reply; nothing when the server ended the connection or `timeout` has passed. The
-  // region that comes with it is mapped.
+  // Returns the server's reply, or nothing if the server ended the connection or `timeout` has
+  // passed. Maps the region that comes with it.
   std::optional<wire::ConnectReply> Receive(std::chrono::milliseconds timeout);
-  // True once the server has ended the connection, which is waited for until `timeout`.
+  // Returns true if the server ends the connection within `timeout`.
   bool Ended(std::chrono::milliseconds timeout) const;
-  // Sends Request and maps the region. Empty when the server refused.
+  // Sends Request and maps the region. Returns an empty span if the server refused.
   std::span<std::byte> Open(const std::string& tenant, uint64_t bytes, bool ring);
 
   std::span<std::byte> region() const { return region_; }
-  int descriptor() const { return descriptor_; }  // of the region; -1: none
+  int descriptor() const { return descriptor_; }  // of the region, or -1
   const wire::ConnectReply& reply() const { return reply_; }
 
  private:

@@ -1,4 +1,5 @@
-// The command ring driven by hand: what becomes of clients that break its rules, stop or die.
+// The command ring, driven by hand: how the server treats clients that break its rules, stop or
+// die.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -47,7 +48,7 @@ class RingTest : public testing::Test {
     return entry;
   }
 
-  // Publishes entry `index` without the client library's own count.
+  // Publishes entry `index` without using the client library's own count.
   void Publish(uint64_t index, const wire::SubmissionEntry& entry) {
     wire::SubmissionEntry& slot = submissions_[index & (ring_->ring_entries() - 1)];
     slot = entry;
@@ -104,7 +105,7 @@ class RingTest : public testing::Test {
     return attend;
   }
 
-  // The server has given the ring up.
+  // Returns true if the server has disconnected the ring.
   bool IsDisconnected() const {
     for (int i = 0; i < 500; ++i) {
       if (std::atomic_ref(header_->closed).load() == 1) return true;
@@ -113,7 +114,7 @@ class RingTest : public testing::Test {
     return false;
   }
 
-  // Waits until `count` requests are answered, taking no completion.
+  // Waits until `count` requests are answered, without taking a completion.
   bool Answered(uint64_t count) const {
     auto* const completions = reinterpret_cast<wire::CompletionEntry*>(
         ring_->region().data() + wire::CompletionsOffset(ring_->ring_entries()));
@@ -125,7 +126,7 @@ class RingTest : public testing::Test {
     return false;
   }
 
-  // Another client's work goes on, and nothing of the broken ring is left.
+  // Expects that another client's work goes on, and that nothing remains of the broken ring.
   void ExpectOthersUnaffected() {
     Track track = *worker_->Open();
     EXPECT_EQ(worker_->Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
@@ -135,7 +136,7 @@ class RingTest : public testing::Test {
     }));
   }
 
-  // Rows that are missing are waited for as long as a test takes.
+  // The server waits for missing rows for as long as a test takes.
   TestServer server_{[](server::Config& config) { config.limits.kv_wait_ms = 20000; }};
   std::unique_ptr<client::Client> client_;
   std::optional<Worker> worker_;
@@ -145,13 +146,13 @@ class RingTest : public testing::Test {
 };
 
 TEST_F(RingTest, HalfWrittenEntriesAreNotRead) {
-  submissions_[0] = Refused(5);  // everything but the sequence word
+  submissions_[0] = Refused(5);  // everything except the sequence word
   std::atomic_ref(header_->submit_doorbell).fetch_add(1);
   wire::FutexWake(&header_->submit_doorbell);
   wire::CompletionEntry entry;
   EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
             StatusCode::kDeadlineExceeded);
-  std::atomic_ref(submissions_[0].sequence).store(7);  // of no turn of the ring
+  std::atomic_ref(submissions_[0].sequence).store(7);  // fits no turn of the ring
   EXPECT_EQ(ring_->Wait(&entry, std::chrono::milliseconds(100)).code(),
             StatusCode::kDeadlineExceeded);
   Publish(0, Refused(5));
@@ -171,7 +172,7 @@ TEST_F(RingTest, UnknownKindsAndBadMessagesAreErrors) {
   outside.row_count = 100;
   outside.in_offset = ring_->region().size() - 10;
   wire::SubmissionEntry over_the_ring = outside;
-  over_the_ring.in_offset = 0;  // the ring's own words are not arena
+  over_the_ring.in_offset = 0;  // the ring's own words are not in the arena
   wire::SubmissionEntry garbage = outside;
   garbage.in_offset = ring_->region().size() - 4096;
   std::memset(ring_->region().data() + garbage.in_offset, 0xff, 100);
@@ -213,7 +214,7 @@ TEST_F(RingTest, MessagesCarryNoTensors) {
 }
 
 TEST_F(RingTest, LongMessagesAreRefused) {
-  // Longer than a BeginStep of limits.max_step_sequences can be, so that it is not even parsed.
+  // Longer than a BeginStep of limits.max_step_sequences can be, so it is not even parsed.
   constexpr uint32_t kMost = 4096 + 128 + 64 * 32;
   ring_ = Region(server_, true, "", 4 << 20);
   const auto large = ring_->Allocate(3 << 20);
@@ -224,16 +225,16 @@ TEST_F(RingTest, LongMessagesAreRefused) {
     entry.row_count = bytes;
     EXPECT_EQ(ErrorOf(entry).detail().field(), "in_offset") << bytes;
   }
-  entry.row_count = kMost;  // zeros are no message either
+  entry.row_count = kMost;  // zeros are not a message either
   EXPECT_EQ(ErrorOf(entry).detail().field(), "message");
 }
 
 TEST_F(RingTest, OverflowEndsTheConnection) {
-  // The client library refuses what would overflow.
+  // The client library refuses entries that would overflow.
   for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
   EXPECT_FALSE(ring_->Submit(Refused(0)));
   ASSERT_TRUE(Answered(ring_->ring_entries()));
-  // A client that sends it nevertheless, having taken no completion, is disconnected.
+  // A client that sends one nevertheless, without having taken a completion, is disconnected.
   Publish(ring_->ring_entries(), Refused(1));
   EXPECT_TRUE(IsDisconnected());
   ExpectOthersUnaffected();
@@ -250,7 +251,7 @@ TEST_F(RingTest, CompletionsThatAreGivenBackTwiceEndTheConnection) {
   for (uint64_t i = 0; i < 5; ++i) {
     EXPECT_EQ(ErrorOf(Refused(i)).detail().reason(), "step_not_found");
   }
-  // The count falls: entries that were free would be taken twice.
+  // The count decreases, so free entries would be taken twice.
   std::atomic_ref(header_->completions_taken).store(1);
   Publish(5, Refused(5));
   EXPECT_TRUE(IsDisconnected());
@@ -272,8 +273,8 @@ TEST_F(RingTest, CompletionsThatDoNotExistYetCannotBeGivenBack) {
 
 TEST_F(RingTest, ClientThatStopsReadingHoldsNobodyUp) {
   for (uint32_t i = 0; i < ring_->ring_entries(); ++i) ASSERT_TRUE(ring_->Submit(Refused(i)));
-  // Until an entry is answered it counts towards the tenant's limit of queued requests, which the
-  // worker shares.
+  // An unanswered entry counts towards the tenant's limit of queued requests, which the worker
+  // shares.
   ASSERT_TRUE(Answered(ring_->ring_entries()));
   Track track = *worker_->Open();
   for (int i = 0; i < 3; ++i) {
@@ -282,14 +283,14 @@ TEST_F(RingTest, ClientThatStopsReadingHoldsNobodyUp) {
 }
 
 TEST_F(RingTest, DyingClientLeavesNothing) {
-  // A step with an entry in flight that waits for rows which never come.
+  // A step with an entry in flight that waits for rows that never come.
   Track track = *worker_->Open();
   const auto block = ring_->Allocate(4096);
   ASSERT_TRUE(ring_->Submit(Begin(track, block)));
   wire::CompletionEntry done;
   ASSERT_EQ(ring_->Wait(&done, std::chrono::seconds(5)), absl::OkStatus());
   wire::SubmissionEntry attend = Attend(block);
-  attend.row_begin = 1;  // row 0 is missing as well
+  attend.row_begin = 1;  // row 0 is missing, too
   ASSERT_TRUE(ring_->Submit(attend));
   EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.open_steps() == 1; }));
   ring_.reset();
@@ -303,7 +304,7 @@ TEST_F(RingTest, ServerRestartEndsTheRing) {
   EXPECT_FALSE(client_->OpenSequence("m").ok());
 }
 
-// The listener itself, spoken to without the library.
+// Talks to the listener without the library.
 class ListenerTest : public testing::Test {
  protected:
   ListenerTest() : client_(server_.Connect(Over(ClientOptions::Transport::kInline))) {}
@@ -331,7 +332,8 @@ class ListenerTest : public testing::Test {
     return connect_request;
   }
 
-  // The answer's bytes, 0 when the connection was ended; `memory` gets the descriptor, if any.
+  // Returns the reply's bytes, or 0 if the connection was ended; `memory` gets the descriptor, if
+  // any.
   ssize_t Answer(int connection, wire::ConnectReply* connect_reply, int* memory) {
     iovec part{connect_reply, sizeof(*connect_reply)};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
@@ -419,7 +421,7 @@ TEST_F(ListenerTest, AnythingAfterTheHandshakeEndsTheRegion) {
   ASSERT_EQ(send(connection, &connect_request, sizeof(connect_request), 0),
             static_cast<ssize_t>(sizeof(connect_request)));
   EXPECT_LE(Answer(connection, &connect_reply, &memory),
-            0);  // ended, or reset with what was not read
+            0);  // ended, or reset because of unread bytes
   EXPECT_TRUE(Becomes(*client_, [](const auto& s) { return s.shared_regions() == 0; }));
 }
 

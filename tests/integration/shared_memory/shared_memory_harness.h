@@ -1,4 +1,4 @@
-// What tests of the same-host path share: regions, and waiting for the server's figures.
+// Code shared by tests of the same-host path: regions, and waiting for the server's figures.
 #ifndef MLA_TESTS_INTEGRATION_SHARED_MEMORY_SHARED_MEMORY_HARNESS_H_
 #define MLA_TESTS_INTEGRATION_SHARED_MEMORY_SHARED_MEMORY_HARNESS_H_
 
@@ -41,7 +41,8 @@ inline std::unique_ptr<client::SharedMemory> Region(const TestServer& server, bo
   return region.ok() ? *std::move(region) : nullptr;
 }
 
-// Waits until a figure of the server is what it should be: connections end asynchronously.
+// Waits until a figure of the server has the expected value, because connections end
+// asynchronously.
 inline bool Becomes(client::Client& client,
                     const std::function<bool(const v1::GetStatsReply&)>& holds) {
   for (int i = 0; i < 200; ++i) {

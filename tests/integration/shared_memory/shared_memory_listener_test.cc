@@ -1,4 +1,4 @@
-// The listener, when room has to be made first.
+// The listener when it must make room first.
 #include "server/shared_memory/shared_memory_listener.h"
 
 #include <stdlib.h>
@@ -40,7 +40,7 @@ class SharedMemoryListenerTest : public ::testing::Test {
       ++closing_;
       held_.wait(true);
     };
-    // One region for each tenant, two for all.
+    // One region for each tenant, two in all.
     regions_ = std::make_unique<SharedRegionTable>(RegionLimits{kMiB, 8 * kMiB, 2, 1}, hooks);
     SharedMemoryListenerOptions options;
     options.regions = regions_.get();
@@ -68,7 +68,7 @@ class SharedMemoryListenerTest : public ::testing::Test {
     options.bytes = 4096;
     return SharedMemory::Connect(folder_ + "/shm", options);
   }
-  // A tenant comes and goes, and its region is long in closing.
+  // A tenant connects and leaves, and its region takes long to close.
   void LeaveRegionClosing(const std::string& tenant, int regions) {
     ASSERT_TRUE(Enter(tenant).ok());
     for (int i = 0; i < 5000 && closing_ < regions; ++i) {
@@ -125,7 +125,7 @@ TEST_F(SharedMemoryListenerTest, WhoWaitsAndLeavesIsForgotten) {
   EXPECT_TRUE(Enter("a").ok());
 }
 
-// One region that is long in closing does not keep another one from it.
+// A region that takes long to close does not keep another one from closing.
 TEST_F(SharedMemoryListenerTest, ARegionThatIsLongInClosingIsNotAlone) {
   LeaveRegionClosing("a", 1);
   LeaveRegionClosing("b", 2);

@@ -1,4 +1,4 @@
-// The same-host path as clients meet it: regions, and tensors in them under gRPC messages.
+// The same-host path as clients use it: regions, and tensors in them that gRPC messages refer to.
 #include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
 #include <grpcpp/create_channel.h>
@@ -90,7 +90,7 @@ TEST(SharedMemoryTest, RefusalsAreThoseOfTheStream) {
   EXPECT_EQ(client::DetailOf(seen[0])->limit(), client::DetailOf(seen[1])->limit());
 }
 
-// A gRPC stream whose attends name places in a region, by hand.
+// A gRPC stream, written by hand, whose attends name places in a region.
 class SharedTensorsTest : public testing::Test {
  protected:
   SharedTensorsTest() : client_(server_.Connect(Over(ClientOptions::Transport::kInline))) {
@@ -156,7 +156,7 @@ class SharedTensorsTest : public testing::Test {
     return reply.error();
   }
 
-  // Rows that are missing are waited for as long as the test takes.
+  // The server waits for missing rows for as long as the test takes.
   TestServer server_{[](server::Config& config) { config.limits.kv_wait_ms = 20000; }};
   std::unique_ptr<client::Client> client_;
   std::optional<client::Sequence> sequence_;
@@ -239,7 +239,7 @@ TEST_F(SharedTensorsTest, PlacesAreChecked) {
 }
 
 TEST_F(SharedTensorsTest, ARequestInFlightKeepsTheMemoryOfAClientThatHasGone) {
-  v1::AttendStreamRequest waits = Attend();  // for KV rows that another message brings
+  v1::AttendStreamRequest waits = Attend();  // waits for KV rows of a later message
   waits.mutable_attend()->set_has_kv(false);
   waits.set_tag(1);
   waits.mutable_shared()->set_in_length(640);
@@ -256,7 +256,7 @@ TEST_F(SharedTensorsTest, ARequestInFlightKeepsTheMemoryOfAClientThatHasGone) {
   attend->set_has_kv(true);
   rows.set_payload(std::string(kKvBytes, '\x3c'));
   ASSERT_TRUE(stream_->Write(rows));
-  // The answer is written where no client looks any more; the server and others go on.
+  // The reply is written where no client reads any more; the server and other clients go on.
   uint64_t tags = 0;
   for (int i = 0; i < 2; ++i) {
     v1::AttendStreamReply reply;
@@ -282,7 +282,7 @@ TEST_F(SharedTensorsTest, RegionsAreBounded) {
     refused = region.status();
     if (region.ok()) regions.push_back(*std::move(region));
   }
-  EXPECT_EQ(regions.size(), 15u);  // and the fixture's own
+  EXPECT_EQ(regions.size(), 15u);  // in addition to the fixture's own
   EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted) << refused;
   EXPECT_TRUE(SharedMemory::Connect(ShmPathOf(server_), other).ok());
   regions.clear();
@@ -294,7 +294,7 @@ TEST_F(SharedTensorsTest, RegionsAreBounded) {
             StatusCode::kInvalidArgument);
 }
 
-// A tenant may have all regions and still not all their memory.
+// A tenant may have all regions, but not all their memory.
 TEST(SharedMemoryTest, MemoryForRegionsIsLeftToOtherTenants) {
   constexpr uint64_t kBytes = 1 << 20;
   const TestServer server([](server::Config& config) {

@@ -1,5 +1,5 @@
-// The shared-memory listener under connections that never send a request: they are bounded, and
-// they keep no client out.
+// The shared-memory listener with connections that never send a request. Their number is bounded,
+// and they keep no client out.
 #include <stdlib.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -57,7 +57,7 @@ class SilentConnectionsTest : public ::testing::Test {
     rmdir(folder_.c_str());
   }
 
-  // `in_all` connections without a request, `of_user` of one user.
+  // Allows `in_all` connections without a request, and `of_user` of one user.
   void Listen(int in_all, int of_user, int64_t handshake_ms = 3'600'000) {
     SharedMemoryListenerOptions options;
     options.regions = regions_.get();
@@ -78,7 +78,7 @@ class SilentConnectionsTest : public ::testing::Test {
     listener_ = *std::move(opened);
   }
 
-  // A connection of that user, which the listener has accepted.
+  // Opens a connection of that user, and waits until the listener has accepted it.
   std::unique_ptr<ShmConnection> Connect(uid_t user) {
     user_ = user;
     const int before = accepted_;
@@ -94,8 +94,8 @@ class SilentConnectionsTest : public ::testing::Test {
     for (int i = 0; i < 20000 && !holds(); ++i) std::this_thread::sleep_for(milliseconds(1));
     return holds();
   }
-  // Whether the silent connection of that number is still open. What the listener did before it
-  // accepted a later connection has been done.
+  // Returns true if that silent connection is still open. The listener has done everything that it
+  // did before accepting a later connection.
   bool Open(size_t number) const { return !silent_[number]->Ended(milliseconds(0)); }
   uint64_t displaced() { return metrics_.wire().shm_displaced.load(); }
 
@@ -114,7 +114,8 @@ class SilentConnectionsTest : public ::testing::Test {
   std::atomic<bool> held_{false};
   std::atomic<int> closing_{0}, accepted_{0};
   std::atomic<uid_t> user_{kFlood};
-  std::function<void()> before_room_;  // by the listener, once, when it has accepted a connection
+  std::function<void()> before_room_;  // called by the listener, once, when it has accepted a
+                                       // connection
   std::unique_ptr<SharedRegionTable> regions_;
   std::unique_ptr<SharedMemoryListener> listener_;
   std::vector<std::unique_ptr<ShmConnection>> silent_;
@@ -128,7 +129,8 @@ TEST_F(SilentConnectionsTest, TheOldestOfTheUserMakesRoom) {
   EXPECT_TRUE(Open(0));
   for (size_t i = 77; i <= 80; ++i) EXPECT_TRUE(Open(i)) << i;
   EXPECT_TRUE(Becomes([&] { return displaced() == 76; }));
-  // A client of either user gets its region at once; one of the flood's connections made room.
+  // A client of either user gets its region at once, because one of the flood's connections made
+  // room.
   EXPECT_EQ(Enter("a"), absl::OkStatus());
   user_ = kOther;
   EXPECT_EQ(Enter("b"), absl::OkStatus());
@@ -146,7 +148,7 @@ TEST_F(SilentConnectionsTest, TheUserWithMostMakesRoomForAnother) {
   EXPECT_TRUE(Becomes([&] { return displaced() == 1; }));
 }
 
-// A request that the listener has not read yet when its connection is the one to be displaced.
+// A request that the listener has not read yet when its connection is about to be displaced.
 TEST_F(SilentConnectionsTest, ARequestThatHasComeIsServed) {
   Listen(/*in_all=*/1, /*of_user=*/1);
   const auto client = Connect(kFlood);
@@ -185,7 +187,7 @@ TEST_F(SilentConnectionsTest, AConnectionWithoutARequestIsClosedInTime) {
   EXPECT_EQ(displaced(), 0u);
 }
 
-// Requests that wait for memory of a region that is being closed.
+// Requests that wait for memory of a region that is closing.
 TEST_F(SilentConnectionsTest, RequestsThatWaitAreBounded) {
   Listen(/*in_all=*/3, /*of_user=*/2);
   held_ = true;
@@ -204,9 +206,9 @@ TEST_F(SilentConnectionsTest, RequestsThatWaitAreBounded) {
   ASSERT_TRUE(third.has_value());
   EXPECT_EQ(third->code, static_cast<int>(absl::StatusCode::kResourceExhausted));
   EXPECT_FALSE(ask(kOther).has_value());
-  EXPECT_TRUE(ask(kThird).has_value());  // in all there are three
+  EXPECT_TRUE(ask(kThird).has_value());  // there are three in all
   user_ = kThird;
-  EXPECT_EQ(Enter("b"), absl::OkStatus());  // for which there is room
+  EXPECT_EQ(Enter("b"), absl::OkStatus());  // there is room for it
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Shared memory of two tenants on one server: what one of them names of the other's, over a stream
-// or a ring, is not there, and neither the other's memory nor its steps change.
+// Shared memory of two tenants on one server. If one of them names anything of the other's, over a
+// stream or a ring, it does not exist for it. Neither the other's memory nor its steps change.
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
@@ -25,13 +25,13 @@ using absl::StatusCode;
 using std::chrono::seconds;
 
 constexpr uint64_t kArenaBytes = 64 << 10;
-constexpr std::byte kFill{0x3c};  // as bf16 a small number
+constexpr std::byte kFill{0x3c};  // a small number in bf16
 constexpr uint64_t kAbsentStep = 99;
 // Two rows of four heads with their KV rows: kv 160 bytes, padded to 192, q 640; o 512.
 constexpr uint64_t kInBytes = 192 + 640, kOutBytes = 512, kOutAt = 4096, kMessageAt = 8192;
 
-// A tenant with a stream and a region for its tensors, and with a ring. Each has a step that is
-// open, of two rows of one sequence.
+// A tenant with a stream, a region for its tensors, and a ring. It has one open step on each, of
+// two rows of one sequence.
 class Party {
  public:
   Party(const TestServer& server, const std::string& tenant, uint64_t first_step)
@@ -84,7 +84,7 @@ class Party {
     request.mutable_abort_step()->set_step_id(step);
     return request;
   }
-  // The step's two rows at layer 0, in the region of that handle.
+  // The step's two rows at layer 0, in the region with that handle.
   static v1::AttendStreamRequest Attend(uint64_t step, const std::string& handle) {
     v1::AttendStreamRequest request;
     v1::Attend* attend = request.mutable_attend();
@@ -126,8 +126,8 @@ class Party {
     return RingReply();
   }
 
-  // Both of its steps still take its tensors and end as it wants. All KV rows are alike, so outputs
-  // are, too.
+  // Both steps still take tensors and end normally. All KV rows are equal, so the outputs are
+  // equal, too.
   void ExpectServed() {
     const auto clear = [](std::span<std::byte> out) {
       std::fill(out.begin(), out.end(), std::byte{0});
@@ -155,7 +155,7 @@ class Party {
   uint64_t ring_step() const { return ring_step_; }
   const std::vector<client::Sequence>& sequences() const { return sequences_; }
   client::Client& client() { return *client_; }
-  // Where tensors of the ring's region begin.
+  // Offset of tensors in the ring's region.
   uint64_t arena_at() const { return ring_connection_.reply().arena_offset; }
   uint64_t ring_region_bytes() const { return ring_connection_.region().size(); }
 
@@ -193,7 +193,7 @@ class Party {
 
 class TenantRegionsTest : public testing::Test {
  protected:
-  // What was said about a thing of the other tenant is what is said about one that never was.
+  // The reply about the other tenant's object must equal the reply about one that never existed.
   static void ExpectAbsent(const v1::AttendStreamReply& foreign,
                            const v1::AttendStreamReply& absent, const std::string& reason) {
     ASSERT_TRUE(foreign.has_error()) << foreign.ShortDebugString();
@@ -218,7 +218,7 @@ TEST_F(TenantRegionsTest, RegionsOfAnotherTenantCannotBeNamed) {
   for (const std::string& handle : {b_.handle(), b_.ring_handle()}) {
     ExpectAbsent(a_->OnStream(Party::Attend(a_->stream_step(), handle)),
                  a_->OnStream(Party::Attend(a_->stream_step(), absent)), "region_not_found");
-    // A ring takes no handles at all.
+    // A ring accepts no handles at all.
     const v1::AttendStreamReply reply = a_->OnRing(Party::Attend(a_->ring_step(), handle));
     ASSERT_TRUE(reply.has_error());
     EXPECT_EQ(reply.error().detail().field(), "message");

@@ -1,4 +1,4 @@
-// Windows, entries and sinks on every transport: answers equal attention over the rows and entries
+// Windows, entries and sinks on every transport: replies equal attention over the rows and entries
 // that a row sees.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ namespace {
 
 using Transport = client::ClientOptions::Transport;
 
-constexpr uint32_t kTailBytes = 100'000;  // more than one reply brings
+constexpr uint32_t kTailBytes = 100'000;  // more than one reply holds
 
 class WindowTest : public ::testing::TestWithParam<Transport> {
  protected:
@@ -38,13 +38,13 @@ class WindowTest : public ::testing::TestWithParam<Transport> {
     session_ = *client_->OpenSession();
   }
 
-  // `lists`: of layer 1, by row, or empty: all entries.
+  // `lists` are of layer 1, by row, or empty: all entries.
   void Step(client::Sequence* sequence, uint32_t rows,
             const std::vector<std::vector<int32_t>>& lists = {}) {
     ASSERT_EQ(worker_.Step(session_.get(), "w", sequence, &text_, rows, lists), absl::OkStatus());
   }
 
-  // Rows of both layers, with their entries, to none of which anything attends.
+  // Appends rows of both layers with their entries, without attending.
   void AppendRows(client::Step* step) {
     const auto dim = static_cast<size_t>(worker_.dims().row());
     for (uint32_t layer = 0; layer < 2; ++layer) {
@@ -71,7 +71,7 @@ class WindowTest : public ::testing::TestWithParam<Transport> {
   const TestServer server_{[this](server::Config& config) {
     config.checkpoint.path = folder_.File("checkpoints");
     config.wire.message_bytes = 1 << 18;
-    config.limits.tail_bytes = 4 * kTailBytes;  // of which a tenant may have seven eighths
+    config.limits.tail_bytes = 4 * kTailBytes;  // a tenant may have seven eighths of it
   }};
   WindowWorker worker_{9};
   WindowText text_;
@@ -146,7 +146,7 @@ TEST_P(WindowTest, PartsOfTwoTailsOfOneLengthAreNotJoined) {
     ASSERT_TRUE((*step)->End({committed}, own).ok());
   };
   replace(0, 1);
-  // Steps come and go while the tail is read: what is read is one of the two, or nothing is.
+  // Steps replace the tail while it is read. A read returns one of the two tails, or nothing.
   std::atomic<bool> done = false;
   std::thread reader([&] {
     while (!done) {
@@ -181,11 +181,11 @@ TEST_P(WindowTest, TailsThatCannotBeStoredLeaveTheStepOpen) {
   EXPECT_EQ(refused({{2, tail}}).field(), "end_step.tails[0]");
   EXPECT_EQ(refused({{1u << 31, tail}}).field(), "end_step.tails[0]");
   EXPECT_EQ(refused({{1, tail}, {0, tail}}).field(), "end_step.tails[1]");
-  EXPECT_EQ(refused({{0, std::span(tail).first(8)}}).field(), "");  // by the client
+  EXPECT_EQ(refused({{0, std::span(tail).first(8)}}).field(), "");  // refused by the client library
   ASSERT_TRUE(step->End(both).ok());
   step = *session_->Begin("w", {{&first, 1}, {&second, 1}});
   AppendRows(step.get());
-  // The two that are there stay until the others take their place: room for four is needed.
+  // The present two tails stay until the others replace them, so room for four is needed.
   EXPECT_EQ(refused(both).reason(), "tails_exhausted");
   EXPECT_EQ(refused(both).resource(), "tail_bytes");
   ASSERT_TRUE(step->End().ok());
@@ -269,7 +269,7 @@ std::string TransportName(const ::testing::TestParamInfo<Transport>& info) {
                                           : "ring";
 }
 
-// Each of a window's numbers, changed so that it fits no more.
+// Each number of a window, changed so that it becomes invalid.
 TEST(WindowModelTest, RegistrationsAreChecked) {
   const TestServer server;
   const auto client = server.Connect();
@@ -305,7 +305,7 @@ TEST(WindowModelTest, RegistrationsAreChecked) {
   EXPECT_EQ(client::DetailOf(client->RegisterModel(dense).status())->field(), "model.needs_sinks");
 }
 
-// Ranks send the sinks of their heads; rows wait for those of all.
+// Ranks upload the sinks of their heads; rows wait until all are there.
 TEST(WindowModelTest, SinksMayComeAfterTheRegistration) {
   const TestServer server;
   const auto client = server.Connect();

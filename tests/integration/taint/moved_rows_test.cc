@@ -1,8 +1,8 @@
-// Rows that Cache.Import and Cache.Restore have brought are what they were, whatever is imported,
-// restored and computed at the same time.
+// Rows that Cache.Import and Cache.Restore bring in are unchanged, whatever is imported, restored
+// and computed at the same time.
 //
-// Four clients of a tenant import and restore next to its steps, into page groups that another
-// tenant has just had, so that every group is zeroed before rows come. All rows of each import are
+// Four clients of a tenant import and restore during its steps, into page groups that another
+// tenant has just used, so every group is zeroed before rows arrive. All rows of each import are
 // read back. After each round the other tenant has its turn.
 #include <gtest/gtest.h>
 
@@ -37,11 +37,11 @@ namespace {
 
 constexpr size_t kTenants = 2;
 constexpr size_t kImporters = 4;
-constexpr size_t kTexts = 6;  // of a tenant: rows that are imported
+constexpr size_t kTexts = 6;  // imported texts of a tenant
 constexpr uint32_t kLeastRows = 3, kMostRows = 10;
-// Of one importer in a round: about the pool together.
+// moves of one importer in a round; about as many rows as the pool holds
 constexpr int kRoundMoves = 14;
-constexpr int kMovesPerRestore = 4;  // every so many moves are a restore
+constexpr int kMovesPerRestore = 4;  // one of this many moves is a restore
 constexpr int64_t kPoolBytes = 96 << 10;
 constexpr std::chrono::microseconds kLaunchTakesMost{300};
 
@@ -53,7 +53,7 @@ constexpr int64_t kMoves = 3'000;
 
 int64_t Moves() { return std::getenv("MLA_TEST_LONG") != nullptr ? 100'000 : kMoves; }
 
-// What was not as it should be. Any thread.
+// Collects faults. Any thread.
 class Faults {
  public:
   void Add(const std::string& what) {
@@ -80,7 +80,7 @@ struct Counts {
   std::atomic<int64_t> imports{0}, restores{0}, steps{0};
 };
 
-// The parts that an export of a sequence has brought, and its payloads behind one another.
+// The parts of an export of a sequence, and its payloads, concatenated.
 struct Text {
   std::vector<v1::PagesPart> parts;
   std::string payload;
@@ -97,7 +97,7 @@ class Worker {
     client_ = server.Connect(options);
   }
 
-  // Texts of the tenant, which it computes itself. REQUIRES: it is the tenant's first worker.
+  // Computes texts of the tenant. REQUIRES: it is the tenant's first worker.
   std::vector<Text> MakeTexts() {
     EXPECT_TRUE(client_->RegisterModel(SpecOf(dims_, "m")).ok());
     std::vector<Text> texts;
@@ -113,7 +113,7 @@ class Worker {
     return texts;
   }
 
-  // Moves rows of some texts into sequences of its own, and keeps these.
+  // Moves rows of some texts into new sequences, and keeps these.
   void MoveRows(const std::vector<Text>& texts) {
     for (int i = 0; i < kRoundMoves; ++i) {
       const Text& text = texts[Below(kTexts)];
@@ -125,7 +125,7 @@ class Worker {
       if (i % kMovesPerRestore == kMovesPerRestore - 1) Restore(text);
     }
   }
-  // Short sequences, until others have ended.
+  // Runs short sequences until the others have ended.
   void RunSteps(const std::atomic<int>& others) {
     while (others.load() > 0) {
       auto sequence = Opened();
@@ -150,7 +150,7 @@ class Worker {
     return *std::move(sequence);
   }
 
-  // False: the pool has no room for it.
+  // Returns false if the pool has no room for it.
   bool Step(client::Sequence* sequence, uint32_t rows, const std::vector<uint16_t>& kv) {
     if (session_ == nullptr) session_ = *client_->OpenSession();
     auto step = session_->Begin("m", {{sequence, rows}});
@@ -172,7 +172,7 @@ class Worker {
       call.o = o.data();
       const auto attended = (*step)->Attend(call);
       EXPECT_TRUE(attended.ok()) << attended.status();
-      // The average of equal values is that value, whatever the queries are.
+      // The average of equal values is that value, for any queries.
       if (kv[0] != kOne || kv.back() != kOne) continue;
       const bool good = std::all_of(o.begin(), o.end(),
                                     [](float value) { return std::abs(value - 1.0f) <= 1e-4f; });
@@ -226,7 +226,7 @@ class Worker {
     return true;
   }
 
-  // The latest sequence is written to a file, released and restored.
+  // Writes the latest sequence to a file, releases it and restores it.
   void Restore(const Text& text) {
     const uint64_t id = sequences_.back().id();
     const auto saved = client_->Checkpoint({id});
@@ -311,7 +311,7 @@ TEST(MovedRowsTest, AreWhatTheyWereNextToOtherMovesAndSteps) {
   EXPECT_EQ(faults.count(), 0) << faults.first();
   EXPECT_GT(counts.restores, Moves() / 10);
   EXPECT_GT(counts.steps, Moves() / 10);
-  // A group of every move, and more, had been another tenant's.
+  // Every move, and more, used a group of another tenant.
   const auto stats = server.Connect()->GetStats();
   EXPECT_GT(stats->page_groups_scrubbed(), static_cast<uint64_t>(Moves()));
   RecordProperty("imports", std::to_string(counts.imports));

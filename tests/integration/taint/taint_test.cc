@@ -1,10 +1,10 @@
-// What one tenant has written is never seen by another: in pages that it gets, in outputs, in rows
-// that leave by export, in files of checkpoints, or in what comes back from slower tiers.
+// No tenant ever sees another tenant's bytes: in pages that it gets, in outputs, in exported rows,
+// in checkpoint files, or in rows that return from slower tiers.
 //
-// Three tenants, whose rows have a value of their own each, do whatever moves rows: steps that
+// Three tenants, each with a row value of its own, use everything that moves rows: steps that
 // commit some rows or none, forks, truncation, release, matches of prefixes that all of them name
-// alike, export and import, checkpoints. The pool is small, so that page groups go from tenant to
-// tenant all the time.
+// alike, export and import, and checkpoints. The pool is small, so that page groups change tenants
+// all the time.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -38,19 +38,19 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr size_t kTenants = 3;
-// bf16: 1.1484, 2.5469 and 5.125, with no word in common with each other.
+// bf16: 1.1484, 2.5469 and 5.125; they have no byte pattern in common.
 constexpr uint16_t kWords[kTenants] = {0x3f93, 0x4023, 0x40a4};
 constexpr size_t kOpen = 5;  // sequences of a tenant
 constexpr uint32_t kMostRows = 60;
 
 int Operations() { return std::getenv("MLA_TEST_LONG") != nullptr ? 40'000 : 1'500; }
 
-// Whose word it is; kTenants: of none.
+// The tenant whose word it is, or kTenants if it is none's.
 size_t OwnerOf(uint16_t word) {
   return static_cast<size_t>(std::find(kWords, kWords + kTenants, word) - kWords);
 }
 
-// What was seen where it may not be. Any thread.
+// Collects bytes that were seen where they must not be. Any thread.
 class Findings {
  public:
   void Add(const std::string& what) {
@@ -58,12 +58,12 @@ class Findings {
     ++count_;
     if (first_.empty()) first_ = what;
   }
-  // From now on; the server's own rows of its start are of no tenant.
+  // Checks from now on; the server's own rows at its start belong to no tenant.
   void Begin() {
     const MutexLock lock(mutex_);
     begun_ = true;
   }
-  // A page: words of one tenant and zeros.
+  // Checks a page: it may hold words of one tenant, and zeros.
   void LookAtPage(std::span<const uint16_t> words) {
     {
       const MutexLock lock(mutex_);
@@ -99,7 +99,7 @@ class Findings {
   bool begun_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// How often four words in a row are the tenant's: less is chance.
+// Counts the places where four consecutive words are the tenant's; fewer may be chance.
 size_t CountOf(size_t tenant, std::span<const char> bytes) {
   std::string marker;
   for (int i = 0; i < 4; ++i) {
@@ -124,7 +124,7 @@ class Tenant {
     session_ = *client_->OpenSession();
   }
 
-  // One operation at random; what must succeed is expected to.
+  // Performs one random operation; operations that must succeed are checked.
   void Operate() {
     const uint64_t kind = random_() % 16;
     if (sequences_.empty() || (kind < 3 && sequences_.size() < kOpen)) return Open();
@@ -141,7 +141,7 @@ class Tenant {
       Step(&one);
     }
   }
-  // Tiers from which rows came back to the pool, of the events that the server still knows.
+  // Adds the tiers from which rows returned to the pool, by the events that the server still keeps.
   void AddRestored(std::set<v1::CacheTier>* tiers) {
     EXPECT_TRUE(client_
                     ->WatchEvents(0,
@@ -199,7 +199,7 @@ class Tenant {
     }
   }
 
-  // The average of equal values is that value, whatever the queries are.
+  // The average of equal values is that value, for any queries.
   void Attend(client::Step* step, uint32_t layer, uint32_t rows) {
     const auto heads = static_cast<size_t>(dims_.heads), lora = static_cast<size_t>(dims_.lora);
     const std::vector<uint16_t> kv(rows * static_cast<size_t>(dims_.row()), kWords[index_]);
@@ -259,7 +259,7 @@ class Tenant {
     if (imported.ok()) sequences_.push_back(*std::move(imported));
   }
 
-  // Written, released and opened again.
+  // Writes the sequence, releases it and opens it again.
   void Checkpoint(client::Sequence* sequence) {
     const uint64_t id = sequence->id();
     const auto saved = client_->Checkpoint({id});
@@ -322,7 +322,7 @@ struct Scene {
     }
     std::mt19937_64 random(7);
     for (int i = 0; i < operations; ++i) {
-      // For a while mostly one of them, so that it gets the pages of the others.
+      // For a while mostly one of them works, so that it gets the pages of the others.
       const size_t busy = static_cast<size_t>(i) / 50 % kTenants;
       tenants[random() % 4 == 0 ? random() % kTenants : busy]->Operate();
       if (i % 150 == 149) tenants[busy]->Clear();
@@ -342,7 +342,7 @@ void ExpectNothingFound(const Scene& scene, const std::vector<std::unique_ptr<Te
     EXPECT_GT(tenant->attended(), 0u);
     EXPECT_GT(tenant->matched(), 0u);
   }
-  // Pages have gone from tenant to tenant.
+  // Pages have changed tenants.
   const auto stats = scene.server->Connect()->GetStats();
   EXPECT_GT(stats->page_groups_scrubbed(), static_cast<uint64_t>(operations) / 50);
 }
@@ -370,7 +370,7 @@ TEST(TaintTest, NorDoesAnyComeBackFromATier) {
   const auto of_both = [&] {
     return restored.contains(v1::CACHE_TIER_HOST) && restored.contains(v1::CACHE_TIER_FILE);
   };
-  // When rows leave the host's tier for the file's is up to the writer of files, so one round may
+  // The writer of files decides when rows leave the host's tier for the file's, so one round may
   // find all of them in one tier.
   constexpr int kMostRounds = 6;
   for (int round = 0; round < kMostRounds && !of_both(); ++round) {
@@ -381,7 +381,7 @@ TEST(TaintTest, NorDoesAnyComeBackFromATier) {
   EXPECT_TRUE(of_both());
 }
 
-// The same, but pages are not zeroed when they go to another tenant.
+// The same, but pages are not zeroed when they change tenants.
 TEST(TaintTest, PagesThatWereNotZeroedAreNoticed) {
   Scene scene(/*zeroes=*/false, /*tiers=*/false);
   scene.Run(600);

@@ -9,12 +9,12 @@
 namespace mla::integration {
 namespace {
 
-// As fp32 and as bf16 it is NaN, so that a result made of it shows.
+// NaN as fp32 and as bf16, so that a result computed from it shows.
 constexpr std::byte kLeftBehind{0xff};
 
 }  // namespace
 
-// The pages of the record's layer that its rows lie in, each once.
+// Adds reads of the pages, at the record's layer, that contain its rows; each page once.
 void WatchingBackend::AddReads(const kernels::AppendRecord& record, Slot* slot) const {
   const int32_t first = record.first_position / record.page_size;
   const int32_t last = (record.first_position + record.rows - 1) / record.page_size;
@@ -35,7 +35,7 @@ absl::Status WatchingBackend::Submit(int32_t index, const kernels::Launch& launc
   slot.launch = launch;
   slot.reads.assign(launch.page_reads.begin(), launch.page_reads.end());
   slot.own_reads = slot.reads.size();
-  // Reads of a launch may not overlap, so one that exports rows is let be.
+  // Reads of a launch may not overlap, so a launch that exports rows is left alone.
   for (const kernels::AppendRecord& record : launch.appends) {
     if (slot.own_reads == 0 && record.differs == nullptr && record.rows > 0) {
       AddReads(record, &slot);
@@ -60,7 +60,8 @@ absl::Status WatchingBackend::Submit(int32_t index, const kernels::Launch& launc
 }
 
 absl::StatusOr<int64_t> WatchingBackend::Wait(int32_t index) {
-  // A quarter of the time, half of it and so on, so that what waits differs from launch to launch.
+  // Delays by different parts of the longest time, so that the waiting calls differ between
+  // launches.
   std::this_thread::sleep_for(options_.takes_most * (launches_++ % 4) / 3);
   absl::StatusOr<int64_t> waited = inner_->Wait(index);
   Slot& slot = slots_[static_cast<size_t>(index)];

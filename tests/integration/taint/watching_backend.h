@@ -1,6 +1,5 @@
-// A backend that looks at every page into which a launch stores rows, as the page is after the
-// launch, and at launches that name the same bytes twice. It overwrites what launches have left in
-// their workspaces.
+// A backend that checks every page into which a launch stores rows, after the launch, and launches
+// that name the same bytes twice. It also overwrites what launches leave in their workspaces.
 #ifndef MLA_TESTS_INTEGRATION_TAINT_WATCHING_BACKEND_H_
 #define MLA_TESTS_INTEGRATION_TAINT_WATCHING_BACKEND_H_
 
@@ -21,10 +20,11 @@ namespace mla::integration {
 // Functions are called on the thread that has the engine's role.
 struct WatchOptions {
   std::function<void(std::span<const uint16_t>)> look;  // gets the words of a page at one layer
-  std::function<void(const std::string&)> clash;        // gets what a launch names twice
-  bool zeroes = true;  // false leaves out what launches are told to zero
+  std::function<void(const std::string&)> clash;        // gets a description of bytes that a launch
+                                                        // names twice
+  bool zeroes = true;                                   // false: launches zero nothing
   std::chrono::microseconds takes_most{
-      0};  // launches take up to so long more, so that calls gather
+      0};  // the longest extra time of a launch, so that calls gather
 };
 
 class WatchingBackend final : public kernels::AttentionBackend {
@@ -63,11 +63,11 @@ class WatchingBackend final : public kernels::AttentionBackend {
 
  private:
   struct Slot {
-    kernels::Launch launch;  // with what is read beside
+    kernels::Launch launch;  // with the added reads
     std::vector<kernels::PageTransfer> reads;
     std::vector<kernels::PageRange> pages;
     std::vector<uint16_t> words;
-    size_t own_reads = 0;  // of the launch's own, which come first
+    size_t own_reads = 0;  // the launch's own reads, which come first
   };
   void AddReads(const kernels::AppendRecord& record, Slot* slot) const;
 

@@ -16,12 +16,12 @@ using scheduler::testing::MakeRow;
 using scheduler::testing::TestRequest;
 
 constexpr int kClients = 3;
-constexpr int kMostRows = 3;          // of a step
+constexpr int kMostRows = 3;          // rows of a step
 constexpr int kLongest = 60;          // rows of a sequence
 constexpr int64_t kHour = 3'600'000;  // ms
 constexpr double kTolerance = 2e-5;
 constexpr float kNoOutput = 12345.0f;
-constexpr kernels::Bf16 kNoRow = 0x7f00;  // bf16, a number that no row has
+constexpr kernels::Bf16 kNoRow = 0x7f00;  // a bf16 number that no row has
 
 uint64_t Mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
@@ -55,7 +55,7 @@ scheduler::testing::HarnessOptions AheadSimulator::Options(
   scheduler::testing::HarnessOptions options{scheduler::testing::TinyLimits(),
                                              scheduler::testing::TinyModel(), std::move(backend)};
   options.limits.ahead_us = 200;
-  // What takes long is not the subject.
+  // Timeouts are not tested here, so they are long.
   options.limits.sequence_lease_ms = options.limits.step_lease_ms = kHour;
   options.limits.kv_wait_ms = options.limits.queue_ms = kHour;
   return options;
@@ -109,7 +109,7 @@ bool AheadSimulator::Begin(Client* client) {
   return true;
 }
 
-// The next rows of the layer that is not complete.
+// Publishes the next rows of the layer that is incomplete.
 bool AheadSimulator::Publish(Client* client) {
   if (client->step == 0 || client->wants_end) return false;
   int layer = 0, first = 0;
@@ -144,7 +144,7 @@ bool AheadSimulator::Publish(Client* client) {
   return true;
 }
 
-// The client's stream does the next call's tensors once it has the outputs of the one before.
+// The client's stream makes a call's tensors once it has the outputs of the previous call.
 bool AheadSimulator::Ready(Client* client) {
   const auto next = std::find_if(client->calls.begin(), client->calls.end(),
                                  [](const auto& call) { return !call->there; });
@@ -182,7 +182,7 @@ bool AheadSimulator::Evict(Client* client) {
   client->may_fail = true;
   std::vector<scheduler::SequenceId> absent;
   harness_->core().EvictSequences({harness_->tenant(), {client->sequence}, ""}, &absent);
-  // What was answered before is of the sequence that is gone.
+  // Earlier replies belong to the released sequence.
   while (violation_.empty() && CollectAny(client)) {
   }
   if (client->end != nullptr) Forget(client);
@@ -201,7 +201,7 @@ bool AheadSimulator::Close(Client* client) {
   client->may_fail = client->may_fail || client->end == nullptr || !client->end->status.ok();
   while (violation_.empty() && CollectAny(client)) {
   }
-  // The step may have been committed before.
+  // The step may have been committed already.
   const auto length = static_cast<size_t>(harness_->Get(client->sequence).length);
   if (length != client->text[0].size()) CheckEnd(client);
   Forget(client);
@@ -258,7 +258,7 @@ void AheadSimulator::HandOver(Client* client, Call* call, bool ahead) {
   harness_->Submit(call->request.get());
 }
 
-// What the engine has answered, or handed back.
+// Collects a call that the engine has answered or handed back.
 bool AheadSimulator::Collect(Client* client, Call* call) {
   if (!call->in_engine || call->request->answers == call->answers) return false;
   if (++call->answers != call->request->answers) Fail("a call was answered twice");
@@ -319,7 +319,7 @@ bool AheadSimulator::Advance(Client* client) {
 void AheadSimulator::Pump(Client* client) {
   while (violation_.empty() && Advance(client)) {
   }
-  // Nothing comes of a step that is gone: the client gives it up once its calls are answered.
+  // A step that is gone has no result: the client abandons it once its calls are answered.
   const bool all = std::all_of(client->calls.begin(), client->calls.end(),
                                [](const auto& call) { return call->answered; });
   if (client->step != 0 && client->end == nullptr && client->may_fail && all) {
@@ -376,7 +376,8 @@ void AheadSimulator::Forget(Client* client) {
   client->end.reset();
   client->wants_end = false;
   client->step = 0;
-  client->ready = client->done = client->number;  // as a client that begins a chain sets them
+  client->ready = client->done = client->number;  // values that a client sets when it begins a
+                                                  // chain
 }
 
 void AheadSimulator::CheckBooks() {

@@ -1,14 +1,16 @@
-// One seed of the simulation of calls that are handed over ahead of their tensors: the real engine,
-// a device that computes when a launch ends, the rules by which a command ring hands over, and
-// clients whose GPUs are done with a call's tensors at any time, in one thread. Some calls'
-// launches see their word in time, others are late and come again, beside other clients' requests,
-// launches that fail, steps that are aborted, sequences that go, rings and a server that end:
+// One seed of the simulation of calls that are submitted ahead of their tensors. In one thread it
+// runs the real engine, a device that computes when a launch ends, the rules by which a command
+// ring submits calls, and clients whose GPUs finish a call's tensors at any time. Some launches see
+// their calls' words in time; other calls are late and are sent again. Other clients' requests run
+// at the same time, launches fail, steps are aborted, sequences are released, and rings and a
+// server end.
 //
-//   - until its tensors are there a call's memory holds what no row holds, and no answer shows it;
-//   - an OK answer equals dense attention over the rows of the steps that were committed;
-//   - a request that is handed back has no output, and its word is not stored;
-//   - a step of which nothing has failed ends well, with all its rows;
-//   - every call is answered once, and in the end the engine holds nothing.
+// - Until its tensors are ready, a call's memory holds values that no row has, and no reply shows
+//   them.
+// - An OK reply equals dense attention over the rows of the committed steps.
+// - A request that is handed back has no output, and its word is not stored.
+// - A step without failures ends successfully, with all its rows.
+// - Every call is answered once, and in the end the engine holds nothing.
 #ifndef MLA_TESTS_SIMULATION_AHEAD_AHEAD_SIMULATOR_H_
 #define MLA_TESTS_SIMULATION_AHEAD_AHEAD_SIMULATOR_H_
 
@@ -23,8 +25,8 @@
 namespace mla::simulation {
 
 struct AheadCounts {
-  int64_t operations = 0;  // that did something
-  int64_t answers = 0;     // that were compared
+  int64_t operations = 0;  // operations that had an effect
+  int64_t answers = 0;     // answers that were compared
   int64_t ahead = 0;       // launches
   int64_t late = 0, busy = 0, commits = 0, aborts = 0, faults = 0, ends = 0;
   void Add(const AheadCounts& other);
@@ -34,7 +36,7 @@ class AheadSimulator {
  public:
   explicit AheadSimulator(uint64_t seed);
 
-  // Empty, or what went wrong.
+  // Returns "" or a violation.
   std::string Run(int operations);
   const AheadCounts& counts() const { return counts_; }
   uint64_t hash() const { return hash_; }
@@ -43,32 +45,32 @@ class AheadSimulator {
   using Rows = std::vector<scheduler::testing::Row>;
   struct Call {
     std::unique_ptr<scheduler::testing::TestRequest> request;
-    uint32_t number = 0;  // in the words of its client
+    uint32_t number = 0;  // value of its client's words
     int layer = 0, first = 0, seen = 0;
     uint64_t q_key = 0;
     Rows rows;
-    // What its memory holds once the tensors are there.
+    // Contents of its memory once the tensors are ready.
     std::vector<kernels::Bf16> kv, queries;
     bool there = false, offered = false;
-    bool ahead = false;      // the engine has it, and is to wait for its word
-    bool in_engine = false;  // it has it, ahead or not
-    int answers = 0;         // of the request, that have been looked at
-    bool answered = false;   // for good
+    bool ahead = false;      // the engine has it and must wait for its word
+    bool in_engine = false;  // the engine has it, ahead or not
+    int answers = 0;         // answers of the request that have been checked
+    bool answered = false;   // finally answered
   };
   struct Client {
     scheduler::StreamId stream = 0;
     scheduler::SequenceId sequence = 0;
     uint32_t ready = 0, done = 0;              // the words
-    uint32_t number = 0;                       // of the last call
+    uint32_t number = 0;                       // number of the last call
     std::vector<Rows> text;                    // committed, by layer
-    scheduler::StepId step = 0;                // 0: none is open
-    bool chained = false;                      // its calls are
-    bool may_fail = false;                     // the step
+    scheduler::StepId step = 0;                // 0: no step is open
+    bool chained = false;                      // its calls are chained
+    bool may_fail = false;                     // the step may fail
     int total = 0;                             // rows of the step
-    std::vector<std::unique_ptr<Call>> calls;  // of the step, as they were published
-    size_t taken = 0;                          // by the ring
-    Call* held = nullptr;                      // of them, the last one
-    bool wants_end = false;                    // published behind the calls
+    std::vector<std::unique_ptr<Call>> calls;  // calls of the step, in the order of publication
+    size_t taken = 0;                          // calls taken by the ring
+    Call* held = nullptr;                      // the last taken call, if it is held
+    bool wants_end = false;                    // EndStep is published after the calls
     std::unique_ptr<scheduler::testing::TestRequest> end;
   };
 
@@ -76,7 +78,7 @@ class AheadSimulator {
   bool Chance(int percent) { return Pick(100) < static_cast<uint64_t>(percent); }
   static scheduler::testing::HarnessOptions Options(std::unique_ptr<kernels::AttentionBackend> b);
 
-  // True if anything was done.
+  // Returns true if it had an effect.
   bool Operate();
   void Open(Client* client);
   bool Begin(Client* client);
@@ -89,7 +91,7 @@ class AheadSimulator {
   bool Fault();
   bool StopServer();
 
-  // What the ring does until there is nothing to do.
+  // Runs the ring until it has nothing to do.
   void Pump(Client* client);
   bool Collect(Client* client, Call* call);
   bool CollectAny(Client* client);
@@ -98,7 +100,7 @@ class AheadSimulator {
   void HandOver(Client* client, Call* call, bool ahead);
   void CheckAnswer(Client* client, const Call& call);
   void CheckEnd(Client* client);
-  // The step is gone; calls that no one has answered are forgotten.
+  // Forgets a step that is gone, and its unanswered calls.
   void Forget(Client* client);
   void CheckBooks();
   void Finish();

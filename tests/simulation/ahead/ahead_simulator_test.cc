@@ -12,7 +12,7 @@ TEST(AheadSimulator, RandomOperationsAreAsForetold) {
   AheadCounts counts;
   const int64_t share = RunTestSeeds<AheadSimulator>(kOperations, &counts);
   ASSERT_GT(share, 0);
-  // The mix reaches every kind of outcome, or the run proves little.
+  // If the mix does not reach every kind of outcome, the run proves little.
   EXPECT_GT(counts.operations, 300 * share);
   EXPECT_GT(counts.answers, 25 * share);
   EXPECT_GT(counts.ahead, 10 * share);

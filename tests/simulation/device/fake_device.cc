@@ -12,8 +12,8 @@
 namespace mla::simulation {
 namespace {
 
-// Holds wild page-table entries until they are written.
-// Begins at a page's start, so that nothing depends on where the allocator puts it.
+// Holds wild page-table entries until they are written. Begins at a page's start, so that results
+// do not depend on the allocator's address.
 class Heap final : public kernels::HostBuffer {
  public:
   explicit Heap(size_t bytes) : bytes_(bytes), memory_(new(kPage) std::byte[bytes]) {
@@ -259,7 +259,7 @@ void FakeDevice::Schedule(Slot& slot) {
     slot.spoils = (random_ >> 32) % 2 == 0;
     armed_ = DeviceFault::kNone;
   }
-  // Nothing runs behind a launch that did not run to its end.
+  // After a launch that did not run to its end, later ones do not run.
   for (const int32_t before : running_) {
     const Slot& earlier = slots_[static_cast<size_t>(before)];
     if (!earlier.fails) continue;
@@ -267,7 +267,7 @@ void FakeDevice::Schedule(Slot& slot) {
     slot.fails = true;
     slot.to_run = 0;
   }
-  // Launches end in their order.
+  // Launches end in order.
   const int64_t takes = 1000 * static_cast<int64_t>(1 + random_ % (options_.latency_us + 1));
   slot.started_at = std::max(last_done_, clock_->Now());
   slot.done_at = last_done_ = slot.started_at + takes;

@@ -1,20 +1,20 @@
-// The simulator's adapter to the backend seam, and its only file that knows it. Attention is
-// computed in double with the plan that the scheduler made, on a device of one of two kinds: one
-// with memory of its own and two launch slots, or one like a CPU, with one slot, which reads and
-// writes the host's memory and page tables where they are.
+// The simulator's adapter to the backend seam, and its only file that knows the seam. It computes
+// attention in double with the scheduler's plan, on one of two kinds of device. One has memory of
+// its own and two launch slots. The other is like a CPU: it has one slot, and reads and writes the
+// host's memory and page tables in place.
 //
-//   - Work runs when it is submitted or when it completes; completion is as late as the seed says,
-//     and waiting for it moves the clock.
-//   - A launch may fail at Submit (nothing runs) or at Wait (all, some or none of its work has
-//     run; what page transfers that have not run should have written may be lost as well); the
-//     device may be lost for good.
-//   - Memory that was never written reads as NaN, page-table entries as wild; the slot's memory is
-//     poisoned for every launch. Every page that is appended to or read must hold words of the
-//     tenant whose launch it is, or zeroes.
-//   - Each plan is judged against its batch by the PlanChecker before it runs.
-//   - A launch that moves rows names none of their bytes in another part.
+// - Work runs when it is submitted or when it completes. Completion is as late as the seed says,
+//   and waiting for it moves the clock.
+// - A launch may fail at Submit (nothing runs) or at Wait (all, some or none of its work has run;
+//   targets of page transfers that have not run may be lost as well). The device may be lost for
+//   good.
+// - Memory that was never written reads as NaN, and page-table entries as wild; the slot's memory
+//   is poisoned for every launch. Every page that is appended to or read must hold words of the
+//   launch's tenant, or zeroes.
+// - The PlanChecker checks each plan against its batch before it runs.
+// - A launch that moves rows names none of their bytes in another part.
 //
-// What is wrong is told to the watcher. One thread; nothing of the device is shared.
+// Violations are reported to the watcher. One thread; nothing of the device is shared.
 #ifndef MLA_TESTS_SIMULATION_DEVICE_FAKE_DEVICE_H_
 #define MLA_TESTS_SIMULATION_DEVICE_FAKE_DEVICE_H_
 
@@ -33,14 +33,14 @@ class DeviceWatcher {
  public:
   virtual ~DeviceWatcher() = default;
   virtual void OnViolation(const std::string& what) = 0;
-  // Host memory of a request goes into (or out of) launch `serial`: its tenant, 0 if it has
-  // none.
+  // Host memory of a request goes into (or out of) launch `serial`. Returns its tenant, or 0 if it
+  // has none.
   virtual int OnStaged(const void* host, int64_t bytes, uint64_t serial) = 0;
   // The launch has been submitted.
   virtual void OnSubmitted(uint64_t serial) = 0;
-  // The launch has completed well, at the clock's time.
+  // The launch has completed successfully, at the clock's time.
   virtual void OnLaunchDone(uint64_t serial) = 0;
-  // Nothing that the launch should have written may be relied on.
+  // The contents of the launch's targets are undefined.
   virtual void OnLaunchFailed(uint64_t serial) = 0;
 };
 
@@ -48,11 +48,11 @@ enum class DeviceFault { kNone, kSubmit, kWaitAllRan, kWaitSomeRan, kWaitNoneRan
 
 struct FakeDeviceOptions {
   uint64_t seed = 0;
-  bool unified = false;             // the host's memory, one launch slot
+  bool unified = false;             // uses the host's memory; one launch slot
   bool runs_at_submit = false;      // a unified device has completed then, too
-  bool runs_after_failure = false;  // launches still run behind one that has run and then failed
-  int64_t latency_us = 0;           // of a launch, at most
-  int32_t expanded_min_rows = 0;    // from which the expanded form is taken
+  bool runs_after_failure = false;  // launches still run after one that has run and then failed
+  int64_t latency_us = 0;           // the longest of a launch
+  int32_t expanded_min_rows = 0;    // rows from which the expanded form is used
   kernels::PlanTraits traits;
 };
 
@@ -62,18 +62,18 @@ class FakeDevice final : public kernels::AttentionBackend {
              DeviceWatcher* watcher);
   ~FakeDevice() override;
 
-  // The next launch meets the fault; kLost: everything from now on fails.
+  // The next launch has the fault. After kLost everything fails.
   void Arm(DeviceFault fault) { armed_ = fault; }
   bool lost() const { return lost_; }
   // Faults that launches have met.
   int64_t faults() const { return faults_; }
   int64_t launches() const { return launches_; }
-  int64_t parts() const { return parts_; }  // of all launches
-  // Whether a launch that has not ended reads or writes the memory.
+  int64_t parts() const { return parts_; }  // parts of all launches
+  // Returns true if a launch that has not ended reads or writes the memory.
   bool Uses(const void* host, int64_t bytes) const;
-  // What the scheduler has of AllocateHost in a block of so many bytes; empty: none.
+  // Memory that the scheduler got from AllocateHost in a block of `bytes` bytes, or empty.
   std::span<std::byte> OwnMemory(size_t bytes) const;
-  // When the next running launch ends; -1: none runs.
+  // When the next running launch ends, or -1 if none runs.
   int64_t NextDone() const;
 
   const kernels::BackendInfo& Info() const override { return info_; }
@@ -110,26 +110,26 @@ class FakeDevice final : public kernels::AttentionBackend {
     kCombine,
     kReadPages
   };
-  struct Work {  // one part of a launch that is not empty
+  struct Work {  // one part of a launch that has work
     Part part;
     const kernels::AttentionParams* params;  // kAttend, kCombine
   };
-  // Memory of the launch that stands for host memory, row by row; the host's own, where it is used
-  // in place.
+  // Memory of the launch that stands for host memory, row by row. If the host's memory is used in
+  // place, it is that memory.
   struct Staged {
     const std::byte* device = nullptr;
     int64_t bytes = 0;  // from the first row's begin to the last one's end
     int tenant = 0;
   };
   struct Slot {
-    const kernels::Launch* launch = nullptr;  // that runs
+    const kernels::Launch* launch = nullptr;  // the running one
     uint64_t serial = 0;
     std::vector<std::byte> memory;  // inputs, outputs, workspace
     std::vector<Staged> staged;
-    std::vector<uint32_t> entries;  // of the launch's table changes, as they were at Submit
+    std::vector<uint32_t> entries;  // values of the launch's table changes at Submit
     std::vector<Work> parts;
     size_t run = 0;     // parts that have run
-    size_t to_run = 0;  // ... that will
+    size_t to_run = 0;  // parts that will run
     bool fails = false, spoils = false;
     int64_t started_at = 0, done_at = 0;
     // Partials between attention and combine.
@@ -140,28 +140,28 @@ class FakeDevice final : public kernels::AttentionBackend {
     std::vector<uint16_t> uk, uv;
     std::vector<bool> loaded;
   };
-  struct Piece {  // what a work item makes of one packed row
+  struct Piece {  // a work item's result for one packed row
     double most = 0, total = 0;
     std::vector<double> sums;
   };
 
   void Violation(const std::string& what);
-  // What the launch takes from the host: whose it is, and whether it has a place.
+  // Records the launch's host memory: its tenant, and whether it has a place.
   absl::Status Stage(int32_t slot, const kernels::Launch& launch);
   void CheckSizes(const kernels::Launch& launch);
   static std::vector<Work> PartsOf(const kernels::Launch& launch);
-  // Decides what of the launch will run, and when it ends.
+  // Decides which parts of the launch will run, and when it ends.
   void Schedule(Slot& slot);
   static void CopyIn(const kernels::Launch& launch);
   static void CopyOut(const kernels::Launch& launch);
   int TenantAt(const Slot& slot, const void* device) const;
-  // The page tables that a launch reads.
+  // The page tables that the launch reads.
   std::span<const uint32_t> TablesOf(const Slot& slot) const {
     return options_.unified ? slot.launch->page_tables : tables_;
   }
-  // What is to run of the launch.
+  // Runs the parts that are to run.
   void Execute(Slot& slot);
-  // Of a launch that fails: targets of the page transfers that do not run.
+  // Fills targets of page transfers that do not run, for a launch that fails.
   void Spoil(const Slot& slot);
   void Execute(Slot& slot, const Work& work);
   void TakeTables(const Slot& slot);
@@ -180,13 +180,14 @@ class FakeDevice final : public kernels::AttentionBackend {
   void Store(const kernels::AttentionParams& params, const kernels::SegmentRecord& request, int row,
              int head, const Piece& piece);
   void CombinePlan(Slot& slot, const kernels::AttentionParams& params);
-  // Elements of the pool; null, and a violation, when the entry or the place is wild.
+  // Address of an element of the pool. Null, with a violation, if the entry or the place is wild.
   uint16_t* Element(int64_t page_table, int64_t layer_offset, int64_t row_stride, int page_size,
                     int position, std::span<const uint32_t> tables);
   void CheckWords(const uint16_t* first, int64_t count, int tenant, bool fresh, const char* where);
-  // Whether a launch that runs uses the weights.
+  // Returns true if a running launch uses the weights.
   bool UsesWeights(int32_t slot) const;
-  // Whether the memory is of AllocateHost: the scheduler's own, of no tenant.
+  // Returns true if the memory is from AllocateHost: it is the scheduler's own and belongs to no
+  // tenant.
   bool IsOwn(const void* host) const;
   const Weights* WeightsOf(int32_t slot, int head_begin, int heads);
 

@@ -1,4 +1,4 @@
-// FakeDevice: what a launch does when it runs.
+// FakeDevice: execution of a launch.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -202,7 +202,7 @@ void FakeDevice::Append(Slot& slot, const kernels::AppendRecord& record) {
       for (int i = 0; i < record.row_dim; ++i) record.differs[row] |= to[i] != sent(i);
       continue;
     }
-    // The whole page: what an earlier tenant left in it would be seen by later rows.
+    // Checks the whole page, because later rows would see what an earlier tenant left in it.
     const int64_t words = record.row_stride / 2;
     CheckWords(to - position % record.page_size * words, words * record.page_size, tenant,
                /*fresh=*/true, "is given");
@@ -216,7 +216,7 @@ void FakeDevice::ProjectRows(Slot& slot, const kernels::Projection& projection, 
   const Weights* weights = WeightsOf(r.weights_slot, r.head_offset, r.num_heads);
   if (weights == nullptr) return;
   if (absorbs && r.rows > 0) {
-    // What lies between the projections belongs to the tenant of the query.
+    // Data between the projections belongs to the tenant of the query.
     Staged latent{static_cast<std::byte*>(r.out), 0, 0};
     latent.bytes = (int64_t{r.rows} - 1) * r.out_row_stride * 4 +
                    (int64_t{r.num_heads} - 1) * r.out_head_stride * 4 + 4;
@@ -263,7 +263,7 @@ void FakeDevice::CheckPlan(const kernels::AttentionParams& params) {
   capacity.reduce_tiles = limits_.reduce_tiles;
   capacity.reduce_partials = limits_.reduce_partials;
   capacity.partial_rows = limits_.partial_rows;
-  // The balance is the planner's own word; its tests compare it.
+  // The balance is not checked here, because the planner's own tests compare it.
   const double balance = std::numeric_limits<double>::quiet_NaN();
   const std::string fault =
       checker_.Fault(plan_segments_, Traits(params.desc), params.plan, capacity, balance);

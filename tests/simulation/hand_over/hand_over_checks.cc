@@ -1,4 +1,4 @@
-// HandOverSimulator: what must hold after each operation.
+// HandOverSimulator: the checks after each operation.
 #include <string>
 #include <utility>
 
@@ -15,7 +15,7 @@ void HandOverSimulator::CheckAnswer(int from, const std::map<uint64_t, Text>& be
   for (const v1::HandedOver& one : hand_over.outcomes()) {
     const bool moved = one.outcome() == v1::HAND_OVER_OUTCOME_MOVED;
     if (strays_.contains({from, one.sequence_id()})) {
-      // That an earlier drain has left here goes on like the others.
+      // A sequence that an earlier drain has left here is drained like the others.
       if (moved) strays_[{1 - from, one.sequence_id()}] = true;
       if (moved) strays_.erase({from, one.sequence_id()});
       continue;
@@ -58,7 +58,7 @@ void HandOverSimulator::Check() {
   for (int server = 0; server < 2 && !failed(); ++server) CheckStrays(server);
 }
 
-// As its client would look for it.
+// Looks for a sequence as its client would.
 void HandOverSimulator::CheckText(uint64_t id, Text* text) {
   if (failed()) return;
   SimServer& server = *servers_[static_cast<size_t>(text->server)];
@@ -116,7 +116,7 @@ void HandOverSimulator::Finish() {
   for (const auto& [id, text] : texts_) {
     if (!failed()) CheckRows(id, text);
   }
-  // No one renews them any more.
+  // No client renews them any more.
   clock_.Advance((scheduler::testing::TinyLimits().sequence_lease_ms + 1) * 1'000'000);
   for (const auto& server : servers_) {
     if (failed()) return;

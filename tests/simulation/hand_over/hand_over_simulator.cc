@@ -48,8 +48,8 @@ void HandOverCounts::Add(const HandOverCounts& other) {
   checked += other.checked;
 }
 
-// The way to the other server, with what goes wrong on it. Clients of both servers go on between
-// any two of its messages.
+// The connection to the other server, with its faults. Clients of both servers act between any two
+// of its messages.
 class HandOverSimulator::Peer final : public server::HandOverPeer {
  public:
   Peer(HandOverSimulator* simulator, int to, const Faults& faults)
@@ -68,7 +68,7 @@ class HandOverSimulator::Peer final : public server::HandOverPeer {
   absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) override;
   void Cancel() override { cancelled_ = true; }
 
-  // What a client of either server, an operator or a failure does between two messages.
+  // Actions of a client of either server, of an operator or of a failure between two messages.
   void Between();
   void Run(server::HandOver* hand_over) {
     hand_over_ = hand_over;
@@ -94,7 +94,8 @@ void HandOverSimulator::Peer::Between() {
   if (!sim_.late_.empty() && sim_.Chance(20)) sim_.RunLate(sim_.Pick(sim_.late_.size()));
   if (!sim_.in_import_ && sim_.Chance(faults_.restart)) sim_.Restart(to_);
   if (hand_over_ != nullptr && sim_.Chance(faults_.stop)) {
-    // Cancelled by an operator, or the whole server is gone: nothing of it reaches the peer then.
+    // Either an operator cancels it, or the whole server is gone; in the latter case nothing of it
+    // reaches the peer any more.
     crashed_ = crashed_ || sim_.Chance(30);
     hand_over_->Interrupt();
   }
@@ -135,7 +136,7 @@ server::PeerImport HandOverSimulator::Peer::Import(const v1::ImportTarget& targe
   sim_.counts_.cut += cut;
   const bool whole = sent.ok() && !cut;
   if (!whole || sim_.Chance(faults_.late)) {
-    // What has arrived may be looked at later.
+    // The peer may process what has arrived later.
     if (there().boot_id() == boot_id) sim_.late_.push_back({to_, boot_id, target, parts, whole});
     result.status = sent.ok() ? Unreachable() : sent;
     return result;
@@ -167,7 +168,7 @@ absl::StatusOr<uint32_t> HandOverSimulator::Peer::Recall(const v1::EvictSequence
   Between();
   const std::pair<int, uint64_t> stray = {to_, request.sequence_ids(0)};
   if (crashed_ || sim_.Chance(faults_.lost_take_back)) {
-    // It may have got there, and its answer be lost.
+    // It may have arrived although its reply was lost.
     if (!crashed_ && sim_.Chance(50)) there().Evict(request);
     sim_.strays_[stray] = true;
     return Unreachable();
@@ -182,7 +183,7 @@ uint64_t HandOverSimulator::Pick(uint64_t below) { return (random_ = Mix(random_
 
 HandOverSimulator::HandOverSimulator(uint64_t seed)
     : random_(Mix(seed ^ 0x68616e646f766572u)), clock_(1'000'000) {
-  // Each outcome of a drain has its line, which is of no use here.
+  // Every outcome of a drain is logged, which is not needed here.
   static const bool quiet = [] {
     server::ConfigureLogging("text", "error");
     return true;
@@ -245,7 +246,7 @@ void HandOverSimulator::ClientAt(int server) {
 std::map<uint64_t, HandOverSimulator::Text>::iterator HandOverSimulator::AnyText(int server) {
   std::vector<uint64_t> there;
   for (auto& [id, text] : texts_) {
-    // Where it is by now: it may have moved a moment ago.
+    // Finds where the sequence is now, because it may have just moved.
     CheckText(id, &text);
     if (text.server == server) there.push_back(id);
   }
@@ -367,7 +368,8 @@ void HandOverSimulator::DropServer(int server) {
   std::erase_if(late_, [server](const Late& late) { return late.server == server; });
 }
 
-// One that ends behind its caller: it brings nothing, or what the caller could not be told of.
+// Runs an import that ends after its caller has given up. It must bring nothing, or bring what the
+// caller could not learn of.
 void HandOverSimulator::RunLate(size_t index) {
   const Late late = std::move(late_[index]);
   late_.erase(late_.begin() + static_cast<ptrdiff_t>(index));
@@ -389,7 +391,7 @@ bool HandOverSimulator::Drain(int from) {
   Check();
   if (failed() || texts_.empty()) return false;
   Faults faults;
-  // Most drains have one kind of trouble; some have none, and some all.
+  // Most drains have one kind of trouble, some have none, and some have all.
   uint64_t* const kinds[] = {&faults.unreachable, &faults.cut,   &faults.lost_answer,
                              &faults.late,        &faults.lie,   &faults.restart,
                              &faults.stop,        &faults.client};

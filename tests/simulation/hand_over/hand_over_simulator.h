@@ -1,16 +1,16 @@
-// One seed of the simulation of drains to another server: two real engines in one thread, the real
-// hand-over between them, and a connection that loses what it carries. Clients open, extend, cut,
-// fork and release sequences meanwhile; the connection breaks at any message, the answer is lost,
-// imports end long after their caller has given them up, the peer refuses, is full, restarts or
-// lies, the drain is cancelled, and the server that drains dies:
+// One seed of the simulation of drains to another server. In one thread it runs two real engines,
+// the real hand-over between them, and a connection that loses messages. Clients open, extend, cut,
+// fork and release sequences during the drain. The connection breaks at any message, replies are
+// lost, imports end long after their caller has given up, the peer refuses, is full, restarts or
+// lies, the drain is cancelled, and the draining server dies.
 //
-//   - a sequence is where it was, or where its peer has said that it is, with all its rows, as its
-//     tenant's and under its id; the old server names the peer then and not before;
-//   - it is lost only with the server that had it;
-//   - the other server has nothing of it, but while an import is on its way, and until its lease
-//     ends where the peer could not be told;
-//   - the answer of the drain says of each sequence what became of it;
-//   - in the end no engine holds anything.
+// - A sequence is where it was, or where its peer has said that it is, with all its rows, its
+//   tenant and its id. The old server names the peer from then on and not before.
+// - It is lost only with the server that had it.
+// - The other server has no part of it, except during an import, and until its lease ends if the
+//   peer could not be told.
+// - The reply to the drain states the outcome of each sequence.
+// - In the end no engine holds anything.
 #ifndef MLA_TESTS_SIMULATION_HAND_OVER_HAND_OVER_SIMULATOR_H_
 #define MLA_TESTS_SIMULATION_HAND_OVER_HAND_OVER_SIMULATOR_H_
 
@@ -30,11 +30,11 @@
 namespace mla::simulation {
 
 struct HandOverCounts {
-  int64_t operations = 0;  // that did something
+  int64_t operations = 0;  // operations that had an effect
   int64_t drains = 0, moved = 0, refused = 0, kept = 0;
-  int64_t cut = 0;      // connections
-  int64_t late = 0;     // imports that went on behind their caller's end
-  int64_t crashes = 0;  // of servers that drained
+  int64_t cut = 0;      // broken connections
+  int64_t late = 0;     // imports that continued after their caller's end
+  int64_t crashes = 0;  // crashes of draining servers
   int64_t checked = 0;  // sequences whose rows were compared
   void Add(const HandOverCounts& other);
 };
@@ -43,7 +43,7 @@ class HandOverSimulator final {
  public:
   explicit HandOverSimulator(uint64_t seed);
 
-  // Empty, or what went wrong.
+  // Returns "" or a violation.
   std::string Run(int operations);
   const HandOverCounts& counts() const { return counts_; }
   uint64_t hash() const { return hash_; }
@@ -56,7 +56,7 @@ class HandOverSimulator final {
     uint64_t epoch = 0;
     RowKeys rows;
   };
-  // An import whose caller has got no answer.
+  // An import whose caller has got no reply.
   struct Late {
     int server = 0;
     uint64_t boot_id = 0;
@@ -64,7 +64,7 @@ class HandOverSimulator final {
     std::vector<v1::PagesPart> parts;
     bool whole = false;
   };
-  // What may go wrong with one drain, drawn at its beginning: in percent, of each call or message.
+  // Faults of one drain, drawn at its beginning: in percent, of each call or message.
   struct Faults {
     uint64_t unreachable = 0, cut = 0, lost_answer = 0, late = 0, lie = 0, restart = 0, stop = 0,
              client = 0, lost_take_back = 0;
@@ -73,8 +73,8 @@ class HandOverSimulator final {
   uint64_t Pick(uint64_t below);
   bool Chance(uint64_t percent) { return Pick(100) < percent; }
 
-  // Operations of clients: true if anything was done. While `draining` is a server's number it
-  // takes nothing new.
+  // Operations of clients; each returns true if it had an effect. A server that is `draining_`
+  // accepts no new sequences.
   bool Operate();
   bool Open(int server);
   bool Extend(int server);
@@ -85,16 +85,16 @@ class HandOverSimulator final {
   bool Restart(int server);
   bool Drain(int from);
   void ClientAt(int server);
-  // A sequence that is there; end() if there is none.
+  // A sequence of that server, or end() if there is none.
   std::map<uint64_t, Text>::iterator AnyText(int server);
-  // Whether a refusal is the one of a server that drains.
+  // Expects that a refusal is that of a draining server.
   void ExpectDraining(const absl::Status& status, bool opens);
 
   void CheckAnswer(int from, const std::map<uint64_t, Text>& before,
                    const server::HandOver& hand_over);
   void RunLate(size_t index);
   void DropServer(int server);
-  // What clients are told of each sequence, and what else is there.
+  // Checks the replies to clients about each sequence, and the other contents of the servers.
   void Check();
   void CheckText(uint64_t id, Text* text);
   void CheckMoved(uint64_t id, Text* text);
@@ -109,15 +109,15 @@ class HandOverSimulator final {
   std::array<std::unique_ptr<SimServer>, 2> servers_;
   std::map<uint64_t, Text> texts_;
   std::vector<Late> late_;
-  // Sequences that the server may have though they are elsewhere: an import of it is under way, or
-  // its end has not been heard of. The second: it stays until its lease ends.
+  // Sequences that the server may have although they are elsewhere: an import of it is in progress,
+  // or its end is not known. If true, it stays until its lease ends.
   std::map<std::pair<int, uint64_t>, bool> strays_;
-  // Attempts that must bring nothing from now on.
+  // Attempts that must have no effect from now on.
   std::set<uint64_t> given_up_;
-  // Sequences of the drain of which the peer has said, in time, that it has them.
+  // Sequences of the drain that the peer has confirmed in time.
   std::set<uint64_t> acknowledged_;
   int draining_ = -1;
-  bool in_import_ = false;  // the peer is in ServeImport: it cannot restart
+  bool in_import_ = false;  // the peer is in ServeImport, so it cannot restart
   uint64_t next_key_ = 1;
   std::string violation_;
   uint64_t hash_ = 0xcbf29ce484222325u;

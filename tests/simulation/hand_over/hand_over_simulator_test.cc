@@ -12,7 +12,7 @@ TEST(HandOverSimulator, RandomDrainsAreAsForetold) {
   HandOverCounts counts;
   const int64_t share = RunTestSeeds<HandOverSimulator>(kOperations, &counts);
   ASSERT_GT(share, 0);
-  // The mix reaches every kind of outcome, or the run proves little.
+  // If the mix does not reach every kind of outcome, the run proves little.
   EXPECT_GT(counts.operations, 100 * share);
   EXPECT_GT(counts.drains, 10 * share);
   EXPECT_GT(counts.moved, 10 * share);

@@ -28,7 +28,7 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Numbers of which none is infinite or NaN: rows with such are not what was sent.
+// Numbers without infinities or NaN, because rows with those would change when stored.
 void FillRow(uint64_t key, int64_t layer, std::span<std::byte> row) {
   for (size_t i = 0; i + 1 < row.size(); i += 2) {
     const uint64_t drawn = Mix(key * 1000003u + static_cast<uint64_t>(layer) * 4099u + i);
@@ -153,7 +153,7 @@ absl::StatusOr<v1::ImportReply> SimServer::ServeImport(const v1::ImportTarget& t
   size_t next = 1;
   v1::PagesPart part;
   uint64_t bytes = 0;
-  // A restart under the call ends it: nothing of it reaches the next engine.
+  // A restart during the call ends it: no part of it reaches the next engine.
   const auto info = server::RunImport(
       engine_.get(), *abandoned_, args, target.attempt(), kChunkBytes,
       [&]() -> absl::StatusOr<v1::PagesPart*> {

@@ -1,5 +1,5 @@
-// A server of the simulation of hand-overs: a real engine, what takes its imports in, and rows that
-// a test can tell apart. It restarts with nothing of what it had.
+// A server of the simulation of hand-overs: a real engine, the receiver of its imports, and rows
+// that a test can tell apart. A restart loses all its contents.
 #ifndef MLA_TESTS_SIMULATION_HAND_OVER_SIM_SERVER_H_
 #define MLA_TESTS_SIMULATION_HAND_OVER_SIM_SERVER_H_
 
@@ -18,7 +18,7 @@
 
 namespace mla::simulation {
 
-// The rows of a sequence: a number for each, from which all its bytes follow.
+// The rows of a sequence: a number for each, which determines all its bytes.
 using RowKeys = std::vector<uint64_t>;
 
 class SimServer {
@@ -33,23 +33,24 @@ class SimServer {
   server::HandOverCounters& counters() { return counters_; }
   void Restart();
 
-  // A new sequence of rows, or rows behind those of one (id != 0).
+  // Makes a new sequence of rows, or adds rows to an existing one (id != 0).
   absl::StatusOr<scheduler::SequenceInfo> AddRows(const std::string& tenant, uint64_t id,
                                                   uint64_t epoch, int64_t length,
                                                   const RowKeys& keys);
-  // Whether the sequence holds these rows and no others.
+  // Returns OK if the sequence holds exactly these rows.
   absl::Status CheckRows(const std::string& tenant, const scheduler::SequenceInfo& info,
                          const RowKeys& keys);
-  // What Cache.Import does with a caller that is an operator over TLS. `between` is called before
-  // each part is taken. The stream ends behind the parts: well if `whole`, else by a cut.
+  // Does what Cache.Import does for an operator over TLS. Calls `between` before it takes each
+  // part. The stream ends after the parts: successfully if `whole`, otherwise by a broken
+  // connection.
   absl::StatusOr<v1::ImportReply> ServeImport(const v1::ImportTarget& target,
                                               const std::vector<v1::PagesPart>& parts, bool whole,
                                               const std::function<void()>& between);
-  // What Admin.EvictSequences does.
+  // Does what Admin.EvictSequences does.
   uint32_t Evict(const v1::EvictSequencesRequest& request);
 
  private:
-  // All groups of an export or import, to or from the rows' bytes.
+  // Moves all groups of an export or import to or from the rows' bytes.
   absl::Status MoveRows(const std::string& tenant, const scheduler::MovingPages& pages, bool in,
                         const RowKeys& keys);
 

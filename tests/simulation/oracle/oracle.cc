@@ -322,7 +322,7 @@ void Oracle::ShareGroup(OracleSequence* sequence, int group) {
   bytes_used_ += models[sequence->model].shape.group_bytes();
 }
 
-// A sequence that keeps no row of a step has the page again that it had before.
+// A sequence that keeps no row of a step gets back the page that it had before.
 void Oracle::EndCopy(const OracleMember& member, bool kept_rows) {
   if (member.shared < 0) return;
   if (!kept_rows) {
@@ -343,7 +343,7 @@ void Oracle::ShrinkTo(OracleSequence* sequence, int rows) {
 
 int64_t Oracle::GroupsWanted(const OracleBegin& begin) const {
   int64_t wanted = 0;
-  std::map<int, int> left;  // holders that went over to copies of their own
+  std::map<int, int> left;  // holders that changed to copies of their own
   for (size_t i = 0; i < begin.sequences.size(); ++i) {
     const OracleSequence& sequence = *Find(begin.tenant, begin.sequences[i]);
     const int page = models[sequence.model].shape.page;
@@ -362,8 +362,8 @@ void Oracle::CheckPages(const OracleBegin& begin, Reasons* reasons) const {
   const int64_t bytes = models[begin.model].shape.group_bytes();
   const int64_t left = std::min(limits_.pool_bytes - bytes_used_,
                                 QuotaOf(begin.tenant).kv_bytes - KvBytesOf(begin.tenant));
-  // A bound may have been set below what is in use; a step that needs no more is not refused. A
-  // tenant that has nothing gets one group, however large, unless its bound is 0.
+  // A bound may have been set below the current use; a step that needs no more pages is not
+  // refused. A tenant that holds nothing gets one group of any size, unless its bound is 0.
   const int64_t wanted = GroupsWanted(begin);
   const bool first = wanted == 1 && KvBytesOf(begin.tenant) == 0 &&
                      QuotaOf(begin.tenant).kv_bytes > 0 &&

@@ -1,10 +1,10 @@
-// What the service must do, written apart from it: a list of rows per sequence and layer, attention
-// over that list in double, and its own books of pages, leases, steps and models. Shares no code
-// with the product; statuses are known by their reason words alone.
+// The required behaviour of the service, written independently of it: a list of rows per sequence
+// and layer, attention over that list in double, and books of its own for pages, leases, steps and
+// models. It shares no code with the product, and knows statuses only by their reason words.
 //
-// The oracle foretells: Check... functions give the reasons for which a call must be refused (any
-// of them will do; none: it must be granted), Apply... functions change the books when the product
-// has granted it.
+// The oracle predicts. Check... functions return the reasons for which a call must be refused: any
+// of them is right, and without reasons the call must be granted. Apply... functions change the
+// books when the product has granted a call.
 #ifndef MLA_TESTS_SIMULATION_ORACLE_ORACLE_H_
 #define MLA_TESTS_SIMULATION_ORACLE_ORACLE_H_
 
@@ -22,7 +22,7 @@ struct Shape {
   int heads = 0, lora = 0, rope = 0, nope = 0, v = 0;
   int layers = 0, page = 0;
   double scale = 0;
-  int digest = 0;  // that a client has of the weights; 0: none
+  int digest = 0;  // digest that a client has of the weights, or 0
   int row_dim() const { return lora + rope; }
   // A group holds a page of each layer, in granules of 256 bytes.
   int64_t group_bytes() const { return (int64_t{layers} * page * row_dim() * 2 + 255) / 256 * 256; }
@@ -54,19 +54,19 @@ struct OracleLimits {
   int64_t sequence_lease_ns = 0, step_lease_ns = 0, max_lease_ns = 0;
 };
 
-// What one tenant may have at a time.
+// Bounds of one tenant's resources.
 struct OracleQuota {
   static constexpr int64_t kNone = int64_t{1} << 60;  // no bound
   int64_t kv_bytes = kNone, sequences = kNone, models = kNone, open_steps = kNone, queued = kNone;
 };
 
-// What models of a tenant have together that are equal, of weights with a digest.
+// Resources of a tenant's models with equal contents together; for weights with a digest.
 struct OracleContents {
   int tenant = 0;
   Shape shape;
   bool weights = false;
   uint64_t weights_key = 0;
-  int groups = 0;  // in use, each once
+  int groups = 0;  // groups in use, each counted once
 };
 
 struct OracleModel {
@@ -79,12 +79,12 @@ struct OracleModel {
   int64_t lease_ns = 0, deadline = 0;  // 0: no lease
 };
 
-// What a call asked for that opened a sequence under a request id.
+// Arguments of the call that opened a sequence under a request id.
 struct OracleOrigin {
   std::string request_id;  // empty: none was given
   bool fork = false;
-  std::string model, client;       // of Open
-  uint64_t parent = 0, epoch = 0;  // of Fork
+  std::string model, client;       // for Open
+  uint64_t parent = 0, epoch = 0;  // for Fork
   int64_t length = -1;             // -1: not named
   bool operator==(const OracleOrigin&) const = default;
 };
@@ -95,16 +95,17 @@ struct OracleSequence {
   int model = -1;
   uint64_t epoch = 1;
   uint64_t step = 0;     // 0: none
-  bool imports = false;  // rows are on their way into it
+  bool imports = false;  // rows are being imported into it
   bool busy() const { return step != 0 || imports; }
-  bool of_export = false;  // a fork that holds the rows of one, or a fork of that: of no client
+  bool of_export = false;  // holds rows of an export, or is a fork of such a sequence; no client
+                           // knows it
   std::vector<std::vector<uint64_t>> layers;  // keys of the committed rows
   std::vector<int> groups;                    // indices of page groups
   std::vector<uint64_t> pages;                // names of its first pages, as declared
-  std::string salt;                           // that they were declared with
+  std::string salt;                           // salt that they were declared with
   int64_t lease_ns = 0, deadline = 0;
   OracleOrigin origin;
-  uint64_t truncated_from = 0;  // epoch that the last Truncate named; 0: none did
+  uint64_t truncated_from = 0;  // epoch that the last Truncate named, or 0
   int64_t truncated_length = -1;
   int length() const { return static_cast<int>(layers[0].size()); }
 };
@@ -112,7 +113,7 @@ struct OracleSequence {
 struct OracleMember {
   uint64_t sequence = 0;
   int start = 0, rows = 0, offset = 0;
-  int shared = -1;  // the group in place of which the sequence has a copy, or -1
+  int shared = -1;  // the group that the sequence replaces by a copy, or -1
 };
 
 struct OracleStep {
@@ -125,14 +126,14 @@ struct OracleStep {
   std::vector<OracleMember> members;
   int total = 0;
   std::vector<std::vector<uint64_t>> layers;  // keys of the accepted rows
-  std::vector<int> writer;                    // head at which the rows of a layer come, -1: open
-  std::vector<bool> broken;  // a row of the layer was given up: nothing is foretold of it
+  std::vector<int> writer;                    // head whose slice brings a layer's rows; -1: open
+  std::vector<bool> broken;  // a row of the layer was given up, so nothing is predicted for it
   int64_t lease_ns = 0, touched = 0;
   int pending = 0;         // Attend requests not answered
   bool ending = false;     // its EndStep waits
   bool aborting = false;   // may be aborted now
-  bool failed = false;     // a launch of it failed: it must not be committed
-  bool uncertain = false;  // when it was last touched is not known
+  bool failed = false;     // a launch of it failed, so it must not be committed
+  bool uncertain = false;  // the time of its last use is not known
 };
 
 struct OracleClosed {
@@ -140,7 +141,7 @@ struct OracleClosed {
   bool aborted = false;  // else committed
 };
 
-// What a BeginStep names.
+// Arguments of a BeginStep.
 struct OracleBegin {
   uint64_t stream = 0, id = 0;
   int tenant = 0;
@@ -160,8 +161,9 @@ class Oracle {
   // W_UK [nope, lora] and W_UV [lora, v] of a head.
   static uint16_t Weight(const OracleContents& contents, int layer, int head, bool value,
                          int index);
-  // Attention of query row `row` of the step, one head, to what it sees or, with `lists`, what
-  // IsListed says under that key. `output` receives lora or v values; returns the log-sum-exp.
+  // Attention of query row `row` of the step, one head, to the rows that it sees or, with `lists`,
+  // to the rows that IsListed names under that key. `output` receives lora or v values; returns the
+  // log-sum-exp.
   double Attend(const OracleStep& step, int layer, int row, Form form, int head, const float* query,
                 uint64_t lists, std::vector<double>* output);
 
@@ -170,7 +172,7 @@ class Oracle {
   int ApplyRegister(int tenant, const std::string& name, const Shape& shape, uint64_t weights_key,
                     int64_t lease_ns, int64_t now);
   void ApplyUnregister(int model) { models[model].open = false; }
-  // Something has named the model, or a sequence of it has gone.
+  // A call has named the model, or a sequence of it has been released.
   void TouchModel(int model, int64_t now) { models[model].deadline = now + models[model].lease_ns; }
   Reasons CheckUnregister(int model) const;
 
@@ -178,9 +180,9 @@ class Oracle {
   Reasons CheckOpen(int tenant, int model) const;
   Reasons CheckFork(int tenant, uint64_t parent, uint64_t epoch, int64_t length) const;
   Reasons CheckTruncate(int tenant, uint64_t id, uint64_t epoch, int64_t length) const;
-  // The sequence that the tenant has opened under a request id; null: none that is there.
+  // The sequence that the tenant has opened under a request id, or null if it does not exist.
   const OracleSequence* OpenedBy(int tenant, const std::string& request_id) const;
-  // Whether Truncate was granted before with these arguments and would change nothing now.
+  // Returns true if Truncate was granted before with these arguments and would change nothing now.
   static bool IsRepeat(const OracleSequence& sequence, uint64_t epoch, int64_t length);
   void ApplyOpen(uint64_t id, int model, int64_t lease_ns, int64_t now);
   void ApplyFork(uint64_t id, uint64_t parent, int64_t length, int64_t lease_ns, int64_t now);
@@ -188,41 +190,41 @@ class Oracle {
   void ApplyRelease(uint64_t id, int64_t now);
   void Renew(OracleSequence* sequence, int64_t lease_ns, int64_t now);
 
-  // --- Prefixes. Each declared page has a name that is its own, so a name says what rows are.
+  // --- Prefixes. Each declared page has a unique name, so the name determines its rows.
   struct Published {
     int model = -1;
-    size_t contents = 0;  // of its model
+    size_t contents = 0;  // contents of its model
     std::string salt;
-    size_t index = 0;  // of the page in its sequence
+    size_t index = 0;  // index of the page in its sequence
     int group = -1;
     std::vector<std::vector<uint64_t>> layers;  // keys of its rows
   };
-  // Pages of the names that may be found: the leading ones that were published for the model.
+  // Number of leading pages of these names that were published for the model, and so may be found.
   size_t MostFound(int model, const std::string& salt, const std::vector<uint64_t>& pages) const;
-  // Of these, those that another model has published, of equal contents.
+  // Number of those pages that another model of equal contents has published.
   int OfEquals(int model, const std::vector<uint64_t>& pages) const;
   Reasons CheckMatch(int tenant, uint64_t id, uint64_t epoch) const;
-  // The sequence's pages have these names from now on, and `found` more of them were found cached.
+  // From now on the sequence's pages have these names; `found` more of them were found cached.
   void ApplyMatch(uint64_t id, const std::vector<uint64_t>& pages, const std::string& salt,
                   size_t found);
 
-  // --- Rows that leave and come
+  // --- Export and import of rows
   // An export holds its rows by a fork (ApplyFork).
   Reasons CheckExport(int tenant, uint64_t id, uint64_t epoch, int64_t first, int64_t end) const;
-  // `behind`: the sequence that gets the rows, 0 for a new one of the model.
-  // `shape`: of the model that the rows come from. Whether there are pages is CheckPages'.
+  // `behind` is the sequence that gets the rows, or 0 for a new one of the model. `shape` is that
+  // of the model that the rows come from. CheckPages checks whether there are pages.
   Reasons CheckImport(int tenant, int model, const Shape& shape, uint64_t behind, uint64_t epoch,
                       int64_t first, int64_t rows) const;
-  // Pages for the rows are reserved.
+  // Reserves pages for the rows.
   void ApplyImport(uint64_t id, int64_t rows, int64_t now);
-  // They are there, with these keys by layer.
+  // The rows have arrived, with these keys by layer.
   void EndImport(uint64_t id, const std::vector<std::vector<uint64_t>>& rows, int64_t now);
   void AbortImport(uint64_t id);
 
   // --- Steps
   Reasons CheckBegin(const OracleBegin& begin) const;
   void CheckPages(const OracleBegin& begin, Reasons* reasons) const;
-  // Whether a refusal for want of pages may be right although the bytes would suffice.
+  // Returns true if a refusal for lack of pages may be right although the bytes would suffice.
   bool PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const;
   uint64_t ApplyBegin(const OracleBegin& begin, int64_t now);  // the step's key
   // Commits the given rows of each member.
@@ -232,10 +234,10 @@ class Oracle {
   const OracleStep* FindStep(int tenant, uint64_t id) const;
   OracleStep* StepOf(uint64_t key);
 
-  // Aborts steps that have been silent, then drops sequences whose lease has run out. Returns how
-  // many of both went.
+  // Aborts steps that have been silent, then drops sequences whose lease has ended. Returns the
+  // number of both.
   int PassTime(int64_t now);
-  // Whether PassTime would abort a step.
+  // Returns true if PassTime would abort a step.
   bool StepsOverdue(int64_t now) const;
 
   // --- Books
@@ -246,17 +248,17 @@ class Oracle {
   const OracleSequence* Find(int tenant, uint64_t id) const;
   int models_open() const;
   int64_t models_expired() const { return models_expired_; }
-  // In use by a tenant.
+  // Held by a tenant.
   int64_t KvBytesOf(int tenant) const;
   int64_t SequencesOf(int tenant) const;
   int64_t ModelsOf(int tenant) const;
   int64_t StepsOf(int tenant) const;
   std::map<int, OracleQuota> quotas;  // by tenant
 
-  // Sequences that a step has freed since the last look, by tenant and id.
+  // Sequences that a step has freed since the last check, by tenant and id.
   std::vector<std::pair<int, uint64_t>> freed_by_steps;
 
-  // Steps that have ended, the last ones.
+  // The steps that ended last.
   static constexpr size_t kClosedKept = 16;
   std::deque<OracleClosed> closed;
 
@@ -286,12 +288,13 @@ class Oracle {
   std::vector<int> holders_;  // by group
   std::vector<int> free_groups_;
   struct Copied {
-    int steps = 0;  // open ones that copy it, and may go back to it
-    int rows = 0;   // of its pages that one of them copies, at most
+    int steps = 0;  // open steps that copy it, and may return to it
+    int rows = 0;   // most rows of its pages that one of them copies
   };
   std::map<int, Copied> copied_groups_;
   std::map<uint64_t, Published> published_;  // by name of the page
-  std::set<int> published_groups_;           // that may still be cached: their numbers stay theirs
+  std::set<int> published_groups_;           // numbers of groups that may still be cached; they are
+                                             // not reused
   const OracleQuota& QuotaOf(int tenant) const;
   int64_t groups_used_ = 0, bytes_used_ = 0, expired_ = 0, models_expired_ = 0;
   uint64_t next_step_ = 1;

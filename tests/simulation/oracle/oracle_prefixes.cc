@@ -1,4 +1,4 @@
-// Oracle: pages that have names, and may be found by them; rows that leave and come.
+// Oracle: pages that have names and may be found by them; export and import of rows.
 #include <algorithm>
 
 #include "tests/simulation/oracle/oracle.h"
@@ -90,7 +90,7 @@ Reasons Oracle::CheckImport(int tenant, int model, const Shape& shape, uint64_t 
   reasons.AddIf(draining, "draining");
   reasons.AddIf(!models[model].open, "model_not_found");
   if (!reasons.none()) return reasons;
-  Shape other = shape;  // a model may be of another scale, and its rows are the same
+  Shape other = shape;  // a model may have another scale and the same rows
   other.scale = models[model].shape.scale;
   reasons.AddIf(other != models[model].shape, "import_differs");
   const OracleSequence* sequence = behind == 0 ? nullptr : Find(tenant, behind);

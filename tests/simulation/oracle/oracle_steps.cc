@@ -1,4 +1,4 @@
-// Oracle: steps, and what time does to them.
+// Oracle: steps, and their changes by time.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace mla::simulation {
 namespace {
 
-// Slabs are about this part of the pool.
+// A slab is about this part of the pool.
 constexpr int64_t kSlabs = 32;
 
 }  // namespace
@@ -50,11 +50,11 @@ Reasons Oracle::CheckBegin(const OracleBegin& begin) const {
 }
 
 bool Oracle::PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const {
-  // Groups that page work still uses are not free, of whatever model they are.
+  // Groups that page work still uses are not free, whatever model they belong to.
   if (groups_pinned > 0) return true;
-  // A group of another model keeps at most one slab, or as many as it covers, from this one.
+  // A group of another model keeps at most one slab from this one, or as many as it covers.
   const OracleContents& model = ContentsOf(begin.model);
-  // A page whose rows a copy still reads is copied once more.
+  // A page whose rows a copy still reads is copied again.
   const int64_t most = GroupsWanted(begin) + static_cast<int64_t>(begin.sequences.size());
   const int64_t quota = QuotaOf(begin.tenant).kv_bytes;
   if (most * model.shape.group_bytes() > quota - KvBytesOf(begin.tenant)) return true;
@@ -65,13 +65,14 @@ bool Oracle::PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const
     kept += other.groups * (slab + 2 * std::max(other.shape.group_bytes(), slab));
   }
   const int64_t sure = limits_.pool_bytes - kept - model.groups * model.shape.group_bytes();
-  // The pool need not be a whole number of slabs, nor a slab of groups of a second layout.
+  // The pool need not be a whole number of slabs, nor a slab a whole number of another layout's
+  // groups.
   const int64_t bytes = most * model.shape.group_bytes();
   return contents.size() > 1 ? bytes > sure / 2 : bytes > sure;
 }
 
-// A page that was published may be cached, and then it is copied too, as is one of which an open
-// step copies the row.
+// A published page may be cached, and is then copied, too. The same holds for a page whose row an
+// open step copies.
 bool Oracle::CopiesLastPage(const OracleSequence& sequence, int row) const {
   const int group = sequence.groups.back();
   const auto copied = copied_groups_.find(group);

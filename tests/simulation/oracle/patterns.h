@@ -1,6 +1,6 @@
-// Values that say whose they are: every element that a simulated tenant sends carries the tenant's
-// number in its two lowest mantissa bits, so that a word of another tenant is recognised wherever
-// it turns up. Shares nothing with the product.
+// Values that identify their tenant: every element that a simulated tenant sends carries the
+// tenant's number in its two lowest mantissa bits, so that a word of another tenant is recognised
+// anywhere. Shares nothing with the product.
 #ifndef MLA_TESTS_SIMULATION_ORACLE_PATTERNS_H_
 #define MLA_TESTS_SIMULATION_ORACLE_PATTERNS_H_
 
@@ -30,7 +30,7 @@ inline uint16_t PatternBits(uint64_t key, int index, int tenant) {
   return static_cast<uint16_t>(sign | exponent << 7 | mantissa | tenant);
 }
 
-// Whether the index list of a step's row, under the key of its request, names a position.
+// Returns true if the index list of a step's row, under the key of its request, names a position.
 inline bool IsListed(uint64_t key, int row, int position) {
   return Mix((key * 8191 + static_cast<uint64_t>(row)) * 8191 + static_cast<uint64_t>(position)) %
              3 ==
@@ -41,7 +41,7 @@ inline float FromBits(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
 
-// Whose element it is; 0 for zeroed memory. REQUIRES: not poison.
+// The element's tenant; 0 for zeroed memory. REQUIRES: not poison.
 inline int TenantOf(uint16_t bits) { return bits & 3; }
 
 }  // namespace mla::simulation

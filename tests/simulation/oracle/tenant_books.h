@@ -1,6 +1,6 @@
-// What tenants hold of the resources that the server's side counts (staged bytes, streams, uploads,
-// regions, control calls), which rows of the tenant table there are, and what each may have.
-// Written apart from the product, like the oracle.
+// Each tenant's share of the resources that the server's side counts (staged bytes, streams,
+// uploads, regions, control calls), the rows of the tenant table, and the tenants' bounds. Like the
+// oracle, it is written independently of the product.
 #ifndef MLA_TESTS_SIMULATION_ORACLE_TENANT_BOOKS_H_
 #define MLA_TESTS_SIMULATION_ORACLE_TENANT_BOOKS_H_
 
@@ -15,7 +15,7 @@ namespace mla::simulation {
 class TenantBooks {
  public:
   static constexpr int kResources = 6;
-  // The product's name of a resource, and whether it is counted in bytes.
+  // The product's name of a resource; and whether it is counted in bytes.
   static const char* Name(int resource);
   static bool InBytes(int resource);
 
@@ -24,7 +24,7 @@ class TenantBooks {
   struct Quota {
     Each<std::optional<int64_t>> bounds;
     std::optional<int> weight;
-    bool others = false;  // it also bounds resources that are not kept here
+    bool others = false;  // it also bounds resources that are not counted here
     bool empty() const;
   };
   struct Row {
@@ -38,14 +38,15 @@ class TenantBooks {
   TenantBooks(size_t most_tenants, const Each<int64_t>& server, const Each<int64_t>& defaults)
       : most_tenants_(most_tenants), server_(server), defaults_(defaults) {}
 
-  // Makes room for a tenant that has no row, as a call in its name does. False: there is none.
+  // Makes room for a tenant without a row, as a call in its name does. Returns false if there is
+  // none.
   bool MakeRoomFor(const std::string& name);
-  // The tenant's row has this key. Empty, or why that cannot be.
+  // The tenant's row has this key. Returns "" or why that cannot be.
   std::string Entered(const std::string& name, uint64_t key);
   Row* Find(const std::string& name);
   size_t rows() const { return rows_.size(); }
 
-  // Whether so much more is granted, `reserve` beyond the bounds.
+  // Returns true if `amount` more is granted; `reserve` is allowed in addition to the bounds.
   bool MayTake(const std::string& name, int resource, int64_t amount, int64_t reserve) const;
   // The bound that a refusal names.
   int64_t Bound(const std::string& name, int resource) const;

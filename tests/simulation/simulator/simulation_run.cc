@@ -12,8 +12,8 @@
 namespace mla::simulation {
 namespace {
 
-// Of the operations, what models with a window, calls ahead of their tensors and drains to another
-// server get on top.
+// Shares of the operations that are run in addition, for models with a window, calls ahead of their
+// tensors, and drains to another server.
 constexpr int kWindowShare = 10, kAheadShare = 4, kHandOverShare = 50;
 
 struct SeedResult {
@@ -53,8 +53,8 @@ RunResult RunSeeds(const RunOptions& options) {
   RunResult run;
   run.hash = 0xcbf29ce484222325u;
   const int threads = std::max(1, options.threads);
-  // Seeds go in rounds, one a thread, and count in their order: a round may do more than is wanted,
-  // and what is too much is left out.
+  // Seeds run in rounds, one a thread, and count in order. A round may run more than is needed; the
+  // surplus is ignored.
   while (run.counts.total() < options.operations &&
          (options.most_seeds == 0 || run.seeds < options.most_seeds)) {
     std::vector<SeedResult> results(static_cast<size_t>(threads));

@@ -42,7 +42,8 @@ static_assert(std::size(kNames) == static_cast<size_t>(Op::kCount));
 
 constexpr int64_t kMilli = 1'000'000;
 
-// A file of the slowest tier; simulators run in several threads and processes.
+// Path for a file of the slowest tier; unique, because simulators run in several threads and
+// processes.
 std::string NewTierPath() {
   static std::atomic<int> made{0};
   const char* const folder = std::getenv("TEST_TMPDIR");
@@ -132,7 +133,7 @@ Simulator::Simulator(uint64_t seed) : seed_(seed), random_(Mix(seed)), clock_(1'
 }
 
 Simulator::~Simulator() {
-  // Requests of an unfinished run are answered by the engine's end.
+  // The engine's end answers the requests of an unfinished run.
   rows_.clear();
   calls_.reset();
   engine_.reset();
@@ -158,7 +159,7 @@ void Simulator::DrawShapes() {
     shape.digest = static_cast<int>(Pick(3));
     shapes_.push_back(shape);
   }
-  // In every fourth seed, whatever was drawn: page groups that may be larger than a slab.
+  // In every fourth seed, page groups may be larger than a slab, whatever was drawn.
   if (seed_ % 4 == 0) {
     shapes_.back().layers = 4;
     shapes_.back().page = 64;
@@ -198,7 +199,7 @@ void Simulator::DrawConfig() {
   file_groups_ = tier_groups_ > 0 && Chance(40) ? draw(4, 60) : 0;
   if (file_groups_ > 0) {
     tier_path_ = NewTierPath();
-    tier_groups_ = draw(2, 10);  // so that the file gets some
+    tier_groups_ = draw(2, 10);  // few, so that the file gets some
   }
   tier_low_percent_ = draw(20, 90);
   tier_high_percent_ = draw(tier_low_percent_, 100);
@@ -210,7 +211,7 @@ void Simulator::DrawConfig() {
   floods_ = tenants_ < kMostTenants && fault_percent_ == 0 && Chance(50);
   light_ = floods_ ? tenants_ + 1 : 0;
   most_tenants_ = Tenants() + draw(1, 4);
-  if (floods_) {  // steps that live as long, and launches that take a part of launch_ms
+  if (floods_) {  // steps that live long enough, and launches that take a part of launch_ms
     launch_ms_ = draw(1, 3);
     queue_ms_ = limits.max_lease_ns / kMilli;
     limits.step_lease_ns = draw(500, 1500) * kMilli;
@@ -240,7 +241,7 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.max_sequence_rows = oracle_limits_.max_sequence_rows;
   limits.max_pages_per_sequence = oracle_limits_.max_pages;
   limits.max_models = oracle_limits_.max_models;
-  limits.model_yield_ms = 0;  // the oracle does not know when models were used
+  limits.model_yield_ms = 0;  // the oracle does not know when models were last used
   limits.max_tenants = most_tenants_;
   limits.max_layers = 4;
   limits.max_heads = 4;
@@ -264,7 +265,7 @@ scheduler::Limits Simulator::EngineLimits() const {
   limits.step_lease_ms = oracle_limits_.step_lease_ns / kMilli;
   limits.slice_wait_us = slice_wait_us_;
   limits.kv_wait_ms = kv_wait_ms_;
-  // Two seconds at most: the longest lease bounds it.
+  // At most two seconds; the longest lease is the bound.
   limits.host_tier_bytes = tier_groups_ * kvcache::kTierBlock;
   limits.file_tier_bytes = file_groups_ * kvcache::kTierBlock;
   limits.tier_file_hits = tier_low_percent_ % 2;
@@ -325,9 +326,9 @@ Op Simulator::DrawOp() {
 
 void Simulator::Operate(Op op) {
   op_ = op;
-  // Weights of tenants would change what is due to them.
+  // Weights of tenants would change their shares.
   if (op == Op::kTenantCall && floods_) return;
-  // The timer gives up calls that wait too long, before anything that a call asks for.
+  // The timer gives up calls that wait too long, before a call has any other effect.
   if (late_ && !requests_.empty()) Poll();
   if (Do(op)) ++counts_.operations[static_cast<size_t>(op)];
   if (!failed() && !undrained_ && !late_) CheckBooks();
@@ -336,7 +337,7 @@ void Simulator::Operate(Op op) {
 std::string Simulator::Run(int operations) {
   for (int i = 0; i < operations && !failed(); ++i) {
     const Op op = DrawOp();
-    // What ends a run early happens towards its end.
+    // Operations that end a run early are drawn towards its end.
     const bool late = i > operations * 9 / 10;
     if (op == Op::kDrain && !(drains_ && late) && !oracle_->draining) continue;
     Operate(op);

@@ -1,4 +1,4 @@
-// Simulator: what is checked of every answer and after every operation, and the end of a run.
+// Simulator: the checks of every answer and after every operation, and the end of a run.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -133,7 +133,8 @@ void Simulator::CheckAttendFailure(const SimRequest& request, OracleStep* step) 
       !args.has_kv && (end > static_cast<int>(step->layers[layer].size()) || step->broken[layer]);
   bool right = false;
   if (reason == "launch_failed") {
-    // Launches after the one that failed go with it, older ones do not. All goes with the device.
+    // Launches after the failed one fail with it, older ones do not. If the device is lost, all
+    // fail.
     right = device_->lost() || (request.launch != 0 && request.launch >= first_failed_);
     step->aborting = step->failed = true;
   } else if (reason == "step_aborted") {
@@ -148,7 +149,7 @@ void Simulator::CheckAttendFailure(const SimRequest& request, OracleStep* step) 
   } else if (reason == "kv_rows_differ") {
     right = request.differs;
   }
-  // The engine's timer goes on to the steps' leases, with this one idle.
+  // The engine's timer then continues to the steps' leases, although this step is idle.
   gave_up_ |= reason == "deadline" || reason == "kv_rows_missing" || reason == "rows_out_of_order";
   if (right) return;
   Fail(absl::StrCat("Attend failed without cause: ", request.status.ToString(), " reason '", reason,
@@ -272,7 +273,7 @@ void Simulator::CheckBooks() {
   }
 }
 
-// What the product says that each tenant uses and may use.
+// Checks the product's figures of what each tenant uses and may use.
 void Simulator::CheckQuotas() {
   using scheduler::Resource;
   const int tenant = 1 + static_cast<int>(Pick(static_cast<uint64_t>(Tenants())));
@@ -288,7 +289,7 @@ void Simulator::CheckQuotas() {
       {Resource::kOpenSteps, oracle_->StepsOf(tenant)},
       {Resource::kQueuedRequests, queued},
   };
-  // What page work or the prefix cache keeps beside it counts for the tenant, too.
+  // Page groups that page work or the prefix cache keeps in addition count for the tenant, too.
   const int64_t bytes = usage.used[Resource::kKvBytes], least = oracle_->KvBytesOf(tenant);
   if (pinned_ == 0 && (bytes < least || bytes > least + bytes_cached_)) {
     Fail(absl::StrCat("tenant ", tenant, " uses ", bytes, " bytes, foretold ", least, " to ",
@@ -314,7 +315,7 @@ int64_t Simulator::OpenAttends() const {
   });
 }
 
-// Whether a request that was not answered although the engine is idle waits for its client.
+// Returns true if a request that is unanswered although the engine is idle waits for its client.
 bool Simulator::MayWait(const SimRequest& request) {
   const OracleStep* step = oracle_->StepOf(request.step_key);
   if (step == nullptr) return false;
@@ -326,7 +327,7 @@ bool Simulator::MayWait(const SimRequest& request) {
          args.row_begin + args.row_count > static_cast<int>(step->layers[layer].size());
 }
 
-// Lets everything that can run be computed; time passes only as launches and waits for head slices
+// Lets everything that can run be computed. Time passes only as launches and waits for head slices
 // need it.
 void Simulator::Settle() {
   bool waited = false;

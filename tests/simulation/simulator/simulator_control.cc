@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kMicro = 1'000;
 constexpr int64_t kMilli = 1'000'000;
 
-// What a refused call answers; of one that goes on to the engine, a place for the answer.
+// The reply to a refused call; for a call that goes on to the engine, a placeholder.
 absl::Status NotSent(const absl::Status& parsed) {
   return parsed.ok() ? absl::UnknownError("not sent yet") : parsed;
 }
@@ -147,7 +147,7 @@ bool Simulator::LoadWeights() {
 bool Simulator::Open(int tenant) {
   int model = AnyModel(tenant);
   if (model < 0) return Register(tenant);
-  // Another tenant's model is not found, or is one of the caller's own of that name.
+  // Another tenant's model is not found, unless the caller has one of that name.
   v1::OpenRequest message;
   message.set_model_id(Chance(95) ? oracle_->models[model].name : "no-such-model");
   if (message.model_id() == "no-such-model") model = -1;
@@ -163,7 +163,7 @@ bool Simulator::Open(int tenant) {
   }
   if (drawn.pages.empty()) message.set_request_id(NewRequestId());
   if (!drawn.pages.empty() && tier_groups_ > 0 && Chance(60)) {
-    // As its worker would, so that the sequence begins with rows that have come back.
+    // A worker does the same, so that the sequence begins with restored rows.
     SendHint(scheduler::HintKind::kPrefetch, model, drawn);
     if (failed()) return true;
   }
@@ -358,7 +358,8 @@ bool Simulator::Get() {
   return owned > 0;
 }
 
-// What a tenant is told of sequences and models when it names them, or others' of that name.
+// Checks the replies to a tenant that names its sequences and models, and other tenants' of those
+// names.
 void Simulator::CheckLists(int tenant) {
   const std::string name = TenantName(tenant);
   size_t owned = 0, of_own_client = 0;
@@ -451,7 +452,7 @@ bool Simulator::Time() {
   }
   if (nanos <= 0) return false;
   clock_.Advance(nanos);
-  // Left to the next call sometimes, as when an engine is late with its timers.
+  // Sometimes leaves the timers to the next call, as if the engine were late.
   late_ = Chance(30);
   Trace(static_cast<uint64_t>(nanos), late_);
   if (!late_) Poll();

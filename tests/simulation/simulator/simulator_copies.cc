@@ -1,5 +1,5 @@
-// Simulator: rows that leave and come, and sequences that are restored from them. Other operations
-// go on meanwhile, steps and copies of the same tenant among them, so that a launch has moves of
+// Simulator: export and import of rows, and sequences that are restored from them. Other operations
+// run in between, among them steps and copies of the same tenant. A launch then has moves of
 // several imports, and page work that was queued after theirs.
 #include <algorithm>
 
@@ -11,10 +11,10 @@
 namespace mla::simulation {
 namespace {
 
-constexpr int kMoveRounds = 1000;                       // until a part must have been carried
-constexpr uint64_t kRestoredEpoch = uint64_t{1} << 32;  // the least of a restored sequence
+constexpr int kMoveRounds = 1000;                       // within which a part must have been moved
+constexpr uint64_t kRestoredEpoch = uint64_t{1} << 32;  // the least epoch of a restored sequence
 constexpr int kMostInside = 2;                          // copies within a copy
-constexpr size_t kMostHanded = 3;                       // parts of one copy on their way
+constexpr size_t kMostHanded = 3;                       // parts of one copy in progress
 
 }  // namespace
 
@@ -25,7 +25,7 @@ void Simulator::Interlude() {
   ++inside_;
   for (uint64_t left = 1 + Pick(6); left > 0 && !failed(); --left) {
     const Op op = DrawOp();
-    // These look at all that waits, or end it.
+    // These two look at all waiting requests, or end them.
     if (op != Op::kFlood && op != Op::kDrain) Operate(op);
   }
   --inside_;
@@ -33,7 +33,7 @@ void Simulator::Interlude() {
   if (late_ && !requests_.empty()) Poll();
 }
 
-// Returns true if the leaving rows are still there, or the coming rows still expected.
+// Returns true if exported rows are still there, or imported rows are still expected.
 bool Simulator::HasRows(const OracleSequence* sequence, const scheduler::PageMove& part) const {
   if (sequence == nullptr || part.in) return sequence != nullptr && sequence->imports;
   const int64_t page = oracle_->models[sequence->model].shape.page;
@@ -163,7 +163,7 @@ void Simulator::ReleaseOne(int tenant, uint64_t id) {
   AfterCall();
 }
 
-// Opens or takes the sequence and reserves, as it is foretold.
+// Opens or takes the sequence and reserves pages, as predicted.
 bool Simulator::ReserveImport(const CopiedRows& rows, int model, uint64_t behind, uint64_t restored,
                               scheduler::MovingPages* to) {
   const scheduler::PageTags& tags = rows.pages.tags;
@@ -252,7 +252,7 @@ bool Simulator::Copy() {
   const auto end = static_cast<int64_t>(Pick(static_cast<uint64_t>(source->length()) + 1));
   int64_t first = Chance(30) ? static_cast<int64_t>(Pick(static_cast<uint64_t>(end) + 1)) : 0;
   if (Chance(90)) first -= first % page;
-  // Rows from the middle follow those of a fork.
+  // Rows from the middle are added to a fork that has the rows before them.
   uint64_t behind = 0;
   if (first > 0 && !source->busy()) {
     behind = SendFork(source->tenant, *source, source->epoch, first);
@@ -263,7 +263,7 @@ bool Simulator::Copy() {
   CopiedRows rows;
   const bool restores = first == 0 && behind == 0 && !source->busy() && Chance(30);
   if (ExportRows(*source, first, end, &rows)) {
-    // As after a crash the sequence has gone; some restores find it there and are refused.
+    // Usually the sequence is gone, as after a crash; some restores find it there and are refused.
     if (restores && Chance(90)) ReleaseOne(rows.tenant, id);
     ImportRows(rows, behind, restores ? id : 0);
   }

@@ -10,7 +10,7 @@ namespace {
 constexpr int kVictims = 4;
 constexpr int kMostRounds = 1500;
 constexpr int kDraws = 12;
-// Extend and prefill go before decode once they have waited for so many launches of launch_ms.
+// Extend and prefill go before decode once they have waited for this many launches of launch_ms.
 constexpr int64_t kAgedLaunches = 8;
 constexpr int64_t kMilli = 1'000'000;
 
@@ -18,8 +18,8 @@ int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-// What a launch of `rows` query rows costs in KV bytes, at least and at most: what the tiles stream
-// is counted in whole tiles, or by their packed rows.
+// Bounds of the cost in KV bytes of a launch of `rows` query rows. Rows that tiles stream are
+// counted in whole tiles, or by their packed rows.
 int64_t Simulator::LeastCost(const Shape& shape, int rows, int heads, int cached) const {
   const int64_t tile = device_options_.traits.tile_rows;
   return std::max<int64_t>(1, int64_t{rows} * heads * (cached + 1) * shape.row_dim() * 2 / tile);
@@ -30,7 +30,7 @@ int64_t Simulator::MostCost(const Shape& shape, int rows, int heads, int cached)
   const int64_t projections =
       shape.lora * (shape.nope + shape.v) / std::max(1, shape.nope + shape.rope + shape.v);
   const int64_t charged = int64_t{rows} * heads + tile;
-  // Rows that are projected up are counted as well as those that are streamed.
+  // Up-projected rows are counted as well as streamed rows.
   return 1 + DivideUp(charged * (cached + rows) * (1 + projections) * shape.row_dim() * 4, tile);
 }
 
@@ -73,20 +73,21 @@ void Simulator::OnSubmitted(uint64_t serial) {
   const bool takes = std::any_of(requests_.begin(), requests_.end(), [serial](const auto& request) {
     return request->launch == serial;
   });
-  if (!takes) return;  // page work alone
+  if (!takes) return;  // only page work
   for (const auto& request : requests_) {
     if (request->launch == serial || request->running) continue;
     if (Now() >= request->counts_from) ++request->passed_over;
   }
 }
 
-// From now on launches that pass the request over count, but for those that may.
+// From now on launches that pass the request over count, unless they are allowed to.
 void Simulator::WaitsFrom(SimRequest* request) const {
   request->counts_from = Now() + slice_wait_us_ * 1000;
   if (request->bulk) request->counts_from += kAgedLaunches * launch_ms_ * kMilli;
 }
 
-// The tenants' step, layer and rows that were stored, for rows without KV.
+// Draws a step of the tenant (or of another one), a layer and stored rows, for a request without KV
+// rows.
 bool Simulator::DrawStored(int tenant, bool of_tenant, AttendSpec* spec, uint64_t* key) {
   std::vector<std::pair<uint64_t, int>> stored;
   for (const auto& [step_key, step] : oracle_->steps) {
@@ -114,7 +115,7 @@ bool Simulator::DrawStored(int tenant, bool of_tenant, AttendSpec* spec, uint64_
   return true;
 }
 
-// Whether rows of the request count as extend or prefill, which wait while decode goes.
+// Returns true if rows of the request count as extend or prefill, which wait while decode runs.
 bool Simulator::IsBulk(const OracleStep& step, const AttendSpec& spec) const {
   for (const OracleMember& member : step.members) {
     const int first = std::max(spec.row, member.offset);
@@ -124,7 +125,7 @@ bool Simulator::IsBulk(const OracleStep& step, const AttendSpec& spec) const {
   return false;
 }
 
-// Tenants whose queues are kept full: all with decode, or all with extend and prefill.
+// Draws tenants whose queues are kept full: all with decode, or all with extend and prefill.
 bool Simulator::DrawFlood(bool bulk, std::vector<FloodQueue>* flood) {
   for (int i = 0; i < kDraws && flood->size() < 3; ++i) {
     FloodQueue queue;
@@ -143,7 +144,7 @@ bool Simulator::DrawFlood(bool bulk, std::vector<FloodQueue>* flood) {
   return !flood->empty();
 }
 
-// Requests of the flood up to their depth, and one round of the engine. False: it cannot go on.
+// Fills the flood's queues and runs one round of the engine. Returns false if it cannot go on.
 bool Simulator::FloodRound(const std::vector<FloodQueue>& flood) {
   for (size_t i = 0; i < flood.size(); ++i) {
     int waiting = 0;
@@ -162,8 +163,8 @@ bool Simulator::FloodRound(const std::vector<FloodQueue>& flood) {
   return !failed();
 }
 
-// Until each tenant of the flood has been served more than the light one ever was: from then on the
-// light one is owed nothing and owes nothing.
+// Runs until each tenant of the flood has been served more than the light one ever was. From then
+// on the light tenant has neither credit nor debt.
 bool Simulator::WarmUp(const std::vector<FloodQueue>& flood) {
   least_served_.fill(0);
   for (int round = 0; round < kMostRounds; ++round) {
@@ -178,9 +179,9 @@ bool Simulator::WarmUp(const std::vector<FloodQueue>& flood) {
   return true;
 }
 
-// Launches that may pass over a request of the light tenant: each other tenant begins one, and
-// those in which it catches up with what the light one has had since the flood began. In every
-// second one the other kind may go first: decode, or what has waited for long.
+// Launches that may pass over a request of the light tenant. Each other tenant begins one, and the
+// launches with which it catches up with the light tenant's service since the flood began. In every
+// second launch the other kind may go first: decode, or requests that have waited long.
 int64_t Simulator::MostPassedOver(const std::vector<FloodQueue>& flood) const {
   std::map<int, int64_t> least_cost;
   for (const FloodQueue& queue : flood) {
@@ -194,7 +195,7 @@ int64_t Simulator::MostPassedOver(const std::vector<FloodQueue>& flood) const {
   return 2 * most;
 }
 
-// Steps of a tenant with rows that are stored.
+// Prepares steps of a tenant with stored rows.
 void Simulator::Prepare(int tenant) {
   for (int i = 0; i < 4 && AnySequence(tenant, /*free=*/true) == nullptr; ++i) Open(tenant);
   for (int i = 0; i < 2 && !failed(); ++i) {
@@ -231,7 +232,7 @@ bool Simulator::Flood() {
     uint64_t key = 0;
     if (!DrawStored(light_, /*of_tenant=*/true, &spec, &key)) break;
     if (Chance(70)) spec.rows = 1;
-    if (Chance(50)) {  // mostly of the same key then
+    if (Chance(50)) {  // usually of the same key then
       spec.f32 = flood[0].spec.f32;
       spec.f32_out = flood[0].spec.f32_out;
     }

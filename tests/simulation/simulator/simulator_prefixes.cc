@@ -1,4 +1,4 @@
-// Simulator: sequences that say what their rows are, and take rows of others; hints, and tiers.
+// Simulator: sequences that declare their rows and take rows of others; hints, and tiers.
 #include <algorithm>
 #include <fstream>
 
@@ -11,8 +11,8 @@ namespace {
 
 constexpr size_t kHistories = 24;
 constexpr size_t kPageKeyBytes = 32;
-constexpr int kMoveRounds = 1000;                 // until tiers must have ended their moves
-constexpr int64_t kMovesPauseNs = 1'000'000'000;  // of tiers, after a launch that failed
+constexpr int kMoveRounds = 1000;                 // within which tiers must end their moves
+constexpr int64_t kMovesPauseNs = 1'000'000'000;  // pause of the tiers after a launch that failed
 
 }  // namespace
 
@@ -28,7 +28,7 @@ Simulator::DrawnPrefix Simulator::DrawPrefix(int model) {
     return hinted_.prefix;
   }
   if (!histories_.empty() && Chance(80)) {
-    // Mostly of the same contents; else nothing may be found.
+    // Usually of the same contents; otherwise nothing may be found.
     for (int tries = 0; tries < 6; ++tries) {
       const History& known = histories_[Pick(histories_.size())];
       drawn = known.prefix;
@@ -122,7 +122,7 @@ bool Simulator::Match() {
   if (deferred && !failed()) {
     AwaitTiers();
     BeforeCall();
-    // The sequence may have gone meanwhile.
+    // The sequence may be gone by now.
     if (oracle_->Find(tenant, id) != nullptr && oracle_->CheckMatch(tenant, id, epoch).none()) {
       const auto again = engine_->MatchSequence(args);
       if (again.ok()) CheckFound(*again, drawn);
@@ -167,7 +167,7 @@ bool Simulator::Damage() {
   }
   const auto bytes = static_cast<size_t>((tier_groups_ + 1) * kvcache::kTierBlock);
   const std::span<std::byte> memory = device_->OwnMemory(bytes);
-  // Few groups are larger than a quarter of their room, so only some of it counts.
+  // Few groups are larger than a quarter of their room, so only a part of it matters.
   constexpr size_t kApart = 64;
   for (size_t at = Pick(kApart); at < memory.size(); at += kApart) {
     if (Chance(20)) memory[at] ^= std::byte{0x55};
@@ -216,14 +216,14 @@ bool Simulator::Hint() {
     clock_.Advance(kMovesPauseNs);
     Poll();
   }
-  // The room of others, so that rows come back to where other tenants' rows were.
+  // Uses the room of others, so that rows return to places where other tenants' rows were.
   History other;
   if (!failed() && Chance(50) && DrawHinted(&other)) {
     if (Chance(70)) ReleaseHolders(other);
     SendHint(kind, other.model, other.prefix);
     if (failed()) return true;
   }
-  // What has left comes back, and opens see whether it is what it was.
+  // Rows that have left come back, and opens check whether they are unchanged.
   if (Chance(30)) Damage();
   if (Chance(70)) SendHint(scheduler::HintKind::kPrefetch, known.model, drawn);
   return true;
@@ -241,7 +241,7 @@ void Simulator::SendHint(scheduler::HintKind kind, int model, const DrawnPrefix&
   args.tenant = TenantName(known.tenant);
   if (!server::ParseHint(message, engine_->limits(), &args).ok()) Fail("ParseHint");
   BeforeCall();
-  if (!known.open) return AfterCall();  // its lease has ended; another may have its name
+  if (!known.open) return AfterCall();  // its lease has ended, and another model may have its name
   const size_t most = oracle_->MostFound(model, drawn.salt, drawn.pages);
   const auto answer = engine_->Hint(args);
   if (Foretold("Hint", answer.status(), Reasons())) {
@@ -259,7 +259,7 @@ void Simulator::SendHint(scheduler::HintKind kind, int model, const DrawnPrefix&
   AfterCall();
   Trace(static_cast<uint64_t>(model), drawn.pages.size(),
         static_cast<uint64_t>(answer.status().code()));
-  // Mostly of a launch that moves something.
+  // Usually of a launch that moves something.
   if (tier_groups_ > 0 && Chance(50)) ArmFault();
   if (tier_groups_ > 0) AwaitTiers();
   BeforeCall();
@@ -267,11 +267,11 @@ void Simulator::SendHint(scheduler::HintKind kind, int model, const DrawnPrefix&
   AfterCall();
 }
 
-// Page groups that yield to no step.
+// Counts page groups that no step can evict.
 void Simulator::CountPinned(const scheduler::EngineStats& stats) {
   pinned_ = stats.page_groups_pinned + stats.tiers.moving + stats.page_groups_kept +
-            static_cast<int64_t>(moves_.size());  // their sequences may go any time
-  // After a launch that failed, moves wait for a second, and then begin at any call.
+            static_cast<int64_t>(moves_.size());  // their sequences may go at any time
+  // After a failed launch, moves wait for a second, and then begin at any call.
   pinned_ += fault_percent_ > 0 && tier_groups_ > 0 ? 1 : 0;
   counts_.pages_pinned = std::max(counts_.pages_pinned, stats.page_groups_kept);
 }

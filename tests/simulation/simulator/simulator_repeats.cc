@@ -1,6 +1,6 @@
-// Simulator: calls that are sent again, as a client does whose answer was lost. The same call gives
-// the same answer and changes nothing; the same request id with other contents is refused; what
-// names a step that has ended is told how it ended.
+// Simulator: calls that are sent again, as by a client whose reply was lost. The same call gets the
+// same reply and changes nothing. The same request id with other contents is refused. A call that
+// names an ended step is told how it ended.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -26,7 +26,7 @@ bool Simulator::Resend() {
   }
 }
 
-// Open or Fork of a sequence that is there, by its tenant or by another one.
+// Repeats Open or Fork of an existing sequence, by its tenant or by another one.
 bool Simulator::ResendCreation() {
   BeforeCall();
   std::vector<const OracleSequence*> named;
@@ -139,7 +139,7 @@ bool Simulator::ResendTruncate() {
   return true;
 }
 
-// Attend, EndStep and AbortStep of a step that was committed or aborted.
+// Sends Attend, EndStep or AbortStep of a step that was committed or aborted.
 bool Simulator::ResendToClosedStep() {
   if (oracle_->closed.empty()) return false;
   const OracleClosed& closed = oracle_->closed[Pick(oracle_->closed.size())];

@@ -20,7 +20,7 @@ const Simulator::Stream* Simulator::AnyStream(int tenant) {
 }
 
 OracleStep* Simulator::AnyStep() {
-  // A step whose lease has run out is the engine's to end first.
+  // The engine first ends steps whose lease has run out.
   if (oracle_->StepsOverdue(Now())) Poll();
   if (oracle_->steps.empty()) return nullptr;
   auto at = oracle_->steps.begin();
@@ -88,7 +88,7 @@ void Simulator::SpoilBegin(OracleBegin* begin) {
       begin->lease_ns = oracle_limits_.max_lease_ns + kMilli;
       break;
     default:
-      // Any sequence there is: another tenant's, one in a step, of another model, or named twice.
+      // Any sequence: another tenant's, one in a step, one of another model, or one named twice.
       begin->sequences[at] = AnySequence(0, /*free=*/false)->id;
       break;
   }
@@ -99,7 +99,7 @@ bool Simulator::Begin() {
   if (begin.sequences.empty()) return false;
   if (Chance(10)) SpoilBegin(&begin);
   SendBegin(begin, /*joins=*/false);
-  // The other ranks mostly follow.
+  // The other ranks usually follow.
   for (int i = 1; i < begin.participants && Chance(80) && !failed(); ++i) {
     if (oracle_->FindStep(begin.tenant, begin.id) == nullptr) break;
     begin.stream = AnyStream(begin.tenant)->id;
@@ -108,7 +108,7 @@ bool Simulator::Begin() {
   return true;
 }
 
-// All rows of a step at every layer, without queries.
+// Sends all rows of a step at every layer, without queries.
 bool Simulator::SendRows(uint64_t step_id, int tenant) {
   bool any = false;
   for (size_t layer = 0;; ++layer) {
@@ -125,8 +125,8 @@ bool Simulator::SendRows(uint64_t step_id, int tenant) {
   }
 }
 
-// A fork that parts from its parent inside a page, and steps of both at once: whichever writes
-// first gets a copy of the page, and the other one the page itself.
+// A fork that diverges from its parent inside a page, and steps of both at the same time. The first
+// to write gets a copy of the page, and the other one the page itself.
 bool Simulator::Branch() {
   const OracleSequence* parent = AnySequence(0, /*free=*/true);
   if (parent == nullptr || parent->length() < 2) return false;
@@ -171,7 +171,7 @@ bool Simulator::Join() {
     begin.starts.push_back(member.start);
     begin.rows.push_back(member.rows);
   }
-  if (Chance(8)) begin.rows[0] = begin.rows[0] == 1 ? 2 : 1;  // another step under the same id
+  if (Chance(8)) begin.rows[0] = begin.rows[0] == 1 ? 2 : 1;  // a different step under the same id
   return SendBegin(begin, /*joins=*/true);
 }
 
@@ -196,7 +196,7 @@ Simulator::AttendSpec Simulator::DrawAttend(const OracleStep& step) {
   spec.f32 = Chance(25);
   spec.f32_out = Chance(50);
   spec.lse = Chance(60);
-  // What a flood is due is counted for dense attention.
+  // The shares of a flood are computed for dense attention.
   spec.sparse = !floods_ && Chance(25);
   if (Chance(4)) spec.timeout_us = 100 + static_cast<int64_t>(Pick(20'000));
   return spec;
@@ -211,7 +211,7 @@ bool Simulator::Attend() {
   return SendAttend(step, spec);
 }
 
-// Rows without KV: of rows that are there, or ahead of them.
+// Queries without KV rows, for present rows or ahead of them.
 bool Simulator::Query() {
   OracleStep* step = AnyStep();
   if (step == nullptr) return false;
@@ -227,7 +227,7 @@ bool Simulator::Query() {
   return SendAttend(step, spec);
 }
 
-// The next rows of a layer with the heads cut among the streams of the step; one of them brings the
+// The next rows of a layer, with the heads cut among the streams of the step. One stream brings the
 // KV rows, in any order, and sometimes one is missing.
 bool Simulator::Ranks() {
   OracleStep* step = AnyStep();
@@ -251,7 +251,7 @@ bool Simulator::Ranks() {
   for (int i = 0; i < ranks; ++i) {
     const int rank = (first + i) % ranks;
     if (rank == missing && rank != writer) continue;
-    // A launch that failed in between takes the step with it.
+    // A launch that failed in between ends the step.
     step = oracle_->StepOf(key);
     if (step == nullptr || step->broken[spec.layer]) break;
     spec.stream = step->streams[static_cast<size_t>(rank)];
@@ -263,7 +263,8 @@ bool Simulator::Ranks() {
   return any;
 }
 
-// KV rows that were sent before: with the same bytes they are answered again, with others refused.
+// KV rows that were sent before. With the same bytes they get the same reply; with other bytes they
+// are refused.
 bool Simulator::Repeat() {
   OracleStep* step = AnyStep();
   if (step == nullptr) return false;
@@ -301,7 +302,7 @@ bool Simulator::FillStep() {
   return any;
 }
 
-// Messages that the engine refuses for what it knows.
+// Messages that the engine refuses because of its state.
 bool Simulator::Refusable() {
   OracleStep* step = AnyStep();
   if (step == nullptr) return false;
@@ -344,7 +345,7 @@ bool Simulator::End() {
     }
   }
   for (const int count : rows) message.add_committed_rows(static_cast<uint32_t>(count));
-  // A step that could not be committed yet is mostly left alone.
+  // A step that cannot be committed yet is usually left alone.
   const auto short_of = [&](const auto& layer) {
     return static_cast<int>(layer.size()) < step->total;
   };

@@ -1,4 +1,4 @@
-// Simulator: what operators do: quotas, evictions, drains and their end.
+// Simulator: operators' calls: quotas, evictions, drains and their end.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -37,7 +37,7 @@ scheduler::TenantQuota Simulator::QuotaOf(const OracleQuota& quota) {
   return bounds;
 }
 
-// Bounds of a tenant while the server runs, also below what it uses.
+// Sets bounds of a tenant at run time, also below its current use.
 bool Simulator::SetQuota() {
   if (!has_quotas_) return false;
   const int tenant = 1 + static_cast<int>(Pick(tenants_));
@@ -51,7 +51,7 @@ bool Simulator::SetQuota() {
   return true;
 }
 
-// What transports and operators do with the table that the engine counts in as well.
+// Calls of transports and operators on the tenant table, which the engine uses, too.
 bool Simulator::CallAsTenant() {
   const int64_t refusals = calls_->refusals();
   std::string violation;
@@ -120,15 +120,15 @@ bool Simulator::Drain() {
   return true;
 }
 
-// Time went by during a call, and when in it a model was last named or released is not known:
-// leases of models begin now.
+// Time passed during a call, so the time at which a model was last named or released is not known.
+// Leases of models therefore begin now.
 void Simulator::TouchModels() {
   for (size_t i = 0; i < oracle_->models.size(); ++i) {
     const OracleModel& model = oracle_->models[i];
     if (!model.open || model.lease_ns == 0) continue;
     oracle_->PassTime(Now());
     if (!model.open) continue;
-    // Of an upload that does not exist: names the model and changes nothing.
+    // Commits an upload that does not exist: this names the model and changes nothing.
     const auto missing =
         engine_->CommitWeights(TenantName(model.tenant), model.name, engine_->NewUpload());
     if (!missing.ok()) Fail("a model is gone before its lease");

@@ -47,7 +47,7 @@ void Simulator::OnDone(SimRequest* request) {
     if (device_->Uses(request->memory.data(), static_cast<int64_t>(request->memory.size()))) {
       Fail("a request was answered while a launch uses its memory");
     }
-    // The inputs are the transport's again.
+    // The transport may reuse the inputs.
     std::fill_n(request->memory.begin(), Room(request->kv_bytes) + request->q_bytes,
                 std::byte{0xff});
     memory_.erase(request->memory.data());
@@ -106,7 +106,7 @@ void Simulator::AfterCall() {
   if (Now() != called_at_) {
     TouchModels();
     RenewAfterSteps();
-    // These calls let the engine look at its timers again.
+    // These calls make the engine check its timers again.
     CheckAnswers();
     FinishAborts();
     if (gave_up_) oracle_->PassTime(Now());
@@ -114,8 +114,8 @@ void Simulator::AfterCall() {
   }
 }
 
-// Time went by during the call, and when in it each step ended is not known: sequences of these
-// steps get leases that begin now.
+// Time passed during the call, so the end of each step is not known. Sequences of these steps get
+// leases that begin now.
 void Simulator::RenewAfterSteps() {
   std::vector<std::pair<int, uint64_t>> freed_by_steps;
   freed_by_steps.swap(oracle_->freed_by_steps);
@@ -172,7 +172,7 @@ bool Simulator::Submit(std::unique_ptr<SimRequest> request) {
 }
 
 bool Simulator::SendBegin(const OracleBegin& begin, bool joins) {
-  // A step whose lease has run out counts until the engine looks at its timers.
+  // A step whose lease has run out counts until the engine checks its timers.
   while (oracle_->StepsOverdue(Now()) && !failed()) Poll();
   v1::BeginStep message;
   message.set_step_id(begin.id);
@@ -262,7 +262,7 @@ Reasons Simulator::CheckAttend(const OracleStep& step, const AttendSpec& spec, b
   return reasons;
 }
 
-// Where the list of each row begins, and behind that the positions, highest first.
+// Where the list of each row begins, followed by the positions, highest first.
 std::vector<int32_t> Simulator::ListsOf(uint64_t key, const OracleStep& step,
                                         const AttendSpec& spec) {
   std::vector<int32_t> begins = {0}, positions;
@@ -305,7 +305,8 @@ void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const A
     for (int row = 0; row < spec.rows; ++row) {
       const auto& keys = step.layers[spec.layer];
       const size_t number = static_cast<size_t>(spec.row + row);
-      uint64_t key = number < keys.size() ? keys[number] : 0;  // 0: of a message to be refused
+      uint64_t key = number < keys.size() ? keys[number] : 0;  // 0: of a message that must be
+                                                               // refused
       if (spec.differs && row == spec.rows - 1) key += uint64_t{1} << 40;
       for (int i = 0; i < shape.row_dim(); ++i) {
         const size_t index = static_cast<size_t>(row) * shape.row_dim() + i;
@@ -483,7 +484,7 @@ void Simulator::CheckGuards(const SimRequest& request) {
   for (const size_t bytes :
        {request.kv_bytes, request.q_bytes, request.o_bytes, request.lse_bytes}) {
     for (size_t i = at + bytes; i < at + Room(bytes); ++i) {
-      // The inputs were given back, and their guard with the first of them.
+      // The inputs were returned, together with the first one's guard.
       const bool scribbled = i < Room(request.kv_bytes) + request.q_bytes;
       if (request.memory[i] == (scribbled ? std::byte{0xff} : kGuardByte)) continue;
       Fail("a launch wrote beyond a tensor");

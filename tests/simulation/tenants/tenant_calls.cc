@@ -121,13 +121,13 @@ void TenantCalls::Enter() {
   if (!row.ok()) ++refusals_;
   if (!row.ok() || !violation_.empty()) return;
   Fail(books_.Entered(name, (*row)->key()));
-  // A call that does nothing is over at once, and its row may go.
+  // A call that holds nothing is over at once, and its row may go.
   if (guests_.size() > kGuests || Chance(30)) return;
   ++books_.Find(name)->references;
   guests_.push_back({name, *std::move(row)});
 }
 
-// A tenant gives up its row; what it holds keeps the row.
+// A tenant gives up its row; resources that it holds keep the row.
 bool TenantCalls::Leave() {
   if (guests_.empty()) return false;
   const size_t index = pick_(guests_.size());
@@ -194,7 +194,7 @@ bool TenantCalls::Return() {
   if (holdings_.empty()) return false;
   const size_t index = pick_(holdings_.size());
   const int64_t all = holdings_[index].amount;
-  // Staged bytes of a reply go back piece by piece.
+  // Staged bytes of a reply are returned piece by piece.
   ReturnPart(index, Chance(70) ? all : 1 + static_cast<int64_t>(pick_(static_cast<uint64_t>(all))));
   return true;
 }
@@ -210,13 +210,13 @@ void TenantCalls::ReturnPart(size_t index, int64_t amount) {
 }
 
 void TenantCalls::SetQuota() {
-  // Also of a name that has no row.
+  // Also for a name that has no row.
   std::string name = absl::StrCat("guest-", pick_(kGuests));
   bool reset = Chance(50);
   if (!guests_.empty() && Chance(70)) {
     const Guest& guest = guests_[pick_(guests_.size())];
     name = guest.name;
-    reset = reset && !guest.kept;  // it has bounds of the engine's resources, too
+    reset = reset && !guest.kept;  // it also has bounds of the engine's resources
   }
   const TenantBooks::Quota quota = Chance(40) ? TenantBooks::Quota() : DrawQuota();
   const bool room = books_.MaySetQuota(name);

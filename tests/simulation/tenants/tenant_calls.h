@@ -1,7 +1,7 @@
-// What the transports do with the tenant table, without transports: tenants come, take staging
-// memory, streams, uploads, regions and control calls, give them back in any order, and go;
-// operators change their quotas meanwhile. More tenants than the table has rows for take turns.
-// Judged by TenantBooks.
+// The transports' use of the tenant table, without transports. Tenants come, take staging memory,
+// streams, uploads, regions and control calls, return them in any order, and go. Operators change
+// their quotas at the same time. More tenants than the table has rows take turns. TenantBooks
+// checks the results.
 #ifndef MLA_TESTS_SIMULATION_TENANTS_TENANT_CALLS_H_
 #define MLA_TESTS_SIMULATION_TENANTS_TENANT_CALLS_H_
 
@@ -22,25 +22,25 @@ class TenantCalls {
   // Draws the bounds; Options is for an engine whose limits.max_tenants is `most_tenants`.
   TenantCalls(size_t most_tenants, Pick pick);
   void AddTo(scheduler::TenantTableOptions* options) const;
-  // Before anything else; the table outlives this.
+  // Call it first; the table outlives this.
   void Start(scheduler::TenantTable* table);
 
-  // One operation; false if there was nothing to do. `violation` receives what went wrong.
+  // Runs one operation; returns false if there was nothing to do. `violation` receives a violation.
   bool Do(std::string* violation);
-  // Everything is given back.
+  // Returns everything.
   void Finish(std::string* violation);
 
-  // A tenant whose row is kept by others, for good.
+  // Adds a tenant whose row others keep for good.
   void Keep(const std::string& name, scheduler::TenantRef row, std::string* violation);
-  // Quotas of the engine's resources are about to be set; all others of the tenant are dropped.
-  // False: the table has no room for one more.
+  // Quotas of the engine's resources are about to be set; the tenant's other quotas are dropped.
+  // Returns false if the table has no room for another.
   bool SetOtherQuota(const std::string& name);
   int64_t refusals() const { return refusals_; }
 
  private:
   struct Holding {
     std::string name;
-    scheduler::Tenant* tenant = nullptr;  // kept by the table while something is held
+    scheduler::Tenant* tenant = nullptr;  // kept by the table while it holds something
     int resource = 0;
     int64_t amount = 0;
   };

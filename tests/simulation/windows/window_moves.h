@@ -1,5 +1,5 @@
-// Takes sequences of a model with a window out of a simulated engine, and puts them into it, as
-// exports, imports and restores do: the groups of their entries, those of the window, the tail.
+// Exports sequences of a model with a window from a simulated engine, and imports or restores them:
+// the groups of their entries, the groups of the window, and the tail.
 #ifndef MLA_TESTS_SIMULATION_WINDOWS_WINDOW_MOVES_H_
 #define MLA_TESTS_SIMULATION_WINDOWS_WINDOW_MOVES_H_
 
@@ -12,11 +12,12 @@
 
 namespace mla::simulation {
 
-// What has been taken out. It holds nothing of the engine.
+// An export. It holds nothing of the engine.
 struct MovedPages {
   scheduler::MovingPages pages;
   std::vector<std::vector<std::byte>> entries, window;  // payloads by group
-  uint8_t tail = 0;                                     // each byte of it, if there is one
+  uint8_t tail = 0;                                     // value of each of its bytes, if there is
+                                                        // one
 };
 
 class WindowMoves {
@@ -26,8 +27,8 @@ class WindowMoves {
       : harness_(*harness), part_bytes_(part_bytes) {}
 
   absl::StatusOr<MovedPages> Out(const scheduler::ExportArgs& args);
-  // As a new sequence; with `restored_id`, as the one with this id. CANCELLED if it gives up when
-  // the rows have moved.
+  // Imports it as a new sequence or, with `restored_id`, as the one with this id. CANCELLED if it
+  // gives up after the rows have moved.
   absl::StatusOr<scheduler::SequenceInfo> In(const MovedPages& moved, uint64_t restored_id,
                                              bool gives_up);
 

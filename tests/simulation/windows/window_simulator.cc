@@ -337,7 +337,7 @@ void WindowSimulator::Send(Step* step, int layer, int rows) {
   pending_.push_back(std::move(pending));
 }
 
-// Looks at what has been answered.
+// Checks requests that have been answered.
 void WindowSimulator::Answer() {
   for (auto& pending : pending_) {
     if (!pending->request->answered()) continue;

@@ -1,15 +1,15 @@
-// One seed of the simulation of models with a window and compressed entries: the real engine over
-// the reference backend, in one thread, under random operations on a few sequences: steps that end
-// with some of their rows, or are aborted, several at a time; forks, truncation, releases; exports,
-// and imports of them later, also under the id of before. What each row must attend to is kept
-// apart, as lists of rows and entries by sequence and layer:
+// One seed of the simulation of models with a window and compressed entries. It runs the real
+// engine over the reference backend, in one thread, with random operations on a few sequences:
+// steps that end with some of their rows or are aborted, several at a time; forks, truncation,
+// releases; exports, and later imports, also under the previous id. The rows that each row must
+// attend to are kept separately, as lists of rows and entries by sequence and layer:
 //
-//   - an OK answer equals attention in double over the last rows, the whole entries or those of its
-//     list, and the sink;
-//   - forks, truncation and exports are granted just where the rows before are kept;
-//   - what an import brings is the rows that the window reaches, all entries, and the tail;
-//   - a tail is there, as it was sent, until rows before its position go;
-//   - page groups in use are those of the rows and entries that there are, and none in the end.
+// - An OK answer equals attention in double over the last rows, all complete entries or the listed
+//   ones, and the sink.
+// - Forks, truncation and exports are granted exactly if the rows before are kept.
+// - An import brings the rows that the window reaches, all entries, and the tail.
+// - A tail is there, as it was sent, until rows before its position go.
+// - Page groups in use are those of the present rows and entries, and none in the end.
 #ifndef MLA_TESTS_SIMULATION_WINDOWS_WINDOW_SIMULATOR_H_
 #define MLA_TESTS_SIMULATION_WINDOWS_WINDOW_SIMULATOR_H_
 
@@ -25,11 +25,11 @@
 namespace mla::simulation {
 
 struct WindowCounts {
-  int64_t operations = 0;  // that did something
+  int64_t operations = 0;  // operations that had an effect
   int64_t answers = 0;     // rows and heads that were compared
   int64_t commits = 0, aborts = 0;
   int64_t passed = 0;  // refusals because the window has passed
-  int64_t tails = 0;   // that were read, and were as foretold
+  int64_t tails = 0;   // tails that were read and were as predicted
   int64_t moves = 0;   // imports that were granted
   void Add(const WindowCounts& other);
 };
@@ -38,7 +38,7 @@ class WindowSimulator {
  public:
   explicit WindowSimulator(uint64_t seed);
 
-  // Empty, or what went wrong.
+  // Returns "" or a violation.
   std::string Run(int operations);
   const WindowCounts& counts() const { return counts_; }
   uint64_t hash() const { return hash_; }
@@ -52,7 +52,8 @@ class WindowSimulator {
   struct Member {
     scheduler::SequenceId id = 0;
     int start = 0, rows = 0, offset = 0;
-    std::vector<std::vector<uint64_t>> row_keys, entry_keys;  // of the step, by layer
+    std::vector<std::vector<uint64_t>> row_keys, entry_keys;  // keys of the step's rows and
+                                                              // entries, by layer
   };
   struct Step {
     scheduler::StepId id = 0;
@@ -60,7 +61,7 @@ class WindowSimulator {
     int total = 0;
     std::vector<int> sent;  // rows, by layer
   };
-  // What a row of a request attends to.
+  // The rows and entries that a row of a request attends to.
   struct Seen {
     std::vector<uint64_t> keys;
   };
@@ -77,7 +78,7 @@ class WindowSimulator {
   static scheduler::testing::HarnessOptions Options(uint64_t seed);
   const scheduler::ModelSpec& model() const { return harness_->model(); }
 
-  // True if anything was done.
+  // Returns true if it had an effect.
   bool Operate();
   bool Open();
   bool Fork();
@@ -87,9 +88,9 @@ class WindowSimulator {
   bool Import();
   bool Begin();
   bool Attend();
-  // The next `rows` rows of a layer.
+  // Sends the next `rows` rows of a layer.
   void Send(Step* step, int layer, int rows);
-  // The row of the step at `offset`; returns the entries that it makes whole.
+  // Adds the row of the step at `offset`; returns the entries that it completes.
   uint64_t AddRow(Member* member, int layer, std::vector<uint64_t>* whole);
   Seen SeenBy(const Member& member, int layer, bool listed, Pending* pending);
   bool End();
@@ -102,7 +103,7 @@ class WindowSimulator {
 
   WindowText* AnyText(bool free);
   WindowText* Find(scheduler::SequenceId id);
-  // `tails`: the value of each member's; 0: none came.
+  // `tails` are the values of each member's tail; 0: none was sent.
   void Close(size_t step, const std::vector<int>* committed, const std::vector<int>& tails = {});
   void CheckTails();
   void Fail(const std::string& what);

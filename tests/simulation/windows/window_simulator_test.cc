@@ -12,7 +12,7 @@ TEST(WindowSimulator, RandomOperationsAreAsForetold) {
   WindowCounts counts;
   const int64_t share = RunTestSeeds<WindowSimulator>(kOperations, &counts);
   ASSERT_GT(share, 0);
-  // The mix reaches every kind of outcome, or the run proves little.
+  // If the mix does not reach every kind of outcome, the run proves little.
   EXPECT_GT(counts.operations, 100 * share);
   EXPECT_GT(counts.answers, 200 * share);
   EXPECT_GT(counts.commits, 20 * share);

@@ -1,4 +1,4 @@
-// Instructions of gfx942 and gfx950 that tile primitives are made of, one function each. On the
+// The instructions of gfx942 and gfx950 that tile primitives are made of, one function each. On the
 // host kernels/hip/emulator/instructions/amd_instructions.h supplies the same functions.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_INSTRUCTIONS_H_
@@ -31,7 +31,7 @@ MLA_DEVICE lds_t shared_base() {
   static __shared__ __attribute__((aligned(128))) char memory[kBytes];
   return (lds_t)memory;
 }
-// An address with some bits of the offset turned over.
+// An address with some bits of the offset inverted.
 MLA_DEVICE lds_t flip(lds_t at, int bits) {
   return (lds_t)(uintptr_t)((uint32_t)(uintptr_t)at ^ static_cast<uint32_t>(bits));
 }
@@ -44,15 +44,15 @@ MLA_DEVICE void shared_store(lds_t at, T x) {
   *(MLA_LDS T*)at = x;
 }
 
-// Hides from the compiler where a number comes from: values derived from it are computed again at
-// each use and not kept over a loop in registers, which are scarce.
+// Hides a number's origin from the compiler. Values derived from it are computed again at each use,
+// not kept in registers for a whole loop, because registers are scarce.
 MLA_DEVICE int opaque(int x) {
   asm volatile("" : "+v"(x));
   return x;
 }
 
-// An operand of products, kept out of the accumulation registers, which the compiler would move
-// accumulators to make room in.
+// Keeps an operand of products out of the accumulation registers. The compiler would move
+// accumulators to make room for it there.
 MLA_DEVICE u32x4 in_vector_registers(u32x4 x) {
   asm("" : "+v"(x));
   return x;
@@ -65,14 +65,14 @@ template <bool kHigh>
 MLA_DEVICE f32x2 floats_of(uint32_t codes) {
   return __builtin_bit_cast(f32x2, __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), kHigh));
 }
-// Two numbers rounded to them, in that half of `others`, whose other half stays.
+// Two numbers rounded to codes, stored in that half of `others`; the other half stays.
 template <bool kHigh>
 MLA_DEVICE uint32_t codes_of(float low, float high, uint32_t others) {
   return static_cast<uint32_t>(
       __builtin_amdgcn_cvt_pk_fp8_f32(low, high, static_cast<int>(others), kHigh));
 }
 #if MLA_GFX950
-// As packed bf16, times 2 to the power that `scale` has as its exponent.
+// As packed bf16, times the power of two in the exponent of `scale`.
 template <bool kHigh>
 MLA_DEVICE uint32_t scaled_bf16_of(uint32_t codes, float scale) {
   return __builtin_bit_cast(uint32_t,
@@ -90,7 +90,7 @@ MLA_DEVICE void add_word(uint32_t* at, uint32_t x) {
 
 // --- Between lanes of a wave.
 MLA_DEVICE uint64_t ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
-// What lanes of the wave have written to LDS before is there for all of them.
+// Makes earlier LDS writes of the wave's lanes visible to all lanes of the wave.
 MLA_DEVICE void wave_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
@@ -99,13 +99,13 @@ MLA_DEVICE void wave_barrier() {
 MLA_DEVICE int permute(int at_byte, int x) { return __builtin_amdgcn_ds_bpermute(at_byte, x); }
 MLA_DEVICE int read_lane(int x, int lane) { return __builtin_amdgcn_readlane(x, lane); }
 #if MLA_GFX950
-// First x of the lower half of the wave, then of the upper half, in every lane.
+// Returns x of the lower half of the wave, then of the upper half, in every lane.
 MLA_DEVICE u32x2 both_halves(uint32_t x) {
   const auto swapped = __builtin_amdgcn_permlane32_swap(x, x, false, false);
   return u32x2{swapped[0], swapped[1]};
 }
 #endif
-// Bytes 0 to 3 of `selector` name bytes: 0 to 3 of `low`, 4 to 7 of `high`.
+// Each byte of `selector` names a byte: 0 to 3 of `low`, 4 to 7 of `high`.
 MLA_DEVICE uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t selector) {
   return __builtin_amdgcn_perm(high, low, selector);
 }
@@ -120,8 +120,8 @@ MLA_DEVICE f32x4 multiply_16x16x32(u32x4 a, u32x4 b, f32x4 c) {
   const bf16x8 x = __builtin_bit_cast(bf16x8, a), y = __builtin_bit_cast(bf16x8, b);
   return __builtin_amdgcn_mfma_f32_16x16x32_bf16(x, y, c, 0, 0, 0);
 }
-// Of 8-bit floats, times 2^(exponent - 127). A lane has 32 bytes of its row's, or column's, depth,
-// and the exponent that they share.
+// Products of 8-bit floats, times 2^(exponent - 127). A lane has 32 bytes of the depth of its row,
+// or column, and their common exponent.
 MLA_DEVICE f32x16 multiply_codes_32x32x64(u32x8 a, int a_exponent, u32x8 b, int b_exponent,
                                           f32x16 c) {
   constexpr int kE4m3 = 0;
@@ -139,7 +139,7 @@ MLA_DEVICE f32x4 multiply_16x16x16(u32x2 a, u32x2 b, f32x4 c) {
   const bf16x4 x = __builtin_bit_cast(bf16x4, a), y = __builtin_bit_cast(bf16x4, b);
   return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, c, 0, 0, 0);
 }
-// Of 8-bit floats, eight bytes a lane of its row's, or column's, depth.
+// Products of 8-bit floats; a lane has eight bytes of the depth of its row, or column.
 MLA_DEVICE f32x16 multiply_codes_32x32x16(u32x2 a, u32x2 b, f32x16 c) {
   return __builtin_amdgcn_mfma_f32_32x32x16_fp8_fp8(__builtin_bit_cast(long, a),
                                                     __builtin_bit_cast(long, b), c, 0, 0, 0);
@@ -157,17 +157,17 @@ MLA_DEVICE u32x2 read_transposed(lds_t at) {
   return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS bf16x4*)at));
 }
 
-// The same of bytes: 8 rows x 16 columns, lane i supplies the address of row i / 2, columns
-// 8 * (i % 2).
+// As read_transposed, for bytes: 8 rows x 16 columns, lane i supplies the address of row i / 2,
+// columns 8 * (i % 2).
 MLA_DEVICE u32x2 read_transposed_bytes(lds_t at) {
   typedef int Words __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr8_b64_v2i32((MLA_LDS Words*)at));
 }
 
 // --- Asynchronous copies to LDS: lane i's words go to wave_base + kOffset + i times their size.
-// The instruction is written as assembly because the compiler, which can not tell one stage of the
-// LDS from another, would otherwise wait for all copies before each read. It sets m0, which can not
-// be declared: the compiler reserves it. report.py fails when the compiler itself uses m0 in a
+// The instruction is written as assembly because the compiler cannot tell one stage of the LDS from
+// another, and would wait for all copies before each read. It sets m0, which cannot be declared as
+// clobbered, because the compiler reserves it. report.py fails if the compiler itself uses m0 in a
 // kernel.
 template <int kOffset>
 MLA_DEVICE void copy_4_words(lds_t wave_base, const void* source) {
@@ -183,8 +183,8 @@ MLA_DEVICE void copy_word(lds_t wave_base, const void* source) {
                "v"(source), "n"(kOffset)
                : "memory", "scc");
 }
-// vmcnt counts down in order: all but the kYounger copies issued last have landed. Loads of the
-// compiler in between only make this wait longer.
+// vmcnt counts down in order: all copies except the kYounger issued last have landed. Loads of the
+// compiler in between only lengthen the wait.
 template <int kYounger>
 MLA_DEVICE void wait_for_copies() {
   static_assert(kYounger < 64, "vmcnt has six bits");

@@ -1,12 +1,12 @@
-// What gfx942 and gfx950 share of the tile primitives: lane layouts and score products of a 64-lane
-// wave. The architecture's tile.h supplies the matrix instructions, the transposed read of V and
-// the copies.
+// Tile primitives that gfx942 and gfx950 share: lane layouts and score products of a 64-lane wave.
+// The architecture's tile.h supplies the matrix instructions, the transposed read of V and the
+// copies.
 //
 // Products are formed transposed: S^T = K Q^T and O^T = V^T P^T. A lane then owns exactly one
-// packed row (row = lane mod kRows), so that row maxima and sums stay in registers, and the
-// probabilities of S^T are already in the operand order of the second product: no shared memory, no
-// shuffle. Element i of a 32x32 accumulator is row 8*(i/4) + 4*(lane/32) + i%4, of a 16x16 one
-// 4*(lane/16) + i; the column is the packed row.
+// packed row (row = lane mod kRows), so row maxima and sums stay in registers. The probabilities of
+// S^T are already in the operand order of the second product, without shared memory or shuffles.
+// Element i of a 32x32 accumulator is row 8*(i/4) + 4*(lane/32) + i%4, of a 16x16 one 4*(lane/16) +
+// i; the column is the packed row.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_MFMA_WAVE_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_MFMA_WAVE_H_
 
@@ -20,14 +20,14 @@
 namespace mla::kernels::hip::tile {
 
 inline constexpr int kWave = 64;
-// Queries come straight from memory into registers.
+// Queries are loaded from memory straight into registers.
 inline constexpr bool kDirectQueries = true;
 
 MLA_DEVICE int lane_index() { return thread_index() & 63; }
-// The same, hidden from the compiler: values derived from it are computed again at each use and not
-// kept over a loop in registers, which are scarce.
+// As lane_index, but opaque to the compiler: derived values are computed again at each use, not
+// kept in registers for a whole loop, because registers are scarce.
 MLA_DEVICE int lane_again() { return opaque(lane_index()); }
-// Likewise, of a number that is the same in every lane.
+// As lane_again, for a number that is the same in every lane.
 MLA_DEVICE int again(int x) { return uniform(opaque(x)); }
 MLA_DEVICE int wave_index() { return uniform(thread_index() >> 6); }
 
@@ -42,7 +42,7 @@ MLA_DEVICE uint32_t from_lane(uint32_t x, int from) {
   return static_cast<uint32_t>(permute(from << 2, static_cast<int>(x)));
 }
 
-// The values of a lane and of the one 32 away, in either order.
+// The values of a lane and of the lane 32 away, in either order.
 struct Two {
   float x, y;
 };
@@ -55,7 +55,7 @@ MLA_DEVICE Two with_other_half(float x) {
 #endif
 }
 
-// The value of one lane, for all: `from` is the same in every lane.
+// The value of lane `from`, in all lanes. `from` is the same in every lane.
 MLA_DEVICE float broadcast(float x, int from) {
   return bits_to_float(static_cast<uint32_t>(read_lane(static_cast<int>(float_to_bits(x)), from)));
 }
@@ -82,8 +82,8 @@ MLA_DEVICE lds_t chunk_at(lds_t tile, int row, int chunk) {
   return tile + (chunk >> 3) * (kRows * 128) + row * 128 + (((chunk & 7) ^ swizzle(row)) << 4);
 }
 
-// Which depth the elements of an operand of outputs stand for: that of the scores, from which
-// probabilities come, or eight in a row, as in the operands of scores.
+// The depth order of an operand of outputs: the order of scores, from which probabilities are made,
+// or eight consecutive elements, as in the operands of scores.
 enum class Order { kOfScores, kAlongDepth };
 
 template <int kRows>
@@ -146,14 +146,14 @@ struct WaveBase {
     k.r = shared_load<u32x4>(
         chunk_at<kTileRows>(tile, kv0 + (lane & (kRows - 1)), step * kGroups + group(lane)));
   }
-  // The same from addresses worked out before: those of one column block differ in bits of the
-  // chunk, all others in constants. The tile begins at a multiple of 128 bytes, kv0 is a multiple
-  // of kRows.
+  // As load_k, from precomputed addresses: inside a column block they differ in bits of the chunk,
+  // elsewhere in constants. The tile begins at a multiple of 128 bytes, and kv0 is a multiple of
+  // kRows.
   template <int kTileRows>
   struct KeyRows {
     static constexpr int kSteps = 8 / kGroups;
     lds_t at[kSteps];
-    // Rows from `row0` on, a multiple of 32.
+    // Rows from `row0` on; `row0` is a multiple of 32.
     MLA_DEVICE KeyRows(lds_t tile, int row0, int lane) {
       at[0] = chunk_at<kTileRows>(tile + row0 * 128, lane & (kRows - 1), group(lane));
 #pragma unroll
@@ -164,13 +164,13 @@ struct WaveBase {
       k.r = shared_load<u32x4>(column + step / kSteps * (kTileRows * 128) + kv0 * 128);
     }
   };
-  // Queries of a tile in LDS: both operands of a score product lie alike.
+  // Loads queries of a tile in LDS. Both operands of a score product have the same layout.
   template <int kTileRows>
   MLA_DEVICE static void load_q(Q& q, lds_t tile, int row0, int step, int lane) {
     load_k<kTileRows>(q, tile, row0, step, lane);
   }
-  // Depth order of an output operand: lane group g holds 4g .. 4g+3 and half a step further the
-  // same again, which is how the score accumulators lie.
+  // Depth order of an output operand: lane group g holds 4g .. 4g+3, and the same again half a step
+  // further. Score accumulators have this order.
   template <int kFragments>
   MLA_DEVICE static void make_p(P& p, const Scores (&s)[kFragments], int step) {
     p.r = u32x4{pack_bf16(p_of(s, step, 0), p_of(s, step, 1)),
@@ -184,8 +184,9 @@ struct WaveBase {
     if constexpr (kRows == 32) return s[step >> 1].c[(step & 1) * 8 + i];
     return s[2 * step + (i >> 2)].c[i & 3];
   }
-  // Probabilities of waves that share rows, in a tile in LDS: operands as make_p makes them, those
-  // of group g in a step's chunk g. Scores are of kv rows from kv0 on, a multiple of kRows.
+  // Stores probabilities for waves that share rows, in a tile in LDS. Operands are as make_p makes
+  // them; group g's are in chunk g of a step. Scores are of kv rows from kv0 on, a multiple of
+  // kRows.
   template <int kTileRows>
   MLA_DEVICE static void store_p(lds_t tile, int row0, int kv0, const Scores& s, int lane) {
     static_assert(kRows == 32);
@@ -211,7 +212,7 @@ struct WaveBase {
     const int row = row0 + (lane & (kRows - 1));
     return tile + row * 128 + ((group(lane) ^ written_swizzle(row)) << 4);
   }
-  // The same operand from a row-major tile in LDS.
+  // Loads the same operand from a row-major tile in LDS.
   template <int kTileRows>
   MLA_DEVICE static void load_p(P& p, lds_t tile, int row0, int step, int lane) {
     const int r = row0 + (lane & (kRows - 1));

@@ -1,5 +1,5 @@
-// How chunks of a row in shared memory are exchanged on gfx942. LDS has 32 banks there, a row of
-// 128 bytes wide: eight rows at one chunk touch all banks once.
+// How chunks of a row in shared memory are permuted on gfx942. LDS has 32 banks, as wide as a row
+// of 128 bytes, so eight rows at one chunk touch all banks once.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_SWIZZLE_GFX942_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_SWIZZLE_GFX942_H_
 
@@ -7,7 +7,10 @@ namespace mla::kernels::hip::tile {
 
 // The 16-byte chunk c of row r of a column block lies at position c ^ swizzle(r).
 constexpr int swizzle(int row) { return row & 7; }
-constexpr int written_swizzle(int row) { return row & 7; }  // of a tile that lanes write themselves
+constexpr int written_swizzle(int row) {
+  return row & 7;
+}  // for a tile that lanes write
+   // themselves
 
 }  // namespace mla::kernels::hip::tile
 

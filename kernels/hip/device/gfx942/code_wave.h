@@ -1,5 +1,5 @@
 // Products of 8-bit floats on gfx942: v_mfma 32x32x16 / 16x16x32 fp8, twice the rate of bf16. They
-// add up in fp32 and take no powers of two along.
+// accumulate in fp32 and take no powers of two.
 #ifndef MLA_KERNELS_HIP_DEVICE_GFX942_CODE_WAVE_H_
 #define MLA_KERNELS_HIP_DEVICE_GFX942_CODE_WAVE_H_
 
@@ -7,8 +7,8 @@
 
 namespace mla::kernels::hip::tile {
 
-// As Wave, with operands of codes. A lane has 16 of a row's depth in a step of scores, which is two
-// products; a step of outputs is one.
+// As Wave, with operands of codes. In a step of scores, which is two products, a lane has 16 codes
+// of a row's depth; a step of outputs is one product.
 template <int kRows_>
 struct CodeWave : Wave<kRows_> {
   using Base = Wave<kRows_>;
@@ -30,9 +30,9 @@ struct CodeWave : Wave<kRows_> {
   struct V {
     u32x2 operand[4];  // [column mod 4]
   };
-  // Of a row's probabilities as they are multiplied. Those of 16 rows are a product with ones, of
-  // which each element is the row's sum; of 32 rows there are not the registers for such a product,
-  // and a lane sums its own.
+  // Sums of the rounded probabilities of a row. For 16 rows they are a product with ones, each of
+  // whose elements is the row's sum. For 32 rows registers do not suffice for such a product, so
+  // each lane sums its own probabilities.
   static constexpr bool kSumsByProducts = kRows_ == 16;
   struct Sums {
     std::conditional_t<kSumsByProducts, Acc, float> c;
@@ -49,7 +49,7 @@ struct CodeWave : Wave<kRows_> {
       s.c += of_pairs[0] + of_pairs[1];
     }
   }
-  // Of the row, in all lanes that share it.
+  // The row's sum, in all lanes that share it.
   MLA_DEVICE static float total(const Sums& s) {
     if constexpr (kSumsByProducts) {
       return s.c[0];
@@ -65,7 +65,7 @@ struct CodeWave : Wave<kRows_> {
       return multiply_codes_16x16x32(a, b, c);
     }
   }
-  // Four numbers as a word of codes.
+  // Rounds four numbers to a word of codes.
   MLA_DEVICE static uint32_t codes(float a, float b, float c, float d) {
     return codes_of<true>(c, d, codes_of<false>(a, b, 0));
   }
@@ -88,7 +88,7 @@ struct CodeWave : Wave<kRows_> {
 
   template <int kTileRows>
   using CodeKeys = typename Base::template KeyRows<kTileRows>;
-  // Words of four columns become operands of four rows each.
+  // Turns words of four columns into operands of four rows each.
   template <int kTileRows>
   struct CodeValues : Base::template ValueCodes<kTileRows> {
     using Words = typename Base::template ValueCodes<kTileRows>;

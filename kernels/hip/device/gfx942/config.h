@@ -11,28 +11,28 @@ template <int kRows, KvFormat kFormat = KvFormat::kBf16, DType kProducts = DType
 struct AttendConfig;
 
 // Four waves, each with its own packed rows, all output columns and its queries in registers. 128
-// rows would not fit with operands of bf16: the KV tile on its way passes through registers too.
+// rows would not fit with bf16 operands, because the KV tile passes through registers too.
 struct AttendBase {
   static constexpr int kLora = 512;
   static constexpr int kRope = 64;
   static constexpr int kTileKv = 32;
   static constexpr int kRowWaves = 4, kColWaves = 1, kStages = 1;
   static constexpr DType kProducts = DType::kBf16;
-  // Powers of two by which maxima may pass the origin of the exponentials before that follows.
+  // log2 of how far a row maximum may exceed the exponent origin before the origin is updated.
   static constexpr float kOriginSlack = 8.0f;
 };
 template <KvFormat kFormat_, AttentionKind kKind>
 struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
-  // With a window all of a row is value, rotated columns too.
+  // With a window, all elements of a row are values, the rotated ones included.
   static constexpr int kRope = kKind == AttentionKind::kWindow ? 0 : AttendBase::kRope;
-  // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
+  // How many products ahead keys and values are read from LDS; 0: the compiler chooses the order.
   static constexpr int kWaveRows = 16, kKeysAhead = 4, kValuesAhead = 4;
 };
 
-// With products of 8 bits. There are the registers for 128 rows, for which a tile is read once. A
-// row's probabilities are over one power of two, and none may exceed the largest code. While a tile
-// is computed the next lands in LDS and the one after is on its way.
+// With 8-bit products registers suffice for 128 rows, so that a tile is read once. A row's
+// probabilities share one power of two, and none may exceed the largest code. While a tile is
+// computed, the next one lands in LDS and the one after that is in flight.
 struct AttendCodesBase : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
   static constexpr DType kProducts = DType::kFp8E4m3;
@@ -45,13 +45,13 @@ struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCo
 };
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendCodesBase {
-  // With most others than these the compiler spills.
+  // The compiler spills with most other values.
   static constexpr int kWaveRows = 32, kKeysAhead = kKind == AttentionKind::kSparse ? 4 : 3;
   static constexpr int kValuesAhead = 3;
 };
 
-// Attention: two blocks a CU; with wider heads than kDims128 one. Operand tiles on their way are
-// held in registers.
+// Attention: two blocks a CU; one with wider heads than kDims128. Operand tiles in flight are held
+// in registers.
 struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 1;

@@ -1,6 +1,7 @@
-// Tile primitives on gfx942: v_mfma 32x32x8 / 16x16x16 bf16, 64 KiB of LDS. There is neither a
-// 16-byte global-to-LDS copy nor a transposed read, so copies pass through registers and V is read
-// as 4x4 blocks that byte permutes turn into operands. Layouts: kernels/hip/device/amd/mfma_wave.h.
+// Tile primitives on gfx942: v_mfma 32x32x8 / 16x16x16 bf16, 64 KiB of LDS. It has neither 16-byte
+// global-to-LDS copies nor a transposed read. Copies therefore pass through registers, and V is
+// read as 4x4 blocks that byte permutes turn into operands. Layouts:
+// kernels/hip/device/amd/mfma_wave.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_GFX942_TILE_H_
 #define MLA_KERNELS_HIP_DEVICE_GFX942_TILE_H_
 
@@ -8,7 +9,8 @@
 
 namespace mla::kernels::hip::tile {
 
-// Copies issue as loads into registers and land in LDS when the tile before them has been consumed.
+// Copies are issued as loads into registers. They land in LDS when the previous tile has been
+// consumed.
 struct Copies {
   static constexpr bool kThroughRegisters = true;
   static constexpr bool kLookUpInLds = false;
@@ -24,7 +26,7 @@ struct Copies {
   MLA_DEVICE void land(lds_t wave_base, int lane) {
     shared_store<u32x4>(wave_base + kOffset + lane * 16, held[kIndex]);
   }
-  // Four bytes a lane, of which one copy may be on its way.
+  // Copies four bytes a lane; only one such copy may be in flight.
   template <int kOffset>
   MLA_DEVICE void issue_word(lds_t, int, const void* source) {
     static_assert(kOffset == 0);
@@ -33,18 +35,18 @@ struct Copies {
   MLA_DEVICE void land_word(lds_t wave_base, int lane) {
     shared_store<uint32_t>(wave_base + lane * 4, held_word);
   }
-  // What lanes of the wave have landed is there for the others.
+  // Makes data that the wave's lanes have landed visible to its other lanes.
   MLA_DEVICE void meet() { wave_barrier(); }
   MLA_DEVICE void close_stage() {}
   template <int kYounger, int kPerStage>
   MLA_DEVICE void wait() {}
 };
 
-// Two numbers that bf16 holds, packed.
+// Packs two numbers that bf16 holds exactly.
 MLA_DEVICE uint32_t upper_halves(float low, float high) {
   return permute_bytes(float_to_bits(high), float_to_bits(low), 0x07060302u);
 }
-// Two codes as bf16. `scale`: a power of two; 1 unless kScaled.
+// Widens two codes to bf16. `scale` is a power of two; 1 unless kScaled.
 template <bool kHigh, bool kScaled>
 MLA_DEVICE uint32_t bf16_of(uint32_t codes, float scale) {
   const f32x2 x = floats_of<kHigh>(codes);
@@ -96,8 +98,8 @@ struct Wave : WaveBase<kRows_> {
       return multiply_16x16x16(a, b, c);
     }
   }
-  // One 16-byte chunk of both operands is two instructions; which depth they call first is the same
-  // for both, so the sum is the same.
+  // One 16-byte chunk of both operands takes two instructions. Both operands split the depth in the
+  // same way, so the sum is the same.
   MLA_DEVICE static void scores(Scores& s, const Q& q, const K& k) {
     s.c = multiply(u32x2{k.r[0], k.r[1]}, u32x2{q.r[0], q.r[1]}, s.c);
     s.c = multiply(u32x2{k.r[2], k.r[3]}, u32x2{q.r[2], q.r[3]}, s.c);
@@ -134,15 +136,15 @@ struct Wave : WaveBase<kRows_> {
       load_v<kTileRows, kOrder>(v, tile, step, fragment, lane);
     }
   };
-  // The same of codes: words of four columns, of four rows in each half of the depth.
+  // As ValueRows, for codes: words of four columns, of four rows in each half of the depth.
   template <int kTileRows>
   struct ValueCodes {
-    static constexpr int kRun = 4;  // rows one behind the other
+    static constexpr int kRun = 4;  // consecutive rows
     struct Raw {
       uint32_t r[2][4];
     };
-    // Of the first column block's row r: others differ in a constant, but that fragments of half a
-    // block take turns with its halves.
+    // Addresses of row r in the first column block. Other addresses differ by a constant, except
+    // that fragments of half a block alternate between its halves.
     lds_t at[128 / kOutCols][4];
     MLA_DEVICE ValueCodes(lds_t tile, int lane) {
       const int col = 4 * (lane & (kRows - 1));
@@ -157,7 +159,7 @@ struct Wave : WaveBase<kRows_> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = step * kPvDepth + half * (kPvDepth / 2);
-        static_assert(kPvDepth / 2 % 8 == 0);  // no other swizzle
+        static_assert(kPvDepth / 2 % 8 == 0);  // all steps have the same swizzle
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           raw.r[half][r] = shared_load<uint32_t>(
@@ -177,7 +179,7 @@ struct Wave : WaveBase<kRows_> {
         }
       }
     }
-    // `scales`: of the rows in the order of the operand.
+    // `scales` are of the rows, in the order of the operand.
     MLA_DEVICE static void widen(V& v, const Raw& raw, const float (&scales)[8]) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

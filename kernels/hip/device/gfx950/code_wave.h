@@ -6,9 +6,9 @@
 
 namespace mla::kernels::hip::tile {
 
-// As Wave<32>, with operands of codes: a lane has 32 of a row's depth. Those of queries and of
-// probabilities are times a power of two of their row, which the product takes along; keys and
-// values may be times one that all rows share.
+// As Wave<32>, with operands of codes: a lane has 32 codes of a row's depth. Queries and
+// probabilities are scaled by a power of two of their row, which the product applies. Keys and
+// values may be scaled by one power that all rows share.
 template <int kRows_ = 32>
 struct CodeWave : Wave<kRows_> {
   using Base = Wave<kRows_>;
@@ -32,7 +32,7 @@ struct CodeWave : Wave<kRows_> {
     int exponent;  // plus 127
   };
   using P = Q;
-  using Sums = Out;  // every element: of the row's probabilities as they are multiplied
+  using Sums = Out;  // every element: sum of the row's rounded probabilities
 
   MLA_DEVICE static void fill(Sums& s, float x) { s.c = typename Base::Acc{} + x; }
   MLA_DEVICE static float total(const Sums& s) { return s.at(0); }
@@ -49,11 +49,11 @@ struct CodeWave : Wave<kRows_> {
     outputs(sums, p, ones);
   }
 
-  // Four numbers as a word of codes.
+  // Rounds four numbers to a word of codes.
   MLA_DEVICE static uint32_t codes(float a, float b, float c, float d) {
     return codes_of<true>(c, d, codes_of<false>(a, b, 0));
   }
-  // The probabilities of a tile of 64 KV rows, as they lie in two fragments of scores.
+  // The probabilities of a tile of 64 KV rows, from two fragments of scores.
   template <int kFragments>
   MLA_DEVICE static void make_p(P& p, const Scores (&s)[kFragments], int) {
     static_assert(kFragments == 2);
@@ -65,7 +65,8 @@ struct CodeWave : Wave<kRows_> {
     }
   }
 
-  // Keys of a tile, two chunks of a row in a step; two steps are a column block. As KeyRows else.
+  // Keys of a tile, two chunks of a row in a step; two steps are a column block. Otherwise as
+  // KeyRows.
   template <int kTileRows>
   struct CodeKeys {
     static constexpr int kChunks = kLaneCodes / 16;
@@ -85,7 +86,7 @@ struct CodeWave : Wave<kRows_> {
         for (int w = 0; w < 4; ++w) k.r[4 * i + w] = x[w];
       }
     }
-    // Chunk i of those that a lane reads of a column block, from the first.
+    // The i-th chunk that a lane reads in a column block, relative to the first.
     static constexpr int chunk(int i) { return i / 2 * (kGroups * kChunks) + i % 2; }
   };
   // Values of a tile, 32 rows of a column.

@@ -17,22 +17,22 @@ struct AttendBase {
   static constexpr int kTileKv = 32;
   static constexpr int kRowWaves = 4, kColWaves = 1, kStages = 4;
   static constexpr DType kProducts = DType::kBf16;
-  // Powers of two by which maxima may pass the origin of the exponentials before that follows.
+  // log2 of how far a row maximum may exceed the exponent origin before the origin is updated.
   static constexpr float kOriginSlack = 8.0f;
 };
-// Of 64 rows, each wave keeps 16.
+// 64 rows; each wave keeps 16.
 template <KvFormat kFormat_, AttentionKind kKind>
 struct AttendConfig<64, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
-  // With a window all of a row is value, rotated columns too.
+  // With a window, all elements of a row are values, the rotated ones included.
   static constexpr int kRope = kKind == AttentionKind::kWindow ? 0 : AttendBase::kRope;
-  // Rows that are widened on their way pass through registers.
+  // Rows that are widened before they are stored in LDS pass through registers.
   static constexpr int kStages = kFormat == KvFormat::kFp8Page ? 1 : AttendBase::kStages;
-  // Products that reads of keys and values in LDS run ahead; 0: in the order of the compiler.
+  // How many products ahead keys and values are read from LDS; 0: the compiler chooses the order.
   static constexpr int kWaveRows = 16, kKeysAhead = 8, kValuesAhead = 8;
 };
-// Each value has to be widened by the wave that reads it, so waves divide the tile: two of them
-// share 32 packed rows, each the scores of half of the KV rows and half of the output columns.
+// A wave must widen each value that it reads, so waves divide the tile. Two waves share 32 packed
+// rows: each computes the scores of half of the KV rows, and half of the output columns.
 template <AttentionKind kKind>
 struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
@@ -45,14 +45,14 @@ struct AttendConfig<128, kFormat_, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = kFormat_;
   static constexpr int kWaveRows = 32, kKeysAhead = 5, kValuesAhead = 5;
 };
-// With others than these the compiler moves accumulators about in every turn.
+// Other values make the compiler move accumulators in every iteration.
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kBf16, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
   static constexpr int kWaveRows = 32, kKeysAhead = 4, kValuesAhead = 6;
 };
 
-// With products of 8 bits, whose operands of values are 64 KV rows deep.
+// With 8-bit products, whose operands of values are 64 KV rows deep.
 template <AttentionKind kKind>
 struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
@@ -61,12 +61,12 @@ struct AttendConfig<128, KvFormat::kFp8Tensor, DType::kFp8E4m3, kKind> : AttendB
   static constexpr int kWaveRows = 32, kKeysAhead = 3, kValuesAhead = 3;
 };
 
-// Attention: two blocks a CU of two stages each; with wider heads than kDims128 one.
+// Attention: two blocks a CU of two stages each; one block with wider heads than kDims128.
 struct ExpandedConfig {
   static constexpr int kWaveRows = 32, kRowWaves = 4, kColWaves = 1;
   static constexpr int kExpandStages = 3;
   static constexpr int kExpandedTile = 64, kExpandedStages = 2;
-  static constexpr int kCodeStages = 3;  // with products of 8 bits
+  static constexpr int kCodeStages = 3;                                       // with 8-bit products
   static constexpr int kExpandAhead = 5, kExpandedAhead = 4, kWideAhead = 8;  // as kKeysAhead
   static constexpr int kCodesAhead = 3;
   static constexpr float kOriginSlack = AttendBase::kOriginSlack;

@@ -7,7 +7,7 @@
 
 namespace mla::kernels::hip::tile {
 
-// Asynchronous copies of 16 bytes a lane to consecutive chunks from `wave_base` on.
+// Copies asynchronously 16 bytes a lane, to consecutive chunks from `wave_base` on.
 struct Copies {
   static constexpr bool kThroughRegisters = false;
   static constexpr bool kLookUpInLds = true;
@@ -15,7 +15,7 @@ struct Copies {
   MLA_DEVICE void issue(lds_t wave_base, int, const void* source) {
     copy_4_words<kOffset>(wave_base, source);
   }
-  // Four bytes a lane.
+  // Copies four bytes a lane.
   template <int kOffset>
   MLA_DEVICE void issue_word(lds_t wave_base, int, const void* source) {
     copy_word<kOffset>(wave_base, source);
@@ -24,14 +24,15 @@ struct Copies {
   MLA_DEVICE void land(lds_t, int) {}
   MLA_DEVICE void land_word(lds_t, int) {}
   MLA_DEVICE void close_stage() {}
-  // With kYounger stages of kPerStage copies issued later, everything older has landed.
+  // Waits until at most kYounger stages of kPerStage copies are in flight; all older copies have
+  // landed.
   template <int kYounger, int kPerStage>
   MLA_DEVICE void wait() {
     wait_for_copies<kYounger * kPerStage>();
   }
 };
 
-// Two codes as bf16. `scale`: a power of two; 1 unless kScaled.
+// Widens two codes to bf16. `scale` is a power of two; 1 unless kScaled.
 template <bool kHigh, bool kScaled>
 MLA_DEVICE uint32_t bf16_of(uint32_t codes, float scale) {
   return scaled_bf16_of<kHigh>(codes, scale);
@@ -78,8 +79,9 @@ struct Wave : WaveBase<kRows_> {
   MLA_DEVICE static void scores(Scores& s, const Q& q, const K& k) {
     s.c = multiply(k.r, q.r, s.c);
   }
-  // Each group of 16 lanes reads 4 depth rows x 16 columns (read_transposed); as KeyRows. Of two
-  // fragments of a column block, and of steps, the addresses differ in bits of the chunk.
+  // Each group of 16 lanes reads 4 depth rows x 16 columns (read_transposed). As in KeyRows,
+  // addresses are precomputed: for the two fragments of a column block, and between steps, they
+  // differ in bits of the chunk.
   template <int kTileRows, Order kOrder = Order::kOfScores>
   struct ValueRows {
     static constexpr bool kAlong = kOrder == Order::kAlongDepth;
@@ -100,9 +102,10 @@ struct Wave : WaveBase<kRows_> {
           place(step * kPvDepth + (kAlong ? 4 : kPvDepth / 2), fragment * kOutCols));
     }
   };
-  // The same of codes: each group of 16 lanes reads 8 depth rows x 16 columns. Of waves of 32 rows
-  // they are eight in a row, which no two lanes' banks are the same of: scores are in that order
-  // where keys are read in it (kRun). Else they are in the order of the scores, four and four.
+  // As ValueRows, for codes: each group of 16 lanes reads 8 depth rows x 16 columns. In waves of 32
+  // rows the eight rows are consecutive, so that no two lanes share a bank; scores have that order
+  // because keys are read in it (kRun). In waves of 16 rows they have the order of the scores, four
+  // and four.
   template <int kTileRows>
   struct ValueCodes {
     static constexpr int kRun = kRows == 32 ? 8 : 4;
@@ -126,7 +129,7 @@ struct Wave : WaveBase<kRows_> {
       v.a = u32x2{bf16_of<false, false>(raw.r[0], 1.0f), bf16_of<true, false>(raw.r[0], 1.0f)};
       v.b = u32x2{bf16_of<false, false>(raw.r[1], 1.0f), bf16_of<true, false>(raw.r[1], 1.0f)};
     }
-    // `scales`: of the rows in the order of the operand.
+    // `scales` are of the rows, in the order of the operand.
     MLA_DEVICE static void widen(V& v, const Raw& raw, const float (&scales)[8]) {
       const f32x2 x[4] = {floats_of<false>(raw.r[0]), floats_of<true>(raw.r[0]),
                           floats_of<false>(raw.r[1]), floats_of<true>(raw.r[1])};
@@ -146,7 +149,7 @@ struct Wave : WaveBase<kRows_> {
   MLA_DEVICE static void outputs(Out& o, const P& p, const V& v) {
     o.c = multiply(in_vector_registers(u32x4{v.a[0], v.a[1], v.b[0], v.b[1]}), p.r, o.c);
   }
-  // The same transposed: a lane has packed rows acc_row(lane, i) of its column.
+  // As the product of outputs, transposed: a lane has packed rows acc_row(lane, i) of its column.
   MLA_DEVICE static void turned_outputs(Out& o, const P& p, const V& v) {
     o.c = multiply(p.r, in_vector_registers(u32x4{v.a[0], v.a[1], v.b[0], v.b[1]}), o.c);
   }

@@ -9,9 +9,9 @@
 //   Q [rows x D] -+-> S = Q K^T -> P  ------+-> O [rows x lora] += P V   (V = first lora columns)
 //
 // The waves of a block form a grid of kRowWaves x kColWaves. Waves of one row group split the KV
-// rows of a tile for S and the columns of O; with kColWaves = 1 a wave keeps its rows to itself and
-// P never leaves the registers. Heads and query rows are packed: row p of a tile is query row
-// p / heads, head p % heads; rows past the item's are computed on zeros and not stored.
+// rows of a tile for S and the columns of O. With kColWaves = 1 no wave shares rows, so P stays in
+// registers. Heads and query rows are packed: row p of a tile is query row p / heads, head p %
+// heads; rows past the item's are computed on zeros and not stored.
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_ATTEND_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_ATTEND_H_
 
@@ -32,8 +32,8 @@
 
 namespace mla::kernels::hip {
 
-// C: of AttendConfig. With index lists, and with a window, an item has one query row, whose list or
-// window names the KV rows. Args: AttendArgs or, in a kernel that merges parts itself, SplitArgs.
+// C is an AttendConfig. With index lists and windows an item has one query row, whose list or
+// window names the KV rows. Args is AttendArgs, or SplitArgs in a kernel that merges parts itself.
 template <class C, AttentionKind kKind = AttentionKind::kDense, class Args = AttendArgs>
 class Attend {
  public:
@@ -66,20 +66,19 @@ class Attend {
   static constexpr int kOutFragments = Shape::kOutFragments;
   static constexpr int kScoreSteps = Shape::kScoreSteps;
   static constexpr int kPvSteps = Shape::kPvSteps;
-  // Else queries take the way through shared memory that matrix loads want.
+  // If false, queries pass through shared memory, in the layout that matrix loads need.
   static constexpr bool kOwnQueries = tile::kDirectQueries;
   // A wave that is alone on its SIMD starts copies between products of scores, where issuing them
-  // costs no time of its own.
+  // takes no extra time.
   static constexpr bool kCopiesBetween = C::kKeysAhead > 0 && !Copies::kThroughRegisters;
   static constexpr int kProductsBefore = 2;
-  // There too tiles that come through registers are written to shared memory, a tile ahead.
+  // Such a wave also writes tiles that come through registers to shared memory one tile ahead.
   static constexpr bool kLandsAhead = Copies::kThroughRegisters && C::kStages > 1;
-  // Waves of a row exchange maxima only in tiles where an origin has to follow one.
+  // Waves of a row exchange maxima only in tiles that move an origin.
   static constexpr bool kLazyShare = kSharedP && C::kOriginSlack > 0;
-  static constexpr bool kHeldP = C::kValuesAhead > 0;  // probabilities of all steps are held
+  static constexpr bool kHeldP = C::kValuesAhead > 0;  // registers hold P of all steps
   static_assert(C::kLora % 64 == 0 && C::kRope % 64 == 0 && kWaveCols <= 64);
-  // Products of 8 bits: probabilities are rounded so much that outputs are divided by the sum of
-  // what was multiplied.
+  // 8-bit products round probabilities so much that outputs are divided by the sum of the results.
   static constexpr bool kCodes = Format::kCodes;
   static_assert(!kCodes || (!kSharedP && kHeldP));
 
@@ -129,7 +128,7 @@ class Attend {
     start_queries(item, kv);
     if (tiles > 0) kv.start(tiles);
     if constexpr (!kOwnQueries) {
-      // Without tiles no stages were closed behind the queries', and counting does not reach them.
+      // Without tiles no copies follow the queries' copies, so a wait by count would not suffice.
       if (tiles == 0) kv.template wait<0>();
       load_queries(item, kv, queries);
       clear(item, state);
@@ -145,7 +144,7 @@ class Attend {
         if (t + 1 < tiles) kv.issue(t + 1);
         kv.look_up_and_fetch(t + 2);
       } else {
-        // Near the end fewer copies are under way than a count of younger stages would assume.
+        // At the end fewer copies are in flight than a wait by count assumes.
         if (tiles - 1 - t >= C::kStages - 2) {
           kv.template wait<C::kStages - 2>();
         } else {
@@ -180,8 +179,8 @@ class Attend {
  private:
   using lds_t = tile::lds_t;
 
-  // --- Queries. Where they end up in registers of several waves they pass through the last stage,
-  // which no copy of KV rows fills before the first tile is consumed.
+  // --- Queries. If several waves need the same queries, they pass through the last stage. No copy
+  // of KV rows fills that stage before the first tile is consumed.
   MLA_DEVICE lds_t last_stage() const { return stages + (C::kStages - 1) * kStageBytes; }
 
   MLA_DEVICE void start_queries(const Item& item, Stream& kv) const {
@@ -190,7 +189,7 @@ class Attend {
     kv.close_stage();
   }
 
-  // Returns what is left to multiply logits with.
+  // Returns the remaining factor of the logits.
   MLA_DEVICE float load_queries(const Item& item, Stream& kv, Queries& queries) {
     if constexpr (kCodes) {
       return Format::load_queries(QueryLoader(item), row_wave * C::kWaveRows, tile::lane_again(),
@@ -221,12 +220,12 @@ class Attend {
     state.visible.begin(item, row_wave * C::kWaveRows, lane);
   }
 
-  // --- One tile. `start_next()` starts the copies of a later one, where kCopiesBetween.
+  // --- One tile. `start_next()` starts the copies of a later tile if kCopiesBetween.
   template <class StartNext>
   MLA_DEVICE void step(lds_t tile_base, const Queries& queries, State& state, float scale,
                        const StartNext& start_next) {
     typename W::Scores s[kScoreFragments];
-    // Whether scales of rows are such that values have to regard them one by one.
+    // True if values need the exact path, scale by scale, because some row scale is odd.
     bool odd = visible_scores(tile_base, queries, state, s, start_next);
     bool moves = false;
     if constexpr (kLazyShare) {
@@ -280,7 +279,7 @@ class Attend {
     accumulate<false>(values, reads, s, p, state);
   }
 
-  // Scores of a tile, -inf where a row does not see the key. Whether scales were odd.
+  // Computes scores, -inf where a row does not see the key. Returns true if scales were odd.
   template <class StartNext>
   MLA_DEVICE bool visible_scores(lds_t tile_base, const Queries& queries, const State& state,
                                  typename W::Scores (&s)[kScoreFragments],
@@ -289,7 +288,7 @@ class Attend {
     bool odd = Format::Keys::kLooksAtCodes && keys.odd();
     if (!odd) score<false>(keys, queries, s, start_next);
     if constexpr (Layout::kFp8) {
-      // Where nothing has to be done for codes, scales are judged when they have surely come.
+      // Without a look at the codes, scales are checked late, when they have surely arrived.
       if constexpr (!Format::Keys::kLooksAtCodes) odd = keys.odd();
       if (odd || keys.odd_codes()) {
         exclude_from_report_begin();
@@ -303,8 +302,8 @@ class Attend {
     return odd;
   }
 
-  // Lets origins follow the maxima; leaves probabilities in place of the scores, or of those that
-  // `stay` has left.
+  // Lets origins follow the maxima and turns scores into probabilities. If `scores` is false, `s`
+  // holds probabilities already, and they are rescaled.
   MLA_DEVICE void follow(State& state, float scale, typename W::Scores (&s)[kScoreFragments],
                          bool& odd, bool scores) const {
     float factor[W::kSlots];
@@ -335,7 +334,7 @@ class Attend {
     }
   }
 
-  // Where a wave is alone on its SIMD no other wave works while it waits for LDS: there reads run
+  // If a wave is alone on its SIMD, no other wave works while it waits for LDS. Reads then run
   // kKeysAhead products ahead of their use, in an order that the compiler must keep.
   template <bool kExact, class StartNext>
   MLA_DEVICE void score(typename Format::Keys& keys, const Queries& queries,
@@ -349,7 +348,7 @@ class Attend {
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
     const auto use = [&](const Raw& raw, auto n) {
-      // All are widened before the first is used, which would have to wait for it else.
+      // All operands are widened before the first is used, so that no product waits for its own.
       typename W::K k[Keys::products(n)];
 #pragma unroll
       for (int j = 0; j < Keys::products(n); ++j) keys.template widen<kExact>(k[j], raw, n, j);
@@ -376,7 +375,7 @@ class Attend {
     }
   }
 
-  // Whether a read of values is the first of its step and group of columns.
+  // Returns true if a read of values is the first of its step and group of columns.
   MLA_DEVICE static constexpr bool begins_step(int n) {
     return n % (Format::Values::kGroupReads / kPvSteps) == 0;
   }
@@ -402,7 +401,7 @@ class Attend {
 #pragma unroll
       for (int step = 0; step < kPvSteps; ++step) W::make_p(p[step], s, step);
     }
-    // Operands of a read are widened before those of the one before are used.
+    // Operands of a read are widened before the operands of the previous read are used.
     constexpr int kLag = Layout::kFp8 && kHeldP ? 1 : 0;
     typename W::V v[kLag + 1][Values::fragments(0)];
     const auto multiply = [&](auto n) {
@@ -454,7 +453,7 @@ class Attend {
     for (int slot = 0; slot < W::kSlots; ++slot)
       state.softmax.sum[slot] = W::row_sum(state.softmax.sum[slot]);
     if constexpr (kSharedP) between.add(state.softmax.sum);
-    // What is worked out from these here would fill scalar registers during the loop.
+    // Opaque copies: without them the compiler keeps derived values in scalar registers all loop.
     const int columns = kSharedP ? tile::again(col_wave) : col_wave;
     if constexpr (Source::kLists) {
       Args again = args;
@@ -472,13 +471,13 @@ class Attend {
       const int p = row_wave * C::kWaveRows + W::row(lane, slot);
       RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
       if constexpr (kCodes) {
-        const float total = state.rounded.total();  // in which all lanes take part
+        const float total = state.rounded.total();  // computed by all lanes together
         scale.inverse = scale.empty ? 0.0f : 1.0f / total;
       }
       if (p >= item.rows) continue;
       if constexpr (Layout::kLayerScale) scale.inverse *= item.segment->kv_scale;
       if constexpr (kKind == AttentionKind::kWindow) {
-        // Of parts the sink counts when they are merged.
+        // In split tiles, the merge applies the sink.
         if (item.work.partial_row < 0) {
           scale.inverse *= sink_factor(to.windows[item.work.segment], item.head(p), scale.lse);
         }

@@ -6,13 +6,13 @@
 
 namespace mla::kernels::hip {
 
-// Merges packed rows, waves_per_row waves each: few parts of many rows want many rows at a time,
-// many parts of few rows want many waves, and column_blocks blocks for each row on top. Waves of a
-// row take every waves_per_row-th part and each weighs its own; lanes own columns. The waves' sums
-// meet in shared memory.
+// Merges packed rows, waves_per_row waves each. Few parts of many rows need many rows at a time;
+// many parts of few rows need many waves, and column_blocks blocks for each row as well. Each wave
+// of a row adds every waves_per_row-th part with its weight; lanes own columns. Sums of the waves
+// are added up in shared memory.
 class Combine {
  public:
-  static constexpr int kVectors = 512 / (4 * tile::kWave);  // of 4 columns a lane and window
+  static constexpr int kVectors = 512 / (4 * tile::kWave);  // of 4 columns, a lane and window
   static constexpr int kWindow = kVectors * 4 * tile::kWave;
   static constexpr int kStatisticsBytes = 128;  // top and sum of each wave
   static constexpr int kSharedBytes = kStatisticsBytes + kSmallWaves * kWindow * 4;
@@ -35,7 +35,7 @@ class Combine {
     const Target target(args, t.segment, t.q_begin + self.p / heads,
                         static_cast<int>(t.heads & 0xffffu) + self.p % heads);
     const int column_block = block_index_y() - group * args.column_blocks;
-    // Nothing so far is written by the attention kernel; only its results are waited for.
+    // The attention kernel writes nothing read so far; only its results are waited for.
     wait_for_previous_kernel();
     if (args.column_blocks == 1) {
       self.merge<kVectors>(target, own, mine, 0);
@@ -45,11 +45,11 @@ class Combine {
   }
 
  private:
-  // Where a row's results go.
+  // Where a row's results are stored.
   struct Target {
     void* o;
     float* lse;
-    const float* sink;  // or null
+    const float* sink;  // null: no sink
     bool aligned;       // to four results
 
     MLA_DEVICE Target(const CombineArgs& args, int segment, int64_t q, int64_t h) {
@@ -63,13 +63,13 @@ class Combine {
     }
   };
 
-  // What parts have come to: the largest LSE, and sums weighted by exp(lse - origin).
+  // Merged parts so far: the largest LSE, and sums weighted by exp(lse - origin).
   template <int kCount>
   struct Sums {
     float acc[kCount][4] = {};
     float top = negative_infinity();
     float sum = 0.0f;
-    // NaN parts leave `top` at -inf too, but not the sum.
+    // NaN parts also leave `top` at -inf, but make the sum NaN.
     MLA_DEVICE float origin() const { return top == negative_infinity() ? 0.0f : top; }
   };
 
@@ -81,7 +81,7 @@ class Combine {
         wave(tile::wave_index() % a.waves_per_row),
         count((part_count - wave + a.waves_per_row - 1) / a.waves_per_row) {}
 
-  // First partial row of this lane's part of those of this wave from `at` on.
+  // First partial row of the part that this lane looks up, among the wave's parts from `at` on.
   MLA_DEVICE int part(int at) const {
     return at + lane < count ? parts[(at + lane) * args.waves_per_row + wave] : 0;
   }
@@ -91,7 +91,7 @@ class Combine {
   }
   MLA_DEVICE static float weight(float from, float to) { return exp2_fast((from - to) * kLog2e); }
 
-  // Window `column_block` and every column_blocks-th after it.
+  // Merges window `column_block` and every column_blocks-th window after it.
   template <int kCount>
   MLA_DEVICE void merge(const Target& target, int own, bool mine, int column_block) const {
     constexpr int kColumns = kCount * 4 * tile::kWave;
@@ -116,7 +116,7 @@ class Combine {
     }
   }
 
-  // Words c to c + 3 of a merged row.
+  // Stores words c to c + 3 of a merged row.
   MLA_DEVICE void store(const Target& target, int c, const float (&x)[4]) const {
     if (c >= args.o_dim) return;
     const bool f32 = args.o_is_f32 != 0;
@@ -127,10 +127,10 @@ class Combine {
     store_exchanged(target.o, c, x, f32, target.aligned);
   }
 
-  // Adds the wave's parts [at, at + kWave), of which each lane looks up one.
+  // Adds the wave's parts [at, at + kWave); each lane has looked up one of them.
   template <int kCount>
   MLA_DEVICE void add_parts(Sums<kCount>& sums, int at, int own, int column) const {
-    constexpr int kAhead = 8 / kCount;  // parts whose values are on their way at a time
+    constexpr int kAhead = 8 / kCount;  // parts whose values are loaded at a time
     const int rows = at == 0 ? own : part(at);
     const int here = count - at < tile::kWave ? count - at : tile::kWave;
     uint32_t x[kAhead][kCount][4];
@@ -145,7 +145,7 @@ class Combine {
       if (i > 0) load_parts(x, rows, i, here, column);
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
-        const float w = tile::broadcast(weights, i + k);  // past the last part: zero
+        const float w = tile::broadcast(weights, i + k);  // zero past the last part
 #pragma unroll
         for (int v = 0; v < kCount; ++v) {
 #pragma unroll
@@ -166,8 +166,8 @@ class Combine {
     }
   }
 
-  // Values of parts i, i + 1, ... of which lane i, i + 1, ... holds the first row; zeros past
-  // `here`.
+  // Loads values of parts i, i + 1, ..., whose first rows are in lanes i, i + 1, ... Zeros for
+  // parts from `here` on.
   template <int kAhead, int kCount>
   MLA_DEVICE void load_parts(uint32_t (&x)[kAhead][kCount][4], int rows, int i, int here,
                              int column) const {
@@ -188,10 +188,10 @@ class Combine {
     }
   }
 
-  // Sums of a row's waves, to the first of them.
+  // Adds the sums of a row's waves in the first of them.
   template <int kCount>
   MLA_DEVICE void add_waves(Sums<kCount>& sums) const {
-    constexpr int kBytes = kCount * tile::kWave * 16;  // a wave's
+    constexpr int kBytes = kCount * tile::kWave * 16;  // bytes of a wave
     const tile::lds_t own = tile::shared_base<kSharedBytes>() + tile::wave_index() * 8;
     const tile::lds_t own_values = tile::shared_base<kSharedBytes>() + kStatisticsBytes +
                                    tile::wave_index() * kBytes + lane * 16;
@@ -229,9 +229,9 @@ class Combine {
   }
 
   const CombineArgs& args;
-  const int32_t* parts;  // of this row's tile
+  const int32_t* parts;  // parts of this row's tile
   int p;                 // packed row
-  int lane, wave;        // the wave's number among those of its row
+  int lane, wave;        // the wave's number among the waves of its row
   int count;             // parts of this wave
 };
 

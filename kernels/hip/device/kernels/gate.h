@@ -1,9 +1,9 @@
-// The kernels with which a launch waits for another process's GPU work and tells it of its end: one
+// The kernels with which a launch waits for another process's GPU work and signals its own end, one
 // block each.
 //
-// The gate waits for a word, of host memory or of device memory that is shared with the process
-// which may set it, and no longer than it was told. Behind one that has run out of time kernels
-// write nothing that others see (late.h), and the signal sets no word.
+// The gate waits for a word of host memory, or of device memory shared with the process that sets
+// it. The wait has a time limit. After a gate that ran out of time, kernels write nothing that
+// others see (late.h), and the signal sets no word.
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_GATE_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_GATE_H_
 
@@ -12,8 +12,8 @@
 
 namespace mla::kernels::hip {
 
-// The next kernel may wait on the device's units meanwhile, so it has to be small: another could
-// keep the work from them that is waited for.
+// The next kernel may occupy the device's units during the wait, so it must be small: a large one
+// could keep units from the work that the gate waits for.
 MLA_DEVICE void gate(const GateArgs& args) {
   let_next_kernel_start();
   if (thread_index() != 0) return;

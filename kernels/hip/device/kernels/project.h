@@ -1,23 +1,19 @@
-// Batched small GEMMs around the absorbed form: out[r, h] = in[r, h] x w[h], w
-// row-major [k, n].
+// Batched small GEMMs around the absorbed form: out[r, h] = in[r, h] x w[h], w row-major [k, n].
 //
-// A block computes kProjectRows gathered rows x kProjectCols columns of one
-// head, so that one decode step of many sequences reads each weight once per
-// tile of 64 rows.
+// A block computes kProjectRows gathered rows x kProjectCols columns of one head, so that a decode
+// step of many sequences reads each weight once per tile of 64 rows.
 //
-// fp32 inputs are multiplied as two bf16 operands, what they round to and the
-// rest of it, which keeps 16 bits of each: rounding latent outputs once more
-// would cost outputs of few keys the accuracy that is promised, where those
-// keys nearly cancel. Two limits: inputs beyond 3.396e38, which no bf16 holds,
-// count as infinite; and where a weight is infinite the result is NaN even for
-// finite inputs, since a rest may be zero or of the other sign.
+// fp32 inputs are multiplied as two bf16 operands, the rounded value and its remainder, which keep
+// 16 bits of each. A second rounding of latent outputs would exceed the accepted error for outputs
+// of few keys that nearly cancel. There are two limits. Inputs beyond 3.396e38, which no bf16
+// holds, count as infinite. And an infinite weight makes the result NaN even for finite inputs,
+// because a remainder may be zero or of the other sign.
 //
-// Weights of the next two steps, and inputs of the next, are on their way to
-// registers while one is multiplied.
+// While one step is multiplied, the weights of the next two steps and the inputs of the next are
+// loaded into registers.
 //
-// A tile of one row has nothing to do for matrix cores: reading the weights is
-// all that counts. ProjectRowOf multiplies such tiles in fp32, inputs as they
-// are.
+// A tile of one row gains nothing from matrix cores, because reading the weights dominates.
+// ProjectRowOf multiplies such tiles in fp32, without rounding the inputs.
 #ifndef MLA_KERNELS_HIP_DEVICE_KERNELS_PROJECT_H_
 #define MLA_KERNELS_HIP_DEVICE_KERNELS_PROJECT_H_
 
@@ -26,8 +22,7 @@
 
 namespace mla::kernels::hip {
 
-// Four elements from element `c` on of the rotated part of a head's query, which passes through
-// unchanged.
+// Copies four elements of the rotated part of a head's query, from element `c` on, unchanged.
 MLA_DEVICE void copy_rotated_run(const ProjectArgs& args, const ProjectRow& r, int head, int c) {
   const int bytes = args.out_is_f32 ? 4 : 2;
   const int64_t from = head * r.in_head_stride + args.k + c;
@@ -88,18 +83,17 @@ class Project {
  private:
   static constexpr int kFragments = kProjectCols / C::kColWaves / W::kOutCols;
   static constexpr int kSteps = kDepth / W::kPvDepth;
-  // 16-byte chunks of a step: of a tile's row, and how many a thread brings in.
+  // 16-byte chunks of a step: in a tile's row, and per thread.
   static constexpr int kRowChunks = kDepth / 8;
   static constexpr int kWeightRowChunks = kProjectCols / 8;
   static constexpr int kInChunks = kProjectRows * kRowChunks / kThreads;
   static constexpr int kWeightChunks = kDepth * kWeightRowChunks / kThreads;
   using lds_t = tile::lds_t;
 
-  // Where the thread's input chunks come from at depth 0; null past the tile's
-  // rows.
+  // Addresses of the thread's input chunks at depth 0; null past the tile's rows.
   struct Sources {
     const uint8_t* at[kInChunks];
-    bool aligned;  // all of them
+    bool aligned;  // true if all are aligned
   };
   template <bool kF32>
   struct Inputs {
@@ -118,8 +112,8 @@ class Project {
 
   MLA_DEVICE const ProjectRow& row(int p) const { return args.rows[part.first_row + p]; }
 
-  // Chunk i of the thread: row and chunk of that row in the tile of inputs, and
-  // of weights.
+  // Chunk i of the thread: its row and its chunk in that row, for the tile of inputs and for
+  // weights.
   MLA_DEVICE static int in_row(int i) { return (thread_index() + i * kThreads) / kRowChunks; }
   MLA_DEVICE static int in_chunk() { return thread_index() % kRowChunks; }
   MLA_DEVICE static int weight_row(int i) {
@@ -154,16 +148,14 @@ class Project {
     Inputs<kF32> in;
     fetch_weights(even, 0);
     fetch_weights(odd, kDepth);
-    // Weights and records are not written by the kernel before this one; its
-    // results are.
+    // The previous kernel does not write weights and records; it does write the inputs.
     wait_for_previous_kernel();
     fetch_inputs(in, from, 0);
     for (int k0 = 0; k0 < args.k; k0 += 2 * kDepth) {
       step(o, in, even, from, k0);
       if (k0 + kDepth < args.k) step(o, in, odd, from, k0 + kDepth);
     }
-    // All lanes of a wave must be active to get its index, so that comes before
-    // they diverge.
+    // The wave index needs all lanes of a wave active, so it is read before they diverge.
     const int lane = tile::lane_index(), row0 = row_wave() * C::kWaveRows;
     const int fragment0 = first_fragment();
 #pragma unroll
@@ -178,8 +170,7 @@ class Project {
     return (tile::wave_index() - row_wave() * C::kColWaves) * kFragments;
   }
 
-  // Multiplies what has been brought in, and lets the same registers bring in
-  // what comes next.
+  // Multiplies the loaded operands, then loads the next ones into the same registers.
   template <bool kF32>
   MLA_DEVICE void step(typename W::Out (&o)[kFragments], Inputs<kF32>& in, Weights& weights,
                        const Sources& from, int k0) const {
@@ -209,7 +200,8 @@ class Project {
     }
   }
 
-  // Whether weights lie in panels, of a block's columns each (device_state/weight_panels.h).
+  // Returns true if weights lie in panels as wide as a block's columns
+  // (device_state/weight_panels.h).
   MLA_DEVICE bool in_panels() const {
 #if MLA_AMD
     return false;
@@ -218,7 +210,8 @@ class Project {
 #endif
   }
   MLA_DEVICE void fetch_weights(Weights& weights, int k0) const {
-    // A thread's rows are a multiple of 8 apart, so in panels its chunk has one place in all.
+    // A thread's rows are a multiple of 8 apart, so in panels its chunk has the same place in every
+    // row.
     const int place = weight_chunk() ^ (in_panels() ? tile::swizzle(weight_row(0)) : 0);
     const int stride = in_panels() ? kProjectCols : args.n;
     const uint16_t* const from = w + column * (in_panels() ? args.k : 1) + place * 8;
@@ -288,7 +281,7 @@ class Project {
     }
   }
 
-  // What rounding took from x. Infinities have no rest, which would be NaN.
+  // Rounding remainder of x. 0 for infinities, whose remainder would be NaN.
   MLA_DEVICE static float rest_of(float x, uint32_t rounded) {
     return (rounded & 0x7f800000u) == 0x7f800000u ? 0.0f : x - bits_to_float(rounded);
   }
@@ -317,21 +310,22 @@ class Project {
   const ProjectArgs& args;
   const ProjectTile part;
   const int head;
-  const uint16_t* w;  // of the head
+  const uint16_t* w;  // weights of the head
   const int column;
-  lds_t in_tile, weight_tile;  // inputs, and behind them their rests
+  lds_t in_tile, weight_tile;  // inputs, followed by their remainders
 };
 
-// Tiles of one row. A block takes kGroups x kProjectCols columns of one head and kLoads x 32 rows
-// of its weights a step: of every group, thread t columns 8 (t % 8) and on, and of every 32 rows of
-// the weights row t / 8. So all that a block reads in decode is on its way at once. What the
-// threads of a column have come to is added up through shared memory.
+// Tiles of one row. In each step a block takes kGroups x kProjectCols columns of one head and
+// kLoads x 32 rows of its weights. In every group, thread t takes 8 columns from 8 (t % 8) on, in
+// row t / 8 of every 32 rows. In decode one step covers everything, so all loads of a block are in
+// flight at once. Threads of a column add up their sums through shared memory.
 template <int kGroups, int kLoads>
 class ProjectRowOf {
  public:
   static constexpr int kThreads = 256;
   static constexpr int kColumns = kGroups * kProjectCols;
-  static constexpr int kChunks = kProjectCols / 8;   // of 16 bytes, in a group of a row of weights
+  static constexpr int kChunks = kProjectCols / 8;   // 16-byte chunks in a group of a row of
+                                                     // weights
   static constexpr int kLanes = kThreads / kChunks;  // threads that share a column
   static constexpr int kDepth = kLanes * kLoads;     // k per step
   static constexpr int kSharedBytes = kDepth * 4 + kLanes * kColumns * 4;
@@ -369,8 +363,8 @@ class ProjectRowOf {
     float acc[kGroups][8] = {};
     uint32_t weights[kGroups][kLoads][4];
     fetch(weights, 0);
-    // Weights and records are not written by the kernel before this one; its results are, and the
-    // gate may not have ended.
+    // The previous kernel does not write weights and records; it does write the inputs, and the
+    // gate may not have ended before this.
     wait_for_previous_kernel();
     if (came_late(args)) return;
     for (int k0 = 0; k0 < args.k; k0 += kDepth) {
@@ -398,8 +392,8 @@ class ProjectRowOf {
     if (column == 0 && args.copy > 0) copy_rotated<kThreads>(args, row, head);
   }
 
-  // Rows of weights past the end are zeros, as are the inputs beside them. A thread's rows are a
-  // multiple of 8 apart, so in panels its chunk has one place in all
+  // Rows of weights past the end are zeros, and so are their inputs. A thread's rows are a multiple
+  // of 8 apart, so in panels its chunk has the same place in every row
   // (device_state/weight_panels.h).
   MLA_DEVICE void fetch(uint32_t (&weights)[kGroups][kLoads][4], int k0) const {
     const bool panels = args.weight_panels != 0;
@@ -466,9 +460,9 @@ class ProjectRowOf {
   const ProjectArgs& args;
   const ProjectRow row;
   const int head;
-  const uint16_t* w;  // of the head
+  const uint16_t* w;  // weights of the head
   const int column;
-  const lds_t inputs;  // fp32 [kDepth], and behind them the sums
+  const lds_t inputs;  // fp32 [kDepth], followed by the sums
 };
 
 // Short weights and wide outputs (absorb), and the reverse (project).

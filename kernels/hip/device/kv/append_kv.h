@@ -1,4 +1,4 @@
-// Scatter of new KV rows into pages, rounded to the format of the pages.
+// Scatters new KV rows into pages, rounded to the format of the pages.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_APPEND_KV_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_APPEND_KV_H_
 
@@ -8,8 +8,8 @@
 
 namespace mla::kernels::hip {
 
-// One wave a row, eight values a lane and turn. Stores what EncodeKvRow does, bit by bit; as many
-// neighbouring lanes as a group of values with one scale needs hold it.
+// One wave a row, eight values a lane and turn. Stores the same bits as EncodeKvRow. A group of
+// values with one scale is held by as many neighbouring lanes as it needs.
 class AppendKv {
  public:
   static constexpr int kLaneValues = 8;
@@ -19,12 +19,13 @@ class AppendKv {
     const int lane = tile::lane_index();
     const int row = block_index() * kSmallWaves + tile::wave_index();
     if (row >= args.first_row[args.count]) return;
-    // Records are not written by the kernel before this one; page tables are.
+    // The previous kernel does not write records; it may write page tables.
     const int index = find_range(args.first_row, args.count, row);
     const AppendRecord r = args.records[index];
     const int source_row = row - args.first_row[index];
     if (args.next_starts_early != 0) let_next_kernel_start();
-    // Else before the next may start: what waits beside a gate may not be large.
+    // Without that flag, waits before it lets the next kernel start: a kernel that waits next to a
+    // gate must be small.
     wait_for_previous_kernel();
     if (came_late(args)) return;
     let_next_kernel_start();
@@ -40,7 +41,7 @@ class AppendKv {
     if (lane == 0) *as_global<int32_t>(r.differs + source_row) = any > 0.0f ? 1 : 0;
   }
 
-  // A pair of elements as the pool holds it: Stored.
+  // A pair of elements in the form of kernels::Stored.
   MLA_DEVICE static uint32_t stored_pair(uint32_t pair) {
     const uint32_t low = (pair & 0x7fffu) < kStoredBound ? pair & 0xffffu : kStoredNaN;
     const uint32_t high =
@@ -87,7 +88,7 @@ class AppendKv {
     }
   }
 
-  // Elements [begin, end) of the row to byte `at` of the target.
+  // Stores elements [begin, end) of the row at byte `at` of the target.
   MLA_DEVICE void store_bf16(int begin, int end, int at) {
     for (int i = begin + lane * kLaneValues; i < end; i += kTurnValues) {
       Chunk c = load_chunk(r.kv, source + i, f32, aligned);
@@ -101,15 +102,15 @@ class AppendKv {
       put_codes(i - begin, load(i), inverse);
     }
   }
-  // Of this row, behind all rows of its page.
+  // Scales of this row; a page stores them after its rows.
   MLA_DEVICE uint8_t* scales_of_page(const KvRowLayout& at) const {
     return page + r.page_size * r.row_stride + int64_t{inside} * at.page_scales_bytes;
   }
-  // All lanes of a group take part in finding its scale, those past the row's end without values.
+  // All lanes of a group help to find its scale; lanes past the row's end have no values.
   template <KvFormat kFormat>
   MLA_DEVICE void store_groups(int latent, uint8_t* scales) {
     constexpr int kGroupLanes = TraitsOf(kFormat).group / kLaneValues;
-    constexpr bool kExponents = kFormat == KvFormat::kFp8Page;  // of a byte each
+    constexpr bool kExponents = kFormat == KvFormat::kFp8Page;  // scales are exponent bytes
     static_assert(tile::kWave % kGroupLanes == 0);
     constexpr bool kShares = TraitsOf(kFormat).shares_scale;
     const float shared = kShares ? shared_scale<kGroupLanes>(latent) : 0.0f;
@@ -147,7 +148,7 @@ class AppendKv {
     }
     return KvSharedScale(-wave_max(-least), wave_max(most), kPoolFp8);
   }
-  // The largest magnitude of a group, values that a row cannot hold aside.
+  // The largest magnitude of a group, ignoring values that a row cannot hold.
   template <int kGroupLanes>
   MLA_DEVICE static float largest_of_group(const Values& v) {
     float largest = 0.0f;
@@ -185,7 +186,7 @@ class AppendKv {
     }
     put(target + at, words);
   }
-  // Stores words, or compares them with what is there.
+  // Stores words, or compares them with the stored ones.
   MLA_DEVICE void put_byte(uint8_t* to, uint8_t byte) {
     if (r.differs == nullptr) {
       *as_global<uint8_t>(to) = byte;
@@ -204,8 +205,8 @@ class AppendKv {
   const AppendRecord& r;
   const int64_t source;  // index of the row's first element
   uint8_t* const page;
-  const int inside;       // its number in the page
-  uint8_t* const target;  // the row
+  const int inside;       // its index in the page
+  uint8_t* const target;  // address of the row
   const int lane;
   const bool f32, aligned;
   uint32_t differs = 0;

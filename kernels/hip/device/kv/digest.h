@@ -1,10 +1,10 @@
-// Digests of parts of page transfers (kernels/types/part_digest.h): XXH3 of 128 bits, without a
-// seed, of 256 bytes to kDigestPartBytes, whole granules. Eight lanes make one, each of them one of
-// the hash's eight accumulators.
+// Digests of parts of page transfers (kernels/types/part_digest.h): 128-bit XXH3 without a seed,
+// of 256 bytes to kDigestPartBytes in whole granules. Eight lanes make one digest; each lane holds
+// one of the hash's eight accumulators.
 //
-// The hash takes stripes of 64 bytes, a word a lane. Sixteen make a block, behind which
-// accumulators are scrambled; the last stripe of all has keys of its own. What a lane's word adds
-// to its neighbour's accumulator is summed up over a block, so that lanes talk once a block.
+// The hash takes stripes of 64 bytes, one word a lane. Sixteen stripes make a block, after which
+// accumulators are scrambled; the very last stripe has keys of its own. A lane sums over a block
+// what its words add to its neighbour's accumulator, so that lanes exchange once a block.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_DIGEST_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_DIGEST_H_
 
@@ -17,7 +17,7 @@ class Digest {
   MLA_DEVICE static void run(const DigestArgs& args) {
     const int parts = args.first_part[args.count];
     const int own = block_index() * kDigestsPerBlock + thread_index() / kLanes;
-    // Lanes without a part of their own help to make the last one, and do not keep it.
+    // Lanes without a part of their own recompute the last part and do not store it.
     const int part = own < parts ? own : parts - 1;
     const int index = find_range(args.first_part, args.count, part);
     const DigestRange range = args.ranges[index];
@@ -47,10 +47,10 @@ class Digest {
                             kPrime64_3 = 0x165667b19e3779f9u, kPrime64_4 = 0x85ebca77c2b2ae63u,
                             kPrime64_5 = 0x27d4eb2f165667c5u;
   static constexpr uint64_t kAvalanche = 0x165667919e3779f9u;
-  // Bytes of the secret at which the keys of some steps begin.
+  // Byte offsets in the secret of the keys of some steps.
   static constexpr int kScrambleKeys = 128, kLastKeys = 121, kLowKeys = 11, kHighKeys = 117;
 
-  // A word of the secret, from any byte on.
+  // A word of the secret, from any byte offset.
   MLA_DEVICE static uint64_t secret(int byte) {
     static constexpr uint64_t kSecret[] = {
         0xbe4ba423396cfeb8u, 0x1cad21f72c81017cu, 0xdb979083e96dd4deu, 0x1f67b3b7a4a44072u,
@@ -84,7 +84,7 @@ class Digest {
     const float high = tile::exchange<kStep>(bits_to_float(static_cast<uint32_t>(x >> 32)));
     return static_cast<uint64_t>(float_to_bits(high)) << 32 | float_to_bits(low);
   }
-  // Both halves of the product, one upon the other.
+  // XOR of the product's halves.
   MLA_DEVICE static uint64_t fold(uint64_t a, uint64_t b) {
     const uint64_t mask = 0xffffffffu;
     const uint64_t low = (a & mask) * (b & mask), high = (a >> 32) * (b >> 32);
@@ -93,8 +93,9 @@ class Digest {
     return ((low & mask) | middle << 32) ^ (high + (one >> 32) + (middle >> 32));
   }
 
-  // The digest's low half in lane 0, its high half in lane 1. All lanes of a wave take the same
-  // way, since they talk; `bytes` may differ between the parts of a wave.
+  // Returns the digest's low half in lane 0 and its high half in lane 1. All lanes of a wave take
+  // the same branches, because they exchange values; `bytes` may differ between the parts of a
+  // wave.
   MLA_DEVICE uint64_t make(const uint8_t* from, int bytes) const {
     const int last = bytes / kStripeBytes - 1;
     uint64_t value = first_value(lane);
@@ -125,7 +126,7 @@ class Digest {
     return merge(value, static_cast<uint64_t>(bytes));
   }
 
-  // Even lanes go for the low half, odd ones for the high half, each with the values of two lanes.
+  // Even lanes compute the low half, odd lanes the high half, each from the values of two lanes.
   MLA_DEVICE uint64_t merge(uint64_t value, uint64_t bytes) const {
     const bool high = lane % 2 == 1;
     const uint64_t others = exchange<1>(value);

@@ -1,4 +1,4 @@
-// The KV rows of a work item on their way into shared memory, a tile of kTileKv rows at a time.
+// Copies the KV rows of a work item into shared memory, a tile of kTileKv rows at a time.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_KV_STREAM_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_KV_STREAM_H_
 
@@ -7,25 +7,25 @@
 
 namespace mla::kernels::hip {
 
-// Every wave copies its share of each tile: kCopyRows rows a lane, a chunk of every column block of
-// each, and a word of the rows' scales. Layout is a StageLayout. Tile n goes to stage n % kStages.
+// Every wave copies its share of each tile. A lane copies a chunk of every column block of
+// kCopyRows rows, and a word of the rows' scales. Layout is a StageLayout. Tile n goes to stage n %
+// kStages.
 //
-// Where a row lies is known from the page table only, so each tile's rows are looked up kLookAhead
-// tiles before it is issued. Loads are waited for in order: an answer that is used at once would
-// hold everything up until all copies before it have landed. On AMD answers are therefore kept as
-// they come and made into addresses by issue(). Where the copies are asynchronous (kLookUpInLds)
-// even that would wait for them, since the compiler, which does not count them, waits for all:
-// there the entries of the page table are copied to LDS as the rows are, a group of copies early
-// enough to have landed with the tile that is waited for anyway.
+// Only the page table says where a row lies, so each tile's rows are looked up kLookAhead tiles
+// before its copies are issued. Loads complete in order, so using a loaded entry at once would wait
+// for all copies before it. On AMD entries therefore stay raw in registers until issue() makes
+// addresses of them. With asynchronous copies (kLookUpInLds) even that would wait, because the
+// compiler does not count them and waits for all. There the page table's entries are copied to LDS
+// like the rows, early enough to land with a tile that is waited for anyway.
 //
-// Which rows a list names is known from its entries only, which every wave therefore fetches that
-// much earlier again, a tile of them at a time, into a ring of its own in LDS.
+// An index list adds one more step: every wave fetches the list's entries earlier still, a tile of
+// them at a time, into a ring of its own in LDS.
 template <class Source, class Layout, int kStages, int kWaves, class Copies = tile::Copies>
 class KvStream {
  public:
   using lds_t = tile::lds_t;
   static constexpr int kTileKv = Layout::kTileKv;
-  // Lanes beyond the scales of a tile copy them once more, behind the others.
+  // Lanes beyond the scales of a tile copy them again, to the space after them.
   static constexpr bool kScales = Layout::kRowScales;
   static constexpr int kLanes = kWaves * tile::kWave;
   static constexpr int kStageBytes = Layout::kScalesAt + (kScales ? kLanes * 4 : 0);
@@ -33,15 +33,15 @@ class KvStream {
   static constexpr int kBlocks = Layout::kBlocks;
   static constexpr int kCopyRows = kTileKv / kRowsPerCopy / kWaves;
   static constexpr int kCopies = kCopyRows * kBlocks;
-  static constexpr int kLookUps = kCopyRows + (kScales ? 1 : 0);  // of a lane
+  static constexpr int kLookUps = kCopyRows + (kScales ? 1 : 0);  // per lane
   static constexpr bool kInLds = Copies::kLookUpInLds;
   static constexpr int kLookAhead = kInLds ? kStages - 1 : 1;
-  static constexpr int kEntryBytes = kLookUps * tile::kWave * 4;  // of a wave and tile
-  // Entries of lists: of tiles from the one that is computed on to the last that is fetched.
+  static constexpr int kEntryBytes = kLookUps * tile::kWave * 4;  // per wave and tile
+  // Ring of list entries, from the tile being computed to the last one fetched.
   static constexpr bool kLists = Source::kLists;
-  static constexpr int kFetchAhead = kInLds ? kStages - 1 : 1;  // of their look-up
+  static constexpr int kFetchAhead = kInLds ? kStages - 1 : 1;  // tiles before their look-up
   static constexpr int kFetchedTiles = kStages + kLookAhead + kFetchAhead;
-  static constexpr int kFetchedBytes = tile::kWave * 4;  // of a wave and tile
+  static constexpr int kFetchedBytes = tile::kWave * 4;  // per wave and tile
   static constexpr int kPagesBytes = kInLds ? kStages * kWaves * kEntryBytes : 0;
   static constexpr int kLookUpBytes =
       kPagesBytes + (kLists ? kWaves * kFetchedTiles * kFetchedBytes : 0);
@@ -60,7 +60,7 @@ class KvStream {
     }
   }
 
-  // Of `tiles` > 0 tiles, the first: looks up where their rows lie, ...
+  // Looks up where the rows of the first of `tiles` > 0 tiles lie.
   MLA_DEVICE void look_up_first() {
     if constexpr (kLists) fetch_first();
     look_up(0);
@@ -69,8 +69,8 @@ class KvStream {
       for (int n = 1; n < kLookAhead; ++n) look_up(n);
     }
   }
-  // ... and starts as many of them as there are stages to spare, or the one that registers hold;
-  // with stages besides, the first then lies in its stage.
+  // Starts as many tiles as there are spare stages. With copies through registers it starts the one
+  // tile that they hold; if there are several stages, the first tile is then in its stage.
   MLA_DEVICE void start(int tiles) {
     if constexpr (Copies::kThroughRegisters) {
       issue(0);
@@ -90,18 +90,18 @@ class KvStream {
     });
   }
 
-  // What is done ahead for tile n, its look-up and what has to come before a later one.
+  // Work done ahead for tile n: its look-up, and the fetch that a later look-up needs.
   MLA_DEVICE void look_up_and_fetch(int n) {
     look_up(n);
     if constexpr (kLists) fetch(n + kFetchAhead);
   }
 
-  // The first place of tile n, and how many there are from it on.
+  // The first place of tile n, and the number of places from it to the end.
   MLA_DEVICE int first(int n) const { return source.begin + n * kTileKv; }
   MLA_DEVICE int left(int n) const { return source.end - first(n); }
 #if MLA_AMD
-  // Of a tile that has been looked up: bit i says whether the query row sees the entry of its place
-  // i. The same in every lane.
+  // Bit i says whether the query row sees the entry of place i of tile n. REQUIRES: the tile has
+  // been looked up. The same in every lane.
   using Bits = std::conditional_t<kTileKv == 64, uint64_t, uint32_t>;
   MLA_DEVICE Bits seen(int n) const {
     static_assert(kLists && (kTileKv == 64 || kTileKv == 32));
@@ -110,7 +110,7 @@ class KvStream {
   }
 #endif
 
-  // Looks up where this lane's rows of tile n lie. REQUIRES: places to look up.
+  // Looks up where this lane's rows of tile n lie. REQUIRES: the tile has places.
   MLA_DEVICE void look_up(int n) {
     lane = tile::lane_again();
     if constexpr (kInLds) {
@@ -121,7 +121,7 @@ class KvStream {
     }
   }
 
-  // Starts the copies of tile n, which is the next one that has been looked up.
+  // Starts the copies of tile n. REQUIRES: it was looked up last.
   MLA_DEVICE void issue(int n) {
     lane = tile::lane_again();
     const uint8_t* from[kLookUps];
@@ -138,7 +138,7 @@ class KvStream {
     const lds_t to = base(n % kStages);
     for_constants<kCopies>([&](auto index) {
       constexpr int kRow = index / kBlocks, kBlock = index % kBlocks;
-      // Lanes past the chunks of a half block copy its first ones again.
+      // Lanes past the chunks of a half block copy its first chunks again.
       const int place = chunk(kRow) & (Layout::chunks(kBlock) - 1);
       copies.template issue<index, offset(kRow, kBlock)>(
           to, lane, from[kRow] + (place * Layout::chunk_bytes(kBlock) + Layout::source(kBlock)));
@@ -153,7 +153,7 @@ class KvStream {
     }
   }
   MLA_DEVICE void close_stage() { copies.close_stage(); }
-  // Waits until all but the kYounger youngest tiles have landed, and what was looked up with them.
+  // Waits until all but the kYounger youngest tiles, and the look-ups made with them, have landed.
   template <int kYounger>
   MLA_DEVICE void wait() {
     copies.template wait<kYounger, kCopiesOfGroup>();
@@ -166,7 +166,8 @@ class KvStream {
     if constexpr (kLists) land_entry(n + kLookAhead + kFetchAhead);
   }
 
-  // Of `tiles`, while tile n is computed: writes the next to its stage and starts the one after.
+  // While tile n of `tiles` is computed: writes the next tile to its stage and starts the one after
+  // it.
   MLA_DEVICE void bring_next(int n, int tiles) {
     if (n + 1 < tiles) land(n + 1);
     if constexpr (kLists) copies.meet();
@@ -175,7 +176,7 @@ class KvStream {
   }
 
  private:
-  // Of this lane's row g of tile n; the last of all is that whose scale it copies.
+  // Position of this lane's row g of tile n. The last g is the row whose scale the lane copies.
   MLA_DEVICE int position(int n, int g) const {
     const int row = g < kCopyRows ? (g * kWaves + wave) * kRowsPerCopy + (lane >> 3)
                                   : (wave * tile::kWave + lane) % kTileKv;
@@ -186,7 +187,7 @@ class KvStream {
     }
   }
 
-  // --- Entries of lists, of tile n a lane each.
+  // --- Entries of lists: one lane holds one entry of tile n.
   MLA_DEVICE lds_t fetched_base(int n) const { return fetched + n % kFetchedTiles * kFetchedBytes; }
   MLA_DEVICE int entry(int n, int row) const {
     const float word = tile::load_float(fetched_base(n) + row * 4);
@@ -253,7 +254,7 @@ class KvStream {
       land_from<kIndex + 1>(to);
     }
   }
-  // Where copy (g, block) of a wave goes: a constant from where its first one does.
+  // Offset of copy (g, block) of a wave from its first copy; a constant.
   MLA_DEVICE static constexpr int offset(int g, int block) {
     return block * (kTileKv * 128) + g * kWaves * kRowsPerCopy * 128;
   }
@@ -273,7 +274,7 @@ class KvStream {
 
   const Source& source;
   lds_t stages, entries, fetched;
-  int wave, lane = 0;  // the latter is worked out where it is needed
+  int wave, lane = 0;  // the latter is recomputed where it is needed
   Copies copies;
   Found found[kInLds ? 1 : kLookUps];
   int held_entry = 0;

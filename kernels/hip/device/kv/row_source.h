@@ -1,5 +1,5 @@
-// Which KV rows a work item takes, and where they lie: the rows of its sequence by position, or
-// those that the index list of its query row names.
+// Which KV rows a work item takes, and where they lie. It takes the rows of its sequence by
+// position, or the rows that the index list of its query row names.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_ROW_SOURCE_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_ROW_SOURCE_H_
 
@@ -7,16 +7,16 @@
 
 namespace mla::kernels::hip {
 
-// A *place* is a position of the sequence, or an index in the part of the list that the item takes.
-// The *entry* of a place is the position that it stands for; an entry of a list may be none that
-// the query row sees, wherever it stands. Places from `end` on repeat the last one, so that masked
-// probabilities, which are zero, always meet values that exist. No entry leads outside of the
-// sequence: those that are not seen lead to its first row, whose values may be anything (see
-// hide_unseen_values).
+// A *place* is a position of the sequence, or an index in the item's part of the list. The *entry*
+// of a place is the position that it stands for. An entry of a list may be a position that the
+// query row does not see, anywhere in the list. Places from `end` on repeat the last one, so that
+// masked probabilities, which are zero, always meet values that exist. No entry leads outside of
+// the sequence: an unseen entry leads to the sequence's first row, whose values may be anything
+// (see hide_unseen_values).
 //
-// Of sparse attention an item has one query row, and sees all places whose entry that row sees:
-// Item::limit is not for it. Where a list is shorter than the plan assumes, `end` is where it ends;
-// an item may so be left without places (begin >= end).
+// In sparse attention an item has one query row, and a place is visible if that row sees its entry;
+// Item::limit does not apply. If a list is shorter than the plan assumes, `end` is the list's end,
+// and an item may have no places (begin >= end).
 template <AttentionKind kKind>
 class RowSource {
  public:
@@ -40,22 +40,23 @@ class RowSource {
   }
 
   MLA_DEVICE int place(int at) const { return at < end ? at : end - 1; }
-  // Of lists: where the word lies that makes the entry of a place, and that entry.
+  // With lists: the address of the word that gives a place's entry, and the entry made from that
+  // word.
   MLA_DEVICE const int32_t* entry_at(int at) const { return list + place(at); }
   MLA_DEVICE static int entry_of(int, int word) { return word; }
-  // REQUIRES begin < end, here and below.
+  // REQUIRES begin < end, also for the calls below.
   MLA_DEVICE int entry(int at) const {
     if constexpr (kLists) return *as_global<const int32_t>(entry_at(at));
     return place(at);
   }
-  // Whether the query row sees it. Of the rows of a sequence Item::limit says that.
+  // Returns true if the query row sees the entry. In dense attention Item::limit decides instead.
   MLA_DEVICE bool sees_entry(int of_place) const {
     return !kLists || static_cast<uint32_t>(of_place) < static_cast<uint32_t>(seen);
   }
   MLA_DEVICE int position_of(int of_place) const { return sees_entry(of_place) ? of_place : 0; }
   MLA_DEVICE const uint8_t* row_of(int of_place) const { return pages.row(position_of(of_place)); }
-  // The same step by step, of a position: where the page table names its page, what row of the page
-  // it is, and where that lies.
+  // The same look-up in steps, for a position: its page's address in the page table, its row inside
+  // the page, and the address of that row.
   MLA_DEVICE const uint32_t* table_at(int position) const {
     return pages.table + pages.place(position).page;
   }
@@ -64,10 +65,10 @@ class RowSource {
     return pages.address(granule, row_inside);
   }
 
-  // The same at once, for those who can wait for two or three loads in a row.
+  // The same look-up at once, for callers that can wait for two or three dependent loads.
   MLA_DEVICE const uint8_t* row(int at) const { return row_of(entry(at)); }
   MLA_DEVICE bool sees(int at) const { return at < end && sees_entry(entry(at)); }
-  // The rows of places first + of(0), first + of(1), ...
+  // Finds the rows of places first + of(0), first + of(1), ...
   template <int kCount, class Of>
   MLA_DEVICE void find(const uint8_t* (&rows)[kCount], int first, const Of& of) const {
 #pragma unroll

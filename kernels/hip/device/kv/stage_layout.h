@@ -1,14 +1,14 @@
 // How KV rows of a format lie in shared memory, a tile of kTileKv rows a stage.
 //
-//   column blocks   of 128 bytes a row, chunks of 16 exchanged by tile::swizzle. The latent values
-//                   first, as they lie in the row; the rotated ones begin a block of their own,
-//                   which they fill or whose first half they fill
-//   scales          of formats that have them in rows, fp32: of the first group of all rows, then
-//                   of the next
+//   column blocks   of 128 bytes a row, chunks of 16 permuted by tile::swizzle. The latent values
+//                   come first, in the order of the row; the rotated ones begin a new block and
+//                   fill it, or its first half
+//   scales          fp32, in formats that have them in rows: the first group's for all rows, then
+//                   the next group's
 //
-// Bytes are those of the pool, and rows are widened on their way from here to the products; but
-// rows of kFp8Page are widened on their way to here, all their values being keys and values: they
-// lie as those of bf16 do.
+// Rows keep the pool's bytes and are widened when products load them. Rows of kFp8Page are widened
+// before they are stored here, because all their elements serve both as keys and as values. They
+// have the layout of bf16 rows.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_STAGE_LAYOUT_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_STAGE_LAYOUT_H_
 
@@ -16,7 +16,7 @@
 
 namespace mla::kernels::hip {
 
-// C: kTileKv, kLora and kRope.
+// C provides kTileKv, kLora and kRope.
 template <KvFormat kFormat_, class C>
 struct StageLayout {
   static constexpr KvFormat kFormat = kFormat_;
@@ -39,7 +39,7 @@ struct StageLayout {
                 (C::kRope == 0 || kRopeBytes == 64 || kRopeBytes == 128));
 
   static constexpr bool kPageScales = false;
-  // Of a column block: its first byte in the row, and its chunks there, of chunk_bytes() each.
+  // For a column block: its first byte in the row, bytes of a chunk, and the number of its chunks.
   static constexpr int source(int block) {
     return block < kLatentBlocks ? block * 128 : kRow.rope_at;
   }
@@ -47,7 +47,7 @@ struct StageLayout {
   static constexpr int chunks(int block) { return block < kLatentBlocks ? 8 : kRopeBytes / 16; }
 };
 
-// C::kLora counts the rotated values too.
+// C::kLora includes the rotated values.
 template <class C>
 struct StageLayout<KvFormat::kFp8Page, C> : StageLayout<KvFormat::kBf16, C> {
   using Base = StageLayout<KvFormat::kBf16, C>;

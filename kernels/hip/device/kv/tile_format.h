@@ -1,14 +1,14 @@
-// How a wave of absorbed attention takes its operands out of a tile of KV rows, by the format of
-// the rows: which depth each step of the scores has, keys and values of a tile in shared memory,
-// and values that no row may see.
+// How a wave of absorbed attention reads its operands from a tile of KV rows in shared memory, by
+// the format of the rows: the depth of each step of the scores, the keys and values, and the hiding
+// of unseen values.
 //
-//   Keys     reads [0, kReads) of the wave's columns of scores. A read is of one fragment and makes
+//   Keys     reads [0, kReads) of the wave's columns of scores. A read takes one fragment and makes
 //            the operands of products(n) steps
-//   Values   reads [0, kReads) of the wave's columns of outputs: of one step and fragments(n)
-//            fragments, in the order of groups of columns that share a scale, then of steps
+//   Values   reads [0, kReads) of the wave's columns of outputs, each of one step and fragments(n)
+//            fragments, ordered by groups of columns that share a scale, then by steps
 //
-// `kExact`: scales are multiplied in fp32 and the product is rounded, as the format says; else they
-// are powers of two (Keys::odd) and cost little or nothing.
+// With `kExact`, scales are multiplied in fp32 and the product is rounded, as the format demands.
+// Otherwise scales are powers of two (Keys::odd) and cost little or nothing.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_TILE_FORMAT_H_
 
@@ -17,10 +17,10 @@
 
 namespace mla::kernels::hip {
 
-// C: of AttendConfig; W: tile::Wave.
+// C is an AttendConfig, W is tile::Wave.
 template <class C, class W>
 struct TileShape {
-  static constexpr int kWaveCols = C::kTileKv / C::kColWaves;  // of a tile's scores
+  static constexpr int kWaveCols = C::kTileKv / C::kColWaves;  // columns of a tile's scores
   static constexpr int kScoreFragments = kWaveCols / W::kScoreCols;
   static constexpr int kScoreSteps = (C::kLora + C::kRope) / W::kDepth;
   static constexpr int kOutFragments = C::kLora / C::kColWaves / W::kOutCols;
@@ -29,18 +29,18 @@ struct TileShape {
   static_assert(kOutFragments * C::kColWaves * W::kOutCols == C::kLora);
 };
 
-// Rows that lie in shared memory as bf16, which products take as they are.
+// Rows that lie in shared memory as bf16; products use them unchanged.
 template <class C, class OfWave, KvFormat kFormat = KvFormat::kBf16>
 struct Bf16Format {
   using W = OfWave;
   using Layout = StageLayout<kFormat, C>;
   using Shape = TileShape<C, W>;
-  using Copies = tile::Copies;           // that bring tiles
+  using Copies = tile::Copies;           // copies that bring tiles
   static constexpr bool kCodes = false;  // products are of 8 bits
-  struct Rounded {};                     // what a wave keeps of its rows for these
+  struct Rounded {};                     // per-row state for 8-bit products
   using lds_t = tile::lds_t;
 
-  // Which depth a step has: Order::depth(step, group) is the first of the eight values of a lane.
+  // Depth of a step: Order::depth(step, group) is the first of the eight values of a lane.
   using Order = PlainOrder<W>;
   template <int kRows>
   MLA_DEVICE static void load_q(typename W::Q& q, lds_t tile, int row0, int step, int lane) {
@@ -73,9 +73,10 @@ struct Bf16Format {
 
   struct Values {
     using Raw = typename W::V;
-    static constexpr bool kScalesP = false;  // probabilities are multiplied, not values
+    static constexpr bool kScalesP = false;  // true: scales are multiplied into probabilities, not
+                                             // values
     static constexpr int kReads = Shape::kPvSteps * Shape::kOutFragments;
-    static constexpr int kGroupReads = kReads;  // that share scales
+    static constexpr int kGroupReads = kReads;  // reads that share scales
     static constexpr int group(int) { return 0; }
     static constexpr int step(int n) { return n / Shape::kOutFragments; }
     static constexpr int fragments(int) { return 1; }
@@ -100,17 +101,18 @@ struct Bf16Format {
   }
 };
 
-// What rows of eight bits share on all architectures.
+// Code for rows of 8-bit values that all architectures share.
 template <class Layout>
 struct Fp8Rows {
   using lds_t = tile::lds_t;
   static constexpr int kTileKv = Layout::kTileKv;
 
-  // Where the scales of row `row` in group `group` lie; those of the next rows follow.
+  // Address of the scale of row `row` in group `group`; the scales of the next rows follow it.
   MLA_DEVICE static lds_t scale_at(lds_t tile, int group, int row) {
     return tile + Layout::kScalesAt + (group * kTileKv + row) * 4;
   }
-  // Whether some of `kCount` scales is no power of two within the bounds of what is stored.
+  // Returns true if some of `kCount` scales is not a power of two within the bounds of stored
+  // scales.
   template <int kCount>
   MLA_DEVICE static bool odd(const float (&scales)[kCount]) {
     uint32_t all = 0, least = ~0u, most = 0;
@@ -123,7 +125,7 @@ struct Fp8Rows {
     }
     return (all & 0x807fffffu) != 0 || least < 0x00800000u || most > kLargestScaleBits;
   }
-  // As hide_unseen_values. Scales that stand for NaN go with the codes that do.
+  // As hide_unseen_values. Also clears scales that stand for NaN.
   template <int kThreads>
   MLA_DEVICE static void hide_unseen(lds_t tile_base, int first_row, int thread) {
     constexpr int kChunks = Layout::kLatentBytes / 16;

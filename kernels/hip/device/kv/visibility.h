@@ -1,5 +1,5 @@
-// Which keys of a tile the packed rows of a wave see: those up to a row's own position, or those
-// that the index list or the window of the item's query row names.
+// Which keys of a tile the packed rows of a wave see: keys up to a row's own position, or keys that
+// the index list or window of the item's query row names.
 #ifndef MLA_KERNELS_HIP_DEVICE_KV_VISIBILITY_H_
 #define MLA_KERNELS_HIP_DEVICE_KV_VISIBILITY_H_
 
@@ -7,12 +7,12 @@
 
 namespace mla::kernels::hip {
 
-// Of one item and wave; of_tile() goes from tile to tile. `word(slot, column)`: bit c stands for
-// the key `column` + c of the tile, c < 32, and is set where the row of that slot sees it.
+// Visibility for one item and wave; of_tile() moves it from tile to tile. `word(slot, column)` has
+// bit c set if the row of that slot sees key `column` + c of the tile, c < 32.
 template <AttentionKind kKind, class C, class W>
 class Visibility {
  public:
-  // `first_row`: of the wave, among the packed rows of the item.
+  // `first_row` is the wave's first packed row in the item.
   MLA_DEVICE void begin(const Item& item, int first_row, int lane) {
 #pragma unroll
     for (int s = 0; s < W::kSlots; ++s) {
@@ -31,9 +31,9 @@ class Visibility {
   template <class Stream>
   MLA_DEVICE void look_ahead(const Stream&, int) {}
 
-  // Whether some packed row does not see some key of the tile, ...
+  // Returns true if some packed row does not see some key of the tile.
   MLA_DEVICE bool masked() const { return first + C::kTileKv > unmasked_end; }
-  // ... whether values are there that only some of them see, and from which key of the tile on.
+  // Returns true if only some packed rows see the values from key first_hidden() of the tile on.
   MLA_DEVICE bool hides_values() const { return masked() && ragged; }
   MLA_DEVICE int first_hidden() const { return unmasked_end - first; }
   MLA_DEVICE uint32_t word(int slot, int column) const {
@@ -44,12 +44,13 @@ class Visibility {
 
  private:
   int limit[W::kSlots];
-  int first;             // of the tile
+  int first;             // first place of the tile
   int unmasked_end = 0;  // kv rows below it are seen by all packed rows
   bool ragged = false;   // some packed rows do not see all kv rows of the item
 };
 
-// Of entries, which the source of rows says of each whether the item's query row sees it.
+// Visibility of list entries: the source of rows says for each whether the item's query row sees
+// it.
 template <class C, class W, bool kHidesValues>
 class ListVisibility {
  public:
@@ -60,7 +61,7 @@ class ListVisibility {
     entries = n == 0 ? kv.seen(0) : next;
     left = kv.left(n);
   }
-  // Entries are looked at while products run, a tile early.
+  // Entries of the next tile are checked while products of this tile run.
   template <class Stream>
   MLA_DEVICE void look_ahead(const Stream& kv, int n) {
     next = kv.seen(n);
@@ -77,18 +78,18 @@ class ListVisibility {
   using Bits = std::conditional_t<C::kTileKv == 64, uint64_t, uint32_t>;
   static constexpr Bits kAll = ~Bits{0};
   int left;      // places from the first of this tile on
-  Bits entries;  // of this tile, that the row sees
-  Bits next;     // of the next tile
+  Bits entries;  // seen entries of this tile
+  Bits next;     // seen entries of the next tile
 };
 template <class C, class W>
 class Visibility<AttentionKind::kSparse, C, W> : public ListVisibility<C, W, true> {};
-// What is not seen of a window leads to a row that is.
+// Unseen entries of a window lead to a row that is seen, so no values need hiding.
 template <class C, class W>
 class Visibility<AttentionKind::kWindow, C, W> : public ListVisibility<C, W, false> {};
 
-// Scores of keys that a row does not see become -inf; the wave's begin with the tile's key
+// Sets scores of keys that a row does not see to -inf; the wave's scores begin with the tile's key
 // `first_column`. Bit c of a row's word stands for the column score_col(0, i) = c further than the
-// lane's first, Format::score_col(lane, i) being that much more than score_col(lane, 0).
+// lane's first. Format::score_col(lane, i) exceeds score_col(lane, 0) by the same distance.
 template <class Format, class Visible, class Scores, int kFragments>
 MLA_DEVICE void hide_unseen_scores(const Visible& visible, int first_column,
                                    Scores (&s)[kFragments]) {

@@ -7,10 +7,10 @@
 
 namespace mla::kernels::hip {
 
-// Places are those of the window first, from the oldest row on, then the entries: all that are
-// whole, or those of the query row's list. The *entry* of a place, as RowSource has it, is a number
-// >= 0 for a compressed entry, the complement of a position for a row, and kNone for what a list
-// names that is no entry which the query row sees; that leads to the query row's own KV row.
+// Places count the rows of the window first, oldest first, then the entries: all complete ones, or
+// those of the query row's list. The *entry* of a place (see RowSource) is a number >= 0 for a
+// compressed entry, the complement of a position for a row, and kNone if a list names an entry that
+// the query row does not see. kNone leads to the query row's own KV row.
 template <>
 class RowSource<AttentionKind::kWindow> {
  public:
@@ -35,7 +35,7 @@ class RowSource<AttentionKind::kWindow> {
     if (seen <= 0 || end < 0) end = 0;
   }
 
-  // REQUIRES begin < end, here and below.
+  // REQUIRES begin < end, also for the calls below.
   MLA_DEVICE int entry(int at) const {
     const int place = place_of(at);
     if (place < held) return ~(seen - held + place);
@@ -43,8 +43,8 @@ class RowSource<AttentionKind::kWindow> {
     return visible(memory.listed() ? as_global<const int32_t>(memory.list())[of_list] : of_list);
   }
   MLA_DEVICE static bool sees_entry(int of_place) { return of_place != kNone; }
-  // The entry of a place from the word that lies at entry_at(), which may be any where no list
-  // names the entry.
+  // The address of the word that gives a place's entry, and the entry made from that word. The word
+  // may have any value if no list names the entry.
   MLA_DEVICE const int32_t* entry_at(int at) const {
     const int32_t* const of_any = reinterpret_cast<const int32_t*>(memory.rows().table);
     const int32_t* const of_row = memory.list();
@@ -57,12 +57,12 @@ class RowSource<AttentionKind::kWindow> {
     return place < held ? ~(seen - held + place) : numbered;
   }
 
-  // A *position*: of an entry its number, of a row the complement of what RowSource has.
+  // A *position* is the number of an entry, or for a row the complement of RowSource's position.
   MLA_DEVICE int position_of(int of_place) const {
     return sees_entry(of_place) ? of_place : ~(seen - 1);
   }
 
-  // Where a row or an entry lies, and its exponents where the format keeps them behind the page's
+  // Address of a row or an entry, and of its exponents if the format keeps them after the page's
   // rows.
   MLA_DEVICE const uint8_t* row_of(int of_place, const uint8_t*& exponents) const {
     const bool is_entry = of_place >= 0;
@@ -77,7 +77,7 @@ class RowSource<AttentionKind::kWindow> {
     const uint8_t* exponents;
     return row_of(of_place, exponents);
   }
-  // The same step by step, as RowSource has it; inside() of a row is a complement too.
+  // The same look-up in steps, as in RowSource; inside() is a complement for rows, too.
   MLA_DEVICE const uint32_t* table_at(int position) const {
     const PagedRows rows = memory.rows(), entries = memory.entries();
     const int of_rows = rows.place(~position).page, of_entries = entries.place(position).page;
@@ -108,9 +108,9 @@ class RowSource<AttentionKind::kWindow> {
 
  private:
   static constexpr int kNone = static_cast<int>(0x80000000u);
-  static constexpr int kExponentBytes = kPageScalesMultiple;  // of a row, in KvFormat::kFp8Page
+  static constexpr int kExponentBytes = kPageScalesMultiple;  // per row, in KvFormat::kFp8Page
 
-  // Where things lie: pages of rows and of entries, and the list.
+  // Addresses of the pages of rows and of entries, and of the list.
   class Memory {
    public:
     MLA_DEVICE Memory(const AttendArgs& args, const Item& item)
@@ -120,7 +120,7 @@ class RowSource<AttentionKind::kWindow> {
           window(as_record(args.windows + item.work.segment)) {
 #if MLA_AMD
       put(read(*segment, segment->page_size), 0);
-      // Where there are no entries their pages have no size.
+      // Without entries, page_size of their pages may be 0, so 1 is used.
       put(read(*window, window->ratio > 0 ? window->page_size : 1), kWords);
 #endif
     }
@@ -148,8 +148,8 @@ class RowSource<AttentionKind::kWindow> {
                        kPageGranuleBytes);
     }
 #if MLA_AMD
-    // Loads of records would be waited for in every turn, and for scalar registers there are too
-    // many: lane i of one register holds word i.
+    // Loads of records would be waited for in every iteration, and there are too many words for
+    // scalar registers. So lane i of one register holds word i.
     static constexpr int kWords = 6, kListAt = 2 * kWords;
     MLA_DEVICE void put(const PagedRows& pages, int first) {
       put(pages.table, first);
@@ -194,11 +194,11 @@ class RowSource<AttentionKind::kWindow> {
   }
 
   Memory memory;
-  int seen, whole, held;  // positions that it sees, entries, rows of the window
-  int first;              // place that the item begins with
+  int seen, whole, held;  // positions seen by the row, complete entries, rows of the window
+  int first;              // place at which the item begins
 };
 
-// By how much the sink of a head, if there is one, makes an output smaller.
+// Factor by which a head's sink scales an output; 1 if the head has no sink.
 MLA_DEVICE float sink_factor(const WindowRecord& window, int head, float lse) {
   if (window.sinks == nullptr) return 1.0f;
   return sink_factor(as_global<const float>(window.sinks)[head], lse);

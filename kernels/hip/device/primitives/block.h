@@ -9,7 +9,7 @@ namespace mla::kernels::hip {
 inline constexpr int kSmallThreads = 256;
 inline constexpr int kSmallWaves = kSmallThreads / tile::kWave;
 
-// Index i with first[i] <= x < first[i + 1].
+// Returns i with first[i] <= x < first[i + 1].
 MLA_DEVICE int find_range(const int32_t* first, int count, int x) {
   int low = 0, high = count;
   while (high - low > 1) {
@@ -23,17 +23,17 @@ MLA_DEVICE int find_range(const int32_t* first, int count, int x) {
   return low;
 }
 
-// Of an indexer's logit: the larger, the better; those of kernels::SelectRank.
+// Rank of an indexer's logit: the larger, the better. Equals the rank in kernels::SelectRank.
 MLA_DEVICE uint32_t index_rank(float logit) {
   const float same = logit + 0.0f;  // zeros of either sign are equal
   const uint32_t bits = same != same ? 0x7fffffffu : float_to_bits(same);
   return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// One block. All three are alike in their alignment to kWords words.
+// Copies by one block. Both addresses and `bytes` are equally aligned, to kWords words.
 template <int kWords>
 MLA_DEVICE void move_words(uint8_t* to, const uint8_t* from, int bytes) {
-  constexpr int kAhead = 4;  // loads on their way at a time
+  constexpr int kAhead = 4;  // loads in flight at a time
   constexpr int kStep = kSmallThreads * kWords * 4;
   for (int at = thread_index() * kWords * 4; at < bytes; at += kAhead * kStep) {
     uint32_t words[kAhead][kWords] = {};
@@ -48,7 +48,7 @@ MLA_DEVICE void move_words(uint8_t* to, const uint8_t* from, int bytes) {
   }
 }
 
-// One block. `from` null: zeros.
+// Copies by one block. `from` null: stores zeros.
 MLA_DEVICE void move_bytes(uint8_t* to, const uint8_t* from, int bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
                     static_cast<uintptr_t>(bytes);
@@ -76,7 +76,7 @@ MLA_DEVICE float wave_sum(float x) {
   return x;
 }
 
-// By how much a sink makes an output smaller whose log-sum-exp, without it, is `lse`.
+// Factor by which a sink scales an output whose log-sum-exp, without the sink, is `lse`.
 MLA_DEVICE float sink_factor(float sink, float lse) {
   return lse == negative_infinity() ? 1.0f : 1.0f / (1.0f + exp2_fast((sink - lse) * kLog2e));
 }

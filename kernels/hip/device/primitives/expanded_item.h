@@ -7,7 +7,7 @@
 
 namespace mla::kernels::hip {
 
-// What the helpers of item.h want to know of any attention launch.
+// The fields that the helpers of item.h read in any attention launch.
 MLA_DEVICE AttendArgs results_of(const ExpandedArgs& args) {
   AttendArgs a = {};
   a.segments = args.segments;
@@ -27,8 +27,8 @@ MLA_DEVICE Item as_item(const ExpandedArgs& args, const ExpandedItem& e) {
   return item;
 }
 
-// Whether some query row of the item sees so few keys that values and probabilities are multiplied
-// with their rests. All of those keys are in its first tile of kExpandedRows.
+// Returns true if some query row of the item sees so few keys that values and probabilities are
+// multiplied with their rests. All of those keys are in the item's first tile of kExpandedRows.
 MLA_DEVICE bool sees_few(const Item& item) {
   return item.work.kv_begin == 0 && item.limit(0) <= kFewKeys;
 }

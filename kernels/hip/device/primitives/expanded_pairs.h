@@ -1,4 +1,4 @@
-// Walking the pairs (tile of context rows, head) of an up-projection.
+// Walks the pairs (tile of context rows, head) of an up-projection.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_EXPANDED_PAIRS_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_EXPANDED_PAIRS_H_
 
@@ -7,7 +7,8 @@
 
 namespace mla::kernels::hip {
 
-// The pairs of one block, in order. Roles of a block walk copies of it in step.
+// The pairs of one block, in order. Each role of a block walks its own copy in step with the
+// others.
 template <ExpandedDims kDims>
 class ExpandPairs {
  public:
@@ -18,9 +19,9 @@ class ExpandPairs {
   }
 
   MLA_DEVICE bool done() const { return pair >= end; }
-  // Whether the tile of rows is another than that of the pair before.
+  // Returns true if the previous pair had another tile of rows.
   MLA_DEVICE bool fresh_tile() const { return fresh; }
-  // Whether the tile of rows is another in the pair after, or there is none.
+  // Returns true if the next pair has another tile of rows or does not exist.
   MLA_DEVICE bool last_of_tile() const { return pair + 1 >= end || head + 1 >= current().heads; }
   MLA_DEVICE void next() {
     ++pair;
@@ -33,7 +34,7 @@ class ExpandPairs {
     head = 0;
     fresh = true;
     if (!first_tiles && ++tile * kExpandedRows < current().padded_rows) return;
-    do {  // expansions of one tile are not in the list of later tiles
+    do {  // the list of later tiles has no pairs of one-tile expansions
       enter(index + 1);
     } while (!first_tiles && apart() && current().padded_rows == kExpandedRows);
   }
@@ -53,19 +54,20 @@ class ExpandPairs {
     return PagedRows(args.page_tables, r.page_table, args.pool, r.layer_offset, r.row_stride,
                      r.page_size, args.granule_bytes);
   }
-  // Row `row` of the tile as a position of the segment; rows past the expansion's repeat its last.
+  // Position in the segment of row `row` of the tile. Rows past the expansion's end repeat its last
+  // row.
   MLA_DEVICE int position(int row) const {
     const int inside = tile * kExpandedRows + row;
     return current().kv_begin + (inside < current().rows ? inside : current().rows - 1);
   }
-  // Rows of the tile that exist, or more than a tile has.
+  // Rows of the tile that exist; may exceed a tile.
   MLA_DEVICE int existing_rows() const { return current().rows - tile * kExpandedRows; }
   MLA_DEVICE bool exists(int row) const { return row < existing_rows(); }
-  // Of the tile's first row in panel `panel` of the pair's head.
+  // Address of the tile's first row in a panel of the pair's head.
   MLA_DEVICE uint8_t* panel(int panel_index) const {
     return head_at(head) + tile * (kExpandedRows * kPanelRowBytes) + panel_index * panel_bytes();
   }
-  // Of the rests of the values; null where they are not kept.
+  // Address of the values' rests, or null if the tile has none.
   MLA_DEVICE uint8_t* rest_panel(int panel_index) const {
     if (current().kv_begin > 0 || tile > 0) return nullptr;
     return head_at(head) + kDims.panels() * panel_bytes() + panel_index * kRestPanelBytes;
@@ -85,9 +87,9 @@ class ExpandPairs {
     return args.workspace + current().base +
            index_in_expansion * kDims.head_bytes(current().padded_rows);
   }
-  // Whether the first tiles' pairs are in a list of their own.
+  // Returns true if pairs of first tiles have a list of their own.
   MLA_DEVICE bool apart() const { return args.first_tile_pairs > 0; }
-  // This block's part of the first tiles' pairs, or of the others'.
+  // Begins this block's part of one of the two lists.
   MLA_DEVICE void begin_list(bool of_first_tiles) {
     first_tiles = of_first_tiles;
     fresh = true;
@@ -122,8 +124,8 @@ class ExpandPairs {
     tile = !first_tiles && apart() ? 1 : 0;
   }
 
-  // Scalar registers are few on AMD, so the expansion stays in memory; elsewhere its fields are
-  // held.
+  // AMD has few scalar registers, so the expansion stays in memory there. Elsewhere its fields are
+  // kept in registers.
 #if MLA_AMD
   MLA_DEVICE const Expansion& current() const { return *expansion; }
   const Expansion* expansion = nullptr;
@@ -136,14 +138,14 @@ class ExpandPairs {
   bool fresh = true, first_tiles = false;
 };
 
-// Two packed values; those that are not finite become zero (expanded_args.h).
+// Returns two packed values with non-finite ones set to zero (expanded_args.h).
 MLA_DEVICE uint32_t only_finite(uint32_t pair) {
   const uint32_t low = (pair & 0x7f80u) == 0x7f80u ? 0xffffu : 0u;
   const uint32_t high = (pair & 0x7f800000u) == 0x7f800000u ? 0xffff0000u : 0u;
   return pair & ~(low | high);
 }
 
-// What rounding to bf16 took from two values; 0 where that is not finite.
+// Rounding remainders of two values after rounding to bf16; 0 for a value that is not finite.
 MLA_DEVICE uint32_t rest_of(float low, float high) {
   const uint32_t rounded = pack_bf16(low, high);
   return only_finite(
@@ -153,7 +155,7 @@ MLA_DEVICE uint32_t rest_of(float low, float high) {
 // 16-byte chunks of the rotated part of a pair's rows.
 inline constexpr int kRotatedChunks = kExpandedRows * kPanelRowBytes / 16;
 
-// Copies one of them, codes as the numbers that they are without the layer's scale.
+// Copies one of these chunks. Codes are widened without the layer's scale.
 template <KvFormat kFormat, ExpandedDims kDims>
 MLA_DEVICE void copy_rotated_chunk(const ExpandPairs<kDims>& pairs, const PagedRows& pages,
                                    int index) {
@@ -177,7 +179,7 @@ MLA_DEVICE void copy_rotated_chunk(const ExpandPairs<kDims>& pairs, const PagedR
   }
   store_words(pairs.rotated() + row * kPanelRowBytes + ((chunk ^ tile::swizzle(row)) << 4), words);
 }
-// Copies all of them; `thread` of `threads` takes its share.
+// Copies all chunks; `thread` of `threads` takes its share.
 template <KvFormat kFormat, ExpandedDims kDims>
 MLA_DEVICE void copy_rotated(const ExpandPairs<kDims>& pairs, int thread, int threads) {
   const PagedRows pages = pairs.pages();

@@ -6,7 +6,7 @@
 
 namespace mla::kernels::hip {
 
-// One work item as seen by a block: packed rows [first, first + rows) of it.
+// One work item as seen by a block: packed rows [first, first + rows) of the item.
 struct Item {
   WorkInfo work;
   MLA_RECORD const SegmentRecord* segment;
@@ -25,8 +25,8 @@ struct Item {
   }
 };
 
-// Packed rows of work item `index` that share `share` of its unit takes, kRows a share. A share may
-// be left without rows.
+// Returns the packed rows of work item `index` that share `share` of its unit takes, kRows a share.
+// A share may have no rows.
 template <int kRows>
 MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
   Item item;
@@ -41,7 +41,7 @@ MLA_DEVICE Item load_item(const AttendArgs& args, int index, int share) {
 }
 
 // Calls `body` with item, index and share for each work item of this block's unit in which the
-// block has rows. With `first` and `step`: of the unit's items only first, first + step, ...
+// block has rows. `first` and `step` restrict it to the unit's items first, first + step, ...
 template <int kRows, class Body>
 MLA_DEVICE void for_each_indexed_item(const AttendArgs& args, const Body& body, int first = 0,
                                       int step = 1) {
@@ -63,7 +63,7 @@ MLA_DEVICE void for_each_item(const Args& args, const Body& body) {
   for_each_indexed_item<kRows>(args, [&body](const Item& item, int, int) { body(item); });
 }
 
-// Where the results of packed row p go: a partial tile, or the segment's own output.
+// Address of the results of packed row p: in a partial tile, or in the segment's own output.
 struct RowTarget {
   void* base;
   int64_t index;
@@ -89,7 +89,7 @@ struct RowTarget {
   }
 };
 
-// Whether runs of `count` results of the item can be stored at once.
+// Returns true if runs of `count` results of the item can be stored at once.
 template <class Args>
 MLA_DEVICE bool aligned_results(const Args& args, const Item& item, int count) {
   MLA_RECORD const SegmentRecord& r = *item.segment;
@@ -98,8 +98,9 @@ MLA_DEVICE bool aligned_results(const Args& args, const Item& item, int count) {
          aligned_to(r.o, r.o_row_stride, r.o_head_stride, bytes, bytes * count);
 }
 
-// What a row's statistics (maximum of the logits times log2(e), sum of exponentials) come to. A row
-// without keys is told by its sum, not its maximum: logits that are all NaN leave that at -inf too.
+// Final scale and LSE of a row, from its maximum of logits times log2(e) and its sum of
+// exponentials. A row without keys is recognised by its sum, because logits that are all NaN leave
+// the maximum at -inf too.
 struct RowScale {
   float inverse, lse;
   bool empty;
@@ -110,10 +111,10 @@ struct RowScale {
   }
 };
 
-// Values of rows that only some packed rows see meet probabilities that are zero, but zero times
-// NaN is NaN. Where such a value is not finite, a packed row that sees it has no finite logit
-// either, so its probability carries the NaN and the value itself can go. Rows [first_row, kTileKv)
-// of a tile, by kThreads threads of which the caller is number `thread`.
+// Zeroes values that are not finite in rows [first_row, kTileKv) of a tile, because a masked
+// probability is zero and zero times NaN is NaN. A packed row that sees such a value has no finite
+// logit for it, so its probability carries the NaN already. kThreads threads share the work; the
+// caller is number `thread`.
 template <class C, int kThreads>
 MLA_DEVICE void hide_unseen_values(tile::lds_t tile_base, int first_row, int thread) {
   constexpr int kChunks = C::kLora / 8;

@@ -7,27 +7,27 @@
 
 namespace mla::kernels::hip {
 
-// What the 8-bit floats of pools on this architecture are; ArchTraits::fp8.
+// Kind of the 8-bit floats of pools on this architecture; equals ArchTraits::fp8.
 inline constexpr Fp8Kind kPoolFp8 = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
 
-// The largest scale of a row that stands for a number, as bits.
+// Largest valid scale of a row, as bits.
 inline constexpr uint32_t kLargestScaleBits = __builtin_bit_cast(
     uint32_t, kernels::kLargestKvScale*(kPoolFp8 == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f));
-// kernels::KvScale without a comparison, whose result would take scalar registers.
+// As kernels::KvScale, but without a comparison, whose result would take scalar registers.
 MLA_DEVICE float stored_scale(float scale) {
   const uint32_t bits = float_to_bits(scale);
   const uint32_t bounded = bits < kLargestScaleBits + 1 ? bits : kLargestScaleBits + 1;
   return bits_to_float(bits | (0u - ((kLargestScaleBits - bounded) >> 31)));
 }
 
-// Where the rows of one sequence at one layer lie. All arithmetic that can pass 2 GiB is 64-bit.
+// Where the rows of one sequence at one layer lie. Arithmetic that can exceed 2 GiB is 64-bit.
 struct PagedRows {
   const uint32_t* table;
   const uint8_t* base;  // pool + layer offset
   int64_t row_stride;
   int64_t granule_bytes;
   int page_size;
-  int shift;  // log2(page_size), or -1 when it is no power of two
+  int shift;  // log2(page_size), or -1 if it is not a power of two
 
   MLA_DEVICE PagedRows(const uint32_t* page_tables, int64_t first_entry, const uint8_t* pool,
                        int64_t layer_offset, int64_t row_stride_bytes, int page_rows,
@@ -39,12 +39,12 @@ struct PagedRows {
         page_size(page_rows),
         shift((page_rows & (page_rows - 1)) == 0 ? 31 - leading_zeros(page_rows) : -1) {}
 
-  // Where a row lies: the entry of its page in the table, and its row inside that page.
+  // Where a row lies: index of its page in the table, and its row inside that page.
   struct Place {
     int page, inside;
   };
   MLA_DEVICE Place place(int position) const {
-    // The report is on powers of two; with other page sizes every turn of a loop divides.
+    // The resource report covers powers of two; with other page sizes every loop iteration divides.
     if (shift >= 0) return Place{position >> shift, position & (page_size - 1)};
     exclude_from_report_begin();
     const int page = position / page_size;
@@ -63,7 +63,8 @@ struct PagedRows {
   }
 };
 
-// Eight consecutive elements from `index` on as bf16. `aligned`: the address is a multiple of 16.
+// Loads eight consecutive elements from `index` on as bf16. `aligned`: the address is a multiple of
+// 16.
 MLA_DEVICE Chunk load_chunk(const void* base, int64_t index, bool is_f32, bool aligned) {
   Chunk c;
   if (is_f32) {
@@ -82,7 +83,7 @@ MLA_DEVICE Chunk load_chunk(const void* base, int64_t index, bool is_f32, bool a
   return c;
 }
 
-// Bits of eight consecutive floats. `aligned`: the address is a multiple of 16.
+// Loads the bits of eight consecutive floats. `aligned`: the address is a multiple of 16.
 MLA_DEVICE void load_floats(uint32_t (&out)[8], const void* from, bool aligned) {
   const auto* p = as_global<const float>(from);
   if (aligned) {
@@ -106,7 +107,7 @@ MLA_DEVICE bool aligned_to(const void* base, int64_t stride_a, int64_t stride_b,
   return (bits & (bytes - 1)) == 0;
 }
 
-// `kCount` (2 or 4) consecutive results from `index` on. `aligned`: to kCount elements.
+// Stores `kCount` (2 or 4) consecutive results from `index` on. `aligned`: to kCount elements.
 template <int kCount>
 MLA_DEVICE void store_run(void* base, int64_t index, const float (&x)[kCount], bool is_f32,
                           bool aligned) {
@@ -135,8 +136,8 @@ MLA_DEVICE void store_run(void* base, int64_t index, const float (&x)[kCount], b
   for (int i = 0; i < kCount; ++i) p[i] = to_bf16(x[i]);
 }
 
-// Words c to c + 3 of a row in the order of AttendVariant::exchanged_partials, to the columns that
-// they are. `aligned`: to four elements.
+// Stores words c to c + 3 of a row in the order of AttendVariant::exchanged_partials, at their true
+// columns. `aligned`: to four elements.
 MLA_DEVICE void store_exchanged(void* row, int c, const float (&x)[4], bool is_f32, bool aligned) {
   const int first = (c & ~15) + (c & 15) / 2;
 #pragma unroll

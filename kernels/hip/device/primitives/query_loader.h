@@ -1,4 +1,4 @@
-// Queries of a work item on their way from the caller's tensor.
+// Loads the queries of a work item from the caller's tensor.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_QUERY_LOADER_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_QUERY_LOADER_H_
 
@@ -6,8 +6,8 @@
 
 namespace mla::kernels::hip {
 
-// By packed rows, in chunks of eight elements. Rows past the item's take its first: their results
-// are dropped.
+// Addresses queries by packed row, in chunks of eight elements. Rows past the item's end load its
+// first row; their results are dropped.
 struct QueryLoader {
   const Item& item;
   bool aligned;  // chunks lie at multiples of 16 bytes
@@ -24,7 +24,7 @@ struct QueryLoader {
            item.head(source) * r.q_head_stride;
   }
 
-  // Starts the copy of a chunk into shared memory; it is complete with the copy stage that is
+  // Starts the copy of a chunk into shared memory. It is complete with the copy stage that is
   // closed next.
   template <bool kAligned>
   MLA_DEVICE static void copy(tile::lds_t to, const uint16_t* from) {
@@ -34,7 +34,7 @@ struct QueryLoader {
       tile::store_chunk(to, load_chunk(from, 0, false, false));
     }
   }
-  // Of a shared tile of kRows rows, by kWaves waves.
+  // Copies a shared tile of kRows rows, by kWaves waves.
   template <int kRows, int kDim, int kWaves>
   MLA_DEVICE void copy_tile(tile::lds_t tile_base, int wave, int lane) const {
     for (int p = wave; p < kRows; p += kWaves) {
@@ -50,8 +50,8 @@ struct QueryLoader {
     }
   }
 
-  // Queries of the wave that holds packed rows from `first_row` on straight into registers, in W's
-  // layout. Order::depth(step, group) is the first of the eight values that a lane of the group
+  // Loads the queries of the wave's packed rows, from `first_row` on, straight into registers in
+  // W's layout. Order::depth(step, group) is the first of the eight values that a lane of the group
   // takes.
   template <class W, class Order, int kSteps>
   MLA_DEVICE void load(int first_row, int lane, typename W::Q (&queries)[kSteps]) const {
@@ -76,7 +76,7 @@ struct QueryLoader {
   }
 };
 
-// The depth as it lies in memory.
+// Depths in the order of memory.
 template <class W>
 struct PlainOrder {
   MLA_DEVICE static constexpr int depth(int step, int group) {

@@ -1,4 +1,4 @@
-// Results of a wave's packed rows on their way out of its registers.
+// Stores the results of a wave's packed rows.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_ROW_WRITER_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_ROW_WRITER_H_
 
@@ -11,8 +11,8 @@ template <class W, int kFragments, class Args = AttendArgs>
 struct RowWriter {
   const Args& args;
   const Item& item;
-  int columns;         // of a row
-  int first_fragment;  // of this wave
+  int columns;         // outputs a row
+  int first_fragment;  // first fragment of this wave
 
   MLA_DEVICE RowWriter(const Args& attend, const Item& of, int row_columns, int fragment)
       : args(attend), item(of), columns(row_columns), first_fragment(fragment) {}

@@ -6,29 +6,29 @@
 
 namespace mla::kernels::hip {
 
-// Statistics of the rows of which a lane has scores. Probabilities are 2^(score x scale - origin):
-// any origin gives the same quotient, so it follows a row's maximum only when that has grown by
-// more than `slack` powers of two, and accumulators are hardly ever rescaled.
+// Statistics of the rows whose scores a lane holds. Probabilities are 2^(score x scale - origin).
+// Any origin gives the same quotient, so it follows a row's maximum only when that has grown by
+// more than `slack` powers of two. Accumulators are then rarely rescaled.
 //
-// W: how scores lie in a wave or warpgroup. Scores, kScoreElems of them a fragment; kSlots rows of
-// a lane, score_slot(i) that of element i; row_max(x): over the lanes that share a row. `scale`:
-// positive, of the scores, log2(e) included.
+// W describes how scores lie in a wave or warpgroup: kScoreElems scores a fragment, kSlots rows a
+// lane; score_slot(i) is the row of element i, and row_max(x) the maximum over the lanes that share
+// a row. `scale` is the positive factor of the scores, log2(e) included.
 template <class W, int kFragments>
 struct OnlineSoftmax {
   using Scores = typename W::Scores[kFragments];
   using Slots = float[W::kSlots];
 
   Slots origin;
-  Slots sum;  // of this lane's columns
+  Slots sum;  // over this lane's columns
 
   MLA_DEVICE void clear(int slot) {
     origin[slot] = negative_infinity();
     sum[slot] = 0.0f;
   }
 
-  // Takes scores, -inf where a row does not see the key, and leaves probabilities in their place.
-  // Whether an origin has moved: then outputs are to be multiplied with `factor`. `share(top)`
-  // makes maxima of a wave's columns those of rows.
+  // Takes scores, -inf where a row does not see the key, and replaces them by probabilities.
+  // Returns true if an origin has moved; outputs must then be multiplied with `factor`.
+  // `share(top)` turns maxima over a wave's columns into maxima over rows.
   template <class Share>
   MLA_DEVICE bool update(Scores& s, float scale, float slack, Slots& factor, const Share& share) {
     Slots top, next, from;
@@ -40,9 +40,10 @@ struct OnlineSoftmax {
     return tile::any(moved);
   }
 
-  // Where waves share rows, without an exchange in most tiles: whether an origin has to follow this
-  // lane's scores; if none of any lane, exponentials() in place of the scores; and else the same as
-  // update() for those probabilities where another wave's scores make an origin move.
+  // For waves that share rows, so that most tiles need no exchange. Returns true if this lane's
+  // scores must move an origin. If no lane's do, the caller uses exponentials(); otherwise
+  // update(). Waves that have called exponentials() already call follow_others() if another wave's
+  // scores move an origin.
   MLA_DEVICE bool exceeded(const Scores& s, float scale, float slack) const {
     Slots top;
     lane_maxima(s, top);
@@ -72,17 +73,18 @@ struct OnlineSoftmax {
     return tile::any(moved);
   }
 
-  // What exponentials count from: a row without keys so far has probabilities of zero.
+  // Origin that exponentials are computed from. A row without keys so far gets probabilities of
+  // zero.
   MLA_DEVICE static float finite(float x) { return x == negative_infinity() ? 0.0f : x; }
 
-  // --- The steps of update(), for those who have work between them.
-  // Of a row's columns in all lanes that share it.
+  // --- The steps of update(), for callers that have work between them.
+  // Maxima of rows, over all lanes that share a row.
   MLA_DEVICE static void maxima(const Scores& s, Slots& top) {
     lane_maxima(s, top);
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) top[slot] = W::row_max(top[slot]);
   }
-  // The origins that rows with these maxima want. Whether one of this lane's differs.
+  // Computes the origins for these row maxima. Returns true if one of this lane's origins changes.
   MLA_DEVICE bool targets(const Slots& top, float scale, float slack, Slots& next) const {
     bool moved = false;
 #pragma unroll
@@ -94,8 +96,8 @@ struct OnlineSoftmax {
     }
     return moved;
   }
-  // Sums follow; whatever else was summed is to be multiplied with `factor`. `from`: what
-  // exponentials count from.
+  // Moves the origins and rescales the sums. The caller multiplies its other sums with `factor`.
+  // `from` receives the origins for exponentials.
   MLA_DEVICE void move_to(const Slots& next, Slots& from, Slots& factor) {
 #pragma unroll
     for (int slot = 0; slot < W::kSlots; ++slot) {
@@ -105,7 +107,7 @@ struct OnlineSoftmax {
       sum[slot] *= factor[slot];
     }
   }
-  // Probabilities in place of scores. weight(p, i): what a probability of element i adds to sums.
+  // Replaces scores by probabilities. weight(p, i) is what probability p of element i adds to sums.
   template <class Weight>
   MLA_DEVICE void exponentials(Scores& s, float scale, const Slots& from, const Weight& weight) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// What waves that share packed rows tell each other through shared memory: probabilities, row
-// maxima and sums, and what all of a block have to know.
+// Exchange through shared memory between waves that share packed rows: probabilities, row maxima
+// and sums, and flags for all waves of a block.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_WAVE_EXCHANGE_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_WAVE_EXCHANGE_H_
 
@@ -7,7 +7,7 @@
 
 namespace mla::kernels::hip {
 
-// C: of AttendConfig; W: of its waves. `at`: kBytes of shared memory.
+// C is an AttendConfig, W the type of its waves. `at`: kBytes of shared memory.
 template <class C, class W, bool kFlags>
 class WaveExchange {
  public:
@@ -37,7 +37,7 @@ class WaveExchange {
                                  lane);
     }
   }
-  // Of all steps of a tile, or of one.
+  // Loads the probabilities of all steps of a tile, or of one step.
   template <int kSteps>
   MLA_DEVICE void load_p(typename W::P (&p)[kSteps]) const {
     W::template load_shared_p<kRows>(p, p_tile, row_wave * C::kWaveRows, tile::lane_again());
@@ -49,7 +49,7 @@ class WaveExchange {
   MLA_DEVICE void store_flags(bool moves, bool odd) const {
     tile::store_float(flags() + wave * 4, (moves ? 1.0f : 0.0f) + (odd ? 2.0f : 0.0f));
   }
-  // Whether some wave of the block has stored it.
+  // Reads the flags: each is true if any wave of the block has stored it.
   MLA_DEVICE void load_flags(bool& moves, bool& odd) const {
     const float found = tile::load_float(flags() + tile::lane_again() % kWaves * 4);
     moves = tile::any(found == 1.0f || found == 3.0f);
@@ -71,7 +71,7 @@ class WaveExchange {
       }
     }
   }
-  // Sums, likewise.
+  // Sums over all waves of the row group.
   MLA_DEVICE void add(float (&sum)[W::kSlots]) const {
     block_barrier();
 #pragma unroll

@@ -1,6 +1,6 @@
 // Barriers of sm_90 between the warps of a block: mbarriers in shared memory, which asynchronous
-// copies can complete, named barriers of a number of threads, and the registers that warpgroups
-// hand to each other. Phases of an mbarrier alternate in parity, beginning with 0.
+// copies can complete; named barriers for a number of threads; and the exchange of registers
+// between warpgroups. Phases of an mbarrier alternate in parity, beginning with 0.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_BARRIERS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_BARRIERS_H_
 
@@ -11,8 +11,8 @@
 
 namespace mla::kernels::hip::tile {
 
-// `at`: 8 bytes of shared memory. A phase completes after `arrivals`. One thread initialises; the
-// others see it after a block barrier.
+// `at` is 8 bytes of shared memory. A phase completes after `arrivals`. One thread initialises; the
+// other threads see it after a block barrier.
 MLA_DEVICE void barrier_init(uint32_t at, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
 }
@@ -23,7 +23,7 @@ MLA_DEVICE void barrier_arrive(uint32_t at) {
 MLA_DEVICE void barrier_arrive_after_copies(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
 }
-// Whether the phase of this parity is complete.
+// Returns true if the phase of this parity is complete.
 MLA_DEVICE bool barrier_test(uint32_t at, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -35,7 +35,7 @@ MLA_DEVICE bool barrier_test(uint32_t at, uint32_t parity) {
       : "memory");
   return done != 0;
 }
-// The same, for those who do not ask in a loop.
+// As barrier_test, for callers that do not poll in a loop.
 MLA_DEVICE bool barrier_ended(uint32_t at, uint32_t parity) { return barrier_test(at, parity); }
 // Returns once the phase of this parity is complete.
 MLA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
@@ -51,7 +51,8 @@ MLA_DEVICE void barrier_wait(uint32_t at, uint32_t parity) {
   } while (done == 0);
 }
 
-// Barrier kId (1 to 15) of kThreads threads: those that only arrive, and those that wait as well.
+// Barrier kId (1 to 15) of kThreads threads. named_arrive only arrives; named_sync arrives and
+// waits.
 template <int kId, int kThreads>
 MLA_DEVICE void named_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
@@ -61,7 +62,7 @@ MLA_DEVICE void named_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
-// Whether x holds in any thread of the barrier; all of them wait for the answer.
+// Returns true if x holds in any thread of the barrier; all its threads wait for the result.
 template <int kId, int kThreads>
 MLA_DEVICE bool named_any(bool x) {
   uint32_t any;
@@ -74,8 +75,8 @@ MLA_DEVICE bool named_any(bool x) {
   return any != 0;
 }
 
-// Registers a thread of this warpgroup from here on: kCount is a multiple of 8. All warps of the
-// group call it; a group that takes waits until others have given.
+// Sets the registers a thread of this warpgroup from here on; kCount is a multiple of 8. All warps
+// of the group call it. A group that takes registers waits until other groups have released enough.
 template <int kCount>
 MLA_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));

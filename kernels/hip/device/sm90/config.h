@@ -15,7 +15,7 @@ struct AttendBase {
   static constexpr int kRope = 64;
   static constexpr int kTileKv = 64;
 };
-// Few heads: bound by memory. Queries live in registers, three stages of KV in shared memory.
+// Few heads: memory is the limit. Queries live in registers, three stages of KV in shared memory.
 template <>
 struct AttendConfig<16> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kBf16;
@@ -23,20 +23,20 @@ struct AttendConfig<16> : AttendBase {
   static constexpr int kKeysAhead = 0, kValuesAhead = 0;
   static constexpr float kOriginSlack = 0.0f;
 };
-// Up to 64 rows, by warpgroups (attend_wgmma.h): 64 x 512 fp32 accumulators fill half the register
-// file, 128 a thread.
+// Up to 64 rows, by warpgroups (attend_wgmma.h). 64 x 512 fp32 accumulators fill half of the
+// register file, 128 registers a thread.
 template <KvFormat kOfRows, AttentionKind kOfItems>
 struct AttendConfig<64, kOfRows, DType::kBf16, kOfItems> : AttendBase {
   static constexpr KvFormat kFormat = kOfRows;
   static constexpr AttentionKind kAttention = kOfItems;
-  // With a window all of a row is value, rotated columns too.
+  // With a window, all elements of a row are values, the rotated ones included.
   static constexpr int kRope = kOfItems == AttentionKind::kWindow ? 0 : AttendBase::kRope;
   static constexpr int kStages = 2;
 };
 
-// Few heads over rows of e4m3 (device/sm90/decode/rows16_fp8/attend_fp8.h): as many stages as
-// shared memory has room for. Probabilities are times 2^kShift: with what their origin allows them,
-// below binary16's largest.
+// Few heads over rows of e4m3 (device/sm90/decode/rows16_fp8/attend_fp8.h), with as many stages as
+// shared memory holds. Probabilities are multiplied by 2^kShift. Together with the origin's slack
+// they stay below binary16's largest number.
 template <KvFormat kOfRows, AttentionKind kOfItems>
 struct AttendFp8Config : AttendBase {
   static constexpr int kRows = 16;
@@ -44,8 +44,8 @@ struct AttendFp8Config : AttendBase {
   static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = kOfRows == KvFormat::kFp8Row ? 4 : 5;
   static constexpr float kShift = 7.0f;
-  // Registers of a thread that makes scores, and of one that sums values: scales are held by the
-  // former.
+  // Registers of a thread that computes scores, and of one that sums values. The former hold the
+  // scales.
   static constexpr int kScoreRegisters = kOfRows == KvFormat::kFp8Row ? 112 : 104;
   static constexpr int kValueRegisters = kOfRows == KvFormat::kFp8Row ? 104 : 112;
 };
@@ -56,22 +56,22 @@ template <AttentionKind kOfItems>
 struct AttendConfig<16, KvFormat::kFp8Row, DType::kBf16, kOfItems>
     : AttendFp8Config<KvFormat::kFp8Row, kOfItems> {};
 
-// Up to 64 rows over rows of e4m3 with products in e4m3
+// Up to 64 rows over rows of e4m3, with products in e4m3
 // (device/sm90/decode/rows64_codes/attend_e4m3.h).
 template <AttentionKind kOfItems>
 struct AttendConfig<64, KvFormat::kFp8Tensor, DType::kFp8E4m3, kOfItems> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Tensor;
   static constexpr AttentionKind kAttention = kOfItems;
   static constexpr int kStages = 4;
-  // Steps of 32 columns of the queries that are held in registers.
+  // Steps of 32 columns of the queries that stay in registers.
   static constexpr bool kHolds = kOfItems == AttentionKind::kDense;
   static constexpr int kHeldSteps = kHolds ? 10 : 0;
-  // Registers of a thread that makes scores, that sums values, that copies.
+  // Registers of a thread that computes scores, of one that sums values, and of one that copies.
   static constexpr int kScoreRegisters = kHolds ? 120 : 88;
   static constexpr int kValueRegisters = kHolds ? 176 : 192;
   static constexpr int kCopyRegisters = 40;
 };
-// The same over rows with scales of their own (device/sm90/decode/rows64_codes/attend_rows.h).
+// As above, over rows with scales of their own (device/sm90/decode/rows64_codes/attend_rows.h).
 template <AttentionKind kOfItems>
 struct AttendConfig<64, KvFormat::kFp8Row, DType::kFp8E4m3, kOfItems> : AttendBase {
   static constexpr KvFormat kFormat = KvFormat::kFp8Row;

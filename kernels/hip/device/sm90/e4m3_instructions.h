@@ -8,7 +8,7 @@
 
 namespace mla::kernels::hip::tile {
 
-// Operand whose depth runs along rows of 64 bytes: rows come in groups of eight, 512 bytes apart,
+// Operand whose depth runs along rows of 64 bytes. Rows come in groups of eight, 512 bytes apart,
 // and chunk c of row r lies at position c ^ (r / 2 % 4).
 MLA_DEVICE uint64_t along_narrow_rows(uint32_t at) {
   return static_cast<uint64_t>((at & 0x3ffffu) >> 4) | (uint64_t{1} << 16) | (uint64_t{32} << 32) |
@@ -23,7 +23,8 @@ MLA_DEVICE uint64_t along_narrow_rows(uint32_t at) {
 
 namespace mla::kernels::hip::tile {
 
-// Four numbers as codes, the first in the lowest byte; magnitudes above 448 become 448, NaN stays.
+// Four numbers as codes, the first in the lowest byte. Magnitudes above 448 become 448; NaN stays
+// NaN.
 MLA_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   uint32_t out;
   asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\n"
@@ -37,19 +38,19 @@ MLA_DEVICE uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Of two binary16 numbers each; of a number and NaN the number.
+// The lesser of each pair of binary16 numbers; of a number and NaN, the number.
 MLA_DEVICE uint32_t less_of_f16_pairs(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("min.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// 1 / x within two units in the last place, and exact for powers of two.
+// 1 / x, within two units in the last place; exact for powers of two.
 MLA_DEVICE float reciprocal(float x) {
   float out;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 }
-// Four bytes of eight: digit i of kSelector names byte i of the result; 0 to 3 are a's, 4 to 7 b's.
+// Selects four bytes: digit i of kSelector names byte i of the result; 0 to 3 are a's, 4 to 7 b's.
 template <uint32_t kSelector>
 MLA_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b) {
   uint32_t out;
@@ -87,7 +88,7 @@ MLA_DEVICE void multiply_e4m3(float (&c)[64], uint64_t a, uint64_t b, int accumu
       : MLA_E4M3_16(c, 0), MLA_E4M3_16(c, 16), MLA_E4M3_16(c, 32), MLA_E4M3_16(c, 48)
       : "l"(a), "l"(b), "r"(accumulate));
 }
-// c [64 x 64] (+)= a [64 x 32] b [64 x 32]^T, a in registers: thread t holds, of the rows of its
+// c [64 x 64] (+)= a [64 x 32] b [64 x 32]^T, a in registers. Thread t holds, for the rows of its
 // accumulators r and r + 8, four values each from columns k = 4 (t % 4) and k + 16 on: a[0] = (r,
 // k), a[1] = (r + 8, k), a[2] = (r, k + 16), a[3] = (r + 8, k + 16).
 MLA_DEVICE void multiply_held_e4m3(float (&c)[32], const uint32_t (&a)[4], uint64_t b,

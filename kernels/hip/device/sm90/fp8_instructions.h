@@ -1,6 +1,6 @@
-// Instructions of sm_90a on the way from e4m3 to operands of matrix products, and products whose
-// first operand is in registers. On the host kernels/hip/emulator/instructions/sm90_fp8.h supplies
-// the same functions.
+// Instructions of sm_90a that turn e4m3 into operands of matrix products, and products whose first
+// operand is in registers. On the host kernels/hip/emulator/instructions/sm90_fp8.h supplies the
+// same functions.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_FP8_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_FP8_INSTRUCTIONS_H_
 
@@ -17,7 +17,7 @@ MLA_DEVICE uint32_t multiply_f16_pairs(uint32_t a, uint32_t b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// Bytes kPair of four codes (0: the lower two) as two binary16 numbers, exact; NaN stays NaN.
+// Bytes kPair of four codes (0: the lower two) as two binary16 numbers. Exact; NaN stays NaN.
 template <int kPair>
 MLA_DEVICE uint32_t fp8_to_f16(uint32_t codes) {
   uint32_t out;
@@ -43,13 +43,13 @@ MLA_DEVICE void f16_to_floats(uint32_t pair, float& low, float& high) {
       : "=f"(low), "=f"(high)
       : "r"(pair));
 }
-// Bytes 0 2 1 3 of four.
+// Bytes 0, 2, 1, 3 of a word.
 MLA_DEVICE uint32_t exchange_middle_bytes(uint32_t x) {
   uint32_t out;
   asm("prmt.b32 %0, %1, %1, 0x3120;" : "=r"(out) : "r"(x));
   return out;
 }
-// At a multiple of 8.
+// Loads two floats at a multiple of 8.
 MLA_DEVICE void load_two_floats(float (&x)[2], uint32_t at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(at) : "memory");
 }
@@ -69,9 +69,9 @@ MLA_DEVICE void store_matrices_transposed(uint32_t at, uint32_t r0, uint32_t r1,
 #define MLA_HELD_4(c, i) "+f"(c[i]), "+f"(c[(i) + 1]), "+f"(c[(i) + 2]), "+f"(c[(i) + 3])
 #define MLA_HELD_8(c, i) MLA_HELD_4(c, i), MLA_HELD_4(c, (i) + 4)
 
-// c [64 x 16] (+)= a [64 x 16] b [16 x 16]^T, b in shared memory, along rows. Thread t
-// holds, of the rows r and r + 8 of its accumulators and of columns k = 2 (t % 4) and k + 8, the
-// pairs a[0] = (r, k), a[1] = (r + 8, k), a[2] = (r, k + 8), a[3] = (r + 8, k + 8).
+// c [64 x 16] (+)= a [64 x 16] b [16 x 16]^T, b in shared memory, along rows. Thread t holds, for
+// the rows r and r + 8 of its accumulators and for columns k = 2 (t % 4) and k + 8, the pairs a[0]
+// = (r, k), a[1] = (r + 8, k), a[2] = (r, k + 8), a[3] = (r + 8, k + 8).
 #define MLA_HELD_16_COLUMNS(name, type)                                                   \
   MLA_DEVICE void name(float(&c)[8], const uint32_t(&a)[4], uint64_t b, int accumulate) { \
     asm volatile(                                                                         \
@@ -84,7 +84,7 @@ MLA_DEVICE void store_matrices_transposed(uint32_t at, uint32_t r0, uint32_t r1,
 MLA_HELD_16_COLUMNS(multiply_held_f16, "f16.f16")
 MLA_HELD_16_COLUMNS(multiply_held_bf16, "bf16.bf16")
 #undef MLA_HELD_16_COLUMNS
-// The same with 64 columns.
+// As above, with 64 columns.
 MLA_DEVICE void multiply_held_f16(float (&c)[32], const uint32_t (&a)[4], uint64_t b,
                                   int accumulate) {
   asm volatile(

@@ -1,4 +1,4 @@
-// Instructions of sm_90 that tile primitives are made of, one function each. On the host
+// The instructions of sm_90 that tile primitives are made of, one function each. On the host
 // kernels/hip/emulator/instructions/sm90_instructions.h supplies the same functions.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_INSTRUCTIONS_H_
@@ -14,18 +14,19 @@ namespace mla::kernels::hip::tile {
 
 using lds_t = uint32_t;  // address in the shared window
 
-extern __shared__ __align__(1024) uint8_t dynamic_shared[];  // the swizzle counts from 1 KiB
+extern __shared__ __align__(1024) uint8_t dynamic_shared[];  // the swizzle assumes a multiple of 1
+                                                             // KiB
 
 template <int kBytes>
 MLA_DEVICE lds_t shared_base() {
   return static_cast<uint32_t>(__cvta_generic_to_shared(dynamic_shared));
 }
-// Of a byte of the block's shared memory, for ordinary reads and writes.
+// Address of a byte of the block's shared memory, for ordinary reads and writes.
 MLA_DEVICE uint8_t* shared_pointer(int offset) { return dynamic_shared + offset; }
 
 MLA_DEVICE void sync_warp() { __syncwarp(); }
 MLA_DEVICE bool any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
-// Bit l: x of lane l.
+// Returns x of lane l in bit l.
 MLA_DEVICE uint32_t ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
 template <int kStep>
 MLA_DEVICE float exchange(float x) {
@@ -41,16 +42,16 @@ MLA_DEVICE uint32_t bits_set(uint32_t x) { return static_cast<uint32_t>(__popc(x
 // Sum over the lanes of a warp.
 MLA_DEVICE uint32_t sum_of_warp(uint32_t x) { return __reduce_add_sync(0xffffffffu, x); }
 
-// Of two halves each, as unsigned numbers.
+// The greater of each pair of 16-bit halves, as unsigned numbers.
 MLA_DEVICE uint32_t greater_halves(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
 
-// The value of a lane, which may differ from lane to lane.
+// Returns x of lane `from`, which may differ between lanes.
 MLA_DEVICE uint32_t from_lane(uint32_t x, int from) { return __shfl_sync(0xffffffffu, x, from); }
-// The value of one lane, for all: `from` is the same in every lane.
+// Returns x of lane `from`, which is the same in every lane.
 MLA_DEVICE float broadcast(float x, int from) { return __shfl_sync(0xffffffffu, x, from); }
 
 MLA_DEVICE void store_chunk(lds_t at, const Chunk& c) {
@@ -86,16 +87,18 @@ MLA_DEVICE void add_word(uint32_t* at, uint32_t x) {
   asm volatile("red.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
 
-// Blocks of a grid that all run at a time meet at `at`, which holds zero before the first meeting:
-// every thread calls release_writes; then, behind a barrier of its block, one thread of each calls
-// meet_blocks, as number `index` of `count`. Behind another barrier load_fresh sees what all of
-// them had written. The blocks go on to share some work: each has first, first + step, ...
+// Lets blocks of a grid meet at `at`, a word that is zero before the first meeting. All blocks must
+// run at the same time. Every thread calls release_writes. After a barrier of its block, one thread
+// of each block calls meet_blocks, as number `index` of `count`. After another barrier, load_fresh
+// sees what all blocks had written. The blocks then share some work: each does items first, first +
+// step, ...
 struct BlockTurn {
   int first, step;
 };
 MLA_DEVICE void release_writes() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 MLA_DEVICE BlockTurn meet_blocks(uint32_t* at, int index, int count) {
-  // The others add one each, so the highest bit turns with the last of all and the rest is zero.
+  // The other blocks add one each, so the last arrival flips the highest bit and leaves the rest
+  // zero.
   const uint32_t add = index == 0 ? 0x80000000u - static_cast<uint32_t>(count - 1) : 1u;
   uint32_t before, now;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -119,16 +122,17 @@ MLA_DEVICE void load_fresh(uint32_t (&x)[4], const float* from) {
                : "memory");
 }
 
-// x, of which the compiler knows nothing: what follows from it is made here and not before a loop,
-// where it would be held in registers all the while.
+// Returns x, hidden from the compiler. Values derived from it are computed here, not before a loop,
+// where they would occupy registers for the whole loop.
 MLA_DEVICE uint32_t unknown(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Of blocks that run at a time: counts one behind what this thread has written and, behind a
-// barrier, its block, in kPushBlocks counters that lie `apart` words from each other; and returns
-// once `count` have been counted in one, after which loads see what they wrote.
+// count_finished adds one to kPushBlocks counters that lie `apart` words from each other, after
+// this thread's writes and, after a barrier, its block's writes. await_finished returns once a
+// counter has reached `count`; loads then see what the counted blocks wrote. All blocks must run at
+// the same time.
 MLA_DEVICE void count_finished(uint32_t* at, int apart) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #pragma unroll
@@ -143,11 +147,11 @@ MLA_DEVICE void await_finished(const uint32_t* at, uint32_t count) {
   } while (now != count);
 }
 
-// Whether no word of a chunk is kToCome.
+// Returns true if no word of a chunk is kToCome.
 MLA_DEVICE bool has_come(const Chunk& c) {
   return c.w[0] != kToCome && c.w[1] != kToCome && c.w[2] != kToCome && c.w[3] != kToCome;
 }
-// A chunk as copies of other processors have left it so far.
+// Loads a chunk that a copy of another processor may still be writing.
 MLA_DEVICE Chunk load_arriving(const void* from) {
   Chunk c;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -156,11 +160,12 @@ MLA_DEVICE Chunk load_arriving(const void* from) {
                : "memory");
   return c;
 }
-// Waits for a chunk of queries that is to be copied to the device: until it has no word that is
-// kToCome, or all queries have arrived. Returns false if neither has come within the bounded wait
-// of a block that began at `begun`, the low half of realtime_ns in shared memory.
+// Waits for a chunk of queries that is being copied to the device: until no word of it is kToCome,
+// or all queries have arrived. Returns false if neither happens within args.patience_ns after
+// `begun`, the low half of realtime_ns at the block's start, in shared memory.
 MLA_DEVICE bool await_queries(const void* chunk, const StreamArgs& args, lds_t begun) {
-  constexpr uint32_t kLooks = 16;  // for the chunk, for each for the other word and the clock
+  constexpr uint32_t kLooks = 16;  // looks at the chunk for each look at the other word and the
+                                   // clock
   for (uint32_t i = 1;; ++i) {
     if (has_come(load_arriving(chunk))) return true;
     if (i % kLooks == 0) {
@@ -172,7 +177,7 @@ MLA_DEVICE bool await_queries(const void* chunk, const StreamArgs& args, lds_t b
     __nanosleep(100);
   }
 }
-// A chunk of queries whose copy is under way, since a later one has come.
+// Waits for a chunk of queries whose copy must be in progress, because a later chunk has arrived.
 MLA_DEVICE Chunk await_chunk(const void* from, const StreamArgs& args) {
   while (true) {
     const Chunk c = load_arriving(from);
@@ -203,7 +208,7 @@ MLA_DEVICE void copy_chunk(lds_t at, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(at), "l"(source)
                : "memory");
 }
-// The same where other data in the L2 goes before what is copied, or is kept longer.
+// As copy_chunk, with a policy: the copied data leaves the L2 before other data, or stays longer.
 using CachePolicy = uint64_t;
 MLA_DEVICE CachePolicy cache_policy(bool keep) {
   CachePolicy first, normal;
@@ -216,11 +221,12 @@ MLA_DEVICE void copy_chunk(lds_t at, const void* source, CachePolicy policy) {
                "l"(source), "l"(policy)
                : "memory");
 }
-// The same of four bytes.
+// As copy_chunk, for four bytes.
 MLA_DEVICE void copy_word(lds_t at, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(source) : "memory");
 }
-// Copies since the last call are a group; waits until at most kYounger groups are still under way.
+// close_copies makes the copies since the last call a group. wait_for_copies waits until at most
+// kYounger groups are in flight.
 MLA_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kYounger>
 MLA_DEVICE void wait_for_copies() {
@@ -248,7 +254,7 @@ MLA_DEVICE void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, 
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
-// The larger of x and zero; NaN stays.
+// The larger of x and zero; NaN stays NaN.
 MLA_DEVICE float positive(float x) {
   float out;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(out) : "f"(x));

@@ -106,7 +106,7 @@ struct Wave {
   MLA_DEVICE static int out_col(int lane, int fragment, int i) {
     return fragment * kOutCols + ((i >> 2) & 1) * 8 + 2 * (lane & 3) + (i & 1);
   }
-  // Over the lanes that share a row.
+  // Maximum over the lanes that share a row.
   MLA_DEVICE static float row_max(float x) {
     x = max_f(x, exchange<1>(x));
     return max_f(x, exchange<2>(x));
@@ -149,8 +149,8 @@ struct Wave {
     }
   }
 
-  // Probabilities travel through shared memory, because the waves of a row share the output
-  // columns: tile [rows][kv], 128-byte rows.
+  // Stores probabilities in shared memory, because the waves of a row share the output columns:
+  // tile [rows][kv], 128-byte rows.
   template <int kTileRows>
   MLA_DEVICE static void store_p(lds_t tile, int row0, int kv0, const Scores& s, int lane) {
 #pragma unroll
@@ -163,7 +163,7 @@ struct Wave {
       }
     }
   }
-  // Probabilities of a wave that keeps its rows to itself, straight from the scores.
+  // Makes probabilities straight from the scores, for a wave that shares no rows.
   template <int kFragments>
   MLA_DEVICE static void make_p(P& p, const Scores (&s)[kFragments], int step) {
 #pragma unroll
@@ -175,7 +175,7 @@ struct Wave {
       }
     }
   }
-  // Multiplicand rows (probabilities or activations) for an output step of depth kPvDepth.
+  // Loads multiplicand rows (probabilities or activations) for an output step of depth kPvDepth.
   template <int kTileRows>
   MLA_DEVICE static void load_p(P& p, lds_t tile, int row0, int step, int lane) {
 #pragma unroll
@@ -184,7 +184,7 @@ struct Wave {
                     chunk_at<kTileRows>(tile, row0 + b * 16 + (lane & 15), step * 2 + (lane >> 4)));
     }
   }
-  // Fragment `fragment` of the depth rows [step * 16, step * 16 + 16), read transposed.
+  // Loads fragment `fragment` of the depth rows [step * 16, step * 16 + 16), transposed.
   template <int kTileRows>
   MLA_DEVICE static void load_v(V& v, lds_t tile, int step, int fragment, int lane) {
     load_matrices_transposed(

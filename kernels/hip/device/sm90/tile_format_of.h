@@ -1,5 +1,5 @@
-// The format of rows that the loop of device/kernels/attend.h computes on: 8-bit rows have kernels
-// of their own (device/sm90/decode/rows16_fp8/attend_fp8.h).
+// The format of rows that the loop of device/kernels/attend.h uses; rows of 8 bits have kernels of
+// their own (device/sm90/decode/rows16_fp8/attend_fp8.h).
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_TILE_FORMAT_OF_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_TILE_FORMAT_OF_H_
 

@@ -9,8 +9,8 @@
 
 namespace mla::kernels::hip::tile {
 
-// Four lanes of a row hold word i of four 16-byte chunks each; afterwards lane q of them holds the
-// four words of chunk q.
+// Before: the four lanes of a row hold word i of four 16-byte chunks each. Afterwards lane q holds
+// the four words of chunk q.
 MLA_DEVICE void gather_chunks(uint32_t (&w)[4], int lane) {
   const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
   // Chunks differ in bit 0 between w[0], w[1] and between w[2], w[3].
@@ -32,7 +32,7 @@ MLA_DEVICE void gather_chunks(uint32_t (&w)[4], int lane) {
 
 namespace mla::kernels::hip::tile {
 
-// Barriers that were initialised are seen by the copy engine too.
+// Makes initialised barriers visible to the copy engine too.
 MLA_DEVICE void barrier_init_visible() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -51,8 +51,9 @@ MLA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
-// Copies `bytes` (a multiple of 16) to global memory, which later kernels see; ordinary writes to
-// `from` were published. Then: returns once all copies of this thread have read their sources.
+// bulk_store copies `bytes` (a multiple of 16) to global memory, which later kernels see. Ordinary
+// writes to `from` must have been published. The next function waits until all copies of this
+// thread have read their sources.
 MLA_DEVICE void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   asm volatile(
       "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
@@ -64,7 +65,7 @@ MLA_DEVICE void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Named barriers whose number is known at run time: `threads` threads arrive or wait in all.
+// Named barriers whose number is known only at run time: `threads` threads arrive or wait in all.
 MLA_DEVICE void named_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -169,7 +170,7 @@ MLA_DEVICE void multiply_held(float (&c)[64], const uint32_t* a, uint64_t b) {
 
 namespace mla::kernels::hip::tile {
 
-// The same for 64 and for 256 columns.
+// The same products for 64 and for 256 columns.
 MLA_DEVICE void multiply_rows(float (&c)[32], uint64_t a, uint64_t b, int accumulate) {
   wgmma_64x64(c, a, b, accumulate);
 }

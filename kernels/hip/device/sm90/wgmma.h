@@ -36,7 +36,7 @@ template <int kPending>
 MLA_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Ordinary writes to shared memory become visible to the matrix unit.
+// Makes ordinary writes to shared memory visible to the matrix unit.
 MLA_DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Keeps the compiler from moving accumulator accesses over the asynchronous products.
 template <int kCount>
@@ -45,7 +45,7 @@ MLA_DEVICE void pin(float (&c)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// Operand lists of the accumulators. An index from `i` on, 16 at a time.
+// Operand lists of the accumulators, from index `i` on.
 #define MLA_ACCUMULATORS_4(c, i) "+f"(c[i]), "+f"(c[(i) + 1]), "+f"(c[(i) + 2]), "+f"(c[(i) + 3])
 #define MLA_ACCUMULATORS_16(c, i)                                                           \
   MLA_ACCUMULATORS_4(c, i), MLA_ACCUMULATORS_4(c, (i) + 4), MLA_ACCUMULATORS_4(c, (i) + 8), \
@@ -88,9 +88,9 @@ MLA_DEVICE void wgmma_64x256(float (&c)[128], uint64_t a, uint64_t b) {
       : MLA_ACCUMULATORS_128(c)
       : "l"(a), "l"(b));
 }
-// The same with a in registers: thread t holds, of the rows of its accumulators r and r + 8 and of
-// columns k = 2 (t % 4) and k + 8, the pairs a0 = (r, k), a1 = (r + 8, k), a2 = (r, k + 8),
-// a3 = (r + 8, k + 8).
+// As above, with a in registers. Thread t holds, for the rows of its accumulators r and r + 8 and
+// for columns k = 2 (t % 4) and k + 8, the pairs a0 = (r, k), a1 = (r + 8, k), a2 = (r, k + 8), a3
+// = (r + 8, k + 8).
 MLA_DEVICE void wgmma_64x256(float (&c)[128], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                              uint64_t b) {
   asm volatile(
@@ -114,7 +114,7 @@ MLA_DEVICE void wgmma_64x256(float (&c)[128], uint32_t a0, uint32_t a1, uint32_t
 
 namespace mla::kernels::hip {
 
-// Scores of 64 packed rows and kColumns keys; of two rows a lane.
+// Scores of 64 packed rows and kColumns keys; a lane has scores of two rows.
 template <int kColumns>
 struct WarpgroupRows {
   static constexpr int kSlots = 2;
@@ -133,7 +133,7 @@ struct WarpgroupRows {
   MLA_DEVICE static float row_max(float x) { return tile::Wave<16>::row_max(x); }
   MLA_DEVICE static float row_sum(float x) { return tile::Wave<16>::row_sum(x); }
 
-  // Scores of keys from `first` on that a row does not see become -inf: those from `limit` on.
+  // Sets scores of keys at or past a row's `limit` to -inf. The scores begin with key `first`.
   MLA_DEVICE static void hide(Scores& s, const int (&limit)[kSlots], int first, int lane) {
     const int first_column = first + 2 * (lane & 3);
 #pragma unroll

@@ -1,6 +1,6 @@
-// Which architecture this translation unit is compiled for: exactly one of MLA_GFX950, MLA_GFX942
-// and MLA_SM90 is 1. MLA_ON_HOST is 1 where that architecture's code is compiled for the machine of
-// the build (kernels/hip/host_images): then the including file has chosen the architecture.
+// The architecture that this translation unit is compiled for: exactly one of MLA_GFX950,
+// MLA_GFX942 and MLA_SM90 is 1. MLA_ON_HOST is 1 if that architecture's code is compiled for the
+// build machine (kernels/hip/host_images); the including file then has chosen the architecture.
 #ifndef MLA_KERNELS_HIP_DEVICE_TARGET_TARGET_H_
 #define MLA_KERNELS_HIP_DEVICE_TARGET_TARGET_H_
 

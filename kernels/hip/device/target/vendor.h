@@ -1,8 +1,8 @@
 // Device-language glue: one spelling for both compilers, with no vendor header.
 //
-// Kernels include this header and the tile.h of their architecture folder, nothing else. What it
-// includes first spells, for one compiler:
-//   MLA_DEVICE, __global__, MLA_LAUNCH_BOUNDS and _OF_TWO, _OF_FOUR: so that two or four blocks fit
+// Kernels include this header and the tile.h of their architecture folder, nothing else. The first
+// include below defines, for one compiler:
+//   MLA_DEVICE, __global__, MLA_LAUNCH_BOUNDS and _OF_TWO, _OF_FOUR: limits for two or four blocks
 //   thread_index, block_index, block_index_y, block_barrier
 //   uniform            a value that is the same in every lane of a wave, kept in a scalar register
 //   exp2_fast, log2_fast, max_f, fma_f, leading_zeros, bits_to_float, float_to_bits
@@ -10,18 +10,18 @@
 //   pack_bf16          two floats to packed bf16, round to nearest even; `lo` lands in the low half
 //   load_words, store_words   kWords (1, 2 or 4) words at once, at a multiple of their size
 //   as_global          addresses that are known to be in global memory
-//   MLA_RECORD, as_record, read_record   records that no kernel writes, the same for every lane: on
-//                      AMD they are read into scalar registers
-//   schedule_fence     keeps the compiler from moving work over this point: long unrolled loops
-//                      otherwise start all their loads at once and run out of registers
+//   MLA_RECORD, as_record, read_record   records that no kernel writes, the same for every lane;
+//                      AMD reads them into scalar registers
+//   schedule_fence     keeps the compiler from moving work over this point; without it, long
+//                      unrolled loops start all their loads at once and run out of registers
 //   exclude_from_report_begin, exclude_from_report_end
-//                      mark code that report.py leaves out of its counts: what few turns of a loop
-//                      run, and the division by page sizes that are no powers of two, which those
-//                      models run in every turn
-//   wait_for_loads     waits for all loads from memory, and tells the compiler so
+//                      mark code that report.py leaves out of its counts: code that few iterations
+//                      of a loop run, and the division by page sizes that are not powers of two,
+//                      which models with such pages run in every iteration
+//   wait_for_loads     waits for all loads from memory, visibly to the compiler
 //   realtime_ns        a clock of the device in nanoseconds
-//   load_host_word, store_host_word   of words in host memory that other processors change or look
-//                      at: acquires, and releases what kernels before this one have written
+//   load_host_word, store_host_word   access words of host memory that other processors read or
+//                      write: loads acquire, stores release the writes of earlier kernels
 //   wait_for_previous_kernel, let_next_kernel_start   overlap of dependent launches
 #ifndef MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_H_
 #define MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_H_
@@ -55,9 +55,9 @@ MLA_DEVICE void for_constants(const Body& body) {
 }
 
 // Uses operands 0 .. kCount - 1, each read kAhead uses before, in an order that the compiler keeps:
-// read(x, n) fills x, use(x, n) uses it; n is a Constant. For waves that have their SIMD to
-// themselves, or nearly so, where no other wave works while one waits for shared memory. In two
-// steps, the first reads and all else, or at once.
+// read(x, n) fills x, use(x, n) uses it; n is a Constant. It is for waves that have their SIMD
+// nearly to themselves, where no other wave works during a wait for shared memory. Called in two
+// steps, the first reads and then the rest, or as one.
 template <int kCount, class Operand, int kAhead, class Read>
 MLA_DEVICE void read_first(Operand (&x)[kAhead], const Read& read) {
   for_constants<(kAhead < kCount ? kAhead : kCount)>([&](auto n) {

@@ -1,5 +1,5 @@
-// Device-language glue of AMD GPUs: clang in HIP mode with -nogpuinc -nogpulib, everything from
-// compiler builtins. See vendor.h.
+// Device-language glue for AMD GPUs: clang in HIP mode with -nogpuinc -nogpulib, everything from
+// compiler builtins. See device/target/vendor.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_AMD_H_
 #define MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_AMD_H_
 
@@ -16,17 +16,18 @@
 // Half the registers, so that two blocks fit a CU.
 #define MLA_LAUNCH_BOUNDS_OF_TWO(threads) \
   __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(2, 2)))
-// A quarter of them.
+// A quarter of the registers, so that four blocks fit a CU.
 #define MLA_LAUNCH_BOUNDS_OF_FOUR(threads) \
   __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(4, 4)))
 #define MLA_DEVICE __device__ __forceinline__
 #define __forceinline__ inline __attribute__((always_inline))
 #define MLA_KERNEL_ARGUMENT
-// Addresses that come out of records in memory are generic to the compiler; these are known to be
-// in global memory, for which there are cheaper instructions.
+// To the compiler, addresses from records in memory are generic. These are known to be in global
+// memory, which has cheaper instructions.
 #define MLA_GLOBAL __attribute__((address_space(1)))
 #define MLA_LDS __attribute__((address_space(3)))
-// Records that no kernel writes: what is the same in every lane comes in scalar registers.
+// Records that no kernel writes. Fields that are the same in every lane are loaded into scalar
+// registers.
 #define MLA_RECORD __attribute__((address_space(4)))
 #define MLA_VECTOR(type, count, name) typedef type name __attribute__((ext_vector_type(count)))
 
@@ -46,8 +47,8 @@ MLA_DEVICE void block_barrier() {
 }
 // A value that is the same in every lane of a wave, kept in a scalar register.
 MLA_DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
-// Waits for all loads from memory, and tells the compiler so: it would otherwise wait where they
-// are used, and there for copies too that have been started since and that it does not count.
+// Waits for all loads from memory, visibly to the compiler. Otherwise the compiler waits at their
+// first use, and there also for copies that were started since and that it does not count.
 MLA_DEVICE void wait_for_loads() { __builtin_amdgcn_s_waitcnt(0x0f70); }             // vmcnt(0)
 MLA_DEVICE uint64_t realtime_ns() { return 10 * __builtin_amdgcn_s_memrealtime(); }  // 100 MHz
 MLA_DEVICE uint32_t load_host_word(const uint32_t* word) {

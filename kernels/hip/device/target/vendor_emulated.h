@@ -28,7 +28,7 @@ MLA_DEVICE int block_index() { return static_cast<int>(host::the_block->x); }
 MLA_DEVICE int block_index_y() { return static_cast<int>(host::the_block->y); }
 MLA_DEVICE float exp2_fast(float x) { return std::exp2(x); }
 MLA_DEVICE float log2_fast(float x) { return std::log2(x); }
-// The other one where one is NaN.
+// Returns the other one if one is NaN.
 MLA_DEVICE float max_f(float a, float b) { return a > b || b != b ? a : b; }
 MLA_DEVICE float fma_f(float a, float b, float c) { return a * b + c; }
 MLA_DEVICE void block_barrier() { host::BlockBarrier(); }
@@ -46,10 +46,10 @@ MLA_DEVICE uint32_t load_host_word(const uint32_t* word) {
 MLA_DEVICE void store_host_word(uint32_t* word, uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
-// Waits for copies too.
+// Waits for copies, too.
 void wait_for_loads();
 
-// The bit is counted modulo 32, as the instruction of AMD does.
+// The bit number is taken modulo 32, as AMD's instruction does.
 MLA_DEVICE uint32_t bit_as_mask(uint32_t word, int at) { return 0u - (word >> (at & 31) & 1u); }
 MLA_DEVICE int leading_zeros(int x) { return __builtin_clz(static_cast<unsigned>(x)); }
 

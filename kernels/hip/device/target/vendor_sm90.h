@@ -1,4 +1,4 @@
-// Device-language glue of NVIDIA GPUs: nvcc. See vendor.h.
+// Device-language glue for NVIDIA GPUs: nvcc. See device/target/vendor.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_SM90_H_
 #define MLA_KERNELS_HIP_DEVICE_TARGET_VENDOR_SM90_H_
 
@@ -32,8 +32,8 @@ MLA_DEVICE float fma_f(float a, float b, float c) { return fmaf(a, b, c); }
 MLA_DEVICE void block_barrier() { __syncthreads(); }
 MLA_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 MLA_DEVICE void wait_for_loads() {}
-// Programmatic dependent launch: a kernel may be resident before its predecessor has ended and
-// waits here before it reads what that one wrote. A no-op in an ordinary launch.
+// Programmatic dependent launch: a kernel may be resident before its predecessor has ended. It
+// waits here before it reads the predecessor's results. A no-op in an ordinary launch.
 MLA_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 MLA_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -14,7 +14,7 @@ void (*the_watch)(const SharedAccess& access) = nullptr;
 
 namespace {
 
-Fiber the_caller;  // of Run
+Fiber the_caller;  // the caller of Run
 
 uint32_t Random(Block& block) {
   block.random = block.random * 1664525u + 1013904223u;
@@ -36,7 +36,7 @@ bool CanRun(const Lane& lane) {
   return false;
 }
 
-// The next lane of `wave` after number `after` that can run.
+// Returns the next lane of `wave` after number `after` that can run.
 Lane* NextOf(const Wave& wave, int after, int lanes) {
   for (int i = 1; i <= lanes; ++i) {
     Lane* const lane = wave.lane[static_cast<size_t>((after + i) % lanes)];
@@ -45,7 +45,7 @@ Lane* NextOf(const Wave& wave, int after, int lanes) {
   return nullptr;
 }
 
-// A lane that can run: of the same wave if there is one. Null: there is none at all.
+// Returns a lane that can run, of the same wave if possible, or null if there is none.
 Lane* Next(const Lane& from) {
   Block& block = *the_block;
   if (Lane* const lane = NextOf(*from.wave, from.number, block.wave_lanes)) return lane;
@@ -57,7 +57,7 @@ Lane* Next(const Lane& from) {
   return nullptr;
 }
 
-// Leaves the lane that runs until it can run again.
+// Suspends the running lane until it can run again.
 void Leave() {
   Lane& from = *the_lane;
   Lane* const to = Next(from);
@@ -77,12 +77,12 @@ void WaitFor(const uint64_t& generation, Lane::State state) {
   Leave();
 }
 
-// All lanes that have not ended are at the barrier.
+// Called when all lanes that have not ended are at the barrier.
 void OpenBarrier(Block& block) {
   block.at_barrier = 0;
   ++block.barrier_generation;
   block.shared.NextInterval();
-  // Any wave may be the first to go on.
+  // A random wave goes on first.
   std::swap(block.order.front(), block.order[Random(block) % block.order.size()]);
 }
 
@@ -181,7 +181,7 @@ void NoteAccess(const char* instruction, const void* at) {
   open.access.at[lane.number] =
       static_cast<uint32_t>(static_cast<const char*>(at) - the_block->shared.base());
   if (++open.lanes < SharedAccess::kLanes) return;
-  the_watch(open.access);  // lanes are in order, so it is the first
+  the_watch(open.access);  // lanes are in order, so this is the first
   wave.open_accesses.pop_front();
   ++wave.closed_accesses;
 }
@@ -214,7 +214,7 @@ void BlockBarrier() {
     return WaitFor(block.barrier_generation, Lane::State::kBarrier);
   }
   OpenBarrier(block);
-  // The last one to come is not the first one to go on, unless chance has it.
+  // The lane that arrives last does not go on first, unless its wave was drawn.
   Lane& lane = *the_lane;
   Wave& first = block.waves[static_cast<size_t>(block.order.front())];
   if (&first == lane.wave) return;

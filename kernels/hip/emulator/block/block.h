@@ -1,15 +1,15 @@
-// A thread block on the host: one fiber a lane, run so that what a device does not promise does not
-// happen by chance.
+// A thread block on the host: one fiber a lane. Lanes are run in orders that do not by chance give
+// what a device does not promise.
 //
 // A lane runs until it has to wait for others. The lanes of a wave wait for each other at
-// instructions that read other lanes (Meet): the last one to come carries the instruction out for
-// all. A wave then runs on, as far as it can: only a barrier of the block lets the other waves
-// catch up, in an order that changes from barrier to barrier. So a barrier that is missing shows as
+// instructions that read other lanes (Meet); the last lane to arrive carries the instruction out
+// for all. A wave then runs on as far as it can. Only a barrier of the block lets the other waves
+// catch up, in an order that changes from barrier to barrier. A missing barrier therefore shows as
 // one wave far ahead of the others.
 //
-// What a device would answer with wrong numbers now and then is a fault here, which ends the launch
-// (Fault): lanes of a wave at different instructions, lanes that wait for what never comes, and all
-// that shared_memory.h watches.
+// Conditions under which a device would give wrong numbers now and then are faults here, which end
+// the launch (Fault): lanes of a wave at different instructions, lanes that wait for an event that
+// never comes, and everything that shared_memory.h watches.
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_BLOCK_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_BLOCK_H_
 
@@ -27,9 +27,9 @@
 
 namespace mla::kernels::hip::host {
 
-inline constexpr int kMostLanes = 1024;  // of a block
+inline constexpr int kMostLanes = 1024;  // lanes a block
 inline constexpr int kMostWaveLanes = 64;
-inline constexpr int kGroupLanes = 128;  // of a warpgroup
+inline constexpr int kGroupLanes = 128;  // lanes a warpgroup
 
 struct Wave;
 struct Lane;
@@ -46,8 +46,8 @@ struct BulkStore {
 
 struct Lane {
   enum class State : uint8_t {
-    kRuns,     // or can
-    kMeets,    // its wave
+    kRuns,     // or can run
+    kMeets,    // waits for its wave
     kBarrier,  // waits for generation `awaited` of its barrier to end
     kPolls,    // until ready(at, parity)
     kEnded,
@@ -58,19 +58,19 @@ struct Lane {
   int number = 0;  // in the wave
   Wave* wave = nullptr;
   void* slot = nullptr;      // operands and results of the instruction it meets at
-  uint32_t uniform_sum = 0;  // of values that all lanes of the wave must share
+  uint32_t uniform_sum = 0;  // checksum of values that all lanes of the wave must share
   uint64_t awaited = 0;
-  const uint64_t* generation = nullptr;  // of what it waits for
+  const uint64_t* generation = nullptr;  // counter of the barrier it waits for
   bool (*ready)(uint32_t at, uint32_t parity) = nullptr;
   uint32_t at = 0, parity = 0;
   CopyQueue copies;
-  uint64_t accesses = 0;          // of shared memory, counted where they are watched
-  std::vector<Product> products;  // that have not been waited for
+  uint64_t accesses = 0;          // accesses to shared memory, counted where they are watched
+  std::vector<Product> products;  // products that have not been waited for
   uint64_t product_group = 0;
-  std::vector<BulkStore> stores;  // that have not been waited for
+  std::vector<BulkStore> stores;  // stores that have not been waited for
 };
 
-// Of a wave, that some of its lanes have made.
+// An access of a wave that only some of its lanes have made so far.
 struct OpenAccess {
   SharedAccess access{};
   int lanes = 0;
@@ -80,12 +80,12 @@ struct Wave {
   std::deque<OpenAccess> open_accesses;
   uint64_t closed_accesses = 0;
   int index = 0;
-  int lanes = 0;      // that have not ended
-  int arrived = 0;    // of them, at the instruction
-  int registers = 0;  // a lane, that it has asked for; 0: none yet
+  int lanes = 0;      // lanes that have not ended
+  int arrived = 0;    // lanes of these at the instruction
+  int registers = 0;  // registers a lane that it has asked for; 0: none yet
   Instruction instruction = nullptr;
   uint64_t generation = 0;
-  // Of all lanes of the wave, those that have ended included.
+  // All lanes of the wave, ended ones included.
   std::array<Lane*, kMostWaveLanes> lane;
   template <class Slot>
   Slot& slot(int number) const {
@@ -93,7 +93,7 @@ struct Wave {
   }
 };
 
-// Barrier of a number of threads, of which some may not wait for it.
+// Barrier for a number of threads, some of which only arrive.
 struct NamedBarrier {
   int arrived = 0;
   uint64_t generation = 0;
@@ -104,7 +104,7 @@ struct Block {
   Grid grid;
   int wave_lanes = 0;
   uint32_t x = 0, y = 0;  // in the grid
-  uint64_t number = 0;    // of all that have run
+  uint64_t number = 0;    // count of all blocks run before
   const Kernel* kernel = nullptr;
   const void* arguments = nullptr;
   std::array<Lane, kMostLanes> lanes;
@@ -115,14 +115,14 @@ struct Block {
   int at_barrier = 0;  // lanes
   uint64_t barrier_generation = 0;
   std::array<NamedBarrier, 16> named;
-  std::array<NamedBarrier, kMostLanes / kGroupLanes> groups;  // of warpgroups
+  std::array<NamedBarrier, kMostLanes / kGroupLanes> groups;  // barriers of warpgroups
   SharedMemory shared;
   std::string fault;
   uint32_t random = 1;
 };
 
 extern Block* the_block;
-extern Lane* the_lane;  // that runs
+extern Lane* the_lane;  // the lane that runs
 
 // See Image::watch.
 void Watch(void (*sink)(const SharedAccess& access));
@@ -133,24 +133,24 @@ inline void Access(const char* instruction, const void* at) {
   if (the_watch != nullptr) NoteAccess(instruction, at);
 }
 
-// Ends the launch with what went wrong, as printf. Lanes are left where they stand, so nothing on
-// their stacks may own memory.
+// Ends the launch with a message, as printf. Lanes are abandoned where they are, so their stacks
+// must not own memory.
 [[noreturn]] void Fault(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Waits for all lanes of the wave, the last of which carries `instruction` out; each gave its slot.
+// Waits for all lanes of the wave, each with its slot. The last lane carries `instruction` out.
 void Meet(Instruction instruction, void* slot);
 // The barrier of the block.
 void BlockBarrier();
-// A barrier of `threads` threads. `waits`: else the lane only arrives. The answer: whether `x` held
-// in any of them.
+// A barrier of `threads` threads. Without `waits` the lane only arrives. Returns true if `x` was
+// true in any of them.
 bool Barrier(NamedBarrier& barrier, int threads, bool waits, bool x);
 // The lane's wave asks for `count` registers a lane. A block of sm_90 starts with equal parts of
-// kRegisters, in eights; waves that want more than the others leave would wait for ever.
+// kRegisters, in multiples of eight. Waves that need more than the others release wait forever.
 inline constexpr int kRegisters = 65536;
 void SetRegisters(int count);
-// Lets others run until ready(at, parity).
+// Lets other lanes run until ready(at, parity).
 void Poll(bool (*ready)(uint32_t, uint32_t), uint32_t at, uint32_t parity);
-// A value that must be the same in all lanes of the wave, which is found out at their next meeting.
+// Records a value that must be the same in all lanes of the wave; their next meeting checks it.
 inline int Uniform(int x) {
   the_lane->uniform_sum = the_lane->uniform_sum * 31 + static_cast<uint32_t>(x) + 1;
   return x;

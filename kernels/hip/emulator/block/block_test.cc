@@ -1,5 +1,5 @@
-// What runs device code on the host: that correct kernels give what they must, and that each thing
-// that a device would leave to chance ends the launch with its name.
+// Tests the runner of device code on the host: correct kernels give the right results, and each
+// condition that a device would leave to chance ends the launch with a message that names it.
 #include "kernels/hip/emulator/block/block.h"
 
 #include <cstring>
@@ -21,7 +21,7 @@ using ::testing::IsEmpty;
 constexpr int kWave = 32;
 constexpr size_t kShared = 1024;
 
-// What the lanes of a test read and write; one launch at a time.
+// Memory that the lanes of a test read and write; one launch at a time.
 std::vector<int> results;
 std::vector<int> source;
 
@@ -47,7 +47,7 @@ void LandAllBut(int younger) {
 void Nothing(Wave&) {}
 void OtherThing(Wave&) {}
 
-// The fault of a launch of `waves` waves, empty where there is none.
+// The fault of a launch of `waves` waves, or empty.
 std::string Launch(void (*lane)(const void*), uint32_t waves = 1, uint32_t blocks = 1) {
   const Kernel kernel{"kernel", 0, lane};
   results.assign(waves * kWave * blocks, -1);
@@ -198,7 +198,7 @@ TEST(BlockTest, LanesThatWaitForWhatNeverComesAreAFault) {
 }
 
 TEST(BlockTest, WavesThatAskForMoreRegistersThanThereAreAreAFault) {
-  // Two waves of 64 lanes in all have 1024 each.
+  // Two waves with 64 lanes in all have 1024 registers a lane.
   EXPECT_THAT(Launch([](const void*) { SetRegisters(Index() < 32 ? 2000 : 48); }, 2), IsEmpty());
   EXPECT_THAT(Launch([](const void*) { SetRegisters(Index() < 32 ? 2008 : 48); }, 2),
               HasSubstr("waves ask for 2056 registers a lane, of 2048 in all"));

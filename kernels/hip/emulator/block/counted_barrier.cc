@@ -8,7 +8,7 @@
 namespace mla::kernels::hip::host {
 namespace {
 
-// Arrival of a lane once its copies before group `group` have landed.
+// A lane's arrival that is due once its copies before group `group` have landed.
 struct Deferred {
   Lane* lane;
   uint64_t group;
@@ -16,7 +16,7 @@ struct Deferred {
 struct Counted {
   int arrivals = 0, missing = 0;
   int64_t missing_bytes = 0;
-  uint32_t parity = 0;  // of the phase that is going on
+  uint32_t parity = 0;  // parity of the current phase
   std::vector<Deferred> deferred;
   CopyQueue bulk;
 };
@@ -47,7 +47,7 @@ void EndPhaseIfComplete(Counted& barrier) {
   barrier.parity ^= 1;
 }
 
-// The copies that alone keep the phase from ending land.
+// Lands copies if they alone keep the phase from ending.
 void LandLast(Counted& barrier) {
   SharedMemory& shared = the_block->shared;
   if (barrier.missing != static_cast<int>(barrier.deferred.size())) return;

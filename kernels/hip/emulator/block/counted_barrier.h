@@ -1,6 +1,6 @@
 // Barriers in shared memory that count arrivals and the bytes of bulk copies (mbarrier of sm_90).
-// What completes a phase by itself, that is copies, does so when a lane asks for the phase and
-// nothing else is missing: as late as can be.
+// Copies complete a phase as late as possible: when a lane asks for the phase and nothing else is
+// missing.
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_COUNTED_BARRIER_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_COUNTED_BARRIER_H_
 
@@ -14,7 +14,7 @@ void ArriveCounted(uint32_t at, uint32_t bytes);
 // Arrives once all copies that this lane has started have landed.
 void ArriveAfterCopies(uint32_t at);
 void StartBulkCopy(char* to, const void* from, uint32_t bytes, uint32_t barrier);
-// Whether the phase of this parity is complete.
+// Returns true if the phase of this parity is complete.
 bool CountedPhaseEnded(uint32_t at, uint32_t parity);
 
 }  // namespace mla::kernels::hip::host

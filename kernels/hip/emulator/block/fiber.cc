@@ -25,7 +25,7 @@
 #error "the switch of stacks is written for x86-64"
 #endif
 
-// Keeps what a call must keep on the stack that is left, and takes it from the one that is entered.
+// Saves callee-saved registers on the current stack, and restores them from the entered stack.
 extern "C" void mla_host_switch(void** left, void* entered);
 asm(R"(
 .text
@@ -58,13 +58,13 @@ namespace {
 // Frames of instrumented code are larger. Only touched pages take memory.
 constexpr size_t kStackBytes = MLA_ADDRESS_SANITIZER ? size_t{1} << 20 : size_t{512} << 10;
 constexpr size_t kGuardBytes = 4096;
-// Stacks begin at different distances from their ends: lanes run in step, and frames that lie a
-// power of two apart would all share the same few sets of the caches.
+// Stacks begin at different distances from their ends. Lanes run in step, and frames that lie a
+// power of two apart would all map to the same few cache sets.
 constexpr size_t kColourBytes = 33 * 64;
 constexpr int kColours = 64;
 
 #if MLA_ADDRESS_SANITIZER
-Fiber* left_fiber = nullptr;  // by the switch that is going on
+Fiber* left_fiber = nullptr;  // fiber that the current switch leaves
 #endif
 
 }  // namespace
@@ -88,12 +88,12 @@ void FiberStacks::Prepare(int index, Fiber& fiber, void (*entry)()) {
   char* const bottom = memory_ + static_cast<size_t>(index) * kStackBytes + kGuardBytes;
   char* const end = memory_ + static_cast<size_t>(index + 1) * kStackBytes;
 #if MLA_ADDRESS_SANITIZER
-  // A fiber that was left for good may have marked parts of it.
+  // A fiber that was abandoned may have poisoned parts of its stack.
   ASAN_UNPOISON_MEMORY_REGION(bottom, static_cast<size_t>(end - bottom));
 #endif
   auto* top =
       reinterpret_cast<uint64_t*>(end - static_cast<size_t>(index % kColours) * kColourBytes);
-  *--top = 0;  // where the entry would return to
+  *--top = 0;  // return address of the entry
   *--top = reinterpret_cast<uint64_t>(entry);
   for (int i = 0; i < 6; ++i) *--top = 0;
   fiber = Fiber{top, nullptr, bottom, static_cast<size_t>(end - bottom)};
@@ -117,7 +117,7 @@ void Switch(Fiber& from, Fiber& to) {
 }
 
 void SwitchForGood(Fiber& to) {
-  static void* nowhere = nullptr;  // not on the stack, which the sanitizer takes down first
+  static void* nowhere = nullptr;  // static, because the sanitizer releases the stack first
 #if MLA_ADDRESS_SANITIZER
   left_fiber = nullptr;
   __sanitizer_start_switch_fiber(nullptr, to.bottom, to.bytes);
@@ -131,7 +131,7 @@ void Entered() {
   const void* bottom = nullptr;
   size_t bytes = 0;
   __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
-  // The thread's own stack is known from here on.
+  // The bounds of the thread's own stack are known from here on.
   if (left_fiber != nullptr && left_fiber->bottom == nullptr) {
     left_fiber->bottom = bottom;
     left_fiber->bytes = bytes;

@@ -1,4 +1,4 @@
-// Fibers: functions with stacks of their own, of which one at a time runs on the thread.
+// Fibers: functions with stacks of their own. One fiber at a time runs on the thread.
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_FIBER_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_FIBER_H_
 
@@ -6,7 +6,7 @@
 
 namespace mla::kernels::hip::host {
 
-// A place where execution can go on: a fiber that stands, or the thread itself.
+// A suspended execution: a fiber, or the thread itself.
 struct Fiber {
   void* stack_pointer = nullptr;
   // For the address sanitizer.
@@ -15,7 +15,7 @@ struct Fiber {
   size_t bytes = 0;
 };
 
-// Stacks of `count` fibers, each with a page below it that may not be touched.
+// Stacks of `count` fibers, each with an inaccessible guard page below it.
 class FiberStacks {
  public:
   explicit FiberStacks(int count);
@@ -23,8 +23,8 @@ class FiberStacks {
   FiberStacks(const FiberStacks&) = delete;
   FiberStacks& operator=(const FiberStacks&) = delete;
 
-  // Makes fiber `index` begin with `entry`, which must not return, when it is switched to. Whatever
-  // stood on its stack is gone.
+  // Makes fiber `index` begin with `entry`, which must not return, at the next switch to it.
+  // Discards the previous contents of its stack.
   void Prepare(int index, Fiber& fiber, void (*entry)());
 
  private:
@@ -32,11 +32,11 @@ class FiberStacks {
   size_t bytes_ = 0;
 };
 
-// Leaves `from`, which goes on when it is switched to again, for `to`.
+// Suspends `from`, which goes on when it is switched to again, and resumes `to`.
 void Switch(Fiber& from, Fiber& to);
-// The same for a fiber that has ended.
+// As Switch, from a fiber that has ended.
 [[noreturn]] void SwitchForGood(Fiber& to);
-// The first call of every entry.
+// Every entry must call this first.
 void Entered();
 
 }  // namespace mla::kernels::hip::host

@@ -1,5 +1,5 @@
-// Device code that was compiled for the machine of the build: a shared library that holds the
-// kernels of one architecture and what runs their lanes. It exports mla_host_image().
+// Device code compiled for the build machine: a shared library with the kernels of one architecture
+// and the runner of their lanes. It exports mla_host_image().
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_IMAGE_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_IMAGE_H_
 
@@ -10,14 +10,14 @@ namespace mla::kernels::hip::host {
 
 struct Grid {
   uint32_t x, y;
-  uint32_t threads;       // of a block
+  uint32_t threads;       // threads a block
   uint32_t shared_bytes;  // dynamic
 };
 
 struct Kernel {
   const char* name;
   size_t argument_bytes;
-  void (*lane)(const void* arguments);  // what each lane runs
+  void (*lane)(const void* arguments);  // the code of each lane
 };
 
 // An access to shared memory that all lanes of a wave make together.
@@ -32,11 +32,12 @@ struct Image {
   int wave;          // lanes
   const Kernel* kernels;
   size_t kernel_count;
-  // Runs a grid, block after block, on the caller's thread; one launch at a time. Null, or what the
-  // kernel did that a device would not have forgiven; the text lives until the next launch.
+  // Runs a grid, block after block, on the caller's thread; one launch at a time. Returns null, or
+  // a message about an error that a device might have answered with wrong numbers. The text lives
+  // until the next launch.
   const char* (*run)(const Kernel& kernel, const Grid& grid, const void* arguments);
-  // From now on calls `sink` for the accesses of waves of 64 lanes; null: for none. Kernels in
-  // which lanes of a wave access shared memory apart from each other are not to be watched.
+  // From now on calls `sink` for the accesses of waves of 64 lanes; null ends it. The watched
+  // kernels' lanes of a wave must access shared memory together.
   void (*watch)(void (*sink)(const SharedAccess& access));
 };
 

@@ -6,7 +6,7 @@ namespace {
 typedef float Floats __attribute__((vector_size(32)));
 constexpr int kLanes = 8;
 
-// kVectors vectors of columns from `col` on.
+// Computes kVectors vectors of columns from `col` on.
 template <int kVectors>
 void MultiplyColumns(float* d, const float* a, const float* b, int rows, int cols, int depth,
                      int col) {

@@ -8,8 +8,8 @@
 namespace mla::kernels::hip::host {
 namespace {
 
-constexpr size_t kAlignment = 1024;  // the swizzle of sm_90 counts from 1 KiB
-constexpr int kNaN = 0xff;           // of every byte: a NaN in bf16 and in fp32
+constexpr size_t kAlignment = 1024;  // the swizzle of sm_90 assumes a multiple of 1 KiB
+constexpr int kNaN = 0xff;           // for every byte: a NaN in bf16 and in fp32
 
 }  // namespace
 
@@ -42,7 +42,7 @@ char* SharedMemory::Base(size_t bytes) {
   }
   taken_ = true;
   if (memory_ == nullptr || bytes_ != bytes) {
-    // Exactly so large, so that the address sanitizer sees what lies beyond.
+    // Allocates exactly `bytes`, so that the address sanitizer sees accesses beyond them.
     memory_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{kAlignment})));
     bytes_ = bytes;
   }

@@ -1,12 +1,13 @@
-// Shared memory of a block, and the copies to it that are on their way.
+// Shared memory of a block, and the copies to it that are in flight.
 //
-// A copy lands as late as its lane's waits allow, oldest first. From its start until it lands the
-// words it fills hold NaN, and touching them is a fault. So is touching what another wave has
-// written, or writing what another wave has read, since the last barrier of the block: which of the
-// two comes first is chance. Words that nothing has written hold NaN.
+// A copy lands as late as its lane's waits allow, oldest first. From its start until it lands, the
+// words that it fills hold NaN, and touching them is a fault. It is also a fault to touch words
+// that another wave has written, or to write words that another wave has read, since the last
+// barrier of the block, because their order would be chance. Words that were never written hold
+// NaN.
 //
-// Kernels that synchronise by other means than barriers of the whole block are watched for copies
-// alone.
+// In kernels that synchronise by other means than barriers of the whole block, only copies are
+// watched.
 #ifndef MLA_KERNELS_HIP_EMULATOR_BLOCK_SHARED_MEMORY_H_
 #define MLA_KERNELS_HIP_EMULATOR_BLOCK_SHARED_MEMORY_H_
 
@@ -28,7 +29,7 @@ class CopyQueue {
   };
   void Add(const Copy& copy);
   int count() const { return count_; }
-  int64_t bytes() const { return bytes_; }  // of all copies in it
+  int64_t bytes() const { return bytes_; }  // bytes of all queued copies
   uint64_t open_group() const { return group_; }
   void CloseGroup() { ++group_; }
   const Copy& oldest() const { return ring_[static_cast<size_t>(first_)]; }
@@ -48,16 +49,16 @@ class CopyQueue {
 
 class SharedMemory {
  public:
-  // For the next block.
+  // Prepares for the next block.
   void Reset();
-  // `bytes` of shared memory, as all lanes of a block take it.
+  // Returns `bytes` of shared memory; all lanes of a block ask for the same number.
   char* Base(size_t bytes);
   char* base() const { return memory_.get(); }
 
-  // Before a lane of wave `wave` reads or writes.
+  // Call before a lane of wave `wave` reads or writes.
   void Read(const void* at, size_t bytes, int wave);
   void Write(const void* at, size_t bytes, int wave);
-  // Before an atomic operation, which comes in any order with others of other waves.
+  // Call before an atomic operation; its order with atomic operations of other waves is free.
   void Update(const void* at, size_t bytes, int wave);
 
   void StartCopy(CopyQueue& queue, void* to, const void* from, int bytes, int wave);
@@ -65,17 +66,17 @@ class SharedMemory {
   void LandAllBut(CopyQueue& queue, int younger, int wave);
   void LandBefore(CopyQueue& queue, uint64_t group, int wave);
 
-  // All waves have met.
+  // Call when all waves have met.
   void NextInterval() { ++interval_; }
-  // From here on waves of this block synchronise by other means.
+  // From here on waves of this block synchronise by other means than its barrier.
   void WatchCopiesOnly() { copies_only_ = true; }
 
  private:
-  static constexpr uint8_t kUpdates = 0xff;  // as writer: atomic operations, of any waves
+  static constexpr uint8_t kUpdates = 0xff;  // as writer: atomic operations, by any waves
   struct Delete {
     void operator()(char* memory) const;
   };
-  // Of four bytes. Intervals count from 1.
+  // State of four bytes. Intervals count from 1.
   struct Word {
     uint32_t written = 0;  // interval
     uint32_t read = 0;
@@ -91,7 +92,7 @@ class SharedMemory {
   size_t bytes_ = 0;
   std::vector<Word> words_;
   uint32_t interval_ = 1;
-  bool taken_ = false;  // by a lane of this block
+  bool taken_ = false;  // a lane of this block has asked for it
   bool copies_only_ = false;
 };
 

@@ -15,7 +15,7 @@ constexpr int kDepthBytes = 32, kMostDepth = 32, kRows = 16, kMostCols = 256, kC
 
 int BytesOf(Element of) { return of == Element::kE4m3 ? 1 : 2; }
 
-// The numbers of `count` bytes.
+// Widens `count` bytes to numbers.
 void Widen(const uint8_t* from, int count, Element of, float* out) {
   for (int i = 0; i < count / BytesOf(of); ++i) {
     if (of == Element::kE4m3) {
@@ -28,8 +28,8 @@ void Widen(const uint8_t* from, int count, Element of, float* out) {
   }
 }
 
-// An operand in shared memory: the start, and what lies between groups of eight rows and between
-// column blocks of the width of a row.
+// An operand in shared memory: its start, and the strides between groups of eight rows and between
+// column blocks of a row's width.
 struct Operand {
   Operand(uint64_t descriptor, Element of_values)
       : of(of_values),
@@ -41,7 +41,7 @@ struct Operand {
       Fault("a descriptor without the exchange of chunks in rows of 128 or 64 bytes");
     }
   }
-  // The 16 bytes from byte `col` of row `row` on. The exchange is by bits of the address.
+  // Loads the 16 bytes from byte `col` of row `row` on. The swizzle acts on bits of the address.
   void Load(int row, int col, float* out) const {
     const uint32_t from_start = static_cast<uint32_t>(col);
     const uint32_t at = start + static_cast<uint32_t>(row / 8) * group +
@@ -58,7 +58,8 @@ struct Operand {
   uint32_t pitch, start, block, group;
 };
 
-// The matrix unit adds products of e4m3 with 13 bits below the largest, and drops the others.
+// The matrix unit aligns addends of e4m3 products to the largest, keeps 13 bits below it and drops
+// the rest.
 float KeptOfSum(float sum) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(sum) & ~((1u << (23 - 13)) - 1));
 }
@@ -116,7 +117,7 @@ void LoadRight(const Product& p, float* right) {
   }
 }
 
-// Calls `each(element of c, place in the warp's sums)` for what lane `lane` holds.
+// Calls `each(element of c, place in the warp's sums)` for the elements of lane `lane`.
 template <class Each>
 void ForElements(int lane, int cols, const Each& each) {
   for (int i = 0; i < cols / 2; ++i) {

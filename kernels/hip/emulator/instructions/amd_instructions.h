@@ -1,5 +1,5 @@
-// The instructions of kernels/hip/device/amd/instructions.h on the host. Layouts of operands are
-// those of the instruction set: see mfma_wave.h there, and the tests of tests/tile.
+// The instructions of kernels/hip/device/amd/instructions.h on the host. Operands have the layouts
+// of the instruction set: see kernels/hip/device/amd/mfma_wave.h, and the tests of tests/tile.
 #ifndef MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_AMD_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_AMD_INSTRUCTIONS_H_
 
@@ -22,7 +22,7 @@ inline lds_t flip(lds_t at, int bits) {
   const lds_t base = host::the_block->shared.base();
   return base + ((at - base) ^ bits);
 }
-// Instructions that move this many bytes a lane.
+// Name of the instruction that moves kBytes bytes a lane.
 template <int kBytes>
 constexpr const char* read_instruction() {
   return kBytes == 16 ? "ds_read_b128" : kBytes == 8 ? "ds_read_b64" : "ds_read_b32";
@@ -69,7 +69,7 @@ f32x2 floats_of(uint32_t codes) {
   return f32x2{DecodeFp8(static_cast<uint8_t>(pair), kKind),
                DecodeFp8(static_cast<uint8_t>(pair >> 8), kKind)};
 }
-// The exponent is all of the scale that the instruction looks at, and as a power of two at that.
+// The instruction uses only the exponent of the scale, as a power of two.
 template <bool kHigh>
 uint32_t scaled_bf16_of(uint32_t codes, float scale) {
   const f32x2 x = floats_of<kHigh>(codes);
@@ -77,7 +77,8 @@ uint32_t scaled_bf16_of(uint32_t codes, float scale) {
   return pack_bf16(std::ldexp(x[0], exponent), std::ldexp(x[1], exponent));
 }
 
-// Where numbers exceed the largest code the instruction does not saturate: no kernel may do that.
+// The instruction does not saturate numbers beyond the largest code; NaN shows that a kernel relied
+// on it.
 inline uint32_t code_from(float x) {
   constexpr auto kKind = MLA_GFX942 ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
   return std::abs(x) > Fp8Largest(kKind) ? Fp8NaN(kKind) : EncodeFp8(x, kKind);
@@ -139,9 +140,10 @@ inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t selector) {
   return result;
 }
 
-// --- Matrix products. A lane holds the same number of elements of the depth of row (of b: column)
-// lane % kRows, lanes of the same row one after another; of the sums, four rows in a run every
-// 4 * 64 / kRows. Operands have `a` and `b`; wide(operand, e) is element e of a lane as a number.
+// --- Matrix products. A lane holds consecutive elements of the depth, all lanes equally many, of
+// row (for b: column) lane % kRows; lanes of the same row follow one another. Of the sums it holds
+// runs of four rows, every 4 * 64 / kRows rows. Operands have `a` and `b`; wide(operand, e) is
+// element e of a lane as a number.
 template <int kRows, int kEach, class Operands, class Sums, class WideA, class WideB>
 Sums multiply_wave(const Operands& operands, const Sums& c, const WideA&, const WideB&) {
   struct Slot {
@@ -238,7 +240,7 @@ inline f32x16 multiply_codes_32x32x64(const u32x8& a, int a_exponent, const u32x
       });
 }
 
-// A group of 16 lanes reads kRows rows of 16 columns: kLanes lanes give the addresses of a row's
+// A group of 16 lanes reads kRows rows of 16 columns. kLanes lanes give the addresses of a row's
 // parts, kRows columns each, and every lane receives one column.
 template <typename Element>
 u32x2 ReadTransposed(const char* instruction, lds_t at) {
@@ -290,7 +292,7 @@ template <int kOffset>
 void copy_word(lds_t wave_base, const void* source) {
   start_copy<4>(wave_base, kOffset, source);
 }
-// The instruction counts copies of the wave: those of all its lanes land.
+// The instruction counts copies of the wave, so the copies of all its lanes land.
 inline void land_all_but(int younger) {
   host::Meet(
       [](host::Wave& wave) {

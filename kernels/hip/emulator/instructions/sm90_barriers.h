@@ -18,7 +18,8 @@ inline void barrier_arrive_after_copies(uint32_t at) { host::ArriveAfterCopies(a
 inline void barrier_wait(uint32_t at, uint32_t parity) {
   host::Poll(host::CountedPhaseEnded, at, parity);
 }
-// Loops that test would keep the others from running, so it answers once the phase is complete.
+// A kernel's loop over this test would keep other lanes from running, so it returns only once the
+// phase is complete.
 inline bool barrier_test(uint32_t at, uint32_t parity) {
   barrier_wait(at, parity);
   return true;
@@ -30,7 +31,7 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
   host::StartBulkCopy(shared_bytes() + to, from, bytes, barrier);
 }
 
-// As late as is allowed: stores that are on their way read when they are waited for.
+// A store reads its source as late as is allowed: when it is waited for.
 inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   host::the_lane->stores.push_back({shared_bytes() + from, to, bytes});
 }

@@ -1,5 +1,5 @@
 // The instructions of kernels/hip/device/sm90/instructions.h on the host. Addresses of shared
-// memory count from the beginning of the block's.
+// memory are offsets from the beginning of the block's shared memory.
 #ifndef MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_INSTRUCTIONS_H_
 #define MLA_KERNELS_HIP_EMULATOR_INSTRUCTIONS_SM90_INSTRUCTIONS_H_
 
@@ -134,13 +134,13 @@ inline void add_word_shared(lds_t at, uint32_t x) {
   std::memcpy(to, &sum, sizeof(sum));
 }
 inline void add_word(uint32_t* at, uint32_t x) { *at += x; }
-// Blocks run one behind the other: the last one does what they share.
+// Blocks run one after the other, so the last block does all of the shared work.
 struct BlockTurn {
   int first, step;
 };
 inline void release_writes() {}
 inline BlockTurn meet_blocks(uint32_t* at, int, int count) {
-  constexpr int kNothing = 1 << 20;  // behind all that is shared
+  constexpr int kNothing = 1 << 20;  // larger than all shared work
   if (++*at < static_cast<uint32_t>(count)) return {kNothing, 1};
   *at = 0;
   return {0, 1};
@@ -150,7 +150,7 @@ inline void load_fresh(uint32_t (&x)[4], const float* from) { std::memcpy(x, fro
 
 inline uint32_t unknown(uint32_t x) { return x; }
 
-// Blocks run one after another, those that push outputs last.
+// Blocks run one after the other; blocks that push outputs come last.
 inline void count_finished(uint32_t* at, int apart) {
   for (int i = 0; i < kPushBlocks; ++i) ++at[i * apart];
 }
@@ -167,7 +167,7 @@ inline Chunk load_arriving(const void* from) {
   }
   return c;
 }
-// Copies are made by other threads, if the runtime has some, else before the kernel.
+// Copies are made by other threads if the runtime has any, otherwise before the kernel.
 inline bool await_queries(const void* chunk, const StreamArgs& args, lds_t begun) {
   const auto since = float_to_bits(load_float(begun));
   while (!has_come(load_arriving(chunk)) && load_host_word(args.arrived) != args.ticket) {
@@ -217,11 +217,11 @@ void wait_for_copies() {
 }
 inline void prefetch(const void*) {}
 
-// --- Matrices of 8 x 8. Lane l holds, of matrix m in word m, row l / 4, columns 2 (l % 4) and the
-// next; it supplies the address of row l % 8 of matrix l / 8.
+// --- Matrices of 8 x 8. In word m, lane l holds row l / 4, columns 2 (l % 4) and the next, of
+// matrix m. It supplies the address of row l % 8 of matrix l / 8.
 struct Matrices {
-  uint16_t row[8];   // of the address that the lane supplied
-  uint32_t word[4];  // that the lane holds
+  uint16_t row[8];   // at the address that the lane supplied
+  uint32_t word[4];  // words that the lane holds
 };
 template <bool kTransposed>
 void load_matrices_of(uint32_t (&r)[4], lds_t at) {
@@ -263,9 +263,9 @@ inline void store_matrices(lds_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint
   store_chunk(at, c);
 }
 
-// c [16 x 8] += a [16 x 16] b [16 x 8]. Word i of a: rows l / 4 + 8 (i % 2), depth 2 (l % 4) +
-// 8 (i / 2); of b: column l / 4, the same depths; c[2 h + e]: row l / 4 + 8 h, column 2 (l % 4) +
-// e.
+// c [16 x 8] += a [16 x 16] b [16 x 8]. Word i of a holds row l / 4 + 8 (i % 2), depth 2 (l % 4) +
+// 8 (i / 2); word i of b holds column l / 4 at the same depths; c[2 h + e] is row l / 4 + 8 h,
+// column 2 (l % 4) + e.
 struct SmallProduct {
   float c[4];
   uint32_t a[4], b[2];

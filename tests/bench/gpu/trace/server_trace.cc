@@ -12,7 +12,7 @@
 namespace mla::bench {
 namespace {
 
-// Of the samples of a metric whose labels hold `label`.
+// Sum over the samples of a metric whose labels contain `label`.
 double Sum(absl::string_view text, absl::string_view name, absl::string_view label = "") {
   double sum = 0;
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {

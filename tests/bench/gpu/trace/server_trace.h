@@ -1,4 +1,4 @@
-// What the host did for the launches of a server, by the counters that it exposes.
+// The host's work for the launches of a server, by the counters that it exposes.
 #ifndef MLA_TESTS_BENCH_GPU_TRACE_SERVER_TRACE_H_
 #define MLA_TESTS_BENCH_GPU_TRACE_SERVER_TRACE_H_
 
@@ -10,19 +10,20 @@
 namespace mla::bench {
 
 struct ServerTrace {
-  double copied_bytes = 0;  // of tensors, by the host
-  double sleeps = 0;        // of its threads, for the GPU
-  // Time in which a thread looked whether the GPU was done.
-  double client_polling_us = 0;  // with the client's work before a request
+  double copied_bytes = 0;  // tensor bytes copied by the host
+  double sleeps = 0;        // of its threads, waiting for the GPU
+  // Time in which a thread polled for the end of GPU work.
+  double client_polling_us = 0;  // for the client's work before a request
   double launch_polling_us = 0;
 
-  // Since `before`, for one of `layers` layers.
+  // The difference to `before`, for one of `layers` layers.
   ServerTrace Since(const ServerTrace& before, double layers) const;
 };
 
-// Since the server's start. `text` is what GET /metrics answers.
+// Counters since the server's start. `text` is the reply to GET /metrics.
 ServerTrace ParseTrace(absl::string_view text);
-// The same from the server's own address for operations, "HOST:PORT". UNAVAILABLE: no answer.
+// The same from the server's own address for operations, "HOST:PORT". UNAVAILABLE if it does not
+// reply.
 absl::StatusOr<ServerTrace> ReadTrace(const std::string& address);
 
 }  // namespace mla::bench

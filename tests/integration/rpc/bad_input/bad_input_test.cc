@@ -1,5 +1,5 @@
-// Hostile values in every field of every request: refused under the field's own path or answered,
-// as its rule says; never a crash, and the engine goes on serving good steps.
+// Hostile values in every field of every request. Each is refused under the field's own path or
+// accepted, as its rule says. The server never crashes and goes on serving good steps.
 #include <gmock/gmock.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
@@ -33,7 +33,7 @@ class BadInputTest : public ::testing::Test {
       : server_([this](server::Config& config) {
           config.limits.step_lease_ms = 60000;
           config.limits.kv_wait_ms = 1;
-          config.wire.max_watchers = 40;  // the server notices a little later that one has gone
+          config.wire.max_watchers = 40;  // the server notices with a delay that a watcher has gone
           config.checkpoint.path = folder_.File("checkpoints");
         }),
         client_(server_.Connect()),
@@ -42,8 +42,8 @@ class BadInputTest : public ::testing::Test {
         sequences_(v1::Sequences::NewStub(channel_)),
         models_(v1::Models::NewStub(channel_)) {}
 
-  // Holds an answer against the rule of the field that was changed. INTERNAL, UNKNOWN, UNAVAILABLE
-  // mean that something broke, whatever the value.
+  // Checks a reply against the rule of the changed field. INTERNAL, UNKNOWN and UNAVAILABLE mean
+  // that something broke, whatever the value.
   static void Check(const Mutation& mutation, int code, const std::string& message,
                     const v1::ErrorDetail& detail) {
     const std::string what = mutation.ToString() + ": " + message;
@@ -126,7 +126,7 @@ void BadInputTest::TrySequences() {
     v1::OpenReply reply;
     return release(sequences_->Open(context, request, &reply), reply.sequence());
   });
-  // A fresh one each time: what succeeds changes its epoch.
+  // A new sequence each time, because a successful call changes its epoch.
   Track track = *worker_.Open();
   v1::ForkRequest fork;
   fork.set_sequence_id(track.sequence.id());
@@ -196,7 +196,8 @@ void BadInputTest::TryModels() {
       return status;
     });
   }
-  // Lists of numbers that only a model with a window has: window_test, page_stream_test.
+  // Lists of numbers that only models with a window have; window_test and page_stream_test cover
+  // them.
   seen_.insert({"mla.v1.ModelSpec.ratios", "mla.v1.RegisterRequest.sinks", "mla.v1.EndStep.tails",
                 "mla.v1.PagesHeader.sinks"});
   ASSERT_TRUE(client_->RegisterModel(fp8.model()).ok());
@@ -225,8 +226,8 @@ void BadInputTest::TryModels() {
   });
 }
 
-// The three parts of an upload; one of them changed, the others as they should be. The digest is
-// wrong, so that nothing is ever taken.
+// The three parts of an upload. One of them is changed, the others are valid. The digest is wrong,
+// so that no weights are ever accepted.
 void BadInputTest::TryUpload() {
   v1::UploadWeightsRequest header, chunk, trailer;
   header.mutable_header()->set_model_id("m");
@@ -245,7 +246,7 @@ void BadInputTest::TryUpload() {
   for (const v1::UploadWeightsRequest& part : {header, chunk, trailer}) TryUnary(part, upload);
 }
 
-// An export of two rows, and an import of what it gave, of which one message is changed.
+// An export of two rows, and an import of its messages, one of which is changed.
 void BadInputTest::TryPages() {
   Track track = *worker_.Open();
   ASSERT_TRUE(worker_.Step({&track}, {2}, v1::PROFILE_ABSORBED).ok());
@@ -278,7 +279,7 @@ void BadInputTest::TryPages() {
       const auto writer = cache->Import(context, &reply);
       for (size_t i = 0; i < messages.size(); ++i) {
         v1::ImportRequest message = i == changed ? request : messages[i];
-        if (i == 1 && i != changed) {  // as it came
+        if (i == 1 && i != changed) {  // unchanged
           message.mutable_part()->mutable_header()->clear_kv_scales();
           message.mutable_part()->mutable_header()->mutable_model()->clear_weights_digest();
         }
@@ -346,7 +347,7 @@ void BadInputTest::TryCheckpoints() {
 }
 
 void BadInputTest::TryAdmin() {
-  // A server of its own, since it is drained.
+  // A server of its own, because it is drained.
   const TestServer server;
   const auto admin = v1::Admin::NewStub(
       grpc::CreateChannel(server.unix_target(), grpc::InsecureChannelCredentials()));
@@ -391,7 +392,7 @@ void BadInputTest::TryAdmin() {
   });
 }
 
-// Each change on a stream of its own, in which step 9 of two rows is open.
+// Each change is sent on a stream of its own, on which step 9 of two rows is open.
 void BadInputTest::TryStream() {
   const auto stub = v1::Attention::NewStub(channel_);
   Track track = *worker_.Open();
@@ -459,7 +460,7 @@ TEST_F(BadInputTest, EveryFieldOfEveryRequest) {
   TryStream();
   CheckAlive("all");
   EXPECT_GT(cases_, 500);
-  // A field that the contract gained is not forgotten here.
+  // Fails if the contract has gained a field without a rule here.
   EXPECT_EQ(seen_, RequestFields());
   for (const auto& [field, rule] : FieldRules()) EXPECT_TRUE(seen_.contains(field)) << field;
 }

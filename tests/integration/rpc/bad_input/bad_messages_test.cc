@@ -1,6 +1,5 @@
-// Messages that are wrong as a whole: without a body, with a payload that belongs to none, or
-// longer than a message of their kind can be. The stream or the call ends or goes on, and so does
-// the engine.
+// Messages that are wrong as a whole: without a body, with a payload that no body refers to, or
+// longer than a message of their kind can be. The stream or call may end; the engine goes on.
 #include <gmock/gmock.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
@@ -77,8 +76,8 @@ TEST_F(BadMessagesTest, NoBodyIsRefusedAndTheStreamGoesOn) {
   EXPECT_TRUE(stream->Finish().ok());
 }
 
-// Two bytes of an empty sequence become a hundred once they are parsed, and a message has room for
-// half a million of them: they are counted before.
+// Two bytes of an empty sequence become a hundred when parsed, and a message has room for half a
+// million of them, so they are counted before parsing.
 TEST_F(BadMessagesTest, LongHeadersAreRefusedBeforeTheyAreParsed) {
   const auto stub = v1::Attention::NewStub(channel_);
   const auto send = [&](const v1::AttendStreamRequest& request, v1::AttendStreamReply* reply) {
@@ -106,7 +105,7 @@ TEST_F(BadMessagesTest, LongHeadersAreRefusedBeforeTheyAreParsed) {
   }();
   for (int i = 0; i < 32; ++i) *begin->add_sequences() = most;  // limits.max_step_sequences
   v1::AttendStreamReply reply;
-  EXPECT_TRUE(send(request, &reply).ok());  // as long as a valid one can be: an answer names fields
+  EXPECT_TRUE(send(request, &reply).ok());  // the longest valid message; the reply names fields
   EXPECT_EQ(reply.error().detail().field(), "begin_step.sequences[0].start_position");
   begin->clear_sequences();
   for (int i = 0; i < 400000; ++i) begin->add_sequences();
@@ -130,7 +129,7 @@ TEST_F(BadMessagesTest, OversizeMessagesAndHeadersAreRefused) {
   }
   CheckAlive("a 2 MiB message");
   const auto admin = v1::Admin::NewStub(channel_);
-  // Larger ones cost the HTTP/2 library quadratic time before it gives up: see docs/security.md.
+  // Larger headers cost the HTTP/2 library quadratic time before it gives up: see docs/security.md.
   for (const size_t bytes : {size_t{20000}, size_t{1} << 18, size_t{1} << 20}) {
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(5));

@@ -43,7 +43,7 @@ uint64_t Narrowed(const FieldDescriptor* field, uint64_t value) {
     case FieldDescriptor::CPPTYPE_BOOL:
       return value != 0 ? 1 : 0;
     case FieldDescriptor::CPPTYPE_ENUM:
-      // Negative numbers count as what they are on the wire, which is beyond every range.
+      // Negative numbers count by their wire representation, which is beyond every range.
       return static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(value)));
     case FieldDescriptor::CPPTYPE_FLOAT:
     case FieldDescriptor::CPPTYPE_DOUBLE:
@@ -90,7 +90,7 @@ void Set(Message* message, const FieldDescriptor* field, uint64_t value) {
   }
 }
 
-// The hostile values and what lies at the rule's bounds.
+// The hostile values, and values at the rule's bounds.
 std::set<uint64_t> ValuesFor(const FieldDescriptor* field) {
   std::set<uint64_t> values(std::begin(kHostile), std::end(kHostile));
   if (const auto rule = FieldRules().find(field->full_name()); rule != FieldRules().end()) {
@@ -272,7 +272,7 @@ std::map<std::string, FieldRule> PageRules() {
       {"ExplainRequest.most", {0, 8192, "most", {}}},
       {"ExplainRequest.all_tenants", any},
       {"HintRequest.kind", {1, 4, "kind", {}}},
-      {"HintRequest.sequence_id", {0, 0, "prefix", {}}},  // beside a prefix
+      {"HintRequest.sequence_id", {0, 0, "prefix", {}}},  // together with a prefix
       {"HintRequest.expected_epoch", any},
       {"HintRequest.model_id", {1, kMostName, "model_id", {}}},
       {"HintRequest.ttl_ms", {0, kMostLease, "ttl_ms", {}}},
@@ -284,12 +284,12 @@ std::map<std::string, FieldRule> PageRules() {
       {"DropCheckpointsRequest.sequence_ids", any},
       {"PagesHeader.version", {1, 1, "version", {}}},
       {"PagesHeader.kv_scales", any},
-      {"PagesHeader.sinks", any},  // of models with a window: page_stream_test
+      {"PagesHeader.sinks", any},  // for models with a window: page_stream_test
       {"PagesHeader.fp8_kind", {1, 2, "fp8_kind", {}}},
       {"PagesHeader.group_bytes", {1, uint64_t{1} << 40, "group_bytes", {}}},
       {"PagesHeader.first_row", {0, kMostRows, "first_row", {}}},
       {"PagesHeader.rows", {1, kMostRows, "rows", {"part.group"}}},
-      {"PagesHeader.tail_position", {1, 0, "tail_position", {}}},  // a model without tails has none
+      {"PagesHeader.tail_position", {1, 0, "tail_position", {}}},  // 0 for a model without tails
       {"PageGroup.first_row", {0, 0, "part.group", {}}},
       {"PageGroup.rows", {2, 2, "part.group", {}}},
       {"PageGroup.content", {0, 0, "part.group", {}}},

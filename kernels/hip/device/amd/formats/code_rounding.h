@@ -1,5 +1,4 @@
-// Rounding of queries and of probabilities to 8 bits, for tile::CodeWave. docs/fp8.md says by how
-// much.
+// Rounds queries and probabilities to 8 bits, for tile::CodeWave. docs/fp8.md states the error.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_CODE_ROUNDING_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_CODE_ROUNDING_H_
 
@@ -10,13 +9,13 @@ namespace mla::kernels::hip {
 
 template <class W>
 struct CodeQueries {
-  static constexpr int kChunks = W::kLaneCodes / 8;  // of the lane's values of a step
+  static constexpr int kChunks = W::kLaneCodes / 8;  // chunks of the lane's values of a step
 
-  // Queries of a row over a power of two that brings its largest magnitude to at most the largest
-  // code and more than half of that. Those that are not finite make all of their row NaN.
-  // `load(values, step)` loads the lane's bf16 values of a step, in the order of the operand; it is
-  // called twice for each. Returns what is left to multiply logits with: the power, or 1 where
-  // products take it along.
+  // Rounds a row's queries, divided by a power of two that brings their largest magnitude to at
+  // most the largest code and to more than half of it. A query that is not finite makes all of its
+  // row NaN. `load(values, step)` loads the lane's bf16 values of a step, in the order of the
+  // operand; it is called twice for each step. Returns the remaining factor of the logits: the
+  // power, or 1 if products apply it.
   template <int kSteps, class Load>
   MLA_DEVICE static float round(typename W::Q (&codes)[kSteps], const Load& load) {
     uint32_t largest = 0;  // the bits of a magnitude
@@ -30,13 +29,13 @@ struct CodeQueries {
         largest = greater(largest, greater(pair & 0x7fff0000u, pair << 16 & 0x7fffffffu));
       }
     }
-    // A NaN is as bad as an infinity, and only that is greater than all others as a number.
+    // NaN is treated as an infinity, because row_max compares numbers and would drop a NaN.
     largest = largest < kInfinityBits ? largest : kInfinityBits;
     largest = float_to_bits(W::row_max(bits_to_float(largest)));
     const bool finite = largest < kInfinityBits;
     const float power = KvGroupScale(bits_to_float(finite ? largest : 0), kPoolFp8);
     const float inverse = finite ? KvScaleInverse(power) : bits_to_float(0x7fc00000u);
-    // Loaded again: there are not the registers to keep them.
+    // Loads the values again, because there are not enough registers to keep them.
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       schedule_fence();
@@ -62,14 +61,14 @@ struct CodeQueries {
   MLA_DEVICE static float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 };
 
-// Probabilities of the rows of a wave as codes, and their sums as they are multiplied. update()
-// takes scores of a tile and leaves in their place probabilities to be rounded, each row's over a
-// power of two; as OnlineSoftmax::update else. make_p() makes the operand of a step and adds it up.
+// A wave's probabilities as codes, and the sums of the rounded values. update() works as
+// OnlineSoftmax::update, except that it leaves probabilities divided by a power of two of their
+// row, ready to be rounded. make_p() makes the operand of a step and adds it to the sums.
 template <class W, bool kOfTiles = W::kTakesPowers>
 class CodeSums;
 
-// Where products take a power of two along, each tile has its own: that which brings the row's
-// largest probability of the tile to at most 2^8 and more than 2^7.
+// If products take a power of two, each tile has its own. It brings the row's largest probability
+// in the tile to at most 2^8 and to more than 2^7.
 template <class W>
 class CodeSums<W, true> {
  public:
@@ -107,13 +106,13 @@ class CodeSums<W, true> {
  private:
   static constexpr float kMostPower = 8.0f, kLargestPower = 120.0f;
   typename W::Sums sums;
-  int exponent;  // plus 127, of what takes the tile's power back
+  int exponent;  // exponent that restores the tile's power, plus 127
 };
 
-// Where they do not, all tiles of a row share one power, which is the origin of the exponentials:
-// they are at most 2^slack, and an origin that follows a maximum brings it to 2^kPlace. Codes below
-// 2^-7 lose digits, so an origin also goes down, kDown powers at a time, where the mean of what has
-// been summed is less than kMean: many small probabilities beside few large ones.
+// If products take no power, all tiles of a row share one, which is the origin of the exponentials.
+// Exponentials are at most 2^slack, and an origin that follows a maximum brings it to 2^kPlace.
+// Codes below 2^-7 lose digits. So an origin also goes down, by kDown powers at a time, if the mean
+// of the summed probabilities is less than kMean: many small probabilities and few large ones.
 template <class W>
 class CodeSums<W, false> {
  public:
@@ -148,7 +147,7 @@ class CodeSums<W, false> {
  private:
   static constexpr float kPlace = 3.0f, kDown = 4.0f, kMean = 0x1p-5f;
   typename W::Sums sums;
-  float least;  // the sum that the keys so far should have
+  float least;  // least sum that the keys so far should have
 };
 
 }  // namespace mla::kernels::hip

@@ -1,6 +1,6 @@
-// Rows of fp8_tensor multiplied as they are, with queries and probabilities in 8 bits: a TileFormat
-// as kernels/hip/device/kv/tile_format.h describes it, for tile::CodeWave. docs/fp8.md says what is
-// rounded.
+// Rows of fp8_tensor, multiplied as codes, with queries and probabilities rounded to 8 bits: a
+// TileFormat (kernels/hip/device/kv/tile_format.h) for tile::CodeWave. docs/fp8.md states the
+// rounding.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_E4M3_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_E4M3_FORMAT_H_
 

@@ -1,10 +1,11 @@
-// Rows of 8-bit floats on AMD: widened to bf16 in registers on their way from shared memory to the
-// products. A TileFormat as kernels/hip/device/kv/tile_format.h describes it.
+// Rows of 8-bit floats on AMD, widened to bf16 in registers between shared memory and the products:
+// a TileFormat (kernels/hip/device/kv/tile_format.h).
 //
-// A read of keys takes 16 codes of a row, the operands of two steps of scores: the queries lie in
-// the same order of the depth. A read of values takes eight rows of a column, by a transposed read
-// of bytes on gfx950. Scales of rows are free for keys, which lie row by row in lanes; values lie
-// column by column, so there the probabilities are multiplied instead, for each group of columns.
+// A read of keys takes 16 codes of a row, the operands of two steps of scores; queries have the
+// same order of the depth. A read of values takes eight rows of a column, by a transposed read of
+// bytes on gfx950. Applying row scales to keys is free, because keys lie row by row in lanes.
+// Values lie column by column, so the probabilities are multiplied instead, for each group of
+// columns.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_FP8_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_FP8_FORMAT_H_
 
@@ -13,7 +14,8 @@
 namespace mla::kernels::hip {
 
 struct Fp8Codes {
-  // The eight codes of two words as bf16. `scale`: a power of two, or of any kind if kExact.
+  // Widens the eight codes of two words to bf16. `scale` is a power of two, or any number if
+  // kExact.
   template <bool kExact, bool kScaled>
   MLA_DEVICE static tile::u32x4 widened(uint32_t low, uint32_t high, float scale) {
     return tile::u32x4{
@@ -42,22 +44,23 @@ struct Fp8Format {
   struct Rounded {};
   using lds_t = tile::lds_t;
   using Order = Fp8Format;
-  static constexpr int kGroups = W::kGroups;  // of lanes over the depth
+  static constexpr int kGroups = W::kGroups;  // lane groups over the depth
   static constexpr int kBlockReads = 8 / kGroups;
   static constexpr int kLatentReads = Layout::kLatentBlocks * kBlockReads;
   static constexpr int kRopeReads = Layout::kRopeBytes / 16 / kGroups;
   static constexpr int kRowReads = kLatentReads + kRopeReads;
   static_assert(Layout::kFp8 && (!Layout::kRowScales || Layout::kGroupValues == 128));
 
-  // Which KV rows the elements of scores are of: in runs of as many as the codes of a read of
-  // values. For runs of eight, lanes exchange bits 2 and 3 of the rows that they read as keys.
+  // The KV rows of the elements of scores: runs as long as the codes of a read of values. For runs
+  // of eight, lanes swap bits 2 and 3 of the rows that they read as keys.
   static constexpr int kRun = W::template ValueCodes<C::kTileKv>::kRun;
   MLA_DEVICE static constexpr int run_order(int row) {
     return kRun == 8 ? (row & ~12) | (row & 4) << 1 | (row & 8) >> 1 : row;
   }
   MLA_DEVICE static int score_col(int lane, int i) { return run_order(W::score_col(lane, i)); }
 
-  // Whether a read of keys is of codes; else of bf16, as the products take it.
+  // Returns true if a read of keys reads codes; other reads give bf16, which products take
+  // unchanged.
   MLA_DEVICE static constexpr bool codes(int read) {
     return read < kLatentReads || Layout::kFp8Rope;
   }
@@ -96,7 +99,7 @@ struct Fp8Format {
     MLA_DEVICE void load(Raw& raw, int n) const {
       rows.load(raw, fragment(n) * W::kScoreCols, read(n));
     }
-    static constexpr bool kLooksAtCodes = false;  // conversions make NaN of NaN
+    static constexpr bool kLooksAtCodes = false;  // conversions keep NaN
     MLA_DEVICE bool odd_codes() const { return false; }
     template <bool kExact>
     MLA_DEVICE void widen(typename W::K& k, const Raw& raw, int n, int j) const {
@@ -138,7 +141,7 @@ struct Fp8Format {
     MLA_DEVICE void load(Raw& raw, int n) const {
       rows.load(raw, step(n), col_wave * Shape::kOutFragments + fragment(n, 0));
     }
-    // Scales of the rows that a lane's probabilities of step n are of, for its columns.
+    // Loads the scales of the rows of a lane's probabilities of step n, for its columns.
     MLA_DEVICE void load_scales(float (&to)[8], int n) const {
       const int of_columns = col_wave * (kWaveOutCols / Layout::kGroupValues) + group(n);
       const int row = step(n) * W::kPvDepth + kRun * W::group(lane);
@@ -150,7 +153,7 @@ struct Fp8Format {
         for (int i = 0; i < 4; ++i) to[half * 4 + i] = bits_to_float(c.w[i]);
       }
     }
-    // Probabilities for the columns of read n: those of the scores, or others in bf16.
+    // Makes scaled probabilities for the columns of read n, from scores or from bf16 probabilities.
     template <int kFragments>
     MLA_DEVICE void make_p(typename W::P& p, const typename W::Scores (&s)[kFragments],
                            int n) const {

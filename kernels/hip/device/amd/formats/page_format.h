@@ -1,5 +1,6 @@
-// Rows of kFp8Page on AMD, the format of windows and entries: they are widened to bf16 on their way
-// into shared memory, once for all waves, since all their values are keys and values.
+// Rows of kFp8Page on AMD, the format of windows and entries. They are widened to bf16 before they
+// are stored in shared memory, once for all waves, because all their values are both keys and
+// values.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_PAGE_FORMAT_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_FORMATS_PAGE_FORMAT_H_
 
@@ -7,8 +8,8 @@
 
 namespace mla::kernels::hip {
 
-// Copies of KvStream through registers, a row a lane: eight codes of each column block that are
-// widened as they land, a chunk of the last block, which is bf16, and the exponents of all blocks.
+// Copies for KvStream through registers, a row a lane: eight codes of each column block, widened
+// when they land; a chunk of the last block, which is bf16; and the exponents of all blocks.
 template <class Layout>
 class WideningCopies {
  public:
@@ -37,10 +38,10 @@ class WideningCopies {
   MLA_DEVICE void wait() {}
 
  private:
-  // All codes of a block whose scale stands for NaN.
+  // Codes of a block whose scale stands for NaN.
   static constexpr uint32_t kNaNs = Fp8NaN(kPoolFp8) * 0x01010101u;
-  // Byte 0 is the scale 2^-127, which is not a normal number. Zero in its place would be another
-  // scale wherever the conversion multiplies in place of adding exponents.
+  // Exponent byte 0 is the scale 2^-127, which is denormal. Zero bits would be a different scale in
+  // conversions that multiply instead of adding exponents.
   static constexpr uint32_t kLeastScaleBits = 1u << 22;
 
   template <int kBlock>

@@ -2,12 +2,11 @@
 //
 //   scale of its key * sum over index heads of  weight * relu(query . codes of the key)
 //
-// A wave takes 32 keys at a time. Heads are the rows of its products, 32 each, and keys their
-// columns: a lane so sums over heads by itself, but for those of the other half of the wave. Which
-// elements of the depth a product takes is free, as long as both operands agree: of each key two
-// lanes hold 64 codes each that lie one behind the other, as they are loaded. Queries stay in
-// registers, 64 heads of bf16 or 32 of fp32, which are two bf16 each; more heads take further turns
-// over the same keys.
+// A wave takes 32 keys at a time. Heads are the rows of its products, 32 each, and keys are the
+// columns. Each lane therefore sums its half of the heads; the other half-wave holds the rest. A
+// product may take any elements of the depth if both operands agree, so two lanes hold 64
+// consecutive codes of each key, in the order of the load. Queries stay in registers: 64 heads of
+// bf16, or 32 heads of fp32 as two bf16 each. More heads take further turns over the same keys.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_INDEX_INDEX_LOGITS_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_INDEX_INDEX_LOGITS_H_
 
@@ -18,12 +17,12 @@ namespace mla::kernels::hip {
 
 inline constexpr int kIndexLogitsThreads = 256;
 
-// Queries of kF32 are fp32, else bf16.
+// Queries are fp32 if kF32, else bf16.
 template <bool kF32>
 class IndexLogits {
  public:
   using W = tile::Wave<32>;
-  static constexpr int kKeys = W::kRows;  // of a wave and turn
+  static constexpr int kKeys = W::kRows;  // keys of a wave and turn
   static constexpr int kWaves = kIndexLogitsThreads / tile::kWave;
   static constexpr int kSharedBytes = kIndexBins * 4;
 
@@ -48,13 +47,13 @@ class IndexLogits {
 
  private:
   static constexpr int kSteps = kIndexDim / W::kDepth;
-  static constexpr int kTerms = kF32 ? 2 : 1;  // bf16 that make a query
-  static constexpr int kBlocks = 2;            // of 32 rows of products
+  static constexpr int kTerms = kF32 ? 2 : 1;  // bf16 operands a query
+  static constexpr int kBlocks = 2;            // blocks of 32 rows of products
   static constexpr int kSums = kBlocks / kTerms;
   static constexpr int kHeads = W::kRows * kSums;  // at a time
   static constexpr int kAhead = 2;                 // turns that keys are loaded ahead
   static constexpr int kStride = kKeys * kWaves;
-  static constexpr int kCodes = kIndexDim / W::kGroups;  // of a key, that a lane holds
+  static constexpr int kCodes = kIndexDim / W::kGroups;  // codes of a key in a lane
   static_assert(kCodes == 8 * kSteps);
 
   struct Keys {
@@ -64,7 +63,7 @@ class IndexLogits {
 
   MLA_DEVICE int key() const { return W::row(lane, 0); }
   MLA_DEVICE int half() const { return W::group(lane); }
-  // Position of this lane's key in a turn; those past the end repeat the last one.
+  // Position of this lane's key in a turn; positions past the end repeat the last one.
   MLA_DEVICE int position(int turn) const {
     const int at = first + turn * kStride + key();
     return at < end ? at : end - 1;
@@ -79,7 +78,8 @@ class IndexLogits {
     return static_cast<const uint8_t*>(record.inputs) + row.row * row_bytes + head * query_bytes;
   }
 
-  // Elements 2 i and 2 i + 1 of this lane's half, and of fp32 what bf16 leaves of them.
+  // Loads elements 2 i and 2 i + 1 of this lane's half; for fp32 queries also their remainders
+  // after rounding to bf16.
   MLA_DEVICE void load_pair(int head, int i, uint32_t& high, uint32_t& low) const {
     high = low = 0;
     if (head >= record.indexer.heads) return;
@@ -127,8 +127,8 @@ class IndexLogits {
     keys.scale = *as_global<const float>(page + pages.page_size * pages.row_stride + inside * 4);
   }
 
-  // Every turn of this wave; keys are loaded kAhead turns before their use, and where their pages
-  // are as many turns before that.
+  // Runs all turns of this wave. Keys are loaded kAhead turns before their use, and their page
+  // entries kAhead turns before that.
   MLA_DEVICE void for_all_keys(bool adds, bool last) const {
     const int turns = first < end ? (end - first + kStride - 1) / kStride : 0;
     if (turns == 0) return;
@@ -165,12 +165,12 @@ class IndexLogits {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) W::scores(sums[b % kSums], of_keys, queries[b][step]);
     }
-    float logit = 0.0f;  // of this lane's heads
+    float logit = 0.0f;  // sum over this lane's heads
 #pragma unroll
     for (int b = 0; b < kSums; ++b) {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) {
-        const float product = sums[b].at(i) < 0.0f ? 0.0f : sums[b].at(i);  // NaN stays
+        const float product = sums[b].at(i) < 0.0f ? 0.0f : sums[b].at(i);  // NaN stays NaN
         logit = fma_f(weights[b][i], product, logit);
       }
     }
@@ -194,7 +194,8 @@ class IndexLogits {
   const SelectRecord& record;
   const PagedRows pages;
   const int lane;
-  const int first, end;                    // positions: of this wave's first turn, of the block
+  const int first, end;                    // positions: first of this wave's first turn, end of the
+                                           // block
   typename W::K queries[kBlocks][kSteps];  // operands
   float weights[kSums][W::kScoreElems];
 };
@@ -204,7 +205,7 @@ MLA_DEVICE void index_logits(const IndexArgs& args) {
   const IndexRow row = args.rows[index];
   const SelectRecord& record = args.records[row.record];
   const int wanted = record.list_begin[row.row + 1] - record.list_begin[row.row];
-  if (wanted <= 0 || wanted >= row.visible) return;  // nothing is to be chosen
+  if (wanted <= 0 || wanted >= row.visible) return;  // nothing to choose
   const tile::lds_t bins = tile::shared_base<IndexLogits<false>::kSharedBytes>();
   for (int i = thread_index(); i < kIndexBins; i += kIndexLogitsThreads) {
     tile::store_word(bins + i * 4, 0);

@@ -1,9 +1,9 @@
-// The lists of an indexer on AMD, from the ranks that index_logits.h leaves: a block a query row.
+// The lists of an indexer on AMD, from the ranks that index_logits.h stores: a block a query row.
 //
-// The rank of the last position that is chosen is found digit by digit, from the highest: of each
-// digit's values it is counted how many ranks have them behind the digits that are known. Then one
-// turn over the ranks writes the positions in their order: those of larger ranks, and of those with
-// the very rank the first, as many as are left to choose.
+// The rank of the last chosen position is found digit by digit, from the highest digit. For each
+// value of a digit, the block counts the ranks that have it after the known digits. One pass over
+// the ranks then writes the positions in order: all with larger ranks, and the first of those with
+// exactly this rank, as many as are missing.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_INDEX_INDEX_SELECT_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_INDEX_INDEX_SELECT_H_
 
@@ -34,8 +34,8 @@ class IndexSelect {
   }
 
  private:
-  static constexpr int kRun = 4;    // ranks a thread reads at once
-  static constexpr int kAhead = 4;  // such reads on their way
+  static constexpr int kRun = 4;    // ranks that a thread reads at once
+  static constexpr int kAhead = 4;  // reads in flight
   static constexpr int kStep = kIndexSelectThreads * kRun;
 
   MLA_DEVICE IndexSelect(const SelectRecord& r, const IndexRow& row, int first, int count)
@@ -65,7 +65,7 @@ class IndexSelect {
     }
   }
 
-  // The counts of the first digit, which the next launch finds cleared.
+  // Takes the counts of the first digit and clears them for the next launch.
   MLA_DEVICE void take_bins(uint32_t* from) const {
     for (int i = thread_index(); i < kIndexBins; i += kIndexSelectThreads) {
       tile::store_word(bins + i * 4, as_global<uint32_t>(from)[i]);
@@ -107,7 +107,7 @@ class IndexSelect {
     }
   }
 
-  // Counts the values of the next `bits` bits of the ranks whose bits from `shift` on are `prefix`.
+  // Counts the values of the next `bits` bits among ranks whose bits from `shift` on are `prefix`.
   MLA_DEVICE void count_digit(const uint32_t* ranks, uint32_t prefix, int shift, int bits) const {
     for (int i = thread_index(); i < kIndexBins; i += kIndexSelectThreads) {
       tile::store_word(bins + i * 4, 0);
@@ -121,10 +121,10 @@ class IndexSelect {
     block_barrier();
   }
 
-  // The largest digit of which, and of larger ones, there are at least `left`; takes the larger
-  // ones from `left`.
+  // Finds the largest digit for which at least `left` ranks have this or a larger digit. Subtracts
+  // the ranks with larger digits from `left`.
   MLA_DEVICE uint32_t find_digit(int digits, int& left) {
-    // From the largest on, two digits a thread.
+    // From the largest digit on, two digits a thread.
     const int mine = digits - 1 - 2 * thread_index();
     const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
     uint32_t all;
@@ -143,7 +143,7 @@ class IndexSelect {
   }
   MLA_DEVICE uint32_t count_of(int digit) const { return tile::load_word_shared(bins + digit * 4); }
 
-  // Of the threads before this one; `all`: of all.
+  // Returns the sum of x over the threads before this one; `all` receives the sum over all threads.
   MLA_DEVICE uint32_t sum_before(uint32_t x, uint32_t& all) {
     const tile::lds_t sums = wave_sums + (turn++ & 1) * kWaves * 4;
     const uint32_t in_wave = scan(x);
@@ -154,7 +154,7 @@ class IndexSelect {
     const uint32_t before = tile::from_lane(of_waves, wave > 0 ? wave - 1 : 0);
     return (wave > 0 ? before : 0) + in_wave - x;
   }
-  // Sum over the lanes up to this one.
+  // Sum of x over the lanes up to this one.
   MLA_DEVICE uint32_t scan(uint32_t x) const {
 #pragma unroll
     for (int step = 1; step < tile::kWave; step *= 2) {
@@ -165,14 +165,15 @@ class IndexSelect {
   }
   static_assert(kWaves <= tile::kWave);
 
-  // Positions of larger ranks and the first `equals` of the rank itself, in their order.
+  // Writes in order the positions of larger ranks and the first `equals` positions of the rank
+  // itself.
   MLA_DEVICE void write(const uint32_t* ranks, uint32_t rank, int equals) {
-    int larger_before = 0, equal_before = 0;  // of the turns before
+    int larger_before = 0, equal_before = 0;  // counts of the previous turns
     for (int first = 0; first < visible; first += kStep) {
       const int at = first + thread_index() * kRun;
       uint32_t words[kRun] = {};
       if (at < visible) load_words(words, ranks + at);
-      uint32_t counts = 0;  // larger ones, and equal ones above them
+      uint32_t counts = 0;  // larger ones in the low half, equal ones in the high half
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
         if (at + k >= visible) continue;
@@ -199,10 +200,10 @@ class IndexSelect {
 
   const SelectRecord& record;
   int32_t* const list;
-  int32_t* const copy;  // or null
+  int32_t* const copy;  // null: none
   const int visible, wanted, lane, wave;
   const tile::lds_t bins, wave_sums, found;
-  uint32_t turn = 0;  // two sets of sums, so that one barrier is enough
+  uint32_t turn = 0;  // two sets of sums alternate, so that one barrier is enough
 };
 
 }  // namespace mla::kernels::hip

@@ -6,9 +6,9 @@
 //
 // or keys and values of 256 each.
 //
-// Every wave keeps its query rows to itself: scores, statistics, probabilities and outputs stay in
-// its registers. Tiles are contiguous in the workspace as they are in shared memory
-// (expanded_args.h), so copies need no page table.
+// No waves share query rows: scores, statistics, probabilities and outputs stay in a wave's
+// registers. Tiles have the same layout in the workspace as in shared memory (expanded_args.h), so
+// copies need no page table.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_ATTEND_EXPANDED_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_ATTEND_EXPANDED_H_
 
@@ -52,7 +52,7 @@ class AttendExpanded {
   static_assert(kCopiesPerPanel * kRowsPerCopy * kWaves == kTile);
 
   using State = ExpandedRows<W, kDims, kScoreFragments>;
-  struct Sources {  // of this lane in the next tile
+  struct Sources {  // sources of this lane in the next tile
     const uint8_t* keys;
     const uint8_t* rotated;
     int64_t panel_bytes;
@@ -121,7 +121,8 @@ class AttendExpanded {
         copies.close_stage();
       }
     }
-    // Else the compiler would wait for them in the loop, in every turn, and so for copies.
+    // Otherwise the compiler would wait for these loads in every iteration of the loop, and so for
+    // copies too.
     wait_for_loads();
     for (int t = 0; t < tiles; ++t) {
       int stage = 0;
@@ -169,7 +170,7 @@ class AttendExpanded {
         [&](const typename W::K& k, int n) {
           W::scores(s[n % kScoreFragments], queries[n / kScoreFragments], k);
         });
-    // The first values come while exponentials are taken.
+    // The first values are loaded while exponentials are computed.
     const Values values(tile_base + kKPanels * kPanelBytes, tile::lane_again());
     typename W::V ahead[kAhead];
     read_first<kValueReads>(ahead, values);
@@ -190,7 +191,7 @@ class AttendExpanded {
       rows.load(v, n / kOutFragments, n % kOutFragments);
     }
   };
-  // `ahead`: the first of them, which have been read.
+  // `ahead` holds the first operands, which have been read.
   MLA_DEVICE static void accumulate(const Values& values, typename W::V (&ahead)[kAhead],
                                     const typename W::Scores (&s)[kScoreFragments], State& state) {
     typename W::P p[kPvSteps];
@@ -208,8 +209,8 @@ class AttendExpanded {
     accumulate(values, ahead, s, state);
   }
 
-  // What rounding took from values and probabilities. The rests of the values take the place of the
-  // keys, which no wave needs any more.
+  // Adds the products with rounding remainders of values and probabilities. The rests of the values
+  // overwrite the keys, which no wave needs any more.
   MLA_DEVICE void accumulate_rests(lds_t tile_base, const uint8_t* rests,
                                    typename W::Scores (&s)[kScoreFragments], State& state) const {
     exclude_from_report_begin();

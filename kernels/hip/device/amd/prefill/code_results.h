@@ -1,4 +1,4 @@
-// Up-projected keys and values as e4m3 on their way to the workspace.
+// Stores up-projected keys and values as e4m3 in the workspace.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_CODE_RESULTS_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_CODE_RESULTS_H_
 
@@ -7,38 +7,39 @@
 
 namespace mla::kernels::hip {
 
-// How 64 cached rows of a head lie, in the place of as many bytes of each bf16 panel
+// Layout of 64 cached rows of a head. They take the place of the same bytes of each bf16 panel
 // (round_info.h):
 //
 //   panel 0   keys: 64 rows of 128
-//   panel 1   the rotated part of the keys, over the scale of the head's keys: in row r of 32 those
-//             of rows r and r + 32
-//   panel 2   values, transposed: in row c of 64 those of columns c and c + 64, 64 rows each
-//   panel 3   the exponents plus 127 of what codes are times, of keys and of values: two words
+//   panel 1   the rotated part of the keys, divided by the scale of the head's keys: row r of 32
+//             holds rows r and r + 32
+//   panel 2   values, transposed: row c of 64 holds columns c and c + 64, 64 rows each
+//   panel 3   the exponents plus 127 of the scales of keys and of values: two words
 //
-// Each 64 numbers lie as a wave's accumulators of two products of 32 rows do, and as its operands
-// take them: byte 32 g + 16 h + 4 w + b is number 32 h + 8 w + 4 g + b, which lane group g has.
-// The 16-byte chunk c of a row r of 128 bytes lies at c ^ swizzle(r). Scales are powers of two for
-// each 128 rows and head. Values that are not finite are zero, as in bf16. Rows past the
-// expansion's repeat its last: no query sees them.
+// Every 64 numbers have the order of a wave's accumulators of two products of 32 rows, which is
+// also the order of its operands: byte 32 g + 16 h + 4 w + b is number 32 h + 8 w + 4 g + b, held
+// by lane group g. The 16-byte chunk c of a row r of 128 bytes lies at c ^ swizzle(r). Each 128
+// rows of a head have one scale for keys and one for values, both powers of two. Values that are
+// not finite are zero, as in bf16. Rows past the expansion's end repeat its last row; no query sees
+// them.
 struct CodeTile {
   static constexpr int kRows = 64;
-  static constexpr int kPanelBytes = kRows * kPanelRowBytes;  // of a panel, for each kRows
+  static constexpr int kPanelBytes = kRows * kPanelRowBytes;  // per panel, for kRows rows
   static constexpr int kKeyBytes = kRows * kDims128.nope;
   static constexpr int kRotatedBytes = kRows * kExpandedRope;
   static constexpr int kValueBytes = kRows * kDims128.value;
   static_assert(kExpandedRope == 64);
 
-  // Of a row of 128 bytes, chunk `chunk`.
+  // Offset of chunk `chunk` of a row of 128 bytes.
   MLA_DEVICE static int place(int row, int chunk) {
     return row * 128 + ((chunk ^ tile::swizzle(row)) << 4);
   }
-  // The chunk of a row that holds what lane group `group` has of numbers 32 * half to
-  // 32 * half + 31 among the 64 of the row's first (side 0) or second half (1).
+  // The chunk of a row that holds lane group `group`'s part of numbers 32 * half to 32 * half + 31,
+  // among the 64 numbers of the row's first half (side 0) or second half (side 1).
   MLA_DEVICE static int chunk(int side, int group, int half) { return side * 4 + group * 2 + half; }
 };
 
-// By four waves, each of which has 32 of 128 rows. W: of the accumulators.
+// Run by four waves, each with 32 of 128 rows. W describes the accumulators.
 template <KvFormat kFormat, class W>
 class CodeResults {
  public:
@@ -57,7 +58,7 @@ class CodeResults {
         group(W::group(lane_index)),
         row(wave_index * W::kRows + (lane_index & 31)) {}
 
-  // `keys`: a lane has columns of its row. `values`: rows of its column.
+  // In `keys` a lane has columns of its row; in `values` it has rows of its column.
   MLA_DEVICE void store(const typename W::Scores (&keys)[kKeys],
                         const typename W::Out (&values)[kValues]) const {
     uint32_t rotated[kExpandedRope / 4];
@@ -91,7 +92,7 @@ class CodeResults {
     return bits_to_float(float_to_bits(x) & 0x7fffffffu);
   }
 
-  // Half of the row's rotated part in the order of operands, without the layer's scale: words
+  // Loads half of the row's rotated part in the order of operands, without the layer's scale: words
   // 8 h + 2 w and the next are numbers 32 h + 8 w + 4 g and on.
   MLA_DEVICE void load_rotated(uint32_t (&rotated)[kExpandedRope / 4]) const {
     constexpr kernels::KvRowLayout kRow =
@@ -126,7 +127,7 @@ class CodeResults {
     }
     most = max_f(max_f(of[0], of[1]), max_f(of[2], of[3]));
   }
-  // The largest of all four waves' rows. A NaN counts as nothing.
+  // Maximum over the rows of all four waves; ignores NaN.
   MLA_DEVICE void share(float (&most)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -138,7 +139,7 @@ class CodeResults {
       x = max_f(x, tile::exchange<16>(x));
       const tile::Two halves = tile::with_other_half(x);
       x = max_f(halves.x, halves.y);
-      tile::store_float(scratch + wave * 8 + i * 4, x);  // the same of every lane
+      tile::store_float(scratch + wave * 8 + i * 4, x);  // the same in every lane
     }
     block_barrier();
 #pragma unroll
@@ -151,7 +152,7 @@ class CodeResults {
     }
   }
 
-  // kCareful: there are numbers that are not finite.
+  // kCareful: some numbers are not finite.
   template <bool kCareful>
   MLA_DEVICE void store_codes(const typename W::Scores (&keys)[kKeys],
                               const typename W::Out (&values)[kValues],
@@ -160,7 +161,7 @@ class CodeResults {
     const float power[2] = {KvGroupScale(most[0], Fp8Kind::kE4m3Fn),
                             KvGroupScale(most[1], Fp8Kind::kE4m3Fn)};
     const float inverse[2] = {KvScaleInverse(power[0]), KvScaleInverse(power[1])};
-    const int inside = wave / 2 * CodeTile::kPanelBytes;  // of this wave's 64 rows
+    const int inside = wave / 2 * CodeTile::kPanelBytes;  // panel offset of this wave's 64 rows
     const int of_tile = row & 63;
     uint8_t* const to_keys = pairs.panel(0) + inside;
 #pragma unroll
@@ -217,7 +218,7 @@ class CodeResults {
   MLA_DEVICE static float nan_unless_finite(float x) {
     return magnitude(x) < infinity() ? x : bits_to_float(0x7fc00000u);
   }
-  // Bytes of 0x7f and 0xff become zero.
+  // Sets bytes of 0x7f and 0xff to zero.
   MLA_DEVICE static uint32_t without_nan(uint32_t word) {
     const uint32_t nan = ((word & 0x7f7f7f7fu) + 0x01010101u) >> 7 & 0x01010101u;
     return word & ~(nan * 255u);

@@ -1,12 +1,12 @@
 // Up-projection of cached rows: keys [128 x nope] and values [128 x value] of one head from 128
-// rows, depth 512, 64 a stage, in equal turns of nope / turns and 128 columns.
+// rows, at depth 512, 64 a stage, in equal turns of nope / turns and 128 columns.
 //
 //   rows [128 x 64] --+-- K = rows W_UK^T   (W_UK [128 or 96 x 64], along its rows)
 //                     +-- V = rows W_UV     (W_UV [64 x 128], down its rows)
 //
-// Each wave keeps its rows' keys and values of a turn in registers. Copies of later stages are
-// under way while a stage is multiplied. For attention with products of 8 bits values are
-// multiplied transposed, as they will lie, and rounded at the end
+// Each wave keeps its rows' keys and values of a turn in registers. While one stage is multiplied,
+// the copies of later stages are in flight. For attention with 8-bit products, the product of the
+// values is formed transposed, as the workspace stores it, and rounded at the end
 // (device/amd/prefill/code_results.h).
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPAND_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPAND_H_
@@ -16,7 +16,7 @@
 
 namespace mla::kernels::hip {
 
-// Codes: what stores keys and values as codes (CodeResults); void: they are bf16.
+// Codes stores keys and values as codes (CodeResults); void: they are stored as bf16.
 template <class C, ExpandedDims kDims, KvFormat kFormat, class Codes = void>
 class Expand {
  public:
@@ -29,7 +29,7 @@ class Expand {
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kDepth = 64;
   static constexpr int kTurns = kDims.value / 128;
-  static constexpr int kKeyColumns = kDims.nope / kTurns;  // of a turn
+  static constexpr int kKeyColumns = kDims.nope / kTurns;  // columns of a turn
   static constexpr int kValueColumns = kDims.value / kTurns;
   // The operands of a stage: rows, then W_UK, then W_UV.
   static constexpr int kKeysAt = kExpandedRows * 128;
@@ -66,7 +66,7 @@ class Expand {
   static constexpr int kStages = C::kExpandStages;
   static constexpr int kKeys = kKeyColumns / C::kColWaves / W::kScoreCols;
   static constexpr int kValues = kValueColumns / C::kColWaves / W::kOutCols;
-  // Rows of 128 bytes that all waves copy at once, and how often that is for each operand.
+  // Rows of 128 bytes that all waves copy at once, and how many such copies each operand takes.
   static constexpr int kRowsPerCopy = tile::kWave / 8;
   static constexpr int kRowsAtOnce = kWaves * kRowsPerCopy;
   static constexpr int kRowCopies = kExpandedRows / kRowsAtOnce;
@@ -78,15 +78,15 @@ class Expand {
   static_assert(kKeys * C::kColWaves * W::kScoreCols == kKeyColumns);
   static_assert(kValues * C::kColWaves * W::kOutCols == kValueColumns);
 
-  struct Sources {  // of this lane, at depth 0
+  struct Sources {  // sources of this lane, at depth 0
     const uint8_t* rows[kRowCopies];
     const uint8_t* w_uk;
     const uint8_t* w_uv;
   };
-  // Of the row whose operand this lane has, by group of values.
+  // Scales of the row whose operand this lane holds, by group of values.
   struct Scales {
     float of[Layout::kGroups];
-    // Of step `step`; calls are in the order of steps.
+    // Scale of step `step`; must be called in the order of steps.
     MLA_DEVICE float take(int step) {
       const float scale = of[0];
       if constexpr (Layout::kRowScales) {
@@ -110,12 +110,12 @@ class Expand {
     stages = tile::shared_base<kSharedBytes>();
   }
 
-  // Row of an operand tile that this lane copies the i-th time, and its chunk: one constant, as
-  // rows of later times are a multiple of eight further down.
+  // Row of an operand tile that this lane copies the i-th time. Its chunk is the same each time,
+  // because the rows are multiples of eight apart.
   MLA_DEVICE int copied_row(int i) const {
     return i * kRowsAtOnce + wave * kRowsPerCopy + (lane >> 3);
   }
-  // Scales of 8-bit rows are waited for at once, so that no wait for them is left in the loop.
+  // Waits for the scales of 8-bit rows at once, so that the loop does not wait for them.
   MLA_DEVICE Sources find(const ExpandPairs<kDims>& pairs, int turn, Scales& scales) const {
     Sources from;
     const int chunk = (lane & 7) ^ tile::swizzle(copied_row(0));
@@ -135,7 +135,7 @@ class Expand {
     }
 #pragma unroll
     for (int i = 0; i < kRowCopies; ++i) {
-      const int place = chunk & (kRowStepBytes / 16 - 1);  // a half row's chunks come twice
+      const int place = chunk & (kRowStepBytes / 16 - 1);  // a half row's chunks are copied twice
       from.rows[i] = pages.row(pairs.position(copied_row(i))) + place * 16;
     }
     const uint16_t* const w_uk = pairs.w_uk() + turn * (kKeyColumns * kExpandedLora);
@@ -169,7 +169,7 @@ class Expand {
       land<kIndex + 1>();
     }
   }
-  // To the next depth.
+  // Moves to the next depth.
   MLA_DEVICE static void advance(Sources& from) {
 #pragma unroll
     for (int i = 0; i < kRowCopies; ++i) from.rows[i] += kRowStepBytes;
@@ -218,7 +218,7 @@ class Expand {
       }
     }
     if constexpr (kCodes) {
-      // What is worked out from these here would fill scalar registers during the loop.
+      // Opaque copies: otherwise the compiler keeps derived values in scalar registers all loop.
       Codes(pairs, stages + kStagesBytes, tile::again(wave), tile::lane_again())
           .store(sums.keys, sums.values);
     } else {
@@ -236,7 +236,7 @@ class Expand {
     for (int f = 0; f < kValues; ++f) W::clear(sums.values[f]);
   }
 
-  // The operand of rows in step `step` of a stage. Codes are widened on their way, times `scale`.
+  // Loads the operand of rows in step `step` of a stage. Codes are widened, times `scale`.
   MLA_DEVICE void load_rows(typename W::Q& q, lds_t rows, int step, float scale) const {
     const int row0 = row_wave * C::kWaveRows;
     if constexpr (!Layout::kFp8) {
@@ -263,7 +263,7 @@ class Expand {
           keys.load(k, (col_wave * kKeys + n % kKeys) * W::kScoreCols, n / kKeys);
         },
         [&](const typename W::K& k, int n) { W::scores(sums.keys[n % kKeys], q[n / kKeys], k); });
-    // The rows are operands of both products: the weights follow the order of the depth in them.
+    // The rows are operands of both products, so the weights use the rows' order of the depth.
     static_assert(kValueSteps == kKeySteps);
     const typename W::template ValueRows<64, tile::Order::kAlongDepth> values(rows + kValuesAt,
                                                                               lane);
@@ -317,7 +317,7 @@ class Expand {
       }
     }
   }
-  // `pair(j)`: elements j and j + 1 of the run, rounded.
+  // `pair(j)` returns elements j and j + 1 of the run, rounded.
   template <class Pair>
   MLA_DEVICE static void store_run_at(uint8_t* panel, int row, int column, bool exists,
                                       const Pair& pair) {

@@ -1,13 +1,13 @@
 // Attention of the expanded form on gfx950 over keys and values of e4m3 (code_results.h): 128 query
-// rows of one head over KV tiles of 64 rows, both products of 8 bits.
+// rows of one head over KV tiles of 64 rows, with 8-bit operands in both products.
 //
 //   keys [64 x 192], values [128 x 64], transposed: kStages deep in shared memory
 //      |                    |
 //   Q [rows x 192] -> S = Q K^T -> P -> O [rows x 128] += P V
 //
-// As device/amd/prefill/attend_expanded.h, every wave keeps its query rows to itself. Queries are
-// over a power of two of their row, probabilities over one of their row and tile (code_rounding.h);
-// products take these along, and those of the tile's keys and values.
+// As in device/amd/prefill/attend_expanded.h, no waves share query rows. Queries are divided by a
+// power of two of their row, probabilities by one of their row and tile (code_rounding.h). Products
+// apply these powers, and the powers of the tile's keys and values.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPANDED_CODES_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPANDED_CODES_H_
 
@@ -26,7 +26,8 @@ class ExpandedCodes {
   static constexpr int kThreads = kWaves * tile::kWave;
   static constexpr int kTile = CodeTile::kRows;
   static constexpr int kStages = C::kCodeStages;
-  // Of a stage; each wave brings exponents of its own, so that it waits for its own copies alone.
+  // Parts of a stage. Each wave copies the exponents for itself, so that it waits only for its own
+  // copies.
   static constexpr int kValuesAt = CodeTile::kKeyBytes;
   static constexpr int kRotatedAt = kValuesAt + CodeTile::kValueBytes;
   static constexpr int kExponentsAt = kRotatedAt + CodeTile::kRotatedBytes;
@@ -50,7 +51,7 @@ class ExpandedCodes {
   static constexpr int kScoreReads = kScoreSteps * kScoreFragments;
   using Rows = ExpandedRows<W, kDims128, kScoreFragments>;
   static constexpr int kOutFragments = Rows::kOutFragments;
-  // Copies of a wave: 16 bytes a lane, by all waves 4 KiB at once; then the exponents.
+  // Copies of a wave: 16 bytes a lane, 4 KiB at once by all waves; then the exponents.
   static constexpr int kBytesAtOnce = kThreads * 16;
   static constexpr int kKeyCopies = CodeTile::kKeyBytes / kBytesAtOnce;
   static constexpr int kValueCopies = CodeTile::kValueBytes / kBytesAtOnce;
@@ -67,7 +68,7 @@ class ExpandedCodes {
     stages = tile::shared_base<kSharedBytes>();
   }
 
-  // --- Copies. `from`: of this lane in the tile's first panel.
+  // --- Copies. `from` is this lane's address in the tile's first panel.
   MLA_DEVICE void issue(const uint8_t* from, int64_t panel_bytes, int stage) {
     const lds_t base = stages + stage * kStageBytes + wave * (tile::kWave * 16);
     for_constants<kKeyCopies>([&](auto i) {
@@ -105,7 +106,8 @@ class ExpandedCodes {
       if (s < tiles) issue(from, e.panel_bytes, s);
       from += CodeTile::kPanelBytes;
     }
-    // Else the compiler would wait for them in the loop, in every turn, and so for copies.
+    // Otherwise the compiler would wait for these loads in every iteration of the loop, and so for
+    // copies too.
     wait_for_loads();
     for (int t = 0; t < tiles; ++t) {
       if (tiles - 1 - t >= kStages - 2) {
@@ -127,7 +129,7 @@ class ExpandedCodes {
     });
   }
 
-  // In the order of the keys (code_results.h).
+  // Loads queries in the order of the keys (code_results.h).
   MLA_DEVICE void load_queries(const QueryLoader& loader, int own,
                                typename W::Q (&queries)[kScoreSteps]) const {
     const uint16_t* const from = loader.row(own + W::row(lane, 0));
@@ -141,7 +143,7 @@ class ExpandedCodes {
       }
     });
   }
-  // Rows that go on from results have one probability of 1 so far.
+  // Rows that continue from earlier results have one probability of 1 so far.
   MLA_DEVICE void carry_in(State& state) const {
     state.rounded.begin_with(W::row_sum(state.rows.softmax.sum[0]));
   }
@@ -153,7 +155,7 @@ class ExpandedCodes {
     const lds_t exponents = base + kExponentsAt + wave * kExponentBytes;
     const int of_keys = static_cast<int>(tile::load_word_shared(exponents));
     const int of_values = static_cast<int>(tile::load_word_shared(exponents + 4));
-    // Where the lane's row of 32 has the two chunks of each half of a row, from `base` on.
+    // Addresses of the two chunks of each half of the lane's row of 32, from `base` on.
     lds_t at[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -173,7 +175,7 @@ class ExpandedCodes {
 #pragma unroll
       for (int i = 0; i < W::kScoreElems; ++i) s[f].set(i, 0.0f);
     }
-    constexpr int kRowsBytes = W::kScoreCols * 128;  // of the rows of a fragment
+    constexpr int kRowsBytes = W::kScoreCols * 128;  // bytes of a fragment's rows
     read_ahead<typename W::K, kScoreReads, C::kCodesAhead>(
         [&](typename W::K& k, int n) {
           const int f = n % kScoreFragments, of_step = n / kScoreFragments;

@@ -1,4 +1,4 @@
-// What a wave keeps of its query rows in attention of the expanded form.
+// A wave's state for its query rows in attention of the expanded form.
 #ifndef MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPANDED_ROWS_H_
 #define MLA_KERNELS_HIP_DEVICE_AMD_PREFILL_EXPANDED_ROWS_H_
 
@@ -8,8 +8,8 @@
 
 namespace mla::kernels::hip {
 
-// W: how scores and outputs lie in a wave. The wave has packed rows [first_row, first_row +
-// W::kRows) of an item, over tiles of kScoreFragments * W::kScoreCols keys.
+// W describes how scores and outputs lie in a wave. The wave has packed rows [first_row, first_row
+// + W::kRows) of an item, over tiles of kScoreFragments * W::kScoreCols keys.
 template <class W, ExpandedDims kDims, int kScoreFragments>
 struct ExpandedRows {
   static constexpr int kOutFragments = kDims.value / W::kOutCols;
@@ -20,7 +20,7 @@ struct ExpandedRows {
   OnlineSoftmax<W, kScoreFragments> softmax;
   int limit[W::kSlots];  // keys that the row sees
 
-  // To nothing seen, or to what the item goes on from.
+  // Starts with no keys seen, or with the results that the item continues from.
   MLA_DEVICE void clear(const ExpandedArgs& args, const ExpandedItem& e, const Item& item,
                         int first_row, int lane) {
 #pragma unroll
@@ -34,7 +34,7 @@ struct ExpandedRows {
     }
   }
 
-  // Scores of the tile from key `first` on that a row does not see become -inf.
+  // Sets scores of keys that a row does not see to -inf, in the tile from key `first` on.
   MLA_DEVICE void mask(Scores& s, int first, int lane) const {
     exclude_from_report_begin();
 #pragma unroll
@@ -55,7 +55,7 @@ struct ExpandedRows {
     exclude_from_report_end();
   }
 
-  // `adjust(scale)` may put another inverse in the place of that of the sum of probabilities.
+  // `adjust(scale)` may replace the inverse of the sum of probabilities.
   template <class Adjust>
   MLA_DEVICE void write(const ExpandedArgs& args, const Item& item, int first_row, int lane,
                         const Adjust& adjust) const {
@@ -72,13 +72,13 @@ struct ExpandedRows {
   }
 
  private:
-  // Goes on from normalised results: as if one key of that log-sum-exp and value had been seen.
+  // Continues from normalised results, as if one key with that log-sum-exp and value had been seen.
   MLA_DEVICE void carry_in(const ExpandedArgs& args, const Item& item, int64_t row, int slot,
                            int lane) {
     const float lse = args.partial_lse[row];
     if (lse == negative_infinity()) return;
     softmax.origin[slot] = lse * kLog2e;
-    softmax.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // one lane of the row's
+    softmax.sum[slot] = W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;  // in one lane of the row
     const float* from = args.partial_o + row * kDims.value;
     const float unscaled = 1.0f / item.segment->kv_scale;
 #pragma unroll

@@ -2,14 +2,15 @@
 //
 //   scale of its key * sum over index heads of  weight * relu(query . codes of the key)
 //
-// Three groups of four warps share the keys of a block, 64 at a time in turn. Keys are the rows of
-// their products and held in registers, 64 heads are the columns. Codes become binary16, which
-// holds them all. Queries lie in shared memory as binary16, each head's times a power of two that
-// its weight takes back: exact for bf16, and of fp32 two numbers each, which keep 22 bits.
+// Three groups of four warps share the keys of a block, 64 at a time in turn. Keys, in registers,
+// are the rows of their products, and 64 heads are the columns. Codes become binary16, which is
+// exact. Queries lie in shared memory as binary16. Each head's query is multiplied by a power of
+// two, and its weight is divided by it. This is exact for bf16 queries; an fp32 query becomes two
+// numbers, which keep 22 bits.
 //
-// Which elements of the depth a product takes is free, as long as both operands agree: of each key
-// four lanes hold 32 codes each. A lane copies them through a place of shared memory that no other
-// lane touches, kStages turns deep, so that keys are on their way without registers and barriers.
+// A product may take any elements of the depth if both operands agree, so four lanes hold 32
+// consecutive codes of each key. A lane copies them through shared memory that no other lane
+// touches, kStages turns deep. Keys in flight therefore need neither registers nor barriers.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_LOGITS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_LOGITS_H_
 
@@ -19,7 +20,7 @@
 
 namespace mla::kernels::hip {
 
-// Queries of kF32 are fp32, else bf16.
+// Queries are fp32 if kF32, else bf16.
 template <bool kF32>
 class IndexLogits {
  public:
@@ -61,14 +62,14 @@ class IndexLogits {
   }
 
  private:
-  static constexpr int kRows = 2;  // of a warp's 16, whose codes a lane has a share of: 8 apart
-  static constexpr int kSteps = kIndexDim / 16;  // of the depth
+  static constexpr int kRows = 2;  // rows of a warp's 16 whose codes a lane shares: 8 apart
+  static constexpr int kSteps = kIndexDim / 16;  // steps of the depth
   static constexpr int kAhead = L::kStages - 1;  // turns that keys are copied ahead
   static constexpr int kStride = L::kKeys * L::kGroups;
-  static constexpr int kTerms = kF32 ? 2 : 1;  // binary16 that make a query
+  static constexpr int kTerms = kF32 ? 2 : 1;  // binary16 operands a query
 
   MLA_DEVICE int quarter() const { return lane & 3; }
-  // Position of one of this lane's rows in a turn; those past the end repeat the last one.
+  // Position of one of this lane's rows in a turn; positions past the end repeat the last one.
   MLA_DEVICE int position(int turn, int i) const {
     const int at = first + turn * kStride + i * 8 + (lane >> 2);
     return at < end ? at : end - 1;
@@ -79,7 +80,7 @@ class IndexLogits {
       granules[i] = pages.granule(pages.place(position(turn, i)).page);
     }
   }
-  // Where this lane's chunk, or its scale, waits for its turn.
+  // Shared-memory address of this lane's chunk, or of its scale, for a turn.
   MLA_DEVICE lds_t chunk_of(int turn, int i) const {
     return shared.keys() + (((turn % L::kStages) * L::kWarps + warp) * (2 * kRows) + i) * 512 +
            lane * 16;
@@ -136,7 +137,7 @@ class IndexLogits {
     tile::add_word_shared(shared.bins() + (rank >> (32 - kIndexBinBits)) * 4, 1);
   }
 
-  // Of 64 heads and 64 keys, over half of the depth; the first half begins the sums.
+  // Products of 64 heads and 64 keys, over half of the depth; the first half starts the sums.
   MLA_DEVICE void multiply(float (&products)[kIndexHeadBlock / 2],
                            const uint32_t (&keys)[kSteps / 2][4], int first_head, int half) const {
     const int block = first_head / kIndexHeadBlock;
@@ -177,9 +178,9 @@ class IndexLogits {
   const int heads;
   const PagedRows pages;
   uint32_t* const ranks;
-  const tile::CachePolicy keep;  // keys that one row reads leave the L2 first, not ranks
+  const tile::CachePolicy keep;  // makes keys that one row reads leave the L2 before ranks do
   const int warp, lane;
-  const int first, end;  // positions: of this warp's first turn, of the block
+  const int first, end;  // positions: first of this warp's first turn, end of the block
 };
 
 template <bool kF32>
@@ -194,7 +195,7 @@ MLA_DEVICE void index_logits(const IndexArgs& args) {
   const IndexRow row = args.rows[index];
   const SelectRecord& record = args.records[row.record];
   const int wanted = record.list_begin[row.row + 1] - record.list_begin[row.row];
-  if (wanted <= 0 || wanted >= row.visible) return;  // nothing is to be chosen
+  if (wanted <= 0 || wanted >= row.visible) return;  // nothing to choose
   const int first_key = (block_index() - args.first_block[index]) * args.keys_per_block;
   const tile::lds_t bins = IndexLayout().bins();
   for (int i = thread_index(); i < kIndexBins; i += IndexLayout::kThreads) {

@@ -1,4 +1,4 @@
-// Shared memory of index_logits.h, and the queries and weights of a row on their way to it.
+// Shared memory of index_logits.h, and the conversion of a row's queries and weights into it.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_QUERIES_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_QUERIES_H_
 
@@ -8,17 +8,17 @@
 
 namespace mla::kernels::hip {
 
-// A value is an address, so every thread has its own.
+// Layout of the shared memory. An object holds only an address, so every thread has its own.
 //
 //   bins      counts of ranks, by their first bits
-//   keys      of each stage, warp and share of its rows: a chunk of 16 codes a lane
-//   scales    of each stage and warp: one a lane
-//   weights   of the heads, those that are none are zero
-//   queries   operands of 64 heads, [64 x 128] binary16 each: of every 64 heads the first terms,
-//             of fp32 the second ones behind them
+//   keys      for each stage, warp and share of its rows: a chunk of 16 codes a lane
+//   scales    for each stage and warp: one a lane
+//   weights   for every head; zero past the last head
+//   queries   operands of 64 heads, [64 x 128] binary16 each: for every 64 heads the first terms,
+//             then for fp32 their second terms
 struct IndexLayout {
   using lds_t = tile::lds_t;
-  static constexpr int kKeys = 64;  // of a group and turn
+  static constexpr int kKeys = 64;  // keys of a group and turn
   static constexpr int kGroupWarps = 4;
   static constexpr int kThreads = 384;
   static constexpr int kWarps = kThreads / tile::kWave;
@@ -41,14 +41,14 @@ struct IndexLayout {
   }
 };
 
-// Four lanes bring a head, a quarter of its elements each.
+// Four lanes convert a head, a quarter of its elements each.
 template <bool kF32>
 class IndexQueries {
  public:
   using L = IndexLayout;
   using lds_t = tile::lds_t;
 
-  // By all threads; the matrix unit sees the queries when this has returned.
+  // Run by all threads. The matrix unit sees the queries after it has returned.
   MLA_DEVICE static void write(const SelectRecord& record, int row) {
     const int heads = record.indexer.heads;
     const auto* const first = static_cast<const uint8_t*>(record.inputs) +
@@ -76,7 +76,7 @@ class IndexQueries {
   static constexpr int kTerms = kF32 ? 2 : 1;
   static constexpr int kMine = kIndexDim / 4;           // elements
   static constexpr int kValues = kMine * kElement / 4;  // words
-  static constexpr int kThreads = 4 * kIndexHeadBlock;  // that have part in it
+  static constexpr int kThreads = 4 * kIndexHeadBlock;  // threads that take part
   static_assert(kThreads <= L::kThreads && kThreads % tile::kWave == 0);
 
   MLA_DEVICE static int quarter() { return thread_index() & 3; }
@@ -98,8 +98,8 @@ class IndexQueries {
     }
   }
 
-  // Of the head's largest magnitude, kept where 2^14 over it and its inverse are normal numbers: a
-  // power of two then brings that to [2^14, 2^15).
+  // Exponent of the head's largest magnitude, bounded so that 2^14 divided by its power and the
+  // inverse are normal numbers. The power of two then brings the magnitude to [2^14, 2^15).
   MLA_DEVICE static uint32_t exponent_of(const uint32_t (&values)[kValues]) {
     uint32_t largest = 0;
 #pragma unroll
@@ -117,12 +117,12 @@ class IndexQueries {
   }
   MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-  // A lane's 16 bytes of a key are four steps of a product of depth 16, so of 64 elements, element
-  // 16 t + 4 s + r belongs to step s, where it is element 2 t + r % 2 + 8 (r / 2).
+  // A lane's 16 bytes of a key serve four steps of a product of depth 16. In each 64 elements,
+  // element 16 t + 4 s + r belongs to step s, where it is element 2 t + r % 2 + 8 (r / 2).
   MLA_DEVICE static void write_head(int row, int operand, const uint32_t (&values)[kValues],
                                     uint32_t exponent) {
     const float scale = bits_to_float((127 + 127 + 14 - exponent) << 23);
-    const int t = quarter() * 2;  // of this lane's first 16 elements; the others' is the next
+    const int t = quarter() * 2;  // t of this lane's first 16 elements; the next 16 have t + 1
 #pragma unroll
     for (int pair = 0; pair < kMine / 2; ++pair) {
       float x[2];

@@ -1,12 +1,11 @@
-// The lists of an indexer on sm_90, from the ranks that index_logits.h leaves: a block a query row.
+// The lists of an indexer on sm_90, from the ranks that index_logits.h stores: a block a query row.
 //
-// The rank of the last position that is chosen is found digit by digit, from the highest: of each
-// digit's values it is counted how many ranks have them behind the digits that are known. As soon
-// as the ranks that may still be chosen fit, they and their positions are gathered in shared
-// memory, and what is left to do is done there: mostly behind the first digit, whose counts
-// index_logits.h leaves, so that ranks are read once. The last turn writes positions in their
-// order: those of larger ranks, and of those with the very rank the first, as many as are left to
-// choose.
+// The rank of the last chosen position is found digit by digit, from the highest digit. For each
+// value of a digit, the block counts the ranks that have it after the known digits. As soon as the
+// remaining candidates fit, they and their positions are gathered in shared memory, and the search
+// continues there. Mostly this happens after the first digit, which index_logits.h has counted, so
+// ranks are read once. The last pass writes the positions in order: all with larger ranks, and the
+// first of those with exactly this rank, as many as are missing.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_SELECT_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_INDEX_INDEX_SELECT_H_
 
@@ -45,13 +44,13 @@ class IndexSelect {
   }
 
  private:
-  static constexpr int kRun = 4;  // ranks a thread reads at once
+  static constexpr int kRun = 4;  // ranks that a thread reads at once
   static constexpr int kOwnBins = kIndexBins / kIndexSelectThreads;
   static constexpr int kStep = kIndexSelectThreads * kRun;
 
-  // Where ranks are read from: kRun of them at a multiple of that, and the positions they are of.
+  // Source of ranks in memory: reads kRun of them at a multiple of kRun, and gives their positions.
   struct All {
-    static constexpr int kAhead = 4;  // such reads on their way
+    static constexpr int kAhead = 4;  // reads in flight
     const uint32_t* ranks;
     int count;
     MLA_DEVICE void load(uint32_t (&words)[kRun], int at) const { load_words(words, ranks + at); }
@@ -100,7 +99,7 @@ class IndexSelect {
     }
   }
 
-  // The counts of the first digit, which the next launch finds cleared.
+  // Takes the counts of the first digit and clears them for the next launch.
   MLA_DEVICE void take_bins(const uint32_t (&counts)[kOwnBins], uint32_t* from) const {
 #pragma unroll
     for (int i = 0; i < kOwnBins; ++i) {
@@ -135,7 +134,7 @@ class IndexSelect {
     }
   }
 
-  // Counts the values of the next `bits` bits of the ranks whose bits from `shift` on are `prefix`.
+  // Counts the values of the next `bits` bits among ranks whose bits from `shift` on are `prefix`.
   template <class Ranks>
   MLA_DEVICE void count_digit(const Ranks& from, uint32_t prefix, int shift, int bits) const {
     for (int i = thread_index(); i < kIndexBins; i += kIndexSelectThreads) {
@@ -162,8 +161,8 @@ class IndexSelect {
     block_barrier();
   }
 
-  // Takes the ranks whose bits from `shift` on are at least `prefix`, in the order of positions: a
-  // warp finds those of 1024 positions at a time, a bit each, of which a lane then has 32.
+  // Gathers the ranks whose bits from `shift` on are at least `prefix`, in the order of positions.
+  // A warp marks the ranks of 1024 positions at a time, a bit each, 32 bits a lane.
   MLA_DEVICE void gather(const All& from, uint32_t prefix, int shift) {
     constexpr int kOfLane = 32, kOfWarp = kOfLane * tile::kWave;
     for (int first = 0; first < from.count; first += kWarps * kOfWarp) {
@@ -184,9 +183,9 @@ class IndexSelect {
     }
     block_barrier();
   }
-  // Which positions from begin + 32 * lane on are taken, a bit each.
+  // Marks which positions from begin + 32 * lane on are taken, a bit each.
   MLA_DEVICE uint32_t find_taken(const All& from, int begin, uint32_t prefix, int shift) const {
-    constexpr int kLoads = 16;  // on their way
+    constexpr int kLoads = 16;  // loads in flight
     uint32_t taken = 0;
 #pragma unroll 1
     for (int row = 0; row < tile::kWave; row += kLoads) {
@@ -207,15 +206,15 @@ class IndexSelect {
     return taken;
   }
 
-  // The largest digit of which, and of larger ones, there are at least `left`; takes the larger
-  // ones from `left`.
+  // Finds the largest digit for which at least `left` ranks have this or a larger digit. Subtracts
+  // the ranks with larger digits from `left`.
   MLA_DEVICE uint32_t find_digit(int digits, int& left) {
-    // From the largest on, two digits a thread.
+    // From the largest digit on, two digits a thread.
     const int mine = digits - 1 - 2 * thread_index();
     const uint32_t high = mine >= 0 ? count_of(mine) : 0, low = mine >= 1 ? count_of(mine - 1) : 0;
     const uint32_t both = high + low, of_warp = tile::sum_of_warp(both);
     const int before_warp = static_cast<int>(sum_of_warps_before(of_warp));
-    // One warp has the digit.
+    // Exactly one warp holds the digit.
     if (before_warp < left && before_warp + static_cast<int>(of_warp) >= left) {
       const int before = before_warp + static_cast<int>(scan(both) - both);
       if (before < left && before + static_cast<int>(both) >= left) {
@@ -233,7 +232,7 @@ class IndexSelect {
   }
   MLA_DEVICE uint32_t count_of(int digit) const { return tile::load_word_shared(bins + digit * 4); }
 
-  // Of the warps before this one; `all`: of all.
+  // Returns the sum over the warps before this one; `all` receives the sum over all warps.
   MLA_DEVICE uint32_t sum_of_warps_before(uint32_t of_warp) {
     uint32_t all;
     return sum_of_warps_before(of_warp, all);
@@ -246,12 +245,12 @@ class IndexSelect {
     all = tile::sum_of_warp(of_warps);
     return tile::sum_of_warp(lane < warp ? of_warps : 0);
   }
-  // Of the threads before this one; `all`: of all.
+  // Returns the sum of x over the threads before this one; `all` receives the sum over all threads.
   MLA_DEVICE uint32_t sum_before(uint32_t x, uint32_t& all) {
     const uint32_t in_warp = scan(x);
     return sum_of_warps_before(tile::from_lane(in_warp, tile::kWave - 1), all) + in_warp - x;
   }
-  // Sum over the lanes up to this one.
+  // Sum of x over the lanes up to this one.
   MLA_DEVICE uint32_t scan(uint32_t x) const {
 #pragma unroll
     for (int step = 1; step < tile::kWave; step *= 2) {
@@ -262,15 +261,16 @@ class IndexSelect {
   }
   static_assert(kWarps == tile::kWave);
 
-  // Positions of larger ranks and the first `equals` of the rank itself, in their order.
+  // Writes in order the positions of larger ranks and the first `equals` positions of the rank
+  // itself.
   template <class Ranks>
   MLA_DEVICE void write(const Ranks& from, uint32_t rank, int equals) {
-    int larger_before = 0, equal_before = 0;  // of the turns before
+    int larger_before = 0, equal_before = 0;  // counts of the previous turns
     for (int first = 0; first < from.count; first += kStep) {
       const int at = first + thread_index() * kRun;
       uint32_t words[kRun] = {};
       if (at < from.count) from.load(words, at);
-      uint32_t counts = 0;  // larger ones, and equal ones above them
+      uint32_t counts = 0;  // larger ones in the low half, equal ones in the high half
 #pragma unroll
       for (int k = 0; k < kRun; ++k) {
         if (at + k >= from.count) continue;
@@ -297,12 +297,12 @@ class IndexSelect {
 
   const SelectRecord& record;
   int32_t* const list;
-  int32_t* const copy;  // or null
+  int32_t* const copy;  // null: none
   const int visible, wanted, lane, warp;
   Held held;  // empty until ranks are gathered
   const tile::lds_t bins, warp_sums, found;
-  int of_digit = 0;   // ranks that have the digit found last
-  uint32_t turn = 0;  // two sets of sums, so that one barrier is enough
+  int of_digit = 0;   // ranks with the digit found last
+  uint32_t turn = 0;  // two sets of sums alternate, so that one barrier is enough
 };
 
 }  // namespace mla::kernels::hip

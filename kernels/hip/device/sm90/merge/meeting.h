@@ -1,4 +1,4 @@
-// Blocks that meet and share what follows (tile::meet_blocks).
+// Lets blocks meet and then share the following work (tile::meet_blocks).
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_MERGE_MEETING_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_MERGE_MEETING_H_
 
@@ -6,9 +6,9 @@
 
 namespace mla::kernels::hip {
 
-// All threads of the blocks' warps that `sync` is a barrier of call it; what they have written
-// before, load_fresh sees behind it. `turn_at`: 8 bytes of shared memory that nothing else uses
-// behind the first barrier.
+// Called by all threads that `sync` is a barrier of, in every block. After it, load_fresh sees what
+// all these threads had written. `turn_at` is 8 bytes of shared memory that nothing else uses after
+// the first barrier.
 template <class Sync>
 MLA_DEVICE tile::BlockTurn meet(uint32_t* at, int index, int count, tile::lds_t turn_at,
                                 const Sync& sync) {

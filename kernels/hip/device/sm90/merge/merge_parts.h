@@ -1,5 +1,5 @@
-// The merge of a tile's parts by the blocks that have made them, in place of a kernel of its own:
-// no kernel has to start, and what a block needs to know it knows already.
+// Merges a tile's parts in the blocks that made them, instead of in a kernel of its own. No kernel
+// has to start, and a block has all its arguments already.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_MERGE_MERGE_PARTS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_MERGE_MERGE_PARTS_H_
 
@@ -9,23 +9,23 @@
 
 namespace mla::kernels::hip {
 
-// Whose part the caller has written.
+// Unit and share of the part that the caller has written.
 struct PartOfBlock {
   int unit, share;
 };
 
 // Merges packed rows [share * kRows, ...) of a launch with SplitArgs, by kWarps warps of each block
-// of that share. Parts are weighed as in Combine.
+// of that share. Parts are weighted as in Combine.
 //
-// A task is a row and 128 of its columns, four a lane, and belongs to 2, 4 or 8 warps of a block.
-// Each takes every so many-th part; their sums meet in shared memory. kExchanged: as
+// A task is a row and 128 of its columns, four a lane. It belongs to 2, 4 or 8 warps of a block,
+// which divide the parts among them and add up their sums in shared memory. kExchanged: see
 // AttendVariant::exchanged_partials.
 template <int kRows, bool kExchanged>
 class MergeParts {
  public:
   static constexpr int kWarps = 8;
 
-  // `scratch`: shared memory that nothing else uses behind the first barrier.
+  // `scratch`: shared memory that nothing else uses after the first barrier.
   MLA_DEVICE MergeParts(const SplitArgs& of, int of_share, tile::lds_t scratch)
       : args(of),
         share(of_share),
@@ -51,12 +51,12 @@ class MergeParts {
  private:
   static constexpr int kColumns = 512, kWindows = kColumns / 128;
   static constexpr int kLaneParts = kMostSplitPieces / tile::kWave;
-  static constexpr int kAhead = 16;  // parts that a warp has on their way at a time
+  static constexpr int kAhead = 16;  // parts that a warp loads at a time
   static constexpr int kSumBytes = tile::kWave * 16;
   static_assert(kLaneParts * tile::kWave == kMostSplitPieces);
 
   struct Role {
-    int number, warps;  // of the task's
+    int number, warps;  // index of the warp in its task, warps of the task
   };
 
   template <class Sync>
@@ -102,7 +102,7 @@ class MergeParts {
     sync();
   }
 
-  // Leaves the weights of a row's parts in shared memory, each warp its own. Their sum.
+  // Stores the weights of a row's parts in shared memory, each warp for itself. Returns their sum.
   MLA_DEVICE float weigh(int p, float& origin) const {
     float x[kLaneParts];
     float top = negative_infinity();
@@ -116,7 +116,8 @@ class MergeParts {
 #pragma unroll
     for (int k = 0; k < kLaneParts; ++k) top = max_f(top, x[k]);
     top = wave_max(top);
-    origin = top == negative_infinity() ? 0.0f : top;  // NaN parts leave it at -inf, not the sum
+    origin = top == negative_infinity() ? 0.0f : top;  // NaN parts leave it at -inf, but make the
+                                                       // sum NaN
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kLaneParts; ++k) {
@@ -128,7 +129,7 @@ class MergeParts {
     return wave_sum(sum);
   }
 
-  // Values of parts first, first + warps, ...; zeros past the last.
+  // Loads values of parts first, first + warps, ...; zeros past the last.
   MLA_DEVICE void load(uint32_t (&x)[kAhead][4], int first, int warps, int p, int column) const {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
@@ -165,7 +166,7 @@ class MergeParts {
   const int share;
   const tile::lds_t turn_at, sums;
   const int lane, warp;
-  const tile::lds_t weights;  // of this warp
+  const tile::lds_t weights;  // weights of this warp
 };
 
 template <int kRows, bool kExchanged, class Sync>

@@ -1,4 +1,4 @@
-// The merge of a tile's pieces, of a launch with StreamArgs, by the blocks that have made them.
+// Merges a tile's pieces in a launch with StreamArgs, in the blocks that made them.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_MERGE_MERGE_PIECES_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_MERGE_MERGE_PIECES_H_
 
@@ -7,16 +7,16 @@
 
 namespace mla::kernels::hip {
 
-// Merges packed rows [share * kRows, ...) of the tile that an item is a piece of, by kWarps warps
-// of each block of that share, a row a warp. Pieces are weighed as in Combine, and their values are
-// in the order of AttendVariant::exchanged_partials.
+// Merges packed rows [share * kRows, ...) of the item's tile, by kWarps warps of each block of that
+// share, a row a warp. Pieces are weighted as in Combine, and their values are in the order of
+// AttendVariant::exchanged_partials.
 template <int kRows>
 class MergePieces {
  public:
   static constexpr int kWarps = 8;
 
-  // `scratch`: 8 bytes of shared memory that nothing else uses: rows of the next item arrive while
-  // this one's are merged.
+  // `scratch`: 8 bytes of shared memory that nothing else uses. It is small because rows of the
+  // next item arrive during this merge.
   MLA_DEVICE MergePieces(const StreamArgs& args, const Item& item, int of_share,
                          tile::lds_t scratch)
       : record(item.segment),
@@ -49,13 +49,14 @@ class MergePieces {
   }
 
  private:
-  static constexpr int kColumns = 512, kWindows = kColumns / 128;  // a lane has four of a window
+  static constexpr int kColumns = 512, kWindows = kColumns / 128;  // a lane has four columns of a
+                                                                   // window
   static constexpr int kLanePieces = kMostStreamPieces / tile::kWave;
-  static constexpr int kAhead = 4;  // pieces whose values are on their way at a time
+  static constexpr int kAhead = 4;  // pieces whose values are loaded at a time
   static_assert(kLanePieces * tile::kWave == kMostStreamPieces);
 
-  // Pieces are cut as the planner does in fixed-split mode: none begins behind what the first query
-  // row sees.
+  // Pieces are cut as the planner does in fixed-split mode: each begins at a row that the tile's
+  // first query row sees.
   MLA_DEVICE static int pieces_of(const StreamArgs& args, const Item& item) {
     MLA_RECORD const SegmentRecord& r = *item.segment;
     const int unseen = r.causal ? r.q_rows - item.work.q_begin - 1 : 0;
@@ -83,12 +84,12 @@ class MergePieces {
           empty ? negative_infinity() : origin + log2_fast(sum) * kLn2);
   }
 
-  // `weights`: of this piece and those behind it in lane `first` and those behind it.
+  // Lane `first + i` holds the weight of piece i after this one.
   MLA_DEVICE static void add(float (&acc)[kWindows][4], const uint32_t (&x)[kAhead][kWindows][4],
                              float weights, int first) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      const float w = tile::broadcast(weights, first + k);  // past the last piece: zero
+      const float w = tile::broadcast(weights, first + k);  // zero past the last piece
 #pragma unroll
       for (int v = 0; v < kWindows; ++v) {
 #pragma unroll
@@ -97,8 +98,8 @@ class MergePieces {
     }
   }
 
-  // The weights of the lane's pieces, lane + i * kWave each; zero past the last. Their sum over all
-  // lanes.
+  // Computes the weights of the lane's pieces, lane + i * kWave each; zero past the last. Returns
+  // the sum of the weights over all lanes.
   MLA_DEVICE float weigh(int p, float (&weights)[kLanePieces], float& origin) const {
     float top = negative_infinity();
 #pragma unroll
@@ -109,7 +110,8 @@ class MergePieces {
       top = max_f(top, weights[i]);
     }
     top = wave_max(top);
-    origin = top == negative_infinity() ? 0.0f : top;  // NaN pieces leave it at -inf, not the sum
+    origin = top == negative_infinity() ? 0.0f : top;  // NaN pieces leave it at -inf, but make the
+                                                       // sum NaN
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kLanePieces; ++i) {
@@ -119,7 +121,7 @@ class MergePieces {
     return wave_sum(sum);
   }
 
-  // Values of pieces first, first + 1, ...; zeros past the last.
+  // Loads values of pieces first, first + 1, ...; zeros past the last.
   MLA_DEVICE void load(uint32_t (&x)[kAhead][kWindows][4], int first, int p) const {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
@@ -156,7 +158,7 @@ class MergePieces {
   const bool f32;
   const tile::lds_t turn_at;
   const int lane, warp;
-  const float* partial_o;  // of the tile's first piece; the others follow
+  const float* partial_o;  // the tile's first piece; the others follow
   const float* partial_lse;
   uint32_t* meeting;
 };

@@ -6,7 +6,8 @@
 
 namespace mla::kernels::hip {
 
-// As those of item.h, without a load from memory. Each block has one item.
+// As the functions of device/primitives/item.h, without a load from memory. Each block has one
+// item.
 template <int kRows>
 MLA_DEVICE Item load_item(const SplitArgs& args, int index, int share) {
   const int begin = index * args.piece_rows;

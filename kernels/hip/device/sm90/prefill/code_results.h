@@ -1,4 +1,4 @@
-// Up-projected keys and values as e4m3 on their way to the workspace.
+// Stores up-projected keys and values as e4m3 in the workspace.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_CODE_RESULTS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_CODE_RESULTS_H_
 
@@ -10,31 +10,31 @@
 
 namespace mla::kernels::hip {
 
-inline constexpr int kCodeScratchBytes = 16;  // of a warpgroup: a float a warp
+inline constexpr int kCodeScratchBytes = 16;  // a float a warp of a warpgroup
 
-// Of a head and a tile of 128 cached rows, in the place of bf16 panels (round_info.h):
+// Layout of a head and a tile of 128 cached rows, which replace bf16 panels (round_info.h):
 //
 //   panel 0   keys [128 rows x 128 bytes]
-//   panel 1   the rotated part of the keys [128 rows x 64 bytes], over the scale of the head's keys
+//   panel 1   the rotated part of the keys [128 rows x 64 bytes], divided by the keys' scale
 //   panel 2   values, transposed [128 columns x 128 rows]
-//   panel 3   what codes are times: of keys and of values, two floats
+//   panel 3   the scales of keys and of values, two floats
 //
-// Columns of keys and rows of values are exchanged within each 16: position 4 i + b holds number
-// 2 i + b % 2 + 8 (b / 2), as accumulators of two neighbouring products lie in a lane. Scales are
-// powers of two. Values that are NaN are zero, as in bf16. Rows past the expansion's repeat
-// its last: no query sees them.
+// Columns of keys and rows of values are permuted within each 16: position 4 i + b holds number 2 i
+// + b % 2 + 8 (b / 2), the order of the accumulators of two neighbouring products in a lane. Scales
+// are powers of two. Values that are NaN are zero, as in bf16. Rows past the expansion's end repeat
+// its last row; no query sees them.
 //
-// By the 128 threads of a warpgroup, `c` being its accumulators of 128 x 128.
+// Run by the 128 threads of a warpgroup; `c` holds its accumulators of 128 x 128.
 template <KvFormat kFormat, int kBarrier>
 class CodeResults {
  public:
   using Accumulators = float[2][64];
 
-  // `results`: 16 KiB. kBarrier: a named one of the group.
+  // `results` is 16 KiB. kBarrier is a named barrier of the group.
   MLA_DEVICE CodeResults(uint32_t results_at, uint32_t scratch_at, int thread_of_group)
       : results(results_at), scratch(scratch_at), thread(thread_of_group) {}
 
-  // Of a fresh tile: thread t has its row t.
+  // Loads the rotated part of a new tile: thread t has its row t.
   MLA_DEVICE void take_rotated(const ExpandPairs<kDims128>& pairs) {
     constexpr kernels::KvRowLayout kRow =
         kernels::MakeKvRowLayout(kFormat, kExpandedLora, kExpandedRope);
@@ -91,7 +91,7 @@ class CodeResults {
   }
   MLA_DEVICE void sync() const { tile::named_sync<kBarrier, 128>(); }
 
-  // Sixteen values of the rotated row, without the layer's scale.
+  // Loads sixteen values of the rotated row, without the layer's scale.
   MLA_DEVICE void load_rotated(int group, float (&x)[16]) const {
     uint32_t words[8];
     if constexpr (kFormat == KvFormat::kFp8Tensor) {
@@ -118,8 +118,8 @@ class CodeResults {
     }
   }
 
-  // For the largest magnitude of the group's numbers, those that are none left out, and `own`.
-  // Afterwards the last store has read its results.
+  // Scale for the largest magnitude of the group's numbers and of `own`, ignoring NaN. When it
+  // returns, the previous store has finished reading `results`.
   MLA_DEVICE CodeScale scale_of(const Accumulators& c, float own) const {
     float most[4] = {own, 0.0f, 0.0f, 0.0f};
 #pragma unroll

@@ -1,4 +1,4 @@
-// Softmax of the expanded form with products of 8 bits.
+// Softmax of the expanded form with 8-bit products.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_CODE_SOFTMAX_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_CODE_SOFTMAX_H_
 
@@ -6,33 +6,33 @@
 
 namespace mla::kernels::hip {
 
-// Of the two query rows that a lane of a warpgroup has keys of, over tiles of 128 keys.
+// Statistics of the two query rows of a warpgroup's lane, over tiles of 128 keys.
 //
-// Of each tile, a row's probabilities are 2^(x - top + kShift) with the row's largest logit `top`
-// of the tile, so the largest is not rounded. What is summed over tiles counts from an origin that
-// follows the largest logit once that has grown by more than kSlack.
+// In each tile, a row's probabilities are 2^(x - top + kShift), with `top` the row's largest logit
+// in that tile, so the largest is not rounded. Sums over tiles use an origin that follows the
+// largest logit once that has grown by more than kSlack.
 struct CodeSoftmax {
   using Rows = WarpgroupRows<128>;
   static constexpr int kScores = Rows::kScoreElems;
   static constexpr float kShift = 8.0f;  // 2^8 is the power of two below the largest code
   static constexpr float kSlack = 8.0f;
 
-  // Of a tile's rows: largest logits, what brings scores to logits and what exponentials count
-  // from; and what values of the tile are times.
+  // Per row of a tile: largest logit, factor from scores to logits, and base of the exponents. For
+  // the tile: scale of its values.
   struct Tops {
     float most[2], scale[2], from[2], value_scale;
   };
-  // Of a tile: what brings older sums and its own to the origin, and its values too.
+  // Factors of a tile to the origin: for older sums, for its own sums, and for its values.
   struct Factors {
     float old[2], now[2], value[2];
     bool moved;
   };
 
   float origin[2];
-  float sum[2];    // of probabilities of this lane's keys
-  float scale[2];  // from scores to logits, without that of the keys
+  float sum[2];    // sum of probabilities over this lane's keys
+  float scale[2];  // from scores to logits, without the keys' scale
 
-  // `of_tile`: what keys and values are times. Keys that a row does not see are hidden.
+  // `of_tile` holds the scales of keys and of values. Keys that a row does not see are hidden.
   MLA_DEVICE Tops tops(const float (&s)[kScores], const float (&of_tile)[2]) const {
     Tops t;
     t.value_scale = of_tile[1];
@@ -47,8 +47,8 @@ struct CodeSoftmax {
     return t;
   }
 
-  // Probabilities as the operands of the second product: word 2 c + h has row h of keys 16 c and
-  // on. Exponentials need nothing but the maxima, so factors are made beside them.
+  // Makes probabilities as the operands of the second product: word 2 c + h has row h of keys 16 c
+  // and on. Exponentials need only the maxima, so factors are computed at the same time.
   MLA_DEVICE Factors take(const float (&s)[kScores], const Tops& t, uint32_t (&p)[kScores / 4]) {
     float of_tile[2] = {0.0f, 0.0f};
     exponentials(s, t, of_tile, p);
@@ -65,7 +65,7 @@ struct CodeSoftmax {
   }
 
  private:
-  // In chains of a quarter of the lane's keys of a row.
+  // Takes maxima in four independent chains, for latency.
   MLA_DEVICE static void maxima(const float (&s)[kScores], float (&top)[2]) {
     float most[2][4];
 #pragma unroll

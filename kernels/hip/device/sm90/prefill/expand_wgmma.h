@@ -6,17 +6,17 @@
 //   warpgroup 1      keys of a head           |  rounds, stores     |  keys of the next head ..
 //   warpgroup 2      .. rounds, stores        |  values of a head   |  rounds, stores
 //
-// The two warpgroups take turns of up to 128 columns: one has the matrix unit while the other
-// rounds its results into shared memory, from where they go to the workspace by bulk copies. A
-// group gives the turn once its last stage is there, so that the other waits for the next phase of
-// barriers that have no phase before it open. Keys of 192 columns take two turns, the second one of
-// 64 columns with depth 128 a stage, and values of 256 two.
+// The two warpgroups take turns of up to 128 columns. One has the matrix unit while the other
+// rounds its results into shared memory, from where bulk copies move them to the workspace. A group
+// gives the turn away once its last stage has arrived. The other group then waits for the next
+// phase of each barrier, and no earlier phase is still open. Keys of 192 columns take two turns,
+// the second one of 64 columns with depth 128 a stage; values of 256 columns take two.
 //
-// A block keeps its rows in shared memory over all its heads, and weights are all it reads.
+// A block keeps its rows in shared memory over all its heads, so it reads only weights in between.
 //
-// kResults: bf16, laid out as expanded_args.h says, or e4m3 (code_results.h). Values of e4m3 are
-// multiplied transposed, with W_UV as the first operand, so that they leave the matrix unit as the
-// second operand of the attention's product must lie.
+// kResults: bf16, in the layout of expanded_args.h, or e4m3 (code_results.h). The product of e4m3
+// values is transposed, with W_UV as the first operand, so that the matrix unit's results have the
+// layout of the second operand in attention.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPAND_WGMMA_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPAND_WGMMA_H_
 
@@ -35,7 +35,7 @@ class ExpandWgmma {
   static constexpr int kPanelBytes = kExpandedRows * 128;
   static constexpr int kRowsBytes = kPanels * kPanelBytes;
   static constexpr int kStageBytes = 128 * 128;
-  static constexpr int kGroups = 2;  // that multiply
+  static constexpr int kGroups = 2;  // groups that multiply
   static constexpr int kBarriers = 2 * kStages + 2 * kPanels;
   static constexpr int kSharedBytes = kRowsBytes + kStages * kStageBytes + kGroups * kPanelBytes +
                                       kBarriers * 8 +
@@ -65,26 +65,27 @@ class ExpandWgmma {
 
  private:
   using Pairs = ExpandPairs<kDims>;
-  // Registers a thread. Groups of several turns take a few more. A block is started with 168 for
-  // each, which a group that asks for more waits for.
+  // Registers a thread. Groups of several turns take a few more. A block starts with 168 for each
+  // thread; a group that asks for more waits until others have released theirs.
   static constexpr int kCopyRegisters = kDims == kDims128 ? 88 : 72;
   static constexpr int kMultiplyRegisters = kDims == kDims128 ? 208 : 216;
   static_assert(kCopyRegisters + kGroups * kMultiplyRegisters <= 3 * 168);
   // Named barriers.
-  static constexpr int kTurn = 1;     // of warpgroup 1; kTurn + 1 is warpgroup 2's
-  static constexpr int kOfGroup = 3;  // its own threads; kOfGroup + 1 is warpgroup 2's
+  static constexpr int kTurn = 1;     // warpgroup 1's; kTurn + 1 is warpgroup 2's
+  static constexpr int kOfGroup = 3;  // all threads of warpgroup 1; kOfGroup + 1 for warpgroup 2
   static constexpr int kHalves = 2;   // of the tile's rows, 64 each
   static constexpr bool kCodes = kResults != DType::kBf16;
   static constexpr bool kWidens = kFormat != KvFormat::kBf16;
-  // Threads that copy rows, those of a row, rows at once, and how often that is for a tile.
+  // Threads that copy rows, threads a row, rows at once, and copies a tile.
   static constexpr int kCopiers = 96;
   static constexpr int kRowThreads = kWidens ? 4 : 8;  // 16 bytes each of a panel
   static constexpr int kRowsAtOnce = kCopiers / kRowThreads;
   static constexpr int kCopies = (kExpandedRows + kRowsAtOnce - 1) / kRowsAtOnce;
-  static constexpr int kUnderWay = 4;        // panels of rows
-  static constexpr float kLargeSum = 1e38f;  // of finite values, none of which is infinite in bf16
+  static constexpr int kUnderWay = 4;        // panels of rows in flight
+  static constexpr float kLargeSum = 1e38f;  // a smaller sum of magnitudes has no value that is
+                                             // infinite in bf16
 
-  // Turns of a head, the two groups' by turns.
+  // Turns of a head; the two groups alternate.
   static constexpr int kMostColumns = 128;
   static constexpr int kKeyTurns = (kDims.nope + kMostColumns - 1) / kMostColumns;
   static constexpr int kTurns = kKeyTurns + kDims.value / kMostColumns;
@@ -96,9 +97,9 @@ class ExpandWgmma {
     static constexpr int kColumns =
         kKeys && kDims.nope - kFirst < kMostColumns ? kDims.nope - kFirst : kMostColumns;
     static_assert(kColumns == 64 || kColumns == 128);
-    static constexpr int kOutputs = kColumns / 2;                 // of one half, a thread
-    static constexpr int kStagePanels = kMostColumns / kColumns;  // of the depth, in a stage
-    static constexpr int kUses = kPanels / kStagePanels;          // of stages
+    static constexpr int kOutputs = kColumns / 2;                 // outputs of one half, a thread
+    static constexpr int kStagePanels = kMostColumns / kColumns;  // panels of the depth in a stage
+    static constexpr int kUses = kPanels / kStagePanels;          // stages used
     static_assert(kUses % kStages == 0);
     static constexpr int kResultPanel = (kKeys ? 0 : kDims.key_panels()) + kFirst / 64;
   };
@@ -139,8 +140,8 @@ class ExpandWgmma {
   };
 
   // --- Copies.
-  // Both matrices are panels of 64 columns (device_state/weight_panels.h): a stage is 128 rows of
-  // one of W_UK, or 64 rows of two of them, or 64 rows of two of W_UV.
+  // Both matrices are panels of 64 columns (device_state/weight_panels.h). A stage is 128 rows of
+  // one panel of W_UK, 64 rows of two panels of W_UK, or 64 rows of two panels of W_UV.
   MLA_DEVICE void copy_weights() const {
     Ring ring;
     for (Pairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
@@ -152,7 +153,7 @@ class ExpandWgmma {
     if constexpr (kIndex < kTurns) {
       using T = Turn<kIndex>;
       constexpr int kKeyPanel = kDims.nope * 128, kValuePanel = kExpandedLora * 128;
-      // Of a part of a stage, between these in memory, and between stages there.
+      // Bytes of a part of a stage, between parts in memory, and between stages in memory.
       constexpr int kParts = T::kKeys ? T::kStagePanels : 2, kPart = kStageBytes / kParts;
       constexpr int kBetween = T::kKeys ? kKeyPanel : kValuePanel;
       constexpr int kStep = T::kKeys ? T::kStagePanels * kKeyPanel : kPart;
@@ -187,7 +188,7 @@ class ExpandWgmma {
       if (kCodes || pairs.head > 0) continue;
       if constexpr (kDims == kDims128) {
         copy_rotated<kFormat>(pairs, copier, kCopiers);
-      } else {  // one at a time: fewer registers
+      } else {  // one at a time, to save registers
         const PagedRows pages = pairs.pages();
 #pragma unroll 1
         for (int i = copier; i < kRotatedChunks; i += kCopiers) {
@@ -231,8 +232,8 @@ class ExpandWgmma {
   MLA_DEVICE uint32_t place(int panel, int row, int chunk) const {
     return tile::chunk_at<kExpandedRows>(rows + panel * kPanelBytes, row, chunk);
   }
-  // Sixteen of a panel's columns of this thread's rows from the kBegin-th on, some of them at a
-  // time, without the layer's scale.
+  // Widens sixteen of a panel's columns of this thread's rows from the kBegin-th row on, several
+  // rows at a time, without the layer's scale.
   template <int kBegin>
   MLA_DEVICE void widen_rows(const uint8_t* const (&row)[kCopies], int panel, int first,
                              int own) const {
@@ -270,7 +271,7 @@ class ExpandWgmma {
     if (thread == 0) tile::barrier_arrive(barrier);
   }
 
-  // `kFirst`: the group's first turn.
+  // `kFirst` is the group's first turn.
   template <int kFirst>
   MLA_DEVICE void multiply() const {
     CodeResults<kFormat, kOfGroup + kFirst> codes(
@@ -279,16 +280,16 @@ class ExpandWgmma {
     uint32_t tile_parity = 1;
     if (kFirst == 1) {
       ring.skip(Turn<0>::kUses);
-      give_turn();  // the first turn is warpgroup 1's
+      give_turn();  // warpgroup 1 has the first turn
     }
     for (Pairs pairs(args, block_index()); !pairs.done(); pairs.next()) {
       tile_parity ^= pairs.fresh_tile() ? 1 : 0;
       serve<kFirst>(pairs, tile_parity, codes, ring);
     }
-    if (kFirst == 0) await_turn();  // the turn that was given back last
+    if (kFirst == 0) await_turn();  // takes the turn that was given away last
     if (thread == 0) tile::wait_for_stores_to_read();
   }
-  // The group's turns of a pair from kIndex on.
+  // Serves the group's turns of a pair from kIndex on.
   template <int kIndex, class Codes>
   MLA_DEVICE void serve(const Pairs& pairs, uint32_t tile_parity, Codes& codes, Ring& ring) const {
     using T = Turn<kIndex>;
@@ -323,7 +324,8 @@ class ExpandWgmma {
     constexpr bool kLast = kIndex == kTurns - 1;
     static_assert(!kLast || T::kStagePanels == 1);
     const bool fresh = kIndex < kGroups && pairs.fresh_tile();
-    const bool frees_rows = kLast && pairs.last_of_tile();  // the last turn reads them last
+    const bool frees_rows = kLast && pairs.last_of_tile();  // the last turn is the last to read the
+                                                            // rows
     int previous = -1;
     if constexpr (kTurns > kGroups) clear(c);
     await_turn();
@@ -349,8 +351,9 @@ class ExpandWgmma {
     release(empty(previous));
     if (frees_rows) release(rows_empty(kPanels - 1));
   }
-  // Sums begin with the first product. Where a group has several turns, the compiler would keep
-  // each one's registers for it through all of them unless they were set.
+  // The first product initialises the sums. Setting them to zero anyway ends their lifetime: in a
+  // group of several turns the compiler would otherwise keep each turn's registers through all
+  // turns.
   template <int kOutputs>
   MLA_DEVICE static void clear(float (&c)[kHalves][kOutputs]) {
 #pragma unroll
@@ -391,7 +394,7 @@ class ExpandWgmma {
   }
 
   // --- Results.
-  // False as well where the sum is too large.
+  // Also returns false if the sum is too large to tell.
   template <int kOutputs>
   MLA_DEVICE static bool surely_finite(const float (&c)[kHalves][kOutputs]) {
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -405,8 +408,8 @@ class ExpandWgmma {
     return sums[0] + sums[1] + (sums[2] + sums[3]) < kLargeSum;
   }
   enum Part { kKeysPart, kValuesPart, kRestsPart };
-  // Few tiles have rows that do not exist, or values that are not finite; the others' code is held
-  // free of them.
+  // Few tiles have missing rows or values that are not finite. The checks for them are kept out of
+  // the other tiles' code.
   template <int kIndex, Part kPart, int kOutputs>
   MLA_DEVICE void store_part(const Pairs& pairs, int existing, bool careful,
                              const float (&c)[kHalves][kOutputs]) const {
@@ -416,7 +419,7 @@ class ExpandWgmma {
       store<kIndex, kPart, false>(pairs, existing, c);
     }
   }
-  // To the turn's panels, one after the other through the group's shared memory.
+  // Stores to the turn's panels, one after the other, through the group's shared memory.
   template <int kIndex, Part kPart, bool kCareful, int kOutputs>
   MLA_DEVICE void store(const Pairs& pairs, int existing,
                         const float (&c)[kHalves][kOutputs]) const {

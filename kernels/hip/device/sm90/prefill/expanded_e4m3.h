@@ -1,5 +1,5 @@
 // Attention of the expanded form on sm_90a over keys and values of e4m3 (code_results.h): 128 query
-// rows of one head over tiles of 128 KV rows, both products of 8 bits.
+// rows of one head over tiles of 128 KV rows, with 8-bit operands in both products.
 //
 //   warp 0:            keys, values and their scales of the next tiles, by bulk copies, four deep
 //   warps 1 to 3:      queries of the next item as e4m3, and its records
@@ -8,10 +8,10 @@
 //        O += P V (first columns, of tile t)  |  S = Q K^T (of t + 1)  |  O += P V (the others)
 //                                             |     sums of the first  |  softmax of t + 1
 //
-// The matrix unit adds with 13 bits below the largest, so it sums the keys of a tile alone; those
-// sums are added in fp32, times the tile's factor and the scale of its values (code_softmax.h). A
-// group gives the turn to the other one when its scores are there: exponentials of one group are
-// made beside products of the other.
+// The matrix unit aligns addends to the largest and keeps 13 bits below it. So it sums only the
+// keys of one tile; sums of tiles are added in fp32, times the tile's factor and the scale of its
+// values (code_softmax.h). A group gives the turn away when its scores are complete, so one group's
+// exponentials overlap with the other's products.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPANDED_E4M3_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPANDED_E4M3_H_
 
@@ -74,9 +74,9 @@ class ExpandedE4m3 {
   static constexpr int kScores = Rows::kScoreElems;
   static constexpr int kOutputs = ExpandedResults<kValue>::kOutputs;
   // Named barriers.
-  static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
+  static constexpr int kTurn = 1;  // warpgroup 1's; kTurn + 1 is warpgroup 2's
   static constexpr int kBoth = 3, kFirst = 4;
-  static constexpr int kBringers = 3;  // warps
+  static constexpr int kBringers = 3;  // warps that copy queries
 
   struct State {
     float o[kOutputs];
@@ -104,7 +104,7 @@ class ExpandedE4m3 {
   MLA_DEVICE uint32_t empty(int s) const { return barrier(2 * s + 1); }
   MLA_DEVICE uint32_t q_full(int i) const { return barrier(2 * kStages + 2 * i); }
   MLA_DEVICE uint32_t q_empty(int i) const { return barrier(2 * kStages + 2 * i + 1); }
-  // Four deep: results of an item are written while those after the next are brought in.
+  // Four deep: results of one item are written while queries of two later items are copied.
   MLA_DEVICE static Records* records(int index) {
     constexpr int kAt = kSharedBytes - kRecords * kRecordBytes;
     return reinterpret_cast<Records*>(tile::shared_pointer(kAt + index % kRecords * kRecordBytes));
@@ -148,7 +148,7 @@ class ExpandedE4m3 {
     });
   }
 
-  // By all warps but the first, since they would wait for it.
+  // Run by all warps except the first, which would have to wait for it.
   MLA_DEVICE void bring_first_item() const {
     const int index = args.unit_indptr[block_index()];
     if (index == args.unit_indptr[block_index() + 1]) return;
@@ -164,7 +164,7 @@ class ExpandedE4m3 {
     const int warp = tile::wave_index() - 1, word = warp * 32 + lane;
     int index = 0;
     for_each_expanded(args, [&](const ExpandedItem& e, const Item& item) {
-      if (index == 0) {  // is there
+      if (index == 0) {  // already copied
         ++index;
         return;
       }
@@ -182,7 +182,7 @@ class ExpandedE4m3 {
       ++index;
     });
   }
-  // By thread `word` of the bringers.
+  // Run by thread `word` of the copying warps.
   MLA_DEVICE void store_records(const ExpandedItem& e, const Item& item, int index,
                                 int word) const {
     const auto* from_item = reinterpret_cast<const uint32_t*>(&e);
@@ -206,14 +206,14 @@ class ExpandedE4m3 {
     }
     tile::publish_shared();
   }
-  // Every kWarps-th eight rows are this warp's, four lanes a row: lane i of them has the columns of
-  // three chunks of codes, 16 from 16 i on of each 64. Rows of one head are a stride apart; rows
-  // past the item's take its first.
+  // Every kWarps-th group of eight rows belongs to this warp, four lanes a row. Lane i of a row has
+  // the columns of three chunks of codes, 16 columns from 16 i on in every 64. Rows of one head are
+  // a stride apart; rows past the item's end repeat its first row.
   template <bool kAligned, int kWarps>
   MLA_DEVICE void bring_rows(const Item& item, const uint16_t* first, int at, int warp) const {
     const int64_t stride = item.segment->q_row_stride;
     const float scale = item.segment->softmax_scale * item.segment->kv_scale * kLog2e;
-    // Of eight lanes that store at a time, rows of four lanes lie in different banks.
+    // Assigned so that rows of the eight lanes that store at a time lie in different banks.
     const int own = (lane >> 2 & 1) * 4 + (lane >> 3);
 #pragma unroll 1
     for (int begin = warp * kAtOnce; begin < kExpandedRows; begin += kWarps * kAtOnce) {
@@ -234,7 +234,7 @@ class ExpandedE4m3 {
   static constexpr int kLaneChunks = (kNope + kExpandedRope) / 64;
   static constexpr int kQueryChunks = (kNope + kExpandedRope) / 8;
 
-  // Codes lie as those of keys (code_results.h).
+  // Codes have the order of keys (code_results.h).
   MLA_DEVICE void write_row(const Chunk (&values)[kLaneChunks][2], int at, int row,
                             float scale) const {
     uint32_t halves = 0;  // the bits of magnitudes
@@ -249,13 +249,13 @@ class ExpandedE4m3 {
     halves = tile::greater_halves(halves, tile::exchange_word<2>(halves));
     const uint32_t largest = greater(halves & 0xffff0000u, halves << 16);
     const CodeScale of_row = code_scale(largest);
-    // A row with a number that is none has no others either.
+    // A row with a value that is not finite becomes all NaN.
     const bool finite = largest < 0x7f800000u;
     if ((lane & 3) == 0) tile::store_float(query_scales(at) + row * 4, of_row.power * scale);
     const uint32_t by = pack_bf16(of_row.inverse, of_row.inverse);
 #pragma unroll
     for (int j = 0; j < kLaneChunks; ++j) {
-      uint32_t c[2][2];  // of four values each
+      uint32_t c[2][2];  // four values each
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Chunk& from = values[j][i >> 1];
@@ -278,7 +278,7 @@ class ExpandedE4m3 {
     }
   }
   MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
-  // Of four values times a power of two.
+  // Codes of four values times a power of two.
   MLA_DEVICE static uint32_t codes(uint32_t a, uint32_t b, uint32_t by) {
     a = tile::multiply_bf16_pairs(a, by);
     b = tile::multiply_bf16_pairs(b, by);
@@ -296,7 +296,7 @@ class ExpandedE4m3 {
 
   MLA_DEVICE void attend_items() const {
     Stages ring;
-    if (group == 2) give_turn();  // the first turn is warpgroup 1's
+    if (group == 2) give_turn();  // warpgroup 1 has the first turn
     const int items = args.unit_indptr[block_index() + 1] - args.unit_indptr[block_index()];
     for (int i = 0; i < items; ++i) {
       tile::barrier_wait(q_full(i % kQueryTiles), i / kQueryTiles & 1);
@@ -305,7 +305,7 @@ class ExpandedE4m3 {
       item.segment = &r.segment;
       attend(r.item, item, i % kQueryTiles, ring);
     }
-    if (group == 1) await_turn();  // the turn that was given back last
+    if (group == 1) await_turn();  // takes the turn that was given away last
   }
 
   MLA_DEVICE void attend(const ExpandedItem& e, const Item& item, int query_tile,
@@ -318,7 +318,7 @@ class ExpandedE4m3 {
     if (tiles.count > 0) {
       attend_tiles(tiles, ring, state);
     } else {
-      // Without a tile nothing else has kept the warps together, and records are used again.
+      // An item without tiles has no other barrier for both groups, and its records will be reused.
       tile::named_wait(kBoth, 256);
       release(q_empty(query_tile));
     }
@@ -337,15 +337,15 @@ class ExpandedE4m3 {
       state.rows.scale[slot] = tile::load_float(query_scales(query_tile) + r * 4);
       state.limit[slot] = r < item.rows ? item.limit(r) : item.work.kv_end;
     }
-    // As if one key of the earlier results' log-sum-exp and value had been seen.
+    // Continues as if one key with the earlier results' log-sum-exp and value had been seen.
     results.carry_in(e, item, state.o, [&](int slot, float lse) {
       state.rows.origin[slot] = lse * kLog2e;
       state.rows.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
     });
   }
 
-  // Tiles in the manner of the drawing above; the first one's scores and the last one's outputs
-  // have nothing beside them.
+  // Runs the tiles as in the drawing above. The first tile's scores and the last tile's outputs
+  // overlap with nothing.
   MLA_DEVICE void attend_tiles(const Tiles& tiles, Stages& ring, State& state) const {
     Scores s;
     float sums[kHalf];
@@ -413,7 +413,7 @@ class ExpandedE4m3 {
     }
     tile::wgmma_commit();
   }
-  // Of 64 columns.
+  // For 64 columns.
   MLA_DEVICE static void start_values(uint32_t values, const uint32_t (&p)[kScores / 4],
                                       float (&sums)[kHalf]) {
     tile::pin(sums);
@@ -425,7 +425,7 @@ class ExpandedE4m3 {
     }
     tile::wgmma_commit();
   }
-  // Sums of a tile to those of columns 2 kBegin and on.
+  // Adds the sums of a tile to the outputs of columns 2 kBegin and on.
   template <int kBegin>
   MLA_DEVICE static void add(float (&sums)[kHalf], const CodeSoftmax::Factors& f, State& state) {
     tile::pin(sums);
@@ -437,10 +437,10 @@ class ExpandedE4m3 {
     for (int i = 0; i < kHalf; ++i) {
       state.o[kBegin + i] = fma_f(sums[i], f.value[i >> 1 & 1], state.o[kBegin + i]);
     }
-    tile::pin(sums);  // before they are wanted again
+    tile::pin(sums);  // before their registers are reused
   }
 
-  // Hides keys that rows do not see, and looks at the others.
+  // Hides keys that rows do not see, and takes the maxima of the others.
   MLA_DEVICE CodeSoftmax::Tops take_tops(Scores& s, int at, int first, int unmasked_end,
                                          const State& state) const {
     if (first + kTile > unmasked_end) Rows::hide(s[0], state.limit, first, lane);

@@ -1,4 +1,4 @@
-// Results of the expanded form's attention on sm_90a, between memory and the accumulators of a
+// Moves results of the expanded form's attention on sm_90a between memory and the accumulators of a
 // warpgroup.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPANDED_RESULTS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPANDED_RESULTS_H_
@@ -8,20 +8,20 @@
 
 namespace mla::kernels::hip {
 
-// Of 64 query rows of one head: a thread holds kOutputs of two rows (wgmma.h).
+// For 64 query rows of one head; a thread holds kOutputs of two rows (wgmma.h).
 template <int kValue>
 struct ExpandedResults {
   static constexpr int kOutputs = kValue / 2;
   using Rows = WarpgroupRows<kValue>;
 
   const ExpandedArgs& args;
-  int half;  // which 64 of the item's rows
+  int half;  // index of these 64 rows in the item
   int warp, lane;
 
   MLA_DEVICE int row(int slot) const { return half * 64 + Rows::row(warp, lane, slot); }
 
-  // Brings in normalised results of earlier keys, without the layer's scale; seen(slot, lse) for
-  // each of the thread's rows that has such.
+  // Loads normalised results of earlier keys, without the layer's scale. Calls seen(slot, lse) for
+  // each of the thread's rows that has any.
   template <class Seen>
   MLA_DEVICE void carry_in(const ExpandedItem& e, const Item& item, float (&o)[kOutputs],
                            const Seen& seen) const {
@@ -44,7 +44,7 @@ struct ExpandedResults {
     }
   }
 
-  // Outputs times scale.inverse, and log-sum-exps, of the thread's two rows.
+  // Stores outputs times scale.inverse, and log-sum-exps, of the thread's two rows.
   MLA_DEVICE void store(const Item& item, const RowScale (&scale)[2],
                         const float (&o)[kOutputs]) const {
     const AttendArgs results = results_of(args);
@@ -75,7 +75,7 @@ struct ExpandedResults {
   MLA_DEVICE static float scaled(float x, const RowScale& scale) {
     return scale.empty ? 0.0f : x * scale.inverse;
   }
-  // bf16, 16 bytes a lane: four lanes of a row exchange their words.
+  // For bf16, 16 bytes a lane: the four lanes of a row exchange their words.
   MLA_DEVICE void store_chunks(const float (&o)[kOutputs], int slot, const RowScale& scale,
                                const RowTarget& target, bool stored) const {
 #pragma unroll

@@ -9,9 +9,9 @@
 //        S = Q K^T (of tile t + 1)  |  softmax of t + 1  ...
 //        O += P V  (of tile t)      |
 //
-// The two warpgroups take turns: one has the matrix unit while the other is at its exponentials
-// (named barriers kTurn). P stays in registers, where the accumulators of S lie as operands of the
-// second product.
+// The two warpgroups take turns: one has the matrix unit while the other computes exponentials
+// (named barriers kTurn). P stays in registers, because the accumulators of S have the layout of
+// operands of the second product.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPANDED_WGMMA_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_PREFILL_EXPANDED_WGMMA_H_
 
@@ -25,7 +25,8 @@ template <ExpandedDims kDims>
 class ExpandedWgmma {
  public:
   static constexpr int kThreads = 384;
-  // KV rows. Accumulators of 64 x 256, and two stages of so wide rows, leave room for no more.
+  // KV rows a tile. Accumulators of 64 x 256, and two stages of such wide rows, leave no room for
+  // more.
   static constexpr int kTile = kDims.value > 128 ? 64 : 128;
   static constexpr int kStages = 2;
   static constexpr int kDim = kDims.nope + kExpandedRope;
@@ -36,7 +37,7 @@ class ExpandedWgmma {
   static constexpr int kBarriers = 2 + 4 * kStages;
   static constexpr int kBarrierBytes = 128;
   static_assert(kBarriers * 8 <= kBarrierBytes);
-  // An item and its segment, two deep: results are written while the next item's are brought in.
+  // An item and its segment, two deep: results are written while the next item is copied.
   struct Records {
     ExpandedItem item;
     SegmentRecord segment;
@@ -46,7 +47,7 @@ class ExpandedWgmma {
   static constexpr int kSharedBytes =
       kQBytes + kStages * (kKBytes + kVBytes) + kBarrierBytes + 2 * kRecordBytes;
   static_assert(kExpandedRows % kTile == 0 && kFewKeys % kTile == 0 && kStages == 2);
-  static_assert(kVBytes <= kKBytes);  // rests of values take the place of keys
+  static_assert(kVBytes <= kKBytes);  // rests of values overwrite keys
 
   MLA_DEVICE static void run(const ExpandedArgs& args) {
     const ExpandedWgmma self(args);
@@ -75,7 +76,7 @@ class ExpandedWgmma {
   static_assert(kRotatedPanels == 1);
   static constexpr float kSlack = 0.0f;
   // Named barriers.
-  static constexpr int kTurn = 1;  // of warpgroup 1; kTurn + 1 is warpgroup 2's
+  static constexpr int kTurn = 1;  // warpgroup 1's; kTurn + 1 is warpgroup 2's
   static constexpr int kBoth = 3;
 
   struct State {
@@ -160,8 +161,8 @@ class ExpandedWgmma {
     });
   }
 
-  // Records are read ahead and queries prefetched, so that little is waited for once the tile of
-  // the queries is free.
+  // Records are read ahead and queries are prefetched, so that the copy takes little time once the
+  // tile of the queries is free.
   MLA_DEVICE void bring_items() const {
     const int wave = tile::wave_index() - 1;
     uint32_t parity = 0;
@@ -200,8 +201,8 @@ class ExpandedWgmma {
     }
   }
   // Thread t of 96 copies chunk t % kChunks of every kRowsAtOnce-th row. Rows of one head are a
-  // stride apart; their addresses one by one, by QueryLoader::row, cost short items 8 % of their
-  // time.
+  // stride apart. Computing their addresses one by one with QueryLoader::row costs short items 8 %
+  // of their time.
   template <bool kAligned>
   MLA_DEVICE void copy_rows(const Item& item, const uint16_t* queries, int t) const {
     constexpr int kChunks = kDim / 8, kRowsAtOnce = 96 / kChunks;
@@ -237,7 +238,7 @@ class ExpandedWgmma {
   MLA_DEVICE void attend_items() const {
     Ring ring;
     uint32_t parity = 0;
-    if (group == 2) give_turn();  // the first turn is warpgroup 1's
+    if (group == 2) give_turn();  // warpgroup 1 has the first turn
     const int items = args.unit_indptr[block_index() + 1] - args.unit_indptr[block_index()];
     for (int i = 0; i < items; ++i) {
       tile::barrier_wait(q_full(), parity);
@@ -247,7 +248,7 @@ class ExpandedWgmma {
       attend(r.item, item, ring);
       parity ^= 1;
     }
-    if (group == 1) await_turn();  // the turn that was given back last
+    if (group == 1) await_turn();  // takes the turn that was given away last
   }
 
   MLA_DEVICE void attend(const ExpandedItem& e, const Item& item, Ring& ring) const {
@@ -266,15 +267,15 @@ class ExpandedWgmma {
     if (t < tiles) {
       attend_tiles(ring, state, first, tiles - t, unmasked_end, scale);
     } else {
-      // Without a tile nothing else has kept the warps together, and records are used again.
+      // An item without tiles has no other barrier for both groups, and its records will be reused.
       if (tiles == 0) tile::named_wait(kBoth, 256);
       release(q_empty());
     }
     finish(item, state);
   }
 
-  // Tiles in the manner of the drawing above; the first one's scores and the last one's outputs
-  // have nothing beside them.
+  // Runs the tiles as in the drawing above. The first tile's scores and the last tile's outputs
+  // overlap with nothing.
   MLA_DEVICE void attend_tiles(Ring& ring, State& state, int first, int tiles, int unmasked_end,
                                float scale) const {
     Scores s;
@@ -321,9 +322,9 @@ class ExpandedWgmma {
     ring.next();
   }
 
-  // A tile of the first keys where some row sees few: values and probabilities with what rounding
-  // took from them. The rests of the values take the place of the keys once both warpgroups have
-  // scored.
+  // A tile of the first keys, if some row sees few: values and probabilities are used together with
+  // their rounding remainders. The rests of the values overwrite the keys once both warpgroups have
+  // computed their scores.
   MLA_DEVICE void attend_few(const ExpandedItem& e, int first, Ring& ring, State& state,
                              int unmasked_end, float scale) const {
     Scores s;
@@ -376,7 +377,7 @@ class ExpandedWgmma {
       state.softmax.clear(slot);
       state.limit[slot] = r < item.rows ? item.limit(r) : item.work.kv_end;
     }
-    // As if one key of the earlier results' log-sum-exp and value had been seen.
+    // Continues as if one key with the earlier results' log-sum-exp and value had been seen.
     results.carry_in(e, item, state.o, [&](int slot, float lse) {
       state.softmax.origin[slot] = lse * kLog2e;
       state.softmax.sum[slot] = (lane & 3) == 0 ? 1.0f : 0.0f;
@@ -405,7 +406,7 @@ class ExpandedWgmma {
     tile::wgmma_commit();
   }
 
-  // Probabilities in place of the scores, and the factors of what was summed before.
+  // Replaces scores by probabilities, and computes the factors of the earlier sums.
   MLA_DEVICE void softmax(Scores& s, State& state, int first, int unmasked_end, float scale,
                           float (&factor)[2]) const {
     if (first + kTile > unmasked_end) Rows::hide(s[0], state.limit, first, lane);
@@ -419,7 +420,7 @@ class ExpandedWgmma {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) state.o[i] *= factor[(i >> 1) & 1];
   }
-  // Scores as operands: register 4 k + r of the k-th depth of 16.
+  // Packs scores as operands: register 4 k + r of the k-th depth of 16.
   MLA_DEVICE static void pack(const float (&s)[kScores], uint32_t (&p)[kScores / 2]) {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);

@@ -27,7 +27,7 @@ class Fp8Accumulator {
       for (int i = 0; i < kProduct; ++i) o[b][i] = 0.0f;
     }
     const int tiles = fp8_tiles<C>(RowSource<C::kAttention>(args, item));
-    // Lists may name rows that are not seen anywhere.
+    // With lists, any row may be unseen.
     const int unmasked_end = L::kLists ? 0 : item.limit(0);
     const bool ragged = L::kLists || unmasked_end < item.work.kv_end;
     for (int t = 0; t < tiles; ++t) {
@@ -41,11 +41,12 @@ class Fp8Accumulator {
   using lds_t = tile::lds_t;
   using Values = Fp8Values<C>;
   static constexpr int kProduct = Values::kProduct;
-  static constexpr int kOwn = C::kRows / 4;  // as the scorers'
+  static constexpr int kOwn = C::kRows / 4;  // as in the scorers
 
   MLA_DEVICE int row(int n) const { return 8 * (n >> 1) + 2 * (lane & 3) + (n & 1); }
 
-  // The next tile, whose probabilities group `from` publishes. `hide`: some keys may not be seen.
+  // Adds the next tile, whose probabilities group `from` publishes. `hide`: some keys may be
+  // unseen.
   MLA_DEVICE void add(int from, bool hide, float (&o)[Values::kBlocks][kProduct]) {
     tile::barrier_wait(shared.published(from), seen >> from & 1);
     seen ^= 1u << from;
@@ -61,7 +62,7 @@ class Fp8Accumulator {
         }
       }
     }
-    // The scorers have seen that the slot is filled before they published.
+    // No wait for the slot: the scorers had seen it filled before they published.
     if (L::kLists || hide) {
       Values::template add<true>(shared, ring.at, from, group, warp, lane, o);
     } else {

@@ -1,22 +1,23 @@
 // Absorbed attention over rows of e4m3 on sm_90a, with bf16 queries. Both products are transposed,
-// so that what is wide in memory, keys and values, is the operand that lies in registers: each
-// value is read from shared memory once as a key and once as a value, and widened on that way.
+// so that keys and values, the large operands, are the operands in registers. Each value is read
+// from shared memory once as a key and once as a value, and is widened after that read.
 //
 //   group 4         copies KV rows, tiles of 64 keys, kStages deep
 //   group t mod 2   S^T [64 keys x rows] = K Q^T of tile t, softmax, P^T to shared memory
 //   groups 2, 3     O^T [256 columns each, rows] += V^T P^T, for every tile
 //
-// The packed rows are columns here, so few of them cost little, and so few accumulators leave room
-// for four groups that compute: they wait for each other's results, not for their own.
+// The packed rows are columns here, so a few rows need few accumulators, which leaves registers for
+// four computing groups. A group then waits for other groups' results, not for its own.
 //
-// Codes become binary16, which holds every one. Queries are brought into its range by a power of
-// two a row. Where keys have scales, a power of two of a key's scales goes into its logit and its
-// probability, and the rest, at most 2, into its codes. NaN is told by keys alone: where a key may
-// be hidden, values that are no numbers become zero.
+// Codes become binary16, which is exact. A power of two a row brings queries into its range. If
+// keys have scales, a common power of two of a key's scales goes into its logit and its
+// probability; the remaining factor, at most 2, goes into its codes. Keys alone carry NaN: if a key
+// may be hidden, values that are NaN become zero.
 //
-// Probabilities are 2^(x - origin + kShift), one origin a row for all tiles. The origin follows the
-// row's maximum only when that has grown by more than kSlack, so accumulators are hardly ever
-// rescaled, and the warps of a group need not exchange their maxima, only whether one has grown.
+// Probabilities are 2^(x - origin + kShift), with one origin a row for all tiles. The origin
+// follows the row's maximum only when that has grown by more than kSlack. So accumulators are
+// rarely rescaled, and the warps of a group exchange only whether a maximum has grown, not the
+// maxima.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_ATTEND_FP8_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_ATTEND_FP8_H_
 

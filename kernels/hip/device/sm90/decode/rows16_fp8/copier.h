@@ -32,10 +32,10 @@ class Fp8Copier {
   }
 
  private:
-  static constexpr int kRows = 4;  // of a tile, that this lane copies chunks of
+  static constexpr int kRows = 4;  // rows of a tile that this lane copies chunks of
 
   MLA_DEVICE int row(int i) const { return i * 16 + (thread >> 3); }
-  // Where this lane's rows of the tile at `first` lie.
+  // Finds this lane's rows of the tile at `first`.
   MLA_DEVICE void find(const Source& source, int first) {
     source.find(rows, first, [this](int i) { return row(i); });
   }
@@ -60,7 +60,7 @@ class Fp8Copier {
         }
       }
     } else {
-      // Four chunks a row: half of a row's eight lanes take each second row.
+      // Four chunks a row: each half of a row's eight lanes takes every second row.
       const int half = place >> 2, narrow = place & 3;
 #pragma unroll
       for (int i = 0; i < kRows; i += 2) {

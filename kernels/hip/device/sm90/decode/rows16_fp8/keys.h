@@ -7,8 +7,8 @@
 
 namespace mla::kernels::hip {
 
-// Scales of a lane's two keys: a power of two each, and for each group of columns what is left of
-// theirs, as binary16: at most 2.
+// Scales of a lane's two keys: a power of two each, and for each group of columns the remaining
+// factor of its scale, as binary16, at most 2.
 template <class C>
 struct Fp8KeyScales {
   using L = Fp8Layout<C>;
@@ -47,7 +47,7 @@ struct Fp8KeyScales {
     return static_cast<float>(static_cast<int>(float_to_bits(of_key[half]) >> 23) - 127);
   }
 
-  // What is left, for the products with values, in the order of operands.
+  // Stores the remaining factors for the products with values, in the order of operands.
   MLA_DEVICE void publish(lds_t scales, int warp, int lane) const {
     const uint32_t next = tile::exchange_word<4>(handed);
     if ((lane & 4) != 0) return;
@@ -57,8 +57,8 @@ struct Fp8KeyScales {
   }
 
  private:
-  // Of one group of columns. A scale that stands for NaN becomes zero: it is told by the scores of
-  // its key.
+  // Factor of one group of columns. A scale that stands for NaN becomes zero here, because the
+  // scores of its key carry the NaN.
   MLA_DEVICE static uint32_t good(const uint32_t (&of_key)[L::kScaleGroups], int columns) {
     uint32_t mine = of_key[0] & 0xffffu;
 #pragma unroll
@@ -66,11 +66,11 @@ struct Fp8KeyScales {
     return (mine & 0x7fffu) > 0x7c00u ? 0 : mine;
   }
 
-  uint32_t handed = 0;  // for the group of columns that this lane hands on, of both keys
+  uint32_t handed = 0;  // factors of both keys, for the group of columns that this lane passes on
 };
 
-// A lane reads keys of two rows of the operand, 16 bytes of 64 at a time: as columns of the operand
-// in the order of Fp8Queries.
+// A lane reads keys of two rows of the operand, 16 bytes of every 64 at a time. Fp8Queries stores
+// its columns in the matching order.
 template <class C>
 class Fp8Keys {
  public:
@@ -78,12 +78,12 @@ class Fp8Keys {
   using lds_t = tile::lds_t;
   static constexpr int kProduct = C::kRows / 2;
 
-  // Key of the tile of this lane's row (half 0) and the row eight further (half 1).
+  // Key of the tile in this lane's row (half 0) and in the row eight further (half 1).
   MLA_DEVICE static int key(int warp, int lane, int half) {
     return warp * 16 + half * 8 + key_of_row(lane >> 2);
   }
 
-  // Logits as powers of two, of the tile that is in `slot`.
+  // Computes logits, as powers of two, of the tile in `slot`.
   MLA_DEVICE static void score(const L& shared, int slot, const SegmentRecord& segment, int warp,
                                int lane, const Fp8KeyScales<C>& scales, float (&s)[kProduct]) {
     const uint64_t queries = tile::along_rows(shared.queries());
@@ -94,7 +94,7 @@ class Fp8Keys {
       if constexpr (block + kAhead < kBlocks) {
         read<block + kAhead>(shared, slot, warp, lane, codes[(block + kAhead) % (kAhead + 1)]);
       }
-      if constexpr (block > 1) tile::wgmma_wait<1>();  // so that its operand may be written
+      if constexpr (block > 1) tile::wgmma_wait<1>();  // the operand is free after this
       widen<block>(codes[block % (kAhead + 1)], scales, operand[block % 2]);
       tile::pin(s);
       tile::wgmma_begin();
@@ -118,8 +118,8 @@ class Fp8Keys {
 
  private:
   static constexpr bool kScaled = L::kScaledRows;
-  static constexpr int kSteps = 4;  // of depth 16, of a block
-  // Of 64 columns, whose keys are e4m3.
+  static constexpr int kSteps = 4;  // steps of depth 16 of a block
+  // Blocks of 64 columns whose keys are e4m3.
   static constexpr int kBlocks = C::kLora / 64 + (kScaled ? 0 : 1);
   static constexpr int kAhead = 1;  // blocks that are read before their use
 
@@ -158,7 +158,7 @@ class Fp8Keys {
     }
   }
 
-  // By the scales of the queries.
+  // Multiplies by the scales of the queries.
   MLA_DEVICE static void multiply(const L& shared, int lane, float scale, float (&s)[kProduct]) {
 #pragma unroll
     for (int j = 0; j < C::kRows / 8; ++j) {
@@ -169,7 +169,7 @@ class Fp8Keys {
     }
   }
 
-  // The rotated part in bf16, once the latent one has been summed.
+  // Adds the products of the rotated part in bf16, after the sum of the latent part.
   MLA_DEVICE static void add_rotated(const L& shared, int slot, int warp, int lane,
                                      const Fp8KeyScales<C>& scales, float scale,
                                      float (&s)[kProduct]) {

@@ -9,17 +9,17 @@
 
 namespace mla::kernels::hip {
 
-// Where chunk c of a row of 64 bytes lies, at position c ^ narrow_swizzle(row).
+// Chunk c of a row of 64 bytes lies at position c ^ narrow_swizzle(row).
 constexpr int narrow_swizzle(int row) { return row >> 1 & 3; }
 
-// A value is an address, so every thread has its own.
+// An object holds only an address, so every thread has its own.
 //
-//   queries        blocks of 64 columns [kRows x 64], binary16 in the order that query_place gives;
-//                  rotated ones of fp8_row: bf16, as they are
+//   queries        blocks of 64 columns [kRows x 64], binary16 in the order of query_place; for
+//                  fp8_row the rotated columns are bf16
 //   a slot         64 keys: blocks of 128 columns [64 x 128 e4m3]; rotated part [64 x 64 e4m3], or
 //                  [64 x 64 bf16] and [64 x 4] scales
-//   probabilities  of a group's tile: [kRows x 64 keys] binary16, keys of eight in the order of
-//                  key_of_row
+//   probabilities  of a group's tile: [kRows x 64 keys] binary16, each eight keys in the order
+//                  of key_of_row
 template <class C>
 struct Fp8Layout {
   using lds_t = tile::lds_t;
@@ -37,7 +37,8 @@ struct Fp8Layout {
   // Scales of a tile's keys as binary16, by groups of columns.
   static constexpr int kScaleGroups = C::kLora / 128;
   static constexpr int kScaleBytes = kScaledRows ? kScaleGroups * kKeys * 2 : 0;
-  // By packed row: scale of the queries, origin, factors of two tiles, maxima and sums of 8 warps.
+  // By packed row: scale of the queries, origin, factors of two tiles, and maxima and sums of 8
+  // warps.
   static constexpr int kStatBytes = kRows * 4;
   static constexpr int kStats = 1 + 1 + 2 + 8 + 8;
   static constexpr int kBarriers = 2 * kSlots + 6;
@@ -70,16 +71,16 @@ struct Fp8Layout {
   MLA_DEVICE lds_t factor(int group) const { return stats(2 + group); }
   MLA_DEVICE lds_t maxima(int warp) const { return stats(4 + warp); }
   MLA_DEVICE lds_t sums(int warp) const { return stats(12 + warp); }
-  // Whether a group's tile has moved origins.
+  // A word a group: nonzero if its tile has moved origins.
   MLA_DEVICE lds_t moved(int group) const { return stats(kStats) + group * 4; }
   MLA_DEVICE lds_t barrier(int i) const { return stats(kStats) + 16 + i * 8; }
-  // A slot's keys are there; are no longer needed.
+  // filled: a slot's keys have arrived. emptied: they are no longer needed.
   MLA_DEVICE lds_t filled(int s) const { return barrier(s); }
   MLA_DEVICE lds_t emptied(int s) const { return barrier(kSlots + s); }
-  // The probabilities of a group's tile are there; are no longer needed.
+  // published: the probabilities of a group's tile are stored. adopted: they are no longer needed.
   MLA_DEVICE lds_t published(int group) const { return barrier(2 * kSlots + group); }
   MLA_DEVICE lds_t adopted(int group) const { return barrier(2 * kSlots + 2 + group); }
-  // The sums of an item are there; statistics of rows are no longer needed.
+  // summed: the sums of an item are stored. taken: statistics of its rows are no longer needed.
   MLA_DEVICE lds_t summed() const { return barrier(2 * kSlots + 4); }
   MLA_DEVICE lds_t taken() const { return barrier(2 * kSlots + 5); }
 
@@ -119,8 +120,8 @@ struct Ring {
   }
 };
 
-// Row `row` of eight of an operand is this key of eight: rows that lanes read at a time then differ
-// in the bit that puts them in other banks.
+// Row `row` of eight of an operand is this key of eight. Rows that lanes read at the same time then
+// differ in the bit that selects the bank.
 constexpr int key_of_row(int row) { return (row >> 1) + 4 * (row & 1); }
 
 }  // namespace mla::kernels::hip

@@ -1,4 +1,4 @@
-// Queries of an item of attend_fp8.h on their way to shared memory.
+// Converts the queries of an item of attend_fp8.h into shared memory.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_QUERIES_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_QUERIES_H_
 
@@ -7,15 +7,15 @@
 
 namespace mla::kernels::hip {
 
-// Latent queries become binary16, each row times a power of two that brings its largest magnitude
-// to [2^14, 2^15): what binary16 cannot hold of the others is below 2^-38 of that.
+// Latent queries become binary16. Each row is multiplied by a power of two that brings its largest
+// magnitude to [2^14, 2^15); what binary16 drops of the other values is below 2^-38 of that.
 template <class C>
 class Fp8Queries {
  public:
   using L = Fp8Layout<C>;
   using lds_t = tile::lds_t;
 
-  // By one of the L::kScoreWarps warps that share the rows.
+  // Run by one of the L::kScoreWarps warps that share the rows.
   MLA_DEVICE static void write(const L& shared, const Item& item, int warp, int lane) {
     const QueryLoader queries(item);
 #pragma unroll 1
@@ -43,8 +43,8 @@ class Fp8Queries {
  private:
   static constexpr int kAtOnce = 2;
   static constexpr int kRowChunks = (C::kLora + C::kRope) / 8;
-  static constexpr int kChunks = (kRowChunks + 31) / 32;  // of a lane
-  // Those that become binary16.
+  static constexpr int kChunks = (kRowChunks + 31) / 32;  // chunks a lane
+  // Chunks that become binary16.
   static constexpr int kScaledChunks = L::kScaledRows ? C::kLora / 8 / 32 : kChunks;
   static_assert(C::kRows % (kAtOnce * L::kScoreWarps) == 0 && C::kLora % 256 == 0);
 
@@ -66,7 +66,8 @@ class Fp8Queries {
     largest = greater(largest, tile::exchange_word<4>(largest));
     largest = greater(largest, tile::exchange_word<8>(largest));
     largest = greater(largest, tile::exchange_word<16>(largest));
-    // 2^(14 - exponent), with the exponent kept where both it and its inverse are normal numbers.
+    // 2^(14 - exponent), with the exponent bounded so that both the scale and its inverse are
+    // normal.
     const uint32_t found = largest >> 23;
     const uint32_t exponent = found < 20 ? 20 : found > 250 ? 250 : found;
     const float scale = bits_to_float((127 + 127 + 14 - exponent) << 23);
@@ -86,8 +87,9 @@ class Fp8Queries {
   }
   MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-  // Eight columns. A lane's 16 bytes of a key are four steps of a product of depth 16, so of 64
-  // columns, column 16 t + 4 s + r belongs to step s, where it is column 2 t + r % 2 + 8 (r / 2).
+  // Stores eight columns. A lane's 16 bytes of a key serve four steps of a product of depth 16. In
+  // each 64 columns, column 16 t + 4 s + r belongs to step s, where it is column 2 t + r % 2 + 8 (r
+  // / 2).
   MLA_DEVICE static void write_chunk(const L& shared, int row, int chunk, const Chunk& values,
                                      float scale) {
     const int block = chunk >> 3, t = chunk >> 1 & 3, step = (chunk & 1) * 2;

@@ -1,4 +1,4 @@
-// The groups of attend_fp8.h that make probabilities.
+// The groups of attend_fp8.h that compute probabilities.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_SCORER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_SCORER_H_
 
@@ -8,7 +8,7 @@
 
 namespace mla::kernels::hip {
 
-// How scores lie in a warp: packed rows are columns of the product, in pairs, and a lane has two
+// How scores lie in a warp. Packed rows are columns of the product, in pairs, and a lane has two
 // keys of each.
 template <class C>
 struct Fp8ScoreColumns {
@@ -22,7 +22,7 @@ struct Fp8ScoreColumns {
   using Softmax = OnlineSoftmax<Fp8ScoreColumns, 1>;
 
   MLA_DEVICE static constexpr int score_slot(int i) { return (i >> 2) * 2 + (i & 1); }
-  // Which of the lane's keys.
+  // Which of the lane's two keys element i belongs to.
   MLA_DEVICE static constexpr int score_key(int i) { return i >> 1 & 1; }
   MLA_DEVICE static float row_max(float x) {
     return of_row(x, [](float a, float b) { return max_f(a, b); });
@@ -32,7 +32,7 @@ struct Fp8ScoreColumns {
   }
 
  private:
-  // Over the lanes that hold keys of a packed row.
+  // Joins a value over the lanes that hold keys of a packed row.
   template <class Join>
   MLA_DEVICE static float of_row(float x, const Join& join) {
     x = join(x, tile::exchange<4>(x));
@@ -41,8 +41,8 @@ struct Fp8ScoreColumns {
   }
 };
 
-// One of two groups: of an item's tiles it takes every second one. Origins go to and fro between
-// the groups with the probabilities.
+// One of two groups, which takes every second tile of an item. The groups pass origins to each
+// other together with the probabilities.
 template <class C>
 class Fp8Scorer {
  public:
@@ -55,7 +55,7 @@ class Fp8Scorer {
         warp(tile::wave_index() & 3),
         lane(tile::lane_index()) {}
 
-  // What a tile wants to know of the item is read again where it is wanted, rather than held in
+  // Fields of the item are loaded again where a tile needs them, because keeping them would take
   // registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
     const Source source(args, item);
@@ -97,7 +97,7 @@ class Fp8Scorer {
   static constexpr int kProduct = Columns::kScoreElems;  // accumulators of 64 x kRows, of a thread
   static constexpr int kOwn = Columns::kSlots;           // packed rows of a thread, in pairs
   static constexpr float kSlack = 8.0f;                  // probabilities stay below 2^(8 + kShift)
-  // Named barriers: of both groups, of one (and the next).
+  // Named barriers: of both groups; of group 0 (and kGroup + 1 of group 1).
   static constexpr int kBoth = 1, kGroup = 2;
 
   // Packed row of element n (0 to kOwn - 1); accumulator 4 (n / 2) + n % 2 is its first.
@@ -114,7 +114,7 @@ class Fp8Scorer {
     tile::named_sync<kBoth, 2 * L::kGroupThreads>();
   }
 
-  // Scores of the group's next tile, and its keys' scales.
+  // Computes scores of the group's next tile, and loads its keys' scales.
   MLA_DEVICE Scales score(const SegmentRecord& segment, float (&s)[kProduct]) const {
     tile::barrier_wait(shared.filled(ring.at), ring.parity);
     const Scales scales(shared, ring.at, Keys::key(warp, lane, 0), Keys::key(warp, lane, 1), lane);
@@ -123,7 +123,7 @@ class Fp8Scorer {
     return scales;
   }
 
-  // Of lists: the entries of this thread's keys.
+  // With lists: the entries of this thread's keys.
   struct Entries {
     int of[2];
     MLA_DEVICE Entries(const Source& source, int first, int warp, int lane) {
@@ -133,7 +133,7 @@ class Fp8Scorer {
       }
     }
   };
-  // Scores of places that the query row does not see.
+  // Hides scores of places that the query row does not see.
   MLA_DEVICE void hide(const Source& source, const Entries& entries, int first,
                        float (&s)[kProduct]) const {
 #pragma unroll
@@ -147,7 +147,7 @@ class Fp8Scorer {
       }
     }
   }
-  // Scores that a packed row does not see.
+  // Hides scores that a packed row does not see.
   MLA_DEVICE void hide(const Item& item, int first, float (&s)[kProduct]) const {
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {
@@ -174,8 +174,8 @@ class Fp8Scorer {
     }
   }
 
-  // Probabilities of the own tile and all that the others want to know of it. Where keys have
-  // scales, those are part of the probabilities here, but not of the sums.
+  // Stores probabilities of the own tile and the data that the other groups need with them. Scales
+  // of keys are included in the probabilities here, but not in the sums.
   MLA_DEVICE void publish(const Scales& scales, Scores& scores, Softmax& softmax) {
     float(&s)[kProduct] = scores[0].c;
     if constexpr (L::kScaledRows) {
@@ -190,7 +190,7 @@ class Fp8Scorer {
       for (int e = 0; e < 2; ++e) softmax.origin[2 * j + e] = pair[e];
     }
     const bool grown = softmax.exceeded(scores, 1.0f, kSlack);
-    // What this group has published last is no longer needed.
+    // The group's previous probabilities are no longer needed.
     if (own_seen > 0) tile::barrier_wait(shared.adopted(group), (own_seen - 1) & 1);
     ++own_seen;
     const bool moved = group_any(grown);
@@ -249,7 +249,7 @@ class Fp8Scorer {
     }
     softmax.targets(top, 1.0f, kSlack, next);
     softmax.move_to(next, from, factor);
-    // All warps of the group have read the origins: they met since.
+    // All warps of the group have read the origins, because they have met since.
     if (writes && warp == 0) {
 #pragma unroll
       for (int n = 0; n < kOwn; ++n) {
@@ -259,7 +259,7 @@ class Fp8Scorer {
     }
   }
 
-  // Hands the sums of the own keys, by warps, to those who write results.
+  // Passes the sums of the own keys, by warp, to the groups that write results.
   MLA_DEVICE void add_sums(const Softmax& softmax) const {
 #pragma unroll
     for (int n = 0; n < kOwn; ++n) {

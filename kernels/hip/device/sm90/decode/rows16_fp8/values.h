@@ -6,15 +6,15 @@
 
 namespace mla::kernels::hip {
 
-// Values are read transposed in pairs of bytes: of 8 keys and 16 columns, lane l gets keys
-// 2 (l % 4) and the next at columns 2 (l / 4) and the next. As an operand, even columns are rows
-// l / 4 and odd ones eight further, so a thread's accumulators of both are neighbours.
+// Values are read transposed, in pairs of bytes. From 8 keys and 16 columns, lane l gets keys 2 (l
+// % 4) and the next, at columns 2 (l / 4) and the next. In the operand, even columns are rows l / 4
+// and odd columns are the rows eight further, so a thread's accumulators of both are neighbours.
 template <class C>
 class Fp8Values {
  public:
   using L = Fp8Layout<C>;
   using lds_t = tile::lds_t;
-  static constexpr int kBlocks = C::kLora / 2 / 64;  // of 64 columns, of a group
+  static constexpr int kBlocks = C::kLora / 2 / 64;  // blocks of 64 columns of a group
   static constexpr int kProduct = C::kRows / 2;
 
   // First of the 16 columns that a warp multiplies in a block.
@@ -22,8 +22,8 @@ class Fp8Values {
     return group * (C::kLora / 2) + block * 64 + warp * 16;
   }
 
-  // Adds the tile in `slot` with the probabilities of `from_group`. kHide: values that are no
-  // numbers may be of keys whose probability is zero.
+  // Adds the tile in `slot` with the probabilities of `from_group`. kHide: values may be NaN at
+  // keys whose probability is zero.
   template <bool kHide>
   MLA_DEVICE static void add(const L& shared, int slot, int from_group, int group, int warp,
                              int lane, float (&o)[kBlocks][kProduct]) {
@@ -48,7 +48,7 @@ class Fp8Values {
         tile::multiply_held_f16(o[block], operand[block % 2][step], probabilities + step * 2, 1);
       }
       tile::wgmma_commit();
-      if constexpr (block > 0) {  // so that the other operand may be written
+      if constexpr (block > 0) {  // the other operand is free after this
         tile::wgmma_wait<1>();
         tile::pin(o[block - 1]);
       }
@@ -60,10 +60,11 @@ class Fp8Values {
  private:
   static constexpr bool kScaled = L::kScaledRows;
   static constexpr int kSteps = L::kKeys / 16;
-  // Whether a block is read before the one before it is multiplied: scales take those registers.
+  // True if a block is read before the previous one is multiplied. Scales take the registers that
+  // this needs.
   static constexpr bool kReadsAhead = !kScaled;
 
-  // Of keys 2 (lane % 4) and the next of each eight, in their order.
+  // Loads the scales of keys 2 (lane % 4) and the next of every eight, in their order.
   template <int kCount>
   MLA_DEVICE static void load_scales(const L& shared, int from_group, int columns, int lane,
                                      uint32_t (&scales)[kCount]) {
@@ -72,7 +73,7 @@ class Fp8Values {
     for (int i = 0; i < kCount; ++i) scales[i] = tile::load_word_shared(at + i * 16);
   }
 
-  // Codes of 16 columns, a word of each eight keys.
+  // Reads codes of 16 columns, a word for each eight keys.
   MLA_DEVICE static void read(lds_t tile_base, int chunk, int lane, uint32_t (&codes)[2 * kSteps]) {
     const int key = (lane & ~7) + key_of_row(lane & 7);
 #pragma unroll

@@ -1,21 +1,21 @@
-// Absorbed attention for tiles of 17 to 64 packed rows on sm_90a, with warpgroup products: where
-// the matrix unit is the limit, or near it.
+// Absorbed attention for tiles of 17 to 64 packed rows on sm_90a, with warpgroup products. The
+// matrix unit is the limit there, or nearly so.
 //
 // A block has two groups of four warps that compute and one that copies. The KV tiles of an item,
 // 64 rows each, alternate between two slots of shared memory. Group g computes the scores and
 // probabilities of the tiles in slot g, and accumulates output columns [256 g, 256 g + 256) of all
-// tiles, so each tile's probabilities also go to the other group:
+// tiles, so each tile's probabilities are also passed to the other group:
 //
 //     group 0:  S0 = Q K0^T, softmax | O left  += P0 V0 |                        | O left  += P1 V1
 //     group 1:                       | O right += P0 V0 | S1 = Q K1^T, softmax   | O right += P1 V1
 //
-// A group releases its half of a tile's columns as soon as its product is done; the copying group
-// refills it with the next tile in this slot, of the next item where this one has ended. Group g's
-// P lies where its tile had the rope columns, which only the scores need.
+// A group releases its half of a tile's columns as soon as its product is done. The copying group
+// then refills that half from the slot's next tile, which may belong to the next item. Group g
+// stores its P over its tile's rope columns, which only the scores need.
 //
-// Probabilities are 2^(x - origin), one origin a row, which the groups hand to and fro with the
-// probabilities. The origin follows the row's maximum only when that has grown by more than
-// kSlack, so that the accumulators are hardly ever rescaled; any origin gives the same quotient.
+// Probabilities are 2^(x - origin), with one origin a row, which the groups exchange together with
+// the probabilities. Any origin gives the same quotient. It follows the row's maximum only when
+// that has grown by more than kSlack, so accumulators are rarely rescaled.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_ATTEND_WGMMA_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_ATTEND_WGMMA_H_
 
@@ -26,8 +26,8 @@
 
 namespace mla::kernels::hip {
 
-// Args: AttendArgs, or SplitArgs or StreamArgs to merge the parts as well. Producer: the group that
-// brings queries and KV rows.
+// Args is AttendArgs, or SplitArgs or StreamArgs if the kernel merges the parts as well. Producer
+// is the group that copies queries and KV rows.
 template <class C, class Args = AttendArgs, class Producer = WgmmaProducer<C, Args>>
 class AttendWgmma {
  public:

@@ -9,7 +9,7 @@
 
 namespace mla::kernels::hip {
 
-// Group kGroup of the two that compute. Args: AttendArgs, SplitArgs or StreamArgs.
+// Group kGroup of the two groups that compute. Args is AttendArgs, SplitArgs or StreamArgs.
 template <class C, int kGroup, class Args = AttendArgs>
 class WgmmaConsumer {
  public:
@@ -18,7 +18,7 @@ class WgmmaConsumer {
   MLA_DEVICE WgmmaConsumer(const Args& a, const L& layout)
       : args(a), shared(layout), lane(tile::lane_index()), warp(tile::wave_index() & 3) {}
 
-  // The item is read again for its results, rather than held in registers meanwhile.
+  // The item is loaded again for its results, because keeping it would take registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
     State state;
     const Source source(args, item);
@@ -35,7 +35,7 @@ class WgmmaConsumer {
     const Item results = load_item<L::kRows>(args, index, share);
     if constexpr (Args::kSplit) {
       write_partial(results, state);
-      // Behind the first barrier of the merge both groups are done with the slots.
+      // After the first barrier of the merge, both groups have finished with the slots.
       merge_parts<L::kRows, true>(args, {index, share}, shared.slot(0),
                                   [] { tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>(); });
     } else if (results.work.partial_row >= 0) {
@@ -60,10 +60,10 @@ class WgmmaConsumer {
   using Scores = typename Rows::Scores[1];
   static constexpr int kScores = Rows::kScoreElems;
   static constexpr int kColumns = C::kLora / 2;  // output columns of the group
-  static constexpr int kOutputs = kColumns / 2;  // of a thread
+  static constexpr int kOutputs = kColumns / 2;  // accumulators a thread
   static constexpr float kSlack = 8.0f;          // probabilities stay below 2^8
   static constexpr int kGroupBarrier = 1;        // named barriers: this one and the next
-  static constexpr int kGroupsBarrier = 3;       // of both groups
+  static constexpr int kGroupsBarrier = 3;       // for both groups
 
   // Counts this block's share of the item's outputs as written.
   MLA_DEVICE void finish(int segment) const {
@@ -75,7 +75,7 @@ class WgmmaConsumer {
 
   struct State {
     float o[kOutputs];
-    typename Rows::Softmax softmax;  // of this group's tiles, but origins are of both's
+    typename Rows::Softmax softmax;  // of this group's tiles; origins cover both groups' tiles
     float rounded_sum[2];
     int limit[2];
   };
@@ -85,7 +85,7 @@ class WgmmaConsumer {
     float scale;
   };
 
-  // What all values of the layer are times.
+  // Common scale of all values of the layer.
   MLA_DEVICE static float layer_scale(const Item& item) {
     return C::kFormat == KvFormat::kFp8Tensor ? item.segment->kv_scale : 1.0f;
   }
@@ -105,8 +105,9 @@ class WgmmaConsumer {
     }
   }
 
-  // Every second tile is the group's own; of each other one it takes the probabilities. Group 1
-  // does so after its own scores, which fill the time until they are there.
+  // Every second tile is the group's own. For the other tiles it takes the other group's
+  // probabilities. Group 1 does so after computing its own scores, so that it does not idle until
+  // they are published.
   MLA_DEVICE void attend_tiles(int kv_begin, const Masks& masks, int tiles, State& state) {
     const uint32_t query_phase = items++ & 1;
     if (kGroup >= tiles) release(shared.queries_emptied());
@@ -133,10 +134,10 @@ class WgmmaConsumer {
       if (kGroup == 1) finish_other(state);
       move_outputs(shift, state);
       add_own(p, state);
-      add_rounded(p, state);  // while the matrix unit works
+      add_rounded(p, state);  // overlaps with the matrix unit
       tile::wgmma_wait<0>();
       tile::pin(state.o);
-      // Each thread has read values by itself, where it hid some.
+      // Each thread that hid values has read some itself, so all threads arrive.
       tile::barrier_arrive(shared.emptied(kGroup, kGroup));
     }
   }
@@ -154,7 +155,7 @@ class WgmmaConsumer {
     release(shared.emptied(kOther, kGroup));
   }
 
-  // This warp is done with what the barrier guards.
+  // This warp has finished with the memory that the barrier guards.
   MLA_DEVICE void release(lds_t barrier) const {
     if (lane == 0) tile::barrier_arrive(barrier);
   }
@@ -162,8 +163,8 @@ class WgmmaConsumer {
     tile::named_sync<kGroupBarrier + kGroup, L::kGroupThreads>();
   }
 
-  // Starts the products of the group's next tile, part by part as its columns arrive, and those of
-  // the queries if it is the first of an item.
+  // Starts the products of the group's next tile, part by part as its columns arrive. For the first
+  // tile of an item it also waits for the queries.
   MLA_DEVICE void start_scores(float (&s)[kScores], bool first, uint32_t query_phase) {
     const uint32_t phase = tiles_seen++ & 1;
     const uint64_t q = tile::along_rows(shared.queries());
@@ -171,7 +172,7 @@ class WgmmaConsumer {
 #pragma unroll
     for (int part = 0; part < L::kParts; ++part) {
       if (first) {
-        // Queries come in the order of slot 0.
+        // Queries arrive in the order of slot 0.
         const int query_part = kGroup == 0 || part == L::kParts - 1 ? part : L::kParts - 1;
         tile::barrier_wait(shared.queries_filled(query_part), query_phase);
       }
@@ -189,12 +190,12 @@ class WgmmaConsumer {
     tile::wgmma_commit();
   }
 
-  // How a change of origins moves what has been summed so far.
+  // How a change of origins rescales the sums so far.
   struct Shift {
     bool moved;  // in any row of the warp
     float factor[2];
   };
-  // The sums follow new origins here, the outputs in move_outputs.
+  // Rescales the sums; move_outputs rescales the outputs.
   MLA_DEVICE static Shift set_origins(const float (&origin)[2], State& state) {
     auto& softmax = state.softmax;
     Shift shift;
@@ -218,11 +219,11 @@ class WgmmaConsumer {
     for (int i = 0; i < kOutputs; ++i) state.o[i] *= shift.factor[(i >> 1) & 1];
   }
 
-  // From scores to probabilities, and those rounded in the order of a wgmma operand in registers.
+  // Turns scores into probabilities, and rounds these in the order of a wgmma operand in registers.
   MLA_DEVICE Shift make_probabilities(Scores& s, uint32_t (&p)[kScores / 2], const Masks& masks,
                                       int first, bool unseen, State& state) const {
     float scale = masks.scale;
-    if (!(scale > 0.0f)) {  // or the maximum would not be that of the logits
+    if (!(scale > 0.0f)) {  // otherwise their maximum would not belong to the largest logit
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s[0].c[i] *= scale;
       scale = 1.0f;
@@ -239,7 +240,7 @@ class WgmmaConsumer {
     for (int i = 0; i < kScores; i += 2) p[i >> 1] = pack_bf16(s[0].c[i], s[0].c[i + 1]);
     return shift;
   }
-  // Of lists: whether the query row does not see some rows of the own tile.
+  // With lists: returns true if the query row does not see some rows of the own tile.
   MLA_DEVICE bool some_unseen() const {
     if constexpr (!L::kLists) return false;
     const Chunk a = tile::load_chunk_shared(shared.seen(kGroup, 0));
@@ -261,12 +262,12 @@ class WgmmaConsumer {
     }
   }
 
-  // Hands the own tile's probabilities and origins to the other group, and the tile's values.
-  // `hide`: those of rows from `first_hidden` on are made harmless, since some packed rows do not
-  // see them.
+  // Passes the own tile's probabilities, origins and values to the other group. If `hide`, values
+  // of rows from `first_hidden` on that are not finite are zeroed first, because some packed rows
+  // do not see them.
   MLA_DEVICE void publish(const uint32_t (&p)[kScores / 2], bool hide, int first_hidden,
                           const State& state) const {
-    // All warps' scores have been made from the rope columns.
+    // P overwrites the rope columns, so all warps' scores must be complete.
     tile::barrier_wait(shared.scored(kGroup), (tiles_seen - 1) & 1);
     const int matrix_row = warp * 16 + (lane & 15);
 #pragma unroll
@@ -315,7 +316,7 @@ class WgmmaConsumer {
     tile::wgmma_commit();
   }
 
-  // Sums over the lanes of a row and both groups, whose origins agree by now.
+  // Adds up the sums over the lanes of a row and both groups, whose origins are equal by now.
   MLA_DEVICE void add_sums(State& state) const {
     const uint32_t set = (items - 1) & 1;
 #pragma unroll
@@ -336,8 +337,8 @@ class WgmmaConsumer {
     }
   }
 
-  // Partial rows, in the order of exchanged_partials, by little code: in a small launch it comes
-  // from memory, not from a cache.
+  // Stores partial rows in the order of exchanged_partials. It is short code on purpose: in a small
+  // launch code comes from memory, not from a cache.
   MLA_DEVICE void write_partial(const Item& item, State& state) const {
 #pragma unroll
     for (int slot = 0; slot < 2; ++slot) {
@@ -345,7 +346,7 @@ class WgmmaConsumer {
       const int64_t target = static_cast<int64_t>(item.work.partial_row) + item.first + p;
       const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
       const float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
-      if (tile::any(scale.empty)) {  // zero times a value that is not finite is not zero
+      if (tile::any(scale.empty)) {  // zero times a non-finite value is not zero
 #pragma unroll
         for (int i = 2 * slot; i < kOutputs; i += 4) {
           state.o[i] = scale.empty ? 0.0f : state.o[i];
@@ -366,7 +367,7 @@ class WgmmaConsumer {
   }
 
   MLA_DEVICE void write(const Item& item, State& state) const {
-    // Of streams there is no register left for rows of fp32 in wide stores.
+    // Streamed kernels have no registers left for wide stores of fp32 rows.
     const bool wide = (!Args::kStreams || args.o_is_f32 == 0) &&
                       aligned_results(args, item, args.o_is_f32 ? 4 : 8);
     const bool aligned = aligned_results(args, item, 2);
@@ -376,8 +377,8 @@ class WgmmaConsumer {
       const bool mine = p < item.rows;
       const RowTarget target(args, item, mine ? p : 0, C::kLora);
       const RowScale scale(state.softmax.origin[slot], state.softmax.sum[slot]);
-      // The outputs were summed with rounded probabilities, so they are divided by the sum of
-      // those.
+      // The outputs are sums over rounded probabilities, so they are divided by the sum of the
+      // rounded ones.
       float inverse = scale.empty ? 0.0f : layer_scale(item) / state.rounded_sum[slot];
       if constexpr (C::kAttention == AttentionKind::kWindow) {
         inverse *= sink_factor(args.windows[item.work.segment], item.head(mine ? p : 0), scale.lse);
@@ -407,8 +408,8 @@ class WgmmaConsumer {
       store_run(target.base, index + 2 * (i - 2 * slot) + 2 * (lane & 3), run, target.f32, aligned);
     }
   }
-  // Lanes of a row exchange pairs, so that each stores 16 bytes at once. fp32: neighbours swap the
-  // pairs of two column blocks of 8.
+  // Lanes of a row exchange pairs, so that each lane stores 16 bytes at once. For fp32, neighbours
+  // swap the pairs of two column blocks of 8.
   MLA_DEVICE void write_f32(const RowTarget& target, int64_t index, int slot, bool mine,
                             const State& state) const {
     const bool odd = (lane & 1) != 0;
@@ -428,7 +429,7 @@ class WgmmaConsumer {
       }
     }
   }
-  // bf16: the four lanes transpose 4 x 4 words, after which each holds one column block of 8.
+  // For bf16, the four lanes transpose 4 x 4 words; each then holds one column block of 8.
   MLA_DEVICE void write_bf16(const RowTarget& target, int64_t index, int slot, bool mine,
                              const State& state) const {
     const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
@@ -463,8 +464,8 @@ class WgmmaConsumer {
   const Args& args;
   const L shared;
   const int lane, warp;
-  uint32_t tiles_seen = 0, others_seen = 0;  // of the own slot, of the other
-  uint32_t items = 0;                        // with queries
+  uint32_t tiles_seen = 0, others_seen = 0;  // tiles of the own slot, of the other
+  uint32_t items = 0;                        // items with queries
 };
 
 }  // namespace mla::kernels::hip

@@ -1,4 +1,4 @@
-// Where the groups of attend_wgmma.h meet: shared memory of a block and the barriers in it.
+// Shared memory of a block of attend_wgmma.h, and the barriers in it.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_WGMMA_LAYOUT_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_BF16_WGMMA_LAYOUT_H_
 
@@ -9,7 +9,7 @@
 
 namespace mla::kernels::hip {
 
-// Bytes, addresses and barriers. A value is an address, so every thread has its own.
+// Sizes, addresses and barriers. An object holds only an address, so every thread has its own.
 template <class C>
 struct WgmmaLayout {
   using lds_t = tile::lds_t;
@@ -17,14 +17,15 @@ struct WgmmaLayout {
   static constexpr int kDim = C::kLora + C::kRope;
   static constexpr int kBlocks = C::kLora / 64 + 1;  // column blocks of a tile
   static constexpr bool kRotated = C::kRope > 0;     // the last block is part of the keys
-  static constexpr int kBlockBytes = kRows * 128;    // of 64 rows
+  static constexpr int kBlockBytes = kRows * 128;    // bytes of a block of 64 rows
   static constexpr int kTileBytes = kBlocks * kBlockBytes;
-  static constexpr int kHalfBlocks = C::kLora / 128;  // of a group's output columns
+  static constexpr int kHalfBlocks = C::kLora / 128;  // blocks of a group's output columns
   static constexpr int kGroupThreads = 128;
   static constexpr int kGroupWarps = 4;
-  static constexpr int kParts = 4;  // of a tile, each with its own barrier: the scores start early
+  static constexpr int kParts = 4;  // parts of a tile, with a barrier each, so that scores start
+                                    // early
   static_assert(C::kTileKv == kRows && C::kLora == 512 && (C::kRope == 64 || C::kRope == 0));
-  // Rows of 8 bits are widened on their way into a slot, through a staging area.
+  // Rows of 8 bits pass through a staging area and are widened when they are written to a slot.
   static constexpr bool kWidens = C::kFormat != KvFormat::kBf16;
   // Items have one query row, which may not see all of its places.
   static constexpr bool kLists = C::kAttention != AttentionKind::kDense;
@@ -33,19 +34,19 @@ struct WgmmaLayout {
   static constexpr int kSumBytes = 2 * 2 * kRows * 8;
   static constexpr int kBarriers = 3 * kParts + 2 * 2 + 2 + 2 + 2;
   static constexpr int kBarrierBytes = (kBarriers * 8 + 127) / 128 * 128;
-  static constexpr int kStages = 4;  // of staging, a chunk a thread
+  static constexpr int kStages = 4;  // stages of staging, a chunk a thread
   static constexpr int kStagingBytes = kWidens ? kStages * kGroupThreads * 16 : 0;
   static constexpr int kSeenBytes = kLists ? 2 * kRows / 8 * 4 : 0;
   static constexpr int kSharedBytes =
       3 * kTileBytes + kOriginBytes + kSumBytes + kBarrierBytes + kStagingBytes + kSeenBytes;
 
-  // Streams have so many bytes more, after all that.
+  // Additional bytes in kernels of streams, after all others.
   static constexpr int kStreamBytes = 16;
 
   lds_t base;
 
-  MLA_DEVICE lds_t turn() const { return base + kSharedBytes; }  // of MergePieces
-  // When the block began: the low half of realtime_ns.
+  MLA_DEVICE lds_t turn() const { return base + kSharedBytes; }  // turn of MergePieces
+  // The block's start: the low half of realtime_ns.
   MLA_DEVICE lds_t begun() const { return turn() + 8; }
 
   MLA_DEVICE lds_t slot(int s) const { return base + s * kTileBytes; }
@@ -54,20 +55,21 @@ struct WgmmaLayout {
   MLA_DEVICE lds_t origin(int group, int row) const {
     return base + 3 * kTileBytes + (group * kRows + row) * 4;
   }
-  // Two sums of a row. Items alternate between two sets, so that a group may be an item ahead.
+  // Two sums a row. Items alternate between two sets, because a group may be one item ahead.
   MLA_DEVICE lds_t sums(uint32_t set, int group, int row) const {
     return base + 3 * kTileBytes + kOriginBytes + ((set * 2 + group) * kRows + row) * 8;
   }
   MLA_DEVICE lds_t staging() const { return base + kSharedBytes - kSeenBytes - kStagingBytes; }
-  // Of eight rows of a slot's tile, which the query row sees: four bits a row.
+  // Which rows of a slot's tile the query row sees: a word for eight rows, four bits a row.
   MLA_DEVICE lds_t seen(int s, int eight) const {
     return base + kSharedBytes - kSeenBytes + (s * kRows / 8 + eight) * 4;
   }
   MLA_DEVICE lds_t barrier(int i) const {
     return base + 3 * kTileBytes + kOriginBytes + kSumBytes + i * 8;
   }
-  // Part of a slot's tile is there; group `half` is done with its columns; its scores are made; its
-  // probabilities are there; both groups' sums of an item are; queries as slots.
+  // filled: a part of a slot's tile has arrived. emptied: group `half` has finished with its
+  // columns. scored: a slot's scores are computed. published: its probabilities are stored. summed:
+  // both groups' sums of an item are stored. Queries have the barriers of a third slot.
   MLA_DEVICE lds_t filled(int s, int part) const { return barrier(s * kParts + part); }
   MLA_DEVICE lds_t queries_filled(int part) const { return filled(2, part); }
   MLA_DEVICE lds_t emptied(int s, int half) const { return barrier(3 * kParts + s * 2 + half); }
@@ -78,16 +80,16 @@ struct WgmmaLayout {
 
   MLA_DEVICE void init_barriers() const {
     if (thread_index() == 0) {
-      // Each warp that widens brings a part in halves.
+      // Each warp that widens writes a part in two halves.
       const int bringing = kWidens ? 2 * kGroupWarps : kGroupThreads;
       for (int part = 0; part < kParts; ++part) {
-        // With the first part comes which rows of a list are seen.
+        // The first part includes the bits of seen list rows.
         const int more = kLists && !kWidens && part == 0 ? kGroupWarps : 0;
         for (int s = 0; s < 2; ++s) tile::barrier_init(filled(s, part), bringing + more);
         tile::barrier_init(queries_filled(part), kGroupThreads);
       }
       for (int s = 0; s < 2; ++s) {
-        // The group whose tile it is may read values thread by thread, the other never does.
+        // The group that owns a tile may read values by thread; the other group never does.
         tile::barrier_init(emptied(s, s), kGroupThreads);
         tile::barrier_init(emptied(s, 1 - s), kGroupWarps);
         tile::barrier_init(scored(s), kGroupWarps);
@@ -99,8 +101,8 @@ struct WgmmaLayout {
     }
     block_barrier();
   }
-  // Column block `i` (0 to kBlocks - 1) of slot s in the order of copies and scores: first the half
-  // that group s reads last, so the first to be refilled is the first to be needed.
+  // Column block `i` (0 to kBlocks - 1) of slot s in the order of copies and scores. The half that
+  // group s releases first comes first, because it is refilled first.
   MLA_DEVICE static constexpr int block(int s, int i) {
     return i == kBlocks - 1 ? i : s == 0 ? i : (i + kHalfBlocks) % (2 * kHalfBlocks);
   }

@@ -28,7 +28,7 @@ class WgmmaProducer {
       copy_tile<0>(!Args::kStreams && first == source.begin);
       find(source, first + C::kTileKv);
       const bool second = first + C::kTileKv < source.end;
-      if (!Args::kStreams && !second) break;  // a stream's queries come behind one tile or two
+      if (!Args::kStreams && !second) break;  // a stream's queries come after one tile or two
       if (second) copy_tile<1>(false);
       if (Args::kStreams && first == source.begin) bring_arriving_queries(item);
       find(source, first + 2 * C::kTileKv);
@@ -37,13 +37,13 @@ class WgmmaProducer {
 
  private:
   static constexpr int kCopyRows = 4;  // rows of a tile a lane copies chunks of
-  static constexpr int kWarpRows = 4;  // neighbours that a warp copies at a time
+  static constexpr int kWarpRows = 4;  // neighbouring rows that a warp copies at a time
 
   MLA_DEVICE int row(int g) const { return (g * 4 + warp) * kWarpRows + (lane >> 3); }
-  // The chunk a lane copies lies at chunk position lane mod 8 of its rows, all congruent mod 8.
+  // A lane copies chunk position lane mod 8 of its rows, which are all congruent mod 8.
   MLA_DEVICE int chunk_bytes() const { return ((lane & 7) ^ tile::swizzle(row(0))) * 16; }
 
-  // Where this lane's chunks of the tile at `first` lie.
+  // Finds this lane's chunks of the tile at `first`.
   MLA_DEVICE void find(const Source& source, int first) {
     if constexpr (L::kLists) {
       seen = 0;
@@ -60,8 +60,8 @@ class WgmmaProducer {
     for (int g = 0; g < kCopyRows; ++g) kv_rows[g] += chunk_bytes();
   }
 
-  // Of lists: which of this warp's rows of a tile are seen, four bits a row. They are part of the
-  // tile's first part.
+  // With lists: stores which of this warp's rows of a tile are seen, four bits a row. The bits
+  // belong to the tile's first part.
   MLA_DEVICE void publish_seen(int s) const {
 #pragma unroll
     for (int g = 0; g < kCopyRows; ++g) {
@@ -82,7 +82,7 @@ class WgmmaProducer {
     }
   }
 
-  // Column blocks of a part, in the order of slot s.
+  // Copies the column blocks of a part, in the order of slot s.
   MLA_DEVICE void copy_part(int s, int part, lds_t tile_base,
                             const uint8_t* const (&source)[kCopyRows]) const {
     copy_block(tile_base, L::block(s, 2 * part), source);
@@ -90,7 +90,7 @@ class WgmmaProducer {
     if (L::kRotated && part == L::kParts - 1) copy_block(tile_base, L::kBlocks - 1, source);
   }
 
-  // With the first tile of an item come its queries, part by part.
+  // The first tile of an item brings its queries with it, part by part.
   template <int kSlot>
   MLA_DEVICE void copy_tile(bool with_queries) {
     const uint32_t n = used[kSlot]++;
@@ -119,9 +119,10 @@ class WgmmaProducer {
       query_rows[g] = reinterpret_cast<const uint8_t*>(queries.row(row(g))) + chunk_bytes();
     }
   }
-  // Behind the first KV rows, which do not wait for them. Of the warp's chunks the last is waited
-  // for, by one load of all lanes; those before it are hardly ever still to come by then. Chunks
-  // that have not come in time are read in the host's memory. By row, in few registers.
+  // Runs after the copies of the first KV rows, which do not wait for queries. All lanes wait for
+  // the warp's last chunk, by one load; earlier chunks have nearly always arrived by then. If the
+  // wait times out, chunks are read in host memory. Chunks are handled row by row, to save
+  // registers.
   MLA_DEVICE void bring_arriving_queries(const Item& item) {
     if constexpr (Args::kStreams) {
       await_queries_emptied();
@@ -170,7 +171,8 @@ class WgmmaProducer {
       }
     }
   }
-  // From the copies of a segment's queries to these in the host's memory, in bytes.
+  // Distance in bytes from the device's copy of a segment's queries to the originals in host
+  // memory.
   MLA_DEVICE static int64_t away(MLA_RECORD const SegmentRecord& r) {
     return reinterpret_cast<const uint8_t*>(r.list) - static_cast<const uint8_t*>(r.q);
   }
@@ -179,7 +181,7 @@ class WgmmaProducer {
     if (n > 0) tile::barrier_wait(shared.queries_emptied(), (n - 1) & 1);
   }
   MLA_DEVICE void copy_query_part(int part) const {
-    if (!queries_aligned) {  // they are there
+    if (!queries_aligned) {  // already copied
       tile::barrier_arrive(shared.queries_filled(part));
       return;
     }
@@ -190,9 +192,9 @@ class WgmmaProducer {
   const Args& args;
   const L shared;
   const int lane, warp;
-  const uint8_t* kv_rows[kCopyRows];     // where this lane's chunks of the next tile lie
+  const uint8_t* kv_rows[kCopyRows];     // addresses of this lane's chunks of the next tile
   const uint8_t* query_rows[kCopyRows];  // and of the item's queries
-  uint32_t seen = 0;                     // bit g: whether the query row sees row(g)
+  uint32_t seen = 0;                     // bit g: the query row sees row(g)
   bool queries_aligned = true;
   uint32_t used[2] = {0, 0};
   uint32_t items = 0;

@@ -1,12 +1,12 @@
 // Absorbed attention over rows of fp8_tensor on sm_90a from 17 packed rows on, with both products
-// in e4m3: queries and probabilities are rounded to it.
+// in e4m3. Queries and probabilities are rounded to it.
 //
 //   group 3      copies KV rows, tiles of 64 keys, four deep
 //   group 0      S [64 x 64] = Q K^T, softmax, P to shared memory
 //   groups 1, 2  O^T [256 columns each x 64] += V^T P^T
 //
-// Keys are read from shared memory as they lie. Values are the operand in registers: a transposed
-// read and a permutation of bytes make it, so no transposed copy of a tile is written.
+// Products read keys straight from shared memory. Values are the operand in registers. A transposed
+// read and a permutation of bytes make that operand, so no transposed copy of a tile is written.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ATTEND_E4M3_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ATTEND_E4M3_H_
 

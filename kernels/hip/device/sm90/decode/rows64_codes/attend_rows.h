@@ -1,10 +1,9 @@
-// Absorbed attention over rows of fp8_row on sm_90a from 17 packed rows on, with products of 8
-// bits: queries are rounded to e4m3 and multiplied with keys as they lie; values are widened to
-// binary16, and probabilities are rounded to that.
+// Absorbed attention over rows of fp8_row on sm_90a from 17 packed rows on, with 8-bit products.
+// Queries are rounded to e4m3 and multiplied with the keys' codes. Values are widened to binary16,
+// and probabilities are rounded to it.
 //
-// A row has a scale for each 128 values, and most often all are the same power of two
-// (EncodeKvRow). Tiles of such rows alone are scored in one sum, and their values are multiplied by
-// nothing.
+// A row has a scale for each 128 values, and usually all are the same power of two (EncodeKvRow). A
+// tile that has only such rows is scored in one sum, and its values need no scaling.
 //
 // Two groups compute and one copies KV rows, tiles of 64 keys, four deep. The groups score tiles in
 // turn, and each sums 256 columns of all tiles:
@@ -30,7 +29,7 @@ class E4m3RowsGroup {
   MLA_DEVICE E4m3RowsGroup(const AttendArgs& a, const L& layout)
       : args(a), shared(layout), scorer(a, layout), values(a, layout) {}
 
-  // The item is read again for its results, rather than held in registers meanwhile.
+  // The item is loaded again for its results, because keeping it would take registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
     float o[Values::kBlocks][Values::kProduct];
     Values::clear(o);
@@ -39,8 +38,8 @@ class E4m3RowsGroup {
     scorer.begin(item, state);
     const int tiles = (source.end - source.begin + C::kTileKv - 1) / C::kTileKv;
     const typename Scorer::Tiles places(source, item, index, share);
-    // Tiles whose keys are all seen. Values of others may be no numbers; lists may name such ones
-    // anywhere.
+    // Tiles whose keys are all seen. Other tiles may have values that are NaN; with lists, any tile
+    // may.
     const int plain = places.unmasked_end >= source.end && !L::kLists
                           ? tiles
                           : (L::kLists ? 0 : (places.unmasked_end - source.begin) / C::kTileKv);
@@ -65,7 +64,7 @@ class E4m3RowsGroup {
   const L shared;
   Scorer scorer;
   Values values;
-  uint32_t at = 0;  // tiles before the item
+  uint32_t at = 0;  // tiles before this item
 };
 
 template <class C>
@@ -74,7 +73,7 @@ class AttendE4m3Rows {
   using L = E4m3RowsLayout<C>;
   static constexpr int kThreads = L::kThreads;
   static constexpr int kSharedBytes = L::kSharedBytes;
-  // What a block of this size has.
+  // Registers of a block of this size.
   static_assert(2 * C::kComputeRegisters + C::kCopyRegisters <= 3 * 168);
 
   MLA_DEVICE static void run(const AttendArgs& args) {

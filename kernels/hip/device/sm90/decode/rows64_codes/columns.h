@@ -1,4 +1,4 @@
-// What the groups that sum values have in common: attend_e4m3.h and attend_rows.h.
+// Code shared by the groups that sum values in attend_e4m3.h and attend_rows.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COLUMNS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_COLUMNS_H_
 
@@ -7,15 +7,15 @@
 
 namespace mla::kernels::hip {
 
-// Accumulators O^T [256 columns x 64 rows] of one of two groups. Values are read transposed in
-// pairs of bytes, so that of 16 keys and 16 columns lane l has keys 2 (l % 4), the next, and eight
-// further of each, at columns 2 (l / 4) and the next. Even columns are rows l / 4 of the operand
-// and odd ones eight further. L: the layout of shared memory.
+// Accumulators O^T [256 columns x 64 rows] of one of two groups. Values are read transposed, in
+// pairs of bytes. From 16 keys and 16 columns, lane l gets keys 2 (l % 4) and the next, and the two
+// keys eight further, each at columns 2 (l / 4) and the next. Even columns are rows l / 4 of the
+// operand, and odd columns are the rows eight further. L: the layout of shared memory.
 template <class C, class L>
 class E4m3Columns {
  public:
-  static constexpr int kBlocks = C::kLora / 2 / 64;  // of 64 columns, of a group
-  static constexpr int kProduct = 32;                // accumulators of 64 x 64, of a thread
+  static constexpr int kBlocks = C::kLora / 2 / 64;  // blocks of 64 columns of a group
+  static constexpr int kProduct = 32;                // accumulators of 64 x 64, a thread
 
   MLA_DEVICE static void clear(float (&o)[kBlocks][kProduct]) {
 #pragma unroll
@@ -40,7 +40,7 @@ class E4m3Columns {
   // Packed row of accumulators 4 j + e and 4 j + 2 + e.
   MLA_DEVICE int row(int j, int e) const { return 8 * j + 2 * (lane & 3) + e; }
 
-  // Brings the sums so far to the origins of a slot's tile.
+  // Rescales the sums so far to the origins of a slot's tile.
   MLA_DEVICE void follow_origins(int slot, float (&o)[kBlocks][kProduct]) const {
     const Chunk moved = tile::load_chunk_shared(shared.moved(slot));
     if ((moved.w[0] | moved.w[1] | moved.w[2] | moved.w[3]) == 0) return;
@@ -56,8 +56,8 @@ class E4m3Columns {
     }
   }
 
-  // scales(j, by): what results of rows row(j, 0) and row(j, 1) are times; zero for rows without
-  // keys, which give zeros whatever values they have met.
+  // scales(j, by) gives the scales of rows row(j, 0) and row(j, 1). They are zero for rows without
+  // keys, whose results are zero whatever values were summed.
   template <class Scales>
   MLA_DEVICE void store_results(const Item& item, const float (&o)[kBlocks][kProduct],
                                 const Scales& scales) const {

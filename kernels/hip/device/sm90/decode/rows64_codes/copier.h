@@ -9,11 +9,11 @@
 namespace mla::kernels::hip {
 
 // Copies the KV rows of one item after the other, 64 keys a slot. A warp takes 16 rows, eight lanes
-// a row; where a row lies is one lane's business: its entry is read three tiles ahead and its entry
-// of the page table two tiles ahead, so no load is waited for.
+// a row. One lane finds a row: it loads the row's entry three tiles ahead, and the entry's
+// page-table word two tiles ahead, so that no load stalls it.
 //
-// Scales of fp8_row are brought into the form that scorers and summing groups take, and rows stay
-// as they are. Copies of up to kBehind tiles run ahead of that, where slots are free.
+// It also converts scales of fp8_row to the forms that scorers and summing groups use; rows are not
+// changed. Copies of up to kBehind tiles run ahead of the conversion, if slots are free.
 //
 // L: the layout of shared memory.
 template <class C, class L>
@@ -47,19 +47,19 @@ class E4m3Copier {
   }
 
  private:
-  static constexpr int kRows = 16;           // of a tile, of a warp
-  static constexpr int kLaneRows = 4;        // of a tile, that a lane copies chunks of
+  static constexpr int kRows = 16;           // rows of a tile, a warp
+  static constexpr int kLaneRows = 4;        // rows of a tile that a lane copies chunks of
   static constexpr int kBehind = 2;          // tiles
-  static constexpr float kLeast = 0x1p-60f;  // scale of a key
+  static constexpr float kLeast = 0x1p-60f;  // least scale of a key
   static_assert(4 * kRows == L::kKeys);
 
-  // Where this lane's row of a tile lies.
+  // Finds this lane's row of a tile.
   struct Finder {
     const uint8_t* row;
     bool seen;
     int at;                // place of the row in the next tile but two
-    int entry;             // of that row
-    uint32_t granule = 0;  // of the page of the next tile's row
+    int entry;             // entry of that row
+    uint32_t granule = 0;  // page of the next tile's row
     int inside = 0;
     bool next_seen = false;
 
@@ -80,7 +80,7 @@ class E4m3Copier {
     }
   };
 
-  // Of this lane's i-th row.
+  // Index of this lane's i-th row.
   MLA_DEVICE static int row_lane(int i, int lane) { return i * 4 + (lane >> 3); }
   MLA_DEVICE int row(int i) const { return warp * kRows + row_lane(i, lane); }
   MLA_DEVICE static const uint8_t* from_lane(const uint8_t* x, int from) {
@@ -106,7 +106,7 @@ class E4m3Copier {
                          from + C::kLora + 16 + chunk * 16);
         if (place == i) tile::copy_chunk(shared.raw_scales(slot) + to * 16, from + C::kLora);
       } else if (place >> 2 == (i & 1)) {
-        // Four chunks a row: half of a row's eight lanes take each second row.
+        // Four chunks a row: each half of a row's eight lanes takes every second row.
         const int narrow = place & 3;
         tile::copy_chunk(shared.rope(slot) + to * 64 + narrow * 16,
                          from + C::kLora + (narrow ^ narrow_swizzle(to)) * 16);
@@ -114,7 +114,7 @@ class E4m3Copier {
     }
   }
 
-  // Bit k: whether key k of this warp's rows is seen.
+  // Stores bit k if the query row sees key k of this warp's rows.
   MLA_DEVICE void write_seen(int slot, bool seen) const {
     const uint32_t word = tile::ballot(seen) & 0xffffu;
     if (lane == 0) {
@@ -123,7 +123,7 @@ class E4m3Copier {
     }
   }
 
-  // Until the next slot is free. It may be so only once tiles that were copied are finished.
+  // Waits until the next slot is free. It may become free only after copied tiles are finished.
   MLA_DEVICE void wait_emptied() {
     const lds_t barrier = shared.emptied(ring.at);
     if (L::kScaledRows && !tile::any(tile::barrier_ended(barrier, ring.parity ^ 1))) finish_all();
@@ -136,7 +136,7 @@ class E4m3Copier {
       if (open > 0) finish<0>();
     }
   }
-  // The oldest tile that has been copied; kYounger are under way.
+  // Finishes the oldest copied tile; kYounger tiles remain in flight.
   template <int kYounger>
   MLA_DEVICE void finish() {
     --open;
@@ -159,7 +159,7 @@ class E4m3Copier {
     }
     const uint32_t power = (float_to_bits(top) + 0x7fffffu) & 0x7f800000u;
     const float inverse = bits_to_float((254u << 23) - power);
-    bool one = float_to_bits(top) == power;  // also not below kLeast
+    bool one = float_to_bits(top) == power;  // implies that it is at least kLeast
 #pragma unroll
     for (int b = 0; b < L::kBlocks; ++b) one = one && scale[b] == top;
     const uint32_t of_rows = tile::ballot(one);
@@ -167,8 +167,8 @@ class E4m3Copier {
     tile::sync_warp();
     if (lane >= kRows) return;
     shared.write_key_scale(slot, key, power);
-    // As the scorers take them: what sums of a block are times to be as if they had the scale of
-    // the next one, which is therefore not taken below 2^-40 of those before.
+    // Factors for the scorers: each rescales the sum of one block to the scale of the next block.
+    // So that factors stay bounded, a scale counts as at least 2^-40 of the largest before it.
     float of_scores[L::kBlocks], most = scale[0], before = scale[0];
 #pragma unroll
     for (int b = 1; b < L::kBlocks; ++b) {
@@ -192,7 +192,7 @@ class E4m3Copier {
   const L shared;
   const int warp, lane;
   Ring<L::kSlots> ring, finished;
-  int open = 0;  // tiles that are copied or on their way, and not finished
+  int open = 0;  // tiles copied or in flight, and not finished
 };
 
 }  // namespace mla::kernels::hip

@@ -7,12 +7,12 @@
 
 namespace mla::kernels::hip {
 
-// A value is an address, so every thread has its own.
+// An object holds only an address, so every thread has its own.
 //
 //   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
 //                     [64 x 64 e4m3]
-//   probabilities     of the tile in a slot: [64 x 64 keys] e4m3, keys of 16 in the order of
-//   values.h
+//   probabilities     of the tile in a slot: [64 x 64 keys] e4m3, each 16 keys in the order
+//                     of values.h
 template <class C>
 struct E4m3Layout {
   using lds_t = tile::lds_t;
@@ -29,10 +29,10 @@ struct E4m3Layout {
   static constexpr int kQueryBytes = kLatentBytes + kRopeBytes;
   static constexpr int kSlotBytes = kQueryBytes;
   static constexpr int kProbabilityBytes = kRows * kKeys;
-  // Of a slot: which rows of a list are seen, a bit a row.
+  // Bytes a slot: a bit for each row of a list, set if it is seen.
   static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
-  // By packed row: scale of the queries, of results, and for each slot factors of new and of old
-  // sums.
+  // By packed row: scale of the queries, scale of the results, and for each slot the factors of new
+  // and of old sums.
   static constexpr int kStatBytes = kRows * 4;
   static constexpr int kStats = 2 + 2 * kSlots;
   static constexpr int kBarriers = 4 * kSlots + 2;
@@ -61,25 +61,26 @@ struct E4m3Layout {
   MLA_DEVICE lds_t result_scale() const { return stats(1); }
   MLA_DEVICE lds_t factor(int s) const { return stats(2 + s); }
   MLA_DEVICE lds_t old_factor(int s) const { return stats(2 + kSlots + s); }
-  // By warps of scores: whether the old factor of one of its rows is not one.
+  // A word a warp of scores: nonzero if the old factor of one of its rows is not one.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
   MLA_DEVICE lds_t barrier(int i) const { return moved(kSlots) + i * 8; }
-  // A slot's keys are there; are no longer needed.
+  // filled: a slot's keys have arrived. emptied: they are no longer needed.
   MLA_DEVICE lds_t filled(int s) const { return barrier(s); }
   MLA_DEVICE lds_t emptied(int s) const { return barrier(kSlots + s); }
-  // The probabilities of a slot's tile are there; are no longer needed.
+  // published: the probabilities of a slot's tile are stored. adopted: they are no longer needed.
   MLA_DEVICE lds_t published(int s) const { return barrier(2 * kSlots + s); }
   MLA_DEVICE lds_t adopted(int s) const { return barrier(3 * kSlots + s); }
-  // Scales of an item's results are there; are no longer needed.
+  // summed: scales of an item's results are stored. taken: they are no longer needed.
   MLA_DEVICE lds_t summed() const { return barrier(4 * kSlots); }
   MLA_DEVICE lds_t taken() const { return barrier(4 * kSlots + 1); }
 
   MLA_DEVICE void init_barriers() const {
     if (thread_index() == 0) {
       for (int s = 0; s < kSlots; ++s) {
-        // Which rows of a list are seen is no copy: each warp says by itself that it is there.
+        // The bits of seen list rows are ordinary stores, not copies, so each warp arrives for them
+        // itself.
         tile::barrier_init(filled(s), kGroupThreads + (kLists ? kGroupWarps : 0));
-        tile::barrier_init(emptied(s), kValueWarps);  // who come after the scorers
+        tile::barrier_init(emptied(s), kValueWarps);  // they use a slot after the scorers
         tile::barrier_init(published(s), kGroupThreads);
         tile::barrier_init(adopted(s), kValueWarps);
       }

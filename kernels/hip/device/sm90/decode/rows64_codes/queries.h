@@ -1,4 +1,4 @@
-// Queries of an item of attend_e4m3.h on their way to shared memory.
+// Converts the queries of an item of attend_e4m3.h into shared memory.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_QUERIES_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_QUERIES_H_
 
@@ -8,16 +8,16 @@
 
 namespace mla::kernels::hip {
 
-// Queries become e4m3, each row over a power of two that brings its largest magnitude to at most
-// 448 and more than 224. The rotated part of fp8_row stays bf16, over the same power of two. L: the
-// layout of shared memory.
+// Queries become e4m3. Each row is divided by a power of two that brings its largest magnitude to
+// at most 448 and to more than 224. For fp8_row the rotated part stays bf16, divided by the same
+// power of two. L: the layout of shared memory.
 template <class C, class L>
 class E4m3Queries {
  public:
   using lds_t = tile::lds_t;
 
-  // By one of the L::kQueryWarps warps that share the rows. What products are to be multiplied with
-  // is the power of two times `scale`.
+  // Run by one of the L::kQueryWarps warps that share the rows. Stores the remaining factor of the
+  // products, which is the power of two times `scale`.
   MLA_DEVICE static void write(const L& shared, const Item& item, float scale, int warp, int lane) {
     const QueryLoader queries(item);
 #pragma unroll 1
@@ -46,7 +46,7 @@ class E4m3Queries {
   static constexpr int kAtOnce = 4;
   static constexpr int kLatentChunks = C::kLora / 8;
   static constexpr int kRowChunks = kLatentChunks + C::kRope / 8;
-  static constexpr int kChunks = (kRowChunks + 31) / 32;  // of a lane
+  static constexpr int kChunks = (kRowChunks + 31) / 32;  // chunks a lane
   static_assert(L::kRows % (kAtOnce * L::kQueryWarps) == 0 && kLatentChunks % 32 == 0);
 
   MLA_DEVICE static void write_row(const L& shared, int row, const Chunk (&chunks)[kChunks],
@@ -84,7 +84,7 @@ class E4m3Queries {
   }
   MLA_DEVICE static uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-  // Eight values are half a chunk of codes.
+  // Eight values fill half a chunk of codes.
   MLA_DEVICE static lds_t place(const L& shared, int row, int chunk) {
     const int wide = chunk >> 1, half = (chunk & 1) * 8;
     if (chunk < kLatentChunks) {

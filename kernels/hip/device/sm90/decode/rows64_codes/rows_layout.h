@@ -7,10 +7,10 @@
 
 namespace mla::kernels::hip {
 
-// A value is an address, so every thread has its own.
+// An object holds only an address, so every thread has its own.
 //
 //   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
-//                     [64 x 64 bf16]. Slots also have room for the scales that rows come with
+//                     [64 x 64 bf16]. Slots also hold the rows' scales as loaded
 //   probabilities     of a group's tile: [64 x 64 keys] binary16
 template <class C>
 struct E4m3RowsLayout {
@@ -29,9 +29,9 @@ struct E4m3RowsLayout {
   static constexpr int kQueryBytes = kLatentBytes + kRopeBytes;
   static constexpr int kSlotBytes = kQueryBytes + kRawScaleBytes;
   static constexpr int kProbabilityBytes = kRows * 128;
-  // Of a slot: a power of two that no scale of a key exceeds, its inverse and logarithm, both as
-  // bf16; what its blocks' scales are to that, as binary16. And which rows of a list are seen, a
-  // bit a row.
+  // Bytes a slot. For each key: a power of two that none of its scales exceeds, as its inverse and
+  // its logarithm, both bf16; and each block's scale divided by that power, as binary16. And a bit
+  // for each row of a list, set if it is seen.
   static constexpr int kKeyScaleBytes = kKeys * 4 + kBlocks * kKeys * 2;
   static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
   // By packed row: scale of the queries, sums of both groups, and for each slot origins and factors
@@ -60,9 +60,10 @@ struct E4m3RowsLayout {
     return slot(kSlots) + group * kProbabilityBytes;
   }
   MLA_DEVICE lds_t key_scales(int s) const { return probabilities(2) + s * kKeyScaleBytes; }
-  // Of 16 keys, from 16 * i on, and a block of columns. For scores: what sums of this block are
-  // times to be as if they had the scale of the next one, of the last block the scale. For values:
-  // the scale over the key's largest; keys 2 k, 2 k + 1, 2 k + 8 and 2 k + 9 side by side.
+  // Values for 16 keys, from 16 * i on, and a block of columns. block_scales are for scores: the
+  // factor from this block's scale to the next block's, or the scale itself for the last block.
+  // ratios are for values: the scale divided by the key's power of two; keys 2 k, 2 k + 1, 2 k + 8
+  // and 2 k + 9 are neighbours.
   MLA_DEVICE lds_t block_scales(int s, int i, int b) const {
     return raw_scales(s) + i * 256 + b * 64;
   }
@@ -81,19 +82,19 @@ struct E4m3RowsLayout {
   MLA_DEVICE lds_t sums(int group) const { return stats(1 + group); }
   MLA_DEVICE lds_t origin(int s) const { return stats(3 + s); }
   MLA_DEVICE lds_t old_factor(int s) const { return stats(3 + kSlots + s); }
-  // By warps: whether the old factor of one of its rows is not one.
+  // A word a warp: nonzero if the old factor of one of its rows is not one.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
-  // By warps that copy: whether each of its rows has one scale, a power of two.
+  // A word a copying warp: nonzero if each of its rows has one scale, a power of two.
   MLA_DEVICE lds_t one_scale(int s) const { return moved(kSlots) + s * kOneScaleBytes; }
   MLA_DEVICE bool has_one_scale(int s) const {
     const Chunk warps = tile::load_chunk_shared(one_scale(s));
     return (warps.w[0] & warps.w[1] & warps.w[2] & warps.w[3]) != 0;
   }
   MLA_DEVICE lds_t barrier(int i) const { return one_scale(kSlots) + i * 8; }
-  // A slot's keys are there; are no longer needed.
+  // filled: a slot's keys have arrived. emptied: they are no longer needed.
   MLA_DEVICE lds_t filled(int s) const { return barrier(s); }
   MLA_DEVICE lds_t emptied(int s) const { return barrier(kSlots + s); }
-  // The probabilities of a group's tile are there; are no longer needed.
+  // published: the probabilities of a group's tile are stored. adopted: they are no longer needed.
   MLA_DEVICE lds_t published(int group) const { return barrier(2 * kSlots + group); }
   MLA_DEVICE lds_t adopted(int group) const { return barrier(2 * kSlots + 2 + group); }
 

@@ -7,9 +7,9 @@
 
 namespace mla::kernels::hip {
 
-// Of a row x are logits plus the logarithm of the key's power of two, so its probabilities,
-// 2^(x - origin + kShift), have that power as a factor, and their sum leaves it out. The origin
-// follows the largest x once that has grown by more than kSlack; the groups hand it to and fro.
+// For a row, x is a logit plus the logarithm of the key's power of two. Its probabilities 2^(x -
+// origin + kShift) therefore include that power, and their sum divides it out again. The origin
+// follows the largest x once that has grown by more than kSlack; the groups pass it to each other.
 template <class C>
 class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
  public:
@@ -18,7 +18,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
   using typename Base::Tiles;
 
   struct State {
-    float origin[2], sum[2];  // of this group's tiles and this lane's keys
+    float origin[2], sum[2];  // sums over this group's tiles and this lane's keys
     typename Base::Scale scale;
   };
 
@@ -33,7 +33,8 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
       state.origin[slot] = negative_infinity();
       state.sum[slot] = 0.0f;
     }
-    tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();  // the last item's are not needed
+    tile::named_sync<kGroupsBarrier, 2 * L::kGroupThreads>();  // the previous item's queries are no
+                                                               // longer needed
     const float scale = item.segment->softmax_scale * kLog2e;
     E4m3Queries<C, L>::write(shared, item, scale, tile::wave_index(), lane);
     tile::publish_shared();
@@ -41,7 +42,8 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     state.scale.read(*this);
   }
 
-  // Tile t of an item, `number` of all: from scores to probabilities for both groups.
+  // Scores tile t of an item, the `number`-th of all tiles: from scores to probabilities for both
+  // groups.
   MLA_DEVICE void score(const Tiles& tiles, uint32_t number, int t, State& state) const {
     const int slot = static_cast<int>(number % L::kSlots);
     Scores s;
@@ -54,7 +56,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     KeyScales of_keys;
     read_key_scales(slot, of_keys);
     float top[2];
-    // From scores to logits, to which the logarithms of the keys' powers are added.
+    // Turns scores into logits and adds the logarithms of the keys' powers.
     take_scores(tiles, slot, tiles.begin + t * C::kTileKv, state.scale, s, top,
                 [&](float x, int h, int j, int i) {
                   return fma_f(x, state.scale.rest(h), of_keys.exponent(j, i));
@@ -65,7 +67,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
       read_origins(number - 1, before);
     }
     move_origins(slot, before, top, state);
-    // What the group has published last is no longer needed.
+    // The group's previous probabilities are no longer needed.
     tile::barrier_wait(shared.adopted(group), (number >> 1 & 1) ^ 1);
     make_probabilities(of_keys, state, s);
     store_probabilities(s);
@@ -73,7 +75,8 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     tile::barrier_arrive(shared.published(group));
   }
 
-  // Log-sum-exps and, for those of all values, sums. `last`: number of the item's last tile.
+  // Stores log-sum-exps, and sums for the groups that sum values. `last` is the number of the
+  // item's last tile.
   MLA_DEVICE void finish(const Item& item, int tiles, uint32_t last, State& state) const {
     float origin[2] = {negative_infinity(), negative_infinity()};
     if (tiles > 0) read_origins(last, origin);
@@ -100,7 +103,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
   using Base::args, Base::shared, Base::warp, Base::lane;
   using Base::kScores, Base::row, Base::take_scores, Base::store_old_factors;
   using typename Base::lds_t, typename Base::Rows, typename Base::Scores;
-  static constexpr float kShift = 7.0f;  // with kSlack, below binary16's largest
+  static constexpr float kShift = 7.0f;  // together with kSlack, below binary16's largest number
   static constexpr float kSlack = 8.0f;
   static constexpr int kGroupsBarrier = 1;
 
@@ -112,8 +115,8 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     origin[0] = tile::load_float(at + row(0) * 4);
     origin[1] = tile::load_float(at + row(1) * 4);
   }
-  // Blocks of columns have scales of their own: the sum of the blocks so far is brought to the
-  // scale of the next one (E4m3RowsLayout::block_scales).
+  // Blocks of columns have their own scales, so the sum so far is rescaled to the scale of each
+  // next block (E4m3RowsLayout::block_scales).
   MLA_DEVICE void score_blocks(int slot, float (&s)[kScores]) const {
     tile::publish_shared();
     start_blocks<false, 0>(slot, s);
@@ -128,7 +131,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     tile::wgmma_wait<0>();
     tile::pin(s);
   }
-  // Where each key has one scale.
+  // For tiles in which each key has one scale.
   MLA_DEVICE void score_at_once(int slot, float (&s)[kScores]) const {
     tile::publish_shared();
     start_blocks<false, 0, L::kBlocks>(slot, s);
@@ -137,7 +140,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     tile::wgmma_wait<0>();
     tile::pin(s);
   }
-  // kCount blocks from kFirst on.
+  // Starts the products of kCount blocks from kFirst on.
   template <bool kAdd, int kFirst, int kCount = 1>
   MLA_DEVICE void start_blocks(int slot, float (&s)[kScores]) const {
     const uint64_t q = tile::along_rows(shared.queries()), k = tile::along_rows(shared.slot(slot));
@@ -161,7 +164,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     }
     tile::wgmma_commit();
   }
-  // Once the products are made.
+  // Rescales by key, after the products are complete.
   MLA_DEVICE void rescale(int slot, int block, float (&s)[kScores]) const {
     float of_key[kScores / 4][2];
 #pragma unroll
@@ -174,7 +177,7 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     for (int i = 0; i < kScores; ++i) s[i] *= of_key[i >> 2][i & 1];
   }
 
-  // Of this lane's keys, as the layout has them: logarithm and inverse.
+  // Logarithms and inverses of the powers of this lane's keys, packed as in the layout.
   struct KeyScales {
     uint32_t of[kScores / 4][2];
     MLA_DEVICE float inverse(int j, int i) const { return bits_to_float(of[j][i & 1] << 16); }
@@ -192,10 +195,10 @@ class E4m3RowsScorer : E4m3Scores<C, E4m3RowsLayout<C>> {
     }
   }
 
-  // Of a lane, the first of its two keys of eight.
+  // The first of this lane's two keys in a group of eight.
   MLA_DEVICE int key(int eight) const { return 8 * eight + 2 * (lane & 3); }
 
-  // From the maxima of a tile to origins, which may follow; `before`: origins of the tile before.
+  // Computes origins from the maxima of a tile. `before` holds the origins of the previous tile.
   MLA_DEVICE void move_origins(int tile_slot, const float (&before)[2], float (&top)[2],
                                State& state) const {
     float old_factor[2];

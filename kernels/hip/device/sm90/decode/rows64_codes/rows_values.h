@@ -7,9 +7,9 @@
 
 namespace mla::kernels::hip {
 
-// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16. Of
-// tiles whose keys have several scales each, what these are to the key's power of two multiplies
-// it.
+// O^T [256 columns x 64 rows] of a group. V^T is the operand in registers, widened to binary16. If
+// keys of a tile have several scales each, it is multiplied by the ratios of these scales to the
+// key's power of two.
 template <class C>
 class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
  public:
@@ -20,7 +20,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
   MLA_DEVICE E4m3RowsValues(const AttendArgs& a, const L& layout)
       : Base(a, layout, tile::wave_index() >> 2) {}
 
-  // Adds tile `number` once its probabilities are there.
+  // Adds tile `number`, after waiting for its probabilities.
   MLA_DEVICE void add(uint32_t number, bool hide, float (&o)[kBlocks][kProduct]) const {
     const int slot = static_cast<int>(number % L::kSlots);
     tile::barrier_wait(shared.published(static_cast<int>(number & 1)), number >> 1 & 1);
@@ -54,19 +54,21 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
  private:
   using Base::column, Base::row;
   using Base::shared, Base::lane;
-  static constexpr int kSteps = L::kKeys / 16;  // of a tile
-  // No value is above these two binary16 numbers, and their products with zero are zero.
+  static constexpr int kSteps = L::kKeys / 16;  // steps of a tile
+  // The largest finite binary16 number, twice. Values are limited to it, so that their products
+  // with zero are zero.
   static constexpr uint32_t kLargestPair = 0x7bff7bffu;
 
-  // kHide: what is no number becomes one; kScale: keys have scales of their own for blocks.
+  // kHide: values that are not finite are made finite. kScale: keys have scales of their own for
+  // blocks.
   template <bool kHide, bool kScale>
   MLA_DEVICE void add_blocks(int slot, uint64_t probabilities,
                              float (&o)[kBlocks][kProduct]) const {
     uint32_t operand[2][kSteps][4];
     float ratios[kSteps][2];
-    uint32_t codes[kSteps / 2][4];  // of the next block, read while this one is multiplied
+    uint32_t codes[kSteps / 2][4];  // codes of the next block, read during this block's products
     for_constants<kBlocks>([&](auto block) {
-      if constexpr (kScale && block % 2 == 0) {  // 64 columns are half of what has a scale
+      if constexpr (kScale && block % 2 == 0) {  // two blocks of 64 columns share a scale
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           tile::load_two_floats(
@@ -85,7 +87,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
         tile::multiply_held_f16(o[block], operand[block % 2][step], probabilities + step * 2, 1);
       }
       tile::wgmma_commit();
-      if constexpr (block > 0) {  // so that the other operand may be written
+      if constexpr (block > 0) {  // the other operand is free after this
         tile::wgmma_wait<1>();
         tile::pin(o[block - 1]);
       }
@@ -93,7 +95,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
     tile::wgmma_wait<0>();
     tile::pin(o[kBlocks - 1]);
   }
-  // Of a slot's keys and the 16 columns that a warp multiplies in a block.
+  // Reads codes of a slot's keys, for the 16 columns that a warp multiplies in a block.
   MLA_DEVICE void read(int slot, int block, uint32_t (&codes)[kSteps / 2][4]) const {
 #pragma unroll
     for (int pair = 0; pair < kSteps / 2; ++pair) {
@@ -102,7 +104,7 @@ class E4m3RowsValues : E4m3Columns<C, E4m3RowsLayout<C>> {
           tile::chunk_at<L::kKeys>(shared.slot(slot), pair * 32 + lane, column(block) / 16));
     }
   }
-  // Values over the keys' powers of two.
+  // Widens values, divided by the keys' powers of two.
   template <bool kHide, bool kScale>
   MLA_DEVICE void widen(const uint32_t (&codes)[kSteps / 2][4], const float (&ratios)[kSteps][2],
                         uint32_t (&operand)[kSteps][4]) const {

@@ -1,4 +1,4 @@
-// The group of attend_e4m3.h that makes probabilities.
+// The group of attend_e4m3.h that computes probabilities.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_SCORER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_SCORER_H_
 
@@ -6,10 +6,10 @@
 
 namespace mla::kernels::hip {
 
-// Of each tile, a row's probabilities are 2^(x - top + kShift) with the row's largest logit `top`
-// of the tile, so that none is lost for what other tiles hold, and the largest is not rounded. What
-// is summed over tiles counts from an origin that follows the largest logit once that has grown by
-// more than kSlack; the factor between the two goes with the probabilities.
+// In each tile, a row's probabilities are 2^(x - top + kShift), with `top` the row's largest logit
+// in that tile. So no tile loses precision because of other tiles, and the largest probability is
+// not rounded. Sums over tiles use an origin that follows the largest logit once that has grown by
+// more than kSlack. The factor between `top` and the origin is published with the probabilities.
 template <class C>
 class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
  public:
@@ -18,7 +18,7 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
 
   MLA_DEVICE E4m3Scorer(const AttendArgs& a, const L& layout) : Base(a, layout) {}
 
-  // The item is read again for its results, rather than held in registers meanwhile.
+  // The item is loaded again for its results, because keeping it would take registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
     State state;
 #pragma unroll
@@ -47,23 +47,25 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
 
   struct State {
     float origin[2];
-    // Of probabilities: as they were, of this lane's keys, and as codes, of the row.
+    // Sums of probabilities: unrounded, over this lane's keys; and as codes, over the row.
     float sum[2], coded[2];
     typename Base::Scale scale;
   };
 
-  // The first columns of the queries as operands in registers: keys are then all that these
-  // products read from shared memory.
+  // The first columns of the queries as operands in registers, so that their products read only
+  // keys from shared memory.
   struct Held {
     uint32_t q[C::kHeldSteps == 0 ? 1 : C::kHeldSteps][4];
   };
   struct TileSums {
-    float from[2], factor[2];  // what probabilities count from, and what brings them to the origin
+    float from[2], factor[2];  // base of the exponents in the tile, and the factor from there to
+                               // the origin
     float of[2] = {0.0f, 0.0f};
   };
 
   MLA_DEVICE void bring_queries(const Item& item, Held& held) const {
-    tile::named_sync<kGroupBarrier, L::kGroupThreads>();  // the last item's are no longer needed
+    tile::named_sync<kGroupBarrier, L::kGroupThreads>();  // the previous item's queries are no
+                                                          // longer needed
     const float scale = item.segment->softmax_scale * kLog2e * layer_scale(item);
     E4m3Queries<C, L>::write(shared, item, scale, warp, lane);
     tile::publish_shared();
@@ -75,7 +77,7 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
                                                    2 * step + (lane >> 4)));
     }
   }
-  // What all values of the layer are times.
+  // Common scale of all values of the layer.
   MLA_DEVICE static float layer_scale(const Item& item) { return item.segment->kv_scale; }
 
   MLA_DEVICE void attend_tile(const Tiles& tiles, int first, const Held& held, State& state) {
@@ -89,7 +91,7 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
     take_scores(tiles, slot, first, state.scale, s, top, [](float x, int, int, int) { return x; });
     TileSums sums;
     move_origins(slot, top, sums, state);
-    // What was published here before is no longer needed.
+    // The slot's previous probabilities are no longer needed.
     tile::barrier_wait(shared.adopted(slot), ring.parity ^ 1);
     uint32_t codes[kScores / 4];
     make_probabilities(state, s, codes, sums);
@@ -101,7 +103,7 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
   }
   MLA_DEVICE void add_sums(const uint32_t (&codes)[kScores / 4], const TileSums& sums,
                            State& state) const {
-    float of_codes[4];  // of a row's keys: elements 0 and 2, of both rows
+    float of_codes[4];  // sums over a row's keys: elements 0 and 2, one of each row
     const uint64_t ones = tile::along_rows(shared.ones());
     tile::pin(of_codes);
     tile::wgmma_begin();
@@ -146,8 +148,8 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
     tile::wgmma_commit();
   }
 
-  // From the maxima of a tile to what its probabilities count from, and what brings its sums to the
-  // origin, which may follow.
+  // From the maxima of a tile, computes the base of its exponents and the factor from there to the
+  // origin, which may move.
   MLA_DEVICE void move_origins(int tile_slot, float (&top)[2], TileSums& sums, State& state) const {
     float old_factor[2];
     bool moved = false;
@@ -172,8 +174,8 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
     store_old_factors(tile_slot, old_factor, moved);
   }
 
-  // Word 2 c + h of the codes: row h, keys 2 (lane % 4), the next, and eight further
-  // of each, of 16.
+  // Word 2 c + h of the codes holds row h, keys 2 (lane % 4) and the next, and the two keys eight
+  // further, of every 16.
   MLA_DEVICE void make_probabilities(const State& state, const Scores& s,
                                      uint32_t (&codes)[kScores / 4], TileSums& sums) const {
 #pragma unroll
@@ -201,8 +203,8 @@ class E4m3Scorer : E4m3Scores<C, E4m3Layout<C>> {
     }
   }
 
-  // Log-sum-exps, and what the results are times: the sum of codes in place of that of
-  // probabilities, since the results were summed with those.
+  // Stores log-sum-exps and the scales of the results. The results are sums over codes, so they are
+  // divided by the sum of codes instead of the sum of probabilities.
   MLA_DEVICE void finish(const Item& item, State& state) {
     if (items > 0) tile::barrier_wait(shared.taken(), (items - 1) & 1);
     ++items;

@@ -1,4 +1,4 @@
-// What both scorers have in common: attend_e4m3.h and attend_rows.h.
+// Code shared by the scorers of attend_e4m3.h and attend_rows.h.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_SCORES_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_SCORES_H_
 
@@ -10,7 +10,7 @@ namespace mla::kernels::hip {
 template <class C, class L>
 class E4m3Scores {
  public:
-  // Places of the item, and which one it is.
+  // Places of the item, its index and its share.
   struct Tiles {
     int begin, end, unmasked_end, index, share;
 
@@ -28,10 +28,10 @@ class E4m3Scores {
   using Scores = typename Rows::Scores;
   static constexpr int kScores = Rows::kScoreElems;
 
-  // What brings scores to logits, as powers of two.
+  // Factors from scores to logits, as powers of two.
   struct Scale {
     float of[2];
-    bool positive;  // both
+    bool positive;  // both factors are positive
 
     MLA_DEVICE void read(const E4m3Scores& scores) {
 #pragma unroll
@@ -40,7 +40,7 @@ class E4m3Scores {
       }
       positive = of[0] > 0.0f && of[1] > 0.0f;
     }
-    // Where scores are not logits already.
+    // The factor that is still to be applied to scores.
     MLA_DEVICE float rest(int slot) const { return positive ? of[slot] : 1.0f; }
   };
 
@@ -49,19 +49,20 @@ class E4m3Scores {
 
   MLA_DEVICE int row(int slot) const { return Rows::row(warp, lane, slot); }
 
-  // Hides scores that are not seen, makes each what change(score, row's slot, keys' eight, number)
-  // gives, and takes the maxima.
+  // Hides unseen scores, replaces each by change(score, row's slot, keys' eight, number), and takes
+  // the maxima.
   template <class Change>
   MLA_DEVICE void take_scores(const Tiles& tiles, int slot, int first, const Scale& scale,
                               Scores& s, float (&top)[2], const Change& change) const {
     if (!scale.positive) {
-      // Or the maximum would not be that of the logits.
+      // Scales scores now if a factor is not positive; otherwise the maximum would not belong to
+      // the largest logit.
 #pragma unroll
       for (int i = 0; i < kScores; ++i) s.c[i] *= scale.of[i >> 1 & 1];
     }
     if (L::kLists) hide_unseen(slot, s);
     if (first + C::kTileKv > tiles.unmasked_end) hide(tiles, first, s);
-    float most[2][2];  // of two keys each
+    float most[2][2];  // each over two keys
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
@@ -75,7 +76,8 @@ class E4m3Scores {
     top[1] = max_f(max_f(most[1][0], most[1][1]), negative_infinity());
   }
 
-  // Of this lane's rows: what sums of earlier tiles are times before those of this one are added.
+  // Stores for this lane's rows the factor of earlier tiles' sums, applied before this tile's sums
+  // are added.
   MLA_DEVICE void store_old_factors(int tile_slot, const float (&factor)[2], bool moved) const {
     if ((lane & 3) == 0) {
       tile::store_float(shared.old_factor(tile_slot) + row(0) * 4, factor[0]);

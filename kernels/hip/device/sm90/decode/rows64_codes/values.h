@@ -8,10 +8,10 @@
 namespace mla::kernels::hip {
 
 // One of two groups: O^T [256 columns x 64 rows] += V^T P^T. V^T is the operand in registers, and
-// probabilities have their keys in its order.
+// probabilities store their keys in its order.
 //
-// The matrix unit adds with 13 bits below the largest, so it sums the 64 keys of a tile alone;
-// those sums are added in fp32, times a factor of the tile and row.
+// The matrix unit aligns addends to the largest and keeps 13 bits below it. So it sums only the 64
+// keys of one tile; sums of tiles are added in fp32, times a factor of the tile and row.
 template <class C>
 class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
  public:
@@ -21,11 +21,12 @@ class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
   MLA_DEVICE E4m3Values(const AttendArgs& a, const L& layout)
       : Base(a, layout, (tile::wave_index() >> 2) - 1) {}
 
-  // The item is read again for its results, rather than held in registers meanwhile.
+  // The item is loaded again for its results, because keeping it would take registers.
   MLA_DEVICE void attend(const Item& item, int index, int share) {
     float o[kBlocks][kProduct];
     Base::clear(o);
-    // Keys that are left, and keys until some may be hidden: lists may name such ones anywhere.
+    // Remaining keys, and keys before the first that may be hidden. With lists, any key may be
+    // hidden.
     const RowSource<C::kAttention> source(args, item);
     int left = source.end - source.begin, plain = L::kLists ? 0 : item.limit(0) - source.begin;
     if (plain >= left) plain = kAllPlain;
@@ -41,21 +42,21 @@ class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
   using Base::kBlocks, Base::kProduct, Base::column, Base::row;
   using typename Base::lds_t;
   static constexpr int kAllPlain = 1 << 30;
-  static constexpr int kSteps = L::kKeys / 32;  // of a tile
+  static constexpr int kSteps = L::kKeys / 32;  // steps of a tile
 
-  // The next tile. `hide`: values of keys that are not seen may be no numbers.
+  // Adds the next tile. `hide`: values of unseen keys may be NaN.
   MLA_DEVICE void add(bool hide, float (&o)[kBlocks][kProduct]) {
     const int slot = ring.at;
     tile::barrier_wait(shared.published(slot), ring.parity);
     ring.next();
     Base::follow_origins(slot, o);
-    // The scorers have seen that the slot is filled before they published.
+    // No wait for the slot: the scorers had seen it filled before they published.
     if (hide) {
       add_blocks<true>(slot, o);
     } else {
       add_blocks<false>(slot, o);
     }
-    // The scorers write the slot's next factors once it is filled again, so it is free only now.
+    // Freed only here, because the scorers write the slot's next factors once it is filled again.
     if (lane == 0) {
       tile::barrier_arrive(shared.emptied(slot));
       tile::barrier_arrive(shared.adopted(slot));
@@ -87,10 +88,10 @@ class E4m3Values : E4m3Columns<C, E4m3Layout<C>> {
           o[block][4 * j + i] = fma_f(sums[4 * j + i], by[i & 1], o[block][4 * j + i]);
         }
       }
-      tile::pin(o[block]);  // before the registers of the sums are wanted again
+      tile::pin(o[block]);  // before the registers of the sums are reused
     });
   }
-  // Codes of 16 columns and the keys of a slot.
+  // Reads codes of 16 columns and all keys of a slot.
   template <bool kHide>
   MLA_DEVICE void read(int slot, int chunk, uint32_t (&operand)[kSteps][4]) const {
 #pragma unroll

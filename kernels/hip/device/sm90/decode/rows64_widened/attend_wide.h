@@ -1,5 +1,5 @@
-// Absorbed attention over rows of 8 bits on sm_90a from 17 packed rows on: the computing groups of
-// attend_wgmma.h, for which the third group widens the rows to bf16 on their way into shared
+// Absorbed attention over rows of 8 bits on sm_90a from 17 packed rows on. It uses the computing
+// groups of attend_wgmma.h; the third group widens the rows to bf16 and writes them to shared
 // memory. Each value is widened once for 64 packed rows.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_ATTEND_WIDE_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_ATTEND_WIDE_H_

@@ -1,5 +1,5 @@
-// Rows of fp8_row as rows of bf16, in a place of their own: for lists that name each row so often
-// that widening it once is less work than widening it wherever it is read.
+// Widens rows of fp8_row to bf16 rows in memory of their own. It is for lists that name each row so
+// often that widening it once is less work than widening it at each use.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_WIDEN_ROWS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_WIDEN_ROWS_H_
 
@@ -9,8 +9,8 @@
 
 namespace mla::kernels::hip {
 
-// A warp a row: 16 codes a lane, and of the rotated part a word. Values are those that
-// widening_producer.h makes.
+// A warp a row: a lane has 16 codes, and a word of the rotated part. widening_producer.h makes the
+// same values.
 class WidenRows {
  public:
   MLA_DEVICE static void run(const WidenArgs& args) {
@@ -35,7 +35,7 @@ class WidenRows {
   }
 
  private:
-  static constexpr int kLora = 512, kRope = 64, kGroup = 128;  // values; of one scale
+  static constexpr int kLora = 512, kRope = 64, kGroup = 128;  // values a row; values a scale
   static_assert(kRope * 2 == tile::kWave * 4 && kLora == tile::kWave * 16);
   static_assert(kWidenedRowBytes == (kLora + kRope) * 2);
 };

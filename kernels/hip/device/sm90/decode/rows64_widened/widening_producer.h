@@ -1,4 +1,4 @@
-// The group of attend_wide.h that brings queries and KV rows.
+// The group of attend_wide.h that copies queries and KV rows.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_WIDENING_PRODUCER_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_WIDENED_WIDENING_PRODUCER_H_
 
@@ -9,9 +9,9 @@
 
 namespace mla::kernels::hip {
 
-// Widens rows of 8 bits to bf16 on their way into the slots of WgmmaLayout, half a tile after the
-// other: four lanes a row. A lane copies its chunks of 16 bytes through a staging area of its own,
-// L::kStages of them at a time, and the next half's rows are on their way to the L2.
+// Widens rows of 8 bits to bf16 and writes them to the slots of WgmmaLayout, half a tile at a time,
+// four lanes a row. A lane copies its chunks of 16 bytes through a staging area of its own,
+// L::kStages of them at a time. The next half's rows are prefetched to the L2.
 template <class C>
 class WideningProducer {
  public:
@@ -38,35 +38,37 @@ class WideningProducer {
  private:
   using Source = RowSource<C::kAttention>;
   static constexpr bool kRowScales = C::kFormat == KvFormat::kFp8Row;
-  // The last column block of values is bf16, and scales are exponents behind the rows of the page.
+  // For kFp8Page the last column block of values is bf16, and scales are exponents stored after the
+  // page's rows.
   static constexpr bool kPages = C::kFormat == KvFormat::kFp8Page;
-  static constexpr int kCodeChunks = C::kLora / 64;       // of a lane: one of each column block
+  static constexpr int kCodeChunks = C::kLora / 64;       // chunks a lane: one of each column block
   static constexpr int kRopeChunks = kRowScales ? 2 : 1;  // two chunks of bf16 or one of codes
-  static constexpr int kChunks = 10;                      // of codes the last is none
+  static constexpr int kChunks = 10;                      // for rows that are all codes, the last
+                                                          // one is empty
   static constexpr int kRopeAt = C::kLora + (kRowScales ? 16 : 0);
   static constexpr int kHalfRows = L::kRows / 2;
   static constexpr int kOtherHalf = L::kHalfBlocks;       // column blocks to the other half
-  static constexpr int kQueries = 2;                      // place in `uses`
+  static constexpr int kQueries = 2;                      // its bit in `uses`
   static_assert(kChunks % L::kStages == L::kStages / 2);  // steps begin at two stages in turn
 
   struct Stream {
-    Chunk scales;               // of the row: one fp32 each 128 columns, or a byte each 64
-    const uint8_t *row, *next;  // that chunks are copied of: four lanes share a row
-    const uint8_t* exponents;   // of `next`, of kPages
-    int entry;                  // of the row after those
-    uint32_t seen = 0;          // bit i: whether the i-th row from `row` on is seen
+    Chunk scales;               // the row's scales: one fp32 each 128 columns, or a byte each 64
+    const uint8_t *row, *next;  // rows that chunks are copied from; four lanes share a row
+    const uint8_t* exponents;   // exponents of `next`, for kPages
+    int entry;                  // entry of the row after these
+    uint32_t seen = 0;          // bit i: the query row sees the i-th row from `row` on
   };
 
-  // Of this lane's row, in a half tile.
+  // Index of this lane's row in a half tile.
   MLA_DEVICE int row() const { return warp * 8 + (lane >> 2); }
   MLA_DEVICE int place(const Source& source, int step) const {
     return source.begin + step * kHalfRows + row();
   }
-  // Two halves of a tile lie in one slot.
+  // Two halves of a tile share a slot.
   MLA_DEVICE static int slot_of(int step) { return step >> 1 & 1; }
 
-  // The row of `step`, the `ahead`-th from the current one, whose entry has come; asks for the next
-  // entry. Steps past the item's repeat its last row.
+  // Finds the row of `step`, the `ahead`-th after the current one, whose entry has been loaded, and
+  // loads the next entry. Steps past the item's end repeat its last row.
   MLA_DEVICE const uint8_t* find(const Source& source, int step, int ahead, Stream& stream) const {
     if constexpr (L::kLists) {
       const bool seen = place(source, step) < source.end && source.sees_entry(stream.entry);
@@ -98,12 +100,12 @@ class WideningProducer {
     for (int i = 0; i < 4; ++i) stream.scales.w[i] = from[i];
   }
 
-  // Where this lane's chunk `i` of a step's row is staged.
+  // Staging address of this lane's chunk `i` of a step's row.
   MLA_DEVICE lds_t staged(int step, int i) const {
     const int stage = i % L::kStages ^ (step & 1) * (L::kStages / 2);
     return shared.staging() + ((stage * L::kGroupWarps + warp) * tile::kWave + lane) * 16;
   }
-  // Starts the copy of chunk `i` of a step, or of the next one; chunks are in the order of a slot.
+  // Starts the copy of chunk `i` of a step, or of the next step. Chunks have the order of a slot.
   MLA_DEVICE void fetch(int step, int i, const Stream& stream) const {
     const uint8_t* from = stream.row;
     if (i >= kChunks) {
@@ -124,14 +126,14 @@ class WideningProducer {
     }
     tile::close_copies();
   }
-  // Of kPages: what the i-th chunk of a lane is. The two of the last block, which is bf16, come
-  // where that block is in the order of the slot.
+  // For kPages: describes the i-th chunk of a lane. The two chunks of the last block, which is
+  // bf16, come at that block's place in the order of the slot.
   static constexpr int kPageCodes = C::kLora - 64;  // values that are codes
   static constexpr int kPieces = kCodeChunks + 1;
   struct Piece {
     int turn;     // block in the order of the slot
-    int block;    // of the tile
-    int rotated;  // 0 or 1: of its two chunks; -1: it is of codes
+    int block;    // block of the tile
+    int rotated;  // 0 or 1: index of the bf16 chunk; -1: a chunk of codes
     MLA_DEVICE Piece(int slot, int i) {
       const int last = slot == 0 ? kCodeChunks - 1 : kOtherHalf - 1;
       turn = i <= last ? i : i - 1;
@@ -142,7 +144,7 @@ class WideningProducer {
     MLA_DEVICE bool ends_turn() const { return rotated != 0; }
   };
 
-  // The column block that comes i-th: the second slot begins with the other half.
+  // The i-th column block: the second slot begins with the other half.
   MLA_DEVICE static int block(int step, int i) { return i ^ slot_of(step) * kOtherHalf; }
 
   MLA_DEVICE void bring_queries(const Item& item) {
@@ -160,8 +162,8 @@ class WideningProducer {
     }
   }
 
-  // Writes the half tile of `step` part by part, and fetches the next behind what it takes. Loops
-  // are not unrolled, so that their code stays in the smallest cache.
+  // Writes the half tile of `step` part by part. After each chunk it takes, it fetches one of the
+  // next half. Loops are not unrolled, so that the code fits the smallest cache.
   MLA_DEVICE void store_half(const Source& source, int step, Stream& stream) {
     const int slot = slot_of(step), tile_row = (step & 1) * kHalfRows + row();
     const lds_t to =
@@ -214,7 +216,7 @@ class WideningProducer {
         publish(shared.filled(slot, piece.turn / 2));
       }
     }
-    tile::wait_for_copies<L::kStages - 1>();  // of the chunk that is none
+    tile::wait_for_copies<L::kStages - 1>();  // for the empty chunk
     fetch(step, kPieces + L::kStages, stream);
   }
   MLA_DEVICE static float exponent_scale(const Chunk& scales, int block) {
@@ -236,7 +238,7 @@ class WideningProducer {
       fetch(step, kCodeChunks + i + L::kStages, stream);
     }
   }
-  // Of a group of 128 columns.
+  // Scale of a group of 128 columns.
   MLA_DEVICE static float pick(const Chunk& scales, int group) {
     const uint32_t low = (group & 1) == 0 ? scales.w[0] : scales.w[1];
     const uint32_t high = (group & 1) == 0 ? scales.w[2] : scales.w[3];
@@ -246,19 +248,19 @@ class WideningProducer {
   MLA_DEVICE void wait_emptied(int slot, int half) const {
     tile::barrier_wait(shared.emptied(slot, half), (uses >> slot & 1) ^ 1);
   }
-  // This warp's rows of a part are there.
+  // Arrives for this warp's rows of a part.
   MLA_DEVICE void publish(lds_t barrier) const {
     tile::sync_warp();
     if (lane == 0) tile::barrier_arrive(barrier);
   }
-  // Which of this warp's rows are seen; it goes with the first part.
+  // Stores which of this warp's rows are seen; belongs to the first part.
   MLA_DEVICE void write_seen(int slot, int step, bool seen) const {
     const uint32_t word = tile::ballot(seen);
     const int eight = (step & 1) * (kHalfRows / 8) + warp;
     if (lane == 0) tile::store_word(shared.seen(slot, eight), word);
   }
 
-  // 16 codes: two chunks side by side.
+  // Writes 16 codes as two neighbouring chunks.
   MLA_DEVICE void write_codes(const Chunk& codes, float scale, lds_t at) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -270,7 +272,8 @@ class WideningProducer {
   const AttendArgs& args;
   const L shared;
   const int warp, lane;
-  uint32_t uses = 0;  // bit s: parity of the tiles that slot s has held; kQueries: of items
+  uint32_t uses = 0;  // bit s: parity of the tiles that slot s has held; bit kQueries: parity of
+                      // items
 };
 
 }  // namespace mla::kernels::hip

@@ -1,5 +1,5 @@
-// Absorbed attention to one tile of up to 16 packed rows a block with the merge of its parts; for
-// more rows attend_wgmma.h does so.
+// Absorbed attention to one tile, with up to 16 packed rows a block, that merges its own parts.
+// attend_wgmma.h does the same for more rows.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_SPLIT_ATTEND_SPLIT_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_SPLIT_ATTEND_SPLIT_H_
 

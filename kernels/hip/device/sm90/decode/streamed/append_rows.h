@@ -1,4 +1,4 @@
-// The append of KV rows by the blocks whose items see them.
+// Appends KV rows in the blocks whose items see them.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_STREAMED_APPEND_ROWS_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_STREAMED_APPEND_ROWS_H_
 
@@ -7,15 +7,15 @@
 
 namespace mla::kernels::hip {
 
-// Stores the new rows that this block's items see where the pool has them, each item's by a warp of
-// kWarps. Other blocks may store the same rows with the same values. Behind the block's next
-// barrier all of its threads read them.
+// Stores the new rows that this block's items see in the pool, with one of kWarps warps for each
+// item. Other blocks may store the same rows with the same values. After the block's next barrier,
+// all of its threads may read them.
 //
-// At the start of the block, not of the item: once outputs leave, too, the bus takes 8 to 10 us to
-// bring a row from the host's memory.
+// It runs at the start of the block, not of the item: once outputs use the bus as well, a row takes
+// 8 to 10 us to arrive from host memory.
 template <int kRows, int kWarps>
 MLA_DEVICE void append_rows(const StreamArgs& args) {
-  constexpr int kChunks = 72;  // of a row of 576 elements
+  constexpr int kChunks = 72;  // in a row of 576 elements
   constexpr int kLaneChunks = (kChunks + tile::kWave - 1) / tile::kWave;
   const auto append = [&args](const Item& item, int, int) {
     const RowSource<AttentionKind::kDense> source(args, item);

@@ -1,19 +1,21 @@
-// Absorbed attention whose queries arrive from the host's memory while it runs, and whose outputs
-// leave for it as segments end: neither waits for all of the other, and no launch lies between.
+// Absorbed attention whose queries arrive from host memory while it runs, and whose outputs leave
+// for host memory as segments end. Copies and computation overlap without further launches.
 //
 //     copy engine     queries of segment 0 | of segment 1 | of segment 2 | ...
 //     units' blocks   new rows | KV rows, wait for queries of segment 0 | attend | merge | KV ...
 //     last blocks     wait for segment 0 | its outputs to the host | wait for segment 1 | ...
 //
-// The engine makes one copy of all queries, which the units' blocks see arrive: it takes the bus
-// better than kernels' loads do while outputs leave, and than several copies with words between
-// them. Outputs leave through few blocks, because many that store to the host hold up what comes.
+// The engine makes one copy of all queries, and the units' blocks watch them arrive. While outputs
+// leave, this copy uses the bus better than kernels' loads do, and better than several copies with
+// signals between them. Outputs leave through few blocks, because stores from many blocks would
+// delay the arriving queries.
 //
-// The launch has ended for the host once these have reported that all is there (StreamReport); what
-// follows on the device waits for the kernel's end.
+// For the host the launch has ended once these blocks have reported that all outputs are in host
+// memory (StreamReport). Later work on the device waits for the kernel's end.
 //
-// Segments arrive in the order in which units have their items. A tile is in pieces of few KV rows,
-// so that all units are at work soon and little is left to do once the last segment has arrived.
+// Segments arrive in the order in which units have their items. A tile is cut into pieces of few KV
+// rows, so that all units have work soon, and little work remains when the last segment has
+// arrived.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_STREAMED_ATTEND_STREAM_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_STREAMED_ATTEND_STREAM_H_
 
@@ -43,9 +45,9 @@ class AttendStream {
  private:
   static constexpr int kPushWarps = kPushBlocks * kThreads / tile::kWave;
   static constexpr int kWarpBytes = tile::kWave * 16;
-  static constexpr int kAhead = 11;  // runs of kWarpBytes that a warp has on their way at a time
+  static constexpr int kAhead = 11;  // runs of kWarpBytes that a warp loads at a time
 
-  // Each warp waits on its own, so that some have stores on their way while others wait.
+  // Each warp waits on its own, so that some warps store while others wait.
   MLA_DEVICE static void push(const StreamArgs& args) {
     let_next_kernel_start();
     const int block = block_index() - args.blocks;
