@@ -7,11 +7,6 @@ architecture. For each kernel of matrix products on AMD it prints the instructio
 and the clocks that they take, bank conflicts of LDS included (lds_banks.py): pipe by pipe, and for
 a whole turn with the code's own waits (timeline.py).
 
-Exits 1 on any spill that KNOWN_SPILLS does not state, on scratch, on LDS over the limit of the
-architecture, on a loop that misses its targets (loop_faults, conflict_faults, stage_faults), on
-uses of m0 that the copies do not expect (m0_faults), on code objects that the oldest ROCm does not
-load (code_object_faults), and when the folder holds no kernel at all.
-
 Exits 1
 - on any spill that KNOWN_SPILLS does not state, on scratch, on LDS over the architecture's limit;
 - on a loop that misses its targets (loop_faults, conflict_faults, stage_faults);
