@@ -7,7 +7,7 @@ namespace mla::base {
 namespace {
 
 struct Mount {
-  std::string group;   // that its top folder is
+  std::string group;   // group of its top folder
   std::string folder;  // where it is mounted
 };
 
@@ -37,15 +37,15 @@ std::vector<Mount> MountsOf(int version, std::string_view controller, const std:
         version == 2 ? type == "cgroup2" : type == "cgroup" && HasWord(options, controller);
     if (fits) mounts.push_back(mount);
   }
-  if (mounts.empty()) {  // where they always are
+  if (mounts.empty()) {  // the usual place
     const std::string folder = "/sys/fs/cgroup";
     mounts.push_back({"/", version == 2 ? folder : folder + "/" + std::string(controller)});
   }
   return mounts;
 }
 
-// The folders of the group and of those around it, up to the top of the mount. A group outside of
-// what is mounted, as containers of some kinds see their own, is the one at the top.
+// The folders of the group and of those around it, up to the top of the mount. A group outside the
+// mounted ones, as seen inside some kinds of containers, counts as the group at the top.
 void AddFolders(const Mount& mount, const std::string& group, int version, const std::string& root,
                 std::vector<ControlGroup>* groups) {
   const std::string top = mount.group == "/" ? "" : mount.group;

@@ -1,4 +1,5 @@
-// The control groups that this process is in: what a container or a service manager allows it.
+// The control groups that this process is in, with the limits that a container or a service manager
+// sets.
 #ifndef MLA_BASE_CONTROL_GROUPS_H_
 #define MLA_BASE_CONTROL_GROUPS_H_
 
@@ -9,8 +10,8 @@
 namespace mla::base {
 
 struct ControlGroup {
-  std::string folder;  // of its files
-  int version = 2;     // of control groups, 1 or 2: its files have other names
+  std::string folder;  // folder of its files
+  int version = 2;     // version of control groups, 1 or 2; the names of files differ
 };
 
 // The groups whose limits of `controller` ("memory", "cpu") hold for this process, in no order: its

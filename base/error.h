@@ -1,9 +1,9 @@
 // One value for an error: an absl::Status that carries an ErrorDetail as its payload.
 //
-// The code and the message are for any caller; the detail names the field, what it held, what would
-// have been accepted, and what a client may do. It is written and read here alone; the server sends
-// it as mla.v1.ErrorDetail (server/grpc/grpc_status.h). Pure functions, any thread. An OK status
-// has no detail, so success allocates nothing.
+// Code and message are for any caller. The detail names the field, its value, the accepted values,
+// and the actions that a client may take. It is written and read here alone; the server sends it as
+// mla.v1.ErrorDetail (server/grpc/grpc_status.h). Pure functions, any thread. An OK status does not
+// have a detail, so success allocates nothing.
 #ifndef MLA_BASE_ERROR_H_
 #define MLA_BASE_ERROR_H_
 
@@ -21,20 +21,20 @@ namespace mla {
 // Whose bound refused a request.
 enum class BoundOwner : uint8_t { kNone, kTenant, kServer };
 
-// What went wrong, in terms of the contract.
+// A fault in terms of the contract.
 struct ErrorDetail {
   std::string field = {};   // path, e.g. "attend.row_count"
-  std::string got = {};     // what it held
-  std::string limit = {};   // what would have been accepted
+  std::string got = {};     // value of the field
+  std::string limit = {};   // accepted values
   std::string reason = {};  // stable token, e.g. "epoch_mismatch"
   int64_t retry_after_ms = 0;
   int64_t last_good_position = 0;
-  // Of an Attend with KV rows whose step is still open: the first row of the step that its layer
+  // For an Attend with KV rows whose step is still open: the first row of the step that its layer
   // does not have. The rows before it are stored, or on their way; the client sends again from it.
-  // -1: the failure says nothing about it.
+  // -1: the failure does not tell.
   int64_t next_row = -1;
-  // Of a refusal by a bound: the resource, what was wanted, what is free of the bound, and whose it
-  // is.
+  // For a refusal by a bound: the resource, the wanted amount, the free amount, and the owner of
+  // the bound.
   std::string resource = {};
   int64_t wanted = 0;
   int64_t free = 0;
@@ -48,7 +48,7 @@ struct ErrorDetail {
 // REQUIRES: code is not OK.
 absl::Status MakeError(absl::StatusCode code, absl::string_view message, const ErrorDetail& detail);
 
-// Of `status`; one without any field set where the status brings none.
+// The detail of `status`, or one without any field set.
 ErrorDetail DetailOf(const absl::Status& status);
 
 // `status` with the detail that change(detail) makes of its own. REQUIRES: an error.

@@ -62,7 +62,7 @@ class CondVar final {
   bool WaitUntil(MutexLock& lock, std::chrono::time_point<Clock, Duration> end) {
     return condition_.wait_until(lock.lock_, end) == std::cv_status::no_timeout;
   }
-  // With one: what it says at the end.
+  // With a predicate: returns its value at the end.
   template <typename Rep, typename Period, typename Predicate>
   bool WaitFor(MutexLock& lock, std::chrono::duration<Rep, Period> time,
                Predicate holds) ABSL_NO_THREAD_SAFETY_ANALYSIS {

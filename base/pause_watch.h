@@ -1,9 +1,9 @@
-// Time in which this process did not run: it was stopped (SIGSTOP, a paused container, a machine
-// that was moved), or the machine had no time for it. A thread of its own notes the time again and
-// again; a gap in its notes is a pause.
+// Time in which this process did not run: it was stopped (SIGSTOP, a paused container, a migrated
+// machine), or the machine gave it no time. A thread of its own notes the time again and again; a
+// gap in its notes is a pause.
 //
-// What others sent during a pause waits in sockets, so deadlines of what they must send may not
-// count it.
+// Messages that others sent during a pause wait in sockets, so their deadlines may not count the
+// pause.
 //
 // Threading: any thread.
 #ifndef MLA_BASE_PAUSE_WATCH_H_

@@ -8,15 +8,15 @@
 namespace mla::base {
 
 // `cpus`, or fewer if the quota of a control group around this process amounts to fewer whole ones;
-// at least 1. A file that is not there or says something else is no quota. `root` is prefixed to
+// at least 1. A file that is missing or has other contents sets no quota. `root` is prefixed to
 // /proc and /sys for tests.
 int32_t WithinQuota(int32_t cpus, const std::string& root = "");
 
 // CPUs that the scheduler may put this thread on.
 int32_t AllowedCpuCount();
 
-// The same within the quota of its container. A quota gives time, not places: more threads than it
-// has would all be stopped together until the next period.
+// As AllowedCpuCount, within the quota of the container. A quota gives time, not places: more
+// threads than it has would all be stopped together until the next period.
 int32_t UsableCpuCount();
 
 }  // namespace mla::base

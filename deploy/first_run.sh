@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first run on an AMD GPU (MI300X, MI325X, MI350X, MI355X): looks at the machine, tests single
-# instructions, every kernel and the server, measures, and packs what came of it into one archive
+# The first run on an AMD GPU (MI300X, MI325X, MI350X, MI355X): It examines the machine, tests
+# single instructions, every kernel and the server, measures, and packs the results into one archive
 # that can be sent back. It changes nothing on the machine and needs no root.
 #
 #   ./dev build hip && bazel build --config=hip //client/mlactl
@@ -37,7 +37,8 @@ step() {
   printf '%-28s %-8s status %-4d %5d s\n' "$name" "$verdict" "$status" "$((SECONDS - begin))" |
     tee -a "$out/summary.txt"
 }
-# look NAME COMMAND...: the same of what a machine may not have: no result.
+# look NAME COMMAND...: look NAME COMMAND...: the same for facts that a machine may lack: a failure
+# is not a result.
 look() {
   local name="$1"
   shift
@@ -63,7 +64,7 @@ machine() {
   done
 }
 
-# serve NAME FLAG...: a server on the GPU, what it says of itself, and a short load.
+# serve NAME FLAG...: serve NAME FLAG...: a server on the GPU, its log, and a short load.
 serve() {
   local name="$1" socket="$work/mla.sock" server status=0
   shift

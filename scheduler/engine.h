@@ -3,8 +3,8 @@
 // The holder of the role (one mutex) runs the engine. Under load a dedicated thread keeps it: while
 // a launch runs, arrivals collect in the bounded inbox, and when it ends everything ready goes
 // (natural batching, no window). When the engine is idle, the thread that submits a request takes
-// the role itself and may run a small launch to completion, so that an idle server pays no
-// hand-off.
+// the role itself and may run a small launch to completion. An idle server then needs no hand-over
+// between threads.
 //
 // Threading: every public method may be called from any thread. Submit never blocks on a launch;
 // the control calls (sequences, models, stats) take the role and so wait for a running launch at
@@ -48,9 +48,10 @@ using kvcache::PageMove;
 using kvcache::PageTags;
 using kvcache::SequenceState;
 
-// What a worker keeps of a sequence beside its rows and entries (mla.v1.EndStep.tails): bytes that
-// the engine never looks at. Sequences, forks and exports share them; they count against the tenant
-// until the last of these is gone. Written by who made it, before the engine gets it.
+// Bytes that a worker stores with a sequence in addition to its rows and entries
+// (mla.v1.EndStep.tails). The engine never reads them. Sequences, forks and exports share a tail;
+// it counts against the tenant until the last of them is gone. The creator of a tail writes it
+// before the engine gets it.
 struct Tail {
   Tail(size_t bytes, TenantUse taken)
       : data(std::make_unique_for_overwrite<std::byte[]>(bytes)),
@@ -65,7 +66,7 @@ struct Tail {
 struct SequenceTail {
   int64_t position = 0;
   std::shared_ptr<const Tail> tail;
-  uint64_t serial = 0;  // of the sequence's tails: what takes a tail's place has a higher one
+  uint64_t serial = 0;  // a new tail of the sequence has a higher serial than the old one
 };
 
 struct SequenceInfo {
@@ -79,26 +80,26 @@ struct SequenceInfo {
   std::string model_id;
   std::string client_id;
   int64_t page_groups = 0;
-  int64_t declared = 0;                  // rows of which is known what they stand for
+  int64_t declared = 0;                  // rows whose contents the client has declared
   kvcache::PrefixMatch matched;          // the last match
-  std::optional<int64_t> tail_position;  // absent: it has no tail
+  std::optional<int64_t> tail_position;  // absent: no tail
 };
 
 // Memory that an engine takes.
 struct EngineBytes {
   int64_t host = 0;
-  int64_t device = 0;  // of a backend whose memory is not the host's
+  int64_t device = 0;  // 0 if the backend computes in host memory
   int64_t sum() const { return host + device; }
 };
 
-// What rows stand for: token ids, or keys of 32 bytes for whole pages.
+// The contents that rows stand for: token ids, or keys of 32 bytes for whole pages.
 struct PrefixArgs {
   std::vector<uint32_t> token_ids;
   std::vector<std::string> page_keys;
   std::string salt;      // rows are shared between equal salts only
-  int64_t max_rows = 0;  // of the sequence after the match; 0: as many as are declared
-  // Called by the call's thread once it has hashed all this, before it waits for anything; it may
-  // be empty.
+  int64_t max_rows = 0;  // length limit of the sequence after the match; 0: all declared rows
+  // Called by the call's thread once it has hashed all this, before it waits for anything; may be
+  // empty.
   std::function<void()> hashed = {};
   bool empty() const { return token_ids.empty() && page_keys.empty(); }
 };
@@ -108,9 +109,9 @@ struct OpenArgs {
   std::string model_id;
   std::string request_id;  // empty: not idempotent
   std::string client_id;
-  int64_t lease_ms = 0;  // 0: Limits::sequence_lease_ms
-  PrefixArgs prefix;     // what its first rows stand for; those that are cached are there at once
-  SequenceId restored_id = 0;  // of a sequence that was checkpointed; 0: a new id
+  int64_t lease_ms = 0;        // 0: Limits::sequence_lease_ms
+  PrefixArgs prefix;           // contents of its first rows; cached rows are attached at once
+  SequenceId restored_id = 0;  // id of a checkpointed sequence; 0: a new id
   // For rows of slower tiers, where it is less than Limits::tier_wait_ms.
   int64_t most_wait_ms = std::numeric_limits<int64_t>::max();
 };
@@ -119,14 +120,14 @@ struct MatchArgs {
   std::string tenant;
   SequenceId id = 0;
   uint64_t expected_epoch = 0;
-  int64_t first_row = 0;  // that `prefix` is about; at most what was declared before
+  int64_t first_row = 0;  // position of the first row in `prefix`; at most the rows declared before
   PrefixArgs prefix;
-  int64_t most_wait_ms = std::numeric_limits<int64_t>::max();  // as of OpenArgs
+  int64_t most_wait_ms = std::numeric_limits<int64_t>::max();  // see OpenArgs
 };
 
-// What a client asks for cached rows. Numbers of mla.v1.HintKind.
+// Wishes that a client has for cached rows. Numbered as mla.v1.HintKind.
 enum class HintKind : uint8_t {
-  kPin = 1,   // they stay in the pool for ttl_ms; 0: no more
+  kPin = 1,   // they stay in the pool for ttl_ms; 0 ends the pin
   kRetain,    // they go later than others
   kPrefetch,  // they come back from slower tiers
   kDemote,    // they go to a slower tier
@@ -135,7 +136,7 @@ enum class HintKind : uint8_t {
 struct HintArgs {
   std::string tenant;
   HintKind kind = HintKind::kPin;
-  SequenceId id = 0;  // whose declared rows are meant; 0: those of `prefix`
+  SequenceId id = 0;  // the hint is for its declared rows; 0: for the rows of `prefix`
   uint64_t expected_epoch = 0;
   std::string model_id;
   PrefixArgs prefix;
@@ -143,15 +144,15 @@ struct HintArgs {
   int32_t priority = 0;  // 0 .. PrefixCache::kMostPriority
 };
 
-// What became of it. Numbers of mla.v1.HintOutcome.
+// Result of a hint. Numbered as mla.v1.HintOutcome.
 enum class HintOutcome : uint8_t { kAccepted = 1, kClipped, kDeferred, kRefused };
 
 struct HintAnswer {
   HintOutcome outcome = HintOutcome::kRefused;
-  int64_t rows = 0;           // that the hint named
+  int64_t rows = 0;           // rows that the hint named
   int64_t rows_done = 0;      // for which it is done
-  int64_t rows_deferred = 0;  // that are on their way between tiers
-  const char* reason = "";    // a stable token: why it was not all of them
+  int64_t rows_deferred = 0;  // rows still moving between tiers
+  const char* reason = "";    // stable token: why fewer rows than named
 };
 
 struct ForkArgs {
@@ -173,7 +174,8 @@ struct SequenceSelection {
 struct SequenceList {
   std::vector<SequenceInfo> sequences;
   std::vector<SequenceId> not_found;
-  std::vector<std::pair<SequenceId, std::string>> moved;  // of these, and to which server
+  // sequences of `ids` on another server, and its address
+  std::vector<std::pair<SequenceId, std::string>> moved;
 };
 
 // A sequence, and whose it is.
@@ -182,7 +184,7 @@ struct TenantSequence {
   SequenceInfo info;
 };
 
-// What a slower tier has, and what has passed through it.
+// Contents and traffic of a slower tier.
 struct TierFigures {
   int64_t bytes_total = 0, bytes_used = 0, groups = 0;
   uint64_t groups_in = 0, bytes_in = 0;    // copies that were put there
@@ -201,8 +203,8 @@ struct TierStats {
 struct EngineStats {
   int32_t sequences = 0, open_steps = 0, models = 0, streams = 0;
   int32_t requests_waiting = 0, requests_running = 0;
-  // Since the arrival of the oldest request that waits: decode, extend, prefill, and any of these
-  // that waits for KV rows which have not arrived.
+  // Waiting time of the oldest request of each kind: decode, extend, prefill, and any request whose
+  // KV rows have not arrived.
   std::array<int64_t, 4> oldest_waiting_ns = {};
   uint64_t requests_total = 0, requests_failed = 0;
   uint64_t launches = 0, launches_mixed_layers = 0, launches_mixed_clients = 0;
@@ -225,10 +227,10 @@ struct EngineStats {
   TierStats tiers;
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
-  uint64_t pauses = 0;  // of the process, which leases do not count
+  uint64_t pauses = 0;  // pauses of the whole process; leases do not run during them
   // Requests whose tensors were not there: handed back, and launches of such that waited too long.
   uint64_t requests_handed_back = 0, launches_late = 0;
-  uint64_t launches_ahead = 0;  // that were submitted before their tensors were there
+  uint64_t launches_ahead = 0;  // launches submitted before their tensors were complete
   uint64_t rounds_refused = 0;  // launches whose expanded form has more rounds than there may be
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
@@ -247,7 +249,7 @@ struct LaunchReport {
   int64_t schedule_ns = 0;          // choosing the batch and recording it
   int64_t plan_ns = 0;
   int64_t kernel_ns = 0;
-  int64_t predicted_ns = 0;  // of kernel_ns, before the launch
+  int64_t predicted_ns = 0;  // kernel_ns as predicted before the launch
   int64_t complete_ns = 0;
   int32_t work_items = 0, partials = 0;
   double imbalance = 1.0;  // max / mean work of a unit
@@ -267,8 +269,8 @@ struct RequestReport {
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
-  // Called once the answers of the launch are delivered, mostly without the role: threads may call
-  // it at the same time, and in another order than that of the launches.
+  // Called once the answers of the launch are delivered, mostly without the role: Threads may call
+  // it at the same time and in an order different from that of the launches.
   virtual void OnLaunch(const LaunchReport& report) = 0;
   // Every request once, in the same way.
   virtual void OnRequest(const RequestReport& report) = 0;
@@ -277,22 +279,21 @@ class EngineObserver {
     static_cast<void>(rows);
     static_cast<void>(open_ns);
   }
-  // Of a sample of the page groups: for how long one was in use.
+  // Called for a sample of the page groups with the time for which one was in use.
   virtual void OnPageGroupFreed(int64_t held_ns) { static_cast<void>(held_ns); }
 };
 
 struct EngineOptions {
   Limits limits;
-  // Bounds by tenant. max_tenants and the server's bounds of what the engine holds come from
-  // `limits`.
+  // Bounds of the tenants. max_tenants and the server-wide bounds come from `limits`.
   TenantTableOptions tenants;
-  // Launches whose work (packed query rows x kv rows, all records) is at most this run on the
-  // submitting thread when the engine is idle; larger ones are left to the engine's thread. 0:
-  // never inline.
+  // Work of a launch is its packed query rows x KV rows, summed over all records. Launches of at
+  // most this work run on the submitting thread when the engine is idle; the engine's thread runs
+  // larger ones. 0: never on the submitting thread.
   int64_t inline_work = int64_t{1} << 22;
-  // At least inline_work. Launches of a device up to this are awaited by the submitting thread as
-  // well, while that is idle (Submitter) and no other thread wants the engine; from then on the
-  // engine's thread awaits them.
+  // At least inline_work. A device launch of at most this work is awaited by the submitting thread
+  // too, as long as that thread is idle (Submitter) and no other thread wants the engine. After
+  // that the engine's thread awaits it.
   int64_t awaited_work = int64_t{1} << 24;
   bool dedicated_thread = true;  // false: stepped by hand through Poll (tests)
   // With a thread: leases do not count time in which the process did not run. False: the clock is
@@ -303,10 +304,11 @@ struct EngineOptions {
   std::function<uint64_t()> ids;
   // Secret of the prefix keys; none: an unpredictable one, as production needs.
   std::optional<kvcache::PrefixSecret> prefix_secret;
-  // The file of the slowest tier (Limits::file_tier_bytes); empty: none. Its folder must exist.
+  // The file of the slowest tier (Limits::file_tier_bytes); empty: no file tier. Its folder must
+  // exist.
   std::string tier_path;
-  // That seal and check what leaves the pool and comes back, and move it to the file and back; 0:
-  // the engine's own, for runs that repeat.
+  // Threads that seal and check page groups entering or leaving the slower tiers, and that read and
+  // write the file. 0: the engine's thread does this, so that runs can be repeated exactly.
   int32_t tier_threads = 2;
 };
 
@@ -322,35 +324,35 @@ class Engine {
   // Bytes that Create would take with these limits: pool, weights, workspaces, plans. For the
   // start-up check.
   static EngineBytes CountBytes(const Limits& limits, const kernels::AttentionBackend& backend);
-  // kv_cache_bytes of a server that is free to choose: what the memory of the backend's device has
-  // left beside everything else of these limits, or the default of Limits where that memory is the
-  // host's.
+  // kv_cache_bytes of a server that may choose: device memory left after all other needs of these
+  // limits, or the default of Limits if the backend computes in host memory.
   static int64_t KvCacheBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   ~Engine();
 
   // --- Streams. Closing aborts the steps that the stream began or takes part in; requests not yet
-  // answered are answered with CANCELLED. Returns when none of the stream's requests is owned by
-  // the engine any more, their answers delivered. Not from Done.
-  // `steps` (may be null) receives the stream's open steps.
+  // answered are answered with CANCELLED. Returns once the engine owns none of the stream's
+  // requests and has delivered all their answers. Not from Done. `steps` (may be null) receives the
+  // stream's open steps.
   StreamId OpenStream(const std::string& tenant,
                       std::shared_ptr<const StreamSteps>* steps = nullptr);
   void CloseStream(StreamId stream);
 
-  // Hands a request over. RESOURCE_EXHAUSTED (queue full, of the tenant or of the server) and
-  // UNAVAILABLE (stopped) mean that the engine did not take it and Done will not be called.
+  // Hands a request over. On RESOURCE_EXHAUSTED (the queue of the tenant or of the server is full)
+  // and UNAVAILABLE (stopped) the engine has not taken the request and will not call Done.
   absl::Status Submit(StreamRequest* request);
 
-  // --- Models (scoped to the tenant).
-  // `lease_ms`: how long the model stays without a call or a sequence of it; 0: as
-  // Limits::model_lease_ms says. `kv_scales`: as SetScales; empty: none yet.
-  // `sinks`, of a model with a window: a logit of each layer and head, [layers, num_heads].
+  // --- Models (scoped to the tenant). `lease_ms`: how long the model stays without a call or a
+  // sequence that uses it; as Limits::model_lease_ms says. `kv_scales`: see SetScales; may be
+  // empty. `sinks`, for a model with a window: one logit for each layer and head, [layers,
+  // num_heads].
   absl::StatusOr<ModelInfo> RegisterModel(const std::string& tenant, const ModelSpec& spec,
                                           int64_t lease_ms = 0,
                                           std::span<const float> kv_scales = {},
                                           std::span<const float> sinks = {});
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
-  // Of all tenants, by tenant and id; with the same lock as FindModel. For operators.
+  // Models of all tenants, sorted by tenant and id; takes the same lock as FindModel. For
+  // operators.
   std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> AllModels();
   // Cheap and lock-light: for transports that must know sizes before the engine sees a request.
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
@@ -378,31 +380,31 @@ class Engine {
   // --- Sequences.
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args);
   absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args);
-  // Says what rows of a sequence stand for, from first_row on, and adds cached rows behind the
+  // Declares the contents of a sequence's rows from first_row on, and appends cached rows to the
   // committed ones as far as they are found. A repeat gives the same answer.
   absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args);
 
-  // What becomes of cached rows, as their user wants it. Never waits for rows to move.
+  // Applies a client's hint about cached rows. Never waits for rows to move.
   absl::StatusOr<HintAnswer> Hint(const HintArgs& args);
 
   // --- Rows out of the pool and into it (kvcache/page_moves.h).
   // Makes a fork that holds the rows, unless ExportArgs::in_place; the caller releases it. Also
   // while the engine drains.
   absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
-  // Reserves pages for all rows, as a step does. The sequence refuses steps, forks, matches and
-  // truncations until EndImport or AbortImport, one of which must follow; until then no sequence is
-  // restored with its id, also once it has gone.
+  // Reserves pages for all rows, as a step does. Until EndImport or AbortImport, one of which must
+  // follow, the sequence refuses steps, forks, matches and truncations. No sequence is restored
+  // with its id until then, even if the sequence itself is gone.
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
   // Hands one part over; move->done is called unless there is an error: NOT_FOUND when the sequence
   // has gone.
   absl::Status StartMove(PageMove* move);
   // The same with a `done` of its own, for which it waits. Not from Done.
   absl::Status MovePart(PageMove* move);
-  // The rows are there: the sequence has them. Those from `not_finite_from` on may hold what is no
-  // number; kAllFinite: none do.
+  // The rows have arrived: the sequence has them from now on. Rows from `not_finite_from` on may
+  // hold NaN or infinity; kAllFinite says that none do.
   static constexpr int64_t kAllFinite = SequenceState::kAllFinite;
-  // `state`, if not null: what its rows stand for, as before a restart; what the bounds of declared
-  // rows do not allow is left out. `tail`: that came with the rows, if one did.
+  // `state`, if not null: the declared contents of the rows, as before a restart; contents beyond
+  // the bounds of declared rows are left out. `tail`: the tail that came with the rows, if any.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
                                          int64_t not_finite_from,
                                          const SequenceState* state = nullptr,
@@ -417,7 +419,7 @@ class Engine {
   // Without the role.
   absl::StatusOr<std::shared_ptr<Tail>> MakeTail(const TenantRef& tenant, int64_t bytes,
                                                  const char* field);
-  // NOT_FOUND (no_tail) if the sequence has none.
+  // NOT_FOUND (no_tail) if the sequence does not have a tail.
   absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
                                         uint64_t expected_epoch);
   // `not_found` receives the absent ids; returns how many were released / renewed.
@@ -430,7 +432,7 @@ class Engine {
   EngineStats Stats();
   // Usage and bounds by tenant; thread-safe, and may outlive the engine.
   const std::shared_ptr<TenantTable>& tenants() const;
-  // What became of cached rows; thread-safe, and may outlive the engine.
+  // Log of events of cached rows; thread-safe, and may outlive the engine.
   const std::shared_ptr<kvcache::EventLog>& events() const;
   const kernels::BackendInfo& backend_info() const;
   const Limits& limits() const;
@@ -449,27 +451,28 @@ class Engine {
   absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> AllocateShared(int64_t bytes,
                                                                               int32_t events);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
-  // `peer`, if not empty: where clients are told to go.
+  // `peer`, if not empty: the server that clients are sent to.
   void StartDrain(const std::string& peer = "");
   // Undoes StartDrain.
   void CancelDrain();
-  // All open sequences, but for those that exports hold; by tenant and id.
+  // All open sequences except those being exported, sorted by tenant and id.
   std::vector<TenantSequence> AllSequences();
-  // Another server has the sequence as it was exported, with epoch and length of `info`: it is
-  // released, and calls that name it are told of `peer` from now on. Refused, without a change,
-  // where it is not that sequence any more, or the engine does not drain.
+  // Called once another server has the sequence as exported, with epoch and length of `info`. The
+  // sequence is released, and later calls that name it are told of `peer`. Refused, without a
+  // change, if the sequence has changed since or the engine is not draining.
   absl::Status EndHandOver(const TenantSequence& sequence, const std::string& peer);
   // For operators. Releases sequences of any tenant, as ReleaseSequences does, aborting their open
   // steps; all of the selection's. `not_found` receives absent ids.
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
   // Releases the model's sequences, then unregisters it. Returns how many sequences went.
   absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
-  // Aborts what is open; returns the number of steps aborted.
+  // Aborts all open steps and returns their number.
   int32_t AbortAllSteps();
-  // Runs what is ready in the calling thread and handles timers; true if anything was done. For
+  // Runs all ready work and due timers in the calling thread; returns true if there was any. For
   // dedicated_thread = false.
   bool Poll();
-  // Walks the cache's books; empty when they are right, else what is wrong. For tests.
+  // Checks the accounts of the cache; returns an empty string if they are consistent, else a
+  // description of the fault. For tests.
   std::string CheckInvariants();
 
  private:

@@ -1,6 +1,6 @@
 // Every bound of the scheduler in one place, with its reason and default. Nothing in the server
-// grows past these; all buffers are sized from them at start, and the server refuses to start when
-// their sum exceeds memory.
+// grows past these bounds. All buffers are sized from them at start, and the server refuses to
+// start when their sum exceeds memory.
 #ifndef MLA_SCHEDULER_LIMITS_H_
 #define MLA_SCHEDULER_LIMITS_H_
 
@@ -15,9 +15,10 @@ namespace mla::scheduler {
 // Entries of page tables count 256-byte granules of the pool in 32 bits.
 inline constexpr int64_t kMostKvCacheBytes = int64_t{1} << 40;
 
-// Of another server's address: so that an answer which names it fits a reply slot of a ring.
+// Length of another server's address: bounded so that an answer which names it fits a reply slot of
+// a ring.
 inline constexpr size_t kMostPeerBytes = 128;
-// After which a call is worth repeating whose sequence may be on its way to that server.
+// When to repeat a call whose sequence may be on its way to another server.
 inline constexpr int64_t kMovingRetryMs = 100;
 
 struct Limits {
@@ -29,27 +30,27 @@ struct Limits {
   int32_t max_pages_per_sequence = 8192;      // page-table entries of one sequence
   int32_t prefix_tokens = 8 << 20;  // rows that open sequences have declared; 4 bytes each
 
-  int32_t pinned_percent = 50;         // of the pool, that hints of all tenants pin
-  int32_t tenant_pinned_percent = 25;  // of what a tenant may have of it, that its hints pin
+  int32_t pinned_percent = 50;         // of the pool: bound for the pins of all tenants
+  int32_t tenant_pinned_percent = 25;  // of a tenant's share of it: bound for the tenant's pins
 
   // --- Slower tiers of the prefix cache (docs/cache/tiers.md)
-  int64_t host_tier_bytes = 0;     // of host memory, beside the pool; 0: there are no slower tiers
-  int64_t file_tier_bytes = 0;     // of the tier's file, where there is one
-  int32_t tier_low_percent = 10;   // groups leave the pool once less of it is free
-  int32_t tier_high_percent = 20;  // until so much is
-  int32_t tier_file_hits = 1;      // matches that took a group's rows before the file gets them
-  int32_t tier_tenant_percent = 90;  // of a tier, that one tenant's copies may take
+  int64_t host_tier_bytes = 0;       // host memory in addition to the pool; 0: no slower tiers
+  int64_t file_tier_bytes = 0;       // size of the file, if there is one
+  int32_t tier_low_percent = 10;     // groups leave the pool once a smaller part is free ...
+  int32_t tier_high_percent = 20;    // ... until this part is free
+  int32_t tier_file_hits = 1;        // matches that took a group's rows before the file gets them
+  int32_t tier_tenant_percent = 90;  // of a tier: bound for one tenant's copies
   int64_t tier_wait_ms = 2000;       // how long Open and Match wait for rows of slower tiers
 
   // --- Models
   int32_t max_models = 8;
-  int32_t max_layers = 128;                    // of one model
-  int32_t max_heads = 128;                     // of one model; sizes launch workspaces
+  int32_t max_layers = 128;                    // per model
+  int32_t max_heads = 128;                     // per model; sizes launch workspaces
   int32_t max_row_dim = 576;                   // kv_lora_rank + rope_dim
   int32_t max_v_dim = 256;                     // nope_dim and v_dim of the EXPANDED profile
   int32_t max_top_k = 2048;                    // entries of one index list
-  int64_t max_tail_bytes = 16 << 20;           // of the tail of one sequence
-  int64_t tail_bytes = int64_t{256} << 20;     // of host memory, tails of all sequences
+  int64_t max_tail_bytes = 16 << 20;           // per sequence
+  int64_t tail_bytes = int64_t{256} << 20;     // host memory for the tails of all sequences
   int64_t weights_bytes = int64_t{512} << 20;  // W_UK and W_UV of all models, as bf16
 
   // --- Steps
@@ -57,7 +58,7 @@ struct Limits {
   int32_t max_step_sequences = 512;  // sequences of one step
   int32_t max_open_steps = 256;      // all streams together
   int32_t max_participants = 64;     // streams of one step
-  int32_t max_tenants = 4096;        // that use something at a time
+  int32_t max_tenants = 4096;        // tenants that use something at the same time
 
   // --- Queue and launches
   int32_t queue_requests = 4096;       // requests accepted and not yet answered, all streams
@@ -70,15 +71,17 @@ struct Limits {
 
   // --- Time
   int64_t sequence_lease_ms = 10000;  // since the last use or renewal of the sequence
-  int64_t max_lease_ms = 3600000;     // that a client may ask for, of sequences and models
-  int64_t model_lease_ms = 0;         // of a model that asks for none; 0: it stays
-  int64_t model_yield_ms = 600000;    // unused for so long, it makes room for others; 0: never
+  // Longest lease of a sequence or model that a client may ask for.
+  int64_t max_lease_ms = 3600000;
+  int64_t model_lease_ms = 0;         // if the client asks for none; 0: the model stays
+  int64_t model_yield_ms = 600000;    // after this time unused it makes room for others; 0: never
   int64_t step_lease_ms = 2000;       // since the last message of the step
-  int64_t max_step_lease_ms = 60000;  // that a client may ask for
-  int64_t slice_wait_us = 200;  // how long head slices wait for those of other ranks; 0: never
-  int64_t kv_wait_ms = 500;     // how long rows wait for KV rows that have not arrived
-  int64_t queue_ms = 30000;     // how long any request may wait for its launch
-  int64_t ahead_us = 200;       // how long a launch may wait on the device for a client's; 0: never
+  int64_t max_step_lease_ms = 60000;  // longest step lease that a client may ask for
+  // How long head slices wait for slices of other ranks; 0: not at all.
+  int64_t slice_wait_us = 200;
+  int64_t kv_wait_ms = 500;  // how long rows wait for KV rows that have not arrived
+  int64_t queue_ms = 30000;  // how long any request may wait for its launch
+  int64_t ahead_us = 200;    // how long a launch may wait on the device for a client's; 0: never
 
   // --- Names
   int32_t max_name_bytes = 128;  // model, client, request and tenant names
@@ -89,9 +92,8 @@ struct Limits {
   }
 };
 
-// What the engine can work with: every limit in its range, and those that bound each other in
-// order. INVALID_ARGUMENT names the configuration key of the first that is not, what was got and
-// the range.
+// Checks that every limit is in its range and that limits which bound each other are in order.
+// INVALID_ARGUMENT names the configuration key of the first fault, its value and the range.
 absl::Status CheckLimits(const Limits& limits);
 
 }  // namespace mla::scheduler

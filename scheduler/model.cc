@@ -53,7 +53,7 @@ std::string ModelSpec::ContentsText() const {
       tail_bytes,
       static_cast<int64_t>(entry_format),
   };
-  // Behind the rest, so that the texts of other models stay as older checkpoints have them.
+  // Written last, so that the texts of other models stay equal to those in older checkpoints.
   return absl::StrCat(absl::StrJoin(numbers, "/"), "/", absl::StrJoin(ratios, ","), "/",
                       weights_digest, needs_sinks ? "/sinks" : "");
 }

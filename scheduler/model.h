@@ -22,9 +22,9 @@ enum class QueryPrecision : uint8_t {
 };
 
 inline constexpr size_t kWeightsDigestBytes = 32;
-// Whether attention over 8-bit rows has products of 8 bits too.
+// Selects 8-bit products for attention over 8-bit rows.
 enum class Fp8Compute : uint8_t {
-  kAuto,  // at registration: where the backend is faster so; of bf16 rows afterwards, too
+  kAuto,  // resolved at registration: kOn if that is faster on the backend, else kOff
   kOff,
   kOn,
 };
@@ -41,22 +41,23 @@ struct ModelSpec {
   kernels::AttentionKind attention = kernels::AttentionKind::kDense;
   int32_t top_k = 0;
   kernels::IndexerShape indexer;  // the server's own, of kSparse
-  // Of all weights that the rows come from, as the client has it: empty, or kWeightsDigestBytes.
+  // Digest of all weights that produce the rows, computed by the client: empty, or
+  // kWeightsDigestBytes.
   std::string weights_digest = {};
   Fp8Compute fp8_compute = Fp8Compute::kAuto;
-  // Of kWindow (kernels/types/window.h): rows that are kept, positions that an entry stands for by
-  // layer, 0 of a layer without entries, and how entries are kept. Lists have at most `top_k`
-  // entries.
+  // For kWindow (kernels/types/window.h): the number of rows that are kept, the number of positions
+  // that an entry of each layer stands for (0: the layer has no entries), and the format of
+  // entries. Index lists have at most `top_k` entries.
   int32_t window = 0;
   std::vector<int32_t> ratios = {};
-  int32_t tail_bytes = 0;  // of a sequence's tail (Tail); 0: sequences have none
+  int32_t tail_bytes = 0;  // size of a sequence's tail (Tail); 0: no tails
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
-  bool needs_sinks = false;  // of kWindow: rows wait until every head of every layer has its sink
+  bool needs_sinks = false;  // for kWindow: rows wait until every head of every layer has its sink
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
   // All but the name, as text: equal for equal contents alone.
   std::string ContentsText() const;
 
-  // What the absorbed form multiplies.
+  // Operand type of the products of the absorbed form.
   kernels::DType products() const {
     return fp8_compute == Fp8Compute::kOn ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
   }
@@ -68,13 +69,13 @@ struct ModelSpec {
 
   bool windowed() const { return attention == kernels::AttentionKind::kWindow; }
   int32_t ratio(int32_t layer) const { return windowed() ? ratios[static_cast<size_t>(layer)] : 0; }
-  // Rows of a page of the window: pages as large as those of entries would keep more than the
-  // window.
+  // Rows of a page of the window. Pages as large as the pages of entries would make a sequence keep
+  // many more rows than the window.
   int32_t window_page_size() const { return std::min(page_size, kWindowPageRows); }
   static constexpr int32_t kWindowPageRows = 64;
 };
 
-// The sink of a head that has none.
+// The sink of a head without one.
 inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
 
 // Layers and heads that an upload of sinks is for. A count of 0: all from the first on.
@@ -98,7 +99,7 @@ struct ModelInfo {
   bool sinks_complete = false;   // spec.needs_sinks is false, or all are there
   int32_t sequences = 0;
   int64_t lease_ms = 0;       // 0: the model stays until it is unregistered
-  int64_t lease_left_ms = 0;  // of a model with a lease and without sequences; else lease_ms
+  int64_t lease_left_ms = 0;  // lease_ms unless the model has a lease and no sequences
 };
 
 }  // namespace mla::scheduler

@@ -42,8 +42,8 @@ struct StepSequenceArgs {
 
 inline int64_t StartOf(const StepSequenceArgs& sequence) { return sequence.start_position; }
 
-// Where the rows of a step stand in their sequences: those of its BeginStep. Shared, so that
-// requests can say what their index lists were checked for.
+// Positions of a step's rows in their sequences, as in its BeginStep. Shared, so that a request can
+// refer to the positions for which its index lists were checked.
 using StepPositions = std::shared_ptr<const std::vector<StepSequenceArgs>>;
 
 struct BeginStepArgs {
@@ -64,59 +64,60 @@ struct AttendArgs {
   Profile profile = Profile::kAbsorbed;
   bool has_kv = false;
   bool want_lse = false;
-  kernels::DType q_dtype = kernels::DType::kBf16;  // of q and kv
+  kernels::DType q_dtype = kernels::DType::kBf16;  // q and kv
   kernels::DType o_dtype = kernels::DType::kBf16;
   int64_t timeout_us = 0;  // 0: Limits::queue_ms
   // Geometry by which the transport sized the memory below. A request that meets a step of another
   // geometry (its id was reused before the old step's end was answered) is refused. num_heads 0:
   // the caller vouches for the sizes; kUnsized: the transport knows no such step and sized nothing.
   kernels::Geometry sized_for;
-  kernels::IndexerShape sized_indexer;  // likewise
-  int32_t sized_window = 0;             // likewise
-  int32_t sized_ratio = 0;              // likewise, of the layer
-  // kv, q, o and lse lie in memory of AttentionBackend::AllocateShared, and what the client wrote
-  // there is complete.
+  kernels::IndexerShape sized_indexer;  // like sized_for
+  int32_t sized_window = 0;             // like sized_for
+  int32_t sized_ratio = 0;              // of the layer; like sized_for
+  // True if kv, q, o and lse lie in memory from AttentionBackend::AllocateShared. The client has
+  // finished writing its tensors there, unless `ready` names a word.
   bool on_device = false;
-  // No word: the tensors are there. Else they are once it is reached, and the request is launched
-  // ahead of that, or handed back (StreamRequest::handed_back).
+  // Without a word the tensors are complete. Otherwise they are complete once the word reaches the
+  // value. Until then a launch may take the request ahead of its tensors, or the engine hands it
+  // back (StreamRequest::handed_back).
   kernels::WordValue ready;
   // No word, or one that the launch may store as soon as the outputs are there, before Done. The
   // transport stores it then in any case, whatever the answer.
   kernels::WordValue done;
   // Row-major, host memory unless on_device; sizes follow from the model (the transport has checked
-  // them).
-  // [row_count, ModelSpec::sent_row_dim] if has_kv; of models with a window, the entries that these
-  // rows make whole (EntriesOf) behind them, as wide.
+  // them). [row_count, ModelSpec::sent_row_dim] if has_kv. For models with a window the entries
+  // that these rows complete (EntriesOf) follow; each is as wide as a row.
   const std::byte* kv = nullptr;
   const std::byte* q = nullptr;  // [row_count, num_heads, q dim] unless append-only
-  // Or q in pieces, where the backend reads_fragments and the request is for all heads: the tensor
-  // begins at that byte of what the fragments hold together. q is null then.
+  // Alternatively q in pieces, if the backend reads_fragments and the request has all heads: the
+  // tensor begins at byte q_fragments_offset of the joined fragments. q is null then.
   std::span<const kernels::InputFragment> q_fragments;
   int64_t q_fragments_offset = 0;
-  // Index lists, or null: row i attends to the different positions list[list_begin[i]] up to, but
-  // without, list[list_begin[i + 1]] of its sequence, and sees all of them. Memory of the server's
-  // own: what a client could still change would not stay checked.
+  // Index lists, or null. Row i attends to positions list[list_begin[i]] .. list[list_begin[i + 1]
+  // - 1] of its sequence, which differ from each other and are all visible to it. The lists lie in
+  // the server's own memory: a client could change its memory after the check.
   const int32_t* list = nullptr;
   const int32_t* list_begin = nullptr;  // [row_count + 1], from 0 on, ascending
-  // Or, in place of `list`, what the server's indexer makes the lists from: [row_count] of
+  // Alternatively the inputs from which the server's indexer makes the lists: [row_count] of
   // IndexerShape::input_bytes. `list_begin` then says how many positions each row gets.
   const std::byte* index_inputs = nullptr;
   // For which positions of the step's rows the lists were checked. A request that meets a step of
   // other ones is refused, as by `sized_for`. Null: the caller vouches for them.
   StepPositions listed_for;
-  int32_t listed_top_k = 0;      // of the model that they were checked for, and lists_out sized
+  // top_k of the model for which lists were checked and lists_out sized
+  int32_t listed_top_k = 0;
   std::byte* o = nullptr;        // [row_count, num_heads, o dim], written by the launch
   float* lse = nullptr;          // [row_count, num_heads] if want_lse
   int32_t* lists_out = nullptr;  // [row_count, top_k] of the indexer's lists, if they are wanted
 };
 
-// Whether the launch writes log-sum-exps to host memory of the client's.
+// True if the launch writes log-sum-exps to the client's host memory.
 inline bool WantsLseOnHost(const AttendArgs& args) { return args.want_lse && !args.on_device; }
 
-// Whether the request attends to what its index lists name.
+// True if the rows attend to the positions of index lists only.
 inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr; }
 
-// Whether the server's indexer names it.
+// True if the server's indexer makes the index lists.
 inline bool Selects(const AttendArgs& args) { return args.index_inputs != nullptr; }
 
 // Compressed entries of `ratio` positions each that rows [begin, end) of a step make whole; with
@@ -145,14 +146,14 @@ struct TailArgs {
 
 struct EndStepArgs {
   std::vector<int32_t> committed_rows;  // empty: all
-  // Of the lengths that are committed, in the order of the step's sequences, each at most once.
+  // Tails for the committed lengths, in the order of the step's sequences, at most one for each.
   std::vector<TailArgs> tails;
   // Lengths that the transport has room for in its reply. The end of a step of more sequences is
   // refused, and the step stays open.
   int32_t lengths_max = std::numeric_limits<int32_t>::max();
 };
 
-// Where the time went, in nanoseconds of the engine's clock.
+// Where the request spent its time, in nanoseconds of the engine's clock.
 struct RequestTimings {
   int64_t queue_ns = 0;
   int64_t plan_ns = 0;
@@ -181,22 +182,24 @@ enum class HandedBack : uint8_t {
 class Submitter {
  public:
   virtual ~Submitter() = default;
-  // Whether that thread has nothing else to do at present; it asks itself, within Engine::Submit.
+  // Returns true if the submitting thread has nothing else to do now. Called by that thread only,
+  // inside Engine::Submit.
   virtual bool IsIdle() const = 0;
 };
 
 class StreamRequest {
  public:
   virtual ~StreamRequest() = default;
-  // Called once, in the order in which the engine answered and one at a time, without the engine
-  // role; must not block for long and must not call into the engine except Submit. An error has an
-  // ErrorDetail (base/error.h).
+  // Called once for each request, without the engine role: one call at a time, in the order in
+  // which the engine answered. Must not block for long, and may call nothing of the engine except
+  // Submit. An error has an ErrorDetail (base/error.h).
   virtual void Done(const absl::Status& status) = 0;
 
   // --- Filled by the transport.
   RequestKind kind = RequestKind::kAttend;
   StreamId stream = 0;
-  // Of the stream; lives until Done. Null: only the server's bound of queued requests holds.
+  // The tenant of the stream; lives until Done. If null, only the server's bound of queued requests
+  // holds.
   Tenant* tenant = nullptr;
   StepId step_id = 0;
   BeginStepArgs begin;
@@ -224,12 +227,12 @@ class StreamRequest {
     // Links of the inbox, the pending list and the answers: queueing allocates nothing.
     StreamRequest* next = nullptr;
     StreamRequest* prev = nullptr;
-    StreamRequest* queue_next = nullptr;  // waiting_requests.h: of the same tenant and key
+    StreamRequest* queue_next = nullptr;  // waiting_requests.h: same tenant and key
     StreamRequest* queue_prev = nullptr;
     RequestQueue* queue = nullptr;  // null unless the request waits
     uint64_t order = 0;             // of arrival
     Step* step = nullptr;
-    int64_t first_arrival_ns = 0;  // of one that was handed back: when it first came
+    int64_t first_arrival_ns = 0;  // of a request that was handed back: its first arrival
     int64_t arrival_ns = 0;
     int64_t deadline_ns = 0;
     int64_t blocked_since_ns = 0;      // arrival, or when a part of it was last computed
@@ -237,25 +240,27 @@ class StreamRequest {
     int32_t rows_launched = 0;         // in the launch now running
     int32_t batch_index = 0;           // position in that launch's batch
     SliceGroup* group = nullptr;       // head slices of the same rows that wait with it
-    StreamRequest* sibling = nullptr;  // the next of them
+    StreamRequest* sibling = nullptr;  // next member of the group
     bool repeat = false;               // its KV rows were accepted before: compare, do not append
     absl::Status status;               // the answer, until it is delivered
     int64_t total_ns = 0;              // from the first arrival to the answer
-    // The first row, of all it asks for, and head of which the result is not finite though the
-    // inputs are, or though it is too late to say so in the result; -1: none so far.
+    // The first row, among all rows of the request, and the head whose result is not finite
+    // although the inputs are. Also set if the inputs are not finite but the result can no longer
+    // say so. -1: none so far.
     int32_t bad_row = -1;
     int32_t bad_head = -1;
     bool bad_inputs = false;  // the inputs are not finite either
-    int32_t other_row = -1;   // of a repeat: the first, of all it brings, that differs; -1: none
-    bool counted = false;     // among the tenant's queued requests
-    bool ahead = false;       // its tensors were not there when a launch was last chosen
+    // of a repeat: its first row that differs from the stored one; -1: none
+    int32_t other_row = -1;
+    bool counted = false;  // among the tenant's queued requests
+    bool ahead = false;    // its tensors were not there when a launch was last chosen
   };
   EngineFields engine;
 };
 
-// --- Rules that need nothing but the request and its step's model. The validator of messages
-// applies them before memory is sized by the numbers; the engine applies them again, because by
-// then the step id may stand for another step. Errors name field, got and limit.
+// --- Rules that need only the request and its step's model. The validator of messages applies them
+// before it sizes memory by these numbers. The engine applies them again, because the step id may
+// name another step by then. Errors name the field, the value and the limit.
 
 // How much a step may hold. `participants`: with its default of 1.
 absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,
@@ -263,7 +268,7 @@ absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t le
 // All rows of a step together.
 absl::Status CheckStepRows(int64_t rows, const Limits& limits);
 
-// What an Attend asks for, before its numbers are narrowed.
+// The range that an Attend asks for, before its numbers are narrowed.
 struct AttendRange {
   int64_t layer = 0;
   int64_t row_begin = 0, row_count = 0;
@@ -272,7 +277,7 @@ struct AttendRange {
 // Inside a step of `total_rows` >= 1 rows of the model; append-only needs no heads.
 absl::Status CheckAttendRange(const AttendRange& range, Profile profile, const ModelSpec& model,
                               int32_t total_rows);
-// Whether a request of the profile makes sense for the model.
+// Checks that the model allows requests of this profile.
 absl::Status CheckAttendProfile(Profile profile, bool has_kv, const ModelSpec& model);
 
 }  // namespace mla::scheduler

@@ -1,12 +1,13 @@
-// The open steps of one stream, as its transport sees them: what a message that names only a step
-// must be sized by.
+// The open steps of one stream, with the shape by which its transport sizes a message that names
+// only a step.
 //
 // The engine adds a step when a BeginStep of the stream has begun or joined it, and removes it when
-// the step ends, whatever ended it; both before the answer or the abort is delivered. So a step
-// that the stream may use and that no BeginStep in flight is about to create is here.
+// the step ends for any reason. Both happen before the answer or the abort is delivered. So the
+// list has every step that the stream may use, except for steps that a BeginStep in flight will
+// create.
 //
 // Ownership: shared by the engine and the transport. Threading: Find from any thread, Add and
-// Remove with the engine role held. Nothing is allocated once the list has grown.
+// Remove with the engine role held. Allocates only while the list grows.
 #ifndef MLA_SCHEDULER_STREAM_STEPS_H_
 #define MLA_SCHEDULER_STREAM_STEPS_H_
 
@@ -31,7 +32,7 @@ struct StepShape {
 
 class StreamSteps final {
  public:
-  // False when the stream has no such open step; `shape` is then unchanged.
+  // Returns false, and leaves `shape` unchanged, if the stream has no such open step.
   bool Find(StepId id, StepShape* shape) const {
     const MutexLock lock(mutex_);
     const auto found = Position(id);

@@ -9,8 +9,9 @@
 namespace mla::scheduler {
 namespace {
 
-// Half or more of what is held for long, half of what passes through: one tenant can take most of
-// an idle server and still leaves room for the next.
+// A tenant may have half or more of a resource that is held for long, and half of a resource that
+// turns over quickly: one tenant can take most of an idle server and still leaves room for the
+// next.
 constexpr ResourceRow kRows[] = {
     {Resource::kKvBytes, "kv_bytes", "tenants.kv_bytes", "kv_cache.bytes", true, "pages_exhausted",
      2000, 7, "Bytes of page groups that hold the tenant's rows."},

@@ -1,23 +1,23 @@
-// Tenants: what each of them uses of the server, and how much it may use.
+// Tenants: how much each of them uses of the server, and how much it may use.
 //
-// One table holds, for every tenant that uses something, a row with its usage and its bound of each
-// resource, and one more row with the sums and bounds of the server. TryTake is the only place that
+// One table holds a row for every tenant that uses something, with its usage and its bound of each
+// resource. One more row holds the sums and bounds of the server. TryTake is the only place that
 // compares a use with a bound: the tenant's first, then the server's. ResourceRows describes each
 // resource once; configuration keys, metrics, Admin.GetQuota and their documentation follow from
 // it.
 //
 // A bound comes from the default, from the configuration for that tenant, or from SetQuota at run
-// time, the later of these first. It may be set below what is in use: nothing is taken away, and
-// further takes are refused until enough was returned. A tenant's takes never return what another
-// tenant holds.
+// time, the later of these first. A bound may be set below the present use: nothing is taken away,
+// and further takes are refused until enough has been returned. A tenant's takes never return what
+// another tenant holds.
 //
 // Keys: each new row gets the next key. Keys are never used again, because the page pool remembers
 // who last used a page by this key: a reused one would let a page go to another tenant unscrubbed.
-// A row without references and without use is idle; idle rows are dropped when room for a new
-// tenant is needed, and the tenant gets a new key when it comes back.
+// A row without references and without use is idle. Idle rows are dropped when a new tenant needs
+// room; a tenant that comes back gets a new key.
 //
-// Ownership: the table owns the rows. A row lives while a TenantRef refers to it or while something
-// of it is in use, so that a plain Tenant pointer is valid from a take to its return.
+// Ownership: the table owns the rows. A row lives while a TenantRef refers to it or while its
+// tenant uses something, so a plain Tenant pointer is valid from a take to the matching return.
 // Threading: every method may be called from any thread. TryTake and Return are a few atomic
 // operations; Enter, names and bounds take one short lock.
 #ifndef MLA_SCHEDULER_TENANT_TABLE_H_
@@ -49,7 +49,7 @@ namespace mla::scheduler {
 using kvcache::TenantKey;
 inline constexpr TenantKey kNoTenant = 0;
 
-// What is counted for each tenant. The numbers are those of mla.v1.QuotaResource.
+// Resources that are counted for each tenant. Numbered as mla.v1.QuotaResource.
 enum class Resource : uint8_t {
   kKvBytes = 1,
   kKvSlabBytes,
@@ -73,12 +73,12 @@ inline constexpr size_t kResourceCount = 16;
 struct ResourceRow {
   Resource resource;
   const char* name;        // in metrics, quotas and per-tenant configuration
-  const char* config_key;  // of the default bound of a tenant
+  const char* config_key;  // for a tenant's default bound
   const char* server_key;  // configuration key that bounds all tenants together
   bool bytes;              // unit: bytes, else a count
   const char* reason;      // stable token of a refusal
   int32_t retry_ms;        // hint of a refusal
-  int32_t share_eighths;   // default bound of a tenant: so many eighths of the server's bound
+  int32_t share_eighths;   // a tenant's default bound, in eighths of the server's bound
   const char* meaning;
 };
 
@@ -107,7 +107,7 @@ class PerResource {
   std::array<T, kResourceCount> values_{};
 };
 
-// Where a bound comes from.
+// Origin of a bound.
 enum class BoundSource : uint8_t { kDefault = 1, kConfigured, kRuntime };
 
 // Bounds of one tenant that differ from the defaults.
@@ -121,8 +121,8 @@ inline constexpr int32_t kMaxTenantWeight = 1000;
 
 struct TenantTableOptions {
   int32_t max_tenants = 4096;                 // rows, and run-time quotas, at a time
-  PerResource<int64_t> server_bounds;         // of all tenants together
-  PerResource<int64_t> default_bounds;        // of a tenant without a quota of its own
+  PerResource<int64_t> server_bounds;         // for the sum over all tenants
+  PerResource<int64_t> default_bounds;        // for a tenant without its own quota
   std::map<std::string, TenantQuota> quotas;  // from the configuration, by tenant name
   TenantTableOptions();                       // every bound kUnbounded
 };
@@ -193,27 +193,29 @@ class TenantTable {
   explicit TenantTable(TenantTableOptions options);
   ~TenantTable();
 
-  // The tenant's row, made if there is none. RESOURCE_EXHAUSTED when max_tenants rows are in use.
+  // Returns the tenant's row, and makes one if necessary. RESOURCE_EXHAUSTED when max_tenants rows
+  // are in use.
   absl::StatusOr<TenantRef> Enter(absl::string_view name);
-  // kNoTenant if the tenant has no row, so holds nothing.
+  // Returns kNoTenant if the tenant has no row and therefore uses nothing.
   TenantKey Find(absl::string_view name) const;
-  // Empty if there is no such row.
+  // Returns an empty reference if no tenant has the key.
   TenantRef Get(TenantKey key) const;
-  // Share of a tenant in what the scheduler divides; 1 if there is no such row.
+  // The tenant's weight when the scheduler divides service; 1 if no tenant has the key.
   int32_t weight(TenantKey key) const;
 
-  // Adds `amount` (>= 0) to what the tenant uses, or refuses and changes nothing. `reserve`: so
-  // much beyond both bounds is granted, for calls that must get through when others fill them.
-  // REQUIRES of this and Take: a TenantRef, or something in use, keeps the row.
+  // Adds `amount` (>= 0) to the tenant's use, or refuses and changes nothing. `reserve`: both
+  // bounds may be exceeded by this amount, for calls that must succeed when others have used
+  // everything. REQUIRES for TryTake and Take: a TenantRef, or something in use, keeps the row
+  // alive.
   bool TryTake(Tenant& tenant, Resource resource, int64_t amount, int64_t reserve = 0);
-  // The same, with a status: RESOURCE_EXHAUSTED that names what was wanted, what is free, the bound
-  // and whose it is. `field`: the path of the request's field, may be empty.
+  // As TryTake, with a status: RESOURCE_EXHAUSTED names the wanted amount, the free amount, the
+  // bound and its owner. `field`: the path of the request's field, may be empty.
   absl::Status Take(Tenant& tenant, Resource resource, int64_t amount, const char* field,
                     int64_t reserve = 0);
   // The refusal of a TryTake that has failed.
   absl::Status Refusal(const Tenant& tenant, Resource resource, int64_t amount,
                        const char* field) const;
-  // REQUIRES: so much was taken.
+  // REQUIRES: the tenant uses at least `amount`.
   void Return(Tenant& tenant, Resource resource, int64_t amount);
 
   // The server's row. Its bounds change only while the server starts.
@@ -232,9 +234,9 @@ class TenantTable {
             server_.refused_[resource].load(std::memory_order_relaxed)};
   }
 
-  // Run-time quotas; not persisted. Bounds that `quota` names replace those in force. `reset` drops
-  // all run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have
-  // run-time quotas.
+  // Run-time quotas; not persisted. Bounds in `quota` replace the present ones. `reset` drops all
+  // run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have run-time
+  // quotas.
   absl::Status SetQuota(const std::string& name, const TenantQuota& quota, bool reset);
   // One tenant, also one that uses nothing.
   TenantUsage Usage(const std::string& name) const;
@@ -281,7 +283,7 @@ class TenantPoolAccount final : public kvcache::PoolAccount {
   }
   int64_t GroupBound() const override { return tenant_->bound(Resource::kKvBytes); }
   const void* owner() const override { return tenant_; }
-  // The bound that refused since the last call; none: the pool itself had no room.
+  // The bound that refused since the last call, or nullopt if the pool itself had no room.
   std::optional<Resource> TakeRefused() { return std::exchange(refused_, std::nullopt); }
 
  private:
@@ -292,7 +294,7 @@ class TenantPoolAccount final : public kvcache::PoolAccount {
   std::optional<Resource> refused_;
 };
 
-// What was taken of one resource; returned when this goes. Movable, may be empty.
+// An amount taken of one resource; the destructor returns it. Movable, may be empty.
 class TenantUse final {
  public:
   TenantUse() = default;

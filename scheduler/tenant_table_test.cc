@@ -54,7 +54,7 @@ TEST(TenantTableTest, ATakeBeyondTheTenantsBoundNamesTheTenant) {
   EXPECT_EQ(detail.bound, 3);
   EXPECT_EQ(detail.bound_of, BoundOwner::kTenant);
   EXPECT_GT(detail.retry_after_ms, 0);
-  // Nothing changed: one more still fits.
+  // The refused take changed nothing: one more still fits.
   EXPECT_TRUE(table.TryTake(*a, Resource::kSequences, 1));
   EXPECT_EQ(a->used(Resource::kSequences), 3);
   EXPECT_EQ(table.server_used(Resource::kSequences), 3);

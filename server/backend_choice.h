@@ -1,4 +1,4 @@
-// Which backend the server computes with, and what is said of that.
+// Chooses the backend that the server computes with, and reports the choice.
 #ifndef MLA_SERVER_BACKEND_CHOICE_H_
 #define MLA_SERVER_BACKEND_CHOICE_H_
 
@@ -21,7 +21,7 @@ void LogSelection(std::span<const kernels::BackendCandidate> candidates);
 // Tells of the backend in use: its notes, and the products of models over 8-bit rows.
 void LogBackend(const kernels::BackendInfo& backend);
 
-// A line for each of them whose hardware is there and not used.
+// A line for each backend whose hardware is present but not used.
 std::string UnusedGpus(std::span<const kernels::BackendCandidate> candidates);
 
 }  // namespace mla::server

@@ -60,8 +60,8 @@ absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Co
 constexpr std::chrono::milliseconds kLastFlush{1000};
 
 // Returns when the process is asked to end. A hang-up asks others to read their configuration
-// again. This server does not: what changes while it runs are the files of tls.*, which it reads
-// again by itself, and quotas, which operators set.
+// again. This server does not: only the files of tls.* and quotas change while it runs. It rereads
+// the files without a signal, and operators set quotas.
 void WaitForEnd(const sigset_t& signals) {
   for (;;) {
     int number = 0;

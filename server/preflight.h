@@ -1,7 +1,7 @@
-// What --check-config finds out on the machine at hand, beyond the rules of the configuration
-// itself (CheckConfig): whether a server with this configuration would start here.
+// Checks of --check-config on the present machine, beyond the rules of the configuration itself
+// (CheckConfig): they tell whether a server with this configuration would start here.
 //
-// Nothing is bound, written or kept: it may run beside a server that uses the same addresses.
+// The checks bind, write and keep nothing, so they may run while a server uses the same addresses.
 #ifndef MLA_SERVER_PREFLIGHT_H_
 #define MLA_SERVER_PREFLIGHT_H_
 
@@ -13,16 +13,16 @@
 
 namespace mla::server {
 
-// Every fault, each "key: what is wrong": the backend, the PEM files, the folders and the group of
-// the sockets, the memory.
+// Every fault, each "key: the fault", in the backend, the PEM files, the folders and the group of
+// the sockets, and the memory.
 std::vector<std::string> Preflight(const Config& config);
 
-// Fills in the sizes that the configuration leaves open: limits.weights_bytes and, of what is left,
-// limits.kv_cache_bytes.
+// Fills in the sizes that the configuration leaves open: limits.weights_bytes, and
+// limits.kv_cache_bytes from the remaining memory.
 void ChooseSizes(const kernels::AttentionBackend& backend, Config* config);
 
-// limits.weights_bytes of a server with so much memory: room for the 61 layers of DeepSeek-V3 where
-// that is no more than an eighth.
+// limits.weights_bytes of a server with this much memory: room for the 61 layers of DeepSeek-V3 if
+// that is at most an eighth of it.
 int64_t DefaultWeightsBytes(int64_t memory_bytes);
 
 // OK if the buffers of a server with this configuration fit into the memory of the host; else

@@ -120,7 +120,7 @@ struct Server::Parts {
   std::optional<Drain> drain;
   std::unique_ptr<AttentionService> attention;
   std::unique_ptr<SequenceService> sequences;
-  std::unique_ptr<CheckpointStore> checkpoints;  // null: none are kept
+  std::unique_ptr<CheckpointStore> checkpoints;  // null: no checkpoints
   AbandonedImports abandoned;
   PrefixTurns turns{PrefixTurns::Defaults()};
   std::unique_ptr<IdleCalls> idle;
@@ -129,9 +129,10 @@ struct Server::Parts {
   std::unique_ptr<CacheService> cache;
   std::unique_ptr<AdminService> admin;
   std::unique_ptr<HealthService> health;
-  std::vector<std::unique_ptr<BoundedService>> control;  // what gRPC sees of the four above
+  // gRPC's interface to the four services above
+  std::vector<std::unique_ptr<BoundedService>> control;
   std::unique_ptr<Watchdog> watchdog;
-  std::shared_ptr<TlsFiles> tls;  // null: none configured
+  std::shared_ptr<TlsFiles> tls;  // null: no TLS
   std::unique_ptr<StatusSource> status;
   std::unique_ptr<OpsHttp> ops;
   Listeners listeners;
@@ -295,10 +296,10 @@ Services Server::Parts::ServicesToServe() {
   return services;
 }
 
-// Alive means that this process can answer, and that it may serve again. A lost
-// device never comes back to the process, and a launch that has hung for so long will most likely
-// not end; the reply then tells the supervisor to restart the server. Whether it serves now is
-// readiness.
+// Alive means that this process can answer, and that it may serve again. A lost device never comes
+// back to the process, and a launch that has hung for this long will most likely not end. The reply
+// then tells the supervisor to restart the server. Readiness, not this reply, says whether it
+// serves now.
 HttpReply Server::Parts::Alive() const {
   const ServerState::Snapshot now = state.Get();
   const auto timeout = std::chrono::milliseconds(options.config.restart_after_ms);
@@ -323,7 +324,8 @@ HttpReply Server::Parts::Ready(const std::string& query) {
     absl::StrAppend(&reply.body, "state ", PhaseName(now.phase), " ", now.percent, "%\nengine ",
                     now.healthy ? "healthy" : "unhealthy", "\n", now.message,
                     now.message.empty() ? "" : "\n");
-    // A drain says what it waits for, and does not make a device come back.
+    // During a drain the message names what the drain waits for, so the fault of the device is
+    // reported too.
     if (now.why_unhealthy != now.message && !now.healthy) {
       absl::StrAppend(&reply.body, now.why_unhealthy, "\n");
     }
@@ -369,7 +371,7 @@ absl::Status Server::Parts::StartOps() {
   return absl::OkStatus();
 }
 
-// What regions are made of. The listener opens once there is something to serve.
+// Sets up the table of regions. The listener opens once there is something to serve.
 void Server::Parts::MakeRegions() {
   if (shm_path.empty()) return;
   const Config::Shm& shm = options.config.shm;

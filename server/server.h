@@ -1,8 +1,8 @@
 // The whole server in one object: engine, services, listeners, operations port.
 //
 // Life: Start builds everything in order (backend, memory check, engine, listeners, warm-up) and
-// returns when the server is Serving. Shutdown drains, stops listening, answers what is under way
-// and releases everything; the destructor does the same with a deadline of 0.
+// returns when the server is Serving. Shutdown drains, stops listening, answers the calls under way
+// and releases everything. The destructor does the same with a deadline of 0.
 //
 // Threading: Start, Shutdown and the destructor from one thread; the rest from any.
 #ifndef MLA_SERVER_SERVER_H_
@@ -25,10 +25,10 @@ struct ServerOptions {
   Config config;
   // Called when an operator asks the process to exit after a drain. May be empty.
   std::function<void()> on_exit_request;
-  // Served by instead of the one that the configuration chooses, for tests of what no machine does
-  // on demand. Usually null.
+  // A backend to use instead of the configured one, for tests of faults that no machine shows on
+  // demand. Usually null.
   std::unique_ptr<kernels::AttentionBackend> backend = nullptr;
-  // Chosen from instead of AllBackends(), for such tests too. Null: that.
+  // A registry to choose from instead of AllBackends(), also for such tests. Null: AllBackends().
   const kernels::BackendRegistry* registry = nullptr;
 };
 
@@ -40,8 +40,8 @@ class Server final {
   static absl::StatusOr<std::unique_ptr<Server>> Start(ServerOptions options);
   ~Server();
 
-  int tcp_port() const;  // 0: none
-  int ops_port() const;  // 0: none
+  int tcp_port() const;  // 0: no ops listener
+  int ops_port() const;  // 0: no ops listener
   uint64_t boot_id() const;
 
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);

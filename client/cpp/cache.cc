@@ -62,7 +62,7 @@ absl::Status Client::WatchEvents(std::optional<uint64_t> after,
                                  bool all_tenants) {
   if (absl::Status status = impl_->Lost(); !status.ok()) return status;
   grpc::ClientContext context;
-  // A watch has no end of its own, so no deadline either.
+  // A watch has no natural end, so it has no deadline either.
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
   v1::WatchEventsRequest request;
   if (after) request.set_after(*after);

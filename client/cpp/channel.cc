@@ -47,10 +47,10 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
   return grpc::SslCredentials(ssl);
 }
 
-// A server's largest message (wire.message_bytes) is no larger.
+// A server's largest message (wire.message_bytes) is at most this.
 constexpr int kMostReplyBytes = 1 << 30;
-// A connection that is silent for so long is probed, also between calls, and is given up without an
-// answer in time: a firewall may have forgotten it. Servers take a probe every 5 s.
+// A connection that is silent for this time is probed, also between calls, and is given up if no
+// answer comes in time: a firewall may have forgotten it. Servers take a probe every 5 s.
 constexpr int kKeepaliveMs = 20000;
 constexpr int kKeepaliveAnswerMs = 10000;
 // Between two attempts to connect: a server that is back is found within the longest and a half.
@@ -103,7 +103,7 @@ bool IsLoopback(absl::string_view address) {
   if (absl::ConsumePrefix(&host, "[")) {
     host = host.substr(0, host.find(']'));
   } else if (const size_t colon = host.find(':'); colon == host.rfind(':')) {
-    host = host.substr(0, colon);  // an IPv6 address without brackets has no port
+    host = host.substr(0, colon);  // without brackets an IPv6 address cannot have a port
   }
   const std::string name = absl::AsciiStrToLower(host.substr(0, host.find('%')));
   if (name == "localhost" || absl::EndsWith(name, ".localhost")) return true;

@@ -24,9 +24,10 @@ absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
 // Returns true for a socket of this host: a unix target, or loopback addresses alone.
 bool IsLocalTarget(const std::string& target);
 
-// Of the socket that a unix target names; empty for other targets.
+// Path of the socket that a unix target names; empty for other targets.
 std::string UnixPathOf(const std::string& target);
-// Where a unix target's server hands out shared memory; empty for other targets.
+// Path of the socket through which a unix target's server gives shared memory; empty for other
+// targets.
 std::string ShmPathOf(const std::string& target);
 
 }  // namespace mla::client

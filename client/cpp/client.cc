@@ -102,7 +102,7 @@ Client::Client(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Client::~Client() {
   if (impl_->home.left()) {
-    // Its thread, its connections and perhaps its locks are those of another process.
+    // Its thread, its connections and perhaps its locks belong to another process.
     static_cast<void>(impl_.release());
     return;
   }
@@ -346,7 +346,8 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
     return impl_->sequences->Open(context, request, reply);
   };
   auto reply = impl_->Unary<v1::OpenReply>(open);
-  // The request id makes this safe: the second call finds what the first may have opened.
+  // The request id makes this safe: the second call finds the sequence that the first one may have
+  // opened.
   if (absl::IsUnavailable(reply.status()) && !DetailOf(reply.status())) {
     reply = impl_->Unary<v1::OpenReply>(open);
   }

@@ -45,37 +45,37 @@ struct ClientOptions {
   // Connects through the proxy that the environment names (http_proxy), except to this host.
   bool http_proxy = false;
   // At least 0. More than ten years are as good as none: INT64_MAX waits for ever.
-  int64_t call_timeout_ms = 10000;     // of each unary call, and of asking for shared memory
+  int64_t call_timeout_ms = 10000;     // of each unary call, and of the request for shared memory
   int64_t request_timeout_ms = 60000;  // of each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
   bool renew_leases = true;
-  // How sessions travel. kInline: all in gRPC messages. kShm: messages over gRPC, tensors in
-  // shared memory. kRing: all in shared memory. kAuto: kRing where a unix target's server offers
-  // it, else kInline; the others fail OpenSession with UNIMPLEMENTED where there is no shared
-  // memory.
+  // How sessions travel. kInline: all in gRPC messages. kShm: messages over gRPC, tensors in shared
+  // memory. kRing: all in shared memory. kAuto: kRing if a unix target's server offers it, else
+  // kInline. With the others, OpenSession fails with UNIMPLEMENTED without shared memory.
   enum class Transport { kAuto, kInline, kShm, kRing } transport = Transport::kAuto;
-  // Of one session's region, at most what the server allows. 0: 64 MiB, or where the server has
-  // less left 32, 16, 8 or 4. Another size is granted or refused as it is.
+  // Size of one session's region, at most the server's limit. 0: 64 MiB, or 32, 16, 8 or 4 if the
+  // server has less left. Another size is granted exactly or refused.
   uint64_t shared_bytes = 0;
   // GPU memory of one session's ring, in which tensors of kernels lie (Session::AllocateOnDevice):
-  // rounded up to MiB, and had where the server offers it and runs on a GPU of this host; 0: none.
+  // rounded up to MiB, and granted if the server offers it and runs on a GPU of this host; 0: no
+  // device memory.
   uint64_t device_bytes = 0;
   int device = 0;              // the GPU that this process uses, by the runtime's order
   std::string device_library;  // the GPU's runtime; empty: by its usual names
   uint32_t spin_us = 20;       // how long a session spins on its ring before it sleeps
-  // Of unix targets: the server's user, where that is neither root nor this process's. In a folder
-  // that every user may write to, sockets of other users are refused with PERMISSION_DENIED. -1:
-  // none.
+  // For unix targets: the server's user, if that is neither root nor this process's user. In a
+  // folder that every user may write to, sockets of other users are refused with PERMISSION_DENIED.
+  // -1: no other user.
   int64_t server_uid = -1;
   // How long a thread that waits for a reply over gRPC spins before it sleeps, which costs a
   // wake-up of 5 to 50 us. -1: 200 where this process may use four CPUs (its affinity and its
   // container's quota count), else 0.
   int32_t stream_spin_us = -1;
   // Threads of a session that copy large tensors into shared memory and out of it, the caller's
-  // among them: for tensors that were not made in place (Session::Allocate). At least 1, at most 64
-  // and the CPUs that this process may use: a figure beyond is taken as that bound. Where the
-  // system has no more threads, sessions do with fewer. The others spin for a millisecond after
-  // each such copy, where there are four CPUs, and then sleep.
+  // among them: for tensors that were not made in place (Session::Allocate). At least 1, and at
+  // most 64 and the CPUs that this process may use; larger numbers are reduced to that bound. If
+  // the system has no more threads, sessions use fewer. With four CPUs or more, the other threads
+  // spin for a millisecond after each such copy before they sleep.
   int32_t copy_threads = 1;
 };
 
@@ -106,11 +106,11 @@ class Client final {
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
-  const v1::GetServerInfoReply& info() const;  // as of Connect
+  const v1::GetServerInfoReply& info() const;  // as of Connect; sends no request
   const std::string& client_id() const;
   absl::StatusOr<v1::GetServerInfoReply> GetServerInfo();
   absl::StatusOr<v1::GetStatsReply> GetStats();
-  // grpc.health.v1: whether `service` ("" for the whole server) takes new work.
+  // grpc.health.v1: returns true if `service` ("" for the whole server) takes new work.
   absl::StatusOr<bool> IsServing(const std::string& service = "");
   // Calls `update` with the status now, at every change and at least every `interval_ms` (0: 1000),
   // until it returns false (OK) or the server ends the watch (its status).
@@ -121,8 +121,8 @@ class Client final {
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit, const std::string& to = "");
   // Takes new work again after a drain, or ends one that is under way.
   absl::StatusOr<v1::CancelDrainReply> CancelDrain();
-  // What tenants use and may use; those of other tenants for operators. An empty request: the
-  // caller's own.
+  // Use and bounds of tenants; only operators see other tenants. An empty request: the caller's
+  // own.
   absl::StatusOr<v1::GetQuotaReply> GetQuota(const v1::GetQuotaRequest& request = {});
   // For operators. Changes last until the server ends; only its configuration is kept.
   absl::StatusOr<v1::SetQuotaReply> SetQuota(const v1::SetQuotaRequest& request);
@@ -132,23 +132,24 @@ class Client final {
                                                  const std::string& model_id);
 
   // `lease_ms` > 0: the model is unregistered after this time without a call that names it and
-  // without an open sequence of it. 0: as the server is configured, by default never.
-  // `kv_scales`: one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales.
-  // `sinks`: [layers, num_heads], of ATTENTION_KIND_SPARSE_V4, each finite, or -inf: none; empty:
-  // none, or those that UploadSinks will bring (ModelSpec.needs_sinks).
-  // UNIMPLEMENTED if the server is too old for the model's kv_format, attention or needs_sinks;
-  // DATA_LOSS if it says another shape than was asked for, also later in ListModels.
+  // without an open sequence of it. 0: as the server is configured, by default never. `kv_scales`:
+  // one a layer, for KV_FORMAT_FP8_TENSOR; may come later, by UploadScales. `sinks`: [layers,
+  // num_heads], for ATTENTION_KIND_SPARSE_V4; each is finite, or -inf for no sink. Empty: no sinks,
+  // or UploadSinks will bring them (ModelSpec.needs_sinks). UNIMPLEMENTED if the server is too old
+  // for the model's kv_format, attention or needs_sinks. DATA_LOSS if it reports another shape than
+  // the requested one, also later in ListModels.
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
-  // Those of the layers and heads of `at`, [layer_count, head_count], layer by layer. Values in
-  // force may be sent again, others while no sequence of the model is open: else ALREADY_EXISTS.
+  // Sets sinks for the layers and heads of `at`, [layer_count, head_count], layer by layer. Present
+  // values may be sent again, other values only while no sequence of the model is open: else
+  // ALREADY_EXISTS.
   absl::StatusOr<v1::UploadSinksReply> UploadSinks(const std::string& model_id,
                                                    std::span<const float> sinks,
                                                    const SinkSlice& at = {});
-  // Calls `next` until it returns nullopt, sends what it returns and the digest over all of it. A
-  // chunk has at most info().limits().weight_chunk_bytes() bytes.
+  // Calls `next` until it returns nullopt, and sends the chunks and then a digest over all of them.
+  // A chunk has at most info().limits().weight_chunk_bytes() bytes.
   absl::StatusOr<v1::UploadWeightsReply> UploadWeights(
       const std::string& model_id, const std::function<std::optional<WeightsChunk>()>& next);
   absl::StatusOr<v1::ListModelsReply> ListModels();
@@ -162,8 +163,9 @@ class Client final {
                                         const std::string& request_id = "",
                                         const v1::Prefix& prefix = {},
                                         v1::PrefixMatch* match = nullptr);
-  // One that is open already: of another client of the tenant's, or handed over to this server. A
-  // failure with the reason "moved" names the server that has it (DetailOf(status)->peer()).
+  // A sequence that is open already: opened by another client of the tenant, or handed over to this
+  // server. A failure with the reason "moved" names the server that has it
+  // (DetailOf(status)->peer()).
   absl::StatusOr<Sequence> Attach(uint64_t id);
   // No ids: all of the tenant's, or only this client's.
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
@@ -172,7 +174,7 @@ class Client final {
 
   // --- Rows out of a server and into one (docs/cache/page_groups.md; cache.cc, pages_file.h).
   // Calls `take` with each part; an error of its own ends the call, which returns it. The deadline
-  // is that of a whole upload.
+  // bounds the whole upload.
   absl::Status ExportPages(const v1::ExportRequest& request,
                            const std::function<absl::Status(const v1::PagesPart&)>& take);
   // Sends the parts that `next` gives, until it gives none; an error of its own ends the call,
@@ -181,10 +183,10 @@ class Client final {
       const v1::ImportTarget& target,
       const std::function<absl::StatusOr<std::optional<v1::PagesPart>>()>& next);
 
-  // --- What becomes of cached rows, with the capability "cache_events" (docs/kv_cache.md). Calls
-  // `take` with events behind number `after` (absent: from now on), at first with those that the
-  // server still knows, until it returns false. OK then, else why the watch has ended. Operators
-  // may see events of all tenants; `after` is 0 or absent then.
+  // --- Events of cached rows, with the capability "cache_events" (docs/kv_cache.md). Calls `take`
+  // with events after number `after` (absent: from now on) until it returns false. The first ones
+  // are events that the server still knows. Returns OK then, else the reason why the watch has
+  // ended. Operators may see events of all tenants; `after` is 0 or absent then.
   absl::Status WatchEvents(std::optional<uint64_t> after,
                            const std::function<bool(const v1::WatchEventsReply&)>& take,
                            bool all_tenants = false);
@@ -228,17 +230,17 @@ class Sequence final {
 
   uint64_t id() const { return id_; }
   uint64_t epoch() const { return epoch_; }
-  uint64_t length() const { return length_; }  // committed rows, as of the last reply
+  uint64_t length() const { return length_; }  // committed rows as of the last reply
 
   // Shares the first `length` rows (absent: all committed ones), copy-on-write.
   absl::StatusOr<Sequence> Fork(std::optional<uint64_t> length = std::nullopt);
-  // Says what the rows from `first_row` on stand for, and adds behind the committed ones what is
-  // cached of the rest. FAILED_PRECONDITION if it differs from what was said of committed rows.
+  // Declares the contents of the rows from `first_row` on, and appends the cached ones to the
+  // committed rows. FAILED_PRECONDITION if it contradicts the declaration of committed rows.
   absl::StatusOr<v1::PrefixMatch> Match(const v1::Prefix& prefix, uint64_t first_row = 0);
   absl::Status Truncate(uint64_t length);
-  // The tail that a step has left last (Step::End), and the length that it belongs to. NOT_FOUND:
-  // there is none, or the sequence was cut below it. ABORTED: it was replaced between two of its
-  // parts, time and again.
+  // The tail that the last step with a tail left (Step::End), and the length that it belongs to.
+  // NOT_FOUND without a tail, or if the sequence was truncated below it. ABORTED: it was repeatedly
+  // replaced between two of its parts.
   struct Tail {
     uint64_t position = 0;
     std::string bytes;

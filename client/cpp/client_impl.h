@@ -1,4 +1,4 @@
-// What a Client holds, for the files that its methods are written in.
+// State of a Client, shared by the files that implement its methods.
 #ifndef MLA_CLIENT_CPP_CLIENT_IMPL_H_
 #define MLA_CLIENT_CPP_CLIENT_IMPL_H_
 
@@ -39,7 +39,7 @@ namespace mla::client {
 
 using Millis = std::chrono::milliseconds;
 
-// Of a session's region when the caller names no size, and the least that is worth having.
+// Size of a session's region if the caller names none, and the smallest size that is tried.
 inline constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
 inline constexpr uint64_t kMiB = 1 << 20;
 inline constexpr uint64_t kLeastSharedBytes = uint64_t{4} << 20;
@@ -54,14 +54,14 @@ inline uint64_t Random64() {
 // Between a renewal of the leases that failed and the next.
 inline constexpr Millis kLeastRenewalPause(20);
 
-// Of helpers that copy, as long as the pause between two layers may take.
+// Spin time of helpers that copy: as long as the pause between two layers may last.
 inline constexpr int32_t kCopySpinMicros = 1000;
 inline constexpr int32_t kMostCopyThreads = 64;
 
 // By default a server serves 128 calls of one connection (wire.connection_streams).
 inline constexpr int kStreamsAConnection = 8;
 
-// Timeouts are cut to ten years: what a clock can add to its own time, also ten times.
+// Timeouts are cut to ten years: a clock can still add ten times as much to its own time.
 inline constexpr int64_t kLongestTimeoutMs = int64_t{10} * 366 * 24 * 3600 * 1000;
 
 // A copy in another process is never destroyed: gRPC would wait for threads that are not there, or
@@ -111,11 +111,11 @@ struct Client::Impl {
     return lost;
   }
 
-  // DATA_LOSS if the server takes a model that this client has registered for one of another shape,
-  // by which tensors would be longer than the caller's memory.
+  // DATA_LOSS if the server reports another shape for a model that this client has registered:
+  // tensors could then be longer than the caller's memory.
   absl::Status CheckModel(const v1::ModelSpec& model);
 
-  // Why no call can succeed any more; in a process that was forked from the client's, "forked".
+  // The reason why no call can succeed any more; "forked" in a process forked from the client's.
   absl::Status Lost() {
     if (home.left()) return ForkedError(home.pid());
     const MutexLock lock(mutex);
@@ -167,7 +167,7 @@ struct Client::Impl {
             }};
   }
 
-  // A region behind the unix socket of the target, with a command ring or for tensors alone.
+  // Opens a region through the target's unix socket, with a command ring or for tensors only.
   absl::StatusOr<std::shared_ptr<StepStream>> OpenShared(bool ring) {
     const std::string shm_path = ShmPathOf(target);
     if (shm_path.empty()) {

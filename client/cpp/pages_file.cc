@@ -119,7 +119,7 @@ absl::StatusOr<std::unique_ptr<PagesFileReader>> PagesFileReader::Open(
   uint32_t version = 0;
   if (std::fread(magic, 1, sizeof(magic), file) != sizeof(magic) ||
       std::memcmp(magic, kPagesFileMagic, kMagicBytes) != 0) {
-    return reader->Torn("it is no file of rows: it does not begin with MLAPAGES");
+    return reader->Torn("it is not a file of rows: it does not begin with MLAPAGES");
   }
   if (std::fread(&version, sizeof(version), 1, file) != 1 ||
       (version != kPagesFileVersion && version != kKeyedPagesFileVersion)) {
@@ -155,9 +155,9 @@ absl::StatusOr<std::optional<v1::PagesPart>> PagesFileReader::Next() {
     }
   }
   v1::PagesPart part;
-  if (!part.ParseFromString(bytes)) return Torn("a part is no message");
+  if (!part.ParseFromString(bytes)) return Torn("a part is not a message");
   ended_ = part.has_trailer();
-  if (ended_ && std::fgetc(file_) != EOF) return Torn("it goes on behind the trailer");
+  if (ended_ && std::fgetc(file_) != EOF) return Torn("it continues after the trailer");
   return part;
 }
 

@@ -3,8 +3,8 @@
 //   "MLAPAGES", version (uint32), then for each part its bytes (uint32), itself, serialized, and
 //   in files with a key (version 2) its MAC (16 bytes, proto/wire/frame_mac.h); little endian
 //
-// A file with a key is one that only holders of the key can have written; no part of it is looked
-// at before its MAC is right.
+// Only holders of the key can have written a file with a key; no part of it is read before its MAC
+// is verified.
 //
 // Threading: one thread.
 #ifndef MLA_CLIENT_CPP_PAGES_FILE_H_
@@ -27,7 +27,7 @@ namespace mla::client {
 inline constexpr char kPagesFileMagic[] = "MLAPAGES";
 inline constexpr uint32_t kPagesFileVersion = 1;
 inline constexpr uint32_t kKeyedPagesFileVersion = 2;
-// Of one part; more is no part that a server takes.
+// Size limit of one part; servers do not take larger parts.
 inline constexpr uint32_t kMostPagesPartBytes = 1u << 30;
 
 // Writes a file aside, and gives it its name when all of it is on the disk.
@@ -58,14 +58,14 @@ class PagesFileWriter final {
 
 class PagesFileReader final {
  public:
-  // NOT_FOUND, or DATA_LOSS with the reason why it is no such file: also where one with a key is
-  // read without, or the other way round.
+  // NOT_FOUND, or DATA_LOSS with the reason why it is not such a file: also if a file with a key is
+  // read without one, or the other way round.
   static absl::StatusOr<std::unique_ptr<PagesFileReader>> Open(
       const std::string& path, const std::optional<wire::MacKey>& key = std::nullopt);
   ~PagesFileReader();
 
-  // The next part; none behind the trailer. DATA_LOSS when the file ends before it, or goes on
-  // behind it.
+  // The next part, or nullopt after the trailer. DATA_LOSS if the file ends before the trailer, or
+  // continues after it.
   absl::StatusOr<std::optional<v1::PagesPart>> Next();
 
  private:

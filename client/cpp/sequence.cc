@@ -7,9 +7,9 @@
 namespace mla::client {
 namespace {
 
-constexpr int kTailTurns = 4;  // of reading a tail in parts from its beginning
+constexpr int kTailTurns = 4;  // attempts to read a tail in parts from its beginning
 
-// DATA_LOSS unless an answer is about what was asked for.
+// DATA_LOSS unless an answer is about the requested object.
 absl::Status CheckSame(const char* what, uint64_t got, uint64_t wanted) {
   if (got == wanted) return absl::OkStatus();
   return absl::DataLossError(
@@ -77,7 +77,7 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
       auto part = client_->ReadTail(id_, epoch_, tail.bytes.size());
       if (!part.ok()) return part.status();
       if (tail.bytes.empty()) serial = part->serial();
-      if (part->serial() != serial) break;  // of another tail
+      if (part->serial() != serial) break;  // part of another tail
       tail.position = part->position();
       bytes = part->tail_bytes();
       tail.bytes += part->tail();

@@ -14,7 +14,7 @@ namespace {
 // Header bytes of a message, generously.
 constexpr uint64_t kHeaderBytes = 1024;
 
-// Of what lies beside vectors of 8 bits, bf16.
+// Element size of non-fp8 tensors; tensors sent together with fp8 are bf16.
 uint64_t ElementSize(v1::DType dtype) { return dtype == v1::DTYPE_F32 ? 4 : 2; }
 
 wire::Fp8Tensor QueryVectors(const v1::Geometry& geometry, v1::Profile profile) {
@@ -84,8 +84,8 @@ uint64_t LongestList(const AttendCall& call) {
   return longest;
 }
 
-// The lists of rows [first, first + count) as they are sent, and in `attend` what they are.
-// `width`: that a transport wants them to have; 0: as they are.
+// Returns the lists of rows [first, first + count) as they are sent, and describes them in
+// `attend`. `width`: the width that a transport requires; 0: unchanged.
 std::vector<int32_t> ListsOf(const AttendCall& call, uint32_t first, uint32_t count, uint32_t width,
                              v1::Attend* attend) {
   const IndexLists& lists = call.lists;
@@ -299,7 +299,7 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
   const bool as_they_are =
       selects || (call.lists.width > 0 && (width == 0 || width == call.lists.width));
   const void* const entries = selects ? call.index_inputs : call.lists.entries;
-  // Of ragged ones an offset each, and a last one.
+  // For ragged lists, one offset a row and a last one.
   if (sparse && !selects) row.lists = sizeof(int32_t) * (std::max<uint64_t>(longest, width) + 2);
   if (as_they_are && !selects) row.lists = sizeof(int32_t) * call.lists.width;
   PendingReply whole;

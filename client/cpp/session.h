@@ -1,15 +1,15 @@
 // Steps and attention: one Attend stream of the server.
 //
-// Tensors are the caller's memory: requests are sent from it and replies are written into it
-// without an intermediate copy on the way out and with one on the way in. It must stay valid and
-// unchanged until the call has returned (blocking) or Wait has returned (asynchronous).
+// Tensors are the caller's memory: requests are sent from it without an intermediate copy, and
+// replies are written into it with one. It must stay valid and unchanged until the call has
+// returned (blocking) or Wait has returned (asynchronous).
 //
 // Work is split by rows so that every message stays below the server's limits.message_bytes; the
 // pieces are sent back to back. Calls whose tensors lie in shared memory (Session::Allocate) are
 // not split.
 //
-// A session belongs to the process that opened it. In a child that fork makes, its calls are
-// FAILED_PRECONDITION (reason "forked"), it has no memory, and destroying it ends nothing.
+// A session belongs to the process that opened it. In a child made by fork, its calls are
+// FAILED_PRECONDITION (reason "forked"), it does not have memory, and destroying it ends nothing.
 //
 // Ownership: a Session outlives its steps; a Client outlives its sessions. Destroying a step that
 // was not ended aborts it; destroying a session aborts all its steps. Threading: several threads
@@ -45,14 +45,14 @@ struct BeginOptions {
   uint32_t lease_ms = 0;      // 0: the server's default
 };
 
-// Index lists of an AttendCall, for models with sparse attention: a row attends to the positions of
-// its list alone, or of a model with a window to those entries. -1 is none, and a position that is
-// repeated counts once.
+// Index lists of an AttendCall, for models with sparse attention: a row attends only to the
+// positions of its list, or in a model with a window to those entries. -1 is padding, and a
+// repeated position counts once.
 struct IndexLists {
   const int32_t* entries = nullptr;  // null: no lists, a row attends to all that it sees
-  // Entries of every row; 0: ragged. Lists of one width may lie behind q in shared memory, at the
-  // next multiple of 64 bytes, and are then used where they lie (in a ring if they have the model's
-  // top_k entries).
+  // Entries of every row; 0: ragged. Lists of one width may follow q in shared memory, at the next
+  // multiple of 64 bytes, and are then used in place (in a ring, if they have the model's top_k
+  // entries).
   uint32_t width = 0;
   // Ragged: [row_count + 1], from 0 on; list i ends at begin[i + 1].
   const int32_t* begin = nullptr;
@@ -73,25 +73,25 @@ struct AttendCall {
   v1::DType kv_row_dtype = v1::DTYPE_UNSPECIFIED;
   v1::DType o_dtype = v1::DTYPE_BF16;
   uint32_t timeout_us = 0;
-  // With its index key behind each row, if the model has an indexer; with the entries that the rows
-  // make whole behind all of them, if it has a window (Step::EntriesOf says how many). Null:
+  // If the model has an indexer, each row is followed by its index key. If it has a window, all
+  // rows are followed by the entries that they complete (Step::EntriesOf has their number). Null:
   // another head slice brings the rows.
   const void* kv = nullptr;
   const void* q = nullptr;  // unused by APPEND_ONLY
   void* o = nullptr;
   float* lse = nullptr;  // null: not wanted
-  // Of tensors in device memory (Session::AllocateOnDevice): the CUstream or hipStream_t whose work
-  // so far the server waits for before it reads them; null: the default stream.
+  // For tensors in device memory (Session::AllocateOnDevice): the CUstream or hipStream_t whose
+  // earlier work the server waits for before it reads them; null: the default stream.
   void* stream = nullptr;
-  // What `stream` is given after AttendAsync has returned runs once the outputs are there, or the
-  // call has failed: no thread need wait in between, and Wait may come layers later. Wait still
-  // says whether the outputs are good; before it has, do not block on the stream, since only Wait
-  // notices that the server has gone, and lets the stream go on then. All calls of the session that
-  // are under way are such calls of one stream, else FAILED_PRECONDITION.
+  // Work submitted to `stream` after AttendAsync has returned runs once the outputs are complete,
+  // or the call has failed: no thread need wait in between, and Wait may come layers later. Wait
+  // still tells whether the outputs are valid. Do not block on the stream before Wait: only Wait
+  // notices that the server has gone, and then lets the stream go on. All calls of the session
+  // under way must be chained calls of one stream, else FAILED_PRECONDITION.
   bool chained = false;
   IndexLists lists;
-  // In place of `lists`, for models with an indexer: what it makes them from, a record a row of
-  // index queries [index_heads, index_dim] of q_dtype, then head weights [index_heads], fp32.
+  // In place of `lists`, for models with an indexer: its inputs, one record a row with index
+  // queries [index_heads, index_dim] of q_dtype, then head weights [index_heads], fp32.
   const void* index_inputs = nullptr;
   int32_t* chosen = nullptr;  // receives its lists, [row_count, top_k]; null: not wanted
 };
@@ -99,7 +99,7 @@ struct AttendCall {
 // Tensors of 8-bit floats (DTYPE_F8_E4M3; capability "fp8_wire"): half the bytes of bf16, and a
 // relative error of at most 2^-4 a value. Scales are powers of two, chosen for each part of a
 // vector (attention.proto), so the server decodes them without rounding again. Infinities saturate.
-// `values` are row-major, as of DTYPE_F32: q [rows, heads, q dim], kv [rows, row dim].
+// `values` are row-major, as for DTYPE_F32: q [rows, heads, q dim], kv [rows, row dim].
 std::vector<std::byte> EncodeFp8Queries(const v1::ModelSpec& model, v1::Profile profile,
                                         std::span<const float> values);
 std::vector<std::byte> EncodeFp8Rows(const v1::ModelSpec& model, std::span<const float> values);
@@ -113,7 +113,7 @@ struct SequenceTail {
   std::span<const std::byte> bytes;  // as many as the model's tail_bytes
 };
 
-// Of the slowest piece of a call.
+// Times of the slowest piece of a call.
 struct AttendTimes {
   uint32_t queue_us = 0, plan_us = 0, kernel_us = 0, write_us = 0;
   uint32_t launch_requests = 0, launch_layers = 0, launch_clients = 0;
@@ -129,7 +129,7 @@ struct PendingReply;
 class PendingAttend final {
  public:
   PendingAttend(PendingAttend&&) = default;
-  PendingAttend& operator=(PendingAttend&& other) noexcept;  // waits for the one it replaces
+  PendingAttend& operator=(PendingAttend&& other) noexcept;  // waits for the call that it replaces
   ~PendingAttend();
   // DEADLINE_EXCEEDED ends the whole session: only then the transport stops using the tensors.
   // While the connection does not move (a stopped process, a broken network), Wait returns later
@@ -156,7 +156,7 @@ class Step final {
 
   PendingAttend AttendAsync(const AttendCall& call);
   absl::StatusOr<AttendTimes> Attend(const AttendCall& call) { return AttendAsync(call).Wait(); }
-  // The same with index lists.
+  // As above, with index lists.
   PendingAttend AttendSparseAsync(AttendCall call, const IndexLists& lists) {
     call.lists = lists;
     return AttendAsync(call);
@@ -165,11 +165,11 @@ class Step final {
     return AttendSparseAsync(call, lists).Wait();
   }
   // Commits all rows. Updates the lengths of the sequences and returns them. `tails`, in the order
-  // of the sequences, are copied. RESOURCE_EXHAUSTED, where the server has no room for them, leaves
-  // the step open.
+  // of the sequences, are copied. If the server has no room for them, RESOURCE_EXHAUSTED leaves the
+  // step open.
   absl::StatusOr<std::vector<uint64_t>> End(std::span<const SequenceTail> tails = {});
-  // The same of the first committed_rows[i] rows of each sequence. INVALID_ARGUMENT unless there is
-  // a number for each.
+  // As above, for the first committed_rows[i] rows of each sequence. INVALID_ARGUMENT unless there
+  // is a number for each sequence.
   absl::StatusOr<std::vector<uint64_t>> End(const std::vector<uint32_t>& committed_rows,
                                             std::span<const SequenceTail> tails = {});
   absl::Status Abort();
@@ -196,19 +196,19 @@ class Session final {
   absl::StatusOr<std::unique_ptr<Step>> Begin(const std::string& model_id,
                                               const std::vector<StepRows>& rows,
                                               const BeginOptions& options = {});
-  // What carries it: "inline", "shm" or "ring" (ClientOptions::Transport).
+  // The transport of the session: "inline", "shm" or "ring" (ClientOptions::Transport).
   std::string_view transport() const;
-  // Memory of the shared region in which tensors are used where they lie instead of being copied:
-  // put kv and q into one block and o and lse into another, the second tensor of each at the next
-  // multiple of 64 bytes. A call whose tensors all lie so is one message, whatever its size. Empty
-  // when the session is inline, or has no room. Lives as long as the session.
+  // Memory of the shared region, whose tensors are used in place instead of being copied: put kv
+  // and q into one block and o and lse into another, the second tensor of each at the next multiple
+  // of 64 bytes. A call whose tensors are all placed like this is one message, whatever its size.
+  // Empty if the session is inline, or without room. Lives as long as the session.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
-  // The same in the memory of a GPU (ClientOptions::device_bytes), for tensors that kernels write
-  // and read: nothing is copied. A call's tensors lie there all or none, and it has no index lists.
-  // When it has returned, the outputs are there. Empty when there is no such memory, as
-  // DeviceStatus says, or no room. DeviceWarning: what makes it slow here, in words for people, or
-  // nothing.
+  // As above, in the memory of a GPU (ClientOptions::device_bytes), for tensors that kernels write
+  // and read: no tensor is copied. All tensors of a call lie there or none, and the call has no
+  // index lists. When the call has returned, the outputs are complete. Empty without such memory
+  // (DeviceStatus has the reason), or if it is full. DeviceWarning: a reason for slowness here, in
+  // words for people, or empty.
   std::span<std::byte> AllocateOnDevice(uint64_t bytes);
   void FreeOnDevice(std::span<std::byte> block);
   absl::Status DeviceStatus() const;

@@ -67,8 +67,8 @@ class StepAttention:
 
     def __init__(self, model: Model, step: mla_client.Step, profile: mla_client.Profile,
                  dtype: mla_client.DType = mla_client.DType.BF16):
-        """`dtype` is what queries travel as; rows and outputs do as well, and as bf16 beside
-        queries of 8 bits."""
+        """`dtype` is the type of queries as sent. Rows and outputs have it too, except that they
+        are bf16 if queries have 8 bits."""
         self._model = model
         self._step = step
         self._profile = profile
@@ -84,9 +84,9 @@ class StepAttention:
     def attend(self, layer: int, q_nope: Array, q_rope: Array, row: Array,
                lists: Optional[Sequence[Any]] = None,
                index: Optional[Tuple[Array, Array]] = None) -> Array:
-        """One layer; with `lists` sparse attention to the positions that they name, by row, with
-        `index` (queries and head weights) to those that the service's indexer chooses: `row` then
-        has index keys behind it, and `chosen` the lists afterwards."""
+        """Attention of one layer. With `lists` it is sparse attention to the listed positions of
+        each row; with `index` (queries and head weights) to the positions that the service's
+        indexer chooses: `row` then ends with index keys, and `chosen` has the lists afterwards."""
         weights = self._model.layers[layer]
         if self._profile == mla_client.Profile.ABSORBED:
             q_nope = per_head(q_nope, weights.w_uk)

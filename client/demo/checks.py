@@ -1,9 +1,9 @@
-"""The honest comparison: what a server's attention led to, against the same model computed locally.
+"""The honest comparison: results with a server's attention against the same model computed locally.
 
 Teacher-forced: the local float32 model is fed the tokens that the remote one chose, so that one
 difference cannot excuse the next. At each position the remote token must be the local best one, or
-the two best local logits must be closer than twice the largest logit difference seen (E): then
-rounding alone explains the choice. E itself must stay below a fixed bound.
+the two best local logits must be closer than twice the largest logit difference seen (E): rounding
+alone then explains the choice. E itself must stay below a fixed bound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from attention import local_attention, shifted, zeroed
 from model import Array, Model
 
-# E must stay below so many times the noise that was seen with the model.
+# E must stay below this many times the noise that was measured with the model.
 NOISE_FACTOR = 4
 MAX_NEAR_TIES = 8
 
@@ -34,7 +34,7 @@ class Comparison:
     agree: int      # local best, or a near tie
     near_ties: int  # not the local best, but closer than 2 E
     error: float    # E
-    bound: float    # of E
+    bound: float    # bound of E
 
     @property
     def ok(self) -> bool:
@@ -48,7 +48,7 @@ class Comparison:
 
 def compare(tokens: Sequence[int], remote: Array, local: Array, bound: float) -> Comparison:
     """Compares the tokens chosen from remote logits [n, vocab] with the local logits; `bound` is
-    that of E."""
+    the bound of E."""
     if (remote.shape != local.shape or len(tokens) != len(local) or not len(tokens)
             or not np.isfinite(remote).all()):
         return Comparison(len(tokens), 0, 0, float("inf"), bound)
@@ -74,9 +74,9 @@ class LocalModel:
     """The model run locally over whole texts; beginnings that were run before are not run again."""
 
     def __init__(self, model: Model, kv_format: str = "bf16"):
-        """`kv_format`: that of the cache which the remote logits come from."""
+        """`kv_format`: the format of the cache that the remote logits come from."""
         self._model = model
-        self.bound = bounds(model.noise)[kv_format]  # of E
+        self.bound = bounds(model.noise)[kv_format]  # bound of E
         self._prefixes: List[_Prefix] = []
 
     def logits(self, text: npt.NDArray[np.int64], first: int) -> Array:

@@ -1,19 +1,19 @@
 """The demo: a DeepSeek-architecture model whose attention a server computes.
 
-Starts the server, prefills a text that the model never saw and generates greedily with the
-attention remote, in the EXPANDED and in the ABSORBED profile; checks every token against the same
-model run locally in float32, and the check itself against two broken attentions; then two workers
-at once, a fork that continues two ways, a verified draft and a truncation, two turns that share a
-prefix, a beam search, and a server that is killed and restores a sequence. The last line says how
-it went; the exit status is 1 unless all of it went well.
+Starts the server, prefills a text that is not in the training data, and generates greedily with
+remote attention, in the EXPANDED and in the ABSORBED profile. It checks every token against the
+same model run locally in float32, and the check itself against two broken attentions. Then come two
+workers at the same time, a fork that continues two ways, a verified draft and a truncation, two
+turns that share a prefix, a beam search, and a server that is killed and restores a sequence. The
+last line says how it went; the exit status is 1 unless all of it went well.
 
---model says which: `trained` writes English (trained/README.md), `seeded` has random weights, four
+--model says which: `trained` writes English (trained/README.md); `seeded` has random weights, four
 times the heads and a mixture of experts; `v32` is the trained one with sparse attention as in
-DeepSeek V3.2, `v4` with a window and entries as in V4; both have demos of their own (v32/run.py,
-v4/run.py). --kv-format says how the cache keeps rows; the comparison is with float32 all the same,
-so its bound is wider for 8 bits (docs/fp8.md states it). --transport says how the steps travel;
-auto takes the command ring where there is one. --record writes every request and its expected
-outputs to a file (RECORDING.md).
+DeepSeek V3.2, `v4` with a window and entries as in V4. The last two have their own demos
+(v32/run.py, v4/run.py). --kv-format selects the cache's format of rows. The comparison is always
+with float32, so its bound is wider for 8 bits (docs/fp8.md states it). --transport selects the
+transport of steps; auto takes the command ring if there is one. --record writes every request and
+its expected outputs to a file (RECORDING.md).
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
 
 
 class Demo:
-    """The scenes and what came of them."""
+    """The scenes and their results."""
 
     def __init__(self, model: models.Model, server: ServerProcess, transport: str = "auto",
                  kv_format: str = "bf16", writer: Optional[Writer] = None):
-        """`server` is running and keeps checkpoints. `writer` records the requests to it; None:
-        nothing is recorded."""
+        """`server` is running and keeps checkpoints. `writer`, if not None, records the requests.
+        """
         self.started = time.monotonic()
         self.server = server
         self.transport = transport
@@ -80,7 +80,7 @@ class Demo:
         self.model = model
         self.local = LocalModel(self.model, kv_format)
         self.prompt = corpus.prompt(PROMPT_BYTES)
-        self.rows: List[str] = []  # of the table
+        self.rows: List[str] = []  # rows of the table
         self.ok = True
         self.verdict: List[str] = []
 
@@ -112,7 +112,7 @@ class Demo:
         self.judge(fork_ok, f"fork {word(fork_ok)}")
         truncate_ok = scenes.speculate(runs[0], self.local, self.say)
         self.judge(truncate_ok, f"truncate {word(truncate_ok)}")
-        # Not recorded: what is replayed depends on no cache.
+        # Not recorded: replayed requests must not depend on a cache.
         shared = mla_client.Model(client, registered.spec, registered.page_group_bytes)
         prefix_ok = prefix.turns(self.model, shared, PROFILES[0], self.prompt, self.local, self.say)
         self.judge(prefix_ok, f"prefix {word(prefix_ok)}")
@@ -206,7 +206,7 @@ class Demo:
         return grown("launches_mixed_clients") > 0 and grown("launches_mixed_layers") > 0
 
     def table(self) -> None:
-        """Where the time went."""
+        """Prints how long each phase took."""
         print(f"\n{'phase':<18}{'rows':>6}{'tokens/s':>10}   time per layer request, us"
               f"\n{'':<18}{'':>6}{'':>10}{'total':>9}{'network':>9}{'queue':>9}{'plan':>9}"
               f"{'kernel':>9}{'write':>9}")

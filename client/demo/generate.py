@@ -15,7 +15,7 @@ PREFILL_ROWS = 512  # rows of one prefill step
 # A step lives this long without a message. Between two layers this model computes in numpy, which a
 # busy machine can stretch beyond the server's default of two seconds.
 STEP_LEASE_MS = 30_000
-# Sequences likewise: the thread that renews leases shares the interpreter with the model.
+# Longer for sequences too: the thread that renews leases shares the interpreter with the model.
 SEQUENCE_LEASE_MS = 60_000
 
 

@@ -2,7 +2,7 @@
 
 Everything but the attention over the cache happens here: embedding, RMSNorm, the low-rank query and
 KV projections, YaRN-scaled rotary positions, SwiGLU, a routed mixture of experts, the output head.
-Attention is a function that the caller passes in, so the same forward pass runs with attention
+Attention is a function that the caller passes in. So the same forward pass runs with attention
 computed in this process and with attention computed by a server.
 
 The weights come from a file (trained.py) or from a seed.
@@ -27,8 +27,8 @@ Attention = Callable[[int, Array, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Dimensions. Those of a head are DeepSeek-V3's; the rest is small. The defaults are those of
-    the seeded model."""
+    """Dimensions. The dimensions of a head are DeepSeek-V3's; the rest is small. The defaults are
+    for the seeded model."""
 
     vocab: int = 256  # a token is a byte
     hidden: int = 512
@@ -200,7 +200,7 @@ class _Seeded:
             block: Callable[[Array], Array] = self._feed_forward(c.dense_width, 1.0)
         else:
             # Routed experts are kept small: rounding in the cache can tip a close choice between
-            # two of them, and the jump would hide what the comparison is about.
+            # two of them, and the jump would hide the compared differences.
             block = MixtureOfExperts(
                 self.weights(2.0 * c.hidden ** -0.5, c.hidden, c.experts),
                 self._feed_forward(c.expert_width, 1.0),
@@ -225,9 +225,9 @@ NOISE = {"bf16": 0.03}
 def seeded(config: Config = Config(), seed: int = 1) -> Model:
     """A model with random weights.
 
-    They are representable in bfloat16, as those of released checkpoints are. The scales are chosen
-    so that attention is peaked (a few keys matter) and carries much of the residual stream: a model
-    whose attention did not matter would prove nothing about a server.
+    They are representable in bfloat16, like the weights of released checkpoints. The scales are
+    chosen so that attention is peaked (a few keys matter) and carries much of the residual stream:
+    a model whose attention did not matter would prove nothing about a server.
     """
     draw = _Seeded(config, seed)
     embedding = draw.weights(1.0, config.vocab, config.hidden)

@@ -27,13 +27,13 @@ class Writer:
     """A file of records, or a part of one."""
 
     def __init__(self, path: str, *, part: bool = False):
-        """A `part` has no header line, no weights and no end; `append_part` takes it over."""
+        """A `part` has no header line, no weights and no end; `append_part` adds it to a file."""
         self._file: BinaryIO = open(path, "wb")
         self.is_part = part
         self._spec: Optional[mla_client.ModelSpec] = None
 
     def model(self, spec: mla_client.ModelSpec) -> None:
-        """Writes the header line, of the one model. Repeating it changes nothing."""
+        """Writes the header line for the only model. Repeating it changes nothing."""
         if self._spec is None and not self.is_part:
             model = {"model_id": spec.model_id, **dataclasses.asdict(spec.geometry),
                      "layers": spec.layers, "softmax_scale": spec.softmax_scale,
@@ -66,8 +66,8 @@ class Writer:
 
 
 def read(path: str) -> Iterator[Tuple[Dict[str, Any], bytes]]:
-    """The header line with no payload, then the records. ValueError for a file that is none, of
-    another version or cut short."""
+    """The header line with no payload, then the records. ValueError if the file is not a recording,
+    has another version or is incomplete."""
     with open(path, "rb") as file:
         try:
             first = json.loads(file.readline())
@@ -96,8 +96,9 @@ class Recorder(mla_client.Service):
     """A Service that passes everything on to another and writes it down."""
 
     def __init__(self, service: mla_client.Service, writer: Writer, *, first_number: int = 1):
-        """`first_number`: of sequences and steps; those of several recorders that end up in one
-        file must not meet. The recorder of a part uploads no weights: the service has them."""
+        """`first_number`: first number of sequences and steps; numbers of several recorders that
+        write to one file must not overlap. The recorder of a part uploads no weights: the service
+        has them."""
         self.timeout_s = service.timeout_s
         self._service = service
         self._writer = writer
@@ -156,7 +157,7 @@ class Recorder(mla_client.Service):
 
     def _open(self, model_id: str, request_id: str, lease_ms: int,
               prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]:
-        # What is replayed depends on no cache: every row is sent.
+        # Replayed requests must not depend on a cache: every row is sent.
         state, matched = self._service._open(model_id, request_id, lease_ms, None)
         number = self._number()
         self._sequences[state.sequence_id] = number, self._models[model_id].open_sequence()

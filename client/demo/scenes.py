@@ -23,7 +23,7 @@ DRAFT_KEPT = 2
 
 @dataclasses.dataclass
 class Run:
-    """A prompt, and what was generated after it."""
+    """A prompt, and the tokens generated after it."""
 
     generator: Generator
     prompt: List[int]
@@ -34,8 +34,8 @@ class Run:
 @contextlib.contextmanager
 def served(server: str, server_args: List[str], transport: str
            ) -> Iterator[Tuple[mla_client.Client, admin_pb2.GetServerInfoReply, Say]]:
-    """A client of a server that runs meanwhile, what it says of itself, and how lines with the time
-    since the start are printed."""
+    """A client of a server that runs in this context, the server's facts, and a function that
+    prints lines with the time since the start."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -137,5 +137,5 @@ def check_run(run: Run, local: LocalModel, say: Say) -> Comparison:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """Tokens as a reader sees them: bytes, escaped where they are not text."""
+    """Tokens as a reader sees them: bytes, escaped if they are not text."""
     return repr(bytes(tokens))[2:-1]

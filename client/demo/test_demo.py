@@ -13,7 +13,7 @@ import server_binary
 
 SMALL = models.Config(hidden=64, layers=3, heads=2, q_lora=32, kv_lora=32, nope=16, rope=8, v=16,
                       dense_width=64, expert_width=32, experts=4)
-BOUND = 0.12  # of E
+BOUND = 0.12  # bound of E
 PROMPT = list(b"the quick brown fox jumps over the lazy dog, twice")
 
 
@@ -83,7 +83,7 @@ class Shifted(mla_client.LocalReference):
 
 
 def run_scenes(service, count=24):
-    """Generation in both profiles; (runs, the local model, what was said)."""
+    """Generation in both profiles; returns (runs, the local model, its lines)."""
     model = models.seeded(SMALL)
     registered = attention.register(service, model, "small")
     local = checks.LocalModel(model)

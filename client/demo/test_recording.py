@@ -1,4 +1,4 @@
-"""Recordings hold what was asked and what should have been answered."""
+"""Recordings have the requests and the expected answers."""
 
 import pathlib
 import struct
@@ -19,7 +19,7 @@ from test_demo import PROMPT, SMALL
 
 
 class Replayer:
-    """Sends a recording again; collects the worst differences from what was expected."""
+    """Sends a recording again; collects the worst differences from the expected answers."""
 
     def __init__(self, service, path):
         self.service = service

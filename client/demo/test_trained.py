@@ -103,7 +103,7 @@ class TrainedModelTest(unittest.TestCase):
         cls.readme = (FOLDER / "README.md").read_text(encoding="utf-8")
 
     def stated(self, pattern):
-        """The one number that the README states there."""
+        """The only number at that place of the README."""
         found = re.findall(pattern, self.readme)
         self.assertEqual(len(found), 1, pattern)
         return float(found[0])

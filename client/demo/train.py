@@ -30,7 +30,7 @@ from torch import Tensor
 
 EVAL_ROWS = 32
 WARMUP_STEPS = 200
-# What torch and numpy may differ by, in bits: torch multiplies in bfloat16.
+# Bound of the difference between torch and numpy, in bits: torch multiplies in bfloat16.
 AGREEMENT = 0.01
 NUMPY_WINDOWS = 4
 
@@ -38,8 +38,8 @@ Weights = Dict[str, Tensor]
 
 
 def initial(config: Config, device: str) -> Weights:
-    """Normal weights that keep the variance; those that write to the residual stream are smaller,
-    so that the layers' sum keeps it too."""
+    """Normal weights that keep the variance; weights that write to the residual stream are smaller,
+    so that the sum over layers keeps it too."""
     weights = {}
     for name, shape in trained.shapes(config).items():
         kind = name.split(".")[-1]

@@ -29,7 +29,7 @@ NUMBERS_A_WORKER = 1_000_000
 
 @dataclasses.dataclass
 class WorkerReport:
-    """What one worker did. `failure` is empty if it went well."""
+    """Result of one worker. `failure` is empty if it went well."""
 
     index: int
     tokens: List[int]
@@ -43,7 +43,7 @@ class WorkerReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What one worker has to do."""
+    """Task of one worker."""
 
     index: int
     target: str
@@ -53,7 +53,7 @@ class _Task:
     prompt: List[int]
     count: int
     part: str          # file to record to; empty: none
-    first_number: int  # of the recording
+    first_number: int  # first number in the recording
 
 
 def _service(client: mla_client.Client,
@@ -121,7 +121,7 @@ def _run(tasks: List[_Task]) -> List[WorkerReport]:
     for process in processes:
         process.start()
     done: Dict[int, WorkerReport] = {}
-    # A worker that records computes everything once more.
+    # A worker that records computes all results a second time.
     deadline = time.monotonic() + RUN_TIMEOUT_S * (3 if tasks[0].part else 1)
     try:
         while len(done) < len(tasks):

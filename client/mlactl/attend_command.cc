@@ -75,7 +75,8 @@ class Example {
   const std::vector<uint16_t>& q_expanded() const { return q_expanded_; }
   const std::vector<uint16_t>& q_absorbed() const { return q_absorbed_; }
 
-  // One head of one row: W_UK into the query, attention over the latents, W_UV out of them.
+  // One head of one row: W_UK is applied to the query, then attention to the latents, then W_UV to
+  // the result.
   std::vector<float> Expanded(uint32_t row, uint32_t head) const {
     const std::vector<float> q = Wide(q_expanded_);
     const float* const own = q.data() + (size_t{row} * kHeads + head) * (kNope + kRope);

@@ -7,7 +7,7 @@
 namespace mla::mlactl {
 
 // Its exit code is kDifferent when an output is outside the rule of output_comparison.h. The
-// command removes what it created on the server, whether it succeeds or fails.
+// command removes all objects it created on the server, whether it succeeds or fails.
 void AddAttendCommand(Program* program);
 
 }  // namespace mla::mlactl

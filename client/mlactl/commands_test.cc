@@ -48,7 +48,7 @@ TEST(CommandsTest, EveryCommandHasHelpThatFitsATerminal) {
   }
 }
 
-// What the script offers for a line, by running it in bash.
+// Words that the script offers for a line, by running it in bash.
 std::string Completed(const std::string& words, int at) {
   const std::string path = testing::TempDir() + "/completion.bash";
   std::ofstream(path) << CompletionScript("bash", *AllCommands());

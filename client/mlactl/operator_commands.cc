@@ -80,7 +80,7 @@ struct DrainOptions {
   std::string to;  // empty: sequences stay
 };
 
-// What did not move comes first, as something is to be done about it.
+// Sequences that did not move come first, because they need an action.
 std::string HandOverText(const v1::DrainReply& reply) {
   std::string kept;
   int moved = 0;
@@ -255,7 +255,7 @@ void AddEvictSequences(Program* program) {
                   options->request.add_sequence_ids(id);
                   return true;
                 });
-  command.Text({"client", "ID", "those of one client"}, options->request.mutable_client_id());
+  command.Text({"client", "ID", "all of one client"}, options->request.mutable_client_id());
   command.Flag("all", "all of the tenant", &options->all);
   command.Run([options](const CommonOptions& common) {
     options->request.set_all(options->all);

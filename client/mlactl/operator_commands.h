@@ -1,4 +1,4 @@
-// Commands that change what a server does: drains, quotas, evictions.
+// Commands that change the server's state: drains, quotas, evictions.
 #ifndef MLA_CLIENT_MLACTL_OPERATOR_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_OPERATOR_COMMANDS_H_
 

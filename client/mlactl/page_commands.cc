@@ -38,7 +38,7 @@ absl::StatusOr<v1::SequenceInfo> FindSequence(client::Client* client, const std:
   return absl::NotFoundError(absl::StrCat("sequence ", text, " is not open"));
 }
 
-// None: no key file is named.
+// Returns nullopt if no key file is named.
 absl::StatusOr<std::optional<wire::MacKey>> KeyOf(const std::string& path) {
   if (path.empty()) return std::optional<wire::MacKey>();
   return client::ReadPagesKey(path);
@@ -215,7 +215,7 @@ std::string KindName(v1::CacheEventKind kind) {
                       : absl::AsciiStrToLower(absl::StripPrefix(name, "CACHE_EVENT_KIND_"));
 }
 
-// The model's name, behind the tenant's where events of all tenants are shown.
+// The model's name, after the tenant's name if events of all tenants are shown.
 std::string ModelName(const std::string& tenant, const std::string& model) {
   return tenant.empty() ? model : absl::StrCat(tenant, "/", model);
 }
@@ -305,12 +305,12 @@ void AddEventCommands(Program* program) {
   const auto options = std::make_shared<EventsOptions>();
   Command events = program->Add({.name = "events",
                                  .group = kGroup,
-                                 .summary = "what becomes of cached rows, until Ctrl-C",
+                                 .summary = "events of cached rows, until Ctrl-C",
                                  .examples = "mlactl events --all\nmlactl events --json\n"});
   events.Flag("all", "begin with the oldest event that is kept", &options->all);
   events.Flag("all-tenants", "of all tenants, for operators; not with --after",
               &options->all_tenants);
-  events.Number({"after", "N", "begin behind event N"}, 1, UINT64_MAX, &options->after);
+  events.Number({"after", "N", "begin after event N"}, 1, UINT64_MAX, &options->after);
   events.Number({"count", "N", "end after N events"}, 1, UINT64_MAX, &options->count);
   events.Run([options](const CommonOptions& common) { return Events(common, *options); });
   struct ExplainOptions {
@@ -360,7 +360,7 @@ void AddPageCommands(Program* program) {
   Command read =
       program->Add({.name = "import",
                     .group = kGroup,
-                    .summary = "add rows of a file to a new sequence, or behind another's",
+                    .summary = "add rows of a file to a new sequence, or after another's rows",
                     .examples = "mlactl import deepseek-v3 rows.mlapages\n",
                     .notes = "The sequence stays for its lease: renew that to go on "
                              "with it.\n"});

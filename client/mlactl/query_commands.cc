@@ -111,13 +111,13 @@ std::string SequencesText(const v1::GetReply& reply) {
   return text;
 }
 
-// Whether products over its rows are of 8 bits, too.
+// Name of the choice for 8-bit products over the model's rows.
 std::string Fp8ComputeName(const v1::ModelSpec& model) {
   if (model.fp8_compute() == v1::FP8_COMPUTE_AUTO) return "-";  // rows of bf16
   return model.fp8_compute() == v1::FP8_COMPUTE_ON ? "on" : "off";
 }
 
-// Models without a window have none.
+// Models without a window have no sinks.
 std::string SinksName(const v1::ModelInfo& info) {
   if (info.model().window() == 0) return "-";
   return info.sinks_complete() ? "complete" : "missing";

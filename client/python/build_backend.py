@@ -11,7 +11,7 @@ GRPC_TOOLS = "grpcio-tools>=1.48"
 
 
 def _compiler():
-    """What must be installed before the build: the stub compiler, where it will be needed."""
+    """Packages to install before the build: the stub compiler, if it is needed."""
     if generate_stubs.in_repository() and not generate_stubs.system_compiler():
         return [GRPC_TOOLS]
     return []

@@ -11,7 +11,8 @@ from text import Utf8
 from worker import Event, Task
 
 MODEL = "trained"
-CONTEXT = 1024  # tokens of prompt and answer together, which are bytes: what the model learned
+# Tokens of prompt and answer together, which are bytes: length that the model was trained with.
+CONTEXT = 1024
 CHOICES_MAX = 8
 STOPS_MAX, STOP_BYTES_MAX = 4, 64
 
@@ -31,7 +32,7 @@ class Request:
     task: Task
     chat: bool
     stream: bool
-    usage: bool  # whether a stream ends with the usage
+    usage: bool  # true if a stream ends with the usage
 
 
 def parse(body: Any, number: int, chat: bool) -> Request:

@@ -13,7 +13,7 @@ from worker import Event, Task
 START_TIMEOUT_S = 120.0
 LOOK_S = 0.5       # how often a worker is looked at that says nothing
 RESTART_S = 1.0    # until one that has ended is replaced
-TASKS_MAX = 16     # of a worker
+TASKS_MAX = 16     # per worker
 
 
 class Busy(Exception):
@@ -21,7 +21,7 @@ class Busy(Exception):
 
 
 class _Handle:
-    """A worker process, its tasks and the thread that reads what it says. A process that ends is
+    """A worker process, its tasks, and the thread that reads its events. A process that ends is
     replaced."""
 
     def __init__(self, target: str) -> None:
@@ -31,7 +31,7 @@ class _Handle:
         self._ready = False
         self._closing = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
-        self.served = 0  # tasks so far
+        self.served = 0  # tasks up to now
         self._spawn()
 
     def _spawn(self) -> None:
@@ -108,7 +108,7 @@ class _Handle:
             return False
         with self._lock:
             self._spawn()
-        self._end_all()  # those that came while it ended
+        self._end_all()  # tasks that arrived while it ended
         return True
 
     def _end_all(self) -> None:
@@ -119,8 +119,8 @@ class _Handle:
 
 
 class Events:
-    """What comes of a task: events until each choice has ended, or an error. Closing it cancels the
-    task."""
+    """Events of a task until each choice has ended, or until an error. Closing it cancels the task.
+    """
 
     def __init__(self, handle: _Handle, task: Task, gone: Callable[[], bool]) -> None:
         self._handle, self._number, self._left, self._gone = handle, task.number, task.choices, gone
@@ -143,7 +143,7 @@ class Events:
 
 
 class Pool:
-    """Workers behind one attention server. Thread-safe."""
+    """Workers that share one attention server. Thread-safe."""
 
     def __init__(self, target: str, workers: int) -> None:
         """Starts them. RuntimeError if one does not come up."""
@@ -159,7 +159,7 @@ class Pool:
             raise
 
     def new_number(self) -> int:
-        """Of a task."""
+        """Returns a new task number."""
         with self._lock:
             self._next += 1
             return self._next

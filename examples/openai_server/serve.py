@@ -32,12 +32,13 @@ from worker import Event
 BODY_BYTES_MAX = 1 << 20
 HEADER_BYTES_MAX = 1 << 14
 CONNECTIONS_MAX = 200  # others wait until one of them ends
-IDLE_S, LOOK_S = 15, 5  # of a connection without a request; how often they are looked at
+# Limit of a connection without a request; period of checks for such connections.
+IDLE_S, LOOK_S = 15, 5
 SPARE_THREADS = 8      # next to one for each task: for refusals, pages and probes
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"),
          "/page.js": ("page.js", "text/javascript; charset=utf-8"),
          "/page.css": ("page.css", "text/css; charset=utf-8")}
-ASKS = {"/v1/completions": False, "/v1/chat/completions": True}  # whether it is a chat
+ASKS = {"/v1/completions": False, "/v1/chat/completions": True}  # True for chat
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 
 Reply = Tuple[int, str, bytes]
@@ -153,8 +154,9 @@ def _send(start_response: StartResponse, reply: Reply, head: bool = False) -> Li
 
 
 def make_server(app: App, host: str, port: int, tasks: int) -> Any:
-    """A waitress server that listens. `tasks`: that may run at a time. It reads whole requests
-    before the application sees them, and refuses what is no HTTP or too large by itself."""
+    """A waitress server that listens. `tasks`: the most that may run at the same time. It reads
+    whole requests before the application sees them. It refuses requests that are too large or not
+    HTTP."""
     logging.getLogger("waitress").setLevel(logging.ERROR)
     return waitress.create_server(
         app, host=host, port=port, threads=tasks + SPARE_THREADS, ident=None,

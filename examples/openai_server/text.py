@@ -14,7 +14,7 @@ class StopFilter:
         self._kept = b""
 
     def add(self, data: bytes) -> Tuple[bytes, bool]:
-        """What may be shown now, and whether a stop string was found."""
+        """Returns the bytes that may be shown now, and True if a stop string was found."""
         self._kept += data
         found = [at for at in (self._kept.find(stop) for stop in self._stops) if at >= 0]
         if found:
@@ -31,7 +31,7 @@ class StopFilter:
         return shown, False
 
     def rest(self) -> bytes:
-        """What was kept back, once no more comes."""
+        """The bytes kept back, at the end."""
         shown, self._kept = self._kept, b""
         return shown
 
@@ -43,5 +43,5 @@ class Utf8:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes, last: bool = False) -> str:
-        """Text of the next bytes; after the `last` ones also what is not whole."""
+        """Text of the next bytes; after the `last` ones also of incomplete characters."""
         return self._decoder.decode(data, last)

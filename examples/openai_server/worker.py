@@ -1,8 +1,8 @@
 """A worker: the demo's trained model in a process of its own, its attention on a server.
 
 All requests of a worker are generated together: a step takes the last token of each, or a piece of
-a prompt. When the server restarts, its cache is gone; the worker connects again and prefills what
-it has said so far from the tokens, and clients see a pause.
+a prompt. When the server restarts, its cache is gone. The worker connects again and prefills its
+present text from the tokens; clients see a pause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from generate import STEP_LEASE_MS
 from text import StopFilter
 
 MODEL_ID = "examples-trained"
-PREFILL_ROWS = 256      # of one step
+PREFILL_ROWS = 256      # per step
 LEASE_MS = 60_000
 RECONNECT_S = 30.0      # how long a server may be away
 # The server has lost the sequences, or the connection.
@@ -54,12 +54,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What came of it: some bytes of a choice, its end, or an error of the whole task."""
+    """An event of a task: some bytes of a choice, its end, or an error of the whole task."""
 
     number: int
     choice: int = 0
     data: bytes = b""
-    tokens: int = 0      # of the choice so far
+    tokens: int = 0      # of the choice up to now
     reason: str = ""     # at its end "stop", "length" or "error"
     message: str = ""
 
@@ -69,9 +69,9 @@ class Choice:
 
     def __init__(self, task: Task, index: int) -> None:
         self.task, self.index = task, index
-        self.tokens: List[int] = list(task.prompt)  # all so far
+        self.tokens: List[int] = list(task.prompt)  # all tokens up to now
         self.sequence: Optional[mla_client.Sequence] = None
-        self.logits: Optional[np.ndarray] = None    # of the token to choose, once all are fed
+        self.logits: Optional[np.ndarray] = None    # for the next token, once all tokens are fed
         self._filter = StopFilter(task.stops)
         self._random = np.random.default_rng([task.seed, index])
 
@@ -138,7 +138,7 @@ class Worker:
         self._registered = attention.register(self._client, self._model, MODEL_ID)
 
     def _take(self) -> bool:
-        """Takes what is in the inbox; waits if there is nothing else to do."""
+        """Takes the messages of the inbox; waits if it has nothing else to do."""
         while True:
             try:
                 message = self._inbox.get(block=not self._choices)
@@ -216,7 +216,7 @@ class Worker:
             choice.sequence = choice.logits = None
 
     def _fail(self, error: Exception, number: Optional[int] = None) -> None:
-        """A task ends, or all: which of them an error is about is not always known."""
+        """Ends one task, or all of them: it is not always known which one an error is about."""
         message = str(error) if isinstance(error, mla_client.MlaError) else repr(error)
         ended = [choice for choice in self._choices if number in (None, choice.task.number)]
         for one in {choice.task.number for choice in ended}:

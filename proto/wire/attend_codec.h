@@ -1,11 +1,11 @@
 // The wire form of attend requests and of their replies, read and written without protobuf's
 // parser.
 //
-// Nearly every message of a stream is one of the two, and they have a few numbers beside the
-// tensors: a loop over those touches less memory than a general parser, which counts while a
-// processor is just waking up. Whatever is unusual (other bodies, unknown or repeated fields, a
-// header that spreads over fragments) is left to tensor_codec.h and protobuf,
-// which also say what is wrong with a malformed message.
+// Nearly every message of a stream is one of the two, and they have only a few numbers in addition
+// to the tensors: a loop over those touches less memory than a general parser, which counts while a
+// processor is just waking up. Unusual messages (other bodies, unknown or repeated fields, a header
+// that spans fragments) are left to tensor_codec.h and protobuf, which also report the fault of a
+// malformed message.
 //
 // Pure functions; any thread.
 #ifndef MLA_PROTO_WIRE_ATTEND_CODEC_H_
@@ -22,8 +22,8 @@ namespace mla::wire {
 // Bytes before the payload at most.
 inline constexpr size_t kMaxAttendHeaderBytes = 224;
 
-// Replaces the contents of the message by those of an attend request or reply, as ScanMessage and
-// protobuf together would. False: not of the usual form; the message is then undefined.
+// Replaces the contents of the message by an attend request or reply, as ScanMessage and protobuf
+// together would. Returns false if the form is not the usual one; the message is then undefined.
 bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* request,
                 PayloadRange* payload);
 bool ScanAttendReply(std::span<const Fragment> fragments, v1::AttendStreamReply* reply,

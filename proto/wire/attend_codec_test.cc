@@ -21,7 +21,7 @@ std::vector<Fragment> Cut(const std::string& bytes, size_t first) {
 class Values {
  public:
   explicit Values(uint64_t seed) : random_(seed) {}
-  // Of every length that a varint may have.
+  // Numbers of every length that a varint may have.
   uint32_t Number() { return static_cast<uint32_t>(random_()) >> random_() % 33 % 32; }
   uint32_t Small() { return Number() >> 1; }
   uint64_t Wide() { return random_() >> random_() % 64; }
@@ -107,7 +107,7 @@ void CheckMessage(const Message& message, const Message& used, size_t payload_si
     if (payload_size > 0) {
       EXPECT_EQ(range.offset, want.size());
     }
-    // A message that was used before leaves nothing behind.
+    // No field of an earlier use of the message may stay.
     scanned = used;
     scanned.set_tag(77);
     ASSERT_TRUE(scan(Cut(bytes, first), &scanned, &range));
@@ -156,7 +156,7 @@ TEST(AttendCodecTest, TheLongestHeaderFits) {
   const size_t length = EncodeAttend(request, SIZE_MAX, got);
   EXPECT_LE(length, kMaxAttendHeaderBytes);
   EXPECT_EQ(std::string(got, length), want);
-  // What does not fit a field, or changes its sign, is read by protobuf alone.
+  // Only protobuf reads values that do not fit a field or change its sign.
   PayloadRange range;
   EXPECT_FALSE(ScanAttend(Cut(request.SerializeAsString(), SIZE_MAX), &request, &range));
 }
@@ -211,7 +211,7 @@ TEST(AttendCodecTest, LeavesTheUnusualToProtobuf) {
   EXPECT_FALSE(scans(header + std::string(11, 'p')));
 }
 
-// Messages with one bit changed: what the fast form accepts, it reads as protobuf does.
+// Messages with one bit changed: whatever the fast form accepts, it must read as protobuf does.
 template <typename Message, typename Make, typename Scan>
 void CheckChangedMessages(Make make, Scan scan) {
   std::mt19937_64 random(7);

@@ -1,8 +1,8 @@
 // Keyed MACs of the frames of a file: checkpoints, and files of rows.
 //
 // The MAC of a frame is HMAC-SHA-256 over the MAC before it, its size (uint32, little endian) and
-// its bytes, cut to 16 bytes; what stands before the first is the file's beginning. So no frame can
-// be changed, left out, moved or brought from another file.
+// its bytes, cut to 16 bytes. The first frame has the file's beginning instead of a MAC before it.
+// So a frame cannot be changed, left out, moved or brought from another file without detection.
 //
 // Not thread-safe: one object a file.
 #ifndef MLA_PROTO_WIRE_FRAME_MAC_H_
@@ -28,7 +28,7 @@ class FrameMac final {
  public:
   static constexpr size_t kBytes = 16;
   FrameMac(const MacKey& key, std::string beginning);
-  // Of the next frame.
+  // The MAC of the next frame.
   std::string Next(absl::string_view frame);
 
  private:

@@ -1,47 +1,48 @@
-// The same-host path byte by byte: what passes through the shared-memory listener's socket, and the
-// command ring that may stand at the front of a region. docs/shared_memory.md explains it with a
-// picture.
+// The path for clients on the same host, byte by byte: the packets of the shared-memory listener's
+// socket, and the command ring that may lie at the front of a region. docs/shared_memory.md
+// explains it with a picture.
 //
-// A region is one memory object that the server created, sealed against resizing and mapped by
-// both sides. All offsets count bytes from its start. A region with a ring begins with RingHeader,
-// the submission entries, the completion entries and the reply slots; the rest, from
-// ConnectReply::arena_offset on, is the arena, where the client places tensors and messages as it
-// likes. Without a ring the arena begins at 0.
+// A region is one memory object that the server created, sealed against resizing and mapped by both
+// sides. All offsets count bytes from its start. A region with a ring begins with RingHeader, the
+// submission entries, the completion entries and the reply slots. The rest, from
+// ConnectReply::arena_offset on, is the arena; the client places tensors and messages in it.
+// Without a ring the arena begins at 0.
 //
 // The ring. Entry i of either direction lies in slot i % entries and is valid once its `sequence`
-// word equals PublishedSequence(i): the writer fills the other bytes first and then stores the
-// word with release order; the reader loads it with acquire order and copies the entry once before
-// it looks at any field. So a half-written entry is never read. The client may have at most
-// `entries` requests whose completions it has not taken, which is all the flow control there is: a
-// client that sends more is disconnected.
+// word equals PublishedSequence(i): The writer fills the other bytes first and then stores the word
+// with release order. The reader loads it with acquire order and copies the entry once before it
+// reads any field. So no entry is read before it is complete. The client may have at most `entries`
+// requests whose completions it has not taken, which is all the flow control there is: a client
+// that sends more is disconnected.
 //
-// Sleeping. A side that wants to sleep reads its doorbell, sets its waiter flag, looks at the ring
-// once more and then waits (FUTEX_WAIT, not private) for the doorbell to differ from what it read.
-// The other side, after publishing and a full fence, reads that flag; if it is set it adds 1 to the
-// doorbell and wakes. A side that spins never sets its flag and so costs the other no system call.
+// Sleeping. A side that wants to sleep reads its doorbell, sets its waiter flag, and looks at the
+// ring one more time. It then waits (FUTEX_WAIT, not private) until the doorbell differs from the
+// value read. The other side, after publishing and a full fence, reads that flag; if it is set it
+// adds 1 to the doorbell and wakes. A side that spins never sets its flag and so costs the other no
+// system call.
 //
-// Device memory. A client that wants some (kWantDevice, with a ring) may get it beside the region,
-// on the server's GPU: the part behind the reply slots then begins with DeviceHeader, which says
-// how the client maps it, and the handles of one interprocess event for each slot of the
-// submissions. Tensors of an entry with kEntryOnDevice lie there, at offsets from its start. Before
-// the client publishes such an entry it records, in the slot's event, what its stream has to
-// complete before the tensors may be used; the server reads them when that is complete, and the
-// outputs are there when the completion is. An event is not recorded again before its entry's
+// Device memory. A client that asks for it (kWantDevice, with a ring) may get device memory in
+// addition to the region, on the server's GPU: DeviceHeader then follows the reply slots. It says
+// how the client maps the memory, and the handles of one interprocess event for each submission
+// slot follow it. Tensors of an entry with kEntryOnDevice lie there, at offsets from its start.
+// Before the client publishes such an entry, it records in the slot's event the work that must
+// complete before the tensors may be used. The server reads them after that work, and the outputs
+// are complete when the completion is published. An event is not recorded again before its entry's
 // completion was taken. The server makes memory and events, so the end of a client takes nothing
 // that the server uses.
 //
-// Chains. Where DeviceHeader::chains is 1, such an entry may have kEntryChained. Then no event is
+// Chains. If DeviceHeader::chains is 1, such an entry may have kEntryChained. Then events are not
 // recorded: the client's stream stores PublishedSequence(i) in RingHeader::ready when the tensors
-// of entry i may be used, and may wait until CompletionEntry::done of slot i % entries, which
-// belongs to submission i, is that value. The server, or its device, stores it when the outputs are
-// there or will not come. Entries in flight are all chained, by one stream, or none is, and a
-// client that begins a chain sets `ready` to the entry before its first.
-// Words count modulo 2^32, so old ones look like later ones one day: a client whose last chained
-// entry lies kChainWordsLast entries back, or that has had none, sets all words to that entry.
-// Words in device memory pass the turn sooner. Where DeviceHeader::words is not 0, such a client
-// may set RingHeader::nearby before its first chain: then its streams store `ready` in device
-// memory, too, and before that of the ring, and wait for `done` there, where the server's device
-// stores it.
+// of entry i may be used. It may wait until CompletionEntry::done of slot i % entries, which
+// belongs to submission i, has that value. The server, or its device, stores it when the outputs
+// are complete or will not come. Entries in flight are either all chained, by one stream, or all
+// unchained. A client that begins a chain sets `ready` to the entry before its first. Words count
+// modulo 2^32, so old ones look like later ones one day: a client that begins a chain sets all
+// words to the entry before it if its last chained entry lies kChainWordsLast entries back, or if
+// it has had none. Words in device memory pass the turn sooner. If DeviceHeader::words is not 0,
+// such a client may set RingHeader::nearby before its first chain: its streams then store `ready`
+// in device memory too, before the word of the ring. They wait for `done` in device memory, where
+// the server's device stores it.
 //
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_
@@ -74,8 +75,8 @@ struct ConnectRequest {
   char tenant[kHandshakeTextBytes];  // padded with zeros; empty: "default"
 };
 
-// Server to client, the only packet; carries the region's descriptor when `code` is 0, and behind
-// it that of the device memory where there is one (DeviceHeader::kind).
+// Server to client, the only packet. It carries the region's descriptor if `code` is 0, and after
+// it the descriptor of the device memory, if any (DeviceHeader::kind).
 struct ConnectReply {
   uint32_t magic;
   uint16_t version;
@@ -94,7 +95,7 @@ struct ConnectReply {
 struct RingHeader {
   // Line 0: written by the server before the client sees the region.
   uint32_t magic;    // kHandshakeMagic
-  uint32_t entries;  // of each direction, a power of two
+  uint32_t entries;  // in each direction, a power of two
   uint64_t submissions_offset;
   uint64_t completions_offset;
   uint64_t replies_offset;  // `entries` slots of kReplySlotBytes
@@ -107,7 +108,7 @@ struct RingHeader {
   uint32_t complete_doorbell;
   uint32_t client_waits;
   uint8_t reserved2[56];
-  // Line 3: written by the client: completions it has taken so far. Their slots may be reused.
+  // Line 3: written by the client: number of completions it has taken. Their slots may be reused.
   uint64_t completions_taken;
   uint64_t reserved3;
   uint32_t ready;   // by its device, of chains
@@ -133,7 +134,7 @@ inline constexpr uint8_t kEntryHasLists = 4;  // SubmissionEntry::flags
 // Index inputs instead, as with INDEX_LISTS_SERVER; and the lists that follow are wanted.
 inline constexpr uint8_t kEntrySelects = 8;     // SubmissionEntry::flags
 inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
-// KV rows are DTYPE_F8_E4M3. Without it they have no kv_row_dtype.
+// KV rows are DTYPE_F8_E4M3. Otherwise kv_row_dtype is not used.
 inline constexpr uint8_t kEntryFp8Kv = 32;      // SubmissionEntry::flags
 inline constexpr uint8_t kEntryOnDevice = 64;   // SubmissionEntry::flags; without lists or 8 bits
 inline constexpr uint8_t kEntryChained = 128;   // SubmissionEntry::flags; with kEntryOnDevice
@@ -171,10 +172,10 @@ struct CompletionEntry {
   uint32_t write_us;
   uint32_t launch_requests;
   uint32_t launch_clients;
-  // Of kEntryMessage.
+  // For kEntryMessage.
   uint64_t message_offset;
   uint32_t message_length;
-  uint32_t done;  // of the submission of this slot; no part of what the writer fills
+  uint32_t done;  // for the submission of this slot; not among the bytes that the writer fills
 };
 
 inline constexpr size_t kReplySlotBytes = 1024;
@@ -193,10 +194,10 @@ struct DeviceHeader {
   uint32_t chains;  // 1: entries may have kEntryChained
   uint64_t bytes;
   uint8_t uuid[16];  // of the device, as its runtime reports it
-  uint64_t words;    // where words of chains lie in device memory; 0: it has none
+  uint64_t words;    // place of the chain words in device memory; 0: none
   uint8_t reserved1[16];
   uint8_t memory[kDeviceHandleBytes];
-  // Behind it: the event handles, kDeviceHandleBytes each, by slot.
+  // The event handles follow, kDeviceHandleBytes each, by slot.
 };
 
 static_assert(sizeof(ConnectRequest) == 152 && std::is_trivially_copyable_v<ConnectRequest>);
@@ -219,7 +220,7 @@ constexpr uint64_t AlignShared(uint64_t bytes) {
   return (bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
 }
 
-// Where the parts of a ring of `entries` slots lie.
+// Offsets of the parts of a ring with `entries` slots.
 constexpr uint64_t SubmissionsOffset() { return sizeof(RingHeader); }
 constexpr uint64_t CompletionsOffset(uint64_t entries) {
   return SubmissionsOffset() + entries * sizeof(SubmissionEntry);
@@ -227,7 +228,7 @@ constexpr uint64_t CompletionsOffset(uint64_t entries) {
 constexpr uint64_t RepliesOffset(uint64_t entries) {
   return CompletionsOffset(entries) + entries * sizeof(CompletionEntry);
 }
-// First byte behind the ring, at a page's start.
+// First byte after the ring, at a page boundary.
 constexpr uint64_t RingBytes(uint64_t entries) {
   return (RepliesOffset(entries) + entries * kReplySlotBytes + 4095) / 4096 * 4096;
 }

@@ -10,8 +10,8 @@
 namespace mla::wire {
 namespace {
 
-// What protobuf reads at most. The payload's tag and length are not in the header that it parses
-// afterwards, so they are bounded here.
+// The longest varints that protobuf reads. The payload's tag and length are not in the header that
+// it parses afterwards, so they are bounded here.
 constexpr int kMostVarintBytes = 10;
 constexpr int kMostTagBytes = 5;
 constexpr int kMostLengthBytes = 5;
@@ -100,7 +100,7 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
                          PayloadRange* payload, size_t most_header) {
   const auto too_long = [most_header] {
     return absl::InvalidArgumentError(
-        absl::StrCat("message: more than ", most_header, " bytes beside the payload"));
+        absl::StrCat("message: more than ", most_header, " bytes besides the payload"));
   };
   header->clear();
   *payload = {};

@@ -1,11 +1,11 @@
 // The wire form of Attend messages: headers are parsed, tensor bytes are only located.
 //
-// A received message is a row of fragments (gRPC slices). ScanMessage walks its top-level fields,
-// collects every field but `payload` (field 2047) into a small header buffer, and records where the
-// payload lies; GatherBytes then copies it once, to its final place. Any order of fields is
-// accepted, as protobuf demands; of several payloads the last counts. A reply is framed the other
-// way round: header bytes that end with the payload's tag and length, then the payload's own
-// memory.
+// A received message is a row of fragments (gRPC slices). ScanMessage walks its top-level fields.
+// It collects every field except `payload` (field 2047) into a small header buffer, and records the
+// place of the payload. GatherBytes then copies the payload once, to its final place. Any order of
+// fields is accepted, as protobuf demands; of several payloads the last counts. A reply is framed
+// the other way round: header bytes that end with the payload's tag and length, then the payload's
+// own memory.
 //
 // Knows nothing of gRPC and of no message in particular. Pure functions; any thread.
 #ifndef MLA_PROTO_WIRE_TENSOR_CODEC_H_
@@ -44,8 +44,8 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
 // Copies `size` bytes from `offset` of the message. REQUIRES: offset + size <= total size.
 void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size, std::byte* to);
 
-// Serializes `header` (which has no payload) and the frame of a payload of `payload_size` bytes
-// behind it; nothing more when that is 0. Replaces the contents of `out`.
+// Serializes `header` (which has no payload), and then the frame of a payload of `payload_size`
+// bytes unless that is 0. Replaces the contents of `out`.
 void EncodeHeader(const google::protobuf::MessageLite& header, size_t payload_size,
                   std::string* out);
 

@@ -135,14 +135,14 @@ TEST(TensorCodecTest, ReadersBoundHeadersTighter) {
   EXPECT_EQ(range.size, 3u);  // the payload does not count
   for (const std::string& bad : {good + "\x08\x01", empty.SerializeAsString(), bytes}) {
     EXPECT_EQ(ScanMessage(Cut(bad, 3), &header, &range, kMost).message(),
-              "message: more than 64 bytes beside the payload");
+              "message: more than 64 bytes besides the payload");
     EXPECT_LE(header.size(), kMost + 2);
     EXPECT_EQ(ScanMessage(Cut(bad, 3), &header, &range), absl::OkStatus());
   }
 }
 
-// Random bytes and random changes of good messages: accepted messages must mean to us what they
-// mean to protobuf; nothing may crash or read outside (sanitizers watch).
+// Random bytes and random changes of good messages: accepted messages must mean the same here as in
+// protobuf; no input may crash or read outside its memory (sanitizers watch).
 TEST(TensorCodecTest, AgreesWithProtobufOnRandomBytes) {
   std::mt19937_64 random(11);
   const std::string good = Message("0123456789").SerializeAsString();

@@ -13,8 +13,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSpinsPerClock = 64;
-// Of a caller whose last pieces are with helpers, 20 to 100 us: more than a piece takes, so what it
-// waits for then is a helper without a core.
+// Spins of a caller whose last pieces are with helpers, 20 to 100 us. A piece takes less, so a
+// longer wait means that a helper lacks a core.
 constexpr int kSpinsForHelpers = 2000;
 
 }  // namespace
@@ -25,7 +25,7 @@ ThreadTeam::ThreadTeam(const ThreadTeamOptions& options) : options_(options) {
   try {
     for (int32_t i = 1; i < options_.threads; ++i) helpers_.emplace_back([this] { Help(); });
   } catch (const std::system_error&) {
-    // No more threads: those that there are do everything, too.
+    // The system has no more threads: the existing ones do all the work.
   }
 }
 
@@ -38,15 +38,15 @@ ThreadTeam::~ThreadTeam() {
   for (std::thread& helper : helpers_) helper.join();
 }
 
-// Does one unclaimed piece; false when there is none.
+// Does one unclaimed piece; returns false if there is none.
 bool ThreadTeam::DoPiece(bool helping) {
   uint32_t left = unclaimed_.load(std::memory_order_acquire);
   do {
     if (left == 0) return false;
   } while (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
                                              std::memory_order_acquire));
-  // That `left` may have been counted for an earlier job does no harm: it was right when it was
-  // taken.
+  // `left` may have been counted for an earlier job: this does no harm, because it was valid when
+  // it was claimed.
   (*work_)(pieces_ - left);
   if (helping) helped_.fetch_add(1, std::memory_order_relaxed);
   if (unfinished_.fetch_sub(1, std::memory_order_release) == 1 && helping) unfinished_.notify_one();
@@ -75,7 +75,7 @@ void ThreadTeam::RunShared(uint32_t pieces, const Work& work) {
   work_ = &work;
   pieces_ = pieces;
   unfinished_.store(pieces, std::memory_order_relaxed);
-  // Against a helper that is about to sleep: one of the two sees what the other has stored.
+  // Against a helper that is about to sleep: one of the two sees the other's store.
   unclaimed_.store(pieces, std::memory_order_seq_cst);
   if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     {

@@ -1,16 +1,16 @@
 // Threads that do one message's work together: copies of large tensors, checks of index lists.
 //
-// One core copies at 6 to 13 GB/s what other cores have written, four at 26 to 38: on the way of
-// megabytes into staging memory or into a shared-memory region this is most of what a request costs
-// (docs/benchmarks/wire.md). The caller works, too, and helpers take whatever pieces are left when
-// they come; so a team whose helpers sleep through a job is as fast as the caller alone, less the
-// cost of waking them. A helper that loses its core in the midst of a piece is waited for, first
+// One core copies at 6 to 13 GB/s what other cores have written, four at 26 to 38: for megabytes on
+// their way into staging memory or a shared-memory region this is most of a request's cost
+// (docs/benchmarks/wire.md). The caller works too, and helpers take the remaining pieces when they
+// come. So a team whose helpers sleep through a job is as fast as the caller alone, less the cost
+// of waking them. A helper that loses its core in the midst of a piece is waited for, first
 // spinning, then asleep: teams larger than the number of usable CPUs are slower than smaller ones.
 //
 // Helpers spin for a while after a job that was shared and then sleep until the next one. Small
 // copies are the caller's own. Threading: Run and Gather from any thread; one that finds the team
-// busy works alone. Ownership: the team owns its helpers; it outlives every Run. Nothing allocates
-// but the constructor.
+// busy works alone. Ownership: the team owns its helpers; it outlives every Run. Only the
+// constructor allocates.
 #ifndef MLA_PROTO_WIRE_THREAD_TEAM_H_
 #define MLA_PROTO_WIRE_THREAD_TEAM_H_
 
@@ -28,10 +28,10 @@
 namespace mla::wire {
 
 struct ThreadTeamOptions {
-  // That work, the caller of Run among them; 1 and less: no helpers. Where the system has no more
-  // threads the team does with those that it got.
+  // Threads that work, including the caller of Run; 1 or less: no helpers. If the system has no
+  // more threads, the team uses the threads it got.
   int32_t threads = 1;
-  int32_t spin_us = 0;  // of a helper, after a shared job
+  int32_t spin_us = 0;  // spin time of a helper after a shared job
 };
 
 class ThreadTeam final {
@@ -39,7 +39,8 @@ class ThreadTeam final {
   using Fragment = std::span<const std::byte>;
   using Work = absl::FunctionRef<void(uint32_t piece)>;
 
-  // Copies of this many bytes and more are shared: below, waiting for helpers costs what they save.
+  // Copies of this many bytes and more are shared: for smaller ones, waiting for helpers would cost
+  // as much as they save.
   static constexpr size_t kSharedBytes = size_t{512} << 10;
 
   explicit ThreadTeam(const ThreadTeamOptions& options);
@@ -48,17 +49,18 @@ class ThreadTeam final {
   ThreadTeam& operator=(const ThreadTeam&) = delete;
 
   // Does pieces 0 .. pieces - 1, each once and several at a time; returns when all are done. They
-  // are begun in this order, so that one may wait for those before it. False: nothing has been
-  // done, since the team has no helpers or these are busy; the caller then does it in its own way.
+  // are begun in this order, so a piece may wait for earlier ones. Returns false if no piece was
+  // done, because the team has no helpers or they are busy; the caller then does the work in its
+  // own way.
   bool Run(uint32_t pieces, Work work);
 
-  // Copies `size` bytes from `offset` of what the fragments hold together, as GatherBytes does.
-  // REQUIRES: offset + size <= their total size.
+  // Copies `size` bytes from `offset` of the joined fragments, as GatherBytes does. REQUIRES:
+  // offset + size <= their total size.
   void Gather(std::span<const Fragment> fragments, size_t offset, size_t size, std::byte* to);
   void Copy(Fragment from, std::byte* to) { Gather({&from, 1}, 0, from.size(), to); }
 
   int32_t threads() const { return static_cast<int32_t>(helpers_.size()) + 1; }
-  // Pieces that helpers have done since the start, those of all returned jobs among them.
+  // Pieces that helpers have done since the start, including all pieces of returned jobs.
   uint64_t helped() const { return helped_.load(std::memory_order_relaxed); }
 
  private:
@@ -66,8 +68,8 @@ class ThreadTeam final {
   // does not keep the others waiting.
   static constexpr size_t kPieceBytes = size_t{64} << 10;
 
-  // The lock's holder does not change the work before all its pieces are finished, so a thread that
-  // has claimed one calls it without the lock.
+  // The lock's holder does not change the work before all its pieces are finished. So a thread that
+  // has claimed a piece calls it without the lock.
   bool DoPiece(bool helping) ABSL_NO_THREAD_SAFETY_ANALYSIS;
   void RunShared(uint32_t pieces, const Work& work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(busy_);
   void Help();
@@ -81,7 +83,8 @@ class ThreadTeam final {
   alignas(64) std::atomic<uint32_t> unfinished_{0};
   std::atomic<uint64_t> helped_{0};
 
-  // Of helpers that go to sleep; guards no data. What wakes them is set before it is taken.
+  // Lock of helpers that go to sleep; guards no data. The conditions that wake them are set before
+  // it is taken.
   Mutex sleep_;
   CondVar wake_;
   std::atomic<int32_t> sleeping_{0};

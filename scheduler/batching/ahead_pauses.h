@@ -1,8 +1,8 @@
-// Which tenants' launches may not wait on the device for them at present: one that has waited for
-// Limits::ahead_us without success keeps those of its tenant from waiting for a while, and for
-// twice as long after each further one until one succeeds. So a tenant whose work is never done in
-// time, as where its process and this one have the device in turns, takes little of the device's
-// time.
+// Decides which tenants' launches may not wait for them on the device at present. A request that
+// has waited for Limits::ahead_us without success keeps the requests of its tenant from waiting for
+// a while. The pause doubles after each further failure until a wait succeeds. So a tenant whose
+// work is never done in time takes little of the device's time. An example is a tenant whose
+// process takes turns on the device with this one.
 //
 // Memory is constant: tenants with the same place share their pauses. Threading: the engine role.
 #ifndef MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_

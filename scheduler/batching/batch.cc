@@ -11,9 +11,9 @@ constexpr int64_t kDecodeParts = 3, kParts = 4;
 // While decodes come, a launch takes this part of limits.launch_ms: a decode that has just missed a
 // launch waits for it and then for its own.
 constexpr int64_t kLaunchesOfAWait = 2;
-// Decodes have stopped coming once so many launches were chosen without one.
+// Decodes have stopped coming once this many launches were chosen without one.
 constexpr int kLaunchesWithoutDecode = 16;
-// Extend and prefill that have waited for so many launches go before decode in every second launch.
+// Extend and prefill that waited for this many launches go before decode in every second launch.
 constexpr int64_t kAgedLaunches = 8;
 // Requests of a queue that do not fit before the rest of it is left to a later launch.
 constexpr int kMisfits = 16;
@@ -126,7 +126,7 @@ void BatchPolicy::AddSegments(StreamRequest* request, int32_t rows, int32_t slic
   }
 }
 
-// Of one row and head, at the longest context of the rows that are left.
+// Pieces of one row and head, at the longest context of the rows that are left.
 int64_t BatchPolicy::PiecesOf(const StreamRequest& request) const {
   int64_t kv_rows = 0;
   const std::vector<StepEntry>& entries = request.engine.step->entries;
@@ -275,7 +275,7 @@ bool BatchPolicy::TakePages(const StreamRequest& request, int32_t rows, Round& r
   return ready;
 }
 
-// Of the sequences whose first rows at the layer are among the next `rows` rows.
+// Takes the copies for sequences whose first rows at the layer are among the next `rows` rows.
 bool BatchPolicy::TakeCopies(const StreamRequest& request, int32_t rows, kvcache::WorkRoom& room,
                              Round& round) {
   const int32_t layer = request.attend.layer, appended = Progress(request).appended;
@@ -296,7 +296,7 @@ void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests
   request->engine.batch_index = static_cast<int32_t>(batch.requests.size());
   batch.requests.push_back(request);
   request->engine.rows_launched = rows;
-  // What a launch appends that waits for its client counts once it has not come late.
+  // Rows of a launch that waits for its client count only after its tensors came in time.
   if (Appends(*request) && !request->engine.ahead) Progress(*request).appended += rows;
 }
 
@@ -475,7 +475,7 @@ void BatchPolicy::Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work,
     waiting.Serve(*leader);
   }
   const StreamRequest* const bulk = OldestBulk(round);
-  // Every second launch: one row may fill a launch, and decodes must not wait for all of them.
+  // Only every second launch: one row may fill one, and decodes must not wait for whole prompts.
   const bool aged = bulk != nullptr && now - bulk->engine.blocked_since_ns >= kAgedLaunches * whole;
   bulk_went_first_ = aged && !bulk_went_first_;
   bool decodes = false;

@@ -1,16 +1,16 @@
-// What one launch computes, and how it is chosen from the requests that wait.
+// The contents of one launch, and how it is chosen from the requests that wait.
 //
-// Natural batching: when a launch may start, what is ready goes, whatever stream, layer or sequence
-// it belongs to, as long as it shares the attention's geometry and dtypes. Bounds are rows, records
-// and predicted time (Limits::launch_ms), so nothing waits for one launch for long.
+// Natural batching: when a launch may start, all ready requests go, from any stream, layer or
+// sequence, if they share the attention's geometry and dtypes. Bounds are rows, records and
+// predicted time (Limits::launch_ms), so nothing waits for one launch for long.
 //
 // Between tenants, and between the keys of one tenant, the least served goes first
-// (waiting_requests.h): it decides the launch's key, and the other tenants with requests of that
-// key fill what is left, least served first. Within that order decode goes before extend and
-// prefill, which go in the order of their arrival. While those wait, decode takes three quarters of
-// a launch at most; once one of them has waited for several launches, it goes first in every second
-// one. As long as decodes come, launches take half of the predicted time, so that a decode which
-// arrives during a launch has been computed within Limits::launch_ms.
+// (waiting_requests.h): it decides the launch's key. Other tenants with requests of that key fill
+// the rest, least served first. Within that order decode goes before extend and prefill, which go
+// in the order of their arrival. While extend and prefill wait, decode takes at most three quarters
+// of a launch; once one of them has waited for several launches, it goes first in every second one.
+// As long as decodes come, launches take half of the predicted time. A decode that arrives during a
+// launch is then computed within Limits::launch_ms.
 //
 // Head slices of the same rows go together (head_slice_table.h). A step's page work
 // (kvcache/page_work.h) goes with its first launch, or, where it is more than one launch may carry,
@@ -42,7 +42,7 @@ enum class Stage : uint8_t {
 
 // Consecutive new rows of one sequence at one layer: one record of the launch.
 struct Segment {
-  StreamRequest* request = nullptr;  // of fused slices: the first
+  StreamRequest* request = nullptr;  // the first one of fused slices
   const StepEntry* entry = nullptr;
   int32_t row_begin = 0;  // among the step's rows
   int32_t rows = 0;
@@ -53,8 +53,8 @@ struct Segment {
   int32_t cached() const { return entry->start + row_begin - entry->offset; }
 };
 
-// Requests [first, first + count) of a batch that are head slices of the same rows and are computed
-// as one, heads side by side in this order.
+// Requests [first, first + count) of a batch are head slices of the same rows. They are computed as
+// one request, with their heads next to each other in this order.
 struct FusedSlices {
   int32_t first = 0;
   int32_t count = 0;
@@ -77,11 +77,11 @@ struct Batch {
   std::vector<FusedSlices> slices;
   std::vector<RowRun> runs;
   std::vector<int32_t> run_segments;  // indices in segments
-  BatchKey key;                       // of the requests that compute; append-only ones fit any
-  bool computes = false;              // false: nothing but appends
+  BatchKey key;                       // of the requests that compute; append-only ones fit any key
+  bool computes = false;              // false: all requests are append-only
   int32_t rows_by_stage[3] = {0, 0, 0};
   int32_t packed_rows = 0;
-  int64_t gather_bytes = 0;  // of fused queries and outputs
+  int64_t gather_bytes = 0;  // fused queries and outputs
   int64_t piece_rows = 0;    // as PieceBudget
   LaunchUnits units;
   kvcache::LaunchWork pages;              // page work that goes before everything else
@@ -99,7 +99,7 @@ struct Batch {
   std::vector<Segment> by_stage_;  // scratch of OrderByStage
 };
 
-// What rows of a request cost with `heads` heads. REQUIRES that the request outlives it.
+// Cost of a request's rows with `heads` heads. REQUIRES that the request outlives it.
 class RequestCost {
  public:
   RequestCost(const StreamRequest& request, int32_t heads);
@@ -130,8 +130,9 @@ void FindRowRuns(Batch* batch);
 // Ranges of page work in one launch; what its metadata has room for.
 inline constexpr int32_t kPageRanges = 4096;
 
-// What plans with fixed cuts (PlanTraits::fixed_split_rows) hold of one batch. A packed row counts
-// once for every piece that its context is cut into, and not at all where it is not cut.
+// Bound of the pieces in one batch for plans with fixed cuts (PlanTraits::fixed_split_rows). A
+// packed row counts once for every piece that its context is cut into, and not at all where it is
+// not cut.
 struct PieceBudget {
   int32_t split_rows = 0;  // KV rows of a piece; 0: cuts are not fixed, and every batch fits
   int64_t piece_rows = 0;
@@ -144,12 +145,14 @@ struct PieceBudget {
 // Chooses batches. Owned by the engine role; allocates nothing once its vectors have grown.
 class BatchPolicy {
  public:
-  // `gather_bytes`: room of a launch for the queries and outputs of fused slices, where the backend
-  // needs them side by side; enough for one row of all heads. `pieces` holds one row of all heads
-  // and the longest context, too. With fixed cuts a request is also cut the same way whatever else
-  // is in its batch: it waits for one that takes as many of its rows as it gets alone.
+  // `gather_bytes`: bytes of a launch for the queries and outputs of fused slices, if the backend
+  // needs them next to each other; enough for one row of all heads. `pieces` holds one row of all
+  // heads and the longest context, too. With fixed cuts a request is also cut the same way whatever
+  // else is in its batch: it waits for a launch that takes as many of its rows as it would get
+  // alone.
   BatchPolicy(const Limits& limits, int64_t gather_bytes, const PieceBudget& pieces = {});
-  // Where staging brings the rows of several requests together at no cost, runs are formed.
+  // Lets the policy form runs, because staging brings the rows of several requests together at no
+  // cost.
   void FormRuns() { forms_runs_ = true; }
 
   // Moves what goes next from `waiting` and `work` into `batch` (cleared first) and advances the
@@ -170,24 +173,25 @@ class BatchPolicy {
   int64_t PredictedNanos(const Batch& batch) const { return cost_.Nanos(batch.key, batch.units); }
   // True if the request could be part of a launch now, as far as its KV rows are concerned.
   static bool Ready(const StreamRequest& request);
-  // Of the rows that are not launched yet.
+  // Stage of the rows that are not launched yet.
   Stage StageOf(const StreamRequest& request) const;
-  // The missing KV rows that a request waits for, [first, last], as row numbers of its step; false
-  // if it waits for none (they are accepted and only not launched yet).
+  // Returns true if the request waits for KV rows, and then sets the missing ones, [first, last],
+  // as row numbers of its step. Rows that are accepted but not launched yet are not missing.
   static bool WaitsForRows(const StreamRequest& request, int32_t* first, int32_t* last);
-  // Until when a request that could go waits for its sibling slices; in the past if it does not.
+  // Until when a request that could go waits for its sibling slices; in the past if it does not
+  // wait.
   MonotonicNanos HeldUntil(const StreamRequest& request) const;
   HeadSliceTable& slices() { return slices_; }
 
  private:
-  // What a request takes of the launch's bounds, alone or with its siblings.
+  // The part of the launch's bounds that a request needs, alone or with its siblings.
   struct Demand {
     int32_t members = 1;
     int32_t heads = 0;
     int64_t gather_row_bytes = 0;
-    int64_t row_pieces = 0;  // of a row, all heads
+    int64_t row_pieces = 0;  // one row, all heads
   };
-  // Rows of a request that fit, and what they cost.
+  // Rows of a request that fit, and their cost.
   struct Fit {
     int32_t rows = 0;
     LaunchUnits units;
@@ -198,8 +202,8 @@ class BatchPolicy {
     kvcache::PageWorkQueue& work;
     MonotonicNanos now;
     Batch& batch;
-    int64_t nanos = 0;                         // that the launch may take
-    const LaunchCost::Rates* rates = nullptr;  // of the batch's key
+    int64_t nanos = 0;                         // allowed for the launch
+    const LaunchCost::Rates* rates = nullptr;  // for the batch's key
   };
   struct Cursor {  // a queue whose requests from `next` on have not been looked at
     RequestQueue* queue;
@@ -214,7 +218,7 @@ class BatchPolicy {
   // The queue whose requests decide the launch's key, or null when none of any that compute is
   // ready.
   RequestQueue* Leader(const Round& round) const;
-  // The oldest request that is ready, is no decode and fits the batch's key; null if there is none.
+  // The oldest ready request that is not a decode and fits the batch's key, or null.
   const StreamRequest* OldestBulk(const Round& round) const;
   bool FitsKey(const RequestQueue& queue, const Batch& batch) const;
   // Takes ready requests of one kind, least served tenants first, while they fit.

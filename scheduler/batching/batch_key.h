@@ -1,4 +1,4 @@
-// What requests must have in common to share a launch.
+// Properties that requests must have in common to share a launch.
 #ifndef MLA_SCHEDULER_BATCHING_BATCH_KEY_H_
 #define MLA_SCHEDULER_BATCHING_BATCH_KEY_H_
 
@@ -17,8 +17,9 @@ struct BatchKey {
   kernels::DType o_dtype = kernels::DType::kBf16;
   kernels::AttentionKind attention = kernels::AttentionKind::kDense;
   kernels::DType products = kernels::DType::kBf16;            // of both forms
-  kernels::KvFormat entry_format = kernels::KvFormat::kBf16;  // of kWindow
-  bool split_queries = false;                                 // of EXPANDED: QueryPrecision::kSplit
+  kernels::KvFormat entry_format = kernels::KvFormat::kBf16;  // for kWindow
+  // for EXPANDED: QueryPrecision::kSplit
+  bool split_queries = false;
   friend bool operator==(const BatchKey&, const BatchKey&) = default;
 };
 

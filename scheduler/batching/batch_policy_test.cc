@@ -1,5 +1,5 @@
-// Which requests go into a launch, beside a device whose launches take as long as their work says.
-// Times are those of a simulated clock, so every bound here is exact.
+// Tests which requests go into a launch, with a device whose launches take as long as their work
+// says. Times come from a simulated clock, so every bound here is exact.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -27,7 +27,7 @@ struct Worker {
   std::unique_ptr<PlainRequest> request;
   bool waits = false;
   int64_t answered = 0;
-  std::vector<int64_t> waited_ns;  // of each answered request
+  std::vector<int64_t> waited_ns;  // one for each answered request
 };
 
 class BatchPolicyTest : public ::testing::Test {
@@ -140,7 +140,7 @@ class BatchPolicyTest : public ::testing::Test {
     for (int i = 0; i < count; ++i) Launch();
   }
 
-  // Launches until the worker has been answered once more.
+  // Launches until the worker has been answered one more time.
   int LaunchesUntil(const Worker& worker) {
     const int64_t before = worker.answered;
     int launches = 0;
@@ -160,7 +160,7 @@ class BatchPolicyTest : public ::testing::Test {
   Batch batch_;
   std::vector<std::unique_ptr<Worker>> workers_;
   MonotonicNanos now_ = 1;
-  double nanos_per_unit_ = 1.6;  // of one core
+  double nanos_per_unit_ = 1.6;  // measured on one core
   int64_t longest_ns_ = 0;
 };
 
@@ -183,7 +183,7 @@ TEST_F(BatchPolicyTest, AnotherKeyGetsItsTurnBesideAFlood) {
   Launches(20);
   Worker* light = Add(9, 100, 1, 1, kernels::DType::kF32);
   EXPECT_LE(LaunchesUntil(*light), 2);
-  // The other way round: bf16 beside a flood of fp32 decodes.
+  // The other way round: bf16 against a flood of fp32 decodes.
   workers_.clear();
   waiting_ = WaitingRequests();
   for (int i = 0; i < 64; ++i) Add(1, 2'000, 1, 1, kernels::DType::kF32);
@@ -236,7 +236,7 @@ TEST_F(BatchPolicyTest, LaunchesAreHalfAsLongWhileDecodesCome) {
 }
 
 TEST_F(BatchPolicyTest, DecodeGoesBesideAgedRowsOfWhichOneFillsALaunch) {
-  // Long contexts on a slow device, and more of them than are served while they are young.
+  // Long contexts on a slow device, and more requests than are served while they are young.
   for (int i = 0; i < 40; ++i) Add(1, 16'000, 40, 40);
   Launches(400);
   Worker* decode = Add(9, 100, 1, 1);
@@ -252,7 +252,7 @@ TEST_F(BatchPolicyTest, PromptsOfATenantGoOnBesideItsOwnDecodes) {
 }
 
 TEST_F(BatchPolicyTest, PromptWhoseRowsAreLargerThanTheShareOfALaunchGoesOnBesideDecodes) {
-  // One row takes most of a launch, so that it never fits behind the decodes.
+  // One row takes most of a launch, so it never fits after the decodes.
   for (int i = 0; i < 200; ++i) Add(1, 500, 1, 1);
   Launches(20);
   Worker* prompt = Add(1, 5'000, 20, 20);
@@ -294,7 +294,7 @@ TEST_F(BatchPolicyTest, TimeSpentIdleIsNotSavedUp) {
   for (int i = 0; i < 8; ++i) Add(2, 4'000, 1, 1);
   Launches(500);
   ASSERT_EQ(sleeper->answered, 1);
-  // Many requests at once: the other tenant still gets about half of what is launched.
+  // Many requests at the same time: the other tenant still gets about half of the launched work.
   for (int i = 0; i < 200; ++i) Add(1, 4'000, 1, 1);
   const int64_t one = Served(1), two = Served(2);
   Launches(300);
@@ -302,7 +302,7 @@ TEST_F(BatchPolicyTest, TimeSpentIdleIsNotSavedUp) {
 }
 
 TEST_F(BatchPolicyTest, TimeSpentWaitingForRowsIsNotSavedUp) {
-  // Tenant 1 has a request that waits for KV rows, of another key than those that come later.
+  // Tenant 1 has a request that waits for KV rows; its key differs from the key of later requests.
   Worker* blocked = Add(1, 1'000, 1, 1, kernels::DType::kF32);
   blocked->request->attend.has_kv = false;
   blocked->step->layers[0].accepted = 0;
@@ -314,7 +314,7 @@ TEST_F(BatchPolicyTest, TimeSpentWaitingForRowsIsNotSavedUp) {
   const int64_t one = Served(1), two = Served(2);
   Launches(300);
   EXPECT_NEAR(static_cast<double>(Served(1) - one) / static_cast<double>(Served(2) - two), 1, 0.2);
-  // Nor has the queue of the blocked request saved up anything within its tenant.
+  // The queue of the blocked request has not saved up any service within its tenant either.
   blocked->request->attend.has_kv = true;
   for (int i = 0; i < 8; ++i) Add(1, 4'000, 1, 1, kernels::DType::kF32);
   const auto of_key = [this](kernels::DType dtype) {
@@ -387,7 +387,7 @@ TEST_F(BatchPolicyTest, CopiesGoBeforeTheFirstRowsOfTheirLayer) {
   EXPECT_EQ(work.queued(), 0);
 }
 
-// Failing one request may take others with it, before and behind it.
+// Failing one request may remove others before and after it.
 TEST_F(BatchPolicyTest, PassesGoOnWhereRequestsAreRemoved) {
   for (int i = 0; i < 5; ++i) Add(1, 0, 4, 1);
   const auto request = [&](size_t i) -> StreamRequest* { return workers_[i]->request.get(); };

@@ -29,14 +29,15 @@ StepRank& RankOf(const StreamRequest& request) {
   return step.ranks[found - step.streams.begin()];
 }
 
-// Whether a launch has taken the rank's slice of the layer's row `row`, or of one behind it, or of
-// a later layer.
+// Returns true if a launch has taken the rank's slice of the layer's row `row`, of a later row, or
+// of a later layer.
 bool HasLaunched(const StepRank& rank, int32_t layer, int32_t row) {
   return rank.layer > layer || (rank.layer == layer && rank.end_row > row);
 }
 
-// Whether a slice of the participant waits, in this group or in another one of the layer: there
-// because it differs, or has come too late for the rows that this group has had already.
+// Returns true if a slice of the participant waits in this group or in another one of the layer. It
+// waits in another one if it differs, or came too late for the rows that this group has had
+// already.
 bool Waits(const SliceGroup& group, size_t participant) {
   const Step& step = *group.step;
   if (participant >= step.streams.size()) return false;
@@ -51,13 +52,13 @@ bool Waits(const SliceGroup& group, size_t participant) {
   return false;
 }
 
-// Whether the participant may still bring a slice to the group.
+// Returns true if the participant may still bring a slice to the group.
 bool IsMissing(const SliceGroup& group, size_t participant) {
   return !HasLaunched(group.step->ranks[participant], group.layer, group.first_row) &&
          !Waits(group, participant);
 }
 
-// Whether a participant is missing that may come in time.
+// Returns true if a participant is missing that may come in time.
 bool AwaitsSomeone(const SliceGroup& group) {
   for (size_t i = 0; i < group.step->ranks.size(); ++i) {
     if (!group.step->ranks[i].missed && IsMissing(group, i)) return true;

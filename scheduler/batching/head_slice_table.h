@@ -1,24 +1,24 @@
 // Which waiting requests are head slices of one and the same rows.
 //
 // The ranks of a tensor-parallel worker send the heads of a (sequence, layer, step) apart. Slices
-// of the same rows that are computed together read the KV rows once instead of once a rank, so they
-// form a group, and a group goes into one launch as one record over all its heads. A group waits
-// for siblings that are still missing, but never longer than Limits::slice_wait_us from the moment
-// at which it could have gone, nor past half of the time that one of its members has left before
-// its own deadline. Nothing else waits for a group.
+// of the same rows that are computed together read the KV rows once instead of once a rank. They
+// therefore form a group, which goes into one launch as one record over all its heads. A group
+// waits for missing siblings at most Limits::slice_wait_us from the moment at which it could have
+// gone. It also waits at most half of the time that one of its members has left before its own
+// deadline. No other request waits for a group.
 //
 // A group waits for the participants without a slice in it, with two exceptions, which are learned
-// within the step. One: participants whose slice of these rows, of rows behind them or of a later
-// layer waits in another group (it has another dtype, say) or has been taken by a launch already (a
-// late sibling makes a group of its own and goes at once). Two: participants that missed an earlier
-// wait and have not come in time since. In time is a slice that comes before any sibling's went, or
-// less than slice_wait_us after that could have gone. So a rank that sends no heads, or is late
-// at every layer, costs its siblings one wait a step; one that was late once is waited for again
-// from the layer after the first at which it is in time.
+// within the step. One: participants whose slice is elsewhere already. It waits in another group
+// with these rows (it has another dtype, say), with later rows or with a later layer, or a launch
+// has taken it (a late sibling makes a group of its own and goes at once). Two: participants that
+// missed an earlier wait and have not come in time since. A slice is in time if it comes before any
+// sibling was launched, or less than slice_wait_us after the group could have gone. So a rank that
+// sends no heads, or is late at every layer, costs its siblings one wait a step. A rank that was
+// late once is waited for again from the layer after the first one at which it is in time.
 //
-// Only small slices are grouped: when the rows of a slice fill the backend's tiles by themselves,
-// the KV rows would be read as often for the group. A step of one participant has no siblings to
-// wait for; its slices are grouped when they happen to be there together.
+// Only small slices are grouped: when the rows of a slice alone fill the backend's tiles, grouping
+// would not reduce the reads of KV rows. A step of one participant has no siblings to wait for; its
+// slices are grouped if they happen to be there together.
 //
 // Ownership: the table owns the groups; a group borrows its members while they wait. Threading:
 // owned by the engine role. Groups are pooled; nothing is allocated once the pool is warm.
@@ -47,17 +47,17 @@ struct SliceGroup {
   // --- Members, by arrival; one that brings the KV rows comes first.
   StreamRequest* first = nullptr;
   int32_t members = 0;
-  int32_t heads = 0;           // of all members; no head twice
+  int32_t heads = 0;           // of all members, without repeats
   bool appends = false;        // `first` brings the KV rows
   bool awaits = false;         // a participant is missing that may come in time
   MonotonicNanos since = 0;    // when it could have gone; 0: its KV rows have not come
   MonotonicNanos latest = 0;   // half of the least time that a member had left at its arrival
-  SliceGroup* next = nullptr;  // of the same step and layer
+  SliceGroup* next = nullptr;  // next group of the same step and layer
 };
 
 // How a group went.
 enum class GroupOutcome : uint8_t {
-  kWhole,      // with every head, or no other slice could have come any more
+  kWhole,      // with every head, or when no other slice could come any more
   kGaveUp,     // without a sibling that it had waited for
   kDidNotWait  // without a sibling that had missed an earlier wait
 };
@@ -69,7 +69,7 @@ class HeadSliceTable {
   // Adds a waiting request to the group it belongs to, if it is a slice that gains by one. Calls
   // for requests that do not are ignored. REQUIRES: engine.step is set; in no group.
   void Join(StreamRequest* request);
-  // The request is not waiting any more; ignored if it is in no group.
+  // Removes a request that does not wait any more; ignored if it is in no group.
   void Leave(StreamRequest* request);
   // All members leave, to be launched together with the next `rows` of their rows, which is noted
   // in the step.
@@ -79,7 +79,7 @@ class HeadSliceTable {
 
   // True if the group could be part of a launch as far as its KV rows are concerned.
   static bool Ready(const SliceGroup& group);
-  // Until when it waits for siblings; in the past (or 0) when it does not.
+  // Until when the group waits for siblings; in the past (or 0) if it does not wait.
   MonotonicNanos HeldUntil(const SliceGroup& group) const;
   static StreamRequest* Next(const StreamRequest* member) { return member->engine.sibling; }
 
@@ -89,12 +89,12 @@ class HeadSliceTable {
   void NoteArrival(const StreamRequest& request) const;
   SliceGroup* GroupFor(const StreamRequest& request);
   void Recount(SliceGroup* group) const;
-  // Whom each group of the layer waits for follows from all of them.
+  // Marks the ranks that each group of the layer waits for; they follow from all its groups.
   static void MarkAwaitedRanks(const Step& step, int32_t layer);
   void Free(SliceGroup* group);
 
   const int64_t wait_ns_;
-  const int32_t members_most_;  // that a launch can take at once
+  const int32_t members_most_;  // the most members that a launch can take at once
   std::vector<std::unique_ptr<SliceGroup>> pool_;
   std::vector<SliceGroup*> free_;
 };

@@ -5,7 +5,7 @@
 namespace mla::scheduler {
 namespace {
 
-// Of any launch: submission, wake-ups of workers, small tensors.
+// Fixed cost of any launch: submission, wake-ups of workers, small tensors.
 constexpr double kLaunchNanos = 20'000;
 // A rate moves by this share of the error. See the header for why they differ.
 constexpr double kUp = 0.7;

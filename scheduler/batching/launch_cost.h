@@ -1,13 +1,13 @@
-// How long a launch will take, learned from those that have completed.
+// Predicts how long a launch will take, learned from completed launches.
 //
-// Work is counted in KV bytes: the bytes of KV rows that the tiles of a launch stream past their
-// query rows, so that a tile of 128 packed rows over 4096 KV rows counts the same whether it
-// belongs to one prompt or to 128 decodes. Rates (nanoseconds a byte) are kept for each batch key
-// and form, since dtypes, dims and forms differ in speed, and one for page work. A rate follows a
-// launch that took longer than predicted at once and one that was faster slowly: a launch that is
-// too long makes others wait, one that is too short costs little.
+// Work is counted in KV bytes: the bytes of KV rows that the tiles of a launch read for their query
+// rows. A tile of 128 packed rows over 4096 KV rows counts the same whether it belongs to one
+// prompt or to 128 decodes. Rates (nanoseconds a byte) are kept for each batch key and form, since
+// dtypes, dims and forms differ in speed, and one for page work. A rate follows a launch that took
+// longer than predicted at once and one that was faster slowly: a launch that is too long makes
+// others wait, one that is too short costs little.
 //
-// Threading: owned by the engine role. Nothing is allocated.
+// Threading: owned by the engine role. Allocates nothing.
 #ifndef MLA_SCHEDULER_BATCHING_LAUNCH_COST_H_
 #define MLA_SCHEDULER_BATCHING_LAUNCH_COST_H_
 
@@ -22,7 +22,7 @@
 
 namespace mla::scheduler {
 
-// Work of a launch by what it costs differently.
+// Work of a launch, divided into kinds with different costs.
 struct LaunchUnits {
   int64_t absorbed = 0;  // KV bytes
   int64_t expanded = 0;  // KV bytes, up-projection included
@@ -40,9 +40,9 @@ struct LaunchUnits {
 // KV rows that `rows` query rows see on average, when the first sees `cached` + 1.
 inline int64_t MeanKvRows(int64_t rows, int64_t cached) { return cached + (rows + 1) / 2; }
 
-// What the rows of a request cost in the absorbed form: of ABSORBED, and of EXPANDED with its
-// projections. `most_places`: KV rows that attention reads for every query row by itself, where it
-// is sparse or has a window.
+// Cost of a request's rows in the absorbed form: for ABSORBED, and for EXPANDED including its
+// projections. `most_places`: bound of the KV rows that attention reads separately for every query
+// row, if it is sparse or has a window.
 class AbsorbedCost {
  public:
   static constexpr int64_t kAllRows = std::numeric_limits<int64_t>::max();
@@ -65,14 +65,14 @@ class AbsorbedCost {
   }
 
   int64_t heads_, most_places_;
-  int64_t tile_rows_, row_bytes_;  // of KV
+  int64_t tile_rows_, row_bytes_;  // of one KV row
   int64_t min_charged_rows_;       // packed; 0: tiles are charged whole
   int64_t projected_rows_ = 0;     // KV rows that cost as much as a row's projections
 };
 
 class LaunchCost {
  public:
-  // Of EXPANDED in the expanded form: K and V of all rows are projected up first.
+  // Units of EXPANDED in the expanded form: K and V of all rows are projected up first.
   static int64_t ExpandedUnits(const Model& model, int64_t rows, int64_t heads, int64_t cached);
 
   struct Rates {
@@ -81,7 +81,7 @@ class LaunchCost {
     uint64_t last_used = 0;
     double absorbed = 0, expanded = 0;  // nanoseconds a byte
   };
-  // Those of the key, as they are until the next Observe.
+  // Rates of the key; valid until the next Observe.
   const Rates& Of(const BatchKey& key) const;
   // Predicted nanoseconds on the device. Launches of nothing take kLaunchNanos.
   int64_t Nanos(const Rates& rates, const LaunchUnits& units) const;
@@ -100,7 +100,8 @@ class LaunchCost {
   void Observe(const BatchKey& key, const LaunchUnits& units, int64_t nanos);
 
  private:
-  static constexpr int kKeys = 16;  // whose rates are kept; the one unused for longest makes room
+  // Keys whose rates are kept; the one unused for longest makes room.
+  static constexpr int kKeys = 16;
   // A CPU core takes about this long for a byte of KV rows under 128 heads, a GPU a ten thousandth.
   static constexpr double kInitialRate = 1.5;
   Rates initial_ = {.key = {}, .absorbed = kInitialRate, .expanded = kInitialRate};

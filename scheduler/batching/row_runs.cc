@@ -6,8 +6,8 @@
 namespace mla::scheduler {
 namespace {
 
-// Whether the segment may be part of a run: all rows that its request launches, and not few of many
-// sequences.
+// Returns true if the segment may be part of a run: it has all rows that its request launches, and
+// is not a decode.
 bool MayRun(const Segment& segment) {
   return segment.stage != Stage::kDecode && segment.slices < 0 && Computes(*segment.request) &&
          segment.rows == segment.request->engine.rows_launched;

@@ -17,7 +17,7 @@ inline int32_t FirstRow(const StreamRequest& request) {
 inline int32_t EndRow(const StreamRequest& request) {
   return request.attend.row_begin + request.attend.row_count;
 }
-// Whether it brings new KV rows; a repeat is compared instead.
+// Returns true if the request brings new KV rows; rows of a repeat are only compared.
 inline bool Appends(const StreamRequest& request) {
   return request.attend.has_kv && !request.engine.repeat;
 }

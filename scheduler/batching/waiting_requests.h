@@ -2,10 +2,10 @@
 // tenants.
 //
 // Service is counted by start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant, and
-// each queue within it, has a virtual time that advances by the KV bytes of what is launched for
-// it, divided by the tenant's weight. The tenant with the least goes first. One that was idle, or
-// whose requests could not go, starts at the time of the tenant now served, so it neither saves up
-// service nor pays for what others had.
+// each queue within it, has a virtual time. It advances by the KV bytes of the work launched for
+// it, divided by the tenant's weight. The tenant with the least goes first. A tenant that was idle,
+// or whose requests could not go, starts at the time of the tenant now served. So it neither saves
+// up service nor pays for the service of others.
 //
 // A request whose rows are launched in parts keeps its place in its own queue. Requests are linked
 // through their engine fields: queueing allocates nothing once the pools are warm. A tenant without
@@ -51,8 +51,8 @@ class WaitingRequests {
   // All requests, in no order that matters.
   StreamRequest* front() const { return head_; }
   static StreamRequest* Next(const StreamRequest* request) { return request->engine.next; }
-  // A pass over all requests during which any of them may be removed, the one just returned
-  // included. One pass at a time. Null at the end.
+  // Walks over all requests; any request may be removed during the walk, even the one just
+  // returned. One pass at a time. Returns null at the end.
   void StartPass() { next_in_pass_ = head_; }
   StreamRequest* NextInPass() {
     StreamRequest* const request = next_in_pass_;
@@ -62,14 +62,15 @@ class WaitingRequests {
   bool empty() const { return head_ == nullptr; }
   int32_t size() const { return size_; }
 
-  // Queues a request behind those of its tenant and key. `weight` is its tenant's, at least 1.
+  // Queues a request after the others of its tenant and key. `weight` is its tenant's, at least 1.
   void Add(StreamRequest* request, int32_t weight);
-  // Queues the rest of a request that a launch has taken in part, before those of its tenant and
-  // key that came later.
+  // Queues the rest of a request that a launch has taken in part, before later requests of its
+  // tenant and key.
   void Return(StreamRequest* request, int32_t weight) { Insert(request, weight); }
   void Remove(StreamRequest* request);
 
-  // Tenants with requests, and their queues. Both stay until Prune, even when they have none left.
+  // Tenants with requests, and their queues. Both stay until Prune, even when they have no requests
+  // left.
   const std::vector<TenantShare*>& shares() const { return active_; }
   static StreamRequest* NextInQueue(const StreamRequest* request) {
     return request->engine.queue_next;
@@ -79,7 +80,8 @@ class WaitingRequests {
   void AddService(RequestQueue* queue, int64_t units);
   // The tenant, whose request a launch had taken, has been served `units` more.
   void Charge(TenantKey tenant, int32_t weight, int64_t units);
-  // None of the tenant's requests, or of one of its queues, could go now: it saves up no service.
+  // Called if none of the requests of the tenant, or of one of its queues, could go now: it saves
+  // up no service.
   void SkipTenant(TenantShare* share) const {
     share->virtual_time = std::max(share->virtual_time, virtual_now_);
   }

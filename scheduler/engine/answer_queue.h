@@ -3,15 +3,16 @@
 //
 // Writing a reply costs as much as a small launch, so it is not done with the role held. The holder
 // leaves its answers here when it gives the role up and delivers them itself, if no other thread is
-// delivering: an idle engine hands nothing over. Where work waits already, the engine's thread goes
-// on with it, and the queue's own thread delivers. One thread delivers at a time, so the answers of
-// a stream never overtake one another.
+// delivering: an idle engine hands nothing over. If more work waits already, the engine's thread
+// goes on with that work and the queue's own thread delivers. One thread delivers at a time, so the
+// answers of a stream never overtake one another.
 //
-// What arrives during a delivery is mostly the next requests of those who were just answered; it is
-// left to gather (busy) and goes when the delivery ends, so that clients in step share launches.
+// Requests that arrive during a delivery are mostly the next ones of the clients just answered.
+// They are left to gather (busy) and go when the delivery ends, so that clients in step share
+// launches.
 //
 // Ownership: borrows the requests, whose links it uses (StreamRequest::engine.next), until Done.
-// Threading: all methods from any thread; Flush and Stop not from Done. Nothing is allocated.
+// Threading: all methods from any thread; Flush and Stop not from Done. Allocates nothing.
 #ifndef MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
 #define MLA_SCHEDULER_ENGINE_ANSWER_QUEUE_H_
 
@@ -67,19 +68,19 @@ class AnswerQueue final {
   ~AnswerQueue() { Stop(); }
 
   // Starts the thread; without it every deliverer goes on until the queue is empty.
-  // `after_delivery` is called whenever that thread has delivered, by Flush likewise.
+  // `after_delivery` is called after each delivery by that thread or by Flush.
   void Start(std::function<void()> after_delivery);
-  // Delivers what is left and ends the thread.
+  // Delivers the remaining answers and ends the thread.
   void Stop();
 
   // REQUIRES (both): the engine role is held, which keeps the order.
   // Leaves the answers to the queue's thread.
   void Push(const AnswerList& answers);
-  // The same, but returns what the caller must pass to Deliver once it has given the role up. Empty
-  // when there is nothing to do or another thread is delivering.
+  // As Push, but returns the answers that the caller must pass to Deliver once it has given the
+  // role up. Empty when there is nothing to do or another thread is delivering.
   AnswerList PushAndClaim(const AnswerList& answers);
 
-  // Delivers what was claimed.
+  // Delivers the answers returned by PushAndClaim.
   void Deliver(AnswerList claimed);
   // Returns once everything that was pushed before is delivered.
   void Flush();
@@ -102,12 +103,12 @@ class AnswerQueue final {
 
   EngineObserver* const observer_;
   std::atomic<std::thread::id> deliverer_{};
-  int64_t delivered_now_ = 0;  // of the claim that is being delivered; of its thread alone
+  int64_t delivered_now_ = 0;  // of the claim now being delivered; used by its thread only
   std::function<void()> after_delivery_;
 
   // An idle queue takes no lock: a claim sets busy_, and its end clears it and then looks at
-  // has_waiting_ and flushing_. Those are set before busy_ is looked at, so of two threads that
-  // meet one sees the other.
+  // has_waiting_ and flushing_. Both are set before busy_ is read, so of two threads that run at
+  // the same time at least one sees the other.
   std::atomic<bool> busy_{false};  // a thread is delivering
   std::atomic<bool> has_waiting_{false};
   std::atomic<int32_t> flushing_{0};  // threads in Flush

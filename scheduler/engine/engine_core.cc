@@ -12,7 +12,7 @@
 namespace mla::scheduler {
 namespace {
 
-// What the engine holds is bounded by its limits.
+// Tenant options with the server-wide bounds taken from the engine's limits.
 TenantTableOptions TenantOptionsOf(const EngineOptions& options) {
   const Limits& limits = options.limits;
   TenantTableOptions tenants = options.tenants;
@@ -51,7 +51,7 @@ EngineCore::EngineCore(const EngineOptions& options,
       tenants_(*tenant_table_),
       policy_(options.limits, GatherBytes(options.limits, *backend_),
               PieceBudgetOf(options.limits, *backend_)) {
-  // Copies into staging memory bring rows together by the way.
+  // Staging copies can merge rows at no extra cost.
   if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
 
@@ -183,7 +183,7 @@ absl::Status EngineCore::Admit(StreamRequest* request) {
   if (tenant != nullptr && !tenants_.TryTake(*tenant, Resource::kQueuedRequests, 1)) {
     return tenants_.Refusal(*tenant, Resource::kQueuedRequests, 1, "request");
   }
-  // Requests without a tenant are bounded here alone; of the others there are no more than these.
+  // Requests without a tenant have this bound only.
   if (owned_.fetch_add(1) >= limits_.queue_requests) {
     owned_.fetch_sub(1);
     if (tenant != nullptr) tenants_.Return(*tenant, Resource::kQueuedRequests, 1);

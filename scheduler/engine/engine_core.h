@@ -3,7 +3,7 @@
 //
 // A step is a transaction: BeginStep decides everything and reserves, EndStep commits, and whatever
 // goes wrong in between rolls back the whole. A launch that does not start aborts the steps of its
-// own requests; one that fails on the device also those of the launches behind it.
+// own requests. One that fails on the device also aborts the steps of the launches after it.
 //
 // Threading: one thread at a time; asserted by the caller (Engine holds the role).
 #ifndef MLA_SCHEDULER_ENGINE_ENGINE_CORE_H_
@@ -41,7 +41,7 @@
 
 namespace mla::scheduler {
 
-// Of launches that ended while the role was held once; the observer is told of more at once.
+// Reports of the launches that ended while the role was held once, for one call of the observer.
 struct LaunchReports {
   static constexpr int kMost = 2;
   int count = 0;
@@ -79,8 +79,9 @@ class EngineCore {
 
   // --- Time. Fails what waited too long, expires leases.
   void Tick();
-  // The process did not run for so long: what clients sent meanwhile has yet to be read, so nothing
-  // that they must send in time is late by it. Before Tick and Accept.
+  // Tells the engine that the process did not run for this time. Messages that clients sent during
+  // the pause have yet to be read, so the time does not count against any deadline of theirs. Call
+  // it before Tick and Accept.
   void NotePause(int64_t nanos);
   // When Tick has something to do; max() if never.
   MonotonicNanos NextTick() const;
@@ -105,9 +106,9 @@ class EngineCore {
                                         uint64_t expected_epoch);
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
-  // `prefix`: of args.prefix, if it names the rows.
+  // `prefix`: the plan for args.prefix, if args.prefix names the rows.
   absl::StatusOr<HintAnswer> Hint(const HintArgs& args, const PrefixPlan& prefix);
-  // --- Slower tiers; null: there are none.
+  // --- Slower tiers; null if there are none.
   TierMoves* tiers() { return tiers_.get(); }
   std::span<std::byte> tier_memory() { return tier_memory_->bytes(); }
   // Brings back what slower tiers have of the rows that the call names, unless it would be refused.
@@ -116,7 +117,7 @@ class EngineCore {
                                                            const PrefixPlan& prefix);
   absl::StatusOr<std::shared_ptr<TierWait>> RestoreForMatch(const MatchArgs& args,
                                                             const PrefixPlan& prefix);
-  // The same for the plan's rows from `first_row` on.
+  // As RestoreForMatch, for the plan's rows from `first_row` on.
   std::shared_ptr<TierWait> RestorePrefix(const std::string& tenant, const PrefixPlan& prefix,
                                           int64_t first_row);
   // --- Exports and imports.
@@ -147,8 +148,8 @@ class EngineCore {
   bool has_answers() const { return !answers_.empty(); }
   // The answers since the last call, in their order. The caller sees to it that Done is called.
   AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
-  // Of the launches that have ended since the last call. The caller passes them to the observer
-  // once it has delivered the answers: metrics cost as much as a small reply.
+  // Reports of the launches that have ended since the last call. The caller passes them to the
+  // observer once it has delivered the answers: metrics cost as much as a small reply.
   LaunchReports TakeReports() {
     LaunchReports taken;
     taken.count = std::exchange(reports_.count, 0);
@@ -165,7 +166,7 @@ class EngineCore {
  private:
   struct Stream {
     std::string tenant;
-    TenantRef row;  // empty if the table had no room for it
+    TenantRef row;  // empty if the table had no room for a row
     std::shared_ptr<StreamSteps> steps;
     TenantKey key() const { return row ? row->key() : kNoTenant; }
   };
@@ -174,14 +175,15 @@ class EngineCore {
              const Clock* clock);
 
   absl::Status MakeTiers();
-  // Of a sequence that may be opened now.
+  // The model of a sequence that may be opened now, or the error.
   absl::StatusOr<Model*> ModelToOpen(const OpenArgs& args, const PrefixPlan& prefix);
 
   // --- Steps
   absl::Status BeginStep(StreamRequest* request);
   absl::Status JoinStep(Step* step, StreamRequest* request);
-  // Of what opens a sequence, or of what names some, while the server drains. That one of them has
-  // left is worth more to know than that the others will.
+  // The error of calls during a drain: calls that open a sequence (`opens`), or that name sequences
+  // still on this server. RefuseDraining reports instead that a named sequence has moved, if one
+  // has, because the client can then continue on the other server.
   absl::Status DrainingError(bool opens) const;
   absl::Status RefuseDraining(TenantKey tenant, SequenceId id, const std::string& field);
   absl::Status RefuseDraining(TenantKey tenant, const BeginStepArgs& args);
@@ -208,7 +210,7 @@ class EngineCore {
   // they are there by now.
   bool MayGoAhead(StreamRequest* request) const;
   void ChargeWait(const BatchLaunch& launch);
-  // Of a request that waits, or that a launch has carried too early.
+  // For a request that waits, or that a launch took too early.
   void HandBackUndone(StreamRequest* request, HandedBack why);
   void RemovePending(StreamRequest* request);
   void FailPending(StreamRequest* request, const absl::Status& status);
@@ -219,15 +221,15 @@ class EngineCore {
   void FinishLaunch(BatchLaunch* launch);
   void FinishLate(BatchLaunch* launch);
   void NoteReport(const LaunchReport& report);
-  // A launch that did not start: it alone is undone. One that ran and failed is undone with those
-  // behind it. The steps of their requests are aborted either way.
+  // FailSubmit undoes only the launch, which did not start. FailOldest undoes a launch that ran and
+  // failed, together with the launches after it. Both abort the steps of the requests.
   void FailSubmit(BatchLaunch* launch, const absl::Status& cause);
   void FailOldest(BatchLaunch* launch, const absl::Status& cause);
   // Returns its page work to the queue, and adds its requests to `failed`.
   void UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
                   std::vector<StreamRequest*>* failed);
   void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
-  // A tenant's part of the service beside others.
+  // Share of service of the request's tenant, relative to other tenants.
   int32_t WeightOf(const StreamRequest& request) const {
     return request.tenant != nullptr ? request.tenant->weight()
                                      : tenants_.weight(request.engine.step->tenant);
@@ -237,7 +239,7 @@ class EngineCore {
   const Limits& limits_;
   const Clock* const clock_;
   std::unique_ptr<kernels::AttentionBackend> backend_;
-  std::unique_ptr<kernels::HostBuffer> page_tables_;  // of all sequences; the cache writes them
+  std::unique_ptr<kernels::HostBuffer> page_tables_;  // for all sequences; written by the cache
   std::unique_ptr<kernels::HostBuffer> tier_memory_;  // null: no slower tiers
   const std::shared_ptr<kvcache::EventLog> events_;   // readers may outlive the engine
   std::unique_ptr<kvcache::KvCache> cache_;
@@ -249,7 +251,7 @@ class EngineCore {
   std::unique_ptr<StepOpener> opener_;
   std::unique_ptr<Launcher> launcher_;
   std::unique_ptr<PageMover> mover_;
-  std::unique_ptr<TierMoves> tiers_;  // null: none
+  std::unique_ptr<TierMoves> tiers_;  // null: no slower tiers
   std::unique_ptr<CacheHints> hints_;
   std::unique_ptr<RowTransfers> transfers_;
   BatchPolicy policy_;
@@ -259,7 +261,7 @@ class EngineCore {
   StreamId next_stream_ = 1;
   bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
   bool draining_ = false;
-  std::string drain_peer_;  // where sequences go; empty: nowhere
+  std::string drain_peer_;  // server that takes over the sequences; empty: none
   bool collects_answers_ = false;
   LaunchReports reports_;
   AnswerList answers_;

@@ -46,7 +46,7 @@ class Engine::Impl {
     }
   }
 
-  // Holds the role for its lifetime, then delivers the answers given meanwhile. Control calls
+  // Holds the role for its lifetime, then delivers the answers given in that time. Control calls
   // announce themselves so that the engine's thread, which would otherwise take the role again at
   // once, lets them in.
   class ABSL_SCOPED_LOCKABLE Role {
@@ -59,7 +59,8 @@ class Engine::Impl {
     // Takes over a role that TryLock has got.
     Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {}
     ~Role() ABSL_UNLOCK_FUNCTION() {
-      // What waits for siblings or KV rows is no work: its time is NextTick.
+      // Requests waiting for siblings or KV rows are not work left; NextTick wakes the engine for
+      // them.
       const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
       const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
@@ -74,7 +75,7 @@ class Engine::Impl {
       if (left && left_ == nullptr) impl_.inbox_.Wake();
       impl_.answers_.Deliver(answers);
       impl_.Observe(reports);
-      // What came meanwhile has been left to gather.
+      // Requests that arrived during the delivery were left in the inbox, to share a launch.
       const bool came = !answers.empty() && !impl_.inbox_.empty();
       if (left_ != nullptr) {
         *left_ = left || came;
@@ -82,8 +83,8 @@ class Engine::Impl {
         impl_.inbox_.Wake();
       }
     }
-    // Whether anything is left to do is noted in `left`, for a caller that goes on with it, instead
-    // of waking the engine's thread.
+    // Makes the destructor set `left` to true if work is left, instead of waking the engine's
+    // thread. For a caller that goes on with that work itself.
     void ComeBack(bool* left) { left_ = left; }
     Role(const Role&) = delete;
     Role& operator=(const Role&) = delete;
@@ -133,8 +134,8 @@ class Engine::Impl {
     return busy || !inbox_.empty();
   }
 
-  // Rounds until there is nothing to do, others want the role, or there are answers and no work
-  // that could go on while they are delivered. True in the last case.
+  // Runs rounds until all work is done, other threads want the role, or only the delivery of
+  // answers is left. Returns true in the last case.
   bool RunRounds() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     bool busy = true;
     while (busy && waiting_for_role_ == 0 && !stopping_) {
@@ -180,14 +181,15 @@ class Engine::Impl {
   // For Admit, the table of tenants and the registration of memory, which need no role.
   EngineCore& AnyThread() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *core_; }
 
-  // While what its threads may wake is there. REQUIRES: no call comes any more.
+  // Call it while everything that the core's threads may wake still exists. REQUIRES: no more calls
+  // come.
   void DropCore() ABSL_NO_THREAD_SAFETY_ANALYSIS { core_.reset(); }
 
   void LetOthersIn() const {
     for (int i = 0; i < kYields && waiting_for_role_ > 0; ++i) std::this_thread::yield();
   }
 
-  // Whether a launch of that work, which is not small, may be awaited by its submitter.
+  // Returns true if the submitter may await a launch of this work, which is not small.
   bool MayAwait(const Submitter* submitter, int64_t work) const {
     return submitter != nullptr && work <= options_.awaited_work && !info_.unified_memory &&
            submitter->IsIdle();
@@ -202,8 +204,8 @@ class Engine::Impl {
     return true;
   }
 
-  // The submitting thread takes the role if it is free, and runs what is small, unless it is to
-  // leave that to the engine's thread.
+  // The submitting thread takes the role if it is free and runs small launches, unless
+  // `leave_launch` leaves them to the engine's thread.
   void RunInline(bool leave_launch, const Submitter* submitter) {
     if (answers_.IsDelivering()) return;  // called from Done: its caller looks again
     if (options_.inline_work <= 0 || leave_launch) return inbox_.Wake();
@@ -237,7 +239,7 @@ class Engine::Impl {
 
   Mutex role_;
   std::atomic<int> waiting_for_role_{0};
-  std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will look by itself
+  std::atomic<MonotonicNanos> wake_at_{0};  // when the engine's thread will wake by itself
   Inbox inbox_;
   PauseWatch pauses_;
   const PrefixPlanner prefixes_;

@@ -218,7 +218,7 @@ bool EngineCore::MayGoAhead(StreamRequest* request) const {
   if (!note.ahead) return true;
   // A launch that waits on the device keeps others waiting.
   const int32_t others = pending_.size() - (note.queue != nullptr ? 1 : 0);
-  // What copies log-sum-exps to the client's memory would do so of a late launch, too.
+  // Log-sum-exps would be copied to the client's memory even if the launch came too late.
   if (request->attend.want_lse && request->attend.on_device) return false;
   if (note.step != nullptr) {
     // Other participants' requests would see rows of a launch that may turn out to be late.
@@ -241,19 +241,20 @@ void EngineCore::HandBackUndone(StreamRequest* request, HandedBack why) {
   const bool appends = Appends(*request);
   const int32_t layer = request->attend.layer;
   const int32_t first = FirstRow(*request);
-  HandBack(request, why);  // before those behind it, which come again in that order
+  // Hand it back before the later ones: the client sends them again in this order.
+  HandBack(request, why);
   if (appends) DropRowsFrom(step, layer, first);
   FinishEndIfIdle(step);
 }
 
-// Others could not have the device meanwhile, so the wait counts as work done for the tenant.
+// The wait kept other tenants from the device, so it counts as work done for this tenant.
 void EngineCore::ChargeWait(const BatchLaunch& launch) {
   const StreamRequest& request = *launch.batch.requests.front();  // alone in its batch
   pending_.Charge(request.engine.step->tenant, WeightOf(request),
                   policy_.UnitsOf(launch.batch, launch.waited_ns));
 }
 
-// The client's work was not done in time: nothing has come of the launch, and its step goes on.
+// The client's work was not done in time: the launch has no effect, and its step goes on.
 void EngineCore::FinishLate(BatchLaunch* launch) {
   ahead_pauses_.Begin(launch->batch.requests.front()->engine.step->tenant, clock_->Now());
   for (StreamRequest* request : launch->batch.requests) {
@@ -278,15 +279,15 @@ void EngineCore::FailPending(StreamRequest* request, const absl::Status& status)
   if (!appends) {
     Answer(request, status);
   } else {
-    // Of a request that is cut up, launches may have stored some rows; these stay.
+    // Earlier launches may have stored some rows of a request that was cut up; these stay.
     Answer(request, AmendDetail(status, [&](ErrorDetail& detail) { detail.next_row = first; }));
     DropRowsFrom(step, layer, first);
   }
   FinishEndIfIdle(step);
 }
 
-// Rows from `first` on can not be appended any more, as those before them are missing: requests
-// that bring them go, and the client may send all of them again.
+// Rows from `first` on cannot be appended any more, because rows before them are missing. Requests
+// with such rows are dropped, and the client may send all of them again.
 void EngineCore::DropRowsFrom(Step* step, int32_t layer, int32_t first) {
   int32_t& accepted = step->layers[layer].accepted;
   accepted = std::min(accepted, first);
@@ -297,7 +298,7 @@ void EngineCore::DropRowsFrom(Step* step, int32_t layer, int32_t first) {
         EndRow(*other) > first) {
       RemovePending(other);
       --step->waiting;
-      if (other->attend.ready.word != nullptr) {  // and comes again, behind those before
+      if (other->attend.ready.word != nullptr) {  // the client resends it after the earlier ones
         HandBack(other, HandedBack::kBusy);
         other = next;
         continue;

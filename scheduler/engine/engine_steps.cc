@@ -1,4 +1,4 @@
-// EngineCore: the stepping protocol. What a message may do, and what it changes.
+// EngineCore: the stepping protocol. Checks of each message, and the changes it makes.
 #include <algorithm>
 #include <utility>
 
@@ -53,19 +53,20 @@ void EngineCore::Accept(StreamRequest* request) {
   }
   switch (request->kind) {
     case RequestKind::kBeginStep:
-      // Timers may be late; a lease that has run out is over all the same.
+      // Timers may be late, so leases that have run out are ended first.
       stats_.leases_expired += sequences_->ExpireLeases();
       status = BeginStep(request);
       break;
     case RequestKind::kAttend:
-      request->engine.step = nullptr;  // of a request that this one was before
+      request->engine.step = nullptr;  // left over from an earlier use of this object
       request->engine.ahead = request->attend.ready.word != nullptr;
-      // What waits goes first: this one is launched alone, or not at all.
+      // Waiting requests go first: a request that goes ahead is launched alone, or handed back.
       if (request->engine.ahead && MayLaunch()) StartLaunch();
       if (!MayGoAhead(request)) return HandBack(request, HandedBack::kBusy);
       status = AcceptAttend(request);
       wait = status.ok();
-      // Those before it may be on their way back: it comes again behind them.
+      // Requests with earlier rows may be on their way back to the client, which then resends this
+      // one after them.
       if (!status.ok() && request->attend.ready.word != nullptr &&
           DetailOf(status).reason == "rows_out_of_order") {
         return HandBack(request, HandedBack::kBusy);
@@ -267,7 +268,7 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request) {
   }
   for (TailArgs& args : request->end.tails) {
     const auto place = static_cast<size_t>(args.sequence);
-    // What was there goes with the request: freeing takes a while.
+    // The request keeps the old tail, so it is freed outside the role: freeing takes a while.
     step->entries[place].sequence->SwapTail(request->lengths[place], &args.tail);
   }
   CloseStep(step, "");
@@ -301,7 +302,7 @@ absl::Status EngineCore::AbortStepRequest(StreamRequest* request) {
 void EngineCore::AbortStep(TenantKey tenant, StepId id, const absl::Status& status) {
   Step* step = steps_->Lookup(tenant, id);
   // A launch in flight reads the step's pages; its rows may only be given back afterwards.
-  // Completing it may itself end or abort the step, hence the second look.
+  // Completing it may end or abort the step, so look the step up again.
   if (step != nullptr && step->inflight > 0) {
     while (CompleteLaunch(/*wait=*/true)) {
     }

@@ -23,7 +23,7 @@ class Inbox {
     }
   }
 
-  // Everything pushed so far, linked by engine.next in order of arrival; null if nothing.
+  // All requests pushed before the call, linked by engine.next in order of arrival, or null.
   StreamRequest* TakeAll() {
     if (empty()) return nullptr;
     StreamRequest* newest = last_.exchange(nullptr);
@@ -56,7 +56,7 @@ class Inbox {
   }
 
  private:
-  std::atomic<StreamRequest*> last_{nullptr};  // pushed; its links lead to those before it
+  std::atomic<StreamRequest*> last_{nullptr};  // pushed; its links lead to earlier ones
   Mutex mutex_;
   CondVar wake_;
   bool woken_ ABSL_GUARDED_BY(mutex_) = false;

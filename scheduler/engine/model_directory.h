@@ -1,5 +1,5 @@
-// Registered models by tenant and id, for those that must not wait for the engine role: transports
-// size every request by its model.
+// Registered models by tenant and id, for callers that must not wait for the engine role:
+// transports size every request by its model.
 //
 // Threading: any thread; a lock that is held for a look-up.
 #ifndef MLA_SCHEDULER_ENGINE_MODEL_DIRECTORY_H_
@@ -33,8 +33,8 @@ class ModelDirectory {
     const MutexLock lock(mutex_);
     models_.erase(KeyOf(tenant, id));
   }
-  // Null when the tenant has no such model. Allocates nothing in the steady state: it is called for
-  // every step.
+  // Returns null if the tenant does not have such a model. Allocates nothing in the steady state:
+  // it is called for every step.
   std::shared_ptr<const ModelSpec> Find(const std::string& tenant, const std::string& id) const {
     thread_local std::string key;
     key.clear();
@@ -57,7 +57,7 @@ class ModelDirectory {
   }
 
  private:
-  // Names may hold any character, hence the length.
+  // The length comes first because names may hold any character.
   static std::string KeyOf(const std::string& tenant, const std::string& id) {
     return absl::StrCat(tenant.size(), ":", tenant, id);
   }

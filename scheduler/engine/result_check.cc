@@ -28,8 +28,8 @@ bool HasAvx2() {
 bool HasAvx2() { return false; }
 #endif
 
-// Whether one of `count` elements of `Bits` has all bits of the exponent `mask`: added to these,
-// the mask's lowest bit carries into the sign.
+// Returns true if one of `count` elements of `Bits` has all exponent bits, given by `mask`, set. If
+// they are, adding the mask's lowest bit carries into the sign.
 template <typename Bits>
 [[gnu::always_inline]] inline bool AnyAllOnes(const std::byte* at, int64_t count, Bits mask) {
   constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
@@ -71,7 +71,8 @@ bool BlockHoldsNotFinite(const std::byte* at, DType dtype, int64_t count) {
   return HasAvx2() ? AnyNotFiniteAvx2(at, dtype, count) : AnyNotFinitePlain(at, dtype, count);
 }
 
-// Whether `count` elements hold a NaN or an infinity. Elements may begin at any address.
+// Returns true if one of `count` elements is a NaN or an infinity. Elements may begin at any
+// address.
 bool HoldsNotFinite(const std::byte* elements, DType dtype, int64_t count) {
   const auto size = static_cast<int64_t>(ElementSize(dtype));
   for (int64_t at = 0; at < count; at += kBlock) {
@@ -80,7 +81,7 @@ bool HoldsNotFinite(const std::byte* elements, DType dtype, int64_t count) {
   return false;
 }
 
-// Index of the first value that is NaN or infinite; `count` if there is none.
+// Index of the first value that is NaN or infinite, or `count`.
 int64_t FirstNotFinite(const float* values, int64_t count) {
   const auto* const bytes = reinterpret_cast<const std::byte*>(values);
   constexpr auto kSize = static_cast<int64_t>(sizeof(float));
@@ -93,8 +94,8 @@ int64_t FirstNotFinite(const float* values, int64_t count) {
   return std::min(at, count);
 }
 
-// The tensors of what a launch computed of a request, where the host reaches them: those in device
-// memory are copied, and outputs copied back when they were changed.
+// A request's tensors where the host can read them. Tensors in device memory are copied, and
+// outputs are copied back if they were changed.
 class HostTensors {
  public:
   HostTensors(const StreamRequest& request, kernels::AttentionBackend* backend)
@@ -149,8 +150,8 @@ class HostTensors {
     std::vector<std::byte> bytes;
     int64_t row_bytes = 0;
   };
-  // A device that fails here is found by the next launch; meanwhile rows count as finite, so that a
-  // result which is not becomes an error.
+  // A failure of the device here is found by the next launch. Until then rows count as finite, so
+  // that a result which is not finite becomes an error.
   void Read(const std::byte* from, int64_t row_bytes, Copy* to) {
     to->row_bytes = row_bytes;
     to->bytes.assign(static_cast<size_t>(row_bytes * request_.engine.rows_launched), std::byte{0});
@@ -171,7 +172,7 @@ class HostTensors {
   bool changed_ = false;
 };
 
-// Whether the query of one row and head of a request holds one; `dim` elements each.
+// Returns true if the query of one row and head holds a NaN or an infinity; `dim` elements each.
 bool QueryHoldsNotFinite(const AttendArgs& args, int64_t row, int64_t head, int64_t dim) {
   const auto size = static_cast<int64_t>(ElementSize(args.q_dtype));
   const int64_t begin = (row * args.num_heads + head) * dim * size;
@@ -257,7 +258,8 @@ void NoteRows(const StreamRequest& request, kernels::AttentionBackend* backend) 
     if (known <= position || !HoldsNotFinite(at, args.q_dtype, rows * dim)) return;
     int64_t row = 0;
     while (row < rows && !HoldsNotFinite(at + row * row_bytes, args.q_dtype, dim)) ++row;
-    // The memory may be the client's, who can write it meanwhile: none of these rows is trusted.
+    // If the second look finds nothing, the client has changed the memory. Then none of
+    // these rows is trusted.
     known = std::min(known, row < rows ? position + row : position);
   });
   NoteEntries(request);
@@ -276,7 +278,7 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
   const bool expected = position >= entry.sequence->not_finite_from ||
                         QueryHoldsNotFinite(tensors->Outputs(), row - tensors->first(), head,
                                             spec.q_dim(args.profile));
-  // Outputs that the client may be using by now can not be marked any more.
+  // Outputs that the client may already be using cannot be marked any more.
   const bool late = args.done.word != nullptr && !std::isnan(lse);
   if (!expected || late) {
     note.bad_inputs = expected;
@@ -293,9 +295,9 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
 
 void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend) {
   const std::vector<StreamRequest*>& requests = launch->batch.requests;
-  // Rows first: a query may see what a request behind it in the launch has brought. Queries show
-  // whether rows that came with them are finite, unless index lists may leave those out; of others
-  // nothing shows it.
+  // Rows first: a query may see rows brought by a later request of the launch. A non-finite row
+  // also makes the results of queries over it non-finite. So the rows are read only if their
+  // request has no queries, or if its index lists may leave rows out.
   const auto first_bad = [&](size_t i) {
     const BatchLaunch::LseRows& lse = launch->lse[i];
     const int64_t heads = requests[i]->attend.num_heads;

@@ -1,15 +1,15 @@
-// What a launch that has ended shows of its requests: repeats that differ from what is stored, and
-// results that are not finite though their inputs are.
+// Checks of a completed launch: finds repeats that differ from the stored rows, and results that
+// are not finite although their inputs are.
 //
-// What a query row sees decides its log-sum-exp: with KV rows as the pool holds them and weights as
-// uploads may be (kernels/formats/dtype.h), outputs are finite wherever it is. So it alone is
-// looked at, one number for each row and head; the inputs are looked at only where it is not
-// finite.
+// The log-sum-exp of a query row depends on all that the row sees. With KV rows as the pool holds
+// them and weights as uploads may be (kernels/formats/dtype.h), outputs are finite wherever it is
+// finite. So only the log-sum-exp is checked, one number for each row and head. The inputs are read
+// only where it is not finite.
 //
-// What is found is noted in the requests (StreamRequest::EngineFields), and in the sequences from
-// where on their rows are not finite. Threading: the holder of the engine role. Allocates, and
-// waits for copies of tensors in device memory, only where a result is not finite, or where nothing
-// shows whether new rows are (no queries, or index lists).
+// Findings are noted in the requests (StreamRequest::EngineFields). Each sequence notes from which
+// row on its rows are not finite. Threading: the holder of the engine role. Allocates, and waits
+// for copies of tensors in device memory, only in two cases: a result is not finite, or results
+// cannot show whether new rows are finite (no queries, or index lists).
 #ifndef MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
 #define MLA_SCHEDULER_ENGINE_RESULT_CHECK_H_
 

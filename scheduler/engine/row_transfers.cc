@@ -15,7 +15,7 @@
 namespace mla::scheduler {
 namespace {
 
-// Of the forks that exports hold.
+// Client id of the forks that exports hold.
 constexpr char kExportClient[] = "export";
 
 absl::Status Differs(const char* field, const std::string& got, const std::string& limit) {
@@ -23,7 +23,7 @@ absl::Status Differs(const char* field, const std::string& got, const std::strin
                      absl::StatusCode::kFailedPrecondition);
 }
 
-// Entries, the rows of the window and the tail are one thing: none goes without the others.
+// Entries, the rows of the window and the tail belong together: all of them move or none.
 absl::Status CheckWhole(const Model& model, bool whole, const char* field) {
   if (whole || !model.spec->windowed()) return absl::OkStatus();
   return RefuseField(field, "some rows of a model whose attention has a window",
@@ -102,13 +102,13 @@ absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
   pages.state.id = args.id;
   pages.state.epoch = args.expected_epoch;
   pages.state.client_id = (*found)->client_id;
-  // The fork's rows are declared only where the tenant's bound has room for them once more.
+  // The fork's rows are declared only as far as the tenant's bound has room to count them twice.
   pages.state.chain = cache_->chain((*found)->slot);
   pages.state.declared = std::min(cache_->declared((*found)->slot), cache_->length((*held)->slot));
   return pages;
 }
 
-// Whether rows with these tags mean in this model what they meant in theirs.
+// Checks that rows with these tags mean the same in this model as in their own.
 absl::Status RowTransfers::CheckTags(const Model& model, const PageTags& tags) const {
   const ModelSpec& spec = *model.spec;
   const kernels::Geometry& want = spec.geometry;
@@ -140,7 +140,7 @@ absl::Status RowTransfers::CheckTags(const Model& model, const PageTags& tags) c
                    DigestText(spec.weights_digest));
   }
   if (tags.kv_scales != model.contents->kv_scales) {
-    return Differs("kv_scales", "other scales", "those of the model");
+    return Differs("kv_scales", "other scales", "the model's");
   }
   return CheckWindow(model, tags);
 }
@@ -162,9 +162,9 @@ absl::Status RowTransfers::CheckWindow(const Model& model, const PageTags& tags)
     return Differs("model.tail_bytes", absl::StrCat(tags.tail_bytes),
                    absl::StrCat(spec.tail_bytes));
   }
-  // Servers that did not know of them have left out the sinks.
+  // Servers of older versions send no sinks.
   if (tags.sinks.has_value() && *tags.sinks != model.sinks) {
-    return Differs("sinks", "other sinks", "those of the model");
+    return Differs("sinks", "other sinks", "the model's");
   }
   return CheckRange("part.header.tail_position", tags.tail_position, -1, tags.rows);
 }
@@ -219,7 +219,7 @@ absl::StatusOr<MovingPages> RowTransfers::BeginImport(const ImportArgs& args) {
   const auto rows = static_cast<int32_t>(args.tags.rows);
   MovingPages pages = Moving(*sequence, length, rows);
   pages.opened = args.id == 0;
-  pages.tags.fp8 = args.tags.fp8;  // of the rows as they arrive
+  pages.tags.fp8 = args.tags.fp8;  // format in which the rows arrive
   if (status.ok() && sequence->window_slot >= 0) {
     const int64_t skipped = FirstWindowRow(pages) / pages.window_layout.page_size;
     cache_->SkipPages(sequence->window_slot, static_cast<int32_t>(skipped));

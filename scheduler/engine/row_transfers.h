@@ -1,4 +1,5 @@
-// Exports and imports: which rows of a sequence move, what they mean, and what is held meanwhile.
+// Exports and imports: which rows of a sequence move, what they mean, and what is held during the
+// move.
 //
 // An export holds its rows by a fork of the sequence. An import reserves the pages of its rows,
 // which are committed together when all have come. The bytes are carried by launches (PageMover).
@@ -52,7 +53,7 @@ class RowTransfers final {
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
   // Hands a part over; the move is answered unless there is an error.
   absl::Status Start(PageMove* move);
-  // Commits what was reserved, of which rows from `not_finite_from` on may hold what is no number.
+  // Commits the reserved rows. Rows from `not_finite_from` on may hold NaN or infinity.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,
                                          int64_t not_finite_from,
                                          const SequenceState* state = nullptr,
@@ -75,8 +76,8 @@ class RowTransfers final {
   StepOpener* const opener_;
   kvcache::KvCache* const cache_;
   PageMover* const mover_;
-  // Imports that have not ended, their sequences perhaps gone: no other may get the id meanwhile,
-  // or it would get their rows.
+  // Imports that have not ended, their sequences perhaps gone: no other sequence may get the id
+  // until then, or it would get their rows.
   absl::flat_hash_set<SequenceId> importing_;
 };
 

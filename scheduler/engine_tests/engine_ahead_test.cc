@@ -44,7 +44,7 @@ class EngineAheadTest : public EngineCoreTest {
     if (waits) made->SetWaitsForWords();
     return made;
   }
-  // Of a layer, both rows, waiting for `ready_` to be layer + 1.
+  // A request for both rows of a layer that waits for `ready_` to be layer + 1.
   std::unique_ptr<TestRequest> Unready(int layer) {
     auto request = h_.Unsent(stream_, 1, layer, 0, 2, Rows(2, 1 + layer), 0, 2, kQueryKey);
     request->attend.ready = {&ready_, static_cast<uint32_t>(layer) + 1};
@@ -198,7 +198,7 @@ TEST_F(EngineAheadTest, OneLaunchAtATimeWaitsForAClient) {
   ExpectComputed(*first, 0);
 }
 
-// Nor do rows of such a launch let others see them before it is known not to have been late.
+// Rows of such a launch are not visible to others before the launch is known to be in time.
 TEST_F(EngineAheadTest, QueriesWaitForRowsOfALaunchThatWaits) {
   auto request = Unready(0);
   h_.Submit(request.get());
@@ -238,7 +238,7 @@ TEST_F(EngineAheadTest, RowsBehindThoseOfALateLaunchAreSentAgain) {
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
-// That it is late is known to no one yet when the next one is handed over.
+// The next request is handed over before anyone knows that the launch is late.
 TEST_F(EngineAheadTest, WhatWaitsForItsTensorsBehindALateLaunchComesAgain) {
   const SequenceInfo b = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 2, {{b.id, 1, 0, 3}})->status.ok());
@@ -260,8 +260,8 @@ TEST_F(EngineAheadTest, WhatWaitsForItsTensorsBehindALateLaunchComesAgain) {
   EXPECT_TRUE(second->status.ok()) << second->status;
 }
 
-// The tensors of the calls behind a late launch have come by then. All are handed back in the order
-// of their rows, in which they are handed over again.
+// The tensors of the calls after a late launch have arrived by then. All calls are handed back in
+// the order of their rows, and handed over again in this order.
 TEST_F(EngineAheadTest, WhatWaitsBehindALateLaunchComesAgainInOrder) {
   const SequenceInfo b = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 2, {{b.id, 1, 0, 3}})->status.ok());
@@ -280,7 +280,7 @@ TEST_F(EngineAheadTest, WhatWaitsBehindALateLaunchComesAgainInOrder) {
   h_.Submit(parts[2].get());
   EXPECT_TRUE(h_.core().CompleteLaunch(/*wait=*/true));
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
-  // As one that was on its way to the engine meanwhile.
+  // This one was on its way to the engine when the launch ended.
   h_.Submit(parts[1].get());
   for (const auto& part : parts) {
     EXPECT_NE(part->handed_back, HandedBack::kNo) << part->status;
@@ -327,7 +327,8 @@ TEST_F(EngineAheadTest, ALateLaunchKeepsItsTenantFromGoingAheadForAWhile) {
   EXPECT_TRUE(h_.End(stream_, 1)->status.ok());
 }
 
-// As where two processes have the device in turns: a launch that waits keeps out what it waits for.
+// Two processes may use the device in turns: a launch that waits then keeps the process from the
+// device that would end its wait.
 TEST_F(EngineAheadTest, ATenantThatIsNeverInTimeWaitsSeldom) {
   auto request = Unready(0);
   constexpr int64_t kMillis = 60'000;
@@ -369,7 +370,7 @@ TEST_F(EngineAheadTest, ALaunchWhoseLogSumExpsAreCopiedWaitsForNothing) {
   ExpectComputed(*request, 0);
 }
 
-// Of a request that comes again, its own time counts from the first time on.
+// The time of a request that was handed back counts from its first arrival.
 TEST_F(EngineAheadTest, TheTimeOfOneThatIsHandedBackGoesOn) {
   auto request = Unready(0);
   request->attend.timeout_us = 3000;

@@ -111,7 +111,7 @@ class Ranks {
       rank.begin.begin.participants = 2;
       rank.end.kind = RequestKind::kEndStep;
     }
-    // The steady state is that of a sequence that keeps its length: nothing is committed.
+    // In the steady state a sequence keeps its length: nothing is committed.
     ranks_[0].end.end.committed_rows = {0};
   }
 

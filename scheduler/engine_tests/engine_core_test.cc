@@ -229,7 +229,8 @@ TEST_F(EngineCoreTest, LongPrefillIsCutAndDecodeGoesFirst) {
   auto decode = h_.Attend(stream_, 2, 1, 0, Rows(1, 60), 6);
   ASSERT_TRUE(h_.core().StartLaunch());
   ASSERT_TRUE(h_.core().CompleteLaunch(true));
-  EXPECT_TRUE(decode->answered());  // in the first launch, beside the first piece of the prefill
+  // In the first launch, together with the first piece of the prefill.
+  EXPECT_TRUE(decode->answered());
   EXPECT_FALSE(prefill->answered());
   EXPECT_EQ(decode->timings.launch_requests, 2);
   EXPECT_EQ(decode->timings.launch_layers, 2);

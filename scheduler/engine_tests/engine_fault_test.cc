@@ -1,4 +1,4 @@
-// What a failing backend takes down, and what it must not.
+// Which requests and steps a failing backend ends, and which it must not.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/read_rows.h"
@@ -48,7 +48,7 @@ TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
   ASSERT_TRUE(h_->Begin(stream_, 3, {{c.id, 1, 0, 2}})->status.ok());
   auto in_a = h_->Attend(stream_, 1, 0, 0, Rows(2, 1), 5);
   auto in_b = h_->Attend(stream_, 2, 1, 0, Rows(2, 2), 5);
-  auto waits = h_->Query(stream_, 2, 0, 0, 1, 0, 2, 5);  // of step 2, not in the launch
+  auto waits = h_->Query(stream_, 2, 0, 0, 1, 0, 2, 5);  // of step 2, and not in the launch
   backend_->FailAt(GetParam());
   h_->Run();
   for (const auto* request : {in_a.get(), in_b.get()}) {
@@ -62,7 +62,7 @@ TEST_P(EngineFaultTest, AFailedLaunchFailsItsStepsAndNothingElse) {
   EXPECT_TRUE(h_->Get(c.id).in_step);
   EXPECT_EQ(h_->core().Stats().steps_aborted, 2u);
   EXPECT_EQ(h_->core().cache().CheckInvariants(), "");
-  // The step beside them goes on, and the failed one may be begun again.
+  // The other step goes on, and the failed one may be begun again.
   auto in_c = h_->Attend(stream_, 3, 0, 0, Rows(2, 3), 5);
   ASSERT_TRUE(h_->Begin(stream_, 4, {{a.id, 1, 0, 2}})->status.ok());
   auto again = h_->Attend(stream_, 4, 0, 0, Rows(2, 4), 6);
@@ -130,7 +130,7 @@ TEST_P(EnginePageWorkTest, ScrubsOfAFailedLaunchAreDoneByTheNext) {
   where.first_position = 1;
   where.rows = 2;
   where.row_dim = 12;
-  // The sequence's table is the one whose first row is what was just appended.
+  // The sequence's table is the one whose first row is the row just appended.
   bool found = false;
   for (int slot = 0; slot < 16 && !found; ++slot) {
     where.page_table = slot * 32;
@@ -296,8 +296,8 @@ TEST_F(TwoSlotsTest, StepWithAFailedRequestIsNotCommittedByWhatCompletesMeanwhil
   EXPECT_EQ(h_->Get(a.id).length, 0);
 }
 
-// The work of a launch that has run must not be done again: its copy would put the shared rows back
-// over those that the step has appended since.
+// The work of a launch that has run must not be done again: its copy would overwrite rows that the
+// step has appended since with the shared ones.
 TEST_F(TwoSlotsTest, PageWorkOfALaunchThatRanIsNotDoneAgain) {
   const SequenceInfo parent = h_->Open();
   ASSERT_TRUE(h_->Begin(stream_, 1, {{parent.id, 1, 0, 2}})->status.ok());

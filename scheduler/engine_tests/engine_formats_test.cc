@@ -1,5 +1,4 @@
-// Steps over rows of every format: what is computed is attention over what the format keeps of the
-// rows.
+// Steps over rows of every format: results are attention over the rows as the format stores them.
 #include <string>
 #include <vector>
 
@@ -33,7 +32,7 @@ class EngineFormatsTest : public ::testing::TestWithParam<kernels::KvFormat> {
   }
   static bool NeedsScales() { return GetParam() == kernels::KvFormat::kFp8Tensor; }
 
-  // What the pool keeps of rows of a layer.
+  // The rows of a layer as the pool stores them.
   std::vector<Row> Kept(std::vector<Row> rows, int layer) const {
     constexpr auto kKind = kernels::Fp8Kind::kE4m3Fn;
     const kernels::Geometry& g = h_.model().geometry;
@@ -89,7 +88,7 @@ TEST_P(EngineFormatsTest, RowsWaitForTheScalesThatTheyNeed) {
   }
   EXPECT_EQ(early->status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(early->detail.reason, "scales_missing");
-  ASSERT_TRUE(SetScales().ok()) << "an open sequence without rows is no hindrance";
+  ASSERT_TRUE(SetScales().ok()) << "an open sequence without rows does not hinder";
   auto attend = h_.Attend(stream, 1, 0, 0, Rows(1, 10), 5);
   h_.Run();
   EXPECT_TRUE(attend->status.ok()) << attend->status;

@@ -28,7 +28,7 @@ TEST_F(EngineCoreTest, AnotherTenantSeesNothing) {
   ExpectCode(*foreign_begin, absl::StatusCode::kNotFound, "sequence_not_found");
   EXPECT_EQ(foreign_begin->status.code(), absent_begin->status.code());
   EXPECT_EQ(h_.core().GetSequences({"tenant-b", {}, ""}).sequences.size(), 0u);
-  // The same step id in two tenants is two steps.
+  // A step id used by two tenants names two steps.
   EXPECT_TRUE(h_.Begin(stream_, 7, {{seq.id, 1, 0, 1}})->status.ok());
   ExpectCode(*h_.Query(foreign, 7, 0, 0, 1, 0, 2, 1), absl::StatusCode::kNotFound,
              "step_not_found");
@@ -200,7 +200,7 @@ TEST_F(EngineCoreTest, AnOpenIsNoRepeatOfOneWhoseNamesJoinToTheSameText) {
   EXPECT_EQ(DetailOf(h_.core().OpenSequence(second).status()).reason, "request_id_reused");
 }
 
-// What clients sent during the pause has yet to be read.
+// Messages that clients sent during the pause have yet to be read.
 TEST_F(EngineCoreTest, APauseOfTheProcessCountsAgainstNothingThatClientsMustSendInTime) {
   constexpr int64_t kPauseMs = 13'000;
   const SequenceInfo idle = h_.Open("", 1000), used = h_.Open("", 1000);
@@ -271,7 +271,7 @@ TEST_F(EngineCoreTest, AForkCopiesWhatItWrites) {
   const SequenceInfo seq = h_.Open();
   Fill(seq, 2, 1);
   const uint64_t layer = 2 * 24;                                      // bytes of two rows
-  const std::vector<Row> shared = Rows(2, 1 + 1), own = Rows(1, 30);  // of the second layer
+  const std::vector<Row> shared = Rows(2, 1 + 1), own = Rows(1, 30);  // rows of the second layer
   ForkArgs args;
   args.tenant = h_.tenant();
   args.parent = seq.id;

@@ -97,8 +97,8 @@ TEST_F(EngineRefusalsTest, OneMissingRowIsNamed) {
   EXPECT_EQ(h_.Get(seq.id).length, 3);
 }
 
-// Rows that were accepted and then failed are as if they had never come: they may be sent again,
-// and those behind them go with them.
+// Rows that were accepted and then failed are as if they had never come: they and the rows after
+// them may be sent again.
 TEST_F(EngineRefusalsTest, RowsThatFailedMayBeSentAgain) {
   const SequenceInfo seq = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 3}})->status.ok());
@@ -128,8 +128,8 @@ class EngineCutRequestTest : public EngineCoreTest {
   }
 };
 
-// A launch takes the first rows of a message and the rest runs out of time: what is stored stays,
-// and the refusal says from which row on to send again.
+// A launch takes the first rows of a message and the rest runs out of time: stored rows stay, and
+// the refusal names the row from which to send again.
 TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
   testing::EngineHarness h(TwoRowsALaunch());
   const StreamId stream = h.core().OpenStream(h.tenant());
@@ -143,7 +143,7 @@ TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
   cut->attend.timeout_us = 1000;
   h.Submit(cut.get());
   auto behind = h.Attend(stream, 1, 0, 5, part(5, 6), 7);
-  auto waits = h.Query(stream, 1, 0, 1, 1, 0, 2, 9);  // of a row that is stored
+  auto waits = h.Query(stream, 1, 0, 1, 1, 0, 2, 9);  // of a stored row
   ASSERT_TRUE(h.core().StartLaunch());
   ASSERT_TRUE(h.core().CompleteLaunch(/*wait=*/true));
   EXPECT_FALSE(cut->answered());
@@ -166,7 +166,7 @@ TEST_F(EngineCutRequestTest, RowsOfACutMessageThatAreStoredStay) {
   EXPECT_EQ(others->detail.next_row, -1);
   EXPECT_TRUE(waits->answered());
 
-  // What is stored may be committed, though not with rows that are not.
+  // Stored rows may be committed, but not together with missing ones.
   ExpectCode(*h.End(stream, 1), absl::StatusCode::kFailedPrecondition, "rows_missing");
   auto again = h.Attend(stream, 1, 0, 0, part(0, 2), 5);
   auto rest = h.Attend(stream, 1, 0, 2, part(2, 6), 11);
@@ -232,7 +232,7 @@ TEST_F(EngineRefusalsTest, RefusalsSayWhatIsCommitted) {
   Fill(b, 5, 2);
   const std::vector<StepSequenceArgs> both = {{a.id, 1, 3, 2}, {b.id, 1, 5, 2}};
   ASSERT_TRUE(h_.Begin(stream_, 1, both)->status.ok());
-  // The rows of the first sequence are there at both layers, those of the second at one.
+  // The first sequence has its rows at both layers, the second one at one layer only.
   auto all = h_.AppendOnly(stream_, 1, 0, 0, Rows(4, 1));
   auto some = h_.AppendOnly(stream_, 1, 1, 0, Rows(2, 1));
   auto late = h_.Query(stream_, 1, 1, 2, 1, 0, 2, 5);
@@ -263,7 +263,7 @@ TEST_F(EngineRefusalsTest, WaitingRequestsOfADroppedStepSayWhatIsCommitted) {
   EXPECT_EQ(waiting->detail.last_good_position, 3);
 }
 
-// "rows up to -1" is no limit.
+// "rows up to -1" would not be a useful limit.
 TEST_F(EngineRefusalsTest, NoRowMayHaveArrived) {
   const SequenceInfo seq = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 1, {{seq.id, 1, 0, 2}})->status.ok());

@@ -1,4 +1,4 @@
-// Results that are not finite: an error where the inputs are finite, NaN where they are not.
+// Results that are not finite: an error if the inputs are finite, NaN if they are not.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -86,7 +86,8 @@ INSTANTIATE_TEST_SUITE_P(Backends, EngineResultsTest, ::testing::Bool());
 
 TEST_P(EngineResultsTest, WhatFiniteInputsCanNotGiveIsAnErrorOfThatRequest) {
   for (const bool want_lse : {true, false}) {
-    for (const float sign : {1.0f, -1.0f}) {  // logits of +inf make NaN, those of -inf no weight
+    // Logits of +inf make NaN; logits of -inf have weight 0.
+    for (const float sign : {1.0f, -1.0f}) {
       const StepId step = 1 + 2 * want_lse + (sign > 0);
       Begin(step, 2);
       Begin(step + 10, 2);
@@ -170,7 +171,7 @@ TEST_P(EngineResultsTest, ASequenceKeepsWhatItsRowsHold) {
   }
 }
 
-// What is expected of a sequence's answers follows the rows that it still has.
+// The expected answers of a sequence depend on its present rows.
 TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
   SequenceInfo sequence = Begin(1, 2);
   const auto append = [&](StepId step, bool finite) {
@@ -195,7 +196,7 @@ TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
   append(1, /*finite=*/true);
   ASSERT_TRUE(h_->End(stream_, 1)->status.ok());
 
-  // Rows of a step that was aborted, and those that were not committed.
+  // Rows of an aborted step, and rows that were not committed.
   ASSERT_TRUE(h_->Begin(stream_, 2, {{sequence.id, 1, 2, 2}})->status.ok());
   append(2, /*finite=*/false);
   ASSERT_TRUE(h_->Abort(stream_, 2)->status.ok());
@@ -205,7 +206,7 @@ TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
   ASSERT_TRUE(h_->End(stream_, 4, {1})->status.ok());
   ExpectRefused(*overflow(5, sequence.id, 1, 3), "row 0, head 0");
 
-  // Rows that are committed count until they are truncated; a fork has those that it was given.
+  // Committed rows count until they are truncated; a fork has the rows that it was given.
   ASSERT_TRUE(h_->Begin(stream_, 6, {{sequence.id, 1, 3, 2}})->status.ok());
   append(6, /*finite=*/false);
   ASSERT_TRUE(h_->End(stream_, 6)->status.ok());
@@ -229,7 +230,7 @@ TEST_P(EngineResultsTest, RowsThatAreGoneExcuseNothing) {
   ExpectRefused(*overflow(10, sequence.id, 3, 4), "row 0, head 0");
 }
 
-// A row sees what is before it, so what comes behind it is no excuse.
+// A row sees only earlier rows, so later rows do not excuse a result that is not finite.
 TEST_P(EngineResultsTest, RowsBehindExcuseNothing) {
   Begin(1, 2);
   auto request = TwoRows(1);

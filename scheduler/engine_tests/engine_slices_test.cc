@@ -99,7 +99,7 @@ TEST_P(EngineSlicesTest, ALateSiblingCostsTheBoundAndNobodyElseWaits) {
   for (int i = 0; i < ranks - 1; ++i) slices.push_back(r.Send(i, 1, 0, rows));
   r.harness().Run();
   EXPECT_FALSE(slices[0]->answered());
-  // Other work goes ahead meanwhile.
+  // Other work goes ahead at the same time.
   ASSERT_TRUE(r.harness().Begin(r.stream(0), 2, {{other.id, 1, 0, 1}})->status.ok());
   const std::vector<Row> single = Rows(1, 9);
   auto ready = r.harness().Attend(r.stream(0), 2, 0, 0, single, 5);
@@ -226,7 +226,7 @@ TEST_P(EngineSlicesTest, AGroupTooLargeForOneLaunchIsCutByRows) {
   EXPECT_EQ(r.backend().appended_rows(), 7);
 }
 
-// Half of the rows went without it: what it brings can be fused with nothing any more.
+// Half of the rows went without it: its own slice cannot be fused any more.
 TEST_P(EngineSlicesTest, ALateSiblingOfACutGroupGoesAtOnce) {
   const int ranks = GetParam();
   Limits limits = LimitsOfRanks();
@@ -247,7 +247,7 @@ TEST_P(EngineSlicesTest, ALateSiblingOfACutGroupGoesAtOnce) {
   EXPECT_EQ(r.core().Stats().slice_waits_expired, 1u);
 }
 
-// The same rows in another dtype: each rank has sent what it will, so no slice waits.
+// The same rows in another dtype: each rank has sent all it will send, so no slice waits.
 TEST_P(EngineSlicesTest, RanksOfTwoDtypesDoNotWaitForEachOther) {
   const int ranks = GetParam();
   RankHarness r(ranks);

@@ -1,5 +1,5 @@
-// The engine's state under bounds by tenant: what one tenant may hold, what operators may evict,
-// how models go.
+// The engine's state under bounds by tenant: how much one tenant may hold, what operators may
+// evict, and how models are unregistered.
 #include <memory>
 #include <string>
 #include <utility>
@@ -134,7 +134,7 @@ TEST(EngineTenantsTest, AStepLeaseIsBounded) {
   }
 }
 
-// All pages, those of a copy on write included, count until they are back in the pool.
+// All pages, including copies on write, count until they are back in the pool.
 TEST(EngineTenantsTest, OneTenantCannotHoldAllPages) {
   const auto h = HarnessWith({});
   const StreamId stream = h->core().OpenStream(h->tenant());
@@ -194,7 +194,7 @@ TEST(EngineTenantsTest, FewPagesCannotKeepAllSlabs) {
   limits.max_sequences = 1024;
   const auto h = HarnessWith({{Resource::kKvSlabBytes, limits.kv_cache_bytes / 2}}, limits);
   const StreamId stream = h->core().OpenStream(h->tenant());
-  // Sequences of eight pages each, until the tenant gets no more.
+  // Opens sequences of eight pages each until the tenant gets no more.
   std::vector<SequenceId> held;
   bool refused = false;
   for (StepId step = 1; !refused && held.size() < 1000; ++step) {
@@ -314,7 +314,7 @@ TEST(EngineTenantsTest, ModelsOfTenantsThatHaveGoneDoNotKeepOthersOut) {
   EXPECT_TRUE(add("new").ok());
   EXPECT_EQ(h->core().models().size(), limits.max_models);
   EXPECT_EQ(h->core().Stats().models_expired, 1u);
-  // Those that are used stay, however long that is.
+  // Models in use stay, for any time.
   h->Advance(600'000);
   for (int i = 1; i < limits.max_models; ++i) EXPECT_TRUE(add(absl::StrCat("more", i)).ok());
   EXPECT_FALSE(add("one more").ok());
@@ -391,7 +391,7 @@ TEST(EngineTenantsTest, OperatorsEvictSequencesAndModelsOfAnyTenant) {
   EXPECT_EQ(missing, std::vector<SequenceId>{77});
   ASSERT_TRUE(waiting->answered());
   EXPECT_TRUE(absl::IsAborted(waiting->status)) << waiting->status;
-  // A selection of a tenant that has no row must not reach rows of others.
+  // A selection for a tenant without a row must not reach rows of other tenants.
   EXPECT_EQ(h->core().EvictSequences({"unknown", {}, ""}, &missing), 0);
   EXPECT_EQ(h->Get(second.id).id, second.id);
   ASSERT_TRUE(h->Begin(stream, 2, {{second.id, 1, 0, 2}})->status.ok());
@@ -402,8 +402,8 @@ TEST(EngineTenantsTest, OperatorsEvictSequencesAndModelsOfAnyTenant) {
   EXPECT_TRUE(absl::IsNotFound(h->core().EvictModel(h->tenant(), "tiny").status()));
 }
 
-// Were the layout removed before the weights are freed, the model would stay with the id of a
-// layout that the next model gets, and write with that one's group size.
+// If the layout were removed before the weights are freed, the model would keep the id of a layout
+// that the next model gets. It would then write with that model's group size.
 TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   auto backend = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
   FaultyBackend* const faults = backend.get();
@@ -434,7 +434,7 @@ TEST(EngineTenantsTest, AnUnregisterThatFailsLeavesAModelThatWorks) {
   EXPECT_TRUE(models.Unregister(tenant, h.model().id).ok()) << "and can go after all";
 }
 
-// A message that comes late is told why its step is gone, whatever others abort meanwhile.
+// A late message is told why its step is gone, even if other tenants have aborted steps since.
 TEST(EngineTenantsTest, AbortedStepsOfOneTenantAreNotForgottenForAnothers) {
   const auto h = HarnessWith({});
   ASSERT_TRUE(RegisterFor(*h, "b", h->model()).ok());

@@ -294,7 +294,7 @@ class Gate {
     if (!std::exchange(released_, true)) release_.set_value();
   }
   bool released_in_time() const { return released_in_time_; }
-  // The one in Pass, once WaitUntilEntered has returned.
+  // The thread in Pass, once WaitUntilEntered has returned.
   std::thread::id thread() const { return thread_; }
 
  private:
@@ -305,8 +305,8 @@ class Gate {
   std::atomic<bool> released_in_time_{false};
 };
 
-// A transport that is slow to take an answer holds up no control call, and no launch either, unless
-// the engine's own thread has to run it and delivers that very answer.
+// A transport that is slow to take an answer does not delay control calls. It delays a launch only
+// if the engine's own thread has to run the launch and delivers that answer.
 TEST_P(EngineTest, AnswersAreDeliveredWithoutTheRole) {
   Gate gate;
   const StreamId stream = engine_->OpenStream("t");
@@ -319,7 +319,7 @@ TEST_P(EngineTest, AnswersAreDeliveredWithoutTheRole) {
   const SequenceInfo sequence = *engine_->OpenSequence(args);
   // Also with inline work, where the engine's thread happened to hold the role.
   if (gate.thread() != submitter.get_id()) gate.Release();
-  // A whole step runs meanwhile; its answers wait behind the slow one.
+  // A whole step runs in that time; its answers wait for the slow one.
   const StreamId other = engine_->OpenStream("t");
   const uint64_t launches = engine_->Stats().launches;
   BlockingRequest begin, append;
@@ -380,7 +380,7 @@ TEST_P(EngineTest, AnswersOfAStreamKeepTheirOrder) {
     threads.emplace_back([&] {
       const StreamId stream = engine_->OpenStream("t");
       std::vector<std::unique_ptr<CallbackRequest>> requests;
-      int next = 0;  // of the stream's one deliverer at a time
+      int next = 0;  // changed by one deliverer of the stream at a time
       for (int i = 0; i < kRequests; ++i) {
         requests.push_back(std::make_unique<CallbackRequest>(stream, [&, i] {
           if (next++ != i) ++out_of_order;

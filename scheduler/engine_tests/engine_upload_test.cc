@@ -1,4 +1,4 @@
-// Uploads of weights beside other calls.
+// Uploads of weights at the same time as other calls.
 #include <atomic>
 #include <chrono>
 #include <memory>

@@ -32,7 +32,7 @@ class OneRequest final : public StreamRequest {
   bool Wait() const { return future_.wait_for(kTimeout) == std::future_status::ready; }
 
   absl::Status status;
-  std::thread::id thread;  // that delivered the answer
+  std::thread::id thread;  // the thread that delivered the answer
 
  private:
   std::promise<void> answered_;
@@ -54,7 +54,7 @@ class IdleSubmitterTest : public ::testing::Test {
   void SetUp() override {
     EngineOptions options;
     options.limits = testing::TinyLimits();
-    options.inline_work = 1;  // less than that of any attend of two heads
+    options.inline_work = 1;  // less than any attend of two heads needs
     auto backend =
         std::make_unique<testing::FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
     backend_ = backend.get();
@@ -101,7 +101,8 @@ class IdleSubmitterTest : public ::testing::Test {
     return append;
   }
 
-  // Whether Submit returns while the launch is held up, and another thread delivers the answer.
+  // Returns true if Submit returns while the launch is held up, and another thread delivers the
+  // answer.
   bool IsLeftToTheEngine(const Submitter& submitter) {
     backend_->HoldLaunches();
     const auto append = Append(submitter);

@@ -1,6 +1,6 @@
-// Whom the head slices of tensor-parallel ranks wait for: ranks that keep up, hesitate, drag
-// behind, send nothing or come back, in simulated time. As in a real worker, no rank goes to the
-// next layer before all that send have the answers of this one.
+// Whom the head slices of tensor-parallel ranks wait for: ranks that keep up, hesitate, are late,
+// send nothing or come back, in simulated time. As in a real worker, no rank goes to the next layer
+// before all ranks that send have the answers of this one.
 #include <algorithm>
 #include <limits>
 #include <memory>
@@ -28,7 +28,7 @@ constexpr int64_t kNever = -1;
 constexpr double kTolerance = 2e-5;
 constexpr StepId kStep = 1;
 
-// What a layer came to. Times in microseconds from the moment at which its first slice was sent.
+// Result of a layer. Times in microseconds from the moment at which its first slice was sent.
 struct LayerOutcome {
   std::vector<int64_t> waited;  // by rank, its answer after its slice; kNever where it sent none
   int64_t took = 0;             // until the last answer
@@ -85,7 +85,7 @@ class SliceWaitTest : public ::testing::TestWithParam<int> {
     return outcome;
   }
 
-  // All ranks at once but for the last one.
+  // All ranks are on time, except for the last one.
   std::vector<int64_t> Last(int64_t delay) const {
     std::vector<int64_t> delays(static_cast<size_t>(r_->ranks()), 0);
     delays.back() = delay;
@@ -189,7 +189,7 @@ TEST_P(SliceWaitTest, ARankThatComesBackFirstIsFusedAtOnce) {
 }
 
 TEST_P(SliceWaitTest, TheWriterOfTheRowsMayBeTheLateOne) {
-  // No slice can go without its rows: there is no wait for a sibling to miss.
+  // No slice can go without its rows, so a late writer does not count as a missed wait.
   Begin();
   for (int layer = 0; layer < kLayers; ++layer) {
     std::vector<int64_t> delays(static_cast<size_t>(r_->ranks()), 0);
@@ -229,7 +229,8 @@ TEST_P(SliceWaitTest, EveryRangeOfRowsHasItsOwnLatecomer) {
     r_->harness().Run();
     return slice;
   };
-  // Row 0 of every rank but the last, then row 1 of all: that one is waited for at row 1 still.
+  // Row 0 of every rank except the last one, then row 1 of all ranks: at row 1 the last rank is
+  // still waited for.
   std::vector<std::unique_ptr<TestRequest>> slices;
   for (int rank = 0; rank + 1 < r_->ranks(); ++rank) slices.push_back(send(rank, 0));
   for (int rank = 0; rank + 1 < r_->ranks(); ++rank) slices.push_back(send(rank, 1));
@@ -237,14 +238,13 @@ TEST_P(SliceWaitTest, EveryRangeOfRowsHasItsOwnLatecomer) {
   auto last = send(r_->ranks() - 1, 1);
   EXPECT_TRUE(last->answered());
   EXPECT_TRUE(slices.back()->answered());
-  // It has gone past row 0, which is therefore not waited for any more.
+  // It has passed row 0, so row 0 does not wait for it any more.
   EXPECT_TRUE(slices.front()->answered());
   EXPECT_EQ(expired() + skipped(), 0u);
 }
 
-// Ranks of any temper. Whatever they do, a slice waits no longer than the bound, one that comes
-// after its siblings went does not wait, and every wait that expires is for a rank that was in time
-// before.
+// Ranks with random delays. A slice waits at most the bound, a slice that comes after its siblings
+// does not wait, and every wait that expires is for a rank that was in time before.
 TEST_P(SliceWaitTest, AnyTemperCostsAtMostAWaitForEachReturn) {
   std::mt19937_64 random(static_cast<uint64_t>(GetParam()));
   for (int round = 0; round < 60; ++round) {
@@ -252,7 +252,7 @@ TEST_P(SliceWaitTest, AnyTemperCostsAtMostAWaitForEachReturn) {
     Begin();
     const int kinds = 1 + static_cast<int>(random() % 4);
     std::vector<bool> in_time(static_cast<size_t>(r_->ranks()), true);
-    uint64_t gaps = 0;  // times that a rank which was in time was not any more
+    uint64_t gaps = 0;  // how often a rank that was in time stopped being in time
     for (int layer = 0; layer < kLayers; ++layer) {
       std::vector<int64_t> delays;
       for (int rank = 0; rank < r_->ranks(); ++rank) {

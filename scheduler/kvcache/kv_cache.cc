@@ -190,7 +190,7 @@ absl::Status KvCache::Reserve(std::span<const StepRows> rows) {
 absl::Status KvCache::TryReserve(std::span<const StepRows> rows) {
   for (size_t i = 0; i < rows.size(); ++i) {
     if (ReserveOne(rows[i].sequence, rows[i].rows)) continue;
-    // Newest first, so that every mark and reference returns to what it was.
+    // Newest first, so that every mark and reference returns to its former value.
     for (size_t done = i + 1; done-- > 0;) UndoReserve(rows[done].sequence);
     CheckAfterMutation();
     return Exhausted(rows, rows[i]);
@@ -242,9 +242,10 @@ bool KvCache::ReserveOne(SeqSlot slot, int32_t rows) {
   return true;
 }
 
-// The page that the next row falls in gets a group of its own if others hold it too, or if a copy
-// that has not ended reads that row. Rows that the sequence has are copied, each layer's when it is
-// written first; the whole group where that saves zeroing what another tenant has left in it.
+// The page of the next row is replaced by a group of the sequence's own if others hold its group
+// too, or if an unfinished copy reads that row. The sequence's rows in it are copied, each layer's
+// before that layer is first written. The whole group is copied if that saves zeroing another
+// tenant's bytes.
 bool KvCache::CopySharedPage(SeqSlot slot) {
   Sequence& sequence = At(slot);
   const int32_t row = sequence.length % pool_.layout(sequence.layout).page_size;
@@ -260,8 +261,8 @@ bool KvCache::CopySharedPage(SeqSlot slot) {
   return true;
 }
 
-// A copy on write ends with its reservation. Where no row is kept, the page is the shared one
-// again, as if there had been no step: layers of the copy may not have been made.
+// A copy on write ends with its reservation. If no row is kept, the shared page returns, as if
+// there had been no step: layers of the copy may not have been made.
 void KvCache::EndCopy(SeqSlot slot, bool keep) {
   Sequence& sequence = At(slot);
   const uint32_t source = std::exchange(sequence.entry_before_copy, SlabPool::kNoEntry);

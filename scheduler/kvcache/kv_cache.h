@@ -1,23 +1,23 @@
 // Who owns which page: the accounting of the KV pool. Bytes belong to the backend; this class deals
 // in offsets.
 //
-// One byte budget is cut into slabs; a slab serves page groups of one layout at a time and returns
-// to the budget when its last group is free. A sequence is a list of page groups plus a length;
-// groups are shared by Fork and copied when a sequence writes into one that it shares
-// (copy-on-write), each layer's page with the first row that is written to it. A group that last
-// belonged to another tenant is zeroed before rows are written; pool memory that was never handed
-// out counts as clean. Copies and zeroing are device work, of which a PageWorkQueue keeps books
-// until launches have carried it.
+// One byte budget is cut into slabs. A slab serves page groups of one layout at a time and returns
+// to the budget when its last group is free. A sequence is a list of page groups plus a length.
+// Fork shares groups. A sequence that writes into a shared group gets a copy (copy-on-write); each
+// layer's page is copied with the first row written to it. A group that last belonged to another
+// tenant is zeroed before rows are written; pool memory that was never handed out counts as clean.
+// Copies and zeroing are device work; a PageWorkQueue keeps account of them until launches have
+// carried them.
 //
-// Conservation invariant: free + used groups of a slab equal its groups, every used group's
-// reference count equals the number of tables that hold it and one if it is cached, slab bytes sum
-// to the budget. The sums are checked after every mutation, in every build, and end the process
+// Conservation invariant: free + used groups of a slab equal its groups; every used group's
+// reference count equals the number of tables that hold it, plus one if it is cached; slab bytes
+// sum to the budget. The sums are checked after every mutation, in every build, and end the process
 // when they are wrong; CheckInvariants checks all of it.
 //
 // A sequence may say what its rows stand for (Declare). Its whole pages are then published as they
-// are committed, and what is left of the last page when it ends; Match lets another sequence of the
-// layout share them. Groups that the prefix cache alone holds are idle: they yield when Reserve
-// needs their room.
+// are committed, and the committed part of its last page when it ends. Match lets another sequence
+// of the layout share them. Groups that the prefix cache alone holds are idle: they yield when
+// Reserve needs their room.
 //
 // A sequence may be changed only while no running launch reads it: backends with unified memory
 // read the page tables where they lie. Fork only reads its parent. Every slot passed in must be
@@ -80,8 +80,8 @@ struct KvCacheStats {
   int64_t groups_free = 0;  // free groups in slabs that are assigned to a layout
   int64_t slabs_free = 0;
   int64_t groups_shared = 0;  // reference count above one, the prefix cache's included
-  // Given back, and kept until page work on them is done, or taken for rows that come back from
-  // slower tiers; part of neither used nor free.
+  // Neither used nor free: groups given back and kept until page work on them is done, and groups
+  // taken for rows that come back from slower tiers.
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
   int64_t sequences = 0;
@@ -112,10 +112,10 @@ class KvCache final {
   // RESOURCE_EXHAUSTED when max_sequences are open. Takes no pages.
   absl::StatusOr<SeqSlot> Open(LayoutId layout, TenantKey tenant);
   // A child that shares the parent's first `length` rows (<= its committed length). Same tenant.
-  // INVALID_ARGUMENT, as of Truncate, below least_length.
+  // INVALID_ARGUMENT below least_length, as for Truncate.
   absl::StatusOr<SeqSlot> Fork(SeqSlot parent, int32_t length);
-  // Gives a sequence without rows, of a layout with a window, the length of so many whole pages, as
-  // if the window had passed their rows. REQUIRES: no reservation.
+  // For a sequence without rows, in a layout with a window: sets its length to this many whole
+  // pages, as if the window had passed their rows. REQUIRES: no reservation.
   void SkipPages(SeqSlot sequence, int32_t pages);
   // Drops rows from `length` on; returns whole groups that hold none of the rest.
   absl::Status Truncate(SeqSlot sequence, int32_t length);
@@ -123,37 +123,38 @@ class KvCache final {
   void Release(SeqSlot sequence, Freed why = Freed::kReleased);
 
   // Reserves pages for all rows of a step or for none (RESOURCE_EXHAUSTED with pages wanted and
-  // free). Queues the zeroing that the pages need in work(): rows may be written and read once that
-  // work up to work().last(), as it is after this call, has been carried, and those of a layer once
-  // its copy into copied_group() has. A sequence with a reservation refuses another one, Fork and
-  // Truncate (FAILED_PRECONDITION).
+  // free). Queues the zeroing that the pages need in work(): rows may be written and read once the
+  // work up to work().last(), as it is after this call, has been carried. Rows of a layer must also
+  // wait for that layer's copy into copied_group(). A sequence with a reservation refuses another
+  // one, Fork and Truncate (FAILED_PRECONDITION).
   absl::Status Reserve(std::span<const StepRows> rows);
-  // Until the reservation ends: the group that takes the place of the sequence's last page, which
-  // others share, for work().TakeLayer; SlabPool::kNoEntry if there is none.
+  // Until the reservation ends: the group that replaces the sequence's last page if others share
+  // that page, for work().TakeLayer; otherwise SlabPool::kNoEntry.
   uint32_t copied_group(SeqSlot sequence) const;
   // --- Prefixes
-  // The sequence's first `rows` rows, committed or to come, are the chain's; replaces what was
-  // declared before. Publishes the whole pages that are committed. REQUIRES: chain of the layout's
-  // page size, not null; rows within 0..chain->rows().
+  // The sequence's first `rows` rows, committed or still to come, are the rows of the chain;
+  // replaces an earlier declaration. Publishes the whole pages that are committed. REQUIRES: chain
+  // of the layout's page size, not null; rows within 0..chain->rows().
   void Declare(SeqSlot sequence, std::shared_ptr<const PrefixChain> chain, int32_t rows);
-  // Rows from here on are declared no more.
+  // Rows from here on are not declared any more.
   void Undeclare(SeqSlot sequence, int32_t from);
-  // Adds cached rows behind the committed ones, as far as they are declared, found and below
-  // `most_rows` in all. Nothing if the sequence ends inside a page. REQUIRES: no reservation.
+  // Appends cached rows to the committed ones as far as they are declared and found, up to
+  // `most_rows` rows in total. Does nothing if the sequence ends inside a page. REQUIRES: no
+  // reservation.
   PrefixMatch Match(SeqSlot sequence, int32_t most_rows);
   // Null if nothing is declared.
   const std::shared_ptr<const PrefixChain>& chain(SeqSlot sequence) const;
   int32_t declared(SeqSlot sequence) const;
-  // The layout's cached rows are not what they were: forgets them.
+  // Forgets the layout's cached rows, because their contents are no longer valid.
   void DropCached(LayoutId layout);
   const PrefixStats& prefix_stats() const { return prefixes_.stats(); }
-  // What becomes of cached rows goes to the log from now on; null: to none. It outlives the cache.
+  // From now on writes events of cached rows to the log; null: no events. It outlives the cache.
   void set_events(EventLog* events) {
     events_ = events;
     prefixes_.set_events(events);
   }
   EventLog* events() const { return events_; }
-  // The sequence's name in events, and that of its model, of several that share its layout.
+  // The sequence's name in events, and the name of its model: several models may share its layout.
   void SetName(SeqSlot sequence, uint64_t name, std::shared_ptr<const std::string> model) {
     At(sequence).name = name;
     At(sequence).model = std::move(model);
@@ -170,12 +171,12 @@ class KvCache final {
     uint64_t id = 0;
     uint32_t entry = SlabPool::kNoEntry;
   };
-  // A group that bytes of the tenant are about to fill whole; kNoEntry when there is no room, also
-  // after evictions.
+  // A group that the tenant's restored bytes will fill completely; kNoEntry if the pool is full
+  // even after evictions.
   RestoreRoom TakeToRestore(LayoutId layout, TenantKey tenant);
   // The bytes have come: the demoted node has the group.
   void Restore(int32_t node, uint64_t id, Tier from);
-  // They have not, or are not wanted any more. Nothing happens if the layout has gone.
+  // Gives up a restore that failed or is not needed any more. Does nothing if the layout is gone.
   void DropRestore(uint64_t id);
   // Groups, slabs, keys and nodes looked at since start, to show what an operation costs.
   uint64_t steps() const { return pool_.steps() + prefixes_.stats().steps; }
@@ -198,8 +199,8 @@ class KvCache final {
   }
   // The launch that published entries of the sequence has failed.
   void UnpublishTable(SeqSlot sequence);
-  // While it stays the same no sequence has changed: its rows are where they were, and what has
-  // been published of its page table stands. Never 0.
+  // As long as it stays the same no sequence has changed: rows have not moved, and the published
+  // page tables are valid. Never 0.
   uint64_t version() const { return version_; }
 
   // See SlabPool::WatchLifetimes.
@@ -216,13 +217,13 @@ class KvCache final {
   void PinGroup(uint32_t entry) { pool_.Pin(entry); }
   void UnpinGroup(uint32_t entry) { pool_.Unpin(entry); }
   int64_t group_offset(uint32_t entry) const { return pool_.offset(entry); }
-  // Index in the page tables of the entry of its first row; of a layout with a window, from where
-  // on the entries of rows that are kept are found.
+  // Index in the page tables of the entry of its first row. With a window, entries of kept rows are
+  // found relative to it too.
   int64_t page_table(SeqSlot sequence) const {
     return TableBegin(sequence) - At(sequence).pages_gone;
   }
-  // Of a layout with a window: the least length that Fork and Truncate still take, above 0 once
-  // rows have gone.
+  // For a layout with a window: the least length that Fork and Truncate accept, above 0 once rows
+  // have left the window.
   int32_t least_length(SeqSlot sequence) const;
   int32_t max_rows(SeqSlot sequence) const;  // rows that its page table can address
   // Page groups that could be allocated now for this layout.
@@ -230,7 +231,8 @@ class KvCache final {
   int64_t idle_groups(LayoutId layout) const { return pool_.idle_groups(layout); }
   int64_t pinned_groups() const { return pool_.stats().groups_pinned; }
   KvCacheStats stats() const;
-  // Walks everything; empty when the conservation invariant holds, else what is broken.
+  // Checks all accounts; returns an empty string if the conservation invariant holds, else a
+  // description of the fault.
   std::string CheckInvariants() const;
 
  private:
@@ -242,16 +244,16 @@ class KvCache final {
     TenantKey tenant = 0;
     int32_t length = 0;
     int32_t pages = 0;              // entries of its table in use
-    int32_t pages_gone = 0;         // before them, that a window has left behind
+    int32_t pages_gone = 0;         // pages before them that the window has passed
     int32_t pages_published = 0;    // leading entries that launches have published
     int32_t rows_reserved = kNone;  // kNone: no reservation
     int32_t pages_before = 0;       // the reservation
-    uint32_t entry_before_copy = SlabPool::kNoEntry;  // of the page that it copies on write, if any
+    uint32_t entry_before_copy = SlabPool::kNoEntry;  // entry of the page copied on write, if any
     bool copy_took_last = false;                      // reference to that page
     uint64_t name = 0;                                // in events
-    std::shared_ptr<const std::string> model;         // likewise
+    std::shared_ptr<const std::string> model;         // in events
     uint64_t reserve_call = 0;                 // the latest call that named it, to find repeats
-    std::shared_ptr<const PrefixChain> chain;  // what its rows stand for; null: not known
+    std::shared_ptr<const PrefixChain> chain;  // declared contents of its rows; null: not known
     int32_t declared = 0;                      // rows of the chain that are the sequence's
     int32_t pages_cached = 0;                  // leading whole pages that were offered to the cache
     int32_t next_free = kNone;

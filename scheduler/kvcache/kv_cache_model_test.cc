@@ -1,9 +1,9 @@
-// Random operations on a KvCache beside an oracle that shares none of its code: for each sequence
-// the list of row ids it should hold. The pool's bytes are simulated too: zeroing waits until
-// launches take it, in pieces, and copies until a layer is written; steps end between layers, and
-// some launches fail after an unknown part of their work. Rows are then read back through the
+// Random operations on a KvCache, compared with an oracle that shares no code with it: for each
+// sequence the list of row ids it should hold. The pool's bytes are simulated too: zeroing waits
+// until launches take it, in pieces, and copies until a layer is written. Steps end between layers,
+// and some launches fail after an unknown part of their work. Rows are then read back through the
 // published page tables alone. So a lost copy, a wrong page, a stale table or a word of another
-// tenant shows as what it would be in production.
+// tenant has the same effect here as in production.
 //
 // MLA_TEST_SEED sets the first seed, MLA_TEST_LONG runs twenty times as much.
 #include <gtest/gtest.h>
@@ -155,7 +155,7 @@ class Simulation {
       m.rows.push_back(tokens_.RowOf(m.tokens[i]));
       Expect(m.rows.back() != 0, "a row was found that was not committed");
     }
-    // What was not found is written as something else, so that a token names one row.
+    // Tokens that were not found are replaced by new ones, so that a token names one row.
     m.tokens.resize(found);
     cache_->Undeclare(s, static_cast<int32_t>(found));
     for (int32_t more = Below(9); more > 0 && found > 0; --more) m.tokens.push_back(tokens_.New());
@@ -209,7 +209,7 @@ class Simulation {
   int64_t PageWork() const { return cache_->work().queued() + cache_->work().copies_open(); }
   uint32_t* HostTable(SeqSlot s) { return host_tables_.data() + cache_->page_table(s); }
 
-  // Groups that the rows need beyond what the sequences hold, steps taken one after the other.
+  // Number of further groups that the rows need, with steps taken one after the other.
   int64_t GroupsWanted(const std::vector<StepRows>& rows) {
     std::map<uint32_t, int> holders;
     for (SeqSlot s = 0; s < kSequences; ++s) {
@@ -273,7 +273,7 @@ class Simulation {
       Expect(cache_->stats().groups_shared == stats_before.groups_shared, "refusal lost shares");
       ExpectSameTables(tables_before);
       Expect(!evicts, "a refusal evicted groups");
-      // What is cached has not stood in its way.
+      // Cached groups were not the reason for the refusal.
       if (one_layout && Below(4) == 0) {
         for (const LayoutId id : layout_ids_) cache_->DropCached(id);
         Expect(wanted + more > cache_->free_groups(layout), "cached groups did not yield");
@@ -304,8 +304,8 @@ class Simulation {
     }
   }
 
-  // A launch that carries some page work, of one tenant or of any, and the copy of a layer of which
-  // no rows come, as where a launch has no time for them.
+  // A launch that carries some page work, of one tenant or of any, and the copy of a layer without
+  // rows of it: this happens if a launch has no time for the rows.
   void Launch() {
     device_.AwaitSlot(random_, *cache_);
     LaunchWork work;
@@ -334,14 +334,15 @@ class Simulation {
     if (Below(16) == 0) cache_->UnpublishTable(s);
   }
 
-  // Likewise rows of one layer.
+  // Makes the layer's copy, and then its rows may be written and read.
   void PrepareLayer(SeqSlot s, int32_t layer) {
     Expect(device_.CopyLayer(random_, *cache_, cache_->copied_group(s), layer),
            "no room for one layer");
     model_[s].layers[static_cast<size_t>(layer)] = true;
   }
 
-  // Whether launches may read the row: copied ones of layers that were not written are not there.
+  // Returns true if launches may read the row: copied rows of a layer are there once that layer was
+  // written.
   bool Readable(SeqSlot s, size_t position, size_t layer) {
     const auto page = static_cast<size_t>(kLayouts[model_[s].layout].page_size);
     return cache_->copied_group(s) == SlabPool::kNoEntry || model_[s].layers[layer] ||
@@ -354,8 +355,8 @@ class Simulation {
             static_cast<size_t>(kLayouts[m.layout].page_size), cache_->page_table(s), position};
   }
 
-  // Writes some of the reserved rows, from the first unwritten one on; now and then at one layer
-  // alone, and then no more of them.
+  // Writes some of the reserved rows, from the first unwritten one on. Sometimes it writes at one
+  // layer only, and then no further rows.
   void Write(SeqSlot s) {
     ModelSequence& m = model_[s];
     if (m.torn || m.reserved <= static_cast<int32_t>(m.written.size())) return;
@@ -381,7 +382,7 @@ class Simulation {
     }
   }
 
-  // Commits what was written, part of it, or nothing.
+  // Commits the written rows, part of them, or none.
   void End(SeqSlot s) {
     ModelSequence& m = model_[s];
     if (m.reserved < 0) return;
@@ -418,7 +419,7 @@ class Simulation {
     const size_t held = m.rows.size() + std::max(0, m.reserved);
     for (int32_t p = 0; p < Pages(m, held); ++p) {
       const uint32_t entry = HostTable(s)[p];
-      // What was in a group that a copy fills is there until its first layer.
+      // A group filled by a copy keeps its old bytes until its first layer is copied.
       if (entry == cache_->copied_group(s) &&
           std::none_of(m.layers.begin(), m.layers.end(), [](bool made) { return made; })) {
         continue;
@@ -484,7 +485,7 @@ TEST(KvCacheModelTest, AgreesWithTheOracle) {
     evicted += simulation.prefixes().evicted;
     superseded += simulation.prefixes().superseded;
   }
-  // The operations must keep reaching what they are for.
+  // The operations must keep reaching the cases they are for.
   EXPECT_GT(refused, 5 * runs);
   EXPECT_GT(failed, 5 * runs);
   EXPECT_GT(copies, static_cast<uint64_t>(5 * runs));

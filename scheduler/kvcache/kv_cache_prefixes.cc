@@ -1,4 +1,4 @@
-// KvCache: what rows stand for, and the room that the prefix cache gives up.
+// KvCache: declared contents of rows, and the room that the prefix cache gives up.
 #include <algorithm>
 #include <utility>
 
@@ -75,7 +75,7 @@ void KvCache::PublishPages(SeqSlot slot) {
   }
 }
 
-// The sequence is about to end: what it has of its last page may be worth finding, too.
+// The sequence is about to end: other sequences may also find the rows of its last page.
 void KvCache::PublishRest(SeqSlot slot) {
   const Sequence& sequence = At(slot);
   if (sequence.chain == nullptr || sequence.chain->opaque) return;
@@ -160,7 +160,8 @@ bool KvCache::MakeRoom(std::span<const StepRows> rows) {
     const int32_t inside = sequence.length % pool_.layout(layout).page_size;
     if (row.rows == 0 || inside == 0) continue;
     const uint32_t last = TableOf(row.sequence)[static_cast<size_t>(sequence.pages) - 1];
-    // Of sequences that share a page, all but one may do; counting each is on the safe side.
+    // All but one of the sequences that share a page need a copy; counting all of them is on the
+    // safe side.
     wanted += pool_.references(last) > 1 || inside < pool_.pinned_rows(last);
   }
   return prefixes_.MakeRoom(layout, wanted, pool_.refusal());
@@ -168,7 +169,7 @@ bool KvCache::MakeRoom(std::span<const StepRows> rows) {
 
 KvCache::RestoreRoom KvCache::TakeToRestore(LayoutId layout, TenantKey tenant) {
   SlabPool::Taken taken = pool_.Take(layout, tenant);
-  // As for a step: another bound may refuse once one does not.
+  // As for a step: another bound may refuse once the first one allows it.
   for (int bound = 0; bound < 3 && taken.entry == SlabPool::kNoEntry; ++bound) {
     if (!prefixes_.MakeRoom(layout, 1, pool_.refusal())) break;
     taken = pool_.Take(layout, tenant);

@@ -1,4 +1,4 @@
-// What the model test of KvCache knows of sequences, and the device that it simulates.
+// State that the model test of KvCache keeps of sequences, and the device that it simulates.
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_SIMULATION_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_SIMULATION_H_
 
@@ -31,13 +31,13 @@ struct ModelSequence {
   int layout = 0;
   TenantKey tenant = 0;
   std::vector<uint64_t> rows = {};     // committed
-  std::vector<uint64_t> written = {};  // of the open reservation, so far
-  // Tokens of its rows: of those that are committed and of some to come.
+  std::vector<uint64_t> written = {};  // words written under the open reservation so far
+  // Tokens of its committed rows and of some future ones.
   std::vector<uint32_t> tokens = {};
   int32_t reserved = -1;  // rows of it, or -1
-  WorkTicket ticket = 0;  // of its work
-  // Of the open reservation: layers that may be read and written, as their copies have been made;
-  // whether some rows were written at some layers alone, so that none may be kept.
+  WorkTicket ticket = 0;  // of its page work
+  // In the open reservation: layers that may be read and written because their copies have been
+  // made; and whether some rows were written in some layers only, so that none may be kept.
   std::array<bool, kMostLayers> layers = {};
   bool torn = false;
 };
@@ -47,7 +47,7 @@ inline int32_t Pages(const ModelSequence& m, size_t rows) {
   return static_cast<int32_t>((rows + page - 1) / page);
 }
 
-// What a row of the layer is filled with.
+// The word that fills a row of the layer.
 inline uint64_t WordFor(TenantKey tenant, uint64_t row, size_t layer) {
   return (uint64_t{tenant} + 1) << 56 | row << 8 | static_cast<uint64_t>(layer);
 }
@@ -81,7 +81,7 @@ class SimulatedDevice {
                        [word](uint64_t held) { return held == word; });
   }
 
-  // Whether the group lies in the pool, and the top bytes of its words are 0 or `owner`.
+  // Returns true if the group lies in the pool and the top bytes of all its words are 0 or `owner`.
   bool OnlyOf(uint32_t entry, int64_t bytes, uint64_t owner) const {
     const int64_t first = int64_t{entry} * kernels::kPageGranuleBytes / 8;
     if (first + bytes / 8 > static_cast<int64_t>(words_.size())) return false;
@@ -94,7 +94,7 @@ class SimulatedDevice {
     if (running_.size() == 2) Finish(random, cache);
   }
 
-  // Nothing happens where the launch carries nothing.
+  // Does nothing if the launch carries no work.
   void Begin(LaunchWork work) {
     if (!work.empty()) running_.push_back(std::move(work));
   }
@@ -103,7 +103,7 @@ class SimulatedDevice {
     while (!running_.empty()) Finish(random, cache);
   }
 
-  // Ends the oldest launch. When it fails, those behind it fail too, with some of their work done.
+  // Ends the oldest launch. If it fails, the later ones fail too, with some of their work done.
   void Finish(std::mt19937& random, KvCache& cache) {
     if (running_.empty()) return;
     if (random() % 5 != 0) {
@@ -133,7 +133,8 @@ class SimulatedDevice {
     }
   }
 
-  // Likewise the layer's copy into the group. False when a launch with nothing else has no room.
+  // As DoQueued, for the layer's copy into the group. Returns false if even a launch with no other
+  // work lacks room.
   bool CopyLayer(std::mt19937& random, KvCache& cache, uint32_t group, int32_t layer) {
     while (true) {
       FinishAll(random, cache);

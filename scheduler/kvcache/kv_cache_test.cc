@@ -223,7 +223,7 @@ TEST_F(KvCacheTest, GroupLargerThanASlabTakesNeighbours) {
   EXPECT_EQ(cache_->free_groups(layout_), 7);
 }
 
-// What operations look at in a pool of which a half is in use.
+// Steps of operations in a pool with half of its groups in use.
 std::vector<uint64_t> Steps(int64_t groups) {
   constexpr int32_t kPages = 16, kRows = kPages * 4 - 2;
   const auto sequences = static_cast<int32_t>(groups / kPages / 2);
@@ -382,7 +382,7 @@ TEST_F(KvCacheDeathTest, BrokenRequirementsEndTheProcess) {
   EXPECT_DEATH(cache_->length(3), "not open");
 }
 
-// A layout is what a client registers; the books of its groups are the server's memory.
+// Clients choose layouts, and the accounts of their groups take the server's memory.
 TEST(KvCacheBooksTest, GroupsOfAFewBytesAreBounded) {
   std::vector<uint32_t> tables(16);
   auto cache = KvCache::Create({.bytes = int64_t{1} << 30,
@@ -402,7 +402,7 @@ TEST(KvCacheBooksTest, GroupsOfAFewBytesAreBounded) {
   EXPECT_EQ(cache->CheckInvariants(), "");
 }
 
-// Layouts with a window: of committed rows only the last ones are kept, in whole pages.
+// Layouts with a window: only the last committed rows are kept, in whole pages.
 class KvCacheWindowTest : public KvCacheTest {
  protected:
   void SetUp() override {
@@ -438,7 +438,7 @@ TEST_F(KvCacheWindowTest, RowsOfAnOpenStepKeepWhatTheyMayGoBackTo) {
   cache_->Rollback(s);
   EXPECT_EQ(Table(s, 2), before);
   ASSERT_TRUE(Reserve(s, 40).ok());
-  cache_->Commit(s, 3);  // 11 rows: those from 5 on are kept, so the page of 0 to 3 goes
+  cache_->Commit(s, 3);  // 11 rows: rows from 5 on are kept, so the page of 0 to 3 goes
   EXPECT_EQ(cache_->page_table(s), first - 1);
   EXPECT_EQ(tables_[static_cast<size_t>(first)], before[1]);
   const kernels::TableRange range = cache_->TakeTableChange(s);

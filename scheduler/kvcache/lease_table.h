@@ -1,5 +1,5 @@
-// The deadlines of leases. The engine grants a lease to each sequence and open step, renews it at
-// every use or renewal by the client, and takes back what belongs to leases that ran out.
+// The deadlines of leases. The engine grants a lease to each sequence and open step, and renews it
+// at every use or renewal by the client. It takes back the objects whose leases ran out.
 //
 // A lease is named by a small integer of the caller's choice (a sequence slot, a step index). Times
 // are nanoseconds of the scheduler's monotonic clock, passed in by the caller, so nothing here ever
@@ -32,9 +32,9 @@ class LeaseTable final {
   // Moves the deadline to now_ns + duration_ns, never to an earlier time. False, and no change,
   // when the lease does not run or had expired by now_ns: a lease once lost does not come back.
   bool Renew(int32_t id, int64_t now_ns, int64_t duration_ns);
-  // All leases last so much longer.
+  // Extends all leases by this time.
   void Postpone(int64_t nanos);
-  // Ends a lease before its time; does nothing when there is none.
+  // Ends a lease before its deadline; does nothing if there is none.
   void Drop(int32_t id);
 
   bool Has(int32_t id) const;

@@ -1,5 +1,5 @@
-// Rows of sequences on their way out of the pool and into it: what Engine's exports and imports
-// take and give. docs/cache/page_groups.md has the format in which they travel.
+// Rows of sequences on their way out of the pool and into it: the arguments and results of Engine's
+// exports and imports. docs/cache/page_groups.md has the format in which they travel.
 #ifndef MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
 #define MLA_SCHEDULER_KVCACHE_PAGE_MOVES_H_
 
@@ -34,46 +34,46 @@ struct ExportArgs {
   uint64_t id = 0;
   uint64_t expected_epoch = 0;
   int64_t first_row = 0;           // the first of a page
-  std::optional<int64_t> end_row;  // absent: behind the last committed row
-  // Nothing holds the rows: parts are refused once the sequence has gone or been cut, and the
-  // caller compares its epoch and length in the end.
+  std::optional<int64_t> end_row;  // absent: after the last committed row
+  // The export does not hold the rows: parts are refused once the sequence has gone or been
+  // truncated, and the caller compares its epoch and length at the end.
   bool in_place = false;
 };
 
-// What rows must have in common with a model to be its rows.
+// Properties that rows and a model must share for the rows to be valid in the model.
 struct PageTags {
   kernels::Geometry geometry;
   int32_t layers = 0;
   int32_t page_size = 0;
-  int32_t index_dim = 0;  // of index keys beside the rows; 0: there are none
+  int32_t index_dim = 0;  // bytes of index keys in addition to the rows; 0: none
   kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
   kernels::Fp8Kind fp8 = kernels::Fp8Kind::kE4m3Fn;
   std::string weights_digest;    // as ModelSpec has it
   std::vector<float> kv_scales;  // one a layer, in formats that have such scales
-  int64_t group_bytes = 0;       // of the payload of a whole group
+  int64_t group_bytes = 0;       // payload bytes of a whole group
   int64_t first_row = 0;         // 0 with a window
   int64_t rows = 0;
-  // Of models with a window, as ModelSpec has it; 0: without.
+  // For models with a window, as in ModelSpec; 0: no window.
   int32_t window = 0;
   std::vector<int32_t> ratios = {};
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   int32_t tail_bytes = 0;
-  int64_t tail_position = -1;  // that the sequence's tail belongs to; -1: it has none
+  int64_t tail_position = -1;  // length that the sequence's tail belongs to; -1: no tail
   // [layers, num_heads] of models with a window; empty: no head has any; absent: not known.
   std::optional<std::vector<float>> sinks = {};
 };
 
-// What a sequence is beside its rows, to be had again after a restart.
+// State of a sequence except for its rows, to be restored after a restart.
 struct SequenceState {
   static constexpr int64_t kAllFinite = std::numeric_limits<int64_t>::max();
   uint64_t id = 0;
   uint64_t epoch = 0;
   std::string client_id;
-  int64_t not_finite_from = kAllFinite;         // row from which on some may hold what is no number
-  std::shared_ptr<const PrefixChain> chain;     // what its rows stand for; null: not known
+  int64_t not_finite_from = kAllFinite;         // rows from here on may hold NaN or infinity
+  std::shared_ptr<const PrefixChain> chain;     // declared contents of its rows; null: not known
   int32_t declared = 0;                         // rows of the chain that are the sequence's
-  std::string contents;                         // of the model that the chain was made for
-  std::shared_ptr<const scheduler::Tail> tail;  // null: none
+  std::string contents;                         // ModelSpec::ContentsText of the chain's model
+  std::shared_ptr<const scheduler::Tail> tail;  // null: no tail
 };
 
 struct ImportArgs {
@@ -81,8 +81,8 @@ struct ImportArgs {
   std::string model_id;
   uint64_t id = 0;  // whose committed rows the new ones follow; 0: a new sequence
   uint64_t expected_epoch = 0;
-  std::string client_id;  // of a new sequence
-  int64_t lease_ms = 0;   // likewise; 0: Limits::sequence_lease_ms
+  std::string client_id;  // for a new sequence
+  int64_t lease_ms = 0;   // for a new sequence; 0: Limits::sequence_lease_ms
   PageTags tags;
   // The new sequence gets this id, and an epoch of its own: calls of before are refused. 0: an id
   // of its own.
@@ -91,18 +91,19 @@ struct ImportArgs {
 
 // An export or an import that has begun.
 struct MovingPages {
-  // Of an export: a fork that holds the rows, to be released at the end, or with `in_place` the
-  // sequence itself. Of an import: the sequence that gets them.
+  // For an export: a fork that holds the rows and is released at the end, or the sequence itself
+  // with `in_place`. For an import: the sequence that gets them.
   uint64_t id = 0;
   bool opened = false;  // by the import
   std::string model_id;
-  GroupLayout layout;         // of rows, or of entries where there is a window
-  GroupLayout window_layout;  // of the window's rows
+  GroupLayout layout;         // of rows, or of entries if there is a window
+  GroupLayout window_layout;  // true for rows of the window
   PageTags tags;
-  SequenceState state;  // of the sequence that is exported, or that gets the rows
+  SequenceState state;  // of the exported sequence, or of the one that gets the rows
 };
 
-// The first of the window's rows that move with a sequence: that of the page in which it begins.
+// The first of the window's rows that move with a sequence: the first row of the page in which the
+// window begins.
 inline int64_t FirstWindowRow(const MovingPages& pages) {
   const int32_t page_size = pages.window_layout.page_size;
   return std::max<int64_t>(0, pages.tags.rows - pages.tags.window) / page_size * page_size;
@@ -114,22 +115,22 @@ struct PageMove {
   std::string tenant;
   uint64_t id = 0;
   bool in = false;      // into the pool
-  bool window = false;  // of the window's rows
-  int64_t page = 0;     // of the sequence
-  int32_t rows = 0;     // of the page, that the payload has
+  bool window = false;  // true for rows of the window
+  int64_t page = 0;     // page number in the sequence
+  int32_t rows = 0;     // rows of the page in the payload
   int64_t offset = 0;   // in the payload
   std::span<std::byte> bytes;
-  // Called once, by the holder of the engine's role: it may do no more than hand on.
+  // Called once, by the holder of the engine's role: it may only pass the move to another thread.
   std::function<void(const absl::Status&)> done;
 
   // The engine's.
   struct EngineFields {
-    uint32_t entry = SlabPool::kNoEntry;  // of the group, pinned
+    uint32_t entry = SlabPool::kNoEntry;  // entry of the pinned group
     TenantKey tenant = 0;
-    WorkTicket ticket = 0;  // of the page work that goes before
+    WorkTicket ticket = 0;  // page work that must be done first
     std::vector<kernels::PageTransfer> transfers;
-    // What launches have taken: transfers, bytes of the next one, and bytes in the launch that
-    // runs.
+    // Progress by launches: transfers taken whole, bytes taken of the next one, and bytes in the
+    // running launch.
     size_t transfers_taken = 0;
     int64_t bytes_taken = 0;
     int64_t bytes_running = 0;

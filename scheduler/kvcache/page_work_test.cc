@@ -1,4 +1,4 @@
-// Page work: what waits, what a launch takes, and what becomes of it when launches fail.
+// Page work: which work waits, which a launch takes, and what happens to it when launches fail.
 #include "scheduler/kvcache/pool/page_work.h"
 
 #include <utility>
@@ -9,7 +9,7 @@
 namespace mla::kvcache {
 namespace {
 
-// What a test needs of queued work: a launch of limited room.
+// Queues work and runs launches of limited room.
 class PageWorkTest : public KvCacheTest {
  protected:
   // Takes work of the tenant into a launch; true if none is left.
@@ -80,7 +80,7 @@ TEST_F(PageWorkTest, WorkOfAnAbortedStepIsCancelledAndTheNextTenantStillZeroes) 
   cache_->Rollback(s);
   EXPECT_EQ(cache_->work().queued(), 0);
   cache_->Release(s);
-  // The bytes are still those of tenant 1.
+  // The bytes still belong to tenant 1.
   s = Open(2);
   ASSERT_TRUE(Queue(s, 1).ok());
   EXPECT_EQ(cache_->work().queued(), 1);
@@ -101,7 +101,8 @@ TEST_F(PageWorkTest, ForksThatAreReleasedLeaveNoWork) {
   EXPECT_EQ(cache_->stats().bytes_copied, 0u);
 }
 
-// A copy is made by the launches that write the layers first, and not for those that none writes.
+// A layer is copied by the launch that first writes it; layers that no launch writes are not
+// copied.
 TEST_F(PageWorkTest, LayersAreCopiedOneByOne) {
   Make(8);
   const SeqSlot parent = Open();
@@ -131,7 +132,8 @@ TEST_F(PageWorkTest, LayersAreCopiedOneByOne) {
   EXPECT_EQ(cache_->stats().groups_shared, 0);
 }
 
-// Where they come in order, few launches carry them, and never more than twice what was written.
+// If layers come in order, few launches carry the copies, and never more than twice as many layers
+// as were written.
 TEST_F(PageWorkTest, LayersInOrderTakeOthersAlong) {
   Make(64);
   layout_ = cache_->AddLayout(MakeLayout({.row_bytes = 32, .page_size = 4, .layers = 9})).value();
@@ -321,7 +323,8 @@ TEST_F(PageWorkTest, FailedLaunchesReturnTheirWorkInOrder) {
   cache_->work().Acknowledge(&again);
 }
 
-// A launch that failed has copied what it has; the others' layers stay copied.
+// A failed launch counts as not having copied its layers; layers copied by other launches stay
+// copied.
 TEST_F(PageWorkTest, LayersOfAFailedLaunchAreCopiedAgain) {
   Make(3);
   const SeqSlot parent = Open();
@@ -342,7 +345,7 @@ TEST_F(PageWorkTest, LayersOfAFailedLaunchAreCopiedAgain) {
   EXPECT_EQ(cache_->work().copies_open(), 0);
   EXPECT_EQ(cache_->stats().groups_used, 1);
   EXPECT_EQ(cache_->stats().groups_pinned, 0);
-  // What the failed launches have left in the group is not known.
+  // The group's contents after failed launches are unknown.
   ASSERT_TRUE(Queue(Open(1), 8).ok());
   EXPECT_EQ(cache_->work().queued(), 1);
 }
@@ -391,7 +394,7 @@ TEST_F(PageWorkTest, TenantsDoNotWaitForEachOther) {
   cache_->work().Acknowledge(&work);
 }
 
-// Counts what is taken and returned; ends before the pool does.
+// Counts bytes taken and returned; ends before the pool does.
 class CountingAccount final : public PoolAccount {
  public:
   bool TakeGroup(int64_t bytes) override {
@@ -429,8 +432,8 @@ TEST_F(PageWorkTest, PinnedGroupsOutliveTheirLayoutAndNotItsAccount) {
   EXPECT_EQ(cache_->stats().groups_pinned, 0);
 }
 
-// Bytes of tenant 2 go into the group behind its zeroing: were that cancelled, the group would go
-// back to tenant 1 as its own.
+// Bytes of tenant 2 go into the group after its zeroing: if the zeroing were cancelled, the group
+// would go back to tenant 1 as its own.
 TEST(PageWorkQueueTest, WorkOfAGroupThatOthersPinIsDone) {
   SlabPool pool(kSmall.group_bytes(), 0);
   PageWorkQueue work(&pool);

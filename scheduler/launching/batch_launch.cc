@@ -40,11 +40,11 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
   batch.runs.reserve(most);
   batch.run_segments.reserve(most);
   layout = kernels::LaunchLayout(backend, index);
-  // KV rows, entries, queries, sinks and both parts of the index lists of each request; its output,
-  // log-sum-exps and lists or a copy of the log-sum-exps on the device, those that no client wants,
-  // and comparisons.
+  // Inputs of each request: KV rows, entries, queries, sinks and both parts of the index lists.
+  // Outputs of each request: the output, log-sum-exps, and lists or a device copy of the
+  // log-sum-exps. In addition to these, unwanted log-sum-exps and comparisons.
   layout.Reserve(6 * most, 3 * most + 2);
-  tables.reserve(2 * most);   // of rows and of entries
+  tables.reserve(2 * most);   // tables of rows and of entries
   appends.reserve(2 * most);  // KV rows, and index keys or entries
   selects.reserve(most);
   absorbed.Reserve(requests);

@@ -21,12 +21,12 @@
 
 namespace mla::scheduler {
 
-// Inputs that lie in fragments, by the record whose they are. Launches have few, and most none.
+// Fragmented inputs, by the index of their record. Launches have few, and most none.
 class FragmentsByRecord {
  public:
   void Reserve(int32_t most) { all_.reserve(static_cast<size_t>(most)); }
   void Clear() { all_.clear(); }
-  // Of record `index`, whose predecessors were added before.
+  // Adds the input of record `index`; inputs of earlier records must have been added before.
   void Add(size_t index, const kernels::FragmentedInput& input) {
     if (input.bytes == 0) return;
     all_.resize(index);
@@ -42,12 +42,12 @@ class FragmentsByRecord {
   std::vector<kernels::FragmentedInput> all_;
 };
 
-// Records of attention in one form, and what they are planned by.
+// Attention records in one form, with the lengths and windows that their plan needs.
 struct FormRecords {
   std::vector<kernels::SegmentRecord> records;
   std::vector<PlanSegment> lengths;            // by record
   FragmentsByRecord fragments;                 // of queries
-  std::vector<kernels::WindowRecord> windows;  // by record, where there is a window
+  std::vector<kernels::WindowRecord> windows;  // by record, if there is a window
   void Reserve(int32_t most);
   void Clear();
 };
@@ -78,7 +78,7 @@ struct BatchLaunch {
   std::vector<kernels::SelectRecord> selects;
   FormRecords absorbed, expanded;
   ProjectionRecords absorbs, projects;
-  RecordsOrigin origin;  // of the records
+  RecordsOrigin origin;  // of the present records
   // Log-sum-exps of the rows computed, by position in batch.requests: the client's memory, or
   // `unwanted_lse` for requests that ask for none.
   struct LseRows {
@@ -89,15 +89,16 @@ struct BatchLaunch {
   std::unique_ptr<kernels::HostBuffer> unwanted_lse;  // [launch_packed_rows]
   int64_t unwanted_used = 0;                          // floats of it, from its start
   int64_t unwanted_left = 0;                          // floats that are not taken from its end
-  float* unwanted_staged = nullptr;                   // where the launch sees it
-  // By position in batch.requests: of a repeat, 1 for each row launched that differs from what is
-  // stored and else 0, in `compared`, those of index keys or entries behind those of KV rows; null
-  // for other requests. Empty without repeats.
+  float* unwanted_staged = nullptr;                   // its address in the launch
+  // By position in batch.requests; points into `compared`, or is null unless the request is a
+  // repeat. Has a 1 for each launched row that differs from the stored one, else 0; index keys or
+  // entries follow the KV rows. Empty without repeats.
   std::vector<const int32_t*> differs;
   std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
   std::vector<kernels::WordValue> signals;        // of requests that end with this launch
   bool late = false;                              // once it has been waited for
-  int64_t waited_ns = 0;                          // likewise: by its gate
+  // Time in its gate, known once it has been waited for.
+  int64_t waited_ns = 0;
 };
 
 }  // namespace mla::scheduler

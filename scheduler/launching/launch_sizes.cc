@@ -13,7 +13,7 @@ using kernels::AttentionForm;
 using kernels::DType;
 using kernels::ElementSize;
 
-// What aligning the places of one request in a region may waste.
+// Bytes that the alignment of one request's tensors in a region may waste.
 constexpr int64_t kAlignmentBytes = 8 * kernels::kLaunchAlignment;
 
 kernels::Geometry MaxGeometry(const Limits& limits) {
@@ -37,8 +37,8 @@ PlanLimits PlanLimitsOf(const Limits& limits) {
   return plan;
 }
 
-// Of a launch, for tensors that are neither the request's nor the cache's. One row of all heads
-// always fits, whatever its dtypes.
+// Workspace of a launch for tensors that belong neither to requests nor to the cache. One row of
+// all heads always fits, whatever its dtypes.
 int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const kernels::BackendInfo& info = backend.Info();
   const auto between = static_cast<int64_t>(ElementSize(info.widest_absorbed_q()) +
@@ -195,7 +195,7 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   out.launch_packed_rows = packed;
   out.partial_rows = plan.partial_rows;
   out.max_o_dim = std::max(limits.max_row_dim, limits.max_v_dim);
-  // Of each request, and of what all have in common.
+  // Alignment for each request, and one more for the tensors that all share.
   const int64_t alignment = (int64_t{limits.launch_requests} + 1) * kAlignmentBytes;
   out.staging_in_bytes = (packed + limits.launch_rows) * limits.max_row_dim * wide + alignment;
   if (backend.Info().sparse) {
@@ -210,8 +210,8 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
   }
   out.staging_out_bytes = packed * (out.max_o_dim + 1) * wide +
                           limits.launch_rows * int64_t{2 * sizeof(int32_t)} + alignment;
-  // Absorbed queries and latent outputs, or those of fused slices with their log-sum-exps; plus
-  // alignment of each record.
+  // Absorbed queries and latent outputs, or queries and outputs of fused slices with their
+  // log-sum-exps, plus the alignment of each record.
   out.slot_workspace_bytes =
       WorkspaceBytes(limits, backend) + packed * int64_t{sizeof(float)} + alignment;
   if (backend.Info().selects) {

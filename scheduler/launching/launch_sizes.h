@@ -14,11 +14,12 @@
 
 namespace mla::scheduler {
 
-// Plans kept: the ones that launches in flight pin, and the ones that alternate between them (each
-// batch may need one per form; workers that drift apart by a layer alternate between few
-// compositions).
+// Plans kept: plans that launches in flight pin, and plans that alternate between them. Each batch
+// may need one plan for each form, and workers that drift apart by a layer alternate between few
+// compositions.
 inline constexpr int32_t kPlansPerSlot = 4;
-// Besides, those with rounds: of prompts, whose compositions hardly ever come twice but by layer.
+// Plans with rounds, kept in addition: they are for prompts, whose compositions rarely repeat
+// except from layer to layer.
 inline constexpr int32_t kRoundPlansPerSlot = 2;
 
 // Launches being prepared or running at a time.
@@ -28,12 +29,12 @@ int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backe
 // Sizes of everything that the backend and the plans need under `limits`.
 kernels::BackendLimits BackendLimitsOf(const Limits& limits,
                                        const kernels::AttentionBackend& backend);
-// What plans hold of one batch where the backend's cuts are fixed: as many piece rows as packed
-// rows, and one row of all heads at the longest context.
+// Bound of the pieces in one batch if the backend's cuts are fixed: as many piece rows as packed
+// rows, plus one row of all heads at the longest context.
 PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend& backend);
-// Of any batch within the limits and PieceBudgetOf.
+// Capacity for any batch within the limits and PieceBudgetOf.
 PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
-// Of the rounds of any such plan; empty where the backend makes none.
+// Capacity for the rounds of any such plan; empty if the backend makes no rounds.
 RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
 // Entries of the page tables of all sequences.
 int64_t PageTableEntries(const Limits& limits);

@@ -24,7 +24,7 @@ int32_t CountDistinct(std::vector<T>& values) {
   return static_cast<int32_t>(std::unique(values.begin(), values.end()) - values.begin());
 }
 
-// Whether queries and outputs of the batch are copied, request by request in their order.
+// Returns true if queries and outputs of the batch are copied request by request, in order.
 bool CopiesInOrder(const Batch& batch) {
   return batch.key.profile == Profile::kAbsorbed && batch.slices.empty() && batch.runs.empty() &&
          std::none_of(batch.requests.begin(), batch.requests.end(), [](const StreamRequest* r) {
@@ -32,7 +32,7 @@ bool CopiesInOrder(const Batch& batch) {
          });
 }
 
-// Whether queries of the absorbed form are to arrive during the launch (AttentionDesc::streamed).
+// Returns true if queries of the absorbed form arrive during the launch (AttentionDesc::streamed).
 bool IsStreamed(const BatchLaunch& launch, int64_t least_bytes) {
   if (least_bytes == 0 || launch.batch.key.q_dtype != kernels::DType::kBf16 ||
       !CopiesInOrder(launch.batch)) {
@@ -45,8 +45,8 @@ bool IsStreamed(const BatchLaunch& launch, int64_t least_bytes) {
   return bytes >= least_bytes;
 }
 
-// Whether the host looks at the request's tensors behind its launch whatever came of it
-// (CheckResults): the client may not change them before.
+// Returns true if CheckResults always reads the request's tensors after the launch. The client may
+// not change them before that.
 bool IsReadAfterLaunch(const StreamRequest& request) {
   return !Computes(request) || IsSparse(request.attend) ||
          request.engine.step->model->spec->windowed();
@@ -287,7 +287,7 @@ void Launcher::Report(BatchLaunch* to) {
   for (const FormRecords* form : {&to->absorbed, &to->expanded}) {
     for (size_t i = 0; i < form->records.size(); ++i) {
       const kernels::SegmentRecord& record = form->records[i];
-      // Sparse attention reads rows for every query row by itself.
+      // Sparse attention reads KV rows separately for every query row.
       const int64_t times =
           batch.key.attention == kernels::AttentionKind::kDense ? 1 : record.q_rows;
       report.kv_bytes_read += times * form->lengths[i].kv_rows * record.row_stride;

@@ -1,7 +1,7 @@
 // Turns batches into launches of the backend: places tensors, builds records, gets the plans and
 // submits. Slots are used round robin, so results come back in submission order.
 //
-// Threading: owned by the engine role. Nothing is allocated per launch.
+// Threading: owned by the engine role. A launch allocates nothing.
 #ifndef MLA_SCHEDULER_LAUNCHING_LAUNCHER_H_
 #define MLA_SCHEDULER_LAUNCHING_LAUNCHER_H_
 
@@ -29,8 +29,8 @@ int64_t MeanSeenKeys(std::span<const kernels::SegmentRecord> records);
 
 class Launcher {
  public:
-  // For a configured backend. `page_tables` are those that `cache` writes; all outlive the
-  // launcher.
+  // For a configured backend. `page_tables` are the tables that `cache` writes; all arguments
+  // outlive the launcher.
   static absl::StatusOr<std::unique_ptr<Launcher>> Create(
       const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
       std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
@@ -41,7 +41,7 @@ class Launcher {
   // runs.
   absl::Status Submit(BatchLaunch* to, MonotonicNanos chosen_from);
   BatchLaunch* oldest() { return inflight_ == 0 ? nullptr : &launches_[oldest_]; }
-  // Whether a launch may be waiting on the device for a client's work.
+  // Returns true if a launch may be waiting on the device for a client's work.
   bool AwaitsClient() const;
   bool OldestDone();
   // Blocks until the oldest launch has completed and frees its slot (its batch stays readable until
@@ -54,11 +54,11 @@ class Launcher {
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
   absl::Status Plan(BatchLaunch* to);
-  // If the rounds of the expanded form are more than a plan holds: all rows in the absorbed
-  // form, which has no rounds.
+  // If the rounds of the expanded form are more than a plan holds: plans all rows in the absorbed
+  // form, which does not need rounds.
   absl::Status PlanAbsorbedAlone(BatchLaunch* to);
   absl::Status PlanRecords(FormRecords& form, BatchLaunch* to, kernels::AttentionParams* params);
-  // What the launch is, once records and plans are there.
+  // Sets `to->launch` from the finished records and plans.
   void Assemble(BatchLaunch* to) const;
   void Report(BatchLaunch* to);
   kernels::AttentionDesc Desc(const BatchKey& key, kernels::AttentionForm form) const;
@@ -66,7 +66,7 @@ class Launcher {
   kernels::AttentionBackend* const backend_;
   const std::span<const uint32_t> page_tables_;
   const Clock* const clock_;
-  const int64_t ahead_ns_;  // that a launch may wait for a client's work
+  const int64_t ahead_ns_;  // how long a launch may wait for a client's work
   TensorStager stager_;
   RecordBuilder records_;
   std::unique_ptr<PlanCache> plans_;

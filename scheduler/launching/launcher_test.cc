@@ -1,6 +1,5 @@
-// What launches hold when plans have fixed cuts: bounded buffers that suffice for every batch, and
-// answers that do not depend on what else is in it; and layers whose launches keep the records of
-// the layer before.
+// Launches whose plans have fixed cuts: bounded buffers suffice for every batch, and answers do not
+// depend on the rest of the batch. Layers also keep the records of the layer before.
 #include "scheduler/launching/launch_sizes.h"
 
 #include <algorithm>
@@ -178,8 +177,8 @@ std::vector<testing::Row> Rows(int count, uint64_t key) {
   return rows;
 }
 
-// Outputs of 24 rows whose contexts end on both sides of the first cut, with `beside` rows of
-// another sequence taken before them into the same launch.
+// Outputs of 24 rows whose contexts end before and after the first cut. The launch also has
+// `beside` rows of another sequence, before them.
 std::vector<float> Answer(int beside) {
   testing::HarnessOptions options;
   options.limits = testing::TinyLimits();
@@ -225,7 +224,7 @@ TEST(LauncherTest, WithFixedCutsAnAnswerDoesNotDependOnTheBatch) {
 }
 
 // Outputs of steps of three sequences at all layers in turn. `disturbed`: the cache changes between
-// launches, so that none keeps the records of the one before.
+// launches, so that no launch keeps the records of the one before.
 std::vector<float> Layers(bool disturbed) {
   testing::HarnessOptions options{testing::TinyLimits(), testing::TinyModel(), nullptr, nullptr};
   options.model.layers = 4;

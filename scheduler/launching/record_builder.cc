@@ -10,9 +10,9 @@ using kernels::ElementSize;
 
 namespace {
 
-constexpr int64_t kRowAlignment = 64;  // that latent rows keep one behind the other, in bytes
+constexpr int64_t kRowAlignment = 64;  // bytes; adjacent latent rows stay aligned to it
 
-// Where the lists of a segment begin among those of its request.
+// Begin offsets of the segment's lists within the lists of its request.
 const int32_t* ListBegins(const Segment& segment) {
   const AttendArgs& args = segment.request->attend;
   return args.list_begin + (segment.row_begin - args.row_begin);
@@ -46,7 +46,7 @@ int32_t MostWindowPlaces(const Segment& segment, const kernels::WindowRecord& wi
          (listed ? LongestList(segment) : kernels::WholeEntries(window, visible));
 }
 
-// Where rows of a layer lie.
+// Copies the fields that place rows of a layer.
 template <typename Record>
 void SetPlane(const Record& from, Record* to) {
   to->layer_offset = from.layer_offset;
@@ -137,7 +137,8 @@ void RecordBuilder::SetTensors(const Segment& segment, const SegmentTemplate& sh
 
 void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
                               const SegmentTemplate& shared, int64_t page_table) {
-  // Fields are set where the record stays: a copy behind them would wait for each of them.
+  // Fields are set where the record stays: writing a copy first and then moving it would stall on
+  // each store.
   kernels::AppendRecord& record = to->appends.emplace_back(shared.append);
   record.kv = KvOf(segment, shared);
   record.page_table = page_table;
@@ -157,7 +158,7 @@ void RecordBuilder::AddMoreAppends(BatchLaunch* to, const Segment& segment,
   if (spec.indexer.heads > 0) AddIndexKeys(to, segment, rows);
 }
 
-// What the segment's rows make whole.
+// Appends the entries that the segment's rows complete.
 void RecordBuilder::AddEntries(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
                                const kernels::AppendRecord& rows) {
   const StreamRequest& request = *segment.request;
@@ -200,7 +201,7 @@ kernels::WindowRecord RecordBuilder::Window(const Segment& segment,
   return record;
 }
 
-// Behind each KV row, as it was sent, stands its index key.
+// In the client's tensor each KV row is followed by its index key.
 void RecordBuilder::AddIndexKeys(BatchLaunch* to, const Segment& segment,
                                  const kernels::AppendRecord& rows) {
   const StreamRequest& request = *segment.request;
@@ -241,8 +242,8 @@ void RecordBuilder::AddSelect(BatchLaunch* to, const Segment& segment, const Sta
   to->selects.push_back(record);
 }
 
-// Takes workspace for segment `index`, whose record has `rows` rows, and for those after it that
-// need it alike, so that a step of many sequences asks once.
+// Takes workspace for segment `index`, whose record has `rows` rows, and for the following segments
+// with the same needs. A step of many sequences then takes workspace once.
 absl::Status RecordBuilder::TakeLatents(BatchLaunch* to, size_t index, int64_t rows,
                                         SegmentTemplate* shared) {
   const std::vector<Segment>& segments = to->batch.segments;

@@ -1,11 +1,11 @@
 // From the staged tensors of a batch to the records of its launch.
 //
-// In EXPANDED, short segments take the absorbed form between two projections (rows grouped by their
-// weights inside the backend), long ones the expanded form; ABSORBED has the absorbed form only. A
-// form that no segment needs is absent: nothing is built for it. Fused slices take the absorbed
-// form in one record over all their heads.
+// In EXPANDED, short segments take the absorbed form between two projections; the backend groups
+// their rows by weights. Long segments take the expanded form. ABSORBED has only the absorbed form.
+// A form that no segment needs is absent: no records are built for it. Fused slices take the
+// absorbed form in one record over all their heads.
 //
-// Threading: owned by the engine role. Nothing is allocated per launch.
+// Threading: owned by the engine role. A launch allocates nothing.
 #ifndef MLA_SCHEDULER_LAUNCHING_RECORD_BUILDER_H_
 #define MLA_SCHEDULER_LAUNCHING_RECORD_BUILDER_H_
 
@@ -28,24 +28,26 @@ class RecordBuilder final {
   RecordBuilder(const kernels::BackendInfo& info, kvcache::KvCache* cache, const ModelTable* models)
       : info_(info), cache_(cache), models_(models) {}
 
-  // Fills the records of `to`, which are empty, for its batch, whose tensors `staged` has placed,
-  // and takes the page table changes that the launch will publish. RESOURCE_EXHAUSTED when the
-  // workspace is full. `absorbed_alone`: no segment takes the expanded form, however long it is.
+  // Fills the empty records of `to` for its batch, whose tensors `staged` has placed. Also takes
+  // the page table changes that the launch will publish. RESOURCE_EXHAUSTED when the workspace is
+  // full. `absorbed_alone`: no segment takes the expanded form, however long it is.
   absl::Status Build(const TensorStager& staged, BatchLaunch* to, bool absorbed_alone = false);
-  // Whether Update may take the place of Build: the records in `to` are of the rows of its batch.
+  // Returns true if Update may replace Build: the records in `to` are for the same rows as its
+  // batch.
   bool MayUpdate(const BatchLaunch& to) const {
     return to.origin.Matches(to.batch, cache_->version());
   }
-  // As Build, of a launch whose records are those of another layer: sets what layers differ in.
+  // As Build, for records made for another layer of the same rows: sets only the fields that differ
+  // between layers.
   absl::Status Update(const TensorStager& staged, BatchLaunch* to);
 
  private:
-  // What the records of a request's segments have in common: a decode step has a segment for each
-  // of its sequences, at every layer.
+  // Fields that the records of a request's segments share. a decode step has a segment for each of
+  // its sequences, at every layer.
   struct SegmentTemplate {
     const StreamRequest* request = nullptr;
     const StagedTensors* staged = nullptr;
-    int32_t expanded_min_rows = 0;  // of EXPANDED: shorter segments take the absorbed form
+    int32_t expanded_min_rows = 0;  // for EXPANDED: shorter segments take the absorbed form
     bool appends_more = false;      // entries of windows, or index keys
     int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
     kernels::AppendRecord append{};
@@ -65,7 +67,7 @@ class RecordBuilder final {
   static void SetTensors(const Segment& segment, const SegmentTemplate& shared,
                          kernels::SegmentRecord* record);
   kernels::SegmentRecord Record(const Segment& segment) const;
-  // `page_table`: of the segment's rows.
+  // `page_table`: for the segment's rows.
   void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared,
                  int64_t page_table);
   void AddMoreAppends(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared,
@@ -78,7 +80,7 @@ class RecordBuilder final {
   // The choice of the lists of `attend`.
   static void AddSelect(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
                         const kernels::SegmentRecord& attend);
-  // Of segment `index` of the batch.
+  // For segment `index` of the batch.
   absl::Status AddCompute(BatchLaunch* to, size_t index, int64_t page_table,
                           SegmentTemplate* shared);
   // The absorbed form of EXPANDED: the projections around `record`, whose tensors become latent.
@@ -88,7 +90,7 @@ class RecordBuilder final {
   absl::Status PlaceLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared,
                             kernels::SegmentRecord* record, kernels::ProjectionRecord* absorb,
                             kernels::ProjectionRecord* project);
-  // Of the segment's queries, where its request's lie in fragments.
+  // Sets the segment's part of its request's fragmented queries.
   static kernels::FragmentedInput Fragments(const Segment& segment, const SegmentTemplate& shared);
   absl::Status TakeLatents(BatchLaunch* to, size_t index, int64_t rows, SegmentTemplate* shared);
   void AddFused(BatchLaunch* to, const Segment& segment, const StagedTensors& staged);

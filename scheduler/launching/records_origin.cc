@@ -5,8 +5,8 @@
 namespace mla::scheduler {
 namespace {
 
-// Whether the batch is one request whose segments have one record of each kind, in their order:
-// without lists, windows, comparisons, slices, runs and fragments.
+// Returns true if the batch is one request without lists, windows, comparisons, slices, runs and
+// fragments. Its segments then have one record of each kind, in order.
 bool IsPlain(const Batch& batch) {
   if (batch.requests.size() != 1 || !batch.slices.empty() || !batch.runs.empty()) return false;
   const StreamRequest& request = *batch.requests[0];

@@ -18,7 +18,7 @@ class RecordsOrigin {
   // The records of `batch` are there, built at this version of the cache (KvCache::version).
   void Note(const Batch& batch, uint64_t cache_version);
   void Forget() { cache_version_ = 0; }
-  // Whether records of the same rows are there and the cache is as it was.
+  // Returns true if there are records of the same rows and the cache has not changed since.
   bool Matches(const Batch& batch, uint64_t cache_version) const;
 
  private:
@@ -35,7 +35,7 @@ class RecordsOrigin {
   };
   static Rows RowsOf(const StreamRequest& request);
 
-  uint64_t cache_version_ = 0;  // 0: none are there
+  uint64_t cache_version_ = 0;  // 0: no records
   BatchKey key_;
   Rows rows_;
 };

@@ -37,7 +37,7 @@ class RecordsOriginTest : public ::testing::Test {
     args.has_kv = true;
     batch_.requests = {&request_};
   }
-  // Whether the records that were noted match the batch as it is now.
+  // Returns true if the noted records match the present batch.
   bool Matches() const { return origin_.Matches(batch_, kVersion); }
   ModelSpec* spec() { return const_cast<ModelSpec*>(model_.spec.get()); }
 

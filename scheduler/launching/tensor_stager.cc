@@ -11,7 +11,7 @@ using kernels::ElementSize;
 
 namespace {
 
-// Whether no client of these slices wants its log-sum-exps.
+// Returns true if none of the slices' clients wants log-sum-exps.
 bool Unwanted(const Batch& batch, const FusedSlices& slices) {
   bool wanted = false;
   for (int32_t i = 0; i < slices.count; ++i) {
@@ -20,7 +20,8 @@ bool Unwanted(const Batch& batch, const FusedSlices& slices) {
   return !wanted;
 }
 
-// What is compared of a repeat: its KV rows, then its index keys or entries if the model has such.
+// Number of compared rows of a repeat: its KV rows, then its index keys or entries if the model has
+// them.
 int64_t ComparedRows(const StreamRequest& request) {
   const ModelSpec& spec = *request.engine.step->model->spec;
   const int64_t planes = spec.indexer.heads > 0 || spec.windowed() ? 2 : 1;
@@ -36,7 +37,7 @@ float* TakeUnwantedLse(BatchLaunch* to, int64_t rows, int64_t heads, const float
 }
 
 // Has the log-sum-exps of a request copied to its client's device memory, if it wants them there:
-// from `from`, where the launch sees those of its first row, rows `stride` floats apart.
+// `from` is the launch's address of the first row; rows are `stride` floats apart.
 void CopyLse(BatchLaunch* to, const StreamRequest& request, const float* from, int64_t stride) {
   const AttendArgs& args = request.attend;
   if (!args.want_lse || !args.on_device) return;
@@ -45,8 +46,8 @@ void CopyLse(BatchLaunch* to, const StreamRequest& request, const float* from, i
                           args.num_heads * kSize, request.engine.rows_launched, stride * kSize);
 }
 
-// Of all outputs in host memory together, log-sum-exps included; those that are copied on the
-// device lie there, so then it is no small number.
+// Bytes of all outputs in host memory, including log-sum-exps. If log-sum-exps are copied on the
+// device, outputs lie in device memory and the result is the largest number.
 int64_t OutputBytes(const Batch& batch) {
   int64_t bytes = 0;
   for (const StreamRequest* request : batch.requests) {
@@ -243,7 +244,7 @@ absl::Status TensorStager::StageUnwantedLse(BatchLaunch* to) {
     count += int64_t{request->engine.rows_launched} * args.num_heads;
   }
   for (const FusedSlices& slices : batch.slices) {
-    // Beside slices of which some are wanted, the others are staged with them.
+    // If some slices of a group are wanted, the unwanted ones are staged with them.
     if (Unwanted(to->batch, slices)) continue;
     for (int32_t i = 0; i < slices.count; ++i) {
       const StreamRequest& request = *batch.requests[slices.first + i];
@@ -280,7 +281,7 @@ absl::Status TensorStager::StageAbsorbedSlices(BatchLaunch* to, const FusedSlice
         int64_t{args.num_heads} * spec.q_dim(args.profile) * int64_t(ElementSize(args.q_dtype));
     const int64_t o_row =
         int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
-    assert(args.q_fragments.empty());  // slices lie whole beside their siblings
+    assert(args.q_fragments.empty());  // slices are never fragmented
     in_parts_.push_back({args.q + request.engine.rows_done * q_row, q_row, args.on_device});
     out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row, args.on_device});
     rows = request.engine.rows_launched;
@@ -307,13 +308,13 @@ absl::Status TensorStager::StageExpandedSlices(BatchLaunch* to, const FusedSlice
   if (!o.ok()) return o.status();
   staged->q = static_cast<const std::byte*>(*q);
   staged->o = static_cast<std::byte*>(*o);
-  int64_t head = 0;  // of the slice, side by side with the others
+  int64_t head = 0;  // first head of the slice in the fused tensors
   for (int32_t i = 0; i < slices.count; ++i) {
     const StreamRequest& request = *to->batch.requests[slices.first + i];
     const AttendArgs& args = request.attend;
     const Model& model = *request.engine.step->model;
     StagedTensors own;
-    // Without its log-sum-exps: StageLse has staged those of all slices, and what no kernel writes
+    // Without its log-sum-exps: StageLse has staged them for all slices, and uninitialized memory
     // must not be copied over them.
     if (absl::Status s = StageQueryAndOutput(to, request, &own); !s.ok()) return s;
     kernels::ProjectionRecord absorb;
@@ -346,7 +347,7 @@ absl::Status TensorStager::StageLse(BatchLaunch* to, const FusedSlices& slices,
                                     StagedTensors* staged) {
   const bool wanted = !Unwanted(to->batch, slices);
   const int64_t rows = to->batch.requests[slices.first]->engine.rows_launched;
-  const float* side_by_side = nullptr;  // of all slices, where no client wants them
+  const float* side_by_side = nullptr;  // for all slices, if no client wants them
   if (!wanted) staged->lse = TakeUnwantedLse(to, rows, slices.heads, &side_by_side);
   const float* const first = side_by_side;
   lse_parts_.clear();

@@ -1,6 +1,6 @@
 // Places the tensors of a batch where its launch reads and writes them.
 //
-// Threading: owned by the engine role. Nothing is allocated per launch.
+// Threading: owned by the engine role. A launch allocates nothing.
 #ifndef MLA_SCHEDULER_LAUNCHING_TENSOR_STAGER_H_
 #define MLA_SCHEDULER_LAUNCHING_TENSOR_STAGER_H_
 
@@ -24,14 +24,14 @@ struct StagedTensors {
   kernels::FragmentedInput q_fragments;  // in place of q, if it has bytes
   std::byte* o = nullptr;
   float* lse = nullptr;
-  int32_t* differs = nullptr;          // of a repeat
-  const std::byte* entries = nullptr;  // that its rows make whole
-  const float* sinks = nullptr;        // of its heads
+  int32_t* differs = nullptr;          // for a repeat
+  const std::byte* entries = nullptr;  // entries that its rows complete
+  const float* sinks = nullptr;        // sinks of its heads
   // Index lists of the rows, as SegmentRecord has them.
   const int32_t* list = nullptr;
   const int32_t* list_begin = nullptr;
-  // Of rows whose lists the indexer makes: its inputs, where `list` is to be written, and where the
-  // client wants it.
+  // For rows whose lists the indexer makes: its inputs, the address for `list`, and the address
+  // where the client wants it.
   const std::byte* index_inputs = nullptr;
   int32_t* selected = nullptr;
   int32_t* wanted = nullptr;
@@ -42,15 +42,15 @@ class TensorStager final {
   TensorStager(const Limits& limits, const kernels::BackendInfo& info, const ModelTable* models);
 
   // Lays out the tensors of to->batch in to->layout. Head slices of the EXPANDED profile get their
-  // projections, too. RESOURCE_EXHAUSTED names what is full.
+  // projections, too. RESOURCE_EXHAUSTED names the exhausted resource.
   absl::Status Stage(BatchLaunch* to);
-  // Of the last Stage, by position in batch.requests and in batch.slices.
+  // Results of the last Stage, by position in batch.requests and in batch.slices.
   const StagedTensors& request(size_t index) const { return requests_[index]; }
   const StagedTensors& slices(size_t index) const { return slices_[index]; }
 
  private:
   absl::Status StageKv(BatchLaunch* to, const StreamRequest& request, StagedTensors* staged);
-  // Memory for the comparison of repeats with what is stored.
+  // Takes memory for comparing repeats with the stored rows.
   absl::Status StageComparisons(BatchLaunch* to);
   absl::Status StageQueryAndOutput(BatchLaunch* to, const StreamRequest& request,
                                    StagedTensors* staged);
@@ -65,7 +65,7 @@ class TensorStager final {
   absl::Status StageExpandedSlices(BatchLaunch* to, const FusedSlices& slices,
                                    StagedTensors* staged);
   absl::Status StageLse(BatchLaunch* to, const FusedSlices& slices, StagedTensors* staged);
-  // Memory for the log-sum-exps that no client wants, which are checked all the same.
+  // Takes memory for log-sum-exps that no client wants: they are checked nevertheless.
   absl::Status StageUnwantedLse(BatchLaunch* to);
   // Queries, outputs and log-sum-exps of a run, each in one piece.
   absl::Status StageRun(BatchLaunch* to, const RowRun& run);

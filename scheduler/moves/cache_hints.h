@@ -1,10 +1,10 @@
-// What clients ask for their cached rows: to keep them in the pool for a time, to let them go later
-// than others, to bring them back, to make room of them. Each hint is answered with what became of
-// it, in rows.
+// Hints of clients about their cached rows: to keep them in the pool for a time, to evict them
+// later than others, to restore them, or to demote them. The answer to each hint gives its results
+// in rows.
 //
-// A pin holds page groups in the pool until its time is up, or until it is taken back. What one
-// tenant and what all of them pin is bounded, so that steps find room. A pin is the group's, not
-// the caller's: any call of the tenant that names the same rows changes it.
+// A pin holds page groups in the pool until its time is up, or until it is taken back. Pins are
+// bounded for each tenant and for all tenants together, so that steps find room. A pin is the
+// group's, not the caller's: any call of the tenant that names the same rows changes it.
 //
 // Ownership: borrows everything. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_CACHE_HINTS_H_
@@ -23,7 +23,7 @@ namespace mla::scheduler {
 
 class CacheHints final {
  public:
-  // `tiers` may be null: there are no slower tiers.
+  // `tiers` may be null if there are no slower tiers.
   CacheHints(const Limits& limits, kvcache::KvCache* cache, TierMoves* tiers, const Clock* clock)
       : limits_(limits), cache_(cache), tiers_(tiers), clock_(clock) {}
 
@@ -48,9 +48,9 @@ class CacheHints final {
 
   std::vector<Page> Find(kvcache::LayoutId layout, const kvcache::PrefixChain& chain, int64_t rows);
   void Remember(const Pin& pin);
-  // What becomes of one page.
+  // Result for one page.
   enum class Done : uint8_t { kYes, kLater, kNo, kNoRoom };
-  Done Away(int32_t node) const;  // of one that is not in the pool
+  Done Away(int32_t node) const;  // for a page that is not in the pool
   Done PinOne(const HintArgs& args, kvcache::LayoutId layout, TenantKey tenant, int32_t node);
   Done DemoteOne(int32_t node);
 

@@ -6,7 +6,7 @@
 namespace mla::scheduler {
 namespace {
 
-// Of the moves of a launch, each of which has a short part at its end at most.
+// Digest parts of all moves of a launch; each move has at most one short part, at its end.
 static_assert(PageMover::kLaunchBytes / kernels::kDigestPartBytes + kPageRanges <=
               kernels::BackendLimits().digest_parts);
 

@@ -1,11 +1,11 @@
 // Parts of page groups that wait for a launch to carry them between the pool and host memory.
 //
-// A move goes with the next launch that has room, in the order of arrival, once the page work that
-// its group may need has been carried by an earlier launch. A launch writes moved rows before it
+// A move goes with the next launch that has room, in the order of arrival. Page work that its group
+// needs must first have been carried by an earlier launch. A launch writes moved rows before it
 // does its page work, so a launch that zeroes a group takes no rows into it: the zeroing would be
 // done last. A move of more bytes than a launch may carry goes with several, one after another. Its
-// group is pinned from the hand-over to the answer, so that it is not given to others even if its
-// sequence ends meanwhile.
+// group is pinned from Add to the answer, so that no other sequence gets it even if its own
+// sequence ends before.
 //
 // Ownership: borrows cache and moves. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_PAGE_MOVER_H_
@@ -25,20 +25,20 @@ using kvcache::PageMove;
 
 class PageMover final {
  public:
-  // Of all moves of one launch: steps wait for no more.
+  // All moves of one launch together: bounds how long steps wait for them.
   static constexpr int64_t kLaunchBytes = int64_t{8} << 20;
 
   explicit PageMover(kvcache::KvCache* cache) : cache_(cache) {}
 
-  // REQUIRES: the engine's fields are filled in, but for the pin.
+  // REQUIRES: all fields of PageMove::engine except the pin are set.
   void Add(PageMove* move);
   bool waiting() const { return !waiting_.empty(); }
   // Adds to the batch what may go with its launch, and page work that moves wait for.
   void Take(const BatchPolicy& policy, Batch* batch);
-  // Answers the moves of a launch that has ended; those with bytes left wait for the next.
+  // Answers the moves of a launch that has ended; unfinished moves wait for the next launch.
   void Finish(Batch* batch, const absl::Status& status);
-  // A launch has failed: answers those that wait for page work which it has carried, as it may
-  // never be done. REQUIRES: the work has not been queued again yet.
+  // A launch has failed: answers the moves that wait for page work carried by it, because that work
+  // may never be done. REQUIRES: the work has not been queued again yet.
   void FailBehind(const kvcache::LaunchWork& lost, const absl::Status& status);
   // Answers all that wait.
   void Fail(const absl::Status& status);
@@ -51,7 +51,7 @@ class PageMover final {
     int64_t bytes = kLaunchBytes;
     size_t places = kPageRanges;
   };
-  // What fits of the move's transfers. False: nothing.
+  // Adds the part of the move's transfers that fits; returns false if nothing does.
   static bool AddPart(PageMove* move, Room* room, Batch* batch);
   void Answer(PageMove* move, const absl::Status& status);
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kPart = kernels::kDigestPartBytes;
 
-constexpr int32_t kPages = 8;  // of a sequence, at most
+constexpr int32_t kPages = 8;  // the most of a sequence
 constexpr int32_t kPageSize = 4;
 
 class PageMoverTest : public ::testing::Test {
@@ -69,7 +69,7 @@ class PageMoverTest : public ::testing::Test {
     mover_->Add(move.get());
     return move;
   }
-  // Expects that the launch moves no rows into what it zeroes; ends it well.
+  // Expects that the launch moves no rows into groups that it zeroes; ends it successfully.
   void End(Batch* batch) {
     for (const kernels::PageTransfer& write : batch->page_writes) {
       for (const kernels::PageRange& range : batch->pages.ranges()) {
@@ -140,7 +140,7 @@ TEST_F(PageMoverTest, AMoveWithDigestsWaitsForALaunchThatHasRoomForAPart) {
   EXPECT_FALSE(mover_->waiting());
 }
 
-// Rows come before page work within a launch, so that zeroing would be all that is left of them.
+// A launch moves rows before it does page work, so zeroing in the same launch would erase them.
 TEST_F(PageMoverTest, RowsWaitForTheLaunchAfterTheirZeroing) {
   Dirty(1);
   const auto move = AddImport(Reserve());

@@ -255,7 +255,8 @@ bool TierMoves::DemoteGroup(LayoutId layout, uint32_t entry) {
   const bool full = host.bytes_total() - host.bytes_used() < pool.group_bytes(layout);
   const bool storing = std::any_of(moves_.begin(), moves_.end(),
                                    [](const auto& move) { return move->kind == Kind::kStore; });
-  // What is on its way to the file makes room soon; without that, the oldest copies would go.
+  // Moves to the file will soon free room; without waiting for them, the oldest copies would be
+  // dropped.
   if (full && storing) return false;
   const uint32_t room = copies_.TakeRoom(TierIndex::kHost, layout);
   if (room == TierCopies::kNoRoom) return false;

@@ -5,15 +5,15 @@
 //
 // Only groups that the prefix cache alone holds leave the pool: the oldest of a layout, once less
 // than tier_low_percent of the pool, or of what its tenant may have, is free, until
-// tier_high_percent are. A copy stays while its tier has room, so a group that comes back and goes
-// once more is not copied again. The host tier in turn passes on to the file what tier_file_hits
-// matches have used, and drops the rest, the oldest first.
+// tier_high_percent are. A copy stays while its tier has room, so a group that returns to the pool
+// and leaves again is not copied again. The host tier passes groups that tier_file_hits matches
+// have used on to the file. It drops other groups, the oldest first.
 //
 // Bytes move with launches (PageMover) and on the store's threads; the role only keeps the books.
 // Every copy is checked, by its digest or its seal, before its rows can be seen and before its
-// bytes go to the file. One that is not what it was is dropped, counted and told as an event;
-// matches then miss. Digests are made by the launches that copy (PageTransfer::digests), of the
-// bytes that leave the pool and of those that are written into it.
+// bytes go to the file. A damaged copy is dropped, counted and reported as an event; matches then
+// miss. Launches that copy also make digests (PageTransfer::digests), of bytes leaving the pool and
+// of bytes written into it.
 //
 // Ownership: owns the store; borrows the rest. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_TIER_MOVES_H_
@@ -39,31 +39,32 @@ namespace mla::scheduler {
 
 class TierMoves final {
  public:
-  // Of all moves at a time; a single group may be larger.
+  // Bound for all moves at the same time; a single group may be larger.
   static constexpr int64_t kMovingBytes = int64_t{64} << 20;
   static constexpr size_t kMostMoves = 16;
   // Groups that one call of Pump takes out of the pool or of host memory.
   static constexpr int kMostAtOnce = 256;
-  // Pages that are wanted back stay in the pool for tiers.wait_ms, and at least so long, so that
-  // who waits for them finds them.
+  // Restored pages stay in the pool for tiers.wait_ms, and at least this time, so that the waiting
+  // call finds them.
   static constexpr int64_t kLeastKeptMs = 1000;
-  // Nothing moves for so long after a launch that failed: the device may be lost.
+  // Nothing moves for this time after a failed launch: the device may be lost.
   static constexpr int64_t kRetryMs = 1000;
 
   TierMoves(const Limits& limits, kvcache::KvCache* cache, PageMover* mover, const Clock* clock,
             std::unique_ptr<kvcache::TierStore> store);
-  // Jobs that run are waited for. REQUIRES: no launch moves anything for it any more.
+  // Waits for running jobs. REQUIRES: launches move nothing for it any more.
   ~TierMoves();
 
-  // Takes what has ended a step further, and starts what should move. Never waits. True if it did
-  // anything.
+  // Continues moves whose last stage has ended, and starts new ones. Never waits. Returns true if
+  // it did anything.
   bool Pump();
-  // Whether Pump might do something.
+  // Returns true if Pump might do something.
   bool ready() const;
-  // Brings the demoted pages of the chain back, from the one on that begins at `first_row`, as far
-  // as they are known and wanted, and pool and queue (WaitingPages) have room. Null: there is
-  // nothing to wait for. A page whose turn has not come when the caller has waited and might have
-  // asked again is dropped; with `waits` false, nothing waits, and none is.
+  // Restores the demoted pages of the chain, from the page that begins at `first_row` on, as far as
+  // they are known and wanted, and the pool and the queue (WaitingPages) have room. Returns null if
+  // there is nothing to wait for. With `waits`, a page still queued after twice the wait of a call
+  // is dropped: the caller may have repeated the call once. Without `waits` no caller waits, and
+  // queued pages are not dropped.
   std::shared_ptr<TierWait> Restore(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
                                     int64_t first_row, int64_t most_rows, bool waits = true);
   // The idle group of a node that is known leaves the pool, now or when it has been copied. False,
@@ -83,8 +84,8 @@ class TierMoves final {
     TenantKey tenant = 0;
     int64_t bytes = 0;
     kvcache::KvCache::RestoreRoom restore;
-    uint32_t room = kvcache::TierCopies::kNoRoom;         // that is not the node's yet
-    kvcache::TierIndex from = kvcache::TierIndex::kHost;  // of a restore
+    uint32_t room = kvcache::TierCopies::kNoRoom;         // not yet assigned to the node
+    kvcache::TierIndex from = kvcache::TierIndex::kHost;  // for a restore
     MonotonicNanos began = 0;
     kvcache::TierJob job;
     PageMove part;
@@ -113,7 +114,7 @@ class TierMoves final {
 
   // How long pages that are wanted back stay in the pool.
   int64_t KeepNanos() const;
-  // The node's group is not to leave the pool for so long.
+  // Keeps the node's group in the pool for that time.
   void Keep(int32_t node);
   bool Kept(int32_t node) const;
   bool Pauses() const { return clock_->Now() < retry_at_; }
@@ -132,7 +133,7 @@ class TierMoves final {
   void OnWritten(Move* move);
   // --- Back
   void Want(const WaitingPage& page);
-  // It has come back, or does not.
+  // The page was restored, or its restore was abandoned.
   void Answer(const WaitingPage& page);
   void DropUnwanted();
   bool RestoreOne();
@@ -160,7 +161,7 @@ class TierMoves final {
   MonotonicNanos drop_unwanted_at_ = 0;
   MonotonicNanos retry_at_ = 0;
   int64_t moving_bytes_ = 0;
-  int64_t leaving_bytes_ = 0;        // of them, out of the pool
+  int64_t leaving_bytes_ = 0;        // part of moving_bytes_ that leaves the pool
   kvcache::LayoutId demoting_ = -1;  // until the high mark is reached
   bool storing_ = false;
   uint64_t looked_at_ = ~uint64_t{0};  // the cache's steps after the last Pump

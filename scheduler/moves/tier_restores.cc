@@ -11,8 +11,8 @@ namespace mla::scheduler {
 
 namespace {
 
-// Pages stay wanted for so many times as long as a call waits: it is told that they come, and may
-// ask once more.
+// Pages stay wanted for this many times the wait of a call: the caller is told that they come, and
+// may ask one more time.
 constexpr int64_t kAsksAgain = 2;
 
 }  // namespace
@@ -155,7 +155,8 @@ void TierMoves::OnRestored(Move* move) {
     cache_->DropRestore(move->restore.id);
     return End(move);
   }
-  // Bytes that came from the file held their seal before; these are those of the pool.
+  // The seal of bytes from the file has been checked before; these digests are of the bytes in the
+  // pool.
   if (kvcache::DigestOfParts(move->digests) != copies_.digest(move->node)) {
     cache_->DropRestore(move->restore.id);
     return EndFaulty(move, TierIndex::kHost, true);

@@ -1,9 +1,10 @@
 // Pages of the prefix cache that wait for a move between the pool and slower tiers.
 //
-// Tenants take turns, a page each, so one that wants much holds no other up; the pages of a tenant
-// go in the order in which they came. What one tenant and what all of them have waiting is bounded.
+// Tenants take turns, a page each, so a tenant with many pages does not delay the others. Pages of
+// one tenant go in the order of arrival. Waiting pages are bounded for each tenant and for all
+// tenants together.
 //
-// Threading: owned by the engine role, but for TierWait.
+// Threading: owned by the engine role, except for TierWait.
 #ifndef MLA_SCHEDULER_MOVES_WAITING_PAGES_H_
 #define MLA_SCHEDULER_MOVES_WAITING_PAGES_H_
 
@@ -41,15 +42,15 @@ struct WaitingPage {
   static constexpr MonotonicNanos kAlways = std::numeric_limits<MonotonicNanos>::max();
 
   int32_t node = -1;
-  uint64_t life = 0;  // of the node's index
+  uint64_t life = 0;  // identifies the present use of the node's index
   TenantKey tenant = 0;
-  MonotonicNanos until = kAlways;            // the move is not wanted any more from then on
-  std::shared_ptr<TierWait> wait = nullptr;  // null: nothing waits
+  MonotonicNanos until = kAlways;            // after that the move is not wanted any more
+  std::shared_ptr<TierWait> wait = nullptr;  // null: no caller waits
 };
 
 class WaitingPages final {
  public:
-  // Pages that wait: of all tenants, and of one.
+  // Waiting pages of all tenants, and of one.
   static constexpr size_t kMost = 1 << 16;
   static constexpr size_t kMostOfTenant = 1 << 14;
 
@@ -59,7 +60,7 @@ class WaitingPages final {
   size_t size() const { return size_; }
   // False, and nothing happens, without room for it.
   bool Add(WaitingPage page);
-  // Before all others of its tenant: it has had its turn, and must be moved once more.
+  // Adds a page before all others of its tenant: its first move did not succeed.
   void AddFirst(WaitingPage page);
   // The page whose turn it is. REQUIRES: not empty.
   const WaitingPage& front() const { return Next()->second.front(); }
@@ -68,7 +69,7 @@ class WaitingPages final {
   std::vector<WaitingPage> TakeIf(const std::function<bool(const WaitingPage&)>& dead);
 
  private:
-  using Lines = std::map<TenantKey, std::deque<WaitingPage>>;  // none is empty
+  using Lines = std::map<TenantKey, std::deque<WaitingPage>>;  // every line has pages
   Lines::const_iterator Next() const;
 
   Lines lines_;

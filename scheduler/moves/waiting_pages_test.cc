@@ -1,4 +1,4 @@
-// Turns of tenants, bounds, and pages that are not wanted any more.
+// Turns of tenants, bounds, and pages that are no longer wanted.
 #include "scheduler/moves/waiting_pages.h"
 
 #include <vector>

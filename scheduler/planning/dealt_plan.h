@@ -1,8 +1,8 @@
 // Fills the arrays of a plan in dealt mode. Part of the planner, not for others.
 //
 // Piece j of the batch, counted over all tiles in their order, goes to unit j mod units. So each
-// unit has its items in the order of segments, and no unit has two pieces of a tile, which has at
-// most as many pieces as there are units.
+// unit has its items in the order of segments. A tile has at most as many pieces as there are
+// units, so no unit has two of its pieces.
 #ifndef MLA_SCHEDULER_PLANNING_DEALT_PLAN_H_
 #define MLA_SCHEDULER_PLANNING_DEALT_PLAN_H_
 
@@ -17,11 +17,11 @@
 
 namespace mla::scheduler {
 
-// Of all tiles of a batch, whole.
+// Row counts over all tiles of a batch.
 struct TileRows {
   int64_t tiles = 0;
   int64_t all = 0;      // KV rows
-  int64_t longest = 0;  // of one
+  int64_t longest = 0;  // of one tile
 };
 
 // Rows between the cuts. count(rows): pieces of all tiles that are cut at multiples of `rows`.
@@ -78,7 +78,7 @@ class DealtWriter final {
   }
 
  private:
-  // Where the items of a unit begin.
+  // First item of a unit.
   int64_t Begin(int32_t unit) const {
     return unit * (pieces_ / units_) + std::min<int64_t>(unit, pieces_ % units_);
   }

@@ -10,7 +10,7 @@
 namespace mla::scheduler {
 namespace {
 
-// Arrays start at multiples of a cache line: no two of them share one.
+// Each array starts at a multiple of a cache line, so that no two arrays share one.
 constexpr int64_t kAlignment = 64;
 
 constexpr int64_t Padded(int64_t bytes) {

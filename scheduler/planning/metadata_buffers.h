@@ -30,7 +30,7 @@ class MetadataBuffers final {
   // names the capacity that is out of range: 1 <= units, 0 <= each, all below 2^31.
   static absl::StatusOr<std::unique_ptr<MetadataBuffers>> Create(
       const PlanCapacity& capacity, kernels::AttentionBackend& backend);
-  // The same in memory from elsewhere, of capacity.bytes() at least.
+  // As above, in the given memory of at least capacity.bytes().
   static absl::StatusOr<std::unique_ptr<MetadataBuffers>> Create(
       const PlanCapacity& capacity, std::unique_ptr<kernels::HostBuffer> memory);
 
@@ -41,7 +41,7 @@ class MetadataBuffers final {
   std::span<int32_t> reduce_indptr() { return reduce_indptr_; }
   std::span<kernels::ReduceTile> reduce_final_map() { return reduce_final_map_; }
   std::span<int32_t> reduce_partial_map() { return reduce_partial_map_; }
-  // What was filled of them; lacks a generation. REQUIRES: within capacity().
+  // A view of the filled part, without a generation. REQUIRES: within capacity().
   kernels::PlanView View(const PlanCapacity& filled) const;
 
  private:

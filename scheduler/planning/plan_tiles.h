@@ -19,8 +19,8 @@ struct Tile {
   uint32_t heads;        // as in WorkInfo
   int32_t packed_rows;   // query rows x heads
   int32_t segment_rows;  // kv rows of the whole segment
-  int32_t kv_end;        // what its last query row sees
-  int32_t first_sees;    // what its first query row sees: no cut lies at or past it
+  int32_t kv_end;        // end of the rows that its last query row sees
+  int32_t first_sees;    // end of the rows that its first query row sees; every cut lies before it
   int32_t weight;        // charge of one KV row, in units of 1 / ChargeScale
 };
 
@@ -29,7 +29,7 @@ struct TileShape {  // largest tile of a segment; a function of its heads and th
   int32_t q_rows;
 };
 
-// Charges are integers: what one KV row of a full tile is charged.
+// Charges are integers: this is the charge of one KV row in a full tile.
 inline int32_t ChargeScale(const kernels::PlanTraits& traits) {
   return traits.min_charged_rows > 0 ? traits.tile_rows : 1;
 }
@@ -52,8 +52,7 @@ inline TileShape ShapeOf(int32_t num_heads, const kernels::PlanTraits& traits) {
   return {heads, std::min(traits.tile_rows / heads, QueryRowLimit(traits))};
 }
 
-// The tile of a segment that makes no more than one, where all tiles are charged alike. REQUIRES:
-// q_rows > 0.
+// The tile of a segment that has at most one, if all tiles are charged alike. REQUIRES: q_rows > 0.
 inline Tile OnlyTile(const PlanSegment& segment, int32_t index) {
   return {index,
           0,
@@ -102,11 +101,11 @@ inline int32_t PiecesOf(const Tile& tile, int32_t split_rows) {
   return tile.first_sees > 0 ? 1 + (tile.first_sees - 1) / split_rows : 1;
 }
 
-// What a batch comes to, counted before anything is written.
+// Totals of a batch, counted before anything is written.
 struct Tally {
   int64_t tiles = 0;
-  int64_t kv_charge = 0;  // of the KV rows of all tiles
-  int64_t kv_most = 0;    // of one tile
+  int64_t kv_charge = 0;  // for the KV rows of all tiles
+  int64_t kv_most = 0;    // for one tile
   int64_t kv_least = std::numeric_limits<int64_t>::max();
   // Fixed-split mode only, where the pieces are known beforehand.
   int64_t pieces = 0;

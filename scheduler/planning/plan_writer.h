@@ -1,7 +1,7 @@
 // Fills the arrays of a plan in one walk over the tiles. Part of the planner, not for others.
 //
-// The writer keeps pointers to the next element of each array and the room of the open unit; the
-// arrays must be as large as the tally asks, which the planner has checked.
+// The writer keeps pointers to the next element of each array, and the remaining room of the open
+// unit. The arrays must have the sizes that the tally asks for; the planner has checked this.
 #ifndef MLA_SCHEDULER_PLANNING_PLAN_WRITER_H_
 #define MLA_SCHEDULER_PLANNING_PLAN_WRITER_H_
 
@@ -20,7 +20,7 @@ namespace mla::scheduler {
 template <bool kFixed>
 class PlanWriter final {
  public:
-  // `sharing`: units that the work is cut for, at most all of them.
+  // `sharing`: the number of units that the work is cut for.
   PlanWriter(const kernels::PlanTraits& traits, const Tally& tally, int32_t sharing,
              MetadataBuffers& buffers)
       : buffers_(buffers),
@@ -48,7 +48,7 @@ class PlanWriter final {
     }
   }
 
-  // Segments of one tile at most each. Most of them go into the open unit whole.
+  // Segments of one tile at most each. Most tiles go into the open unit whole.
   void PlaceOnlyTiles(std::span<const PlanSegment> segments)
     requires(!kFixed)
   {
@@ -79,11 +79,11 @@ class PlanWriter final {
     return buffers_.View({units_, items, tiles, partials, at_.partial_row});
   }
 
-  // Of the KV rows alone, without overheads.
+  // Charge of the KV rows only, without overheads.
   int64_t busiest_charge() const { return busiest_charge_; }
 
  private:
-  // What changes from item to item; a value, so that a loop can keep it in registers.
+  // State that changes from item to item; a value, so that a loop can keep it in registers.
   struct Cursor {
     kernels::WorkInfo* item;
     int32_t* unit_end;  // entry of work_indptr that the open unit begins at; the next ends it
@@ -104,8 +104,8 @@ class PlanWriter final {
   int64_t BalancedPayload(const Tally& tally, const kernels::PlanTraits& traits,
                           int32_t sharing) const {
     if (tally.tiles == 0) return 0;
-    // Every unit advances by its part of the whole: what it gets beyond that pays for the item that
-    // its cut adds and for rounding the cut down.
+    // Every unit advances by its part of the whole: the excess over its share pays for the item
+    // that its cut adds and for rounding the cut down.
     const int64_t slack = int64_t{granularity_} * ChargeScale(traits) - 1;
     const int64_t by_share = DivideUp(Charge(tally), sharing) + overhead_ + slack;
     // Every tile gets as many units of its own, or every unit as many whole tiles, as if all were
@@ -118,7 +118,8 @@ class PlanWriter final {
       const int64_t piece = DivideUp(tally.kv_most, sharing / tally.tiles);
       by_border = DivideUp(piece, granularity_) * granularity_ + overhead_;
     }
-    // Where borders leave every tile whole, no merge follows, which takes about as long as an item.
+    // If borders leave every tile whole, a merge is not needed; it would take about as long as an
+    // item.
     const bool whole =
         2 * tally.tiles > sharing && of_unit * (tally.kv_most - tally.kv_least) <= overhead_;
     if (whole && by_border <= by_share + overhead_) return by_border;
@@ -188,7 +189,7 @@ class PlanWriter final {
   }
 
   int32_t RoundDown(uint32_t kv_row) const {
-    const uint32_t mask = granularity_ - 1;  // divisions would be half of what a cut costs
+    const uint32_t mask = granularity_ - 1;  // divisions would be half of the cost of a cut
     const uint32_t past = (granularity_ & mask) == 0 ? kv_row & mask : kv_row % granularity_;
     return static_cast<int32_t>(kv_row - past);
   }

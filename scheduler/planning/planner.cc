@@ -38,9 +38,9 @@ void Count(const PlanSegment& segment, const PlanTraits& traits, int64_t times, 
   });
 }
 
-// The same for the common batch, in which each segment is valid and makes one tile at most, and all
-// tiles are charged alike. False, and a tally without meaning, for any other batch. kFewRows: tiles
-// have a bound of their own on query rows.
+// As above, for the common batch: each segment is valid and makes at most one tile, and all tiles
+// are charged alike. Returns false for any other batch; the tally is then meaningless. kFewRows:
+// tiles have a separate bound on query rows.
 template <bool kFewRows>
 bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& traits, Tally& tally) {
   const int64_t tile_rows = traits.tile_rows;
@@ -90,7 +90,7 @@ PlanCapacity Needs(const Tally& tally, const PlanTraits& traits) {
   }
   if (traits.dealt_pieces > 0) {
     const int64_t pieces = int64_t{traits.units} * traits.dealt_pieces;
-    const int64_t split = tally.tiles > 0 ? pieces : 0;  // where there are more tiles, none is
+    const int64_t split = tally.tiles > 0 ? pieces : 0;  // with more tiles than that, none is split
     needs.work_items = std::max(tally.tiles, split);
     needs.reduce_tiles = split / 2;
     needs.reduce_partials = split;
@@ -127,7 +127,7 @@ absl::Status CheckFits(const PlanCapacity& needs, const PlanCapacity& has) {
   return absl::OkStatus();
 }
 
-// Units that share the batch: all, or those of PlanTraits::small.
+// Number of units that share the batch: all, or as many as PlanTraits::small gives.
 int32_t SharingUnits(std::span<const PlanSegment> segments, const PlanTraits& traits,
                      const Tally& tally) {
   const kernels::SmallBatches& small = traits.small;
@@ -135,7 +135,7 @@ int32_t SharingUnits(std::span<const PlanSegment> segments, const PlanTraits& tr
       ChargeScale(traits) != 1) {
     return traits.units;
   }
-  int64_t rows = 1;  // of the largest tile
+  int64_t rows = 1;  // in the largest tile
   for (const PlanSegment& segment : segments) {
     const TileShape shape = ShapeOf(std::max(1, segment.num_heads), traits);
     rows = std::max(rows, int64_t{shape.heads} * std::min(shape.q_rows, segment.q_rows));
@@ -308,9 +308,9 @@ int32_t DensestHeads(int32_t min_heads, int32_t max_heads, const PlanTraits& tra
   return best;
 }
 
-// Counts segments whose tiles outnumber those of any batch within the limits. A segment has
-// chunks x (1 + (q_rows - 1) / tile q rows) tiles; the two terms of that sum over a batch are
-// bounded apart, each by the cheaper of two dominating sets of segments.
+// Counts segments with at least as many tiles as any batch within the limits. A segment has chunks
+// x (1 + (q_rows - 1) / tile q rows) tiles. The two terms of that product, summed over a batch, are
+// bounded separately, each by the cheaper of two dominating sets of segments.
 template <bool kFixed>
 Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
   const auto max_heads =

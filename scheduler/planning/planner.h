@@ -4,20 +4,20 @@
 //
 // A segment of q_rows x num_heads packed rows is cut into tiles of at most traits.tile_rows packed
 // rows: whole query rows when all heads fit, else one query row and a range of heads. A tile needs
-// the KV rows that its last query row can see (causal trim); a tile that sees none still gets its
-// work item, so that its rows are written. Tiles are laid end to end in segment order, each charged
-// its KV rows (by its packed rows, if traits.min_charged_rows asks) plus traits.item_overhead_rows,
-// and the line is cut into `units` parts of equal charge, where each cut pays for the further work
-// item that it makes. A tile that crosses a cut is split: its pieces become partial tiles and one
-// reduce tile. No cut lies past what the first query row of the tile can see, so no piece is wholly
-// masked for a row that sees any key.
+// the KV rows that its last query row can see (causal trim). A tile that sees no rows still gets a
+// work item, so that its output rows are written. Tiles are laid end to end in segment order. Each
+// is charged its KV rows (or its packed rows, if traits.min_charged_rows asks for it) plus
+// traits.item_overhead_rows. The line is cut into `units` parts of equal charge, where each cut
+// pays for the work item that it adds. A tile that crosses a cut is split: its pieces become
+// partial tiles and one reduce tile. Every cut lies within the rows that the tile's first query row
+// can see, so no piece is completely masked for a row that sees any key.
 //
 // In fixed-split mode (traits.fixed_split_rows) the cuts are multiples of that many rows in every
-// tile and whole pieces are dealt to the units in order: nothing about one segment's pieces depends
-// on another segment.
+// tile and whole pieces are dealt to the units in order: the pieces of one segment do not depend on
+// other segments.
 //
-// In dealt mode (traits.dealt_pieces) all tiles are cut at multiples of the same number of rows
-// too, which follows from the batch, and pieces are dealt to the units in turn (dealt_plan.h).
+// In dealt mode (traits.dealt_pieces) all tiles are also cut at multiples of one number of rows,
+// which follows from the batch. Pieces are dealt to the units in turn (dealt_plan.h).
 //
 // Threading: a Planner is owned by one thread. Build allocates nothing unless it fails.
 #ifndef MLA_SCHEDULER_PLANNING_PLANNER_H_
@@ -46,7 +46,7 @@ struct PlanLimits {
   int32_t segments = 0;
   int32_t q_rows = 0;         // all segments together
   int64_t packed_rows = 0;    // sum of q_rows x num_heads
-  int32_t kv_rows = 0;        // of one segment; matters in fixed-split mode only
+  int32_t kv_rows = 0;        // of one segment; used in fixed-split mode only
   int32_t min_heads = 1;      // fewest heads of any segment
   int32_t max_heads = 65535;  // most heads of any segment
 };
@@ -54,18 +54,18 @@ struct PlanLimits {
 class Planner final {
  public:
   // KV rows between the cuts of fixed-split mode: traits.fixed_split_rows, rounded up to the
-  // granularity. A tile of `kv_rows` rows has at most one piece for each of them, or part.
+  // granularity. A tile of `kv_rows` rows has at most DivideUp(kv_rows, SplitRows) pieces.
   static int32_t SplitRows(const kernels::PlanTraits& traits);
 
-  // Capacity of every array for any batch within `limits`: the counting pass of Build itself, run
-  // on the worst batches, so that sizing and use can not drift apart. REQUIRES: limits and traits
-  // in the ranges that their comments state. In fixed-split mode the worst batch has every segment
-  // at limits.kv_rows and may be absurdly large; a caller may lower the result, and then meets
-  // RESOURCE_EXHAUSTED in Build and cuts its batch.
+  // Capacity of every array for any batch within `limits`: it runs the counting pass of Build
+  // itself on the worst batches, so that sizing and use cannot drift apart. REQUIRES: limits and
+  // traits in the ranges that their comments state. In fixed-split mode the worst batch has every
+  // segment at limits.kv_rows, so the result may be extremely large. A caller may lower it, and
+  // must then cut its batch when Build returns RESOURCE_EXHAUSTED.
   static PlanCapacity Capacity(const PlanLimits& limits, const kernels::PlanTraits& traits);
 
-  // Fills `buffers` and returns views into it. RESOURCE_EXHAUSTED names the array, what is needed
-  // and what there is (cannot happen within the limits the buffers were sized for);
+  // Fills `buffers` and returns views into it. RESOURCE_EXHAUSTED names the array, the needed and
+  // the available size; it cannot occur within the limits that the buffers were sized for.
   // INVALID_ARGUMENT names the segment or trait. Each plan has a generation of its own, unique in
   // the process and above 0.
   absl::StatusOr<kernels::PlanView> Build(std::span<const PlanSegment> segments,

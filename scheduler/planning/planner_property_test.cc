@@ -187,7 +187,7 @@ TEST(PlannerPropertyTest, EveryPairOnceAndInsideCapacity) {
     fixed_plans += traits.fixed_split_rows > 0;
     dealt_plans += traits.dealt_pieces > 0 && !view->reduce_final_map.empty();
   }
-  // The generator must keep reaching what it is for.
+  // The generator must keep reaching the cases it is for.
   EXPECT_GT(split_plans, batches / 4);
   EXPECT_GT(fixed_plans, batches / 8);
   EXPECT_GT(dealt_plans, batches / 30);

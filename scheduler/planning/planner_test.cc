@@ -112,7 +112,7 @@ TEST_F(PlannerTest, TilesStayWholeWhereAMergeTakesLongerThanItSaves) {
   // By more: whole tiles are not to be had, so rows are shared evenly.
   segments[0].kv_rows -= 4096;
   EXPECT_GT(Plan(segments, traits).partial_rows, 0);
-  // So long that two units without work are more than a merge.
+  // Long enough that two idle units cost more than a merge.
   segments.assign(64, {1, 65'536, 128});
   view = Plan(segments, traits);
   EXPECT_GT(view.partial_rows, 0);
@@ -146,7 +146,7 @@ TEST_F(PlannerTest, SmallBatchesAreCutForFewerUnits) {
   EXPECT_EQ(Plan({{1, 4096, 128}}, traits).work_info.size(), 64u);
   traits.small = {.blocks = 132, .block_rows = 16, .unit_kv_rows = 384};
   const PlanView view = Plan({{1, 4096, 128}}, traits);
-  EXPECT_EQ(view.work_info.size(), 16u);  // of 132 blocks, eight share a tile
+  EXPECT_EQ(view.work_info.size(), 16u);  // of 132 blocks; eight of them share a tile
   EXPECT_EQ(view.work_indptr.size(), 67u);
   EXPECT_EQ(Plan({{1, 6144, 128}}, traits).work_info.size(), 16u);
   EXPECT_EQ(Plan({{1, 6145, 128}}, traits).work_info.size(), 49u);  // as without
@@ -259,7 +259,7 @@ TEST_F(PlannerTest, FixedPiecesAreDealtEvenly) {
   }
 }
 
-// Small tiles beside full ones: what counts is the work, not the rows.
+// Small tiles together with full ones: charges follow the work, not the rows.
 TEST_F(PlannerTest, TilesAreChargedByTheirRows) {
   std::vector<PlanSegment> segments(64, {1, 4096, 16});  // 16 of 128 packed rows
   segments.push_back({512, 4096, 16});                   // 64 full tiles

@@ -21,7 +21,7 @@ using kernels::WorkInfo;
 
 constexpr int64_t kRotatedBytes = int64_t{kPanelRowBytes} * kRotatedPanels;
 
-// What an item costs: its start and end take as long as about two and a half tiles of KV rows.
+// Costs of an item: its start and end take as long as about two and a half tiles of KV rows.
 constexpr int64_t kCostOfTile = 2;
 constexpr int64_t kCostOfItem = 5;
 // Cuts pay where they save more than merging partial tiles takes (about eight tiles), and more than
@@ -169,7 +169,7 @@ absl::Status RoundPlanner::PlaceSegment(int32_t index, const PlanSegment& segmen
     for (int32_t row = 0; row < segment.kv_rows; row += placed.rows_per_chunk) {
       expansion.kv_begin = row;
       expansion.rows = std::min(placed.rows_per_chunk, segment.kv_rows - row);
-      // Rows that carry results are those of one segment and head, so rounds are not shared.
+      // Rows that carry results hold one segment and head only, so rounds are not shared.
       if (absl::Status s = AddExpansion(expansion, true, used); !s.ok()) return s;
     }
   }

@@ -2,14 +2,14 @@
 //
 // Keys and values of a launch may not fit the workspace at once, so it is worked through in rounds:
 // each round up-projects some expansions (rows of a segment for some heads) and then attends to
-// them. Heads are divided over rounds first; only where the context of one head alone exceeds the
-// workspace is the context cut too, and results go on from round to round through rows of the
+// them. Heads are divided over rounds first. Only if the context of one head alone exceeds the
+// workspace, the context is cut too; results then pass from round to round through rows of the
 // partial buffers.
 //
 // Inside a round, items are dealt to the units by their cost: longest first among the heads whose
-// keys and values share the cache, to the unit that has least. The plan's own cuts are kept only
-// where whole tiles would leave units idle for longer than merging partial tiles takes; else tiles
-// are joined again and there is nothing to combine.
+// keys and values share the cache, to the unit that has least. The plan's own cuts are kept only if
+// whole tiles would leave units idle for longer than merging partial tiles takes. Otherwise tiles
+// are joined again, and combining is not needed.
 //
 // Threading: one thread. Build allocates nothing.
 #ifndef MLA_SCHEDULER_PLANNING_ROUND_PLANNER_H_
@@ -29,10 +29,10 @@
 
 namespace mla::scheduler {
 
-// Of one plan's rounds, at most.
+// The most that the rounds of one plan hold.
 struct RoundCapacity {
   int32_t units = 0;  // 0: no rounds are made
-  int64_t items = 0;  // of all rounds together, as the expansions
+  int64_t items = 0;  // of all rounds together, like expansions
   int64_t expansions = 0;
   int32_t segments = 0;
   // Host bytes of the RoundBuffers of this capacity.
@@ -75,10 +75,10 @@ class RoundPlanner final {
     uint64_t key;
     int32_t tile, expansion;
   };
-  struct Placed {  // where a segment's heads and rows lie
+  struct Placed {  // place of a segment's heads and rows
     int32_t first_expansion = 0;
     int32_t heads_per_expansion = 0;
-    int32_t rows_per_chunk = 0;  // of a cut context; else 0
+    int32_t rows_per_chunk = 0;  // if the context is cut; else 0
   };
   struct Load {
     int64_t cost;
@@ -99,15 +99,16 @@ class RoundPlanner final {
   absl::Status AddEntry(int32_t tile_index, int32_t expansion);
   int32_t RoundOf(const Entry& entry) const { return static_cast<int32_t>(entry.key >> 48); }
   kernels::ExpandedItem MakeItem(const Entry& entry) const;
-  // Of a row of one head's keys and values.
+  // Bytes of a row of one head's keys and values.
   int64_t PanelsBytes() const { return int64_t{kernels::kPanelRowBytes} * traits_.dims.panels(); }
 
   const RoundCapacity capacity_;
-  // Of the Build that runs.
+  // State of the running Build.
   kernels::RoundTraits traits_;
   int32_t units_ = 1;
   RoundBuffers* out_ = nullptr;
-  // Of the last Deal, all rounds together: mean cost of a unit, and of the busiest beyond it.
+  // Costs in the last Deal, over all rounds: mean cost of a unit, and the excess of the busiest
+  // unit.
   int64_t busy_ = 0, idle_ = 0;
   std::vector<int32_t> round_of_expansion_, section_of_expansion_;
   std::vector<Placed> placed_;

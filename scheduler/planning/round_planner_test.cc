@@ -79,7 +79,7 @@ kernels::PlanTraits Traits(int32_t units, int64_t workspace, ExpandedDims dims =
 
 constexpr RoundCapacity kCapacity{.units = 200, .items = 20000, .expansions = 4096, .segments = 8};
 
-// Rounds of a batch, with what they lie in.
+// Rounds of a batch, with the buffers that hold them.
 struct Built {
   Built(const kernels::PlanTraits& traits, Batch& batch) {
     auto built = planner.Build(batch.View(), batch.segments, traits, buffers);
@@ -180,7 +180,7 @@ class Checker {
     EXPECT_EQ(seen_.size(), tiles);
   }
 
-  // Keys and values of a row, and values of the first rows once more.
+  // Keys and values of a row, and the values of the first rows a second time.
   int64_t HeadBytes(const Expansion& s) const {
     const ExpandedDims& dims = traits_.rounds.dims;
     return (int64_t{s.padded_rows} * (dims.nope + dims.value) + kExpandedRows * dims.value) * 2;
@@ -191,7 +191,7 @@ class Checker {
   const Batch& batch_;
   int32_t items_ = 0;
   std::vector<const Expansion*> of_round_;
-  std::map<int32_t, TileKey> carried_;  // what lies in a row of the partial buffers
+  std::map<int32_t, TileKey> carried_;  // contents of a row of the partial buffers
   std::map<TileKey, int32_t> seen_;     // KV rows
 };
 

@@ -11,7 +11,7 @@
 namespace mla::scheduler {
 namespace {
 
-// What only a window brings with it.
+// Checks of the fields that only models with a window have.
 absl::Status CheckWindow(const ModelSpec& spec) {
   const auto layers = static_cast<int64_t>(spec.ratios.size());
   if (layers != (spec.windowed() ? spec.layers : 0)) {
@@ -158,7 +158,7 @@ kernels::AttentionDesc DescOf(const ModelSpec& spec, kernels::AttentionForm form
   desc.page_size = spec.page_size;
   if (form == kernels::AttentionForm::kAbsorbed) desc.products = spec.products();
   desc.entry_format = spec.entry_format;
-  if (spec.windowed()) desc.attention = spec.attention;  // there is no other for its rows
+  if (spec.windowed()) desc.attention = spec.attention;  // its rows allow no other attention
   return desc;
 }
 

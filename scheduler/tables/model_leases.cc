@@ -1,4 +1,4 @@
-// ModelTable: what time does to models, and how those that nothing uses make room.
+// ModelTable: leases of models, and how unused models make room.
 #include <algorithm>
 #include <limits>
 #include <memory>

@@ -46,7 +46,7 @@ ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
       clock_(clock),
       models_(limits.max_models) {}
 
-// What the backend does with rows of the model in either form.
+// Notes how the backend computes rows of the model in either form.
 void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
   // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
   for (const auto& [q_dtype, min_rows] :
@@ -65,7 +65,7 @@ void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
   model->min_charged_rows = traits.min_charged_rows;
 }
 
-// How its rows lie in the cache, and those of its entries.
+// Adds the cache layouts of its rows and of its entries.
 absl::Status ModelTable::AddLayouts(const ModelSpec& spec, ModelContents* contents) {
   const kernels::Geometry& g = spec.geometry;
   const auto uniform = [&](int32_t page_size) {
@@ -199,8 +199,8 @@ absl::Status ModelTable::Unregister(TenantKey tenant, const std::string& id) {
   return Remove(model);
 }
 
-// The layout goes last: a model that stays because its weights cannot be freed must keep it, or
-// its sequences would write into groups of whatever layout gets the id next.
+// The layout goes last: a model that stays because its weights cannot be freed must keep it.
+// Otherwise its sequences would write into groups of whatever layout gets the id next.
 absl::Status ModelTable::RemoveContents(const Model& model) {
   ModelContents& contents = *model.contents;
   const int32_t heads = model.spec->geometry.num_heads;
@@ -232,7 +232,7 @@ absl::Status ModelTable::Remove(Model& model) {
   return absl::OkStatus();
 }
 
-// What becomes of rows that no sequence has is told of one of their models.
+// Events of rows without a sequence name one of the models with these contents.
 void ModelTable::NameLayout(const ModelContents& contents) {
   const auto model = std::find_if(models_.begin(), models_.end(), [&](const auto& other) {
     return other != nullptr && other->contents.get() == &contents;
@@ -317,7 +317,7 @@ absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const fl
       sink = *from;
     }
   }
-  if (!changes && !adds) return absl::OkStatus();  // a launch may read those that are there
+  if (!changes && !adds) return absl::OkStatus();  // a launch may read the present ones
   if (changes && model.sequences > 0) {
     return RefuseField(field, "other sinks",
                        absl::StrCat("those in force, while the ", model.sequences,
@@ -326,7 +326,7 @@ absl::Status ModelTable::SetSinks(Model& model, SinkSlice at, std::span<const fl
   }
   model.sinks_complete =
       std::none_of(next.begin(), next.end(), [](float sink) { return std::isnan(sink); });
-  // One form for a model without sinks, however it came to have none.
+  // A model without sinks always has an empty vector, however it came to have none.
   const bool none =
       std::all_of(next.begin(), next.end(), [](float sink) { return sink == kNoSink; });
   model.sinks = none ? std::vector<float>() : std::move(next);

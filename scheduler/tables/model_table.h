@@ -6,7 +6,8 @@
 //
 // Models of one tenant whose specs have the same weights_digest, and are equal in all but their
 // names, share their contents: rows and weights are there once, and go with the last of the models.
-// Nothing is shared between tenants, whatever they say. Threading: owned by the engine role.
+// Tenants never share contents, even if their models are equal. Threading: owned by the engine
+// role.
 #ifndef MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 #define MLA_SCHEDULER_TABLES_MODEL_TABLE_H_
 
@@ -30,15 +31,15 @@
 
 namespace mla::scheduler {
 
-// What models of one tenant share that are equal in all but their names: how their rows lie in the
-// cache, what is stored under which scales, and their weights. Its layouts being shared, rows that
-// one of the models has cached are found by the others.
+// Contents shared by models of one tenant that are equal except for their names: the layout of
+// their rows in the cache, their scales, and their weights. Because the layouts are shared, each of
+// these models finds rows that another one has cached.
 struct ModelContents {
-  int32_t index = -1;  // of its slots of weights
+  int32_t index = -1;  // of its weight slots
   std::unique_ptr<TenantPoolAccount> pool_account;
   kvcache::GroupLayout layout;
   kvcache::LayoutId layout_id = -1;
-  // Of models with a window, whose rows lie here, and their entries in `layout`.
+  // For models with a window: layout of their rows; `layout` is then for entries.
   kvcache::GroupLayout window_layout;
   kvcache::LayoutId window_layout_id = -1;
   // One a layer, in formats that have such scales and once they have come; else empty.
@@ -51,7 +52,7 @@ struct ModelContents {
   };
   static constexpr UploadId kCommitted = ~UploadId{0};
   std::vector<Head> heads;    // [layers x num_heads]
-  int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: none yet
+  int64_t weights_bytes = 0;  // charged against Limits::weights_bytes; 0: no weights yet
   bool weights_complete = false;
 };
 
@@ -71,7 +72,8 @@ struct Model {
   // Open streams on which steps of it have begun: its workers are there.
   absl::flat_hash_set<StreamId> streams;
   MonotonicNanos used_at = 0;  // the latest that something named it, or that a user of it went
-  // The model goes when nothing has named it for so long and no sequence of it is open; 0: never.
+  // The model is unregistered when it has been unused for this time and has no open sequence; 0:
+  // never.
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
   // Query rows of one request from which EXPANDED takes the expanded form; more than a launch has
@@ -81,18 +83,19 @@ struct Model {
   int32_t ExpandedMinRows(kernels::DType q_dtype) const {
     return q_dtype == kernels::DType::kF32 ? expanded_min_rows_f32 : expanded_min_rows;
   }
-  // [layers, num_heads] of kWindow; NaN: not there yet. Empty: no head has any. The model's own,
-  // also where it shares contents: sequences of a window share no rows with those of other models.
+  // For kWindow: [layers, num_heads]; NaN: not set yet. Empty: no head has a sink. Each model has
+  // its own, even if it shares contents: sequences with a window do not share rows with other
+  // models.
   std::vector<float> sinks;
-  bool sinks_complete = true;    // none is missing that ModelSpec::needs_sinks asks for
-  absl::Status absorbed_f32;     // whether ABSORBED may send fp32 queries; else the backend's words
+  bool sinks_complete = true;    // true if all sinks that ModelSpec::needs_sinks asks for are set
+  absl::Status absorbed_f32;     // OK if ABSORBED may send fp32 queries; else the backend's error
   int32_t tile_rows = 0;         // packed rows of a full tile of the absorbed form
   int32_t min_charged_rows = 0;  // see PlanTraits
   float kv_scale(int32_t layer) const {
     const std::vector<float>& scales = contents->kv_scales;
     return scales.empty() ? 1.0f : scales[static_cast<size_t>(layer)];
   }
-  // Whether rows may be stored: the format needs no scales, or they are there.
+  // Returns true if rows may be stored: their format needs no scales, or the scales are set.
   bool scales_complete() const {
     return kernels::TraitsOf(spec->kv_format).scales != kernels::KvScales::kLayer ||
            !contents->kv_scales.empty();
@@ -105,8 +108,8 @@ class ModelTable {
              TenantTable* tenants, const Clock* clock);
 
   // REQUIRES: the tenant has a row. `lease_ms` as in Engine::RegisterModel; a repeat with a lease
-  // replaces the one in force. Where there is no room for another model, those go that have not
-  // been used for Limits::model_yield_ms, or of the same tenant for a tenth of it.
+  // replaces the present one. If there are too many models, those unused for Limits::model_yield_ms
+  // are unregistered; models of the same tenant after a fraction of that time.
   absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, int64_t lease_ms = 0);
   // An error leaves the model registered, perhaps without some of its weights; a repeat goes on.
   absl::Status Unregister(TenantKey tenant, const std::string& id);
@@ -126,27 +129,27 @@ class ModelTable {
   void PostponeLeases(int64_t nanos);
   // When ExpireLeases should next be called; max() if no lease runs.
   MonotonicNanos NextExpiry() const;
-  // NOT_FOUND, with a reason, when the tenant has no such model. Renews its lease.
+  // NOT_FOUND, with a reason, if the tenant does not have such a model. Renews its lease.
   absl::StatusOr<Model*> Find(TenantKey tenant, const std::string& id, const char* field);
   ModelInfo Info(const Model& model) const;
   std::vector<Model*> OfTenant(TenantKey tenant);
   int32_t size() const;
 
-  // Sets sinks of a window, [at.layer_count, at.head_count]: all of them or, with an error, none.
-  // Refuses what CheckSinks does, and others than those in force while sequences are open
-  // (ALREADY_EXISTS); such as are missing may come at any time.
+  // Sets sinks of a window, [at.layer_count, at.head_count]: all of them, or none on an error.
+  // Refuses what CheckSinks refuses. Also refuses to change sinks while sequences are open
+  // (ALREADY_EXISTS); missing ones may be set at any time.
   absl::Status SetSinks(Model& model, SinkSlice at, std::span<const float> sinks,
                         const std::string& field);
   // Ascending; empty when sinks_complete.
   std::vector<int32_t> LayersWithoutSinks(const Model& model) const;
-  // Sets the scale of every layer's rows. Refuses what CheckKvScales does, and others than those
-  // that are set while sequences are open (ALREADY_EXISTS), since rows are stored under them.
+  // Sets the scale of every layer's rows. Refuses what CheckKvScales refuses. Also refuses to
+  // change scales while sequences are open (ALREADY_EXISTS), because rows are stored with them.
   absl::Status SetScales(Model& model, std::span<const float> scales, const std::string& field);
 
   // Loaded heads belong to their upload until it commits; a later upload of the same head takes it
   // over. A committed head accepts a repeat of the same bytes and refuses others (ALREADY_EXISTS):
-  // launches may read it.
-  // Whether LoadWeights takes heads and bytes of these sizes.
+  // launches may read it. CheckChunk returns OK if LoadWeights takes heads and bytes of these
+  // sizes.
   absl::Status CheckChunk(const Model& model, int32_t layer, int32_t head_begin, int32_t head_count,
                           std::span<const std::byte> bytes) const;
   absl::Status LoadWeights(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
@@ -162,7 +165,7 @@ class ModelTable {
 
  private:
   absl::Status AddLayouts(const ModelSpec& spec, ModelContents* contents);
-  // Those of a model of the tenant that is equal in all but its name; null: there is none.
+  // The contents of a model of the tenant that is equal except for its name, or null.
   std::shared_ptr<ModelContents> ContentsOfEqual(TenantKey tenant, const ModelSpec& spec) const;
   absl::StatusOr<std::shared_ptr<ModelContents>> MakeContents(const ModelSpec& spec,
                                                               Tenant* account);
@@ -178,7 +181,7 @@ class ModelTable {
   absl::Status TakeOrYield(Tenant& account, Resource resource, int64_t amount, const char* field,
                            const Model* taker);
   // Unregisters the model that has not been used for the longest, if that is long enough: one of
-  // the tenant's own, else with `any` one of another's. False: there is none.
+  // the tenant's own, else with `any` one of another's. Returns false if no such model exists.
   bool Yield(TenantKey tenant, bool any, const Model* taker);
   absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms) const;
 

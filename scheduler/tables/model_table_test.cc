@@ -209,12 +209,12 @@ TEST_F(ModelTableTest, RowsTakeTheBytesOfTheirFormat) {
   spec.id = "row";
   spec.kv_format = kernels::KvFormat::kFp8Row;  // 8 codes, a scale, 4 rotated
   EXPECT_EQ((*table_.Register(tenant_, spec))->contents->layout.bytes, rows * 20);
-  // The same name with another format is another model.
+  // The name of a registered model with another format is refused.
   spec.kv_format = kernels::KvFormat::kBf16;
   EXPECT_EQ(table_.Register(tenant_, spec).status().code(), absl::StatusCode::kAlreadyExists);
   ASSERT_TRUE(table_.Unregister(tenant_, "row").ok());
   spec.id = "page";
-  spec.kv_format = kernels::KvFormat::kFp8Page;  // the same, and 8 bytes a row behind all of them
+  spec.kv_format = kernels::KvFormat::kFp8Page;  // the same, and 8 bytes a row after all rows
   const int64_t page = (int64_t{spec.page_size} * 24 + 575) / 576 * 576;
   EXPECT_EQ((*table_.Register(tenant_, spec))->contents->layout.rows(1).offset, page);
 }
@@ -227,7 +227,7 @@ TEST_F(ModelTableTest, IndexKeysHaveAPlaneOfTheirOwn) {
   spec.indexer = {64, 128};
   const Model& model = **table_.Register(tenant_, spec);
   const int64_t kv = int64_t{spec.page_size} * 12 * 2;
-  const int64_t keys = (int64_t{spec.page_size} * 132 + 15) / 16 * 16;  // a scale behind 128 codes
+  const int64_t keys = (int64_t{spec.page_size} * 132 + 15) / 16 * 16;  // 128 codes, then a scale
   EXPECT_EQ(model.contents->layout.bytes, spec.layers * (kv + keys));
   EXPECT_EQ(model.contents->layout.rows(1).offset, kv + keys);
   EXPECT_EQ(model.contents->layout.index_keys(1).offset, kv + keys + kv);
@@ -356,7 +356,7 @@ TEST_F(SharedContentsTest, OnlyEqualContentsThatTheClientVouchesForAreShared) {
   EXPECT_FALSE(shared([](ModelSpec& spec) { spec.weights_digest.clear(); }));
   ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());
   spec_.weights_digest.clear();
-  model_ = Register("first");  // equal to "second", but who says that of their weights?
+  model_ = Register("first");  // equal to "second", but no digest says that their weights are equal
   EXPECT_FALSE(shared([](ModelSpec&) {}));
   ASSERT_EQ(table_.Unregister(tenant_, "first"), absl::OkStatus());
   spec_.weights_digest = std::string(kWeightsDigestBytes, 'd');

@@ -27,7 +27,7 @@ PrefixChain FirstRows(const PrefixChain& from, int32_t rows) {
   return chain;
 }
 
-// Whether two chains say the same of the rows below `rows`, or of their whole pages if opaque.
+// Returns true if two chains agree on the rows below `rows`, or on their whole pages if opaque.
 bool Agree(const PrefixChain& a, const PrefixChain& b, int32_t rows) {
   if (a.root != b.root || a.opaque != b.opaque) return false;
   if (std::min(a.rows(), b.rows()) < rows) return false;
@@ -69,7 +69,7 @@ absl::Status PrefixPlanner::Fill(const std::string& tenant, const PrefixArgs& ar
   chain.root = RootOf(tenant, *plan->spec, args.salt);
   if (first_row > 0) {
     if (chain.root != plan->before->root || by_key != plan->before->opaque) {
-      return RefuseField("prefix", "another salt, or keys behind tokens",
+      return RefuseField("prefix", "another salt, or keys after tokens",
                          "of the kind that the rows before were declared in", "prefix_differs",
                          absl::StatusCode::kFailedPrecondition);
     }
@@ -80,14 +80,14 @@ absl::Status PrefixPlanner::Fill(const std::string& tenant, const PrefixArgs& ar
   } else {
     hasher_.AddTokens(args.token_ids, &chain);
   }
-  // What committed rows were said to be stays.
+  // The declared contents of committed rows may not change.
   const auto fixed = static_cast<int32_t>(std::min<int64_t>(plan->declared, committed));
   if (fixed > 0 && !Agree(chain, *plan->before, fixed)) {
     return RefuseField("prefix", "other contents of rows that are committed",
                        absl::StrCat("what was declared of rows 0..", fixed - 1), "prefix_differs",
                        absl::StatusCode::kFailedPrecondition);
   }
-  // The last key says what the whole pages are, so only the rest is hashed again.
+  // The last key covers the whole pages, so only the rest is hashed again.
   const PrefixKey last = chain.parent(static_cast<int32_t>(chain.keys.size()));
   const size_t in_pages = chain.opaque ? 0 : chain.keys.size() * static_cast<size_t>(page_size);
   const PrefixKey digest = hasher_.Root(std::vector<absl::string_view>{

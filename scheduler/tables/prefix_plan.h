@@ -1,4 +1,4 @@
-// What a caller says of the rows of a sequence, as keys.
+// A caller's declaration of a sequence's rows, as keys.
 #ifndef MLA_SCHEDULER_TABLES_PREFIX_PLAN_H_
 #define MLA_SCHEDULER_TABLES_PREFIX_PLAN_H_
 
@@ -18,11 +18,11 @@ namespace mla::scheduler {
 // A declaration made ready outside the engine's role, for the state that it was made from.
 struct PrefixPlan {
   std::shared_ptr<const ModelSpec> spec;
-  std::shared_ptr<const kvcache::PrefixChain> before;  // as the sequence had it; null: none
+  std::shared_ptr<const kvcache::PrefixChain> before;  // the sequence's present chain; null: none
   int32_t declared = 0;                                // rows of it
   int64_t committed = 0;                               // rows of the sequence
   std::shared_ptr<const kvcache::PrefixChain> chain;   // as it is to be
-  std::string digest;  // of everything that was asked, to tell a repeat from a clash
+  std::string digest;  // of all arguments, to tell a repeat from a clash
   int64_t max_rows = 0;
 };
 
@@ -32,10 +32,9 @@ class PrefixPlanner final {
   PrefixPlanner(const kvcache::PrefixSecret& secret, const Limits& limits)
       : hasher_(secret), limits_(limits) {}
 
-  // `plan` brings spec, before and declared; the rest is filled in, and args.hashed is called. Rows
-  // from `first_row` on are those of `args`; so many rows must have been declared, and what is
-  // declared and stays must agree. INVALID_ARGUMENT or FAILED_PRECONDITION name a field below
-  // "prefix".
+  // `plan` brings spec, before and declared; Fill sets the rest and calls args.hashed. `args`
+  // declares the rows from `first_row` on. All earlier rows must have been declared, and declared
+  // rows that stay must agree. INVALID_ARGUMENT or FAILED_PRECONDITION name a field below "prefix".
   absl::Status Fill(const std::string& tenant, const PrefixArgs& args, int64_t first_row,
                     int64_t committed, PrefixPlan* plan) const;
 

@@ -10,12 +10,12 @@ namespace mla::scheduler {
 namespace {
 
 constexpr int64_t kNanosPerMilli = 1'000'000;
-// Epochs of sequences that are restored begin at one of so many multiples of 2^32, each at random:
-// a call with an epoch of before, of any process, is refused.
+// Epochs of restored sequences begin at one of this many multiples of 2^32, chosen at random, so
+// that calls with an epoch of the sequence's earlier life are refused, whatever process it was in.
 constexpr uint64_t kRestoredEpochs = 1 << 20;
 
-// How many sequences of the cache one of the model is. Its tenant is charged for all of them, or
-// its bound would keep less than its share from others.
+// How many sequences of the cache a sequence of the model uses. Its tenant is charged for all of
+// them, so that its bound also limits its share of the cache.
 int64_t CountOf(const Model& model) { return model.spec->windowed() ? 2 : 1; }
 
 int64_t DeclaredOf(const PrefixPlan& prefix) {
@@ -115,7 +115,7 @@ Sequence* SequenceTable::Insert(kvcache::SeqSlot slot, kvcache::SeqSlot window_s
   return raw;
 }
 
-// The cache has no sequence left.
+// The error if the cache has no sequence slot left.
 absl::Status SequenceTable::Exhausted(const absl::Status& status) const {
   return MakeError(status.code(), status.message(),
                    {.field = "sequence",
@@ -145,7 +145,7 @@ absl::Status SequenceTable::InStep(const Sequence& sequence) const {
                     .last_good_position = cache_->length(sequence.slot)});
 }
 
-// Of a sequence with a window: its last rows before `length` must be there.
+// For a sequence with a window: its last rows before `length` must still be there.
 absl::Status SequenceTable::CheckKept(const Sequence& sequence, int64_t length) const {
   if (sequence.window_slot < 0) return absl::OkStatus();
   const int64_t least = cache_->least_length(sequence.window_slot);
@@ -299,7 +299,7 @@ absl::Status SequenceTable::TakeForMatch(const Sequence& sequence, const PrefixP
       cache_->declared(sequence.slot) != prefix.declared ||
       cache_->length(sequence.slot) != prefix.committed) {
     return MakeError(absl::StatusCode::kAborted,
-                     "the sequence was declared, or got rows, by another call meanwhile",
+                     "another call has declared the sequence or added rows in between",
                      {.field = "sequence_id",
                       .got = absl::StrCat(sequence.id),
                       .limit = "a sequence that one call changes at a time",

@@ -34,12 +34,12 @@ namespace mla::scheduler {
 
 struct Step;
 
-// What a request asked for that opened a sequence, to tell its repeat from a clash. Compared field
-// by field: names may hold any character, so no text that joins them tells where one ends.
+// The arguments of the request that opened a sequence, to tell a repeat from a clash. Compared
+// field by field: names may hold any character, so in a joined text the fields would be ambiguous.
 struct SequenceOrigin {
   std::string model_id = {};  // empty: a fork
   std::string client_id = {};
-  std::string prefix = {};  // a digest of it; empty: none
+  std::string prefix = {};  // a digest of it; empty: no prefix
   SequenceId parent = 0;
   uint64_t epoch = 0;  // expected of the parent
   std::optional<int64_t> length = {};
@@ -56,7 +56,7 @@ struct Sequence {
     if (not_finite_from >= length) not_finite_from = kNoRow;
     if (tail.position > length) tail.tail.reset();
   }
-  // `bytes`, or none, take the tail's place; `bytes` are then what was there.
+  // Swaps the tail with `bytes`, either of which may be null.
   void SwapTail(int64_t position, std::shared_ptr<const Tail>* bytes) {
     tail.position = position;
     tail.tail.swap(*bytes);
@@ -67,19 +67,20 @@ struct Sequence {
   TenantKey tenant = kNoTenant;
   Model* model = nullptr;
   kvcache::SeqSlot slot = -1;
-  kvcache::SeqSlot window_slot = -1;  // of models with a window: its rows; `slot` has the entries
+  // For models with a window: its rows; `slot` then has the entries.
+  kvcache::SeqSlot window_slot = -1;
   uint64_t epoch = 1;
   int64_t lease_ns = 0;
   MonotonicNanos opened_ns = 0;
   Step* step = nullptr;  // the open step that holds it
   bool imports = false;  // rows of an import are on their way into it
   bool exports = false;  // it is the fork that holds the rows of an export
-  SequenceTail tail;     // null: none
+  SequenceTail tail;     // null: no tail
   std::string client_id;
   std::string request_id;  // as opened or forked
-  SequenceOrigin origin;   // likewise
-  // The first position that holds, at some layer, a KV row with a NaN or an infinity; rows that see
-  // it may have answers that are not finite. kNoRow: no row does.
+  SequenceOrigin origin;   // as opened or forked
+  // The first position with a NaN or an infinity in a KV row of any layer. Answers of rows that see
+  // it may not be finite. kNoRow: all rows are finite.
   int64_t not_finite_from = kNoRow;
   // The last Truncate, so that its repeat gives the same answer.
   uint64_t truncated_from_epoch = 0;
@@ -94,8 +95,8 @@ class SequenceTable {
   SequenceTable(const Limits& limits, kvcache::KvCache* cache, ModelTable* models,
                 TenantTable* tenants, const Clock* clock, std::function<uint64_t()> ids);
 
-  // What Open refuses, but for the cache's bound of sequences, without a change. The sequence that
-  // an earlier call with the same request id opened, or null.
+  // Runs Open's checks except for the cache's bound of sequences; changes nothing. Returns the
+  // sequence that an earlier call with the same request id opened, or null.
   absl::StatusOr<Sequence*> CheckOpen(TenantKey tenant, const Model& model, const OpenArgs& args,
                                       const PrefixPlan& prefix);
   // `prefix`: a plan for the model's spec, if args.prefix is not empty.
@@ -103,35 +104,36 @@ class SequenceTable {
                                  const PrefixPlan& prefix);
   // The sequence, if it has that epoch and is in no step or import.
   absl::StatusOr<Sequence*> FindIdle(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
-  // The same, if it may declare rows.
+  // As FindIdle, and checks that the sequence may declare rows.
   absl::StatusOr<Sequence*> ForMatch(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
-  // What Match refuses, without a change.
+  // Runs Match's checks; changes nothing.
   absl::Status CheckMatch(const Sequence& sequence, const PrefixPlan& prefix);
-  // Declares the plan's rows and adds those that are cached. ABORTED if others were declared, or
-  // rows committed, since the plan was made, RESOURCE_EXHAUSTED beyond the bounds of declared rows.
+  // Declares the plan's rows and appends the cached ones. ABORTED if other rows were declared, or
+  // rows committed, since the plan was made. RESOURCE_EXHAUSTED beyond the bounds of declared rows.
   absl::Status Match(Sequence* sequence, const PrefixPlan& prefix);
-  // Declares what the rows stood for before a restart, as far as the bounds of declared rows allow.
-  // Nothing where the model has other contents: its keys are others.
-  // REQUIRES: state.chain, made under the secret of this process; no reservation.
+  // Declares the contents that the rows had before a restart, as far as the bounds of declared rows
+  // allow. Does nothing if the model has other contents, because its keys differ. REQUIRES:
+  // state.chain, made under the secret of this process; no reservation.
   void Redeclare(Sequence* sequence, const SequenceState& state);
   absl::StatusOr<Sequence*> Fork(TenantKey tenant, const ForkArgs& args);
   absl::StatusOr<Sequence*> Truncate(TenantKey tenant, SequenceId id, int64_t length,
                                      uint64_t expected_epoch);
   // REQUIRES: sequence->step == nullptr.
   void Release(Sequence* sequence, kvcache::Freed why = kvcache::Freed::kReleased);
-  // The same, as the server at `peer` has it now: FindOrRefuse says so, of the latest of these.
+  // As Release, for a sequence that the server at `peer` has now: FindOrRefuse then names the peer,
+  // for the latest of such sequences.
   void ReleaseMoved(Sequence* sequence, const std::string& peer);
-  // Where it is; null: it has not moved.
+  // The server that has the sequence now, or null if it has not moved.
   const std::string* MovedTo(TenantKey tenant, SequenceId id) const {
     const auto found = moved_.find(id);
     return found != moved_.end() && found->second.tenant == tenant ? &found->second.peer : nullptr;
   }
-  // Told of every sequence that goes; null: none. It outlives the table.
+  // Is told of every sequence that ends; may be null. It outlives the table.
   void set_observer(EngineObserver* observer) { observer_ = observer; }
   // Starts the lease again, with `lease_ms` > 0 as its new length.
   void Renew(Sequence* sequence, int64_t lease_ms = 0);
 
-  // Null when the tenant has no such sequence.
+  // Returns null if the tenant does not have such a sequence.
   Sequence* Find(TenantKey tenant, SequenceId id);
   absl::StatusOr<Sequence*> FindOrRefuse(TenantKey tenant, SequenceId id, std::string field);
   // The tenant's sequences, of one client if `client_id` is not empty; ordered by id.
@@ -140,8 +142,8 @@ class SequenceTable {
   std::span<const std::unique_ptr<Sequence>> slots() const { return by_slot_; }  // null: free
   SequenceInfo Info(const Sequence& sequence) const;
 
-  // Releases what has outlived its lease; sequences in a step are alive through it. Returns how
-  // many.
+  // Releases sequences whose lease has run out, except for those in a step, which keeps them alive.
+  // Returns their number.
   int32_t ExpireLeases();
   void PostponeLeases(int64_t nanos) { leases_.Postpone(nanos); }
   // When ExpireLeases should next be called; max() if nothing is leased.
@@ -154,7 +156,7 @@ class SequenceTable {
   // The sequence an earlier call with this request id opened, or null; ALREADY_EXISTS on a clash.
   absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
                                      const SequenceOrigin& origin);
-  // Of all that the arguments of Open say by themselves.
+  // Checks of Open that need only its arguments.
   absl::StatusOr<Sequence*> CheckOpenArgs(TenantKey tenant, const Model& model,
                                           const OpenArgs& args, const PrefixPlan& prefix);
   // Counts the sequence and its declared rows for the tenant, or nothing.

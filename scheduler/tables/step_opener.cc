@@ -75,7 +75,8 @@ absl::Status StepOpener::CheckBegin(TenantKey tenant, const BeginStepArgs& args,
                          args.lease_ms, limits_);
 }
 
-// What of the step's pages was refused: by the tenant's bound, or because the pool has no room.
+// Explains which pages of the step were refused: by the tenant's bound, or because the pool is
+// full.
 absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, const Model& model,
                                      const char* field, std::optional<Resource> refused,
                                      const absl::Status& status) {
@@ -100,7 +101,7 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
   } else {
     int64_t free_groups = cache_->free_groups(model.contents->layout_id);
     int64_t free_bytes = free_groups * model.contents->layout.group_bytes();
-    // Of two layouts the one that has less room says why.
+    // Reports the layout with less room.
     if (model.contents->window_layout_id >= 0) {
       const int64_t of_window = cache_->free_groups(model.contents->window_layout_id);
       free_groups = std::min(free_groups, of_window);
@@ -132,7 +133,7 @@ absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, con
     const kvcache::SeqSlot window = entry.sequence->window_slot;
     step_rows_.push_back({window, entry.start + entry.rows - cache_->length(window)});
   }
-  model.contents->pool_account->TakeRefused();  // of pages that a slower tier wanted back
+  model.contents->pool_account->TakeRefused();  // clears refusals of restores from slower tiers
   const absl::Status status = cache_->Reserve(step_rows_);
   const std::optional<Resource> refused = model.contents->pool_account->TakeRefused();
   if (!status.ok()) return RefusePages(entries, model, field, refused, status);
@@ -179,7 +180,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   step->ranks.assign(step->participants, StepRank());
   step->streams.push_back(request.stream);
   step->layers.assign(model->spec->layers, LayerProgress());
-  step->lease_deadline = 0;  // of the step that had this place before
+  step->lease_deadline = 0;  // left over from the step that used this object before
   step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : limits_.step_lease_ms) * kNanosPerMilli;
   return step;
 }

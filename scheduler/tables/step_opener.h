@@ -1,5 +1,5 @@
-// What a BeginStep must find before a step of it is open: the model, its sequences as the client
-// knows them, and pages for all rows of all layers.
+// Checks of BeginStep, before a step of it is open: the model, its sequences as the client knows
+// them, and pages for all rows of all layers.
 //
 // Ownership: borrows the tables and the cache, which outlive it. Threading: the holder of the
 // engine role. Errors: as BeginStepReply documents them; after one, nothing has changed.
@@ -37,12 +37,12 @@ class StepOpener final {
         sequences_(sequences),
         steps_(steps) {}
 
-  // The step that `request` begins, listed as open, with its pages reserved and its sequences
-  // bound to it. The stream of the request is its first. REQUIRES: the tenant has no open step of
-  // that id, and request.begin.participants >= 1.
+  // Opens the step that `request` begins: it is listed as open, its pages are reserved and its
+  // sequences are bound to it. The stream of the request is its first. REQUIRES: the tenant does
+  // not have an open step with that id, and request.begin.participants >= 1.
   absl::StatusOr<Step*> Open(TenantKey tenant, const StreamRequest& request);
 
-  // Pages for all these rows, or none. `field`: what a refusal names.
+  // Reserves pages for all these rows, or for none. `field` is the field that a refusal names.
   absl::Status ReservePages(const std::vector<StepEntry>& entries, const Model& model,
                             const char* field);
 
@@ -50,7 +50,7 @@ class StepOpener final {
   absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model);
   absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
                                   const StepSequenceArgs& args, size_t index);
-  // What a step says of a sequence of this length against what the engine knows of it.
+  // Compares a step's arguments for a sequence of this length with the engine's state of it.
   absl::Status CheckContinues(const Sequence& sequence, int64_t length, const Model& model,
                               const StepSequenceArgs& args, size_t index) const;
   absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,

@@ -167,7 +167,7 @@ absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id) {
   step->tenant = model->tenant;
   step->model = model;
   open_.push_back(step);
-  // From now on the id is this step's: what became of an earlier one says nothing of it.
+  // From now on the id names this step, so the end of an earlier one is forgotten.
   std::erase_if(aborted_, [step](const AbortedStep& gone) {
     return gone.tenant == step->tenant && gone.id == step->id;
   });
@@ -209,7 +209,7 @@ void StepTable::Remove(Step* step, const std::string& why) {
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat) {
   // Before anything else: the request's memory has the size of another model's rows.
   const ModelSpec& spec = *step.model->spec;
-  const bool in_range = args.layer >= 0 && args.layer < spec.layers;  // else refused below
+  const bool in_range = args.layer >= 0 && args.layer < spec.layers;  // otherwise refused below
   const bool same_window =
       args.sized_window == spec.window && (!in_range || args.sized_ratio == spec.ratio(args.layer));
   const bool same_sizes =

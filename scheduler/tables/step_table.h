@@ -38,8 +38,8 @@ struct StepEntry {
   Sequence* sequence = nullptr;
   int32_t start = 0;   // committed rows of the sequence when the step began
   int32_t rows = 0;    // rows it adds
-  int32_t offset = 0;  // of its first row among the step's rows
-  // Those of the sequence, which launches need of every entry at every layer.
+  int32_t offset = 0;  // offset of its first row among the step's rows
+  // Copies of the sequence's slots, because launches need them for every entry at every layer.
   kvcache::SeqSlot slot = -1, window_slot = -1;
   // Groups into which their last pages are copied, layer by layer (KvCache::copied_group).
   uint32_t copied = kvcache::SlabPool::kNoEntry, window_copied = kvcache::SlabPool::kNoEntry;
@@ -55,10 +55,10 @@ struct LayerProgress {
   SliceGroup* slices = nullptr;  // head slices that wait, by rows; see head_slice_table.h
 };
 
-// What a participant's head slices of this step have shown so far; see head_slice_table.h.
+// State of a participant's head slices in this step; see head_slice_table.h.
 struct StepRank {
   int32_t layer = -1;        // the last one at which a launch took a slice of it
-  int32_t end_row = 0;       // up to which row of that layer
+  int32_t end_row = 0;       // first row of that layer after that slice
   MonotonicNanos since = 0;  // when that slice could have gone
   bool missed = false;       // it missed a wait of its siblings and has not come in time since
 };
@@ -69,7 +69,7 @@ struct Step {
   Model* model = nullptr;
   std::vector<StreamId> streams;  // [0] began it
   int32_t participants = 1;
-  std::vector<StepRank> ranks;  // of `participants`, those of `streams` first
+  std::vector<StepRank> ranks;  // one for each of `participants`; those in `streams` come first
   std::vector<StepEntry> entries;
   int32_t total_rows = 0;
   std::vector<LayerProgress> layers;
@@ -78,7 +78,8 @@ struct Step {
   kvcache::WorkTicket ticket = 0;
   bool pages_ready = false;
   bool copies = false;  // some entries have pages to be copied
-  bool failed = false;  // a launch of it has failed: it is aborted, and not committed any more
+  // A launch of it has failed: the step will be aborted and cannot be committed.
+  bool failed = false;
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
   int32_t waiting = 0;           // requests queued
@@ -112,7 +113,7 @@ class StepTable {
   // Removes the step; `why` not empty remembers it as aborted.
   void Remove(Step* step, const std::string& why);
 
-  // Renews the step's lease as of `now`, which may lie a little in the past.
+  // Renews the step's lease from `now`, which may lie a little in the past.
   static void Touch(Step* step, MonotonicNanos now) {
     step->lease_deadline = std::max(step->lease_deadline, now + step->lease_ns);
   }
@@ -128,10 +129,11 @@ class StepTable {
   std::deque<AbortedStep> aborted_;  // the last few
 };
 
-// The rules of one Attend against its step; pure.
-// Fields are those of AttendArgs; `*repeat` is set when its KV rows were accepted before.
+// The rules of one Attend against its step; pure. Errors name fields of AttendArgs; `*repeat` is
+// set if its KV rows were accepted before.
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat);
-// Whether the tails are those of different sequences of the step, as large as its model's.
+// Checks that the tails are for different sequences of the step and have the size that its model
+// asks for.
 absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails);
 // Equal contents: a repeat by the same stream or a join by another.
 bool SameStep(const Step& step, const BeginStepArgs& args);
@@ -142,8 +144,8 @@ int64_t MostPlaces(const StreamRequest& request);
 inline int64_t EntriesOfRows(const Step& step, int32_t layer, int32_t begin, int32_t end) {
   return EntriesOf(step.entries, step.model->spec->ratio(layer), begin, end);
 }
-// Committed rows of the sequence to which that row of the step belongs; of the last one for a row
-// behind the step's end, 0 for a step without sequences.
+// Committed rows of the sequence that the step's row belongs to. A row past the step's end counts
+// as its last sequence's; 0 for a step without sequences.
 int64_t CommittedAt(const Step& step, int32_t row);
 // Empty when every layer has stored `rows_needed` rows, else "layer 3: rows 2..7, layer 4: ...".
 std::string MissingRows(const Step& step, int32_t rows_needed);

@@ -11,7 +11,7 @@
 
 namespace mla::scheduler::testing {
 
-// Answers differ from the dense ones by no more: fp32 sums in another order.
+// Largest difference from dense answers: fp32 sums in another order.
 inline constexpr double kTolerance = 2e-5;
 
 class EngineCoreTest : public ::testing::Test {

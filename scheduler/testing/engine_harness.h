@@ -45,7 +45,7 @@ Row MakeRow(uint64_t key, int dim);
 
 // `count` KV rows of TinyModel, distinct for distinct keys.
 std::vector<Row> Rows(int count, uint64_t key);
-// All rows of `a`, then those of `b`, as EngineHarness::Error takes them.
+// Pointers to all rows of `a`, then of `b`, as EngineHarness::Error takes them.
 std::vector<const Row*> Pointers(const std::vector<Row>& a, const std::vector<Row>& b = {});
 
 // softmax(scale · q K^T) V over the given rows, dense, in double.
@@ -61,7 +61,7 @@ struct HarnessOptions {
   std::string tier_path = {};
 };
 
-// Limits small enough that a test meets all of them.
+// Limits small enough that a test meets each of them.
 Limits TinyLimits();
 // heads 2, latent 8 + rope 4, nope 6, v 5, 2 layers, pages of 3 rows.
 ModelSpec TinyModel();
@@ -89,7 +89,7 @@ class EngineHarness {
   std::unique_ptr<TestRequest> Slice(StreamId stream, StepId step, int layer, int row_begin,
                                      int rows, const std::vector<Row>& kv, int head, int heads,
                                      uint64_t q_key);
-  // The same without KV rows.
+  // As Slice, without KV rows.
   std::unique_ptr<TestRequest> Query(StreamId stream, StepId step, int layer, int row_begin,
                                      int rows, int head, int heads, uint64_t q_key);
   std::unique_ptr<TestRequest> AppendOnly(StreamId stream, StepId step, int layer, int row_begin,
@@ -111,8 +111,8 @@ class EngineHarness {
                                       int rows, const std::vector<Row>& kv, int head, int heads,
                                       uint64_t q_key);
   void Submit(TestRequest* request);
-  // Worst absolute difference of the request's output from the dense answer, where row i of the
-  // request sees the first visible[i] of `rows`; also compares the LSE.
+  // The largest absolute difference between the request's output and the dense answer. Row i of the
+  // request sees the first visible[i] of `rows`. Also compares the LSE.
   double Error(const TestRequest& request, const std::vector<const Row*>& rows,
                const std::vector<int>& visible, uint64_t q_key);
 

@@ -1,5 +1,5 @@
-// A decorator that makes a backend fail on command, so that the engine's answers to device faults
-// can be tested, and counts what launches ask of it.
+// A decorator that makes a backend fail on command, so that tests can see how the engine answers
+// device faults. It also counts the work of launches.
 #ifndef MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 #define MLA_SCHEDULER_TESTING_FAULTY_BACKEND_H_
 
@@ -18,9 +18,9 @@ namespace mla::scheduler::testing {
 enum class FaultPoint {
   kNone,
   kSubmit,           // of any launch
-  kSubmitPages,      // of one with page work
-  kSubmitAppends,    // of one that appends or compares KV rows
-  kSubmitAttention,  // of one that computes
+  kSubmitPages,      // of a launch with page work
+  kSubmitAppends,    // of a launch that appends or compares KV rows
+  kSubmitAttention,  // of a launch that computes
   kWait,
   kFreeWeights
 };
@@ -38,7 +38,8 @@ class FaultyBackend final : public kernels::AttentionBackend {
   bool armed() const { return point_ != FaultPoint::kNone; }  // the call has not come yet
   // Called for each head whose weights are loaded, with the engine role held.
   void OnLoadWeights(std::function<void(int32_t head)> fn) { on_load_weights_ = std::move(fn); }
-  // Of all launches: KV rows appended, and records of attention and their heads.
+  // Totals of all launches: KV rows appended or compared, and records of attention with their
+  // heads.
   int64_t appended_rows() const { return appended_rows_; }
   int64_t compared_rows() const { return compared_rows_; }
   int64_t reads() const { return reads_; }  // launches that read pages
@@ -197,7 +198,7 @@ class FaultyBackend final : public kernels::AttentionBackend {
   }
 
  private:
-  // What has been submitted, less what is not done where its tensors are late.
+  // Computes the submitted launch, without the parts that are skipped if its tensors are late.
   absl::StatusOr<int64_t> Compute(int32_t slot) {
     const Staging& staging = staging_[static_cast<size_t>(slot)];
     kernels::Launch launch = *staging.launch;

@@ -1,4 +1,4 @@
-// Plan buffers in plain heap memory, for tests and benchmarks that have no backend.
+// Plan buffers in plain heap memory, for tests and benchmarks without a backend.
 #ifndef MLA_SCHEDULER_TESTING_HEAP_BUFFERS_H_
 #define MLA_SCHEDULER_TESTING_HEAP_BUFFERS_H_
 

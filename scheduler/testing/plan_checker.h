@@ -16,13 +16,13 @@ namespace mla::scheduler::testing {
 class PlanChecker {
  public:
   // Empty when all of this holds, else the first fault in words:
-  //   - every (query row, kv row that it sees, head) is in exactly one work item, no item reaches
-  //     past what its last query row sees, and no cut leaves a piece wholly masked for a row;
-  //   - a tile that sees nothing has one empty item; q_rows = 0 has none;
+  //   - every (query row, visible kv row, head) is in exactly one work item, no item reaches past
+  //     the rows that its last query row sees, and no piece is completely masked for a row;
+  //   - a tile that sees no rows has one empty item; q_rows = 0 has none;
   //   - tiles respect tile_rows and both their bounds, cuts the granularity or fixed split;
   //   - the reduce arrays name exactly the partial tiles of each split tile, in kv order, and
   //     partial rows do not overlap;
-  //   - everything is inside the capacity, and `imbalance` is what the items say.
+  //   - everything is inside the capacity, and `imbalance` agrees with the items.
   std::string Fault(std::span<const PlanSegment> segments, const kernels::PlanTraits& traits,
                     const kernels::PlanView& view, const PlanCapacity& capacity, double imbalance);
 

@@ -1,5 +1,5 @@
-// An engine of its own for tests of tensor-parallel ranks: a tiny model of eight heads, one stream
-// a rank, and a backend that counts what it computes.
+// A separate engine for tests of tensor-parallel ranks: a tiny model of eight heads, one stream a
+// rank, and a backend that counts computed rows.
 #ifndef MLA_SCHEDULER_TESTING_RANK_HARNESS_H_
 #define MLA_SCHEDULER_TESTING_RANK_HARNESS_H_
 
@@ -29,7 +29,7 @@ inline Limits LimitsOfRanks() {
 
 class RankHarness {
  public:
-  static constexpr uint64_t kQueries = 70000;  // of Send's requests
+  static constexpr uint64_t kQueries = 70000;  // for requests of Send
 
   // REQUIRES: `ranks` divides kRankHeads; layers <= 8.
   explicit RankHarness(int ranks, const Limits& limits = LimitsOfRanks(), int layers = 2)

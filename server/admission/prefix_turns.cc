@@ -60,7 +60,7 @@ bool PrefixTurns::Begin(scheduler::TenantKey tenant, int32_t weight,
   MutexLock lock(mutex_);
   const Caller self{tenant, ++arrivals_};
   Share& share = shares_[tenant];
-  // What a tenant has not asked for is not saved up.
+  // A tenant does not save up service while it asks for none.
   if (share.waiting++ == 0) share.served = std::max(share.served, floor_);
   callers_.push_back(&self);
   size_t place = 0;
@@ -98,7 +98,7 @@ void PrefixTurns::EndTurn(scheduler::TenantKey tenant, int32_t weight, size_t pl
   const auto rest = options_.rests ? std::chrono::nanoseconds(used_ns) : std::chrono::nanoseconds();
   free_at_[place] = Clock::now() + rest;
   shares_[tenant].served += used_ns / std::max(1, weight);
-  // Those that wait for nothing and have had no more than others begin as newcomers do.
+  // Tenants without waiting calls that have had no more service than a newcomer are forgotten.
   absl::erase_if(shares_, [this](const auto& one) {
     return one.second.waiting == 0 && one.second.served <= floor_;
   });

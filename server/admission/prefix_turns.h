@@ -1,10 +1,11 @@
 // Whose turn it is to have a large prefix parsed and hashed.
 //
 // Open, Match and Hint may bring 163,840 tokens, which take milliseconds of a processor before the
-// engine sees the call. Many such calls at a time would take the processors from decode, for all
-// senders. So they take turns: a few at a time, and after each turn its place rests for as long
-// as the turn took of a processor, which leaves the other half of it to everything else. The time
-// is charged to the tenant: the next turn is its who has been served least, by weight.
+// engine sees the call. Many such calls at a time would take the processors from decode, whichever
+// tenant sends them. So such calls take turns: a few run at the same time. After each turn its
+// place rests for as long as the turn used a processor, which leaves half of the processor to
+// everything else. The time is charged to the tenant: the next turn goes to the tenant that has
+// been served least, by weight.
 //
 // Threading: any thread; a turn belongs to the thread that began it.
 #ifndef MLA_SERVER_ADMISSION_PREFIX_TURNS_H_
@@ -24,7 +25,7 @@ namespace mla::server {
 
 class PrefixTurns final {
  public:
-  // One turn at a time for so many processors.
+  // Processors for each turn that may run at the same time.
   static constexpr int32_t kCpusATurn = 8;
   // How often a call that waits looks whether its client has given it up.
   static constexpr std::chrono::milliseconds kLook{50};
@@ -40,8 +41,8 @@ class PrefixTurns final {
 
   explicit PrefixTurns(Options options);
 
-  // Waits for a turn of the tenant's, at most until `given_up` says so: false then, and there is
-  // none. REQUIRES: the thread has no turn.
+  // Waits for a turn of the tenant, until `given_up` returns true; then returns false without a
+  // turn. REQUIRES: the thread does not have a turn.
   bool Begin(scheduler::TenantKey tenant, int32_t weight, const std::function<bool()>& given_up);
   // Ends the turn of the calling thread, of whichever object, if it has one.
   static void End();
@@ -70,9 +71,9 @@ class PrefixTurns final {
   mutable Mutex mutex_;
   CondVar changed_;
   std::vector<Clock::time_point> free_at_ ABSL_GUARDED_BY(mutex_);  // by place; max(): taken
-  std::vector<const Caller*> callers_ ABSL_GUARDED_BY(mutex_);      // that wait
+  std::vector<const Caller*> callers_ ABSL_GUARDED_BY(mutex_);      // waiting calls
   absl::flat_hash_map<scheduler::TenantKey, Share> shares_ ABSL_GUARDED_BY(mutex_);
-  int64_t floor_ ABSL_GUARDED_BY(mutex_) = 0;  // a tenant that comes has been served so much
+  int64_t floor_ ABSL_GUARDED_BY(mutex_) = 0;  // service that a new tenant starts with
   uint64_t arrivals_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

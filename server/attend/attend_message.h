@@ -2,7 +2,7 @@
 // recycles such objects.
 //
 // Ownership: AttendMessage is reference-counted. The stream holds one reference while the message
-// is being served; each payload slice that gRPC still has to send holds another, because the
+// is being served. Each payload slice that gRPC still has to send holds another, because the
 // transport may release it after the stream is gone. The last reference returns the object, and its
 // staging memory, to the pool. The pool is shared by the streams and by every message that is out.
 //
@@ -33,7 +33,7 @@ namespace mla::server {
 class AttendMessage;
 class AttendMessagePool;
 
-// Where a message goes when the engine has answered it.
+// The owner of a message gets it back here when the engine has answered it.
 class AttendMessageOwner {
  public:
   virtual ~AttendMessageOwner() = default;
@@ -53,17 +53,19 @@ class AttendMessage final : public scheduler::StreamRequest {
   StagingPool::Block input, output;
   // The message as it was received, where its queries are read in place; until it is answered.
   std::vector<grpc::Slice> slices;
-  std::vector<kernels::InputFragment> fragments;  // of those slices
+  std::vector<kernels::InputFragment> fragments;  // views of those slices
   AttendSizes sizes;
   const std::byte* sent_lists = nullptr;  // in `region`, which the client may still write
   absl::Status answer;
   std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
-  std::span<std::byte> reply_area;       // of a ring: room for a reply that fits no slot
-  size_t reserved_bytes = 0;             // bytes counted against the stream
-  int64_t staged = 0;                    // bytes of input and output, counted against the tenant
-  uint64_t ring_index = 0;               // of a ring: its submission
-  uint64_t begin_order = 0;              // of a BeginStep among its stream's; 0: not listed there
-  int64_t answered_ns = 0;               // steady clock; of streams alone
+  // For a ring: room for a reply that is too large for a slot.
+  std::span<std::byte> reply_area;
+  size_t reserved_bytes = 0;  // bytes counted against the stream
+  int64_t staged = 0;         // bytes of input and output, counted against the tenant
+  uint64_t ring_index = 0;    // for a ring: number of its submission
+  // For a BeginStep: its number in the stream; 0: not listed there.
+  uint64_t begin_order = 0;
+  int64_t answered_ns = 0;  // steady clock; of streams alone
   AttendMessage* next = nullptr;
 
  private:
@@ -82,9 +84,10 @@ class AttendMessagePool final : public std::enable_shared_from_this<AttendMessag
       : staging_(std::move(memory)), tenants_(std::move(tenants)) {}
   // A message with one reference. Grows to the largest number ever out at a time.
   AttendMessage* Take();
-  // Takes input and output memory of a message together, so that no request waits holding half of
-  // what it needs, and counts it against message->tenant. `*stalled`: there is none at present, and
-  // the message gives back what it has. RESOURCE_EXHAUSTED when the tenant may never have so much.
+  // Takes input and output memory of a message together and counts it against message->tenant, so
+  // that no request waits while it holds half of its memory. `*stalled`: too little is free at
+  // present, and the message holds nothing. RESOURCE_EXHAUSTED if the tenant's bound could never
+  // allow it.
   absl::Status TakeStaging(size_t in, size_t out, AttendMessage* message, bool* stalled);
   StagingPool& staging() { return staging_; }
   scheduler::TenantTable& tenants() { return *tenants_; }

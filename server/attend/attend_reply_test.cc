@@ -1,4 +1,4 @@
-// A stream fills one reply again and again: nothing of the last one may stay.
+// A stream fills one reply again and again: nothing of the last reply may stay.
 #include "server/attend/attend_reply.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ void FillAttend(AttendMessage& message) {
                      .plan_reused = true};
 }
 
-// Of every kind, with fields set and with fields that are zero.
+// Requests of every kind, with fields set and with fields that are zero.
 std::vector<std::function<void(AttendMessage&)>> AllKinds() {
   return {
       FillAttend,
@@ -53,7 +53,7 @@ std::vector<std::function<void(AttendMessage&)>> AllKinds() {
 }
 
 std::string TextOf(v1::AttendStreamReply reply) {
-  if (reply.has_timings()) reply.mutable_timings()->set_write_us(0);  // what the clock says
+  if (reply.has_timings()) reply.mutable_timings()->set_write_us(0);  // depends on the clock
   return reply.ShortDebugString();
 }
 

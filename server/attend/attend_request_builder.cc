@@ -15,7 +15,7 @@ namespace {
 
 using scheduler::RequestKind;
 
-// A tensor behind others, aligned.
+// End of an aligned tensor that follows `others` bytes.
 uint64_t Behind(uint64_t others, int64_t bytes) {
   return bytes == 0 ? others : wire::AlignShared(others) + static_cast<uint64_t>(bytes);
 }
@@ -237,8 +237,9 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
   message->kind = RequestKind::kAttend;
   message->step_id = attend.step_id();
   scheduler::StepShape shape;
-  // A step whose BeginStep was prepared for a dense model, which another one of its name replaced
-  // before the engine had the message, has no positions to size by.
+  // Meant for the case that the step's BeginStep was prepared for a dense model, but another model
+  // of that name replaced it before the engine got the message. Such a step has no positions, so
+  // tensors cannot be sized.
   const auto no_positions = [&shape] {
     return shape.model->attention != kernels::AttentionKind::kDense && shape.positions == nullptr;
   };
@@ -260,12 +261,12 @@ absl::Status AttendRequestBuilder::FindRegion(const SharedRegionTable* regions,
                                               const v1::SharedTensors& where, size_t payload_bytes,
                                               AttendMessage* message) const {
   if (payload_bytes != 0) {
-    return RefuseField("payload", absl::StrCat(payload_bytes, " bytes"), "empty beside shared",
-                       "payload_size");
+    return RefuseField("payload", absl::StrCat(payload_bytes, " bytes"),
+                       "empty together with shared", "payload_size");
   }
   if (regions != nullptr) message->region = regions->Find(tenant_, where.handle());
   if (message->region != nullptr) return absl::OkStatus();
-  // The same words for a handle that never was, one of another tenant, and one that is no more.
+  // Same text for unknown, foreign and closed handles: callers must not be able to tell them apart.
   return MakeError(absl::StatusCode::kNotFound, "shared.handle: no such region",
                    {.field = "shared.handle",
                     .got = "another handle",

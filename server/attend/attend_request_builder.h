@@ -1,16 +1,15 @@
-// From a message of the stepping protocol to a request that the engine can take: what every
-// transport of Attend messages does alike, once it has the message's header.
+// From a message of the stepping protocol to a request that the engine can take: the common work of
+// every transport of Attend messages once it has the message's header.
 //
-// An attend message names only its step, so its sizes follow from the step's model: that of the
-// last BeginStep of this id still unanswered, else that of the open step as the engine lists it. A
-// message whose step is neither goes to the engine without tensors; the engine knows why the step
-// is gone. Where the tensors lie is the transport's business, except for tensors in a shared-memory
-// region, which PointInto checks and points to.
+// An attend message names only its step, so its sizes follow from the step's model: the model of
+// the last unanswered BeginStep with this id, else the model of the open step in the engine's list.
+// A message whose step is neither goes to the engine without tensors; the engine knows why the step
+// is gone. The transport places the tensors, except for tensors in a shared-memory region:
+// PointInto checks and sets their addresses.
 //
-// Ownership: opens the engine's stream; the transport closes it.
-// Every function: OK, or the status to answer with.
-// Allocates nothing for an attend, and for the others only what a BeginStep of a sparse model
-// keeps: where its rows stand, by which lists are checked.
+// Ownership: opens the engine's stream; the transport closes it. Every function returns OK, or the
+// status to answer with. An attend allocates nothing. A BeginStep of a sparse model allocates the
+// positions of its rows, for the checks of lists.
 //
 // Threading: Prepare* from one thread at a time, Release from any.
 #ifndef MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
@@ -54,23 +53,25 @@ class AttendRequestBuilder final {
   absl::Status Prepare(const v1::AttendStreamRequest& header, AttendMessage* message) {
     return Prepare(header, 0, nullptr, message);
   }
-  // The same for an end_step with tails, of which `bytes` were sent; `read` copies those from
-  // `offset` on. INVALID_ARGUMENT when they are not as many as the step's model says.
+  // As above, for an end_step with tails, of which `bytes` were sent; `read` copies bytes from
+  // `offset` on. INVALID_ARGUMENT if their number differs from the number that the step's model
+  // asks for.
   using ReadTails = std::function<void(size_t offset, std::span<std::byte> to)>;
   absl::Status Prepare(const v1::AttendStreamRequest& header, size_t bytes, const ReadTails& read,
                        AttendMessage* message);
-  // The same for tails in `region`, at header.shared's in_offset.
+  // As above, for tails in `region`, at header.shared's in_offset.
   absl::Status PrepareTailsIn(const SharedRegion& region, const v1::AttendStreamRequest& header,
                               AttendMessage* message);
-  // Fills arguments and sizes; the tensors' addresses stay null. Sizes as ParseAttend. Of a step
-  // that is neither open nor about to be, all sizes stay 0 and IsSized is false.
+  // Fills arguments and sizes; the tensors' addresses stay null. Sizes as ParseAttend. For a step
+  // that is neither open nor about to be, all sizes stay 0 and IsSized returns false.
   absl::Status PrepareAttend(const v1::Attend& attend, int64_t payload_bytes, int64_t reply_bytes,
                              AttendMessage* message);
   static bool IsSized(const AttendMessage& message) {
     return message.attend.sized_for.num_heads != scheduler::AttendArgs::kUnsized;
   }
-  // Sets the message's region, that of `where`, beside which the message has no payload.
-  // NOT_FOUND: there is none of the tenant. `regions`: null: the path is off.
+  // Sets the message's region to the one that `where` names. Such a message must not have a
+  // payload. NOT_FOUND if the tenant does not have such a region. `regions` is null if the
+  // shared-memory path is off.
   absl::Status FindRegion(const SharedRegionTable* regions, const v1::SharedTensors& where,
                           size_t payload_bytes, AttendMessage* message) const;
   // Points a prepared attend at its tensors in `region`, which must stay mapped until it is
@@ -78,8 +79,8 @@ class AttendRequestBuilder final {
   // before the field's name in an error.
   static absl::Status PointInto(const SharedRegion& region, uint64_t in_offset, uint64_t out_offset,
                                 const char* prefix, AttendMessage* message);
-  // The same for tensors in a region's device memory; what the client wrote there is complete.
-  // INVALID_ARGUMENT also for index lists and 8-bit floats, which the server has to read itself.
+  // As PointInto, for tensors in a region's device memory, which the client has finished writing.
+  // Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has to read itself.
   static absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory, uint64_t in_offset,
                                       uint64_t out_offset, AttendMessage* message);
   // Checks the index lists of a prepared attend, which lie in `memory` as SentLists says, and
@@ -90,12 +91,12 @@ class AttendRequestBuilder final {
   // AttendMessagePool::TakeStaging.
   absl::Status StageShared(AttendMessagePool* pool, AttendMessage* message, bool* stalled);
   // Decode KV rows and queries of 8 bits from `sent` to `to`, as the attend's q_dtype says.
-  // INVALID_ARGUMENT names the first scale that is none.
+  // INVALID_ARGUMENT names the first invalid scale.
   static absl::Status DecodeKv(const std::byte* sent, std::byte* to, AttendMessage* message);
   static absl::Status DecodeQueries(const std::byte* sent, std::byte* to, AttendMessage* message);
   static SentLists ListsOf(const AttendMessage& message);
-  // Where the tensors of a prepared attend lie in staging memory, in bytes from the start of its
-  // input and its output, and how much both take.
+  // Offsets of an attend's tensors in its staging memory for input and for output, and the bytes of
+  // both.
   struct StagedPlaces {
     size_t q = 0, lists = 0, index_inputs = 0, in = 0;
     size_t sent_fp8 = 0;  // tensors of 8 bits as sent, one after the other
@@ -127,13 +128,13 @@ class AttendRequestBuilder final {
 
   scheduler::Engine* const engine_;
   const std::string tenant_;
-  const scheduler::TenantRef row_;  // empty if there was no room for one
+  const scheduler::TenantRef row_;  // empty if the table had no room for a row
   std::shared_ptr<const scheduler::StreamSteps> steps_;
   const scheduler::StreamId stream_;
 
   std::atomic<int32_t> begins_pending_{0};  // entries of begins_; the engine lists the others
   wire::ThreadTeam* const team_;
-  ListChecker list_checker_;  // of Prepare*
+  ListChecker list_checker_;  // used by Prepare*
   Mutex mutex_;
   std::vector<PendingBegin> begins_ ABSL_GUARDED_BY(mutex_);  // by order
   uint64_t last_begin_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -15,14 +15,14 @@
 namespace mla::server {
 namespace {
 
-// Counted beside a message's tensors, so that tiny messages are bounded too.
+// Counted in addition to a message's tensors, so that tiny messages are bounded too.
 constexpr size_t kMessageOverhead = 1024;
 
-// Of messages whose queries are read in place. Each slice adds to the cost of a launch, which all
-// its requests share, so queries that came in small pieces are gathered first, by their own stream.
+// Bounds of the slices of messages whose queries are read in place. A slice adds to the cost of a
+// launch, so queries in small pieces are gathered before submission.
 constexpr size_t kSlicesOfAny = 4;
 constexpr size_t kBytesPerSlice = 2048;
-// What the list of a stream's slices may hold when it waits for the next message.
+// Slices that a stream's list keeps room for between messages.
 constexpr size_t kSlicesKept = 1024;
 
 void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }
@@ -69,7 +69,7 @@ void AttendStream::OnReadDone(bool ok) {
   const size_t length = incoming_.Length();
   shared_.metrics->wire().received_bytes.fetch_add(length, std::memory_order_relaxed);
   // Copying, or a launch that this thread runs, must not keep other clients' messages waiting. A
-  // stream that is alone goes on by itself: its next message would only find other caches.
+  // stream that is alone keeps this thread: another one has cold caches.
   if (call_->poller().Alternates(this)) call_->poller().HandOver();
   if (!ScanHeader()) return MaybeFinish();
   Continue();
@@ -92,7 +92,7 @@ void AttendStream::Resume() {
   call->Release();
 }
 
-// Serves the scanned message, then decides what the reader does next.
+// Serves the scanned message, then decides how the reader continues.
 void AttendStream::Continue() {
   const bool handled = Handle();
   bool read = false, stalled = false, done = false;
@@ -151,7 +151,7 @@ bool AttendStream::BreakMalformed(const absl::Status& status, std::string_view r
 }
 
 void AttendStream::Break(const absl::Status& status) {
-  // Before anything can finish the stream, which sends the detail behind the status.
+  // Converted before anything can finish the stream, which sends the detail after the status.
   const grpc::Status answer = ToGrpcStatus(status, &call_->context());
   const MutexLock lock(mutex_);
   broken_ = true;
@@ -223,7 +223,7 @@ absl::Status AttendStream::PrepareTails(AttendMessage* message) {
       message);
 }
 
-// Tensors that stay where they are: nothing is staged, nothing copied but index lists.
+// Tensors in a region stay where they are: only index lists are copied.
 absl::Status AttendStream::PrepareShared(AttendMessage* message, bool* stalled) {
   const v1::SharedTensors& where = header_.shared();
   absl::Status status = builder_.FindRegion(shared_.regions, where, payload_.size, message);
@@ -264,7 +264,7 @@ void AttendStream::KeepInPlace(AttendMessage* message) {
     message->fragments.push_back({fragment.data(), begin});
     begin += static_cast<int64_t>(fragment.size());
   }
-  // Elements stay where they are, and with them the bytes of slices that hold their own.
+  // Swapping moves no elements, so pointers into them stay valid.
   message->slices.swap(slices_);
   message->attend.q_fragments = message->fragments;
   message->attend.q_fragments_offset =
@@ -272,8 +272,8 @@ void AttendStream::KeepInPlace(AttendMessage* message) {
 }
 
 // Takes memory of the tensors and copies them in: the only copy on their way to the engine. Queries
-// that the backend reads in place are not copied, but counted all the same: their slices are
-// memory, too.
+// that the backend reads in place are not copied, but they are counted: their slices are memory,
+// too.
 absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const AttendSizes& sizes = message->sizes;
   const auto kv_bytes = static_cast<size_t>(sizes.kv_sent());

@@ -1,14 +1,14 @@
 // One Attend stream: reads messages, hands them to the engine, writes the replies.
 //
 // Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
-// memory (tensors in a shared-memory region stay where they are, and so do queries that the backend
-// reads from their slices, unless they are many small ones) and submits; the engine answers through
+// memory, and submits. Tensors in a shared-memory region stay where they are. So do queries that
+// the backend reads from their slices, unless they are many small ones. The engine answers through
 // OnAnswered, which drops the slices; the reply is framed over the output memory and written;
 // OnWriteDone gives the memory back. Requests are submitted in the order they arrived, replies
 // leave in the order they were answered.
 //
-// Bounds: bytes of messages that are not yet answered and written count against the stream; above
-// wire.inflight_bytes its reads pause, so a slow reader holds that much and no more. After
+// Bounds: bytes of messages that are not yet answered and written count against the stream. Its
+// reads pause above wire.inflight_bytes, so a slow reader holds at most that much. After
 // wire.slow_reader_ms it is disconnected. When the tenant's share of the staging memory, or all of
 // it, is used up, the stream is stalled: it keeps its one unprocessed message and is resumed by the
 // service's maintenance thread.
@@ -17,13 +17,13 @@
 // message of the contract end the stream with INVALID_ARGUMENT.
 //
 // Ending: the engine's stream is closed (which aborts its steps) before Finish, never from inside
-// OnAnswered. Nothing touches the object after Finish but OnDone, which deletes it.
+// OnAnswered. After Finish only OnDone touches the object, and deletes it.
 //
-// Threading: On* come from the poller's threads, which hand the polling over before anything that
-// is known to take long; OnAnswered from the engine's deliverer; Resume and DisconnectIfSlow from
-// the maintenance thread. The constructor and Close wait for a running launch, so they are for
-// threads that may. One mutex guards the state and is never held across a call into gRPC or the
-// engine.
+// Threading: On* are called by the poller's threads, which hand the polling over before anything
+// that is known to take long. OnAnswered is called by the engine's deliverer, Resume and
+// DisconnectIfSlow by the maintenance thread. The constructor and Close wait for a running launch,
+// so they are for threads that may. One mutex guards the state and is never held across a call into
+// gRPC or the engine.
 #ifndef MLA_SERVER_ATTEND_ATTEND_STREAM_H_
 #define MLA_SERVER_ATTEND_ATTEND_STREAM_H_
 
@@ -51,13 +51,14 @@
 
 namespace mla::server {
 
-// What all streams share. Outlives them.
+// Parts shared by all streams. Outlives them.
 struct WireContext {
   scheduler::Engine* engine = nullptr;
   std::shared_ptr<AttendMessagePool> pool;
   Config::Wire wire;
   Metrics* metrics = nullptr;
-  wire::ThreadTeam* team = nullptr;      // gathers what is not read in place, and checks lists
+  // Gathers tensors that are not read in place, and checks lists.
+  wire::ThreadTeam* team = nullptr;
   SharedRegionTable* regions = nullptr;  // null: the path is off
   uint64_t boot_id = 0;
   std::string unix_tenant;  // server.unix_tenant
@@ -76,7 +77,7 @@ class AttendStreamRegistry {
 
 class AttendStream final : public StreamHandler, public AttendMessageOwner {
  public:
-  // `in_place`: queries stay where gRPC put them. REQUIRES: then the backend reads_fragments.
+  // `in_place`: queries stay in gRPC's slices. REQUIRES for this: the backend reads_fragments.
   AttendStream(const WireContext& shared, AttendStreamRegistry* registry,
                std::unique_ptr<StreamCall> call, scheduler::TenantRef tenant, bool in_place);
 
@@ -95,7 +96,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
  private:
   enum class Reader { kReading, kPaused, kStalled, kDone };
 
-  // Reading side. Handle returns false when there was no staging memory: call again later.
+  // Reading side. Handle returns false if staging memory was lacking; call it again later.
   bool Handle();
   void Continue();
   void ReadNext();

@@ -1,15 +1,15 @@
-// The Attention service: creates one AttendStream per call and maintains all of them.
+// The Attention service: creates one AttendStream for each call and maintains all of them.
 //
 // Ownership: streams own themselves until their call is over; the service only lists them. Serve is
 // called once the gRPC server was started; Stop after it has shut down and before its poller stops
-// or the service is destroyed.
-// Threading: a maintenance thread resumes stalled streams when staging memory comes back and
-// disconnects those whose client has stopped reading. A resumed stream may run a small launch on
-// that thread; if the launch hangs, no stream is disconnected, as none could be closed then either.
-// Opening and closing a stream wait for a running launch, so another thread, the open/close thread,
-// does both, each in the order of the calls: the poller's threads serve health and administration
-// too and must go on while a device hangs. The open/close thread closes before it opens: a closed
-// stream releases staging memory and open steps, for which new streams may wait.
+// or the service is destroyed. Threading: a maintenance thread resumes stalled streams when staging
+// memory comes back and disconnects those whose client has stopped reading. A resumed stream may
+// run a small launch on the maintenance thread. If the launch hangs, no stream is disconnected;
+// none could be closed then either. Opening and closing a stream wait for a running launch, so
+// another thread, the open/close thread, does both, each in the order of the calls: the poller's
+// threads serve health and administration too and must go on while a device hangs. The open/close
+// thread closes before it opens: a closed stream releases staging memory and open steps, for which
+// new streams may wait.
 #ifndef MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 #define MLA_SERVER_ATTEND_ATTENTION_SERVICE_H_
 

@@ -25,7 +25,7 @@ struct Suffix {
   const char* text;
   int shift;
 };
-constexpr size_t kMostNameBytes = 256;           // of an environment name that is looked at closely
+constexpr size_t kMostNameBytes = 256;           // longest environment name that is examined
 constexpr int64_t kLeastKvCacheBytes = 1 << 20;  // below it hardly a model finds a page
 constexpr Suffix kSuffixes[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
 
@@ -260,8 +260,8 @@ void CheckListen(const Config& config, std::vector<std::string>* faults) {
   const Config::Tls& tls = config.tls;
   if (!tls.cert.empty() && !listen.socket_group.empty() && tenant.empty()) {
     faults->push_back(
-        "server.socket_group: beside tls.cert it needs server.unix_tenant, the tenant of its "
-        "members (*: any)");
+        "server.socket_group: with tls.cert it needs server.unix_tenant, the tenant of its members "
+        "(*: any)");
   }
   if (!tls.client_crl.empty() && tls.client_ca.empty()) {
     faults->push_back("tls.client_crl: needs tls.client_ca");
@@ -468,7 +468,7 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   at_most("limits.max_step_sequences", limits.max_step_sequences, "limits.max_sequences",
           limits.max_sequences);
   if (!faults->empty()) return;
-  // What passes here must start: the engine has the last word about its limits.
+  // A configuration accepted here must start: the engine's own checks of its limits decide.
   if (limits.kv_cache_bytes == 0) limits.kv_cache_bytes = kLeastKvCacheBytes;
   if (limits.weights_bytes == Config::kChooseWeights) limits.weights_bytes = 0;
   if (absl::Status status = scheduler::CheckLimits(limits); !status.ok()) {

@@ -46,7 +46,7 @@ struct Config {
     std::string address = "127.0.0.1:50551";  // empty: no TCP listener; port 0: any free port
     std::string unix_path = "auto";           // empty: no unix socket; see UnixPath
     std::string socket_group;              // whose members may connect; empty: see socket_files.h
-    std::string unix_tenant;               // of all who call over it; empty: see identity.h
+    std::string unix_tenant;               // of all callers on it; empty: see identity.h
     bool open_folder = false;              // sockets in folders that every user may write to
     bool insecure = false;                 // allow plaintext beyond loopback
     std::string reflection = "auto";       // auto: on when every listener is local
@@ -55,21 +55,22 @@ struct Config {
   } listen;
 
   struct Wire {
-    int64_t message_bytes = int64_t{4} << 20;    // of one request or reply
+    int64_t message_bytes = int64_t{4} << 20;    // one request or reply
     int64_t inflight_bytes = int64_t{64} << 20;  // staged for one stream
     int64_t staging_bytes = int64_t{256} << 20;  // staging memory of all streams
     int64_t weight_chunk_bytes = int64_t{4} << 20;
     int32_t max_streams = 1024;
     int32_t max_connections = 4096;
-    int32_t peer_connections = 1024;            // of one address, or of one user of the unix socket
-    int32_t connection_streams = 128;           // concurrent RPCs of one connection
-    int32_t control_threads = 64;               // threads for unary calls, uploads and watchers
-    int32_t control_reserve = 8;                // of these, for leases and administration alone
+    int32_t peer_connections = 1024;   // per address, or per user of the unix socket
+    int32_t connection_streams = 128;  // concurrent RPCs of one connection
+    int32_t control_threads = 64;      // threads for unary calls, uploads and watchers
+    // Part of control_calls for leases and administration only.
+    int32_t control_reserve = 8;
     int64_t control_bytes = int64_t{32} << 20;  // serialized requests of control calls
     int32_t max_uploads = 16;                   // UploadWeights calls at a time
     int64_t upload_idle_ms = 30000;  // an upload that sends nothing for this long is cancelled
     int32_t max_watchers = 16;
-    int32_t max_health_calls = 1024;  // of grpc.health.v1, open at a time
+    int32_t max_health_calls = 1024;  // open calls of grpc.health.v1
     int64_t metadata_bytes = 16384;
     int64_t quota_bytes = int64_t{2} << 30;  // gRPC's own buffers
     int64_t connection_age_ms = 0;           // 0: unlimited
@@ -77,33 +78,33 @@ struct Config {
     int64_t handshake_ms = 10000;            // from a connection to its first frame
     int64_t keepalive_ms = 20000;
     int64_t slow_reader_ms = 30000;  // a reply not taken for this long disconnects the stream
-    int32_t poll_threads = 4;        // of the streams; one polls at a time
-    int32_t copy_threads = 0;        // of one large message; 0: by CPUs and backend
+    int32_t poll_threads = 4;        // for the streams; one polls at a time
+    int32_t copy_threads = 0;        // for one large message; 0: chosen by CPUs and backend
     int32_t spin_us = -1;            // for this long after an event; -1: by CPUs and backend
   } wire;
 
-  // What one tenant may use: scheduler/tenant_table.h.
+  // Bounds of one tenant: scheduler/tenant_table.h.
   struct Tenants {
     scheduler::PerResource<int64_t> bounds;                // 0: its share of the server's bound
-    std::map<std::string, scheduler::TenantQuota> quotas;  // of tenants by name
+    std::map<std::string, scheduler::TenantQuota> quotas;  // by tenant name
     int32_t metrics = 32;                                  // tenants with metrics of their own
   } tenants;
 
-  // The same-host path: docs/shared_memory.md.
+  // The path for clients on the same host: docs/shared_memory.md.
   struct Shm {
     bool enabled = true;
     std::string path = "auto";                  // of the listener; auto: the unix socket's + ".shm"
     int64_t region_bytes = int64_t{128} << 20;  // arena of one region
-    int64_t total_bytes = int64_t{256} << 20;   // of all regions
+    int64_t total_bytes = int64_t{256} << 20;   // all regions together
     int32_t regions_max = 64;
     int32_t tenant_regions = 16;
     int32_t handshakes_max = 128;   // connections without a request, all users together
-    int32_t user_handshakes = 32;   // of these, of one user
+    int32_t user_handshakes = 32;   // part of them for one user
     int64_t handshake_ms = 2000;    // from a connection to its request
     int32_t ring_entries = 256;     // requests in flight on one ring; a power of two
     int32_t spin_us = 50;           // a ring's poller spins at most this long before it sleeps
-    int64_t device_bytes = 0;       // device memory beside all regions; 0: none is offered
-    int64_t device_wait_ms = 1000;  // for what a client's GPU has to complete before a request
+    int64_t device_bytes = 0;       // device memory in addition to all regions; 0: none is offered
+    int64_t device_wait_ms = 1000;  // for work on a client's GPU that a request must wait for
   } shm;
 
   struct Tls {
@@ -113,10 +114,10 @@ struct Config {
   } tls;
 
   struct Checkpoint {
-    std::string path;                   // folder; empty: none are kept
-    int64_t bytes = int64_t{64} << 30;  // of all files
-    int64_t tenant_bytes = 0;           // of one tenant's; 0: seven eighths of it
-    int32_t tenant_files = 1024;        // of one tenant
+    std::string path;                   // folder; empty: no checkpoints are kept
+    int64_t bytes = int64_t{64} << 30;  // all files together
+    int64_t tenant_bytes = 0;           // per tenant; 0: seven eighths of `bytes`
+    int32_t tenant_files = 1024;        // per tenant
   } checkpoint;
 
   struct Tiers {            // whose bounds are among the limits
@@ -146,10 +147,10 @@ enum class ConfigType { kBool, kInt, kBytes, kMillis, kDouble, kString, kChoice 
 struct ConfigKey {
   const char* name;  // "group.key"
   ConfigType type;
-  double min, max;         // of numbers, inclusive; unused for strings
-  const char* choices;     // of kChoice, separated by '|'
+  double min, max;         // range of numbers, inclusive; unused for strings
+  const char* choices;     // for kChoice, separated by '|'
   const char* meaning;     // one sentence
-  const char* edge;        // what goes wrong at the edges
+  const char* edge;        // what goes wrong beyond the edges
   const char* short_flag;  // a second flag name, or ""
   ConfigSlot (*slot)(Config&);
 };
@@ -164,7 +165,7 @@ std::string RangeText(const ConfigKey& key);  // "1 .. 64", "true or false", "a,
 // The value now in `config`, as it would be written in a file.
 std::string ValueText(const ConfigKey& key, const Config& config);
 
-// What to do besides running.
+// Modes of the command line other than running.
 struct CommandLine {
   bool check_config = false;
   bool print_config = false;
@@ -178,7 +179,7 @@ struct LoadedConfig {
   Config config;
   CommandLine command;
   std::map<std::string, std::string> origin;  // key -> "default", "file a.yaml:3", "env X", "flag"
-  // Every fault found, each "key: what is wrong (where)". Empty: the config may be used.
+  // Every fault found, each "key: the fault (where)". Empty: the config may be used.
   std::vector<std::string> faults;
   // Environment names that are ignored: links to services of Kubernetes, whose names are given by
   // others.
@@ -199,15 +200,15 @@ scheduler::TenantTableOptions TenantOptionsOf(const Config& config);
 // Threads of the control calls that only leases and administration may take.
 int32_t ControlReserve(const Config& config);
 // Sets a bound or the weight of one tenant from a key of the file, "tenants.quotas.NAME.RESOURCE".
-// Returns what is wrong, or an empty string.
+// Returns the fault, or an empty string.
 std::string SetTenantQuota(const std::string& key, const std::string& text, Config* config);
 inline constexpr char kTenantQuotas[] = "tenants.quotas.";
 
-// "4GiB" and the like, also for what is no key.
+// "4GiB" and the like, also used for sizes that are not keys.
 std::string BytesText(int64_t bytes);
 bool ParseBytes(std::string text, int64_t* bytes);
 
-// Writes `text` into the key's slot. Returns what is wrong, or an empty string.
+// Writes `text` into the key's slot. Returns the fault, or an empty string.
 std::string SetValue(const ConfigKey& key, const std::string& text, Config* config);
 
 // --- Texts made from the table.
@@ -216,11 +217,12 @@ std::string HelpText();
 std::string ExampleYaml();
 std::string ReferenceMarkdown();
 
-// The path of the unix socket with "auto" resolved; empty: none. `runtime_folder` is that of
-// socket_files.h.
+// The path of the unix socket with "auto" resolved, or empty without a socket. `runtime_folder`
+// comes from socket_files.h.
 std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder);
 
-// The path of the shared-memory listener beside the unix socket at `unix_path`; empty: none.
+// The path of the shared-memory listener that goes with the unix socket at `unix_path`, or empty
+// without a listener.
 std::string ShmSocketPath(const Config::Shm& shm, const std::string& unix_path);
 
 // "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.

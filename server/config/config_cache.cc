@@ -1,4 +1,4 @@
-// Keys of what becomes of rows beside the pool: checkpoints and slower tiers.
+// Keys of storage outside the pool: checkpoints and slower tiers.
 #include "server/config/config_key.h"
 
 namespace mla::server {
@@ -22,14 +22,14 @@ void AddCacheKeys(std::vector<ConfigKey>* keys) {
           Bytes("tiers.host_bytes", 0, kTiB,
                 "Host memory for cached rows that leave the pool, taken at start, on a GPU pinned; "
                 "0: they do not leave it, and are evicted.",
-                "Counts beside the pool in what must fit into memory.",
+                "It must fit into memory in addition to the pool.",
                 MLA_SLOT(limits.host_tier_bytes)),
           Text("tiers.file_path",
                "File for cached rows that leave host memory; empty: none. Needs tiers.host_bytes.",
                "Made empty at each start, removed at the end; it holds rows unencrypted.",
                MLA_SLOT(tiers.file_path)),
           Bytes("tiers.file_bytes", 0, kTiB, "Bytes of the disk that tiers.file_path takes.",
-                "Taken at start, which is refused where the disk has no room for them.",
+                "Taken at start; the server does not start if the disk has no room for them.",
                 MLA_SLOT(limits.file_tier_bytes)),
           Int("tiers.file_hits", 0, 1 << 20,
               "Matches that must have taken a page group's rows before the file gets them.",
@@ -40,7 +40,7 @@ void AddCacheKeys(std::vector<ConfigKey>* keys) {
               "Cached rows begin to leave the pool, and host memory, when less of it is free.",
               "Steps that need more at once evict what has not left yet.",
               MLA_SLOT(limits.tier_low_percent)),
-          Int("tiers.high_percent", 0, 100, "They leave until so much is free.",
+          Int("tiers.high_percent", 0, 100, "Cached rows leave until this much is free.",
               "At least tiers.low_percent.", MLA_SLOT(limits.tier_high_percent)),
           Int("tiers.tenant_percent", 1, 100, "Part of a tier that one tenant's rows may take.",
               "A tenant at its part displaces its own rows alone.",
@@ -50,7 +50,7 @@ void AddCacheKeys(std::vector<ConfigKey>* keys) {
                  "Then they answer with the rows that are there, and `deferred`.",
                  MLA_SLOT(limits.tier_wait_ms)),
           Int("tiers.threads", 1, 256,
-              "Threads that seal what goes to the file and check what comes back.",
+              "Threads that seal page groups for the file and check page groups from it.",
               "One does about 5 GB/s. As many more read and write the file where the kernel has "
               "no io_uring.",
               MLA_SLOT(tiers.threads)),

@@ -18,7 +18,7 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
           Text("server.unix_path",
                "Path of a unix socket to serve on as well; auto: mla-server-PORT.sock in the "
                "user's runtime folder, else in /tmp/mla-server-UID; empty: none.",
-               "At most 107 bytes; the folder must exist; only owner and group may connect, beside "
+               "At most 107 bytes; the folder must exist; only owner and group may connect, with "
                "TLS only the owner.",
                MLA_SLOT(listen.unix_path), "--unix-path"),
           Text(
@@ -30,12 +30,12 @@ void AddListenKeys(std::vector<ConfigKey>* keys) {
           Text("server.unix_tenant",
                "Tenant of every caller over the unix socket and of its shared memory; empty or *: "
                "the name that the caller gives.",
-               "Empty beside TLS, only the server's own user and root may connect; otherwise the "
-               "group may, too.",
+               "If it is empty and TLS is on, only the server's own user and root may connect; "
+               "otherwise the group may too.",
                MLA_SLOT(listen.unix_tenant)),
           Bool("server.open_folder",
                "Make unix sockets also in a folder that every user may write to.",
-               "Any of them can put a socket of their own in its place.",
+               "Any of these users can replace the socket by their own.",
                MLA_SLOT(listen.open_folder)),
           Bool("server.insecure", "Serve beyond loopback without TLS.",
                "Every caller that reaches the port can name any tenant.", MLA_SLOT(listen.insecure),
@@ -93,7 +93,7 @@ void AddTlsAndOpsKeys(std::vector<ConfigKey>* keys) {
                "Plain HTTP and read-only: keep it on loopback or a private network; empty: off.",
                MLA_SLOT(ops.address)),
           Int("ops.connections", 1, 1024,
-              "Connections of the operations port at a time, beside a reserve of 32.",
+              "Connections of the operations port at a time, in addition to a reserve of 32.",
               "Beyond it a new connection displaces the oldest that has sent no request.",
               MLA_SLOT(ops.connections)),
           Choice("log.format", "text|json", "Lines for people, or one JSON object a line.",
@@ -123,9 +123,11 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
           Int("wire.max_streams", 1, 1000000, "Open Attend streams, all clients together.",
               "Further streams end with RESOURCE_EXHAUSTED.", MLA_SLOT(wire.max_streams)),
           Int("wire.max_connections", 1, 1000000, "Connections for gRPC, all peers together.",
-              "Further ones are closed at once, as where the descriptors of the process end.",
+              "Further ones are closed at once, as they are when the process has no descriptors "
+              "left.",
               MLA_SLOT(wire.max_connections)),
-          Int("wire.peer_connections", 1, 1000000, "Those of one address or unix-socket user.",
+          Int("wire.peer_connections", 1, 1000000,
+              "Connections for gRPC from one address or unix-socket user.",
               "Further ones are closed at once.", MLA_SLOT(wire.peer_connections)),
           Int("wire.connection_streams", 1, 100000, "Concurrent calls of one connection.",
               "Calls beyond it wait inside the client.", MLA_SLOT(wire.connection_streams)),
@@ -134,8 +136,8 @@ void AddWireKeys(std::vector<ConfigKey>* keys) {
               "A watcher or an upload holds one for its whole life.",
               MLA_SLOT(wire.control_threads)),
           Int("wire.control_reserve", 1, 1024,
-              "Of wire.control_threads, those for RenewLease, Get, Release and administration "
-              "alone; at most a quarter of them.",
+              "Threads of wire.control_threads that only RenewLease, Get, Release and "
+              "administration may use; at most a quarter of all.",
               "Without one, uploads could keep every sequence's lease from being renewed.",
               MLA_SLOT(wire.control_reserve)),
           Bytes("wire.control_bytes", 1048576, kTiB,
@@ -183,7 +185,7 @@ void AddConnectionKeys(std::vector<ConfigKey>* keys) {
           Millis("wire.handshake_ms", 100, kDayMs,
                  "A new connection must have finished TLS and sent its first frame within this "
                  "time, or it is closed.",
-                 "Connections that send nothing hold a descriptor each for so long.",
+                 "Silent connections hold a descriptor each for this time.",
                  MLA_SLOT(wire.handshake_ms)),
           Millis("wire.keepalive_ms", 1000, kDayMs,
                  "Silent connections are probed this often, so that a dead peer is noticed.",
@@ -242,8 +244,8 @@ void AddTenantRows(std::vector<ConfigKey>* keys, std::index_sequence<kIndices...
 void AddTenantKeys(std::vector<ConfigKey>* keys) {
   AddTenantRows(keys, std::make_index_sequence<scheduler::kResourceCount>());
   keys->push_back(Int("tenants.metrics", 1, 1000,
-                      "Tenants with metrics of their own: those of tenants.quotas, then those that "
-                      "use most.",
+                      "Tenants with metrics of their own: tenants in tenants.quotas first, then "
+                      "the tenants that use most.",
                       "The others are summed as other; each takes a few dozen time series.",
                       MLA_SLOT(tenants.metrics)));
 }
@@ -256,7 +258,7 @@ void AddShmKeys(std::vector<ConfigKey>* keys) {
                "Without it their tensors travel through the socket.", MLA_SLOT(shm.enabled)),
           Text("shm.path",
                "Path of the socket through which regions are handed out; auto: the unix socket's "
-               "with .shm behind it.",
+               "path followed by .shm.",
                "At most 107 bytes; only the server's own user and server.socket_group may connect.",
                MLA_SLOT(shm.path)),
           Bytes("shm.region_bytes", 65536, kTiB, "Tensor bytes of one region.",
@@ -285,7 +287,8 @@ void AddShmKeys(std::vector<ConfigKey>* keys) {
               "Spinning saves a wake-up of 5 to 50 us and takes a core while it lasts.",
               MLA_SLOT(shm.spin_us)),
           Bytes("shm.device_bytes", 0, kTiB,
-                "Memory of the GPU beside all regions together, in which tensors may lie; 0: none.",
+                "Memory of the GPU for tensors of all regions together, in addition to the "
+                "regions; 0: none.",
                 "Kept free at start and taken as clients ask for it, in units of 2 MiB; it also "
                 "counts towards shm.total_bytes and tenants.region_bytes.",
                 MLA_SLOT(shm.device_bytes)),
@@ -308,10 +311,11 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "A page group holds one page of every layer, so large pages waste the tail of short "
               "sequences and small ones cost table entries.",
               MLA_SLOT(limits.default_page_size)),
-          Int("kv_cache.pinned_percent", 0, 90, "Part of the pool that hints of all tenants pin.",
-              "Steps find no room in what is pinned.", MLA_SLOT(limits.pinned_percent)),
+          Int("kv_cache.pinned_percent", 0, 90,
+              "Part of the pool that the hints of all tenants may pin.",
+              "Steps cannot use pinned room.", MLA_SLOT(limits.pinned_percent)),
           Int("kv_cache.tenant_pinned_percent", 0, 90,
-              "Part of what a tenant may have of the pool that its hints pin.",
+              "Part of a tenant's share of the pool that its hints may pin.",
               "Hints beyond it are clipped.", MLA_SLOT(limits.tenant_pinned_percent)),
           Int("limits.max_sequences", 1, 1000000, "Open sequences, all tenants together.",
               "Open is RESOURCE_EXHAUSTED beyond it.", MLA_SLOT(limits.max_sequences)),
@@ -341,14 +345,15 @@ void AddCapacityKeys(std::vector<ConfigKey>* keys) {
               "Register refuses models above it. On a GPU, a launch has room for launch_rows "
               "lists.",
               MLA_SLOT(limits.max_top_k)),
-          Bytes("limits.max_tail_bytes", 0, 1 << 30,
-                "The tail of one sequence: what workers keep beside rows and entries.",
-                "Register refuses models above it. An inline EndStep with a tail must fit "
-                "wire.message_bytes.",
-                MLA_SLOT(limits.max_tail_bytes)),
+          Bytes(
+              "limits.max_tail_bytes", 0, 1 << 30,
+              "The tail of one sequence: data that workers store in addition to rows and entries.",
+              "Register refuses models above it. An inline EndStep with a tail must fit "
+              "wire.message_bytes.",
+              MLA_SLOT(limits.max_tail_bytes)),
           Bytes("limits.tail_bytes", 0, kTiB, "Tails of all sequences, in host memory.",
-                "EndStep with a tail is RESOURCE_EXHAUSTED beyond it; without it the step ends. "
-                "What a tail replaces counts until EndStep is answered.",
+                "EndStep with a tail is RESOURCE_EXHAUSTED beyond it; without it the step ends. A "
+                "replaced tail counts until EndStep is answered.",
                 MLA_SLOT(limits.tail_bytes)),
           Bytes(
               "limits.weights_bytes", -1, kTiB,
@@ -383,7 +388,7 @@ void AddSchedulingKeys(std::vector<ConfigKey>* keys) {
           Int("limits.launch_requests", 1, 8192, "(sequence, row range) records of one launch.",
               "Sizes the plan's buffers.", MLA_SLOT(limits.launch_requests)),
           Int("limits.prefill_rows", 1, 1048576, "Rows of extend and prefill in one launch.",
-              "Beside limits.launch_ms, which bounds the time; this bounds staging memory in use.",
+              "Bounds staging memory in use; limits.launch_ms bounds the time.",
               MLA_SLOT(limits.prefill_rows)),
           Millis("limits.launch_ms", 1, 60'000, "Predicted time of one launch on the device.",
                  "Half of it while decodes come, so that one is computed within it. Longer suits "
@@ -411,9 +416,9 @@ void AddLeaseKeys(std::vector<ConfigKey>* keys) {
                  "Too short and workers must register and upload again after a pause.",
                  MLA_SLOT(limits.model_lease_ms)),
           Millis("limits.model_yield_ms", 0, kDayMs,
-                 "A model that no call, sequence or stream has used for so long is unregistered "
-                 "when another one needs its room, of the same tenant after a tenth of it; 0: "
-                 "never.",
+                 "A model that no call, sequence or stream has used for this time is unregistered "
+                 "when another model needs its room; a tenth of it is enough if that is a model of "
+                 "the same tenant; 0: never.",
                  "Without it, clients that have gone hold all models for ever.",
                  MLA_SLOT(limits.model_yield_ms)),
           Millis(

@@ -1,4 +1,4 @@
-// What the configuration says about tenants: shares, and quotas of tenants by name.
+// Keys of tenants: shares, and quotas of tenants by name.
 #include <algorithm>
 #include <string>
 
@@ -64,7 +64,7 @@ scheduler::TenantTableOptions TenantOptionsOf(const Config& config) {
 
 std::string SetTenantQuota(const std::string& key, const std::string& text, Config* config) {
   const std::string rest = key.substr(sizeof(kTenantQuotas) - 1);
-  const size_t dot = rest.rfind('.');  // tenant names may have dots, resources have none
+  const size_t dot = rest.rfind('.');  // tenant names may contain dots, resources may not
   if (dot == std::string::npos || dot == 0) return "must be tenants.quotas.TENANT.RESOURCE";
   const std::string name = rest.substr(0, dot), resource = rest.substr(dot + 1);
   const auto printable = [](char c) { return c > 0x20 && c < 0x7f; };

@@ -243,9 +243,9 @@ TEST(ConfigTest, BadValuesAreNamed) {
   EXPECT_GE(std::size(kBad), 60u);
 }
 
-// --check-config promises a start. Each key at either end of its range is either refused for what
-// it is compared with, or the engine takes it; no range is wider than what the engine can do at
-// all.
+// --check-config promises a start. Each key is set to either end of its range. It is then either
+// refused because of another key, or the engine accepts it; ranges are not wider than what the
+// engine can do.
 TEST(ConfigTest, WhatPassesTheEngineTakes) {
   int taken = 0;
   for (const ConfigKey& key : ConfigKeys()) {

@@ -92,7 +92,7 @@ class Flattener final : public YAML::EventHandler {
 
   std::string name_;
   YamlDocument* out_;
-  std::vector<std::string> path_;  // one entry an open map; the first has no name
+  std::vector<std::string> path_;  // one entry for each open map; the first has an empty name
   std::string key_;
   bool has_key_ = false;
   int documents_ = 0;

@@ -18,7 +18,7 @@ struct YamlValue {
 
 struct YamlDocument {
   std::vector<YamlValue> values;
-  std::vector<std::string> faults;  // "path:line: what is wrong"
+  std::vector<std::string> faults;  // "path:line: the fault"
 };
 
 // `name` is used in faults only.

@@ -33,7 +33,7 @@ RpcMethod::RpcType TypeOf(const google::protobuf::MethodDescriptor& method) {
   return method.server_streaming() ? RpcMethod::SERVER_STREAMING : RpcMethod::NORMAL_RPC;
 }
 
-// Whether messages of the type bring a prefix, which is much to parse and to hash.
+// Returns true if messages of the type have a prefix, which takes long to parse and to hash.
 bool HasPrefix(const google::protobuf::Descriptor& type) {
   for (int i = 0; i < type.field_count(); ++i) {
     if (type.field(i)->message_type() == v1::Prefix::descriptor()) return true;
@@ -41,7 +41,7 @@ bool HasPrefix(const google::protobuf::Descriptor& type) {
   return false;
 }
 
-// The same bytes as the C++ interface holds them; nothing is copied.
+// Returns the same bytes as the C++ interface holds them, without copying.
 grpc::ByteBuffer Share(grpc_byte_buffer* bytes) {
   std::vector<grpc::Slice> slices;
   grpc_byte_buffer_reader reader;
@@ -54,7 +54,7 @@ grpc::ByteBuffer Share(grpc_byte_buffer* bytes) {
   return {slices.data(), slices.size()};
 }
 
-// Of a method with one request.
+// Handles a method with one request.
 class BoundedHandler final : public MethodHandler {
  public:
   // `inner` belongs to its service; the pointers outlive this.
@@ -90,7 +90,7 @@ class BoundedHandler final : public MethodHandler {
     }
     inner_->RunHandler(HandlerParameter(param.call, param.server_context, request, status, data,
                                         param.call_requester));
-    PrefixTurns::End();  // of a call that was refused before
+    PrefixTurns::End();  // if the call was refused before its handler ended it
   }
 
  private:
@@ -111,7 +111,7 @@ class BoundedHandler final : public MethodHandler {
   const BeginTurn* const begin_turn_;  // null: calls take no turns
 };
 
-// Of a method whose handler reads its requests.
+// Handles a method whose handler reads its requests.
 class SameHandler final : public MethodHandler {
  public:
   explicit SameHandler(MethodHandler* inner) : inner_(inner) {}

@@ -1,11 +1,11 @@
 // A control service whose large requests are admitted before they are parsed.
 //
 // gRPC parses the request of a unary call before its handler runs. A parsed message may take thirty
-// times its bytes (a repeated field with entries of two bytes), so the calls of one client could
+// times its bytes (a repeated field with entries of two bytes). So the calls of one client could
 // take all memory before a handler sees the first of them. A BoundedService stands between gRPC and
-// such a service: it keeps a request as it came until `admit` has counted its bytes among the
-// caller's, and parses it then, unless it is full of unknown fields, which take a hundred times
-// their bytes. They are counted until just after the call was answered.
+// such a service: it keeps a request unparsed until `admit` has counted its bytes among the
+// caller's, and then parses it. It refuses requests full of unknown fields, which take a hundred
+// times their bytes. They are counted until just after the call was answered.
 //
 // Large requests with a prefix take turns as well (server/admission): `begin_turn` waits for the
 // caller's, which lasts until the prefix has been hashed, or the call was answered.
@@ -36,11 +36,11 @@ namespace mla::server {
 using AdmitRequest = std::function<absl::StatusOr<scheduler::TenantUse>(
     const grpc::ServerContextBase& caller, int64_t bytes)>;
 
-// Begins a turn of the calling thread (PrefixTurns), or says why there is none.
+// Begins a turn of the calling thread (PrefixTurns), or returns the reason for refusing one.
 using BeginTurn = std::function<absl::Status(const grpc::ServerContextBase& caller)>;
 
-// Smaller requests are not counted: all threads together hold few of them, and leases and
-// administration must get through when larger requests fill the bound.
+// Smaller requests are not counted: all threads together hold few of them. Leases and
+// administration must also get through when larger requests fill the bound.
 inline constexpr int64_t kUncountedRequestBytes = 16384;
 
 class BoundedService final : public grpc::Service {

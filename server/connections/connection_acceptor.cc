@@ -25,7 +25,8 @@ namespace mla::server {
 namespace {
 
 constexpr int kAcceptedAtOnce = 16;
-constexpr int kPauseMillis = 100;  // when the kernel has no descriptor or memory for a connection
+// Used if the kernel lacks a descriptor or memory for a connection.
+constexpr int kPauseMillis = 100;
 constexpr int64_t kForgetNanos = 20'000'000;          // between two looks at all connections
 constexpr int64_t kRefusedLogNanos = 10'000'000'000;  // between two lines about refusals
 
@@ -37,7 +38,7 @@ void Enable(int socket, int level, int option, int value = 1) {
   setsockopt(socket, level, option, &value, sizeof(value));
 }
 
-// 0 when `descriptor` is no socket.
+// Returns 0 if `descriptor` is not a socket.
 uint64_t CookieOf(int descriptor) {
   uint64_t cookie = 0;
   socklen_t size = sizeof(cookie);

@@ -1,11 +1,10 @@
 // Accepts connections for gRPC, so that they are bounded: in all, for each peer, and by the
 // descriptors that the process has left.
 //
-// gRPC 1.51 by itself takes every connection, and when the process is out of descriptors its
-// listener fails once and never accepts again. Here a connection beyond a bound is closed at once,
-// and so is one whose descriptor lies in the reserve for probes (process_usage.h). The others are
-// handed to gRPC, which owns them from then on; whether they are still open is read from the
-// kernel.
+// gRPC 1.51 itself takes every connection. When the process is out of descriptors, its listener
+// fails once and never accepts again. Here a connection beyond a bound is closed at once, and so is
+// one whose descriptor lies in the reserve for probes (process_usage.h). The others are handed to
+// gRPC, which owns them from then on; whether they are still open is read from the kernel.
 //
 // A peer is an address, or over a unix socket a user. Threading: one thread accepts; Listen*, Start
 // and Stop from one thread.
@@ -32,7 +31,7 @@ struct ConnectionBounds {
   int32_t max_connections = 4096;
   int32_t peer_connections = 1024;
   int64_t unacknowledged_ms = 20000;  // a TCP peer that acknowledges nothing for this long is gone
-  std::function<void()> on_refused;   // of every connection beyond a bound; may be empty
+  std::function<void()> on_refused;   // called for every connection beyond a bound; may be empty
 };
 
 class ConnectionAcceptor final {
@@ -47,10 +46,10 @@ class ConnectionAcceptor final {
   absl::StatusOr<int> ListenTcp(const std::string& address, Handler handler);
   // Replaces a socket file that is there. UNAVAILABLE when it cannot be bound.
   absl::Status ListenUnix(const std::string& path, Handler handler);
-  // Begins to accept. What has connected since Listen* is accepted first. UNAVAILABLE when the
-  // kernel has no means for it.
+  // Begins to accept. Connections made since Listen* are accepted first. UNAVAILABLE if the kernel
+  // lacks the resources.
   absl::Status Start();
-  // Accepts no more and closes the listening sockets. Connections that were handed over stay.
+  // Stops accepting and closes the listening sockets. Connections that were handed over stay.
   void Stop();
 
  private:
@@ -61,7 +60,8 @@ class ConnectionAcceptor final {
   };
   struct Connection {
     int descriptor = -1;
-    uint64_t cookie = 0;  // by which the kernel tells it from a later one of the same number
+    // By which the kernel tells it from a later socket with the same descriptor.
+    uint64_t cookie = 0;
     std::string peer;
   };
 
@@ -77,7 +77,8 @@ class ConnectionAcceptor final {
   std::vector<Listener> listeners_;
   std::string unix_path_;
   int events_ = -1, stop_event_ = -1;
-  std::vector<Connection> connections_;     // those that may be open; of the accepting thread
+  // Connections that may be open; used by the accepting thread only.
+  std::vector<Connection> connections_;
   std::map<std::string, int32_t> of_peer_;  // how many of these, never 0
   int64_t forgot_ns_ = 0, refused_logged_ns_ = 0;
   uint64_t refused_unlogged_ = 0;

@@ -29,7 +29,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// In gRPC's place: keeps what it is handed until the test closes it.
+// In gRPC's place: keeps handed descriptors until the test closes them.
 class Taken final : public grpc::experimental::ExternalConnectionAcceptor {
  public:
   explicit Taken(std::vector<int>* all, std::mutex* mutex) : all_(all), mutex_(mutex) {}
@@ -122,7 +122,7 @@ TEST_F(ConnectionAcceptorTest, ABoundIsForOpenConnections) {
   ASSERT_TRUE(Becomes([this] { return taken() == 3; }));
   EXPECT_TRUE(Closed(Connect()));
   EXPECT_EQ(refused_, 1);
-  // Another descriptor of that number is another connection, and no socket is none.
+  // A descriptor that now names another connection does not count, nor one that is not a socket.
   CloseTaken(1);
   const int other = open("/dev/null", O_RDONLY | O_CLOEXEC);
   ASSERT_TRUE(Becomes([this] {

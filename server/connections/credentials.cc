@@ -12,7 +12,7 @@
 namespace mla::server {
 namespace {
 
-// What gRPC's callbacks work with. Lives as long as gRPC's credentials.
+// State that gRPC's callbacks use. Lives as long as gRPC's credentials.
 struct Shared {
   std::shared_ptr<TlsFiles> files;
   Mutex mutex;

@@ -25,9 +25,9 @@ namespace {
 // about every five seconds.
 constexpr int kPingAnswerMs = 10000;
 
-// Threads beside those of the control calls: a few for gRPC's own work, the rest for calls that are
-// about to be refused. A call holds a thread before the server sees it, and gRPC itself refuses
-// every call, of any tenant, while no thread is free; so a burst must fit.
+// Threads in addition to the control calls' threads: a few for gRPC's own work, the rest for calls
+// that will be refused. A call holds a thread before the server sees it, and gRPC itself refuses
+// every call of any tenant while all threads are busy. So there must be threads for a burst.
 constexpr int kOtherThreads = 192;
 
 // Plugins register for the whole process; this option keeps or drops them for one server.
@@ -109,7 +109,7 @@ ConnectionBounds BoundsOf(const Config::Wire& wire, const Services& services) {
   bounds.on_refused = services.on_connection_refused;
   const int64_t descriptors = DescriptorsForConnections();
   if (descriptors < wire.max_connections) {
-    // One peer must not be able to take all of them.
+    // One peer must not be able to take all connections.
     bounds.max_connections = static_cast<int32_t>(descriptors);
     bounds.peer_connections =
         std::min(bounds.peer_connections, std::max(bounds.max_connections / 2, 1));
@@ -156,8 +156,8 @@ absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOpt
     if (IsServed(unix_path, SOCK_STREAM)) {
       return absl::UnavailableError(absl::StrCat("unix:", unix_path, ": another server is there"));
     }
-    // The socket file is group and owner only, from its first moment. Beside TLS, where a caller
-    // without a certificate must not name any tenant, the owner only.
+    // The socket file is group and owner only, from its first moment. With TLS it is for the owner
+    // only, because a caller without a certificate must not be able to name any tenant.
     const bool owner_only = services.tls != nullptr && config.listen.unix_tenant.empty();
     const mode_t before = umask(S_IRWXO | S_IXUSR | S_IXGRP | (owner_only ? S_IRWXG : 0));
     const absl::Status bound =

@@ -1,4 +1,4 @@
-// Builds the gRPC server: where it listens, with which credentials, under which limits.
+// Builds the gRPC server: its addresses, credentials and limits.
 #ifndef MLA_SERVER_CONNECTIONS_LISTENERS_H_
 #define MLA_SERVER_CONNECTIONS_LISTENERS_H_
 
@@ -21,7 +21,7 @@
 namespace mla::server {
 
 struct Listeners {
-  std::unique_ptr<CompletionPoller> poller;  // outlives the server's calls; stop it behind them
+  std::unique_ptr<CompletionPoller> poller;  // outlives the server's calls; stop it after them
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<ConnectionAcceptor> acceptor;  // stop it before the server
   int tcp_port = 0;                              // 0: no TCP listener
@@ -29,17 +29,18 @@ struct Listeners {
   bool introspection = false;                    // reflection and channelz are served
 };
 
-// The unix socket's path with "auto" resolved by this process's environment; empty: none.
+// The unix socket's path with "auto" resolved by this process's environment, or empty without a
+// socket.
 std::string ServedUnixPath(const Config& config);
 
-// What is served; all of it outlives the listeners.
+// The services to serve; all of them outlive the listeners.
 struct Services {
   AttentionService* attention = nullptr;
   HealthService* health = nullptr;
   std::vector<grpc::Service*> control;
   std::shared_ptr<TlsFiles> tls;                // null: without TLS
   UndecodableCounter on_undecodable;            // see InterceptUndecodable
-  std::function<void()> on_connection_refused;  // of connections beyond a bound
+  std::function<void()> on_connection_refused;  // for connections beyond a bound
 };
 
 // Starts serving `services` on every address of `config`, streams and health from a poller of

@@ -275,9 +275,9 @@ void TlsFiles::Reload() {
   absl::Status status = ReadAll(tls_, &material);
   const std::string contents = status.ok() ? Contents(material) : status.ToString();
   const bool changed = std::exchange(seen_, contents) != contents;
-  // What was refused may become valid with time.
+  // Refused files may become valid with time.
   if (!changed && this->status().why.empty()) return;
-  // What was put back is in use already.
+  // Restored files may be in use already.
   const bool in_use = status.ok() && contents == Contents(*current());
   if (status.ok() && !in_use) status = Check(tls_, std::time(nullptr), &material);
   if (!status.ok() && !changed) return;

@@ -1,9 +1,9 @@
 // The PEM files of mutual TLS: read, checked as a whole, and looked at again while serving.
 //
 // A set of files is taken into use only if everything in it can be used: the certificate chain is
-// PEM and valid today, the key belongs to it, the authorities are PEM and one of them is valid
-// today, and the revocation lists were signed by one of the authorities. Else the last good set
-// stays in use, and Status says why.
+// PEM and valid today, and the key belongs to it. The authorities are PEM and one of them is valid
+// today, and one of the authorities signed each revocation list. Otherwise the last good set stays
+// in use, and Status gives the reason.
 //
 // Ownership: shared with the gRPC credentials that use it. Threading: all methods from any thread;
 // one thread of its own looks at the files.
@@ -31,13 +31,13 @@ struct TlsMaterial {
   std::string cert, key, client_ca;  // PEM
   std::string client_crl;            // PEM; empty: none
   std::set<std::string> revoked;     // IssuedBy keys of revoked certificates
-  // Unix seconds. When the first of the server's chain expires, the last of the authorities, and
-  // when the first revocation list should have been replaced (0: there is none).
+  // Unix seconds. The first expiry in the server's chain, the last expiry of the authorities, and
+  // the first time at which a revocation list should have been replaced (0 without lists).
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
-// Reads and checks all files. INVALID_ARGUMENT names the key, the file and what is wrong.
-// REQUIRES: tls.cert, tls.key and tls.client_ca are set.
+// Reads and checks all files. INVALID_ARGUMENT names the key, the file and the fault. REQUIRES:
+// tls.cert, tls.key and tls.client_ca are set.
 absl::StatusOr<TlsMaterial> LoadTls(const Config::Tls& tls, std::time_t now);
 
 class TlsFiles final {
@@ -46,7 +46,7 @@ class TlsFiles final {
     uint64_t reloads = 0;      // sets of files taken into use after the first
     uint64_t refused = 0;      // sets of files that could not be used
     std::string why;           // the files on disk are not in use because of this; empty: they are
-    int64_t cert_expires = 0;  // of what is in use, as in TlsMaterial
+    int64_t cert_expires = 0;  // of the files in use, as in TlsMaterial
     int64_t client_ca_expires = 0;
     int64_t client_crl_expires = 0;
   };
@@ -61,8 +61,8 @@ class TlsFiles final {
   Status status() const;
   bool CertificateExpired() const;
 
-  // True if a certificate of `pem` (one or several) is on a revocation list in use, or cannot be
-  // read while there is such a list.
+  // Returns true if a certificate of `pem` (one or several) is on a revocation list in use, or
+  // cannot be read while there is such a list.
   bool IsRevoked(const std::string& pem) const;
 
  private:
@@ -70,7 +70,8 @@ class TlsFiles final {
   void Watch();
   void Reload();
 
-  static constexpr size_t kVerdicts = 1024;  // of IsRevoked; then they are found again
+  // Results of IsRevoked that are kept; when full, they are dropped.
+  static constexpr size_t kVerdicts = 1024;
 
   const Config::Tls tls_;
   mutable Mutex mutex_;

@@ -1,4 +1,4 @@
-// Requests of unary calls whose bytes are no message of the contract.
+// Requests of unary calls whose bytes are not a message of the contract.
 //
 // gRPC answers them before the handler runs, with INTERNAL and an empty text, which blames the
 // server. Here the answer becomes INVALID_ARGUMENT with a text and an error detail.

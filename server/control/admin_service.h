@@ -1,5 +1,5 @@
-// The Admin service: what the server is, what it does now, who may use how much of it, and how to
-// stop it. The calls about tenants are in admin_tenants.cc.
+// The Admin service: information about the server, its activity, quotas of tenants, and shutdown.
+// The calls about tenants are in admin_tenants.cc.
 //
 // Every caller may read. Drain is for operators (CheckOperator in identity.h).
 //
@@ -25,7 +25,7 @@ namespace mla::server {
 
 struct AdminOptions {
   Drain* drain = nullptr;
-  // Makes ready what goes to the server at an address; empty: this one has no TLS.
+  // Prepares a hand-over to the server at an address; empty if this server does not have TLS.
   std::function<absl::StatusOr<std::unique_ptr<HandOver>>(const std::string&)> connect_peer;
   Watchers* watchers = nullptr;
   std::function<void()> exit;  // asks the process to stop
@@ -75,7 +75,7 @@ class AdminService final : public v1::Admin::Service {
   const std::chrono::steady_clock::time_point started_;
 };
 
-// The reply of GetStats; also behind the status page.
+// The reply of GetStats; the status page shows it too.
 void FillStats(const StatSources& stats, v1::GetStatsReply* reply);
 
 }  // namespace mla::server

@@ -112,7 +112,7 @@ grpc::Status AdminService::GetQuota(grpc::ServerContext* context,
         absl::Status status = absl::OkStatus();
         if (!request->tenant().empty()) status = CheckTenant(request->tenant());
         if (status.ok() && request->all() && !request->tenant().empty()) {
-          status = RefuseField("tenant", request->tenant(), "empty beside all");
+          status = RefuseField("tenant", request->tenant(), "empty together with all");
         }
         const absl::Status allowed = CheckOperator(who, rpc_.operators);
         if (status.ok() && !own) status = allowed;

@@ -11,7 +11,7 @@ namespace mla::server {
 namespace {
 
 constexpr size_t kBatch = 256;     // events of one reply
-constexpr uint32_t kMisses = 100;  // where the client does not say how many
+constexpr uint32_t kMisses = 100;  // if the client gives no number
 // How often a watcher looks for events: taking the engine's time to wake it costs more than a wait.
 constexpr auto kPause = std::chrono::milliseconds(50);
 
@@ -84,7 +84,7 @@ grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
       reply.set_boot_id(rpc_.boot_id);
       const bool sent = first || reply.events_size() > 0;
       if (sent && !writer->Write(reply)) break;
-      // A full reply has more behind it.
+      // A full reply means that more events are waiting.
       if (reply.events_size() == kBatch) continue;
       if (watchers_->OverAfter(*context, kPause)) break;
     }

@@ -102,7 +102,7 @@ grpc::Status CacheService::ServeImport(grpc::ServerContext* context, UploadBytes
           return nullptr;
         }
         if (message.has_part()) return message.mutable_part();
-        return RefuseField("message", "target", "parts behind the header", "order");
+        return RefuseField("message", "target", "parts after the header", "order");
       };
       uint64_t bytes = 0;
       const auto ended =
@@ -136,7 +136,7 @@ absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget&
   }
   if (target.sequence_id() != 0) {
     return RefuseField("target.sequence_id", absl::StrCat(target.sequence_id()),
-                       "0 beside target.tenant", "conflict");
+                       "0 together with target.tenant", "conflict");
   }
   if (absl::Status allowed = CheckOperator(who, rpc_.operators); !allowed.ok()) return allowed;
   // Rows of other tenants must not travel in the clear, nor come from a caller without a name.
@@ -154,7 +154,7 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
   if (rpc_.engine->FindModel(args.tenant, args.model_id) != nullptr) return absl::OkStatus();
   scheduler::ModelSpec spec;
   absl::Status status = ParseModelSpec(header.model(), rpc_.engine->limits(), &spec);
-  // What it would compute is not known while its sinks are not.
+  // Without its sinks the digest of the model's results is not known.
   if (!status.ok() || (spec.windowed() && !args.tags.sinks.has_value())) return status;
   spec.id = args.model_id;
   std::vector<float> sinks = args.tags.sinks.value_or(std::vector<float>());
@@ -190,7 +190,7 @@ absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
 absl::Status CacheService::CheckCheckpoints(int ids) const {
   if (checkpoints_ == nullptr) {
     return MakeError(absl::StatusCode::kUnimplemented,
-                     "this server keeps no checkpoints: checkpoint.path is empty",
+                     "this server keeps not a checkpoints: checkpoint.path is empty",
                      {.reason = "no_checkpoints"});
   }
   return CheckRange("sequence_ids", ids, 0, rpc_.engine->limits().max_sequences);

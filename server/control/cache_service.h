@@ -56,8 +56,8 @@ class CacheService final : public v1::Cache::Service {
   // Runs `body` with a place among the tenant's uploads.
   template <typename Body>
   absl::Status AsUpload(const std::string& tenant, grpc::ServerContext* context, Body body);
-  // Whose events a caller sees: its own tenant's, or with `all` everything (nullopt), which
-  // PERMISSION_DENIED refuses to callers that are no operators.
+  // The tenant whose events a caller may see: its own, or with `all` every tenant (nullopt).
+  // PERMISSION_DENIED if a caller that is not an operator sets `all`.
   absl::StatusOr<std::optional<scheduler::TenantKey>> TenantToShow(const Identity& who,
                                                                    bool all) const;
   // UNIMPLEMENTED without checkpoints; as many ids as sequences may be open.

@@ -1,6 +1,6 @@
 // The Models service: registration, and the streamed upload of the EXPANDED profile's weights.
 //
-// An upload is header, chunks, trailer. Chunks go to the engine as they come but count only after
+// An upload is header, chunks, trailer. Chunks go to the engine as they come. They count only after
 // the trailer's SHA-256 has been found equal; whatever ends the call earlier discards them. One
 // upload a model at a time.
 //

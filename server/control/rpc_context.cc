@@ -59,7 +59,7 @@ absl::Status RpcContext::BeginTurn(const grpc::ServerContextBase& caller) const 
   const auto identity =
       Identify(caller, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant);
   if (!identity.ok()) return identity.status();
-  // Of the thread while it waits; the call takes another one when it is parsed.
+  // Counts the thread while it waits; the call itself is admitted again once it is parsed.
   const absl::StatusOr<scheduler::TenantUse> slot = Admit(*identity, CallClass::kOrdinary);
   if (!slot.ok()) return slot.status();
   const absl::StatusOr<scheduler::TenantRef> tenant = engine->tenants()->Enter(identity->tenant);

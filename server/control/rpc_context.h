@@ -1,7 +1,7 @@
-// What every control RPC needs, and the frame in which each of them runs.
+// The common frame of all control RPCs.
 //
-// Serve is the one way into a control RPC: it finds the tenant, runs the body, converts the status
-// and counts the call. Bodies therefore hold only what is particular to them.
+// Every control RPC runs through Serve: it finds the tenant, runs the body, converts the status and
+// counts the call. So bodies hold only the code specific to them.
 //
 // Ownership: plain references; everything outlives the services. Threading: any thread.
 #ifndef MLA_SERVER_CONTROL_RPC_CONTEXT_H_
@@ -25,7 +25,7 @@
 
 namespace mla::server {
 
-// What a control call may take of the threads that serve them.
+// How many of the serving threads a control call may take.
 enum class CallClass : uint8_t {
   kOrdinary,
   kReserved,  // leases and administration: also from the reserve
@@ -41,10 +41,10 @@ struct RpcContext {
   std::string unix_tenant = {};  // server.unix_tenant
   // Tries to import that other servers have given up; outlives the context.
   AbandonedImports* abandoned = nullptr;
-  PrefixTurns* turns = nullptr;  // likewise
+  PrefixTurns* turns = nullptr;  // outlives the context too
 
-  // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers
-  // that are no operators.
+  // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers that
+  // are not operators.
   template <typename Body>
   grpc::Status ServeOperator(grpc::ServerContext* context, const char* rpc, Body body) const {
     return Serve(
@@ -79,8 +79,8 @@ struct RpcContext {
   // Identify.
   absl::StatusOr<scheduler::TenantUse> AdmitRequest(const grpc::ServerContextBase& caller,
                                                     int64_t bytes) const;
-  // Begins the calling thread's turn of parsing and hashing a prefix. RESOURCE_EXHAUSTED as of
-  // Admit, since calls that wait for theirs hold threads; CANCELLED if the client gives up.
+  // Begins the calling thread's turn of parsing and hashing a prefix. RESOURCE_EXHAUSTED as for
+  // Admit, since waiting calls hold threads; CANCELLED if the client gives up.
   absl::Status BeginTurn(const grpc::ServerContextBase& caller) const;
   // Counts a finished call and logs it at debug level.
   void Note(const char* rpc, const std::string& tenant, const absl::Status& status) const;

@@ -26,7 +26,7 @@ void Fill(const scheduler::SequenceInfo& from, v1::SequenceInfo* to) {
 
 namespace {
 
-constexpr size_t kTailPartBytes = 56 << 10;  // of one reply: fits any wire.message_bytes
+constexpr size_t kTailPartBytes = 56 << 10;  // of one reply; fits any wire.message_bytes
 
 void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
   static_assert(static_cast<int>(kvcache::MatchEnd::kDeferred) == v1::MATCH_END_DEFERRED);
@@ -34,8 +34,8 @@ void FillMatch(const scheduler::SequenceInfo& from, v1::PrefixMatch* to) {
   to->set_end(static_cast<v1::MatchEnd>(from.matched.end));
 }
 
-// A call waits for slower tiers no longer than so much of the time that its client gives it; the
-// rest is for the answer, which would open a sequence that its client does not know.
+// A call waits for slower tiers for at most this part of its client's deadline. The rest is for the
+// answer: without an answer a sequence would be open that its client does not know.
 constexpr int64_t kWaitsPercent = 90;
 
 int64_t MostWaitMs(const grpc::ServerContext& context) {

@@ -88,7 +88,7 @@ absl::Status WeightsUpload::Finish(v1::UploadWeightsReply* reply) {
          .reason = "digest_mismatch"});
   }
   const auto missing = engine_->CommitWeights(tenant_, model_->id, upload_);
-  if (!missing.ok()) {  // unregistered meanwhile
+  if (!missing.ok()) {  // unregistered during the upload
     return MakeError(missing.status().code(), missing.status().message(),
                      {.field = "header.model_id",
                       .got = model_->id,

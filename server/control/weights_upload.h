@@ -1,7 +1,7 @@
 // One UploadWeights call: the order of its parts, its digest, and its effect on the engine.
 //
-// Feed each message to Add; Finish after the last. Destroying an upload that was not finished
-// discards what it loaded. Not thread-safe.
+// Feed each message to Add; Finish after the last. Destroying an unfinished upload discards the
+// chunks that it has loaded. Not thread-safe.
 #ifndef MLA_SERVER_CONTROL_WEIGHTS_UPLOAD_H_
 #define MLA_SERVER_CONTROL_WEIGHTS_UPLOAD_H_
 

@@ -123,7 +123,7 @@ void CompletionPoller::Run(PollThread* poll_thread) {
       void* tag = nullptr;
       bool ok = false;
       if (!Next(&tag, &ok)) {
-        HandOver();  // so that the others see it, too
+        HandOver();  // so that the other threads see it too
         own_thread = nullptr;
         return;
       }

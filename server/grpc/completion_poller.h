@@ -1,10 +1,10 @@
 // Threads that poll gRPC for the Attend streams.
 //
 // The form is chosen for latency. gRPC's own callback threads pass the polling on before they run a
-// callback, so every message wakes a second thread, and each of them sleeps again at once. Here one
-// thread at a time polls a queue that all share and handles what arrives itself; after each event
-// it goes on polling for `spin_us` before it sleeps. The other threads are on standby: HandOver
-// lets one of them poll while the first does something long.
+// callback. So every message wakes a second thread, and each of them sleeps again at once. Here one
+// thread at a time polls a queue that all share, and handles arriving events itself. After each
+// event it goes on polling for `spin_us` before it sleeps. The other threads are on standby: after
+// HandOver one of them polls while the first thread does something long.
 //
 // A thread may take long without having called HandOver (a small launch on a device that hangs).
 // One more thread, which never polls, looks for that every kEventTimeout and moves the polling to a
@@ -12,8 +12,8 @@
 //
 // A process should have one poller and no service of gRPC's callback kind: one thread at a time
 // polls all of gRPC's sockets, and a callback thread that sleeps in there would receive the events
-// of this one. Services of the synchronous kind are served beside it: a server with such a queue
-// lets their threads wait without polling.
+// of this one. Services of the synchronous kind may be served at the same time: a server with such
+// a queue lets their threads wait without polling.
 //
 // Cost: after the last event one core is busy for `spin_us` and then none. Spinning longer than the
 // pause between two layers of a step keeps a core busy for as long as a client decodes.
@@ -41,7 +41,7 @@ class ServerBuilder;
 
 namespace mla::server {
 
-// What an operation of gRPC is tagged with.
+// Tag of a gRPC operation.
 class StreamEvent {
  public:
   virtual void OnEvent(bool ok) = 0;
@@ -55,9 +55,9 @@ struct CompletionPollerOptions {
   int32_t spin_us = 0;  // after an event; 0: sleeps at once
 };
 
-// How long to spin by default: `cpus` are those of this process, `computes_on_cpus` says whether
-// the backend wants them for itself. 0 below four CPUs, where a spinning thread takes its core from
-// a thread that has work.
+// How long to spin by default: `cpus` is the number of CPUs of this process; `computes_on_cpus`
+// says whether the backend needs them for itself. 0 below four CPUs, where a spinning thread takes
+// its core from a thread that has work.
 int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
 class CompletionPoller final {
@@ -79,8 +79,8 @@ class CompletionPoller final {
   void AddCall();
   void RemoveCall();
 
-  // From inside OnEvent: what follows may take long, so another thread polls meanwhile.
-  // Nothing happens on other threads.
+  // From inside OnEvent: Call it inside OnEvent before work that may take long: another thread
+  // polls during that work. Does nothing on other threads.
   void HandOver();
   // True if the last caller was not `user`: more than one user needs the polling.
   bool Alternates(const void* user) {
@@ -101,7 +101,7 @@ class CompletionPoller final {
   void Run(PollThread* poll_thread);
   void Watch();
   bool Next(void** tag, bool* ok);
-  static thread_local PollThread* own_thread;  // of the present thread
+  static thread_local PollThread* own_thread;  // of the calling thread
 
   const int32_t thread_count_;
   std::atomic<int32_t> spin_us_;

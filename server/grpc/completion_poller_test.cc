@@ -35,7 +35,7 @@ std::string Text(const grpc::ByteBuffer& message) {
              : "";
 }
 
-// What happened to the calls of a server.
+// Events of a server's calls.
 struct Record {
   std::atomic<int> cancelled{0}, done{0};
   std::function<void(CompletionPoller&, const std::string&)> on_message;

@@ -1,5 +1,5 @@
-// Checks of numbers that validators of messages share. Each refusal names field, range and what was
-// got. Part of the validators, not for others.
+// Checks of numbers that validators of messages share. Each refusal names the field, the range and
+// the value. Part of the validators, not for others.
 #ifndef MLA_SERVER_GRPC_FIELD_CHECKS_H_
 #define MLA_SERVER_GRPC_FIELD_CHECKS_H_
 

@@ -1,4 +1,4 @@
-// The one place where a status of the engine becomes a status of the wire.
+// Converts a status of the engine to a status of the wire; all conversions are here.
 //
 // An absl::Status carries the canonical code, a message for people and an ErrorDetail
 // (base/error.h). Unary calls send the detail as mla.v1.ErrorDetail in the trailing metadata key
@@ -19,7 +19,7 @@ namespace mla::server {
 
 inline constexpr char kErrorDetailKey[] = "mla-error-detail-bin";
 
-// The detail of `status`, empty where it has none.
+// The detail of `status`, or an empty one.
 v1::ErrorDetail ToErrorDetail(const absl::Status& status);
 
 // Adds the trailer to `context` (may be null: no trailer) unless the status is OK.

@@ -42,7 +42,7 @@ struct OperatorPolicy {
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
                                   const std::string& unix_tenant = "");
 
-// Tenant of a caller over a unix socket who has given `name` (empty: none): `unix_tenant` unless
+// Tenant of a caller over a unix socket who has given `name` (may be empty): `unix_tenant` unless
 // that is empty or "*", else the name, else "default".
 std::string UnixTenant(const std::string& unix_tenant, const std::string& name);
 
@@ -50,7 +50,7 @@ std::string UnixTenant(const std::string& unix_tenant, const std::string& name);
 bool IsLocalPeer(const std::string& peer);
 
 // OK if `who` may call operator RPCs: authenticated tenants of the policy, callers without TLS on
-// this host or others as far as the policy says so. Else PERMISSION_DENIED with the reason
+// this host or others as far as the policy says so. Otherwise PERMISSION_DENIED with the reason
 // "not_an_operator".
 absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy);
 

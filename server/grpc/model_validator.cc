@@ -1,4 +1,4 @@
-// What request_validator.h says of models and their weights.
+// The parts of request_validator.h for models and their weights.
 #include <algorithm>
 #include <bit>
 #include <cstring>

@@ -31,7 +31,7 @@ absl::Status CheckWireDType(v1::DType value, const char* field, const char* acce
   }
 }
 
-// DTYPE_F8_E4M3 is decoded on arrival: the engine sees bf16, or fp32 rows beside queries of fp32.
+// DTYPE_F8_E4M3 is decoded on arrival: the engine sees bf16, or fp32 rows if the queries are fp32.
 absl::Status CheckInputDTypes(const v1::Attend& message, DType* dtype, bool* q_fp8, bool* kv_fp8) {
   *q_fp8 = message.q_dtype() == v1::DTYPE_F8_E4M3;
   if (*q_fp8) {
@@ -70,7 +70,7 @@ absl::Status CheckProfile(const v1::Attend& message, const ModelSpec& model, Pro
   return scheduler::CheckAttendProfile(*out, message.has_kv(), model);
 }
 
-// `sizes` of index inputs, but for their bytes, and of the lists that are wanted.
+// Sets in `sizes` the index inputs, except for their bytes, and the lists that are wanted.
 absl::Status CheckIndexer(const v1::Attend& message, const ModelSpec& model, AttendSizes* sizes) {
   if (model.indexer.heads == 0) {
     return RefuseField("attend.lists", "INDEX_LISTS_SERVER",
@@ -133,7 +133,7 @@ absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profi
   return absl::OkStatus();
 }
 
-// Of one vector.
+// Layout of one vector.
 wire::Fp8Tensor KvTensor(const ModelSpec& model) {
   return wire::MakeFp8Tensor(
       1, {model.geometry.kv_lora_rank, model.geometry.rope_dim, model.indexer.dim});
@@ -144,7 +144,7 @@ wire::Fp8Tensor QueryTensor(const ModelSpec& model, Profile profile) {
   return wire::MakeFp8Tensor(1, {model.geometry.kv_lora_rank, model.geometry.rope_dim});
 }
 
-// What a tensor of 8 bits takes as sent; keeps other tensors as they are.
+// Multiplies a tensor of 8 bits by rows and heads; leaves other tensors unchanged.
 bool SizeFp8(int64_t rows, int64_t heads, wire::Fp8Tensor* tensor) {
   int64_t bytes = 0;
   if (tensor->vectors == 0) return true;
@@ -154,7 +154,7 @@ bool SizeFp8(int64_t rows, int64_t heads, wire::Fp8Tensor* tensor) {
 }
 
 // Keeps the sizes of the lists and the parts of tensors of 8 bits, and sets the others. `entries`:
-// that come behind the KV rows.
+// number of entries after the KV rows.
 absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& model, int64_t entries,
                         int64_t payload_bytes, int64_t message_bytes, AttendSizes* sizes) {
   const auto q_element = static_cast<int64_t>(kernels::ElementSize(args.q_dtype));
@@ -355,7 +355,8 @@ absl::Status ParsePrefix(const v1::Prefix& message, const Limits& limits,
   }
   if (!status.ok()) return status;
   if (tokens > 0 && keys > 0) {
-    return RefuseField("prefix.page_keys", "keys beside token_ids", "one of both", "conflict");
+    return RefuseField("prefix.page_keys", "keys together with token_ids", "one of both",
+                       "conflict");
   }
   for (int64_t i = 0; i < keys; ++i) {
     const size_t bytes = message.page_keys(static_cast<int>(i)).size();
@@ -405,7 +406,7 @@ absl::Status ParseHint(const v1::HintRequest& message, const Limits& limits,
   args->expected_epoch = message.expected_epoch();
   MLA_RETURN_IF_ERROR(ParsePrefix(message.prefix(), limits, &args->prefix));
   if (args->id != 0 && !args->prefix.empty()) {
-    return RefuseField("prefix", "a prefix beside sequence_id", "one of both", "conflict");
+    return RefuseField("prefix", "a prefix together with sequence_id", "one of both", "conflict");
   }
   if (args->id != 0) return absl::OkStatus();
   args->model_id = message.model_id();

@@ -1,9 +1,9 @@
-// Turns messages of the contract into arguments of the engine, or says what is wrong with them.
+// Turns messages of the contract into arguments of the engine, or reports their faults.
 //
 // Pure functions: no state, no engine, no transport. Every number is checked before it is narrowed,
-// products are 64-bit with overflow checks, and a refusal names field path, what was got and what
-// would have been accepted. Nothing behind this file validates sizes again. Rules that need the
-// engine's state (lengths, epochs, order of rows) are the engine's.
+// and products are 64-bit with overflow checks. A refusal names the field path, the value and the
+// accepted values. Code after this file does not validate sizes again. Rules that need the engine's
+// state (lengths, epochs, order of rows) are the engine's.
 //
 // All functions: OK fills the output; otherwise INVALID_ARGUMENT unless said otherwise.
 #ifndef MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_
@@ -29,17 +29,17 @@ namespace mla::server {
 
 // Bytes of an attend message's tensors; all checked against overflow and the message limit.
 struct AttendSizes {
-  // As the engine reads them: of kv and q after they are decoded.
+  // Sizes that the engine reads; for kv and q those after decoding.
   int64_t kv_bytes = 0;
   int64_t q_bytes = 0;
   int64_t o_bytes = 0;
   int64_t lse_bytes = 0;
   int64_t list_bytes = 0;         // index lists as sent
   int32_t list_width = 0;         // entries of every row; 0: ragged, or none
-  int32_t list_entries = 0;       // of all rows
-  int32_t list_top_k = 0;         // of a row, at most
+  int32_t list_entries = 0;       // in all rows
+  int32_t list_top_k = 0;         // the most in one row
   int32_t list_ratio = 1;         // positions that what an entry names stands for
-  bool selects = false;           // list_bytes are those of index inputs
+  bool selects = false;           // list_bytes are bytes of index inputs
   int64_t lists_out_bytes = 0;    // the indexer's lists, if they are wanted
   wire::Fp8Tensor kv_fp8, q_fp8;  // without vectors unless that tensor is sent as 8-bit floats
 
@@ -47,10 +47,10 @@ struct AttendSizes {
   int64_t q_sent() const { return q_fp8.vectors > 0 ? q_fp8.bytes() : q_bytes; }
 };
 
-// Header bytes that every reply may need beside its payload.
+// Header bytes that every reply may need in addition to its payload.
 inline constexpr int64_t kReplyHeaderBytes = 512;
 
-// Bytes of a request of an Attend stream beside its payload, at most: a BeginStep of as many
+// The most bytes of an Attend stream's request without its payload: a BeginStep of as many
 // sequences as a step may have, and what else a message carries. Its reader compares them before it
 // parses, since two bytes of an empty StepSequence become a hundred of memory.
 size_t MostHeaderBytes(const scheduler::Limits& limits);
@@ -62,10 +62,11 @@ inline constexpr int64_t kTensorsElsewhere = -1;
 absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limits& limits,
                             scheduler::BeginStepArgs* args, int32_t* total_rows);
 
-// `total_rows` are the step's rows. Checks slices, profile, dtypes and that `payload_bytes` is what
-// they imply (unless it is kTensorsElsewhere) and that the reply stays within `message_bytes`.
-// Leaves the pointers of `args` null. `positions` of the step's rows; REQUIRES them for models with
-// a window, whose rows bring entries. FAILED_PRECONDITION when the model has no expanded form.
+// `total_rows` are the step's rows. Checks slices, profile and dtypes. Checks that `payload_bytes`
+// agrees with them (unless it is kTensorsElsewhere), and that the reply stays within
+// `message_bytes`. Leaves the pointers of `args` null. `positions` of the step's rows; REQUIRES
+// them for models with a window, whose rows bring entries. FAILED_PRECONDITION if the model does
+// not have an expanded form.
 absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& model,
                          int32_t total_rows, int64_t payload_bytes, int64_t message_bytes,
                          scheduler::AttendArgs* args, AttendSizes* sizes,

@@ -1,5 +1,5 @@
-// Bad-input table: every field of every message with every hostile value. What is inside the
-// documented range is accepted, everything else is refused under the field's own path.
+// Bad-input table: every field of every message with every hostile value. Values inside the
+// documented range are accepted, and all others are refused under the field's own path.
 #include "server/grpc/request_validator.h"
 #include "base/error.h"
 
@@ -289,7 +289,7 @@ TEST(RequestValidatorTest, Model) {
   bad.set_kv_dtype(v1::DTYPE_F32);
   EXPECT_EQ(DetailOf(parse(bad)).field, "model.kv_dtype");
   bad = good;
-  bad.mutable_geometry()->set_nope_dim(0);  // v_dim alone has no meaning
+  bad.mutable_geometry()->set_nope_dim(0);  // v_dim without nope_dim has no meaning
   EXPECT_EQ(DetailOf(parse(bad)).field, "model.geometry.v_dim");
 }
 
@@ -397,7 +397,7 @@ TEST(RequestValidatorTest, WeightsChunk) {
   EXPECT_EQ(DetailOf(parse(bad)).field, "chunk.payload");
 }
 
-// Where rows of heads 1 and 2 of layer 1 are no numbers to compute with: W_UK [2, 16, 32], then
+// The place of rows of heads 1 and 2 of layer 1 that hold NaN or infinity: W_UK [2, 16, 32], then
 // W_UV [2, 32, 16].
 TEST(RequestValidatorTest, WeightsThatAreNoNumbers) {
   v1::UploadWeightsRequest::Chunk good;

@@ -1,9 +1,9 @@
 // One call of a bidirectional stream of raw messages, served by a CompletionPoller.
 //
 // Its operations report to a StreamHandler as gRPC's reactors do to theirs. At most one read and
-// one write are under way at a time. After Finish come the ends of what was still under way and
-// then OnDone, which may delete the call: nothing of the call is running or will be called then,
-// except the end of a Write or Finish on another thread's stack, which touches nothing.
+// one write are under way at a time. After Finish come the ends of operations still under way, and
+// then OnDone, which may delete the call: no other operation of the call runs or follows then. The
+// end of a Write or Finish may still be on another thread's stack, but it does not touch the call.
 //
 // Ownership: made by its StreamAcceptor; belongs to the handler that accepts it, until OnDone.
 // Threading: operations may be started from any thread, callbacks come from the poller's.

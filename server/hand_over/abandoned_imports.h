@@ -1,9 +1,10 @@
-// Tries of other servers to hand a sequence over here, which they have given up. Their import may
-// still be on its way, as calls of a connection that has ended are not ordered with those of the
-// next: it must not bring a sequence that the other server goes on with.
+// Tries of other servers to hand a sequence over here, which they have given up. The import of such
+// a try may still be on its way, because calls of an ended connection are not ordered with calls of
+// the next one: it must not bring a sequence that the other server goes on with.
 //
-// An import asks Contains between its BeginImport and its EndImport; who gives a try up calls Add
-// and then evicts the sequence. So either the import sees it, or the eviction finds the sequence.
+// An import asks Contains between its BeginImport and its EndImport; a server that gives a try up
+// calls Add and then evicts the sequence. So either the import sees the try here, or the eviction
+// finds the sequence.
 //
 // Thread-safe.
 #ifndef MLA_SERVER_HAND_OVER_ABANDONED_IMPORTS_H_
@@ -24,7 +25,7 @@ inline constexpr size_t kMostAbandonedImports = 4096;
 
 class AbandonedImports final {
  public:
-  // `attempt`: ImportTarget.attempt; 0 is none, and never remembered.
+  // `attempt`: ImportTarget.attempt; 0 means no attempt and is ignored.
   void Add(uint64_t attempt) {
     const MutexLock lock(mutex_);
     if (attempt == 0 || !attempts_.insert(attempt).second) return;

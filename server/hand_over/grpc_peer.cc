@@ -22,13 +22,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Of calls to the peer that carry no rows.
+// Time limit of calls to the peer that carry no rows.
 constexpr auto kCallTime = milliseconds(5000);
 constexpr auto kRecallTime = milliseconds(1000);  // a drain that is cancelled waits for it
 // Between pings of a connection, and for the answer to one.
 constexpr int kKeepaliveMs = 10000;
-// Of what it answers. What it says of itself is the largest, a few thousand bytes. Parsed, a
-// message may take 40 times its size, and parsing has no deadline.
+// Size limit of its replies. Its information about itself is the largest reply, a few thousand
+// bytes. A parsed message may take 40 times its size, and parsing has no deadline.
 constexpr int kMostReplyBytes = 256 << 10;
 constexpr char kUnknownReason[] = "peer_failed";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
@@ -155,7 +155,7 @@ absl::Status GrpcHandOverPeer::CheckOperator() {
   const grpc::Status status = admin_->GetQuota(&context, {}, &quota);
   End();
   absl::Status asked = StatusOf(status, context, &refused);
-  // Operators alone see what the whole server has, which comes with each answer to them.
+  // Only operators see the use of the whole server, and every answer to an operator has it.
   if (!asked.ok() || quota.server_size() > 0) return asked;
   return MakeError(absl::StatusCode::kPermissionDenied,
                    "it does not take this server for an operator", {.reason = "peer_refuses"});
@@ -179,7 +179,7 @@ PeerImport GrpcHandOverPeer::Import(const v1::ImportTarget& target, const SendPa
     return MakeError(absl::StatusCode::kCancelled, "the peer has ended the call",
                      {.reason = kUnknownReason});
   });
-  // Rows that this server could not give must not look like all of them.
+  // If this server could not send all rows, the rows sent must not look complete.
   if (!sent.ok() && open) context.TryCancel();
   const grpc::Status answer = call.FinishWith(&result.reply);
   End();

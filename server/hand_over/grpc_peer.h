@@ -19,13 +19,13 @@
 
 namespace mla::server {
 
-// Of what a peer says in words, which goes into replies and logs of this server.
+// Bound of a peer's message, which goes into replies and logs of this server.
 inline constexpr size_t kMostPeerMessageBytes = 512;
-// Of the token by which it says why.
+// Bound of a peer's reason token.
 inline constexpr size_t kMostPeerReasonBytes = 64;
 
-// Another server's words as this one repeats them: printable ASCII, other bytes as '?', and "..."
-// behind the bytes that fit.
+// Another server's words as this one repeats them: printable ASCII, with '?' for other bytes, and
+// "..." after the bytes that fit.
 std::string PrintablePeerMessage(absl::string_view message);
 // The token if it is one of lower-case letters, digits and underscores; else "peer_failed".
 std::string PeerReason(absl::string_view reason);
@@ -42,7 +42,7 @@ class GrpcHandOverPeer final : public HandOverPeer {
   void Cancel() override;
 
  private:
-  // What the peer has answered; *refused: with a detail, so it has done nothing.
+  // The peer's answer; sets *refused if it has a detail, because then the peer has done nothing.
   absl::Status StatusOf(const grpc::Status& status, const grpc::ClientContext& context,
                         bool* refused) const;
   // Cancel ends the call from Begin to End. False: it is too late to begin one.

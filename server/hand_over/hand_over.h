@@ -1,15 +1,15 @@
 // Sequences of all tenants on their way to another server, while this one drains.
 //
-// One after another goes with the peer's Import, as its tenant's and under its id. The peer has it
-// once it has answered; this server then forgets it, and says from then on where it is. Until then,
-// and whatever ends the call earlier, it is here as it was. So no row is lost, and none is computed
-// on in two places: while a server drains no step begins, and a sequence that was cut or has ended
-// meanwhile has another epoch or length, and is taken back from the peer.
+// One after another goes with the peer's Import, as its tenant's and under its id. The peer has the
+// sequence once it has answered; this server then forgets it, and names the peer from then on.
+// Until then, and if the call ends earlier for any reason, the sequence stays here unchanged. No
+// row is lost or used by both servers: no step begins while a server drains. A sequence that was
+// truncated or closed during its move has another epoch or length, and is recalled from the peer.
 //
-// Where the answer is lost, the peer is told to forget the try (ImportTarget.attempt): what the
-// import has left there goes, and one that is still on its way brings nothing. A peer that cannot
-// be reached is told later, before the next sequence and at the end; if never, the lease ends what
-// it has, and no client was told of it.
+// If the answer is lost, the peer is told to forget the try (ImportTarget.attempt): it removes rows
+// that the import has left there, and ignores an import that is still on its way. A peer that
+// cannot be reached is told later, before the next sequence and at the end. If it is never told,
+// the lease ends its copy, and no client was told of it.
 //
 // The peer must have this server's name among its operators. It is asked again before each
 // sequence, as the name may lead to another server by then.
@@ -41,8 +41,8 @@ namespace mla::server {
 
 struct HandOverOptions {
   scheduler::Engine* engine = nullptr;   // outlives the hand-over
-  HandOverCounters* counters = nullptr;  // likewise
-  uint64_t boot_id = 0;                  // of this server
+  HandOverCounters* counters = nullptr;  // outlives the hand-over too
+  uint64_t boot_id = 0;                  // this server's
   std::string address;                   // HOST:PORT of the peer, as clients are told
 };
 
@@ -60,14 +60,15 @@ class HandOver final {
   bool done() const { return done_; }
   // Interrupts the call that is under way, and returns when the thread has ended. Also twice.
   void Stop();
-  // What became of each sequence, but for those that their clients have released. REQUIRES:
+  // Outcome for each sequence, except for sequences that their clients have released. REQUIRES:
   // stopped.
   const std::vector<v1::HandedOver>& outcomes() const { return outcomes_; }
   const std::string& address() const { return options_.address; }
 
-  // What the thread does, for tests that have none.
+  // The work of the thread, for tests without one.
   void Run();
-  // What Stop does before it waits for the thread. From any thread, also from calls of the peer.
+  // The first part of Stop, before it waits for the thread. From any thread, also from calls of the
+  // peer.
   void Interrupt();
 
  private:
@@ -75,13 +76,14 @@ class HandOver final {
       : options_(std::move(options)), engine_(options_.engine), peer_(std::move(peer)) {}
   absl::Status CheckPeer();
   absl::Status Ask(v1::GetServerInfoReply* info);
-  // Whether the server that has answered is the one that was asked first.
+  // Checks that the server that has answered is the one asked first.
   absl::Status CheckBootId(uint64_t boot_id) const;
   absl::Status CheckAnswer(const scheduler::TenantSequence& sequence,
                            const v1::ImportReply& reply) const;
-  // Tries what may go now of what has not been tried, and says whether anything was.
+  // Tries the untried sequences that may move now; returns true if it tried any.
   bool Pass();
-  // The rest as it is by now, without what has gone; one call of the engine for each tenant.
+  // Updates the remaining sequences and removes closed ones; one call of the engine for each
+  // tenant.
   void RefreshLeft();
   std::vector<scheduler::SequenceInfo> Find(const std::string& tenant,
                                             std::vector<scheduler::SequenceId> ids);
@@ -97,7 +99,7 @@ class HandOver final {
   const HandOverOptions options_;
   scheduler::Engine* const engine_;
   const std::unique_ptr<HandOverPeer> peer_;
-  std::optional<uint64_t> peer_boot_id_;  // none: not asked yet
+  std::optional<uint64_t> peer_boot_id_;  // absent: not asked yet
   std::atomic<bool> done_{false};
   Mutex mutex_;
   CondVar changed_;

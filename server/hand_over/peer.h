@@ -18,7 +18,7 @@ namespace mla::server {
 // How an import at the peer has ended, as far as this server knows.
 struct PeerImport {
   absl::Status status;    // OK: the peer says that it has the rows
-  v1::ImportReply reply;  // of a status that is OK
+  v1::ImportReply reply;  // valid if the status is OK
   bool refused = false;   // by the peer, which has nothing of it
   // All rows were sent. Unless it was refused, the peer may have the sequence, whatever `status`
   // says.
@@ -41,7 +41,7 @@ class HandOverPeer {
   // Admin.EvictSequences, of what an import may have left. Also after Cancel. The sequences that
   // have gone.
   virtual absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) = 0;
-  // Ends the call that is under way with CANCELLED, and all later ones, but for Recall.
+  // Ends the present call with CANCELLED, and all later ones except Recall.
   virtual void Cancel() = 0;
 };
 

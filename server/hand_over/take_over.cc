@@ -11,7 +11,7 @@ absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
                                                   const PartSource& source, uint64_t* bytes) {
   const absl::StatusOr<scheduler::MovingPages> pages = engine->BeginImport(args);
   if (!pages.ok()) return pages.status();
-  // Asked behind BeginImport: who gives the try up from now on finds the sequence.
+  // Asked after BeginImport: a server that gives the try up later finds the sequence.
   const auto next = [&]() -> absl::StatusOr<v1::PagesPart*> {
     absl::StatusOr<v1::PagesPart*> part = source();
     if (!part.ok() || *part != nullptr || !abandoned.Contains(attempt)) return part;

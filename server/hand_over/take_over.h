@@ -14,16 +14,16 @@
 
 namespace mla::server {
 
-// BeginImport, all parts behind the header, and the end of the import, one way or the other. Of
-// other servers' tries (`attempt` is not 0) CANCELLED where it was given up. `bytes` receives those
-// of the payloads.
+// Runs BeginImport, all parts after the header, and the end of the import, successful or not.
+// CANCELLED if another server has given up this try (`attempt` is not 0). `bytes` receives the
+// bytes of all payloads.
 absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
                                                   const AbandonedImports& abandoned,
                                                   const scheduler::ImportArgs& args,
                                                   uint64_t attempt, int64_t chunk_bytes,
                                                   const PartSource& source, uint64_t* bytes);
 
-// Evicts the selected sequences, and gives up the try that may bring one of them (0: none).
+// Evicts the selected sequences, and gives up the try that may bring one of them (0: no try).
 int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,
                        const scheduler::SequenceSelection& selection,
                        std::vector<scheduler::SequenceId>* not_found);

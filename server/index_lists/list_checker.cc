@@ -13,11 +13,11 @@ namespace {
 // Pieces into which the lists of a message are divided, at most: some for each thread of a team, so
 // that a slow one takes fewer; more would wait for their turn more often.
 constexpr int32_t kMostPieces = 16;
-// For the piece before to be where it belongs, some tens of microseconds: more than a check takes,
-// so what is waited for then is a thread without a core.
+// Spins until the piece before has been joined, for some tens of microseconds: this is longer than
+// a check takes, so a longer wait means that its thread lacks a core.
 constexpr int kSpinsForPiece = 2000;
 
-// The rows of a step one after the other, and what each of them sees.
+// Walks over the rows of a step, with the number of positions that each row sees.
 class RowCursor {
  public:
   RowCursor(std::span<const scheduler::StepSequenceArgs> sequences, int32_t row)
@@ -31,7 +31,7 @@ class RowCursor {
   }
 
  private:
-  // Behind the last row nothing is asked for.
+  // After the last row it may not be asked.
   void Settle() {
     while (row_ >= sequence_->rows) {
       row_ -= sequence_->rows;
@@ -40,7 +40,7 @@ class RowCursor {
   }
 
   std::span<const scheduler::StepSequenceArgs>::iterator sequence_;
-  int32_t row_;  // of that sequence in the step
+  int32_t row_;  // row of that sequence in the step
 };
 
 absl::Status RefuseOffset(const SentLists& sent, int32_t row, int32_t got) {
@@ -50,7 +50,7 @@ absl::Status RefuseOffset(const SentLists& sent, int32_t row, int32_t got) {
       "list_offset");
 }
 
-// `begins`: of ragged lists, as sent.
+// `begins`: begins of ragged lists, as sent.
 absl::Status CheckOffsets(const SentLists& sent, const int32_t* begins) {
   if (sent.width == 0 && begins[0] != 0) return RefuseOffset(sent, 0, begins[0]);
   for (int32_t row = 0, begin = 0; row < sent.rows; ++row) {
@@ -65,7 +65,7 @@ absl::Status CheckOffsets(const SentLists& sent, const int32_t* begins) {
   return absl::OkStatus();
 }
 
-// Of `pieces` pieces of rows, each within one as long as the others.
+// First row of a piece; the lengths of `pieces` pieces differ by at most one row.
 int32_t FirstRow(int32_t rows, int32_t piece, int32_t pieces) {
   return static_cast<int32_t>(int64_t{rows} * piece / pieces);
 }
@@ -88,14 +88,14 @@ ListChecker::ListChecker(wire::ThreadTeam* team, ListInstructions most)
 struct ListChecker::Lists {
   const SentLists& sent;
   std::span<const scheduler::StepSequenceArgs> sequences;
-  const int32_t* begins;  // of ragged ones
+  const int32_t* begins;  // for ragged lists
   int32_t* entries;
 
   int32_t begin(int32_t row) const { return sent.width > 0 ? row * sent.width : begins[row]; }
 };
 
 int32_t* ListChecker::CheckRows(const Lists& lists, int32_t begin, int32_t end) {
-  // Of the thread, not of the checker: there are fewer threads than streams.
+  // One for each thread instead of each checker: there are fewer threads than streams.
   thread_local ListMarks marks;
   RowCursor cursor(lists.sequences, lists.sent.row_begin + begin);
   int32_t* to = lists.entries + lists.begin(begin);
@@ -122,8 +122,8 @@ void ListChecker::CheckPiece(const Lists& lists, int32_t piece, int32_t pieces) 
       joined_.wait(joined, std::memory_order_acquire);
     }
   }
-  // What was checked last is still in this thread's cache. Behind a row that is refused nothing
-  // counts.
+  // This thread's cache still has the entries that it checked last. Entries after a refused row are
+  // not moved.
   if (end == nullptr || end_ == nullptr) {
     end_ = nullptr;
   } else {

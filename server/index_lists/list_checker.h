@@ -1,8 +1,8 @@
 // Checks the index lists of an attend message, outside the engine role.
 //
 // A list holds positions of its row's sequence that the row sees, which are 0 to its own, and -1
-// anywhere. What the engine gets holds each position once and no -1. The lists are checked in
-// memory of the server's own, in place: nothing that a client could still write is looked at twice.
+// anywhere. The engine gets each position once and no -1. The lists are checked in memory of the
+// server's own, in place: no entry that a client could still write is read twice.
 //
 // A repeat is found by marks (list_marks.h), which take a store an entry, so lists of many entries
 // are divided over a team's threads.
@@ -31,16 +31,17 @@ struct SentLists {
   int32_t rows = 0;
   int32_t width = 0;    // entries of every row; 0: ragged
   int32_t entries = 0;  // of all rows
-  int32_t top_k = 0;    // of a row, at most
+  int32_t top_k = 0;    // the most of one row
   int32_t ratio = 1;    // positions that what an entry names stands for
 
-  // Of the memory in which they are checked, and where in it they lie as sent.
+  // bytes() is the size of the memory in which lists are checked, and offset() the place of the
+  // sent lists in it.
   size_t bytes() const { return (size_t{1} + rows + entries) * sizeof(int32_t); }
   size_t offset() const { return width > 0 ? (size_t{1} + rows) * sizeof(int32_t) : 0; }
 };
 
-// Where lists that the server's indexer makes for these rows begin: each has as many positions as
-// its row sees, and top_k at most. `begins` is [rows + 1].
+// Sets the begins of lists that the server's indexer makes for these rows: each has as many
+// positions as its row sees, and top_k at most. `begins` is [rows + 1].
 void PlaceSelectedLists(const SentLists& sent,
                         std::span<const scheduler::StepSequenceArgs> sequences, int32_t* begins);
 
@@ -49,12 +50,12 @@ class ListChecker final {
   // Messages with this many entries and more are divided over the team: 15 us of one thread.
   static constexpr int32_t kSharedEntries = 32 * 1024;
 
-  // `team` outlives it; null: the caller checks alone. Uses the most that the processor has, and no
-  // more than `most`.
+  // `team` outlives it; null: the caller checks alone. Uses the best instructions of the processor,
+  // but at most `most`.
   explicit ListChecker(wire::ThreadTeam* team, ListInstructions most = ListInstructions::kAvx512);
 
-  // `memory` then holds where the list of each row begins, [rows + 1], and behind it the positions.
-  // INVALID_ARGUMENT names row and slot of the first entry that is none, or the offset that is.
+  // Afterwards `memory` holds the begin of each row's list, [rows + 1], and then the positions.
+  // INVALID_ARGUMENT names the row and slot of the first invalid entry, or the invalid offset.
   // REQUIRES: the step of `sequences` has these rows.
   absl::Status Check(const SentLists& sent, std::span<const scheduler::StepSequenceArgs> sequences,
                      int32_t* memory);
@@ -62,23 +63,23 @@ class ListChecker final {
  private:
   struct Lists;  // a message's
 
-  // Of rows [begin, end): moves what is left of their lists to the first one's place, one behind
-  // the other, and sets their counts. Returns where they end; null: a row has an entry that is
-  // none, and those behind it have no count.
+  // For rows [begin, end): moves the remaining positions of their lists together, to the place of
+  // the first list, and sets their counts. Returns their end, or null if a row has an invalid
+  // entry; later rows then have no count.
   int32_t* CheckRows(const Lists& lists, int32_t begin, int32_t end);
-  // The same of one of `pieces` pieces; then, when its turn has come, moves it to where the one
-  // before ends.
+  // As CheckRows, for one of `pieces` pieces. When its turn comes, moves its positions to the end
+  // of the piece before.
   void CheckPiece(const Lists& lists, int32_t piece, int32_t pieces);
   void CheckAllRows(const Lists& lists);
-  // The answer to a row whose count says that an entry is none.
+  // The error for a row whose count says that an entry is invalid.
   absl::Status RefuseRow(const Lists& lists, int32_t row) const;
 
   wire::ThreadTeam* const team_;
   const ListInstructions instructions_;
-  // By row: how many positions are left, or -1 - the slot of an entry that is none.
+  // By row: the number of remaining positions, or -1 - the slot of an invalid entry.
   std::vector<int32_t> counts_;
   std::atomic<int32_t> joined_{0};  // pieces that are where they belong
-  int32_t* end_ = nullptr;          // of the last of those; null: a row is refused
+  int32_t* end_ = nullptr;          // end of the joined pieces; null: a row is refused
 };
 
 }  // namespace mla::server

@@ -118,7 +118,8 @@ TEST(ListCheckerTest, RefusesOffsetsThatAreNone) {
   EXPECT_FALSE(refused(Ragged(lists, 0, 3), 0, 0));
 }
 
-// What the checker has to find, entry by entry. False, with the slot, for an entry that is none.
+// The expected result of the checker for each entry. Returns false, with the slot, for an invalid
+// entry.
 bool KeptOf(const std::vector<int32_t>& list, int32_t visible, std::vector<int32_t>* kept,
             size_t* slot) {
   std::vector<bool> seen(static_cast<size_t>(visible));
@@ -132,16 +133,16 @@ bool KeptOf(const std::vector<int32_t>& list, int32_t visible, std::vector<int32
   return true;
 }
 
-// By what the passes are written for, and the threads that check.
+// Parameters: the instructions of the passes, and the threads that check.
 class ListCheckerPasses : public testing::TestWithParam<std::tuple<ListInstructions, int32_t>> {
  protected:
   wire::ThreadTeam team_{{std::get<1>(GetParam()), 100}};
   ListChecker checker_{&team_, std::get<0>(GetParam())};
 };
 
-// Long lists in any order, by all ways through the checker, against the obvious answer; more rows
-// than a byte counts, over contexts whose positions are marked by bytes, by bits, by both, and not
-// at all.
+// Long lists in any order, by all ways through the checker, are compared with a simple
+// implementation. There are more rows than a byte counts, and contexts whose positions are marked
+// by bytes, by bits, by both, and not at all.
 TEST_P(ListCheckerPasses, LongListsInAnyOrder) {
   constexpr int32_t kRows = 700;
   std::mt19937 random(1);
@@ -151,14 +152,15 @@ TEST_P(ListCheckerPasses, LongListsInAnyOrder) {
     for (int32_t row = 0; row < kRows; ++row) {
       std::vector<int32_t> list(static_cast<size_t>(200 + random() % 200)), kept;
       const auto visible = static_cast<uint32_t>(seen + row + 1);
-      // Of few positions in some lists, so that they repeat; the last ones in all.
+      // Some lists draw from the last few positions, so that they repeat; others from all
+      // positions.
       const uint32_t positions = row % 2 == 0 ? 500 : visible;
       for (int32_t& entry : list) {
         entry = static_cast<int32_t>(visible - 1 - random() % positions);
       }
       if (row % 3 == 0) std::sort(list.begin(), list.end());
       if (row % 4 == 0) list.erase(std::unique(list.begin(), list.end()), list.end());
-      // One -1, some, or nearly all; or as many behind the entries as a client fills up with.
+      // One -1, some, or nearly all of them; or a tail of -1, as clients pad their lists.
       const uint32_t fills[] = {0, 1, 16, 2, 200};
       for (size_t i = 0; row % 5 > 1 && i < list.size(); ++i) {
         if (random() % 200 < fills[row % 5]) list[i] = -1;
@@ -176,8 +178,8 @@ TEST_P(ListCheckerPasses, LongListsInAnyOrder) {
   }
 }
 
-// The first entry that is none is found wherever it stands, also behind lists that have moved, and
-// what was marked before it is no repeat of the next call's.
+// The first invalid entry is found wherever it stands, also after lists that have moved. Positions
+// marked before it are not repeats for the next call.
 TEST_P(ListCheckerPasses, NamesTheFirstOfLongListsThatIsNone) {
   std::mt19937 random(3);
   for (int round = 0; round < 400; ++round) {
@@ -255,8 +257,8 @@ TEST(ListCheckerTest, ATeamNamesTheFirstRowWithAnEntryThatIsNone) {
   }
 }
 
-// Lists that are short beside what their row sees stand between long ones: marks of one are none of
-// the other.
+// Lists that are short compared with what their row sees stand between long ones: marks of one list
+// do not count for another.
 TEST(ListCheckerTest, ShortListsOfLongSequencesBetweenLongLists) {
   constexpr int32_t kRows = 200;
   constexpr int32_t kSeen = 100'000;
@@ -274,7 +276,7 @@ TEST(ListCheckerTest, ShortListsOfLongSequencesBetweenLongLists) {
     lists.push_back(list);
     want.push_back(kept);
   }
-  // A list that is refused behind positions that it marked leaves no marks.
+  // A list that is refused after it has marked positions leaves no marks.
   Sent refused = Ragged({lists[0]}, 0, 2000);
   refused.memory.back() = 2 * kSeen;
   EXPECT_EQ(DetailOf(checker.Check(refused.shape, step, refused.memory.data())).reason,
@@ -290,7 +292,7 @@ TEST(SelectedListsTest, HaveAllThatARowSeesAndTopKAtMost) {
   EXPECT_EQ(begins, (std::vector<int32_t>{0, 6, 12, 13, 15}));
 }
 
-// --------------------------------------------------------------------- What a message may say.
+// --------------------------------------------------------------------- What a message may contain.
 
 scheduler::ModelSpec SparseModel() {
   scheduler::ModelSpec model;

@@ -12,28 +12,28 @@
 namespace mla::server {
 namespace {
 
-constexpr int32_t kFewEntries = 8;  // of a list, looked at first
+constexpr int32_t kFewEntries = 8;  // first entries of a list, checked before the rest
 constexpr int32_t kBlock = 128;     // entries that are looked at together
 constexpr int32_t kGroup = 8;       // positions that are marked without a branch between them
 constexpr uint32_t kWordBits = 32;
-constexpr size_t kWordStep = 4096;  // by which the memory of bits grows
-constexpr size_t kLineBytes = 64;   // of a cache; a vector that lies in two of them takes longer
-// Of a list with more visible positions than this for each entry, repeats are looked for entry by
-// entry: it costs less than to count the marks of all that the row sees.
+constexpr size_t kWordStep = 4096;  // step by which the memory of bits grows
+constexpr size_t kLineBytes = 64;   // of a cache; a vector that spans two lines takes longer
+// For lists with more visible positions per entry than this, each entry is checked for repeats:
+// this costs less than counting the marks of all visible positions.
 constexpr size_t kSparseMarks = 256;
 
-// The first line behind the address.
+// The first line that begins at or after the address.
 template <typename T>
 T* LineOf(T* memory) {
   const size_t behind = reinterpret_cast<uintptr_t>(memory) % kLineBytes;
   return memory + (kLineBytes - behind) % kLineBytes / sizeof(T);
 }
 
-// What is always inlined is written once for all instruction sets: the attribute of the caller
-// decides.
+// Functions that are always inlined are written once for all instruction sets, because the
+// attribute of the caller decides which ones they use.
 
-// Whether every entry is larger than the one before it. Those of a list that begins at 0 or above
-// and ends below the bound are then positions.
+// Returns true if every entry is larger than the one before it. All entries are then positions if
+// the first one is at least 0 and the last one is below the bound.
 [[gnu::always_inline]] inline bool Ascends(const int32_t* list, int32_t count) {
   uint32_t falls = 0;
   int32_t i = 0;
@@ -66,7 +66,7 @@ T* LineOf(T* memory) {
   return kept;
 }
 
-// The same behind `done` entries, of which `kept` are moved.
+// As Compact, for the entries after the first `done`, of which `kept` have been moved.
 [[gnu::always_inline]] inline int32_t CompactRest(const int32_t* list, int32_t count,
                                                   uint32_t bound, int32_t* to, int32_t done,
                                                   int32_t kept) {
@@ -75,7 +75,7 @@ T* LineOf(T* memory) {
 }
 
 #if defined(__x86_64__)
-// By the bits of eight entries: where those that are kept lie, 3 bits each.
+// Indexed by a mask of eight entries: the lanes of the kept entries, 3 bits each.
 constexpr std::array<uint32_t, 256> MakeKeptLanes() {
   std::array<uint32_t, 256> table{};
   for (uint32_t bits = 0; bits < 256; ++bits) {
@@ -116,17 +116,18 @@ constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
 }
 #endif
 
-// Marks of the positions of one list, which has no repeats if it has as many marks as positions.
-// They are counted behind it: what is left for each entry is one store, and that is what it costs.
+// Marks for the positions of one list. The list has repeats if it has fewer marks than positions.
+// Marks are counted after the whole list, so that each entry costs only one store.
 
-// By bytes, of which those are the list's that have its mark. Counting them needs vectors.
+// One byte a position; a position is in the list if its byte equals the list's mark. Counting them
+// needs vectors.
 class ByteMarks {
  public:
   ByteMarks(uint8_t* seen, uint8_t mark) : seen_(seen), mark_(mark) {}
   [[gnu::always_inline]] inline void Add(int32_t position) {
     seen_[static_cast<uint32_t>(position)] = mark_;
   }
-  // Of positions below the bound; the memory is whole lines.
+  // Counts positions below the bound; the memory consists of whole lines.
 #if defined(__x86_64__)
   [[gnu::target("avx2,popcnt")]] int32_t Count(uint32_t bound) const {
     const __m256i marks = _mm256_set1_epi8(static_cast<char>(mark_));
@@ -170,7 +171,7 @@ class BitMarks {
 #endif
     words_[at / kWordBits] |= bit;
   }
-  // Of positions below the bound; the memory is whole lines.
+  // Counts positions below the bound; the memory consists of whole lines.
   [[gnu::always_inline]] inline int32_t Count(uint32_t bound) const {
     const size_t bytes = (size_t{bound} + 8 * sizeof(uint64_t) - 1) / 64 * sizeof(uint64_t);
     const auto* const memory = reinterpret_cast<const char*>(words_);
@@ -213,8 +214,9 @@ template <typename Marks>
 }
 
 // Moves the positions of a list to `to`, which may be `list` or lie before it, and marks them.
-// Returns how many they are, and in `marked` how many marks; or -1 - the slot of an entry that is
-// no position below `bound`. Marks are a block behind: what has just been stored is slow to load.
+// Returns their number, and in `marked` the number of marks; or -1 - the slot of an entry that is
+// not a position below `bound`. Marking runs one block later than moving, because values are slow
+// to load just after their store.
 template <auto kCompact, typename Marks>
 [[gnu::always_inline]] inline int32_t Keep(const int32_t* list, int32_t count, uint32_t bound,
                                            int32_t* to, Marks marks, int32_t* marked) {
@@ -252,13 +254,12 @@ MLA_AVX2 int32_t KeepByAvx2(const int32_t* list, int32_t count, uint32_t bound, 
   return Keep<CompactByAvx2>(list, count, bound, to, marks, marked);
 }
 
-// As Keep, but that blocks without -1 stay where they are.
+// As Keep, except that blocks without -1 are not compacted.
 template <typename Marks>
 MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bound, int32_t* to,
                                 Marks marks, int32_t* marked) {
   constexpr int32_t kLanes = 16;
-  constexpr __mmask16 kAll =
-      0xffff;  // of those without a mask GCC says that they read what is not set
+  constexpr __mmask16 kAll = 0xffff;  // without a mask GCC warns of reads of uninitialized values
   const __m512i none = _mm512_set1_epi32(-1);
   const __m512i bounds = _mm512_set1_epi32(static_cast<int32_t>(bound));
   int32_t kept = 0, done = 0, at = 0;
@@ -296,13 +297,13 @@ MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bou
 
 }  // namespace
 
-// The passes over a list, for what the processor has.
+// The passes over a list, for each set of instructions.
 struct ListMarks::Passes {
   bool (*ascends)(const int32_t*, int32_t) = Ascends;
   int32_t (*by_bits)(const int32_t*, int32_t, uint32_t, int32_t*, BitMarks,
                      int32_t*) = Keep<Compact, BitMarks>;
   int32_t (*by_bytes)(const int32_t*, int32_t, uint32_t, int32_t*, ByteMarks,
-                      int32_t*) = nullptr;  // none: all lists by bits
+                      int32_t*) = nullptr;  // null: bits are used for all lists
 };
 
 const ListMarks::Passes& ListMarks::PassesOf(ListInstructions instructions) {
@@ -381,7 +382,7 @@ int32_t ListMarks::Take(ListInstructions instructions, const int32_t* list, int3
   if (count == 0) return 0;
   const Passes& passes = PassesOf(instructions);
   const auto bound = static_cast<uint32_t>(visible);
-  // What does not ascend seldom does so for long.
+  // Most lists that do not ascend fail within the first entries.
   if (list[0] >= 0 && static_cast<uint32_t>(list[count - 1]) < bound &&
       Ascends(list, std::min(count, kFewEntries)) && passes.ascends(list, count)) {
     if (to != list) std::memmove(to, list, static_cast<size_t>(count) * sizeof(int32_t));

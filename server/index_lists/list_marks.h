@@ -1,9 +1,9 @@
 // The positions of an index list, each once: one list at a time.
 //
-// Ascending lists are passed fastest: what follows is larger, so nothing is repeated. For the
-// others the positions are marked, in memory that stays in the first-level cache whatever the
-// context, and the marks are counted: by bytes where few positions are visible, else by bits. A
-// list has a value of its own for its bytes, so that they are cleared once in 255 lists; bits are
+// Ascending lists are passed fastest: each entry is larger than the one before, so none repeats.
+// For the others the positions are marked, in memory that stays in the first-level cache whatever
+// the context, and the marks are counted: by bytes where few positions are visible, else by bits.
+// Each list has its own value for its bytes, so bytes are cleared only once in 255 lists; bits are
 // cleared as they are counted. Only a list with fewer marks than positions is looked at entry by
 // entry.
 //
@@ -16,24 +16,24 @@
 
 namespace mla::server {
 
-// What the passes over lists are written for; each in all that the one before it needs.
+// Instruction sets that the passes over lists are written for; each includes the one before it.
 enum class ListInstructions : uint8_t { kPortable, kAvx2, kAvx512 };
 
-// Of the processor.
+// The best set that the processor has.
 ListInstructions MostListInstructions();
 
 class ListMarks final {
  public:
-  // Moves a row's positions to `to`, which may be `list` or lie before it; writes nothing behind
-  // what it has read. Returns how many they are, or -1 - the slot of an entry that is neither -1
-  // nor a position below `visible`. REQUIRES: the processor has the instructions.
+  // Moves a row's positions to `to`, which may be `list` or lie before it; writes only where it has
+  // read already. Returns how many they are, or -1 - the slot of an entry that is neither -1 nor a
+  // position below `visible`. REQUIRES: the processor has the instructions.
   int32_t Take(ListInstructions instructions, const int32_t* list, int32_t count, int32_t visible,
                int32_t* to);
 
  private:
   struct Passes;
   static const Passes& PassesOf(ListInstructions instructions);
-  // Of a list that does not ascend.
+  // For lists that do not ascend.
   int32_t TakeByBytes(const Passes& passes, const int32_t* list, int32_t count, uint32_t bound,
                       int32_t* to);
   int32_t TakeByBits(const Passes& passes, const int32_t* list, int32_t count, uint32_t bound,
@@ -45,7 +45,7 @@ class ListMarks final {
   static constexpr uint32_t kByteMarks = 8 * 1024;  // positions
 
   std::vector<uint8_t> seen_;    // by position: the mark of the last list that has it, or 0
-  uint8_t mark_ = 0;             // of the last list
+  uint8_t mark_ = 0;             // of the latest list
   std::vector<uint32_t> words_;  // a bit of every position; all 0 between lists
 };
 

@@ -1,7 +1,8 @@
 // Taking the server out of service without losing finished work.
 //
-// Drain refuses new sequences and steps, waits until no step is open or the deadline has passed,
-// aborts what is left, and says each second what it waits for (in the log and in ServerState).
+// Drain refuses new sequences and steps, and waits until no step is open or the deadline has
+// passed. It then aborts the remaining steps. Each second it reports what it waits for, in the log
+// and in ServerState.
 //
 // Threading: Run may be called from any thread and more than once. Callers beyond the first wait
 // for the same drain and get its result; the earliest of all deadlines counts. Cancel from any
@@ -35,7 +36,7 @@ struct DrainResult {
 struct DrainHandOver {
   std::string peer;  // HOST:PORT, as clients are told
   std::function<void()> start;
-  std::function<bool()> done;  // nothing is left that could go
+  std::function<bool()> done;  // returns true if nothing that could move is left
   std::function<void()> stop;  // interrupts it, and waits for its end
 };
 
@@ -62,7 +63,7 @@ class Drain final {
       std::chrono::steady_clock::time_point::max();
   bool running_ ABSL_GUARDED_BY(mutex_) = false;  // begun, and not cancelled
   bool for_good_ ABSL_GUARDED_BY(mutex_) = false;
-  bool cancel_ ABSL_GUARDED_BY(mutex_) = false;     // wanted of the one that waits
+  bool cancel_ ABSL_GUARDED_BY(mutex_) = false;     // tells the waiting drain to end
   uint64_t cancelled_ ABSL_GUARDED_BY(mutex_) = 0;  // drains
   std::optional<DrainResult> result_ ABSL_GUARDED_BY(mutex_);
 };

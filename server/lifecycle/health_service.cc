@@ -22,7 +22,8 @@ using ServingStatus = HealthCheckResponse::ServingStatus;
 // How often the notifier looks for requests that are overdue and for a stop.
 constexpr auto kPeriod = std::chrono::milliseconds(200);
 
-// Of a request, which has one name. Unknown fields take a hundred times their bytes once parsed.
+// Size limit of a request, which has one name. Unknown fields take a hundred times their bytes once
+// parsed.
 constexpr size_t kMostRequestBytes = 4096;
 
 bool Parse(const grpc::ByteBuffer& bytes, HealthCheckRequest* request) {
@@ -82,7 +83,7 @@ class HealthService::Call final : public StreamHandler {
       cancelled_ = true;
       idle = requested_ && !writing_;
     }
-    // Else the read or the write under way ends with a failure.
+    // Otherwise the read or write under way ends with a failure.
     if (idle) End(grpc::Status(grpc::StatusCode::CANCELLED, "the client has gone"));
   }
 
@@ -100,7 +101,8 @@ class HealthService::Call final : public StreamHandler {
     {
       const MutexLock lock(mutex_);
       if (!requested_ || writing_ || finished_) return;
-      // Not before: another thread could send what is newer meanwhile, and this one what it was.
+      // Read here and not earlier: otherwise another thread could send a newer status first, and
+      // this one an older status after it.
       const ServerState::Snapshot now = service_->state_->Get();
       status = service_->StatusOf(watched_, now).value_or(HealthCheckResponse::SERVICE_UNKNOWN);
       over = cancelled_ || (sent_ == status && now.phase == Phase::kStopped);

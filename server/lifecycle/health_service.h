@@ -1,11 +1,11 @@
-// grpc.health.v1 over ServerState: SERVING only while the server is ready for new work, so a prober
-// never sees it before warm-up has ended nor after a drain has begun.
+// grpc.health.v1 over ServerState: SERVING only while the server is ready for new work. So a prober
+// sees it neither before warm-up has ended nor after a drain has begun.
 //
 // Check and Watch are served by the stream poller's threads. They hold no thread of their own, and
 // calls that keep the control threads busy do not delay them. One notifier thread writes to all
-// watchers when the state changes. At most `max_watchers` calls are open at a time, at most half of
-// them by one tenant; further ones are RESOURCE_EXHAUSTED. A call whose request does not arrive
-// within kRequestTimeout is cancelled.
+// watchers when the state changes. At most `max_watchers` calls are open at the same time, and at
+// most half of them by one tenant; further calls are RESOURCE_EXHAUSTED. A call whose request does
+// not arrive within kRequestTimeout is cancelled.
 //
 // Life: Serve once the gRPC server was started; Stop after its Shutdown and before the poller's.
 // Threading: Serve, Stop and the destructor from one thread.

@@ -1,4 +1,4 @@
-// Ends streamed calls whose client neither sends nor takes anything for too long, since each of
+// Ends streamed calls whose client neither sends nor takes anything for too long, because each of
 // them holds a thread.
 //
 // Threading: any thread; one more looks at the clock.
@@ -19,7 +19,7 @@ namespace mla::server {
 
 class IdleCalls final {
  public:
-  // Calls are cancelled that wait for their client for so long.
+  // Cancels calls that wait for their client for longer than `idle`.
   explicit IdleCalls(std::chrono::milliseconds idle);
   ~IdleCalls();
   IdleCalls(const IdleCalls&) = delete;

@@ -27,7 +27,7 @@ class ServerState final {
   struct Snapshot {
     Phase phase = Phase::kStarting;
     int32_t percent = 0;  // of warm-up or drain
-    std::string message;  // what is being waited for, or the last to go wrong
+    std::string message;  // the reason for waiting, or the latest fault
     bool healthy = true;
     bool lost = false;  // not healthy, and nothing but another process will be
     // Both are of a server that is not healthy.

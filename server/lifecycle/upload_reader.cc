@@ -18,16 +18,16 @@ using google::protobuf::internal::WireFormat;
 using google::protobuf::internal::WireFormatLite;
 using google::protobuf::io::CodedInputStream;
 
-// Whether the parser takes a value of this wire type for the field.
+// Returns true if the parser accepts a value of this wire type for the field.
 bool Fits(const FieldDescriptor& field, WireFormatLite::WireType type) {
   if (field.is_packable() && type == WireFormatLite::WIRETYPE_LENGTH_DELIMITED) return true;
   return type == WireFormat::WireTypeForFieldType(field.type());
 }
 
-// Takes the unknown fields of a message from `left`; false when there are more. What is malformed
-// ends the count.
+// Takes the unknown fields of a message from `left`; false when there are more. The count ends at
+// malformed bytes.
 bool TakeUnknown(CodedInputStream* in, const Descriptor& contract, int* left) {
-  int groups = 0;  // that are open; the contract has none, so all in them is unknown
+  int groups = 0;  // open groups; the contract has none, so all their fields are unknown
   while (const uint32_t tag = in->ReadTag()) {
     const auto type = WireFormatLite::GetTagWireType(tag);
     const FieldDescriptor* field =

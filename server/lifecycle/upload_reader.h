@@ -1,8 +1,8 @@
 // Reads the messages of a client's stream that uploads something, one after the other.
 //
-// By itself gRPC parses a message before its handler sees it, and a parsed message may take a
-// hundred times its bytes: fields that the contract does not know, of two bytes each. So handlers
-// of uploads take bytes (ServeUploadBytes), and a message of many such fields is refused unparsed.
+// gRPC normally parses a message before its handler sees it. A parsed message may take a hundred
+// times its bytes: fields that the contract does not know, of two bytes each. So handlers of
+// uploads take bytes (ServeUploadBytes), and a message with many such fields is refused unparsed.
 //
 // Threading: one thread at a time.
 #ifndef MLA_SERVER_LIFECYCLE_UPLOAD_READER_H_
@@ -23,12 +23,11 @@ namespace mla::server {
 
 using UploadBytes = grpc::ServerReader<grpc::ByteBuffer>;
 
-// Of a message: enough for what a later contract may add.
+// Bound for one message, large enough for fields that a later contract may add.
 inline constexpr int kMostUnknownFields = 1024;
 
-// Looks at a serialized message before it is parsed. INVALID_ARGUMENT: it has more fields that
-// `contract` does not know, those in its messages included. What is malformed is left to the
-// parser.
+// Looks at a serialized message before it is parsed. INVALID_ARGUMENT if it has more unknown fields
+// than that, counting those inside its messages. Malformed bytes are left to the parser.
 absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes,
                                 const google::protobuf::Descriptor& contract);
 
@@ -38,8 +37,8 @@ class UploadReader final {
   UploadReader(grpc::ServerContext* call, UploadBytes* in, IdleCalls* idle)
       : call_(call), in_(in), idle_(idle) {}
 
-  // False: the stream has ended, or the call was cancelled. INVALID_ARGUMENT: the next bytes are no
-  // such message, or refused by CheckUnknownFields.
+  // False: the stream has ended, or the call was cancelled. INVALID_ARGUMENT: the next bytes are
+  // not such a message, or CheckUnknownFields refuses them.
   absl::StatusOr<bool> Read(google::protobuf::Message* message);
 
  private:

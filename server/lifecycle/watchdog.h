@@ -1,7 +1,7 @@
-// Watches the engine: probes it, turns health off when it does not answer, off for good when it
-// reports that its backend can run no more, and keeps its last answer for callers that must not
-// wait for a launch. Where a call to the backend never returns, it ends the process: nothing that
-// the process could do for itself would end that call, and clients wait.
+// Watches the engine: probes it, and turns health off when it does not answer. Health goes off for
+// good when the engine reports that its backend can run no more. It keeps the last answer for
+// callers that must not wait for a launch. If a call to the backend never returns, it ends the
+// process: the process has no other way to end that call, and clients wait.
 //
 // Two threads, because a probe hangs if the engine does: one probes, the other looks at the clock.
 // Threading: construct and destroy from one thread, Stats from any. The destructor waits for the
@@ -45,8 +45,8 @@ class Watchdog final {
            std::chrono::milliseconds period, StuckCalls stuck = {});
   ~Watchdog();
 
-  // The engine's stats as of now, or the last ones when it does not answer in time: then
-  // one call waits for kAnswerWait, and those behind it for what is left of that.
+  // The engine's present stats, or the last ones if it does not answer in time. One call then waits
+  // for kAnswerWait, and later calls wait for the rest of that time.
   scheduler::EngineStats Stats();
 
  private:
@@ -64,7 +64,7 @@ class Watchdog final {
   CondVar answered_;  // there is one
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t started_ ABSL_GUARDED_BY(mutex_) = 0;   // probes begun
-  uint64_t wanted_ ABSL_GUARDED_BY(mutex_) = 0;    // of those, the last that a caller waits for
+  uint64_t wanted_ ABSL_GUARDED_BY(mutex_) = 0;    // the latest probe that a caller waits for
   uint64_t finished_ ABSL_GUARDED_BY(mutex_) = 0;  // probes ended; started_ or one less
   Clock::time_point begun_ ABSL_GUARDED_BY(mutex_);
   Clock::time_point answered_at_ ABSL_GUARDED_BY(mutex_);

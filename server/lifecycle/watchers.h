@@ -1,5 +1,5 @@
 // Calls that send what happens until their client ends them or the server stops. Each holds a
-// control thread, so there is a bound on all of them together; one tenant may have half of it.
+// control thread, so all of them together are bounded; one tenant may have half of the bound.
 //
 // Threading: any thread.
 #ifndef MLA_SERVER_LIFECYCLE_WATCHERS_H_
@@ -41,7 +41,8 @@ class Watchers final {
   };
 
   const ServerState& state() const { return *state_; }
-  // Waits for so long, and less if the call is over: its client has ended it, or the server stops.
+  // Waits for `pause`, or until the call is over if that comes first: its client has ended it, or
+  // the server stops.
   bool OverAfter(const grpc::ServerContext& call, std::chrono::milliseconds pause) const;
 
  private:

@@ -1,7 +1,7 @@
 // Lines that the libraries below write on their own, made into events of this server's log.
 //
-// gRPC and protobuf print to standard error in formats of their own, much of it about what a client
-// sent (a handshake that failed, a name that is no UTF-8) and as often as a client likes. After
+// gRPC and protobuf print to standard error in their own formats. Much of it is about data that a
+// client sent (a failed handshake, a name that is not UTF-8), as often as the client likes. After
 // this call they appear as warnings `library` with the fields library and message: one a second at
 // most, and the next one says in the field `suppressed` how many were left out.
 //

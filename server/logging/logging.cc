@@ -56,14 +56,14 @@ struct Output {
   std::shared_ptr<StderrSink> sink;
   std::shared_ptr<spdlog::logger> logger;
   std::atomic<uint64_t> logged{0};
-  std::atomic<uint64_t> stuck_at{UINT64_MAX};  // what was written when a flush gave up
+  std::atomic<uint64_t> stuck_at{UINT64_MAX};  // lines written when a flush gave up
 
   uint64_t dropped() const { return pool == nullptr ? 0 : pool->overrun_counter(); }
 };
 
 // A thread that writes to standard error, whose reader may stop reading: callers of Log must not
-// wait for it. Files have no readers, and what a process that crashes has logged should be in them.
-// Null for them, and without a thread left.
+// wait for it. Files have no readers, and the last lines before a crash should be in the file.
+// Returns null for files, and if no thread can be made.
 std::shared_ptr<spdlog::details::thread_pool> MakePool() {
   struct stat about;
   if (fstat(STDERR_FILENO, &about) == 0 && S_ISREG(about.st_mode)) return nullptr;

@@ -50,8 +50,8 @@ void ConfigureLogging(const std::string& format, const std::string& level);
 
 void Log(LogLevel level, const char* event, const LogFields& fields = {});
 
-// Returns when all lines so far are written, or after `most`: their reader may have stopped. To be
-// called before the process ends; after an error Log does it by itself, for a moment.
+// Returns when all lines so far are written, or after `most`, because their reader may have
+// stopped. Call it before the process ends. After an error Log itself flushes for a moment.
 void FlushLog(std::chrono::milliseconds most);
 
 // The line that Log would write, without a time stamp. For tests.

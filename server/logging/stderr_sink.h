@@ -1,4 +1,4 @@
-// Where log lines go: the standard error of the process.
+// Writes log lines to the standard error of the process.
 //
 // Threading: any thread; the pattern is set before the first line.
 #ifndef MLA_SERVER_LOGGING_STDERR_SINK_H_
@@ -19,7 +19,7 @@ namespace mla::server {
 
 class StderrSink final : public spdlog::sinks::base_sink<spdlog::details::null_mutex> {
  public:
-  // `dropped`: lines that were left out for want of room, so far; `notice`: the text of the line
+  // `dropped`: returns the number of lines dropped so far for lack of room; the text of the line
   // that says how many.
   StderrSink(std::function<uint64_t()> dropped, std::function<std::string(uint64_t)> notice);
   // Lines that were written, or could not be.

@@ -46,7 +46,8 @@ void SharedRegion::Mapping::Close() {
   if (descriptor >= 0) close(descriptor);
 }
 
-// What is mapped, also for requests whose region has lost its handle, and what is to be unmapped.
+// Counts mapped regions, including those without a handle that requests still use, and holds
+// regions that are to be unmapped.
 struct SharedRegion::Account {
   Mutex mutex;
   CondVar changed;
@@ -77,7 +78,8 @@ void SharedRegion::Account::Let(Mapping mapping) {
   Forget(mapping);
 }
 
-// The loop of a closing thread; it ends when no mapping is left and closing is no longer deferred.
+// The loop of a closing thread; it ends when it has closed all mappings and closing is not deferred
+// any more.
 void SharedRegion::Account::Run() {
   MutexLock lock(mutex);
   while (true) {
@@ -203,7 +205,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegionTable::Create(
   const size_t bytes = arena_offset + (arena_bytes + kPage - 1) / kPage * kPage;
   absl::StatusOr<scheduler::TenantRef> row = account_->tenants->Enter(tenant);
   if (!row.ok()) return row.status();
-  // In whole units of the device's allocator, so that what is counted is what is taken.
+  // Counted in whole units of the device's allocator, as the allocator takes them.
   const int64_t device_bytes = (device.bytes + kDeviceUnit - 1) / kDeviceUnit * kDeviceUnit;
   if (absl::Status status = Reserve(**row, static_cast<int64_t>(bytes), device_bytes, wait);
       !status.ok()) {

@@ -1,26 +1,26 @@
 // Memory that a client of the same host and this server both map, and the table that says whose.
 //
-// A region is a sealed memory object (it can be neither shrunk nor grown, so no access faults)
-// whose pages are taken when it is made. A client can give pages back (fallocate, MADV_REMOVE);
-// no seal forbids that to one who may write. The bytes stay counted, so the server never takes more
-// than the sum that it has reserved, and the listener ends such a region (HasHoles). Its handle
-// is 128 random bits: a caller that presents it must also be of the tenant it was made for.
-// Requests hold the region they point into, so memory stays mapped until the last of them is
-// answered; the handle is void from Remove on.
+// A region is a sealed memory object: its size cannot change, so no access faults. Its pages are
+// allocated when it is made. A client can give pages back (fallocate, MADV_REMOVE); no seal forbids
+// that to one who may write. The bytes stay counted, so the server never takes more than the sum
+// that it has reserved, and the listener ends such a region (HasHoles). Its handle is 128 random
+// bits: a caller that presents it must also be of the tenant it was made for. Requests hold the
+// region they point into, so memory stays mapped until the last of them is answered; Remove only
+// makes the handle invalid.
 //
 // Unpinning and unmapping take milliseconds and may wait for a launch, so the thread that releases
 // the last request (most likely the engine's) does neither: two threads of the table's own do
 // both, so that one region that must wait does not keep the others. Until then the memory counts,
 // and Create can wait for it rather than refuse for want of room.
 //
-// A region may have device memory beside it, made with it and freed with it; its bytes count like
-// the region's own. What a client has mapped of it outlives the region in the client alone: the
+// A region may also have device memory, made and freed together with it; its bytes count like the
+// region's own. If a client has mapped it, the mapping outlives the region in the client only: the
 // next region gets other memory, cleared.
 //
-// Bounds: bytes of one region, and of device memory of all, here; regions and bytes of one tenant
-// and of all in the tenant table, which counts a region until it is unmapped.
-// Threading: all methods from any thread. Regions may outlive the table; one that is released after
-// it is unmapped at once.
+// Bounds: bytes of one region, and device memory of all regions, are bounded here. Regions and
+// bytes of one tenant and of all are bounded in the tenant table, which counts a region until it is
+// unmapped. Threading: all methods from any thread. Regions may outlive the table; one that is
+// released after it is unmapped at once.
 #ifndef MLA_SERVER_MEMORY_SHARED_REGION_H_
 #define MLA_SERVER_MEMORY_SHARED_REGION_H_
 
@@ -54,15 +54,15 @@ struct RegionHooks {
   std::function<absl::Status(std::span<std::byte>)> on_mapped;
   // Only after an on_mapped that succeeded, and while the table lives from its thread. May block.
   std::function<void(std::span<std::byte>)> before_unmapped;
-  // Makes device memory of at least so many bytes, with so many events. May block.
+  // Makes device memory of at least `bytes` bytes, with `events` events. May block.
   std::function<absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>>(int64_t bytes,
                                                                              int32_t events)>
       make_device;
 };
 
-// Device memory beside a region.
+// Device memory to be made with a region.
 struct DeviceWish {
-  int64_t bytes = 0;  // 0: none
+  int64_t bytes = 0;  // 0: no device memory
   int32_t events = 0;
 };
 
@@ -72,7 +72,7 @@ struct RegionLimits {
   int64_t total_bytes = 0;   // mapped, all regions
   int32_t regions = 0;
   int32_t tenant_regions = 0;
-  int64_t device_bytes = 0;  // of device memory, all regions
+  int64_t device_bytes = 0;  // device memory of all regions
 };
 
 class SharedRegionTable;
@@ -88,7 +88,7 @@ class SharedRegion final {
   size_t arena_offset() const { return arena_offset_; }
   const RegionHandle& handle() const { return handle_; }
   int descriptor() const { return descriptor_; }
-  // Null: there is none.
+  // The region's device memory, or null.
   kernels::SharedDeviceMemory* device() const { return device_.get(); }
   // True if pages of the memory have been given back. Only who holds the descriptor can do that;
   // the next access takes pages again, which the region's size has accounted for.
@@ -101,7 +101,7 @@ class SharedRegion final {
  private:
   friend class SharedRegionTable;
   struct Account;
-  // What is left to do when the memory is no longer used.
+  // The resources to release when the memory is not used any more.
   struct Mapping {
     std::span<std::byte> bytes;
     int descriptor = -1;
@@ -122,7 +122,8 @@ class SharedRegion final {
   std::unique_ptr<kernels::SharedDeviceMemory> device_;
   std::function<void(std::span<std::byte>)> before_unmapped_;
   std::shared_ptr<Account> account_;  // null until the region is counted
-  scheduler::TenantRef tenant_;       // of a table that the account keeps: released first
+  // Row of a table that the account keeps, so it is released first.
+  scheduler::TenantRef tenant_;
   int64_t counted_bytes_ = 0, device_bytes_ = 0;
 };
 
@@ -144,14 +145,14 @@ class SharedRegionTable final {
                                                        uint64_t arena_bytes, size_t arena_offset,
                                                        std::chrono::milliseconds wait = kCloseWait,
                                                        const DeviceWish& device = {});
-  // Whether regions are being closed, so that there may be room soon.
+  // Returns true if regions are being closed, so that memory may soon be free.
   bool closing() const;
-  // Null when there is no such region of this tenant; the caller cannot tell a forged handle from
-  // another tenant's or from one whose connection has ended.
+  // Returns null if the tenant does not have such a region. The caller cannot tell apart a forged
+  // handle, another tenant's, and one whose connection has ended.
   std::shared_ptr<SharedRegion> Find(const std::string& tenant, std::string_view handle) const;
   void Remove(const SharedRegion& region);
   int32_t count() const;
-  // Of regions with a handle, of those that requests still hold and of those being closed.
+  // Regions with a handle, regions that requests still hold, and regions being closed.
   int64_t mapped_bytes() const;
 
   // How long it makes sense to wait for regions that are being closed.

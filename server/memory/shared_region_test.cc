@@ -1,4 +1,4 @@
-// Regions: what the backend is told, how long memory lives, and who unmaps it.
+// Regions: calls of the backend, lifetime of memory, and who unmaps it.
 #include "server/memory/shared_region.h"
 
 #include <fcntl.h>
@@ -90,7 +90,7 @@ class SharedRegionTest : public ::testing::Test {
     table_->Remove(*region);
     region.reset();
   }
-  // Once nothing is being closed any more.
+  // Waits until no region is being closed.
   int64_t MappedAfterClosing() {
     while (table_->mapped_bytes() > 0) std::this_thread::yield();
     return table_->mapped_bytes();
@@ -195,7 +195,7 @@ TEST_F(SharedRegionTest, MemoryIsBoundedForAllAndRegionsForEachTenant) {
   auto second = table_->Create("a", kMiB, 0);
   ASSERT_TRUE(first.ok() && second.ok());
   EXPECT_EQ(refused("a", 1), absl::StatusCode::kResourceExhausted);  // two of its two
-  // Ring and arena of it take what is left.
+  // Its ring and arena take the remaining bytes.
   auto third = table_->Create("b", kMiB, kMiB);
   ASSERT_TRUE(third.ok()) << third.status();
   EXPECT_EQ(table_->mapped_bytes(), 4 * kMiB);

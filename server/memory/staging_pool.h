@@ -46,11 +46,11 @@ class StagingPool final {
 
   explicit StagingPool(std::unique_ptr<kernels::HostBuffer> memory);
 
-  // An empty block when there is no contiguous room, or when `bytes` is 0.
+  // Returns an empty block if no contiguous part is free, or if `bytes` is 0.
   Block Take(size_t bytes);
   // Changes whenever memory came back; for waiting without polling the allocator itself.
   uint64_t releases() const;
-  // What a block of `bytes` takes of the pool.
+  // Bytes of the pool that a block of `bytes` takes.
   static size_t BlockBytes(size_t bytes) { return bytes == 0 ? 0 : kUnit << OrderFor(bytes); }
   size_t used_bytes() const;
   size_t total_bytes() const { return units_ * kUnit; }

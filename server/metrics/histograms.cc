@@ -45,7 +45,7 @@ Distribution Histogram::Get() const {
   return distribution;
 }
 
-// Those of one name follow one another.
+// Histograms of one name must follow one another.
 struct Histograms::All {
   const std::vector<double> times = Powers(1e-5, 2, 22);
   const std::vector<double> lifetimes = Powers(1e-3, 4, 14);

@@ -1,6 +1,6 @@
 // Every histogram of the server.
 //
-// All of them share one lock, so that what a launch brings is entered at once, each number by two
+// All of them share one lock, so that all numbers of a launch are entered under it, each by two
 // additions. A prometheus::Histogram takes a lock and several atomic operations for every number,
 // which together took longer than many a launch.
 //
@@ -31,8 +31,8 @@ struct Distribution {
   std::vector<uint64_t> counts;
 };
 
-// Counts observations by bucket: those above the bound before and up to its own, or above all.
-// Threading: its owner's lock.
+// Counts observations by bucket: each bucket has observations above the bound before it and up to
+// its own bound; the last has the rest. Threading: its owner's lock.
 class Histogram {
  public:
   using Label = std::pair<std::string, std::string>;

@@ -88,7 +88,7 @@ TEST(HistogramsTest, LosesNothingThatThreadsObserveTogether) {
       }
     });
   }
-  Collected(histograms);  // beside them
+  Collected(histograms);  // at the same time
   for (std::thread& thread : threads) thread.join();
   auto families = Collected(histograms);
   for (const char* name : {"mla_launch_layers", "mla_sequence_rows",

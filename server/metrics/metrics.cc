@@ -62,8 +62,8 @@ constexpr Declaration kDeclarations[] = {
     {"mla_sequence_lifetime_seconds", kHistogram, "How long sequences were open."},
     {"mla_kv_usage_ratio", kGauge, "Used share of the page pool."},
     {"mla_tenants", kGauge, "Tenants that use something."},
-    {"mla_tenant_used", kGauge, "What a tenant uses, by tenant and resource."},
-    {"mla_tenant_bound", kGauge, "What a tenant may use, by tenant and resource."},
+    {"mla_tenant_used", kGauge, "Use of a tenant, by tenant and resource."},
+    {"mla_tenant_bound", kGauge, "Bound of a tenant, by tenant and resource."},
     {"mla_bound_refusals_total", kCounter,
      "Takes that a bound refused, by resource and by whose bound: tenant or server. A stream that "
      "waits for staging memory counts at each try."},

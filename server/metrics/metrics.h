@@ -1,12 +1,12 @@
-// Every metric of the server, declared once: those that sample a number that the engine or the
-// transport keeps in stats_table.cc, the others in metrics.cc.
+// Every metric of the server, declared once: metrics that sample a number of the engine or the
+// transport in stats_table.cc, the others in metrics.cc.
 //
 // Counters and histograms are fed as things happen: launches and requests through EngineObserver
-// (no allocation, no waiting but for one short lock), wire counters from the transport. Rows of
-// stats_table.cc are sampled at each scrape.
+// (without allocation, and waiting only for one short lock), wire counters from the transport. Rows
+// of stats_table.cc are sampled at each scrape.
 //
-// Labels are bounded: requests of tenants beyond the first 64 are counted as "other"; what tenants
-// use is shown for `tenants.metrics` of them, chosen at each scrape.
+// Labels are bounded: requests of tenants beyond the first 64 are counted as "other". Use by
+// tenants is shown for `tenants.metrics` of them, chosen at each scrape.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_METRICS_METRICS_H_
@@ -38,10 +38,11 @@ class TenantCounters {
   virtual void Count(absl::StatusCode code) = 0;
 };
 
-// Of the TLS files, as TlsFiles says it. Times are Unix seconds; 0: there is no such file.
+// State of the TLS files, as in TlsFiles::status. Times are Unix seconds; 0 if the file is not
+// configured.
 struct TlsStats {
   uint64_t reloads = 0, refused = 0;
-  bool files_refused = false;  // those on disk now
+  bool files_refused = false;  // the files now on disk
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
@@ -76,13 +77,14 @@ class Metrics final : public scheduler::EngineObserver {
   void SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes);
   void SetCandidates(std::span<const kernels::BackendCandidate> candidates);
 
-  // What grpc.health.v1 answers at this moment; 0 until the first call.
+  // The present answer of grpc.health.v1; 0 until the first call.
   void SetServing(bool serving);
 
   void SetTls(const TlsStats& stats);
 
-  // From now on Expose shows what tenants use: those of the configuration's quotas, then those that
-  // use the largest share of a bound, `most` of them by name and the others summed as "other".
+  // From now on Expose shows what tenants use: first tenants with a quota in the configuration,
+  // then those with the largest share of a bound. `most` of them are shown by name, and the others
+  // summed as "other".
   void SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most);
   // By name; what lies beyond the bound of tenants is "other".
   std::vector<TenantTotals> Tenants() const;
@@ -93,7 +95,7 @@ class Metrics final : public scheduler::EngineObserver {
   // Prometheus text with the values of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);
 
-  // Every metric, by name: what dashboards and alerts may rely on. docs/metrics.md lists the same.
+  // Every metric, by name: dashboards and alerts may rely on them. docs/metrics.md lists the same.
   static std::vector<MetricRow> Declared();
 
  private:

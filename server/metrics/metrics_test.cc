@@ -1,4 +1,4 @@
-// What the server tells Prometheus: the manual's table, what is exposed, and its bounds.
+// The server's metrics for Prometheus: the manual's table, what is exposed, and its bounds.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -67,8 +67,8 @@ TEST(MetricsTest, EveryDeclaredMetricIsExposed) {
   EXPECT_THAT(text, HasSubstr("mla_launches_total{kind=\"mixed\"} 1"));
 }
 
-// However many tenants there are, so many are named: those of the configuration, then those that
-// use most. Tenants that use nothing any more are not shown.
+// However many tenants there are, only this number is named: tenants of the configuration first,
+// then tenants with the largest use. Tenants that use nothing any more are not shown.
 TEST(MetricsTest, TenantsShownAreBounded) {
   scheduler::TenantTableOptions options;
   options.default_bounds[Resource::kModels] = 100;
@@ -100,7 +100,7 @@ TEST(MetricsTest, TenantsShownAreBounded) {
 
 TEST(MetricsTest, NamesFollowTheRules) {
   for (const auto& [name, type, help] : Metrics::Declared()) {
-    // Names of the process's own metrics are those that every exporter uses.
+    // Metrics of the process use the names that every exporter uses.
     EXPECT_THAT(name,
                 ::testing::AnyOf(::testing::StartsWith("mla_"), ::testing::StartsWith("process_")));
     EXPECT_EQ(type == "counter", name.ends_with("_total")) << name;

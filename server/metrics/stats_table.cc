@@ -39,8 +39,8 @@ constexpr Stat kStats[] = {
     Row("requests_running", "mla_requests_running", "Requests in the running launch.",
         MLA_ENGINE(requests_running)),
     Row(nullptr, "mla_oldest_waiting_seconds",
-        "Since the arrival of the oldest request that waits, by stage: decode, extend, prefill, or "
-        "kv_rows for those that wait for KV rows which have not arrived.",
+        "Age of the oldest waiting request, by stage: decode, extend, prefill, or kv_rows if it "
+        "waits for KV rows that have not arrived.",
         MLA_ENGINE(oldest_waiting_ns[0]), "stage", "decode", 1e-9),
     Row(nullptr, "mla_oldest_waiting_seconds", nullptr, MLA_ENGINE(oldest_waiting_ns[1]), "stage",
         "extend", 1e-9),

@@ -22,7 +22,7 @@ struct WireCounters {
   std::atomic<uint64_t> streams_disconnected{0};  // slow readers
   std::atomic<uint64_t> rings_disconnected{0};    // rings whose client broke a rule
   std::atomic<uint64_t> regions_disconnected{0};  // regions into which a client has punched holes
-  std::atomic<uint64_t> connections_refused{0};   // of gRPC, beyond a bound
+  std::atomic<uint64_t> connections_refused{0};   // gRPC connections beyond a bound
   std::atomic<uint64_t> shm_refusals{0};          // connections that no descriptor was left for
   std::atomic<uint64_t> shm_displaced{0};         // connections without a request, for want of room
   std::atomic<uint64_t> write_blocked_ns{0};
@@ -30,7 +30,7 @@ struct WireCounters {
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
   std::atomic<int32_t> shared_regions{0};  // with a handle
   std::atomic<int32_t> rings{0};
-  // Of rings whose next entry waits for its client's GPU: how long, and naps on the way.
+  // For rings whose next entry waits for its client's GPU: the time of waiting, and the naps in it.
   std::atomic<uint64_t> device_polling_ns{0}, device_sleeps{0};
 };
 
@@ -40,7 +40,7 @@ struct CheckpointCounters {
   std::atomic<int64_t> bytes{0};
   std::atomic<int64_t> last_unix_ms{0};  // when the latest was written; 0: never
   std::atomic<uint64_t> saves{0}, restores{0};
-  // The disk fails or has no room, or a file is damaged; not what a caller got wrong.
+  // Failures of the disk or damaged files, but not faults of callers.
   std::atomic<uint64_t> save_failures{0}, restore_failures{0};
 };
 
@@ -48,12 +48,13 @@ struct CheckpointCounters {
 struct HandOverCounters {
   std::atomic<uint64_t> moved{0};    // the peer has them
   std::atomic<uint64_t> refused{0};  // by the peer
-  // Those that stayed for a reason of this server's: the peer could not be reached, was another one
-  // or gave no answer; they were cut on their way; the drain ended first; they had no rows.
+  // Sequences that stayed for a reason on this side. peer_failed: the peer could not be reached,
+  // was another server or gave no answer. changed: they were truncated or closed on their way.
+  // stopped: the drain ended first. empty: they had no rows.
   std::atomic<uint64_t> peer_failed{0}, changed{0}, stopped{0}, empty{0};
   std::atomic<uint64_t> taken_back{0};  // tries that the peer was told to forget
   std::atomic<uint64_t> taken_over{0};  // from others
-  // Of payloads of the sequences that moved or were taken over.
+  // Payload bytes of sequences that moved or were taken over.
   std::atomic<uint64_t> sent_bytes{0}, taken_bytes{0};
 };
 
@@ -65,13 +66,13 @@ struct StatSources {
 };
 
 struct Stat {
-  const char* field;   // of GetStatsReply; null: not there
-  const char* metric;  // a counter if its name ends in _total, else a gauge; null: there is none
+  const char* field;   // field of GetStatsReply; null: not there
+  const char* metric;  // a counter if its name ends in _total, else a gauge; null: none
   const char* help;    // null: stands in an earlier row of the same metric
   uint64_t (*read)(const StatSources&);
-  const char* label;        // null: the metric has no label
+  const char* label;        // null: the metric does not have a label
   const char* label_value;  // null exactly where `label` is
-  double unit;              // what one of the number is, in the unit of the metric's name
+  double unit;              // the number's unit, in the unit of the metric's name
 };
 
 std::span<const Stat> AllStats();

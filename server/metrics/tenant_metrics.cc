@@ -43,7 +43,7 @@ void TenantMetrics::Update() {
   const scheduler::TenantTable& table = *table_;
   std::vector<scheduler::TenantUsage> usages = table.Usages();
   std::erase_if(usages, [&](const scheduler::TenantUsage& usage) {
-    // The server's own, of its self-test, is no tenant's.
+    // The server's self-test uses a tenant of its own, which is not shown.
     return usage.name.front() == ' ' || (ShareOf(usage) == 0 && !table.Configured(usage.name));
   });
   std::stable_sort(usages.begin(), usages.end(), [&](const auto& a, const auto& b) {

@@ -1,5 +1,6 @@
-// Metrics of what tenants use, with a bounded number of time series: tenants that the configuration
-// names, then those that use the largest share of one of their bounds, and the rest as "other".
+// Metrics of the use by tenants, with a bounded number of time series: tenants that the
+// configuration names, then tenants with the largest share of one of their bounds, and the rest as
+// "other".
 //
 // Threading: the caller's; Metrics calls it with its mutex held.
 #ifndef MLA_SERVER_METRICS_TENANT_METRICS_H_
@@ -19,10 +20,10 @@ namespace mla::server {
 
 class TenantMetrics final {
  public:
-  // Where the values go. All outlive the object.
+  // The metrics to set. All outlive the object.
   struct Families {
     prometheus::Family<prometheus::Gauge>* used;   // by tenant and resource
-    prometheus::Family<prometheus::Gauge>* bound;  // the same
+    prometheus::Family<prometheus::Gauge>* bound;  // bounds of the same resources
     prometheus::Family<prometheus::Counter>* refusals;
     prometheus::Gauge* tenants;
     prometheus::Gauge* staging_used;
@@ -32,7 +33,7 @@ class TenantMetrics final {
   explicit TenantMetrics(const Families& families) : to_(families) {}
   // `most`: tenants shown by name.
   void Watch(std::shared_ptr<const scheduler::TenantTable> table, int32_t most);
-  // Takes over what the table says now. Does nothing before Watch.
+  // Sets the metrics to the table's present values. Does nothing before Watch.
   void Update();
 
  private:
@@ -41,7 +42,7 @@ class TenantMetrics final {
   const Families to_;
   std::shared_ptr<const scheduler::TenantTable> table_;
   size_t most_ = 0;
-  // Of the last update: tenants come and go, and with them their series.
+  // Series of the last update: they are removed when their tenant is gone.
   std::vector<prometheus::Gauge*> used_shown_, bound_shown_;
 };
 

@@ -89,7 +89,7 @@ TEST(ServerStateTest, WhyAndSinceWhenOutliveWhatADrainSays) {
   EXPECT_EQ(other.Get().why_unhealthy, "");
 }
 
-// Whether the state becomes like this.
+// Returns true once the state becomes like this.
 bool Becomes(const ServerState& state, bool healthy, const std::string& message) {
   for (int i = 0; i < 1000; ++i) {
     const auto now = state.Get();
@@ -117,7 +117,7 @@ TEST(WatchdogTest, ReportsTimeoutRecoveryAndLoss) {
   mode = 1;
   EXPECT_TRUE(Becomes(state, false, "device lost"));
   EXPECT_TRUE(state.Get().lost);
-  // Nothing that the engine says later makes the device come back.
+  // No later answer of the engine makes the device come back.
   mode = 2;
   std::this_thread::sleep_for(milliseconds(150));
   mode = 0;
@@ -133,7 +133,7 @@ TEST(WatchdogTest, EndsTheProcessWhereACallNeverReturns) {
   std::promise<std::string> ended;
   const Watchdog watchdog(
       [&] {
-        silent.wait(true);  // the call that is stuck holds what a probe needs
+        silent.wait(true);  // the stuck call holds what a probe needs
         return Heartbeat{};
       },
       &state, milliseconds(60000), milliseconds(5),
@@ -142,7 +142,7 @@ TEST(WatchdogTest, EndsTheProcessWhereACallNeverReturns) {
          return std::string(stuck.exchange(false) ? "a call has not returned" : "");
        },
        [&](const std::string& why) { ended.set_value(why); }});
-  while (looks < 3) std::this_thread::yield();  // without an end: nothing is stuck
+  while (looks < 3) std::this_thread::yield();  // without an end, because nothing is stuck
   stuck = true;
   EXPECT_EQ(ended.get_future().get(), "a call has not returned");
   silent = false;
@@ -288,7 +288,7 @@ TEST(LibraryLogsTest, LinesBecomeFewEvents) {
   ::testing::internal::CaptureStderr();
   for (int i = 0; i < 1000; ++i) gpr_log(GPR_ERROR, "handshake\nfailed: %d", i);
   std::this_thread::sleep_for(std::chrono::milliseconds(1050));
-  EXPECT_FALSE(v1::OpenRequest().ParseFromString("\x0a\x01\xff"));  // a name that is no UTF-8
+  EXPECT_FALSE(v1::OpenRequest().ParseFromString("\x0a\x01\xff"));  // a name that is not UTF-8
   std::istringstream written(::testing::internal::GetCapturedStderr());
   ConfigureLogging("text", "info");
   const auto seconds = std::chrono::steady_clock::now() - start;

@@ -46,8 +46,8 @@ bool HasBody(MHD_Connection* connection) {
   return body.lengths > 1 || !body.empty;
 }
 
-// Each connection carries one request: where one ends is a matter on which a proxy and this library
-// may differ, and what follows must not become another.
+// Each connection carries one request: a proxy and this library may disagree where a request ends,
+// and the bytes after it must not become another request.
 MHD_Result Reply(MHD_Connection* connection, const HttpReply& reply) {
   MHD_Response* response = MHD_create_response_from_buffer(
       reply.body.size(), const_cast<char*>(reply.body.data()), MHD_RESPMEM_MUST_COPY);
@@ -73,7 +73,7 @@ MHD_Result AppendArgument(void* out, MHD_ValueKind, const char* key, const char*
 
 }  // namespace
 
-// What the library calls, on the port's own thread.
+// Callbacks of the library, on the port's own thread.
 struct OpsHttpCallbacks {
   static MHD_Result Handle(void* self, MHD_Connection* connection, const char* url,
                            const char* method, const char*, const char*, size_t* upload_size,
@@ -184,7 +184,7 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
       flags, 0, nullptr, nullptr, OpsHttpCallbacks::Handle, port.get(), MHD_OPTION_SOCK_ADDR,
       found->ai_addr, MHD_OPTION_NOTIFY_CONNECTION, OpsHttpCallbacks::Notify, port.get(),
       MHD_OPTION_STRICT_FOR_CLIENT, 1,
-      // Beside those that live, some that were shut down and are not closed yet.
+      // Connections that were shut down but are not closed yet count too.
       MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(2 * most), MHD_OPTION_CONNECTION_TIMEOUT,
       kIdleSeconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT, size_t{32768},
       MHD_OPTION_LISTEN_BACKLOG_SIZE, kBacklog, MHD_OPTION_END);

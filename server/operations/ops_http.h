@@ -1,16 +1,16 @@
 // The operations port: plain HTTP, GET only, fixed paths, read-only.
 //
-// Each path is answered by a function; everything else is 404, other methods 405, requests with a
-// body, or with more than one thing to say of its length, 400. It serves metrics, health and the
-// status page; nothing on it changes the server. Each connection carries one request.
+// A function answers each path. Other paths are 404 and other methods 405. Requests with a body, or
+// with more than one statement of its length, are 400. It serves metrics, health and the status
+// page; nothing on it changes the server. Each connection carries one request.
 //
 // Stalled clients do not keep probes out: a connection must complete its request header within
 // kHeaderTimeout and take its answer within kAnswerTimeout. Beyond `connections` there is a reserve
-// of kReserve. When that is used up as well, a new connection displaces the oldest one that has no
-// complete request, else the oldest.
+// of kReserve. When the reserve is used up as well, a new connection displaces the oldest one
+// without a complete request, or else the oldest one.
 //
-// Threading: handlers run on the port's own thread, one at a time. A second thread closes what is
-// overdue.
+// Threading: handlers run on the port's own thread, one at a time. A second thread closes overdue
+// connections.
 #ifndef MLA_SERVER_OPERATIONS_OPS_HTTP_H_
 #define MLA_SERVER_OPERATIONS_OPS_HTTP_H_
 
@@ -35,7 +35,7 @@ struct HttpReply {
   std::string body;
 };
 
-// `query` is the part behind '?', without it.
+// `query` is the part after '?'.
 using HttpHandler = std::function<HttpReply(const std::string& query)>;
 
 class OpsHttp final {
@@ -51,7 +51,7 @@ class OpsHttp final {
   ~OpsHttp();
   int port() const { return port_; }
 
-  // What a GET of `path` answers; used by the port and by tests.
+  // The answer to a GET of `path`; used by the port and by tests.
   HttpReply Answer(const std::string& method, const std::string& path,
                    const std::string& query) const;
 

@@ -59,7 +59,7 @@ class HttpPeer {
   bool Send(const std::string& text) const {
     return send(fd_, text.data(), text.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(text.size());
   }
-  // What comes within two seconds; "" for nothing, or the end.
+  // Bytes that arrive within two seconds; "" for none, or the end.
   std::string Receive() const {
     char buffer[4096];
     const ssize_t got = recv(fd_, buffer, sizeof(buffer), 0);
@@ -175,7 +175,7 @@ TEST(StatusPageTest, EscapesEveryText) {
   EXPECT_THAT(html, HasSubstr("is so</th><td>yes<"));
   EXPECT_THAT(html, HasSubstr("http-equiv=\"refresh\" content=\"5\""));
   EXPECT_THAT(html, HasSubstr("prefers-color-scheme:dark"));
-  EXPECT_THAT(html, Not(HasSubstr("http://")));  // nothing is loaded from elsewhere
+  EXPECT_THAT(html, Not(HasSubstr("http://")));  // the page loads nothing from elsewhere
   EXPECT_THAT(html, Not(HasSubstr("https://")));
 }
 
@@ -240,10 +240,10 @@ TEST(RateWindowTest, RatesAreOfTheLastMinute) {
   EXPECT_EQ(tile(160, 0).value, "100 /s");
   EXPECT_EQ(window, "Rates and times of the last 1 min 0 s");
   EXPECT_EQ(tile(160, 2).note, "no Attend in this time");
-  // Only what came in the window counts: 4 below 1 ms, 6 between 1 and 2 ms.
+  // Only calls in the window count: 4 below 1 ms, 6 between 1 and 2 ms.
   totals.latency = {4, 10, 10};
   EXPECT_EQ(tile(160, 2).value, "1.2 ms");
-  // The window slides on, so what is old falls out of it.
+  // The window moves on, so old calls leave it.
   for (int64_t at = 161; at <= 230; ++at) rates.Note(start + seconds(at), totals);
   EXPECT_EQ(tile(230, 0).value, "0 /s");
   EXPECT_EQ(tile(230, 2).note, "no Attend in this time");

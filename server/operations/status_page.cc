@@ -12,7 +12,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-// Light and dark follow the browser. Widths of bars are the only styles beside these.
+// Light and dark follow the browser. Widths of bars are the only styles outside this sheet.
 constexpr char kStyle[] = R"css(
 :root{--bg:#f6f7f9;--card:#fff;--ink:#1b2430;--soft:#5c6978;--line:#dfe4ea;--bar:#2f6fde;
 --track:#e6ebf2;--good:#1a7f4b;--bad:#c2342b;--warn:#b26a00;color-scheme:light dark}

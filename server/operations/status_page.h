@@ -1,6 +1,6 @@
-// The status page of the operations port: what an operator looks at first, as one HTML page without
-// scripts that loads itself again, and the same as JSON (numbers are numbers there, and names have
-// underscores for their spaces).
+// The status page of the operations port: the first page for an operator, in HTML without scripts
+// that reloads itself, and the same content as JSON. In JSON numbers stay numbers, and names have
+// underscores instead of spaces.
 //
 // Every text may come from a client and is escaped. Pure functions; RateWindow is not thread-safe.
 #ifndef MLA_SERVER_OPERATIONS_STATUS_PAGE_H_
@@ -27,9 +27,9 @@ struct StatusSection {
 struct StatusMeter {
   std::string name;
   uint64_t used = 0;
-  uint64_t bound = 0;  // 0: none
-  bool bytes = false;  // else a count
-  std::string note;    // in small print beside it; may be empty
+  uint64_t bound = 0;  // 0: no bound
+  bool bytes = false;  // false: a count
+  std::string note;    // small print next to it; may be empty
 };
 
 // A figure of its own: "Attend latency", "1.2 ms", "p99 4.0 ms".
@@ -39,7 +39,7 @@ struct StatusTile {
 
 struct StatusTenant {
   std::string name;
-  std::vector<StatusMeter> meters;  // the same ones, in the same order, for every tenant
+  std::vector<StatusMeter> meters;  // the same meters in the same order for every tenant
 };
 
 struct StatusModel {
@@ -51,12 +51,12 @@ struct StatusModel {
 struct StatusPage {
   std::string state;    // "serving", ...
   bool good = false;    // takes new work
-  std::string message;  // what is wrong or waited for; may be empty
+  std::string message;  // the fault, or the reason for waiting; may be empty
   std::string version, backend;
   int64_t uptime_seconds = 0;
   std::vector<StatusTile> tiles;
   std::string window;               // over what time the tiles are
-  std::vector<StatusMeter> meters;  // of the server; the page pool first
+  std::vector<StatusMeter> meters;  // for the server; the page pool first
   std::vector<StatusTenant> tenants;
   uint64_t tenants_left_out = 0;  // beyond kMaxTenantRows
   std::vector<StatusModel> models;
@@ -77,14 +77,14 @@ std::string NumberText(double number);
 // "180 us", "1.2 ms", "3.4 s".
 std::string LatencyText(double seconds);
 
-// Totals at one time, and what became of them in a window of time.
+// Totals at one time, and their changes within a window of time.
 struct StatusTotals {
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   uint64_t launches = 0, plan_hits = 0, plan_misses = 0;
   uint64_t requests = 0, failed = 0;
   uint64_t received_bytes = 0, sent_bytes = 0;
-  // Observations up to each bound (cumulative; the last has no bound) of Attend's time inside the
-  // server and of its wait for a launch.
+  // Attend's time inside the server and its wait for a launch: observations up to each bound
+  // (cumulative; the last count is without a bound).
   std::vector<double> bounds;  // seconds
   std::vector<uint64_t> latency, queue;
 };

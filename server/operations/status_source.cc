@@ -18,7 +18,7 @@ namespace {
 using scheduler::Resource;
 
 constexpr int64_t kDaySeconds = 86400;
-// Of the page's table of tenants; Admin.GetQuota has the rest.
+// Columns of the page's table of tenants; Admin.GetQuota has the other resources.
 constexpr std::pair<Resource, const char*> kTenantColumns[] = {
     {Resource::kKvBytes, "KV cache"},        {Resource::kWeightBytes, "weights"},
     {Resource::kSequences, "sequences"},     {Resource::kOpenSteps, "open steps"},
@@ -128,7 +128,8 @@ void StatusSource::AddMeters(const scheduler::EngineStats& stats, StatusPage* pa
 }
 
 void StatusSource::AddTenants(StatusPage* page) const {
-  // Those that use most first, by share of the pool; calls are counted by name for the first few.
+  // Tenants with the most bytes in the pool come first. Calls are counted by name only for the
+  // first 64 tenants.
   std::vector<scheduler::TenantUsage> usages = options_.engine->tenants()->Usages();
   std::stable_sort(usages.begin(), usages.end(), [](const auto& a, const auto& b) {
     return a.used[Resource::kKvBytes] > b.used[Resource::kKvBytes];

@@ -1,4 +1,4 @@
-// Collects what the status page shows, from sources that do not wait for a launch.
+// Collects the content of the status page from sources that do not wait for a launch.
 //
 // Ownership: everything that the options point to outlives it. Threading: any thread.
 #ifndef MLA_SERVER_OPERATIONS_STATUS_SOURCE_H_
@@ -28,7 +28,7 @@ struct StatusSourceOptions {
   scheduler::Engine* engine = nullptr;
   const Config* config = nullptr;
   const StagingPool* staging = nullptr;
-  const TlsFiles* tls = nullptr;  // null: none configured
+  const TlsFiles* tls = nullptr;  // null: TLS is off
   std::vector<kernels::BackendCandidate> candidates;
   uint64_t boot_id = 0;
   std::function<scheduler::EngineStats()> stats;  // must not wait for a launch

@@ -129,24 +129,24 @@ absl::StatusOr<size_t> CheckpointReader::Read(char* to, size_t bytes) {
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(
     const std::string& path, const CheckpointKey& key, const FrameBounds& bounds) {
-  // Without O_NONBLOCK a FIFO of that name would wait for a process that writes to it.
+  // Without O_NONBLOCK, opening a FIFO of that name would wait for a writer.
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) {
     if (errno != ENOENT) return SystemError(path, "open");
-    return MakeError(absl::StatusCode::kNotFound, "there is no such checkpoint",
+    return MakeError(absl::StatusCode::kNotFound, "the checkpoint does not exist",
                      {.reason = "checkpoint_not_found"});
   }
   std::unique_ptr<CheckpointReader> reader(new CheckpointReader(path, file, key, bounds));
   struct stat about;
   if (fstat(file, &about) != 0) return SystemError(path, "stat");
-  if (!S_ISREG(about.st_mode)) return reader->Torn("it is no file");
+  if (!S_ISREG(about.st_mode)) return reader->Torn("it is not a regular file");
   reader->left_ = about.st_size;
   const std::string want = Beginning();
   std::string have(want.size(), '\0');
   const absl::StatusOr<size_t> read = reader->Read(have.data(), have.size());
   if (!read.ok()) return read.status();
   if (*read < kMagic.size() || absl::string_view(have).substr(0, kMagic.size()) != kMagic) {
-    return reader->Torn("it is no checkpoint");
+    return reader->Torn("it is not a checkpoint");
   }
   if (*read < have.size() || have != want) {
     uint32_t version = 0;
@@ -165,7 +165,7 @@ absl::StatusOr<bool> CheckpointReader::Next(std::string* frame) {
   if (*read < sizeof(size) || int64_t{size} + int64_t{FrameMac::kBytes} > left_) {
     return Torn("it ends inside a frame");
   }
-  // Nothing vouches for this size yet, and so much memory is taken for it.
+  // The size is not authenticated yet, so the memory for it must be bounded.
   const int64_t most = std::exchange(first_, false) ? bounds_.first : bounds_.others;
   if (size > most) {
     return Torn(absl::StrCat("a frame has ", size, " bytes, and this server reads ", most,

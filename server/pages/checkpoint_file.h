@@ -4,8 +4,8 @@
 //   "MLACKPT\n", version (uint32), then for each frame its bytes (uint32), itself, its MAC (16
 //   bytes)
 //
-// Little endian. The MACs are those of proto/wire/frame_mac.h; no frame is looked at before its MAC
-// is right.
+// Little endian. MACs are made by proto/wire/frame_mac.h; a frame is not read before its MAC is
+// verified.
 //
 // A file is written aside, flushed to the disk and renamed, and so is its folder's entry.
 //
@@ -30,7 +30,7 @@ using wire::FrameMac;
 
 class CheckpointWriter final {
  public:
-  // UNAVAILABLE names the file and what the system says.
+  // UNAVAILABLE names the file and the system's error.
   static absl::StatusOr<std::unique_ptr<CheckpointWriter>> Create(const std::string& path,
                                                                   const std::string& aside,
                                                                   const CheckpointKey& key);
@@ -38,7 +38,7 @@ class CheckpointWriter final {
   ~CheckpointWriter();
 
   absl::Status Add(absl::string_view frame);
-  // All frames are on the disk, aside. No more may be added.
+  // All frames are on the disk, in the file aside. No more frames may be added.
   absl::Status Sync();
   // Gives the file its name, and its folder's entry is on the disk. REQUIRES: Sync succeeded.
   absl::Status Publish();
@@ -66,8 +66,8 @@ struct FrameBounds {
 
 class CheckpointReader final {
  public:
-  // NOT_FOUND; UNAVAILABLE where the system fails; DATA_LOSS with the reason why it is no such
-  // file, or one of another version.
+  // NOT_FOUND; UNAVAILABLE if the system fails; DATA_LOSS, with the reason, if the file is not a
+  // checkpoint or has another version.
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& path,
                                                                 const CheckpointKey& key,
                                                                 const FrameBounds& bounds);
@@ -86,7 +86,7 @@ class CheckpointReader final {
   const std::string path_;
   const int file_;
   const FrameBounds bounds_;
-  bool first_ = true;  // of the frames is the next
+  bool first_ = true;  // the next frame is the first
   FrameMac mac_;
   int64_t left_ = 0;  // bytes of the file that are not read
 };

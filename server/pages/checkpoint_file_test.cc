@@ -105,7 +105,7 @@ TEST_F(CheckpointFileTest, EveryByteCounts) {
     const absl::Status status = Read(&read);
     EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << at << ": " << status;
     EXPECT_EQ(DetailOf(status).reason, "checkpoint_damaged");
-    // What was given out before is what was written.
+    // Frames read before the damage must equal the written ones.
     ASSERT_LE(read.size(), frames_.size());
     for (size_t i = 0; i < read.size(); ++i) EXPECT_EQ(read[i], frames_[i]) << at;
   }
@@ -149,7 +149,7 @@ TEST_F(CheckpointFileTest, ForeignAndOlderFilesAreRefusedWithTheReason) {
   std::vector<std::string> read;
   EXPECT_NE(Read(&read).message().find("version 0"), std::string::npos);
   Put("MLAPAGES and so on");
-  EXPECT_NE(Read(&read).message().find("no checkpoint"), std::string::npos);
+  EXPECT_NE(Read(&read).message().find("not a checkpoint"), std::string::npos);
   EXPECT_EQ(Read(&read, "absent").code(), absl::StatusCode::kNotFound);
 }
 
@@ -188,7 +188,7 @@ TEST_F(CheckpointFileTest, FramesAreBounded) {
   EXPECT_EQ(read, std::vector<std::string>{"head"});
 }
 
-// An open waits for a process that writes to it.
+// An ordinary open would wait for a writer.
 TEST_F(CheckpointFileTest, AFifoIsNoCheckpointAndNoKey) {
   ASSERT_EQ(mkfifo(File().c_str(), 0600), 0);
   std::vector<std::string> read;

@@ -38,11 +38,11 @@ using scheduler::SequenceId;
 constexpr char kKeyFile[] = "key";
 constexpr char kSuffix[] = ".ckpt";
 constexpr char kAside[] = ".part";
-constexpr size_t kFolderBytes = 16;  // of the hash of a tenant's name
-// Of a file beside its payloads: frames, digests, the header without its tokens.
+constexpr size_t kFolderBytes = 16;  // part of the hash of a tenant's name
+// Bytes of a file in addition to its payloads: frames, digests, the header without its tokens.
 constexpr int64_t kSpareBytes = 64 << 10;
-constexpr int64_t kGroupSpareBytes = 4096;  // likewise, of each page group
-constexpr int64_t kTokenBytes = 8;          // of a token in the header, with its part of a key
+constexpr int64_t kGroupSpareBytes = 4096;  // the same for each page group
+constexpr int64_t kTokenBytes = 8;          // one token in the header, with its part of a key
 constexpr char kFilePurpose[] = "mla checkpoint files";
 
 absl::Status SystemError(const std::string& path, const char* what, int code) {
@@ -61,7 +61,7 @@ absl::StatusOr<bool> MakeFolder(const std::string& path) {
     if (errno == EEXIST) return false;
     return SystemError(path, "mkdir", errno);
   }
-  // Whatever the umask takes: that of services may be meant for sockets.
+  // Independent of the umask, which services may set for their sockets only.
   if (chmod(path.c_str(), 0700) != 0) return SystemError(path, "chmod", errno);
   return true;
 }
@@ -96,7 +96,7 @@ v1::CheckpointHeader HeaderOf(const std::string& tenant, const scheduler::Sequen
   return header;
 }
 
-// Null where the header has none, or one that is none.
+// Returns null if the header has no valid chain.
 std::shared_ptr<const kvcache::PrefixChain> ChainOf(const v1::CheckpointPrefix& prefix,
                                                     int32_t page_size) {
   auto chain = std::make_shared<kvcache::PrefixChain>();
@@ -113,8 +113,8 @@ std::shared_ptr<const kvcache::PrefixChain> ChainOf(const v1::CheckpointPrefix& 
   return prefix.declared() <= static_cast<uint64_t>(chain->rows()) ? chain : nullptr;
 }
 
-// Returns true for what an operator must know of: of the disk or the file. What a caller got wrong,
-// bounds and a server that drains are not.
+// Returns true for errors that an operator must know: faults of the disk or the file. Faults of
+// callers, exceeded bounds and a draining server are not such errors.
 bool IsFailure(const absl::Status& status) {
   return absl::IsDataLoss(status) || absl::IsInternal(status) ||
          (absl::IsUnavailable(status) && absl::StartsWith(DetailOf(status).reason, "disk_"));
@@ -178,7 +178,7 @@ absl::Status CheckpointStore::ReadKey() {
   const absl::Cleanup closes = [file] { close(file); };
   struct stat about;
   if (fstat(file, &about) != 0) return SystemError(path, "stat", errno);
-  if (!S_ISREG(about.st_mode)) return Unfit(path, "the key is no file");
+  if (!S_ISREG(about.st_mode)) return Unfit(path, "the key is not a regular file");
   if ((about.st_mode & 077) != 0) return Unfit(path, "others than its owner may read the key");
   if (about.st_size != static_cast<off_t>(key_.size()) ||
       read(file, key_.data(), key_.size()) != static_cast<ssize_t>(key_.size())) {
@@ -376,7 +376,7 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   if (!file.ok()) return file.status();
   const absl::StatusOr<v1::CheckpointHeader> header = Write(engine, tenant, *pages, file->get());
   if (!header.ok()) return header.status();
-  // The entry of the tenant's folder, which this call or one beside it has made.
+  // Makes the entry of the tenant's folder durable, whichever call has made the folder.
   if (fsync(lock_) != 0) return SystemError(parent, "fsync", errno);
   const MutexLock lock(names_);
   const Room before = RoomOf(path);
@@ -452,7 +452,7 @@ absl::StatusOr<scheduler::SequenceInfo> CheckpointStore::RestoreFile(Engine* eng
     if (*read && part.ParseFromString(frame)) return &part;
     return MakeError(
         absl::StatusCode::kDataLoss,
-        *read ? "a checkpoint's frame is no part" : "a checkpoint that ends without a trailer",
+        *read ? "a checkpoint's frame is not a part" : "a checkpoint that ends without a trailer",
         {.reason = "checkpoint_damaged"});
   };
   uint64_t bytes = 0;

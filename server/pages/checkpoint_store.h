@@ -1,5 +1,5 @@
-// Checkpoints of sequences in a folder: one file each, named by tenant and sequence. What Save has
-// answered is on the disk; a file that was not finished has no name.
+// Checkpoints of sequences in a folder: one file each, named by tenant and sequence. Once Save has
+// answered, the checkpoint is on the disk; an unfinished file has no name.
 //
 //   PATH/key                        32 bytes, made at the first start; read by its owner alone
 //   PATH/TENANT/SEQUENCE.ckpt       TENANT: the first 16 bytes of the name's SHA-256; hexadecimal
@@ -39,40 +39,41 @@ struct CheckpointInfo {
 struct CheckpointStoreOptions {
   std::string path;
   int64_t bytes = 0;                       // of all files
-  int64_t tenant_bytes = 0;                // of one tenant's
-  int32_t tenant_files = 0;                // of one tenant
-  int64_t chunk_bytes = 0;                 // of a part, at most
+  int64_t tenant_bytes = 0;                // of one tenant's files
+  int32_t tenant_files = 0;                // per tenant
+  int64_t chunk_bytes = 0;                 // the most in one part
   int64_t sequence_rows = 0;               // of the longest sequence
   CheckpointCounters* counters = nullptr;  // outlives the store
 };
 
 class CheckpointStore final {
  public:
-  // Makes the folder and its key where there are none, and removes what was not finished.
-  // FAILED_PRECONDITION: another server uses the folder, or the key is no key or others may read
-  // it. UNAVAILABLE: the system fails.
+  // Makes the folder and its key if they do not exist, and removes unfinished files.
+  // FAILED_PRECONDITION: another server uses the folder, or its key file is not a key or others may
+  // read it. UNAVAILABLE: the system fails.
   static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(
       const CheckpointStoreOptions& options);
   ~CheckpointStore();
 
-  // Secret for the engine's prefix keys: the same after every start.
+  // Secret for the engine's prefix keys, equal after every start.
   kvcache::PrefixSecret prefix_secret() const;
 
   // Writes the committed rows of a sequence, and replaces an earlier checkpoint of it. `epoch`: the
-  // one that the caller knows. FAILED_PRECONDITION without rows, RESOURCE_EXHAUSTED beyond a bound,
-  // UNAVAILABLE where the disk is full or fails; the earlier checkpoint stays then. What fails here
-  // and in Restore is logged with the names of files, which callers are not told.
+  // epoch that the caller knows. FAILED_PRECONDITION without rows, RESOURCE_EXHAUSTED beyond a
+  // bound, UNAVAILABLE if the disk is full or fails. The earlier checkpoint stays then. Failures
+  // here and in Restore are logged with file names; callers do not see file names.
   absl::StatusOr<CheckpointInfo> Save(scheduler::Engine* engine, const std::string& tenant,
                                       scheduler::SequenceId id, uint64_t epoch);
   // Opens the sequence again, under its id and with another epoch. NOT_FOUND without a checkpoint,
-  // DATA_LOSS where it is damaged, ALREADY_EXISTS while it is open; else as an import.
+  // DATA_LOSS if it is damaged, ALREADY_EXISTS while the sequence is open; otherwise as for an
+  // import.
   absl::StatusOr<scheduler::SequenceInfo> Restore(scheduler::Engine* engine,
                                                   const std::string& tenant,
                                                   scheduler::SequenceId id,
                                                   const std::string& client_id, int64_t lease_ms);
-  // Of the tenant, by id; damaged ones have no rows.
+  // Checkpoints of the tenant, by id; damaged ones have 0 rows.
   std::vector<CheckpointInfo> List(const std::string& tenant);
-  // False if there was none.
+  // Returns false if there was no checkpoint.
   bool Drop(const std::string& tenant, scheduler::SequenceId id);
 
  private:
@@ -96,7 +97,7 @@ class CheckpointStore final {
                                                   scheduler::SequenceId id) const;
   void LogFailure(const char* event, const std::string& tenant, scheduler::SequenceId id,
                   const absl::Status& status);
-  // Counts a call, logs a failure of the disk or of a file, and returns what the caller is told.
+  // Counts a call, logs a failure of the disk or of a file, and returns the status for the caller.
   absl::Status Ended(const char* event, const std::string& tenant, scheduler::SequenceId id,
                      const absl::Status& status, std::atomic<uint64_t>* done,
                      std::atomic<uint64_t>* failed);
@@ -104,14 +105,14 @@ class CheckpointStore final {
     int64_t bytes = 0;
     int64_t files = 0;
   };
-  // What a file takes; nothing if there is none.
+  // Room of an existing file; zero if the file does not exist.
   static Room RoomOf(const std::string& path);
-  // Takes room for so much more of a tenant's, if there is.
+  // Takes the additional room of a tenant, or refuses.
   absl::Status TakeRoom(const std::string& folder, const Room& more);
   // Takes it, whatever the bounds are.
   void AddRoom(const std::string& folder, const Room& more) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReturnRoom(const std::string& folder, const Room& less);
-  // Writes aside what the engine has of the sequence; its header.
+  // Writes the sequence's state to the file aside; returns the header.
   absl::StatusOr<v1::CheckpointHeader> Write(scheduler::Engine* engine, const std::string& tenant,
                                              const scheduler::MovingPages& pages,
                                              CheckpointWriter* file);

@@ -48,7 +48,7 @@ std::string NameOf(const v1::PagesPart& part) {
   return "nothing";
 }
 
-// The same range as Limits has for rows and bytes, for fields of 64 bits.
+// As CheckRange, for 64-bit fields.
 absl::Status TakeNumber(uint64_t value, int64_t low, int64_t high, const char* field, int64_t* to) {
   if (value > static_cast<uint64_t>(high) || static_cast<int64_t>(value) < low) {
     return RefuseField(field, absl::StrCat(value), absl::StrCat(low, "..", high), "out_of_range");
@@ -61,7 +61,7 @@ uint32_t VersionOf(const PageTags& tags) {
   return tags.sinks.has_value() ? kPagesVersionWithSinks : kPagesVersion;
 }
 
-// Of their bits, least significant byte first; nothing of none.
+// Digest of their bits, least significant byte first; empty without sinks.
 std::string SinksDigest(const std::vector<float>& sinks) {
   if (sinks.empty()) return "";
   std::string bytes;
@@ -76,7 +76,8 @@ std::string SinksDigest(const std::vector<float>& sinks) {
   return absl::BytesToHexString(digest);
 }
 
-// Their values are compared with those of the model, or checked as those of a registration.
+// If the model is registered, their values are compared with the model's; else they are checked as
+// in a registration.
 absl::Status ParseSinks(const v1::PagesHeader& header, const scheduler::ModelSpec& model,
                         PageTags* tags) {
   const bool told = header.version() == kPagesVersionWithSinks;
@@ -322,7 +323,7 @@ absl::Status PageStreamReader::Add(const v1::PagesPart& part, std::optional<Page
     const bool whole = offset_ == kvcache::PayloadBytes(pieces_);
     if (whole && part.has_group_end()) return EndGroup(part.group_end());
     if (!whole && part.has_chunk()) return AddChunk(part.chunk().payload(), place);
-    return Order(NameOf(part), whole ? "group_end behind all bytes of a group"
+    return Order(NameOf(part), whole ? "group_end after all bytes of a group"
                                      : absl::StrCat("chunk, until the group has ",
                                                     kvcache::PayloadBytes(pieces_), " bytes"));
   }

@@ -1,5 +1,5 @@
-// The page-group format (docs/cache/page_groups.md): its digests, and what a stream of its parts
-// may be.
+// The page-group format (docs/cache/page_groups.md): its digests, and the rules for a stream of its
+// parts.
 //
 // Not thread-safe: one object a stream.
 #ifndef MLA_SERVER_PAGES_PAGE_STREAM_H_
@@ -22,7 +22,7 @@
 namespace mla::server {
 
 inline constexpr uint32_t kPagesVersion = 1;
-inline constexpr uint32_t kPagesVersionWithSinks = 2;  // of models with a window
+inline constexpr uint32_t kPagesVersionWithSinks = 2;  // for models with a window
 inline constexpr size_t kPagesDigestBytes = 32;
 
 // Everything that the rows' meaning depends on, as the bytes that digests begin with.
@@ -41,10 +41,10 @@ absl::Status ParseTarget(const v1::ImportTarget& message, const scheduler::Limit
 // A page group of a stream.
 struct StreamGroup {
   v1::PageContent content = v1::PAGE_CONTENT_ROWS;
-  int64_t first_row = 0;  // of a tail, its position
+  int64_t first_row = 0;  // for a tail: its position
   int32_t rows = 0;       // 0 of a tail
 };
-// Those of rows, then those of the window if the model has one, then the tail if there is one.
+// Order of groups: rows, window (if any), tail (if any).
 int64_t GroupCount(const scheduler::MovingPages& pages);
 // REQUIRES: index below GroupCount.
 StreamGroup GroupAt(const scheduler::MovingPages& pages, int64_t index);
@@ -64,7 +64,7 @@ class PageDigests final {
   void BeginGroup(const StreamGroup& group);
   void Add(absl::string_view payload);
   std::string EndGroup();
-  // Over all groups so far; once.
+  // The digest over all groups so far; call it once.
   std::string End();
 
  private:
@@ -79,15 +79,15 @@ class PageDigests final {
 // A place in the pages of a sequence.
 struct PagePlace {
   StreamGroup group;
-  int64_t page = 0;    // of the sequence, unless it is the tail
+  int64_t page = 0;    // in the sequence; unused for the tail
   int64_t offset = 0;  // in the payload of the group
 };
 
-// The parts behind the header, one after another. Every byte of every group comes once and in
+// Reads the parts after the header, one after another. Every byte of every group comes once and in
 // order, and every digest is compared.
 class PageStreamReader final {
  public:
-  // `chunk_bytes`: of one chunk, at most.
+  // `chunk_bytes`: the most in one chunk.
   PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes);
 
   // INVALID_ARGUMENT: not the part that comes next, or of a wrong size; DATA_LOSS: a digest
@@ -106,10 +106,10 @@ class PageStreamReader final {
   const int64_t chunk_bytes_;
   PageDigests digests_;
   bool open_ = false;  // a group is
-  StreamGroup group_;  // that is, or was last
+  StreamGroup group_;  // the present group, or the last one
   std::vector<kvcache::GroupPiece> pieces_;
   int64_t offset_ = 0;  // in its payload
-  int64_t groups_ = 0;  // that have ended
+  int64_t groups_ = 0;  // finished groups
   uint64_t bytes_ = 0;
   bool ended_ = false;
 };

@@ -24,7 +24,7 @@ scheduler::MovingPages Pages() {
   return pages;
 }
 
-// The parts behind the header, as an export gives them.
+// The parts after the header, as an export gives them.
 std::vector<v1::PagesPart> Parts(const scheduler::MovingPages& pages) {
   PageDigests digests(pages.tags);
   std::vector<v1::PagesPart> parts;
@@ -86,7 +86,7 @@ TEST(PageStreamTest, OfAWindowTheStreamHasEntriesThenRowsThenTheTail) {
   pages.tags.window = 6;
   pages.window_layout = kvcache::MakeLayout({8, 2, 2, kernels::KvFormat::kBf16});
   pages.tags.tail_bytes = 100;
-  EXPECT_EQ(GroupCount(pages), 6 + 4);  // rows 14 to 20: those from 15 on, in whole pages
+  EXPECT_EQ(GroupCount(pages), 6 + 4);  // rows 14 to 20: rows from 15 on, in whole pages
   pages.tags.tail_position = 20;
   ASSERT_EQ(GroupCount(pages), 6 + 4 + 1);
   const auto is = [&](int64_t index, v1::PageContent content, int64_t first, int32_t rows) {
@@ -241,7 +241,7 @@ TEST(PageStreamTest, DigestsDependOnWhatTheRowsAre) {
   EXPECT_TRUE(differs([](auto* t) { t->kv_scales = {0.5f}; }));
 }
 
-// The format, byte by byte: what other programs write and read.
+// The format, byte by byte: other programs write and read it.
 TEST(PageStreamTest, TagsAndDigestsAreThoseOfTheFormat) {
   EXPECT_EQ(TagText(Pages().tags),
             "mla-pages/1\ngeometry 2 3 1 2 2\nlayers 2\npage_size 4\nindex_dim 0\nkv_format "

@@ -22,7 +22,7 @@ std::span<std::byte> BytesOf(std::string* text) {
   return std::as_writable_bytes(std::span(text->data(), text->size()));
 }
 
-// Rows of one plane of a layer, or a page of them where scales lie behind the rows.
+// Rows of one plane of a layer, or all of a page if scales follow its rows.
 struct PlaneRows {
   int32_t plane = 0;
   int32_t token_ratio = 1;
@@ -30,11 +30,11 @@ struct PlaneRows {
   std::byte* bytes = nullptr;
   int64_t row_stride = 0;
   int32_t page_rows = 0;
-  int64_t first = 0;  // of the page's rows
+  int64_t first = 0;  // first of the page's rows
   int64_t count = 0;
 };
 
-// Of which the payload consists.
+// The planes' rows that the payload consists of.
 std::vector<PlaneRows> RowsOf(const MovingPages& pages, const PagePlace& place,
                               std::string* payload) {
   const scheduler::PageTags& tags = pages.tags;
@@ -66,9 +66,9 @@ std::vector<PlaneRows> RowsOf(const MovingPages& pages, const PagePlace& place,
   return all;
 }
 
-// Makes NaN of what a row of the layer's first plane may not hold. The position, from which on rows
-// may hold what is no number, that of the first row in which something stands for NaN; kAllFinite:
-// there is none. An entry counts as the row that makes it whole.
+// Replaces encodings that rows of a layer's first plane may not have by NaN. Returns the position
+// of the first row with such a NaN, from which on rows may not be finite, or kAllFinite. An entry
+// counts as the row that completes it.
 int64_t Poison(const MovingPages& pages, const PagePlace& place,
                const std::vector<PlaneRows>& planes) {
   int64_t first = Engine::kAllFinite;
@@ -83,8 +83,8 @@ int64_t Poison(const MovingPages& pages, const PagePlace& place,
   return first;
 }
 
-// To the kind of 8-bit floats in the pool. The scales of layers are those of kE4m3Fn on every
-// server.
+// Converts to the kind of 8-bit floats in the pool. Scales of layers are the scales for kE4m3Fn on
+// every server.
 void Convert(kernels::Fp8Kind from, kernels::Fp8Kind to, const std::vector<PlaneRows>& planes) {
   if (from == to) return;
   for (const PlaneRows& rows : planes) {
@@ -129,7 +129,7 @@ absl::Status SendGroup(Engine* engine, const std::string& tenant, const MovingPa
   return sink(part);
 }
 
-// What parts bring beside the rows that go to the pool.
+// Contents of parts other than rows for the pool.
 struct Brought {
   int64_t not_finite_from = Engine::kAllFinite;
   std::shared_ptr<scheduler::Tail> tail;
@@ -168,7 +168,7 @@ absl::Status Take(Engine* engine, const std::string& tenant, const MovingPages& 
       if (!status.ok()) return status;
       continue;
     }
-    // Behind the digests, which are of the bytes as they travel.
+    // After the digests, which cover the bytes as sent.
     const std::vector<PlaneRows> planes = RowsOf(pages, *place, payload);
     brought->not_finite_from = std::min(brought->not_finite_from, Poison(pages, *place, planes));
     Convert(pages.tags.fp8, engine->backend_info().fp8, planes);

@@ -16,20 +16,20 @@
 
 namespace mla::server {
 
-// Of the chunks that are sent: any client takes messages of this size.
+// Size of sent chunks: any client accepts messages of this size.
 inline constexpr int64_t kSentChunkBytes = int64_t{1} << 20;
 
 using PartSink = std::function<absl::Status(const v1::PagesPart&)>;
-// The next part, which may be changed; null: there is none.
+// The next part, which may be changed; null at the end.
 using PartSource = std::function<absl::StatusOr<v1::PagesPart*>()>;
 
 // All parts of an export that has begun. An error of `sink` ends it and is returned.
 absl::Status SendPages(scheduler::Engine* engine, const std::string& tenant,
                        const scheduler::MovingPages& pages, const PartSink& sink);
 
-// Takes the parts behind the header and ends the import that has begun, one way or the other.
-// `state` as Engine::EndImport takes it, with the rows known not to be finite. `bytes` receives
-// those of the payloads.
+// Takes the parts after the header and ends the import that has begun, successfully or not. `state`
+// goes to Engine::EndImport, together with the rows known not to be finite. `bytes` receives the
+// bytes of all payloads.
 absl::StatusOr<scheduler::SequenceInfo> TakePages(scheduler::Engine* engine,
                                                   const std::string& tenant,
                                                   const scheduler::MovingPages& pages,

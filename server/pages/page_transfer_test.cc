@@ -143,7 +143,7 @@ class PageTransferTest : public testing::TestWithParam<Case> {
     }
   }
 
-  // The stream behind the header, as a server of pages.tags.fp8 makes it.
+  // The stream after the header, as a server with pages.tags.fp8 makes it.
   std::vector<v1::PagesPart> Stream(const MovingPages& pages) {
     const Fp8Kind kind = pages.tags.fp8;
     PageDigests digests(pages.tags);
@@ -199,7 +199,7 @@ class PageTransferTest : public testing::TestWithParam<Case> {
         nullptr, &bytes);
   }
 
-  // That the sequence holds, in bytes of the pool's kind, what Stream has sent.
+  // Expects that the sequence holds the rows that Stream has sent, in bytes of the pool's kind.
   void ExpectRows(const scheduler::SequenceInfo& info) {
     const auto pages =
         engine_->BeginExport({kTenant, info.id, info.epoch, 0, kRows, /*in_place=*/true});
@@ -268,7 +268,7 @@ TEST_P(PageTransferTest, RowsOfEitherKindArriveInPoolsOfEither) {
   }
 }
 
-// The digests are of what was sent, so rows under the name of the other kind are found.
+// Digests cover the bytes as sent, so a stream with a wrong kind is found.
 TEST_P(PageTransferTest, ARelabelledStreamIsRefused) {
   Start(Fp8Kind::kE4m3Fn);
   const auto sent = engine_->BeginImport(Args(Fp8Kind::kE4m3Fnuz));

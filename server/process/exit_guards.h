@@ -1,4 +1,4 @@
-// How the process ends when nothing that it does by itself can end it.
+// Ends the process when its normal shutdown cannot.
 //
 // Threading: one StartGuard at a time; a StopGuard is made and destroyed by one thread.
 #ifndef MLA_SERVER_PROCESS_EXIT_GUARDS_H_
@@ -14,9 +14,9 @@ namespace mla::server {
 
 inline constexpr int kExitDrained = 0, kExitBadConfig = 1, kExitNotStarted = 2, kExitAborted = 3;
 
-// While it lives, an exception that no code catches (the machine has no thread or no memory left)
-// ends the process with kExitNotStarted and a line in the log. Nothing is unwound: threads that run
-// already could not be.
+// While it lives, an exception that no code catches (the machine has no thread or memory left) ends
+// the process with kExitNotStarted and a line in the log. The stack is not unwound, because running
+// threads could not be ended.
 class StartGuard final {
  public:
   StartGuard();
@@ -33,7 +33,7 @@ class StartGuard final {
 // it, it guards nothing.
 class StopGuard final {
  public:
-  // What a shutdown may take beyond the drain's deadline. Service managers must wait longer.
+  // Time that a shutdown may take after the drain's deadline. Service managers must wait longer.
   static constexpr std::chrono::milliseconds kGrace{5000};
 
   explicit StopGuard(std::chrono::milliseconds bound);

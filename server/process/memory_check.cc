@@ -31,7 +31,7 @@ int64_t MemAvailable(const std::string& root) {
 }
 
 // Bytes of files in the page cache of a group, which count as used and which the kernel gives back
-// before it refuses memory. `prefix`: of the lines that count the groups inside, too.
+// before it refuses memory. `prefix`: of the lines that also count nested groups.
 int64_t CachedFiles(const std::string& path, const std::string& prefix) {
   std::ifstream file(path);
   std::string name;

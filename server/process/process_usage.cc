@@ -74,7 +74,7 @@ void RaiseDescriptorLimit() {
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= files.rlim_max) return;
   files.rlim_cur = files.rlim_max;
-  setrlimit(RLIMIT_NOFILE, &files);  // else it stays as it is, and mla_process_max_fds says so
+  setrlimit(RLIMIT_NOFILE, &files);  // otherwise the limit stays as mla_process_max_fds shows it
 }
 
 int64_t DescriptorsForConnections() {

@@ -1,4 +1,4 @@
-// What this process takes of the machine, as the kernel counts it.
+// Resources that this process uses, as the kernel counts them.
 #ifndef MLA_SERVER_PROCESS_PROCESS_USAGE_H_
 #define MLA_SERVER_PROCESS_PROCESS_USAGE_H_
 
@@ -20,13 +20,13 @@ struct ProcessUsage {
 ProcessUsage ReadProcessUsage();
 
 // Raises the number of descriptors that this process may have to the most that it may ask for.
-// Shells and containers often give 1,024 of many more, which connections that do nothing use up;
-// then neither a tenant nor a probe gets an answer. Before any thread starts.
+// Shells and containers often allow only 1,024 of many more, which idle connections can use up;
+// then neither tenants nor probes get an answer. Before any thread starts.
 void RaiseDescriptorLimit();
 
 // Descriptors that connections leave free, so that probes, files and reloads find some: a quarter
-// of what the process may have, at most kDescriptorReserve. A descriptor is in the reserve by its
-// number: the kernel gives the lowest that is free, so every one below is taken then.
+// of the process's limit, at most kDescriptorReserve. A descriptor is in the reserve by its number:
+// the kernel gives the lowest free number, so all lower ones are taken then.
 inline constexpr int64_t kDescriptorReserve = 64;
 bool InDescriptorReserve(int descriptor);
 // Descriptors outside of the reserve.

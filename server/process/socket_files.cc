@@ -63,7 +63,7 @@ absl::Status CheckSocketPath(const std::string& key, const std::string& path, bo
   const std::string folder = FolderOf(path);
   struct stat found {};
   if (folder == OwnFolder()) {
-    // It lies where others may write: what is there may be theirs, a link for example.
+    // The folder lies where others may write, so its content may be theirs, a link for example.
     if (lstat(folder.c_str(), &found) != 0 && errno == ENOENT) return absl::OkStatus();
     if (!S_ISDIR(found.st_mode) || found.st_uid != uid ||
         (found.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
@@ -73,11 +73,11 @@ absl::Status CheckSocketPath(const std::string& key, const std::string& path, bo
   if (stat(folder.c_str(), &found) != 0) {
     return bad(absl::StrCat("its folder ", folder, ": ", std::strerror(errno)));
   }
-  if (!S_ISDIR(found.st_mode)) return bad(absl::StrCat(folder, " is no folder"));
+  if (!S_ISDIR(found.st_mode)) return bad(absl::StrCat(folder, " is not a folder"));
   struct stat place {};
   const bool taken = lstat(path.c_str(), &place) == 0;
   if (taken && !S_ISSOCK(place.st_mode)) {
-    return bad(S_ISDIR(place.st_mode) ? "is a folder" : "is a file that is no socket");
+    return bad(S_ISDIR(place.st_mode) ? "is a folder" : "is a file and not a socket");
   }
   if ((found.st_mode & S_IWOTH) != 0 && !open_folder) {
     return bad(absl::StrCat("every user may write to its folder ", folder,

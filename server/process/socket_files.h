@@ -1,4 +1,4 @@
-// Files of unix sockets: where they may lie and who may connect to them.
+// Files of unix sockets: where they may lie, and who may connect to them.
 //
 // Threading: any thread.
 #ifndef MLA_SERVER_PROCESS_SOCKET_FILES_H_
@@ -13,8 +13,8 @@
 
 namespace mla::server {
 
-// The group of this name, or of this number. INVALID_ARGUMENT naming server.socket_group if there
-// is none.
+// The group of this name, or of this number. INVALID_ARGUMENT naming server.socket_group if the
+// group does not exist.
 absl::StatusOr<gid_t> FindGroup(const std::string& name);
 
 // Lets the owner and the members of `group` connect to the socket at `path`, and no other user.
@@ -26,18 +26,19 @@ absl::Status GiveToGroup(const std::string& path, const std::string& group);
 std::string RuntimeFolder();
 
 // OK if a server of user `uid` can make a socket at `path` that stays its own: its folder exists
-// (RuntimeFolder's need not), nothing but a socket of the user is there, and, unless `open_folder`,
-// not every user may write to the folder and so replace the socket. Else INVALID_ARGUMENT naming
-// `key`.
+// (RuntimeFolder's need not), and the path is free or has a socket of the user. Unless
+// `open_folder`, the folder must also not be writable for every user, who could replace the socket.
+// Otherwise INVALID_ARGUMENT naming `key`.
 absl::Status CheckSocketPath(const std::string& key, const std::string& path, bool open_folder,
                              uid_t uid);
 
-// The same for this process's user, after making RuntimeFolder's folder in /tmp if `path` lies
-// there. To be called before the socket is made.
+// As CheckSocketPath, for this process's user, after making RuntimeFolder's folder in /tmp if
+// `path` lies there. Call it before the socket is made.
 absl::Status PrepareSocketFolder(const std::string& key, const std::string& path, bool open_folder);
 
-// Whether a server accepts connections at the socket `path` of type SOCK_STREAM or SOCK_SEQPACKET:
-// its file must not be replaced. False for a path that is too long for a socket.
+// Returns true if a server accepts connections at the socket `path` of type SOCK_STREAM or
+// SOCK_SEQPACKET, so that its file must not be replaced. False for a path that is too long for a
+// socket.
 bool IsServed(const std::string& path, int type);
 
 }  // namespace mla::server

@@ -2,7 +2,8 @@
 // (proto/wire/ring_layout.h): in the ring and, for clients that say so, in device memory.
 //
 // Words in device memory are stored by calls of the driver, which may take a while. So the ring's
-// own thread makes them, at most one for each of its entries; other threads leave them to it.
+// own thread makes these calls, at most one for each of its entries; other threads leave them to
+// it.
 //
 // Borrows the region. Threading: Enable before all else; then any thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
@@ -37,7 +38,7 @@ class ChainWords {
     return offset_;
   }
 
-  // Of submission `index`, as the client wants them at present.
+  // The words of submission `index`, at the client's present choice of memory.
   kernels::WordValue Ready(uint64_t index) const {
     return {&header_->ready, wire::PublishedSequence(index), Nearby(0)};
   }
@@ -82,7 +83,7 @@ class ChainWords {
   uint64_t offset_ = 0;
   Mutex mutex_;
   std::vector<kernels::WordValue> later_ ABSL_GUARDED_BY(mutex_);
-  std::vector<kernels::WordValue> taken_;  // of later_, by StoreLater
+  std::vector<kernels::WordValue> taken_;  // buffer of StoreLater for later_
   std::atomic<bool> any_later_{false};
 };
 

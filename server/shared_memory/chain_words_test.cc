@@ -1,4 +1,4 @@
-// ChainWords: what is left to the ring's thread.
+// ChainWords: the words that are left to the ring's thread.
 #include "server/shared_memory/chain_words.h"
 
 #include <array>

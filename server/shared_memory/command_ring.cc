@@ -26,7 +26,7 @@ std::atomic_ref<T> Atomic(T& word) {
   return std::atomic_ref<T>(word);
 }
 
-// One fetch of each word, so that the client cannot change what has been checked.
+// Each word is read once, so that the client cannot change it after its check.
 wire::SubmissionEntry CopyOnce(wire::SubmissionEntry* from) {
   std::array<uint64_t, sizeof(wire::SubmissionEntry) / sizeof(uint64_t)> words;
   auto* const shared = reinterpret_cast<uint64_t*>(from);
@@ -160,7 +160,7 @@ void CommandRing::AwaitDevice(int64_t now) const {
   }
 }
 
-// What is not chained may end a step: it has to come behind calls whose launch may be late yet.
+// An unchained entry may end a step, so it must wait for calls whose launch may still be late.
 bool CommandRing::AwaitsAhead() const {
   return ahead_.load(std::memory_order_acquire) > 0 && Published();
 }
@@ -179,7 +179,7 @@ absl::StatusOr<bool> CommandRing::HeldIsReady() const {
   return region_->device()->Done(held_.event);
 }
 
-// False: what the client's GPU has to do for the held entry is not done.
+// Returns false if the client's GPU has not finished its work for the held entry.
 bool CommandRing::ServeHeld() {
   const absl::StatusOr<bool> done = HeldIsReady();
   if (done.ok() && *done) {
@@ -222,7 +222,7 @@ void CommandRing::RefuseUnready(AttendMessage* message) {
 
 bool CommandRing::MayGoAhead() const { return goes_ahead_ && held_.ready.word != nullptr; }
 
-// So that its launch waits on the device, and not the host for the device.
+// Lets the launch wait on the device instead of the host waiting for it.
 void CommandRing::HandOverAhead() {
   if (std::exchange(held_.offered, true) || !held_.prepared.ok() || !MayGoAhead()) return;
   held_.message->attend.ready = held_.ready;
@@ -269,7 +269,7 @@ void CommandRing::TakeReturned() {
     } else {
       RefuseUnready(message);
     }
-    ahead_.fetch_sub(1, std::memory_order_release);  // the engine has it before what comes next
+    ahead_.fetch_sub(1, std::memory_order_release);  // the engine has it before the next entry
   }
 }
 
@@ -313,7 +313,7 @@ bool CommandRing::IsIdle() const {
          !stop_.load(std::memory_order_relaxed);
 }
 
-// Checks that there will be a free completion slot for what has just been taken.
+// Checks that a completion slot will be free for the submission just taken.
 bool CommandRing::WithinBounds() {
   const uint64_t client_taken = Atomic(header_->completions_taken).load(std::memory_order_acquire);
   if (client_taken < client_taken_ || client_taken > completed_.load(std::memory_order_acquire)) {

@@ -1,30 +1,30 @@
 // The server's end of one command ring: an Attend stream whose messages travel through a
 // shared-memory region (proto/wire/ring_layout.h) instead of gRPC.
 //
-// One thread polls the submissions: it copies an entry once, checks the copy with the same code
-// that serves gRPC streams, and submits it; on an idle engine the launch then runs on this very
+// One thread polls the submissions: it copies an entry once, checks the copy with the code that
+// also serves gRPC streams, and submits it. On an idle engine the launch then runs on this same
 // thread. The completion is written by the thread that has the answer, and the client is woken only
-// if its waiter flag is set. Nothing in the region is trusted: indexes are kept on this side,
-// entries and messages are copied before they are looked at, and a client that breaks the ring's
-// rules (more requests in flight than entries, a count of taken completions that cannot be) is
-// disconnected.
+// if its waiter flag is set. The region is not trusted: indexes are kept on this side, and entries
+// and messages are copied before they are checked. A client that breaks the ring's rules (more
+// requests in flight than entries, or an impossible count of taken completions) is disconnected.
 //
 // An entry with tensors in device memory is taken when its event says that the client's GPU is done
-// with them; until then it holds up those behind it, of the same client. The event is only looked
-// at, so a client whose GPU never gets there, stopped or dead, costs its own ring's thread some
-// polling and nothing else: after shm.device_wait_ms, or the entry's own timeout, the entry is
+// with them. Until then it delays later entries of the same client. The event is only polled. A
+// client whose GPU never gets there, stopped or dead, costs its own ring's thread some polling and
+// no other client anything: after shm.device_wait_ms, or the entry's own timeout, the entry is
 // answered with DEADLINE_EXCEEDED.
 //
-// Of chained entries a word in the region says so in the event's place, and the engine gets them
-// ahead of it where launches can wait on the device (Limits::ahead_us). What the engine hands back,
-// because others wait or the client's GPU took too long, is held here like any other entry. An
-// entry that is not chained is taken once all those are answered: it may end their step.
+// Chained entries have a word in the region instead of the event. If launches can wait on the
+// device (Limits::ahead_us), the engine gets chained entries before the word is set. The engine
+// hands an entry back if others wait or the client's GPU took too long; it is then held here like
+// any other entry. An unchained entry is taken once all of these are answered: it may end their
+// step.
 //
 // Every attend allocates nothing; nor do the other messages once their buffers have grown.
 //
-// Ending: Stop (or the destructor) ends the thread, then closes the engine's stream, which aborts
-// its steps and answers what was in flight. Never called from the ring's own thread or from
-// OnAnswered.
+// Ending: Stop (or the destructor) ends the thread. It then closes the engine's stream, which
+// aborts its steps and answers all requests in flight. Never called from the ring's own thread or
+// from OnAnswered.
 #ifndef MLA_SERVER_SHARED_MEMORY_COMMAND_RING_H_
 #define MLA_SERVER_SHARED_MEMORY_COMMAND_RING_H_
 
@@ -64,9 +64,9 @@ struct CommandRingOptions {
   std::function<void()>
       on_disconnect;  // called once, from the ring's thread, when the client is disconnected
   uint64_t boot_id = 0;
-  uint32_t entries = 0;  // of the region's ring
+  uint32_t entries = 0;  // in the region's ring
   uint32_t spin_us = 0;
-  int64_t device_wait_ms = 0;  // for what a client's GPU has to complete before an entry
+  int64_t device_wait_ms = 0;  // for work of a client's GPU that an entry waits for
 };
 
 class CommandRing final : public AttendMessageOwner, private scheduler::Submitter {
@@ -77,7 +77,7 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegion> region);
   ~CommandRing() override { Stop(); }
 
-  // Starts serving it, once. UNAVAILABLE when the machine has no thread left for that.
+  // Starts serving it; call it once. UNAVAILABLE if the machine has no thread left.
   absl::Status Start();
   void Stop();
   // Takes one submission, if there is one, on the calling thread; for tests, in place of Start.
@@ -108,7 +108,7 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   bool Chained(const wire::SubmissionEntry& entry) const;
   void Serve(const wire::SubmissionEntry& entry);
   AttendMessage* TakeMessage(const wire::SubmissionEntry& entry);
-  // Hands it to the engine, or answers what was wrong with it.
+  // Hands the message to the engine, or answers it with the fault.
   void Submit(AttendMessage* message, absl::Status prepared);
   void Refuse(AttendMessage* message, absl::Status status);
   absl::Status PrepareAttend(const wire::SubmissionEntry& entry, AttendMessage* message);
@@ -131,13 +131,13 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   // Used by the ring's thread alone.
   uint64_t taken_ = 0;         // submissions
   uint64_t client_taken_ = 0;  // completions, as last read
-  // The last submission taken, while it waits for the client's GPU; those behind it wait with it.
+  // The last submission taken, while it waits for the client's GPU; later submissions wait too.
   struct Held {
     bool any = false;
     AttendMessage* message = nullptr;
-    absl::Status prepared;  // of the message; the engine gets it if this is OK
+    absl::Status prepared;  // of the message; the engine gets the message if this is OK
     size_t event = 0;
-    kernels::WordValue ready;  // of a chained entry, which has no event
+    kernels::WordValue ready;  // for a chained entry, which does not have an event
     bool offered = false;      // to the engine, ahead of its tensors
     bool ahead = false;        // the engine has it
     int64_t since_ns = 0, until_ns = 0;

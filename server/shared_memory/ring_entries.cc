@@ -39,7 +39,7 @@ void CommandRing::Serve(const wire::SubmissionEntry& entry) {
 
 void CommandRing::Submit(AttendMessage* message, absl::Status prepared) {
   if (prepared.ok()) prepared = builder_.Submit(message);
-  if (!prepared.ok()) Refuse(message, std::move(prepared));  // else the engine has it
+  if (!prepared.ok()) Refuse(message, std::move(prepared));  // otherwise the engine has it
 }
 
 void CommandRing::Refuse(AttendMessage* message, absl::Status status) {
@@ -133,7 +133,7 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
   message->tag = request->tag();
   absl::Status status = tails ? builder_.PrepareTailsIn(*region_, *request, message)
                               : builder_.Prepare(*request, message);
-  // What the step's reply needs is known to the engine alone.
+  // Only the engine knows how large the step's reply is.
   message->end.lengths_max = LengthsWithin(std::max(wire::kReplySlotBytes, room));
   return status;
 }

@@ -9,9 +9,9 @@
 namespace mla::server {
 namespace {
 
-// Of what is parsed or written without touching the heap.
+// Arena for messages that are parsed or written without using the heap.
 constexpr size_t kArenaBytes = 65536;
-// Of an EndStepReply: everything around the lengths, and one length as a varint.
+// Bytes of an EndStepReply: everything except the lengths, and one length as a varint.
 constexpr size_t kReplyFixedBytes = 64;
 constexpr size_t kLengthBytes = 10;
 // A StepError whose texts are this long fits a slot.

@@ -1,6 +1,6 @@
 // Makes the completions of a command ring. Replies that are messages go into the slot of their
 // completion, or into the room that their request offered inside the arena: this is the only place
-// that writes one, and it checks its size against that room. Nothing is allocated once the buffers
+// that writes one, and it checks its size against that room. Allocates nothing once the buffers
 // have grown.
 //
 // Threading: one thread at a time.
@@ -24,7 +24,7 @@ namespace mla::server {
 // `block` becomes the first memory of an arena.
 google::protobuf::ArenaOptions InitialBlock(std::vector<char>* block);
 
-// Sequences whose lengths an EndStepReply of so many bytes holds.
+// Number of sequences whose lengths fit an EndStepReply of this size.
 int32_t LengthsWithin(size_t bytes);
 
 class RingReplies {

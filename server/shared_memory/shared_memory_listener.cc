@@ -26,11 +26,11 @@ namespace {
 
 constexpr int kSweepMillis = 1000;
 constexpr int64_t kNanosPerMilli = 1'000'000;
-constexpr int kPauseMillis = 100;  // of the listener, when it cannot even refuse
+constexpr int kPauseMillis = 100;  // pause of the listener if it cannot even refuse
 constexpr int kRoomMillis = 10;    // how often it looks for room that a client waits for
 constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
-// Connections that the kernel keeps until they are accepted. Clients in that queue send their
-// request meanwhile, so a long one protects them from displacement.
+// Connections that the kernel keeps until they are accepted. Clients in that queue can send their
+// requests already, so a long queue protects them from displacement.
 constexpr int kBacklog = 128;
 constexpr int64_t kDisplacedLogNanos = 10'000'000'000;  // between two lines about displacements
 
@@ -176,7 +176,7 @@ void SharedMemoryListener::Run() {
       } else if (descriptor == listener_) {
         Accept();
       } else if (const auto found = connections_.find(descriptor); found != connections_.end()) {
-        // Whatever happens behind the connect_request is the connection's end.
+        // Any event after the ConnectRequest ends the connection.
         if (found->second.connect_request_ns == 0 && (events[i].events & EPOLLIN) != 0) {
           Handshake(&found->second);
         } else {
@@ -211,8 +211,8 @@ void SharedMemoryListener::NoteOutOfDescriptors() {
   }
 }
 
-// The connection stays in the listener's queue and would be reported again at once. A client that
-// is refused goes over gRPC; one that waits does not.
+// The connection stays in the listener's queue and would be reported again at once. A refused
+// client uses gRPC instead; a waiting one would not.
 void SharedMemoryListener::RefuseConnection() {
   NoteOutOfDescriptors();
   if (spare_ >= 0) {
@@ -294,7 +294,7 @@ void SharedMemoryListener::Handshake(Connection* connection) {
   }
   unsent_.Remove(descriptor);
   connection->connect_request_ns = SteadyNanos();
-  waiting_.push_back(descriptor);  // behind those who said it before
+  waiting_.push_back(descriptor);  // after earlier ones
 }
 
 // Requests that wait for room are bounded like connections without a request.
@@ -364,7 +364,7 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
   return wants_ring ? MakeRing(connect_request, connection, connect_reply) : absl::OkStatus();
 }
 
-// Without device memory where there is none to be had: the client sends its tensors another way.
+// Without device memory if none is left: the client then sends its tensors another way.
 absl::Status SharedMemoryListener::MakeRegion(const wire::ConnectRequest& connect_request,
                                               Connection* connection, bool may_wait,
                                               wire::ConnectReply* connect_reply) {

@@ -6,23 +6,23 @@
 // life. When it ends, for whatever reason, the region's handle is worthless at once and its ring is
 // closed, which aborts the ring's steps.
 //
-// Only processes of the server's own user, or root, are served (SO_PEERCRED, beside the socket
-// file's mode); with server.socket_group, members of that group too. A client that does not send
-// its ConnectRequest in time is dropped; so is one that sends anything after it.
+// Only processes of the server's own user, or root, are served (SO_PEERCRED, in addition to the
+// socket file's mode). With server.socket_group, members of that group are served too. A client
+// that does not send its ConnectRequest in time is dropped; so is one that sends anything after it.
 //
-// While regions are being closed, a request without room waits for theirs, at most
-// SharedRegionTable::kCloseWait, whichever tenant they belong to; so a tenant at its own bound may
-// be refused that late. Requests are tried in the order of arrival, waiting ones repeatedly, and
-// none delays another.
+// While regions are being closed, a request without room waits for their memory, at most
+// SharedRegionTable::kCloseWait, whichever tenant the regions belong to. So a tenant at its own
+// bound may be refused only after that time. Requests are tried in the order of arrival, waiting
+// ones repeatedly, and none delays another.
 //
 // Connections without a request are bounded, in all and for each user (shm.handshakes_max,
 // shm.user_handshakes), and so are requests that wait for room. A new connection beyond the bound
 // displaces one that has not sent its request (unsent_connections.h); a request beyond the bound
-// does not wait. So silent connections keep no client out.
+// does not wait. So silent connections do not keep clients out.
 //
-// When the process has no descriptor left, connections are refused at once by means of one that is
-// kept for that; without it the listener pauses. Once a second regions are looked at: a client that
-// has taken pages out of its region is disconnected.
+// If the process has no descriptor left, connections are refused at once with a descriptor kept for
+// that; without it the listener pauses. Once a second regions are checked: a client that has taken
+// pages out of its region is disconnected.
 //
 // Threading: one thread serves all connections. Open and the destructor from one thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_
@@ -55,7 +55,7 @@ struct SharedMemoryListenerOptions {
   SharedRegionTable* regions = nullptr;
   Metrics* metrics = nullptr;
   std::shared_ptr<AttendMessagePool> pool;
-  wire::ThreadTeam* team = nullptr;  // outlives the listener too; null: none
+  wire::ThreadTeam* team = nullptr;  // outlives the listener too; may be null
   uint64_t boot_id = 0;
   std::string path;          // of the socket
   std::string unix_tenant;   // server.unix_tenant
@@ -115,13 +115,14 @@ class SharedMemoryListener final {
 
   const SharedMemoryListenerOptions options_;
   int listener_ = -1, events_ = -1, stop_event_ = -1;
-  int spare_ = -1;               // a descriptor to accept with when there is no other
+  // A spare descriptor, to accept and refuse a connection when none is left.
+  int spare_ = -1;
   bool exhausted_ = false;       // the last connection found no descriptor
   int64_t paused_until_ns_ = 0;  // the listener is not watched; 0: it is
   int64_t swept_ns_ = 0;
   std::map<int, Connection> connections_;  // by descriptor; the listener's thread alone
-  std::vector<int> waiting_;  // of these, those without an answer, by their connect_request
-  UnsentConnections unsent_;  // of these, those without a request
+  std::vector<int> waiting_;               // unanswered ones among connections_, by their request
+  UnsentConnections unsent_;               // those without a request among connections_
   uint64_t displaced_unlogged_ = 0;
   int64_t displaced_logged_ns_ = 0;  // 0: never
   std::thread thread_;

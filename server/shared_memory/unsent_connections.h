@@ -2,8 +2,8 @@
 // may be, and which one is displaced by a new one.
 //
 // A client sends its request right after it connects, so a full list holds mostly connections that
-// will never send one. The oldest is displaced, of the user that holds most of them: a user that
-// floods the listener displaces its own connections and no others.
+// will never send one. The oldest one of the user with the most such connections is displaced: a
+// user that floods the listener displaces its own connections and no others.
 //
 // Threading: one thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_UNSENT_CONNECTIONS_H_
@@ -27,7 +27,7 @@ class UnsentConnections final {
   // At most `most` connections, and at most `most_of_user` of one user. REQUIRES: both positive.
   UnsentConnections(size_t most, size_t most_of_user) : most_(most), most_of_user_(most_of_user) {}
 
-  // What has to be removed before `user` may add a connection; empty when there is room.
+  // The connection to remove before `user` may add one, or nullopt.
   std::optional<Entry> Displaced(uid_t user) const;
   // REQUIRES: !Displaced(user), and `descriptor` is not in the list.
   void Add(int descriptor, uid_t user) { entries_.push_back({descriptor, user}); }

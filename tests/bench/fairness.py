@@ -9,8 +9,8 @@ a second, a renewal of its leases every tenth step. It is measured alone, and ag
 
     decode flood     4 tenants x 3 streams x 4 sequences at context 4,096
     prefill flood    4 tenants, chunks of 128 rows at context 8,000
-    fp32 beside bf16 the light tenant in fp32, 3 tenants with bf16 chunks of 100 rows at 8,000
-    bf16 beside fp32 the reverse
+    fp32 against bf16  the light tenant in fp32, 3 tenants with bf16 chunks of 100 rows at 8,000
+    bf16 against fp32  the reverse
     slow readers     3 tenants x 2 streams that send 40 layers of 400 rows, in messages of 100
                      rows or 4, and read no answer
     upload flood     2 tenants, 40 uploads each that are begun and send nothing, and one that goes
@@ -70,8 +70,8 @@ class Scene:
 SCENES = [
     Scene("decode flood", "decode", 4, {"threads": 3, "sequences": 4, "context": 4096}),
     Scene("prefill flood", "prefill", 4, {"rows": 128, "context": 8000}),
-    Scene("fp32 beside bf16", "prefill", 3, {"rows": 100, "context": 8000}, {"dtype": "F32"}),
-    Scene("bf16 beside fp32", "prefill", 3, {"rows": 100, "context": 8000, "dtype": "F32"}),
+    Scene("fp32 against bf16", "prefill", 3, {"rows": 100, "context": 8000}, {"dtype": "F32"}),
+    Scene("bf16 against fp32", "prefill", 3, {"rows": 100, "context": 8000, "dtype": "F32"}),
     Scene("slow readers", "slow_reader", 3, {"rows": 400, "threads": 2}),
     Scene("upload flood", "upload", 2, {"threads": 41}),
     Scene("begin flood", "begin", 2, {"held": 150}),

@@ -16,9 +16,10 @@ class BlockList final {
  public:
   // From `offset` on; once, before any other call.
   void Add(uint64_t offset, uint64_t bytes);
-  // The offset of a block of at least so many bytes; empty when there is no contiguous room.
+  // Takes a block of at least this size and returns its offset; empty without a contiguous part of
+  // that size.
   std::optional<uint64_t> Take(uint64_t bytes);
-  // Nothing happens for what is no block's offset.
+  // Ignores values that are not the offset of a block.
   void Return(uint64_t offset);
 
  private:

@@ -10,7 +10,7 @@
 namespace mla::client {
 namespace {
 
-// The same in both vendors' headers, unless named otherwise.
+// Equal in both vendors' headers, unless named otherwise.
 constexpr int kPosixDescriptor = 1;
 constexpr int kOnDevice = 1;
 constexpr int kReadWrite = 3;
@@ -20,7 +20,7 @@ constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kNvidiaMpsEnabled = 133;
 constexpr unsigned kPortableAndMapped = 3;
 constexpr unsigned kEqualOrLater = 0;
-constexpr unsigned kWithBarrier = 0;  // what the stream has written before is seen first
+constexpr unsigned kWithBarrier = 0;  // earlier writes of the stream become visible first
 constexpr uint32_t kAllBits = 0xffffffffu;
 
 using Handle = DeviceRuntime::Handle;
@@ -46,7 +46,7 @@ struct DeviceRegion::State {
   bool imported = false, reserved = false, mapped = false, opened = false;
   std::vector<void*> events;  // the server's, by slot
   bool recorded_here = true;  // by streams of this process's device
-  // Where they are not: this process's events, and a stream over there.
+  // If they are recorded on another device: this process's events, and a stream of that device.
   std::vector<void*> local;
   void* relay = nullptr;
   // Memory whose words streams wait for: here, and as the device has it.
@@ -167,8 +167,8 @@ struct DeviceRegion::State {
     return s;
   }
 
-  // In the context of this process's device, so that its streams record them; where the runtime
-  // opens them on their own device alone, a stream over there does.
+  // Events are opened in the context of this process's device, so that its streams record them. If
+  // the runtime opens them on their own device only, a stream of that device records them.
   absl::Status OpenEvents(std::span<const std::byte> handles) {
     if (!same_device() && OpenEventsOn(false, handles).ok()) {
       recorded_here = true;

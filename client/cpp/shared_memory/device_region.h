@@ -2,9 +2,9 @@
 // where the server's kernels read and write them.
 //
 // The vendor's runtime is opened at run time; nothing is linked. The process's primary context of
-// its device is used, as CUDA's runtime API and PyTorch do. Where the server's GPU is another one
-// of this host, it must be visible to this process, and peers: events live there, and work of this
-// process's streams reaches them through a stream of the region's own.
+// its device is used, as CUDA's runtime API and PyTorch do. If the server's GPU is another one of
+// this host, it must be visible to this process, and the two must be peers: events live on that
+// GPU, and work of this process's streams reaches them through a stream of the region.
 //
 // Ownership: Allocate's memory lives as long as the region. Threading: any thread.
 #ifndef MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_REGION_H_
@@ -24,15 +24,15 @@
 namespace mla::client {
 
 struct DeviceRegionOptions {
-  int device = 0;       // of this process, by the runtime's order
-  std::string library;  // of the runtime; empty: where it is found (device_runtime.h)
+  int device = 0;       // of this process, in the runtime's order
+  std::string library;  // of the runtime; empty: search for it (device_runtime.h)
 };
 
 class DeviceRegion final {
  public:
-  // `part` is the region's device part: DeviceHeader and event handles. `descriptor` is the one
-  // that came with the reply, or -1; it stays the caller's. UNAVAILABLE names what this process
-  // lacks, UNIMPLEMENTED what the part should say, INTERNAL a call of the runtime that failed.
+  // `part` is the region's device part: DeviceHeader and event handles. `descriptor` came with the
+  // reply, or is -1; the caller keeps it. UNAVAILABLE names what this process lacks, UNIMPLEMENTED
+  // the requirement that the part violates, INTERNAL a failed call of the runtime.
   static absl::StatusOr<std::unique_ptr<DeviceRegion>> Map(std::span<const std::byte> part,
                                                            int descriptor, uint32_t entries,
                                                            const DeviceRegionOptions& options);
@@ -41,11 +41,11 @@ class DeviceRegion final {
   std::span<std::byte> memory() const;  // device addresses
   bool nvidia() const;
   bool chains() const;  // wire::DeviceHeader::chains
-  // What will be slow, in words for people, or empty: worker and server share one GPU, and the
+  // A reason for slowness, in words for people, or empty: worker and server share one GPU, and the
   // driver gives it to one process at a time.
   const std::string& warning() const;
 
-  // Aligned to 64 bytes; empty when there is no contiguous room.
+  // Aligned to 64 bytes; empty without a contiguous part of that size.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
   bool Holds(const void* data, uint64_t bytes) const;
@@ -53,20 +53,21 @@ class DeviceRegion final {
     return static_cast<uint64_t>(static_cast<const std::byte*>(data) - memory().data());
   }
 
-  // Records in the event of ring slot `slot` what `stream` (a CUstream or hipStream_t of the
-  // process's device, null the default stream) has been given so far. Does not wait for it.
+  // Records the work that `stream` has been given so far in the event of ring slot `slot`. `stream`
+  // is a CUstream or hipStream_t of the process's device; null is the default stream. Does not wait
+  // for it.
   absl::Status Record(uint32_t slot, void* stream);
-  // Lets streams wait for and store words of `memory`, of this process, which stays mapped until
-  // this object is gone, and those of Nearby; once. UNIMPLEMENTED: the runtime lacks a call for
-  // that.
+  // Lets streams wait for and store words of `memory`, of this process, and words of Nearby; call
+  // it once. The memory stays mapped until this object is gone. UNIMPLEMENTED: the runtime lacks a
+  // call for it.
   absl::Status MapWords(std::span<std::byte> memory);
-  // Stores the word once `stream` has done what it has been given so far. Does not wait itself.
+  // Stores the word once `stream` has finished its work so far. Does not wait itself.
   absl::Status StoreWord(uint32_t* word, uint32_t value, void* stream);
-  // What `stream` is given from now on waits until the word of that memory is `value` or comes
-  // after it, counting on from 2^32 - 1 to 0. Does not wait itself.
+  // Work given to `stream` from now on waits until the word is `value` or a later one, where 0
+  // follows 2^32 - 1. Does not wait itself.
   absl::Status AwaitWord(uint32_t* word, uint32_t value, void* stream);
-  // The word at `offset` of those in device memory, for these two; null: there is none, or MapWords
-  // was not called. An address of the device.
+  // The device address of the word at `offset` of the words in device memory, for StoreWord and
+  // AwaitWord; null without such words, or if MapWords was not called.
   uint32_t* Nearby(uint64_t offset) const;
   // Stores such words whatever the process's streams wait for, and waits for that. Takes a tenth of
   // a second: it makes a context.
@@ -75,7 +76,8 @@ class DeviceRegion final {
     uint32_t value;
   };
   absl::Status ReleaseNearby(std::span<const NearbyWord> words);
-  // Stores all of a ring of `entries`, and waits for that. Nothing where there are none.
+  // Stores all words of a ring of `entries`, and waits for that. Does nothing if there are no
+  // words.
   absl::Status SetNearby(uint32_t entries, uint32_t value);
 
  private:

@@ -12,7 +12,7 @@ namespace mla::client {
 namespace {
 
 struct Alias {
-  const char* amd;  // null: the vendor has no such call
+  const char* amd;  // null: the vendor does not have such a call
   const char* nvidia;
   size_t offset;
 };
@@ -59,8 +59,8 @@ constexpr Alias kOptional[] = {
 };
 #undef MLA_ALIAS
 
-// The library's name, for the loader to find; of AMD's also in the folders where ROCm lies, since
-// its packages do not always tell the loader.
+// Names of the library for the loader. AMD's library is also searched in ROCm's folders, because
+// its packages do not always configure the loader.
 std::vector<std::string> Libraries(bool nvidia) {
   if (nvidia) return {"libcuda.so.1"};
   std::vector<std::string> names;
@@ -79,7 +79,7 @@ std::vector<std::string> Libraries(bool nvidia) {
 absl::StatusOr<void*> OpenLibrary(bool nvidia, const std::string& library) {
   const std::vector<std::string> names =
       library.empty() ? Libraries(nvidia) : std::vector<std::string>{library};
-  // A second runtime in a process would know nothing of what the first one has.
+  // A second copy of the runtime in a process would not share the state of the first.
   for (const std::string& name : names) {
     if (void* const loaded = dlopen(name.c_str(), RTLD_NOW | RTLD_NOLOAD)) return loaded;
   }

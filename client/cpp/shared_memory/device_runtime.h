@@ -54,7 +54,7 @@ struct DeviceRuntime {
   int (*nvidia_attribute)(int*, int, int);
   int (*nvidia_create)(void**, unsigned, int);
   int (*nvidia_destroy)(void*);
-  // Null where the runtime has none.
+  // Null if the runtime does not have the call.
   int (*register_host)(void*, size_t, unsigned);
   int (*unregister_host)(void*);
   int (*device_address)(void**, void*, unsigned);
@@ -64,7 +64,7 @@ struct DeviceRuntime {
 };
 
 // `library` empty: the one that the process has loaded, else libcuda.so.1, or libamdhip64.so.7 or
-// .6 as the loader finds them, then in $ROCM_PATH/lib and /opt/rocm/lib. UNAVAILABLE has the
+// .6 from the loader's folders, then from $ROCM_PATH/lib and /opt/rocm/lib. UNAVAILABLE has the
 // loader's reasons, or names an entry point that is missing. The library is never closed.
 absl::StatusOr<DeviceRuntime> OpenDeviceRuntime(bool nvidia, const std::string& library);
 

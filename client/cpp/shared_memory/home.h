@@ -1,8 +1,8 @@
-// Which process an object belongs to, and what a fork leaves of it.
+// Tells which process an object belongs to, and handles its copies after a fork.
 //
-// A child that fork makes has copies of its parent's objects. It shares their sockets and their
-// memory, and has none of their threads. So it must not use them, nor end what the parent still
-// uses: calls of a copy fail, and destroying a copy ends nothing.
+// A child that fork makes has copies of its parent's objects. The child shares the parent's sockets
+// and memory, and has none of its threads. So it must not use the objects, nor end anything that
+// the parent still uses: calls of a copy fail, and destroying a copy ends nothing.
 //
 // Threading: any thread.
 #ifndef MLA_CLIENT_CPP_SHARED_MEMORY_HOME_H_
@@ -20,7 +20,7 @@ namespace mla::client {
 class Home final {
  public:
   Home();
-  // Returns true in any other process than the one that made the object.
+  // Returns true in any process except the one that made the object.
   bool left() const;
   int64_t pid() const { return pid_; }
 
@@ -34,9 +34,9 @@ void UseGrpc();
 // Returns true in a process that was forked from one that had made channels of gRPC.
 bool GrpcIsBroken();
 
-// In every child that is forked while this exists the socket is closed, so that the server sees the
-// parent's end, and empty pages take the place of the memory, so that nothing that the child writes
-// reaches the server.
+// While this exists, every forked child gets the socket closed, so that the server sees the
+// parent's end. It gets empty pages in place of the memory, so that its writes do not reach the
+// server.
 class ForkGuard final {
  public:
   // `socket` becomes -1 in a child. Both outlive this object.

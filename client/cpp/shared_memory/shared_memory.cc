@@ -32,7 +32,7 @@ using std::chrono::steady_clock;
 constexpr int64_t kLongestSleepNanos = 100'000'000;
 constexpr int kSpinsPerClock = 32;
 constexpr uint32_t kMostRingEntries = 65536;
-// An arena may be larger than what was asked for by so much: all its pages are mapped at once.
+// An arena may exceed the requested size by this much: all its pages are mapped at once.
 constexpr uint64_t kMostRounding = 2 << 20;
 // Connections that are tried when the server closes them without a reply.
 constexpr int kAttempts = 5;
@@ -66,7 +66,7 @@ bool WaitReadable(int socket, steady_clock::time_point deadline) {
 
 enum class Received { kReply, kClosed, kOther };
 
-// Reads the connect_reply and the descriptors that come with it, -1 for those that do not: the
+// Reads the connect_reply and the descriptors that come with it, or -1 for missing ones: the
 // region's, then its device memory's.
 Received Receive(int socket, wire::ConnectReply* connect_reply, std::array<int, 2>* descriptors) {
   iovec part{connect_reply, sizeof(*connect_reply)};
@@ -192,8 +192,8 @@ absl::Status SharedMemory::Exchange(const std::string& path,
   return no_reply("not one of this protocol");
 }
 
-// The memory must be sealed, and as large as the connect_reply says: else an access could end this
-// process.
+// The memory must be sealed, and as large as the connect_reply says: otherwise an access could end
+// this process.
 absl::Status SharedMemory::CheckRegion(int descriptor) const {
   struct stat found {};
   if (descriptor < 0 || fstat(descriptor, &found) != 0) {
@@ -287,7 +287,7 @@ void SharedMemory::MapDevice(int descriptor) {
 
 SharedMemory::~SharedMemory() {
   guard_.reset();
-  device_.reset();  // before the server frees what it maps
+  device_.reset();  // before the server frees the memory that it maps
   if (socket_ >= 0) close(socket_);
   if (region_.data() != nullptr) munmap(region_.data(), region_.size());
 }
@@ -350,7 +350,7 @@ absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chaine
   return s.ok() ? device_->AwaitWord(done, value, stream) : s;
 }
 
-// No stream waits for one of them: there is no entry in flight.
+// Streams do not wait for any of them, because no entry is in flight.
 absl::Status SharedMemory::ForgetWords(uint32_t value) {
   const uint32_t entries = connect_reply_.ring_entries;
   for (uint32_t slot = 0; slot < entries; ++slot) {
@@ -372,7 +372,7 @@ void SharedMemory::ReleaseStreams() {
     uint32_t* const word = device_->Nearby(wire::NearbyDoneOffset(number));
     if (word != nullptr) nearby.push_back({word, value});
   }
-  // Where this fails the device is lost, and what waits there with it.
+  // If this fails, the device is lost, together with the streams that wait there.
   device_->ReleaseNearby(nearby).IgnoreError();
 }
 
@@ -461,7 +461,7 @@ absl::Status SharedMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanos
     }
     Atomic(header_->client_waits).store(0);
     if (Poll(entry)) return absl::OkStatus();
-    // What was completed before the end can still be taken, so this comes last.
+    // Checked last, because completions from before the end can still be taken.
     if (!Connected() && !Ready()) return absl::UnavailableError("the shared memory has ended");
     if (left <= 0) return absl::DeadlineExceededError("no completion in time");
   }

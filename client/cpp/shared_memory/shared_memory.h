@@ -7,8 +7,8 @@
 //   (*channel)->Wait(&done, timeout);
 //
 // Everything is void when the connection ends: the server unmaps the region and aborts the ring's
-// steps. The same holds in a process that is forked from this one, where the object must not be
-// used (home.h). Most users want Session (session.h), which uses this by itself.
+// steps. The same holds in a process forked from this one, where the object must not be used
+// (home.h). Most users want Session (session.h), which uses this class itself.
 //
 // Ownership: spans from Allocate live as long as the object. Threading: Allocate and Free from any
 // thread; Submit from one at a time, Poll and Wait from one at a time.
@@ -42,18 +42,17 @@ struct SharedMemoryOptions {
   uint32_t spin_us = 0;         // how long Wait spins before it sleeps
   int32_t connect_timeout_ms = 10000;  // for the connection and the server's connect_reply together
   int64_t server_uid = -1;             // a further user whose sockets are trusted (socket_owner.h)
-  uint32_t device_mib = 0;             // device memory beside a ring, in MiB; 0: none
-  DeviceRegionOptions device;          // where it is mapped
+  uint32_t device_mib = 0;             // device memory in addition to a ring, in MiB; 0: none
+  DeviceRegionOptions device;          // device to map it on
   uint64_t words_last = wire::kChainWordsLast;  // tests have less
 };
 
 class SharedMemory final {
  public:
-  // `shm_path` is the server's shm.path. UNAVAILABLE when there is no server or it does not accept
-  // and reply within connect_timeout_ms, UNIMPLEMENTED when
-  // the memory is not sealed, sized and laid out as proto/wire/ring_layout.h says,
-  // PERMISSION_DENIED for a socket of another user (socket_owner.h), otherwise the status with
-  // which the server refused.
+  // `shm_path` is the server's shm.path. UNAVAILABLE if the server does not exist, or does not
+  // accept and reply within connect_timeout_ms. UNIMPLEMENTED if the memory is not sealed, sized
+  // and laid out as proto/wire/ring_layout.h requires. PERMISSION_DENIED for a socket of another
+  // user (socket_owner.h). Otherwise the status with which the server refused.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const std::string& shm_path,
                                                                const SharedMemoryOptions& options);
   ~SharedMemory();
@@ -67,11 +66,11 @@ class SharedMemory final {
   std::span<std::byte> region() const { return region_; }
   uint64_t arena_bytes() const { return region_.size() - connect_reply_.arena_offset; }
   uint32_t ring_entries() const { return connect_reply_.ring_entries; }
-  // Null: none was wanted, or device_status() says why there is none.
+  // Null if none was requested, or device_status() has the reason.
   DeviceRegion* device() const { return device_.get(); }
   const absl::Status& device_status() const { return device_status_; }
 
-  // Memory for tensors, aligned to 64 bytes; empty when there is no contiguous room.
+  // Memory for tensors, aligned to 64 bytes; empty without a contiguous part of that size.
   std::span<std::byte> Allocate(uint64_t bytes);
   void Free(std::span<std::byte> block);
   // True if [data, data + bytes) is arena memory.
@@ -86,15 +85,14 @@ class SharedMemory final {
   // Gives the connection up at once.
   void Disconnect();
 
-  // --- The ring. REQUIRES: ring_entries() > 0.
-  // Publishes an entry (its sequence is set here) and wakes the server if it sleeps. False when as
-  // many requests as the ring has entries wait for their completions to be taken. With
-  // kEntryOnDevice the server waits for what `stream` has been given so far (DeviceRegion::Record).
-  // `chained`: what `stream` is given afterwards waits for the completion that is as many after the
-  // first as this entry is; REQUIRES kEntryOnDevice.
+  // --- The ring. REQUIRES: ring_entries() > 0. Publishes an entry (its sequence is set here) and
+  // wakes the server if it sleeps. Returns false if the ring is full: as many requests as it has
+  // entries wait for their completions to be taken. With kEntryOnDevice the server waits for the
+  // work that `stream` has been given so far (DeviceRegion::Record). `chained`: later work of
+  // `stream` waits for the completion with the same number as this entry; REQUIRES kEntryOnDevice.
   bool Submit(wire::SubmissionEntry entry, void* stream = nullptr, bool chained = false);
-  // Lets streams that wait for completions go on, which will not come any more; once. Nothing may
-  // be submitted behind it.
+  // Releases streams that wait for completions which will not come any more; call it once. Nothing
+  // may be submitted afterwards.
   void ReleaseStreams();
   // Takes the next completion if there is one. For kEntryMessage, Message must be read before the
   // next call of Poll or Wait, which gives its slot back.
@@ -135,13 +133,13 @@ class SharedMemory final {
   uint64_t submitted_ = 0, taken_ = 0;
   std::atomic<uint64_t> returned_{0};  // as the server has been told
   bool held_ = false;                  // the last completion's slot has not been given back
-  BlockList blocks_;                   // of the arena
+  BlockList blocks_;                   // blocks of the arena
   std::unique_ptr<DeviceRegion> device_;
   bool words_mapped_ = false;  // there have been chained entries
-  uint64_t chain_end_ = 0;     // behind the last of them
+  uint64_t chain_end_ = 0;     // number after the last chained entry
   bool released_ = false;      // streams that waited are
   absl::Status device_status_;
-  std::optional<ForkGuard> guard_;  // of the socket and the region
+  std::optional<ForkGuard> guard_;  // for the socket and the region
 };
 
 }  // namespace mla::client

@@ -1,5 +1,5 @@
-// Whether a unix socket is the server's: in a folder that every user may write to, such as /tmp,
-// any user can put a socket where a client looks for the server's.
+// Checks that a unix socket is the server's: in a folder that every user may write to, such as
+// /tmp, any user can put a socket where a client looks for the server's.
 //
 // Pure functions of the file system; any thread.
 #ifndef MLA_CLIENT_CPP_SHARED_MEMORY_SOCKET_OWNER_H_
@@ -24,10 +24,11 @@ struct TrustedUsers {
 TrustedUsers TrustedUsersWith(int64_t server_uid);
 
 // PERMISSION_DENIED if the socket file at `path` belongs to another user and lies in a folder that
-// every user may write to. OK where there is no file: connecting will say so.
+// every user may write to. OK without a file: connecting will then fail.
 absl::Status CheckSocketFile(const std::string& path, const TrustedUsers& users);
 
-// The same of the process behind a connected socket, which the kernel vouches for.
+// The same check for the process at the other end of a connected socket, which the kernel vouches
+// for.
 absl::Status CheckSocketPeer(int socket, const std::string& path, const TrustedUsers& users);
 
 }  // namespace mla::client

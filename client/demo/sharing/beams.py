@@ -17,12 +17,12 @@ BEAM_STEPS = 8
 
 @dataclasses.dataclass
 class _Beam:
-    """One hypothesis: what was chosen, and its log probability by the local model."""
+    """One hypothesis: its tokens, and its log probability in the local model."""
 
     generator: Generator
     tokens: List[int]
-    score: float  # of all tokens, local
-    remote: float  # the same by the logits that the service led to
+    score: float  # of all tokens, by the local model
+    remote: float  # the same by the service's logits
 
 
 def _log_softmax(logits: Array) -> Array:
@@ -31,13 +31,13 @@ def _log_softmax(logits: Array) -> Array:
 
 
 def search(run: Run, local: LocalModel, copied: Callable[[], int], say: Say) -> bool:
-    """Beam search over one prompt, a fork a beam and step. The beams that are kept must be those
-    that the local model keeps, or differ by no more than rounding. `copied`: the page groups that
-    the service has copied so far."""
+    """Beam search over one prompt, a fork a beam and step. The beams that are kept must be the
+    local model's beams, or differ from them by no more than rounding. `copied`: returns the number
+    of page groups that the service has copied."""
     parent = run.generator
     root = parent.sequence.fork(len(run.prompt))
     alive = [_Beam(Generator(parent.model, parent.service, root, parent.profile), [], 0.0, 0.0)]
-    logits = run.logits[:1]  # that the first token is chosen from
+    logits = run.logits[:1]  # logits for the first token
     before = copied()
     error, ties, choices = 0.0, 0, 0
     for step in range(BEAM_STEPS):

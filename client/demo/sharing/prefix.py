@@ -12,19 +12,19 @@ from scenes import Say
 
 TURN_ROWS = 448     # of the first turn's prompt
 ANSWER_TOKENS = 16
-QUESTION_ROWS = 32  # that the second turn adds
+QUESTION_ROWS = 32  # rows that the second turn adds
 
 
 def turns(model: Model, registered: mla_client.Model, profile: mla_client.Profile,
           prompt: List[int], local: LocalModel, say: Say) -> bool:
-    """Two turns of a conversation: the second takes what the first left in the prefix cache, the
-    answer included, and computes only what is new."""
+    """Two turns of a conversation: the second one takes the first one's rows from the prefix cache,
+    including the answer, and computes only new rows."""
     service = registered.service
     first = prompt[:TURN_ROWS]
     with registered.open_sequence(prefix=mla_client.Prefix(first)) as sequence:
         generator = Generator(model, service, sequence, profile)
         answer, _ = generator.generate(generator.prefill(first), ANSWER_TOKENS)
-        # What the generated rows stand for; the last token was chosen and has no row.
+        # Declares the generated rows; the last token was chosen and does not have a row.
         sequence.match(mla_client.Prefix(answer[:-1]), first_row=len(first))
     second = [*first, *answer, *prompt[TURN_ROWS:TURN_ROWS + QUESTION_ROWS]]
     expected = len(first) + len(answer) - 1

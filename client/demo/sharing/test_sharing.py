@@ -70,7 +70,7 @@ class Shifted(mla_client.LocalReference):
 
 
 def two_turns(service):
-    """(Whether the scene passes, what was said)."""
+    """Returns (True if the scene passes, its lines)."""
     model = models.seeded(SMALL)
     said = []
     ok = prefix.turns(model, attention.register(service, model, "small"),
@@ -79,7 +79,7 @@ def two_turns(service):
 
 
 def search(service):
-    """The same of the beam search."""
+    """As two_turns, for the beam search."""
     model = models.seeded(SMALL)
     said = []
     registered = attention.register(service, model, "small")
@@ -121,7 +121,7 @@ class RestoreTest(unittest.TestCase):
     """Against a server, which is killed and starts again."""
 
     def crash(self, change=lambda run: run):
-        """Whether the scene passes with what `change` makes of the run, and what was said."""
+        """Returns True if the scene passes with the run that `change` returns, and its lines."""
         model = models.seeded(SMALL)
         said = []
         with tempfile.TemporaryDirectory() as folder:

@@ -28,8 +28,8 @@ PROFILES = (mla_client.Profile.EXPANDED, mla_client.Profile.ABSORBED)
 def generate(model: Model, service: mla_client.Service, profile: mla_client.Profile,
              prompt: List[int], count: int, say: scenes.Say = lambda text: None,
              by_service: bool = False) -> Result:
-    """Registers the model, generates and checks; the sequence is released. `by_service`: the lists
-    are those of the service's indexer."""
+    """Registers the model, generates and checks; the sequence is released. `by_service`: the
+    service's indexer makes the lists."""
     name = f"{profile.name.lower()}{', indexer of the server' if by_service else ''}"
     registered = register(service, model, f"{MODEL_ID} {name}", top_k=TOP_K,
                           index_dim=INDEX_DIM if by_service else 0)

@@ -1,19 +1,18 @@
 """Sparse attention as DeepSeek V3.2 has it: an indexer chooses the rows, a service attends to them.
 
-The indexer is the worker's, or the service's, which then keeps the index keys as e4m3. Its keys are
-small projections of the KV rows, its queries those of the attention's queries, so that it finds the
-rows that matter; its logits are
+The indexer runs in the worker, or in the service, which then keeps the index keys as e4m3. Its keys
+are small projections of the KV rows, and its queries small projections of the attention's queries,
+so that it finds the rows that matter. Its logits are
 
     logit(t, s) = sum over index heads h of  w[h] * relu(q[t, h] . k[s])
 
 over the rows that t sees, of which the best TOP_K are its list; of equal ones the lower position.
 
-The comparison is that of checks.py, forced twice: the local float32 model is fed the tokens that
-the remote one chose, and attends to the rows that the remote indexer chose, so that no choice
-excuses the next. Each list is then compared with the one that the local indexer would have made.
-Where rounding alone explains that they differ, which is where the logits of all rows in question
-lie within GAP of the worst that was to be chosen, it is a near tie of the indexer; otherwise the
-list is wrong.
+The comparison is as in checks.py, forced twice: the local float32 model is fed the tokens that the
+remote one chose, and attends to the rows that the remote indexer chose. So no choice excuses the
+next one. Each list is then compared with the list of the local indexer. If rounding alone explains
+their difference, it is a near tie of the indexer: the logits of all rows in question then lie
+within GAP of the worst one to be chosen. Otherwise the list is wrong.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from model import Array, Attention, Model
 
 TOP_K = 16
 INDEX_DIM = 128
-# Of the largest logit of a row. Rounding in the cache moves logits by 0.01 of it and less.
+# Relative to the largest logit of a row. Rounding in the cache moves logits by 0.01 of it and less.
 GAP = 1 / 32
-# Of all lists, at most this part may be near ties.
+# At most this part of all lists may be near ties.
 MOST_NEAR_TIES = 0.2
 
 Lists = List[npt.NDArray[np.int64]]  # positions, by row
@@ -64,9 +63,10 @@ class Indexer:
         return np.concatenate([absorbed, q_rope], axis=-1) @ self._project
 
     def logits(self, layer: int, q_nope: Array, q_rope: Array, keys: Array) -> Array:
-        """[rows, keys]; the last row sees all of `keys`, those that a row does not see are -inf."""
+        """[rows, keys]; the last row sees all of `keys`, and keys that a row does not see are -inf.
+        """
         products = np.maximum(self.queries(layer, q_nope, q_rope) @ keys.T, 0)
-        logits = np.einsum("rhk,h->rk", products, self.head_weights)  # of [rows, heads, keys]
+        logits = np.einsum("rhk,h->rk", products, self.head_weights)  # over [rows, heads, keys]
         last = np.arange(len(keys) - len(q_nope), len(keys))
         logits[np.arange(len(keys)) > last[:, None]] = -np.inf
         return logits
@@ -127,7 +127,7 @@ class SparseGenerator(Generator):
 
 @dataclasses.dataclass
 class ListComparison:
-    """Lists of a remote run against those of the local indexer."""
+    """Compares lists of a remote run with lists of the local indexer."""
 
     rows: int = 0
     near_ties: int = 0
@@ -146,7 +146,7 @@ class ListComparison:
         own = Indexer.choose(logits[None])[0]
         if set(own) == set(positions):
             return
-        # What one chose and the other did not, however good the worst of the choice is.
+        # Positions in only one of the lists, however good the worst chosen one is.
         threshold = logits[own[-1]]
         differing = [*(set(own) ^ set(positions))]
         gap = GAP * np.abs(logits[np.isfinite(logits)]).max()
@@ -158,7 +158,7 @@ class ListComparison:
 def forced_attention(model: Model, indexer: Indexer, lists: List[Lists],
                      comparison: ListComparison) -> Attention:
     """Attention in float32 over whole texts, to the rows of these lists, keys and values expanded.
-    What the local indexer thinks of the lists goes to `comparison`."""
+    `comparison` gets the local indexer's comparison of the lists."""
     c = model.config
 
     def attend(layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
@@ -184,7 +184,7 @@ def forced_attention(model: Model, indexer: Indexer, lists: List[Lists],
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of a run."""
+    """Result of a run."""
 
     tokens: Comparison
     lists: ListComparison

@@ -77,7 +77,7 @@ class V32Test(unittest.TestCase):
 
 
 class ServersIndexerTest(unittest.TestCase):
-    """The same with lists of the service's own indexer."""
+    """As above, with lists of the service's own indexer."""
 
     def generate(self, service):
         return run.generate(models.seeded(SMALL), service, mla_client.Profile.ABSORBED, PROMPT, 16,

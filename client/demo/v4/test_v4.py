@@ -32,7 +32,7 @@ class V4Test(unittest.TestCase):
     def test_a_run_agrees(self):
         result = generate(mla_client.LocalReference(exact=True))
         self.assertTrue(result.ok, result)
-        self.assertEqual(result.lists.rows, len(PROMPT) + 15 - 3)  # of the one layer with lists
+        self.assertEqual(result.lists.rows, len(PROMPT) + 15 - 3)  # in the one layer with lists
         self.assertEqual(result.lists.near_ties, 0)
         self.assertLess(result.tokens.error, 1e-3)
 

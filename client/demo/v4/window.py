@@ -1,16 +1,16 @@
 """Attention as DeepSeek V4 has it: a window, compressed entries and sinks, by a service.
 
 Each row attends, in one softmax, to the last WINDOW rows, to compressed entries and to a sink.
-Layers differ: without entries; one for 4 rows, of which an indexer of the worker chooses TOP_K; one
-for 8 rows, all of them. The worker makes entries: means over the rows that they stand for. Rows
-that no whole entry stands for yet are its tail, which it leaves with each step; now and then it
-forgets all rows and goes on from the tail that the server has. Rows and entries are keys and values
-alike, so an output has a rotated part, which the worker turns back by its own position before it
-goes on.
+Layers differ: one kind is without entries; one has an entry for 4 rows, of which an indexer of the
+worker chooses TOP_K; one has an entry for 8 rows, and uses all of them. The worker makes entries:
+means over their rows. Rows that no complete entry stands for yet are its tail, which it leaves with
+each step. Now and then it forgets all rows and continues from the tail that the server has. Rows
+and entries are keys and values alike, so an output has a rotated part. The worker rotates it back
+by its own position before it continues.
 
-The comparison is that of the V3.2 demo: the local float32 model is fed the tokens that the remote
-one chose, and attends to the entries that the remote lists named; lists are compared with those of
-the local indexer.
+The comparison is as in the V3.2 demo: the local float32 model is fed the tokens that the remote one
+chose, and attends to the entries in the remote lists. These lists are compared with lists of the
+local indexer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from v32.sparse import Indexer, ListComparison, Lists, Result
 
 WINDOW = 8
 TOP_K = 16
-RATIOS = (0, 4, 8)  # of a layer: its index modulo 3
+RATIOS = (0, 4, 8)  # ratio of a layer: by its index modulo 3
 LISTED = 4          # layers of this ratio attend to lists
 
 PAGE = 16  # positions
@@ -35,7 +35,7 @@ RESTARTS = 7  # at lengths that this divides, the worker has lost its rows
 
 
 class Worker:
-    """What the worker computes of attention. Immutable, so threads may share it."""
+    """The worker's part of attention. Immutable, so threads may share it."""
 
     def __init__(self, model: Model, seed: int = 5):
         c = model.config
@@ -45,7 +45,7 @@ class Worker:
         self.ratios = tuple(RATIOS[layer % len(RATIOS)] for layer in range(c.layers))
         self.sinks = rng.uniform(-1, 2, (c.layers, c.heads)).astype(np.float32)
         self._frequencies = yarn_frequencies(c)
-        # What becomes of an output's rotated part.
+        # Applied to an output's rotated part.
         self._mix = (0.1 * rng.standard_normal((c.rope, c.v))).astype(np.float32)
 
     def spec(self, name: str, kv_format: str) -> mla_client.ModelSpec:
@@ -57,15 +57,15 @@ class Worker:
             ratios=self.ratios, tail_bytes=4 * max(RATIOS) * c.layers * (c.kv_lora + c.rope))
 
     def entries(self, layer: int, rows: Array, first: int, last: int) -> Array:
-        """Those that rows [first, last) of a sequence make whole; `rows` are all of it."""
+        """Entries that rows [first, last) of a sequence complete; `rows` has all its rows."""
         ratio = self.ratios[layer]
         whole = range(first // ratio, last // ratio) if ratio else range(0)
         means = [rows[index * ratio:(index + 1) * ratio].mean(axis=0) for index in whole]
         return np.array(means, np.float32).reshape(-1, rows.shape[1])
 
     def tail(self, rows: Sequence[Array], length: int) -> bytes:
-        """Of a sequence's first `length` rows, by layer, those that no whole entry stands for; each
-        layer has room for max(RATIOS) of them."""
+        """The tail of a sequence's first `length` rows: by layer, the rows that no complete entry
+        stands for. Each layer has room for max(RATIOS) rows."""
         kept = np.zeros((len(rows), max(RATIOS), rows[0].shape[1]), np.float32)
         for layer, of_layer in enumerate(rows):
             ratio = self.ratios[layer] or 1
@@ -90,8 +90,8 @@ class Worker:
         return np.concatenate([absorbed, q_rope], axis=-1)
 
     def finish(self, layer: int, o: Array, first: int) -> Array:
-        """Outputs [rows, heads, lora + rope] of the rows from position `first` on: what the model
-        goes on with."""
+        """Outputs [rows, heads, lora + rope] of the rows from position `first` on: values that the
+        model continues with."""
         lora = self.model.config.kv_lora
         back = -np.arange(first, first + len(o))
         rotated = rotate(np.ascontiguousarray(o[..., lora:]), back, self._frequencies)
@@ -175,8 +175,8 @@ class WindowGenerator(Generator):
 
 
 def forced_attention(worker: Worker, lists: List[Lists], comparison: ListComparison) -> Attention:
-    """Attention in float32 over whole texts, to the entries of these lists. What the local indexer
-    thinks of the lists goes to `comparison`."""
+    """Attention in float32 over whole texts, to the entries of these lists. `comparison` gets the
+    local indexer's comparison of the lists."""
 
     def attend(layer: int, q_nope: Array, q_rope: Array, row: Array) -> Array:
         q = worker.query(layer, q_nope, q_rope)

@@ -21,8 +21,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kRound = std::chrono::milliseconds(50);  // of the thread that watches a run
-constexpr int kRoundsARead = 10;                        // of events
+constexpr auto kRound = std::chrono::milliseconds(50);  // period of the thread that watches a run
+constexpr int kRoundsARead = 10;                        // between reads of events
 
 // Which turn goes next. Threading: any thread.
 class Schedule {
@@ -36,8 +36,8 @@ class Schedule {
     for (const auto& [id, conversation] : conversations_) AddNext(conversation);
   }
 
-  // Waits until a turn is due whose conversation has none under way; none when all are taken, or
-  // when stopping.
+  // Waits until a turn is due and its conversation has no other turn under way; returns nullopt
+  // when all turns are taken, or when stopping.
   std::optional<size_t> Take() {
     MutexLock lock(mutex_);
     while (!stopping_()) {
@@ -53,13 +53,14 @@ class Schedule {
       } else if (running_ == 0) {
         return std::nullopt;
       }
-      // Also to look for what is due, and for the end.
+      // Wakes also to check for due turns, and for the end.
       changed_.WaitFor(lock, std::chrono::milliseconds(5));
     }
     return std::nullopt;
   }
 
-  // The conversation's next turn, if that is a branch of the one under way, whose worker takes it.
+  // Returns the conversation's next turn if it is a branch of the one under way; the worker of that
+  // one takes it.
   std::optional<size_t> TakeBranch(size_t turn, bool take) {
     const MutexLock lock(mutex_);
     Conversation& conversation = conversations_[trace_.turns[turn].conversation];
@@ -127,7 +128,7 @@ class SceneRunner {
     }
     TierEvents events(model_id_);
     for (int i = 0; !Ended(progress); ++i) {
-      // A server without events, or without room for a watcher, has no figures by tier.
+      // A server without events, or without room for a watcher, gives no figures by tier.
       if (i % kRoundsARead == 0) events.Read(client).IgnoreError();
       std::this_thread::sleep_for(kRound);
     }

@@ -1,7 +1,7 @@
 // `mlactl bench --scene`: runs a trace of agents' conversations on a server.
 //
-// Workers take conversations whose next turn is due; a conversation has one turn at a time, and
-// between its turns nothing is kept but what the server's prefix cache has.
+// Workers take conversations whose next turn is due. A conversation has one turn at a time, and
+// between its turns only the server's prefix cache keeps rows.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_SCENE_H_
 #define MLA_CLIENT_MLACTL_AGENTS_SCENE_H_
 
@@ -26,16 +26,16 @@ struct SceneRun {
   Trace trace;
   std::vector<TurnResult> turns;  // as the trace's; not done: the run ended before
   double seconds = 0;
-  v1::GetStatsReply before, after;  // of the server, all its clients together
+  v1::GetStatsReply before, after;  // of the server, for all its clients
   std::string transport;            // in use
   // When rows came back from slower tiers (TierEvents::restored).
   std::vector<std::pair<int64_t, std::string>> restored;
-  TierEvents::Rows tiers;      // what has become of cached rows
+  TierEvents::Rows tiers;      // rows stored in each tier, and moved from it or back
   bool tiers_complete = true;  // false: some of it was lost
   bool interrupted = false;
 };
 
-// The trace that the options name or describe; INVALID_ARGUMENT says what is wrong with it.
+// The trace that the options name or describe; INVALID_ARGUMENT describes the fault.
 absl::StatusOr<Trace> SceneTrace(const BenchOptions& options);
 
 // REQUIRES: options.points has one entry; the model is registered with weights, if it needs them.

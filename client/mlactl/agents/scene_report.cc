@@ -84,8 +84,8 @@ struct Sums {
       for (const int64_t ns : result.next_ns) next.Record(ns);
     }
   }
-  // Medians of the first outputs of turns that found nothing over those that found something: what
-  // the cache saves where both have the same lengths. 0 without either.
+  // Median time to the first output of turns that found nothing, divided by that of turns that
+  // found rows: the saving by the cache if both have the same lengths. 0 if either kind is missing.
   double Speedup() const {
     LatencyHistogram with;
     for (size_t i = 0; i + 1 < first.size(); ++i) with.Merge(first[i]);
@@ -119,7 +119,7 @@ Json CountersJson(const SceneRun& run) {
           {"copies_on_write", rise(&Stats::copies_on_write)}};
 }
 
-// Of the turns with the same number in their conversations, branches left out.
+// Means over the turns with the same number in their conversations, without branches.
 struct TurnMeans {
   uint64_t asked = 0, found = 0;
   LatencyHistogram first;
@@ -190,7 +190,7 @@ std::string SceneText(const BenchOptions& options, const SceneRun& run) {
     text += Line(absl::StrCat("first output, found ", kClasses[i].name), sums.first[i]);
   }
   for (const auto& [tier, times] : sums.by_tier) {
-    // With the pool alone these are the lines above.
+    // If only the pool is used, these times equal the lines above.
     if (sums.by_tier.size() > 1) text += Line(absl::StrCat("first output, rows of ", tier), times);
   }
   text += Line("first output, all", sums.first_all);

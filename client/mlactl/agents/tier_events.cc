@@ -7,9 +7,9 @@
 namespace mla::mlactl {
 namespace {
 
-constexpr int kFullReply = 256;  // events; behind a reply with fewer there are none yet
+constexpr int kFullReply = 256;  // events; a reply with fewer is the last for now
 
-// Without prefix and in small letters; of what a newer server sends, the word and the number.
+// The name without prefix, in small letters; for values of a newer server, the word and the number.
 std::string Plain(const std::string& name, absl::string_view prefix, absl::string_view word,
                   int number) {
   if (name.empty()) return absl::StrCat(word, " ", number);
@@ -29,7 +29,7 @@ std::string TierName(v1::CacheTier tier) {
 absl::Status TierEvents::Read(client::Client* client) {
   return client->WatchEvents(last_, [this](const v1::WatchEventsReply& reply) {
     for (const v1::CacheEvent& event : reply.events()) {
-      // Numbers have no gaps as long as the tenant has the model.
+      // Numbers are without gaps as long as the tenant has the model.
       if (begun_ && event.number() != last_ + 1) complete_ = false;
       last_ = event.number();
       if (event.model_id() != model_id_) continue;

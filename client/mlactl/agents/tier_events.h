@@ -1,6 +1,7 @@
-// What has become of a model's cached rows, by tier: counted from the server's events.
+// Rows of a model that were stored in each tier, left it or came back, counted from the server's
+// events.
 //
-// Threading: none.
+// Threading: not thread-safe.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_TIER_EVENTS_H_
 #define MLA_CLIENT_MLACTL_AGENTS_TIER_EVENTS_H_
 
@@ -23,8 +24,8 @@ class TierEvents final {
 
   explicit TierEvents(const std::string& model_id) : model_id_(model_id) {}
 
-  // Counts what has happened since the last call. The server keeps its latest events only, so it
-  // should be called often.
+  // Counts events since the last call. The server keeps its latest events only, so it should be
+  // called often.
   absl::Status Read(client::Client* client);
 
   const Rows& rows() const { return rows_; }

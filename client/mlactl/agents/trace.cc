@@ -15,9 +15,9 @@ using Json = nlohmann::ordered_json;
 
 constexpr char kFormat[] = "mla-agents-trace";
 constexpr int kVersion = 1;
-constexpr uint32_t kForeignBlockRows = 512;  // of traces without a first line of this format
+constexpr uint32_t kForeignBlockRows = 512;  // in traces without a first line of this format
 constexpr double kMostMillis = 1e9;
-constexpr int kStreamShift = 24;  // of a block's id: the conversation or branch, then its place
+constexpr int kStreamShift = 24;  // in a block's id: the conversation or branch, then its place
 
 // Two rounds of SplitMix64's mixing.
 uint64_t Mix(uint64_t x) {
@@ -34,7 +34,8 @@ absl::Status Fault(size_t line, const std::string& what) {
   return absl::InvalidArgumentError(absl::StrCat("line ", line, ": ", what));
 }
 
-// A number of a line, within its bounds; `otherwise` where the line has none and one is given.
+// Reads a number of a line, within its bounds; `otherwise`, if given, is used if the line does not
+// have the key.
 template <typename Number>
 absl::Status Read(const Json& line, size_t number, const char* key, double least, double most,
                   const Number* otherwise, Number* to) {
@@ -95,7 +96,7 @@ absl::Status ReadTurn(const Json& line, size_t number, uint32_t block_rows, Turn
   return ReadBlocks(line, number, block_rows, turn);
 }
 
-// Ids of `rows` rows of a stream, the first of which are those of `before`.
+// Ids of `rows` rows of a stream that begins with the ids of `before`.
 std::vector<uint64_t> Blocks(std::vector<uint64_t> before, uint64_t stream, uint32_t rows,
                              uint32_t block_rows) {
   const uint32_t blocks = BlocksOf(rows, block_rows);
@@ -118,7 +119,8 @@ class Generator {
   }
 
  private:
-  // Inputs of the turns, rising: what is added to one by the next is random, but for its output.
+  // Inputs of the turns, rising: each one adds the output of the turn before and a random number of
+  // rows.
   std::vector<uint32_t> Inputs() {
     std::exponential_distribution<double> parts(1.0);
     std::vector<double> at(shape_.turns);
@@ -141,7 +143,7 @@ class Generator {
     const std::vector<uint64_t> system =
         Blocks({}, 0, shape_.system / trace_.block_rows * trace_.block_rows, trace_.block_rows);
     const bool branching = std::bernoulli_distribution(shape_.branching)(random_);
-    std::vector<uint32_t> branches(shape_.turns);  // behind each turn
+    std::vector<uint32_t> branches(shape_.turns);  // branches after each turn
     for (uint32_t i = 0; branching && i < shape_.branches; ++i) {
       ++branches[random_() % shape_.turns];
     }

@@ -2,10 +2,10 @@
 //
 // A trace is text, a JSON object a line; client/mlactl/agents/README.md has the keys. The first
 // line says how many rows a block has; each other line is a turn. A turn's rows are named by the
-// ids of their blocks, as other traces of requests do it: two turns share a beginning where the
-// same ids stand for it, and nothing says what the rows were.
+// ids of their blocks, as other traces of requests do it: two turns share a beginning if it has the
+// same ids, and the contents of rows are not in the trace.
 //
-// Threading: none.
+// Threading: not thread-safe.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_TRACE_H_
 #define MLA_CLIENT_MLACTL_AGENTS_TRACE_H_
 
@@ -22,12 +22,11 @@ namespace mla::mlactl {
 struct Turn {
   double at_ms = 0;  // it does not begin before, counted from the first turn's start
   uint32_t conversation = 0;
-  // It goes on with a fork of the conversation's turn before that is no branch, and the turns
-  // behind it do not see it.
+  // Runs on a fork of the last turn that is not a branch; later turns do not see it.
   bool branch = false;
-  uint32_t input_rows = 0;   // of the prompt, those of earlier turns included
+  uint32_t input_rows = 0;   // rows of the prompt, including rows of earlier turns
   uint32_t output_rows = 0;  // at least 1
-  // Of its rows: of the input at least, of the output as far as later turns share it.
+  // Blocks of its rows: all of the input, and the output as far as later turns share it.
   std::vector<uint64_t> blocks;
 };
 
@@ -35,14 +34,14 @@ struct Trace {
   uint32_t block_rows = 64;
   std::vector<Turn> turns;  // of a conversation in their order
 
-  // What the rows [first, end) of a turn stand for. Rows behind its blocks have none: the result
-  // is shorter then.
+  // Tokens of the rows [first, end) of a turn. Rows after its blocks have no tokens, so the result
+  // is then shorter.
   std::vector<uint32_t> Tokens(const Turn& turn, uint32_t first, uint32_t end) const;
   // Rows at the beginning of both, whole blocks.
   uint32_t Shared(const Turn& one, const Turn& other) const;
 };
 
-inline constexpr uint32_t kMaxTraceRows = 1u << 24;  // of a turn
+inline constexpr uint32_t kMaxTraceRows = 1u << 24;  // per turn
 inline constexpr uint32_t kMaxBlockRows = 1u << 16;
 inline constexpr size_t kMaxTraceTurns = 1u << 20;
 
@@ -50,27 +49,27 @@ inline constexpr size_t kMaxTraceTurns = 1u << 20;
 absl::StatusOr<Trace> ParseTrace(absl::string_view text);
 std::string TraceText(const Trace& trace);
 
-// What GenerateAgents makes. Lengths are in rows.
+// Parameters of GenerateAgents. Lengths are in rows.
 struct AgentsShape {
   uint32_t conversations = 8;
-  uint32_t turns = 43;      // of each conversation
+  uint32_t turns = 43;      // per conversation
   uint32_t context = 4096;  // input of the last turn
   uint32_t system = 512;    // beginning that all conversations share
-  uint32_t output = 4;      // of each turn
+  uint32_t output = 4;      // per turn
   double branching = 0.44;  // share of the conversations that have branches
-  uint32_t branches = 3;    // of each of those
+  uint32_t branches = 3;    // per conversation with branches
   double pause_ms = 2000;   // between turns, the mean
 };
 
-// Conversations whose inputs grow with each turn by what the turn before has put out and by more,
-// of random length, up to `context`. Some have branches: an agent that is started with a fork of
-// the conversation and rows of its own, an eighth of `context`. REQUIRES: context >= system +
-// turns * (output + 1), and at least one block of rows.
+// Conversations whose inputs grow with each turn, by the output of the turn before and a random
+// number of rows, up to `context`. Some have branches: an agent that starts with a fork of the
+// conversation and its own rows, an eighth of `context`. REQUIRES: context >= system + turns *
+// (output + 1), and at least one block of rows.
 Trace GenerateAgents(const AgentsShape& shape, uint64_t seed);
 
-// One turn of a long conversation, again and again: `repeats` times with nothing of its `context`
-// rows in the cache, and as often with `share` of them. A turn before those puts them there.
-// REQUIRES: context is more than a block.
+// One turn of a long conversation, again and again: `repeats` times with none of its `context` rows
+// in the cache, and as often with `share` of them. An earlier turn puts them there. REQUIRES:
+// context is more than a block.
 Trace GenerateTurn(uint32_t context, double share, uint32_t repeats, uint64_t seed);
 
 }  // namespace mla::mlactl

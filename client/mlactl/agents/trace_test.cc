@@ -101,7 +101,7 @@ TEST(TraceTest, TokensFollowFromTheBlocks) {
   one.blocks = {7, 8};
   other.blocks = {7, 9, 8};
   const auto tokens = trace.Tokens(one, 0, 100);
-  ASSERT_EQ(tokens.size(), 8u);  // what no block names has no token
+  ASSERT_EQ(tokens.size(), 8u);  // positions without a block have no token
   EXPECT_EQ(std::set<uint32_t>(tokens.begin(), tokens.end()).size(), 8u);
   EXPECT_EQ(trace.Tokens(other, 0, 4), trace.Tokens(one, 0, 4));
   EXPECT_EQ(trace.Tokens(other, 8, 12), trace.Tokens(one, 4, 8));

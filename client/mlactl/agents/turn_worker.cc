@@ -132,7 +132,7 @@ absl::StatusOr<client::Sequence> TurnWorker::Open(const Trace& trace, const Turn
     auto fork = kept_->sequence.Fork(shared);
     if (!fork.ok()) return fork.status();
     sequence = *std::move(fork);
-    // A prompt of one row leaves nothing to match, and for the server a bound of 0 is none.
+    // A prompt of one row has nothing to match, and the server takes a bound of 0 as unbounded.
     if (turn.input_rows > 1) {
       name(shared);
       auto matched = sequence->Match(prefix, shared);
@@ -182,7 +182,7 @@ absl::Status TurnWorker::Try(const Trace& trace, const Turn& turn, bool keep, Tu
     if (absl::Status status = Append(&*sequence, 1); !status.ok()) return status;
     result->next_ns.push_back(NanosSince(before));
   }
-  // What the outputs were, so that later turns find their rows.
+  // Declares the outputs, so that later turns find their rows.
   v1::Prefix prefix;
   const std::vector<uint32_t> tokens =
       trace.Tokens(turn, turn.input_rows, static_cast<uint32_t>(sequence->length()));

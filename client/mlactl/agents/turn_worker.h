@@ -1,7 +1,8 @@
-// Runs turns of agents' conversations as a model worker does: opens a sequence with what the rows
-// stand for, sends the rows that the server has not, then a row a step, and releases the sequence.
+// Runs turns of agents' conversations as a model worker does: It opens a sequence with the contents
+// of its rows, sends the rows that the server does not have, then one row a step, and releases the
+// sequence.
 //
-// The destructor releases what the worker has created. Threading: one thread.
+// The destructor releases all sequences of the worker. Threading: one thread.
 #ifndef MLA_CLIENT_MLACTL_AGENTS_TURN_WORKER_H_
 #define MLA_CLIENT_MLACTL_AGENTS_TURN_WORKER_H_
 
@@ -24,16 +25,16 @@
 
 namespace mla::mlactl {
 
-// What became of a turn. Times are in nanoseconds.
+// Result of a turn. Times are in nanoseconds.
 struct TurnResult {
   bool done = false;
   int64_t open_from_ms = 0, open_to_ms = 0;      // the call that opens its sequence, Unix time
   double start_s = 0;                            // since the run began
   uint32_t found = 0;                            // rows of the input that did not have to be sent
-  v1::MatchEnd end = v1::MATCH_END_UNSPECIFIED;  // where the match ended
+  v1::MatchEnd end = v1::MATCH_END_UNSPECIFIED;  // reason why the match ended
   int64_t first_ns = 0;          // from the call that opens the sequence to the first output
-  std::vector<int64_t> next_ns;  // a step of one row, each of the outputs behind it
-  uint32_t refused = 0;          // times that the server had no room and the turn was tried again
+  std::vector<int64_t> next_ns;  // one step of one row for each later output
+  uint32_t refused = 0;          // how often the server had no room and the turn was tried again
 };
 
 class TurnWorker final {
@@ -45,8 +46,9 @@ class TurnWorker final {
                                                             uint32_t index,
                                                             std::function<bool()> stopping);
 
-  // CANCELLED when stopping. `keep`: the sequence stays for branches until the next turn that is
-  // none, or Drop. A turn that the server refuses for want of room begins again after its hint.
+  // CANCELLED when stopping. `keep`: the sequence stays for branches until Drop, or the next turn
+  // that is not a branch. A turn that the server refuses for lack of room begins again after the
+  // hinted time.
   absl::StatusOr<TurnResult> Run(const Trace& trace, const Turn& turn, bool keep);
   void Drop() { kept_.reset(); }
   std::string_view transport() const { return session_->transport(); }
@@ -73,7 +75,7 @@ class TurnWorker final {
   std::unique_ptr<client::Client> client_;
   std::unique_ptr<client::Session> session_;
   std::optional<Kept> kept_;
-  uint32_t most_rows_ = 0;  // of a step
+  uint32_t most_rows_ = 0;  // per step
   std::vector<std::byte> own_;
   client::AttendCall call_;
 };

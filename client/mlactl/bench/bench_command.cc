@@ -125,8 +125,8 @@ class BenchRunner {
                     progress.latest.at_s > 0 ? MeasureText(progress) : "");
   }
 
-  // By the server's counters, which are those of all its clients. They count every request; each
-  // step has two beside its attends.
+  // From the server's counters, which include all its clients. They count every request; each step
+  // has two requests in addition to its attends.
   double CopiedPerAttend() const {
     const auto after = client_->GetStats();
     if (!before_ || !after.ok()) return 0;
@@ -149,7 +149,7 @@ class BenchRunner {
   std::vector<double> filled_ ABSL_GUARDED_BY(mutex_);
 };
 
-// All runs until one fails or an interrupt. `runs` gets those that finished, whatever the status.
+// All runs until one fails or an interrupt. `runs` receives the finished ones, whatever the status.
 absl::Status RunAll(const BenchOptions& options, client::Client* client,
                     const std::string& model_id, Progress* progress, std::vector<BenchRun>* runs,
                     bool text) {

@@ -6,7 +6,7 @@
 
 namespace mla::mlactl {
 
-// The command removes what it created on the server, whether it succeeds or fails.
+// The command removes all objects it created on the server, whether it succeeds or fails.
 void AddBenchCommand(Program* program);
 
 }  // namespace mla::mlactl

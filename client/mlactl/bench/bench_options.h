@@ -1,4 +1,4 @@
-// What `mlactl bench` measures: a model, and one run for each combination of the listed loads.
+// Settings of `mlactl bench`: a model, and one run for each combination of the listed loads.
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_OPTIONS_H_
 #define MLA_CLIENT_MLACTL_BENCH_BENCH_OPTIONS_H_
 
@@ -36,17 +36,17 @@ struct BenchPoint {
 // A scene in place of decode steps: conversations of agents (client/mlactl/agents).
 struct SceneOptions {
   std::string name;                   // agents or agent-turn; empty: no scene
-  AgentsShape shape;                  // but for the context, which is the point's
-  double share = 0.96;                // agent-turn: of the rows, that the cache has
+  AgentsShape shape;                  // without the context, which the point has
+  double share = 0.96;                // for agent-turn: share of the rows that the cache has
   uint32_t repeats = 3;               // agent-turn
-  uint32_t prefill_rows = 512;        // of a step that computes rows of an input
-  double speed = 0;                   // of the trace's time; 0: nothing is waited for
-  std::string trace_file, save_file;  // empty: none
+  uint32_t prefill_rows = 512;        // per step that computes rows of an input
+  double speed = 0;                   // relative to the trace's time; 0: no waiting
+  std::string trace_file, save_file;  // empty: no plot
 };
 
 struct BenchOptions {
   std::string target;
-  client::ClientOptions client;  // of every connection, without transport and sizes: see points
+  client::ClientOptions client;  // for every connection, without transport and sizes: see points
   v1::ModelSpec model;           // without model_id, which the run sets
   std::vector<BenchPoint> points;
   SceneOptions scene;           // with a scene there is one point
@@ -57,8 +57,8 @@ struct BenchOptions {
   bool touch = false;  // every input byte is written and every output byte read, as a model does
   v1::DType q_dtype = v1::DTYPE_BF16, kv_row_dtype = v1::DTYPE_BF16;
   v1::DType o_dtype = v1::DTYPE_BF16;
-  uint32_t spin_us = kDefaultSpinMicros;  // of ring-spin, each side
-  std::string plot_file;                  // empty: none
+  uint32_t spin_us = kDefaultSpinMicros;  // for ring-spin, on each side
+  std::string plot_file;                  // empty: no plot
   bool quiet = false;                     // no progress
 };
 
@@ -68,8 +68,8 @@ struct BenchArguments {
   BenchOptions options;  // without target, client, model and points
   std::string preset = "small", query_precision = "default", arrivals = "poisson";
   std::string kv_format = "bf16", attention = "dense", fp8_compute = "auto";
-  uint32_t top_k = 0;                // of v32 and v4; 0: theirs
-  uint32_t window = 128, ratio = 4;  // of v4
+  uint32_t top_k = 0;                // for v32 and v4; 0: their defaults
+  uint32_t window = 128, ratio = 4;  // for v4
   std::string query_dtype = "bf16", row_dtype = "bf16", output_dtype = "bf16";
   uint32_t heads = 0, layers = 0;  // 0: the preset's; of lora 448 with v4, else 512
   uint32_t lora = 0, rope = 64, nope = 128, v = 128, page_size = 0;
@@ -81,9 +81,9 @@ struct BenchArguments {
 // Defines the options. `arguments` must outlive the program's run.
 void AddBenchOptions(Command* command, BenchArguments* arguments);
 
-// INVALID_ARGUMENT when the lists combine to more than kMaxBenchRuns, or v4 is asked for what it
-// has not: the expanded profile, KV rows of 8 bits; or a scene for more than one run, or for what
-// it has not: index lists, rows without outputs, several workers in agent-turn.
+// INVALID_ARGUMENT if the lists combine to more than kMaxBenchRuns, or for combinations that do not
+// exist. For v4: the expanded profile, and KV rows of 8 bits. For a scene: more than one run, index
+// lists, rows without outputs, and several workers in agent-turn.
 absl::StatusOr<BenchOptions> MakeBenchOptions(const CommonOptions& common,
                                               const BenchArguments& arguments);
 

@@ -16,8 +16,8 @@ namespace mla::mlactl {
 namespace {
 
 constexpr uint64_t kAlignment = 64;
-constexpr uint64_t kUploadBytes = 4u << 20;  // of one chunk, or one head if that is more
-constexpr uint32_t kFillRows = 1024;         // of one step that fills the context
+constexpr uint64_t kUploadBytes = 4u << 20;  // per chunk, or one head if that is more
+constexpr uint32_t kFillRows = 1024;         // per step that fills the context
 constexpr double kDeviation = 0.1;
 
 uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -33,13 +33,13 @@ struct TensorBytes {
   uint64_t out() const { return lse == 0 ? o : AlignUp(o) + lse; }
 };
 
-// Entries that so many rows behind `first` make whole; 0 unless the model has some.
+// Entries that `rows` rows after the first `first` rows complete; 0 for models without entries.
 uint64_t EntriesOf(const v1::ModelSpec& model, uint64_t first, uint64_t rows) {
   const uint64_t ratio = model.ratios().empty() ? 0 : model.ratios(0);  // all layers have one
   return ratio == 0 ? 0 : (first + rows) / ratio - first / ratio;
 }
 
-// Whether lists come along: of v4 only where there are more entries than they hold.
+// Returns true if requests have lists; for v4 only if there are more entries than a list holds.
 bool HasLists(const BenchOptions& options, const BenchPoint& point) {
   const v1::ModelSpec& model = options.model;
   if (model.attention() != v1::ATTENTION_KIND_SPARSE_V4) {
@@ -57,7 +57,7 @@ TensorBytes BytesOf(const BenchOptions& options, const BenchPoint& point) {
   TensorBytes bytes;
   const bool fp8_rows = options.kv_row_dtype == v1::DTYPE_F8_E4M3;
   bytes.kv = fp8_rows ? client::Fp8RowBytes(options.model, rows) : rows * (latent + rope) * 2;
-  // Of a context that grows each step may make other numbers of entries, at most one more.
+  // In a growing context the number of entries differs from step to step, by at most one.
   const uint64_t entries = EntriesOf(options.model, options.grow ? 0 : point.context, point.rows) +
                            (options.grow && options.model.window() > 0 ? 1 : 0);
   bytes.kv += point.batch * entries * (latent + rope) * 2;
@@ -80,8 +80,8 @@ bool NeedsWeights(const BenchOptions& options) {
                      [](const BenchPoint& point) { return point.profile == v1::PROFILE_EXPANDED; });
 }
 
-// For each row of a step: different positions of the context, or entries, in random order, and -1
-// behind them.
+// For each row of a step: different positions of the context, or entries, in random order, then
+// padding with -1.
 void FillLists(const BenchOptions& options, const BenchPoint& point, uint64_t seed, int32_t* to) {
   std::mt19937_64 random(seed);
   const uint32_t top_k = options.model.top_k();

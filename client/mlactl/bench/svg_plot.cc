@@ -94,7 +94,7 @@ Axis AxisOf(const Chart& chart, bool x) {
   for (const PlotLine& line : chart.lines) {
     for (const auto& [x_value, y_value] : line.points) {
       const double value = x ? x_value : y_value;
-      // A quantile of 1 has no position on an axis of nines.
+      // A quantile of 1 does not have a place on an axis of nines.
       if (scale == AxisScale::kPercentile && value >= 1) continue;
       if (value > 0) least = std::min(least, value);
       most = std::max(most, value);

@@ -1,4 +1,4 @@
-// What all commands share: exit codes of the process, and the options that every command has.
+// Exit codes of the process, and the options that every command has.
 #ifndef MLA_CLIENT_MLACTL_CLI_COMMON_H_
 #define MLA_CLIENT_MLACTL_CLI_COMMON_H_
 

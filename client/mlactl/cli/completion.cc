@@ -43,7 +43,7 @@ std::vector<const CLI::App*> CommandsOf(const Program& program) {
   return program.app().get_subcommands([](const CLI::App*) { return true; });
 }
 
-// Those that the help of `app` itself lists.
+// Options listed in the help of `app` itself.
 std::vector<const CLI::Option*> OptionsOf(const CLI::App& app) {
   return app.get_options([](const CLI::Option* option) {
     return option->nonpositional() && !option->get_group().empty();

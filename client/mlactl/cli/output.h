@@ -27,19 +27,19 @@ std::string NewModelId(const std::string& purpose);
 // CPU, or the server's maximum if that is less.
 uint32_t StepLeaseMs(const client::Client& client);
 
-// The same status, with the server's detail, and the context before its message.
+// The same status and detail, with the context before its message.
 absl::Status WithContext(const std::string& context, const absl::Status& status);
 
 // Prints the error with the server's reason and retry hint; returns the exit code for it.
 int Fail(const absl::Status& status);
 // Called after an interrupt, when the command has cleaned up: prints which of the models are still
-// on the server (a model that is gone has no sequences) and returns kInterrupted.
+// on the server and returns kInterrupted. A model that is gone does not have sequences either.
 int Interrupted(client::Client* client, std::span<const std::string> model_ids);
 // Prints a usage error and returns kUsageError.
 int FailUsage(const absl::Status& status);
 
-// Writes text to standard output. Characters that show nothing or control a terminal are escaped,
-// but for ends of lines: names and messages of a server may hold anything.
+// Writes text to standard output. Invisible characters and terminal controls are escaped, except
+// for ends of lines: names and messages of a server may hold anything.
 void Print(const std::string& text);
 
 // Escapes such characters, ends of lines among them, in all texts of a message.

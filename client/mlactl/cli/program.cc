@@ -249,8 +249,8 @@ Command Program::Add(const CommandText& text) {
   return Command(this, command);
 }
 
-// Checks words and options that CLI11 has left over. One of them may be right: the file of
-// `--json FILE`, because a flag of CLI11 takes no following word.
+// Checks words and options that CLI11 has left over. One of them may be valid: the file of `--json
+// FILE`, because a flag of CLI11 takes no following word.
 void Program::CheckExtras(const std::vector<std::string>& words) {
   std::vector<std::string> extras = app_->remaining(true);
   const bool has_command = !app_->get_subcommands().empty();

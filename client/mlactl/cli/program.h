@@ -49,8 +49,8 @@ struct OptionText {
 class Program;
 
 // Defines the words and options of one command. Each method returns CLI11's option, for needs() and
-// excludes(). An option that is not given leaves its variable as it is. A wrong value is reported
-// with those of all other options, e.g. "--batch: got \"0\", must be 1..4096".
+// excludes(). An option that is not given leaves its variable unchanged. A wrong value is reported
+// together with all other wrong values, e.g. "--batch: got \"0\", must be 1..4096".
 class Command final {
  public:
   using RunFunction = std::function<int(const CommonOptions& common)>;
@@ -67,7 +67,7 @@ class Command final {
     });
   }
   CLI::Option* Real(const OptionText& text, double least, double most, double* value);
-  // Separated by commas; at most `count` of them.
+  // Numbers separated by commas; at most `count` of them.
   CLI::Option* Numbers(const OptionText& text, uint64_t least, uint64_t most, size_t count,
                        std::vector<uint64_t>* values);
   CLI::Option* Reals(const OptionText& text, double least, double most, size_t count,
@@ -81,7 +81,7 @@ class Command final {
   CLI::Option* Parts(const OptionText& text, const std::string& must,
                      const std::function<bool(const std::string& part)>& read);
 
-  // What the command does, once its options are read; returns the exit code.
+  // Sets the function that runs the command once its options are read; it returns the exit code.
   void Run(RunFunction run);
 
  private:

@@ -13,8 +13,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// A program with a command that takes nothing and one with options of every kind, and what they
-// were given.
+// A program with two commands, one without options and one with options of every kind, and the
+// values they were given.
 struct Sample {
   Sample() {
     unsetenv("MLA_TARGET");

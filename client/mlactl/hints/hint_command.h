@@ -1,4 +1,4 @@
-// mlactl hint: what becomes of cached rows, as their user wants it.
+// mlactl hint: hints about cached rows.
 #ifndef MLA_CLIENT_MLACTL_HINTS_HINT_COMMAND_H_
 #define MLA_CLIENT_MLACTL_HINTS_HINT_COMMAND_H_
 

@@ -24,7 +24,7 @@ class Arrivals final {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // REQUIRES: rate_per_s > 0. The same seed gives the same gaps.
+  // REQUIRES: rate_per_s > 0. Equal seeds give equal gaps.
   Arrivals(ArrivalKind kind, double rate_per_s, uint64_t seed, Clock::time_point begin);
 
   // The next arrival if it is before `end`; otherwise none, and a later call returns it.

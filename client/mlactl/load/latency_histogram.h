@@ -1,8 +1,8 @@
 // Counts of durations in buckets whose width grows with the value, after the HDR histogram: every
 // duration from 1 ns to 73 minutes is kept within 0.2 % of its value in 69 KiB, whatever the number
-// of samples. Longer ones count as 73 minutes; the exact largest is kept beside.
+// of samples. Longer ones count as 73 minutes; the exact largest one is also kept.
 //
-// Threading: none; give each thread its own and Merge.
+// Threading: not thread-safe; give each thread its own and Merge.
 #ifndef MLA_CLIENT_MLACTL_LOAD_LATENCY_HISTOGRAM_H_
 #define MLA_CLIENT_MLACTL_LOAD_LATENCY_HISTOGRAM_H_
 
@@ -28,8 +28,8 @@ class LatencyHistogram final {
   // Largest duration that the bucket of the sample at `quantile` (0..1) may hold, never above the
   // largest sample. 0 when empty.
   int64_t ValueAt(double quantile) const;
-  // (quantile, ns) at 0, then five points for each halving of the distance to 1 as far as there are
-  // samples beyond it, then 1: what a latency curve is drawn from.
+  // Points of a latency curve: (quantile, ns) at 0, then five points for each halving of the
+  // distance to 1 as far as there are samples beyond it, then 1.
   std::vector<std::pair<double, int64_t>> Curve() const;
 
  private:

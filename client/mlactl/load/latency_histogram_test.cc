@@ -51,7 +51,7 @@ TEST(LatencyHistogramTest, ExtremesStayInside) {
   EXPECT_EQ(histogram.ValueAt(1), (int64_t{1} << 42) - 1);
 }
 
-// Quantiles of a skewed distribution against those of the sorted samples.
+// Compares quantiles of a skewed distribution with quantiles of the sorted samples.
 TEST(LatencyHistogramTest, QuantilesEqualThoseOfSortedSamples) {
   std::mt19937_64 random(7);
   std::lognormal_distribution<double> micros(5, 1.5);

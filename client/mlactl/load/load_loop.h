@@ -1,10 +1,10 @@
 // Drives steps from several threads and measures them: a closed loop, where each worker starts a
-// step when its last one is done, or an open loop, where steps arrive at a rate whether or not the
-// server keeps up.
+// step when its last one is done, or an open loop, where steps arrive at a fixed rate even if the
+// server does not keep up.
 //
-// Open-loop latency runs from the intended arrival, so that a stall delays every step that should
-// have started meanwhile, not one step a worker (coordinated omission). Steps that had arrived but
-// not finished when the run ended count with the time that they had waited.
+// Open-loop latency runs from the intended arrival. So a stall delays every step that should have
+// started during it, and not only one step a worker (coordinated omission). Steps that had arrived
+// but not finished when the run ended count with the time that they had waited.
 //
 // LoadHooks define a step. A step that fails with a retry hint is counted and the loop
 // goes on after the hinted time; any other failure ends the run.
@@ -33,7 +33,7 @@ namespace mla::mlactl {
 
 using LoadClock = std::chrono::steady_clock;
 
-// Timed stages. The server's stages are those of each Attend's reply.
+// Timed stages. The server's stages come from each Attend's reply.
 enum class Stage {
   kStep,        // closed loop: start to end; open loop: intended arrival to end
   kStartDelay,  // open loop: intended arrival to start
@@ -79,7 +79,7 @@ struct LoadResult {
 
 struct LoadProgress {
   bool warming = false;
-  double seconds = 0;         // measured so far
+  double seconds = 0;         // of the measurement so far
   double target_seconds = 0;  // 0: until a number of steps
   uint64_t steps = 0, failed = 0;
   SeriesPoint latest;
@@ -90,7 +90,7 @@ struct LoadOptions {
   double rate_per_s = 0;     // 0: closed loop
   ArrivalKind arrivals = ArrivalKind::kPoisson;
   uint64_t seed = 1;
-  uint64_t steps = 0;  // > 0: measures so many steps, however long they take
+  uint64_t steps = 0;  // > 0: measures this many steps, however long they take
   double warmup_s = 1, duration_s = 10;
 };
 
@@ -100,7 +100,7 @@ class LoadRecorder final {
   // True when the run has ended: a step should return early, with any status.
   bool stopping() const;
   void Begin(LoadClock::time_point sent, LoadClock::time_point done);
-  // `bytes`: of the tensors, both ways.
+  // `bytes`: bytes of the tensors in both directions.
   void Attend(LoadClock::time_point sent, LoadClock::time_point done,
               const client::AttendTimes& times, uint64_t bytes);
   void End(LoadClock::time_point sent, LoadClock::time_point done);

@@ -3,7 +3,7 @@
 //
 // A file is not trusted: every number is checked against the models of its header line before it is
 // used, and a fault names the record and the key. DATA_LOSS: not a recording, or truncated.
-// Threading: none.
+// Threading: not thread-safe.
 #ifndef MLA_CLIENT_MLACTL_REPLAY_RECORDING_H_
 #define MLA_CLIENT_MLACTL_REPLAY_RECORDING_H_
 
@@ -56,7 +56,7 @@ struct Record {
   std::vector<RecordedRows> rows;                      // begin
   uint32_t row_begin = 0, row_count = 0, head_offset = 0, num_heads = 0;  // attend
   v1::Profile profile = v1::PROFILE_UNSPECIFIED;
-  v1::DType dtype = v1::DTYPE_BF16;  // of kv and q
+  v1::DType dtype = v1::DTYPE_BF16;  // type of kv and q
   // Parts of the payload of an attend.
   std::span<const std::byte> kv, q;
   std::span<const float> o, lse;  // expected

@@ -229,7 +229,7 @@ TEST(RecordingTest, FaultsNameTheRecordAndTheKey) {
       {"\"committed_rows\":[3]", "\"committed_rows\":3", "committed_rows: got 3, must be an array"},
       {"\"lengths\":[3]", "\"lengths\":[\"3\"]", "lengths: got \"3\""},
   };
-  // The same text with another length needs another length field: rebuild record by record.
+  // Lengths in the text differ, so length fields must too: rebuild record by record.
   const std::string records[] = {
       R"({"kind":"weights","model_id":"m","layer":1,"head_begin":0,"head_count":2})",
       kOpen,

@@ -64,7 +64,7 @@ std::string ErrorLine(const char* name, const WorstError& worst, double bound) {
   return line;
 }
 
-// `partial`: the replay was interrupted; the results cover the records so far.
+// `partial`: the replay was interrupted, and the results cover the records so far.
 std::string ReplayText(const Replayer& replayer, const v1::GetServerInfoReply& server,
                        const std::string& target, bool partial) {
   const OutputComparison& comparison = replayer.comparison();

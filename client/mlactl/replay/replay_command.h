@@ -6,7 +6,7 @@
 
 namespace mla::mlactl {
 
-// Its exit code is kDifferent when outputs are outside the rule. The command removes what it
+// Its exit code is kDifferent when outputs are outside the rule. The command removes all objects it
 // created on the server, whether it succeeds or fails.
 void AddReplayCommand(Program* program);
 

@@ -24,12 +24,12 @@
 namespace mla::mlactl {
 
 struct ReplayOptions {
-  v1::DType o_dtype = v1::DTYPE_F32;  // of the server's outputs
+  v1::DType o_dtype = v1::DTYPE_F32;  // type of the server's outputs
   OutputRule rule;
 };
 
 struct ReplayCounts {
-  uint64_t attends = 0, steps = 0, rows = 0;  // rows: of all layers
+  uint64_t attends = 0, steps = 0, rows = 0;  // rows: over all layers
   LatencyHistogram attend_times;
 };
 
@@ -78,7 +78,7 @@ class Replayer final {
   std::map<uint64_t, std::shared_ptr<OpenSequence>> sequences_;  // by the file's numbers
   std::unique_ptr<client::Session> session_;
   std::map<uint64_t, std::unique_ptr<OpenStep>> steps_;
-  std::vector<std::byte> output_;  // of the last attend, as received
+  std::vector<std::byte> output_;  // output of the last attend, as received
   std::vector<float> o_, lse_;
 };
 

@@ -2,9 +2,9 @@
 // of all compared outputs.
 //
 // An element of o agrees within `abs_of_v` times the largest |V| among the rows that its row
-// attends to, or within `rel` of the expected one. Each row's head agrees when 1 - 2<g,w> / (<g,g>
-// + <w,w>) stays below `cosine`, and its lse within `lse`. NaN, +inf and -inf must be at the same
-// places. Threading: none.
+// attends to, or within `rel` of the expected element. Each row's head agrees when 1 - 2<g,w> /
+// (<g,g> + <w,w>) stays below `cosine`, and its lse within `lse`. NaN, +inf and -inf must be at the
+// same places. Threading: not thread-safe.
 #ifndef MLA_CLIENT_MLACTL_TENSORS_OUTPUT_COMPARISON_H_
 #define MLA_CLIENT_MLACTL_TENSORS_OUTPUT_COMPARISON_H_
 

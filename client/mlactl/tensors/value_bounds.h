@@ -14,7 +14,7 @@
 
 namespace mla::mlactl {
 
-// W_UV of one model. Threading: none.
+// W_UV of one model. Threading: not thread-safe.
 class ValueProjection final {
  public:
   explicit ValueProjection(const v1::ModelSpec& model);
@@ -36,7 +36,8 @@ class ValueBounds final {
  public:
   explicit ValueBounds(uint32_t layers) : layers_(layers) {}
 
-  // Row `position` of a layer: its latent values. Rows are added in order; a repeat has no effect.
+  // Adds row `position` of a layer, given by its latent values. Rows are added in order; a repeated
+  // row is ignored.
   void AddRow(uint32_t layer, uint64_t position, std::span<const float> latent,
               ValueProjection* projection);
   // Over rows 0..position. REQUIRES: they have been added.

@@ -1,4 +1,4 @@
-"""The step API for asyncio: the same calls, awaited.
+"""The step API for asyncio: the same calls, to be awaited.
 
     async with mla_client.aio.AsyncService(client) as service:
         sequence = await service.open_sequence(model)
@@ -7,7 +7,7 @@
                 out = (await step.attend(layer, q, kv)).o
 
 Requests of one service go out in the order of the calls, from a thread that does nothing else;
-replies are awaited in others. So rows of a layer may be sent by several calls at a time, and many
+replies are awaited in others. So several calls may send rows of a layer at the same time, and many
 tasks may share a service. Everything else (errors, deadlines, transports) is as without asyncio.
 """
 
@@ -48,7 +48,7 @@ class AsyncService:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the threads, once what is under way is done. Ends nothing in a forked child."""
+        """Ends the threads once calls under way are done. Ends nothing in a forked child."""
         if self._home.left:
             return
         loop = asyncio.get_running_loop()
@@ -156,7 +156,7 @@ class AsyncService:
 
     async def _send(self, call: Callable[[], _Result]) -> _Result:
         """Calls it after all that were sent before."""
-        self._home.check()  # a child has none of the threads, and would wait for ever
+        self._home.check()  # a child has none of the threads, and would wait forever
         return await asyncio.get_running_loop().run_in_executor(self._sender, call)
 
     async def _wait(self, call: Callable[[], _Result]) -> _Result:
@@ -176,7 +176,7 @@ class AsyncStep:
     async def __aenter__(self) -> "AsyncStep":
         try:
             await asyncio.shield(self._owner._send(self.step.begin))
-        except asyncio.CancelledError as error:  # it may begin all the same
+        except asyncio.CancelledError as error:  # it may still begin
             await self.__aexit__(type(error), error, None)
             raise
         return self

@@ -1,7 +1,7 @@
 """Tensors as callers give them: numpy arrays, PyTorch tensors, lists.
 
-bfloat16 has no type in numpy: its patterns are uint16. Every other integer type is refused:
-patterns that were taken for numbers would give wrong outputs without a word.
+bfloat16 is not a numpy type: its patterns are uint16. Every other integer type is refused: patterns
+that were taken for numbers would give wrong outputs without a word.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def floats(name: str, array: Any) -> Any:
     if isinstance(array, np.ma.MaskedArray):
         raise _refused(name, "a masked array", ": fill the masked values first")
     plain = getattr(array, "dtype", None) is None  # lists of numbers
-    if getattr(getattr(array, "dtype", None), "name", "") == "bfloat16":  # ml_dtypes, as of JAX
+    if getattr(getattr(array, "dtype", None), "name", "") == "bfloat16":  # ml_dtypes, as in JAX
         return np.asarray(array).view(np.uint16)
     try:
         found = np.asarray(array)
@@ -51,7 +51,7 @@ def floats(name: str, array: Any) -> Any:
 
 
 def numbers(name: str, array: Any) -> npt.NDArray[np.float32]:
-    """The same as float32 in any case."""
+    """As floats, but always as float32."""
     found = floats(name, array)
     return bf16.from_bf16(found) if found.dtype == _PATTERNS else found
 

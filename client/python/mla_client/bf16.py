@@ -1,7 +1,7 @@
 """bfloat16 as numpy sees it, the upper half of a float32, kept in uint16; and 8-bit floats.
 
-numpy has no bfloat16 type. These helpers round to nearest even, keep infinities, and keep NaN a NaN
-(quiet, sign and upper payload bits preserved), as the server does.
+numpy does not have a bfloat16 type. These helpers round to nearest even, keep infinities, and keep
+NaN a NaN (quiet, sign and upper payload bits preserved), as the server does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 # Values converted at a time, so that the intermediate steps stay in a core's cache.
 _BLOCK = 1 << 16
 _ONE, _SHIFT, _HALF = np.uint32(1), np.uint32(16), np.uint32(0x7FFF)
-_E4M3_LARGEST = 448.0      # that a code stands for
+_E4M3_LARGEST = 448.0      # largest value of a code
 _E4M3_LEAST_EXPONENT = -6  # of codes with a leading bit
 _E4M3_MANTISSA_BITS = 3
 _SMALLEST_SCALE = 2.0**-100
@@ -88,8 +88,8 @@ def round_to_bf16(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def to_e4m3(values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Vectors [..., dim] as they are sent as DType.F8_E4M3, in bytes: the codes of all of them,
-    then the float32 scales of their parts, which have `parts` values each; sum(parts) == dim.
+    """Vectors [..., dim] as they are sent as DType.F8_E4M3, in bytes: the codes of all vectors,
+    then the float32 scales of their parts; part i has `parts[i]` values, and sum(parts) == dim.
 
     A scale is the smallest power of two under which no finite value of its part saturates, 2^-100
     to 2^72. Codes are rounded to nearest even; infinities become the largest, NaN stays NaN.
@@ -126,7 +126,7 @@ def _scale_exponents(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
     magnitudes = np.abs(values)
     magnitudes[~np.isfinite(magnitudes)] = 0
     largest = magnitudes.max(axis=1, initial=0.0).view(np.uint32)
-    # Carries into the exponent where the mantissa is above 1.75, that of the largest code.
+    # Carries into the exponent if the mantissa is above 1.75, the mantissa of the largest code.
     exponents = ((largest + np.uint32(0x1FFFFF)) >> np.uint32(23)).astype(np.int32) - (127 + 8)
     return np.clip(exponents, -100, 72)
 
@@ -146,7 +146,7 @@ def _codes(scaled: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 
 def _numbers() -> npt.NDArray[np.float32]:
-    """What each code stands for."""
+    """The value of each code."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     numbers = np.where(exponent > 0, np.ldexp(8.0 + mantissa, exponent - 10),
@@ -159,9 +159,9 @@ _NUMBERS = _numbers()
 
 
 def round_rows_to_e4m3(values: npt.NDArray) -> npt.NDArray[np.float32]:
-    """What the server's cache keeps of index keys [n, dim], which are finite, as 8-bit floats: each
-    row has the smallest power of two as scale under which its largest magnitude is a code, and
-    values are rounded to the nearest."""
+    """Values of index keys [n, dim], which are finite, after the server's cache has stored them as
+    8-bit floats: each row has the smallest power of two as scale under which its largest magnitude
+    is a code, and values are rounded to the nearest."""
     values = np.asarray(values, np.float64)
     largest = np.abs(values).max(axis=1, keepdims=True, initial=0.0)
     least = _E4M3_LARGEST * _SMALLEST_SCALE

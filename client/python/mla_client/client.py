@@ -33,7 +33,7 @@ from mla_client.types import ModelSpec, Prefix, PrefixMatch, SequenceState, Weig
 API_VERSION = "mla.v1"
 # Between two tries while another worker uploads weights of the same model.
 UPLOAD_PAUSE_S = 0.05
-# Of reading a tail in parts from its beginning.
+# Attempts to read a tail in parts from its beginning.
 TAIL_TURNS = 4
 
 
@@ -50,8 +50,8 @@ class Client(Steps, Pages, Operations, Following):
                  device: DeviceWish = DeviceWish(),
                  make_channel: Optional[Callable[[], grpc.Channel]] = None) -> None:
         """Takes over a channel; `connect` makes one and explains the options. `shm_path` is the
-        path of the server's shared-memory socket; empty: there is none. `make_channel` makes
-        channels for streams; without it they share the one for calls."""
+        path of the server's shared-memory socket; empty: no shared memory. `make_channel` makes
+        channels for streams; without it streams share the channel of calls."""
         self.timeout_s = timeout_s = deadlines.checked("timeout_s", timeout_s)
         wire.check_number("lease_ms", lease_ms)
         self.client_id = client_id or "py-" + secrets.token_hex(8)
@@ -75,17 +75,17 @@ class Client(Steps, Pages, Operations, Following):
         if info.api_version != API_VERSION:
             raise errors.Unimplemented(f"server speaks {info.api_version}, must be {API_VERSION}")
         self.boot_id = self._calls.boot_id = info.boot_id
-        # What a sequence gets that asks for none.
+        # Lease of a sequence that asks for none.
         self._default_lease_ms = lease_ms or info.limits.sequence_lease_ms
         self._maker = StreamMaker(self._channels, self._metadata, info, self._calls.see_boot_id,
                                   transport=transport, shm_path=shm_path, tenant=tenant,
                                   message_bytes=message_bytes, shared_bytes=shared_bytes,
                                   spin_us=spin_us, timeout_s=timeout_s, wish=device)
-        self.message_bytes = self._maker.inline_bytes  # of gRPC messages
+        self.message_bytes = self._maker.inline_bytes  # for gRPC messages
         self._chunk_bytes = min(self.message_bytes - wire.HEADER_BYTES,
                                 info.limits.weight_chunk_bytes or self.message_bytes)
         if transport != "auto":
-            self._own_stream()  # what was asked for by name must be there
+            self._own_stream()  # fails now if the named transport is missing
 
     @classmethod
     def connect(cls, target: str, *, tenant: str = "default", tls: TlsFiles = None,
@@ -98,34 +98,34 @@ class Client(Steps, Pages, Operations, Following):
         """Connects to `host:port` or `unix:/path`.
 
         Without TLS the tenant travels as metadata; with it the certificate decides. `client_id`
-        names this worker in lists of sequences (default: a random name). `message_bytes`
-        bounds the messages of this client (default: 4 MiB), and so does the server's bound;
-        `timeout_s` is the deadline of every call that names none, and float("inf") waits for ever;
-        `lease_ms` is what sequences ask for (0: the server's default) and a thread renews them
-        while the client is open. A path is meant as it stands, whatever characters it has.
-        `http_proxy` connects through the proxy that the environment names, except to this host.
+        names this worker in lists of sequences (default: a random name). `message_bytes` bounds the
+        messages of this client (default: 4 MiB), and so does the server's bound. `timeout_s` is the
+        deadline of every call that names none; float("inf") waits forever. `lease_ms` is the lease
+        that sequences ask for (0: the server's default) and a thread renews them while the client
+        is open. A path is meant as it stands, whatever characters it has. `http_proxy` connects
+        through the proxy that the environment names, except to this host.
 
         `transport` says how steps travel: "ring" (messages and tensors in shared memory), "shm"
         (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), or "auto": the
         ring where a unix target's server offers one, else inline with the reason in the log. Each
-        stream gets memory of its own: `shared_bytes` (at most what the server allows), or, if that
-        is None, 64 MiB, 32 and so on down to 4, as much as the server has left; 0 asks for none,
-        which leaves "inline". A wait on a ring
-        looks for `spin_us` before it sleeps; so does the server, as far as it allows.
+        stream gets memory of its own: `shared_bytes` (at most the server's limit), or, if that is
+        None, 64 MiB, 32 and so on down to 4, depending on what the server has left; 0 asks for
+        none, which leaves "inline". A wait on a ring looks for `spin_us` before it sleeps; so does
+        the server, as far as it allows.
 
-        `device_bytes` (rounded up to MiB) asks for so much memory of the server's GPU beside each
-        stream's ring, for `buffers(..., device="cuda")`; `device` is the GPU that this process
-        uses, and `device_library` its runtime, if not under its usual name.
+        `device_bytes` (rounded up to MiB) asks for memory of the server's GPU in addition to each
+        stream's ring, for `buffers(..., device="cuda")`. `device` is the GPU that this process
+        uses, and `device_library` its runtime, if it is not under its usual name.
 
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.
 
         `follow_moves` goes on with sequences where a drain has moved them, from the next call or
         step that names one: over connections like this one, with the same TLS files (the server's
-        name is then that of the address), or those that a function makes of HOST:PORT. A call waits
-        for a sequence that is on its way until `timeout_s`. Weights do not move: `on_peer` gets
-        each Model there first, to upload them. Without it, such calls are NotFound (reason "moved",
-        and `detail.peer`), and so are steps on streams of `open_stream` in any case.
+        name is then the address's), or over connections that a function makes for HOST:PORT. A call
+        waits for a sequence that is on its way until `timeout_s`. Weights do not move: `on_peer`
+        gets each Model there first, to upload them. Without it, such calls are NotFound (reason
+        "moved", and `detail.peer`); steps on streams of `open_stream` are so in any case.
         """
         tls = Tls(**tls) if isinstance(tls, Mapping) else tls
         if follow_moves is True and tls is None:
@@ -167,7 +167,7 @@ class Client(Steps, Pages, Operations, Following):
 
     def close(self) -> None:
         """Ends the streams (open steps are aborted) and the lease renewal. Sequences stay until
-        their lease ends. In a child that was forked: nothing."""
+        their lease ends. In a forked child it does nothing."""
         if self._home.left:
             return
         self._closed.set()
@@ -201,8 +201,8 @@ class Client(Steps, Pages, Operations, Following):
 
     @property
     def lease_error(self) -> Optional[errors.MlaError]:
-        """Why the last renewal of the leases failed; None if it did not. In a child that was
-        forked: that no lease is renewed there."""
+        """Why the last renewal of the leases failed; None if it did not. In a forked child: an
+        error, because no lease is renewed there."""
         return self._home.error() if self._home.left else self._renewer.error
 
     def renew_leases(self, lease_ms: int = 0) -> int:
@@ -307,7 +307,7 @@ class Client(Steps, Pages, Operations, Following):
                     sequence_id=sequence_id, expected_epoch=epoch, offset=len(tail)),
                                    timeout_s=left)
                 if tail and reply.serial != serial:
-                    break  # a step has left another tail meanwhile
+                    break  # a step has stored another tail
                 serial, tail = reply.serial, tail + reply.tail
                 if reply.tail_bytes != tail_bytes or len(tail) > tail_bytes:
                     raise messages.wrong_answer(

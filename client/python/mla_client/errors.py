@@ -15,7 +15,7 @@ DETAIL_KEY = "mla-error-detail-bin"
 
 @dataclasses.dataclass(frozen=True)
 class ErrorDetail:
-    """What was wrong in terms of the contract; empty fields do not apply."""
+    """The fault in terms of the contract; empty fields do not apply."""
 
     field: str = ""
     limit: str = ""
@@ -23,18 +23,18 @@ class ErrorDetail:
     retry_after_ms: int = 0
     reason: str = ""
     last_good_position: int = 0
-    # Of a refusal by a bound: the resource, what was wanted and free of the bound, and whose bound
-    # it is, "tenant" or "server".
+    # For a refusal by a bound: the resource, the wanted and the free amount, and the owner of the
+    # bound, "tenant" or "server".
     resource: str = ""
     wanted: int = 0
     free: int = 0
     bound: int = 0
     bound_of: str = ""
-    # Of an attend with KV rows that failed while its step stays open: the step's first row that the
-    # layer does not have.
+    # For an attend with KV rows that failed while its step stays open: the step's first row that
+    # the layer does not have.
     next_row: Optional[int] = None
     # "HOST:PORT" of the server to go to: it has the sequence now (reason "moved"), or this one
-    # drains and its sequences go there, so that a new one may be opened there ("draining").
+    # drains and its sequences move there, so that a new one may be opened there ("draining").
     peer: str = ""
 
     @classmethod
@@ -85,7 +85,7 @@ class Unknown(MlaError):
 
 
 class InvalidArgument(MlaError):
-    """The request can never succeed; `detail.field` names what is wrong."""
+    """The request can never succeed; `detail.field` names the fault."""
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -130,7 +130,7 @@ class OutOfRange(MlaError):
 
 
 class Unimplemented(MlaError):
-    """The server does not support this; the message lists what it supports."""
+    """The server does not support this; the message lists the supported choices."""
     code = grpc.StatusCode.UNIMPLEMENTED
 
 

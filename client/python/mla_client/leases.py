@@ -9,9 +9,9 @@ from typing import Callable, Counter, Dict, Iterable, Optional
 
 from mla_client import errors
 
-# Renewals in one lease: two of them may fail before a sequence is lost.
+# Renewals in one lease: two may fail before a sequence is lost.
 RENEWALS_A_LEASE = 3
-# After a failed renewal: so many tries in the time of one.
+# After a failed renewal: this many attempts in the time of one renewal.
 RETRIES_A_RENEWAL = 4
 # Between two renewals, at least: a server that names tiny leases is not flooded.
 LEAST_RETRY_S = 0.02
@@ -25,13 +25,13 @@ class LeaseSchedule:
     """
 
     def __init__(self) -> None:
-        self._leases: Dict[int, float] = {}  # of each open sequence
+        self._leases: Dict[int, float] = {}  # lease of each open sequence
         self._open: Counter[float] = collections.Counter()  # sequences by lease: few values
         self._due: Optional[float] = None
 
     def add(self, sequence_id: int, lease_s: float, left_s: float, now: float) -> None:
-        """Takes a sequence in. `left_s` is what is left of its lease: less than the lease if it
-        was opened earlier and the call repeated."""
+        """Takes a sequence in. `left_s` is the rest of its lease: less than the lease if it was
+        opened earlier and the call repeated."""
         if lease_s <= 0:
             return
         self.drop([sequence_id])
@@ -82,7 +82,7 @@ class LeaseRenewer:
         self.error: Optional[errors.MlaError] = None  # of the last renewal
         self._renew = renew
         self._schedule = LeaseSchedule()
-        # Callers take the lock by itself: they may be interrupted, and entering a condition then
+        # Callers take the lock separately: they may be interrupted, and entering a condition then
         # leaves it locked for ever.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -119,7 +119,7 @@ class LeaseRenewer:
             thread.join()
 
     def _wait(self) -> Optional[float]:
-        """Until a renewal is due; the time it may take. None: closed."""
+        """Until a renewal is due; the time it may take. Returns None when closed."""
         with self._changed:
             while not self._closed:
                 due = self._schedule.due()

@@ -1,8 +1,8 @@
 """The client's types as messages of the contract, and back.
 
-Answers are checked before they are used: a server may be newer than this client, or not be what it
-says. A number of an enum that is not known here is kept as its digits; an answer that contradicts
-the request is DataLoss.
+Answers are checked before they are used: a server may be newer than this client, or may not be the
+server it claims to be. A number of an enum that is not known here is kept as its digits; an answer
+that contradicts the request is DataLoss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KV_FORMATS = ("", "bf16", "fp8_tensor", "fp8_row", "fp8_page")
 _ATTENTION = ("", "dense", "sparse_v32", "sparse_v4")
 _FP8_COMPUTE = ("", "off", "on")
 MATCH_ENDS = ("", "all", "absent", "diverged", "evicted", "deferred")
-# Rows of a sequence, at most: with what a step adds, positions fit 63 bits.
+# Rows of a sequence, at most: with the rows of a step, positions still fit 63 bits.
 MOST_ROWS = 2**62
 
 
@@ -35,7 +35,7 @@ def _number_of(name: str, names: Tuple[str, ...], field: str) -> int:
     if name in names:
         return names.index(name)
     if name.isdecimal() and len(names) <= int(name) < 2**31:
-        return int(name)  # of a model that a newer server has named
+        return int(name)  # a value that a newer server has named
     known = ", ".join(repr(one) for one in names[1:])
     raise errors.InvalidArgument(f"model.{field}: got {name!r}, must be {known} or ''")
 
@@ -64,7 +64,7 @@ def match_from_proto(match: Any) -> PrefixMatch:
 
 
 def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = None) -> SequenceState:
-    """A sequence as a reply has it; that of the id, if one was asked for."""
+    """The state of a sequence in a reply; with `sequence_id`, it must be that sequence."""
     if sequence_id is not None and info.sequence_id != sequence_id:
         raise wrong_answer(call, "sequence_id", f"{info.sequence_id:#x}", f"{sequence_id:#x}")
     if info.length > MOST_ROWS:
@@ -76,7 +76,8 @@ def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = Non
 
 
 def only_of(reply: Any, sequence_id: int) -> SequenceState:
-    """The sequence that was asked for. NotFound; with the reason "moved", where it is."""
+    """The sequence that was asked for. Raises NotFound; with the reason "moved", it names the
+    server that has the sequence."""
     if reply.sequences:
         return state_of(reply.sequences[0], "get", sequence_id)
     peer = next((one.peer for one in reply.moved if one.sequence_id == sequence_id), "")
@@ -135,7 +136,7 @@ def spec_from_proto(message: Any) -> ModelSpec:
 
 
 def check_in_force(asked: ModelSpec, got: ModelSpec) -> None:
-    """What a server registered must be what was asked for: tensors are laid out by it."""
+    """The registered model must be the requested one: tensors are laid out by it."""
     if asked.kv_format not in ("", "bf16", got.kv_format):
         raise errors.Unimplemented(f"model.kv_format: the server does not know "
                                    f"{asked.kv_format!r} and keeps rows as bf16")

@@ -1,7 +1,8 @@
 """Going on with sequences that a drain has moved to another server.
 
 A server that drains moves sequences one after another; each keeps its id and its rows, and gets
-another epoch. Who asks for one is told where it is, or to ask again while it may be on its way.
+another epoch. A caller that asks for one is told where it is, or to ask again while it may be
+moving.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Moves:
             return there
         spec = model.spec
         if spec.model_id not in (known.model_id for known in client.models()):
-            # Of what a registration brings beside it, nothing is known here.
+            # This client does not know the further arguments of the registration.
             if spec.attention == "sparse_v4" or spec.kv_format == "fp8_tensor":
                 raise errors.FailedPrecondition(
                     f"model {spec.model_id}: {peer} does not have it, and its sinks or scales are "
@@ -99,8 +100,8 @@ class Moves:
 
 
 class Following(Service):
-    """What a Client does where its sequences have moved to another server: nothing until `_moves`
-    is set (Client.connect(follow_moves=...))."""
+    """A Client's handling of sequences that have moved to another server; it does nothing until
+    `_moves` is set (Client.connect(follow_moves=...))."""
 
     _call: Callable[..., Any]
     _sequences: Any
@@ -122,12 +123,12 @@ class Following(Service):
 
     @property
     def _last_peer(self) -> str:
-        """Where to look for what a server had that has ended after a drain; "": nowhere."""
+        """The server to ask for sequences of a server that has ended after a drain, or ""."""
         return self._moves.last_peer if self._moves is not None else ""
 
     def _moved(self, sequence_ids: List[int]) -> List[Tuple[int, str]]:
-        """Those of them that have moved, and to which server. One that has ended after a drain
-        does not say: they may be where others have moved."""
+        """The moved ones among them, and the servers that have them. A server that has ended after
+        a drain does not answer: its sequences may be where others have moved."""
         try:
             reply = self._call(self._sequences.Get,
                                sequence_pb2.GetRequest(sequence_ids=sequence_ids))
@@ -169,8 +170,8 @@ class Following(Service):
             raise error
 
     def _begin_again(self, sequences: Seq[Sequence]) -> bool:
-        """Those without rows do not move: opens others for them where new ones may be. Returns
-        whether there were any."""
+        """Sequences without rows do not move: opens others for them where new ones may be opened.
+        Returns true if there were any."""
         empty = [one for one in sequences if one.length == 0 and one.model.service is self]
         for one in empty:
             there = one.model.open_sequence()
@@ -190,7 +191,7 @@ class Following(Service):
         return self._moves.model_of(peer, model)
 
     def _release_moved(self, absent: List[int]) -> List[int]:
-        """Releases those that have moved; returns the others."""
+        """Releases sequences that have moved; returns the others."""
         if absent and self._moves is not None:
             for sequence_id, peer in self._moved(absent):
                 if not self._moves.client_of(peer)._release([sequence_id]):

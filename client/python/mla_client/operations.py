@@ -15,17 +15,17 @@ _SOURCES = ("unspecified", "default", "configured", "runtime")  # by number in t
 
 @dataclasses.dataclass(frozen=True)
 class ResourceUsage:
-    """What a tenant uses of one resource, in the resource's unit."""
+    """A tenant's use of one resource, in the resource's unit."""
 
     used: int
-    bound: int  # 2**63 - 1: none
-    source: str  # of the bound: "default", "configured" or "runtime"
+    bound: int  # 2**63 - 1: no bound
+    source: str  # origin of the bound: "default", "configured" or "runtime"
     refused: int  # requests, since the tenant was last idle
 
 
 @dataclasses.dataclass(frozen=True)
 class TenantQuota:
-    """What a tenant uses and may use, by name of the resource ("kv_bytes", "sequences", ...)."""
+    """A tenant's use and bounds, by name of the resource ("kv_bytes", "sequences", ...)."""
 
     tenant: str
     weight: int
@@ -66,14 +66,15 @@ class Operations:
         self._call(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(), idempotent=False)
 
     def quota(self, tenant: str = "") -> TenantQuota:
-        """What one tenant uses and may use; "": the caller's own."""
+        """Use and bounds of one tenant; "": the caller's own."""
         reply = self._call(self._admin.GetQuota, admin_pb2.GetQuotaRequest(tenant=tenant))
         if len(reply.tenants) != 1:
             raise messages.wrong_answer("quota", "tenants", len(reply.tenants), 1)
         return _quota(reply.tenants[0])
 
     def quotas(self) -> Tuple[List[TenantQuota], Dict[str, ResourceUsage]]:
-        """Of every tenant that uses something or has a quota of its own, and of all together."""
+        """Quotas of every tenant that uses something or has its own quota, and the use of all
+        together."""
         reply = self._call(self._admin.GetQuota, admin_pb2.GetQuotaRequest(all=True))
         return [_quota(entry) for entry in reply.tenants], _usage(reply.server)
 
@@ -95,8 +96,9 @@ class Operations:
 
     def evict_sequences(self, tenant: str, sequence_ids: Sequence[int] = (), *,
                         client_id: str = "", everything: bool = False) -> Tuple[int, List[int]]:
-        """Releases sequences of any tenant: these, those of one client, or all. Their open steps
-        are aborted. Returns how many went and which ids were not found."""
+        """Releases sequences of any tenant: the given ones, all of one client, or all. Their open
+        steps are aborted. Returns the number of released sequences, and the ids that were not
+        found."""
         request = admin_pb2.EvictSequencesRequest(tenant=tenant, sequence_ids=sequence_ids,
                                                   client_id=client_id, all=everything)
         reply = self._call(self._admin.EvictSequences, request, idempotent=False)

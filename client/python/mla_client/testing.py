@@ -21,7 +21,7 @@ class ServerProcess:
     """A server on a unix socket in a folder of its own; stopped at the end of a `with` block."""
 
     def __init__(self, binary: str, arguments: Sequence[str] = (), *, listen: str = "") -> None:
-        """`listen` is a TCP address besides the unix socket; empty: none."""
+        """`listen` is a TCP address in addition to the unix socket; empty: no TCP."""
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="mla-"))
         self.socket = self._folder / "mla.sock"
         self.log_path = self._folder / "server.log"
@@ -38,7 +38,7 @@ class ServerProcess:
         return self._process.pid
 
     def start(self) -> "ServerProcess":
-        """Starts it and waits until it answers. RuntimeError with its log if it does not."""
+        """Starts it and waits until it answers. RuntimeError with its log if it does not answer."""
         # The server takes MLA_* of the environment as configuration; ours is on the command line.
         environment = {name: value for name, value in os.environ.items()
                        if not name.startswith("MLA_")}
@@ -79,7 +79,7 @@ class ServerProcess:
         return status
 
     def log(self) -> str:
-        """What it wrote so far."""
+        """Its log up to now."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def __enter__(self) -> "ServerProcess":

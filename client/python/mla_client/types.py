@@ -15,7 +15,7 @@ _F4: np.dtype = np.dtype("<f4")
 
 
 class Profile(enum.IntEnum):
-    """What a worker sends and gets back; see proto/README.md."""
+    """Contents of a worker's request and reply; see proto/README.md."""
 
     ABSORBED = 1     # q [rows, heads, lora + rope] -> o [rows, heads, lora]
     EXPANDED = 2     # q [rows, heads, nope + rope] -> o [rows, heads, v]
@@ -27,8 +27,8 @@ class DType(enum.IntEnum):
 
     BF16 = 1
     F32 = 2
-    # 8 bits an element, and fp32 scales beside them, which are powers of two. Of queries and KV
-    # rows alone: arrays are given as for BF16, and encoded as they are sent.
+    # 8 bits an element, together with fp32 scales, which are powers of two. For queries and KV rows
+    # only: arrays are given as for BF16, and encoded when sent.
     F8_E4M3 = 3
 
     @property
@@ -38,7 +38,7 @@ class DType(enum.IntEnum):
 
     @property
     def numpy(self) -> np.dtype:
-        """What an array of it is made of: bf16 patterns are uint16."""
+        """Element type of an array: bf16 patterns are uint16."""
         return _F4 if self is DType.F32 else _U2
 
 
@@ -51,7 +51,7 @@ class Geometry:
     rope_dim: int
     nope_dim: int = 0
     v_dim: int = 0
-    # Outputs are as wide as queries: of "sparse_v4", set by Service.register_model.
+    # Outputs are as wide as queries: for "sparse_v4", set by Service.register_model.
     wide_output: bool = False
 
     @property
@@ -80,7 +80,8 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A model as registered. `softmax_scale` has no default: it follows from the model."""
+    """A model as registered. `softmax_scale` does not have a default, because it follows from the
+    model."""
 
     model_id: str
     geometry: Geometry
@@ -95,30 +96,31 @@ class ModelSpec:
     # "": bf16.
     kv_format: str = ""
     # "sparse_v32": rows may bring index lists of at most `top_k` entries (Step.attend_sparse);
-    # "sparse_v4": rows attend to the last `window` rows and to compressed entries, all or those of
-    # such lists (Step.attend_window); "dense" or "": neither.
+    # "sparse_v4": rows attend to the last `window` rows and to compressed entries, all of them or
+    # the entries of such lists (Step.attend_window); "dense" or "": neither.
     attention: str = ""
     top_k: int = 0
-    # The server's own indexer, of "sparse_v32" (Step.attend_indexed): heads of its queries, and
-    # elements of one of them and of an index key, which follows each KV row. 0: none.
+    # The server's own indexer, for "sparse_v32" (Step.attend_indexed): the number of heads of its
+    # queries, and the number of elements of a head and of an index key. An index key follows each
+    # KV row. 0: no indexer.
     index_heads: int = 0
     index_dim: int = 0
-    # Of all weights that KV rows come from: 32 bytes (a SHA-256, say), or none. Rows are neither
-    # shared nor imported where it differs.
+    # Digest of all weights that KV rows come from: 32 bytes (a SHA-256, say), or none. Rows are
+    # neither shared nor imported where it differs.
     weights_digest: bytes = b""
-    # Whether products over 8-bit rows are of 8 bits too, which costs accuracy: "on", "off", or "",
-    # where the server's backend is faster so; the registered model names what is in force.
+    # Selects 8-bit products over 8-bit rows, which costs accuracy: "on", "off", or "" for the
+    # faster choice of the server's backend. The registered model names the value in force.
     fp8_compute: str = ""
-    # Of "sparse_v4": rows that are kept; of each layer how many positions an entry stands for, 0 or
-    # a divisor of page_size; and how entries are kept ("": as rows).
+    # For "sparse_v4": the number of rows that are kept; for each layer the number of positions that
+    # an entry stands for, 0 or a divisor of page_size; and the format of entries ("": as rows).
     window: int = 0
     ratios: Tuple[int, ...] = ()
     entry_format: str = ""
-    # Of "sparse_v4": bytes of what the worker keeps of a sequence beside rows and entries, which
-    # the server stores with steps (Step.end). 0: nothing.
+    # For "sparse_v4": bytes that the worker stores with a sequence in addition to rows and entries,
+    # by its steps (Step.end). 0: no tails.
     tail_bytes: int = 0
-    # Of "sparse_v4": every layer and head has a sink that the client brings, with register_model or
-    # Model.upload_sinks; before all are there Attend is FailedPrecondition.
+    # For "sparse_v4": every layer and head has a sink that the client brings, with register_model
+    # or Model.upload_sinks; until all are set Attend is FailedPrecondition.
     needs_sinks: bool = False
 
     @property
@@ -155,13 +157,13 @@ class SequenceState:
     model_id: str = ""
     client_id: str = ""
     page_groups: int = 0
-    declared: int = 0  # leading rows of which the server knows what they stand for
-    tail_position: Optional[int] = None  # length that its tail belongs to; None: it has none
+    declared: int = 0  # leading rows with declared contents
+    tail_position: Optional[int] = None  # length that its tail belongs to; None: no tail
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """What rows stand for, so that sequences can share them: ids of tokens, a row each, or 32 bytes
+    """Contents of rows, so that sequences can share them: ids of tokens, a row each, or 32 bytes
     for each whole page of the model's page_size rows, equal where the page's tokens are."""
 
     token_ids: Sequence[int] = ()
@@ -172,14 +174,14 @@ class Prefix:
     max_rows: Optional[int] = None
 
     def first(self, rows: int, page_size: int) -> "Prefix":
-        """What it says of the first rows."""
+        """The declaration of the first rows."""
         return dataclasses.replace(self, token_ids=self.token_ids[:rows],
                                    page_keys=self.page_keys[:rows // page_size])
 
     def followed_by(self, other: "Prefix", first_row: int,
                     page_size: int) -> Tuple["Prefix", int]:
-        """What it says of the rows before `first_row`, with `other` behind them, and the first row
-        that this is about. `other` by itself where they do not go together."""
+        """The declaration of the rows before `first_row`, followed by `other`, and the first row of
+        the result. Only `other` if the two cannot be joined."""
         said = self.first(first_row, page_size)
         by_key = len(self.page_keys) > 0
         whole = (first_row == len(said.page_keys) * page_size if by_key
@@ -210,7 +212,7 @@ class WeightsStatus:
 
 
 class Timings(NamedTuple):
-    """Where the time of one request went, in microseconds; all but the first by the server."""
+    """Times of one request in microseconds; the server measures all except the first."""
 
     round_trip_us: int = 0  # sent to received, by this client
     queue_us: int = 0
@@ -224,7 +226,7 @@ class Timings(NamedTuple):
 
     @property
     def network_us(self) -> int:
-        """What the server did not account for: both transports and both codecs."""
+        """Time that the server did not measure: both transports and both codecs."""
         known = self.queue_us + self.plan_us + self.kernel_us + self.write_us
         return max(0, self.round_trip_us - known)
 
@@ -236,7 +238,8 @@ class AttendResult(NamedTuple):
     o: Optional[npt.NDArray]                # [rows, heads, o dim]; None for APPEND_ONLY
     lse: Optional[npt.NDArray[np.float32]]  # [rows, heads], natural log; None unless asked for
     timings: List[Timings]                  # one per message that the work was split into
-    # [rows, top_k] of the server's indexer, ascending, -1 behind them; None unless asked for.
+    # [rows, top_k] from the server's indexer, ascending, then padded with -1; None unless asked
+    # for.
     lists: Optional[npt.NDArray[np.int32]] = None
 
 
@@ -249,23 +252,23 @@ class Buffers:
     arrays. May be used for one call after another, not for two at a time.
 
     Ownership: the memory is the stream's. After `release` (or the `with` block) it may hold other
-    tensors: views must not be used any more. Until then it stays, also beyond the stream's end;
-    that of a GPU ends with the stream.
+    tensors: views must not be used any more. Until then it stays, even beyond the stream's end;
+    memory of a GPU ends with the stream.
 
     On a GPU (`device="cuda"`) the tensors are `mla_client.shm.device.DeviceArray`, which
-    `torch.from_dlpack` takes; kv and q must be these very objects, and the call waits for what
-    `stream` was given before it.
+    `torch.from_dlpack` takes. kv and q must be these very objects, and the call waits for the
+    earlier work of `stream`.
     """
 
     def __init__(self, kv: Optional[npt.NDArray], q: Optional[npt.NDArray],
                  o: Optional[npt.NDArray], lse: Optional[npt.NDArray[np.float32]], dtype: DType,
                  place: Any = None, release: Optional[Callable[[], None]] = None) -> None:
         self.kv = kv    # [rows, row dim]; uint16 (bf16 patterns) or float32, as `dtype` says
-        self.q = q      # [rows, heads, q dim], likewise; None for APPEND_ONLY
+        self.q = q      # [rows, heads, q dim], as kv; None for APPEND_ONLY
         self.o = o      # [rows, heads, o dim], uint16 or float32; None for APPEND_ONLY
         self.lse = lse  # [rows, heads]; None unless asked for
         self.dtype = dtype
-        self.place = place  # where it lies in shared memory; None: in no shared memory
+        self.place = place  # its place in shared memory; None: not in shared memory
         self.stream = 0     # handle of the GPU's stream that writes kv and q; 0: the default one
         self._release = release
 
@@ -298,19 +301,20 @@ class AttendArgs(NamedTuple):
     dtype: DType
     o_dtype: DType
     timeout_s: float
-    out: Optional[Buffers] = None  # where the outputs go; its q and kv may be this call's
-    # [rows, top_k], -1 for none; or what the server's indexer makes them from, as bytes.
+    out: Optional[Buffers] = None  # destination of the outputs; its q and kv may be this call's
+    # [rows, top_k], padded with -1; or the inputs of the server's indexer, as bytes.
     lists: Optional[npt.NDArray] = None
     selects: bool = False   # the latter
     wanted_lists: int = 0   # top_k, if the indexer's lists are to be returned
-    # Values of the parts of a query head and of a KV row that have a scale each, if they are sent
-    # as F8_E4M3; `dtype` is then what the server decodes them to.
+    # The number of values in each part of a query head and of a KV row that has its own scale, if
+    # they are sent as F8_E4M3; `dtype` is then the type after decoding on the server.
     q_parts: Tuple[int, ...] = ()
     kv_parts: Tuple[int, ...] = ()
-    # [rows + 1]: entries that the first 0, 1, ... rows make whole; None: of no "sparse_v4".
+    # [rows + 1]: entries that the first 0, 1, ... rows complete; None unless the model is
+    # "sparse_v4".
     entry_ends: Optional[npt.NDArray[np.int64]] = None
 
     @property
     def q_dtype(self) -> DType:
-        """Of the queries as they are sent."""
+        """Type of the queries as sent."""
         return DType.F8_E4M3 if self.q_parts else self.dtype

@@ -20,7 +20,7 @@ from mla_client.types import (AttendArgs, AttendResult, DType, Geometry, ModelSp
 _PAYLOAD_TAG = bytes([0xFA, 0x7F])
 # Room for the header of a message and of its reply.
 HEADER_BYTES = 4096
-LARGEST = 2**32 - 1  # that the contract's indexes can be
+LARGEST = 2**32 - 1  # largest index of the contract
 LARGEST_POSITION = 2**64 - 1
 
 
@@ -41,11 +41,11 @@ class Sizes(NamedTuple):
     q: int
     o: int
     lse: int
-    lists: int = 0  # of the reply
+    lists: int = 0  # in the reply
 
 
 def list_bytes(args: AttendArgs, rows: int) -> int:
-    """Bytes of the index lists or inputs of so many rows."""
+    """Bytes of the index lists or inputs of `rows` rows."""
     return 0 if args.lists is None else rows * args.lists.shape[1] * args.lists.itemsize
 
 
@@ -57,8 +57,8 @@ def vector_bytes(dim: int, dtype: DType, parts: Tuple[int, ...]) -> int:
 def sizes(geometry: Geometry, profile: Profile, rows: int, heads: int, row_dim: int, want_lse: bool,
           dtype: DType, o_dtype: DType, wanted_lists: int = 0, q_parts: Tuple[int, ...] = (),
           kv_parts: Tuple[int, ...] = (), entries: int = 0) -> Sizes:
-    """What a message of that shape carries each way; `row_dim` are the elements of a KV row as it
-    is sent, 0 without them, `entries` come behind the rows."""
+    """Bytes that a message of this shape carries in each direction. `row_dim` is the number of
+    elements of a KV row as sent, or 0 without KV rows; `entries` follow the rows."""
     kv = (rows + entries) * vector_bytes(row_dim, dtype, kv_parts)
     if profile == Profile.APPEND_ONLY:
         return Sizes(kv, 0, 0, 0)
@@ -114,7 +114,7 @@ def decode_into(target: npt.NDArray, values: npt.NDArray) -> None:
 
 
 def kv_parts(kv_row_dtype: Optional[DType], dtype: DType, spec: ModelSpec) -> Tuple[int, ...]:
-    """Those of AttendArgs; `dtype` is what the server decodes queries to."""
+    """Value of AttendArgs.kv_parts; `dtype` is the type that the server decodes queries to."""
     if kv_row_dtype == DType.F8_E4M3:
         return spec.kv_parts
     if kv_row_dtype is not None and kv_row_dtype != dtype:
@@ -138,7 +138,7 @@ def check_number(name: str, number: int, most: int = LARGEST) -> None:
 
 
 def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[int, ...]]) -> None:
-    """INVALID_ARGUMENT unless the array has that shape; None is no array."""
+    """INVALID_ARGUMENT unless the array has this shape; None means no array."""
     got = None if array is None else array.shape
     if got != shape:
         raise errors.InvalidArgument(f"{name}: got shape {got}, must be {shape}")
@@ -146,7 +146,7 @@ def check_shape(name: str, array: Optional[npt.NDArray], shape: Optional[Tuple[i
 
 def index_inputs(queries: npt.NDArray, weights: npt.NDArray, rows: int, spec: ModelSpec,
                   dtype: DType) -> npt.NDArray[np.uint8]:
-    """What the indexer gets of each row, as bytes: its queries, then the weights of its heads."""
+    """The indexer's input for each row, as bytes: its queries, then the weights of its heads."""
     if spec.index_heads == 0:
         raise errors.InvalidArgument("attend.index: the model was registered without index_heads")
     queries = arrays.floats("attend.index_queries", queries)
@@ -160,8 +160,8 @@ def index_inputs(queries: npt.NDArray, weights: npt.NDArray, rows: int, spec: Mo
 def with_entries(spec: ModelSpec, kv: Optional[npt.NDArray], entries: Optional[npt.NDArray],
                  ends: npt.NDArray[np.int64], parts: Tuple[int, ...]
                  ) -> Tuple[Optional[npt.NDArray], Optional[npt.NDArray[np.int64]]]:
-    """KV rows with the entries that they make whole behind them, and AttendArgs.entry_ends; `ends`
-    are those of ModelSpec.entry_ends before the first row and behind each."""
+    """Appends the entries that KV rows complete, and returns them with AttendArgs.entry_ends.
+    `ends` are ModelSpec.entry_ends before the first row and after each row."""
     if spec.window == 0:
         if entries is not None:
             raise errors.InvalidArgument("attend.entries: the model has none")
@@ -175,7 +175,7 @@ def with_entries(spec: ModelSpec, kv: Optional[npt.NDArray], entries: Optional[n
     check_shape("attend.entries", given, (count, spec.sent_row_dim))
     if count == 0 or kv is None:
         return kv, own
-    if kv.dtype != given.dtype:  # one of them are bf16 patterns
+    if kv.dtype != given.dtype:  # one of the two has bf16 patterns
         kv, given = (bf16.from_bf16(one) if one.dtype == np.uint16 else one for one in (kv, given))
     return np.concatenate([kv, given]), own
 
@@ -207,8 +207,8 @@ def index_lists(lists: Any, rows: int, spec: ModelSpec) -> npt.NDArray[np.int32]
 def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator[Chunk]:
     """Splits a call so that each request and each reply stays below `message_bytes`.
 
-    Rows are split first, in order; where one row of all heads is too large, heads are too, and
-    the row's KV travels with its first head slice.
+    Rows are split first, in order. If one row of all heads is too large, heads are split too, and
+    the row's KV goes with its first head slice.
     """
     room = message_bytes - HEADER_BYTES
     kv_bytes = (vector_bytes(args.kv.shape[1], args.dtype, args.kv_parts)
@@ -236,7 +236,7 @@ def chunks(args: AttendArgs, geometry: Geometry, message_bytes: int) -> Iterator
 
 
 def entries_of(args: AttendArgs, chunk: Chunk) -> int:
-    """Entries that come behind the KV rows of a chunk."""
+    """Number of entries after the KV rows of a chunk."""
     if args.entry_ends is None or not chunk.has_kv:
         return 0
     return int(args.entry_ends[chunk.row_begin + chunk.rows] - args.entry_ends[chunk.row_begin])
@@ -252,8 +252,8 @@ def _kv_of(args: AttendArgs, chunk: Chunk) -> npt.NDArray:
 
 
 def request_arrays(args: AttendArgs, chunk: Chunk) -> List[npt.NDArray]:
-    """What one chunk sends, KV rows if it carries them, then queries: as the caller gave it, or as
-    bytes if it is sent as F8_E4M3."""
+    """Arrays that one chunk sends, KV rows if it carries them, then queries: as the caller gave it,
+    or as bytes if it is sent as F8_E4M3."""
     whole = chunk.rows == args.rows and chunk.heads in (args.num_heads, 0)
     rows = slice(chunk.row_begin, chunk.row_begin + chunk.rows)
     arrays = []

@@ -1,4 +1,4 @@
-"""Where the server under test is, and one running instance a test module."""
+"""The server under test: its path, and one running instance for each test module."""
 
 import os
 import pathlib

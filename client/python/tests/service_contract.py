@@ -1,4 +1,4 @@
-"""What every Service must do; run against LocalReference and against a real server."""
+"""Behaviour that every Service must have; run against LocalReference and against a real server."""
 
 import contextlib
 import itertools
@@ -115,7 +115,7 @@ class ServiceContract(SparseContract, WindowContract):
                     self.model.open_sequence() as sequence, \
                     self.service.step([(sequence, 4)]) as step:
                 for layer in range(LAYERS):
-                    # What they stand for is sent, so that sending rounds nothing.
+                    # The values sent have 8 bits already, so sending does not round.
                     q = bf16.round_to_e4m3(self.worker.queries(4, profile),
                                            self.model.spec.geometry.q_parts(profile))
                     kv = bf16.round_to_e4m3(self.worker.kv(4), self.model.spec.kv_parts)
@@ -254,7 +254,7 @@ class ServiceContract(SparseContract, WindowContract):
             with self.assertRaises(mla_client.FailedPrecondition) as caught:
                 self.service.step([(sequence, 1)]).begin()
             self.assertEqual(caught.exception.detail.reason, "epoch_mismatch")
-            # The same truncation again gives the same answer.
+            # A repeat of the same truncation gives the same answer.
             sequence.truncate(4)
             self.assertEqual((sequence.length, sequence.epoch), (4, current))
             self.add(sequence, self.rows(2), seen=seen[:, :4])
@@ -288,7 +288,7 @@ class ServiceContract(SparseContract, WindowContract):
                 with self.assertRaisesRegex(mla_client.InvalidArgument, f"{name}: got"):
                     call()
             with step:
-                for layer in range(LAYERS):  # what numpy can read is an array
+                for layer in range(LAYERS):  # anything that numpy can read is an array
                     step.attend(layer, None, row.tolist(), Profile.APPEND_ONLY)
                 with self.assertRaisesRegex(mla_client.InvalidArgument, "got shape"):
                     step.attend(0, None, 3.0, Profile.APPEND_ONLY)
@@ -355,7 +355,7 @@ class ServiceContract(SparseContract, WindowContract):
         seen = self.add(sequence, self.rows(3))
         adopted = self.model.adopt_sequence(sequence.hand_over())
         self.assertEqual((adopted.length, adopted.epoch), (3, sequence.epoch))
-        sequence.release()  # has no say any more
+        sequence.release()  # has no effect any more
         self.add(adopted, self.rows(2), seen=seen)
         adopted.release()
         with self.assertRaises(mla_client.NotFound):
@@ -399,7 +399,7 @@ class ServiceContract(SparseContract, WindowContract):
                 status = model.upload_weights(layer, self.worker.w_uk[layer, first:last],
                                               self.worker.w_uv[layer, first:last], first)
         self.assertTrue(status.complete)
-        # The same again is fine, anything else is not.
+        # Equal weights may be sent again, others may not.
         again = self.worker.w_uk[0, :1], self.worker.w_uv[0, :1]
         self.assertTrue(model.upload_weights(0, *again).complete)
         with self.assertRaises(mla_client.AlreadyExists):

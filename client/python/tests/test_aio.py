@@ -1,4 +1,4 @@
-"""mla_client.aio: the same outputs, in order, beside others, and nothing left open."""
+"""mla_client.aio: the same outputs, in order, also with other tasks, and nothing left open."""
 
 import asyncio
 import dataclasses
@@ -72,7 +72,8 @@ class AsyncServiceTest(unittest.IsolatedAsyncioTestCase):
         np.testing.assert_allclose(whole, self.local(), atol=0.02)
 
     async def test_sparse_attention_and_windows(self):
-        """Each awaited beside the step API of LocalReference, whose answers the contract holds."""
+        """Each call is awaited and compared with LocalReference's step API, whose answers follow
+        the contract."""
         rng = np.random.default_rng(4)
         spec = mla_client.ModelSpec("aio-sparse", mla_client.Geometry(3, 24, 8), 2, SCALE, 4)
         rows, q = rng.standard_normal((6, 32)), rng.standard_normal((6, 3, 32))

@@ -42,7 +42,7 @@ class ConnectionsTest(unittest.TestCase):
         self.ops_port = int(started["ops_port"])
 
     def page(self, path):
-        """What the operations port answers."""
+        """The answer of the operations port."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}{path}", timeout=20) as page:
             return page.read().decode()
 
@@ -70,7 +70,7 @@ class ConnectionsTest(unittest.TestCase):
         return None
 
     def becomes_served(self, address):
-        """The same once connections that have ended are noticed."""
+        """As `served`, once connections that have ended are noticed."""
         deadline = time.monotonic() + WAIT_S
         while True:
             one = self.served(address)

@@ -1,4 +1,4 @@
-"""What documents promise: the quickstart runs as printed, and the package is typed."""
+"""Promises of the documents: the quickstart runs as printed, and the package is typed."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""The package as users get it: source distribution, wheel, and what is installed from each.
+"""The package as users get it: source distribution, wheel, and the packages installed from them.
 
 Everything is built in a folder outside the repository, with what Debian has and without a package
 index, and used from there.
@@ -58,7 +58,7 @@ class PackageTest(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = pathlib.Path(tempfile.mkdtemp(prefix="mla-package-"))
         cls.addClassCleanup(shutil.rmtree, cls.folder)
-        tree = cls.folder / "tree"  # builds leave files behind: not in the repository
+        tree = cls.folder / "tree"  # builds leave files, which must not go into the repository
         build_products = shutil.ignore_patterns("__pycache__", "gen", "*.egg-info", "build")
         shutil.copytree(ROOT / "proto", tree / "proto", ignore=build_products)
         shutil.copytree(ROOT / "client/python", tree / "client/python", ignore=build_products)
@@ -79,7 +79,7 @@ class PackageTest(unittest.TestCase):
     def check_installed(self, what, name):
         """Installs into an environment of its own and uses it against a server."""
         home = self.folder / name
-        # Beside the package only Debian's grpc, protobuf and numpy.
+        # In addition to the package there are only Debian's grpc, protobuf and numpy.
         run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", home,
             cwd=self.folder)
         python = home / "bin/python"
@@ -123,7 +123,7 @@ class PackageTest(unittest.TestCase):
             self.assertIn(str(path.relative_to(package)), contents[0])
 
     def test_types_are_right(self):
-        """What py.typed promises: [tool.mypy] of pyproject.toml says how they are checked."""
+        """py.typed promises types; [tool.mypy] of pyproject.toml says how they are checked."""
         said = run("mypy", "--config-file=pyproject.toml", f"--cache-dir={self.folder}/mypy",
                    "--python-executable=/usr/bin/python3", cwd=ROOT / "client/python")
         self.assertIn("Success: no issues found", said)

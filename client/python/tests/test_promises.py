@@ -1,4 +1,4 @@
-"""What docs/security.md promises and no single class can show: seen from outside the process."""
+"""Promises of docs/security.md that no single class can show, checked from outside the process."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def listening(pid):
         try:
             sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
         except FileNotFoundError:
-            pass  # closed meanwhile
+            pass  # closed in between
     found = []
     for name in ("tcp", "tcp6", "udp", "udp6"):
         for line in pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
@@ -62,7 +62,7 @@ class PromisesTest(unittest.TestCase):
             mla_client.ModelSpec("promises", GEOMETRY, 1, SCALE))
 
     def page(self, path):
-        """What the operations port answers."""
+        """The answer of the operations port."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}{path}",
                                     timeout=10) as page:
             return page.read().decode()
@@ -74,7 +74,7 @@ class PromisesTest(unittest.TestCase):
             ("unix", str(self.server.socket), 0), ("unix", f"{self.server.socket}.shm", 0)]))
 
     def test_sequence_ids_cannot_be_guessed(self):
-        """Every bit of an id is drawn: of 128 ids each is set in some and clear in others."""
+        """Every bit of an id is drawn: each is set in some of 128 ids and clear in others."""
         ids = [self.model.open_sequence().id for _ in range(128)]
         every, some = 2**64 - 1, 0
         for one in ids:
@@ -150,7 +150,8 @@ class DescriptorsTest(unittest.TestCase):
                 with socket.socket(socket.AF_UNIX) as silent:
                     silent.connect(str(server.socket))
                     silent.sendall(first_bytes)
-                    # In all: gRPC sends settings and pings meanwhile, and gives up after 40 s.
+                    # A bound for all of it: gRPC sends settings and pings during that time, and
+                    # gives up after 40 s.
                     deadline = time.monotonic() + 20
                     open_still = True
                     while open_still:

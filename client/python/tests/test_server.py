@@ -29,7 +29,7 @@ def tearDownModule():
 
 
 class ClientTest(ServiceContract, unittest.TestCase):
-    """What only a server does. Inherits the helpers; the contract itself runs above."""
+    """Features that only a server has. Inherits the helpers; the contract itself runs above."""
 
     def make_service(self):
         return mla_client.Client.connect(SERVER.target, timeout_s=10.0, transport="inline")
@@ -51,7 +51,7 @@ class ClientTest(ServiceContract, unittest.TestCase):
         self.assertGreater(after.received_bytes, before.received_bytes)
 
     def test_rows_of_eight_bits(self):
-        """What is computed is attention over rows that lost at most a sixteenth of each value."""
+        """The result must be attention over rows whose values lost at most a sixteenth."""
         rng = np.random.default_rng(3)
         for kv_format, scales in (("bf16", ()), ("fp8_row", ()), ("fp8_tensor", [1 / 64] * LAYERS)):
             with self.subTest(kv_format):
@@ -157,7 +157,7 @@ class ClientTest(ServiceContract, unittest.TestCase):
                 self.assertIsNone(client.lease_error)
 
     def test_a_later_shorter_lease_is_renewed(self):
-        """The first sequence's lease used to decide how often all of them are renewed."""
+        """The first sequence's lease once decided how often all leases are renewed."""
         with mla_client.Client.connect(SERVER.target, lease_ms=600_000) as client:
             model = client.register_model(self.model.spec)
             with model.open_sequence(), model.open_sequence(lease_ms=3000) as late, \
@@ -237,7 +237,7 @@ class ClientTest(ServiceContract, unittest.TestCase):
             self.add(sequence, self.rows(1))
 
     def test_deadline_of_a_call_is_kept(self):
-        """A server that does not answer costs the caller its own deadline and no more."""
+        """A call to a server that does not answer ends with the caller's own deadline."""
         server = server_binary.start()
         client = mla_client.Client.connect(server.target, timeout_s=0.5)
         try:

@@ -37,7 +37,7 @@ class Transport:
 
 
 class StreamTests(Transport):
-    """What a stream does that LocalReference has not."""
+    """Features of a stream that LocalReference does not have."""
 
     def test_timings(self):
         with self.model.open_sequence() as sequence, \
@@ -112,7 +112,7 @@ class StreamTests(Transport):
             self.assertEqual(sequence.length, 5)
             with self.assertRaises(mla_client.MlaError):
                 step.attend(1, None, self.worker.kv(3), Profile.APPEND_ONLY)
-            # The client opens another stream by itself.
+            # The client opens another stream itself.
             self.add(sequence, self.rows(2), seen=seen)
 
     def test_rows_that_never_arrive(self):

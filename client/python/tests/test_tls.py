@@ -176,7 +176,7 @@ class Tracked:
         self.sequences.append(self.model.open_sequence())
 
     def step(self, places, rows):
-        """Outputs of a step that adds so many rows to each of these."""
+        """Outputs of a step that adds `rows` rows to each of these sequences."""
         entries = [(self.sequences[place], rows) for place in places]
         keys = [(place, sequence.length + row) for place, (sequence, _) in zip(places, entries)
                 for row in range(rows)]

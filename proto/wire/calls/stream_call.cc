@@ -67,7 +67,7 @@ bool StreamCall::Read(MessageLite* message) {
   call_->Read(&bytes, this);
   if (!Done()) return false;
   if (Traits::Deserialize(&bytes, message).ok()) return true;
-  Fail("what the server has sent is no " + message->GetTypeName());
+  Fail("the server's message is not a " + message->GetTypeName());
   return false;
 }
 

@@ -1,8 +1,8 @@
 // A call that streams messages, whose other end may send anything.
 //
-// The generated stubs must not be used for such calls. Their synchronous writer ends the process
-// when the reply of a server is no message of the contract, their callbacks take such a reply for a
-// good one, and their readers wait for a status that the server may never send.
+// The generated stubs must not be used for such calls. Their synchronous writer ends the process if
+// a server's reply is not a message of the contract. Their callbacks take such a reply for a good
+// one, and their readers wait for a status that the server may never send.
 //
 //   wire::StreamCall call(channel, &context, "/mla.v1.Cache/Import");
 //   while (...) if (!call.Write(part)) break;  // false: the call has ended, Finish says why
@@ -41,22 +41,23 @@ class StreamCall final {
   bool Write(const google::protobuf::MessageLite& message);
   // Says that no message follows. Once.
   void WritesDone();
-  // Receives a message. Returns false at the end of the call, or if the bytes are no such message.
+  // Receives a message. Returns false at the end of the call, or if the bytes are not such a
+  // message.
   bool Read(google::protobuf::MessageLite* message);
 
-  // How the call has ended. INTERNAL where Read has met bytes that are no message, or a message was
-  // too large to be sent.
-  // REQUIRES: WritesDone was called, and Read has returned false or the call is cancelled. Once.
+  // How the call has ended. INTERNAL if Read met bytes that are not a message, or a message was too
+  // large to be sent. REQUIRES: WritesDone was called, and Read has returned false or the call is
+  // cancelled. Once.
   grpc::Status Finish();
-  // Of a call whose server answers with one message: the end of the requests, that message, and how
-  // the call has ended. INTERNAL where a server that says OK has sent no message, more than one, or
-  // bytes that are none; `reply` means nothing unless the status is OK.
+  // For a call whose server answers with one message: ends the requests, reads that message, and
+  // returns the status of the call. INTERNAL if a server that reports OK has sent no message, more
+  // than one, or malformed bytes; `reply` is meaningless unless the status is OK.
   grpc::Status FinishWith(google::protobuf::MessageLite* reply);
 
  private:
   // Cancels the call, which then ends with this.
   void Fail(const std::string& fault);
-  // Waits for the one operation that was started; returns whether it has succeeded.
+  // Waits for the one operation that was started; returns true if it has succeeded.
   bool Done();
 
   grpc::ClientContext* const context_;
@@ -64,7 +65,7 @@ class StreamCall final {
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
   bool open_ = false;      // requests may be sent
   bool finished_ = false;  // Finish was called
-  std::string fault_;      // of the messages; empty: none
+  std::string fault_;      // fault of the messages; empty: no fault
 };
 
 }  // namespace mla::wire

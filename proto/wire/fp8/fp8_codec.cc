@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-// Compiles a loop for wider vectors, too; the one to run is chosen at start. Sanitizers do not
+// Compiles a loop for wider vectors too; the version to run is chosen at start. Sanitizers do not
 // survive the code that chooses, which runs before them.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(MLA_SANITIZED)
 #define MLA_WIDE_VECTORS \
@@ -18,7 +18,8 @@ namespace {
 // Without branches, so that loops over it are vectorised. NaN codes give 480 here.
 inline float Magnitude(uint32_t code) {
   const uint32_t magnitude = code & 0x7fu;
-  // Of denormal codes the exponent is that of the smallest normal number, which then goes again.
+  // A denormal code gets the exponent of the smallest normal number, whose value is then
+  // subtracted.
   const uint32_t denormal = magnitude < 8 ? ~0u : 0u;
   const uint32_t exponent = (120u << 23) + (denormal & 1u << 23);
   return std::bit_cast<float>((magnitude << 20) + exponent) -

@@ -1,9 +1,9 @@
 // Eight-bit floats on the wire: OCP e4m3fn codes (exponent bias 7, largest 448, NaN 0x7f and 0xff,
-// no infinity) with fp32 scales beside them. A value is its code times its scale.
+// no infinity) together with fp32 scales. A value is its code times its scale.
 //
-// Scales that EncodeFp8 chooses are powers of two, so what it writes is decoded to bf16 without
-// another rounding. A value of at least 2^-13 of the largest that shares its scale is off by at
-// most 2^-4 of itself, a smaller one by at most 2^-17 of the largest.
+// Scales that EncodeFp8 chooses are powers of two, so its values are decoded to bf16 without
+// another rounding. Let L be the largest value that shares a scale. A value of at least L * 2^-13
+// is off by at most 2^-4 of itself, a smaller one by at most L * 2^-17.
 //
 // Pure functions; any thread.
 #ifndef MLA_PROTO_WIRE_FP8_FP8_CODEC_H_
@@ -53,7 +53,7 @@ float EncodeFp8(const float* values, size_t count, uint8_t* codes);
 // Codes times scale, rounded to bf16 (nearest, ties to even). A code that is NaN becomes NaN.
 // REQUIRES IsFp8Scale(scale).
 void DecodeFp8(const uint8_t* codes, size_t count, float scale, uint16_t* bf16);
-// The same as fp32.
+// As above, to fp32.
 void DecodeFp8(const uint8_t* codes, size_t count, float scale, float* values);
 
 }  // namespace mla::wire

@@ -20,9 +20,9 @@ namespace mla::wire {
 
 struct Fp8Tensor {
   int64_t vectors = 0;
-  std::array<int32_t, 3> parts = {};  // values of each part; those behind the last one are 0
+  std::array<int32_t, 3> parts = {};  // values of each part; unused parts at the end are 0
 
-  constexpr int32_t scales() const {  // of a vector
+  constexpr int32_t scales() const {  // of one vector
     return (parts[0] > 0 ? 1 : 0) + (parts[1] > 0 ? 1 : 0) + (parts[2] > 0 ? 1 : 0);
   }
   constexpr int64_t dim() const { return int64_t{parts[0]} + parts[1] + parts[2]; }
@@ -31,7 +31,7 @@ struct Fp8Tensor {
   constexpr int64_t bytes() const { return values() + vectors * scales() * int64_t{sizeof(float)}; }
 };
 
-// Parts without values have no scale and are left out.
+// Parts without values are left out, so they do not have a scale.
 constexpr Fp8Tensor MakeFp8Tensor(int64_t vectors, std::initializer_list<int32_t> parts) {
   Fp8Tensor tensor{vectors, {}};
   size_t count = 0;
@@ -41,19 +41,18 @@ constexpr Fp8Tensor MakeFp8Tensor(int64_t vectors, std::initializer_list<int32_t
   return tensor;
 }
 
-// Writes the tensor of values [vectors, dim] to `sent`, bytes() of them.
+// Writes the tensor of values [vectors, dim] to `sent`, which has bytes() bytes.
 void EncodeFp8Tensor(const Fp8Tensor& tensor, const float* values, std::byte* sent);
 
-// The first scale that is none (IsFp8Scale), by its place among all of the tensor; vector is -1
-// where all are good.
+// The first invalid scale (IsFp8Scale), by its place in the tensor; vector is -1 if all are valid.
 struct BadFp8Scale {
   int64_t vector = -1;
   int32_t part = 0;
   float scale = 0;
 };
 
-// Decodes to bf16 (uint16_t) or fp32 (float) values [vectors, dim]. Stops at a scale that is none.
-// Each byte of `sent` is read once, so that memory which others may still write can do no harm.
+// Decodes to bf16 (uint16_t) or fp32 (float) values [vectors, dim]. Stops at an invalid scale. Each
+// byte of `sent` is read once, so that memory which others may still write can do no harm.
 template <typename Value>
 BadFp8Scale DecodeFp8Tensor(const Fp8Tensor& tensor, const std::byte* sent, Value* values);
 

@@ -24,7 +24,7 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   ASSERT_TRUE(exported.ok()) << exported.status();
   EXPECT_EQ(exported->id, source.id);
   EXPECT_EQ(h_.core().Stats().sequences, 1);  // no fork holds it
-  // What it was exported of has changed.
+  // The sequence has changed since its export.
   TenantSequence other = all[0];
   ++other.info.length;
   EXPECT_EQ(DetailOf(h_.core().transfers().EndHandOver(other, "peer:1")).reason,
@@ -37,7 +37,7 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   PageMove cut;
   cut.tenant = h_.tenant();
   cut.id = exported->id;
-  cut.page = 1;  // of three rows; its one row has gone
+  cut.page = 1;  // of three rows; one of them has gone
   cut.rows = 1;
   cut.bytes = bytes;
   EXPECT_EQ(DetailOf(h_.core().transfers().Start(&cut)).reason, "changed_meanwhile");
@@ -56,8 +56,8 @@ TEST_F(EngineHandOverTest, ASequenceThatWasHandedOverIsGoneAndSaysWhereItIs) {
   EXPECT_EQ(h_.core().GetSequences({h_.tenant(), {source.id}, ""}).moved.size(), 1u);
 }
 
-// Who asks for a sequence before it has moved must not look for it at the peer; a new one may be
-// opened there at once.
+// A client that names a sequence before it has moved must not look for it at the peer; a new one
+// may be opened there at once.
 TEST_F(EngineHandOverTest, ThePeerIsNamedForWhatIsThere) {
   const SequenceInfo source = h_.Open();
   Fill(source, 4, 50);

@@ -1,5 +1,5 @@
-// Hints for cached rows, and what they are answered with. Pages of 3 rows, a group each; 256 groups
-// in the pool, of which all pin 128 and one tenant 64 at most.
+// Hints for cached rows, and the answers to them. Pages of 3 rows, a group each; 256 groups in the
+// pool. All tenants together may pin 128 of them, and one tenant 64.
 #include <memory>
 #include <numeric>
 #include <string>
@@ -95,7 +95,7 @@ class EngineHintsTest : public EngineCoreTest {
     h_.Run();
     ASSERT_TRUE(h_.End(stream_, 900)->status.ok());
   }
-  // Texts enough to push out what is not kept.
+  // Leaves enough texts to push out everything that is not kept.
   void Flood() {
     for (int text = 100; text < 140; ++text) Leave(text);
   }
@@ -151,7 +151,7 @@ TEST_F(EngineHintsTest, WhatATenantPinsIsBounded) {
     EXPECT_EQ(answer.outcome, answer.rows_done > 0 ? HintOutcome::kClipped : HintOutcome::kRefused);
   }
   EXPECT_EQ(done, 63 * 3);  // a quarter of the pool, in whole hundredths
-  // A pin of what is pinned takes nothing more.
+  // Pinning rows that are pinned takes no more room.
   EXPECT_EQ(Pin(0, 5000).outcome, HintOutcome::kAccepted);
   h_.Advance(5000);
   EXPECT_EQ(Pin(11, 5000).outcome, HintOutcome::kAccepted);
@@ -218,7 +218,7 @@ TEST_F(TierHintsTest, RowsGoAndComeBackWhenTheyAreTold) {
   h_.Run();
   EXPECT_EQ(Hint(Args(HintKind::kDemote, 0)).outcome, HintOutcome::kAccepted);
   EXPECT_EQ(h_.core().Stats().page_groups_cached, 0);
-  EXPECT_EQ(OpenWith(0).matched.end, MatchEnd::kEvicted);  // nothing has asked for them
+  EXPECT_EQ(OpenWith(0).matched.end, MatchEnd::kEvicted);  // no call has asked for them
   for (int repeat = 0; repeat < 2; ++repeat) {
     answer = Hint(Args(HintKind::kPrefetch, 0));
     EXPECT_EQ(answer.outcome, HintOutcome::kDeferred);

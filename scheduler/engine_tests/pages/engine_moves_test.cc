@@ -104,7 +104,7 @@ class EngineMovesTest : public testing::EngineCoreTest {
     if (absl::Status moved = MoveAll(*to, true, &payloads, 64); !moved.ok()) return moved;
     return h_.core().transfers().EndImport(h_.tenant(), to->id, not_finite);
   }
-  // Adds a row behind `rows` rows and compares its output with the dense one.
+  // Appends a row to `rows` rows and compares its output with the dense one.
   void ExpectRows(const SequenceInfo& sequence, int rows, uint64_t key) {
     const auto fresh = Rows(1, 90);
     auto begin = h_.Begin(stream_, 7, {{sequence.id, sequence.epoch, rows, 1}});
@@ -182,7 +182,7 @@ TEST_F(EngineMovesTest, NothingCountsUntilTheEnd) {
   EXPECT_EQ(h_.core().Stats().page_groups_used, used);
   EXPECT_EQ(h_.core().transfers().EndImport(h_.tenant(), to.id, 0).status().code(),
             absl::StatusCode::kNotFound);
-  // Rows that are there stay when rows behind them come to nothing.
+  // Stored rows stay if a later import fails.
   const SequenceInfo copy = Import(To(pages), payloads).value();
   EXPECT_EQ(DetailOf(h_.core().BeginImport(To(pages, copy.id)).status()).reason,
             "position_mismatch");
@@ -283,7 +283,7 @@ TEST_F(EngineMovesTest, PartsThatAreNoRowsAreRefused) {
   move.page = 1;  // it has one row
   EXPECT_EQ(DetailOf(Move(&move)).reason, "changed_meanwhile");
   move.rows = 1;
-  move.in = true;  // it is no import
+  move.in = true;  // not an import
   EXPECT_EQ(DetailOf(Move(&move)).reason, "changed_meanwhile");
   move.id = 12345;
   EXPECT_EQ(Move(&move).code(), absl::StatusCode::kNotFound);
@@ -316,7 +316,7 @@ TEST_F(EngineMovesTest, AReleasedSequenceEndsItsImport) {
   EXPECT_EQ(h_.core().cache().CheckInvariants(), "");
 }
 
-// Else the first import's rows, and its end, would be the second one's.
+// Otherwise the second import would get the first one's rows and its end.
 TEST_F(EngineMovesTest, AnIdIsNotRestoredWhileAnImportOfItHasNotEnded) {
   const SequenceInfo source = h_.Open();
   Fill(source, 4, 50);

@@ -137,7 +137,7 @@ TEST_F(EnginePrefixTest, ModelsOfEqualContentsFindEachOthersRows) {
   EXPECT_EQ(second.length, 7);
   EXPECT_EQ(second.model_id, "second");
   EXPECT_EQ(open(h_.tenant(), "second", "salted").length, 0);
-  // What each sequence did is told of its own model.
+  // Events of each sequence name its own model.
   kvcache::EventLog& events = *h_.core().events();
   kvcache::EventLog::Cursor cursor = events.Begin();
   for (const kvcache::Event& event : events.Read(tenant, 100, &cursor)) {
@@ -185,7 +185,7 @@ TEST_F(EnginePrefixTest, WhatWasSaidOfCommittedRowsStays) {
   const auto other = Match(first, 2, Tokens(2, 70));
   EXPECT_EQ(other.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(DetailOf(other.status()).reason, "prefix_differs");
-  EXPECT_TRUE(Match(first, 4, Tokens(2, 70)).ok());  // of a row to come
+  EXPECT_TRUE(Match(first, 4, Tokens(2, 70)).ok());  // of a future row
   EXPECT_EQ(Match(first, 7, Tokens(2)).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(DetailOf(Match(first, 0, Tokens(6), 2).status()).reason, "epoch_mismatch");
 }
@@ -267,7 +267,7 @@ TEST_F(EnginePrefixTest, EventsAreOfTheTenantThatTheModelBelongsTo) {
   ASSERT_EQ(events.size(), 1u);
   EXPECT_EQ(events[0].kind, kvcache::EventKind::kPreempted);
   EXPECT_EQ(events[0].sequence, evicted.ids[0]);
-  // What a client gives back is not taken from it.
+  // A release by the client is not a preemption.
   EXPECT_EQ(h_.core().ReleaseSequences(h_.tenant(), std::vector{h_.Open().id}, &absent), 1);
   EXPECT_TRUE(log.Read(tenant, 100, &cursor).empty());
   const std::vector<kvcache::Miss> misses = log.Misses(tenant, 1);

@@ -56,7 +56,7 @@ class EngineTiersTest : public EngineCoreTest {
     EXPECT_TRUE(planner_.Fill(args.tenant, args.prefix, 0, 0, &plan).ok());
     return plan;
   }
-  // `waits`: for what slower tiers have, as the engine's own call does.
+  // `waits`: for rows in slower tiers, as the engine's own call does.
   SequenceInfo OpenWith(int text, bool waits = true, int count = kRows) {
     OpenArgs args;
     args.tenant = h_.tenant();
@@ -82,7 +82,7 @@ class EngineTiersTest : public EngineCoreTest {
     h_.core().ReleaseSequences(h_.tenant(), std::vector{sequence.id}, &absent);
     EXPECT_TRUE(absent.empty());
   }
-  // Leaves rows of a text in the cache; those of layer l are Rows(kRows, text + l).
+  // Leaves rows of a text in the cache; in layer l they are Rows(kRows, text + l).
   void Leave(int text) {
     const SequenceInfo sequence = OpenWith(text, false);
     for (int row = 0; row < kRows; row += 20) FillFrom(sequence, row, text);
@@ -120,7 +120,7 @@ class EngineTiersTest : public EngineCoreTest {
     }
     ASSERT_TRUE(h_.Abort(stream_, 1)->status.ok());
   }
-  // What a disturbance of memory may do.
+  // Changes memory as a memory fault may.
   void ChangeHostMemory() {
     const auto memory = h_.core().tier_memory();
     for (size_t at = 0; at < memory.size(); at += 100) memory[at] ^= std::byte{1};
@@ -152,7 +152,7 @@ TEST_F(EngineTiersTest, RowsLeaveThePoolAndComeBackAsTheyWere) {
   ExpectRows(back, 0);
   EXPECT_EQ(Tiers().host.groups_out, 20u);
   EXPECT_EQ(Events(EventKind::kRestored, kvcache::Tier::kHost), 20);
-  // It leaves once more, and nothing is copied again.
+  // It leaves the pool again, and no row is copied again.
   const uint64_t copied = Tiers().host.groups_in;
   Release(back);
   for (int text = 1; text < 6; ++text) Release(OpenWith(10 * text));
@@ -301,7 +301,7 @@ TEST_F(FileTierTest, RowsThatWereUsedAgainGoToTheFileAndComeBack) {
   ExpectRows(back, 0);
 }
 
-// Its seal held when it had been read, but not what was then written into the pool.
+// Its seal was valid when it had been read, but the bytes written into the pool were not.
 TEST_F(FileTierTest, ACopyOfTheFileThatChangesInMemoryIsReadOnceMore) {
   Leave(0);
   Use(0);

@@ -1,6 +1,6 @@
-// A prompt costs a caller the same work of the engine, whether or not another tenant, or the same
-// tenant with another salt, has it in the prefix cache. So the time of calls tells nothing of
-// others' prompts; prefix_timing_benchmark measures that time.
+// A prompt costs a caller the same work of the engine whether or not the prefix cache has it for
+// another tenant, or for the same tenant with another salt. So the time of calls does not reveal
+// other prompts; prefix_timing_benchmark measures that time.
 #include <tuple>
 
 #include "gtest/gtest.h"

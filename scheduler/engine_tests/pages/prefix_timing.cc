@@ -1,11 +1,11 @@
-// Measures what a caller can learn from the time of its calls about prompts in the prefix cache.
+// Measures how much the time of a caller's calls reveals about prompts in the prefix cache.
 //
 //   prefix_timing_benchmark [--json=FILE] [--trials=N]
 //
-// In each trial a victim lets one of two prompts be cached, by chance; then an attacker runs both,
-// in an order by chance, and takes the quicker one for the victim's. Guessing is right in half of
-// the trials. The attacker is better off than any over a network: it reads the processor time of
-// the engine's own thread.
+// In each trial a victim caches one of two prompts, chosen at random. Then an attacker runs both in
+// random order, and guesses that the quicker one is the victim's. A random guess is right in half
+// of the trials. The attacker has an advantage over attackers on a network: it reads the processor
+// time of the engine's own thread.
 //
 // The attacker is of another tenant, or of the same tenant with another salt. The control, of the
 // same tenant without salts, shares rows and must be right nearly always: otherwise the machine

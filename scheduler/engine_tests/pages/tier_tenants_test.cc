@@ -63,7 +63,7 @@ class TierTenantsTest : public ::testing::Test {
     std::iota(prefix.token_ids.begin(), prefix.token_ids.end(), 1);
     return prefix;
   }
-  // Leaves so many pages of the tenant in the cache.
+  // Leaves this many pages of the tenant in the cache.
   void Leave(const std::string& tenant, int pages) {
     OpenArgs open;
     open.tenant = tenant;

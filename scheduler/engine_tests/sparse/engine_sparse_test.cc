@@ -112,7 +112,7 @@ TEST_F(EngineSparseTest, RowsAttendToTheirLists) {
     EXPECT_EQ(attend->lse[5 * 2], -std::numeric_limits<float>::infinity());
   }
   End(1);
-  // Decode on both at a time: of what is cached and of the new row itself.
+  // Decode of both at the same time: over cached rows and the new row itself.
   ASSERT_TRUE(h_.Begin(stream_, 2, {{a.id, 1, 7, 1}, {b.id, 1, 4, 2}})->status.ok());
   for (int layer = 0; layer < 2; ++layer) {
     const std::vector<Row> cached = Rows(11, 10 + layer), fresh = Rows(3, 20 + layer);
@@ -151,7 +151,8 @@ TEST_F(EngineSparseTest, RowsThatNoListNamesMayBeAnything) {
   h_.Run();
   ASSERT_TRUE(attend->status.ok()) << attend->status;
   EXPECT_LT(Error(*attend, Pointers(rows), lists, 5), kTolerance);
-  // It is known to be there all the same: what names it is NaN and no fault of the kernels.
+  // The engine knows of it nevertheless: results that name it are NaN, and the kernels are not at
+  // fault.
   const auto again = Attend(1, 0, 3, {}, {{1, 0}}, 5);
   h_.Run();
   ASSERT_TRUE(again->status.ok()) << again->status;
@@ -182,7 +183,8 @@ TEST_F(EngineSparseTest, RefusesListsOfAnotherStep) {
   EXPECT_TRUE(attend->status.ok()) << attend->status;
 }
 
-// Its rows have no index keys behind them: they end before those of the step's model do.
+// Its rows do not have index keys after them, so they end before the rows of the step's model
+// would.
 TEST_F(EngineSparseTest, RefusesMemoryThatWasSizedForAnotherIndexer) {
   const SequenceInfo a = h_.Open();
   ASSERT_TRUE(h_.Begin(stream_, 1, {{a.id, 1, 0, 2}})->status.ok());

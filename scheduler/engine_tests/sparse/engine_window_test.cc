@@ -1,6 +1,6 @@
-// Sequences of a model with a window and compressed entries: what their rows attend to while the
-// window passes over pages, steps end and are aborted, drafts are rejected, sequences are forked
-// and truncated.
+// Sequences of a model with a window and compressed entries: which rows and entries their rows
+// attend to while the window passes over pages, steps end and are aborted, drafts are rejected,
+// sequences are forked and truncated.
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -58,7 +58,8 @@ class EngineWindowTest : public ::testing::Test {
   }
 
   // A step of `rows` rows after the text's, of which `commit` are kept; -1: it is aborted.
-  // `listed`: rows of layer 1 attend to some entries alone. `tail` > 0: what it leaves as the tail.
+  // `listed`: rows of layer 1 attend to some entries only. `tail` > 0: the bytes that it leaves as
+  // the tail.
   void Step(Text* text, int rows, int commit, bool listed = false, uint8_t tail = 0) {
     const StepId step = ++last_step_;
     const auto begun =
@@ -125,7 +126,7 @@ class EngineWindowTest : public ::testing::Test {
     }
   }
 
-  // Behind the rows.
+  // Adds entries after the rows.
   static void AddEntries(const std::vector<Row>& entries, TestRequest* request) {
     for (const Row& entry : entries) {
       for (const float value : entry) request->kv_rows.push_back(kernels::ToBf16(value));
@@ -161,7 +162,7 @@ class EngineWindowTest : public ::testing::Test {
     }
   }
 
-  // Position and first byte of the tail; {-1, 0}: there is none.
+  // Position and first byte of the tail; {-1, 0} without a tail.
   std::pair<int64_t, int> TailOf(const SequenceInfo& info) {
     const auto read = h_.core().ReadTail(h_.tenant(), info.id, info.epoch);
     const std::optional<int64_t> shown = h_.Get(info.id).tail_position;
@@ -207,7 +208,7 @@ TEST_F(EngineWindowTest, PagesBehindTheWindowComeBack) {
   const auto used = [&] { return h_.core().Stats().page_groups_used; };
   Step(&text, 8, 8);
   for (int i = 0; i < 32; ++i) Step(&text, 1, 1);
-  // 40 rows: 10 pages of entries, and of rows those that the last 4 lie in.
+  // 40 rows: 10 pages of entries, and the page with the last 4 rows.
   EXPECT_EQ(used(), 10 + 1);
   for (int i = 0; i < 3; ++i) Step(&text, 1, 1);
   EXPECT_EQ(used(), 11 + 2);
@@ -237,7 +238,7 @@ TEST_F(EngineWindowTest, ForksAndTruncationGoBackAsFarAsRowsAreKept) {
     Step(&child, 2, 1);
     Step(&text, 1, 1);
   }
-  Step(&text, 1, 1);  // 21 rows: those from 16 on are kept
+  Step(&text, 1, 1);  // 21 rows: rows from 16 on are kept
   const int length = text.length() - 1;
   const auto refused_length =
       h_.core().TruncateSequence(h_.tenant(), text.info.id, 3, text.info.epoch);
@@ -417,11 +418,11 @@ TEST_F(EngineWindowTest, RowsMoveElsewhereAsAWhole) {
   EXPECT_EQ(exported->tags.sinks, kSinks);
   EXPECT_EQ(refused([](auto& tags) { tags.sinks->back() += 1; }), "part.header.sinks");
   EXPECT_EQ(refused([](auto& tags) { tags.sinks->clear(); }), "part.header.sinks");
-  import.tags.sinks.reset();  // of a server that did not say
+  import.tags.sinks.reset();  // as from a server without this field
   EXPECT_TRUE(h_.core().BeginImport(import).ok());
 }
 
-// What it attends to afterwards is in the tests of the transports.
+// Tests of the transports check what it attends to afterwards.
 TEST_F(EngineWindowTest, AnImportTakesPagesOfTheWindowAlone) {
   Text text = Open();
   for (int i = 0; i < 4; ++i) Step(&text, 7, 7);

@@ -1,4 +1,4 @@
-// Sinks of models with a window: what may be set, when, and which rows wait for them.
+// Sinks of models with a window: which may be set, when, and which rows wait for them.
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -26,7 +26,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 class SinksTest : public ::testing::Test {
  protected:
   static ModelSpec Spec(const std::string& id, bool needs_sinks) {
-    ModelSpec spec = testing::TinyModel();  // of two layers and two heads
+    ModelSpec spec = testing::TinyModel();  // two layers and two heads
     spec.id = id;
     spec.attention = kernels::AttentionKind::kWindow;
     spec.geometry.nope_dim = spec.geometry.v_dim = 0;
@@ -89,7 +89,7 @@ TEST_F(SinksTest, EveryLayerAndHeadMustCome) {
   EXPECT_FALSE(table_.Info(*model_).sinks_complete);
   ASSERT_EQ(Set({3, 4}, {1, 1, 0, 0}), absl::OkStatus());
   EXPECT_THAT(table_.LayersWithoutSinks(*model_), ElementsAre(0));
-  model_->sequences = 1;  // they wait for what is missing
+  model_->sequences = 1;  // rows of open sequences wait for missing sinks
   ASSERT_EQ(Set({1}, {0, 1, 0, 1}), absl::OkStatus());
   EXPECT_EQ(DetailOf(Set({7, 3}, {0, 0, 0, 1})).reason, "sinks_differ");
   EXPECT_THAT(table_.LayersWithoutSinks(*model_), ElementsAre(0));

@@ -47,7 +47,7 @@ GroupLayout MakeEntryLayout(const kernels::KvRowLayout& entry, kernels::KvFormat
     if (ratio == 0) continue;
     const int32_t rows = page_size / ratio;
     planes.push_back({layout.bytes, entry.row_bytes, rows, ratio, format});
-    constexpr int64_t kAlignment = 16;  // of the next layer's
+    constexpr int64_t kAlignment = 16;  // alignment of the next layer
     const int64_t bytes = kernels::KvPageBytes(entry, entry.row_bytes, rows);
     layout.bytes += (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }

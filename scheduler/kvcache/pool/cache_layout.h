@@ -1,4 +1,4 @@
-// Where KV rows lie. A page holds page_size tokens of one layer; a page group holds one page per
+// Placement of KV rows. A page holds page_size tokens of one layer; a page group holds one page per
 // layer of its model and is the unit of allocation, copy-on-write and scrubbing:
 //
 //   group:  [layer 0: planes][layer 1: planes] ... [pad to kPageGranuleBytes]
@@ -23,7 +23,7 @@ struct KvPlane {
   int32_t rows = 0;         // of a page
   int32_t token_ratio = 1;  // tokens that a row stands for
   kernels::KvFormat format = kernels::KvFormat::kBf16;
-  // That hold a page's first `tokens` tokens, where rows lead.
+  // Bytes that hold a page's first `tokens` tokens, if rows lead.
   int64_t bytes_of(int32_t tokens) const {
     return (int64_t{tokens} + token_ratio - 1) / token_ratio * row_stride;
   }
@@ -33,14 +33,14 @@ struct KvPlane {
 struct GroupLayout {
   int32_t page_size = 0;                     // tokens a page, >= 1
   std::vector<std::vector<KvPlane>> layers;  // the planes of each; the KV rows' is the first
-  int64_t bytes = 0;                         // of the planes together
-  // > 0: of committed rows only the last so many are kept, in whole pages.
+  int64_t bytes = 0;                         // of all planes
+  // > 0: only this many of the last committed rows are kept, in whole pages.
   int32_t window = 0;
 
   const KvPlane& rows(int32_t layer) const { return layers[static_cast<size_t>(layer)].front(); }
   // REQUIRES that the layer has them.
   const KvPlane& index_keys(int32_t layer) const { return layers[static_cast<size_t>(layer)][1]; }
-  // What the pool allocates. REQUIRES bytes <= INT64_MAX - kPageGranuleBytes.
+  // Bytes that the pool allocates for a group. REQUIRES bytes <= INT64_MAX - kPageGranuleBytes.
   int64_t group_bytes() const {
     const int64_t granule = kernels::kPageGranuleBytes;
     return (bytes + granule - 1) / granule * granule;
@@ -48,8 +48,8 @@ struct GroupLayout {
   friend bool operator==(const GroupLayout&, const GroupLayout&) = default;
 };
 
-// Whether the first rows of every plane are its first bytes. Pages of which they are not, as scales
-// lie behind their rows, are copied whole.
+// Returns true if the first rows of every plane are its first bytes. Otherwise scales follow the
+// rows of a page, and pages are copied whole.
 bool RowsLead(const GroupLayout& layout);
 
 // Layers that are all alike, each with one plane of a row a token.
@@ -59,14 +59,14 @@ struct UniformLayers {
   int32_t layers = 0;
   kernels::KvFormat format = kernels::KvFormat::kBf16;
   int32_t index_dim = 0;   // > 0: each has a second plane, of an index key of such a size a token
-  int64_t page_bytes = 0;  // of a layer's rows; 0: those of page_size rows
+  int64_t page_bytes = 0;  // bytes of a page of one layer; 0: page_size rows
 };
 
 // REQUIRES that the product of the three numbers is an int64_t.
 GroupLayout MakeLayout(const UniformLayers& uniform);
 
-// Layers of compressed entries, each of which stands for as many tokens as `ratios` says of its
-// layer; of 0, the layer has no plane. REQUIRES that ratios divide page_size.
+// Layers of compressed entries; each entry of a layer stands for `ratios[layer]` tokens. A layer
+// with ratio 0 does not have a plane. REQUIRES that ratios divide page_size.
 GroupLayout MakeEntryLayout(const kernels::KvRowLayout& entry, kernels::KvFormat format,
                             int32_t page_size, std::span<const int32_t> ratios);
 

@@ -5,7 +5,7 @@
 namespace mla::kvcache {
 namespace {
 
-// First byte behind a plane: where the next one begins, in the order of addresses.
+// First byte after a plane: the begin of the next one in address order.
 int64_t PlaneEnd(const GroupLayout& layout, const KvPlane& plane) {
   int64_t end = layout.bytes;
   for (const auto& layer : layout.layers) {

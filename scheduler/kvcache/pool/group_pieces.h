@@ -3,9 +3,9 @@
 //
 //   payload:  [layer 0: plane 0 | plane 1 ...][layer 1: ...] ...
 //
-// A plane brings the rows that stand for the group's first `rows` tokens; of rows that stand for
-// several, those that are whole. Where scales lie behind the rows of a page, it brings all of the
-// plane. Bytes between planes are no part of it.
+// A plane contributes the rows for the group's first `rows` tokens; if a row stands for several
+// tokens, only complete rows. If scales follow the rows of a page, the whole plane moves. Bytes
+// between planes do not move.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_GROUP_PIECES_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_GROUP_PIECES_H_
 
@@ -26,7 +26,8 @@ struct GroupPiece {
   int32_t plane = 0;
 };
 
-// Of a group's first `rows` tokens, in the order of the payload. REQUIRES: 1 <= rows <= page_size.
+// Pieces with a group's first `rows` tokens, in the order of the payload. REQUIRES: 1 <= rows <=
+// page_size.
 std::vector<GroupPiece> GroupPieces(const GroupLayout& layout, int32_t rows);
 
 inline int64_t PayloadBytes(const std::vector<GroupPiece>& pieces) {
@@ -37,7 +38,7 @@ inline int64_t PayloadBytes(const std::vector<GroupPiece>& pieces) {
 // where that is longer. REQUIRES: `offset` is where a unit begins.
 int64_t PartEnd(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t most);
 
-// Whether [offset, offset + bytes) begins and ends where units do, inside the payload.
+// Returns true if [offset, offset + bytes) begins and ends at bounds of units, inside the payload.
 bool IsPart(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t bytes);
 
 // Transfers between that part of the payload, at `host`, and the group whose first byte is

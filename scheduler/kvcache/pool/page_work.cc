@@ -91,14 +91,15 @@ void PageWorkQueue::Forget(int32_t index) {
 void PageWorkQueue::Cancel(uint32_t target) {
   const int32_t index = pool_->work(target);
   if (index == kNone || At(index).running > 0) return;
-  // Others keep the group, too, for bytes that are on their way into it, behind this work.
+  // The group also has to stay for bytes that will be moved into it after this work.
   if (pool_->pins(target) > 1) return;
   const Piece& piece = At(index);
   if (piece.queued) Unlink(index);
   if (piece.tried) {
     pool_->MarkMixed(target);
   } else if (!piece.begun) {
-    // Nothing has been written to the group since Take, as nothing may be before its work.
+    // Nothing has been written to the group since Take, because nothing may be written before its
+    // work.
     pool_->RestoreMark(target);
   }
   Forget(index);
@@ -197,7 +198,7 @@ void PageWorkQueue::Acknowledge(LaunchWork* work) {
     bytes_copied_ += static_cast<uint64_t>(part.bytes);
     if (!std::exchange(piece.copied, true)) ++groups_copied_;
     if (piece.running > 0 || pool_->references(piece.target) > 0) continue;
-    // It has been cancelled meanwhile.
+    // The copy was cancelled while it ran.
     if (piece.tried) pool_->MarkMixed(piece.target);
     Forget(part.piece);
   }
@@ -228,7 +229,7 @@ void PageWorkQueue::Requeue(LaunchWork* work) {
     if (pool_->references(piece.target) > 0) {
       if (!piece.copies()) Link(part.piece, /*front=*/true);
     } else if (piece.running == 0) {
-      // The group is not wanted any more, and what the launch has left in it is not known.
+      // The group is not needed any more, and its contents after the failed launch are unknown.
       pool_->MarkMixed(piece.target);
       Forget(part.piece);
     }

@@ -2,24 +2,24 @@
 // and copies of shared groups that a sequence writes into (copy-on-write).
 //
 // Zeroing waits in one queue for each tenant until a launch carries it. Groups never pass from one
-// tenant to another while work on them is queued or runs, so the queues are independent of each
+// tenant to another while work on them is queued or runs. So the queues are independent of each
 // other; within a queue the order is kept. A ticket names a place in the order of the queues: a
 // step may run once its tenant's work up to the step's ticket has been carried by that launch or an
 // earlier one.
 //
-// A copy is in no queue. Each layer's is made by the launch that writes the first row behind it
-// (TakeLayer), or one before: a GPU takes some microseconds for a launch's copies, however small,
-// so where layers come in order, the copies of all are made by a few launches, and never of more
-// than twice the layers that are written. A copy takes the rows that count; a group with bytes of
-// another tenant is overwritten whole, with the first layer. The copy stays known, and its source
-// pinned, until EndCopy or Cancel.
+// Copies are not queued. Each layer's copy is made by the launch that writes the first row after
+// the copied ones (TakeLayer), or by an earlier launch. A GPU takes some microseconds for a
+// launch's copies, however small. If layers come in order, a few launches therefore copy all of
+// them, and at most twice as many layers are copied as are written. A copy has only the rows in
+// use. A group with bytes of another tenant is overwritten whole, together with the first layer.
+// The copy stays known, and its source pinned, until EndCopy or Cancel.
 //
 // A group has at most one piece of work that fills it, so there are at most as many pieces as the
 // pool has groups. Work into a group that loses its last reference before a launch takes it is
-// cancelled. Work that a launch has taken stays known until Acknowledge; Requeue puts what a failed
-// launch took back: zeroing to the front of its queue, in order, layers of copies to those that are
-// left. Until then its groups are pinned: the pool does not hand them out, and a source is not
-// written below the rows that are to be copied.
+// cancelled. Work that a launch has taken stays known until Acknowledge. Requeue takes back the
+// work of a failed launch: zeroing goes to the front of its queue, in order, and layers of copies
+// to the layers still to be copied. Until then its groups are pinned: the pool does not hand them
+// out, and a source is not written below the rows that are to be copied.
 //
 // Threading: owned by the KvCache that holds it. Memory grows to the largest number of pieces that
 // ever waited, and stays.
@@ -65,9 +65,9 @@ class LaunchWork {
   int64_t bytes_ = 0;
 };
 
-// What may be added to a launch's work.
+// Bounds of the work that may be added to a launch.
 struct WorkRoom {
-  int64_t places = 0;  // of ranges
+  int64_t places = 0;  // places of ranges
   int64_t bytes = 0;
   bool any = true;  // one piece may be larger, as the launch has nothing else to do
 };
@@ -81,15 +81,15 @@ class PageWorkQueue {
 
   // Queues zeroing of a group. REQUIRES, as AddCopy: no work into `target` is known.
   void AddZeroing(TenantKey tenant, uint32_t target, int64_t bytes);
-  // The first `rows` rows of each layer's page of `source` go to `target`, or the whole group if
-  // `whole`. REQUIRES: nothing fills `source` any more.
+  // Copies the first `rows` rows of each layer's page from `source` to `target`, or the whole group
+  // if `whole`. REQUIRES: no work that fills `source` is known.
   void AddCopy(TenantKey tenant, LayoutId layout, uint32_t target, uint32_t source, int32_t rows,
                bool whole);
-  // The launch is about to write the first rows of the layer behind those that are copied to
-  // `target`: adds the layer's copy to `work` and reduces `room`. If all layers before it have been
-  // taken, as many behind it go along as there is room for, up to as many again as have been taken
-  // with it. Nothing happens if there is no copy into the group, which may be kNoEntry, or a launch
-  // has taken the layer's. False when there is no room for the layer itself.
+  // Called for a launch that will write the first rows of the layer after those copied to `target`:
+  // adds the layer's copy to `work` and reduces `room`. If all earlier layers have been taken,
+  // later ones are added as far as there is room, up to the number of layers already taken, this
+  // one included. Does nothing without a copy into the group, which may be kNoEntry, or a launch
+  // has taken the layer's copy. Returns false if the layer itself does not fit.
   bool TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, LaunchWork* work);
   // The copy into the group is kept. REQUIRES: launches have made it, of every layer.
   void EndCopy(uint32_t target);
@@ -98,18 +98,18 @@ class PageWorkQueue {
   void Cancel(uint32_t target);
 
   WorkTicket last() const { return last_; }
-  // Whether work of the tenant up to the ticket is still queued.
+  // Returns true if work of the tenant up to the ticket is still queued.
   bool Waits(TenantKey tenant, WorkTicket until) const;
   // Moves the tenant's work up to the ticket into `work`, oldest first, as far as `room` goes and
   // reduces it. True when none of it is left in the queue.
   bool Take(TenantKey tenant, WorkTicket until, WorkRoom* room, LaunchWork* work);
-  // The same for work of any tenant, to get it done.
+  // As Take, for work of any tenant, to make progress with it.
   void TakeAny(WorkRoom* room, LaunchWork* work);
   // The launch has completed.
   void Acknowledge(LaunchWork* work);
   // Returns true if the launch carries work into the group.
   bool Fills(const LaunchWork& work, uint32_t target) const;
-  // Whether the launch carries work of the tenant up to the ticket.
+  // Returns true if the launch carries work of the tenant up to the ticket.
   bool Carries(const LaunchWork& work, TenantKey tenant, WorkTicket until) const;
   // The launch has failed. When several have, the latest comes first.
   void Requeue(LaunchWork* work);
@@ -128,8 +128,9 @@ class PageWorkQueue {
     uint32_t source = SlabPool::kNoEntry;  // kNoEntry: zeroing
     int64_t bytes = 0;                     // of the group
     WorkTicket ticket = 0;                 // of zeroing
-    bool queued = false;                   // likewise
-    LayoutId layout = kNone;  // of a copy layer by layer; kNone: of the whole group, as layer 0
+    bool queued = false;                   // of zeroing: in its queue
+    // For a copy layer by layer; kNone: the whole group is copied, as layer 0.
+    LayoutId layout = kNone;
     int32_t rows = 0;
     std::bitset<kMostLayers> left;       // layers that no launch has taken
     int32_t running = 0;                 // launches that carry it, or layers of it
@@ -146,20 +147,20 @@ class PageWorkQueue {
   Piece& At(int32_t piece) { return pieces_[static_cast<size_t>(piece)]; }
   const Piece& At(int32_t piece) const { return pieces_[static_cast<size_t>(piece)]; }
   int32_t Add(const Piece& piece);
-  // Adds the layer of the copy, if no launch has taken it; false when there is no room for it.
+  // Adds the layer of the copy unless a launch has taken it; returns false if it does not fit.
   bool AddLayer(int32_t piece, int32_t layer, WorkRoom* room, LaunchWork* work);
-  // Adds a part of the piece to the launch; false when there is no room for it.
+  // Adds a part of the piece to the launch; returns false if it does not fit.
   bool AddPart(int32_t piece, int32_t layer, int64_t places, int64_t bytes, WorkRoom* room,
                LaunchWork* work);
   void Link(int32_t piece, bool front);
   void Unlink(int32_t piece);
-  // The piece is not known any more: its groups are unpinned.
+  // Removes the piece and unpins its groups.
   void Forget(int32_t piece);
 
   SlabPool* const pool_;
   std::vector<Piece> pieces_;
   int32_t free_ = kNone;
-  absl::flat_hash_map<TenantKey, Queue> queues_;  // those that are not empty
+  absl::flat_hash_map<TenantKey, Queue> queues_;  // the non-empty ones
   WorkTicket last_ = 0;
   int64_t queued_ = 0;
   int64_t copies_open_ = 0;

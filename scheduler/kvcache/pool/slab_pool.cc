@@ -295,8 +295,8 @@ const SlabPool::Group& SlabPool::GroupOf(uint32_t entry) const {
   return At(place.slab).groups[static_cast<size_t>(place.group)];
 }
 
-// The fewest slabs that waste little, else those that leave least over. No fewer slabs leave less
-// over than these, which RunAt goes by.
+// The smallest run that wastes little, or else the run that wastes least. No shorter run wastes
+// less; RunAt relies on this.
 int32_t SlabPool::RunSlabs(int64_t group_bytes) const {
   const auto least = static_cast<int32_t>((group_bytes + slab_bytes_ - 1) / slab_bytes_);
   if (least == 1) return 1;
@@ -312,10 +312,10 @@ int32_t SlabPool::RunSlabs(int64_t group_bytes) const {
   return best;
 }
 
-// Free neighbours are taken from the left, in runs of run_slabs and a shorter one. That is the most
-// they hold, and two rows hold no more apart than when they become one: of their shorter runs one
-// at least consists of whole slabs, so it leaves as much over as the longer run that takes from
-// both.
+// Free neighbours are taken from the left, in runs of run_slabs and a shorter one. This is optimal:
+// two separate ranges of free slabs never hold more groups than one range of their joined length.
+// At least one of their two shorter runs consists of whole slabs, so it wastes at least as much as
+// the longer run that would cover both.
 SlabPool::Run SlabPool::RunAt(int32_t first, const Layout& layout,
                               const AlsoFree* also_free) const {
   const int64_t size = layout.group_bytes;

@@ -2,10 +2,10 @@
 //
 // The budget is cut into slabs of equal size (the last may be shorter) when the first layout comes.
 // A slab serves groups of one layout at a time and returns to the budget when its last group is
-// free. Groups larger than a slab lie one behind the other in runs of neighbouring slabs, which are
-// taken and returned whole: as many slabs as waste little of them, or as there are together. A
-// group is named by its page table entry: the offset of its first byte in granules of
-// kPageGranuleBytes.
+// free. Groups larger than a slab lie one after the other in runs of neighbouring slabs, which are
+// taken and returned whole. A run has the number of slabs that wastes little, or fewer if not
+// enough free slabs are neighbours. A group is named by its page table entry: the offset of its
+// first byte in granules of kPageGranuleBytes.
 //
 // Each range of bytes carries a mark: clean (never handed out), one tenant's, or mixed. A group is
 // dirty for a tenant when its mark is neither clean nor that tenant's. Marks follow the bytes when
@@ -14,11 +14,10 @@
 // An entry that names no group, a group that is freed twice and the like end the process, in any
 // build: require.h.
 //
-// Take, Untake, Share and Drop are O(1), except that a layout that needs further slabs looks for
-// free ones among all, and where the slab served another group size before merges the marks of
-// the groups that were handed out then. Nothing allocates after AddLayout, unless books grow as
-// they are needed. Threading: owned by the
-// KvCache that holds it.
+// Take, Untake, Share and Drop are O(1), with one exception: a layout that needs more slabs
+// searches all slabs for free ones. If such a slab had another group size before, the marks of its
+// former groups are merged. Nothing allocates after AddLayout, except for accounts that grow when
+// first needed. Threading: owned by the KvCache that holds it.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_SLAB_POOL_H_
 
@@ -40,8 +39,8 @@ using TenantKey = uint64_t;  // the engine gives each tenant; never reused, belo
 
 inline constexpr TenantKey kMaxTenantKey = 0xfffffffffffffff0u;
 
-// Counts what a layout takes of the pool, and may refuse it. Called from the pool's thread; may not
-// call back.
+// Counts the pool memory that a layout takes, and may refuse a take. Called from the pool's thread;
+// may not call back.
 class PoolAccount {
  public:
   virtual ~PoolAccount() = default;
@@ -52,7 +51,8 @@ class PoolAccount {
   virtual void ReturnSlab(int64_t bytes) = 0;
   // Bytes of groups that the owner's own bound leaves; negative beyond it.
   virtual int64_t GroupRoom() const = 0;
-  virtual int64_t GroupBound() const { return std::numeric_limits<int64_t>::max(); }  // that bound
+  // Bound of the account in bytes.
+  virtual int64_t GroupBound() const { return std::numeric_limits<int64_t>::max(); }
   // Layouts with equal owners, which are not null, share bounds.
   virtual const void* owner() const { return nullptr; }
 };
@@ -83,11 +83,11 @@ class SlabPool final {
   // Groups that the pool keeps books of; their number must not follow from a layout alone, which a
   // client chooses: pages of a few bytes would take as much memory for books as for rows.
   static constexpr int64_t kMostGroups = 1 << 20;
-  // Of groups larger than a slab: slabs of a run, unless one group needs more, and which part of
-  // them may be left over; the shortest run that leaves no more is taken.
+  // For groups larger than a slab: the most slabs of a run, unless one group needs more, and the
+  // part of a run that may be wasted. The shortest run that wastes no more is taken.
   static constexpr int32_t kMostRunSlabs = 8;
   static constexpr int64_t kRunWaste = 8;  // an eighth
-  // Every so many freed groups tell how long they were held.
+  // One in this many freed groups reports how long it was held.
   static constexpr uint64_t kLifetimeSample = 16;
 
   struct Taken {
@@ -117,7 +117,7 @@ class SlabPool final {
   const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
   bool rows_lead(LayoutId layout) const { return Of(layout).rows_lead; }  // see RowsLead
 
-  // A group with one reference, marked as the tenant's; kNoEntry when there is no room or the
+  // Returns a group with one reference, marked as the tenant's; kNoEntry if the pool is full or the
   // layout's account refuses.
   Taken Take(LayoutId layout, TenantKey tenant);
   // Undoes a Take whose group has not been used: its former mark returns. The latest Take first.
@@ -131,7 +131,7 @@ class SlabPool final {
   void Pin(uint32_t entry);
   void Unpin(uint32_t entry);
   int32_t pins(uint32_t entry) const { return GroupOf(entry).pins; }
-  // The same for the source of a copy: its first `rows` rows may not be written meanwhile.
+  // As Pin, for the source of a copy: its first `rows` rows may not be written until UnpinSource.
   void PinSource(uint32_t entry, int32_t rows);
   void UnpinSource(uint32_t entry);
   // Rows of each page that copies which wait or run still read.
@@ -152,35 +152,35 @@ class SlabPool final {
   int64_t free_groups(LayoutId layout) const {
     return free_in_slabs(layout) + CountRuns(Of(layout), nullptr);
   }
-  int64_t free_in_slabs(LayoutId layout) const {  // of them, those that need no further slab
+  int64_t free_in_slabs(LayoutId layout) const {  // part of it that needs no further slab
     return Of(layout).groups_total - Of(layout).groups_used;
   }
-  // Bytes of such groups, by a look at the last slab alone. Of groups larger than a slab it may be
-  // too many: free slabs count as neighbours.
+  // Bytes of such groups, by a look at the last slab alone. For groups larger than a slab the
+  // result may be too large: free slabs count as neighbours.
   int64_t BytesLeft(LayoutId layout) const;
   // Why the last Take that failed did.
   TakeRefusal refusal() const { return refusal_; }
 
   // --- Groups that the prefix cache holds: it has one of their references. A cached group is idle
-  // while that is the only one and no page work uses it; idle groups of a layout are in order of
-  // when they became so.
+  // while it has no other reference and no page work uses it. Idle groups of a layout are ordered
+  // by the time when they became idle.
   void Cache(uint32_t entry, int32_t node);  // `node`: the cache's name for it, >= 0
   bool Uncache(uint32_t entry);              // as Drop
   int32_t cached(uint32_t entry) const { return GroupOf(entry).cached; }  // its node, or -1
   uint32_t oldest_idle(LayoutId layout) const { return Of(layout).idle_first; }
   bool idle(uint32_t entry) const { return GroupOf(entry).idle; }
   int64_t idle_groups(LayoutId layout) const { return Of(layout).groups_idle; }
-  // Whether the accounts of two layouts have one owner.
+  // Returns true if the accounts of two layouts have one owner.
   bool SameOwner(LayoutId a, LayoutId b) const;
   int64_t layouts() const { return static_cast<int64_t>(layouts_.size()); }
   int64_t GroupRoom(LayoutId layout) const;   // of its account, in bytes
-  int64_t GroupBound(LayoutId layout) const;  // likewise
+  int64_t GroupBound(LayoutId layout) const;  // of its account, in bytes
   // An idle group becomes the youngest of its layout's.
   void Touch(uint32_t entry);
-  // free_groups if the layout's idle groups were free, and the slabs that idle groups of any layout
-  // alone keep; with `own_only`, of layouts with the same owner.
+  // free_groups if the layout's idle groups, and all slabs with idle groups only, of any layout,
+  // were free; with `own_only`, only of layouts with the same owner.
   int64_t FreeWithoutIdle(LayoutId layout, bool own_only) const;
-  // Entries of all groups of one such slab or run; empty if there is none.
+  // Entries of all groups of one slab or run with idle groups only; empty if there is none.
   std::vector<uint32_t> IdleSlab(LayoutId layout, bool own_only) const;
   SlabPoolStats stats() const { return stats_; }
   // Groups and slabs looked at since start, to show what an operation costs.
@@ -202,12 +202,12 @@ class SlabPool final {
     int32_t references = 0;
     int32_t next_free = kNone;
     Mark mark = kClean;
-    Mark mark_before = kClean;  // of the latest Take
+    Mark mark_before = kClean;  // before the latest Take
     int32_t work = kNone;
     int32_t pins = 0;
-    int32_t sources = 0;      // of them, copies from it
+    int32_t sources = 0;      // pins of copies from it
     int32_t pinned_rows = 0;  // 0 without such copies
-    int64_t taken_ns = 0;     // kUntaken: that Take is being undone
+    int64_t taken_ns = 0;     // kUntaken: its Take is being undone
     int32_t cached = kNone;   // the cache's node
     bool alone = false;       // the cache holds it, and nothing else
     bool idle = false;        // and no page work uses it
@@ -219,16 +219,16 @@ class SlabPool final {
     LayoutId layout = kNone;   // kNone: free
     int32_t head = kNone;      // first slab of its run; itself when alone
     int32_t span = 1;          // slabs of the run, of a head
-    int32_t groups_total = 0;  // that it holds under its layout
+    int32_t groups_total = 0;  // groups that the slab holds under its layout
     int32_t groups_used = 0;
-    int32_t groups_idle = 0;    // of them
+    int32_t groups_idle = 0;    // idle ones among groups_used
     int32_t groups_fresh = 0;   // groups from here on were not handed out since assignment
     int32_t free_head = kNone;  // list of the freed ones
     int32_t prev = kNone;       // list of the layout's slabs that have free groups
     int32_t next = kNone;
     int64_t mark_bytes = 0;   // size of the ranges that groups[].mark tell of
     int32_t marked = 0;       // leading groups that have marks of their own
-    Mark rest_mark = kClean;  // of the bytes behind those
+    Mark rest_mark = kClean;  // of the bytes after the groups
     std::vector<Group> groups;
   };
 
@@ -238,7 +238,7 @@ class SlabPool final {
     bool active = false;
     PoolAccount* account = nullptr;
     int64_t group_bytes = 0;
-    int32_t run_slabs = 1;     // of the runs that its groups get where there is room
+    int32_t run_slabs = 1;     // length of its runs if there is room
     int64_t groups_total = 0;  // in its slabs
     int64_t groups_used = 0;
     int64_t groups_pinned = 0;
@@ -248,7 +248,7 @@ class SlabPool final {
   };
 
   struct Run {
-    int32_t slabs = 0;  // 0: none
+    int32_t slabs = 0;  // 0: no run
     int32_t groups = 0;
   };
 
@@ -264,7 +264,8 @@ class SlabPool final {
   const Slab& At(int32_t slab) const { return slabs_[static_cast<size_t>(slab)]; }
   int64_t BytesOf(int32_t slab) const;
   int64_t RunBytes(int32_t head, int32_t span) const;
-  int64_t GroupsIn(int32_t slab, int64_t group_bytes) const;  // that a slab of its own holds
+  // Groups of this size in a single slab.
+  int64_t GroupsIn(int32_t slab, int64_t group_bytes) const;
   Place PlaceOf(uint32_t entry) const;
   void CountPinned(uint32_t entry, int64_t change);
   Group& GroupOf(uint32_t entry);
@@ -272,14 +273,16 @@ class SlabPool final {
   void CutSlabs(int64_t group_bytes);
   int64_t MostGroupsOfSlab() const;
   int32_t RunSlabs(int64_t group_bytes) const;
-  using AlsoFree = std::function<bool(int32_t)>;  // slabs that count as free besides those that are
+  // Slabs that count as free in addition to the free ones.
+  using AlsoFree = std::function<bool(int32_t)>;
   // The run that the layout takes from this slab on; none if it is not free, or a group does not
   // fit.
   Run RunAt(int32_t first, const Layout& layout, const AlsoFree* also_free = nullptr) const;
   int64_t CountRuns(const Layout& layout, const AlsoFree* also_free) const;  // groups in them
-  // Whether only idle groups keep the slab, of this layout's owner if asked.
+  // Returns true if only idle groups keep the slab; with `own_only`, only idle groups of this
+  // layout's owner.
   bool HeldByIdleGroups(int32_t slab, LayoutId layout, bool own_only) const;
-  // The group's references or pins have changed: it may have become idle, or be so no more.
+  // Updates the idle list after the group's references or pins have changed.
   void Settle(uint32_t entry, Group& group);
   int32_t AssignRun(LayoutId layout);  // its head, or kNone
   void ReturnRun(int32_t head);

@@ -1,4 +1,4 @@
-// What is left of a budget that groups do not divide, and of slabs that they are larger than.
+// The rest of a budget that groups do not divide, and of slabs smaller than a group.
 #include "scheduler/kvcache/pool/slab_pool.h"
 
 #include <algorithm>
@@ -113,7 +113,7 @@ TEST(SlabPool, ABoundThatARunExceedsGetsAShorterOne) {
   EXPECT_EQ(account.slabs(), 0);
 }
 
-// The most groups that fit rows of free slabs, in runs of at most so many as the pool takes.
+// The most groups that fit ranges of free slabs, in runs no longer than the pool takes.
 int64_t MostGroups(const std::vector<int64_t>& slab_bytes, const std::vector<bool>& free,
                    int64_t size) {
   int32_t most = 0;  // slabs of a run
@@ -142,8 +142,8 @@ int64_t MostGroups(const std::vector<int64_t>& slab_bytes, const std::vector<boo
   return groups.back();
 }
 
-// Slabs are kept by another layout here and there. What is free, and what is without idle groups,
-// is what Take then gives, and the most there could be.
+// Slabs are kept by another layout here and there. free_groups, and FreeWithoutIdle, must equal
+// both the groups that Take then gives and the largest possible number.
 TEST(SlabPool, FreeGroupsAreTheMostThatRunsHold) {
   std::mt19937 random(1);
   const auto below = [&](int64_t n) {
@@ -175,7 +175,7 @@ TEST(SlabPool, FreeGroupsAreTheMostThatRunsHold) {
       }
     }
     ASSERT_EQ(pool.free_groups(layout), MostGroups(slab_bytes, free, size)) << round;
-    // Its own groups come and go meanwhile, some of them to the cache.
+    // Its own groups are taken and dropped in between, and some of them cached.
     std::vector<uint32_t> own;
     for (int step = 0; step < 60; ++step) {
       const int64_t before = pool.free_groups(layout);

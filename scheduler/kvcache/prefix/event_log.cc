@@ -7,7 +7,7 @@
 namespace mla::kvcache {
 namespace {
 
-// Tenants begin at one of so many multiples of 2^32.
+// The first event number of a tenant is one of this many multiples of 2^32.
 constexpr uint64_t kFirstNumbers = 1 << 20;
 constexpr int kFirstNumberShift = 32;
 

@@ -28,7 +28,7 @@ TEST(EventLogTest, EventsAreTheTenantsOwnAndNumberedWithoutGaps) {
   log.SetLayout(1, kTwo, "two", "b");
   log.SetLayout(2, kOne, "one", "c");
   for (uint64_t i = 0; i < 9; ++i) log.Add(static_cast<LayoutId>(i % 3), Stored(i));
-  log.Add(5, Stored(99));  // of no tenant
+  log.Add(5, Stored(99));  // without a tenant
   const std::vector<Event> ones = ReadAll(log, kOne), twos = ReadAll(log, kTwo);
   ASSERT_EQ(ones.size(), 6u);
   ASSERT_EQ(twos.size(), 3u);
@@ -87,7 +87,7 @@ TEST(EventLogTest, WhatIsLostIsSeenFromTheNumbers) {
   const std::vector<Event> read = log.Read(kOne, 100, &cursor);
   ASSERT_EQ(read.size(), 1u);
   EXPECT_EQ(read[0].number, last + 2);
-  EXPECT_EQ(ReadAll(log, kOne, last).front().number, last + 2);  // `last` is not kept any more
+  EXPECT_EQ(ReadAll(log, kOne, last).front().number, last + 2);  // `last` was dropped
 }
 
 TEST(EventLogTest, ATenantThatComesAgainBeginsElsewhere) {
@@ -95,7 +95,7 @@ TEST(EventLogTest, ATenantThatComesAgainBeginsElsewhere) {
   log.SetLayout(0, kOne, "one", "a");
   log.Add(0, Stored(1));
   log.DropLayout(0);
-  log.Add(0, Stored(2));  // nothing
+  log.Add(0, Stored(2));  // no effect
   log.SetLayout(0, kOne, "one", "a");
   log.Add(0, Stored(3));
   const std::vector<Event> events = ReadAll(log, kOne);
@@ -114,7 +114,7 @@ TEST(EventLogTest, MissesAreTheLatestOfTheTenant) {
     log.Add(static_cast<LayoutId>(i % 2), std::move(miss));
   }
   const std::vector<Miss> found = log.Misses(kOne, 100);
-  ASSERT_EQ(found.size(), 2u);  // of four that are kept
+  ASSERT_EQ(found.size(), 2u);  // the latest of four
   EXPECT_EQ(found[0].rows_asked, 4);
   EXPECT_EQ(found[1].rows_asked, 2);
   EXPECT_EQ(*found[0].model, "a");

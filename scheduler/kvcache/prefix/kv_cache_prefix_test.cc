@@ -24,7 +24,7 @@ class KvCachePrefixTest : public KvCacheTest {
   void Declare(SeqSlot sequence, const std::vector<uint32_t>& tokens) {
     cache_->Declare(sequence, book_.Chain(1, 0, 4, tokens), static_cast<int32_t>(tokens.size()));
   }
-  // A sequence that declares the tokens and takes what is cached of them.
+  // A sequence that declares the tokens and takes the cached rows among them.
   SeqSlot OpenWith(const std::vector<uint32_t>& tokens, int32_t most = kAll) {
     const SeqSlot sequence = Open();
     Declare(sequence, tokens);
@@ -148,7 +148,7 @@ TEST_F(KvCachePrefixTest, EventsSayWhatBecomesOfCachedRows) {
   EXPECT_EQ(Found(Tokens(6)), 0);
   Leave(Tokens(4));
   cache_->DropCached(layout_);
-  cache_->DropCached(layout_);  // of nothing
+  cache_->DropCached(layout_);  // no rows are cached
 
   EventLog::Cursor cursor = log.After(5, 0);
   const std::vector<Event> events = log.Read(5, 100, &cursor);
@@ -162,7 +162,7 @@ TEST_F(KvCachePrefixTest, EventsSayWhatBecomesOfCachedRows) {
   EXPECT_EQ(events[1].rows, 6);
   EXPECT_EQ(events[2].first_row, 4);
   EXPECT_EQ(events[2].rows, 2);
-  EXPECT_FALSE(events[2].key.has_value());  // of a part of a page
+  EXPECT_FALSE(events[2].key.has_value());  // of a partial page
   EXPECT_EQ(events[2].parent, events[0].key);
   EXPECT_EQ(events[5].key, events[0].key);  // the same rows
   const std::vector<Miss> misses = log.Misses(5, 100);

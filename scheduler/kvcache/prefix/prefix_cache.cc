@@ -30,7 +30,7 @@ PrefixCache::Found PrefixCache::Find(LayoutId layout, const PrefixChain& chain, 
   const auto found = whole_.find(chain.keys[static_cast<size_t>(page)]);
   if (found == whole_.end()) return {};
   const Node& node = At(found->second);
-  // The key says all of it; what is at hand is compared all the same.
+  // The key covers all rows up to here; available data is compared nevertheless.
   if (node.layout != layout || node.tokens.empty() != chain.opaque) return {};
   if (!chain.opaque && !StartsWith(chain.page_tokens(page, chain.page_size), node.tokens)) {
     return {};
@@ -49,7 +49,7 @@ PrefixCache::Found PrefixCache::FindRows(LayoutId layout, const PrefixChain& cha
     ++stats_.steps;
     if (At(node).layout != layout || (in_pool && At(node).entry == SlabPool::kNoEntry)) continue;
     const int32_t agree = Agreeing(At(node).tokens, wanted);
-    // Of equals, one that is in the pool.
+    // Prefers a node in the pool among equal ones.
     const bool nearer = agree == best.rows && best.entry == SlabPool::kNoEntry;
     if (agree > best.rows || (agree > 0 && nearer)) best = {At(node).entry, agree, node};
   }
@@ -343,7 +343,7 @@ void PrefixCache::Drop(LayoutId layout) {
     ++stats_.steps;
     Remove(pool_->cached(pool_->oldest_idle(layout)));
   }
-  // Those that page work or sequences still hold.
+  // Then the nodes whose groups page work or sequences still hold.
   const auto index = static_cast<size_t>(layout);
   for (size_t i = 0; index < of_layout_.size() && of_layout_[index] > 0; ++i) {
     ++stats_.steps;

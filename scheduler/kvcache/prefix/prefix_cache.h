@@ -1,21 +1,21 @@
 // The prefix cache: committed page groups that can be found by what their rows stand for.
 //
-// A published group has a node, and the cache holds one reference to it. Nodes of whole pages are
-// found by key; nodes with tokens also by the rows in which they agree, among those that follow the
-// same parent. A group that the cache alone holds is idle: it stays until its room is needed, the
-// least recently used of its layout first (slab_pool.h). A sequence that ends gives its pages back
-// from the last to the first, so the ends of long prefixes go before their beginnings.
+// A published group has a node, and the cache holds one reference to the group. Nodes of whole
+// pages are found by key. Nodes with tokens are also found by agreeing rows, among the nodes with
+// the same parent. A group that the cache alone holds is idle: it stays until its room is needed,
+// the least recently used of its layout first (slab_pool.h). A sequence that ends gives its pages
+// back from the last to the first, so the ends of long prefixes go before their beginnings.
 //
-// A published group is never written again: writers see more than one reference and copy. So what
-// Find returns cannot be stale, and a caller that shares the group keeps it.
+// A published group is never written again: writers see more than one reference and copy. So the
+// result of Find cannot be stale, and a caller that shares the group keeps it.
 //
-// Where rows have copies in slower tiers (CopiesOutside), a node may outlive its group: it is
-// demoted, and found without one, until the rows are back.
+// If rows have copies in slower tiers (CopiesOutside), a node may outlive its group: it is demoted,
+// and found without one, until the rows are back.
 //
-// Costs: Find and Publish look at one key and at most kMostSiblings nodes, evictions are O(1);
-// MakeRoom looks through the slabs where a layout's own idle groups do not suffice. Memory: a node
-// for each group of the pool and of the slower tiers at most, with 4 bytes a row.
-// Threading: owned by the KvCache that holds it.
+// Costs: Find and Publish look at one key and at most kMostSiblings nodes, and evictions are O(1).
+// MakeRoom searches the slabs if a layout's own idle groups do not suffice. Memory: a node for each
+// group of the pool and of the slower tiers at most, with 4 bytes a row. Threading: owned by the
+// KvCache that holds it.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CACHE_H_
 
@@ -35,7 +35,7 @@
 namespace mla::kvcache {
 
 struct PrefixMatch {
-  int32_t rows = 0;  // that were added to the sequence
+  int32_t rows = 0;  // rows added to the sequence
   MatchEnd end = MatchEnd::kNotAsked;
 };
 
@@ -53,14 +53,14 @@ struct PrefixStats {
   uint64_t steps = 0;  // keys and nodes looked at, to show what an operation costs
 };
 
-// What slower tiers have of nodes, by their index.
+// Copies of nodes in slower tiers, by the index of the node.
 class CopiesOutside {
  public:
   virtual ~CopiesOutside() = default;
   virtual bool Has(int32_t node) const = 0;
-  // Whether its rows are on their way back, or wait for it.
+  // Returns true if its rows are being restored, or wait for that.
   virtual bool Comes(int32_t node) const = 0;
-  // The node is no more: its index may come back for another one.
+  // The node is gone: its index may be used again for another one.
   virtual void Forget(int32_t node) = 0;
 };
 
@@ -75,7 +75,7 @@ class PrefixCache final {
     int32_t rows = 0;
     int32_t node = kNone;
   };
-  // Of a node.
+  // Description of a node.
   struct About {
     LayoutId layout = -1;
     uint32_t entry = SlabPool::kNoEntry;  // kNoEntry: demoted
@@ -101,7 +101,7 @@ class PrefixCache final {
   // the same rows. REQUIRES: rows = page_size, or fewer of a chain with tokens.
   bool Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                uint32_t entry);
-  // Evictions are events of the log from now on; null: of none. It outlives the cache.
+  // From now on evictions are events of the log; null: no events. It outlives the cache.
   void set_events(EventLog* events) { events_ = events; }
   // Evicts idle groups so that `groups` more can be taken for the layout, which Take has just
   // refused for `why`. Counts first: false, and nothing is evicted, when that would not suffice.
@@ -110,20 +110,20 @@ class PrefixCache final {
 
   // --- Hints
   static constexpr int32_t kMostPriority = 3;
-  // Groups that are passed over at most to find the one that goes.
+  // The most groups that are passed over to find the one to evict.
   static constexpr int32_t kMostPassedOver = 16;
-  // The node's group is passed over so many times before it goes.
+  // The node's group is passed over this many times before it is evicted.
   void SetPriority(int32_t node, int32_t priority) { At(node).priority = priority; }
   // The group stays in the pool until Unpin. Returns the pin's id, another one each time. REQUIRES:
   // not demoted.
   uint64_t Pin(int32_t node);
-  // Nothing happens unless the node has this pin; 0: any.
+  // Does nothing unless the node has this pin; 0: any pin.
   void Unpin(int32_t node, uint64_t id = 0);
-  uint64_t pin(int32_t node) const { return At(node).pin; }  // 0: none
+  uint64_t pin(int32_t node) const { return At(node).pin; }  // 0: no pin
   int64_t pinned_groups() const { return pinned_groups_; }
   int64_t pinned_bytes() const { return pinned_bytes_; }
   int64_t pinned_bytes(TenantKey tenant) const;
-  // The idle group that goes next; passes over those of priority. REQUIRES: there is one.
+  // The idle group that is evicted next; passes over groups with priority. REQUIRES: there is one.
   uint32_t OldestIdle(LayoutId layout);
 
   // --- Rows in slower tiers
@@ -131,7 +131,7 @@ class PrefixCache final {
   // the cache.
   void set_outside(CopiesOutside* outside) { outside_ = outside; }
   About about(int32_t node) const;
-  // Whether the rows of a demoted node are on their way back.
+  // Returns true if the rows of a demoted node are being restored.
   bool Comes(int32_t node) const { return outside_ != nullptr && outside_->Comes(node); }
   void CountUse(int32_t node) { ++At(node).uses; }
   // The idle group of a node that has a copy outside goes back to the pool.
@@ -143,7 +143,7 @@ class PrefixCache final {
   // Something of the node is to be told.
   void Note(int32_t node, EventKind kind, Tier tier);
 
-  // Forgets all groups of the layout; those of others are not looked at.
+  // Forgets all groups of the layout, and looks at no others.
   void Drop(LayoutId layout);
 
   const PrefixStats& stats() const { return stats_; }
@@ -158,14 +158,14 @@ class PrefixCache final {
   struct Node {
     LayoutId layout = kNone;  // kNone: not in use
     uint32_t entry = SlabPool::kNoEntry;
-    PrefixKey key, parent;  // key: of a whole page
+    PrefixKey key, parent;  // key: if it is a whole page
     TenantKey tenant = 0;
     bool whole = false;
     int32_t rows = 0;
     int32_t uses = 0;
     int32_t priority = 0;
     uint64_t pin = 0;
-    std::vector<uint32_t> tokens;        // of its rows; empty if they were named by a key
+    std::vector<uint32_t> tokens;        // of its rows; empty if page keys named them
     int32_t prev = kNone, next = kNone;  // nodes with tokens and the same parent; next of free ones
   };
 
@@ -175,7 +175,7 @@ class PrefixCache final {
   // same rows, if there is one.
   bool ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,
                                std::span<const uint32_t> tokens, int32_t* same);
-  // The rows of a demoted node were computed once more.
+  // The rows of a demoted node were computed again.
   bool PublishAgain(int32_t node, uint32_t entry);
   void Link(int32_t node);
   void Remove(int32_t node);

@@ -1,5 +1,5 @@
-// What the rows of a sequence stand for, as keys: each whole page of rows has a key that depends on
-// the page's own tokens and, through its parent's key, on all rows before it.
+// The contents of a sequence's rows, as keys: each whole page of rows has a key that depends on the
+// page's own tokens and, through its parent's key, on all rows before it.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CHAIN_H_
 #define MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_CHAIN_H_
 
@@ -24,7 +24,7 @@ struct PrefixKey {
 // Immutable once a sequence has it; sequences that fork share it.
 struct PrefixChain {
   int32_t page_size = 0;
-  PrefixKey root;                // of the tenant, the model and the salt
+  PrefixKey root;                // derived from the tenant, the model and the salt
   bool opaque = false;           // pages were named by keys of the client's
   std::vector<PrefixKey> keys;   // of the whole pages
   std::vector<uint32_t> tokens;  // of all rows; empty if opaque
@@ -36,7 +36,7 @@ struct PrefixChain {
   const PrefixKey& parent(int32_t page) const {
     return page == 0 ? root : keys[static_cast<size_t>(page) - 1];
   }
-  // Tokens of the page's first `rows` rows. REQUIRES: not opaque, and so many rows are known.
+  // Tokens of the page's first `rows` rows. REQUIRES: not opaque, and that many rows are known.
   std::span<const uint32_t> page_tokens(int32_t page, int32_t rows) const {
     return std::span(tokens).subspan(static_cast<size_t>(page) * static_cast<size_t>(page_size),
                                      static_cast<size_t>(rows));

@@ -66,7 +66,7 @@ PrefixKey PrefixHasher::Root(std::span<const absl::string_view> fields) const {
 }
 
 void PrefixHasher::AddTokens(std::span<const uint32_t> tokens, PrefixChain* chain) const {
-  Require(!chain->opaque, "tokens behind pages that were named by keys");
+  Require(!chain->opaque, "tokens after pages that were named by keys");
   chain->tokens.insert(chain->tokens.end(), tokens.begin(), tokens.end());
   const auto pages = static_cast<int32_t>(chain->tokens.size() / chain->page_size);
   chain->keys.reserve(static_cast<size_t>(pages));
@@ -81,7 +81,7 @@ void PrefixHasher::AddTokens(std::span<const uint32_t> tokens, PrefixChain* chai
 }
 
 void PrefixHasher::AddPageKeys(std::span<const std::string> page_keys, PrefixChain* chain) const {
-  Require(chain->tokens.empty(), "keys of pages behind tokens");
+  Require(chain->tokens.empty(), "keys of pages after tokens");
   chain->opaque = true;
   chain->keys.reserve(chain->keys.size() + page_keys.size());
   Hash hash(secret_);

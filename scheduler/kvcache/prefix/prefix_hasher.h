@@ -21,18 +21,18 @@ using PrefixSecret = std::array<std::byte, 16>;
 
 class PrefixHasher final {
  public:
-  static constexpr size_t kPageKeyBytes = 32;  // of a client's own key
+  static constexpr size_t kPageKeyBytes = 32;  // a client's own key
 
   explicit PrefixHasher(const PrefixSecret& secret) : secret_(secret) {}
 
   // The key before the first page. `fields`: everything that tells apart rows which must not be
   // taken for each other; their order and their borders count.
   PrefixKey Root(std::span<const absl::string_view> fields) const;
-  // Adds rows behind the chain's last, and the keys of the pages that they complete. REQUIRES: the
-  // chain is not opaque.
+  // Appends rows to the chain, and the keys of the pages that they complete. REQUIRES: the chain is
+  // not opaque.
   void AddTokens(std::span<const uint32_t> tokens, PrefixChain* chain) const;
-  // The same for whole pages by keys of the client's. REQUIRES: an opaque chain, or one without
-  // rows; kPageKeyBytes each.
+  // As AddTokens, for whole pages by the client's own keys. REQUIRES: an opaque chain, or one
+  // without rows; kPageKeyBytes each.
   void AddPageKeys(std::span<const std::string> page_keys, PrefixChain* chain) const;
 
  private:

@@ -89,7 +89,7 @@ TEST(PrefixHasherTest, PagesMayBeNamedByKeys) {
   EXPECT_TRUE(one.opaque);
   EXPECT_EQ(one.rows(), 8);
   EXPECT_NE(one.keys[0], two.keys[0]);
-  EXPECT_NE(one.keys[1], two.keys[1]);  // the same key behind another page
+  EXPECT_NE(one.keys[1], two.keys[1]);  // the same key after another page
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Reads and writes of a tier's file, many at a time: by the kernel's queue (io_uring) where there
-// is one, else by threads of its own.
+// Reads and writes of a tier's file, many at the same time: by the kernel's queue (io_uring) if it
+// exists, else by its own threads.
 //
-// What the kernel's queue does not do whole, a plain call goes on with, which says what is wrong.
+// If the kernel's queue does not finish a move, a plain call does the rest and reports any error.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_DISK_QUEUE_H_
 #define MLA_SCHEDULER_KVCACHE_TIERS_DISK_QUEUE_H_
 
@@ -22,7 +22,7 @@
 
 namespace mla::kvcache {
 
-// Of the caller, from Start until `done`.
+// Owned by the caller, who keeps it from Start until `done`.
 struct DiskMove {
   bool write = false;
   std::span<std::byte> bytes;
@@ -38,9 +38,9 @@ class DiskQueue final {
   static constexpr uint32_t kMostAtOnce = 32;
   enum class Kind : uint8_t { kBest, kThreads };
 
-  // `threads` where the kernel has no queue.
+  // `threads` is used if the kernel does not have a queue.
   DiskQueue(TierFile* file, int32_t threads, Kind kind = Kind::kBest);
-  // When moves under way have ended. Those that wait are dropped: their `done` is never called.
+  // Returns once running moves have ended. Waiting moves are dropped: their `done` is never called.
   ~DiskQueue();
 
   void Start(DiskMove* move);
@@ -51,11 +51,11 @@ class DiskQueue final {
 
   void RunThread();
   void RunRing();
-  // Does the move's rest, behind the first `done` bytes, by a plain call.
+  // Does the rest of the move, after its first `done` bytes, by a plain call.
   void Finish(DiskMove* move, size_t done);
   // Starts what waits as far as there is room in the ring.
   void FillRing();
-  // The same, up to a move that the kernel takes none of now; null: there is none.
+  // Starts waiting moves; returns the first one that the ring had no room for, or null.
   DiskMove* StartNext();
 
   TierFile* const file_;

@@ -1,5 +1,5 @@
-// Moves between memory and a tier's file, by the kernel's queue and by threads; and what the queue
-// does with those that the kernel does not take.
+// Moves between memory and a tier's file, by the kernel's queue and by threads; also moves that the
+// kernel does not take.
 #include "scheduler/kvcache/tiers/disk_queue.h"
 
 #include <fcntl.h>
@@ -75,7 +75,7 @@ class DiskQueueTest : public ::testing::TestWithParam<DiskQueue::Kind> {
   std::unique_ptr<std::byte, Free> memory_;
   std::vector<DiskMove> moves_ = std::vector<DiskMove>(kMoves);
   std::atomic<int> done_ = 0;
-  std::unique_ptr<DiskQueue> queue_;  // ends before what it uses
+  std::unique_ptr<DiskQueue> queue_;  // ends before the objects that it uses
 };
 
 INSTANTIATE_TEST_SUITE_P(Kinds, DiskQueueTest,
@@ -125,7 +125,7 @@ TEST_P(DiskQueueTest, AFullDiskIsSaid) {
   std::signal(SIGXFSZ, SIG_IGN);
   rlimit before;
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
-  // Of one move the first block is written, the next is not.
+  // The first block of one move is written, the next is not.
   const auto most = static_cast<rlim_t>(moves_[50].at + kTierBlock);
   const rlimit low = {most, before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);

@@ -15,7 +15,8 @@ namespace mla::kvcache {
 namespace {
 
 constexpr size_t kNonceBytes = 12;
-// What two algorithms look at in turn, so that the second finds it in a near cache.
+// Two algorithms read blocks of this size in turns, so that the second finds a block in a near
+// cache.
 constexpr size_t kTurnBytes = size_t{64} << 10;
 static_assert(kTurnBytes % kernels::kDigestPartBytes == 0);
 
@@ -44,7 +45,7 @@ class Digesting {
   void Add(std::span<const kernels::PartDigest> parts) {
     XXH3_128bits_update(state_.get(), parts.data(), parts.size_bytes());
   }
-  // The bytes of whole parts, and in the last call of what is left.
+  // Adds the bytes of whole parts, and in the last call the remaining bytes.
   void AddBytes(std::span<const std::byte> bytes) {
     ForParts(bytes, kernels::kDigestPartBytes, [this](std::span<const std::byte> part) {
       const kernels::PartDigest digest = kernels::DigestOfPart(part);

@@ -1,12 +1,11 @@
-// What page groups outside the pool are checked by, 128 bits over all bytes of a group each:
+// Checks of page groups outside the pool, 128 bits over all bytes of a group each:
 //
-//   in memory   a digest, XXH3 of the XXH3s of its parts (kernels/types/part_digest.h), at the
-//   speed
-//               of memory or made by the launch that copies. It finds what memory or a copy has
-//               changed.
+//   in memory   a digest, XXH3 of the XXH3s of its parts (kernels/types/part_digest.h). It is as
+//               fast as memory, or made by the launch that copies, and detects changes by faulty
+//               memory or copies.
 //   in a file   a seal, AES-GMAC (NIST SP 800-38D) under a key of this process, so that no other
-//               process can make one that holds. Each seal has a nonce of its own, which is never
-//               used again under the key.
+//               process can make a valid one. Each seal has its own nonce, which is never used
+//               again with the key.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_GROUP_CHECKS_H_
 #define MLA_SCHEDULER_KVCACHE_TIERS_GROUP_CHECKS_H_
 
@@ -28,7 +27,7 @@ struct GroupDigest {
 };
 
 GroupDigest DigestOf(std::span<const std::byte> bytes);
-// The same of a group whose parts have these.
+// As DigestOf, from the digests of the group's parts.
 GroupDigest DigestOfParts(std::span<const kernels::PartDigest> parts);
 
 struct GroupSeal {
@@ -42,7 +41,8 @@ class GroupMac final {
   GroupMac();  // with an unpredictable key
 
   GroupSeal Seal(std::span<const std::byte> bytes);
-  // Of bytes that are to have this digest; none if they have another. One pass over memory.
+  // Returns the seal of bytes with this digest, or nullopt if they have another digest. One pass
+  // over memory.
   std::optional<GroupSeal> SealIf(const GroupDigest& digest, std::span<const std::byte> bytes);
   bool Holds(const GroupSeal& seal, std::span<const std::byte> bytes) const;
 

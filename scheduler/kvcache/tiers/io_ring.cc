@@ -7,8 +7,8 @@
 namespace mla::kvcache {
 namespace {
 
-// Of entries that the kernel did not take when they were started. They stay in the queue, so they
-// must do nothing when the next start brings them to the kernel.
+// Tag of entries that the kernel did not take when they were started. They stay in the queue, so
+// they must do nothing when the next start brings them to the kernel.
 constexpr uint64_t kRefused = ~uint64_t{0};
 
 bool ReadsAndWrites(io_uring* ring) {

@@ -20,8 +20,8 @@ class IoRing final {
     int32_t result = 0;  // bytes, or -errno
   };
 
-  // Null where the kernel has no such queue that reads and writes by address, or this process may
-  // not have one.
+  // Returns null if the kernel does not have such a queue with reads and writes by address, or if
+  // this process may not have one.
   static std::unique_ptr<IoRing> Make(uint32_t entries);
   ~IoRing();  // REQUIRES: Next has returned all that was started
   IoRing(const IoRing&) = delete;
@@ -38,7 +38,7 @@ class IoRing final {
 
  private:
   explicit IoRing(std::unique_ptr<io_uring> ring);
-  io_uring_sqe* Entry();  // null: none is free
+  io_uring_sqe* Entry();  // null: no entry is free
   bool Submit(io_uring_sqe* entry, uint64_t tag);
 
   const std::unique_ptr<io_uring> ring_;

@@ -1,9 +1,9 @@
-// What slower tiers have of the prefix cache's nodes: copies, by node and by age.
+// Copies of the prefix cache's nodes in slower tiers: copies, by node and by age.
 //
-// The copies of a layout in a tier are in order of when they were put there or used last. Where a
-// tier has no room, the oldest of all goes, or the oldest of the layout's owner, if the owner has
-// its share. A node that a move is about (Hold) keeps its rooms until the move ends (Release), also
-// when the node itself is forgotten meanwhile.
+// The copies of a layout in a tier are in order of when they were put there or used last. If a tier
+// has no room, its oldest copy is dropped, or the oldest copy of the layout's owner once that owner
+// has its share. A node that a move works on (Hold) keeps its rooms until the move ends (Release),
+// even if the node itself is forgotten before.
 //
 // Ownership: borrows cache and store. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_TIER_COPIES_H_
@@ -25,7 +25,8 @@ class TierCopies final : public CopiesOutside {
  public:
   static constexpr uint32_t kNoRoom = TierRooms::kNone;
   static constexpr int32_t kNone = -1;
-  // Copies that are dropped at most to make room for one: of other sizes, they may give none.
+  // The most copies that are dropped to make room for one: dropping copies of other sizes may not
+  // help.
   static constexpr int kMostDrops = 64;
 
   TierCopies(int32_t tenant_percent, KvCache* cache, TierStore* store)
@@ -35,10 +36,10 @@ class TierCopies final : public CopiesOutside {
   uint64_t Know(int32_t node);  // its life
   bool Lives(int32_t node, uint64_t life) const;
   uint32_t room(TierIndex tier, int32_t node) const;  // kNoRoom: no copy
-  // Of any copy.
+  // Digest of the node's copies.
   const GroupDigest& digest(int32_t node) const { return At(node).digest; }
   void set_digest(int32_t node, const GroupDigest& digest) { At(node).digest = digest; }
-  // Of the copy in the file.
+  // Seal of the copy in the file.
   const GroupSeal& seal(int32_t node) const { return At(node).seal; }
   void set_seal(int32_t node, const GroupSeal& seal) { At(node).seal = seal; }
   bool held(int32_t node) const;
@@ -60,7 +61,7 @@ class TierCopies final : public CopiesOutside {
   // not do.
   uint32_t TakeRoom(TierIndex tier, LayoutId layout);
   void FreeRoom(TierIndex tier, uint32_t room, int64_t group_bytes);
-  // The node of the oldest copy that is not held; kNone if there is none.
+  // The node of the oldest copy that is not held, or kNone.
   int32_t Oldest(TierIndex tier) const { return OldestOf(tier, kNone); }
   uint64_t dropped(TierIndex tier) const { return dropped_[Index(tier)]; }
 
@@ -106,7 +107,7 @@ class TierCopies final : public CopiesOutside {
   List& ListOf(TierIndex tier, LayoutId layout);
   void Link(TierIndex tier, int32_t node);
   void Unlink(TierIndex tier, int32_t node);
-  // Of the layout's owner alone, unless it is kNone.
+  // Only copies of the layout's owner count, unless `layout` is kNone.
   int32_t OldestOf(TierIndex tier, LayoutId layout) const;
   int64_t BytesOfOwner(TierIndex tier, LayoutId layout) const;
 

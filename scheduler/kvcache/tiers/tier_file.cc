@@ -68,8 +68,8 @@ absl::Status TierFile::Prepare(int64_t bytes) {
   };
   struct stat about;
   if (fstat(file_, &about) != 0) return Failed("stat", errno);
-  if (!S_ISREG(about.st_mode)) return unfit("it is no file");
-  // Others could read what the server writes, or have it write over a file of theirs.
+  if (!S_ISREG(about.st_mode)) return unfit("it is not a regular file");
+  // Otherwise other users could read the server's data, or make it overwrite their files.
   if (about.st_uid != geteuid()) return unfit("it belongs to another user");
   if (about.st_nlink != 1) return unfit("it has other names, too");
   if (flock(file_, LOCK_EX | LOCK_NB) != 0) return unfit("another server uses it");

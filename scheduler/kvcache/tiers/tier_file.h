@@ -1,6 +1,6 @@
 // The file of the slowest tier: a header, then places for page groups. Nothing in it outlives the
-// process: it is made empty at each start, and what says where rows lie, and their seals, are in
-// memory alone.
+// process: it is emptied at each start, and the places of rows and their seals are kept in memory
+// only.
 //
 //   "MLATIER\n"  version: uint32 = 1  zeros up to kHeaderBytes  groups ...
 //
@@ -19,7 +19,7 @@
 
 namespace mla::kvcache {
 
-// What sizes, offsets and addresses are multiples of.
+// Sizes, offsets and addresses are multiples of this.
 inline constexpr int64_t kTierBlock = 4096;
 
 // The memory from its first multiple of kTierBlock on.

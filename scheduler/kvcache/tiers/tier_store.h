@@ -1,13 +1,13 @@
-// Where page groups are kept outside the pool: host memory, and a file. Rooms for groups of any
-// size, and the work between them: seals, reads and writes, on threads of its own.
+// Keeps page groups outside the pool: host memory, and a file. Rooms for groups of any size, and
+// the work between them: seals, reads and writes, on threads of its own.
 //
-// The rows of a group that is cached never change, so what its bytes are checked by
-// (group_checks.h) is made once: the digest by the launch that takes them out of the pool, the seal
-// when they go to the file, if the digest still holds. The seal is checked when they have come from
-// the file. Meanwhile the disk is at work on other groups (disk_queue.h).
+// The rows of a cached group never change, so each of its checks (group_checks.h) is computed once:
+// the digest by the launch that takes them out of the pool, the seal when they go to the file, if
+// the digest still holds. The seal is checked when they have come from the file. The disk works on
+// other groups during this time (disk_queue.h).
 //
-// Ownership: owns the file and the threads; borrows memory. Threading: rooms are the engine role's;
-// jobs run on the store's threads, or in Start where there are none.
+// Ownership: owns the file and the threads; borrows memory. Threading: rooms belong to the engine
+// role; jobs run on the store's threads, or in Start if there are none.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_TIER_STORE_H_
 #define MLA_SCHEDULER_KVCACHE_TIERS_TIER_STORE_H_
 
@@ -67,7 +67,7 @@ struct TierJob {
   };
   Kind kind = Kind::kWrite;
   std::span<std::byte> host;  // room, filled up to a multiple of kTierBlock
-  size_t bytes = 0;           // of it, that digest and seal are over
+  size_t bytes = 0;           // part of it covered by digest and seal
   int64_t at = 0;             // in the file
   GroupDigest digest;
   GroupSeal seal;
@@ -80,7 +80,7 @@ struct TierJob {
 };
 
 struct TierStoreOptions {
-  std::span<std::byte> memory;  // of the host tier; kTierBlock more than its bytes
+  std::span<std::byte> memory;  // of the host tier; kTierBlock longer than host_bytes
   int64_t host_bytes = 0;
   std::string file_path;  // empty: no file
   int64_t file_bytes = 0;

@@ -26,8 +26,8 @@ namespace {
 bool cannot_allocate = false;  // as on file systems that only write
 }  // namespace
 
-// In place of the library's. What it does itself where the file system cannot allocate, O_DIRECT
-// refuses.
+// In place of the library's. The library's own fallback, for file systems that cannot allocate,
+// does not work with O_DIRECT.
 extern "C" int fallocate(int file, int mode, off_t at, off_t bytes) {
   if (!cannot_allocate) return static_cast<int>(syscall(SYS_fallocate, file, mode, at, bytes));
   errno = EOPNOTSUPP;
@@ -138,7 +138,7 @@ TEST_F(TierStoreTest, ADigestIsThatOfTheDigestsOfItsParts) {
 
 TEST_F(TierStoreTest, OnlyBytesOfTheDigestGetASeal) {
   GroupMac mac;
-  // More parts than one, the last of them short.
+  // Several parts, and a short last one.
   std::vector<std::byte> bytes(200'000, std::byte{5});
   const GroupDigest digest = DigestOf(bytes);
   const std::optional<GroupSeal> seal = mac.SealIf(digest, bytes);
@@ -248,7 +248,7 @@ TEST_F(TierStoreTest, OnlyAFileOfItsKindIsTakenOver) {
   EXPECT_TRUE(std::filesystem::exists(path_));
   store_.reset();
   EXPECT_FALSE(std::filesystem::exists(path_));
-  // One that a server has left behind.
+  // A file that another server has left.
   {
     std::ofstream left(path_);
     left << "MLATIER\n" << std::string(100'000, 'y');
@@ -324,7 +324,7 @@ TEST_F(TierStoreTest, ThreadsCarryGroupsToTheFileAndBack) {
   ChangeFile(jobs[3].at);
   all(TierJob::Kind::kRead);
   for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(jobs[i].status.ok(), i != 3);
-  // Those under way end before the store does.
+  // Running jobs end before the store does.
   for (TierJob& job : jobs) store_->Start(&job);
   store_.reset();
 }

@@ -17,7 +17,7 @@ class ExecutionPlan final {
   // Goes into AttentionParams::plan as it is. The i-th segment record of the launch must have the
   // lengths and heads of segments()[i].
   const kernels::PlanView& view() const { return view_; }
-  // What the plan was made for; lives as long as the plan.
+  // The segments that the plan was made for; valid as long as the plan.
   std::span<const PlanSegment> segments() const { return segments_; }
   // As Planner::last_imbalance: the busiest unit over the mean; 1.0 is perfect.
   double imbalance() const { return imbalance_; }

@@ -1,6 +1,6 @@
 // Finished plans, kept while they may be of use. One step runs the same lengths at every layer, so
-// all layers after the first find their plan here; and a plan that a running launch reads is never
-// touched, because each plan has buffers of its own.
+// all layers after the first find their plan here. A plan that a running launch reads is never
+// changed, because each plan has its own buffers.
 //
 // A plan is found by the whole content of its batch: every segment and every trait is compared,
 // never a digest. Per launch:
@@ -11,7 +11,7 @@
 //
 // Ownership: the cache owns plans and buffers; a returned pointer stays valid and its content
 // unchanged until Unpin of the slot that it was taken for. Threading: owned by the engine role.
-// Nothing allocates after Create.
+// Allocates nothing after Create.
 #ifndef MLA_SCHEDULER_PLANNING_CACHE_PLAN_CACHE_H_
 #define MLA_SCHEDULER_PLANNING_CACHE_PLAN_CACHE_H_
 
@@ -33,9 +33,9 @@ namespace mla::scheduler {
 struct PlanCacheOptions {
   PlanCapacity capacity;  // of each plan, from Planner::Capacity
   int32_t plans = 4;      // kept at a time; at least the plans that running launches pin, plus 1
-  // Of these, the plans with rounds (PlanTraits::rounds), which no others take the place of.
+  // How many of them are for plans with rounds (PlanTraits::rounds) only.
   int32_t round_plans = 0;
-  RoundCapacity rounds;       // of each of them
+  RoundCapacity rounds;       // for each plan with rounds
   int32_t launch_slots = 2;   // 1 .. 64
   int32_t plan_segments = 0;  // segments of one plan at most
 };
@@ -47,17 +47,17 @@ struct PlanCacheStats {  // counters since Create
 
 class PlanCache final {
  public:
-  // INVALID_ARGUMENT names the option; RESOURCE_EXHAUSTED when the backend has no memory for the
-  // buffers.
+  // INVALID_ARGUMENT names the option; RESOURCE_EXHAUSTED means that the backend cannot allocate
+  // the buffers.
   static absl::StatusOr<std::unique_ptr<PlanCache>> Create(const PlanCacheOptions& options,
                                                            kernels::AttentionBackend& backend);
-  // The same with buffers from elsewhere: options.plans of them, of options.capacity each.
+  // As above, with the given buffers: options.plans of them, each of options.capacity.
   static absl::StatusOr<std::unique_ptr<PlanCache>> Create(
       const PlanCacheOptions& options, std::vector<std::unique_ptr<MetadataBuffers>> buffers);
 
-  // The plan of this batch, pinned for `launch_slot`: the one that exists, or else a new one in
-  // place of the unpinned plan that was used longest ago. A slot may pin several plans. Errors are
-  // those of Planner::Build; RESOURCE_EXHAUSTED also when every plan is pinned.
+  // The plan of this batch, pinned for `launch_slot`: an existing one, or a new one that replaces
+  // the unpinned plan unused for longest. A slot may pin several plans. Errors are as for
+  // Planner::Build; also RESOURCE_EXHAUSTED if every plan is pinned.
   absl::StatusOr<const ExecutionPlan*> Get(std::span<const PlanSegment> segments,
                                            const kernels::PlanTraits& traits, int32_t launch_slot);
   // Drops all pins of the slot; its launch must have completed.
@@ -68,7 +68,7 @@ class PlanCache final {
  private:
   struct Entry {
     std::unique_ptr<MetadataBuffers> buffers;
-    std::unique_ptr<RoundBuffers> rounds;  // of plans with rounds
+    std::unique_ptr<RoundBuffers> rounds;  // for plans with rounds
     kernels::RoundView round_view;
     std::vector<PlanSegment> segments;  // the key, together with `traits`
     kernels::PlanTraits traits;

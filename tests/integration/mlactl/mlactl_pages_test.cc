@@ -157,7 +157,7 @@ TEST_F(MlactlPagesTest, TornAndForeignFilesAreRefusedWithTheReason) {
   std::string older = whole;
   older[8] = 0;
   EXPECT_THAT(refused(older), HasSubstr("version 0"));
-  EXPECT_THAT(refused(whole + "x"), HasSubstr("behind the trailer"));
+  EXPECT_THAT(refused(whole + "x"), HasSubstr("after the trailer"));
   for (const size_t part : {1, 2, 3, 7}) {
     EXPECT_THAT(refused(whole.substr(0, whole.size() * part / 8)), HasSubstr("it ends"));
   }

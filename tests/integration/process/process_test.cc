@@ -61,7 +61,7 @@ TEST(ProcessTest, CheckConfigFindsWhatWouldStopTheStart) {
       {tls + " --tls-client-ca=" + path, "tls.client_ca: " + path + ": cannot be read"},
       {tls + " --tls-client-crl=" + folder.File("cert"), "holds no PEM revocation list"},
       {" --unix-path=/nonexistent/a.sock", "server.unix_path: /nonexistent/a.sock: its folder"},
-      {" --unix-path=" + folder.File("cert"), "is a file that is no socket"},
+      {" --unix-path=" + folder.File("cert"), "is a file and not a socket"},
       {" --unix-path=" + path, "server.unix_path: " + path + ": is a folder"},
       {" --shm-path=/nonexistent/a.shm", "shm.path: /nonexistent/a.shm: its folder"},
       {" --server-socket-group=no-such-group", "server.socket_group: got \"no-such-group\""},

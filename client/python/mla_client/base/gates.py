@@ -3,7 +3,7 @@
 A handler of a signal that raises (Ctrl-C raises KeyboardInterrupt) does so between any two
 instructions of the main thread. `threading.Condition` may then keep its lock, and every other
 thread waits for it for ever. The classes here hold no lock while they wait, and a waiter that has
-missed its call looks again by itself.
+missed its call checks again after a while.
 
 Threading: any thread.
 """
@@ -49,8 +49,8 @@ class Latch:
 
 
 class Gates:
-    """Threads that wait until a condition holds. A thread that changes what the condition is about
-    calls `open` afterwards."""
+    """Threads that wait until a condition holds. A thread that changes the condition calls `open`
+    afterwards."""
 
     __slots__ = ("_waiting",)
 

@@ -1,8 +1,8 @@
 """Which process an object belongs to, and what becomes of its copy in another one.
 
-A child that `fork` makes has copies of its parent's objects. It shares their sockets and their
-memory, and has none of their threads. So it must not use them, nor end what the parent still uses:
-a call by a copy fails at once, and closing a copy ends nothing.
+A child that `fork` makes has copies of its parent's objects. The child shares the parent's sockets
+and memory, and has none of its threads. So it must not use the objects, nor end anything that the
+parent still uses: a call by a copy fails at once, and closing a copy ends nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Home:
 
     @property
     def left(self) -> bool:
-        """Returns true in any other process than the one that made the object."""
+        """Returns true in any process except the one that made the object."""
         # A number of a process may come again; code in C may fork without Python's knowledge.
         return self._forks != _forks or os.getpid() != self._pid
 
     def check(self) -> None:
-        """FailedPrecondition (reason "forked") in any other process than the one that made the
+        """Raises FailedPrecondition (reason "forked") in any process except the one that made the
         object."""
         if self._forks != _forks or os.getpid() != self._pid:
             raise self.error()
 
     def check_copy(self) -> None:
-        """The same without asking the system: only forks that Python knows of count."""
+        """As `check`, without asking the system: only forks that Python knows of count."""
         if self._forks != _forks:
             raise self.error()
 

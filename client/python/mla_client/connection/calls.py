@@ -13,7 +13,7 @@ from mla_client import errors
 from mla_client.base import deadlines, process
 
 ATTEMPTS = 4
-FIRST_PAUSE_S = 0.05  # before a repeat; each is twice the one before, at most
+FIRST_PAUSE_S = 0.05  # before the first repeat; at most doubled before each further one
 
 
 class Calls:
@@ -58,8 +58,8 @@ class Calls:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _pause(self, seconds: float) -> bool:
-        """Waits before a repeat; false if the client was closed. A connection that is being made
-        gets on only while a thread looks after it, which a call that fails at once does not."""
+        """Waits before a repeat; false if the client was closed. A connection makes progress only
+        while a thread looks after it, and a call that fails at once does not."""
         connecting = grpc.channel_ready_future(self._channel)
         try:
             return not self.closed.wait(seconds)

@@ -1,7 +1,8 @@
 """The gRPC channels of a client, each of which is one connection.
 
 Calls have a connection of their own: a server bounds the calls of a connection, and renewals of
-leases must not wait for streams that stay open. Streams share others, so many each.
+leases must not wait for streams that stay open. Streams share other connections, a fixed number of
+streams on each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mla_client.base import process
 from mla_client.connection.targets import grpc_target, is_local
 
 STOCK_MESSAGE_BYTES = 4 << 20
-# A connection that is silent for so long is probed, and is given up without an answer in time: a
+# A connection that is silent for this time is probed, and is given up if no answer comes in time: a
 # firewall may have forgotten it. Servers take a probe every 5 s.
 KEEPALIVE_MS = 20_000
 KEEPALIVE_ANSWER_MS = 10_000
@@ -44,13 +45,14 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-TlsFiles = Union[Tls, Mapping[str, str], None]  # a mapping, as of JSON, has the fields of Tls
+# A mapping, for example from JSON, has the fields of Tls.
+TlsFiles = Union[Tls, Mapping[str, str], None]
 
 
 def maker_of(target: str, tls: Optional[Tls], message_bytes: int,
              http_proxy: bool) -> Callable[[], grpc.Channel]:
     """Makes channels to a target. The PEM files are read here. `http_proxy`: connections go through
-    the proxy that the environment names, those of this host excepted."""
+    the proxy that the environment names, except for connections to this host."""
     arguments: List[Tuple[str, Any]] = [
         ("grpc.max_receive_message_length", max(STOCK_MESSAGE_BYTES, message_bytes)),
         ("grpc.max_send_message_length", -1),
@@ -112,7 +114,7 @@ class Channels:
                     carrier[1] -= 1
 
     def close(self) -> None:
-        """Ends all connections. In a process that was forked from the client's: nothing."""
+        """Ends all connections. In a process forked from the client's it does nothing."""
         if self._home.left:
             return
         with self._lock:
@@ -121,6 +123,6 @@ class Channels:
             channel.close()
 
     def leave(self) -> None:
-        """In a child that was forked: what is here is the parent's."""
+        """Called in a forked child: the objects here belong to the parent."""
         for channel in [self.calls, *(carrier[0] for carrier in self._streams)]:
             process.keep(channel)

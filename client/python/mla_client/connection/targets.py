@@ -1,4 +1,4 @@
-"""Targets: a server's address, in the words of a user and in those of gRPC."""
+"""Targets: a server's address, as users write it and as gRPC needs it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _is_loopback(address: str) -> bool:
     bracketed = re.match(r"\[([^\]]*)\]", address)
     if bracketed:
         host = bracketed.group(1)
-    else:  # an IPv6 address without brackets has no port
+    else:  # without brackets an IPv6 address cannot have a port
         host = address if address.count(":") > 1 else address.partition(":")[0]
     if host.lower() == "localhost" or host.lower().endswith(".localhost"):
         return True
@@ -73,7 +73,7 @@ def check_socket_owner(path: str, server_uid: Optional[int] = None) -> None:
         owner = os.lstat(path).st_uid
         folder = os.stat(os.path.dirname(path) or ".")
     except OSError:
-        return  # connecting will say what is wrong
+        return  # connecting will report the error
     if owner in (0, os.geteuid(), server_uid) or not folder.st_mode & stat.S_IWOTH:
         return
     raise errors.PermissionDenied(

@@ -1,4 +1,4 @@
-"""The same service computed in this process with numpy: for tests, and to work without a server.
+"""The service computed in this process with numpy: for tests, and to work without a server.
 
 Everything is obvious and slow: float64 accumulation over a plain array per sequence and layer. The
 contract's rules about steps, epochs and repeats are kept, so that code that passes here behaves the
@@ -41,8 +41,8 @@ def _refuse_scales(scales: Seq[float]) -> None:
 
 class LocalReference(Service):
     """Attention in numpy. With `exact` nothing is rounded: queries, cache, weights and outputs stay
-    as given (float32); otherwise they are rounded to bf16 where a server's would be. It has no
-    prefix cache: matches find nothing."""
+    as given (float32); otherwise they are rounded to bf16 where a server's would be. It does not
+    have a prefix cache: matches find nothing."""
 
     def __init__(self, *, exact: bool = False) -> None:
         self.timeout_s = 30.0
@@ -78,7 +78,7 @@ class LocalReference(Service):
 
     def _register(self, spec: ModelSpec, lease_ms: int, kv_scales: Seq[float],
                   sinks: Seq[float]) -> Tuple[ModelSpec, int]:
-        del lease_ms  # nothing else runs here that a lease would protect
+        del lease_ms  # leases protect nothing here
         geometry = spec.geometry
         if spec.layers < 1 or not spec.softmax_scale > 0 or geometry.num_heads < 1:
             raise errors.InvalidArgument("model: layers, softmax_scale and num_heads must be > 0")
@@ -361,7 +361,7 @@ class LocalReference(Service):
                                       args.lists if args.wanted_lists else None))
 
     def _through_e4m3(self, values: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray:
-        """What arrives of values that are sent as F8_E4M3."""
+        """Values after a transport as F8_E4M3."""
         return values if self._exact or not parts else bf16.round_to_e4m3(values, parts)
 
     def _sent_rows(self, spec: ModelSpec, kv: npt.NDArray, parts: Tuple[int, ...]) -> npt.NDArray:
@@ -374,7 +374,7 @@ class LocalReference(Service):
 
     @staticmethod
     def _store_entries(opened: LocalStep, args: AttendArgs, values: npt.NDArray) -> None:
-        """Stores the entries that rows make whole; those that are there must be equal."""
+        """Stores the entries that rows complete; entries stored before must be equal."""
         if args.entry_ends is None:
             return
         for row in np.flatnonzero(np.diff(args.entry_ends)):

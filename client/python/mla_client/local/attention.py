@@ -1,4 +1,4 @@
-"""What LocalReference keeps, and its attention in numpy."""
+"""State of LocalReference, and its attention in numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelState:
     w_uk: npt.NDArray            # [layers, heads, nope, lora], float32
     w_uv: npt.NDArray            # [layers, heads, lora, v]
     have_weights: npt.NDArray    # [layers, heads], bool
-    sinks: npt.NDArray           # [layers, heads], float64; -inf: none, NaN: not there yet
+    sinks: npt.NDArray           # [layers, heads], float64; -inf: no sink, NaN: not set yet
 
 
 @dataclasses.dataclass
@@ -125,7 +125,7 @@ def dense_attention(model: ModelState, args: AttendArgs, q: npt.NDArray, keys: n
     empty = peak == -np.inf  # a row without a key has output 0 and lse -inf
     weights = np.exp(scores - np.where(empty, 0, peak))
     total = weights.sum(axis=-1, keepdims=True)
-    # What no row attends to may be anything.
+    # Rows that no query attends to may hold anything.
     values = np.where(visible.any(axis=0)[:, None], keys[:, :geometry.kv_lora_rank], 0)
     o = (weights / np.where(empty, 1, total)) @ values
     if args.profile == Profile.EXPANDED:

@@ -1,4 +1,4 @@
-"""Sinks of LocalReference's models: what may be set, and when."""
+"""Sinks of LocalReference's models: which may be set, and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mla_client.types import ModelSpec
 
 
 def check_sinks(spec: ModelSpec, sinks: Seq[float]) -> None:
-    """Those of a registration: none, or one a layer and head."""
+    """Checks the sinks of a registration: none, or one for each layer and head."""
     windowed = spec.attention == "sparse_v4"
     if len(sinks) not in (0, spec.layers * spec.geometry.num_heads * windowed):
         raise errors.InvalidArgument("sinks: must be one a layer and head of a window")
@@ -45,7 +45,7 @@ def set_sinks(model: ModelState, layer: int, head: int, sinks: npt.NDArray,
 
 
 def missing_layers(model: ModelState) -> List[int]:
-    """Those that miss sinks which the model needs."""
+    """Layers that lack sinks which the model needs."""
     return [int(layer) for layer in np.flatnonzero(np.isnan(model.sinks).any(axis=1))]
 
 

@@ -30,18 +30,18 @@ MAGIC = b"MLAPAGES"
 VERSION = 1
 KEYED_VERSION = 2
 KEY_BYTES, MAC_BYTES = 32, 16
-# Of one part of a file; more is no part that a server takes.
+# Size limit of one part of a file; servers do not take larger parts.
 MOST_PART_BYTES = 1 << 30
-# A stream of rows takes longer than a call: so many times the client's timeout.
+# A stream of rows takes longer than a call: this many times the client's timeout.
 STREAM_TIMEOUTS = 10
 
 
 class _FrameMac:
-    """MACs of the parts of a file: each over the one before it, the size and the part. b"" where
-    there is no key."""
+    """MACs of the parts of a file: each MAC covers the one before it, the size and the part. b""
+    without a key."""
 
     def __init__(self, key: Optional[bytes]) -> None:
-        # An empty one is a mistake, and must not mean that there is none.
+        # An empty key is a mistake, and must not mean that a file has none.
         if key is not None and len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
         self._key = hmac.digest(key, b"mla page files", "sha256") if key else b""
@@ -68,11 +68,11 @@ def write(file: BinaryIO, parts: Iterable[bytes], key: Optional[bytes] = None) -
 
 
 def read(file: BinaryIO, key: Optional[bytes] = None) -> Iterator[bytes]:
-    """The parts of a file of rows. DataLoss says why it is none, that it ends too early, or that it
-    was changed or written under another key, or none."""
+    """The parts of a file of rows. DataLoss gives the reason: it is not such a file, it ends too
+    early, it was changed, or it was written under another key, or without one."""
     mac = _FrameMac(key)
     if file.read(len(MAGIC)) != MAGIC:
-        raise errors.DataLoss("it is no file of rows: it does not begin with MLAPAGES")
+        raise errors.DataLoss("it is not a file of rows: it does not begin with MLAPAGES")
     version = int.from_bytes(file.read(4), "little")
     if version not in (VERSION, KEYED_VERSION):
         raise errors.DataLoss(f"version {version}, "
@@ -94,9 +94,9 @@ def read(file: BinaryIO, key: Optional[bytes] = None) -> Iterator[bytes]:
         try:
             last = cache_pb2.PagesPart.FromString(part).HasField("trailer")
         except Exception as error:  # protobuf's own, whatever its runtime calls it
-            raise errors.DataLoss("a part is no message") from error
+            raise errors.DataLoss("a part is not a message") from error
         if last and file.read(1):
-            raise errors.DataLoss("it goes on behind the trailer")
+            raise errors.DataLoss("it continues after the trailer")
         yield part
         if last:
             break
@@ -134,7 +134,7 @@ class Pages(Events, Hints):
     def export_rows(self, sequence: Sequence, first_row: int = 0,
                     end_row: Optional[int] = None) -> Iterator[bytes]:
         """The committed rows [first_row, end_row) of a sequence, as parts. `first_row` is the first
-        of a page; absent `end_row`: all. The sequence may go on meanwhile."""
+        of a page; absent `end_row`: all rows. The sequence may be used during the export."""
         request = cache_pb2.ExportRequest(sequence_id=sequence.id, expected_epoch=sequence.epoch,
                                           first_row=first_row)
         if end_row is not None:
@@ -157,8 +157,8 @@ class Pages(Events, Hints):
 
     def import_rows(self, model: Model, parts: Iterable[bytes], *,
                     behind: Optional[Sequence] = None, lease_ms: int = 0) -> Sequence:
-        """Adds exported rows to a new sequence of the model, or behind those of one: all of them or
-        none. FailedPrecondition (import_differs) when they are rows of another model."""
+        """Adds exported rows to a new sequence of the model, or after the rows of a given one: all
+        of them or none. FailedPrecondition (import_differs) if they are rows of another model."""
         target = cache_pb2.ImportTarget(model_id=model.spec.model_id, client_id=self.client_id,
                                         lease_ms=lease_ms)
         if behind is not None:
@@ -190,8 +190,8 @@ class Pages(Events, Hints):
         return Sequence(model, self._keep(state, lease_ms))
 
     def attach(self, model: Model, sequence_id: int, *, lease_ms: int = 0) -> Sequence:
-        """A sequence that is open already: of another client of the tenant's, or handed over to
-        this server. NotFound; with the reason "moved", `detail.peer` names the server that has
+        """A sequence that is open already: opened by another client of the tenant, or handed over
+        to this server. NotFound; with the reason "moved", `detail.peer` names the server that has
         it."""
         reply = self._call(self._sequences.Get,
                            sequence_pb2.GetRequest(sequence_ids=[sequence_id]))

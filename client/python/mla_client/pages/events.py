@@ -1,4 +1,4 @@
-"""What becomes of cached rows, and why matches have missed."""
+"""Events of cached rows, and the reasons why matches have missed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from mla_client.connection.channels import Channels
 from mla_client.gen import cache_pb2, cache_pb2_grpc
 
 class EventKind(enum.IntEnum):
-    """What has happened. Newer servers may send kinds that are not named here."""
+    """Kinds of events. Newer servers may send kinds that are not named here."""
 
     STORED = 1    # rows of a page can be found from now on
-    EVICTED = 2   # they cannot any more: their room was needed
-    DROPPED = 3   # none of the model can: it has gone, or its scales changed
+    EVICTED = 2   # dropped because their room was needed
+    DROPPED = 3   # dropped with all rows of the model: it has gone, or its scales changed
     EXPIRED = 4   # a sequence's lease ran out
     RESTORED = 5  # a sequence was opened from its checkpoint, or a page is in the pool again
     DEMOTED = 6   # a page has left the pool, and can still be found
-    DAMAGED = 7   # a copy of a page is not what it was, and was dropped
+    DAMAGED = 7   # a copy of a page had changed, and was dropped
     PREEMPTED = 8  # a sequence was taken from its client: evicted by an operator, or handed over
 
 
 class CacheEvent(NamedTuple):
-    """One event. A number that does not follow the one before says that events are missing."""
+    """One event. A number that does not follow the one before means that events are missing."""
 
     number: int
     kind: int         # an EventKind, if it is known
     model_id: str
-    sequence_id: int  # 0: of no sequence
+    sequence_id: int  # 0: not about a sequence
     first_row: int
     rows: int
-    key: bytes        # of a whole page, else empty
+    key: bytes        # for a whole page, else empty
     parent: bytes
     unix_ms: int
     tenant: str = ""  # with all_tenants
@@ -89,7 +89,7 @@ class EventWatch(Iterator[List[CacheEvent]]):
                            event.tenant) for event in reply.events]
 
     def close(self) -> None:
-        """Ends the watch; again: nothing."""
+        """Ends the watch; repeating it does nothing."""
         if self._home.left or self._closed:
             return
         self._closed = True
@@ -113,11 +113,10 @@ class Events:
 
     def watch_events(self, after: Optional[int] = None, *,
                      all_tenants: bool = False) -> EventWatch:
-        """Events of the tenant behind number `after`, as they happen, at first those that the
-        server still knows; None: from now on. The first list comes at once, and may be empty.
-        Close the iterator to end the watch. ServerRestarted when another server answers.
-        Operators may see events of all tenants, each with its own numbers; `after` is 0 or None
-        then."""
+        """Events of the tenant after number `after`, as they happen; the first ones are events that
+        the server still knows. None: from now on. The first list comes at once, and may be empty.
+        Close the iterator to end the watch. ServerRestarted when another server answers. Operators
+        may see events of all tenants, each with its own numbers; `after` is 0 or None then."""
         self._home.check()
         request = cache_pb2.WatchEventsRequest(all_tenants=all_tenants)
         if after is not None:
@@ -127,8 +126,8 @@ class Events:
         return EventWatch(stub.WatchEvents(request, metadata=self._metadata), self.boot_id, held)
 
     def explain(self, most: int = 0, *, all_tenants: bool = False) -> List[CacheMiss]:
-        """The tenant's latest matches that have missed, the latest first; for operators, those of
-        all tenants. `most`: 0: 100."""
+        """The tenant's latest matches that have missed, the latest first; operators may see those
+        for all tenants. `most`: 0 means 100."""
         reply = self._call(self._cache.Explain, cache_pb2.ExplainRequest(
             most=most, all_tenants=all_tenants))
         return [CacheMiss(miss.model_id, miss.sequence_id, miss.first_row, miss.rows_asked,

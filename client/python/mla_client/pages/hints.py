@@ -16,19 +16,19 @@ from mla_client.types import Prefix
 
 
 class HintKind(enum.IntEnum):
-    """What is asked for."""
+    """Kinds of hints."""
 
-    PIN = 1       # stays in the pool for ttl_ms; 0: no more
+    PIN = 1       # stays in the pool for ttl_ms; 0 ends the pin
     RETAIN = 2    # goes later than others: `priority` times it is passed over
     PREFETCH = 3  # comes back from slower tiers
     DEMOTE = 4    # makes room: goes to a slower tier
 
 
 class HintOutcome(enum.IntEnum):
-    """What became of it. Newer servers may send outcomes that are not named here."""
+    """Result of a hint. Newer servers may send outcomes that are not named here."""
 
     ACCEPTED = 1  # for all rows
-    CLIPPED = 2   # for some of them
+    CLIPPED = 2   # done for some of the rows
     DEFERRED = 3  # some are on their way: see `rows_deferred`
     REFUSED = 4   # for none
 
@@ -37,11 +37,11 @@ class HintAnswer(NamedTuple):
     """The server's answer to a hint."""
 
     outcome: int        # a HintOutcome, if it is known
-    rows: int           # that the hint named
+    rows: int           # rows that the hint named
     rows_done: int
     rows_deferred: int  # on their way between tiers
-    # Why it was not all of them: "absent" (not cached), "pins_exhausted", "in_use", "no_room",
-    # "no_tiers"; or empty.
+    # The reason if fewer rows were done than named: "absent" (not cached), "pins_exhausted",
+    # "in_use", "no_room", "no_tiers"; or empty.
     reason: str
 
 
@@ -53,8 +53,9 @@ class Hints:
 
     def hint(self, kind: int, target: Union[Sequence, Tuple[Model, Prefix]], *, ttl_ms: int = 0,
              priority: int = 0) -> HintAnswer:
-        """Asks something for the cached rows of a sequence, as far as they were declared, or of a
-        prefix. `ttl_ms`: of PIN; `priority`: of RETAIN, 0 to 3. Never waits for rows to move."""
+        """Gives a hint about the cached rows of a sequence, as far as they were declared, or of a
+        prefix. `ttl_ms` is for PIN; `priority` is for RETAIN, 0 to 3. Never waits for rows to move.
+        """
         request = cache_pb2.HintRequest(kind=kind, ttl_ms=ttl_ms, priority=priority)
         if isinstance(target, Sequence):
             request.sequence_id, request.expected_epoch = target.id, target.epoch

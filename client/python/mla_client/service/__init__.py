@@ -3,8 +3,8 @@
 `Client` (a server) and `LocalReference` (numpy, in this process) implement Service,
 so code written against one runs on the other.
 
-Threading: a Service may be shared by threads; a Sequence or a Step belongs to one thread at a time,
-except that `Step.attend` and `Step.attend_async` may be called from several.
+Threading: threads may share a Service. A Sequence or a Step belongs to one thread at a time, except
+that several threads may call `Step.attend` and `Step.attend_async`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class AttendFuture(abc.ABC):
 
 
 class Service(abc.ABC):
-    """What a Model, a Sequence and a Step need. Users call the methods of those instead."""
+    """The interface that a Model, a Sequence and a Step need. Users call the methods of those
+    instead."""
 
     timeout_s: float
 
@@ -55,7 +56,7 @@ class Service(abc.ABC):
     @abc.abstractmethod
     def _upload_sinks(self, spec: ModelSpec, layer_begin: int, head_begin: int,
                       sinks: npt.NDArray) -> List[int]:
-        """`sinks` [layers, heads], neither of them 0. Returns the layers that still miss some."""
+        """`sinks` is [layers, heads], not empty. Returns the layers that still lack sinks."""
 
     @abc.abstractmethod
     def _upload(self, spec: ModelSpec, layer: int, head_begin: int, w_uk: npt.NDArray,
@@ -79,7 +80,7 @@ class Service(abc.ABC):
 
     @abc.abstractmethod
     def _read_tail(self, sequence_id: int, epoch: int, tail_bytes: int) -> Tuple[int, bytes]:
-        """Returns (position, tail) of a model whose tails have so many bytes."""
+        """Returns (position, tail) for a model whose tails have `tail_bytes` bytes."""
 
     @abc.abstractmethod
     def _release(self, sequence_ids: List[int]) -> List[int]:
@@ -111,7 +112,8 @@ class Service(abc.ABC):
         """Makes the sequence one of the server that it has moved to, if it has."""
 
     def _prepare_moved(self, model_id: str, prepare: Callable[["Model"], None]) -> None:
-        """What a model of this id needs on a server that its sequences have moved to."""
+        """Sets a function that prepares a model of this id on a server that its sequences have
+        moved to."""
 
     def _elsewhere(self, model: "Model", error: errors.MlaError) -> "Model":
         """The model on the server to which the error of a call that names none of its sequences
@@ -134,24 +136,24 @@ class Service(abc.ABC):
     def _abort(self, step: Step) -> None: ...
 
     def _give_up(self, step: Step) -> None:
-        """The caller does not know whether the step is open, and has no use for it: it is to end
-        soon, and nothing is waited for."""
+        """Ends the step soon, without waiting: the caller does not know if the step is open, and
+        does not need it."""
 
     def _shared_memory(self, stream: Any) -> Any:
-        """The SharedMemory of a stream (None: of the service's own), or None if it has none."""
+        """The SharedMemory of a stream (None: the service's own), or None without shared memory."""
         return None
 
     def register_model(self, spec: ModelSpec, *, lease_ms: int = 0,
                        kv_scales: Seq[float] = (), sinks: Any = ()) -> "Model":
-        """Registers a model; repeating it with equal contents succeeds. With `lease_ms` > 0 it goes
-        when for so long nothing has named it and no sequence of it was open; 0: as the server is
-        configured, by default never.
+        """Registers a model; repeating it with equal contents succeeds. With `lease_ms` > 0 it is
+        unregistered after this time without a call that names it and without an open sequence of
+        it; 0: as the server is configured, by default never.
 
         `kv_scales`, one a layer, belong to kv_format "fp8_tensor": a stored value is its e4m3 code
         times the scale of its layer. `Model.upload_scales` may bring them later.
 
-        `sinks` [layers, heads] belong to attention "sparse_v4": logits whose value is zero; -inf:
-        none. Without them there are none, or `Model.upload_sinks` brings them
+        `sinks` [layers, heads] are for attention "sparse_v4": logits whose value is zero; -inf
+        means no sink. Without them the model has no sinks, or `Model.upload_sinks` brings them
         (`ModelSpec.needs_sinks`)."""
         sinks = arrays.numbers("sinks", sinks)
         kv_scales = arrays.numbers("kv_scales", kv_scales).tolist()
@@ -175,10 +177,10 @@ class Service(abc.ABC):
                 heads: Optional[int] = None, kv: bool = True, want_lse: bool = False,
                 dtype: DType = DType.BF16, o_dtype: DType = DType.BF16,
                 stream: Any = None, device: str = "cpu") -> Buffers:
-        """Memory for the tensors of `rows` rows and `heads` heads (default: all), in which they are
-        used where they lie instead of being copied, if the stream has shared memory and room there;
-        ordinary arrays otherwise. `dtype` and `o_dtype` decide what the arrays are made of.
-        `device="cuda"` or "hip": on the server's GPU (`connect`'s device_bytes), else Unavailable.
+        """Memory for the tensors of `rows` rows and `heads` heads (default: all). If the stream has
+        shared memory and room there, the tensors are used in place and not copied; otherwise these
+        are ordinary arrays. `dtype` and `o_dtype` are the types of the arrays. `device="cuda"` or
+        "hip": on the server's GPU (`connect`'s device_bytes), else Unavailable.
         """
         geometry = model.spec.geometry
         profile, dtype, o_dtype = Profile(profile), DType(dtype), wire.output_dtype(o_dtype)
@@ -216,14 +218,14 @@ class Model:
 
     def upload_scales(self, scales: Seq[float]) -> None:
         """Sets the scales of kv_format "fp8_tensor", one a layer. Equal ones may be sent again,
-        others while no sequence of the model is open: else AlreadyExists."""
+        others while no sequence of the model is open: otherwise AlreadyExists."""
         self.service._upload_scales(self.spec.model_id, arrays.numbers("scales", scales).tolist())
 
     def upload_sinks(self, sinks: Any, layer_begin: int = 0, head_begin: int = 0) -> List[int]:
         """Sets sinks of attention "sparse_v4", [layers, heads], from `layer_begin` and `head_begin`
-        on: all of them, or as ranks do it those of their heads. Each is finite, or -inf: none.
-        Values in force may be sent again, others while no sequence of the model is open: else
-        AlreadyExists. Returns the layers that still miss some (`ModelSpec.needs_sinks`)."""
+        on: for all heads, or for each rank's heads. Each is finite, or -inf for no sink. Values in
+        force may be sent again, others while no sequence of the model is open: otherwise
+        AlreadyExists. Returns the layers that still lack sinks (`ModelSpec.needs_sinks`)."""
         sinks = arrays.numbers("sinks", sinks)
         wire.check_number("layer_begin", layer_begin)
         wire.check_number("head_begin", head_begin)
@@ -296,7 +298,8 @@ class Sequence:
         self.length = state.length  # committed rows
         self.matched = PrefixMatch()  # the last time that rows were asked of the prefix cache
         self.released = False
-        # What rows stand for that the server was not told: it would add those that it has.
+        # Declared contents that the server was not told: it would append the cached rows among
+        # them.
         self._said: Optional[Prefix] = None
 
     def __repr__(self) -> str:
@@ -329,14 +332,14 @@ class Sequence:
         return child
 
     def match(self, prefix: Prefix, first_row: int = 0) -> PrefixMatch:
-        """Says what the rows from `first_row` on stand for, those that are committed and those to
-        come, and adds behind the committed ones what the prefix cache has of the rest. What was
-        said of committed rows before must stay: else FailedPrecondition."""
+        """Declares the contents of the rows from `first_row` on, committed and future ones, and
+        appends the cached ones to the committed rows. Contents declared earlier for committed rows
+        must stay, else FailedPrecondition."""
         wire.check_number("first_row", first_row, wire.LARGEST_POSITION)
         if self._said is not None and first_row > 0:
             prefix, first_row = self._said.followed_by(prefix, first_row, self.model.spec.page_size)
         if prefix.max_rows is not None and prefix.max_rows <= self.length:
-            # No more rows than there are: the contract takes 0 for no bound.
+            # A bound below the present length: the contract takes 0 for no bound.
             if self.length > 0:
                 prefix = dataclasses.replace(prefix, max_rows=self.length)
             elif first_row == 0:
@@ -357,14 +360,14 @@ class Sequence:
 
     def read_tail(self) -> Tuple[int, bytes]:
         """The last tail that a step has left (Step.end), and the length that it belongs to: a
-        worker that goes on from there first cuts the sequence to it. NotFound if there is none:
-        none was stored, or the sequence was cut below it."""
+        worker that continues from there first truncates the sequence to it. NotFound if none was
+        stored, or if the sequence was truncated below it."""
         return self._call(lambda service: service._read_tail(self.id, self.epoch,
                                                              self.model.spec.tail_bytes))
 
     def hand_over(self) -> int:
-        """Leaves it to who calls Model.adopt_sequence with the id that this returns: its lease
-        is not renewed here any more, and the object is of no use."""
+        """Leaves the sequence to the caller of Model.adopt_sequence with the returned id: its lease
+        is not renewed here any more, and the object must not be used."""
         self.released = True
         self.model.service._hand_over(self.id)
         return self.id

@@ -25,9 +25,9 @@ GATHER_PAUSE_S = 0.1
 class Step:
     """Rows that are added to sequences, layer by layer, and committed together.
 
-    The rows of a step are those of its sequences concatenated in order. A `with` block begins the
-    step; leaving it commits all rows unless `end` or `abort` was called inside, and an exception
-    aborts it.
+    The rows of a step are the rows of its sequences, concatenated in order. A `with` block begins
+    the step; leaving it commits all rows unless `end` or `abort` was called inside, and an
+    exception aborts it.
     """
 
     def __init__(self, service: Service, rows: Seq[Tuple[Sequence, int]], participants: int,
@@ -83,7 +83,7 @@ class Step:
         deadline = time.monotonic() + self.service.timeout_s
         while not self.open:
             if self.stream is None:
-                # Where its sequences are, which may have moved since.
+                # Its sequences may have moved to another server since.
                 self.service = self.sequences[0].model.service
                 if any(one.model.service is not self.service for one in self.sequences):
                     gather(self.sequences, deadline)
@@ -93,7 +93,7 @@ class Step:
                 self.open = True
             except errors.MlaError as error:
                 if isinstance(error, errors.DeadlineExceeded):
-                    self.service._give_up(self)  # it may begin all the same
+                    self.service._give_up(self)  # it may still begin
                 if self.stream is not None:
                     raise  # it is of the server that they have left
                 self.service._follow(self.sequences, error, deadline)
@@ -122,9 +122,9 @@ class Step:
     def attend_sparse_async(self, layer: int, q: npt.NDArray, lists: Any,
                             kv: Optional[npt.NDArray] = None,
                             profile: Profile = Profile.EXPANDED, **options: Any) -> AttendFuture:
-        """As `attend_async`, with its options, where row i attends to the positions of `lists[i]`
-        alone: of its own sequence, from 0 to its own. -1 is none, and one that is repeated counts
-        once; a row without a position has output 0 and lse -inf.
+        """As `attend_async`, with its options, except that row i attends only to the positions of
+        `lists[i]`: positions of its own sequence, from 0 to its own. -1 is padding, and a repeated
+        position counts once; a row without positions has output 0 and lse -inf.
 
         `lists` is an array [n, width] or n arrays of any length, none longer than the model's
         top_k. It is copied.
@@ -165,10 +165,11 @@ class Step:
         position p attends to the last `window` rows up to its own, to entries and to its heads'
         sinks.
 
-        With kv come the `entries` [n, row dim] that these rows make whole at the layer, in their
-        order (`ModelSpec.entry_ends` counts them): entry c with position (c + 1) * ratio - 1. A row
-        attends to all that are whole, or to those of `lists[i]`, as in `attend_sparse_async`. The
-        output has row dim elements; the log-sum-exp is without the sink."""
+        With kv come the `entries` [n, row dim] that these rows complete at the layer, in order
+        (`ModelSpec.entry_ends` counts them): entry c with position (c + 1) * ratio - 1. A row
+        attends to all complete entries, or to the entries of `lists[i]`, as in
+        `attend_sparse_async`. The output has row dim elements; the log-sum-exp is without the sink.
+        """
         return self.attend_async(layer, q, kv, Profile.ABSORBED, lists=lists, entries=entries,
                                  **options)
 
@@ -182,13 +183,13 @@ class Step:
                      ) -> AttendFuture:
         """Sends rows [row_begin, row_begin + n) of the step at `layer` and returns a future.
 
-        q [n, heads, q dim] and kv [n, row dim], where a model with an indexer has its index keys
-        behind the rows, are float arrays, or uint16 arrays of bf16 patterns; `dtype` is what
-        travels. With DType.F8_E4M3 queries do as 8-bit floats (half the bytes, each value off by up
-        to 1/16 of itself; capability "fp8_wire") and KV rows as bf16, unless `kv_row_dtype` is
-        DType.F8_E4M3, which may stand beside any dtype. Row ranges of a layer must be sent in
-        order, and exactly one of the head slices of a row range brings its kv. With APPEND_ONLY q
-        is None.
+        q [n, heads, q dim] and kv [n, row dim] are float arrays, or uint16 arrays of bf16 patterns.
+        In a model with an indexer, kv has the index keys after the rows. `dtype` is the type as
+        sent. With DType.F8_E4M3 queries are sent as 8-bit floats (half the bytes, each value off by
+        up to 1/16 of itself; capability "fp8_wire"). KV rows are then sent as bf16, unless
+        `kv_row_dtype` is DType.F8_E4M3, which may be combined with any dtype. Row ranges of a layer
+        must be sent in order, and exactly one of the head slices of a row range brings its kv. With
+        APPEND_ONLY q must be None.
 
         With `out` (see `Service.buffers`) the outputs are written there, in its types, and its kv
         and q may be passed as kv and q. After DeadlineExceeded they may still be in use. `lists`:
@@ -220,7 +221,8 @@ class Step:
             want_lse = out.lse is not None
             dtype = dtype if dtype == DType.F8_E4M3 else out.dtype
             o_dtype = DType.BF16 if out.o is None or out.o.dtype == np.uint16 else DType.F32
-        base = DType.BF16 if dtype == DType.F8_E4M3 else DType(dtype)  # what the server decodes to
+        # Type after decoding on the server.
+        base = DType.BF16 if dtype == DType.F8_E4M3 else DType(dtype)
         spec, inputs = self.model.spec, _inputs(lists, index, rows, self.model.spec, base)
         if timeout_s is None:
             timeout_s = self.service.timeout_s
@@ -244,13 +246,13 @@ class Step:
         """Commits the first `committed` rows of each sequence (None: all); returns lengths.
 
         `tails`, of sequences by their place in the step: bytes of the model's `tail_bytes` each,
-        for the lengths that this commits. They take the place of the tails that were there
-        (Sequence.read_tail). The step stays open when the server has no room for them
-        (ResourceExhausted), and may be ended without.
+        for the lengths that this commits. They replace earlier tails (Sequence.read_tail). If the
+        server has no room for them (ResourceExhausted), the step stays open and may be ended
+        without them.
 
         After an interrupt (Ctrl-C) the rows may be committed or dropped: Sequence.refresh tells."""
         self._check_begun("end")
-        # Arrays are sequences, too, though they have no truth value.
+        # Arrays are sequences too, but have no truth value.
         kept = None if committed is None else [_count(count) for count in committed]
         if kept is not None and len(kept) != len(self.rows):
             raise errors.InvalidArgument(
@@ -292,11 +294,11 @@ class Step:
 
 def _inputs(lists: Any, index: Optional[Tuple[npt.NDArray, npt.NDArray]], rows: int,
             spec: ModelSpec, base: DType) -> Optional[npt.NDArray]:
-    """Index lists as they are sent, or what the server's indexer makes them from."""
+    """Index lists as sent, or the inputs of the server's indexer."""
     if index is None:
         return None if lists is None else wire.index_lists(lists, rows, spec)
     if lists is not None:
-        raise errors.InvalidArgument("attend.lists: not beside index queries")
+        raise errors.InvalidArgument("attend.lists: not together with index queries")
     return wire.index_inputs(*index, rows, spec, base)
 
 
@@ -308,7 +310,7 @@ def _count(count: Any) -> int:
 
 
 def _values(name: str, array: Optional[npt.NDArray]) -> Optional[npt.NDArray]:
-    """What lies in the memory of a device stays as it is."""
+    """Tensors in device memory stay unchanged."""
     return array if isinstance(array, device_memory.DeviceArray) else arrays.floats(name, array)
 
 

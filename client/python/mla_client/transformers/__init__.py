@@ -5,7 +5,7 @@
         mla_client.transformers.attach(model, client)
         model.generate(...)
 
-Needs torch and transformers 5.17 to 5.24, which `import mla_client` alone does not.
+Needs torch and transformers 5.17 to 5.24; `import mla_client` alone does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mla_client.transformers.cache import RemoteCache
 from mla_client.transformers.models import MODEL_TYPES, attention_modules
 from mla_client.transformers.probe import check_library, check_version
 
-# So that `from_pretrained(attn_implementation="mla_server")` knows the name.
+# Makes the name known to `from_pretrained(attn_implementation="mla_server")`.
 register()
 
 __all__ = ["MODEL_TYPES", "Attachment", "RemoteCache", "attach"]
@@ -29,13 +29,14 @@ def attach(model: Any, service: Service, *, model_id: str = "", kv_format: str =
            page_size: int = 0, step_lease_ms: int = STEP_LEASE_MS) -> Attachment:
     """Lets `service`, a Client or a LocalReference, compute the attention of a transformers model.
 
-    Registers the model there and uploads W_UK and W_UV of every layer; `model_id`, `kv_format` and
-    `page_size` are those of ModelSpec, by default an id that follows from the weights. From then on
-    each call of `generate()` makes a cache on the server and frees it at its end.
+    Registers the model there and uploads W_UK and W_UV of every layer. `model_id`, `kv_format` and
+    `page_size` are as in ModelSpec; the default id follows from the weights. From then on each call
+    of `generate()` makes a cache on the server and frees it at its end.
 
     A model may be used by several threads as far as transformers allows it; a cache belongs to one.
     Raises Unimplemented, with the reason, for a release of transformers, a model or a feature that
-    is not supported, and the service's own errors; those of later calls come from the forward pass.
+    is not supported. Also raises the service's own errors; later calls raise them in the forward
+    pass.
     """
     check_version()
     attention_modules(model)

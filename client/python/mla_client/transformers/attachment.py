@@ -16,7 +16,7 @@ from mla_client.service import Model, Service
 from mla_client.transformers import attention, models
 from mla_client.transformers.cache import RemoteCache, Rows, is_sparse
 
-# A step lives this long without a message: what lies between two layers is the model's own work.
+# A step lives this long without a message: the time between two layers is the model's own work.
 STEP_LEASE_MS = 30_000
 # The last step of a pass is ended after that time if nothing follows.
 IDLE_S = 1.0
@@ -82,7 +82,7 @@ class Attachment:
         self._torch_model = model
         self._step_lease_ms = step_lease_ms
         before = model.config._attn_implementation
-        # One that was loaded with this name has none of its own to go back to.
+        # A model loaded with this name has no other attention to return to.
         self._before = "eager" if before in attention.NAMES else before
         self._cache_name = cache_name(model)
         attention.register()
@@ -152,7 +152,7 @@ class Attachment:
 
 
 def cache_name(model: Any) -> str:
-    """How the forward pass of a model calls its cache. Unimplemented if it has none."""
+    """How the forward pass of a model calls its cache. Unimplemented if it does not take one."""
     parameters = inspect.signature(type(model).forward).parameters
     for name in _CACHE_NAMES:
         if name in parameters:
@@ -162,7 +162,8 @@ def cache_name(model: Any) -> str:
 
 
 def _check_replaceable(past: Any, name: str) -> None:
-    """The cache that generate() made, or none: what it holds would be missing on the server."""
+    """The cache that generate() made, or none: rows of another cache would be missing on the
+    server."""
     if past is None:
         return
     if type(past) is not DynamicCache or past.offloading:

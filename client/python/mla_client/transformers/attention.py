@@ -12,7 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 from mla_client import errors
 from mla_client.transformers import cache
 
-# By which a model names them: of dense attention, and of models that choose positions for each row.
+# Names for models: of dense attention, and for models that choose positions for each row.
 NAMES = NAME, SPARSE_NAME = "mla_server", "mla_server_sparse"
 
 
@@ -33,8 +33,8 @@ def sparse_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
                      scaling: Optional[float] = None, dropout: float = 0.0,
                      indices: Optional[torch.Tensor] = None, **kwargs: Any
                      ) -> Tuple[torch.Tensor, None]:
-    """The same for models whose indexer chooses positions: `indices` [batch, new, width], of which
-    those count that `attention_mask` [batch, 1, new, positions] lets the row see."""
+    """As `attention`, for models whose indexer chooses positions: `indices` [batch, new, width] has
+    them; only positions that `attention_mask` [batch, 1, new, positions] lets the row see count."""
     if (attention_mask is None or attention_mask.ndim != 4 or attention_mask.dtype != torch.bool
             or indices is None):
         raise errors.Unimplemented("sparse attention without a mask, or without chosen positions: "
@@ -51,7 +51,7 @@ def sparse_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
 def _attend(module: torch.nn.Module, query: torch.Tensor, real: Optional[torch.Tensor],
             scaling: Optional[float], dropout: float, lists: Optional[torch.Tensor] = None
             ) -> torch.Tensor:
-    """`real` [batch, positions]: false where there is padding; None: nowhere."""
+    """`real` [batch, positions] is false at padding; None: without padding."""
     rows, kv = cache.take(module.layer_idx)
     if query.requires_grad:
         raise errors.Unimplemented("no gradients pass through a server: use torch.no_grad()")
@@ -89,7 +89,8 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_o
 
 def sparse_mask(*args: Any, mask_function: Callable = causal_mask_function, **kwargs: Any
                 ) -> Optional[torch.Tensor]:
-    """What each row sees, [batch, 1, new, positions], bool: the model's indexer needs it."""
+    """The positions that each row sees, [batch, 1, new, positions], bool: the model's indexer needs
+    it."""
     if mask_function is not causal_mask_function:
         raise errors.Unimplemented("attention that is not causal, and packed sequences")
     return sdpa_mask(*args, mask_function=mask_function,
@@ -97,7 +98,7 @@ def sparse_mask(*args: Any, mask_function: Callable = causal_mask_function, **kw
 
 
 def register() -> None:
-    """Makes all of them known to transformers. Repeating is harmless."""
+    """Makes all these functions known to transformers. Repeating is harmless."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     AttentionInterface.register(SPARSE_NAME, sparse_attention)

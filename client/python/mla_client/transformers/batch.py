@@ -1,12 +1,12 @@
 """The rows of a batch that `generate()` drives, kept as sequences and steps of a service.
 
-A batch has `batch` rows of one `length`, as a tensor has; a mask says which positions of a row are
-real and which are padding. Only real positions are sent. Rows that have had the same tokens so far
-share a sequence, and a sequence is forked when they part: so a prompt that is continued several
-times is computed once, and reordering beams moves labels.
+A batch has `batch` rows of one `length`, like a tensor. A mask says which positions of a row are
+real and which are padding. Only real positions are sent. Rows with the same tokens up to now share
+a sequence, which is forked when they differ: a prompt that is continued several times is computed
+once, and reordering beams only moves labels.
 
-A forward pass is a step. It ends when the next pass begins, when the cache is cropped, which keeps
-a prefix of its rows, or when it has been idle for a while (`end_if_idle`).
+A forward pass is a step. It ends when the next pass begins, when the cache is cropped (which keeps
+a prefix of its rows), or after it has been idle for a while (`end_if_idle`).
 
 numpy only: neither torch nor transformers.
 """
@@ -47,15 +47,15 @@ class Forward:
         self.give: Indices = flat[real]                      # [outputs], of the flattened batch
         self.source: Indices = number[groups][real]          # [outputs], of the rows sent
         self.plain = len(self.take) == real.size             # every row is sent as it lies
-        self.step: Optional[Step] = None                     # None: there is nothing to send
+        self.step: Optional[Step] = None                     # None: nothing to send
         self.stepped = np.flatnonzero(self.sent.any(axis=1))  # sequences that the step has
-        self.layers = 0                                      # that are done
+        self.layers = 0                                      # finished layers
         self.done_at = 0.0
 
 
 class RemoteBatch:
     """Rows, sequences and the step of one cache. A lock makes `end_if_idle` and `release` safe
-    beside the thread that generates; everything else belongs to that thread."""
+    while the generating thread runs; everything else belongs to that thread."""
 
     def __init__(self, model: Model, step_lease_ms: int) -> None:
         self._model = model
@@ -65,7 +65,7 @@ class RemoteBatch:
         self._group: Indices = np.zeros(0, np.int64)  # [batch]: the sequence of each row
         self._real: Bools = np.zeros((0, 0), bool)    # [batch, length]
         self._forward: Optional[Forward] = None
-        self._failure: Optional[errors.MlaError] = None  # of a step that ended while idle
+        self._failure: Optional[errors.MlaError] = None  # from a step that ended while idle
 
     @property
     def length(self) -> int:
@@ -86,8 +86,8 @@ class RemoteBatch:
               tokens: Optional[npt.NDArray] = None) -> Forward:
         """Begins a pass of `new` positions for each of `batch` rows.
 
-        mask [batch, length + new] is true at real positions; None: all are. tokens [batch, any]
-        are what the rows get, by which equal rows are found; None: no two rows are equal.
+        mask [batch, length + new] is true at real positions; None: all are real. tokens [batch,
+        any] are the tokens of the rows, by which equal rows are found; None: no two rows are equal.
         """
         with self._lock:
             self._settle()
@@ -145,8 +145,8 @@ class RemoteBatch:
             self._real = np.zeros((0, 0), bool)
 
     def end_if_idle(self, idle_s: float) -> None:
-        """Ends a finished step that nothing has followed for so long; a failure is kept for the
-        next call of the thread that generates."""
+        """Ends a finished step if it has been idle for this long; a failure is kept for the next
+        call of the generating thread."""
         with self._lock:
             forward = self._forward
             if (forward is None or not self._finished(forward)
@@ -186,7 +186,8 @@ class RemoteBatch:
             forward.step.abort()
 
     def _rows_of(self) -> List[int]:
-        """Rows that each sequence must have; those of no row of the batch keep theirs."""
+        """Rows that each sequence must have; sequences that no row of the batch uses keep theirs.
+        """
         rows = [sequence.length for sequence in self._sequences]
         for row, group in enumerate(self._group):
             rows[group] = int(self._real[row].sum())
@@ -227,7 +228,7 @@ class RemoteBatch:
         return heads, groups
 
     def _branch(self, heads: List[int], groups: Indices) -> None:
-        """Gives each group a sequence of its own, and releases those that no row has."""
+        """Gives each group its own sequence, and releases sequences that no row uses."""
         sequences: List[Sequence] = []
         made: List[Sequence] = []
         try:

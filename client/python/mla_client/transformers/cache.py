@@ -21,14 +21,14 @@ def is_sparse(model: Model) -> bool:
 
 
 class Rows:
-    """What the layers of one cache share."""
+    """State shared by the layers of one cache."""
 
     def __init__(self, model: Model, step_lease_ms: int) -> None:
         self.model = model
         self.batch = RemoteBatch(model, step_lease_ms)
         self.exchange = Exchange(model)
         self.tokens: Optional[torch.Tensor] = None  # of the pass that is about to begin
-        self.forward: Optional[Forward] = None      # that is under way
+        self.forward: Optional[Forward] = None      # the pass under way
 
     def begin(self, batch: int, new: int, mask: Optional[torch.Tensor]) -> Forward:
         """Begins a pass; mask [batch, length + new], bool."""
@@ -39,13 +39,13 @@ class Rows:
         return self.forward
 
     def release(self) -> None:
-        """Releases what the server and the transport hold."""
+        """Releases the sequences on the server and the buffers of the transport."""
         self.batch.reset()
         self.exchange.release()
 
 
 class _Handed(threading.local):
-    """What a cache layer was given last in this thread, for the attention function that is called
+    """The last arguments of a cache layer in this thread, for the attention function that is called
     next."""
 
     rows: Optional[Rows] = None
@@ -69,8 +69,8 @@ def take(layer: int) -> Tuple[Rows, torch.Tensor]:
 
 
 class RemoteLayer(CacheLayerMixin):
-    """A layer of a RemoteCache. `update` hands the new rows on and returns its inputs, so what is
-    expanded locally is the new rows alone. Whatever concerns all layers is done by the cache."""
+    """A layer of a RemoteCache. `update` passes the new rows on and returns its inputs, so only the
+    new rows are expanded locally. Whatever concerns all layers is done by the cache."""
 
     is_compileable = False
     is_croppable = True
@@ -110,7 +110,7 @@ class RemoteLayer(CacheLayerMixin):
         return self._rows.batch.length
 
     def get_max_length(self) -> int:
-        """There is none; the server's limits hold."""
+        """It is unlimited here; the server's limits hold."""
         return -1
 
     def _refuse(self, what: str) -> None:
@@ -140,8 +140,8 @@ class RemoteLayer(CacheLayerMixin):
 
 
 class IndexedLayer(RemoteLayer):
-    """A layer with an indexer. Its keys, [batch, positions, dim], stay here: they are small beside
-    the rows, and the choice is the library's own."""
+    """A layer with an indexer. Its keys, [batch, positions, dim], stay here: they are small
+    compared with the rows, and the library itself chooses the positions."""
 
     def __init__(self, rows: Rows, index: int) -> None:
         super().__init__(rows, index)
@@ -156,8 +156,8 @@ class IndexedLayer(RemoteLayer):
 
 
 class RemoteCache(Cache):
-    """A cache for one batch. It frees what it holds on the server when it is released, or
-    dropped."""
+    """A cache for one batch. It frees its sequences on the server when it is released, or dropped.
+    """
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows

@@ -22,8 +22,8 @@ class Exchange:
 
     def attend(self, forward: Forward, layer: int, query: torch.Tensor, rows: torch.Tensor,
                lists: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """query [batch, heads, new, nope + rope], rows [batch, new, lora + rope] -> the outputs
-        [batch, new, heads, v]; zeros where there is padding. `lists` [batch, new, width]: the
+        """Takes query [batch, heads, new, nope + rope] and rows [batch, new, lora + rope]; returns
+        the outputs [batch, new, heads, v], with zeros at padding. `lists` [batch, new, width]: the
         positions that each row attends to, -1 for none; without them it attends to all."""
         batch, heads, new, width = query.shape
         shape = (batch * new, heads, self._geometry.v_dim)

@@ -1,4 +1,4 @@
-"""What the adapter must know of a transformers model, read from its modules."""
+"""Facts about a transformers model that the adapter needs, read from its modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mla_client import errors
 from mla_client.service import Model, Service
 from mla_client.types import Geometry, ModelSpec
 
-# Of config.model_type. All of them hand normed latents and rotated keys to the cache.
+# Values of config.model_type. All these models pass normed latents and rotated keys to the cache.
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu",
                "deepseek_v32", "glm_moe_dsa")
 # An indexer in these models chooses positions for each row.

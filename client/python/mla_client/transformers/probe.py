@@ -1,4 +1,4 @@
-"""Whether the installed transformers is one that the adapter fits: tried with a tiny model."""
+"""Checks that the adapter fits the installed transformers: tried with a tiny model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _passed: Set[Any] = set()  # classes of models, with and without low-rank querie
 
 
 def check_version() -> None:
-    """Unimplemented if transformers is none of the releases that were tested."""
+    """Unimplemented if transformers is not one of the tested releases."""
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
     if not OLDEST <= version <= NEWEST:
         oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
@@ -52,7 +52,7 @@ def check_version() -> None:
 
 def check_library(model: Any) -> None:
     """Computes a few tokens with a tiny random model of the same class, by the library's attention
-    and through this package into a LocalReference, and compares. Once a class and process."""
+    and through this package with a LocalReference, and compares them. Once a class and process."""
     check_version()
     low_rank = model.config.q_lora_rank is not None
     if (type(model), low_rank) in _passed:
@@ -83,7 +83,8 @@ def check_library(model: Any) -> None:
 
 
 def _outputs(model: Any) -> torch.Tensor:
-    """Of three tokens, of two behind padding, and of one more each: what is real of it."""
+    """Outputs at real positions for three tokens, for two tokens after padding, and for one more
+    token each."""
     tokens = torch.tensor([[3, 1, 4], [0, 5, 9]])
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     positions = torch.tensor([[0, 1, 2], [0, 0, 1]])

@@ -1,4 +1,4 @@
-"""What every Service must do of sparse attention; a part of service_contract."""
+"""Sparse attention as every Service must compute it; a part of service_contract."""
 
 import secrets
 
@@ -62,14 +62,14 @@ class SparseContract:
         return model
 
     def indexed_step(self, sequence, stored, profile, rows, **options):
-        """A step of so many rows, whose lists and outputs are checked; `stored` by layer are the
-        rows that the sequence has, with their index keys."""
+        """A step of `rows` rows whose lists and outputs are checked; `stored` has, for each layer,
+        the sequence's rows with their index keys."""
         rng, spec = self.worker.rng, sequence.model.spec
         row_dim, first = spec.geometry.row_dim, sequence.length
         with self.service.step([(sequence, rows)]) as step:
             for layer in range(self.layers):
                 q = self.worker.queries(rows, profile)
-                # Of very different sizes, so that the scale of each counts.
+                # Sizes differ widely, so that the scale of each row matters.
                 sent = np.concatenate([self.worker.kv(rows), mla_client.round_to_bf16(
                     rng.standard_normal((rows, 8)) * 2.0**rng.integers(-3, 4, (rows, 1)))], 1)
                 kept = np.concatenate([sent[:, :row_dim],
@@ -97,7 +97,8 @@ class SparseContract:
                 stored = [empty] * self.layers
                 for rows in (5, 1, 9):
                     self.indexed_step(sequence, stored, profile, rows)
-                # Off the page: the fork goes on by itself, the parent loses rows of both kinds.
+                # Off the page: the fork continues separately, and the parent loses rows of both
+                # kinds.
                 with sequence.fork(10) as fork:
                     shared = [rows[:10] for rows in stored]
                     self.indexed_step(fork, shared, profile, 3)

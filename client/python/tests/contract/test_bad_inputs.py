@@ -15,7 +15,7 @@ SERVER = None
 INTEGERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, -1, -2**31]
 FLOATS = [0.0, -1.0, math.inf, -math.inf, math.nan, 1e308, 5e-324]
 TEXTS = ["", "x" * 128, "x" * 129, "x" * 5000, "../..", "\0", "é" * 64]
-# What a client may be told about its own input.
+# Errors that a client may get for its own input.
 ALLOWED = {code.value[0] for code in (
     grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE,
@@ -110,7 +110,7 @@ class BadInputTest(unittest.TestCase):
         return False
 
     def check(self, base, act, at_least):
-        """All mutations of a message; at least so many must be refused."""
+        """Sends all mutations of a message; at least `at_least` of them must be refused."""
         tried = refused = 0
         for name, changed in mutations(base):
             tried += 1
@@ -168,7 +168,7 @@ class BadInputTest(unittest.TestCase):
                      Request(trailer=Request.Trailer(sha256=bytes(32)))]
             self.client.call(self.client.models.UploadWeights, iter(parts))
 
-        # The digest is wrong, so even a chunk that is right is refused (as DATA_LOSS).
+        # The digest is wrong, so even a correct chunk is refused (as DATA_LOSS).
         ALLOWED.add(grpc.StatusCode.DATA_LOSS.value[0])
         self.addCleanup(ALLOWED.discard, grpc.StatusCode.DATA_LOSS.value[0])
         base = Request.Chunk(layer=0, head_begin=0, head_count=2, payload=payload)

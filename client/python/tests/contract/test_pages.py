@@ -166,7 +166,7 @@ class EventsTest(Case):
 
     def setUp(self):
         super().setUp()
-        first = next(self.first_tokens)  # of each test: rows that are cached are not stored again
+        first = next(self.first_tokens)  # for each test, because cached rows are not stored again
         self.tokens = list(range(first, first + 11))
         self.sequence.match(mla_client.Prefix(self.tokens))
 
@@ -226,7 +226,7 @@ class EventsTest(Case):
                 await watch.aclose()
                 with self.assertRaises(StopAsyncIteration):
                     await watch.__anext__()
-                # A task that waits for events can be cancelled, and leaves no thread behind.
+                # A task that waits for events can be cancelled without leaving a thread.
                 other = service.watch_events(after=event.number)
                 self.assertEqual(await other.__anext__(), [])
                 waiting = asyncio.ensure_future(other.__anext__())
@@ -286,7 +286,7 @@ class HintsTest(Case):
         answer = self.until(HintKind.PREFETCH, HintOutcome.ACCEPTED)
         self.assertEqual(answer.rows_done, 8)
         self.until(HintKind.DEMOTE, HintOutcome.ACCEPTED)
-        # What Open names comes back while it waits.
+        # Open waits until the rows it names are restored.
         with self.model.open_sequence(prefix=self.prefix) as again:
             self.assertEqual(again.matched, mla_client.PrefixMatch(8, "all"))
 

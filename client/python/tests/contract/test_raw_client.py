@@ -1,4 +1,4 @@
-"""Every RPC, from a stock gRPC client: what works, and how each wrong call is refused."""
+"""Every RPC, from a stock gRPC client: working calls, and how each wrong call is refused."""
 
 import hashlib
 import os
@@ -33,7 +33,7 @@ class RawTest(unittest.TestCase):
         self.addCleanup(self.clean)
 
     def clean(self):
-        """Leaves no sequence and no model of this test behind."""
+        """Removes all sequences and models of this test."""
         reply = self.client.call(self.client.sequences.Get, sequence_pb2.GetRequest())
         self.client.call(self.client.sequences.Release, sequence_pb2.ReleaseRequest(
             sequence_ids=[info.sequence_id for info in reply.sequences]))
@@ -240,7 +240,7 @@ class RefusalTest(RawTest):
         self.refused("ALREADY_EXISTS", stream.ask, b"\x01" * (ROW_BYTES * 4),
                      attend=attention_pb2.Attend(step_id=1, row_count=4, has_kv=True,
                                                  profile=attention_pb2.PROFILE_APPEND_ONLY))
-        stream.append(1, 0, 4)  # the same bytes again are fine
+        stream.append(1, 0, 4)  # equal bytes may be sent again
         stream.abort(1)
         self.refused("ABORTED", stream.abort, 1)
         self.refused("NOT_FOUND", stream.abort, 2)

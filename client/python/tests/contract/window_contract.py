@@ -1,4 +1,4 @@
-"""What every Service must do of windows, entries and sinks; a part of service_contract."""
+"""Windows, entries and sinks as every Service must handle them; a part of service_contract."""
 
 import secrets
 
@@ -27,8 +27,8 @@ class WindowContract:
         return model, sinks, rng
 
     def window_step(self, sequence, rng, sinks, texts, rows, listed=False, keep=None):
-        """A step of so many rows of one sequence, whose outputs are checked; `texts` are its rows
-        and entries by layer."""
+        """A step of `rows` rows of one sequence whose outputs are checked; `texts` has its rows and
+        entries by layer."""
         first, dim = sequence.length, sequence.model.spec.geometry.row_dim
         with self.service.step([(sequence, rows)]) as step:
             for layer, (stored, entries) in enumerate(texts):
@@ -81,7 +81,7 @@ class WindowContract:
             self.window_step(sequence, rng, sinks, texts, 5, True)
 
     def append(self, sequences, rows, keep, tails=None):
-        """A step of so many rows of each sequence, of zeros."""
+        """A step that adds `rows` rows of zeros to each sequence."""
         with self.service.step([(sequence, rows) for sequence in sequences]) as step:
             for layer, ratio in enumerate(RATIOS):
                 made = sum((s.length + rows) // ratio - s.length // ratio
@@ -103,7 +103,7 @@ class WindowContract:
             self.assertEqual(second.read_tail(), (1, tails[1]))
             self.assertEqual(first.refresh().tail_position, 3)
             self.append([first, second], 2, [2, 2], {1: tails[2]})
-            self.assertEqual(first.read_tail(), (3, tails[0]))  # of an earlier length
+            self.assertEqual(first.read_tail(), (3, tails[0]))  # for an earlier length
             self.assertEqual(second.read_tail(), (3, tails[2]))
             with first.fork() as child, first.fork(3) as at, first.fork(2) as below:
                 self.assertEqual(child.read_tail(), (3, tails[0]))

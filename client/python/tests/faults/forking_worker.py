@@ -22,7 +22,7 @@ CHILD_S = 60  # a child that hangs ends itself, which counts as a failure
 
 
 def outcome(call):
-    """What became of a call."""
+    """The result of a call."""
     try:
         call()
         return "ok"
@@ -31,7 +31,7 @@ def outcome(call):
 
 
 def forked(work, leave=os._exit):
-    """What `work()` returns in a child, and the child's status; `leave` ends the child."""
+    """Returns the result of `work()` in a child, and the child's status; `leave` ends the child."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -99,14 +99,14 @@ class Parent:
         }
 
     def closings(self):
-        """What ends things, by name."""
+        """Calls that end something, by name."""
         return {"stream.close": self.stream.close, "stream.cancel": self.stream.cancel,
                 "watch.close": self.watch.close, "buffers.release": self.buffers.release,
                 "close": self.client.close}
 
     def go_on(self):
-        """The parent's own step, to its end, on the stream of its begin. Returns true if it is
-        right."""
+        """The parent's own step, to its end, on the stream of its begin. Returns true if the
+        outputs are correct."""
         want, _ = self.worker.expected(0, self.q, self.kv, Profile.ABSORBED)
         right = np.allclose(self.future.result().o, want, atol=2e-2, rtol=2e-2)
         got = self.step.attend(1, self.q, self.kv, Profile.ABSORBED).o
@@ -235,7 +235,7 @@ def compute(target, transport):
 
 
 def connecting(parent):
-    """A child that connects by itself after its parent has."""
+    """A child that connects itself after its parent has."""
     said = forked(lambda: compute(*sys.argv[1:3]))
     return {"child": said, "parent": parent.go_on()}
 

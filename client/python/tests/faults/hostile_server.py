@@ -21,7 +21,7 @@ METHODS = {
 
 
 def info():
-    """What a server says of itself."""
+    """A server's facts about itself."""
     reply = admin_pb2.GetServerInfoReply(api_version="mla.v1", boot_id=BOOT_ID)
     reply.limits.message_bytes = 1 << 20
     reply.limits.inflight_bytes = 1 << 24
@@ -42,9 +42,9 @@ def registered(request, _context=None):
 
 
 class HostileServer:
-    """`answers` by method ("Get", ...) and by what a message of a stream is ("begin_step", ...): a
-    function of the request and the call's context, whose reply is sent as it is. Without one the
-    answer is honest."""
+    """`answers` are by method ("Get", ...) or by the kind of a stream's message ("begin_step",
+    ...): a function of the request and the call's context, whose reply is sent unchanged. Without
+    one the answer is honest."""
 
     def __init__(self):
         self.answers = {}

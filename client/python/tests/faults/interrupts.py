@@ -1,4 +1,4 @@
-"""Interrupts at chosen instructions: what a handler of a signal that raises does, at every place
+"""Interrupts at chosen instructions: they do what a signal handler that raises does, at every place
 where it may."""
 
 import dis
@@ -17,8 +17,8 @@ class InterruptAt:
     def __init__(self, n, counts):
         self._left = n
         self._counts = counts
-        self._ended_a_call = {}  # by frame: whether its last instruction was a call
-        self.place = None        # of the interrupt, once it was raised
+        self._ended_a_call = {}  # by frame: True if its last instruction was a call
+        self.place = None        # place of the interrupt, once it was raised
 
     def __enter__(self):
         sys.settrace(self._enter_function)
@@ -46,7 +46,7 @@ class InterruptAt:
             self._left -= 1
             if self._left == 0:
                 sys.settrace(None)
-                self._ended_a_call.clear()  # frames, which hold what the test expects to go
+                self._ended_a_call.clear()  # the frames hold objects whose end the test expects
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
                 raise Interrupt(self.place)
         return self._look

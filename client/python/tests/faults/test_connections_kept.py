@@ -46,7 +46,7 @@ class ProxyTest(unittest.TestCase):
     """The environment names a proxy, as in many companies' shells and containers."""
 
     def setUp(self):
-        self.asked = []  # what the proxy was asked for
+        self.asked = []  # requests to the proxy
         proxy = socket.create_server(("127.0.0.1", 0))
         self.addCleanup(proxy.close)
 
@@ -127,8 +127,8 @@ class SharingTest(unittest.TestCase):
 
 
 class Forwarder:
-    """Passes connections on to the server, until it forgets those that there are: their bytes
-    vanish, as behind a firewall that has restarted."""
+    """Passes connections on to the server, until it forgets the present ones: their bytes then
+    vanish, as after the restart of a firewall."""
 
     def __init__(self):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -192,7 +192,7 @@ class LossTest(unittest.TestCase):
 
     def test_a_server_that_is_back_is_found_soon(self):
         """A listener that ends every connection counts them: with gRPC's own pauses, up to two
-        minutes, the last of them would take ten minutes to come."""
+        minutes, the last of these connections would take ten minutes."""
         attempts, wanted = [], threading.Event()
         listener = socket.create_server(("127.0.0.1", 0))
         self.addCleanup(listener.close)

@@ -17,11 +17,11 @@ TRANSPORTS = ("ring", "shm", "inline")
 SCENARIOS = ("every_call", "leaving_blocks", "collected", "locked", "writing", "awaiting",
              "connecting")
 SERVER = None
-SAID = {}  # by transport: what a worker says of its scenarios
+SAID = {}  # by transport: a worker's report of its scenarios
 
 
 def environment():
-    """Of a worker: it finds what this process has found."""
+    """Environment of a worker: it finds the modules that this process has found."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
@@ -41,7 +41,8 @@ def tearDownModule():
 
 class ForkTest(unittest.TestCase):
     def check(self, scenario, child, **more):
-        """A scenario's child says that, over each transport; for the parent there was no fork."""
+        """Checks a scenario's report from the child over each transport; the parent must not be
+        affected."""
         for transport in TRANSPORTS:
             with self.subTest(transport=transport):
                 said = SAID[transport]

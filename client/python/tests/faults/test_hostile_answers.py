@@ -1,4 +1,4 @@
-"""Answers of a server that is newer than the client, or that is none of ours."""
+"""Answers of a server that is newer than the client, or that is not an mla-server."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ class HostileTest(unittest.TestCase):
         self.answers[name] = reply if callable(reply) else lambda *_: reply
 
     def wrong(self, what):
-        """A context in which DataLoss must be raised that names what is wrong."""
+        """A context in which a DataLoss must be raised that names the fault."""
         return self.assertRaisesRegex(DataLoss, what)
 
 
@@ -120,7 +120,7 @@ class CallsTest(HostileTest):
             with self.wrong("sequence|length"):
                 call()
         self.assertEqual((opened.id, opened.length, opened.epoch), (7, 0, 1))
-        # What was not asked for is not taken for an answer either.
+        # Answers about other objects are not accepted either.
         self.answer("Release", sequence_pb2.ReleaseReply(boot_id=BOOT_ID, not_found=[8, 9]))
         self.assertEqual(self.client._release([7]), [])
         self.answer("Get", sequence_pb2.GetReply(
@@ -153,7 +153,7 @@ class CallsTest(HostileTest):
             with self.subTest(fields=fields), self.wrong("read_tail"):
                 opened.read_tail()
         calls = self.server.calls.count("ReadTail")
-        self.assertEqual(calls, 8)  # none of them was asked on
+        self.assertEqual(calls, 8)  # none of the calls was repeated
         parts = [b"0123", b"45", b"6789"]
         self.answer("ReadTail", lambda request, _: tail(tail=parts.pop(0)))
         self.assertEqual(opened.read_tail(), (3, b"0123456789"))

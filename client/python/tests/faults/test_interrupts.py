@@ -50,10 +50,10 @@ class InterruptTest(unittest.TestCase):
         np.testing.assert_allclose(o, self.want, atol=2e-2, rtol=2e-2)
 
     def check(self, transport):
-        """Interrupts a step at every place; another step is right each time."""
+        """Interrupts a step at every place; another step must be correct each time."""
         client, model = self.connect(transport)
         with model.open_sequence() as sequence:
-            self.step(client, sequence)  # what is made once is there
+            self.step(client, sequence)  # makes all objects that are made only once
         n, place = 1, None
         while True:
             sequence, other = model.open_sequence(), model.open_sequence()

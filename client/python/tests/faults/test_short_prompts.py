@@ -1,5 +1,5 @@
-"""Prefixes of which no row is to be taken, as of Prefix(prompt, max_rows=len(prompt) - 1) with a
-prompt of one token."""
+"""Prefixes without a row to take, such as Prefix(prompt, max_rows=len(prompt) - 1) with a prompt of
+one token."""
 
 import secrets
 import unittest
@@ -68,7 +68,7 @@ class ShortPromptsTest(unittest.TestCase):
             sequence.match(Prefix([9]), first_row=2)
         sequence.match(Prefix([9]), first_row=1)
         self.assertEqual(sequence.refresh().declared, 2)
-        # Once it was sent the server knows, and keeps to it.
+        # Once the declaration was sent, the server checks against it.
         with self.assertRaises(mla_client.FailedPrecondition):
             sequence.match(Prefix([5, 9]), first_row=0)
 
@@ -85,7 +85,7 @@ class ShortPromptsTest(unittest.TestCase):
             self.assertEqual(other.match(Prefix([1, 2, 3, 4, 5], max_rows=most)).rows, 0)
             self.assertEqual(other.length, 4)
         with self.assertRaisesRegex(InvalidArgument, "max_rows"):
-            # What the server was told before cannot be gone on with in silence.
+            # Earlier declarations to the server cannot be extended silently.
             nothing = self.model.open_sequence(prefix=Prefix([70, 71]))
             nothing.match(Prefix([72], max_rows=0), first_row=2)
 

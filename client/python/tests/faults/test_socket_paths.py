@@ -1,4 +1,4 @@
-"""Paths of unix sockets with what a URI gives a meaning to."""
+"""Paths of unix sockets with characters that have a meaning in a URI."""
 
 import pathlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Timeouts of any length, and what is not one."""
+"""Timeouts of any length, and values that are not timeouts."""
 
 import unittest
 from unittest import mock

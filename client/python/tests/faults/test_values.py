@@ -23,7 +23,7 @@ class Bfloat16:
 
 
 def accepted(values):
-    """The same values in every form that is taken, by name. `values` are float32 that bf16 holds.
+    """The same values in every accepted form, by name. `values` are float32 that bf16 holds.
     """
     patterns = mla_client.to_bf16(values)
     return {
@@ -37,7 +37,7 @@ def accepted(values):
 
 
 def refused(values):
-    """What is not taken, by name."""
+    """Refused values, by name."""
     patterns = mla_client.to_bf16(values)
     return {
         "int16": patterns.view(np.int16), "big-endian int16": patterns.view(np.int16).astype(">i2"),

@@ -148,7 +148,7 @@ class FakeClient(Service):
         return self
 
     def attend(self, step):
-        """A layer of a step; raises what was planted."""
+        """A layer of a step; raises the planted error."""
         failure, self.fail_next = self.fail_next, None
         if failure is not None:
             raise failure
@@ -184,7 +184,7 @@ class FakeOptions(Options):
 
 
 def options(server, **changes):
-    """Of one server."""
+    """Options for one server."""
     made = FakeOptions(("s",), "m", **changes)
     object.__setattr__(made, "servers", {"s": server})
     return made

@@ -1,5 +1,5 @@
-"""All orders of what may happen to a request, against a server that keeps lengths: what is sent is
-what the server has, what is lost is said once, and nothing stays behind."""
+"""All orders of what may happen to a request, against a server that keeps lengths: rows sent must
+be the rows that the server has, each loss is reported once, and nothing is left over."""
 
 import itertools
 import logging
@@ -28,7 +28,7 @@ class Engine:
         self.link.start(SPEC, lambda layer: WEIGHTS)
         self.admission = Admission(Link(made, pause=Pause(0.0, 0.0)), "salt", False)
         self.passes = Passes(self.link, SPEC.layers, name="engine")
-        self.tokens, self.computed = {}, {}  # of requests: all, and right ones
+        self.tokens, self.computed = {}, {}  # tokens of requests: all, and computed ones
         self.running, self.gone = [], []
         self.born = 0
         self.failing = False
@@ -90,7 +90,7 @@ class Engine:
             self.passes.layer_done(made)
 
     def settle(self, made, rows):
-        """What the engine does with a pass: tokens that count, and requests that begin again."""
+        """The engine's work after a pass: it counts tokens, and begins requests again."""
         lost = self.passes.lost()
         assert len(lost) == len(set(lost)), lost
         for part in made.parts:
@@ -107,7 +107,7 @@ class Engine:
 
     def end(self):
         """All requests end; then nothing may be left."""
-        for _ in range(4):  # what was lost comes back, and is there
+        for _ in range(4):  # lost requests come back
             self.run()
         for name in self.running:
             assert self.passes.state(name) == State.READY, (name, self.passes.state(name))
@@ -128,7 +128,7 @@ class Orders(unittest.TestCase):
             count = 0
             for order in itertools.product(EVENTS, repeat=DEPTH):
                 if order[0] != "admit":
-                    continue  # nothing else does anything to an empty engine
+                    continue  # all other events have no effect on an empty engine
                 engine = Engine()
                 try:
                     for event in order:

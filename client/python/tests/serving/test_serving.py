@@ -198,7 +198,7 @@ class Admitted(unittest.TestCase):
     def test_a_request_waits_for_room_and_gets_it(self):
         self.assertEqual(self.admission.admit("a", range(7)), 0)
         self.assertEqual(self.admission.admit("b", range(7)), 0)
-        self.assertIsNone(self.admission.admit("c", range(7)))  # of promised room none is left
+        self.assertIsNone(self.admission.admit("c", range(7)))  # all promised room is in use
         self.run_pass({"a": (0, 7), "b": (0, 7)})
         self.clock.now += 1
         self.assertIsNone(self.admission.admit("c", range(7)))

@@ -1,4 +1,4 @@
-"""A listener without a server behind it: hands out whatever region a test wants to be given."""
+"""A listener without a server: it gives clients any region that a test chooses."""
 
 import fcntl
 import mmap

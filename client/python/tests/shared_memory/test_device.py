@@ -16,7 +16,7 @@ EVENTS = 4
 
 
 class Server:
-    """What a server makes: memory with a descriptor, and events."""
+    """Objects that a server makes: memory with a descriptor, and events."""
 
     def __init__(self):
         self.library = ctypes.CDLL(str(LIBRARY))
@@ -42,7 +42,7 @@ class Server:
                                   b"", memory) + self.handles
 
     def set_version(self, number):
-        """What hipRuntimeGetVersion says: the first number of the fake's control block."""
+        """Sets the value of hipRuntimeGetVersion: the first number of the fake's control block."""
         self.library.fake_hip_control.restype = ctypes.POINTER(ctypes.c_int)
         self.library.fake_hip_control()[0] = number
 

@@ -1,4 +1,4 @@
-"""Completions of a server that contradict what was submitted."""
+"""Completions of a server that contradict the submissions."""
 
 import time
 import unittest

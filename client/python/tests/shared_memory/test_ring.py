@@ -29,7 +29,7 @@ def descriptors():
 
 
 class LayoutTest(unittest.TestCase):
-    """What is written here in struct's letters is what the contract says in C++."""
+    """struct's letters here must agree with the contract in C++."""
 
     def setUp(self):
         self.text = (server_binary.ROOT / "proto/wire/ring_layout.h").read_text()
@@ -102,7 +102,7 @@ class ListenerTest(unittest.TestCase):
         self.assertEqual(bytes(listener.region[ring_bytes():ring_bytes() + 3]), b"\1\2\3")
 
     def test_a_busy_listener_is_waited_for(self):
-        """Connections of others that the server has not taken yet are no refusal."""
+        """Waiting connections of other clients must not look like a refusal."""
         with tempfile.TemporaryDirectory(prefix="mla-busy-") as folder:
             path = f"{folder}/mla.sock.shm"
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -114,7 +114,7 @@ class ListenerTest(unittest.TestCase):
                     self.addCleanup(other.close)
                     other.setblocking(False)
                     waiting += other.connect_ex(path) == 0
-                self.assertLess(waiting, len(others))  # the listener has no more room
+                self.assertLess(waiting, len(others))  # the listener's queue is full
                 with self.assertRaises(mla_client.Unavailable):
                     shared_memory.SharedMemory.connect(path, timeout_s=0.05)
                 seen = []
@@ -126,7 +126,7 @@ class ListenerTest(unittest.TestCase):
                         self.addCleanup(taken.close)
                     seen.append(len(taken.recv(4096)))
                     taken.close()  # no connect_reply
-                    listener.close()  # nor another attempt
+                    listener.close()  # and there is not another attempt
 
                 thread = threading.Timer(0.05, serve)
                 thread.start()
@@ -144,7 +144,7 @@ class ListenerTest(unittest.TestCase):
                 listener.listen(0)
                 other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self.addCleanup(other.close)
-                other.connect(path)  # the listener has no more room
+                other.connect(path)  # the listener's queue is full
 
                 def sleep(seconds):
                     now[0] += seconds
@@ -339,7 +339,7 @@ class RingTest(unittest.TestCase):
                 time.sleep(0.001)
             self.listener.fill(0, ring.ATTEND, 1)
             self.listener.publish(0)
-            self.ring.wake_waiter()  # what the server does: the doorbell, then the futex
+            self.ring.wake_waiter()  # as the server does: the doorbell, then the futex
             sleeper.join()
         self.assertEqual(taken, [True])
         self.assertLess(time.monotonic() - begin, 5.0)

@@ -49,7 +49,7 @@ def register(client, name="same-host"):
 
 
 def stopped(server):
-    """Stops the server's process where it is."""
+    """Stops the server's process wherever it is."""
     os.kill(server.pid, signal.SIGSTOP)
     while " T " not in pathlib.Path(f"/proc/{server.pid}/stat").read_text():
         time.sleep(0.001)
@@ -89,7 +89,7 @@ class SocketOwnerTest(unittest.TestCase):
 
 
 class ChoiceTest(unittest.TestCase):
-    """Which transport a client takes, and what it says about it."""
+    """Which transport a client chooses, and its log about that."""
 
     def test_a_unix_target_gets_a_ring(self):
         with connect(SERVER) as client:
@@ -137,7 +137,7 @@ class ChoiceTest(unittest.TestCase):
             clients = [stack.enter_context(connect(server, shared_bytes=None)) for _ in range(3)]
             with self.assertNoLogs("mla_client", "WARNING"):
                 self.assertEqual([client.transport for client in clients[:2]], ["ring", "ring"])
-            # 32 MiB and a ring are taken of 40; 16 and 8 do not fit beside them, 4 do.
+            # Of 40 MiB, 32 and a ring are taken; 16 and 8 do not fit in the rest, 4 do.
             sizes = [client._own_stream().memory.arena_bytes >> 20 for client in clients[:2]]
             self.assertEqual(sizes, [32, 4])
             with self.assertLogs("mla_client", "WARNING") as said:
@@ -275,7 +275,7 @@ class PressureTest(unittest.TestCase):
                 before = client.stats()
                 for layer in range(LAYERS):
                     step.attend(layer, buffers.q, buffers.kv, out=buffers)
-                    # Nothing was taken from the arena for it.
+                    # It took no memory from the arena.
                     self.assertEqual(memory._blocks._free, free)
                 after = client.stats()
                 moved = LAYERS * (buffers.q.nbytes + buffers.kv.nbytes + buffers.o.nbytes)
@@ -382,7 +382,7 @@ class DeathTest(unittest.TestCase):
                     future.result()
                 self.assertLess(time.monotonic() - begin, 5.0)
                 self.server.start()
-                # Another server: nothing is resumed.
+                # Another server: the client resumes nothing.
                 with self.assertRaises(mla_client.NotFound):
                     client.step([(sequence, 1)], lease_ms=LEASE_MS).begin()
                 with self.assertRaises(mla_client.ServerRestarted):
@@ -455,7 +455,7 @@ class DeathTest(unittest.TestCase):
                             step.attend(0, None, np.ones((1, GEOMETRY.row_dim)),
                                         Profile.APPEND_ONLY)
                     del step, stream
-                    # The next stream sees what is broken and ends it, and with it the step.
+                    # The next stream finds the broken one and ends it, together with its step.
                     client.open_stream()
                     deadline = time.monotonic() + 5
                     while sequence.refresh().in_step and time.monotonic() < deadline:

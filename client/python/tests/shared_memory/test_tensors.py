@@ -1,4 +1,4 @@
-"""mla_client.pytorch: where tensors are put. The host plays a GPU, whose streams note what they are
+"""mla_client.pytorch: placement of tensors. The host plays a GPU, whose streams note what they are
 given."""
 
 import types
@@ -23,7 +23,7 @@ class GpuTensor(torch.Tensor):
 
 
 class Service(mla_client.LocalReference):
-    """A service with memory of a GPU, of so many calls at once."""
+    """A service with GPU memory for `room` calls at the same time."""
 
     def __init__(self, room=1):
         super().__init__(exact=True)
@@ -83,7 +83,7 @@ class SenderTest(unittest.TestCase):
         self.sender = pytorch.Sender()
 
     def attend(self, rows, gpu=True, streams=(None, None)):
-        """Outputs of both layers of a step, and what they must be."""
+        """Outputs of both layers of a step, and the expected outputs."""
         with self.model.open_sequence() as sequence, self.service.step([(sequence, rows)]) as step:
             for layer, stream in enumerate(streams):
                 self.stream = stream or self.stream
@@ -112,7 +112,7 @@ class SenderTest(unittest.TestCase):
     def test_memory_is_given_back_when_it_is_not_in_use(self):
         self.start(Service())
         self.attend(2)
-        self.attend(5)  # the room of the first is that of the second
+        self.attend(5)  # the first step's room is used again
         self.assertEqual((self.stream.synchronized, self.service.room), (1, 0))
         self.sender.release()
         self.sender.release()

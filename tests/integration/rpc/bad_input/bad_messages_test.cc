@@ -111,7 +111,7 @@ TEST_F(BadMessagesTest, LongHeadersAreRefusedBeforeTheyAreParsed) {
   for (int i = 0; i < 400000; ++i) begin->add_sequences();
   const grpc::Status refused = send(request, &reply);
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(refused.error_message(), testing::EndsWith(" bytes beside the payload"));
+  EXPECT_THAT(refused.error_message(), testing::EndsWith(" bytes besides the payload"));
   CheckAlive("a BeginStep of 400,000 sequences");
 }
 
