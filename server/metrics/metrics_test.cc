@@ -53,7 +53,8 @@ TEST(MetricsTest, EveryDeclaredMetricIsExposed) {
   ASSERT_TRUE(tenants->TryTake(*tenant, Resource::kModels, 1));
   metrics.SetTenants(tenants, 1);
   metrics.SetBackend({}, 1, 2);
-  const kernels::BackendCandidate candidate{.name = "hip"};
+  kernels::BackendCandidate candidate;
+  candidate.name = "hip";
   metrics.SetCandidates({&candidate, 1});
   metrics.SetTls({1, 2, true, 1000, 2000, 0});
   scheduler::LaunchReport report;
