@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/types/backend_limits.h"
+#include "kernels/types/launch.h"
 
 namespace mla::kernels {
 

@@ -4,6 +4,7 @@ both again when the server has restarted, was drained, or is another one."""
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Callable, List, Optional, Tuple
 
 import numpy.typing as npt
@@ -11,12 +12,15 @@ import numpy.typing as npt
 import mla_client
 from mla_client import errors
 from mla_client.serving.faults import Fault, Pause, fault_of
-from mla_client.serving.options import MODEL_LEASE_MS, Options
+from mla_client.serving.options import LEASE_MS, MODEL_LEASE_MS, Options
 from mla_client.serving.plan import Ranks
 from mla_client.service import Model
 from mla_client.types import ModelSpec
 
 LOG = logging.getLogger("mla_client")
+# An engine that was killed leaves its sequences, and with them its model, until their leases end.
+REPLACE_S = LEASE_MS / 1e3 + 5.0
+REPLACE_PAUSE_S = 0.5
 # W_UK [heads, nope, lora] and W_UV [heads, lora, v] of a layer, of this rank's heads.
 Weights = Callable[[int], Tuple[npt.NDArray, npt.NDArray]]
 
@@ -174,11 +178,31 @@ class Link:
         try:
             model = self._upload()
         except errors.AlreadyExists:
-            # Another checkpoint, or shape, under the same name: it goes, unless it is in use.
-            mla_client.Model(self.client, self._spec, 0).unregister()
+            self._replace()
             model = self._upload()
         self.client._prepare_moved(model.spec.model_id, self._send)
         return model
+
+    def _replace(self) -> None:
+        """Unregisters another checkpoint, or shape, of the same name. Waits while sequences of it
+        are open, until those of an engine that was killed have ended. FailedPrecondition
+        (model_in_use) if an engine still uses it."""
+        assert self._spec is not None
+        deadline = time.monotonic() + REPLACE_S
+        told = False
+        while True:
+            try:
+                mla_client.Model(self.client, self._spec, 0).unregister()
+                return
+            except errors.FailedPrecondition as error:
+                if error.detail.reason != "model_in_use" or time.monotonic() > deadline:
+                    raise
+                if not told:
+                    LOG.warning("mla: another model %s is in use; waiting up to %.0f s for its "
+                                "engine's leases to end: %s", self._spec.model_id, REPLACE_S,
+                                error.message)
+                    told = True
+            time.sleep(REPLACE_PAUSE_S)
 
     def _upload(self) -> Model:
         assert self._spec is not None

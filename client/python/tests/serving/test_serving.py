@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import unittest
+from unittest import mock
 
 import numpy as np
 
 from mla_client import errors
+from mla_client.serving import link as link_module
 from mla_client.serving import (Admission, Event, Fault, How, Link, Options, Passes, Pause, Ranks,
                                 Release, Request, Scheduled, State, check_version, fault_of,
                                 salt_of)
@@ -175,6 +177,45 @@ class Linked(unittest.TestCase):
         again.start(SPEC, lambda layer: WEIGHTS)
         self.assertFalse(refusals)
         self.assertEqual(len(self.server.uploads), SPEC.layers)
+
+    def test_another_checkpoint_waits_for_the_leases_of_an_engine_that_was_killed(self):
+        self.link.start(SPEC, lambda layer: WEIGHTS)
+        in_use = [errors.FailedPrecondition("open sequences",
+                                            errors.ErrorDetail(reason="model_in_use"))] * 2
+        refusals = [errors.AlreadyExists("other values")]
+
+        class Other(type(self.link.client)):
+            def _upload(self, *args):
+                if refusals:
+                    raise refusals.pop()
+                return super()._upload(*args)
+
+            def _unregister(self, model_id):
+                if in_use:
+                    raise in_use.pop()
+                super()._unregister(model_id)
+        made = options(self.server)
+        object.__setattr__(made, "connect", lambda target: Other(self.server))
+        with mock.patch.object(link_module, "REPLACE_PAUSE_S", 0.0):
+            Link(made).start(SPEC, lambda layer: WEIGHTS)
+        self.assertFalse(refusals + in_use)
+        self.assertEqual(len(self.server.uploads), SPEC.layers)
+
+    def test_another_checkpoint_is_refused_while_its_engine_goes_on(self):
+        self.link.start(SPEC, lambda layer: WEIGHTS)
+
+        class Other(type(self.link.client)):
+            def _upload(self, *args):
+                raise errors.AlreadyExists("other values")
+
+            def _unregister(self, model_id):
+                raise errors.FailedPrecondition("open sequences",
+                                                errors.ErrorDetail(reason="model_in_use"))
+        made = options(self.server)
+        object.__setattr__(made, "connect", lambda target: Other(self.server))
+        with mock.patch.object(link_module, "REPLACE_S", -1.0):
+            with self.assertRaisesRegex(errors.FailedPrecondition, "open sequences"):
+                Link(made).start(SPEC, lambda layer: WEIGHTS)
 
 
 class Admitted(unittest.TestCase):
