@@ -39,7 +39,8 @@ struct LaunchShape {
   uint32_t shared_bytes = 0;
   // May start before its predecessor on the stream has ended; the kernel itself then waits.
   bool overlap_predecessor = false;
-  // May start early only if the predecessor is a gate (device/kernels/gate.h); the kernel has few blocks.
+  // May start early only if the predecessor is a gate (device/kernels/gate.h), which has few
+  // blocks.
   bool overlap_gate = false;
   // NVIDIA only. Its blocks wait for each other, so it starts only when all of them fit at the same
   // time, and is refused if they never do.
