@@ -23,12 +23,12 @@ RUNFILES = ROOT / ".bazel/bin/tests/conformance/host_conformance.runfiles"
 PROGRAM = "tests/conformance/host_conformance"
 COMPILE = ["g++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-I."]
 SOURCES = {"gfx950": "gfx950.cc", "gfx942": "gfx942.cc", "sm_90": "sm90.cc"}
-# A run that takes so long hangs, which is a find as well: all cases take a minute or two.
+# A run of this length hangs, and a hang counts as found: all cases take a minute or two.
 MOST_SECONDS = 900
 
 
 class HarnessError(Exception):
-    """The harness cannot do its work: nothing is known of the mutation."""
+    """The harness itself failed, so the mutation was not tested."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Harness:
         built = run(["bazel", "build", "--config=opt", TARGET], cwd=ROOT)
         if built.returncode != 0:
             raise HarnessError("bazel build: " + built.stderr[-2000:])
-        # A copy: the program stays as it is while other builds run.
+        # Copies the program, so that other builds do not change it.
         self.program = WORK / "run"
         self.tree = WORK / "tree"
         shutil.rmtree(WORK, ignore_errors=True)
@@ -305,7 +305,7 @@ class Harness:
             raise HarnessError(f"{source.name} does not compile:\n{built.stderr[-2000:]}")
 
     def library(self, arch):
-        """The kernels of the tree as it is, as a library."""
+        """Builds the kernels of the unchanged tree as a library."""
         made, target = WORK / f"{arch}.o", WORK / f"{arch}.so"
         self.compile(self.tree / "kernels/hip/host_images" / SOURCES[arch], made)
         linked = run(["g++", "-shared", "-Wl,-Bsymbolic", made, *self.block, "-o", target])
@@ -314,7 +314,7 @@ class Harness:
         return target
 
     def conformance(self, arch, library, *flags):
-        """(whether all cases passed, what was printed)"""
+        """Returns (True if all cases passed, output of the run)."""
         try:
             ended = run([self.program / PROGRAM, "--arch", arch, "--image", library,
                          "--first-failure", "1", *flags], cwd=self.program, timeout=MOST_SECONDS)
