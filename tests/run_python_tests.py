@@ -191,8 +191,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", type=pathlib.Path, help="only the files that this file names")
     parser.add_argument("--engines", action="store_true",
-                        help="only what runs in environments of engines, with all releases")
-    parser.add_argument("--environment", default="", help="only what runs in this environment")
+                        help="only files that run in environments of engines, with all releases")
+    parser.add_argument("--environment", default="", help="only files that run in this environment")
     parser.add_argument("--file", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--records", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -123,7 +123,8 @@ TEST_F(WeightsTest, TheFirstHeadTakesTheRoomOfAll) {
   const absl::Status status = Load(*backend, 2, OfHeads(1), 24.0f);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(status.message(),
-            "limits.weights_bytes: got 16384 bytes of weights beside 131072 in use, limit 131072");
+            "limits.weights_bytes: got 16384 bytes of weights in addition to 131072 in use, limit "
+            "131072");
   ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 0, 3).ok());
   ASSERT_TRUE(Load(*backend, 1, g, 8.0f, 1, 4).ok());
   ExpectSeen(*backend, 0, g, 1.0f);

@@ -206,8 +206,8 @@ def table(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="mutations; none: all")
-    parser.add_argument("--sample", action="store_true", help="those of the quick run")
+    parser.add_argument("names", nargs="*", help="mutations to run; default: all")
+    parser.add_argument("--sample", action="store_true", help="the mutations of the quick run")
     parser.add_argument("--table", help="writes the table between the marks of this file")
     options = parser.parse_args()
     harness = Harness()

@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="of the models (default: %(default)s)")
     parser.add_argument("--models", nargs="*", choices=seeded.TYPES, default=seeded.TYPES)
     parser.add_argument("--contexts", nargs="*", type=int, default=[700, 8192, 65536],
-                        help="of the table of speed; none: no table")
+                        help="of the table of speed; empty: no table")
     parser.add_argument("--heads", nargs="*", type=int, default=[16, 128])
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--spin-us", type=int, default=20, help="of the client")

@@ -128,7 +128,7 @@ def main():
     parser.add_argument("--q-dtype", help="comma-separated names; default: all")
     parser.add_argument("--kv-format", help="comma-separated names; default: all")
     parser.add_argument("--fp8-compute", choices=("off", "on"), default="",
-                        help="default: what the server takes")
+                        help="default: the server's choice")
     parser.add_argument("--server", type=pathlib.Path, default=SERVER)
     args = parser.parse_args()
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
@@ -149,7 +149,7 @@ def main():
             show(row)
             rows.append(row)
     if not rows:
-        parser.error("nothing of what is named is offered by the server")
+        parser.error("the server offers none of the named modes")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

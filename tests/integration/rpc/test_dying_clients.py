@@ -187,7 +187,7 @@ class DyingClientsTest(unittest.TestCase):
         for client in clients.values():
             client.send_signal(signal.SIGSTOP)
         self.other.go_on()
-        self.wait(lambda: self.blue.stats().sequences == 1, "those of the stopped clients")
+        self.wait(lambda: self.blue.stats().sequences == 1, "sequences of the stopped clients")
         self.other.go_on()
         for client in clients.values():
             client.send_signal(signal.SIGCONT)
