@@ -151,7 +151,7 @@ struct PlanTraits {
   // Pieces are dealt to the units in turn, one each, so that all units work on the first segments
   // before any begins later ones. Excludes fixed_split_rows.
   int32_t dealt_pieces = 0;
-  // > 0: a tile is charged by its packed rows, but for no fewer than this many. This is the height
+  // > 0: a tile is charged by its packed rows, and for at least this many. This is the height
   // of a matrix unit, or the rows from which arithmetic costs more than reading the KV rows. 0: all
   // tiles cost the same per KV row, whatever they hold. At most tile_rows.
   int32_t min_charged_rows = 0;
@@ -180,7 +180,7 @@ class HostBuffer {
   virtual std::span<std::byte> bytes() = 0;
 };
 
-// What the launches of a backend have cost the host since Configure, if a device runs them.
+// Cost of a backend's launches for the host since Configure, if a device runs them.
 struct HostWork {
   int64_t copied_bytes = 0;  // of tensors, into or out of the backend's pinned memory
   int64_t sleeps = 0;        // times that a thread slept until the device was done with something

@@ -1,4 +1,4 @@
-"""Counts the test cases of a run from what the test programs themselves reported.
+"""Counts the test cases of a run from the reports of the test programs.
 
 Reads a folder that `./dev test` filled: Bazel build events (`*.json`), which name the result files
 of exactly the tests of this run (cached ones included), JUnit files of the Python tests (`*.xml`),
@@ -6,9 +6,9 @@ and `*.status` files of stages that did not end well. Prints each failure, each 
 its reason and, alone on the last line, `N passed, N failed`, or `N passed, N failed, N skipped`.
 Exits 0 if something ran, nothing failed and every stage ended well.
 
-With --quick, a test of Bazel that takes more than LIMIT_S seconds of processor time is a failure:
-what takes longer belongs to `./dev test --all`. Python files are listed, not bounded: some compile
-mutants or load engines. With --times it prints the sums, and the programs that take longest.
+With --quick, a Bazel test that takes more than LIMIT_S seconds of processor time is a failure,
+because slow tests belong to `./dev test --all`. Python files are listed without a limit, because
+some compile mutants or load engines. With --times it prints the sums and the slowest programs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import urllib.parse
 import xml.etree.ElementTree
 
 
-PROCESSOR_TIME = "processor_time:"  # of a property; a test program's name follows
+PROCESSOR_TIME = "processor_time:"  # prefix of a property; a test program's name follows
 LIMIT_S = 60
 # Programs that may take longer, at most five: the name, and why.
 EXCEPTIONS = {
@@ -34,13 +34,13 @@ LONGEST = 20  # programs that --times lists
 
 
 class Count:
-    """Passed, failed and skipped cases, and the names of those that did not pass."""
+    """Numbers of passed, failed and skipped cases, and the names of the failed and skipped ones."""
 
     def __init__(self):
         self.passed = 0
         self.failed = []
         self.skipped = []
-        self.seconds = {}  # of processor time, by test program
+        self.seconds = {}  # seconds of processor time, by test program
 
     def add_xml(self, path, prefix):
         """Adds the cases of a JUnit file; an unreadable or empty file is one failed case."""
@@ -70,7 +70,7 @@ class Count:
         return cases
 
     def add_events(self, path, run):
-        """Adds every test of one `bazel test`, whatever became of it."""
+        """Adds every test of one `bazel test`, whatever its result."""
         tests, results = read_events(path)
         for label in sorted(tests | {label for label, _ in results}):
             mine = [result for (owner, _), result in sorted(results.items()) if owner == label]
@@ -80,13 +80,14 @@ class Count:
                 self.add_result(f"{run} {label}", result)
 
     def add_result(self, prefix, result):
-        """Adds one finished test action: its cases, or itself if they do not explain it."""
+        """Adds one finished test action: its cases, or one case for the test if it reported none.
+        """
         files = {output["name"]: output.get("uri", "") for output in result["testActionOutput"]}
         uri = urllib.parse.urlparse(files.get("test.xml", ""))
         log = urllib.parse.unquote(urllib.parse.urlparse(files.get("test.log", "")).path)
         seconds = processor_time(pathlib.Path(log))
         if seconds is not None:
-            # The longest of a test's shards, which are programs of their own.
+            # The longest time of a test's shards, which are separate programs.
             self.seconds[prefix] = max(seconds, self.seconds.get(prefix, 0.0))
         failed_before = len(self.failed)
         self.add_xml(urllib.parse.unquote(uri.path), prefix)
@@ -95,7 +96,7 @@ class Count:
 
 
     def check_times(self):
-        """Makes a failure of each test of Bazel that takes too long."""
+        """Adds a failure for each Bazel test that takes too long."""
         for name, seconds in sorted(self.seconds.items()):
             bounded = name.split()[-1].startswith("//")
             if bounded and seconds > LIMIT_S and name.split()[-1] not in EXCEPTIONS:
@@ -103,7 +104,7 @@ class Count:
 
 
 def processor_time(log):
-    """What processor_time.sh wrote at the end of a test's log; None if it did not."""
+    """Returns the times that processor_time.sh wrote at the end of a test's log, or None."""
     if not log.is_file():
         return None
     with log.open("rb") as file:
@@ -131,13 +132,13 @@ def read_events(path):
                 result = event["testResult"]
                 result.setdefault("testActionOutput", [])
                 results[key] = result
-    # A filtered run configures tests that it then does not ask for.
+    # A filtered run also configures tests that it does not request.
     asked = {label for label in tests if label in completed_labels(path)}
     return asked, results
 
 
 def completed_labels(path):
-    """Labels whose build was attempted in this run."""
+    """Labels whose build this run attempted."""
     labels = set()
     for line in path.read_text(encoding="utf-8").splitlines():
         name = json.loads(line).get("id", {})

@@ -1,9 +1,9 @@
-"""How long `./dev test` takes, cold and after a change: what `./dev test --times` prints.
+"""Duration of `./dev test`, cold and after a change; `./dev test --times` runs this.
 
-Clones this tree's HEAD into a new folder, with empty caches (packages stay installed), and runs the
-tests in it three times over: cold, after a change of one source of the scheduler, and after a
-change of one header of device code. Nothing else may run on the machine. Prints a row a
-run, and the sums of the cold run's tests. Takes hours.
+Clones this tree's HEAD into a new folder with empty caches (packages stay installed) and runs the
+tests in it three times: cold, after a change of one source of the scheduler, and after a change of
+one header of device code. Nothing else may run on the machine. Prints one row per run and the sums
+of the cold run's tests. Takes hours.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def run_tests(clone, home):
 
 
 def change(clone, path):
-    """Adds a line that changes what the compiler sees, so that nothing is taken from a cache."""
+    """Adds a line that changes the compiler's input, so that no result comes from a cache."""
     with (clone / path).open("a", encoding="utf-8") as file:
         file.write(f"static_assert({time.time_ns()}ull > 0);\n")
 
@@ -79,7 +79,8 @@ def main():
             subprocess.run(["bazel", "shutdown"], cwd=clone, check=False, capture_output=True,
                            env=dict(os.environ, HOME=str(home),
                                     XDG_CACHE_HOME=str(home / ".cache")))
-            # Bazel makes its outputs read-only.
+            # Bazel makes its outputs read-only, so they must become writable before they can be
+            # removed.
             subprocess.run(["chmod", "-R", "u+w", str(home)], check=False)
             shutil.rmtree(home, ignore_errors=True)
     return 0 if within else 1

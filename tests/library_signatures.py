@@ -1,4 +1,5 @@
-"""Signatures of a library that the client relies on: of what is installed, and of a file."""
+"""Signatures of a library that the client relies on, read from the installed library and from a
+file."""
 
 import importlib
 import inspect
@@ -15,7 +16,7 @@ def parameters(function):
 
 
 def installed(names):
-    """Those that import finds; `names` are lists of attributes by module."""
+    """Signatures of the library that import finds. `names` are lists of attributes by module."""
     found = {}
     for module, attributes in names.items():
         loaded = importlib.import_module(module)
@@ -28,19 +29,19 @@ def installed(names):
 
 
 def read(path):
-    """Those of a file."""
+    """Signatures in the file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write(names, path):
-    """Writes those that import finds, a line each."""
+    """Writes the signatures of the library that import finds, one per line."""
     lines = [f" {json.dumps(name)}: {json.dumps(found)}"
              for name, found in installed(names).items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def differences(names, want):
-    """Where what import finds differs from `want`."""
+    """The differences between the installed library and `want`."""
     got = installed(names)
     return [f"{name}: got {got.get(name)}, must be {want.get(name)}"
             for name in sorted({*want, *got}) if got.get(name) != want.get(name)]

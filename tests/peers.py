@@ -23,13 +23,14 @@ class Authority:
         self._folder.cleanup()
 
     def make_ca(self, name):
-        """An authority of its own."""
+        """Makes a certificate authority."""
         self._openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
                       "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.crt", "-days", "2",
                       "-subj", f"/CN={name}")
 
     def make(self, name, subject="", ca="ca", days="2"):
-        """A key and a certificate of `ca` for these subject alternative names; "": its own."""
+        """Makes a key and a certificate signed by `ca` for these subject alternative names. If `ca`
+        is "", the certificate signs itself."""
         (self.folder / f"{name}.ext").write_text(f"subjectAltName={subject or 'DNS:' + name}\n")
         self._openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
                       "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
@@ -43,7 +44,7 @@ class Authority:
                 "key": str(self.folder / f"{name}.key")}
 
     def serve(self, *flags):
-        """A started server, and its port."""
+        """Starts a server. Returns it and its port."""
         files = self.files("server")
         server = server_binary.start(
             f"--tls-cert={files['cert']}", f"--tls-key={files['key']}",
@@ -73,7 +74,7 @@ class Peers:
         self.peer = f"localhost:{self.ports[1]}"
 
     def close(self):
-        """Stops those that run."""
+        """Stops the servers that run."""
         for server in self.servers:
             server.stop()
 
@@ -87,7 +88,7 @@ class Peers:
             return blue.drain(to=self.peer, **options)
 
     def sequences(self, place):
-        """How many a server has."""
+        """The number of sequences on a server."""
         with self.connect("blue", place) as blue:
             return blue.stats().sequences
 

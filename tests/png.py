@@ -41,7 +41,8 @@ def _unfilter(kind, line, above, step):
     out, above = line.tolist(), above.tolist()
     i = 0
     while i < len(out):
-        # Where nothing differs and the pixel before was as above, Paeth takes what is above.
+        # If a byte equals the one above and the pixel before did too, Paeth predicts the byte
+        # above.
         if kind == 4 and (i == 0 or out[i - step:i] == above[i - step:i]):
             at = np.searchsorted(changed, i)
             end = int(changed[at]) if at < len(changed) else len(out)

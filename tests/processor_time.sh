@@ -3,7 +3,7 @@
 # last line of its log. Bazel calls it (--run_under); tests/count_results.py reads the line.
 "$@"
 status=$?
-# No pipe: times would tell of the pipe's own shell.
+# No pipe is used, because `times` would then report the pipe's own shell.
 times >"$TEST_TMPDIR/times"
 tail -1 "$TEST_TMPDIR/times" | tr 'ms' '  ' |
   awk '{ printf "\nprocessor time: %.1f s\n", $1 * 60 + $2 + $3 * 60 + $4 }'

@@ -1,12 +1,12 @@
 """Runs the Python tests (unittest) and writes one JUnit record per case.
 
 Test programs are the files `test_*.py` below FOLDERS; nothing needs registering. With --filter only
-the cases whose name contains the text run. Each file has a process of its own, --jobs of them at a
-time; what it prints is shown when it ends.
+the cases whose name contains the text run. Each file runs in its own process, --jobs at a time;
+its output is shown when it ends.
 
 A file that has the constant ENVIRONMENT = "transformers", or another engine's name, is run by the
 interpreter of that engine's environment (engines/environments.py), with the newest release. With
---engines only such files run, with every release, in addition those that have GATE = False.
+--engines only such files run, with every release, including the files with GATE = False.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class RecordingResult(unittest.TextTestResult):
         super().stopTest(test)
 
     def _fail(self, test, kind, err):
-        # A class or module that cannot be set up never started a case: it is one of its own.
+        # If a class or module cannot be set up, none of its cases starts, so it counts as one case.
         record = self.records.setdefault(test.id(), [None, "", 0.0])
         record[0], record[1] = kind, record[1] + self._exc_info_to_string(err, test)
 
@@ -103,7 +103,7 @@ def cases_of(suite):
 
 
 def path_for(path):
-    """Where modules are found that the tests of a file import."""
+    """Folders in which the imports of a file's tests are found."""
     return [str(path.parent)] + [str(ROOT / name) for name in (
         "client/python", "client/python/tests", "client/demo", "tests/engines", ".")]
 
@@ -130,7 +130,7 @@ def constants_of(path):
 
 
 def runs_of(path, engines):
-    """The environments that a file is run in; "" is the interpreter of this program."""
+    """The environments in which a file is run; "" is this program's interpreter."""
     constants = constants_of(path)
     engine = constants.get("ENVIRONMENT")
     if engine is None:
@@ -179,7 +179,7 @@ def run_in_process(path, text, name, plugins):
             records = {f"{prefix}{case}": record
                        for case, record in json.loads(results.read_text()).items()}
             return records, printed, seconds
-    last = ascii(printed[-4000:])  # XML has no way to say most control characters
+    last = ascii(printed[-4000:])  # XML cannot represent most control characters
     return {f"{prefix}{path.stem}.ends": ["error", last, 0.0]}, printed, seconds
 
 
@@ -191,8 +191,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", type=pathlib.Path, help="only the files that this file names")
     parser.add_argument("--engines", action="store_true",
-                        help="only what runs in environments of engines, with all releases")
-    parser.add_argument("--environment", default="", help="only what runs in this environment")
+                        help="only files that run in environments of engines, with all releases")
+    parser.add_argument("--environment", default="", help="only files that run in this environment")
     parser.add_argument("--file", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--records", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

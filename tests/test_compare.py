@@ -1,4 +1,4 @@
-"""Benchmarks of two commits are compared right: statistics, pairing, verdict, exit status."""
+"""The comparison of two commits' benchmarks is right: statistics, pairing, verdict, exit status."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 
 import compare  # pylint: disable=wrong-import-position
 
-# Prints one row whose figure comes from a list, one a run, and notes that it ran.
+# Prints one row whose figure comes from a list, one per run, and notes that it ran.
 PROGRAM = """#!{python} -SE
 import json, pathlib, sys
 state = pathlib.Path({state!r})
@@ -36,7 +36,7 @@ sys.exit({status})
 
 class StatisticsTest(unittest.TestCase):
     def test_ranks_are_those_of_the_tables(self):
-        """Of the sign test at 95 %: n, rank, coverage."""
+        """Values of the sign test at 95 %: n, rank, coverage."""
         for count, rank, coverage in ((6, 1, 0.96875), (8, 1, 0.9921875), (9, 2, 0.9609375),
                                       (10, 2, 0.978515625), (12, 3, 0.9614), (20, 6, 0.9586),
                                       (25, 8, 0.9567)):
@@ -118,7 +118,7 @@ class RowsTest(unittest.TestCase):
 
 
 class ProgramsTest(unittest.TestCase):
-    """The script with programs whose figures are known."""
+    """Runs the script with programs whose figures are known."""
 
     def setUp(self):
         scratch = tempfile.TemporaryDirectory()
@@ -147,7 +147,7 @@ class ProgramsTest(unittest.TestCase):
         self.assertEqual(self.state.read_text(), "old new new old " * 4 + "old new")
 
     def test_drift_that_hits_both_alike_is_no_difference(self):
-        """Figures double from pair to pair: medians of each side alone would say nothing."""
+        """Figures double from pair to pair, so medians of each side alone would show nothing."""
         drift = [2.0**i for i in range(9)]
         self.program("old", drift)
         self.program("new", [1.01 * figure for figure in drift])
@@ -209,7 +209,7 @@ class ProgramsTest(unittest.TestCase):
 
 
 class BuildTest(unittest.TestCase):
-    """--against with a fake bazel in a repository of two commits, whose old dev script knows no
+    """Runs --against with a fake bazel in a repository of two commits. The older dev script has no
     --against."""
 
     BAZEL = """#!{python} -SE

@@ -1,4 +1,4 @@
-"""The last line of `./dev test` is counted right: every way in which a test can end."""
+"""The last line of `./dev test` counts right, for every way in which a test can end."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""The dev script and what the documents say about it agree."""
+"""The dev script and the documents about it agree."""
 
 import pathlib
 import re
@@ -45,7 +45,8 @@ class DevScriptTest(unittest.TestCase):
         self.assertEqual([name for name in sorted(listed) if name not in explained], [])
 
     def test_device_compilers_can_be_chosen(self):
-        """Actions see a fixed environment: what the build script reads must be let through."""
+        """Actions have a fixed environment, so the variables that the build script reads must be
+        passed on."""
         script = (ROOT / "kernels/hip/tools/build_device_code.sh").read_text()
         read = set(re.findall(r"\$\{(HIP_CLANG|NVCC|ROCM_PATH|[A-Z_]+_PATH)[:}]", script))
         self.assertEqual(read, {"HIP_CLANG", "NVCC", "ROCM_PATH"})
@@ -54,7 +55,7 @@ class DevScriptTest(unittest.TestCase):
         self.assertEqual(passed, read)
 
     def test_a_benchmark_is_compared_with_another_commit(self):
-        """Whatever that commit's own script knows: this one compares."""
+        """The other commit's script may be older; this tree's script does the comparison."""
         for arguments in (["--against", "nosuch"], ["--json", "x.json", "--against=nosuch"]):
             result = dev("bench", "plan", *arguments)
             self.assertEqual(result.returncode, 2, result.stderr)

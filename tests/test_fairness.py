@@ -56,8 +56,8 @@ class BoundsTest(unittest.TestCase):
 
 
 class ScenesTest(unittest.TestCase):
-    """Every scene from start to end, too short for figures: what is looked at is that tenants run
-    and floods get through."""
+    """Runs every scene from start to end, too briefly for figures. Checks only that tenants run and
+    floods get answers."""
 
     def test_all_scenes(self):
         args = argparse.Namespace(seconds=0.3, server=pathlib.Path(server_binary.path()))

@@ -1,4 +1,4 @@
-"""Tests that wait, have a deadline or start processes: those that a slow machine could fail.
+"""Tests that wait, have a deadline or start processes, which a slow machine could fail.
 
 `tests/waiting_tests.txt` lists them, a label of Bazel or a path of a Python file a line. Run by
 itself, this program writes the list from the tests' sources. tests/tidy checks the list.
@@ -19,7 +19,7 @@ RULE = re.compile(r'^(?:cc|mla)_test\(\n(.*?)^\)', re.M | re.S)
 
 
 def waiting():
-    """The lines of the list, as the sources of the tests have it."""
+    """The lines that the list should have, from the sources of the tests."""
     found = set()
     files = subprocess.run(["git", "ls-files", "*BUILD.bazel", "*.py"], cwd=ROOT,
                            capture_output=True, text=True, check=True).stdout.split()

@@ -50,7 +50,7 @@ TEST_P(Fp8Test, EveryCodeDecodesToItsDefinition) {
       EXPECT_TRUE(IsFp8NaN(byte, kind()));
     } else {
       EXPECT_EQ(got, want) << code;
-      EXPECT_EQ(ToFloat(ToBf16(got)), got) << code << " is no bf16 value";
+      EXPECT_EQ(ToFloat(ToBf16(got)), got) << code << " is not a bf16 value";
       EXPECT_FALSE(IsFp8NaN(byte, kind()));
     }
   }

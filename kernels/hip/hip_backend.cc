@@ -14,13 +14,13 @@ namespace mla::kernels::hip {
 namespace {
 
 constexpr int64_t kMeetingBytes = kMostSplitShares * sizeof(uint32_t);
-// Of a launch, in either memory: page writes and page reads.
+// Digests of a launch: of page writes and page reads. Device and pinned memory hold as many.
 int64_t DigestCount(const BackendLimits& limits) { return 2 * int64_t{limits.digest_parts}; }
 int64_t DigestBytes(const BackendLimits& limits) {
   return DigestCount(limits) * static_cast<int64_t>(sizeof(PartDigest));
 }
 
-// Of the widest access of a kernel.
+// Alignment of a kernel's widest access.
 constexpr uintptr_t kAlignmentInPlace = 16;
 
 // A host buffer that copies recognise as pinned for as long as it lives.
@@ -138,7 +138,7 @@ void HipBackend::ReachHost(bool reach) {
   SetHostMemory(*runtime_, *device_.arch, &device_.info);
 }
 
-// On NVIDIA devices the driver's word is enough.
+// On NVIDIA devices the driver's attribute suffices.
 absl::Status HipBackend::SettleHostMemory(SelfTestRun& run) {
   if (!options_.reach_host) {
     ReachHost(false);
@@ -165,7 +165,7 @@ absl::Status HipBackend::SettleHostMemory(SelfTestRun& run) {
 }
 
 absl::Status HipBackend::TestKernels(absl::Status* prefill, SelfTestRun& run) {
-  runtime_->set_uses_graphs(false);  // which have a test of their own
+  runtime_->set_uses_graphs(false);  // graphs have a test of their own
   absl::Status s = Allocate(SelfTestLimits(*this));
   if (s.ok()) s = SelfTest(*this, run);
   if (s.ok() && prefill->ok()) *prefill = SelfTestPrefill(*this, run);
@@ -287,7 +287,7 @@ absl::Status HipBackend::Allocate(const BackendLimits& limits) {
   }
   absl::Status zeroed = runtime_->Fill(device_.meetings.at(), 0, kMeetingBytes, streams_.compute);
   if (!zeroed.ok()) return zeroed;
-  // An entry that was never published leads to the pool's first page and not anywhere.
+  // Zeros, so that a table entry that was never published leads to the pool's first page.
   if (tables > 0) {
     absl::Status cleared = runtime_->Fill(device_.table_mirror.at(), 0, tables, streams_.compute);
     if (!cleared.ok()) return cleared;
@@ -334,7 +334,7 @@ absl::Status HipBackend::LoadWeights(int32_t slot, const Geometry& geometry, int
                                      int32_t head_end, const Bf16* w_uk, const Bf16* w_uv) {
   if (!health_.ok()) return health_;
   const CallWatch::Scope scope(calls_, "an upload of weights");
-  // The expanded form's workspace holds nothing between launches.
+  // The expanded form's workspace is unused between launches, so it may serve as scratch.
   absl::Status s = device_.weights.Load(slot, geometry, head_begin, head_end, w_uk, w_uv,
                                         device_.expanded_workspace);
   return device_.weights.torn() ? Fault(std::move(s)) : s;
@@ -350,7 +350,7 @@ absl::Status HipBackend::RegisterHost(std::span<std::byte> memory) {
   return s;
 }
 
-// Kernels would use the host's addresses of this memory.
+// Kernels would use the host's addresses of this memory, so the device must map it there.
 absl::Status HipBackend::CheckReached(std::span<std::byte> memory) {
   absl::StatusOr<bool> same = runtime_->SameAddress(memory.data());
   if (same.ok() && *same) return absl::OkStatus();
@@ -362,7 +362,7 @@ absl::Status HipBackend::CheckReached(std::span<std::byte> memory) {
 void HipBackend::UnregisterHost(std::span<std::byte> memory) {
   const PinnedRanges::Id piece = pinned_->Retire(memory.data());
   if (piece == PinnedRanges::kNone || lost_) return;
-  // A launch that has not ended by then has lost the device.
+  // A launch that has not ended by then means that the device is lost.
   const std::chrono::milliseconds most(2 * options_.watchdog_ms);
   if (!pinned_->AwaitUnused(piece, most) || lost_) return;
   (void)runtime_->UnregisterHost(memory.data());
@@ -459,7 +459,7 @@ absl::Status HipBackend::Submit(int32_t slot, const Launch& launch) {
   }
   if (s.ok()) return s;
   builder_->Release(slot);
-  // A refused call leaves the device usable; a device that is gone refuses the next one too.
+  // After a refused call the device is usable. If the device is lost, the next call fails too.
   if (s.code() == absl::StatusCode::kInternal) {
     if (absl::Status alive = runtime_->Synchronize(streams_.compute); !alive.ok()) {
       return Fault(std::move(alive));
@@ -472,7 +472,7 @@ bool HipBackend::Done(int32_t slot) {
   const CallWatch::Scope scope(calls_, "a look at a launch");
   if (!CheckSlot(slot).ok() || !slots_[slot]->running()) return true;
   absl::StatusOr<bool> done = slots_[slot]->Done();
-  return !done.ok() || *done;  // Wait reports what is wrong
+  return !done.ok() || *done;  // Wait reports the error
 }
 
 absl::StatusOr<int64_t> HipBackend::Wait(int32_t slot) {

@@ -2,19 +2,19 @@
 // that is opened at run time (gpu_runtime.h). The same class serves AMD (gfx950, gfx942) and NVIDIA
 // (sm_90) devices; they differ in the image that is loaded and in tile sizes.
 //
-// Memory: one pool, a mirror of the page tables, partial buffers and weights in device memory, and
-// for every launch slot a region of pinned and device memory each for metadata, inputs, outputs and
-// workspace. All of it is taken in Configure; nothing is allocated later. The first heads of a
-// model's weights take the room of all its heads (weight_arena.h), so an upload that has begun does
-// not run out of room.
+// Memory: device memory holds one pool, a mirror of the page tables, partial buffers and weights.
+// Every launch slot has a region of pinned and one of device memory for each of metadata, inputs,
+// outputs and workspace. Configure takes all of it; nothing is allocated later. The first heads of
+// a model's weights reserve room for all its heads (weight_arena.h), so an upload that has begun
+// does not run out of room.
 //
-// Copies run on streams of their own (launch_slot.h), so that those of one launch overlap the
+// Copies run on streams of their own (launch_slot.h), so that copies of one launch overlap with
 // kernels of another. Kernels of all launches share the compute stream and therefore run in
-// submission order. Nothing waits for the device but Wait.
+// submission order. Only Wait waits for the device.
 //
-// A device fault, a launch that outlives the watchdog, or a LoadWeights that had to move other
-// models' weights and failed while it did makes Healthy() an error for good, with the API's text;
-// every later LoadWeights, Submit and Wait returns it. Where nothing had to move, a failed
+// Healthy() becomes an error for good, with the API's text, after a device fault, after a launch
+// that outlives the watchdog, or if LoadWeights fails while it moves other models' weights. Every
+// later LoadWeights, Submit and Wait returns that error. If nothing had to move, a failed
 // LoadWeights may be called again.
 //
 // Threading: as AttentionBackend demands.
@@ -42,7 +42,7 @@
 
 namespace mla::kernels::hip {
 
-// Driver calls wait for those of other threads, of which one that pins memory may take seconds.
+// A driver call waits for other threads' calls, and a call that pins memory may take seconds.
 inline constexpr int64_t kLeastStuckMs = 30000;
 // Use of graphs for kernels of launches that repeat (runtime/kernel_graphs.h). A test at start
 // turns them off if it finds a fault. kAuto: on NVIDIA devices.
@@ -53,27 +53,27 @@ struct HipBackendOptions {
   int32_t device = 0;
   std::vector<std::string> libraries;  // empty: RuntimeLibraries
   std::vector<KernelImage> images;     // empty: BuiltInKernelImages
-  double memory_fraction = 0.9;        // of the device's free memory that may be taken
+  double memory_fraction = 0.9;        // share of the device's free memory to take
   bool self_test = true;               // known-answer test of every kernel before use
   SelfTestOptions self_test_options;
   GraphUse graphs = GraphUse::kAuto;
-  bool reach_host = true;  // false: tensors are copied though kernels may reach the host's memory
+  bool reach_host = true;  // false: tensors are copied even if kernels reach host memory
   // Most device memory for up-projected keys and values of the expanded form. Launches that need
-  // more work through it in rounds (kernels/types/round_info.h).
+  // more process it in rounds (kernels/types/round_info.h).
   int64_t expanded_workspace_bytes = int64_t{640} << 20;
-  int32_t most_rounds = kMostRounds;  // of a launch; fewer are for tests
-  int64_t shared_bytes = 0;           // of that, left to AllocateShared
-  int64_t watchdog_ms = 10000;        // longest that Wait waits for one launch
-  // A call that has lasted this long is stuck (StuckCall). 0: twice watchdog_ms, but at least
-  // kLeastStuckMs.
+  int32_t most_rounds = kMostRounds;  // a launch; fewer only in tests
+  int64_t shared_bytes = 0;           // part of that memory left to AllocateShared
+  int64_t watchdog_ms = 10000;        // longest wait for one launch
+  // A call that has lasted this long counts as stuck (StuckCall). 0: twice watchdog_ms, but at
+  // least kLeastStuckMs.
   int64_t stuck_ms = 0;
 };
 
 class HipBackend final : public AttentionBackend {
  public:
-  // UNAVAILABLE: no runtime, no device. FAILED_PRECONDITION: no image for this architecture was
-  // built in, or the runtime is too old. INTERNAL: a kernel failed its self-test, that took too
-  // long, or the device failed.
+  // UNAVAILABLE if there is no runtime or no device. FAILED_PRECONDITION if no image for this
+  // architecture was built in, or the runtime is too old. INTERNAL if a kernel failed its
+  // self-test, the test took too long, or the device failed.
   static absl::StatusOr<std::unique_ptr<HipBackend>> Create(const HipBackendOptions& options);
   ~HipBackend() override;
 
@@ -89,13 +89,13 @@ class HipBackend final : public AttentionBackend {
   HostWork Work() const override;
 
   absl::StatusOr<std::unique_ptr<HostBuffer>> AllocateHost(size_t bytes) override;
-  // From any thread. Pins the memory in place. On an error launches reach it through the pinned
-  // staging memory, as they do any other. Unregistering waits until Wait has returned for launches
-  // whose copies reach this memory, and for no others. A device that is lost never ends its copies,
-  // so the pages stay pinned then until the process ends.
+  // Any thread. Pins the memory in place. After an error, launches copy this memory through the
+  // pinned staging memory, like any other. Unregistering waits until Wait has returned for the
+  // launches whose copies reach this memory. A lost device never ends its copies, so the pages then
+  // stay pinned until the process ends.
   absl::Status RegisterHost(std::span<std::byte> memory) override;
   void UnregisterHost(std::span<std::byte> memory) override;
-  // Pinned memory, on devices whose kernels reach that; not what lies at any byte of a message.
+  // Returns true for pinned memory on devices whose kernels reach it, if it is aligned.
   bool InPlace(const void* host, int64_t bytes) const override;
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(int64_t bytes,
                                                                      int32_t events) override;
@@ -128,13 +128,13 @@ class HipBackend final : public AttentionBackend {
   HipBackend(const HipBackendOptions& options, std::unique_ptr<GpuRuntime> runtime,
              const ArchTraits& arch);
   absl::Status LoadKernels(std::span<const std::byte> image);
-  // Runs the self-test of all kernels; `prefill`, what kept those of FindPrefillKernels from being
-  // used, becomes an error if only those fail.
+  // Runs the self-test of all kernels. `prefill` holds what kept the kernels of FindPrefillKernels
+  // from being used; it becomes an error if only those kernels fail.
   absl::Status TestKernels(absl::Status* prefill, SelfTestRun& run);
-  // Finds out whether kernels reach the host's memory, and notes it.
+  // Finds out whether kernels reach host memory, and stores the result.
   absl::Status SettleHostMemory(SelfTestRun& run);
   void ReachHost(bool reach);
-  // Finds out whether graphs are used, and notes it.
+  // Finds out whether graphs are used, and stores the result.
   absl::Status SettleGraphs(SelfTestRun& run);
   absl::Status CheckReached(std::span<std::byte> memory);
   absl::Status CreateStreams();
@@ -143,18 +143,18 @@ class HipBackend final : public AttentionBackend {
   absl::Status AwaitShared(absl::Status copied, int64_t bytes);
   absl::Status CheckSlot(int32_t slot) const;
   absl::Status Fault(absl::Status status);
-  // Of one launch slot, in pinned host memory and as much on the device.
+  // Pinned host memory of one launch slot; it takes as much on the device.
   int64_t StagedBytes(const BackendLimits& limits) const;
   int64_t ExpandedWorkspaceBytes(const BackendLimits& limits) const;
 
   HipBackendOptions options_;
   std::unique_ptr<GpuRuntime> runtime_;
-  std::unique_ptr<DeviceSharing> sharing_;  // null: the library has no calls for it
+  std::unique_ptr<DeviceSharing> sharing_;  // null: the library lacks its calls
   int64_t free_bytes_ = 0;                  // on the device when the backend was made
   absl::Status health_;
-  HostWork shared_work_;           // of ReadShared and WriteShared
+  HostWork shared_work_;           // work of ReadShared and WriteShared
   std::atomic<bool> lost_{false};  // health_ is an error, for other threads
-  CallWatch calls_;                // of those that one thread at a time makes
+  CallWatch calls_;                // calls that one thread at a time makes
   Module module_ = nullptr;
   Streams streams_;
   DeviceState device_;

@@ -1,4 +1,4 @@
-"""What the prefix cache saves agents; ./dev bench agents runs it.
+"""Measures what the prefix cache saves agents; ./dev bench agents runs it.
 
     agents_benchmark [--json FILE] [--plot FILE] [--context ROWS] [--server PROGRAM]
                      [--mlactl PROGRAM] [--target TARGET]
@@ -65,11 +65,11 @@ def scene(args, target, name, options, folder):
 
 
 def faults(turn, agents, context):
-    """What is not as it should be."""
+    """The faults of a run: a figure out of its bounds, or wrong rows."""
     found = []
     if turn["speedup"] < LEAST_SPEEDUP:
         found.append(f"speedup {turn['speedup']:.2f}, at least {LEAST_SPEEDUP}")
-    # The first turn caches the rows; then each second one finds them.
+    # The first turn caches the rows; each second turn then finds them.
     cached = -(-int(context * SHARE) // BLOCK_ROWS) * BLOCK_ROWS
     want = [0] + [cached if number % 2 else 0 for number in range(len(turn["turns"]) - 1)]
     got = [one["found_rows"] for one in turn["turns"]]

@@ -4,8 +4,8 @@
     compare.py NAME --old PROGRAM --new PROGRAM [--text] ...      (programs that are built already)
 
 Both are built with the same options, COMMIT in a worktree of its own below build/against, with one
-disk cache for both. Then they run in turn, N pairs (at least 9), first and second changing places,
-so that what disturbs the machine or drifts falls on both alike. ARGUMENTs go to both programs.
+disk cache for both. Then N pairs (at least 9) run, and the order within a pair alternates, so that
+disturbances and drift of the machine affect both equally. ARGUMENTs go to both programs.
 
 A ratio compares the two runs of one pair and is oriented so that more is better: old / new where
 less is better (times), new / old where more is better (rates), (old + 1) / (new + 1) for counts,
@@ -35,7 +35,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LEAST_PAIRS = 9  # of fewer, an interval of order statistics is all of them
+LEAST_PAIRS = 9  # with fewer pairs, the interval is the whole range
 CONFIDENCE = 0.95
 BOUND = 0.97
 
@@ -84,8 +84,8 @@ METRICS = {
     "client_polling_us": Metric(Better.LESS, False),
     "launch_polling_us": Metric(Better.LESS, False),
 }
-# Figures that name a row, references that are measured beside the product, and what follows from
-# other metrics.
+# Figures that name a row, references that are measured together with the product, and figures that
+# follow from other metrics.
 ROW_NUMBERS = {
     "threads", "heads", "batch", "context", "rows", "query_rows", "ragged", "groups",
     "layers", "top_k", "nope", "v"}
@@ -96,19 +96,19 @@ NOT_COMPARED = {
     "of_bound", "flood_requests", "flood_refusals", "clients_cores", "server_cores", "held",
     "merged_tiles", "whole_group_bytes", "groups_apart"}
 NOT_NAMES = {"bench", "first_failure"}  # texts that do not name a row
-# What does not name a row either: older programs leave it out.
+# These values do not name a row either, because older programs leave them out.
 DEFAULTS = {("kv", "bf16"), ("compute", "bf16"), ("nope", 128), ("v", 128)}
 
 
 class CompareError(Exception):
-    """Something that the user reads instead of a comparison."""
+    """A message for the user instead of a comparison."""
 
 
 # --------------------------------------------------------------------------------- Statistics
 
 def interval_rank(count, confidence=CONFIDENCE):
-    """(rank, coverage): the interval from the rank-th least to the rank-th largest of `count`
-    values, the narrowest such that holds the median of their distribution with at least that
+    """Returns (rank, coverage). The interval from the rank-th smallest to the rank-th largest of
+    `count` values is the narrowest that contains the distribution's median with at least the given
     probability. Rank 1 is the whole range."""
     coverage, rank, below = 0.0, 0, 0.0
     while rank < (count + 1) // 2:
@@ -121,7 +121,7 @@ def interval_rank(count, confidence=CONFIDENCE):
 
 
 def ratio(better, old, new):
-    """How much better the new figure is, 1: the same. None where no ratio exists."""
+    """Returns how much better the new figure is (1: equal), or None if no ratio exists."""
     if better is Better.COUNT:
         return (old + 1) / (new + 1)
     if old <= 0 or new <= 0:
@@ -144,7 +144,7 @@ class Judged:
 
 
 def judge(row, metric, pairs, bound):
-    """Of the (old, new) figures of each pair."""
+    """Makes a row from the (old, new) figures of each pair."""
     kind = METRICS[metric]
     ratios = sorted(ratio(kind.better, old, new) for old, new in pairs)
     rank, _ = interval_rank(len(ratios))
@@ -192,7 +192,8 @@ def rows_of_text(text):
 
 
 def compare(old_runs, new_runs, bound):
-    """(judged rows, rows that only one side has) of the rows of each run, pair by pair."""
+    """Returns (judged rows, rows that only one side has) from the rows of each run, pair by pair.
+    """
     shared = [name for name in new_runs[0]
               if all(name in run for run in [*old_runs, *new_runs])]
     everywhere = {name for run in [*old_runs, *new_runs] for name in run}
@@ -212,7 +213,7 @@ def compare(old_runs, new_runs, bound):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A benchmark that is built: what to start, where, and what it is called in the report."""
+    """A built benchmark: the program to start, its folder, and its name in the report."""
     path: pathlib.Path
     folder: pathlib.Path
     name: str
@@ -239,7 +240,7 @@ class Program:
 
 
 def output_of(*command, cwd):
-    """What a command prints, or CompareError."""
+    """Returns a command's output. Raises CompareError if it fails."""
     result = subprocess.run([str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:
@@ -248,7 +249,7 @@ def output_of(*command, cwd):
 
 
 def worktree_of(commit):
-    """A tree at that commit, made once: (folder, full hash)."""
+    """Returns (folder, full hash) of a tree at that commit, which is made once."""
     full = output_of("git", "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", cwd=ROOT)
     folder = ROOT / "build/against" / full[:12]
     if not (folder / "WORKSPACE").exists():
@@ -276,7 +277,7 @@ def build(name, folder, side, scratch):
     stubs = folder / "client/python/generate_stubs.py"
     if stubs.exists():
         output_of(sys.executable, stubs, "--quiet", cwd=folder)
-    # A copy: a build during the measurement must not change what runs.
+    # Copies the program, because a build during the measurement must not change it.
     outputs = output_of("bazel", "info", "--config=opt", "bazel-bin", cwd=folder)
     copy = scratch / f"{side}_{name}"
     shutil.copy(pathlib.Path(outputs) / targets[0][2:].replace(":", "/"), copy)
@@ -288,7 +289,7 @@ def build(name, folder, side, scratch):
 # ------------------------------------------------------------------------------------- Report
 
 def show(judged, lonely, pairs, bound, name):
-    """Prints the table and the verdict; true when nothing is slower or unclear."""
+    """Prints the table and the verdict. Returns true if no row is slower or unclear."""
     width = max([len(entry.row) for entry in judged] + [3])
     print(f"{'row':<{width}} {'metric':<13} {'better':<6} {'old':>11} {'new':>11} {'ratio':>7} "
           f"{'interval':>17}  verdict")
@@ -313,7 +314,7 @@ def show(judged, lonely, pairs, bound, name):
 
 
 def measure(old, new, args):
-    """Runs all pairs; the rows of each side's runs."""
+    """Runs all pairs and returns the rows of each side's runs."""
     runs = {old.name: [], new.name: []}
     for pair in range(args.pairs):
         order = (old, new) if pair % 2 == 0 else (new, old)
@@ -326,7 +327,7 @@ def measure(old, new, args):
 
 
 def parse(argv):
-    """The command line; what follows `--` is for the programs."""
+    """Parses the command line. Arguments after `--` are for the programs."""
     own, arguments = argv, []
     if "--" in argv:
         own, arguments = argv[:argv.index("--")], argv[argv.index("--") + 1:]
@@ -352,7 +353,7 @@ def parse(argv):
 
 
 def programs(args, scratch):
-    """Both programs, built if they are not."""
+    """Returns both programs, and builds them first if needed."""
     if args.against is None:
         return tuple(Program(path.resolve(), ROOT, side)
                      for side, path in (("old", args.old), ("new", args.new))), ("old", "new")

@@ -1,11 +1,11 @@
-"""What a light tenant feels while others flood the server; ./dev bench fairness runs it.
+"""Latency of a light tenant while others flood the server; ./dev bench fairness runs it.
 
     fairness_benchmark [--json FILE] [--scenes A,B] [--seconds S] [--server PROGRAM] [--check]
 
-Each scene starts a server of its own on the CPU backend with half of the cores, and over gRPC on
-the loopback interface a light tenant: decode steps of one row at context 512, four layers, 40 steps
-a second, a renewal of its leases every tenth step. It is measured alone, and again for S seconds
-(default 5) while the flooding tenants of the scene run:
+Each scene starts its own server on the CPU backend with half of the cores, and a light tenant that
+uses gRPC on the loopback interface. The light tenant runs 40 decode steps a second, each of one row
+at context 512 and four layers, and renews its leases every tenth step. It is measured alone, and
+again for S seconds (default 5) while the flooding tenants of the scene run:
 
     decode flood     4 tenants x 3 streams x 4 sequences at context 4,096
     prefill flood    4 tenants, chunks of 128 rows at context 8,000
@@ -19,17 +19,18 @@ a second, a renewal of its leases every tenth step. It is measured alone, and ag
                      and dropped
     prefix flood     2 tenants x 8 hints and opens at a time, each with 163,840 tokens
 
-Tenants are processes of their own. Each flooding stream has one request under way, and requests
-cost the server far more than their sender, so the CPU that clients take stays small: it is
-printed (`clients`, in cores).
+Each tenant is a process. Each flooding stream has one request under way. Requests cost the server
+far more than their sender, so clients take little CPU time; it is printed (`clients`, in cores).
 
-light_p50_us, light_p99_us: one attend of the light tenant, from the call to its result.
-light_failures: its attends, begins, ends and renewals that failed. longest_launch_ms: of all
-launches since the server started, as GetStats tells. The bound is what fair scheduling promises: a
-request waits for at most one launch that is under way, so p50 <= 2 x alone + one launch, p99 <= 2 x
-alone + three launches, no failure; the prefix flood launches nothing, so there p50 <= 2 x alone;
-`ratio` is light_p50_us over its bound, p99_ratio the same of the tail. A launch is
-limits.launch_ms (10 where the server does not say).
+light_p50_us and light_p99_us are the time of one attend of the light tenant, from the call to its
+result. light_failures counts its failed attends, begins, ends and renewals. longest_launch_ms is
+the longest launch since the server started, from GetStats.
+
+The bound is the promise of fair scheduling: a request waits for at most one running launch. So
+p50 <= 2 x alone + one launch, p99 <= 2 x alone + three launches, and nothing fails. The prefix
+flood launches nothing, so its bound is p50 <= 2 x alone. `ratio` is light_p50_us over its bound,
+and p99_ratio is light_p99_us over its bound. One launch is limits.launch_ms, or 10 ms if the server
+does not report it.
 """
 
 import argparse
@@ -58,7 +59,7 @@ ALONE_S, SETTLE_S = 2.0, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Who floods, and how."""
+    """The flooding tenants of a scene, and how they flood."""
     name: str
     role: str
     tenants: int
@@ -88,7 +89,8 @@ def row_of(scene, alone, light, floods, launch_ms, longest_us, seconds, server_c
     """The report of a scene from the figures of its tenants."""
     p50_bound, p99_bound = bounds(alone["p50_us"], alone["p99_us"], launch_ms, scene.launches)
     clients_s = light["cpu_s"] + sum(flood["cpu_s"] for flood in floods)
-    # Nothing measured is the worst of all: then every request failed or none was answered.
+    # A tenant without a measurement counts as the worst result: every request failed or none was
+    # answered.
     measured = light["attends"] > 0
     return {
         "bench": "fairness", "scene": scene.name,
@@ -137,12 +139,12 @@ class Server:
         raise RuntimeError(f"the server did not start:\n{self.log.read_text(errors='replace')}")
 
     def cpu_s(self):
-        """CPU time so far."""
+        """CPU time of the process until now, in seconds."""
         fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")")[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self):
-        """Ends it without waiting for what is open."""
+        """Ends the process without waiting for open requests."""
         self.process.kill()
         self.process.wait()
 
@@ -175,19 +177,20 @@ class Tenant:
 
 
 def launch_ms_of(target):
-    """What the server bounds a launch to."""
+    """The server's limit on one launch, in milliseconds."""
     with mla_client.Client.connect(target, transport="inline") as client:
         return float(getattr(client.server_info().limits, "launch_ms", 0)) or DEFAULT_LAUNCH_MS
 
 
 def longest_launch_us(target):
-    """Of all launches so far. A reply tells of a request's launches together, not of each."""
+    """Longest of all launches until now. A reply gives the time of a request's launches together,
+    so it cannot serve for this."""
     with mla_client.Client.connect(target, transport="inline") as client:
         return client.stats().longest_launch_us
 
 
 def play(scene, args, scratch):
-    """One scene from start to end."""
+    """Runs one scene from start to end."""
     server, tenants = Server(args.server, scratch), []
     try:
         target = server.target()

@@ -33,19 +33,19 @@ GEOMETRY = mla_client.Geometry(HEADS, LORA, ROPE, 128, 128)
 SCALE = 0.1
 LEASE_MS = 3_600_000
 CALL_TIMEOUT_S = 5.0
-FILL_ROWS = 1024  # of one step while a context is filled
-PAUSE_S = 0.01    # of a flood whose request was refused
+FILL_ROWS = 1024  # rows of one step while a context is filled
+PAUSE_S = 0.01    # pause of a flood after a refused request
 SLOW_READER_LAYERS = 40
 
 
 def cpu_seconds():
-    """Of this process."""
+    """CPU time of this process, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def percentile(values, share):
-    """Value at `share` of the way through the sorted values; 0 of none."""
+    """The value at `share` of the way through the sorted values, or 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
@@ -87,7 +87,8 @@ class Tenant:
 
 
 class Light(Tenant):
-    """Paced decode steps of one row: latency of each attend, begins and leases beside it."""
+    """Decode steps of one row at a fixed pace. Measures each attend, and counts begins and lease
+    renewals."""
 
     LAYERS, CONTEXT, PERIOD_S, RENEW_STEPS = 4, 512, 0.025, 10
 
@@ -109,7 +110,8 @@ class Light(Tenant):
                 attends.append((time.perf_counter() - before) * 1e6)
 
     def figures(self, seconds):
-        """Steps at a fixed pace for that long. One that is late delays none that follows."""
+        """Runs steps at a fixed pace for that long. A late step does not delay the steps after it.
+        """
         attends, begins, failures, steps = [], [], [], 0
         cpu, begin = cpu_seconds(), time.perf_counter()
         while (now := time.perf_counter() - begin) < seconds:
@@ -128,7 +130,7 @@ class Light(Tenant):
                 "cpu_s": cpu_seconds() - cpu}
 
     def recover(self, failures):
-        """After a failure: a sequence that was lost is filled again."""
+        """Fills a lost sequence again after a failure."""
         try:
             self.sequence.refresh()
         except mla_client.NotFound:
@@ -150,7 +152,7 @@ class Flood(Tenant):
                         for index in range(task.get("threads", 1))]
 
     def prepare(self, index):
-        """What thread `index` needs; passed to `once`."""
+        """Returns what thread `index` needs; it is passed to `once`."""
         raise NotImplementedError
 
     def once(self, state):
@@ -169,7 +171,7 @@ class Flood(Tenant):
                 self.ended.wait(PAUSE_S)
 
     def ready(self):
-        """Prepares all threads and starts them waiting."""
+        """Prepares all threads and starts them in a waiting state."""
         self.prepared = [self.prepare(index) for index in range(len(self.threads))]
         for thread in self.threads:
             thread.start()
@@ -268,7 +270,7 @@ class SlowReaderFlood(Flood):
 
 
 class UploadFlood(Flood):
-    """Uploads that were begun and send nothing, and one that goes on all the time."""
+    """Uploads that were begun and send nothing, and one that sends all the time."""
 
     def prepare(self, index):
         if index > 0:
@@ -293,7 +295,7 @@ class UploadFlood(Flood):
         outbox.put(None)
         call.cancel()
         if not self.ended.is_set():
-            self.ended.wait(0.2)  # refused or ended by the server: not again at once
+            self.ended.wait(0.2)  # the server refused or ended it; pause before the next attempt
             with self.lock:
                 self.refusals += 1
 
@@ -328,10 +330,10 @@ class BeginFlood(Flood):
 
 
 class PrefixFlood(Flood):
-    """Hints and opens with as many tokens as a sequence may have, of which the server knows none.
-    They travel as bytes that were made before, so that they cost their sender little."""
+    """Hints and opens with as many tokens as a sequence may have, none of which the server knows.
+    They are sent as bytes that were made before, so that they cost their sender little."""
 
-    LEASE_MS = 1000  # of the sequences, which nothing uses
+    LEASE_MS = 1000  # of the sequences, which no request uses
 
     def prepare(self, index):
         tokens = np.random.default_rng(index).integers(0, 1 << 17, self.task["tokens"])

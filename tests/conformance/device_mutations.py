@@ -23,12 +23,12 @@ RUNFILES = ROOT / ".bazel/bin/tests/conformance/host_conformance.runfiles"
 PROGRAM = "tests/conformance/host_conformance"
 COMPILE = ["g++", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-I."]
 SOURCES = {"gfx950": "gfx950.cc", "gfx942": "gfx942.cc", "sm_90": "sm90.cc"}
-# A run that takes so long hangs, which is a find as well: all cases take a minute or two.
+# A run of this length hangs, and a hang counts as found: all cases take a minute or two.
 MOST_SECONDS = 900
 
 
 class HarnessError(Exception):
-    """The harness cannot do its work: nothing is known of the mutation."""
+    """The harness itself failed, so the mutation was not tested."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ MUTATIONS = (
     Mutation("mask_of_lists_judged_by_their_length", "Only the last tile of a list is masked.",
              "kv/visibility.h", "return left < C::kTileKv || entries != kAll; }",
              "return left < C::kTileKv; }"),
-    Mutation("mask_behind_a_list", "Places behind a list count as its last one again.",
+    Mutation("mask_behind_a_list", "Places after the end of a list count as its last one again.",
              "kv/visibility.h", "((entries & places) >>", "(entries >>", ("gfx950", "gfx942")),
     Mutation("mask_of_unlisted_values", "Values of rows that no list names meet probabilities.",
              "kv/visibility.h", "return kHidesValues && entries != kAll; }", "return false; }"),
@@ -128,7 +128,7 @@ MUTATIONS = (
     Mutation("entries_of_another_piece", "Every piece of a list begins with its first entry.",
              "kv/row_source.h", "(first - of_row[0] + item.work.kv_begin)",
              "(first - of_row[0])"),
-    Mutation("entries_unchecked", "An entry behind the row's own position is followed.",
+    Mutation("entries_unchecked", "An entry after the row's own position is used.",
              "kv/row_source.h", "return sees_entry(of_place) ? of_place : 0; }",
              "return of_place < 0 ? 0 : of_place; }"),
     Mutation("column_swapped", "Neighbouring rows of an accumulator change places.",
@@ -164,7 +164,7 @@ MUTATIONS = (
     Mutation("merge_of_shared_tiles", "Blocks that share a tile write the same partial rows.",
              "primitives/item.h", "static_cast<int64_t>(item.work.partial_row) + item.first + p;",
              "static_cast<int64_t>(item.work.partial_row) + p;", ("gfx942",)),
-    Mutation("merge_of_earlier_rounds", "What an earlier round has summed weighs nothing.",
+    Mutation("merge_of_earlier_rounds", "The sums of an earlier round have no weight.",
              "amd/prefill/expanded_rows.h", "W::score_col(lane, 0) == 0 ? 1.0f : 0.0f;", "0.0f;"),
     Mutation("append_to_the_next_row", "KV rows land one row too far.", "kv/append_kv.h",
              "pages.place(r.first_position + source_row)",
@@ -187,7 +187,7 @@ MUTATIONS = (
     Mutation("scale_of_copies", "Scales of rows are copied from the group before.",
              "kv/kv_stream.h", "% Layout::kScaleWords / kTileKv;",
              "% Layout::kScaleWords / kTileKv / 2;", ("gfx950", "gfx942", "sm_90")),
-    Mutation("scale_of_probabilities", "Products do not take back what probabilities are times.",
+    Mutation("scale_of_probabilities", "Products keep the factor of the probabilities.",
              "amd/formats/code_rounding.h", "exponent = 127 - static_cast<int>(power);",
              "exponent = 127;"),
     Mutation("scale_of_the_next_block", "Sums of scores keep the scale of their first blocks.",
@@ -208,7 +208,7 @@ MUTATIONS = (
     Mutation("column_of_transposed_codes", "Two columns of values change places.",
              "gfx942/code_wave.h", "pair == 0 ? 0x05010400u", "pair == 0 ? 0x04000501u",
              ("gfx942",)),
-    Mutation("origin_never_goes_down", "Many small probabilities are lost beside a large one.",
+    Mutation("origin_never_goes_down", "Many small probabilities are lost next to a large one.",
              "amd/formats/code_rounding.h", "sum < least ? origin - kDown : origin", "origin",
              ("gfx942",)),
     Mutation("code_above_the_largest", "Probabilities may exceed the largest code.",
@@ -229,7 +229,7 @@ MUTATIONS = (
     Mutation("expanded_codes_without_their_exponent", "Values lack the power of their tile.",
              "amd/prefill/expanded_codes.h", "W::outputs(state.rows.o[n], p, v, of_values);",
              "W::outputs(state.rows.o[n], p, v);"),
-    Mutation("expanded_codes_of_another_tile", "Rotated keys are those of the other 32 rows.",
+    Mutation("expanded_codes_of_another_tile", "Rotated keys are taken from the other 32 rows.",
              "amd/prefill/expanded_codes.h", "load(k, f, kRotatedAt);",
              "load(k, f ^ 1, kRotatedAt);"),
     Mutation("expanded_codes_swapped", "Values of a group's two halves change places.",
@@ -249,12 +249,12 @@ MUTATIONS = (
     Mutation("column_of_the_turn_before", "Keys of a wide head's last turn overwrite others.",
              "amd/prefill/expand.h", "const int first_key = turn * kKeyColumns,",
              "const int first_key = 0,"),
-    Mutation("project_reads_the_next_head", "Weights are those of the next head.",
+    Mutation("project_reads_the_next_head", "Weights of the next head are used.",
              "kernels/project.h",
              "args.weights[t.weights_slot] + static_cast<int64_t>(t.head_offset + h)",
              "args.weights[t.weights_slot] + "
              "static_cast<int64_t>(t.head_offset + (h + 1) % t.num_heads)"),
-    Mutation("project_of_a_row_reads_the_next_head", "Weights are those of the next head.",
+    Mutation("project_of_a_row_reads_the_next_head", "Weights of the next head are used.",
              "kernels/project.h", "w + static_cast<int64_t>(t.head_offset + h)",
              "w + static_cast<int64_t>(t.head_offset + (h + 1) % t.num_heads)"),
 )
@@ -281,7 +281,7 @@ class Harness:
         built = run(["bazel", "build", "--config=opt", TARGET], cwd=ROOT)
         if built.returncode != 0:
             raise HarnessError("bazel build: " + built.stderr[-2000:])
-        # A copy: the program stays as it is while other builds run.
+        # Copies the program, so that other builds do not change it.
         self.program = WORK / "run"
         self.tree = WORK / "tree"
         shutil.rmtree(WORK, ignore_errors=True)
@@ -305,7 +305,7 @@ class Harness:
             raise HarnessError(f"{source.name} does not compile:\n{built.stderr[-2000:]}")
 
     def library(self, arch):
-        """The kernels of the tree as it is, as a library."""
+        """Builds the kernels of the unchanged tree as a library."""
         made, target = WORK / f"{arch}.o", WORK / f"{arch}.so"
         self.compile(self.tree / "kernels/hip/host_images" / SOURCES[arch], made)
         linked = run(["g++", "-shared", "-Wl,-Bsymbolic", made, *self.block, "-o", target])
@@ -314,7 +314,7 @@ class Harness:
         return target
 
     def conformance(self, arch, library, *flags):
-        """(whether all cases passed, what was printed)"""
+        """Returns (True if all cases passed, output of the run)."""
         try:
             ended = run([self.program / PROGRAM, "--arch", arch, "--image", library,
                          "--first-failure", "1", *flags], cwd=self.program, timeout=MOST_SECONDS)
@@ -349,8 +349,8 @@ class Harness:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="mutations; none: all")
-    parser.add_argument("--sample", action="store_true", help="those of the quick run")
+    parser.add_argument("names", nargs="*", help="mutations to run; default: all")
+    parser.add_argument("--sample", action="store_true", help="the mutations of the quick run")
     options = parser.parse_args()
     harness = Harness()
     faults = 0

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The program that is the first argument, on the fake runtime: that --compute fp8 alone runs rows of
-# 8 bits, and that flags which ask for what no GPU runs end the program with status 1.
+# Runs the program in the first argument on the fake runtime. --compute fp8 alone must run rows of 8
+# bits, and flags that request something no GPU supports must end the program with status 1.
 set -eu
 printf 'fake image for gfx950\0' > "$TEST_TMPDIR/image"
 

@@ -27,7 +27,8 @@ class DeviceMutationTest(unittest.TestCase):
             self.assertGreaterEqual(archs[arch], 5, arch)
 
     def test_unmutated_kernels_pass(self):
-        """Compiled as the mutated ones are: else every mutation would be found."""
+        """Unmutated kernels, compiled like the mutated ones, pass. Otherwise every mutation would
+        seem found."""
         for arch in device_mutations.SOURCES:
             with self.subTest(arch):
                 passed, text = self.harness.conformance(arch, self.harness.library(arch), "--cases",

@@ -11,7 +11,7 @@ import yaml
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy/helm/mla-server"
 
-# Values that between them reach every branch of the templates.
+# Together these values reach every branch of the templates.
 SCENARIOS = {
     "defaults": {},
     "everything": {
@@ -50,7 +50,8 @@ def schema():
 
 
 def merged(values, over):
-    """`values` with `over` laid on top, as Helm does it: mappings merge, all else is replaced."""
+    """Returns `values` with `over` merged into them as Helm does it: mappings are merged,
+    everything else is replaced."""
     result = copy.deepcopy(values)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
@@ -87,7 +88,7 @@ class Rendered:
                 self.objects[key] = item
 
     def one(self, kind):
-        """The only object of a kind, but for the dashboard."""
+        """The only object of a kind. The dashboard is ignored."""
         found, = [item for (its_kind, name), item in self.objects.items()
                   if its_kind == kind and not name.endswith("-dashboard")]
         return found

@@ -15,7 +15,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+|\$?\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w
 
 
 class TemplateError(Exception):
-    """What `fail`, `required` or a missing field raise."""
+    """The error that `fail`, `required` or a missing field raises."""
 
 
 class Tracked(dict):
@@ -76,7 +76,8 @@ FUNCTIONS = {
 
 
 def _split(source):
-    """The template as ("text", ...) and ("action", ...) parts, white space trimmed as asked."""
+    """Splits the template into ("text", ...) and ("action", ...) parts, with white space trimmed
+    where the actions ask for it."""
     parts, position, trim = [], 0, False
     for match in _ACTION.finditer(source):
         text = source[position:match.start()]
@@ -90,7 +91,7 @@ def _split(source):
 
 
 def _block(parts, defines):
-    """Parses up to the closing action; returns (nodes, that action)."""
+    """Parses up to the closing action. Returns (nodes, that action)."""
     nodes = []
     while parts:
         kind, content = parts.pop(0)
@@ -127,7 +128,7 @@ class Renderer:
         self.defines = {}
 
     def add(self, source):
-        """Parses a file; its definitions are known from now on. Returns its own nodes."""
+        """Parses a file and returns its own nodes. Its definitions are known from then on."""
         nodes, closing = _block(_split(source), self.defines)
         if closing:
             raise TemplateError(f"{closing} closes nothing")

@@ -1,4 +1,4 @@
-"""A light reading of PromQL: which metrics and labels an expression relies on. With it, the
+"""A light reading of PromQL: the metrics and labels that an expression uses. Also reads the
 server's own list of them."""
 
 import pathlib
@@ -8,7 +8,8 @@ import grpc
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYWORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan"}
-# Not the server's own labels: a scrape adds the first two, the target may have the last.
+# Labels that are not the server's own: a scrape adds the first two, and the target may have the
+# last.
 TARGET_LABELS = {"job", "instance", "accelerator"}
 SUFFIXES = {"counter": [""], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
 
@@ -23,7 +24,7 @@ def selectors(expression):
     """Yields (metric, [(label, operator, value)]) for each selector of the expression."""
     text = _GROUPING.sub(" ", expression)
     tokens = [match for match in _TOKEN.finditer(text) if not match["range"]] + [None]
-    metric = start = None  # of the selector being read; `start` once inside its braces
+    metric = start = None  # of the current selector; `start` is set inside its braces
     for token, following in zip(tokens, tokens[1:]):
         char = following[0] if following else ""
         if start is not None:
@@ -39,13 +40,13 @@ def selectors(expression):
 
 
 def grouping_labels(expression):
-    """Labels that by, on and their like name."""
+    """Labels in clauses such as `by` and `on`."""
     return {label.strip() for _, labels in _GROUPING.findall(expression)
             for label in labels.split(",") if label.strip()}
 
 
 def plain(expression):
-    """A dashboard's expression as Prometheus would get it."""
+    """A dashboard's expression in the form that Prometheus receives."""
     text = expression.replace("$__rate_interval", "5m").replace("$__range", "1h")
     return _GRAFANA.sub("x", text)
 
@@ -86,8 +87,8 @@ def exported_labels():
 
 
 class Catalogue:
-    """What expressions may refer to: the server's metrics, Prometheus' own `up`, and `recorded`
-    series with the labels that each keeps."""
+    """The metrics that expressions may use: the server's, Prometheus' own `up`, and the `recorded`
+    series, each with the labels that it keeps."""
 
     def __init__(self, recorded=None):
         self.labels = {"up": {}}
@@ -101,7 +102,7 @@ class Catalogue:
             self.labels[name] = {label: values.get(label, set()) for label in labels}
 
     def faults(self, expression):
-        """What in the expression refers to nothing that exists."""
+        """The parts of the expression that name no existing metric or label."""
         known_labels = set(TARGET_LABELS)
         for name, matchers in selectors(expression):
             if name not in self.labels:

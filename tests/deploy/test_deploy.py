@@ -1,4 +1,4 @@
-"""What ships and what is documented agree with the code."""
+"""The shipped files and the documents agree with the code."""
 
 import pathlib
 import re
@@ -96,7 +96,7 @@ class ShippingTest(unittest.TestCase):
         group = re.search(r"^Environment=MLA_SERVER_SOCKET_GROUP=(\S+)$", unit, re.M).group(1)
         groups = re.search(r"^SupplementaryGroups=(.*)$", unit, re.M).group(1).split()
         self.assertIn(group, groups)
-        # Without the right to enter the folder no user but the unit's own reaches the sockets.
+        # If the folder is not accessible, only the unit's own user reaches the sockets.
         mode = int(re.search(r"^RuntimeDirectoryMode=(\d+)$", unit, re.M).group(1), 8)
         self.assertEqual(mode & 0o001, 0o001)
 
@@ -114,7 +114,8 @@ class ShippingTest(unittest.TestCase):
         variables = set(re.findall(r"`(MLA_[A-Z_]+)`", manual)) | {"MLA_TARGET"}
         keys = set(re.findall(r"^### `([a-z_]+\.[a-z_]+)`", manual, re.M))
         sections = "|".join(sorted({key.split(".")[0] for key in keys}))
-        # Files, values of the chart that are called like keys, and a group of keys by tenant.
+        # These are files, values of the chart with the names of keys, and a group of keys by
+        # tenant.
         others = {"server.yaml", "tls.crt", "tls.enabled", "tenants.quotas"}
         files = [path for path in (ROOT / "deploy").rglob("*")
                  if path.is_file() and path.suffix not in (".py", ".pyc")]

@@ -1,5 +1,5 @@
-"""deploy/first_run.sh packs what came of every step, whatever the machine has, with programs that
-stand for the built ones."""
+"""deploy/first_run.sh packs the results of every step, whatever the machine has. Programs that
+stand for the built ones run in their place."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ SCRIPT = ROOT / "deploy/first_run.sh"
 PROGRAMS = ("tests/tile/tile_conformance", "tests/conformance/gpu_conformance",
             "tests/bench/gpu/gpu_bench", "tests/bench/gpu/gpu_prefill", "client/mlactl/mlactl",
             "server/mla-server")
-# Says what it was asked for. A server stays until it is told to end.
+# Prints its arguments. A server runs until it is told to end.
 STAND_IN = """#!/usr/bin/env bash
 echo "ran $(basename "$0") $* on $(hostname)"
 if [[ "$(basename "$0") $*" == "mla-server"*"--unix-path"* ]]; then

@@ -7,7 +7,7 @@ import go_template
 ROOT = {"Values": {"a": {"b": 1, "empty": ""}, "names": ["x", "y"], "map": {"k": "v"},
                    "off": False},
         "Release": {"Name": "demo"}}
-# What Go's text/template with Helm's functions makes of these, white space included.
+# Templates and the output of Go's text/template with Helm's functions, including white space.
 CASES = [
     ("{{ .Values.a.b }}-{{ $.Release.Name }}", "1-demo"),
     ("a  {{- 1 }}  b {{ 2 -}}\n c", "a1  b 2c"),

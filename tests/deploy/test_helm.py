@@ -1,4 +1,5 @@
-"""The chart: its values, what they render to, and whether the server would accept it."""
+"""The chart: its values, the objects that they render to, and whether the server would accept their
+configuration."""
 
 import importlib.util
 import os
@@ -15,7 +16,7 @@ import test_prometheus
 import yaml
 
 ROOT = chart.ROOT
-# What ./dev test built, unless another one is named.
+# The build that ./dev test made, unless another one is named.
 SERVER = os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
 
 
@@ -237,7 +238,7 @@ class TemplatesTest(unittest.TestCase):
 
 
 class ServerTest(unittest.TestCase):
-    """The server's own check of file and environment, as a pod would start it."""
+    """The server's own check of file and environment, run as a pod would start it."""
 
     def check(self, item, over=None):
         with tempfile.TemporaryDirectory() as folder:
@@ -264,7 +265,8 @@ class ServerTest(unittest.TestCase):
                              name != "unix socket only")
 
     def test_variables_of_services_do_not_stop_it(self):
-        """Kubernetes names them after services; misspelt keys are refused as ever."""
+        """Kubernetes sets these variables, which have names of services. Misspelt keys must still
+        be refused."""
         item = chart.Rendered({})
         self.assertEqual(self.check(item, {"MLA_SERVER_SERVICE_HOST": "10.0.0.1"}).returncode, 0)
         self.assertEqual(self.check(item, {"MLA_SERVER_NO_SUCH_KEY": "10.0.0.1"}).returncode, 1)

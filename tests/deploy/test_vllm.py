@@ -1,4 +1,5 @@
-"""The examples that put vLLM in front of the server say what the adapter and its client take."""
+"""The examples that put vLLM in front of the server use options that the adapter and its client
+accept."""
 
 import inspect
 import json

@@ -21,7 +21,7 @@ class Browser:
         self._folder = tempfile.mkdtemp(prefix="mla-browser-")
         read_end, self._write = os.pipe()   # the browser reads descriptor 3
         self._read, write_end = os.pipe()   # and writes descriptor 4
-        # A shell puts them there, whatever numbers they have here.
+        # A shell assigns these descriptors, whatever numbers they have here.
         self._process = subprocess.Popen(
             ["bash", "-c", f"exec 3<&{read_end} 4>&{write_end}; exec \"$0\" \"$@\"", BROWSER,
              "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe",
@@ -51,14 +51,14 @@ class Browser:
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def value(self, expression):
-        """Of a JavaScript expression in the page."""
+        """Returns the value of a JavaScript expression in the page."""
         result = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in result:
             raise AssertionError(result["exceptionDetails"])
         return result["result"].get("value")
 
     def wait(self, expression):
-        """Until an expression is true."""
+        """Waits until an expression is true."""
         deadline = time.monotonic() + TIMEOUT_S
         while not self.value(expression):
             if time.monotonic() > deadline:
@@ -85,7 +85,7 @@ class Browser:
                 return reply["result"]
 
     def _next(self, deadline):
-        """The next message of the browser; events among them."""
+        """Returns the browser's next message, which may be an event."""
         while b"\0" not in self._kept:
             ready, _, _ = select.select([self._read], [], [], max(0, deadline - time.monotonic()))
             data = os.read(self._read, 1 << 16) if ready else b""

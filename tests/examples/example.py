@@ -1,4 +1,4 @@
-"""examples/openai_server beside an attention server of its own."""
+"""Runs examples/openai_server with its own attention server."""
 
 import contextlib
 import http.client
@@ -19,7 +19,7 @@ sys.path.insert(0, str(FOLDER))
 
 
 class Example:
-    """The example beside an attention server of its own."""
+    """The example with its own attention server."""
 
     def __init__(self):
         self.attention = server_binary.start()
@@ -44,7 +44,7 @@ class Example:
         return status
 
     def restart_attention(self):
-        """kill -9, and a new one on the same socket."""
+        """Kills the server with kill -9 and starts a new one on the same socket."""
         os.kill(self.attention.pid, signal.SIGKILL)
         self.attention._process.wait()
         self.attention.start()

@@ -1,4 +1,4 @@
-"""examples/openai_server and requests and connections as no client of OpenAI's makes them."""
+"""Sends examples/openai_server requests and connections that no client of OpenAI's makes."""
 
 import contextlib
 import http.client
@@ -45,7 +45,7 @@ class HostileTest(unittest.TestCase):
         self.assertEqual(status, 200, body)
 
     def processes(self):
-        """Of the workers: the children of the example that have the model loaded."""
+        """Processes of the workers: the example's children that have loaded the model."""
         found = []
         for folder in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ class HostileTest(unittest.TestCase):
             for _ in range(2 * serve.CONNECTIONS_MAX):
                 stack.enter_context(
                     socket.create_connection(("127.0.0.1", self.example.port), timeout=60))
-            # The first to connect are taken, those beyond wait.
+            # The first connections are served, and the others wait.
             for _ in range(20):
                 time.sleep(0.1)
                 self.assertLess(len(list(descriptors.iterdir())) - before,

@@ -1,6 +1,5 @@
-"""examples/openai_server as its users see it: over HTTP, and in a browser.
-
-EXAMPLES_SCREENSHOTS=FOLDER keeps the pictures.
+"""Tests examples/openai_server over HTTP and in a browser. EXAMPLES_SCREENSHOTS=FOLDER keeps the
+pictures.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ class OpenAiServerTest(unittest.TestCase):
         return body
 
     def check_greedy(self, said):
-        """Each byte is the local model's best one after those before it, or a near tie."""
+        """Each byte is the local model's best choice after the bytes before it, or a near tie."""
         model = trained.load()
         whole = np.frombuffer(PROMPT.encode() + said, np.uint8).astype(np.int64)
         logits = checks.LocalModel(model).logits(whole[:-1], len(PROMPT) - 1)
@@ -60,7 +59,7 @@ class OpenAiServerTest(unittest.TestCase):
         self.assertGreater(right.mean(), 0.9)
 
     def wait_released(self):
-        """Until no worker has rows on the server."""
+        """Waits until no worker has rows on the server."""
         deadline = time.monotonic() + 20
         with mla_client.Client.connect(self.example.attention.target) as client:
             while client.stats().sequences and time.monotonic() < deadline:
@@ -92,7 +91,7 @@ class OpenAiServerTest(unittest.TestCase):
         self.assertEqual(parts[-1]["choices"][0]["finish_reason"], "length")
         whole = self.completion(max_tokens=200, seed=5)["choices"][0]["text"]
         self.assertEqual("".join(part["choices"][0]["text"] for part in parts), whole)
-        # They come as they are chosen, not together at the end.
+        # Bytes arrive as they are chosen, not together at the end.
         self.assertLess(times[20] - times[0], 0.5 * (times[-1] - times[0]))
         self.assertEqual(len({part["id"] for part in parts}), 1)
 
@@ -155,7 +154,7 @@ class OpenAiServerTest(unittest.TestCase):
         self.check_greedy(said)
         with mla_client.Client.connect(self.example.attention.target) as client:
             self.assertNotEqual(client.boot_id, boot_id)
-            self.assertGreater(client.stats().rows_prefill, 0)  # what was said so far
+            self.assertGreater(client.stats().rows_prefill, 0)  # the text before the kill
 
     def test_refusals(self):
         ask = "/v1/completions"
@@ -248,7 +247,7 @@ class StartTest(unittest.TestCase):
 class BusyTest(unittest.TestCase):
     def test_busy_workers_are_429(self):
         class Full:
-            """Takes no task."""
+            """This worker accepts no task."""
 
             def new_number(self):
                 return 1
@@ -300,7 +299,7 @@ class PickTest(unittest.TestCase):
         np.testing.assert_allclose(shares, [0.1, 0.6, 0.3], atol=0.04)
         self.assertEqual({worker.pick(logits, 1.0, 0.85, random) for _ in range(200)}, {1, 2})
         self.assertEqual({worker.pick(logits, 1.0, 0.0, random) for _ in range(50)}, {1})
-        for least in (1e-46, 5e-324):  # nothing, as 32 bits go
+        for least in (1e-46, 5e-324):  # becomes 0 in 32 bits
             self.assertEqual({worker.pick(logits, least, 1.0, random) for _ in range(50)}, {1})
         cold = [worker.pick(logits, 0.2, 1.0, random) for _ in range(500)]
         self.assertGreater(np.mean(np.array(cold) == 1), 0.93)

@@ -1,4 +1,4 @@
-// What tests of the GPU backend on the fake runtime have in common.
+// Helpers shared by the tests of the GPU backend on the fake runtime.
 #ifndef MLA_TESTS_FAKE_HIP_BACKEND_FIXTURE_H_
 #define MLA_TESTS_FAKE_HIP_BACKEND_FIXTURE_H_
 
@@ -24,7 +24,8 @@ inline KernelImage Image(const char* arch, const char* text) {
   return {arch, {reinterpret_cast<const std::byte*>(text), std::strlen(text) + 1}};
 }
 
-// The fake's control block, fresh; null, with a failure, when the library cannot be opened.
+// Returns the fake's control block, reset. Returns null, with a test failure, if the library cannot
+// be opened.
 inline fake_hip::Control* FakeControl() {
   void* const library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   EXPECT_NE(library, nullptr) << dlerror();
@@ -36,7 +37,7 @@ inline fake_hip::Control* FakeControl() {
   return get();
 }
 
-// A launch that appends one row to the page at granule `page`; stays until it has been waited for.
+// A launch that appends one row to the page at granule `page`. It must live until its Wait returns.
 class AppendLaunch {
  public:
   absl::Status Submit(HipBackend& backend, int32_t slot, const Bf16* row, uint32_t page = 0) {
@@ -51,7 +52,7 @@ class AppendLaunch {
     launch_.appends = {&record_, 1};
     return backend.Submit(slot, launch_);
   }
-  // The host's table changes after Submit.
+  // Changes the host's table after Submit.
   void set_page(uint32_t page) { page_ = page; }
 
  private:
@@ -75,7 +76,7 @@ class BackendOnFakeTest : public ::testing::Test {
     options.libraries = {kLibrary};
     options.images = {Image("gfx950", kImage950), Image("gfx942", kImage942)};
     options.watchdog_ms = 200;
-    // Has tests of its own, and takes its time where nothing is optimised.
+    // The self-test has its own tests, and it is slow in builds without optimisation.
     options.self_test = false;
     return options;
   }
@@ -95,11 +96,11 @@ class BackendOnFakeTest : public ::testing::Test {
     l.round_items = l.round_expansions = 64;
     return l;
   }
-  // Appends `rows` rows at `kv`, an address that the launch sees, to the first page.
+  // Appends `rows` rows from `kv`, an address that the launch can read, to the first page.
   static AppendRecord Append(const void* kv, int32_t rows) {
     return {kv, DType::kBf16, 576, 0, 0, 1152, 64, 0, rows, 576};
   }
-  // A launch that appends one row.
+  // Runs a launch that appends one row.
   static absl::Status AppendOnce(HipBackend& backend) {
     const std::vector<Bf16> row(576, 0x3f80);
     return AppendOnce(backend, row.data());
@@ -109,7 +110,7 @@ class BackendOnFakeTest : public ::testing::Test {
     absl::Status s = launch.Submit(backend, 0, row);
     return s.ok() ? backend.Wait(0).status() : s;
   }
-  // The rows that are in the first page.
+  // Returns the first rows of a page.
   static std::vector<Bf16> ReadRows(HipBackend& backend, int32_t rows, uint32_t page = 0) {
     std::vector<Bf16> read(static_cast<size_t>(rows) * 576, 7);
     EXPECT_TRUE(kernels::ReadRows(backend, 0, {&page, 1}, Append(nullptr, rows), read.data()).ok());

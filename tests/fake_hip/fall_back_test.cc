@@ -1,5 +1,5 @@
-// What the registry does, and says, when a GPU can not serve: every fault with both vendors'
-// runtimes, on a machine that has none of them and on one that does.
+// Tests what the registry does and reports when a GPU cannot serve. Every fault is tried with both
+// vendors' runtimes.
 #include <algorithm>
 #include <memory>
 #include <set>
@@ -18,8 +18,8 @@ namespace {
 using ::testing::HasSubstr;
 
 struct Machine {
-  const char* row;   // in the registry
-  const char* arch;  // of its device, for which there is an image
+  const char* row;   // name in the registry
+  const char* arch;  // of its device; an image for it exists
   Vendor vendor;
 };
 
@@ -42,7 +42,8 @@ class FallBackTest : public ::testing::TestWithParam<Machine> {
     return registry;
   }
 
-  // "auto" takes the reference and tells why; the row's own name is refused with the same words.
+  // "auto" selects the reference and reports why. Selecting the row's own name fails with the same
+  // reason.
   void ExpectFallBack(const std::string& reason) const {
     const BackendRegistry registry = Registry();
     auto choice = registry.Select("auto", {});
@@ -110,7 +111,7 @@ TEST_P(FallBackTest, UnsupportedShape) {
   }
 }
 
-// A call that fails while the backend is made is reported with the API's own text.
+// If a call fails while the backend is created, the error has the API's own text.
 TEST_P(FallBackTest, AFailingCallIsNamed) {
   control_->fail_call = "hipModuleLoadData";
   control_->fail_after = 0;
@@ -118,7 +119,8 @@ TEST_P(FallBackTest, AFailingCallIsNamed) {
   ExpectFallBack("GPU module load: device kernel image is invalid (200)");
 }
 
-// Prefill with products of 8 bits is left out by itself, with its reason; all else is there.
+// If only the kernels of prefill with 8-bit products fail, the backend serves without them and
+// reports why.
 class PrefillFallBackTest : public ::testing::TestWithParam<Machine> {
  protected:
   void SetUp() override {
@@ -144,7 +146,7 @@ class PrefillFallBackTest : public ::testing::TestWithParam<Machine> {
     desc.products = DType::kFp8E4m3;
     desc.kv_format = KvFormat::kFp8Tensor;
     EXPECT_TRUE((*backend)->CanRun(desc).ok());
-    // Over these rows gfx950 has them in prefill alone.
+    // For this row format, gfx950 has 8-bit products in prefill alone.
     desc.kv_format = KvFormat::kFp8Row;
     EXPECT_EQ((*backend)->CanRun(desc).ok(), prefill || GetParam().vendor == Vendor::kNvidia);
     desc.form = AttentionForm::kExpanded;
@@ -164,7 +166,7 @@ TEST_P(PrefillFallBackTest, AWorkingDeviceHasIt) {
 
 TEST_P(PrefillFallBackTest, ImageWithoutItsKernels) {
   options_.self_test = false;
-  // Its kernels are looked up last.
+  // Create looks up the kernels of 8-bit prefill last.
   const auto of = FindArchTraits(GetParam().arch)->expand;
   const auto own = 1 + std::count_if(of.begin(), of.end(),
                                      [](const auto& v) { return v.products != DType::kBf16; });
@@ -175,7 +177,7 @@ TEST_P(PrefillFallBackTest, ImageWithoutItsKernels) {
   Expect(false, "; bf16 products in prefill: GPU module function: ");
 }
 
-// Their kernels are of bf16 products, and so they stay with these whatever the model asks for.
+// The kernels of wider heads have bf16 products only, so a request for 8-bit products is refused.
 TEST_P(PrefillFallBackTest, WiderHeadsHaveNoProductsOf8BitsInPrefill) {
   options_.self_test = false;
   const bool wider = HasExpandedForm(*FindArchTraits(GetParam().arch), kDims256);

@@ -1,5 +1,5 @@
-// The GPU backend's host path (argument packing, streams, events, buffers, refusals, faults)
-// against a fake HIP runtime that executes the kernels by name.
+// Tests the GPU backend's host code (argument packing, streams, events, buffers, refusals, faults)
+// with a fake HIP runtime that executes kernels by name.
 #include <memory>
 #include <string>
 
@@ -78,7 +78,7 @@ TEST_F(HipBackendTest, RegistryFallsBackWithTheReason) {
   }
 }
 
-// Cases through the whole host path of a fake device, against the oracle.
+// Runs cases through the whole host code of a fake device and compares with the oracle.
 conformance::SuiteReport RunCases(const HipBackendOptions& options,
                                   std::vector<conformance::CaseSpec> cases) {
   conformance::SuiteOptions suite;
@@ -123,7 +123,7 @@ std::vector<conformance::CaseSpec> Sample(const conformance::SamplerOptions& sam
   return cases;
 }
 
-// The whole host path, by the entry points of either vendor, against the oracle.
+// Runs the whole host code through the entry points of either vendor and compares with the oracle.
 TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
   for (const char* arch : {"gfx950", "gfx942", "sm_90"}) {
     control_->arch = arch;
@@ -141,7 +141,7 @@ TEST_F(HipBackendTest, ConformsThroughTheFakeDevice) {
   }
 }
 
-// With a workspace that holds all heads, a few, and less than the context of one.
+// The workspaces hold all heads, a few heads, and less than one head's context.
 TEST_F(HipBackendTest, ExpandedFormConformsInRounds) {
   for (const int64_t workspace : {int64_t{64} << 20, int64_t{1} << 20, int64_t{200000}}) {
     HipBackendOptions options = Options();
@@ -198,7 +198,7 @@ TEST_F(HipBackendTest, AllocatesNothingAfterConfigure) {
   EXPECT_EQ(control_->allocations, allocations);
 }
 
-// What Configure takes is what WorkspaceSize says, and never more.
+// Configure takes exactly as much memory as WorkspaceSize returns.
 TEST_F(HipBackendTest, WorkspaceSizeIsWhatIsTaken) {
   for (const int64_t expanded : {int64_t{1} << 20, int64_t{8} << 20}) {
     HipBackendOptions options = Options();
@@ -206,7 +206,7 @@ TEST_F(HipBackendTest, WorkspaceSizeIsWhatIsTaken) {
     auto backend = HipBackend::Create(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
     BackendLimits limits = Limits();
-    limits.kv_pool_bytes = 32 << 20;  // so large that all of the workspace can be of use
+    limits.kv_pool_bytes = 32 << 20;  // so large that all of the workspace can be used
     limits.max_geometry = {16, 512, 64, 128, 128};
     const int64_t before = control_->live_bytes;
     ASSERT_TRUE((*backend)->Configure(limits).ok());
@@ -236,7 +236,7 @@ TEST_F(HipBackendTest, TheWorkspaceOfTheExpandedFormCountsInTheMemoryFraction) {
   }
 }
 
-// The registry hands the configured figures on.
+// The registry passes the configured values on.
 TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
   control_->memory_bytes = 64 << 20;
   HipBackendOptions base = Options();
@@ -266,8 +266,8 @@ TEST_F(HipBackendTest, BackendOptionsReachTheDevice) {
   EXPECT_GE(sizes[1] - sizes[0], 1 << 20);
 }
 
-// Tiles of projections have room for a record of every request and one of every slice, and a launch
-// that asked for more would be refused, not overrun.
+// The tiles of projections have room for one record of every request and one of every slice. A
+// launch with more is refused, so it cannot overrun them.
 TEST_F(HipBackendTest, ProjectionsAreBounded) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
@@ -287,7 +287,7 @@ TEST_F(HipBackendTest, ProjectionsAreBounded) {
     ASSERT_TRUE(in.ok() && out.ok());
     std::vector<ProjectionRecord> all(records);
     for (int32_t i = 0; i < records; ++i) {
-      // Neighbours of other heads share no tile.
+      // Consecutive records have different heads, so they share no tile.
       all[i] = {*in, *out, 192, 192, 576, 576, 1, 1, i % 2, 0};
     }
     Launch launch;
@@ -325,8 +325,8 @@ TEST_F(HipBackendTest, OutOfMemoryCarriesTheApisText) {
   EXPECT_THAT(status.message(), HasSubstr("limits.weights_bytes: GPU malloc: out of memory (2)"));
 }
 
-// Each slot has metadata and staging memory of its own, and takes the page table as it is during
-// Submit: the second launch is submitted while the first has yet to run.
+// Each slot has its own metadata and staging memory and reads the page table during Submit. The
+// second launch is submitted before the first has run.
 TEST_F(HipBackendTest, TwoLaunchesRunWhileTheHostGoesOn) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
@@ -341,7 +341,7 @@ TEST_F(HipBackendTest, TwoLaunchesRunWhileTheHostGoesOn) {
     ASSERT_TRUE(launches[slot].Submit(b, slot, rows[slot].data(), kPages[slot]).ok());
     EXPECT_EQ(third.Submit(b, slot, rows[slot].data()).code(),
               absl::StatusCode::kFailedPrecondition);
-    launches[slot].set_page(12345);  // of neither
+    launches[slot].set_page(12345);  // not a page of either launch
   }
   for (int32_t slot : {0, 1}) ASSERT_TRUE(b.Wait(slot).ok());
   for (int32_t slot : {0, 1}) EXPECT_EQ(ReadRows(b, 1, kPages[slot]), rows[slot]) << slot;

@@ -1,5 +1,5 @@
-// Host memory that the device's copies reach by themselves: pinned in place, used beside launches,
-// and released while some of them run.
+// Tests host memory that the device's copies access directly. Memory is pinned in place, registered
+// while launches run, and released while some of them use it.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -29,14 +29,14 @@ class HostMemoryTest : public BackendOnFakeTest {
     ASSERT_TRUE(backend_->Configure(Limits()).ok());
   }
   void TearDown() override {
-    backend_.reset();  // before its memory is counted
+    backend_.reset();  // before the test counts its memory
     BackendOnFakeTest::TearDown();
   }
 
   std::unique_ptr<HipBackend> backend_;
 };
 
-// Memory as a client's region has it: pages of its own.
+// Memory with its own pages, like a client's region.
 class Region {
  public:
   Region() : memory_(static_cast<std::byte*>(std::aligned_alloc(4096, kBytes))) {
@@ -57,14 +57,14 @@ TEST_F(HostMemoryTest, CopiesReachRegisteredMemoryWithoutStaging) {
   HipBackend& b = *backend_;
   const Region region;
   ASSERT_TRUE(AppendOnce(b, region.rows() + 8).ok());
-  EXPECT_NE(control_->last_copied_in, region.rows() + 8);  // through the staging memory
+  EXPECT_NE(control_->last_copied_in, region.rows() + 8);  // copied through the staging memory
 
   ASSERT_TRUE(b.RegisterHost(region.bytes()).ok());
   EXPECT_EQ(control_->registered_bytes, 16384);
   const int64_t copies = control_->copies_in;
   ASSERT_TRUE(AppendOnce(b, region.rows() + 8).ok());
   EXPECT_EQ(control_->last_copied_in, region.rows() + 8);
-  EXPECT_EQ(control_->copies_in - copies, 1);  // the row: the metadata is as before
+  EXPECT_EQ(control_->copies_in - copies, 1);  // only the row; the metadata has not changed
 
   b.UnregisterHost(region.bytes());
   EXPECT_EQ(control_->registered_bytes, 0);
@@ -99,10 +99,10 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForTheLaunchesThatReachTheMemory) {
     ASSERT_TRUE(launch.Submit(b, 0, region.rows()).ok());
     std::thread closer([&] {
       b.UnregisterHost(region.bytes());
-      // From here on the memory may hold anything, or nothing.
+      // After this point, the launch must not access the memory any more.
       std::fill_n(region.rows(), 576, Bf16{0x7fc0});
     });
-    // Long enough for a closer that does not wait to be noticed.
+    // Long enough that the test notices an UnregisterHost that does not wait.
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT_EQ(control_->registered_bytes, 16384);
     EXPECT_TRUE(b.Wait(0).ok());
@@ -120,7 +120,7 @@ TEST_F(HostMemoryTest, UnregisteringWaitsForNoLaunchOfOthers) {
   ASSERT_TRUE(of_idle.Submit(b, 1, idle.rows()).ok());
   ASSERT_TRUE(b.Wait(1).ok());
   ASSERT_TRUE(of_busy.Submit(b, 0, busy.rows()).ok());
-  b.UnregisterHost(idle.bytes());  // while the launch of the other runs, in the thread that waits
+  b.UnregisterHost(idle.bytes());  // while the other region's launch runs in the waiting thread
   EXPECT_EQ(control_->registered_bytes, 16384);
   ASSERT_TRUE(b.Wait(0).ok());
   b.UnregisterHost(busy.bytes());
@@ -141,7 +141,7 @@ TEST_F(HostMemoryTest, ALostDeviceKeepsThePagesAndEndsTheWait) {
   EXPECT_EQ(control_->registered_bytes, 16384);
   const Region late;
   EXPECT_EQ(b.RegisterHost(late.bytes()).code(), absl::StatusCode::kUnavailable);
-  // The device comes to its senses and makes the copies after all: before the region goes.
+  // The device recovers and makes the copies after all, before the region is freed.
   control_->hang = false;
   backend_.reset();
 }

@@ -1,6 +1,6 @@
-// Small tensors in pinned memory that kernels use where they lie or copy, words of it that launches
-// wait for and set, metadata that stays on the device, and launches on one stream: on every
-// architecture, since the kernels of each do it.
+// Tests small tensors in pinned memory that kernels use in place or copy, words that launches wait
+// for and set, metadata that stays on the device, and launches on one stream. The tests run on
+// every architecture, because each has its own kernels for this.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -32,7 +32,7 @@ class InPlaceTest : public BackendOnFakeTest, public ::testing::WithParamInterfa
   }
   void TearDown() override {
     backend_->UnregisterHost(memory_);
-    backend_.reset();  // before its memory is counted
+    backend_.reset();  // before the test counts its memory
     std::free(memory_.data());
     BackendOnFakeTest::TearDown();
   }
@@ -46,7 +46,7 @@ class InPlaceTest : public BackendOnFakeTest, public ::testing::WithParamInterfa
     backend_ = *std::move(backend);
     ASSERT_TRUE(backend_->Configure(Limits()).ok());
   }
-  // A row of `value` in the pinned memory.
+  // Returns a row in the pinned memory, filled with `value`.
   Bf16* Row(size_t offset, Bf16 value) const {
     auto* const row = reinterpret_cast<Bf16*>(memory_.data() + offset);
     std::fill_n(row, kRowElements, value);
@@ -79,7 +79,7 @@ TEST_P(InPlaceTest, KernelsReadAndWritePinnedMemory) {
   EXPECT_EQ(*differs, 0);  // until the launch has run
   ASSERT_TRUE(backend_->Wait(0).ok());
   EXPECT_EQ(*differs, 1);
-  EXPECT_EQ(control_->copies_in - in, 2);  // the last launch had the metadata of the one before
+  EXPECT_EQ(control_->copies_in - in, 2);  // the slot's last launch had the same metadata
   EXPECT_EQ(control_->copies_out - out, 0);
   EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, 0x3f80));
 }
@@ -87,8 +87,9 @@ TEST_P(InPlaceTest, KernelsReadAndWritePinnedMemory) {
 TEST_P(InPlaceTest, WhatKernelsCouldNotUseIsCopied) {
   const HipBackend& b = *backend_;
   EXPECT_TRUE(b.InPlace(memory_.data() + 16, kRowBytes));
-  EXPECT_FALSE(b.InPlace(memory_.data() + 8, kRowBytes));  // at any byte of a message
-  EXPECT_FALSE(b.InPlace(memory_.data() + kMemoryBytes - 16, kRowBytes));  // leaves it
+  EXPECT_FALSE(b.InPlace(memory_.data() + 8, kRowBytes));                  // not aligned
+  EXPECT_FALSE(b.InPlace(memory_.data() + kMemoryBytes - 16, kRowBytes));  // ends outside the
+                                                                           // pinned memory
   const std::vector<std::byte> loose(4096);
   EXPECT_FALSE(b.InPlace(loose.data(), kRowBytes));
   RowLaunch store;
@@ -127,7 +128,7 @@ TEST_P(InPlaceTest, ManyOutputsAreCopiedAndAllElseWithThem) {
   }
 }
 
-// Rows of a prompt without queries, say.
+// For example, rows of a prompt without queries.
 TEST_P(InPlaceTest, ManyRowsAreCopied) {
   LaunchLayout layout(*backend_, 0);
   layout.ExpectOutputs(0);
@@ -138,24 +139,25 @@ TEST_P(InPlaceTest, ManyRowsAreCopied) {
   EXPECT_FALSE(layout.inputs()[1].in_place());
   layout.Clear();
   ASSERT_TRUE(layout.InputReadOnce(memory_.data(), most).ok());
-  EXPECT_FALSE(layout.inputs()[0].in_place());  // nothing is known of the outputs
+  EXPECT_FALSE(layout.inputs()[0].in_place());  // the layout does not know the outputs yet
 }
 
-// A launch that began alone and one beside it: the second one's copies have a stream of their own.
+// The first launch begins alone, the second while the first runs. The second launch's copies then
+// have their own stream.
 TEST_P(InPlaceTest, LaunchesBesideEachOtherKeepTheirOrder) {
   std::vector<Bf16> loose(kRowElements, 0x4000);
-  int32_t differs = 7;  // not pinned: copied
+  int32_t differs = 7;  // not pinned, so copied
   for (int round = 0; round < 3; ++round) {
     RowLaunch first, second;
     ASSERT_TRUE(first.Submit(*backend_, 0, Row(0, 0x3f80), 2 * round).ok());
     ASSERT_TRUE(second.Submit(*backend_, 1, loose.data(), 2 * round, &differs).ok());
     ASSERT_TRUE(backend_->Wait(1).ok());
-    EXPECT_EQ(differs, 1);  // it saw what the first one stored
+    EXPECT_EQ(differs, 1);  // the second launch reads the row that the first one stored
     ASSERT_TRUE(backend_->Wait(0).ok());
   }
 }
 
-// Calls that launches make only where they do not run alone.
+// Launches make these calls only if another launch is running.
 TEST_P(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
   int32_t position = 1;
   for (const char* call : {"hipEventRecord", "hipStreamWaitEvent"}) {
@@ -168,7 +170,7 @@ TEST_P(InPlaceTest, CallsThatPutCopiesBesideAnotherLaunchFailThatLaunchAlone) {
     ASSERT_TRUE(backend_->Wait(0).ok()) << call;
     ASSERT_TRUE(third.Submit(*backend_, 1, Row(4096, 0x4000), position).ok()) << call;
     ASSERT_TRUE(backend_->Wait(1).ok());
-    ++position;  // else the slot would have nothing to upload
+    ++position;  // otherwise the slot has nothing to upload
   }
   EXPECT_TRUE(backend_->Healthy().ok());
 }
@@ -248,7 +250,8 @@ TEST_P(InPlaceTest, AKernelCopiesSmallTensorsOfALaunchThatRunsAlone) {
       ASSERT_TRUE(backend_->Wait(1).ok());
     }
     EXPECT_EQ(differs, 0);
-    // The metadata; and tensors where other launches have kernels that their copies run beside.
+    // The metadata is always copied. Tensors are copied if another launch has kernels that the
+    // copies can overlap with.
     EXPECT_EQ(control_->copies_in - in, alone ? 1 : 2);
     EXPECT_EQ(control_->copies_out - out, alone ? 0 : 1);
   }
@@ -269,7 +272,7 @@ TEST_P(InPlaceTest, ALaunchThatKernelsCopyForIsOneGraphAndOneEvent) {
     control_->FailOnce("");
     const auto ns = backend_->Wait(0);
     ASSERT_TRUE(ns.ok());
-    EXPECT_GT(*ns, 0);  // of the kernels between the copies, by the device's clock
+    EXPECT_GT(*ns, 0);  // time of the kernels between the copies, by the device's clock
     EXPECT_LT(*ns, 1'000'000'000);
     EXPECT_EQ(differs, 0);
     EXPECT_EQ(control_->graph_launches - graphs, launch >= KernelGraphs::kUsesBefore ? 1 : 0);
@@ -306,7 +309,7 @@ TEST_P(WordsTest, ALaunchWaitsForAWordAndSetsOneAtItsEnd) {
 TEST_P(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
   for (uint32_t i = 0; i < 8; ++i) {
     const bool late = i % 2 == 1;
-    const uint32_t value = 0xfffffffcu + i;  // across zero
+    const uint32_t value = 0xfffffffcu + i;  // the values wrap around zero
     *Word(0) = late ? value - 1 : value;
     RowLaunch launch;
     launch.set_words({Word(0), value}, late ? 1000 : kLimitNs, {Word(1), value});
@@ -317,11 +320,11 @@ TEST_P(WordsTest, OneThatIsLateSetsNoWordAndTheNextIsItsOwn) {
     EXPECT_EQ(backend_->WasLate(0), late);
     EXPECT_EQ(*Word(1), late ? value - 1 : value);
     EXPECT_GE(backend_->GateNanos(0), late ? 1000 : 0);
-    // One that is late leaves the row of the one before.
+    // A launch whose wait timed out leaves the row of the previous launch.
     const Bf16 stored = static_cast<Bf16>(0x3f80 + (late ? i - 1 : i));
     EXPECT_EQ(ReadRows(*backend_, 1), std::vector<Bf16>(kRowElements, stored));
   }
-  EXPECT_GE(control_->graph_launches, 6);  // all but the first
+  EXPECT_GE(control_->graph_launches, 6);  // all but the first launch
   RowLaunch plain;
   ASSERT_TRUE(plain.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
   EXPECT_TRUE(backend_->Wait(0).ok());
@@ -342,13 +345,14 @@ TEST_P(WordsTest, WordsNearbyAreLookedAtAndStored) {
   EXPECT_EQ(*Word(3), 8u);
 }
 
-// Copies of its outputs run behind its kernels, and no kernel behind those.
+// Outputs are copied after the kernels, and no kernel runs after the copies to set the word.
 TEST_P(WordsTest, ALaunchWhoseOutputsAreCopiedLeavesItsSignalsToTheCaller) {
   *Word(0) = 3;
   std::vector<int32_t> differs(1, 7);
   ASSERT_TRUE(AppendOnce(*backend_, Row(0, 0x3f80)).ok());
   RowLaunch launch, other;
-  ASSERT_TRUE(other.Submit(*backend_, 1, Row(4096, 0x3f80), 1).ok());  // so that none moves them
+  ASSERT_TRUE(other.Submit(*backend_, 1, Row(4096, 0x3f80), 1).ok());  // so that no kernel moves
+                                                                       // the outputs
   launch.set_output_bytes(1 << 20);
   launch.set_words({Word(0), 3}, kLimitNs, {Word(1), 8});
   ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0, differs.data()).ok());
@@ -371,10 +375,10 @@ TEST_P(WordsTest, WordsThatTheDeviceDoesNotReach) {
   signalling.set_words({Word(0), 5}, kLimitNs, {&loose[1], 6});
   ASSERT_TRUE(signalling.Submit(*backend_, 0, Row(0, 0x3f80), 0).ok());
   ASSERT_TRUE(backend_->Wait(0).ok());
-  EXPECT_EQ(loose[1], 5u);  // left to the caller
+  EXPECT_EQ(loose[1], 5u);  // the caller sets this word
 }
 
-// Driver calls of other threads wait for a gate, so none is without a bound.
+// Other threads' driver calls wait while a gate waits, so every gate has a time limit.
 TEST_P(WordsTest, GatesWaitForTwoSecondsAtMost) {
   for (const int64_t limit_ns : {int64_t{-1}, kLimitNs + 1}) {
     RowLaunch launch;

@@ -1,5 +1,5 @@
-// Kernels of launches that repeat are one call of the runtime, of either vendor; what it refuses
-// costs nothing but that.
+// Tests that repeated kernel sequences become one call of the runtime, for both vendors. If the
+// runtime refuses a call, kernels are launched one by one and results stay correct.
 #include "kernels/hip/runtime/kernel_graphs.h"
 
 #include <cstdint>
@@ -19,7 +19,8 @@ constexpr size_t kRowElements = 576;
 
 constexpr int64_t kLayerBytes = 64 * 1152;
 
-// Appends a row to a layer's page, by two kernels: the page table's change, and the row.
+// Appends a row to a layer's page with two kernels: one changes the page table, the other stores
+// the row.
 class LayerLaunch {
  public:
   absl::Status Submit(HipBackend& backend, int32_t slot, Bf16 value, int layer) {
@@ -69,7 +70,7 @@ class KernelGraphsTest : public BackendOnFakeTest, public ::testing::WithParamIn
     EXPECT_EQ(control_->graphs, 0);
     BackendOnFakeTest::TearDown();
   }
-  // The row of a layer.
+  // Returns the row of a layer.
   std::vector<Bf16> Row(int layer) {
     AppendRecord stored = Append(nullptr, 1);
     stored.layer_offset = layer * kLayerBytes;
@@ -78,9 +79,9 @@ class KernelGraphsTest : public BackendOnFakeTest, public ::testing::WithParamIn
     EXPECT_TRUE(kernels::ReadRows(*backend_, 0, {&page, 1}, stored, row.data()).ok());
     return row;
   }
-  // Sequences of a launch: a kernel brings the row, before the first event.
+  // Sequences of a launch. The first one is the kernel that copies the row, before the first event.
   static constexpr int64_t kAll = 2;
-  // Stores a row in a layer; how many sequences were graphs.
+  // Stores a row in a layer. Returns the number of sequences that ran as graphs.
   int64_t Store(Bf16 value, int layer) {
     const int64_t graphs = control_->graph_launches, kernels = control_->launches;
     LayerLaunch launch;
@@ -92,7 +93,8 @@ class KernelGraphsTest : public BackendOnFakeTest, public ::testing::WithParamIn
     return of_graphs;
   }
 
-  // A kernel that runs keeps its arguments: all are set by the launch itself.
+  // HIP does not promise to keep the arguments of a running kernel, so on AMD devices each launch
+  // sets all arguments itself.
   void ExpectNothingSetAhead() {
     for (int layer = 0; layer < 5; ++layer) Store(static_cast<Bf16>(0x3f80 + layer), layer);
     for (int layer = 5; layer < 8; ++layer) {
@@ -142,18 +144,19 @@ TEST_P(KernelGraphsTest, LaunchesThatOverlapKeepTheirArguments) {
 
 TEST_P(KernelGraphsTest, LayersOfAStepAreSetBeforeTheyAreLaunched) {
   if (amd()) return ExpectNothingSetAhead();
-  // The graph is made with the second; the fifth is as far behind the fourth as that behind the
-  // third.
+  // The second launch creates the graph. From the fifth launch on, arguments for the next layer can
+  // be predicted, because layers follow at equal distances.
   for (int layer = 0; layer < 5; ++layer) Store(static_cast<Bf16>(0x3f80 + layer), layer);
   for (int layer = 5; layer < 8; ++layer) {
     control_->fail_call = "hipGraphExecKernelNodeSetParams";
     control_->fail_after = 0;
     control_->fail_times = 1;
     control_->fail_seen = layer == 6 ? 0 : 1;
-    // Of the sixth the launch itself sets nothing; what fails is what it sets for the seventh.
+    // Arguments of layer 6 were set ahead, so its own launch sets none. The injected failure hits
+    // the call that sets the arguments of layer 7.
     EXPECT_EQ(Store(static_cast<Bf16>(0x3f80 + layer), layer), kAll) << layer;
   }
-  // Neither of these was expected.
+  // These layers were not predicted.
   control_->fail_call = "";
   EXPECT_EQ(Store(0x4000, 2), kAll);
   EXPECT_EQ(Store(0x4040, 1), kAll);
@@ -185,7 +188,7 @@ TEST_P(KernelGraphsTest, ALaunchThatIsRefusedIsMadeOneByOneAndTheNextIsNot) {
     control_->fail_call = call;
     control_->fail_after = control_->fail_seen = 0;
     control_->fail_times = -1;
-    // The kernel that brings the row has nothing to be set.
+    // The kernel that copies the row has no arguments to set.
     const bool sets = std::string(call) == "hipGraphExecKernelNodeSetParams";
     EXPECT_EQ(Store(0x4080, 4), sets ? kAll - 1 : 0) << call;
     control_->fail_call = "";
@@ -194,17 +197,17 @@ TEST_P(KernelGraphsTest, ALaunchThatIsRefusedIsMadeOneByOneAndTheNextIsNot) {
   }
 }
 
-// HIP gives the space of arguments back with the graph alone, and ends where it has none left.
+// HIP frees the memory of arguments only with the whole graph, and fails when none is left.
 TEST_P(KernelGraphsTest, ArgumentSpaceIsBounded) {
   constexpr int64_t kSetBytes = 6 << 10;
-  // The graph in use and the one before it, for each of two sequences.
+  // The current graph and the previous one, for each of two sequences.
   constexpr int64_t kMost =
       4 * (KernelGraphs::kMostSets + 2 * int64_t{KernelGraphs::kMostKernels}) * kSetBytes;
   control_->graph_argument_limit = kMost;
   constexpr int kLaunches = 4 * KernelGraphs::kMostSets;
   for (int i = 0; i < kLaunches; ++i) {
     LayerLaunch launch;
-    // In no order, so that each launch sets an argument.
+    // The layers have no regular order, so each launch sets an argument.
     ASSERT_TRUE(launch.Submit(*backend_, 0, static_cast<Bf16>(0x3f80 + i % 64), i * i % 11).ok());
     ASSERT_TRUE(backend_->Wait(0).ok()) << i;
   }
@@ -237,12 +240,13 @@ TEST_P(KernelGraphsTest, AGraphThatCannotBeReplacedIsLaunchedOneByOne) {
     ASSERT_TRUE(backend_->Wait(0).ok());
   }
   control_->fail_call = "";
-  // The kernel that brings the row is never set, so its graph stays; on NVIDIA devices each does.
+  // The kernel that copies the row never has arguments set, so its graph stays. On NVIDIA devices
+  // all graphs stay.
   EXPECT_EQ(Store(0x4080, 5), amd() ? 1 : kAll);
   EXPECT_TRUE(backend_->Healthy().ok());
 }
 
-// The class alone.
+// Tests the class KernelGraphs alone.
 TEST_P(KernelGraphsTest, SequencesAreBounded) {
   backend_.reset();
   const std::string library = kLibrary;

@@ -1,5 +1,5 @@
-// Rows of 8 bits on the kernels of every architecture: what no append has written, any scale that
-// the format allows for, bytes that stand for no number; and what appends write.
+// Tests rows of 8-bit values on the kernels of every architecture: rows that no append has written,
+// every scale that the format allows, bytes that encode NaN, and the bytes that appends write.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -22,15 +22,15 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 struct Case {
   std::string name;
   KvFormat format;
-  std::vector<float> scales;  // of rows and groups in turn, or of the layer
-  float q;                    // size of queries
-  bool nan_row;               // the last row holds none but bytes that stand for NaN
-  // Rows whose groups have scales of their own; those of others have the same.
+  std::vector<float> scales;  // cycled over rows and groups; or one scale of the layer
+  float q;                    // magnitude of the queries
+  bool nan_row;               // the last row holds only NaN encodings
+  // In these rows each group has its own scale. In other rows all groups have the same scale.
   int32_t own_begin = 0, own_end = kRows;
-  int32_t step = 3;  // in `scales`, from a row to the next
+  int32_t step = 3;  // offset in `scales` from one row to the next
 };
 
-// Powers of two, and what is none; nothing at all, denormals, the bounds.
+// Powers of two and other scales, zeros, denormals, and the smallest and largest scales.
 const Case kCases[] = {
     {"powers", KvFormat::kFp8Row, {0x1p-6f, 0x1p-9f, 0x1p-2f}, 0.02f, true},
     {"thirds", KvFormat::kFp8Row, {0.013f, 0.3f, 0x1p-4f, 0.0071f, 0.11f}, 0.02f, true},
@@ -60,12 +60,12 @@ const Case kCases[] = {
 
 class Inputs {
  public:
-  // `coarse`: queries such that rounding to e4m3 keeps them.
+  // If `coarse`, rounding to e4m3 does not change the queries.
   Inputs(const Case& c, Fp8Kind of_pool, int32_t of_heads, bool coarse)
       : layout(MakeKvRowLayout(c.format, kLora, kDim - kLora)), kind(of_pool), heads(of_heads) {
     uint32_t state = 12345;
     const auto next = [&state] { return state = state * 1664525u + 1013904223u, state >> 8; };
-    // Scales of the other kind are twice as large.
+    // For the other fp8 kind, scales are twice as large.
     const float doubled = kind == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f;
     for (int32_t row = 0; row < kRows; ++row) {
       std::byte* const at = &pool[static_cast<size_t>(row * layout.row_bytes)];
@@ -123,7 +123,7 @@ class Inputs {
   }
 };
 
-// Softmax over the rows that packed row `p` sees, in double.
+// Softmax over the rows that packed row `p` attends to, in double.
 struct Answer {
   Answer(const Inputs& in, int32_t p) {
     const int32_t visible = kRows - kQueries + p / in.heads + 1;
@@ -163,7 +163,7 @@ class KvRowsTest : public BackendOnFakeTest {
     options.watchdog_ms = 60000;
     return options;
   }
-  // One unit, one work item, not split.
+  // Runs one work item on one unit, without a split.
   static absl::Status Attend(HipBackend& backend, const Inputs& in, KvFormat format, DType products,
                              std::vector<float>& o, std::vector<float>& lse) {
     LaunchLayout layout(backend, 0);
@@ -263,8 +263,8 @@ TEST_F(KvRowsTest, AnyBytesMeanWhatTheFormatSays) {
   }
 }
 
-// As many heads as need the kernel of 64 packed rows on the 8 units of the device. Scales go
-// another way there, by tiles of 64 rows that have one each and others.
+// This number of heads selects the kernel of 64 packed rows on the device's 8 units. That kernel
+// has one path for tiles of 64 rows with one scale each and another for other tiles.
 TEST_F(KvRowsTest, ProductsOfEightBitsMeanTheSameOnSm90) {
   for (const Case& c : kCases) {
     if (c.format != KvFormat::kFp8Row || c.scales[0] < 0x1p-70f) continue;  // taken as zeros
@@ -272,8 +272,8 @@ TEST_F(KvRowsTest, ProductsOfEightBitsMeanTheSameOnSm90) {
   }
 }
 
-// Rows by the factors of their four groups. The largest magnitude of a group is 1.75 times that, so
-// groups share a scale up to a factor of 2^4.
+// Each row has factors for its four groups. The largest magnitude of a group is 1.75 times its
+// factor, so groups whose factors differ by at most 2^4 share a scale.
 std::vector<float> RowsToAppend() {
   constexpr float kFactors[][4] = {
       {1, 1, 1, 1},

@@ -1,4 +1,5 @@
-// Page work of the GPU backend on the fake runtime: lists in few commands, in their order.
+// Tests the GPU backend's page work on the fake runtime: a list takes few commands and keeps its
+// order.
 #include <memory>
 #include <span>
 #include <vector>
@@ -19,8 +20,8 @@ class PagesTest : public BackendOnFakeTest {
   }
 };
 
-// Ranges that share no bytes take one kernel together, however many they are; each place where the
-// list waits for itself one more.
+// Ranges that share no bytes take one kernel together, however many they are. Each place where a
+// range depends on an earlier one takes one more kernel.
 TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
@@ -35,8 +36,8 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   EXPECT_EQ(control_->launches - launches, 1);
   EXPECT_EQ(ReadRows(**backend, 1), std::vector<Bf16>(576, 0));
 
-  // The row, to a place that is zeroed first, over an edge of chunks, and back over what was zeroed
-  // meanwhile, without its last element. Odd places and lengths on the way.
+  // The chain copies the row to a zeroed place that crosses an edge between chunks, zeroes the
+  // source, and copies the row back without its last element. Places and lengths are odd.
   ASSERT_TRUE(AppendOnce(**backend).ok());
   constexpr int64_t kOdd = 3 * kMoveChunkBytes - 574;
   const PageRange chain[] = {{kOdd, 100000},  {kOdd, 1152, 0},        {0, 1152},
@@ -48,7 +49,7 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   EXPECT_EQ(bytes[0], 0x3f80);
   EXPECT_EQ(bytes[574], 0x3f80);
   EXPECT_EQ(bytes[575], 0);
-  // All places of a range are one kernel, and count as so many ranges.
+  // All places of a range are one kernel, but each place counts as a range.
   launches = control_->launches;
   PageRange places{0, 2, PageRange::kZeros, most, 4};
   ASSERT_TRUE(Write(**backend, {&places, 1}).ok());
@@ -62,7 +63,8 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   EXPECT_EQ(Write(**backend, {&outside, 1}).code(), absl::StatusCode::kInvalidArgument);
 }
 
-// However often entries are named, a launch shows the table with one kernel and its own size.
+// However often entries are named, a launch updates the table with one kernel and copies each entry
+// at most once.
 TEST_F(PagesTest, AListOfTableRangesIsOneKernel) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();

@@ -1,4 +1,4 @@
-// The self-test that a GPU backend runs before it is offered, against a fake HIP runtime whose
+// Tests the self-test that a GPU backend runs before it is offered, with a fake HIP runtime whose
 // results can be made wrong.
 #include <chrono>
 #include <string>
@@ -35,7 +35,8 @@ TEST_F(SelfTestTest, AFailureIsNotOffered) {
   EXPECT_THAT(status.message(), HasSubstr("failed self-test on Fake Instinct"));
 }
 
-// What only shows where loops turn around, with pages of three rows, without keys, or as NaN.
+// These flaws show only in later iterations of loops, with pages of three rows, without keys, or
+// with NaN.
 TEST_F(SelfTestTest, NoticesWhatFewRowsDoNotShow) {
   using fake_hip::Flaw;
   const HipBackendOptions options = WithSelfTest();
@@ -55,7 +56,8 @@ TEST_F(SelfTestTest, NoticesWhatFewRowsDoNotShow) {
   }
 }
 
-// Rounding latent outputs once more changes nothing much but where they nearly cancel.
+// Rounding latent outputs an additional time changes results noticeably only where outputs nearly
+// cancel.
 TEST_F(SelfTestTest, NoticesRoundedLatentOutputs) {
   control_->rounded_inputs = true;
   const HipBackendOptions options = WithSelfTest();
@@ -83,12 +85,14 @@ std::vector<std::string> KernelsOf(const ArchTraits& arch) {
     if (v.products == DType::kBf16) kernels.push_back(v.kernel);
   }
   for (const ExpandVariant& v : arch.expand) {
-    if (v.products == DType::kBf16) kernels.push_back(v.kernel);  // others: fall_back_test.cc
+    if (v.products == DType::kBf16)
+      kernels.push_back(v.kernel);  // fall_back_test.cc tests the
+                                    // others
   }
   return kernels;
 }
 
-// AMD devices are offered without these: tensors are copied then.
+// AMD devices are offered without these kernels; tensors are copied then.
 bool OnlyForHostMemory(const std::string& kernel) {
   return kernel == kCopyTensorsKernel || kernel == kGateKernel || kernel == kSignalKernel;
 }
@@ -96,8 +100,7 @@ bool OnlyForHostMemory(const std::string& kernel) {
 class SelfTestKernelsTest : public SelfTestTest,
                             public ::testing::WithParamInterface<const ArchTraits*> {};
 
-// None is offered that has not given a known answer: the self-test launches every kernel, and
-// notices when one by itself is wrong.
+// The self-test launches every kernel and notices if any single kernel is wrong.
 TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
   const ArchTraits& arch = *GetParam();
   control_->arch = arch.arch.data();
@@ -121,7 +124,8 @@ TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
   EXPECT_TRUE(status.ok()) << status;
   std::vector<std::string> named(SelfTestParts().begin(), SelfTestParts().end());
   if (arch.expanded_products_keys == 0) std::erase(named, "prefill");
-  // Graphs are off on AMD devices, and of NVIDIA's the driver says whether they reach the host.
+  // Graphs are off on AMD devices. On NVIDIA devices the driver reports whether kernels reach host
+  // memory.
   std::erase(named, options.vendor == Vendor::kAmd ? "replays" : "host_memory");
   EXPECT_EQ(parts, named);
   for (const std::string& kernel : KernelsOf(arch)) {

@@ -1,4 +1,4 @@
-// The kernels for indexers and for windows, compiled for the host, against the oracles of the
+// Compares the kernels for indexers and for windows, compiled for the host, with the oracles of the
 // conformance tests.
 #include <memory>
 #include <span>
@@ -43,7 +43,7 @@ TEST_P(SparseKernelsTest, TheIndexerChoosesTheBestOfWhatARowSees) {
   for (const IndexerCase& c : conformance::LongIndexerCases()) cases.push_back(c);
   for (const IndexerCase& c : cases) {
     IndexerWorkload workload(c);
-    ASSERT_TRUE(workload.Run(reference, 0, c.rows).ok());  // the bytes of the pages
+    ASSERT_TRUE(workload.Run(reference, 0, c.rows).ok());  // writes the pages
     const absl::Status checked = workload.Check(*backend);
     ASSERT_TRUE(checked.ok()) << ToString(c) << ": " << checked;
   }

@@ -1,5 +1,5 @@
-// Weights on a GPU: taken at start, placed by one account, moved together where free room lies in
-// pieces.
+// Tests weights on a GPU. Their memory is taken at start, one account places them, and models move
+// together when the free memory is fragmented.
 #include <utility>
 #include <vector>
 
@@ -39,7 +39,7 @@ class WeightsTest : public BackendOnFakeTest {
     EXPECT_TRUE((*backend)->Configure(LimitsOf(weights_bytes)).ok());
     return *std::move(backend);
   }
-  // W_UK of head h is `value` + h everywhere, W_UV the negative.
+  // Every element of W_UK of head h is `value` + h; W_UV has the negative.
   static absl::Status Load(HipBackend& backend, int32_t slot, const Geometry& g, float value,
                            int32_t begin = 0, int32_t end = -1) {
     if (end < 0) end = g.num_heads;
@@ -51,8 +51,8 @@ class WeightsTest : public BackendOnFakeTest {
     }
     return backend.LoadWeights(slot, g, begin, end, uk.data(), uv.data());
   }
-  // What a one in the first element of head `head` is projected to: an element of its W_UK, or of
-  // W_UV.
+  // Projects a vector with a one in its first element by head `head`. The result is an element of
+  // its W_UK if `absorb` is true, else of its W_UV.
   static float Seen(HipBackend& b, int32_t slot, const Geometry& g, int32_t head, bool absorb) {
     std::vector<Bf16> in(kLora + kRope, 0), out(kLora + kRope, 0);
     in[0] = ToBf16(1.0f);
@@ -78,7 +78,7 @@ class WeightsTest : public BackendOnFakeTest {
 };
 
 TEST_F(WeightsTest, OutOfMemoryAtStartNamesTheKey) {
-  // By number of the allocation; between them lie the addresses of weights.
+  // Numbers of allocations. The one between them holds the addresses of weights.
   for (const auto& [i, key] :
        {std::pair(0, "limits.weights_bytes: "), std::pair(2, "kv_cache.bytes: ")}) {
     auto backend = HipBackend::Create(Options());
@@ -104,7 +104,7 @@ TEST_F(WeightsTest, UploadsAllocateNothing) {
   ASSERT_TRUE(Load(*backend, 3, g, 16.0f).ok());
   ExpectSeen(*backend, 0, g, 1.0f);
   ExpectSeen(*backend, 3, g, 16.0f);
-  // Another model takes the slot.
+  // Another model replaces the one in this slot.
   const Geometry other = OfHeads(2, 16);
   ASSERT_TRUE(Load(*backend, 0, other, 32.0f).ok());
   ExpectSeen(*backend, 0, other, 32.0f);
@@ -112,7 +112,8 @@ TEST_F(WeightsTest, UploadsAllocateNothing) {
   EXPECT_EQ(control_->live_bytes, live);
 }
 
-// The account is of whole models: what begins also ends, whatever comes between.
+// The account reserves whole models, so an upload that has begun can finish whatever is loaded in
+// between.
 TEST_F(WeightsTest, TheFirstHeadTakesTheRoomOfAll) {
   const Geometry g = OfHeads(4);
   auto backend = Configured(2 * BytesOf(g));
@@ -122,7 +123,8 @@ TEST_F(WeightsTest, TheFirstHeadTakesTheRoomOfAll) {
   const absl::Status status = Load(*backend, 2, OfHeads(1), 24.0f);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(status.message(),
-            "limits.weights_bytes: got 16384 bytes of weights beside 131072 in use, limit 131072");
+            "limits.weights_bytes: got 16384 bytes of weights in addition to 131072 in use, limit "
+            "131072");
   ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 0, 3).ok());
   ASSERT_TRUE(Load(*backend, 1, g, 8.0f, 1, 4).ok());
   ExpectSeen(*backend, 0, g, 1.0f);
@@ -142,15 +144,16 @@ TEST_F(WeightsTest, FreeRoomInPiecesIsJoined) {
   ASSERT_TRUE(Load(*backend, 3, middle, 16.0f).ok());
   ASSERT_TRUE(backend->FreeWeights(0).ok());
   ASSERT_TRUE(backend->FreeWeights(3).ok());
-  // One head's room before the three of slot 1, which therefore move in pieces, and three behind.
+  // There is free room of one head before the three heads of slot 1, which therefore move in
+  // pieces, and free room of three heads after them.
   ASSERT_TRUE(Load(*backend, 0, large, 32.0f).ok());
   ExpectSeen(*backend, 0, large, 32.0f);
   ExpectSeen(*backend, 1, middle, 2.0f);
   ExpectSeen(*backend, 2, small, 8.0f);
 }
 
-// Room of `gap` heads before a model of `heads` heads, and of two behind it: two heads more than
-// the gap come, for which the model moves.
+// Free room of `gap` heads lies before a model of `heads` heads, and of two heads after it. A model
+// of two heads more than the gap is loaded, so the first model moves.
 TEST_F(WeightsTest, AMoveTakesFewCopies) {
   constexpr int64_t kWorkspace = LeastRoundWorkspace(kDims128);
   const int64_t head = BytesOf(OfHeads(1));
@@ -160,8 +163,8 @@ TEST_F(WeightsTest, AMoveTakesFewCopies) {
     int32_t gap, heads;
     int64_t copies;
   } moves[] = {
-      {4, 3, 1},                                                 // at once
-      {4, 4, 1},                                                 // as long as its way
+      {4, 3, 1},                                                 // in one copy
+      {4, 4, 1},                                                 // as long as the distance it moves
       {4, 10, 3},                                                // in pieces
       {1, 15, 2 * ((15 * head + kWorkspace - 1) / kWorkspace)},  // through the workspace
   };
@@ -181,15 +184,15 @@ TEST_F(WeightsTest, AMoveTakesFewCopies) {
   }
 }
 
-// Other models' weights that have moved, or have in part, must not be read: the device counts as
-// lost.
+// If a move fails, other models' weights may have moved in part and must not be read. The device
+// counts as lost.
 TEST_F(WeightsTest, AMoveThatDoesNotEndLosesTheDevice) {
   const Geometry small = OfHeads(1), middle = OfHeads(3), large = OfHeads(4);
   const struct {
     const char* call;
     int after;
   } failures[] = {{"hipMemcpyDtoDAsync", 0},  // of the first model that moves
-                  {"hipMemcpyDtoDAsync", 1},  // the same, from the workspace
+                  {"hipMemcpyDtoDAsync", 1},  // the same model, from the workspace
                   {"hipMemcpyDtoDAsync", 2},  // of the second model
                   {"hipMemcpyHtoDAsync", 0},  // the new addresses
                   {"hipStreamSynchronize", 0}};
@@ -215,7 +218,7 @@ TEST_F(WeightsTest, AMoveThatDoesNotEndLosesTheDevice) {
   }
 }
 
-// Nothing had to move: the others are where they were, and it may come again.
+// Nothing had to move, so other models' weights are intact and the upload may be repeated.
 TEST_F(WeightsTest, AFailedUploadThatMovesNothingFailsAlone) {
   const Geometry g = OfHeads(2);
   for (const int copy : {0, 1, 2}) {  // addresses for the kernels, W_UK, W_UV
@@ -243,7 +246,7 @@ TEST_F(WeightsTest, BadUploadsAreRefused) {
   EXPECT_EQ(Load(*backend, 0, OfHeads(2, 0), 1.0f).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(backend->FreeWeights(4).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_TRUE(backend->FreeWeights(0).ok());
-  // Heads that have not come can not be used.
+  // Heads whose weights were not loaded cannot be used.
   ASSERT_TRUE(Load(*backend, 0, g, 1.0f, 0, 1).ok());
   const ProjectionRecord record{nullptr, nullptr, 0, 0, 0, 0, 1, 2, 0, 0};
   Launch launch;

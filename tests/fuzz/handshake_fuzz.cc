@@ -83,7 +83,7 @@ std::string CheckRegion(const ShmConnection& connection, const wire::ConnectRequ
   fstat(connection.descriptor(), &found);
   if (static_cast<uint64_t>(found.st_size) != reply.region_bytes) return "another size";
   const bool ring = (request.flags & wire::kWantRing) != 0;
-  if (ring != (reply.ring_entries > 0)) return "a ring that was not asked for, or none";
+  if (ring != (reply.ring_entries > 0)) return "a ring that was not requested, or a missing ring";
   if (reply.arena_offset != (ring ? wire::RingBytes(reply.ring_entries) : 0)) return "arena";
   if (reply.region_bytes - reply.arena_offset < request.bytes ||
       reply.region_bytes - reply.arena_offset > kMostArenaBytes) {
@@ -105,7 +105,7 @@ std::string CheckReply(const ShmConnection& connection, std::string_view packet,
   if (reply.code == 0 && request.version != wire::kHandshakeVersion)
     return "another version accepted";
   if (reply.code == 0) return CheckRegion(connection, request, reply);
-  if (connection.descriptor() >= 0) return "a region beside a refusal";
+  if (connection.descriptor() >= 0) return "a region with a refusal";
   if (reply.code < 0 || reply.code > 16) return absl::StrCat("code ", reply.code);
   return reply.message[0] == 0 ? "a refusal that explains nothing" : "";
 }
@@ -121,10 +121,9 @@ std::string CheckOne(const Listener& listener, const std::string& input) {
     const std::string_view packet = left.substr(0, length);
     left.remove_prefix(packet.size());
     if (!connection.Send(packet.data(), packet.size()))
-      return "";  // the listener has ended it
-                  // already
+      return "";  // the listener has already ended it
     const auto reply = connection.Receive(seconds(10));
-    if (!reply.has_value()) return connection.Ended(seconds(10)) ? "" : "neither answer nor end";
+    if (!reply.has_value()) return connection.Ended(seconds(10)) ? "" : "no answer and no end";
     if (i > 0) return "a second answer";
     if (std::string fault = CheckReply(connection, packet, *reply); !fault.empty()) return fault;
     if (reply->code != 0) return connection.Ended(seconds(10)) ? "" : "refused and not ended";

@@ -82,8 +82,9 @@ std::string CheckPlace(const scheduler::MovingPages& pages, const server::PagePl
                                 group.first_row + group.rows <= pages.tags.rows;
   if (!named) return "a chunk of rows that the header does not name";
   const auto pieces = server::PiecesOf(pages, group);
-  return kvcache::IsPart(pieces, place.offset, static_cast<int64_t>(bytes)) ? ""
-                                                                            : "a chunk of no rows";
+  return kvcache::IsPart(pieces, place.offset, static_cast<int64_t>(bytes))
+             ? ""
+             : "a chunk without rows";
 }
 
 std::string CheckHeader(const v1::PagesHeader& header) {
@@ -96,7 +97,7 @@ std::string CheckHeader(const v1::PagesHeader& header) {
   }
   const size_t sinks = tags.sinks ? tags.sinks->size() : 0;
   if (sinks != 0 && sinks != static_cast<size_t>(tags.layers) * tags.geometry.num_heads) {
-    return "sinks of no layer or head";
+    return "sinks for a wrong number of layers or heads";
   }
   return "";
 }

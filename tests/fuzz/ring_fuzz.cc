@@ -239,7 +239,7 @@ std::string Side::CheckCompletions() {
     }
     const auto reply = hand_->Message(*done);
     // A message in the arena may be invalid, because the client may have overwritten it.
-    if (in_slot && !reply.has_value()) return "a message that is none";
+    if (in_slot && !reply.has_value()) return "an invalid message";
     if (in_slot && reply->has_error() && reply->error().detail().reason().empty()) {
       return absl::StrCat("an error without a reason: ", reply->ShortDebugString());
     }

@@ -112,9 +112,9 @@ std::string TakeOver(const std::string& input) {
   struct stat about;
   const bool left = stat(path.c_str(), &about) == 0;
   unlink(path.c_str());
-  if (taken && left) return "a file of its own was left behind";
+  if (taken && left) return "an own file was not removed";
   if (taken && !input.empty() && !absl::StartsWith(input, "MLATIER\n")) {
-    return "a file that is something else was taken";
+    return "a file of another kind was accepted";
   }
   if (!taken && (!left || about.st_size != static_cast<off_t>(input.size()))) {
     return "a file that was refused was changed";

@@ -33,7 +33,7 @@ template <typename Message>
 std::string Compare(const std::string& bytes, const Message& header,
                     const wire::PayloadRange& range) {
   Message whole;
-  if (!whole.ParseFromString(bytes)) return "accepted what protobuf does not read";
+  if (!whole.ParseFromString(bytes)) return "accepted bytes that protobuf refuses";
   if (range.offset > bytes.size() || range.size > bytes.size() - range.offset) {
     return absl::StrCat("payload at ", range.offset, " + ", range.size, " of ", bytes.size());
   }

@@ -1,4 +1,4 @@
-"""The report over the device kernels finds what it must refuse, and counts the right loop."""
+"""The report on the device kernels refuses every fault that it must, and counts the right loop."""
 
 import collections
 import importlib.util
@@ -64,7 +64,7 @@ ASSEMBLY = """mla_attend_64:
 
 
 def turn(lines, waves=1):
-    """The steady turn of a loop made of these instructions."""
+    """The repeated part of a loop made of these instructions."""
     code = [tuple(line.split(" ", 1)) if " " in line else (line, "") for line in lines]
     return report.timeline.follow(code, report.MATRIX_CLOCKS["gfx950"], report.LDS_CLOCKS, waves)
 
@@ -201,7 +201,8 @@ class HipReportTest(unittest.TestCase):
             return list(report.stage_faults(arch, kernel, turn(code)))
 
         self.assertEqual(faults(10, 20), [])
-        # One load of the turn is gone, and with the old count one of the tile's is not waited for.
+        # One load of the repeated part is removed. With the old count, the wait then misses one of
+        # the tile's loads.
         self.assertEqual(faults(9, 20), ["gfx950 mla_attend_64: 20 loads on their way at the "
                                          "barrier, must be 18 (2 turns of 9)"])
         self.assertEqual(faults(10, 21), ["gfx950 mla_attend_64: 21 loads on their way at the "
@@ -245,13 +246,14 @@ class HipReportTest(unittest.TestCase):
 
 
 def rows(swizzle):
-    """Addresses of one 16-byte chunk of 32 rows of 128 bytes, as both halves of a wave read it."""
+    """Addresses of one 16-byte chunk of 32 rows of 128 bytes, as both halves of a wave read them.
+    """
     return [lane % 32 * 128 + ((lane // 32 ^ swizzle(lane % 32)) << 4) for lane in range(64)]
 
 
 def block(swizzle):
-    """Those of a transposed read: four rows by four chunks, the upper half four rows further down;
-    16 lanes have two chunks."""
+    """Addresses of a transposed read: four rows by four chunks, the upper half four rows further
+    down. 16 lanes have two chunks."""
     return [row * 128 + ((chunk ^ swizzle(row)) << 4) + lane % 2 * 8
             for lane in range(64)
             for row in [lane // 32 * 4 + lane % 16 // 4]

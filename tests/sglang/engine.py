@@ -1,12 +1,12 @@
-"""One SGLang engine, and what happens to it: a program of its own, so that each case has a process.
+"""Runs one SGLang engine and its events as a program, so that each case has its own process.
 
     engine.py CASE.json OUT.json
 
 CASE: "model" (a folder of tests/engines/models.py), "engine" (arguments of sglang.Engine),
 "options" (of MLA_SGLANG), "server" (arguments of mla-server; a list of lists: several), and
 "rounds", each with "prompts" (lists of ids; absent: the model's), "tokens", "logprobs" (of prompts:
-then no prefix is used) and "events": [tokens, what, argument], which happen when so many tokens of
-the round have come. OUT: for each round its rows, as compare.py reads them, and counts."""
+then no prefix is used) and "events": [tokens, what, argument], each of which happens when the round
+has this many tokens. OUT: for each round its rows, as compare.py reads them, and counts."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ class Case:
             "found": info["cached_tokens"]}
 
     def _event(self, what, argument=None):
-        """Something happens to the engine, or to a server."""
+        """Applies an event to the engine, or to a server."""
         number = argument if isinstance(argument, int) else 0
         if what == "kill":
             self.servers[number].kill()
@@ -122,7 +122,8 @@ class Case:
             raise ValueError(f"no event {what!r}")
 
     def _sequences(self):
-        """Sequences that each server has once the engine is idle; None: it is not there."""
+        """Number of sequences on each server once the engine is idle; None if the server is gone.
+        """
         # pylint: disable=import-outside-toplevel
         import mla_client
         found, deadline = [], time.monotonic() + WAIT_S

@@ -37,7 +37,7 @@ class EngineCase(unittest.TestCase):
         return folder
 
     def run_case(self, model, rounds, **case):
-        """What the program said of a case: rows by round, and counts."""
+        """The program's results for a case: rows by round, and counts."""
         given, out = self.folder / "case.json", self.folder / "out.json"
         given.write_text(json.dumps({"model": str(model), "rounds": rounds, **case}))
         out.unlink(missing_ok=True)
@@ -51,7 +51,7 @@ class EngineCase(unittest.TestCase):
         return said["rounds"], said["counts"]
 
     def compare(self, model, rows, prompts=True, length=0):
-        """`prompts`: the log-probabilities of prompts are there, too."""
+        """If `prompts` is true, log-probabilities of prompts are included."""
         want = json.loads((model / "reference.json").read_text())
         for row in rows:
             self.assertNotIn("error", row)
@@ -70,8 +70,8 @@ class OneProcessTest(EngineCase):
     """An engine of one scheduler."""
 
     def test_prompts_in_chunks_and_prefixes(self):
-        """Dense layers; prompts in chunks of 32, then the same ones again, whose rows are found on
-        the server, then after an abort."""
+        """Dense layers. Prompts are sent in chunks of 32, then sent again so that their rows are
+        found on the server, then again after an abort."""
         model = self.model("deepseek_v3")
         rounds, counts = self.run_case(
             model, [{}, {"logprobs": False}, {"logprobs": False, "events": [[30, "abort", 3]]},
@@ -92,8 +92,8 @@ class OneProcessTest(EngineCase):
         self.assertEqual(counts["sequences"], [0])
 
     def test_no_room_waits_and_a_restart_begins_again(self):
-        """A pool for two of the five requests at a time; then the server is killed in the middle,
-        and is back while the requests wait."""
+        """The pool has room for two of the five requests at a time. Then the server is killed while
+        they run, and restarts while they wait."""
         model = self.model("deepseek_v3")
         rounds, counts = self.run_case(
             model, [{}, {"logprobs": False, "events": [[40, "kill", 0], [41, "start", 0]]}, {}],

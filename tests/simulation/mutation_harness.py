@@ -25,9 +25,9 @@ TARGET = "//tests/simulation:sim"
 PARAMS = "bazel-out/k8-opt/bin/tests/simulation/sim-2.params"
 MOST_SEEDS = 10_000
 STEPS_PER_SEED = 2_000
-# A run that says nothing for so long hangs, which is a find as well.
+# A run without output for this long hangs, and a hang counts as found.
 SILENCE_SECONDS = 60
-# As //:.bazelrc's opt, but for the optimiser, which takes most of the time.
+# Same as //:.bazelrc's opt without most optimisation, which takes most of the time.
 COMPILE = ["g++", "-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-ffunction-sections", "-w"]
 # One of each of five areas, for the quick run.
 SAMPLE = ("cache_scrub_skipped", "planner_last_key_row_left_out", "queue_cut_request_forgotten",
@@ -36,14 +36,14 @@ FOLDERS = ("base", "kernels", "proto", "scheduler", "server", "tests/simulation"
 
 
 class HarnessError(Exception):
-    """The harness cannot do its work: nothing is known of the mutation."""
+    """The harness itself failed, so the mutation was not tested."""
 
 
 @dataclasses.dataclass
 class Result:
     name: str
     about: str
-    seeds: int = 0  # until it was found; 0: it was not
+    seeds: int = 0  # seeds until it was found; 0 if it was not
     how: str = ""
     build_seconds: float = 0.0
     run_seconds: float = 0.0
@@ -63,13 +63,13 @@ def area_of(name):
 
 
 def about(name):
-    """What the patch says of itself: the lines before its diff."""
+    """The patch's own description: the lines before its diff."""
     text = (PATCHES / f"{name}.patch").read_text()
     return " ".join(text.split("\n--- ")[0].split())
 
 
 class Harness:
-    """The unmutated build, and what is made of it."""
+    """The unmutated build, and the objects made from it."""
 
     def __init__(self):
         built = run(["bazel", "build", "--config=opt", TARGET], cwd=ROOT)
@@ -101,7 +101,7 @@ class Harness:
                 shutil.copy(ROOT / path, self.tree / path)
 
     def patch(self, name, *flags):
-        # Outside any repository, so that paths are those of the copy.
+        # Outside any repository, so that git reads paths relative to the copy.
         environment = {"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(WORK)}
         return run(["git", "apply", *flags, PATCHES / f"{name}.patch"], cwd=self.tree,
                    env=environment)
@@ -161,7 +161,8 @@ class Harness:
 
 
 def seeds_needed(binary):
-    """(seeds until the simulator found a violation, how it showed); 0 seeds: it did not."""
+    """Returns (seeds until the simulator found a violation, how it showed). 0 seeds means that it
+    was not found."""
     command = [str(binary), "--quiet", "--progress", "--seeds", str(MOST_SEEDS), "--ops",
                str(MOST_SEEDS * STEPS_PER_SEED), "--steps", str(STEPS_PER_SEED), "--threads", "2"]
     log = WORK / "run.log"
@@ -205,8 +206,8 @@ def table(results):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="mutations; none: all")
-    parser.add_argument("--sample", action="store_true", help="those of the quick run")
+    parser.add_argument("names", nargs="*", help="mutations to run; default: all")
+    parser.add_argument("--sample", action="store_true", help="the mutations of the quick run")
     parser.add_argument("--table", help="writes the table between the marks of this file")
     options = parser.parse_args()
     harness = Harness()

@@ -31,11 +31,11 @@ TENANTS = ("red", "green", "blue", "grey")
 TRANSPORTS = ("inline", "shm", "ring")
 WORKERS = 10
 POOL_BYTES = 64 << 20
-FAULT_PAUSE_S = (0.5, 4.0)  # from one fault to the next
-STOP_S = (0.2, 6.0)         # a worker is stopped: up to one and a half leases
-SERVER_KILL_PERCENT = 3     # of all faults
-FINISH_S = 60.0             # workers compare what they hold
-# Each has succeeded at least once after the run.
+FAULT_PAUSE_S = (0.5, 4.0)  # pause between faults
+STOP_S = (0.2, 6.0)         # time for which a worker is stopped: up to one and a half leases
+SERVER_KILL_PERCENT = 3     # share of all faults
+FINISH_S = 60.0             # time for workers to compare their rows
+# After the run, each of these has succeeded at least once.
 VERBS = ("step", "open_sequence", "fork", "truncate", "match", "release", "copy_rows", "save",
          "restore", "hint", "check_rows")
 
@@ -49,7 +49,7 @@ class Soak:
         self._next_seed = seed * 1000
         self._workers = {}  # place: (process, log)
         self._retired = []  # logs of workers that this program has killed
-        self._stopped = {}  # place: when it goes on
+        self._stopped = {}  # place: time at which it continues
         self._plant = False
         self.faults = {}
         (folder / "checkpoints").mkdir()
@@ -60,7 +60,7 @@ class Soak:
             "--checkpoint-bytes=1GiB", "--limits-max-models=64"])
 
     def start(self, plant=False):
-        """Starts everything. With `plant` the first worker sends a wrong row now and then."""
+        """Starts everything. If `plant` is true, the first worker sometimes sends a wrong row."""
         self._plant = plant
         self._server.start()
         for place in range(WORKERS):
@@ -80,7 +80,7 @@ class Soak:
         self._workers[place] = (subprocess.Popen(arguments, env=environment), log)
 
     def run(self, seconds):
-        """Faults at random for so long. Returns what went wrong, or ""."""
+        """Injects random faults for this time. Returns the error, or ""."""
         end = time.monotonic() + seconds
         next_fault = time.monotonic() + self._random.uniform(*FAULT_PAUSE_S)
         while time.monotonic() < end:
@@ -150,8 +150,8 @@ class Soak:
             operator.evict_sequences(self._random.choice(TENANTS), everything=True)
 
     def finish(self):
-        """Lets the workers compare what they hold, and stops everything. Returns (what went wrong,
-        counts of operations)."""
+        """Lets the workers compare their rows, and stops everything. Returns (error, counts of
+        operations)."""
         self._continue_stopped(float("inf"))
         failed = ""
         for process, _ in self._workers.values():
@@ -178,7 +178,7 @@ class Soak:
         return counts
 
     def kill_all(self):
-        """After a failure: nothing stays behind."""
+        """Ends all processes after a failure."""
         for process, _ in self._workers.values():
             if process.poll() is None:
                 process.kill()
@@ -186,7 +186,7 @@ class Soak:
 
 
 def soak(seconds, seed, server, plant=False):
-    """Runs a soak; returns (what went wrong or "", counts, faults, folder)."""
+    """Runs a soak; returns (error or "", counts, faults, folder)."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="mla-soak-"))
     run = Soak(folder, seed, server)
     try:

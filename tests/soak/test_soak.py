@@ -1,4 +1,5 @@
-"""The soak: a short one in the quick run, half an hour in the long runs, and one with a fault."""
+"""The soak: a short run in the quick tests, half an hour in the long ones, and a run with a fault.
+"""
 
 import os
 import pathlib

@@ -26,24 +26,24 @@ import oracle
 CALL_TIMEOUT_S = 20.0
 LEASE_MS = 4000
 MOST_SEQUENCES = 8
-MOST_ROWS = 320          # of one sequence
+MOST_ROWS = 320          # largest length of one sequence
 MOST_STEP_ROWS = 40
-SHARED_TEXTS = 6         # prompts that the workers of a tenant have in common
-PROMPT_ROWS = (20, 130)  # of those
+SHARED_TEXTS = 6         # prompts that a tenant's workers share
+PROMPT_ROWS = (20, 130)  # their length
 RECONNECT_S = 30.0       # a server that starts again is there by then
 
 
 class WrongAnswer(Exception):
-    """The server returned something other than the oracle."""
+    """The server's result differs from the oracle."""
 
 
 @dataclasses.dataclass
 class Held:
-    """A sequence, and the text that its rows must be."""
+    """A sequence, and the text that its rows must match."""
 
     sequence: mla_client.Sequence
     text: oracle.Text
-    # Tokens that the server was told for the next rows: these rows must come before others.
+    # Tokens that were declared to the server for the next rows. These rows must come before others.
     declared: list = dataclasses.field(default_factory=list)
 
     def next_tokens(self, count, more):
@@ -51,12 +51,12 @@ class Held:
         return (self.declared + more)[:count]
 
     def cut(self, length):
-        """Cuts the sequence. The server then forgets what was declared of later rows."""
+        """Cuts the sequence. The server then forgets the tokens declared for later rows."""
         self.sequence.truncate(length)
         self.text, self.declared = self.text.first(self.sequence.length), []
 
     def grow(self, text):
-        """Takes over rows that a step or the prefix cache has added."""
+        """Adds rows that a step or the prefix cache has added."""
         self.declared = self.declared[len(text) - len(self.text):]
         self.text = text
 
@@ -70,7 +70,7 @@ class Saved:
 
 
 def prompt(kind, number, tenant):
-    """A text that all workers of a tenant begin sequences with."""
+    """A text with which all workers of a tenant begin sequences."""
     random = np.random.default_rng([number, len(tenant), ord(tenant[-1])])
     count = int(random.integers(*PROMPT_ROWS))
     return oracle.Text(kind, random.integers(1, 50_000, count).tolist())
@@ -242,7 +242,7 @@ class Worker:
                             want=len(held.text))
 
     def _settle(self, rows, texts):
-        """After a step that failed: its rows are all there or none of them is."""
+        """After a failed step: either all of its rows exist or none."""
         for index, (held, _) in enumerate(rows):
             try:
                 held.sequence.refresh()
@@ -418,7 +418,7 @@ class Worker:
                             want=len(held.text))
 
     def run(self, ended):
-        """Until `ended()`. Raises WrongAnswer."""
+        """Runs until `ended()` returns true. Raises WrongAnswer."""
         operations = (self.step,) * 10 + (
             self.open_sequence, self.open_sequence, self.open_sequence, self.fork, self.truncate,
             self.match, self.release, self.copy_rows, self.copy_rows, self.save, self.restore,
@@ -434,7 +434,7 @@ class Worker:
                 self._fail(name, error)
 
     def _fail(self, name, error):
-        """Recovery may meet the next error: the same rules hold for that one."""
+        """Recovery may fail too; the same rules apply to that error."""
         while error is not None:
             self._note(name, error=type(error).__name__, text=str(error)[:300])
             self._count(f"{name}: {type(error).__name__}")
@@ -451,7 +451,7 @@ class Worker:
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def finish(self):
-        """Compares what is left, and writes the counts."""
+        """Compares the remaining rows, and writes the counts."""
         for held in list(self._held):
             try:
                 self.check_rows(held)

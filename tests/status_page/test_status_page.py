@@ -1,5 +1,4 @@
-"""The status page as a browser shows it: screenshots of a live server's page in headless Chromium.
-
+"""Takes screenshots of a live server's status page in headless Chromium and checks them.
 STATUS_PAGE_SCREENSHOTS=FOLDER keeps the pictures.
 """
 
@@ -23,7 +22,7 @@ from tests.png import read_png
 BROWSER = "chromium-headless-shell"
 HOSTILE = "<script>document.title='owned'</script><img/src=x/onerror=alert(1)>\"&'"
 LONG = "long-" + "x" * 120
-LIGHT, DARK = 1, 0  # of Blink's preferredColorScheme
+LIGHT, DARK = 1, 0  # values of Blink's preferredColorScheme
 BAR_LIGHT, BAR_DARK = (0x2F, 0x6F, 0xDE), (0x5B, 0x93, 0xF5)
 
 
@@ -37,7 +36,7 @@ class StatusPageTest(unittest.TestCase):
         port = re.search(r"ops_port=(\d+)", cls.server.log()).group(1)
         cls.address = f"http://127.0.0.1:{port}"
         cls.clients = [cls.work(tenant) for tenant in ("default", "acme-research", HOSTILE, LONG)]
-        urllib.request.urlopen(cls.address + "/readyz").read()  # rates have a beginning
+        urllib.request.urlopen(cls.address + "/readyz").read()  # gives rates a first sample
         time.sleep(0.1)
 
     @classmethod
@@ -82,7 +81,7 @@ class StatusPageTest(unittest.TestCase):
         filled = hits.sum(axis=1).max()
         y = int(hits.sum(axis=1).argmax())
         x = int(np.flatnonzero(hits[y])[0])
-        # The track goes on to the right in a color of its own, up to the card's padding.
+        # The track continues to the right in its own color, up to the card's padding.
         track = picture[y, x + filled + 4].astype(int)
         same = np.all(np.abs(picture[y].astype(int) - track) <= 2, axis=1)
         return filled / (filled + same[x + filled:].sum())
@@ -112,11 +111,11 @@ class StatusPageTest(unittest.TestCase):
         picture = self.shoot("dark", DARK)
         self.assertLess(np.median(picture), 40)
         self.assertAlmostEqual(self.bar_share(picture, BAR_DARK), self.used_share(), delta=0.02)
-        # Text stands out against it.
+        # Text is legible against it.
         self.assertGreater((picture.min(axis=2) > 200).mean(), 0.003)
 
     def test_narrow_windows_are_not_overflowed(self):
-        """Long names wrap or scroll in their card: nothing but background is at the page's edge."""
+        """Long names wrap or scroll in their card: at the page's edge there is only background."""
         for width in (500, 1200):
             picture = self.shoot(f"width-{width}", LIGHT, width=width)
             edge = picture[:, -8:].reshape(-1, 3)

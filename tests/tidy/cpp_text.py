@@ -12,7 +12,7 @@ _TOKEN = re.compile(
 
 
 def _blank(match):
-    """Same number of lines, no content."""
+    """Replaces content with blanks and keeps the number of lines."""
     text = match.group(0)
     return '""' + "\n" * text.count("\n") if text[0] in "\"R'" else "\n" * text.count("\n")
 
@@ -27,7 +27,8 @@ _SCOPE = re.compile(r"^\s*(?:inline\s+)?(?:template\s*<.*>\s*)?"
 
 
 def _kind(head, inside_code):
-    """What a `{` opens, given the text since the last `;`, `{` or `}`."""
+    """Returns the heading of the block that a `{` opens, from the text since the last `;`, `{` or
+    `}`."""
     if inside_code:
         return "code"
     head = re.sub(r"^\s*(?:public|private|protected)\s*:", "", head)

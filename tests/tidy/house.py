@@ -4,9 +4,9 @@
 
 Prints, for kernels, scheduler, server and client: rooms (folders with code), arrows (folders that a
 folder includes), arrows up (against the floors of test_rooms.py), floors (the longest way down) and
-cycles. For the whole tree: folders, files, folders over the bound of units, long files, classes whose
-functions lie in two or more sources, types a thousand lines, marked sentences of comments by folder
-(markers.py), and commits without a body.
+cycles. For the whole tree: folders, files, folders over the bound of units, long files, classes
+whose functions lie in two or more sources, types a thousand lines, marked sentences of comments by
+folder (test_markers.py), and commits without a body.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import pathlib
 import re
 import subprocess
 
-import markers
+from test_markers import shares
 from test_rooms import FLOORS, MAX_UNITS, UNIT
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -148,9 +148,9 @@ def report(tree, commit):
     lines = sum(tree.text[name].count("\n") for name in product)
     types = sum(len(TYPE.findall(tree.text[name])) for name in product)
     yield f"types {types} in {lines} lines of the product: {1000 * types / lines:.1f} a thousand"
-    shares = markers.shares({name: tree.text[name] for name in tree.code()})
+    marks = shares({name: tree.text[name] for name in tree.code()})
     yield "marked sentences: " + ", ".join(f"{top} {100 * marked / total:.1f} % of {total}"
-                                           for top, (marked, total) in sorted(shares.items()))
+                                           for top, (marked, total) in sorted(marks.items()))
     bodies = git("log", "--no-merges", "--format=%x01%b", commit or "HEAD").split("\x01")[1:]
     yield f"commits {len(bodies)}, without a body {sum(not body.strip() for body in bodies)}"
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md names places that exist, and every folder of the product."""
+"""Places that docs/architecture.md names exist, and it names every folder of the product."""
 
 import pathlib
 import re
@@ -8,7 +8,7 @@ from test_tidy import ROOT, read, tracked
 
 PAGE = "docs/architecture.md"
 DRAWN = ("server", "scheduler", "kernels")
-# Sub-folders of a drawn one that the line of their parent speaks of.
+# Sub-folders that the line of their parent folder describes.
 PARTS = re.compile(r"kernels/(cpu|hip)/|kernels/testing|scheduler/(testing|engine_tests)")
 
 

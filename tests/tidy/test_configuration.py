@@ -18,7 +18,7 @@ EXAMPLE = "deploy/config/example.yaml"
 
 
 def declared_keys():
-    """The dotted names in the tables' rows."""
+    """The dotted names in the rows of the tables."""
     tables = "".join(test_tidy.read(table) for table in TABLES)
     return (re.findall(r'[({]\s*"([a-z_]+\.[a-z_]+)",', tables) +
             re.findall(r'"(tenants\.[a-z_]+)"', test_tidy.read(TENANT_TABLE)))

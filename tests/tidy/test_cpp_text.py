@@ -1,4 +1,4 @@
-"""The tidy tests' own reading of C++ sees what it must."""
+"""Tests of the reader of C++ that the tidy tests use."""
 
 import unittest
 

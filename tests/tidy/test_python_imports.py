@@ -14,13 +14,14 @@ NAME = "mla_client"
 
 
 def part_of(module):
-    """The module or package of the client that a module's name belongs to; None: another's."""
+    """Returns the client's module or package that the name belongs to, or None for other libraries.
+    """
     parts = module.split(".")
     return parts[1] if parts[0] == NAME and len(parts) > 1 else None
 
 
 def imported(tree):
-    """Names of modules that a file imports, wherever in it."""
+    """Names of all modules that a file imports, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -32,7 +33,8 @@ def imported(tree):
 
 
 def uses(files):
-    """By part of the client, the parts that it imports. `files`: path below the package -> text."""
+    """For each part of the client, the parts that it imports. `files`: path below the package ->
+    text."""
     found = {path.parts[0].removesuffix(".py"): set() for path in files}
     for path, text in files.items():
         part = path.parts[0].removesuffix(".py")
@@ -42,7 +44,7 @@ def uses(files):
 
 
 def circle_in(graph):
-    """A circle of names, or an empty list."""
+    """Returns a circle of names, or an empty list."""
     done = set()
 
     def follow(name, path):

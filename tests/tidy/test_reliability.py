@@ -1,4 +1,4 @@
-"""What the pages on reliability and security name as tested, is: every such test exists."""
+"""Every test that the pages on reliability and security name exists."""
 
 import pathlib
 import re
@@ -11,7 +11,7 @@ REFERENCE = re.compile(r"`([a-z0-9_]+_test|test_[a-z0-9_]+)(?:\.(\w+))?`")
 
 
 def broken_references(text):
-    """Tests named in a page that do not exist."""
+    """Tests that a page names and that do not exist."""
     files = {}  # by name, which two folders may share
     for path in test_tidy.tracked(".cc", ".py"):
         files.setdefault(pathlib.Path(path).stem, []).append(path)

@@ -10,7 +10,8 @@ from test_tidy import CPP, read, tracked
 # A unit is one thing to know: x.h, x.cc and x_test.cc are one.
 MAX_UNITS = 12
 UNIT = re.compile(r"(?:_test)?\.(?:cc|h|hip|py|proto|c|inc)$")
-# Folders that are still too full, with what they hold at most: these numbers may only fall.
+# Folders that are still too full, with their largest allowed number of units.
+# The numbers may only fall.
 TOO_FULL = {
     "client/demo": 14,
     "client/python/mla_client": 13,
@@ -44,7 +45,7 @@ FLOORS = {
                   "planning/cache", "tables", "batching", "moves", "launching", "engine"],
 }
 PUBLIC = re.compile(r"//visibility:public")
-# Names that a user types, and libraries of the distribution.
+# Packages with public targets: names that users type, and libraries of the distribution.
 FOR_ALL = ("BUILD.bazel", "third_party/precompiled/BUILD.bazel",
            "third_party/system/BUILD.bazel")
 

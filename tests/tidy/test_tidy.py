@@ -18,11 +18,11 @@ import waiting_tests  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
-MAX_CLASS_LINES = 1000  # of a source that defines the functions of one class
+MAX_CLASS_LINES = 1000  # for a source that defines the functions of one class
 MAX_FUNCTION_LINES = 70
 MAX_COLUMNS = 100
 CPP = (".cc", ".h", ".hip")
-# Main loops of kernels are one function for the sake of the registers.
+# Main loops of kernels are one function each, to save registers.
 LONG_FUNCTIONS_ALLOWED = re.compile(r"kernels/(cpu/[^/]+|hip/(gfx|sm)\w+)/")
 
 # Folder -> includes that it must not contain. The first matching row decides.
@@ -37,7 +37,7 @@ FORBIDDEN_INCLUDES = [
     ("proto/", r"server/|scheduler/|kernels/|client/|tests/"),
 ]
 
-# Folders that depend on their sub-folders: nothing below includes a header that lies in them.
+# Folders that depend on their sub-folders: no file below them includes a header that lies in them.
 PARENTS = ["client/mlactl/"]
 
 BANNED_CALLS = re.compile(
@@ -172,7 +172,7 @@ class TidyTest(unittest.TestCase):
         self.report(faults)
 
     def test_build_files_name_no_upper_layer(self):
-        """The same direction in the BUILD files, so that a stray dependency shows as well."""
+        """Checks the same direction in BUILD files, where unused dependencies show too."""
         order = ["kernels", "scheduler/kvcache", "scheduler", "server"]
         faults = []
         for path in tracked("BUILD.bazel"):
@@ -214,7 +214,7 @@ class TidyTest(unittest.TestCase):
                      for found in RAW_LOCKS.finditer(read(path))])
 
     def test_no_test_is_switched_off(self):
-        """A test is skipped at run time only, with the reason, where a machine lacks something."""
+        """A test is skipped only at run time, with a reason, if the machine lacks something."""
         pattern = re.compile(r"\bDISABLED_\w|\bGTEST_SKIP\(\)(?! << \")|"
                              r"\bunittest\.(skip|expectedFailure)")
         self.report([f"{path}:{number}: {line.strip()[:80]}"

@@ -28,9 +28,9 @@ BANNED = (
     r"slice_table|attend_preparer|copy_team|touch_team|stream_poller|process_end",
     r"kGrpc|(submit|complete)_bell",
 )
-# What a line of a comment begins with: banned words may be broken over two lines.
+# The start of a comment line. Banned words may be broken over two lines.
 LEAD = re.compile(r"^\s*(//|#|\*)?\s*")
-# Not prose of ours: texts of others, and what the demo's model reads.
+# Text of other authors, and text that the demo's model reads.
 EXCEPT = re.compile(r"(.*/)?LICENSE|client/demo/text\.txt|tests/tidy/test_words\.py")
 
 
@@ -41,7 +41,7 @@ def pattern():
 
 
 def banned_in(text):
-    """The banned words of a text with their line numbers, those broken over two lines included."""
+    """The banned words of a text with their line numbers, including words broken over two lines."""
     banned = pattern()
     lines = text.split("\n")
     for number, (line, after) in enumerate(zip(lines, lines[1:] + [""]), 1):

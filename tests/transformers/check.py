@@ -1,4 +1,4 @@
-"""Whether models of the installed transformers give the same with attention on a server.
+"""Checks that models of the installed transformers give the same with attention on a server.
 
     python3 tests/transformers/check.py --server .bazel/bin/server/mla-server [--device cuda]
 
@@ -37,8 +37,8 @@ def say(text: str) -> None:
 
 
 def check_device_memory(client: mla_client.Client) -> None:
-    """Unavailable, with the reason, if the client has no memory of the server's GPU: the adapter
-    would take the host's."""
+    """Raises Unavailable, with the reason, if the client cannot use the server's GPU memory. The
+    adapter would otherwise use host memory."""
     model = client.register_model(mla_client.ModelSpec(
         "room", mla_client.Geometry(1, 512, 64, 128, 128), layers=1, softmax_scale=0.1))
     client.buffers(model, 1, device="cuda").release()
@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="of the models (default: %(default)s)")
     parser.add_argument("--models", nargs="*", choices=seeded.TYPES, default=seeded.TYPES)
     parser.add_argument("--contexts", nargs="*", type=int, default=[700, 8192, 65536],
-                        help="of the table of speed; none: no table")
+                        help="of the table of speed; empty: no table")
     parser.add_argument("--heads", nargs="*", type=int, default=[16, 128])
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--spin-us", type=int, default=20, help="of the client")

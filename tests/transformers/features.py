@@ -20,9 +20,10 @@ import transformers
 from mla_client import transformers as adapter
 from mla_client.transformers.attachment import cache_name
 
-# Of E: four times what was seen with the CPU and the CUDA backend; logits have a deviation of 1.
+# The bound of E: four times the value measured with the CPU and the CUDA backend. Logits have a
+# deviation of 1.
 BOUND = 0.16
-# Near ties may be one position in so many, or eight.
+# At most one position in this many may be a near tie, or eight positions.
 NEAR_TIES_ONE_IN, MAX_NEAR_TIES = 16, 8
 NEW_TOKENS = 32
 UNIT = 100  # tokens; a prompt has three of them
@@ -30,7 +31,7 @@ END = 7  # a token that ends a row
 
 
 class Recorder(transformers.LogitsProcessor):
-    """Keeps the scores of a run, or puts kept ones in the place of a run's own."""
+    """Records the scores of a run, or replaces a run's scores with recorded ones."""
 
     def __init__(self, kept: Optional[List[torch.Tensor]] = None) -> None:
         self.kept: List[torch.Tensor] = [] if kept is None else list(kept)
@@ -47,14 +48,14 @@ class Recorder(transformers.LogitsProcessor):
 
 @dataclasses.dataclass
 class Result:
-    """A feature compared."""
+    """Result of one compared feature."""
 
     name: str
     positions: int = 0
     error: float = 0.0      # E
     near_ties: int = 0
-    wrong: int = 0          # positions whose token is not the local best, and no near tie
-    first_tie: str = ""     # of a free run: where it parted
+    wrong: int = 0          # positions whose token is neither the local best nor a near tie
+    first_tie: str = ""     # of a free run: where the two differ
     same: bool = True       # the repeat made the same choices
 
     @property
@@ -70,7 +71,7 @@ class Result:
 
 
 def remote_of(client: Any, *models: Any) -> Callable:
-    """A context in which the attention of the models is remote; gives the first attachment."""
+    """A context in which the models' attention is remote; yields the first attachment."""
     @contextlib.contextmanager
     def remote() -> Iterator[adapter.Attachment]:
         with contextlib.ExitStack() as stack:
@@ -90,8 +91,8 @@ def judge(result: Result, local: torch.Tensor, remote: torch.Tensor) -> None:
 
 
 def prompts(device: str, rows: int = 4, unit: int = UNIT) -> Dict[str, torch.Tensor]:
-    """Left-padded prompts of three units of tokens and less; each repeats itself, so that looking
-    up helps."""
+    """Left-padded prompts of at most three units of tokens. Each repeats itself, so that looking up
+    helps."""
     drawn = torch.Generator().manual_seed(5)
     ids = torch.randint(8, 256, (rows, unit), generator=drawn).repeat(1, 3)
     mask = torch.ones_like(ids)
@@ -101,7 +102,7 @@ def prompts(device: str, rows: int = 4, unit: int = UNIT) -> Dict[str, torch.Ten
 
 
 def free_greedy(model: Any, inputs: Dict, remote: Callable, name: str, **options: Any) -> Result:
-    """Both runs choose for themselves."""
+    """Compares two free runs."""
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "output_logits": True,
                "return_dict_in_generate": True, **options}
     local = model.generate(**inputs, **options)
@@ -122,7 +123,7 @@ def free_greedy(model: Any, inputs: Dict, remote: Callable, name: str, **options
 
 
 def replayed(model: Any, inputs: Dict, remote: Callable, name: str, **options: Any) -> Result:
-    """The remote run makes the local run's choices."""
+    """Repeats the local run's choices with remote attention."""
     options = {"max_new_tokens": NEW_TOKENS, "output_logits": True,
                "return_dict_in_generate": True, **options}
     recorder = Recorder()
@@ -142,7 +143,7 @@ def replayed(model: Any, inputs: Dict, remote: Callable, name: str, **options: A
 
 
 def continued(model: Any, inputs: Dict, remote: Callable, name: str) -> Result:
-    """A second call goes on from the cache of the first, with more tokens given."""
+    """A second call continues from the cache of the first, with more tokens."""
     options = {"do_sample": False, "max_new_tokens": 12, "output_logits": True,
                "return_dict_in_generate": True}
     name_of_cache = cache_name(model)
@@ -156,7 +157,7 @@ def continued(model: Any, inputs: Dict, remote: Callable, name: str) -> Result:
         return tokens, model.generate(input_ids=tokens, attention_mask=mask,
                                       **{name_of_cache: cache}, **options)
 
-    # Teacher-forced: the first continuation may differ by a near tie.
+    # The run is teacher-forced, because the first continuation may differ by a near tie.
     with remote() as attachment:
         tokens, got = both(attachment.cache(), None)
     recorder = transformers.DynamicCache(config=model.config)
@@ -175,7 +176,8 @@ def continued(model: Any, inputs: Dict, remote: Callable, name: str) -> Result:
 
 
 def control(model: Any, inputs: Dict) -> float:
-    """E of a run whose rows are one position too late: the comparison must be able to fail."""
+    """E of a run whose rows are shifted by one position, which shows that the comparison can fail.
+    """
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits[0]
     return float((logits[1:] - logits[:-1]).abs().max())
@@ -184,8 +186,8 @@ def control(model: Any, inputs: Dict) -> float:
 def compare_all(model: Any, assistant: Any, device: str, remote: Callable, both: Callable,
                 say: Callable[[str], None], unit: int = UNIT, new: int = NEW_TOKENS
                 ) -> List[Result]:
-    """All features. `remote()` is a context in which the model's attention is remote, `both()` one
-    in which the assistant's is, too."""
+    """Compares all features. `remote()` is a context in which the model's attention is remote,
+    `both()` one in which the assistant's is remote too."""
     batch = prompts(device, unit=unit)
     one = {name: tensor[:1] for name, tensor in batch.items()}
     results = []
@@ -219,7 +221,7 @@ def compare_all(model: Any, assistant: Any, device: str, remote: Callable, both:
 
 def check(model: Any, assistant: Any, device: str, remote: Callable, both: Callable,
           say: Callable[[str], None], unit: int = UNIT, new: int = NEW_TOKENS) -> bool:
-    """All features of a model, and whether the comparison could have failed."""
+    """Compares all features of a model, and returns whether the comparison can fail."""
     kind = model.config.model_type
     late = control(model, prompts(device, 1, unit))
     say(f"{kind}: rows one position too late differ by {late:.2f}, bound {BOUND}")

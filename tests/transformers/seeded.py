@@ -7,8 +7,9 @@ from typing import Any, Tuple
 import torch
 import transformers
 
-# Attention has the dimensions of the released models, the rest is small. Experts are few and small:
-# rounding in the cache tips close choices between them, and the jumps would hide what is compared.
+# Attention has the dimensions of the released models, and the rest is small. Experts are few and
+# small, because rounding in the cache decides close choices between experts, and the resulting
+# jumps would hide other differences.
 _COMMON = {
     "vocab_size": 256, "hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 16,
     "q_lora_rank": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
@@ -32,7 +33,7 @@ _MODELS = {
                                        "zero_expert_num": 2, "moe_topk": 2, "head_dim": 64,
                                        "routed_scaling_factor": 0.2}),
 }
-# Positions that an indexer chooses of a row's context, which is longer.
+# Number of positions that an indexer chooses; a row's context is longer.
 _INDEXER = {"index_topk": 48, "index_n_heads": 8, "index_head_dim": 128,
             "mlp_layer_types": ["dense"] + 3 * ["sparse"]}
 _MODELS |= {
@@ -61,7 +62,7 @@ def build(kind: str, *, seed: int = 2, dtype: torch.dtype = torch.float32,
                 fan_in = 1 if "embed_tokens" in path else weight.shape[-1]
                 gain = next((gain for part, gain in _GAINS.items() if part in path.split(".")), 1.0)
                 weight.normal_(std=gain * fan_in ** -0.5)
-        if kind == "longcat_flash":  # it scales queries and latents by these once more
+        if kind == "longcat_flash":  # no extra scales of queries and latents
             for module in model.modules():
                 if hasattr(module, "mla_scale_kv_lora"):
                     module.mla_scale_q_lora = module.mla_scale_kv_lora = 1.0
@@ -69,8 +70,8 @@ def build(kind: str, *, seed: int = 2, dtype: torch.dtype = torch.float32,
 
 
 def pair(kind: str, *, device: str = "cpu", **changes: Any) -> Tuple[Any, Any]:
-    """A model with its own attention in plain PyTorch, and an assistant that agrees with it often,
-    not always."""
+    """A model with its own attention in plain PyTorch, and an assistant that often agrees with it,
+    but not always."""
     model, assistant = (build(kind, device=device, **changes) for _ in range(2))
     model.set_attn_implementation("eager")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tokens a second: the library's own attention beside a server's."""
+"""Tokens per second with the library's own attention and with a server's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _try(model: Any, cache: Any, device: str, say: Callable[[str], None]) -> Opt
 
 def _row(model: Any, device: str, context: int, remotes: List[Callable],
          say: Callable[[str], None]) -> List[Optional[float]]:
-    """Prefill by sdpa and each server; decode by eager, sdpa and each server; of one context."""
+    """Measures one context: prefill by sdpa and each server, decode by eager, sdpa and each server.
+    """
     model.set_attn_implementation("sdpa")
     _fill(model, transformers.DynamicCache(config=model.config), min(context, 2 * CHUNK), device)
     cache, seconds = _fill(model, transformers.DynamicCache(config=model.config), context, device)
@@ -83,7 +84,7 @@ def _row(model: Any, device: str, context: int, remotes: List[Callable],
 
 def table(model: Any, device: str, contexts: List[int], remotes: Dict[str, Callable],
           say: Callable[[str], None]) -> None:
-    """Prints a line a context. `remotes`: by name, contexts in which the attention is remote."""
+    """Prints one line per context. `remotes`: contexts with remote attention, by name."""
     say(f"{'':<9}{'prefill, tokens/s':>{12 + 12 * len(remotes)}}"
         f"{'decode, tokens/s':>{24 + 12 * len(remotes)}}")
     say(f"{'context':<9}" + "".join(f"{name:>12}" for name in (

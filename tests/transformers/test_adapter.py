@@ -21,7 +21,7 @@ from mla_client.transformers import attachment, models
 
 ENVIRONMENT = "transformers"
 torch.set_num_threads(1)
-# How this release calls a cache, as an argument and in what a model returns.
+# The name of a cache in this release, as an argument and in a model's result.
 CACHE = attachment.cache_name(transformers.DeepseekV3ForCausalLM.__new__(
     transformers.DeepseekV3ForCausalLM))
 # In the oldest release models with an indexer cache expanded keys.
@@ -43,19 +43,20 @@ def small(kind="deepseek_v3", **fields):
 
 
 def run(model, inputs, max_new_tokens=8, **options):
-    """generate() with the logits [rows, vocab] that each token was chosen from, and the cache."""
+    """Runs generate() and returns the logits [rows, vocab] from which each token was chosen, and
+    the cache."""
     return model.generate(**inputs, **{
         "max_new_tokens": max_new_tokens, "do_sample": False, "output_logits": True,
         "return_dict_in_generate": True, **options})
 
 
 def cache_of(output):
-    """The cache in what a model or generate() returned."""
+    """The cache in the result of a model or of generate()."""
     return getattr(output, CACHE)
 
 
 def prompts(rows=3, length=9):
-    """Left-padded: row r has 2 r positions of padding."""
+    """Left-padded: row r has 2 r padding positions."""
     ids = torch.randint(8, 64, (rows, length), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     for row in range(rows):
@@ -83,7 +84,7 @@ class Counting(mla_client.LocalReference):
 
 
 class GenerateTest(unittest.TestCase):
-    """Tokens and logits as with local attention."""
+    """Compares tokens and logits with those from local attention."""
 
     def setUp(self):
         self.service = Counting()
@@ -120,7 +121,7 @@ class GenerateTest(unittest.TestCase):
 
     def test_left_padding(self):
         self.compare(small(), prompts(3))
-        # Padding is not sent: 9 + 7 + 5 rows of the prompt, 7 of each row behind it.
+        # Padding is not sent: 9 + 7 + 5 rows of the prompts, then 7 rows for each row.
         self.assertEqual(self.sequences, 3)
 
     def test_padding_is_not_sent(self):
@@ -146,13 +147,13 @@ class GenerateTest(unittest.TestCase):
 
     def test_return_sequences_share_the_prompt(self):
         self.compare(small(), prompts(2), do_sample=True, num_return_sequences=3)
-        # One prompt each; the others were forked when they parted.
+        # The rows share one prompt; the others are forked where they differ.
         self.assertEqual(self.service.calls["_open"], 2)
         self.assertEqual(self.service.calls["_fork"], self.sequences - 2)
 
     def test_beams(self):
         got = self.compare(small(), prompts(2), num_beams=3, max_new_tokens=10)
-        moves = got.beam_indices.T  # by step, of the rows that were returned
+        moves = got.beam_indices.T  # by step, for the rows that were returned
         self.assertTrue(any(a != b for a, b in zip(moves[0].tolist(), moves[-1].tolist())))
         self.assertLessEqual(self.sequences, 6)
         self.assertNotIn("_truncate", self.service.calls)
@@ -160,7 +161,7 @@ class GenerateTest(unittest.TestCase):
     def test_drafts_are_verified(self):
         got = self.compare(small(), repeating(), prompt_lookup_num_tokens=4, max_new_tokens=24)
         self.assertEqual(len(got.logits), 24)
-        # What was refused was never committed.
+        # Refused tokens were never committed.
         self.assertNotIn("_truncate", self.service.calls)
         self.assertLess(self.service.calls["_begin"], 24)
 
@@ -272,7 +273,7 @@ class CacheTest(unittest.TestCase):
         with torch.no_grad():
             other._torch_model(input_ids=torch.tensor([[3, 4, 5]]), **{CACHE: cache})
         self.wait(lambda: not self.service._steps)
-        cache.crop(-2)  # now it takes a truncation
+        cache.crop(-2)  # the cache now accepts a truncation
         self.assertEqual(self.service.calls["_truncate"], 1)
         with torch.no_grad():
             got = other._torch_model(input_ids=torch.tensor([[9]]), **{CACHE: cache}).logits
@@ -282,7 +283,7 @@ class CacheTest(unittest.TestCase):
         cache = self.attached.cache()
         self.logits(cache, [3, 4])
         for step in list(self.service._steps.values()):
-            self.service._drop(step)  # as if its lease had ended
+            self.service._drop(step)  # as if the sequence's lease had ended
         cache.rows.batch.end_if_idle(0.0)
         with self.assertRaises(mla_client.NotFound):
             self.logits(cache, [5])

@@ -17,8 +17,8 @@ CACHE = test_adapter.CACHE
 
 class MoveTest(peers.PeersCase):
     def generate_across(self, model, inputs, drain_at=3, stop_at=6, **options):
-        """generate() under which the server begins to drain at one pass and ends before another,
-        when it has told the client where its sequences are."""
+        """generate() while the server begins to drain at one pass, and ends before another pass,
+        after it has told the client where its sequences are."""
         begin, passes = RemoteBatch.begin, []
 
         def hooked(batch, *arguments):
@@ -52,14 +52,15 @@ class MoveTest(peers.PeersCase):
                 self.setUp()
                 with self.peers.connect("red", timeout_s=10.0, follow_moves=True) as client, \
                         adapter.attach(model, client) as attached:
-                    # As without a move, whose outputs test_adapter compares with local ones.
+                    # The result equals the one without a move, which test_adapter compares with
+                    # local attention.
                     want = test_adapter.run(model, inputs, **options, **{CACHE: attached.cache()})
                     test_adapter.cache_of(want).release()
                     got = self.generate_across(model, inputs, **options)
                     self.compare(want, got)
                     self.assertEqual(self.peers.sequences(1),
                                      test_adapter.cache_of(got).rows.batch.sequences)
-                    # From the beginning, though the old server has ended.
+                    # The text starts from the beginning, although the old server has ended.
                     self.compare(want, test_adapter.run(model, inputs, **options,
                                                         **{CACHE: attached.cache()}))
                     del got

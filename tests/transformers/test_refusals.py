@@ -1,4 +1,4 @@
-"""mla_client.transformers in the library: what is refused, and says why."""
+"""mla_client.transformers refuses unsupported models and caches with a reason."""
 
 import tempfile
 import unittest
@@ -16,7 +16,7 @@ ENVIRONMENT = "transformers"
 
 
 class RefusalTest(unittest.TestCase):
-    """What is not supported says why."""
+    """Unsupported features are refused with a reason."""
 
     def setUp(self):
         self.service = mla_client.LocalReference(exact=True)
@@ -41,7 +41,7 @@ class RefusalTest(unittest.TestCase):
         self.refuses("filled locally", **{CACHE: cache})
 
     def test_offloading(self):
-        with mock.patch.object(torch, "Stream"):  # which needs a GPU
+        with mock.patch.object(torch, "Stream"):  # needs a GPU
             cache = transformers.DynamicCache(offloading=True)
         self.refuses("cache_implementation", **{CACHE: cache})
 
@@ -108,7 +108,7 @@ class RefusalTest(unittest.TestCase):
 
     def test_a_release_that_caches_expanded_rows(self):
         class Other(transformers.DeepseekV3ForCausalLM):
-            """Expands before the cache."""
+            """This attention expands latents before the cache."""
 
             def __init__(self, config):
                 super().__init__(config)
@@ -118,7 +118,7 @@ class RefusalTest(unittest.TestCase):
                         *args, **{**kwargs, CACHE: Expanding(kwargs[CACHE])})
 
         class Expanding:
-            """A cache that gets keys of all heads."""
+            """This cache gets keys of all heads."""
 
             def __init__(self, cache):
                 self._cache = cache
@@ -134,7 +134,7 @@ class RefusalTest(unittest.TestCase):
 
     def test_wrong_numbers_of_the_library(self):
         class Other(transformers.DeepseekV3ForCausalLM):
-            """Another release."""
+            """Pretends to be another release."""
 
         with mock.patch.object(probe, "TOLERANCE", 0.0):
             with self.assertRaisesRegex(mla_client.Unimplemented, "differs by"):
@@ -146,7 +146,7 @@ class RefusalTest(unittest.TestCase):
                 adapter.attach(self.model, self.service)
 
     def test_a_model_that_was_loaded_with_the_name(self):
-        """It cannot run before it is attached, and afterwards as any other."""
+        """The model cannot run before it is attached, and runs afterwards like any other."""
         with tempfile.TemporaryDirectory() as folder:
             self.model.save_pretrained(folder)
             model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""What the tests of vLLM share: models, which are made once, cases in processes of their own, and
+"""Shared parts of the tests of vLLM: models, which are made once, cases in their own processes, and
 the comparison with the library."""
 
 import atexit
@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "tests" / "engines")]
 # pylint: disable=wrong-import-position
 import compare
 
-# An engine starts, runs its rounds and ends in a tenth of this.
+# An engine needs a tenth of this to start, run its rounds and end.
 TIMEOUT_S = 540
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
          "prompt_lookup_min": 1}
@@ -28,7 +28,7 @@ atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 
 
 def model(kind="deepseek_v3", *options):
-    """The folder of a small model, with what the library says of it."""
+    """The folder of a small model, with the library's results for it."""
     folder = _FOLDER / "-".join([kind, *(option.strip("-") for option in options)])
     if not (folder / "reference_bf16.json").exists():
         subprocess.run([sys.executable, str(ROOT / "tests/engines/models.py"), kind, str(folder),
@@ -38,7 +38,7 @@ def model(kind="deepseek_v3", *options):
 
 
 def run(case):
-    """What a case gives: its rounds and counts. AssertionError with the end of its log."""
+    """Returns the rounds and counts of a case. Raises AssertionError with the end of its log."""
     with tempfile.TemporaryDirectory() as folder:
         given, out = pathlib.Path(folder) / "case.json", pathlib.Path(folder) / "out.json"
         given.write_text(json.dumps({**case, "model": str(case.get("model") or model())}))
@@ -51,14 +51,14 @@ def run(case):
 
 
 def check(test, rows, folder, without=()):
-    """The rows of a round are the library's; those of `without` were aborted."""
+    """Checks that the rows of a round equal the library's. Rows in `without` were aborted."""
     want = json.loads((folder / "reference.json").read_text())
     for number in without:
         test.assertIsNone(rows[number])
     kept = [number for number in range(len(want)) if number not in without]
     right, got = ([part[number] for number in kept] for part in (want, rows))
     if not any(row["prompt"] for row in got):
-        for row in got:  # of a round without prompt logprobs: those of the library
+        for row in got:  # a round without prompt logprobs: use the library's
             row["prompt"] = right[got.index(row)]["prompt"]
     found = compare.compare(right, got)
     test.assertTrue(found.ok, str(found))

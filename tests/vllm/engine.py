@@ -1,5 +1,4 @@
-"""One vLLM engine in this process, and what happens to it: a program of its own, so that each case
-has a process.
+"""Runs one vLLM engine and its events as a program, so that each case has its own process.
 
     engine.py CASE.json OUT.json
 
@@ -25,14 +24,14 @@ SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "HF_H
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8,
            "skip_tokenizer_init": True, "gpu_memory_utilization": 0.05,
-           # The platform's compiled rotary operation is wrong for MLA in 0.32.
+           # In 0.32, the platform's compiled rotary operation is wrong for MLA.
            "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
-# An engine that makes no progress in so many steps is stuck.
+# An engine without progress in this many steps is stuck.
 MOST_STEPS = 20000
 
 
 def entry_points(folder):
-    """Makes the harness's plugin known to this process and those that it starts."""
+    """Makes the harness's plugin known to this process and to processes that it starts."""
     info = pathlib.Path(folder) / "mla_zz_test-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mla-zz-test\nVersion: 0\n")
@@ -129,7 +128,7 @@ class Case:
         return [self.row(done.get(index)) for index in range(len(prompts))]
 
     def event(self, what, argument=None):
-        """Something happens to the engine, or to a server."""
+        """Applies an event to the engine, or to a server."""
         number = argument if isinstance(argument, int) else 0
         if what == "kill":
             self.servers[number].kill()
@@ -146,7 +145,7 @@ class Case:
             time.sleep(argument)
 
     def count(self):
-        """What the connector has seen, as far as its parts are in this process."""
+        """Counters of the connector, as far as its parts are in this process."""
         # pylint: disable=import-outside-toplevel
         from mla_client.vllm.runtime import runtime
         connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
@@ -159,7 +158,7 @@ class Case:
 
     @staticmethod
     def row(output):
-        """A request as compare.py reads it; None: it was aborted."""
+        """A request in the form that compare.py reads, or None if it was aborted."""
         if output is None:
             return None
         said = [] if output.prompt_logprobs is None else [

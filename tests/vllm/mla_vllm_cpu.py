@@ -1,10 +1,11 @@
-"""What the harness puts back on vLLM's CPU platform, in every process of the engine: an entry point
-of vllm.general_plugins, next to the package's own.
+"""Restores settings that vLLM's CPU platform changes, in every process of the engine. This is an
+entry point of vllm.general_plugins, next to the package's own.
 
-The platform selects CPU_MLA and AMX_MLA alone for MLA, which here are the package's backend. It
-turns asynchronous scheduling off, and, on machines without AMX, chunked prefill with its bound of
-tokens, and prefix caching: all become what the case asked for. And a later stage of a pipeline has
-no room for what the one before sends, as only a run that the eager mode leaves out makes it.
+For MLA the platform selects only CPU_MLA and AMX_MLA, which here name the package's backend. The
+platform turns asynchronous scheduling off. On machines without AMX it also turns off chunked
+prefill with its limit of tokens, and prefix caching. All of these get the case's values again. In
+addition, later stages of a pipeline get the buffers for the previous stage's tensors, because vLLM
+makes them only in a run that eager mode omits.
 """
 
 import os
@@ -42,7 +43,7 @@ def register():
 
 
 def _make_room():
-    """For the tensors of a stage before."""
+    """Makes room for the tensors of the previous stage."""
     # pylint: disable=import-outside-toplevel
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner

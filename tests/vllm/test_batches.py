@@ -1,4 +1,4 @@
-"""Which rows of a batch are whose, without vLLM."""
+"""Assigns the rows of a batch to requests, without vLLM."""
 
 import pathlib
 import sys
@@ -76,7 +76,7 @@ class Batches(unittest.TestCase):
     def test_counts_that_are_too_high_are_the_batchs(self):
         planner = Planner(self.planner.admission, BLOCK, drafts=8)
         planner.plan(output(new=[("a", [3, 4, 5], 0, 4)]))
-        plan = planner.plan(output(cached=[("a", None, 8, 4)]))  # of which drafts were wrong
+        plan = planner.plan(output(cached=[("a", None, 8, 4)]))  # some of whose drafts were wrong
         self.assertEqual([each.computed for each in plan.in_order([4], [4], [5])], [5])
 
     def test_an_order_is_read_once_while_passes_are_alike(self):

@@ -1,4 +1,4 @@
-"""vLLM with attention on a server, in the gate: plain, prefixes, a server that is killed."""
+"""vLLM with attention on a server, in the quick tests: plain, prefixes, a server that is killed."""
 
 import unittest
 
@@ -8,7 +8,7 @@ ENVIRONMENT = "vllm"
 
 
 class Engine(unittest.TestCase):
-    """One engine: its start takes longer than all that it does."""
+    """All cases use one engine, because its start takes longer than the cases."""
 
     @classmethod
     def setUpClass(cls):
@@ -25,7 +25,7 @@ class Engine(unittest.TestCase):
         for number in (1, 2):
             cases.check(self, self.got["rounds"][number], self.folder)
         counts = self.got["counts"]
-        # In the last of these rounds all whole pages of the prompts are there.
+        # By the last of these rounds, all whole pages of the prompts are on the server.
         self.assertGreater(counts["found"], 0)
 
     def test_server_is_killed(self):

@@ -1,4 +1,4 @@
-"""vLLM with attention on a server, in all ways that a CPU can have."""
+"""vLLM with attention on a server, in all configurations that a CPU supports."""
 
 import json
 import unittest
@@ -13,7 +13,7 @@ KILLED = [[6, "kill", 0], [7, "start", 0]]
 
 class Ways(unittest.TestCase):
     def run_case(self, rounds, without=None, folder=None, **case):
-        """Runs a case whose rounds must be the library's; `without`: aborted rows by round."""
+        """Runs a case whose rounds must equal the library's. `without`: aborted rows by round."""
         folder = folder or cases.model()
         got = cases.run({"model": folder, "extra": cases.COLD, "rounds": rounds, **case})
         for number, rows in enumerate(got["rounds"]):
@@ -23,7 +23,7 @@ class Ways(unittest.TestCase):
         return got["counts"]
 
     def test_chunked(self):
-        # vLLM loses log-probabilities of a prompt that begins again in its middle.
+        # vLLM loses the log-probabilities of a prompt that restarts in its middle.
         again = {"logprobs": False, "events": KILLED}
         counts = self.run_case([{}, {"events": [[2, "abort", [4]]]}, again], without={1: [4]},
                                llm={"max_num_batched_tokens": 32})
@@ -74,7 +74,8 @@ class Ways(unittest.TestCase):
         self.assertGreater(counts["failed"], 0)
 
     def test_a_server_that_stays_away(self):
-        """Requests fail, and the engine serves again when the server is back."""
+        """Requests fail while the server is down, and the engine serves again when the server is
+        back."""
         folder = cases.model()
         prompts = json.loads((folder / "prompts.json").read_text())
         got = cases.run({"model": folder, "extra": {**cases.COLD, "away_s": 0.5}, "rounds": [

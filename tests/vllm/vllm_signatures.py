@@ -2,8 +2,8 @@
 
     python3 tests/vllm/vllm_signatures.py [--write]
 
-compares the installed vLLM's with those of the release that was run and is next to it; no output
-means that they are equal.
+compares the installed vLLM's signatures with the file of the tested release next to this program.
+No output means that they are equal.
 """
 
 import os
@@ -39,7 +39,7 @@ NAMES = {
 
 
 def differences():
-    """Where the `vllm` that import finds differs from the file."""
+    """The differences between the installed `vllm` and the file."""
     return library_signatures.differences(NAMES, library_signatures.read(PATH))
 
 

@@ -1,4 +1,4 @@
-// What the host must know about each architecture's kernels, made from the lists of
+// Facts about each architecture's kernels that the host needs, made from the lists of
 // attend_variants.h. device_code.hip asserts the sizes.
 #ifndef MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
 #define MLA_KERNELS_HIP_ARGS_ARCH_TRAITS_H_
@@ -401,9 +401,9 @@ constexpr int32_t CombineWavesBeside(const ArchTraits& arch, int64_t rows, int32
   return rows * waves * column_blocks <= room ? waves : waves_per_row;
 }
 
-// Blocks that up-project a round of so many pairs, heads and expansions. A block that keeps its
-// rows waits for the rows of each new tile. So each block has whole tiles, or an equal part of one
-// tile's heads, unless some block would get many more pairs that way.
+// Returns the number of blocks that up-project a round with this many pairs, heads and expansions.
+// A block that keeps its rows waits for the rows of each new tile. So each block has whole tiles,
+// or an equal part of one tile's heads, unless some block would get many more pairs that way.
 constexpr int32_t ExpandBlocks(const ArchTraits& arch, int32_t pairs, int32_t heads,
                                int32_t expansions, int32_t units) {
   const int32_t all = pairs < units ? pairs : units;

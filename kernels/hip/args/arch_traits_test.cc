@@ -295,7 +295,7 @@ TEST(CombineWavesBeside, GivesUpWavesOnlyForBlocksThatStartEarly) {
   EXPECT_EQ(CombineWavesBeside(kSm90Traits, kRows, kParts, 8, kBlocks, 0), 8);
   // 64 parts need 8 waves to be taken at one go.
   EXPECT_EQ(CombineWavesBeside(kSm90Traits, kRows, 64, 8, kBlocks, 100), 8);
-  // Nothing waits beside another kernel there.
+  // On AMD no kernel waits next to another one.
   EXPECT_EQ(CombineWavesBeside(kGfx950Traits, kRows, kParts, 4, kBlocks, 100), 4);
 }
 

@@ -63,8 +63,8 @@ constexpr BlockPlace PlaceOf(int32_t block, int32_t blocks, int32_t blocks_per_u
 // kv_scale in records is the scale of a row's layer, for the pool's own kind of 8-bit floats. It is
 // 1 in formats without such a scale.
 
-// Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives. Of each
-// work item it takes the packed rows [s * R, (s + 1) * R), with R the kernel's tile rows.
+// Absorbed attention over a plan. A block serves the unit and share s that PlaceOf gives. The block
+// processes the packed rows [s * R, (s + 1) * R) of each work item, with R the kernel's tile rows.
 struct AttendArgs {
   static constexpr bool kSplit = false, kStreams = false;
   const SegmentRecord* segments;

@@ -1,4 +1,4 @@
-// What an architecture's kernels can compute, in the terms of AttentionBackend.
+// The features of an architecture's kernels, in the terms of AttentionBackend.
 #ifndef MLA_KERNELS_HIP_DEVICE_STATE_CAPABILITIES_H_
 #define MLA_KERNELS_HIP_DEVICE_STATE_CAPABILITIES_H_
 

@@ -140,9 +140,9 @@ absl::Status WeightStore::Place(int32_t slot, const Geometry& geometry, int32_t 
                                 const DeviceBuffer& scratch) {
   const int64_t bytes = WeightBytes(geometry, heads);
   if (bytes > arena_.bytes() - arena_.used()) {
-    return absl::ResourceExhaustedError(absl::StrCat("limits.weights_bytes: got ", bytes,
-                                                     " bytes of weights beside ", arena_.used(),
-                                                     " in use, limit ", arena_.bytes()));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("limits.weights_bytes: got ", bytes, " bytes of weights in addition to ",
+                     arena_.used(), " in use, limit ", arena_.bytes()));
   }
   absl::Status s;
   const bool moved = !arena_.Take(slot, bytes);

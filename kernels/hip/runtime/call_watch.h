@@ -1,7 +1,7 @@
-// The call that a backend runs now, for a thread that looks whether it ever returns: driver calls
-// have no bound of their own, and wait for calls of other threads.
+// The driver call that a backend is in, for a thread that checks whether it ever returns. Driver
+// calls have no time limit of their own, and wait for calls of other threads.
 //
-// Threading: a Scope belongs to the thread that makes it, one at a time; Read is for any thread.
+// Threading: a Scope belongs to the thread that makes it, one at a time; any thread may call Read.
 #ifndef MLA_KERNELS_HIP_RUNTIME_CALL_WATCH_H_
 #define MLA_KERNELS_HIP_RUNTIME_CALL_WATCH_H_
 
@@ -13,7 +13,7 @@ namespace mla::kernels::hip {
 
 class CallWatch final {
  public:
-  // While it lives, the thread runs the call `what`, a literal.
+  // During its lifetime the thread runs the call `what`, a literal.
   class Scope {
    public:
     Scope(CallWatch& watch, const char* what) : watch_(watch) {
@@ -35,7 +35,7 @@ class CallWatch final {
 
   struct Running {
     const char* what = nullptr;         // null: none
-    const char* driver_call = nullptr;  // its last one; null: it has made none
+    const char* driver_call = nullptr;  // its last one; null: it has made none yet
     std::chrono::nanoseconds lasts{0};
   };
   Running Read() const {
@@ -47,7 +47,8 @@ class CallWatch final {
     return now;
   }
 
-  // The calling thread is about to make this driver call, a literal; noted if it has a Scope.
+  // Notes that the calling thread is about to make this driver call, a literal. Does nothing
+  // outside of a Scope.
   static void NoteDriverCall(const char* name) {
     if (of_thread_ != nullptr) of_thread_->driver_call_.store(name, std::memory_order_relaxed);
   }

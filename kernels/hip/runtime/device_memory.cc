@@ -141,7 +141,7 @@ absl::StatusOr<StagedRegion> StagedRegion::Create(GpuRuntime* runtime, const cha
 }
 
 void StagedRegion::Clear() {
-  if (changed_) known_ = 0;  // it was written and not uploaded
+  if (changed_) known_ = 0;  // the written bytes were not uploaded
   used_ = 0;
   changed_ = false;
 }

@@ -22,25 +22,25 @@ inline int64_t AlignRegion(int64_t bytes) {
   return (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 }
 
-// Host memory that the device's copies reach by themselves, in pieces. Piece by piece, because a
-// copy may not cross from one into another. Any thread.
+// Host memory that the device's copies reach directly, as a list of pieces, because a copy may not
+// cross from one piece into another. Any thread.
 //
-// A launch counts as user of the pieces that its copies reach (Find, Begin) until it has ended
-// (End). A piece goes with Retire, then AwaitUnused.
+// A launch counts as user of the pieces that its copies reach, from Begin (after Find) until End. A
+// piece is removed by Retire, then AwaitUnused.
 class PinnedRanges {
  public:
   using Id = uint64_t;
   static constexpr Id kNone = 0;
 
   void Add(const void* at, int64_t bytes);
-  // The piece that holds these bytes.
+  // Returns the piece that holds these bytes.
   Id Find(const void* at, int64_t bytes) const;
-  // Counts a user more; false when the piece is gone.
+  // Adds a user; returns false if the piece has been removed.
   bool Begin(Id piece);
   void End(std::span<const Id> pieces);
-  // The piece that begins there is found no more; kNone if there is none.
+  // Hides the piece that begins at `at` from Find and returns it, or kNone if there is none.
   Id Retire(const void* at);
-  // Forgets a retired piece once it is not in use; false when that took longer.
+  // Forgets a retired piece once it is unused. Returns false if that took longer than `most`.
   bool AwaitUnused(Id piece, std::chrono::milliseconds most);
 
  private:
@@ -65,7 +65,7 @@ class DeviceBuffer {
   ~DeviceBuffer() { Reset(); }
   DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
   DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
-  // RESOURCE_EXHAUSTED names `what`, the bytes wanted and the API's text.
+  // RESOURCE_EXHAUSTED names `what`, the requested bytes and the API's text.
   static absl::StatusOr<DeviceBuffer> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
 
   DevicePtr at() const { return at_; }
@@ -102,33 +102,34 @@ class PinnedBuffer final : public HostBuffer {
   int64_t size_ = 0;
 };
 
-// A region of host and device memory of equal size that is filled from the start during a launch
-// and goes to the device in one copy, or in none: what is written where the device already holds
-// the same bytes changes nothing, so a launch like the one before it has nothing to upload.
+// A region of host and device memory of equal size. A launch fills it from the start, and one copy
+// uploads it. Writing bytes that the device already holds changes nothing, so a launch like the
+// previous one needs no upload.
 class StagedRegion {
  public:
   static absl::StatusOr<StagedRegion> Create(GpuRuntime* runtime, const char* what, int64_t bytes);
 
   int64_t bytes() const { return host_.size(); }
-  // Starts again at the front.
+  // Starts again at offset 0.
   void Clear();
   int64_t used() const { return used_; }
-  // Whether the device lacks something of what was written since Clear.
+  // Returns true if the device lacks bytes that were written since Clear.
   bool changed() const { return changed_; }
-  // An upload of used() bytes has been enqueued, before whatever reads them.
+  // Call when an upload of used() bytes has been enqueued, before the work that reads them.
   void NoteUpload();
-  // What the device holds is not known any more.
+  // Invalidates the cached copy: the next upload sends everything.
   void Forget() { known_ = 0; }
-  // Offset of `bytes` more, aligned to kRegionAlignment. RESOURCE_EXHAUSTED names the region.
+  // Reserves `bytes` more, aligned to kRegionAlignment, and returns their offset.
+  // RESOURCE_EXHAUSTED names the region.
   absl::StatusOr<int64_t> Take(int64_t bytes);
   std::byte* host(int64_t offset) const { return host_.data() + offset; }
   DevicePtr device(int64_t offset) const { return device_.at() + static_cast<uint64_t>(offset); }
-  // Of an address in the region's device memory.
+  // Offset of an address in the region's device memory.
   int64_t OffsetOf(const std::byte* device) const {
     return static_cast<int64_t>(reinterpret_cast<DevicePtr>(device) - device_.at());
   }
 
-  // Writes within what Take has given.
+  // Writes to bytes that Take has reserved.
   void Write(int64_t offset, const void* from, size_t bytes);
 
   // Copies `values` in and returns their device address.
@@ -139,7 +140,7 @@ class StagedRegion {
     Write(*at, values.data(), values.size_bytes());
     return reinterpret_cast<const T*>(device(*at));
   }
-  // The same with each value as `stored` gives it.
+  // As Put, for the results of stored(value).
   template <class T, class Stored>
   absl::StatusOr<const T*> PutEach(std::span<const T> values, Stored&& stored) {
     absl::StatusOr<int64_t> at = Take(static_cast<int64_t>(values.size_bytes()));
@@ -161,7 +162,7 @@ class StagedRegion {
   PinnedBuffer host_;
   DeviceBuffer device_;
   int64_t used_ = 0;
-  int64_t known_ = 0;  // bytes in front that are alike on both sides, but for what changed
+  int64_t known_ = 0;  // leading bytes that are equal on both sides, except changed ones
   bool changed_ = false;
 };
 

@@ -13,7 +13,7 @@
 namespace mla::kernels::hip {
 namespace {
 
-// The same in both vendors' headers.
+// Equal in both vendors' headers.
 constexpr int kPinned = 1;
 constexpr int kPosixDescriptor = 1;
 constexpr int kOnDevice = 1;
@@ -47,7 +47,7 @@ struct SharingTable {
   int (*memory_handle)(Handle*, DevicePtr);
   int (*event_create)(Event*, unsigned);
   int (*event_handle)(Handle*, Event);
-  // Virtual memory; null if the library lacks any.
+  // Virtual memory calls; null if the library lacks them.
   int (*granularity)(size_t*, const AllocationProperties*, int);
   int (*create)(uint64_t*, size_t, const AllocationProperties*, unsigned long long);
   int (*release)(uint64_t);
@@ -87,7 +87,7 @@ constexpr Alias kVirtual[] = {
 };
 #undef MLA_ALIAS
 
-// The name of the first that is missing, or null.
+// Returns the name of the first missing entry point, or null.
 const char* Resolve(GpuRuntime& runtime, std::span<const Alias> aliases, SharingTable* table) {
   for (const Alias& alias : aliases) {
     const char* const name = runtime.vendor() == Vendor::kAmd ? alias.amd : alias.nvidia;
@@ -100,7 +100,7 @@ const char* Resolve(GpuRuntime& runtime, std::span<const Alias> aliases, Sharing
 
 }  // namespace
 
-// Undone in the reverse order of making, as far as it was made.
+// The destructor undoes the steps in reverse order, as far as they were done.
 class SharedMemoryOfDevice final : public SharedDeviceMemory {
  public:
   SharedMemoryOfDevice(const DeviceSharing* sharing, std::shared_ptr<PinnedRanges> ranges,
@@ -110,7 +110,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   ~SharedMemoryOfDevice() override {
     const bool used = listed_ && !ranges_->AwaitUnused(
                                      ranges_->Retire(reinterpret_cast<const void*>(at_)), most_);
-    // The device still uses the memory, and the launch that does is lost: so is the memory.
+    // A launch that is lost still uses the memory, so it is leaked.
     if (used || !sharing_->runtime_->Bind().ok() || !WordsAreStored()) return;
     for (const Event event : events_) sharing_->runtime_->Destroy(event);
     if (words_ != nullptr) sharing_->runtime_->Destroy(words_);
@@ -150,12 +150,12 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   }
   bool StoresWords() const override { return words_ != nullptr; }
   void StoreWord(uint32_t* word, uint32_t value) override {
-    // Where this fails, the device is lost, and so are the streams that wait for the word.
+    // If this fails, the device is lost, and so are the streams that wait for the word.
     (void)sharing_->runtime_->StoreWord(reinterpret_cast<DevicePtr>(word), value, words_);
   }
 
  private:
-  // False: not within the time that a launch may take.
+  // Returns false if the words are not stored within the time that a launch may take.
   bool WordsAreStored() const {
     if (words_ == nullptr) return true;
     GpuRuntime& runtime = *sharing_->runtime_;
@@ -175,8 +175,8 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   }
   absl::Status Check(int code, const char* call) const { return sharing_->Check(code, call); }
 
-  // Before ROCm 7.1 HIP takes a descriptor that is imported for the address of one, so a worker
-  // which does not know that would end at the first byte: handles come first there.
+  // Before ROCm 7.1, HIP's import call takes a pointer to the descriptor, not the descriptor. A
+  // worker that does not know that would fail at the first byte, so handles are tried first there.
   absl::Status Take(int64_t bytes) {
     const GpuRuntime& runtime = *sharing_->runtime_;
     const bool exports = sharing_->api_->create != nullptr;
@@ -193,7 +193,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     return TakeVirtual(static_cast<size_t>(bytes));
   }
 
-  // A handle opens all of what an allocation lies in, so it has whole units for itself.
+  // A handle opens the whole allocation unit, so the memory takes whole units.
   absl::Status TakeAllocation(size_t bytes) {
     size_ = (bytes + kAllocationUnit - 1) / kAllocationUnit * kAllocationUnit;
     absl::StatusOr<DevicePtr> at = sharing_->runtime_->Malloc(static_cast<int64_t>(size_));
@@ -230,7 +230,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
                  "memory export");
   }
 
-  // After either has failed half-way.
+  // Undoes either attempt after it has failed halfway.
   void Untake() {
     const SharingTable& api = *sharing_->api_;
     if (std::exchange(mapped_, false)) (void)api.unmap(at_, size_);
@@ -240,7 +240,7 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
     exported_.descriptor = -1;
   }
 
-  // What was in this memory before belonged to another process.
+  // The memory may hold another process's data, so it is zeroed.
   absl::Status Clear() {
     GpuRuntime& runtime = *sharing_->runtime_;
     absl::StatusOr<Stream> stream = runtime.CreateStream();

@@ -1,9 +1,9 @@
-// What a device shares with other processes of the host: memory and events.
+// Memory and events that a device shares with other processes of the host.
 //
-// Memory comes from the virtual memory calls and is exported as a POSIX descriptor; where the
-// runtime has none, or refuses, it is an ordinary allocation with an interprocess handle. Before
-// ROCm 7.1 the handle comes first. Both vendors have the same calls under names of their own, with
-// the same structs and values.
+// Memory comes from the virtual memory calls and is exported as a POSIX descriptor. If the runtime
+// lacks these calls or refuses, it is an ordinary allocation with an interprocess handle. Before
+// ROCm 7.1 the handle is tried first. Both vendors have the same calls under names of their own,
+// with the same structs and values.
 //
 // Threading: any thread. Memory is made and freed in milliseconds.
 #ifndef MLA_KERNELS_HIP_RUNTIME_DEVICE_SHARING_H_
@@ -29,9 +29,9 @@ class DeviceSharing final {
   static absl::StatusOr<std::unique_ptr<DeviceSharing>> Open(GpuRuntime* runtime);
   ~DeviceSharing();
 
-  // At least `bytes` bytes of zeros and `events` events. Launches may name addresses inside it
-  // while it is listed in `ranges`: from here on until its destructor, which waits for them for at
-  // most `most`. RESOURCE_EXHAUSTED when the device has no room.
+  // Allocates at least `bytes` zeroed bytes and `events` events. Launches may name addresses inside
+  // the memory while it is listed in `ranges`, from now until its destructor, which waits for them
+  // for at most `most`. RESOURCE_EXHAUSTED if the device has no room.
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> Allocate(int64_t bytes, int32_t events,
                                                                std::shared_ptr<PinnedRanges> ranges,
                                                                std::chrono::milliseconds most);

@@ -11,7 +11,7 @@
 namespace mla::kernels::hip {
 namespace {
 
-// The values below are the same in both vendors' headers unless named otherwise.
+// The values below are equal in both vendors' headers, except those with a vendor's name.
 constexpr int kSuccess = 0;
 constexpr int kOutOfMemory = 2;
 constexpr int kNotReady = 600;
@@ -266,7 +266,7 @@ absl::Status GpuRuntime::IdentifyAmd() {
   if (!s.ok()) return s;
   host_pointers_reach_ =
       api_->device_attribute(&reach, kAmdHostPointersReach, device_) == kSuccess && reach != 0;
-  // The struct's layout has changed between releases, so the architecture is found by its prefix.
+  // The struct's layout differs between releases, so this searches it for "gfx".
   std::vector<char> properties(16384, 0);
   s = Check(api_->amd_properties(properties.data(), device_), "properties");
   if (!s.ok()) return s;
@@ -288,7 +288,7 @@ absl::Status GpuRuntime::IdentifyNvidia() {
     if (!s.ok()) return s;
   }
   arch_ = absl::StrCat("sm_", major, minor);
-  // Drivers that do not know the attribute do not have what it says.
+  // Drivers that do not know the attribute lack the capability.
   int reach = 0;
   kernels_reach_host_ =
       api_->device_attribute(&reach, kNvidiaHostPointersReach, device_) == kSuccess && reach != 0;
@@ -331,7 +331,7 @@ void GpuRuntime::FreeHost(void* at) {
   if (at != nullptr && Bind().ok()) api_->free_host(at);
 }
 absl::Status GpuRuntime::RegisterHost(void* at, int64_t bytes) {
-  // What HIP registers is mapped in any case.
+  // HIP maps registered memory in any case.
   const unsigned flags = vendor_ == Vendor::kNvidia ? kNvidiaRegisterMapped : 0;
   MLA_GPU_CALL(api_->register_host(at, static_cast<size_t>(bytes), flags), "host register");
   return absl::OkStatus();

@@ -1,11 +1,12 @@
 // The GPU runtime, opened at run time: the HIP module API of libamdhip64 or the CUDA driver API of
-// libcuda behind one table, because the calls we use differ in little but their names. Nothing
+// libcuda, behind one table, because the calls that are used differ mainly in their names. Nothing
 // here is linked, so one binary runs on nodes with either vendor's driver or with none.
 //
-// A GpuRuntime is one device of one vendor. All calls make the device current on the calling thread
-// first, so any thread may make them, one at a time; RegisterHost, UnregisterHost, Synchronize,
-// Done and what DeviceSharing calls also beside others. Calls return the API's own error text with
-// the name of the entry point: RESOURCE_EXHAUSTED when the device is out of memory, else INTERNAL.
+// A GpuRuntime is one device of one vendor. All calls first make the device current on the calling
+// thread, so any thread may make them, one at a time. RegisterHost, UnregisterHost, Synchronize,
+// Done and the calls of DeviceSharing may also overlap with other calls. Calls return the API's own
+// error text with the name of the entry point: RESOURCE_EXHAUSTED if the device is out of memory,
+// else INTERNAL.
 #ifndef MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_
 #define MLA_KERNELS_HIP_RUNTIME_GPU_RUNTIME_H_
 
@@ -36,25 +37,26 @@ struct LaunchShape {
   uint32_t grid_y = 1;
   uint32_t threads = 1;
   uint32_t shared_bytes = 0;
-  // May start before its predecessor on the stream has ended; the kernel itself waits for it.
+  // May start before its predecessor on the stream has ended; the kernel itself then waits.
   bool overlap_predecessor = false;
-  // The same where the predecessor is a gate (device/kernels/gate.h), of few blocks.
+  // May start early only if the predecessor is a gate (device/kernels/gate.h), which has few
+  // blocks.
   bool overlap_gate = false;
-  // NVIDIA only. Its blocks wait for each other: it starts when all of them fit at a time, and is
-  // refused if they never do.
+  // NVIDIA only. Its blocks wait for each other, so it starts only when all of them fit at the same
+  // time, and is refused if they never do.
   bool blocks_meet = false;
 
   bool operator==(const LaunchShape&) const = default;
 };
 
-// Entry points as the vendors' libraries export them; gpu_runtime.cc fills it by name.
+// Entry points as the vendors' libraries export them; gpu_runtime.cc finds them by name.
 struct RuntimeTable;
 
 class GpuRuntime final {
  public:
-  // `libraries` empty: RuntimeLibraries. UNAVAILABLE: no library could be opened (names and the
-  // loader's reason), it lacks an entry point, or it reports no device. FAILED_PRECONDITION: it is
-  // older than kOldestHip. OUT_OF_RANGE: `device` is not below the count.
+  // `libraries` empty: RuntimeLibraries. UNAVAILABLE if no library can be opened (with names and
+  // the loader's reason), it lacks an entry point, or it reports no device. FAILED_PRECONDITION if
+  // it is older than kOldestHip. OUT_OF_RANGE if `device` is not below the count.
   static absl::StatusOr<std::unique_ptr<GpuRuntime>> Open(Vendor vendor, int device,
                                                           std::span<const std::string> libraries);
   ~GpuRuntime();
@@ -65,14 +67,14 @@ class GpuRuntime final {
   const std::string& name() const { return name_; }  // as the driver reports it
   const std::string& arch() const { return arch_; }  // "gfx950", "gfx942", "sm_90", ...
   const std::string& library() const { return library_; }
-  int device() const { return device_; }    // its number
+  int device() const { return device_; }    // ordinal of the device
   int32_t units() const { return units_; }  // CUs or SMs
-  int version() const { return version_; }  // as hipRuntimeGetVersion has it; 0: NVIDIA
-  // Kernels reach pinned host memory at the addresses that the host has for it. Of AMD devices this
-  // is for a probe to say, since the page faults of a kernel end the process there.
+  int version() const { return version_; }  // as hipRuntimeGetVersion reports it; 0: NVIDIA
+  // True if kernels reach pinned host memory at the host's own addresses. On AMD devices only a
+  // probe can tell, because a kernel's page fault ends the process there.
   bool kernels_reach_host() const { return kernels_reach_host_; }
   void set_kernels_reach_host(bool reach) { kernels_reach_host_ = reach; }
-  // Kernels may be launched as graphs (kernel_graphs.h), and how many have been.
+  // True if kernels may be launched as graphs (kernel_graphs.h); and the number of such launches.
   bool uses_graphs() const { return uses_graphs_; }
   void set_uses_graphs(bool uses) { uses_graphs_ = uses; }
   int64_t graph_launches() const { return graph_launches_; }
@@ -80,19 +82,19 @@ class GpuRuntime final {
   bool stores_words() const;  // StoreWord; some drivers lack it
 
   // --- For calls that are not in this class.
-  void* EntryPoint(const char* name) const;  // null: the library has none of this name
+  void* EntryPoint(const char* name) const;  // null: the library lacks the name
   absl::Status Bind();                       // makes the device current on the calling thread
   absl::Status Check(int code, const char* call) const;
 
-  absl::StatusOr<int64_t> FreeMemory();  // of the device, in bytes
+  absl::StatusOr<int64_t> FreeMemory();  // on the device, in bytes
   absl::StatusOr<DevicePtr> Malloc(int64_t bytes);
   void Free(DevicePtr at);
   absl::StatusOr<void*> MallocHost(int64_t bytes);  // pinned
   void FreeHost(void* at);
-  // Pins memory of the caller's, in whole pages, until it is unregistered.
+  // Pins the caller's memory, in whole pages, until it is unregistered.
   absl::Status RegisterHost(void* at, int64_t bytes);
   absl::Status UnregisterHost(void* at);
-  // Returns true if the device has pinned memory at the address that the host has for it.
+  // Returns true if the device maps pinned memory at the host's own address.
   absl::StatusOr<bool> SameAddress(void* at);
 
   absl::StatusOr<Stream> CreateStream();
@@ -107,7 +109,7 @@ class GpuRuntime final {
 
   absl::Status CopyIn(DevicePtr to, const void* from, int64_t bytes, Stream stream);
   absl::Status CopyOut(void* to, DevicePtr from, int64_t bytes, Stream stream);
-  // Rows of `bytes` bytes each, `pitch` bytes apart on their side.
+  // Copy rows of `bytes` bytes each, `pitch` bytes apart on their side.
   absl::Status CopyRowsIn(DevicePtr to, int64_t to_pitch, const void* from, int64_t from_pitch,
                           int64_t bytes, int64_t rows, Stream stream);
   absl::Status CopyRowsOut(void* to, int64_t to_pitch, DevicePtr from, int64_t from_pitch,
@@ -116,10 +118,11 @@ class GpuRuntime final {
                               int64_t bytes, int64_t rows, Stream stream);
   absl::Status CopyDevice(DevicePtr to, DevicePtr from, int64_t bytes, Stream stream);
   absl::Status Fill(DevicePtr to, uint8_t value, int64_t bytes, Stream stream);
-  // Once all before it on the stream has ended and can be seen. REQUIRES: stores_words().
+  // Stores the word after all earlier work on the stream has ended and is visible. REQUIRES:
+  // stores_words().
   absl::Status StoreWord(DevicePtr to, uint32_t value, Stream stream);
 
-  // INTERNAL with the API's text when the image is for another architecture.
+  // INTERNAL with the API's text if the image is for another architecture.
   absl::StatusOr<Module> Load(std::span<const std::byte> image);
   void Unload(Module module);
   absl::StatusOr<Function> Find(Module module, const char* name);
@@ -152,7 +155,7 @@ class GpuRuntime final {
   std::string arch_ = "unknown";
   int32_t units_ = 0;
   int version_ = 0;
-  bool host_pointers_reach_ = false;  // AMD's attribute: that of all pinned memory
+  bool host_pointers_reach_ = false;  // AMD's attribute, for all pinned memory
   bool kernels_reach_host_ = false;
   bool uses_graphs_ = true;
   int64_t graph_launches_ = 0;

@@ -82,7 +82,7 @@ constexpr Alias kAliases[] = {
 };
 #undef MLA_ALIAS
 
-// A kernel as the vendor's calls take it.
+// A kernel in the form that the vendor's calls take.
 class NodeParams {
  public:
   NodeParams(Vendor vendor, const PendingKernel& kernel)
@@ -126,7 +126,7 @@ void Copy(const PendingKernel& from, PendingKernel& to) {
   std::memcpy(to.args.data(), from.args.data(), from.arg_bytes);
 }
 
-// The words of `next` and as much again as they differ from those of `last`.
+// Extrapolates the arguments: each word of `next` plus its difference from `last`.
 void Extend(const PendingKernel& last, const PendingKernel& next, PendingKernel& expected) {
   Copy(next, expected);
   if (last.arg_bytes != next.arg_bytes) return;
@@ -180,7 +180,7 @@ KernelGraphs::Entry* KernelGraphs::Find(std::span<const PendingKernel> kernels) 
 
 bool KernelGraphs::Set(Entry& entry, Node& node, const PendingKernel& kernel) {
   if (Same(node.held, kernel)) return true;
-  node.held.arg_bytes = 0;  // what the graph holds is not known where this fails
+  node.held.arg_bytes = 0;  // invalid if the call below fails
   const NodeParams params(runtime_->vendor(), kernel);
   ++entry.sets;
   if (api_->set_kernel(entry.made.exec, node.handle, params.at()) != 0) return false;
@@ -241,8 +241,8 @@ void KernelGraphs::Learn(std::span<const PendingKernel> kernels) {
   if (entry->refused) Destroy(entry->made);
 }
 
-// The launch that runs keeps the graph that it was made from. If no other can be made, kernels
-// are launched one by one from here on.
+// A launch in progress keeps the graph that it was made from. If no other graph can be made,
+// kernels are launched one by one from here on.
 void KernelGraphs::Replace(Entry& entry) {
   entry.replaced = std::exchange(entry.made, {});
   for (Node& node : std::span(entry.nodes).first(entry.count)) Copy(node.last, node.held);

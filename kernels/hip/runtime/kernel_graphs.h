@@ -1,18 +1,20 @@
-// Kernels that run one after the other, launched by one call of the runtime in place of one each.
+// Launches a sequence of kernels with one call of the runtime instead of one call each.
 //
-// A graph stands for a sequence of kernels, with whatever grids and arguments: those that differ
-// from what the graph holds are set in it, each by a call, when it is launched. So the layers of a
-// step, and the steps of a batch, are launches of one graph. Arguments of layers lie equally far
-// apart: where those of the last three launches did, the next ones are set while the device works,
-// on NVIDIA devices: nothing says that HIP keeps the arguments which a running kernel still reads.
+// A graph stands for a sequence of kernels with any grids and arguments. Before a launch, each
+// kernel whose grid or arguments differ from the graph's is set in it, by a call. So the layers of
+// a step, and the steps of a batch, are launches of one graph. Arguments of layers are often
+// equally spaced. If they were in the last three launches, the next arguments are set while the
+// device works. This happens on NVIDIA devices only, because HIP does not promise to keep the
+// arguments that a running kernel still reads.
 //
 // A graph is made when its sequence has been launched twice kernel by kernel, and stays until the
-// end. HIP takes new device memory for the arguments of each kernel that is set and gives it back
-// only with the graph, so there a graph is replaced by a new one when kMostSets have been set.
-// A refusal of the runtime costs speed alone: such kernels are launched one by one as before.
+// end. HIP takes new device memory for the arguments of each kernel that is set, and returns it
+// only with the graph. So on AMD devices a graph is replaced by a new one when kMostSets kernels
+// have been set. If the runtime refuses a graph, only speed is lost: its kernels are launched one
+// by one.
 //
-// Threading: one thread at a time. Nothing is allocated after Open but what the runtime takes for a
-// graph when that is made, and on AMD devices as above.
+// Threading: one thread at a time. After Open, memory is allocated only by the runtime, when a
+// graph is made and, on AMD devices, as above.
 #ifndef MLA_KERNELS_HIP_RUNTIME_KERNEL_GRAPHS_H_
 #define MLA_KERNELS_HIP_RUNTIME_KERNEL_GRAPHS_H_
 
@@ -44,51 +46,52 @@ struct GraphNodeHandle;
 
 class KernelGraphs final {
  public:
-  // Of a graph: eight, and the copies around them. Longer sequences gain little.
+  // Bound of a graph: eight kernels, and the copies before and after them. Longer sequences gain
+  // little.
   static constexpr size_t kMostKernels = 10;
   static constexpr size_t kMostGraphs = 16;
-  static constexpr int32_t kUsesBefore = 2;  // launches kernel by kernel
-  // Sets of kernels in one graph of HIP. A set has been seen to take 6 KiB: 1.5 MiB a graph, and
-  // making one takes some 50 us, which a hundred launches share.
+  static constexpr int32_t kUsesBefore = 2;  // earlier launches, kernel by kernel
+  // Most kernels set in one graph of HIP. As measured, a set takes 6 KiB, so a graph takes 1.5 MiB;
+  // making a graph takes some 50 us, spread over a hundred launches.
   static constexpr int32_t kMostSets = 256;
 
-  // `runtime` outlives it. UNAVAILABLE: graphs are not to be used, or the library lacks the entry
-  // point that is named.
+  // `runtime` outlives it. UNAVAILABLE if graphs are not to be used, or names the entry point that
+  // the library lacks.
   static absl::StatusOr<std::unique_ptr<KernelGraphs>> Open(GpuRuntime* runtime);
   ~KernelGraphs();
   KernelGraphs(const KernelGraphs&) = delete;
   KernelGraphs& operator=(const KernelGraphs&) = delete;
 
-  // Launches the kernels in their order on `stream`. False: nothing has been launched, since there
-  // is no graph of them, or the runtime refused.
+  // Launches the kernels in order on `stream`. Returns false if nothing has been launched, because
+  // there is no graph of them or the runtime refused.
   bool Launch(std::span<const PendingKernel> kernels, Stream stream);
-  // Kernels have been launched one by one. May make their graph, in tens of microseconds: called
-  // when the device has its work.
+  // Records that kernels have been launched one by one. May make their graph, in tens of
+  // microseconds, so call it when the device has work.
   void Learn(std::span<const PendingKernel> kernels);
-  // Sets what the next launches of the graphs launched last will have by all appearances, and
-  // replaces graphs that have been set too often; called when the device has its work. All launches
-  // before those since the last call have ended.
+  // Sets the expected arguments of the next launches in the graphs launched last, and replaces
+  // graphs that have been set too often. Call it when the device has work. REQUIRES: launches from
+  // before the last call have ended.
   void Prepare();
 
  private:
   struct Node {
     GraphNodeHandle* handle = nullptr;
-    PendingKernel held;      // by the graph
-    PendingKernel last;      // as it was launched last
-    PendingKernel expected;  // as far behind `last` as that was behind the one before
+    PendingKernel held;      // contents of the graph
+    PendingKernel last;      // arguments of the last launch
+    PendingKernel expected;  // extrapolated from the last two launches
     bool regular = false;    // `last` was as expected
   };
-  // The graph that the runtime has made, or null.
+  // A graph that the runtime has made, or null.
   struct Made {
     GraphHandle* graph = nullptr;
     GraphExecHandle* exec = nullptr;
   };
-  // Of a sequence that has been seen.
+  // A sequence that has been launched.
   struct Entry {
     int32_t uses = 0;
     bool refused = false;   // by the runtime, for good
     bool launched = false;  // since Prepare
-    int32_t sets = 0;       // of the graph
+    int32_t sets = 0;       // kernels set in the graph
     size_t count = 0;
     std::array<Node, kMostKernels> nodes;
     Made made;

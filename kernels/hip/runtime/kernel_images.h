@@ -15,7 +15,7 @@ struct KernelImage {
   std::span<const std::byte> bytes;
 };
 
-// Images whose compiler was there at build time; their bytes live as long as the process.
+// Images whose compiler was present at build time; their bytes live as long as the process.
 std::vector<KernelImage> BuiltInKernelImages();
 
 }  // namespace mla::kernels::hip

@@ -1,6 +1,6 @@
 #include "kernels/hip/runtime/kernel_images.h"
 
-// Written by tools/build_device_code.sh; an architecture whose compiler was missing is empty.
+// Written by tools/build_device_code.sh. An architecture whose compiler was missing has no bytes.
 extern "C" {
 extern const std::byte mla_image_gfx950_begin[], mla_image_gfx950_end[];
 extern const std::byte mla_image_gfx942_begin[], mla_image_gfx942_end[];

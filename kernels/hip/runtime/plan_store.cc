@@ -74,7 +74,7 @@ absl::StatusOr<DevicePlan> PlanStore::Get(const PlanView& plan, int32_t slot, St
       return absl::ResourceExhaustedError(
           absl::StrCat("plans on the device: all ", entries_.size(), " are in use"));
     }
-    entry->generation = 0;  // until it is there
+    entry->generation = 0;  // until the upload has succeeded
     if (absl::Status s = Upload(plan, *entry, stream); !s.ok()) return s;
     entry->generation = plan.generation;
   }

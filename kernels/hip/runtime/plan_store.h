@@ -1,9 +1,10 @@
-// Device copies of plans, kept by generation: the layers of a step share a plan, so it travels once
-// a step and not once a layer.
+// Device copies of plans, kept by generation. The layers of a step share a plan, so it is uploaded
+// once a step, not once a layer.
 //
-// A copy is held by the launch slots that run with it and replaced only when none does; of those
-// that none holds, the one used longest ago goes first. Uploads are enqueued on the stream of the
-// launch's inputs, before these, so whatever waits for those has the plan as well.
+// Launch slots hold the copies that they run with; a copy is replaced only when no slot holds it.
+// Among these, the least recently used copy is replaced first. Uploads are enqueued on the stream
+// of the launch's inputs, before the inputs, so any work that waits for the inputs has the plan as
+// well.
 //
 // Threading: as AttentionBackend demands. Nothing is allocated after Create.
 #ifndef MLA_KERNELS_HIP_RUNTIME_PLAN_STORE_H_
@@ -21,8 +22,8 @@
 
 namespace mla::kernels::hip {
 
-// Where the arrays of a plan lie on the device. Plans with rounds have no work items there, and
-// what is to be merged only where the rounds leave it.
+// Device addresses of a plan's arrays. Plans with rounds have no work items on the device, and
+// lists of merges only if the rounds leave merging to combine.
 struct DevicePlan {
   const int32_t* work_indptr = nullptr;
   const WorkInfo* work_info = nullptr;
@@ -36,16 +37,16 @@ struct DevicePlan {
 
 class PlanStore final {
  public:
-  // `copies` of at most `bytes` each. A launch may hold two (one a form), and enough must be left
-  // to replace: copies > 2 x launch slots.
+  // `copies` of at most `bytes` each. A launch may hold two (one a form), and some must remain to
+  // be replaced: copies > 2 x launch slots.
   static absl::StatusOr<std::unique_ptr<PlanStore>> Create(GpuRuntime* runtime, int32_t copies,
                                                            int64_t bytes);
 
-  // The device copy of the plan, held for `slot` until Release; uploads it unless it is there,
-  // on `stream`, whose work the kernels of the launch will wait for. RESOURCE_EXHAUSTED when it
-  // does not fit, or all copies are held. A plan of generation 0 is uploaded each time.
+  // Returns the device copy of the plan, held for `slot` until Release. Uploads it on `stream` if
+  // needed; the kernels of the launch must wait for that stream. RESOURCE_EXHAUSTED if it does not
+  // fit, or all copies are held. A plan of generation 0 is uploaded each time.
   absl::StatusOr<DevicePlan> Get(const PlanView& plan, int32_t slot, Stream stream);
-  // The slot's launch has ended, or was refused and nothing of it runs.
+  // Call when the slot's launch has ended, or was refused and no part of it runs.
   void Release(int32_t slot);
 
   int64_t uploads() const { return uploads_; }
@@ -54,7 +55,7 @@ class PlanStore final {
   struct Entry {
     StagedRegion region;
     uint64_t generation = 0;  // 0: holds no plan
-    uint64_t held = 0;        // bit s: by launch slot s
+    uint64_t held = 0;        // bit s: held by launch slot s
     uint64_t last_used = 0;
     DevicePlan plan;
   };

@@ -13,7 +13,7 @@
 namespace mla::kernels::hip {
 namespace {
 
-// The newest first: older ones may be installed next to it.
+// Newest first, because older versions may be installed next to it.
 std::vector<std::string> Names(Vendor vendor) {
   if (vendor == Vendor::kAmd) return {"libamdhip64.so.7", "libamdhip64.so.6"};
   return {"libcuda.so.1"};
@@ -49,7 +49,7 @@ absl::StatusOr<OpenedLibrary> OpenRuntimeLibrary(std::span<const std::string> na
   for (const std::string& name : names) {
     void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle != nullptr) return OpenedLibrary{handle, name};
-    // If another library is missing that this one needs, the loader names only that.
+    // If a dependency of this library is missing, the loader's message names only the dependency.
     const char* const reason = dlerror();
     reasons.push_back(absl::StartsWith(reason, name) ? std::string(reason)
                                                      : absl::StrCat(name, ": ", reason));

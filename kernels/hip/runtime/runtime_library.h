@@ -1,4 +1,4 @@
-// The places where a vendor's GPU runtime is looked for, and why it was not found there.
+// Where a vendor's GPU runtime is searched, and why it was not found there.
 #ifndef MLA_KERNELS_HIP_RUNTIME_RUNTIME_LIBRARY_H_
 #define MLA_KERNELS_HIP_RUNTIME_RUNTIME_LIBRARY_H_
 
@@ -13,25 +13,26 @@ namespace mla::kernels::hip {
 
 enum class Vendor { kAmd, kNvidia };
 
-// Names to be tried in this order. `path` empty: the library's name alone, which the loader looks
-// for where it is told to, then for AMD the same below $ROCM_PATH/lib and /opt/rocm/lib, since
-// packages of ROCm do not always tell the loader. Else `path` alone, a library or a folder of one.
+// Names to try, in order. With an empty `path`: the library's name alone, which the loader searches
+// in its own places; then for AMD the name below $ROCM_PATH/lib and /opt/rocm/lib, because packages
+// of ROCm do not always register with the loader. Otherwise only `path`, which is a library or its
+// folder.
 std::vector<std::string> RuntimeLibraries(Vendor vendor, const std::string& path);
 
 struct OpenedLibrary {
-  void* handle;  // never closed: the vendors' runtimes do not survive being unloaded
+  void* handle;  // never closed, because the vendors' runtimes do not survive being unloaded
   std::string name;
 };
 
-// The first of them that can be opened. UNAVAILABLE has the loader's reason for each.
+// Opens the first of `names` that can be opened. UNAVAILABLE has the loader's reason for each.
 absl::StatusOr<OpenedLibrary> OpenRuntimeLibrary(std::span<const std::string> names);
 
 // Versions of ROCm as hipRuntimeGetVersion counts them (docs/kernels/rocm.md).
 inline constexpr int kOldestHip = 60200000;
-// From here on descriptors of memory are imported by value, as CUDA's are.
+// From this version on, descriptors of memory are imported by value, as in CUDA.
 inline constexpr int kHipImportsByValue = 70100000;
 std::string RocmName(int version);  // "ROCm 7.2" of 70226015
-// FAILED_PRECONDITION names `library` where the version is older than kOldestHip.
+// FAILED_PRECONDITION names `library` if the version is older than kOldestHip.
 absl::Status CheckRocm(int version, const std::string& library);
 
 }  // namespace mla::kernels::hip

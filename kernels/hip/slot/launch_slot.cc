@@ -14,7 +14,7 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(300);
 constexpr auto kNap = std::chrono::microseconds(20);
-// Of a kernel that waits on the device's units while a gate does.
+// Most blocks of a kernel that waits on the device's units next to a gate.
 constexpr uint32_t kBlocksBesideGate = 16;
 
 DevicePtr AddressOf(const void* at) { return reinterpret_cast<DevicePtr>(at); }
@@ -61,7 +61,7 @@ absl::StatusOr<std::unique_ptr<LaunchSlot>> LaunchSlot::Create(GpuRuntime* runti
     *event = *made;
   }
   slot->kernels_.reserve(kMaxKernels + static_cast<size_t>(sizes.page_ranges));
-  // Those before the timed ones, these, and those behind.
+  // Three sequences: kernels before, inside and after the timed range.
   slot->one_by_one_.reserve(3);
   if (auto graphs = KernelGraphs::Open(runtime); graphs.ok()) slot->graphs_ = *std::move(graphs);
   slot->input_moves_.reserve(kMoves);
@@ -118,7 +118,7 @@ void LaunchSlot::Begin(const Launch& launch, bool alone) {
                   launch.page_reads.empty();
 }
 
-// Of a launch with a signal, whose waiting client does not need the output.
+// True for a small output of a launch with a signal, if the waiting client does not need it first.
 bool LaunchSlot::CopiedBySignal(const Launch& launch, const HostOutput& out) {
   const bool signals = launch.gate.ready.word != nullptr || !launch.signals.empty();
   const int64_t bytes = out.rows * out.row_bytes;
@@ -193,9 +193,9 @@ absl::Status LaunchSlot::ClearArrivals() {
   return s.ok() ? runtime_->WaitFor(streams_.compute, cleared_) : s;
 }
 
-// Behind the kernels that wait for them: the device is slow to fetch what it is to do while copies
-// have the bus. Any of these calls may have to wait for a driver call of another thread, which
-// waits for the device; so the kernels' wait has a bound (StreamArgs).
+// Enqueued after the kernels that wait for them, because the device fetches new work slowly while
+// copies use the bus. Each of these calls may have to wait for a driver call of another thread,
+// which waits for the device. So the kernels' wait has a limit (StreamArgs).
 absl::Status LaunchSlot::EnqueueArrivals() {
   absl::Status s;
   for (const TensorMove& copy : arrivals_.copies) {
@@ -203,7 +203,7 @@ absl::Status LaunchSlot::EnqueueArrivals() {
                          streams_.in);
     if (!s.ok()) break;
   }
-  // Also of copies that were refused, so that the kernels end sooner.
+  // Stored even if copies were refused, so that the kernels end sooner.
   s.Update(runtime_->StoreWord(arrivals_.word, arrivals_.ticket, streams_.in));
   if (s.ok()) s = runtime_->Record(arrived_, streams_.in);
   return s.ok() ? runtime_->WaitFor(streams_.compute, arrived_) : s;
@@ -212,7 +212,7 @@ absl::Status LaunchSlot::EnqueueArrivals() {
 absl::Status LaunchSlot::EnqueueWrites(std::span<const PageTransfer> writes, DevicePtr pool) {
   for (const PageTransfer& t : writes) {
     if (t.bytes == 0) continue;
-    (void)Reaches(t.host, t.bytes);  // the range stays pinned until the launch has ended
+    (void)Reaches(t.host, t.bytes);  // keeps the range pinned until the launch has ended
     absl::Status s = runtime_->CopyIn(pool + static_cast<uint64_t>(t.pool_offset), t.host, t.bytes,
                                       streams_.compute);
     if (!s.ok()) return s;
@@ -288,7 +288,7 @@ absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   tensors_.FindDirect(launch.outputs);
   const bool arrives = !arrivals_.copies.empty();
   if (s.ok() && cleared_range_.end > 0) s = runtime_->WaitFor(streams_.in, cleared_);
-  if (!arrives) cleared_range_ = {};  // others may write there
+  if (!arrives) cleared_range_ = {};  // other launches may write there
   const bool reports = arrives && outputs_in_place_ && launch.page_reads.empty();
   ends_with_report_ = reports;
   report_ = arrives ? arrivals_.report : nullptr;
@@ -305,7 +305,7 @@ absl::Status LaunchSlot::Enqueue(const Launch& launch, DevicePtr pool) {
   if (s.ok()) s = runtime_->Record(computed_, streams_.compute);
   if (s.ok()) s = EnqueueOutputs(launch.outputs);
   if (!s.ok() || !arrives) return s;
-  // For the next launch, and behind this one, so that its reply does not wait.
+  // Clears for the next launch, after this one, so that this one's reply does not wait for it.
   cleared_range_ = ArrivalRange();
   return Clear(cleared_range_, streams_.compute);
 }
@@ -326,7 +326,7 @@ absl::Status LaunchSlot::Submit(const Launch& launch, DevicePtr pool) {
     }
     return s;
   }
-  // What was enqueued still uses this slot's memory: let it end before the slot is used again.
+  // Enqueued work still uses this slot's memory, so it must end before the slot is used again.
   for (Stream stream : streams_.all()) (void)runtime_->Synchronize(stream);
   metadata_.Forget();
   cleared_range_ = {};
@@ -341,7 +341,8 @@ absl::StatusOr<bool> LaunchSlot::Done() {
   return done;
 }
 
-// The device takes microseconds from a kernel's last store to an event that the host sees.
+// The device takes microseconds from a kernel's last store to an event that the host sees, so the
+// report is read instead.
 absl::StatusOr<bool> LaunchSlot::AskDone() const {
   if (!ends_with_report_) return runtime_->Done(end_);
   const auto reported = [this](const uint32_t& ticket) {
@@ -350,7 +351,7 @@ absl::StatusOr<bool> LaunchSlot::AskDone() const {
   };
   const auto& tickets = report_->tickets;
   const bool all = std::all_of(std::begin(tickets), std::end(tickets), reported);
-  // Queries of a segment without KV rows are copied, too, and no kernel waits for them.
+  // Queries of a segment without KV rows are copied too, although no kernel waits for them.
   return runtime_->Done(all ? arrived_ : end_);
 }
 

@@ -34,7 +34,7 @@ int64_t Pieces(std::span<const Tensor> tensors) {
   return pieces;
 }
 
-// Adds the pieces of rows that lie `to_pitch` and `from_pitch` bytes apart.
+// Adds moves for rows that lie `to_pitch` and `from_pitch` bytes apart.
 void AddPieces(std::vector<TensorMove>& moves, DevicePtr to, int64_t to_pitch, DevicePtr from,
                int64_t from_pitch, int64_t row_bytes, int64_t rows) {
   if (row_bytes == 0 || rows == 0) return;
@@ -48,7 +48,7 @@ void AddPieces(std::vector<TensorMove>& moves, DevicePtr to, int64_t to_pitch, D
   }
 }
 
-// Of the staged region, where rows of the tensor end in it.
+// End of the tensor's rows in the staged region.
 template <class Tensor>
 int64_t EndOf(const Tensor& t, int64_t offset) {
   return offset + (t.rows - 1) * t.pitch + t.row_bytes;
@@ -77,7 +77,7 @@ absl::StatusOr<TensorCopies> TensorCopies::Create(GpuRuntime* runtime,
 bool TensorCopies::Reaches(const void* host, int64_t bytes) {
   const PinnedRanges::Id piece = pinned_->Find(host, bytes);
   if (piece == PinnedRanges::kNone) return false;
-  // Tensors of one client lie in one piece, so the last ones are where to look.
+  // Searches from the end, because tensors of one client lie in one piece.
   if (std::find(reached_.rbegin(), reached_.rend(), piece) != reached_.rend()) return true;
   if (reached_.size() == reached_.capacity() || !pinned_->Begin(piece)) return false;
   reached_.push_back(piece);
@@ -175,8 +175,8 @@ absl::StatusOr<bool> TensorCopies::EnqueueStaged(std::span<const HostInput> inpu
     direct_in_.push_back(in.in_place() || in.shared || Reaches(in.host, in.rows * in.row_bytes));
     if (!direct_in_.back()) staged_end = std::max(staged_end, EndOf(in, Stage(in)));
   }
-  // They travel as one copy; gaps left by direct ones are rewritten by those, which follow on the
-  // same stream.
+  // One copy moves all staged inputs. Direct copies follow on the same stream and overwrite the
+  // gaps between them.
   if (staged_end == 0) return false;
   absl::Status s = runtime_->CopyIn(input_.device(0), input_.host(0), staged_end, stream);
   if (!s.ok()) return s;

@@ -1,8 +1,8 @@
-// The tensors of a slot's launches on their way between the host's memory and the slot's.
+// Copies the tensors of a slot's launches between host memory and the slot's memory.
 //
-// Host memory in a pinned range is copied by the device itself, "direct"; the bytes of other memory
-// pass through the slot's pinned regions, "staged", and the host copies them besides. Tensors that
-// kernels use in place are not copied, and their memory stays pinned until End.
+// Tensors in a pinned range are "direct": the device copies them itself. Other tensors are
+// "staged": the host copies them as well, through the slot's pinned regions. Tensors that kernels
+// use in place are not copied, and their memory stays pinned until End.
 //
 // Threading: as the slot's. Nothing is allocated after Create.
 #ifndef MLA_KERNELS_HIP_SLOT_TENSOR_COPIES_H_
@@ -23,8 +23,8 @@
 
 namespace mla::kernels::hip {
 
-// A copy that a kernel makes: of `bytes` bytes, between device memory and memory of either kind
-// that kernels reach.
+// A copy of `bytes` bytes that a kernel makes, between device memory and any memory that kernels
+// reach.
 struct TensorMove {
   DevicePtr to, from;
   int64_t bytes;
@@ -32,7 +32,7 @@ struct TensorMove {
 
 class TensorCopies {
  public:
-  // Regions of these sizes, for launches of at most `most` inputs and as many outputs.
+  // Makes regions of these sizes, for launches of at most `most` inputs and as many outputs.
   static absl::StatusOr<TensorCopies> Create(GpuRuntime* runtime,
                                              std::shared_ptr<PinnedRanges> pinned,
                                              int64_t input_bytes, int64_t output_bytes,
@@ -40,45 +40,47 @@ class TensorCopies {
 
   const StagedRegion& input() const { return input_; }
   const StagedRegion& output() const { return output_; }
-  int64_t copied_bytes() const { return copied_bytes_; }  // by the host, ever
+  int64_t copied_bytes() const { return copied_bytes_; }  // total copied by the host
 
-  // Whether the device reaches these bytes by itself; it may until End.
+  // Returns true if the device reaches these bytes directly; it then may until End.
   bool Reaches(const void* host, int64_t bytes);
   void End();
-  // Keeps memory that kernels use in place pinned. INTERNAL where it is not.
+  // Keeps memory that kernels use in place pinned. INTERNAL if it is not pinned.
   absl::Status HoldInPlace(const Launch& launch);
 
-  // Bytes of the tensors that are copied, and whether they lie in at most so many pieces of memory.
+  // Bytes of the tensors that are copied; and whether they lie in at most `most` pieces of memory.
   static int64_t BytesOf(std::span<const HostInput> inputs);
   static int64_t BytesOf(std::span<const HostOutput> outputs);
   static bool InFewPieces(std::span<const HostInput> inputs, size_t most);
   static bool InFewPieces(std::span<const HostOutput> outputs, size_t most);
-  // Adds what kernels have to copy in place of the calls below. Staged inputs are staged.
+  // Adds the copies that kernels make instead of the calls below. Staged inputs are staged here.
   void AddMoves(std::span<const HostInput> inputs, std::vector<TensorMove>& moves);
   void AddMoves(std::span<const HostOutput> outputs, std::vector<TensorMove>& moves);
 
-  // Stages the inputs that are not direct and enqueues their copy; whether there are any.
+  // Stages the inputs that are not direct and enqueues their copy. Returns true if there are any.
   absl::StatusOr<bool> EnqueueStaged(std::span<const HostInput> inputs, Stream stream);
-  // Enqueues copies of the direct ones, after EnqueueStaged; whether there is any.
+  // Enqueues copies of the direct inputs; call it after EnqueueStaged. Returns true if there are
+  // any.
   absl::StatusOr<bool> EnqueueDirect(std::span<const HostInput> inputs, Stream stream);
-  // Of the launch's outputs, before all that follows.
+  // For the launch's outputs; call FindDirect first.
   void FindDirect(std::span<const HostOutput> outputs);
   absl::Status EnqueueStaged(std::span<const HostOutput> outputs, Stream stream);
   absl::Status EnqueueDirect(std::span<const HostOutput> outputs, Stream stream);
-  // Hands over those that were staged, once their copy has ended.
+  // Passes staged outputs to the caller. REQUIRES: their copy has ended.
   void HandOver(std::span<const HostOutput> outputs);
 
  private:
   TensorCopies(GpuRuntime* runtime, std::shared_ptr<PinnedRanges> pinned)
       : runtime_(runtime), pinned_(std::move(pinned)) {}
-  // Into the staged region, rows as far apart as on the device; their offset there.
+  // Copies the tensor into the staged region, with the row distance of the device, and returns its
+  // offset there.
   int64_t Stage(const HostInput& in);
   absl::Status Copy(const HostInput& in, Stream stream);
   absl::Status Copy(const HostOutput& out, Stream stream);
 
   GpuRuntime* runtime_;
   std::shared_ptr<PinnedRanges> pinned_;
-  std::vector<PinnedRanges::Id> reached_;  // each once
+  std::vector<PinnedRanges::Id> reached_;  // no duplicates
   StagedRegion input_, output_;
   std::vector<bool> direct_in_, direct_out_;  // by position in the launch's inputs and outputs
   int64_t copied_bytes_ = 0;

@@ -407,7 +407,7 @@ def main():
     """Prints the report; the exit status is 1 if there are faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / ".bazel/bin/kernels/hip")
-    parser.add_argument("--page", type=pathlib.Path, help="must say what the build says")
+    parser.add_argument("--page", type=pathlib.Path, help="the page that must match the build")
     parser.add_argument("--write", action="store_true", help="bring the page up to date")
     options = parser.parse_args()
     folder = options.build

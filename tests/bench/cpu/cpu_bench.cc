@@ -67,7 +67,7 @@ std::vector<kernels::KvFormat> Formats(const std::string& names) {
         std::find_if(std::begin(kernels::kKvFormats), std::end(kernels::kKvFormats),
                      [&](kernels::KvFormat format) { return kernels::Name(format) == name; });
     if (found == std::end(kernels::kKvFormats)) {
-      std::fprintf(stderr, "--kv: '%s' is none of bf16, fp8_tensor, fp8_row, fp8_page\n",
+      std::fprintf(stderr, "--kv: '%s' is not one of bf16, fp8_tensor, fp8_row, fp8_page\n",
                    name.c_str());
       std::exit(2);
     }

@@ -415,7 +415,7 @@ absl::Status Compare(Worker& worker, const Point& point, const std::string& name
     size_t differ = 0;
     for (size_t i = 0; i < host->size(); ++i) differ += (*host)[i] != (*device)[i] ? 1 : 0;
     const double worst = WorstOfAllowed(*host, *device, point.absorbed ? kLora : kValue);
-    std::printf("%s: outputs, host and %s: %zu of %zu bytes differ, by %.3f of what is allowed\n",
+    std::printf("%s: outputs, host and %s: %zu of %zu bytes differ, by %.3f of the bound\n",
                 name.c_str(), NameOf(way), differ, host->size(), worst);
     if (!(worst <= 1)) return absl::DataLossError("the outputs differ");
   }

@@ -1,20 +1,20 @@
-"""What a server's number formats cost a language model; ./dev bench quality runs it.
+"""Error of a language model from a server's number formats; ./dev bench quality runs it.
 
     quality_benchmark [--json FILE] [--windows N] [--backend NAME] [--q-dtype NAMES]
                       [--kv-format NAMES] [--fp8-compute off|on] [--server PROGRAM]
 
 The demo's trained model runs teacher-forced over N windows (default 8) of held-out text, 1024
-bytes each, once with attention in float32 in this process and once a mode through a server (by
-default on the CPU backend): all windows at the same time, as sequences of one step. A mode is what
-the queries travel as (q_dtype), how the cache keeps rows (kv_format), a profile, and how many rows
-a step brings: 1 (decode) or 128 (prefill). All that the server offers are compared unless the
-options name some. With --fp8-compute models of 8-bit rows ask for bf16 products or for those of 8
-bits, and others are left out; without, the server chooses. Over all positions and against float32:
+bytes each, once with attention in float32 in this process and once for each mode through a server
+(by default on the CPU backend). All windows run at the same time, as sequences of one step. A mode
+is the number format of the queries (q_dtype) and of cached rows (kv_format), a profile, and the
+number of rows in a step: 1 (decode) or 128 (prefill). All modes of the server are compared unless
+the options name some. With --fp8-compute only models of 8-bit rows run, with bf16 products (off) or
+8-bit products (on); without it the server chooses. Figures over all positions, against float32:
 
     mean_dlogit     mean |difference| of all logits
     kl              mean Kullback-Leibler divergence of the next byte's distribution, in nats
     top1            share of positions at which the most likely byte is the same
-    bits_per_byte   of the text; float32_bits_per_byte is what it would be
+    bits_per_byte   of the text; float32_bits_per_byte is the value with float32
 """
 
 import argparse
@@ -36,7 +36,7 @@ from mla_client.testing import ServerProcess
 
 SERVER = ROOT / ".bazel/bin/server/mla-server"
 STEP_ROWS = (1, 128)
-# The clients compute between two layers, which a busy machine can stretch.
+# The clients compute between two layers, and a busy machine can make this slow.
 LEASE_MS = 60_000
 
 
@@ -108,7 +108,7 @@ def measure(client, model, windows, wanted=lambda kv_format, q_dtype: True, fp8_
 
 
 def is_in(name, names):
-    """Whether comma-separated names have this one; None has all."""
+    """Returns true if the comma-separated names contain this one, or if they are None."""
     return names is None or name in names.split(",")
 
 
@@ -128,7 +128,7 @@ def main():
     parser.add_argument("--q-dtype", help="comma-separated names; default: all")
     parser.add_argument("--kv-format", help="comma-separated names; default: all")
     parser.add_argument("--fp8-compute", choices=("off", "on"), default="",
-                        help="default: what the server takes")
+                        help="default: the server's choice")
     parser.add_argument("--server", type=pathlib.Path, default=SERVER)
     args = parser.parse_args()
     np.seterr(over="ignore")  # exp of large negative gates goes to zero, as it should
@@ -149,7 +149,7 @@ def main():
             show(row)
             rows.append(row)
     if not rows:
-        parser.error("nothing of what is named is offered by the server")
+        parser.error("the server offers none of the named modes")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -88,7 +88,7 @@ class RemoteTest(unittest.TestCase):
             self.assertEqual(row["bench"], "quality")
             self.assertLess(row["mean_dlogit"], 0.2 if eight_bits else 0.02, row)
             self.assertGreater(row["top1"], 0.5 if eight_bits else 0.9, row)
-            # Rounding to 8 bits shows, so the format was really in force.
+            # The rounding to 8 bits is visible, so the format was really in use.
             self.assertEqual(row["mean_dlogit"] > 0.01, eight_bits, row)
             self.assertTrue(all(np.isfinite(row[name]) for name in FIGURES), row)
 

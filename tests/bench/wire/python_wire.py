@@ -1,16 +1,16 @@
-"""What the wire costs a model worker in Python, by path; ./dev bench python_wire runs it.
+"""Cost of the wire for a model worker in Python, by path; ./dev bench python_wire runs it.
 
-Whole steps of 61 layers at DeepSeek-V3's dimensions (128 heads), one new row for each of `batch`
-sequences, one request under way at a time, a server whose kernel computes nothing.
+Runs whole steps of 61 layers at DeepSeek-V3's dimensions (128 heads), with one new row for each of
+`batch` sequences and one request under way at a time. The server's kernel computes nothing.
 
-Paths: grpc_stream is a bare gRPC stream of the same sizes without server logic; inline, shm and
-ring are the client's transports with tensors in ordinary bf16 arrays, copied in and out by the
-client; shm_in_place, ring_in_place and ring_spin the same with tensors in `Client.buffers`, the
-last with both sides spinning instead of sleeping; ring_float32 gives and takes float32 arrays, so
-that the client rounds and widens as well.
+Paths: grpc_stream is a bare gRPC stream of the same sizes without server logic. inline, shm and
+ring are the client's transports with tensors in ordinary bf16 arrays, which the client copies in
+and out. shm_in_place, ring_in_place and ring_spin use tensors in `Client.buffers`; in ring_spin
+both sides spin instead of sleeping. ring_float32 uses float32 arrays, so the client also converts
+between the formats.
 
-p50_us and p99_us: one `Step.attend`, from the call to its result. token_ms: a whole step, begin and
-end included. `x bare`: ratio to grpc_stream.
+p50_us and p99_us are the time of one `Step.attend`, from the call to its result. token_ms is the
+time of a whole step with its begin and end. `x bare` is the ratio to grpc_stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Call = Callable[[int], Any]
 
 
 class Bare:
-    """A gRPC stream whose messages' first eight bytes say how large the reply is to be."""
+    """A gRPC stream. The first eight bytes of each message give the size of the reply."""
 
     def __init__(self, target: str, sent: int, received: int):
         self._channel = grpc.insecure_channel(target, options=[
@@ -77,7 +77,7 @@ class Bare:
 
 
 def plain_buffers(profile: Profile, rows: int) -> mla_client.Buffers:
-    """Buffers in no shared memory."""
+    """Buffers in ordinary memory, which is not shared."""
     geometry = SPEC.geometry
     heads = geometry.num_heads
     return mla_client.Buffers(
@@ -88,7 +88,8 @@ def plain_buffers(profile: Profile, rows: int) -> mla_client.Buffers:
 
 def caller(client: mla_client.Client, model: mla_client.Model, profile: Profile, rows: int,
            where: str) -> Callable[[mla_client.Step], Call]:
-    """What attends one layer of a step, with tensors where the path wants them."""
+    """Returns a function that attends one layer of a step, with tensors where the path expects
+    them."""
     buffers = plain_buffers(profile, rows)
     if where == "buffers":
         buffers = client.buffers(model, rows, profile)
@@ -101,7 +102,8 @@ def caller(client: mla_client.Client, model: mla_client.Model, profile: Profile,
 
 
 def run(seconds: float, begin: Callable[[], Any]) -> Tuple[List[float], List[float]]:
-    """Whole steps for that long; microseconds of the attends, milliseconds of the steps."""
+    """Runs whole steps for that long. Returns microseconds of the attends and milliseconds of the
+    steps."""
     attends, steps = [], []
     end = time.perf_counter() + seconds
     while not steps or time.perf_counter() < end:
@@ -144,7 +146,7 @@ def measure(target: str, path: str, profile: Profile, rows: int, seconds: float)
     with mla_client.Client.connect(target, transport=transport, spin_us=spin_us,
                                    message_bytes=0 if transport != "inline" else 64 << 20,
                                    shared_bytes=SHARED_BYTES) as client:
-        # The server has the model from its start, and no service to register it with.
+        # The server has the model from its start and offers no service to register it.
         model = mla_client.Model(client, SPEC, 0)
         sequences = [model.open_sequence() for _ in range(rows)]
         attend = caller(client, model, profile, rows, where)

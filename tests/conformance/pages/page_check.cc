@@ -71,9 +71,9 @@ std::string CheckOrder(kernels::AttentionBackend& backend, std::span<std::byte> 
   if (status.ok()) status = backend.Wait(1).status();
   if (!status.ok()) return "page transfers: " + status.ToString();
   if (!std::equal(sent.begin(), sent.end(), back.begin(), back.end())) {
-    return "pages that were written and copied do not hold what was sent";
+    return "pages that were written and copied do not hold the bytes that were sent";
   }
-  return last == later ? "" : "pages do not hold what a later launch has written";
+  return last == later ? "" : "pages do not hold the rows of a later launch";
 }
 
 // One range fills many places of the pool and leaves the bytes between them.

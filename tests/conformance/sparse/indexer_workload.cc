@@ -287,7 +287,8 @@ absl::Status IndexerWorkload::CheckKeys() const {
     for (int32_t i = 0; i < c_.dim; ++i) {
       const double sent = At(keys_, static_cast<size_t>(position) * c_.dim + i, c_.dtype);
       if (std::abs(Key(position, i) - sent) <= std::abs(sent) / 16 + largest / 32768) continue;
-      return Wrong(absl::StrCat("the key at ", position, " does not stand for what was sent"));
+      return Wrong(
+          absl::StrCat("the key at ", position, " differs too much from the one that was sent"));
     }
   }
   return absl::OkStatus();

@@ -1,5 +1,6 @@
-// The EXPANDED profile from the engine down to the GPU's kernels, on the fake HIP runtime: prompts
-// in the expanded form, decode and extend in the absorbed one, against the reference backend.
+// Tests the EXPANDED profile from the engine down to the GPU's kernels, on the fake HIP runtime.
+// Prompts take the expanded form, decode and extend take the absorbed one, and results are compared
+// with the reference backend.
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,8 +17,8 @@ namespace {
 using ::testing::HasSubstr;
 using TestRequest = scheduler::testing::TestRequest;
 
-// Prompts that are cut into launches, so that the later ones have a context; a prompt beside a
-// decode and an extend; and a prompt of one launch.
+// Runs prompts that are cut into launches, so that the later launches have a context. One prompt
+// runs together with a decode and an extend, and one takes a single launch.
 std::vector<std::unique_ptr<TestRequest>> RunScript(ExpandedEngine& engine) {
   std::vector<std::unique_ptr<TestRequest>> requests;
   const auto a = engine.harness().Open();
@@ -41,7 +42,7 @@ std::vector<std::unique_ptr<TestRequest>> RunScript(ExpandedEngine& engine) {
   return requests;
 }
 
-// Workspaces for the keys and values of all heads, of some, and of less than one context.
+// The workspaces hold keys and values of all heads, of some heads, and of less than one context.
 TEST_F(EngineExpandedTest, PromptsDecodesAndExtendsEqualTheReference) {
   ExpandedEngine reference(nullptr);
   const auto want = RunScript(reference);
@@ -57,16 +58,17 @@ TEST_F(EngineExpandedTest, PromptsDecodesAndExtendsEqualTheReference) {
         SCOPED_TRACE(i);
         ExpectSame(*got[i], *want[i]);
       }
-      // At least the pieces of the four prompts that are long enough: 160 + 140, 131, 130. A
-      // context that does not fit is worked through in more rounds than it has launches.
+      // At least the four pieces of prompts that are long enough: 160 + 140, 131 and 130 rows. A
+      // context that does not fit the workspace is processed in several rounds.
       EXPECT_GE(control_->expanded_launches, workspace < 1 << 20 ? 8 : 4);
       EXPECT_TRUE(gpu.harness().core().backend().Healthy().ok());
     }
   }
 }
 
-// More rounds than a launch may have: the absorbed form has none, and the answers are the same. Of
-// the script's four launches with a prompt, three need two rounds and one four.
+// Prompts that need more rounds than a launch may have take the absorbed form, which has no rounds,
+// and give the same answers. Three of the script's four launches with a prompt need two rounds, and
+// one needs four.
 TEST_F(EngineExpandedTest, PromptsWithTooManyRoundsTakeTheAbsorbedForm) {
   ExpandedEngine reference(nullptr);
   const auto want = RunScript(reference);
@@ -105,8 +107,8 @@ TEST_F(EngineExpandedTest, RowsBelowTheTurningPointTakeTheAbsorbedForm) {
   EXPECT_GT(control_->expanded_launches, 0);
 }
 
-// Heads of 192/256 have kernels of their own, for which fewer blocks fit a unit on AMD. A server
-// whose limits let them in has room for the blocks of the others too.
+// Heads of 192/256 have their own kernels, of which fewer blocks fit one unit on AMD. A server
+// whose limits allow these heads also has room for the blocks of the other kernels.
 TEST_F(EngineExpandedTest, PromptsOfWiderHeadsTakeTheExpandedForm) {
   constexpr int kRows = kExpandedFormRowsWide;
   scheduler::Limits limits = ExpandedEngine::Limits(1);
@@ -134,7 +136,7 @@ TEST_F(EngineExpandedTest, PromptsOfWiderHeadsTakeTheExpandedForm) {
   }
 }
 
-// The rounds of a plan are found again by its lengths, on the host and on the device.
+// The rounds of an earlier plan are reused if the lengths are equal, on the host and on the device.
 TEST_F(EngineExpandedTest, APromptOfTheSameLengthsUploadsNoRounds) {
   ExpandedEngine gpu(CopyingGpu());
   constexpr int kRows = 160;
@@ -152,13 +154,14 @@ TEST_F(EngineExpandedTest, APromptOfTheSameLengthsUploadsNoRounds) {
     bytes[i] = control_->bytes_in - bytes[i];
     ASSERT_TRUE(gpu.End(step).ok());
   }
-  EXPECT_EQ(copies[0], 3);  // the plan, metadata, and what is staged
+  EXPECT_EQ(copies[0], 3);  // the plan, metadata, and the staged tensors
   EXPECT_EQ(copies[1], 2);
-  // Two tiles of rows of each of two heads.
+  // Two heads with two tiles of rows each.
   EXPECT_GE(bytes[0] - bytes[1], 4 * int64_t{sizeof(ExpandedItem)});
 }
 
-// Messages hold fewer rows than the expanded form starts at; those that wait together make it.
+// Each message has fewer rows than the expanded form needs. Messages that wait together have
+// enough.
 TEST_F(EngineExpandedTest, RowsOfSeveralMessagesTakeTheExpandedFormTogether) {
   constexpr int kMessage = 50;
   static_assert(kMessage < kExpandedFormRows && 3 * kMessage >= kExpandedFormRows);
@@ -181,13 +184,14 @@ TEST_F(EngineExpandedTest, RowsOfSeveralMessagesTakeTheExpandedFormTogether) {
   for (int message = 0; message < 3; ++message) {
     SCOPED_TRACE(message);
     ASSERT_TRUE(answers[0][message]->status.ok()) << answers[0][message]->status;
-    // The first row of the first message sees one key.
+    // The first row of the first message attends to one key.
     ExpectSame(*answers[0][message], *answers[1][message], LargestOutput(*answers[1][0]));
   }
 }
 
-// As many projection records as a launch can have: a rank's slices fused into one record of
-// attention, each with records of its own, beside a step of as many sequences as records are left.
+// This launch has the largest number of projection records. Slices of all ranks are fused into one
+// attention record, but each slice has its own projection records. A second step has one sequence
+// for each record that is left.
 TEST_F(EngineExpandedTest, ALaunchTakesARecordForEverySliceBesideThoseOfTheOthers) {
   constexpr int kRanks = 7;
   scheduler::Limits limits = ExpandedEngine::Limits(kRanks);
@@ -224,8 +228,8 @@ TEST_F(EngineExpandedTest, ALaunchTakesARecordForEverySliceBesideThoseOfTheOther
   }
 }
 
-// The matrix cores take bf16. Rounding absorbed queries would cost more than outputs may be off,
-// so ABSORBED refuses fp32 ones before anything is staged; EXPANDED takes them.
+// The matrix cores multiply bf16. Rounding absorbed queries to bf16 would exceed the error bound of
+// outputs, so ABSORBED refuses fp32 queries before anything is staged. EXPANDED accepts them.
 TEST_F(EngineExpandedTest, Fp32QueriesAreTakenInExpandedAndRefusedInAbsorbed) {
   ExpandedEngine reference(nullptr);
   ExpandedEngine gpu(Gpu());

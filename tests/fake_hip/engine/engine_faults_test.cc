@@ -1,5 +1,5 @@
-// Faults of the device during steps of the EXPANDED profile, on the fake HIP runtime: what each of
-// them ends, and what it must not end.
+// Tests device faults during steps of the EXPANDED profile, on the fake HIP runtime. Each test
+// checks which steps a fault ends and which steps continue.
 #include <memory>
 #include <string>
 #include <thread>
@@ -23,7 +23,7 @@ using TestRequest = scheduler::testing::TestRequest;
 
 struct FailingCall {
   const char* call;
-  int after;  // such calls of the launch that succeed
+  int after;  // number of these calls that succeed first
 };
 void PrintTo(const FailingCall& c, std::ostream* out) { *out << c.call << " " << c.after; }
 
@@ -46,7 +46,7 @@ TEST_P(FailingCallTest, FailsTheStepsOfItsLaunchAlone) {
   EXPECT_EQ(hit->detail.reason, "launch_failed");
   EXPECT_THAT(hit->status.message(), HasSubstr("invalid argument (1)"));
   EXPECT_TRUE(hit->step_aborted);
-  // The step beside it is still open, and both sequences go on as if nothing had been.
+  // The other step is still open, and both sequences continue normally.
   EXPECT_TRUE(gpu.harness().Get(b.id).in_step);
   ASSERT_TRUE(gpu.Begin(3, a, 0, 135).ok());
   const auto beside = gpu.Attend(2, 0, 140, 2);
@@ -65,7 +65,8 @@ TEST_P(FailingCallTest, FailsTheStepsOfItsLaunchAlone) {
   EXPECT_EQ(gpu.harness().core().cache().CheckInvariants(), "");
 }
 
-// Metadata and inputs in; append, expand and attend; outputs; and the events between them.
+// Copies of metadata and inputs; the append, expand and attend kernels; copies of outputs; and the
+// events between them.
 INSTANTIATE_TEST_SUITE_P(
     Calls, FailingCallTest,
     ::testing::Values(FailingCall{"hipMemcpyHtoDAsync", 0}, FailingCall{"hipMemcpyHtoDAsync", 1},
@@ -75,16 +76,16 @@ INSTANTIATE_TEST_SUITE_P(
                       FailingCall{"hipEventRecord", 0}, FailingCall{"hipEventRecord", 1},
                       FailingCall{"hipEventRecord", 2}, FailingCall{"hipStreamWaitEvent", 0}));
 
-// No memory is allocated: it was taken at start.
+// The memory was taken at start, so nothing is allocated here.
 TEST_F(EngineExpandedTest, WeightsThatCanNotBeCopiedAreRefusedAndMayComeAgain) {
   ExpandedEngine gpu(Gpu(), /*upload=*/false);
-  constexpr int64_t kAddresses = 2 * sizeof(void*);  // of the one model's W_UK and W_UV
+  constexpr int64_t kAddresses = 2 * sizeof(void*);  // of W_UK and W_UV of the one model
   constexpr int64_t kHead = int64_t{ExpandedEngine::kDim} * ExpandedEngine::kLora * 2;
-  // Addresses, which are for the kernels, come first until they have been taken; then W_UK and W_UV
-  // of a head follow one another.
+  // The first copy carries addresses for the kernels, until one such copy has succeeded. W_UK and
+  // W_UV of each head follow.
   const struct {
     int after;
-    int64_t last_bytes;  // of the copy before the one that fails
+    int64_t last_bytes;  // size of the copy before the failing one
   } failures[] = {{0, 0}, {1, kAddresses}, {1, kHead}, {2, kHead}};
   for (const auto& [after, last_bytes] : failures) {
     control_->last_copied_in_bytes = 0;
@@ -109,7 +110,7 @@ TEST_F(EngineExpandedTest, WeightsThatCanNotBeCopiedAreRefusedAndMayComeAgain) {
   ExpectSame(*answers[0], *answers[1]);
 }
 
-// The two ways to lose a device: it answers no more, or with the same error for ever.
+// A device can be lost in two ways: it stops answering, or every call returns the same error.
 class LostDeviceTest : public EngineExpandedTest, public ::testing::WithParamInterface<bool> {
  protected:
   void Lose() { (GetParam() ? control_->hang : control_->lost) = true; }
@@ -141,21 +142,22 @@ TEST_P(LostDeviceTest, FailsWhatIsInFlightAndTakesNothingNew) {
   EXPECT_EQ(health.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(health.message(), HasSubstr("device lost: "));
   EXPECT_THAT(health.message(), HasSubstr(Reason()));
-  // Nothing else has been failed: the other step is there, and so is its sequence.
+  // The fault failed nothing else: the other step and its sequence still exist.
   EXPECT_TRUE(gpu->harness().Get(b.id).in_step);
   EXPECT_EQ(gpu->harness().core().Stats().steps_aborted, 1u);
-  // What is new is refused before it is staged.
+  // New work is refused before it is staged.
   const auto begin = gpu->harness().Begin(gpu->stream(), 3, {{c.id, 1, 0, 1}});
   EXPECT_EQ(begin->status.code(), absl::StatusCode::kUnavailable) << begin->status;
   EXPECT_EQ(begin->detail.reason, "backend_unhealthy");
-  control_->hang = control_->lost = false;  // the device is lost for good all the same
+  control_->hang = control_->lost = false;  // does not bring the lost device back
   const auto late = gpu->Attend(2, 0, 140, 2);
   gpu->Settle();
   EXPECT_EQ(late->status.code(), absl::StatusCode::kInternal) << late->status;
   EXPECT_EQ(gpu->harness().core().owned(), 0);
 }
 
-// From the engine's thread to the server's health: the watchdog reports it within its period.
+// Tests the path from the engine's thread to the server's health, which the watchdog updates within
+// its period.
 TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
   scheduler::RealClock clock;
   scheduler::EngineOptions options;
@@ -218,7 +220,7 @@ TEST_P(LostDeviceTest, TurnsTheServersHealthOff) {
     EXPECT_EQ(attend.status.code(), absl::StatusCode::kInternal) << attend.status;
     (*engine)->CloseStream(stream);
   }
-  // So that the memory goes, which the fixture counts.
+  // This lets the engine free its memory, which the fixture counts.
   control_->hang = control_->lost = false;
   engine->reset();
 }

@@ -1,4 +1,5 @@
-// The engine with the GPU backend below it, on the fake HIP runtime: what only the two together do.
+// Tests the engine together with the GPU backend on the fake HIP runtime, as far as tests of either
+// part cannot.
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -32,13 +33,13 @@ constexpr int kLongRows = 4096;
 // Probabilities are rounded to bf16 before the second product.
 constexpr double kTolerance = 4e-3;
 
-// The fake's control block, as it was left.
+// Returns the fake's control block in its present state.
 fake_hip::Control& Control() {
   static fake_hip::Control* const control = FakeControl();
   return *control;
 }
 
-// Without `reach_host` every tensor is copied.
+// If `reach_host` is false, every tensor is copied.
 std::unique_ptr<EngineHarness> Harness(int32_t top_k = 0, int32_t heads = kHeads,
                                        Vendor vendor = Vendor::kAmd, bool reach_host = true) {
   Control() = fake_hip::Control();
@@ -89,7 +90,7 @@ void Settle(EngineHarness& h) {
   }
 }
 
-// Work items of the last launch.
+// Stores the work items of the last launch.
 class LastLaunch final : public scheduler::EngineObserver {
  public:
   void OnLaunch(const scheduler::LaunchReport& report) override { work_items = report.work_items; }
@@ -111,7 +112,7 @@ TEST(EngineOnFakeHip, AnIndexerOfAnotherWidthIsRefusedByName) {
   EXPECT_EQ(DetailOf(status).got, "64");
 }
 
-// On gfx942 two blocks share the tiles of more than 64 heads, so that half as many units take part.
+// On gfx942 two blocks share a tile of more than 64 heads, so half as many units take part.
 TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
   Control() = fake_hip::Control();
   Control().arch = "gfx942";
@@ -153,7 +154,7 @@ TEST(EngineOnFakeHip, FewHeadsOfALargeModelUseAllUnits) {
   }
 }
 
-// More steps than a launch has commands, begun and abandoned, each with a page of its own.
+// More steps than a launch has commands are begun and abandoned. Each has its own page.
 TEST(EngineOnFakeHip, BegunStepsLeavePageWorkThatLaunchesCarry) {
   auto h = Harness();
   const StreamId stream = h->core().OpenStream(h->tenant());
@@ -171,12 +172,12 @@ TEST(EngineOnFakeHip, BegunStepsLeavePageWorkThatLaunchesCarry) {
   EXPECT_LT(h->Error(*answer, scheduler::testing::Pointers(rows), {1, 2, 3}, 5), kTolerance);
 }
 
-// What a launch copies to the device.
+// Copies of a launch to the device.
 struct Copied {
   int64_t copies, bytes;
 };
 
-// The layers of a step have one plan, which travels with the first of them.
+// All layers of a step have one plan, which is copied with the first layer.
 TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
   auto h = Harness(0, kHeads, Vendor::kAmd, /*reach_host=*/false);
   const StreamId stream = h->core().OpenStream(h->tenant());
@@ -194,11 +195,11 @@ TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
     }
     ASSERT_TRUE(h->End(stream, step)->status.ok());
     for (auto& sequence : begun) sequence.start_position += 1;
-    EXPECT_EQ(layers[0].copies, 3);  // the plan, metadata, and what is staged
+    EXPECT_EQ(layers[0].copies, 3);  // the plan, metadata, and the staged tensors
     EXPECT_EQ(layers[1].copies, 2);
-    // One work item each of at least three requests, one unit's range and more.
+    // The plan has one work item for each of at least three requests, one unit's range, and more.
     EXPECT_GT(layers[0].bytes, layers[1].bytes + 3 * int64_t{sizeof(WorkInfo)});
-    // Records of three requests and their rows, the inputs, and the alignment of each array.
+    // Records of three requests and of their rows, the inputs, and the alignment of each array.
     const int64_t records =
         3 * int64_t{sizeof(SegmentRecord)} + 3 * int64_t{sizeof(AppendRecord)} + 4 * 4;
     const int64_t inputs = 3 * 1152 + 3 * kHeads * 1152;
@@ -206,7 +207,7 @@ TEST(EngineOnFakeHip, TheSecondLayerOfAStepUploadsNoPlan) {
   }
 }
 
-// Lists go to the device with the launch, and rows attend to what they name alone.
+// Index lists are copied with the launch, and a row attends only to the rows in its list.
 TEST(EngineOnFakeHip, RowsAttendToTheirIndexLists) {
   auto h = Harness(/*top_k=*/4);
   const StreamId stream = h->core().OpenStream(h->tenant());
@@ -224,7 +225,8 @@ TEST(EngineOnFakeHip, RowsAttendToTheirIndexLists) {
   ASSERT_TRUE(request->status.ok()) << request->status;
   EXPECT_EQ(request->output[0], 0.0f) << "an empty list";
   EXPECT_EQ(request->lse[0], -std::numeric_limits<float>::infinity());
-  // The last row sees three and attends to two. Errors are of all rows but the first.
+  // The last row could attend to three rows, and its list has two. The error is computed over all
+  // rows except the first.
   request->attend.row_begin = 1;
   request->attend.row_count = 3;
   request->output.erase(request->output.begin(), request->output.begin() + kHeads * 512);
@@ -238,7 +240,7 @@ void CountStreams(const char* kernel) {
   append_launches += std::string_view(kernel).starts_with("mla_append");
 }
 
-// Those that a kernel may reach: output, log-sum-exps, queries and KV rows.
+// The tensors that a kernel may access directly: output, log-sum-exps, queries and KV rows.
 std::array<std::span<std::byte>, 4> TensorsOf(TestRequest& request) {
   return {std::as_writable_bytes(std::span(request.output)),
           std::as_writable_bytes(std::span(request.lse)),
@@ -246,8 +248,8 @@ std::array<std::span<std::byte>, 4> TensorsOf(TestRequest& request) {
           std::as_writable_bytes(std::span(request.kv_rows))};
 }
 
-// Queries of 5 MiB that a kernel reaches arrive during the launch, and outputs leave meanwhile;
-// where it does not reach one of the tensors, all are copied.
+// If kernels reach the tensors, queries of 5 MiB arrive and outputs leave during the launch. If one
+// tensor is out of reach, all are copied.
 TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
   constexpr int kManyHeads = 128, kSequences = 12, kRowsOfEach = 3;
   for (const size_t reached : {3, 2, 0}) {
@@ -284,8 +286,9 @@ TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
       EXPECT_LT(h->Error(*request, scheduler::testing::Pointers(rows), seen, q_key), kTolerance);
       const bool streamed = reached == 3;
       EXPECT_EQ(stream_launches, streamed ? 1 + layer : 0);
-      // Metadata, the first layer's plan, and queries, with KV rows where all pass through the
-      // staged region. Where queries are streamed a kernel moves KV rows.
+      // Copies of the metadata, the first layer's plan, and the queries. KV rows share the copy of
+      // the queries if all tensors pass through the staging memory. If queries are streamed, a
+      // kernel moves the KV rows.
       EXPECT_EQ(Control().copies_in - in, 2 + (layer == 0));
       EXPECT_EQ(Control().copies_out - out > 0, !streamed);
       for (const auto& memory : registered) h->core().backend().UnregisterHost(memory);
@@ -293,7 +296,8 @@ TEST(EngineOnFakeHip, LargeStepsAreStreamed) {
   }
 }
 
-// Else large batches would not be streamed: their plans have more parts than others.
+// Plans of large batches have more parts when streamed. Without room for these parts, the batches
+// would not be streamed.
 TEST(EngineOnFakeHip, ThereIsRoomForThePlansOfStreams) {
   const auto h = Harness(0, 128, Vendor::kNvidia);
   const AttentionBackend& backend = h->core().backend();
@@ -308,7 +312,8 @@ TEST(EngineOnFakeHip, ThereIsRoomForThePlansOfStreams) {
   EXPECT_GE(room.partial_rows, pieces * traits.tile_rows);
 }
 
-// The rows of a step lie on two pages, whether the kernel reads them in the host's memory or not.
+// The rows of a step lie on two pages. The test runs with and without kernels that read the rows in
+// host memory.
 TEST(EngineOnFakeHip, BlocksOfStreamsAppendTheRowsOfTheirItems) {
   constexpr int kManyHeads = 128, kSequences = 12, kRowsOfEach = 2, kSteps = 3;
   auto h = Harness(0, kManyHeads, Vendor::kNvidia);
@@ -352,7 +357,7 @@ TEST(EngineOnFakeHip, BlocksOfStreamsAppendTheRowsOfTheirItems) {
   }
 }
 
-// Queries with the words that memory is filled with before they arrive.
+// One row of queries consists of the word that the device's memory holds before queries arrive.
 TEST(EngineOnFakeHip, StreamedQueriesMayHaveAnyWords) {
   constexpr int kManyHeads = 128, kSequences = 15, kHostile = 5;
   constexpr size_t kQueryRow = kManyHeads * 576, kOutputRow = kManyHeads * 512;
@@ -382,7 +387,7 @@ TEST(EngineOnFakeHip, StreamedQueriesMayHaveAnyWords) {
   for (const auto& memory : all) h->core().backend().UnregisterHost(memory);
 }
 
-// The kernel that waits for the queries has been given to the device before their copy is refused.
+// The kernel that waits for the queries is already on the device when their copy is refused.
 TEST(EngineOnFakeHip, LaunchesOfRefusedCopiesEnd) {
   constexpr int kManyHeads = 128, kSequences = 15, kCopies = 3;  // metadata, the plan, queries
   for (int refused = 0; refused < kCopies; ++refused) {
@@ -429,7 +434,7 @@ TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
   for (int i = 0; i < ranks; ++i) {
     auto slice =
         h->Unsent(streams[i], 1, 0, 0, 3, i == 0 ? rows : std::vector<Row>(), i * heads, heads, 5);
-    // Every other rank's tensors lie where the device's copies reach them.
+    // Every second rank's tensors lie in memory that the device's copies reach.
     if (i % 2 == 1) {
       for (const std::span<std::byte> memory : {std::as_writable_bytes(std::span(slice->queries)),
                                                 std::as_writable_bytes(std::span(slice->output)),
@@ -449,13 +454,13 @@ TEST_P(EngineOnFakeHipTest, FusedSlicesAnswerEachRankWithItsHeads) {
     EXPECT_EQ(slice->timings.launch_requests, ranks);
     EXPECT_LT(h->Error(*slice, seen, {1, 2, 3}, 5), kTolerance);
   }
-  // The plan, metadata, all that is staged, and one copy for each pinned tensor.
+  // Copies of the plan, of the metadata, of all staged tensors, and one of each pinned tensor.
   EXPECT_EQ(Control().copies_in - copies_in, 3 + ranks / 2);
   EXPECT_EQ(Control().copies_out - copies_out, 1 + 2 * (ranks / 2));
   EXPECT_EQ(h->core().Stats().slices_fused, uint64_t(ranks));
 }
 
-// At registration, with what would do and what this device misses.
+// The error at registration names the supported dims and the missing feature of this device.
 TEST(EngineOnFakeHip, ModelsOfOtherLatentDimsAreRefusedAtRegistration) {
   const auto harness = Harness();
   scheduler::EngineCore& core = harness->core();

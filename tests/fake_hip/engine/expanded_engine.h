@@ -1,5 +1,5 @@
-// An engine whose clients use the EXPANDED profile, above any backend, driven by hand: the same
-// script on two of them can be compared.
+// An engine whose clients use the EXPANDED profile, on any backend and driven by hand. A test can
+// run the same script on two of them and compare the results.
 #ifndef MLA_TESTS_FAKE_HIP_ENGINE_EXPANDED_ENGINE_H_
 #define MLA_TESTS_FAKE_HIP_ENGINE_EXPANDED_ENGINE_H_
 
@@ -17,8 +17,8 @@
 
 namespace mla::kernels::hip {
 
-// From this many rows of a request on the GPU takes the expanded form: of heads of 128/128 dims,
-// and of 192/256.
+// Requests with at least this many rows take the expanded form on the GPU: for heads of 128/128
+// dims, and of 192/256.
 inline constexpr int kExpandedFormRows = 129, kExpandedFormRowsWide = 299;
 
 class ExpandedEngine {
@@ -48,7 +48,7 @@ class ExpandedEngine {
     return limits;
   }
 
-  // `backend` null: the reference. Weights are uploaded unless the caller does.
+  // Uses the reference if `backend` is null. If `upload` is false, the caller uploads the weights.
   explicit ExpandedEngine(std::unique_ptr<AttentionBackend> backend, bool upload = true)
       : ExpandedEngine(std::move(backend), 2, Limits(), upload) {}
   ExpandedEngine(std::unique_ptr<AttentionBackend> backend, int heads,
@@ -92,14 +92,15 @@ class ExpandedEngine {
   }
   absl::Status End(scheduler::StepId step) { return h_->End(stream_, step)->status; }
 
-  // All heads of `rows` rows of the step, with their KV rows. Not run yet.
+  // Returns a request of all heads of `rows` rows of the step, with their KV rows. It has not run
+  // yet.
   std::unique_ptr<TestRequest> Attend(scheduler::StepId step, int row_begin, int rows,
                                       uint64_t key) {
     auto request = Unsent(step, row_begin, rows, key);
     h_->Submit(request.get());
     return request;
   }
-  // The same in fp32, of values that bf16 does not have; `tensors` holds what it sends.
+  // The same request in fp32, with values that bf16 cannot represent. `tensors` owns its inputs.
   std::unique_ptr<TestRequest> AttendF32(scheduler::StepId step, int row_begin, int rows,
                                          uint64_t key, std::vector<float>* tensors) {
     auto request = Unsent(step, row_begin, rows, key);
@@ -118,7 +119,8 @@ class ExpandedEngine {
                                       uint64_t key) {
     return Slice(stream_, step, row_begin, rows, 0, heads_, /*has_kv=*/true, key);
   }
-  // Some heads of the rows, with or without KV rows, not handed over yet.
+  // Returns a request of some heads of the rows, with or without KV rows, that is not submitted
+  // yet.
   std::unique_ptr<TestRequest> Slice(scheduler::StreamId stream, scheduler::StepId step,
                                      int row_begin, int rows, int head, int heads, bool has_kv,
                                      uint64_t key) {
@@ -143,7 +145,7 @@ class ExpandedEngine {
     return request;
   }
 
-  // Until nothing is ready and nothing runs.
+  // Runs until nothing is ready and nothing is running.
   void Settle() {
     for (int quiet = 0; quiet < 3;) {
       const bool busy = h_->core().StartLaunch() | h_->core().CompleteLaunch(/*wait=*/true);
@@ -165,7 +167,7 @@ class EngineExpandedTest : public BackendOnFakeTest {
                                          int32_t most_rounds = kMostRounds) {
     return Made(Options(), expanded_workspace_bytes, vendor, most_rounds);
   }
-  // Every tensor is copied.
+  // Returns a backend that copies every tensor.
   static std::unique_ptr<HipBackend> CopyingGpu() {
     HipBackendOptions options = Options();
     options.reach_host = false;
@@ -190,9 +192,10 @@ inline float LargestOutput(const scheduler::testing::TestRequest& request) {
   return most;
 }
 
-// Both answered OK, and `got` is `want` as closely as every backend must be: absolutely by the
-// largest value, or relatively. `value`: of the values that the rows see, as far as outputs do not
-// show it: a row that sees one key has its value as output, and rows of many keys less.
+// Expects that both requests succeeded and that `got` is as close to `want` as every backend must
+// be, either absolutely, scaled by the largest value, or relatively. `value` is the largest value
+// that the rows attend to. Outputs may not show it: a row with one key outputs that key's value,
+// and rows with many keys output smaller values.
 inline void ExpectSame(const scheduler::testing::TestRequest& got,
                        const scheduler::testing::TestRequest& want, float value = 0) {
   ASSERT_TRUE(got.answered() && want.answered());
@@ -206,7 +209,7 @@ inline void ExpectSame(const scheduler::testing::TestRequest& got,
   for (size_t i = 0; i < got.output.size(); ++i) {
     const float off = std::abs(got.output[i] - want.output[i]);
     const float allowed = std::max(2e-3f * most, 0.016f * std::abs(want.output[i]));
-    wrong += !(off <= allowed);  // a NaN is wrong
+    wrong += !(off <= allowed);  // also counts a NaN
     worst = std::max(worst, off / allowed);
   }
   EXPECT_EQ(wrong, 0) << "of " << got.output.size() << ", the worst " << worst << " bounds";

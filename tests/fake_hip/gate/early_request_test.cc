@@ -1,5 +1,6 @@
-// Requests that are handed over before their tensors are there, from the engine down to the kernels
-// of sm_90 on the fake runtime: what a launch that comes too late leaves alone.
+// Tests requests that are submitted before their tensors are ready, from the engine down to the
+// kernels of sm_90 on the fake runtime. A launch whose gate times out must leave the outputs
+// unchanged.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -18,7 +19,7 @@ namespace {
 
 using TestRequest = scheduler::testing::TestRequest;
 
-// Requests whose tensors lie in memory that the GPU shares with their client.
+// Tests with requests whose tensors lie in memory that the GPU shares with their client.
 class EarlyRequestTest : public BackendOnFakeTest {
  protected:
   void SetUp() override {
@@ -54,8 +55,8 @@ class EarlyRequestTest : public BackendOnFakeTest {
     gpu_->UnregisterHost(std::as_writable_bytes(std::span(request->queries)));
     gpu_->UnregisterHost(std::as_writable_bytes(std::span(request->output)));
   }
-  // Its launch comes too late and leaves the outputs as they are; the next one writes them.
-  // `nearby`: the word of a client on the same device.
+  // Expects that the launch is too late and leaves the outputs unchanged, and that the next launch
+  // writes them. `nearby` is the word of a client on the same device.
   void ExpectNothingWrittenTooLate(std::unique_ptr<TestRequest> request,
                                    uint32_t* nearby = nullptr) {
     Share(request.get());
@@ -77,7 +78,7 @@ class EarlyRequestTest : public BackendOnFakeTest {
     Unshare(request.get());
     engine_->harness().AdvanceMicros(scheduler::AheadPauses::kLongestNanos / 1000);
   }
-  // A row of each sequence of the step, of two heads.
+  // Returns a request of two heads with one row of each sequence of the step.
   std::unique_ptr<TestRequest> Absorbed(scheduler::StepId step, int rows) {
     const std::vector<scheduler::testing::Row> kv(
         static_cast<size_t>(rows), scheduler::testing::MakeRow(step, ExpandedEngine::kRowDim));
@@ -92,7 +93,7 @@ class EarlyRequestTest : public BackendOnFakeTest {
 };
 
 TEST_F(EarlyRequestTest, ALaunchThatComesTooLateWritesNothing) {
-  constexpr int kPrompt = 300;  // in launches of which each counts as one
+  constexpr int kPrompt = 300;  // each of its launches counts as one
   const auto a = engine_->harness().Open();
   const auto b = engine_->harness().Open();
   for (const auto& [step, sequence] : {std::pair(1, &a), std::pair(2, &b)}) {
@@ -112,13 +113,13 @@ TEST_F(EarlyRequestTest, ALaunchThatComesTooLateWritesNothing) {
   EXPECT_EQ(expanded->handed_back, scheduler::HandedBack::kBusy);
   Unshare(expanded.get());
   ASSERT_TRUE(engine_->Begin(4, a, kPrompt, 1).ok());
-  ExpectNothingWrittenTooLate(engine_->Unsent(4, 0, 1, 4));  // absorbed, of one row
+  ExpectNothingWrittenTooLate(engine_->Unsent(4, 0, 1, 4));  // absorbed, one row
   ASSERT_TRUE(engine_->End(4).ok());
   ASSERT_TRUE(engine_->Begin(5, b, kPrompt, 20).ok());
   ExpectNothingWrittenTooLate(engine_->Unsent(5, 0, 20, 5));
   ASSERT_TRUE(engine_->End(5).ok());
   ASSERT_TRUE(engine_->Begin(6, a, kPrompt + 1, 1).ok());
-  ExpectNothingWrittenTooLate(Absorbed(6, 1));  // one tile, whose parts its blocks merge
+  ExpectNothingWrittenTooLate(Absorbed(6, 1));  // one tile, whose parts the tile's blocks merge
   ASSERT_TRUE(engine_->End(6).ok());
   auto both = engine_->harness().Begin(engine_->stream(), 7,
                                        {{a.id, 1, kPrompt + 2, 1}, {b.id, 1, kPrompt + 20, 1}});
@@ -126,8 +127,9 @@ TEST_F(EarlyRequestTest, ALaunchThatComesTooLateWritesNothing) {
   ExpectNothingWrittenTooLate(Absorbed(7, 2));
 }
 
-// The projection of one row holds its weights while a gate waits for another device. On the same
-// device its blocks would keep the client's kernels, which the gate waits for, from running.
+// The projection of one row loads its weights while a gate waits for another device. On the
+// client's own device, its blocks would keep the client's kernels from running, and the gate waits
+// for these kernels.
 TEST_F(EarlyRequestTest, ProjectionsStandByForOtherDevicesAlone) {
   constexpr int kPrompt = 20;
   const auto a = engine_->harness().Open();

@@ -1,5 +1,5 @@
-// The least scale of a page's rows on the kernels of AMD, which hardware and its emulation could
-// take for different numbers.
+// Tests the smallest scale of a page's rows with the kernels of AMD. Hardware and its emulation
+// could interpret this scale as different numbers.
 #include <algorithm>
 #include <cstddef>
 #include <memory>
@@ -22,7 +22,7 @@ constexpr KvRowLayout kAt = MakeKvRowLayout(KvFormat::kFp8Page, kLatent, kRope);
 class PageScalesTest : public BackendOnFakeTest,
                        public ::testing::WithParamInterface<const ArchTraits*> {
  protected:
-  // One row of one value, as the pool of this architecture has it, with 0 for all its exponents.
+  // Returns one row of equal values, as this architecture's pool stores it with all exponents 0.
   std::vector<float> Expected() const {
     const std::vector<float> sent(kWidth, 1.0f);
     std::vector<std::byte> page(static_cast<size_t>(kAt.row_bytes + kAt.page_scales_bytes));
@@ -67,7 +67,7 @@ class PageScalesTest : public BackendOnFakeTest,
     return s.ok() ? backend.Wait(0).status() : s;
   }
 
-  // A query row that sees that row alone, so that the output is its values.
+  // Runs a query row that attends to that row alone, so the output is its values.
   absl::Status Attend(HipBackend& backend, std::vector<float>* out) {
     const std::vector<Bf16> q(kWidth, 0);
     LaunchLayout layout(backend, 0);

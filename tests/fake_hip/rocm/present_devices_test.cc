@@ -1,4 +1,4 @@
-// The kernel's files about GPUs, in a folder that stands for the machine.
+// Tests with the kernel's files about GPUs, in a folder that stands for the machine.
 #include "kernels/hip/present_devices.h"
 
 #include <filesystem>
@@ -36,10 +36,10 @@ class PresentDevicesTest : public ::testing::Test {
 TEST_F(PresentDevicesTest, AMachineWithoutHasNone) {
   EXPECT_EQ(Amd(), "");
   EXPECT_EQ(Nvidia(), "");
-  AddNode(0, 0);       // its CPUs
-  AddNode(1, 110000);  // a GPU that no kernels exist for
+  AddNode(0, 0);       // the CPUs
+  AddNode(1, 110000);  // a GPU without kernels
   Write("/sys/bus/pci/devices/a/vendor", "0x1002\n");
-  Write("/sys/bus/pci/devices/a/class", "0x030000\n");  // of a desktop
+  Write("/sys/bus/pci/devices/a/class", "0x030000\n");  // a desktop GPU
   EXPECT_EQ(Amd(), "");
 }
 
@@ -71,7 +71,7 @@ TEST_F(PresentDevicesTest, NvidiasAreTheirFiles) {
   Write("/proc/driver/nvidia/version", "");
   Write("/sys/bus/pci/devices/b/vendor", "0x10de\n");
   Write("/sys/bus/pci/devices/b/class", "0x030200\n");
-  EXPECT_EQ(Nvidia(), "");  // another container's
+  EXPECT_EQ(Nvidia(), "");  // the GPU is in another container
   for (const char* file : {"nvidia0", "nvidia1", "nvidia-uvm", "nvidia"}) {
     Write(std::string("/dev/") + file, "");
   }

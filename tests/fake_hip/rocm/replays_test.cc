@@ -1,5 +1,5 @@
-// Graphs that replay what is old, as some versions of ROCm do now and then: they are found at
-// start, and are not used.
+// Tests graphs that replay stale arguments or inputs, as some versions of ROCm sometimes do. The
+// probe at start detects this, and graphs are not used.
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,7 +26,7 @@ class ReplaysTest : public BackendOnFakeTest, public ::testing::WithParamInterfa
     EXPECT_EQ(control_->graphs, 0);
     BackendOnFakeTest::TearDown();
   }
-  // The note about graphs.
+  // Creates a backend and returns its note about graphs.
   std::string Make() {
     backend_.reset();
     HipBackendOptions options = Options();
@@ -45,7 +45,7 @@ class ReplaysTest : public BackendOnFakeTest, public ::testing::WithParamInterfa
     }
     return "no note";
   }
-  // Returns true if launches that repeat are graphs; they store the right rows in any case.
+  // Returns true if repeated launches run as graphs. They must store the right rows in any case.
   bool UsesGraphs() {
     const int64_t before = control_->graph_launches;
     for (int i = 0; i < 6; ++i) {

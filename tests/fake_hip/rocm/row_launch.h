@@ -1,4 +1,4 @@
-// A launch over tensors of one row that may lie in pinned memory.
+// A launch with tensors of one row, which may lie in pinned memory.
 #ifndef MLA_TESTS_FAKE_HIP_ROCM_ROW_LAUNCH_H_
 #define MLA_TESTS_FAKE_HIP_ROCM_ROW_LAUNCH_H_
 
@@ -13,10 +13,10 @@ namespace mla::kernels::hip {
 inline constexpr int64_t kRowBytes = 1152;
 inline constexpr size_t kRowElements = 576;
 
-// Stores a row, or compares it with what is stored; stays until it has been waited for.
+// Stores a row, or compares it with the stored one. It must live until its Wait returns.
 class RowLaunch {
  public:
-  // `differs` null: stores the row.
+  // Stores the row if `differs` is null, else compares.
   absl::Status Submit(HipBackend& backend, int32_t slot, const Bf16* row, int32_t position,
                       int32_t* differs = nullptr) {
     layout_ = LaunchLayout(backend, slot);

@@ -1,4 +1,5 @@
-// The places where the GPU's runtime is looked for, and the reason for each miss.
+// Tests where the GPU's runtime is searched, and the reason that is given for each place without
+// it.
 #include "kernels/hip/runtime/runtime_library.h"
 
 #include <cstdlib>
@@ -28,7 +29,7 @@ class RuntimeLibraryTest : public BackendOnFakeTest {
     unsetenv("ROCM_PATH");
     BackendOnFakeTest::TearDown();
   }
-  // A folder with the fake runtime under the name that HIP's has.
+  // Returns a folder with the fake runtime under the file name of HIP's runtime.
   static std::string FolderWithRuntime(const std::string& name) {
     const std::string folder = ::testing::TempDir() + "/" + name;
     std::filesystem::remove_all(folder);
@@ -94,7 +95,7 @@ TEST_F(RuntimeLibraryTest, EachMissHasItsReason) {
   EXPECT_THAT(reason, HasSubstr("; " + folder + "/libamdhip64.so.6: cannot open shared object"));
 }
 
-// The loader names only the library that is missing, not the one that needs it.
+// The loader names only the missing library, not the library that needs it.
 TEST_F(RuntimeLibraryTest, EveryReasonBeginsWithTheLibraryThatWasTried) {
   const std::vector<std::string> names = {"libnot_there.so.1", "/etc/passwd"};
   const absl::Status status = OpenRuntimeLibrary(names).status();

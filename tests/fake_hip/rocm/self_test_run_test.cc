@@ -1,4 +1,4 @@
-// The self-test as its caller sees it: parts with names, how far it is, and a bound.
+// Tests what a caller sees of the self-test: parts with names, progress, and a time limit.
 #include <chrono>
 #include <string>
 #include <string_view>
@@ -46,7 +46,7 @@ TEST_F(SelfTestRunTest, AFailureNamesItsPart) {
   EXPECT_TRUE(HipBackend::Create(Of({"digests"})).ok());
 }
 
-// A device that answers, if slowly, is given up between two launches.
+// The self-test gives up a slow device between two launches.
 TEST_F(SelfTestRunTest, TheTimeIsBounded) {
   std::chrono::steady_clock::time_point now;
   HipBackendOptions options = Of({"pages", "digests", "one_row"});
@@ -64,7 +64,7 @@ TEST_F(SelfTestRunTest, TheTimeIsBounded) {
               HasSubstr("not done within 0 ms (gpu.self_test_ms), after no part (part pages)"));
 }
 
-// Within a part, too: a second passes with each launch of attention.
+// The limit also applies within a part. Here one second passes with each attention launch.
 TEST_F(SelfTestRunTest, ALongPartEndsBetweenItsLaunches) {
   static int launches;
   launches = 0;
@@ -80,7 +80,7 @@ TEST_F(SelfTestRunTest, ALongPartEndsBetweenItsLaunches) {
               HasSubstr("not done within 3000 ms (gpu.self_test_ms), after no part (part bf16)"));
   control_->on_launch = nullptr;
   EXPECT_GE(launches, 3);
-  EXPECT_LE(launches, 5);  // of the launch that went on, the other form's too
+  EXPECT_LE(launches, 5);  // the last launches include the other form's
 }
 
 }  // namespace

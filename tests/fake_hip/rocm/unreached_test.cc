@@ -1,5 +1,5 @@
-// AMD devices whose kernels do not reach registered memory of the host: tensors are copied, and no
-// kernel touches an address that the runtime has not named.
+// Tests AMD devices whose kernels do not reach registered host memory. Tensors are copied, and no
+// kernel accesses an address that the runtime has not returned.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -16,8 +16,8 @@
 namespace mla::kernels::hip {
 namespace {
 
-// A kernel that reads an address which is not mapped ends the process on AMD devices, so what the
-// runtime says comes first, then a probe.
+// On AMD devices a kernel that reads an unmapped address ends the process. The backend therefore
+// asks the runtime first and runs a probe only after that.
 class UnreachedTest : public BackendOnFakeTest {
  protected:
   void TearDown() override {
@@ -39,7 +39,7 @@ class UnreachedTest : public BackendOnFakeTest {
     }
     return "no note";
   }
-  // Its tensors are copied, as if no kernel could do it.
+  // Expects that tensors are copied and not accessed by kernels.
   void ExpectCopies() {
     ASSERT_TRUE(backend_->RegisterHost(memory_).ok());
     EXPECT_FALSE(backend_->InPlace(memory_.data(), kRowBytes));
@@ -99,7 +99,8 @@ TEST_F(UnreachedTest, ARuntimeThatRefusesIsNamed) {
   }
 }
 
-// The probe copies alone. The self-test has a part for kernels that wait for words and set them.
+// The probe only copies. Kernels that wait for words and set them have their own part of the
+// self-test.
 TEST_F(UnreachedTest, AKernelThatSetsNoWordLeavesTheOtherKernelsInUse) {
   control_->wrong_results = true;
   for (const char* kernel : {kGateKernel, kSignalKernel}) {
@@ -113,7 +114,7 @@ TEST_F(UnreachedTest, AKernelThatSetsNoWordLeavesTheOtherKernelsInUse) {
   EXPECT_EQ(Make({"host_memory"}), "kernels reach it");
 }
 
-// The runtime may say another thing of one piece of memory than of the probe's.
+// The runtime may answer differently for one piece of memory than for the probe's.
 TEST_F(UnreachedTest, APieceAtAnotherAddressIsNotPinned) {
   EXPECT_EQ(Make(), "kernels reach it");
   const int64_t before = control_->registered_bytes;

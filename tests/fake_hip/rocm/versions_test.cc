@@ -1,4 +1,4 @@
-// Versions of ROCm: those that are refused, and what the others have in common.
+// Tests which versions of ROCm are refused, and the behaviour that all others share.
 #include <memory>
 #include <string>
 #include <vector>
@@ -74,8 +74,9 @@ TEST_F(VersionsTest, AKeyTurnsGraphsOff) {
   }
 }
 
-// A worker that knows nothing of the descriptor's meaning before ROCm 7.1 ends at its import, so it
-// is offered none; where the runtime has no handles, it is.
+// Before ROCm 7.1 the meaning of the descriptor was different, and a worker that does not know this
+// crashes at the import. So these versions export a handle, and a descriptor only if the runtime
+// has no handles.
 TEST_F(VersionsTest, DeviceMemoryIsSharedByHandleBeforeDescriptorsAreValues) {
   for (const fake_hip::Version& version : fake_hip::kVersions) {
     control_->version = version.number;

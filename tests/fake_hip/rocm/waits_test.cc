@@ -1,6 +1,7 @@
-// When a launch has ended its outputs are in the host's memory: each way that tensors take there,
-// on streams that do nothing before one waits for them. Each wait between streams is needed, and
-// a runtime that says too early that an event is complete is not used.
+// Tests that a launch's outputs are in host memory when Wait returns, for each way that outputs
+// take. The fake's streams run only when a caller waits for them. The tests also show that each
+// wait between streams is needed, and that a runtime is refused if it reports events as complete
+// too early.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -22,7 +23,8 @@ constexpr size_t kRowElements = 576;
 constexpr int32_t kRows = 3;
 constexpr int32_t kUnwritten = 7;
 
-// Rows that are compared with those of the pool: an output for each. Stays until it was waited for.
+// Compares rows with those of the pool and has one output for each. It must live until its Wait
+// returns.
 class CompareLaunch {
  public:
   absl::Status Submit(HipBackend& backend, int32_t slot, std::span<const Bf16> rows,
@@ -52,7 +54,7 @@ class CompareLaunch {
 struct Way {
   const char* name;
   bool reached;  // kernels reach the host's memory
-  bool pinned;   // the tensors' memory is
+  bool pinned;   // the tensors' memory is pinned
   bool alone;    // no other launch runs
 };
 
@@ -69,7 +71,7 @@ class WaitsTest : public BackendOnFakeTest, public ::testing::WithParamInterface
     if (GetParam().pinned) {
       ASSERT_TRUE(backend_->RegisterHost(Memory()).ok());
     }
-    // Rows 0 and 1 are as the launches have them.
+    // The launches expect rows 0 and 1 in the pool.
     rows_.assign(kRows * kRowElements, Bf16{0x3f80});
     for (int32_t row = 0; row < 2; ++row) {
       Launch launch;
@@ -99,7 +101,7 @@ class WaitsTest : public BackendOnFakeTest, public ::testing::WithParamInterface
   }
   int32_t* Differs() { return reinterpret_cast<int32_t*>(memory_.data() + 2048); }
 
-  // The outputs of a launch that compares the three rows, once it has been waited for.
+  // Runs a launch that compares the three rows, waits for it, and returns its outputs.
   std::vector<int32_t> Compare() {
     CompareLaunch other, compare;
     std::vector<int32_t> others(kRows, kUnwritten);
@@ -110,7 +112,7 @@ class WaitsTest : public BackendOnFakeTest, public ::testing::WithParamInterface
     }
     EXPECT_TRUE(compare.Submit(*backend_, 0, Rows(), Differs()).ok());
     EXPECT_EQ(std::vector<int32_t>(Differs(), Differs() + kRows),
-              std::vector<int32_t>(kRows, kUnwritten));  // not waited for yet
+              std::vector<int32_t>(kRows, kUnwritten));  // Wait was not called yet
     EXPECT_TRUE(backend_->Wait(0).ok());
     std::vector<int32_t> got(Differs(), Differs() + kRows);
     EXPECT_EQ(GetParam().alone || backend_->Wait(1).ok(), true);
@@ -127,12 +129,12 @@ TEST_P(WaitsTest, OutputsAreThereWhenALaunchHasEnded) {
   for (int turn = 0; turn < 4; ++turn) EXPECT_EQ(Compare(), kWanted) << turn;
 }
 
-// A launch next to another, whose copies have streams of their own: without one of its waits it
-// would read or hand over what is not there yet.
+// The copies of two launches that run together have their own streams. Without one of the waits
+// between streams, a launch would read its inputs or return its outputs before they are written.
 TEST_P(WaitsTest, EachWaitBetweenStreamsIsNeeded) {
   EXPECT_EQ(Compare(), kWanted);
   control_->stream_waits = 0;
-  rows_[5] = 0x4000;  // so that the tensors differ from those of the launch before
+  rows_[5] = 0x4000;  // makes the tensors differ from those of the previous launch
   EXPECT_EQ(Compare(), (std::vector<int32_t>{1, 0, 1}));
   const int waits = control_->stream_waits;
   int needed = 0;
@@ -151,7 +153,7 @@ TEST_P(WaitsTest, EachWaitBetweenStreamsIsNeeded) {
 TEST_P(WaitsTest, ARuntimeThatIsTooEarlyIsNotUsed) {
   control_->early_events = true;
   const std::vector<int32_t> got = Compare();
-  EXPECT_NE(got, kWanted);  // as it was seen: outputs are unwritten
+  EXPECT_NE(got, kWanted);  // the outputs are not written yet, as on a real device with this fault
   HipBackendOptions options = Options();
   options.self_test = true;
   options.self_test_options.parts = {"pages", "bf16"};

@@ -1,7 +1,7 @@
-// The CUDA driver's entry points that the backend uses, over the fake HIP runtime of the same
-// library: control blocks, faults (named by their HIP call) and kernels are the same. Beside that
-// runtime it holds callers to the driver's own rules: a context must be current in the calling
-// thread, and a launch may ask for no more dynamic shared memory than was allowed.
+// The CUDA driver's entry points that the backend uses, on top of the fake HIP runtime in the same
+// library. Control blocks, faults (named by their HIP call) and kernels are the same. In addition
+// it checks the driver's own rules: the calling thread needs a current context, and a launch may
+// request only as much dynamic shared memory as was allowed.
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -32,7 +32,7 @@ constexpr int kSharedLimit = 227 * 1024;
 
 struct Context {
 } the_context;
-// That, or one that was made.
+// Each is the_context or a context that the program created.
 thread_local const void* current = nullptr;
 thread_local const void* before = nullptr;
 
@@ -183,7 +183,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
     *value = 1;
     return kSuccess;
   }
-  // "sm_90": the last digit is the minor number.
+  // In "sm_90" the last digit is the minor number.
   const std::string arch = fake_hip_control()->arch;
   const int number = std::atoi(arch.substr(arch.find('_') + 1).c_str());
   if (attribute == kCapabilityMajor) *value = number / 10;

@@ -1,4 +1,4 @@
-// The fake HIP runtime's graphs of kernels, and streams that wait for words of the host's memory.
+// The fake HIP runtime's graphs of kernels, and its streams that wait for words in host memory.
 #include <sched.h>
 
 #include <algorithm>
@@ -22,15 +22,16 @@ struct Graph {
 };
 struct GraphExec {
   std::vector<PendingLaunch> launches;
-  std::vector<PendingLaunch> launched;  // as they were when it was launched last
+  std::vector<PendingLaunch> launched;  // arguments of the last launch
   int64_t argument_bytes = 0;
 };
 
-// Bytes that each set of a kernel of a graph has been seen to take on an MI300X: the runtime
-// takes new space in the device's memory for it, of a pool that lives as long as the graph.
+// Bytes that each set of a kernel in a graph was measured to take on an MI300X. The runtime takes
+// new device memory for it from a pool that lives as long as the graph.
 constexpr int64_t kArgumentBytes = 5888;
 
-// False: the runtime has no space left. The real one writes to no address then.
+// Returns false if no memory for arguments is left. The real runtime then writes to an invalid
+// address.
 bool TakeArguments(GraphExec& exec, size_t kernels) {
   Control& control = State().control;
   const int64_t bytes = static_cast<int64_t>(kernels) * kArgumentBytes;
@@ -46,13 +47,13 @@ bool TakeArguments(GraphExec& exec, size_t kernels) {
   return false;
 }
 
-// Exchanges what the last copy from the host brought for what was in its place.
+// Swaps the bytes of the last copy from the host with those that it overwrote.
 void ExchangeLastInput() {
   Runtime::LastInput& last = State().last_input;
   std::swap_ranges(last.before.begin(), last.before.end(), static_cast<std::byte*>(last.to));
 }
 
-// A word that a stream names by the address that the device has for it.
+// Returns the word that a stream names by its device address.
 std::atomic_ref<uint32_t> WordAt(void* word) {
   const auto* const here =
       static_cast<const std::byte*>(word) - State().control.device_pointer_offset;
@@ -99,7 +100,7 @@ int fake_hip_order_nodes(fake::GraphNode* before, fake::GraphNode* after) {
   after->after = before;
   return 0;
 }
-// Nodes that are not in one line might run side by side: the backend wants none of these.
+// The backend needs its nodes to run one after another, so a graph with parallel nodes is an error.
 int fake_hip_instantiate(fake::GraphExec** exec, fake::Graph* graph) {
   FAKE_ENTER("hipGraphInstantiateWithFlags");
   auto made = std::make_unique<fake::GraphExec>();
@@ -158,7 +159,8 @@ int hipHostGetDevicePointer(void** there, void* here, unsigned) {
 int hipStreamWaitValue32(fake::Stream* stream, void* word, uint32_t value, unsigned, uint32_t) {
   FAKE_ENTER("hipStreamWaitValue32");
   if (stream == nullptr) return fake::kInvalidValue;
-  // Who changes the word may need the runtime, which the thread that runs the stream holds.
+  // The thread that changes the word may need the runtime's lock, which the thread that runs the
+  // stream holds.
   stream->Add([word, value] {
     const std::atomic_ref<uint32_t> seen = fake::WordAt(word);
     while (static_cast<int32_t>(seen.load(std::memory_order_acquire) - value) < 0) {
@@ -169,7 +171,8 @@ int hipStreamWaitValue32(fake::Stream* stream, void* word, uint32_t value, unsig
   });
   return 0;
 }
-// Another process waits for the word, and cannot run this one's streams, so their work ends here.
+// Another process waits for the word and cannot run this process's streams, so the stream's work
+// runs here.
 int hipStreamWriteValue32(fake::Stream* stream, void* word, uint32_t value, unsigned) {
   FAKE_ENTER("hipStreamWriteValue32");
   ++State().control.word_stores;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::string_view kText = "fake image for ";
 
-// A library's length: its section headers are what a linker writes last.
+// Returns a library's length. A linker writes the section headers last.
 size_t LibraryBytes(const void* bytes) {
   Elf64_Ehdr header;
   std::memcpy(&header, bytes, sizeof(header));
@@ -33,7 +33,8 @@ const kernels::hip::host::Image* Open(const std::string& path) {
   return get == nullptr ? nullptr : get();
 }
 
-// From a file in memory, which stays open: libraries are told apart by their paths.
+// Opens the library from a file in memory. The file stays open, because the loader distinguishes
+// libraries by their paths.
 const kernels::hip::host::Image* OpenLibrary(std::string_view library) {
   const int file = memfd_create("device code", 0);
   if (file < 0 ||

@@ -1,4 +1,4 @@
-// Images of device code, as the fake runtime loads them.
+// Images of device code for the fake runtime.
 #ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_IMAGE_H_
 #define MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_IMAGE_H_
 
@@ -8,9 +8,10 @@
 
 namespace mla::fake_hip {
 
-// `bytes` is the text "fake image for ARCH", which stands for //kernels/hip/host_images:ARCH.so
-// among the caller's data files, or such a library itself. Null: it is neither, or of another
-// architecture than `arch`. Images are kept until the process ends; the same one is loaded once.
+// `bytes` is either the text "fake image for ARCH", which stands for
+// //kernels/hip/host_images:ARCH.so in the caller's data files, or such a library. Returns null if
+// it is neither, or if its architecture is not `arch`. Images are kept until the process ends, and
+// equal images are loaded once.
 const kernels::hip::host::Image* LoadImage(const void* bytes, const std::string& arch);
 
 }  // namespace mla::fake_hip

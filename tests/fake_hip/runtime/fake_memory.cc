@@ -26,9 +26,9 @@ bool Shareable(size_t bytes) { return bytes > 0 && bytes % kUnit == 0; }
 
 struct Piece {
   size_t bytes;
-  int file = -1;  // where other processes find it
+  int file = -1;  // the file that other processes map
 };
-// Memory that can be shared, by address, and sizes of what another process made, by address.
+// Memory that can be shared, by address, and sizes of other processes' memory, by address.
 struct Mapped {
   std::map<void*, Piece> own;
   std::map<void*, size_t> opened;
@@ -38,7 +38,7 @@ Mapped& Maps() {
   return maps;
 }
 
-// Memory of `bytes` bytes in front of a guard, those of a file unless that is -1.
+// Maps `bytes` bytes followed by a guard page. Maps the file unless `file` is -1.
 void* Map(int file, size_t bytes) {
   void* const at =
       mmap(nullptr, bytes + kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -49,7 +49,7 @@ void* Map(int file, size_t bytes) {
   return nullptr;
 }
 
-// Moves what lies at `at` to a file, which takes its place. Returns true if that went well.
+// Moves the memory at `at` to a file and maps the file there. Returns true on success.
 bool MoveToFile(void* at, Piece* piece) {
   const int file = memfd_create("fake-device-memory", MFD_CLOEXEC);
   if (file < 0) return false;

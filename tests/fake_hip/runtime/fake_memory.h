@@ -1,4 +1,4 @@
-// The fake runtime's device memory, which is the host's, and its handles for other processes.
+// The fake runtime's device memory, which is host memory, and its handles for other processes.
 #ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_MEMORY_H_
 #define MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_MEMORY_H_
 
@@ -6,10 +6,10 @@
 
 namespace mla::fake_hip {
 
-// Null when the system refuses. Memory of whole units of 2 MiB has a page after it that may not be
-// touched, and moves to a file when a handle of it is asked for (hipIpcGetMemHandle), in which no
-// kernel may run. Before that, a forked process has memory of its own. Smaller pieces come from the
-// heap, where the address sanitizer sees their ends.
+// Returns null if the system refuses. Whole units of 2 MiB are followed by a guard page. They move
+// to a file in hipIpcGetMemHandle, and no kernel may run during this call. Before that, a forked
+// process has its own copy of the memory. Smaller pieces come from the heap, where the address
+// sanitizer detects overruns.
 void* TakeMemory(size_t bytes);
 void GiveMemory(void* at, size_t bytes);
 

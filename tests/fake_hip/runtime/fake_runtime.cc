@@ -1,8 +1,8 @@
 // The HIP entry points that the backend uses, on host memory.
 //
-// Streams are as lazy as the API allows: work runs only when a caller waits for it, in stream
-// order, and another stream's work only through an event that was waited for. A missing wait
-// therefore shows as a wrong result, and host memory that is reused too early as well.
+// Streams are as lazy as the API allows. Work runs only when a caller waits for it, in stream
+// order, and work of another stream runs only if the stream waits for its event. A missing wait or
+// host memory that is reused too early therefore gives a wrong result.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -40,7 +40,7 @@ constexpr int kMultiprocessorCount = 63;
 struct Event {
   Stream* stream = nullptr;
   uint64_t position = 0;
-  std::shared_ptr<SharedEvent> shared = nullptr;  // of an interprocess event
+  std::shared_ptr<SharedEvent> shared = nullptr;  // only if the event is interprocess
   void Complete() const {
     if (stream != nullptr) stream->RunTo(position);
   }
@@ -56,7 +56,7 @@ struct Module {
 Runtime& State() {
   static Runtime& runtime = *[] {
     auto* const made = new Runtime;
-    // For programs that do not know that the runtime is a fake.
+    // For programs that cannot access the control block.
     if (const char* const arch = std::getenv("FAKE_GPU_ARCH")) made->control.arch = arch;
     if (const char* const gib = std::getenv("FAKE_GPU_GIB")) {
       made->control.memory_bytes = int64_t{std::atoi(gib)} << 30;
@@ -66,7 +66,7 @@ Runtime& State() {
   return runtime;
 }
 
-// Every entry point begins here: 0 to go on, else the code to return.
+// Every entry point calls this first. Returns 0 to continue, else the code to return.
 int Enter(const char* call) {
   Control& control = State().control;
   if (control.lost) return kLaunchFailure;
@@ -187,7 +187,7 @@ int hipMalloc(void** at, size_t bytes) {
   }
   *at = fake::TakeMemory(bytes);
   if (*at == nullptr) return fake::kOutOfMemory;
-  std::memset(*at, 0xff, bytes);  // NaN everywhere: nothing may be read before it is written
+  std::memset(*at, 0xff, bytes);  // NaN everywhere, so reads before the first write show
   State().device_memory[*at] = static_cast<int64_t>(bytes);
   control.live_bytes += static_cast<int64_t>(bytes);
   ++control.allocations;
@@ -195,7 +195,7 @@ int hipMalloc(void** at, size_t bytes) {
 }
 int hipFree(void* at) {
   const std::lock_guard<std::recursive_mutex> lock(State().mutex);
-  // The call waits for the device. That matters where events came before their work.
+  // hipFree waits for the device. This matters if events were reported complete before their work.
   if (State().control.early_events) {
     for (fake::Stream* const stream : State().streams) stream->RunTo(stream->enqueued);
   }
@@ -293,7 +293,8 @@ int hipEventRecord(fake::Event* event, fake::Stream* stream) {
   event->stream = stream;
   event->position = stream == nullptr ? 0 : stream->enqueued;
   if (event->shared == nullptr) return 0;
-  // Another process cannot run this one's streams, so their work ends here, unless it never does.
+  // Another process cannot run this process's streams, so the stream's work runs here, unless the
+  // device hangs.
   event->shared->Record();
   if (State().control.hang) return 0;
   event->Complete();
@@ -359,7 +360,9 @@ int hipMemcpyDtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* s
   FAKE_ENTER("hipMemcpyDtoDAsync");
   const auto* target = static_cast<const char*>(to);
   const auto* source = static_cast<const char*>(from);
-  if (target < source + bytes && source < target + bytes) return fake::kInvalidValue;  // overlap
+  if (target < source + bytes && source < target + bytes)
+    return fake::kInvalidValue;  // the ranges
+                                 // overlap
   ++State().control.copies_on_device;
   stream->Add([=] { std::memcpy(to, from, bytes); });
   return 0;

@@ -1,5 +1,6 @@
-// The fake runtime's memory and events that other processes map: virtual memory calls over memory
-// files, events over shm_open. Both vendors' names; the fake CUDA driver asks for no context here.
+// The fake runtime's memory and events that other processes map. Virtual memory calls use memory
+// files, and events use shm_open. Both vendors' names exist. The fake CUDA driver does not require
+// a current context for these calls.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -69,9 +70,9 @@ int Import(uint64_t* handle, int descriptor) {
   return kSuccess;
 }
 
-// Before 7.1 HIP is given the address of a descriptor, from then on the descriptor itself.
+// Before 7.1 HIP takes the address of a descriptor, and since then the descriptor itself.
 constexpr int kByValueFrom = 70100000;
-// Nothing is ever mapped below.
+// The kernel never maps memory below this address.
 constexpr uintptr_t kLowestAddress = 65536;
 
 }  // namespace
@@ -113,7 +114,7 @@ SharedHandle SharedEvent::handle() const {
 
 namespace fake = mla::fake_hip;
 
-// The body, under both names; a failure is asked for by HIP's.
+// Defines the function under both vendors' names. Injected faults use HIP's name.
 #define BOTH(hip, cuda, parameters, arguments) \
   int cuda parameters { return hip arguments; }
 
@@ -143,7 +144,7 @@ int hipMemCreate(uint64_t* handle, size_t bytes, const void*, unsigned long long
     if (descriptor >= 0) close(descriptor);
     return fake::kOutOfMemory;
   }
-  // What a device's memory holds before it is cleared is someone else's.
+  // New device memory is not cleared, so it holds other data here, too.
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (at == MAP_FAILED) return fake::kOutOfMemory;
   std::memset(at, 0xff, bytes);
@@ -205,7 +206,7 @@ int hipMemMap(void* at, size_t bytes, size_t offset, uint64_t handle, unsigned l
   if (found == state.allocations.end() || bytes + offset > found->second.bytes) {
     return fake::kInvalidValue;
   }
-  // Out of reach until hipMemSetAccess.
+  // The memory is inaccessible until hipMemSetAccess.
   return mmap(at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.descriptor,
               static_cast<off_t>(offset)) == MAP_FAILED
              ? fake::kInvalidValue

@@ -1,4 +1,4 @@
-// What the fake HIP runtime is made of, for its entry points.
+// The state of the fake HIP runtime, which its entry points share.
 #ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_STATE_H_
 #define MLA_TESTS_FAKE_HIP_RUNTIME_FAKE_STATE_H_
 
@@ -55,7 +55,7 @@ struct KernelNodeParams {
   void** parameters;
   unsigned shared_bytes;
 };
-// A launch, as a graph keeps it.
+// A launch in the form that a graph stores.
 struct PendingLaunch {
   Function* function;
   kernels::hip::host::Grid grid;
@@ -73,7 +73,7 @@ struct Runtime {
   std::unordered_map<const void*, int64_t> device_memory;
   std::unordered_map<const void*, int64_t> registered;
   std::unordered_set<Stream*> streams;
-  // The copy from the host that ran last, for StaleReplay::kInputs alone.
+  // The last copy from the host, for StaleReplay::kInputs alone.
   struct LastInput {
     void* to = nullptr;
     std::vector<std::byte> before;
@@ -81,9 +81,9 @@ struct Runtime {
   LastInput last_input;
 };
 Runtime& State();
-// Every entry point begins here: 0 to go on, else the code to return.
+// Every entry point calls this first. Returns 0 to continue, else the code to return.
 int Enter(const char* call);
-// Tells the test of a launch that is about to be enqueued; called without the lock.
+// Tells the test about a launch before it is enqueued. Called without the lock.
 void Announce(const PendingLaunch& launch);
 void Enqueue(const PendingLaunch& launch, Stream& stream);
 

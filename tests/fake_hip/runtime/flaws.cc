@@ -23,14 +23,14 @@ constexpr int kLateRows = 11 * 64;
 const kernels::WorkInfo& WorkOf(const kernels::WorkInfo& item) { return item; }
 const kernels::WorkInfo& WorkOf(const kernels::hip::ExpandedItem& item) { return item.work; }
 
-// A launch's items by unit, and its records, which can be changed.
+// A launch's items by unit, and its records, as copies that a flaw can change.
 template <class Item>
 struct Work {
   std::vector<Item> items;
   std::vector<int32_t> indptr{0};
   std::vector<SegmentRecord> segments;
 
-  // Leaves out what `keep(item, number in its unit)` is false for.
+  // Skips the items for which `keep(item, number in its unit)` returns false.
   template <class Keep>
   Work(const Item* all, const int32_t* all_indptr, const SegmentRecord* all_segments, int units,
        const Keep& keep) {
@@ -46,7 +46,7 @@ struct Work {
   }
 };
 
-// Rows of the pool as they were.
+// Restores changed rows of the pool in its destructor.
 class SavedRows {
  public:
   ~SavedRows() {
@@ -57,7 +57,7 @@ class SavedRows {
     rows_.try_emplace(at, at, at + kRowDim);
     return at;
   }
-  // Row `position` as it was.
+  // Returns the original values of row `position`.
   std::vector<Bf16> Original(const kernels::hip::AttendArgs& a, const SegmentRecord& r,
                              int position) {
     Bf16* const at = At(a, r, position);
@@ -92,8 +92,8 @@ void ChangeRows(Flaw flaw, const kernels::hip::AttendArgs& a, const Work<kernels
   }
 }
 
-// A copy of the pool as far as the launch's rows lie in it, and a row more, which the last page may
-// be thought to have.
+// Copies the pool up to the end of the launch's rows, plus one row, which a kernel with the wrong
+// page size reads.
 std::vector<uint8_t> CopyPool(const kernels::hip::AttendArgs& a,
                               const Work<kernels::WorkInfo>& work) {
   int64_t end = 0, row_bytes = 0;
@@ -141,7 +141,7 @@ void RunExpanded(Flaw flaw, const kernels::hip::host::Grid& grid, kernels::hip::
                                         [flaw](const kernels::hip::ExpandedItem&, int number) {
                                           return flaw != Flaw::kThirdItem || number < 2;
                                         });
-  // Sums that are not the item's, where some launch may have left them.
+  // Wrong sums that an earlier launch might have left in this memory.
   const bool carried = flaw == Flaw::kCarriedWrong;
   if (carried) {
     std::fill_n(a.partial_lse, kernels::hip::kExpandedRows, 0.0f);
@@ -165,7 +165,7 @@ void RunExpanded(Flaw flaw, const kernels::hip::host::Grid& grid, kernels::hip::
   run(&a);
 }
 
-// Inputs are this launch's own, so they may stay rounded.
+// The inputs belong to this launch, so they may stay rounded.
 void RoundInputs(const kernels::hip::host::Grid& grid, const kernels::hip::ProjectArgs& a) {
   for (uint32_t t = 0; t < grid.x; ++t) {
     const kernels::hip::ProjectTile& tile = a.tiles[t];

@@ -1,5 +1,5 @@
-// Kernels with a flaw: what a launch of one would have done is brought about by what the kernel
-// without it is given.
+// Kernels with a flaw. The correct kernel runs with changed arguments or memory, so that it
+// computes what a kernel with the flaw would.
 #ifndef MLA_TESTS_FAKE_HIP_RUNTIME_FLAWS_H_
 #define MLA_TESTS_FAKE_HIP_RUNTIME_FLAWS_H_
 
@@ -13,8 +13,8 @@
 
 namespace mla::fake_hip {
 
-// Calls `run` with the kernel's arguments, changed where the flaw concerns this kernel; what was
-// changed in memory is as before afterwards.
+// Calls `run` with the kernel's arguments, which are changed if the flaw concerns this kernel.
+// Memory that was changed is restored afterwards, except rounded inputs.
 void RunFlawed(Flaw flaw, bool rounded_inputs, const std::string& kernel,
                const kernels::hip::host::Grid& grid, std::vector<std::byte> arguments,
                const std::function<void(const void* arguments)>& run);

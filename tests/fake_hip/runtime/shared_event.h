@@ -1,4 +1,5 @@
-// Events of the fake runtime that other processes open: two counters in memory that both map.
+// The fake runtime's events that other processes open. An event is two counters in memory that both
+// processes map.
 #ifndef MLA_TESTS_FAKE_HIP_RUNTIME_SHARED_EVENT_H_
 #define MLA_TESTS_FAKE_HIP_RUNTIME_SHARED_EVENT_H_
 
@@ -14,7 +15,7 @@ using SharedHandle = std::array<char, 64>;
 
 class SharedEvent {
  public:
-  // Null when the system refuses, or there is no such event.
+  // Return null if the system refuses, or if the event does not exist.
   static std::unique_ptr<SharedEvent> Make();
   static std::unique_ptr<SharedEvent> Open(const SharedHandle& handle);
   ~SharedEvent();

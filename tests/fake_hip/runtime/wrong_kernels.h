@@ -1,4 +1,4 @@
-// Device kernels that are wrong one at a time, in processes that share the work before.
+// Makes device kernels wrong one at a time, each in a forked process that shares the earlier work.
 #ifndef MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_
 #define MLA_TESTS_FAKE_HIP_RUNTIME_WRONG_KERNELS_H_
 
@@ -17,12 +17,13 @@
 
 namespace mla::kernels::hip {
 
-// While one lives, the first launch of each kernel forks a process in which that kernel computes
-// nothing from then on. Right kernels run once for all of them: a self-test takes seconds on the
-// emulated device. One lives at a time, in a process of one thread.
+// While an object of this class lives, the first launch of each kernel forks a process in which
+// that kernel computes nothing from then on. All processes share the earlier, correct launches,
+// because a self-test takes seconds on the emulated device. Only one object may live at a time, and
+// the process must have one thread.
 class WrongKernels {
  public:
-  // Tries the kernels `tried`, or every launched kernel if that is empty.
+  // Tries the kernels in `tried`, or every launched kernel if the set is empty.
   explicit WrongKernels(fake_hip::Control* control, std::set<std::string> tried = {})
       : control_(control), tried_(std::move(tried)) {
     living_ = this;
@@ -37,8 +38,8 @@ class WrongKernels {
   WrongKernels(const WrongKernels&) = delete;
   WrongKernels& operator=(const WrongKernels&) = delete;
 
-  // Ends a forked process, whose kernel is noticed if `noticed` returns true and no expectation has
-  // failed. Returns at once in the process that has right kernels alone.
+  // Ends a forked process. Its kernel counts as noticed if `noticed` returns true and no
+  // expectation has failed. In the process with correct kernels, this returns at once.
   void EndForked(const std::function<bool()>& noticed) const {
     if (!forked_) return;
     const bool as_expected = noticed() && !::testing::Test::HasFailure();
@@ -46,7 +47,7 @@ class WrongKernels {
     _exit(as_expected ? 0 : 1);
   }
 
-  // Each tried kernel that was launched, and whether it was noticed.
+  // Returns each tried kernel that was launched, and whether its flaw was noticed.
   const std::map<std::string, bool>& noticed() const { return noticed_; }
 
  private:
@@ -66,7 +67,7 @@ class WrongKernels {
     noticed_[kernel] = WIFEXITED(status) && WEXITSTATUS(status) == 0;
   }
 
-  static inline WrongKernels* living_ = nullptr;  // before_launch has no argument for it
+  static inline WrongKernels* living_ = nullptr;  // before_launch has no argument to pass it
   fake_hip::Control* const control_;
   const std::set<std::string> tried_;
   bool forked_ = false;

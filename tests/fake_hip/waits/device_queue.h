@@ -1,4 +1,4 @@
-// Streams of the fake driver that waits: they work by themselves.
+// Streams of the waiting fake driver. Each stream runs its work in its own thread.
 #ifndef MLA_TESTS_FAKE_HIP_WAITS_DEVICE_QUEUE_H_
 #define MLA_TESTS_FAKE_HIP_WAITS_DEVICE_QUEUE_H_
 
@@ -11,20 +11,20 @@
 
 namespace mla::fake_hip {
 
-// Work in the order in which it was added, done by a thread of its own. Any thread may call it.
+// Does work in the order in which it was added, in its own thread. Any thread may call it.
 class DeviceQueue {
  public:
   DeviceQueue();
-  ~DeviceQueue();  // once all is done
+  ~DeviceQueue();  // returns when all work is done
   DeviceQueue(const DeviceQueue&) = delete;
   DeviceQueue& operator=(const DeviceQueue&) = delete;
 
   void Add(std::function<void()> work);
-  // How much has been added. A position is such a count.
+  // Returns the number of work items added so far. A position is such a number.
   uint64_t Position();
   bool Done(uint64_t position);
-  // Ends the process where the position is not reached within a minute: a test that waits for ever
-  // would not say why.
+  // Ends the process if the position is not reached within a minute, because a test that hangs
+  // would not show the reason.
   void Await(uint64_t position, const char* who);
   void AwaitAll(const char* who) { Await(Position(), who); }
   bool Idle() { return Done(Position()); }

@@ -1,5 +1,5 @@
-// Calls of the driver that wait for the device, made by a thread of their own between two calls of
-// another thread.
+// Driver calls that wait for the device. A separate thread makes them between two calls of another
+// thread.
 #ifndef MLA_TESTS_FAKE_HIP_WAITS_DRIVER_CALLS_H_
 #define MLA_TESTS_FAKE_HIP_WAITS_DRIVER_CALLS_H_
 
@@ -22,10 +22,10 @@ namespace mla::fake_hip {
 
 inline constexpr char kWaitingLibrary[] = "tests/fake_hip/waits/libwaiting_driver.so";
 
-// The driver's entry points, for a test.
+// The driver's entry points for a test.
 class DriverCalls {
  public:
-  // `image` is that of a module, and outlives this.
+  // `image` is a module's image and must outlive this object.
   explicit DriverCalls(const void* image)
       : library_(dlopen(kWaitingLibrary, RTLD_NOW | RTLD_LOCAL)), image_(image) {
     EXPECT_NE(library_, nullptr) << dlerror();
@@ -33,14 +33,14 @@ class DriverCalls {
 
   WaitingControl& control() const { return *Entry<WaitingControl*()>("waiting_driver_control")(); }
 
-  // A call that waits for the device. `prepare` makes what it needs, with a device that is idle,
-  // and returns the call; `finish` gives that back.
+  // A call that waits for the device. `prepare` runs while the device is idle, creates what the
+  // call needs and returns the call. `finish` frees it.
   struct Waiting {
     const char* name;
     std::function<std::function<void()>()> prepare;
     std::function<void()> finish = [] {};
   };
-  // Each such call that the server makes, and what profilers call.
+  // Returns every waiting call that the server makes, and the one that profilers make.
   std::vector<Waiting> All() {
     std::vector<Waiting> all;
     all.push_back({"cuCtxSynchronize", [this] { return Of<int()>("cuCtxSynchronize"); }});
@@ -58,7 +58,7 @@ class DriverCalls {
     AddVirtualMemory(all);
     return all;
   }
-  // As a thread of the server does before its first call.
+  // Makes the context current, as a server's thread does before its first call.
   void Bind() const {
     void* context = nullptr;
     EXPECT_EQ(Entry<int(void**, int)>("cuDevicePrimaryCtxRetain")(&context, 0), 0);
@@ -66,7 +66,7 @@ class DriverCalls {
   }
 
  private:
-  static constexpr size_t kBytes = size_t{2} << 20;  // what virtual memory comes in
+  static constexpr size_t kBytes = size_t{2} << 20;  // granularity of virtual memory
 
   template <class Call>
   Call* Entry(const char* name) const {
@@ -126,8 +126,8 @@ class DriverCalls {
                    [this] { Do<int(void*)>("cuModuleUnload", at_); }});
   }
 
-  // cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap and cuMemRelease: all but one of them are
-  // made before the call, or after it.
+  // Adds cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap and cuMemRelease. For each of them, the
+  // other four run before or after the tested call.
   void AddVirtualMemory(std::vector<Waiting>& all) {
     using Step = std::function<void()>;
     const std::vector<std::pair<const char*, Step>> steps = {
@@ -169,8 +169,9 @@ class DriverCalls {
   std::vector<std::byte> memory_;
 };
 
-// While it lives, makes the call before the `place`-th driver call (from 0) of the thread that made
-// it. That call goes on once the other waits for the device, or has returned.
+// While this object lives, another thread makes `call` just before the `place`-th driver call (from
+// 0) of the thread that constructed the object. That driver call continues when the other thread
+// waits for the device or has returned.
 class Intrusion {
  public:
   Intrusion(DriverCalls& driver, const DriverCalls::Waiting& call, int place)
@@ -184,13 +185,13 @@ class Intrusion {
     the_intrusion = nullptr;
     driver_.control().before_call = nullptr;
     if (thread_.joinable()) thread_.join();
-    if (!made()) call_();  // so that there is something to give back
+    if (!made()) call_();  // so that finish_ has something to free
     finish_();
   }
   Intrusion(const Intrusion&) = delete;
   Intrusion& operator=(const Intrusion&) = delete;
 
-  // Returns false if the thread has made fewer calls.
+  // Returns false if the thread has made at most `place` calls.
   bool made() const { return seen_ > place_; }
   bool waited() const { return waited_; }
 

@@ -1,5 +1,6 @@
-// Launches that are being submitted while another thread makes driver calls that wait for the
-// device, between any two calls of Submit: no kernel may wait for what has yet to be enqueued.
+// Submits launches while another thread makes driver calls that wait for the device, between any
+// two calls of Submit. A kernel must never wait for work that is not enqueued yet, because that
+// call would then block both.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -36,7 +37,7 @@ std::vector<Bf16> Values(int64_t count, uint32_t seed) {
   return values;
 }
 
-// Two sequences of which each has a row of queries, streamed in and out.
+// Two sequences with one row of queries each, streamed in and out.
 class StreamedLaunch {
  public:
   explicit StreamedLaunch(HipBackend& backend)
@@ -51,7 +52,7 @@ class StreamedLaunch {
     for (const auto& memory : Memory()) backend_.UnregisterHost(memory);
   }
 
-  // Fills the pages that both sequences have.
+  // Fills the pages of both sequences.
   void Append() {
     layout_ = LaunchLayout(backend_, 0);
     launch_ = {};
@@ -139,7 +140,7 @@ class StreamedLaunch {
   Launch launch_;
 };
 
-// One row that is appended once a word has come, which it never does.
+// A launch that appends one row after a word is set. The word is never set.
 class GatedLaunch {
  public:
   explicit GatedLaunch(HipBackend& backend) : backend_(backend), row_(Values(kDim, 7)) {
@@ -210,8 +211,8 @@ class DriverWaitsTest : public ::testing::Test {
     ASSERT_TRUE(backend_->Configure(limits).ok());
   }
 
-  // Submits the launch once with each call before each of Submit's driver calls, and says how many
-  // of the calls had to wait for the device. `check` is called after each.
+  // Submits the launch once for each call and each place before one of Submit's driver calls.
+  // Returns how many of the calls had to wait for the device. Calls `check` after each launch.
   template <class AnyLaunch>
   int Intrude(AnyLaunch& launch, std::span<const fake_hip::DriverCalls::Waiting> calls,
               const std::function<void()>& check) {
@@ -241,13 +242,13 @@ class DriverWaitsTest : public ::testing::Test {
   std::unique_ptr<HipBackend> backend_;
 };
 
-// Before the copies of its queries a streamed kernel is on the device already. Calls that come
-// between wait until its bounded wait ends, not for the copies; outputs are right all the same.
+// A streamed kernel is on the device before the copies of its queries are enqueued. A call in
+// between waits until the kernel's bounded wait ends and not for the copies. Outputs stay correct.
 TEST_F(DriverWaitsTest, NoCallOfAnotherThreadHoldsAStreamUp) {
   StreamedLaunch launch(*backend_);
   ASSERT_NO_FATAL_FAILURE(launch.Append());
   std::vector<float> want;
-  for (int i = 0; i < 3; ++i) {  // the third is a graph
+  for (int i = 0; i < 3; ++i) {  // the third launch is a graph
     ASSERT_NO_FATAL_FAILURE(launch.Prepare());
     ASSERT_TRUE(launch.Submit().ok());
     ASSERT_TRUE(launch.Wait().ok());
@@ -260,7 +261,7 @@ TEST_F(DriverWaitsTest, NoCallOfAnotherThreadHoldsAStreamUp) {
   EXPECT_GT(backend_->Work().late_copies, before) << "no kernel has read its queries itself";
 }
 
-// The same of kernels that are launched one by one.
+// The same test with kernels that are launched one by one.
 TEST_F(DriverWaitsTest, NorOneOfTheFirstStreams) {
   const std::vector<fake_hip::DriverCalls::Waiting> all = driver_.All();
   std::vector<float> want;
@@ -288,7 +289,7 @@ TEST_F(DriverWaitsTest, NoCallOfAnotherThreadHoldsAGateUp) {
   EXPECT_GT(waited, 0);
 }
 
-// A launch that had to load code would wait for the launches before it.
+// A launch that loads code would wait for all earlier launches.
 TEST_F(DriverWaitsTest, AllCodeIsLoadedBeforeTheFirstLaunch) {
   StreamedLaunch streamed(*backend_);
   ASSERT_NO_FATAL_FAILURE(streamed.Append());
@@ -299,7 +300,8 @@ TEST_F(DriverWaitsTest, AllCodeIsLoadedBeforeTheFirstLaunch) {
   EXPECT_EQ(driver_.control().lazy_loads, 0);
 }
 
-// A driver call that never returns is named while it lasts, with what the backend does.
+// A driver call that does not return is reported while it lasts, with the backend's current
+// operation.
 TEST_F(DriverWaitsTest, ACallThatDoesNotReturnIsNamed) {
   ASSERT_NO_FATAL_FAILURE(MakeBackend(/*stuck_ms=*/1));
   StreamedLaunch launch(*backend_);

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The conformance suite, which is the first argument, with two threads on the driver that waits:
-# backends are made and end while launches of others run, and half of the cases are streamed.
+# Runs the conformance suite (the first argument) with two threads on the waiting driver. Backends
+# are created and destroyed while launches of others run, and half of the cases are streamed.
 set -eu
 printf 'fake image for sm_90\0' > "$TEST_TMPDIR/image"
 FAKE_GPU_ARCH=sm_90 FAKE_GPU_GIB=64 "$1" --library tests/fake_hip/waits/libwaiting_driver.so \

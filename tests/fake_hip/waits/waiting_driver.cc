@@ -1,14 +1,14 @@
-// A fake CUDA driver that does what the real one was seen to do with calls of several threads: all
-// calls take one lock of the context, and some wait for the device while they hold it, so that
-// each thread with work to enqueue waits, too. Streams work by themselves, a thread each, so
-// kernels run while the host goes on.
+// A fake CUDA driver that blocks as the real one was observed to. All calls take one lock of the
+// context, and some hold it while they wait for the device, so other threads that enqueue work
+// wait too. Each stream works in its own thread, so kernels run while the host continues.
 //
-// Memory, modules and attributes are those of the fake runtime (tests/fake_hip/runtime), which this
-// library opens; streams, events, copies, launches and graphs are its own. Kernels run one after
-// another, as the emulated device of the host allows, copies and words at the same time.
+// The fake runtime (tests/fake_hip/runtime), which this library opens, provides memory, modules
+// and attributes. This file provides streams, events, copies, launches and graphs. Kernels run one
+// after another, because the emulated device runs one at a time; copies and words run in parallel.
 //
-// Which calls of the real driver wait is known of some alone. Here all do that take, give back or
-// map memory, or load code: what holds here holds where fewer do.
+// Only for some calls of the real driver it is known that they wait. Here every call waits that
+// allocates, frees or maps memory or loads code, so a program that passes here also works if fewer
+// calls wait.
 #include "tests/fake_hip/waits/waiting_driver.h"
 
 #include <dlfcn.h>
@@ -68,7 +68,7 @@ struct CudaKernelNode {
   void* kernel;
   void* context;
 };
-// A node is the place of a launch.
+// A node is an index into the launches.
 struct WaitingGraph {
   std::vector<PendingLaunch> launches;
 };
@@ -84,8 +84,8 @@ PendingLaunch LaunchOf(const CudaKernelNode& node) {
 
 struct Driver {
   WaitingControl control;
-  void* runtime;    // the fake one
-  std::mutex lock;  // of the context; what follows is guarded by it
+  void* runtime;    // the fake runtime's library
+  std::mutex lock;  // the context's lock; it guards all members below
   std::set<DeviceQueue*> streams;
   std::set<const Function*> loaded;
 };
@@ -102,7 +102,7 @@ Driver& TheDriver() {
   return driver;
 }
 
-// The runtime's entry point of this name.
+// Returns the runtime's entry point of this name.
 template <class Entry>
 Entry* Of(const char* name) {
   auto* const entry = reinterpret_cast<Entry*>(dlsym(TheDriver().runtime, name));
@@ -111,7 +111,7 @@ Entry* Of(const char* name) {
   std::abort();
 }
 
-// Holds the lock for its lifetime.
+// Holds the lock during its lifetime.
 class Call {
  public:
   explicit Call(const char* name) : name_(name) {
@@ -165,7 +165,8 @@ using fake::Run;
 using fake::TheDriver;
 using fake::WaitingEvent;
 
-// The runtime's call of this name, with the lock; and once the device is idle.
+// Forwards a call to the runtime while holding the lock. FORWARD_WAITING also waits until the
+// device is idle.
 #define FORWARD(name, parameters, arguments)    \
   int name parameters {                         \
     const Call call(#name);                     \
@@ -177,7 +178,7 @@ using fake::WaitingEvent;
     call.AwaitDevice();                              \
     return Of<int parameters>(#name) arguments;      \
   }
-// Without it, at whatever cost: these are made all the time.
+// Forwards without the lock, because these calls are very frequent.
 #define FORWARD_FREE(name, parameters, arguments) \
   int name parameters { return Of<int parameters>(#name) arguments; }
 
@@ -234,7 +235,7 @@ int cuFuncLoad(fake::Function* function) {
   TheDriver().loaded.insert(function);
   return fake::kSuccess;
 }
-// Profilers call it.
+// Profilers make this call.
 int cuCtxSynchronize() {
   const Call call("cuCtxSynchronize");
   call.AwaitDevice();
@@ -369,7 +370,7 @@ int cuGraphAddKernelNode_v2(size_t* node, fake::WaitingGraph* graph, const void*
   const Call call("cuGraphAddKernelNode");
   call.AwaitLoaded(params->function);
   graph->launches.push_back(LaunchOf(*params));
-  *node = graph->launches.size();  // no node is null
+  *node = graph->launches.size();  // starts at 1, so a node is never null
   return fake::kSuccess;
 }
 int cuGraphAddDependencies_v2(void*, const void*, const void*, const void*, size_t) {

@@ -1,5 +1,5 @@
-// How a test steers the fake CUDA driver that waits (waiting_driver.cc). The test opens the library
-// that the backend opens, and gets the one control block through waiting_driver_control().
+// How a test controls the waiting fake CUDA driver (waiting_driver.cc). The test opens the same
+// library as the backend and gets its one control block through waiting_driver_control().
 #ifndef MLA_TESTS_FAKE_HIP_WAITS_WAITING_DRIVER_H_
 #define MLA_TESTS_FAKE_HIP_WAITS_WAITING_DRIVER_H_
 
@@ -9,15 +9,16 @@
 namespace mla::fake_hip {
 
 struct WaitingControl {
-  // Called with the name of each entry point that takes the driver's lock, by the caller's thread
-  // before it takes the lock. Set while no other thread calls the driver.
+  // Called with the name of each entry point that takes the driver's lock, in the caller's thread
+  // and before it takes the lock. Set this only while no other thread calls the driver.
   void (*before_call)(const char* call) = nullptr;
-  // Calls that hold the lock now and wait for the device, and all such calls that had to wait.
+  // Number of calls that hold the lock and wait for the device now, and of all calls that had to
+  // wait.
   std::atomic<int> waiting{0};
   std::atomic<int64_t> waits{0};
-  // Launches of functions that were not loaded before: each waits for the device, too.
+  // Launches of functions that were not loaded before. Each waits for the device.
   std::atomic<int64_t> lazy_loads{0};
-  std::atomic<int64_t> kernels{0};  // that have run
+  std::atomic<int64_t> kernels{0};  // kernels that have run
 };
 
 }  // namespace mla::fake_hip

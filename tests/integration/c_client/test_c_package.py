@@ -1,4 +1,5 @@
-"""The C library as programs get it: a Debian package, unpacked, found by pkg-config and CMake."""
+"""Tests the C library as users get it: a Debian package, unpacked, found by pkg-config and CMake.
+"""
 
 import os
 import pathlib
@@ -77,7 +78,7 @@ class CPackageTest(unittest.TestCase):
         header = (ROOT / "client/c/mla_client.h").read_text()
         declared = set(re.findall(r"^MLA_API [^;]*?\b(mla_\w+)\(", header, re.M))
         symbols = run("nm", "-D", "--defined-only", self.shared).splitlines()
-        # The linker keeps some functions of std::string that the C++ library exports as well.
+        # The linker keeps some functions of std::string that the C++ library also exports.
         exported = {line.split()[-1].split("@")[0] for line in symbols
                     if not line.split()[-1].startswith("_ZNSt")} - {"MLA_CLIENT_0"}
         self.assertGreater(len(declared), 40)

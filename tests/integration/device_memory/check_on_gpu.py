@@ -1,15 +1,15 @@
-"""Whether tensors in the memory of a real GPU are attended to as those in host memory are.
+"""Checks on a real GPU that attention gives equal outputs for tensors in device and host memory.
 
     python3 tests/integration/device_memory/check_on_gpu.py --server .bazel/bin/server/mla-server
         [--device 0] [--server-arg=ARG ...]
 
-Starts a server and workers, which are processes of their own and use PyTorch: the same outputs with
-either memory, also when the worker's kernels are late; an answer in time when they never end; and
-workers that are killed or stopped at 12 points while another one goes on, whose device memory
-returns. The last line says how it went.
+Starts a server and workers, which are processes that use PyTorch. Outputs must be equal with either
+memory, also when the worker's kernels are late. If the kernels never end, the answer must still
+come in time. Workers are killed or stopped at 12 points while another one continues, and their
+device memory must return. The last line gives the result.
 
-Under MPS (CUDA_MPS_PIPE_DIRECTORY) no worker is killed while its kernels run: the contexts of its
-other clients would go with it, the server's among them.
+Under MPS (CUDA_MPS_PIPE_DIRECTORY) no worker is killed while its kernels run, because this would
+end the contexts of all MPS clients, including the server's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mla_client.testing import ServerProcess
 
 HEADS, LAYERS, SCALE = 16, 2, 0.0721687
 REGION_MIB, DEVICE_MIB = 64, 64
-WAIT_MS = 1000  # of the server for a worker's GPU
+WAIT_MS = 1000  # how long the server waits for a worker's GPU
 POINTS = ("connected", "mapped", "opened", "begun", "written", "gpu_hangs", "published", "answered",
           "second_layer", "before_end", "after_end", "closed")
 STARTED = time.monotonic()
@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 def expect(holds: bool, what: str) -> None:
-    """Notes what does not hold."""
+    """Records a failure."""
     if not holds:
         FAILED.append(what)
         say(f"FAILED: {what}")
@@ -63,7 +63,7 @@ def connect(target: str, device: int) -> mla_client.Client:
 
 
 def spec(name: str) -> mla_client.ModelSpec:
-    """Of what the kernels of GPUs compute."""
+    """A model with dimensions that GPU kernels support."""
     geometry = mla_client.Geometry(num_heads=HEADS, kv_lora_rank=512, rope_dim=64, nope_dim=128,
                                    v_dim=128)
     return mla_client.ModelSpec(name, geometry, layers=LAYERS, softmax_scale=SCALE)
@@ -94,13 +94,14 @@ class Values:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """bf16 as the host's clients take it."""
+    """bf16 in the form that the host's clients take."""
     return tensor.cpu().view(torch.uint16).numpy()
 
 
 def host_step(client: Any, model: Any, rows: Any, profile: Profile,
               values: Values) -> List[np.ndarray]:
-    """Outputs of a step whose tensors lie in the ring's own region, so that no call is cut up."""
+    """Outputs of a step whose tensors lie in the ring's own region, which is large enough that
+    calls are not split."""
     outputs = []
     with client.buffers(model, sum(n for _, n in rows), profile, o_dtype=DType.BF16) as buffers, \
             client.step(rows) as step:
@@ -114,7 +115,7 @@ def host_step(client: Any, model: Any, rows: Any, profile: Profile,
 
 def device_step(client: Any, model: Any, rows: Any, profile: Profile, values: Values,
                 late_cycles: int = 0) -> List[np.ndarray]:
-    """The same from device memory, whose kernels may be late."""
+    """Outputs of the same step from device memory, with kernels that may be late."""
     count = sum(n for _, n in rows)
     outputs = []
     with client.buffers(model, count, profile, device="cuda") as buffers:
@@ -144,7 +145,7 @@ def check_results(client: Any, model: Any, device: int) -> None:
         for batch, rows in ((1, 1), (1, 7), (8, 1), (32, 1), (1, 200)):
             pairs = [[client_sequence(model) for _ in range(batch)] for _ in range(2)]
             worst = 0.0
-            for turn in range(3):  # on what the steps before have left
+            for turn in range(3):  # with the rows that the earlier steps have left
                 values = Values(batch * rows, profile, device, 100 * batch + turn)
                 host = host_step(client, model, [(s, rows) for s in pairs[0]], profile, values)
                 found = device_step(client, model, [(s, rows) for s in pairs[1]], profile, values,
@@ -164,7 +165,7 @@ def client_sequence(model: Any) -> Any:
 
 
 def check_late(client: Any, model: Any, device: int) -> None:
-    """A worker's GPU that does not end costs its own request."""
+    """If a worker's GPU work does not end, only the worker's own request fails."""
     values = Values(1, Profile.ABSORBED, device, 5)
     started = time.monotonic()
     reason = "none"
@@ -181,7 +182,7 @@ def check_late(client: Any, model: Any, device: int) -> None:
 
 
 def worker(target: str, device: int, point: str) -> None:
-    """Goes as far as `point` and stays there."""
+    """Runs up to `point` and stays there."""
     def reached(name: str) -> None:
         if name == point:
             print(f"at {point}", flush=True)
@@ -190,7 +191,7 @@ def worker(target: str, device: int, point: str) -> None:
     torch.cuda.set_device(device)
     values = Values(1, Profile.ABSORBED, device, 7)
     torch.cuda.synchronize()
-    sys.stdin.readline()  # until it is its turn
+    sys.stdin.readline()  # until it is this worker's turn
     client = connect(target, device)
     reached("connected")
     model = client.register_model(spec("dying"))
@@ -221,7 +222,7 @@ def worker(target: str, device: int, point: str) -> None:
 
 
 class Dying:
-    """Workers that end at a point, beside one that goes on."""
+    """Workers that are ended at a point, while another one continues."""
 
     def __init__(self, server: ServerProcess, client: Any, model: Any, device: int) -> None:
         self.target, self.client, self.model, self.device = server.target, client, model, device
@@ -229,14 +230,15 @@ class Dying:
         self.turn = 0
 
     def start(self, point: str) -> subprocess.Popen:
-        """A worker that will go to `point`; starting takes seconds, so many start at once."""
+        """Starts a worker that will run to `point`. Starting takes seconds, so many start at once.
+        """
         return subprocess.Popen([sys.executable, __file__, "--worker", point, "--target",
                                  self.target, "--device", str(self.device)],
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @staticmethod
     def go(process: subprocess.Popen, point: str) -> None:
-        """Returns when the worker is where it stays."""
+        """Returns when the worker has reached its point."""
         assert process.stdin and process.stdout
         process.stdin.write("go\n")
         process.stdin.flush()
@@ -258,8 +260,8 @@ class Dying:
         expect(took < 2, f"{what}: another worker waited {took:.2f} s")
 
     def memory_returns(self) -> bool:
-        """Whether a client can have the device memory that the dead one had. The server has room
-        for two at a time."""
+        """Checks that a client can get the device memory of the dead one. The server has memory for
+        two clients at a time."""
         end = time.monotonic() + 20
         while time.monotonic() < end:
             with connect(self.target, self.device) as client:
@@ -272,7 +274,7 @@ class Dying:
         return False
 
     def run(self, points: List[str]) -> None:
-        """Kills at each point, then stops at each."""
+        """Kills workers at each point, then stops workers at each."""
         if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
             points = [point for point in points if point != "gpu_hangs"]
         for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):

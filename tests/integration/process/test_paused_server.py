@@ -1,5 +1,5 @@
-"""A server that does not run for longer than its clients' leases: what they sent during that time
-waits in its sockets, and counts."""
+"""Tests a server that is stopped for longer than its clients' leases. Messages that clients sent
+during that time wait in its sockets and must still count."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import server_binary
 from mla_client import Profile
 from service_contract import GEOMETRY, LAYERS, SCALE
 
-LEASE_MS = 4000  # of sequences and steps
+LEASE_MS = 4000  # leases of sequences and steps
 PAUSE_S = 7.0
 SEQUENCES = 5
 SPEC = mla_client.ModelSpec("m", GEOMETRY, LAYERS, SCALE)
@@ -40,7 +40,8 @@ class PausedServerTest(unittest.TestCase):
             with client.step([(sequences[0], 1)]) as step:
                 self.attend(step, 0)
                 self.pause()
-                # The step, its sequence and the others are there, although all leases are over.
+                # The step, its sequence and the others still exist, although all leases have
+                # passed.
                 for layer in range(1, LAYERS):
                     self.attend(step, layer)
             self.assertEqual(sequences[0].length, 1)

@@ -1,6 +1,6 @@
-"""Clients that are killed, or stopped for longer than their leases, at every point of what they do
-with cached rows: others are served meanwhile, what they held returns, and what they have left in
-the prefix cache is right."""
+"""Kills clients, or stops them for longer than their leases, at every point of their work with
+cached rows. Other clients must be served during that time, everything that the dead client held
+must return, and the rows that it left in the prefix cache must be right."""
 
 import os
 import pathlib
@@ -18,7 +18,8 @@ from mla_client import Prefix, Profile
 from mla_client.pages import HintKind
 from service_contract import GEOMETRY, LAYERS, SCALE
 
-# What a client does, and what it is told next where it was stopped there beyond its leases.
+# Points of a client's work, and the error that the client gets after it was stopped there for
+# longer than its leases.
 POINTS = {"connected": "", "opened": "NotFound", "begun": "Aborted", "second_layer": "Aborted",
           "before_end": "Aborted", "committed": "NotFound", "forked": "NotFound",
           "copied": "Aborted", "pinned": "NotFound", "exporting": "NotFound",
@@ -26,12 +27,12 @@ POINTS = {"connected": "", "opened": "NotFound", "begun": "Aborted", "second_lay
 SPEC = mla_client.ModelSpec("m", GEOMETRY, LAYERS, SCALE, page_size=4)
 TOKENS = list(range(100, 116))
 ROWS = 11
-LEASE_MS = 3000  # of sequences and steps of the clients that end
+LEASE_MS = 3000  # leases of sequences and steps of the ending clients
 WAIT_S = 60.0
 
 
 def row(token, what, *shape):
-    """The row, or the queries, that a token has."""
+    """The row, or the queries, of a token."""
     return np.random.default_rng((token, what)).standard_normal(shape, np.float32) / 4
 
 
@@ -51,7 +52,7 @@ def add(service, sequence, tokens, between=lambda layer: None, lease_ms=60_000):
 
 
 def work(target, point):
-    """All that a client does, up to the point; there it waits for a line, and goes on."""
+    """Does all of a client's work. At the point it waits for a line, then continues."""
     def at(name):
         if name == point:
             print("at", flush=True)
@@ -91,7 +92,7 @@ def work(target, point):
 
 
 class Other:
-    """Sequences of another tenant, whose rows are as they should be."""
+    """Sequences of another tenant, whose rows must stay right."""
 
     def __init__(self, client):
         self.client, self.local = client, mla_client.LocalReference()
@@ -100,7 +101,7 @@ class Other:
         self.added = 0
 
     def go_on(self):
-        """A step, in time."""
+        """Runs a step, which must end in time."""
         begin = time.monotonic()
         got, want = (add(service, sequence, [self.added % 1000, 1000 + self.added])
                      for service, sequence in self.pairs)
@@ -127,7 +128,7 @@ class DyingClientsTest(unittest.TestCase):
         self.other = Other(self.blue)
 
     def start(self):
-        """A client at each point, whose tenant has its name."""
+        """Starts a client at each point. The client's tenant has the point's name."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         clients = {}
         for point in POINTS:
@@ -151,8 +152,8 @@ class DyingClientsTest(unittest.TestCase):
             time.sleep(0.02)
 
     def check(self, point, committed):
-        """What the client held has returned. What it has committed is found, and it is what its
-        tokens stand for."""
+        """Checks that everything the client held has returned. Rows that it committed are found and
+        are right for their tokens."""
         with mla_client.Client.connect(self.server.target, tenant=point) as client:
             def used(resource):
                 return client.quota().resources[resource].used
@@ -186,7 +187,7 @@ class DyingClientsTest(unittest.TestCase):
         for client in clients.values():
             client.send_signal(signal.SIGSTOP)
         self.other.go_on()
-        self.wait(lambda: self.blue.stats().sequences == 1, "those of the stopped clients")
+        self.wait(lambda: self.blue.stats().sequences == 1, "sequences of the stopped clients")
         self.other.go_on()
         for client in clients.values():
             client.send_signal(signal.SIGCONT)
@@ -196,7 +197,7 @@ class DyingClientsTest(unittest.TestCase):
                 if POINTS[point]:
                     self.assertIn(f"mla_client.errors.{POINTS[point]}:", errors)
                     self.check(point, self.is_behind(point, "committed"))
-                else:  # it had nothing to lose, and did all that it does
+                else:  # it had nothing to lose and did all of its work
                     self.assertEqual(client.returncode, 0, errors)
                     self.check(point, True)
 

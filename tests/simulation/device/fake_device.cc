@@ -166,7 +166,7 @@ absl::Status FakeDevice::Stage(int32_t slot, const kernels::Launch& launch) {
     }
     if (!own) {
       staged.tenant = watcher_->OnStaged(host, rows * row_bytes, s.serial);
-      if (staged.tenant == 0) return absl::InternalError("memory of no request");
+      if (staged.tenant == 0) return absl::InternalError("memory that belongs to no request");
     }
     s.staged.push_back(staged);
     return absl::OkStatus();

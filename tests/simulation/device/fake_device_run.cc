@@ -335,7 +335,7 @@ void FakeDevice::AttendPiece(const Slot& slot, const kernels::AttentionParams& p
   for (int place = item.kv_begin; place < std::min(item.kv_end, places); ++place) {
     int j = place;
     if (sparse) j = segment.list[segment.list_begin[row] - segment.list_begin[0] + place];
-    if (j < 0 || j >= sees) return Violation("a list names what its row does not see");
+    if (j < 0 || j >= sees) return Violation("a list names a row that its query row does not see");
     const uint16_t* kv = Element(segment.page_table, segment.layer_offset, segment.row_stride,
                                  segment.page_size, j, TablesOf(slot));
     if (kv == nullptr) return;

@@ -46,7 +46,7 @@ void HandOverSimulator::CheckAnswer(int from, const std::map<uint64_t, Text>& be
   }
   for (const auto& [stray, stays] : strays_) {
     if (stray.first == 1 - from && !stays && !failed()) {
-      Fail("the peer was not told to forget what it may have");
+      Fail("the peer was not told to forget a sequence that it may have");
     }
   }
 }

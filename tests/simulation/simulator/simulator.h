@@ -197,7 +197,7 @@ class Simulator final : public DeviceWatcher {
   bool Fork();
   bool Branch();
   bool Match();
-  // Names of pages for an Open: those of an earlier sequence, changed at the end.
+  // Names of pages for an Open: the names of an earlier sequence, changed at the end.
   struct DrawnPrefix {
     std::vector<uint64_t> pages;
     std::string salt;

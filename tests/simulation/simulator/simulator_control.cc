@@ -135,7 +135,7 @@ bool Simulator::LoadWeights() {
   const auto missing = engine_->CommitWeights(tenant, model.name, upload);
   AfterCall();
   if (!missing.ok() || missing->size() > static_cast<size_t>(s.layers - wanted)) {
-    Fail("CommitWeights: other layers are missing than those that were not sent");
+    Fail("CommitWeights: the missing layers are not the layers that were not sent");
     return true;
   }
   contents.weights = missing->empty();

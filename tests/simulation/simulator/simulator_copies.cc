@@ -181,7 +181,7 @@ bool Simulator::ReserveImport(const CopiedRows& rows, int model, uint64_t behind
                                         behind, args.expected_epoch, tags.first_row, tags.rows);
   expect.AddIf(oracle_->sequences.contains(restored), "sequence_open");
   const auto pages = engine_->BeginImport(args);
-  // Bounds of pages are those of a step with these rows.
+  // Page limits are checked as for a step with these rows.
   uint64_t id = behind;
   const bool opens = behind == 0 && expect.none();
   if (opens) {

@@ -127,7 +127,7 @@ bool Simulator::Match() {
       const auto again = engine_->MatchSequence(args);
       if (again.ok()) CheckFound(*again, drawn);
       if (again.ok()) oracle_->Renew(&oracle_->sequences.at(id), 0, Now());
-      if (!again.ok()) Fail(absl::StrCat("Match once more: ", again.status().ToString()));
+      if (!again.ok()) Fail(absl::StrCat("second Match: ", again.status().ToString()));
     }
     AfterCall();
   }

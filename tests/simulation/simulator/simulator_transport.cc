@@ -60,7 +60,7 @@ int Simulator::OnStaged(const void* host, int64_t bytes, uint64_t serial) {
   const auto* first = static_cast<const std::byte*>(host);
   auto after = memory_.upper_bound(first);
   if (after == memory_.begin()) {
-    Fail("a launch uses memory that is no waiting request's");
+    Fail("a launch uses memory that belongs to no waiting request");
     return 0;
   }
   SimRequest* request = std::prev(after)->second;

@@ -451,7 +451,8 @@ void WindowSimulator::CheckTails() {
   for (const WindowText& text : texts_) {
     if (text.in_step) continue;
     const auto read = harness_->core().ReadTail(harness_->tenant(), text.id, text.epoch);
-    if (read.ok() != (text.tail > 0)) return Fail("a sequence has a tail, or none, unforetold");
+    if (read.ok() != (text.tail > 0))
+      return Fail("a sequence has an unexpected tail, or lacks one");
     if (!read.ok()) continue;
     const auto value = static_cast<std::byte>(text.tail);
     const std::byte* const data = read->tail->data.get();
@@ -490,7 +491,8 @@ void WindowSimulator::Finish() {
   forked_ = false;
   CheckBooks();
   const auto usage = harness_->core().tenants().Usage(harness_->tenant());
-  if (usage.used[scheduler::Resource::kTailBytes] != 0) Fail("tails of no sequence are counted");
+  if (usage.used[scheduler::Resource::kTailBytes] != 0)
+    Fail("tails without a sequence are counted");
   if (!pending_.empty()) Fail("a request without an answer");
 }
 

@@ -9,7 +9,7 @@
 // - Forks, truncation and exports are granted exactly if the rows before are kept.
 // - An import brings the rows that the window reaches, all entries, and the tail.
 // - A tail is there, as it was sent, until rows before its position go.
-// - Page groups in use are those of the present rows and entries, and none in the end.
+// - The page groups in use hold exactly the present rows and entries; at the end none is in use.
 #ifndef MLA_TESTS_SIMULATION_WINDOWS_WINDOW_SIMULATOR_H_
 #define MLA_TESTS_SIMULATION_WINDOWS_WINDOW_SIMULATOR_H_
 

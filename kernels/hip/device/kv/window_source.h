@@ -7,10 +7,10 @@
 
 namespace mla::kernels::hip {
 
-// Places count the rows of the window first, oldest first, then the entries: all complete ones, or
-// those of the query row's list. The *entry* of a place (see RowSource) is a number >= 0 for a
-// compressed entry, the complement of a position for a row, and kNone if a list names an entry that
-// the query row does not see. kNone leads to the query row's own KV row.
+// Places count the rows of the window first, oldest first, then the entries, either all complete
+// entries or the entries of the query row's list. The *entry* of a place (see RowSource) is a
+// number >= 0 for a compressed entry, the complement of a position for a row, and kNone if a list
+// names an entry that the query row does not see. kNone leads to the query row's own KV row.
 template <>
 class RowSource<AttentionKind::kWindow> {
  public:

@@ -109,9 +109,9 @@ TEST(BlockTest, WithoutABarrierReadersAndWritersAreFaults) {
                     if (Index() == 64) Store(0, 1);
                   },
                   4),
-              HasSubstr("what is"));
+              HasSubstr("s a word "));
   EXPECT_THAT(Launch([](const void*) { Store(0, the_lane->wave->index); }, 2),
-              HasSubstr("writes what is written by wave"));
+              HasSubstr("writes a word written by wave"));
 }
 
 TEST(BlockTest, WordsThatNothingHasWrittenAreNaN) {
@@ -145,13 +145,13 @@ TEST(BlockTest, WhatACopyHasNotBroughtIsNotTouched) {
                 LandAllBut(1);
                 Load(4);
               }),
-              HasSubstr("a read of what a copy has not brought yet"));
+              HasSubstr("a read of a word before its copy has landed"));
   EXPECT_THAT(Launch([](const void*) {
                 if (Index() != 0) return;
                 StartCopy(0, &source[0]);
                 Store(0, 5);
               }),
-              HasSubstr("a write to what a copy is to fill"));
+              HasSubstr("a write to a word before its copy has landed"));
   EXPECT_THAT(Launch([](const void*) {
                 if (Index() == 7) StartCopy(0, &source[0]);
               }),

@@ -76,10 +76,10 @@ void SharedMemory::Read(const void* at, size_t bytes, int wave) {
   Word* const words = Words(at, bytes, "a read", &count);
   for (size_t i = 0; i < count; ++i) {
     Word& w = words[i];
-    if (w.in_flight) Fault("a read of what a copy has not brought yet");
+    if (w.in_flight) Fault("a read of a word before its copy has landed");
     if (copies_only_) continue;
     if (w.written == interval_ && w.writer != wave)
-      Describe("reads what is written by", at, wave, w.writer);
+      Describe("reads a word written by", at, wave, w.writer);
     if (w.read != interval_) {
       w.read = interval_;
       w.readers = 0;
@@ -93,12 +93,12 @@ void SharedMemory::Write(const void* at, size_t bytes, int wave) {
   Word* const words = Words(at, bytes, "a write", &count);
   for (size_t i = 0; i < count; ++i) {
     Word& w = words[i];
-    if (w.in_flight) Fault("a write to what a copy is to fill");
+    if (w.in_flight) Fault("a write to a word before its copy has landed");
     if (copies_only_) continue;
     if (w.written == interval_ && w.writer != wave)
-      Describe("writes what is written by", at, wave, w.writer);
+      Describe("writes a word written by", at, wave, w.writer);
     if (w.read == interval_ && (w.readers & ~(1u << wave)) != 0) {
-      Describe("writes what is read by", at, wave, __builtin_ctz(w.readers & ~(1u << wave)));
+      Describe("writes a word read by", at, wave, __builtin_ctz(w.readers & ~(1u << wave)));
     }
     w.written = interval_;
     w.writer = static_cast<uint8_t>(wave);

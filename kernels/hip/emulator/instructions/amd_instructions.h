@@ -140,10 +140,10 @@ inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t selector) {
   return result;
 }
 
-// --- Matrix products. A lane holds consecutive elements of the depth, all lanes equally many, of
-// row (for b: column) lane % kRows; lanes of the same row follow one another. Of the sums it holds
-// runs of four rows, every 4 * 64 / kRows rows. Operands have `a` and `b`; wide(operand, e) is
-// element e of a lane as a number.
+// --- Matrix products. A lane holds consecutive elements along the depth, equally many in all
+// lanes. They belong to row lane % kRows (for b: column), and lanes of the same row follow one
+// another. A lane also holds sums: runs of four rows, one run every 4 * 64 / kRows rows. Operands
+// have `a` and `b`; wide(operand, e) is element e of a lane as a number.
 template <int kRows, int kEach, class Operands, class Sums, class WideA, class WideB>
 Sums multiply_wave(const Operands& operands, const Sums& c, const WideA&, const WideB&) {
   struct Slot {

@@ -155,7 +155,8 @@ inline void count_finished(uint32_t* at, int apart) {
   for (int i = 0; i < kPushBlocks; ++i) ++at[i * apart];
 }
 inline void await_finished(const uint32_t* at, uint32_t count) {
-  if (*at != count) host::Fault("a block waits for what the blocks before it have not finished");
+  if (*at != count)
+    host::Fault("a block waits for work that the blocks before it have not finished");
 }
 inline bool has_come(const Chunk& c) {
   return std::find(std::begin(c.w), std::end(c.w), kToCome) == std::end(c.w);

@@ -8,5 +8,5 @@ def __getattr__(name):
         raise AttributeError(name)
 
     def missing(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name}: there is none for this CPU")
+        raise NotImplementedError(f"sgl_kernel.{name}: not available for this CPU")
     return missing
