@@ -118,7 +118,7 @@ mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** err
 }
 
 const char* mla_session_transport(const mla_session* session) {
-  return session->session->transport().data();  // of a literal
+  return session->session->transport().data();  // a string literal
 }
 
 void* mla_session_allocate(mla_session* session, size_t bytes) {

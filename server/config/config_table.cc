@@ -219,7 +219,7 @@ ConfigSlot TenantSlot(Config& c) {
   return &c.tenants.bounds[static_cast<scheduler::Resource>(kIndex + 1)];
 }
 
-// The row of the resource says it all; a row whose key is in another group is listed there.
+// Makes the row from the resource's description.
 template <size_t kIndex>
 void AddTenantKey(std::vector<ConfigKey>* keys) {
   const scheduler::ResourceRow& row = scheduler::ResourceRows()[kIndex];

@@ -16,7 +16,7 @@
 namespace mla::server {
 namespace {
 
-// A sleeping ring looks at its stop word at least this often.
+// A sleeping ring checks its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
 constexpr std::chrono::microseconds kDeviceNap{50};
@@ -38,7 +38,8 @@ wire::SubmissionEntry CopyOnce(wire::SubmissionEntry* from) {
   return entry;
 }
 
-// The client knows the room for a reply as a field of the entry.
+// Rewrites an error about `end_step.lengths`, because in a ring's entry the room for the reply is
+// given by a different field.
 absl::Status InTermsOfEntry(const AttendMessage& message) {
   ErrorDetail detail = DetailOf(message.answer);
   if (detail.field != "end_step.lengths") return message.answer;
@@ -77,7 +78,7 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
 
 void CommandRing::LayOutDevice() {
   const kernels::SharedDeviceMemory::Export& from = region_->device()->exported();
-  std::byte* const at = region_->data() + wire::RingBytes(options_.entries);
+  std::byte* const device_part = region_->data() + wire::RingBytes(options_.entries);
   wire::DeviceHeader header{};
   header.magic = wire::kHandshakeMagic;
   header.chains = 1;
@@ -87,9 +88,9 @@ void CommandRing::LayOutDevice() {
   if (goes_ahead_) header.words = words_.Enable(region_->device());
   std::copy(from.device_uuid.begin(), from.device_uuid.end(), header.uuid);
   std::copy(from.memory.begin(), from.memory.end(), header.memory);
-  std::memcpy(at, &header, sizeof(header));
+  std::memcpy(device_part, &header, sizeof(header));
   static_assert(kernels::SharedDeviceMemory::kHandleBytes == wire::kDeviceHandleBytes);
-  std::memcpy(at + sizeof(header), from.events.data(), from.events.size_bytes());
+  std::memcpy(device_part + sizeof(header), from.events.data(), from.events.size_bytes());
 }
 
 absl::Status CommandRing::Start() {
@@ -128,7 +129,7 @@ void CommandRing::Run() {
   int64_t last_work_ns = SteadyNanos();
   while (!stop_.load(std::memory_order_relaxed)) {
     if (!cut_ && TakeSubmission()) {
-      last_work_ns = 0;  // read the clock only once there is nothing to do
+      last_work_ns = 0;  // the clock is read only when there is nothing to do
       continue;
     }
     const int64_t now = SteadyNanos();
@@ -149,8 +150,8 @@ void CommandRing::Run() {
   }
 }
 
-// Between two looks at what holds entries up: short while the client's GPU is likely at work on it,
-// long once it is likely not.
+// Waits between two checks of the event that holds entries up: spins while the client's GPU
+// probably works on it, and sleeps after that.
 void CommandRing::AwaitDevice(int64_t now) const {
   if (now - held_.since_ns < int64_t{options_.spin_us} * 1000) {
     wire::SpinPause();
@@ -186,11 +187,13 @@ bool CommandRing::ServeHeld() {
     held_.any = false;
     options_.metrics->wire().device_polling_ns.fetch_add(
         static_cast<uint64_t>(SteadyNanos() - held_.since_ns), std::memory_order_relaxed);
-    if (held_.ahead) return true;  // the engine has it, or TakeReturned will
-    // The next one can be handed over while this one is computed.
+    // The engine has the request, or TakeReturned will submit it again.
+    if (held_.ahead) return true;
+    // The ring can submit the next entry while this one is computed.
     held_.message->leave_launch = MayGoAhead() && Published();
     if (MayGoAhead() && ahead_.load(std::memory_order_acquire) > 0) {
-      held_.message->attend.ready = held_.ready;  // comes back with one before it that is late
+      // If an earlier request turns out to be late, the engine hands this one back, too.
+      held_.message->attend.ready = held_.ready;
       ahead_.fetch_add(1);
     }
     Submit(held_.message, std::move(held_.prepared));
@@ -227,7 +230,7 @@ void CommandRing::HandOverAhead() {
   if (std::exchange(held_.offered, true) || !held_.prepared.ok() || !MayGoAhead()) return;
   held_.message->attend.ready = held_.ready;
   held_.message->leave_launch = true;
-  held_.ahead = true;  // at once: it may come back before Submit returns
+  held_.ahead = true;  // set first, because the request may come back before Submit returns
   ahead_.fetch_add(1);
   if (builder_.Submit(held_.message).ok()) return;
   held_.ahead = false;
@@ -295,7 +298,8 @@ bool CommandRing::TakeSubmission() {
   held_.event = (taken_ - 1) & mask_;
   held_.since_ns = now;
   held_.until_ns = now + wait_ns;
-  held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
+  // Done while the client's GPU is still at work.
+  held_.prepared = PrepareAttend(entry, held_.message);
   if (Chained(entry)) {
     held_.ready = words_.Ready(taken_ - 1);
     held_.message->attend.done = words_.Done(taken_ - 1);
@@ -366,7 +370,7 @@ void CommandRing::OnAnswered(AttendMessage* message) {
   if (later) WakeRing();
 }
 
-// There is a free slot: WithinBounds saw to that.
+// WithinBounds has made sure that there is a free slot.
 void CommandRing::Complete(const AttendMessage& message) {
   const uint64_t index = completed_.load(std::memory_order_relaxed);
   const wire::CompletionEntry entry = replies_.Make(message, index & mask_);
