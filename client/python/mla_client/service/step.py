@@ -60,26 +60,47 @@ class Step:
 
     def __enter__(self) -> Step:
         try:
-            return self.begin()
+            self.begin()
         except errors.MlaError:
             raise
         except BaseException:  # an interrupt: no `with` block will end the step
-            self.service._give_up(self)
+            self._give_up()
             raise
+        return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        if not self.open:
-            return
-        if kind is None:
-            self.end()
-            return
         try:
-            self.abort()
-        except errors.MlaError:
-            pass  # the exception that is under way says more; the step's lease ends the rest
+            if not self.open:
+                return
+            if kind is None:
+                self.end()
+                return
+            try:
+                self.abort()
+            except errors.MlaError:
+                pass  # the exception that is under way says more; the step's lease ends the rest
+        except BaseException:  # nothing else will end the step
+            self._give_up()
+            raise
 
     def begin(self) -> Step:
-        """Reserves pages for all rows of all layers, or fails as a whole."""
+        """Reserves pages for all rows of all layers, or fails as a whole. After an interrupt
+        (Ctrl-C) it is not open: if it had begun, it ends soon."""
+        try:
+            self._begin()
+        except errors.MlaError:
+            raise
+        except BaseException:  # an interrupt, which may have come after the step had begun
+            self._give_up()
+            raise
+        return self
+
+    def _give_up(self) -> None:
+        """It is not open any more, or soon is not: nothing is known of the server's side."""
+        self.open = False
+        self.service._give_up(self)
+
+    def _begin(self) -> None:
         deadline = time.monotonic() + self.service.timeout_s
         while not self.open:
             if self.stream is None:
@@ -97,10 +118,6 @@ class Step:
                 if self.stream is not None:
                     raise  # it is of the server that they have left
                 self.service._follow(self.sequences, error, deadline)
-            except BaseException:  # an interrupt, which may have come after the step had begun
-                self.service._give_up(self)
-                raise
-        return self
 
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                profile: Profile = Profile.EXPANDED, *, row_begin: int = 0, head_offset: int = 0,
@@ -250,6 +267,15 @@ class Step:
 
         After an interrupt (Ctrl-C) the rows may be committed or dropped: Sequence.refresh tells."""
         self._check_begun("end")
+        try:
+            return self._end(committed, tails or {})
+        except (errors.MlaError, TypeError):
+            raise
+        except BaseException:  # an interrupt, which may have come before the end was sent
+            self._give_up()
+            raise
+
+    def _end(self, committed: Optional[Seq[int]], tails: Mapping[int, bytes]) -> List[int]:
         # Arrays are sequences, too, though they have no truth value.
         kept = None if committed is None else [_count(count) for count in committed]
         if kept is not None and len(kept) != len(self.rows):
@@ -259,20 +285,14 @@ class Step:
                     field="end.committed", got=str(len(kept)), limit=str(len(self.rows))))
         for index, count in enumerate(kept or []):
             wire.check_number(f"end.committed[{index}]", count)
-        sent = sorted((tails or {}).items())
+        sent = sorted(tails.items())
         tail_bytes = self.model.spec.tail_bytes
         for place, tail in sent:
             if not 0 <= place < len(self.rows) or len(tail) != tail_bytes or not tail_bytes:
                 raise errors.InvalidArgument(
                     f"end.tails: got {len(tail)} bytes for sequence {place}, must be {tail_bytes} "
                     f"for one of 0..{len(self.rows) - 1}")
-        try:
-            lengths = self.service._end(self, kept, sent)
-        except errors.MlaError:
-            raise
-        except BaseException:  # an interrupt, which may have come before the end was sent
-            self.service._give_up(self)
-            raise
+        lengths = self.service._end(self, kept, sent)
         self.open = False
         for sequence, length in zip(self.sequences, lengths):
             sequence.length = length
