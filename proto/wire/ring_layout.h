@@ -34,8 +34,10 @@
 // recorded: the client's stream stores PublishedSequence(i) in RingHeader::ready when the tensors
 // of entry i may be used, and may wait until CompletionEntry::done of slot i % entries, which
 // belongs to submission i, is that value. The server, or its device, stores it when the outputs are
-// there or will not come. Entries in flight are all chained, by one stream, or none is, and a
-// client that begins a chain sets `ready` to the entry before its first.
+// there or will not come. Attends in flight are all chained, by one stream, or none is, and a
+// client that begins a chain sets `ready` to the entry before its first. Messages may lie between
+// them: each is taken when what lies before it was.
+// Where RingHeader::chains is 1, entries whose tensors lie in the arena may be chained, too.
 // Words count modulo 2^32, so old ones look like later ones one day: a client whose last chained
 // entry lies kChainWordsLast entries back, or that has had none, sets all words to that entry.
 // Words in device memory pass the turn sooner. Where DeviceHeader::words is not 0, such a client
@@ -98,7 +100,8 @@ struct RingHeader {
   uint64_t submissions_offset;
   uint64_t completions_offset;
   uint64_t replies_offset;  // `entries` slots of kReplySlotBytes
-  uint8_t reserved0[32];
+  uint32_t chains;          // 1: entries in the arena may have kEntryChained
+  uint8_t reserved0[28];
   // Line 1: how the server sleeps.
   uint32_t submit_doorbell;
   uint32_t server_waits;
@@ -136,7 +139,7 @@ inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
 // KV rows are DTYPE_F8_E4M3. Without it they have no kv_row_dtype.
 inline constexpr uint8_t kEntryFp8Kv = 32;      // SubmissionEntry::flags
 inline constexpr uint8_t kEntryOnDevice = 64;   // SubmissionEntry::flags; without lists or 8 bits
-inline constexpr uint8_t kEntryChained = 128;   // SubmissionEntry::flags; with kEntryOnDevice
+inline constexpr uint8_t kEntryChained = 128;   // SubmissionEntry::flags
 inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
 
 struct SubmissionEntry {

@@ -105,7 +105,10 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
 
   void LayOutDevice();
   bool OnDevice(const wire::SubmissionEntry& entry) const;
-  bool Chained(const wire::SubmissionEntry& entry) const;
+  static bool Chained(const wire::SubmissionEntry& entry);
+  static bool HostReads(const wire::SubmissionEntry& entry);
+  void Hold(const wire::SubmissionEntry& entry);
+  void Prepare();  // what is held
   void Serve(const wire::SubmissionEntry& entry);
   AttendMessage* TakeMessage(const wire::SubmissionEntry& entry);
   // Hands it to the engine, or answers what was wrong with it.
@@ -135,7 +138,9 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   struct Held {
     bool any = false;
     AttendMessage* message = nullptr;
-    absl::Status prepared;  // of the message; the engine gets it if this is OK
+    wire::SubmissionEntry entry;
+    bool unprepared = false;  // until its tensors are there, as the host reads some
+    absl::Status prepared;    // of the message; the engine gets it if this is OK
     size_t event = 0;
     kernels::WordValue ready;  // of a chained entry, which has no event
     bool offered = false;      // to the engine, ahead of its tensors

@@ -44,6 +44,9 @@ struct SharedMemoryOptions {
   int64_t server_uid = -1;             // a further user whose sockets are trusted (socket_owner.h)
   uint32_t device_mib = 0;             // device memory beside a ring, in MiB; 0: none
   DeviceRegionOptions device;          // where it is mapped
+  // Registers the region with the driver of `device`, so that its streams copy from and to the
+  // arena without a thread that waits, and calls whose tensors lie there can be chained.
+  bool pins = false;
   uint64_t words_last = wire::kChainWordsLast;  // tests have less
 };
 
@@ -67,8 +70,12 @@ class SharedMemory final {
   std::span<std::byte> region() const { return region_; }
   uint64_t arena_bytes() const { return region_.size() - connect_reply_.arena_offset; }
   uint32_t ring_entries() const { return connect_reply_.ring_entries; }
-  // Null: none was wanted, or device_status() says why there is none.
+  // Null: none was wanted, or device_status() says why there is none. It has no memory where the
+  // region was to be pinned and no device memory was wanted.
   DeviceRegion* device() const { return device_.get(); }
+  bool has_device_memory() const { return device_ != nullptr && !device_->memory().empty(); }
+  // Whether calls with tensors in the arena can be chained; else why not.
+  const absl::Status& pinned() const { return pinned_; }
   const absl::Status& device_status() const { return device_status_; }
 
   // Memory for tensors, aligned to 64 bytes; empty when there is no contiguous room.
@@ -90,8 +97,8 @@ class SharedMemory final {
   // Publishes an entry (its sequence is set here) and wakes the server if it sleeps. False when as
   // many requests as the ring has entries wait for their completions to be taken. With
   // kEntryOnDevice the server waits for what `stream` has been given so far (DeviceRegion::Record).
-  // `chained`: what `stream` is given afterwards waits for the completion that is as many after the
-  // first as this entry is; REQUIRES kEntryOnDevice.
+  // `chained`: what `stream` is given afterwards waits until this entry has its outputs; REQUIRES
+  // kEntryOnDevice or pinned().
   bool Submit(wire::SubmissionEntry entry, void* stream = nullptr, bool chained = false);
   // Lets streams that wait for completions go on, which will not come any more; once. Nothing may
   // be submitted behind it.
@@ -102,6 +109,8 @@ class SharedMemory final {
   std::string_view Message(const wire::CompletionEntry& entry) const;
   // Poll that spins, then sleeps. DEADLINE_EXCEEDED; UNAVAILABLE when the connection has ended.
   absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout);
+  // False once either side has given the connection up.
+  bool Connected() const;
   // Requests whose completions have not been given back; of the submitting thread.
   uint64_t in_flight() const { return submitted_ - returned_.load(std::memory_order_acquire); }
 
@@ -119,10 +128,11 @@ class SharedMemory final {
   absl::Status CheckRing() const;
   absl::Status Map(int descriptor);
   void MapDevice(int descriptor);
+  void Pin();
   bool Ready() const;
-  bool Connected() const;
   void GiveBack();
   absl::Status RecordEvent(uint64_t index, void* stream, bool chained);
+  absl::Status MapWords(std::span<std::byte> memory);
   absl::Status ForgetWords(uint32_t value);
 
   const SharedMemoryOptions options_;
@@ -141,6 +151,7 @@ class SharedMemory final {
   uint64_t chain_end_ = 0;     // behind the last of them
   bool released_ = false;      // streams that waited are
   absl::Status device_status_;
+  absl::Status pinned_ = absl::UnavailableError("shared memory: it was not to be pinned");
   std::optional<ForkGuard> guard_;  // of the socket and the region
 };
 
