@@ -137,6 +137,10 @@ class Service(abc.ABC):
         """The caller does not know whether the step is open, and has no use for it: it is to end
         soon, and nothing is waited for."""
 
+    def _chain(self, step: Step, out: Buffers, profile: Profile, head_offset: int) -> Any:
+        """Calls with these buffers that a GPU's stream waits for; None: there are none here."""
+        return None
+
     def _shared_memory(self, stream: Any) -> Any:
         """The SharedMemory of a stream (None: of the service's own), or None if it has none."""
         return None

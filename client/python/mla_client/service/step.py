@@ -53,6 +53,7 @@ class Step:
         self.open = False
         self.joined = 1  # participants when this one came; the first, and it alone, ends the step
         self._handle: Any = None
+        self._chains: List[Any] = []
 
     def __repr__(self) -> str:
         return (f"<Step {self.step_id:#x}, {self.total_rows} rows, "
@@ -118,6 +119,29 @@ class Step:
                 if self.stream is not None:
                     raise  # it is of the server that they have left
                 self.service._follow(self.sequences, error, deadline)
+
+    def chain(self, out: Buffers, profile: Profile = Profile.EXPANDED, *,
+              head_offset: int = 0) -> Any:
+        """Calls with the tensors of `out` that a GPU's stream waits for and no thread: an object
+        with `attend(layer, stream)` for one layer after another, where `stream` is a handle as
+        `torch.cuda.Stream.cuda_stream`. What the stream is given before a call writes kv and q, and
+        what it is given behind it reads o. Whether all outputs are good is known once `end` or
+        `collect` has returned; before, nothing that was made from them may leave the worker.
+
+        None where calls can not be chained: without the C library (mla_client.native), or with
+        buffers in memory for which the server or the GPU's driver offers none. All calls of a
+        stream of steps that are under way are chained, on one GPU stream, or none is."""
+        self._check_begun("chain")
+        made = self.service._chain(self, out, profile, head_offset)
+        if made is not None:
+            self._chains.append(made)
+        return made
+
+    def collect(self) -> None:
+        """Waits for all chained calls so far. Raises the error of the first that has failed."""
+        chains = self._chains
+        for chain in chains:
+            chain.collect()
 
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                profile: Profile = Profile.EXPANDED, *, row_begin: int = 0, head_offset: int = 0,
@@ -265,6 +289,9 @@ class Step:
         (Sequence.read_tail). The step stays open when the server has no room for them
         (ResourceExhausted), and may be ended without.
 
+        Travels behind chained calls without waiting for them, and raises the error of the first
+        that has failed, whatever became of the step.
+
         After an interrupt (Ctrl-C) the rows may be committed or dropped: Sequence.refresh tells."""
         self._check_begun("end")
         try:
@@ -292,8 +319,13 @@ class Step:
                 raise errors.InvalidArgument(
                     f"end.tails: got {len(tail)} bytes for sequence {place}, must be {tail_bytes} "
                     f"for one of 0..{len(self.rows) - 1}")
-        lengths = self.service._end(self, kept, sent)
+        try:
+            lengths = self.service._end(self, kept, sent)
+        except errors.MlaError:
+            self.collect()  # a call that has failed says more
+            raise
         self.open = False
+        self.collect()
         for sequence, length in zip(self.sequences, lengths):
             sequence.length = length
         return lengths
