@@ -303,6 +303,8 @@ typedef struct mla_attend_times {
   uint32_t queue_us, plan_us, kernel_us, write_us;
   uint32_t launch_requests;
   uint32_t messages;
+  uint32_t launch_layers, launch_clients;
+  uint32_t plan_reused;  // 1: the launch was planned as the one before it
 } mla_attend_times;
 
 MLA_API mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** error);

@@ -73,6 +73,9 @@ absl::Status Wait(client::PendingAttend* pending, mla_attend_times* out) {
   known.write_us = times->write_us;
   known.launch_requests = times->launch_requests;
   known.messages = times->messages;
+  known.launch_layers = times->launch_layers;
+  known.launch_clients = times->launch_clients;
+  known.plan_reused = times->plan_reused ? 1 : 0;
   Write(known, out);
   return absl::OkStatus();
 }

@@ -34,7 +34,7 @@ scheduler::PerResource<int64_t> ServerBounds(const Config& config) {
   // Uploads must leave at least one control call to others.
   bounds[Resource::kUploads] = std::clamp(config.wire.max_uploads, 1, control_calls - 1);
   bounds[Resource::kRegions] = config.shm.regions_max;
-  bounds[Resource::kRegionBytes] = config.shm.total_bytes;
+  bounds[Resource::kRegionBytes] = config.shm.total_bytes + config.shm.device_bytes;
   bounds[Resource::kControlCalls] = control_calls;
   bounds[Resource::kPrefixTokens] = config.limits.prefix_tokens;
   bounds[Resource::kControlBytes] = config.wire.control_bytes;

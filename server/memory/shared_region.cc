@@ -32,7 +32,7 @@ absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
 std::shared_ptr<scheduler::TenantTable> TableOf(const RegionLimits& limits) {
   scheduler::TenantTableOptions options;
   options.server_bounds[Resource::kRegions] = limits.regions;
-  options.server_bounds[Resource::kRegionBytes] = limits.total_bytes;
+  options.server_bounds[Resource::kRegionBytes] = limits.total_bytes + limits.device_bytes;
   options.default_bounds[Resource::kRegions] = limits.tenant_regions;
   return std::make_shared<scheduler::TenantTable>(std::move(options));
 }
@@ -180,6 +180,13 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
     }
     absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "");
     if (!status.ok()) return status;
+    // Tenants are bound by the sum, of which no part may take the other's.
+    if (bytes > limits_.total_bytes - account.bytes) {
+      tenants.Return(tenant, Resource::kRegions, 1);
+      return absl::ResourceExhaustedError(
+          absl::StrCat("shared memory: got ", bytes, " bytes beside ", account.bytes,
+                       ", limit shm.total_bytes ", limits_.total_bytes));
+    }
     status = tenants.Take(tenant, Resource::kRegionBytes, bytes + device_bytes, "");
     if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);
     return status;

@@ -72,6 +72,7 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
   header_->submissions_offset = wire::SubmissionsOffset();
   header_->completions_offset = wire::CompletionsOffset(options_.entries);
   header_->replies_offset = wire::RepliesOffset(options_.entries);
+  header_->chains = 1;
   if (region_->device() != nullptr) LayOutDevice();
   options_.metrics->wire().rings.fetch_add(1);
 }
@@ -166,8 +167,14 @@ bool CommandRing::AwaitsAhead() const {
   return ahead_.load(std::memory_order_acquire) > 0 && Published();
 }
 
-bool CommandRing::Chained(const wire::SubmissionEntry& entry) const {
-  return OnDevice(entry) && (entry.flags & wire::kEntryChained) != 0;
+bool CommandRing::Chained(const wire::SubmissionEntry& entry) {
+  return entry.kind == wire::kEntryAttend && (entry.flags & wire::kEntryChained) != 0;
+}
+
+// Preparing a request copies index lists and decodes tensors of 8 bits.
+bool CommandRing::HostReads(const wire::SubmissionEntry& entry) {
+  constexpr int kRead = wire::kEntryHasLists | wire::kEntrySelects | wire::kEntryFp8Kv;
+  return (entry.flags & kRead) != 0 || (entry.dtypes & 15) == v1::DTYPE_F8_E4M3;
 }
 
 bool CommandRing::OnDevice(const wire::SubmissionEntry& entry) const {
@@ -189,6 +196,7 @@ bool CommandRing::ServeHeld() {
         static_cast<uint64_t>(SteadyNanos() - held_.since_ns), std::memory_order_relaxed);
     // The engine has the request, or TakeReturned will submit it again.
     if (held_.ahead) return true;
+    if (held_.unprepared) Prepare();
     // The ring can submit the next entry while this one is computed.
     held_.message->leave_launch = MayGoAhead() && Published();
     if (MayGoAhead() && ahead_.load(std::memory_order_acquire) > 0) {
@@ -223,7 +231,10 @@ void CommandRing::RefuseUnready(AttendMessage* message) {
                              .reason = "device_not_ready"}));
 }
 
-bool CommandRing::MayGoAhead() const { return goes_ahead_ && held_.ready.word != nullptr; }
+// Of the client's own memory the host may have to read some.
+bool CommandRing::MayGoAhead() const {
+  return goes_ahead_ && held_.ready.word != nullptr && OnDevice(held_.entry);
+}
 
 // Lets the launch wait on the device instead of the host waiting for it.
 void CommandRing::HandOverAhead() {
@@ -282,13 +293,20 @@ bool CommandRing::TakeSubmission() {
   if (held_.any) return ServeHeld();
   if (!Published()) return false;
   const wire::SubmissionEntry entry = CopyOnce(&submissions_[taken_ & mask_]);
-  if (ahead_.load(std::memory_order_acquire) > 0 && !Chained(entry)) return false;
+  if (ahead_.load(std::memory_order_acquire) > 0 && !(Chained(entry) && OnDevice(entry))) {
+    return false;
+  }
   ++taken_;
   if (!WithinBounds()) return true;
-  if (!OnDevice(entry)) {
+  if (!OnDevice(entry) && !Chained(entry)) {
     Serve(entry);
     return true;
   }
+  Hold(entry);
+  return ServeHeld();
+}
+
+void CommandRing::Hold(const wire::SubmissionEntry& entry) {
   int64_t wait_ns = options_.device_wait_ms * 1'000'000;
   if (entry.timeout_us > 0) wait_ns = std::min(wait_ns, int64_t{entry.timeout_us} * 1000);
   const int64_t now = SteadyNanos();
@@ -298,13 +316,20 @@ bool CommandRing::TakeSubmission() {
   held_.event = (taken_ - 1) & mask_;
   held_.since_ns = now;
   held_.until_ns = now + wait_ns;
-  // Done while the client's GPU is still at work.
-  held_.prepared = PrepareAttend(entry, held_.message);
-  if (Chained(entry)) {
-    held_.ready = words_.Ready(taken_ - 1);
+  held_.entry = entry;
+  if (Chained(entry)) held_.ready = words_.Ready(taken_ - 1);
+  held_.unprepared = Chained(entry) && !OnDevice(entry) && HostReads(entry);
+  if (held_.unprepared) {
     held_.message->attend.done = words_.Done(taken_ - 1);
+  } else {
+    Prepare();  // while the client's GPU is at work
   }
-  return ServeHeld();
+}
+
+void CommandRing::Prepare() {
+  held_.unprepared = false;
+  held_.prepared = PrepareAttend(held_.entry, held_.message);
+  if (Chained(held_.entry)) held_.message->attend.done = words_.Done(taken_ - 1);
 }
 
 bool CommandRing::Published() const {

@@ -106,7 +106,10 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
 
   void LayOutDevice();
   bool OnDevice(const wire::SubmissionEntry& entry) const;
-  bool Chained(const wire::SubmissionEntry& entry) const;
+  static bool Chained(const wire::SubmissionEntry& entry);
+  static bool HostReads(const wire::SubmissionEntry& entry);
+  void Hold(const wire::SubmissionEntry& entry);
+  void Prepare();  // what is held
   void Serve(const wire::SubmissionEntry& entry);
   AttendMessage* TakeMessage(const wire::SubmissionEntry& entry);
   // Hands the message to the engine, or answers it with the fault.
@@ -136,7 +139,9 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   struct Held {
     bool any = false;
     AttendMessage* message = nullptr;
-    absl::Status prepared;  // of the message; the engine gets the message if this is OK
+    wire::SubmissionEntry entry;
+    bool unprepared = false;  // true until its tensors have arrived, if the host reads some
+    absl::Status prepared;    // of the message; the engine gets the message if this is OK
     size_t event = 0;
     kernels::WordValue ready;  // for a chained entry, which does not have an event
     bool offered = false;      // submitted to the engine ahead of its tensors
