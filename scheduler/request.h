@@ -177,7 +177,7 @@ struct Step;
 enum class HandedBack : uint8_t {
   kNo,
   kBusy,  // other requests wait, or another launch already waits for a client
-  kLate,  // its launch waited on the device for Limits::ahead_us in vain
+  kLate,  // its launch waited on the device for Limits::ahead_us, and the word did not come
 };
 
 // A source of requests that one thread submits. It outlives its requests.
@@ -207,7 +207,7 @@ class StreamRequest {
   BeginStepArgs begin;
   AttendArgs attend;
   EndStepArgs end;
-  // The submitting thread has other work, so the engine's thread shall run the launch.
+  // The submitting thread has other work, so the engine's thread must run the launch.
   bool leave_launch = false;
   const Submitter* submitter = nullptr;  // null: never idle
 

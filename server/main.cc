@@ -112,7 +112,7 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
-  // Writes beyond the file size limit shall fail like writes to a full disk.
+  // Writes beyond the file size limit must fail like writes to a full disk.
   signal(SIGXFSZ, SIG_IGN);
 
   auto started = Start(loaded.config);

@@ -121,7 +121,7 @@ class Client final {
   absl::Status WatchStatus(uint32_t interval_ms,
                            const std::function<bool(const v1::StatusUpdate&)>& update);
   // `deadline_ms`: 0 means the server's default. The call may take this long plus call_timeout_ms.
-  // `to`: HOST:PORT of a server that shall take over the sequences, over TLS; empty: they stay.
+  // `to`: HOST:PORT of a server that takes over the sequences, over TLS; empty: they stay.
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit, const std::string& to = "");
   // Ends a drain, whether it is under way or done, so that the server takes new work again.
   absl::StatusOr<v1::CancelDrainReply> CancelDrain();

@@ -120,7 +120,7 @@ class AnswerQueue final {
   CondVar work_;  // for the queue's thread
   CondVar done_;  // for Flush
   AnswerList waiting_ ABSL_GUARDED_BY(mutex_);
-  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;  // the queue's thread shall deliver what waits
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;  // the queue's thread must deliver
   bool running_ ABSL_GUARDED_BY(mutex_) = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;

@@ -206,7 +206,7 @@ void EngineCore::CloseStream(StreamId stream) {
       AbortStep(step->tenant, step->id,
                 absl::CancelledError(leader ? "the stream that began the step has closed"
                                             : "a participant's stream has closed"));
-      changed = true;  // The walk starts anew, because the list of open steps has changed.
+      changed = true;  // The walk starts again, because the list of open steps has changed.
       break;
     }
   }

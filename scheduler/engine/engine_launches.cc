@@ -398,7 +398,7 @@ void EngineCore::Tick() {
       AbortStep(step->tenant, step->id,
                 absl::AbortedError(
                     absl::StrCat("its lease of ", step->lease_ns / kNanosPerMilli, " ms ran out")));
-      changed = true;  // The walk starts anew, because the list of open steps has changed.
+      changed = true;  // The walk starts again, because the list of open steps has changed.
       break;
     }
   }

@@ -237,7 +237,7 @@ absl::Status Launcher::Plan(BatchLaunch* launch) {
   return absl::OkStatus();
 }
 
-// Builds the records anew without the expanded form. The launch keeps the page-table changes that
+// Builds the records again without the expanded form. The launch keeps the page-table changes that
 // the first build took.
 absl::Status Launcher::PlanAbsorbedAlone(BatchLaunch* launch) {
   plans_->Unpin(launch->slot);

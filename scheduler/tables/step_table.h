@@ -61,7 +61,7 @@ struct StepRank {
   int32_t layer = -1;        // the last layer at which a launch took one of its slices
   int32_t end_row = 0;       // first row of that layer after that slice
   MonotonicNanos since = 0;  // when that slice could first have gone
-  // Its siblings waited for it in vain, and it has not come in time since.
+  // Its siblings gave up waiting for it, and it has not come in time since.
   bool missed = false;
 };
 

@@ -70,9 +70,9 @@ class AttendStream;
 class AttendStreamRegistry {
  public:
   virtual ~AttendStreamRegistry() = default;
-  // Shall call Resume when staging memory has come back.
+  // Must call Resume when staging memory has come back.
   virtual void OnStalled(AttendStream* stream) = 0;
-  // Shall call Close, from a thread that may wait.
+  // Must call Close, from a thread that may wait.
   virtual void OnEnding(AttendStream* stream) = 0;
   virtual void OnGone(AttendStream* stream) = 0;  // about to be deleted
 };

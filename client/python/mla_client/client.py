@@ -118,9 +118,8 @@ class Client(Steps, Pages, Operations, Following):
         stream's ring, for `buffers(..., device="cuda")`. `device` is the GPU that this process
         uses, and `device_library` its runtime, if it is not under its usual name. A server that
         does not grant the memory is Unavailable. `pinned` registers each ring's memory with the
-        driver of `device`, so that copies between the memory and the GPU make no thread wait and
-        calls can be chained (`Step.chain`). It needs the C library (mla_client.native), and does
-        nothing without it.
+        driver of `device`, so that no thread waits for copies and calls can be chained
+        (`Step.chain`). It has no effect without the C library (mla_client.native).
 
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.
@@ -146,8 +145,7 @@ class Client(Steps, Pages, Operations, Following):
                          message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
                          transport=transport, shm_path=shm_path_of(target) if tls is None else "",
                          shared_bytes=shared_bytes, spin_us=spin_us,
-                         device=DeviceWish(-(-device_bytes >> 20), device, device_library,
-                                           pinned),
+                         device=DeviceWish(-(-device_bytes >> 20), device, device_library, pinned),
                          make_channel=make_channel)
         except BaseException:
             channel.close()

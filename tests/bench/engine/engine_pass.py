@@ -1,13 +1,15 @@
-"""What attention on a server adds to a pass of an engine: a model's layers in PyTorch, eager, a token at
-a time, beside the same layers with attention that returns what is in its buffer.
+"""Time that attention on a server adds to a pass of an engine.
+
+A model's layers run in PyTorch, eager, a token at a time. They are compared with the same layers
+whose attention returns the contents of its buffer.
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 python3 tests/bench/engine/engine_pass.py
         --server .bazel/bin/server/mla-server [--server-arg=ARG ...] [--layers 61] [--batch 1,32]
         [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7] [--json FILE]
 
-Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is what
-a layer adds: the median over turns, which alternate with those of no attention. `pass_ms` is one pass,
-its sampling (argmax, copied to the host) included. Outputs of all ways are the same bits, or the
+Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is the
+time that a layer adds: the median over turns, which alternate with turns without attention.
+`pass_ms` is one pass, its sampling (argmax, copied to the host) included. Outputs of all ways are the same bits, or the
 program fails. With --profile FOLDER one pass of each way is written as a trace that Chrome shows.
 """
 
@@ -204,7 +206,8 @@ def main() -> None:
     with ServerProcess(flags.server, ["--backend=cuda", "--kv-cache-bytes=8GiB",
                                       "--limits-weights-bytes=8GiB",
                                       "--shm-device-bytes=1GiB", "--shm-total-bytes=4GiB",
-                                      "--shm-region-bytes=512MiB", "--tenants-region-bytes=3GiB", "--log-level=warning",
+                                      "--shm-region-bytes=512MiB", "--tenants-region-bytes=3GiB",
+                                       "--log-level=warning",
                                       *flags.server_arg]).start() as server:
         batches = [int(number) for number in flags.batch.split(",")]
         owner = Owner(server.target, flags.layers, max(batches), flags.context)

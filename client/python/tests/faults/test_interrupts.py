@@ -52,8 +52,8 @@ class InterruptTest(unittest.TestCase):
 
     def becomes_free(self, client, sequence, place):
         """Another step gets the sequence: no step holds it, or soon none does, since one was given
-        up with its stream. A look at the sequence would not do: an interrupted begin may still be on
-        its way then."""
+        up with its stream. A look at the sequence is not enough, because an interrupted begin may
+        still be on its way."""
         deadline = time.monotonic() + WAIT_S
         while True:
             sequence.refresh()  # an interrupted end may have committed
