@@ -7,10 +7,11 @@ whose attention returns the contents of its buffer.
         --server .bazel/bin/server/mla-server [--server-arg=ARG ...] [--layers 61] [--batch 1,32]
         [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7] [--json FILE]
 
-Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is the
-time that a layer adds: the median over turns, which alternate with turns without attention.
-`pass_ms` is one pass, its sampling (argmax, copied to the host) included. Outputs of all ways are the same bits, or the
-program fails. With --profile FOLDER one pass of each way is written as a trace that Chrome shows.
+Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is
+the time that a layer adds: the median over turns, which alternate with turns without attention.
+`pass_ms` is one pass, its sampling (argmax, copied to the host) included. Outputs of all ways are
+the same bits, or the program fails. With --profile FOLDER one pass of each way is written as a
+trace that Chrome shows.
 """
 
 from __future__ import annotations
