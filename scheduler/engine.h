@@ -8,8 +8,8 @@
 //
 // Threading: every public method may be called from any thread. Submit never blocks on a launch;
 // the control calls (sequences, models, stats) take the role and so wait for a running launch at
-// most. Done callbacks run without the role: on the thread that has just given it up, or, while the
-// next launch runs, on a thread of their own (answer_queue.h).
+// most. Done callbacks run without the role. The thread that has just given the role up calls them,
+// or, while the next launch runs, a thread of their own (answer_queue.h).
 //
 // Errors: canonical codes; a status brings an ErrorDetail (base/error.h) with field, got, limit and
 // reason. Another tenant's sequence or model is NOT_FOUND, exactly like one that does not exist.
@@ -62,7 +62,7 @@ struct Tail {
   const TenantUse use;
 };
 
-// The tail of a sequence, and the length that it belongs to.
+// The tail of a sequence, and the length of the sequence for which it was stored.
 struct SequenceTail {
   int64_t position = 0;
   std::shared_ptr<const Tail> tail;
@@ -112,7 +112,7 @@ struct OpenArgs {
   int64_t lease_ms = 0;        // 0: Limits::sequence_lease_ms
   PrefixArgs prefix;           // contents of its first rows; cached rows are attached at once
   SequenceId restored_id = 0;  // id of a checkpointed sequence; 0: a new id
-  // For rows of slower tiers, where it is less than Limits::tier_wait_ms.
+  // Longest wait for rows in slower tiers, if it is less than Limits::tier_wait_ms.
   int64_t most_wait_ms = std::numeric_limits<int64_t>::max();
 };
 
@@ -167,7 +167,8 @@ struct ForkArgs {
 
 struct SequenceSelection {
   std::string tenant;
-  std::vector<SequenceId> ids;  // empty: all of the tenant's, or of client_id if given
+  // empty: all of the tenant's sequences, or those of client_id if it is given
+  std::vector<SequenceId> ids;
   std::string client_id;
 };
 
@@ -178,7 +179,7 @@ struct SequenceList {
   std::vector<std::pair<SequenceId, std::string>> moved;
 };
 
-// A sequence, and whose it is.
+// A sequence and the tenant that owns it.
 struct TenantSequence {
   std::string tenant;
   SequenceInfo info;
@@ -188,11 +189,13 @@ struct TenantSequence {
 struct TierFigures {
   int64_t bytes_total = 0, bytes_used = 0, groups = 0;
   uint64_t groups_in = 0, bytes_in = 0;    // copies that were put there
-  uint64_t groups_out = 0, bytes_out = 0;  // page groups that came back to the pool from there
-  int64_t ns_in = 0, ns_out = 0;           // from the beginning of such a move to its end
-  uint64_t dropped = 0;                    // copies whose room was needed
-  uint64_t damaged = 0;                    // copies that were not what had been put there
-  uint64_t failed = 0;                     // reads and writes that the system refused
+  uint64_t groups_out = 0, bytes_out = 0;  // page groups that came back from there to the pool
+  // Total time of these moves, each from its beginning to its end.
+  int64_t ns_in = 0, ns_out = 0;
+  uint64_t dropped = 0;  // copies whose room was needed
+  // Copies that failed their check when they were read back.
+  uint64_t damaged = 0;
+  uint64_t failed = 0;  // reads and writes that the system refused
 };
 
 struct TierStats {
@@ -213,14 +216,14 @@ struct EngineStats {
   int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
   int64_t page_groups_free = 0;
   uint64_t copies_on_write = 0, kv_bytes_copied = 0, page_groups_scrubbed = 0;
-  // Given back, and kept until page work on them is done; part of neither used nor free.
+  // Given back, but kept until the page work on them is done; counted neither as used nor as free.
   int64_t page_groups_pinned = 0, kv_bytes_pinned = 0;
-  // Page groups handed out, and given back by reason; the difference is page_groups_used and
+  // Page groups handed out, and given back by reason; the two differ by page_groups_used +
   // page_groups_cached.
   uint64_t page_groups_taken = 0;
   uint64_t page_groups_released = 0, page_groups_expired = 0, page_groups_truncated = 0;
   uint64_t page_groups_uncommitted = 0, page_groups_evicted = 0;
-  // Held by the prefix cache alone; part of neither used nor free.
+  // Held by the prefix cache alone; counted neither as used nor as free.
   int64_t page_groups_cached = 0, kv_bytes_cached = 0;
   int64_t page_groups_kept = 0, kv_bytes_kept = 0;  // by pins of hints
   kvcache::PrefixStats prefix;
@@ -228,10 +231,12 @@ struct EngineStats {
   uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
   uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
   uint64_t pauses = 0;  // pauses of the whole process; leases do not run during them
-  // Requests whose tensors were not there: handed back, and launches of such that waited too long.
+  // Requests whose tensors did not come in time: those handed back, and launches that had waited
+  // too long for them.
   uint64_t requests_handed_back = 0, launches_late = 0;
   uint64_t launches_ahead = 0;  // launches submitted before their tensors were complete
-  uint64_t rounds_refused = 0;  // launches whose expanded form has more rounds than there may be
+  // Launches whose expanded form would have needed more rounds than allowed.
+  uint64_t rounds_refused = 0;
   uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
   uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
   kernels::HostWork host_work;
@@ -244,15 +249,16 @@ struct LaunchReport {
   int32_t slices_fused = 0;         // requests that were computed as one with their siblings
   int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
   int32_t slice_waits_skipped = 0;  // times that such a sibling was not waited for again
-  int32_t rounds_refused = 0;       // 1: in the absorbed form for want of rounds of the other
-  int64_t kv_bytes_read = 0;        // KV rows that the records cover, each record once
-  int64_t schedule_ns = 0;          // choosing the batch and recording it
+  // 1: computed in the absorbed form, because the expanded one needs too many rounds
+  int32_t rounds_refused = 0;
+  int64_t kv_bytes_read = 0;  // KV rows that the records cover, each record once
+  int64_t schedule_ns = 0;    // time for choosing the batch and recording it
   int64_t plan_ns = 0;
   int64_t kernel_ns = 0;
   int64_t predicted_ns = 0;  // kernel_ns as predicted before the launch
   int64_t complete_ns = 0;
   int32_t work_items = 0, partials = 0;
-  double imbalance = 1.0;  // max / mean work of a unit
+  double imbalance = 1.0;  // work of the busiest unit / mean work of the units
   bool plan_reused = false;
   bool ok = true;
 };
@@ -265,16 +271,16 @@ struct RequestReport {
   int64_t total_ns;  // from its arrival to its answer
 };
 
-// Receives what happened; must not block or allocate in the steady state.
+// Is told what happened. Its methods must not block, nor allocate in the steady state.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
   // Called once the answers of the launch are delivered, mostly without the role: Threads may call
   // it at the same time and in an order different from that of the launches.
   virtual void OnLaunch(const LaunchReport& report) = 0;
-  // Every request once, in the same way.
+  // Called once for each request, in the same way as OnLaunch.
   virtual void OnRequest(const RequestReport& report) = 0;
-  // A sequence is gone: the rows it had, and for how long it was open.
+  // Called when a sequence has gone, with the rows it had and the time for which it was open.
   virtual void OnSequenceClosed(int64_t rows, int64_t open_ns) {
     static_cast<void>(rows);
     static_cast<void>(open_ns);
@@ -295,14 +301,15 @@ struct EngineOptions {
   // too, as long as that thread is idle (Submitter) and no other thread wants the engine. After
   // that the engine's thread awaits it.
   int64_t awaited_work = int64_t{1} << 24;
-  bool dedicated_thread = true;  // false: stepped by hand through Poll (tests)
-  // With a thread: leases do not count time in which the process did not run. False: the clock is
-  // moved by hand (tests).
+  bool dedicated_thread = true;  // false: tests step the engine by hand through Poll
+  // Leases do not count time in which the process did not run; this needs the thread. Set it to
+  // false in tests that move the clock by hand.
   bool notes_pauses = true;
   EngineObserver* observer = nullptr;  // may be null; outlives the engine
-  // Yields sequence ids; null: unpredictable ones, as production needs. For runs that repeat.
+  // Yields sequence ids. Null, as production needs: unpredictable ids. Set it for runs that must
+  // repeat exactly.
   std::function<uint64_t()> ids;
-  // Secret of the prefix keys; none: an unpredictable one, as production needs.
+  // Secret of the prefix keys. None, as production needs: an unpredictable one.
   std::optional<kvcache::PrefixSecret> prefix_secret;
   // The file of the slowest tier (Limits::file_tier_bytes); empty: no file tier. Its folder must
   // exist.
@@ -321,8 +328,8 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
       Clock* clock);
-  // Bytes that Create would take with these limits: pool, weights, workspaces, plans. For the
-  // start-up check.
+  // Bytes that Create would take with these limits for pool, weights, workspaces and plans. Used by
+  // the start-up check.
   static EngineBytes CountBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   // kv_cache_bytes of a server that may choose: device memory left after all other needs of these
   // limits, or the default of Limits if the backend computes in host memory.
@@ -354,27 +361,30 @@ class Engine {
   // Models of all tenants, sorted by tenant and id; takes the same lock as FindModel. For
   // operators.
   std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> AllModels();
-  // Cheap and lock-light: for transports that must know sizes before the engine sees a request.
+  // Cheap, and holds a lock only briefly: for transports that must know sizes before the engine
+  // sees a request.
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
   // Sets the scale of every layer's rows, for formats that need them (ModelTable::SetScales).
   absl::Status SetScales(const std::string& tenant, const std::string& id,
                          std::span<const float> scales);
-  // Sets sinks of a model with a window (ModelTable::SetSinks). Returns the layers that still miss
-  // some, of a model that needs them.
+  // Sets sinks of a model with a window (ModelTable::SetSinks). Returns the layers that still have
+  // no sinks, if the model needs them.
   absl::StatusOr<std::vector<int32_t>> SetSinks(const std::string& tenant, const std::string& id,
-                                                const SinkSlice& at, std::span<const float> sinks);
+                                                const SinkSlice& slice,
+                                                std::span<const float> sinks);
   // Names a new upload of weights.
   UploadId NewUpload();
-  // Weights of heads [head_begin, head_begin + head_count) of a layer: W_UK [heads, nope, lora],
-  // then W_UV [heads, lora, v], bf16. They count once the upload is committed. Heads that are in
-  // use already accept the same bytes again and refuse others with ALREADY_EXISTS.
+  // Loads weights of heads [head_begin, head_begin + head_count) of a layer: W_UK [heads, nope,
+  // lora], then W_UV [heads, lora, v], bf16. They are used once the upload is committed. Heads that
+  // are in use already accept the same bytes again and refuse others with ALREADY_EXISTS.
   absl::Status LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
                            int32_t layer, int32_t head_begin, int32_t head_count,
                            std::span<const std::byte> w_uk_w_uv);
-  // Makes the chunks of a complete and verified upload count. Returns the layers still incomplete.
+  // Starts using the chunks of an upload that is complete and verified. Returns the layers that are
+  // still incomplete.
   absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
                                                      const std::string& id, UploadId upload);
-  // Forgets the chunks of an upload (digest mismatch, broken upload).
+  // Forgets the chunks of an upload that broke off or whose digest did not match.
   void DiscardWeights(const std::string& tenant, const std::string& id, UploadId upload);
 
   // --- Sequences.
@@ -387,18 +397,19 @@ class Engine {
   // Applies a client's hint about cached rows. Never waits for rows to move.
   absl::StatusOr<HintAnswer> Hint(const HintArgs& args);
 
-  // --- Rows out of the pool and into it (kvcache/page_moves.h).
-  // Makes a fork that holds the rows, unless ExportArgs::in_place; the caller releases it. Also
-  // while the engine drains.
+  // --- Moving rows out of the pool and into it (kvcache/page_moves.h).
+  // Makes a fork that holds the rows, which the caller must release; with ExportArgs::in_place
+  // there is none. Works during a drain, too.
   absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
   // Reserves pages for all rows, as a step does. Until EndImport or AbortImport, one of which must
   // follow, the sequence refuses steps, forks, matches and truncations. No sequence is restored
   // with its id until then, even if the sequence itself is gone.
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
-  // Hands one part over; move->done is called unless there is an error: NOT_FOUND when the sequence
-  // has gone.
+  // Starts moving one part. Returns an error, NOT_FOUND if the sequence has gone, or calls
+  // move->done later.
   absl::Status StartMove(PageMove* move);
-  // The same with a `done` of its own, for which it waits. Not from Done.
+  // Moves one part and waits until it has moved; uses move->done itself. Must not be called from
+  // Done.
   absl::Status MovePart(PageMove* move);
   // The rows have arrived: the sequence has them from now on. Rows from `not_finite_from` on may
   // hold NaN or infinity; kAllFinite says that none do.
@@ -416,13 +427,13 @@ class Engine {
                                                 int64_t length, uint64_t expected_epoch);
   SequenceList GetSequences(const SequenceSelection& selection);
   // Memory for a tail, which the caller fills. RESOURCE_EXHAUSTED (tails_exhausted) names `field`.
-  // Without the role.
+  // Does not take the role.
   absl::StatusOr<std::shared_ptr<Tail>> MakeTail(const TenantRef& tenant, int64_t bytes,
                                                  const char* field);
   // NOT_FOUND (no_tail) if the sequence does not have a tail.
   absl::StatusOr<SequenceTail> ReadTail(const std::string& tenant, SequenceId id,
                                         uint64_t expected_epoch);
-  // `not_found` receives the absent ids; returns how many were released / renewed.
+  // `not_found` receives the absent ids. Both return the number of sequences released or renewed.
   int32_t ReleaseSequences(const std::string& tenant, std::span<const SequenceId> ids,
                            std::vector<SequenceId>* not_found);
   int32_t RenewLeases(const SequenceSelection& selection, int64_t lease_ms,
@@ -430,24 +441,24 @@ class Engine {
 
   // --- Operation.
   EngineStats Stats();
-  // Usage and bounds by tenant; thread-safe, and may outlive the engine.
+  // Usage and bounds by tenant; thread-safe, and may be kept longer than the engine.
   const std::shared_ptr<TenantTable>& tenants() const;
   // Log of events of cached rows; thread-safe, and may outlive the engine.
   const std::shared_ptr<kvcache::EventLog>& events() const;
   const kernels::BackendInfo& backend_info() const;
   const Limits& limits() const;
   absl::Status Healthy();  // AttentionBackend::Healthy
-  // AttentionBackend::StuckCall; without the role, which a call that is stuck holds.
+  // AttentionBackend::StuckCall. Does not take the role, because a stuck call may hold it.
   std::string StuckCall() const;
   // Memory that the backend's copies can reach directly, for staging requests and replies.
   absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> AllocateHost(size_t bytes);
-  // Makes memory of the caller reachable for the backend's copies, as AllocateHost's is, until
-  // UnregisterHost. REQUIRES of UnregisterHost: no request points into the memory. Neither waits
-  // for launches that do not use it.
+  // Lets the backend's copies reach the caller's memory directly, as they do AllocateHost's, until
+  // UnregisterHost. UnregisterHost REQUIRES that no request points into the memory. Neither call
+  // waits for launches that do not use the memory.
   absl::Status RegisterHost(std::span<std::byte> memory);
   void UnregisterHost(std::span<std::byte> memory);
-  // Device memory in which tensors of requests may lie (AttendArgs::on_device), as the backend's;
-  // the engine outlives it. Without the role, in milliseconds.
+  // Device memory in which tensors of requests may lie (AttendArgs::on_device), allocated by the
+  // backend; the engine must outlive it. Does not take the role; takes milliseconds.
   absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>> AllocateShared(int64_t bytes,
                                                                               int32_t events);
   // From now on Open, Fork and BeginStep of new steps are UNAVAILABLE with reason "draining".
@@ -461,10 +472,11 @@ class Engine {
   // sequence is released, and later calls that name it are told of `peer`. Refused, without a
   // change, if the sequence has changed since or the engine is not draining.
   absl::Status EndHandOver(const TenantSequence& sequence, const std::string& peer);
-  // For operators. Releases sequences of any tenant, as ReleaseSequences does, aborting their open
-  // steps; all of the selection's. `not_found` receives absent ids.
+  // For operators. Releases sequences of any tenant, as ReleaseSequences does, and aborts their
+  // open steps. A selection without ids means all of its tenant's. `not_found` receives absent ids.
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
-  // Releases the model's sequences, then unregisters it. Returns how many sequences went.
+  // Releases the model's sequences, then unregisters the model. Returns how many sequences were
+  // released.
   absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
   // Aborts all open steps and returns their number.
   int32_t AbortAllSteps();

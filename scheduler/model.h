@@ -1,4 +1,4 @@
-// A registered model as the scheduler and the transports see it: immutable data.
+// A registered model as the scheduler and the transports see it; immutable.
 #ifndef MLA_SCHEDULER_MODEL_H_
 #define MLA_SCHEDULER_MODEL_H_
 
@@ -14,11 +14,11 @@
 
 namespace mla::scheduler {
 
-// How EXPANDED keeps the queries between absorbing them and the scores.
+// The precision in which EXPANDED holds the queries between absorption and the scores.
 enum class QueryPrecision : uint8_t {
-  kDefault,  // at registration: kSplit where the backend can, else kBf16
-  kBf16,     // as bf16 where clients send bf16, unless the backend computes in fp32 anyway
-  kSplit,    // as fp32, whose scores cost a second product where operands are bf16
+  kDefault,  // resolved at registration: kSplit if the backend supports it, else kBf16
+  kBf16,     // bf16 if the client sends bf16, unless the backend computes in fp32 anyway
+  kSplit,    // fp32; with bf16 operands the scores then take a second product
 };
 
 inline constexpr size_t kWeightsDigestBytes = 32;
@@ -33,11 +33,11 @@ struct ModelSpec {
   std::string id;
   kernels::Geometry geometry;
   int32_t layers = 0;
-  double softmax_scale = 0;  // > 0; multiplies q·k before the softmax, never defaulted
+  double softmax_scale = 0;  // > 0; multiplies q·k before the softmax; has no default
   int32_t page_size = 0;     // 0 at registration: Limits::default_page_size
   QueryPrecision query_precision = QueryPrecision::kDefault;
   kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
-  // kSparse: requests may bring index lists of at most `top_k` entries; 0 for kDense.
+  // For kSparse: requests may bring index lists of at most `top_k` entries. 0 for kDense.
   kernels::AttentionKind attention = kernels::AttentionKind::kDense;
   int32_t top_k = 0;
   kernels::IndexerShape indexer;  // the server's own, of kSparse
@@ -54,17 +54,17 @@ struct ModelSpec {
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   bool needs_sinks = false;  // for kWindow: rows wait until every head of every layer has its sink
   friend bool operator==(const ModelSpec&, const ModelSpec&) = default;
-  // All but the name, as text: equal for equal contents alone.
+  // Everything except the id as text; different contents give different texts.
   std::string ContentsText() const;
 
   // Operand type of the products of the absorbed form.
   kernels::DType products() const {
     return fp8_compute == Fp8Compute::kOn ? kernels::DType::kFp8E4m3 : kernels::DType::kBf16;
   }
-  // Elements of one query / output head in a profile; 0 for append-only.
+  // Elements of one query or output head in a profile; 0 for append-only.
   int32_t q_dim(Profile profile) const;
   int32_t o_dim(Profile profile) const;
-  // Elements of a KV row as it is sent: the row, then its index key if there is an indexer.
+  // Elements of a KV row as sent: the row itself, then its index key if there is an indexer.
   int32_t sent_row_dim() const { return geometry.kv_row_dim() + indexer.dim; }
 
   bool windowed() const { return attention == kernels::AttentionKind::kWindow; }
@@ -78,7 +78,7 @@ struct ModelSpec {
 // The sink of a head without one.
 inline constexpr float kNoSink = -std::numeric_limits<float>::infinity();
 
-// Layers and heads that an upload of sinks is for. A count of 0: all from the first on.
+// The layers and heads of an upload of sinks. A count of 0 means all from the first one on.
 struct SinkSlice {
   int64_t layer_begin = 0;
   int64_t layer_count = 0;
@@ -86,7 +86,7 @@ struct SinkSlice {
   int64_t head_count = 0;
 };
 
-// Names one upload of weights; never 0 and not repeated while the model lives.
+// Identifies one upload of weights; never 0, and not reused while the model lives.
 using UploadId = uint64_t;
 
 struct ModelInfo {
@@ -95,8 +95,9 @@ struct ModelInfo {
   int64_t page_groups_max = 0;
   int64_t max_sequence_rows = 0;
   bool weights_complete = false;
-  bool scales_complete = false;  // rows may be stored: the format needs no scales, or has them
-  bool sinks_complete = false;   // spec.needs_sinks is false, or all are there
+  // Rows may be stored: the format needs no scales, or the model has them.
+  bool scales_complete = false;
+  bool sinks_complete = false;  // spec.needs_sinks is false, or the model has all sinks
   int32_t sequences = 0;
   int64_t lease_ms = 0;       // 0: the model stays until it is unregistered
   int64_t lease_left_ms = 0;  // lease_ms unless the model has a lease and no sequences

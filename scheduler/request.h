@@ -1,9 +1,9 @@
-// Requests of the stepping protocol as the engine sees them, free of any transport.
+// Requests of the stepping protocol as the engine sees them; they depend on no transport.
 //
-// A transport creates a StreamRequest (and may pool them), fills the fields of its kind, and hands
-// it to Engine::Submit. The engine owns it until it calls Done exactly once; from then on it never
-// touches it. All memory the request points to is the transport's and must stay valid until
-// Done.
+// A transport creates a StreamRequest, fills the fields of its kind and passes it to
+// Engine::Submit. It may reuse requests. From then on the engine owns the request until it calls
+// Done, exactly once, and does not touch it afterwards. The transport owns all memory that the
+// request points to and keeps it valid until Done.
 #ifndef MLA_SCHEDULER_REQUEST_H_
 #define MLA_SCHEDULER_REQUEST_H_
 
@@ -49,7 +49,7 @@ using StepPositions = std::shared_ptr<const std::vector<StepSequenceArgs>>;
 struct BeginStepArgs {
   std::string model_id;
   std::vector<StepSequenceArgs> sequences;
-  StepPositions positions;  // equal to `sequences`; null: the transport checks no lists
+  StepPositions positions;  // the same as `sequences`; null: the transport checks no lists
   int32_t participants = 1;
   int64_t lease_ms = 0;  // 0: Limits::step_lease_ms
 };
@@ -67,9 +67,10 @@ struct AttendArgs {
   kernels::DType q_dtype = kernels::DType::kBf16;  // q and kv
   kernels::DType o_dtype = kernels::DType::kBf16;
   int64_t timeout_us = 0;  // 0: Limits::queue_ms
-  // Geometry by which the transport sized the memory below. A request that meets a step of another
-  // geometry (its id was reused before the old step's end was answered) is refused. num_heads 0:
-  // the caller vouches for the sizes; kUnsized: the transport knows no such step and sized nothing.
+  // The geometry by which the transport sized the memory below. If the step has another geometry,
+  // because its id was reused before the end of the old step was answered, the request is refused.
+  // num_heads 0: the caller guarantees the sizes. kUnsized: the transport knew no such step and
+  // sized nothing.
   kernels::Geometry sized_for;
   kernels::IndexerShape sized_indexer;  // like sized_for
   int32_t sized_window = 0;             // like sized_for
@@ -81,8 +82,8 @@ struct AttendArgs {
   // value. Until then a launch may take the request ahead of its tensors, or the engine hands it
   // back (StreamRequest::handed_back).
   kernels::WordValue ready;
-  // No word, or one that the launch may store as soon as the outputs are there, before Done. The
-  // transport stores it then in any case, whatever the answer.
+  // Empty, or a word that the launch may store as soon as the outputs are there, before Done. Once
+  // the answer is known, the transport stores it in any case, whatever the answer is.
   kernels::WordValue done;
   // Row-major, host memory unless on_device; sizes follow from the model (the transport has checked
   // them). [row_count, ModelSpec::sent_row_dim] if has_kv. For models with a window the entries
@@ -97,18 +98,19 @@ struct AttendArgs {
   // - 1] of its sequence, which differ from each other and are all visible to it. The lists lie in
   // the server's own memory: a client could change its memory after the check.
   const int32_t* list = nullptr;
-  const int32_t* list_begin = nullptr;  // [row_count + 1], from 0 on, ascending
+  const int32_t* list_begin = nullptr;  // [row_count + 1]; begins with 0, ascending
   // Alternatively the inputs from which the server's indexer makes the lists: [row_count] of
   // IndexerShape::input_bytes. `list_begin` then says how many positions each row gets.
   const std::byte* index_inputs = nullptr;
-  // For which positions of the step's rows the lists were checked. A request that meets a step of
-  // other ones is refused, as by `sized_for`. Null: the caller vouches for them.
+  // The positions of the step's rows for which the lists were checked. The request is refused if
+  // the step has other positions, as with `sized_for`. Null: the caller guarantees the lists.
   StepPositions listed_for;
   // top_k of the model for which lists were checked and lists_out sized
   int32_t listed_top_k = 0;
-  std::byte* o = nullptr;        // [row_count, num_heads, o dim], written by the launch
-  float* lse = nullptr;          // [row_count, num_heads] if want_lse
-  int32_t* lists_out = nullptr;  // [row_count, top_k] of the indexer's lists, if they are wanted
+  std::byte* o = nullptr;  // [row_count, num_heads, o dim], written by the launch
+  float* lse = nullptr;    // [row_count, num_heads] if want_lse
+  // [row_count, top_k] for the indexer's lists, if the client wants them
+  int32_t* lists_out = nullptr;
 };
 
 // True if the launch writes log-sum-exps to the client's host memory.
@@ -120,8 +122,8 @@ inline bool IsSparse(const AttendArgs& args) { return args.list_begin != nullptr
 // True if the server's indexer makes the index lists.
 inline bool Selects(const AttendArgs& args) { return args.index_inputs != nullptr; }
 
-// Compressed entries of `ratio` positions each that rows [begin, end) of a step make whole; with
-// `ratio` 0, none.
+// Number of compressed entries, of `ratio` positions each, that rows [begin, end) of a step
+// complete; 0 if `ratio` is 0.
 template <typename Sequences>
 int64_t EntriesOf(const Sequences& sequences, int32_t ratio, int64_t begin, int64_t end) {
   int64_t entries = 0, offset = 0;
@@ -140,7 +142,7 @@ struct Tail;  // scheduler/engine.h
 
 struct TailArgs {
   int32_t sequence = 0;  // its place in the step
-  // Null: the transport knew no such step, and took nothing.
+  // Null: the transport knew no such step, and took no memory.
   std::shared_ptr<const Tail> tail;
 };
 
@@ -148,8 +150,8 @@ struct EndStepArgs {
   std::vector<int32_t> committed_rows;  // empty: all
   // Tails for the committed lengths, in the order of the step's sequences, at most one for each.
   std::vector<TailArgs> tails;
-  // Lengths that the transport has room for in its reply. The end of a step of more sequences is
-  // refused, and the step stays open.
+  // The number of lengths for which the transport's reply has room. The EndStep of a step with more
+  // sequences is refused; the step stays open.
   int32_t lengths_max = std::numeric_limits<int32_t>::max();
 };
 
@@ -171,14 +173,14 @@ struct RequestQueue;
 struct SliceGroup;
 struct Step;
 
-// Why a request whose tensors are not there yet has not been computed.
+// Why the engine returned a request, whose tensors have not come yet, without computing it.
 enum class HandedBack : uint8_t {
   kNo,
-  kBusy,  // others wait, or a launch waits for a client already
-  kLate,  // its launch waited on the device for Limits::ahead_us
+  kBusy,  // other requests wait, or another launch already waits for a client
+  kLate,  // its launch waited on the device for Limits::ahead_us in vain
 };
 
-// A source of requests that one thread hands over. Outlives them.
+// A source of requests that one thread submits. It outlives its requests.
 class Submitter {
  public:
   virtual ~Submitter() = default;
@@ -205,7 +207,7 @@ class StreamRequest {
   BeginStepArgs begin;
   AttendArgs attend;
   EndStepArgs end;
-  // The thread that hands it over has more to do than to run its launch.
+  // The submitting thread has other work, so the engine's thread shall run the launch.
   bool leave_launch = false;
   const Submitter* submitter = nullptr;  // null: never idle
 
@@ -216,15 +218,15 @@ class StreamRequest {
   std::vector<int64_t> lengths;  // EndStep
   RequestTimings timings;        // Attend
   bool signalled = false;        // Attend: the device has stored attend.done
-  // Unless kNo, the status says nothing, and nothing has come of the request: it may be handed over
-  // again, as it is, when its tensors are there.
+  // Unless kNo, the request was not carried out and the status has no meaning. It may be submitted
+  // again unchanged when its tensors have come.
   HandedBack handed_back = HandedBack::kNo;
-  // The step no longer exists (valid for errors too).
+  // The step no longer exists; also valid if the status is an error.
   bool step_aborted = false;
 
   // --- State of the engine.
   struct EngineFields {
-    // Links of the inbox, the pending list and the answers: queueing allocates nothing.
+    // Links of the inbox, the pending list and the answers, so that queueing allocates nothing.
     StreamRequest* next = nullptr;
     StreamRequest* prev = nullptr;
     StreamRequest* queue_next = nullptr;  // waiting_requests.h: same tenant and key
@@ -235,15 +237,18 @@ class StreamRequest {
     int64_t first_arrival_ns = 0;  // of a request that was handed back: its first arrival
     int64_t arrival_ns = 0;
     int64_t deadline_ns = 0;
-    int64_t blocked_since_ns = 0;      // arrival, or when a part of it was last computed
-    int32_t rows_done = 0;             // computed by earlier launches of a request that is cut up
+    // Its arrival, or the last time at which a part of it was computed.
+    int64_t blocked_since_ns = 0;
+    // Rows that earlier launches have computed, if the request is launched in parts.
+    int32_t rows_done = 0;
     int32_t rows_launched = 0;         // in the launch now running
     int32_t batch_index = 0;           // position in that launch's batch
-    SliceGroup* group = nullptr;       // head slices of the same rows that wait with it
+    SliceGroup* group = nullptr;       // waiting head slices of the same rows, including this one
     StreamRequest* sibling = nullptr;  // next member of the group
-    bool repeat = false;               // its KV rows were accepted before: compare, do not append
-    absl::Status status;               // the answer, until it is delivered
-    int64_t total_ns = 0;              // from the first arrival to the answer
+    // Its KV rows were accepted before, so they are compared and not appended.
+    bool repeat = false;
+    absl::Status status;   // the answer, until it is delivered
+    int64_t total_ns = 0;  // from the first arrival to the answer
     // The first row, among all rows of the request, and the head whose result is not finite
     // although the inputs are. Also set if the inputs are not finite but the result can no longer
     // say so. -1: none so far.
@@ -253,7 +258,7 @@ class StreamRequest {
     // of a repeat: its first row that differs from the stored one; -1: none
     int32_t other_row = -1;
     bool counted = false;  // among the tenant's queued requests
-    bool ahead = false;    // its tensors were not there when a launch was last chosen
+    bool ahead = false;    // its tensors had not come when a launch was last chosen
   };
   EngineFields engine;
 };
@@ -262,10 +267,10 @@ class StreamRequest {
 // before it sizes memory by these numbers. The engine applies them again, because the step id may
 // name another step by then. Errors name the field, the value and the limit.
 
-// How much a step may hold. `participants`: with its default of 1.
+// Checks how much a step may hold. `participants`: after its default of 1 was applied.
 absl::Status CheckStepBounds(int64_t sequences, int64_t participants, int64_t lease_ms,
                              const Limits& limits);
-// All rows of a step together.
+// `rows`: all rows of a step together.
 absl::Status CheckStepRows(int64_t rows, const Limits& limits);
 
 // The range that an Attend asks for, before its numbers are narrowed.
@@ -274,7 +279,8 @@ struct AttendRange {
   int64_t row_begin = 0, row_count = 0;
   int64_t head_offset = 0, num_heads = 0;
 };
-// Inside a step of `total_rows` >= 1 rows of the model; append-only needs no heads.
+// Checks that the range lies inside a step of `total_rows` >= 1 rows of the model. An append-only
+// request needs no heads.
 absl::Status CheckAttendRange(const AttendRange& range, Profile profile, const ModelSpec& model,
                               int32_t total_rows);
 // Checks that the model allows requests of this profile.

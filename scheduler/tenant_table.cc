@@ -127,7 +127,8 @@ int32_t TenantTable::weight(TenantKey key) const {
   return found == by_key_.end() ? 1 : found->second->weight_.load(std::memory_order_relaxed);
 }
 
-// Compare and exchange, so that a take that is refused never makes another one fail.
+// Compares and exchanges instead of adding first, so that a refused take never makes another one
+// fail.
 bool TenantTable::Add(std::atomic<int64_t>& used, int64_t amount, int64_t bound) {
   int64_t before = used.load(std::memory_order_relaxed);
   do {
@@ -153,7 +154,7 @@ bool TenantTable::TryTake(Tenant& tenant, Resource resource, int64_t amount, int
 
 void TenantTable::Return(Tenant& tenant, Resource resource, int64_t amount) {
   server_.used_[resource].fetch_sub(amount, std::memory_order_relaxed);
-  // The last access: the row may be dropped as soon as nothing is in use.
+  // This is the last access: the row may be dropped as soon as nothing is in use.
   tenant.used_[resource].fetch_sub(amount, std::memory_order_release);
 }
 
@@ -162,24 +163,25 @@ absl::Status TenantTable::Refusal(const Tenant& tenant, Resource resource, int64
   const ResourceRow& row = RowOf(resource);
   const int64_t own_free = std::max<int64_t>(0, tenant.bound(resource) - tenant.used(resource));
   const int64_t server_free = std::max<int64_t>(0, server_bound(resource) - server_used(resource));
-  const bool own = own_free < amount || server_free >= amount;
-  const int64_t free = own ? own_free : server_free;
-  const int64_t bound = own ? tenant.bound(resource) : server_bound(resource);
+  const bool by_tenant = own_free < amount || server_free >= amount;
+  const int64_t free = by_tenant ? own_free : server_free;
+  const int64_t bound = by_tenant ? tenant.bound(resource) : server_bound(resource);
   const char* const unit = row.bytes ? " bytes" : "";
-  return MakeError(absl::StatusCode::kResourceExhausted,
-                   absl::StrCat(row.name, ": wanted ", amount, unit, ", ", free, " free of ", bound,
-                                own ? ", the bound of this tenant" : ", the bound of the server"),
-                   {.field = field,
-                    .got = absl::StrCat(amount, unit, " more"),
-                    .limit = absl::StrCat("at most ", bound, unit,
-                                          own ? " of this tenant" : " in all", ", ", free, " free"),
-                    .reason = row.reason,
-                    .retry_after_ms = row.retry_ms,
-                    .resource = row.name,
-                    .wanted = amount,
-                    .free = free,
-                    .bound = bound,
-                    .bound_of = own ? BoundOwner::kTenant : BoundOwner::kServer});
+  return MakeError(
+      absl::StatusCode::kResourceExhausted,
+      absl::StrCat(row.name, ": wanted ", amount, unit, ", ", free, " free of ", bound,
+                   by_tenant ? ", the bound of this tenant" : ", the bound of the server"),
+      {.field = field,
+       .got = absl::StrCat(amount, unit, " more"),
+       .limit = absl::StrCat("at most ", bound, unit, by_tenant ? " of this tenant" : " in all",
+                             ", ", free, " free"),
+       .reason = row.reason,
+       .retry_after_ms = row.retry_ms,
+       .resource = row.name,
+       .wanted = amount,
+       .free = free,
+       .bound = bound,
+       .bound_of = by_tenant ? BoundOwner::kTenant : BoundOwner::kServer});
 }
 
 absl::Status TenantTable::Take(Tenant& tenant, Resource resource, int64_t amount, const char* field,
@@ -205,8 +207,8 @@ void TenantTable::DropIdle() {
 
 std::pair<int64_t, BoundSource> TenantTable::BoundFor(const std::string& name,
                                                       Resource resource) const {
-  if (const auto found = runtime_.find(name); found != runtime_.end()) {
-    if (const auto& bound = found->second.bounds[resource]) return {*bound, BoundSource::kRuntime};
+  if (const auto quota = runtime_.find(name); quota != runtime_.end()) {
+    if (const auto& bound = quota->second.bounds[resource]) return {*bound, BoundSource::kRuntime};
   }
   if (const auto found = options_.quotas.find(name); found != options_.quotas.end()) {
     if (const auto& bound = found->second.bounds[resource]) {
@@ -242,13 +244,14 @@ absl::Status TenantTable::SetQuota(const std::string& name, const TenantQuota& q
                        absl::StrCat("at most ", options_.max_tenants, " tenants with quotas"),
                        "tenants_exhausted", absl::StatusCode::kResourceExhausted);
   }
-  TenantQuota& own = runtime_[name];
-  if (reset) own = TenantQuota();
+  TenantQuota& quota_of_tenant = runtime_[name];
+  if (reset) quota_of_tenant = TenantQuota();
   for (const ResourceRow& row : kRows) {
-    if (quota.bounds[row.resource]) own.bounds[row.resource] = quota.bounds[row.resource];
+    if (quota.bounds[row.resource])
+      quota_of_tenant.bounds[row.resource] = quota.bounds[row.resource];
   }
-  if (quota.weight) own.weight = quota.weight;
-  if (own.empty()) runtime_.erase(name);
+  if (quota.weight) quota_of_tenant.weight = quota.weight;
+  if (quota_of_tenant.empty()) runtime_.erase(name);
   if (const auto found = rows_.find(name); found != rows_.end()) ApplyQuota(*found->second);
   return absl::OkStatus();
 }
@@ -292,7 +295,7 @@ int32_t TenantTable::size() const {
   return static_cast<int32_t>(rows_.size());
 }
 
-// The first page group of a tenant is granted whatever its share is, unless its bound is 0: in a
+// The first page group of a tenant is granted whatever its share is, unless its bound is 0. In a
 // small pool the default share may be less than one slab.
 bool TenantPoolAccount::Take(Resource resource, int64_t bytes) {
   if (table_->TryTake(*tenant_, resource, bytes)) return true;

@@ -82,10 +82,10 @@ struct ResourceRow {
   const char* meaning;
 };
 
-// One row a resource, in the order of the enumeration.
+// One row for each resource, in the order of the enumeration.
 std::span<const ResourceRow> ResourceRows();
 const ResourceRow& RowOf(Resource resource);
-// Null: no resource of this name.
+// Returns null if no resource has this name.
 const ResourceRow* FindResource(absl::string_view name);
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
@@ -110,7 +110,7 @@ class PerResource {
 // Origin of a bound.
 enum class BoundSource : uint8_t { kDefault = 1, kConfigured, kRuntime };
 
-// Bounds of one tenant that differ from the defaults.
+// The bounds of one tenant that differ from the defaults.
 struct TenantQuota {
   PerResource<std::optional<int64_t>> bounds;
   std::optional<int32_t> weight;  // 1..kMaxTenantWeight
@@ -120,14 +120,14 @@ struct TenantQuota {
 inline constexpr int32_t kMaxTenantWeight = 1000;
 
 struct TenantTableOptions {
-  int32_t max_tenants = 4096;                 // rows, and run-time quotas, at a time
+  int32_t max_tenants = 4096;                 // most rows, and most tenants with run-time quotas
   PerResource<int64_t> server_bounds;         // for the sum over all tenants
   PerResource<int64_t> default_bounds;        // for a tenant without its own quota
   std::map<std::string, TenantQuota> quotas;  // from the configuration, by tenant name
   TenantTableOptions();                       // every bound kUnbounded
 };
 
-// A row. Fields are read through the table; only TenantTable changes them.
+// The row of one tenant. Anyone may read the fields; only TenantTable changes them.
 class Tenant {
  public:
   const std::string& name() const { return name_; }
@@ -177,10 +177,10 @@ class TenantRef {
   Tenant* tenant_ = nullptr;
 };
 
-// One tenant as GetQuota and metrics show it.
+// The state of one tenant for GetQuota and metrics.
 struct TenantUsage {
   std::string name;
-  TenantKey key = kNoTenant;  // kNoTenant: it uses nothing now, and only has a quota
+  TenantKey key = kNoTenant;  // kNoTenant: it uses nothing now and only has a quota
   int32_t weight = 1;
   PerResource<int64_t> used;
   PerResource<int64_t> bound;
@@ -212,20 +212,20 @@ class TenantTable {
   // bound and its owner. `field`: the path of the request's field, may be empty.
   absl::Status Take(Tenant& tenant, Resource resource, int64_t amount, const char* field,
                     int64_t reserve = 0);
-  // The refusal of a TryTake that has failed.
+  // The error for a TryTake that returned false.
   absl::Status Refusal(const Tenant& tenant, Resource resource, int64_t amount,
                        const char* field) const;
   // REQUIRES: the tenant uses at least `amount`.
   void Return(Tenant& tenant, Resource resource, int64_t amount);
 
-  // The server's row. Its bounds change only while the server starts.
+  // Bounds for all tenants together. They change only while the server starts.
   void SetServerBound(Resource resource, int64_t bound);
   int64_t server_used(Resource resource) const {
     return server_.used_[resource].load(std::memory_order_relaxed);
   }
   int64_t server_bound(Resource resource) const { return server_.bound(resource); }
-  // Takes that were refused since the table was made, all tenants together. A request that waits
-  // for its bound counts at each try.
+  // Takes refused since the table was made, of all tenants. A request that waits for its bound
+  // counts each time it tries.
   struct Refusals {
     uint64_t by_tenant_bound = 0, by_server_bound = 0;
   };
@@ -238,11 +238,12 @@ class TenantTable {
   // run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have run-time
   // quotas.
   absl::Status SetQuota(const std::string& name, const TenantQuota& quota, bool reset);
-  // One tenant, also one that uses nothing.
+  // The use of one tenant, which may use nothing.
   TenantUsage Usage(const std::string& name) const;
-  // All rows and all tenants with a quota, by name.
+  // The use of all tenants that have a row or a quota, ordered by name.
   std::vector<TenantUsage> Usages() const;
-  // Tenants named in the configuration: metrics show these by name in any case.
+  // Returns true if the configuration names the tenant; metrics show such tenants by name in any
+  // case.
   bool Configured(const std::string& name) const { return options_.quotas.contains(name); }
   int32_t size() const;  // rows, idle ones included
 
@@ -270,7 +271,8 @@ class TenantTable {
 // Counts page groups and slabs of one model for its tenant.
 class TenantPoolAccount final : public kvcache::PoolAccount {
  public:
-  // Both outlive it; the row because its owner holds a model of the tenant.
+  // The table and the row must outlive it. The row does, because the account's owner holds a model
+  // of the tenant.
   TenantPoolAccount(TenantTable* table, Tenant* tenant) : table_(table), tenant_(tenant) {}
   bool TakeGroup(int64_t bytes) override { return Take(Resource::kKvBytes, bytes); }
   bool TakeSlab(int64_t bytes) override { return Take(Resource::kKvSlabBytes, bytes); }
@@ -298,7 +300,7 @@ class TenantPoolAccount final : public kvcache::PoolAccount {
 class TenantUse final {
  public:
   TenantUse() = default;
-  // `amount` was taken of `table`, which outlives this.
+  // `amount` has been taken from `table`, which must outlive this.
   TenantUse(TenantTable* table, TenantRef tenant, Resource resource, int64_t amount)
       : table_(table), tenant_(std::move(tenant)), resource_(resource), amount_(amount) {}
   TenantUse(TenantUse&& other) noexcept = default;

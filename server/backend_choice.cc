@@ -10,7 +10,8 @@
 namespace mla::server {
 namespace {
 
-// Most GPUs take a second or two for all parts, which need no lines then.
+// Logs the parts of a slow self-test at info. Most GPUs finish all parts in a second or two, and
+// need no such lines.
 void LogSelfTestPart(std::string_view part, std::chrono::milliseconds so_far) {
   constexpr auto kQuick = std::chrono::seconds(5);
   Log(so_far < kQuick ? LogLevel::kDebug : LogLevel::kInfo, "self_test",

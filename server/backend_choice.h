@@ -11,14 +11,15 @@
 
 namespace mla::server {
 
-// As the configuration says, of `registry`, or of AllBackends() where that is null. Logs the parts
-// of a GPU's self-test. Errors: as BackendRegistry::Select.
+// Chooses the backend that the configuration asks for, from `registry` or, if that is null, from
+// AllBackends(). Logs the parts of a GPU's self-test. Returns the errors of
+// BackendRegistry::Select.
 absl::StatusOr<kernels::BackendChoice> ChooseBackend(const Config& config,
                                                      const kernels::BackendRegistry* registry);
 
-// Each with its reason, and a warning for hardware that is there and not used.
+// Logs each candidate with its reason, and warns of hardware that is present but not used.
 void LogSelection(std::span<const kernels::BackendCandidate> candidates);
-// Tells of the backend in use: its notes, and the products of models over 8-bit rows.
+// Logs the backend in use, with its notes and the products that it uses for models over 8-bit rows.
 void LogBackend(const kernels::BackendInfo& backend);
 
 // A line for each backend whose hardware is present but not used.

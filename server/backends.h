@@ -1,4 +1,4 @@
-// The backends that this binary was built with, best first when probed.
+// The backends with which this binary was built; probing prefers the first.
 #ifndef MLA_SERVER_BACKENDS_H_
 #define MLA_SERVER_BACKENDS_H_
 
@@ -6,7 +6,7 @@
 
 namespace mla::server {
 
-// A registry with one row for every backend; a new backend adds its line in backends.cc.
+// Returns a registry with one row for each backend. A new backend is added in backends.cc.
 kernels::BackendRegistry AllBackends();
 
 }  // namespace mla::server

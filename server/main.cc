@@ -1,6 +1,6 @@
-// mla-server: see `mla-server --help` and docs/configuration.md.
+// The program mla-server; see `mla-server --help` and docs/configuration.md.
 //
-// Exit codes: 0 drained and stopped, 1 bad configuration, 2 could not start, 3 stopped with steps
+// Exit codes: 0 drained and stopped; 1 bad configuration; 2 could not start; 3 stopped with steps
 // aborted at the drain deadline, or while a launch hung.
 #include <signal.h>
 #include <unistd.h>
@@ -29,16 +29,16 @@ extern char** environ;
 namespace {
 
 std::map<std::string, std::string> Environment() {
-  std::map<std::string, std::string> all;
+  std::map<std::string, std::string> variables;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
     const size_t equals = text.find('=');
-    if (equals != std::string::npos) all[text.substr(0, equals)] = text.substr(equals + 1);
+    if (equals != std::string::npos) variables[text.substr(0, equals)] = text.substr(equals + 1);
   }
-  return all;
+  return variables;
 }
 
-// True if the command line asked for something else than serving.
+// Prints what the command line asks for; returns false if it asks to serve.
 bool Print(const mla::server::LoadedConfig& loaded) {
   const mla::server::CommandLine& command = loaded.command;
   std::string text;
@@ -56,7 +56,7 @@ absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Co
   return mla::server::Server::Start({config, [] { kill(getpid(), SIGTERM); }});
 }
 
-// The longest time that the last lines wait for a reader of the log.
+// How long the last lines may wait for a reader of the log.
 constexpr std::chrono::milliseconds kLastFlush{1000};
 
 // Returns when the process is asked to end. A hang-up asks others to read their configuration
@@ -104,7 +104,7 @@ int main(int argc, char** argv) {
                  {"why", "links to services of Kubernetes (enableServiceLinks)"}});
   }
 
-  // Every thread inherits the mask, so the signals wait for sigwait below.
+  // All threads inherit this mask, so signals wait for sigwait below.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
@@ -112,7 +112,8 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
-  signal(SIGXFSZ, SIG_IGN);  // writes beyond the limit on files fail, as on a full disk
+  // Writes beyond the file size limit shall fail like writes to a full disk.
+  signal(SIGXFSZ, SIG_IGN);
 
   auto started = Start(loaded.config);
   if (!started.ok()) {

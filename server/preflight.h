@@ -25,8 +25,8 @@ void ChooseSizes(const kernels::AttentionBackend& backend, Config* config);
 // that is at most an eighth of it.
 int64_t DefaultWeightsBytes(int64_t memory_bytes);
 
-// OK if the buffers of a server with this configuration fit into the memory of the host; else
-// RESOURCE_EXHAUSTED that lists them. REQUIRES: ChooseSizes.
+// OK if the buffers of a server with this configuration fit into the host's memory; else
+// RESOURCE_EXHAUSTED, listing them. REQUIRES: ChooseSizes was called.
 absl::Status CheckHostMemory(const Config& config, const kernels::AttentionBackend& backend);
 
 }  // namespace mla::server

@@ -45,7 +45,7 @@ namespace mla::server {
 namespace {
 
 constexpr auto kProbePeriod = std::chrono::milliseconds(200);
-// How long calls that are under way get after a drain before they are cancelled.
+// After a drain, calls that are under way have this long before they are cancelled.
 constexpr auto kCloseGrace = std::chrono::milliseconds(200);
 
 uint64_t RandomBootId() {
@@ -76,8 +76,8 @@ wire::ThreadTeamOptions TeamOf(const Config::Wire& wire, const kernels::BackendI
   return team;
 }
 
-// Queries that a backend reads in place are memory of gRPC's until they are computed, and staging
-// memory bounds how many there are.
+// Warns if wire.quota_bytes is too small. Queries read in place lie in gRPC's memory until they are
+// computed, and staging memory bounds how many there are.
 void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& backend) {
   if (!backend.reads_fragments || wire.quota_bytes / 2 >= wire.staging_bytes) return;
   Log(LogLevel::kWarning, "quota_small",
@@ -103,7 +103,7 @@ TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
 
 }  // namespace
 
-// In order of construction; destroyed the other way round.
+// In the order of construction; destroyed in the opposite order.
 struct Server::Parts {
   ServerOptions options;
   uint64_t boot_id = RandomBootId();
@@ -313,7 +313,7 @@ HttpReply Server::Parts::Alive() const {
 HttpReply Server::Parts::Ready(const std::string& query) {
   const ServerState::Snapshot now = state.Get();
   HttpReply reply;
-  // Every new connection over TLS fails then.
+  // From then on every new connection over TLS fails.
   const bool expired = tls != nullptr && tls->CertificateExpired();
   reply.status = now.serving() && !expired ? 200 : 503;
   reply.body = reply.status == 200 ? "ready\n" : "not ready\n";
@@ -460,17 +460,18 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
       Listen(config, PollingOf(config.wire, engine->backend_info()), parts->ServicesToServe());
   if (!listeners.ok()) return listeners.status();
   parts->listeners = *std::move(listeners);
-  // From here on whatever fails must shut down in order: clients may have streams by now.
+  // If something fails from here on, the server must be shut down in order, because clients may
+  // already have streams.
   std::unique_ptr<Server> server(new Server(std::move(parts)));
-  Parts& made = *server->parts_;
-  if (absl::Status status = made.OpenListener(); !status.ok()) return status;
+  Parts& started = *server->parts_;
+  if (absl::Status status = started.OpenListener(); !status.ok()) return status;
   Log(LogLevel::kInfo, "listening",
-      {{"tcp_port", made.listeners.tcp_port},
-       {"unix_path", made.listeners.unix_path},
-       {"shm_path", made.shm_path},
-       {"ops_port", made.ops == nullptr ? 0 : made.ops->port()},
+      {{"tcp_port", started.listeners.tcp_port},
+       {"unix_path", started.listeners.unix_path},
+       {"shm_path", started.shm_path},
+       {"ops_port", started.ops == nullptr ? 0 : started.ops->port()},
        {"tls", config.tls.cert.empty() ? "no" : "mutual"},
-       {"reflection", made.listeners.introspection ? "on" : "off"}});
+       {"reflection", started.listeners.introspection ? "on" : "off"}});
   server->parts_->state.Move(Phase::kWarming, 0, "known-answer test");
   if (absl::Status status = WarmUp(engine); !status.ok()) return status;
   server->parts_->state.Move(Phase::kServing, 100, "");

@@ -1,10 +1,10 @@
-// The whole server in one object: engine, services, listeners, operations port.
+// The whole server in one object: engine, services, listeners and operations port.
 //
 // Life: Start builds everything in order (backend, memory check, engine, listeners, warm-up) and
 // returns when the server is Serving. Shutdown drains, stops listening, answers the calls under way
 // and releases everything. The destructor does the same with a deadline of 0.
 //
-// Threading: Start, Shutdown and the destructor from one thread; the rest from any.
+// Threading: Start, Shutdown and the destructor from one thread; everything else from any.
 #ifndef MLA_SERVER_SERVER_H_
 #define MLA_SERVER_SERVER_H_
 
@@ -34,9 +34,9 @@ struct ServerOptions {
 
 class Server final {
  public:
-  // The status says what stopped the start: a bad option (INVALID_ARGUMENT), no usable backend
-  // (FAILED_PRECONDITION, NOT_FOUND), too little memory (RESOURCE_EXHAUSTED), an address in use
-  // (UNAVAILABLE).
+  // The status tells why the server could not start: a bad option (INVALID_ARGUMENT), no usable
+  // backend (FAILED_PRECONDITION, NOT_FOUND), too little memory (RESOURCE_EXHAUSTED), an address in
+  // use (UNAVAILABLE).
   static absl::StatusOr<std::unique_ptr<Server>> Start(ServerOptions options);
   ~Server();
 

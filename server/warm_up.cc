@@ -14,7 +14,7 @@ namespace {
 
 using scheduler::RequestKind;
 
-constexpr char kTenant[] = " warm-up ";  // spaces: not a name that a client can have
+constexpr char kTenant[] = " warm-up ";  // with blanks, so that no client can have this name
 constexpr char kModel[] = "known-answer";
 constexpr int kHeads = 2;
 constexpr float kScale = 0.125f;
@@ -102,7 +102,7 @@ absl::Status RunStep(scheduler::Engine* engine, scheduler::StreamId stream,
 
 absl::Status WarmUp(scheduler::Engine* engine) {
   if (engine->limits().max_row_dim < 2 || engine->limits().max_heads < kHeads) {
-    return absl::OkStatus();  // too small for the test's model
+    return absl::OkStatus();  // the limits are too small for the test's model
   }
   Known known(engine->limits());
   scheduler::ModelSpec model;

@@ -1,4 +1,4 @@
-// A known-answer test through the whole engine before the server reports SERVING.
+// Runs a test with a known answer through the whole engine before the server reports SERVING.
 //
 // One sequence of one row in the ABSORBED profile: with a single key the softmax weight is 1. So
 // the output must be the latent part of the KV row bit for bit, and the LSE the scaled product of
@@ -12,7 +12,7 @@
 
 namespace mla::server {
 
-// INTERNAL when the answer is wrong; else the engine's own status.
+// INTERNAL if the answer is wrong; otherwise the engine's own status.
 absl::Status WarmUp(scheduler::Engine* engine);
 
 }  // namespace mla::server

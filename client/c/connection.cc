@@ -11,7 +11,7 @@
 namespace mla::capi {
 namespace {
 
-constexpr uint64_t kElementBytes = 2;  // of weights: bf16
+constexpr uint64_t kElementBytes = 2;  // size of a weight: bf16
 
 absl::StatusOr<client::ClientOptions> OptionsOf(const mla_connect_options* given) {
   mla_connect_options known;
@@ -102,7 +102,7 @@ class ChunkSource final {
 
  private:
   const uint64_t uk_bytes_, uv_bytes_, most_heads_;
-  std::span<const mla_weights> weights_;  // that are not sent, the first of them in part
+  std::span<const mla_weights> weights_;  // not yet sent; the first of them may be sent in part
   uint32_t done_ = 0;                     // heads of the first
 };
 

@@ -1,4 +1,4 @@
-// What stands behind the opaque types of mla_client.h, and how calls cross the border of C.
+// The types behind the opaque types of mla_client.h, and the conversions at the border to C.
 //
 // Ownership and threading: as mla_client.h says.
 #ifndef MLA_CLIENT_C_HANDLES_H_
@@ -65,7 +65,7 @@ mla_code Guard(mla_error** error, Call call) noexcept {
 }
 
 // A struct of the caller as this library knows it: fields that the caller's header does not have
-// are 0. Null means all of them, where `required` is false.
+// are 0. Null means that all fields are 0, if `required` is false.
 template <typename Struct>
 absl::Status Read(const Struct* given, bool required, std::string_view name, Struct* known) {
   *known = {};
@@ -75,7 +75,7 @@ absl::Status Read(const Struct* given, bool required, std::string_view name, Str
     return Refuse(std::string(name) + ".struct_size", "sizeof the struct", std::to_string(size));
   }
   std::memcpy(known, given, std::min(size, sizeof(Struct)));
-  // Of a later header: fields that this library would overlook.
+  // The caller uses a later header with fields that this library does not know.
   const char* bytes = reinterpret_cast<const char*>(given);
   const bool more = size > sizeof(Struct) && std::any_of(bytes + sizeof(Struct), bytes + size,
                                                          [](char byte) { return byte != 0; });
@@ -83,7 +83,7 @@ absl::Status Read(const Struct* given, bool required, std::string_view name, Str
   return absl::OkStatus();
 }
 
-// Writes what the caller's header has of `value`; nothing to null.
+// Writes the fields of `value` that the caller's header has; `out` may be null.
 template <typename Struct>
 void Write(Struct value, Struct* out) {
   if (out == nullptr) return;

@@ -7,18 +7,18 @@
 //     mla_error_free(error);
 //   }
 //
-// Functions that can fail return a code; with `error` not NULL they also set *error, on failure to
+// Functions that can fail return a code. If `error` is not NULL they also set *error: on failure to
 // an object that the caller frees, else to NULL.
 //
 // Structs that begin with struct_size may grow: set it to sizeof the struct and every field that is
 // not used to 0, which means the default. Members of other structs stay as they are.
 //
-// Ownership: what a function returns through `out` belongs to the caller, who frees it before what
-// it was made from: steps before their session, sessions and sequences before their client. NULL
-// may be freed. Arguments are copied, except tensors.
+// Ownership: the caller owns the objects that a function returns through `out`, and frees them
+// before the objects they were made from: steps before their session, sessions and sequences before
+// their client. NULL may be freed. Arguments are copied, except tensors.
 //
-// Threading: a client may be used from any thread; a sequence, a step, a pending call and an error
-// from one at a time; different steps of one session from several.
+// Threading: any thread may use a client. Only one thread at a time may use a sequence, a step, a
+// pending call or an error; several threads may use different steps of one session.
 #ifndef MLA_CLIENT_C_MLA_CLIENT_H_
 #define MLA_CLIENT_C_MLA_CLIENT_H_
 
@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-// Any int is a value of such a type in C++, as it is in C: what is none of the names is refused.
+// Any int is a value of such a type in C++, as it is in C: values without a name are refused.
 #ifdef __cplusplus
 #define MLA_INT_ENUM : int
 #else
@@ -76,18 +76,18 @@ MLA_API const char* mla_version(void);
 // messages. Call it once at the start.
 MLA_API void mla_keep_message_memory(void);
 
-// --- Errors. Texts live as long as the error and are never NULL; where there is none they are
-// empty. Every function takes NULL, which is an error without texts.
+// --- Errors. Texts live as long as the error and are never NULL; missing ones are empty. Every
+// function takes NULL, which is an error without texts.
 MLA_API mla_code mla_error_code(const mla_error* error);
 MLA_API const char* mla_error_message(const mla_error* error);
-// Path of the field to blame, e.g. "attend.row_count", what it may be and what it was.
+// Path of the field to blame, e.g. "attend.row_count", its allowed values and its value.
 MLA_API const char* mla_error_field(const mla_error* error);
 MLA_API const char* mla_error_limit(const mla_error* error);
 MLA_API const char* mla_error_got(const mla_error* error);
 // A stable token, e.g. "epoch_mismatch", "server_restarted", "pages_exhausted".
 MLA_API const char* mla_error_reason(const mla_error* error);
 // HOST:PORT of the server to go to: it has the sequence now ("moved"), or this one drains and its
-// sequences go there, so that a new one may be opened there ("draining"). Else empty.
+// sequences go there, so that a new one may be opened there ("draining"). Empty in other cases.
 MLA_API const char* mla_error_peer(const mla_error* error);
 // > 0: the same call may succeed after this time.
 MLA_API uint32_t mla_error_retry_after_ms(const mla_error* error);
@@ -118,12 +118,14 @@ typedef struct mla_connect_options {
   int64_t call_timeout_ms;      // 0: 10000
   int64_t request_timeout_ms;   // of each request of a session; 0: 60000
   int64_t sequence_lease_ms;    // 0: the server's default
-  uint64_t shared_bytes;        // of one session's shared memory; 0: 64 MiB, or what is left
+  // Of one session's shared memory; 0: 64 MiB, or less if the server has less left.
+  uint64_t shared_bytes;
   mla_transport transport;
   int32_t no_lease_renewal;  // 1: leases of sequences are not renewed in the background
-  int32_t spin_us;           // of a session on its ring, before it sleeps; 0: 20, -1: none
-  int32_t copy_threads;      // that copy tensors to shared memory; 0: 1
-  int64_t server_uid;        // a further user whose sockets are trusted; 0: none
+  // Spin time of a session on its ring, before it sleeps; 0: 20, -1: none.
+  int32_t spin_us;
+  int32_t copy_threads;  // number of threads that copy tensors to shared memory; 0: 1
+  int64_t server_uid;    // a further user whose sockets are trusted; 0: none
 } mla_connect_options;
 
 typedef struct mla_server_info {
@@ -141,7 +143,7 @@ typedef struct mla_server_info {
 MLA_API mla_code mla_connect(const char* target, const mla_connect_options* options,
                              mla_client** out, mla_error** error);
 MLA_API void mla_client_free(mla_client* client);
-// As of mla_connect; asks nothing. `info->struct_size` must be set.
+// Values as of mla_connect; sends no request. `info->struct_size` must be set.
 MLA_API mla_code mla_client_server_info(const mla_client* client, mla_server_info* info,
                                         mla_error** error);
 
@@ -151,7 +153,8 @@ typedef enum mla_kv_format MLA_INT_ENUM {
   MLA_KV_FORMAT_BF16 = 1,
   MLA_KV_FORMAT_FP8_TENSOR = 2,  // e4m3, one scale a layer
   MLA_KV_FORMAT_FP8_ROW = 3,     // latent part e4m3 with a scale per 128 values, rotated bf16
-  MLA_KV_FORMAT_FP8_PAGE = 4     // the same with a power of two per 64 values, behind a page's rows
+  // As FP8_ROW, with a power of two per 64 values, after a page's rows.
+  MLA_KV_FORMAT_FP8_PAGE = 4
 } mla_kv_format;
 
 typedef enum mla_query_precision MLA_INT_ENUM {
@@ -169,16 +172,16 @@ typedef struct mla_model {
   uint32_t page_size;       // rows; 0: the server's default
   uint32_t lease_ms;        // unregistered after this time without use; 0: the server's default
   mla_kv_format kv_format;  // 0: bf16
-  mla_query_precision query_precision;  // of EXPANDED; 0: the better one that the server has
-  uint32_t sparse_top_k;  // > 0: rows attend to index lists of at most so many entries
+  mla_query_precision query_precision;  // for EXPANDED; 0: the best one that the server has
+  uint32_t sparse_top_k;  // > 0: rows attend to index lists of at most this many entries
   uint32_t kv_scale_count;
-  const float* kv_scales;  // of MLA_KV_FORMAT_FP8_TENSOR, one a layer; may come later
+  const float* kv_scales;  // for MLA_KV_FORMAT_FP8_TENSOR, one a layer; may come later
 } mla_model;
 
 typedef struct mla_model_info {
   size_t struct_size;
   uint64_t page_group_bytes;  // a page of every layer, the unit of allocation
-  uint64_t page_groups_max;   // that the whole pool could hold
+  uint64_t page_groups_max;   // groups that the whole pool could hold
   uint64_t max_sequence_rows;
   uint32_t page_size, lease_ms;
   int32_t scales_complete;
@@ -205,7 +208,7 @@ MLA_API mla_code mla_unregister_model(mla_client* client, const char* model_id, 
 
 // --- Sequences
 
-// What rows stand for: token ids or page keys, not both.
+// Contents of rows: token ids or page keys, not both.
 typedef struct mla_prefix {
   size_t struct_size;
   const uint32_t* token_ids;  // one a row
@@ -213,21 +216,21 @@ typedef struct mla_prefix {
   const void* page_keys;  // 32 bytes for each whole page
   size_t page_key_count;
   const char* salt;   // rows of other salts are not shared; NULL: ""
-  uint64_t max_rows;  // that the sequence is to have, at most; 0: all that are cached
+  uint64_t max_rows;  // the most rows of the sequence after the match; 0: all cached rows
 } mla_prefix;
 
 typedef enum mla_match_end MLA_INT_ENUM {
   MLA_MATCH_END_NONE = 0,      // no rows were asked for, or the sequence ends inside a page
   MLA_MATCH_END_ALL = 1,       // everything was found
   MLA_MATCH_END_ABSENT = 2,    // the rows that follow are not known
-  MLA_MATCH_END_DIVERGED = 3,  // what is known goes on with other rows
+  MLA_MATCH_END_DIVERGED = 3,  // the cached rows that follow differ
   MLA_MATCH_END_EVICTED = 4,   // the rows that follow were there
   MLA_MATCH_END_DEFERRED = 5   // they are on their way back: ask again
 } mla_match_end;
 
 typedef struct mla_prefix_match {
   size_t struct_size;
-  uint64_t rows;  // that were added to the sequence
+  uint64_t rows;  // rows added to the sequence
   mla_match_end end;
 } mla_prefix_match;
 
@@ -236,12 +239,12 @@ MLA_API mla_code mla_sequence_open(mla_client* client, const char* model_id,
                                    const mla_prefix* prefix, mla_sequence** out, mla_error** error);
 MLA_API uint64_t mla_sequence_id(const mla_sequence* sequence);
 MLA_API uint64_t mla_sequence_epoch(const mla_sequence* sequence);
-// Committed rows, as of the last reply.
+// Committed rows as of the last reply.
 MLA_API uint64_t mla_sequence_length(const mla_sequence* sequence);
 // A sequence that shares the first `length` rows, copy-on-write; UINT64_MAX: all committed ones.
 MLA_API mla_code mla_sequence_fork(mla_sequence* sequence, uint64_t length, mla_sequence** out,
                                    mla_error** error);
-// Says what rows from `first_row` on stand for, and adds what is cached behind the committed ones.
+// Declares the contents of rows from `first_row` on, and appends cached rows to the committed ones.
 // `match` may be NULL.
 MLA_API mla_code mla_sequence_match(mla_sequence* sequence, const mla_prefix* prefix,
                                     uint64_t first_row, mla_prefix_match* match, mla_error** error);
@@ -249,7 +252,7 @@ MLA_API mla_code mla_sequence_truncate(mla_sequence* sequence, uint64_t length, 
 MLA_API mla_code mla_sequence_refresh(mla_sequence* sequence, mla_error** error);  // epoch, length
 // Releases its rows on the server. The object is freed whether that succeeds or not.
 MLA_API mla_code mla_sequence_release(mla_sequence* sequence, mla_error** error);
-// The same without an answer.
+// As mla_sequence_release, without an answer.
 MLA_API void mla_sequence_free(mla_sequence* sequence);
 
 // --- Sessions and steps
@@ -288,25 +291,28 @@ typedef struct mla_attend {
   const void* q;               // [rows, num_heads, q dim]; not of APPEND_ONLY
   void* o;                     // [rows, num_heads, o dim]; not of APPEND_ONLY
   float* lse;                  // [rows, num_heads], base e; NULL: not wanted
-  // Of sparse models: the positions that a row attends to, -1: none. NULL: all that it sees.
+  // For sparse models: the positions that a row attends to, padded with -1. NULL: all positions
+  // that the row sees.
   const int32_t* list_entries;
-  const int32_t* list_begin;  // of ragged lists, [rows + 1]: list i ends at list_begin[i + 1]
+  const int32_t* list_begin;  // for ragged lists, [rows + 1]: list i ends at list_begin[i + 1]
 } mla_attend;
 
-// Of the slowest message of a call.
+// Times of the slowest message of a call.
 typedef struct mla_attend_times {
   size_t struct_size;
   uint32_t queue_us, plan_us, kernel_us, write_us;
   uint32_t launch_requests;
   uint32_t messages;
+  uint32_t launch_layers, launch_clients;
+  uint32_t plan_reused;  // 1: the launch was planned as the one before it
 } mla_attend_times;
 
 MLA_API mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** error);
 // "inline", "shm" or "ring".
 MLA_API const char* mla_session_transport(const mla_session* session);
-// Shared memory in which tensors are used where they lie: kv and q in one block, o and lse in
-// another, the second of each at the next multiple of 64 bytes. NULL: there is none, or no room.
-// Lives as long as the session.
+// Shared memory in which tensors are used where they lie: put kv and q into one block, and o and
+// lse into another, the second tensor of each at the next multiple of 64 bytes. NULL without shared
+// memory, or if it is full. Lives as long as the session.
 MLA_API void* mla_session_allocate(mla_session* session, size_t bytes);
 MLA_API void mla_session_deallocate(mla_session* session, void* block);
 // Aborts open steps.

@@ -73,6 +73,9 @@ absl::Status Wait(client::PendingAttend* pending, mla_attend_times* out) {
   known.write_us = times->write_us;
   known.launch_requests = times->launch_requests;
   known.messages = times->messages;
+  known.launch_layers = times->launch_layers;
+  known.launch_clients = times->launch_clients;
+  known.plan_reused = times->plan_reused ? 1 : 0;
   Write(known, out);
   return absl::OkStatus();
 }
@@ -118,7 +121,7 @@ mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** err
 }
 
 const char* mla_session_transport(const mla_session* session) {
-  return session->session->transport().data();  // of a literal
+  return session->session->transport().data();  // a string literal
 }
 
 void* mla_session_allocate(mla_session* session, size_t bytes) {

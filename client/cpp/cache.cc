@@ -1,4 +1,5 @@
-// Client: rows out of a server and into one, checkpoints, and what becomes of cached rows.
+// The part of Client that moves rows out of a server and into one, makes checkpoints, and asks
+// about cached rows.
 #include <utility>
 
 #include "client/cpp/client.h"

@@ -53,7 +53,8 @@ constexpr int kMostReplyBytes = 1 << 30;
 // answer comes in time: a firewall may have forgotten it. Servers take a probe every 5 s.
 constexpr int kKeepaliveMs = 20000;
 constexpr int kKeepaliveAnswerMs = 10000;
-// Between two attempts to connect: a server that is back is found within the longest and a half.
+// The pause between two attempts to connect. A server that has come back is found within one and a
+// half times the longest pause.
 constexpr int kLeastBackoffMs = 100;
 constexpr int kLongestBackoffMs = 1000;
 constexpr absl::string_view kUnixScheme = "unix:";
@@ -61,9 +62,11 @@ constexpr absl::string_view kUnixScheme = "unix:";
 grpc::ChannelArguments Arguments(const std::string& target, const ClientOptions& options) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMostReplyBytes);
-  // The server bounds requests, and answers with the limit that was exceeded.
+  // The client sets no limit, because the server bounds requests and says in its answer which limit
+  // was exceeded.
   arguments.SetMaxSendMessageSize(-1);
-  // A compressed message grows a thousandfold before its size could be checked.
+  // Nothing is decompressed, because a message can grow a thousandfold before its size can be
+  // checked.
   arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
@@ -73,9 +76,10 @@ grpc::ChannelArguments Arguments(const std::string& target, const ClientOptions&
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kLeastBackoffMs);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kLongestBackoffMs);
-  // A client that shared another's connection would share its fate and its flow control.
+  // Clients must not share a connection, or the failure and the flow control of one would affect
+  // the others.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // By default gRPC obeys http_proxy, for this host too, and its no_proxy knows no networks.
+  // By default gRPC uses http_proxy even for this host, and its no_proxy cannot name networks.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY,
                    options.http_proxy && !IsLocalTarget(target) ? 1 : 0);
   if (!options.tls_server_name.empty()) {
@@ -84,7 +88,7 @@ grpc::ChannelArguments Arguments(const std::string& target, const ClientOptions&
   return arguments;
 }
 
-// The path as a part of a URI, which gRPC takes targets for.
+// The path in the form of a URI's part, because gRPC parses targets as URIs.
 std::string EscapedPath(absl::string_view path) {
   constexpr absl::string_view kPlain = "/-._~";
   std::string escaped;
@@ -142,7 +146,7 @@ bool IsLocalTarget(const std::string& target) {
   absl::string_view addresses = target;
   for (const absl::string_view resolver : {"dns:", "ipv4:", "ipv6:"}) {
     if (!absl::ConsumePrefix(&addresses, resolver)) continue;
-    // Its own server may stand before the address.
+    // The name of a DNS server may stand before the address.
     if (absl::ConsumePrefix(&addresses, "//")) {
       addresses.remove_prefix(std::min(addresses.find('/'), addresses.size() - 1) + 1);
     }

@@ -1,4 +1,4 @@
-// The gRPC channel of a client: credentials and transport options.
+// Makes the gRPC channels of a client, with credentials and transport options.
 #ifndef MLA_CLIENT_CPP_CHANNEL_H_
 #define MLA_CLIENT_CPP_CHANNEL_H_
 
@@ -13,15 +13,15 @@
 
 namespace mla::client {
 
-// Makes channels, each a connection of its own from its first use on.
+// Makes a channel each time; each has its own connection, made when it is first used.
 using ChannelMaker = std::function<std::shared_ptr<grpc::Channel>()>;
 
-// Channels to a target. The PEM files are read here. INVALID_ARGUMENT when one cannot be read, or
-// for a socket's path with a comma; other characters of a path mean themselves.
+// Makes a maker of channels to a target. Reads the PEM files. INVALID_ARGUMENT if one cannot be
+// read, or if a socket's path has a comma. All other characters of a path stand for themselves.
 absl::StatusOr<ChannelMaker> ChannelMakerOf(const std::string& target,
                                             const ClientOptions& options);
 
-// Returns true for a socket of this host: a unix target, or loopback addresses alone.
+// Returns true if the target is on this host: a unix socket, or only loopback addresses.
 bool IsLocalTarget(const std::string& target);
 
 // Path of the socket that a unix target names; empty for other targets.

@@ -19,7 +19,8 @@ namespace mla::client {
 
 namespace {
 
-// The options with timeouts that can be added to the time; INVALID_ARGUMENT for one below 0.
+// Returns the options with timeouts cut so that they can be added to a time; INVALID_ARGUMENT if
+// one is below 0.
 absl::StatusOr<ClientOptions> WithTimeouts(ClientOptions options) {
   for (const auto& [field, timeout] :
        {std::pair("call_timeout_ms", &options.call_timeout_ms),
@@ -44,8 +45,8 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   const absl::StatusOr<ClientOptions> checked = WithTimeouts(given);
   if (!checked.ok()) return checked.status();
   const ClientOptions& options = *checked;
-  // The wire carries 32 bits: a larger lease would be asked for as a short one and not be renewed
-  // in time.
+  // The wire carries 32 bits: a larger lease would be cut to a short one, which would not be
+  // renewed in time.
   constexpr int64_t kMostLeaseMs = std::numeric_limits<uint32_t>::max();
   if (options.sequence_lease_ms < 0 || options.sequence_lease_ms > kMostLeaseMs) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -84,12 +85,12 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const std::string& targe
   const grpc::Status status = impl->admin->GetServerInfo(&context, {}, &impl->info);
   if (!status.ok()) return FromGrpc(status, context);
   std::unique_ptr<Client> client(new Client(std::move(impl)));
-  Impl& made = *client->impl_;
+  Impl& state = *client->impl_;
   const int64_t lease_ms = options.sequence_lease_ms != 0 ? options.sequence_lease_ms
-                                                          : made.info.limits().sequence_lease_ms();
+                                                          : state.info.limits().sequence_lease_ms();
   if (options.renew_leases) {
     try {
-      made.renewer = std::thread([impl = &made, lease_ms] { impl->RenewLoop(Millis(lease_ms)); });
+      state.renewer = std::thread([impl = &state, lease_ms] { impl->RenewLoop(Millis(lease_ms)); });
     } catch (const std::system_error& error) {
       return absl::ResourceExhaustedError(
           absl::StrCat("no thread to renew leases: ", error.what()));
@@ -142,7 +143,7 @@ absl::Status Client::WatchStatus(uint32_t interval_ms,
                                  const std::function<bool(const v1::StatusUpdate&)>& update) {
   if (absl::Status status = impl_->Lost(); !status.ok()) return status;
   grpc::ClientContext context;
-  // A watch has no end of its own, so no deadline either.
+  // A watch lasts as long as the caller wants, so it has no deadline.
   if (!impl_->options.tenant.empty()) context.AddMetadata("mla-tenant", impl_->options.tenant);
   v1::WatchStatusRequest request;
   request.set_interval_ms(interval_ms);
@@ -238,12 +239,12 @@ absl::StatusOr<v1::RegisterReply> Client::RegisterModel(const v1::ModelSpec& mod
 }
 
 absl::Status Client::Impl::CheckModel(const v1::ModelSpec& model) {
-  const auto shape = [](const v1::ModelSpec& of) {
-    const v1::Geometry& geometry = of.geometry();
+  const auto shape = [](const v1::ModelSpec& spec) {
+    const v1::Geometry& geometry = spec.geometry();
     return std::tuple(geometry.num_heads(), geometry.kv_lora_rank(), geometry.rope_dim(),
-                      geometry.nope_dim(), geometry.v_dim(), of.layers(), of.top_k(),
-                      of.index_heads(), of.index_dim(), of.window(), of.tail_bytes(),
-                      std::vector<uint32_t>(of.ratios().begin(), of.ratios().end()));
+                      geometry.nope_dim(), geometry.v_dim(), spec.layers(), spec.top_k(),
+                      spec.index_heads(), spec.index_dim(), spec.window(), spec.tail_bytes(),
+                      std::vector<uint32_t>(spec.ratios().begin(), spec.ratios().end()));
   };
   const MutexLock lock(mutex);
   const auto own = registered.find(model.model_id());
@@ -265,13 +266,13 @@ absl::Status Client::UploadScales(const std::string& model_id, std::span<const f
 
 absl::StatusOr<v1::UploadSinksReply> Client::UploadSinks(const std::string& model_id,
                                                          std::span<const float> sinks,
-                                                         const SinkSlice& at) {
+                                                         const SinkSlice& slice) {
   v1::UploadSinksRequest request;
   request.set_model_id(model_id);
-  request.set_layer_begin(at.layer_begin);
-  request.set_layer_count(at.layer_count);
-  request.set_head_begin(at.head_begin);
-  request.set_head_count(at.head_count);
+  request.set_layer_begin(slice.layer_begin);
+  request.set_layer_count(slice.layer_count);
+  request.set_head_begin(slice.head_begin);
+  request.set_head_count(slice.head_count);
   request.mutable_sinks()->Assign(sinks.begin(), sinks.end());
   return impl_->Unary<v1::UploadSinksReply>([&](auto* context, auto* reply) {
     return impl_->models->UploadSinks(context, request, reply);
@@ -304,7 +305,7 @@ absl::StatusOr<v1::UploadWeightsReply> Client::UploadWeights(
         if (open) call.Write(message);
         return call.FinishWith(reply);
       },
-      // The whole upload, not one message.
+      // for the whole upload, not for one message
       Millis(impl_->options.request_timeout_ms * 10));
 }
 

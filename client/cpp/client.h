@@ -8,11 +8,11 @@
 //   (*step)->Attend(call);  ...for every layer...  (*step)->End();
 //
 // Every call has a deadline. A background thread renews the leases of all sequences that this
-// client opened. When the server turns out to have restarted (another boot_id), every later call
-// fails with ABORTED: nothing is resumed silently.
+// client opened. If the server has restarted, which its new boot_id shows, all later calls fail
+// with ABORTED: nothing is resumed silently.
 //
-// Ownership: Client outlives its sequences and sessions. Threading: Client may be used from any
-// thread; Sequence from one at a time.
+// Ownership: Client must outlive its sequences and sessions. Threading: any thread may use a
+// Client; one thread at a time may use a Sequence.
 #ifndef MLA_CLIENT_CPP_CLIENT_H_
 #define MLA_CLIENT_CPP_CLIENT_H_
 
@@ -37,16 +37,17 @@ class Session;
 class Sequence;
 
 struct ClientOptions {
-  std::string tenant;     // sent without TLS only; empty: the server's default tenant
+  std::string tenant;     // sent only without TLS; empty: the server's default tenant
   std::string client_id;  // groups this client's sequences; empty: a random name
-  // PEM files; all three or none. With them the target must match the server's certificate.
+  // PEM files; either all three or none. With them the target must match the server's certificate.
   std::string tls_ca, tls_cert, tls_key;
-  std::string tls_server_name;  // expected instead of the target's host, if not empty
-  // Connects through the proxy that the environment names (http_proxy), except to this host.
+  // If not empty, the name that the certificate must have instead of the target's host.
+  std::string tls_server_name;
+  // true: connects through the proxy named in the environment (http_proxy), except to this host
   bool http_proxy = false;
-  // At least 0. More than ten years are as good as none: INT64_MAX waits for ever.
+  // At least 0. More than ten years count as no limit; INT64_MAX waits for ever.
   int64_t call_timeout_ms = 10000;     // of each unary call, and of the request for shared memory
-  int64_t request_timeout_ms = 60000;  // of each request on a session
+  int64_t request_timeout_ms = 60000;  // for each request on a session
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
   bool renew_leases = true;
   // How sessions travel. kInline: all in gRPC messages. kShm: messages over gRPC, tensors in shared
@@ -60,16 +61,17 @@ struct ClientOptions {
   // rounded up to MiB, and granted if the server offers it and runs on a GPU of this host; 0: no
   // device memory.
   uint64_t device_bytes = 0;
-  int device = 0;              // the GPU that this process uses, by the runtime's order
-  std::string device_library;  // the GPU's runtime; empty: by its usual names
-  uint32_t spin_us = 20;       // how long a session spins on its ring before it sleeps
+  int device = 0;  // the GPU that this process uses, as numbered by the GPU's runtime
+  // Library of the GPU's runtime; empty: looked for under its usual names.
+  std::string device_library;
+  uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
   // For unix targets: the server's user, if that is neither root nor this process's user. In a
   // folder that every user may write to, sockets of other users are refused with PERMISSION_DENIED.
   // -1: no other user.
   int64_t server_uid = -1;
-  // How long a thread that waits for a reply over gRPC spins before it sleeps, which costs a
-  // wake-up of 5 to 50 us. -1: 200 where this process may use four CPUs (its affinity and its
-  // container's quota count), else 0.
+  // How long a thread that waits for a reply over gRPC spins before it sleeps; waking up costs 5 to
+  // 50 us. -1: 200 if this process may use at least four CPUs, by its affinity and its container's
+  // quota, else 0.
   int32_t stream_spin_us = -1;
   // Threads of a session that copy large tensors into shared memory and out of it, the caller's
   // among them: for tensors that were not made in place (Session::Allocate). At least 1, and at
@@ -79,7 +81,7 @@ struct ClientOptions {
   int32_t copy_threads = 1;
 };
 
-// Bytes of one layer's head range, in the layout of UploadWeightsRequest.Chunk.
+// Weights of a range of heads of one layer, in the layout of UploadWeightsRequest.Chunk.
 struct WeightsChunk {
   uint32_t layer = 0;
   uint32_t head_begin = 0;
@@ -87,7 +89,7 @@ struct WeightsChunk {
   std::string bytes;
 };
 
-// Layers and heads that sinks are for. A count of 0: all from the first on.
+// The layers and heads of an upload of sinks. A count of 0 means all from the first one on.
 struct SinkSlice {
   uint32_t layer_begin = 0;
   uint32_t layer_count = 0;
@@ -97,9 +99,10 @@ struct SinkSlice {
 
 class Client final {
  public:
-  // Asks for the server's limits and boot id. INVALID_ARGUMENT names an option out of range,
-  // UNAVAILABLE: no answer in time, RESOURCE_EXHAUSTED: no thread for renewing leases,
-  // FAILED_PRECONDITION (reason "forked"): in a child of a process that had connected.
+  // Connects, and asks for the server's limits and boot id. INVALID_ARGUMENT names an option that
+  // is out of range. UNAVAILABLE: there was no answer in time. RESOURCE_EXHAUSTED: no thread for
+  // renewing leases could be started. FAILED_PRECONDITION (reason "forked"): the call came from a
+  // child of a process that had connected.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const std::string& target,
                                                          const ClientOptions& options);
   ~Client();
@@ -112,21 +115,22 @@ class Client final {
   absl::StatusOr<v1::GetStatsReply> GetStats();
   // grpc.health.v1: returns true if `service` ("" for the whole server) takes new work.
   absl::StatusOr<bool> IsServing(const std::string& service = "");
-  // Calls `update` with the status now, at every change and at least every `interval_ms` (0: 1000),
-  // until it returns false (OK) or the server ends the watch (its status).
+  // Calls `update` with the status at once, at every change, and at least every `interval_ms` (0:
+  // 1000). Returns OK when `update` returns false, or the server's status when the server ends the
+  // watch.
   absl::Status WatchStatus(uint32_t interval_ms,
                            const std::function<bool(const v1::StatusUpdate&)>& update);
-  // `deadline_ms` 0: the server's. The call itself is given that time and call_timeout_ms more.
-  // `to`: HOST:PORT of a server that gets the sequences, over TLS; empty: they stay.
+  // `deadline_ms`: 0 means the server's default. The call may take this long plus call_timeout_ms.
+  // `to`: HOST:PORT of a server that shall take over the sequences, over TLS; empty: they stay.
   absl::StatusOr<v1::DrainReply> Drain(uint32_t deadline_ms, bool exit, const std::string& to = "");
-  // Takes new work again after a drain, or ends one that is under way.
+  // Ends a drain, whether it is under way or done, so that the server takes new work again.
   absl::StatusOr<v1::CancelDrainReply> CancelDrain();
   // Use and bounds of tenants; only operators see other tenants. An empty request: the caller's
   // own.
   absl::StatusOr<v1::GetQuotaReply> GetQuota(const v1::GetQuotaRequest& request = {});
-  // For operators. Changes last until the server ends; only its configuration is kept.
+  // For operators. Changes last until the server ends, which keeps only its configuration.
   absl::StatusOr<v1::SetQuotaReply> SetQuota(const v1::SetQuotaRequest& request);
-  // For operators: releases sequences, or a model with its sequences, of any tenant.
+  // For operators: releases sequences of any tenant, or a model with its sequences.
   absl::StatusOr<v1::EvictSequencesReply> EvictSequences(const v1::EvictSequencesRequest& request);
   absl::StatusOr<v1::EvictModelReply> EvictModel(const std::string& tenant,
                                                  const std::string& model_id);
@@ -142,12 +146,12 @@ class Client final {
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
-  // Sets sinks for the layers and heads of `at`, [layer_count, head_count], layer by layer. Present
-  // values may be sent again, other values only while no sequence of the model is open: else
-  // ALREADY_EXISTS.
+  // Sets sinks for the layers and heads of `slice`, [layer_count, head_count], layer by layer.
+  // Present values may be sent again, other values only while no sequence of the model is open:
+  // else ALREADY_EXISTS.
   absl::StatusOr<v1::UploadSinksReply> UploadSinks(const std::string& model_id,
                                                    std::span<const float> sinks,
-                                                   const SinkSlice& at = {});
+                                                   const SinkSlice& slice = {});
   // Calls `next` until it returns nullopt, and sends the chunks and then a digest over all of them.
   // A chunk has at most info().limits().weight_chunk_bytes() bytes.
   absl::StatusOr<v1::UploadWeightsReply> UploadWeights(
@@ -155,10 +159,10 @@ class Client final {
   absl::StatusOr<v1::ListModelsReply> ListModels();
   absl::Status UnregisterModel(const std::string& model_id);
 
-  // `request_id` makes a retry safe; empty: a random one, and the call is repeated once when the
-  // connection broke under it.
-  // With `prefix` the sequence starts with as many of these rows as are cached, its length(); with
-  // none where the server lacks the capability `prefix_cache`. `match` receives where that ended.
+  // `request_id` makes a retry safe. Empty: a random one; the call is then repeated once if the
+  // connection broke during it. With `prefix` the sequence begins with as many of these rows as are
+  // cached, which is its length(). Without the server's capability `prefix_cache` it begins with
+  // none. Sets `match` to the place where the match ended, and why.
   absl::StatusOr<Sequence> OpenSequence(const std::string& model_id,
                                         const std::string& request_id = "",
                                         const v1::Prefix& prefix = {},
@@ -167,7 +171,7 @@ class Client final {
   // server. A failure with the reason "moved" names the server that has it
   // (DetailOf(status)->peer()).
   absl::StatusOr<Sequence> Attach(uint64_t id);
-  // No ids: all of the tenant's, or only this client's.
+  // Without ids: all sequences of the tenant, or only those of this client.
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();
@@ -177,8 +181,8 @@ class Client final {
   // bounds the whole upload.
   absl::Status ExportPages(const v1::ExportRequest& request,
                            const std::function<absl::Status(const v1::PagesPart&)>& take);
-  // Sends the parts that `next` gives, until it gives none; an error of its own ends the call,
-  // which returns it, and nothing is imported. `target` without client_id: this client's.
+  // Sends the parts that `next` returns until it returns none. If `next` returns an error, the call
+  // ends with it and nothing is imported. If `target` has no client_id, this client's is used.
   absl::StatusOr<Sequence> ImportPages(
       const v1::ImportTarget& target,
       const std::function<absl::StatusOr<std::optional<v1::PagesPart>>()>& next);
@@ -190,21 +194,21 @@ class Client final {
   absl::Status WatchEvents(std::optional<uint64_t> after,
                            const std::function<bool(const v1::WatchEventsReply&)>& take,
                            bool all_tenants = false);
-  // The latest matches that have not found all they asked for. `most`: 0: the server's default.
+  // The latest matches that did not find all rows asked for. `most`: 0 means the server's default.
   absl::StatusOr<v1::ExplainReply> Explain(uint32_t most = 0, bool all_tenants = false);
 
-  // Asks something for cached rows, with the capability "cache_hints".
+  // Sends a hint about cached rows; needs the capability "cache_hints".
   absl::StatusOr<v1::HintReply> Hint(const v1::HintRequest& request);
 
-  // --- Checkpoints, with the capability "checkpoints" (docs/cache/checkpoints.md). A whole
-  // upload's deadline.
+  // --- Checkpoints; they need the capability "checkpoints" (docs/cache/checkpoints.md). These
+  // calls have the deadline of a whole upload.
   absl::StatusOr<v1::CheckpointReply> Checkpoint(const std::vector<uint64_t>& ids);
-  // Opens sequences that were checkpointed, for this client; their models must be registered.
+  // Opens sequences from their checkpoints for this client; their models must be registered.
   absl::StatusOr<std::vector<Sequence>> Restore(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::ListCheckpointsReply> ListCheckpoints();
   absl::StatusOr<v1::DropCheckpointsReply> DropCheckpoints(const std::vector<uint64_t>& ids);
 
-  // A stream of steps. Sessions are independent of each other.
+  // Opens a stream of steps. Sessions do not depend on each other.
   absl::StatusOr<std::unique_ptr<Session>> OpenSession();
 
  private:
@@ -221,7 +225,7 @@ class Client final {
   std::unique_ptr<Impl> impl_;
 };
 
-// One open sequence. Releases it when destroyed, unless Detach was called.
+// One open sequence. The destructor releases it unless Detach was called.
 class Sequence final {
  public:
   Sequence(Sequence&& other) noexcept;
@@ -232,7 +236,8 @@ class Sequence final {
   uint64_t epoch() const { return epoch_; }
   uint64_t length() const { return length_; }  // committed rows as of the last reply
 
-  // Shares the first `length` rows (absent: all committed ones), copy-on-write.
+  // Makes a sequence that shares the first `length` rows, copy-on-write; absent: all committed
+  // rows.
   absl::StatusOr<Sequence> Fork(std::optional<uint64_t> length = std::nullopt);
   // Declares the contents of the rows from `first_row` on, and appends the cached ones to the
   // committed rows. FAILED_PRECONDITION if it contradicts the declaration of committed rows.
@@ -248,7 +253,7 @@ class Sequence final {
   absl::StatusOr<Tail> ReadTail();
   absl::Status Refresh();  // asks for epoch and length
   absl::Status Release();
-  void Detach() { client_ = nullptr; }  // the lease alone decides from now on
+  void Detach() { client_ = nullptr; }  // from now on only the lease ends it
 
  private:
   friend class Client;

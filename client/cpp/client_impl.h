@@ -51,21 +51,21 @@ inline uint64_t Random64() {
   return value;
 }
 
-// Between a renewal of the leases that failed and the next.
+// Pause between a failed renewal of the leases and the next one.
 inline constexpr Millis kLeastRenewalPause(20);
 
 // Spin time of helpers that copy: as long as the pause between two layers may last.
 inline constexpr int32_t kCopySpinMicros = 1000;
 inline constexpr int32_t kMostCopyThreads = 64;
 
-// By default a server serves 128 calls of one connection (wire.connection_streams).
+// By default a server allows 128 calls on one connection (wire.connection_streams).
 inline constexpr int kStreamsAConnection = 8;
 
 // Timeouts are cut to ten years: a clock can still add ten times as much to its own time.
 inline constexpr int64_t kLongestTimeoutMs = int64_t{10} * 366 * 24 * 3600 * 1000;
 
-// A copy in another process is never destroyed: gRPC would wait for threads that are not there, or
-// write to the connection of the process that the copy is of.
+// A copy in another process must never be destroyed. gRPC would wait for threads that do not exist
+// there, or write to the connection of the process that made the object.
 inline std::shared_ptr<StepStream> Owned(StepStream* stream) {
   return {stream, [](StepStream* one) {
             if (!one->left()) delete one;
@@ -83,7 +83,7 @@ struct Client::Impl {
   std::string target;
   ClientOptions options;
   ChannelMaker make_channel;
-  std::shared_ptr<grpc::Channel> channel;  // of calls, which must not wait for streams
+  std::shared_ptr<grpc::Channel> channel;  // for unary calls, which must not wait for streams
   std::unique_ptr<v1::Admin::Stub> admin;
   std::unique_ptr<v1::Models::Stub> models;
   std::unique_ptr<v1::Sequences::Stub> sequences;
@@ -94,7 +94,7 @@ struct Client::Impl {
   Mutex mutex;
   CondVar stopped;
   bool stop ABSL_GUARDED_BY(mutex) = false;
-  absl::Status lost ABSL_GUARDED_BY(mutex);  // not OK once another boot id was seen
+  absl::Status lost ABSL_GUARDED_BY(mutex);  // an error once another boot id was seen
   std::vector<std::shared_ptr<StreamCarrier>> carriers ABSL_GUARDED_BY(mutex);
   std::map<std::string, v1::ModelSpec> registered ABSL_GUARDED_BY(mutex);  // by this client
   std::thread renewer;
@@ -122,7 +122,8 @@ struct Client::Impl {
     return lost;
   }
 
-  // One unary call with deadline, tenant and boot check. `call(context, reply)` performs it.
+  // Makes one unary call with deadline and tenant, and checks the boot id. `call(context, reply)`
+  // performs it.
   template <typename Reply, typename Call>
   absl::StatusOr<Reply> Unary(Call call, Millis extra = Millis(0)) {
     if (absl::Status status = Lost(); !status.ok()) return status;
@@ -138,17 +139,17 @@ struct Client::Impl {
     return reply;
   }
 
-  // One with room for a stream, which counts from now on.
+  // Returns a carrier with room for one more stream, and counts that stream.
   std::shared_ptr<StreamCarrier> TakeCarrier() {
     const MutexLock lock(mutex);
-    auto found = std::find_if(carriers.begin(), carriers.end(),
-                              [](const auto& one) { return one->streams < kStreamsAConnection; });
-    if (found == carriers.end()) {
-      found = carriers.insert(carriers.end(), std::make_shared<StreamCarrier>());
-      (*found)->channel = make_channel();
+    auto carrier = std::find_if(carriers.begin(), carriers.end(),
+                                [](const auto& one) { return one->streams < kStreamsAConnection; });
+    if (carrier == carriers.end()) {
+      carrier = carriers.insert(carriers.end(), std::make_shared<StreamCarrier>());
+      (*carrier)->channel = make_channel();
     }
-    ++(*found)->streams;
-    return *found;
+    ++(*carrier)->streams;
+    return *carrier;
   }
 
   std::shared_ptr<StepStream> OpenStream() {
@@ -218,8 +219,8 @@ struct Client::Impl {
         timeout - Millis(options.call_timeout_ms));
   }
 
-  // Renews at a third of the lease. A renewal may take that long and no longer, and one that
-  // failed is repeated soon: a lost message must not cost the lease.
+  // Renews the leases after each third of their length. A renewal may take as long, but no longer,
+  // and is repeated soon if it failed, so that a lost message does not cost the lease.
   void RenewLoop(Millis lease) {
     const Millis period = std::max(lease / 3, Millis(1));
     const Millis timeout = std::clamp(Millis(options.call_timeout_ms), Millis(1), period);
@@ -228,7 +229,7 @@ struct Client::Impl {
     while (!stopped.WaitFor(lock, pause,
                             [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { return stop; })) {
       lock.Unlock();
-      // A failure is seen by the next call that matters; a restart is remembered by CheckBoot.
+      // A failure shows at the next call of the user; CheckBoot remembers a restart.
       pause = RenewLeases(timeout).ok() ? period : std::max(period / 4, kLeastRenewalPause);
       lock.Lock();
     }

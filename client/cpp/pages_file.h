@@ -1,4 +1,5 @@
-// Rows of a sequence in a file: the parts of an export as they came (docs/cache/page_groups.md).
+// Rows of a sequence in a file, which contains the parts of an export as they came
+// (docs/cache/page_groups.md).
 //
 //   "MLAPAGES", version (uint32), then for each part its bytes (uint32), itself, serialized, and
 //   in files with a key (version 2) its MAC (16 bytes, proto/wire/frame_mac.h); little endian
@@ -30,19 +31,19 @@ inline constexpr uint32_t kKeyedPagesFileVersion = 2;
 // Size limit of one part; servers do not take larger parts.
 inline constexpr uint32_t kMostPagesPartBytes = 1u << 30;
 
-// Writes a file aside, and gives it its name when all of it is on the disk.
-// The key in a file of 32 bytes. INVALID_ARGUMENT: it has another size, or others than its owner
-// may read it; NOT_FOUND.
+// Writes a file under another name, and renames it when everything is on the disk. Reads a key from
+// a file of 32 bytes. INVALID_ARGUMENT if it has another size or if others than its owner may read
+// it; NOT_FOUND if it does not exist.
 absl::StatusOr<wire::MacKey> ReadPagesKey(const std::string& path);
 
 class PagesFileWriter final {
  public:
   static absl::StatusOr<std::unique_ptr<PagesFileWriter>> Create(
       const std::string& path, const std::optional<wire::MacKey>& key = std::nullopt);
-  // Without Finish the file is removed.
+  // Removes the file unless Finish was called.
   ~PagesFileWriter();
 
-  // UNAVAILABLE: the disk is full, or fails.
+  // UNAVAILABLE if the disk is full or fails.
   absl::Status Add(const v1::PagesPart& part);
   absl::Status Finish();
 

@@ -82,7 +82,7 @@ absl::StatusOr<Sequence::Tail> Sequence::ReadTail() {
       bytes = part->tail_bytes();
       tail.bytes += part->tail();
       if (tail.bytes.size() == bytes) return tail;
-      // It must come nearer to an end that may be.
+      // Each part must bring the tail closer to a valid end.
       if (part->tail().empty() || tail.bytes.size() > bytes ||
           bytes > client_->info().limits().max_tail_bytes()) {
         return absl::DataLossError(absl::StrCat("a tail of ", bytes, " bytes, of which ",

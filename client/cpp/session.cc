@@ -11,7 +11,7 @@
 namespace mla::client {
 namespace {
 
-// Header bytes of a message, generously.
+// More than the header bytes of any message.
 constexpr uint64_t kHeaderBytes = 1024;
 
 // Element size of non-fp8 tensors; tensors sent together with fp8 are bf16.
@@ -44,7 +44,7 @@ std::vector<std::byte> Encode(wire::Fp8Tensor tensor, std::span<const float> val
   return sent;
 }
 
-// Vectors [first, first + count) of a tensor: codes and scales that lay apart.
+// Vectors [first, first + count) of a tensor whose codes and scales lie apart.
 std::vector<std::byte> SliceFp8(const wire::Fp8Tensor& whole, const void* sent, uint64_t first,
                                 uint64_t count) {
   const auto* const codes = static_cast<const std::byte*>(sent);
@@ -66,7 +66,7 @@ bool HasFp8Queries(const AttendCall& call) {
   return call.q_dtype == v1::DTYPE_F8_E4M3 && call.profile != v1::PROFILE_APPEND_ONLY;
 }
 
-// Bytes of one row of each tensor of a call.
+// Bytes of one row in each tensor of a call.
 struct RowBytes {
   uint64_t kv = 0, q = 0, lists = 0, o = 0, lse = 0, chosen = 0;
   uint64_t in() const { return kv + q + lists; }
@@ -139,8 +139,8 @@ RowBytes RowBytesOf(const AttendCall& call, const v1::ModelSpec& model) {
   return bytes;
 }
 
-// As few messages as possible of `room` bytes, but alike: the reply to one travels while the next
-// one arrives.
+// Divides the rows into as few messages of `room` bytes as possible, of equal size, so that the
+// reply to one travels while the next one arrives.
 absl::StatusOr<uint32_t> RowsOfAMessage(uint32_t rows, uint64_t row_bytes, uint64_t room) {
   if (row_bytes > room) {
     return absl::InvalidArgumentError(
@@ -180,8 +180,8 @@ void FillAttend(const AttendCall& call, uint64_t step_id, uint32_t first, uint32
   attend->set_timeout_us(call.timeout_us);
 }
 
-// Tensors of rows [first, first + count), as they are sent. Parts of tensors of 8 bits are copied
-// to `piece`.
+// The tensors of rows [first, first + count) in the form in which they are sent. Parts of 8-bit
+// tensors are copied to `piece`.
 InputTensors InputsOf(const AttendCall& call, const v1::ModelSpec& model, const RowBytes& row,
                       uint32_t first, uint32_t count, PendingReply* piece) {
   InputTensors sent{Rows(call.kv, row.kv, first, count), Rows(call.q, row.q, first, count), {}};
@@ -267,8 +267,8 @@ uint64_t Step::EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const {
   return entries;
 }
 
-// KV rows [first, first + count) of a call and the entries that they make whole; `gathered`
-// receives them where they do not lie together.
+// KV rows [first, first + count) of a call, followed by the entries that they complete. If these do
+// not lie together, they are copied to `gathered`.
 std::span<const std::byte> Step::KvOf(const AttendCall& call, uint64_t row_bytes, uint32_t first,
                                       uint32_t count, std::vector<std::byte>* gathered) const {
   if (call.kv == nullptr || model_.window() == 0) return Rows(call.kv, row_bytes, first, count);
@@ -306,12 +306,12 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
   whole.o = MutableRows(call.o, row.o, 0, call.row_count);
   whole.lse = MutableRows(call.lse, row.lse, 0, call.row_count);
   whole.chosen = MutableRows(call.chosen, row.chosen, 0, call.row_count);
-  uint32_t most = call.row_count;
+  uint32_t rows_a_message = call.row_count;
   const InputTensors inputs{
       KvOf(call, row.kv, 0, call.row_count, nullptr), Rows(call.q, row.q, 0, call.row_count),
       as_they_are ? Rows(entries, row.lists, 0, call.row_count) : std::span<const std::byte>()};
   if ((sparse && !as_they_are) || !stream_->InPlace(inputs, whole)) {
-    // A row makes one entry whole at most.
+    // A row completes at most one entry.
     const uint64_t entry = model_.window() > 0 ? row.kv : 0;
     const absl::StatusOr<uint32_t> rows =
         RowsOfAMessage(call.row_count, std::max({row.in() + entry, row.out(), uint64_t{1}}),
@@ -320,10 +320,10 @@ PendingAttend Step::AttendAsync(const AttendCall& call) {
       pending.refused_ = rows.status();
       return pending;
     }
-    most = *rows;
+    rows_a_message = *rows;
   }
   for (uint32_t first = 0; first < call.row_count || first == 0;) {
-    const uint32_t count = std::min(most, call.row_count - first);
+    const uint32_t count = std::min(rows_a_message, call.row_count - first);
     v1::AttendStreamRequest request;
     FillAttend(call, id_, first, count, request.mutable_attend());
     auto piece = std::make_shared<PendingReply>();
@@ -356,7 +356,7 @@ absl::StatusOr<v1::ModelSpec> Session::FindModel(const std::string& id) {
     const MutexLock lock(models_mutex_);
     if (const auto known = models_.find(id); known != models_.end()) return known->second;
   }
-  // Without the lock, so that steps of known models need not wait for this call.
+  // Called without the lock, so that steps of known models need not wait for it.
   const auto list = client_->ListModels();
   if (!list.ok()) return list.status();
   const MutexLock lock(models_mutex_);

@@ -1,19 +1,19 @@
-// Steps and attention: one Attend stream of the server.
+// Steps and attention over one Attend stream of the server.
 //
 // Tensors are the caller's memory: requests are sent from it without an intermediate copy, and
 // replies are written into it with one. It must stay valid and unchanged until the call has
 // returned (blocking) or Wait has returned (asynchronous).
 //
-// Work is split by rows so that every message stays below the server's limits.message_bytes; the
-// pieces are sent back to back. Calls whose tensors lie in shared memory (Session::Allocate) are
-// not split.
+// A call is split by rows so that every message stays below the server's limits.message_bytes. The
+// messages are sent without waiting between them. Calls whose tensors lie in shared memory
+// (Session::Allocate) are not split.
 //
 // A session belongs to the process that opened it. In a child made by fork, its calls are
 // FAILED_PRECONDITION (reason "forked"), it does not have memory, and destroying it ends nothing.
 //
-// Ownership: a Session outlives its steps; a Client outlives its sessions. Destroying a step that
+// Ownership: a Session must outlive its steps, and a Client its sessions. Destroying a step that
 // was not ended aborts it; destroying a session aborts all its steps. Threading: several threads
-// may begin and use different steps of one session; one step is for one thread at a time.
+// may begin and use different steps of a session; only one thread at a time may use a step.
 #ifndef MLA_CLIENT_CPP_SESSION_H_
 #define MLA_CLIENT_CPP_SESSION_H_
 
@@ -36,11 +36,11 @@ namespace mla::client {
 
 struct StepRows {
   Sequence* sequence = nullptr;
-  uint32_t rows = 0;  // added to it by the step
+  uint32_t rows = 0;  // rows that the step adds to it
 };
 
 struct BeginOptions {
-  uint64_t step_id = 0;       // 0: chosen by the session; participants must agree on one
+  uint64_t step_id = 0;       // 0: the session chooses one; all participants must use the same
   uint32_t participants = 1;  // streams that take part
   uint32_t lease_ms = 0;      // 0: the server's default
 };
@@ -49,16 +49,16 @@ struct BeginOptions {
 // positions of its list, or in a model with a window to those entries. -1 is padding, and a
 // repeated position counts once.
 struct IndexLists {
-  const int32_t* entries = nullptr;  // null: no lists, a row attends to all that it sees
+  const int32_t* entries = nullptr;  // null: no lists; each row attends to all rows that it sees
   // Entries of every row; 0: ragged. Lists of one width may follow q in shared memory, at the next
   // multiple of 64 bytes, and are then used in place (in a ring, if they have the model's top_k
   // entries).
   uint32_t width = 0;
-  // Ragged: [row_count + 1], from 0 on; list i ends at begin[i + 1].
+  // If lists differ in length: [row_count + 1], beginning with 0; list i ends at begin[i + 1].
   const int32_t* begin = nullptr;
 };
 
-// One layer of a step, or a part of it. Shapes as in attention.proto, row-major.
+// One layer of a step, or a part of it. Shapes are as in attention.proto, row-major.
 struct AttendCall {
   uint32_t layer = 0;
   uint32_t row_begin = 0;
@@ -66,10 +66,10 @@ struct AttendCall {
   uint32_t head_offset = 0;
   uint32_t num_heads = 0;
   v1::Profile profile = v1::PROFILE_EXPANDED;
-  // DTYPE_F8_E4M3: q is a tensor as EncodeFp8Queries writes it.
+  // DTYPE_F8_E4M3: q is a tensor in the form that EncodeFp8Queries writes.
   v1::DType q_dtype = v1::DTYPE_BF16;
-  // DTYPE_F8_E4M3: kv is a tensor as EncodeFp8Rows writes it. Unspecified: kv is of q_dtype, or
-  // bf16 where that is DTYPE_F8_E4M3.
+  // DTYPE_F8_E4M3: kv is a tensor in the form that EncodeFp8Rows writes. Unspecified: kv has
+  // q_dtype, or bf16 if that is DTYPE_F8_E4M3.
   v1::DType kv_row_dtype = v1::DTYPE_UNSPECIFIED;
   v1::DType o_dtype = v1::DTYPE_BF16;
   uint32_t timeout_us = 0;
@@ -93,7 +93,7 @@ struct AttendCall {
   // In place of `lists`, for models with an indexer: its inputs, one record a row with index
   // queries [index_heads, index_dim] of q_dtype, then head weights [index_heads], fp32.
   const void* index_inputs = nullptr;
-  int32_t* chosen = nullptr;  // receives its lists, [row_count, top_k]; null: not wanted
+  int32_t* chosen = nullptr;  // set to the chosen lists, [row_count, top_k]; null: not wanted
 };
 
 // Tensors of 8-bit floats (DTYPE_F8_E4M3; capability "fp8_wire"): half the bytes of bf16, and a
@@ -107,10 +107,10 @@ std::vector<std::byte> EncodeFp8Rows(const v1::ModelSpec& model, std::span<const
 uint64_t Fp8QueryBytes(const v1::ModelSpec& model, v1::Profile profile, uint64_t rows_heads);
 uint64_t Fp8RowBytes(const v1::ModelSpec& model, uint64_t rows);
 
-// The tail of a sequence (attention.proto, EndStep.tails), for the length that the step commits.
+// The tail of a sequence for the length that the step commits (attention.proto, EndStep.tails).
 struct SequenceTail {
   uint32_t sequence = 0;             // its place in the step
-  std::span<const std::byte> bytes;  // as many as the model's tail_bytes
+  std::span<const std::byte> bytes;  // exactly the model's tail_bytes
 };
 
 // Times of the slowest piece of a call.
@@ -124,16 +124,17 @@ struct AttendTimes {
 class StepStream;
 struct PendingReply;
 
-// An Attend under way. Wait at most once; dropping it without Wait waits too, because the tensors
-// are in use until then.
+// An Attend that is under way. Call Wait at most once. The destructor waits too if Wait was not
+// called, because the tensors are in use until then.
 class PendingAttend final {
  public:
   PendingAttend(PendingAttend&&) = default;
   PendingAttend& operator=(PendingAttend&& other) noexcept;  // waits for the call that it replaces
   ~PendingAttend();
-  // DEADLINE_EXCEEDED ends the whole session: only then the transport stops using the tensors.
-  // While the connection does not move (a stopped process, a broken network), Wait returns later
-  // still: after about 20 s over TCP, over a unix socket once the server's process goes on or ends.
+  // DEADLINE_EXCEEDED ends the whole session, because only then the transport stops using the
+  // tensors. If the connection does not move, because a process is stopped or the network is
+  // broken, Wait returns even later: after about 20 s over TCP; over a unix socket when the
+  // server's process goes on or ends.
   absl::StatusOr<AttendTimes> Wait();
 
  private:
@@ -151,7 +152,8 @@ class Step final {
   uint32_t total_rows() const { return total_rows_; }
   uint32_t joined() const { return joined_; }
 
-  // Entries that rows [begin, end) of the step make whole at a layer, of models with a window.
+  // Number of entries that rows [begin, end) of the step complete at a layer; for models with a
+  // window.
   uint64_t EntriesOf(uint32_t layer, uint64_t begin, uint64_t end) const;
 
   PendingAttend AttendAsync(const AttendCall& call);
@@ -213,7 +215,7 @@ class Session final {
   void FreeOnDevice(std::span<std::byte> block);
   absl::Status DeviceStatus() const;
   std::string DeviceWarning() const;
-  // Ends the stream; open steps are aborted. The status of the stream.
+  // Ends the stream and aborts open steps. Returns the stream's status.
   absl::Status Close();
 
  private:

@@ -79,15 +79,15 @@ class Example {
   // the result.
   std::vector<float> Expanded(uint32_t row, uint32_t head) const {
     const std::vector<float> q = Wide(q_expanded_);
-    const float* const own = q.data() + (size_t{row} * kHeads + head) * (kNope + kRope);
+    const float* const query = q.data() + (size_t{row} * kHeads + head) * (kNope + kRope);
     const float* const uk = wide_weights_.data() + size_t{head} * kNope * kLora;
     const float* const uv =
         wide_weights_.data() + size_t{kHeads} * kNope * kLora + size_t{head} * kLora * kV;
     std::vector<double> absorbed(kRow);
     for (uint32_t n = 0; n < kNope; ++n) {
-      for (uint32_t l = 0; l < kLora; ++l) absorbed[l] += double{own[n]} * uk[n * kLora + l];
+      for (uint32_t l = 0; l < kLora; ++l) absorbed[l] += double{query[n]} * uk[n * kLora + l];
     }
-    std::copy(own + kNope, own + kNope + kRope, absorbed.begin() + kLora);
+    std::copy(query + kNope, query + kNope + kRope, absorbed.begin() + kLora);
     double lse = 0;
     const std::vector<double> latent = Latent(row, absorbed, &lse);
     std::vector<float> out(kV);

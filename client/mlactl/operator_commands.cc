@@ -108,11 +108,11 @@ int Drain(const CommonOptions& common, const DrainOptions& options) {
            absl::StrCat(options.to.empty() ? "" : HandOverText(plain),
                         plain.drained() ? "drained: " : "not drained: ", plain.message(), "\n"));
   if (code != kOk) return code;
-  const bool left = std::any_of(
+  const bool rows_stayed = std::any_of(
       reply->handed_over().begin(), reply->handed_over().end(), [](const v1::HandedOver& one) {
         return one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0;
       });
-  return reply->drained() && !left ? kOk : kNotServing;
+  return reply->drained() && !rows_stayed ? kOk : kNotServing;
 }
 
 void AddDrain(Program* program) {

@@ -35,14 +35,16 @@
 // recorded: the client's stream stores PublishedSequence(i) in RingHeader::ready when the tensors
 // of entry i may be used. It may wait until CompletionEntry::done of slot i % entries, which
 // belongs to submission i, has that value. The server, or its device, stores it when the outputs
-// are complete or will not come. Entries in flight are either all chained, by one stream, or all
-// unchained. A client that begins a chain sets `ready` to the entry before its first. Words count
-// modulo 2^32, so old ones look like later ones one day: a client that begins a chain sets all
-// words to the entry before it if its last chained entry lies kChainWordsLast entries back, or if
-// it has had none. Words in device memory pass the turn sooner. If DeviceHeader::words is not 0,
-// such a client may set RingHeader::nearby before its first chain: its streams then store `ready`
-// in device memory too, before the word of the ring. They wait for `done` in device memory, where
-// the server's device stores it.
+// are complete or will not come. Attends in flight are either all chained, by one stream, or all
+// unchained. A client that begins a chain sets `ready` to the entry before its first. Messages may
+// lie between chained entries: the server takes each after the entries before it.
+// If RingHeader::chains is 1, entries whose tensors lie in the arena may be chained, too.
+// Words count modulo 2^32, so old ones look like later ones one day: a client that begins a chain
+// sets all words to the entry before it if its last chained entry lies kChainWordsLast entries
+// back, or if it has had none. Words in device memory pass the turn sooner. If DeviceHeader::words
+// is not 0, such a client may set RingHeader::nearby before its first chain: its streams then store
+// `ready` in device memory too, before the word of the ring. They wait for `done` in device memory,
+// where the server's device stores it.
 //
 // Integers are little endian; everything is naturally aligned. Plain data: any thread.
 #ifndef MLA_PROTO_WIRE_RING_LAYOUT_H_
@@ -99,7 +101,8 @@ struct RingHeader {
   uint64_t submissions_offset;
   uint64_t completions_offset;
   uint64_t replies_offset;  // `entries` slots of kReplySlotBytes
-  uint8_t reserved0[32];
+  uint32_t chains;          // 1: entries in the arena may have kEntryChained
+  uint8_t reserved0[28];
   // Line 1: how the server sleeps.
   uint32_t submit_doorbell;
   uint32_t server_waits;
@@ -137,7 +140,7 @@ inline constexpr uint8_t kEntryWantLists = 16;  // SubmissionEntry::flags
 // KV rows are DTYPE_F8_E4M3. Otherwise kv_row_dtype is not used.
 inline constexpr uint8_t kEntryFp8Kv = 32;      // SubmissionEntry::flags
 inline constexpr uint8_t kEntryOnDevice = 64;   // SubmissionEntry::flags; without lists or 8 bits
-inline constexpr uint8_t kEntryChained = 128;   // SubmissionEntry::flags; with kEntryOnDevice
+inline constexpr uint8_t kEntryChained = 128;   // SubmissionEntry::flags
 inline constexpr uint8_t kEntryPlanReused = 1;  // CompletionEntry::flags
 
 struct SubmissionEntry {

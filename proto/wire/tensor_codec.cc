@@ -131,7 +131,8 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
   return absl::OkStatus();
 }
 
-void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size, std::byte* to) {
+void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size,
+                 std::byte* target) {
   for (const Fragment& fragment : fragments) {
     if (size == 0) return;
     if (offset >= fragment.size()) {
@@ -139,8 +140,8 @@ void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size
       continue;
     }
     const size_t here = std::min(size, fragment.size() - offset);
-    std::memcpy(to, fragment.data() + offset, here);
-    to += here;
+    std::memcpy(target, fragment.data() + offset, here);
+    target += here;
     size -= here;
     offset = 0;
   }

@@ -42,7 +42,8 @@ absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* heade
                          PayloadRange* payload, size_t most_header = kMaxHeaderBytes);
 
 // Copies `size` bytes from `offset` of the message. REQUIRES: offset + size <= total size.
-void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size, std::byte* to);
+void GatherBytes(std::span<const Fragment> fragments, size_t offset, size_t size,
+                 std::byte* target);
 
 // Serializes `header` (which has no payload), and then the frame of a payload of `payload_size`
 // bytes unless that is 0. Replaces the contents of `out`.

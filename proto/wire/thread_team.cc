@@ -40,14 +40,14 @@ ThreadTeam::~ThreadTeam() {
 
 // Does one unclaimed piece; returns false if there is none.
 bool ThreadTeam::DoPiece(bool helping) {
-  uint32_t left = unclaimed_.load(std::memory_order_acquire);
+  uint32_t unclaimed = unclaimed_.load(std::memory_order_acquire);
   do {
-    if (left == 0) return false;
-  } while (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel,
+    if (unclaimed == 0) return false;
+  } while (!unclaimed_.compare_exchange_weak(unclaimed, unclaimed - 1, std::memory_order_acq_rel,
                                              std::memory_order_acquire));
   // `left` may have been counted for an earlier job: this does no harm, because it was valid when
   // it was claimed.
-  (*work_)(pieces_ - left);
+  (*work_)(pieces_ - unclaimed);
   if (helping) helped_.fetch_add(1, std::memory_order_relaxed);
   if (unfinished_.fetch_sub(1, std::memory_order_release) == 1 && helping) unfinished_.notify_one();
   return true;
@@ -85,12 +85,12 @@ void ThreadTeam::RunShared(uint32_t pieces, const Work& work) {
   }
   while (DoPiece(false)) {
   }
-  uint32_t left = unfinished_.load(std::memory_order_acquire);
-  for (int spins = 0; left > 0; left = unfinished_.load(std::memory_order_acquire)) {
+  uint32_t unfinished = unfinished_.load(std::memory_order_acquire);
+  for (int spins = 0; unfinished > 0; unfinished = unfinished_.load(std::memory_order_acquire)) {
     if (spins++ < kSpinsForHelpers) {
       SpinPause();
     } else {
-      unfinished_.wait(left, std::memory_order_acquire);
+      unfinished_.wait(unfinished, std::memory_order_acquire);
     }
   }
 }

@@ -4,7 +4,8 @@
 // work is never done in time takes little of the device's time. An example is a tenant whose
 // process takes turns on the device with this one.
 //
-// Memory is constant: tenants with the same place share their pauses. Threading: the engine role.
+// Memory is constant: tenants with the same place in the array share their pauses. Threading: the
+// engine role.
 #ifndef MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_
 #define MLA_SCHEDULER_BATCHING_AHEAD_PAUSES_H_
 
@@ -41,7 +42,7 @@ class AheadPauses {
 
   struct Pause {
     MonotonicNanos end = 0;
-    MonotonicNanos next = 0;  // how long the next one lasts; 0: kPauseNanos
+    MonotonicNanos next = 0;  // how long the next pause will last; 0: kPauseNanos
   };
   std::array<Pause, kPlaces> pauses_ = {};
 };

@@ -6,21 +6,21 @@
 namespace mla::scheduler {
 namespace {
 
-// While extend or prefill waits, decode takes this part of a launch's time.
+// While extend or prefill requests wait, decode takes at most this part of a launch's time.
 constexpr int64_t kDecodeParts = 3, kParts = 4;
-// While decodes come, a launch takes this part of limits.launch_ms: a decode that has just missed a
-// launch waits for it and then for its own.
+// While decodes keep coming, a launch may take only this part of limits.launch_ms. A decode that
+// has just missed a launch waits for it and then for its own.
 constexpr int64_t kLaunchesOfAWait = 2;
 // Decodes have stopped coming once this many launches were chosen without one.
 constexpr int kLaunchesWithoutDecode = 16;
 // Extend and prefill that waited for this many launches go before decode in every second launch.
 constexpr int64_t kAgedLaunches = 8;
-// Requests of a queue that do not fit before the rest of it is left to a later launch.
+// After this many requests of a queue did not fit, the rest of the queue is left to a later launch.
 constexpr int kMisfits = 16;
 constexpr int64_t kNanosPerMilli = 1'000'000;
 
-// Rows of a sequence from which on the request takes the expanded form; more than any request has
-// where it never does.
+// A request takes the expanded form for a sequence that has at least this many of its rows. If it
+// never does, the number is larger than the rows of any request.
 int32_t ExpandedMinRows(const StreamRequest& request, int32_t heads) {
   const AttendArgs& args = request.attend;
   const bool may_expand =
@@ -149,7 +149,7 @@ BatchPolicy::Demand BatchPolicy::DemandOf(const StreamRequest& request) const {
   demand.members = group->members;
   demand.heads = group->heads;
   if (pieces_.split_rows > 0) demand.row_pieces = demand.heads * PiecesOf(request);
-  // In EXPANDED the projections write and read the slices where they are.
+  // In EXPANDED no gathering is needed: the projections read and write the slices where they are.
   if (group->profile == Profile::kAbsorbed) {
     const ModelSpec& spec = *group->step->model->spec;
     demand.gather_row_bytes =
@@ -191,12 +191,12 @@ bool BatchPolicy::FitsTime(const Round& round, const LaunchUnits& units) const {
   return cost_.Nanos(*round.rates, round.batch.units + units) <= round.nanos;
 }
 
-// The first `most` rows, in time or not; `min_rows` of a sequence, or more, take the expanded form.
+// Units of the first `limit` rows; `min_rows` rows of a sequence, or more, take the expanded form.
 BatchPolicy::Fit BatchPolicy::AllRows(const StreamRequest& request, const RequestCost& cost,
-                                      int32_t most, int32_t min_rows) {
-  Fit fit{most, {}};
+                                      int32_t limit, int32_t min_rows) {
+  Fit fit{limit, {}};
   int32_t row = FirstRow(request);
-  const int32_t end = row + most;
+  const int32_t end = row + limit;
   for (const StepEntry* entry = EntryOf(*request.engine.step, row); row < end; ++entry) {
     const int32_t rows = std::min(end, entry->offset + entry->rows) - row;
     fit.units += cost.Of(*entry, row, rows, rows >= min_rows);
@@ -205,19 +205,18 @@ BatchPolicy::Fit BatchPolicy::AllRows(const StreamRequest& request, const Reques
   return fit;
 }
 
-// As many of the first `most` rows as the launch's time allows, at least one for a launch that has
-// nothing else to do.
-BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most, int32_t heads,
+// As many of the first `limit` rows as the time allows; at least one row if the batch is empty.
+BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t limit, int32_t heads,
                                       const Round& round) const {
   const RequestCost cost(request, heads);
   const int32_t min_rows = ExpandedMinRows(request, heads);
-  Fit fit = AllRows(request, cost, most, min_rows);
+  Fit fit = AllRows(request, cost, limit, min_rows);
   if (FitsTime(round, fit.units)) return fit;
   fit = Fit();
   const int32_t first = FirstRow(request);
-  for (const StepEntry* entry = EntryOf(*request.engine.step, first); fit.rows < most; ++entry) {
+  for (const StepEntry* entry = EntryOf(*request.engine.step, first); fit.rows < limit; ++entry) {
     const int32_t row = first + fit.rows;
-    const int32_t rows = std::min(first + most, entry->offset + entry->rows) - row;
+    const int32_t rows = std::min(first + limit, entry->offset + entry->rows) - row;
     // The largest part of [low, high] rows that fits, or 0.
     const auto largest = [&](int32_t low, int32_t high, bool expands, LaunchUnits* units) {
       int32_t best = 0;
@@ -234,24 +233,25 @@ BatchPolicy::Fit BatchPolicy::FitTime(const StreamRequest& request, int32_t most
       return best;
     };
     LaunchUnits units;
-    int32_t taken = 0;
-    if (rows >= min_rows) taken = largest(min_rows, rows, true, &units);
-    // Fewer rows than the expanded form starts at are computed in the absorbed form.
-    if (taken == 0) {
-      taken = largest(1, std::min(rows, min_rows - 1), false, &units);
+    int32_t fitting = 0;
+    if (rows >= min_rows) fitting = largest(min_rows, rows, true, &units);
+    // None fits in the expanded form: try fewer rows than it starts at, in the absorbed form.
+    if (fitting == 0) {
+      fitting = largest(1, std::min(rows, min_rows - 1), false, &units);
     }
-    if (taken == 0 && fit.rows == 0 && round.batch.empty()) {
-      taken = 1;
+    if (fitting == 0 && fit.rows == 0 && round.batch.empty()) {
+      fitting = 1;
       units = cost.Of(*entry, row, 1, min_rows <= 1);
     }
-    fit.rows += taken;
+    fit.rows += fitting;
     fit.units += units;
-    if (taken < rows) break;
+    if (fitting < rows) break;
   }
   return fit;
 }
 
-// All of the first `rows` rows, in time or not when the launch has nothing else to do.
+// All of the first `rows` rows or none. A launch that has nothing else to do takes them even if
+// they exceed its time.
 BatchPolicy::Fit BatchPolicy::FitWhole(const StreamRequest& request, int32_t rows, int32_t heads,
                                        const Round& round) const {
   const Fit fit =
@@ -303,13 +303,13 @@ void BatchPolicy::TakeRows(StreamRequest* request, int32_t rows, WaitingRequests
 bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
   Batch& batch = round.batch;
   const Demand demand = DemandOf(*request);
-  const int32_t most = RowsThatFit(*request, demand, stage, batch);
-  if (most <= 0) return false;
+  const int32_t row_limit = RowsThatFit(*request, demand, stage, batch);
+  if (row_limit <= 0) return false;
   const bool fixed = pieces_.split_rows > 0 && demand.heads > 0;
-  if (fixed && most < RowsThatFit(*request, demand, stage, nothing_)) return false;
-  if (!TakePages(*request, most, round)) return false;
-  const Fit fit = fixed ? FitWhole(*request, most, demand.heads, round)
-                        : FitTime(*request, most, demand.heads, round);
+  if (fixed && row_limit < RowsThatFit(*request, demand, stage, nothing_)) return false;
+  if (!TakePages(*request, row_limit, round)) return false;
+  const Fit fit = fixed ? FitWhole(*request, row_limit, demand.heads, round)
+                        : FitTime(*request, row_limit, demand.heads, round);
   if (fit.rows <= 0) return false;
   const int32_t rows = fit.rows;
   batch.piece_rows += rows * demand.row_pieces;
@@ -329,7 +329,7 @@ bool BatchPolicy::Take(StreamRequest* request, Stage stage, Round& round) {
     batch.slices.push_back(
         {static_cast<int32_t>(batch.requests.size()), group->members, group->heads});
   }
-  const bool is_new = request->engine.rows_done == 0;  // not the rest of a group that was cut
+  const bool is_new = request->engine.rows_done == 0;  // false: the rest of a group that was cut
   AddSegments(group->first, rows, slices, batch);
   for (StreamRequest* member = group->first; member != nullptr;
        member = HeadSliceTable::Next(member)) {
@@ -410,7 +410,7 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
           if (a.queue->share->virtual_time != b.queue->share->virtual_time) {
             return a.queue->share->virtual_time < b.queue->share->virtual_time;
           }
-          // Rows that are appended first let others of the same launch read them.
+          // Appended rows go first, because other requests of the same launch may read them.
           return a.queue->key.profile == Profile::kAppendOnly &&
                  b.queue->key.profile != Profile::kAppendOnly;
         });
@@ -423,7 +423,7 @@ void BatchPolicy::TakeKind(Kind kind, Round& round) {
     if (MayLaunch(*request, round.now)) {
       const Stage stage = StageOf(*request);
       if ((stage == Stage::kDecode) == (kind == Kind::kDecode)) {
-        // Siblings leave the queue with it.
+        // Taking the request takes its siblings out of the queue, too.
         const SliceGroup* const group = request->engine.group;
         while (group != nullptr && next != nullptr && next->engine.group == group) {
           next = WaitingRequests::NextInQueue(next);
@@ -455,7 +455,7 @@ bool BatchPolicy::TakeDecodes(Round& round) {
   const std::vector<StreamRequest*>& requests = round.batch.requests;
   const auto before = static_cast<std::ptrdiff_t>(requests.size());
   TakeKind(Kind::kDecode, round);
-  // The last rows of a prompt's message are few as well.
+  // The last rows of a longer request may be as few as a decode's; they do not count.
   return std::any_of(requests.begin() + before, requests.end(),
                      [](const StreamRequest* request) { return request->engine.rows_done == 0; });
 }

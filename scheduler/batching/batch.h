@@ -13,8 +13,8 @@
 // launch is then computed within Limits::launch_ms.
 //
 // Head slices of the same rows go together (head_slice_table.h). A step's page work
-// (kvcache/page_work.h) goes with its first launch, or, where it is more than one launch may carry,
-// in launches before.
+// (kvcache/page_work.h) goes with the step's first launch. If it is more than one launch may carry,
+// the rest goes with earlier launches.
 #ifndef MLA_SCHEDULER_BATCHING_BATCH_H_
 #define MLA_SCHEDULER_BATCHING_BATCH_H_
 
@@ -36,7 +36,7 @@ namespace mla::scheduler {
 
 enum class Stage : uint8_t {
   kDecode,   // 1 .. Limits::decode_rows new rows on a cache that is not empty
-  kExtend,   // more new rows on a cache
+  kExtend,   // more new rows, on a cache that is not empty
   kPrefill,  // no cache
 };
 
@@ -49,7 +49,7 @@ struct Segment {
   Stage stage = Stage::kDecode;
   int32_t slices = -1;  // index in Batch::slices, or -1: the request alone
   int32_t run = -1;     // index in Batch::runs, or -1
-  // Rows of the sequence before row_begin, committed and of this step.
+  // Rows of the sequence before row_begin: the committed ones and earlier ones of this step.
   int32_t cached() const { return entry->start + row_begin - entry->offset; }
 };
 
@@ -61,18 +61,19 @@ struct FusedSlices {
   int32_t heads = 0;
 };
 
-// Consecutive rows of one sequence and layer that came in several requests, and are computed as one
-// record in the expanded form: a message holds fewer rows than the form starts at. All rows that a
-// member's request launches are the member's.
+// Consecutive rows of one sequence and layer that came in several requests, because a message holds
+// fewer rows than the expanded form starts at. They are computed as one record in that form. A run
+// contains all the rows that its requests launch.
 struct RowRun {
-  int32_t first = 0;  // in Batch::run_segments, in the order of rows
+  // In Batch::run_segments, which has a run's segments in the order of their rows.
+  int32_t first = 0;
   int32_t count = 0;
   int32_t rows = 0;
 };
 
 struct Batch {
   std::vector<StreamRequest*>
-      requests;                   // engine.rows_launched rows of each, from engine.rows_done on
+      requests;                   // of each, the engine.rows_launched rows from engine.rows_done on
   std::vector<Segment> segments;  // decode | extend | prefill
   std::vector<FusedSlices> slices;
   std::vector<RowRun> runs;
@@ -84,11 +85,12 @@ struct Batch {
   int64_t gather_bytes = 0;  // fused queries and outputs
   int64_t piece_rows = 0;    // as PieceBudget
   LaunchUnits units;
-  kvcache::LaunchWork pages;              // page work that goes before everything else
-  std::vector<kvcache::PageMove*> moves;  // parts of page groups, and their transfers
+  kvcache::LaunchWork pages;              // page work done before everything else of the launch
+  std::vector<kvcache::PageMove*> moves;  // parts of page groups that leave or enter the pool
   std::vector<kernels::PageTransfer> page_writes, page_reads;
   int32_t slice_waits_expired = 0;  // groups that went without a sibling they had waited for
-  int32_t slice_waits_skipped = 0;  // ... without one that had missed an earlier wait
+  // Groups that went without a sibling that had missed an earlier wait.
+  int32_t slice_waits_skipped = 0;
 
   bool empty() const { return requests.empty() && pages.empty() && moves.empty(); }
   void Clear();
@@ -103,8 +105,8 @@ struct Batch {
 class RequestCost {
  public:
   RequestCost(const StreamRequest& request, int32_t heads);
-  // `rows` rows from row `row` of the step on, which belong to `entry`; `expands`: in the expanded
-  // form.
+  // Cost of `rows` rows that belong to `entry`, starting at row `row` of the step; `expands` says
+  // that they take the expanded form.
   LaunchUnits Of(const StepEntry& entry, int32_t row, int32_t rows, bool expands) const {
     const int64_t cached = entry.start + row - entry.offset;
     LaunchUnits units;
@@ -124,10 +126,11 @@ class RequestCost {
   const bool computes_;
   const AbsorbedCost absorbed_;
 };
-// Finds the runs of a batch and counts their units as such (row_runs.cc).
+// Finds the runs of a batch and counts the units of their rows as in the expanded form
+// (row_runs.cc).
 void FindRowRuns(Batch* batch);
 
-// Ranges of page work in one launch; what its metadata has room for.
+// Most ranges of page work in one launch: its metadata has room for this many.
 inline constexpr int32_t kPageRanges = 4096;
 
 // Bound of the pieces in one batch for plans with fixed cuts (PlanTraits::fixed_split_rows). A
@@ -155,23 +158,24 @@ class BatchPolicy {
   // cost.
   void FormRuns() { forms_runs_ = true; }
 
-  // Moves what goes next from `waiting` and `work` into `batch` (cleared first) and advances the
-  // `appended` counts of the steps whose KV rows it takes. Leaves the batch empty when nothing is
-  // ready.
+  // Moves the work of the next launch from `waiting` and `work` into `batch`, which is cleared
+  // first. Advances the `appended` counts of the steps whose KV rows it takes. Leaves the batch
+  // empty when nothing is ready.
   void Choose(WaitingRequests& waiting, kvcache::PageWorkQueue& work, MonotonicNanos now,
               Batch& batch);
-  // Adds the tenant's page work up to the ticket, as far as a launch may carry it.
+  // Adds the tenant's page work up to the ticket `until`, as far as one launch may carry it.
   void TakePages(kvcache::PageWorkQueue& work, kvcache::TenantKey tenant, kvcache::WorkTicket until,
                  Batch& batch) const;
   // Fills an empty batch with page work of any tenant.
   void TakeAnyPages(kvcache::PageWorkQueue& work, Batch& batch) const;
-  // A launch of this batch took `nanos` on the device.
+  // Learns from a launch of this batch, which took `nanos` on the device.
   void Observe(const Batch& batch, int64_t nanos) { cost_.Observe(batch.key, batch.units, nanos); }
-  // Work of such a launch that takes about `nanos`.
+  // Units of work that take about `nanos` in a launch like this batch.
   int64_t UnitsOf(const Batch& batch, int64_t nanos) const { return cost_.Units(batch.key, nanos); }
-  // The launch will take about this long on the device.
+  // How long a launch of this batch will take on the device, as predicted.
   int64_t PredictedNanos(const Batch& batch) const { return cost_.Nanos(batch.key, batch.units); }
-  // True if the request could be part of a launch now, as far as its KV rows are concerned.
+  // Returns true if the KV rows that the request needs are there, so that it could be part of a
+  // launch now.
   static bool Ready(const StreamRequest& request);
   // Stage of the rows that are not launched yet.
   Stage StageOf(const StreamRequest& request) const;
@@ -205,38 +209,38 @@ class BatchPolicy {
     int64_t nanos = 0;                         // allowed for the launch
     const LaunchCost::Rates* rates = nullptr;  // for the batch's key
   };
-  struct Cursor {  // a queue whose requests from `next` on have not been looked at
+  struct Cursor {  // the requests of a queue from `next` on, which have not been looked at
     RequestQueue* queue;
     StreamRequest* next;
-    int misfits;  // requests of it that did not fit
+    int misfits;  // requests of the queue that did not fit
   };
   enum class Kind : uint8_t { kDecode, kBulk };
 
   bool MayLaunch(const StreamRequest& request, MonotonicNanos now) const;
   Demand DemandOf(const StreamRequest& request) const;
   int64_t PiecesOf(const StreamRequest& request) const;
-  // The queue whose requests decide the launch's key, or null when none of any that compute is
-  // ready.
+  // The queue whose requests decide the launch's key. Null if no request that computes is ready.
   RequestQueue* Leader(const Round& round) const;
   // The oldest ready request that is not a decode and fits the batch's key, or null.
   const StreamRequest* OldestBulk(const Round& round) const;
   bool FitsKey(const RequestQueue& queue, const Batch& batch) const;
   // Takes ready requests of one kind, least served tenants first, while they fit.
   void TakeKind(Kind kind, Round& round);
-  // Takes decodes that way; false if none came as one.
+  // Takes decodes while they fit. Returns false if all of them were the last rows of longer
+  // requests.
   bool TakeDecodes(Round& round);
-  // Takes the page work that the request waits for; false if not all of it fits.
+  // Takes the page work that the request waits for; false if only a part of it fits.
   bool TakePages(const StreamRequest& request, int32_t rows, Round& round);
   bool TakeCopies(const StreamRequest& request, int32_t rows, kvcache::WorkRoom& room,
                   Round& round);
   int32_t RowsThatFit(const StreamRequest& request, const Demand& demand, Stage stage,
                       const Batch& batch) const;
-  static Fit AllRows(const StreamRequest& request, const RequestCost& cost, int32_t most,
+  static Fit AllRows(const StreamRequest& request, const RequestCost& cost, int32_t limit,
                      int32_t min_rows);
-  Fit FitTime(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
+  Fit FitTime(const StreamRequest& request, int32_t limit, int32_t heads, const Round& round) const;
   Fit FitWhole(const StreamRequest& request, int32_t rows, int32_t heads, const Round& round) const;
   bool FitsTime(const Round& round, const LaunchUnits& units) const;
-  // Takes the request, with all of its group, out of the queues; false if nothing of it fits.
+  // Takes the request and the rest of its group out of the queues; false if none of their rows fit.
   bool Take(StreamRequest* request, Stage stage, Round& round);
   static void TakeRows(StreamRequest* request, int32_t rows, WaitingRequests& waiting,
                        Batch& batch);
@@ -246,9 +250,10 @@ class BatchPolicy {
   const int64_t gather_bytes_;
   const PieceBudget pieces_;
   bool forms_runs_ = false;
-  int launches_without_decode_ = 0;  // chosen since one that had a decode, up to a bound
-  bool bulk_went_first_ = false;     // extend and prefill, in the last launch
-  const Batch nothing_;              // a launch without requests
+  // Launches chosen since the last one with a decode; counted up to a bound.
+  int launches_without_decode_ = 0;
+  bool bulk_went_first_ = false;  // in the last launch, extend and prefill went first
+  const Batch nothing_;           // a launch without requests
   HeadSliceTable slices_;
   LaunchCost cost_;
   std::vector<Cursor> cursors_;  // scratch of TakeKind

@@ -8,7 +8,7 @@
 
 namespace mla::scheduler {
 
-// Requests that only append fit any launch: theirs is the default key with profile kAppendOnly.
+// A request that only appends fits any launch: its key is the default key with profile kAppendOnly.
 struct BatchKey {
   kernels::Geometry geometry;
   Profile profile = Profile::kAbsorbed;

@@ -83,7 +83,7 @@ bool HeadSliceTable::JoinsSiblings(const StreamRequest& request) const {
   const Step& step = *request.engine.step;
   const Model& model = *step.model;
   if (args.profile == Profile::kAppendOnly || request.engine.repeat) return false;
-  // The lists of ranks need not agree.
+  // The lists of rows that the ranks bring need not agree.
   if (IsSparse(args) || model.spec->windowed()) return false;
   if (args.num_heads >= model.spec->geometry.num_heads) return false;
   int64_t records = 0;
@@ -92,7 +92,7 @@ bool HeadSliceTable::JoinsSiblings(const StreamRequest& request) const {
        ++entry, ++records) {
     const int32_t rows = std::min(EndRow(request), entry->offset + entry->rows) -
                          std::max(FirstRow(request), entry->offset);
-    // The expanded form computes each head for itself.
+    // The expanded form computes each head separately, so a group would save nothing.
     if (args.profile == Profile::kExpanded && rows >= model.ExpandedMinRows(args.q_dtype)) {
       return false;
     }

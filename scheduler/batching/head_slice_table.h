@@ -1,4 +1,4 @@
-// Which waiting requests are head slices of one and the same rows.
+// Groups the waiting requests that are head slices of the same rows.
 //
 // The ranks of a tensor-parallel worker send the heads of a (sequence, layer, step) apart. Slices
 // of the same rows that are computed together read the KV rows once instead of once a rank. They
@@ -40,18 +40,20 @@ struct SliceGroup {
   // --- What its members have in common.
   Step* step = nullptr;
   int32_t layer = 0;
-  int32_t first_row = 0, end_row = 0;  // among the step's rows, still to be computed
+  int32_t first_row = 0, end_row = 0;  // row numbers of the step; the rows still to be computed
   Profile profile = Profile::kAbsorbed;
   kernels::DType q_dtype = kernels::DType::kBf16;
   kernels::DType o_dtype = kernels::DType::kBf16;
-  // --- Members, by arrival; one that brings the KV rows comes first.
+  // --- Members, by arrival, except that one that brings the KV rows comes first.
   StreamRequest* first = nullptr;
   int32_t members = 0;
-  int32_t heads = 0;           // of all members, without repeats
-  bool appends = false;        // `first` brings the KV rows
-  bool awaits = false;         // a participant is missing that may come in time
-  MonotonicNanos since = 0;    // when it could have gone; 0: its KV rows have not come
-  MonotonicNanos latest = 0;   // half of the least time that a member had left at its arrival
+  int32_t heads = 0;     // of all members, without repeats
+  bool appends = false;  // `first` brings the KV rows
+  bool awaits = false;   // a participant that may come in time is missing
+  // When the group could first have gone; 0: its KV rows have not come yet.
+  MonotonicNanos since = 0;
+  // The time by which a member has used half of its time before its deadline.
+  MonotonicNanos latest = 0;
   SliceGroup* next = nullptr;  // next group of the same step and layer
 };
 
@@ -66,18 +68,19 @@ class HeadSliceTable {
  public:
   explicit HeadSliceTable(const Limits& limits);
 
-  // Adds a waiting request to the group it belongs to, if it is a slice that gains by one. Calls
-  // for requests that do not are ignored. REQUIRES: engine.step is set; in no group.
+  // Adds a waiting request to the group that it belongs to. Ignores requests that would not gain
+  // from a group. REQUIRES: engine.step is set, and the request is in no group.
   void Join(StreamRequest* request);
   // Removes a request that does not wait any more; ignored if it is in no group.
   void Leave(StreamRequest* request);
-  // All members leave, to be launched together with the next `rows` of their rows, which is noted
-  // in the step.
+  // Takes all members out of the group, to be launched together with the next `rows` of their rows,
+  // and notes in the step that these were launched.
   GroupOutcome Launch(SliceGroup* group, int32_t rows);
-  // The KV rows [0, accepted) of the layer have come, at `now`.
+  // Call it at `now`, when the KV rows [0, accepted) of the layer have come.
   static void RowsAccepted(const Step& step, int32_t layer, MonotonicNanos now);
 
-  // True if the group could be part of a launch as far as its KV rows are concerned.
+  // Returns true if the KV rows that the group needs are there, so that it could be part of a
+  // launch.
   static bool Ready(const SliceGroup& group);
   // Until when the group waits for siblings; in the past (or 0) if it does not wait.
   MonotonicNanos HeldUntil(const SliceGroup& group) const;
@@ -85,7 +88,7 @@ class HeadSliceTable {
 
  private:
   bool JoinsSiblings(const StreamRequest& request) const;
-  // The request has come: its stream is waited for again if it has come in time.
+  // Called when the request has come: if it came in time, siblings wait for its stream again.
   void NoteArrival(const StreamRequest& request) const;
   SliceGroup* GroupFor(const StreamRequest& request);
   void Recount(SliceGroup* group) const;

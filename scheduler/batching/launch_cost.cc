@@ -7,11 +7,12 @@ namespace {
 
 // Fixed cost of any launch: submission, wake-ups of workers, small tensors.
 constexpr double kLaunchNanos = 20'000;
-// A rate moves by this share of the error. See the header for why they differ.
+// A rate moves by these shares of the error: kUp after a launch that took longer than predicted,
+// kDown after a shorter one. The header says why they differ.
 constexpr double kUp = 0.7;
 constexpr double kDown = 0.2;
-// One measurement moves a rate by at most this factor: a thread that lost its core says nothing of
-// the launch.
+// One measurement moves a rate by at most this factor: a thread that lost its core does not show
+// what a launch costs.
 constexpr double kMostFactor = 4;
 constexpr double kLeastRate = 1e-7;
 constexpr double kMostRate = 1e5;
@@ -29,7 +30,7 @@ AbsorbedCost::AbsorbedCost(const Model& model, Profile profile, int64_t heads, i
       tile_rows_(std::max(1, model.tile_rows)),
       row_bytes_(model.rows(0).row_stride),
       min_charged_rows_(model.min_charged_rows) {
-  // W_UK and W_UV of a row and head cost as many products as this many KV rows.
+  // W_UK and W_UV of a row and head cost as many products as attention to this many KV rows.
   const kernels::Geometry& g = model.spec->geometry;
   if (profile != Profile::kExpanded) return;
   projected_rows_ = g.kv_lora_rank * (g.nope_dim + g.v_dim) / (g.kv_row_dim() + g.kv_lora_rank);
@@ -81,11 +82,11 @@ void LaunchCost::Observe(const BatchKey& key, const LaunchUnits& units, int64_t 
   const double predicted = kLaunchNanos + absorbed + expanded + pages;
   const double took = std::max<double>(static_cast<double>(nanos), 1);
   const double factor = std::clamp(took / predicted, 1 / kMostFactor, kMostFactor);
-  // Each rate answers for its share of the prediction.
+  // Each rate takes the blame in proportion to its share of the prediction.
   Follow(&rates->absorbed, absorbed / predicted, factor);
   Follow(&rates->expanded, expanded / predicted, factor);
   Follow(&pages_, pages / predicted, factor);
-  // A key that comes later most likely runs on the same device.
+  // A key that is used for the first time later most likely runs on the same device.
   initial_.absorbed = rates->absorbed;
   initial_.expanded = rates->expanded;
 }

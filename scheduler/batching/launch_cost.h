@@ -37,7 +37,7 @@ struct LaunchUnits {
   friend LaunchUnits operator+(LaunchUnits a, const LaunchUnits& b) { return a += b; }
 };
 
-// KV rows that `rows` query rows see on average, when the first sees `cached` + 1.
+// KV rows that `rows` query rows see on average, if the first of them sees `cached` + 1.
 inline int64_t MeanKvRows(int64_t rows, int64_t cached) { return cached + (rows + 1) / 2; }
 
 // Cost of a request's rows in the absorbed form: for ABSORBED, and for EXPANDED including its
@@ -48,7 +48,7 @@ class AbsorbedCost {
   static constexpr int64_t kAllRows = std::numeric_limits<int64_t>::max();
   AbsorbedCost(const Model& model, Profile profile, int64_t heads, int64_t most_places = kAllRows);
 
-  // KV bytes of `rows` query rows of one sequence, of which the first sees `cached` + 1 KV rows.
+  // Units of `rows` query rows of one sequence, of which the first sees `cached` + 1 KV rows.
   int64_t Units(int64_t rows, int64_t cached) const {
     if (heads_ == 0) return 0;
     if (most_places_ != kAllRows && rows > 1) return rows * Units(1, cached + (rows + 1) / 2 - 1);
@@ -57,8 +57,8 @@ class AbsorbedCost {
   }
 
  private:
-  // `bytes` of KV rows once a tile, whatever it holds; backends with a floor take as much of a tile
-  // as it holds.
+  // KV bytes that the tiles of `packed` rows read, if one tile reads `bytes`. A backend with
+  // min_charged_rows_ charges a part of a tile as a part; others charge every tile as a whole.
   int64_t Streamed(int64_t packed, int64_t bytes) const {
     if (min_charged_rows_ > 0) return std::max(packed, min_charged_rows_) * bytes / tile_rows_;
     return packed <= tile_rows_ ? bytes : (packed + tile_rows_ - 1) / tile_rows_ * bytes;
@@ -66,8 +66,8 @@ class AbsorbedCost {
 
   int64_t heads_, most_places_;
   int64_t tile_rows_, row_bytes_;  // of one KV row
-  int64_t min_charged_rows_;       // packed; 0: tiles are charged whole
-  int64_t projected_rows_ = 0;     // KV rows that cost as much as a row's projections
+  int64_t min_charged_rows_;       // least packed rows that are charged; 0: tiles are charged whole
+  int64_t projected_rows_ = 0;     // KV rows that cost as much as the projections of one row
 };
 
 class LaunchCost {
@@ -83,16 +83,16 @@ class LaunchCost {
   };
   // Rates of the key; valid until the next Observe.
   const Rates& Of(const BatchKey& key) const;
-  // Predicted nanoseconds on the device. Launches of nothing take kLaunchNanos.
+  // Predicted nanoseconds on the device. A launch without work takes kLaunchNanos.
   int64_t Nanos(const Rates& rates, const LaunchUnits& units) const;
   int64_t Nanos(const BatchKey& key, const LaunchUnits& units) const {
     return Nanos(Of(key), units);
   }
-  // KV bytes that take this time.
+  // KV bytes that are computed in this time.
   int64_t Units(const BatchKey& key, int64_t nanos) const {
     return static_cast<int64_t>(static_cast<double>(nanos) / Of(key).absorbed);
   }
-  // Bytes of page work that fit this time.
+  // Bytes of page work that are done in this time.
   int64_t PageBytes(int64_t nanos) const {
     return static_cast<int64_t>(static_cast<double>(nanos) / pages_);
   }
@@ -102,7 +102,8 @@ class LaunchCost {
  private:
   // Keys whose rates are kept; the one unused for longest makes room.
   static constexpr int kKeys = 16;
-  // A CPU core takes about this long for a byte of KV rows under 128 heads, a GPU a ten thousandth.
+  // Nanoseconds that a CPU core takes for a byte of KV rows under 128 heads; a GPU takes a
+  // ten-thousandth.
   static constexpr double kInitialRate = 1.5;
   Rates initial_ = {.key = {}, .absorbed = kInitialRate, .expanded = kInitialRate};
   std::array<Rates, kKeys> rates_;

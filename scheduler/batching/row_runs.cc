@@ -1,4 +1,5 @@
-// Runs of rows: messages of one prompt that are computed as one in the expanded form.
+// Finds runs of rows: the rows of several messages of one prompt, computed as one record in the
+// expanded form.
 #include <algorithm>
 
 #include "scheduler/batching/batch.h"
@@ -55,7 +56,7 @@ void AddRun(int32_t head, Batch& batch) {
 
 }  // namespace
 
-// An indexer looks at a key of all that the row sees, much as dense attention does.
+// An indexer looks at a key of every row that the query row sees, much as dense attention does.
 RequestCost::RequestCost(const StreamRequest& request, int32_t heads)
     : model_(*request.engine.step->model),
       heads_(heads),

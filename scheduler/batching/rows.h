@@ -1,4 +1,4 @@
-// Which of its step's rows a request still has to compute.
+// Tells which rows of its step a request still has to compute.
 #ifndef MLA_SCHEDULER_BATCHING_ROWS_H_
 #define MLA_SCHEDULER_BATCHING_ROWS_H_
 
@@ -21,7 +21,7 @@ inline int32_t EndRow(const StreamRequest& request) {
 inline bool Appends(const StreamRequest& request) {
   return request.attend.has_kv && !request.engine.repeat;
 }
-// The entry of a step that holds one of its rows. REQUIRES: 0 <= row < step.total_rows.
+// The entry of the step that contains the row. REQUIRES: 0 <= row < step.total_rows.
 inline const StepEntry* EntryOf(const Step& step, int32_t row) {
   const auto after =
       std::upper_bound(step.entries.begin(), step.entries.end(), row,

@@ -33,7 +33,7 @@ TenantShare* WaitingRequests::ShareOf(TenantKey tenant, int32_t weight) {
   const auto active = std::find_if(active_.begin(), active_.end(), is_tenant);
   if (active != active_.end()) {
     (*active)->weight = std::max(1, weight);
-    // One that has run out of requests since Prune starts like any other that was idle.
+    // A queue that ran out of requests after the last Prune starts like any other idle one.
     if ((*active)->waiting == 0) {
       (*active)->virtual_time = std::max((*active)->virtual_time, virtual_now_);
     }

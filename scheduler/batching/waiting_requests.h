@@ -1,5 +1,5 @@
-// Requests that wait for a launch: one queue for each tenant and batch key, and shares between
-// tenants.
+// Requests that wait for a launch, in one queue for each tenant and batch key, and the service that
+// each tenant and queue has had.
 //
 // Service is counted by start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant, and
 // each queue within it, has a virtual time. It advances by the KV bytes of the work launched for
@@ -7,7 +7,7 @@
 // or whose requests could not go, starts at the time of the tenant now served. So it neither saves
 // up service nor pays for the service of others.
 //
-// A request whose rows are launched in parts keeps its place in its own queue. Requests are linked
+// A request whose rows are launched in parts keeps its place in its queue. Requests are linked
 // through their engine fields: queueing allocates nothing once the pools are warm. A tenant without
 // requests is forgotten when its virtual time has passed.
 //
@@ -40,15 +40,16 @@ struct RequestQueue {
 struct TenantShare {
   TenantKey tenant = kNoTenant;
   int32_t weight = 1;
-  int32_t waiting = 0;                // requests in its queues
-  int64_t virtual_time = 0;           // KV bytes / weight
-  int64_t queue_time = 0;             // virtual time of the queue served last
+  int32_t waiting = 0;       // requests in its queues
+  int64_t virtual_time = 0;  // KV bytes / weight
+  // Virtual time of the queue of this tenant that was served last.
+  int64_t queue_time = 0;
   std::vector<RequestQueue*> queues;  // with requests
 };
 
 class WaitingRequests {
  public:
-  // All requests, in no order that matters.
+  // The first of all requests; the order of this list does not matter.
   StreamRequest* front() const { return head_; }
   static StreamRequest* Next(const StreamRequest* request) { return request->engine.next; }
   // Walks over all requests; any request may be removed during the walk, even the one just
@@ -75,10 +76,10 @@ class WaitingRequests {
   static StreamRequest* NextInQueue(const StreamRequest* request) {
     return request->engine.queue_next;
   }
-  // A launch takes work of the queue: its tenant, and the queue among the tenant's, have been
-  // served `units` more.
+  // Counts work that a launch takes from the queue: `units` more served to the tenant and, within
+  // it, to the queue.
   void AddService(RequestQueue* queue, int64_t units);
-  // The tenant, whose request a launch had taken, has been served `units` more.
+  // Counts `units` more served to a tenant whose request a launch has taken already.
   void Charge(TenantKey tenant, int32_t weight, int64_t units);
   // Called if none of the requests of the tenant, or of one of its queues, could go now: it saves
   // up no service.
@@ -88,7 +89,7 @@ class WaitingRequests {
   static void SkipQueue(RequestQueue* queue) {
     queue->virtual_time = std::max(queue->virtual_time, queue->share->queue_time);
   }
-  // The launch now chosen begins with the requests of this queue, which is the least served one.
+  // Call it when the launch now chosen begins with requests of this queue, the least served one.
   void Serve(const RequestQueue& queue);
   // Drops queues and tenants without requests.
   void Prune();

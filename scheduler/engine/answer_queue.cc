@@ -3,7 +3,7 @@
 namespace mla::scheduler {
 
 void DeliverAnswer(StreamRequest* request, const absl::Status& status, EngineObserver* observer) {
-  // Read first: the request may be used again, or be gone, before Done returns.
+  // Copied first, because the request may be used again, or be gone, before Done returns.
   const RequestReport report{request->kind, status.ok(), request->timings.queue_ns,
                              request->engine.total_ns};
   const bool answered = request->handed_back == HandedBack::kNo;
@@ -45,7 +45,8 @@ void AnswerQueue::Push(const AnswerList& answers) {
 AnswerList AnswerQueue::PushAndClaim(const AnswerList& answers) {
   if (answers.empty()) return {};
   bool busy = false;
-  // Only holders of the role add to waiting_, so it stays empty until the claim.
+  // Only a holder of the role adds to waiting_, and this thread holds it, so waiting_ stays empty
+  // until the claim.
   if (!has_waiting_.load() && busy_.compare_exchange_strong(busy, true)) {
     pushed_ += answers.size;
     return answers;
@@ -59,7 +60,7 @@ AnswerList AnswerQueue::PushAndClaim(const AnswerList& answers) {
   return claimed;
 }
 
-// False if nothing waits or another thread is delivering.
+// Returns false if nothing waits or another thread is delivering.
 bool AnswerQueue::TryClaim(AnswerList* claimed) {
   bool busy = false;
   if (waiting_.empty() || !busy_.compare_exchange_strong(busy, true)) return false;
@@ -81,12 +82,13 @@ void AnswerQueue::Deliver(AnswerList claimed) {
 void AnswerQueue::DeliverFirst(AnswerList* answers) {
   StreamRequest* const request = answers->PopFront();
   ++delivered_now_;
-  // Moved out, as DeliverAnswer reads the rest first: Done may end the request.
+  // Moved out first: Done may end the request, and DeliverAnswer reads the rest before it calls
+  // Done.
   const absl::Status status = std::exchange(request->engine.status, absl::OkStatus());
   DeliverAnswer(request, status, observer_);
 }
 
-// True if the caller must go on with what `claimed` has become.
+// Returns true if the caller must go on and deliver the answers now in `claimed`.
 bool AnswerQueue::EndDelivery(AnswerList* claimed) {
   delivered_ += std::exchange(delivered_now_, 0);
   busy_ = false;

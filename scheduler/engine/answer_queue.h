@@ -1,5 +1,5 @@
-// Answers on their way from the engine's role to the transports, in the order in which they were
-// given.
+// The answers on their way from the engine's role to the transports, delivered in the order in
+// which they were given.
 //
 // Writing a reply costs as much as a small launch, so it is not done with the role held. The holder
 // leaves its answers here when it gives the role up and delivers them itself, if no other thread is
@@ -29,7 +29,7 @@
 
 namespace mla::scheduler {
 
-// Answered requests, linked by engine.next, whose engine.status says how.
+// Answered requests, linked by engine.next; engine.status is the answer.
 struct AnswerList {
   StreamRequest* head = nullptr;
   StreamRequest* tail = nullptr;
@@ -73,7 +73,8 @@ class AnswerQueue final {
   // Delivers the remaining answers and ends the thread.
   void Stop();
 
-  // REQUIRES (both): the engine role is held, which keeps the order.
+  // REQUIRES of both Push and PushAndClaim: the caller holds the engine role, so answers keep their
+  // order.
   // Leaves the answers to the queue's thread.
   void Push(const AnswerList& answers);
   // As Push, but returns the answers that the caller must pass to Deliver once it has given the
@@ -82,14 +83,15 @@ class AnswerQueue final {
 
   // Delivers the answers returned by PushAndClaim.
   void Deliver(AnswerList claimed);
-  // Returns once everything that was pushed before is delivered.
+  // Returns once all answers pushed before are delivered.
   void Flush();
-  // True while Done is being called on this thread.
+  // Returns true if the calling thread is inside Done.
   bool IsDelivering() const {
     return deliverer_.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }
-  // True while a thread delivers. The end of a delivery is followed by a
-  // look for new work, and bringing work by a look here: one of the two sees the other.
+  // Returns true while a thread delivers. No work is lost: a thread looks for new work after a
+  // delivery, and a thread that brings work looks here afterwards. So one of the two sees the
+  // other.
   bool busy() const {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return busy_.load();
@@ -114,11 +116,11 @@ class AnswerQueue final {
   std::atomic<int32_t> flushing_{0};  // threads in Flush
   std::atomic<int64_t> pushed_{0}, delivered_{0};
 
-  Mutex mutex_;   // held for changes of has_waiting_, too
+  Mutex mutex_;   // also held for changes of has_waiting_
   CondVar work_;  // for the queue's thread
   CondVar done_;  // for Flush
   AnswerList waiting_ ABSL_GUARDED_BY(mutex_);
-  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;  // the queue's thread is to deliver what waits
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;  // the queue's thread shall deliver what waits
   bool running_ ABSL_GUARDED_BY(mutex_) = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;

@@ -15,10 +15,10 @@
 namespace mla::scheduler {
 namespace {
 
-// A pool whose size is not configured is a multiple of this.
+// The chosen size of a pool that is not configured is a multiple of this.
 constexpr int64_t kKvCacheStep = 1 << 20;
 
-// The answer to a move, for the thread that waits for it.
+// Waits for the answer of a move.
 class MoveAnswer {
  public:
   void Set(const absl::Status& status) {
@@ -103,7 +103,7 @@ absl::Status Engine::Submit(StreamRequest* request) {
   if (request->handed_back == HandedBack::kNo) {
     request->engine.first_arrival_ns = request->engine.arrival_ns;
   }
-  // From Push on it may be answered.
+  // The request may be answered from Push on, so it is read before.
   const bool leave = request->leave_launch;
   const Submitter* const submitter = request->submitter;
   impl_->inbox_.Push(request);
@@ -175,12 +175,12 @@ absl::Status Engine::SetScales(const std::string& tenant, const std::string& id,
 }
 
 absl::StatusOr<std::vector<int32_t>> Engine::SetSinks(const std::string& tenant,
-                                                      const std::string& id, const SinkSlice& at,
+                                                      const std::string& id, const SinkSlice& slice,
                                                       std::span<const float> sinks) {
   return impl_->WithRole([&](EngineCore& core) -> absl::StatusOr<std::vector<int32_t>> {
     absl::StatusOr<Model*> model = core.models().Find(core.FindTenant(tenant), id, "model_id");
     if (!model.ok()) return model.status();
-    absl::Status set = core.models().SetSinks(**model, at, sinks, "sinks");
+    absl::Status set = core.models().SetSinks(**model, slice, sinks, "sinks");
     if (!set.ok()) return set;
     return core.models().LayersWithoutSinks(**model);
   });
@@ -203,7 +203,7 @@ absl::Status Engine::LoadWeights(const std::string& tenant, const std::string& i
     g = model.spec->geometry;
     return models.CheckChunk(model, layer, head_begin, head_count, w_uk_w_uv);
   });
-  // One head at a time: repacking a chunk of all heads takes as long as many launches.
+  // One head at a time, because repacking a chunk of all heads takes as long as many launches.
   const size_t uk = size_t(g.nope_dim) * g.kv_lora_rank * sizeof(kernels::Bf16);
   const size_t uv = size_t(g.kv_lora_rank) * g.v_dim * sizeof(kernels::Bf16);
   std::vector<std::byte> head(uk + uv);
@@ -387,7 +387,8 @@ absl::StatusOr<std::unique_ptr<kernels::HostBuffer>> Engine::AllocateHost(size_t
 }
 
 absl::Status Engine::RegisterHost(std::span<std::byte> memory) {
-  return impl_->AnyThread().backend().RegisterHost(memory);  // without the role: it takes a while
+  // Without the role, because it takes a while.
+  return impl_->AnyThread().backend().RegisterHost(memory);
 }
 
 void Engine::UnregisterHost(std::span<std::byte> memory) {
@@ -447,7 +448,7 @@ EngineBytes Engine::CountBytes(const Limits& limits, const kernels::AttentionBac
 int64_t Engine::KvCacheBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
   const int64_t memory = backend.Info().memory_bytes;
   if (memory <= 0) return Limits().kv_cache_bytes;
-  // Some workspaces grow with the pool, so they are counted for the largest there could be.
+  // Some workspaces grow with the pool, so they are counted for the largest pool possible.
   Limits most = limits;
   most.kv_cache_bytes = std::min(memory, kMostKvCacheBytes);
   const int64_t rest = backend.WorkspaceSize(BackendLimitsOf(most, backend)) - most.kv_cache_bytes;

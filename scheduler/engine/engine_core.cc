@@ -55,7 +55,7 @@ EngineCore::EngineCore(const EngineOptions& options,
   if (!backend_->Info().unified_memory) policy_.FormRuns();
 }
 
-// Launches that run write into memory that goes with this.
+// Running launches write into memory that is freed here, so wait for them.
 EngineCore::~EngineCore() {
   while (launcher_ != nullptr && CompleteLaunch(/*wait=*/true)) {
   }
@@ -197,16 +197,16 @@ absl::Status EngineCore::Admit(StreamRequest* request) {
 }
 
 void EngineCore::CloseStream(StreamId stream) {
-  bool again = true;
-  while (again) {
-    again = false;
+  bool changed = true;
+  while (changed) {
+    changed = false;
     for (Step* step : steps_->open()) {
       if (!step->Includes(stream)) continue;
       const bool leader = step->streams[0] == stream;
       AbortStep(step->tenant, step->id,
                 absl::CancelledError(leader ? "the stream that began the step has closed"
                                             : "a participant's stream has closed"));
-      again = true;  // the list of open steps has changed
+      changed = true;  // The walk starts anew, because the list of open steps has changed.
       break;
     }
   }
@@ -215,7 +215,7 @@ void EngineCore::CloseStream(StreamId stream) {
 }
 
 absl::Status EngineCore::DrainingError(bool opens) const {
-  // A sequence is not at the peer before it has moved, but a new one may be opened there.
+  // A named sequence is at the peer only after it has moved, but a new one may be opened there.
   const bool moves = !opens && !drain_peer_.empty();
   return MakeError(absl::StatusCode::kUnavailable,
                    moves ? "the server is draining, and its sequences move to another one"
@@ -265,12 +265,12 @@ absl::StatusOr<PrefixPlan> EngineCore::PlanMatch(const MatchArgs& args, int64_t*
 
 absl::StatusOr<SequenceInfo> EngineCore::MatchSequence(const MatchArgs& args,
                                                        const PrefixPlan& prefix) {
-  absl::StatusOr<Sequence*> found =
+  absl::StatusOr<Sequence*> sequence_or =
       sequences_->ForMatch(tenants_.Find(args.tenant), args.id, args.expected_epoch);
-  if (!found.ok()) return found.status();
-  absl::Status status = sequences_->Match(*found, prefix);
+  if (!sequence_or.ok()) return sequence_or.status();
+  absl::Status status = sequences_->Match(*sequence_or, prefix);
   if (!status.ok()) return status;
-  return sequences_->Info(**found);
+  return sequences_->Info(**sequence_or);
 }
 
 absl::StatusOr<HintAnswer> EngineCore::Hint(const HintArgs& args, const PrefixPlan& prefix) {
@@ -335,18 +335,18 @@ SequenceList EngineCore::GetSequences(const SequenceSelection& selection) {
 
 absl::StatusOr<SequenceTail> EngineCore::ReadTail(const std::string& tenant, SequenceId id,
                                                   uint64_t expected_epoch) {
-  absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenants_.Find(tenant), id, expected_epoch);
-  if (!found.ok()) return found.status();
-  if ((*found)->tail.tail == nullptr) {
+  absl::StatusOr<Sequence*> owner = sequences_->FindIdle(tenants_.Find(tenant), id, expected_epoch);
+  if (!owner.ok()) return owner.status();
+  if ((*owner)->tail.tail == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, absl::StrCat("sequence ", id, " has no tail"),
                      {.field = "sequence_id",
                       .got = absl::StrCat(id),
                       .limit = "a sequence that a step has left with a tail",
                       .reason = "no_tail",
-                      .last_good_position = cache_->length((*found)->slot)});
+                      .last_good_position = cache_->length((*owner)->slot)});
   }
-  sequences_->Renew(*found);
-  return (*found)->tail;
+  sequences_->Renew(*owner);
+  return (*owner)->tail;
 }
 
 int32_t EngineCore::ReleaseSequences(const std::string& tenant_name,

@@ -1,4 +1,4 @@
-// The engine without threads: all scheduler and cache state, and every transition, in a form that
+// The engine without threads: all scheduler and cache state and all its transitions, in a form that
 // one thread can step by hand. Engine (engine.h) adds the inbox, the role and the dedicated thread.
 //
 // A step is a transaction: BeginStep decides everything and reserves, EndStep commits, and whatever
@@ -45,7 +45,7 @@ namespace mla::scheduler {
 struct LaunchReports {
   static constexpr int kMost = 2;
   int count = 0;
-  std::array<LaunchReport, kMost> of;
+  std::array<LaunchReport, kMost> items;
 };
 
 class EngineCore {
@@ -65,38 +65,39 @@ class EngineCore {
 
   // --- Launches. Each returns true if it did anything.
   bool StartLaunch();
-  // False when requests wait, if any, for others or for time to pass (NextTick), and not for a
-  // launch.
+  // Returns false if no request waits for a launch: none waits at all, or all wait for others or
+  // for time to pass (NextTick).
   bool MayLaunch() const {
     return (!pending_.empty() && !nothing_ready_) || mover_->waiting() ||
            (tiers_ != nullptr && tiers_->ready());
   }
-  // Completes the oldest launch: waits for it if `wait`, else only if it is done.
+  // Completes the oldest launch. If `wait` is false, it does so only if the launch is done.
   bool CompleteLaunch(bool wait);
   bool inflight() const { return launcher_->inflight() > 0; }
-  // Work (packed rows x kv rows) of what would be launched now; a bound, for the inline decision.
+  // Bound of the work (packed rows x KV rows) that would be launched now; for the decision to
+  // launch inline.
   int64_t ReadyWork() const;
 
-  // --- Time. Fails what waited too long, expires leases.
+  // --- Time. Fails requests that waited too long, and expires leases.
   void Tick();
   // Tells the engine that the process did not run for this time. Messages that clients sent during
   // the pause have yet to be read, so the time does not count against any deadline of theirs. Call
   // it before Tick and Accept.
   void NotePause(int64_t nanos);
-  // When Tick has something to do; max() if never.
+  // The next time at which Tick has something to do; max() if there is none.
   MonotonicNanos NextTick() const;
 
   // --- Control plane; see engine.h.
   TenantTable& tenants() { return tenants_; }
-  // Transports may return staged bytes after the engine is gone.
+  // Shared, because transports may return staged bytes after the engine is gone.
   const std::shared_ptr<TenantTable>& shared_tenants() const { return tenant_table_; }
   const std::shared_ptr<kvcache::EventLog>& events() const { return events_; }
   TenantKey FindTenant(const std::string& name) const { return tenants_.Find(name); }
   ModelTable& models() { return *models_; }
   absl::StatusOr<SequenceInfo> OpenSequence(const OpenArgs& args, const PrefixPlan& prefix = {});
-  // A plan for the sequence as it is now, to be filled outside the role.
+  // Makes a plan for the sequence as it is now; the caller fills it without the role.
   absl::StatusOr<PrefixPlan> PlanMatch(const MatchArgs& args, int64_t* committed);
-  // ABORTED if the sequence is not as the plan has it.
+  // Returns ABORTED if the sequence has changed since the plan was made.
   absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args, const PrefixPlan& prefix);
   absl::StatusOr<SequenceInfo> ForkSequence(const ForkArgs& args);
   absl::StatusOr<SequenceInfo> TruncateSequence(const std::string& tenant, SequenceId id,
@@ -111,8 +112,8 @@ class EngineCore {
   // --- Slower tiers; null if there are none.
   TierMoves* tiers() { return tiers_.get(); }
   std::span<std::byte> tier_memory() { return tier_memory_->bytes(); }
-  // Brings back what slower tiers have of the rows that the call names, unless it would be refused.
-  // Null: there is nothing to wait for.
+  // Brings back the call's rows that are in slower tiers. Returns an error instead if the call
+  // would be refused. Returns null if there is nothing to wait for.
   absl::StatusOr<std::shared_ptr<TierWait>> RestoreForOpen(const OpenArgs& args,
                                                            const PrefixPlan& prefix);
   absl::StatusOr<std::shared_ptr<TierWait>> RestoreForMatch(const MatchArgs& args,
@@ -122,7 +123,7 @@ class EngineCore {
                                           int64_t first_row);
   // --- Exports and imports.
   RowTransfers& transfers() { return *transfers_; }
-  // As transfers() has it, unless the server drains.
+  // As transfers().BeginImport, but refuses while the server drains.
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
   // Answers all moves that wait.
   void FailMoves(const std::string& why);
@@ -143,24 +144,25 @@ class EngineCore {
   const kvcache::KvCache& cache() const { return *cache_; }
   std::span<uint32_t> page_tables();
   const WaitingRequests& pending() const { return pending_; }
-  // From now on answers are collected for TakeAnswers; before, Done is called at once.
+  // From this call on, answers are collected for TakeAnswers; before it, Done is called at once.
   void CollectAnswers() { collects_answers_ = true; }
   bool has_answers() const { return !answers_.empty(); }
-  // The answers since the last call, in their order. The caller sees to it that Done is called.
+  // The answers since the last call, in the order in which they were given. The caller must call
+  // Done for them.
   AnswerList TakeAnswers() { return std::exchange(answers_, {}); }
   // Reports of the launches that have ended since the last call. The caller passes them to the
   // observer once it has delivered the answers: metrics cost as much as a small reply.
   LaunchReports TakeReports() {
     LaunchReports taken;
     taken.count = std::exchange(reports_.count, 0);
-    std::copy_n(reports_.of.begin(), taken.count, taken.of.begin());
+    std::copy_n(reports_.items.begin(), taken.count, taken.items.begin());
     return taken;
   }
   // Counts a request that is about to be handed over, or refuses it: RESOURCE_EXHAUSTED when the
   // tenant or the server has as many as it may. Any thread.
   absl::Status Admit(StreamRequest* request);
-  // Requests handed over and not answered; the caller counts one before it hands it over. Any
-  // thread.
+  // Requests handed over and not yet answered; the caller counts a request before it hands it over.
+  // Any thread.
   std::atomic<int32_t>& owned() { return owned_; }
 
  private:
@@ -188,13 +190,15 @@ class EngineCore {
   absl::Status RefuseDraining(TenantKey tenant, SequenceId id, const std::string& field);
   absl::Status RefuseDraining(TenantKey tenant, const BeginStepArgs& args);
   absl::Status AcceptAttend(StreamRequest* request);
-  // OK with *wait set: the step still has requests; the answer comes when they are done.
+  // Returns OK and sets *wait if the step still has requests; the answer then comes when they are
+  // done.
   absl::Status EndStep(StreamRequest* request, bool* wait);
   absl::Status CommitStep(Step* step, StreamRequest* request);
   void EvictSequence(Sequence* sequence, const char* why);
   void Preempt(Sequence* sequence);
   absl::Status AbortStepRequest(StreamRequest* request);
-  // Rolls the step back and answers what waits of it. Completes launches first if they carry it.
+  // Rolls the step back and answers its waiting requests. First completes the running launches that
+  // carry it.
   void AbortStep(TenantKey tenant, StepId id, const absl::Status& status);
   void CloseStep(Step* step, const std::string& why_aborted);
   void FinishEndIfIdle(Step* step);
@@ -206,8 +210,8 @@ class EngineCore {
   // As Answer, without one.
   void HandBack(StreamRequest* request, HandedBack why);
   void Return(StreamRequest* request, const absl::Status& status);
-  // False: the request's tensors are not there, and a launch may not wait for them. Notes whether
-  // they are there by now.
+  // Returns false if the request's tensors have not come and a launch may not wait for them. Notes
+  // in the request whether they have come.
   bool MayGoAhead(StreamRequest* request) const;
   void ChargeWait(const BatchLaunch& launch);
   // For a request that waits, or that a launch took too early.
@@ -225,7 +229,7 @@ class EngineCore {
   // failed, together with the launches after it. Both abort the steps of the requests.
   void FailSubmit(BatchLaunch* launch, const absl::Status& cause);
   void FailOldest(BatchLaunch* launch, const absl::Status& cause);
-  // Returns its page work to the queue, and adds its requests to `failed`.
+  // Returns the launch's page work to the queue and adds its requests to `failed`.
   void UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
                   std::vector<StreamRequest*>* failed);
   void AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause);
@@ -259,7 +263,7 @@ class EngineCore {
   AheadPauses ahead_pauses_;
   absl::flat_hash_map<StreamId, Stream> streams_;
   StreamId next_stream_ = 1;
-  bool nothing_ready_ = false;  // as StartLaunch found it, and nothing has come since
+  bool nothing_ready_ = false;  // StartLaunch found nothing ready, and nothing has come since
   bool draining_ = false;
   std::string drain_peer_;  // server that takes over the sequences; empty: none
   bool collects_answers_ = false;

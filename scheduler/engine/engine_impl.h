@@ -1,5 +1,5 @@
-// The engine's threads: who holds the role, and what wakes whom. Engine's methods are written over
-// it (engine.cc); nothing else includes this.
+// The engine's threads: which thread holds the role, and which event wakes which thread. The
+// methods of Engine are written in terms of it (engine.cc); nothing else includes this header.
 #ifndef MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
 #define MLA_SCHEDULER_ENGINE_ENGINE_IMPL_H_
 
@@ -23,11 +23,11 @@
 
 namespace mla::scheduler {
 
-// The engine's thread looks at its timers at least this often, whatever it was told.
+// The engine's thread looks at its timers at least this often, even if told to sleep longer.
 inline constexpr int64_t kLongestSleepNanos = 200'000'000;
 // Launches that a submitting thread runs before it leaves the rest to the engine's thread.
 inline constexpr int kInlineLaunches = 2;
-// How long a call that takes the role many times yields to threads that wait for the role.
+// How often a call that takes the role many times yields between them to threads that wait for it.
 inline constexpr int kYields = 1000;
 
 class Engine::Impl {
@@ -39,10 +39,10 @@ class Engine::Impl {
         prefixes_(options.prefix_secret.value_or(kvcache::RandomSecret()), options.limits),
         answers_(options.observer) {}
 
-  // Passes them to the observer; any thread.
+  // Passes the reports to the observer; any thread.
   void Observe(const LaunchReports& reports) {
     for (int i = 0; i < reports.count; ++i) {
-      options_.observer->OnLaunch(reports.of[static_cast<size_t>(i)]);
+      options_.observer->OnLaunch(reports.items[static_cast<size_t>(i)]);
     }
   }
 
@@ -56,7 +56,7 @@ class Engine::Impl {
       impl_.role_.Lock();
       --impl_.waiting_for_role_;
     }
-    // Takes over a role that TryLock has got.
+    // Takes over the role after a successful TryLock.
     Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {}
     ~Role() ABSL_UNLOCK_FUNCTION() {
       // Requests waiting for siblings or KV rows are not work left; NextTick wakes the engine for
@@ -94,7 +94,7 @@ class Engine::Impl {
     bool* left_ = nullptr;
   };
 
-  // Runs `fn(core)` with the role, after everything that was submitted before.
+  // Runs `fn(core)` with the role, after all requests submitted before have been accepted.
   template <typename Fn>
   auto WithRole(Fn&& fn) {
     Role role(*this);
@@ -116,7 +116,7 @@ class Engine::Impl {
     }
   }
 
-  // One round of the engine; true if it did anything.
+  // Runs one round of the engine; returns true if there may be more to do.
   bool Round() ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     Drain();
     const MonotonicNanos now = clock_->Now();
@@ -165,8 +165,9 @@ class Engine::Impl {
     }
   }
 
-  // Rows that slower tiers have are brought back, for as long as the call may wait. `restore`, with
-  // the role, refuses calls that need not wait for it: core -> StatusOr<shared_ptr<TierWait>>.
+  // Brings back rows from slower tiers and waits for them as long as the call may wait. `restore`,
+  // called with the role, maps core -> StatusOr<shared_ptr<TierWait>>; it returns an error for
+  // calls that will be refused anyway.
   template <typename Restore>
   absl::Status AwaitTiers(const PrefixPlan& prefix, int64_t most_ms, Restore&& restore) {
     if (options_.limits.host_tier_bytes == 0 || prefix.chain == nullptr) return absl::OkStatus();
@@ -178,7 +179,8 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  // For Admit, the table of tenants and the registration of memory, which need no role.
+  // Access for Admit, the table of tenants and the registration of memory, none of which needs the
+  // role.
   EngineCore& AnyThread() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *core_; }
 
   // Call it while everything that the core's threads may wake still exists. REQUIRES: no more calls
@@ -195,8 +197,8 @@ class Engine::Impl {
            submitter->IsIdle();
   }
 
-  // Awaits the launch on behalf of an idle submitter. False: others want the role, or the submitter
-  // is idle no longer.
+  // Awaits the launch on behalf of an idle submitter. Returns false if other threads want the role
+  // or the submitter has work again.
   bool AwaitLaunch(const Submitter& submitter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(role_) {
     while (!core_->CompleteLaunch(/*wait=*/false)) {
       if (waiting_for_role_ > 0 || !inbox_.empty() || !submitter.IsIdle()) return false;
@@ -207,12 +209,12 @@ class Engine::Impl {
   // The submitting thread takes the role if it is free and runs small launches, unless
   // `leave_launch` leaves them to the engine's thread.
   void RunInline(bool leave_launch, const Submitter* submitter) {
-    if (answers_.IsDelivering()) return;  // called from Done: its caller looks again
+    if (answers_.IsDelivering()) return;  // called from Done, whose caller looks again afterwards
     if (options_.inline_work <= 0 || leave_launch) return inbox_.Wake();
-    bool left = false;
+    bool work_left = false;
     for (int i = 0; i < kInlineLaunches; ++i) {
       if (answers_.busy() || !role_.TryLock()) break;
-      left = false;
+      work_left = false;
       {
         Role role(*this, std::adopt_lock);
         Drain();
@@ -225,11 +227,11 @@ class Engine::Impl {
         } else if (!AwaitLaunch(*submitter)) {
           return;
         }
-        if (i + 1 < kInlineLaunches) role.ComeBack(&left);
+        if (i + 1 < kInlineLaunches) role.ComeBack(&work_left);
       }
-      if (!left) return;
+      if (!work_left) return;
     }
-    if (left) inbox_.Wake();
+    if (work_left) inbox_.Wake();
   }
 
   const EngineOptions options_;

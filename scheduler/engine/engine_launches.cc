@@ -143,7 +143,7 @@ void EngineCore::NoteReport(const LaunchReport& report) {
     options_.observer->OnLaunch(report);
     return;
   }
-  reports_.of[static_cast<size_t>(reports_.count++)] = report;
+  reports_.items[static_cast<size_t>(reports_.count++)] = report;
 }
 
 void EngineCore::FailSubmit(BatchLaunch* launch, const absl::Status& cause) {
@@ -190,16 +190,16 @@ void EngineCore::UndoLaunch(BatchLaunch* launch, const absl::Status& cause,
 void EngineCore::AbortFailed(const std::vector<StreamRequest*>& failed, const absl::Status& cause) {
   nothing_ready_ = false;
   const std::string why = absl::StrCat("the launch failed: ", cause.message());
-  std::vector<StreamRequest*> all = failed;
+  std::vector<StreamRequest*> requests = failed;
   // On a device that is lost, page work is never done: requests that wait for theirs would do so
   // until their deadlines, with one launch after another.
   while (!pending_.empty() && !backend_->Healthy().ok()) {
-    all.push_back(pending_.front());
-    --all.back()->engine.step->waiting;
-    RemovePending(all.back());
+    requests.push_back(pending_.front());
+    --requests.back()->engine.step->waiting;
+    RemovePending(requests.back());
   }
   std::vector<std::pair<TenantKey, StepId>> steps;
-  for (StreamRequest* request : all) {
+  for (StreamRequest* request : requests) {
     Step& step = *request->engine.step;
     step.failed = true;
     steps.emplace_back(step.tenant, step.id);
@@ -221,9 +221,10 @@ bool EngineCore::MayGoAhead(StreamRequest* request) const {
   // Log-sum-exps would be copied to the client's memory even if the launch came too late.
   if (request->attend.want_lse && request->attend.on_device) return false;
   if (note.step != nullptr) {
-    // Other participants' requests would see rows of a launch that may turn out to be late.
+    // Requests of other participants could read rows of this launch before it is known whether it
+    // is late.
     if (note.step->participants > 1) return false;
-    // The expanded form takes longer than what going ahead saves.
+    // The expanded form takes longer than going ahead would save.
     const AttendArgs& args = request->attend;
     if (args.profile == Profile::kExpanded &&
         args.row_count >= note.step->model->ExpandedMinRows(args.q_dtype)) {
@@ -353,7 +354,7 @@ void EngineCore::FailLate(StreamRequest* request) {
                  .last_good_position = CommittedAt(*note.step, FirstRow(*request))}));
 }
 
-// Rows first..last of its step, which it waits for, have not arrived.
+// Fails the request because rows first..last of its step, which it waits for, have not arrived.
 void EngineCore::FailRowsMissing(StreamRequest* request, int32_t first, int32_t last) {
   FailPending(
       request,
@@ -379,7 +380,7 @@ int64_t EngineCore::ReadyWork() const {
     for (const StepEntry& entry : request->engine.step->entries) {
       kv = std::max<int64_t>(kv, entry.start + entry.rows);
     }
-    // An indexer looks at a key of all that the row sees.
+    // An indexer looks at a key of every row that the query row sees.
     if (!Selects(request->attend)) kv = std::min(kv, MostPlaces(*request));
     work += int64_t{request->attend.row_count} * request->attend.num_heads * kv;
   }
@@ -389,15 +390,15 @@ int64_t EngineCore::ReadyWork() const {
 void EngineCore::Tick() {
   const MonotonicNanos now = clock_->Now();
   FailWaiting(now);
-  bool again = true;
-  while (again) {
-    again = false;
+  bool changed = true;
+  while (changed) {
+    changed = false;
     for (Step* step : steps_->open()) {
       if (!step->idle() || now < step->lease_deadline) continue;
       AbortStep(step->tenant, step->id,
                 absl::AbortedError(
                     absl::StrCat("its lease of ", step->lease_ns / kNanosPerMilli, " ms ran out")));
-      again = true;  // the list of open steps has changed
+      changed = true;  // The walk starts anew, because the list of open steps has changed.
       break;
     }
   }

@@ -136,12 +136,12 @@ absl::Status EngineCore::BeginStep(StreamRequest* request) {
 
 absl::Status EngineCore::AcceptAttend(StreamRequest* request) {
   const Stream& stream = streams_.at(request->stream);
-  absl::StatusOr<Step*> found = steps_->Find(stream.key(), request->stream, request->step_id);
-  if (!found.ok()) {
-    request->step_aborted = absl::IsAborted(found.status());
-    return found.status();
+  absl::StatusOr<Step*> step_or = steps_->Find(stream.key(), request->stream, request->step_id);
+  if (!step_or.ok()) {
+    request->step_aborted = absl::IsAborted(step_or.status());
+    return step_or.status();
   }
-  Step* step = *found;
+  Step* step = *step_or;
   StepTable::Touch(step, request->engine.arrival_ns);
   AttendArgs& args = request->attend;
   StreamRequest::EngineFields& note = request->engine;
@@ -175,12 +175,12 @@ absl::Status EngineCore::AcceptAttend(StreamRequest* request) {
 
 absl::Status EngineCore::LeaderOf(StreamRequest* request, Step** step) {
   const Stream& stream = streams_.at(request->stream);
-  absl::StatusOr<Step*> found = steps_->Find(stream.key(), request->stream, request->step_id);
-  if (!found.ok()) {
-    request->step_aborted = absl::IsAborted(found.status());
-    return found.status();
+  absl::StatusOr<Step*> step_or = steps_->Find(stream.key(), request->stream, request->step_id);
+  if (!step_or.ok()) {
+    request->step_aborted = absl::IsAborted(step_or.status());
+    return step_or.status();
   }
-  *step = *found;
+  *step = *step_or;
   if ((*step)->streams[0] == request->stream) return absl::OkStatus();
   return MakeError(absl::StatusCode::kFailedPrecondition,
                    "only the stream that began the step may end or abort it",
@@ -254,7 +254,7 @@ absl::Status EngineCore::CommitStep(Step* step, StreamRequest* request) {
   for (size_t i = 0; i < step->entries.size(); ++i) {
     const StepEntry& entry = step->entries[i];
     if (entry.sequence->not_finite_from != Sequence::kNoRow) {
-      // Rows that are not finite are not for others.
+      // Rows that are not finite are not shared with other sequences.
       const int64_t from =
           std::min<int64_t>(entry.sequence->not_finite_from, limits_.max_sequence_rows);
       cache_->Undeclare(entry.sequence->slot, static_cast<int32_t>(from));

@@ -1,5 +1,5 @@
-// The bounded hand-over point between transports and the engine: a list with many producers whose
-// links live in the requests.
+// The hand-over point between transports and the engine: a list that many threads add to. The links
+// lie in the requests, so the list never allocates.
 #ifndef MLA_SCHEDULER_ENGINE_INBOX_H_
 #define MLA_SCHEDULER_ENGINE_INBOX_H_
 
@@ -14,7 +14,7 @@
 
 namespace mla::scheduler {
 
-// Thread-safe. Handing over and taking are one atomic operation each; only sleeping takes a lock.
+// Thread-safe. Push and TakeAll are one atomic operation each; only sleeping takes a lock.
 class Inbox {
  public:
   void Push(StreamRequest* request) {
@@ -37,7 +37,7 @@ class Inbox {
 
   bool empty() const { return last_.load(std::memory_order_acquire) == nullptr; }
 
-  // Wakes the waiter; a wake without a waiter is kept.
+  // Wakes the waiter; if none waits, the next Wait returns at once.
   void Wake() {
     {
       const MutexLock lock(mutex_);
@@ -46,8 +46,8 @@ class Inbox {
     wake_.NotifyOne();
   }
 
-  // Sleeps until Wake was called or `nanos` have passed; not at all if something was pushed and not
-  // taken.
+  // Sleeps until Wake is called or `nanos` have passed. Returns at once if something was pushed
+  // that TakeAll has not taken.
   void Wait(int64_t nanos) {
     MutexLock lock(mutex_);
     wake_.WaitFor(lock, std::chrono::nanoseconds(nanos),

@@ -1,7 +1,7 @@
 // Registered models by tenant and id, for callers that must not wait for the engine role:
 // transports size every request by its model.
 //
-// Threading: any thread; a lock that is held for a look-up.
+// Threading: any thread; a lock is held for each look-up.
 #ifndef MLA_SCHEDULER_ENGINE_MODEL_DIRECTORY_H_
 #define MLA_SCHEDULER_ENGINE_MODEL_DIRECTORY_H_
 
@@ -45,15 +45,15 @@ class ModelDirectory {
   }
   // By tenant and id.
   std::vector<Entry> All() const {
-    std::vector<Entry> all;
+    std::vector<Entry> entries;
     {
       const MutexLock lock(mutex_);
-      for (const auto& [key, entry] : models_) all.push_back(entry);
+      for (const auto& [key, entry] : models_) entries.push_back(entry);
     }
-    std::sort(all.begin(), all.end(), [](const Entry& a, const Entry& b) {
+    std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
       return std::tie(a.first, a.second->id) < std::tie(b.first, b.second->id);
     });
-    return all;
+    return entries;
   }
 
  private:

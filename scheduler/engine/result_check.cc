@@ -16,7 +16,7 @@ namespace {
 using kernels::DType;
 using kernels::ElementSize;
 
-constexpr int64_t kBlock = 4096;  // elements looked at as a whole
+constexpr int64_t kBlock = 4096;  // elements checked at once
 #if defined(__x86_64__)
 #define MLA_AVX2 __attribute__((target("avx2")))
 bool HasAvx2() {
@@ -31,7 +31,7 @@ bool HasAvx2() { return false; }
 // Returns true if one of `count` elements of `Bits` has all exponent bits, given by `mask`, set. If
 // they are, adding the mask's lowest bit carries into the sign.
 template <typename Bits>
-[[gnu::always_inline]] inline bool AnyAllOnes(const std::byte* at, int64_t count, Bits mask) {
+[[gnu::always_inline]] inline bool AnyAllOnes(const std::byte* elements, int64_t count, Bits mask) {
   constexpr auto kSize = static_cast<int64_t>(sizeof(Bits));
   using Lanes [[gnu::vector_size(32)]] = Bits;
   constexpr int64_t kLanes = 32 / kSize;
@@ -42,33 +42,35 @@ template <typename Bits>
 #pragma GCC unroll 4
   for (; i + kLanes <= count; i += kLanes) {
     Lanes bits;
-    std::memcpy(&bits, at + i * kSize, sizeof(bits));
+    std::memcpy(&bits, elements + i * kSize, sizeof(bits));
     carried |= (bits & mask) + one;
   }
-  Bits all = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) all |= carried[lane];
+  Bits combined = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) combined |= carried[lane];
   for (; i < count; ++i) {
     Bits bits;
-    std::memcpy(&bits, at + i * kSize, sizeof(bits));
-    all |= static_cast<Bits>((bits & mask) + one);
+    std::memcpy(&bits, elements + i * kSize, sizeof(bits));
+    combined |= static_cast<Bits>((bits & mask) + one);
   }
-  return (all & sign) != 0;
+  return (combined & sign) != 0;
 }
 
-[[gnu::always_inline]] inline bool AnyNotFinite(const std::byte* at, DType dtype, int64_t count) {
-  return dtype == DType::kF32 ? AnyAllOnes<uint32_t>(at, count, 0x7f800000u)
-                              : AnyAllOnes<uint16_t>(at, count, uint16_t{0x7f80});
+[[gnu::always_inline]] inline bool AnyNotFinite(const std::byte* elements, DType dtype,
+                                                int64_t count) {
+  return dtype == DType::kF32 ? AnyAllOnes<uint32_t>(elements, count, 0x7f800000u)
+                              : AnyAllOnes<uint16_t>(elements, count, uint16_t{0x7f80});
 }
-bool AnyNotFinitePlain(const std::byte* at, DType dtype, int64_t count) {
-  return AnyNotFinite(at, dtype, count);
+bool AnyNotFinitePlain(const std::byte* elements, DType dtype, int64_t count) {
+  return AnyNotFinite(elements, dtype, count);
 }
-// Every launch of a step of many heads has thousands of elements looked at.
-MLA_AVX2 bool AnyNotFiniteAvx2(const std::byte* at, DType dtype, int64_t count) {
-  return AnyNotFinite(at, dtype, count);
+// A launch with many heads has thousands of elements checked, so this uses AVX2 where it can.
+MLA_AVX2 bool AnyNotFiniteAvx2(const std::byte* elements, DType dtype, int64_t count) {
+  return AnyNotFinite(elements, dtype, count);
 }
 
-bool BlockHoldsNotFinite(const std::byte* at, DType dtype, int64_t count) {
-  return HasAvx2() ? AnyNotFiniteAvx2(at, dtype, count) : AnyNotFinitePlain(at, dtype, count);
+bool BlockHoldsNotFinite(const std::byte* elements, DType dtype, int64_t count) {
+  return HasAvx2() ? AnyNotFiniteAvx2(elements, dtype, count)
+                   : AnyNotFinitePlain(elements, dtype, count);
 }
 
 // Returns true if one of `count` elements is a NaN or an infinity. Elements may begin at any
@@ -85,13 +87,13 @@ bool HoldsNotFinite(const std::byte* elements, DType dtype, int64_t count) {
 int64_t FirstNotFinite(const float* values, int64_t count) {
   const auto* const bytes = reinterpret_cast<const std::byte*>(values);
   constexpr auto kSize = static_cast<int64_t>(sizeof(float));
-  int64_t at = 0;
-  while (at < count &&
-         !BlockHoldsNotFinite(bytes + at * kSize, DType::kF32, std::min(kBlock, count - at))) {
-    at += kBlock;
+  int64_t index = 0;
+  while (index < count && !BlockHoldsNotFinite(bytes + index * kSize, DType::kF32,
+                                               std::min(kBlock, count - index))) {
+    index += kBlock;
   }
-  while (at < count && !BlockHoldsNotFinite(bytes + at * kSize, DType::kF32, 1)) ++at;
-  return std::min(at, count);
+  while (index < count && !BlockHoldsNotFinite(bytes + index * kSize, DType::kF32, 1)) ++index;
+  return std::min(index, count);
 }
 
 // A request's tensors where the host can read them. Tensors in device memory are copied, and
@@ -114,7 +116,7 @@ class HostTensors {
     }
   }
 
-  // New KV rows; the first is the first that was launched.
+  // The new KV rows, from the first launched one on.
   const std::byte* Kv() {
     const int64_t row_bytes = request_.engine.step->model->spec->sent_row_dim() *
                               static_cast<int64_t>(ElementSize(args_.q_dtype));
@@ -123,7 +125,7 @@ class HostTensors {
     Read(at, row_bytes, &kv_);
     return kv_.bytes.data();
   }
-  // Row 0 of queries and outputs is the request's row first().
+  // The arguments with host pointers; row 0 of queries and outputs is the request's row first().
   const AttendArgs& Outputs() {
     if (!args_.on_device || !q_.bytes.empty()) return args_;
     const ModelSpec& spec = *request_.engine.step->model->spec;
@@ -152,12 +154,13 @@ class HostTensors {
   };
   // A failure of the device here is found by the next launch. Until then rows count as finite, so
   // that a result which is not finite becomes an error.
-  void Read(const std::byte* from, int64_t row_bytes, Copy* to) {
-    to->row_bytes = row_bytes;
-    to->bytes.assign(static_cast<size_t>(row_bytes * request_.engine.rows_launched), std::byte{0});
-    if (!backend_->ReadShared(to->bytes.data(), from, static_cast<int64_t>(to->bytes.size()))
+  void Read(const std::byte* from, int64_t row_bytes, Copy* copy) {
+    copy->row_bytes = row_bytes;
+    copy->bytes.assign(static_cast<size_t>(row_bytes * request_.engine.rows_launched),
+                       std::byte{0});
+    if (!backend_->ReadShared(copy->bytes.data(), from, static_cast<int64_t>(copy->bytes.size()))
              .ok()) {
-      std::fill(to->bytes.begin(), to->bytes.end(), std::byte{0});
+      std::fill(copy->bytes.begin(), copy->bytes.end(), std::byte{0});
     }
   }
   void Write(std::byte* to, const Copy& from) {
@@ -177,7 +180,7 @@ bool QueryHoldsNotFinite(const AttendArgs& args, int64_t row, int64_t head, int6
   const auto size = static_cast<int64_t>(ElementSize(args.q_dtype));
   const int64_t begin = (row * args.num_heads + head) * dim * size;
   if (args.q_fragments.empty()) return HoldsNotFinite(args.q + begin, args.q_dtype, dim);
-  // Elements may be cut in two, so the row is brought together first.
+  // An element may lie in two fragments, so the row is assembled first.
   std::vector<std::byte> whole(static_cast<size_t>(dim * size));
   const int64_t first = args.q_fragments_offset + begin;
   for (size_t i = 0; i < args.q_fragments.size(); ++i) {
@@ -193,11 +196,12 @@ bool QueryHoldsNotFinite(const AttendArgs& args, int64_t row, int64_t head, int6
   return HoldsNotFinite(whole.data(), args.q_dtype, dim);
 }
 
-// Writes NaN to all `dim` outputs of one row and head, and to its log-sum-exp if there is one.
+// Writes NaN to the outputs of one row and head, `dim` elements, and to its log-sum-exp if there is
+// one.
 void MarkNotANumber(const AttendArgs& args, int64_t row, int64_t head, int64_t dim) {
-  const int64_t at = row * args.num_heads + head;
+  const int64_t pair = row * args.num_heads + head;
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-  for (int64_t i = at * dim; i < (at + 1) * dim; ++i) {
+  for (int64_t i = pair * dim; i < (pair + 1) * dim; ++i) {
     if (args.o_dtype == DType::kF32) {
       std::memcpy(args.o + i * int64_t{sizeof(float)}, &kNaN, sizeof(kNaN));
     } else {
@@ -205,10 +209,10 @@ void MarkNotANumber(const AttendArgs& args, int64_t row, int64_t head, int64_t d
       std::memcpy(args.o + i * int64_t{sizeof(nan)}, &nan, sizeof(nan));
     }
   }
-  if (args.want_lse) args.lse[at] = kNaN;
+  if (args.want_lse) args.lse[pair] = kNaN;
 }
 
-// Calls visit(entry) for the entries of its step that rows [first, end) of a request belong to.
+// Calls visit(entry) for each entry of the step that has some of the request's rows [first, end).
 template <typename Visit>
 void ForEachEntry(const StreamRequest& request, int32_t first, int32_t end, Visit&& visit) {
   const Step& step = *request.engine.step;
@@ -219,7 +223,8 @@ void ForEachEntry(const StreamRequest& request, int32_t first, int32_t end, Visi
   }
 }
 
-// An entry that is not finite counts as the first row that it stands for, or the first of the step.
+// Notes compressed entries that are not finite. Such an entry counts as the first row that it
+// stands for, or as the step's first row if that comes later.
 void NoteEntries(const StreamRequest& request) {
   const AttendArgs& args = request.attend;
   const Step& step = *request.engine.step;
@@ -241,7 +246,7 @@ void NoteEntries(const StreamRequest& request) {
   });
 }
 
-// Notes from where on the rows that a request has brought are not finite.
+// Notes in each sequence the first of the request's rows that is not finite.
 void NoteRows(const StreamRequest& request, kernels::AttentionBackend* backend) {
   const AttendArgs& args = request.attend;
   HostTensors tensors(request, backend);
@@ -265,7 +270,8 @@ void NoteRows(const StreamRequest& request, kernels::AttentionBackend* backend) 
   NoteEntries(request);
 }
 
-// One row and head whose log-sum-exp is not finite.
+// Decides what a log-sum-exp that is not finite means for its row and head. It is an error of the
+// request, unless inputs that are not finite explain it; then the result becomes NaN.
 void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t head, float lse) {
   StreamRequest::EngineFields& note = request->engine;
   const AttendArgs& args = request->attend;
@@ -285,7 +291,8 @@ void JudgeRow(StreamRequest* request, HostTensors* tensors, int64_t row, int64_t
     note.bad_row = static_cast<int32_t>(row);
     note.bad_head = static_cast<int32_t>(head);
   } else if (!std::isnan(lse)) {
-    // An infinity can take part in a row so that it looks as if it had seen no key.
+    // The result of an infinite input may look as if the row had seen no key, so NaN is written
+    // instead.
     MarkNotANumber(tensors->Outputs(), row - tensors->first(), head, spec.o_dim(args.profile));
     tensors->NoteChange();
   }
@@ -348,7 +355,7 @@ void CheckRepeats(const BatchLaunch& launch) {
         EntriesOfRows(*request->engine.step, request->attend.layer, first, first + rows));
     const int32_t* const of_entries = differs + rows;
     if (std::any_of(of_entries, of_entries + entries, [](int32_t other) { return other != 0; })) {
-      row = 0;  // rows and entries are sent again together
+      row = 0;  // rows and entries are sent again together, so the error names row 0
     }
     if (row < rows) request->engine.other_row = FirstRow(*request) + row;
   }

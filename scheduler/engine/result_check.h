@@ -20,12 +20,12 @@
 
 namespace mla::scheduler {
 
-// Marks repeats whose KV rows are not those stored before.
+// Marks repeats whose KV rows differ from those stored before.
 void CheckRepeats(const BatchLaunch& launch);
-// Marks requests whose results are not finite though their inputs are. Results that are not finite
-// because of their inputs become NaN.
+// Marks requests whose results are not finite although their inputs are. Results that are not
+// finite because of their inputs are set to NaN.
 void CheckResults(BatchLaunch* launch, kernels::AttentionBackend* backend);
-// OK, or what CheckRepeats and CheckResults have found.
+// OK, or the error for what CheckRepeats and CheckResults found.
 absl::Status ResultOf(const StreamRequest& request);
 
 }  // namespace mla::scheduler

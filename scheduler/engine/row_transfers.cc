@@ -75,21 +75,21 @@ MovingPages RowTransfers::Moving(const Sequence& sequence, int64_t first_row, in
 
 absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
   const TenantKey tenant = tenants_->Find(args.tenant);
-  absl::StatusOr<Sequence*> found = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
-  if (!found.ok()) return found.status();
-  if (absl::Status s = CheckWhole(*(*found)->model, args.first_row == 0, "first_row"); !s.ok()) {
+  absl::StatusOr<Sequence*> sequence = sequences_->FindIdle(tenant, args.id, args.expected_epoch);
+  if (!sequence.ok()) return sequence.status();
+  if (absl::Status s = CheckWhole(*(*sequence)->model, args.first_row == 0, "first_row"); !s.ok()) {
     return s;
   }
-  const int64_t committed = cache_->length((*found)->slot);
+  const int64_t committed = cache_->length((*sequence)->slot);
   const int64_t end = args.end_row.value_or(committed);
   if (absl::Status s = CheckRange("end_row", end, 0, committed); !s.ok()) return s;
-  const int32_t page_size = (*found)->model->spec->page_size;
+  const int32_t page_size = (*sequence)->model->spec->page_size;
   if (args.first_row < 0 || args.first_row > end || args.first_row % page_size != 0) {
     return RefuseField("first_row", absl::StrCat(args.first_row),
                        absl::StrCat("0..", end, ", and the first row of a page of ", page_size),
                        "out_of_range");
   }
-  if (args.in_place) return Moving(**found, args.first_row, end - args.first_row);
+  if (args.in_place) return Moving(**sequence, args.first_row, end - args.first_row);
   ForkArgs fork;
   fork.parent = args.id;
   fork.expected_epoch = args.expected_epoch;
@@ -101,10 +101,11 @@ absl::StatusOr<MovingPages> RowTransfers::BeginExport(const ExportArgs& args) {
   MovingPages pages = Moving(**held, args.first_row, end - args.first_row);
   pages.state.id = args.id;
   pages.state.epoch = args.expected_epoch;
-  pages.state.client_id = (*found)->client_id;
+  pages.state.client_id = (*sequence)->client_id;
   // The fork's rows are declared only as far as the tenant's bound has room to count them twice.
-  pages.state.chain = cache_->chain((*found)->slot);
-  pages.state.declared = std::min(cache_->declared((*found)->slot), cache_->length((*held)->slot));
+  pages.state.chain = cache_->chain((*sequence)->slot);
+  pages.state.declared =
+      std::min(cache_->declared((*sequence)->slot), cache_->length((*held)->slot));
   return pages;
 }
 
@@ -299,7 +300,7 @@ absl::StatusOr<SequenceInfo> RowTransfers::EndImport(const std::string& tenant, 
   const int32_t rows = cache_->reserved(sequence.slot);
   if (not_finite_from < cache_->length(sequence.slot) + rows) {
     sequence.not_finite_from = std::min(sequence.not_finite_from, not_finite_from);
-    // Rows that are not finite are not for others.
+    // Rows that are not finite are not shared with other sequences.
     cache_->Undeclare(sequence.slot, static_cast<int32_t>(sequence.not_finite_from));
   }
   cache_->Commit(sequence.slot, rows);
@@ -323,31 +324,31 @@ void RowTransfers::AbortImport(const std::string& tenant, const MovingPages& pag
 }
 
 std::vector<TenantSequence> RowTransfers::AllSequences() const {
-  std::vector<TenantSequence> all;
+  std::vector<TenantSequence> infos;
   for (const std::unique_ptr<Sequence>& sequence : sequences_->slots()) {
     if (sequence == nullptr || sequence->exports) continue;
     const TenantRef tenant = tenants_->Get(sequence->tenant);
-    all.push_back({tenant ? tenant->name() : "", sequences_->Info(*sequence)});
+    infos.push_back({tenant ? tenant->name() : "", sequences_->Info(*sequence)});
   }
-  std::sort(all.begin(), all.end(), [](const TenantSequence& a, const TenantSequence& b) {
+  std::sort(infos.begin(), infos.end(), [](const TenantSequence& a, const TenantSequence& b) {
     return std::tie(a.tenant, a.info.id) < std::tie(b.tenant, b.info.id);
   });
-  return all;
+  return infos;
 }
 
 absl::Status RowTransfers::EndHandOver(const TenantSequence& moved, const std::string& peer) {
-  absl::StatusOr<Sequence*> found =
+  absl::StatusOr<Sequence*> sequence =
       sequences_->FindIdle(tenants_->Find(moved.tenant), moved.info.id, moved.info.epoch);
-  if (!found.ok()) return found.status();
-  if (cache_->length((*found)->slot) != moved.info.length) {
+  if (!sequence.ok()) return sequence.status();
+  if (cache_->length((*sequence)->slot) != moved.info.length) {
     return MakeError(absl::StatusCode::kAborted, "the sequence got rows while it was handed over",
                      {.field = "sequence_id",
                       .got = absl::StrCat(moved.info.id),
                       .limit = "a sequence that stays while its rows move",
                       .reason = "changed_meanwhile"});
   }
-  cache_->Note((*found)->slot, kvcache::EventKind::kPreempted);
-  sequences_->ReleaseMoved(*found, peer);
+  cache_->Note((*sequence)->slot, kvcache::EventKind::kPreempted);
+  sequences_->ReleaseMoved(*sequence, peer);
   return absl::OkStatus();
 }
 

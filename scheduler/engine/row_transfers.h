@@ -1,10 +1,10 @@
 // Exports and imports: which rows of a sequence move, what they mean, and what is held during the
 // move.
 //
-// An export holds its rows by a fork of the sequence. An import reserves the pages of its rows,
-// which are committed together when all have come. The bytes are carried by launches (PageMover).
+// An export holds its rows by means of a fork of the sequence. An import reserves the pages of its
+// rows, which are committed together when all have come. Launches carry the bytes (PageMover).
 //
-// Ownership: borrows everything. Threading: owned by the engine role.
+// Ownership: the objects in `parts` are borrowed. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_ENGINE_ROW_TRANSFERS_H_
 #define MLA_SCHEDULER_ENGINE_ROW_TRANSFERS_H_
 
@@ -48,10 +48,10 @@ class RowTransfers final {
         cache_(parts.cache),
         mover_(parts.mover) {}
 
-  // See engine.h, which has the same calls.
+  // See engine.h for the meaning of these calls.
   absl::StatusOr<MovingPages> BeginExport(const ExportArgs& args);
   absl::StatusOr<MovingPages> BeginImport(const ImportArgs& args);
-  // Hands a part over; the move is answered unless there is an error.
+  // Starts moving a part. The move is answered later unless this returns an error.
   absl::Status Start(PageMove* move);
   // Commits the reserved rows. Rows from `not_finite_from` on may hold NaN or infinity.
   absl::StatusOr<SequenceInfo> EndImport(const std::string& tenant, SequenceId id,

@@ -125,16 +125,16 @@ absl::StatusOr<SeqSlot> KvCache::Fork(SeqSlot parent, int32_t length) {
   }
   const auto child = TakeSlot(from.layout, from.tenant);
   if (!child.ok()) return child.status();
-  Sequence& to = At(*child);
-  to.length = length;
-  to.pages = PagesFor(from, length);
-  to.pages_gone = from.pages_gone;
-  const auto shared = TableOf(parent).first(static_cast<size_t>(to.pages));
+  Sequence& target = At(*child);
+  target.length = length;
+  target.pages = PagesFor(from, length);
+  target.pages_gone = from.pages_gone;
+  const auto shared = TableOf(parent).first(static_cast<size_t>(target.pages));
   std::copy(shared.begin(), shared.end(), TableOf(*child).begin());
   for (const uint32_t entry : shared) pool_.Share(entry);
-  to.chain = from.chain;
-  to.declared = from.declared;
-  to.pages_cached = from.pages_cached;
+  target.chain = from.chain;
+  target.declared = from.declared;
+  target.pages_cached = from.pages_cached;
   Undeclare(*child, length);
   CheckAfterMutation();
   return child;
@@ -180,7 +180,7 @@ void KvCache::Release(SeqSlot slot, Freed why) {
 absl::Status KvCache::Reserve(std::span<const StepRows> rows) {
   if (auto s = CheckReserve(rows); !s.ok()) return s;
   absl::Status status = TryReserve(rows);
-  // Another bound may refuse once one does not: groups, slabs, the pool.
+  // Up to three bounds can refuse one after another: on groups, on slabs, and the pool itself.
   for (int bound = 0; bound < 3 && !status.ok() && MakeRoom(rows); ++bound) {
     status = TryReserve(rows);
   }
@@ -212,11 +212,11 @@ absl::Status KvCache::CheckReserve(std::span<const StepRows> rows) {
     }
     sequence.reserve_call = reserve_calls_;
     if (row.rows < 0) return Invalid("step rows", row.rows, "at least 0");
-    const int32_t most = max_rows(row.sequence);
-    if (row.rows > most - sequence.length) {
+    const int32_t row_limit = max_rows(row.sequence);
+    if (row.rows > row_limit - sequence.length) {
       return absl::ResourceExhaustedError(
           absl::StrCat("sequence slot ", row.sequence, " rows: needs ",
-                       int64_t{sequence.length} + row.rows, ", limit ", most));
+                       int64_t{sequence.length} + row.rows, ", limit ", row_limit));
     }
   }
   return absl::OkStatus();
@@ -232,12 +232,12 @@ bool KvCache::ReserveOne(SeqSlot slot, int32_t rows) {
   const int32_t pages = PagesFor(sequence, int64_t{sequence.length} + rows);
   const auto table = TableOf(slot);
   while (sequence.pages < pages) {
-    const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
-    if (taken.entry == SlabPool::kNoEntry) return false;
-    if (taken.dirty) {
-      work_.AddZeroing(sequence.tenant, taken.entry, pool_.group_bytes(sequence.layout));
+    const SlabPool::Taken group = pool_.Take(sequence.layout, sequence.tenant);
+    if (group.entry == SlabPool::kNoEntry) return false;
+    if (group.dirty) {
+      work_.AddZeroing(sequence.tenant, group.entry, pool_.group_bytes(sequence.layout));
     }
-    table[static_cast<size_t>(sequence.pages++)] = taken.entry;
+    table[static_cast<size_t>(sequence.pages++)] = group.entry;
   }
   return true;
 }
@@ -252,12 +252,12 @@ bool KvCache::CopySharedPage(SeqSlot slot) {
   if (row == 0) return true;
   uint32_t& entry = TableOf(slot)[static_cast<size_t>(sequence.pages) - 1];
   if (pool_.references(entry) == 1 && row >= pool_.pinned_rows(entry)) return true;
-  const SlabPool::Taken taken = pool_.Take(sequence.layout, sequence.tenant);
-  if (taken.entry == SlabPool::kNoEntry) return false;
-  work_.AddCopy(sequence.tenant, sequence.layout, taken.entry, entry, row, taken.dirty);
+  const SlabPool::Taken group = pool_.Take(sequence.layout, sequence.tenant);
+  if (group.entry == SlabPool::kNoEntry) return false;
+  work_.AddCopy(sequence.tenant, sequence.layout, group.entry, entry, row, group.dirty);
   sequence.copy_took_last = pool_.Drop(entry);
   sequence.entry_before_copy = entry;
-  entry = taken.entry;
+  entry = group.entry;
   return true;
 }
 
@@ -269,7 +269,7 @@ void KvCache::EndCopy(SeqSlot slot, bool keep) {
   if (source == SlabPool::kNoEntry) return;
   uint32_t& entry = TableOf(slot)[static_cast<size_t>(sequence.pages_before) - 1];
   if (keep) return work_.EndCopy(entry);
-  // Before the copy goes, which may be all that keeps its source.
+  // This comes before the copy is dropped, since the copy may be all that keeps its source.
   allocations_ += pool_.references(source) == 0 ? 1 : 0;
   pool_.Share(source);
   freed_[static_cast<size_t>(Freed::kUncommitted)] += DropGroup(entry);
@@ -277,7 +277,7 @@ void KvCache::EndCopy(SeqSlot slot, bool keep) {
   sequence.pages_published = std::min(sequence.pages_published, sequence.pages_before - 1);
 }
 
-// A reference less. Work that would only fill a group which nothing holds is not done.
+// Drops one reference. If it is the last, work that would only fill the group is cancelled.
 bool KvCache::DropGroup(uint32_t entry) {
   if (pool_.references(entry) == 1) work_.Cancel(entry);
   return pool_.Drop(entry);
@@ -293,7 +293,7 @@ void KvCache::UndoReserve(SeqSlot slot) {
   }
   if (sequence.entry_before_copy != SlabPool::kNoEntry) {
     uint32_t& entry = table[static_cast<size_t>(sequence.pages) - 1];
-    // Before the copy is cancelled, which may be all that keeps its source.
+    // This comes before the copy is cancelled, since the copy may be all that keeps its source.
     pool_.Share(sequence.entry_before_copy);
     work_.Cancel(entry);
     pool_.Untake(entry);
@@ -324,7 +324,7 @@ void KvCache::CountReserved(SeqSlot slot) {
   if (sequence.entry_before_copy == SlabPool::kNoEntry) return;
   ++allocations_;
   sequence.pages_published = std::min(sequence.pages_published, sequence.pages_before - 1);
-  // Only a truncation leads to rows that a copy still reads.
+  // The page is written below rows that a copy still reads only after a truncation.
   freed_[static_cast<size_t>(Freed::kTruncated)] += sequence.copy_took_last;
 }
 
@@ -342,7 +342,8 @@ void KvCache::Commit(SeqSlot slot, int32_t rows) {
   CheckAfterMutation();
 }
 
-// Whole pages that lie before the window go, and the others move to the front of the table.
+// Returns the whole pages that the window has passed, and moves the others to the front of the
+// table.
 void KvCache::LeaveBehind(SeqSlot slot) {
   Sequence& sequence = At(slot);
   const GroupLayout& layout = pool_.layout(sequence.layout);

@@ -1,5 +1,5 @@
-// Who owns which page: the accounting of the KV pool. Bytes belong to the backend; this class deals
-// in offsets.
+// The accounts of the KV pool: which page belongs to which sequence. The bytes belong to the
+// backend; this class deals only in offsets.
 //
 // One byte budget is cut into slabs. A slab serves page groups of one layout at a time and returns
 // to the budget when its last group is free. A sequence is a list of page groups plus a length.
@@ -19,13 +19,13 @@
 // of the layout share them. Groups that the prefix cache alone holds are idle: they yield when
 // Reserve needs their room.
 //
-// A sequence may be changed only while no running launch reads it: backends with unified memory
-// read the page tables where they lie. Fork only reads its parent. Every slot passed in must be
-// open; breaking that, or committing more than was reserved, ends the process.
+// A sequence may be changed only while no running launch reads it, because backends with unified
+// memory read the page tables in place. Fork only reads its parent. Every slot passed in must be
+// open. A slot that is not, or a commit of more rows than were reserved, ends the process.
 //
-// Threading: owned by the engine role. No call blocks. Errors leave everything as it was. After
-// AddLayout only error messages allocate, and the work queue, LaunchWork and the prefix cache while
-// they find their capacity.
+// Threading: owned by the engine role. No call waits. A call that returns an error has changed
+// nothing. After AddLayout only error messages allocate, except that the work queue, LaunchWork and
+// the prefix cache grow until they have reached their largest size.
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_H_
 
@@ -53,7 +53,7 @@ using SeqSlot = int32_t;  // index of an open sequence, reused after Release
 
 struct KvCacheOptions {
   int64_t bytes = 0;       // pool budget, at most 2^32 granules of 256 bytes (1 TiB)
-  int64_t slab_bytes = 0;  // 0: chosen from the budget; never smaller than one group
+  int64_t slab_bytes = 0;  // 0: chosen from the budget, but at least one group
   int32_t max_sequences = 0;
   int32_t max_pages_per_sequence = 0;  // page-table entries of a sequence
 };
@@ -66,7 +66,7 @@ struct StepRows {  // rows that one sequence adds in a step
 // Why page groups came back to the pool.
 enum class Freed : uint8_t {
   kReleased,     // their sequence was released
-  kExpired,      // ... because its lease ran out
+  kExpired,      // the lease of their sequence ran out
   kTruncated,    // rows were dropped
   kUncommitted,  // a step was aborted, or kept fewer rows than it had reserved
   kEvicted,      // the prefix cache held it alone and gave it up
@@ -79,37 +79,37 @@ struct KvCacheStats {
   int64_t groups_used = 0;
   int64_t groups_free = 0;  // free groups in slabs that are assigned to a layout
   int64_t slabs_free = 0;
-  int64_t groups_shared = 0;  // reference count above one, the prefix cache's included
+  int64_t groups_shared = 0;  // held by more than one reference; the prefix cache's count
   // Neither used nor free: groups given back and kept until page work on them is done, and groups
   // taken for rows that come back from slower tiers.
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
   int64_t sequences = 0;
-  // Held by the prefix cache alone; part of neither used nor free.
+  // Held by the prefix cache alone; counted neither as used nor as free.
   int64_t groups_cached = 0;
   int64_t bytes_cached = 0;
   uint64_t allocations = 0;  // since start; allocations - all freed = groups_used + groups_cached
   std::array<uint64_t, kFreedReasons> freed = {};
-  uint64_t copies_on_write = 0;  // page groups of which a layer or more was copied
+  uint64_t copies_on_write = 0;  // page groups of which at least one layer was copied
   uint64_t bytes_copied = 0;     // for them
   uint64_t scrubs = 0;
 };
 
 class KvCache final {
  public:
-  // `page_tables` is backend memory of at least max_sequences x max_pages_per_sequence entries; the
-  // cache alone writes it. INVALID_ARGUMENT names the option.
+  // `page_tables` is backend memory of at least max_sequences x max_pages_per_sequence entries,
+  // which only the cache writes. INVALID_ARGUMENT names the bad option.
   static absl::StatusOr<std::unique_ptr<KvCache>> Create(const KvCacheOptions& options,
                                                          std::span<uint32_t> page_tables);
   ~KvCache();
 
   // RESOURCE_EXHAUSTED when one group does not fit the budget, INVALID_ARGUMENT for dims below 1.
-  // Allocates; not for the steady state. `account` as in SlabPool::AddLayout.
+  // Allocates, so do not call it in the steady state. `account`: see SlabPool::AddLayout.
   absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
   // FAILED_PRECONDITION while sequences use it.
   absl::Status RemoveLayout(LayoutId layout);
 
-  // RESOURCE_EXHAUSTED when max_sequences are open. Takes no pages.
+  // RESOURCE_EXHAUSTED when max_sequences are open already. Takes no pages.
   absl::StatusOr<SeqSlot> Open(LayoutId layout, TenantKey tenant);
   // A child that shares the parent's first `length` rows (<= its committed length). Same tenant.
   // INVALID_ARGUMENT below least_length, as for Truncate.
@@ -117,9 +117,10 @@ class KvCache final {
   // For a sequence without rows, in a layout with a window: sets its length to this many whole
   // pages, as if the window had passed their rows. REQUIRES: no reservation.
   void SkipPages(SeqSlot sequence, int32_t pages);
-  // Drops rows from `length` on; returns whole groups that hold none of the rest.
+  // Drops the rows from `length` on. Returns to the pool the page groups that hold none of the
+  // remaining rows.
   absl::Status Truncate(SeqSlot sequence, int32_t length);
-  // Also ends an open reservation. The slot may come back from the next Open.
+  // Ends an open reservation, too. The next Open may return the same slot.
   void Release(SeqSlot sequence, Freed why = Freed::kReleased);
 
   // Reserves pages for all rows of a step or for none (RESOURCE_EXHAUSTED with pages wanted and
@@ -159,13 +160,13 @@ class KvCache final {
     At(sequence).name = name;
     At(sequence).model = std::move(model);
   }
-  // An event of the whole sequence.
+  // Logs an event of the whole sequence.
   void Note(SeqSlot sequence, EventKind kind);
-  // --- Groups that leave for slower tiers, and come back
+  // --- Groups that leave for slower tiers and come back
   PrefixCache& prefixes() { return prefixes_; }
   const PrefixCache& prefixes() const { return prefixes_; }
   const SlabPool& pool() const { return pool_; }
-  // An idle group becomes the youngest.
+  // Makes an idle group the last of its layout to be evicted.
   void Touch(uint32_t entry) { pool_.Touch(entry); }
   struct RestoreRoom {
     uint64_t id = 0;
@@ -174,30 +175,30 @@ class KvCache final {
   // A group that the tenant's restored bytes will fill completely; kNoEntry if the pool is full
   // even after evictions.
   RestoreRoom TakeToRestore(LayoutId layout, TenantKey tenant);
-  // The bytes have come: the demoted node has the group.
+  // Call it when the bytes have come: gives the group to the demoted node.
   void Restore(int32_t node, uint64_t id, Tier from);
   // Gives up a restore that failed or is not needed any more. Does nothing if the layout is gone.
   void DropRestore(uint64_t id);
-  // Groups, slabs, keys and nodes looked at since start, to show what an operation costs.
+  // Groups, slabs, keys and nodes visited since start; shows what an operation costs.
   uint64_t steps() const { return pool_.steps() + prefixes_.stats().steps; }
 
-  // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation. A
-  // sequence that keeps none shares its last page again. REQUIRES: launches have made the copies of
-  // a sequence that keeps rows, at every layer.
+  // Keeps the first `rows` reserved rows, returns the other pages and ends the reservation. If it
+  // keeps none, a page that was copied on write is replaced by the shared one again. REQUIRES: if
+  // rows are kept, launches have made the sequence's copies at every layer.
   void Commit(SeqSlot sequence, int32_t rows);
   void Rollback(SeqSlot sequence);
 
   PageWorkQueue& work() { return work_; }
   const PageWorkQueue& work() const { return work_; }
-  // Entries of the sequence's page table that changed since a launch last published them; count 0
-  // if none did. They count as published from now on.
+  // Page-table entries of the sequence that have changed since a launch last published them; count
+  // 0 if none have. From this call on they count as published.
   kernels::TableRange TakeTableChange(SeqSlot sequence) {
     Sequence& of = Find(sequence);
     const int32_t first = of.pages_published;
     of.pages_published = of.pages;
     return {TableBegin(sequence) + first, of.pages - first};
   }
-  // The launch that published entries of the sequence has failed.
+  // Call it when a launch that published entries of the sequence has failed.
   void UnpublishTable(SeqSlot sequence);
   // As long as it stays the same no sequence has changed: rows have not moved, and the published
   // page tables are valid. Never 0.
@@ -209,11 +210,12 @@ class KvCache final {
   }
 
   int32_t length(SeqSlot sequence) const;    // committed rows
-  int32_t reserved(SeqSlot sequence) const;  // rows of the open reservation, 0 if none
+  int32_t reserved(SeqSlot sequence) const;  // rows of the open reservation; 0 if there is none
   bool has_reservation(SeqSlot sequence) const;
-  // Group of a page of its rows. REQUIRES: the sequence has it.
+  // The group that holds one page of the sequence's rows. REQUIRES: the sequence has this page.
   uint32_t group(SeqSlot sequence, int64_t page) const;
-  // Kept from the pool until UnpinGroup, also without references: its bytes are on their way.
+  // Keeps the group from being handed out again until UnpinGroup, even if it has no references,
+  // because its bytes are on their way.
   void PinGroup(uint32_t entry) { pool_.Pin(entry); }
   void UnpinGroup(uint32_t entry) { pool_.Unpin(entry); }
   int64_t group_offset(uint32_t entry) const { return pool_.offset(entry); }
@@ -226,7 +228,7 @@ class KvCache final {
   // have left the window.
   int32_t least_length(SeqSlot sequence) const;
   int32_t max_rows(SeqSlot sequence) const;  // rows that its page table can address
-  // Page groups that could be allocated now for this layout.
+  // Page groups of this layout that could be allocated now.
   int64_t free_groups(LayoutId layout) const;
   int64_t idle_groups(LayoutId layout) const { return pool_.idle_groups(layout); }
   int64_t pinned_groups() const { return pool_.stats().groups_pinned; }
@@ -243,19 +245,21 @@ class KvCache final {
     LayoutId layout = kNone;  // kNone: not open
     TenantKey tenant = 0;
     int32_t length = 0;
-    int32_t pages = 0;              // entries of its table in use
+    int32_t pages = 0;              // page-table entries in use
     int32_t pages_gone = 0;         // pages before them that the window has passed
-    int32_t pages_published = 0;    // leading entries that launches have published
+    int32_t pages_published = 0;    // leading entries that a launch has published
     int32_t rows_reserved = kNone;  // kNone: no reservation
     int32_t pages_before = 0;       // the reservation
     uint32_t entry_before_copy = SlabPool::kNoEntry;  // entry of the page copied on write, if any
     bool copy_took_last = false;                      // reference to that page
     uint64_t name = 0;                                // in events
     std::shared_ptr<const std::string> model;         // in events
-    uint64_t reserve_call = 0;                 // the latest call that named it, to find repeats
+    // The latest Reserve that named it; tells if one call names a sequence twice.
+    uint64_t reserve_call = 0;
     std::shared_ptr<const PrefixChain> chain;  // declared contents of its rows; null: not known
-    int32_t declared = 0;                      // rows of the chain that are the sequence's
-    int32_t pages_cached = 0;                  // leading whole pages that were offered to the cache
+    // Leading rows of the sequence whose contents the chain gives.
+    int32_t declared = 0;
+    int32_t pages_cached = 0;  // leading whole pages that were offered to the cache
     int32_t next_free = kNone;
   };
 
@@ -270,7 +274,7 @@ class KvCache final {
     Require(IsOpen(slot), "sequence slot is not open");
     return sequences_[static_cast<size_t>(slot)];
   }
-  // For calls that may change it.
+  // For calls that may change the sequence: also counts as a new version.
   Sequence& At(SeqSlot slot) {
     ++version_;
     return Find(slot);
@@ -319,7 +323,7 @@ class KvCache final {
   int64_t open_sequences_ = 0;
   uint64_t allocations_ = 0;
   uint64_t scrubs_ = 0;
-  std::vector<Restoring> restoring_;  // groups that bytes are on their way into
+  std::vector<Restoring> restoring_;  // groups into which restored bytes are on their way
   uint64_t next_restore_ = 1;
   int64_t restoring_bytes_ = 0;
   std::array<uint64_t, kFreedReasons> freed_ = {};

@@ -1,4 +1,5 @@
-// The fixture of the cache's tests: a small pool, one layout, launches that carry all page work.
+// The fixture of the cache's tests: a small pool, one layout, and launches that carry all page work
+// at once.
 #ifndef MLA_SCHEDULER_KVCACHE_KV_CACHE_FIXTURE_H_
 #define MLA_SCHEDULER_KVCACHE_KV_CACHE_FIXTURE_H_
 
@@ -34,7 +35,7 @@ class KvCacheTest : public ::testing::Test {
     return ReserveStep(step);
   }
 
-  // Reserves, and lets one launch carry all that waits.
+  // Reserves the rows, and lets one launch carry all waiting work.
   absl::Status ReserveStep(std::span<const StepRows> step) {
     carried_ = Carried();
     const absl::Status status = cache_->Reserve(step);
@@ -52,7 +53,7 @@ class KvCacheTest : public ::testing::Test {
     return status;
   }
 
-  // As launches do that write the first rows of each layer.
+  // Takes the copies of all layers, as launches do that write the first rows of each layer.
   void TakeLayers(SeqSlot sequence) {
     WorkRoom room{.places = 1 << 20, .bytes = INT64_MAX};
     const auto layers = static_cast<int32_t>(cache_->pool().layout(layout_).layers.size());

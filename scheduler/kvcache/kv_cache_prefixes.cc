@@ -23,7 +23,7 @@ void KvCache::Undeclare(SeqSlot slot, int32_t from) {
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
   sequence.pages_cached = std::min(sequence.pages_cached, from / page_size);
   if (sequence.declared <= from) return;
-  // Keys say nothing of a part of a page.
+  // A key stands for a whole page, so a part of a page cannot stay declared.
   const bool opaque = sequence.chain != nullptr && sequence.chain->opaque;
   sequence.declared = opaque ? from / page_size * page_size : from;
   if (sequence.declared == 0) sequence.chain.reset();
@@ -92,49 +92,51 @@ PrefixMatch KvCache::Match(SeqSlot slot, int32_t most_rows) {
   PrefixMatch match;
   const int32_t page_size = pool_.layout(sequence.layout).page_size;
   const int32_t before = sequence.length;
-  const int32_t most = std::min({most_rows, sequence.declared, max_rows(slot)});
-  if (most <= before || before % page_size != 0) return match;
+  const int32_t row_limit = std::min({most_rows, sequence.declared, max_rows(slot)});
+  if (row_limit <= before || before % page_size != 0) return match;
   const auto table = TableOf(slot);
-  const auto take = [&](const PrefixCache::Found& found) {
-    pool_.Share(found.entry);
-    table[static_cast<size_t>(sequence.pages++)] = found.entry;
-    sequence.length += found.rows;
-    prefixes_.CountUse(found.node);
+  const auto take = [&](const PrefixCache::Found& page_found) {
+    pool_.Share(page_found.entry);
+    table[static_cast<size_t>(sequence.pages++)] = page_found.entry;
+    sequence.length += page_found.rows;
+    prefixes_.CountUse(page_found.node);
   };
   match.end = MatchEnd::kAll;
-  while (sequence.length < most) {
+  while (sequence.length < row_limit) {
     const int32_t page = sequence.pages;
-    const int32_t left = std::min(most - sequence.length, page_size);
-    const bool whole = left == page_size;
-    PrefixCache::Found found;
-    if (whole) found = prefixes_.Find(sequence.layout, *sequence.chain, page);
-    if (found.rows == 0) found = prefixes_.FindRows(sequence.layout, *sequence.chain, page, left);
-    const bool away = found.rows > 0 && found.entry == SlabPool::kNoEntry;
-    if (away && prefixes_.Comes(found.node)) {
-      // At the border of a page: a later match goes on here.
+    const int32_t rows_left = std::min(row_limit - sequence.length, page_size);
+    const bool whole = rows_left == page_size;
+    PrefixCache::Found cached;
+    if (whole) cached = prefixes_.Find(sequence.layout, *sequence.chain, page);
+    if (cached.rows == 0)
+      cached = prefixes_.FindRows(sequence.layout, *sequence.chain, page, rows_left);
+    const bool away = cached.rows > 0 && cached.entry == SlabPool::kNoEntry;
+    if (away && prefixes_.Comes(cached.node)) {
+      // The match ends at a page border, so that a later match can go on here.
       match.end = MatchEnd::kDeferred;
       break;
     }
     if (away) {
-      found = prefixes_.FindRows(sequence.layout, *sequence.chain, page, left, /*in_pool=*/true);
+      cached =
+          prefixes_.FindRows(sequence.layout, *sequence.chain, page, rows_left, /*in_pool=*/true);
     }
-    if (found.rows > 0) take(found);
-    if (found.rows == page_size) {
+    if (cached.rows > 0) take(cached);
+    if (cached.rows == page_size) {
       sequence.pages_cached = sequence.pages;
-    } else if (found.rows < left) {
+    } else if (cached.rows < rows_left) {
       match.end =
           away ? MatchEnd::kEvicted : prefixes_.WhyAbsent(sequence.layout, *sequence.chain, page);
       break;
     }
   }
   match.rows = sequence.length - before;
-  prefixes_.CountMatch(match.end, most - before, match.rows);
+  prefixes_.CountMatch(match.end, row_limit - before, match.rows);
   if (events_ != nullptr && match.end != MatchEnd::kAll) {
     Miss miss;
     miss.sequence = sequence.name;
     miss.model = sequence.model;
     miss.first_row = before;
-    miss.rows_asked = most - before;
+    miss.rows_asked = row_limit - before;
     miss.rows_found = match.rows;
     miss.end = match.end;
     events_->Add(sequence.layout, std::move(miss));
@@ -149,7 +151,8 @@ const std::shared_ptr<const PrefixChain>& KvCache::chain(SeqSlot slot) const {
 
 int32_t KvCache::declared(SeqSlot slot) const { return At(slot).declared; }
 
-// Evicts idle groups where that will do: refused steps leave the cache as it is.
+// Evicts idle groups if that gives enough room. Otherwise evicts none, because a refused step must
+// leave the cache as it is.
 bool KvCache::MakeRoom(std::span<const StepRows> rows) {
   const LayoutId layout = At(rows[0].sequence).layout;
   int64_t wanted = 0;
@@ -168,14 +171,14 @@ bool KvCache::MakeRoom(std::span<const StepRows> rows) {
 }
 
 KvCache::RestoreRoom KvCache::TakeToRestore(LayoutId layout, TenantKey tenant) {
-  SlabPool::Taken taken = pool_.Take(layout, tenant);
+  SlabPool::Taken group = pool_.Take(layout, tenant);
   // As for a step: another bound may refuse once the first one allows it.
-  for (int bound = 0; bound < 3 && taken.entry == SlabPool::kNoEntry; ++bound) {
+  for (int bound = 0; bound < 3 && group.entry == SlabPool::kNoEntry; ++bound) {
     if (!prefixes_.MakeRoom(layout, 1, pool_.refusal())) break;
-    taken = pool_.Take(layout, tenant);
+    group = pool_.Take(layout, tenant);
   }
-  if (taken.entry == SlabPool::kNoEntry) return {};
-  const RestoreRoom room = {next_restore_++, taken.entry};
+  if (group.entry == SlabPool::kNoEntry) return {};
+  const RestoreRoom room = {next_restore_++, group.entry};
   restoring_.push_back({room, layout});
   restoring_bytes_ += pool_.group_bytes(layout);
   CheckAfterMutation();
@@ -183,11 +186,11 @@ KvCache::RestoreRoom KvCache::TakeToRestore(LayoutId layout, TenantKey tenant) {
 }
 
 KvCache::RestoreRoom KvCache::TakeRestoring(uint64_t id) {
-  const auto found = std::find_if(restoring_.begin(), restoring_.end(),
-                                  [id](const Restoring& one) { return one.room.id == id; });
-  if (found == restoring_.end()) return {};
-  const Restoring one = *found;
-  restoring_.erase(found);
+  const auto restoring = std::find_if(restoring_.begin(), restoring_.end(),
+                                      [id](const Restoring& one) { return one.room.id == id; });
+  if (restoring == restoring_.end()) return {};
+  const Restoring one = *restoring;
+  restoring_.erase(restoring);
   restoring_bytes_ -= pool_.group_bytes(one.layout);
   return one.room;
 }
@@ -203,7 +206,7 @@ void KvCache::Restore(int32_t node, uint64_t id, Tier from) {
 void KvCache::DropRestore(uint64_t id) {
   const RestoreRoom room = TakeRestoring(id);
   if (room.id == 0) return;
-  // It may hold bytes of the tenant that had it before.
+  // The group may still hold bytes of the tenant that had it before.
   pool_.MarkMixed(room.entry);
   pool_.Drop(room.entry);
   CheckAfterMutation();

@@ -13,7 +13,7 @@
 
 namespace mla::kvcache {
 
-inline constexpr int kOperations = 2'100;  // a run; two million in all
+inline constexpr int kOperations = 2'100;  // operations of a run; two million in all runs
 inline constexpr int32_t kSequences = 14, kTablePages = 24, kMostLayers = 3;
 inline constexpr TenantKey kTenants = 3;
 inline constexpr uint32_t kUnpublished = 0x0badcafe;
@@ -52,8 +52,8 @@ inline uint64_t WordFor(TenantKey tenant, uint64_t row, size_t layer) {
   return (uint64_t{tenant} + 1) << 56 | row << 8 | static_cast<uint64_t>(layer);
 }
 
-// The pool's bytes, the page tables as they are published, and launches that carry page work: at
-// most two run at a time, and any may fail.
+// The pool's bytes, the page tables as published, and launches that carry page work. At most two
+// launches run at a time, and any may fail.
 class SimulatedDevice {
  public:
   struct Row {
@@ -67,7 +67,8 @@ class SimulatedDevice {
   std::vector<uint32_t>& tables() { return tables_; }
   int64_t failed() const { return failed_; }
 
-  // Fills the row, where the tables say that it is, with the word; false outside the pool.
+  // Fills the row with the word, at the place that the tables give; returns false if that is
+  // outside the pool.
   bool Write(const Row& row, uint64_t word) {
     const size_t first = FirstWord(row), count = Words(row);
     if (first + count > words_.size()) return false;
@@ -89,7 +90,7 @@ class SimulatedDevice {
                        [owner](uint64_t word) { return word >> 56 == 0 || word >> 56 == owner; });
   }
 
-  // Before work is taken for a launch: two may run at a time.
+  // Call it before work is taken for a launch: only two may run at a time.
   void AwaitSlot(std::mt19937& random, KvCache& cache) {
     if (running_.size() == 2) Finish(random, cache);
   }
@@ -121,7 +122,7 @@ class SimulatedDevice {
     for (; !running_.empty(); running_.pop_back()) cache.work().Requeue(&running_.back());
   }
 
-  // Launches do the tenant's work up to the ticket, however often they fail.
+  // Runs launches until they have done the tenant's work up to the ticket, however often they fail.
   void DoQueued(std::mt19937& random, KvCache& cache, TenantKey tenant, WorkTicket until) {
     FinishAll(random, cache);
     while (cache.work().Waits(tenant, until)) {

@@ -2,8 +2,8 @@
 // at every use or renewal by the client. It takes back the objects whose leases ran out.
 //
 // A lease is named by a small integer of the caller's choice (a sequence slot, a step index). Times
-// are nanoseconds of the scheduler's monotonic clock, passed in by the caller, so nothing here ever
-// reads a clock. Expired leases come out in order of deadline, then id: the same calls give the
+// are nanoseconds of the scheduler's monotonic clock and are passed in by the caller; nothing here
+// reads a clock. Expired leases come out ordered by deadline, then id, so the same calls give the
 // same order in every run.
 //
 // Grant, Renew, Drop and PopExpired are O(log leases) and allocate nothing. Threading: owned by the
@@ -23,14 +23,15 @@ class LeaseTable final {
   static constexpr int32_t kNone = -1;
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-  // Ids are 0 .. max_leases - 1.
+  // Ids are in [0, max_leases).
   explicit LeaseTable(int32_t max_leases);
 
-  // Starts a lease, or sets the deadline of one that runs: expired from deadline_ns on. REQUIRES:
-  // id in range.
+  // Starts a lease, or sets the deadline of a running one; the lease has expired once the time is
+  // deadline_ns. REQUIRES: the id is in range.
   void Grant(int32_t id, int64_t deadline_ns);
-  // Moves the deadline to now_ns + duration_ns, never to an earlier time. False, and no change,
-  // when the lease does not run or had expired by now_ns: a lease once lost does not come back.
+  // Moves the deadline to now_ns + duration_ns, never to an earlier time. Returns false and changes
+  // nothing if the lease does not run or had expired by now_ns, because a lost lease does not come
+  // back.
   bool Renew(int32_t id, int64_t now_ns, int64_t duration_ns);
   // Extends all leases by this time.
   void Postpone(int64_t nanos);
@@ -38,15 +39,15 @@ class LeaseTable final {
   void Drop(int32_t id);
 
   bool Has(int32_t id) const;
-  // 0 when it has expired or does not run.
+  // 0 if the lease has expired or does not run.
   int64_t left_ns(int32_t id, int64_t now_ns) const;
-  // Deadline of the lease that expires first, or kNever.
+  // Deadline of the lease that expires first; kNever if none runs.
   int64_t next_deadline_ns() const;
-  // Ends one lease whose deadline has come and returns its id, or kNone.
+  // Ends one lease whose deadline has come and returns its id; kNone if there is none.
   int32_t PopExpired(int64_t now_ns);
 
   int32_t size() const { return static_cast<int32_t>(heap_.size()); }
-  // Walks everything; empty when right. For tests.
+  // Checks everything and returns a description of the fault, empty if there is none; for tests.
   std::string CheckInvariants() const;
 
  private:
@@ -61,7 +62,7 @@ class LeaseTable final {
   void SiftDown(size_t position);
 
   std::vector<Lease> heap_;         // binary heap, earliest first
-  std::vector<int32_t> positions_;  // in heap_, by id; kNone when it does not run
+  std::vector<int32_t> positions_;  // index in heap_ by id; kNone if the lease does not run
 };
 
 }  // namespace mla::kvcache

@@ -49,7 +49,7 @@ struct PageTags {
   kernels::KvFormat kv_format = kernels::KvFormat::kBf16;
   kernels::Fp8Kind fp8 = kernels::Fp8Kind::kE4m3Fn;
   std::string weights_digest;    // as ModelSpec has it
-  std::vector<float> kv_scales;  // one a layer, in formats that have such scales
+  std::vector<float> kv_scales;  // one for each layer, in formats that have such scales
   int64_t group_bytes = 0;       // payload bytes of a whole group
   int64_t first_row = 0;         // 0 with a window
   int64_t rows = 0;
@@ -59,7 +59,8 @@ struct PageTags {
   kernels::KvFormat entry_format = kernels::KvFormat::kBf16;
   int32_t tail_bytes = 0;
   int64_t tail_position = -1;  // length that the sequence's tail belongs to; -1: no tail
-  // [layers, num_heads] of models with a window; empty: no head has any; absent: not known.
+  // [layers, num_heads], for models with a window. Empty: no head has a sink. Absent: not known
+  // yet.
   std::optional<std::vector<float>> sinks = {};
 };
 
@@ -69,9 +70,10 @@ struct SequenceState {
   uint64_t id = 0;
   uint64_t epoch = 0;
   std::string client_id;
-  int64_t not_finite_from = kAllFinite;         // rows from here on may hold NaN or infinity
-  std::shared_ptr<const PrefixChain> chain;     // declared contents of its rows; null: not known
-  int32_t declared = 0;                         // rows of the chain that are the sequence's
+  int64_t not_finite_from = kAllFinite;      // rows from here on may hold NaN or infinity
+  std::shared_ptr<const PrefixChain> chain;  // declared contents of its rows; null: not known
+  // Leading rows of the sequence whose contents the chain gives.
+  int32_t declared = 0;
   std::string contents;                         // ModelSpec::ContentsText of the chain's model
   std::shared_ptr<const scheduler::Tail> tail;  // null: no tail
 };
@@ -79,17 +81,17 @@ struct SequenceState {
 struct ImportArgs {
   std::string tenant;
   std::string model_id;
-  uint64_t id = 0;  // whose committed rows the new ones follow; 0: a new sequence
+  uint64_t id = 0;  // the sequence whose committed rows the new ones follow; 0: a new sequence
   uint64_t expected_epoch = 0;
   std::string client_id;  // for a new sequence
   int64_t lease_ms = 0;   // for a new sequence; 0: Limits::sequence_lease_ms
   PageTags tags;
-  // The new sequence gets this id, and an epoch of its own: calls of before are refused. 0: an id
-  // of its own.
+  // The new sequence gets this id, and a new epoch, so that calls meant for the former sequence are
+  // refused. 0: a new id.
   uint64_t restored_id = 0;
 };
 
-// An export or an import that has begun.
+// An export or import that has begun.
 struct MovingPages {
   // For an export: a fork that holds the rows and is released at the end, or the sequence itself
   // with `in_place`. For an import: the sequence that gets them.
@@ -109,8 +111,8 @@ inline int64_t FirstWindowRow(const MovingPages& pages) {
   return std::max<int64_t>(0, pages.tags.rows - pages.tags.window) / page_size * page_size;
 }
 
-// Part of a page group's payload on its way. Caller's memory; as it is from the hand-over until
-// `done`.
+// Part of a page group's payload that is moving. The caller owns the memory and must not change or
+// free it between the hand-over and `done`.
 struct PageMove {
   std::string tenant;
   uint64_t id = 0;

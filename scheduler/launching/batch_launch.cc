@@ -5,11 +5,11 @@
 
 namespace mla::scheduler {
 
-void FormRecords::Reserve(int32_t most) {
-  records.reserve(static_cast<size_t>(most));
-  lengths.reserve(static_cast<size_t>(most));
-  fragments.Reserve(most);
-  windows.reserve(static_cast<size_t>(most));
+void FormRecords::Reserve(int32_t count) {
+  records.reserve(static_cast<size_t>(count));
+  lengths.reserve(static_cast<size_t>(count));
+  fragments.Reserve(count);
+  windows.reserve(static_cast<size_t>(count));
 }
 
 void FormRecords::Clear() {
@@ -19,9 +19,9 @@ void FormRecords::Clear() {
   fragments.Clear();
 }
 
-void ProjectionRecords::Reserve(int32_t most) {
-  records.reserve(static_cast<size_t>(most));
-  fragments.Reserve(most);
+void ProjectionRecords::Reserve(int32_t count) {
+  records.reserve(static_cast<size_t>(count));
+  fragments.Reserve(count);
 }
 
 void ProjectionRecords::Clear() {
@@ -33,28 +33,28 @@ absl::Status BatchLaunch::Create(const Limits& limits, kernels::AttentionBackend
                                  int32_t index) {
   slot = index;
   const int32_t requests = limits.launch_requests;
-  const auto most = static_cast<size_t>(requests);
-  batch.requests.reserve(most);
-  batch.segments.reserve(most);
-  batch.slices.reserve(most);
-  batch.runs.reserve(most);
-  batch.run_segments.reserve(most);
+  const auto count = static_cast<size_t>(requests);
+  batch.requests.reserve(count);
+  batch.segments.reserve(count);
+  batch.slices.reserve(count);
+  batch.runs.reserve(count);
+  batch.run_segments.reserve(count);
   layout = kernels::LaunchLayout(backend, index);
   // Inputs of each request: KV rows, entries, queries, sinks and both parts of the index lists.
   // Outputs of each request: the output, log-sum-exps, and lists or a device copy of the
   // log-sum-exps. In addition to these, unwanted log-sum-exps and comparisons.
-  layout.Reserve(6 * most, 3 * most + 2);
-  tables.reserve(2 * most);   // tables of rows and of entries
-  appends.reserve(2 * most);  // KV rows, and index keys or entries
-  selects.reserve(most);
+  layout.Reserve(6 * count, 3 * count + 2);
+  tables.reserve(2 * count);   // tables of rows and of entries
+  appends.reserve(2 * count);  // one for the KV rows, and one for index keys or entries
+  selects.reserve(count);
   absorbed.Reserve(requests);
   expanded.Reserve(requests);
-  // One for each slice of fused requests, one for each record of the others.
+  // For fused slices one for each slice; for other requests one for each record.
   absorbs.Reserve(2 * requests);
   projects.Reserve(2 * requests);
-  lse.reserve(most);
-  differs.reserve(most);
-  signals.reserve(most);
+  lse.reserve(count);
+  differs.reserve(count);
+  signals.reserve(count);
   auto floats =
       backend.AllocateHost(static_cast<size_t>(limits.launch_packed_rows) * sizeof(float));
   if (!floats.ok()) return floats.status();

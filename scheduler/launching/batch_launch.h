@@ -1,5 +1,5 @@
-// A batch with the launch that it becomes, in one slot of the backend: the records that the launch
-// refers to, and the memory that it shares between requests. All of it is made at start.
+// A batch and the launch that it becomes, in one slot of the backend. Holds the records that the
+// launch refers to and the memory that its requests share. All memory is taken at the start.
 #ifndef MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
 #define MLA_SCHEDULER_LAUNCHING_BATCH_LAUNCH_H_
 
@@ -32,7 +32,7 @@ class FragmentsByRecord {
     all_.resize(index);
     all_.push_back(input);
   }
-  // One for each of `records`, or none at all.
+  // One input for each of `records`; empty if no record has a fragmented input.
   std::span<const kernels::FragmentedInput> Of(size_t records) {
     if (!all_.empty()) all_.resize(records);
     return all_;
@@ -61,42 +61,44 @@ struct ProjectionRecords {
 };
 
 struct BatchLaunch {
-  // Takes memory for any launch within the limits; once, for a configured backend.
+  // Takes the memory for any launch within the limits. Called once, when the backend is configured.
   absl::Status Create(const Limits& limits, kernels::AttentionBackend& backend, int32_t index);
-  // Empties everything but the batch, the records and `launch`, of which the launcher sets every
-  // field.
+  // Empties everything except the batch, the records, and `launch`, in which the launcher sets
+  // every field.
   void Clear();
   void ClearRecords();
 
   int32_t slot = -1;
   Batch batch;
   LaunchReport report;
-  kernels::Launch launch;  // refers to what follows; valid until the slot is waited for
+  kernels::Launch launch;  // refers to the members below; valid until the slot has been waited for
   kernels::LaunchLayout layout;
-  std::vector<kernels::TableRange> tables;  // entries of page tables that changed
+  // Changed entries of page tables, which the launch publishes.
+  std::vector<kernels::TableRange> tables;
   std::vector<kernels::AppendRecord> appends;
   std::vector<kernels::SelectRecord> selects;
   FormRecords absorbed, expanded;
   ProjectionRecords absorbs, projects;
   RecordsOrigin origin;  // of the present records
-  // Log-sum-exps of the rows computed, by position in batch.requests: the client's memory, or
-  // `unwanted_lse` for requests that ask for none.
+  // Log-sum-exps of the computed rows, by position in batch.requests. They are in the client's
+  // memory, or in `unwanted_lse` for requests that do not ask for them.
   struct LseRows {
     const float* at = nullptr;  // null: nothing was computed
     int64_t row_stride = 0;     // floats
   };
   std::vector<LseRows> lse;
   std::unique_ptr<kernels::HostBuffer> unwanted_lse;  // [launch_packed_rows]
-  int64_t unwanted_used = 0;                          // floats of it, from its start
-  int64_t unwanted_left = 0;                          // floats that are not taken from its end
+  int64_t unwanted_used = 0;                          // floats taken from its start
+  int64_t unwanted_left = 0;                          // floats not yet taken from its end
   float* unwanted_staged = nullptr;                   // its address in the launch
   // By position in batch.requests; points into `compared`, or is null unless the request is a
   // repeat. Has a 1 for each launched row that differs from the stored one, else 0; index keys or
   // entries follow the KV rows. Empty without repeats.
   std::vector<const int32_t*> differs;
   std::unique_ptr<kernels::HostBuffer> compared;  // [2, launch_rows]
-  std::vector<kernels::WordValue> signals;        // of requests that end with this launch
-  bool late = false;                              // once it has been waited for
+  // Words to set for the requests that end with this launch.
+  std::vector<kernels::WordValue> signals;
+  bool late = false;  // valid once the launch has been waited for
   // Time in its gate, known once it has been waited for.
   int64_t waited_ns = 0;
 };

@@ -48,8 +48,8 @@ int64_t WorkspaceBytes(const Limits& limits, const kernels::AttentionBackend& ba
          std::max(limits.launch_packed_rows * between, limits.max_heads * widest);
 }
 
-// Calls visit(traits) for one form and number of heads, of every format of rows and all products
-// over them: a backend may cut differently by each.
+// Calls visit(traits) for one form and number of heads, with every format of rows and every type of
+// products. A backend may cut tiles differently for each of them.
 template <typename Visit>
 void ForEachFormat(kernels::AttentionDesc desc, const kernels::BackendInfo& info,
                    const kernels::AttentionBackend& backend, const Visit& visit) {
@@ -77,8 +77,8 @@ void ForEachFormat(kernels::AttentionDesc desc, const kernels::BackendInfo& info
   }
 }
 
-// Calls visit(traits) for either form and models of few and of many heads: a backend may cut
-// differently by them.
+// Calls visit(traits) for both forms and for models of few and of many heads: a backend may cut
+// tiles differently for each of them.
 template <typename Visit>
 void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backend, Visit&& visit) {
   const kernels::BackendInfo& info = backend.Info();
@@ -90,7 +90,8 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
       desc.form = form;
       ForEachFormat(desc, info, backend, visit);
       if (form == AttentionForm::kAbsorbed) continue;
-      // In the expanded form units differ with the dims, and not in their order.
+      // In the expanded form the number of units depends on the dims and does not grow with them,
+      // so each pair of dims is visited.
       for (const kernels::ExpandedDims& dims : {kernels::kDims128, kernels::kDims256}) {
         desc.geometry.nope_dim = dims.nope;
         desc.geometry.v_dim = dims.value;
@@ -104,8 +105,8 @@ void ForEachTraits(const Limits& limits, const kernels::AttentionBackend& backen
 }  // namespace
 
 int32_t LaunchSlots(const kernels::AttentionBackend& backend) {
-  // A CPU backend has one set of workers: a second launch could only wait. A GPU overlaps copies
-  // with the running launch.
+  // A CPU backend has one set of workers, so a second launch could only wait. A GPU copies for one
+  // launch while the other runs.
   return backend.Info().unified_memory ? 1 : 2;
 }
 
@@ -123,24 +124,25 @@ PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend&
 }
 
 PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend) {
-  PlanCapacity most;
+  PlanCapacity capacity;
   const int64_t piece_rows = PieceBudgetOf(limits, backend).piece_rows;
   ForEachTraits(limits, backend, [&](const kernels::PlanTraits& traits) {
     PlanLimits plan = PlanLimitsOf(limits);
-    // Tiles that are not cut, and at worst a tile for every piece row.
+    // With fixed cuts: room for the tiles without their pieces here, and below one more for every
+    // piece row.
     if (traits.fixed_split_rows > 0) plan.kv_rows = 0;
     PlanCapacity one = Planner::Capacity(plan, traits);
     if (traits.fixed_split_rows > 0) {
       one.work_items += piece_rows;
       one.reduce_tiles = one.reduce_partials = one.partial_rows = piece_rows;
     }
-    most.units = std::max(most.units, one.units);
-    most.work_items = std::max(most.work_items, one.work_items);
-    most.reduce_tiles = std::max(most.reduce_tiles, one.reduce_tiles);
-    most.reduce_partials = std::max(most.reduce_partials, one.reduce_partials);
-    most.partial_rows = std::max(most.partial_rows, one.partial_rows);
+    capacity.units = std::max(capacity.units, one.units);
+    capacity.work_items = std::max(capacity.work_items, one.work_items);
+    capacity.reduce_tiles = std::max(capacity.reduce_tiles, one.reduce_tiles);
+    capacity.reduce_partials = std::max(capacity.reduce_partials, one.reduce_partials);
+    capacity.partial_rows = std::max(capacity.partial_rows, one.partial_rows);
   });
-  return most;
+  return capacity;
 }
 
 RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend) {
@@ -149,7 +151,7 @@ RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBack
     if (traits.rounds.workspace_bytes > 0) rounds.units = std::max(rounds.units, traits.units);
   });
   if (rounds.units == 0) return rounds;
-  // Tiles of the plan, and as many again for contexts that are cut.
+  // The tiles of the plan, and the same number again for cut contexts.
   rounds.items = 2 * PlanCapacityOf(limits, backend).work_items + 1024;
   rounds.expansions = int64_t{limits.launch_requests} + 4096;
   rounds.segments = limits.launch_requests;
@@ -172,7 +174,8 @@ int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& b
 }
 
 int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend) {
-  // Elsewhere slices are brought together by the copies into staging memory, which has the room.
+  // On other backends the copies into staging memory bring slices together, and that memory has
+  // room for all.
   return backend.Info().unified_memory ? WorkspaceBytes(limits, backend)
                                        : std::numeric_limits<int64_t>::max();
 }
@@ -204,7 +207,7 @@ kernels::BackendLimits BackendLimitsOf(const Limits& limits,
         (int64_t{limits.launch_rows} * (limits.max_top_k + int64_t{1}) + limits.launch_requests);
   }
   if (backend.Info().windows) {
-    // An entry a row, at most, and the sinks of each request.
+    // At most one entry for each row, and the sinks of each request.
     out.staging_in_bytes += int64_t{limits.launch_rows} * limits.max_row_dim * wide +
                             int64_t{limits.launch_requests} * limits.max_heads * wide;
   }

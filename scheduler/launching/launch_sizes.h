@@ -1,6 +1,6 @@
-// How large everything is that launches need: sizes that follow from the limits and the backend.
+// Sizes of everything that launches need, derived from the limits and the backend.
 //
-// Pure functions, any thread. All but LaunchSlots may be called before the backend is configured.
+// Pure functions; any thread. All but LaunchSlots may be called before the backend is configured.
 #ifndef MLA_SCHEDULER_LAUNCHING_LAUNCH_SIZES_H_
 #define MLA_SCHEDULER_LAUNCHING_LAUNCH_SIZES_H_
 
@@ -22,9 +22,9 @@ inline constexpr int32_t kPlansPerSlot = 4;
 // except from layer to layer.
 inline constexpr int32_t kRoundPlansPerSlot = 2;
 
-// Launches being prepared or running at a time.
+// How many launches may be prepared or running at a time.
 int32_t LaunchSlots(const kernels::AttentionBackend& backend);
-// Bytes of queries and outputs of fused slices that one launch can bring together.
+// Bytes that one launch has for bringing together queries and outputs of fused slices.
 int64_t GatherBytes(const Limits& limits, const kernels::AttentionBackend& backend);
 // Sizes of everything that the backend and the plans need under `limits`.
 kernels::BackendLimits BackendLimitsOf(const Limits& limits,
@@ -36,9 +36,9 @@ PieceBudget PieceBudgetOf(const Limits& limits, const kernels::AttentionBackend&
 PlanCapacity PlanCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
 // Capacity for the rounds of any such plan; empty if the backend makes no rounds.
 RoundCapacity RoundCapacityOf(const Limits& limits, const kernels::AttentionBackend& backend);
-// Entries of the page tables of all sequences.
+// Page-table entries of all sequences together.
 int64_t PageTableEntries(const Limits& limits);
-// Host bytes of plans, page tables and buffers that the engine makes.
+// Host bytes of the plans, page tables and buffers that the engine makes.
 int64_t LaunchHostBytes(const Limits& limits, const kernels::AttentionBackend& backend);
 
 }  // namespace mla::scheduler

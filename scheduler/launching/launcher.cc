@@ -97,28 +97,30 @@ BatchLaunch* Launcher::FreeSlot() {
   return &launches_[(oldest_ + inflight_) % slots];
 }
 
-absl::Status Launcher::Submit(BatchLaunch* to, MonotonicNanos chosen_from) {
-  const bool again = records_.MayUpdate(*to);
-  to->Clear();
-  if (!again) to->ClearRecords();  // before Stage, which adds the projections of slices
-  to->report = LaunchReport();
-  absl::Status status = stager_.Stage(to);
-  if (status.ok()) status = again ? records_.Update(stager_, to) : records_.Build(stager_, to);
+absl::Status Launcher::Submit(BatchLaunch* launch, MonotonicNanos chosen_from) {
+  const bool updates = records_.MayUpdate(*launch);
+  launch->Clear();
+  // Before Stage, because Stage adds projection records of slices.
+  if (!updates) launch->ClearRecords();
+  launch->report = LaunchReport();
+  absl::Status status = stager_.Stage(launch);
+  if (status.ok())
+    status = updates ? records_.Update(stager_, launch) : records_.Build(stager_, launch);
   const MonotonicNanos begin = clock_->Now();
-  to->report.schedule_ns = begin - chosen_from;
-  if (status.ok()) status = Plan(to);
-  if (absl::IsResourceExhausted(status) && !to->expanded.records.empty()) {
-    status = PlanAbsorbedAlone(to);
+  launch->report.schedule_ns = begin - chosen_from;
+  if (status.ok()) status = Plan(launch);
+  if (absl::IsResourceExhausted(status) && !launch->expanded.records.empty()) {
+    status = PlanAbsorbedAlone(launch);
   }
-  to->report.plan_ns = clock_->Now() - begin;
+  launch->report.plan_ns = clock_->Now() - begin;
   if (status.ok()) {
-    Assemble(to);
-    status = backend_->Submit(to->slot, to->launch);
+    Assemble(launch);
+    status = backend_->Submit(launch->slot, launch->launch);
   }
-  Report(to);
+  Report(launch);
   if (!status.ok()) {
-    for (StreamRequest* request : to->batch.requests) request->signalled = false;
-    plans_->Unpin(to->slot);
+    for (StreamRequest* request : launch->batch.requests) request->signalled = false;
+    plans_->Unpin(launch->slot);
     return status;
   }
   ++inflight_;
@@ -176,7 +178,7 @@ kernels::AttentionDesc Launcher::Desc(const BatchKey& key, AttentionForm form) c
   return desc;
 }
 
-absl::Status Launcher::PlanRecords(FormRecords& form, BatchLaunch* to,
+absl::Status Launcher::PlanRecords(FormRecords& form, BatchLaunch* launch,
                                    kernels::AttentionParams* params) {
   params->segments = form.records;
   const std::span<const PlanSegment> lengths = form.lengths;
@@ -184,107 +186,111 @@ absl::Status Launcher::PlanRecords(FormRecords& form, BatchLaunch* to,
   if (params->desc.form == AttentionForm::kExpanded && least_keys > 0 &&
       MeanSeenKeys(params->segments) >= least_keys) {
     kernels::AttentionDesc desc = params->desc;
-    desc.products = to->batch.key.products;
+    desc.products = launch->batch.key.products;
     if (backend_->CanRun(desc).ok()) params->desc = desc;
   }
-  // Cut for the heads that are there: few heads of a large model need not share units as all do.
+  // Traits for the heads that the segments have: few heads of a large model need not be cut like
+  // all of them.
   kernels::AttentionDesc widest = params->desc;
   widest.geometry.num_heads = WidestHeads(lengths);
   absl::StatusOr<const ExecutionPlan*> plan =
-      plans_->Get(lengths, backend_->Traits(widest), to->slot);
+      plans_->Get(lengths, backend_->Traits(widest), launch->slot);
   if (params->desc.streamed && absl::IsResourceExhausted(plan.status())) {
-    // Its parts have more rows than there is room for.
+    // The streamed form has parts with more rows than the plan has room for, so it is not used.
     params->desc.streamed = widest.streamed = false;
-    plan = plans_->Get(lengths, backend_->Traits(widest), to->slot);
+    plan = plans_->Get(lengths, backend_->Traits(widest), launch->slot);
   }
   if (!plan.ok()) return plan.status();
   params->plan = (*plan)->view();
-  LaunchReport& report = to->report;
+  LaunchReport& report = launch->report;
   report.work_items += static_cast<int32_t>(params->plan.work_info.size());
   report.partials += static_cast<int32_t>(params->plan.reduce_partial_map.size());
   report.imbalance = std::max(report.imbalance, (*plan)->imbalance());
   return absl::OkStatus();
 }
 
-absl::Status Launcher::Plan(BatchLaunch* to) {
+absl::Status Launcher::Plan(BatchLaunch* launch) {
   const uint64_t misses = plans_->stats().misses;
   const struct {
     AttentionForm form;
     FormRecords& records;
     kernels::AttentionParams& params;
   } forms[] = {
-      {AttentionForm::kAbsorbed, to->absorbed, to->launch.absorbed},
-      {AttentionForm::kExpanded, to->expanded, to->launch.expanded},
+      {AttentionForm::kAbsorbed, launch->absorbed, launch->launch.absorbed},
+      {AttentionForm::kExpanded, launch->expanded, launch->launch.expanded},
   };
   for (const auto& form : forms) {
     form.params = {};
     const size_t records = form.records.records.size();
     if (records == 0) continue;
     kernels::AttentionParams params;
-    params.desc = Desc(to->batch.key, form.form);
+    params.desc = Desc(launch->batch.key, form.form);
     params.q_fragments = form.records.fragments.Of(records);
     params.windows = form.records.windows;
     params.desc.streamed =
-        form.form == AttentionForm::kAbsorbed && IsStreamed(*to, backend_->Info().stream_bytes);
+        form.form == AttentionForm::kAbsorbed && IsStreamed(*launch, backend_->Info().stream_bytes);
     form.params = params;
-    absl::Status s = PlanRecords(form.records, to, &form.params);
+    absl::Status s = PlanRecords(form.records, launch, &form.params);
     if (!s.ok()) return s;
   }
-  to->report.plan_reused = plans_->stats().misses == misses;
+  launch->report.plan_reused = plans_->stats().misses == misses;
   return absl::OkStatus();
 }
 
-// The changes of page tables that the first records have taken stay in the launch.
-absl::Status Launcher::PlanAbsorbedAlone(BatchLaunch* to) {
-  plans_->Unpin(to->slot);
-  to->layout.Clear();
-  to->ClearRecords();
-  LaunchReport& report = to->report;
+// Builds the records anew without the expanded form. The launch keeps the page-table changes that
+// the first build took.
+absl::Status Launcher::PlanAbsorbedAlone(BatchLaunch* launch) {
+  plans_->Unpin(launch->slot);
+  launch->layout.Clear();
+  launch->ClearRecords();
+  LaunchReport& report = launch->report;
   report.rounds_refused = 1;
   report.work_items = report.partials = 0;
   report.imbalance = 1.0;
-  absl::Status status = stager_.Stage(to);
-  if (status.ok()) status = records_.Build(stager_, to, /*absorbed_alone=*/true);
-  to->origin.Forget();  // which says nothing of the form
-  return status.ok() ? Plan(to) : status;
+  absl::Status status = stager_.Stage(launch);
+  if (status.ok()) status = records_.Build(stager_, launch, /*absorbed_alone=*/true);
+  launch->origin.Forget();  // it does not record the form, so Update could not tell
+  return status.ok() ? Plan(launch) : status;
 }
 
-void Launcher::Assemble(BatchLaunch* to) const {
-  const BatchKey& key = to->batch.key;
+void Launcher::Assemble(BatchLaunch* launch) const {
+  const BatchKey& key = launch->batch.key;
   const kernels::BackendInfo& info = backend_->Info();
-  kernels::Launch& launch = to->launch;
-  launch.inputs = to->layout.inputs();
-  launch.outputs = to->layout.outputs();
-  launch.gate = {};
-  to->signals.clear();
-  for (StreamRequest* request : to->batch.requests) {
+  kernels::Launch& backend_launch = launch->launch;
+  backend_launch.inputs = launch->layout.inputs();
+  backend_launch.outputs = launch->layout.outputs();
+  backend_launch.gate = {};
+  launch->signals.clear();
+  for (StreamRequest* request : launch->batch.requests) {
     const AttendArgs& args = request->attend;
     // Alone in its batch then.
-    if (request->engine.ahead) launch.gate = {args.ready, ahead_ns_};
+    if (request->engine.ahead) backend_launch.gate = {args.ready, ahead_ns_};
     const bool ends = request->engine.rows_done + request->engine.rows_launched == args.row_count;
     request->signalled = args.done.word != nullptr && ends && !IsReadAfterLaunch(*request);
-    if (request->signalled) to->signals.push_back(args.done);
+    if (request->signalled) launch->signals.push_back(args.done);
   }
-  launch.signals = to->signals;
-  launch.page_writes = to->batch.page_writes;
-  launch.page_reads = to->batch.page_reads;
-  launch.pages = to->batch.pages.ranges();
-  launch.page_tables = page_tables_;
-  launch.table_changes = to->tables;
-  launch.appends = to->appends;
-  launch.selects = to->selects;
-  launch.absorb = {key.geometry, key.q_dtype, info.absorbed_q_dtype(key.q_dtype, key.split_queries),
-                   to->absorbs.records, to->absorbs.fragments.Of(to->absorbs.records.size())};
-  launch.project = {key.geometry, info.latent_o_dtype, key.o_dtype, to->projects.records, {}};
+  backend_launch.signals = launch->signals;
+  backend_launch.page_writes = launch->batch.page_writes;
+  backend_launch.page_reads = launch->batch.page_reads;
+  backend_launch.pages = launch->batch.pages.ranges();
+  backend_launch.page_tables = page_tables_;
+  backend_launch.table_changes = launch->tables;
+  backend_launch.appends = launch->appends;
+  backend_launch.selects = launch->selects;
+  backend_launch.absorb = {
+      key.geometry, key.q_dtype, info.absorbed_q_dtype(key.q_dtype, key.split_queries),
+      launch->absorbs.records, launch->absorbs.fragments.Of(launch->absorbs.records.size())};
+  backend_launch.project = {
+      key.geometry, info.latent_o_dtype, key.o_dtype, launch->projects.records, {}};
 }
 
-void Launcher::Report(BatchLaunch* to) {
-  const Batch& batch = to->batch;
-  LaunchReport& report = to->report;
+void Launcher::Report(BatchLaunch* launch) {
+  const Batch& batch = launch->batch;
+  LaunchReport& report = launch->report;
   report.requests = static_cast<int32_t>(batch.requests.size());
   report.records = static_cast<int32_t>(batch.segments.size());
   for (const FusedSlices& slices : batch.slices) report.slices_fused += slices.count;
-  for (const FormRecords* form : {&to->absorbed, &to->expanded}) {
+  for (const FormRecords* form : {&launch->absorbed, &launch->expanded}) {
     for (size_t i = 0; i < form->records.size(); ++i) {
       const kernels::SegmentRecord& record = form->records[i];
       // Sparse attention reads KV rows separately for every query row.

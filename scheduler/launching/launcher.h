@@ -1,5 +1,5 @@
 // Turns batches into launches of the backend: places tensors, builds records, gets the plans and
-// submits. Slots are used round robin, so results come back in submission order.
+// submits. Slots are used in turn, so results come back in the order of submission.
 //
 // Threading: owned by the engine role. A launch allocates nothing.
 #ifndef MLA_SCHEDULER_LAUNCHING_LAUNCHER_H_
@@ -24,7 +24,8 @@
 
 namespace mla::scheduler {
 
-// Keys that a query row sees, on average over the rows and heads of `records`; 0 without rows.
+// The number of keys that a query row sees, averaged over the rows and heads of `records`; 0 if
+// there are no rows.
 int64_t MeanSeenKeys(std::span<const kernels::SegmentRecord> records);
 
 class Launcher {
@@ -35,17 +36,17 @@ class Launcher {
       const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
       std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
 
-  // Null when every slot is in flight.
+  // Returns null if every slot is in flight.
   BatchLaunch* FreeSlot();
-  // Starts the launch of to->batch, chosen from the time `chosen_from` on. On an error nothing
+  // Starts the launch of launch->batch, chosen from the time `chosen_from` on. On an error nothing
   // runs.
-  absl::Status Submit(BatchLaunch* to, MonotonicNanos chosen_from);
+  absl::Status Submit(BatchLaunch* launch, MonotonicNanos chosen_from);
   BatchLaunch* oldest() { return inflight_ == 0 ? nullptr : &launches_[oldest_]; }
   // Returns true if a launch may be waiting on the device for a client's work.
   bool AwaitsClient() const;
   bool OldestDone();
-  // Blocks until the oldest launch has completed and frees its slot (its batch stays readable until
-  // the slot's next Submit). Fills report.kernel_ns.
+  // Waits until the oldest launch has completed, then frees its slot. Its batch may still be read
+  // until the slot's next Submit. Fills report.kernel_ns.
   absl::Status WaitOldest();
   int32_t inflight() const { return inflight_; }
   const PlanCacheStats& plan_stats() const { return plans_->stats(); }
@@ -53,14 +54,15 @@ class Launcher {
  private:
   Launcher(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
            std::span<const uint32_t> page_tables, const ModelTable* models, const Clock* clock);
-  absl::Status Plan(BatchLaunch* to);
+  absl::Status Plan(BatchLaunch* launch);
   // If the rounds of the expanded form are more than a plan holds: plans all rows in the absorbed
   // form, which does not need rounds.
-  absl::Status PlanAbsorbedAlone(BatchLaunch* to);
-  absl::Status PlanRecords(FormRecords& form, BatchLaunch* to, kernels::AttentionParams* params);
-  // Sets `to->launch` from the finished records and plans.
-  void Assemble(BatchLaunch* to) const;
-  void Report(BatchLaunch* to);
+  absl::Status PlanAbsorbedAlone(BatchLaunch* launch);
+  absl::Status PlanRecords(FormRecords& form, BatchLaunch* launch,
+                           kernels::AttentionParams* params);
+  // Sets `launch->launch` from the finished records and plans.
+  void Assemble(BatchLaunch* launch) const;
+  void Report(BatchLaunch* launch);
   kernels::AttentionDesc Desc(const BatchKey& key, kernels::AttentionForm form) const;
 
   kernels::AttentionBackend* const backend_;

@@ -18,7 +18,7 @@ const int32_t* ListBegins(const Segment& segment) {
   return args.list_begin + (segment.row_begin - args.row_begin);
 }
 
-// Entries of the lists of the rows that its request launches before the segment.
+// List entries of the request's launched rows that come before the segment's.
 int32_t EntriesBefore(const Segment& segment) {
   return ListBegins(segment)[0] -
          segment.request->attend.list_begin[segment.request->engine.rows_done];
@@ -38,7 +38,7 @@ kvcache::SeqSlot SlotOfRows(const StepEntry& entry) {
   return entry.window_slot < 0 ? entry.slot : entry.window_slot;
 }
 
-// Places of a row with a window, at most.
+// The most places that a row of the segment with a window attends to.
 int32_t MostWindowPlaces(const Segment& segment, const kernels::WindowRecord& window) {
   const int32_t visible = segment.cached() + segment.rows;
   const bool listed = IsSparse(segment.request->attend);
@@ -48,22 +48,22 @@ int32_t MostWindowPlaces(const Segment& segment, const kernels::WindowRecord& wi
 
 // Copies the fields that place rows of a layer.
 template <typename Record>
-void SetPlane(const Record& from, Record* to) {
-  to->layer_offset = from.layer_offset;
-  to->row_stride = from.row_stride;
-  to->page_size = from.page_size;
-  to->kv_scale = from.kv_scale;
+void SetPlane(const Record& from, Record* target) {
+  target->layer_offset = from.layer_offset;
+  target->row_stride = from.row_stride;
+  target->page_size = from.page_size;
+  target->kv_scale = from.kv_scale;
 }
 
 }  // namespace
 
 void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& staged,
-                                const BatchKey& key, SegmentTemplate* to) const {
+                                const BatchKey& key, SegmentTemplate* target) const {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
   const kernels::Geometry& g = model.spec->geometry;
-  *to = SegmentTemplate();
-  SegmentTemplate& shared = *to;
+  *target = SegmentTemplate();
+  SegmentTemplate& shared = *target;
   shared.request = segment.request;
   shared.staged = &staged.request(segment.request->engine.batch_index);
   shared.append.dtype = args.q_dtype;
@@ -92,7 +92,7 @@ void RecordBuilder::SetTemplate(const Segment& segment, const TensorStager& stag
   shared.o_row_bytes = sent.o_row_stride * int64_t(ElementSize(args.o_dtype));
   if (args.profile == Profile::kAbsorbed) return;
 
-  // The absorbed form of EXPANDED, between its two projections.
+  // The rest is for EXPANDED in the absorbed form, whose attention lies between two projections.
   shared.expanded_min_rows =
       IsSparse(args) ? std::numeric_limits<int32_t>::max() : model.ExpandedMinRows(args.q_dtype);
   kernels::SegmentRecord& latent = shared.latent;
@@ -135,11 +135,11 @@ void RecordBuilder::SetTensors(const Segment& segment, const SegmentTemplate& sh
   record->lse = staged.lse == nullptr ? nullptr : staged.lse + skip * record->lse_row_stride;
 }
 
-void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
+void RecordBuilder::AddAppend(BatchLaunch* launch, const Segment& segment,
                               const SegmentTemplate& shared, int64_t page_table) {
   // Fields are set where the record stays: writing a copy first and then moving it would stall on
   // each store.
-  kernels::AppendRecord& record = to->appends.emplace_back(shared.append);
+  kernels::AppendRecord& record = launch->appends.emplace_back(shared.append);
   record.kv = KvOf(segment, shared);
   record.page_table = page_table;
   record.first_position = segment.cached();
@@ -147,20 +147,20 @@ void RecordBuilder::AddAppend(BatchLaunch* to, const Segment& segment,
   if (shared.staged->differs != nullptr) {
     record.differs = shared.staged->differs + (segment.row_begin - FirstRow(*segment.request));
   }
-  if (shared.appends_more) AddMoreAppends(to, segment, shared, kernels::AppendRecord(record));
+  if (shared.appends_more) AddMoreAppends(launch, segment, shared, kernels::AppendRecord(record));
 }
 
-void RecordBuilder::AddMoreAppends(BatchLaunch* to, const Segment& segment,
+void RecordBuilder::AddMoreAppends(BatchLaunch* launch, const Segment& segment,
                                    const SegmentTemplate& shared,
                                    const kernels::AppendRecord& rows) {
   const ModelSpec& spec = *segment.request->engine.step->model->spec;
-  if (spec.windowed()) AddEntries(to, segment, *shared.staged, rows);
-  if (spec.indexer.heads > 0) AddIndexKeys(to, segment, rows);
+  if (spec.windowed()) AddEntries(launch, segment, *shared.staged, rows);
+  if (spec.indexer.heads > 0) AddIndexKeys(launch, segment, rows);
 }
 
 // Appends the entries that the segment's rows complete.
-void RecordBuilder::AddEntries(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
-                               const kernels::AppendRecord& rows) {
+void RecordBuilder::AddEntries(BatchLaunch* launch, const Segment& segment,
+                               const StagedTensors& staged, const kernels::AppendRecord& rows) {
   const StreamRequest& request = *segment.request;
   const Step& step = *request.engine.step;
   const int32_t layer = request.attend.layer, ratio = step.model->spec->ratio(layer);
@@ -170,7 +170,7 @@ void RecordBuilder::AddEntries(BatchLaunch* to, const Segment& segment, const St
   if (count == 0) return;
   const int64_t before = EntriesOfRows(step, layer, FirstRow(request), segment.row_begin);
   const kvcache::KvPlane& plane = step.model->entries(layer);
-  kernels::AppendRecord& record = to->appends.emplace_back(rows);
+  kernels::AppendRecord& record = launch->appends.emplace_back(rows);
   record.kv = staged.entries + before * rows.kv_row_stride * int64_t(ElementSize(rows.dtype));
   record.page_table = cache_->page_table(segment.entry->slot);
   record.layer_offset = plane.offset;
@@ -202,12 +202,12 @@ kernels::WindowRecord RecordBuilder::Window(const Segment& segment,
 }
 
 // In the client's tensor each KV row is followed by its index key.
-void RecordBuilder::AddIndexKeys(BatchLaunch* to, const Segment& segment,
+void RecordBuilder::AddIndexKeys(BatchLaunch* launch, const Segment& segment,
                                  const kernels::AppendRecord& rows) {
   const StreamRequest& request = *segment.request;
   const Model& model = *request.engine.step->model;
   const kvcache::KvPlane& keys = model.contents->layout.index_keys(request.attend.layer);
-  kernels::AppendRecord& record = to->appends.emplace_back(rows);
+  kernels::AppendRecord& record = launch->appends.emplace_back(rows);
   record.kv = static_cast<const std::byte*>(rows.kv) +
               rows.row_dim * int64_t(ElementSize(request.attend.q_dtype));
   record.layer_offset = keys.offset;
@@ -219,8 +219,8 @@ void RecordBuilder::AddIndexKeys(BatchLaunch* to, const Segment& segment,
   if (rows.differs != nullptr) record.differs = rows.differs + request.engine.rows_launched;
 }
 
-void RecordBuilder::AddSelect(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
-                              const kernels::SegmentRecord& attend) {
+void RecordBuilder::AddSelect(BatchLaunch* launch, const Segment& segment,
+                              const StagedTensors& staged, const kernels::SegmentRecord& attend) {
   const AttendArgs& args = segment.request->attend;
   const Model& model = *segment.request->engine.step->model;
   const kvcache::KvPlane& keys = model.contents->layout.index_keys(args.layer);
@@ -239,14 +239,14 @@ void RecordBuilder::AddSelect(BatchLaunch* to, const Segment& segment, const Sta
   record.list_begin = attend.list_begin;
   record.wanted_width = model.spec->top_k;
   if (staged.wanted != nullptr) record.wanted = staged.wanted + skip * record.wanted_width;
-  to->selects.push_back(record);
+  launch->selects.push_back(record);
 }
 
 // Takes workspace for segment `index`, whose record has `rows` rows, and for the following segments
 // with the same needs. A step of many sequences then takes workspace once.
-absl::Status RecordBuilder::TakeLatents(BatchLaunch* to, size_t index, int64_t rows,
+absl::Status RecordBuilder::TakeLatents(BatchLaunch* launch, size_t index, int64_t rows,
                                         SegmentTemplate* shared) {
-  const std::vector<Segment>& segments = to->batch.segments;
+  const std::vector<Segment>& segments = launch->batch.segments;
   const bool aligned = shared->latent_q_row_bytes % kRowAlignment == 0 &&
                        shared->latent_o_row_bytes % kRowAlignment == 0;
   for (size_t next = index + 1; aligned && next < segments.size(); ++next) {
@@ -254,9 +254,9 @@ absl::Status RecordBuilder::TakeLatents(BatchLaunch* to, size_t index, int64_t r
     if (segment.request != shared->request || segment.rows >= shared->expanded_min_rows) break;
     rows += segment.rows;
   }
-  absl::StatusOr<void*> q = to->layout.Workspace(rows * shared->latent_q_row_bytes);
+  absl::StatusOr<void*> q = launch->layout.Workspace(rows * shared->latent_q_row_bytes);
   if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = to->layout.Workspace(rows * shared->latent_o_row_bytes);
+  absl::StatusOr<void*> o = launch->layout.Workspace(rows * shared->latent_o_row_bytes);
   if (!o.ok()) return o.status();
   shared->latent_q = static_cast<std::byte*>(*q);
   shared->latent_o = static_cast<std::byte*>(*o);
@@ -285,23 +285,23 @@ kernels::SegmentRecord RecordBuilder::Record(const Segment& segment) const {
   return record;
 }
 
-absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, int64_t page_table,
+absl::Status RecordBuilder::AddCompute(BatchLaunch* launch, size_t index, int64_t page_table,
                                        SegmentTemplate* shared) {
-  const Segment& segment = to->batch.segments[index];
+  const Segment& segment = launch->batch.segments[index];
   const StagedTensors& staged = *shared->staged;
   const AttendArgs& args = segment.request->attend;
   int32_t rows = segment.rows;
   if (segment.run >= 0) {
-    const RowRun& run = to->batch.runs[segment.run];
-    if (to->batch.run_segments[run.first] != static_cast<int32_t>(index)) {
-      return absl::OkStatus();  // its rows are in the record of the first
+    const RowRun& run = launch->batch.runs[segment.run];
+    if (launch->batch.run_segments[run.first] != static_cast<int32_t>(index)) {
+      return absl::OkStatus();  // the record of the run's first segment has its rows
     }
     rows = run.rows;
   }
   const bool is_expanded = args.profile == Profile::kExpanded;
   const bool expands = is_expanded && rows >= shared->expanded_min_rows;
   const bool projects = is_expanded && !expands;
-  FormRecords& form = expands ? to->expanded : to->absorbed;
+  FormRecords& form = expands ? launch->expanded : launch->absorbed;
   const size_t position = form.records.size();
   kernels::SegmentRecord& record =
       form.records.emplace_back(projects ? shared->latent : shared->sent);
@@ -314,16 +314,16 @@ absl::Status RecordBuilder::AddCompute(BatchLaunch* to, size_t index, int64_t pa
     const int64_t skip = segment.row_begin - FirstRow(*segment.request);
     record.list_begin = staged.list_begin + skip;
     record.list = staged.list + EntriesBefore(segment);
-    if (Selects(args)) AddSelect(to, segment, staged, record);
+    if (Selects(args)) AddSelect(launch, segment, staged, record);
   }
-  const bool windowed = to->batch.key.attention == kernels::AttentionKind::kWindow;
+  const bool windowed = launch->batch.key.attention == kernels::AttentionKind::kWindow;
   int32_t places = sparse ? LongestList(segment) : record.kv_rows;
   if (windowed) {
     form.windows.push_back(Window(segment, staged));
     places = MostWindowPlaces(segment, form.windows.back());
   }
   form.lengths.push_back({record.q_rows, places, record.num_heads, !sparse && !windowed});
-  if (projects) return AddProjections(to, index, shared, &record);
+  if (projects) return AddProjections(launch, index, shared, &record);
   if (staged.q_fragments.bytes > 0) form.fragments.Add(position, Fragments(segment, *shared));
   return absl::OkStatus();
 }
@@ -336,24 +336,25 @@ kernels::FragmentedInput RecordBuilder::Fragments(const Segment& segment,
   return fragments;
 }
 
-absl::Status RecordBuilder::AddProjections(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+absl::Status RecordBuilder::AddProjections(BatchLaunch* launch, size_t index,
+                                           SegmentTemplate* shared,
                                            kernels::SegmentRecord* record) {
-  const Segment& segment = to->batch.segments[index];
+  const Segment& segment = launch->batch.segments[index];
   if (shared->staged->q_fragments.bytes > 0) {
-    to->absorbs.fragments.Add(to->absorbs.records.size(), Fragments(segment, *shared));
+    launch->absorbs.fragments.Add(launch->absorbs.records.size(), Fragments(segment, *shared));
   }
-  kernels::ProjectionRecord& absorb = to->absorbs.records.emplace_back(shared->absorb);
-  kernels::ProjectionRecord& project = to->projects.records.emplace_back(shared->project);
+  kernels::ProjectionRecord& absorb = launch->absorbs.records.emplace_back(shared->absorb);
+  kernels::ProjectionRecord& project = launch->projects.records.emplace_back(shared->project);
   absorb.rows = project.rows = record->q_rows;
-  return PlaceLatents(to, index, shared, record, &absorb, &project);
+  return PlaceLatents(launch, index, shared, record, &absorb, &project);
 }
 
-absl::Status RecordBuilder::PlaceLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+absl::Status RecordBuilder::PlaceLatents(BatchLaunch* launch, size_t index, SegmentTemplate* shared,
                                          kernels::SegmentRecord* record,
                                          kernels::ProjectionRecord* absorb,
                                          kernels::ProjectionRecord* project) {
   if (shared->latent_rows == 0) {
-    if (absl::Status s = TakeLatents(to, index, record->q_rows, shared); !s.ok()) return s;
+    if (absl::Status s = TakeLatents(launch, index, record->q_rows, shared); !s.ok()) return s;
   }
   const int64_t rows = record->q_rows;
   absorb->in = record->q;
@@ -368,16 +369,18 @@ absl::Status RecordBuilder::PlaceLatents(BatchLaunch* to, size_t index, SegmentT
   return absl::OkStatus();
 }
 
-void RecordBuilder::AddFused(BatchLaunch* to, const Segment& segment, const StagedTensors& staged) {
+void RecordBuilder::AddFused(BatchLaunch* launch, const Segment& segment,
+                             const StagedTensors& staged) {
   const AttendArgs& args = segment.request->attend;
-  const kernels::Geometry& g = to->batch.key.geometry;
+  const kernels::Geometry& g = launch->batch.key.geometry;
   const bool absorbed = args.profile == Profile::kAbsorbed;
-  const DType q_dtype =
-      absorbed ? args.q_dtype : info_.absorbed_q_dtype(args.q_dtype, to->batch.key.split_queries);
+  const DType q_dtype = absorbed
+                            ? args.q_dtype
+                            : info_.absorbed_q_dtype(args.q_dtype, launch->batch.key.split_queries);
   const DType o_dtype = absorbed ? args.o_dtype : info_.latent_o_dtype;
   const int64_t skip = segment.row_begin - FirstRow(*segment.request);
   kernels::SegmentRecord record = Record(segment);
-  record.num_heads = to->batch.slices[segment.slices].heads;
+  record.num_heads = launch->batch.slices[segment.slices].heads;
   record.q_head_stride = g.absorbed_q_dim();
   record.q_row_stride = record.q_head_stride * record.num_heads;
   record.o_head_stride = g.kv_lora_rank;
@@ -387,50 +390,50 @@ void RecordBuilder::AddFused(BatchLaunch* to, const Segment& segment, const Stag
   record.q = staged.q + skip * record.q_row_stride * int64_t(ElementSize(q_dtype));
   record.o = staged.o + skip * record.o_row_stride * int64_t(ElementSize(o_dtype));
   if (staged.lse != nullptr) record.lse = staged.lse + skip * record.lse_row_stride;
-  to->absorbed.records.push_back(record);
-  to->absorbed.lengths.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
+  launch->absorbed.records.push_back(record);
+  launch->absorbed.lengths.push_back({record.q_rows, record.kv_rows, record.num_heads, true});
 }
 
-absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* to,
+absl::Status RecordBuilder::Build(const TensorStager& staged, BatchLaunch* launch,
                                   bool absorbed_alone) {
   SegmentTemplate shared;
   const auto take_change = [&](kvcache::SeqSlot slot) {
     const kernels::TableRange changed = cache_->TakeTableChange(slot);
-    if (changed.count > 0) to->tables.push_back(changed);
+    if (changed.count > 0) launch->tables.push_back(changed);
   };
-  for (size_t i = 0; i < to->batch.segments.size(); ++i) {
-    const Segment& segment = to->batch.segments[i];
+  for (size_t i = 0; i < launch->batch.segments.size(); ++i) {
+    const Segment& segment = launch->batch.segments[i];
     const StreamRequest& request = *segment.request;
     if (shared.staged == nullptr || &request != shared.request) {
-      SetTemplate(segment, staged, to->batch.key, &shared);
+      SetTemplate(segment, staged, launch->batch.key, &shared);
       if (absorbed_alone) shared.expanded_min_rows = std::numeric_limits<int32_t>::max();
     }
     const StepEntry& entry = *segment.entry;
     take_change(entry.slot);
     if (entry.window_slot >= 0) take_change(entry.window_slot);
     const int64_t page_table = cache_->page_table(SlotOfRows(entry));
-    if (shared.staged->kv != nullptr) AddAppend(to, segment, shared, page_table);
+    if (shared.staged->kv != nullptr) AddAppend(launch, segment, shared, page_table);
     if (request.attend.profile == Profile::kAppendOnly) continue;
     if (segment.slices >= 0) {
-      AddFused(to, segment, staged.slices(static_cast<size_t>(segment.slices)));
-    } else if (absl::Status s = AddCompute(to, i, page_table, &shared); !s.ok()) {
+      AddFused(launch, segment, staged.slices(static_cast<size_t>(segment.slices)));
+    } else if (absl::Status s = AddCompute(launch, i, page_table, &shared); !s.ok()) {
       return s;
     }
   }
-  to->origin.Note(to->batch, cache_->version());
+  launch->origin.Note(launch->batch, cache_->version());
   return absl::OkStatus();
 }
 
-absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* to) {
-  to->origin.Forget();  // until all is well
+absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* launch) {
+  launch->origin.Forget();  // until all is well
   SegmentTemplate shared;
-  SetTemplate(to->batch.segments[0], staged, to->batch.key, &shared);
+  SetTemplate(launch->batch.segments[0], staged, launch->batch.key, &shared);
   const AttendArgs& args = shared.request->attend;
-  auto append = to->appends.begin();
-  auto absorbed = to->absorbed.records.begin(), expanded = to->expanded.records.begin();
-  auto absorb = to->absorbs.records.begin(), project = to->projects.records.begin();
-  for (size_t i = 0; i < to->batch.segments.size(); ++i) {
-    const Segment& segment = to->batch.segments[i];
+  auto append = launch->appends.begin();
+  auto absorbed = launch->absorbed.records.begin(), expanded = launch->expanded.records.begin();
+  auto absorb = launch->absorbs.records.begin(), project = launch->projects.records.begin();
+  for (size_t i = 0; i < launch->batch.segments.size(); ++i) {
+    const Segment& segment = launch->batch.segments[i];
     if (shared.staged->kv != nullptr) {
       SetPlane(shared.append, &*append);
       append->format = shared.append.format;
@@ -446,10 +449,10 @@ absl::Status RecordBuilder::Update(const TensorStager& staged, BatchLaunch* to) 
     SetTensors(segment, shared, &record);
     if (expands || args.profile == Profile::kAbsorbed) continue;
     absorb->weights_slot = project->weights_slot = record.weights_slot;
-    absl::Status placed = PlaceLatents(to, i, &shared, &record, &*absorb++, &*project++);
+    absl::Status placed = PlaceLatents(launch, i, &shared, &record, &*absorb++, &*project++);
     if (!placed.ok()) return placed;
   }
-  to->origin.Note(to->batch, cache_->version());
+  launch->origin.Note(launch->batch, cache_->version());
   return absl::OkStatus();
 }
 

@@ -1,4 +1,4 @@
-// From the staged tensors of a batch to the records of its launch.
+// Builds the records of a launch from the staged tensors of its batch.
 //
 // In EXPANDED, short segments take the absorbed form between two projections; the backend groups
 // their rows by weights. Long segments take the expanded form. ABSORBED has only the absorbed form.
@@ -28,18 +28,18 @@ class RecordBuilder final {
   RecordBuilder(const kernels::BackendInfo& info, kvcache::KvCache* cache, const ModelTable* models)
       : info_(info), cache_(cache), models_(models) {}
 
-  // Fills the empty records of `to` for its batch, whose tensors `staged` has placed. Also takes
-  // the page table changes that the launch will publish. RESOURCE_EXHAUSTED when the workspace is
-  // full. `absorbed_alone`: no segment takes the expanded form, however long it is.
-  absl::Status Build(const TensorStager& staged, BatchLaunch* to, bool absorbed_alone = false);
-  // Returns true if Update may replace Build: the records in `to` are for the same rows as its
+  // Fills the empty records of `launch` for its batch, whose tensors `staged` has placed. Also
+  // takes the page table changes that the launch will publish. RESOURCE_EXHAUSTED when the
+  // workspace is full. `absorbed_alone`: no segment takes the expanded form, however long it is.
+  absl::Status Build(const TensorStager& staged, BatchLaunch* launch, bool absorbed_alone = false);
+  // Returns true if Update may replace Build: the records in `launch` are for the same rows as its
   // batch.
-  bool MayUpdate(const BatchLaunch& to) const {
-    return to.origin.Matches(to.batch, cache_->version());
+  bool MayUpdate(const BatchLaunch& launch) const {
+    return launch.origin.Matches(launch.batch, cache_->version());
   }
   // As Build, for records made for another layer of the same rows: sets only the fields that differ
   // between layers.
-  absl::Status Update(const TensorStager& staged, BatchLaunch* to);
+  absl::Status Update(const TensorStager& staged, BatchLaunch* launch);
 
  private:
   // Fields that the records of a request's segments share. a decode step has a segment for each of
@@ -48,52 +48,56 @@ class RecordBuilder final {
     const StreamRequest* request = nullptr;
     const StagedTensors* staged = nullptr;
     int32_t expanded_min_rows = 0;  // for EXPANDED: shorter segments take the absorbed form
-    bool appends_more = false;      // entries of windows, or index keys
+    bool appends_more = false;      // entries of windows or index keys are appended, too
     int64_t kv_row_bytes = 0, q_row_bytes = 0, o_row_bytes = 0;  // as sent
     kernels::AppendRecord append{};
-    kernels::SegmentRecord sent{}, latent{};  // by the tensors sent; between the projections
+    // Attention over the tensors as sent; attention between the projections.
+    kernels::SegmentRecord sent{}, latent{};
     kernels::ProjectionRecord absorb{}, project{};
     int64_t latent_q_row_bytes = 0, latent_o_row_bytes = 0;
-    // Workspace taken and not yet given to a segment.
+    // Workspace that was taken but not yet given to a segment.
     std::byte *latent_q = nullptr, *latent_o = nullptr;
     int64_t latent_rows = 0;
   };
 
-  // Sets all of `to` for the request of the segment.
+  // Sets all of `target` for the request of the segment.
   void SetTemplate(const Segment& segment, const TensorStager& staged, const BatchKey& key,
-                   SegmentTemplate* to) const;
-  // The segment's rows among its request's tensors.
+                   SegmentTemplate* target) const;
+  // The segment's part of its request's KV rows.
   static const std::byte* KvOf(const Segment& segment, const SegmentTemplate& shared);
   static void SetTensors(const Segment& segment, const SegmentTemplate& shared,
                          kernels::SegmentRecord* record);
   kernels::SegmentRecord Record(const Segment& segment) const;
   // `page_table`: for the segment's rows.
-  void AddAppend(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared,
+  void AddAppend(BatchLaunch* launch, const Segment& segment, const SegmentTemplate& shared,
                  int64_t page_table);
-  void AddMoreAppends(BatchLaunch* to, const Segment& segment, const SegmentTemplate& shared,
+  void AddMoreAppends(BatchLaunch* launch, const Segment& segment, const SegmentTemplate& shared,
                       const kernels::AppendRecord& rows);
-  static void AddIndexKeys(BatchLaunch* to, const Segment& segment,
+  static void AddIndexKeys(BatchLaunch* launch, const Segment& segment,
                            const kernels::AppendRecord& rows);
-  void AddEntries(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
+  void AddEntries(BatchLaunch* launch, const Segment& segment, const StagedTensors& staged,
                   const kernels::AppendRecord& rows);
   kernels::WindowRecord Window(const Segment& segment, const StagedTensors& staged) const;
-  // The choice of the lists of `attend`.
-  static void AddSelect(BatchLaunch* to, const Segment& segment, const StagedTensors& staged,
+  // Adds the record by which the indexer chooses the lists of `attend`.
+  static void AddSelect(BatchLaunch* launch, const Segment& segment, const StagedTensors& staged,
                         const kernels::SegmentRecord& attend);
   // For segment `index` of the batch.
-  absl::Status AddCompute(BatchLaunch* to, size_t index, int64_t page_table,
+  absl::Status AddCompute(BatchLaunch* launch, size_t index, int64_t page_table,
                           SegmentTemplate* shared);
-  // The absorbed form of EXPANDED: the projections around `record`, whose tensors become latent.
-  absl::Status AddProjections(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+  // For EXPANDED in the absorbed form: adds the projections before and after `record`, and makes
+  // its tensors the latent ones.
+  absl::Status AddProjections(BatchLaunch* launch, size_t index, SegmentTemplate* shared,
                               kernels::SegmentRecord* record);
-  // Workspace between the projections of segment `index`, as the tensors of its record.
-  absl::Status PlaceLatents(BatchLaunch* to, size_t index, SegmentTemplate* shared,
+  // Gives segment `index` workspace for the tensors between its projections and enters it in the
+  // records.
+  absl::Status PlaceLatents(BatchLaunch* launch, size_t index, SegmentTemplate* shared,
                             kernels::SegmentRecord* record, kernels::ProjectionRecord* absorb,
                             kernels::ProjectionRecord* project);
   // Sets the segment's part of its request's fragmented queries.
   static kernels::FragmentedInput Fragments(const Segment& segment, const SegmentTemplate& shared);
-  absl::Status TakeLatents(BatchLaunch* to, size_t index, int64_t rows, SegmentTemplate* shared);
-  void AddFused(BatchLaunch* to, const Segment& segment, const StagedTensors& staged);
+  absl::Status TakeLatents(BatchLaunch* launch, size_t index, int64_t rows,
+                           SegmentTemplate* shared);
+  void AddFused(BatchLaunch* launch, const Segment& segment, const StagedTensors& staged);
 
   const kernels::BackendInfo& info_;
   kvcache::KvCache* const cache_;

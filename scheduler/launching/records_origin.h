@@ -1,5 +1,6 @@
-// Which rows the records of a launch are of, at whatever layer. The layers of a step follow one
-// another as launches of the same rows, whose records differ in little (RecordBuilder::Update).
+// Remembers which rows the records of a launch are for, regardless of the layer. The layers of a
+// step come one after another as launches of the same rows. Their records differ in few fields, so
+// RecordBuilder::Update sets only those.
 #ifndef MLA_SCHEDULER_LAUNCHING_RECORDS_ORIGIN_H_
 #define MLA_SCHEDULER_LAUNCHING_RECORDS_ORIGIN_H_
 
@@ -15,16 +16,19 @@ namespace mla::scheduler {
 
 class RecordsOrigin {
  public:
-  // The records of `batch` are there, built at this version of the cache (KvCache::version).
+  // Call it when the records of `batch` have been built, with the version of the cache at that time
+  // (KvCache::version).
   void Note(const Batch& batch, uint64_t cache_version);
   void Forget() { cache_version_ = 0; }
   // Returns true if there are records of the same rows and the cache has not changed since.
   bool Matches(const Batch& batch, uint64_t cache_version) const;
 
  private:
-  // All that the records depend on but the layer and where its tensors lie.
+  // Everything that the records depend on, except the layer and the addresses of its tensors.
   struct Rows {
-    const Step* step = nullptr;  // open: another step would have changed the cache
+    // The open step; if another step used the same address, the version of the cache would have
+    // changed.
+    const Step* step = nullptr;
     int32_t first = 0, count = 0;
     int32_t head_offset = 0, num_heads = 0;
     int32_t expanded_min_rows = 0;

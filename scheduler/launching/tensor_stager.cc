@@ -28,22 +28,22 @@ int64_t ComparedRows(const StreamRequest& request) {
   return planes * request.engine.rows_launched;
 }
 
-// Takes `rows` rows of `heads` heads of it; where the host reads them goes to `host`.
-float* TakeUnwantedLse(BatchLaunch* to, int64_t rows, int64_t heads, const float** host) {
-  const int64_t first = to->unwanted_used;
-  to->unwanted_used += rows * heads;
-  *host = reinterpret_cast<const float*>(to->unwanted_lse->bytes().data()) + first;
-  return to->unwanted_staged + first;
+// Takes room in unwanted_lse for `rows` rows of `heads` heads; sets `*host` to its host address.
+float* TakeUnwantedLse(BatchLaunch* launch, int64_t rows, int64_t heads, const float** host) {
+  const int64_t first = launch->unwanted_used;
+  launch->unwanted_used += rows * heads;
+  *host = reinterpret_cast<const float*>(launch->unwanted_lse->bytes().data()) + first;
+  return launch->unwanted_staged + first;
 }
 
 // Has the log-sum-exps of a request copied to its client's device memory, if it wants them there:
 // `from` is the launch's address of the first row; rows are `stride` floats apart.
-void CopyLse(BatchLaunch* to, const StreamRequest& request, const float* from, int64_t stride) {
+void CopyLse(BatchLaunch* launch, const StreamRequest& request, const float* from, int64_t stride) {
   const AttendArgs& args = request.attend;
   if (!args.want_lse || !args.on_device) return;
   constexpr int64_t kSize = sizeof(float);
-  to->layout.CopyToShared(args.lse + int64_t{request.engine.rows_done} * args.num_heads, from,
-                          args.num_heads * kSize, request.engine.rows_launched, stride * kSize);
+  launch->layout.CopyToShared(args.lse + int64_t{request.engine.rows_done} * args.num_heads, from,
+                              args.num_heads * kSize, request.engine.rows_launched, stride * kSize);
 }
 
 // Bytes of all outputs in host memory, including log-sum-exps. If log-sum-exps are copied on the
@@ -76,7 +76,7 @@ TensorStager::TensorStager(const Limits& limits, const kernels::BackendInfo& inf
   lse_parts_.reserve(parts);
 }
 
-absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request,
+absl::Status TensorStager::StageKv(BatchLaunch* launch, const StreamRequest& request,
                                    StagedTensors* staged) {
   if (!request.attend.has_kv) return absl::OkStatus();
   const AttendArgs& args = request.attend;
@@ -85,10 +85,10 @@ absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request
   const std::byte* const from = args.kv + request.engine.rows_done * row;
   const int64_t bytes = request.engine.rows_launched * row;
   if (args.on_device) {
-    staged->kv = static_cast<const std::byte*>(to->layout.SharedInput(from, bytes));
+    staged->kv = static_cast<const std::byte*>(launch->layout.SharedInput(from, bytes));
     return absl::OkStatus();
   }
-  absl::StatusOr<const void*> kv = to->layout.InputReadOnce(from, bytes);
+  absl::StatusOr<const void*> kv = launch->layout.InputReadOnce(from, bytes);
   if (!kv.ok()) return kv.status();
   staged->kv = static_cast<const std::byte*>(*kv);
   const Step& step = *request.engine.step;
@@ -97,49 +97,49 @@ absl::Status TensorStager::StageKv(BatchLaunch* to, const StreamRequest& request
   if (whole == 0) return absl::OkStatus();
   const int64_t before = EntriesOfRows(step, args.layer, args.row_begin, first);
   absl::StatusOr<const void*> entries =
-      to->layout.InputReadOnce(args.kv + (args.row_count + before) * row, whole * row);
+      launch->layout.InputReadOnce(args.kv + (args.row_count + before) * row, whole * row);
   if (!entries.ok()) return entries.status();
   staged->entries = static_cast<const std::byte*>(*entries);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageSinks(BatchLaunch* to, const StreamRequest& request,
+absl::Status TensorStager::StageSinks(BatchLaunch* launch, const StreamRequest& request,
                                       StagedTensors* staged) {
   const Model& model = *request.engine.step->model;
   if (model.sinks.empty()) return absl::OkStatus();
   const AttendArgs& args = request.attend;
   const int64_t first = int64_t{args.layer} * model.spec->geometry.num_heads + args.head_offset;
   absl::StatusOr<const void*> sinks =
-      to->layout.Input(reinterpret_cast<const std::byte*>(model.sinks.data() + first),
-                       args.num_heads * int64_t{sizeof(float)});
+      launch->layout.Input(reinterpret_cast<const std::byte*>(model.sinks.data() + first),
+                           args.num_heads * int64_t{sizeof(float)});
   if (!sinks.ok()) return sinks.status();
   staged->sinks = static_cast<const float*>(*sinks);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageComparisons(BatchLaunch* to) {
-  const std::vector<StreamRequest*>& requests = to->batch.requests;
-  to->differs.clear();
+absl::Status TensorStager::StageComparisons(BatchLaunch* launch) {
+  const std::vector<StreamRequest*>& requests = launch->batch.requests;
+  launch->differs.clear();
   int64_t rows = 0;
   for (const StreamRequest* request : requests) {
     if (request->engine.repeat) rows += ComparedRows(*request);
   }
   if (rows == 0) return absl::OkStatus();
-  auto* const host = reinterpret_cast<int32_t*>(to->compared->bytes().data());
-  absl::StatusOr<void*> staged = to->layout.Output(host, rows * int64_t{sizeof(int32_t)});
+  auto* const host = reinterpret_cast<int32_t*>(launch->compared->bytes().data());
+  absl::StatusOr<void*> staged = launch->layout.Output(host, rows * int64_t{sizeof(int32_t)});
   if (!staged.ok()) return staged.status();
-  to->differs.assign(requests.size(), nullptr);
+  launch->differs.assign(requests.size(), nullptr);
   int64_t row = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
     if (!requests[i]->engine.repeat) continue;
-    to->differs[i] = host + row;
+    launch->differs[i] = host + row;
     requests_[i].differs = static_cast<int32_t*>(*staged) + row;
     row += ComparedRows(*requests[i]);
   }
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* to, const StreamRequest& request,
+absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* launch, const StreamRequest& request,
                                                StagedTensors* staged) {
   const AttendArgs& args = request.attend;
   const ModelSpec& spec = *request.engine.step->model->spec;
@@ -150,45 +150,45 @@ absl::Status TensorStager::StageQueryAndOutput(BatchLaunch* to, const StreamRequ
   const int64_t o_row =
       int64_t{args.num_heads} * spec.o_dim(args.profile) * int64_t(ElementSize(args.o_dtype));
   if (args.on_device) {
-    staged->q =
-        static_cast<const std::byte*>(to->layout.SharedInput(args.q + first * q_row, rows * q_row));
+    staged->q = static_cast<const std::byte*>(
+        launch->layout.SharedInput(args.q + first * q_row, rows * q_row));
     staged->o =
-        static_cast<std::byte*>(to->layout.SharedOutput(args.o + first * o_row, rows * o_row));
+        static_cast<std::byte*>(launch->layout.SharedOutput(args.o + first * o_row, rows * o_row));
     return absl::OkStatus();
   }
   if (args.q_fragments.empty()) {
-    absl::StatusOr<const void*> q = to->layout.Input(args.q + first * q_row, rows * q_row);
+    absl::StatusOr<const void*> q = launch->layout.Input(args.q + first * q_row, rows * q_row);
     if (!q.ok()) return q.status();
     staged->q = static_cast<const std::byte*>(*q);
   } else {
     staged->q_fragments = {args.q_fragments, args.q_fragments_offset + first * q_row, rows * q_row};
   }
-  absl::StatusOr<void*> o = to->layout.Output(args.o + first * o_row, rows * o_row);
+  absl::StatusOr<void*> o = launch->layout.Output(args.o + first * o_row, rows * o_row);
   if (!o.ok()) return o.status();
   staged->o = static_cast<std::byte*>(*o);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageLists(BatchLaunch* to, const StreamRequest& request,
+absl::Status TensorStager::StageLists(BatchLaunch* launch, const StreamRequest& request,
                                       StagedTensors* staged) {
   const AttendArgs& args = request.attend;
   if (!IsSparse(args)) return absl::OkStatus();
   constexpr int64_t kSize = sizeof(int32_t);
   const int64_t rows = request.engine.rows_launched;
   const int32_t* const begin = args.list_begin + request.engine.rows_done;
-  absl::StatusOr<const void*> begins = to->layout.Input(begin, (rows + 1) * kSize);
+  absl::StatusOr<const void*> begins = launch->layout.Input(begin, (rows + 1) * kSize);
   if (!begins.ok()) return begins.status();
   staged->list_begin = static_cast<const int32_t*>(*begins);
-  if (Selects(args)) return StageSelection(to, request, staged);
+  if (Selects(args)) return StageSelection(launch, request, staged);
   if (begin[rows] == begin[0]) return absl::OkStatus();
   absl::StatusOr<const void*> list =
-      to->layout.Input(args.list + begin[0], (begin[rows] - begin[0]) * kSize);
+      launch->layout.Input(args.list + begin[0], (begin[rows] - begin[0]) * kSize);
   if (!list.ok()) return list.status();
   staged->list = static_cast<const int32_t*>(*list);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageSelection(BatchLaunch* to, const StreamRequest& request,
+absl::Status TensorStager::StageSelection(BatchLaunch* launch, const StreamRequest& request,
                                           StagedTensors* staged) {
   constexpr int64_t kSize = sizeof(int32_t);
   const AttendArgs& args = request.attend;
@@ -197,37 +197,37 @@ absl::Status TensorStager::StageSelection(BatchLaunch* to, const StreamRequest& 
   const int64_t rows = request.engine.rows_launched;
   const int64_t row_bytes = spec.indexer.input_bytes(args.q_dtype);
   absl::StatusOr<const void*> inputs =
-      to->layout.Input(args.index_inputs + first * row_bytes, rows * row_bytes);
+      launch->layout.Input(args.index_inputs + first * row_bytes, rows * row_bytes);
   if (!inputs.ok()) return inputs.status();
   staged->index_inputs = static_cast<const std::byte*>(*inputs);
   const int32_t entries = args.list_begin[first + rows] - args.list_begin[first];
-  absl::StatusOr<void*> list = to->layout.Workspace(entries * kSize);
+  absl::StatusOr<void*> list = launch->layout.Workspace(entries * kSize);
   if (!list.ok()) return list.status();
   staged->selected = static_cast<int32_t*>(*list);
   staged->list = staged->selected;
   if (args.lists_out == nullptr) return absl::OkStatus();
   absl::StatusOr<void*> wanted =
-      to->layout.Output(args.lists_out + first * spec.top_k, rows * spec.top_k * kSize);
+      launch->layout.Output(args.lists_out + first * spec.top_k, rows * spec.top_k * kSize);
   if (!wanted.ok()) return wanted.status();
   staged->wanted = static_cast<int32_t*>(*wanted);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageRequest(BatchLaunch* to, size_t index, StagedTensors* staged) {
-  const StreamRequest& request = *to->batch.requests[index];
-  if (absl::Status s = StageQueryAndOutput(to, request, staged); !s.ok()) return s;
-  if (absl::Status s = StageLists(to, request, staged); !s.ok()) return s;
-  if (absl::Status s = StageSinks(to, request, staged); !s.ok()) return s;
+absl::Status TensorStager::StageRequest(BatchLaunch* launch, size_t index, StagedTensors* staged) {
+  const StreamRequest& request = *launch->batch.requests[index];
+  if (absl::Status s = StageQueryAndOutput(launch, request, staged); !s.ok()) return s;
+  if (absl::Status s = StageLists(launch, request, staged); !s.ok()) return s;
+  if (absl::Status s = StageSinks(launch, request, staged); !s.ok()) return s;
   const AttendArgs& args = request.attend;
-  BatchLaunch::LseRows& seen = to->lse[index];
+  BatchLaunch::LseRows& seen = launch->lse[index];
   seen.row_stride = args.num_heads;
   if (!WantsLseOnHost(args)) {
-    staged->lse = TakeUnwantedLse(to, request.engine.rows_launched, args.num_heads, &seen.at);
-    CopyLse(to, request, staged->lse, args.num_heads);
+    staged->lse = TakeUnwantedLse(launch, request.engine.rows_launched, args.num_heads, &seen.at);
+    CopyLse(launch, request, staged->lse, args.num_heads);
     return absl::OkStatus();
   }
   float* const own = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
-  absl::StatusOr<void*> lse = to->layout.Output(
+  absl::StatusOr<void*> lse = launch->layout.Output(
       own, int64_t{request.engine.rows_launched} * args.num_heads * int64_t{sizeof(float)});
   if (!lse.ok()) return lse.status();
   staged->lse = static_cast<float*>(*lse);
@@ -235,8 +235,8 @@ absl::Status TensorStager::StageRequest(BatchLaunch* to, size_t index, StagedTen
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageUnwantedLse(BatchLaunch* to) {
-  const Batch& batch = to->batch;
+absl::Status TensorStager::StageUnwantedLse(BatchLaunch* launch) {
+  const Batch& batch = launch->batch;
   int64_t count = 0;
   for (const StreamRequest* request : batch.requests) {
     const AttendArgs& args = request->attend;
@@ -245,36 +245,36 @@ absl::Status TensorStager::StageUnwantedLse(BatchLaunch* to) {
   }
   for (const FusedSlices& slices : batch.slices) {
     // If some slices of a group are wanted, the unwanted ones are staged with them.
-    if (Unwanted(to->batch, slices)) continue;
+    if (Unwanted(launch->batch, slices)) continue;
     for (int32_t i = 0; i < slices.count; ++i) {
       const StreamRequest& request = *batch.requests[slices.first + i];
       if (WantsLseOnHost(request.attend)) continue;
       count -= int64_t{request.engine.rows_launched} * request.attend.num_heads;
     }
   }
-  to->unwanted_left = launch_packed_rows_;
-  to->unwanted_used = 0;
-  to->unwanted_staged = nullptr;
+  launch->unwanted_left = launch_packed_rows_;
+  launch->unwanted_used = 0;
+  launch->unwanted_staged = nullptr;
   if (count == 0) return absl::OkStatus();
-  // A client that waits on the device does not wait for what only the engine looks at.
+  // A client that waits on the device need not wait for values that only the engine looks at.
   const bool chained = std::all_of(batch.requests.begin(), batch.requests.end(),
                                    [](const auto* r) { return r->attend.done.word != nullptr; });
-  std::byte* const host = to->unwanted_lse->bytes().data();
+  std::byte* const host = launch->unwanted_lse->bytes().data();
   const int64_t bytes = count * int64_t{sizeof(float)};
   absl::StatusOr<void*> lse =
-      chained ? to->layout.PrivateOutput(host, bytes) : to->layout.Output(host, bytes);
+      chained ? launch->layout.PrivateOutput(host, bytes) : launch->layout.Output(host, bytes);
   if (!lse.ok()) return lse.status();
-  to->unwanted_staged = static_cast<float*>(*lse);
+  launch->unwanted_staged = static_cast<float*>(*lse);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageAbsorbedSlices(BatchLaunch* to, const FusedSlices& slices,
+absl::Status TensorStager::StageAbsorbedSlices(BatchLaunch* launch, const FusedSlices& slices,
                                                StagedTensors* staged) {
   in_parts_.clear();
   out_parts_.clear();
   int32_t rows = 0;
   for (int32_t i = 0; i < slices.count; ++i) {
-    const StreamRequest& request = *to->batch.requests[slices.first + i];
+    const StreamRequest& request = *launch->batch.requests[slices.first + i];
     const AttendArgs& args = request.attend;
     const ModelSpec& spec = *request.engine.step->model->spec;
     const int64_t q_row =
@@ -286,39 +286,40 @@ absl::Status TensorStager::StageAbsorbedSlices(BatchLaunch* to, const FusedSlice
     out_parts_.push_back({args.o + request.engine.rows_done * o_row, o_row, args.on_device});
     rows = request.engine.rows_launched;
   }
-  absl::StatusOr<const void*> q = to->layout.InputParts(rows, in_parts_);
+  absl::StatusOr<const void*> q = launch->layout.InputParts(rows, in_parts_);
   if (!q.ok()) return q.status();
   staged->q = static_cast<const std::byte*>(*q);
-  absl::StatusOr<void*> o = to->layout.OutputParts(rows, out_parts_);
+  absl::StatusOr<void*> o = launch->layout.OutputParts(rows, out_parts_);
   if (!o.ok()) return o.status();
   staged->o = static_cast<std::byte*>(*o);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageExpandedSlices(BatchLaunch* to, const FusedSlices& slices,
+absl::Status TensorStager::StageExpandedSlices(BatchLaunch* launch, const FusedSlices& slices,
                                                StagedTensors* staged) {
-  const kernels::Geometry& g = to->batch.key.geometry;
-  const int64_t q_size =
-      ElementSize(info_.absorbed_q_dtype(to->batch.key.q_dtype, to->batch.key.split_queries));
+  const kernels::Geometry& g = launch->batch.key.geometry;
+  const int64_t q_size = ElementSize(
+      info_.absorbed_q_dtype(launch->batch.key.q_dtype, launch->batch.key.split_queries));
   const int64_t o_size = ElementSize(info_.latent_o_dtype);
-  const int64_t rows = to->batch.requests[slices.first]->engine.rows_launched;
-  absl::StatusOr<void*> q = to->layout.Workspace(rows * slices.heads * g.absorbed_q_dim() * q_size);
+  const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
+  absl::StatusOr<void*> q =
+      launch->layout.Workspace(rows * slices.heads * g.absorbed_q_dim() * q_size);
   if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = to->layout.Workspace(rows * slices.heads * g.kv_lora_rank * o_size);
+  absl::StatusOr<void*> o = launch->layout.Workspace(rows * slices.heads * g.kv_lora_rank * o_size);
   if (!o.ok()) return o.status();
   staged->q = static_cast<const std::byte*>(*q);
   staged->o = static_cast<std::byte*>(*o);
   int64_t head = 0;  // first head of the slice in the fused tensors
   for (int32_t i = 0; i < slices.count; ++i) {
-    const StreamRequest& request = *to->batch.requests[slices.first + i];
+    const StreamRequest& request = *launch->batch.requests[slices.first + i];
     const AttendArgs& args = request.attend;
     const Model& model = *request.engine.step->model;
-    StagedTensors own;
+    StagedTensors slice_tensors;
     // Without its log-sum-exps: StageLse has staged them for all slices, and uninitialized memory
     // must not be copied over them.
-    if (absl::Status s = StageQueryAndOutput(to, request, &own); !s.ok()) return s;
+    if (absl::Status s = StageQueryAndOutput(launch, request, &slice_tensors); !s.ok()) return s;
     kernels::ProjectionRecord absorb;
-    absorb.in = own.q;
+    absorb.in = slice_tensors.q;
     absorb.in_head_stride = model.spec->q_dim(args.profile);
     absorb.in_row_stride = absorb.in_head_stride * args.num_heads;
     absorb.out = static_cast<std::byte*>(*q) + head * g.absorbed_q_dim() * q_size;
@@ -332,71 +333,72 @@ absl::Status TensorStager::StageExpandedSlices(BatchLaunch* to, const FusedSlice
     project.in = static_cast<const std::byte*>(*o) + head * g.kv_lora_rank * o_size;
     project.in_head_stride = g.kv_lora_rank;
     project.in_row_stride = project.in_head_stride * slices.heads;
-    project.out = own.o;
+    project.out = slice_tensors.o;
     project.out_head_stride = model.spec->o_dim(args.profile);
     project.out_row_stride = project.out_head_stride * args.num_heads;
-    to->absorbs.fragments.Add(to->absorbs.records.size(), own.q_fragments);
-    to->absorbs.records.push_back(absorb);
-    to->projects.records.push_back(project);
+    launch->absorbs.fragments.Add(launch->absorbs.records.size(), slice_tensors.q_fragments);
+    launch->absorbs.records.push_back(absorb);
+    launch->projects.records.push_back(project);
     head += args.num_heads;
   }
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageLse(BatchLaunch* to, const FusedSlices& slices,
+absl::Status TensorStager::StageLse(BatchLaunch* launch, const FusedSlices& slices,
                                     StagedTensors* staged) {
-  const bool wanted = !Unwanted(to->batch, slices);
-  const int64_t rows = to->batch.requests[slices.first]->engine.rows_launched;
+  const bool wanted = !Unwanted(launch->batch, slices);
+  const int64_t rows = launch->batch.requests[slices.first]->engine.rows_launched;
   const float* side_by_side = nullptr;  // for all slices, if no client wants them
-  if (!wanted) staged->lse = TakeUnwantedLse(to, rows, slices.heads, &side_by_side);
+  if (!wanted) staged->lse = TakeUnwantedLse(launch, rows, slices.heads, &side_by_side);
   const float* const first = side_by_side;
   lse_parts_.clear();
   for (int32_t i = 0; i < slices.count; ++i) {
     const int32_t index = slices.first + i;
-    const StreamRequest& request = *to->batch.requests[index];
+    const StreamRequest& request = *launch->batch.requests[index];
     const AttendArgs& args = request.attend;
-    BatchLaunch::LseRows& seen = to->lse[index];
+    BatchLaunch::LseRows& seen = launch->lse[index];
     seen.at = side_by_side;
     seen.row_stride = slices.heads;
     if (!wanted) {
-      CopyLse(to, request, staged->lse + (side_by_side - first), slices.heads);
+      CopyLse(launch, request, staged->lse + (side_by_side - first), slices.heads);
       side_by_side += args.num_heads;
       continue;
     }
     seen.at = args.lse + int64_t{request.engine.rows_done} * args.num_heads;
     if (!WantsLseOnHost(args)) {
-      to->unwanted_left -= rows * args.num_heads;
-      seen.at =
-          reinterpret_cast<const float*>(to->unwanted_lse->bytes().data()) + to->unwanted_left;
+      launch->unwanted_left -= rows * args.num_heads;
+      seen.at = reinterpret_cast<const float*>(launch->unwanted_lse->bytes().data()) +
+                launch->unwanted_left;
     }
     seen.row_stride = args.num_heads;
     lse_parts_.push_back({const_cast<float*>(seen.at), args.num_heads * int64_t{sizeof(float)}});
   }
   if (!wanted) return absl::OkStatus();
-  absl::StatusOr<void*> lse = to->layout.OutputParts(static_cast<int32_t>(rows), lse_parts_);
+  absl::StatusOr<void*> lse = launch->layout.OutputParts(static_cast<int32_t>(rows), lse_parts_);
   if (!lse.ok()) return lse.status();
   staged->lse = static_cast<float*>(*lse);
   int64_t head = 0;
   for (int32_t i = 0; i < slices.count; ++i) {
-    const StreamRequest& request = *to->batch.requests[slices.first + i];
-    CopyLse(to, request, staged->lse + head, slices.heads);
+    const StreamRequest& request = *launch->batch.requests[slices.first + i];
+    CopyLse(launch, request, staged->lse + head, slices.heads);
     head += request.attend.num_heads;
   }
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::StageSlices(BatchLaunch* to, const FusedSlices& slices,
+absl::Status TensorStager::StageSlices(BatchLaunch* launch, const FusedSlices& slices,
                                        StagedTensors* staged) {
-  if (absl::Status s = StageLse(to, slices, staged); !s.ok()) return s;
-  return to->batch.key.profile == Profile::kAbsorbed ? StageAbsorbedSlices(to, slices, staged)
-                                                     : StageExpandedSlices(to, slices, staged);
+  if (absl::Status s = StageLse(launch, slices, staged); !s.ok()) return s;
+  return launch->batch.key.profile == Profile::kAbsorbed
+             ? StageAbsorbedSlices(launch, slices, staged)
+             : StageExpandedSlices(launch, slices, staged);
 }
 
-absl::Status TensorStager::StageRun(BatchLaunch* to, const RowRun& run) {
+absl::Status TensorStager::StageRun(BatchLaunch* launch, const RowRun& run) {
   in_parts_.clear();
   out_parts_.clear();
   lse_parts_.clear();
-  const Batch& batch = to->batch;
+  const Batch& batch = launch->batch;
   const auto members = std::span(batch.run_segments).subspan(run.first, run.count);
   StagedTensors& staged = requests_[batch.segments[members[0]].request->engine.batch_index];
   for (const int32_t member : members) {
@@ -412,63 +414,63 @@ absl::Status TensorStager::StageRun(BatchLaunch* to, const RowRun& run) {
     const int64_t rows = request.engine.rows_launched;
     in_parts_.push_back({args.q + first * q_row, rows * q_row, args.on_device});
     out_parts_.push_back({args.o + first * o_row, rows * o_row, args.on_device});
-    BatchLaunch::LseRows& seen = to->lse[request.engine.batch_index];
+    BatchLaunch::LseRows& seen = launch->lse[request.engine.batch_index];
     seen.row_stride = args.num_heads;
     if (WantsLseOnHost(args)) {
       float* const own = args.lse + first * args.num_heads;
       lse_parts_.push_back({own, rows * args.num_heads * int64_t{sizeof(float)}});
       seen.at = own;
     } else {
-      // These lie one after the other.
-      float* const at = TakeUnwantedLse(to, rows, args.num_heads, &seen.at);
-      CopyLse(to, request, at, args.num_heads);
+      // Rows taken one after another are contiguous.
+      float* const at = TakeUnwantedLse(launch, rows, args.num_heads, &seen.at);
+      CopyLse(launch, request, at, args.num_heads);
       if (member == members[0]) staged.lse = at;
     }
   }
-  // A matrix of one row: its parts lie one after the other.
-  absl::StatusOr<const void*> q = to->layout.InputParts(1, in_parts_);
+  // Staged as a matrix of one row, so that its parts follow each other without gaps.
+  absl::StatusOr<const void*> q = launch->layout.InputParts(1, in_parts_);
   if (!q.ok()) return q.status();
-  absl::StatusOr<void*> o = to->layout.OutputParts(1, out_parts_);
+  absl::StatusOr<void*> o = launch->layout.OutputParts(1, out_parts_);
   if (!o.ok()) return o.status();
   staged.q = static_cast<const std::byte*>(*q);
   staged.o = static_cast<std::byte*>(*o);
   if (lse_parts_.empty()) return absl::OkStatus();
-  absl::StatusOr<void*> lse = to->layout.OutputParts(1, lse_parts_);
+  absl::StatusOr<void*> lse = launch->layout.OutputParts(1, lse_parts_);
   if (!lse.ok()) return lse.status();
   staged.lse = static_cast<float*>(*lse);
   return absl::OkStatus();
 }
 
-absl::Status TensorStager::Stage(BatchLaunch* to) {
-  const Batch& batch = to->batch;
-  to->layout.ExpectOutputs(OutputBytes(batch));
+absl::Status TensorStager::Stage(BatchLaunch* launch) {
+  const Batch& batch = launch->batch;
+  launch->layout.ExpectOutputs(OutputBytes(batch));
   requests_.assign(batch.requests.size(), StagedTensors());
   slices_.assign(batch.slices.size(), StagedTensors());
   in_run_.assign(batch.requests.size(), false);
-  to->lse.assign(batch.requests.size(), BatchLaunch::LseRows());
-  if (absl::Status s = StageUnwantedLse(to); !s.ok()) return s;
-  if (absl::Status s = StageComparisons(to); !s.ok()) return s;
+  launch->lse.assign(batch.requests.size(), BatchLaunch::LseRows());
+  if (absl::Status s = StageUnwantedLse(launch); !s.ok()) return s;
+  if (absl::Status s = StageComparisons(launch); !s.ok()) return s;
   for (size_t i = 0; i < batch.requests.size(); ++i) {
-    if (absl::Status s = StageKv(to, *batch.requests[i], &requests_[i]); !s.ok()) return s;
+    if (absl::Status s = StageKv(launch, *batch.requests[i], &requests_[i]); !s.ok()) return s;
   }
   for (size_t i = 0; i < batch.slices.size(); ++i) {
-    if (absl::Status s = StageSlices(to, batch.slices[i], &slices_[i]); !s.ok()) return s;
+    if (absl::Status s = StageSlices(launch, batch.slices[i], &slices_[i]); !s.ok()) return s;
   }
   for (const RowRun& run : batch.runs) {
-    if (absl::Status s = StageRun(to, run); !s.ok()) return s;
+    if (absl::Status s = StageRun(launch, run); !s.ok()) return s;
     for (int32_t i = 0; i < run.count; ++i) {
       const Segment& member = batch.segments[batch.run_segments[run.first + i]];
       in_run_[member.request->engine.batch_index] = true;
     }
   }
-  size_t fused = 0;  // next of batch.slices, which are in the order of their requests
+  size_t fused = 0;  // index of the next one in batch.slices, which has the order of the requests
   for (size_t i = 0; i < batch.requests.size(); ++i) {
     if (fused < batch.slices.size() && static_cast<int32_t>(i) == batch.slices[fused].first) {
       i += static_cast<size_t>(batch.slices[fused++].count) - 1;
       continue;
     }
     if (batch.requests[i]->attend.profile == Profile::kAppendOnly || in_run_[i]) continue;
-    if (absl::Status s = StageRequest(to, i, &requests_[i]); !s.ok()) return s;
+    if (absl::Status s = StageRequest(launch, i, &requests_[i]); !s.ok()) return s;
   }
   return absl::OkStatus();
 }

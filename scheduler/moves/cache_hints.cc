@@ -22,12 +22,12 @@ std::vector<CacheHints::Page> CacheHints::Find(LayoutId layout, const PrefixChai
   for (int64_t row = 0; row < rows; row += chain.page_size) {
     const auto page = static_cast<int32_t>(row / chain.page_size);
     const auto left = static_cast<int32_t>(std::min<int64_t>(rows - row, chain.page_size));
-    PrefixCache::Found found;
-    if (left == chain.page_size) found = prefixes.Find(layout, chain, page);
-    if (found.rows == 0) found = prefixes.FindRows(layout, chain, page, left);
-    if (found.rows == 0) break;
-    pages.push_back({found.node, found.rows});
-    if (found.rows < chain.page_size) break;
+    PrefixCache::Found cached;
+    if (left == chain.page_size) cached = prefixes.Find(layout, chain, page);
+    if (cached.rows == 0) cached = prefixes.FindRows(layout, chain, page, left);
+    if (cached.rows == 0) break;
+    pages.push_back({cached.node, cached.rows});
+    if (cached.rows < chain.page_size) break;
   }
   return pages;
 }
@@ -57,7 +57,7 @@ CacheHints::Done CacheHints::PinOne(const HintArgs& args, LayoutId layout, Tenan
 
 void CacheHints::Remember(const Pin& pin) {
   const PrefixCache& prefixes = cache_->prefixes();
-  // Callers may replace their pins as often as they like.
+  // Callers may replace their pins often, so pins that no longer count are removed here.
   if (pins_.size() > 2 * static_cast<size_t>(prefixes.pinned_groups()) + kSparePins) {
     std::erase_if(pins_, [&](const Pin& one) { return prefixes.pin(one.node) != one.id; });
     std::make_heap(pins_.begin(), pins_.end(), Pin::Later);
@@ -85,7 +85,7 @@ HintAnswer CacheHints::Do(const HintArgs& args, LayoutId layout, TenantKey tenan
   const bool comes_back =
       args.kind == HintKind::kPrefetch || (args.kind == HintKind::kPin && args.ttl_ms > 0);
   if (tiers_ != nullptr && comes_back) tiers_->Restore(layout, chain, 0, rows, /*waits=*/false);
-  int64_t found = 0;
+  int64_t found_rows = 0;
   bool refused = false, no_room = false;
   for (const Page& page : Find(layout, chain, rows)) {
     Done done = Done::kYes;
@@ -103,13 +103,13 @@ HintAnswer CacheHints::Do(const HintArgs& args, LayoutId layout, TenantKey tenan
         done = DemoteOne(page.node);
         break;
     }
-    found += page.rows;
+    found_rows += page.rows;
     if (done == Done::kYes) answer.rows_done += page.rows;
     if (done == Done::kLater) answer.rows_deferred += page.rows;
     refused |= done == Done::kNo;
     no_room |= done == Done::kNoRoom;
   }
-  if (found < rows) answer.reason = "absent";
+  if (found_rows < rows) answer.reason = "absent";
   if (no_room) answer.reason = "no_room";
   if (refused) answer.reason = args.kind == HintKind::kPin ? "pins_exhausted" : "in_use";
   if (answer.rows_deferred > 0) {

@@ -6,7 +6,7 @@
 // bounded for each tenant and for all tenants together, so that steps find room. A pin is the
 // group's, not the caller's: any call of the tenant that names the same rows changes it.
 //
-// Ownership: borrows everything. Threading: owned by the engine role.
+// Ownership: all pointers are borrowed. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_CACHE_HINTS_H_
 #define MLA_SCHEDULER_MOVES_CACHE_HINTS_H_
 
@@ -27,10 +27,11 @@ class CacheHints final {
   CacheHints(const Limits& limits, kvcache::KvCache* cache, TierMoves* tiers, const Clock* clock)
       : limits_(limits), cache_(cache), tiers_(tiers), clock_(clock) {}
 
-  // For the cached ones of the chain's first `rows` rows. REQUIRES: args checked.
+  // Applies the hint to those pages of the chain's first `rows` rows that are cached. REQUIRES: the
+  // arguments have been checked.
   HintAnswer Do(const HintArgs& args, kvcache::LayoutId layout, TenantKey tenant,
                 const kvcache::PrefixChain& chain, int64_t rows);
-  // Ends pins whose time is up.
+  // Ends pins whose time is over.
   void Expire();
   MonotonicNanos NextExpiry() const;  // max() if never
 
@@ -58,7 +59,8 @@ class CacheHints final {
   kvcache::KvCache* const cache_;
   TierMoves* const tiers_;
   const Clock* const clock_;
-  // A heap, the next to end first; also some that have gone, or were replaced.
+  // A heap with the pin that ends next on top; some of its pins have already been removed or
+  // replaced.
   std::vector<Pin> pins_;
 };
 

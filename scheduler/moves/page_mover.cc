@@ -27,30 +27,30 @@ void PageMover::Add(PageMove* move) {
 
 bool PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
   PageMove::EngineFields& note = move->engine;
-  auto& to = move->in ? batch->page_writes : batch->page_reads;
+  auto& transfers = move->in ? batch->page_writes : batch->page_reads;
   note.bytes_running = 0;
-  const size_t before = to.size();
+  const size_t before = transfers.size();
   while (note.transfers_taken < note.transfers.size() && room->bytes > 0 && room->places > 0) {
     kernels::PageTransfer part = note.transfers[note.transfers_taken];
-    const int64_t left = part.bytes - note.bytes_taken;
+    const int64_t bytes_left = part.bytes - note.bytes_taken;
     part.pool_offset += note.bytes_taken;
     part.host += note.bytes_taken;
-    part.bytes = std::min(left, room->bytes);
+    part.bytes = std::min(bytes_left, room->bytes);
     if (part.digests != nullptr) {
       part.digests += note.bytes_taken / kernels::kDigestPartBytes;
-      if (part.bytes < left) part.bytes -= part.bytes % kernels::kDigestPartBytes;
+      if (part.bytes < bytes_left) part.bytes -= part.bytes % kernels::kDigestPartBytes;
     }
-    if (part.bytes == 0 && left > 0) break;
-    to.push_back(part);
+    if (part.bytes == 0 && bytes_left > 0) break;
+    transfers.push_back(part);
     room->bytes -= part.bytes;
     --room->places;
     note.bytes_running += part.bytes;
     note.bytes_taken += part.bytes;
-    if (part.bytes < left) break;
+    if (part.bytes < bytes_left) break;
     ++note.transfers_taken;
     note.bytes_taken = 0;
   }
-  if (to.size() == before) return false;
+  if (transfers.size() == before) return false;
   batch->moves.push_back(move);
   return true;
 }
@@ -58,21 +58,22 @@ bool PageMover::AddPart(PageMove* move, Room* room, Batch* batch) {
 void PageMover::Take(const BatchPolicy& policy, Batch* batch) {
   if (waiting_.empty()) return;
   Room room;
-  std::deque<PageMove*> left;
+  std::deque<PageMove*> unfinished;
   for (PageMove* const move : waiting_) {
     const PageMove::EngineFields& note = move->engine;
     if (cache_->work().Waits(note.tenant, note.ticket)) {
       policy.TakePages(cache_->work(), note.tenant, note.ticket, *batch);
     } else if (move->in && cache_->work().Fills(batch->pages, note.entry)) {
-      // A request or another move has taken the group's work into this launch.
+      // This launch already carries page work that fills the group, for a request or another move,
+      // so the move waits.
     } else if (room.bytes > 0 && room.places > 0 && !Names(*batch, note.entry) &&
                AddPart(move, &room, batch)) {
-      // Transfers of one launch name no byte twice.
+      // A launch may transfer each byte only once, hence Names.
       continue;
     }
-    left.push_back(move);
+    unfinished.push_back(move);
   }
-  waiting_ = std::move(left);
+  waiting_ = std::move(unfinished);
   batch->units.pages += kLaunchBytes - room.bytes;
 }
 

@@ -1,4 +1,4 @@
-// Parts of page groups that wait for a launch to carry them between the pool and host memory.
+// Carries parts of page groups between the pool and host memory, with the launches.
 //
 // A move goes with the next launch that has room, in the order of arrival. Page work that its group
 // needs must first have been carried by an earlier launch. A launch writes moved rows before it
@@ -7,7 +7,7 @@
 // group is pinned from Add to the answer, so that no other sequence gets it even if its own
 // sequence ends before.
 //
-// Ownership: borrows cache and moves. Threading: owned by the engine role.
+// Ownership: borrows the cache and the moves. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_PAGE_MOVER_H_
 #define MLA_SCHEDULER_MOVES_PAGE_MOVER_H_
 
@@ -33,7 +33,7 @@ class PageMover final {
   // REQUIRES: all fields of PageMove::engine except the pin are set.
   void Add(PageMove* move);
   bool waiting() const { return !waiting_.empty(); }
-  // Adds to the batch what may go with its launch, and page work that moves wait for.
+  // Adds to the batch the moves that may go with its launch, and page work for which moves wait.
   void Take(const BatchPolicy& policy, Batch* batch);
   // Answers the moves of a launch that has ended; unfinished moves wait for the next launch.
   void Finish(Batch* batch, const absl::Status& status);

@@ -36,7 +36,7 @@ TierMoves::~TierMoves() { cache_->prefixes().set_outside(nullptr); }
 
 bool TierMoves::ready() const {
   if (store_->has_ended() || !parts_done_.empty()) return true;
-  // After a pause; otherwise they go on as moves end.
+  // Restores start again when a pause is over; without a pause they go on as moves end.
   if (!wanted_.empty() && moves_.empty() && !Pauses()) return true;
   if (cache_->steps() == looked_at_) return false;
   const auto layouts = static_cast<LayoutId>(cache_->pool().layouts());
@@ -128,7 +128,7 @@ void TierMoves::End(Move* move) {
   std::erase_if(moves_, [move](const auto& one) { return one.get() == move; });
 }
 
-// The move's room in host memory, or the node's.
+// The host memory of the move's own room, or else of the node's copy.
 std::span<std::byte> TierMoves::HostBytes(const Move& move) const {
   const bool own = move.room != TierCopies::kNoRoom && move.kind != Kind::kStore;
   const uint32_t room = own ? move.room : copies_.room(TierIndex::kHost, move.node);
@@ -249,7 +249,7 @@ bool TierMoves::DemoteGroup(LayoutId layout, uint32_t entry) {
     copies_.Use(TierIndex::kHost, node);
     return true;
   }
-  // Held by a move that has just begun or failed: its turn comes again.
+  // Another move that has just begun or failed holds the node; its turn comes again.
   if (copies_.held(node) || !MayBegin(pool.group_bytes(layout))) return false;
   const kvcache::TierRooms& host = store_->host();
   const bool full = host.bytes_total() - host.bytes_used() < pool.group_bytes(layout);

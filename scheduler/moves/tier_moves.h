@@ -1,4 +1,4 @@
-// Page groups on their way between the pool and slower tiers: which go, and when.
+// Moves page groups between the pool and slower tiers, and decides which move and when.
 //
 //   pool --(launch reads)---> host memory --(thread writes)--> file
 //   pool <--(launch writes)-- host memory <--(thread reads)--- file
@@ -15,7 +15,7 @@
 // miss. Launches that copy also make digests (PageTransfer::digests), of bytes leaving the pool and
 // of bytes written into it.
 //
-// Ownership: owns the store; borrows the rest. Threading: owned by the engine role.
+// Ownership: owns the store; borrows everything else. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_MOVES_TIER_MOVES_H_
 #define MLA_SCHEDULER_MOVES_TIER_MOVES_H_
 
@@ -42,7 +42,7 @@ class TierMoves final {
   // Bound for all moves at the same time; a single group may be larger.
   static constexpr int64_t kMovingBytes = int64_t{64} << 20;
   static constexpr size_t kMostMoves = 16;
-  // Groups that one call of Pump takes out of the pool or of host memory.
+  // One call of Pump moves at most this many groups out of the pool or out of host memory.
   static constexpr int kMostAtOnce = 256;
   // Restored pages stay in the pool for tiers.wait_ms, and at least this time, so that the waiting
   // call finds them.
@@ -67,10 +67,11 @@ class TierMoves final {
   // queued pages are not dropped.
   std::shared_ptr<TierWait> Restore(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
                                     int64_t first_row, int64_t most_rows, bool waits = true);
-  // The idle group of a node that is known leaves the pool, now or when it has been copied. False,
-  // and nothing happens, where too many wait already.
+  // Moves the idle group of a known node out of the pool, at once if it has a copy, else as soon as
+  // it has been copied. Returns false and does nothing if too many wait already.
   bool Leave(int32_t node);
-  // `wake` is called from other threads when there is something for Pump. Set before any move.
+  // `wake` is called from other threads when Pump has something to do. Call it before any move
+  // starts.
   void set_wake(std::function<void()> wake) { store_->set_wake(std::move(wake)); }
   TierStats stats() const;
 
@@ -106,13 +107,13 @@ class TierMoves final {
   std::span<std::byte> HostBytes(const Move& move) const;
   void StartJob(Move* move, kvcache::TierJob::Kind kind);
   void StartPart(Move* move, uint32_t entry, bool in);
-  // The tier has given back something else (`damaged`), or nothing.
+  // Counts a fault of the tier: it returned other bytes than were stored (`damaged`), or none.
   void Fault(kvcache::TierIndex tier, int32_t node, bool damaged);
   TierFigures& Figures(kvcache::TierIndex tier) {
     return tier == kvcache::TierIndex::kHost ? stats_.host : stats_.file;
   }
 
-  // How long pages that are wanted back stay in the pool.
+  // How long restored pages are kept in the pool.
   int64_t KeepNanos() const;
   // Keeps the node's group in the pool for that time.
   void Keep(int32_t node);
@@ -140,7 +141,8 @@ class TierMoves final {
   void OnRead(Move* move);
   void WriteToPool(Move* move);
   void OnRestored(Move* move);
-  // The copy in the tier is faulty; if there is another one, those who wait get that.
+  // Ends a restore because the copy in this tier is faulty. If there is another copy, the waiting
+  // callers get that one.
   void EndFaulty(Move* move, kvcache::TierIndex tier, bool damaged);
 
   void OnJob(Move* move);
@@ -161,10 +163,11 @@ class TierMoves final {
   MonotonicNanos drop_unwanted_at_ = 0;
   MonotonicNanos retry_at_ = 0;
   int64_t moving_bytes_ = 0;
-  int64_t leaving_bytes_ = 0;        // part of moving_bytes_ that leaves the pool
-  kvcache::LayoutId demoting_ = -1;  // until the high mark is reached
+  int64_t leaving_bytes_ = 0;  // part of moving_bytes_ that leaves the pool
+  // Layout whose groups are being demoted until its high mark is reached.
+  kvcache::LayoutId demoting_ = -1;
   bool storing_ = false;
-  uint64_t looked_at_ = ~uint64_t{0};  // the cache's steps after the last Pump
+  uint64_t looked_at_ = ~uint64_t{0};  // the cache's steps() after the last Pump
   TierStats stats_;
 };
 

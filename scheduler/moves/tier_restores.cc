@@ -1,4 +1,4 @@
-// The way back into the pool.
+// The part of TierMoves that brings groups back into the pool.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -33,25 +33,25 @@ std::shared_ptr<TierWait> TierMoves::Restore(LayoutId layout, const kvcache::Pre
   PrefixCache& prefixes = cache_->prefixes();
   const SlabPool& pool = cache_->pool();
   int64_t room = pool.free_groups(layout) + pool.idle_groups(layout);
-  size_t most = 0;
+  size_t queue_room = 0;
   std::vector<int32_t> nodes, present;
   for (int64_t row = first_row; row < end; row += page_size) {
     const auto page = static_cast<int32_t>(row / page_size);
     const auto left = static_cast<int32_t>(std::min<int64_t>(end - row, page_size));
-    PrefixCache::Found found;
-    if (left == page_size) found = prefixes.Find(layout, chain, page);
-    if (found.rows == 0) found = prefixes.FindRows(layout, chain, page, left);
-    if (found.rows == 0) break;
-    if (found.entry == SlabPool::kNoEntry) {
-      if (nodes.empty()) most = wanted_.room(prefixes.about(found.node).tenant);
-      if (room-- <= 0 || nodes.size() >= most) break;
-      if (waits || !copies_.Comes(found.node)) nodes.push_back(found.node);
+    PrefixCache::Found cached;
+    if (left == page_size) cached = prefixes.Find(layout, chain, page);
+    if (cached.rows == 0) cached = prefixes.FindRows(layout, chain, page, left);
+    if (cached.rows == 0) break;
+    if (cached.entry == SlabPool::kNoEntry) {
+      if (nodes.empty()) queue_room = wanted_.room(prefixes.about(cached.node).tenant);
+      if (room-- <= 0 || nodes.size() >= queue_room) break;
+      if (waits || !copies_.Comes(cached.node)) nodes.push_back(cached.node);
     } else {
-      room -= pool.idle(found.entry);
-      cache_->Touch(found.entry);
-      present.push_back(found.node);
+      room -= pool.idle(cached.entry);
+      cache_->Touch(cached.entry);
+      present.push_back(cached.node);
     }
-    if (found.rows < page_size) break;
+    if (cached.rows < page_size) break;
   }
   if (nodes.empty()) return nullptr;
   for (const int32_t node : present) Keep(node);

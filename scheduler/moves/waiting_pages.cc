@@ -52,17 +52,17 @@ WaitingPage WaitingPages::Take() {
 }
 
 std::vector<WaitingPage> WaitingPages::TakeIf(const std::function<bool(const WaitingPage&)>& dead) {
-  std::vector<WaitingPage> taken;
+  std::vector<WaitingPage> dead_pages;
   for (auto line = lines_.begin(); line != lines_.end();) {
     std::deque<WaitingPage>& pages = line->second;
     const auto first = std::stable_partition(pages.begin(), pages.end(),
                                              [&](const WaitingPage& page) { return !dead(page); });
-    std::move(first, pages.end(), std::back_inserter(taken));
+    std::move(first, pages.end(), std::back_inserter(dead_pages));
     pages.erase(first, pages.end());
     line = pages.empty() ? lines_.erase(line) : std::next(line);
   }
-  size_ -= taken.size();
-  return taken;
+  size_ -= dead_pages.size();
+  return dead_pages;
 }
 
 }  // namespace mla::scheduler

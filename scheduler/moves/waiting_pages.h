@@ -1,4 +1,4 @@
-// Pages of the prefix cache that wait for a move between the pool and slower tiers.
+// Pages of the prefix cache that wait to be moved between the pool and slower tiers.
 //
 // Tenants take turns, a page each, so a tenant with many pages does not delay the others. Pages of
 // one tenant go in the order of arrival. Waiting pages are bounded for each tenant and for all
@@ -25,7 +25,7 @@ namespace mla::scheduler {
 
 using kvcache::TenantKey;
 
-// Until page groups that were asked for are back, or have been given up. Any thread may wait.
+// Waits until the requested page groups are back or have been given up. Any thread may wait.
 class TierWait final {
  public:
   explicit TierWait(int32_t groups) : left_(groups) {}
@@ -54,18 +54,18 @@ class WaitingPages final {
   static constexpr size_t kMost = 1 << 16;
   static constexpr size_t kMostOfTenant = 1 << 14;
 
-  // Pages of the tenant that Add takes now.
+  // How many pages of the tenant Add would take now.
   size_t room(TenantKey tenant) const;
   bool empty() const { return size_ == 0; }
   size_t size() const { return size_; }
-  // False, and nothing happens, without room for it.
+  // Returns false and does nothing if there is not enough room.
   bool Add(WaitingPage page);
   // Adds a page before all others of its tenant: its first move did not succeed.
   void AddFirst(WaitingPage page);
   // The page whose turn it is. REQUIRES: not empty.
   const WaitingPage& front() const { return Next()->second.front(); }
   WaitingPage Take();
-  // Takes all pages that are `dead`.
+  // Removes and returns the pages for which `dead` returns true.
   std::vector<WaitingPage> TakeIf(const std::function<bool(const WaitingPage&)>& dead);
 
  private:

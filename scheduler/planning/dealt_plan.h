@@ -24,10 +24,11 @@ struct TileRows {
   int64_t longest = 0;  // of one tile
 };
 
-// Rows between the cuts. count(rows): pieces of all tiles that are cut at multiples of `rows`.
+// Chooses the number of rows between the cuts. count(rows): the number of pieces if all tiles are
+// cut at multiples of `rows`.
 template <typename Count>
 int32_t DealtRows(const TileRows& batch, const kernels::PlanTraits& traits, const Count& count) {
-  constexpr int64_t kStep = 8;  // rows grow by a part of themselves until pieces are few enough
+  constexpr int64_t kStep = 8;  // rows grow by one eighth until there are few enough pieces
   const int64_t granularity = traits.kv_granularity;
   const auto up = [granularity](int64_t rows) {
     return std::max<int64_t>(1, (rows + granularity - 1) / granularity) * granularity;
@@ -46,7 +47,8 @@ int32_t DealtRows(const TileRows& batch, const kernels::PlanTraits& traits, cons
 
 class DealtWriter final {
  public:
-  // The arrays have room for `pieces`, all of which Place is going to see.
+  // REQUIRES: the arrays have room for `pieces`, which is the number of pieces of all tiles that
+  // Place will get.
   DealtWriter(int32_t units, int64_t pieces, int32_t split_rows, MetadataBuffers& buffers)
       : buffers_(buffers), units_(units), pieces_(pieces), split_rows_(split_rows) {
     for (int32_t unit = 0; unit <= units; ++unit) {

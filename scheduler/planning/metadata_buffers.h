@@ -19,15 +19,16 @@ struct PlanCapacity {
   int64_t reduce_tiles = 0;
   int64_t reduce_partials = 0;
   int64_t partial_rows = 0;  // packed rows of the partial buffers
-  // Host bytes of one MetadataBuffers of this capacity.
+  // Host bytes of a MetadataBuffers with this capacity.
   int64_t bytes() const;
   friend bool operator==(const PlanCapacity&, const PlanCapacity&) = default;
 };
 
 class MetadataBuffers final {
  public:
-  // Memory comes from backend.AllocateHost, so device copies reach it directly. INVALID_ARGUMENT
-  // names the capacity that is out of range: 1 <= units, 0 <= each, all below 2^31.
+  // The memory comes from backend.AllocateHost, so that device copies reach it directly.
+  // INVALID_ARGUMENT names a capacity that is out of range: units must be at least 1, the others at
+  // least 0, all below 2^31.
   static absl::StatusOr<std::unique_ptr<MetadataBuffers>> Create(
       const PlanCapacity& capacity, kernels::AttentionBackend& backend);
   // As above, in the given memory of at least capacity.bytes().

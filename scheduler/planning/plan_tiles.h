@@ -12,7 +12,7 @@
 
 namespace mla::scheduler {
 
-// One tile of a segment, as the cut sees it.
+// One tile of a segment, with the numbers that decide where it is cut.
 struct Tile {
   int32_t segment;
   int32_t q_begin, q_end;
@@ -24,7 +24,7 @@ struct Tile {
   int32_t weight;        // charge of one KV row, in units of 1 / ChargeScale
 };
 
-struct TileShape {  // largest tile of a segment; a function of its heads and the traits alone
+struct TileShape {  // the largest tile of a segment; depends only on its heads and the traits
   int32_t heads;
   int32_t q_rows;
 };
@@ -65,8 +65,8 @@ inline Tile OnlyTile(const PlanSegment& segment, int32_t index) {
           1};
 }
 
-// Calls visit(tile) for the tiles of one segment: query rows outside, head ranges inside, so that
-// neighbours read the same KV rows.
+// Calls visit(tile) for the tiles of one segment, with query rows in the outer loop and head ranges
+// in the inner one. Tiles next to each other then read the same KV rows.
 template <typename Visit>
 void ForEachTile(const PlanSegment& segment, int32_t index, const kernels::PlanTraits& traits,
                  Visit&& visit) {
@@ -89,7 +89,7 @@ void ForEachTile(const PlanSegment& segment, int32_t index, const kernels::PlanT
   }
 }
 
-// Rows between the cuts of fixed-split mode: the trait, rounded up to the granularity.
+// Rows between the cuts in fixed-split mode: the trait, rounded up to the granularity.
 inline int32_t SplitRows(const kernels::PlanTraits& traits) {
   const int64_t granularity = traits.kv_granularity;
   const int64_t rows = (traits.fixed_split_rows + granularity - 1) / granularity * granularity;
@@ -107,7 +107,7 @@ struct Tally {
   int64_t kv_charge = 0;  // for the KV rows of all tiles
   int64_t kv_most = 0;    // for one tile
   int64_t kv_least = std::numeric_limits<int64_t>::max();
-  // Fixed-split mode only, where the pieces are known beforehand.
+  // Set in fixed-split mode only, where the number of pieces is known beforehand.
   int64_t pieces = 0;
   int64_t split_tiles = 0;
   int64_t partials = 0;

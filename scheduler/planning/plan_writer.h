@@ -52,24 +52,24 @@ class PlanWriter final {
   void PlaceOnlyTiles(std::span<const PlanSegment> segments)
     requires(!kFixed)
   {
-    Cursor at = at_;
+    Cursor cursor = at_;
     const auto count = static_cast<int32_t>(segments.size());
     for (int32_t i = 0; i < count; ++i) {
       const PlanSegment& segment = segments[static_cast<size_t>(i)];
       if (segment.q_rows == 0) [[unlikely]]
         continue;
-      if (at.room >= segment.kv_rows + overhead_) {
-        *at.item++ = {i, kernels::kUnsplit, 0, segment.q_rows,
-                      0, segment.kv_rows,   0, kernels::PackHeads(0, segment.num_heads)};
-        at.room -= segment.kv_rows + overhead_;
+      if (cursor.room >= segment.kv_rows + overhead_) {
+        *cursor.item++ = {i, kernels::kUnsplit, 0, segment.q_rows,
+                          0, segment.kv_rows,   0, kernels::PackHeads(0, segment.num_heads)};
+        cursor.room -= segment.kv_rows + overhead_;
       } else {
-        PlaceBalanced(at, OnlyTile(segment, i));
+        PlaceBalanced(cursor, OnlyTile(segment, i));
       }
     }
-    at_ = at;
+    at_ = cursor;
   }
 
-  // Closes all units. The view lacks a generation.
+  // Closes all units and returns the view; the caller sets its generation.
   kernels::PlanView Finish() {
     NoteUnit(at_);
     const auto items = static_cast<int32_t>(at_.item - buffers_.work_info().data());
@@ -86,11 +86,11 @@ class PlanWriter final {
   // State that changes from item to item; a value, so that a loop can keep it in registers.
   struct Cursor {
     kernels::WorkInfo* item;
-    int32_t* unit_end;  // entry of work_indptr that the open unit begins at; the next ends it
+    int32_t* unit_end;  // where the open unit begins, in work_indptr; the next entry is its end
     int32_t* partial;
     kernels::ReduceTile* final_map;
     int32_t* reduce_end;
-    int64_t room;  // charge that the open unit can still take
+    int64_t room;  // charge that still fits into the open unit
     int32_t partial_row = 0;
   };
 
@@ -100,7 +100,8 @@ class PlanWriter final {
     return tally.kv_charge + (kFixed ? tally.pieces : tally.tiles) * overhead_;
   }
 
-  // The lesser of two charges a unit, either of which lets the units hold everything.
+  // The charge that a unit may take: the smaller of two values, each of which lets the units hold
+  // the whole batch.
   int64_t BalancedPayload(const Tally& tally, const kernels::PlanTraits& traits,
                           int32_t sharing) const {
     if (tally.tiles == 0) return 0;
@@ -108,8 +109,9 @@ class PlanWriter final {
     // that its cut adds and for rounding the cut down.
     const int64_t slack = int64_t{granularity_} * ChargeScale(traits) - 1;
     const int64_t by_share = DivideUp(Charge(tally), sharing) + overhead_ + slack;
-    // Every tile gets as many units of its own, or every unit as many whole tiles, as if all were
-    // as long as the longest: in a batch of equals, cuts then fall on tile borders.
+    // Alternatively cut as if all tiles were as long as the longest. Each tile then gets the same
+    // number of units, or each unit the same number of whole tiles. If all tiles are equal, cuts
+    // fall on tile borders.
     int64_t by_border = by_share;
     const int64_t of_unit = DivideUp(tally.tiles, sharing);
     if (tally.tiles > sharing) {
@@ -123,69 +125,73 @@ class PlanWriter final {
     const bool whole =
         2 * tally.tiles > sharing && of_unit * (tally.kv_most - tally.kv_least) <= overhead_;
     if (whole && by_border <= by_share + overhead_) return by_border;
-    // A piece far below the overhead costs more in the merge than it saves.
+    // A piece much smaller than the overhead costs more in the merge than it saves.
     return std::max(std::min(by_share, by_border), overhead_ + overhead_ / 4);
   }
 
-  void OpenUnit(Cursor& at, int64_t carried) {
-    // The last unit takes whatever is left.
-    at.room = at.unit_end == last_unit_end_ ? kUnbounded : payload_ + carried;
-    room_at_open_ = at.room;
+  void OpenUnit(Cursor& cursor, int64_t carried) {
+    // The last unit takes everything that is left.
+    cursor.room = cursor.unit_end == last_unit_end_ ? kUnbounded : payload_ + carried;
+    room_at_open_ = cursor.room;
   }
 
-  void NoteUnit(const Cursor& at) {
-    const int64_t items = at.item - (buffers_.work_info().data() + *at.unit_end);
-    busiest_charge_ = std::max(busiest_charge_, room_at_open_ - at.room - overhead_ * items);
+  void NoteUnit(const Cursor& cursor) {
+    const int64_t items = cursor.item - (buffers_.work_info().data() + *cursor.unit_end);
+    busiest_charge_ = std::max(busiest_charge_, room_at_open_ - cursor.room - overhead_ * items);
   }
 
-  void NextUnit(Cursor& at) {
-    NoteUnit(at);
-    *++at.unit_end = static_cast<int32_t>(at.item - buffers_.work_info().data());
-    OpenUnit(at, kFixed ? at.room : 0);
+  void NextUnit(Cursor& cursor) {
+    NoteUnit(cursor);
+    *++cursor.unit_end = static_cast<int32_t>(cursor.item - buffers_.work_info().data());
+    OpenUnit(cursor, kFixed ? cursor.room : 0);
   }
 
-  void Emit(Cursor& at, const Tile& tile, int32_t kv_begin, int32_t kv_end, int32_t partial_row) {
-    *at.item++ = {tile.segment,
-                  partial_row,
-                  tile.q_begin,
-                  tile.q_end,
-                  kv_begin,
-                  kv_end,
-                  tile.segment_rows - kv_end,
-                  tile.heads};
-    at.room -= int64_t{kv_end - kv_begin} * tile.weight + overhead_;
+  void Emit(Cursor& cursor, const Tile& tile, int32_t kv_begin, int32_t kv_end,
+            int32_t partial_row) {
+    *cursor.item++ = {tile.segment,
+                      partial_row,
+                      tile.q_begin,
+                      tile.q_end,
+                      kv_begin,
+                      kv_end,
+                      tile.segment_rows - kv_end,
+                      tile.heads};
+    cursor.room -= int64_t{kv_end - kv_begin} * tile.weight + overhead_;
   }
 
-  void EmitPartial(Cursor& at, const Tile& tile, int32_t kv_begin, int32_t kv_end) {
-    Emit(at, tile, kv_begin, kv_end, at.partial_row);
-    *at.partial++ = at.partial_row;
-    at.partial_row += tile.packed_rows;
+  void EmitPartial(Cursor& cursor, const Tile& tile, int32_t kv_begin, int32_t kv_end) {
+    Emit(cursor, tile, kv_begin, kv_end, cursor.partial_row);
+    *cursor.partial++ = cursor.partial_row;
+    cursor.partial_row += tile.packed_rows;
   }
 
-  // The piece from kv_begin to the end of the tile, and a reduce tile if others went before it.
-  void EmitLast(Cursor& at, const Tile& tile, int32_t kv_begin) {
+  // Adds the piece from kv_begin to the end of the tile. If other pieces of the tile went before
+  // it, adds the reduce tile, too.
+  void EmitLast(Cursor& cursor, const Tile& tile, int32_t kv_begin) {
     if (kv_begin == 0) {
-      Emit(at, tile, 0, tile.kv_end, kernels::kUnsplit);
+      Emit(cursor, tile, 0, tile.kv_end, kernels::kUnsplit);
       return;
     }
-    EmitPartial(at, tile, kv_begin, tile.kv_end);
-    *at.final_map++ = {tile.segment, tile.q_begin, tile.q_end, tile.heads};
-    *++at.reduce_end = static_cast<int32_t>(at.partial - buffers_.reduce_partial_map().data());
+    EmitPartial(cursor, tile, kv_begin, tile.kv_end);
+    *cursor.final_map++ = {tile.segment, tile.q_begin, tile.q_end, tile.heads};
+    *++cursor.reduce_end =
+        static_cast<int32_t>(cursor.partial - buffers_.reduce_partial_map().data());
   }
 
-  [[gnu::always_inline]] void PlaceBalanced(Cursor& at, const Tile& tile) {
+  [[gnu::always_inline]] void PlaceBalanced(Cursor& cursor, const Tile& tile) {
     int32_t begin = 0;
-    while (at.room < int64_t{tile.kv_end - begin} * tile.weight + overhead_) {
-      const int64_t end = begin + (at.room - overhead_) / tile.weight;
+    while (cursor.room < int64_t{tile.kv_end - begin} * tile.weight + overhead_) {
+      const int64_t end = begin + (cursor.room - overhead_) / tile.weight;
       const int32_t cut = end > begin ? RoundDown(static_cast<uint32_t>(end)) : begin;
       if (cut > begin) {
-        if (cut >= tile.first_sees) break;  // only the causal tail is left: it stays in one piece
-        EmitPartial(at, tile, begin, cut);
+        // Only the causal tail is left, which must stay in one piece.
+        if (cut >= tile.first_sees) break;
+        EmitPartial(cursor, tile, begin, cut);
         begin = cut;
       }
-      NextUnit(at);
+      NextUnit(cursor);
     }
-    EmitLast(at, tile, begin);
+    EmitLast(cursor, tile, begin);
   }
 
   int32_t RoundDown(uint32_t kv_row) const {
@@ -194,20 +200,20 @@ class PlanWriter final {
     return static_cast<int32_t>(kv_row - past);
   }
 
-  void PlaceFixed(Cursor& at, const Tile& tile) {
+  void PlaceFixed(Cursor& cursor, const Tile& tile) {
     int32_t begin = 0;
     for (int32_t pieces = PiecesOf(tile, split_rows_); pieces > 1; --pieces) {
-      SkipFullUnits(at, int64_t{split_rows_} * tile.weight);
-      EmitPartial(at, tile, begin, begin + split_rows_);
+      SkipFullUnits(cursor, int64_t{split_rows_} * tile.weight);
+      EmitPartial(cursor, tile, begin, begin + split_rows_);
       begin += split_rows_;
     }
-    SkipFullUnits(at, int64_t{tile.kv_end - begin} * tile.weight);
-    EmitLast(at, tile, begin);
+    SkipFullUnits(cursor, int64_t{tile.kv_end - begin} * tile.weight);
+    EmitLast(cursor, tile, begin);
   }
 
-  // A piece goes to the unit that holds the middle of its charge.
-  void SkipFullUnits(Cursor& at, int64_t kv_charge) {
-    while (2 * at.room < kv_charge + overhead_) NextUnit(at);
+  // A piece goes to the unit in which the middle of its charge falls.
+  void SkipFullUnits(Cursor& cursor, int64_t kv_charge) {
+    while (2 * cursor.room < kv_charge + overhead_) NextUnit(cursor);
   }
 
   static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max() / 4;

@@ -50,7 +50,8 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
   int64_t kv_rows = 0;
   int32_t kv_most = 0;
   int32_t kv_least = std::numeric_limits<int32_t>::max();
-  int64_t negative = 0;  // its sign bit: some segment was outside some bound
+  // Negative if some segment was outside some bound: collects the sign bits of all differences.
+  int64_t negative = 0;
   for (const PlanSegment& segment : segments) {
     const int64_t heads = segment.num_heads;
     negative |= segment.q_rows | segment.kv_rows | (heads - 1) | (heads_most - heads) |
@@ -76,8 +77,8 @@ bool CountOnlyTiles(std::span<const PlanSegment> segments, const PlanTraits& tra
                                                   : CountOnlyTiles<false>(segments, traits, tally);
 }
 
-// Array lengths that suffice for a batch of this tally. A cut makes at most two partial tiles and
-// there are units - 1 cuts.
+// Array lengths that are enough for a batch with this tally. There are units - 1 cuts, and each
+// makes at most two partial tiles.
 PlanCapacity Needs(const Tally& tally, const PlanTraits& traits) {
   PlanCapacity needs;
   needs.units = traits.units;
@@ -229,7 +230,7 @@ absl::StatusOr<kernels::PlanView> BuildPlan(std::span<const PlanSegment> segment
   return view;
 }
 
-// KV rows, as charged, of the busiest unit over the mean.
+// Charged KV rows of the busiest unit / their mean over all units.
 double ImbalanceOf(const kernels::PlanView& view, const PlanTraits& traits, int64_t charge) {
   int64_t busiest = 0;
   for (size_t unit = 0; unit + 1 < view.work_indptr.size(); ++unit) {
@@ -290,10 +291,10 @@ absl::StatusOr<kernels::PlanView> BuildDealt(std::span<const PlanSegment> segmen
   return view;
 }
 
-// The heads for which a packed row of a long segment costs most tiles.
+// The number of heads with which a packed row of a long segment costs the most tiles.
 int32_t DensestHeads(int32_t min_heads, int32_t max_heads, const PlanTraits& traits) {
   int32_t best = min_heads;
-  int64_t best_tiles = 0;  // tiles per packed row, as a fraction
+  int64_t best_tiles = 0;  // tiles per packed row, as the fraction best_tiles / best_rows
   int64_t best_rows = 1;
   for (int32_t heads = min_heads; heads <= max_heads; ++heads) {
     const TileShape shape = ShapeOf(heads, traits);
@@ -322,15 +323,17 @@ Tally CountWorst(const PlanLimits& limits, const PlanTraits& traits) {
   };
   const auto cheaper = [](const Tally& a, const Tally& b) { return a.tiles <= b.tiles ? a : b; };
 
-  // The first query row of every segment: all with most heads, or, when the packed rows forbid
-  // that, one head range each and as many ranges as the packed rows can make.
+  // The first query row of each segment. Either every segment has the most heads (wide), or every
+  // one has the fewest and the packed rows are spent on ranges of the most heads in addition
+  // (narrow).
   const int64_t busy =
       std::min<int64_t>({limits.segments, limits.q_rows, limits.packed_rows / min_heads});
   Tally wide, narrow;
   count(1, max_heads, busy, wide);
   count(1, min_heads, busy, narrow);
   count(1, max_heads, (limits.packed_rows + max_heads - 1) / max_heads, narrow);
-  // The other rows: all with most heads, or all packed rows where they cost most.
+  // The other rows: either all have the most heads, or all packed rows go where they cost the most
+  // tiles.
   const int32_t densest = DensestHeads(min_heads, max_heads, traits);
   const int64_t dense_rows = (limits.packed_rows + densest - 1) / densest;
   Tally by_rows, by_packed_rows;

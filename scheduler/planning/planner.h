@@ -1,6 +1,6 @@
-// Turns the lengths of a batch into an execution plan: which unit computes which piece of which
-// tile, and which pieces are merged afterwards. Runs on the host from host-side lengths; nothing is
-// ever copied from a device to plan.
+// Turns the lengths of a batch into an execution plan, which says which unit computes which piece
+// of which tile and which pieces are merged afterwards. Runs on the host and uses only lengths
+// known there; planning never copies anything from a device.
 //
 // A segment of q_rows x num_heads packed rows is cut into tiles of at most traits.tile_rows packed
 // rows: whole query rows when all heads fit, else one query row and a range of heads. A tile needs
@@ -19,7 +19,7 @@
 // In dealt mode (traits.dealt_pieces) all tiles are also cut at multiples of one number of rows,
 // which follows from the batch. Pieces are dealt to the units in turn (dealt_plan.h).
 //
-// Threading: a Planner is owned by one thread. Build allocates nothing unless it fails.
+// Threading: one thread uses a Planner. Build allocates nothing unless it fails.
 #ifndef MLA_SCHEDULER_PLANNING_PLANNER_H_
 #define MLA_SCHEDULER_PLANNING_PLANNER_H_
 
@@ -34,8 +34,8 @@
 namespace mla::scheduler {
 
 struct PlanSegment {
-  int32_t q_rows = 0;     // >= 0; 0 is a padded segment and yields no work
-  int32_t kv_rows = 0;    // visible to the last query row, >= 0
+  int32_t q_rows = 0;     // >= 0; a segment with 0 is padding and yields no work
+  int32_t kv_rows = 0;    // rows that the last query row sees, >= 0
   int32_t num_heads = 1;  // 1 .. 65535
   bool causal = true;
   friend bool operator==(const PlanSegment&, const PlanSegment&) = default;
@@ -72,7 +72,7 @@ class Planner final {
                                           const kernels::PlanTraits& traits,
                                           MetadataBuffers& buffers);
 
-  // KV rows of the busiest unit, as charged, over the mean of all units in the last plan; 1.0 when
+  // Charged KV rows of the busiest unit / their mean over all units in the last plan; 1.0 if
   // balanced.
   double last_imbalance() const { return last_imbalance_; }
 

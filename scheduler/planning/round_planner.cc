@@ -24,8 +24,8 @@ constexpr int64_t kRotatedBytes = int64_t{kPanelRowBytes} * kRotatedPanels;
 // Costs of an item: its start and end take as long as about two and a half tiles of KV rows.
 constexpr int64_t kCostOfTile = 2;
 constexpr int64_t kCostOfItem = 5;
-// Cuts pay where they save more than merging partial tiles takes (about eight tiles), and more than
-// this part of the whole: pieces have starts and ends too.
+// A cut pays if it saves more than merging partial tiles costs (about eight tiles) and more than
+// one kIdlePart-th of the whole. Each piece has its own start and end.
 constexpr int64_t kCostOfMerge = 8 * kCostOfTile;
 constexpr int64_t kIdlePart = 8;
 
@@ -143,7 +143,8 @@ absl::Status RoundPlanner::PlaceSegment(int32_t index, const PlanSegment& segmen
   const int64_t room = traits_.workspace_bytes - padded * kRotatedBytes;
   const int64_t heads_fit = room / traits_.dims.head_bytes(padded);
   if (room > 0 && heads_fit > 0) {
-    // Evenly over as few rounds as it takes, so that none is nearly empty.
+    // Spreads the heads evenly over the fewest rounds that hold them, so that no round is nearly
+    // empty.
     const int64_t parts = (segment.num_heads + heads_fit - 1) / heads_fit;
     const int64_t heads = (segment.num_heads + parts - 1) / parts;
     placed.heads_per_expansion = static_cast<int32_t>(heads);
@@ -196,7 +197,8 @@ absl::Status RoundPlanner::AddExpansion(const Expansion& expansion, bool new_rou
   round.heads += placed.heads;
   used += ExpansionBytes(traits_.dims, placed.padded_rows, placed.heads);
   round.pairs += placed.padded_rows / kExpandedRows * placed.heads;
-  // Sections count through a round: as many heads as the cache holds have one number.
+  // Sections are numbered through a round. Heads that fit into the cache together have the same
+  // number.
   const int64_t head_bytes = int64_t{placed.padded_rows} * PanelsBytes();
   const int64_t sections =
       (placed.heads * head_bytes + traits_.cache_bytes - 1) / traits_.cache_bytes;
@@ -230,7 +232,7 @@ absl::Status RoundPlanner::AddTiles(const PlanSegment& record, int32_t segment, 
   return absl::OkStatus();
 }
 
-// Unsplit items and what partial tiles are merged to are together all tiles of the plan.
+// The tiles of the plan are its unsplit items and the tiles that partial ones are merged to.
 absl::Status RoundPlanner::CollectWhole(const PlanView& plan,
                                         std::span<const PlanSegment> segments) {
   for (const WorkInfo& w : plan.work_info) {
@@ -265,7 +267,7 @@ absl::Status RoundPlanner::CollectPieces(const PlanView& plan) {
 
 // --- Items.
 
-// Round, then section, then longest first; 16 bits each, and the head to break ties.
+// The order of entries is round, section, longest first, then head, with 16 bits for each.
 absl::Status RoundPlanner::AddEntry(int32_t tile_index, int32_t expansion) {
   if (entries_.size() == entries_.capacity()) return Misfit("items", capacity_.items);
   const Tile& tile = tiles_[static_cast<size_t>(tile_index)];
@@ -296,7 +298,7 @@ absl::Status RoundPlanner::AddEntries(int32_t tile_index) {
   int32_t expansion = placed.first_expansion;
   while (out_->expansions_[static_cast<size_t>(expansion)].head_begin < tile.head) ++expansion;
   expansion += tile.kv_begin / placed.rows_per_chunk;
-  const int32_t end = std::max(tile.kv_end, tile.kv_begin + 1);  // an empty tile has an item too
+  const int32_t end = std::max(tile.kv_end, tile.kv_begin + 1);  // even an empty tile has an item
   for (int32_t row = tile.kv_begin / placed.rows_per_chunk * placed.rows_per_chunk; row < end;
        row += placed.rows_per_chunk, ++expansion) {
     if (absl::Status s = AddEntry(tile_index, expansion); !s.ok()) return s;
@@ -377,7 +379,8 @@ absl::Status RoundPlanner::Deal() {
     busy_ += total / units_;
     ends[0] = static_cast<int32_t>(begin);
     for (int32_t unit = 0; unit < units_; ++unit) ends[unit + 1] += ends[unit];
-    // Each unit's items in the order of dealing: ends[unit] runs ahead and is set back after.
+    // Writes each unit's items in the order in which they were dealt. This moves ends[unit], which
+    // is set back afterwards.
     for (size_t i = begin; i < end; ++i)
       out_->items_[ends[unit_of_entry_[i]]++] = MakeItem(entries_[i]);
     for (int32_t unit = units_; unit > 0; --unit) ends[unit] = ends[unit - 1];

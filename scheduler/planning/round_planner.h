@@ -35,7 +35,7 @@ struct RoundCapacity {
   int64_t items = 0;  // of all rounds together, like expansions
   int64_t expansions = 0;
   int32_t segments = 0;
-  // Host bytes of the RoundBuffers of this capacity.
+  // Host bytes of RoundBuffers with this capacity.
   int64_t bytes() const;
 };
 
@@ -56,22 +56,22 @@ class RoundBuffers final {
 
 class RoundPlanner final {
  public:
-  // Makes rounds of at most this capacity.
+  // The planner makes rounds of at most this capacity.
   explicit RoundPlanner(const RoundCapacity& capacity);
 
-  // The rounds of `plan`, which was made for `segments` and `traits`; the view refers to `out`.
-  // INVALID_ARGUMENT names the trait that is out of range; RESOURCE_EXHAUSTED the array and the
-  // limit. `plan` and `segments` are not kept.
+  // Makes the rounds of `plan`, which was made for `segments` and `traits`. The returned view
+  // refers to `out`. INVALID_ARGUMENT names the trait that is out of range; RESOURCE_EXHAUSTED
+  // names the array and its limit. Keeps no reference to `plan` and `segments`.
   absl::StatusOr<kernels::RoundView> Build(const kernels::PlanView& plan,
                                            std::span<const PlanSegment> segments,
                                            const kernels::PlanTraits& traits, RoundBuffers& out);
 
  private:
-  // Query rows of one head over KV rows, with where their result goes.
+  // Query rows of one head over a range of KV rows, and the place of their result.
   struct Tile {
     int32_t segment, q_begin, q_end, head, kv_begin, kv_end, partial_row;
   };
-  struct Entry {  // a tile in one expansion, in the order of dealing
+  struct Entry {  // the part of a tile in one expansion; sorted in the order of dealing
     uint64_t key;
     int32_t tile, expansion;
   };

@@ -90,26 +90,27 @@ absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits) {
 }
 
 absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
-                        const std::string& field, SinkSlice* at) {
+                        const std::string& field, SinkSlice* slice) {
   if (!spec.windowed()) {
     return RefuseField(field, absl::StrCat(sinks.size(), " sinks"),
                        "none: the attention has no window", "wrong_count");
   }
   const int64_t layers = spec.layers, heads = spec.geometry.num_heads;
-  absl::Status status = CheckRange("layer_begin", at->layer_begin, 0, layers - 1);
-  if (status.ok()) status = CheckRange("head_begin", at->head_begin, 0, heads - 1);
+  absl::Status status = CheckRange("layer_begin", slice->layer_begin, 0, layers - 1);
+  if (status.ok()) status = CheckRange("head_begin", slice->head_begin, 0, heads - 1);
   if (status.ok()) {
-    status = CheckRange("layer_count", at->layer_count, 0, layers - at->layer_begin);
+    status = CheckRange("layer_count", slice->layer_count, 0, layers - slice->layer_begin);
   }
-  if (status.ok()) status = CheckRange("head_count", at->head_count, 0, heads - at->head_begin);
+  if (status.ok())
+    status = CheckRange("head_count", slice->head_count, 0, heads - slice->head_begin);
   if (!status.ok()) return status;
-  if (at->layer_count == 0) at->layer_count = layers - at->layer_begin;
-  if (at->head_count == 0) at->head_count = heads - at->head_begin;
-  const int64_t wanted = at->layer_count * at->head_count;
+  if (slice->layer_count == 0) slice->layer_count = layers - slice->layer_begin;
+  if (slice->head_count == 0) slice->head_count = heads - slice->head_begin;
+  const int64_t wanted = slice->layer_count * slice->head_count;
   if (static_cast<int64_t>(sinks.size()) != wanted) {
     return RefuseField(field, absl::StrCat(sinks.size(), " sinks"),
-                       absl::StrCat(wanted, ": one for each of ", at->layer_count, " layers and ",
-                                    at->head_count, " heads"),
+                       absl::StrCat(wanted, ": one for each of ", slice->layer_count,
+                                    " layers and ", slice->head_count, " heads"),
                        "wrong_count");
   }
   for (size_t i = 0; i < sinks.size(); ++i) {
@@ -132,19 +133,19 @@ absl::Status CheckKvScales(const ModelSpec& spec, std::span<const float> scales,
     return RefuseField(field, absl::StrCat(scales.size(), " scales"),
                        absl::StrCat(spec.layers, ": one a layer"), "wrong_count");
   }
-  // Kernels multiply the logits by both at once, in fp32: a product of zero would make a NaN of a
-  // masked key, one without bound of a logit of zero.
+  // Kernels multiply the logits by both at once, in fp32. If the product were zero, a masked key
+  // would give NaN; if it were infinite, a logit of zero would.
   constexpr double kLeast = std::numeric_limits<float>::min();
   constexpr double kMost = std::numeric_limits<float>::max() / 4;
   const double least = std::max(double{kernels::kSmallestKvScale}, kLeast / spec.softmax_scale);
-  const double most = std::min(double{kernels::kLargestKvScale}, kMost / spec.softmax_scale);
+  const double largest = std::min(double{kernels::kLargestKvScale}, kMost / spec.softmax_scale);
   for (size_t layer = 0; layer < scales.size(); ++layer) {
     const double scale = scales[layer];
-    if (scale >= least && scale <= most) continue;
+    if (scale >= least && scale <= largest) continue;
     return RefuseField(
         absl::StrCat(field, "[", layer, "]"), absl::StrCat(scales[layer]),
-        absl::StrCat("a number from ", static_cast<float>(least), " to ", static_cast<float>(most),
-                     " with softmax_scale ", spec.softmax_scale),
+        absl::StrCat("a number from ", static_cast<float>(least), " to ",
+                     static_cast<float>(largest), " with softmax_scale ", spec.softmax_scale),
         "out_of_range");
   }
   return absl::OkStatus();
@@ -174,7 +175,7 @@ absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spe
                      absl::StatusCode::kUnimplemented);
 }
 
-// After the geometry, the format and the attention have been checked.
+// Call it after the checks of geometry, format and attention.
 absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpec* spec) {
   const Fp8Compute wanted = spec->fp8_compute;
   if (spec->kv_format == kernels::KvFormat::kBf16) {

@@ -18,16 +18,16 @@ kernels::AttentionDesc DescOf(const ModelSpec& spec, kernels::AttentionForm form
 // Replace values that a client leaves to the server. UNIMPLEMENTED if the backend lacks a requested
 // value.
 absl::Status SettlePrecision(const kernels::BackendInfo& backend, ModelSpec* spec);
-// After the geometry, the format and the attention have been checked.
+// Call it after the checks of geometry, format and attention.
 absl::Status SettleFp8Compute(const kernels::AttentionBackend& backend, ModelSpec* spec);
 // Returns OK if the backend supports such a model.
 absl::Status CheckSupported(const ModelSpec& spec, const kernels::AttentionBackend& backend);
 absl::Status CheckModelSpec(const ModelSpec& spec, const Limits& limits);
-// For a model with a window: [at->layer_count, at->head_count] numbers, finite or -inf. Replaces
-// counts of 0 by the counts they stand for. Errors of the slice name "layer_begin" and so on;
-// errors of a number append its index to `field`.
+// For a model with a window: [slice->layer_count, slice->head_count] numbers, finite or -inf.
+// Replaces counts of 0 by the counts they stand for. Errors of the slice name "layer_begin" and so
+// on; errors of a number append its index to `field`.
 absl::Status CheckSinks(const ModelSpec& spec, std::span<const float> sinks,
-                        const std::string& field, SinkSlice* at);
+                        const std::string& field, SinkSlice* slice);
 // One scale a layer, from kSmallestKvScale to kLargestKvScale; an error appends the index to
 // `field`. FAILED_PRECONDITION for a format without scales of layers.
 absl::Status CheckKvScales(const ModelSpec& spec, std::span<const float> scales,

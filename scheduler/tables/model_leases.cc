@@ -10,8 +10,8 @@ namespace mla::scheduler {
 namespace {
 
 constexpr int64_t kNanosPerMilli = 1'000'000;
-// A tenant's own models make room for its next one after this part of Limits::model_yield_ms: an
-// engine that starts again, under new names, has left them.
+// A tenant's own unused models make room for its next one after Limits::model_yield_ms divided by
+// this. An engine that restarts under new names leaves such models.
 constexpr int64_t kOwnYieldPart = 10;
 
 }  // namespace
@@ -62,12 +62,12 @@ MonotonicNanos ModelTable::NextExpiry() const {
 
 absl::Status ModelTable::TakeOrYield(Tenant& account, Resource resource, int64_t amount,
                                      const char* field, const Model* taker) {
-  absl::Status taken = tenants_->Take(account, resource, amount, field);
-  while (!taken.ok() &&
-         Yield(account.key(), DetailOf(taken).bound_of == BoundOwner::kServer, taker)) {
-    taken = tenants_->Take(account, resource, amount, field);
+  absl::Status status = tenants_->Take(account, resource, amount, field);
+  while (!status.ok() &&
+         Yield(account.key(), DetailOf(status).bound_of == BoundOwner::kServer, taker)) {
+    status = tenants_->Take(account, resource, amount, field);
   }
-  return taken;
+  return status;
 }
 
 bool ModelTable::Yield(TenantKey tenant, bool any, const Model* taker) {

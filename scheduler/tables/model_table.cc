@@ -23,8 +23,8 @@ bool HasExpanded(const ModelSpec& spec) {
   return spec.geometry.nope_dim > 0 && spec.geometry.v_dim > 0;
 }
 
-// Tells a repeated upload from a changed one. Not a cryptographic digest: a tenant can only confuse
-// its own model, and the upload as a whole carries a SHA-256.
+// A digest that tells a repeated upload from a changed one. It need not be cryptographic, because a
+// tenant can only confuse its own model, and a SHA-256 protects the upload as a whole.
 uint64_t Digest(const Bf16* values, int64_t count, uint64_t seed) {
   uint64_t digest = seed ^ 0xcbf29ce484222325u;
   for (int64_t i = 0; i < count; ++i) digest = (digest ^ values[i]) * 0x100000001b3u;
@@ -48,7 +48,8 @@ ModelTable::ModelTable(const Limits& limits, kernels::AttentionBackend* backend,
 
 // Notes how the backend computes rows of the model in either form.
 void ModelTable::NoteForms(const ModelSpec& spec, Model* model) const {
-  // Without the expanded form every row of EXPANDED takes the absorbed one between the projections.
+  // If the backend does not offer the expanded form, all rows of EXPANDED take the absorbed form
+  // between their projections.
   for (const auto& [q_dtype, min_rows] :
        {std::pair(kernels::DType::kBf16, &model->expanded_min_rows),
         std::pair(kernels::DType::kF32, &model->expanded_min_rows_f32)}) {
@@ -162,12 +163,12 @@ absl::StatusOr<Model*> ModelTable::Register(TenantKey tenant, const ModelSpec& w
   model->account = account.get();
   model->contents = ContentsOfEqual(tenant, spec);
   if (model->contents == nullptr) {
-    absl::StatusOr<std::shared_ptr<ModelContents>> made = MakeContents(spec, account.get());
-    if (!made.ok()) {
+    absl::StatusOr<std::shared_ptr<ModelContents>> contents = MakeContents(spec, account.get());
+    if (!contents.ok()) {
       tenants_->Return(*account, Resource::kModels, 1);
-      return made.status();
+      return contents.status();
     }
-    model->contents = *std::move(made);
+    model->contents = *std::move(contents);
   }
   SetLease(model.get(), *lease_ns);
   NoteForms(spec, model.get());

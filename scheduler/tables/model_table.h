@@ -1,8 +1,8 @@
-// Registered models: geometry, cache layout and the state of their weights.
+// The registered models, with their geometry, cache layout and the state of their weights.
 //
-// Ownership: the table owns the models; ModelSpec is shared and immutable so that transports may
-// keep it. The backend holds the weight bytes in slots that the table assigns: slot = contents'
-// index x max_layers + layer.
+// Ownership: the table owns the models. A ModelSpec is shared and immutable, so that transports may
+// keep it. The backend holds the bytes of weights in slots that the table assigns: slot = index of
+// the contents x max_layers + layer.
 //
 // Models of one tenant whose specs have the same weights_digest, and are equal in all but their
 // names, share their contents: rows and weights are there once, and go with the last of the models.
@@ -42,13 +42,14 @@ struct ModelContents {
   // For models with a window: layout of their rows; `layout` is then for entries.
   kvcache::GroupLayout window_layout;
   kvcache::LayoutId window_layout_id = -1;
-  // One a layer, in formats that have such scales and once they have come; else empty.
+  // One for each layer, if the format has such scales and they have been set; otherwise empty.
   std::vector<float> kv_scales;
   // --- Weights
   struct Head {
-    // Missing: 0; loaded: the upload that brought it; committed: kCommitted.
+    // 0: the head is missing. kCommitted: it is committed. Otherwise it is loaded, and this is its
+    // upload.
     UploadId upload = 0;
-    uint64_t digest = 0;  // of its bytes, to tell a repeat from a change
+    uint64_t digest = 0;  // digest of its bytes, which tells a repeat from a change
   };
   static constexpr UploadId kCommitted = ~UploadId{0};
   std::vector<Head> heads;    // [layers x num_heads]
@@ -58,26 +59,28 @@ struct ModelContents {
 
 struct Model {
   TenantKey tenant = kNoTenant;
-  Tenant* account = nullptr;  // the tenant's row; the model keeps it
+  Tenant* account = nullptr;  // the tenant's row, which stays as long as the model
   std::shared_ptr<const ModelSpec> spec;
   std::shared_ptr<ModelContents> contents = std::make_shared<ModelContents>();
-  std::shared_ptr<const std::string> name;  // the spec's id, as events have it
+  std::shared_ptr<const std::string> name;  // the spec's id, as used in events
   const kvcache::KvPlane& rows(int32_t layer) const {
     const bool window = contents->window_layout_id >= 0;
     return (window ? contents->window_layout : contents->layout).rows(layer);
   }
   // REQUIRES that the layer has entries.
   const kvcache::KvPlane& entries(int32_t layer) const { return contents->layout.rows(layer); }
-  int32_t sequences = 0;  // open ones; Unregister waits for zero
-  // Open streams on which steps of it have begun: its workers are there.
+  int32_t sequences = 0;  // open sequences; Unregister requires 0
+  // Open streams that have begun steps of the model: they belong to its workers.
   absl::flat_hash_set<StreamId> streams;
-  MonotonicNanos used_at = 0;  // the latest that something named it, or that a user of it went
+  // When a call last named it, or a sequence or stream that used it ended.
+  MonotonicNanos used_at = 0;
   // The model is unregistered when it has been unused for this time and has no open sequence; 0:
   // never.
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
-  // Query rows of one request from which EXPANDED takes the expanded form; more than a launch has
-  // where the backend does not offer it. A backend may offer it for bf16 queries alone.
+  // EXPANDED takes the expanded form for requests with at least this many query rows. If the
+  // backend does not offer the form, the number is larger than any launch. A backend may offer the
+  // form for bf16 queries only.
   int32_t expanded_min_rows = 0;
   int32_t expanded_min_rows_f32 = 0;
   int32_t ExpandedMinRows(kernels::DType q_dtype) const {
@@ -111,20 +114,22 @@ class ModelTable {
   // replaces the present one. If there are too many models, those unused for Limits::model_yield_ms
   // are unregistered; models of the same tenant after a fraction of that time.
   absl::StatusOr<Model*> Register(TenantKey tenant, const ModelSpec& spec, int64_t lease_ms = 0);
-  // An error leaves the model registered, perhaps without some of its weights; a repeat goes on.
+  // If it fails, the model stays registered, perhaps without some of its weights; a repeated call
+  // goes on.
   absl::Status Unregister(TenantKey tenant, const std::string& id);
-  // Called with every model before it is gone. May be empty.
+  // `on_gone`, which may be empty, is called with each model before it is removed.
   void set_on_gone(std::function<void(const Model&)> on_gone) { on_gone_ = std::move(on_gone); }
-  // The model's lease starts again: something has named it, or a sequence of it has closed.
+  // Starts the model's lease again, because a call has named it or a sequence of it has closed.
   void Touch(Model* model) {
     model->used_at = clock_->Now();
     if (model->lease_ns > 0) model->lease_deadline = model->used_at + model->lease_ns;
   }
-  // A step of the model has begun on the stream, or a stream has closed.
+  // Call NoteStream when a step of the model has begun on the stream, and StreamClosed when a
+  // stream has closed.
   void NoteStream(Model* model, StreamId stream) { model->streams.insert(stream); }
   void StreamClosed(StreamId stream);
-  uint64_t yielded() const { return yielded_; }  // models that made room, since start
-  // Unregisters models whose lease has run out. Returns how many.
+  uint64_t yielded() const { return yielded_; }  // models unregistered to make room, since start
+  // Unregisters the models whose lease has run out, and returns their number.
   int32_t ExpireLeases();
   void PostponeLeases(int64_t nanos);
   // When ExpireLeases should next be called; max() if no lease runs.
@@ -154,7 +159,7 @@ class ModelTable {
                           std::span<const std::byte> bytes) const;
   absl::Status LoadWeights(Model& model, UploadId upload, int32_t layer, int32_t head_begin,
                            int32_t head_count, std::span<const std::byte> bytes);
-  // Returns the layers that still miss committed heads.
+  // Returns the layers in which heads are still not committed.
   std::vector<int32_t> CommitWeights(Model& model, UploadId upload);
   void DiscardWeights(Model& model, UploadId upload);
   std::vector<int32_t> MissingLayers(const Model& model) const;
@@ -177,7 +182,8 @@ class ModelTable {
   absl::Status ChargeWeights(Model& model);
   absl::Status Remove(Model& model);
   void SetLease(Model* model, int64_t lease_ns);
-  // Takes `amount` for the tenant; models that are not used yield to that, but not `taker`.
+  // Takes `amount` for the tenant. If necessary, models that are not used are unregistered to make
+  // room, except `taker`.
   absl::Status TakeOrYield(Tenant& account, Resource resource, int64_t amount, const char* field,
                            const Model* taker);
   // Unregisters the model that has not been used for the longest, if that is long enough: one of

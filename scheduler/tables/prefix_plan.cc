@@ -19,7 +19,7 @@ absl::string_view BytesOf(const T* data, size_t count) {
   return {reinterpret_cast<const char*>(data), count * sizeof(T)};
 }
 
-// The chain's rows below `rows`, in a copy of its own.
+// A copy of the chain's first `rows` rows.
 PrefixChain FirstRows(const PrefixChain& from, int32_t rows) {
   PrefixChain chain = from;
   chain.keys.resize(std::min(chain.keys.size(), static_cast<size_t>(rows / from.page_size)));
@@ -40,7 +40,7 @@ bool Agree(const PrefixChain& a, const PrefixChain& b, int32_t rows) {
 
 PrefixKey PrefixPlanner::RootOf(const std::string& tenant, const ModelSpec& spec,
                                 const std::string& salt) const {
-  // Models with equal contents have their rows in common, if their client vouches for that.
+  // Models with equal contents share their rows if the client has given a digest of the weights.
   const std::string name = spec.weights_digest.empty() ? spec.id : "";
   const std::string contents = spec.ContentsText();
   const absl::string_view fields[] = {tenant, name, contents, salt};

@@ -15,7 +15,8 @@
 
 namespace mla::scheduler {
 
-// A declaration made ready outside the engine's role, for the state that it was made from.
+// A declaration prepared outside the engine's role; valid only for the state of the sequence from
+// which it was made.
 struct PrefixPlan {
   std::shared_ptr<const ModelSpec> spec;
   std::shared_ptr<const kvcache::PrefixChain> before;  // the sequence's present chain; null: none

@@ -70,12 +70,12 @@ absl::StatusOr<int64_t> SequenceTable::LeaseNanos(int64_t lease_ms) const {
 
 absl::Status SequenceTable::CheckNames(const std::string& client_id,
                                        const std::string& request_id) const {
-  const size_t most = static_cast<size_t>(limits_.max_name_bytes);
-  const bool client_bad = client_id.size() > most;
-  if (!client_bad && request_id.size() <= most) return absl::OkStatus();
+  const size_t limit = static_cast<size_t>(limits_.max_name_bytes);
+  const bool client_bad = client_id.size() > limit;
+  if (!client_bad && request_id.size() <= limit) return absl::OkStatus();
   return RefuseField(client_bad ? "client_id" : "request_id",
                      absl::StrCat(client_bad ? client_id.size() : request_id.size(), " bytes"),
-                     absl::StrCat("at most ", most, " bytes"), "name_too_long");
+                     absl::StrCat("at most ", limit, " bytes"), "name_too_long");
 }
 
 absl::StatusOr<Sequence*> SequenceTable::Repeated(TenantKey tenant, const std::string& request_id,
@@ -179,11 +179,11 @@ absl::StatusOr<Sequence*> SequenceTable::CheckOpenArgs(TenantKey tenant, const M
 
 absl::Status SequenceTable::TakeForOpen(const Model& model, int64_t declared) {
   Tenant& account = *model.account;
-  absl::Status taken = tenants_->Take(account, Resource::kSequences, CountOf(model), "sequence");
-  if (!taken.ok()) return taken;
-  taken = tenants_->Take(account, Resource::kPrefixTokens, declared, "prefix");
-  if (!taken.ok()) tenants_->Return(account, Resource::kSequences, CountOf(model));
-  return taken;
+  absl::Status status = tenants_->Take(account, Resource::kSequences, CountOf(model), "sequence");
+  if (!status.ok()) return status;
+  status = tenants_->Take(account, Resource::kPrefixTokens, declared, "prefix");
+  if (!status.ok()) tenants_->Return(account, Resource::kSequences, CountOf(model));
+  return status;
 }
 
 void SequenceTable::ReturnForOpen(const Model& model, int64_t declared) {
@@ -266,7 +266,7 @@ absl::StatusOr<Sequence*> SequenceTable::Fork(TenantKey tenant, const ForkArgs& 
   child->not_finite_from = parent->not_finite_from;
   child->tail = parent->tail;
   child->ForgetRowsFrom(length);
-  // Without room for them the child goes on, and its rows are not declared.
+  // If the declared rows exceed the bounds, the child is made without declared rows.
   const int64_t declared = cache_->declared(child->slot);
   if (tenants_->TryTake(account, Resource::kPrefixTokens, declared)) {
     child->prefix_tokens = declared;
@@ -285,12 +285,12 @@ absl::StatusOr<Sequence*> SequenceTable::ForMatch(TenantKey tenant, SequenceId i
 
 absl::StatusOr<Sequence*> SequenceTable::FindIdle(TenantKey tenant, SequenceId id,
                                                   uint64_t expected_epoch) {
-  absl::StatusOr<Sequence*> found = FindOrRefuse(tenant, id, "sequence_id");
-  if (!found.ok()) return found;
-  const Sequence& sequence = **found;
+  absl::StatusOr<Sequence*> sequence_or = FindOrRefuse(tenant, id, "sequence_id");
+  if (!sequence_or.ok()) return sequence_or;
+  const Sequence& sequence = **sequence_or;
   if (sequence.epoch != expected_epoch) return OtherEpoch(sequence, expected_epoch);
   if (sequence.busy()) return InStep(sequence);
-  return found;
+  return sequence_or;
 }
 
 absl::Status SequenceTable::TakeForMatch(const Sequence& sequence, const PrefixPlan& prefix,
@@ -312,11 +312,11 @@ absl::Status SequenceTable::TakeForMatch(const Sequence& sequence, const PrefixP
 
 absl::Status SequenceTable::CheckMatch(const Sequence& sequence, const PrefixPlan& prefix) {
   int64_t more = 0;
-  absl::Status taken = TakeForMatch(sequence, prefix, &more);
-  if (taken.ok() && more > 0) {
+  absl::Status status = TakeForMatch(sequence, prefix, &more);
+  if (status.ok() && more > 0) {
     tenants_->Return(*sequence.model->account, Resource::kPrefixTokens, more);
   }
-  return taken;
+  return status;
 }
 
 absl::Status SequenceTable::Match(Sequence* sequence, const PrefixPlan& prefix) {
@@ -331,7 +331,7 @@ absl::Status SequenceTable::Match(Sequence* sequence, const PrefixPlan& prefix) 
 
 void SequenceTable::DeclareAndMatch(Sequence* sequence, const PrefixPlan& prefix) {
   const kvcache::SeqSlot slot = sequence->slot;
-  // Rows that are not finite are not for others.
+  // Rows that are not finite are not shared with other sequences.
   const int64_t rows = std::min<int64_t>(prefix.chain->rows(), sequence->not_finite_from);
   cache_->Declare(slot, prefix.chain, static_cast<int32_t>(rows));
   int64_t most = limits_.max_sequence_rows;
@@ -485,7 +485,7 @@ int32_t SequenceTable::ExpireLeases() {
   for (int32_t slot; (slot = leases_.PopExpired(now)) != kvcache::LeaseTable::kNone;) {
     Sequence* sequence = by_slot_[slot].get();
     if (sequence->step != nullptr) {
-      Renew(sequence);  // its step has a lease of its own
+      Renew(sequence);  // a sequence in a step lives as long as the lease of the step
       continue;
     }
     cache_->Note(slot, kvcache::EventKind::kExpired);

@@ -1,8 +1,8 @@
-// Open sequences: identity, epoch, lease and idempotency of their life cycle. Rows and pages are
-// KvCache's.
+// The open sequences, with identity, epoch, lease and idempotency. Their rows and pages are in
+// KvCache.
 //
-// Sequence states: open, in a step (Step* set), gone. An id of another tenant is answered exactly
-// like an absent one. Threading: owned by the engine role.
+// A sequence is open, in a step (Step* is set), or gone. An id of another tenant gets exactly the
+// same answer as an absent one. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_TABLES_SEQUENCE_TABLE_H_
 #define MLA_SCHEDULER_TABLES_SEQUENCE_TABLE_H_
 
@@ -49,9 +49,9 @@ struct SequenceOrigin {
 struct Sequence {
   static constexpr int64_t kNoRow = std::numeric_limits<int64_t>::max();
 
-  // Its rows change: it takes part in no other call that needs them to stay.
+  // Its rows are changing, so calls that need them unchanged are refused.
   bool busy() const { return step != nullptr || imports; }
-  // To be called when the rows from `length` on are gone.
+  // Call it when the rows from `length` on are gone.
   void ForgetRowsFrom(int64_t length) {
     if (not_finite_from >= length) not_finite_from = kNoRow;
     if (tail.position > length) tail.tail.reset();
@@ -72,8 +72,8 @@ struct Sequence {
   uint64_t epoch = 1;
   int64_t lease_ns = 0;
   MonotonicNanos opened_ns = 0;
-  Step* step = nullptr;  // the open step that holds it
-  bool imports = false;  // rows of an import are on their way into it
+  Step* step = nullptr;  // the open step that the sequence is in
+  bool imports = false;  // an import is bringing its rows
   bool exports = false;  // it is the fork that holds the rows of an export
   SequenceTail tail;     // null: no tail
   std::string client_id;
@@ -82,10 +82,10 @@ struct Sequence {
   // The first position with a NaN or an infinity in a KV row of any layer. Answers of rows that see
   // it may not be finite. kNoRow: all rows are finite.
   int64_t not_finite_from = kNoRow;
-  // The last Truncate, so that its repeat gives the same answer.
+  // The last Truncate, so that a repeat of it gets the same answer.
   uint64_t truncated_from_epoch = 0;
   int64_t truncated_length = -1;
-  int64_t prefix_tokens = 0;     // declared rows, as counted for the tenant
+  int64_t prefix_tokens = 0;     // declared rows that are counted for the tenant
   kvcache::PrefixMatch matched;  // the last match
 };
 
@@ -99,10 +99,10 @@ class SequenceTable {
   // sequence that an earlier call with the same request id opened, or null.
   absl::StatusOr<Sequence*> CheckOpen(TenantKey tenant, const Model& model, const OpenArgs& args,
                                       const PrefixPlan& prefix);
-  // `prefix`: a plan for the model's spec, if args.prefix is not empty.
+  // `prefix`: a plan for the model's spec; not used if args.prefix is empty.
   absl::StatusOr<Sequence*> Open(TenantKey tenant, Model* model, const OpenArgs& args,
                                  const PrefixPlan& prefix);
-  // The sequence, if it has that epoch and is in no step or import.
+  // Returns the sequence if it has that epoch and is not in a step or import.
   absl::StatusOr<Sequence*> FindIdle(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
   // As FindIdle, and checks that the sequence may declare rows.
   absl::StatusOr<Sequence*> ForMatch(TenantKey tenant, SequenceId id, uint64_t expected_epoch);
@@ -130,13 +130,13 @@ class SequenceTable {
   }
   // Is told of every sequence that ends; may be null. It outlives the table.
   void set_observer(EngineObserver* observer) { observer_ = observer; }
-  // Starts the lease again, with `lease_ms` > 0 as its new length.
+  // Starts the lease again; `lease_ms` > 0 is its new length.
   void Renew(Sequence* sequence, int64_t lease_ms = 0);
 
   // Returns null if the tenant does not have such a sequence.
   Sequence* Find(TenantKey tenant, SequenceId id);
   absl::StatusOr<Sequence*> FindOrRefuse(TenantKey tenant, SequenceId id, std::string field);
-  // The tenant's sequences, of one client if `client_id` is not empty; ordered by id.
+  // The tenant's sequences, ordered by id; if `client_id` is not empty, only that client's.
   std::vector<Sequence*> OfTenant(TenantKey tenant, const std::string& client_id);
   std::vector<Sequence*> OfModel(const Model& model);
   std::span<const std::unique_ptr<Sequence>> slots() const { return by_slot_; }  // null: free
@@ -146,20 +146,21 @@ class SequenceTable {
   // Returns their number.
   int32_t ExpireLeases();
   void PostponeLeases(int64_t nanos) { leases_.Postpone(nanos); }
-  // When ExpireLeases should next be called; max() if nothing is leased.
+  // When ExpireLeases should next be called; max() if no lease runs.
   MonotonicNanos NextExpiry() const { return leases_.next_deadline_ns(); }
   int32_t size() const { return static_cast<int32_t>(by_id_.size()); }
 
  private:
   absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms) const;
   absl::Status CheckNames(const std::string& client_id, const std::string& request_id) const;
-  // The sequence an earlier call with this request id opened, or null; ALREADY_EXISTS on a clash.
+  // The sequence that an earlier call with this request id opened, or null. ALREADY_EXISTS if that
+  // call had other arguments.
   absl::StatusOr<Sequence*> Repeated(TenantKey tenant, const std::string& request_id,
                                      const SequenceOrigin& origin);
   // Checks of Open that need only its arguments.
   absl::StatusOr<Sequence*> CheckOpenArgs(TenantKey tenant, const Model& model,
                                           const OpenArgs& args, const PrefixPlan& prefix);
-  // Counts the sequence and its declared rows for the tenant, or nothing.
+  // Counts the sequence and its declared rows for the tenant; on an error, counts nothing.
   absl::Status TakeForOpen(const Model& model, int64_t declared);
   void ReturnForOpen(const Model& model, int64_t declared);
   absl::Status TakeForMatch(const Sequence& sequence, const PrefixPlan& prefix, int64_t* more);

@@ -14,15 +14,15 @@ constexpr int64_t kNanosPerMilli = 1'000'000;
 
 absl::Status StepOpener::CheckBeginSequence(TenantKey tenant, const Model& model,
                                             const StepSequenceArgs& args, size_t index) {
-  const Sequence* found = sequences_->Find(tenant, args.id);
-  if (found == nullptr) {
+  const Sequence* sequence = sequences_->Find(tenant, args.id);
+  if (sequence == nullptr) {
     return sequences_
         ->FindOrRefuse(tenant, args.id,
                        absl::StrCat("begin_step.sequences[", index, "].sequence_id"))
         .status();
   }
-  const int64_t length = cache_->length(found->slot);
-  const absl::Status status = CheckContinues(*found, length, model, args, index);
+  const int64_t length = cache_->length(sequence->slot);
+  const absl::Status status = CheckContinues(*sequence, length, model, args, index);
   if (status.ok()) return status;
   return AmendDetail(status, [&](ErrorDetail& detail) { detail.last_good_position = length; });
 }
@@ -154,7 +154,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
     status = CheckBeginSequence(tenant, *model, wanted, i);
     if (!status.ok()) break;
     Sequence* sequence = sequences_->Find(tenant, wanted.id);
-    sequence->step = step;  // also refuses a sequence that is named twice
+    sequence->step = step;  // set in the loop, so that a sequence named twice is refused
     step->entries.push_back({sequence, static_cast<int32_t>(wanted.start_position), wanted.rows,
                              static_cast<int32_t>(total), sequence->slot, sequence->window_slot});
     total += wanted.rows;

@@ -1,8 +1,9 @@
 // Checks of BeginStep, before a step of it is open: the model, its sequences as the client knows
 // them, and pages for all rows of all layers.
 //
-// Ownership: borrows the tables and the cache, which outlive it. Threading: the holder of the
-// engine role. Errors: as BeginStepReply documents them; after one, nothing has changed.
+// Ownership: borrows the tables and the cache, which must outlive it. Threading: used with the
+// engine role held. Errors: as the documentation of BeginStepReply says. A call that fails has
+// changed nothing.
 #ifndef MLA_SCHEDULER_TABLES_STEP_OPENER_H_
 #define MLA_SCHEDULER_TABLES_STEP_OPENER_H_
 

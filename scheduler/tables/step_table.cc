@@ -91,7 +91,8 @@ absl::Status CheckLists(const Step& step, const AttendArgs& args) {
                        "dense_model");
   }
   if (args.listed_for == nullptr) return absl::OkStatus();
-  // Lists that are wanted are written, and tenants charged, by the top_k of the step's model.
+  // Wanted lists are written, and tenants charged, by the top_k of the step's model, so it must be
+  // the one checked.
   const bool same_top_k = args.listed_top_k == step.model->spec->top_k;
   if (same_top_k && StandsAt(step, *args.listed_for)) return absl::OkStatus();
   return RefuseField("attend.step_id", absl::StrCat(step.id),
@@ -174,15 +175,17 @@ absl::StatusOr<Step*> StepTable::Create(Model* model, StepId id) {
   return step;
 }
 
-// The oldest goes of the tenant that has most, so that none forgets for another.
+// Forgets the oldest entry of the tenant that has the most, so that no tenant displaces the entries
+// of another one.
 void StepTable::ForgetAborted() {
   std::map<TenantKey, size_t> counts;
   for (const AbortedStep& gone : aborted_) ++counts[gone.tenant];
-  const auto most =
+  const auto largest =
       std::max_element(counts.begin(), counts.end(),
                        [](const auto& a, const auto& b) { return a.second < b.second; });
-  aborted_.erase(std::find_if(aborted_.begin(), aborted_.end(),
-                              [&](const AbortedStep& gone) { return gone.tenant == most->first; }));
+  aborted_.erase(std::find_if(aborted_.begin(), aborted_.end(), [&](const AbortedStep& gone) {
+    return gone.tenant == largest->first;
+  }));
 }
 
 void StepTable::Remove(Step* step, const std::string& why) {
@@ -207,7 +210,7 @@ void StepTable::Remove(Step* step, const std::string& why) {
 }
 
 absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat) {
-  // Before anything else: the request's memory has the size of another model's rows.
+  // This comes first: if the step is of another model, the request's memory has the wrong size.
   const ModelSpec& spec = *step.model->spec;
   const bool in_range = args.layer >= 0 && args.layer < spec.layers;  // otherwise refused below
   const bool same_window =

@@ -1,8 +1,8 @@
-// Open steps and their rules, free of threads and devices.
+// The open steps and their rules; independent of threads and devices.
 //
 // A step adds rows to some sequences at every layer of their model. It belongs to the stream that
-// began it; other streams may take part (tensor-parallel ranks). Per layer it keeps three row
-// counts over the step's concatenated rows:
+// began it; other streams, such as tensor-parallel ranks, may take part. For each layer it counts
+// rows, of all its sequences together, in three states:
 //
 //   accepted   rows whose request is queued, launched or done; the next new KV row must be
 //              row `accepted`
@@ -41,7 +41,8 @@ struct StepEntry {
   int32_t offset = 0;  // offset of its first row among the step's rows
   // Copies of the sequence's slots, because launches need them for every entry at every layer.
   kvcache::SeqSlot slot = -1, window_slot = -1;
-  // Groups into which their last pages are copied, layer by layer (KvCache::copied_group).
+  // Groups into which the last pages of its sequences are copied, layer by layer
+  // (KvCache::copied_group).
   uint32_t copied = kvcache::SlabPool::kNoEntry, window_copied = kvcache::SlabPool::kNoEntry;
 };
 
@@ -52,15 +53,16 @@ struct LayerProgress {
   int32_t appended = 0;
   int32_t stored = 0;
   int32_t writer_head = -1;      // head_offset of the slice that brings the KV rows
-  SliceGroup* slices = nullptr;  // head slices that wait, by rows; see head_slice_table.h
+  SliceGroup* slices = nullptr;  // waiting head slices, grouped by rows; see head_slice_table.h
 };
 
 // State of a participant's head slices in this step; see head_slice_table.h.
 struct StepRank {
-  int32_t layer = -1;        // the last one at which a launch took a slice of it
+  int32_t layer = -1;        // the last layer at which a launch took one of its slices
   int32_t end_row = 0;       // first row of that layer after that slice
-  MonotonicNanos since = 0;  // when that slice could have gone
-  bool missed = false;       // it missed a wait of its siblings and has not come in time since
+  MonotonicNanos since = 0;  // when that slice could first have gone
+  // Its siblings waited for it in vain, and it has not come in time since.
+  bool missed = false;
 };
 
 struct Step {
@@ -73,25 +75,25 @@ struct Step {
   std::vector<StepEntry> entries;
   int32_t total_rows = 0;
   std::vector<LayerProgress> layers;
-  // Its rows may be written once its tenant's page work up to here has been carried; `pages_ready`
-  // says that it has.
+  // The step's rows may be written once the tenant's page work up to this ticket has been carried.
+  // `pages_ready` is then true.
   kvcache::WorkTicket ticket = 0;
   bool pages_ready = false;
-  bool copies = false;  // some entries have pages to be copied
+  bool copies = false;  // some entries have pages to copy
   // A launch of it has failed: the step will be aborted and cannot be committed.
   bool failed = false;
   int64_t lease_ns = 0;
   MonotonicNanos lease_deadline = 0;
   int32_t waiting = 0;           // requests queued
   int32_t inflight = 0;          // requests in a submitted launch
-  StreamRequest* end = nullptr;  // EndStep that waits for the above to reach zero
+  StreamRequest* end = nullptr;  // an EndStep that waits until both counts are zero
 
   bool Includes(StreamId stream) const;
   bool idle() const { return waiting == 0 && inflight == 0; }
 };
 
-// A step that is gone, remembered for a while so that a late message is told why, until its id is
-// used again.
+// An aborted step. It is remembered for a while, until its id is used again, so that late messages
+// get the reason.
 struct AbortedStep {
   TenantKey tenant = kNoTenant;
   StepId id = 0;
@@ -103,14 +105,14 @@ class StepTable {
  public:
   StepTable(const Limits& limits, TenantTable* tenants);
 
-  // The open step, or NOT_FOUND / ABORTED with the reason it is gone.
+  // The open step; or NOT_FOUND, or ABORTED with the reason.
   absl::StatusOr<Step*> Find(TenantKey tenant, StreamId stream, StepId id);
-  // Any open step of the tenant by id, with any participants; null if none.
+  // The tenant's open step with this id, whatever its participants are; null if there is none.
   Step* Lookup(TenantKey tenant, StepId id);
-  // An empty step of the model from the pool, listed as open. RESOURCE_EXHAUSTED when the tenant or
-  // the server has as many as its bound says.
+  // Takes an empty step from the pool and lists it as open. RESOURCE_EXHAUSTED if the tenant or the
+  // server already has as many as its bound allows.
   absl::StatusOr<Step*> Create(Model* model, StepId id);
-  // Removes the step; `why` not empty remembers it as aborted.
+  // Removes the step. If `why` is not empty, remembers it as aborted.
   void Remove(Step* step, const std::string& why);
 
   // Renews the step's lease from `now`, which may lie a little in the past.
@@ -135,19 +137,20 @@ absl::Status CheckAttend(const Step& step, const AttendArgs& args, bool* repeat)
 // Checks that the tails are for different sequences of the step and have the size that its model
 // asks for.
 absl::Status CheckTails(const Step& step, const std::vector<TailArgs>& tails);
-// Equal contents: a repeat by the same stream or a join by another.
+// Returns true if both have equal contents: a repeat by the same stream or a join by another one.
 bool SameStep(const Step& step, const BeginStepArgs& args);
-// Rows and entries that a row of the request attends to, at most, whatever its context; INT64_MAX
-// where that alone says how many.
+// The most rows and entries that a row of the request attends to, whatever its context is.
+// INT64_MAX if only the context limits them.
 int64_t MostPlaces(const StreamRequest& request);
-// Compressed entries that rows [begin, end) of the step make whole at a layer.
+// Number of compressed entries that rows [begin, end) of the step complete at a layer.
 inline int64_t EntriesOfRows(const Step& step, int32_t layer, int32_t begin, int32_t end) {
   return EntriesOf(step.entries, step.model->spec->ratio(layer), begin, end);
 }
 // Committed rows of the sequence that the step's row belongs to. A row past the step's end counts
 // as its last sequence's; 0 for a step without sequences.
 int64_t CommittedAt(const Step& step, int32_t row);
-// Empty when every layer has stored `rows_needed` rows, else "layer 3: rows 2..7, layer 4: ...".
+// Returns "layer 3: rows 2..7, layer 4: ..." with the rows still to be stored, up to row
+// `rows_needed`, or an empty string if there are none.
 std::string MissingRows(const Step& step, int32_t rows_needed);
 
 }  // namespace mla::scheduler

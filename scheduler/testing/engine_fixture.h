@@ -1,4 +1,4 @@
-// The fixture of the engine's tests: one tenant, one stream, the tiny model.
+// The fixture of the engine's tests: one tenant, one stream, and the tiny model.
 #ifndef MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
 #define MLA_SCHEDULER_TESTING_ENGINE_FIXTURE_H_
 

@@ -55,23 +55,23 @@ void DenseAttention(const ModelSpec& model, const std::vector<const Row*>& rows,
                     Row* output, double* lse) {
   const int lora = model.geometry.kv_lora_rank;
   std::vector<double> logits;
-  double most = -std::numeric_limits<double>::infinity();
+  double largest = -std::numeric_limits<double>::infinity();
   for (const Row* row : rows) {
     double dot = 0;
     for (size_t i = 0; i < q.size(); ++i) dot += double{q[i]} * (*row)[i];
     logits.push_back(dot * model.softmax_scale);
-    most = std::max(most, logits.back());
+    largest = std::max(largest, logits.back());
   }
   double sum = 0;
   std::vector<double> out(lora, 0.0);
   for (size_t j = 0; j < rows.size(); ++j) {
-    const double weight = std::exp(logits[j] - most);
+    const double weight = std::exp(logits[j] - largest);
     sum += weight;
     for (int i = 0; i < lora; ++i) out[i] += weight * (*rows[j])[i];
   }
   output->assign(lora, 0.0f);
   for (int i = 0; i < lora && sum > 0; ++i) (*output)[i] = static_cast<float>(out[i] / sum);
-  *lse = sum > 0 ? most + std::log(sum) : -std::numeric_limits<double>::infinity();
+  *lse = sum > 0 ? largest + std::log(sum) : -std::numeric_limits<double>::infinity();
 }
 
 std::vector<Row> Rows(int count, uint64_t key) {
@@ -83,11 +83,11 @@ std::vector<Row> Rows(int count, uint64_t key) {
 }
 
 std::vector<const Row*> Pointers(const std::vector<Row>& a, const std::vector<Row>& b) {
-  std::vector<const Row*> all;
-  all.reserve(a.size() + b.size());
-  for (const Row& row : a) all.push_back(&row);
-  for (const Row& row : b) all.push_back(&row);
-  return all;
+  std::vector<const Row*> pointers;
+  pointers.reserve(a.size() + b.size());
+  for (const Row& row : a) pointers.push_back(&row);
+  for (const Row& row : b) pointers.push_back(&row);
+  return pointers;
 }
 
 Limits TinyLimits() {
@@ -112,7 +112,7 @@ Limits TinyLimits() {
   limits.launch_packed_rows = 32;
   limits.launch_requests = 16;
   limits.prefill_rows = 5;
-  // Launches are bounded by rows alone, so that no test depends on how fast the machine is.
+  // Launches are bounded by rows only, so that no test depends on the speed of the machine.
   limits.launch_ms = 60'000;
   limits.decode_rows = 2;
   limits.sequence_lease_ms = 10000;
@@ -323,7 +323,7 @@ double EngineHarness::Error(const TestRequest& request, const std::vector<const 
       const size_t packed = size_t(row) * args.num_heads + head;
       const float* got = &request.output[packed * lora];
       for (int i = 0; i < lora; ++i) {
-        // A NaN counts as infinitely wrong.
+        // A NaN counts as an infinite error.
         const double off = std::abs(got[i] - want[i]);
         worst = std::isnan(off) ? std::numeric_limits<double>::infinity() : std::max(worst, off);
       }

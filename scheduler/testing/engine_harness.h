@@ -1,5 +1,5 @@
-// Drives an EngineCore by hand in one thread: requests with recorded answers, a simulated clock,
-// the reference backend, and a tiny model whose answers are computed densely and independently of
+// Drives an EngineCore by hand in one thread. Requests record their answers, the clock is simulated
+// and the backend is the reference one. The answers of the tiny model are computed densely, without
 // the product's code.
 #ifndef MLA_SCHEDULER_TESTING_ENGINE_HARNESS_H_
 #define MLA_SCHEDULER_TESTING_ENGINE_HARNESS_H_
@@ -38,12 +38,12 @@ class TestRequest final : public StreamRequest {
   std::vector<float> lse;
 };
 
-// A KV row or query as the test knows it: the values that survive rounding to bf16.
+// A KV row or query with the values that remain after rounding to bf16.
 using Row = std::vector<float>;
-// Deterministic pseudo-random row of `dim` elements, distinct for distinct keys.
+// Returns a deterministic pseudo-random row of `dim` elements; distinct keys give distinct rows.
 Row MakeRow(uint64_t key, int dim);
 
-// `count` KV rows of TinyModel, distinct for distinct keys.
+// Returns `count` KV rows of TinyModel; distinct keys give distinct rows.
 std::vector<Row> Rows(int count, uint64_t key);
 // Pointers to all rows of `a`, then of `b`, as EngineHarness::Error takes them.
 std::vector<const Row*> Pointers(const std::vector<Row>& a, const std::vector<Row>& b = {});
@@ -78,14 +78,14 @@ class EngineHarness {
 
   SequenceInfo Open(const std::string& request_id = "", int64_t lease_ms = 0);
   SequenceInfo Get(SequenceId id);
-  // Hands over; the request may still wait when these return.
+  // These submit a request; it may still be waiting when they return.
   std::unique_ptr<TestRequest> Begin(StreamId stream, StepId step,
                                      std::vector<StepSequenceArgs> sequences, int participants = 1);
-  // Rows [row_begin, +kv.size()) of a layer, all heads; q rows are MakeRow(q_key + row * heads +
-  // head).
+  // Submits rows [row_begin, row_begin + kv.size()) of a layer with all heads. The query of a row
+  // and head is MakeRow(q_key + row * 64 + head).
   std::unique_ptr<TestRequest> Attend(StreamId stream, StepId step, int layer, int row_begin,
                                       const std::vector<Row>& kv, uint64_t q_key);
-  // Rows for a slice of heads, with KV rows if `kv` is not empty. The request is as Query's.
+  // Submits rows of a slice of heads, with KV rows if `kv` is not empty; queries as in Attend.
   std::unique_ptr<TestRequest> Slice(StreamId stream, StepId step, int layer, int row_begin,
                                      int rows, const std::vector<Row>& kv, int head, int heads,
                                      uint64_t q_key);
@@ -96,7 +96,8 @@ class EngineHarness {
                                           const std::vector<Row>& kv);
   std::unique_ptr<TestRequest> End(StreamId stream, StepId step, std::vector<int32_t> rows = {},
                                    std::vector<TailArgs> tails = {});
-  // Charged to the tenant, every byte of it `value`; null where the tenant's bound refuses it.
+  // Makes a tail that is charged to the tenant, each byte of it `value`; null if the tenant's bound
+  // does not allow it.
   std::shared_ptr<const Tail> MakeTail(size_t bytes, uint8_t value);
   std::unique_ptr<TestRequest> Abort(StreamId stream, StepId step);
   // Launches until nothing is ready.
@@ -106,7 +107,8 @@ class EngineHarness {
     clock_.Advance(us * 1'000);
     core_->Tick();
   }
-  // Slice's request before it is handed over, for the test to change, and the handing over.
+  // Makes Slice's request without submitting it, so that the test can change it; Submit then
+  // submits it.
   std::unique_ptr<TestRequest> Unsent(StreamId stream, StepId step, int layer, int row_begin,
                                       int rows, const std::vector<Row>& kv, int head, int heads,
                                       uint64_t q_key);

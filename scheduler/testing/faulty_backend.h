@@ -30,13 +30,14 @@ class FaultyBackend final : public kernels::AttentionBackend {
   explicit FaultyBackend(std::unique_ptr<kernels::AttentionBackend> inner)
       : inner_(std::move(inner)) {}
 
-  // The `after`-th next call at this point fails once (0: the very next one).
+  // Makes one call at this point fail: the next one if `after` is 0, else the one after `after`
+  // others.
   void FailAt(FaultPoint point, int after = 0) {
     point_ = point;
     after_ = after;
   }
   bool armed() const { return point_ != FaultPoint::kNone; }  // the call has not come yet
-  // Called for each head whose weights are loaded, with the engine role held.
+  // `fn` is called for each head whose weights are loaded, with the engine role held.
   void OnLoadWeights(std::function<void(int32_t head)> fn) { on_load_weights_ = std::move(fn); }
   // Totals of all launches: KV rows appended or compared, and records of attention with their
   // heads.
@@ -46,11 +47,11 @@ class FaultyBackend final : public kernels::AttentionBackend {
   int64_t attended_records() const { return attended_records_; }
   int64_t attended_heads() const { return attended_heads_; }
   void SetAbsorbedOnly() { absorbed_only_ = true; }
-  // The expanded form for bf16 queries alone, from kExpandedRows on.
+  // Offers the expanded form only for bf16 queries, of at least kExpandedRows rows.
   static constexpr int32_t kExpandedRows = 4;
   void SetExpandedBf16Only() { expanded_bf16_only_ = true; }
-  // These may be called from other threads: the device is lost, or launches are held until
-  // ReleaseLaunches.
+  // The following three may be called from other threads. They say that the device is lost, or hold
+  // launches until ReleaseLaunches.
   void SetUnhealthy() { unhealthy_ = true; }
   void HoldLaunches() { held_ = true; }
   void ReleaseLaunches() {
@@ -58,26 +59,28 @@ class FaultyBackend final : public kernels::AttentionBackend {
     held_.notify_all();
   }
   bool holds_launch() const { return holds_launch_; }  // a launch is held now
-  // A launch that is held counts as a call that never returns.
+  // Makes a held launch count as a call that never returns.
   void SetStuck() { stuck_ = true; }
 
-  // Looks like a device with memory of its own, which takes two launches at a time.
+  // Makes the backend look like a device with its own memory that takes two launches at a time.
   void SetTwoSlots() {
     two_slots_ = inner_->Info();
     two_slots_.unified_memory = false;
     has_two_slots_ = true;
   }
 
-  // ... and whose launches wait for words: one whose word has not been reached by its end is late.
+  // Does this, too, and makes launches wait for words. A launch is late if its word has not been
+  // reached when it ends.
   void SetWaitsForWords() {
     SetTwoSlots();
     two_slots_.waits_for_words = true;
   }
 
-  // ... and which looks at tensors when a launch ends, and at its word before: one that is late
-  // writes none. Host memory has to be there until then, as for any device.
+  // Makes a launch read its word and its tensors only when it ends; a late launch writes none. Host
+  // memory must stay until then, as with any device.
   void SetComputesAtEnd() { computes_at_end_ = true; }
-  // Launches whose words have not been reached are late from here on, which no one knows yet.
+  // Makes launches late whose words have not been reached by now; the engine learns it when they
+  // end.
   void EndGates() {
     for (Staging& staging : staging_) {
       staging.late = staging.gate.ready.word != nullptr && !staging.gate.ready.Reached();

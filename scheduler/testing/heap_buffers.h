@@ -23,7 +23,7 @@ class HeapBuffer final : public kernels::HostBuffer {
   std::unique_ptr<std::byte[]> data_;
 };
 
-// REQUIRES: a capacity that MetadataBuffers accepts.
+// REQUIRES: MetadataBuffers accepts the capacity.
 inline std::unique_ptr<MetadataBuffers> MakeBuffers(const PlanCapacity& capacity) {
   return MetadataBuffers::Create(capacity, std::make_unique<HeapBuffer>(capacity.bytes())).value();
 }

@@ -111,12 +111,12 @@ std::string PlanChecker::Item(const WorkInfo& item) const {
   return "";
 }
 
-// The tiles of a segment make a grid: bands of query rows, each cut into head ranges.
+// The tiles of a segment form a grid of bands of query rows, each cut into head ranges.
 std::string PlanChecker::Tiles(size_t segment, std::span<const WorkInfo> items) {
   const int32_t q_rows = segments_[segment].q_rows;
   const int32_t heads = segments_[segment].num_heads;
-  int32_t q = 0;     // rows before it are covered for all heads
-  int32_t head = 0;  // heads before it are covered in the open band
+  int32_t q = 0;     // rows before this one are covered for all heads
+  int32_t head = 0;  // heads before this one are covered in the open band
   int32_t band_end = 0;
   for (size_t i = 0; i < items.size();) {
     size_t end = i + 1;
@@ -183,7 +183,7 @@ std::string PlanChecker::Reduce(const kernels::PlanView& view) {
   if (view.reduce_final_map.size() != tiles) return "reduce tiles are not the split tiles";
   if (view.reduce_partial_map.size() != partials_.size()) return "reduce partials are not all";
   if (view.reduce_indptr.front() != 0) return "reduce_indptr does not start at 0";
-  // Both lists are in order of (segment, q, head).
+  // Both lists are ordered by (segment, q, head).
   for (size_t t = 0; t < tiles; ++t) {
     const kernels::ReduceTile& final = view.reduce_final_map[t];
     const WorkInfo& first = partials_[split_begin_[t]];
@@ -220,7 +220,7 @@ std::string PlanChecker::Dealt(const kernels::PlanView& view) const {
       if (Order(item) < Order(before)) return absl::StrCat(Describe(item), ": out of order");
     }
   }
-  int32_t row = 0;  // partial rows are given out in the order of pieces
+  int32_t row = 0;  // partial rows are assigned in the order of the pieces
   for (const int32_t partial : view.reduce_partial_map) {
     if (partial < row) return absl::StrCat("partial row ", partial, ": out of order");
     row = partial;

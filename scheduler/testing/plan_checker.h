@@ -1,4 +1,4 @@
-// Judges a plan against its batch, with interval arithmetic and none of the planner's code.
+// Checks a plan against its batch, with interval arithmetic and without the planner's code.
 #ifndef MLA_SCHEDULER_TESTING_PLAN_CHECKER_H_
 #define MLA_SCHEDULER_TESTING_PLAN_CHECKER_H_
 
@@ -15,7 +15,7 @@ namespace mla::scheduler::testing {
 
 class PlanChecker {
  public:
-  // Empty when all of this holds, else the first fault in words:
+  // Returns an empty string if all of this holds, else a description of the first fault:
   //   - every (query row, visible kv row, head) is in exactly one work item, no item reaches past
   //     the rows that its last query row sees, and no piece is completely masked for a row;
   //   - a tile that sees no rows has one empty item; q_rows = 0 has none;
@@ -40,8 +40,9 @@ class PlanChecker {
   int64_t partial_rows_ = 0;
   // Scratch, kept between calls.
   std::vector<kernels::WorkInfo> sorted_;
-  std::vector<kernels::WorkInfo> partials_;  // pieces of split tiles, by tile, in kv order
-  std::vector<size_t> split_begin_;          // first of each split tile in partials_
+  // Pieces of split tiles, by tile, in the order of KV rows.
+  std::vector<kernels::WorkInfo> partials_;
+  std::vector<size_t> split_begin_;  // index in partials_ of each split tile's first piece
 };
 
 }  // namespace mla::scheduler::testing

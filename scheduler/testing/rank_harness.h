@@ -31,7 +31,7 @@ class RankHarness {
  public:
   static constexpr uint64_t kQueries = 70000;  // for requests of Send
 
-  // REQUIRES: `ranks` divides kRankHeads; layers <= 8.
+  // REQUIRES: `ranks` divides kRankHeads, and layers <= 8.
   explicit RankHarness(int ranks, const Limits& limits = LimitsOfRanks(), int layers = 2)
       : ranks_(ranks) {
     auto backend = std::make_unique<FaultyBackend>(std::make_unique<kernels::ReferenceBackend>());
@@ -50,7 +50,8 @@ class RankHarness {
   int ranks() const { return ranks_; }
   StreamId stream(int rank) const { return streams_[rank]; }
 
-  // Begins a step on the first `joining` ranks (-1: on all); false if one is refused.
+  // Begins a step on the first `joining` ranks, or on all if it is -1. Returns false if one of them
+  // is refused.
   bool Begin(StepId step, const std::vector<StepSequenceArgs>& sequences, int joining = -1) {
     for (int rank = 0; rank < (joining < 0 ? ranks_ : joining); ++rank) {
       if (!Join(rank, step, sequences)) return false;
@@ -60,8 +61,8 @@ class RankHarness {
   bool Join(int rank, StepId step, const std::vector<StepSequenceArgs>& sequences) {
     return harness_->Begin(streams_[rank], step, sequences, ranks_)->status.ok();
   }
-  // Commits `rows` rows to the first two layers of the sequence, outside any rank's step; false if
-  // something is refused.
+  // Commits `rows` rows to the first two layers of the sequence in a step without ranks. Returns
+  // false if something is refused.
   bool Fill(const SequenceInfo& sequence, int rows) {
     const StreamId stream = streams_[0];
     bool ok = harness_->Begin(stream, 900, {{sequence.id, 1, 0, rows}})->status.ok();
@@ -71,7 +72,7 @@ class RankHarness {
     ok &= below->status.ok() && above->status.ok();
     return ok && harness_->End(stream, 900)->status.ok();
   }
-  // The slice of one rank over the step's rows from 0 on; rank 0 brings `kv`.
+  // Submits one rank's slice of the step's rows from row 0 on; rank 0 brings `kv`.
   std::unique_ptr<TestRequest> Send(int rank, StepId step, int layer, const std::vector<Row>& kv) {
     const int heads = kRankHeads / ranks_;
     return harness_->Slice(streams_[rank], step, layer, 0, static_cast<int>(kv.size()),

@@ -74,13 +74,13 @@ bool PrefixTurns::Begin(scheduler::TenantKey tenant, int32_t weight,
       changed_.NotifyAll();
       return false;
     }
-    // A place that rests becomes free without a word.
+    // The end of a rest notifies no one, so the wait ends then.
     changed_.WaitUntil(lock, std::min(now + kLook, place < free_at_.size() ? now + kLook : next));
   }
   Leave(&self);
   floor_ = std::max(floor_, shares_.at(tenant).served);
   free_at_[place] = Clock::time_point::max();
-  changed_.NotifyAll();  // another place may be free for the next one
+  changed_.NotifyAll();  // another place may be free for the next call
   current = {this, tenant, weight, place, options_.cpu_ns()};
   return true;
 }

@@ -1,4 +1,4 @@
-// Whose turn it is to have a large prefix parsed and hashed.
+// Decides whose turn it is to have a large prefix parsed and hashed.
 //
 // Open, Match and Hint may bring 163,840 tokens, which take milliseconds of a processor before the
 // engine sees the call. Many such calls at a time would take the processors from decode, whichever
@@ -27,16 +27,16 @@ class PrefixTurns final {
  public:
   // Processors for each turn that may run at the same time.
   static constexpr int32_t kCpusATurn = 8;
-  // How often a call that waits looks whether its client has given it up.
+  // How often a waiting call checks whether its client has given up.
   static constexpr std::chrono::milliseconds kLook{50};
 
   struct Options {
-    int32_t turns = 1;  // at a time, at least 1
+    int32_t turns = 1;  // turns at the same time, at least 1
     bool rests = true;  // false: places do not rest (tests)
-    // Nanoseconds of a processor that the calling thread has had.
+    // Returns the processor time that the calling thread has used, in nanoseconds.
     std::function<int64_t()> cpu_ns;
   };
-  // As many turns as the processors that this process may use suggest.
+  // One turn for each kCpusATurn processors that this process may use.
   static Options Defaults();
 
   explicit PrefixTurns(Options options);
@@ -44,7 +44,7 @@ class PrefixTurns final {
   // Waits for a turn of the tenant, until `given_up` returns true; then returns false without a
   // turn. REQUIRES: the thread does not have a turn.
   bool Begin(scheduler::TenantKey tenant, int32_t weight, const std::function<bool()>& given_up);
-  // Ends the turn of the calling thread, of whichever object, if it has one.
+  // Ends the calling thread's turn, if it has one, on whichever PrefixTurns it was begun.
   static void End();
 
   int64_t waiting() const;
@@ -60,7 +60,8 @@ class PrefixTurns final {
     int32_t waiting = 0;
   };
 
-  // The place that is free, or where none is, when the next one will be.
+  // A place that is free; if there is none, sets `*next` to the time at which the first one becomes
+  // free.
   size_t FreePlace(Clock::time_point now, Clock::time_point* next) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Caller* Next() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

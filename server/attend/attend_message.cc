@@ -20,7 +20,7 @@ void AttendMessage::Done(const absl::Status& status) {
 void AttendMessage::Unref() {
   if (references_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   Recycle();
-  // The pool may live only through this reference, so it must survive Return.
+  // This may be the last reference to the pool, which must survive Return.
   const std::shared_ptr<AttendMessagePool> home = std::move(home_);
   home->Return(this);
 }
@@ -28,7 +28,8 @@ void AttendMessage::Unref() {
 void AttendMessage::Recycle() {
   owner = nullptr;
   tag = 0;
-  // First the count, then the memory: streams that wait look again when memory comes back.
+  // The count is returned before the memory, because waiting streams try again when memory comes
+  // back.
   if (staged > 0) home_->tenants().Return(*tenant, scheduler::Resource::kStagedBytes, staged);
   staged = 0;
   tenant = nullptr;

@@ -1,5 +1,5 @@
-// One request of an Attend stream from arrival to the moment its reply has left, and the pool that
-// recycles such objects.
+// One request of an Attend stream, from its arrival until its reply has left, and the pool that
+// reuses such objects.
 //
 // Ownership: AttendMessage is reference-counted. The stream holds one reference while the message
 // is being served. Each payload slice that gRPC still has to send holds another, because the
@@ -37,8 +37,8 @@ class AttendMessagePool;
 class AttendMessageOwner {
  public:
   virtual ~AttendMessageOwner() = default;
-  // Called in the order of the answers, one at a time (StreamRequest::Done): must not block for
-  // long and must not call the engine.
+  // Called once for each answer, one at a time and in their order (StreamRequest::Done). Must not
+  // block for long and must not call the engine.
   virtual void OnAnswered(AttendMessage* message) = 0;
 };
 
@@ -51,13 +51,14 @@ class AttendMessage final : public scheduler::StreamRequest {
   AttendMessageOwner* owner = nullptr;
   uint64_t tag = 0;
   StagingPool::Block input, output;
-  // The message as it was received, where its queries are read in place; until it is answered.
+  // The received message, in which the queries are read in place; kept until the message is
+  // answered.
   std::vector<grpc::Slice> slices;
   std::vector<kernels::InputFragment> fragments;  // views of those slices
   AttendSizes sizes;
-  const std::byte* sent_lists = nullptr;  // in `region`, which the client may still write
+  const std::byte* sent_lists = nullptr;  // in `region`, where the client may still change them
   absl::Status answer;
-  std::shared_ptr<SharedRegion> region;  // holds the tensors instead of input and output
+  std::shared_ptr<SharedRegion> region;  // if set, holds the tensors instead of input and output
   // For a ring: room for a reply that is too large for a slot.
   std::span<std::byte> reply_area;
   size_t reserved_bytes = 0;  // bytes counted against the stream
@@ -73,7 +74,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   void Recycle();
 
   std::atomic<int32_t> references_{0};
-  std::shared_ptr<AttendMessagePool> home_;  // set while the message is out
+  std::shared_ptr<AttendMessagePool> home_;  // set while the message is taken from the pool
 };
 
 class AttendMessagePool final : public std::enable_shared_from_this<AttendMessagePool> {
@@ -82,7 +83,8 @@ class AttendMessagePool final : public std::enable_shared_from_this<AttendMessag
   AttendMessagePool(std::unique_ptr<kernels::HostBuffer> memory,
                     std::shared_ptr<scheduler::TenantTable> tenants)
       : staging_(std::move(memory)), tenants_(std::move(tenants)) {}
-  // A message with one reference. Grows to the largest number ever out at a time.
+  // Takes a message, with one reference. The pool grows to the largest number of messages ever
+  // taken at the same time.
   AttendMessage* Take();
   // Takes input and output memory of a message together and counts it against message->tenant, so
   // that no request waits while it holds half of its memory. `*stalled`: too little is free at

@@ -17,7 +17,8 @@ uint32_t Micros(int64_t ns) {
 }  // namespace
 
 void FillReply(const AttendMessage& message, uint64_t boot_id, v1::AttendStreamReply* reply) {
-  // Every field of an attend's reply is set below, so the last one's parts can be used again.
+  // An attend's reply sets every field below, so a reply of that kind can be reused without
+  // clearing it.
   const bool attended = message.answer.ok() && message.kind == RequestKind::kAttend;
   if (!attended || !reply->has_attend()) reply->Clear();
   reply->set_tag(message.tag);

@@ -1,4 +1,4 @@
-// The header of the reply to an answered request: everything but its tensors.
+// Fills the header of the reply to an answered request: everything except its tensors.
 #ifndef MLA_SERVER_ATTEND_ATTEND_REPLY_H_
 #define MLA_SERVER_ATTEND_ATTEND_REPLY_H_
 
@@ -9,8 +9,8 @@
 
 namespace mla::server {
 
-// Replaces the contents of `reply`. REQUIRES: the message is answered. Stamps the time between the
-// answer and this call as Timings.write_us.
+// Replaces the contents of `reply`. REQUIRES: the message is answered. Sets Timings.write_us to the
+// time between the answer and this call.
 void FillReply(const AttendMessage& message, uint64_t boot_id, v1::AttendStreamReply* reply);
 
 }  // namespace mla::server

@@ -20,7 +20,7 @@ uint64_t Behind(uint64_t others, int64_t bytes) {
   return bytes == 0 ? others : wire::AlignShared(others) + static_cast<uint64_t>(bytes);
 }
 
-// Memory in which a client places tensors: offsets [begin, end) from `base`.
+// The memory in which a client's tensors must lie: offsets [begin, end) from `base`.
 struct TensorMemory {
   std::byte* base;
   uint64_t begin, end;
@@ -219,7 +219,8 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
 }
 
 bool AttendRequestBuilder::FindShape(scheduler::StepId id, scheduler::StepShape* shape) {
-  // The engine lists a step before it answers the BeginStep, so one that is not pending is listed.
+  // The engine lists a step before it answers the BeginStep, so a step that is not in begins_ is
+  // listed by the engine.
   if (begins_pending_.load(std::memory_order_acquire) > 0) {
     const MutexLock lock(mutex_);
     const auto last = std::find_if(begins_.rbegin(), begins_.rend(),
@@ -282,26 +283,27 @@ SentLists AttendRequestBuilder::ListsOf(const AttendMessage& message) {
 
 AttendRequestBuilder::StagedPlaces AttendRequestBuilder::PlacesOf(const AttendMessage& message) {
   const AttendSizes& sizes = message.sizes;
-  const auto behind = [](size_t place, int64_t bytes) {
+  const auto end_of = [](size_t place, int64_t bytes) {
     return wire::AlignShared(place + static_cast<size_t>(bytes));
   };
-  StagedPlaces at;
-  at.q = behind(0, sizes.kv_bytes);
-  at.lists = behind(at.q, sizes.q_bytes);
-  at.index_inputs = behind(at.lists, static_cast<int64_t>(ListsOf(message).bytes()));
-  at.in = at.q + static_cast<size_t>(sizes.q_bytes);
-  if (sizes.list_bytes > 0) at.in = at.lists + ListsOf(message).bytes();
-  if (sizes.selects) at.in = at.index_inputs + static_cast<size_t>(sizes.list_bytes);
+  StagedPlaces places;
+  places.q = end_of(0, sizes.kv_bytes);
+  places.lists = end_of(places.q, sizes.q_bytes);
+  places.index_inputs = end_of(places.lists, static_cast<int64_t>(ListsOf(message).bytes()));
+  places.in = places.q + static_cast<size_t>(sizes.q_bytes);
+  if (sizes.list_bytes > 0) places.in = places.lists + ListsOf(message).bytes();
+  if (sizes.selects) places.in = places.index_inputs + static_cast<size_t>(sizes.list_bytes);
   if (sizes.kv_fp8.vectors > 0 || sizes.q_fp8.vectors > 0) {
-    at.sent_fp8 = wire::AlignShared(at.in);
+    places.sent_fp8 = wire::AlignShared(places.in);
     const int64_t kv = sizes.kv_fp8.bytes(), q = sizes.q_fp8.bytes();
-    at.in = at.sent_fp8 + static_cast<size_t>(std::max(kv, q));
+    places.in = places.sent_fp8 + static_cast<size_t>(std::max(kv, q));
   }
-  at.lse = behind(0, sizes.o_bytes);
-  at.lists_out = behind(at.lse, sizes.lse_bytes);
-  at.out = at.lse + static_cast<size_t>(sizes.lse_bytes);
-  if (sizes.lists_out_bytes > 0) at.out = at.lists_out + static_cast<size_t>(sizes.lists_out_bytes);
-  return at;
+  places.lse = end_of(0, sizes.o_bytes);
+  places.lists_out = end_of(places.lse, sizes.lse_bytes);
+  places.out = places.lse + static_cast<size_t>(sizes.lse_bytes);
+  if (sizes.lists_out_bytes > 0)
+    places.out = places.lists_out + static_cast<size_t>(sizes.lists_out_bytes);
+  return places;
 }
 
 absl::Status AttendRequestBuilder::CheckLists(std::byte* memory, AttendMessage* message) {
@@ -318,20 +320,20 @@ absl::Status AttendRequestBuilder::CheckLists(std::byte* memory, AttendMessage* 
   return status;
 }
 
-absl::Status AttendRequestBuilder::DecodeKv(const std::byte* sent, std::byte* to,
+absl::Status AttendRequestBuilder::DecodeKv(const std::byte* sent, std::byte* target,
                                             AttendMessage* message) {
   scheduler::AttendArgs& args = message->attend;
-  args.kv = to;
-  const wire::BadFp8Scale bad = Decode(message->sizes.kv_fp8, sent, args.q_dtype, to);
+  args.kv = target;
+  const wire::BadFp8Scale bad = Decode(message->sizes.kv_fp8, sent, args.q_dtype, target);
   if (bad.vector < 0) return absl::OkStatus();
   return RefuseScale(absl::StrCat("kv row ", bad.vector), bad);
 }
 
-absl::Status AttendRequestBuilder::DecodeQueries(const std::byte* sent, std::byte* to,
+absl::Status AttendRequestBuilder::DecodeQueries(const std::byte* sent, std::byte* target,
                                                  AttendMessage* message) {
   scheduler::AttendArgs& args = message->attend;
-  args.q = to;
-  const wire::BadFp8Scale bad = Decode(message->sizes.q_fp8, sent, args.q_dtype, to);
+  args.q = target;
+  const wire::BadFp8Scale bad = Decode(message->sizes.q_fp8, sent, args.q_dtype, target);
   if (bad.vector < 0) return absl::OkStatus();
   return RefuseScale(
       absl::StrCat("q row ", bad.vector / args.num_heads, ", head ", bad.vector % args.num_heads),
@@ -360,7 +362,8 @@ absl::Status AttendRequestBuilder::StageShared(AttendMessagePool* pool, AttendMe
   }
   if (!status.ok() || sizes.list_bytes == 0) return status;
   if (message->sizes.selects) {
-    // Used where they lie: whatever a client writes there, the indexer names what rows see.
+    // Not copied: even if the client changes these inputs later, the indexer chooses only positions
+    // that the row may see.
     message->attend.index_inputs = message->sent_lists;
     return CheckLists(memory, message);
   }

@@ -11,7 +11,7 @@
 // status to answer with. An attend allocates nothing. A BeginStep of a sparse model allocates the
 // positions of its rows, for the checks of lists.
 //
-// Threading: Prepare* from one thread at a time, Release from any.
+// Threading: the Prepare methods from one thread at a time, Release from any thread.
 #ifndef MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
 #define MLA_SERVER_ATTEND_ATTEND_REQUEST_BUILDER_H_
 
@@ -38,18 +38,18 @@ namespace mla::server {
 
 class AttendRequestBuilder final {
  public:
-  // `engine` and `team`, whose threads copy and check large index lists, outlive it. `team` may be
-  // null. Waits for the engine role.
+  // `engine` and `team` must outlive it; the threads of `team` copy and check large index lists.
+  // `team` may be null. The constructor waits for the engine role.
   AttendRequestBuilder(scheduler::Engine* engine, std::string tenant, wire::ThreadTeam* team);
 
   const std::string& tenant() const { return tenant_; }
   scheduler::StreamId stream() const { return stream_; }
 
-  // Hands a prepared message to the engine, as one of the tenant's requests. An error is the
-  // answer: the engine did not take it.
+  // Submits a prepared message to the engine as a request of the tenant. If this returns an error,
+  // the engine has not taken the message and the error is its answer.
   absl::Status Submit(AttendMessage* message);
 
-  // begin_step, end_step and abort_step. INVALID_ARGUMENT for any other body.
+  // Prepares begin_step, end_step and abort_step. INVALID_ARGUMENT for any other body.
   absl::Status Prepare(const v1::AttendStreamRequest& header, AttendMessage* message) {
     return Prepare(header, 0, nullptr, message);
   }
@@ -74,46 +74,48 @@ class AttendRequestBuilder final {
   // shared-memory path is off.
   absl::Status FindRegion(const SharedRegionTable* regions, const v1::SharedTensors& where,
                           size_t payload_bytes, AttendMessage* message) const;
-  // Points a prepared attend at its tensors in `region`, which must stay mapped until it is
-  // answered. INVALID_ARGUMENT when a place is unaligned or outside the arena. `prefix` stands
-  // before the field's name in an error.
+  // Points a prepared attend at its tensors in `region`, which must stay mapped until the attend is
+  // answered. INVALID_ARGUMENT if a tensor is not aligned or not inside the arena. Errors name the
+  // field with `prefix` in front.
   static absl::Status PointInto(const SharedRegion& region, uint64_t in_offset, uint64_t out_offset,
                                 const char* prefix, AttendMessage* message);
   // As PointInto, for tensors in a region's device memory, which the client has finished writing.
   // Also INVALID_ARGUMENT for index lists and 8-bit floats, which the server has to read itself.
   static absl::Status PointIntoDevice(const kernels::SharedDeviceMemory& memory, uint64_t in_offset,
                                       uint64_t out_offset, AttendMessage* message);
-  // Checks the index lists of a prepared attend, which lie in `memory` as SentLists says, and
-  // points the attend at them.
+  // Checks the index lists of a prepared attend, which lie in `memory` at the places that SentLists
+  // gives, and points the attend at them.
   absl::Status CheckLists(std::byte* memory, AttendMessage* message);
-  // For tensors in a region that the engine cannot have where they lie: takes staging memory for
-  // index lists, which it checks, and for tensors of 8 bits, which it decodes. `stalled` as
+  // For tensors in a region that the engine cannot use in place: takes staging memory for index
+  // lists, which it checks, and for 8-bit tensors, which it decodes. `stalled`: see
   // AttendMessagePool::TakeStaging.
   absl::Status StageShared(AttendMessagePool* pool, AttendMessage* message, bool* stalled);
-  // Decode KV rows and queries of 8 bits from `sent` to `to`, as the attend's q_dtype says.
+  // Decode KV rows and queries of 8 bits from `sent` to `target`, as the attend's q_dtype says.
   // INVALID_ARGUMENT names the first invalid scale.
-  static absl::Status DecodeKv(const std::byte* sent, std::byte* to, AttendMessage* message);
-  static absl::Status DecodeQueries(const std::byte* sent, std::byte* to, AttendMessage* message);
+  static absl::Status DecodeKv(const std::byte* sent, std::byte* target, AttendMessage* message);
+  static absl::Status DecodeQueries(const std::byte* sent, std::byte* target,
+                                    AttendMessage* message);
   static SentLists ListsOf(const AttendMessage& message);
   // Offsets of an attend's tensors in its staging memory for input and for output, and the bytes of
   // both.
   struct StagedPlaces {
     size_t q = 0, lists = 0, index_inputs = 0, in = 0;
-    size_t sent_fp8 = 0;  // tensors of 8 bits as sent, one after the other
+    size_t sent_fp8 = 0;  // bytes of the 8-bit tensors as sent, one after the other
     size_t lse = 0, lists_out = 0, out = 0;
   };
   static StagedPlaces PlacesOf(const AttendMessage& message);
-  // Bytes that the tensors of a prepared attend take in shared memory.
+  // Shared-memory bytes that the input tensors of a prepared attend need.
   static uint64_t SharedInBytes(const AttendSizes& sizes);
   static uint64_t SharedOutBytes(const AttendSizes& sizes);
 
-  // Releases what an answered message holds here: its place among the BeginSteps without an answer,
-  // and tails that the engine did not keep, whose room the client may use at once. Must be called
-  // for every message, before the answer is sent.
+  // Releases what the builder holds for an answered message: its entry among the unanswered
+  // BeginSteps, and tails that the engine did not keep. The client can use their room at once. Call
+  // it for every message before its answer is sent.
   void Release(AttendMessage* message);
 
  private:
-  // A BeginStep without an answer. A client may send its rows without waiting for that.
+  // A BeginStep that has not been answered yet. A client may send the step's rows without waiting
+  // for the answer.
   struct PendingBegin {
     scheduler::StepId id = 0;
     uint64_t order = 0;  // AttendMessage::begin_order
@@ -132,7 +134,8 @@ class AttendRequestBuilder final {
   std::shared_ptr<const scheduler::StreamSteps> steps_;
   const scheduler::StreamId stream_;
 
-  std::atomic<int32_t> begins_pending_{0};  // entries of begins_; the engine lists the others
+  // Size of begins_; the engine lists all other open steps.
+  std::atomic<int32_t> begins_pending_{0};
   wire::ThreadTeam* const team_;
   ListChecker list_checker_;  // used by Prepare*
   Mutex mutex_;

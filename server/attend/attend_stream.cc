@@ -27,7 +27,7 @@ constexpr size_t kSlicesKept = 1024;
 
 void ReleaseMessage(void* message) { static_cast<AttendMessage*>(message)->Unref(); }
 
-// A slice over the message's memory that keeps the message until gRPC releases the slice.
+// A slice of the message's memory that keeps the message alive until gRPC releases the slice.
 grpc::Slice PayloadSlice(AttendMessage* message, std::byte* data, size_t size) {
   message->Ref();
   return grpc::Slice(data, size, ReleaseMessage, message);
@@ -77,7 +77,7 @@ void AttendStream::OnReadDone(bool ok) {
 
 void AttendStream::Resume() {
   StreamCall* const call = call_.get();
-  call->Hold();  // once the reader is done, another thread may finish the stream
+  call->Hold();  // when the reader is done, another thread may finish the stream
   bool cancelled = false;
   {
     const MutexLock lock(mutex_);
@@ -110,13 +110,13 @@ void AttendStream::Continue() {
       read = true;
     }
   }
-  // Once paused or stalled, another thread may already be serving the stream: touch nothing more.
+  // From here on another thread may be serving the stream if it is paused or stalled.
   if (done) return MaybeFinish();
   if (stalled) return registry_->OnStalled(this);
   if (read) ReadNext();
 }
 
-// Splits incoming_ into header_ and payload_. False: the stream is broken.
+// Splits incoming_ into header_ and payload_. Returns false if the stream was broken.
 bool AttendStream::ScanHeader() {
   if (incoming_.Length() > static_cast<size_t>(shared_.wire.message_bytes)) {
     const std::string limit = absl::StrCat("at most ", shared_.wire.message_bytes, " bytes");
@@ -183,7 +183,7 @@ bool AttendStream::Handle() {
     message->answer = std::move(status);
     OnAnswered(message);
   }
-  // Not needed since they were gathered, but the answer was more urgent.
+  // They were not needed any more after the tensors were gathered, but answering came first.
   slices_.clear();
   if (slices_.capacity() > kSlicesKept) slices_.shrink_to_fit();
   if (fragments_.capacity() > kSlicesKept) std::vector<wire::Fragment>().swap(fragments_);
@@ -256,7 +256,7 @@ bool AttendStream::ReadsInPlace(const AttendMessage& message) const {
          fragments_.size() <= kSlicesOfAny + q_bytes / kBytesPerSlice;
 }
 
-// Lets the engine have the queries where they lie: the message keeps its slices until OnAnswered.
+// Lets the engine read the queries in gRPC's memory: the message keeps its slices until OnAnswered.
 void AttendStream::KeepInPlace(AttendMessage* message) {
   int64_t begin = 0;
   for (const wire::Fragment& fragment : fragments_) {
@@ -279,11 +279,11 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   const auto kv_bytes = static_cast<size_t>(sizes.kv_sent());
   const auto q_bytes = static_cast<size_t>(sizes.q_sent());
   const auto list_bytes = static_cast<size_t>(sizes.list_bytes);
-  const AttendRequestBuilder::StagedPlaces at = AttendRequestBuilder::PlacesOf(*message);
-  absl::Status status = shared_.pool->TakeStaging(at.in, at.out, message, stalled);
+  const AttendRequestBuilder::StagedPlaces places = AttendRequestBuilder::PlacesOf(*message);
+  absl::Status status = shared_.pool->TakeStaging(places.in, places.out, message, stalled);
   if (!status.ok() || *stalled) return status;
   scheduler::AttendArgs& args = message->attend;
-  std::byte *const in = message->input.data(), *const sent_fp8 = in + at.sent_fp8;
+  std::byte *const in = message->input.data(), *const sent_fp8 = in + places.sent_fp8;
   if (sizes.kv_fp8.vectors > 0) {
     shared_.team->Gather(fragments_, payload_.offset, kv_bytes, sent_fp8);
     status = AttendRequestBuilder::DecodeKv(sent_fp8, in, message);
@@ -292,7 +292,7 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
     args.kv = in;
   }
   size_t copied = kv_bytes + list_bytes;
-  std::byte* const q = in + at.q;
+  std::byte* const q = in + places.q;
   if (sizes.q_fp8.vectors > 0) {
     shared_.team->Gather(fragments_, payload_.offset + kv_bytes, q_bytes, sent_fp8);
     if (status.ok()) status = AttendRequestBuilder::DecodeQueries(sent_fp8, q, message);
@@ -306,18 +306,18 @@ absl::Status AttendStream::TakeStaging(AttendMessage* message, bool* stalled) {
   }
   if (sizes.o_bytes > 0) args.o = message->output.data();
   if (sizes.lse_bytes > 0) {
-    args.lse = reinterpret_cast<float*>(message->output.data() + at.lse);
+    args.lse = reinterpret_cast<float*>(message->output.data() + places.lse);
   }
   if (sizes.lists_out_bytes > 0) {
-    args.lists_out = reinterpret_cast<int32_t*>(message->output.data() + at.lists_out);
+    args.lists_out = reinterpret_cast<int32_t*>(message->output.data() + places.lists_out);
   }
   shared_.metrics->wire().copied_bytes.fetch_add(copied, std::memory_order_relaxed);
   if (!status.ok() || list_bytes == 0) return status;
-  const size_t lists = at.lists + AttendRequestBuilder::ListsOf(*message).offset();
-  std::byte* const sent = in + (sizes.selects ? at.index_inputs : lists);
+  const size_t lists = places.lists + AttendRequestBuilder::ListsOf(*message).offset();
+  std::byte* const sent = in + (sizes.selects ? places.index_inputs : lists);
   shared_.team->Gather(fragments_, payload_.offset + kv_bytes + q_bytes, list_bytes, sent);
   if (sizes.selects) args.index_inputs = sent;
-  return builder_.CheckLists(in + at.lists, message);
+  return builder_.CheckLists(in + places.lists, message);
 }
 
 // ------------------------------------------------------------------------------------- Writing
@@ -327,8 +327,8 @@ void AttendStream::OnAnswered(AttendMessage* message) {
   message->answered_ns = SteadyNanos();
   message->next = nullptr;
   builder_.Release(message);
-  // The launch has read the queries; gRPC's memory is not to wait for a slow reader as the outputs
-  // do.
+  // The launch has read the queries, so their memory is returned to gRPC now. The outputs stay
+  // until the client has read them.
   message->attend.q_fragments = {};
   message->fragments.clear();
   message->slices.clear();
@@ -346,7 +346,7 @@ void AttendStream::OnAnswered(AttendMessage* message) {
   Write(message);
 }
 
-// The payload's slices point into the output memory; nothing is copied on the way out.
+// The payload's slices point into the output memory, so sending copies nothing.
 void AttendStream::Write(AttendMessage* message) {
   FillReply(*message, shared_.boot_id, &reply_);
   grpc::Slice slices[4];
@@ -354,18 +354,18 @@ void AttendStream::Write(AttendMessage* message) {
   size_t payload = 0;
   if (message->answer.ok() && message->output) {
     const AttendSizes& sizes = message->sizes;
-    const AttendRequestBuilder::StagedPlaces at = AttendRequestBuilder::PlacesOf(*message);
+    const AttendRequestBuilder::StagedPlaces places = AttendRequestBuilder::PlacesOf(*message);
     const auto add = [&](size_t place, int64_t bytes) {
       if (bytes == 0) return;
       slices[count++] =
           PayloadSlice(message, message->output.data() + place, static_cast<size_t>(bytes));
       payload += static_cast<size_t>(bytes);
     };
-    // One slice where no padding lies between the tensors.
-    const bool whole = at.lse == static_cast<size_t>(sizes.o_bytes);
+    // One slice is enough if no padding lies between these tensors.
+    const bool whole = places.lse == static_cast<size_t>(sizes.o_bytes);
     add(0, whole ? sizes.o_bytes + sizes.lse_bytes : sizes.o_bytes);
-    add(at.lse, whole ? 0 : sizes.lse_bytes);
-    add(at.lists_out, sizes.lists_out_bytes);
+    add(places.lse, whole ? 0 : sizes.lse_bytes);
+    add(places.lists_out, sizes.lists_out_bytes);
   }
   char header[wire::kMaxAttendHeaderBytes];
   const size_t length = wire::EncodeAttendReply(reply_, payload, header);
@@ -381,7 +381,7 @@ void AttendStream::Write(AttendMessage* message) {
   call_->StartWrite(outgoing_);
 }
 
-// Ends the account of a message.
+// Returns the message's bytes to the bound of bytes in flight.
 void AttendStream::ReleaseBytes(AttendMessage* message) {
   inflight_bytes_ -= message->reserved_bytes;
   --pending_;
@@ -444,14 +444,14 @@ void AttendStream::OnCancel() {
   {
     const MutexLock lock(mutex_);
     cancelled_ = true;
-    // A reader that gRPC holds is ended by OnReadDone(false), a stalled one by Resume.
+    // OnReadDone(false) ends a reader that is reading, and Resume ends a stalled one.
     if (reader_ == Reader::kPaused) reader_ = Reader::kDone;
   }
   MaybeFinish();
 }
 
-// Finishes the stream once its reader is done and nothing is left to answer or write. Never called
-// from OnAnswered.
+// Finishes the stream if its reader is done and no message is left to answer or write. Must not be
+// called from OnAnswered.
 void AttendStream::MaybeFinish() {
   bool close = false;
   {
@@ -482,7 +482,7 @@ void AttendStream::MaybeFinish() {
 void AttendStream::Close() {
   shared_.engine->CloseStream(builder_.stream());
   StreamCall* const call = call_.get();
-  call->Hold();  // once it is closed, another thread may finish the stream
+  call->Hold();  // when the stream is closed, another thread may finish it
   {
     const MutexLock lock(mutex_);
     closed_ = true;

@@ -1,4 +1,4 @@
-// One Attend stream: reads messages, hands them to the engine, writes the replies.
+// One Attend stream: reads messages, submits them to the engine and writes the replies.
 //
 // Life of a message: OnReadDone scans the header, checks it, gathers the tensors once into staging
 // memory, and submits. Tensors in a shared-memory region stay where they are. So do queries that
@@ -13,8 +13,8 @@
 // it, is used up, the stream is stalled: it keeps its one unprocessed message and is resumed by the
 // service's maintenance thread.
 //
-// Failures: a refused request is answered by StepError and the stream goes on. Bytes that are not a
-// message of the contract end the stream with INVALID_ARGUMENT.
+// Failures: a refused request gets a StepError and the stream goes on. Bytes that are not a message
+// of the contract end the stream with INVALID_ARGUMENT.
 //
 // Ending: the engine's stream is closed (which aborts its steps) before Finish, never from inside
 // OnAnswered. After Finish only OnDone touches the object, and deletes it.
@@ -70,9 +70,11 @@ class AttendStream;
 class AttendStreamRegistry {
  public:
   virtual ~AttendStreamRegistry() = default;
-  virtual void OnStalled(AttendStream* stream) = 0;  // call Resume when staging memory came back
-  virtual void OnEnding(AttendStream* stream) = 0;   // call Close from a thread that may wait
-  virtual void OnGone(AttendStream* stream) = 0;     // about to be deleted
+  // Shall call Resume when staging memory has come back.
+  virtual void OnStalled(AttendStream* stream) = 0;
+  // Shall call Close, from a thread that may wait.
+  virtual void OnEnding(AttendStream* stream) = 0;
+  virtual void OnGone(AttendStream* stream) = 0;  // about to be deleted
 };
 
 class AttendStream final : public StreamHandler, public AttendMessageOwner {
@@ -102,7 +104,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   void ReadNext();
   bool ScanHeader();
   void Break(const absl::Status& status);
-  // For a message that cannot be read. Returns false.
+  // Breaks the stream because a message cannot be read. Always returns false.
   bool BreakMalformed(const absl::Status& status, std::string_view reason = "malformed",
                       std::string_view limit = "an AttendStreamRequest");
   AttendMessage* Accept();
@@ -126,7 +128,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   TenantCounters* const requests_;
   const bool in_place_;
 
-  // Used by the reading side alone.
+  // Used only while reading.
   grpc::ByteBuffer incoming_;
   std::vector<grpc::Slice> slices_;
   std::vector<wire::Fragment> fragments_;
@@ -134,7 +136,7 @@ class AttendStream final : public StreamHandler, public AttendMessageOwner {
   v1::AttendStreamRequest header_;
   wire::PayloadRange payload_;
 
-  // Used by the writing side alone (the thread that set writing_).
+  // Used only by the writing thread, which is the one that set writing_.
   v1::AttendStreamReply reply_;
   std::string reply_header_;
   grpc::ByteBuffer outgoing_;

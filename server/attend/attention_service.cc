@@ -114,14 +114,14 @@ void AttentionService::OnGone(AttendStream* stream) {
   changed_.NotifyAll();
 }
 
-// One try for each stalled stream, in the order in which they stalled.
+// Tries each stalled stream once, in the order in which they stalled.
 void AttentionService::ResumeStalled() {
   std::deque<AttendStream*> waiting;
   {
     const MutexLock lock(mutex_);
     waiting.swap(stalled_);
   }
-  // A stalled stream cannot go away: it ends through Resume.
+  // A stalled stream ends only through Resume, so the pointers are valid.
   for (AttendStream* stream : waiting) stream->Resume();
 }
 
@@ -136,8 +136,8 @@ void AttentionService::Maintain() {
     if (const auto now = std::chrono::steady_clock::now(); now >= next_check) {
       next_check = now + kPeriod;
       for (AttendStream* stream : streams_) stream->DisconnectIfSlow(SteadyNanos());
-      seen_releases = 0;  // look at stalled streams now and then even if nothing came back:
-                          // they may have been cancelled
+      // Try stalled streams now and then even if no memory came back: they may have been cancelled.
+      seen_releases = 0;
     }
     const uint64_t releases = shared_.pool->staging().releases();
     if (stalled_.empty() || releases == seen_releases) continue;

@@ -36,11 +36,12 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   explicit AttentionService(WireContext shared);
   ~AttentionService() override;
 
-  // Takes calls from now on. `poller` belongs to the server that serves this, and outlives Stop.
+  // Takes calls from now on. `poller` belongs to the gRPC server that serves this service, and must
+  // exist until Stop returns.
   void Serve(CompletionPoller* poller);
-  // False: streams that begin from now on have all tensors gathered into staging memory, even where
-  // the backend reads queries in pieces. True, as at the start: queries stay in place where the
-  // backend reads_fragments. For measurements. Any thread.
+  // False: new streams have all tensors gathered into staging memory, even if the backend could
+  // read queries in pieces. True, the initial value: queries stay in place if the backend
+  // reads_fragments. For measurements. Any thread.
   void set_reads_in_place(bool in_place) {
     reads_in_place_ = in_place && shared_.engine->backend_info().reads_fragments;
   }
@@ -49,7 +50,7 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   void OnEnding(AttendStream* stream) override;
   void OnGone(AttendStream* stream) override;
 
-  // Waits until no stream is left, then ends both threads.
+  // Waits until all streams have gone, then ends both threads.
   void Stop();
 
  private:
@@ -69,8 +70,9 @@ class AttentionService final : public v1::Attention::WithRawMethod_Attend<v1::At
   std::optional<StreamAcceptor> acceptor_;
   Mutex mutex_;
   CondVar changed_;
-  int32_t slots_taken_ ABSL_GUARDED_BY(mutex_) = 0;      // streams, and calls that will become one
-  std::deque<Opening> opening_ ABSL_GUARDED_BY(mutex_);  // calls to become streams
+  // streams, and calls that are about to become one
+  int32_t slots_taken_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::deque<Opening> opening_ ABSL_GUARDED_BY(mutex_);       // calls to become streams
   std::deque<AttendStream*> ending_ ABSL_GUARDED_BY(mutex_);  // streams to be closed
   CondVar open_or_close_;                                     // there is a stream to open or close
   std::set<AttendStream*> streams_ ABSL_GUARDED_BY(mutex_);

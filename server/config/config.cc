@@ -26,7 +26,7 @@ struct Suffix {
   int shift;
 };
 constexpr size_t kMostNameBytes = 256;           // longest environment name that is examined
-constexpr int64_t kLeastKvCacheBytes = 1 << 20;  // below it hardly a model finds a page
+constexpr int64_t kLeastKvCacheBytes = 1 << 20;  // with less, hardly any model would get a page
 constexpr Suffix kSuffixes[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}};
 
 std::string NumberText(const ConfigKey& key, double value) {
@@ -103,7 +103,7 @@ void ApplyEnvironment(const std::map<std::string, std::string>& environment, Loa
     if (found != environment.end()) Assign(key, found->second, "env " + name, loaded);
   }
   for (const auto& [name, value] : environment) {
-    // Names with MLA_TEST_ belong to test runs.
+    // Names that begin with MLA_TEST_ are for test runs.
     if (!absl::StartsWith(name, "MLA_") || absl::StartsWith(name, "MLA_TEST_") ||
         known.count(name) != 0) {
       continue;
@@ -196,7 +196,7 @@ std::vector<Assignment> ReadFlags(const std::vector<std::string>& arguments, std
   return assignments;
 }
 
-// False, with a fault, unless `address` is host:port.
+// Returns true if `address` is host:port; else adds a fault.
 bool CheckAddress(const char* key, const std::string& address, std::vector<std::string>* faults) {
   if (address.empty()) return true;
   const size_t colon = address.rfind(':');
@@ -214,7 +214,7 @@ bool IsAnyHost(const std::string& host) {
   return host == "0.0.0.0" || host == "[::]" || host == "*";
 }
 
-// True if both would be bound to one port of one address.
+// Returns true if both addresses would bind the same port of the same address.
 bool SamePort(const std::string& a, const std::string& b) {
   const size_t colon_a = a.rfind(':'), colon_b = b.rfind(':');
   if (colon_a == std::string::npos || colon_b == std::string::npos) return false;
@@ -331,7 +331,7 @@ std::string EnvironmentName(const ConfigKey& key) {
 }
 
 std::string ValueText(const ConfigKey& key, const Config& config) {
-  // The slot function takes a mutable config; nothing is written through it here.
+  // The slot function takes a mutable config, but only reading follows here.
   const ConfigSlot slot = key.slot(const_cast<Config&>(config));
   if (auto p = std::get_if<bool*>(&slot)) return **p ? "true" : "false";
   if (auto p = std::get_if<std::string*>(&slot)) return **p;
@@ -378,7 +378,7 @@ std::string SetValue(const ConfigKey& key, const std::string& text, Config* conf
 
 bool IsLoopback(const std::string& address) {
   const std::string host = address.substr(0, address.rfind(':'));
-  // Not by prefix: 127.example.org is a name like any other.
+  // A prefix would not do: 127.example.org is an ordinary host name.
   in_addr numeric{};
   if (inet_pton(AF_INET, host.c_str(), &numeric) == 1) return ntohl(numeric.s_addr) >> 24 == 127;
   return host == "localhost" || host == "[::1]";
@@ -387,7 +387,7 @@ bool IsLoopback(const std::string& address) {
 std::string UnixPath(const Config::Listen& listen, const std::string& runtime_folder) {
   if (listen.unix_path != "auto") return listen.unix_path;
   const std::string port = listen.address.substr(listen.address.rfind(':') + 1);
-  // A port that the system picks names no place where a client would look.
+  // A port chosen by the system cannot be announced, because clients could not know it.
   if (listen.address.empty() || port == "0") return "";
   return absl::StrCat(runtime_folder, "/mla-server-", port, ".sock");
 }
@@ -444,7 +444,7 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
           config.wire.inflight_bytes);
   at_most("wire.inflight_bytes", config.wire.inflight_bytes, "wire.staging_bytes",
           config.wire.staging_bytes);
-  // One request and its reply, each rounded up to a power of two, and room for one more.
+  // One request and its reply, each rounded up to a power of two, and as much again.
   at_most("wire.message_bytes x 8", config.wire.message_bytes * 8, "wire.staging_bytes",
           config.wire.staging_bytes);
   at_most("wire.max_watchers", config.wire.max_watchers + 1, "wire.control_threads",

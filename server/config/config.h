@@ -1,18 +1,19 @@
-// Configuration of the server: one table of keys from which everything else follows.
+// Configuration of the server, derived from one table of keys.
 //
-// Each row of the table (ConfigKeys) gives a key's name, type, default, unit, range, meaning and
-// what goes wrong at its edges. The YAML keys, the environment names, the flags, --help,
+// Each row of the table (ConfigKeys) has a key's name, type, default, unit, range and meaning, and
+// says what goes wrong at its edges. The YAML keys, the environment names, the flags, --help,
 // docs/configuration.md and deploy/config/example.yaml are all derived from it, so they cannot
 // disagree.
 //
-// Sources in rising order: built-in default < YAML file < environment < flags. Loading reports
-// every fault at once, each with its key path and where the value came from.
+// Sources, each overriding those before it: built-in default, YAML file, environment, flags.
+// Loading reports all faults at once, each with its key and with the place from which the value
+// came.
 //
 //   key `kv_cache.bytes`  ->  YAML  kv_cache: {bytes: 4GiB}
 //                             env   MLA_KV_CACHE_BYTES=4GiB
 //                             flag  --kv-cache-bytes=4GiB
 //
-// Threading: plain data, built once before any thread starts.
+// Threading: plain data, filled once before any thread starts.
 #ifndef MLA_SERVER_CONFIG_CONFIG_H_
 #define MLA_SERVER_CONFIG_CONFIG_H_
 
@@ -38,20 +39,24 @@ struct Config {
   // limits.weights_bytes: ChooseSizes decides.
   static constexpr int64_t kChooseWeights = -1;
 
-  scheduler::Limits limits;      // kv_cache_bytes 0: as the backend has room, see ChooseSizes
-  std::string backend = "auto";  // "auto" or a name of the registry
+  // kv_cache_bytes 0: as much as the backend has room for, see ChooseSizes
+  scheduler::Limits limits;
+  std::string backend = "auto";  // "auto" or a name from the registry
   kernels::BackendOptions backend_options;
 
   struct Listen {
     std::string address = "127.0.0.1:50551";  // empty: no TCP listener; port 0: any free port
     std::string unix_path = "auto";           // empty: no unix socket; see UnixPath
-    std::string socket_group;              // whose members may connect; empty: see socket_files.h
-    std::string unix_tenant;               // of all callers on it; empty: see identity.h
-    bool open_folder = false;              // sockets in folders that every user may write to
-    bool insecure = false;                 // allow plaintext beyond loopback
-    std::string reflection = "auto";       // auto: on when every listener is local
-    std::string operators;                 // tenants that are operators, comma separated
-    std::string plain_operators = "host";  // callers without TLS that are operators
+    // Group whose members may connect; empty: see socket_files.h.
+    std::string socket_group;
+    std::string unix_tenant;  // of all callers on it; empty: see identity.h
+    // true: sockets may lie in folders to which every user may write
+    bool open_folder = false;
+    bool insecure = false;            // allow plaintext beyond loopback
+    std::string reflection = "auto";  // auto: on when every listener is local
+    // Names of the tenants that are operators, separated by commas.
+    std::string operators;
+    std::string plain_operators = "host";  // which callers without TLS are operators
   } listen;
 
   struct Wire {
@@ -75,19 +80,23 @@ struct Config {
     int64_t quota_bytes = int64_t{2} << 30;  // gRPC's own buffers
     int64_t connection_age_ms = 0;           // 0: unlimited
     int64_t connection_idle_ms = 0;          // 0: unlimited
-    int64_t handshake_ms = 10000;            // from a connection to its first frame
+    int64_t handshake_ms = 10000;            // between a connection and its first frame
     int64_t keepalive_ms = 20000;
-    int64_t slow_reader_ms = 30000;  // a reply not taken for this long disconnects the stream
-    int32_t poll_threads = 4;        // for the streams; one polls at a time
-    int32_t copy_threads = 0;        // for one large message; 0: chosen by CPUs and backend
-    int32_t spin_us = -1;            // for this long after an event; -1: by CPUs and backend
+    // A stream whose client does not take a reply for this long is disconnected.
+    int64_t slow_reader_ms = 30000;
+    int32_t poll_threads = 4;  // for the streams; one polls at a time
+    int32_t copy_threads = 0;  // for one large message; 0: chosen by CPUs and backend
+    // The poller spins this long after an event; -1: depends on CPUs and backend.
+    int32_t spin_us = -1;
   } wire;
 
   // Bounds of one tenant: scheduler/tenant_table.h.
   struct Tenants {
-    scheduler::PerResource<int64_t> bounds;                // 0: its share of the server's bound
+    // 0: the tenant's share of the server's bound
+    scheduler::PerResource<int64_t> bounds;
     std::map<std::string, scheduler::TenantQuota> quotas;  // by tenant name
-    int32_t metrics = 32;                                  // tenants with metrics of their own
+    // Number of tenants that have their own metrics.
+    int32_t metrics = 32;
   } tenants;
 
   // The path for clients on the same host: docs/shared_memory.md.
@@ -98,9 +107,9 @@ struct Config {
     int64_t total_bytes = int64_t{256} << 20;   // all regions together
     int32_t regions_max = 64;
     int32_t tenant_regions = 16;
-    int32_t handshakes_max = 128;   // connections without a request, all users together
+    int32_t handshakes_max = 128;   // connections that have not sent their request, of all users
     int32_t user_handshakes = 32;   // part of them for one user
-    int64_t handshake_ms = 2000;    // from a connection to its request
+    int64_t handshake_ms = 2000;    // between a connection and its request
     int32_t ring_entries = 256;     // requests in flight on one ring; a power of two
     int32_t spin_us = 50;           // a ring's poller spins at most this long before it sleeps
     int64_t device_bytes = 0;       // device memory in addition to all regions; 0: none is offered
@@ -120,7 +129,7 @@ struct Config {
     int32_t tenant_files = 1024;        // per tenant
   } checkpoint;
 
-  struct Tiers {            // whose bounds are among the limits
+  struct Tiers {            // settings of the slower tiers; their bounds are among the limits
     std::string file_path;  // empty: no file
     int32_t threads = 2;
   } tiers;
@@ -136,8 +145,10 @@ struct Config {
   } log;
 
   int64_t drain_deadline_ms = 30000;
-  int64_t unhealthy_after_ms = 10000;  // engine silent for this long: NOT_SERVING
-  int64_t restart_after_ms = 120000;   // and after this long beyond that: restart me; 0: never
+  // An engine silent for this long makes the server NOT_SERVING.
+  int64_t unhealthy_after_ms = 10000;
+  // After this much longer the server asks to be restarted; 0: never.
+  int64_t restart_after_ms = 120000;
 };
 
 using ConfigSlot = std::variant<bool*, int32_t*, int64_t*, double*, std::string*>;
@@ -151,18 +162,18 @@ struct ConfigKey {
   const char* choices;     // for kChoice, separated by '|'
   const char* meaning;     // one sentence
   const char* edge;        // what goes wrong beyond the edges
-  const char* short_flag;  // a second flag name, or ""
+  const char* short_flag;  // another name of the flag, or ""
   ConfigSlot (*slot)(Config&);
 };
 
-// The table, grouped, in the order in which documents show it.
+// The table, by groups and in the order in which documents show it.
 const std::vector<ConfigKey>& ConfigKeys();
 
 std::string FlagName(const ConfigKey& key);         // "--kv-cache-bytes"
 std::string EnvironmentName(const ConfigKey& key);  // "MLA_KV_CACHE_BYTES"
 const char* TypeName(ConfigType type);
 std::string RangeText(const ConfigKey& key);  // "1 .. 64", "true or false", "a, b"; "" for text
-// The value now in `config`, as it would be written in a file.
+// The key's value in `config`, as a file would give it.
 std::string ValueText(const ConfigKey& key, const Config& config);
 
 // Modes of the command line other than running.
@@ -181,23 +192,22 @@ struct LoadedConfig {
   std::map<std::string, std::string> origin;  // key -> "default", "file a.yaml:3", "env X", "flag"
   // Every fault found, each "key: the fault (where)". Empty: the config may be used.
   std::vector<std::string> faults;
-  // Environment names that are ignored: links to services of Kubernetes, whose names are given by
-  // others.
+  // Environment names that are ignored, because Kubernetes chose them as links to services.
   std::vector<std::string> service_links;
 };
 
-// Reads flags, environment and the file that --config or MLA_CONFIG names, then checks the whole.
-// `environment` holds all of it, so that a misspelt MLA_ name is found.
+// Reads flags, environment and the file named by --config or MLA_CONFIG, then checks the result.
+// `environment` is the complete environment, so that a misspelt MLA_ name is found.
 LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
                         const std::map<std::string, std::string>& environment);
 
-// The rules that involve more than one key. Appends to `faults`.
+// Checks the rules that involve more than one key. Appends to `faults`.
 void CheckConfig(const Config& config, std::vector<std::string>* faults);
 
-// The bounds by tenant that `config` stands for, shares resolved. REQUIRES: kv_cache.bytes is
-// known.
+// The bounds of tenants that `config` leads to, with shares turned into numbers. REQUIRES:
+// kv_cache.bytes is known.
 scheduler::TenantTableOptions TenantOptionsOf(const Config& config);
-// Threads of the control calls that only leases and administration may take.
+// How many of the threads for control calls only leases and administration may use.
 int32_t ControlReserve(const Config& config);
 // Sets a bound or the weight of one tenant from a key of the file, "tenants.quotas.NAME.RESOURCE".
 // Returns the fault, or an empty string.
@@ -225,7 +235,7 @@ std::string UnixPath(const Config::Listen& listen, const std::string& runtime_fo
 // without a listener.
 std::string ShmSocketPath(const Config::Shm& shm, const std::string& unix_path);
 
-// "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.
+// Returns true if "host:port" is loopback: 127.0.0.0/8, ::1 or localhost.
 bool IsLoopback(const std::string& address);
 
 }  // namespace mla::server

@@ -1,4 +1,4 @@
-// Rows of the table of configuration keys, by type. For the files that make it alone.
+// Makes rows of the table of configuration keys, by type. Only for the files that make the table.
 #ifndef MLA_SERVER_CONFIG_CONFIG_KEY_H_
 #define MLA_SERVER_CONFIG_CONFIG_KEY_H_
 

@@ -219,7 +219,7 @@ ConfigSlot TenantSlot(Config& c) {
   return &c.tenants.bounds[static_cast<scheduler::Resource>(kIndex + 1)];
 }
 
-// The row of the resource says it all; a row whose key is in another group is listed there.
+// Makes the row from the resource's description.
 template <size_t kIndex>
 void AddTenantKey(std::vector<ConfigKey>* keys) {
   const scheduler::ResourceRow& row = scheduler::ResourceRows()[kIndex];
@@ -290,7 +290,7 @@ void AddShmKeys(std::vector<ConfigKey>* keys) {
                 "Memory of the GPU for tensors of all regions together, in addition to the "
                 "regions; 0: none.",
                 "Kept free at start and taken as clients ask for it, in units of 2 MiB; it also "
-                "counts towards shm.total_bytes and tenants.region_bytes.",
+                "counts towards tenants.region_bytes.",
                 MLA_SLOT(shm.device_bytes)),
           Millis("shm.device_wait_ms", 1, kDayMs,
                  "How long a request in device memory waits for the GPU work that comes before it.",

@@ -14,7 +14,7 @@ using scheduler::ResourceRow;
 
 constexpr int64_t kEighths = 8;
 
-// Rounded up: in a server with room for two, a tenant alone may have both.
+// Rounded up, so that a tenant that is alone on a server with room for two may have both.
 int64_t Share(int64_t bound, int64_t eighths) {
   return bound / kEighths * eighths + (bound % kEighths * eighths + kEighths - 1) / kEighths;
 }
@@ -31,10 +31,10 @@ scheduler::PerResource<int64_t> ServerBounds(const Config& config) {
   bounds[Resource::kQueuedRequests] = config.limits.queue_requests;
   bounds[Resource::kStagedBytes] = config.wire.staging_bytes;
   bounds[Resource::kStreams] = config.wire.max_streams;
-  // At least one control call is left while uploads hold the others.
+  // Uploads must leave at least one control call to others.
   bounds[Resource::kUploads] = std::clamp(config.wire.max_uploads, 1, control_calls - 1);
   bounds[Resource::kRegions] = config.shm.regions_max;
-  bounds[Resource::kRegionBytes] = config.shm.total_bytes;
+  bounds[Resource::kRegionBytes] = config.shm.total_bytes + config.shm.device_bytes;
   bounds[Resource::kControlCalls] = control_calls;
   bounds[Resource::kPrefixTokens] = config.limits.prefix_tokens;
   bounds[Resource::kControlBytes] = config.wire.control_bytes;

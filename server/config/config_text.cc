@@ -1,4 +1,4 @@
-// The texts that are made from the table of keys: help, reference, example file, values.
+// Texts made from the table of keys: help, reference, example file, values.
 #include <string>
 #include <vector>
 
@@ -10,7 +10,7 @@
 namespace mla::server {
 namespace {
 
-// Lines of at most 100 columns that begin with the prefix.
+// Appends the text in lines of at most 100 columns, each of which begins with the prefix.
 void Wrap(const std::string& text, const std::string& prefix, std::string* out) {
   std::string line;
   for (const std::string& word : std::vector<std::string>(absl::StrSplit(text, ' '))) {

@@ -15,18 +15,19 @@ namespace {
 constexpr size_t kMaxBytes = size_t{1} << 20;
 constexpr int kMaxDepth = 8;
 
-// Thrown inside the parser and caught in this file: it is the library's only way to stop early.
+// Thrown inside the parser and caught in this file, because the library offers no other way to stop
+// early.
 struct StopParsing {};
 
-// Works on events instead of nodes: an alias bomb is refused before anything is expanded, and depth
-// is bounded while reading.
+// Works on events instead of nodes, so that an alias bomb is refused before anything is expanded,
+// and the depth is bounded while reading.
 class Flattener final : public YAML::EventHandler {
  public:
   Flattener(std::string name, YamlDocument* out) : name_(std::move(name)), out_(out) {}
 
   void OnDocumentStart(const YAML::Mark& mark) override {
     if (documents_++ == 0) return;
-    // Stop: at some tokens the parser finds one empty document after the other, for ever.
+    // Stops here, because at some tokens the parser would find empty documents without end.
     Fault(mark, "one document only");
     throw StopParsing();
   }
@@ -133,7 +134,7 @@ YamlDocument ReadYamlFile(const std::string& path) {
   std::string text(kMaxBytes + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   text.resize(static_cast<size_t>(file.gcount()));
-  if (file.bad()) {  // a folder can be opened, but not read
+  if (file.bad()) {  // a folder can be opened but not read
     document.faults.push_back(absl::StrCat(path, ": cannot be read"));
     return document;
   }

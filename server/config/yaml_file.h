@@ -1,7 +1,8 @@
 // Reads a YAML file of two levels (group: {key: value}) into flat text values with line numbers.
 //
-// The only place that knows the YAML library. Refused, each as a fault with its line: files above
-// 1 MiB, aliases and anchors, nesting deeper than 8, lists, repeated keys. No exception escapes.
+// The only place that knows the YAML library. Refuses these, each with a fault that gives the line:
+// files above 1 MiB, aliases and anchors, nesting deeper than 8, lists, repeated keys. Throws no
+// exceptions.
 #ifndef MLA_SERVER_CONFIG_YAML_FILE_H_
 #define MLA_SERVER_CONFIG_YAML_FILE_H_
 
@@ -21,7 +22,7 @@ struct YamlDocument {
   std::vector<std::string> faults;  // "path:line: the fault"
 };
 
-// `name` is used in faults only.
+// `name` appears in faults only.
 YamlDocument ParseYaml(const std::string& text, const std::string& name);
 YamlDocument ReadYamlFile(const std::string& path);
 

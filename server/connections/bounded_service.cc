@@ -18,7 +18,8 @@ namespace {
 using grpc::internal::MethodHandler;
 using grpc::internal::RpcMethod;
 
-// The handler that generated code made for a method. A service shows it to derived classes only.
+// Gives access to the handlers that generated code made for a service's methods, which gRPC shows
+// only to derived classes.
 class HandlerOf final : public grpc::Service {
  public:
   static MethodHandler* At(grpc::Service* service, int index) {
@@ -57,7 +58,7 @@ grpc::ByteBuffer Share(grpc_byte_buffer* bytes) {
 // Handles a method with one request.
 class BoundedHandler final : public MethodHandler {
  public:
-  // `inner` belongs to its service; the pointers outlive this.
+  // `inner` belongs to its service; all pointers must outlive this.
   BoundedHandler(MethodHandler* inner, const google::protobuf::Descriptor* contract,
                  const AdmitRequest* admit, const BeginTurn* begin_turn)
       : inner_(inner),
@@ -65,7 +66,8 @@ class BoundedHandler final : public MethodHandler {
         admit_(admit),
         begin_turn_(HasPrefix(*contract) ? begin_turn : nullptr) {}
 
-  // gRPC calls this first. It says nothing of the caller, so the bytes become the "request".
+  // gRPC calls this first, without telling who the caller is. So nothing is parsed yet: the bytes
+  // become the "request".
   void* Deserialize(grpc_call* /*call*/, grpc_byte_buffer* bytes, grpc::Status* status,
                     void** /*handler_data*/) override {
     *status = grpc::Status::OK;

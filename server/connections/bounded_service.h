@@ -7,11 +7,11 @@
 // caller's, and then parses it. It refuses requests full of unknown fields, which take a hundred
 // times their bytes. They are counted until just after the call was answered.
 //
-// Large requests with a prefix take turns as well (server/admission): `begin_turn` waits for the
-// caller's, which lasts until the prefix has been hashed, or the call was answered.
+// Large requests with a prefix also take turns (server/admission). `begin_turn` waits for the
+// caller's turn, which lasts until the prefix has been hashed or the call is answered.
 //
-// The class builds on what gRPC's generated code builds on: handlers, and the table of a service's
-// methods. Streams of the client pass unchanged: their handlers take bytes
+// The class uses the same parts of gRPC as the generated code: handlers, and a service's table of
+// methods. Client streams are not changed, because their handlers read bytes already
 // (server/lifecycle/upload_reader.h).
 //
 // Threading: `admit` and `begin_turn` are called from any thread.
@@ -32,7 +32,7 @@
 
 namespace mla::server {
 
-// Counts `bytes` of a serialized request among the caller's, or refuses the call.
+// Counts `bytes`, the size of a serialized request, for the caller, or refuses the call.
 using AdmitRequest = std::function<absl::StatusOr<scheduler::TenantUse>(
     const grpc::ServerContextBase& caller, int64_t bytes)>;
 
@@ -45,15 +45,15 @@ inline constexpr int64_t kUncountedRequestBytes = 16384;
 
 class BoundedService final : public grpc::Service {
  public:
-  // `service` implements `contract` with synchronous handlers; it outlives this, and is not
-  // registered itself.
+  // `service` implements `contract` with synchronous handlers. It must outlive this object and must
+  // not be registered itself.
   BoundedService(grpc::Service* service, const google::protobuf::ServiceDescriptor& contract,
                  AdmitRequest admit, BeginTurn begin_turn);
 
  private:
   const AdmitRequest admit_;
   const BeginTurn begin_turn_;
-  std::vector<std::string> names_;  // "/mla.v1.Sequences/Open"; gRPC keeps pointers to them
+  std::vector<std::string> names_;  // such as "/mla.v1.Sequences/Open"; gRPC keeps pointers to them
 };
 
 }  // namespace mla::server

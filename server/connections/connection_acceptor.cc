@@ -27,7 +27,8 @@ namespace {
 constexpr int kAcceptedAtOnce = 16;
 // Used if the kernel lacks a descriptor or memory for a connection.
 constexpr int kPauseMillis = 100;
-constexpr int64_t kForgetNanos = 20'000'000;          // between two looks at all connections
+// Least time between two checks of all connections.
+constexpr int64_t kForgetNanos = 20'000'000;
 constexpr int64_t kRefusedLogNanos = 10'000'000'000;  // between two lines about refusals
 
 int64_t SteadyNanos() {
@@ -45,7 +46,7 @@ uint64_t CookieOf(int descriptor) {
   return getsockopt(descriptor, SOL_SOCKET, SO_COOKIE, &cookie, &size) == 0 ? cookie : 0;
 }
 
-// The address without its port; of a unix socket the user at the other end.
+// The address without its port, or the user at the other end of a unix socket.
 std::string PeerOf(int descriptor, const sockaddr_storage& address) {
   if (address.ss_family == AF_INET) {
     const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
@@ -76,7 +77,7 @@ void SetPort(sockaddr* address, int port) {
   field = htons(static_cast<uint16_t>(port));
 }
 
-// A socket that listens, or -1 with errno.
+// Makes a listening socket; returns -1 and sets errno on failure.
 int BindTo(const sockaddr* address, socklen_t size) {
   const int descriptor = socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (descriptor < 0) return -1;
@@ -111,12 +112,13 @@ absl::StatusOr<int> ConnectionAcceptor::ListenTcp(const std::string& address, Ha
   const absl::Cleanup free_found = [found] { freeaddrinfo(found); };
   int port = 0, why = 0;
   for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
-    if (port != 0) SetPort(one->ai_addr, port);  // one that was chosen is for all addresses
+    // The port that the system chose for the first address is used for all.
+    if (port != 0) SetPort(one->ai_addr, port);
     const int descriptor = BindTo(one->ai_addr, one->ai_addrlen);
     if (descriptor < 0) {
       why = errno;
       if (why == EADDRINUSE) return failed(std::strerror(why));
-      continue;  // a family that this host does not have
+      continue;  // the host does not have this address family
     }
     port = PortOf(descriptor);
     listeners_.push_back({descriptor, handler.get(), true});
@@ -205,7 +207,7 @@ void ConnectionAcceptor::Accept(const Listener& listener) {
     if (descriptor < 0) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
         Refuse("descriptors");
-        Watch(false);  // the connection stays in the queue and would be reported again at once
+        Watch(false);  // the connection stays in the queue and would be reported at once again
       }
       return;
     }
@@ -237,7 +239,7 @@ bool ConnectionAcceptor::HasRoom(const std::string& peer) {
            (found != of_peer_.end() && found->second >= bounds_.peer_connections);
   };
   if (!full()) return true;
-  // A flood must not cost a look at every connection each time.
+  // In a flood of connections, checking all of them each time would cost too much.
   if (SteadyNanos() - forgot_ns_ < kForgetNanos) return false;
   ForgetClosed();
   return !full();

@@ -1,4 +1,4 @@
-// Accepts connections for gRPC, so that they are bounded: in all, for each peer, and by the
+// Accepts connections for gRPC and bounds their number: in all, for each peer, and by the
 // descriptors that the process has left.
 //
 // gRPC 1.51 itself takes every connection. When the process is out of descriptors, its listener
@@ -6,7 +6,7 @@
 // one whose descriptor lies in the reserve for probes (process_usage.h). The others are handed to
 // gRPC, which owns them from then on; whether they are still open is read from the kernel.
 //
-// A peer is an address, or over a unix socket a user. Threading: one thread accepts; Listen*, Start
+// A peer is an address, or a user of the unix socket. Threading: one thread accepts; Listen*, Start
 // and Stop from one thread.
 #ifndef MLA_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
 #define MLA_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
@@ -30,8 +30,9 @@ namespace mla::server {
 struct ConnectionBounds {
   int32_t max_connections = 4096;
   int32_t peer_connections = 1024;
-  int64_t unacknowledged_ms = 20000;  // a TCP peer that acknowledges nothing for this long is gone
-  std::function<void()> on_refused;   // called for every connection beyond a bound; may be empty
+  // A TCP peer that acknowledges nothing for this long counts as gone.
+  int64_t unacknowledged_ms = 20000;
+  std::function<void()> on_refused;  // called for every connection beyond a bound; may be empty
 };
 
 class ConnectionAcceptor final {
@@ -41,10 +42,10 @@ class ConnectionAcceptor final {
   explicit ConnectionAcceptor(ConnectionBounds bounds) : bounds_(std::move(bounds)) {}
   ~ConnectionAcceptor() { Stop(); }
 
-  // Binds to every address that "host:port" resolves to and returns the port; 0 takes any free one.
-  // UNAVAILABLE when one is in use or none can be bound.
+  // Binds every address that "host:port" resolves to and returns the port; port 0 means any free
+  // one. UNAVAILABLE if one is in use or none can be bound.
   absl::StatusOr<int> ListenTcp(const std::string& address, Handler handler);
-  // Replaces a socket file that is there. UNAVAILABLE when it cannot be bound.
+  // Replaces an existing socket file. UNAVAILABLE if it cannot be bound.
   absl::Status ListenUnix(const std::string& path, Handler handler);
   // Begins to accept. Connections made since Listen* are accepted first. UNAVAILABLE if the kernel
   // lacks the resources.
@@ -79,7 +80,7 @@ class ConnectionAcceptor final {
   int events_ = -1, stop_event_ = -1;
   // Connections that may be open; used by the accepting thread only.
   std::vector<Connection> connections_;
-  std::map<std::string, int32_t> of_peer_;  // how many of these, never 0
+  std::map<std::string, int32_t> of_peer_;  // connections of each peer; never 0
   int64_t forgot_ns_ = 0, refused_logged_ns_ = 0;
   uint64_t refused_unlogged_ = 0;
   bool paused_ = false;

@@ -1,8 +1,8 @@
-// Server credentials for listeners beyond loopback: mutual TLS from PEM files.
+// Server credentials for listeners that are not on loopback: mutual TLS with PEM files.
 //
-// New connections use the files that TlsFiles has in use then; who the clients are is read from
+// A new connection uses the files that TlsFiles has in use at that time. Clients are identified by
 // their certificates (identity.h). A client whose certificate is on a revocation list is refused at
-// every call, on connections that exist already as well.
+// every call, even on connections that exist already.
 #ifndef MLA_SERVER_CONNECTIONS_CREDENTIALS_H_
 #define MLA_SERVER_CONNECTIONS_CREDENTIALS_H_
 

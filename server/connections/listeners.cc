@@ -21,8 +21,8 @@
 namespace mla::server {
 namespace {
 
-// A session that waits for nothing does not poll: gRPC's background poller answers probes for it,
-// about every five seconds.
+// A session that waits for nothing does not poll. Then only gRPC's background poller answers
+// probes, about every five seconds.
 constexpr int kPingAnswerMs = 10000;
 
 // Threads in addition to the control calls' threads: a few for gRPC's own work, the rest for calls
@@ -30,7 +30,8 @@ constexpr int kPingAnswerMs = 10000;
 // every call of any tenant while all threads are busy. So there must be threads for a burst.
 constexpr int kOtherThreads = 192;
 
-// Plugins register for the whole process; this option keeps or drops them for one server.
+// Plugins are registered for the whole process; this option enables or disables them for one
+// server.
 class Introspection final : public grpc::ServerBuilderOption {
  public:
   explicit Introspection(bool wanted) : wanted_(wanted) {}
@@ -87,8 +88,8 @@ void SetLimits(const Config::Wire& wire, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   builder->AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 1);
-  // A message grows a thousandfold before its size could be checked, so none is inflated. gRPC
-  // refuses calls with an encoding that is switched off with UNIMPLEMENTED.
+  // Nothing is decompressed, because a message can grow a thousandfold before its size can be
+  // checked. gRPC refuses calls with an encoding that is switched off with UNIMPLEMENTED.
   builder->AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   builder->AddChannelArgument(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET,
                               1 << GRPC_COMPRESS_NONE);

@@ -43,9 +43,9 @@ struct Services {
   std::function<void()> on_connection_refused;  // for connections beyond a bound
 };
 
-// Starts serving `services` on every address of `config`, streams and health from a poller of
-// `polling`. Every limit of the transport is set explicitly.
-// UNAVAILABLE when an address cannot be bound.
+// Starts serving `services` on every address of `config`; streams and health use a poller of
+// `polling`. Every limit of the transport is set explicitly. UNAVAILABLE if an address cannot be
+// bound.
 absl::StatusOr<Listeners> Listen(const Config& config, const CompletionPollerOptions& polling,
                                  const Services& services);
 

@@ -28,7 +28,7 @@ using RevocationList = std::unique_ptr<X509_CRL, Deleter<X509_CRL, X509_CRL_free
 using PrivateKey = std::unique_ptr<EVP_PKEY, Deleter<EVP_PKEY, EVP_PKEY_free>>;
 using Bio = std::unique_ptr<BIO, Deleter<BIO, BIO_free_all>>;
 
-// Encrypted keys are refused instead of prompting on the terminal.
+// Refuses encrypted keys instead of asking for a password on the terminal.
 int NoPassword(char*, int, int, void*) { return -1; }
 
 Bio Reader(const std::string& text) {
@@ -67,13 +67,13 @@ std::string DateText(int64_t unix_seconds) {
 }
 
 std::vector<Certificate> ParseCertificates(const std::string& text) {
-  std::vector<Certificate> all;
+  std::vector<Certificate> certificates;
   const Bio reader = Reader(text);
   while (X509* one = PEM_read_bio_X509(reader.get(), nullptr, NoPassword, nullptr)) {
-    all.emplace_back(one);
+    certificates.emplace_back(one);
   }
   ERR_clear_error();
-  return all;
+  return certificates;
 }
 
 std::string NameOf(const X509_NAME* name) {

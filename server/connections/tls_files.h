@@ -1,4 +1,5 @@
-// The PEM files of mutual TLS: read, checked as a whole, and looked at again while serving.
+// The PEM files of mutual TLS: read, checked as a whole, and checked again for changes while
+// serving.
 //
 // A set of files is taken into use only if everything in it can be used: the certificate chain is
 // PEM and valid today, and the key belongs to it. The authorities are PEM and one of them is valid
@@ -6,7 +7,7 @@
 // in use, and Status gives the reason.
 //
 // Ownership: shared with the gRPC credentials that use it. Threading: all methods from any thread;
-// one thread of its own looks at the files.
+// its own thread watches the files.
 #ifndef MLA_SERVER_CONNECTIONS_TLS_FILES_H_
 #define MLA_SERVER_CONNECTIONS_TLS_FILES_H_
 
@@ -43,9 +44,9 @@ absl::StatusOr<TlsMaterial> LoadTls(const Config::Tls& tls, std::time_t now);
 class TlsFiles final {
  public:
   struct Status {
-    uint64_t reloads = 0;      // sets of files taken into use after the first
-    uint64_t refused = 0;      // sets of files that could not be used
-    std::string why;           // the files on disk are not in use because of this; empty: they are
+    uint64_t reloads = 0;      // how often newer files were taken into use
+    uint64_t refused = 0;      // how often newer files could not be used
+    std::string why;           // why the files on disk are not in use; empty: they are
     int64_t cert_expires = 0;  // of the files in use, as in TlsMaterial
     int64_t client_ca_expires = 0;
     int64_t client_crl_expires = 0;
@@ -78,9 +79,9 @@ class TlsFiles final {
   CondVar changed_;
   std::shared_ptr<const TlsMaterial> current_ ABSL_GUARDED_BY(mutex_);
   mutable std::map<std::string, bool> verdicts_
-      ABSL_GUARDED_BY(mutex_);  // by PEM, for the lists in use
+      ABSL_GUARDED_BY(mutex_);  // by the certificate's PEM; valid for the lists in use
   Status status_ ABSL_GUARDED_BY(mutex_);
-  std::string seen_;  // the contents of the files that were looked at last
+  std::string seen_;  // the contents of the files when they were last read
   bool expiry_logged_ = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread watcher_;

@@ -23,7 +23,7 @@ class Interceptor final : public grpc::experimental::Interceptor {
   void Intercept(InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS)) {
       const grpc::Status status = methods->GetSendStatus();
-      // Every INTERNAL of the handlers has a text.
+      // Every INTERNAL of our own handlers has a text, so this one comes from gRPC.
       if (status.error_code() == grpc::StatusCode::INTERNAL && status.error_message().empty()) {
         Replace(methods);
       }

@@ -1,7 +1,8 @@
 // Requests of unary calls whose bytes are not a message of the contract.
 //
-// gRPC answers them before the handler runs, with INTERNAL and an empty text, which blames the
-// server. Here the answer becomes INVALID_ARGUMENT with a text and an error detail.
+// gRPC answers such calls itself, before the handler runs, with INTERNAL and an empty text, as if
+// the server had failed. This changes the answer to INVALID_ARGUMENT with a text and an error
+// detail.
 //
 // Threading: the counter is called from any thread.
 #ifndef MLA_SERVER_CONNECTIONS_UNDECODABLE_H_
@@ -18,7 +19,7 @@ namespace mla::server {
 // Called once for each such call.
 using UndecodableCounter = std::function<void(const grpc::ServerContextBase& context)>;
 
-// For ServerBuilder::experimental().SetInterceptorCreators. Streams of the client are not touched.
+// For ServerBuilder::experimental().SetInterceptorCreators. Client streams are not affected.
 std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
 InterceptUndecodable(UndecodableCounter counter);
 

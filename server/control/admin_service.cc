@@ -16,7 +16,7 @@
 namespace mla::server {
 namespace {
 
-// How often a watcher looks whether its client is still there.
+// How often a watcher checks whether its client is still there.
 constexpr auto kCancelPeriod = std::chrono::milliseconds(100);
 
 // Tokens of optional features; clients check them instead of version numbers.
@@ -26,7 +26,7 @@ constexpr const char* kCapabilities[] = {
     "page_groups", "cache_events", "cache_hints",  "hand_over"};
 constexpr const char* kSharedMemoryCapabilities[] = {"shared_memory", "command_ring"};
 
-// Neither a name without a port nor a URI, of which gRPC would make something else.
+// Returns false for names without a port and for URIs, which gRPC would interpret differently.
 bool IsHostAndPort(absl::string_view address) {
   const size_t colon = address.rfind(':');
   int32_t port = 0;
@@ -56,42 +56,42 @@ scheduler::EngineStats AdminService::Stats() const {
   return options_.stats ? options_.stats() : rpc_.engine->Stats();
 }
 
-void AdminService::FillLimits(v1::Limits* to) const {
+void AdminService::FillLimits(v1::Limits* limits) const {
   const scheduler::Limits& from = rpc_.engine->limits();
-  to->set_message_bytes(static_cast<uint64_t>(options_.config.wire.message_bytes));
-  to->set_inflight_bytes(static_cast<uint64_t>(options_.config.wire.inflight_bytes));
-  to->set_max_sequences(static_cast<uint32_t>(from.max_sequences));
-  to->set_max_step_rows(static_cast<uint32_t>(from.max_step_rows));
-  to->set_max_step_sequences(static_cast<uint32_t>(from.max_step_sequences));
-  to->set_max_open_steps(static_cast<uint32_t>(from.max_open_steps));
-  to->set_max_models(static_cast<uint32_t>(from.max_models));
-  to->set_max_heads(static_cast<uint32_t>(from.max_heads));
-  to->set_max_sequence_rows(static_cast<uint64_t>(from.max_sequence_rows));
-  to->set_queue_requests(static_cast<uint32_t>(from.queue_requests));
-  to->set_launch_rows(static_cast<uint32_t>(from.launch_rows));
-  to->set_prefill_rows(static_cast<uint32_t>(from.prefill_rows));
-  to->set_kv_cache_bytes(static_cast<uint64_t>(from.kv_cache_bytes));
-  to->set_weights_bytes(static_cast<uint64_t>(from.weights_bytes));
-  to->set_default_page_size(static_cast<uint32_t>(from.default_page_size));
-  to->set_sequence_lease_ms(static_cast<uint32_t>(from.sequence_lease_ms));
-  to->set_step_lease_ms(static_cast<uint32_t>(from.step_lease_ms));
-  to->set_kv_wait_ms(static_cast<uint32_t>(from.kv_wait_ms));
-  to->set_weight_chunk_bytes(static_cast<uint64_t>(options_.config.wire.weight_chunk_bytes));
-  to->set_max_participants(static_cast<uint32_t>(from.max_participants));
-  to->set_max_lease_ms(static_cast<uint32_t>(from.max_lease_ms));
-  to->set_max_name_bytes(static_cast<uint32_t>(from.max_name_bytes));
-  to->set_slice_wait_us(static_cast<uint32_t>(from.slice_wait_us));
-  to->set_max_layers(static_cast<uint32_t>(from.max_layers));
-  to->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
-  to->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
-  to->set_max_top_k(static_cast<uint32_t>(from.max_top_k));
-  to->set_max_tail_bytes(static_cast<uint32_t>(from.max_tail_bytes));
+  limits->set_message_bytes(static_cast<uint64_t>(options_.config.wire.message_bytes));
+  limits->set_inflight_bytes(static_cast<uint64_t>(options_.config.wire.inflight_bytes));
+  limits->set_max_sequences(static_cast<uint32_t>(from.max_sequences));
+  limits->set_max_step_rows(static_cast<uint32_t>(from.max_step_rows));
+  limits->set_max_step_sequences(static_cast<uint32_t>(from.max_step_sequences));
+  limits->set_max_open_steps(static_cast<uint32_t>(from.max_open_steps));
+  limits->set_max_models(static_cast<uint32_t>(from.max_models));
+  limits->set_max_heads(static_cast<uint32_t>(from.max_heads));
+  limits->set_max_sequence_rows(static_cast<uint64_t>(from.max_sequence_rows));
+  limits->set_queue_requests(static_cast<uint32_t>(from.queue_requests));
+  limits->set_launch_rows(static_cast<uint32_t>(from.launch_rows));
+  limits->set_prefill_rows(static_cast<uint32_t>(from.prefill_rows));
+  limits->set_kv_cache_bytes(static_cast<uint64_t>(from.kv_cache_bytes));
+  limits->set_weights_bytes(static_cast<uint64_t>(from.weights_bytes));
+  limits->set_default_page_size(static_cast<uint32_t>(from.default_page_size));
+  limits->set_sequence_lease_ms(static_cast<uint32_t>(from.sequence_lease_ms));
+  limits->set_step_lease_ms(static_cast<uint32_t>(from.step_lease_ms));
+  limits->set_kv_wait_ms(static_cast<uint32_t>(from.kv_wait_ms));
+  limits->set_weight_chunk_bytes(static_cast<uint64_t>(options_.config.wire.weight_chunk_bytes));
+  limits->set_max_participants(static_cast<uint32_t>(from.max_participants));
+  limits->set_max_lease_ms(static_cast<uint32_t>(from.max_lease_ms));
+  limits->set_max_name_bytes(static_cast<uint32_t>(from.max_name_bytes));
+  limits->set_slice_wait_us(static_cast<uint32_t>(from.slice_wait_us));
+  limits->set_max_layers(static_cast<uint32_t>(from.max_layers));
+  limits->set_max_row_dim(static_cast<uint32_t>(from.max_row_dim));
+  limits->set_max_v_dim(static_cast<uint32_t>(from.max_v_dim));
+  limits->set_max_top_k(static_cast<uint32_t>(from.max_top_k));
+  limits->set_max_tail_bytes(static_cast<uint32_t>(from.max_tail_bytes));
   if (options_.shared_memory) {
-    to->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
-    to->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));
-    to->set_shm_total_bytes(static_cast<uint64_t>(options_.config.shm.total_bytes));
-    to->set_shm_regions_max(static_cast<uint32_t>(options_.config.shm.regions_max));
-    to->set_shm_tenant_regions(static_cast<uint32_t>(options_.config.shm.tenant_regions));
+    limits->set_shm_region_bytes(static_cast<uint64_t>(options_.config.shm.region_bytes));
+    limits->set_shm_ring_entries(static_cast<uint32_t>(options_.config.shm.ring_entries));
+    limits->set_shm_total_bytes(static_cast<uint64_t>(options_.config.shm.total_bytes));
+    limits->set_shm_regions_max(static_cast<uint32_t>(options_.config.shm.regions_max));
+    limits->set_shm_tenant_regions(static_cast<uint32_t>(options_.config.shm.tenant_regions));
   }
 }
 
@@ -271,14 +271,14 @@ grpc::Status AdminService::Drain(grpc::ServerContext* context, const v1::DrainRe
     reply->set_cancelled(result.cancelled);
     reply->set_aborted_steps(static_cast<uint32_t>(result.aborted_steps));
     reply->set_message(result.message);
-    const auto left = std::count_if(
+    const auto rows_stayed = std::count_if(
         reply->handed_over().begin(), reply->handed_over().end(), [](const v1::HandedOver& one) {
           return one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0;
         });
-    reply->set_exits(request->exit() && !result.cancelled && left == 0);
-    if (request->exit() && left > 0 && !result.cancelled) {
-      // Their rows would be lost, which `to` was given to prevent.
-      absl::StrAppend(reply->mutable_message(), "; the server stays, as ", left,
+    reply->set_exits(request->exit() && !result.cancelled && rows_stayed == 0);
+    if (request->exit() && rows_stayed > 0 && !result.cancelled) {
+      // Stopping would lose the rows that `to` was given to keep.
+      absl::StrAppend(reply->mutable_message(), "; the server stays, as ", rows_stayed,
                       " sequences with rows have not moved");
     }
     if (reply->exits()) options_.exit();

@@ -3,7 +3,8 @@
 //
 // Every caller may read. Drain is for operators (CheckOperator in identity.h).
 //
-// Threading: any thread. WatchStatus and Drain hold theirs; watchers are bounded.
+// Threading: any thread. WatchStatus and Drain keep theirs for their whole time; the number of
+// watchers is bounded.
 #ifndef MLA_SERVER_CONTROL_ADMIN_SERVICE_H_
 #define MLA_SERVER_CONTROL_ADMIN_SERVICE_H_
 
@@ -32,9 +33,9 @@ struct AdminOptions {
   std::vector<kernels::BackendCandidate> candidates;
   Config config;
   bool shared_memory = false;  // the listener is open
-  bool checkpoints = false;    // a folder for them is configured
-  // Figures for GetStats and WatchStatus, from a source that does not wait for a launch. Empty: the
-  // engine's own.
+  bool checkpoints = false;    // whether a folder for checkpoints is configured
+  // Source of figures for GetStats and WatchStatus that does not wait for a launch. Empty:
+  // Engine::Stats.
   std::function<scheduler::EngineStats()> stats;
 };
 

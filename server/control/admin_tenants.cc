@@ -157,7 +157,7 @@ grpc::Status AdminService::EvictSequences(grpc::ServerContext* context,
       status = RefuseField("sequence_ids", absl::StrCat(request->sequence_ids_size()),
                            absl::StrCat("at most ", limits.max_sequences, " entries"));
     }
-    // Everything of a tenant goes only when that is said.
+    // Everything of a tenant is released only if the request says so explicitly.
     const int ways =
         (request->sequence_ids_size() > 0) + !request->client_id().empty() + request->all();
     if (status.ok() && ways != 1) {

@@ -12,7 +12,8 @@ namespace {
 
 constexpr size_t kBatch = 256;     // events of one reply
 constexpr uint32_t kMisses = 100;  // if the client gives no number
-// How often a watcher looks for events: taking the engine's time to wake it costs more than a wait.
+// How often a watcher looks for new events. Having the engine wake watchers would cost the engine
+// more time than this wait costs them.
 constexpr auto kPause = std::chrono::milliseconds(50);
 
 static_assert(static_cast<int>(kvcache::EventKind::kStored) == v1::CACHE_EVENT_KIND_STORED);
@@ -52,7 +53,7 @@ void Fill(const kvcache::Miss& from, bool named, v1::CacheMiss* to) {
 
 absl::StatusOr<std::optional<scheduler::TenantKey>> CacheService::TenantToShow(const Identity& who,
                                                                                bool all) const {
-  // The call keeps the tenant's row, so the key stays.
+  // The call keeps the tenant's row alive, so the key stays valid.
   if (!all) return rpc_.engine->tenants()->Find(who.tenant);
   if (absl::Status status = CheckOperator(who, rpc_.operators); !status.ok()) return status;
   return std::nullopt;
@@ -64,22 +65,22 @@ grpc::Status CacheService::WatchEvents(grpc::ServerContext* context,
   return rpc_.Serve(context, "Cache.WatchEvents", [&](const Identity& who) {
     const Watchers::Place place(watchers_, who.tenant);
     if (absl::Status status = place.Check("WatchEvents"); !status.ok()) return status;
-    const bool all = request->all_tenants();
-    const auto tenant = TenantToShow(who, all);
+    const bool all_tenants = request->all_tenants();
+    const auto tenant = TenantToShow(who, all_tenants);
     if (!tenant.ok()) return tenant.status();
-    if (all) {
+    if (all_tenants) {
       if (absl::Status status = CheckRange("after", request->after(), 0, 0); !status.ok()) {
         return status;
       }
     }
     const kvcache::EventLog& log = *rpc_.engine->events();
     kvcache::EventLog::Cursor cursor = !request->has_after() ? log.End()
-                                       : all                 ? log.Begin()
-                                             : log.After(**tenant, request->after());
+                                       : all_tenants         ? log.Begin()
+                                                     : log.After(**tenant, request->after());
     for (bool first = true;; first = false) {
       v1::WatchEventsReply reply;
       for (const kvcache::Event& event : log.Read(*tenant, kBatch, &cursor)) {
-        Fill(event, all, reply.add_events());
+        Fill(event, all_tenants, reply.add_events());
       }
       reply.set_boot_id(rpc_.boot_id);
       const bool sent = first || reply.events_size() > 0;

@@ -139,7 +139,7 @@ absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget&
                        "0 together with target.tenant", "conflict");
   }
   if (absl::Status allowed = CheckOperator(who, rpc_.operators); !allowed.ok()) return allowed;
-  // Rows of other tenants must not travel in the clear, nor come from a caller without a name.
+  // Refuses to send rows of a tenant unencrypted to another machine or from an anonymous caller.
   if (!who.authenticated || who.local) {
     return RefuseField("target.tenant", "a caller without TLS", "an operator over TLS",
                        "not_an_operator", absl::StatusCode::kPermissionDenied);
@@ -158,7 +158,7 @@ absl::Status CacheService::RegisterFor(const scheduler::ImportArgs& args,
   if (!status.ok() || (spec.windowed() && !args.tags.sinks.has_value())) return status;
   spec.id = args.model_id;
   std::vector<float> sinks = args.tags.sinks.value_or(std::vector<float>());
-  if (sinks.empty() && spec.needs_sinks) {  // it has been told that no head has any
+  if (sinks.empty() && spec.needs_sinks) {  // the client said that no head has a sink
     sinks.assign(static_cast<size_t>(spec.layers) * spec.geometry.num_heads, scheduler::kNoSink);
   }
   return rpc_.engine->RegisterModel(args.tenant, spec, 0, args.tags.kv_scales, sinks).status();
@@ -209,7 +209,7 @@ grpc::Status CacheService::Checkpoint(grpc::ServerContext* context,
         if (context->IsCancelled()) return Broken();
         named.ids = {id};
         const scheduler::SequenceList found = rpc_.engine->GetSequences(named);
-        // One that is not there is refused with the words of Export.
+        // A sequence that does not exist is refused with the same words as Export.
         const uint64_t epoch = found.sequences.empty() ? 0 : found.sequences[0].epoch;
         const auto saved = checkpoints_->Save(rpc_.engine, who.tenant, id, epoch);
         if (!saved.ok()) return saved.status();
@@ -249,7 +249,7 @@ grpc::Status CacheService::ListCheckpoints(grpc::ServerContext* context,
   return rpc_.Serve(context, "Cache.ListCheckpoints", [&](const Identity& who) {
     absl::Status status = CheckCheckpoints(0);
     if (!status.ok()) return status;
-    // It reads a header of each file.
+    // It reads a header from each file.
     return AsUpload(who.tenant, context, [&]() -> absl::Status {
       for (const CheckpointInfo& info : checkpoints_->List(who.tenant)) {
         Fill(info, reply->add_checkpoints());

@@ -1,11 +1,11 @@
-// The Cache service: rows of sequences out of the server and into it, and what becomes of cached
-// rows (cache_events.cc).
+// The Cache service: moves rows of sequences out of the server and into it. Its calls about cached
+// rows are in cache_events.cc.
 //
-// Each stream holds one buffer of a chunk, its thread, and its place among the uploads of its
-// tenant. Chunks go between pool and stream with the launches of the engine, so that steps of
-// others go on.
+// Each stream holds one chunk of memory, its thread, and one of its tenant's upload places.
+// Launches of the engine carry the chunks between pool and stream, so steps of other clients go on
+// at the same time.
 //
-// Threading: any thread; a stream holds its thread for its whole life.
+// Threading: any thread; a stream holds its thread until it ends.
 #ifndef MLA_SERVER_CONTROL_CACHE_SERVICE_H_
 #define MLA_SERVER_CONTROL_CACHE_SERVICE_H_
 
@@ -24,8 +24,8 @@ namespace mla::server {
 
 class CacheService final : public v1::Cache::Service {
  public:
-  // `chunk_bytes`: wire.weight_chunk_bytes. `checkpoints`: null where none are configured. The
-  // pointers outlive the service.
+  // `chunk_bytes` is wire.weight_chunk_bytes. `checkpoints` is null if none are configured. All
+  // pointers must outlive the service.
   CacheService(const RpcContext& rpc, int64_t chunk_bytes, IdleCalls* idle,
                CheckpointStore* checkpoints, Watchers* watchers);
 
@@ -53,21 +53,23 @@ class CacheService final : public v1::Cache::Service {
 
   // Import.
   grpc::Status ServeImport(grpc::ServerContext* context, UploadBytes* in, v1::ImportReply* reply);
-  // Runs `body` with a place among the tenant's uploads.
+  // Runs `body` while holding one of the tenant's upload places.
   template <typename Body>
   absl::Status AsUpload(const std::string& tenant, grpc::ServerContext* context, Body body);
   // The tenant whose events a caller may see: its own, or with `all` every tenant (nullopt).
   // PERMISSION_DENIED if a caller that is not an operator sets `all`.
   absl::StatusOr<std::optional<scheduler::TenantKey>> TenantToShow(const Identity& who,
                                                                    bool all) const;
-  // UNIMPLEMENTED without checkpoints; as many ids as sequences may be open.
+  // Returns UNIMPLEMENTED without checkpoints, and an error if `ids` is more than the sequences
+  // that may be open.
   absl::Status CheckCheckpoints(int ids) const;
   absl::Status ReadHead(const Identity& who, UploadReader* in, scheduler::ImportArgs* args,
                         uint64_t* attempt);
-  // Sets whose the new sequence is, and its id, as a server that drains says them.
+  // Sets owner and id of the new sequence, which a draining server passes in `target`.
   absl::Status SetOwner(const Identity& who, const v1::ImportTarget& target,
                         scheduler::ImportArgs* args) const;
-  // The model that a sequence of another server's needs, if the tenant does not have it.
+  // Registers the model of a sequence that comes from another server if the tenant does not have
+  // it.
   absl::Status RegisterFor(const scheduler::ImportArgs& args, const v1::PagesHeader& header);
 
   const RpcContext rpc_;

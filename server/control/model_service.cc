@@ -80,7 +80,7 @@ absl::Status ModelService::Upload(const std::string& tenant, UploadReader* in,
     return RefuseField("header", "nothing", "the first message of the call", "missing");
   }
   const std::string model_id = message.header().model_id();
-  // Before it is echoed: trailing metadata must stay small.
+  // Checked before the name is repeated in an error, because trailing metadata must stay small.
   const absl::Status named = CheckName(model_id, "header.model_id", false, rpc_.engine->limits());
   if (!named.ok()) return named;
   const auto model = rpc_.engine->FindModel(tenant, model_id);

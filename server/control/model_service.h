@@ -1,4 +1,4 @@
-// The Models service: registration, and the streamed upload of the EXPANDED profile's weights.
+// The Models service: registration, and the streamed upload of weights for the EXPANDED profile.
 //
 // An upload is header, chunks, trailer. Chunks go to the engine as they come. They count only after
 // the trailer's SHA-256 has been found equal; whatever ends the call earlier discards them. One
@@ -6,7 +6,7 @@
 //
 // An upload that sends nothing for wire.upload_idle_ms is cancelled: its client sees CANCELLED.
 //
-// Threading: any thread; an upload holds its thread for its whole life.
+// Threading: any thread; an upload holds its thread until it ends.
 #ifndef MLA_SERVER_CONTROL_MODEL_SERVICE_H_
 #define MLA_SERVER_CONTROL_MODEL_SERVICE_H_
 
@@ -25,7 +25,7 @@ namespace mla::server {
 
 class ModelService final : public v1::Models::Service {
  public:
-  // `weight_chunk_bytes`: wire.weight_chunk_bytes. `idle` outlives the service.
+  // `weight_chunk_bytes` is wire.weight_chunk_bytes. `idle` must outlive the service.
   ModelService(const RpcContext& rpc, int64_t weight_chunk_bytes, IdleCalls* idle);
 
   grpc::Status Register(grpc::ServerContext* context, const v1::RegisterRequest* request,
@@ -43,7 +43,8 @@ class ModelService final : public v1::Models::Service {
   // UploadWeights.
   grpc::Status ServeWeights(grpc::ServerContext* context, UploadBytes* in,
                             v1::UploadWeightsReply* reply);
-  // One upload, with its place among the tenant's, and cancelled when it is idle.
+  // Serves one upload, which takes one of the tenant's upload places and is cancelled if it is
+  // idle.
   absl::Status ServeUpload(const std::string& tenant, grpc::ServerContext* context, UploadBytes* in,
                            v1::UploadWeightsReply* reply);
   absl::Status Upload(const std::string& tenant, UploadReader* in, v1::UploadWeightsReply* reply);

@@ -29,7 +29,8 @@ absl::StatusOr<scheduler::TenantUse> RpcContext::Admit(const Identity& who,
     status =
         tenants.Take(**tenant, Resource::kControlCalls, 1, "call", reserved ? control_reserve : 0);
   } else if (reserved) {
-    // Tenants without a row hold nothing, so their reads are cheap, and an operator must get in.
+    // A tenant without a row holds nothing, so its reads cost little; and an operator must always
+    // be admitted.
     return scheduler::TenantUse();
   }
   if (!status.ok()) {

@@ -3,7 +3,7 @@
 // Every control RPC runs through Serve: it finds the tenant, runs the body, converts the status and
 // counts the call. So bodies hold only the code specific to them.
 //
-// Ownership: plain references; everything outlives the services. Threading: any thread.
+// Ownership: plain references; everything must outlive the services. Threading: any thread.
 #ifndef MLA_SERVER_CONTROL_RPC_CONTEXT_H_
 #define MLA_SERVER_CONTROL_RPC_CONTEXT_H_
 
@@ -28,7 +28,7 @@ namespace mla::server {
 // How many of the serving threads a control call may take.
 enum class CallClass : uint8_t {
   kOrdinary,
-  kReserved,  // leases and administration: also from the reserve
+  kReserved,  // leases and administration, which may also use the reserve
 };
 
 struct RpcContext {
@@ -36,10 +36,10 @@ struct RpcContext {
   Metrics* metrics = nullptr;
   uint64_t boot_id = 0;
   OperatorPolicy operators = {};
-  // Control calls beyond the bounds that CallClass::kReserved may take.
+  // control calls that only CallClass::kReserved may use
   int32_t control_reserve = 0;
   std::string unix_tenant = {};  // server.unix_tenant
-  // Tries to import that other servers have given up; outlives the context.
+  // imports that other servers have given up; must outlive the context
   AbandonedImports* abandoned = nullptr;
   PrefixTurns* turns = nullptr;  // outlives the context too
 
@@ -71,12 +71,12 @@ struct RpcContext {
     return ToGrpcStatus(status, context);
   }
 
-  // RESOURCE_EXHAUSTED when the tenant, or all tenants together, have as many control calls under
-  // way as they may.
+  // RESOURCE_EXHAUSTED if the tenant, or all tenants together, already have as many control calls
+  // under way as allowed.
   absl::StatusOr<scheduler::TenantUse> Admit(const Identity& who, CallClass call_class) const;
-  // Counts a request that is not parsed yet among its caller's, for BoundedService.
-  // RESOURCE_EXHAUSTED beyond wire.control_bytes or the tenant's control_bytes; the codes of
-  // Identify.
+  // Counts the bytes of a request for its caller before it is parsed; for BoundedService.
+  // RESOURCE_EXHAUSTED beyond wire.control_bytes or the tenant's control_bytes; otherwise the
+  // errors of Identify.
   absl::StatusOr<scheduler::TenantUse> AdmitRequest(const grpc::ServerContextBase& caller,
                                                     int64_t bytes) const;
   // Begins the calling thread's turn of parsing and hashing a prefix. RESOURCE_EXHAUSTED as for

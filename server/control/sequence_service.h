@@ -1,5 +1,5 @@
-// The Sequences service: each RPC is parse, one engine call, reply. Any thread; blocks for a
-// running launch at most.
+// The Sequences service. Each RPC is parsed, makes one engine call, and replies. Any thread; waits
+// for a running launch at most.
 #ifndef MLA_SERVER_CONTROL_SEQUENCE_SERVICE_H_
 #define MLA_SERVER_CONTROL_SEQUENCE_SERVICE_H_
 

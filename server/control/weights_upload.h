@@ -1,4 +1,5 @@
-// One UploadWeights call: the order of its parts, its digest, and its effect on the engine.
+// One UploadWeights call: checks the order of its parts and its digest, and passes the weights to
+// the engine.
 //
 // Feed each message to Add; Finish after the last. Destroying an unfinished upload discards the
 // chunks that it has loaded. Not thread-safe.
@@ -21,16 +22,16 @@ namespace mla::server {
 
 class WeightsUpload final {
  public:
-  // `model` is the registered model that the header named; a chunk's payload has at most
+  // `model` is the registered model named in the header. A chunk's payload has at most
   // `chunk_bytes`.
   WeightsUpload(scheduler::Engine* engine, std::string tenant,
                 std::shared_ptr<const scheduler::ModelSpec> model, int64_t chunk_bytes);
   ~WeightsUpload();
 
-  // INVALID_ARGUMENT for parts out of order, wrong sizes or a head sent twice; the engine's own
-  // codes otherwise.
+  // INVALID_ARGUMENT if parts are out of order or have wrong sizes, or a head is sent twice;
+  // otherwise the engine's errors.
   absl::Status Add(const v1::UploadWeightsRequest& message);
-  // DATA_LOSS when the digest differs, INVALID_ARGUMENT without a trailer.
+  // DATA_LOSS if the digest differs; INVALID_ARGUMENT if there was no trailer.
   absl::Status Finish(v1::UploadWeightsReply* reply);
 
  private:

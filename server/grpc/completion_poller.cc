@@ -49,7 +49,7 @@ void CompletionPoller::Stop() {
   if (watch_.joinable()) watch_.join();
   queue_->Shutdown();
   PollThread drain_thread(this);
-  if (threads_.empty()) Run(&drain_thread);  // a queue must be empty before it goes
+  if (threads_.empty()) Run(&drain_thread);  // gRPC requires an empty queue before it is destroyed
   for (const auto& poll_thread : threads_) poll_thread->thread.join();
 }
 
@@ -75,7 +75,7 @@ void CompletionPoller::HandOver() {
   free_.NotifyOne();
 }
 
-// Takes the polling from a thread that is found twice in the same event.
+// Takes the polling away from a thread that is seen in the same event twice.
 void CompletionPoller::Watch() {
   const PollThread* seen = nullptr;
   uint64_t events_seen = 0;
@@ -95,7 +95,7 @@ void CompletionPoller::Watch() {
   }
 }
 
-// False: the queue was shut down and is empty.
+// Returns false once the queue is shut down and empty.
 bool CompletionPoller::Next(void** tag, bool* ok) {
   using Queue = grpc::CompletionQueue;
   if (const int32_t spin = spin_us_.load(std::memory_order_relaxed); spin > 0) {

@@ -6,20 +6,20 @@
 // event it goes on polling for `spin_us` before it sleeps. The other threads are on standby: after
 // HandOver one of them polls while the first thread does something long.
 //
-// A thread may take long without having called HandOver (a small launch on a device that hangs).
-// One more thread, which never polls, looks for that every kEventTimeout and moves the polling to a
-// standby thread. For this an event costs two stores.
+// A thread may take long without calling HandOver, for example in a small launch on a device that
+// hangs. One more thread, which never polls, checks for this every kEventTimeout and then lets a
+// standby thread poll. This costs two stores for each event.
 //
 // A process should have one poller and no service of gRPC's callback kind: one thread at a time
 // polls all of gRPC's sockets, and a callback thread that sleeps in there would receive the events
 // of this one. Services of the synchronous kind may be served at the same time: a server with such
 // a queue lets their threads wait without polling.
 //
-// Cost: after the last event one core is busy for `spin_us` and then none. Spinning longer than the
-// pause between two layers of a step keeps a core busy for as long as a client decodes.
+// Cost: after the last event one core is busy for `spin_us`, then none. If `spin_us` is longer than
+// the pause between two layers of a step, a core stays busy for as long as a client decodes.
 //
-// Life: made while the server is being built, Start once it was started, Stop after its Shutdown.
-// Threading: Start and Stop from one thread; HandOver and set_spin_us from any.
+// Life: created while the server is being built. Call Start when the server has started, and Stop
+// after its Shutdown. Threading: Start and Stop from one thread; HandOver and set_spin_us from any.
 #ifndef MLA_SERVER_GRPC_COMPLETION_POLLER_H_
 #define MLA_SERVER_GRPC_COMPLETION_POLLER_H_
 
@@ -51,8 +51,8 @@ class StreamEvent {
 };
 
 struct CompletionPollerOptions {
-  int32_t threads = 4;  // 1: no thread ever takes over
-  int32_t spin_us = 0;  // after an event; 0: sleeps at once
+  int32_t threads = 4;  // 1: no other thread ever takes over
+  int32_t spin_us = 0;  // after an event; 0: sleep at once
 };
 
 // How long to spin by default: `cpus` is the number of CPUs of this process; `computes_on_cpus`
@@ -62,7 +62,7 @@ int32_t DefaultSpinMicros(int32_t cpus, bool computes_on_cpus);
 
 class CompletionPoller final {
  public:
-  // How long one event may keep the polling.
+  // An event that takes longer than this loses the polling to another thread.
   static constexpr std::chrono::milliseconds kEventTimeout{20};
 
   // Adds its queue to `builder`.
@@ -71,18 +71,20 @@ class CompletionPoller final {
 
   grpc::ServerCompletionQueue* queue() { return queue_.get(); }
   void Start();
-  // Waits until no call is left, then ends the threads: gRPC aborts the process when an operation
-  // is started on a queue that was shut down. REQUIRES: the server was shut down, or never started.
+  // Waits until no call is left, then ends the threads. gRPC would abort the process if an
+  // operation were started on a queue that was shut down. REQUIRES: the server was shut down or
+  // never started.
   void Stop();
 
-  // For StreamCall: counts the calls that exist.
+  // Called by StreamCall; count the existing calls.
   void AddCall();
   void RemoveCall();
 
-  // From inside OnEvent: Call it inside OnEvent before work that may take long: another thread
-  // polls during that work. Does nothing on other threads.
+  // Call it inside OnEvent before work that may take long. Another thread polls during that work.
+  // Does nothing on other threads.
   void HandOver();
-  // True if the last caller was not `user`: more than one user needs the polling.
+  // Returns true if the last caller was not `user`, which means that more than one needs the
+  // polling.
   bool Alternates(const void* user) {
     return last_user_.exchange(user, std::memory_order_relaxed) != user;
   }
@@ -94,7 +96,8 @@ class CompletionPoller final {
   struct PollThread {
     explicit PollThread(const CompletionPoller* its_poller) : poller(its_poller) {}
     const CompletionPoller* const poller;
-    std::atomic<uint64_t> events{0};  // begun and ended, so that it is odd while one is handled
+    // Counts beginnings and ends, so it is odd while an event is handled.
+    std::atomic<uint64_t> events{0};
     std::thread thread;
   };
 

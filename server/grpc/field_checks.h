@@ -20,7 +20,7 @@ namespace mla::server {
 
 inline std::string Range(int64_t low, int64_t high) { return absl::StrCat(low, "..", high); }
 
-// Checks low <= value <= high before narrowing.
+// Checks low <= value <= high before the value is narrowed.
 inline absl::Status Narrow(uint64_t value, int64_t low, int64_t high, const char* field,
                            int32_t* out) {
   absl::Status status = CheckRange(field, value, low, high);
@@ -41,7 +41,7 @@ inline absl::Status CheckLease(uint32_t lease_ms, int64_t longest_ms, const char
   return status;
 }
 
-// first < total and first + count <= total, in 64 bits. REQUIRES: total >= 1.
+// Checks first < total and first + count <= total, in 64 bits. REQUIRES: total >= 1.
 inline absl::Status CheckSlice(uint64_t first, uint64_t count, int64_t min_count, int64_t total,
                                const char* first_field, const char* count_field) {
   const absl::Status status = CheckRange(first_field, first, 0, total - 1);
@@ -49,7 +49,7 @@ inline absl::Status CheckSlice(uint64_t first, uint64_t count, int64_t min_count
   return CheckRange(count_field, count, min_count, total - static_cast<int64_t>(first));
 }
 
-// rows x heads x dim x element_size; false on overflow.
+// Computes rows x heads x dim x element_size; returns false on overflow.
 inline bool Product(int64_t a, int64_t b, int64_t c, int64_t d, int64_t* out) {
   return !__builtin_mul_overflow(a, b, out) && !__builtin_mul_overflow(*out, c, out) &&
          !__builtin_mul_overflow(*out, d, out);

@@ -37,7 +37,7 @@ grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* c
   if (context != nullptr) {
     context->AddTrailingMetadata(kErrorDetailKey, ToErrorDetail(status).SerializeAsString());
   }
-  // Both enumerations hold the canonical codes.
+  // Both enumerations number the canonical codes alike.
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));
 }
 

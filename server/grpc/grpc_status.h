@@ -22,7 +22,7 @@ inline constexpr char kErrorDetailKey[] = "mla-error-detail-bin";
 // The detail of `status`, or an empty one.
 v1::ErrorDetail ToErrorDetail(const absl::Status& status);
 
-// Adds the trailer to `context` (may be null: no trailer) unless the status is OK.
+// Adds the trailer to `context` unless the status is OK or `context` is null.
 grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* context);
 
 }  // namespace mla::server

@@ -28,7 +28,7 @@ bool IsTenantName(const std::string& name, size_t max_name_bytes) {
 }
 
 bool IsLocalPeer(const std::string& peer) {
-  // gRPC escapes the brackets of IPv6 addresses in some versions.
+  // Some versions of gRPC escape the brackets of IPv6 addresses.
   return absl::StartsWith(peer, "unix:") || absl::StartsWith(peer, "unix-abstract:") ||
          absl::StartsWith(peer, "ipv4:127.") || absl::StartsWith(peer, "ipv6:[::1]:") ||
          absl::StartsWith(peer, "ipv6:%5B::1%5D:") || absl::StartsWith(peer, "ipv6:[::ffff:127.") ||
@@ -88,7 +88,7 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
     identity.tenant.assign(found->second.data(), found->second.size());
   }
   if (!IsTenantName(identity.tenant, max_name_bytes)) {
-    // The name itself may be too long, or unprintable.
+    // The error does not repeat the name, which may be too long or unprintable.
     return MakeError(absl::StatusCode::kInvalidArgument,
                      absl::StrCat("metadata ", kTenantKey, ": must be ", limit),
                      {.field = absl::StrCat("metadata.", kTenantKey),

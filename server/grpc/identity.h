@@ -1,9 +1,9 @@
-// Who is calling: the tenant on whose behalf an RPC acts.
+// Identifies the caller: the tenant for which an RPC acts.
 //
-// Over mutual TLS the tenant is the client certificate's name: its first DNS, URI or other subject
-// alternative name, else its common name. Metadata is then ignored. Without TLS (loopback, unix
-// socket, --insecure) it is the metadata key `mla-tenant`, by default "default". Callers over the
-// unix socket may have one tenant fixed by the configuration, whatever they say.
+// Over mutual TLS the tenant is the name in the client certificate: its first subject alternative
+// name, DNS or URI or another kind, else its common name. Metadata is ignored then. Without TLS
+// (loopback, unix socket, --insecure) it is the metadata key `mla-tenant`, by default "default".
+// The configuration may fix the tenant of all callers over the unix socket, whatever they send.
 //
 // Operators are the callers that may change the server for all tenants (CheckOperator).
 #ifndef MLA_SERVER_GRPC_IDENTITY_H_
@@ -25,20 +25,20 @@ inline constexpr char kTenantKey[] = "mla-tenant";
 
 struct Identity {
   std::string tenant;
-  bool authenticated = false;  // by a client certificate, or the name is server.unix_tenant
+  bool authenticated = false;  // named by a client certificate, or by server.unix_tenant
   bool local = false;          // connected by a unix socket or from a loopback address
 };
 
-// Who may call operator RPCs. Metadata never makes an operator: any caller may claim any name.
+// Who may call the RPCs for operators. Metadata never makes an operator, because any caller can
+// send any name.
 struct OperatorPolicy {
   std::set<std::string> tenants;    // names in client certificates
-  bool local_without_tls = true;    // callers without TLS on this host
+  bool local_without_tls = true;    // callers without TLS on this host are operators
   bool remote_without_tls = false;  // ... and on others
 };
 
-// UNAUTHENTICATED: a TLS peer without a usable name. INVALID_ARGUMENT: a name that is empty, longer
-// than `max_name_bytes`, or holds bytes outside printable ASCII.
-// `unix_tenant` is server.unix_tenant.
+// UNAUTHENTICATED: a TLS peer has no usable name. INVALID_ARGUMENT: the name is empty, longer than
+// `max_name_bytes`, or has bytes that are not printable ASCII. `unix_tenant` is server.unix_tenant.
 absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t max_name_bytes,
                                   const std::string& unix_tenant = "");
 
@@ -46,7 +46,7 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
 // that is empty or "*", else the name, else "default".
 std::string UnixTenant(const std::string& unix_tenant, const std::string& name);
 
-// True if `peer`, as gRPC writes a peer's address, is a unix socket or a loopback address.
+// Returns true if `peer`, in gRPC's spelling of addresses, is a unix socket or a loopback address.
 bool IsLocalPeer(const std::string& peer);
 
 // OK if `who` may call operator RPCs: authenticated tenants of the policy, callers without TLS on
@@ -54,7 +54,7 @@ bool IsLocalPeer(const std::string& peer);
 // "not_an_operator".
 absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy);
 
-// True if `name` can be a tenant's name.
+// Returns true if `name` is a valid name of a tenant.
 bool IsTenantName(const std::string& name, size_t max_name_bytes);
 
 }  // namespace mla::server

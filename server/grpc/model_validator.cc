@@ -16,7 +16,7 @@ using scheduler::ModelSpec;
 
 namespace {
 
-// After kv_dtype, which is unspecified or bf16 here.
+// Call it after the check of kv_dtype, which is unspecified or bf16 here.
 absl::Status ParseKvFormat(const v1::ModelSpec& message, ModelSpec* spec) {
   const v1::KvFormat format = message.kv_format();
   if (!v1::KvFormat_IsValid(format)) {
@@ -31,7 +31,8 @@ absl::Status ParseKvFormat(const v1::ModelSpec& message, ModelSpec* spec) {
   return absl::OkStatus();
 }
 
-// Counts and ratios are checked with the model's page size (scheduler/tables/model_checks.h).
+// Counts and ratios are checked later, with the model's page size
+// (scheduler/tables/model_checks.h).
 absl::Status ParseWindow(const v1::ModelSpec& message, bool windowed, ModelSpec* spec) {
   MLA_RETURN_IF_ERROR(Narrow(message.window(), windowed ? 1 : 0, windowed ? kernels::kMaxWindow : 0,
                              "model.window", &spec->window));
@@ -57,7 +58,7 @@ absl::Status ParseWindow(const v1::ModelSpec& message, bool windowed, ModelSpec*
   return absl::OkStatus();
 }
 
-// `spec` has the checked geometry, layers and format.
+// REQUIRES: geometry, layers and format of `spec` have been checked.
 absl::Status ParseAttention(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
   if (!v1::AttentionKind_IsValid(message.attention())) {
     return RefuseField("model.attention", absl::StrCat(static_cast<int>(message.attention())),
@@ -106,25 +107,26 @@ absl::Status ParseFp8Compute(const v1::ModelSpec& message, ModelSpec* spec) {
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const Limits& limits, ModelSpec* spec) {
   MLA_RETURN_IF_ERROR(CheckName(message.model_id(), "model.model_id", false, limits));
   const v1::Geometry& from = message.geometry();
-  kernels::Geometry& to = spec->geometry;
+  kernels::Geometry& geometry = spec->geometry;
   const int32_t max_dim = limits.max_row_dim;
+  MLA_RETURN_IF_ERROR(Narrow(from.num_heads(), 1, limits.max_heads, "model.geometry.num_heads",
+                             &geometry.num_heads));
+  MLA_RETURN_IF_ERROR(Narrow(from.kv_lora_rank(), 1, max_dim, "model.geometry.kv_lora_rank",
+                             &geometry.kv_lora_rank));
+  MLA_RETURN_IF_ERROR(Narrow(from.rope_dim(), 0, max_dim - geometry.kv_lora_rank,
+                             "model.geometry.rope_dim", &geometry.rope_dim));
   MLA_RETURN_IF_ERROR(
-      Narrow(from.num_heads(), 1, limits.max_heads, "model.geometry.num_heads", &to.num_heads));
+      Narrow(from.nope_dim(), 0, limits.max_v_dim, "model.geometry.nope_dim", &geometry.nope_dim));
   MLA_RETURN_IF_ERROR(
-      Narrow(from.kv_lora_rank(), 1, max_dim, "model.geometry.kv_lora_rank", &to.kv_lora_rank));
-  MLA_RETURN_IF_ERROR(Narrow(from.rope_dim(), 0, max_dim - to.kv_lora_rank,
-                             "model.geometry.rope_dim", &to.rope_dim));
-  MLA_RETURN_IF_ERROR(
-      Narrow(from.nope_dim(), 0, limits.max_v_dim, "model.geometry.nope_dim", &to.nope_dim));
-  MLA_RETURN_IF_ERROR(Narrow(from.v_dim(), 0, limits.max_v_dim, "model.geometry.v_dim", &to.v_dim));
-  if ((to.nope_dim == 0) != (to.v_dim == 0)) {
+      Narrow(from.v_dim(), 0, limits.max_v_dim, "model.geometry.v_dim", &geometry.v_dim));
+  if ((geometry.nope_dim == 0) != (geometry.v_dim == 0)) {
     return RefuseField("model.geometry.v_dim",
-                       absl::StrCat(to.v_dim, " with nope_dim ", to.nope_dim),
+                       absl::StrCat(geometry.v_dim, " with nope_dim ", geometry.nope_dim),
                        "0 exactly when nope_dim is 0");
   }
   MLA_RETURN_IF_ERROR(
       Narrow(message.layers(), 1, limits.max_layers, "model.layers", &spec->layers));
-  // Kernels compute with it in fp32, and some take denormals as zero.
+  // Kernels compute with the scale in fp32, and some treat denormals as zero.
   constexpr double kLeast = std::numeric_limits<float>::min();
   constexpr double kMost = std::numeric_limits<float>::max();
   if (!(message.softmax_scale() >= kLeast && message.softmax_scale() <= kMost)) {
@@ -220,31 +222,32 @@ bool IsWeight(kernels::Bf16 value) {
   return (value & 0x7fffu) < (std::bit_cast<uint32_t>(kernels::kWeightBound) >> 16);
 }
 
-// REQUIRES: the payload has its size.
+// REQUIRES: the payload has the right size.
 absl::Status CheckWeights(const v1::UploadWeightsRequest::Chunk& message,
                           const kernels::Geometry& g) {
   const std::string& payload = message.payload();
   const auto count = static_cast<int64_t>(payload.size() / sizeof(kernels::Bf16));
-  constexpr int64_t kBlock = 4096;  // looked at as a whole, which compilers make a vector of
-  int64_t at = 0;
-  for (; at < count; at += kBlock) {
+  // Elements checked without a branch, so that compilers use vector instructions.
+  constexpr int64_t kBlock = 4096;
+  int64_t index = 0;
+  for (; index < count; index += kBlock) {
     bool good = true;
-    const int64_t end = std::min(count, at + kBlock);
-    for (int64_t i = at; i < end; ++i) good &= IsWeight(WeightAt(payload, i));
+    const int64_t end = std::min(count, index + kBlock);
+    for (int64_t i = index; i < end; ++i) good &= IsWeight(WeightAt(payload, i));
     if (!good) break;
   }
-  while (at < count && IsWeight(WeightAt(payload, at))) ++at;
-  if (at >= count) return absl::OkStatus();
+  while (index < count && IsWeight(WeightAt(payload, index))) ++index;
+  if (index >= count) return absl::OkStatus();
   const int64_t uk_head = int64_t{g.nope_dim} * g.kv_lora_rank;
   const int64_t uv_head = int64_t{g.kv_lora_rank} * g.v_dim;
   const int64_t uk = uk_head * message.head_count();
-  const bool in_uk = at < uk;
-  const int64_t inside = in_uk ? at : at - uk;
+  const bool in_uk = index < uk;
+  const int64_t inside = in_uk ? index : index - uk;
   const int64_t head = message.head_begin() + inside / (in_uk ? uk_head : uv_head);
   const int64_t element = inside % (in_uk ? uk_head : uv_head);
   const int64_t columns = in_uk ? g.kv_lora_rank : g.v_dim;
   return RefuseField("chunk.payload",
-                     absl::StrCat(kernels::ToFloat(WeightAt(payload, at)), " at layer ",
+                     absl::StrCat(kernels::ToFloat(WeightAt(payload, index)), " at layer ",
                                   message.layer(), ", head ", head, ", ", in_uk ? "W_UK[" : "W_UV[",
                                   element / columns, ", ", element % columns, "]"),
                      "finite weights of magnitude below 2^20", "not_finite");

@@ -88,7 +88,7 @@ absl::Status CheckIndexer(const v1::Attend& message, const ModelSpec& model, Att
   return absl::OkStatus();
 }
 
-// `sizes` of the lists, as sent.
+// Checks the lists of the message and sets their fields in `sizes`.
 absl::Status CheckLists(const v1::Attend& message, const ModelSpec& model, Profile profile,
                         AttendSizes* sizes) {
   const v1::IndexLists lists = message.lists();
@@ -203,7 +203,7 @@ absl::Status CheckSizes(const scheduler::AttendArgs& args, const ModelSpec& mode
 }
 
 absl::Status CheckIds(int count, const Limits& limits) {
-  // A request may name every sequence there can be, and some that are gone.
+  // A request may name all sequences that can be open, and some that have gone.
   const int64_t most = int64_t{limits.max_sequences} * 2;
   if (count > most) {
     return RefuseField("sequence_ids", absl::StrCat(count),
@@ -235,8 +235,8 @@ absl::Status CheckName(const std::string& name, std::string_view field, bool opt
 }
 
 size_t MostHeaderBytes(const Limits& limits) {
-  constexpr size_t kSequence = 64;  // a StepSequence has 41 bytes at most, a count of rows 10
-  constexpr size_t kRest = 4096;    // numbers, a region's handle, fields of later clients
+  constexpr size_t kSequence = 64;  // a StepSequence has at most 41 bytes, a count of rows 10
+  constexpr size_t kRest = 4096;    // for numbers, a region's handle, and fields of later clients
   return kRest + static_cast<size_t>(limits.max_name_bytes) +
          kSequence * static_cast<size_t>(limits.max_step_sequences);
 }
@@ -254,20 +254,20 @@ absl::Status ParseBeginStep(const v1::BeginStep& message, const Limits& limits,
   int64_t rows = 0;
   for (int i = 0; i < count; ++i) {
     const v1::StepSequence& from = message.sequences(i);
-    scheduler::StepSequenceArgs& to = args->sequences[static_cast<size_t>(i)];
-    to.id = from.sequence_id();
-    to.epoch = from.epoch();
-    // Rows that follow at once are checked by these numbers, before the engine has compared them.
+    scheduler::StepSequenceArgs& sequence = args->sequences[static_cast<size_t>(i)];
+    sequence.id = from.sequence_id();
+    sequence.epoch = from.epoch();
+    // Rows that follow at once are checked with these numbers before the engine has seen them.
     if (from.start_position() > static_cast<uint64_t>(limits.max_sequence_rows)) {
       return RefuseField(absl::StrCat("begin_step.sequences[", i, "].start_position"),
                          absl::StrCat(from.start_position()), Range(0, limits.max_sequence_rows));
     }
-    to.start_position = static_cast<int64_t>(from.start_position());
+    sequence.start_position = static_cast<int64_t>(from.start_position());
     MLA_RETURN_IF_ERROR(
         CheckRange([i] { return absl::StrCat("begin_step.sequences[", i, "].rows"); }, from.rows(),
                    1, limits.max_step_rows));
-    to.rows = static_cast<int32_t>(from.rows());
-    rows += to.rows;
+    sequence.rows = static_cast<int32_t>(from.rows());
+    rows += sequence.rows;
   }
   MLA_RETURN_IF_ERROR(scheduler::CheckStepRows(rows, limits));
   *total_rows = static_cast<int32_t>(rows);
@@ -372,7 +372,7 @@ absl::Status ParsePrefix(const v1::Prefix& message, const Limits& limits,
   args->token_ids.assign(message.token_ids().begin(), message.token_ids().end());
   args->page_keys.assign(message.page_keys().begin(), message.page_keys().end());
   args->salt = message.salt();
-  // More than a sequence can have is as good as no bound.
+  // A bound above the length that a sequence can have does not bound anything.
   args->max_rows = static_cast<int64_t>(
       std::min(message.max_rows(), static_cast<uint64_t>(limits.max_sequence_rows)));
   return absl::OkStatus();

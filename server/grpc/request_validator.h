@@ -5,7 +5,7 @@
 // accepted values. Code after this file does not validate sizes again. Rules that need the engine's
 // state (lengths, epochs, order of rows) are the engine's.
 //
-// All functions: OK fills the output; otherwise INVALID_ARGUMENT unless said otherwise.
+// Unless noted, each function returns OK and fills its output, or returns INVALID_ARGUMENT.
 #ifndef MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_
 #define MLA_SERVER_GRPC_REQUEST_VALIDATOR_H_
 
@@ -27,7 +27,7 @@
 
 namespace mla::server {
 
-// Bytes of an attend message's tensors; all checked against overflow and the message limit.
+// Byte sizes of an attend message's tensors, checked against overflow and the message limit.
 struct AttendSizes {
   // Sizes that the engine reads; for kv and q those after decoding.
   int64_t kv_bytes = 0;
@@ -35,13 +35,13 @@ struct AttendSizes {
   int64_t o_bytes = 0;
   int64_t lse_bytes = 0;
   int64_t list_bytes = 0;         // index lists as sent
-  int32_t list_width = 0;         // entries of every row; 0: ragged, or none
+  int32_t list_width = 0;         // entries of each row; 0: rows differ, or there are no lists
   int32_t list_entries = 0;       // in all rows
   int32_t list_top_k = 0;         // the most in one row
-  int32_t list_ratio = 1;         // positions that what an entry names stands for
+  int32_t list_ratio = 1;         // positions for which one list entry stands
   bool selects = false;           // list_bytes are bytes of index inputs
-  int64_t lists_out_bytes = 0;    // the indexer's lists, if they are wanted
-  wire::Fp8Tensor kv_fp8, q_fp8;  // without vectors unless that tensor is sent as 8-bit floats
+  int64_t lists_out_bytes = 0;    // 0 unless the client wants the indexer's lists
+  wire::Fp8Tensor kv_fp8, q_fp8;  // empty unless the tensor was sent as 8-bit floats
 
   int64_t kv_sent() const { return kv_fp8.vectors > 0 ? kv_fp8.bytes() : kv_bytes; }
   int64_t q_sent() const { return q_fp8.vectors > 0 ? q_fp8.bytes() : q_bytes; }
@@ -55,10 +55,10 @@ inline constexpr int64_t kReplyHeaderBytes = 512;
 // parses, since two bytes of an empty StepSequence become a hundred of memory.
 size_t MostHeaderBytes(const scheduler::Limits& limits);
 
-// For ParseAttend: the tensors do not travel in the message, and neither will the reply's.
+// For ParseAttend: neither the message nor its reply contains the tensors.
 inline constexpr int64_t kTensorsElsewhere = -1;
 
-// `total_rows` receives the sum of the sequences' rows.
+// `total_rows` is set to the sum of the sequences' rows.
 absl::Status ParseBeginStep(const v1::BeginStep& message, const scheduler::Limits& limits,
                             scheduler::BeginStepArgs* args, int32_t* total_rows);
 
@@ -75,7 +75,7 @@ absl::Status ParseAttend(const v1::Attend& message, const scheduler::ModelSpec& 
 absl::Status ParseEndStep(const v1::EndStep& message, const scheduler::Limits& limits,
                           scheduler::EndStepArgs* args);
 
-// The contract numbers formats as the kernels do.
+// The contract and the kernels number the formats alike.
 constexpr v1::KvFormat ToProto(kernels::KvFormat format) {
   return static_cast<v1::KvFormat>(format);
 }
@@ -86,10 +86,11 @@ static_assert(ToProto(kernels::KvFormat::kFp8Page) == v1::KV_FORMAT_FP8_PAGE);
 
 absl::Status ParseModelSpec(const v1::ModelSpec& message, const scheduler::Limits& limits,
                             scheduler::ModelSpec* spec);
-// The other way, as in force.
+// The opposite direction, for the spec in force.
 void FillModel(const scheduler::ModelSpec& from, v1::ModelSpec* to);
 
-// Checks an UploadWeights chunk against its model; `bytes` receives the payload size it must have.
+// Checks an UploadWeights chunk against its model and sets `bytes` to the size that its payload
+// must have.
 absl::Status ParseWeightsChunk(const v1::UploadWeightsRequest::Chunk& message,
                                const scheduler::ModelSpec& model, int64_t* bytes);
 

@@ -1,12 +1,12 @@
-// One call of a bidirectional stream of raw messages, served by a CompletionPoller.
+// One call of a bidirectional stream of unparsed messages, served by a CompletionPoller.
 //
 // Its operations report to a StreamHandler as gRPC's reactors do to theirs. At most one read and
 // one write are under way at a time. After Finish come the ends of operations still under way, and
 // then OnDone, which may delete the call: no other operation of the call runs or follows then. The
 // end of a Write or Finish may still be on another thread's stack, but it does not touch the call.
 //
-// Ownership: made by its StreamAcceptor; belongs to the handler that accepts it, until OnDone.
-// Threading: operations may be started from any thread, callbacks come from the poller's.
+// Ownership: created by its StreamAcceptor; belongs to the handler that accepts it, until OnDone.
+// Threading: operations may be started from any thread; callbacks come from the poller's threads.
 #ifndef MLA_SERVER_GRPC_STREAM_CALL_H_
 #define MLA_SERVER_GRPC_STREAM_CALL_H_
 
@@ -27,7 +27,7 @@ class StreamHandler {
   virtual ~StreamHandler() = default;
   virtual void OnReadDone(bool ok) = 0;
   virtual void OnWriteDone(bool ok) = 0;
-  virtual void OnCancel() = 0;  // the client has gone, or TryCancel was called
+  virtual void OnCancel() = 0;  // the client has gone or TryCancel was called
   virtual void OnDone() = 0;
 };
 
@@ -45,17 +45,18 @@ class StreamCall final {
   grpc::GenericServerAsyncReaderWriter& stream() { return stream_; }
   CompletionPoller& poller() { return *poller_; }
 
-  // REQUIRES: accepted. Before anything else; `handler` lives until OnDone. A call that has ended
-  // by then says so through its first operation alone.
+  // REQUIRES: accepted. Call it before anything else. `handler` must live until OnDone. If the call
+  // has ended by then, the first operation reports it.
   void Serve(StreamHandler* handler) { handler_.store(handler, std::memory_order_release); }
 
   void StartRead(grpc::ByteBuffer* message);
   void StartWrite(const grpc::ByteBuffer& message);
-  // REQUIRES of both: no read or write under way.
+  // REQUIRES of both: no read or write is under way.
   void Finish(const grpc::Status& status);
   void WriteAndFinish(const grpc::ByteBuffer& message, const grpc::Status& status);
 
-  // Keep OnDone away, for a thread that is in no callback of the call. Release may call it.
+  // Hold delays OnDone until Release; for a thread that is not in a callback of the call. Release
+  // may call OnDone itself.
   void Hold() { references_.fetch_add(1, std::memory_order_relaxed); }
   void Release();
 
@@ -77,22 +78,23 @@ class StreamCall final {
   grpc::GenericServerContext context_;
   grpc::GenericServerAsyncReaderWriter stream_{&context_};
   std::atomic<StreamHandler*> handler_{nullptr};
-  std::atomic<int32_t> references_{2};  // Finished, Ended and the operations under way
+  // One each for Finished, Ended and every operation under way.
+  std::atomic<int32_t> references_{2};
   Event read_{this, &StreamCall::ReadDone}, written_{this, &StreamCall::WriteDone};
   Event ended_{this, &StreamCall::Ended}, finished_{this, &StreamCall::Finished};
 };
 
-// Ends an accepted call that is not to be served.
+// Ends an accepted call that will not be served.
 void RefuseCall(std::unique_ptr<StreamCall> call, const grpc::Status& status);
 
-// Takes calls, one after the other, for as long as the server lives.
+// Accepts calls, one after another, as long as the server lives.
 class StreamAcceptor final : private StreamEvent {
  public:
-  // Asks gRPC for the next call, to be reported with that tag.
+  // Asks gRPC for the next call, which it will report with `tag`.
   using Ask = std::function<void(StreamCall* call, CompletionPoller* poller, void* tag)>;
   using Accept = std::function<void(std::unique_ptr<StreamCall> call)>;
 
-  // `poller` outlives it. Accept is called from its threads and must lead to Serve and, at last,
+  // `poller` must outlive it. Its threads call `accept`, which must lead to Serve and in the end to
   // Finish.
   StreamAcceptor(CompletionPoller* poller, Ask ask, Accept accept);
   // REQUIRES: the server was started.

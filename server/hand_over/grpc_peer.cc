@@ -24,8 +24,8 @@ using std::chrono::milliseconds;
 
 // Time limit of calls to the peer that carry no rows.
 constexpr auto kCallTime = milliseconds(5000);
-constexpr auto kRecallTime = milliseconds(1000);  // a drain that is cancelled waits for it
-// Between pings of a connection, and for the answer to one.
+constexpr auto kRecallTime = milliseconds(1000);  // a drain that is cancelled waits for this
+// Time between pings of a connection, and for the answer to a ping.
 constexpr int kKeepaliveMs = 10000;
 // Size limit of its replies. Its information about itself is the largest reply, a few thousand
 // bytes. A parsed message may take 40 times its size, and parsing has no deadline.
@@ -81,10 +81,11 @@ GrpcHandOverPeer::GrpcHandOverPeer(const TlsFiles& tls, const std::string& addre
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // A compressed message grows a thousandfold before its size could be checked.
+  // Nothing is decompressed, because a message can grow a thousandfold before its size can be
+  // checked.
   arguments.SetInt(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   arguments.SetInt(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1 << GRPC_COMPRESS_NONE);
-  // The peer is where the operator said, whatever the environment says of proxies.
+  // Connects directly to the address that the operator gave, even if the environment names a proxy.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   channel_ = grpc::CreateCustomChannel(address, grpc::SslCredentials(ssl), arguments);
   admin_ = v1::Admin::NewStub(channel_);

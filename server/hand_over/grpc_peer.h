@@ -1,5 +1,5 @@
-// The peer of a hand-over at an address, over mutual TLS with the files of this server: its
-// certificate as the client's, and tls.client_ca as the authorities of the peer's.
+// The peer of a hand-over over gRPC with mutual TLS. It uses the files of this server: its
+// certificate as the client's, and tls.client_ca to check the peer's.
 #ifndef MLA_SERVER_HAND_OVER_GRPC_PEER_H_
 #define MLA_SERVER_HAND_OVER_GRPC_PEER_H_
 
@@ -27,12 +27,13 @@ inline constexpr size_t kMostPeerReasonBytes = 64;
 // Another server's words as this one repeats them: printable ASCII, with '?' for other bytes, and
 // "..." after the bytes that fit.
 std::string PrintablePeerMessage(absl::string_view message);
-// The token if it is one of lower-case letters, digits and underscores; else "peer_failed".
+// Returns `reason` if it consists of lower-case letters, digits and underscores, else
+// "peer_failed".
 std::string PeerReason(absl::string_view reason);
 
 class GrpcHandOverPeer final : public HandOverPeer {
  public:
-  // Reads the files as they are now; connects with the first call. Borrows tls.
+  // Reads the files now; the first call connects. Borrows tls.
   GrpcHandOverPeer(const TlsFiles& tls, const std::string& address);
 
   absl::Status GetInfo(v1::GetServerInfoReply* info) override;
@@ -45,7 +46,8 @@ class GrpcHandOverPeer final : public HandOverPeer {
   // The peer's answer; sets *refused if it has a detail, because then the peer has done nothing.
   absl::Status StatusOf(const grpc::Status& status, const grpc::ClientContext& context,
                         bool* refused) const;
-  // Cancel ends the call from Begin to End. False: it is too late to begin one.
+  // Between Begin and End, Cancel ends the call. Begin returns false if Cancel has been called
+  // already.
   bool Begin(grpc::ClientContext* context);
   void End();
 

@@ -16,7 +16,8 @@ namespace {
 using scheduler::TenantSequence;
 using std::chrono::milliseconds;
 
-// Between two looks at sequences that are in a step: doubled while none has left it.
+// Pause between two checks of sequences that are in a step; doubled as long as none has left its
+// step.
 constexpr auto kLeastPause = milliseconds(10);
 constexpr auto kMostPause = milliseconds(160);
 constexpr char kCapability[] = "hand_over";
@@ -32,7 +33,7 @@ absl::Status Stopped() {
                    {.reason = "stopped"});
 }
 
-// Two tries, of any servers, must not have the same.
+// Attempts must have different numbers, even if different servers make them.
 uint64_t NewAttempt() {
   std::random_device random;
   uint64_t attempt = 0;
@@ -40,7 +41,7 @@ uint64_t NewAttempt() {
   return attempt;
 }
 
-// Which of the counters counts a sequence that stays, for a reason of this server's own.
+// The counter of sequences that stay for this reason, which is one of this server's own.
 std::atomic<uint64_t>& CounterOf(HandOverCounters& counters, const std::string& reason) {
   if (reason == "stopped") return counters.stopped;
   if (reason == "nothing_to_save") return counters.empty;
@@ -124,8 +125,9 @@ bool HandOver::Stopping() {
 }
 
 void HandOver::Run() {
-  // Whatever opens a sequence is refused while the server drains, so there will be no others. To
-  // list all of 10,000 takes the engine's role for 4 ms, to look at the few in a step 0.3 us.
+  // The list is complete, because calls that open sequences are refused while the server drains.
+  // Listing 10,000 sequences takes the engine's role for 4 ms; checking the few that are in a step
+  // takes 0.3 us.
   left_ = engine_->AllSequences();
   auto pause = kLeastPause;
   while (!left_.empty() && !Stopping()) {
@@ -177,7 +179,8 @@ bool HandOver::Pass() {
       break;
     }
     const std::string& tenant = left_[i].tenant;
-    // As it is by now: its client may have cut it, or given it back, while others went.
+    // Looked up again, because the client may have truncated or released the sequence while others
+    // were moved.
     const auto now = Find(tenant, {left_[i].info.id});
     if (now.empty()) continue;
     const TenantSequence sequence = {tenant, now.front()};
@@ -204,7 +207,7 @@ v1::HandedOver HandOver::Outcome(const TenantSequence& sequence, v1::HandOverOut
   to.set_outcome(outcome);
   to.set_rows(static_cast<uint64_t>(sequence.info.length));
   if (!why.ok()) {
-    // Never empty, as operators and clients go by it.
+    // Never empty, because operators and clients rely on it.
     const std::string& reason = DetailOf(why).reason;
     to.set_reason(reason.empty() ? absl::AsciiStrToLower(absl::StatusCodeToString(why.code()))
                                  : reason);
@@ -238,7 +241,7 @@ v1::HandedOver HandOver::Move(const TenantSequence& sequence) {
                    MakeError(absl::StatusCode::kFailedPrecondition, "a sequence without rows",
                              {.reason = "nothing_to_save"}));
   }
-  // By now a connection may be another one, to another server.
+  // The address may lead to another server by now.
   v1::GetServerInfoReply info;
   if (absl::Status same = Ask(&info); !same.ok()) return kept(same);
   Recall();
@@ -276,7 +279,7 @@ absl::Status HandOver::Import(const TenantSequence& sequence, const scheduler::M
   if (status.ok()) {
     options_.counters->sent_bytes += bytes;
   } else if (import.sent && !import.refused) {
-    // The peer may have it, whatever has become of its answer.
+    // The peer may have the sequence even if its answer was lost.
     v1::EvictSequencesRequest request;
     request.set_tenant(sequence.tenant);
     request.add_sequence_ids(sequence.info.id);

@@ -1,4 +1,4 @@
-// Sequences of all tenants on their way to another server, while this one drains.
+// Moves the sequences of all tenants to another server while this one drains.
 //
 // One after another goes with the peer's Import, as its tenant's and under its id. The peer has the
 // sequence once it has answered; this server then forgets it, and names the peer from then on.
@@ -11,10 +11,11 @@
 // cannot be reached is told later, before the next sequence and at the end. If it is never told,
 // the lease ends its copy, and no client was told of it.
 //
-// The peer must have this server's name among its operators. It is asked again before each
-// sequence, as the name may lead to another server by then.
+// This server's name must be among the peer's operators. The peer is asked again before each
+// sequence, because the address may lead to another server by then.
 //
-// Threading: a thread of its own between Start and Stop; the methods from one thread at a time.
+// Threading: a thread of its own runs between Start and Stop; call the methods from one thread at a
+// time.
 #ifndef MLA_SERVER_HAND_OVER_HAND_OVER_H_
 #define MLA_SERVER_HAND_OVER_HAND_OVER_H_
 
@@ -43,14 +44,14 @@ struct HandOverOptions {
   scheduler::Engine* engine = nullptr;   // outlives the hand-over
   HandOverCounters* counters = nullptr;  // outlives the hand-over too
   uint64_t boot_id = 0;                  // this server's
-  std::string address;                   // HOST:PORT of the peer, as clients are told
+  std::string address;                   // HOST:PORT of the peer, as told to clients
 };
 
 class HandOver final {
  public:
-  // Asks the peer whether it fits. INVALID_ARGUMENT: it is this server itself; UNAVAILABLE: it
-  // cannot be reached; PERMISSION_DENIED: it does not take this server for an operator;
-  // UNIMPLEMENTED: it takes no sequences. All name the field "to".
+  // Asks the peer whether it can take sequences. INVALID_ARGUMENT: the peer is this server itself;
+  // UNAVAILABLE: it cannot be reached; PERMISSION_DENIED: it does not accept this server as an
+  // operator; UNIMPLEMENTED: it does not take sequences. All errors name the field "to".
   static absl::StatusOr<std::unique_ptr<HandOver>> Connect(HandOverOptions options,
                                                            std::unique_ptr<HandOverPeer> peer);
   ~HandOver();
@@ -58,7 +59,7 @@ class HandOver final {
   // REQUIRES: the engine drains.
   void Start();
   bool done() const { return done_; }
-  // Interrupts the call that is under way, and returns when the thread has ended. Also twice.
+  // Interrupts the running call and returns when the thread has ended. May be called twice.
   void Stop();
   // Outcome for each sequence, except for sequences that their clients have released. REQUIRES:
   // stopped.
@@ -92,7 +93,7 @@ class HandOver final {
                       const scheduler::MovingPages& pages, bool* refused);
   v1::HandedOver Outcome(const scheduler::TenantSequence& sequence, v1::HandOverOutcome outcome,
                          const absl::Status& why = absl::OkStatus());
-  // Gives tries up whose import may have left something at the peer; as far as it can be reached.
+  // Tells the peer, if it can be reached, to drop what failed imports may have left there.
   void Recall();
   bool Stopping();
 
@@ -105,10 +106,11 @@ class HandOver final {
   CondVar changed_;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;
-  // The thread's, until it has ended.
+  // Used only by the thread until it has ended.
   std::vector<v1::HandedOver> outcomes_;
-  std::vector<scheduler::TenantSequence> left_;       // not tried, by tenant and id
-  std::vector<v1::EvictSequencesRequest> abandoned_;  // tries that the peer has not been told of
+  std::vector<scheduler::TenantSequence> left_;  // not tried yet, by tenant and id
+  // Failed attempts of which the peer has not been told.
+  std::vector<v1::EvictSequencesRequest> abandoned_;
 };
 
 }  // namespace mla::server

@@ -1,7 +1,7 @@
-// The server that gets the sequences of a drain, as HandOver asks it. One over gRPC
-// (grpc_peer.h), or one of a test.
+// The server that gets the sequences of a drain, as HandOver sees it. Either a server reached over
+// gRPC (grpc_peer.h) or one made by a test.
 //
-// Threading: one call at a time, and Cancel from any thread.
+// Threading: one call at a time, except that any thread may call Cancel.
 #ifndef MLA_SERVER_HAND_OVER_PEER_H_
 #define MLA_SERVER_HAND_OVER_PEER_H_
 
@@ -15,31 +15,31 @@
 
 namespace mla::server {
 
-// How an import at the peer has ended, as far as this server knows.
+// The result of an import at the peer, as far as this server knows it.
 struct PeerImport {
   absl::Status status;    // OK: the peer says that it has the rows
   v1::ImportReply reply;  // valid if the status is OK
-  bool refused = false;   // by the peer, which has nothing of it
-  // All rows were sent. Unless it was refused, the peer may have the sequence, whatever `status`
-  // says.
+  bool refused = false;   // the peer refused and keeps nothing
+  // All rows were sent. Unless `refused` is true, the peer may have the sequence then, whatever
+  // `status` says.
   bool sent = false;
 };
 
 class HandOverPeer {
  public:
-  // Gives all parts of a sequence to the sink, and returns its error or its own.
+  // Passes all parts of a sequence to the sink, and returns its own error or the sink's.
   using SendParts = std::function<absl::Status(const PartSink&)>;
 
   virtual ~HandOverPeer() = default;
 
-  // UNAVAILABLE where it cannot be reached, PERMISSION_DENIED where its certificate is revoked.
+  // UNAVAILABLE if the peer cannot be reached; PERMISSION_DENIED if its certificate is revoked.
   virtual absl::Status GetInfo(v1::GetServerInfoReply* info) = 0;
-  // OK if it takes this server for an operator.
+  // OK if the peer accepts this server as an operator.
   virtual absl::Status CheckOperator() = 0;
-  // Cache.Import. Parts are sent as `send` gives them.
+  // Calls Cache.Import. Sends the parts that `send` produces.
   virtual PeerImport Import(const v1::ImportTarget& target, const SendParts& send) = 0;
-  // Admin.EvictSequences, of what an import may have left. Also after Cancel. The sequences that
-  // have gone.
+  // Calls Admin.EvictSequences for what an import may have left at the peer. Works even after
+  // Cancel. Returns the number of sequences evicted.
   virtual absl::StatusOr<uint32_t> Recall(const v1::EvictSequencesRequest& request) = 0;
   // Ends the present call with CANCELLED, and all later ones except Recall.
   virtual void Cancel() = 0;

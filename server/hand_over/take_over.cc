@@ -24,7 +24,7 @@ absl::StatusOr<scheduler::SequenceInfo> RunImport(scheduler::Engine* engine,
 int32_t EvictAndGiveUp(scheduler::Engine* engine, AbandonedImports* abandoned, uint64_t attempt,
                        const scheduler::SequenceSelection& selection,
                        std::vector<scheduler::SequenceId>* not_found) {
-  abandoned->Add(attempt);  // before the eviction, or an import might begin and end between the two
+  abandoned->Add(attempt);  // first, since otherwise an import could begin and end between the two
   return engine->EvictSequences(selection, not_found);
 }
 

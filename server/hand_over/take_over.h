@@ -1,4 +1,4 @@
-// The side of a hand-over that gets a sequence: an import that its caller may give up.
+// The receiving side of a hand-over: an import that its caller may give up.
 //
 // Threading: any thread.
 #ifndef MLA_SERVER_HAND_OVER_TAKE_OVER_H_

@@ -10,8 +10,9 @@
 namespace mla::server {
 namespace {
 
-// Pieces into which the lists of a message are divided, at most: some for each thread of a team, so
-// that a slow one takes fewer; more would wait for their turn more often.
+// The lists of a message are divided into at most this many pieces: several for each thread of a
+// team, so that a slow thread takes fewer; with more pieces threads would wait for their turn more
+// often.
 constexpr int32_t kMostPieces = 16;
 // Spins until the piece before has been joined, for some tens of microseconds: this is longer than
 // a check takes, so a longer wait means that its thread lacks a core.
@@ -98,17 +99,17 @@ int32_t* ListChecker::CheckRows(const Lists& lists, int32_t begin, int32_t end) 
   // One for each thread instead of each checker: there are fewer threads than streams.
   thread_local ListMarks marks;
   RowCursor cursor(lists.sequences, lists.sent.row_begin + begin);
-  int32_t* to = lists.entries + lists.begin(begin);
+  int32_t* target = lists.entries + lists.begin(begin);
   for (int32_t row = begin; row < end; ++row) {
     const int32_t from = lists.begin(row);
     int32_t& count = counts_[static_cast<size_t>(row)];
     count = marks.Take(instructions_, lists.entries + from, lists.begin(row + 1) - from,
-                       cursor.visible() / lists.sent.ratio, to);
+                       cursor.visible() / lists.sent.ratio, target);
     if (count < 0) return nullptr;
-    to += count;
+    target += count;
     if (row + 1 < end) cursor.Next();
   }
-  return to;
+  return target;
 }
 
 void ListChecker::CheckPiece(const Lists& lists, int32_t piece, int32_t pieces) {

@@ -1,14 +1,14 @@
-// Checks the index lists of an attend message, outside the engine role.
+// Checks the index lists of an attend message; works outside the engine role.
 //
 // A list holds positions of its row's sequence that the row sees, which are 0 to its own, and -1
 // anywhere. The engine gets each position once and no -1. The lists are checked in memory of the
 // server's own, in place: no entry that a client could still write is read twice.
 //
-// A repeat is found by marks (list_marks.h), which take a store an entry, so lists of many entries
-// are divided over a team's threads.
+// Marks (list_marks.h) find repeated positions. They take a store for each entry, so messages with
+// many entries are divided among a team's threads.
 //
-// Threading: one thread. Allocates while messages and sequences grow: a word a row, and the marks
-// of a thread, in steps of 128 Ki positions.
+// Threading: one thread. Memory grows with messages and sequences: a word for each row, and each
+// thread's marks, in steps of 128 Ki positions.
 #ifndef MLA_SERVER_INDEX_LISTS_LIST_CHECKER_H_
 #define MLA_SERVER_INDEX_LISTS_LIST_CHECKER_H_
 
@@ -25,14 +25,14 @@
 
 namespace mla::server {
 
-// Lists of rows [row_begin, row_begin + rows) of a step.
+// The lists of rows [row_begin, row_begin + rows) of a step.
 struct SentLists {
   int32_t row_begin = 0;
   int32_t rows = 0;
-  int32_t width = 0;    // entries of every row; 0: ragged
+  int32_t width = 0;    // entries of each row; 0: rows differ
   int32_t entries = 0;  // of all rows
   int32_t top_k = 0;    // the most of one row
-  int32_t ratio = 1;    // positions that what an entry names stands for
+  int32_t ratio = 1;    // positions for which one list entry stands
 
   // bytes() is the size of the memory in which lists are checked, and offset() the place of the
   // sent lists in it.
@@ -47,7 +47,7 @@ void PlaceSelectedLists(const SentLists& sent,
 
 class ListChecker final {
  public:
-  // Messages with this many entries and more are divided over the team: 15 us of one thread.
+  // Messages with at least this many entries, 15 us of one thread, are divided among the team.
   static constexpr int32_t kSharedEntries = 32 * 1024;
 
   // `team` outlives it; null: the caller checks alone. Uses the best instructions of the processor,
@@ -78,7 +78,7 @@ class ListChecker final {
   const ListInstructions instructions_;
   // By row: the number of remaining positions, or -1 - the slot of an invalid entry.
   std::vector<int32_t> counts_;
-  std::atomic<int32_t> joined_{0};  // pieces that are where they belong
+  std::atomic<int32_t> joined_{0};  // pieces that have been moved to their final place
   int32_t* end_ = nullptr;          // end of the joined pieces; null: a row is refused
 };
 

@@ -13,8 +13,8 @@ namespace mla::server {
 namespace {
 
 constexpr int32_t kFewEntries = 8;  // first entries of a list, checked before the rest
-constexpr int32_t kBlock = 128;     // entries that are looked at together
-constexpr int32_t kGroup = 8;       // positions that are marked without a branch between them
+constexpr int32_t kBlock = 128;     // entries checked together
+constexpr int32_t kGroup = 8;       // positions marked without a branch between them
 constexpr uint32_t kWordBits = 32;
 constexpr size_t kWordStep = 4096;  // step by which the memory of bits grows
 constexpr size_t kLineBytes = 64;   // of a cache; a vector that spans two lines takes longer
@@ -45,15 +45,15 @@ T* LineOf(T* memory) {
   return falls == 0;
 }
 
-// The largest of the entries; -1 is beyond every position.
+// The largest entry as an unsigned number, so that -1 is above every position.
 [[gnu::always_inline]] inline uint32_t Highest(const int32_t* list, int32_t count) {
   uint32_t highest = 0;
   for (int32_t i = 0; i < count; ++i) highest = std::max(highest, static_cast<uint32_t>(list[i]));
   return highest;
 }
 
-// Moves the positions among the entries to `to`, which may be `list` or lie before it. Returns how
-// many they are, or -1 - the slot of the first entry that is neither -1 nor below `bound`.
+// Moves the positions among the entries to `to`, which may be `list` or lie before it. Returns
+// their number. If entry i is neither -1 nor below `bound`, returns -1 - i for the first such i.
 [[gnu::always_inline]] inline int32_t Compact(const int32_t* list, int32_t count, uint32_t bound,
                                               int32_t* to) {
   int32_t kept = 0;
@@ -98,14 +98,14 @@ constexpr std::array<uint32_t, 256> kKeptLanes = MakeKeptLanes();
   int32_t kept = 0, i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m256i entries = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(list + i));
-    // Plus 1, -1 is below and a position at most the bound.
+    // With 1 added, -1 becomes the smallest value and a valid position is at most the bound.
     const __m256i next = _mm256_sub_epi32(entries, none);
     const __m256i good = _mm256_cmpeq_epi32(_mm256_min_epu32(next, bounds), next);
     if (_mm256_movemask_epi8(good) != -1) break;
     const __m256i absent = _mm256_cmpeq_epi32(entries, none);
     const auto bits =
         0xffu & ~static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(absent)));
-    // The instruction looks at the low three bits of a lane.
+    // The instruction uses only the low three bits of a lane.
     const __m256i lanes =
         _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int32_t>(kKeptLanes[bits])), shifts);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + kept),
@@ -155,19 +155,22 @@ class ByteMarks {
   uint8_t mark_;
 };
 
-// By bits, all 0 at first and again when they have been counted.
+// Marks in one bit for each position. All are 0 at first, and again after they have been counted.
 class BitMarks {
  public:
   explicit BitMarks(uint32_t* words) : words_(words) {
 #if defined(__x86_64__)
-    asm("" : "+r"(one_));  // to shift what may be any number takes less time than to set a bit
+    // Keeps the compiler from using the bit-set instruction, which is slower than a shift of a
+    // variable.
+    asm("" : "+r"(one_));
 #endif
   }
   [[gnu::always_inline]] inline void Add(int32_t position) {
     auto at = static_cast<uint32_t>(position);
     const uint32_t bit = one_ << at % kWordBits;
 #if defined(__x86_64__)
-    asm("" : "+r"(at) : "r"(bit));  // made before `at` is shifted, which needs no copy then
+    // Makes the compiler compute `bit` before it shifts `at`, which saves a copy.
+    asm("" : "+r"(at) : "r"(bit));
 #endif
     words_[at / kWordBits] |= bit;
   }
@@ -203,7 +206,8 @@ class BitMarks {
   uint32_t one_ = 1;
 };
 
-// Marks positions from `done` on, in whole groups. Returns how many are marked.
+// Marks positions from index `done` on, in whole groups. Returns the number of positions marked so
+// far.
 template <typename Marks>
 [[gnu::always_inline]] inline int32_t AddGroups(const int32_t* positions, int32_t done,
                                                 int32_t count, Marks* marks) {
@@ -223,15 +227,15 @@ template <auto kCompact, typename Marks>
   int32_t kept = 0, done = 0;
   for (int32_t at = 0; at < count; at += kBlock) {
     const int32_t* const block = list + at;
-    int32_t found = std::min(kBlock, count - at);
-    if (Highest(block, found) >= bound) {
-      found = kCompact(block, found, bound, to + kept);
-      if (found < 0) return found - at;
+    int32_t entries = std::min(kBlock, count - at);
+    if (Highest(block, entries) >= bound) {
+      entries = kCompact(block, entries, bound, to + kept);
+      if (entries < 0) return entries - at;
     } else if (to + kept != block) {
-      std::memmove(to + kept, block, static_cast<size_t>(found) * sizeof(int32_t));
+      std::memmove(to + kept, block, static_cast<size_t>(entries) * sizeof(int32_t));
     }
     done = AddGroups(to, done, kept, &marks);
-    kept += found;
+    kept += entries;
   }
   for (; done < kept; ++done) marks.Add(to[done]);
   *marked = marks.Count(bound);
@@ -239,7 +243,7 @@ template <auto kCompact, typename Marks>
 }
 
 #if defined(__x86_64__)
-// clang vectorizes at -O2 and does not know the second attribute.
+// clang vectorizes at -O2 anyway, and does not know the second attribute.
 #if __has_cpp_attribute(gnu::optimize)
 #define MLA_FOR(features) [[gnu::target(features), gnu::optimize("O3")]]
 #else
@@ -264,7 +268,7 @@ MLA_AVX512 int32_t KeepByAvx512(const int32_t* list, int32_t count, uint32_t bou
   const __m512i bounds = _mm512_set1_epi32(static_cast<int32_t>(bound));
   int32_t kept = 0, done = 0, at = 0;
   for (; at + kBlock <= count; at += kBlock) {
-    // Plus 1, -1 is 0 and a position at most the bound.
+    // With 1 added, -1 becomes 0 and a valid position is at most the bound.
     __m512i highest = bounds, lowest = bounds;
     for (int32_t k = 0; k < kBlock; k += kLanes) {
       const __m512i next = _mm512_sub_epi32(_mm512_loadu_si512(list + at + k), none);

@@ -1,4 +1,4 @@
-// The positions of an index list, each once: one list at a time.
+// Reduces an index list to its distinct positions, one list at a time.
 //
 // Ascending lists are passed fastest: each entry is larger than the one before, so none repeats.
 // For the others the positions are marked, in memory that stays in the first-level cache whatever
@@ -7,7 +7,7 @@
 // cleared as they are counted. Only a list with fewer marks than positions is looked at entry by
 // entry.
 //
-// Threading: one thread. Allocates while sequences grow, in steps of 128 Ki positions.
+// Threading: one thread. Memory grows with the sequences, in steps of 128 Ki positions.
 #ifndef MLA_SERVER_INDEX_LISTS_LIST_MARKS_H_
 #define MLA_SERVER_INDEX_LISTS_LIST_MARKS_H_
 
@@ -38,15 +38,16 @@ class ListMarks final {
                       int32_t* to);
   int32_t TakeByBits(const Passes& passes, const int32_t* list, int32_t count, uint32_t bound,
                      int32_t* to);
-  // Keeps the first of equal positions. Returns how many are left.
+  // Keeps the first of several equal positions. Returns the number kept.
   int32_t KeepFirst(int32_t* positions, int32_t count, uint32_t bound);
-  uint32_t* Words(uint32_t bound);  // words_, grown for positions below the bound
+  uint32_t* Words(uint32_t bound);  // words_, grown to hold all positions below the bound
 
   static constexpr uint32_t kByteMarks = 8 * 1024;  // positions
 
-  std::vector<uint8_t> seen_;    // by position: the mark of the last list that has it, or 0
+  // For each position the mark of the last list that contained it, or 0.
+  std::vector<uint8_t> seen_;
   uint8_t mark_ = 0;             // of the latest list
-  std::vector<uint32_t> words_;  // a bit of every position; all 0 between lists
+  std::vector<uint32_t> words_;  // one bit for each position; all 0 between lists
 };
 
 }  // namespace mla::server

@@ -27,7 +27,7 @@ const DrainResult kCancelled = {.cancelled = true,
 DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good,
                        const DrainHandOver* hand_over) {
   MutexLock lock(mutex_);
-  // A drain that is being cancelled ends first.
+  // If a drain is being cancelled, waits for its end.
   changed_.Wait(lock, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return !cancel_; });
   if (hand_over != nullptr && running_) {
     DrainResult refused;
@@ -36,7 +36,7 @@ DrainResult Drain::Run(std::chrono::milliseconds deadline, bool for_good,
   }
   for_good_ = for_good_ || for_good;
   end_ = std::min(end_, steady_clock::now() + deadline);
-  changed_.NotifyAll();  // a drain that runs has a new end
+  changed_.NotifyAll();  // a running drain gets a new deadline
   if (running_) {
     const uint64_t ended = cancelled_;
     changed_.Wait(lock, [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -72,7 +72,7 @@ bool Drain::Cancel() {
   return true;
 }
 
-// REQUIRES: no thread waits for steps.
+// REQUIRES: no thread is waiting for steps.
 void Drain::Reopen() {
   running_ = false;
   result_.reset();
@@ -91,14 +91,15 @@ DrainResult Drain::WaitForSteps(const DrainHandOver* hand_over) {
     if (hand_over != nullptr) hand_over->stop();
   };
   auto report = steady_clock::now();
-  int32_t most = 1;
+  int32_t most_steps = 1;
   DrainResult result;
   for (;;) {
     const scheduler::EngineStats stats = engine_->Stats();
-    most = std::max(most, stats.open_steps);
+    most_steps = std::max(most_steps, stats.open_steps);
     result.drained = stats.open_steps == 0;
     if (result.drained && (hand_over == nullptr || hand_over->done())) break;
-    state_->Move(Phase::kDraining, 100 * (most - stats.open_steps) / most, Waiting(stats));
+    state_->Move(Phase::kDraining, 100 * (most_steps - stats.open_steps) / most_steps,
+                 Waiting(stats));
     if (steady_clock::now() >= report) {
       Log(LogLevel::kInfo, "drain", {{"message", Waiting(stats)}});
       report = steady_clock::now() + kReport;

@@ -1,11 +1,11 @@
-// Taking the server out of service without losing finished work.
+// Takes the server out of service without losing finished work.
 //
 // Drain refuses new sequences and steps, and waits until no step is open or the deadline has
 // passed. It then aborts the remaining steps. Each second it reports what it waits for, in the log
 // and in ServerState.
 //
-// Threading: Run may be called from any thread and more than once. Callers beyond the first wait
-// for the same drain and get its result; the earliest of all deadlines counts. Cancel from any
+// Threading: Run may be called from any thread and more than once. Further callers wait for the
+// same drain and get its result; the earliest deadline counts. Cancel may be called from any
 // thread.
 #ifndef MLA_SERVER_LIFECYCLE_DRAIN_H_
 #define MLA_SERVER_LIFECYCLE_DRAIN_H_
@@ -24,31 +24,32 @@
 namespace mla::server {
 
 struct DrainResult {
-  bool drained = false;  // false: steps were aborted at the deadline, or it was cancelled
+  bool drained = false;  // false: steps were aborted at the deadline, or the drain was cancelled
   bool cancelled = false;
   int32_t aborted_steps = 0;
   std::string message;
-  bool refused = false;  // a hand-over, as a drain is under way or has ended; nothing was done
+  // The drain's hand-over was refused, because another drain runs or has ended; nothing was done.
+  bool refused = false;
 };
 
-// Sequences that go to another server while a drain runs. It has ended with the drain: `stop` is
-// called before new work is taken again, and before steps are aborted.
+// Moves sequences to another server while a drain runs. It ends with the drain: `stop` is called
+// before the server takes new work again and before steps are aborted.
 struct DrainHandOver {
   std::string peer;  // HOST:PORT, as clients are told
   std::function<void()> start;
   std::function<bool()> done;  // returns true if nothing that could move is left
-  std::function<void()> stop;  // interrupts it, and waits for its end
+  std::function<void()> stop;  // interrupts the hand-over and waits for its end
 };
 
 class Drain final {
  public:
   Drain(scheduler::Engine* engine, ServerState* state) : engine_(engine), state_(state) {}
-  // `for_good`: the server stops, so Cancel is refused from now on. `hand_over`, if not null, is of
-  // this drain alone, and outlives the call.
+  // `for_good`: the server is stopping, so Cancel is refused from now on. `hand_over` may be null.
+  // It is used by this drain only and must outlive the call.
   DrainResult Run(std::chrono::milliseconds deadline, bool for_good = false,
                   const DrainHandOver* hand_over = nullptr);
-  // Ends a drain that runs, or undoes one that has ended: the server takes new work again. False
-  // when none has begun or the server stops.
+  // Ends a running drain, or undoes one that has ended, so that the server takes new work again.
+  // Returns false if no drain has begun or the server is stopping.
   bool Cancel();
 
  private:

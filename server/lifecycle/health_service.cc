@@ -19,7 +19,7 @@ using grpc::health::v1::HealthCheckRequest;
 using grpc::health::v1::HealthCheckResponse;
 using ServingStatus = HealthCheckResponse::ServingStatus;
 
-// How often the notifier looks for requests that are overdue and for a stop.
+// How often the notifier looks for overdue requests and for a stop.
 constexpr auto kPeriod = std::chrono::milliseconds(200);
 
 // Size limit of a request, which has one name. Unknown fields take a hundred times their bytes once
@@ -28,7 +28,7 @@ constexpr size_t kMostRequestBytes = 4096;
 
 bool Parse(const grpc::ByteBuffer& bytes, HealthCheckRequest* request) {
   if (bytes.Length() > kMostRequestBytes) return false;
-  // The reader takes a pointer to non-const and changes nothing.
+  // The reader takes a pointer to non-const but changes nothing.
   grpc::ProtoBufferReader reader(const_cast<grpc::ByteBuffer*>(&bytes));
   return reader.status().ok() && request->ParseFromZeroCopyStream(&reader);
 }
@@ -42,7 +42,7 @@ grpc::ByteBuffer ReplyOf(ServingStatus status) {
 
 }  // namespace
 
-// A Check or a Watch. Deletes itself when it is done.
+// A Check or a Watch call. Deletes itself when the call is done.
 class HealthService::Call final : public StreamHandler {
  public:
   Call(HealthService* service, Method method, std::string tenant, std::unique_ptr<StreamCall> call)
@@ -94,7 +94,8 @@ class HealthService::Call final : public StreamHandler {
     service->OnGone(tenant);
   }
 
-  // Writes the present status to a watcher unless it has it. Any thread that keeps the call alive.
+  // Sends the present status to a watcher unless it has that status already. May be called by any
+  // thread that keeps the call alive.
   void Update() {
     ServingStatus status{};
     bool over = false;
@@ -164,7 +165,7 @@ class HealthService::Call final : public StreamHandler {
   grpc::ByteBuffer request_;
 
   Mutex mutex_;
-  std::string watched_ ABSL_GUARDED_BY(mutex_);  // the service that a watcher named
+  std::string watched_ ABSL_GUARDED_BY(mutex_);  // name of the service that is watched
   bool requested_ ABSL_GUARDED_BY(mutex_) = false;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
@@ -177,7 +178,8 @@ HealthService::HealthService(const ServerState* state, HealthOptions options)
   options_.services.insert("");
   using grpc::internal::RpcMethod;
   using grpc::internal::RpcServiceMethod;
-  // As streams of raw messages in both directions, which look the same on the wire.
+  // Both are registered as streams of raw messages in both directions, which look the same on the
+  // wire.
   for (const char* name : {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}) {
     AddMethod(new RpcServiceMethod(name, RpcMethod::BIDI_STREAMING, nullptr));
   }
@@ -188,7 +190,8 @@ HealthService::HealthService(const ServerState* state, HealthOptions options)
 HealthService::~HealthService() { Stop(); }
 
 void HealthService::Serve(CompletionPoller* poller) {
-  // Read here: on a busy machine the thread may begin after a change that watchers wait for.
+  // The version is read here and not in the thread, which on a busy machine may begin only after a
+  // change that watchers must hear of.
   notifier_ = std::thread([this, seen = state_->Get().version] { Notify(seen); });
   const auto serve = [&](Method method, std::optional<StreamAcceptor>* acceptor) {
     acceptor->emplace(
@@ -227,7 +230,7 @@ bool HealthService::Admit(const std::string& tenant) {
 }
 
 void HealthService::Accept(Method method, std::unique_ptr<StreamCall> call) {
-  // Probers often have no name: health is for callers without one, too.
+  // Many probers send no name, so callers without a valid one are served, too.
   const auto identity = Identify(call->context(), options_.max_name_bytes, options_.unix_tenant);
   const std::string tenant = identity.ok() ? identity->tenant : "";
   if (!Admit(tenant)) {
@@ -242,12 +245,12 @@ void HealthService::Accept(Method method, std::unique_ptr<StreamCall> call) {
     const grpc::Status answer = ToGrpcStatus(status, &call->context());
     return RefuseCall(std::move(call), answer);
   }
-  auto* made = new Call(this, method, tenant, std::move(call));
+  auto* new_call = new Call(this, method, tenant, std::move(call));
   {
     const MutexLock lock(mutex_);
-    calls_.insert(made);
+    calls_.insert(new_call);
   }
-  made->Start();
+  new_call->Start();
 }
 
 void HealthService::Forget(Call* call) {
@@ -276,7 +279,7 @@ void HealthService::Notify(uint64_t seen) {
     {
       const MutexLock lock(mutex_);
       if (stop_) return;
-      // A call in the list has not finished, so it can be held.
+      // A call in the list is not finished, so Hold is allowed.
       held.assign(calls_.begin(), calls_.end());
       for (Call* call : held) call->call().Hold();
     }

@@ -7,8 +7,8 @@
 // most half of them by one tenant; further calls are RESOURCE_EXHAUSTED. A call whose request does
 // not arrive within kRequestTimeout is cancelled.
 //
-// Life: Serve once the gRPC server was started; Stop after its Shutdown and before the poller's.
-// Threading: Serve, Stop and the destructor from one thread.
+// Life: call Serve when the gRPC server has started; call Stop after its Shutdown and before the
+// poller's Stop. Threading: Serve, Stop and the destructor from one thread.
 #ifndef MLA_SERVER_LIFECYCLE_HEALTH_SERVICE_H_
 #define MLA_SERVER_LIFECYCLE_HEALTH_SERVICE_H_
 
@@ -57,9 +57,9 @@ class HealthService final : public grpc::Service {
   bool Admit(const std::string& tenant);
   void Forget(Call* call);                 // it is about to finish
   void OnGone(const std::string& tenant);  // it has finished
-  // Tells watchers of every version of the state after `seen`.
+  // Tells watchers of each version of the state after `seen`.
   void Notify(uint64_t seen);
-  // Empty: no service of that name.
+  // Empty: the service does not exist.
   std::optional<grpc::health::v1::HealthCheckResponse::ServingStatus> StatusOf(
       const std::string& service, const ServerState::Snapshot& now) const;
 

@@ -1,7 +1,7 @@
 // Ends streamed calls whose client neither sends nor takes anything for too long, because each of
 // them holds a thread.
 //
-// Threading: any thread; one more looks at the clock.
+// Threading: any thread; one more thread watches the clock.
 #ifndef MLA_SERVER_LIFECYCLE_IDLE_CALLS_H_
 #define MLA_SERVER_LIFECYCLE_IDLE_CALLS_H_
 
@@ -25,11 +25,12 @@ class IdleCalls final {
   IdleCalls(const IdleCalls&) = delete;
   IdleCalls& operator=(const IdleCalls&) = delete;
 
-  // From now on the call waits for its client, until Works or End.
+  // From now until Works or End the call waits for its client.
   void Waits(grpc::ServerContext* call);
-  // The server has something to do for it: the client does not keep it waiting.
+  // The server works for the call now, so the client is not keeping it waiting.
   void Works(grpc::ServerContext* call);
-  // The call has ended with `status`: DEADLINE_EXCEEDED if it was cancelled here, else `status`.
+  // Ends the account of a call that ends with `status`. Returns DEADLINE_EXCEEDED if the call was
+  // cancelled here, else `status`.
   absl::Status End(grpc::ServerContext* call, const absl::Status& status);
 
  private:

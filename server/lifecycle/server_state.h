@@ -2,8 +2,8 @@
 //
 //   Starting -> Warming -> Serving -> Draining -> Stopped
 //
-// States only move forward, except that a drain may be cancelled. Serving is healthy or not: health
-// is off while the engine does not answer, and off for good once the device is lost.
+// States only move forward, except that a drain may be cancelled. The Serving state is healthy or
+// not: it is unhealthy while the engine does not answer, and for good once the device is lost.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_LIFECYCLE_SERVER_STATE_H_
@@ -29,8 +29,8 @@ class ServerState final {
     int32_t percent = 0;  // of warm-up or drain
     std::string message;  // the reason for waiting, or the latest fault
     bool healthy = true;
-    bool lost = false;  // not healthy, and nothing but another process will be
-    // Both are of a server that is not healthy.
+    bool lost = false;  // not healthy, and only a new process can be
+    // Valid while the server is not healthy.
     std::string why_unhealthy;
     std::chrono::steady_clock::time_point unhealthy_since;
     uint64_t version = 0;  // grows with every change
@@ -38,15 +38,15 @@ class ServerState final {
     bool serving() const { return phase == Phase::kServing && healthy; }
   };
 
-  // Ignored when it would move back.
+  // Ignored if it would move the state back.
   void Move(Phase phase, int32_t percent, const std::string& message);
-  // From Draining back to Serving; ignored in any other state.
+  // From Draining back to Serving; ignored in other states.
   void Reopen(const std::string& message);
-  // Ignored when the device is lost, and when nothing changes.
+  // Ignored if the device is lost or nothing changes.
   void SetHealth(bool healthy, const std::string& why);
   void SetLost(const std::string& why);
   Snapshot Get() const;
-  // The first snapshot newer than `version`, or the present one after `timeout`.
+  // Returns the first snapshot newer than `version`, or after `timeout` the present one.
   Snapshot WaitForChange(uint64_t version, std::chrono::milliseconds timeout) const;
 
  private:

@@ -59,7 +59,7 @@ int MethodIndex(const char* name) {
 }
 
 absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes, const Descriptor& contract) {
-  // The reader takes a pointer to non-const and changes nothing.
+  // The reader takes a pointer to non-const but changes nothing.
   grpc::ProtoBufferReader reader(const_cast<grpc::ByteBuffer*>(&bytes));
   CodedInputStream in(&reader);
   int left = kMostUnknownFields;

@@ -1,4 +1,4 @@
-// Reads the messages of a client's stream that uploads something, one after the other.
+// Reads the messages of an uploading client stream, one after another.
 //
 // gRPC normally parses a message before its handler sees it. A parsed message may take a hundred
 // times its bytes: fields that the contract does not know, of two bytes each. So handlers of
@@ -33,7 +33,8 @@ absl::Status CheckUnknownFields(const grpc::ByteBuffer& bytes,
 
 class UploadReader final {
  public:
-  // The call waits for its client while Read does. The pointers outlive this.
+  // While Read waits, the call counts as waiting for its client. All pointers must outlive the
+  // reader.
   UploadReader(grpc::ServerContext* call, UploadBytes* in, IdleCalls* idle)
       : call_(call), in_(in), idle_(idle) {}
 
@@ -47,9 +48,9 @@ class UploadReader final {
   IdleCalls* const idle_;
 };
 
-// For Service::MarkMethodStreamed: the place of a method, "mla.v1.Models.UploadWeights", in its
-// service, and a handler that calls `Method` with bytes in place of parsed messages. `service`
-// outlives it.
+// For Service::MarkMethodStreamed: returns the index of a method, such as
+// "mla.v1.Models.UploadWeights", in its service, and makes a handler that calls `Method` with bytes
+// instead of parsed messages. `service` must outlive the handler.
 int MethodIndex(const char* name);
 template <auto Method, typename Reply, typename Service>
 grpc::internal::MethodHandler* ServeUploadBytes(Service* service) {

@@ -37,7 +37,7 @@ void Watchdog::ProbeLoop() {
     begun_ = Clock::now();
     lock.Unlock();
     Heartbeat heartbeat = probe_();
-    // Not left to the other thread: work must stop going to a lost device at once.
+    // Done here and not by the checking thread, because no more work may go to a lost device.
     if (!heartbeat.health.ok()) state_->SetLost(std::string(heartbeat.health.message()));
     lock.Lock();
     stats_ = heartbeat.stats;
@@ -66,7 +66,8 @@ void Watchdog::CheckLoop() {
 
 scheduler::EngineStats Watchdog::Stats() {
   MutexLock lock(mutex_);
-  // A probe that has begun already may have been answered before the caller's last request.
+  // A probe that is running may have read its stats before the caller's last request, so wait for
+  // the next one.
   const uint64_t wanted = started_ + 1;
   wanted_ = std::max(wanted_, wanted);
   wake_.NotifyAll();

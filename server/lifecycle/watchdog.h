@@ -3,9 +3,9 @@
 // callers that must not wait for a launch. If a call to the backend never returns, it ends the
 // process: the process has no other way to end that call, and clients wait.
 //
-// Two threads, because a probe hangs if the engine does: one probes, the other looks at the clock.
-// Threading: construct and destroy from one thread, Stats from any. The destructor waits for the
-// probe.
+// Two threads, because a probe hangs if the engine does: one probes, and the other watches the
+// clock. Threading: construct and destroy it from one thread; call Stats from any. The destructor
+// waits for the probe.
 #ifndef MLA_SERVER_LIFECYCLE_WATCHDOG_H_
 #define MLA_SERVER_LIFECYCLE_WATCHDOG_H_
 
@@ -24,11 +24,11 @@
 namespace mla::server {
 
 struct Heartbeat {
-  absl::Status health;  // an error is for good: kernels/attention_backend.h
+  absl::Status health;  // an error is permanent, see kernels/attention_backend.h
   scheduler::EngineStats stats;
 };
 
-// Calls to the backend that never return.
+// Finds calls to the backend that never return, and ends the process then.
 struct StuckCalls {
   std::function<std::string()> look;                // Engine::StuckCall; any thread, must not block
   std::function<void(const std::string& why)> end;  // the process
@@ -36,11 +36,11 @@ struct StuckCalls {
 
 class Watchdog final {
  public:
-  // How long Stats waits for an engine that is busy.
+  // How long Stats waits for a busy engine.
   static constexpr std::chrono::milliseconds kAnswerWait{250};
 
-  // `probe` queries the engine and may block. `state` outlives the watchdog. `stuck`: null
-  // functions look at nothing.
+  // `probe` queries the engine and may block. `state` must outlive the watchdog. `stuck`: functions
+  // that are null are not called.
   Watchdog(std::function<Heartbeat()> probe, ServerState* state, std::chrono::milliseconds timeout,
            std::chrono::milliseconds period, StuckCalls stuck = {});
   ~Watchdog();
@@ -60,12 +60,12 @@ class Watchdog final {
   ServerState* const state_;
   const std::chrono::milliseconds timeout_, period_;
   Mutex mutex_;
-  CondVar wake_;      // a caller needs an answer, or the end has come
+  CondVar wake_;      // a caller needs an answer, or the threads must stop
   CondVar answered_;  // there is one
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t started_ ABSL_GUARDED_BY(mutex_) = 0;   // probes begun
   uint64_t wanted_ ABSL_GUARDED_BY(mutex_) = 0;    // the latest probe that a caller waits for
-  uint64_t finished_ ABSL_GUARDED_BY(mutex_) = 0;  // probes ended; started_ or one less
+  uint64_t finished_ ABSL_GUARDED_BY(mutex_) = 0;  // probes ended; equals started_ or is one less
   Clock::time_point begun_ ABSL_GUARDED_BY(mutex_);
   Clock::time_point answered_at_ ABSL_GUARDED_BY(mutex_);
   scheduler::EngineStats stats_ ABSL_GUARDED_BY(mutex_);

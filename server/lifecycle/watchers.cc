@@ -10,12 +10,12 @@ namespace mla::server {
 Watchers::Place::Place(Watchers* watchers, std::string tenant)
     : watchers_(watchers), tenant_(std::move(tenant)) {
   const MutexLock lock(watchers_->mutex_);
-  int32_t& own = watchers_->of_tenant_[tenant_];
-  taken_ = watchers_->open_ < watchers_->most_ && own < (watchers_->most_ + 1) / 2;
+  int32_t& watchers_of_tenant = watchers_->of_tenant_[tenant_];
+  taken_ = watchers_->open_ < watchers_->most_ && watchers_of_tenant < (watchers_->most_ + 1) / 2;
   if (taken_) {
-    ++own;
+    ++watchers_of_tenant;
     ++watchers_->open_;
-  } else if (own == 0) {
+  } else if (watchers_of_tenant == 0) {
     watchers_->of_tenant_.erase(tenant_);
   }
 }

@@ -21,17 +21,18 @@ namespace mla::server {
 
 class Watchers final {
  public:
-  // At most `most` at a time: wire.max_watchers. `state` outlives this.
+  // At most `most` calls may watch at a time (wire.max_watchers). `state` must outlive this object.
   Watchers(const ServerState* state, int32_t most) : state_(state), most_(most) {}
 
-  // A call's place; gives it back.
+  // The place of one watching call; the destructor returns it.
   class Place final {
    public:
     Place(Watchers* watchers, std::string tenant);
     ~Place();
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
-    // RESOURCE_EXHAUSTED with reason "too_many_watchers": the call, named `call`, has to end.
+    // RESOURCE_EXHAUSTED with reason "too_many_watchers" if there was no place; the call, whose
+    // name is `call`, must then end.
     absl::Status Check(const char* call) const;
 
    private:

@@ -20,7 +20,7 @@ void Report(const char* library, const std::string& message) {
 void FromGrpc(gpr_log_func_args* args) {
   const std::string message = args->message;
   if (message.rfind("assertion failed", 0) != 0) return Report("grpc", message);
-  // It ends the process now, and no other line may be in the way of why.
+  // The library is about to end the process, so write this line at once and no other one.
   Log(LogLevel::kError, "library", {{"library", "grpc"}, {"message", message}});
 }
 

@@ -1,11 +1,11 @@
-// Lines that the libraries below write on their own, made into events of this server's log.
+// Turns lines that the libraries write themselves into events of this server's log.
 //
 // gRPC and protobuf print to standard error in their own formats. Much of it is about data that a
 // client sent (a failed handshake, a name that is not UTF-8), as often as the client likes. After
 // this call they appear as warnings `library` with the fields library and message: one a second at
 // most, and the next one says in the field `suppressed` how many were left out.
 //
-// Threading: call once, before the first use of gRPC; the lines may come from any thread.
+// Threading: call once, before gRPC is used; the lines may come from any thread.
 #ifndef MLA_SERVER_LOGGING_LIBRARY_LOGS_H_
 #define MLA_SERVER_LOGGING_LIBRARY_LOGS_H_
 

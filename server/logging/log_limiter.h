@@ -1,4 +1,4 @@
-// One line a second of an event that others may cause as often as they like.
+// Writes at most one line a second for an event that others can cause as often as they like.
 //
 // Threading: any thread.
 #ifndef MLA_SERVER_LOGGING_LOG_LIMITER_H_
@@ -15,8 +15,8 @@ namespace mla::server {
 
 class LogLimiter final {
  public:
-  // Writes the line, unless one was written in this second. The next that is written says in the
-  // field `suppressed` how many were left out.
+  // Writes the line unless one was written in this second. The next line that is written has the
+  // number of those left out in its field `suppressed`.
   void Log(LogLevel level, const char* event, LogFields fields) {
     const int64_t second = std::chrono::duration_cast<std::chrono::seconds>(
                                std::chrono::steady_clock::now().time_since_epoch())

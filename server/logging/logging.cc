@@ -33,7 +33,7 @@ spdlog::level::level_enum ToSpdlog(LogLevel level) {
 }
 
 std::string Quote(const std::string& value) {
-  // Invalid UTF-8 from a client is replaced instead of refused: logging must not fail.
+  // Invalid UTF-8 from a client is replaced, because logging must not fail.
   return nlohmann::json(value).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
 }
 
@@ -45,14 +45,15 @@ bool IsPlain(const std::string& value) {
   return true;
 }
 
-// Lines that wait for a reader of standard error; beyond them the oldest are left out.
+// Most lines that wait for a reader of standard error; beyond it the oldest are dropped.
 constexpr size_t kMostQueuedLines = 4096;
-// How long the end of the process may wait for what an error line says.
+// How long an error line may delay its caller, so that it is written before the process ends.
 constexpr std::chrono::milliseconds kErrorFlush{200};
 
-// Never destroyed: lines may still be written while the process ends.
+// Never destroyed, because lines may still be written while the process ends.
 struct Output {
-  std::shared_ptr<spdlog::details::thread_pool> pool;  // null: each line is written by its caller
+  // null: each line is written by the thread that logs it
+  std::shared_ptr<spdlog::details::thread_pool> pool;
   std::shared_ptr<StderrSink> sink;
   std::shared_ptr<spdlog::logger> logger;
   std::atomic<uint64_t> logged{0};
@@ -67,7 +68,7 @@ struct Output {
 std::shared_ptr<spdlog::details::thread_pool> MakePool() {
   struct stat about;
   if (fstat(STDERR_FILENO, &about) == 0 && S_ISREG(about.st_mode)) return nullptr;
-  // Signals are for the thread that waits for them.
+  // Signals must go to the thread that waits for them.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, &before);
@@ -82,21 +83,21 @@ std::shared_ptr<spdlog::details::thread_pool> MakePool() {
 
 Output& TheOutput() {
   static Output* const output = [] {
-    auto* made = new Output;
-    made->pool = MakePool();
-    made->sink = std::make_shared<StderrSink>(
-        [made] { return made->dropped(); },
+    auto* new_output = new Output;
+    new_output->pool = MakePool();
+    new_output->sink = std::make_shared<StderrSink>(
+        [new_output] { return new_output->dropped(); },
         [](uint64_t lines) {
           return FormatLine(json_lines, LogLevel::kWarning, "log_dropped", {{"lines", lines}});
         });
-    if (made->pool == nullptr) {
-      made->logger = std::make_shared<spdlog::logger>("mla", made->sink);
+    if (new_output->pool == nullptr) {
+      new_output->logger = std::make_shared<spdlog::logger>("mla", new_output->sink);
     } else {
-      made->logger = std::make_shared<spdlog::async_logger>(
-          "mla", made->sink, made->pool, spdlog::async_overflow_policy::overrun_oldest);
+      new_output->logger = std::make_shared<spdlog::async_logger>(
+          "mla", new_output->sink, new_output->pool, spdlog::async_overflow_policy::overrun_oldest);
     }
-    made->logger->set_pattern("%Y-%m-%dT%H:%M:%S.%e%z %v");
-    return made;
+    new_output->logger->set_pattern("%Y-%m-%dT%H:%M:%S.%e%z %v");
+    return new_output;
   }();
   return *output;
 }
@@ -133,7 +134,7 @@ void Log(LogLevel level, const char* event, const LogFields& fields) {
   if (!Logger().should_log(ToSpdlog(level))) return;
   ++TheOutput().logged;
   Logger().log(ToSpdlog(level), "{}", FormatLine(json_lines, level, event, fields));
-  // The process may be about to end.
+  // An error may be the last line before the process ends.
   if (level == LogLevel::kError) FlushLog(kErrorFlush);
 }
 
@@ -143,7 +144,7 @@ void FlushLog(std::chrono::milliseconds most) {
   const auto deadline = std::chrono::steady_clock::now() + most;
   while (output.sink->written() + output.dropped() < logged) {
     const uint64_t written = output.sink->written();
-    // Once is enough to learn that the reader has stopped.
+    // One wait is enough to learn that the reader has stopped reading.
     if (written == output.stuck_at) return;
     if (std::chrono::steady_clock::now() >= deadline) {
       output.stuck_at = written;

@@ -1,14 +1,14 @@
-// Log lines: one event, one line, a stable `event` word, and fields.
+// Log lines. A line describes one event by a fixed `event` word and fields.
 //
 // As text ("07:12:01.123 info  listening address=127.0.0.1:50551") or as JSON objects with the keys
-// time, level, event and the fields. Fields never hold tensor bytes or weights; their values are
+// time, level, event and the fields. Fields never hold tensor bytes or weights. Their values are
 // escaped, so that one event cannot look like two.
 //
-// Lines go to standard error. Unless that is a file, a thread of their own writes them: a reader
-// that has stopped reading holds up no caller. When thousands of lines wait, the oldest are left
-// out, and the event log_dropped says how many.
+// Lines go to standard error. Unless that is a file, a separate thread writes them, so that a
+// reader that has stopped reading delays no caller. When thousands of lines wait, the oldest are
+// dropped, and the event log_dropped gives their number.
 //
-// Threading: any thread; lines are written whole.
+// Threading: any thread; lines never mix.
 #ifndef MLA_SERVER_LOGGING_LOGGING_H_
 #define MLA_SERVER_LOGGING_LOGGING_H_
 
@@ -24,7 +24,7 @@ namespace mla::server {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-// A text, a number or a truth value; in JSON each as itself.
+// A text, a number or a truth value, each written as such in JSON.
 class LogValue {
  public:
   LogValue(std::string text) : value_(std::move(text)) {}  // NOLINT: implicit
@@ -45,7 +45,8 @@ class LogValue {
 
 using LogFields = std::vector<std::pair<std::string, LogValue>>;
 
-// Before the first line. `format` is "text" or "json"; `level` a name of config key log.level.
+// Call it before the first line. `format` is "text" or "json"; `level` is a value of the config key
+// log.level.
 void ConfigureLogging(const std::string& format, const std::string& level);
 
 void Log(LogLevel level, const char* event, const LogFields& fields = {});

@@ -10,7 +10,8 @@
 namespace mla::server {
 namespace {
 
-// Another process that shares the descriptor may have made it one that does not block.
+// Waits until the descriptor takes more. Another process that shares it may have made it
+// non-blocking.
 bool WaitForRoom() {
   pollfd wanted = {STDERR_FILENO, POLLOUT, 0};
   return poll(&wanted, 1, -1) == 1 && (wanted.revents & POLLOUT) != 0;
@@ -40,7 +41,7 @@ void StderrSink::Write(const spdlog::details::log_msg& message) {
     if (some >= 0) {
       done += static_cast<size_t>(some);
     } else if (errno != EINTR && !(errno == EAGAIN && WaitForRoom())) {
-      return;  // the reader has gone, or the disk is full: the server goes on without
+      return;  // the reader has gone or the disk is full; the server goes on without logs
     }
   }
 }

@@ -1,6 +1,6 @@
 // Writes log lines to the standard error of the process.
 //
-// Threading: any thread; the pattern is set before the first line.
+// Threading: any thread; set the pattern before the first line.
 #ifndef MLA_SERVER_LOGGING_STDERR_SINK_H_
 #define MLA_SERVER_LOGGING_STDERR_SINK_H_
 
@@ -22,7 +22,7 @@ class StderrSink final : public spdlog::sinks::base_sink<spdlog::details::null_m
   // `dropped`: returns the number of lines dropped so far for lack of room; the text of the line
   // that says how many.
   StderrSink(std::function<uint64_t()> dropped, std::function<std::string(uint64_t)> notice);
-  // Lines that were written, or could not be.
+  // Number of lines that were written or could not be.
   uint64_t written() const { return written_; }
 
  protected:

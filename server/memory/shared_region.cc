@@ -32,7 +32,7 @@ absl::Status OutOfMemory(const char* what, size_t bytes, int error) {
 std::shared_ptr<scheduler::TenantTable> TableOf(const RegionLimits& limits) {
   scheduler::TenantTableOptions options;
   options.server_bounds[Resource::kRegions] = limits.regions;
-  options.server_bounds[Resource::kRegionBytes] = limits.total_bytes;
+  options.server_bounds[Resource::kRegionBytes] = limits.total_bytes + limits.device_bytes;
   options.default_bounds[Resource::kRegions] = limits.tenant_regions;
   return std::make_shared<scheduler::TenantTable>(std::move(options));
 }
@@ -55,7 +55,8 @@ struct SharedRegion::Account {
   int64_t device_bytes ABSL_GUARDED_BY(mutex) = 0;
   std::shared_ptr<scheduler::TenantTable> tenants;
   std::deque<Mapping> ended ABSL_GUARDED_BY(mutex);
-  int32_t closing ABSL_GUARDED_BY(mutex) = 0;    // ended, or in a closer's hands
+  // Mappings in `ended`, and mappings that a closer has taken from it.
+  int32_t closing ABSL_GUARDED_BY(mutex) = 0;
   bool deferred ABSL_GUARDED_BY(mutex) = false;  // there are closers
 
   void Let(Mapping mapping);
@@ -116,11 +117,12 @@ absl::Status SharedRegion::Map(size_t bytes, const RegionHooks& hooks) {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   if (at == MAP_FAILED) return OutOfMemory("cannot map", bytes, errno);
   bytes_ = {static_cast<std::byte*>(at), bytes};
-  // Huge pages where the system gives them on request; they are chosen at the first touch, through
-  // a mapping that has requested them. Kernels that know neither leave it to the next call.
+  // Asks for huge pages. The system chooses them at the first touch, through a mapping that has
+  // asked for them. A kernel that does not support this takes ordinary pages in the next call.
   madvise(at, bytes, MADV_HUGEPAGE);
   madvise(at, bytes, MADV_POPULATE_WRITE);
-  // Taken now: a lack of memory must refuse the region, not kill a process that touches it later.
+  // All pages are taken now: a lack of memory must refuse the region, not kill a process that
+  // touches it later.
   if (const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes)); error != 0) {
     return OutOfMemory("cannot take", bytes, error);
   }
@@ -178,6 +180,13 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
     }
     absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "");
     if (!status.ok()) return status;
+    // Tenants are bound by the sum, of which no part may take the other's.
+    if (bytes > limits_.total_bytes - account.bytes) {
+      tenants.Return(tenant, Resource::kRegions, 1);
+      return absl::ResourceExhaustedError(
+          absl::StrCat("shared memory: got ", bytes, " bytes beside ", account.bytes,
+                       ", limit shm.total_bytes ", limits_.total_bytes));
+    }
     status = tenants.Take(tenant, Resource::kRegionBytes, bytes + device_bytes, "");
     if (!status.ok()) tenants.Return(tenant, Resource::kRegions, 1);
     return status;

@@ -1,4 +1,5 @@
-// Memory that a client of the same host and this server both map, and the table that says whose.
+// Memory that the server shares with a client of the same host, and the table of these regions and
+// their owners.
 //
 // A region is a sealed memory object: its size cannot change, so no access faults. Its pages are
 // allocated when it is made. A client can give pages back (fallocate, MADV_REMOVE); no seal forbids
@@ -8,10 +9,10 @@
 // region they point into, so memory stays mapped until the last of them is answered; Remove only
 // makes the handle invalid.
 //
-// Unpinning and unmapping take milliseconds and may wait for a launch, so the thread that releases
-// the last request (most likely the engine's) does neither: two threads of the table's own do
-// both, so that one region that must wait does not keep the others. Until then the memory counts,
-// and Create can wait for it rather than refuse for want of room.
+// Unpinning and unmapping take milliseconds and may wait for a launch. The thread that releases the
+// last request, usually the engine's, must not do this. So the table has two threads for it: if one
+// region must wait, it does not delay the others. Until it is unmapped the memory counts, and
+// Create can wait for it instead of refusing for lack of room.
 //
 // A region may also have device memory, made and freed together with it; its bytes count like the
 // region's own. If a client has mapped it, the mapping outlives the region in the client only: the
@@ -50,9 +51,10 @@ using RegionHandle = std::array<uint8_t, wire::kHandleBytes>;
 
 // Hooks through which device backends learn about memory that copies should reach directly.
 struct RegionHooks {
-  // An error leaves the region as it is: copies then take the way they take to any other memory.
+  // If it fails, the region stays usable; copies then go the same way as with any other memory.
   std::function<absl::Status(std::span<std::byte>)> on_mapped;
-  // Only after an on_mapped that succeeded, and while the table lives from its thread. May block.
+  // Called only after on_mapped has succeeded; as long as the table lives, from its threads. May
+  // block.
   std::function<void(std::span<std::byte>)> before_unmapped;
   // Makes device memory of at least `bytes` bytes, with `events` events. May block.
   std::function<absl::StatusOr<std::unique_ptr<kernels::SharedDeviceMemory>>(int64_t bytes,
@@ -66,7 +68,7 @@ struct DeviceWish {
   int32_t events = 0;
 };
 
-// All but region_bytes bound a table of regions that is given no tenant table.
+// A table of regions without a tenant table uses all of these bounds, others only region_bytes.
 struct RegionLimits {
   int64_t region_bytes = 0;  // arena of one region
   int64_t total_bytes = 0;   // mapped, all regions
@@ -90,10 +92,11 @@ class SharedRegion final {
   int descriptor() const { return descriptor_; }
   // The region's device memory, or null.
   kernels::SharedDeviceMemory* device() const { return device_.get(); }
-  // True if pages of the memory have been given back. Only who holds the descriptor can do that;
-  // the next access takes pages again, which the region's size has accounted for.
+  // Returns true if pages of the memory have been given back to the system. Only a process with the
+  // descriptor can do this. The next access takes the pages again, for which the region's size
+  // already counts.
   bool HasHoles() const;
-  // True if [offset, offset + length) lies in the arena.
+  // Returns true if [offset, offset + length) lies in the arena.
   bool Holds(uint64_t offset, uint64_t length) const {
     return offset >= arena_offset_ && offset <= size() && length <= size() - offset;
   }
@@ -121,7 +124,7 @@ class SharedRegion final {
   int descriptor_ = -1;
   std::unique_ptr<kernels::SharedDeviceMemory> device_;
   std::function<void(std::span<std::byte>)> before_unmapped_;
-  std::shared_ptr<Account> account_;  // null until the region is counted
+  std::shared_ptr<Account> account_;  // null before the region is counted
   // Row of a table that the account keeps, so it is released first.
   scheduler::TenantRef tenant_;
   int64_t counted_bytes_ = 0, device_bytes_ = 0;
@@ -129,7 +132,7 @@ class SharedRegion final {
 
 class SharedRegionTable final {
  public:
-  // `tenants`: counts and bounds the regions; null: a table of its own, bounded by `limits`.
+  // `tenants` counts and bounds the regions. Null: the table makes its own, bounded by `limits`.
   SharedRegionTable(const RegionLimits& limits, RegionHooks hooks,
                     std::shared_ptr<scheduler::TenantTable> tenants = nullptr);
   // Unmaps the regions that have been released.
@@ -137,10 +140,10 @@ class SharedRegionTable final {
   SharedRegionTable(const SharedRegionTable&) = delete;
   SharedRegionTable& operator=(const SharedRegionTable&) = delete;
 
-  // A region whose arena of at least `arena_bytes` (whole pages) begins at `arena_offset`.
-  // INVALID_ARGUMENT (size), RESOURCE_EXHAUSTED (count, sum, memory) or what making device memory
-  // returned. Blocks while pages are
-  // taken, and for `wait` at most while there is room only after regions that are being closed.
+  // Makes a region with an arena of at least `arena_bytes`, rounded up to whole pages, which begins
+  // at `arena_offset`. INVALID_ARGUMENT for the size; RESOURCE_EXHAUSTED for count, sum or memory;
+  // or the error from making device memory. Waits while pages are taken. If only the end of regions
+  // that are being closed would give room, waits for it, at most `wait`.
   absl::StatusOr<std::shared_ptr<SharedRegion>> Create(const std::string& tenant,
                                                        uint64_t arena_bytes, size_t arena_offset,
                                                        std::chrono::milliseconds wait = kCloseWait,
@@ -155,7 +158,7 @@ class SharedRegionTable final {
   // Regions with a handle, regions that requests still hold, and regions being closed.
   int64_t mapped_bytes() const;
 
-  // How long it makes sense to wait for regions that are being closed.
+  // A useful time to wait for regions that are being closed.
   static constexpr std::chrono::milliseconds kCloseWait{2000};
 
  private:

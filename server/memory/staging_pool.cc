@@ -27,7 +27,7 @@ StagingPool::StagingPool(std::unique_ptr<kernels::HostBuffer> memory) : memory_(
   units_ = bytes.size() / kUnit;
   unit_.resize(units_);
   free_.assign(static_cast<size_t>(std::bit_width(units_)), kNone);
-  // The region as a row of the largest aligned powers of two.
+  // Divides the region into the largest aligned powers of two.
   uint32_t at = 0;
   for (int order = std::bit_width(units_) - 1; order >= 0; --order) {
     if ((units_ >> order) & 1) {
@@ -86,7 +86,8 @@ void StagingPool::Return(std::byte* data, uint8_t order) {
   used_bytes_ -= kUnit << order;
   ++releases_;
   auto unit = static_cast<uint32_t>(static_cast<size_t>(data - base_) / kUnit);
-  // Blocks are aligned to their size from the start of the region, so a buddy differs in one bit.
+  // Blocks are aligned to their size from the start of the region, so the offset of a block's buddy
+  // differs in one bit.
   for (;;) {
     const uint32_t buddy = unit ^ (uint32_t{1} << order);
     if (buddy >= units_ || unit_[buddy].free_order != static_cast<int8_t>(order)) break;

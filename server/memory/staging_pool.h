@@ -1,11 +1,11 @@
 // Host memory for request payloads and replies, taken once at start.
 //
-// A buddy allocator over one region from Engine::AllocateHost, so that device copies reach it
-// directly and nothing is allocated while serving. Blocks are powers of two from 4 KiB up, aligned
-// to 64 bytes at least (4 KiB within the region).
+// A buddy allocator over one region from Engine::AllocateHost. Device copies reach this memory
+// directly, and nothing is allocated while serving. Blocks are powers of two of at least 4 KiB.
+// They are aligned to 4 KiB within the region, and in memory to at least 64 bytes.
 //
-// Ownership: Block is a move-only handle; its destructor gives the memory back. Blocks must not
-// outlive the pool. Threading: safe from any thread; one short lock a call.
+// Ownership: a Block is a move-only handle whose destructor returns the memory. Blocks must not
+// outlive the pool. Threading: any thread; each call takes one short lock.
 #ifndef MLA_SERVER_MEMORY_STAGING_POOL_H_
 #define MLA_SERVER_MEMORY_STAGING_POOL_H_
 
@@ -48,7 +48,7 @@ class StagingPool final {
 
   // Returns an empty block if no contiguous part is free, or if `bytes` is 0.
   Block Take(size_t bytes);
-  // Changes whenever memory came back; for waiting without polling the allocator itself.
+  // Changes whenever memory has come back, so that callers can wait without trying to allocate.
   uint64_t releases() const;
   // Bytes of the pool that a block of `bytes` takes.
   static size_t BlockBytes(size_t bytes) { return bytes == 0 ? 0 : kUnit << OrderFor(bytes); }
@@ -63,7 +63,8 @@ class StagingPool final {
 
   static constexpr uint32_t kNone = UINT32_MAX;
   struct Unit {
-    uint32_t next = kNone, prev = kNone;  // free list of its order, when first of a free block
+    // Links of the free list of its order; valid in the first unit of a free block.
+    uint32_t next = kNone, prev = kNone;
     int8_t free_order = -1;
   };
 

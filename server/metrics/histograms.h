@@ -25,7 +25,7 @@ struct MetricFamily;
 
 namespace mla::server {
 
-// Observations up to each bound, cumulative; one more count than bounds, of all.
+// Numbers of observations up to each bound, cumulative, and at the end of all observations.
 struct Distribution {
   std::vector<double> bounds;
   std::vector<uint64_t> counts;
@@ -37,7 +37,7 @@ class Histogram {
  public:
   using Label = std::pair<std::string, std::string>;
 
-  // `bounds` ascend. Without a label its name is empty.
+  // `bounds` are ascending. A histogram without a label has an empty label name.
   Histogram(const char* name, const std::vector<double>& bounds, Label label = {})
       : name_(name), label_(std::move(label)), bounds_(bounds), counts_(bounds.size() + 1) {}
 
@@ -73,7 +73,7 @@ class Histograms {
   // Seconds of Attend requests inside the server, and from arrival to launch.
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
-  // Appends one family a name, without its help text.
+  // Appends one family for each name, without help texts.
   void Collect(std::vector<prometheus::MetricFamily>* families) const;
 
  private:

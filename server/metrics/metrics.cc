@@ -37,8 +37,8 @@ struct Declaration {
 
 constexpr char kCounter[] = "counter", kGauge[] = "gauge", kHistogram[] = "histogram";
 
-// Metrics that are fed as things happen, or that are not plain numbers; the others are rows of
-// stats_table.cc. A name is used nowhere else in the product.
+// Metrics that are counted as things happen or are not plain numbers; all others are rows of
+// stats_table.cc. A metric's name appears here only.
 constexpr Declaration kDeclarations[] = {
     {"mla_requests_total", kCounter, "Requests answered, by tenant and canonical code."},
     {"mla_request_duration_seconds", kHistogram,
@@ -109,7 +109,7 @@ const char* HelpOf(std::string_view name) {
   __builtin_unreachable();
 }
 
-// Brings a counter up to a total kept elsewhere.
+// Raises a counter to a total that is kept elsewhere.
 void RaiseTo(Counter& counter, double total) {
   const double delta = total - counter.Value();
   if (delta > 0) counter.Increment(delta);
@@ -135,7 +135,7 @@ struct Metrics::Impl {
 
   Family<Counter>& requests = CounterFamily("mla_requests_total");
   Family<Counter>& rejected = CounterFamily("mla_admission_rejected_total");
-  // Counted by one atomic operation, and shown at each scrape.
+  // A counter of one atomic number, which each scrape shows.
   struct Total {
     Counter& shown;
     std::atomic<uint64_t> count{0};
@@ -167,7 +167,7 @@ struct Metrics::Impl {
   Gauge& start_time = OneGauge("process_start_time_seconds");
   Gauge& build = OneGauge("mla_build_info", {{"version", kVersion}});
 
-  // Metrics of stats_table.cc, set at each scrape.
+  // Metrics of stats_table.cc, which each scrape sets.
   struct Sampled {
     const Stat* stat;
     Counter* counter;  // null: a gauge
@@ -176,16 +176,16 @@ struct Metrics::Impl {
   std::vector<Sampled> sampled = Sample();
 
   std::vector<Sampled> Sample() {
-    std::vector<Sampled> all;
+    std::vector<Sampled> samples;
     for (const Stat& stat : AllStats()) {
       if (stat.metric == nullptr) continue;
       prometheus::Labels labels;
       if (stat.label != nullptr) labels[stat.label] = stat.label_value;
       const bool counts = TypeOf(stat) == kCounter;
-      all.push_back({&stat, counts ? &One(stat.metric, labels) : nullptr,
-                     counts ? nullptr : &OneGauge(stat.metric, labels)});
+      samples.push_back({&stat, counts ? &One(stat.metric, labels) : nullptr,
+                         counts ? nullptr : &OneGauge(stat.metric, labels)});
     }
-    return all;
+    return samples;
   }
 
   class Tenant final : public TenantCounters {

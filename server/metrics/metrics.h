@@ -31,7 +31,7 @@
 
 namespace mla::server {
 
-// Requests of one tenant by status code. Owned by Metrics, alive as long as it.
+// Counts the requests of one tenant by status code. Metrics owns it and keeps it as long as itself.
 class TenantCounters {
  public:
   virtual ~TenantCounters() = default;
@@ -46,7 +46,7 @@ struct TlsStats {
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
-// Calls and requests of one tenant, as mla_requests_total counts them.
+// Calls and requests of one tenant, as counted in mla_requests_total.
 struct TenantTotals {
   std::string name;
   uint64_t ok = 0, failed = 0;
@@ -72,7 +72,7 @@ class Metrics final : public scheduler::EngineObserver {
   CheckpointCounters& checkpoints() { return checkpoints_; }
   HandOverCounters& hand_overs() { return hand_overs_; }
   TenantCounters* ForTenant(const std::string& tenant);
-  // A request that was refused before the engine took it.
+  // Counts a request that was refused before the engine took it.
   void CountRejected(const std::string& reason);
   void SetBackend(const kernels::BackendInfo& info, int64_t kv_bytes, int64_t total_bytes);
   void SetCandidates(std::span<const kernels::BackendCandidate> candidates);
@@ -86,13 +86,13 @@ class Metrics final : public scheduler::EngineObserver {
   // then those with the largest share of a bound. `most` of them are shown by name, and the others
   // summed as "other".
   void SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, int32_t most);
-  // By name; what lies beyond the bound of tenants is "other".
+  // By name; tenants beyond the bound are summed up as "other".
   std::vector<TenantTotals> Tenants() const;
   // Seconds of Attend requests inside the server, and from arrival to launch.
   Distribution AttendTimes() const;
   Distribution QueueTimes() const;
 
-  // Prometheus text with the values of `stats`.
+  // Returns Prometheus text with the values of `stats`.
   std::string Expose(const scheduler::EngineStats& stats);
 
   // Every metric, by name: dashboards and alerts may rely on them. docs/metrics.md lists the same.

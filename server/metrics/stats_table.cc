@@ -48,7 +48,7 @@ constexpr Stat kStats[] = {
         "prefill", 1e-9),
     Row(nullptr, "mla_oldest_waiting_seconds", nullptr, MLA_ENGINE(oldest_waiting_ns[3]), "stage",
         "kv_rows", 1e-9),
-    // As metrics, by tenant and by what launches carried: see metrics.cc.
+    // metrics.cc exposes these by tenant and by the contents of launches.
     Row("requests_total", nullptr, nullptr, MLA_ENGINE(requests_total)),
     Row("requests_failed", nullptr, nullptr, MLA_ENGINE(requests_failed)),
     Row("launches", nullptr, nullptr, MLA_ENGINE(launches)),

@@ -1,5 +1,5 @@
-// Every number that the engine and the transport keep, one row each. Metrics, the reply of
-// Admin.GetStats and the table in docs/metrics.md follow from these rows.
+// All numbers that the engine and the transport keep, one row for each. The metrics, the reply of
+// Admin.GetStats and the table in docs/metrics.md are made from these rows.
 //
 // Plain data; any thread.
 #ifndef MLA_SERVER_METRICS_STATS_TABLE_H_
@@ -13,20 +13,23 @@
 
 namespace mla::server {
 
-// Bytes and streams of the transport; exact, also without scrapes.
+// Bytes and streams of the transport; always exact, independent of scrapes.
 struct WireCounters {
   std::atomic<uint64_t> received_bytes{0};
   std::atomic<uint64_t> sent_bytes{0};
   std::atomic<uint64_t> copied_bytes{0};
   std::atomic<int32_t> streams{0};
   std::atomic<uint64_t> streams_disconnected{0};  // slow readers
-  std::atomic<uint64_t> rings_disconnected{0};    // rings whose client broke a rule
-  std::atomic<uint64_t> regions_disconnected{0};  // regions into which a client has punched holes
-  std::atomic<uint64_t> connections_refused{0};   // gRPC connections beyond a bound
-  std::atomic<uint64_t> shm_refusals{0};          // connections that no descriptor was left for
-  std::atomic<uint64_t> shm_displaced{0};         // connections without a request, for want of room
+  // Rings disconnected because their client broke a rule.
+  std::atomic<uint64_t> rings_disconnected{0};
+  // Regions disconnected because their client has punched holes into them.
+  std::atomic<uint64_t> regions_disconnected{0};
+  std::atomic<uint64_t> connections_refused{0};  // gRPC connections beyond a bound
+  std::atomic<uint64_t> shm_refusals{0};         // connections for which no descriptor was left
+  // Connections without a request that had to make room for others.
+  std::atomic<uint64_t> shm_displaced{0};
   std::atomic<uint64_t> write_blocked_ns{0};
-  // Tensors that were used where they lay, in shared memory.
+  // Tensors that were used in place, in shared memory.
   std::atomic<uint64_t> shared_received_bytes{0}, shared_sent_bytes{0};
   std::atomic<int32_t> shared_regions{0};  // with a handle
   std::atomic<int32_t> rings{0};
@@ -34,17 +37,17 @@ struct WireCounters {
   std::atomic<uint64_t> device_polling_ns{0}, device_sleeps{0};
 };
 
-// Checkpoints on the server's disk. All zero without a folder for them.
+// Checkpoints on the server's disk. All are zero if no folder for them is configured.
 struct CheckpointCounters {
   std::atomic<int64_t> files{0};
   std::atomic<int64_t> bytes{0};
-  std::atomic<int64_t> last_unix_ms{0};  // when the latest was written; 0: never
+  std::atomic<int64_t> last_unix_ms{0};  // when the latest was written; 0: none yet
   std::atomic<uint64_t> saves{0}, restores{0};
   // Failures of the disk or damaged files, but not faults of callers.
   std::atomic<uint64_t> save_failures{0}, restore_failures{0};
 };
 
-// Sequences that went to other servers while this one drained, and that came from others.
+// Sequences handed over to other servers while this one drained, and taken over from others.
 struct HandOverCounters {
   std::atomic<uint64_t> moved{0};    // the peer has them
   std::atomic<uint64_t> refused{0};  // by the peer
@@ -52,7 +55,7 @@ struct HandOverCounters {
   // was another server or gave no answer. changed: they were truncated or closed on their way.
   // stopped: the drain ended first. empty: they had no rows.
   std::atomic<uint64_t> peer_failed{0}, changed{0}, stopped{0}, empty{0};
-  std::atomic<uint64_t> taken_back{0};  // tries that the peer was told to forget
+  std::atomic<uint64_t> taken_back{0};  // attempts that the peer was told to forget
   std::atomic<uint64_t> taken_over{0};  // from others
   // Payload bytes of sequences that moved or were taken over.
   std::atomic<uint64_t> sent_bytes{0}, taken_bytes{0};
@@ -68,7 +71,7 @@ struct StatSources {
 struct Stat {
   const char* field;   // field of GetStatsReply; null: not there
   const char* metric;  // a counter if its name ends in _total, else a gauge; null: none
-  const char* help;    // null: stands in an earlier row of the same metric
+  const char* help;    // null: an earlier row of the same metric has the text
   uint64_t (*read)(const StatSources&);
   const char* label;        // null: the metric does not have a label
   const char* label_value;  // null exactly where `label` is

@@ -2,7 +2,7 @@
 // configuration names, then tenants with the largest share of one of their bounds, and the rest as
 // "other".
 //
-// Threading: the caller's; Metrics calls it with its mutex held.
+// Threading: none of its own; Metrics calls it with its mutex held.
 #ifndef MLA_SERVER_METRICS_TENANT_METRICS_H_
 #define MLA_SERVER_METRICS_TENANT_METRICS_H_
 

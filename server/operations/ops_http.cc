@@ -22,10 +22,10 @@ constexpr unsigned kIdleSeconds = 5;  // without a byte
 constexpr unsigned kBacklog = 128;
 constexpr auto kSweep = std::chrono::milliseconds(250);
 
-// The body that a request announces.
+// Headers that announce a body.
 struct BodyHeaders {
   int lengths = 0;
-  bool empty = true;  // no length but 0, and no coding of a transfer
+  bool empty = true;  // true: no length except 0, and no transfer coding
 };
 
 MHD_Result NoteBody(void* out, MHD_ValueKind, const char* key, const char* value) {
@@ -39,7 +39,7 @@ MHD_Result NoteBody(void* out, MHD_ValueKind, const char* key, const char* value
   return MHD_YES;
 }
 
-// Returns true if the request has a body, or says different things of it.
+// Returns true if the request has a body, or headers that contradict each other.
 bool HasBody(MHD_Connection* connection) {
   BodyHeaders body;
   MHD_get_connection_values(connection, MHD_HEADER_KIND, NoteBody, &body);
@@ -78,7 +78,8 @@ struct OpsHttpCallbacks {
   static MHD_Result Handle(void* self, MHD_Connection* connection, const char* url,
                            const char* method, const char*, const char*, size_t* upload_size,
                            void** state) {
-    // The first call shows the headers only; answering on the second lets the library read on.
+    // The first call brings the headers only; answering in the second call makes the library read
+    // on.
     static int seen;
     if (*state == nullptr) {
       *state = &seen;
@@ -120,7 +121,7 @@ void OpsHttp::OnRequest(const void* key) {
   found->second.since = steady_clock::now();
 }
 
-// Shut down, a socket reads as ended, and the library closes it.
+// Shutting the socket down makes the library see its end and close it.
 void OpsHttp::Displace() {
   const auto oldest =
       std::min_element(connections_.begin(), connections_.end(), [](const auto& a, const auto& b) {
@@ -176,8 +177,8 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
         absl::StrCat("ops.listen: ", address, ": ", gai_strerror(error)));
   }
   const absl::Cleanup free_found = [found] { freeaddrinfo(found); };
-  const size_t most = static_cast<size_t>(connections) + kReserve;
-  std::unique_ptr<OpsHttp> port(new OpsHttp(most, std::move(paths)));
+  const size_t limit = static_cast<size_t>(connections) + kReserve;
+  std::unique_ptr<OpsHttp> port(new OpsHttp(limit, std::move(paths)));
   unsigned flags = MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_POLL;
   if (found->ai_family == AF_INET6) flags |= MHD_USE_IPv6;
   MHD_Daemon* daemon = MHD_start_daemon(
@@ -185,7 +186,7 @@ absl::StatusOr<std::unique_ptr<OpsHttp>> OpsHttp::Start(const std::string& addre
       found->ai_addr, MHD_OPTION_NOTIFY_CONNECTION, OpsHttpCallbacks::Notify, port.get(),
       MHD_OPTION_STRICT_FOR_CLIENT, 1,
       // Connections that were shut down but are not closed yet count too.
-      MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(2 * most), MHD_OPTION_CONNECTION_TIMEOUT,
+      MHD_OPTION_CONNECTION_LIMIT, static_cast<unsigned>(2 * limit), MHD_OPTION_CONNECTION_TIMEOUT,
       kIdleSeconds, MHD_OPTION_CONNECTION_MEMORY_LIMIT, size_t{32768},
       MHD_OPTION_LISTEN_BACKLOG_SIZE, kBacklog, MHD_OPTION_END);
   if (daemon == nullptr) {

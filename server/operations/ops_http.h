@@ -1,4 +1,4 @@
-// The operations port: plain HTTP, GET only, fixed paths, read-only.
+// The operations port: plain HTTP with GET only, fixed paths, read-only.
 //
 // A function answers each path. Other paths are 404 and other methods 405. Requests with a body, or
 // with more than one statement of its length, are 400. It serves metrics, health and the status
@@ -43,8 +43,8 @@ class OpsHttp final {
   static constexpr std::chrono::seconds kHeaderTimeout{3}, kAnswerTimeout{15};
   static constexpr size_t kReserve = 32;
 
-  // Listens on "host:port" (port 0: any). INVALID_ARGUMENT for an address that cannot be read,
-  // UNAVAILABLE when it cannot be bound.
+  // Listens on "host:port"; port 0 means any free one. INVALID_ARGUMENT if the address cannot be
+  // parsed; UNAVAILABLE if it cannot be bound.
   static absl::StatusOr<std::unique_ptr<OpsHttp>> Start(const std::string& address,
                                                         int32_t connections,
                                                         std::map<std::string, HttpHandler> paths);

@@ -17,13 +17,13 @@ double Quantile(double share, const std::vector<double>& bounds,
   const auto count = [&](size_t i) {
     return static_cast<double>(counts[i] - (i < before.size() ? before[i] : 0));
   };
-  const double all = count(counts.size() - 1);
-  if (all <= 0) return -1;
+  const double total = count(counts.size() - 1);
+  if (total <= 0) return -1;
   for (size_t i = 0; i < bounds.size() && i < counts.size(); ++i) {
-    if (count(i) < share * all) continue;
+    if (count(i) < share * total) continue;
     const double low = i == 0 ? 0 : bounds[i - 1], under = i == 0 ? 0 : count(i - 1);
     const double within = count(i) - under;
-    return within <= 0 ? bounds[i] : low + (bounds[i] - low) * (share * all - under) / within;
+    return within <= 0 ? bounds[i] : low + (bounds[i] - low) * (share * total - under) / within;
   }
   return bounds.empty() ? -1 : bounds.back();
 }
@@ -77,7 +77,7 @@ std::string LatencyText(double seconds) {
 void RateWindow::Note(Clock::time_point now, const StatusTotals& totals) {
   if (now - samples_.back().time < kShortest) return;
   samples_.push_back({now, totals});
-  // The oldest that stays is the last one that a window of kLongest may begin with.
+  // Keeps one sample that is at least kLongest old, with which a window can begin.
   while (samples_.size() > 2 && now - samples_[1].time >= kLongest) samples_.pop_front();
 }
 

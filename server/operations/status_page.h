@@ -2,7 +2,8 @@
 // that reloads itself, and the same content as JSON. In JSON numbers stay numbers, and names have
 // underscores instead of spaces.
 //
-// Every text may come from a client and is escaped. Pure functions; RateWindow is not thread-safe.
+// All texts may come from a client, so they are escaped. Pure functions; RateWindow is not
+// thread-safe.
 #ifndef MLA_SERVER_OPERATIONS_STATUS_PAGE_H_
 #define MLA_SERVER_OPERATIONS_STATUS_PAGE_H_
 
@@ -23,7 +24,7 @@ struct StatusSection {
   std::vector<std::pair<std::string, StatusValue>> rows;
 };
 
-// Something that is used up to a bound.
+// Use of something that has a bound.
 struct StatusMeter {
   std::string name;
   uint64_t used = 0;
@@ -32,7 +33,7 @@ struct StatusMeter {
   std::string note;    // small print next to it; may be empty
 };
 
-// A figure of its own: "Attend latency", "1.2 ms", "p99 4.0 ms".
+// A single figure, for example "Attend latency", "1.2 ms", "p99 4.0 ms".
 struct StatusTile {
   std::string name, value, note;
 };
@@ -55,7 +56,7 @@ struct StatusPage {
   std::string version, backend;
   int64_t uptime_seconds = 0;
   std::vector<StatusTile> tiles;
-  std::string window;               // over what time the tiles are
+  std::string window;               // the time over which the tiles' rates are taken
   std::vector<StatusMeter> meters;  // for the server; the page pool first
   std::vector<StatusTenant> tenants;
   uint64_t tenants_left_out = 0;  // beyond kMaxTenantRows
@@ -94,11 +95,11 @@ class RateWindow {
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::seconds kLongest{60}, kShortest{2};
 
-  // Begins with the totals at a start, usually zeros.
+  // Begins with the totals at the start, usually zeros.
   explicit RateWindow(Clock::time_point start) { samples_.push_back({start, {}}); }
-  // Notes totals now and then, so that later windows have a beginning. Cheap when called often.
+  // Records totals now and then, as beginnings of later windows. Cheap to call often.
   void Note(Clock::time_point now, const StatusTotals& totals);
-  // Rates from the beginning of the window to `totals`; its length goes to `window`.
+  // Rates between the beginning of the window and `totals`; sets `window` to its length.
   std::vector<StatusTile> Tiles(Clock::time_point now, const StatusTotals& totals,
                                 std::string* window) const;
 

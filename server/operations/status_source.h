@@ -1,6 +1,6 @@
 // Collects the content of the status page from sources that do not wait for a launch.
 //
-// Ownership: everything that the options point to outlives it. Threading: any thread.
+// Ownership: everything that the options point to must outlive it. Threading: any thread.
 #ifndef MLA_SERVER_OPERATIONS_STATUS_SOURCE_H_
 #define MLA_SERVER_OPERATIONS_STATUS_SOURCE_H_
 
@@ -40,7 +40,7 @@ class StatusSource final {
       : options_(std::move(options)), start_(RateWindow::Clock::now()), rates_(start_) {}
 
   StatusPage Page();
-  // To be called now and then, so that the page's rates have a window to be of.
+  // Call it now and then, so that there is a past sample from which rates can be computed.
   void Note();
 
  private:

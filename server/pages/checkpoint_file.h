@@ -1,15 +1,16 @@
-// A checkpoint file (docs/cache/checkpoints.md): frames, each with a keyed MAC over it and all
-// before.
+// A checkpoint file (docs/cache/checkpoints.md) consists of frames, each with a keyed MAC over
+// itself and everything before it.
 //
-//   "MLACKPT\n", version (uint32), then for each frame its bytes (uint32), itself, its MAC (16
+//   "MLACKPT\n", version (uint32), then for each frame its size (uint32), its bytes, its MAC (16
 //   bytes)
 //
 // Little endian. MACs are made by proto/wire/frame_mac.h; a frame is not read before its MAC is
 // verified.
 //
-// A file is written aside, flushed to the disk and renamed, and so is its folder's entry.
+// A file is written under another name, flushed to the disk and renamed; then its folder's entry is
+// flushed.
 //
-// Not thread-safe: one object a file.
+// Not thread-safe: one object for each file.
 #ifndef MLA_SERVER_PAGES_CHECKPOINT_FILE_H_
 #define MLA_SERVER_PAGES_CHECKPOINT_FILE_H_
 
@@ -34,13 +35,14 @@ class CheckpointWriter final {
   static absl::StatusOr<std::unique_ptr<CheckpointWriter>> Create(const std::string& path,
                                                                   const std::string& aside,
                                                                   const CheckpointKey& key);
-  // Without Publish the file is removed.
+  // Removes the file unless Publish was called.
   ~CheckpointWriter();
 
   absl::Status Add(absl::string_view frame);
   // All frames are on the disk, in the file aside. No more frames may be added.
   absl::Status Sync();
-  // Gives the file its name, and its folder's entry is on the disk. REQUIRES: Sync succeeded.
+  // Gives the file its name and flushes the folder's entry to the disk. REQUIRES: Sync has
+  // succeeded.
   absl::Status Publish();
   int64_t bytes() const { return bytes_; }
 
@@ -51,14 +53,14 @@ class CheckpointWriter final {
   absl::Status Failed(const char* what) const;
 
   const std::string path_;
-  std::string aside_;  // empty once it has its name
+  std::string aside_;  // temporary name; empty once the file has its own
   int file_;
   FrameMac mac_;
   std::string buffer_;
   int64_t bytes_ = 0;
 };
 
-// Bytes of the largest frames that a reader takes.
+// Bytes of the largest frames that a reader accepts.
 struct FrameBounds {
   int64_t first = 0;
   int64_t others = 0;
@@ -73,13 +75,13 @@ class CheckpointReader final {
                                                                 const FrameBounds& bounds);
   ~CheckpointReader();
 
-  // The next frame; false at the end of the file. DATA_LOSS: it is torn or too large, or its MAC is
-  // not right.
+  // Reads the next frame; returns false at the end of the file. DATA_LOSS: the frame is torn or too
+  // large, or its MAC does not match.
   absl::StatusOr<bool> Next(std::string* frame);
 
  private:
   CheckpointReader(std::string path, int file, const CheckpointKey& key, const FrameBounds& bounds);
-  // Bytes that were read; fewer than wanted at the end.
+  // Returns the number of bytes read, which is smaller than wanted only at the end of the file.
   absl::StatusOr<size_t> Read(char* to, size_t bytes);
   absl::Status Torn(const std::string& why) const;
 
@@ -88,7 +90,7 @@ class CheckpointReader final {
   const FrameBounds bounds_;
   bool first_ = true;  // the next frame is the first
   FrameMac mac_;
-  int64_t left_ = 0;  // bytes of the file that are not read
+  int64_t left_ = 0;  // bytes of the file not read yet
 };
 
 }  // namespace mla::server

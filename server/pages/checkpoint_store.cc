@@ -191,7 +191,8 @@ absl::Status CheckpointStore::ReadKey() {
 absl::Status CheckpointStore::FlushOwnEntry() {
   const std::string path = absl::StrCat(options_.path, "/..");
   const int parent = openat(lock_, "..", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  // One that may not be read is hardly where this process has made the folder.
+  // If the parent folder may not be read, this process did not make an entry in it, so there is
+  // nothing to flush.
   if (parent < 0) return errno == EACCES ? absl::OkStatus() : SystemError(path, "open", errno);
   const int failed = fsync(parent) == 0 || errno == EROFS || errno == EINVAL ? 0 : errno;
   close(parent);
@@ -255,17 +256,17 @@ absl::Status CheckpointStore::TakeRoom(const std::string& folder, const Room& mo
   const MutexLock lock(mutex_);
   Room& used = used_[folder];
   const bool files = used.files + more.files > options_.tenant_files;
-  const bool own = more.bytes > options_.tenant_bytes - used.bytes;
-  if (!files && !own && more.bytes <= options_.bytes - used_by_all_) {
+  const bool tenant_full = more.bytes > options_.tenant_bytes - used.bytes;
+  if (!files && !tenant_full && more.bytes <= options_.bytes - used_by_all_) {
     AddRoom(folder, more);
     return absl::OkStatus();
   }
   const char* const unit = files ? " checkpoints" : " bytes of checkpoints";
   const int64_t wanted = files ? more.files : more.bytes;
-  const int64_t bound = files ? options_.tenant_files
-                        : own ? options_.tenant_bytes
-                              : options_.bytes;
-  const int64_t in_use = files ? used.files : own ? used.bytes : used_by_all_;
+  const int64_t bound = files         ? options_.tenant_files
+                        : tenant_full ? options_.tenant_bytes
+                                      : options_.bytes;
+  const int64_t in_use = files ? used.files : tenant_full ? used.bytes : used_by_all_;
   return MakeError(absl::StatusCode::kResourceExhausted, "no room for the checkpoint",
                    {.field = "sequence_ids",
                     .got = absl::StrCat(wanted, unit),
@@ -274,7 +275,7 @@ absl::Status CheckpointStore::TakeRoom(const std::string& folder, const Room& mo
                     .wanted = wanted,
                     .free = std::max<int64_t>(0, bound - in_use),
                     .bound = bound,
-                    .bound_of = files || own ? BoundOwner::kTenant : BoundOwner::kServer});
+                    .bound_of = files || tenant_full ? BoundOwner::kTenant : BoundOwner::kServer});
 }
 
 void CheckpointStore::ReturnRoom(const std::string& folder, const Room& less) {
@@ -330,7 +331,7 @@ absl::Status CheckpointStore::Ended(const char* event, const std::string& tenant
   if (!IsFailure(status)) return status;
   ++*failed;
   LogFailure(event, tenant, id, status);
-  // Tenants need not know where the folder is.
+  // The error must not tell tenants where the folder is.
   return MakeError(status.code(),
                    absl::StrReplaceAll(status.message(), {{absl::StrCat(options_.path, "/"), ""}}),
                    DetailOf(status));
@@ -381,7 +382,7 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::SaveFile(Engine* engine, const s
   const MutexLock lock(names_);
   const Room before = RoomOf(path);
   status = (*file)->Publish();
-  // Also where it failed: the name may be the new file's.
+  // Counted even if Publish failed, because the file may have got its name.
   const Room after = RoomOf(path);
   room.bytes -= after.bytes - before.bytes;
   room.files -= after.files - before.files;

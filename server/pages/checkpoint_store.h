@@ -1,10 +1,10 @@
 // Checkpoints of sequences in a folder: one file each, named by tenant and sequence. Once Save has
 // answered, the checkpoint is on the disk; an unfinished file has no name.
 //
-//   PATH/key                        32 bytes, made at the first start; read by its owner alone
+//   PATH/key                        32 bytes, made at the first start; only its owner may read it
 //   PATH/TENANT/SEQUENCE.ckpt       TENANT: the first 16 bytes of the name's SHA-256; hexadecimal
 //
-// Threading: any thread. One server a folder: it is locked.
+// Threading: any thread. A folder is locked, so that only one server uses it.
 #ifndef MLA_SERVER_PAGES_CHECKPOINT_STORE_H_
 #define MLA_SERVER_PAGES_CHECKPOINT_STORE_H_
 
@@ -80,7 +80,7 @@ class CheckpointStore final {
   explicit CheckpointStore(const CheckpointStoreOptions& options) : options_(options) {}
   absl::Status Prepare();
   absl::Status ReadKey();
-  // Flushes the entry of the folder itself, which is new when the key is.
+  // Flushes the folder's own entry, which is new if the key is new.
   absl::Status FlushOwnEntry();
   absl::Status Scan();
   absl::StatusOr<CheckpointInfo> SaveFile(scheduler::Engine* engine, const std::string& tenant,
@@ -109,7 +109,7 @@ class CheckpointStore final {
   static Room RoomOf(const std::string& path);
   // Takes the additional room of a tenant, or refuses.
   absl::Status TakeRoom(const std::string& folder, const Room& more);
-  // Takes it, whatever the bounds are.
+  // Takes the room even if that exceeds the bounds.
   void AddRoom(const std::string& folder, const Room& more) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReturnRoom(const std::string& folder, const Room& less);
   // Writes the sequence's state to the file aside; returns the header.
@@ -120,12 +120,12 @@ class CheckpointStore final {
   const CheckpointStoreOptions options_;
   int lock_ = -1;
   CheckpointKey key_ = {};
-  Mutex names_;  // held while files get and lose their names, so that room is counted right
+  Mutex names_;  // held while files get or lose their names, so that room is counted exactly
   Mutex mutex_ ABSL_ACQUIRED_AFTER(names_);
   std::map<std::string, Room> used_ ABSL_GUARDED_BY(mutex_);  // by tenant's folder
   int64_t used_by_all_ ABSL_GUARDED_BY(mutex_) = 0;
   std::atomic<uint64_t> next_aside_ = 1;
-  LogLimiter failures_;  // a caller repeats them as it likes
+  LogLimiter failures_;  // callers can cause failures as often as they like
 };
 
 }  // namespace mla::server

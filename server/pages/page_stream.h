@@ -1,7 +1,7 @@
 // The page-group format (docs/cache/page_groups.md): its digests, and the rules for a stream of its
 // parts.
 //
-// Not thread-safe: one object a stream.
+// Not thread-safe: one object for each stream.
 #ifndef MLA_SERVER_PAGES_PAGE_STREAM_H_
 #define MLA_SERVER_PAGES_PAGE_STREAM_H_
 
@@ -25,12 +25,12 @@ inline constexpr uint32_t kPagesVersion = 1;
 inline constexpr uint32_t kPagesVersionWithSinks = 2;  // for models with a window
 inline constexpr size_t kPagesDigestBytes = 32;
 
-// Everything that the rows' meaning depends on, as the bytes that digests begin with.
+// Everything on which the meaning of the rows depends, as bytes with which digests begin.
 std::string TagText(const scheduler::PageTags& tags);
 
 void FillHeader(const scheduler::ModelSpec& model, const scheduler::PageTags& tags,
                 v1::PagesHeader* header);
-// INVALID_ARGUMENT names a field below "part.header".
+// INVALID_ARGUMENT names a field inside "part.header".
 absl::Status ParseHeader(const v1::PagesHeader& header, const scheduler::Limits& limits,
                          scheduler::PageTags* tags);
 absl::Status ParseExport(const v1::ExportRequest& message, const scheduler::Limits& limits,
@@ -38,7 +38,7 @@ absl::Status ParseExport(const v1::ExportRequest& message, const scheduler::Limi
 absl::Status ParseTarget(const v1::ImportTarget& message, const scheduler::Limits& limits,
                          scheduler::ImportArgs* args);
 
-// A page group of a stream.
+// One page group of a stream.
 struct StreamGroup {
   v1::PageContent content = v1::PAGE_CONTENT_ROWS;
   int64_t first_row = 0;  // for a tail: its position
@@ -48,15 +48,15 @@ struct StreamGroup {
 int64_t GroupCount(const scheduler::MovingPages& pages);
 // REQUIRES: index below GroupCount.
 StreamGroup GroupAt(const scheduler::MovingPages& pages, int64_t index);
-// How the group's payload is made up; a tail is one piece of bytes.
+// The pieces of the group's payload; a tail has one piece.
 std::vector<kvcache::GroupPiece> PiecesOf(const scheduler::MovingPages& pages,
                                           const StreamGroup& group);
-// Bytes of the payloads of all groups, at most.
+// The most payload bytes of all groups together.
 int64_t MostPayloadBytes(const scheduler::MovingPages& pages);
-// Rows of a page of the group's content. REQUIRES: no tail.
+// Rows of a page of the group's content. REQUIRES: the group is not a tail.
 int32_t PageSizeOf(const scheduler::MovingPages& pages, const StreamGroup& group);
 
-// Digests of one stream, group by group.
+// Computes the digests of one stream, group after group.
 class PageDigests final {
  public:
   explicit PageDigests(const scheduler::PageTags& tags);
@@ -76,11 +76,11 @@ class PageDigests final {
   Digest group_, all_;
 };
 
-// A place in the pages of a sequence.
+// A position in the pages of a sequence.
 struct PagePlace {
   StreamGroup group;
   int64_t page = 0;    // in the sequence; unused for the tail
-  int64_t offset = 0;  // in the payload of the group
+  int64_t offset = 0;  // offset in the payload of the group
 };
 
 // Reads the parts after the header, one after another. Every byte of every group comes once and in
@@ -90,8 +90,8 @@ class PageStreamReader final {
   // `chunk_bytes`: the most in one chunk.
   PageStreamReader(const scheduler::MovingPages& pages, int64_t chunk_bytes);
 
-  // INVALID_ARGUMENT: not the part that comes next, or of a wrong size; DATA_LOSS: a digest
-  // differs. For a chunk, `place` is where its payload belongs.
+  // INVALID_ARGUMENT: this part does not come next or has a wrong size. DATA_LOSS: a digest
+  // differs. For a chunk, sets `place` to where its payload belongs.
   absl::Status Add(const v1::PagesPart& part, std::optional<PagePlace>* place);
   // INVALID_ARGUMENT while parts are missing.
   absl::Status Finish() const;

@@ -40,7 +40,7 @@ std::vector<PlaneRows> RowsOf(const MovingPages& pages, const PagePlace& place,
   const scheduler::PageTags& tags = pages.tags;
   const bool window = place.group.content == v1::PAGE_CONTENT_WINDOW;
   const kvcache::GroupLayout& layout = window ? pages.window_layout : pages.layout;
-  std::vector<PlaneRows> all;
+  std::vector<PlaneRows> planes;
   for (const kvcache::GroupPiece& piece : PiecesOf(pages, place.group)) {
     const auto size = static_cast<int64_t>(payload->size());
     const int64_t begin = std::max(place.offset, piece.payload_offset);
@@ -61,9 +61,9 @@ std::vector<PlaneRows> RowsOf(const MovingPages& pages, const PagePlace& place,
     const bool whole = rows.at.traits.scales == kernels::KvScales::kInPage;
     rows.first = whole ? 0 : (begin - piece.payload_offset) / piece.unit;
     rows.count = whole ? place.group.rows / plane.token_ratio : (end - begin) / piece.unit;
-    all.push_back(rows);
+    planes.push_back(rows);
   }
-  return all;
+  return planes;
 }
 
 // Replaces encodings that rows of a layer's first plane may not have by NaN. Returns the position

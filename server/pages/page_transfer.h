@@ -1,7 +1,8 @@
-// Rows of sequences between the engine's pool and a stream of parts: the wire's, or a file's.
+// Moves rows of sequences between the engine's pool and a stream of parts, on the wire or in a
+// file.
 //
-// Threading: any thread; each call holds one chunk of memory, and its thread to its end. Chunks go
-// with launches of the engine, so that steps of others go on.
+// Threading: any thread. Each call holds one chunk of memory, and its thread until it ends.
+// Launches of the engine carry the chunks, so steps of other clients go on at the same time.
 #ifndef MLA_SERVER_PAGES_PAGE_TRANSFER_H_
 #define MLA_SERVER_PAGES_PAGE_TRANSFER_H_
 
@@ -23,7 +24,7 @@ using PartSink = std::function<absl::Status(const v1::PagesPart&)>;
 // The next part, which may be changed; null at the end.
 using PartSource = std::function<absl::StatusOr<v1::PagesPart*>()>;
 
-// All parts of an export that has begun. An error of `sink` ends it and is returned.
+// Sends all parts of an export that has begun. If `sink` returns an error, stops and returns it.
 absl::Status SendPages(scheduler::Engine* engine, const std::string& tenant,
                        const scheduler::MovingPages& pages, const PartSink& sink);
 

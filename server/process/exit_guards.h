@@ -1,6 +1,6 @@
 // Ends the process when its normal shutdown cannot.
 //
-// Threading: one StartGuard at a time; a StopGuard is made and destroyed by one thread.
+// Threading: only one StartGuard at a time; create and destroy a StopGuard on one thread.
 #ifndef MLA_SERVER_PROCESS_EXIT_GUARDS_H_
 #define MLA_SERVER_PROCESS_EXIT_GUARDS_H_
 
@@ -28,9 +28,9 @@ class StartGuard final {
   const std::terminate_handler before_;
 };
 
-// Ends the process with kExitAborted and a line in the log unless it is destroyed within `bound`: a
-// launch that never ends blocks the thread that shuts the engine down. Without a thread left for
-// it, it guards nothing.
+// Ends the process with kExitAborted and a log line unless it is destroyed within `bound`. A launch
+// that never ends blocks the thread that shuts the engine down. If no thread can be started for it,
+// it does nothing.
 class StopGuard final {
  public:
   // Time that a shutdown may take after the drain's deadline. Service managers must wait longer.
@@ -46,8 +46,8 @@ class StopGuard final {
   std::thread thread_;
 };
 
-// Ends the process with kExitAborted and `why` in the log, at once: a thread that never comes back
-// holds what an orderly end needs.
+// Ends the process at once with kExitAborted and `why` in the log, because a thread that never
+// returns holds what an orderly end needs.
 [[noreturn]] void EndStuck(const std::string& why);
 
 }  // namespace mla::server

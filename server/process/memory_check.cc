@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
-// The number in a one-number file; kUnlimited for "max" or no file.
+// The number in a file with a single number; kUnlimited for "max" or if the file does not exist.
 int64_t ReadNumber(const std::string& path) {
   std::ifstream file(path);
   int64_t value = 0;
@@ -42,7 +42,7 @@ int64_t CachedFiles(const std::string& path, const std::string& prefix) {
   return sum;
 }
 
-// The bytes that the tightest group around this process leaves.
+// Bytes that are left in the tightest control group around this process.
 int64_t GroupAvailable(const std::string& root) {
   int64_t available = kUnlimited;
   for (const base::ControlGroup& group : base::ControlGroupsOf("memory", root)) {

@@ -1,4 +1,5 @@
-// Refuses to start what cannot fit: the counted buffers against the memory there is.
+// Refuses to start a server that cannot fit: compares the counted buffers with the available
+// memory.
 #ifndef MLA_SERVER_PROCESS_MEMORY_CHECK_H_
 #define MLA_SERVER_PROCESS_MEMORY_CHECK_H_
 
@@ -15,12 +16,12 @@ struct MemoryUse {
   int64_t bytes;
 };
 
-// Bytes that this process may still take: the kernel's MemAvailable, and less if a control group
-// around the process allows less, whose cached files do not count as used. INT64_MAX when nothing
-// can be found out. `root` is prefixed to /proc and /sys for tests.
+// Bytes that this process may still take: the kernel's MemAvailable, or less if a control group
+// around the process allows less. Cached files of the group do not count as used. INT64_MAX if
+// nothing is known. Tests set `root`, which is put before /proc and /sys.
 int64_t AvailableMemory(const std::string& root = "");
 
-// RESOURCE_EXHAUSTED listing every use when their sum exceeds `available`.
+// RESOURCE_EXHAUSTED with a list of all uses if their sum exceeds `available`.
 absl::Status CheckMemory(const std::vector<MemoryUse>& uses, int64_t available);
 
 }  // namespace mla::server

@@ -16,8 +16,8 @@
 namespace mla::server {
 namespace {
 
-// Numbers of /proc/self/stat as proc(5) counts them, less those up to the command's name, which may
-// hold blanks and parentheses.
+// The numbers in /proc/self/stat count from 1 in proc(5). The fields up to the command's name are
+// skipped, because the name may hold blanks and parentheses.
 constexpr size_t kFirstField = 3;
 constexpr size_t kUserTicks = 14;
 constexpr size_t kSystemTicks = 15;
@@ -26,7 +26,7 @@ constexpr size_t kStartTicks = 22;
 constexpr size_t kVirtualBytes = 23;
 constexpr size_t kResidentPages = 24;
 
-// Seconds since 1970 at which the machine was started, as "btime" says.
+// When the machine was started, in seconds since 1970 ("btime").
 double BootSeconds() {
   std::ifstream file("/proc/stat");
   std::string word;

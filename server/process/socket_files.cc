@@ -75,8 +75,8 @@ absl::Status CheckSocketPath(const std::string& key, const std::string& path, bo
   }
   if (!S_ISDIR(found.st_mode)) return bad(absl::StrCat(folder, " is not a folder"));
   struct stat place {};
-  const bool taken = lstat(path.c_str(), &place) == 0;
-  if (taken && !S_ISSOCK(place.st_mode)) {
+  const bool exists = lstat(path.c_str(), &place) == 0;
+  if (exists && !S_ISSOCK(place.st_mode)) {
     return bad(S_ISDIR(place.st_mode) ? "is a folder" : "is a file and not a socket");
   }
   if ((found.st_mode & S_IWOTH) != 0 && !open_folder) {
@@ -87,7 +87,7 @@ absl::Status CheckSocketPath(const std::string& key, const std::string& path, bo
   if (access(folder.c_str(), W_OK | X_OK) != 0) {
     return bad(absl::StrCat("its folder ", folder, ": ", std::strerror(errno)));
   }
-  if (!taken) return absl::OkStatus();
+  if (!exists) return absl::OkStatus();
   if (place.st_uid != uid) return bad(absl::StrCat("is a socket of user ", place.st_uid));
   return absl::OkStatus();
 }

@@ -17,12 +17,12 @@ namespace mla::server {
 // group does not exist.
 absl::StatusOr<gid_t> FindGroup(const std::string& name);
 
-// Lets the owner and the members of `group` connect to the socket at `path`, and no other user.
-// FAILED_PRECONDITION when this process may not give its files to the group: it must be a member.
+// Lets only the owner and the members of `group` connect to the socket at `path`.
+// FAILED_PRECONDITION if this process may not give files to the group; it must be a member.
 absl::Status GiveToGroup(const std::string& path, const std::string& group);
 
-// The folder of sockets whose path is "auto": $XDG_RUNTIME_DIR, else /tmp/mla-server-UID, which
-// PrepareSocketFolder makes.
+// The folder of sockets whose path is "auto": $XDG_RUNTIME_DIR if set, else /tmp/mla-server-UID,
+// which PrepareSocketFolder makes.
 std::string RuntimeFolder();
 
 // OK if a server of user `uid` can make a socket at `path` that stays its own: its folder exists

@@ -1,4 +1,4 @@
-// The version of the server, in one place.
+// The only place that states the server's version.
 #ifndef MLA_SERVER_PROCESS_VERSION_H_
 #define MLA_SERVER_PROCESS_VERSION_H_
 

@@ -1,11 +1,11 @@
-// The words by which chained entries of a ring and their answers are told
-// (proto/wire/ring_layout.h): in the ring and, for clients that say so, in device memory.
+// The words that announce chained entries of a ring and their answers (proto/wire/ring_layout.h).
+// They lie in the ring and, if the client asks for that, in device memory.
 //
 // Words in device memory are stored by calls of the driver, which may take a while. So the ring's
 // own thread makes these calls, at most one for each of its entries; other threads leave them to
 // it.
 //
-// Borrows the region. Threading: Enable before all else; then any thread.
+// Borrows the region. Threading: call Enable first; then any thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
 #define MLA_SERVER_SHARED_MEMORY_CHAIN_WORDS_H_
 
@@ -26,7 +26,7 @@ class ChainWords {
   ChainWords(wire::RingHeader* header, wire::CompletionEntry* completions, uint64_t entries)
       : header_(header), completions_(completions), entries_(entries) {}
 
-  // Offers words at the end of `device`, which its runtime has to be able to store.
+  // Offers words at the end of `device` if its runtime can store them. Returns
   // wire::DeviceHeader::words.
   uint64_t Enable(kernels::SharedDeviceMemory* device) {
     if (!device->StoresWords()) return 0;
@@ -47,8 +47,8 @@ class ChainWords {
     return {&completions_[slot].done, wire::PublishedSequence(index),
             Nearby(wire::NearbyDoneOffset(slot))};
   }
-  // `signalled`: the device has stored it where it lies in device memory. True: the ring's thread
-  // has to call StoreLater.
+  // `signalled`: the device has stored the word in its memory already. Returns true if the ring's
+  // thread must call StoreLater.
   bool Store(const kernels::WordValue& done, bool signalled) {
     done.Store();
     if (done.nearby == nullptr || signalled) return false;
@@ -58,8 +58,8 @@ class ChainWords {
     return true;
   }
   bool HasLater() const { return any_later_; }
-  // On the ring's thread, or once that has ended. Without the mutex while the driver is called:
-  // threads that bring answers to all clients take it.
+  // Call it on the ring's thread, or when that has ended. Calls the driver without holding the
+  // mutex, because threads that bring answers to all clients take it.
   void StoreLater() {
     {
       const MutexLock lock(mutex_);

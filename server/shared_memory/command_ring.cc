@@ -16,7 +16,7 @@
 namespace mla::server {
 namespace {
 
-// A sleeping ring looks at its stop word at least this often.
+// A sleeping ring checks its stop word at least this often.
 constexpr int64_t kLongestSleepNanos = 200'000'000;
 constexpr int kSpinsPerClock = 32;
 constexpr std::chrono::microseconds kDeviceNap{50};
@@ -38,7 +38,8 @@ wire::SubmissionEntry CopyOnce(wire::SubmissionEntry* from) {
   return entry;
 }
 
-// The client knows the room for a reply as a field of the entry.
+// Rewrites an error about `end_step.lengths`, because in a ring's entry the room for the reply is
+// given by a different field.
 absl::Status InTermsOfEntry(const AttendMessage& message) {
   ErrorDetail detail = DetailOf(message.answer);
   if (detail.field != "end_step.lengths") return message.answer;
@@ -71,13 +72,14 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
   header_->submissions_offset = wire::SubmissionsOffset();
   header_->completions_offset = wire::CompletionsOffset(options_.entries);
   header_->replies_offset = wire::RepliesOffset(options_.entries);
+  header_->chains = 1;
   if (region_->device() != nullptr) LayOutDevice();
   options_.metrics->wire().rings.fetch_add(1);
 }
 
 void CommandRing::LayOutDevice() {
   const kernels::SharedDeviceMemory::Export& from = region_->device()->exported();
-  std::byte* const at = region_->data() + wire::RingBytes(options_.entries);
+  std::byte* const device_part = region_->data() + wire::RingBytes(options_.entries);
   wire::DeviceHeader header{};
   header.magic = wire::kHandshakeMagic;
   header.chains = 1;
@@ -87,9 +89,9 @@ void CommandRing::LayOutDevice() {
   if (goes_ahead_) header.words = words_.Enable(region_->device());
   std::copy(from.device_uuid.begin(), from.device_uuid.end(), header.uuid);
   std::copy(from.memory.begin(), from.memory.end(), header.memory);
-  std::memcpy(at, &header, sizeof(header));
+  std::memcpy(device_part, &header, sizeof(header));
   static_assert(kernels::SharedDeviceMemory::kHandleBytes == wire::kDeviceHandleBytes);
-  std::memcpy(at + sizeof(header), from.events.data(), from.events.size_bytes());
+  std::memcpy(device_part + sizeof(header), from.events.data(), from.events.size_bytes());
 }
 
 absl::Status CommandRing::Start() {
@@ -128,7 +130,7 @@ void CommandRing::Run() {
   int64_t last_work_ns = SteadyNanos();
   while (!stop_.load(std::memory_order_relaxed)) {
     if (!cut_ && TakeSubmission()) {
-      last_work_ns = 0;  // read the clock only once there is nothing to do
+      last_work_ns = 0;  // the clock is read only when there is nothing to do
       continue;
     }
     const int64_t now = SteadyNanos();
@@ -149,8 +151,8 @@ void CommandRing::Run() {
   }
 }
 
-// Between two looks at what holds entries up: short while the client's GPU is likely at work on it,
-// long once it is likely not.
+// Waits between two checks of the event that holds entries up: spins while the client's GPU
+// probably works on it, and sleeps after that.
 void CommandRing::AwaitDevice(int64_t now) const {
   if (now - held_.since_ns < int64_t{options_.spin_us} * 1000) {
     wire::SpinPause();
@@ -165,8 +167,14 @@ bool CommandRing::AwaitsAhead() const {
   return ahead_.load(std::memory_order_acquire) > 0 && Published();
 }
 
-bool CommandRing::Chained(const wire::SubmissionEntry& entry) const {
-  return OnDevice(entry) && (entry.flags & wire::kEntryChained) != 0;
+bool CommandRing::Chained(const wire::SubmissionEntry& entry) {
+  return entry.kind == wire::kEntryAttend && (entry.flags & wire::kEntryChained) != 0;
+}
+
+// Preparing a request copies index lists and decodes tensors of 8 bits.
+bool CommandRing::HostReads(const wire::SubmissionEntry& entry) {
+  constexpr int kRead = wire::kEntryHasLists | wire::kEntrySelects | wire::kEntryFp8Kv;
+  return (entry.flags & kRead) != 0 || (entry.dtypes & 15) == v1::DTYPE_F8_E4M3;
 }
 
 bool CommandRing::OnDevice(const wire::SubmissionEntry& entry) const {
@@ -186,11 +194,14 @@ bool CommandRing::ServeHeld() {
     held_.any = false;
     options_.metrics->wire().device_polling_ns.fetch_add(
         static_cast<uint64_t>(SteadyNanos() - held_.since_ns), std::memory_order_relaxed);
-    if (held_.ahead) return true;  // the engine has it, or TakeReturned will
-    // The next one can be handed over while this one is computed.
+    // The engine has the request, or TakeReturned will submit it again.
+    if (held_.ahead) return true;
+    if (held_.unprepared) Prepare();
+    // The ring can submit the next entry while this one is computed.
     held_.message->leave_launch = MayGoAhead() && Published();
     if (MayGoAhead() && ahead_.load(std::memory_order_acquire) > 0) {
-      held_.message->attend.ready = held_.ready;  // comes back with one before it that is late
+      // If an earlier request turns out to be late, the engine hands this one back, too.
+      held_.message->attend.ready = held_.ready;
       ahead_.fetch_add(1);
     }
     Submit(held_.message, std::move(held_.prepared));
@@ -220,14 +231,17 @@ void CommandRing::RefuseUnready(AttendMessage* message) {
                              .reason = "device_not_ready"}));
 }
 
-bool CommandRing::MayGoAhead() const { return goes_ahead_ && held_.ready.word != nullptr; }
+// Of the client's own memory the host may have to read some.
+bool CommandRing::MayGoAhead() const {
+  return goes_ahead_ && held_.ready.word != nullptr && OnDevice(held_.entry);
+}
 
 // Lets the launch wait on the device instead of the host waiting for it.
 void CommandRing::HandOverAhead() {
   if (std::exchange(held_.offered, true) || !held_.prepared.ok() || !MayGoAhead()) return;
   held_.message->attend.ready = held_.ready;
   held_.message->leave_launch = true;
-  held_.ahead = true;  // at once: it may come back before Submit returns
+  held_.ahead = true;  // set first, because the request may come back before Submit returns
   ahead_.fetch_add(1);
   if (builder_.Submit(held_.message).ok()) return;
   held_.ahead = false;
@@ -279,13 +293,20 @@ bool CommandRing::TakeSubmission() {
   if (held_.any) return ServeHeld();
   if (!Published()) return false;
   const wire::SubmissionEntry entry = CopyOnce(&submissions_[taken_ & mask_]);
-  if (ahead_.load(std::memory_order_acquire) > 0 && !Chained(entry)) return false;
+  if (ahead_.load(std::memory_order_acquire) > 0 && !(Chained(entry) && OnDevice(entry))) {
+    return false;
+  }
   ++taken_;
   if (!WithinBounds()) return true;
-  if (!OnDevice(entry)) {
+  if (!OnDevice(entry) && !Chained(entry)) {
     Serve(entry);
     return true;
   }
+  Hold(entry);
+  return ServeHeld();
+}
+
+void CommandRing::Hold(const wire::SubmissionEntry& entry) {
   int64_t wait_ns = options_.device_wait_ms * 1'000'000;
   if (entry.timeout_us > 0) wait_ns = std::min(wait_ns, int64_t{entry.timeout_us} * 1000);
   const int64_t now = SteadyNanos();
@@ -295,12 +316,20 @@ bool CommandRing::TakeSubmission() {
   held_.event = (taken_ - 1) & mask_;
   held_.since_ns = now;
   held_.until_ns = now + wait_ns;
-  held_.prepared = PrepareAttend(entry, held_.message);  // while the client's GPU is at work
-  if (Chained(entry)) {
-    held_.ready = words_.Ready(taken_ - 1);
+  held_.entry = entry;
+  if (Chained(entry)) held_.ready = words_.Ready(taken_ - 1);
+  held_.unprepared = Chained(entry) && !OnDevice(entry) && HostReads(entry);
+  if (held_.unprepared) {
     held_.message->attend.done = words_.Done(taken_ - 1);
+  } else {
+    Prepare();  // while the client's GPU is at work
   }
-  return ServeHeld();
+}
+
+void CommandRing::Prepare() {
+  held_.unprepared = false;
+  held_.prepared = PrepareAttend(held_.entry, held_.message);
+  if (Chained(held_.entry)) held_.message->attend.done = words_.Done(taken_ - 1);
 }
 
 bool CommandRing::Published() const {
@@ -366,7 +395,7 @@ void CommandRing::OnAnswered(AttendMessage* message) {
   if (later) WakeRing();
 }
 
-// There is a free slot: WithinBounds saw to that.
+// WithinBounds has made sure that there is a free slot.
 void CommandRing::Complete(const AttendMessage& message) {
   const uint64_t index = completed_.load(std::memory_order_relaxed);
   const wire::CompletionEntry entry = replies_.Make(message, index & mask_);

@@ -20,7 +20,7 @@
 // any other entry. An unchained entry is taken once all of these are answered: it may end their
 // step.
 //
-// Every attend allocates nothing; nor do the other messages once their buffers have grown.
+// Attends allocate nothing. Other messages allocate nothing either once their buffers have grown.
 //
 // Ending: Stop (or the destructor) ends the thread. It then closes the engine's stream, which
 // aborts its steps and answers all requests in flight. Never called from the ring's own thread or
@@ -56,10 +56,11 @@
 namespace mla::server {
 
 struct CommandRingOptions {
-  scheduler::Engine* engine = nullptr;      // outlives the ring
-  std::shared_ptr<AttendMessagePool> pool;  // its messages; staging is for index lists alone
-  wire::ThreadTeam* team = nullptr;         // for large index lists; outlives the ring
-  Metrics* metrics = nullptr;               // outlives the ring
+  scheduler::Engine* engine = nullptr;  // outlives the ring
+  // Pool of its messages; its staging is used for index lists only.
+  std::shared_ptr<AttendMessagePool> pool;
+  wire::ThreadTeam* team = nullptr;  // for large index lists; outlives the ring
+  Metrics* metrics = nullptr;        // outlives the ring
   std::string tenant;
   std::function<void()>
       on_disconnect;  // called once, from the ring's thread, when the client is disconnected
@@ -71,16 +72,16 @@ struct CommandRingOptions {
 
 class CommandRing final : public AttendMessageOwner, private scheduler::Submitter {
  public:
-  // Lays the ring out at the front of `region`.
-  // REQUIRES: region->arena_offset() == wire::RingBytes(options.entries), and DevicePartBytes more
-  // where it has device memory, which has an event for each entry then.
+  // Lays the ring out at the beginning of `region`. REQUIRES: region->arena_offset() ==
+  // wire::RingBytes(options.entries), plus DevicePartBytes if the region has device memory, which
+  // must then have one event for each entry.
   CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegion> region);
   ~CommandRing() override { Stop(); }
 
   // Starts serving it; call it once. UNAVAILABLE if the machine has no thread left.
   absl::Status Start();
   void Stop();
-  // Takes one submission, if there is one, on the calling thread; for tests, in place of Start.
+  // Takes one submission, if there is any, on the calling thread; tests call it instead of Start.
   bool Poll() { return !cut_ && TakeSubmission(); }
 
   void OnAnswered(AttendMessage* message) override;
@@ -105,7 +106,10 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
 
   void LayOutDevice();
   bool OnDevice(const wire::SubmissionEntry& entry) const;
-  bool Chained(const wire::SubmissionEntry& entry) const;
+  static bool Chained(const wire::SubmissionEntry& entry);
+  static bool HostReads(const wire::SubmissionEntry& entry);
+  void Hold(const wire::SubmissionEntry& entry);
+  void Prepare();  // what is held
   void Serve(const wire::SubmissionEntry& entry);
   AttendMessage* TakeMessage(const wire::SubmissionEntry& entry);
   // Hands the message to the engine, or answers it with the fault.
@@ -116,7 +120,7 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
 
   void Complete(const AttendMessage& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(completion_mutex_);
   void WakeClient();
-  void WakeRing();  // its thread, for what another one has left to it
+  void WakeRing();  // wakes the ring's thread for work that another thread leaves to it
 
   const CommandRingOptions options_;
   const std::shared_ptr<SharedRegion> region_;
@@ -128,17 +132,19 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   AttendRequestBuilder builder_;
   TenantCounters* const requests_;
 
-  // Used by the ring's thread alone.
+  // Used by the ring's thread only.
   uint64_t taken_ = 0;         // submissions
   uint64_t client_taken_ = 0;  // completions, as last read
   // The last submission taken, while it waits for the client's GPU; later submissions wait too.
   struct Held {
     bool any = false;
     AttendMessage* message = nullptr;
-    absl::Status prepared;  // of the message; the engine gets the message if this is OK
+    wire::SubmissionEntry entry;
+    bool unprepared = false;  // true until its tensors have arrived, if the host reads some
+    absl::Status prepared;    // of the message; the engine gets the message if this is OK
     size_t event = 0;
     kernels::WordValue ready;  // for a chained entry, which does not have an event
-    bool offered = false;      // to the engine, ahead of its tensors
+    bool offered = false;      // submitted to the engine ahead of its tensors
     bool ahead = false;        // the engine has it
     int64_t since_ns = 0, until_ns = 0;
   } held_;
@@ -149,10 +155,10 @@ class CommandRing final : public AttendMessageOwner, private scheduler::Submitte
   std::vector<char> request_block_;
   google::protobuf::Arena request_arena_;
 
-  Mutex completion_mutex_;  // completions come from the engine and from the thread
+  Mutex completion_mutex_;  // completions come from the engine and from the ring's thread
   RingReplies replies_ ABSL_GUARDED_BY(completion_mutex_);
   std::atomic<uint64_t> completed_{0};
-  std::atomic<int32_t> ahead_{0};  // entries that the engine has ahead of their tensors
+  std::atomic<int32_t> ahead_{0};  // entries that the engine has taken ahead of their tensors
 
   Mutex returned_mutex_;
   std::vector<AttendMessage*> returned_ ABSL_GUARDED_BY(returned_mutex_);  // handed back

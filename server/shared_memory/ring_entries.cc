@@ -1,4 +1,4 @@
-// CommandRing: from an entry to a request of the engine.
+// The part of CommandRing that turns an entry into a request of the engine.
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -44,7 +44,7 @@ void CommandRing::Submit(AttendMessage* message, absl::Status prepared) {
 
 void CommandRing::Refuse(AttendMessage* message, absl::Status status) {
   options_.metrics->CountRejected(DetailOf(status).reason);
-  message->handed_back = scheduler::HandedBack::kNo;  // the answer is for the client
+  message->handed_back = scheduler::HandedBack::kNo;  // the client gets this answer
   message->answer = std::move(status);
   OnAnswered(message);
 }
@@ -85,7 +85,8 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   bool stalled = false;
   if (status.ok()) status = builder_.StageShared(options_.pool.get(), message, &stalled);
   if (stalled) {
-    // Its thread serves other entries; the tenant waits for answers to its own.
+    // The ring's thread has other entries to serve, so it does not wait for memory; the tenant can
+    // wait for answers of its own.
     return MakeError(absl::StatusCode::kResourceExhausted,
                      "in_offset: no staging memory is free at present",
                      {.field = "in_offset",
@@ -124,7 +125,8 @@ absl::Status CommandRing::PrepareMessage(const wire::SubmissionEntry& entry,
   auto* const request =
       google::protobuf::Arena::CreateMessage<v1::AttendStreamRequest>(&request_arena_);
   const bool parsed = request->ParseFromString(message_bytes_) && request->payload().empty();
-  // Tails lie in the arena, too; the region need not be named.
+  // Tails lie in the arena, so messages with tails may set `shared`, whose region need not be
+  // named.
   const bool tails = parsed && request->end_step().tails_size() > 0;
   if (!parsed || (request->has_shared() && !tails)) {
     return RefuseField("message", absl::StrCat(length, " other bytes"),

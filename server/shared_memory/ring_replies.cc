@@ -14,13 +14,13 @@ constexpr size_t kArenaBytes = 65536;
 // Bytes of an EndStepReply: everything except the lengths, and one length as a varint.
 constexpr size_t kReplyFixedBytes = 64;
 constexpr size_t kLengthBytes = 10;
-// A StepError whose texts are this long fits a slot.
+// A StepError whose texts have at most this length fits a slot.
 constexpr size_t kMaxErrorText = 160;
 static_assert(kReplyFixedBytes < wire::kReplySlotBytes);
 static_assert(5 * (kMaxErrorText + 3) + scheduler::kMostPeerBytes + 3 + kReplyFixedBytes <
               wire::kReplySlotBytes);
 
-// At the border of a character: protobuf reads no text that is not UTF-8.
+// Cuts between characters, because protobuf rejects text that is not UTF-8.
 void Truncate(std::string* text) {
   if (text->size() <= kMaxErrorText) return;
   size_t end = kMaxErrorText;
@@ -79,20 +79,21 @@ void RingReplies::Fill(const AttendMessage& message, uint64_t slot, wire::Comple
   arena_.Reset();
   auto* const reply = google::protobuf::Arena::CreateMessage<v1::AttendStreamReply>(&arena_);
   FillReply(message, boot_id_, reply);
-  const std::span<std::byte> own(
+  const std::span<std::byte> slot_bytes(
       region_->data() + wire::RepliesOffset(entries_) + slot * wire::kReplySlotBytes,
       wire::kReplySlotBytes);
-  if (Write(*reply, own, entry) || Write(*reply, message.reply_area, entry)) return;
-  // An error with long texts: all other replies were bounded before the engine did the work.
+  if (Write(*reply, slot_bytes, entry) || Write(*reply, message.reply_area, entry)) return;
+  // This must be an error with long texts, because the sizes of all other replies were checked
+  // before the engine did the work.
   if (!reply->has_error()) {
     reply->mutable_error()->set_code(static_cast<int32_t>(absl::StatusCode::kInternal));
     reply->mutable_error()->set_message("the request succeeded, but its reply has no room");
   }
   ShortenTexts(reply->mutable_error());
-  Write(*reply, own, entry);
+  Write(*reply, slot_bytes, entry);
 }
 
-// False when the reply does not fit `room`; nothing is written then.
+// Returns false and writes nothing if the reply does not fit `room`.
 bool RingReplies::Write(const v1::AttendStreamReply& reply, std::span<std::byte> room,
                         wire::CompletionEntry* entry) const {
   const size_t bytes = reply.ByteSizeLong();

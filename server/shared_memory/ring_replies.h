@@ -21,7 +21,7 @@
 
 namespace mla::server {
 
-// `block` becomes the first memory of an arena.
+// Options of an arena that begins with the memory of `block`.
 google::protobuf::ArenaOptions InitialBlock(std::vector<char>* block);
 
 // Number of sequences whose lengths fit an EndStepReply of this size.
@@ -35,7 +35,8 @@ class RingReplies {
         boot_id_(boot_id),
         arena_(InitialBlock(&block_)) {}
 
-  // For completion slot `slot`, whose reply slot may be written. Without its two words.
+  // Makes the entry of completion slot `slot`, whose reply slot must be free for writing. Leaves
+  // the entry's two words unset.
   wire::CompletionEntry Make(const AttendMessage& message, uint64_t slot);
 
  private:

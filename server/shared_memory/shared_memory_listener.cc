@@ -27,7 +27,7 @@ namespace {
 constexpr int kSweepMillis = 1000;
 constexpr int64_t kNanosPerMilli = 1'000'000;
 constexpr int kPauseMillis = 100;  // pause of the listener if it cannot even refuse
-constexpr int kRoomMillis = 10;    // how often it looks for room that a client waits for
+constexpr int kRoomMillis = 10;    // how often it checks for room that a client waits for
 constexpr int64_t kRoomNanos = std::chrono::nanoseconds(SharedRegionTable::kCloseWait).count();
 // Connections that the kernel keeps until they are accepted. Clients in that queue can send their
 // requests already, so a long queue protects them from displacement.
@@ -55,7 +55,7 @@ void WriteMessage(const absl::Status& status, wire::ConnectReply* connect_reply)
   std::string(status.message()).copy(connect_reply->message, sizeof(connect_reply->message) - 1);
 }
 
-// The connect_reply, with the descriptors of the region and of its device memory as far as there
+// Sends the reply together with the descriptors of the region and of its device memory, if there
 // are any.
 bool Send(int descriptor, const wire::ConnectReply& connect_reply, const SharedRegion* region) {
   iovec part{const_cast<wire::ConnectReply*>(&connect_reply), sizeof(connect_reply)};
@@ -125,7 +125,7 @@ absl::Status SharedMemoryListener::Bind() {
   }
   const int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (listener < 0) return failed("socket");
-  // Owner only, from the file's first moment.
+  // The umask makes the file accessible to its owner only from the first moment.
   const mode_t before = umask(S_IRWXG | S_IRWXO | S_IXUSR);
   const int bound = bind(listener, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
   umask(before);
@@ -134,7 +134,7 @@ absl::Status SharedMemoryListener::Bind() {
     close(listener);
     return status;
   }
-  listener_ = listener;  // from here on the socket file is this listener's to remove
+  listener_ = listener;  // from here on this listener removes the socket file
   events_ = epoll_create1(EPOLL_CLOEXEC);
   stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   spare_ = OpenSpare();
@@ -257,13 +257,13 @@ void SharedMemoryListener::Accept() {
   connection.user = *user;
   connection.since_ns = SteadyNanos();
   unsent_.Add(descriptor, *user);
-  Handshake(&connection);  // its request may be there already
+  Handshake(&connection);  // the request may have arrived already
 }
 
-// Makes room for one more connection without a request, of `user`.
+// Makes room for a new connection of `user`, which has not sent its request yet.
 void SharedMemoryListener::MakeRoomFor(uid_t user) {
   while (const auto displaced = unsent_.Displaced(user)) {
-    // Its request may have come since the last look.
+    // Its request may have come after the last check.
     Handshake(&connections_.at(displaced->descriptor));
     const auto found = connections_.find(displaced->descriptor);
     if (found == connections_.end() || found->second.connect_request_ns != 0) continue;
@@ -297,7 +297,7 @@ void SharedMemoryListener::Handshake(Connection* connection) {
   waiting_.push_back(descriptor);  // after earlier ones
 }
 
-// Requests that wait for room are bounded like connections without a request.
+// The number of requests that wait for room is bounded like that of connections without a request.
 bool SharedMemoryListener::MayWait(const Connection& connection) const {
   const auto of_user = [this, &connection](int descriptor) {
     return connections_.at(descriptor).user == connection.user;
@@ -307,10 +307,10 @@ bool SharedMemoryListener::MayWait(const Connection& connection) const {
          waiting_.size() < static_cast<size_t>(options_.shm.handshakes_max);
 }
 
-// False: there may be room soon.
+// Returns false if there may be room soon.
 bool SharedMemoryListener::Answer(Connection* connection) {
   const int descriptor = connection->descriptor;
-  // Read before the try, so that a region closed in between is not missed.
+  // Read before Create is called, so that a region that is closed in between is not missed.
   const bool room_to_come = options_.regions->closing();
   wire::ConnectReply connect_reply{};
   connect_reply.magic = wire::kHandshakeMagic;
@@ -355,11 +355,11 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
   absl::Status status = MakeRegion(connect_request, connection, may_wait, connect_reply);
   if (!status.ok()) return status;
   options_.metrics->wire().shared_regions.fetch_add(1);
-  const SharedRegion& made = *connection->region;
-  std::copy(made.handle().begin(), made.handle().end(), connect_reply->handle);
-  connect_reply->region_bytes = made.size();
-  connect_reply->arena_offset = made.arena_offset();
-  if (made.device() != nullptr) connect_reply->flags |= wire::kHasDevice;
+  const SharedRegion& region = *connection->region;
+  std::copy(region.handle().begin(), region.handle().end(), connect_reply->handle);
+  connect_reply->region_bytes = region.size();
+  connect_reply->arena_offset = region.arena_offset();
+  if (region.device() != nullptr) connect_reply->flags |= wire::kHasDevice;
   const bool wants_ring = (connect_request.flags & wire::kWantRing) != 0;
   return wants_ring ? MakeRing(connect_request, connection, connect_reply) : absl::OkStatus();
 }
@@ -401,7 +401,7 @@ absl::Status SharedMemoryListener::MakeRing(const wire::ConnectRequest& connect_
   ring.team = options_.team;
   ring.metrics = options_.metrics;
   ring.tenant = connection->tenant;
-  // The connection's end, which this causes, is what ends the ring.
+  // This ends the connection, and the end of the connection ends the ring.
   ring.on_disconnect = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };
   ring.boot_id = options_.boot_id;
   ring.entries = static_cast<uint32_t>(options_.shm.ring_entries);
@@ -414,8 +414,8 @@ absl::Status SharedMemoryListener::MakeRing(const wire::ConnectRequest& connect_
 }
 
 void SharedMemoryListener::End(int descriptor) {
-  const auto found = connections_.find(descriptor);
-  Connection& connection = found->second;
+  const auto entry = connections_.find(descriptor);
+  Connection& connection = entry->second;
   std::erase(waiting_, descriptor);
   unsent_.Remove(descriptor);
   if (connection.region != nullptr) {
@@ -423,11 +423,11 @@ void SharedMemoryListener::End(int descriptor) {
     options_.metrics->wire().shared_regions.fetch_sub(1);
   }
   connection.ring.reset();
-  connections_.erase(found);
+  connections_.erase(entry);
   close(descriptor);
 }
 
-// Ends connections that have said nothing in time or broken a rule of their region.
+// Ends connections that did not send their request in time, or broke a rule of their region.
 void SharedMemoryListener::Sweep() {
   const int64_t now = SteadyNanos();
   const int64_t longest = options_.shm.handshake_ms * kNanosPerMilli;

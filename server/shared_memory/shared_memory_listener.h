@@ -1,10 +1,10 @@
-// The shared-memory listener: a unix socket through which clients of the same host and user get
-// shared memory.
+// The shared-memory listener: a unix socket through which clients on the same host, of the same
+// user, get shared memory.
 //
-// A client connects, sends one wire::ConnectRequest and receives one wire::ConnectReply with the
-// descriptor of its region. From then on the connection carries nothing; it stands for the client's
-// life. When it ends, for whatever reason, the region's handle is worthless at once and its ring is
-// closed, which aborts the ring's steps.
+// A client connects, sends one wire::ConnectRequest, and receives one wire::ConnectReply with the
+// descriptor of its region. Afterwards the connection carries nothing; it only shows that the
+// client lives. When it ends, for any reason, the region's handle becomes invalid at once and its
+// ring is closed, which aborts the ring's steps.
 //
 // Only processes of the server's own user, or root, are served (SO_PEERCRED, in addition to the
 // socket file's mode). With server.socket_group, members of that group are served too. A client
@@ -24,7 +24,7 @@
 // that; without it the listener pauses. Once a second regions are checked: a client that has taken
 // pages out of its region is disconnected.
 //
-// Threading: one thread serves all connections. Open and the destructor from one thread.
+// Threading: one thread serves all connections. Call Open and the destructor from one thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_
 #define MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_
 
@@ -62,17 +62,17 @@ struct SharedMemoryListenerOptions {
   bool open_folder = false;  // server.open_folder
   Config::Shm shm;
   size_t max_name_bytes = 128;  // of a tenant
-  // False: only this process's own user and root may connect. True: every user that the
-  // permissions of the socket's file let in; the caller sets them.
+  // False: only this process's user and root may connect. True: every user may connect whom the
+  // permissions of the socket file admit; the caller sets these.
   bool any_user = false;
-  // The user at the other end of a connection, empty if unknown. Empty: the kernel says it
-  // (SO_PEERCRED); tests stand in for several users.
+  // Returns the user at the other end of a connection; nullopt if unknown. Empty: asks the kernel
+  // (SO_PEERCRED). Tests use this to play several users.
   std::function<std::optional<uid_t>(int descriptor)> user_of;
 };
 
 class SharedMemoryListener final {
  public:
-  // UNAVAILABLE when the socket cannot be bound or another server serves it.
+  // UNAVAILABLE if the socket cannot be bound or another server uses it.
   static absl::StatusOr<std::unique_ptr<SharedMemoryListener>> Open(
       SharedMemoryListenerOptions options);
   // Ends every connection as if its client had gone.
@@ -83,7 +83,7 @@ class SharedMemoryListener final {
     int descriptor = -1;
     uid_t user = 0;
     int64_t since_ns = 0;
-    int64_t connect_request_ns = 0;  // when it said connect_request; 0: not yet
+    int64_t connect_request_ns = 0;  // when connect_request came; 0: not yet
     wire::ConnectRequest connect_request{};
     std::string tenant;
     std::shared_ptr<SharedRegion> region;  // null until the connect_reply
@@ -117,10 +117,10 @@ class SharedMemoryListener final {
   int listener_ = -1, events_ = -1, stop_event_ = -1;
   // A spare descriptor, to accept and refuse a connection when none is left.
   int spare_ = -1;
-  bool exhausted_ = false;       // the last connection found no descriptor
-  int64_t paused_until_ns_ = 0;  // the listener is not watched; 0: it is
+  bool exhausted_ = false;       // there was no descriptor for the last connection
+  int64_t paused_until_ns_ = 0;  // until then the listening socket is not watched; 0: it is
   int64_t swept_ns_ = 0;
-  std::map<int, Connection> connections_;  // by descriptor; the listener's thread alone
+  std::map<int, Connection> connections_;  // by descriptor; used by the listener's thread only
   std::vector<int> waiting_;               // unanswered ones among connections_, by their request
   UnsentConnections unsent_;               // those without a request among connections_
   uint64_t displaced_unlogged_ = 0;

@@ -1,5 +1,5 @@
-// Connections of the shared-memory listener that have not sent their request yet: how many there
-// may be, and which one is displaced by a new one.
+// Connections of the shared-memory listener that have not sent their request yet. Decides how many
+// there may be, and which one a new one displaces.
 //
 // A client sends its request right after it connects, so a full list holds mostly connections that
 // will never send one. The oldest one of the user with the most such connections is displaced: a
@@ -24,14 +24,15 @@ class UnsentConnections final {
     uid_t user = 0;
   };
 
-  // At most `most` connections, and at most `most_of_user` of one user. REQUIRES: both positive.
+  // Allows at most `most` connections, and at most `most_of_user` of one user. REQUIRES: both are
+  // positive.
   UnsentConnections(size_t most, size_t most_of_user) : most_(most), most_of_user_(most_of_user) {}
 
   // The connection to remove before `user` may add one, or nullopt.
   std::optional<Entry> Displaced(uid_t user) const;
-  // REQUIRES: !Displaced(user), and `descriptor` is not in the list.
+  // REQUIRES: Displaced(user) is nullopt, and `descriptor` is not in the list.
   void Add(int descriptor, uid_t user) { entries_.push_back({descriptor, user}); }
-  // No effect when it is not in the list.
+  // Does nothing if the descriptor is not in the list.
   void Remove(int descriptor);
 
   size_t size() const { return entries_.size(); }

@@ -47,7 +47,7 @@ def soname_of(library):
 
 
 def dependencies(library, folder):
-    """What dpkg-shlibdeps makes of the libraries that it needs."""
+    """Dependencies that dpkg-shlibdeps finds for the library."""
     (folder / "debian").mkdir()
     control = f"Source: {NAME}\n\nPackage: {NAME}\nArchitecture: any\n"
     (folder / "debian/control").write_text(control)

@@ -21,6 +21,7 @@ constexpr int kNvidiaMpsEnabled = 133;
 constexpr unsigned kPortableAndMapped = 3;
 constexpr unsigned kEqualOrLater = 0;
 constexpr unsigned kWithBarrier = 0;  // earlier writes of the stream become visible first
+constexpr int kAnyDirection = 4;
 constexpr uint32_t kAllBits = 0xffffffffu;
 
 using Handle = DeviceRuntime::Handle;
@@ -142,6 +143,21 @@ struct DeviceRegion::State {
     return s;
   }
 
+  // Without a server's device.
+  absl::Status UseOwnDevice() {
+    absl::Status s = Check(api.init(0), "init");
+    int count = 0;
+    if (s.ok()) s = Check(api.device_count(&count), "device count");
+    if (s.ok() && (device < 0 || device >= count)) {
+      s = absl::UnavailableError(absl::StrCat("device memory: device ", device, " of ", count));
+    }
+    server_device = device;
+    if (!s.ok() || header.nvidia == 0) return s;
+    s = Check(api.nvidia_retain(&context, device), "context");
+    server_context = context;
+    return s;
+  }
+
   absl::Status MapMemory(int descriptor) {
     const Current current(*this, false);
     absl::Status s = current.status();
@@ -251,6 +267,26 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Map(
   return std::unique_ptr<DeviceRegion>(new DeviceRegion(std::move(state)));
 }
 
+absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::WithoutMemory(
+    const DeviceRegionOptions& options) {
+  absl::Status first;
+  for (const bool nvidia : {true, false}) {
+    auto state = std::make_unique<State>();
+    state->header.nvidia = nvidia ? 1 : 0;
+    state->header.chains = 1;
+    state->device = options.device;
+    absl::StatusOr<DeviceRuntime> runtime = OpenDeviceRuntime(nvidia, options.library);
+    absl::Status s = runtime.status();
+    if (s.ok()) {
+      state->api = *runtime;
+      s = state->UseOwnDevice();
+    }
+    if (s.ok()) return std::unique_ptr<DeviceRegion>(new DeviceRegion(std::move(state)));
+    first.Update(s);
+  }
+  return first;
+}
+
 std::span<std::byte> DeviceRegion::memory() const {
   return {static_cast<std::byte*>(state_->at), state_->bytes()};
 }
@@ -287,6 +323,30 @@ absl::Status DeviceRegion::Record(uint32_t slot, void* stream) {
   absl::Status s = current.status();
   if (s.ok()) s = Check(api.stream_wait(state_->relay, state_->local[slot], 0), "stream wait");
   if (s.ok()) s = Check(api.event_record(state_->events[slot], state_->relay), "event record");
+  return s;
+}
+
+absl::Status DeviceRegion::Copy(std::span<const DeviceCopy> copies, void* stream) {
+  if (copies.empty()) return absl::OkStatus();
+  const DeviceRuntime& api = state_->api;
+  if (api.nvidia_copy_rows == nullptr && api.amd_copy_rows == nullptr) {
+    return absl::UnimplementedError("device memory: the GPU runtime copies no rows");
+  }
+  const State::Current current(*state_, false);
+  absl::Status s = current.status();
+  for (const DeviceCopy& copy : copies) {
+    if (!s.ok()) return s;
+    using Rows = DeviceRuntime::CopyRows;
+    const Rows rows{
+        {0, 0, Rows::kUnified, nullptr, const_cast<void*>(copy.from), nullptr, copy.from_pitch},
+        {0, 0, Rows::kUnified, nullptr, copy.to, nullptr, copy.to_pitch},
+        copy.width,
+        copy.rows};
+    s = Check(nvidia() ? api.nvidia_copy_rows(&rows, stream)
+                       : api.amd_copy_rows(copy.to, copy.to_pitch, copy.from, copy.from_pitch,
+                                           copy.width, copy.rows, kAnyDirection, stream),
+              "copy of rows");
+  }
   return s;
 }
 

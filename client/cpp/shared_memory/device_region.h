@@ -28,6 +28,14 @@ struct DeviceRegionOptions {
   std::string library;  // of the runtime; empty: search for it (device_runtime.h)
 };
 
+// Bytes that a stream copies, between memory of a device and of the host that its driver knows.
+struct DeviceCopy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  uint64_t width = 0, rows = 1;  // bytes of a row
+  uint64_t to_pitch = 0, from_pitch = 0;
+};
+
 class DeviceRegion final {
  public:
   // `part` is the region's device part: DeviceHeader and event handles. `descriptor` came with the
@@ -36,9 +44,13 @@ class DeviceRegion final {
   static absl::StatusOr<std::unique_ptr<DeviceRegion>> Map(std::span<const std::byte> part,
                                                            int descriptor, uint32_t entries,
                                                            const DeviceRegionOptions& options);
+  // None of the server's: lets streams of this process's device wait for words of its memory
+  // (MapWords). The vendor is the one whose runtime is found.
+  static absl::StatusOr<std::unique_ptr<DeviceRegion>> WithoutMemory(
+      const DeviceRegionOptions& options);
   ~DeviceRegion();
 
-  std::span<std::byte> memory() const;  // device addresses
+  std::span<std::byte> memory() const;  // device addresses; empty: there is none
   bool nvidia() const;
   bool chains() const;  // wire::DeviceHeader::chains
   // A reason for slowness, in words for people, or empty: worker and server share one GPU, and the
@@ -61,6 +73,8 @@ class DeviceRegion final {
   // it once. The memory stays mapped until this object is gone. UNIMPLEMENTED: the runtime lacks a
   // call for it.
   absl::Status MapWords(std::span<std::byte> memory);
+  // Gives `stream` copies. Does not wait for them.
+  absl::Status Copy(std::span<const DeviceCopy> copies, void* stream);
   // Stores the word once `stream` has finished its work so far. Does not wait itself.
   absl::Status StoreWord(uint32_t* word, uint32_t value, void* stream);
   // Work given to `stream` from now on waits until the word is `value` or a later one, where 0

@@ -56,6 +56,8 @@ constexpr Alias kOptional[] = {
     MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
     MLA_ALIAS(amd_await_word, "hipStreamWaitValue32", nullptr),
     MLA_ALIAS(nvidia_await_word, nullptr, "cuStreamWaitValue32_v2"),
+    MLA_ALIAS(amd_copy_rows, "hipMemcpy2DAsync", nullptr),
+    MLA_ALIAS(nvidia_copy_rows, nullptr, "cuMemcpy2DAsync_v2"),
 };
 #undef MLA_ALIAS
 

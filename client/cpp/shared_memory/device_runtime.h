@@ -19,6 +19,19 @@ struct DeviceRuntime {
   struct Access {
     int type, id, flags;
   };
+  // CUDA_MEMCPY2D; memory by addresses alone, which say whose they are.
+  struct CopyRows {
+    static constexpr int kUnified = 4;
+    struct Side {
+      size_t first_byte, first_row;
+      int type;
+      const void* host;
+      void* at;
+      void* array;
+      size_t pitch;
+    } from, to;
+    size_t width, rows;
+  };
   // As hipRuntimeGetVersion counts: from ROCm 7.1 on a descriptor is imported by value, as CUDA's
   // are. Before, the call is given the address of one.
   static constexpr int kAmdImportsByValue = 70100000;
@@ -61,6 +74,8 @@ struct DeviceRuntime {
   int (*store_word)(void*, void*, uint32_t, unsigned);
   int (*amd_await_word)(void*, void*, uint32_t, unsigned, uint32_t);
   int (*nvidia_await_word)(void*, void*, uint32_t, unsigned);
+  int (*amd_copy_rows)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
+  int (*nvidia_copy_rows)(const CopyRows*, void*);
 };
 
 // `library` empty: the one that the process has loaded, else libcuda.so.1, or libamdhip64.so.7 or

@@ -120,6 +120,7 @@ absl::Status SharedMemory::Handshake(const std::string& shm_path) {
   }
   status = Map(std::exchange(descriptors.region, -1));
   if (status.ok() && options_.device_mib > 0 && options_.ring) MapDevice(descriptors.device);
+  if (status.ok() && options_.pins && options_.ring) Pin();
   descriptors.Close();
   return status;
 }
@@ -285,6 +286,21 @@ void SharedMemory::MapDevice(int descriptor) {
   if (mapped.ok()) device_ = *std::move(mapped);
 }
 
+// As above: a client whose GPU does without waits with a thread.
+void SharedMemory::Pin() {
+  if (device_ == nullptr && options_.device_mib == 0) {
+    auto made = DeviceRegion::WithoutMemory(options_.device);
+    pinned_ = made.status();
+    if (made.ok()) device_ = *std::move(made);
+  } else {
+    pinned_ = device_status_;
+  }
+  if (pinned_.ok() && Atomic(header_->chains).load() == 0) {
+    pinned_ = absl::UnimplementedError("shared memory: the server takes no chains there");
+  }
+  if (pinned_.ok()) pinned_ = MapWords(region_);
+}
+
 SharedMemory::~SharedMemory() {
   guard_.reset();
   device_.reset();  // before the server frees the memory that it maps
@@ -321,16 +337,19 @@ bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
 
 // --------------------------------------------------------------------------------------- Ring
 
+absl::Status SharedMemory::MapWords(std::span<std::byte> memory) {
+  absl::Status s = device_->MapWords(memory);
+  if (s.ok() && device_->Nearby(0) != nullptr) Atomic(header_->nearby).store(1);
+  words_mapped_ = s.ok();
+  return s;
+}
+
 // Before the entry of this index is published.
 absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chained) {
   const uint32_t slot = index & (connect_reply_.ring_entries - 1);
   if (!chained) return device_->Record(slot, stream);
   absl::Status s;
-  if (!words_mapped_) {
-    s = device_->MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
-    if (s.ok() && device_->Nearby(0) != nullptr) Atomic(header_->nearby).store(1);
-  }
-  words_mapped_ = s.ok();
+  if (!words_mapped_) s = MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
   const uint32_t value = wire::PublishedSequence(index);
   if (!device_->chains()) {
     if (s.ok()) s = device_->Record(slot, stream);
@@ -362,8 +381,10 @@ absl::Status SharedMemory::ForgetWords(uint32_t value) {
 void SharedMemory::ReleaseStreams() {
   if (!words_mapped_ || std::exchange(released_, true)) return;
   std::vector<DeviceRegion::NearbyWord> nearby;
-  for (uint64_t index = taken_; index < submitted_; ++index) {
-    const uint64_t number = index & (connect_reply_.ring_entries - 1);
+  // Completions of messages between chained entries say nothing of those; words only go on.
+  const uint64_t entries = connect_reply_.ring_entries;
+  for (uint64_t index = submitted_ - std::min(submitted_, entries); index < submitted_; ++index) {
+    const uint64_t number = index & (entries - 1);
     const uint32_t value = wire::PublishedSequence(index);
     wire::CompletionEntry& slot = completions_[number];
     for (uint32_t* word : {&slot.sequence, &slot.done}) {
@@ -378,7 +399,9 @@ void SharedMemory::ReleaseStreams() {
 
 bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream, bool chained) {
   if (in_flight() >= connect_reply_.ring_entries) return false;
-  if ((entry.flags & wire::kEntryOnDevice) != 0 && entry.kind == wire::kEntryAttend) {
+  const bool on_device = (entry.flags & wire::kEntryOnDevice) != 0;
+  if (entry.kind == wire::kEntryAttend && (on_device || chained)) {
+    if (!on_device && !pinned_.ok()) return false;
     // An event that could not be recorded says nothing: the server would read too early.
     if (device_ == nullptr) return false;
     if (chained && device_->chains()) entry.flags |= wire::kEntryChained;

@@ -44,6 +44,9 @@ struct SharedMemoryOptions {
   int64_t server_uid = -1;             // a further user whose sockets are trusted (socket_owner.h)
   uint32_t device_mib = 0;             // device memory in addition to a ring, in MiB; 0: none
   DeviceRegionOptions device;          // device to map it on
+  // Registers the region with the driver of `device`, so that its streams copy from and to the
+  // arena without a thread that waits, and calls whose tensors lie there can be chained.
+  bool pins = false;
   uint64_t words_last = wire::kChainWordsLast;  // tests have less
 };
 
@@ -66,8 +69,12 @@ class SharedMemory final {
   std::span<std::byte> region() const { return region_; }
   uint64_t arena_bytes() const { return region_.size() - connect_reply_.arena_offset; }
   uint32_t ring_entries() const { return connect_reply_.ring_entries; }
-  // Null if none was requested, or device_status() has the reason.
+  // Null if none was requested, or device_status() has the reason. Without device memory of its own
+  // if the region was to be pinned and none was requested.
   DeviceRegion* device() const { return device_.get(); }
+  bool has_device_memory() const { return device_ != nullptr && !device_->memory().empty(); }
+  // Whether calls with tensors in the arena can be chained; else why not.
+  const absl::Status& pinned() const { return pinned_; }
   const absl::Status& device_status() const { return device_status_; }
 
   // Memory for tensors, aligned to 64 bytes; empty without a contiguous part of that size.
@@ -89,7 +96,7 @@ class SharedMemory final {
   // wakes the server if it sleeps. Returns false if the ring is full: as many requests as it has
   // entries wait for their completions to be taken. With kEntryOnDevice the server waits for the
   // work that `stream` has been given so far (DeviceRegion::Record). `chained`: later work of
-  // `stream` waits for the completion with the same number as this entry; REQUIRES kEntryOnDevice.
+  // `stream` waits for the outputs of this entry; REQUIRES kEntryOnDevice or pinned().
   bool Submit(wire::SubmissionEntry entry, void* stream = nullptr, bool chained = false);
   // Releases streams that wait for completions which will not come any more; call it once. Nothing
   // may be submitted afterwards.
@@ -100,6 +107,8 @@ class SharedMemory final {
   std::string_view Message(const wire::CompletionEntry& entry) const;
   // Poll that spins, then sleeps. DEADLINE_EXCEEDED; UNAVAILABLE when the connection has ended.
   absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout);
+  // False once either side has given the connection up.
+  bool Connected() const;
   // Requests whose completions have not been given back; of the submitting thread.
   uint64_t in_flight() const { return submitted_ - returned_.load(std::memory_order_acquire); }
 
@@ -117,10 +126,11 @@ class SharedMemory final {
   absl::Status CheckRing() const;
   absl::Status Map(int descriptor);
   void MapDevice(int descriptor);
+  void Pin();
   bool Ready() const;
-  bool Connected() const;
   void GiveBack();
   absl::Status RecordEvent(uint64_t index, void* stream, bool chained);
+  absl::Status MapWords(std::span<std::byte> memory);
   absl::Status ForgetWords(uint32_t value);
 
   const SharedMemoryOptions options_;
@@ -139,6 +149,7 @@ class SharedMemory final {
   uint64_t chain_end_ = 0;     // number after the last chained entry
   bool released_ = false;      // streams that waited are
   absl::Status device_status_;
+  absl::Status pinned_ = absl::UnavailableError("shared memory: it was not to be pinned");
   std::optional<ForkGuard> guard_;  // for the socket and the region
 };
 

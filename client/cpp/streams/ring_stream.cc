@@ -1,6 +1,7 @@
 #include "client/cpp/streams/ring_stream.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +14,8 @@ using Clock = std::chrono::steady_clock;
 
 // Room for the lengths of thousands of sequences, beside the ring's own reply slots.
 constexpr uint64_t kReplyRoom = 65536;
+// Between two looks at a server for which streams wait.
+constexpr std::chrono::milliseconds kWatchPause{20};
 
 wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
   wire::SubmissionEntry entry{};
@@ -48,12 +51,15 @@ RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
       copier_(copies) {}
 
 absl::Status RingStream::device_status() const {
-  if (memory_->device() != nullptr) return absl::OkStatus();
+  if (memory_->has_device_memory()) return absl::OkStatus();
   return memory_->device_status().ok() ? absl::UnavailableError("device memory: none was wanted")
                                        : memory_->device_status();
 }
 
-RingStream::~RingStream() { Close().IgnoreError(); }
+RingStream::~RingStream() {
+  Close().IgnoreError();
+  StopWatch();
+}
 
 // ------------------------------------------------------------------------------------- Sending
 
@@ -80,12 +86,14 @@ bool RingStream::PlaceMessage(std::span<const std::byte> tails, v1::AttendStream
   return true;
 }
 
-// A chained request is not begun before the one before it is answered. Others may overtake.
+// A chained request is not begun before the one before it is answered. Others may overtake, except
+// messages, which the server takes in their turn.
 absl::Status RingStream::CheckChain(const PendingReply& pending, bool is_attend) const {
   const bool in_order = std::all_of(in_flight_.begin(), in_flight_.end(), [&](const auto& other) {
     const PendingReply& before = *other.second.pending;
-    return before.chained == pending.chained &&
-           (!before.chained || before.stream == pending.stream);
+    return before.asked != v1::AttendStreamRequest::kAttend ||
+           (before.chained == pending.chained &&
+            (!before.chained || before.stream == pending.stream));
   });
   if (in_order || !is_attend) return absl::OkStatus();
   return absl::FailedPreconditionError("chained: calls of another kind or stream are under way");
@@ -94,8 +102,21 @@ absl::Status RingStream::CheckChain(const PendingReply& pending, bool is_attend)
 void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                       const std::shared_ptr<PendingReply>& pending) {
   if (left()) return Refuse(pending.get());
+  SendUntil(Clock::now() + timeout_, Late::kBreaks, request, inputs, pending);
+}
+
+absl::Status RingStream::SendMessage(v1::AttendStreamRequest* request,
+                                     std::span<const std::byte> tails, Deadline until,
+                                     const std::shared_ptr<PendingReply>& pending) {
+  SendUntil(until, Late::kReturns, request, {.kv = tails, .q = {}, .lists = {}}, pending);
+  const MutexLock lock(mutex_);
+  return pending->done ? pending->status : absl::OkStatus();
+}
+
+void RingStream::SendUntil(Deadline deadline, Late late, v1::AttendStreamRequest* request,
+                           const InputTensors& inputs,
+                           const std::shared_ptr<PendingReply>& pending) {
   pending->asked = request->body_case();
-  const Deadline deadline = Clock::now() + timeout_;
   MutexLock lock(mutex_);
   const bool is_attend = request->body_case() == v1::AttendStreamRequest::kAttend;
   absl::Status status = broken_;
@@ -121,18 +142,19 @@ void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inpu
       entry.out_offset = flight.room.out_offset;
       if (flight.room.on_device) entry.flags |= wire::kEntryOnDevice;
     }
-    if (placed && pending->chained && !flight.room.on_device) {
+    const bool stays = flight.room.in.empty() && flight.room.out.empty();
+    if (placed && pending->chained &&
+        !(flight.room.on_device || (stays && memory_->pinned().ok()))) {
       FreeTensors(memory_.get(), &flight.room);
-      status = absl::FailedPreconditionError("chained: the tensors are not in device memory");
+      status = absl::FailedPreconditionError(
+          "chained: the tensors are neither in device memory nor where a pinned region has them");
       break;
     }
-    if (placed && memory_->Submit(entry, pending->stream, pending->chained)) {
-      ++next_tag_;
-      in_flight_[tag] = std::move(flight);
-      return;
-    }
+    if (placed && pending->chained) status = StartWatch();
+    if (!status.ok()) break;
+    if (placed && SubmitNext(&entry, &flight)) return;
     FreeTensors(memory_.get(), &flight.room);
-    if (flight.room.on_device && !memory_->device_status().ok()) {
+    if ((flight.room.on_device || pending->chained) && !memory_->device_status().ok()) {
       status = memory_->device_status();
       break;
     }
@@ -140,19 +162,123 @@ void RingStream::Send(v1::AttendStreamRequest* request, const InputTensors& inpu
       status = absl::ResourceExhaustedError("the request does not fit into the shared memory");
       break;
     }
-    status = TakeOne(&lock, deadline);  // what completes makes room
+    status = TakeOne(&lock, deadline, late);  // what completes makes room
   }
   pending->status = status;
   pending->done = true;
 }
 
+bool RingStream::SubmitNext(wire::SubmissionEntry* entry, InFlight* flight) {
+  const PendingReply& pending = *flight->pending;
+  entry->tag = next_tag_;
+  if (!memory_->Submit(*entry, pending.stream, pending.chained)) return false;
+  ++next_tag_;
+  if (pending.chained) {
+    flight->deadline = Clock::now() + timeout_;
+    if (!std::exchange(watched_, true)) watch_.NotifyOne();
+  }
+  in_flight_[entry->tag] = std::move(*flight);
+  return true;
+}
+
+absl::Status RingStream::CheckSend(const PendingReply& pending) {
+  if (!broken_.ok()) return broken_;
+  if (closing_) return absl::UnavailableError("the session has ended");
+  return CheckChain(pending, true);
+}
+
+absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, std::span<const DeviceCopy> in,
+                                    std::span<const DeviceCopy> out, Deadline until,
+                                    const std::shared_ptr<PendingReply>& pending) {
+  pending->asked = v1::AttendStreamRequest::kAttend;
+  const bool on_device = (entry.flags & wire::kEntryOnDevice) != 0;
+  if (on_device && !memory_->has_device_memory()) return device_status();
+  if (pending->chained && !on_device && !memory_->pinned().ok()) return memory_->pinned();
+  MutexLock lock(mutex_);
+  absl::Status status = CheckSend(*pending);
+  if (status.ok() && pending->chained) status = StartWatch();
+  while (status.ok()) {
+    if (memory_->in_flight() < memory_->ring_entries()) {
+      InFlight flight;
+      flight.pending = pending;
+      if (!in.empty()) status = memory_->device()->Copy(in, pending->stream);
+      if (!status.ok()) return status;
+      if (!SubmitNext(&entry, &flight)) return memory_->device_status();
+      return out.empty() ? status : memory_->device()->Copy(out, pending->stream);
+    }
+    status = TakeOne(&lock, until, Late::kReturns);
+    if (status.ok()) status = CheckSend(*pending);
+  }
+  return status;
+}
+
+// ------------------------------------------------------------------------------------ Watching
+
+absl::Status RingStream::StartWatch() {
+  if (watcher_.joinable()) return absl::OkStatus();
+  try {
+    watcher_ = std::thread([this] { Watch(); });
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("chained: no thread to look after the server: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+void RingStream::Watch() {
+  MutexLock lock(mutex_);
+  while (!unwatched_) {
+    if (watched_) {
+      watch_.WaitFor(lock, kWatchPause);
+      LookAround();
+    } else {
+      watch_.Wait(lock);
+    }
+  }
+}
+
+// A thread that waits for a completion notices the end by itself.
+void RingStream::LookAround() {
+  wire::CompletionEntry entry;
+  absl::Status status;
+  while (!polling_ && status.ok() && memory_->Poll(&entry)) {
+    status = Finish(entry);
+    changed_.NotifyAll();
+  }
+  watched_ = false;
+  Deadline first = Deadline::max();
+  for (const auto& [tag, flight] : in_flight_) {
+    if (!flight.pending->chained) continue;
+    watched_ = true;
+    first = std::min(first, flight.deadline);
+  }
+  if (!watched_) return;
+  if (status.ok() && !memory_->Connected()) {
+    status = absl::UnavailableError("the shared memory has ended");
+  } else if (status.ok() && Clock::now() >= first) {
+    status = absl::DeadlineExceededError("no reply in time; the session was disconnected");
+  }
+  if (!status.ok()) Break(status);
+}
+
+void RingStream::StopWatch() {
+  {
+    const MutexLock lock(mutex_);
+    unwatched_ = true;
+    watch_.NotifyOne();
+  }
+  if (watcher_.joinable()) watcher_.join();
+}
+
 // ------------------------------------------------------------------------------------- Waiting
 
 // Takes one completion, or waits for another thread that is about to.
-absl::Status RingStream::TakeOne(MutexLock* lock, Deadline deadline) {
+absl::Status RingStream::TakeOne(MutexLock* lock, Deadline deadline, Late late) {
+  const absl::Status missed = absl::DeadlineExceededError("no reply in time");
   if (polling_) {
     changed_.WaitUntil(*lock, deadline);
     if (broken_.ok() && Clock::now() >= deadline) {
+      if (late == Late::kReturns) return missed;
       Break(absl::DeadlineExceededError("no reply in time; the session was disconnected"));
     }
     return broken_;
@@ -163,6 +289,10 @@ absl::Status RingStream::TakeOne(MutexLock* lock, Deadline deadline) {
   absl::Status status = memory_->Wait(&entry, deadline - Clock::now());
   mutex_.Lock();
   polling_ = false;
+  if (absl::IsDeadlineExceeded(status) && late == Late::kReturns) {
+    changed_.NotifyAll();  // another one polls
+    return missed;
+  }
   if (status.ok()) status = Finish(entry);
   if (absl::IsDeadlineExceeded(status)) {
     status = absl::DeadlineExceededError("no reply in time; the session was disconnected");
@@ -237,6 +367,33 @@ absl::Status RingStream::Wait(PendingReply* pending) {
   MutexLock lock(mutex_);
   while (!pending->done) TakeOne(&lock, deadline).IgnoreError();
   return pending->status;
+}
+
+bool RingStream::WaitUntil(PendingReply* pending, Deadline until) {
+  MutexLock lock(mutex_);
+  while (!pending->done && Clock::now() < until) {
+    TakeOne(&lock, until, Late::kReturns).IgnoreError();
+  }
+  return pending->done;
+}
+
+absl::Status RingStream::broken() {
+  const MutexLock lock(mutex_);
+  if (!broken_.ok()) return broken_;
+  return memory_->Connected() ? absl::OkStatus()
+                              : absl::UnavailableError("the shared memory has ended");
+}
+
+void RingStream::End(std::chrono::milliseconds wait) {
+  const Deadline deadline = Clock::now() + wait;
+  MutexLock lock(mutex_);
+  closing_ = true;
+  while (!in_flight_.empty() && Clock::now() < deadline) {
+    TakeOne(&lock, deadline, Late::kReturns).IgnoreError();
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+  if (broken_.ok() && left.count() > 0) memory_->Close(left);
+  Break(absl::UnavailableError("the session has ended"));
 }
 
 absl::Status RingStream::Close() {

@@ -3,6 +3,10 @@
 // Tensors that lie in the ring's own memory (Allocate), in the order and with the padding of the
 // contract, are used where they are; others are copied into it and out of it.
 //
+// Streams of a GPU that wait for chained calls may be all that the process waits for. So a thread
+// of this object looks whether the server is still there while such calls are under way, and lets
+// the streams go on where it is not; it is started with the first one.
+//
 // Ownership: shared by session, steps and pending calls. Threading: any thread; one mutex. Of the
 // threads that wait, one takes completions for all.
 #ifndef MLA_CLIENT_CPP_STREAMS_RING_STREAM_H_
@@ -14,6 +18,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -40,7 +45,27 @@ class RingStream final : public StepStream {
   bool FillsLists() const override { return true; }
   void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
             const std::shared_ptr<PendingReply>& pending) override;
+  // An attend whose tensors the caller has placed in the region, or in device memory: `entry` has
+  // all but its sequence and tag. DEADLINE_EXCEEDED where there is no room for it until then, which
+  // changes nothing.
+  // Of a chained one: the stream of `pending` makes the copies `in` before the tensors are there,
+  // and `out` when the outputs are.
+  absl::Status SendPlaced(wire::SubmissionEntry entry, std::span<const DeviceCopy> in,
+                          std::span<const DeviceCopy> out,
+                          std::chrono::steady_clock::time_point until,
+                          const std::shared_ptr<PendingReply>& pending);
+  // The same for a message, with tails of an end_step, which are copied.
+  absl::Status SendMessage(v1::AttendStreamRequest* request, std::span<const std::byte> tails,
+                           std::chrono::steady_clock::time_point until,
+                           const std::shared_ptr<PendingReply>& pending);
   absl::Status Wait(PendingReply* pending) override;
+  // Waits until then at most. False: the reply has not come yet, and nothing changes.
+  bool WaitUntil(PendingReply* pending, std::chrono::steady_clock::time_point until);
+  // Why the stream can not be used any more; OK while it can.
+  absl::Status broken();
+  SharedMemory& memory() { return *memory_; }
+  // Lets what is under way end and the server abort open steps, for so long at most, and ends it.
+  void End(std::chrono::milliseconds wait);
   absl::Status Close() override;
   std::span<std::byte> Allocate(uint64_t bytes) override {
     return left() ? std::span<std::byte>() : memory_->Allocate(bytes);
@@ -48,7 +73,9 @@ class RingStream final : public StepStream {
   void Free(std::span<std::byte> block) override {
     if (!left()) memory_->Free(block);
   }
-  DeviceRegion* device() const override { return memory_->device(); }
+  DeviceRegion* device() const override {
+    return memory_->has_device_memory() ? memory_->device() : nullptr;
+  }
   absl::Status device_status() const override;
 
  private:
@@ -56,6 +83,7 @@ class RingStream final : public StepStream {
   struct InFlight {
     std::shared_ptr<PendingReply> pending;
     TensorPlacement room;  // of tensors, or of a message and its reply
+    Deadline deadline;     // of a chained call, for which no thread may wait
   };
 
   // Whether replies come in the order of requests, so that a stream may wait for its own.
@@ -63,7 +91,19 @@ class RingStream final : public StepStream {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool PlaceMessage(std::span<const std::byte> tails, v1::AttendStreamRequest* request,
                     InFlight* flight, wire::SubmissionEntry* entry);
-  absl::Status TakeOne(MutexLock* lock, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckSend(const PendingReply& pending) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool SubmitNext(wire::SubmissionEntry* entry, InFlight* flight)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the deadline is that of a request, after which the stream is not used any more.
+  enum class Late { kBreaks, kReturns };
+  void SendUntil(Deadline deadline, Late late, v1::AttendStreamRequest* request,
+                 const InputTensors& inputs, const std::shared_ptr<PendingReply>& pending);
+  absl::Status TakeOne(MutexLock* lock, Deadline deadline, Late late = Late::kBreaks)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status StartWatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Watch();
+  void LookAround() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StopWatch();
   static void TakeMessage(std::string_view bytes, PendingReply* pending);
   absl::Status Finish(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Break(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -81,6 +121,10 @@ class RingStream final : public StepStream {
   absl::Status broken_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_tag_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, InFlight> in_flight_ ABSL_GUARDED_BY(mutex_);
+  CondVar watch_;
+  bool watched_ ABSL_GUARDED_BY(mutex_) = false;  // chained calls are under way
+  bool unwatched_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread watcher_;  // started under the mutex, ended by the destructor
 };
 
 }  // namespace mla::client

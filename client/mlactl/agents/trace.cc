@@ -123,13 +123,13 @@ class Generator {
   // rows.
   std::vector<uint32_t> Inputs() {
     std::exponential_distribution<double> parts(1.0);
-    std::vector<double> at(shape_.turns);
+    std::vector<double> positions(shape_.turns);
     double sum = 0;
-    for (double& part : at) part = sum += parts(random_);
+    for (double& part : positions) part = sum += parts(random_);
     const double room = shape_.context - shape_.system - shape_.turns * (shape_.output + 1.0);
     std::vector<uint32_t> inputs;
     for (uint32_t turn = 0; turn < shape_.turns; ++turn) {
-      const auto more = static_cast<uint32_t>(std::lround(room * at[turn] / sum));
+      const auto more = static_cast<uint32_t>(std::lround(room * positions[turn] / sum));
       inputs.push_back(shape_.system + (turn + 1) * (shape_.output + 1) + more);
     }
     return inputs;

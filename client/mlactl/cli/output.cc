@@ -96,14 +96,15 @@ int Interrupted(client::Client* client, std::span<const std::string> model_ids) 
                listed.status().ToString());
     return kInterrupted;
   }
-  std::string left;
+  std::string names;
   for (const v1::ModelInfo& info : listed->models()) {
     const std::string& id = info.model().model_id();
     if (std::find(model_ids.begin(), model_ids.end(), id) == model_ids.end()) continue;
-    absl::StrAppend(&left, left.empty() ? "" : ", ", id, " with ", info.sequences(), " sequences");
+    absl::StrAppend(&names, names.empty() ? "" : ", ", id, " with ", info.sequences(),
+                    " sequences");
   }
-  PrintLines(left.empty() ? "interrupted; what it had created is gone from the server"
-                          : "interrupted; still on the server: model " + left);
+  PrintLines(names.empty() ? "interrupted; what it had created is gone from the server"
+                           : "interrupted; still on the server: model " + names);
   return kInterrupted;
 }
 

@@ -215,24 +215,25 @@ Program::~Program() = default;
 
 void Program::AddCommonOptions() {
   app_->option_defaults()->group(kCommonGroup);
-  Command all(this, app_.get());
-  all.Text(
+  Command common_options(this, app_.get());
+  common_options.Text(
       {"target", "ADDRESS", "host:port or unix:PATH (default $MLA_TARGET, else 127.0.0.1:50551)"},
       &common_.target);
-  all.Choice({"output", "FORMAT", "text or json on standard output (default text)"},
-             {"text", "json"}, &output_);
+  common_options.Choice({"output", "FORMAT", "text or json on standard output (default text)"},
+                        {"text", "json"}, &output_);
   app_->add_flag(absl::StrCat("--json{", kStandardOutput, "}"), json_,
                  "without FILE the same as --output=json; else write JSON to FILE")
       ->option_text("[=FILE]");
-  all.Text({"tenant", "NAME", "tenant to act for, without TLS"}, &common_.client.tenant);
-  all.Number({"timeout-ms", "N", "of each call (default 5000)"}, 1, 86400000,
-             &common_.client.call_timeout_ms);
-  all.Text({"tls-ca", "FILE", "authorities that sign the server's certificate; with it mutual TLS"},
-           &common_.client.tls_ca);
-  all.Text({"tls-cert", "FILE", "this client's certificate"}, &common_.client.tls_cert);
-  all.Text({"tls-key", "FILE", "its key"}, &common_.client.tls_key);
-  all.Text({"tls-server-name", "NAME", "name to expect in the server's certificate"},
-           &common_.client.tls_server_name);
+  common_options.Text({"tenant", "NAME", "tenant to act for, without TLS"}, &common_.client.tenant);
+  common_options.Number({"timeout-ms", "N", "of each call (default 5000)"}, 1, 86400000,
+                        &common_.client.call_timeout_ms);
+  common_options.Text(
+      {"tls-ca", "FILE", "authorities that sign the server's certificate; with it mutual TLS"},
+      &common_.client.tls_ca);
+  common_options.Text({"tls-cert", "FILE", "this client's certificate"}, &common_.client.tls_cert);
+  common_options.Text({"tls-key", "FILE", "its key"}, &common_.client.tls_key);
+  common_options.Text({"tls-server-name", "NAME", "name to expect in the server's certificate"},
+                      &common_.client.tls_server_name);
   app_->get_help_ptr()->group(kCommonGroup);
   app_->option_defaults()->group("Options");
 }

@@ -231,10 +231,10 @@ void LoadRun::Unfinished(LoadRecorder* recorder, TimePoint intended, TimePoint n
   recorder->counts_.of(Stage::kStep).Record(Nanos(now - intended));
 }
 
-void LoadRun::Stop(TimePoint at) {
+void LoadRun::Stop(TimePoint end) {
   stopping_ = true;
   const MutexLock lock(mutex_);
-  if (!stopped_) stopped_ = at;
+  if (!stopped_) stopped_ = end;
 }
 
 void LoadRun::End(const absl::Status& status) {
@@ -339,15 +339,15 @@ absl::StatusOr<LoadResult> LoadRun::Run() {
   result_.seconds = std::max(0.0, Seconds(end - measure_begin_).count());
   for (LoadRecorder& recorder : recorders_) result_.counts.Merge(recorder.counts_);
   if (arrivals_ != nullptr) {
-    LoadRecorder left;
-    left.run_ = this;
+    LoadRecorder recorder;
+    recorder.run_ = this;
     const TimePoint now = stopped_.value_or(measure_end_);
     while (true) {
       const auto at = arrivals_->TakeBefore(end);
       if (!at.has_value()) break;
-      Unfinished(&left, *at, now);
+      Unfinished(&recorder, *at, now);
     }
-    result_.counts.Merge(left.counts_);
+    result_.counts.Merge(recorder.counts_);
   }
   if (result_.counts.steps == 0 && !result_.interrupted) {
     return absl::FailedPreconditionError(absl::StrCat(

@@ -255,13 +255,13 @@ void Replayer::Compare(const Record& record, const OpenStep& step) {
   const size_t width = record.o.size() / cells;
   for (size_t cell = 0; cell < cells; ++cell) {
     const size_t row = cell / record.num_heads;
-    const OpenStep::Row& at = step.rows[record.row_begin + row];
+    const OpenStep::Row& place = step.rows[record.row_begin + row];
     const std::string where = absl::StrCat("record ", reader_->records(), ", layer ", record.layer,
-                                           ", row ", row, " (position ", at.position, "), head ",
+                                           ", row ", row, " (position ", place.position, "), head ",
                                            record.head_offset + cell % record.num_heads);
     comparison_.AddRow(
         std::span(o_).subspan(cell * width, width), record.o.subspan(cell * width, width),
-        at.sequence->bounds.Largest(record.layer, at.position, record.profile), where);
+        place.sequence->bounds.Largest(record.layer, place.position, record.profile), where);
     if (!record.lse.empty()) comparison_.AddLse(lse_[cell], record.lse[cell], where);
   }
 }

@@ -92,7 +92,8 @@ class Client(Steps, Pages, Operations, Following):
                 client_id: str = "", timeout_s: float = 30.0, message_bytes: int = 0,
                 lease_ms: int = 0, transport: str = "auto", shared_bytes: Optional[int] = None,
                 spin_us: int = 20, server_uid: Optional[int] = None, device_bytes: int = 0,
-                device: int = 0, device_library: str = "", http_proxy: bool = False,
+                device: int = 0, device_library: str = "", pinned: bool = False,
+                http_proxy: bool = False,
                 follow_moves: Union[bool, Callable[[str], "Client"]] = False,
                 on_peer: Optional[Callable[[Model], None]] = None) -> "Client":
         """Connects to `host:port` or `unix:/path`.
@@ -115,7 +116,11 @@ class Client(Steps, Pages, Operations, Following):
 
         `device_bytes` (rounded up to MiB) asks for memory of the server's GPU in addition to each
         stream's ring, for `buffers(..., device="cuda")`. `device` is the GPU that this process
-        uses, and `device_library` its runtime, if it is not under its usual name.
+        uses, and `device_library` its runtime, if it is not under its usual name. A server that
+        does not grant the memory is Unavailable. `pinned` registers each ring's memory with the
+        driver of `device`, so that copies between the memory and the GPU make no thread wait and
+        calls can be chained (`Step.chain`). It needs the C library (mla_client.native), and does
+        nothing without it.
 
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.
@@ -141,7 +146,8 @@ class Client(Steps, Pages, Operations, Following):
                          message_bytes=message_bytes, lease_ms=lease_ms, secure=tls is not None,
                          transport=transport, shm_path=shm_path_of(target) if tls is None else "",
                          shared_bytes=shared_bytes, spin_us=spin_us,
-                         device=DeviceWish(-(-device_bytes >> 20), device, device_library),
+                         device=DeviceWish(-(-device_bytes >> 20), device, device_library,
+                                           pinned),
                          make_channel=make_channel)
         except BaseException:
             channel.close()

@@ -75,15 +75,15 @@ void AddTransfers(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t
     const int64_t begin = std::max(offset, piece.payload_offset);
     const int64_t end = std::min(offset + bytes, piece.payload_offset + piece.bytes);
     if (begin >= end) continue;
-    const int64_t at = group_at + piece.group_offset + (begin - piece.payload_offset);
+    const int64_t offset_in_pool = group_at + piece.group_offset + (begin - piece.payload_offset);
     if (transfers->size() > first) {
       kernels::PageTransfer& last = transfers->back();
-      if (last.pool_offset + last.bytes == at) {
+      if (last.pool_offset + last.bytes == offset_in_pool) {
         last.bytes += end - begin;
         continue;
       }
     }
-    transfers->push_back({at, end - begin, host + (begin - offset)});
+    transfers->push_back({offset_in_pool, end - begin, host + (begin - offset)});
   }
 }
 

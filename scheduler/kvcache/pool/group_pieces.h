@@ -1,4 +1,4 @@
-// The bytes of a page group that leave the pool or come back, as one string: the payload of the
+// The bytes of a page group that leave the pool or come back, in one string: the payload of the
 // page-group format (docs/cache/page_groups.md).
 //
 //   payload:  [layer 0: plane 0 | plane 1 ...][layer 1: ...] ...
@@ -19,9 +19,10 @@ namespace mla::kvcache {
 
 struct GroupPiece {
   int64_t payload_offset = 0;
-  int64_t group_offset = 0;  // bytes from the page group's first
+  int64_t group_offset = 0;  // counted from the beginning of the page group
   int64_t bytes = 0;
-  int64_t unit = 0;  // payloads are cut between units only: a row, or a plane with its scales
+  // A payload may be cut only between units: a unit is a row, or a plane with its scales.
+  int64_t unit = 0;
   int32_t layer = 0;
   int32_t plane = 0;
 };
@@ -34,15 +35,16 @@ inline int64_t PayloadBytes(const std::vector<GroupPiece>& pieces) {
   return pieces.empty() ? 0 : pieces.back().payload_offset + pieces.back().bytes;
 }
 
-// The end of the longest part that begins at `offset` and has at most `most` bytes, or of one unit
-// where that is longer. REQUIRES: `offset` is where a unit begins.
+// The end of the longest part that begins at `offset` and has at most `most` bytes. If one unit is
+// longer than that, the end of this unit. REQUIRES: a unit begins at `offset`.
 int64_t PartEnd(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t most);
 
 // Returns true if [offset, offset + bytes) begins and ends at bounds of units, inside the payload.
 bool IsPart(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t bytes);
 
-// Transfers between that part of the payload, at `host`, and the group whose first byte is
-// `group_at` of the pool; neighbours in one. REQUIRES: IsPart.
+// Appends the transfers between bytes [offset, offset + bytes) of the payload, which are at `host`,
+// and the group that begins at byte `group_at` of the pool. Neighbouring bytes make one transfer.
+// REQUIRES: IsPart(pieces, offset, bytes).
 void AddTransfers(const std::vector<GroupPiece>& pieces, int64_t offset, int64_t bytes,
                   int64_t group_at, std::byte* host, std::vector<kernels::PageTransfer>* transfers);
 

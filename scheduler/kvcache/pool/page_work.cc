@@ -129,13 +129,14 @@ bool PageWorkQueue::AddPart(int32_t index, int32_t layer, int64_t places, int64_
 bool PageWorkQueue::AddLayer(int32_t index, int32_t layer, WorkRoom* room, LaunchWork* work) {
   Piece& piece = At(index);
   if (!piece.left.test(static_cast<size_t>(layer))) return true;
-  const int64_t to = pool_->offset(piece.target), from = pool_->offset(piece.source);
+  const int64_t target_offset = pool_->offset(piece.target), from = pool_->offset(piece.source);
   const auto& planes = pool_->layout(piece.layout).layers[static_cast<size_t>(layer)];
   int64_t bytes = 0;
   for (const KvPlane& plane : planes) bytes += plane.bytes_of(piece.rows);
   if (!AddPart(index, layer, static_cast<int64_t>(planes.size()), bytes, room, work)) return false;
   for (const KvPlane& plane : planes) {
-    work->ranges_.push_back({to + plane.offset, plane.bytes_of(piece.rows), from + plane.offset});
+    work->ranges_.push_back(
+        {target_offset + plane.offset, plane.bytes_of(piece.rows), from + plane.offset});
   }
   piece.left.reset(static_cast<size_t>(layer));
   return true;

@@ -1,5 +1,5 @@
 // Device work that page groups wait for: zeroing of groups that last belonged to another tenant,
-// and copies of shared groups that a sequence writes into (copy-on-write).
+// and copies of shared groups that a sequence will write into (copy-on-write).
 //
 // Zeroing waits in one queue for each tenant until a launch carries it. Groups never pass from one
 // tenant to another while work on them is queued or runs. So the queues are independent of each
@@ -22,7 +22,7 @@
 // out, and a source is not written below the rows that are to be copied.
 //
 // Threading: owned by the KvCache that holds it. Memory grows to the largest number of pieces that
-// ever waited, and stays.
+// ever waited, and is kept.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_PAGE_WORK_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_PAGE_WORK_H_
 
@@ -69,17 +69,17 @@ class LaunchWork {
 struct WorkRoom {
   int64_t places = 0;  // places of ranges
   int64_t bytes = 0;
-  bool any = true;  // one piece may be larger, as the launch has nothing else to do
+  bool any = true;  // one piece may exceed these bounds, because the launch has nothing else to do
 };
 
 class PageWorkQueue {
  public:
   explicit PageWorkQueue(SlabPool* pool) : pool_(pool) {}
 
-  // Layers that are copied one by one, at most; groups of more are copied whole.
+  // Groups with more layers are copied as a whole, others layer by layer.
   static constexpr size_t kMostLayers = 1024;
 
-  // Queues zeroing of a group. REQUIRES, as AddCopy: no work into `target` is known.
+  // Queues zeroing of a group. REQUIRES, like AddCopy: the queue knows no work that fills `target`.
   void AddZeroing(TenantKey tenant, uint32_t target, int64_t bytes);
   // Copies the first `rows` rows of each layer's page from `source` to `target`, or the whole group
   // if `whole`. REQUIRES: no work that fills `source` is known.
@@ -91,17 +91,18 @@ class PageWorkQueue {
   // one included. Does nothing without a copy into the group, which may be kNoEntry, or a launch
   // has taken the layer's copy. Returns false if the layer itself does not fit.
   bool TakeLayer(uint32_t target, int32_t layer, WorkRoom* room, LaunchWork* work);
-  // The copy into the group is kept. REQUIRES: launches have made it, of every layer.
+  // Forgets a copy whose target the sequence keeps. REQUIRES: launches have copied every layer.
   void EndCopy(uint32_t target);
-  // The group has lost its last reference, or is about to: work into it that no launch has taken
-  // goes, and the group's former mark returns unless a launch may have written.
+  // Called when the group has lost its last reference or is about to. Cancels the work into it that
+  // no launch has taken. The group gets its former mark back unless a launch may have written to
+  // it.
   void Cancel(uint32_t target);
 
   WorkTicket last() const { return last_; }
   // Returns true if work of the tenant up to the ticket is still queued.
   bool Waits(TenantKey tenant, WorkTicket until) const;
-  // Moves the tenant's work up to the ticket into `work`, oldest first, as far as `room` goes and
-  // reduces it. True when none of it is left in the queue.
+  // Moves the tenant's work up to the ticket into `work`, oldest first, as long as `room` allows,
+  // and reduces `room`. Returns true if none of this work is left in the queue.
   bool Take(TenantKey tenant, WorkTicket until, WorkRoom* room, LaunchWork* work);
   // As Take, for work of any tenant, to make progress with it.
   void TakeAny(WorkRoom* room, LaunchWork* work);
@@ -111,12 +112,13 @@ class PageWorkQueue {
   bool Fills(const LaunchWork& work, uint32_t target) const;
   // Returns true if the launch carries work of the tenant up to the ticket.
   bool Carries(const LaunchWork& work, TenantKey tenant, WorkTicket until) const;
-  // The launch has failed. When several have, the latest comes first.
+  // Call it when the launch has failed. If several launches failed, call it for the latest first.
   void Requeue(LaunchWork* work);
 
-  int64_t queued() const { return queued_; }            // groups whose zeroing no launch has taken
+  // Groups with zeroing that no launch has taken.
+  int64_t queued() const { return queued_; }
   int64_t copies_open() const { return copies_open_; }  // copies that are known
-  // By launches that have completed: groups of which a layer was copied, and bytes.
+  // Groups with a copied layer, and bytes copied, by launches that have completed.
   uint64_t groups_copied() const { return groups_copied_; }
   uint64_t bytes_copied() const { return bytes_copied_; }
 
@@ -132,12 +134,13 @@ class PageWorkQueue {
     // For a copy layer by layer; kNone: the whole group is copied, as layer 0.
     LayoutId layout = kNone;
     int32_t rows = 0;
-    std::bitset<kMostLayers> left;       // layers that no launch has taken
-    int32_t running = 0;                 // launches that carry it, or layers of it
-    bool begun = false;                  // a launch has taken some of it
-    bool copied = false;                 // ... and completed
-    bool tried = false;                  // ... and failed: it is done in part, perhaps
-    int32_t prev = kNone, next = kNone;  // in its tenant's queue; next alone in the free list
+    std::bitset<kMostLayers> left;  // layers of the copy that no launch has taken
+    int32_t running = 0;            // running launches that carry it or layers of it
+    bool begun = false;             // a launch has taken at least a part of it
+    bool copied = false;            // ... and completed
+    bool tried = false;             // ... and failed, so that a part of it may be done
+    // Links of its tenant's queue; the free list uses next alone.
+    int32_t prev = kNone, next = kNone;
     bool copies() const { return source != SlabPool::kNoEntry; }
   };
   struct Queue {

@@ -1,5 +1,5 @@
-// Conditions on which the isolation of tenants rests. They are checked in every build: accounting
-// that is wrong hands pages of one tenant to another, so the process ends at once instead.
+// Conditions on which the isolation of tenants rests, checked in every build. Wrong accounts would
+// hand pages of one tenant to another, so the process ends at once instead.
 #ifndef MLA_SCHEDULER_KVCACHE_POOL_REQUIRE_H_
 #define MLA_SCHEDULER_KVCACHE_POOL_REQUIRE_H_
 
@@ -8,7 +8,7 @@
 
 namespace mla::kvcache {
 
-// Ends the process with SIGABRT and `what` on stderr unless the condition holds.
+// Ends the process with SIGABRT, and prints `what` to stderr, if the condition does not hold.
 inline void Require(bool holds, const char* what) {
   if (holds) [[likely]]
     return;

@@ -13,7 +13,8 @@ namespace {
 
 using kernels::kPageGranuleBytes;
 
-// Enough slabs that models can share the budget, few enough that a group rarely needs two.
+// Enough slabs for several models to share the budget, but few enough that a group rarely needs
+// two.
 constexpr int64_t kSlabsWanted = 32;
 
 constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -77,7 +78,7 @@ void SlabPool::RemoveLayout(LayoutId layout) {
           "removal of a layout in use");
   Layout& owner = Of(layout);
   owner.active = false;
-  // Groups that page work still pins outlive the layout, but not its account.
+  // Groups that page work still pins remain after the layout, but its account may not.
   PoolAccount* const account = std::exchange(owner.account, nullptr);
   if (account == nullptr) return;
   for (int64_t g = 0; g < owner.groups_pinned; ++g) account->ReturnGroup(owner.group_bytes);
@@ -102,15 +103,16 @@ SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
     return {};
   }
   Slab& slab = At(index);
-  int32_t taken = slab.free_head;
-  if (taken != kNone) {
-    slab.free_head = slab.groups[static_cast<size_t>(taken)].next_free;
+  int32_t free_group = slab.free_head;
+  if (free_group != kNone) {
+    slab.free_head = slab.groups[static_cast<size_t>(free_group)].next_free;
   } else {
-    taken = slab.groups_fresh++;
-    if (static_cast<size_t>(taken) == slab.groups.size()) slab.groups.emplace_back();
-    if (taken == slab.marked) slab.groups[static_cast<size_t>(slab.marked++)].mark = slab.rest_mark;
+    free_group = slab.groups_fresh++;
+    if (static_cast<size_t>(free_group) == slab.groups.size()) slab.groups.emplace_back();
+    if (free_group == slab.marked)
+      slab.groups[static_cast<size_t>(slab.marked++)].mark = slab.rest_mark;
   }
-  Group& group = slab.groups[static_cast<size_t>(taken)];
+  Group& group = slab.groups[static_cast<size_t>(free_group)];
   Require(group.references == 0, "a page group in use is on the free list");
   group.references = 1;
   group.mark_before = group.mark;
@@ -121,7 +123,7 @@ SlabPool::Taken SlabPool::Take(LayoutId layout, TenantKey tenant) {
   ++stats_.groups_used;
   --stats_.groups_free;
   stats_.bytes_used += owner.group_bytes;
-  const int64_t offset = index * slab_bytes_ + taken * owner.group_bytes;
+  const int64_t offset = index * slab_bytes_ + free_group * owner.group_bytes;
   return {static_cast<uint32_t>(offset / kPageGranuleBytes),
           group.mark_before != kClean && group.mark_before != tenant};
 }
@@ -329,7 +331,7 @@ SlabPool::Run SlabPool::RunAt(int32_t first, const Layout& layout,
   if (row == 0) return {};
   const int64_t groups = size <= slab_bytes_ ? GroupsIn(first, size) : RunBytes(first, row) / size;
   if (groups == 0) return {};
-  // Without the slabs that hold none.
+  // Counts only the slabs that the groups need.
   const int64_t slabs = size <= slab_bytes_ ? 1 : (groups * size + slab_bytes_ - 1) / slab_bytes_;
   return {static_cast<int32_t>(slabs), static_cast<int32_t>(groups)};
 }
@@ -345,7 +347,7 @@ int32_t SlabPool::AssignRun(LayoutId layout) {
     if (run.groups > 0) break;
   }
   if (run.groups == 0) return kNone;
-  // A bound may leave room for a shorter run.
+  // The account's bound may leave room for a shorter run.
   while (owner.account != nullptr && !owner.account->TakeSlab(RunBytes(head, run.slabs))) {
     --run.slabs;
     run.groups = static_cast<int32_t>(RunBytes(head, run.slabs) / owner.group_bytes);

@@ -1,4 +1,4 @@
-// Page groups out of one byte budget.
+// Hands out page groups from one budget of bytes.
 //
 // The budget is cut into slabs of equal size (the last may be shorter) when the first layout comes.
 // A slab serves groups of one layout at a time and returns to the budget when its last group is
@@ -7,12 +7,13 @@
 // enough free slabs are neighbours. A group is named by its page table entry: the offset of its
 // first byte in granules of kPageGranuleBytes.
 //
-// Each range of bytes carries a mark: clean (never handed out), one tenant's, or mixed. A group is
-// dirty for a tenant when its mark is neither clean nor that tenant's. Marks follow the bytes when
-// a slab changes layout; where ranges no longer fit, marks merge towards mixed.
+// Each range of bytes has a mark: clean (never handed out), the key of a tenant, or mixed. A group
+// is dirty for a tenant when its mark is neither clean nor that tenant's. When a slab changes its
+// layout, the new groups take over the marks of their bytes. A group over ranges with different
+// marks becomes mixed.
 //
-// An entry that names no group, a group that is freed twice and the like end the process, in any
-// build: require.h.
+// Misuse, such as an entry that names no group or a group freed twice, ends the process in every
+// build (require.h).
 //
 // Take, Untake, Share and Drop are O(1), with one exception: a layout that needs more slabs
 // searches all slabs for free ones. If such a slab had another group size before, the marks of its
@@ -34,8 +35,9 @@
 
 namespace mla::kvcache {
 
-using LayoutId = int32_t;    // index of a registered layout, reused after removal
-using TenantKey = uint64_t;  // the engine gives each tenant; never reused, below kMaxTenantKey
+using LayoutId = int32_t;  // index of a registered layout, reused after removal
+// Given to each tenant by the engine; never reused, below kMaxTenantKey.
+using TenantKey = uint64_t;
 
 inline constexpr TenantKey kMaxTenantKey = 0xfffffffffffffff0u;
 
@@ -44,16 +46,17 @@ inline constexpr TenantKey kMaxTenantKey = 0xfffffffffffffff0u;
 class PoolAccount {
  public:
   virtual ~PoolAccount() = default;
-  // False: the layout gets no further group / slab. Bytes of one group, of one run of slabs.
+  // Both return false if the layout gets no further group or slab. `bytes`: of one group, or of one
+  // run of slabs.
   virtual bool TakeGroup(int64_t bytes) = 0;
   virtual bool TakeSlab(int64_t bytes) = 0;
   virtual void ReturnGroup(int64_t bytes) = 0;
   virtual void ReturnSlab(int64_t bytes) = 0;
-  // Bytes of groups that the owner's own bound leaves; negative beyond it.
+  // Bytes of groups that the owner may still take under its own bound; negative beyond it.
   virtual int64_t GroupRoom() const = 0;
   // Bound of the account in bytes.
   virtual int64_t GroupBound() const { return std::numeric_limits<int64_t>::max(); }
-  // Layouts with equal owners, which are not null, share bounds.
+  // Layouts with the same owner share its bounds; null: no owner.
   virtual const void* owner() const { return nullptr; }
 };
 
@@ -66,11 +69,12 @@ struct SlabPoolStats {
   int64_t groups_used = 0;
   int64_t groups_free = 0;  // in slabs that are assigned to a layout
   int64_t groups_shared = 0;
-  // Without references, kept by page work alone; part of groups_used and bytes_used.
+  // Without references and kept only because page work uses them; part of groups_used and
+  // bytes_used.
   int64_t groups_pinned = 0;
   int64_t bytes_pinned = 0;
-  // Cached and held by nothing else; part of groups_used and bytes_used. The idle ones are those
-  // without page work.
+  // Held by the prefix cache alone; part of groups_used and bytes_used. groups_idle: the part of
+  // these groups that page work does not use.
   int64_t groups_cached = 0;
   int64_t bytes_cached = 0;
   int64_t groups_idle = 0;
@@ -80,8 +84,8 @@ struct SlabPoolStats {
 class SlabPool final {
  public:
   static constexpr uint32_t kNoEntry = 0xffffffffu;
-  // Groups that the pool keeps books of; their number must not follow from a layout alone, which a
-  // client chooses: pages of a few bytes would take as much memory for books as for rows.
+  // The most groups that the pool keeps books for. A client chooses the layout: with pages of a few
+  // bytes the books would take as much memory as the rows.
   static constexpr int64_t kMostGroups = 1 << 20;
   // For groups larger than a slab: the most slabs of a run, unless one group needs more, and the
   // part of a run that may be wasted. The shortest run that wastes no more is taken.
@@ -92,26 +96,26 @@ class SlabPool final {
 
   struct Taken {
     uint32_t entry = kNoEntry;
-    bool dirty = false;  // holds, or may hold, another tenant's bytes
+    bool dirty = false;  // true: may hold bytes of another tenant
   };
 
-  // When memory for the books of groups is taken: by AddLayout for all that may be, or by Take as
-  // they are handed out for the first time.
+  // When memory for the books is taken: by AddLayout for all groups that the layout may get, or by
+  // Take when it hands out a group for the first time.
   enum class Books : uint8_t { kAtOnce, kAsNeeded };
 
-  // slab_bytes 0: about a thirty-second of the budget, a whole number of groups of the first
-  // layout. Either way a slab holds at least one of those.
+  // slab_bytes 0: about a thirty-second of the budget, rounded to whole groups of the first layout.
+  // A slab always holds at least one of these groups.
   SlabPool(int64_t bytes, int64_t slab_bytes, Books books = Books::kAtOnce);
 
-  // Calls `on_freed` with the nanoseconds of `now` between Take and the last Drop of every
-  // kLifetimeSample-th group. Neither may call back or allocate.
+  // For every kLifetimeSample-th freed group, calls `on_freed` with the nanoseconds, measured by
+  // `now`, between its Take and its last Drop. Neither function may call back or allocate.
   void WatchLifetimes(std::function<int64_t()> now, std::function<void(int64_t)> on_freed);
-  // RESOURCE_EXHAUSTED when not even one group fits the budget. REQUIRES: positive dims.
-  // `account`: told of every group and slab that the layout takes and returns, or null; outlives
-  // the layout.
+  // RESOURCE_EXHAUSTED if not even one group fits the budget. REQUIRES: all dimensions are
+  // positive. `account`, if not null, is told of every group and slab that the layout takes and
+  // returns; it must outlive the layout.
   absl::StatusOr<LayoutId> AddLayout(const GroupLayout& layout, PoolAccount* account = nullptr);
-  // REQUIRES: no group of it has a reference. Groups that page work pins keep their slabs until
-  // then.
+  // REQUIRES: none of its groups has a reference. Groups that are pinned by page work keep their
+  // slabs until they are unpinned.
   void RemoveLayout(LayoutId layout);
   bool Has(LayoutId layout) const;
   const GroupLayout& layout(LayoutId layout) const { return Of(layout).layout; }
@@ -120,35 +124,37 @@ class SlabPool final {
   // Returns a group with one reference, marked as the tenant's; kNoEntry if the pool is full or the
   // layout's account refuses.
   Taken Take(LayoutId layout, TenantKey tenant);
-  // Undoes a Take whose group has not been used: its former mark returns. The latest Take first.
+  // Undoes a Take whose group was not used, and restores the group's former mark. Several Takes
+  // must be undone in reverse order.
   void Untake(uint32_t entry);
   void Share(uint32_t entry);  // one more reference
-  // One reference less; true if it was the last, which frees the group once nothing pins it.
+  // Removes one reference. Returns true if it was the last; the group is then free as soon as
+  // nothing pins it.
   bool Drop(uint32_t entry);
   int32_t references(uint32_t entry) const;
 
-  // --- Page work (page_work.h): a pinned group is not handed out again.
+  // --- Page work (page_work.h). A pinned group is not handed out again.
   void Pin(uint32_t entry);
   void Unpin(uint32_t entry);
   int32_t pins(uint32_t entry) const { return GroupOf(entry).pins; }
   // As Pin, for the source of a copy: its first `rows` rows may not be written until UnpinSource.
   void PinSource(uint32_t entry, int32_t rows);
   void UnpinSource(uint32_t entry);
-  // Rows of each page that copies which wait or run still read.
+  // Rows of each of the group's pages that waiting or running copies still have to read.
   int32_t pinned_rows(uint32_t entry) const;
   // The piece of work that fills the group, or -1.
   int32_t work(uint32_t entry) const;
   void set_work(uint32_t entry, int32_t piece) { GroupOf(entry).work = piece; }
-  // The mark that the group had before the latest Take.
+  // Restores the mark that the group had before the latest Take.
   void RestoreMark(uint32_t entry);
-  // The group may hold bytes of any tenant.
+  // Notes that the group may hold bytes of any tenant.
   void MarkMixed(uint32_t entry) { GroupOf(entry).mark = kMixed; }
-  // Who took the group last. REQUIRES: it is in use.
+  // The tenant that took the group last. REQUIRES: the group is in use.
   TenantKey tenant(uint32_t entry) const { return GroupOf(entry).mark; }
   int64_t offset(uint32_t entry) const { return int64_t{entry} * kernels::kPageGranuleBytes; }
   int64_t group_bytes(LayoutId layout) const { return Of(layout).group_bytes; }
 
-  // Groups that Take could return now for this layout.
+  // Groups of this layout that Take could return now.
   int64_t free_groups(LayoutId layout) const {
     return free_in_slabs(layout) + CountRuns(Of(layout), nullptr);
   }
@@ -158,13 +164,13 @@ class SlabPool final {
   // Bytes of such groups, by a look at the last slab alone. For groups larger than a slab the
   // result may be too large: free slabs count as neighbours.
   int64_t BytesLeft(LayoutId layout) const;
-  // Why the last Take that failed did.
+  // Why the latest failing Take failed.
   TakeRefusal refusal() const { return refusal_; }
 
   // --- Groups that the prefix cache holds: it has one of their references. A cached group is idle
   // while it has no other reference and no page work uses it. Idle groups of a layout are ordered
   // by the time when they became idle.
-  void Cache(uint32_t entry, int32_t node);  // `node`: the cache's name for it, >= 0
+  void Cache(uint32_t entry, int32_t node);  // `node`: the cache's number for it, >= 0
   bool Uncache(uint32_t entry);              // as Drop
   int32_t cached(uint32_t entry) const { return GroupOf(entry).cached; }  // its node, or -1
   uint32_t oldest_idle(LayoutId layout) const { return Of(layout).idle_first; }
@@ -175,7 +181,7 @@ class SlabPool final {
   int64_t layouts() const { return static_cast<int64_t>(layouts_.size()); }
   int64_t GroupRoom(LayoutId layout) const;   // of its account, in bytes
   int64_t GroupBound(LayoutId layout) const;  // of its account, in bytes
-  // An idle group becomes the youngest of its layout's.
+  // Makes an idle group the youngest of its layout's idle groups.
   void Touch(uint32_t entry);
   // free_groups if the layout's idle groups, and all slabs with idle groups only, of any layout,
   // were free; with `own_only`, only of layouts with the same owner.
@@ -183,12 +189,13 @@ class SlabPool final {
   // Entries of all groups of one slab or run with idle groups only; empty if there is none.
   std::vector<uint32_t> IdleSlab(LayoutId layout, bool own_only) const;
   SlabPoolStats stats() const { return stats_; }
-  // Groups and slabs looked at since start, to show what an operation costs.
+  // Groups and slabs visited since start; shows what an operation costs.
   uint64_t steps() const { return steps_; }
 
-  // Compares all state with the reference counts that the tables hold, by entry. Empty when right.
+  // Compares all accounts with the reference counts of the page tables, given by entry. Returns a
+  // description of the fault; empty if there is none.
   std::string CheckInvariants(const std::unordered_map<uint32_t, int32_t>& references) const;
-  // The part of it that costs a few additions a layout, for every mutation.
+  // The cheap part of this check, a few additions for each layout, run after every mutation.
   bool CountersHold() const;
 
  private:
@@ -198,7 +205,7 @@ class SlabPool final {
   static constexpr Mark kMixed = 0xffffffffffffffffu;
   static constexpr int32_t kNone = -1;
 
-  struct alignas(64) Group {  // one line of the processor's caches
+  struct alignas(64) Group {  // one cache line of the processor
     int32_t references = 0;
     int32_t next_free = kNone;
     Mark mark = kClean;
@@ -209,25 +216,26 @@ class SlabPool final {
     int32_t pinned_rows = 0;  // 0 without such copies
     int64_t taken_ns = 0;     // kUntaken: its Take is being undone
     int32_t cached = kNone;   // the cache's node
-    bool alone = false;       // the cache holds it, and nothing else
-    bool idle = false;        // and no page work uses it
+    bool alone = false;       // only the cache holds it
+    bool idle = false;        // alone, and no page work uses it
     uint32_t idle_prev = kNoEntry, idle_next = kNoEntry;
   };
   static constexpr int64_t kUntaken = -1;
 
   struct Slab {
     LayoutId layout = kNone;   // kNone: free
-    int32_t head = kNone;      // first slab of its run; itself when alone
-    int32_t span = 1;          // slabs of the run, of a head
+    int32_t head = kNone;      // first slab of its run; itself if it is alone
+    int32_t span = 1;          // slabs of the run; valid in its first slab
     int32_t groups_total = 0;  // groups that the slab holds under its layout
     int32_t groups_used = 0;
-    int32_t groups_idle = 0;    // idle ones among groups_used
-    int32_t groups_fresh = 0;   // groups from here on were not handed out since assignment
+    int32_t groups_idle = 0;  // idle ones among groups_used
+    // Groups from this index on were not handed out since the slab got its layout.
+    int32_t groups_fresh = 0;
     int32_t free_head = kNone;  // list of the freed ones
-    int32_t prev = kNone;       // list of the layout's slabs that have free groups
+    int32_t prev = kNone;       // links of the list of the layout's slabs that have free groups
     int32_t next = kNone;
-    int64_t mark_bytes = 0;   // size of the ranges that groups[].mark tell of
-    int32_t marked = 0;       // leading groups that have marks of their own
+    int64_t mark_bytes = 0;   // size of the ranges that the marks in `groups` describe
+    int32_t marked = 0;       // number of leading ranges that have marks of their own
     Mark rest_mark = kClean;  // of the bytes after the groups
     std::vector<Group> groups;
   };
@@ -275,8 +283,8 @@ class SlabPool final {
   int32_t RunSlabs(int64_t group_bytes) const;
   // Slabs that count as free in addition to the free ones.
   using AlsoFree = std::function<bool(int32_t)>;
-  // The run that the layout takes from this slab on; none if it is not free, or a group does not
-  // fit.
+  // The run of slabs from this one on that the layout would take; none if the slab is not free or
+  // no group fits.
   Run RunAt(int32_t first, const Layout& layout, const AlsoFree* also_free = nullptr) const;
   int64_t CountRuns(const Layout& layout, const AlsoFree* also_free) const;  // groups in them
   // Returns true if only idle groups keep the slab; with `own_only`, only idle groups of this

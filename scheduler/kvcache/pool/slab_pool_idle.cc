@@ -1,4 +1,4 @@
-// Groups of SlabPool that the prefix cache alone holds.
+// The part of SlabPool for groups that only the prefix cache holds.
 #include <algorithm>
 #include <limits>
 
@@ -86,7 +86,8 @@ int64_t SlabPool::FreeWithoutIdle(LayoutId layout, bool own_only) const {
   const AlsoFree kept = [&](int32_t slab) { return HeldByIdleGroups(slab, layout, own_only); };
   int64_t free = free_in_slabs(layout) + owner.groups_idle + CountRuns(owner, &kept);
   steps_ += slabs_.size();
-  // Runs of its own that would be free too are taken again, with their neighbours.
+  // Runs of the layout itself that would be free were counted twice: as its groups, and in
+  // CountRuns.
   for (int32_t s = 0; s < static_cast<int32_t>(slabs_.size()); ++s) {
     if (At(s).layout == layout && kept(s)) free -= At(s).groups_total;
   }

@@ -1,4 +1,4 @@
-// The checks of SlabPool, apart from the code that they watch.
+// The checks of SlabPool, kept apart from the code that they check.
 #include <vector>
 
 #include "absl/strings/str_cat.h"

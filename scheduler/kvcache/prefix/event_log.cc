@@ -63,23 +63,23 @@ const EventLog::Layout* EventLog::Find(LayoutId layout) const {
 void EventLog::Add(LayoutId layout, Event event) {
   event.unix_ms = UnixMillis();
   const MutexLock lock(mutex_);
-  const Layout* const of = Find(layout);
-  if (of == nullptr) return;
-  event.number = ++*of->last;
-  event.tenant = of->tenant;
-  event.tenant_name = of->tenant_name;
-  if (event.model == nullptr) event.model = of->model;
+  const Layout* const owner = Find(layout);
+  if (owner == nullptr) return;
+  event.number = ++*owner->last;
+  event.tenant = owner->tenant;
+  event.tenant_name = owner->tenant_name;
+  if (event.model == nullptr) event.model = owner->model;
   events_[added_++ % events_.size()] = std::move(event);
 }
 
 void EventLog::Add(LayoutId layout, Miss miss) {
   miss.unix_ms = UnixMillis();
   const MutexLock lock(mutex_);
-  const Layout* const of = Find(layout);
-  if (of == nullptr) return;
-  miss.tenant = of->tenant;
-  miss.tenant_name = of->tenant_name;
-  if (miss.model == nullptr) miss.model = of->model;
+  const Layout* const owner = Find(layout);
+  if (owner == nullptr) return;
+  miss.tenant = owner->tenant;
+  miss.tenant_name = owner->tenant_name;
+  if (miss.model == nullptr) miss.model = owner->model;
   misses_[missed_++ % misses_.size()] = std::move(miss);
 }
 
@@ -118,13 +118,13 @@ std::vector<Event> EventLog::Read(std::optional<TenantKey> tenant, size_t most,
 
 std::vector<Miss> EventLog::Misses(std::optional<TenantKey> tenant, size_t most) const {
   const MutexLock lock(mutex_);
-  std::vector<Miss> found;
+  std::vector<Miss> misses;
   const uint64_t kept = std::min<uint64_t>(missed_, misses_.size());
-  for (uint64_t back = 1; back <= kept && found.size() < most; ++back) {
+  for (uint64_t back = 1; back <= kept && misses.size() < most; ++back) {
     const Miss& miss = misses_[(missed_ - back) % misses_.size()];
-    if (!tenant || miss.tenant == *tenant) found.push_back(miss);
+    if (!tenant || miss.tenant == *tenant) misses.push_back(miss);
   }
-  return found;
+  return misses;
 }
 
 }  // namespace mla::kvcache

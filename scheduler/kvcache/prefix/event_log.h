@@ -27,10 +27,10 @@ namespace mla::kvcache {
 // Reason why a match ended.
 enum class MatchEnd : uint8_t {
   kNotAsked,  // no rows were named
-  kAll,       // every row that was asked for was found
+  kAll,       // all rows asked for were found
   kAbsent,    // the next page is not known
   kDiverged,  // the cached rows that follow differ
-  kEvicted,   // the next page was there, and its room was needed
+  kEvicted,   // the next page was cached once, but its room was needed
   kDeferred,  // the next page is on its way back from a slower tier
 };
 inline constexpr size_t kMatchEnds = 6;
@@ -40,10 +40,11 @@ enum class EventKind : uint8_t {
   kEvicted,     // dropped because their room was needed
   kDropped,     // dropped with all rows of the model, which has gone or got other scales
   kExpired,     // a sequence's lease ran out
-  kRestored,    // a sequence was opened from its checkpoint, or a page is in the pool again
+  kRestored,    // a sequence was opened from its checkpoint, or a page has come back to the pool
   kDemoted,     // a page has left the pool, and has a copy in a slower tier
   kDamaged,     // dropped because a copy in a slower tier had changed
-  kPreempted,   // a sequence was taken from its client: evicted by an operator, or handed over
+  // A sequence was taken from its client, because an operator evicted it or it was handed over.
+  kPreempted,
 };
 
 // The tier where rows are, or were. Numbers of mla.v1.CacheTier.
@@ -55,8 +56,9 @@ struct Event {
   Tier tier = Tier::kPool;
   TenantKey tenant = 0;                            // given by the log
   std::shared_ptr<const std::string> tenant_name;  // the tenant's name
-  std::shared_ptr<const std::string> model;        // its name; null: the log gives the layout's
-  uint64_t sequence = 0;                           // 0: the event is of none
+  // Name of the model; null: the one that SetLayout gave for the layout.
+  std::shared_ptr<const std::string> model;
+  uint64_t sequence = 0;  // 0: the event is not of a sequence
   int64_t first_row = 0;
   int64_t rows = 0;
   std::optional<PrefixKey> key;     // of a whole page
@@ -64,11 +66,12 @@ struct Event {
   int64_t unix_ms = 0;              // given by the log
 };
 
-// A match that ended before all rows that were asked for.
+// A match that ended before it had found all rows asked for.
 struct Miss {
   TenantKey tenant = 0;                            // given by the log
   std::shared_ptr<const std::string> tenant_name;  // the tenant's name
-  std::shared_ptr<const std::string> model;        // its name; null: the log gives the layout's
+  // Name of the model; null: the one that SetLayout gave for the layout.
+  std::shared_ptr<const std::string> model;
   uint64_t sequence = 0;
   int64_t first_row = 0;
   int64_t rows_asked = 0;
@@ -79,14 +82,15 @@ struct Miss {
 
 class EventLog final {
  public:
-  // Events of all tenants, and as many misses: about 2 MiB.
+  // Events kept, of all tenants together, and as many misses; about 2 MiB.
   static constexpr int32_t kKept = 8192;
 
   // `seed`: for the tenants' first event numbers.
   explicit EventLog(uint64_t seed, int32_t kept = kKept);
 
-  // --- By the engine.
-  // Events of the layout are the tenant's from now on, and, where they name no other, the model's.
+  // --- Called by the engine.
+  // From this call on, events of the layout belong to the tenant, and to the model unless they name
+  // another one.
   void SetLayout(LayoutId layout, TenantKey tenant, const std::string& tenant_name,
                  const std::string& model);
   void DropLayout(LayoutId layout);
@@ -114,11 +118,11 @@ class EventLog final {
     TenantKey tenant = 0;
     std::shared_ptr<const std::string> tenant_name;
     std::shared_ptr<const std::string> model;  // null: not in use
-    std::shared_ptr<uint64_t> last;  // number of the tenant's last event; all its layouts'
+    std::shared_ptr<uint64_t> last;  // number of the tenant's last event; shared by all its layouts
   };
   const Layout* Find(LayoutId layout) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t FirstNumber() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Position of the oldest event that is kept.
+  // Position of the oldest event kept.
   uint64_t Oldest() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   mutable Mutex mutex_;

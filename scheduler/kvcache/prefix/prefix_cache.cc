@@ -27,15 +27,15 @@ PrefixCache::PrefixCache(SlabPool* pool, PageWorkQueue* work)
 
 PrefixCache::Found PrefixCache::Find(LayoutId layout, const PrefixChain& chain, int32_t page) {
   ++stats_.steps;
-  const auto found = whole_.find(chain.keys[static_cast<size_t>(page)]);
-  if (found == whole_.end()) return {};
-  const Node& node = At(found->second);
+  const auto entry = whole_.find(chain.keys[static_cast<size_t>(page)]);
+  if (entry == whole_.end()) return {};
+  const Node& node = At(entry->second);
   // The key covers all rows up to here; available data is compared nevertheless.
   if (node.layout != layout || node.tokens.empty() != chain.opaque) return {};
   if (!chain.opaque && !StartsWith(chain.page_tokens(page, chain.page_size), node.tokens)) {
     return {};
   }
-  return {node.entry, chain.page_size, found->second};
+  return {node.entry, chain.page_size, entry->second};
 }
 
 PrefixCache::Found PrefixCache::FindRows(LayoutId layout, const PrefixChain& chain, int32_t page,
@@ -95,7 +95,8 @@ bool PrefixCache::ReplaceContainedSibling(LayoutId layout, const PrefixKey& pare
 bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                           uint32_t entry) {
   ++stats_.steps;
-  // A group that is still to be filled belongs to a step that came to nothing.
+  // Work that would fill the group is still queued, so its step was aborted and the rows do not
+  // exist.
   if (pool_->cached(entry) != kNone || pool_->work(entry) != kNone) return false;
   const bool whole = rows == chain.page_size;
   Require(rows > 0 && (whole || !chain.opaque), "a part of a page is published without tokens");
@@ -327,7 +328,7 @@ bool PrefixCache::MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why) {
     const int64_t size = pool_->group_bytes(layout);
     const int64_t bytes = groups * size - pool_->GroupRoom(layout);
     if (bytes > 0) return EvictOfOwner(layout, bytes);
-    // The owner's bound would do: it is the sum of all owners that has reached the pool's size.
+    // The owner is within its own bound, but all owners together have reached the pool's size.
   }
   const bool own_only = why == TakeRefusal::kSlabBound;
   const int64_t free = own_only ? pool_->free_in_slabs(layout) : pool_->free_groups(layout);

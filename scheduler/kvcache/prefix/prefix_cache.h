@@ -1,4 +1,4 @@
-// The prefix cache: committed page groups that can be found by what their rows stand for.
+// The prefix cache: committed page groups that can be found by the contents of their rows.
 //
 // A published group has a node, and the cache holds one reference to the group. Nodes of whole
 // pages are found by key. Nodes with tokens are also found by agreeing rows, among the nodes with
@@ -44,13 +44,13 @@ struct PrefixStats {
   uint64_t hits = 0;                           // matches that found rows
   uint64_t rows_asked = 0, rows_found = 0;
   uint64_t published = 0;   // groups
-  uint64_t superseded = 0;  // nodes whose rows a longer one has
+  uint64_t superseded = 0;  // nodes dropped because a node with more rows contains theirs
   uint64_t evicted = 0;     // groups whose room was needed, in the pool or in the last tier
-  uint64_t demoted = 0;     // groups that left the pool, their rows in a slower tier
+  uint64_t demoted = 0;     // groups that left the pool while their rows stay in a slower tier
   uint64_t restored = 0;    // and came back
   uint64_t freed = 0;       // groups that came back to the pool, for any reason
   int64_t nodes = 0;
-  uint64_t steps = 0;  // keys and nodes looked at, to show what an operation costs
+  uint64_t steps = 0;  // keys and nodes visited; shows what an operation costs
 };
 
 // Copies of nodes in slower tiers, by the index of the node.
@@ -67,11 +67,11 @@ class CopiesOutside {
 class PrefixCache final {
  public:
   static constexpr int32_t kNone = -1;
-  // Nodes with the same parent that a look by rows compares, the latest first.
+  // FindRows compares at most this many nodes with the same parent, the latest first.
   static constexpr int32_t kMostSiblings = 32;
 
   struct Found {
-    uint32_t entry = SlabPool::kNoEntry;  // kNoEntry with rows: the node is demoted
+    uint32_t entry = SlabPool::kNoEntry;  // kNoEntry although there are rows: the node is demoted
     int32_t rows = 0;
     int32_t node = kNone;
   };
@@ -86,26 +86,26 @@ class PrefixCache final {
 
   PrefixCache(SlabPool* pool, PageWorkQueue* work);
 
-  // The group of the chain's whole page, or none.
+  // The group of the chain's whole page `page`, or none.
   Found Find(LayoutId layout, const PrefixChain& chain, int32_t page);
-  // The group whose rows agree longest with the page's first `rows` rows, at least one. With
-  // `in_pool`, demoted ones are passed over.
+  // The group that agrees with most of the page's first `rows` rows, from the first one on; none if
+  // not even that one agrees. `in_pool`: demoted nodes are passed over.
   Found FindRows(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                  bool in_pool = false);
   // Why Find found nothing.
   MatchEnd WhyAbsent(LayoutId layout, const PrefixChain& chain, int32_t page) const;
   void CountMatch(MatchEnd end, int32_t asked, int32_t found);
 
-  // The group holds the page's first `rows` rows, committed at every layer. False, and nothing
-  // happens, when it is cached already or still to be filled, or when other groups of the pool have
-  // the same rows. REQUIRES: rows = page_size, or fewer of a chain with tokens.
+  // Offers a group that holds the page's first `rows` rows, committed at every layer. Returns false
+  // and does nothing if the group is cached already or still has to be filled, or if another group
+  // of the pool has the same rows. REQUIRES: rows = page_size, or fewer if the chain has tokens.
   bool Publish(LayoutId layout, const PrefixChain& chain, int32_t page, int32_t rows,
                uint32_t entry);
   // From now on evictions are events of the log; null: no events. It outlives the cache.
   void set_events(EventLog* events) { events_ = events; }
   // Evicts idle groups so that `groups` more can be taken for the layout, which Take has just
-  // refused for `why`. Counts first: false, and nothing is evicted, when that would not suffice.
-  // Groups of the layout itself go first, then whole slabs of others.
+  // refused for `why`. Counts first: if that would not give enough room, evicts nothing and returns
+  // false. Groups of the layout go first, then whole slabs of other layouts.
   bool MakeRoom(LayoutId layout, int64_t groups, TakeRefusal why);
 
   // --- Hints
@@ -114,8 +114,8 @@ class PrefixCache final {
   static constexpr int32_t kMostPassedOver = 16;
   // The node's group is passed over this many times before it is evicted.
   void SetPriority(int32_t node, int32_t priority) { At(node).priority = priority; }
-  // The group stays in the pool until Unpin. Returns the pin's id, another one each time. REQUIRES:
-  // not demoted.
+  // Keeps the group in the pool until Unpin. Returns the pin's id; every pin has a new one.
+  // REQUIRES: the node is not demoted.
   uint64_t Pin(int32_t node);
   // Does nothing unless the node has this pin; 0: any pin.
   void Unpin(int32_t node, uint64_t id = 0);
@@ -127,33 +127,35 @@ class PrefixCache final {
   uint32_t OldestIdle(LayoutId layout);
 
   // --- Rows in slower tiers
-  // Idle groups of which there are copies are demoted from now on where they were evicted. Outlives
-  // the cache.
+  // From this call on, an idle group with a copy outside is demoted when its room is needed,
+  // instead of evicted. `outside` must outlive the cache.
   void set_outside(CopiesOutside* outside) { outside_ = outside; }
   About about(int32_t node) const;
   // Returns true if the rows of a demoted node are being restored.
   bool Comes(int32_t node) const { return outside_ != nullptr && outside_->Comes(node); }
   void CountUse(int32_t node) { ++At(node).uses; }
-  // The idle group of a node that has a copy outside goes back to the pool.
+  // Returns the idle group of a node to the pool; the node keeps its copy outside.
   void Demote(int32_t node);
-  // The rows of a demoted node are in `entry`, whose one reference becomes the cache's.
+  // Gives the demoted node its rows back, in `entry`; the cache takes over the one reference to it.
   void Restore(int32_t node, uint32_t entry, Tier from);
-  // A demoted node whose last copy is gone: its room was needed, or it was damaged.
+  // Removes a node whose rows are gone. Either its group was evicted, or it was demoted and has
+  // lost its last copy, which was damaged or whose room was needed.
   void Lose(int32_t node, EventKind why, Tier tier);
-  // Something of the node is to be told.
+  // Logs an event of the node.
   void Note(int32_t node, EventKind kind, Tier tier);
 
   // Forgets all groups of the layout, and looks at no others.
   void Drop(LayoutId layout);
 
   const PrefixStats& stats() const { return stats_; }
-  // Adds the cache's references, by entry.
+  // Adds the cache's own references to the counts by entry.
   void AddReferences(std::unordered_map<uint32_t, int32_t>* references) const;
   // Empty when right.
   std::string CheckInvariants() const;
 
  private:
-  static constexpr size_t kEvictedKept = 1 << 14;  // keys, to tell kEvicted from kAbsent
+  // Keys of evicted pages that are remembered, to tell kEvicted from kAbsent.
+  static constexpr size_t kEvictedKept = 1 << 14;
 
   struct Node {
     LayoutId layout = kNone;  // kNone: not in use
@@ -165,14 +167,15 @@ class PrefixCache final {
     int32_t uses = 0;
     int32_t priority = 0;
     uint64_t pin = 0;
-    std::vector<uint32_t> tokens;        // of its rows; empty if page keys named them
-    int32_t prev = kNone, next = kNone;  // nodes with tokens and the same parent; next of free ones
+    std::vector<uint32_t> tokens;  // of its rows; empty if page keys named them
+    // Links of the nodes with tokens and the same parent; the free list uses next.
+    int32_t prev = kNone, next = kNone;
   };
 
   Node& At(int32_t node) { return nodes_[static_cast<size_t>(node)]; }
   const Node& At(int32_t node) const { return nodes_[static_cast<size_t>(node)]; }
-  // False when a sibling in the pool makes the node needless. `*same` becomes a demoted one of the
-  // same rows, if there is one.
+  // Returns false if a sibling in the pool makes the node unnecessary. Sets `*same` to a demoted
+  // sibling with the same rows, if there is one.
   bool ReplaceContainedSibling(LayoutId layout, const PrefixKey& parent,
                                std::span<const uint32_t> tokens, int32_t* same);
   // The rows of a demoted node were computed again.
@@ -194,11 +197,12 @@ class PrefixCache final {
   std::vector<int64_t> of_layout_;  // nodes
   int32_t free_ = kNone;
   absl::flat_hash_map<PrefixKey, int32_t> whole_;      // by key
-  absl::flat_hash_map<PrefixKey, int32_t> families_;   // first of the nodes with a parent
+  absl::flat_hash_map<PrefixKey, int32_t> families_;   // first of the nodes with this parent
   absl::flat_hash_map<TenantKey, int64_t> pinned_of_;  // bytes
   int64_t pinned_groups_ = 0, pinned_bytes_ = 0;
   uint64_t next_pin_ = 1;
-  std::vector<uint64_t> evicted_;  // low halves of keys, by themselves
+  // Low halves of keys; each lies at the place that it gives itself.
+  std::vector<uint64_t> evicted_;
   PrefixStats stats_;
 };
 

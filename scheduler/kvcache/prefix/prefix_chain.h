@@ -21,13 +21,13 @@ struct PrefixKey {
   }
 };
 
-// Immutable once a sequence has it; sequences that fork share it.
+// Immutable once a sequence has it; forks share it.
 struct PrefixChain {
   int32_t page_size = 0;
   PrefixKey root;                // derived from the tenant, the model and the salt
-  bool opaque = false;           // pages were named by keys of the client's
+  bool opaque = false;           // the client's own keys name the pages
   std::vector<PrefixKey> keys;   // of the whole pages
-  std::vector<uint32_t> tokens;  // of all rows; empty if opaque
+  std::vector<uint32_t> tokens;  // tokens of all rows; empty if opaque
 
   int32_t rows() const {
     return static_cast<int32_t>(opaque ? keys.size() * static_cast<size_t>(page_size)

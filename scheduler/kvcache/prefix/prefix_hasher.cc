@@ -12,7 +12,7 @@
 namespace mla::kvcache {
 namespace {
 
-// One computation of the hash at a time, again and again under one secret.
+// Computes one hash at a time; may be used many times under the same secret.
 class Hash final {
  public:
   explicit Hash(const PrefixSecret& secret) {
@@ -33,7 +33,7 @@ class Hash final {
             "the hash of prefixes takes no data");
   }
 
-  // Starts over for the next key.
+  // Returns the key, and starts over for the next one.
   PrefixKey Take() {
     unsigned char out[sizeof(PrefixKey)];
     size_t bytes = 0;

@@ -1,6 +1,6 @@
 // Keys of prefixes: SipHash-2-4 with 128 bits of output, under a secret of this process. Without
-// the secret a client cannot choose tokens for a given key, so rows are found by their own tokens
-// alone.
+// the secret a client cannot find other tokens that give the same key, so rows are found only by
+// their own tokens.
 //
 // Thread-safe: calls share nothing but the secret.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_PREFIX_HASHER_H_
@@ -25,8 +25,8 @@ class PrefixHasher final {
 
   explicit PrefixHasher(const PrefixSecret& secret) : secret_(secret) {}
 
-  // The key before the first page. `fields`: everything that tells apart rows which must not be
-  // taken for each other; their order and their borders count.
+  // The key before the first page. `fields`: everything that separates rows which must not be
+  // confused; both their order and where one ends count.
   PrefixKey Root(std::span<const absl::string_view> fields) const;
   // Appends rows to the chain, and the keys of the pages that they complete. REQUIRES: the chain is
   // not opaque.

@@ -1,5 +1,5 @@
-// Tokens for tests of the prefix cache: each row that is committed has one of its own, so that
-// tokens say what rows must hold.
+// Tokens for tests of the prefix cache. Each committed row has its own token, so tokens tell what
+// rows must hold.
 #ifndef MLA_SCHEDULER_KVCACHE_PREFIX_TOKEN_BOOK_H_
 #define MLA_SCHEDULER_KVCACHE_PREFIX_TOKEN_BOOK_H_
 
@@ -21,7 +21,7 @@ class TokenBook {
     row_of_[token] = row;
   }
   uint32_t Of(uint64_t row) const { return token_of_.at(row); }
-  // 0: no row with the token was committed.
+  // 0: no row with this token was committed.
   uint64_t RowOf(uint32_t token) const {
     const auto found = row_of_.find(token);
     return found == row_of_.end() ? 0 : found->second;

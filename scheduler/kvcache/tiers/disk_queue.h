@@ -28,13 +28,13 @@ struct DiskMove {
   std::span<std::byte> bytes;
   int64_t at = 0;  // in the file
   absl::Status status;
-  std::function<void()> done;  // called once, from a thread of the queue
+  std::function<void()> done;  // called once, from one of the queue's threads
 };
 
 // Thread-safe. Borrows the file.
 class DiskQueue final {
  public:
-  // Moves that are under way in the kernel's queue at a time; others wait.
+  // At most this many moves are in the kernel's queue at a time; others wait.
   static constexpr uint32_t kMostAtOnce = 32;
   enum class Kind : uint8_t { kBest, kThreads };
 
@@ -53,7 +53,7 @@ class DiskQueue final {
   void RunRing();
   // Does the rest of the move, after its first `done` bytes, by a plain call.
   void Finish(DiskMove* move, size_t done);
-  // Starts what waits as far as there is room in the ring.
+  // Starts waiting moves as long as the ring has room.
   void FillRing();
   // Starts waiting moves; returns the first one that the ring had no room for, or null.
   DiskMove* StartNext();

@@ -27,7 +27,7 @@ struct Free {
 
 const unsigned char* Bytes(const void* data) { return static_cast<const unsigned char*>(data); }
 
-// Calls each(part) for all parts of the bytes of at most `most`, in their order.
+// Calls each(part) for the consecutive parts of the bytes, of at most `most` bytes each.
 template <typename Each>
 void ForParts(std::span<const std::byte> bytes, size_t most, Each each) {
   for (size_t at = 0; at < bytes.size(); at += most) {
@@ -35,7 +35,7 @@ void ForParts(std::span<const std::byte> bytes, size_t most, Each each) {
   }
 }
 
-// A digest in the making, of parts that come in their order.
+// A digest of bytes that come in consecutive parts.
 class Digesting {
  public:
   Digesting() : state_(XXH3_createState()) {
@@ -71,7 +71,7 @@ class Sealing {
     Must(context_ != nullptr && EVP_EncryptInit_ex(context_.get(), EVP_aes_128_gcm(), nullptr,
                                                    Bytes(key.data()), iv.data()) == 1);
   }
-  // At most kTurnBytes: the library counts in int.
+  // `part` has at most kTurnBytes, because the library counts in int.
   void Add(std::span<const std::byte> part) {
     int ignored = 0;
     Must(EVP_EncryptUpdate(context_.get(), nullptr, &ignored, Bytes(part.data()),

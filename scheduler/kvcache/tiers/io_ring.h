@@ -1,4 +1,5 @@
-// The kernel's queue of reads and writes (io_uring, by liburing), as far as a tier's file needs it.
+// A wrapper of the kernel's queue of reads and writes (io_uring, through liburing), with only what
+// a tier's file needs.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_IO_RING_H_
 #define MLA_SCHEDULER_KVCACHE_TIERS_IO_RING_H_
 
@@ -12,7 +13,8 @@ struct io_uring_sqe;
 
 namespace mla::kvcache {
 
-// Start: one thread at a time. Next: one thread, while others start.
+// Threading: one thread at a time calls the Start functions. One thread calls Next, even at the
+// same time.
 class IoRing final {
  public:
   struct Ended {
@@ -23,17 +25,17 @@ class IoRing final {
   // Returns null if the kernel does not have such a queue with reads and writes by address, or if
   // this process may not have one.
   static std::unique_ptr<IoRing> Make(uint32_t entries);
-  ~IoRing();  // REQUIRES: Next has returned all that was started
+  ~IoRing();  // REQUIRES: Next has returned everything that was started
   IoRing(const IoRing&) = delete;
   IoRing& operator=(const IoRing&) = delete;
 
-  // At most `entries` at a time. False: the kernel takes none now, and does nothing of it later.
-  // No tag has all bits set.
+  // At most `entries` operations may run at a time. Returns false if the kernel does not take the
+  // operation now; it is then not started later either. A tag must not have all bits set.
   bool StartRead(int file, std::span<std::byte> to, int64_t at, uint64_t tag);
   bool StartWrite(int file, std::span<const std::byte> from, int64_t at, uint64_t tag);
   // Ends at once.
   bool StartNothing(uint64_t tag);
-  // Waits for the next that has ended.
+  // Waits for the next operation that ends, and returns it.
   Ended Next();
 
  private:

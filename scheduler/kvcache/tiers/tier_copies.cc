@@ -129,7 +129,7 @@ int32_t TierCopies::OldestOf(TierIndex tier, LayoutId layout) const {
     int32_t node = lists[i].oldest;
     if (node == kNone) continue;
     if (layout != kNone && !cache_->pool().SameOwner(layout, static_cast<LayoutId>(i))) continue;
-    // Few are held at a time.
+    // Few copies are held at a time, so the walk is short.
     while (node != kNone && At(node).held) node = At(node).copies[Index(tier)].next;
     if (node == kNone) continue;
     const uint64_t stamp = At(node).copies[Index(tier)].stamp;

@@ -32,7 +32,7 @@ class TierCopies final : public CopiesOutside {
   TierCopies(int32_t tenant_percent, KvCache* cache, TierStore* store)
       : tenant_percent_(tenant_percent), cache_(cache), store_(store) {}
 
-  // --- By node. A life is one use of a node's index.
+  // --- By node. A node's index may be used again; each use of it is called a life.
   uint64_t Know(int32_t node);  // its life
   bool Lives(int32_t node, uint64_t life) const;
   uint32_t room(TierIndex tier, int32_t node) const;  // kNoRoom: no copy
@@ -46,7 +46,7 @@ class TierCopies final : public CopiesOutside {
   void Hold(int32_t node);
   // The move has ended.
   void Release(int32_t node, uint64_t life);
-  // Something waits for the node's rows to come back; Unwant once for each Want.
+  // Notes that someone waits for the node's rows to come back. Each Want needs one Unwant.
   void Want(int32_t node) { ++At(node).wanted; }
   void Unwant(int32_t node, uint64_t life);
 
@@ -55,10 +55,11 @@ class TierCopies final : public CopiesOutside {
   void Drop(TierIndex tier, int32_t node);
   // Becomes the youngest.
   void Use(TierIndex tier, int32_t node);
-  // Drops the copy, and with a node's last one the node, unless its rows are in the pool.
+  // Drops the copy. If it was the node's last one and its rows are not in the pool, drops the node,
+  // too.
   void GiveUp(TierIndex tier, int32_t node, EventKind why);
-  // A room for a group of the layout, for the caller to free. Drops copies; kNoRoom if that does
-  // not do.
+  // Returns a room for a group of the layout; the caller frees it with FreeRoom. Drops old copies
+  // to make room; returns kNoRoom if that is not enough.
   uint32_t TakeRoom(TierIndex tier, LayoutId layout);
   void FreeRoom(TierIndex tier, uint32_t room, int64_t group_bytes);
   // The node of the oldest copy that is not held, or kNone.
@@ -76,7 +77,8 @@ class TierCopies final : public CopiesOutside {
   struct Copy {
     uint32_t room = kNoRoom;
     uint64_t stamp = 0;
-    int32_t prev = kNone, next = kNone;  // of its layout in its tier, the oldest first
+    // Links of the copies of one layout in one tier, the oldest first.
+    int32_t prev = kNone, next = kNone;
   };
   struct Node {
     uint64_t life = 0;  // 0: not known
@@ -92,7 +94,7 @@ class TierCopies final : public CopiesOutside {
     int32_t oldest = kNone, youngest = kNone;
     int64_t bytes = 0;
   };
-  struct Orphan {  // a room of a node that was forgotten while a move used it
+  struct Orphan {  // the room of a node that was forgotten while a move still used the room
     uint64_t life = 0;
     TierIndex tier = TierIndex::kHost;
     uint32_t room = kNoRoom;

@@ -22,10 +22,10 @@ namespace {
 
 constexpr absl::string_view kMagic = "MLATIER\n";
 constexpr uint32_t kVersion = 1;
-// The bytes of one write, where zeros are written to take the room of a file.
+// Bytes of each write when a file's room is taken by writing zeros.
 constexpr int64_t kZeroBytes = int64_t{1} << 20;
 
-// A block that direct reads and writes take.
+// A block of memory with the size and alignment that direct reads and writes need.
 class Block {
  public:
   Block() : data_(static_cast<std::byte*>(std::aligned_alloc(kTierBlock, kTierBlock))) {
@@ -97,8 +97,8 @@ absl::Status TierFile::Allocate(int64_t bytes) {
   } while (code == EINTR);
   if (code == 0) return absl::OkStatus();
   if (code != EOPNOTSUPP && code != ENOSYS) return Failed("allocate", code);
-  // The file system cannot (ext3, FAT, many in user space). posix_fallocate would write single
-  // bytes, which O_DIRECT refuses.
+  // The file system does not support fallocate (ext3, FAT, many in user space). posix_fallocate
+  // would then write single bytes, which O_DIRECT refuses, so zeros are written here.
   std::vector<std::byte> memory(static_cast<size_t>(kZeroBytes + kTierBlock));
   const std::span<std::byte> zeros = FromBlock(memory);
   for (int64_t done = 0; done < bytes;) {

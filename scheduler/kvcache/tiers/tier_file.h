@@ -4,7 +4,7 @@
 //
 //   "MLATIER\n"  version: uint32 = 1  zeros up to kHeaderBytes  groups ...
 //
-// Reads and writes pass the page cache by (O_DIRECT) where the file system allows it.
+// Reads and writes bypass the page cache (O_DIRECT) if the file system allows it.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_TIER_FILE_H_
 #define MLA_SCHEDULER_KVCACHE_TIERS_TIER_FILE_H_
 
@@ -22,31 +22,31 @@ namespace mla::kvcache {
 // Sizes, offsets and addresses are multiples of this.
 inline constexpr int64_t kTierBlock = 4096;
 
-// The memory from its first multiple of kTierBlock on.
+// The part of the memory from its first multiple of kTierBlock on.
 inline std::span<std::byte> FromBlock(std::span<std::byte> memory) {
   constexpr auto kBlock = static_cast<uintptr_t>(kTierBlock);
   const auto at = reinterpret_cast<uintptr_t>(memory.data());
   return memory.subspan((kBlock - at % kBlock) % kBlock);
 }
 
-// Thread-safe: calls share nothing but the descriptor.
+// Thread-safe: calls share only the descriptor.
 class TierFile final {
  public:
   static constexpr int64_t kHeaderBytes = kTierBlock;
 
-  // Takes `bytes` of the disk. An existing file must be empty or one of these, of this user, under
-  // one name, and no other server's; the folder must exist. From then on its user alone may read
-  // it. UNAVAILABLE with reason "disk_full" or "disk_failed", FAILED_PRECONDITION for a file that
-  // is something else.
+  // Opens the file and takes `bytes` of the disk for it. An existing file must be empty or a tier
+  // file. It must belong to this user, have one name only and not be in use by another server. The
+  // folder must exist. Afterwards only its user may read it. UNAVAILABLE with reason "disk_full" or
+  // "disk_failed"; FAILED_PRECONDITION for a file of another kind.
   static absl::StatusOr<std::unique_ptr<TierFile>> Open(const std::string& path, int64_t bytes);
   // Removes the file.
   ~TierFile();
 
-  // REQUIRES: `at`, size and address of `from` or `to` are multiples of kTierBlock.
+  // REQUIRES: `at`, and size and address of `from` or `to`, are multiples of kTierBlock.
   absl::Status Write(int64_t at, std::span<const std::byte> from);
-  // A file that ends too early is an error.
+  // A file that ends before the last byte is an error.
   absl::Status Read(int64_t at, std::span<std::byte> to);
-  // Writes, reads and compares a block.
+  // Writes a block, reads it back and compares.
   absl::Status SelfTest();
   bool direct() const { return direct_; }
   int descriptor() const { return file_; }
@@ -55,7 +55,7 @@ class TierFile final {
   TierFile(std::string path, int file, bool direct)
       : path_(std::move(path)), file_(file), direct_(direct) {}
   absl::Status Prepare(int64_t bytes);
-  // Takes the room of the whole file, so that no later write finds the disk full. `bytes`: a
+  // Takes the room of the whole file now, so that no later write finds the disk full. `bytes` is a
   // multiple of kTierBlock.
   absl::Status Allocate(int64_t bytes);
   absl::Status Failed(const char* what, int code) const;

@@ -9,7 +9,8 @@
 namespace mla::kvcache {
 namespace {
 
-constexpr TenantKey kAnyTenant = 1;  // rooms are written whole before they are read
+// One key for all tenants: a room is written completely before it is read.
+constexpr TenantKey kAnyTenant = 1;
 
 absl::Status Damaged() {
   return MakeError(absl::StatusCode::kDataLoss, "a page group is not what was put into its tier",

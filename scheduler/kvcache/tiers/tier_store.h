@@ -34,7 +34,8 @@
 
 namespace mla::kvcache {
 
-// Rooms of one tier: a budget of bytes cut into groups of any size. Not thread-safe.
+// The rooms of one tier. A budget of bytes is cut into rooms for groups of any size. Not
+// thread-safe.
 class TierRooms final {
  public:
   static constexpr uint32_t kNone = SlabPool::kNoEntry;
@@ -62,16 +63,17 @@ class TierRooms final {
 
 struct TierJob {
   enum class Kind : uint8_t {
-    kWrite,  // checks `host` against the digest, makes the seal, and writes to the file
-    kRead,   // reads `host` from the file, and checks it against the seal
+    kWrite,  // checks `host` against the digest, makes the seal and writes `host` to the file
+    kRead,   // reads `host` from the file and checks it against the seal
   };
   Kind kind = Kind::kWrite;
-  std::span<std::byte> host;  // room, filled up to a multiple of kTierBlock
+  std::span<std::byte> host;  // the group's room in host memory, up to a multiple of kTierBlock
   size_t bytes = 0;           // part of it covered by digest and seal
   int64_t at = 0;             // in the file
   GroupDigest digest;
   GroupSeal seal;
-  // When it has been collected. DATA_LOSS: digest or seal does not hold; UNAVAILABLE: the disk.
+  // Valid once the job has been collected. DATA_LOSS: the digest or the seal does not match;
+  // UNAVAILABLE: the disk failed.
   absl::Status status;
 
   // The store's.
@@ -89,9 +91,9 @@ struct TierStoreOptions {
 
 class TierStore final {
  public:
-  // Empties the file, takes its bytes and tests it.
+  // Opens the store: empties the file, takes its bytes and tests it.
   static absl::StatusOr<std::unique_ptr<TierStore>> Open(const TierStoreOptions& options);
-  ~TierStore();  // when jobs that run, or are with the disk, have ended; others are dropped
+  ~TierStore();  // waits for jobs that run or are with the disk; drops the others
 
   TierRooms& host() { return host_; }
   const TierRooms& host() const { return host_; }
@@ -106,17 +108,19 @@ class TierStore final {
     return TierFile::kHeaderBytes + file_rooms_->offset(room);
   }
 
-  // The job, of the caller, comes back from Collect.
+  // The caller owns the job and gets it back from Collect.
   void Start(TierJob* job);
-  // Jobs that have ended, since the last call.
+  // The jobs that have ended since the last call.
   std::vector<TierJob*> Collect();
   bool has_ended() const { return has_ended_.load(std::memory_order_acquire); }
-  // Called from the store's threads when a job has ended. Set before the first Start.
+  // `wake` is called from the store's threads when a job has ended. Call this before the first
+  // Start.
   void set_wake(std::function<void()> wake) { wake_ = std::move(wake); }
 
  private:
   explicit TierStore(const TierStoreOptions& options);
-  // The job's part on a thread of the store. True: the disk has its part to do now.
+  // Does the store thread's part of the job before the disk's part. Returns true if the disk has a
+  // part to do.
   bool Prepare(TierJob* job);
   void Run(TierJob* job);
   void OnDisk(TierJob* job);
@@ -138,7 +142,7 @@ class TierStore final {
   std::atomic<bool> has_ended_{false};
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
-  std::unique_ptr<DiskQueue> disk_;  // null: without threads or a file
+  std::unique_ptr<DiskQueue> disk_;  // null: the store has no threads or no file
 };
 
 }  // namespace mla::kvcache

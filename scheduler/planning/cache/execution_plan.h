@@ -1,7 +1,7 @@
-// A finished plan together with the batch that it was made for.
+// A finished plan, together with the batch that it was made for.
 //
-// An ExecutionPlan exists filled or not at all: PlanCache is the only one that makes them, after
-// Planner::Build succeeded. Code that holds one never asks whether its arrays are ready.
+// An ExecutionPlan is always filled: only PlanCache makes one, after Planner::Build has succeeded.
+// Code that has one need not check whether its arrays are ready.
 #ifndef MLA_SCHEDULER_PLANNING_CACHE_EXECUTION_PLAN_H_
 #define MLA_SCHEDULER_PLANNING_CACHE_EXECUTION_PLAN_H_
 
@@ -14,12 +14,12 @@ namespace mla::scheduler {
 
 class ExecutionPlan final {
  public:
-  // Goes into AttentionParams::plan as it is. The i-th segment record of the launch must have the
+  // The value for AttentionParams::plan. The i-th segment record of the launch must have the
   // lengths and heads of segments()[i].
   const kernels::PlanView& view() const { return view_; }
   // The segments that the plan was made for; valid as long as the plan.
   std::span<const PlanSegment> segments() const { return segments_; }
-  // As Planner::last_imbalance: the busiest unit over the mean; 1.0 is perfect.
+  // Planner::last_imbalance of this plan: the busiest unit over the mean; 1.0 is best.
   double imbalance() const { return imbalance_; }
 
  private:

@@ -129,7 +129,7 @@ absl::Status PlanCache::Build(std::span<const PlanSegment> segments,
   return absl::OkStatus();
 }
 
-// An entry without a plan counts as used before all others.
+// An entry without a plan counts as older than all others.
 PlanCache::Entry* PlanCache::OldestUnpinned(bool with_rounds) {
   Entry* oldest = nullptr;
   for (Entry& entry : entries_) {

@@ -2,8 +2,8 @@
 // all layers after the first find their plan here. A plan that a running launch reads is never
 // changed, because each plan has its own buffers.
 //
-// A plan is found by the whole content of its batch: every segment and every trait is compared,
-// never a digest. Per launch:
+// The key of a plan is the whole content of its batch: every segment and every trait is compared,
+// not a digest of them. Per launch:
 //
 //   plan = cache.Get(segments, traits, slot)     pins the plan for the launch slot
 //   ... enqueue, Submit(slot) ... Wait(slot)
@@ -32,12 +32,12 @@ namespace mla::scheduler {
 
 struct PlanCacheOptions {
   PlanCapacity capacity;  // of each plan, from Planner::Capacity
-  int32_t plans = 4;      // kept at a time; at least the plans that running launches pin, plus 1
+  int32_t plans = 4;      // plans kept at a time; at least one more than running launches pin
   // How many of them are for plans with rounds (PlanTraits::rounds) only.
   int32_t round_plans = 0;
   RoundCapacity rounds;       // for each plan with rounds
   int32_t launch_slots = 2;   // 1 .. 64
-  int32_t plan_segments = 0;  // segments of one plan at most
+  int32_t plan_segments = 0;  // most segments of one plan
 };
 
 struct PlanCacheStats {  // counters since Create
@@ -60,7 +60,7 @@ class PlanCache final {
   // Planner::Build; also RESOURCE_EXHAUSTED if every plan is pinned.
   absl::StatusOr<const ExecutionPlan*> Get(std::span<const PlanSegment> segments,
                                            const kernels::PlanTraits& traits, int32_t launch_slot);
-  // Drops all pins of the slot; its launch must have completed.
+  // Removes all pins of the slot, whose launch must have completed.
   void Unpin(int32_t launch_slot);
 
   const PlanCacheStats& stats() const { return stats_; }
@@ -73,8 +73,8 @@ class PlanCache final {
     std::vector<PlanSegment> segments;  // the key, together with `traits`
     kernels::PlanTraits traits;
     std::optional<ExecutionPlan> plan;
-    uint64_t pins = 0;       // bit s: pinned by launch slot s
-    uint64_t last_used = 0;  // value of uses_ at the last Get
+    uint64_t pins = 0;       // bit s: launch slot s pins it
+    uint64_t last_used = 0;  // value of uses_ at the last Get of it
   };
 
   PlanCache(const PlanCacheOptions& options, std::vector<std::unique_ptr<MetadataBuffers>> buffers);

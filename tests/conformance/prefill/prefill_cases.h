@@ -9,8 +9,8 @@
 
 namespace mla::conformance {
 
-// The first `count` of six cases: prompts with and without a context, of one head and more, over
-// rows of the sampler's formats in turn.
+// The first `count` of six cases with products of 8 bits: prompts with and without a context, of one
+// head and more, over rows of the sampler's 8-bit formats in turn. Empty if it has none.
 std::vector<CaseSpec> SpreadPrefillCases(const SamplerOptions& options, int32_t count);
 
 }  // namespace mla::conformance

@@ -27,6 +27,7 @@ constexpr unsigned kCooperative = 2;
 constexpr unsigned kProgrammaticSerialization = 6;
 constexpr unsigned kHostMemory = 1;
 constexpr unsigned kDeviceMemory = 2;
+constexpr unsigned kUnifiedMemory = 4;
 constexpr unsigned kSharedWithoutAsking = 48 * 1024;
 constexpr int kSharedLimit = 227 * 1024;
 
@@ -287,7 +288,8 @@ int cuMemcpy2DAsync_v2(const CopyRows* copy, void* stream) {
   if (current == nullptr) return kInvalidContext;
   const bool in = copy->from.type == kHostMemory && copy->to.type == kDeviceMemory;
   const bool out = copy->from.type == kDeviceMemory && copy->to.type == kHostMemory;
-  const bool on = copy->from.type == kDeviceMemory && copy->to.type == kDeviceMemory;
+  const bool on = copy->from.type == copy->to.type &&
+                  (copy->to.type == kDeviceMemory || copy->to.type == kUnifiedMemory);
   if (!in && !out && !on) return kInvalidValue;
   return hipMemcpy2DAsync(out ? copy->to.host : copy->to.device, copy->to.pitch,
                           in ? copy->from.host : copy->from.device, copy->from.pitch, copy->bytes,

@@ -162,8 +162,23 @@ TEST_F(ChainedTest, CallsThatMayOvertakeAreRefused) {
   on_host.kv = in.data();
   on_host.q = in.data() + 1152;
   on_host.o = out.data();
+  // Neither there nor in a pinned region.
   EXPECT_EQ(step->Attend(on_host).status().code(), StatusCode::kFailedPrecondition);
   EXPECT_TRUE(step->Attend(Call(1, true)).ok());
+}
+
+TEST_F(ChainedTest, AStepEndsBehindItsCallsAndTheNextBeginsBehindThat) {
+  for (int turn = 0; turn < 5; ++turn) {
+    auto step = Begin();
+    std::vector<client::PendingAttend> chain;
+    for (int layer = 0; layer < DeviceDims().layers; ++layer) {
+      chain.push_back(step->AttendAsync(Call(layer, true)));
+    }
+    std::thread end([&step] { EXPECT_TRUE(step->End({0}).ok()); });
+    stream_.Finish();
+    end.join();
+    for (client::PendingAttend& pending : chain) EXPECT_TRUE(pending.Wait().ok());
+  }
 }
 
 TEST_F(ChainedTest, ARuntimeWithoutSuchWaitsSaysSo) {

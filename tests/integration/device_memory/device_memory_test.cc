@@ -230,6 +230,28 @@ TEST_F(DeviceEntriesTest, WithoutDeviceMemoryTheyAreRefused) {
   EXPECT_EQ(reply.error().detail().field(), "flags");
 }
 
+TEST(DeviceLimitsTest, DeviceMemoryTakesNothingOfTheHosts) {
+  const DeviceServer server([](server::Config& config) {
+    config.shm.region_bytes = kMiB;
+    config.shm.total_bytes = 3 * kMiB / 2;
+    config.shm.device_bytes = 8 * kMiB;
+  });
+  const auto connect = [&server](uint32_t device_mib) {
+    client::SharedMemoryOptions options;
+    options.bytes = kMiB;
+    options.device_mib = device_mib;
+    options.device.library = kernels::hip::kLibrary;
+    return client::SharedMemory::Connect(server.server().folder().File("mla.sock.shm"), options);
+  };
+  {
+    const auto ring = connect(4);
+    ASSERT_TRUE(ring.ok()) << ring.status();
+    EXPECT_TRUE((*ring)->has_device_memory()) << (*ring)->device_status();
+    // The device's share is not the host's.
+    EXPECT_EQ(connect(0).status().code(), StatusCode::kResourceExhausted);
+  }
+}
+
 // If no device memory is left, the listener replies without any. Memory is available again when its
 // client has gone.
 TEST_F(DeviceEntriesTest, ItIsBoundedAndReturns) {

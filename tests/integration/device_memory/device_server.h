@@ -55,6 +55,7 @@ class DeviceServer final {
   }
 
   TestServer& server() { return server_; }
+  const TestServer& server() const { return server_; }
   fake_hip::Control& control() { return *control_; }
   // Device memory in use, in addition to what the server took at start.
   int64_t device_bytes() const { return control_->live_bytes - base_bytes_; }

@@ -7,7 +7,7 @@ from typing import Callable, List, Optional, Tuple
 
 import torch
 
-from mla_client.pytorch import Sender
+from mla_client.pytorch import Rows, Sender, whole
 from mla_client.serving import How, Part, Pass, Passes
 from mla_client.serving.passes import FAILURES
 from mla_client.types import Profile
@@ -59,10 +59,10 @@ class Exchange:
         self._weights = weights if profile == Profile.EXPANDED else None
         self.largest = 0  # rows of the largest pass
 
-    def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: torch.Tensor,
+    def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
                output: torch.Tensor) -> None:
         """Writes the outputs of a layer, [rows, heads, v] or flat, into `output`. q and kv are as
-        in Sender.attend; rows are those of the pass."""
+        in Sender.attend_chained; rows are those of the pass."""
         flat = output.view(len(q), q.shape[1], -1)
         self.largest = max(self.largest, len(q))
         if made.step is not None:
@@ -73,21 +73,32 @@ class Exchange:
                 self._passes.fail(made, error)
         if not made.whole:
             for part in made.parts:
-                self._without(part, layer, q, kv, flat)
+                self._without(part, layer, q, whole(kv), flat)
         self._passes.layer_done(made)
 
     def release(self) -> None:
         """Gives the transport's memory back."""
         self._sender.release()
 
-    def _send(self, made: Pass, layer: int, q: torch.Tensor, kv: torch.Tensor,
+    def _send(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
               output: torch.Tensor) -> None:
-        assert made.step is not None
         if made.whole:
-            output.copy_(self._sender.attend(made.step, layer, q, kv))
+            self._exchange(made, layer, q, kv, output)
             return
         rows = torch.cat([torch.arange(part.begin, part.end) for part in made.sent()]).to(q.device)
-        output[rows] = self._sender.attend(made.step, layer, q[rows], kv[rows])
+        found = output.new_empty((len(rows), *output.shape[1:]))
+        self._exchange(made, layer, q[rows], whole(kv)[rows], found)
+        output[rows] = found
+
+    def _exchange(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
+                  output: torch.Tensor) -> None:
+        """Chained where that can be: then the pass says at its end whether outputs are good."""
+        assert made.step is not None
+        if (made.chained or made.layers == 0) and self._sender.attend_chained(
+                made.step, layer, q, kv, output):
+            made.chained = True
+            return
+        output.copy_(self._sender.attend(made.step, layer, q, whole(kv)))
 
     def _without(self, part: Part, layer: int, q: torch.Tensor, kv: torch.Tensor,
                  output: torch.Tensor) -> None:

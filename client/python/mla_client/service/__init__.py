@@ -139,6 +139,10 @@ class Service(abc.ABC):
         """Ends the step soon, without waiting: the caller does not know if the step is open, and
         does not need it."""
 
+    def _chain(self, step: Step, out: Buffers, profile: Profile, head_offset: int) -> Any:
+        """Calls with these buffers that a GPU's stream waits for; None: there are none here."""
+        return None
+
     def _shared_memory(self, stream: Any) -> Any:
         """The SharedMemory of a stream (None: the service's own), or None without shared memory."""
         return None

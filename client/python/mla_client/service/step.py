@@ -53,6 +53,7 @@ class Step:
         self.open = False
         self.joined = 1  # participants when this one came; the first, and it alone, ends the step
         self._handle: Any = None
+        self._chains: List[Any] = []
 
     def __repr__(self) -> str:
         return (f"<Step {self.step_id:#x}, {self.total_rows} rows, "
@@ -60,26 +61,47 @@ class Step:
 
     def __enter__(self) -> Step:
         try:
-            return self.begin()
+            self.begin()
         except errors.MlaError:
             raise
         except BaseException:  # an interrupt: no `with` block will end the step
-            self.service._give_up(self)
+            self._give_up()
             raise
+        return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        if not self.open:
-            return
-        if kind is None:
-            self.end()
-            return
         try:
-            self.abort()
-        except errors.MlaError:
-            pass  # the exception that is under way says more; the step's lease ends the rest
+            if not self.open:
+                return
+            if kind is None:
+                self.end()
+                return
+            try:
+                self.abort()
+            except errors.MlaError:
+                pass  # the exception that is under way says more; the step's lease ends the rest
+        except BaseException:  # nothing else will end the step
+            self._give_up()
+            raise
 
     def begin(self) -> Step:
-        """Reserves pages for all rows of all layers, or fails as a whole."""
+        """Reserves pages for all rows of all layers, or fails as a whole. After an interrupt
+        (Ctrl-C) it is not open: if it had begun, it ends soon."""
+        try:
+            self._begin()
+        except errors.MlaError:
+            raise
+        except BaseException:  # an interrupt, which may have come after the step had begun
+            self._give_up()
+            raise
+        return self
+
+    def _give_up(self) -> None:
+        """It is not open any more, or soon is not: nothing is known of the server's side."""
+        self.open = False
+        self.service._give_up(self)
+
+    def _begin(self) -> None:
         deadline = time.monotonic() + self.service.timeout_s
         while not self.open:
             if self.stream is None:
@@ -97,10 +119,29 @@ class Step:
                 if self.stream is not None:
                     raise  # it is of the server that they have left
                 self.service._follow(self.sequences, error, deadline)
-            except BaseException:  # an interrupt, which may have come after the step had begun
-                self.service._give_up(self)
-                raise
-        return self
+
+    def chain(self, out: Buffers, profile: Profile = Profile.EXPANDED, *,
+              head_offset: int = 0) -> Any:
+        """Calls with the tensors of `out` that a GPU's stream waits for and no thread: an object
+        with `attend(layer, stream)` for one layer after another, where `stream` is a handle as
+        `torch.cuda.Stream.cuda_stream`. What the stream is given before a call writes kv and q, and
+        what it is given behind it reads o. Whether all outputs are good is known once `end` or
+        `collect` has returned; before, nothing that was made from them may leave the worker.
+
+        None where calls can not be chained: without the C library (mla_client.native), or with
+        buffers in memory for which the server or the GPU's driver offers none. All calls of a
+        stream of steps that are under way are chained, on one GPU stream, or none is."""
+        self._check_begun("chain")
+        made = self.service._chain(self, out, profile, head_offset)
+        if made is not None:
+            self._chains.append(made)
+        return made
+
+    def collect(self) -> None:
+        """Waits for all chained calls so far. Raises the error of the first that has failed."""
+        chains = self._chains
+        for chain in chains:
+            chain.collect()
 
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                profile: Profile = Profile.EXPANDED, *, row_begin: int = 0, head_offset: int = 0,
@@ -250,8 +291,20 @@ class Step:
         server has no room for them (ResourceExhausted), the step stays open and may be ended
         without them.
 
+        Travels behind chained calls without waiting for them, and raises the error of the first
+        that has failed, whatever became of the step.
+
         After an interrupt (Ctrl-C) the rows may be committed or dropped: Sequence.refresh tells."""
         self._check_begun("end")
+        try:
+            return self._end(committed, tails or {})
+        except (errors.MlaError, TypeError):
+            raise
+        except BaseException:  # an interrupt, which may have come before the end was sent
+            self._give_up()
+            raise
+
+    def _end(self, committed: Optional[Seq[int]], tails: Mapping[int, bytes]) -> List[int]:
         # Arrays are sequences too, but have no truth value.
         kept = None if committed is None else [_count(count) for count in committed]
         if kept is not None and len(kept) != len(self.rows):
@@ -261,7 +314,7 @@ class Step:
                     field="end.committed", got=str(len(kept)), limit=str(len(self.rows))))
         for index, count in enumerate(kept or []):
             wire.check_number(f"end.committed[{index}]", count)
-        sent = sorted((tails or {}).items())
+        sent = sorted(tails.items())
         tail_bytes = self.model.spec.tail_bytes
         for place, tail in sent:
             if not 0 <= place < len(self.rows) or len(tail) != tail_bytes or not tail_bytes:
@@ -271,11 +324,10 @@ class Step:
         try:
             lengths = self.service._end(self, kept, sent)
         except errors.MlaError:
-            raise
-        except BaseException:  # an interrupt, which may have come before the end was sent
-            self.service._give_up(self)
+            self.collect()  # a call that has failed says more
             raise
         self.open = False
+        self.collect()
         for sequence, length in zip(self.sequences, lengths):
             sequence.length = length
         return lengths

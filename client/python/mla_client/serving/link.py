@@ -60,7 +60,11 @@ class Link:
         """Registers the model and uploads this rank's weights, now and whenever the server has
         them no longer; `weights` is called for each layer each time."""
         self._spec, self._weights = spec, weights
-        return self.model()
+        model = self.model()
+        if self.options.arguments.get("device_bytes"):
+            # A server that grants none is refused now, and not pass by pass.
+            assert self.client.transport
+        return model
 
     def model(self) -> Model:
         """The model as the server has it. While the server is left alone after a failure, the

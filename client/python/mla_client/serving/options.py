@@ -60,6 +60,10 @@ class Options:
         return cls(tuple(targets), model, away_s=float(away), page_size=page,
                    arguments={"lease_ms": LEASE_MS, "client_id": client_id, **rest}, **flags)
 
+    def with_defaults(self, arguments: Mapping[str, Any]) -> "Options":
+        """These arguments of Client.connect, where the user has not given them."""
+        return dataclasses.replace(self, arguments={**arguments, **self.arguments})
+
     def of_stage(self, stage: int, stages: int) -> "Options":
         """Of one stage of a pipeline, whose layers are a model of their own."""
         return dataclasses.replace(self, model_id=f"{self.model_id}#{stage + 1}of{stages}")

@@ -42,6 +42,7 @@ class Pass:
     step: Optional[Step] = None  # None: nothing is sent
     layers: int = 0              # that are done
     leads: bool = True           # this process began the step, and ends it
+    chained: bool = False        # whether its outputs are good is known at its end alone
 
     @property
     def whole(self) -> bool:
@@ -124,7 +125,7 @@ class Passes:
         if fault != Fault.AWAY and step is not None and made.leads:
             self._abort(step)
         for part in made.sent():
-            self._give_up(part)
+            self._give_up(part, made.chained)
 
     def layer_done(self, made: Pass) -> bool:
         """A layer has its outputs. Returns True if that was the last one of this process."""
@@ -132,9 +133,17 @@ class Passes:
         return made.layers == self._layers
 
     def end(self) -> None:
-        """Keeps all rows of the pass, unless passes end with later ones."""
+        """Keeps all rows of the pass, unless passes end with later ones. Outputs of chained calls
+        are good, or their requests lost, once this has returned."""
         if not self._deferred:
             self._finish({})
+            return
+        made = self.current
+        if made is not None and made.step is not None and made.chained:
+            try:
+                made.step.collect()
+            except FAILURES as error:
+                self.fail(made, error)
 
     def lost(self) -> List[str]:
         """Requests that the engine must begin again from nothing, each once."""
@@ -336,11 +345,12 @@ class Passes:
         if request.state != State.LOST:
             self._drop(request.lose())
 
-    def _give_up(self, part: Part) -> None:
-        """What becomes of rows that are not sent."""
+    def _give_up(self, part: Part, void: bool = False) -> None:
+        """What becomes of rows that are not sent; `void`: outputs of layers before this one count
+        for nothing, too."""
         self._lose(part.request)
         request = self._requests[part.request]
-        if part.computed == 0:
+        if part.computed == 0 and not void:
             # The outputs are right all the same: the engine is told when they are missed.
             part.how, request.told, request.local = How.LOCAL, True, True
         else:

@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.version import __version__
 
 from mla_client import errors
-from mla_client.pytorch import Sender
+from mla_client.pytorch import Sender, gpu_arguments
 from mla_client.pytorch.exchange import Exchange
 from mla_client.serving import Admission, Link, Options, Pass, PassPlan, Passes, Ranks
 from mla_client.sglang import checks
@@ -62,7 +62,7 @@ class Runtime:
         name = self._agreed(lambda: secrets.token_hex(6))
         options = Options.of(checks.options(), runner.model_config.model_path,
                              f"sglang-{name}-{parallel.attn_dp_rank}")
-        link = Link(options, ranks)
+        link = Link(options.with_defaults(gpu_arguments()), ranks)
         self._limits = link.look()
         self._link = link
         self.spec = _spec(runner.model_config, options.model_id)

@@ -70,6 +70,7 @@ class DeviceWish(NamedTuple):
     mib: int = 0       # 0: none
     device: int = 0    # of this process, by the runtime's order
     library: str = ""  # of the runtime; empty: by its usual names
+    pins: bool = False  # the region is registered with the GPU's driver
 
 
 class SharedMemory:
@@ -191,6 +192,13 @@ class SharedMemory:
         self._connection.close()
 
     # --- Device memory
+
+    def check_granted(self) -> None:
+        """Unavailable if the server has not granted the device memory that was asked for."""
+        if self.device is None:
+            raise errors.Unavailable(
+                f"device_bytes: the server grants none: {self.why_no_device}; raise its "
+                "shm.device_bytes, shm.total_bytes and tenants.region_bytes, or ask for 0")
 
     def _map_device(self, connect_reply: handshake.ConnectReply, descriptor: Optional[int],
                     wish: DeviceWish) -> None:

@@ -13,7 +13,7 @@ from mla_client.service import AttendFuture, Service, Step
 from mla_client.shm.shared_memory import SharedMemory
 from mla_client.streams.stream import Request, StepStream
 from mla_client.streams.transport import StreamMaker
-from mla_client.types import AttendArgs, AttendResult
+from mla_client.types import AttendArgs, AttendResult, Buffers, Profile
 
 # The most bytes of an EndStepReply, and of each sequence's length in it.
 REPLY_BYTES = 128
@@ -107,6 +107,10 @@ class Steps(Service):
         for chunk in chunks:
             pending.add(stream.attend(step.step_id, args, chunk, geometry, assembler, deadline))
         return pending
+
+    def _chain(self, step: Step, out: Buffers, profile: Profile, head_offset: int) -> Any:
+        stream: StepStream = step._handle
+        return stream.chain(step.step_id, out, profile, head_offset, self.timeout_s)
 
     def _shared_memory(self, stream: Any) -> Optional[SharedMemory]:
         return (stream or self._own_stream()).memory

@@ -18,7 +18,7 @@ from typing import Any, Iterator, Optional
 from mla_client import errors, wire
 from mla_client.base import gates
 from mla_client.shm.shared_memory import SharedMemory
-from mla_client.types import AttendArgs, Geometry, Profile, Timings
+from mla_client.types import AttendArgs, Buffers, Geometry, Profile, Timings
 
 CLOSE_TIMEOUT_S = 2.0
 LARGEST_TIMEOUT_US = 2**32 - 1  # that a message can carry
@@ -63,6 +63,12 @@ class StepStream(abc.ABC):
         """Sends a request of the stepping protocol that carries no tensor: the one field of
         AttendStreamRequest's `body` that is given. The reply has at most `reply_bytes` bytes; 0: it
         is short. `tails`: of an end_step."""
+
+    def chain(self, step_id: int, out: Buffers, profile: Profile, head_offset: int,
+              timeout_s: float) -> Any:
+        """Calls with these buffers that a GPU's stream waits for (over_native.Chain); None: there
+        are none here."""
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:

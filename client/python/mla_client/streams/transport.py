@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any, Callable, Optional, Tuple
 
-from mla_client import errors, wire
+from mla_client import errors, native, wire
 from mla_client.connection.channels import STOCK_MESSAGE_BYTES, Channels
 from mla_client.shm import ring
+from mla_client.shm.native_memory import NativeMemory
 from mla_client.shm.shared_memory import DeviceWish, SharedMemory
 from mla_client.streams.over_grpc import AttendStream
+from mla_client.streams.over_native import NativeStream
 from mla_client.streams.over_ring import RingStream
 from mla_client.streams.stream import StepStream
 
@@ -40,6 +42,8 @@ class StreamMaker:
             raise errors.InvalidArgument(f"shared_bytes: got {shared_bytes}, must be 0 or more")
         if shared_bytes == 0 and transport in _CAPABILITY:
             raise errors.InvalidArgument(f"shared_bytes: got 0, transport {transport} needs some")
+        if wish.mib > 0 and (transport in ("inline", "shm") or shared_bytes == 0):
+            raise errors.InvalidArgument(f"device_bytes: got {wish.mib} MiB, needs the ring")
         if message_bytes < 0:
             raise errors.InvalidArgument(f"message_bytes: got {message_bytes}, must be 0 or more")
         self.inline_bytes = min(message_bytes or STOCK_MESSAGE_BYTES, info.limits.message_bytes)
@@ -64,11 +68,11 @@ class StreamMaker:
             return self._over_grpc(None)
         kind = self._wanted
         if kind == "auto":
-            kind = "shm" if ring.WHY_NOT else "ring"
+            kind = "shm" if ring.WHY_NOT and native.library() is None else "ring"
         try:
             return self._over_memory(kind)
         except errors.MlaError as error:
-            if self._wanted != "auto":
+            if self._wanted != "auto" or self._wish.mib > 0:
                 raise
             # Over TCP that is expected.
             level = logging.WARNING if self._shm_path and not self._warned else logging.DEBUG
@@ -87,10 +91,12 @@ class StreamMaker:
             raise errors.InvalidArgument(f"transport: {kind} needs a unix: target without TLS")
         if _CAPABILITY[kind] not in self._info.capabilities:
             raise errors.Unimplemented(f"transport: the server offers no {_CAPABILITY[kind]}")
-        if kind == "ring" and ring.WHY_NOT:
+        if kind == "ring" and ring.WHY_NOT and native.library() is None:
             raise errors.Unimplemented(f"transport: ring: {ring.WHY_NOT}")
         memory = self._region(kind)
         self._on_boot_id(memory.boot_id)
+        if isinstance(memory, NativeMemory):
+            return NativeStream(memory, self._bound(memory), self._on_boot_id)
         if kind == "ring":
             return RingStream(memory, self._bound(memory), self._on_boot_id, self._spin_us / 1e6)
         return self._over_grpc(memory)
@@ -102,14 +108,14 @@ class StreamMaker:
         size = min(wanted, most)
         while True:
             try:
-                memory = SharedMemory.connect(self._shm_path, tenant=self._tenant, size=size,
-                                              ring=kind == "ring", spin_us=self._spin_us,
-                                              timeout_s=self._timeout_s, wish=self._wish)
+                memory = self._connect(kind, size)
             except errors.ResourceExhausted:
                 if self._shared_bytes is not None or size // 2 < LEAST_SHARED_BYTES:
                     raise
                 size //= 2
                 continue
+            if kind == "ring" and self._wish.mib > 0:
+                memory.check_granted()
             if memory.device is not None and memory.device.warning:
                 _log.warning("%s", memory.device.warning)
             if size < min(wanted, most):
@@ -117,6 +123,16 @@ class StreamMaker:
                           "large steps are split into more messages", size >> 20,
                           min(wanted, most) >> 20)
             return memory
+
+    def _connect(self, kind: str, size: int) -> SharedMemory:
+        lib = native.library() if kind == "ring" else None
+        if lib is not None:
+            return NativeMemory.open(lib, self._shm_path, tenant=self._tenant, size=size,
+                                     spin_us=self._spin_us, timeout_s=self._timeout_s,
+                                     wish=self._wish)
+        return SharedMemory.connect(self._shm_path, tenant=self._tenant, size=size,
+                                    ring=kind == "ring", spin_us=self._spin_us,
+                                    timeout_s=self._timeout_s, wish=self._wish)
 
     def _advice(self, error: errors.MlaError) -> str:
         """What may be done about a refusal for want of room."""

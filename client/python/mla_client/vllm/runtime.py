@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mla_client import errors
-from mla_client.pytorch import Sender
+from mla_client.pytorch import Rows, Sender, gpu_arguments
 from mla_client.pytorch.exchange import Exchange
 from mla_client.serving import Link, Pass, Passes
 from mla_client.types import Geometry, ModelSpec
@@ -79,7 +79,8 @@ class Runtime:
         checks.check(config)
         self.__init__()  # type: ignore[misc]  # of another engine in one process
         self._config = config
-        self.link = Link(checks.options_of(config), checks.ranks_of(config))
+        self.link = Link(checks.options_of(config).with_defaults(gpu_arguments()),
+                         checks.ranks_of(config))
         limits = self.link.look()
         self._bound_pages(limits)
 
@@ -120,10 +121,10 @@ class Runtime:
             self.passes, Sender(rank=ranks.rank, ranks=ranks.size), one.scale,
             geometry.kv_lora_rank, lambda place: self.layers[numbers[place]].weights())
 
-    def attend(self, number: int, q: torch.Tensor, kv: torch.Tensor, metadata: Any,
+    def attend(self, number: int, q: torch.Tensor, kv: Rows, metadata: Any,
                output: torch.Tensor) -> None:
-        """Attention of a layer: q [rows, heads, nope + rope], kv [rows, lora + rope] -> `output`
-        [rows, heads * v]; zeros in a pass without a plan."""
+        """Attention of a layer: q [rows, heads, nope + rope], kv [rows, lora] and [rows, rope] ->
+        `output` [rows, heads * v]; zeros in a pass without a plan."""
         if self.plan is None or self._exchange is None:
             output.zero_()
             return

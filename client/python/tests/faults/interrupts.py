@@ -39,8 +39,8 @@ class InterruptAt:
         if event != "opcode":
             return self._look
         name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        looks = (self._ended_a_call.get(frame, False) or name == "JUMP_BACKWARD"
-                 or name == "RESUME")
+        looks = (self._ended_a_call.get(frame, False) or name == "RESUME"
+                 or "JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name)
         self._ended_a_call[frame] = name.startswith("CALL")
         if looks:
             self._left -= 1

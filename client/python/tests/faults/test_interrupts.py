@@ -1,5 +1,6 @@
 """Ctrl-C, or any handler of a signal that raises, at every instruction of a step."""
 
+import time
 import unittest
 
 import mla_client
@@ -49,6 +50,22 @@ class InterruptTest(unittest.TestCase):
                 o = step.attend(layer, self.q, self.kv, Profile.ABSORBED).o
         np.testing.assert_allclose(o, self.want, atol=2e-2, rtol=2e-2)
 
+    def becomes_free(self, client, sequence, place):
+        """Another step gets the sequence: no step holds it, or soon none does, since one was given
+        up with its stream. A look at the sequence would not do: an interrupted begin may still be on
+        its way then."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            sequence.refresh()  # an interrupted end may have committed
+            step = client.step([(sequence, 3)], lease_ms=LEASE_MS)
+            try:
+                step.begin()
+                break
+            except mla_client.FailedPrecondition as error:
+                self.assertLess(time.monotonic(), deadline, f"{place}: {error}")
+                time.sleep(0.001)
+        step.abort()
+
     def check(self, transport):
         """Interrupts a step at every place; another step must be correct each time."""
         client, model = self.connect(transport)
@@ -67,6 +84,7 @@ class InterruptTest(unittest.TestCase):
                 self.fail(f"{interrupt.place}: {error}")
             with self.subTest(place=place):
                 self.step(client, other)
+                self.becomes_free(client, sequence, place)
                 sequence.release()
                 other.release()
             n += 1
@@ -80,6 +98,24 @@ class InterruptTest(unittest.TestCase):
 
     def test_inline(self):
         self.check("inline")
+
+    def test_a_begin_that_was_interrupted_holds_no_sequence(self):
+        for transport in ("ring", "shm", "inline"):
+            client, model = self.connect(transport)
+            sequence = model.open_sequence()
+            n = 1
+            while True:
+                step = client.step([(sequence, 3)], lease_ms=LEASE_MS)
+                self.assertEqual(client.transport, transport)  # there is a stream
+                try:
+                    with InterruptAt(n, counts) as interrupt:
+                        step.begin()
+                    break
+                except Interrupt:
+                    self.becomes_free(client, sequence, interrupt.place)
+                n += 1
+            self.assertGreater(n, 30)
+            step.abort()
 
 
 if __name__ == "__main__":

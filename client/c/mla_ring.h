@@ -1,0 +1,140 @@
+// A command ring of mla-server on this host, without a client: the transport of programs that speak
+// the stepping protocol (mla/v1/attention.proto) themselves, as clients in other languages do. C
+// programs take sessions and steps of mla_client.h.
+//
+//   mla_ring_options options = {.struct_size = sizeof options, .bytes = 64 << 20, .gpu = 0};
+//   mla_ring_open("/run/mla/mla.sock.shm", &options, &ring, &error);
+//   mla_ring_message(ring, begin_step, begin_step_bytes, NULL, 0, 0, &begun, &error);
+//   attend.flags |= MLA_RING_CHAINED;                       // tensors are in the ring's memory
+//   mla_ring_attend(ring, &attend, 0, &request, &error);    // what the stream gets next finds o
+//   mla_request_wait(request, timeout_ms, &error);          // whether o is good
+//
+// Structs, errors and ownership are as in mla_client.h. Offsets count bytes from the start of the
+// ring's memory, or of its device memory; tensors lie at multiples of 64.
+//
+// Threading: any thread. No function waits for longer than it is told to, so a program that handles
+// signals between calls gives short times.
+#ifndef MLA_CLIENT_C_MLA_RING_H_
+#define MLA_CLIENT_C_MLA_RING_H_
+
+#include "mla_client.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct mla_ring mla_ring;        // a connection with its memory
+typedef struct mla_request mla_request;  // what was sent
+
+typedef struct mla_ring_options {
+  size_t struct_size;
+  const char* tenant;       // NULL: the server's default
+  uint64_t bytes;           // of memory for tensors and messages
+  uint64_t device_bytes;    // of device memory, in whole MiB; 0: none
+  int64_t connect_ms;       // 0: 10000
+  int64_t request_ms;       // a chained request that has no reply then ends the ring; 0: 60000
+  int32_t server_spin_us;   // of the server's thread before it sleeps; it may grant less
+  int32_t spin_us;          // of mla_request_wait before it sleeps
+  int64_t server_uid;       // a further user whose socket is trusted; 0: none
+  int32_t gpu;              // of this process, as the driver counts; -1: none
+  int32_t reserved;         // 0
+  const char* gpu_library;  // the driver's or runtime's library; NULL: where it is found
+} mla_ring_options;
+
+typedef struct mla_ring_info {
+  size_t struct_size;
+  uint64_t boot_id;  // of the server
+  void* memory;      // stays until mla_ring_free
+  uint64_t memory_bytes;
+  uint64_t arena_offset;  // of the first byte that mla_ring_allocate may give
+  void* device_memory;    // an address of the GPU; NULL: there is none
+  uint64_t device_bytes;
+  uint32_t entries;           // requests that may be under way
+  int32_t nvidia;             // 1: the GPU's driver is CUDA's; 0: HIP's, or there is no GPU
+  int32_t chains_in_memory;   // 1: requests with tensors in `memory` can be chained
+  int32_t chains_on_device;   // 1: those with tensors in device memory can
+  const char* why_no_device;  // these live as long as the ring; empty where there is nothing to say
+  const char* why_no_chains;  // in memory
+  const char* device_warning;  // what will be slow
+} mla_ring_info;
+
+// mla_ring_attend.flags, as proto/wire/ring_layout.h names them; bits 4 to 32 are of its entries,
+// too.
+#define MLA_RING_HAS_KV 1
+#define MLA_RING_WANT_LSE 2
+#define MLA_RING_ON_DEVICE 64  // tensors are in device memory
+// `stream` waits for the outputs, and the server for `stream`: it is given what writes the tensors
+// before this call, and what reads the outputs behind it. Attends in flight are all chained by one
+// stream, or none is (MLA_FAILED_PRECONDITION).
+#define MLA_RING_CHAINED 128
+
+// Bytes that the stream of a chained request copies: `rows` of `width` bytes, `*_pitch` bytes from
+// one to the next. Addresses of the GPU, or of `memory` of the ring, or of host memory that the
+// GPU's driver knows.
+typedef struct mla_ring_copy {
+  void* to;
+  const void* from;
+  uint64_t width, rows, to_pitch, from_pitch;
+} mla_ring_copy;
+
+#define MLA_RING_MOST_COPIES 8
+
+// Fields as in mla.v1.Attend.
+typedef struct mla_ring_entry {
+  size_t struct_size;
+  uint64_t step_id;
+  uint64_t in_offset;   // kv, then q, then lists, each at the next multiple of 64
+  uint64_t out_offset;  // o, then lse, then lists
+  void* stream;         // a CUstream or hipStream_t; of MLA_RING_ON_DEVICE or MLA_RING_CHAINED
+  uint32_t layer, row_begin, row_count, head_offset, num_heads, timeout_us;
+  uint8_t profile, flags;
+  uint8_t q_dtype, o_dtype;  // mla_dtype
+  // Of MLA_RING_CHAINED: what the stream copies before the tensors are there, and once the outputs
+  // are; MLA_RING_MOST_COPIES each at most.
+  const mla_ring_copy* in;
+  const mla_ring_copy* out;
+  uint32_t in_count, out_count;
+} mla_ring_entry;
+
+// `path`: the server's shm.path. MLA_UNAVAILABLE: no server answered in time, or it has no shared
+// memory. Device memory that the server does not grant is no failure here: mla_ring_info says why.
+MLA_API mla_code mla_ring_open(const char* path, const mla_ring_options* options, mla_ring** out,
+                               mla_error** error);
+// Asks nothing. `info->struct_size` must be set.
+MLA_API mla_code mla_ring_describe(const mla_ring* ring, mla_ring_info* info, mla_error** error);
+// The offset of so many bytes of memory, or of device memory; UINT64_MAX: there is no room.
+MLA_API uint64_t mla_ring_allocate(mla_ring* ring, uint64_t bytes, int32_t on_device);
+// Of what is not in use by a request.
+MLA_API void mla_ring_deallocate(mla_ring* ring, uint64_t offset, int32_t on_device);
+// Sends one. Waits for `room_ms` at most until fewer than all entries are under way:
+// MLA_DEADLINE_EXCEEDED then, and nothing was sent.
+MLA_API mla_code mla_ring_attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms,
+                                 mla_request** out, mla_error** error);
+// Sends a serialised mla.v1.AttendStreamRequest with begin_step, end_step or abort_step; its tag is
+// set here. `tails`, of an end_step, are copied. `room_ms` as above. Chained requests may be under
+// way: the server takes it in its turn.
+MLA_API mla_code mla_ring_message(mla_ring* ring, const void* message, size_t bytes,
+                                  const void* tails, size_t tail_bytes, int64_t room_ms,
+                                  mla_request** out, mla_error** error);
+// MLA_OK: the request has succeeded. MLA_DEADLINE_EXCEEDED with reason "no_reply_yet": `wait_ms`
+// has passed; wait again. Any other code: it has failed, or the ring has ended.
+MLA_API mla_code mla_request_wait(mla_request* request, int64_t wait_ms, mla_error** error);
+// Of one whose wait succeeded. Each may be NULL.
+MLA_API void mla_request_times(const mla_request* request, mla_attend_times* times);
+// The reply to a message, a serialised mla.v1.AttendStreamReply; as long as the request.
+MLA_API const void* mla_request_reply(mla_request* request, size_t* bytes);
+// May come before the reply: the memory of its tensors must stay as it is until then.
+MLA_API void mla_request_free(mla_request* request);
+// MLA_OK while the ring can be used; else why not.
+MLA_API mla_code mla_ring_state(mla_ring* ring, mla_error** error);
+// Ends it: what is under way fails, and streams that wait for it go on. `wait_ms` > 0: lets what is
+// under way end first, and returns once the server has aborted open steps, or then.
+MLA_API void mla_ring_end(mla_ring* ring, int64_t wait_ms);
+// Free requests first. In a process that was forked from the one that opened it, does nothing.
+MLA_API void mla_ring_free(mla_ring* ring);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // MLA_CLIENT_C_MLA_RING_H_

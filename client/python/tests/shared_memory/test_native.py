@@ -1,0 +1,256 @@
+"""Rings of the C library: the same steps as over Python's own, and calls that are chained."""
+
+import ctypes
+import itertools
+import os
+import threading
+import time
+import unittest
+from unittest import mock
+
+import mla_client
+import numpy as np
+import server_binary
+from mla_client import Profile, errors, native
+from mla_client.gen import attention_pb2
+from mla_client.streams.over_native import NativeStream
+from service_contract import GEOMETRY, LAYERS, SCALE, Worker
+
+LIBRARY = server_binary.ROOT / ".bazel/bin/client/c/libmla_client.so"
+FAKE = server_binary.ROOT / ".bazel/bin/tests/fake_hip/libfake_hip.so"
+WAIT_S = 30
+SERVER = None
+
+
+def setUpModule():
+    global SERVER
+    with mock.patch.dict(os.environ, {native.VARIABLE: str(LIBRARY)}):
+        native._found = None
+        assert native.library() is not None, native.why_not()
+    SERVER = server_binary.start()
+
+
+def tearDownModule():
+    native._found = None
+    SERVER.stop()
+
+
+class Gpu:
+    """A stream of the fake GPU, on which a thread waits."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL(str(FAKE))
+        self.stream = ctypes.c_void_p()
+        self.call("hipStreamCreateWithFlags", ctypes.byref(self.stream), 1)
+
+    def call(self, name, *arguments):
+        code = getattr(self.library, name)(*arguments)
+        if code:
+            raise OSError(f"{name}: {code}")
+
+    def finish(self):
+        """Waits until the stream has done what it was given."""
+        self.call("hipStreamSynchronize", self.stream)
+
+
+class NativeTest(unittest.TestCase):
+    steps = itertools.count(1)
+
+    def setUp(self):
+        self.worker = Worker()
+        self.q, self.kv = self.worker.queries(3, Profile.ABSORBED), self.worker.kv(3)
+        self.want, _ = self.worker.expected(0, self.q, self.kv, Profile.ABSORBED)
+
+    def connect(self, **options):
+        client = mla_client.Client.connect(SERVER.target, transport="ring", timeout_s=WAIT_S,
+                                           shared_bytes=1 << 20, **options)
+        self.addCleanup(client.close)
+        model = client.register_model(mla_client.ModelSpec("native", GEOMETRY, LAYERS, SCALE, 4))
+        self.assertIsInstance(client._own_stream(), NativeStream)
+        return client, model
+
+    def pinned(self):
+        return self.connect(pinned=True, device_library=str(FAKE))
+
+    def filled(self, client, model):
+        buffers = client.buffers(model, 3, Profile.ABSORBED)
+        buffers.q[...] = mla_client.bf16.to_bf16(self.q)
+        buffers.kv[...] = mla_client.bf16.to_bf16(self.kv)
+        return buffers
+
+    def test_a_step(self):
+        client, model = self.connect()
+        with model.open_sequence() as sequence:
+            with client.step([(sequence, 3)]) as step:
+                for layer in range(LAYERS):
+                    o = step.attend(layer, self.q, self.kv, Profile.ABSORBED).o
+            self.assertEqual(sequence.length, 3)
+        np.testing.assert_allclose(o, self.want, atol=2e-2, rtol=2e-2)
+
+    def test_more_calls_than_the_memory_holds(self):
+        client, model = self.connect()
+        with model.open_sequence() as sequence, client.step([(sequence, 3)]) as step:
+            step.attend(0, self.q, self.kv, Profile.ABSORBED)
+            futures = [step.attend_async(0, self.q, None, Profile.ABSORBED) for _ in range(600)]
+            for future in futures:
+                np.testing.assert_allclose(future.result().o, self.want, atol=2e-2, rtol=2e-2)
+            step.abort()
+
+    def test_a_refusal_has_the_servers_detail(self):
+        client, model = self.connect()
+        with model.open_sequence() as sequence, client.step([(sequence, 3)]) as step:
+            with self.assertRaises(errors.InvalidArgument) as caught:
+                step.attend(LAYERS, self.q, self.kv, Profile.ABSORBED)
+            self.assertEqual(caught.exception.detail.field, "attend.layer")
+            step.abort()
+
+    def test_a_chain_has_the_outputs_of_awaited_calls(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            awaited = []
+            with client.step([(sequence, 3)]) as step:
+                for layer in range(LAYERS):
+                    awaited.append(step.attend(layer, buffers.q, buffers.kv, Profile.ABSORBED,
+                                               out=buffers).o.copy())
+                step.end([0])
+            for _ in range(3):
+                with client.step([(sequence, 3)]) as step:
+                    chain = step.chain(buffers, Profile.ABSORBED)
+                    for layer in range(LAYERS):
+                        buffers.o[...] = 0
+                        chain.attend(layer, gpu.stream.value)
+                        gpu.finish()
+                        np.testing.assert_array_equal(buffers.o, awaited[layer])
+                    step.end([0])
+            buffers.release()
+
+    def test_a_chain_that_fails_says_so_at_the_end(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            step = client.step([(sequence, 3)]).begin()
+            chain = step.chain(buffers, Profile.ABSORBED)
+            chain.attend(LAYERS, gpu.stream.value)  # there is none
+            gpu.finish()
+            with self.assertRaises(errors.InvalidArgument) as caught:
+                step.end()
+            self.assertEqual(caught.exception.detail.field, "attend.layer")
+            step.abort()
+            self.assertEqual(sequence.refresh().length, 0)
+
+    def a_pass(self, client, model, sequence, buffers, gpu, epoch=None):
+        """Sends a step whole, and waits for nothing. Returns its requests and the chain."""
+        stream, step_id = client._own_stream(), next(self.steps)
+        deadline = time.monotonic() + WAIT_S
+        begin = stream.ask(deadline, begin_step=attention_pb2.BeginStep(
+            step_id=step_id, model_id=model.spec.model_id, participants=1,
+            sequences=[attention_pb2.StepSequence(
+                sequence_id=sequence.id, epoch=sequence.epoch if epoch is None else epoch,
+                start_position=0, rows=3)]))
+        chain = stream.chain(step_id, buffers, Profile.ABSORBED, 0, WAIT_S)
+        for layer in range(LAYERS):
+            chain.attend(layer, gpu.stream.value)
+        end = stream.ask(deadline, end_step=attention_pb2.EndStep(step_id=step_id,
+                                                                  committed_rows=[0]))
+        return begin, chain, end
+
+    def test_begin_and_end_travel_among_the_calls(self):
+        client, model = self.pinned()
+        gpu, deadline = Gpu(), time.monotonic() + WAIT_S
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            passes = [self.a_pass(client, model, sequence, buffers, gpu) for _ in range(20)]
+            gpu.finish()
+            np.testing.assert_allclose(mla_client.from_bf16(buffers.o), self.want, atol=2e-2,
+                                       rtol=2e-2)
+            for begin, chain, end in passes:
+                begin.wait(deadline)
+                chain.collect()
+                end.wait(deadline)
+
+    def test_a_begin_that_is_refused_fails_its_pass_alone(self):
+        client, model = self.pinned()
+        gpu, deadline = Gpu(), time.monotonic() + WAIT_S
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            bad = self.a_pass(client, model, sequence, buffers, gpu, epoch=99)
+            good = self.a_pass(client, model, sequence, buffers, gpu)
+            gpu.finish()
+            for wait in (lambda: bad[0].wait(deadline), bad[1].collect,
+                         lambda: bad[2].wait(deadline)):
+                with self.assertRaises(errors.MlaError):
+                    wait()
+            good[0].wait(deadline)
+            good[1].collect()
+            good[2].wait(deadline)
+
+    def test_the_stream_copies(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            q, kv = buffers.q.copy(), buffers.kv.copy()
+            o = np.zeros_like(buffers.o)
+            with client.step([(sequence, 3)]) as step:
+                chain = step.chain(buffers, Profile.ABSORBED)
+                chain.copy_in(buffers.q.ctypes.data, q.nbytes)
+                width = kv.shape[1]
+                chain.copy_in(buffers.kv.ctypes.data, 2 * (width - 2), 3, 2 * width, 2 * width)
+                chain.copy_in(buffers.kv.ctypes.data + 2 * (width - 2), 4, 3, 2 * width, 2 * width)
+                chain.copy_out(buffers.o.ctypes.data, o.nbytes)
+                for layer in range(LAYERS):
+                    buffers.q[...], buffers.kv[...], o[...] = 0, 0, 0
+                    kv_at = kv.ctypes.data
+                    chain.attend(layer, gpu.stream.value,
+                                 [q.ctypes.data, kv_at, kv_at + 2 * (width - 2)], o.ctypes.data)
+                    gpu.finish()
+                    np.testing.assert_array_equal(buffers.kv, kv)
+                    np.testing.assert_allclose(mla_client.from_bf16(o), self.want, atol=2e-2,
+                                               rtol=2e-2)
+                step.abort()
+
+    def test_without_a_gpu_nothing_is_chained(self):
+        client, model = self.connect()
+        with model.open_sequence() as sequence, client.step([(sequence, 3)]) as step:
+            self.assertIsNone(step.chain(self.filled(client, model), Profile.ABSORBED))
+            step.abort()
+
+    def test_a_server_that_is_killed_lets_the_stream_go_on(self):
+        """A thread of the library sees it: this one waits for the stream alone."""
+        server = server_binary.start("--shm-device-wait-ms=60000")
+        try:
+            client = mla_client.Client.connect(server.target, transport="ring", pinned=True,
+                                               device_library=str(FAKE), shared_bytes=1 << 20)
+            model = client.register_model(
+                mla_client.ModelSpec("killed", GEOMETRY, LAYERS, SCALE, 4))
+            sequence = model.open_sequence()
+            buffers = self.filled(client, model)
+            step = client.step([(sequence, 3)]).begin()
+            chain = step.chain(buffers, Profile.ABSORBED)
+            server._process.send_signal(19)  # SIGSTOP: what is sent has no answer
+            gpu = Gpu()
+            chain.attend(0, gpu.stream.value)
+            killer = threading.Timer(0.2, server.kill)
+            killer.start()
+            gpu.finish()
+            killer.join()
+            with self.assertRaises(errors.Unavailable):
+                step.end()
+            self.assertIsNotNone(client._stream.broken)
+            client.close()
+        finally:
+            server.stop()
+
+    def test_what_the_environment_names_must_be_there(self):
+        with mock.patch.dict(os.environ, {native.VARIABLE: "/nowhere.so"}):
+            with self.assertRaises(errors.FailedPrecondition):
+                native._load()
+        with mock.patch.dict(os.environ, {native.VARIABLE: ""}):
+            self.assertIsNone(native._load()[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
