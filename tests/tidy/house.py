@@ -132,7 +132,8 @@ def report(tree, commit):
     for package in PACKAGES:
         edges = arrows(tree, package)
         yield (f"{package}: {len(edges)} rooms, {sum(map(len, edges.values()))} arrows, "
-               f"{arrows_up(edges, package)} up, {depth(edges)} floors, {len(cycles(edges))} cycles")
+               f"{arrows_up(edges, package)} up, {depth(edges)} floors, "
+               f"{len(cycles(edges))} cycles")
     folders = {folder(name) for name in tree.files}
     yield f"folders {len(folders)}, files {len(tree.files)}"
     full = full_folders(tree)
