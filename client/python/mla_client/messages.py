@@ -70,7 +70,7 @@ def probe_from_proto(reply: Any) -> Probe:
         raise wrong_answer("probe", "rows", rows, f"at most {reply.rows_asked}")
     return Probe(reply.boot_id, reply.rows_asked, reply.rows_in_pool, reply.rows_in_host,
                  reply.rows_in_file, reply.kv_bytes_free, reply.kv_bytes_total, reply.sequences,
-                 reply.queued_requests, reply.wait_us / 1e6, reply.draining)
+                 reply.queued_requests, reply.wait_us / 1e6, reply.draining, reply.kv_bytes_cached)
 
 
 def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = None) -> SequenceState:

@@ -151,7 +151,8 @@ class Server:
         """As its announcer writes it."""
         return Member.checked({
             "address": self.address, "boot_id": self.boot_id, "draining": self.draining,
-            "bytes_free": self.free, "bytes_total": self.pages, "sequences": len(self.held)})
+            "bytes_free": self.free,
+            "bytes_cached": min(self.free, len(self.cache)), "bytes_total": self.pages, "sequences": len(self.held)})
 
 
 class Registry:
@@ -300,7 +301,8 @@ class Client(Following):
             rows += PAGE
         answer = Probe(server.boot_id, asked, rows, bytes_free=server.free,
                        bytes_total=server.pages, sequences=len(server.held),
-                       draining=server.draining)
+                       draining=server.draining,
+                       bytes_cached=min(server.free, len(server.cache)))
         return lambda: answer
 
     def _too_slow(self):

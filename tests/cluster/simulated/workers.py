@@ -11,6 +11,7 @@ import numpy as np
 from mla_client import Geometry, ModelSpec, Prefix, Profile, errors
 from mla_client.cluster.client import ClusterClient
 from mla_client.cluster.members import MemberList
+from mla_client.cluster.placement import Costs
 from mla_client.cluster.step import OwnersFailed
 
 from simulated.servers import PAGE, Client, extend, shown
@@ -19,7 +20,8 @@ SPEC = ModelSpec("agents", Geometry(1, 1, 0), 1, 1.0, PAGE)
 TURNS = 43
 ROWS = 142_000 // 64
 ROWS_A_TURN = ROWS // TURNS
-GENERATED = 4
+# A row stands for 64.
+COSTS = Costs(prefill_row_s=64 * Costs().prefill_row_s)
 SYSTEM_ROWS = 12 * PAGE
 # A turn that fails so often in a row was lost without an answer.
 MOST_TRIES = 60
@@ -58,7 +60,7 @@ class Worker:
         self.members = MemberList(world.registry.read, now=lambda: world.now)
         self.client = ClusterClient(
             self.members, lambda member: Client(world, member, self.name), client_id=self.name,
-            moved=world.registry.where, rng=random.Random(world.rng.getrandbits(32)), threads=0,
+            moved=world.registry.where, costs=COSTS, rng=random.Random(world.rng.getrandbits(32)), threads=0,
             now=lambda: world.now)
         self.read_at = -1.0
         self.model = None

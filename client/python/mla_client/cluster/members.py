@@ -37,6 +37,7 @@ class Member:
     version: str = ""
     draining: bool = False
     bytes_free: int = 0
+    bytes_cached: int = 0         # of these, what the prefix cache keeps
     bytes_total: int = 0
     sequences: int = 0
     models: Tuple[str, ...] = ()  # digests of their weights, in hex
@@ -65,7 +66,7 @@ class Member:
         """Of fields whose values may be anything."""
         good: Dict[str, Any] = {}
         for name, value in fields.items():
-            if name in ("boot_id", "bytes_free", "bytes_total", "sequences"):
+            if name in ("boot_id", "bytes_free", "bytes_cached", "bytes_total", "sequences"):
                 if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
                     raise _wrong(name, repr(value)[:MOST_TEXT], "a number of 64 bits")
             elif name == "draining":

@@ -14,7 +14,7 @@ import numpy as np
 
 from mla_client import errors
 from mla_client.cluster.members import Member
-from mla_client.cluster.placement import Probe
+from mla_client.cluster.placement import Probe, fill_of
 from mla_client.service import Model, Sequence
 from mla_client.types import ModelSpec, Prefix
 
@@ -241,7 +241,8 @@ class Owners:
             if owner is not None and probe is not None and self._now() - owner.probed_at < FRESH_S:
                 known[member.address] = probe.fill
             elif member.bytes_total > 0:
-                known[member.address] = 1.0 - min(1.0, member.bytes_free / member.bytes_total)
+                known[member.address] = fill_of(member.bytes_free - member.bytes_cached,
+                                                member.bytes_total)
         return known
 
     def close(self) -> None:

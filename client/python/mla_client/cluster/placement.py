@@ -43,6 +43,7 @@ class Probe:
     queued: int = 0
     wait_s: float = 0.0
     draining: bool = False
+    bytes_cached: int = 0  # of bytes_free, those that the prefix cache keeps
 
     @property
     def rows(self) -> int:
@@ -51,8 +52,8 @@ class Probe:
 
     @property
     def fill(self) -> float:
-        """Part of the pool that sequences have, 0 to 1."""
-        return fill_of(self.bytes_free, self.bytes_total)
+        """Part of the pool that has rows, 0 to 1: those of sequences, and cached ones."""
+        return fill_of(self.bytes_free - self.bytes_cached, self.bytes_total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Costs:
     host_row_s: float = 4e-6         # of a row that comes back from host memory
     file_row_s: float = 25e-6        # and from a file
     requests: int = 61 * 16          # of a turn, each of which waits in the queue
-    full_s: float = 0.5              # of a server whose pool is full; the square of the fill counts
+    full_s: float = 0.5              # of a pool that is full; the square of its fill counts
     away_s: float = 2e-3             # of a server that is not the worker's home
 
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import re
-import urllib.parse
 from typing import List, NamedTuple, Tuple
 
 from mla_client import errors
@@ -18,7 +17,7 @@ ETCD_PORT = 2379
 SERVER_PORT = 50551
 MOST_STATIC = 1024
 MOST_ENDPOINTS = 16
-_ETCD = re.compile(r"^etcds?://")
+_ETCD = re.compile(r"^(etcds?)://([^/]*)/(.*)$", re.DOTALL)
 # In a registry's prefix: the names of other keys must not follow from what a user writes.
 _PREFIX = re.compile(r"^[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)*$")
 
@@ -43,24 +42,24 @@ class EtcdTarget(NamedTuple):
 
 def names_cluster(target: str) -> bool:
     """Returns true for a target of a cluster, false for one of a server."""
-    return bool(_ETCD.match(target)) or target.startswith("dns:///") or (
+    return target.startswith(("etcd://", "etcds://", "dns:///")) or (
         "," in target and not target.startswith(("unix:", "ipv4:", "ipv6:")))
 
 
 def etcd_target(target: str) -> EtcdTarget:
     """InvalidArgument says what is wrong."""
-    parts = urllib.parse.urlsplit(target)
-    if parts.query or parts.fragment or parts.scheme not in ("etcd", "etcds"):
-        raise _wrong(target, "etcd://HOST:2379/PREFIX")
-    if "@" in parts.netloc:
+    if "@" in target:
         raise _wrong("etcd://...@...", "without a user: a target is shown in logs")
-    endpoints = tuple(endpoint(one, ETCD_PORT, target) for one in parts.netloc.split(","))
-    prefix = parts.path.strip("/")
+    parts = _ETCD.match(target)
+    if not parts:
+        raise _wrong(target, "etcd://HOST:2379/PREFIX")
+    endpoints = tuple(endpoint(one, ETCD_PORT, target) for one in parts.group(2).split(","))
+    prefix = parts.group(3).rstrip("/")
     if len(endpoints) > MOST_ENDPOINTS:
         raise _wrong(target, f"of at most {MOST_ENDPOINTS} endpoints")
     if not _PREFIX.match(prefix):
         raise _wrong(target, "with a prefix of letters, digits, '_', '.', '-' and '/' between them")
-    return EtcdTarget(endpoints, prefix, parts.scheme == "etcds")
+    return EtcdTarget(endpoints, prefix, parts.group(1) == "etcds")
 
 
 def dns_target(target: str) -> Endpoint:
