@@ -222,7 +222,7 @@ class Client(Following):
 
     # What the renewer and the event of closing are for this class.
     def wait(self, seconds):
-        self.world.now += seconds
+        self.world.advance(seconds)
         return self.closed
 
     def is_set(self):

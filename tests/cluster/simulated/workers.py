@@ -64,6 +64,7 @@ class Worker:
             now=lambda: world.now)
         self.read_at = -1.0
         self.model = None
+        self.last_error = None
         self.agents = [Agent(self.rng, systems) for _ in range(agents)]
         self.figures = {"turns": 0, "asked": 0, "found": 0, "could": 0, "again": 0, "lost": 0,
                         "tries": 0, "how": {}}
@@ -110,14 +111,15 @@ class Worker:
                 return self.model.open_sequence(prefix=prefix)
             except errors.MlaError as error:
                 self.pause(error)
-        raise AssertionError(f"{self.name}: no server takes a sequence")
+        raise AssertionError(f"{self.name}: no server takes a sequence: {self.last_error}")
 
     def pause(self, error):
         """Waits a moment, as a worker does."""
         assert not isinstance(error, (errors.DataLoss, errors.Internal, errors.InvalidArgument)), \
             repr(error)
         self.figures["tries"] += 1
-        self.world.now += PAUSE_S
+        self.last_error = error
+        self.world.advance(PAUSE_S)
         self.refresh()
 
     def finish(self, places):

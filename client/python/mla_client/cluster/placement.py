@@ -65,7 +65,7 @@ class Costs:
     host_row_s: float = 4e-6         # of a row that comes back from host memory
     file_row_s: float = 25e-6        # and from a file
     requests: int = 61 * 16          # of a turn, each of which waits in the queue
-    full_s: float = 0.5              # of a pool that is full; the square of its fill counts
+    full_s: float = 2.0              # of a pool that is full; the square of its fill counts
     away_s: float = 2e-3             # of a server that is not the worker's home
 
 

@@ -154,7 +154,7 @@ class EtcdRegistry(Registry):
         if known is not None:
             return known
         try:
-            import etcd3gw
+            from etcd3gw.client import Etcd3Client
             from requests.adapters import HTTPAdapter
         except ImportError as error:
             raise errors.Unimplemented(
@@ -169,7 +169,7 @@ class EtcdRegistry(Registry):
                 return super().send(request, *args, **{**options, "timeout": timeout_s})
 
         ca, cert, key = self._files
-        client = etcd3gw.client(
+        client = Etcd3Client(
             host=endpoint.host, port=endpoint.port,
             protocol="https" if self._target.tls else "http", ca_cert=ca or None,
             cert_cert=cert or None, cert_key=key or None, api_path="/v3/")
