@@ -35,6 +35,7 @@
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
+#include "scheduler/probe.h"
 #include "scheduler/request.h"
 #include "scheduler/stream_steps.h"
 #include "scheduler/tenant_table.h"
@@ -381,6 +382,12 @@ class Engine {
   // Says what rows of a sequence stand for, from first_row on, and adds cached rows behind the
   // committed ones as far as they are found. A repeat gives the same answer.
   absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args);
+
+  // What a sequence with this prefix would find now. Leaves no trace, and does not take the role;
+  // the prefix is hashed as far as its pages are found. NOT_FOUND without the model.
+  // Without a model and a prefix it is about the engine alone.
+  absl::StatusOr<ProbeAnswer> Probe(const std::string& tenant, const std::string& model_id,
+                                    const PrefixArgs& prefix);
 
   // What becomes of cached rows, as their user wants it. Never waits for rows to move.
   absl::StatusOr<HintAnswer> Hint(const HintArgs& args);

@@ -27,6 +27,7 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
+#include "scheduler/engine/engine_load.h"
 #include "scheduler/engine/row_transfers.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
@@ -131,9 +132,13 @@ class EngineCore {
   absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
   void StartDrain(const std::string& peer = "") {
     draining_ = true;
+    load_.NoteDraining(true);
     drain_peer_ = peer;
   }
-  void CancelDrain() { draining_ = false; }
+  void CancelDrain() {
+    draining_ = false;
+    load_.NoteDraining(false);
+  }
   bool draining() const { return draining_; }
   int32_t AbortAllSteps(const std::string& why);
   EngineStats Stats() const;
@@ -161,6 +166,13 @@ class EngineCore {
   // Requests handed over and not answered; the caller counts one before it hands it over. Any
   // thread.
   std::atomic<int32_t>& owned() { return owned_; }
+  int32_t owned() const { return owned_; }
+  // For any thread; NoteLoad, with the role, brings it up to date.
+  const EngineLoad& load() const { return load_; }
+  void NoteLoad() {
+    const kvcache::KvCacheStats cache = cache_->stats();
+    load_.NotePool(cache.bytes_total, cache.bytes_total - cache.bytes_used, cache.bytes_cached);
+  }
 
  private:
   struct Stream {
@@ -261,6 +273,7 @@ class EngineCore {
   bool draining_ = false;
   std::string drain_peer_;  // where sequences go; empty: nowhere
   bool collects_answers_ = false;
+  EngineLoad load_;
   LaunchReports reports_;
   AnswerList answers_;
   std::atomic<int32_t> owned_{0};

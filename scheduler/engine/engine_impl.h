@@ -60,6 +60,7 @@ class Engine::Impl {
     Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {}
     ~Role() ABSL_UNLOCK_FUNCTION() {
       // What waits for siblings or KV rows is no work: its time is NextTick.
+      impl_.core_->NoteLoad();
       const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
       const bool sooner = impl_.core_->NextTick() < impl_.wake_at_;
       const AnswerList answers = impl_.answers_.PushAndClaim(impl_.core_->TakeAnswers());
@@ -120,6 +121,7 @@ class Engine::Impl {
     Drain();
     const MonotonicNanos now = clock_->Now();
     if (now >= core_->NextTick()) core_->Tick();
+    core_->NoteLoad();
     bool busy = core_->StartLaunch();
     if (core_->backend().Info().unified_memory) {
       busy |= core_->CompleteLaunch(/*wait=*/true);

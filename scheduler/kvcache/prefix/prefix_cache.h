@@ -30,6 +30,7 @@
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
 #include "scheduler/kvcache/prefix/event_log.h"
+#include "scheduler/kvcache/prefix/page_directory.h"
 #include "scheduler/kvcache/prefix/prefix_chain.h"
 
 namespace mla::kvcache {
@@ -60,6 +61,8 @@ class CopiesOutside {
   virtual bool Has(int32_t node) const = 0;
   // Whether its rows are on their way back, or wait for it.
   virtual bool Comes(int32_t node) const = 0;
+  // The fastest of the tiers that have its rows. REQUIRES: Has.
+  virtual Tier Fastest(int32_t node) const = 0;
   // The node is no more: its index may come back for another one.
   virtual void Forget(int32_t node) = 0;
 };
@@ -140,6 +143,10 @@ class PrefixCache final {
   void Restore(int32_t node, uint32_t entry, Tier from);
   // A demoted node whose last copy is gone: its room was needed, or it was damaged.
   void Lose(int32_t node, EventKind why, Tier tier);
+  // The copies of a demoted node are in other tiers than before.
+  void NoteCopies(int32_t node) {
+    if (At(node).entry == SlabPool::kNoEntry) List(node);
+  }
   // Something of the node is to be told.
   void Note(int32_t node, EventKind kind, Tier tier);
 
@@ -147,6 +154,8 @@ class PrefixCache final {
   void Drop(LayoutId layout);
 
   const PrefixStats& stats() const { return stats_; }
+  // Of the whole pages; for any thread, while the cache is there.
+  const PageDirectory& directory() const { return directory_; }
   // Adds the cache's references, by entry.
   void AddReferences(std::unordered_map<uint32_t, int32_t>* references) const;
   // Empty when right.
@@ -177,6 +186,8 @@ class PrefixCache final {
                                std::span<const uint32_t> tokens, int32_t* same);
   // The rows of a demoted node were computed once more.
   bool PublishAgain(int32_t node, uint32_t entry);
+  // Tells the directory where the rows of a whole page are.
+  void List(int32_t node);
   void Link(int32_t node);
   void Remove(int32_t node);
   void Evict(uint32_t entry);
@@ -194,6 +205,7 @@ class PrefixCache final {
   std::vector<int64_t> of_layout_;  // nodes
   int32_t free_ = kNone;
   absl::flat_hash_map<PrefixKey, int32_t> whole_;      // by key
+  PageDirectory directory_;                            // of the same, for other threads
   absl::flat_hash_map<PrefixKey, int32_t> families_;   // first of the nodes with a parent
   absl::flat_hash_map<TenantKey, int64_t> pinned_of_;  // bytes
   int64_t pinned_groups_ = 0, pinned_bytes_ = 0;

@@ -21,7 +21,9 @@ using PrefixSecret = std::array<std::byte, 16>;
 
 class PrefixHasher final {
  public:
-  static constexpr size_t kPageKeyBytes = 32;  // of a client's own key
+  // Of a client's own key, which has either size.
+  static constexpr size_t kPageKeyBytes = 32;
+  static constexpr size_t kShortPageKeyBytes = 16;
 
   explicit PrefixHasher(const PrefixSecret& secret) : secret_(secret) {}
 
@@ -32,7 +34,7 @@ class PrefixHasher final {
   // chain is not opaque.
   void AddTokens(std::span<const uint32_t> tokens, PrefixChain* chain) const;
   // The same for whole pages by keys of the client's. REQUIRES: an opaque chain, or one without
-  // rows; kPageKeyBytes each.
+  // rows.
   void AddPageKeys(std::span<const std::string> page_keys, PrefixChain* chain) const;
 
  private:
