@@ -85,9 +85,9 @@ struct AttendCall {
   void* stream = nullptr;
   // What `stream` is given after AttendAsync has returned runs once the outputs are there, or the
   // call has failed: no thread need wait in between, and Wait may come layers later. Wait still
-  // says whether the outputs are good; before it has, do not block on the stream, since only Wait
-  // notices that the server has gone, and lets the stream go on then. All calls of the session that
-  // are under way are such calls of one stream, else FAILED_PRECONDITION.
+  // says whether the outputs are good. Where the server goes away, a thread of the session lets the
+  // stream go on. All calls of the session that are under way are such calls of one stream, else
+  // FAILED_PRECONDITION; steps may begin and end meanwhile.
   bool chained = false;
   IndexLists lists;
   // In place of `lists`, for models with an indexer: what it makes them from, a record a row of

@@ -1,19 +1,20 @@
-"""What attention on a server adds to a pass of an engine: a model's layers in PyTorch, eager, a token at
-a time, beside the same layers with attention that returns what is in its buffer.
+"""What attention on a server adds to a pass of an engine: a model's layers in PyTorch, eager, a token
+at a time, beside the same layers with attention that returns what is in its buffer.
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 python3 tests/bench/engine/engine_pass.py
         --server .bazel/bin/server/mla-server [--server-arg=ARG ...] [--layers 61] [--batch 1,32]
         [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7] [--json FILE]
 
 Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is what
-a layer adds: the median over turns, which alternate with those of no attention. `pass_ms` is one pass,
-its sampling (argmax, copied to the host) included. Outputs of all ways are the same bits, or the
-program fails. With --profile FOLDER one pass of each way is written as a trace that Chrome shows.
+a layer adds: the median over turns, which alternate with those of no attention. `pass_ms` is one
+pass, its sampling (argmax, copied to the host) included; `thread_us` the time of the worker's thread
+in a call. All ways give the same tokens, or the program fails. With --profile FOLDER one pass of each way is written as a trace that Chrome shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -37,6 +38,8 @@ WAYS = ("host", "device", "host-chained", "device-chained")
 PASSES = 10  # of a turn
 PREFILL_ROWS = 2048
 CLIENT = "engine-pass"
+PROFILED: List[str] = []  # what is, just now
+NOTHING: Any = contextlib.nullcontext()
 
 
 class Model:
@@ -141,7 +144,8 @@ class Worker:
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             begin = time.perf_counter()
-            found = one(layer, q, kv)
+            with torch.profiler.record_function("attention") if PROFILED else NOTHING:
+                found = one(layer, q, kv)
             self.spent.append(time.perf_counter() - begin)
             return found
 
@@ -179,8 +183,11 @@ def profile(folder: Optional[str], name: str, run: Callable[[], torch.Tensor]) -
     """Writes a trace of one pass."""
     if folder is None:
         return
+    PROFILED.append(name)
+    run().cpu()
     with torch.profiler.profile() as seen:
         run().cpu()
+    PROFILED.clear()
     seen.export_chrome_trace(os.path.join(folder, f"{name}.json"))
 
 
@@ -204,7 +211,8 @@ def main() -> None:
     with ServerProcess(flags.server, ["--backend=cuda", "--kv-cache-bytes=8GiB",
                                       "--limits-weights-bytes=8GiB",
                                       "--shm-device-bytes=1GiB", "--shm-total-bytes=4GiB",
-                                      "--shm-region-bytes=512MiB", "--tenants-region-bytes=3GiB", "--log-level=warning",
+                                      "--shm-region-bytes=512MiB", "--tenants-region-bytes=3GiB",
+                                      "--log-level=warning",
                                       *flags.server_arg]).start() as server:
         batches = [int(number) for number in flags.batch.split(",")]
         owner = Owner(server.target, flags.layers, max(batches), flags.context)
