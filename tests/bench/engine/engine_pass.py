@@ -8,14 +8,15 @@ only returns its output buffer.
 
 Each way is a transport of tensors, with calls that a thread awaits at each layer or with chained
 calls. `us_a_layer` is the added time of one layer: the median over turns, which alternate with
-turns without attention. `pass_ms` is one pass with its sampling (argmax, copied to the host). The
-program fails if the outputs of two ways differ in any bit. With --profile FOLDER it writes one pass
-of each way as a trace for Chrome.
+turns without attention. `pass_ms` is one pass with its sampling (argmax, copied to the host).
+`thread_us` is the time of the worker's thread in a call. The program fails if two ways give
+different tokens. With --profile FOLDER it writes one pass of each way as a trace for Chrome.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -39,6 +40,8 @@ WAYS = ("host", "device", "host-chained", "device-chained")
 PASSES = 10  # in a turn
 PREFILL_ROWS = 2048
 CLIENT = "engine-pass"
+PROFILED: List[str] = []  # what is, just now
+NOTHING: Any = contextlib.nullcontext()
 
 
 class Model:
@@ -143,7 +146,8 @@ class Worker:
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             begin = time.perf_counter()
-            found = one(layer, q, kv)
+            with torch.profiler.record_function("attention") if PROFILED else NOTHING:
+                found = one(layer, q, kv)
             self.spent.append(time.perf_counter() - begin)
             return found
 
@@ -181,8 +185,11 @@ def profile(folder: Optional[str], name: str, run: Callable[[], torch.Tensor]) -
     """Writes a trace of one pass."""
     if folder is None:
         return
+    PROFILED.append(name)
+    run().cpu()
     with torch.profiler.profile() as seen:
         run().cpu()
+    PROFILED.clear()
     seen.export_chrome_trace(os.path.join(folder, f"{name}.json"))
 
 
