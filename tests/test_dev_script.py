@@ -30,7 +30,9 @@ class DevScriptTest(unittest.TestCase):
     def test_wrong_use_is_refused(self):
         for arguments, word in ((["nosuch"], "nosuch"), (["test", "some"], "--all"),
                                 (["build", "fast"], "opt, asan"),
-                                (["package", "rpm"], "must be deb")):
+                                (["package", "rpm"], "must be image, deb"),
+                                (["package"], "must be image, deb"),
+                                (["package", "deb", "deb"], "one word")):
             result = dev(*arguments)
             self.assertEqual(result.returncode, 1, arguments)
             self.assertIn(word, result.stderr)
