@@ -201,7 +201,7 @@ class TemplatesTest(unittest.TestCase):
         self.assertEqual(item.one("ServiceMonitor")["spec"]["endpoints"][0]["port"], "ops")
 
     def test_versions_are_the_servers(self):
-        version = re.search(r'kVersion\[\] = "(.*)"', read("server/process/version.h"))[1]
+        version = re.search(r'kVersion\[\] = "(.*)"', read("base/version/version.h"))[1]
         about = chart.load("Chart.yaml")
         self.assertEqual((about["version"], about["appVersion"]), (version, version))
         self.assertEqual(self.rendered["defaults"].container()["image"], f"mla-server:{version}")
