@@ -289,7 +289,14 @@ class TemplatesTest(unittest.TestCase):
         item = self.rendered["everything"]
         groups = [group for name in ("rules.yaml", "alerts.yaml")
                   for group in test_prometheus.load(test_prometheus.FOLDER / name)["groups"]]
-        self.assertEqual(item.one("PrometheusRule")["spec"]["groups"], groups)
+        rendered = item.one("PrometheusRule")["spec"]["groups"]
+        for group in rendered:
+            for rule in group["rules"]:
+                url = rule.get("annotations", {}).get("runbook_url")
+                if url is not None:
+                    self.assertTrue(url.startswith("https://docs.example/docs/runbook.md#"), url)
+                    rule["annotations"]["runbook_url"] = url.removeprefix("https://docs.example/")
+        self.assertEqual(rendered, groups)
         board = item.objects["ConfigMap", "attention-dashboard"]["data"]["mla-server.json"]
         self.assertEqual(board.strip(), read("deploy/grafana/dashboard.json").strip())
         # The label `job`, as the alerts select it.
