@@ -22,8 +22,8 @@ class DevScriptTest(unittest.TestCase):
         self.assertEqual(listed.returncode, 0)
         self.assertEqual(set(re.findall(r"^  ([a-z-]+) ", listed.stdout, re.M)), self.commands())
 
-    def test_readme_names_every_command(self):
-        text = (ROOT / "README.md").read_text()
+    def test_the_manual_names_every_command(self):
+        text = (ROOT / "CONTRIBUTING.md").read_text()
         for command in self.commands():
             self.assertIn(f"./dev {command}", text)
 

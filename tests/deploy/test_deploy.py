@@ -97,7 +97,8 @@ class ShippingTest(unittest.TestCase):
         stop = int(re.search(r"^TimeoutStopSec=(\d+)$", unit, re.M).group(1))
         self.assertGreater(stop, self.drain_s)
         for line in ("Type=notify", "WatchdogSec=30", "ExecReload=/bin/kill -HUP $MAINPID",
-                     "MemoryMax=90%", "DynamicUser=yes", "NoNewPrivileges=yes", "ProtectSystem=strict",
+                     "MemoryMax=90%", "DynamicUser=yes", "NoNewPrivileges=yes",
+                     "ProtectSystem=strict",
                      "CapabilityBoundingSet=", "RestartPreventExitStatus=1"):
             self.assertIn(f"\n{line}\n", unit)
 

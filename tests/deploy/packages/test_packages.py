@@ -42,8 +42,10 @@ def run(*command, check=True, **options):
 
 def package(kind, output):
     """What package.py prints, and the folder that it has filled."""
+    # One time for all calls: a commit may come between two of them.
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1795900000"}
     return run("/usr/bin/python3", ROOT / "deploy/package/package.py", kind, "--output", output,
-               "--binaries", BINARIES)
+               "--binaries", BINARIES, env=environment)
 
 
 class PackageTextsTest(unittest.TestCase):
@@ -183,7 +185,8 @@ class DebianTest(LongTest):
         self.assertIn(f"mla-server {common.version()}", run(*inside, "mla-server", "--version"))
         run(*inside, "mla-server", "--check-config", "--config=/etc/mla-server/server.yaml", *SMALL)
         self.assertIn("mla-workers", run(*inside, "getent", "group", "mla-workers"))
-        self.assertIn("complete", run(*inside, "cat", "/usr/share/bash-completion/completions/mlactl"))
+        script = root / "usr/share/bash-completion/completions/mlactl"
+        self.assertIn("complete", script.read_text(encoding="utf-8"))
         listed = run(*inside, "dpkg", "--listfiles", "mlactl", "mla-server")
         for page in ("man1/mlactl.1.gz", "man1/mlactl-set-quota.1.gz", "man8/mla-server.8.gz",
                      "system/mla-server.service"):
