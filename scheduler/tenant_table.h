@@ -236,12 +236,16 @@ class TenantTable {
   // all run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have
   // run-time quotas.
   absl::Status SetQuota(const std::string& name, const TenantQuota& quota, bool reset);
+  // Replaces what the configuration said about tenants: their default bounds and the quotas by
+  // name. What SetQuota has set stays in force. Nothing in use is taken away.
+  void Reconfigure(const PerResource<int64_t>& default_bounds,
+                   std::map<std::string, TenantQuota> quotas);
   // One tenant, also one that uses nothing.
   TenantUsage Usage(const std::string& name) const;
   // All rows and all tenants with a quota, by name.
   std::vector<TenantUsage> Usages() const;
   // Tenants named in the configuration: metrics show these by name in any case.
-  bool Configured(const std::string& name) const { return options_.quotas.contains(name); }
+  bool Configured(const std::string& name) const;
   int32_t size() const;  // rows, idle ones included
 
  private:
@@ -255,13 +259,15 @@ class TenantTable {
   TenantUsage UsageOf(const std::string& name, const Tenant* tenant) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const TenantTableOptions options_;
+  const int32_t max_tenants_;
   Tenant server_;
   PerResource<std::atomic<uint64_t>> tenant_refusals_;
   mutable Mutex mutex_;
   TenantKey last_key_ ABSL_GUARDED_BY(mutex_) = kNoTenant;
   absl::flat_hash_map<std::string, std::unique_ptr<Tenant>> rows_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<TenantKey, Tenant*> by_key_ ABSL_GUARDED_BY(mutex_);
+  PerResource<int64_t> default_bounds_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, TenantQuota> configured_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, TenantQuota> runtime_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -128,6 +128,9 @@ class SequenceTable {
   }
   // Told of every sequence that goes; null: none. It outlives the table.
   void set_observer(EngineObserver* observer) { observer_ = observer; }
+  // The lease of sequences whose client asks for none; in force for those opened from now on.
+  void set_default_lease_ms(int64_t lease_ms) { default_lease_ms_ = lease_ms; }
+  int64_t default_lease_ms() const { return default_lease_ms_; }
   // Starts the lease again, with `lease_ms` > 0 as its new length.
   void Renew(Sequence* sequence, int64_t lease_ms = 0);
 
@@ -171,6 +174,7 @@ class SequenceTable {
                    const std::string& request_id, SequenceOrigin origin, SequenceId id = 0);
 
   const Limits limits_;
+  int64_t default_lease_ms_ = limits_.sequence_lease_ms;
   kvcache::KvCache* const cache_;
   ModelTable* const models_;
   TenantTable* const tenants_;

@@ -4,8 +4,8 @@
 // the process could do for itself would end that call, and clients wait.
 //
 // Two threads, because a probe hangs if the engine does: one probes, the other looks at the clock.
-// Threading: construct and destroy from one thread, Stats from any. The destructor waits for the
-// probe.
+// Threading: construct and destroy from one thread, Stats and SetTimeout from any. The destructor
+// waits for the probe.
 #ifndef MLA_SERVER_LIFECYCLE_WATCHDOG_H_
 #define MLA_SERVER_LIFECYCLE_WATCHDOG_H_
 
@@ -45,6 +45,9 @@ class Watchdog final {
            std::chrono::milliseconds period, StuckCalls stuck = {});
   ~Watchdog();
 
+  // In force from the next look at the clock on.
+  void SetTimeout(std::chrono::milliseconds timeout);
+
   // The engine's stats as of now, or the last ones when it does not answer in time: then
   // one call waits for kAnswerWait, and those behind it for what is left of that.
   scheduler::EngineStats Stats();
@@ -58,8 +61,9 @@ class Watchdog final {
   const std::function<Heartbeat()> probe_;
   const StuckCalls stuck_;
   ServerState* const state_;
-  const std::chrono::milliseconds timeout_, period_;
+  const std::chrono::milliseconds period_;
   Mutex mutex_;
+  std::chrono::milliseconds timeout_ ABSL_GUARDED_BY(mutex_);
   CondVar wake_;      // a caller needs an answer, or the end has come
   CondVar answered_;  // there is one
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;

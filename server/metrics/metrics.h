@@ -45,6 +45,12 @@ struct TlsStats {
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
+// Of the configuration, as ConfigReloader says it.
+struct ConfigStats {
+  uint64_t reloads = 0, refused = 0;
+  bool refused_now = false;  // what is on disk
+};
+
 // Calls and requests of one tenant, as mla_requests_total counts them.
 struct TenantTotals {
   std::string name;
@@ -80,6 +86,7 @@ class Metrics final : public scheduler::EngineObserver {
   void SetServing(bool serving);
 
   void SetTls(const TlsStats& stats);
+  void SetConfig(const ConfigStats& stats);
 
   // From now on Expose shows what tenants use: those of the configuration's quotas, then those that
   // use the largest share of a bound, `most` of them by name and the others summed as "other".
