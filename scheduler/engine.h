@@ -70,6 +70,11 @@ struct SequenceTail {
   uint64_t serial = 0;  // a new tail of the sequence has a higher serial than the old one
 };
 
+// Lease lengths of clients that ask for none, which a running engine may be given anew.
+struct DefaultLeases {
+  int64_t sequence_ms = 0, model_ms = 0, step_ms = 0;  // as in Limits
+};
+
 struct SequenceInfo {
   SequenceId id = 0;
   uint64_t epoch = 0;
@@ -453,7 +458,11 @@ class Engine {
   // Log of events of cached rows; thread-safe, and may outlive the engine.
   const std::shared_ptr<kvcache::EventLog>& events() const;
   const kernels::BackendInfo& backend_info() const;
+  // As of the start: what SetDefaultLeases has changed since is not in it.
   const Limits& limits() const;
+  // In force for what is opened, registered or begun from now on. REQUIRES: none is longer than
+  // Limits::max_lease_ms, and sequence_ms and step_ms are above 0.
+  void SetDefaultLeases(const DefaultLeases& leases);
   absl::Status Healthy();  // AttentionBackend::Healthy
   // AttentionBackend::StuckCall. Does not take the role, because a stuck call may hold it.
   std::string StuckCall() const;

@@ -76,9 +76,12 @@ TenantTableOptions::TenantTableOptions() {
   std::fill(default_bounds.begin(), default_bounds.end(), kUnbounded);
 }
 
-TenantTable::TenantTable(TenantTableOptions options) : options_(std::move(options)) {
+TenantTable::TenantTable(TenantTableOptions options)
+    : max_tenants_(options.max_tenants),
+      default_bounds_(options.default_bounds),
+      configured_(std::move(options.quotas)) {
   for (const ResourceRow& row : kRows) {
-    server_.bound_[row.resource] = options_.server_bounds[row.resource];
+    server_.bound_[row.resource] = options.server_bounds[row.resource];
   }
 }
 
@@ -89,15 +92,14 @@ absl::StatusOr<TenantRef> TenantTable::Enter(absl::string_view name) {
   if (const auto found = rows_.find(name); found != rows_.end()) {
     return TenantRef(found->second.get());
   }
-  if (static_cast<int32_t>(rows_.size()) >= options_.max_tenants) DropIdle();
-  if (static_cast<int32_t>(rows_.size()) >= options_.max_tenants) {
-    return RefuseField(
-        {.field = "tenant",
-         .got = absl::StrCat("one more than ", rows_.size()),
-         .limit = absl::StrCat("at most ", options_.max_tenants, " tenants at a time"),
-         .reason = "tenants_exhausted",
-         .retry_after_ms = 1000},
-        absl::StatusCode::kResourceExhausted);
+  if (static_cast<int32_t>(rows_.size()) >= max_tenants_) DropIdle();
+  if (static_cast<int32_t>(rows_.size()) >= max_tenants_) {
+    return RefuseField({.field = "tenant",
+                        .got = absl::StrCat("one more than ", rows_.size()),
+                        .limit = absl::StrCat("at most ", max_tenants_, " tenants at a time"),
+                        .reason = "tenants_exhausted",
+                        .retry_after_ms = 1000},
+                       absl::StatusCode::kResourceExhausted);
   }
   auto row = std::make_unique<Tenant>();
   row->name_ = std::string(name);
@@ -210,16 +212,16 @@ std::pair<int64_t, BoundSource> TenantTable::BoundFor(const std::string& name,
   if (const auto quota = runtime_.find(name); quota != runtime_.end()) {
     if (const auto& bound = quota->second.bounds[resource]) return {*bound, BoundSource::kRuntime};
   }
-  if (const auto found = options_.quotas.find(name); found != options_.quotas.end()) {
+  if (const auto found = configured_.find(name); found != configured_.end()) {
     if (const auto& bound = found->second.bounds[resource]) {
       return {*bound, BoundSource::kConfigured};
     }
   }
-  return {options_.default_bounds[resource], BoundSource::kDefault};
+  return {default_bounds_[resource], BoundSource::kDefault};
 }
 
 int32_t TenantTable::WeightFor(const std::string& name) const {
-  for (const auto* quotas : {&runtime_, &options_.quotas}) {
+  for (const auto* quotas : {&runtime_, &configured_}) {
     const auto found = quotas->find(name);
     if (found != quotas->end() && found->second.weight) return *found->second.weight;
   }
@@ -239,9 +241,9 @@ void TenantTable::SetServerBound(Resource resource, int64_t bound) {
 
 absl::Status TenantTable::SetQuota(const std::string& name, const TenantQuota& quota, bool reset) {
   const MutexLock lock(mutex_);
-  if (!runtime_.contains(name) && static_cast<int32_t>(runtime_.size()) >= options_.max_tenants) {
+  if (!runtime_.contains(name) && static_cast<int32_t>(runtime_.size()) >= max_tenants_) {
     return RefuseField("tenant", absl::StrCat("one more than ", runtime_.size()),
-                       absl::StrCat("at most ", options_.max_tenants, " tenants with quotas"),
+                       absl::StrCat("at most ", max_tenants_, " tenants with quotas"),
                        "tenants_exhausted", absl::StatusCode::kResourceExhausted);
   }
   TenantQuota& quota_of_tenant = runtime_[name];
@@ -254,6 +256,19 @@ absl::Status TenantTable::SetQuota(const std::string& name, const TenantQuota& q
   if (quota_of_tenant.empty()) runtime_.erase(name);
   if (const auto found = rows_.find(name); found != rows_.end()) ApplyQuota(*found->second);
   return absl::OkStatus();
+}
+
+void TenantTable::Reconfigure(const PerResource<int64_t>& default_bounds,
+                              std::map<std::string, TenantQuota> quotas) {
+  const MutexLock lock(mutex_);
+  default_bounds_ = default_bounds;
+  configured_ = std::move(quotas);
+  for (const auto& row : rows_) ApplyQuota(*row.second);
+}
+
+bool TenantTable::Configured(const std::string& name) const {
+  const MutexLock lock(mutex_);
+  return configured_.contains(name);
 }
 
 TenantUsage TenantTable::UsageOf(const std::string& name, const Tenant* tenant) const {
@@ -280,7 +295,7 @@ std::vector<TenantUsage> TenantTable::Usages() const {
   const MutexLock lock(mutex_);
   std::set<std::string> names;
   for (const auto& row : rows_) names.insert(row.first);
-  for (const auto& quota : options_.quotas) names.insert(quota.first);
+  for (const auto& quota : configured_) names.insert(quota.first);
   for (const auto& quota : runtime_) names.insert(quota.first);
   std::vector<TenantUsage> usages;
   for (const std::string& name : names) {

@@ -238,13 +238,17 @@ class TenantTable {
   // run-time bounds of the tenant first. RESOURCE_EXHAUSTED when max_tenants tenants have run-time
   // quotas.
   absl::Status SetQuota(const std::string& name, const TenantQuota& quota, bool reset);
+  // Replaces the configuration's default bounds and quotas by name. Bounds that SetQuota has set
+  // stay in force. Nothing in use is taken away.
+  void Reconfigure(const PerResource<int64_t>& default_bounds,
+                   std::map<std::string, TenantQuota> quotas);
   // The use of one tenant, which may use nothing.
   TenantUsage Usage(const std::string& name) const;
   // The use of all tenants that have a row or a quota, ordered by name.
   std::vector<TenantUsage> Usages() const;
   // Returns true if the configuration names the tenant; metrics show such tenants by name in any
   // case.
-  bool Configured(const std::string& name) const { return options_.quotas.contains(name); }
+  bool Configured(const std::string& name) const;
   int32_t size() const;  // rows, idle ones included
 
  private:
@@ -258,13 +262,15 @@ class TenantTable {
   TenantUsage UsageOf(const std::string& name, const Tenant* tenant) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const TenantTableOptions options_;
+  const int32_t max_tenants_;
   Tenant server_;
   PerResource<std::atomic<uint64_t>> tenant_refusals_;
   mutable Mutex mutex_;
   TenantKey last_key_ ABSL_GUARDED_BY(mutex_) = kNoTenant;
   absl::flat_hash_map<std::string, std::unique_ptr<Tenant>> rows_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<TenantKey, Tenant*> by_key_ ABSL_GUARDED_BY(mutex_);
+  PerResource<int64_t> default_bounds_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, TenantQuota> configured_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, TenantQuota> runtime_ ABSL_GUARDED_BY(mutex_);
 };
 

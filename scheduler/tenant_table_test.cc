@@ -2,6 +2,7 @@
 #include "scheduler/tenant_table.h"
 #include "base/error.h"
 
+#include <map>
 #include <set>
 #include <string>
 #include <thread>
@@ -208,6 +209,37 @@ TEST(TenantTableTest, TakesOfManyThreadsStayWithinTheBound) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(table.server_used(Resource::kSequences), 0);
   EXPECT_EQ(table.Usage("a").used[Resource::kSequences], 0);
+}
+
+TEST(TenantTableTest, AConfigurationReplacesTheOneBefore) {
+  TenantTableOptions options = Options(10, 5, 100);
+  options.quotas["configured"].bounds[Resource::kSequences] = 7;
+  options.quotas["configured"].weight = 4;
+  TenantTable table(options);
+  TenantQuota at_run_time;
+  at_run_time.bounds[Resource::kSequences] = 9;
+  ASSERT_TRUE(table.SetQuota("runtime", at_run_time, false).ok());
+  const TenantRef configured = *table.Enter("configured"), runtime = *table.Enter("runtime");
+  const TenantRef plain = *table.Enter("plain");
+  ASSERT_TRUE(table.TryTake(*configured, Resource::kSequences, 6));
+  PerResource<int64_t> defaults = options.default_bounds;
+  defaults[Resource::kSequences] = 3;
+  std::map<std::string, TenantQuota> quotas;
+  quotas["plain"].bounds[Resource::kSequences] = 11;
+  table.Reconfigure(defaults, quotas);
+  EXPECT_EQ(configured->bound(Resource::kSequences), 3);
+  EXPECT_EQ(configured->weight(), 1);
+  EXPECT_EQ(runtime->bound(Resource::kSequences), 9);  // what an operator has set stays in front
+  EXPECT_EQ(plain->bound(Resource::kSequences), 11);
+  EXPECT_EQ((*table.Enter("new"))->bound(Resource::kSequences), 3);
+  EXPECT_TRUE(table.Configured("plain"));
+  EXPECT_FALSE(table.Configured("configured"));
+  // Nothing in use is taken away, and no more is granted until enough was returned.
+  EXPECT_EQ(configured->used(Resource::kSequences), 6);
+  EXPECT_FALSE(table.TryTake(*configured, Resource::kSequences, 1));
+  table.Return(*configured, Resource::kSequences, 4);
+  EXPECT_TRUE(table.TryTake(*configured, Resource::kSequences, 1));
+  table.Return(*configured, Resource::kSequences, 3);
 }
 
 }  // namespace

@@ -7,13 +7,16 @@
 
 #include <chrono>
 #include <cstdio>
+#include <ctime>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_join.h"
+#include "base/version/version.h"
 #include "proto/wire/grpc_tuning.h"
 #include "server/config/config.h"
 #include "server/logging/library_logs.h"
@@ -21,7 +24,8 @@
 #include "server/preflight.h"
 #include "server/process/exit_guards.h"
 #include "server/process/process_usage.h"
-#include "server/process/version.h"
+#include "server/process/service_manager.h"
+#include "server/reload/config_reloader.h"
 #include "server/server.h"
 
 extern char** environ;
@@ -43,7 +47,10 @@ bool Print(const mla::server::LoadedConfig& loaded) {
   const mla::server::CommandLine& command = loaded.command;
   std::string text;
   if (command.help) text = mla::server::HelpText();
-  if (command.version) text = std::string("mla-server ") + mla::server::kVersion + "\n";
+  if (command.version) {
+    text = std::string("mla-server ") + mla::base::kVersion + "\nrevision " +
+           mla::base::Revision() + "\n";
+  }
   if (command.print_example) text = mla::server::ExampleYaml();
   if (command.print_reference) text = mla::server::ReferenceMarkdown();
   if (command.print_config) text = mla::server::PrintConfig(loaded);
@@ -59,31 +66,76 @@ absl::StatusOr<std::unique_ptr<mla::server::Server>> Start(const mla::server::Co
 // How long the last lines may wait for a reader of the log.
 constexpr std::chrono::milliseconds kLastFlush{1000};
 
-// Returns when the process is asked to end. A hang-up asks others to read their configuration
-// again. This server does not: only the files of tls.* and quotas change while it runs. It rereads
-// the files without a signal, and operators set quotas.
-void WaitForEnd(const sigset_t& signals) {
-  for (;;) {
-    int number = 0;
-    sigwait(&signals, &number);
-    if (number != SIGHUP) {
-      mla::server::Log(mla::server::LogLevel::kInfo, "signal", {{"number", number}});
-      return;
+// Between two looks at the configuration file, and between two reports to the service manager.
+constexpr timespec kLook{0, 500'000'000};
+
+// What the process does while it serves: reads its configuration again, and tells the service
+// manager that it goes on.
+class Attendant final {
+ public:
+  Attendant(const mla::server::LoadedConfig& loaded, std::string contents,
+            std::vector<std::string> arguments, mla::server::Server* server)
+      : server_(server),
+        reloader_(
+            loaded.config, std::move(contents),
+            {.load = [arguments = std::move(
+                          arguments)] { return mla::server::LoadConfig(arguments, Environment()); },
+             .contents = [file = loaded.file] { return mla::server::FileContents(file); },
+             .apply = [this](const mla::server::Config& config) { Apply(config); }}) {}
+
+  // Returns when the process is asked to end.
+  void WaitForEnd(const sigset_t& signals) {
+    for (;;) {
+      const int number = sigtimedwait(&signals, nullptr, &kLook);
+      if (number == SIGHUP) {
+        Reload();
+      } else if (number > 0) {
+        mla::server::Log(mla::server::LogLevel::kInfo, "signal", {{"number", number}});
+        return;
+      } else {
+        if (reloader_.Look()) Note();
+        // A server whose engine is silent for good is not kept alive: the manager restarts it.
+        if (server_->Alive()) mla::server::NotifyManager("WATCHDOG=1");
+      }
     }
-    mla::server::Log(mla::server::LogLevel::kWarning, "nothing_reloaded",
-                     {{"number", number},
-                      {"why",
-                       "the configuration is read at the start alone; files of tls.* are "
-                       "read again when they change"}});
   }
-}
+
+  std::chrono::milliseconds drain_deadline() const {
+    return std::chrono::milliseconds(reloader_.running().drain_deadline_ms);
+  }
+
+ private:
+  void Apply(const mla::server::Config& config) {
+    mla::server::SetLogLevel(config.log.level);
+    server_->Apply(config);
+  }
+
+  void Reload() {
+    mla::server::NotifyManager(mla::server::ReloadingText());
+    server_->LookAtTls();
+    reloader_.Reload().IgnoreError();
+    Note();
+  }
+
+  void Note() {
+    const mla::server::ConfigReloader::Status& status = reloader_.status();
+    server_->NoteConfig({status.reloads, status.refused, !status.why.empty()}, status.why);
+    mla::server::NotifyManager(status.why.empty()
+                                   ? "READY=1\nSTATUS=serving"
+                                   : "READY=1\nSTATUS=serving; the configuration was refused");
+  }
+
+  mla::server::Server* const server_;
+  mla::server::ConfigReloader reloader_;
+};
 
 }  // namespace
 
 int main(int argc, char** argv) {
   namespace server = mla::server;
-  const auto loaded =
-      server::LoadConfig(std::vector<std::string>(argv + 1, argv + argc), Environment());
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  const auto loaded = server::LoadConfig(arguments, Environment());
+  const std::string contents = server::FileContents(loaded.file);
   for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());
   const bool printed = Print(loaded);
   if (!loaded.faults.empty()) return server::kExitBadConfig;
@@ -120,8 +172,11 @@ int main(int argc, char** argv) {
     server::Log(server::LogLevel::kError, "start_failed", {{"why", started.status().ToString()}});
     return server::kExitNotStarted;
   }
-  WaitForEnd(signals);
-  const auto deadline = std::chrono::milliseconds(loaded.config.drain_deadline_ms);
+  Attendant attendant(loaded, contents, arguments, started->get());
+  server::NotifyManager("READY=1\nSTATUS=serving");
+  attendant.WaitForEnd(signals);
+  server::NotifyManager("STOPPING=1\nSTATUS=draining");
+  const std::chrono::milliseconds deadline = attendant.drain_deadline();
   bool drained = false;
   {
     const server::StopGuard guard(deadline + server::StopGuard::kGrace);

@@ -6,11 +6,8 @@
 #include <thread>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_split.h"
-#include "base/usable_cpus.h"
 #include "proto/wire/thread_team.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
@@ -37,13 +34,15 @@
 #include "server/preflight.h"
 #include "server/process/exit_guards.h"
 #include "server/process/socket_files.h"
-#include "server/process/version.h"
+#include "server/reload/live_settings.h"
 #include "server/shared_memory/shared_memory_listener.h"
 #include "server/warm_up.h"
+#include "server/wire_threads.h"
 
 namespace mla::server {
 namespace {
 
+constexpr int kHttpOk = 200;
 constexpr auto kProbePeriod = std::chrono::milliseconds(200);
 // After a drain, calls that are under way have this long before they are cancelled.
 constexpr auto kCloseGrace = std::chrono::milliseconds(200);
@@ -55,27 +54,6 @@ uint64_t RandomBootId() {
   return id;
 }
 
-CompletionPollerOptions PollingOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
-  CompletionPollerOptions polling;
-  polling.threads = wire.poll_threads;
-  polling.spin_us = wire.spin_us >= 0
-                        ? wire.spin_us
-                        : DefaultSpinMicros(base::UsableCpuCount(), backend.unified_memory);
-  return polling;
-}
-
-wire::ThreadTeamOptions TeamOf(const Config::Wire& wire, const kernels::BackendInfo& backend) {
-  constexpr int32_t kMostByDefault = 4, kCpusPerThread = 4;
-  wire::ThreadTeamOptions team;
-  team.threads = wire.copy_threads;
-  if (team.threads == 0 && !backend.reads_fragments) {
-    team.threads = std::min(base::UsableCpuCount() / kCpusPerThread, kMostByDefault);
-  }
-  team.threads = std::max(team.threads, 1);
-  team.spin_us = PollingOf(wire, backend).spin_us;
-  return team;
-}
-
 // Warns if wire.quota_bytes is too small. Queries read in place lie in gRPC's memory until they are
 // computed, and staging memory bounds how many there are.
 void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& backend) {
@@ -83,17 +61,6 @@ void WarnOfSmallQuota(const Config::Wire& wire, const kernels::BackendInfo& back
   Log(LogLevel::kWarning, "quota_small",
       {{"wire.quota_bytes", wire.quota_bytes},
        {"at_least", absl::StrCat("2 * wire.staging_bytes, ", wire.staging_bytes)}});
-}
-
-OperatorPolicy OperatorsOf(const Config::Listen& listen) {
-  OperatorPolicy policy;
-  for (const absl::string_view name :
-       absl::StrSplit(listen.operators, ',', absl::SkipWhitespace())) {
-    policy.tenants.emplace(absl::StripAsciiWhitespace(name));
-  }
-  policy.local_without_tls = listen.plain_operators != "none";
-  policy.remote_without_tls = listen.plain_operators == "any";
-  return policy;
 }
 
 TlsStats TlsFiguresOf(const TlsFiles::Status& status) {
@@ -109,6 +76,7 @@ struct Server::Parts {
   uint64_t boot_id = RandomBootId();
   scheduler::RealClock clock;
   ServerState state;
+  LiveSettings live;
   Metrics metrics;
   std::vector<kernels::BackendCandidate> candidates;
   int64_t counted_bytes = 0;
@@ -147,6 +115,7 @@ struct Server::Parts {
   absl::Status OpenListener();
   Services ServicesToServe();
   HttpReply Alive() const;
+  void Apply(const Config& config);
   HttpReply Ready(const std::string& query);
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
 };
@@ -214,7 +183,7 @@ void Server::Parts::MakeServices() {
   const RpcContext rpc = {engine.get(),
                           &metrics,
                           boot_id,
-                          OperatorsOf(options.config.listen),
+                          &live,
                           ControlReserve(options.config),
                           options.config.listen.unix_tenant,
                           &abandoned,
@@ -302,12 +271,22 @@ Services Server::Parts::ServicesToServe() {
 // serves now.
 HttpReply Server::Parts::Alive() const {
   const ServerState::Snapshot now = state.Get();
-  const auto timeout = std::chrono::milliseconds(options.config.restart_after_ms);
+  const std::chrono::milliseconds timeout = live.restart_after();
   const bool hung = timeout.count() > 0 && !now.healthy &&
                     std::chrono::steady_clock::now() - now.unhealthy_since >= timeout;
-  if (!now.lost && !hung) return {200, "text/plain; charset=utf-8", "alive\n"};
+  if (!now.lost && !hung) return {kHttpOk, "text/plain; charset=utf-8", "alive\n"};
   return {503, "text/plain; charset=utf-8",
           absl::StrCat("restart this server: ", now.why_unhealthy, "\n")};
+}
+
+void Server::Parts::Apply(const Config& config) {
+  Config in_use = options.config;  // the sizes that were chosen at the start, too
+  in_use.tenants = config.tenants;
+  scheduler::TenantTableOptions tenants = TenantOptionsOf(in_use);
+  engine->tenants()->Reconfigure(tenants.default_bounds, std::move(tenants.quotas));
+  live.Set(config);
+  engine->SetDefaultLeases(live.leases());
+  watchdog->SetTimeout(std::chrono::milliseconds(config.unhealthy_after_ms));
 }
 
 HttpReply Server::Parts::Ready(const std::string& query) {
@@ -321,6 +300,8 @@ HttpReply Server::Parts::Ready(const std::string& query) {
     if (expired) absl::StrAppend(&reply.body, "tls.cert has expired\n");
     const std::string why = tls == nullptr ? "" : tls->status().why;
     if (!why.empty()) absl::StrAppend(&reply.body, "TLS files not in use: ", why, "\n");
+    const std::string refusal = live.refusal();
+    if (!refusal.empty()) absl::StrAppend(&reply.body, "configuration not in use: ", refusal, "\n");
     absl::StrAppend(&reply.body, "state ", PhaseName(now.phase), " ", now.percent, "%\nengine ",
                     now.healthy ? "healthy" : "unhealthy", "\n", now.message,
                     now.message.empty() ? "" : "\n");
@@ -439,6 +420,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
   auto parts = std::make_unique<Parts>();
   parts->options = std::move(options);
   const Config& config = parts->options.config;
+  parts->live.Set(config);
   parts->shm_path = ShmSocketPath(config.shm, ServedUnixPath(config));
   if (!config.tls.cert.empty()) {
     auto files = TlsFiles::Open(config.tls);
@@ -485,6 +467,19 @@ Server::~Server() { parts_->Shutdown(std::chrono::milliseconds(0)); }
 int Server::tcp_port() const { return parts_->listeners.tcp_port; }
 int Server::ops_port() const { return parts_->ops == nullptr ? 0 : parts_->ops->port(); }
 uint64_t Server::boot_id() const { return parts_->boot_id; }
+
+bool Server::Alive() const { return parts_->Alive().status == kHttpOk; }
+
+void Server::Apply(const Config& config) { parts_->Apply(config); }
+
+void Server::NoteConfig(const ConfigStats& stats, const std::string& why) {
+  parts_->metrics.SetConfig(stats);
+  parts_->live.SetRefusal(why);
+}
+
+void Server::LookAtTls() {
+  if (parts_->tls != nullptr) parts_->tls->LookSoon();
+}
 
 DrainResult Server::Shutdown(std::chrono::milliseconds drain_deadline) {
   return parts_->Shutdown(drain_deadline);

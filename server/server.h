@@ -18,6 +18,7 @@
 #include "kernels/backend_registry.h"
 #include "server/config/config.h"
 #include "server/lifecycle/drain.h"
+#include "server/metrics/metrics.h"
 
 namespace mla::server {
 
@@ -43,6 +44,17 @@ class Server final {
   int tcp_port() const;  // 0: no ops listener
   int ops_port() const;  // 0: no ops listener
   uint64_t boot_id() const;
+
+  // Returns true while /livez is 200: see docs/operations.md. Any thread.
+  bool Alive() const;
+  // Takes over the keys of `config` that IsLive says; the others are ignored. For what is opened,
+  // admitted or waited for from now on; nothing in use is taken away. Waits for a running launch.
+  void Apply(const Config& config);
+  // What the metrics and /readyz?verbose say about the configuration on disk. `why`: it is not in
+  // use because of this; empty: it is.
+  void NoteConfig(const ConfigStats& stats, const std::string& why);
+  // Looks at the files of tls.* at once.
+  void LookAtTls();
 
   DrainResult Shutdown(std::chrono::milliseconds drain_deadline);
 

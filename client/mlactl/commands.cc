@@ -14,6 +14,7 @@
 #include "client/mlactl/page_commands.h"
 #include "client/mlactl/query_commands.h"
 #include "client/mlactl/replay/replay_command.h"
+#include "client/mlactl/views/view_commands.h"
 
 namespace mla::mlactl {
 namespace {
@@ -42,12 +43,16 @@ void AddCompletion(Program* program) {
 
 void AddCommands(Program* program) {
   AddQueryCommands(program);
+  AddTop(program);
+  AddVersion(program);
   AddAttendCommand(program);
   AddBenchCommand(program);
   AddReplayCommand(program);
   AddOperatorCommands(program);
   AddPageCommands(program);
   AddHintCommand(program);
+  AddSize(program);
+  AddContexts(program);
   AddCompletion(program);
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "client/mlactl/cli/completion.h"
+#include "client/mlactl/operator_commands.h"
 
 namespace mla::mlactl {
 namespace {
@@ -28,7 +29,7 @@ Program* AllCommands() {
 TEST(CommandsTest, EveryCommandHasHelpThatFitsATerminal) {
   const CLI::App& app = AllCommands()->app();
   const auto commands = app.get_subcommands([](const CLI::App*) { return true; });
-  ASSERT_GT(commands.size(), 15u);
+  ASSERT_GT(commands.size(), 22u);
   for (const CLI::App* command : commands) {
     const std::string& name = command->get_name();
     EXPECT_FALSE(command->get_description().empty()) << name;
@@ -46,6 +47,17 @@ TEST(CommandsTest, EveryCommandHasHelpThatFitsATerminal) {
       EXPECT_EQ(app.get_option_no_throw(option->get_name()), nullptr) << option->get_name();
     }
   }
+}
+
+TEST(CommandsTest, ADrainAsksTheServersAfterItselfFirst) {
+  using ::testing::ElementsAre;
+  const std::string list = "mla-0.mla:1,mla-1.mla:1,mla-2.mla:1";
+  EXPECT_THAT(PeersOf(list, "mla-1"), ElementsAre("mla-2.mla:1", "mla-0.mla:1"));
+  EXPECT_THAT(PeersOf(list, "mla-2"), ElementsAre("mla-0.mla:1", "mla-1.mla:1"));
+  EXPECT_THAT(PeersOf("mla-10.mla:1,mla-1.mla:1", "mla-1"), ElementsAre("mla-10.mla:1"));
+  EXPECT_THAT(PeersOf("a:1", ""), ElementsAre("a:1"));
+  EXPECT_THAT(PeersOf("a:1", "a"), ::testing::IsEmpty());
+  EXPECT_THAT(PeersOf("", "a"), ::testing::IsEmpty());
 }
 
 // Words that the script offers for a line, by running it in bash.

@@ -1,11 +1,17 @@
 #include "client/mlactl/operator_commands.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -13,40 +19,64 @@
 #include "absl/strings/strip.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/text/units.h"
 
 namespace mla::mlactl {
+
+std::vector<std::string> PeersOf(const std::string& list, const std::string& own) {
+  std::vector<std::string> peers = absl::StrSplit(list, ',', absl::SkipEmpty());
+  const auto self = std::find_if(peers.begin(), peers.end(), [&](const std::string& peer) {
+    return !own.empty() && (absl::StartsWith(peer, own + ".") || absl::StartsWith(peer, own + ":"));
+  });
+  if (self == peers.end()) return peers;
+  std::rotate(peers.begin(), self, peers.end());
+  peers.erase(peers.begin());
+  return peers;
+}
+
 namespace {
 
 constexpr char kGroup[] = "Operation";
+
+std::string OwnHost() {
+  char name[256] = "";
+  return gethostname(name, sizeof(name) - 1) == 0 ? name : "";
+}
 
 constexpr char kQuotaNotes[] =
     "Changes are not persisted: a restarted server has the quotas of its configuration. A bound\n"
     "below what is in use takes nothing away; the tenant gets no more until it has released "
     "enough.\n";
 
-std::string NumberText(uint64_t number) {
-  return number > uint64_t{INT64_MAX} - 1 ? "none" : absl::StrCat(number);
+// `name`: of the resource, which says its unit.
+std::string NumberText(const std::string& name, uint64_t number, bool wide) {
+  if (number > uint64_t{INT64_MAX} - 1) return "none";
+  return wide ? absl::StrCat(number) : FieldForPeople(name, number);
 }
 
-std::string UsageLines(absl::string_view tenant,
+// Without `wide`, what a tenant does not use and was never refused is left out.
+std::string UsageLines(absl::string_view tenant, bool wide,
                        const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& usages) {
   std::string text;
   for (const v1::QuotaUsage& usage : usages) {
+    const bool set = usage.source() == v1::QUOTA_SOURCE_RUNTIME;
+    if (!wide && usage.used() == 0 && usage.refused() == 0 && !set) continue;
     const std::string source = absl::AsciiStrToLower(
         absl::StripPrefix(v1::QuotaSource_Name(usage.source()), "QUOTA_SOURCE_"));
-    absl::StrAppendFormat(&text, "%-24s %-16s %16d %16s %-10s %8d\n", tenant, usage.name(),
-                          usage.used(), NumberText(usage.bound()), source, usage.refused());
+    absl::StrAppendFormat(&text, "%-24s %-16s %16s %16s %-10s %8d\n", tenant, usage.name(),
+                          NumberText(usage.name(), usage.used(), wide),
+                          NumberText(usage.name(), usage.bound(), wide), source, usage.refused());
   }
   return text;
 }
 
 std::string QuotaText(const google::protobuf::RepeatedPtrField<v1::TenantQuota>& tenants,
-                      const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& server) {
+                      const google::protobuf::RepeatedPtrField<v1::QuotaUsage>& server, bool wide) {
   std::string text = absl::StrFormat("%-24s %-16s %16s %16s %-10s %8s\n", "tenant", "resource",
                                      "used", "bound", "from", "refused");
-  absl::StrAppend(&text, UsageLines("(server)", server));
+  absl::StrAppend(&text, UsageLines("(server)", wide, server));
   for (const v1::TenantQuota& tenant : tenants) {
-    absl::StrAppend(&text, UsageLines(tenant.tenant(), tenant.resources()));
+    absl::StrAppend(&text, UsageLines(tenant.tenant(), wide, tenant.resources()));
     absl::StrAppendFormat(&text, "%-24s %-16s %16d\n", tenant.tenant(), "weight", tenant.weight());
   }
   return text;
@@ -74,10 +104,19 @@ bool ReadBound(absl::string_view text, v1::QuotaBound* bound) {
 
 // ------------------------------------------------------------------------------------- Drain
 
+constexpr char kDrainNotes[] =
+    "Of several servers in --to the one behind this host in the list is asked first, and each of "
+    "the\n"
+    "others while sequences are left. This host's own name is passed over, so all pods of a set "
+    "can\n"
+    "have the same list.\n";
+
 struct DrainOptions {
   uint32_t deadline_ms = 0;  // 0: the server's
   bool exit = false;
-  std::string to;  // empty: sequences stay
+  std::string to;          // servers, separated by commas; empty: sequences stay
+  uint32_t delay_ms = 0;   // before anything is done
+  uint32_t linger_ms = 0;  // after rows have moved
 };
 
 // Sequences that did not move come first, because they need an action.
@@ -97,10 +136,31 @@ std::string HandOverText(const v1::DrainReply& reply) {
   return absl::StrCat(kept, moved, " of ", reply.handed_over_size(), " sequences moved\n");
 }
 
+bool Left(const v1::DrainReply& reply) {
+  return std::any_of(reply.handed_over().begin(), reply.handed_over().end(),
+                     [](const v1::HandedOver& one) {
+                       return one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0;
+                     });
+}
+
+// Asks one server after the other to take what is left. The reply of the last that answered.
+absl::StatusOr<v1::DrainReply> DrainToOneOf(client::Client* client, const DrainOptions& options) {
+  std::vector<std::string> peers = PeersOf(options.to, OwnHost());
+  if (peers.empty()) peers.emplace_back();  // sequences stay
+  absl::StatusOr<v1::DrainReply> reply = absl::UnknownError("no peer");
+  for (const std::string& peer : peers) {
+    auto next = client->Drain(options.deadline_ms, options.exit, peer);
+    if (next.ok() || !reply.ok()) reply = std::move(next);
+    if (reply.ok() && reply->drained() && !Left(*reply)) break;
+  }
+  return reply;
+}
+
 int Drain(const CommonOptions& common, const DrainOptions& options) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(options.delay_ms));
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
-  const auto reply = (*client)->Drain(options.deadline_ms, options.exit, options.to);
+  const auto reply = DrainToOneOf(client->get(), options);
   if (!reply.ok()) return Fail(reply.status());
   const v1::DrainReply plain = WithPlainTexts(*reply);
   const int code =
@@ -108,11 +168,11 @@ int Drain(const CommonOptions& common, const DrainOptions& options) {
            absl::StrCat(options.to.empty() ? "" : HandOverText(plain),
                         plain.drained() ? "drained: " : "not drained: ", plain.message(), "\n"));
   if (code != kOk) return code;
-  const bool rows_stayed = std::any_of(
-      reply->handed_over().begin(), reply->handed_over().end(), [](const v1::HandedOver& one) {
-        return one.outcome() != v1::HAND_OVER_OUTCOME_MOVED && one.rows() > 0;
-      });
-  return reply->drained() && !rows_stayed ? kOk : kNotServing;
+  // The server tells its clients where their sequences are for as long as it runs.
+  if (reply->handed_over_size() > 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(options.linger_ms));
+  }
+  return reply->drained() && !Left(*reply) ? kOk : kNotServing;
 }
 
 void AddDrain(Program* program) {
@@ -121,15 +181,21 @@ void AddDrain(Program* program) {
                                   .group = kGroup,
                                   .summary = "refuse new work and wait for open steps",
                                   .examples = "mlactl drain --deadline-ms=60000 --exit\n"
-                                              "mlactl drain --to=server-b:50551\n"});
+                                              "mlactl drain --to=server-b:50551\n"
+                                              "mlactl drain --to=mla-0.mla:50551,mla-1.mla:50551\n",
+                                  .notes = kDrainNotes});
   command.Number(
       {"deadline-ms", "N", "abort what is still open after this time (default 0: the server's)"}, 0,
       86400000, &options->deadline_ms);
   command.Flag("exit", "stop the process when drained; with --to, only if all rows have moved",
                &options->exit);
   command.Text(
-      {"to", "HOST:PORT", "a server that gets the sequences, over TLS (default: they stay)"},
+      {"to", "LIST", "HOST:PORT of servers that get the sequences, over TLS (default: they stay)"},
       &options->to);
+  command.Number({"delay-ms", "N", "wait so long first, as for clients to hear of it (default 0)"},
+                 0, 600000, &options->delay_ms);
+  command.Number({"linger-ms", "N", "wait so long once rows have moved, for clients to be told"}, 0,
+                 600000, &options->linger_ms);
   command.Run([options](const CommonOptions& common) { return Drain(common, *options); });
 
   program
@@ -150,8 +216,9 @@ int ShowQuota(const CommonOptions& common, const v1::GetQuotaRequest& request) {
   return CallAndPrint(
       common, [&](client::Client* client) { return client->GetQuota(request); },
       [&](const v1::GetQuotaReply& reply) {
-        return request.all() ? QuotaText(reply.tenants(), reply.server())
-                             : QuotaText(reply.tenants(), {});
+        // Of one tenant everything is shown.
+        return request.all() ? QuotaText(reply.tenants(), reply.server(), common.wide)
+                             : QuotaText(reply.tenants(), {}, true);
       });
 }
 
@@ -165,7 +232,7 @@ int SetQuota(const CommonOptions& common, const v1::SetQuotaRequest& request) {
       [](const v1::SetQuotaReply& reply) {
         google::protobuf::RepeatedPtrField<v1::TenantQuota> one;
         *one.Add() = reply.quota();
-        return QuotaText(one, {});
+        return QuotaText(one, {}, true);
       });
 }
 

@@ -2,11 +2,19 @@
 #ifndef MLA_CLIENT_MLACTL_OPERATOR_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_OPERATOR_COMMANDS_H_
 
+#include <string>
+#include <vector>
+
 #include "client/mlactl/cli/program.h"
 
 namespace mla::mlactl {
 
 void AddOperatorCommands(Program* program);
+
+// The servers of `list` (HOST:PORT, separated by commas) in the order in which they are asked:
+// those behind the one whose host begins with the label `own`, then those before it, without
+// itself.
+std::vector<std::string> PeersOf(const std::string& list, const std::string& own);
 
 }  // namespace mla::mlactl
 

@@ -13,14 +13,20 @@
 #include "absl/strings/strip.h"
 #include "client/cpp/client.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/text/units.h"
 
 namespace mla::mlactl {
 namespace {
 
 constexpr char kGroup[] = "State of a server";
 
+std::string NumberText(const std::string& field, uint64_t value, bool wide) {
+  return wide ? absl::StrCat(value) : FieldForPeople(field, value);
+}
+
 // Every plain field of a message, one a line.
-std::string Lines(const google::protobuf::Message& message, const std::string& indent = "") {
+std::string Lines(const google::protobuf::Message& message, bool wide,
+                  const std::string& indent = "") {
   using Field = google::protobuf::FieldDescriptor;
   std::string text;
   const auto* reflection = message.GetReflection();
@@ -31,12 +37,12 @@ std::string Lines(const google::protobuf::Message& message, const std::string& i
     std::string value;
     switch (field->cpp_type()) {
       case Field::CPPTYPE_UINT32:
-        value = absl::StrCat(reflection->GetUInt32(message, field));
+        value = NumberText(field->name(), reflection->GetUInt32(message, field), wide);
         break;
       case Field::CPPTYPE_UINT64:
         value = field->name() == "boot_id"
                     ? absl::StrFormat("%016x", reflection->GetUInt64(message, field))
-                    : absl::StrCat(reflection->GetUInt64(message, field));
+                    : NumberText(field->name(), reflection->GetUInt64(message, field), wide);
         break;
       case Field::CPPTYPE_STRING:
         value = reflection->GetString(message, field);
@@ -70,8 +76,8 @@ std::string KvFormatNames(const google::protobuf::RepeatedField<int>& formats) {
   });
 }
 
-std::string InfoText(const v1::GetServerInfoReply& info) {
-  std::string text = Lines(info);
+std::string InfoText(const v1::GetServerInfoReply& info, bool wide) {
+  std::string text = Lines(info, wide);
   for (const auto& [name, value] :
        {std::pair("wire_dtypes", DTypeNames(info.wire_dtypes())),
         std::pair("kv_dtypes", DTypeNames(info.kv_dtypes())),
@@ -93,20 +99,20 @@ std::string InfoText(const v1::GetServerInfoReply& info) {
   for (const v1::BackendNote& note : info.notes()) {
     absl::StrAppendFormat(&text, "note %-19s %s\n", note.name(), note.text());
   }
-  return absl::StrCat(text, "limits\n", Lines(info.limits(), "  "));
+  return absl::StrCat(text, "limits\n", Lines(info.limits(), wide, "  "));
 }
 
 std::string SequencesText(const v1::GetReply& reply) {
-  std::string text = absl::StrFormat("%-16s %8s %10s %10s %-20s %s\n", "sequence", "epoch",
-                                     "length", "lease ms", "model", "client");
+  std::string text = absl::StrFormat("%-16s %8s %10s %14s %-20s %s\n", "sequence", "epoch",
+                                     "length", "lease left", "model", "client");
   for (const v1::SequenceInfo& sequence : reply.sequences()) {
     const std::string tail = sequence.has_tail_position()
                                  ? absl::StrCat(" (tail at ", sequence.tail_position(), ")")
                                  : "";
-    absl::StrAppendFormat(&text, "%016x %8d %10d %10d %-20s %s%s%s\n", sequence.sequence_id(),
-                          sequence.epoch(), sequence.length(), sequence.lease_left_ms(),
-                          sequence.model_id(), sequence.client_id(),
-                          sequence.in_step() ? " (in a step)" : "", tail);
+    absl::StrAppendFormat(
+        &text, "%016x %8d %10d %14s %-20s %s%s%s\n", sequence.sequence_id(), sequence.epoch(),
+        sequence.length(), MillisForPeople(static_cast<double>(sequence.lease_left_ms())),
+        sequence.model_id(), sequence.client_id(), sequence.in_step() ? " (in a step)" : "", tail);
   }
   return text;
 }
@@ -165,6 +171,7 @@ int Watch(const CommonOptions& common, const WatchOptions& options) {
   const auto client = Connect(common);
   if (!client.ok()) return Fail(client.status());
   uint64_t updates = 0;
+  std::string last;
   const absl::Status status =
       (*client)->WatchStatus(options.interval_ms, [&](const v1::StatusUpdate& update) {
         std::string line =
@@ -172,7 +179,9 @@ int Watch(const CommonOptions& common, const WatchOptions& options) {
                             StateName(update.state()), update.percent(), update.open_steps(),
                             update.sequences(), WithPlainTexts(update).message());
         if (common.json) line = absl::StrReplaceAll(ToJson(update), {{"\n ", " "}, {"\n}", "}"}});
-        Print(line);
+        // What has not changed is said again only where a number of lines is asked for.
+        if (options.count != 0 || line != last) Print(line);
+        last = line;
         std::fflush(stdout);
         return ++updates != options.count;
       });
@@ -201,7 +210,8 @@ void AddQueryCommands(Program* program) {
              .examples = "mlactl info\nmlactl --target=unix:/run/mla/mla.sock info --json\n"})
       .Run([](const CommonOptions& common) {
         return CallAndPrint(
-            common, [](client::Client* client) { return client->GetServerInfo(); }, InfoText);
+            common, [](client::Client* client) { return client->GetServerInfo(); },
+            [&](const v1::GetServerInfoReply& info) { return InfoText(info, common.wide); });
       });
   program
       ->Add({.name = "status",
@@ -211,7 +221,7 @@ void AddQueryCommands(Program* program) {
       .Run([](const CommonOptions& common) {
         return CallAndPrint(
             common, [](client::Client* client) { return client->GetStats(); },
-            [](const v1::GetStatsReply& stats) { return Lines(stats); });
+            [&](const v1::GetStatsReply& stats) { return Lines(stats, common.wide); });
       });
   AddWatch(program);
   program

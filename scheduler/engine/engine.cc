@@ -402,6 +402,10 @@ absl::StatusOr<int32_t> Engine::EvictModel(const std::string& tenant, const std:
 
 const kernels::BackendInfo& Engine::backend_info() const { return impl_->info_; }
 
+void Engine::SetDefaultLeases(const DefaultLeases& leases) {
+  impl_->WithRole([&](EngineCore& core) { core.SetDefaultLeases(leases); });
+}
+
 const Limits& Engine::limits() const { return impl_->options_.limits; }
 
 absl::Status Engine::Healthy() {

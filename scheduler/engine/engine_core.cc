@@ -221,7 +221,7 @@ absl::Status EngineCore::DrainingError(bool opens) const {
                    moves ? "the server is draining, and its sequences move to another one"
                          : "the server is draining",
                    {.reason = "draining",
-                    .retry_after_ms = moves ? kMovingRetryMs : limits_.sequence_lease_ms,
+                    .retry_after_ms = moves ? kMovingRetryMs : sequences_->default_lease_ms(),
                     .peer = opens ? drain_peer_ : ""});
 }
 

@@ -146,6 +146,11 @@ class EngineCore {
   EngineStats Stats() const;
   kernels::AttentionBackend& backend() { return *backend_; }
   const Limits& limits() const { return limits_; }
+  void SetDefaultLeases(const DefaultLeases& leases) {
+    sequences_->set_default_lease_ms(leases.sequence_ms);
+    models_->set_default_lease_ms(leases.model_ms);
+    opener_->set_default_lease_ms(leases.step_ms);
+  }
   const kvcache::KvCache& cache() const { return *cache_; }
   std::span<uint32_t> page_tables();
   const WaitingRequests& pending() const { return pending_; }

@@ -375,6 +375,23 @@ TEST_F(EngineCoreTest, TruncateFencesTheDroppedBranch) {
             absl::StatusCode::kFailedPrecondition);
 }
 
+TEST_F(EngineCoreTest, DefaultLeasesAreThoseInForceWhenSomethingBegins) {
+  const SequenceInfo before = h_.Open();
+  EXPECT_EQ(before.lease_ms, h_.core().limits().sequence_lease_ms);
+  h_.core().SetDefaultLeases({.sequence_ms = 4321, .model_ms = 5432, .step_ms = 654});
+  const SequenceInfo after = h_.Open();
+  EXPECT_EQ(after.lease_ms, 4321);
+  const auto kept = h_.core().GetSequences({h_.tenant(), {before.id}, ""}).sequences;
+  ASSERT_EQ(kept.size(), 1u);
+  EXPECT_EQ(kept[0].lease_ms, before.lease_ms);
+  ModelSpec another = h_.model();
+  another.id = "another";
+  const TenantRef tenant = *h_.core().tenants().Enter(h_.tenant());
+  const auto registered = h_.core().models().Register(tenant->key(), another);
+  ASSERT_TRUE(registered.ok());
+  EXPECT_EQ((*registered)->lease_ns, int64_t{5432} * 1'000'000);
+}
+
 TEST_F(EngineCoreTest, ReleaseAbortsTheStepThatHoldsTheSequence) {
   const SequenceInfo seq = h_.Open("open-1");
   EXPECT_EQ(h_.Open("open-1").id, seq.id);

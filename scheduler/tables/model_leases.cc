@@ -19,7 +19,7 @@ constexpr int64_t kOwnYieldPart = 10;
 absl::StatusOr<int64_t> ModelTable::LeaseNanos(int64_t lease_ms) const {
   const absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
   if (!status.ok()) return status;
-  return (lease_ms == 0 ? limits_.model_lease_ms : lease_ms) * kNanosPerMilli;
+  return (lease_ms == 0 ? default_lease_ms_ : lease_ms) * kNanosPerMilli;
 }
 
 void ModelTable::SetLease(Model* model, int64_t lease_ns) {

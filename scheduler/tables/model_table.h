@@ -110,6 +110,9 @@ class ModelTable {
   ModelTable(const Limits& limits, kernels::AttentionBackend* backend, kvcache::KvCache* cache,
              TenantTable* tenants, const Clock* clock);
 
+  // The lease of models whose client asks for none; in force for those registered from now on.
+  void set_default_lease_ms(int64_t lease_ms) { default_lease_ms_ = lease_ms; }
+
   // REQUIRES: the tenant has a row. `lease_ms` as in Engine::RegisterModel; a repeat with a lease
   // replaces the present one. If there are too many models, those unused for Limits::model_yield_ms
   // are unregistered; models of the same tenant after a fraction of that time.
@@ -192,6 +195,7 @@ class ModelTable {
   absl::StatusOr<int64_t> LeaseNanos(int64_t lease_ms) const;
 
   const Limits limits_;
+  int64_t default_lease_ms_ = limits_.model_lease_ms;
   kernels::AttentionBackend* const backend_;
   kvcache::KvCache* const cache_;
   TenantTable* const tenants_;

@@ -62,7 +62,7 @@ SequenceTable::SequenceTable(const Limits& limits, kvcache::KvCache* cache, Mode
 }
 
 absl::StatusOr<int64_t> SequenceTable::LeaseNanos(int64_t lease_ms) const {
-  if (lease_ms == 0) return limits_.sequence_lease_ms * kNanosPerMilli;
+  if (lease_ms == 0) return default_lease_ms_ * kNanosPerMilli;
   absl::Status status = CheckRange("lease_ms", lease_ms, 0, limits_.max_lease_ms);
   if (!status.ok()) return status;
   return lease_ms * kNanosPerMilli;
@@ -122,7 +122,7 @@ absl::Status SequenceTable::Exhausted(const absl::Status& status) const {
                     .got = "one more",
                     .limit = absl::StrCat("at most ", limits_.max_sequences, " open sequences"),
                     .reason = "sequences_exhausted",
-                    .retry_after_ms = limits_.sequence_lease_ms});
+                    .retry_after_ms = default_lease_ms_});
 }
 
 absl::Status SequenceTable::OtherEpoch(const Sequence& sequence, uint64_t expected) const {

@@ -130,6 +130,9 @@ class SequenceTable {
   }
   // Is told of every sequence that ends; may be null. It outlives the table.
   void set_observer(EngineObserver* observer) { observer_ = observer; }
+  // Sets the lease of sequences whose client asks for none, from the next Open on.
+  void set_default_lease_ms(int64_t lease_ms) { default_lease_ms_ = lease_ms; }
+  int64_t default_lease_ms() const { return default_lease_ms_; }
   // Starts the lease again; `lease_ms` > 0 is its new length.
   void Renew(Sequence* sequence, int64_t lease_ms = 0);
 
@@ -174,6 +177,7 @@ class SequenceTable {
                    const std::string& request_id, SequenceOrigin origin, SequenceId id = 0);
 
   const Limits limits_;
+  int64_t default_lease_ms_ = limits_.sequence_lease_ms;
   kvcache::KvCache* const cache_;
   ModelTable* const models_;
   TenantTable* const tenants_;

@@ -120,7 +120,7 @@ absl::Status StepOpener::RefusePages(const std::vector<StepEntry>& entries, cons
          .bound_of = BoundOwner::kServer});
   }
   return AmendDetail(answer,
-                     [&](ErrorDetail& detail) { detail.retry_after_ms = limits_.step_lease_ms; });
+                     [&](ErrorDetail& detail) { detail.retry_after_ms = default_lease_ms_; });
 }
 
 absl::Status StepOpener::ReservePages(const std::vector<StepEntry>& entries, const Model& model,
@@ -181,7 +181,7 @@ absl::StatusOr<Step*> StepOpener::Open(TenantKey tenant, const StreamRequest& re
   step->streams.push_back(request.stream);
   step->layers.assign(model->spec->layers, LayerProgress());
   step->lease_deadline = 0;  // left over from the step that used this object before
-  step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : limits_.step_lease_ms) * kNanosPerMilli;
+  step->lease_ns = (args.lease_ms > 0 ? args.lease_ms : default_lease_ms_) * kNanosPerMilli;
   return step;
 }
 

@@ -36,7 +36,11 @@ class StepOpener final {
         tenants_(tenants),
         models_(models),
         sequences_(sequences),
-        steps_(steps) {}
+        steps_(steps),
+        default_lease_ms_(limits.step_lease_ms) {}
+
+  // The lease of steps whose client asks for none; in force for those begun from now on.
+  void set_default_lease_ms(int64_t lease_ms) { default_lease_ms_ = lease_ms; }
 
   // Opens the step that `request` begins: it is listed as open, its pages are reserved and its
   // sequences are bound to it. The stream of the request is its first. REQUIRES: the tenant does
@@ -65,6 +69,7 @@ class StepOpener final {
   ModelTable* const models_;
   SequenceTable* const sequences_;
   StepTable* const steps_;
+  int64_t default_lease_ms_;
   std::vector<kvcache::StepRows> step_rows_;  // scratch of ReservePages
 };
 

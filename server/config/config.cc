@@ -104,9 +104,9 @@ void ApplyEnvironment(const std::map<std::string, std::string>& environment, Loa
     if (found != environment.end()) Assign(key, found->second, "env " + name, loaded);
   }
   for (const auto& [name, value] : environment) {
-    // Names that begin with MLA_TEST_ are for test runs.
+    // Names that begin with MLA_TEST_ are for test runs, with MLA_CLIENT_ for mlactl and clients.
     if (!absl::StartsWith(name, "MLA_") || absl::StartsWith(name, "MLA_TEST_") ||
-        known.count(name) != 0) {
+        absl::StartsWith(name, "MLA_CLIENT_") || known.count(name) != 0) {
       continue;
     }
     if (IsServiceLink(name)) {
@@ -481,7 +481,7 @@ LoadedConfig LoadConfig(const std::vector<std::string>& arguments,
                         const std::map<std::string, std::string>& environment) {
   LoadedConfig loaded;
   for (const ConfigKey& key : ConfigKeys()) loaded.origin[key.name] = "default";
-  std::string file;
+  std::string& file = loaded.file;
   if (const auto named = environment.find("MLA_CONFIG"); named != environment.end()) {
     file = named->second;
   }

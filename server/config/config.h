@@ -189,6 +189,7 @@ struct CommandLine {
 struct LoadedConfig {
   Config config;
   CommandLine command;
+  std::string file;                           // that was read; empty: none
   std::map<std::string, std::string> origin;  // key -> "default", "file a.yaml:3", "env X", "flag"
   // Every fault found, each "key: the fault (where)". Empty: the config may be used.
   std::vector<std::string> faults;
@@ -217,6 +218,16 @@ inline constexpr char kTenantQuotas[] = "tenants.quotas.";
 // "4GiB" and the like, also used for sizes that are not keys.
 std::string BytesText(int64_t bytes);
 bool ParseBytes(std::string text, int64_t* bytes);
+
+// The keys that differ between the configuration of a running server and one that was read later;
+// "tenants.quotas" stands for the quotas by name.
+struct ConfigChanges {
+  std::vector<std::string> live;   // taken over while running
+  std::vector<std::string> fixed;  // in force after a restart only
+};
+ConfigChanges ChangesOf(const Config& running, const Config& read);
+// Returns true if a running server takes a new value of the key over.
+bool IsLive(const ConfigKey& key);
 
 // Writes `text` into the key's slot. Returns the fault, or an empty string.
 std::string SetValue(const ConfigKey& key, const std::string& text, Config* config);

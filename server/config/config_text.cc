@@ -86,10 +86,12 @@ std::string HelpText() {
       "Keys. As an environment variable --kv-cache-bytes is MLA_KV_CACHE_BYTES, in the file\n"
       "kv_cache.bytes; a flag outweighs the environment, and that the file. Sizes take KiB, MiB, "
       "GiB\n"
-      "and TiB.\n\n";
+      "and TiB. Keys marked with * are taken over by a running server, on SIGHUP or when the file\n"
+      "changes.\n\n";
   for (const ConfigKey& key : ConfigKeys()) {
     const std::string value = ValueText(key, Config()), range = RangeText(key);
-    absl::StrAppend(&out, "  ", FlagNames(key, ""), "=", TypeName(key.type), "\n");
+    absl::StrAppend(&out, "  ", FlagNames(key, ""), "=", TypeName(key.type),
+                    IsLive(key) ? "  *\n" : "\n");
     Wrap(absl::StrCat(key.meaning, " (", range, range.empty() ? "" : "; ",
                       value.empty() ? "empty" : value, " by default)"),
          "     ", &out);
@@ -127,7 +129,8 @@ std::string ReferenceMarkdown() {
     absl::StrAppend(&out, "### `", key.name, "`\n\n", key.meaning, " ", key.edge, "\n\n",
                     "- type: ", TypeName(key.type), range.empty() ? "" : "; " + range,
                     "\n- default: ", value.empty() ? "empty" : "`" + value + "`", "\n- flag ",
-                    FlagNames(key, "`"), "; environment `", EnvironmentName(key), "`\n\n");
+                    FlagNames(key, "`"), "; environment `", EnvironmentName(key),
+                    IsLive(key) ? "`\n- a running server takes a new value over\n\n" : "`\n\n");
   }
   return out;
 }

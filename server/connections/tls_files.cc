@@ -255,11 +255,20 @@ bool TlsFiles::IsRevoked(const std::string& pem) const {
   return revoked;
 }
 
+void TlsFiles::LookSoon() {
+  const MutexLock lock(mutex_);
+  look_ = true;
+  changed_.NotifyAll();
+}
+
 void TlsFiles::Watch() {
   const auto period = std::chrono::milliseconds(tls_.reload_ms);
   MutexLock lock(mutex_);
-  while (!changed_.WaitFor(lock, period,
-                           [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_; })) {
+  for (;;) {
+    changed_.WaitFor(lock, period,
+                     [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stop_ || look_; });
+    if (stop_) return;
+    look_ = false;
     lock.Unlock();
     Reload();
     lock.Lock();

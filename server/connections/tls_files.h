@@ -61,6 +61,8 @@ class TlsFiles final {
   std::shared_ptr<const TlsMaterial> current() const;
   Status status() const;
   bool CertificateExpired() const;
+  // Looks at the files at once instead of after tls.reload_ms. Returns before it has.
+  void LookSoon();
 
   // Returns true if a certificate of `pem` (one or several) is on a revocation list in use, or
   // cannot be read while there is such a list.
@@ -84,6 +86,7 @@ class TlsFiles final {
   std::string seen_;  // the contents of the files when they were last read
   bool expiry_logged_ = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  bool look_ ABSL_GUARDED_BY(mutex_) = false;  // LookSoon was called
   std::thread watcher_;
 };
 

@@ -8,10 +8,10 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/error.h"
+#include "base/version/version.h"
 #include "server/grpc/request_validator.h"
 #include "server/logging/logging.h"
 #include "server/metrics/stats_table.h"
-#include "server/process/version.h"
 
 namespace mla::server {
 namespace {
@@ -73,8 +73,9 @@ void AdminService::FillLimits(v1::Limits* limits) const {
   limits->set_kv_cache_bytes(static_cast<uint64_t>(from.kv_cache_bytes));
   limits->set_weights_bytes(static_cast<uint64_t>(from.weights_bytes));
   limits->set_default_page_size(static_cast<uint32_t>(from.default_page_size));
-  limits->set_sequence_lease_ms(static_cast<uint32_t>(from.sequence_lease_ms));
-  limits->set_step_lease_ms(static_cast<uint32_t>(from.step_lease_ms));
+  const scheduler::DefaultLeases leases = rpc_.live->leases();
+  limits->set_sequence_lease_ms(static_cast<uint32_t>(leases.sequence_ms));
+  limits->set_step_lease_ms(static_cast<uint32_t>(leases.step_ms));
   limits->set_kv_wait_ms(static_cast<uint32_t>(from.kv_wait_ms));
   limits->set_weight_chunk_bytes(static_cast<uint64_t>(options_.config.wire.weight_chunk_bytes));
   limits->set_max_participants(static_cast<uint32_t>(from.max_participants));
@@ -128,8 +129,8 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
   return rpc_.Serve(
       context, "Admin.GetServerInfo",
       [&](const Identity&) {
-        reply->set_server_version(kVersion);
-        reply->set_api_version(kApiVersion);
+        reply->set_server_version(base::FullVersion());
+        reply->set_api_version(base::kApiVersion);
         reply->set_boot_id(rpc_.boot_id);
         FillBackends(reply);
         FillLimits(reply->mutable_limits());

@@ -55,7 +55,7 @@ absl::StatusOr<std::optional<scheduler::TenantKey>> CacheService::TenantToShow(c
                                                                                bool all) const {
   // The call keeps the tenant's row alive, so the key stays valid.
   if (!all) return rpc_.engine->tenants()->Find(who.tenant);
-  if (absl::Status status = CheckOperator(who, rpc_.operators); !status.ok()) return status;
+  if (absl::Status status = rpc_.live->CheckOperator(who); !status.ok()) return status;
   return std::nullopt;
 }
 

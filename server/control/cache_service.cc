@@ -138,7 +138,7 @@ absl::Status CacheService::SetOwner(const Identity& who, const v1::ImportTarget&
     return RefuseField("target.sequence_id", absl::StrCat(target.sequence_id()),
                        "0 together with target.tenant", "conflict");
   }
-  if (absl::Status allowed = CheckOperator(who, rpc_.operators); !allowed.ok()) return allowed;
+  if (absl::Status allowed = rpc_.live->CheckOperator(who); !allowed.ok()) return allowed;
   // Refuses to send rows of a tenant unencrypted to another machine or from an anonymous caller.
   if (!who.authenticated || who.local) {
     return RefuseField("target.tenant", "a caller without TLS", "an operator over TLS",

@@ -22,6 +22,7 @@
 #include "server/grpc/identity.h"
 #include "server/hand_over/abandoned_imports.h"
 #include "server/metrics/metrics.h"
+#include "server/reload/live_settings.h"
 
 namespace mla::server {
 
@@ -35,7 +36,7 @@ struct RpcContext {
   scheduler::Engine* engine = nullptr;
   Metrics* metrics = nullptr;
   uint64_t boot_id = 0;
-  OperatorPolicy operators = {};
+  const LiveSettings* live = nullptr;  // outlives the context
   // control calls that only CallClass::kReserved may use
   int32_t control_reserve = 0;
   std::string unix_tenant = {};  // server.unix_tenant
@@ -50,7 +51,7 @@ struct RpcContext {
     return Serve(
         context, rpc,
         [&](const Identity& who) {
-          const absl::Status allowed = CheckOperator(who, operators);
+          const absl::Status allowed = live->CheckOperator(who);
           return allowed.ok() ? body(who) : allowed;
         },
         CallClass::kReserved);

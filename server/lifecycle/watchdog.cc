@@ -12,8 +12,8 @@ Watchdog::Watchdog(std::function<Heartbeat()> probe, ServerState* state,
     : probe_(std::move(probe)),
       stuck_(std::move(stuck)),
       state_(state),
-      timeout_(timeout),
       period_(period),
+      timeout_(timeout),
       begun_(Clock::now()),
       answered_at_(begun_),
       prober_([this] { ProbeLoop(); }),
@@ -62,6 +62,11 @@ void Watchdog::CheckLoop() {
     }
     lock.Lock();
   }
+}
+
+void Watchdog::SetTimeout(std::chrono::milliseconds timeout) {
+  const MutexLock lock(mutex_);
+  timeout_ = timeout;
 }
 
 scheduler::EngineStats Watchdog::Stats() {

@@ -4,7 +4,8 @@
 // process: the process has no other way to end that call, and clients wait.
 //
 // Two threads, because a probe hangs if the engine does: one probes, and the other watches the
-// clock. Threading: construct and destroy it from one thread; call Stats from any. The destructor
+// clock. Threading: construct and destroy it from one thread; call Stats and SetTimeout from any.
+// The destructor
 // waits for the probe.
 #ifndef MLA_SERVER_LIFECYCLE_WATCHDOG_H_
 #define MLA_SERVER_LIFECYCLE_WATCHDOG_H_
@@ -45,6 +46,9 @@ class Watchdog final {
            std::chrono::milliseconds period, StuckCalls stuck = {});
   ~Watchdog();
 
+  // In force from the next look at the clock on.
+  void SetTimeout(std::chrono::milliseconds timeout);
+
   // The engine's present stats, or the last ones if it does not answer in time. One call then waits
   // for kAnswerWait, and later calls wait for the rest of that time.
   scheduler::EngineStats Stats();
@@ -58,8 +62,9 @@ class Watchdog final {
   const std::function<Heartbeat()> probe_;
   const StuckCalls stuck_;
   ServerState* const state_;
-  const std::chrono::milliseconds timeout_, period_;
+  const std::chrono::milliseconds period_;
   Mutex mutex_;
+  std::chrono::milliseconds timeout_ ABSL_GUARDED_BY(mutex_);
   CondVar wake_;      // a caller needs an answer, or the threads must stop
   CondVar answered_;  // there is one
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;

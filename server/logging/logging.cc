@@ -110,6 +110,10 @@ void ConfigureLogging(const std::string& format, const std::string& level) {
   json_lines = format == "json";
   Logger().set_pattern(json_lines ? "{\"time\":\"%Y-%m-%dT%H:%M:%S.%e%z\",%v"
                                   : "%Y-%m-%dT%H:%M:%S.%e%z %v");
+  SetLogLevel(level);
+}
+
+void SetLogLevel(const std::string& level) {
   Logger().set_level(spdlog::level::from_str(level == "warning" ? "warn" : level));
 }
 

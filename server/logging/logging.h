@@ -49,6 +49,9 @@ using LogFields = std::vector<std::pair<std::string, LogValue>>;
 // log.level.
 void ConfigureLogging(const std::string& format, const std::string& level);
 
+// From the next line on. `level` as for ConfigureLogging.
+void SetLogLevel(const std::string& level);
+
 void Log(LogLevel level, const char* event, const LogFields& fields = {});
 
 // Returns when all lines so far are written, or after `most`, because their reader may have

@@ -15,9 +15,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
+#include "base/version/version.h"
 #include "server/metrics/tenant_metrics.h"
 #include "server/process/process_usage.h"
-#include "server/process/version.h"
 
 namespace mla::server {
 namespace {
@@ -78,13 +78,18 @@ constexpr Declaration kDeclarations[] = {
     {"mla_tls_expiry_timestamp_seconds", kGauge,
      "When the TLS files in use expire, in seconds since 1970, by file: cert, client_ca, "
      "client_crl (its next update)."},
+    {"mla_config_reloads_total", kCounter,
+     "Changes of the configuration while serving, by result: used, or refused as a whole."},
+    {"mla_config_refused", kGauge,
+     "1 while the configuration on disk cannot be used and the last good one is."},
     {"mla_serving", kGauge,
      "1 while new work is taken, as health says; 0 while warming, draining or unhealthy."},
     {"mla_backend_info", kGauge, "1, with the backend in use as labels."},
     {"mla_gpu_unused", kGauge,
      "1 where this machine has GPUs that the server does not use and was not told to leave alone, "
      "by backend."},
-    {"mla_build_info", kGauge, "1, with the version as label."},
+    {"mla_build_info", kGauge,
+     "1, with the version and the revision that it was built from as labels."},
     {"process_cpu_seconds_total", kCounter, "Processor time of the process."},
     {"process_resident_memory_bytes", kGauge, "Memory of the process that is in RAM."},
     {"process_virtual_memory_bytes", kGauge,
@@ -152,6 +157,9 @@ struct Metrics::Impl {
   Total kernel_errors{One("mla_kernel_errors_total")};
   Counter& tls_reloads = One("mla_tls_reloads_total", {{"result", "used"}});
   Counter& tls_refused = One("mla_tls_reloads_total", {{"result", "refused"}});
+  Counter& config_reloads = One("mla_config_reloads_total", {{"result", "used"}});
+  Counter& config_refused = One("mla_config_reloads_total", {{"result", "refused"}});
+  Gauge& config_refused_now = OneGauge("mla_config_refused");
   Gauge& tls_files_refused = OneGauge("mla_tls_files_refused");
   Family<Gauge>& tls_expiry = GaugeFamily("mla_tls_expiry_timestamp_seconds");
   Gauge& serving = OneGauge("mla_serving");
@@ -165,7 +173,8 @@ struct Metrics::Impl {
   Gauge& max_fds = OneGauge("process_max_fds");
   Gauge& threads = OneGauge("process_threads");
   Gauge& start_time = OneGauge("process_start_time_seconds");
-  Gauge& build = OneGauge("mla_build_info", {{"version", kVersion}});
+  Gauge& build =
+      OneGauge("mla_build_info", {{"version", base::kVersion}, {"revision", base::Revision()}});
 
   // Metrics of stats_table.cc, which each scrape sets.
   struct Sampled {
@@ -279,6 +288,14 @@ void Metrics::SetTenants(std::shared_ptr<const scheduler::TenantTable> tenants, 
 }
 
 void Metrics::SetServing(bool serving) { impl_->serving.Set(serving ? 1 : 0); }
+
+void Metrics::SetConfig(const ConfigStats& stats) {
+  Impl& m = *impl_;
+  const MutexLock lock(m.mutex);
+  RaiseTo(m.config_reloads, static_cast<double>(stats.reloads));
+  RaiseTo(m.config_refused, static_cast<double>(stats.refused));
+  m.config_refused_now.Set(stats.refused_now ? 1 : 0);
+}
 
 void Metrics::SetTls(const TlsStats& stats) {
   Impl& m = *impl_;

@@ -46,6 +46,12 @@ struct TlsStats {
   int64_t cert_expires = 0, client_ca_expires = 0, client_crl_expires = 0;
 };
 
+// Figures of the configuration from ConfigReloader.
+struct ConfigStats {
+  uint64_t reloads = 0, refused = 0;
+  bool refused_now = false;  // the configuration on disk is refused
+};
+
 // Calls and requests of one tenant, as counted in mla_requests_total.
 struct TenantTotals {
   std::string name;
@@ -81,6 +87,7 @@ class Metrics final : public scheduler::EngineObserver {
   void SetServing(bool serving);
 
   void SetTls(const TlsStats& stats);
+  void SetConfig(const ConfigStats& stats);
 
   // From now on Expose shows what tenants use: first tenants with a quota in the configuration,
   // then those with the largest share of a bound. `most` of them are shown by name, and the others

@@ -7,10 +7,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/version/version.h"
 #include "mla/v1/admin.pb.h"
 #include "scheduler/tenant_table.h"
 #include "server/control/admin_service.h"
-#include "server/process/version.h"
 
 namespace mla::server {
 namespace {
@@ -86,7 +86,7 @@ StatusPage StatusSource::Page() {
       page.message = "The server's certificate has expired.";
     }
   }
-  page.version = kVersion;
+  page.version = base::FullVersion();
   page.backend = absl::StrCat(info.name, info.device.empty() ? "" : " on ", info.device);
   page.uptime_seconds = std::chrono::duration_cast<std::chrono::seconds>(time - start_).count();
   const StatusTotals totals = Totals(stats);
@@ -168,7 +168,8 @@ void StatusSource::AddSections(const scheduler::EngineStats& stats,
                                const ServerState::Snapshot& now, StatusPage* page) const {
   const kernels::BackendInfo& info = options_.engine->backend_info();
   page->sections.push_back({"server",
-                            {{"version", std::string(kVersion)},
+                            {{"version", std::string(base::kVersion)},
+                             {"revision", std::string(base::Revision())},
                              {"boot id", absl::StrFormat("%016x", options_.boot_id)},
                              {"state", std::string(PhaseName(now.phase))},
                              {"healthy", now.healthy},

@@ -25,9 +25,9 @@ TOO_FULL = {
 # Folders of a package from the lowest floor up. A source includes headers of its own floor and of
 # those below; tests and testing/ may include all.
 FLOORS = {
-    "server": ["logging", "process", "config", "grpc", "memory", "metrics", "lifecycle",
-               "admission", "index_lists", "attend", "shared_memory", "connections", "pages",
-               "hand_over", "control", "operations", ""],
+    "server": ["logging", "process", "config", "grpc", "memory", "metrics", "reload",
+               "lifecycle", "admission", "index_lists", "attend", "shared_memory", "connections",
+               "pages", "hand_over", "control", "operations", ""],
     "kernels": ["formats", "types", "", "testing", "host_memory", "reference", "cpu/simd",
                 "cpu/levels", "cpu/emulation", "cpu/workers", "cpu/items", "cpu", "hip/args",
                 "hip/emulator/block", "hip/device/target", "hip/device/primitives",

@@ -21,9 +21,11 @@ enum ExitCode {
 
 // As read from the command line.
 struct CommonOptions {
-  std::string target;            // --target, else $MLA_TARGET, else 127.0.0.1:50551
-  client::ClientOptions client;  // --tenant, --timeout-ms and --tls-*; leases are not renewed
+  std::string target;            // --target, else $MLA_TARGET, else the context's, else the default
+  client::ClientOptions client;  // likewise; leases are not renewed
   bool json = false;             // JSON instead of text on standard output
+  bool yaml = false;             // the JSON's values as YAML; json is true, too
+  bool wide = false;             // text with more columns, and numbers as they are
   std::string json_file;         // JSON is written to this file too; empty: to none
 };
 

@@ -2,10 +2,12 @@
 
 #include <google/protobuf/util/json_util.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -14,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "base/printable.h"
 #include "client/cpp/streams/errors.h"
+#include "client/mlactl/text/yaml.h"
 
 namespace mla::mlactl {
 namespace {
@@ -21,9 +24,17 @@ namespace {
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
+// Colours are for terminals, unless the user wants none (https://no-color.org).
+bool Coloured(std::FILE* stream) {
+  const char* const none = std::getenv("NO_COLOR");
+  return isatty(fileno(stream)) != 0 && (none == nullptr || *none == '\0');
+}
+
 void PrintLines(const std::string& text) {
+  const bool coloured = Coloured(stderr);
   for (const auto line : absl::StrSplit(text, '\n')) {
-    std::fprintf(stderr, "mlactl: %s\n", base::Printable({line.data(), line.size()}).c_str());
+    std::fprintf(stderr, "%smlactl:%s %s\n", coloured ? "\x1b[31m" : "", coloured ? "\x1b[0m" : "",
+                 base::Printable({line.data(), line.size()}).c_str());
   }
 }
 
@@ -80,11 +91,15 @@ absl::Status WithContext(const std::string& context, const absl::Status& status)
 }
 
 int Fail(const absl::Status& status) {
-  // One line, whatever the server has put into its message.
-  PrintLines(base::Printable(status.ToString()));
+  // One line, whatever the server has put into its message. The detail has lines of its own: its
+  // bytes say nothing to people.
+  PrintLines(base::Printable(status.ToString(absl::StatusToStringMode::kWithNoExtraData)));
   if (const auto detail = client::DetailOf(status); detail && !detail->reason().empty()) {
-    PrintLines(absl::StrFormat("reason %s, retry after %u ms", base::Printable(detail->reason()),
-                               detail->retry_after_ms()));
+    std::string line = "reason " + base::Printable(detail->reason());
+    if (detail->retry_after_ms() > 0) {
+      absl::StrAppend(&line, ", retry after ", detail->retry_after_ms(), " ms");
+    }
+    PrintLines(line);
   }
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ? kUnreachable : kRefused;
 }
@@ -126,7 +141,7 @@ absl::Status WriteFile(const std::string& path, const std::string& bytes) {
 }
 
 int Emit(const CommonOptions& common, const std::string& json, const std::string& text) {
-  Print(common.json ? json : text);
+  Print(common.yaml ? YamlOfJson(json) : common.json ? json : text);
   if (common.json_file.empty()) return kOk;
   const absl::Status written = WriteFile(common.json_file, json);
   return written.ok() ? kOk : Fail(written);

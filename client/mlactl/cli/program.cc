@@ -1,9 +1,13 @@
 #include "client/mlactl/cli/program.h"
 
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -14,6 +18,8 @@
 #include "absl/strings/str_split.h"
 #include "client/mlactl/cli/interrupt.h"
 #include "client/mlactl/cli/output.h"
+#include "client/mlactl/context/context.h"
+#include "client/mlactl/text/nearest.h"
 
 namespace mla::mlactl {
 namespace {
@@ -25,6 +31,23 @@ constexpr char kStandardOutput[] = "-";
 constexpr char kExitCodes[] =
     "Exit codes: 0 success, 1 wrong usage, 2 the server cannot be reached, 3 it answered with an\n"
     "error, 4 not serving or not drained, 5 outputs differ, 130 interrupted.";
+
+// Completes what the command line says of the server: client/mlactl/context/context.h.
+absl::Status FillFromContext(const std::string& name, CommonOptions* common) {
+  client::ClientOptions& options = common->client;
+  const auto connection =
+      Complete({common->target, options.tenant, options.tls_ca, options.tls_cert, options.tls_key,
+                options.tls_server_name},
+               name, [](const char* variable) { return std::getenv(variable); });
+  if (!connection.ok()) return connection.status();
+  common->target = connection->target.empty() ? kDefaultTarget : connection->target;
+  options.tenant = connection->tenant;
+  options.tls_ca = connection->tls_ca;
+  options.tls_cert = connection->tls_cert;
+  options.tls_key = connection->tls_key;
+  options.tls_server_name = connection->tls_server_name;
+  return absl::OkStatus();
+}
 
 // CLI11's layout, with --NAME=VALUE, the words of each command, and the common options under every
 // command.
@@ -74,8 +97,8 @@ CLI::Option* Command::AddText(const OptionText& text,
     }
     return true;
   };
-  return app_->add_option("--" + text.name, CLI::callback_t(on_results), text.help)
-      ->type_name(text.label);
+  const std::string names = (text.letter.empty() ? "" : "-" + text.letter + ",") + "--" + text.name;
+  return app_->add_option(names, CLI::callback_t(on_results), text.help)->type_name(text.label);
 }
 
 template <typename T>
@@ -193,8 +216,6 @@ void Command::Run(RunFunction run) { program_->run_[app_] = std::move(run); }
 
 Program::Program()
     : app_(std::make_unique<CLI::App>("Inspects, operates and measures an mla-server.", "mlactl")) {
-  const char* const from_environment = std::getenv("MLA_TARGET");
-  common_.target = from_environment == nullptr ? kDefaultTarget : from_environment;
   common_.client.renew_leases = false;
   common_.client.call_timeout_ms = 5000;
   auto formatter = std::make_shared<HelpFormatter>();
@@ -219,8 +240,13 @@ void Program::AddCommonOptions() {
   common_options.Text(
       {"target", "ADDRESS", "host:port or unix:PATH (default $MLA_TARGET, else 127.0.0.1:50551)"},
       &common_.target);
-  common_options.Choice({"output", "FORMAT", "text or json on standard output (default text)"},
-                        {"text", "json"}, &output_);
+  common_options.Text(
+      {"context", "NAME", "a server by its name in the contexts ($MLA_CLIENT_CONTEXT)"}, &context_);
+  common_options.Choice(
+      {"output", "FORMAT", "text, wide, json or yaml on standard output (default text)", "o"},
+      {"text", "table", "wide", "json", "yaml"}, &output_);
+  common_options.Real({"watch", "SECONDS", "the same again after so long, until Ctrl-C"}, 0.1,
+                      86400, &watch_seconds_);
   app_->add_flag(absl::StrCat("--json{", kStandardOutput, "}"), json_,
                  "without FILE the same as --output=json; else write JSON to FILE")
       ->option_text("[=FILE]");
@@ -265,15 +291,45 @@ void Program::CheckExtras(const std::vector<std::string>& words) {
   }
   for (const std::string& extra : extras) {
     if (absl::StartsWith(extra, "-")) {
-      faults_.push_back("unknown option " + extra.substr(0, extra.find('=')));
+      const std::string name = extra.substr(0, extra.find('='));
+      faults_.push_back(absl::StrCat("unknown option ", name, DidYouMean(name, OptionNames())));
     } else if (has_command) {
       faults_.push_back(absl::StrCat("unexpected word \"", extra, "\""));
     } else {
-      faults_.push_back(absl::StrCat("no command \"", extra, "\""));
+      std::vector<std::string> names;
+      for (const auto& [command, run] : run_) names.push_back(command->get_name());
+      std::sort(names.begin(), names.end());
+      faults_.push_back(absl::StrCat("no command \"", extra, "\"", DidYouMean(extra, names)));
       return;
     }
   }
   if (!has_command && extras.empty()) faults_.push_back("no command given");
+}
+
+std::vector<std::string> Program::OptionNames() const {
+  std::vector<std::string> names;
+  std::vector<const CLI::App*> apps = {app_.get()};
+  for (const CLI::App* command : app_->get_subcommands()) apps.push_back(command);
+  for (const CLI::App* app : apps) {
+    for (const CLI::Option* option : app->get_options()) {
+      if (!option->get_positional()) names.push_back(option->get_name());
+    }
+  }
+  return names;
+}
+
+int Program::RunCommand(const CLI::App* command) {
+  constexpr char kClearScreen[] = "\x1b[H\x1b[J";
+  const Command::RunFunction& run = run_.at(command);
+  if (watch_seconds_ == 0) return run(common_);
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  for (;;) {
+    if (terminal) std::fputs(kClearScreen, stdout);
+    const int code = run(common_);
+    std::fflush(stdout);
+    if (code != kOk && code != kNotServing) return code;
+    std::this_thread::sleep_for(std::chrono::duration<double>(watch_seconds_));
+  }
 }
 
 int Program::Run(std::span<const char* const> words) {
@@ -303,10 +359,15 @@ int Program::Run(std::span<const char* const> words) {
     faults_.push_back(absl::StrCat("see mlactl", place, " --help"));
     return FailUsage(absl::InvalidArgumentError(absl::StrJoin(faults_, "\n")));
   }
-  common_.json = output_ == "json" || json_ == kStandardOutput;
+  common_.yaml = output_ == "yaml";
+  common_.wide = output_ == "wide";
+  common_.json = common_.yaml || output_ == "json" || json_ == kStandardOutput;
   if (json_ != kStandardOutput) common_.json_file = json_;
+  if (const absl::Status status = FillFromContext(context_, &common_); !status.ok()) {
+    return FailUsage(status);
+  }
   ExitOnInterrupts();
-  return run_.at(commands[0])(common_);
+  return RunCommand(commands[0]);
 }
 
 std::string Program::Help(const std::string& command) const {

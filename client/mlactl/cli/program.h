@@ -9,6 +9,9 @@
 //   grow.Run([size](const CommonOptions& common) { return Grow(common, *size); });
 //   return program.Run(words);
 //
+// What the command line does not say of the server comes from the environment, then from the
+// context (client/mlactl/context/context.h).
+//
 // Options are --NAME=VALUE or --NAME VALUE; the last of several counts. The common options may
 // stand before the command. Threading: one thread.
 #ifndef MLA_CLIENT_MLACTL_CLI_PROGRAM_H_
@@ -41,9 +44,10 @@ struct CommandText {
 };
 
 struct OptionText {
-  std::string name;   // without dashes
-  std::string label;  // stands for the value in the help
-  std::string help;   // one line
+  std::string name;         // without dashes
+  std::string label;        // stands for the value in the help
+  std::string help;         // one line
+  std::string letter = "";  // a short form, without its dash; empty: none
 };
 
 class Program;
@@ -130,11 +134,16 @@ class Program final {
  private:
   friend class Command;
   void AddCommonOptions();
+  // Runs the command, with --watch again and again until an interrupt or a failure.
+  int RunCommand(const CLI::App* command);
+  std::vector<std::string> OptionNames() const;  // of the program and of the command given
   void CheckExtras(const std::vector<std::string>& words);
 
   const std::unique_ptr<CLI::App> app_;
   CommonOptions common_;
   std::string json_, output_ = "text";
+  std::string context_;       // --context
+  double watch_seconds_ = 0;  // 0: once
   std::vector<std::string> faults_;
   std::map<const CLI::Option*, std::vector<std::string>> choices_;
   std::map<const CLI::App*, Command::RunFunction> run_;

@@ -18,6 +18,7 @@ using ::testing::HasSubstr;
 struct Sample {
   Sample() {
     unsetenv("MLA_TARGET");
+    setenv("MLA_CLIENT_CONTEXTS", "/nonexistent", 1);  // not those of the user
     Command plain = program.Add({.name = "plain",
                                  .group = "First",
                                  .summary = "does nothing",
@@ -97,9 +98,9 @@ TEST(ProgramTest, OptionsThatAreNotGivenKeepTheirDefaults) {
 }
 
 TEST(ProgramTest, TheEnvironmentNamesTheTarget) {
+  setenv("MLA_CLIENT_CONTEXTS", "/nonexistent", 1);
   setenv("MLA_TARGET", "unix:/e", 1);
   Program program;
-  unsetenv("MLA_TARGET");
   std::string target;
   program.Add({.name = "show", .group = "G", .summary = "s", .examples = "e\n"})
       .Run([&](const CommonOptions& common) {
@@ -108,6 +109,7 @@ TEST(ProgramTest, TheEnvironmentNamesTheTarget) {
       });
   const char* const words[] = {"show"};
   EXPECT_EQ(program.Run(words), 0);
+  unsetenv("MLA_TARGET");
   EXPECT_EQ(target, "unix:/e");
 }
 
@@ -162,6 +164,9 @@ TEST(ProgramTest, JsonTakesAFileOnlyWhenTheCommandHasAllItsWords) {
       {{"plain", "--json", "out.json"}, false, "out.json", ""},
       {{"plain", "--json=out.json", "--output=json"}, true, "out.json", ""},
       {{"plain", "--output", "json"}, true, "", ""},
+      {{"plain", "-o", "json"}, true, "", ""},
+      {{"plain", "-o", "yaml"}, true, "", ""},
+      {{"plain", "-o", "wide"}, false, "", ""},
       {{"take", "in", "--json", "out.json"}, false, "out.json", "in"},
       {{"take", "in", "--json", "plain"}, false, "plain", "in"},
       {{"take", "--json", "in"}, true, "", "in"},
@@ -182,6 +187,8 @@ TEST(ProgramTest, WrongWordsAreUsageErrorsThatNameTheHelp) {
   const std::pair<std::vector<const char*>, const char*> cases[] = {
       {{}, "mlactl: no command given\nmlactl: see mlactl --help\n"},
       {{"dance"}, "mlactl: no command \"dance\"\nmlactl: see mlactl --help\n"},
+      {{"tkae"}, "mlactl: no command \"tkae\"; did you mean take?\n"},
+      {{"take", "x", "--siez=1"}, "unknown option --siez; did you mean --size?\n"},
       {{"take"}, "FILE is required\nmlactl: see mlactl take --help\n"},
       {{"take", "a", "b"}, "unexpected word \"b\"\nmlactl: see mlactl take --help\n"},
       {{"take", "a", "b", "--json"}, "unexpected word \"b\""},
@@ -194,7 +201,8 @@ TEST(ProgramTest, WrongWordsAreUsageErrorsThatNameTheHelp) {
       {{"take", "x", "--fast=1"}, "fast takes no value"},
       {{"take", "x", "--size"}, "--size"},
       {{"take", "x", "--size", "--fast"}, "--size: got \"--fast\", must be a value"},
-      {{"plain", "--output=xml"}, "--output: got \"xml\", must be one of text, json"},
+      {{"plain", "--output=xml"},
+       "--output: got \"xml\", must be one of text, table, wide, json, yaml"},
       {{"plain", "--timeout-ms=0"}, "--timeout-ms: got \"0\", must be 1..86400000"},
   };
   for (const auto& [words, message] : cases) {

@@ -1,0 +1,46 @@
+// Which server is meant, and how to reach it, where the command line does not say.
+//
+// Contexts are servers by name, in a file of the user's: $MLA_CLIENT_CONTEXTS, else
+// $XDG_CONFIG_HOME/mlactl/contexts.json, else ~/.config/mlactl/contexts.json. They hold paths of
+// keys, never keys. Threading: one thread.
+#ifndef MLA_CLIENT_MLACTL_CONTEXT_CONTEXT_H_
+#define MLA_CLIENT_MLACTL_CONTEXT_CONTEXT_H_
+
+#include <functional>
+#include <map>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace mla::mlactl {
+
+struct Connection {
+  std::string target, tenant, tls_ca, tls_cert, tls_key, tls_server_name;
+};
+
+struct Contexts {
+  std::string current;  // empty: none
+  std::map<std::string, Connection> all;
+};
+
+// A variable of the environment; null: not set.
+using Environment = std::function<const char*(const char* name)>;
+
+// Empty: the user has no home.
+std::string ContextsPath(const Environment& environment);
+// A file that is not there has no contexts. INVALID_ARGUMENT: it is none of this format, or larger
+// than a megabyte.
+absl::StatusOr<Contexts> ReadContexts(const std::string& path);
+// Makes the folder if need be, and replaces the file as a whole; for the user alone.
+absl::Status WriteContexts(const std::string& path, const Contexts& contexts);
+
+// Completes what the command line says, `given`, from MLA_TARGET and MLA_CLIENT_TENANT, _CA, _CERT,
+// _KEY and _SERVER_NAME, then from the context `name`, else of MLA_CLIENT_CONTEXT, else from the
+// current one. The current one counts only where no target is given. NOT_FOUND: no such context.
+absl::StatusOr<Connection> Complete(const Connection& given, const std::string& name,
+                                    const Environment& environment);
+
+}  // namespace mla::mlactl
+
+#endif  // MLA_CLIENT_MLACTL_CONTEXT_CONTEXT_H_

@@ -1,0 +1,42 @@
+// Settings that a reload replaces while services read them. All of one configuration are set
+// together; a reader sees those of one configuration or of the next.
+//
+// Threading: all methods from any thread.
+#ifndef MLA_SERVER_RELOAD_LIVE_SETTINGS_H_
+#define MLA_SERVER_RELOAD_LIVE_SETTINGS_H_
+
+#include <chrono>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "base/mutex.h"
+#include "scheduler/engine.h"
+#include "server/config/config.h"
+#include "server/grpc/identity.h"
+
+namespace mla::server {
+
+class LiveSettings final {
+ public:
+  void Set(const Config& config);
+  // As CheckOperator of identity.h, by the policy in force.
+  absl::Status CheckOperator(const Identity& who) const;
+  scheduler::DefaultLeases leases() const;
+  std::chrono::milliseconds restart_after() const;  // server.restart_after_ms; 0: never
+
+  // Why the configuration on disk is not in use; empty: it is.
+  void SetRefusal(const std::string& why);
+  std::string refusal() const;
+
+ private:
+  mutable Mutex mutex_;
+  OperatorPolicy operators_ ABSL_GUARDED_BY(mutex_);
+  scheduler::DefaultLeases leases_ ABSL_GUARDED_BY(mutex_);
+  std::chrono::milliseconds restart_after_ ABSL_GUARDED_BY(mutex_){0};
+  std::string refusal_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_RELOAD_LIVE_SETTINGS_H_
