@@ -10,7 +10,7 @@ namespace mla::scheduler {
 struct ProbeAnswer {
   int64_t rows_asked = 0;  // of whole pages
   int64_t rows_in_pool = 0, rows_in_host = 0, rows_in_file = 0;
-  int64_t kv_bytes_free = 0;  // those that the prefix cache alone holds count as free
+  int64_t kv_bytes_free = 0;    // those that the prefix cache alone holds count as free
   int64_t kv_bytes_cached = 0;  // of these
   int64_t kv_bytes_total = 0;
   int32_t sequences = 0;        // open ones of all tenants

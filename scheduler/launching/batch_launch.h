@@ -14,7 +14,7 @@
 #include "kernels/launch_layout.h"
 #include "kernels/types/launch.h"
 #include "scheduler/batching/batch.h"
-#include "scheduler/engine.h"
+#include "scheduler/engine_types.h"
 #include "scheduler/launching/records_origin.h"
 #include "scheduler/limits.h"
 #include "scheduler/planning/planner.h"

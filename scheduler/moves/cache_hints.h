@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "scheduler/clock.h"
-#include "scheduler/engine.h"
+#include "scheduler/engine_types.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/limits.h"
 #include "scheduler/moves/tier_moves.h"

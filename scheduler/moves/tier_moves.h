@@ -27,7 +27,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "scheduler/clock.h"
-#include "scheduler/engine.h"
+#include "scheduler/engine_types.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/kvcache/tiers/tier_copies.h"
 #include "scheduler/kvcache/tiers/tier_store.h"

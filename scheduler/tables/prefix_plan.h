@@ -8,7 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "scheduler/engine.h"
+#include "scheduler/engine_types.h"
 #include "scheduler/kvcache/prefix/page_directory.h"
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
 #include "scheduler/limits.h"

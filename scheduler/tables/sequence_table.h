@@ -22,7 +22,7 @@
 #include "absl/status/statusor.h"
 #include "base/error.h"
 #include "scheduler/clock.h"
-#include "scheduler/engine.h"
+#include "scheduler/engine_types.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/kvcache/lease_table.h"
 #include "scheduler/limits.h"
