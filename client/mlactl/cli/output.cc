@@ -80,7 +80,7 @@ absl::Status WithContext(const std::string& context, const absl::Status& status)
 }
 
 int Fail(const absl::Status& status) {
-  // One line, whatever the server has put into its message.
+  // Prints one line, whatever the server's message contains.
   PrintLines(base::Printable(status.ToString()));
   if (const auto detail = client::DetailOf(status); detail && !detail->reason().empty()) {
     PrintLines(absl::StrFormat("reason %s, retry after %u ms", base::Printable(detail->reason()),
@@ -139,7 +139,7 @@ std::string ToJson(const Message& message) {
   options.preserve_proto_field_names = true;
   std::string text;
   if (!google::protobuf::util::MessageToJsonString(message, &text, options).ok()) return "{}\n";
-  // It leaves some characters as they are that a terminal should not get.
+  // The JSON may still contain characters that a terminal should not get.
   return base::Printable(text, "\n");
 }
 
