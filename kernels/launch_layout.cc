@@ -36,14 +36,14 @@ absl::StatusOr<std::byte*> LaunchLayout::TakeOutput(int64_t bytes) {
 absl::StatusOr<const void*> LaunchLayout::Input(const void* host, int64_t bytes) {
   const auto* const from = static_cast<const std::byte*>(host);
   // The cast is safe: a launch writes only to inputs that it copies.
-  auto* at = const_cast<std::byte*>(from);
+  auto* address = const_cast<std::byte*>(from);
   if (!unified_) {
     absl::StatusOr<std::byte*> taken = TakeInput(bytes);
     if (!taken.ok()) return taken.status();
-    at = *taken;
+    address = *taken;
   }
-  inputs_.push_back({from, at, bytes, 1, bytes});
-  return at;
+  inputs_.push_back({from, address, bytes, 1, bytes});
+  return address;
 }
 
 absl::StatusOr<const void*> LaunchLayout::InputReadOnce(const void* host, int64_t bytes) {
@@ -55,15 +55,15 @@ absl::StatusOr<const void*> LaunchLayout::InputReadOnce(const void* host, int64_
 }
 
 absl::StatusOr<void*> LaunchLayout::Output(void* host, int64_t bytes) {
-  auto* const to = static_cast<std::byte*>(host);
-  std::byte* at = to;
+  auto* const target = static_cast<std::byte*>(host);
+  std::byte* address = target;
   if (!unified_ && !InPlace(host, bytes)) {
     absl::StatusOr<std::byte*> taken = TakeOutput(bytes);
     if (!taken.ok()) return taken.status();
-    at = *taken;
+    address = *taken;
   }
-  outputs_.push_back({to, at, bytes, 1, bytes});
-  return at;
+  outputs_.push_back({target, address, bytes, 1, bytes});
+  return address;
 }
 
 absl::StatusOr<void*> LaunchLayout::PrivateOutput(void* host, int64_t bytes) {
@@ -96,23 +96,23 @@ absl::StatusOr<const void*> LaunchLayout::InputParts(int64_t rows,
                                                      std::span<const InputPart> parts) {
   int64_t pitch = 0;
   for (const InputPart& part : parts) pitch += part.row_bytes;
-  absl::StatusOr<std::byte*> at = TakeInput(rows * pitch);
-  if (!at.ok()) return at.status();
-  std::byte* column = *at;
+  absl::StatusOr<std::byte*> region = TakeInput(rows * pitch);
+  if (!region.ok()) return region.status();
+  std::byte* column = *region;
   for (const InputPart& part : parts) {
     inputs_.push_back({static_cast<const std::byte*>(part.host), column, part.row_bytes, rows,
                        pitch, part.shared});
     column += part.row_bytes;
   }
-  return *at;
+  return *region;
 }
 
 absl::StatusOr<void*> LaunchLayout::OutputParts(int64_t rows, std::span<const OutputPart> parts) {
   int64_t pitch = 0;
   for (const OutputPart& part : parts) pitch += part.row_bytes;
-  absl::StatusOr<std::byte*> at = TakeOutput(rows * pitch);
-  if (!at.ok()) return at.status();
-  std::byte* column = *at;
+  absl::StatusOr<std::byte*> region = TakeOutput(rows * pitch);
+  if (!region.ok()) return region.status();
+  std::byte* column = *region;
   for (const OutputPart& part : parts) {
     if (part.host != nullptr) {
       outputs_.push_back(
@@ -120,7 +120,7 @@ absl::StatusOr<void*> LaunchLayout::OutputParts(int64_t rows, std::span<const Ou
     }
     column += part.row_bytes;
   }
-  return *at;
+  return *region;
 }
 
 absl::StatusOr<void*> LaunchLayout::Workspace(int64_t bytes) {

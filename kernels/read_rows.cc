@@ -24,9 +24,9 @@ absl::Status Run(AttentionBackend& backend, int32_t slot,
 
 absl::Status ReadRows(AttentionBackend& backend, int32_t slot,
                       std::span<const uint32_t> page_tables, const AppendRecord& where, Bf16* out) {
-  const KvRowLayout at =
+  const KvRowLayout layout =
       MakeKvRowLayout(where.format, where.row_dim - where.rope_dim, where.rope_dim);
-  const int64_t scale_bytes = at.page_scales_bytes;
+  const int64_t scale_bytes = layout.page_scales_bytes;
   // One transfer a page for all requested rows, and one for their scales if the page keeps scales
   // apart.
   std::vector<std::byte> bytes(static_cast<size_t>(where.rows * where.row_stride));
@@ -61,8 +61,8 @@ absl::Status ReadRows(AttentionBackend& backend, int32_t slot,
   for (int32_t row = 0; row < where.rows; ++row, out += where.row_dim) {
     const std::byte* const from = bytes.data() + row * where.row_stride;
     const std::byte* const beside =
-        scale_bytes > 0 ? scales.data() + row * scale_bytes : from + at.scales_at;
-    DecodeKvRow(at, kind, scale, {from, beside}, values.data());
+        scale_bytes > 0 ? scales.data() + row * scale_bytes : from + layout.scales_at;
+    DecodeKvRow(layout, kind, scale, {from, beside}, values.data());
     std::transform(values.begin(), values.end(), out, ToBf16);
   }
   return absl::OkStatus();

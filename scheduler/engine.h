@@ -35,6 +35,7 @@
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
+#include "scheduler/probe.h"
 #include "scheduler/request.h"
 #include "scheduler/stream_steps.h"
 #include "scheduler/tenant_table.h"
@@ -393,6 +394,12 @@ class Engine {
   // Declares the contents of a sequence's rows from first_row on, and appends cached rows to the
   // committed ones as far as they are found. A repeat gives the same answer.
   absl::StatusOr<SequenceInfo> MatchSequence(const MatchArgs& args);
+
+  // Answers what a sequence with this prefix would find now. Changes nothing, and does not take the
+  // role; the prefix is hashed as far as its pages are found. NOT_FOUND without the model. With
+  // neither model nor prefix the answer is about the engine alone.
+  absl::StatusOr<ProbeAnswer> Probe(const std::string& tenant, const std::string& model_id,
+                                    const PrefixArgs& prefix);
 
   // Applies a client's hint about cached rows. Never waits for rows to move.
   absl::StatusOr<HintAnswer> Hint(const HintArgs& args);

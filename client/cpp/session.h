@@ -85,9 +85,9 @@ struct AttendCall {
   void* stream = nullptr;
   // Work submitted to `stream` after AttendAsync has returned runs once the outputs are complete,
   // or the call has failed: no thread need wait in between, and Wait may come layers later. Wait
-  // still tells whether the outputs are valid. Do not block on the stream before Wait: only Wait
-  // notices that the server has gone, and then lets the stream go on. All calls of the session
-  // under way must be chained calls of one stream, else FAILED_PRECONDITION.
+  // still tells whether the outputs are valid. If the server goes away, a thread of the session
+  // lets the stream go on. All attends of the session under way must be chained calls of one
+  // stream, else FAILED_PRECONDITION; steps may begin and end in between.
   bool chained = false;
   IndexLists lists;
   // In place of `lists`, for models with an indexer: its inputs, one record a row with index

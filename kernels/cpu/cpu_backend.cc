@@ -245,13 +245,13 @@ void CpuBackend::AddPhase(Job& job, const Phase& phase, int64_t items) {
 }
 
 void CpuBackend::AddPagePhases(Job& job) {
-  std::span<const PageRange> left = job.launch->pages;
-  while (!left.empty()) {
+  std::span<const PageRange> remaining = job.launch->pages;
+  while (!remaining.empty()) {
     Phase phase;
     int64_t items = 1;
-    phase.pages = left;
+    phase.pages = remaining;
     if (job.page_phases < kMaxPagePhases - 1) {
-      phase.pages = left.first(page_runs_.Next(left));
+      phase.pages = remaining.first(page_runs_.Next(remaining));
       phase.first_item = job.first_item.data() + job.first_item.size();
       items = 0;
       for (const PageRange& range : phase.pages) {
@@ -259,7 +259,7 @@ void CpuBackend::AddPagePhases(Job& job) {
         items += PageItems(range);
       }
     }
-    left = left.subspan(phase.pages.size());
+    remaining = remaining.subspan(phase.pages.size());
     AddPhase(job, phase, items);
     ++job.page_phases;
   }

@@ -281,12 +281,12 @@ TEST(CpuBackendTest, SteadyStateAllocatesNothing) {
     ASSERT_TRUE(step.Submit(*backend, 0).ok());
     ASSERT_TRUE(backend->Wait(0).ok());
   }
-  const int64_t before = testing::Allocations();
+  const int64_t allocations = testing::Allocations();
   bool ok = true;
   for (int32_t i = 0; i < 100; ++i) {
     ok = ok && step.Submit(*backend, 0).ok() && backend->Wait(0).ok();
   }
-  EXPECT_EQ(testing::Allocations(), before);
+  EXPECT_EQ(testing::Allocations(), allocations);
   EXPECT_TRUE(ok);
 }
 

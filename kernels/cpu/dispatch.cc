@@ -83,11 +83,11 @@ absl::StatusOr<const KernelSet*> SelectLevel(const std::string& highest, bool ex
   std::string names;
   for (const KernelSet* level : kLevels) {
     absl::StrAppend(&names, names.empty() ? "" : ", ", level->name);
-    const bool wanted = highest == level->name;
-    below = below || wanted;
+    const bool is_highest = highest == level->name;
+    below = below || is_highest;
     if (!below) continue;
     if (Usable(level)) return level;
-    if (exact && wanted) {
+    if (exact && is_highest) {
       return absl::FailedPreconditionError(absl::StrCat("cpu_isa: this machine can not run ",
                                                         highest, "; its best level is ",
                                                         usable.front()->name));

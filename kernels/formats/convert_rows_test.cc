@@ -41,25 +41,26 @@ class ConvertRowsTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Ki
 };
 
 TEST_P(ConvertRowsTest, RowsOfTheOtherKindStandForTheSameValues) {
-  const Fp8Kind to = kind_ == Fp8Kind::kE4m3Fn ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
+  const Fp8Kind target_kind = kind_ == Fp8Kind::kE4m3Fn ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
   std::vector<float> values(kLatent + kRope, 0.0f);  // a group of zeros, and NaN in the last group
   for (int32_t i = 64; i < kLatent; ++i) values[static_cast<size_t>(i)] = std::ldexp(1.3f, i - 128);
   Encode(1, values);
   values[kLatent - 1] = std::numeric_limits<float>::quiet_NaN();
   values[kLatent] = -447.0f;
   Encode(4, values);
-  std::vector<std::vector<float>> before;
-  for (int32_t row = 0; row < kRows; ++row) before.push_back(Decoded(row));
+  std::vector<std::vector<float>> original;
+  for (int32_t row = 0; row < kRows; ++row) original.push_back(Decoded(row));
   const std::vector<std::byte> bytes = bytes_;
-  const float layer_scale = ScaleToKind(1.0f, to);
-  ConvertRows(at_, to, bytes_.data(), at_.row_bytes, kRows, kRows);
+  const float layer_scale = ScaleToKind(1.0f, target_kind);
+  ConvertRows(at_, target_kind, bytes_.data(), at_.row_bytes, kRows, kRows);
   for (int32_t row = 0; row < kRows; ++row) {
-    std::vector<float> after(kLatent + kRope);
-    DecodeKvRow(at_, to, layer_scale, {Place(row).row, Place(row).scales}, after.data());
-    for (size_t i = 0; i < after.size(); ++i) {
-      const float want = before[static_cast<size_t>(row)][i];
-      EXPECT_TRUE(after[i] == want || (after[i] != after[i] && want != want))
-          << row << " " << i << ": " << after[i] << ", want " << want;
+    std::vector<float> converted(kLatent + kRope);
+    DecodeKvRow(at_, target_kind, layer_scale, {Place(row).row, Place(row).scales},
+                converted.data());
+    for (size_t i = 0; i < converted.size(); ++i) {
+      const float want = original[static_cast<size_t>(row)][i];
+      EXPECT_TRUE(converted[i] == want || (converted[i] != converted[i] && want != want))
+          << row << " " << i << ": " << converted[i] << ", want " << want;
     }
   }
   EXPECT_EQ(bytes_ != bytes, at_.traits.latent == DType::kFp8E4m3);
@@ -82,13 +83,13 @@ TEST_P(ConvertRowsTest, OnlyTheRowsThatAreThereAreConverted) {
 }
 
 TEST(ConvertRows, ExponentsOfScalesMoveByOneAndNaNStays) {
-  const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Page, 4 * 64, 8);
-  std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(at, at.row_bytes, 1)));
-  const auto place = KvRowIn(at, page.data(), at.row_bytes, 1, 0);
+  const KvRowLayout layout = MakeKvRowLayout(KvFormat::kFp8Page, 4 * 64, 8);
+  std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(layout, layout.row_bytes, 1)));
+  const auto place = KvRowIn(layout, page.data(), layout.row_bytes, 1, 0);
   const auto converted = [&](Fp8Kind to) {
     const uint8_t bytes[] = {0, 1, 200, 255};
     std::memcpy(place.scales, bytes, sizeof(bytes));
-    ConvertRows(at, to, page.data(), at.row_bytes, 1, 1);
+    ConvertRows(layout, to, page.data(), layout.row_bytes, 1, 1);
     std::vector<uint8_t> out(4);
     std::memcpy(out.data(), place.scales, out.size());
     return out;
@@ -99,17 +100,17 @@ TEST(ConvertRows, ExponentsOfScalesMoveByOneAndNaNStays) {
 
 TEST(ConvertRows, IndexKeysStandForTheSameValues) {
   constexpr int32_t kDim = 128;
-  const KvRowLayout at = MakeKvRowLayout(KvFormat::kIndexKey, kDim, 0);
+  const KvRowLayout layout = MakeKvRowLayout(KvFormat::kIndexKey, kDim, 0);
   for (const Fp8Kind kind : {Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz}) {
-    const Fp8Kind to = kind == Fp8Kind::kE4m3Fn ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
-    std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(at, at.row_bytes, kRows)));
+    const Fp8Kind target_kind = kind == Fp8Kind::kE4m3Fn ? Fp8Kind::kE4m3Fnuz : Fp8Kind::kE4m3Fn;
+    std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(layout, layout.row_bytes, kRows)));
     std::vector<float> values(kDim), before(kDim), after(kDim);
     for (size_t i = 0; i < values.size(); ++i) values[i] = 0.7f * static_cast<float>(i) - 40.0f;
-    const auto place = KvRowIn(at, page.data(), at.row_bytes, kRows, 2);
-    EncodeKvRow(at, kind, values.data(), DType::kF32, 1.0f, place);
-    DecodeKvRow(at, kind, 1.0f, {place.row, place.scales}, before.data());
-    ConvertRows(at, to, page.data(), at.row_bytes, kRows, 3);
-    DecodeKvRow(at, to, 1.0f, {place.row, place.scales}, after.data());
+    const auto place = KvRowIn(layout, page.data(), layout.row_bytes, kRows, 2);
+    EncodeKvRow(layout, kind, values.data(), DType::kF32, 1.0f, place);
+    DecodeKvRow(layout, kind, 1.0f, {place.row, place.scales}, before.data());
+    ConvertRows(layout, target_kind, page.data(), layout.row_bytes, kRows, 3);
+    DecodeKvRow(layout, target_kind, 1.0f, {place.row, place.scales}, after.data());
     EXPECT_EQ(after, before);
     EXPECT_NE(after[0], 0.0f);
   }

@@ -54,13 +54,13 @@ float Largest(Source<T> from, int32_t begin, int32_t end) {
 template <typename T>
 float SharedScale(const KvRowLayout& at, Fp8Kind kind, Source<T> from) {
   if (!at.traits.shares_scale) return 0.0f;
-  float most = 0.0f, least = kNoKvGroup;
+  float maximum = 0.0f, least = kNoKvGroup;
   for (int32_t begin = 0; begin < at.latent_dim; begin += at.traits.group) {
     const float largest = Largest(from, begin, std::min(at.latent_dim, begin + at.traits.group));
-    most = std::max(most, largest);
+    maximum = std::max(maximum, largest);
     if (largest > 0.0f) least = std::min(least, largest);
   }
-  return KvSharedScale(least, most, kind);
+  return KvSharedScale(least, maximum, kind);
 }
 
 // Returns true if scales are fp32 numbers rather than exponent bytes.

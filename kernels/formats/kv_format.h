@@ -102,23 +102,24 @@ inline constexpr int32_t kPageScalesMultiple = 8;
 constexpr KvRowLayout MakeKvRowLayout(const KvFormatTraits& traits, int32_t latent_dim,
                                       int32_t rope_dim) {
   const auto round_up = [](int32_t bytes, int32_t to) { return (bytes + to - 1) / to * to; };
-  KvRowLayout at;
-  at.traits = traits;
-  at.latent_dim = latent_dim;
-  at.rope_dim = rope_dim;
-  if (traits.group > 0) at.groups = (latent_dim + traits.group - 1) / traits.group;
+  KvRowLayout layout;
+  layout.traits = traits;
+  layout.latent_dim = latent_dim;
+  layout.rope_dim = rope_dim;
+  if (traits.group > 0) layout.groups = (latent_dim + traits.group - 1) / traits.group;
   const bool in_row = traits.scales == KvScales::kInRow;
-  at.scales_at = latent_dim * static_cast<int32_t>(ElementSize(traits.latent));
-  if (in_row) at.scales_at = round_up(at.scales_at, 4);
-  at.rope_at = at.scales_at + (in_row ? at.groups * 4 : 0);
-  at.rope_at = round_up(at.rope_at, static_cast<int32_t>(ElementSize(traits.rope)));
-  at.row_bytes = at.rope_at + rope_dim * static_cast<int32_t>(ElementSize(traits.rope));
-  if (in_row) at.row_bytes = round_up(at.row_bytes, 4);
+  layout.scales_at = latent_dim * static_cast<int32_t>(ElementSize(traits.latent));
+  if (in_row) layout.scales_at = round_up(layout.scales_at, 4);
+  layout.rope_at = layout.scales_at + (in_row ? layout.groups * 4 : 0);
+  layout.rope_at = round_up(layout.rope_at, static_cast<int32_t>(ElementSize(traits.rope)));
+  layout.row_bytes = layout.rope_at + rope_dim * static_cast<int32_t>(ElementSize(traits.rope));
+  if (in_row) layout.row_bytes = round_up(layout.row_bytes, 4);
   if (traits.scales == KvScales::kInPage) {
     const bool bytes = traits.page_scale_bytes == 1;
-    at.page_scales_bytes = bytes ? round_up(at.groups, kPageScalesMultiple) : at.groups * 4;
+    layout.page_scales_bytes =
+        bytes ? round_up(layout.groups, kPageScalesMultiple) : layout.groups * 4;
   }
-  return at;
+  return layout;
 }
 
 constexpr KvRowLayout MakeKvRowLayout(KvFormat format, int32_t latent_dim, int32_t rope_dim) {

@@ -42,13 +42,13 @@ TEST(KvRowLayoutTest, SizesAreThoseOfTheKnownFormats) {
 TEST(KvRowLayoutTest, OddSizesKeepPartsApartAndAligned) {
   for (const int32_t latent : {1, 2, 127, 128, 129, 300}) {
     for (const int32_t rope : {0, 1, 7}) {
-      const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Row, latent, rope);
-      EXPECT_EQ(at.groups, (latent + 127) / 128);
-      EXPECT_EQ(at.scales_at % 4, 0);
-      EXPECT_GE(at.scales_at, latent);
-      EXPECT_GE(at.rope_at, at.scales_at + 4 * at.groups);
-      EXPECT_EQ(at.row_bytes % 4, 0);
-      EXPECT_GE(at.row_bytes, at.rope_at + 2 * rope);
+      const KvRowLayout layout = MakeKvRowLayout(KvFormat::kFp8Row, latent, rope);
+      EXPECT_EQ(layout.groups, (latent + 127) / 128);
+      EXPECT_EQ(layout.scales_at % 4, 0);
+      EXPECT_GE(layout.scales_at, latent);
+      EXPECT_GE(layout.rope_at, layout.scales_at + 4 * layout.groups);
+      EXPECT_EQ(layout.row_bytes % 4, 0);
+      EXPECT_GE(layout.row_bytes, layout.rope_at + 2 * rope);
     }
   }
 }
@@ -155,16 +155,16 @@ class KvRowTest : public testing::TestWithParam<std::tuple<KvFormat, Fp8Kind, DT
 TEST_P(KvRowTest, ValuesComeBackWithinTheRoundingOfTheirFormat) {
   std::mt19937 random(7);
   for (const int32_t latent : {1, 64, 130, 448, 512}) {
-    const KvRowLayout at = MakeKvRowLayout(Traits(), latent, 6);
+    const KvRowLayout layout = MakeKvRowLayout(Traits(), latent, 6);
     std::vector<float> values(static_cast<size_t>(latent) + 6);
     std::normal_distribution<float> normal(0.0f, 3.0f);
     for (float& value : values) value = normal(random);
     const bool ocp = Kind() == Fp8Kind::kE4m3Fn;
     const float scale = ocp ? 0.0371f : ScaleToKind(0.0371f, Fp8Kind::kE4m3Fnuz);
-    const std::vector<float> read = Through(at, values, scale);
+    const std::vector<float> read = Through(layout, values, scale);
     for (size_t i = 0; i < values.size(); ++i) {
-      const bool fp8 = i < static_cast<size_t>(latent) ? at.traits.latent == DType::kFp8E4m3
-                                                       : at.traits.rope == DType::kFp8E4m3;
+      const bool fp8 = i < static_cast<size_t>(latent) ? layout.traits.latent == DType::kFp8E4m3
+                                                       : layout.traits.rope == DType::kFp8E4m3;
       const float error = std::abs(read[i] - values[i]);
       // Three mantissa bits or seven; below the smallest normal number of a scale, an absolute
       // error.
@@ -183,14 +183,14 @@ TEST_P(KvRowTest, ZeroRowsAreZeros) {
 }
 
 TEST_P(KvRowTest, WhatARowCannotHoldIsNaNAndHarmsNoNeighbour) {
-  const KvRowLayout at = MakeKvRowLayout(Traits(), 200, 4);
+  const KvRowLayout layout = MakeKvRowLayout(Traits(), 200, 4);
   const std::vector<float> clean(204, 0.75f);
-  const std::vector<float> want = Through(at, clean, 0.01f);
+  const std::vector<float> want = Through(layout, clean, 0.01f);
   for (const float poison : {kNaN, -kNaN, kInfinity, -kInfinity, 0x1p80f, -3e38f}) {
     for (const size_t where : {size_t{0}, size_t{150}, size_t{199}, size_t{200}, size_t{203}}) {
       std::vector<float> values = clean;
       values[where] = poison;
-      const std::vector<float> read = Through(at, values, 0.01f);
+      const std::vector<float> read = Through(layout, values, 0.01f);
       for (size_t i = 0; i < values.size(); ++i) {
         if (i == where) {
           ASSERT_TRUE(std::isnan(read[i])) << poison << " at " << i;
@@ -203,13 +203,13 @@ TEST_P(KvRowTest, WhatARowCannotHoldIsNaNAndHarmsNoNeighbour) {
 }
 
 TEST_P(KvRowTest, LargestAndSmallestMagnitudesStayInRange) {
-  const KvRowLayout at = MakeKvRowLayout(Traits(), 256, 2);
+  const KvRowLayout layout = MakeKvRowLayout(Traits(), 256, 2);
   std::vector<float> values(258, 0.0f);
   values[0] = 0x1.fcp79f;
   values[1] = -0x1.fcp79f;
   values[130] = 1e-38f;
   values[256] = 0x1.fcp79f;
-  const std::vector<float> read = Through(at, values, kLargestKvScale / 2);
+  const std::vector<float> read = Through(layout, values, kLargestKvScale / 2);
   for (const float value : read) {
     ASSERT_TRUE(std::isfinite(value));
     ASSERT_LT(std::abs(value), 0x1p81f);
@@ -236,11 +236,12 @@ class SharedScaleTest : public KvRowTest {
     return values;
   }
   static std::vector<float> Scales(const std::vector<float>& values) {
-    const KvRowLayout at = MakeKvRowLayout(Traits(), static_cast<int32_t>(values.size()) - 4, 4);
-    std::vector<std::byte> row(static_cast<size_t>(at.row_bytes));
-    const KvRowPlace<std::byte> place = KvRowIn(at, row.data(), at.row_bytes, 1, 0);
-    EncodeKvRow(at, Kind(), values.data(), DType::kF32, 1.0f, place);
-    std::vector<float> scales(static_cast<size_t>(at.groups));
+    const KvRowLayout layout =
+        MakeKvRowLayout(Traits(), static_cast<int32_t>(values.size()) - 4, 4);
+    std::vector<std::byte> row(static_cast<size_t>(layout.row_bytes));
+    const KvRowPlace<std::byte> place = KvRowIn(layout, row.data(), layout.row_bytes, 1, 0);
+    EncodeKvRow(layout, Kind(), values.data(), DType::kF32, 1.0f, place);
+    std::vector<float> scales(static_cast<size_t>(layout.groups));
     std::memcpy(scales.data(), place.scales, scales.size() * 4);
     return scales;
   }
@@ -305,17 +306,17 @@ INSTANTIATE_TEST_SUITE_P(Formats, KvRowTest,
 
 // Reads bytes that no encoder of this tree writes.
 TEST(DecodeKvRowTest, ForeignScalesAreRoundedOnceAndBadOnesAreNaN) {
-  const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Row, 256, 0);
-  std::vector<std::byte> row(static_cast<size_t>(at.row_bytes), std::byte{0x43});
-  const KvRowPlace<std::byte> place = KvRowIn(at, row.data(), at.row_bytes, 1, 0);
+  const KvRowLayout layout = MakeKvRowLayout(KvFormat::kFp8Row, 256, 0);
+  std::vector<std::byte> row(static_cast<size_t>(layout.row_bytes), std::byte{0x43});
+  const KvRowPlace<std::byte> place = KvRowIn(layout, row.data(), layout.row_bytes, 1, 0);
   const std::byte* const first = row.data();
-  const KvRowPlace<const std::byte> there = KvRowIn(at, first, at.row_bytes, 1, 0);
+  const KvRowPlace<const std::byte> there = KvRowIn(layout, first, layout.row_bytes, 1, 0);
   std::vector<float> values(256);
   const float code = DecodeFp8(0x43, Fp8Kind::kE4m3Fn);
   for (const float scale : {0.3f, 0.0f, 1e-40f, kLargestKvScale, -1.0f, kNaN, kInfinity, 1e30f}) {
     const float scales[2] = {scale, 1.0f};
     std::memcpy(place.scales, scales, sizeof scales);
-    DecodeKvRow(at, Fp8Kind::kE4m3Fn, 0.0f, there, values.data());
+    DecodeKvRow(layout, Fp8Kind::kE4m3Fn, 0.0f, there, values.data());
     const float want = ToFloat(ToBf16(code * KvScale(scale, Fp8Kind::kE4m3Fn)));
     if (std::isnan(want)) {
       EXPECT_TRUE(std::isnan(values[0])) << scale;
@@ -328,9 +329,9 @@ TEST(DecodeKvRowTest, ForeignScalesAreRoundedOnceAndBadOnesAreNaN) {
 
 // The layout of DeepSeek V4's blocks: the byte of a scale is the exponent of a power of two.
 TEST(DecodeKvRowTest, ScalesOfAPageAreExponents) {
-  const KvRowLayout at = MakeKvRowLayout(KvFormat::kFp8Page, 448, 64);
+  const KvRowLayout layout = MakeKvRowLayout(KvFormat::kFp8Page, 448, 64);
   constexpr int32_t kRows = 4, kRow = 2;
-  std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(at, at.row_bytes, kRows)));
+  std::vector<std::byte> page(static_cast<size_t>(KvPageBytes(layout, layout.row_bytes, kRows)));
   ASSERT_EQ(page.size(), 2880u);  // 4 rows of 576 bytes and of 8 scales are 2336
   const int32_t exponents[] = {127, 0, 1, 27, 120, 199, 255};
   for (int32_t i = 0; i < 448; ++i) page[size_t{kRow} * 576 + i] = std::byte{0x43};
@@ -342,7 +343,8 @@ TEST(DecodeKvRowTest, ScalesOfAPageAreExponents) {
   const std::byte* const first = page.data();
   for (const Fp8Kind kind : {Fp8Kind::kE4m3Fn, Fp8Kind::kE4m3Fnuz}) {
     std::vector<float> values(512);
-    DecodeKvRow(at, kind, 0.0f, KvRowIn(at, first, at.row_bytes, kRows, kRow), values.data());
+    DecodeKvRow(layout, kind, 0.0f, KvRowIn(layout, first, layout.row_bytes, kRows, kRow),
+                values.data());
     const float code = DecodeFp8(0x43, kind);
     for (int32_t group = 0; group < 6; ++group) {
       EXPECT_EQ(values[size_t{64} * group], std::ldexp(code, exponents[group] - 127)) << group;
@@ -356,20 +358,20 @@ TEST(DecodeKvRowTest, ScalesOfAPageAreExponents) {
 TEST(SameKvRowTest, SeesEveryBytePartAndNoPadding) {
   for (const KvFormatTraits& traits :
        {TraitsOf(KvFormat::kFp8Row), TraitsOf(KvFormat::kBf16), TraitsOf(KvFormat::kFp8Tensor)}) {
-    const KvRowLayout at = MakeKvRowLayout(traits, 130, 3);
-    std::vector<std::byte> a(static_cast<size_t>(at.row_bytes), std::byte{1}), b = a;
+    const KvRowLayout layout = MakeKvRowLayout(traits, 130, 3);
+    std::vector<std::byte> a(static_cast<size_t>(layout.row_bytes), std::byte{1}), b = a;
     const std::byte *first = a.data(), *second = b.data();
-    int32_t seen = 0;
+    int32_t differences = 0;
     for (std::byte& byte : b) {
       byte = std::byte{2};
-      seen += !SameKvRow(at, KvRowIn(at, first, at.row_bytes, 1, 0),
-                         KvRowIn(at, second, at.row_bytes, 1, 0));
+      differences += !SameKvRow(layout, KvRowIn(layout, first, layout.row_bytes, 1, 0),
+                                KvRowIn(layout, second, layout.row_bytes, 1, 0));
       byte = std::byte{1};
     }
     const int32_t want = traits.scales == KvScales::kNone    ? 2 * 133
                          : traits.scales == KvScales::kLayer ? 133
                                                              : 130 + 2 * 4 + 3 * 2;
-    EXPECT_EQ(seen, want) << traits.name;
+    EXPECT_EQ(differences, want) << traits.name;
   }
 }
 

@@ -9,36 +9,36 @@ namespace {
 
 // Poisons values of 16 or 8 bits. Returns true if one of them stands for NaN afterwards.
 bool Poison(DType dtype, Fp8Kind kind, std::byte* values, int32_t count) {
-  bool found = false;
+  bool has_poison = false;
   if (dtype == DType::kFp8E4m3) {
     for (int32_t i = 0; i < count; ++i) {
-      found |= IsFp8NaN(static_cast<uint8_t>(values[i]), kind);
+      has_poison |= IsFp8NaN(static_cast<uint8_t>(values[i]), kind);
     }
-    return found;
+    return has_poison;
   }
   for (int32_t i = 0; i < count; ++i) {
     Bf16 value;
     std::memcpy(&value, values + i * sizeof(value), sizeof(value));
     const bool large = (value & 0x7fffu) >= kStoredBound;
-    found |= large;
+    has_poison |= large;
     value = Stored(value);
     std::memcpy(values + i * sizeof(value), &value, sizeof(value));
   }
-  return found;
+  return has_poison;
 }
 
 bool PoisonRow(const KvRowLayout& at, Fp8Kind kind, const KvRowPlace<std::byte>& place,
                std::vector<float>* values) {
-  bool found = Poison(at.traits.rope, kind, place.row + at.rope_at, at.rope_dim);
+  bool has_poison = Poison(at.traits.rope, kind, place.row + at.rope_at, at.rope_dim);
   const KvScales scales = at.traits.scales;
   if (scales == KvScales::kNone || scales == KvScales::kLayer) {
-    return Poison(at.traits.latent, kind, place.row, at.latent_dim) || found;
+    return Poison(at.traits.latent, kind, place.row, at.latent_dim) || has_poison;
   }
   // Either a code or its scale may stand for NaN, so the decoded values are looked at.
   values->resize(static_cast<size_t>(at.latent_dim + at.rope_dim));
   DecodeKvRow(at, kind, 1.0f, {place.row, place.scales}, values->data());
-  return found || std::any_of(values->begin(), values->begin() + at.latent_dim,
-                              [](float value) { return value != value; });
+  return has_poison || std::any_of(values->begin(), values->begin() + at.latent_dim,
+                                   [](float value) { return value != value; });
 }
 
 }  // namespace

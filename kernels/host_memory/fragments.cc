@@ -18,12 +18,12 @@ const void* ReadFragments(const FragmentedInput& input, int64_t begin, int64_t b
   const std::byte* const start = piece->data + (from - piece->begin);
   const bool whole = piece + 1 == fragments.end() || from + bytes <= (piece + 1)->begin;
   if (whole && reinterpret_cast<uintptr_t>(start) % kAlignment == 0) return start;
-  auto* to = static_cast<std::byte*>(spare);
+  auto* target = static_cast<std::byte*>(spare);
   for (int64_t left = bytes; left > 0; ++piece) {
     const bool last = piece + 1 == fragments.end();
     const int64_t here = last ? left : std::min(left, (piece + 1)->begin - from);
-    std::memcpy(to, piece->data + (from - piece->begin), static_cast<size_t>(here));
-    to += here;
+    std::memcpy(target, piece->data + (from - piece->begin), static_cast<size_t>(here));
+    target += here;
     from += here;
     left -= here;
   }

@@ -34,7 +34,7 @@ absl::Status Refuse(const AttentionDesc& desc, const char* missing) {
 void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_begin,
                 int32_t row_end) {
   if (record.first_position < 0) return;
-  const KvRowLayout at =
+  const KvRowLayout layout =
       MakeKvRowLayout(record.format, record.row_dim - record.rope_dim, record.rope_dim);
   const int64_t stride = record.kv_row_stride * static_cast<int64_t>(ElementSize(record.dtype));
   const auto* source = static_cast<const std::byte*>(record.kv) + row_begin * stride;
@@ -44,27 +44,27 @@ void AppendRows(const PoolView& pool, const AppendRecord& record, int32_t row_be
     std::byte* const page = pool.Row(record.page_table, record.layer_offset, record.row_stride,
                                      record.page_size, position - in_page);
     const KvRowPlace<std::byte> target =
-        KvRowIn(at, page, record.row_stride, record.page_size, in_page);
+        KvRowIn(layout, page, record.row_stride, record.page_size, in_page);
     if (record.differs == nullptr) {
-      EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale, target);
+      EncodeKvRow(layout, kHostFp8, source, record.dtype, record.kv_scale, target);
       continue;
     }
     std::byte sent[kMaxHostRowBytes];
-    const KvRowPlace<std::byte> own = KvRowIn(at, sent, at.row_bytes, 1, 0);
-    EncodeKvRow(at, kHostFp8, source, record.dtype, record.kv_scale, own);
-    const bool same = SameKvRow(at, {own.row, own.scales}, {target.row, target.scales});
+    const KvRowPlace<std::byte> own = KvRowIn(layout, sent, layout.row_bytes, 1, 0);
+    EncodeKvRow(layout, kHostFp8, source, record.dtype, record.kv_scale, own);
+    const bool same = SameKvRow(layout, {own.row, own.scales}, {target.row, target.scales});
     record.differs[row] = same ? 0 : 1;
   }
 }
 
 void WritePageRange(const PoolView& pool, const PageRange& range) {
   for (int32_t i = 0; i < range.count; ++i) {
-    const PageRange at = range.place(i);
-    std::byte* const target = pool.base + at.target_offset;
-    if (at.zeroes()) {
-      std::memset(target, 0, static_cast<size_t>(at.bytes));
+    const PageRange place = range.place(i);
+    std::byte* const target = pool.base + place.target_offset;
+    if (place.zeroes()) {
+      std::memset(target, 0, static_cast<size_t>(place.bytes));
     } else {
-      std::memcpy(target, pool.base + at.source_offset, static_cast<size_t>(at.bytes));
+      std::memcpy(target, pool.base + place.source_offset, static_cast<size_t>(place.bytes));
     }
   }
 }

@@ -195,15 +195,15 @@ void ReferenceSelectRow(const SelectRecord& record, const PoolView& pool, int32_
   const auto* const inputs =
       static_cast<const std::byte*>(record.inputs) + row * record.indexer.input_bytes(record.dtype);
   const auto* const weights = inputs + int64_t{heads} * dim * int64_t(ElementSize(record.dtype));
-  const KvRowLayout at = MakeKvRowLayout(KvFormat::kIndexKey, dim, 0);
+  const KvRowLayout layout = MakeKvRowLayout(KvFormat::kIndexKey, dim, 0);
   std::vector<float> key(static_cast<size_t>(dim));
   std::vector<std::pair<double, int32_t>> best;  // sorted by (-logit, position)
   for (int32_t position = 0; position < visible; ++position) {
     const int32_t in_page = position % record.page_size;
     const std::byte* const page = pool.Row(record.page_table, record.layer_offset,
                                            record.row_stride, record.page_size, position - in_page);
-    DecodeKvRow(at, kHostFp8, 1.0f, KvRowIn(at, page, record.row_stride, record.page_size, in_page),
-                key.data());
+    DecodeKvRow(layout, kHostFp8, 1.0f,
+                KvRowIn(layout, page, record.row_stride, record.page_size, in_page), key.data());
     double logit = 0.0;
     for (int32_t head = 0; head < heads; ++head) {
       double dot = 0.0;

@@ -82,11 +82,11 @@ absl::Status CheckTableRanges(std::span<const TableRange> ranges, const BackendL
                               size_t entries) {
   absl::Status room = CheckRoom("table ranges", std::ssize(ranges), limits.table_ranges);
   if (!room.ok()) return room;
-  const int64_t most = std::min(limits.page_table_entries, static_cast<int64_t>(entries));
+  const int64_t limit = std::min(limits.page_table_entries, static_cast<int64_t>(entries));
   for (const TableRange& r : ranges) {
-    if (Inside(r.first, r.count, most)) continue;
+    if (Inside(r.first, r.count, limit)) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat("page table entries: ", r.count, " from ", r.first, ", limit ", most));
+        absl::StrCat("page table entries: ", r.count, " from ", r.first, ", limit ", limit));
   }
   return absl::OkStatus();
 }

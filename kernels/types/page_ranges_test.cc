@@ -61,15 +61,15 @@ TEST(PageRangeRunsTest, RunsInAnyOrderInsideAreTheListInOrder) {
       }
     };
     for (const PageRange& r : ranges) apply(r, expected);
-    std::span<const PageRange> left = ranges;
+    std::span<const PageRange> remaining = ranges;
     size_t count = 0;
-    for (; !left.empty(); ++count) {
-      const size_t n = runs.Next(left);
+    for (; !remaining.empty(); ++count) {
+      const size_t n = runs.Next(remaining);
       ASSERT_GE(n, 1u);
-      std::vector<PageRange> run(left.begin(), left.begin() + static_cast<ptrdiff_t>(n));
+      std::vector<PageRange> run(remaining.begin(), remaining.begin() + static_cast<ptrdiff_t>(n));
       std::shuffle(run.begin(), run.end(), random);
       for (const PageRange& r : run) apply(r, actual);
-      left = left.subspan(n);
+      remaining = remaining.subspan(n);
       longest = std::max(longest, n);
     }
     most = std::max(most, count);

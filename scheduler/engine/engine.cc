@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/mutex.h"
 #include "scheduler/engine/engine_impl.h"
@@ -264,6 +265,33 @@ absl::StatusOr<SequenceInfo> Engine::MatchSequence(const MatchArgs& args) {
                              [&](EngineCore& core) { return core.RestoreForMatch(args, *plan); });
   if (!status.ok()) return status;
   return impl_->WithRole([&](EngineCore& core) { return core.MatchSequence(args, *plan); });
+}
+
+absl::StatusOr<ProbeAnswer> Engine::Probe(const std::string& tenant, const std::string& model_id,
+                                          const PrefixArgs& prefix) {
+  const EngineCore& core = impl_->AnyThread();
+  ProbeAnswer answer;
+  const std::shared_ptr<const ModelSpec> spec = FindModel(tenant, model_id);
+  if (spec != nullptr) {
+    absl::Status status = impl_->prefixes_.CountHeld(tenant, *spec, prefix,
+                                                     core.cache().prefixes().directory(), &answer);
+    if (!status.ok()) return status;
+  } else if (!model_id.empty()) {
+    return MakeError(absl::StatusCode::kNotFound,
+                     absl::StrCat("model ", model_id, " is not registered"),
+                     {.field = "model_id",
+                      .got = model_id,
+                      .limit = "a registered model of this tenant",
+                      .reason = "model_not_found"});
+  }
+  core.load().Fill(&answer);
+  const TenantTable& tenants = *core.shared_tenants();
+  answer.sequences = static_cast<int32_t>(tenants.server_used(Resource::kSequences));
+  answer.queued_requests = core.owned();
+  if (answer.queued_requests == 0) answer.wait_ns = 0;
+  answer.kv_bytes_free =
+      std::min(answer.kv_bytes_free, tenants.Usage(tenant).bound[Resource::kKvBytes]);
+  return answer;
 }
 
 absl::StatusOr<HintAnswer> Engine::Hint(const HintArgs& args) {

@@ -27,6 +27,7 @@
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
 #include "scheduler/engine/answer_queue.h"
+#include "scheduler/engine/engine_load.h"
 #include "scheduler/engine/row_transfers.h"
 #include "scheduler/kvcache/kv_cache.h"
 #include "scheduler/launching/launcher.h"
@@ -133,9 +134,13 @@ class EngineCore {
   absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
   void StartDrain(const std::string& peer = "") {
     draining_ = true;
+    load_.NoteDraining(true);
     drain_peer_ = peer;
   }
-  void CancelDrain() { draining_ = false; }
+  void CancelDrain() {
+    draining_ = false;
+    load_.NoteDraining(false);
+  }
   bool draining() const { return draining_; }
   int32_t AbortAllSteps(const std::string& why);
   EngineStats Stats() const;
@@ -164,6 +169,13 @@ class EngineCore {
   // Requests handed over and not yet answered; the caller counts a request before it hands it over.
   // Any thread.
   std::atomic<int32_t>& owned() { return owned_; }
+  int32_t owned() const { return owned_; }
+  // For any thread; NoteLoad, with the role, brings it up to date.
+  const EngineLoad& load() const { return load_; }
+  void NoteLoad() {
+    const kvcache::KvCacheStats cache = cache_->stats();
+    load_.NotePool(cache.bytes_total, cache.bytes_total - cache.bytes_used, cache.bytes_cached);
+  }
 
  private:
   struct Stream {
@@ -267,6 +279,7 @@ class EngineCore {
   bool draining_ = false;
   std::string drain_peer_;  // server that takes over the sequences; empty: none
   bool collects_answers_ = false;
+  EngineLoad load_;
   LaunchReports reports_;
   AnswerList answers_;
   std::atomic<int32_t> owned_{0};

@@ -59,6 +59,7 @@ class Engine::Impl {
     // Takes over the role after a successful TryLock.
     Role(Impl& impl, std::adopt_lock_t) ABSL_EXCLUSIVE_LOCKS_REQUIRED(impl.role_) : impl_(impl) {}
     ~Role() ABSL_UNLOCK_FUNCTION() {
+      impl_.core_->NoteLoad();
       // Requests waiting for siblings or KV rows are not work left; NextTick wakes the engine for
       // them.
       const bool work_left = impl_.core_->inflight() || impl_.core_->MayLaunch();
@@ -121,6 +122,7 @@ class Engine::Impl {
     Drain();
     const MonotonicNanos now = clock_->Now();
     if (now >= core_->NextTick()) core_->Tick();
+    core_->NoteLoad();
     bool busy = core_->StartLaunch();
     if (core_->backend().Info().unified_memory) {
       busy |= core_->CompleteLaunch(/*wait=*/true);

@@ -44,6 +44,7 @@ bool EngineCore::StartLaunch() {
     ++request->engine.step->inflight;
     if (request->engine.rows_done == 0) {
       request->timings.queue_ns = begin - request->engine.arrival_ns;
+      load_.NoteWait(request->timings.queue_ns);
     }
   }
   const absl::Status status = launcher_->Submit(launch, begin);

@@ -14,6 +14,9 @@ namespace {
 using kvcache::PrefixChain;
 using kvcache::PrefixKey;
 
+// Of a look: hashed before the directory is asked for them.
+constexpr size_t kPagesAtOnce = 32;
+
 template <typename T>
 absl::string_view BytesOf(const T* data, size_t count) {
   return {reinterpret_cast<const char*>(data), count * sizeof(T)};
@@ -47,17 +50,57 @@ PrefixKey PrefixPlanner::RootOf(const std::string& tenant, const ModelSpec& spec
   return hasher_.Root(fields);
 }
 
+absl::StatusOr<int64_t> PrefixPlanner::RowsOf(const PrefixArgs& args, int64_t first_row,
+                                              int32_t page_size) const {
+  const bool by_key = !args.page_keys.empty();
+  const int64_t rows = by_key ? static_cast<int64_t>(args.page_keys.size()) * page_size
+                              : static_cast<int64_t>(args.token_ids.size());
+  if (first_row + rows <= limits_.max_sequence_rows) return rows;
+  return RefuseField(by_key ? "prefix.page_keys" : "prefix.token_ids",
+                     absl::StrCat("rows up to ", first_row + rows),
+                     absl::StrCat("at most ", limits_.max_sequence_rows), "out_of_range");
+}
+
+absl::Status PrefixPlanner::CountHeld(const std::string& tenant, const ModelSpec& spec,
+                                      const PrefixArgs& args,
+                                      const kvcache::PageDirectory& directory,
+                                      ProbeAnswer* answer) const {
+  const bool by_key = !args.page_keys.empty();
+  const absl::StatusOr<int64_t> named = RowsOf(args, 0, spec.page_size);
+  if (!named.ok()) return named.status();
+  const int64_t rows = args.max_rows > 0 ? std::min(*named, args.max_rows) : *named;
+  const auto pages = static_cast<size_t>(rows / spec.page_size);
+  const auto page_size = static_cast<size_t>(spec.page_size);
+  PrefixChain chain;
+  chain.page_size = spec.page_size;
+  chain.root = RootOf(tenant, spec, args.salt);
+  kvcache::HeldPages held;
+  bool all = true;
+  for (size_t page = 0; page < pages && all; page += kPagesAtOnce) {
+    const size_t some = std::min(kPagesAtOnce, pages - page);
+    if (by_key) {
+      hasher_.AddPageKeys(std::span(args.page_keys).subspan(page, some), &chain);
+    } else {
+      hasher_.AddTokens(std::span(args.token_ids).subspan(page * page_size, some * page_size),
+                        &chain);
+    }
+    all = directory.Count(std::span(chain.keys).subspan(page), &held);
+  }
+  if (args.hashed) args.hashed();
+  answer->rows_asked = static_cast<int64_t>(pages * page_size);
+  answer->rows_in_pool = int64_t{held.pool} * spec.page_size;
+  answer->rows_in_host = int64_t{held.host} * spec.page_size;
+  answer->rows_in_file = int64_t{held.file} * spec.page_size;
+  return absl::OkStatus();
+}
+
 absl::Status PrefixPlanner::Fill(const std::string& tenant, const PrefixArgs& args,
                                  int64_t first_row, int64_t committed, PrefixPlan* plan) const {
   const int32_t page_size = plan->spec->page_size;
   const bool by_key = !args.page_keys.empty();
-  const int64_t rows = by_key ? static_cast<int64_t>(args.page_keys.size()) * page_size
-                              : static_cast<int64_t>(args.token_ids.size());
-  const char* const field = by_key ? "prefix.page_keys" : "prefix.token_ids";
-  if (first_row + rows > limits_.max_sequence_rows) {
-    return RefuseField(field, absl::StrCat("rows up to ", first_row + rows),
-                       absl::StrCat("at most ", limits_.max_sequence_rows), "out_of_range");
-  }
+  const absl::StatusOr<int64_t> named = RowsOf(args, first_row, page_size);
+  if (!named.ok()) return named.status();
+  const int64_t rows = *named;
   if (first_row > plan->declared || (by_key && first_row % page_size != 0)) {
     return RefuseField("first_row", absl::StrCat(first_row),
                        absl::StrCat("at most ", plan->declared, ", the rows declared so far",

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "scheduler/engine.h"
+#include "scheduler/kvcache/prefix/page_directory.h"
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
@@ -38,8 +39,16 @@ class PrefixPlanner final {
   // rows that stay must agree. INVALID_ARGUMENT or FAILED_PRECONDITION name a field below "prefix".
   absl::Status Fill(const std::string& tenant, const PrefixArgs& args, int64_t first_row,
                     int64_t committed, PrefixPlan* plan) const;
+  // Counts the rows of leading whole pages that the directory has, at most args.max_rows, and those
+  // that there are. Pages are hashed as far as they are found; then args.hashed is called. The
+  // codes of Fill.
+  absl::Status CountHeld(const std::string& tenant, const ModelSpec& spec, const PrefixArgs& args,
+                         const kvcache::PageDirectory& directory, ProbeAnswer* answer) const;
 
  private:
+  // Of rows that a declaration names, before others are added to them.
+  absl::StatusOr<int64_t> RowsOf(const PrefixArgs& args, int64_t first_row,
+                                 int32_t page_size) const;
   kvcache::PrefixKey RootOf(const std::string& tenant, const ModelSpec& spec,
                             const std::string& salt) const;
 

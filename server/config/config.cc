@@ -95,7 +95,8 @@ bool IsServiceLink(const std::string& name) {
 }
 
 void ApplyEnvironment(const std::map<std::string, std::string>& environment, LoadedConfig* loaded) {
-  std::set<std::string> known = {"MLA_CONFIG", "MLA_TARGET"};  // the second is mlactl's
+  // All but the first are of clients, which may share an environment with the server.
+  std::set<std::string> known = {"MLA_CONFIG", "MLA_TARGET", "MLA_CLIENT_LIBRARY", "MLA_SGLANG"};
   for (const ConfigKey& key : ConfigKeys()) {
     const std::string name = EnvironmentName(key);
     known.insert(name);

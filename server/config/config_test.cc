@@ -307,6 +307,12 @@ TEST(ConfigTest, AllFaultsAtOnceWithTheirPlaces) {
                   HasSubstr("ops.connections: got \"0\"")));
 }
 
+TEST(ConfigTest, WhatClientsReadIsNoFault) {
+  const std::map<std::string, std::string> theirs = {
+      {"MLA_TARGET", "a:1"}, {"MLA_CLIENT_LIBRARY", "/x.so"}, {"MLA_SGLANG", "{}"}};
+  EXPECT_THAT(LoadConfig({}, theirs).faults, IsEmpty());
+}
+
 // As Kubernetes makes them for services of the names mla, mla-server and mla-a-port.
 TEST(ConfigTest, LinksToServicesAreIgnored) {
   const std::map<std::string, std::string> links = {

@@ -84,6 +84,34 @@ grpc::Status SequenceService::Match(grpc::ServerContext* context, const v1::Matc
   });
 }
 
+grpc::Status SequenceService::Probe(grpc::ServerContext* context, const v1::ProbeRequest* request,
+                                    v1::ProbeReply* reply) {
+  return rpc_.Serve(context, "Sequences.Probe", [&](const Identity& who) {
+    scheduler::PrefixArgs prefix;
+    absl::Status status = ParseProbe(*request, rpc_.engine->limits(), &prefix);
+    if (!status.ok()) return status;
+    prefix.hashed = PrefixTurns::End;
+    const auto probed = rpc_.engine->Probe(who.tenant, request->model_id(), prefix);
+    if (!probed.ok()) return probed.status();
+    const auto count = [](int64_t number) {
+      return static_cast<uint64_t>(std::max<int64_t>(number, 0));
+    };
+    reply->set_boot_id(rpc_.boot_id);
+    reply->set_rows_asked(count(probed->rows_asked));
+    reply->set_rows_in_pool(count(probed->rows_in_pool));
+    reply->set_rows_in_host(count(probed->rows_in_host));
+    reply->set_rows_in_file(count(probed->rows_in_file));
+    reply->set_kv_bytes_free(count(probed->kv_bytes_free));
+    reply->set_kv_bytes_cached(count(probed->kv_bytes_cached));
+    reply->set_kv_bytes_total(count(probed->kv_bytes_total));
+    reply->set_sequences(static_cast<uint32_t>(count(probed->sequences)));
+    reply->set_queued_requests(static_cast<uint32_t>(count(probed->queued_requests)));
+    reply->set_wait_us(count(probed->wait_ns / 1000));
+    reply->set_draining(probed->draining);
+    return absl::OkStatus();
+  });
+}
+
 grpc::Status SequenceService::Get(grpc::ServerContext* context, const v1::GetRequest* request,
                                   v1::GetReply* reply) {
   return rpc_.Serve(

@@ -18,6 +18,8 @@ class SequenceService final : public v1::Sequences::Service {
                     v1::OpenReply* reply) override;
   grpc::Status Match(grpc::ServerContext* context, const v1::MatchRequest* request,
                      v1::MatchReply* reply) override;
+  grpc::Status Probe(grpc::ServerContext* context, const v1::ProbeRequest* request,
+                     v1::ProbeReply* reply) override;
   grpc::Status Get(grpc::ServerContext* context, const v1::GetRequest* request,
                    v1::GetReply* reply) override;
   grpc::Status Fork(grpc::ServerContext* context, const v1::ForkRequest* request,

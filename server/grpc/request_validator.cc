@@ -360,9 +360,11 @@ absl::Status ParsePrefix(const v1::Prefix& message, const Limits& limits,
   }
   for (int64_t i = 0; i < keys; ++i) {
     const size_t bytes = message.page_keys(static_cast<int>(i)).size();
-    if (bytes == kvcache::PrefixHasher::kPageKeyBytes) continue;
+    using kvcache::PrefixHasher;
+    if (bytes == PrefixHasher::kPageKeyBytes || bytes == PrefixHasher::kShortPageKeyBytes) continue;
     return RefuseField(absl::StrCat("prefix.page_keys[", i, "]"), absl::StrCat(bytes, " bytes"),
-                       absl::StrCat(kvcache::PrefixHasher::kPageKeyBytes, " bytes"),
+                       absl::StrCat(PrefixHasher::kShortPageKeyBytes, " or ",
+                                    PrefixHasher::kPageKeyBytes, " bytes"),
                        "out_of_range");
   }
   if (message.salt().size() > static_cast<size_t>(limits.max_name_bytes)) {
@@ -390,6 +392,12 @@ absl::Status ParseMatch(const v1::MatchRequest& message, const Limits& limits,
   absl::Status status = ParsePrefix(message.prefix(), limits, &args->prefix);
   if (!status.ok() || !args->prefix.empty()) return status;
   return RefuseField("prefix", "neither token_ids nor page_keys", "one of both", "missing");
+}
+
+absl::Status ParseProbe(const v1::ProbeRequest& message, const Limits& limits,
+                        scheduler::PrefixArgs* prefix) {
+  MLA_RETURN_IF_ERROR(ParsePrefix(message.prefix(), limits, prefix));
+  return CheckName(message.model_id(), "model_id", prefix->empty(), limits);
 }
 
 absl::Status ParseHint(const v1::HintRequest& message, const Limits& limits,

@@ -98,6 +98,8 @@ absl::Status ParseOpen(const v1::OpenRequest& message, const scheduler::Limits& 
                        scheduler::OpenArgs* args);
 absl::Status ParseMatch(const v1::MatchRequest& message, const scheduler::Limits& limits,
                         scheduler::MatchArgs* args);
+absl::Status ParseProbe(const v1::ProbeRequest& message, const scheduler::Limits& limits,
+                        scheduler::PrefixArgs* prefix);
 absl::Status ParseHint(const v1::HintRequest& message, const scheduler::Limits& limits,
                        scheduler::HintArgs* args);
 absl::Status ParsePrefix(const v1::Prefix& message, const scheduler::Limits& limits,

@@ -97,16 +97,16 @@ class Pool {
   // that one of the launches copies.
   int64_t Write(std::span<const SeqSlot> sequences, int32_t layers) {
     Carry();
-    int64_t most = 0;
+    int64_t peak = 0;
     for (int32_t layer = 0; layer < layers && cache_->work().copies_open() > 0; ++layer) {
       WorkRoom room{.places = INT64_MAX, .bytes = INT64_MAX};
       for (const SeqSlot sequence : sequences) {
         cache_->work().TakeLayer(cache_->copied_group(sequence), layer, &room, &work_);
       }
-      most = std::max(most, work_.bytes());
+      peak = std::max(peak, work_.bytes());
       cache_->work().Acknowledge(&work_);
     }
-    return most;
+    return peak;
   }
   void Append(SeqSlot sequence, int32_t rows) {
     Reserve(sequence, rows);

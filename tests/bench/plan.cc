@@ -71,11 +71,11 @@ class BareLoop {
       int64_t room = payload;
       while (request < batch) {
         const int32_t rows = kv_rows_[static_cast<size_t>(request)];
-        const int64_t left = Blocks(rows) - block;
-        if (room >= left + kOverheadBlocks) {
+        const int64_t remaining = Blocks(rows) - block;
+        if (room >= remaining + kOverheadBlocks) {
           items_.push_back({request, split > 0 ? partials + split : -1, 0, 1, block * kBlock, rows,
                             0, kernels::PackHeads(0, kHeads)});
-          room -= left + kOverheadBlocks;
+          room -= remaining + kOverheadBlocks;
           partials += split + 1;
           splits_[static_cast<size_t>(++request)] = partials;
           block = split = 0;

@@ -286,7 +286,7 @@ absl::StatusOr<Gpu> FindGpu(const Flags& flags) {
 // projections have the dtypes that the backend asks for.
 std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& sampler,
                                      const kernels::hip::HipBackend& backend) {
-  const auto wanted = [&](CaseSpec& spec) {
+  const auto is_selected = [&](CaseSpec& spec) {
     spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
     if (flags.fp8 && !ComputeInFp8(spec)) return false;
     const kernels::AttentionDesc desc = spec.Desc();
@@ -297,8 +297,8 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
   if (flags.sparse) {
     for (CaseSpec& spec : SparseCases(sampler, flags.first, flags.shapes)) {
       if (flags.max_flop_given && spec.Flop() > sampler.max_flop) continue;
-      if (!wanted(spec)) spec.q_dtype = kernels::DType::kBf16;
-      if (wanted(spec)) cases.push_back(std::move(spec));
+      if (!is_selected(spec)) spec.q_dtype = kernels::DType::kBf16;
+      if (is_selected(spec)) cases.push_back(std::move(spec));
     }
     return cases;
   }
@@ -307,7 +307,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
   for (uint64_t i = flags.first; i < end && static_cast<int64_t>(cases.size()) < flags.shapes;
        ++i) {
     CaseSpec spec = SampleCase(sampler, i);
-    if (wanted(spec)) cases.push_back(std::move(spec));
+    if (is_selected(spec)) cases.push_back(std::move(spec));
   }
   const auto first = static_cast<int32_t>(flags.first);
   for (std::vector<CaseSpec> directed :
@@ -319,8 +319,8 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
     for (CaseSpec& spec : directed) {
       if (flags.max_flop_given && spec.Flop() > sampler.max_flop) continue;
       // These cases test shapes, so if fp32 queries are refused, bf16 queries are used.
-      if (!wanted(spec)) spec.q_dtype = kernels::DType::kBf16;
-      if (wanted(spec)) cases.push_back(spec);
+      if (!is_selected(spec)) spec.q_dtype = kernels::DType::kBf16;
+      if (is_selected(spec)) cases.push_back(spec);
     }
   }
   const size_t whole = backend.Info().stream_bytes > 0 ? cases.size() : 0;
@@ -336,7 +336,7 @@ std::vector<CaseSpec> SupportedCases(const Flags& flags, const SamplerOptions& s
        {EdgeCases(wide, first, flags.edges), PrefillCases(wide, flags.prefill)}) {
     for (CaseSpec& spec : directed) {
       const bool small = !flags.max_flop_given || spec.Flop() <= sampler.max_flop;
-      if (spec.route == Route::kExpanded && small && wanted(spec)) cases.push_back(spec);
+      if (spec.route == Route::kExpanded && small && is_selected(spec)) cases.push_back(spec);
     }
   }
   return cases;

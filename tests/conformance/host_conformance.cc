@@ -186,25 +186,25 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
   sampler.geometries = {wide, {1, 512, 64, 128, 128}};
   sampler.typical_flop = 2e6;
   sampler.max_flop = 1e7;
-  std::vector<CaseSpec> wanted;
+  std::vector<CaseSpec> selected;
   // With each workspace, and in each format.
   for (const kernels::KvFormat format : backend.Info().kv_formats) {
     SamplerOptions of_format = sampler;
     of_format.kv_formats = {format};
     for (size_t i = 0; i < 2 * kGroup; ++i) {
       auto spec = ParseCase(of_format, 5000000 + i, kDirected[i % kGroup]);
-      if (spec.ok()) wanted.push_back(*std::move(spec));
+      if (spec.ok()) selected.push_back(*std::move(spec));
     }
     of_format.full = wide;
     for (size_t i = 0; i < std::size(kDirectedWide); ++i) {
       auto spec = ParseCase(of_format, 6000000 + i, kDirectedWide[i]);
-      if (spec.ok()) wanted.push_back(*std::move(spec));
+      if (spec.ok()) selected.push_back(*std::move(spec));
     }
     of_format.full = sampler.full;
     for (size_t i = 0; i < (kSlow ? 2 : flags.many ? 6 : 3) * std::size(kDirectedLists); ++i) {
       auto spec =
           ParseCase(of_format, 7000000 + i * 7, kDirectedLists[i % std::size(kDirectedLists)]);
-      if (spec.ok()) wanted.push_back(*std::move(spec));
+      if (spec.ok()) selected.push_back(*std::move(spec));
     }
   }
   sampler.kv_formats = {kernels::KvFormat::kBf16};
@@ -212,7 +212,7 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     auto spec = ParseCase(sampler, 8000000 + i, kDirectedStreams[i % std::size(kDirectedStreams)]);
     const bool own_rows = i < std::size(kDirectedStreams);
     if (!spec.ok() || !Stream(*spec, own_rows)) continue;
-    wanted.push_back(*std::move(spec));
+    selected.push_back(*std::move(spec));
   }
   sampler.kv_formats = backend.Info().kv_formats;
   const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
@@ -225,11 +225,11 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
                                        kSlow        ? 6
                                        : flags.many ? 400
                                                     : 28)}) {
-    wanted.insert(wanted.end(), more.begin(), more.end());
+    selected.insert(selected.end(), more.begin(), more.end());
   }
-  AddSpreadCases(sampler, kSlow ? 4 : flags.many ? 40 : 8, wanted);
+  AddSpreadCases(sampler, kSlow ? 4 : flags.many ? 40 : 8, selected);
   std::vector<CaseSpec> cases;
-  for (CaseSpec& spec : wanted) {
+  for (CaseSpec& spec : selected) {
     if (flags.fp8 && !ComputeInFp8(spec)) continue;
     spec.latent_q_dtype = backend.Info().absorbed_q_dtype(spec.q_dtype, false);
     if (!backend.CanRun(spec.Desc()).ok()) {

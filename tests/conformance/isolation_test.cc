@@ -118,14 +118,14 @@ std::string Check(const Workload& workload, const Contamination& places, const C
                   const CaseOutput& got, const CaseOutput& want) {
   const CaseSpec& spec = workload.spec;
   const int64_t columns = spec.o_dim();
-  size_t at = 0;
+  size_t index = 0;
   for (size_t i = 0; i < spec.requests.size(); ++i) {
     for (int64_t row = 0; row < spec.requests[i].q_rows; ++row) {
-      for (int64_t head = 0; head < spec.requests[i].num_heads; ++head, ++at) {
+      for (int64_t head = 0; head < spec.requests[i].num_heads; ++head, ++index) {
         const bool touched = Touched(spec, places, i, row, head);
         const std::vector<float>& expected = touched ? want.o : clean.o;
         for (int64_t d = 0; d < columns; ++d) {
-          const size_t element = at * static_cast<size_t>(columns) + static_cast<size_t>(d);
+          const size_t element = index * static_cast<size_t>(columns) + static_cast<size_t>(d);
           const float a = got.o[element], b = expected[element];
           const bool same_kind =
               std::isfinite(b) ? std::isfinite(a)
@@ -135,7 +135,7 @@ std::string Check(const Workload& workload, const Contamination& places, const C
           return absl::StrCat(touched ? "touched" : "untouched", " row ", row, " head ", head,
                               " of request ", i, " element ", d, ": got ", a, ", want ", b);
         }
-        const float a = got.lse[at], b = touched ? want.lse[at] : clean.lse[at];
+        const float a = got.lse[index], b = touched ? want.lse[index] : clean.lse[index];
         const bool same = std::isfinite(b)
                               ? std::abs(a - b) <= 2e-3
                               : std::isnan(a) == std::isnan(b) && (std::isnan(b) || a == b);

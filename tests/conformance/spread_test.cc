@@ -134,14 +134,14 @@ TEST(SpreadTest, QueriesThatAreKeptLeaveLogSumExpsAlone) {
     SCOPED_TRACE(ToString(workload.spec));
     const CaseOutput want = AttendAll(workload, Kernel::kExact);
     const CaseOutput got = AttendAll(workload, Kernel::kRounds);
-    double most = 0.0;
+    double largest = 0.0;
     for (size_t i = 0; i < want.lse.size(); ++i) {
-      most = std::max(most, std::abs(double{got.lse[i]} - want.lse[i]));
+      largest = std::max(largest, std::abs(double{got.lse[i]} - want.lse[i]));
     }
     if (workload.spec.rounds_queries) {
-      EXPECT_GT(most, 4e-3);
+      EXPECT_GT(largest, 4e-3);
     } else {
-      EXPECT_LT(most, 1e-5);
+      EXPECT_LT(largest, 1e-5);
     }
   }
 }
@@ -177,7 +177,7 @@ TEST(SpreadTest, CoarserRoundingIsFound) {
 }
 
 TEST(SpreadTest, SumsThatDropBitsAreFound) {
-  int found = 0;
+  int faults = 0;
   for (const Workload& workload : Workloads()) {
     if (workload.spec.requests[0].repeats == 1) continue;
     SCOPED_TRACE(ToString(workload.spec));
@@ -186,9 +186,9 @@ TEST(SpreadTest, SumsThatDropBitsAreFound) {
     double worst = 0.0;
     EXPECT_NE(CheckOutput(workload, got, want, false, &worst), "");
     EXPECT_GT(CosineDifference(got, want), 1e-4);
-    ++found;
+    ++faults;
   }
-  EXPECT_GT(found, 0);
+  EXPECT_GT(faults, 0);
 }
 
 }  // namespace

@@ -279,8 +279,8 @@ TEST_F(HipBackendTest, ProjectionsAreBounded) {
   const Geometry geometry{4, 512, 64, 128, 128};
   const std::vector<Bf16> weights(size_t{4} * 128 * 512);
   ASSERT_TRUE(b.LoadWeights(0, geometry, 0, 4, weights.data(), weights.data()).ok());
-  const int32_t most = 2 * limits.launch_requests + limits.launch_packed_rows / kProjectRows + 1;
-  for (const int32_t records : {2 * limits.launch_requests, most, most + 1}) {
+  const int32_t limit = 2 * limits.launch_requests + limits.launch_packed_rows / kProjectRows + 1;
+  for (const int32_t records : {2 * limits.launch_requests, limit, limit + 1}) {
     LaunchLayout layout(b, 0);
     auto in = layout.Workspace(16384);
     auto out = layout.Workspace(16384);
@@ -293,7 +293,7 @@ TEST_F(HipBackendTest, ProjectionsAreBounded) {
     Launch launch;
     launch.absorb = {geometry, DType::kBf16, DType::kBf16, all, {}};
     const absl::Status status = b.Submit(0, launch);
-    if (records > most) {
+    if (records > limit) {
       EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
       EXPECT_THAT(status.message(), HasSubstr("projection tiles: limit "));
     } else {

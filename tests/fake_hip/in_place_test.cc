@@ -116,12 +116,12 @@ TEST_P(InPlaceTest, MemoryStaysPinnedUntilTheLaunchHasEnded) {
 }
 
 TEST_P(InPlaceTest, ManyOutputsAreCopiedAndAllElseWithThem) {
-  const int64_t most = backend_->Info().in_place_bytes;
-  EXPECT_GT(most, 0);
+  const int64_t limit = backend_->Info().in_place_bytes;
+  EXPECT_GT(limit, 0);
   auto* const differs = reinterpret_cast<int32_t*>(memory_.data() + 4096);
   for (const bool in_place : {true, false}) {
     RowLaunch launch;
-    launch.set_output_bytes(in_place ? most : most + 1);
+    launch.set_output_bytes(in_place ? limit : limit + 1);
     ASSERT_TRUE(launch.Submit(*backend_, 0, Row(0, 0x3f80), 0, differs).ok());
     EXPECT_EQ(launch.in_place(), in_place);
     ASSERT_TRUE(backend_->Wait(0).ok());
@@ -132,13 +132,13 @@ TEST_P(InPlaceTest, ManyOutputsAreCopiedAndAllElseWithThem) {
 TEST_P(InPlaceTest, ManyRowsAreCopied) {
   LaunchLayout layout(*backend_, 0);
   layout.ExpectOutputs(0);
-  const int64_t most = backend_->Info().in_place_bytes;
-  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), most).ok());
-  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), most + 16).ok());
+  const int64_t limit = backend_->Info().in_place_bytes;
+  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), limit).ok());
+  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), limit + 16).ok());
   EXPECT_TRUE(layout.inputs()[0].in_place());
   EXPECT_FALSE(layout.inputs()[1].in_place());
   layout.Clear();
-  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), most).ok());
+  ASSERT_TRUE(layout.InputReadOnce(memory_.data(), limit).ok());
   EXPECT_FALSE(layout.inputs()[0].in_place());  // the layout does not know the outputs yet
 }
 

@@ -68,24 +68,24 @@ class Inputs {
     // For the other fp8 kind, scales are twice as large.
     const float doubled = kind == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f;
     for (int32_t row = 0; row < kRows; ++row) {
-      std::byte* const at = &pool[static_cast<size_t>(row * layout.row_bytes)];
+      std::byte* const bytes = &pool[static_cast<size_t>(row * layout.row_bytes)];
       for (int32_t i = 0; i < layout.row_bytes; ++i) {
-        at[i] = static_cast<std::byte>(next() % 0x7fu | (next() % 2 != 0 ? 0x80u : 0u));
-        if (at[i] == std::byte{0x80}) at[i] = std::byte{0};
+        bytes[i] = static_cast<std::byte>(next() % 0x7fu | (next() % 2 != 0 ? 0x80u : 0u));
+        if (bytes[i] == std::byte{0x80}) bytes[i] = std::byte{0};
       }
       if (c.format == KvFormat::kFp8Row) {
         for (int32_t g = 0; g < layout.groups; ++g) {
           const bool own = row >= c.own_begin && row < c.own_end;
           const float scale =
               c.scales[static_cast<size_t>(row * c.step + (own ? g : 0)) % c.scales.size()];
-          Put(at + layout.scales_at + g * 4, scale * doubled);
+          Put(bytes + layout.scales_at + g * 4, scale * doubled);
         }
         for (int32_t i = 0; i < kDim - kLora; ++i) {
           const float x = (static_cast<float>(next() % 2001) / 1000.0f - 1.0f) * c.scales[0] * 64;
-          Put(at + layout.rope_at + i * 2, ToBf16(x));
+          Put(bytes + layout.rope_at + i * 2, ToBf16(x));
         }
       }
-      if (c.nan_row && row == kRows - 1) Poison(at);
+      if (c.nan_row && row == kRows - 1) Poison(bytes);
     }
     layer_scale = c.scales[0];
     const float unit = std::exp2(std::floor(std::log2(c.q / 7)));

@@ -26,13 +26,13 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   auto backend = HipBackend::Create(Options());
   ASSERT_TRUE(backend.ok()) << backend.status();
   ASSERT_TRUE((*backend)->Configure(Limits()).ok());
-  const int32_t most = Limits().page_ranges;
+  const int32_t limit = Limits().page_ranges;
   std::vector<PageRange> ranges;
-  for (int32_t i = 0; i <= most; ++i) ranges.push_back({int64_t{i} * 256, 256});
+  for (int32_t i = 0; i <= limit; ++i) ranges.push_back({int64_t{i} * 256, 256});
   ASSERT_TRUE(AppendOnce(**backend).ok());
   int64_t launches = control_->launches;
   EXPECT_EQ(Write(**backend, ranges).code(), absl::StatusCode::kResourceExhausted);
-  ASSERT_TRUE(Write(**backend, std::span(ranges).first(static_cast<size_t>(most))).ok());
+  ASSERT_TRUE(Write(**backend, std::span(ranges).first(static_cast<size_t>(limit))).ok());
   EXPECT_EQ(control_->launches - launches, 1);
   EXPECT_EQ(ReadRows(**backend, 1), std::vector<Bf16>(576, 0));
 
@@ -51,7 +51,7 @@ TEST_F(PagesTest, AListOfPageRangesIsWrittenInItsOrder) {
   EXPECT_EQ(bytes[575], 0);
   // All places of a range are one kernel, but each place counts as a range.
   launches = control_->launches;
-  PageRange places{0, 2, PageRange::kZeros, most, 4};
+  PageRange places{0, 2, PageRange::kZeros, limit, 4};
   ASSERT_TRUE(Write(**backend, {&places, 1}).ok());
   EXPECT_EQ(control_->launches - launches, 1);
   const std::vector<Bf16> rest = ReadRows(**backend, 1);

@@ -112,11 +112,11 @@ TEST_P(SelfTestKernelsTest, NoticesAnyKernel) {
     parts.emplace_back(part);
   };
   WrongKernels wrong(control_);
-  const auto made = HipBackend::Create(options);
-  const absl::Status status = made.status();
+  const auto backend = HipBackend::Create(options);
+  const absl::Status status = backend.status();
   wrong.EndForked([&] {
     if (options.vendor == Vendor::kAmd && OnlyForHostMemory(control_->wrong_kernel)) {
-      return status.ok() && (*made)->Info().in_place_bytes == 0;
+      return status.ok() && (*backend)->Info().in_place_bytes == 0;
     }
     return status.code() == absl::StatusCode::kInternal &&
            absl::StrContains(status.message(), "failed self-test on Fake Instinct: ");

@@ -114,12 +114,12 @@ std::string CheckReply(const ShmConnection& connection, std::string_view packet,
 std::string CheckOne(const Listener& listener, const std::string& input) {
   ShmConnection connection(listener.path());
   if (!connection.connected()) return "cannot connect";
-  std::string_view left = input;
-  for (int i = 0; i < kMostPackets && !left.empty(); ++i) {
-    const auto length = static_cast<unsigned char>(left[0]);
-    left.remove_prefix(1);
-    const std::string_view packet = left.substr(0, length);
-    left.remove_prefix(packet.size());
+  std::string_view rest = input;
+  for (int i = 0; i < kMostPackets && !rest.empty(); ++i) {
+    const auto length = static_cast<unsigned char>(rest[0]);
+    rest.remove_prefix(1);
+    const std::string_view packet = rest.substr(0, length);
+    rest.remove_prefix(packet.size());
     if (!connection.Send(packet.data(), packet.size()))
       return "";  // the listener has already ended it
     const auto reply = connection.Receive(seconds(10));

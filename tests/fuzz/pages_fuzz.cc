@@ -111,7 +111,7 @@ std::string Read(const std::string& input, bool* whole) {
   const scheduler::MovingPages pages = Pages();
   server::PageStreamReader reader(pages, kChunk);
   std::optional<server::PagePlace> place;
-  size_t taken = 0;
+  size_t payload_bytes = 0;
   for (size_t n = 0;; ++n) {
     const auto part = (*file)->Next();
     if (!part.ok()) return part.status().message().empty() ? "a refusal without words" : "";
@@ -125,11 +125,11 @@ std::string Read(const std::string& input, bool* whole) {
     if (!status.ok()) return status.message().empty() ? "a refusal without words" : "";
     if (!place) continue;
     const size_t bytes = (*part)->chunk().payload().size();
-    taken += bytes;
+    payload_bytes += bytes;
     if (std::string fault = CheckPlace(pages, *place, bytes); !fault.empty()) return fault;
   }
   *whole = reader.Finish().ok();
-  return *whole && taken != kPayloads ? "a whole stream of another size" : "";
+  return *whole && payload_bytes != kPayloads ? "a whole stream of another size" : "";
 }
 
 std::string Framed(const v1::PagesPart& part) {

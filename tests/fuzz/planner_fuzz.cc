@@ -46,17 +46,17 @@ void Put(T value, std::string* text) {
 }
 
 bool Parse(const std::string& input, Batch* batch) {
-  size_t at = 0;
+  size_t offset = 0;
   int16_t small[7] = {};
   for (int16_t& value : small) {
-    if (!Take(input, &at, &value)) return false;
+    if (!Take(input, &offset, &value)) return false;
   }
   PlanTraits& t = batch->traits;
   t.units = small[0], t.tile_rows = small[1], t.max_heads_per_tile = small[2];
   t.kv_granularity = small[3], t.item_overhead_rows = small[4], t.min_charged_rows = small[5];
   t.max_q_rows_per_tile = small[6];
-  if (!Take(input, &at, &t.fixed_split_rows) || !Take(input, &at, &batch->short_array) ||
-      !Take(input, &at, &batch->missing)) {
+  if (!Take(input, &offset, &t.fixed_split_rows) || !Take(input, &offset, &batch->short_array) ||
+      !Take(input, &offset, &batch->missing)) {
     return false;
   }
   for (;;) {
@@ -64,8 +64,8 @@ bool Parse(const std::string& input, Batch* batch) {
     int32_t kv_rows = 0;
     uint16_t heads = 0;
     uint8_t causal = 0;
-    if (!Take(input, &at, &q_rows) || !Take(input, &at, &kv_rows) || !Take(input, &at, &heads) ||
-        !Take(input, &at, &causal)) {
+    if (!Take(input, &offset, &q_rows) || !Take(input, &offset, &kv_rows) ||
+        !Take(input, &offset, &heads) || !Take(input, &offset, &causal)) {
       return true;
     }
     batch->segments.push_back({q_rows, kv_rows, heads, causal % 2 == 1});

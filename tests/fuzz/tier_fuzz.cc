@@ -107,16 +107,16 @@ std::string TakeOver(const std::string& input) {
   const std::string path = Path("tier_fuzz_other");
   std::ofstream(path, std::ios::binary | std::ios::trunc) << input;
   auto opened = kvcache::TierFile::Open(path, kvcache::kTierBlock);
-  const bool taken = opened.ok();
-  if (taken) opened->reset();
+  const bool accepted = opened.ok();
+  if (accepted) opened->reset();
   struct stat about;
-  const bool left = stat(path.c_str(), &about) == 0;
+  const bool exists = stat(path.c_str(), &about) == 0;
   unlink(path.c_str());
-  if (taken && left) return "an own file was not removed";
-  if (taken && !input.empty() && !absl::StartsWith(input, "MLATIER\n")) {
+  if (accepted && exists) return "an own file was not removed";
+  if (accepted && !input.empty() && !absl::StartsWith(input, "MLATIER\n")) {
     return "a file of another kind was accepted";
   }
-  if (!taken && (!left || about.st_size != static_cast<off_t>(input.size()))) {
+  if (!accepted && (!exists || about.st_size != static_cast<off_t>(input.size()))) {
     return "a file that was refused was changed";
   }
   return "";

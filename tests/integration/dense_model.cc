@@ -63,22 +63,22 @@ std::vector<double> DenseAbsorbed(const Dims& dims, std::span<const uint16_t> ro
                                   std::span<const double> q, double* lse) {
   const auto row = static_cast<size_t>(dims.row());
   std::vector<double> scores(static_cast<size_t>(position) + 1);
-  double most = -INFINITY;
+  double maximum = -INFINITY;
   for (size_t i = 0; i < scores.size(); ++i) {
     double dot = 0;
     for (size_t d = 0; d < row; ++d) dot += q[d] * double{FromBf16(rows[i * row + d])};
     scores[i] = dot * dims.scale;
-    most = std::max(most, scores[i]);
+    maximum = std::max(maximum, scores[i]);
   }
   double sum = 0;
-  for (double& score : scores) sum += score = std::exp(score - most);
+  for (double& score : scores) sum += score = std::exp(score - maximum);
   std::vector<double> out(static_cast<size_t>(dims.lora));
   for (size_t i = 0; i < scores.size(); ++i) {
     for (size_t d = 0; d < out.size(); ++d) {
       out[d] += scores[i] / sum * double{FromBf16(rows[i * row + d])};
     }
   }
-  *lse = most + std::log(sum);
+  *lse = maximum + std::log(sum);
   return out;
 }
 

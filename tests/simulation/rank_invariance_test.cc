@@ -115,15 +115,15 @@ TEST(RankInvariance, FusedHeadsAreThoseOfTheWholeRequest) {
         continue;
       }
       for (size_t first = 0; first < whole.size(); first += kLora) {
-        double most = 0, dot = 0, a = 0, b = 0, off = 0;
+        double largest = 0, dot = 0, a = 0, b = 0, off = 0;
         for (size_t k = first; k < first + kLora; ++k) {
-          most = std::max(most, std::abs(double{whole[k]}));
+          largest = std::max(largest, std::abs(double{whole[k]}));
           off = std::max(off, std::abs(double{whole[k]} - fused[k]));
           dot += double{whole[k]} * fused[k];
           a += double{whole[k]} * whole[k];
           b += double{fused[k]} * fused[k];
         }
-        EXPECT_LE(off, most / 128);
+        EXPECT_LE(off, largest / 128);
         EXPECT_LT(1 - dot / std::sqrt(a * b), 1e-5);
       }
     }

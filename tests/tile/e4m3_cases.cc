@@ -57,7 +57,7 @@ Operand Falling(int rows, int k) {
 // The results of(row, column, depth) of each of the probe's products, one product after the other.
 template <typename Of>
 std::vector<float> Wanted(const Of& of) {
-  std::vector<float> wanted;
+  std::vector<float> expected;
   const struct {
     int cols, depth;
   } products[] = {{kKvRows, kE4m3Depth},
@@ -67,10 +67,10 @@ std::vector<float> Wanted(const Of& of) {
                   {kKvRows, kNarrowDepth}};
   for (const auto& product : products) {
     for (int row = 0; row < kGroupRows; ++row) {
-      for (int col = 0; col < product.cols; ++col) wanted.push_back(of(row, col, product.depth));
+      for (int col = 0; col < product.cols; ++col) expected.push_back(of(row, col, product.depth));
     }
   }
-  return wanted;
+  return expected;
 }
 
 E4m3Case Layout(const std::string& what, const Operand& a, const Operand& b) {

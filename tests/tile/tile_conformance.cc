@@ -387,16 +387,16 @@ void AddWarpgroups(std::vector<Case>& cases) {
         {"probe_wgmma_outputs", o.what, kThreads, o.a.values, o.b.values, {}, {}, wanted});
   }
   const Matrix m = Distinct(16, 16);
-  std::vector<float> wanted = Floats(m);
+  std::vector<float> expected = Floats(m);
   // Each 8x8 matrix is transposed in its place.
   for (int r = 0; r < 16; ++r) {
     for (int c = 0; c < 16; ++c) {
-      wanted.push_back(m.get((r & 8) + (c & 7), (c & 8) + (r & 7)));
+      expected.push_back(m.get((r & 8) + (c & 7), (c & 8) + (r & 7)));
     }
   }
   const std::vector<float> plain = Floats(m);
-  wanted.insert(wanted.end(), plain.begin(), plain.end());
-  cases.push_back({"probe_matrices", "8x8 matrices", 32, m.values, {}, {}, {}, wanted});
+  expected.insert(expected.end(), plain.begin(), plain.end());
+  cases.push_back({"probe_matrices", "8x8 matrices", 32, m.values, {}, {}, {}, expected});
   const Matrix rows = Distinct(kKvRows, kDepth);
   cases.push_back({"probe_barriers",
                    "copies between groups",

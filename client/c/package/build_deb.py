@@ -77,7 +77,8 @@ def fill(root, library, triplet):
     for name in ("mla_client-config.cmake", "mla_client-config-version.cmake"):
         place(f"{name}.in", libraries / "cmake/mla_client" / name)
     (root / "usr/include").mkdir()
-    shutil.copy(HERE.parent / "mla_client.h", root / "usr/include")
+    for header in ("mla_client.h", "mla_ring.h"):
+        shutil.copy(HERE.parent / header, root / "usr/include")
     documents = root / "usr/share/doc" / NAME
     documents.mkdir(parents=True)
     shutil.copy(ROOT / "LICENSE", documents / "copyright")

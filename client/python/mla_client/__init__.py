@@ -16,7 +16,7 @@
 from mla_client import pages
 from mla_client.bf16 import from_bf16, round_to_bf16, to_bf16
 from mla_client.client import Client, Tls
-from mla_client.errors import (Aborted, AlreadyExists, Cancelled, DataLoss, DeadlineExceeded,
+from mla_client.errors import (Aborted, AlreadyExists, AnotherServer, Cancelled, DataLoss, DeadlineExceeded,
                                ErrorDetail, FailedPrecondition, Internal, InvalidArgument, MlaError,
                                NotFound, OutOfRange, PermissionDenied, ResourceExhausted,
                                ServerRestarted, Unauthenticated, Unavailable, Unimplemented,
@@ -28,7 +28,7 @@ from mla_client.types import (AttendResult, Buffers, DType, Geometry, ModelSpec,
                               PrefixMatch, Profile, SequenceState, Timings, WeightsStatus)
 
 __all__ = [
-    "Aborted", "AlreadyExists", "AttendFuture", "AttendResult", "Buffers", "Cancelled", "Client",
+    "Aborted", "AlreadyExists", "AnotherServer", "AttendFuture", "AttendResult", "Buffers", "Cancelled", "Client",
     "DType", "DataLoss", "DeadlineExceeded", "ErrorDetail", "FailedPrecondition", "Geometry",
     "Internal", "InvalidArgument", "LocalReference", "MlaError", "Model", "ModelSpec", "NotFound",
     "OutOfRange", "PermissionDenied", "Prefix", "PrefixMatch", "Profile", "ResourceExhausted",

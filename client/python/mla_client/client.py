@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from mla_client import errors, messages, wire
 from mla_client.base import deadlines
+from mla_client.cluster.placement import Probe
+from mla_client.cluster.targets import names_cluster
 from mla_client.connection.calls import Calls
 from mla_client.connection.channels import Channels, Tls, TlsFiles, maker_of
 from mla_client.connection.targets import check_socket_owner, shm_path_of, unix_path_of
@@ -95,8 +97,11 @@ class Client(Steps, Pages, Operations, Following):
                 device: int = 0, device_library: str = "", pinned: bool = False,
                 http_proxy: bool = False,
                 follow_moves: Union[bool, Callable[[str], "Client"]] = False,
-                on_peer: Optional[Callable[[Model], None]] = None) -> "Client":
-        """Connects to `host:port` or `unix:/path`.
+                on_peer: Optional[Callable[[Model], None]] = None,
+                cluster: Optional[Mapping[str, Any]] = None) -> "Client":
+        """Connects to `host:port` or `unix:/path`; or to all servers of a cluster, which has the
+        same methods: `etcd://HOST:2379/PREFIX`, `dns:///NAME:50551`, or `a:50551,b:50551`
+        (docs/cluster.md; `cluster` has the options of mla_client.cluster.connect).
 
         Without TLS the tenant travels as metadata; with it the certificate decides. `client_id`
         names this worker in lists of sequences (default: a random name). `message_bytes` bounds the
@@ -131,6 +136,14 @@ class Client(Steps, Pages, Operations, Following):
         gets each Model there first, to upload them. Without it, such calls are NotFound (reason
         "moved", and `detail.peer`); steps on streams of `open_stream` are so in any case.
         """
+        if names_cluster(target):
+            from mla_client.cluster import connect as connect_cluster
+            return connect_cluster(  # type: ignore[return-value]  # it has the same methods
+                target, tenant=tenant, tls=tls, client_id=client_id, timeout_s=timeout_s,
+                message_bytes=message_bytes, lease_ms=lease_ms, transport=transport,
+                shared_bytes=shared_bytes, spin_us=spin_us, server_uid=server_uid,
+                device_bytes=device_bytes, device=device, device_library=device_library,
+                http_proxy=http_proxy, on_peer=on_peer, **(cluster or {}))
         tls = Tls(**tls) if isinstance(tls, Mapping) else tls
         if follow_moves is True and tls is None:
             raise errors.InvalidArgument("follow_moves: without `tls` it must be a function that "
@@ -271,6 +284,30 @@ class Client(Steps, Pages, Operations, Following):
         reply = self._call(self._sequences.Open, request)
         return (self._keep(state_of(reply.sequence), lease_ms),
                 messages.match_from_proto(reply.match))
+
+    def _probe(self, model_id: str, prefix: Prefix, timeout_s: float) -> Callable[[], Probe]:
+        """Asks at once; what it returns waits for the answer, at most `timeout_s` in all."""
+        self._home.check()
+        request = sequence_pb2.ProbeRequest(model_id=model_id)
+        if prefix.max_rows != 0:
+            request.prefix.CopyFrom(messages.prefix_to_proto(prefix))
+        answer = self._sequences.Probe.future(request, metadata=self._metadata, timeout=timeout_s)
+
+        def wait() -> Probe:
+            try:
+                reply = answer.result()
+            except grpc.RpcError as rpc_error:
+                raise errors.from_rpc(rpc_error) from rpc_error
+            except grpc.FutureCancelledError as error:
+                raise errors.Cancelled("probe: the connection was closed") from error
+            self._calls.check(reply)
+            return messages.probe_from_proto(reply)
+        return wait
+
+    def probe(self, model: Model, prefix: Prefix = Prefix(), *, timeout_s: float = 1.0) -> Probe:
+        """What a sequence with this prefix would find now, and how busy the server is. Leaves no
+        trace. Whole pages count alone. Unimplemented by servers without the capability "probe"."""
+        return self._probe(model.spec.model_id, prefix, timeout_s)()
 
     def _match(self, sequence_id: int, epoch: int, first_row: int,
                prefix: Prefix) -> Tuple[SequenceState, PrefixMatch]:

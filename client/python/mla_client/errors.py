@@ -154,6 +154,11 @@ class Unauthenticated(MlaError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
+class AnotherServer(NotFound):
+    """Another server answered on the same address: a balancer stands in between. Sequences live in
+    one server, so its own address must be used, or a target that names the cluster."""
+
+
 class ServerRestarted(NotFound):
     """The boot id changed: every sequence and model of this client is gone. Connect again."""
 

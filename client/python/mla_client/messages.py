@@ -13,6 +13,7 @@ from typing import Any, Iterator, List, Optional, Sequence as Seq, Tuple
 import numpy.typing as npt
 
 from mla_client import errors, wire
+from mla_client.cluster.placement import Probe
 from mla_client.gen import model_pb2, sequence_pb2, tensor_pb2
 from mla_client.types import DType, Geometry, ModelSpec, Prefix, PrefixMatch, SequenceState
 
@@ -61,6 +62,15 @@ def prefix_to_proto(prefix: Prefix) -> sequence_pb2.Prefix:
 
 def match_from_proto(match: Any) -> PrefixMatch:
     return PrefixMatch(match.rows, name_of(match.end, MATCH_ENDS))
+
+
+def probe_from_proto(reply: Any) -> Probe:
+    rows = reply.rows_in_pool + reply.rows_in_host + reply.rows_in_file
+    if rows > reply.rows_asked:
+        raise wrong_answer("probe", "rows", rows, f"at most {reply.rows_asked}")
+    return Probe(reply.boot_id, reply.rows_asked, reply.rows_in_pool, reply.rows_in_host,
+                 reply.rows_in_file, reply.kv_bytes_free, reply.kv_bytes_total, reply.sequences,
+                 reply.queued_requests, reply.wait_us / 1e6, reply.draining, reply.kv_bytes_cached)
 
 
 def state_of(info: Any, call: str = "sequence", sequence_id: Optional[int] = None) -> SequenceState:

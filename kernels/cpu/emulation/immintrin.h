@@ -334,15 +334,15 @@ static inline __m512i EmulatedUnpack(__m512i a, __m512i b) {
   constexpr int kCount = 16 / sizeof(Element);
   using All = MLA_NS::Lanes<Element, 4 * kCount>;
   const auto x = MLA_NS::Cast<All>(a), y = MLA_NS::Cast<All>(b);
-  All to;
+  All result;
   for (int lane = 0; lane < 4 * kCount; lane += kCount) {
     for (int i = 0; i < kCount / 2; ++i) {
       const int from = lane + i + (kHigh ? kCount / 2 : 0);
-      to.at[lane + 2 * i] = x.at[from];
-      to.at[lane + 2 * i + 1] = y.at[from];
+      result.at[lane + 2 * i] = x.at[from];
+      result.at[lane + 2 * i + 1] = y.at[from];
     }
   }
-  return MLA_NS::Cast<__m512i>(to);
+  return MLA_NS::Cast<__m512i>(result);
 }
 #define MLA_UNPACK(bits)                                                 \
   MLA_EMULATED __m512i _mm512_unpacklo_epi##bits(__m512i a, __m512i b) { \

@@ -107,9 +107,9 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   const WeightLayout layout = MakeWeightLayout(kernels, g);
   const int32_t in_dim = context.absorb ? g.nope_dim : g.kv_lora_rank;
   const int32_t out_dim = context.absorb ? g.kv_lora_rank : g.v_dim;
-  const ProjectionLayout at = MakeProjectionLayout(kernels, in_dim, out_dim);
+  const ProjectionLayout scratch_layout = MakeProjectionLayout(kernels, in_dim, out_dim);
   const int32_t rows = row_end - row_begin;
-  auto** operands = reinterpret_cast<const void**>(scratch + at.row_ptrs);
+  auto** operands = reinterpret_cast<const void**>(scratch + scratch_layout.row_ptrs);
   const auto in_size = static_cast<int64_t>(ElementSize(context.in));
   const auto in_at = [&](int32_t r, int32_t first) {
     const int64_t offset =
@@ -125,15 +125,15 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
   gemm.a_rows = operands;
   gemm.rows = rows;
   gemm.k = in_dim;
-  gemm.c = reinterpret_cast<float*>(scratch + at.c);
-  gemm.ldc = at.c_ld;
+  gemm.c = reinterpret_cast<float*>(scratch + scratch_layout.c);
+  gemm.ldc = scratch_layout.c_ld;
   // At bf16 levels an fp32 row is split into two bf16 parts; in the other cases one part is exact.
   // Low parts are rows of the same product if there is room, so that the weights are read once.
   const bool direct = kernels.bf16_operands == (context.in == DType::kBf16);
   const bool split = kernels.bf16_operands && !direct;
   for (int32_t r = 0; r < rows; ++r) {
-    std::byte* row = scratch + at.rows + r * at.row_bytes;
-    std::byte* low = row + kTileRows * at.row_bytes;
+    std::byte* row = scratch + scratch_layout.rows + r * scratch_layout.row_bytes;
+    std::byte* low = row + kTileRows * scratch_layout.row_bytes;
     operands[r] = row;
     operands[rows + r] = low;
     if (direct) {
@@ -141,7 +141,7 @@ void ProjectBlock(const ProjectionContext& context, const ProjectionRecord& reco
       continue;
     }
     const void* const sent =
-        InputAt(context, record, in_at(r, 0), in_dim * in_size, scratch + at.query);
+        InputAt(context, record, in_at(r, 0), in_dim * in_size, scratch + scratch_layout.query);
     if (split) {
       kernels.split(static_cast<const float*>(sent), in_dim, reinterpret_cast<uint16_t*>(row),
                     reinterpret_cast<uint16_t*>(low));

@@ -22,11 +22,11 @@ void MoveBest(uint64_t* ranks, int32_t count, int32_t wanted) {
 
 // Stores the list of a query row: the positions of `best`, or all that the row sees.
 void StoreList(const SelectRecord& record, int32_t row, const uint64_t* best) {
-  const int32_t wanted = SelectedRows(record, row);
+  const int32_t count = SelectedRows(record, row);
   int32_t* const list = SelectedList(record, row);
-  const bool all = wanted >= SelectVisible(record, row);
-  for (int32_t i = 0; i < wanted; ++i) list[i] = all ? i : SelectPosition(best[i]);
-  if (!all) std::sort(list, list + wanted);
+  const bool all = count >= SelectVisible(record, row);
+  for (int32_t i = 0; i < count; ++i) list[i] = all ? i : SelectPosition(best[i]);
+  if (!all) std::sort(list, list + count);
   CopyWanted(record, row);
 }
 
@@ -81,11 +81,11 @@ class RowSelector {
     for (int32_t panel = 0; panel < panels_; ++panel) {
       const int32_t first = panel * kPanel;
       const int32_t count = std::min(kPanel, heads - first);
-      std::byte* const to = As<std::byte>(at_.queries) + panel * panel_bytes();
+      std::byte* const packed = As<std::byte>(at_.queries) + panel * panel_bytes();
       if (kernels_.bf16_operands) {
-        PackPanel(first, count, to);
+        PackPanel(first, count, packed);
       } else {
-        WritePanel(first, count, to);
+        WritePanel(first, count, packed);
       }
     }
   }
@@ -244,26 +244,26 @@ class RowSelector {
 }  // namespace
 
 SelectLayout MakeSelectLayout(const KernelSet& kernels, int32_t top_k) {
-  SelectLayout at;
+  SelectLayout layout;
   int64_t next = 0;
   const auto take = [&next](int64_t bytes) {
     const int64_t begin = next;
     next += (bytes + 63) / 64 * 64;
     return begin;
   };
-  at.code_rows = take(kTileRows * int64_t{sizeof(void*)});
-  at.key_rows = take(kTileRows * int64_t{sizeof(void*)});
-  at.keys = take(int64_t{kTileRows} * kKeyLd * int64_t{sizeof(Bf16)});
+  layout.code_rows = take(kTileRows * int64_t{sizeof(void*)});
+  layout.key_rows = take(kTileRows * int64_t{sizeof(void*)});
+  layout.keys = take(int64_t{kTileRows} * kKeyLd * int64_t{sizeof(Bf16)});
   if (!kernels.bf16_operands) {
-    at.wide_keys = take(int64_t{kTileRows} * kKeyLd * int64_t{sizeof(float)});
+    layout.wide_keys = take(int64_t{kTileRows} * kKeyLd * int64_t{sizeof(float)});
   }
-  at.query_terms = take(int64_t{2} * kPanel * kKeyLd * int64_t{sizeof(Bf16)});
-  at.queries = take(kMostPanels * kPanelBytesMost);
-  at.products = take(int64_t{kTileRows} * kMaxIndexHeads * int64_t{sizeof(float)});
-  at.weights = take(kMaxIndexHeads * int64_t{sizeof(float)});
-  at.ranks = take((int64_t{2} * top_k + kTileRows) * int64_t{sizeof(uint64_t)});
-  at.bytes = next;
-  return at;
+  layout.query_terms = take(int64_t{2} * kPanel * kKeyLd * int64_t{sizeof(Bf16)});
+  layout.queries = take(kMostPanels * kPanelBytesMost);
+  layout.products = take(int64_t{kTileRows} * kMaxIndexHeads * int64_t{sizeof(float)});
+  layout.weights = take(kMaxIndexHeads * int64_t{sizeof(float)});
+  layout.ranks = take((int64_t{2} * top_k + kTileRows) * int64_t{sizeof(uint64_t)});
+  layout.bytes = next;
+  return layout;
 }
 
 void SelectRow(const KernelSet& kernels, const PoolView& pool, const SelectRecord& record,

@@ -19,12 +19,12 @@ void PackMatrix(const KernelSet& kernels, const Bf16* matrix, int32_t k, int32_t
   for (int32_t i = 0; i < k; ++i) {
     for (int32_t n = 0; n < columns; ++n) {
       const Bf16 value = matrix[static_cast<int64_t>(i) * columns + n];
-      std::byte* to = Element(kernels, panels, panel_bytes, i, n);
+      std::byte* target = Element(kernels, panels, panel_bytes, i, n);
       if (kernels.bf16_operands) {
-        std::memcpy(to, &value, sizeof value);
+        std::memcpy(target, &value, sizeof value);
       } else {
         const float wide = ToFloat(value);
-        std::memcpy(to, &wide, sizeof wide);
+        std::memcpy(target, &wide, sizeof wide);
       }
     }
   }
@@ -58,40 +58,40 @@ void TransposeGroups(const KernelSet& kernels, const Geometry& geometry, const s
 }  // namespace
 
 WeightLayout MakeWeightLayout(const KernelSet& kernels, const Geometry& geometry) {
-  WeightLayout at;
-  at.absorb_panel_bytes = PanelBytes(kernels.bf16_operands, kernels.k_align, geometry.nope_dim);
-  at.absorb_panels = Panels(geometry.kv_lora_rank);
-  at.project_panel_bytes =
+  WeightLayout layout;
+  layout.absorb_panel_bytes = PanelBytes(kernels.bf16_operands, kernels.k_align, geometry.nope_dim);
+  layout.absorb_panels = Panels(geometry.kv_lora_rank);
+  layout.project_panel_bytes =
       PanelBytes(kernels.bf16_operands, kernels.k_align, geometry.kv_lora_rank);
-  at.project_panels = Panels(geometry.v_dim);
-  at.project_at = at.absorb_panel_bytes * at.absorb_panels;
-  at.head_bytes = at.project_at + at.project_panel_bytes * at.project_panels;
-  return at;
+  layout.project_panels = Panels(geometry.v_dim);
+  layout.project_at = layout.absorb_panel_bytes * layout.absorb_panels;
+  layout.head_bytes = layout.project_at + layout.project_panel_bytes * layout.project_panels;
+  return layout;
 }
 
 void PackWeights(const KernelSet& kernels, const Geometry& geometry, int32_t heads,
                  const Bf16* w_uk, const Bf16* w_uv, std::byte* packed) {
-  const WeightLayout at = MakeWeightLayout(kernels, geometry);
+  const WeightLayout layout = MakeWeightLayout(kernels, geometry);
   const int64_t uk = static_cast<int64_t>(geometry.nope_dim) * geometry.kv_lora_rank;
   const int64_t uv = static_cast<int64_t>(geometry.v_dim) * geometry.kv_lora_rank;
-  for (int32_t head = 0; head < heads; ++head, packed += at.head_bytes) {
+  for (int32_t head = 0; head < heads; ++head, packed += layout.head_bytes) {
     PackMatrix(kernels, w_uk + head * uk, geometry.nope_dim, geometry.kv_lora_rank, packed,
-               at.absorb_panel_bytes);
+               layout.absorb_panel_bytes);
     PackMatrix(kernels, w_uv + head * uv, geometry.kv_lora_rank, geometry.v_dim,
-               packed + at.project_at, at.project_panel_bytes);
+               packed + layout.project_at, layout.project_panel_bytes);
   }
 }
 
 void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::byte* head,
                  int64_t panel_bytes, std::byte* out) {
-  const WeightLayout at = MakeWeightLayout(kernels, geometry);
+  const WeightLayout layout = MakeWeightLayout(kernels, geometry);
   const int32_t panels = Panels(geometry.nope_dim);
   std::memset(out, 0, static_cast<size_t>(panels * panel_bytes));
   const bool whole =
       geometry.nope_dim % kernels.k_group == 0 && geometry.kv_lora_rank % kernels.k_group == 0;
   if (whole && kernels.k_group > 1) {
     (kernels.k_group == 2 ? TransposeGroups<2> : TransposeGroups<8>)(kernels, geometry, head,
-                                                                     at.absorb_panel_bytes,
+                                                                     layout.absorb_panel_bytes,
                                                                      panel_bytes, out);
     return;
   }
@@ -100,7 +100,7 @@ void TransposeUk(const KernelSet& kernels, const Geometry& geometry, const std::
   for (int32_t n = 0; n < geometry.nope_dim; ++n) {
     for (int32_t k = 0; k < geometry.kv_lora_rank; ++k) {
       std::memcpy(Element(kernels, out, panel_bytes, k, n),
-                  Element(kernels, source, at.absorb_panel_bytes, n, k), size);
+                  Element(kernels, source, layout.absorb_panel_bytes, n, k), size);
     }
   }
 }

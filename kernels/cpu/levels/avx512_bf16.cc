@@ -173,14 +173,14 @@ void Accumulate(const AccumulateArgs& args) {
 // Groups of 8 k of column n go to the lanes that the product reads.
 void PackRows(const uint16_t* const* rows, int32_t count, int32_t k, uint16_t* panel) {
   for (int32_t at = 0; at < k; at += kGroup, panel += kGroupBytes / 2) {
-    const int32_t left = k - at < kGroup ? k - at : kGroup;
+    const int32_t rest = k - at < kGroup ? k - at : kGroup;
     for (int32_t n = 0; n < kPanel; ++n) {
       uint16_t lane[kGroup] = {};
       if (n < count) {
-        if (left == kGroup) {
+        if (rest == kGroup) {
           memcpy(lane, rows[n] + at, sizeof lane);
         } else {
-          memcpy(lane, rows[n] + at, static_cast<size_t>(left) * 2);
+          memcpy(lane, rows[n] + at, static_cast<size_t>(rest) * 2);
         }
       }
       memcpy(panel + n % 4 * 32 + n / 4 * 8, lane, sizeof lane);

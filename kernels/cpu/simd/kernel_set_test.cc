@@ -209,9 +209,9 @@ TEST_P(KernelSetTest, SoftmaxMasksAndKeepsSpecialsInTheirColumns) {
                          m.data(), l.data(), norm.data(), alpha.data(), p.data(), nullptr};
   kernels().softmax(args);
   for (int32_t n = 0; n < kColumns; ++n) {
-    const int32_t seen = std::max(0, visible[static_cast<size_t>(n)]);
+    const int32_t row_count = std::max(0, visible[static_cast<size_t>(n)]);
     double maximum = -INFINITY, sum = 0.0;
-    for (int32_t r = 0; r < seen; ++r) {
+    for (int32_t r = 0; r < row_count; ++r) {
       maximum = std::max<double>(maximum, 0.5 * s[static_cast<size_t>(r * kColumns + n)]);
     }
     if (n == 7 || n == 8) {
@@ -220,7 +220,7 @@ TEST_P(KernelSetTest, SoftmaxMasksAndKeepsSpecialsInTheirColumns) {
     }
     for (int32_t r = 0; r < kRows; ++r) {
       const double want =
-          r < seen ? std::exp2(0.5 * s[static_cast<size_t>(r * kColumns + n)] - maximum) : 0.0;
+          r < row_count ? std::exp2(0.5 * s[static_cast<size_t>(r * kColumns + n)] - maximum) : 0.0;
       sum += want;
       EXPECT_NEAR(kernels().probability(args, r, n), want, 0.004 * want) << r << "," << n;
     }
@@ -320,7 +320,7 @@ TEST_P(KernelSetTest, WidenedRowsAreWhatTheirFormatSays) {
   for (const KvFormat format : {KvFormat::kFp8Tensor, KvFormat::kFp8Row, KvFormat::kFp8Page}) {
     for (const int32_t latent : {1, 7, 32, 33, 127, 128, 130, 512}) {
       for (const int32_t rope : {0, 1, 64}) {
-        const KvRowLayout at = MakeKvRowLayout(format, latent, rope);
+        const KvRowLayout layout = MakeKvRowLayout(format, latent, rope);
         constexpr int32_t kRows = 37;
         const int32_t dim = latent + rope;
         const int64_t ld = (dim + 31) / 32 * 32;
@@ -328,24 +328,25 @@ TEST_P(KernelSetTest, WidenedRowsAreWhatTheirFormatSays) {
         std::vector<const uint8_t*> pointers, exponents;
         size_t next_scale = 0;
         for (std::vector<uint8_t>& row : rows) {
-          const bool in_page = at.traits.scales == KvScales::kInPage;
-          row.resize(static_cast<size_t>(at.row_bytes + at.page_scales_bytes) + 1);
+          const bool in_page = layout.traits.scales == KvScales::kInPage;
+          row.resize(static_cast<size_t>(layout.row_bytes + layout.page_scales_bytes) + 1);
           for (uint8_t& code : row) code = static_cast<uint8_t>(byte(random_));
-          exponents.push_back(row.data() + 1 + at.row_bytes);
-          for (int32_t group = 0; !in_page && group < at.groups; ++group) {
+          exponents.push_back(row.data() + 1 + layout.row_bytes);
+          for (int32_t group = 0; !in_page && group < layout.groups; ++group) {
             const float scale = scales[next_scale++ % scales.size()];
-            std::memcpy(row.data() + 1 + at.scales_at + 4 * group, &scale, sizeof scale);
+            std::memcpy(row.data() + 1 + layout.scales_at + 4 * group, &scale, sizeof scale);
           }
           pointers.push_back(row.data() + 1);
         }
         std::vector<uint16_t> out(static_cast<size_t>(kRows * ld), 0x5a5a);
-        kernels().widen_fp8({pointers.data(), kRows, latent, rope, at.traits.group, at.scales_at,
-                             at.traits.scales == KvScales::kInPage ? exponents.data() : nullptr,
-                             at.rope_at, out.data(), ld});
+        kernels().widen_fp8({pointers.data(), kRows, latent, rope, layout.traits.group,
+                             layout.scales_at,
+                             layout.traits.scales == KvScales::kInPage ? exponents.data() : nullptr,
+                             layout.rope_at, out.data(), ld});
         std::vector<float> want(static_cast<size_t>(dim));
         for (int32_t r = 0; r < kRows; ++r) {
           const auto* row = reinterpret_cast<const std::byte*>(pointers[static_cast<size_t>(r)]);
-          DecodeKvRow(at, Fp8Kind::kE4m3Fn, 1.0f, KvRowIn(at, row, at.row_bytes, 1, 0),
+          DecodeKvRow(layout, Fp8Kind::kE4m3Fn, 1.0f, KvRowIn(layout, row, layout.row_bytes, 1, 0),
                       want.data());
           for (int32_t i = 0; i < dim; ++i) {
             const Bf16 got = out[static_cast<size_t>(r * ld + i)];

@@ -246,16 +246,16 @@ void WorkerPool::ThreadMain(int32_t index) {
   // The last thread works only while the caller does not, so it shares the first CPU.
   PinToCpu(cpus_, (index + 1) % options_.threads, options_.threads);
   while (!stop_.load(std::memory_order_acquire)) {
-    const int32_t seen = news_.load(std::memory_order_acquire);
+    const int32_t last_news = news_.load(std::memory_order_acquire);
     if (Participate(/*is_caller=*/false)) continue;
     const auto until =
         std::chrono::steady_clock::now() + std::chrono::microseconds(options_.spin_us);
-    while (options_.spin_us > 0 && news_.load(std::memory_order_acquire) == seen &&
+    while (options_.spin_us > 0 && news_.load(std::memory_order_acquire) == last_news &&
            std::chrono::steady_clock::now() < until) {
       for (int32_t i = 0; i < 32; ++i) Pause();
     }
     if (stop_.load(std::memory_order_acquire)) return;
-    news_.wait(seen, std::memory_order_acquire);
+    news_.wait(last_news, std::memory_order_acquire);
   }
 }
 

@@ -243,11 +243,11 @@ constexpr int32_t XcdsOf(const ArchTraits& arch, int32_t units) {
 // kernel.
 constexpr int32_t MostRows(const ArchTraits& arch, KvFormat format, DType products,
                            AttentionKind kind) {
-  int32_t most = 0;
+  int32_t largest = 0;
   for (const AttendVariant& v : arch.attend) {
-    if (v.Serves(format, products, kind) && v.rows > most) most = v.rows;
+    if (v.Serves(format, products, kind) && v.rows > largest) largest = v.rows;
   }
-  return most;
+  return largest;
 }
 
 // Rows of the smallest such kernel. REQUIRES MostRows(...) > 0.

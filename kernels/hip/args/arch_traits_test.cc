@@ -237,14 +237,14 @@ TEST(PlaceOf, EveryShareOfEveryUnitHasOneBlock) {
   for (const int32_t xcds : {0, 1, 6, 8}) {
     for (const int32_t per_unit : {1, 2, 8}) {
       for (const int32_t units : {1, 3, 8, 9, 16, 152, 153, 256}) {
-        std::set<std::pair<int32_t, int32_t>> seen;
+        std::set<std::pair<int32_t, int32_t>> places;
         for (int32_t b = 0; b < units * per_unit; ++b) {
           const BlockPlace place = PlaceOf(b, units * per_unit, per_unit, xcds);
           ASSERT_TRUE(place.unit >= 0 && place.unit < units) << b;
           ASSERT_TRUE(place.share >= 0 && place.share < per_unit) << b;
-          seen.insert({place.unit, place.share});
+          places.insert({place.unit, place.share});
         }
-        ASSERT_EQ(seen.size(), static_cast<size_t>(units * per_unit)) << xcds << " " << units;
+        ASSERT_EQ(places.size(), static_cast<size_t>(units * per_unit)) << xcds << " " << units;
       }
     }
   }

@@ -23,11 +23,11 @@ absl::Status Load(GpuRuntime& runtime, Function function) {
 // `shared`: most dynamic shared memory, in bytes, of a launch of the kernel.
 absl::Status Find(GpuRuntime& runtime, Module module, const char* name, int32_t shared,
                   Function* into) {
-  absl::StatusOr<Function> found = runtime.Find(module, name);
-  if (!found.ok()) return found.status();
-  *into = *found;
-  if (absl::Status s = Load(runtime, *found); !s.ok()) return s;
-  return shared > 0 ? runtime.AllowSharedBytes(*found, shared) : absl::OkStatus();
+  absl::StatusOr<Function> kernel = runtime.Find(module, name);
+  if (!kernel.ok()) return kernel.status();
+  *into = *kernel;
+  if (absl::Status s = Load(runtime, *kernel); !s.ok()) return s;
+  return shared > 0 ? runtime.AllowSharedBytes(*kernel, shared) : absl::OkStatus();
 }
 
 }  // namespace

@@ -17,14 +17,14 @@ std::vector<int32_t> WeightArena::Ordered() const {
 }
 
 bool WeightArena::Take(int32_t slot, int64_t bytes) {
-  int64_t at = 0;
+  int64_t offset = 0;
   for (const int32_t other : Ordered()) {
     const Extent& extent = extents_[static_cast<size_t>(other)];
-    if (extent.at - at >= bytes) break;
-    at = extent.at + extent.bytes;
+    if (extent.at - offset >= bytes) break;
+    offset = extent.at + extent.bytes;
   }
-  if (bytes > bytes_ - at) return false;
-  extents_[static_cast<size_t>(slot)] = {at, bytes};
+  if (bytes > bytes_ - offset) return false;
+  extents_[static_cast<size_t>(slot)] = {offset, bytes};
   used_ += bytes;
   return true;
 }

@@ -42,13 +42,13 @@ absl::Status WeightStore::Configure(GpuRuntime* runtime, Stream stream, const Ba
     if (!made.ok()) return made.status();
     *buffer = *std::move(made);
   }
-  absl::StatusOr<PinnedBuffer> made = PinnedBuffer::Create(runtime, "weight pointers", pointers);
-  if (!made.ok()) return made.status();
-  pointers_host_ = *std::move(made);
+  absl::StatusOr<PinnedBuffer> pinned = PinnedBuffer::Create(runtime, "weight pointers", pointers);
+  if (!pinned.ok()) return pinned.status();
+  pointers_host_ = *std::move(pinned);
   if (arch.weight_panels && limits.weights_slots > 0) {
-    made = PinnedBuffer::Create(runtime, "packed weights", kPackedBytes);
-    if (!made.ok()) return made.status();
-    packed_ = *std::move(made);
+    pinned = PinnedBuffer::Create(runtime, "packed weights", kPackedBytes);
+    if (!pinned.ok()) return pinned.status();
+    packed_ = *std::move(pinned);
   }
   slots_.resize(static_cast<size_t>(limits.weights_slots));
   arena_ = WeightArena(limits.weights_bytes, limits.weights_slots);

@@ -19,11 +19,11 @@ int64_t KvRows(const AttentionParams& params) {
 }
 
 int32_t MostPackedRows(const PlanView& plan) {
-  int32_t most = 0;
+  int32_t largest = 0;
   for (const WorkInfo& w : plan.work_info) {
-    most = std::max(most, PackedRows(w.q_begin, w.q_end, w.heads));
+    largest = std::max(largest, PackedRows(w.q_begin, w.q_end, w.heads));
   }
-  return most;
+  return largest;
 }
 
 struct BusyUnits {

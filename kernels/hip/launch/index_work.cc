@@ -23,11 +23,11 @@ int64_t KeysOf(std::span<const SelectRecord> records) {
 }
 
 int32_t LogitsSharedBytes(const ArchTraits& arch, std::span<const SelectRecord> records) {
-  int32_t most = 0;
+  int32_t largest = 0;
   for (const SelectRecord& r : records) {
-    most = std::max(most, IndexLogitsSharedBytes(arch, r.indexer.heads, r.dtype));
+    largest = std::max(largest, IndexLogitsSharedBytes(arch, r.indexer.heads, r.dtype));
   }
-  return most;
+  return largest;
 }
 
 }  // namespace

@@ -171,17 +171,17 @@ absl::Status PageWork::AddTables(LaunchSlot& slot, const Launch& launch) {
   table_ranges_.assign(changed.begin(), changed.end());
   std::sort(table_ranges_.begin(), table_ranges_.end(),
             [](const TableRange& a, const TableRange& b) { return a.first < b.first; });
-  size_t kept = 0;
+  size_t last_kept = 0;
   for (size_t i = 1; i < table_ranges_.size(); ++i) {
-    TableRange& last = table_ranges_[kept];
+    TableRange& last = table_ranges_[last_kept];
     const TableRange& next = table_ranges_[i];
     if (next.first > last.first + last.count) {
-      table_ranges_[++kept] = next;
+      table_ranges_[++last_kept] = next;
     } else {
       last.count = std::max(last.count, next.first + next.count - last.first);
     }
   }
-  table_ranges_.resize(kept + 1);
+  table_ranges_.resize(last_kept + 1);
   int64_t entries = 0;
   for (const TableRange& r : table_ranges_) entries += r.count;
   StagedRegion& metadata = slot.metadata();

@@ -152,13 +152,13 @@ void StagedRegion::NoteUpload() {
 }
 
 absl::StatusOr<int64_t> StagedRegion::Take(int64_t bytes) {
-  const int64_t at = AlignRegion(used_);
-  if (bytes < 0 || at + bytes > host_.size()) {
+  const int64_t offset = AlignRegion(used_);
+  if (bytes < 0 || offset + bytes > host_.size()) {
     return absl::ResourceExhaustedError(
         absl::StrCat(what_, ": ", used_, " bytes used, ", bytes, " wanted, limit ", host_.size()));
   }
-  used_ = at + bytes;
-  return at;
+  used_ = offset + bytes;
+  return offset;
 }
 
 void StagedRegion::Write(int64_t offset, const void* from, size_t bytes) {

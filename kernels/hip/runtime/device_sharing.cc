@@ -206,15 +206,15 @@ class SharedMemoryOfDevice final : public SharedDeviceMemory {
   absl::Status TakeVirtual(size_t bytes) {
     const SharingTable& api = *sharing_->api_;
     const Location here{kOnDevice, sharing_->runtime_->device()};
-    AllocationProperties wanted = {};
-    wanted.type = kPinned;
-    wanted.handle_types = kPosixDescriptor;
-    wanted.location = here;
+    AllocationProperties properties = {};
+    properties.type = kPinned;
+    properties.handle_types = kPosixDescriptor;
+    properties.location = here;
     size_t unit = 0;
-    absl::Status s = Check(api.granularity(&unit, &wanted, 0), "allocation granularity");
+    absl::Status s = Check(api.granularity(&unit, &properties, 0), "allocation granularity");
     if (!s.ok()) return s;
     size_ = (bytes + unit - 1) / unit * unit;
-    s = Check(api.create(&handle_, size_, &wanted, 0), "memory create");
+    s = Check(api.create(&handle_, size_, &properties, 0), "memory create");
     if (!s.ok()) return s;
     created_ = true;
     s = Check(api.reserve(&at_, size_, 0, 0, 0), "address reserve");

@@ -313,11 +313,11 @@ absl::StatusOr<int64_t> GpuRuntime::FreeMemory() {
   return static_cast<int64_t>(free_bytes);
 }
 absl::StatusOr<DevicePtr> GpuRuntime::Malloc(int64_t bytes) {
-  DevicePtr at = 0;
+  DevicePtr address = 0;
   if (absl::Status s = Bind(); !s.ok()) return s;
-  absl::Status s = Check(api_->allocate(&at, static_cast<size_t>(bytes)), "malloc");
+  absl::Status s = Check(api_->allocate(&address, static_cast<size_t>(bytes)), "malloc");
   if (!s.ok()) return absl::Status(s.code(), absl::StrCat(s.message(), " for ", bytes, " bytes"));
-  return at;
+  return address;
 }
 void GpuRuntime::Free(DevicePtr at) {
   if (at != 0 && Bind().ok()) api_->free(at);
@@ -426,12 +426,12 @@ absl::Status GpuRuntime::CopyRows(const RowsSide& to, const RowsSide& from, int6
     return absl::OkStatus();
   }
   const auto side = [&size](const RowsSide& s) {
-    NvidiaCopySide made = {};
-    made.type = s.on_device ? kNvidiaDeviceMemory : kNvidiaHostMemory;
-    if (s.on_device) made.device = reinterpret_cast<DevicePtr>(s.at);
-    if (!s.on_device) made.host = s.at;
-    made.pitch = size(s.pitch);
-    return made;
+    NvidiaCopySide result = {};
+    result.type = s.on_device ? kNvidiaDeviceMemory : kNvidiaHostMemory;
+    if (s.on_device) result.device = reinterpret_cast<DevicePtr>(s.at);
+    if (!s.on_device) result.host = s.at;
+    result.pitch = size(s.pitch);
+    return result;
   };
   const NvidiaCopyRows copy = {side(from), side(to), size(bytes), size(rows)};
   MLA_GPU_CALL(api_->nvidia_copy_rows(&copy, stream), "copy rows");

@@ -170,12 +170,12 @@ absl::StatusOr<std::unique_ptr<KernelGraphs>> KernelGraphs::Open(GpuRuntime* run
 }
 
 KernelGraphs::Entry* KernelGraphs::Find(std::span<const PendingKernel> kernels) {
-  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) {
+  const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) {
     return std::equal(e.nodes.begin(), e.nodes.begin() + static_cast<ptrdiff_t>(e.count),
                       kernels.begin(), kernels.end(),
                       [](const Node& n, const PendingKernel& k) { return OfOneKind(n.last, k); });
   });
-  return found == entries_.end() ? nullptr : &*found;
+  return entry == entries_.end() ? nullptr : &*entry;
 }
 
 bool KernelGraphs::Set(Entry& entry, Node& node, const PendingKernel& kernel) {
@@ -262,13 +262,13 @@ bool KernelGraphs::Make(Entry& entry) {
 
 bool KernelGraphs::AddKernel(Entry& entry, size_t index) {
   Node& node = entry.nodes[index];
-  GraphNodeHandle* const before = index > 0 ? entry.nodes[index - 1].handle : nullptr;
-  const bool overlaps = before != nullptr && runtime_->vendor() == Vendor::kNvidia &&
+  GraphNodeHandle* const previous = index > 0 ? entry.nodes[index - 1].handle : nullptr;
+  const bool overlaps = previous != nullptr && runtime_->vendor() == Vendor::kNvidia &&
                         node.held.shape.overlap_predecessor;
-  const size_t waits_for = before != nullptr && !overlaps ? 1 : 0;
+  const size_t waits_for = previous != nullptr && !overlaps ? 1 : 0;
   const NodeParams params(runtime_->vendor(), node.held);
-  if (api_->add_kernel(&node.handle, entry.made.graph, waits_for > 0 ? &before : nullptr, waits_for,
-                       params.at()) != 0) {
+  if (api_->add_kernel(&node.handle, entry.made.graph, waits_for > 0 ? &previous : nullptr,
+                       waits_for, params.at()) != 0) {
     return false;
   }
   if (node.held.shape.blocks_meet && runtime_->vendor() == Vendor::kNvidia) {
@@ -278,7 +278,7 @@ bool KernelGraphs::AddKernel(Entry& entry, size_t index) {
   }
   if (!overlaps) return true;
   const NvidiaEdge edge{kProgrammaticPort, 0, kProgrammaticEdge, {}};
-  return api_->nvidia_add_edges(entry.made.graph, &before, &node.handle, &edge, 1) == 0;
+  return api_->nvidia_add_edges(entry.made.graph, &previous, &node.handle, &edge, 1) == 0;
 }
 
 void KernelGraphs::Destroy(Made& made) {

@@ -74,11 +74,11 @@ absl::Status CompareForm(const Data& d, const Weights& w, bool expanded) {
     for (int32_t head = 0; head < kHeads; ++head) {
       if (d.queries > 2 && row > 0 && row % kHeads != head) continue;
       const Answer want = Expected(d, w, row, head, !expanded);
-      const size_t at = static_cast<size_t>(row) * kHeads + head;
+      const size_t index = static_cast<size_t>(row) * kHeads + head;
       const std::string where = absl::StrCat(form, row, " of ", d.rows, ", head ", head);
-      if (!Near(lse[at], want.lse, of_lse)) return Wrong(where + ": lse", lse[at], want.lse);
+      if (!Near(lse[index], want.lse, of_lse)) return Wrong(where + ": lse", lse[index], want.lse);
       for (int v = 0; v < d.o_dim; ++v) {
-        const double got = o[at * d.o_dim + v];
+        const double got = o[index * d.o_dim + v];
         const double off = std::max(of_value, kOfOutput * std::abs(want.o[v]));
         if (!Near(got, want.o[v], off)) {
           return Wrong(absl::StrCat(where, ": output column ", v), got, want.o[v]);

@@ -184,9 +184,10 @@ absl::Status Attend(AttentionBackend& backend, Windows& w) {
 }
 
 absl::Status Compare(const Windows& w, int32_t index, int32_t head) {
-  const size_t at = static_cast<size_t>(index) * kWindowHeads + head;
-  const std::vector<float> query = Floats({w.q.begin() + static_cast<int64_t>(at) * kDim,
-                                           w.q.begin() + static_cast<int64_t>(at + 1) * kDim});
+  const size_t packed_row = static_cast<size_t>(index) * kWindowHeads + head;
+  const std::vector<float> query =
+      Floats({w.q.begin() + static_cast<int64_t>(packed_row) * kDim,
+              w.q.begin() + static_cast<int64_t>(packed_row + 1) * kDim});
   std::vector<const float*> keys;
   const int32_t seen = kRowsSeen[index], held = std::min(seen, kWindow);
   for (int32_t i = seen - held; i < seen; ++i) keys.push_back(&w.stored_rows[size_t(i) * kDim]);
@@ -205,11 +206,11 @@ absl::Status Compare(const Windows& w, int32_t index, int32_t head) {
                                             ", head ", head, ": ", what, ": got ", got, ", want ",
                                             want));
   };
-  if (!(std::abs(w.lse[at] - std::log(total)) <= kLse)) {
-    return wrong("lse", w.lse[at], std::log(total));
+  if (!(std::abs(w.lse[packed_row] - std::log(total)) <= kLse)) {
+    return wrong("lse", w.lse[packed_row], std::log(total));
   }
   for (int32_t c = 0; c < kDim; ++c) {
-    const double got = w.o[at * kDim + c], want = sum[c] / with_sink;
+    const double got = w.o[packed_row * kDim + c], want = sum[c] / with_sink;
     const double off = std::max(kOfValue * 0.2, kOfOutput * std::abs(want));  // values reach 0.2
     if (!(std::abs(got - want) <= off)) return wrong(absl::StrCat("column ", c), got, want);
   }

@@ -145,15 +145,15 @@ int64_t TensorCopies::Stage(const HostInput& in) {
 }
 
 absl::Status TensorCopies::Copy(const HostInput& in, Stream stream) {
-  const DevicePtr to = AddressOf(in.device);
+  const DevicePtr target = AddressOf(in.device);
   const bool whole = in.rows == 1 || in.pitch == in.row_bytes;
   if (in.shared) {
-    return runtime_->CopyRowsDevice(to, in.pitch, AddressOf(in.host), in.row_bytes, in.row_bytes,
-                                    in.rows, stream);
+    return runtime_->CopyRowsDevice(target, in.pitch, AddressOf(in.host), in.row_bytes,
+                                    in.row_bytes, in.rows, stream);
   }
-  return whole ? runtime_->CopyIn(to, in.host, in.rows * in.row_bytes, stream)
-               : runtime_->CopyRowsIn(to, in.pitch, in.host, in.row_bytes, in.row_bytes, in.rows,
-                                      stream);
+  return whole ? runtime_->CopyIn(target, in.host, in.rows * in.row_bytes, stream)
+               : runtime_->CopyRowsIn(target, in.pitch, in.host, in.row_bytes, in.row_bytes,
+                                      in.rows, stream);
 }
 
 absl::Status TensorCopies::Copy(const HostOutput& out, Stream stream) {

@@ -132,6 +132,17 @@ class EngineTiersTest : public EngineCoreTest {
       return event.kind == kind && event.tier == tier;
     }));
   }
+  // What a probe finds of a text.
+  ProbeAnswer Held(int text) {
+    ProbeAnswer answer;
+    PrefixArgs prefix;
+    prefix.token_ids = Tokens(text);
+    const TenantKey tenant = h_.core().FindTenant(h_.tenant());
+    const ModelSpec& spec = *(*h_.core().models().Find(tenant, h_.model().id, "model_id"))->spec;
+    const auto& directory = h_.core().cache().prefixes().directory();
+    EXPECT_TRUE(planner_.CountHeld(h_.tenant(), spec, prefix, directory, &answer).ok());
+    return answer;
+  }
   TierStats Tiers() { return h_.core().Stats().tiers; }
   void TearDown() override { EXPECT_EQ(h_.core().cache().CheckInvariants(), ""); }
 
@@ -146,7 +157,9 @@ TEST_F(EngineTiersTest, RowsLeaveThePoolAndComeBackAsTheyWere) {
   EXPECT_EQ(h_.core().Stats().prefix.demoted, static_cast<uint64_t>(away.host.groups));
   EXPECT_EQ(h_.core().Stats().prefix.evicted, 0u);
   EXPECT_GT(Events(EventKind::kDemoted, kvcache::Tier::kPool), 60);
+  EXPECT_EQ(Held(0).rows_in_host, kRows);  // the first that left
   const SequenceInfo back = OpenWith(0);
+  EXPECT_EQ(Held(0).rows_in_pool, kRows);
   EXPECT_EQ(back.length, kRows);
   EXPECT_EQ(back.matched.end, MatchEnd::kAll);
   ExpectRows(back, 0);

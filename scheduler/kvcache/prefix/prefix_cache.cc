@@ -135,6 +135,7 @@ bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
   if (whole) whole_.emplace(key, index);
   if (!chain.opaque) Link(index);
   pool_->Cache(entry, index);
+  List(index);
   ++stats_.published;
   ++stats_.nodes;
   if (static_cast<size_t>(layout) >= of_layout_.size()) {
@@ -147,7 +148,20 @@ bool PrefixCache::Publish(LayoutId layout, const PrefixChain& chain, int32_t pag
 bool PrefixCache::PublishAgain(int32_t index, uint32_t entry) {
   At(index).entry = entry;
   pool_->Cache(entry, index);
+  List(index);
   return true;
+}
+
+void PrefixCache::List(int32_t index) {
+  const Node& node = At(index);
+  if (!node.whole) return;
+  if (node.entry != SlabPool::kNoEntry) {
+    directory_.Put(node.key, Tier::kPool);
+  } else if (outside_ != nullptr && outside_->Has(index)) {
+    directory_.Put(node.key, outside_->Fastest(index));
+  } else {
+    directory_.Erase(node.key);
+  }
 }
 
 void PrefixCache::Link(int32_t index) {
@@ -161,7 +175,11 @@ void PrefixCache::Link(int32_t index) {
 
 void PrefixCache::Remove(int32_t index) {
   Node& node = At(index);
-  if (node.whole) whole_.erase(node.key);
+  if (node.whole) {
+    whole_.erase(node.key);
+    directory_.Erase(node.key);
+    node.whole = false;  // what becomes of its copies is not listed any more
+  }
   if (!node.tokens.empty()) {
     if (node.next != kNone) At(node.next).prev = node.prev;
     if (node.prev != kNone) {
@@ -229,6 +247,7 @@ void PrefixCache::Demote(int32_t index) {
   ++stats_.demoted;
   ++stats_.steps;
   ReturnGroup(&At(index));
+  List(index);
 }
 
 void PrefixCache::Restore(int32_t index, uint32_t entry, Tier from) {
@@ -237,6 +256,7 @@ void PrefixCache::Restore(int32_t index, uint32_t entry, Tier from) {
   node.entry = entry;
   pool_->Cache(entry, index);
   pool_->Drop(entry);
+  List(index);
   ++stats_.restored;
   Note(index, EventKind::kRestored, from);
 }
@@ -377,6 +397,11 @@ std::string PrefixCache::CheckInvariants() const {
     const auto found = whole_.find(node.key);
     if (found == whole_.end() || found->second != static_cast<int32_t>(i)) {
       return absl::StrCat("node ", i, " is not found by its key");
+    }
+    const Tier tier =
+        node.entry != SlabPool::kNoEntry ? Tier::kPool : outside_->Fastest(static_cast<int32_t>(i));
+    if (directory_.Find(node.key) != tier) {
+      return absl::StrCat("node ", i, " is listed where its rows are not");
     }
   }
   for (const auto& [parent, first] : families_) {

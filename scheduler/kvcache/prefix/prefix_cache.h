@@ -30,6 +30,7 @@
 #include "scheduler/kvcache/pool/page_work.h"
 #include "scheduler/kvcache/pool/slab_pool.h"
 #include "scheduler/kvcache/prefix/event_log.h"
+#include "scheduler/kvcache/prefix/page_directory.h"
 #include "scheduler/kvcache/prefix/prefix_chain.h"
 
 namespace mla::kvcache {
@@ -60,6 +61,8 @@ class CopiesOutside {
   virtual bool Has(int32_t node) const = 0;
   // Returns true if its rows are being restored, or wait for that.
   virtual bool Comes(int32_t node) const = 0;
+  // The fastest of the tiers that have its rows. REQUIRES: Has.
+  virtual Tier Fastest(int32_t node) const = 0;
   // The node is gone: its index may be used again for another one.
   virtual void Forget(int32_t node) = 0;
 };
@@ -141,6 +144,10 @@ class PrefixCache final {
   // Removes a node whose rows are gone. Either its group was evicted, or it was demoted and has
   // lost its last copy, which was damaged or whose room was needed.
   void Lose(int32_t node, EventKind why, Tier tier);
+  // The copies of a demoted node are in other tiers than before.
+  void NoteCopies(int32_t node) {
+    if (At(node).entry == SlabPool::kNoEntry) List(node);
+  }
   // Logs an event of the node.
   void Note(int32_t node, EventKind kind, Tier tier);
 
@@ -148,6 +155,8 @@ class PrefixCache final {
   void Drop(LayoutId layout);
 
   const PrefixStats& stats() const { return stats_; }
+  // Directory of the whole pages; any thread may read it during the cache's life.
+  const PageDirectory& directory() const { return directory_; }
   // Adds the cache's own references to the counts by entry.
   void AddReferences(std::unordered_map<uint32_t, int32_t>* references) const;
   // Empty when right.
@@ -180,6 +189,8 @@ class PrefixCache final {
                                std::span<const uint32_t> tokens, int32_t* same);
   // The rows of a demoted node were computed again.
   bool PublishAgain(int32_t node, uint32_t entry);
+  // Tells the directory where the rows of a whole page are.
+  void List(int32_t node);
   void Link(int32_t node);
   void Remove(int32_t node);
   void Evict(uint32_t entry);
@@ -197,6 +208,7 @@ class PrefixCache final {
   std::vector<int64_t> of_layout_;  // nodes
   int32_t free_ = kNone;
   absl::flat_hash_map<PrefixKey, int32_t> whole_;      // by key
+  PageDirectory directory_;                            // of the same nodes, for other threads
   absl::flat_hash_map<PrefixKey, int32_t> families_;   // first of the nodes with this parent
   absl::flat_hash_map<TenantKey, int64_t> pinned_of_;  // bytes
   int64_t pinned_groups_ = 0, pinned_bytes_ = 0;

@@ -21,7 +21,9 @@ using PrefixSecret = std::array<std::byte, 16>;
 
 class PrefixHasher final {
  public:
-  static constexpr size_t kPageKeyBytes = 32;  // a client's own key
+  // Sizes of a client's own key: it has either of them.
+  static constexpr size_t kPageKeyBytes = 32;
+  static constexpr size_t kShortPageKeyBytes = 16;
 
   explicit PrefixHasher(const PrefixSecret& secret) : secret_(secret) {}
 
@@ -32,7 +34,7 @@ class PrefixHasher final {
   // not opaque.
   void AddTokens(std::span<const uint32_t> tokens, PrefixChain* chain) const;
   // As AddTokens, for whole pages by the client's own keys. REQUIRES: an opaque chain, or one
-  // without rows; kPageKeyBytes each.
+  // without rows.
   void AddPageKeys(std::span<const std::string> page_keys, PrefixChain* chain) const;
 
  private:

@@ -89,11 +89,13 @@ void TierCopies::Add(TierIndex tier, int32_t node, uint32_t room) {
   Require(copy.room == kNoRoom, "a page group has two copies in one tier");
   copy.room = room;
   Link(tier, node);
+  cache_->prefixes().NoteCopies(node);
 }
 
 void TierCopies::Drop(TierIndex tier, int32_t node) {
   Unlink(tier, node);
   FreeRoom(tier, std::exchange(At(node).copies[Index(tier)].room, kNoRoom), At(node).bytes);
+  cache_->prefixes().NoteCopies(node);
 }
 
 void TierCopies::Use(TierIndex tier, int32_t node) {
@@ -160,6 +162,10 @@ void TierCopies::FreeRoom(TierIndex tier, uint32_t room, int64_t group_bytes) {
 
 bool TierCopies::Has(int32_t node) const {
   return room(TierIndex::kHost, node) != kNoRoom || room(TierIndex::kFile, node) != kNoRoom;
+}
+
+Tier TierCopies::Fastest(int32_t node) const {
+  return TierOf(room(TierIndex::kHost, node) != kNoRoom ? TierIndex::kHost : TierIndex::kFile);
 }
 
 bool TierCopies::Comes(int32_t node) const {

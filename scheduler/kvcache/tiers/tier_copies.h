@@ -69,6 +69,7 @@ class TierCopies final : public CopiesOutside {
   // CopiesOutside
   bool Has(int32_t node) const override;
   bool Comes(int32_t node) const override;
+  Tier Fastest(int32_t node) const override;
   void Forget(int32_t node) override;
 
  private:

@@ -1,22 +1,22 @@
-"""Time that attention on a server adds to a pass of an engine.
-
-A model's layers run in PyTorch, eager, a token at a time. They are compared with the same layers
-whose attention returns the contents of its buffer.
+"""Time that attention on a server adds to a pass of an engine. The layers of a model run eagerly in
+PyTorch, one token at a time, and are compared with the same layers around an attention call that
+only returns its output buffer.
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 python3 tests/bench/engine/engine_pass.py
         --server .bazel/bin/server/mla-server [--server-arg=ARG ...] [--layers 61] [--batch 1,32]
         [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7] [--json FILE]
 
-Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is
-the time that a layer adds: the median over turns, which alternate with turns without attention.
-`pass_ms` is one pass, its sampling (argmax, copied to the host) included. Outputs of all ways are
-the same bits, or the program fails. With --profile FOLDER one pass of each way is written as a
-trace that Chrome shows.
+Each way is a transport of tensors, with calls that a thread awaits at each layer or with chained
+calls. `us_a_layer` is the added time of one layer: the median over turns, which alternate with
+turns without attention. `pass_ms` is one pass with its sampling (argmax, copied to the host).
+`thread_us` is the time of the worker's thread in a call. The program fails if two ways give
+different tokens. With --profile FOLDER it writes one pass of each way as a trace for Chrome.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -37,13 +37,15 @@ from mla_client.testing import ServerProcess
 
 HEADS, NOPE, ROPE, LORA, V, HIDDEN = 128, 128, 64, 512, 128, 2048
 WAYS = ("host", "device", "host-chained", "device-chained")
-PASSES = 10  # of a turn
+PASSES = 10  # in a turn
 PREFILL_ROWS = 2048
 CLIENT = "engine-pass"
+PROFILED: List[str] = []  # what is, just now
+NOTHING: Any = contextlib.nullcontext()
 
 
 class Model:
-    """Layers of random weights: projections before and behind attention, and a norm."""
+    """Layers of random weights: projections before and after attention, and a norm."""
 
     def __init__(self, layers: int) -> None:
         generator = torch.Generator(device="cuda").manual_seed(3)
@@ -58,7 +60,7 @@ class Model:
         self.norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def run(self, tokens: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """The tokens that follow."""
+        """Returns the next tokens."""
         x = self.embedding[tokens]
         for layer in range(self.layers):
             h = torch.nn.functional.rms_norm(x, (HIDDEN,), self.norm)
@@ -134,24 +136,25 @@ class Worker:
         model = self.client.register_model(owner.spec)
         self.sequences = [model.adopt_sequence(one.id) for one in owner.sequences[:batch]]
         self.sender = Sender()
-        self.spent: List[float] = []  # by the thread, call by call
+        self.spent: List[float] = []  # seconds of each call in the calling thread
         self.output = torch.empty((0, HEADS, V), device="cuda", dtype=torch.bfloat16)
 
     def a_pass(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """One pass, its rows committed and dropped again, so that each pass is like the last."""
+        """Runs one pass. Its rows are committed and dropped again, so all passes are alike."""
         step = self.client.step([(sequence, 1) for sequence in self.sequences])
         step.begin()
 
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             begin = time.perf_counter()
-            found = one(layer, q, kv)
+            with torch.profiler.record_function("attention") if PROFILED else NOTHING:
+                found = one(layer, q, kv)
             self.spent.append(time.perf_counter() - begin)
             return found
 
         def one(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             if not self.chained:
                 return self.sender.attend(step, layer, q, kv)
-            # An engine has such a tensor, too, for each of its shapes.
+            # Engines also keep an output tensor for each of their shapes.
             if len(self.output) != len(q):
                 self.output = q.new_empty((len(q), HEADS, V))
             if not self.sender.attend_chained(step, layer, q, kv, self.output):
@@ -182,8 +185,11 @@ def profile(folder: Optional[str], name: str, run: Callable[[], torch.Tensor]) -
     """Writes a trace of one pass."""
     if folder is None:
         return
+    PROFILED.append(name)
+    run().cpu()
     with torch.profiler.profile() as seen:
         run().cpu()
+    PROFILED.clear()
     seen.export_chrome_trace(os.path.join(folder, f"{name}.json"))
 
 
@@ -208,7 +214,7 @@ def main() -> None:
                                       "--limits-weights-bytes=8GiB",
                                       "--shm-device-bytes=1GiB", "--shm-total-bytes=4GiB",
                                       "--shm-region-bytes=512MiB", "--tenants-region-bytes=3GiB",
-                                       "--log-level=warning",
+                                      "--log-level=warning",
                                       *flags.server_arg]).start() as server:
         batches = [int(number) for number in flags.batch.split(",")]
         owner = Owner(server.target, flags.layers, max(batches), flags.context)

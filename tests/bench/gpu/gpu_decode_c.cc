@@ -103,13 +103,13 @@ absl::StatusOr<std::unique_ptr<Decoder>> Decoder::Create() {
 }
 
 absl::StatusOr<DevicePtr> Decoder::Take(int64_t bytes) {
-  const DevicePtr at = memory_.at() + static_cast<uint64_t>(used_);
+  const DevicePtr address = memory_.at() + static_cast<uint64_t>(used_);
   if (used_ + kernels::hip::AlignRegion(bytes) > memory_.bytes()) {
     return absl::ResourceExhaustedError(absl::StrCat("metadata: ", used_, " bytes used, ", bytes,
                                                      " wanted, limit ", memory_.bytes()));
   }
   used_ += kernels::hip::AlignRegion(bytes);
-  return at;
+  return address;
 }
 
 template <class T>

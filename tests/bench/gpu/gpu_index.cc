@@ -176,17 +176,17 @@ absl::Status Indexer::MakeArguments() {
   std::mt19937 random(2);
   std::normal_distribution<float> normal;
   for (int32_t row = 0; row < flags_.batch; ++row) {
-    std::byte* const at = &inputs[static_cast<size_t>(row * input_bytes)];
+    std::byte* const row_inputs = &inputs[static_cast<size_t>(row * input_bytes)];
     for (int32_t i = 0; i < flags_.index_heads * 128; ++i) {
       const Bf16 value = kernels::ToBf16(normal(random));
-      std::memcpy(at + i * 2, &value, 2);
+      std::memcpy(row_inputs + i * 2, &value, 2);
     }
     for (int32_t i = 0; i < flags_.index_heads; ++i) {
       const float weight = normal(random);
-      std::memcpy(at + flags_.index_heads * 256 + i * 4, &weight, 4);
+      std::memcpy(row_inputs + flags_.index_heads * 256 + i * 4, &weight, 4);
     }
   }
-  const std::byte* const at = Put(inputs);
+  const std::byte* const staged = Put(inputs);
   const int32_t* const begin = Put(std::vector<int32_t>{0, chosen});
   auto* const lists = static_cast<int32_t*>(Keep(nullptr, int64_t{flags_.batch} * chosen * 4));
   std::vector<kernels::SelectRecord> records;
@@ -194,7 +194,7 @@ absl::Status Indexer::MakeArguments() {
   std::vector<int32_t> first_block = {0};
   for (int32_t i = 0; i < flags_.batch; ++i) {
     kernels::SelectRecord r{};
-    r.inputs = at + i * input_bytes;
+    r.inputs = staged + i * input_bytes;
     r.dtype = kernels::DType::kBf16;
     r.indexer = shape;
     r.page_table = int64_t{i} * ((flags_.context + kPage - 1) / kPage);

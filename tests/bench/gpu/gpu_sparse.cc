@@ -173,15 +173,15 @@ void Bench::MakeInputs() {
   const kernels::IndexerShape shape{flags_.index_heads, 128};
   inputs_.resize(static_cast<size_t>(rows() * shape.input_bytes(kernels::DType::kBf16)));
   for (int64_t r = 0; indexes() && r < rows(); ++r) {
-    std::byte* const at =
+    std::byte* const row_inputs =
         &inputs_[static_cast<size_t>(r * shape.input_bytes(kernels::DType::kBf16))];
     for (int32_t i = 0; i < flags_.index_heads * 128; ++i) {
       const Bf16 value = kernels::ToBf16(normal(random));
-      std::memcpy(at + i * 2, &value, 2);
+      std::memcpy(row_inputs + i * 2, &value, 2);
     }
     for (int32_t i = 0; i < flags_.index_heads; ++i) {
       const float weight = normal(random);
-      std::memcpy(at + flags_.index_heads * 256 + i * 4, &weight, 4);
+      std::memcpy(row_inputs + flags_.index_heads * 256 + i * 4, &weight, 4);
     }
   }
 }
@@ -269,17 +269,17 @@ absl::StatusOr<Bench::Places> Bench::Place() {
     status.Update(place.status());
     return place.ok() ? *place : nullptr;
   };
-  Places at;
-  at.q = take(layout_.Input(q_->bytes().data(), packed * row_dim() * 2));
-  at.o = take(layout_.Output(o_->bytes().data(), packed * 1024));
-  at.lse = take(layout_.Output(o_->bytes().data() + packed * 1024, packed * 4));
-  at.inputs = take(layout_.Input(inputs_.data(), static_cast<int64_t>(inputs_.size())));
-  at.sinks = take(layout_.Input(sinks_.data(), static_cast<int64_t>(sinks_.size()) * 4));
-  at.begins = take(layout_.Input(begins_.data(), static_cast<int64_t>(begins_.size()) * 4));
-  at.lists = indexes() ? take(layout_.Workspace(list_bytes))
-                       : const_cast<void*>(take(layout_.Input(lists_.data(), list_bytes)));
+  Places places;
+  places.q = take(layout_.Input(q_->bytes().data(), packed * row_dim() * 2));
+  places.o = take(layout_.Output(o_->bytes().data(), packed * 1024));
+  places.lse = take(layout_.Output(o_->bytes().data() + packed * 1024, packed * 4));
+  places.inputs = take(layout_.Input(inputs_.data(), static_cast<int64_t>(inputs_.size())));
+  places.sinks = take(layout_.Input(sinks_.data(), static_cast<int64_t>(sinks_.size()) * 4));
+  places.begins = take(layout_.Input(begins_.data(), static_cast<int64_t>(begins_.size()) * 4));
+  places.lists = indexes() ? take(layout_.Workspace(list_bytes))
+                           : const_cast<void*>(take(layout_.Input(lists_.data(), list_bytes)));
   if (!status.ok()) return status;
-  return at;
+  return places;
 }
 
 kernels::SegmentRecord Bench::Segment(const Places& at, int32_t request) const {
@@ -329,18 +329,18 @@ kernels::SelectRecord Bench::Select(const Places& at, int32_t request) const {
 }
 
 absl::Status Bench::Launch(const kernels::PlanView* plan, int64_t* ns) {
-  const absl::StatusOr<Places> at = Place();
-  if (!at.ok()) return at.status();
+  const absl::StatusOr<Places> places = Place();
+  if (!places.ok()) return places.status();
   std::vector<kernels::SegmentRecord> segments;
   std::vector<kernels::WindowRecord> windows;
   std::vector<kernels::SelectRecord> selects;
   for (int32_t i = 0; i < flags_.batch; ++i) {
-    segments.push_back(Segment(*at, i));
+    segments.push_back(Segment(*places, i));
     const kernels::SegmentRecord& r = segments.back();
-    if (indexes()) selects.push_back(Select(*at, i));
+    if (indexes()) selects.push_back(Select(*places, i));
     if (windowed()) {
       windows.push_back({flags_.window, flags_.ratio, r.page_table + pages_of_rows(), 0,
-                         r.row_stride, kPage, static_cast<const float*>(at->sinks)});
+                         r.row_stride, kPage, static_cast<const float*>(places->sinks)});
     }
   }
   kernels::Launch launch;

@@ -66,12 +66,12 @@ class TouchingBackend final : public NullBackend {
       const int64_t next = i + 1 < input.fragments.size() ? input.fragments[i + 1].begin : end;
       const int64_t from = std::max(begin, input.offset), to = std::min(next, end);
       if (from >= to) continue;
-      const std::byte* const at = input.fragments[i].data + (from - begin);
-      if (!pieces_.empty() && pieces_.back().data() + pieces_.back().size() == at) {
+      const std::byte* const piece = input.fragments[i].data + (from - begin);
+      if (!pieces_.empty() && pieces_.back().data() + pieces_.back().size() == piece) {
         pieces_.back() = {pieces_.back().data(),
                           pieces_.back().size() + static_cast<size_t>(to - from)};
       } else {
-        pieces_.emplace_back(at, static_cast<size_t>(to - from));
+        pieces_.emplace_back(piece, static_cast<size_t>(to - from));
       }
     }
   }
@@ -102,23 +102,23 @@ class BareCall final : public server::StreamHandler {
     slices_.clear();
     if (!incoming_.Dump(&slices_).ok()) return call_->Finish(grpc::Status::CANCELLED);
     // A fragment may have any length, even less than eight bytes.
-    uint64_t wanted = 0;
+    uint64_t reply_bytes = 0;
     size_t known = 0;
     for (const grpc::Slice& slice : slices_) {
-      const size_t more = std::min(sizeof(wanted) - known, slice.size());
-      std::memcpy(reinterpret_cast<char*>(&wanted) + known, slice.begin(), more);
+      const size_t more = std::min(sizeof(reply_bytes) - known, slice.size());
+      std::memcpy(reinterpret_cast<char*>(&reply_bytes) + known, slice.begin(), more);
       known += more;
     }
-    wanted = std::min<uint64_t>(wanted, reply_.size());
+    reply_bytes = std::min<uint64_t>(reply_bytes, reply_.size());
     if (shared_->touch.load() != 0) {
       pieces_.clear();
       for (const grpc::Slice& slice : slices_) {
         pieces_.emplace_back(reinterpret_cast<const std::byte*>(slice.begin()), slice.size());
       }
       sum_ += team_.SumPieces(pieces_);
-      team_.Fill(reply_.data(), wanted, 1);
+      team_.Fill(reply_.data(), reply_bytes, 1);
     }
-    const grpc::Slice slice(reply_.data(), wanted, grpc::Slice::STATIC_SLICE);
+    const grpc::Slice slice(reply_.data(), reply_bytes, grpc::Slice::STATIC_SLICE);
     const grpc::ByteBuffer outgoing(&slice, 1);
     if (unary_) {
       call_->WriteAndFinish(outgoing, grpc::Status::OK);

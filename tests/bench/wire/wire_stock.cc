@@ -25,11 +25,11 @@ class StockService final : public v1::Attention::Service {
     v1::AttendStreamReply reply;
     while (stream->Read(&request)) {
       const std::string& payload = request.payload();
-      uint64_t wanted = 0;
-      if (payload.size() < sizeof(wanted)) break;
-      std::memcpy(&wanted, payload.data(), sizeof(wanted));
+      uint64_t reply_bytes = 0;
+      if (payload.size() < sizeof(reply_bytes)) break;
+      std::memcpy(&reply_bytes, payload.data(), sizeof(reply_bytes));
       std::string& out = *reply.mutable_payload();
-      if (out.size() != wanted) out.resize(wanted);
+      if (out.size() != reply_bytes) out.resize(reply_bytes);
       if (shared_->touch.load() != 0) {
         sum_ += team_.Sum(payload.data(), payload.size());
         team_.Fill(out.data(), out.size(), 1);

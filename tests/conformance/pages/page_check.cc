@@ -113,12 +113,12 @@ std::string CheckDigests(kernels::AttentionBackend& backend, std::span<std::byte
   const PageRange cleared{5 * kernels::kPageGranuleBytes, 1, PageRange::kZeros};
   std::vector<kernels::PartDigest> in(kMib / kernels::kDigestPartBytes), out(in.size());
   std::vector<PageTransfer> writes, reads;
-  int64_t at = 0, part = 0;
+  int64_t offset = 0, part = 0;
   for (const int64_t granules : kGranules) {
     const int64_t bytes = granules * kernels::kPageGranuleBytes;
-    writes.push_back({at, bytes, sent.data() + at, in.data() + part});
-    reads.push_back({at, bytes, back.data() + at, out.data() + part});
-    at += bytes;
+    writes.push_back({offset, bytes, sent.data() + offset, in.data() + part});
+    reads.push_back({offset, bytes, back.data() + offset, out.data() + part});
+    offset += bytes;
     part += kernels::DigestParts(bytes);
   }
   Launch launch;

@@ -9,8 +9,9 @@
 
 namespace mla::conformance {
 
-// The first `count` of six cases with products of 8 bits: prompts with and without a context, of
-// one head and more, over rows of the sampler's 8-bit formats in turn. Empty if it has none.
+// Returns the first `count` of six cases with 8-bit products: prompts with and without a context,
+// of one head and more, with rows of the sampler's 8-bit formats in turn. Empty if the sampler has
+// no 8-bit format.
 std::vector<CaseSpec> SpreadPrefillCases(const SamplerOptions& options, int32_t count);
 
 }  // namespace mla::conformance

@@ -39,11 +39,11 @@ Moments MomentsOf(const float* got, const float* want, const RequestSpec& reques
 
 std::string CheckSlope(const Moments& m, const std::string& where) {
   if (m.wanted == 0.0) return "";
-  const double most = kSlope + kDeviations * std::sqrt(m.errors / m.wanted / kColumns);
+  const double bound = kSlope + kDeviations * std::sqrt(m.errors / m.wanted / kColumns);
   const double slope = m.both / m.wanted;
   // The error may be a scale, which would widen its own limit; so the limit is bounded by a half of
   // it.
-  if (std::abs(slope - 1.0) <= std::min(most, kSlope + kDeviations * 0.01)) return "";
+  if (std::abs(slope - 1.0) <= std::min(bound, kSlope + kDeviations * 0.01)) return "";
   return absl::StrCat(where, ": outputs are ", slope, " of the wanted ones; ");
 }
 
@@ -71,11 +71,11 @@ std::string CheckPrefillProducts(const Workload& workload, const PrefillOutput& 
     const RequestSpec& r = spec.requests[i];
     for (int32_t head = 0; head < r.num_heads && message.empty(); ++head) {
       const std::string where = absl::StrCat("request ", i, " head ", head);
-      const int64_t at = first * spec.o_dim();
+      const int64_t offset = first * spec.o_dim();
       if (spec.inputs != InputKind::kCancellation) {  // outputs of the other kind are differences
                                                       // of values
         message = CheckSlope(
-            MomentsOf(got.o.data() + at, want.o.data() + at, r, spec.o_dim(), head), where);
+            MomentsOf(got.o.data() + offset, want.o.data() + offset, r, spec.o_dim(), head), where);
       }
       for (int32_t row = 0; row < r.q_rows && message.empty() && Spreads(spec.inputs); ++row) {
         const auto index = static_cast<size_t>(first + int64_t{row} * r.num_heads + head);

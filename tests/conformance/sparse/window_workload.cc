@@ -194,13 +194,13 @@ absl::Status WindowWorkload::Run(AttentionBackend& backend, const PlanBuilder& p
     t.narrow_q = Narrowed(t.q, c_.q);
     t.narrow_o.assign(t.q.size() * kernels::ElementSize(c_.o), std::byte{0x11});
     t.lse.assign(static_cast<size_t>(r.q_rows) * c_.heads, 7.0f);
-    Places at;
-    if (absl::Status s = Place(&layout, &t, &at); !s.ok()) return s;
-    AddAppends(r, t, at, &appends);
-    segments.push_back(Segment(r, t, at));
+    Places places;
+    if (absl::Status s = Place(&layout, &t, &places); !s.ok()) return s;
+    AddAppends(r, t, places, &appends);
+    segments.push_back(Segment(r, t, places));
     windows.push_back(
         {r.window, r.ratio, t.entry_table, kEntryOffset, t.entry_stride, r.entry_page,
-         r.sinks == WindowSinks::kNone ? nullptr : static_cast<const float*>(at.sinks)});
+         r.sinks == WindowSinks::kNone ? nullptr : static_cast<const float*>(places.sinks)});
     shapes.push_back({r.q_rows, t.longest, c_.heads, false});
   }
   kernels::PlanTraits traits = backend.Traits(desc);

@@ -53,13 +53,13 @@ absl::StatusOr<std::unique_ptr<CaseRunner>> CaseRunner::Create(kernels::Attentio
 }
 
 absl::StatusOr<std::byte*> CaseRunner::Take(int64_t bytes) {
-  const int64_t wanted = (bytes + 255) / 256 * 256;
-  if (arena_used_ + wanted > options_.staging_bytes) {
+  const int64_t aligned = (bytes + 255) / 256 * 256;
+  if (arena_used_ + aligned > options_.staging_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat("conformance arena: ", arena_used_, " + ",
-                                                     wanted, ", limit ", options_.staging_bytes));
+                                                     aligned, ", limit ", options_.staging_bytes));
   }
   std::byte* address = arena_->bytes().data() + arena_used_;
-  arena_used_ += wanted;
+  arena_used_ += aligned;
   return address;
 }
 

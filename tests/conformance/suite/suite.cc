@@ -266,12 +266,13 @@ absl::StatusOr<CaseOutput> RunOracle(CaseRunner& oracle, Workload& workload) {
   std::vector<int32_t> repeats;
   for (RequestSpec& r : workload.spec.requests) repeats.push_back(std::exchange(r.repeats, 1));
   auto output = oracle.Run(workload);
-  size_t at = 0;
+  size_t index = 0;
   for (size_t i = 0; i < repeats.size(); ++i) {
     RequestSpec& r = workload.spec.requests[i];
     r.repeats = repeats[i];
     const auto more = static_cast<float>(std::log(double(r.repeats)));
-    for (int32_t n = r.q_rows * r.num_heads; n > 0 && output.ok(); --n) output->lse[at++] += more;
+    for (int32_t n = r.q_rows * r.num_heads; n > 0 && output.ok(); --n)
+      output->lse[index++] += more;
   }
   workload.spec.route = route;
   workload.spec.products = products;

@@ -202,13 +202,13 @@ inline void ExpectSame(const scheduler::testing::TestRequest& got,
   ASSERT_TRUE(got.status.ok()) << got.status;
   ASSERT_TRUE(want.status.ok()) << want.status;
   ASSERT_EQ(got.output.size(), want.output.size());
-  const float most = std::max(value, LargestOutput(want));
-  ASSERT_GT(most, 0);
+  const float largest = std::max(value, LargestOutput(want));
+  ASSERT_GT(largest, 0);
   int wrong = 0;
   float worst = 0;
   for (size_t i = 0; i < got.output.size(); ++i) {
     const float off = std::abs(got.output[i] - want.output[i]);
-    const float allowed = std::max(2e-3f * most, 0.016f * std::abs(want.output[i]));
+    const float allowed = std::max(2e-3f * largest, 0.016f * std::abs(want.output[i]));
     wrong += !(off <= allowed);  // also counts a NaN
     worst = std::max(worst, off / allowed);
   }

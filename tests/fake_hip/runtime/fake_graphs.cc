@@ -103,15 +103,15 @@ int fake_hip_order_nodes(fake::GraphNode* before, fake::GraphNode* after) {
 // The backend needs its nodes to run one after another, so a graph with parallel nodes is an error.
 int fake_hip_instantiate(fake::GraphExec** exec, fake::Graph* graph) {
   FAKE_ENTER("hipGraphInstantiateWithFlags");
-  auto made = std::make_unique<fake::GraphExec>();
+  auto instance = std::make_unique<fake::GraphExec>();
   for (const fake::GraphNode& node : graph->nodes) {
     const fake::GraphNode* const before = node.index == 0 ? nullptr : &graph->nodes[node.index - 1];
     if (node.after != before) return fake::kInvalidValue;
-    made->launches.push_back(node.launch);
+    instance->launches.push_back(node.launch);
   }
-  made->launched = made->launches;
+  instance->launched = instance->launches;
   ++State().control.graphs_made;
-  *exec = made.release();
+  *exec = instance.release();
   return 0;
 }
 int hipGraphInstantiateWithFlags(fake::GraphExec** exec, fake::Graph* graph, unsigned long long) {

@@ -53,13 +53,13 @@ const kernels::hip::host::Image* LoadImage(const void* bytes, const std::string&
   const bool library = std::memcmp(text, ELFMAG, SELFMAG) == 0;
   const std::string_view content(text, library ? LibraryBytes(bytes) : std::strlen(text));
   if (!library && content != std::string(kText) + arch) return nullptr;
-  auto found = opened.find(content);
-  if (found == opened.end()) {
+  auto entry = opened.find(content);
+  if (entry == opened.end()) {
     const kernels::hip::host::Image* const image =
         library ? OpenLibrary(content) : Open("kernels/hip/host_images/" + arch + ".so");
-    found = opened.emplace(content, image).first;
+    entry = opened.emplace(content, image).first;
   }
-  const kernels::hip::host::Image* const image = found->second;
+  const kernels::hip::host::Image* const image = entry->second;
   return image != nullptr && arch == image->arch ? image : nullptr;
 }
 

@@ -199,11 +199,11 @@ int hipFree(void* at) {
   if (State().control.early_events) {
     for (fake::Stream* const stream : State().streams) stream->RunTo(stream->enqueued);
   }
-  const auto found = State().device_memory.find(at);
-  if (found == State().device_memory.end()) return fake::kInvalidValue;
-  const auto bytes = static_cast<size_t>(found->second);
-  State().control.live_bytes -= found->second;
-  State().device_memory.erase(found);
+  const auto allocation = State().device_memory.find(at);
+  if (allocation == State().device_memory.end()) return fake::kInvalidValue;
+  const auto bytes = static_cast<size_t>(allocation->second);
+  State().control.live_bytes -= allocation->second;
+  State().device_memory.erase(allocation);
   State().last_input = {};
   fake::GiveMemory(at, bytes);
   return 0;
@@ -259,12 +259,12 @@ int hipStreamSynchronize(fake::Stream* stream) {
 }
 int hipEventCreateWithFlags(fake::Event** event, unsigned flags) {
   FAKE_ENTER("hipEventCreateWithFlags");
-  auto made = std::make_unique<fake::Event>();
+  auto result = std::make_unique<fake::Event>();
   if ((flags & fake::kInterprocess) != 0) {
-    made->shared = fake::SharedEvent::Make();
-    if (made->shared == nullptr) return fake::kOutOfMemory;
+    result->shared = fake::SharedEvent::Make();
+    if (result->shared == nullptr) return fake::kOutOfMemory;
   }
-  *event = made.release();
+  *event = result.release();
   return 0;
 }
 int hipIpcGetEventHandle(fake::SharedHandle* handle, fake::Event* event) {

@@ -156,14 +156,14 @@ int hipMemCreate(uint64_t* handle, size_t bytes, const void*, unsigned long long
 int hipMemRelease(uint64_t handle) {
   fake::Shared& state = fake::State();
   const std::lock_guard<std::mutex> lock(state.mutex);
-  const auto found = state.allocations.find(handle);
-  if (found == state.allocations.end()) return fake::kInvalidValue;
-  if (!found->second.imported) {
-    fake_hip_control()->live_bytes -= static_cast<int64_t>(found->second.bytes);
+  const auto allocation = state.allocations.find(handle);
+  if (allocation == state.allocations.end()) return fake::kInvalidValue;
+  if (!allocation->second.imported) {
+    fake_hip_control()->live_bytes -= static_cast<int64_t>(allocation->second.bytes);
   }
-  close(found->second.descriptor);
+  close(allocation->second.descriptor);
   --fake_hip_control()->descriptors;
-  state.allocations.erase(found);
+  state.allocations.erase(allocation);
   return fake::kSuccess;
 }
 int hipMemExportToShareableHandle(void* descriptor, uint64_t handle, int, unsigned long long) {
@@ -202,12 +202,12 @@ int hipMemAddressFree(void* at, size_t bytes) {
 int hipMemMap(void* at, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
   fake::Shared& state = fake::State();
   const std::lock_guard<std::mutex> lock(state.mutex);
-  const auto found = state.allocations.find(handle);
-  if (found == state.allocations.end() || bytes + offset > found->second.bytes) {
+  const auto allocation = state.allocations.find(handle);
+  if (allocation == state.allocations.end() || bytes + offset > allocation->second.bytes) {
     return fake::kInvalidValue;
   }
   // The memory is inaccessible until hipMemSetAccess.
-  return mmap(at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.descriptor,
+  return mmap(at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation->second.descriptor,
               static_cast<off_t>(offset)) == MAP_FAILED
              ? fake::kInvalidValue
              : fake::kSuccess;

@@ -34,15 +34,15 @@ struct Work {
   template <class Keep>
   Work(const Item* all, const int32_t* all_indptr, const SegmentRecord* all_segments, int units,
        const Keep& keep) {
-    int most = -1;
+    int last_segment = -1;
     for (int unit = 0; unit < units; ++unit) {
       for (int i = all_indptr[unit]; i < all_indptr[unit + 1]; ++i) {
-        most = std::max(most, WorkOf(all[i]).segment);
+        last_segment = std::max(last_segment, WorkOf(all[i]).segment);
         if (keep(all[i], i - all_indptr[unit])) items.push_back(all[i]);
       }
       indptr.push_back(static_cast<int32_t>(items.size()));
     }
-    segments.assign(all_segments, all_segments + most + 1);
+    segments.assign(all_segments, all_segments + last_segment + 1);
   }
 };
 

@@ -44,35 +44,35 @@ void Mutator::Mutate(std::string* input) {
                                         "&a *a",
                                         "99999999999999999999",
                                         "GiB"};
-  const size_t at = Place(*input);
-  const size_t left = input->size() - at;
+  const size_t place = Place(*input);
+  const size_t rest = input->size() - place;
   switch (random_() % 8) {
     case 0:
-      if (left > 0) (*input)[at] = static_cast<char>((*input)[at] ^ (1 << random_() % 8));
+      if (rest > 0) (*input)[place] = static_cast<char>((*input)[place] ^ (1 << random_() % 8));
       break;
     case 1:
-      if (left > 0) (*input)[at] = static_cast<char>(random_());
+      if (rest > 0) (*input)[place] = static_cast<char>(random_());
       break;
     case 2:
-      input->insert(at, kTokens[random_() % std::size(kTokens)]);
+      input->insert(place, kTokens[random_() % std::size(kTokens)]);
       break;
     case 3:
-      input->erase(at, 1 + random_() % 8);
+      input->erase(place, 1 + random_() % 8);
       break;
     case 4:
-      input->insert(at, input->substr(at, 1 + random_() % 32));
+      input->insert(place, input->substr(place, 1 + random_() % 32));
       break;
     case 5: {
       const std::string& other = Pick();
-      input->replace(at, random_() % (left + 1), other.substr(Place(other)));
+      input->replace(place, random_() % (rest + 1), other.substr(Place(other)));
       break;
     }
     case 6:
-      input->resize(at);
+      input->resize(place);
       break;
     default: {
       const std::string& token = kTokens[random_() % std::size(kTokens)];
-      input->replace(at, std::min(left, token.size()), token);
+      input->replace(place, std::min(rest, token.size()), token);
     }
   }
 }

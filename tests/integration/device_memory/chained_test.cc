@@ -40,16 +40,16 @@ class ChainedTest : public testing::Test {
     return step.ok() ? *std::move(step) : nullptr;
   }
   client::AttendCall Call(int layer, bool chained) const {
-    const auto at = static_cast<size_t>(layer);
+    const auto index = static_cast<size_t>(layer);
     client::AttendCall call;
     call.layer = static_cast<uint32_t>(layer);
     call.row_count = 1;
     call.num_heads = 2;
     call.profile = v1::PROFILE_ABSORBED;
     call.o_dtype = v1::DTYPE_F32;
-    call.kv = in_[at].data();
-    call.q = in_[at].data() + 1152;
-    call.o = out_[at].data();
+    call.kv = in_[index].data();
+    call.q = in_[index].data() + 1152;
+    call.o = out_[index].data();
     call.stream = stream_.get();
     call.chained = chained;
     return call;

@@ -1,14 +1,14 @@
-"""Checks on a real GPU that chained passes equal awaited ones, and end when their server does.
+"""Checks on a real GPU that chained calls give the outputs of awaited ones, and end with a server.
 
-    MLA_CLIENT_LIBRARY=libmla_client.so.0 python3
-        tests/integration/device_memory/check_chained_on_gpu.py
+    MLA_CLIENT_LIBRARY=libmla_client.so.0 \\
+    python3 tests/integration/device_memory/check_chained_on_gpu.py
         --server .bazel/bin/server/mla-server [--kills 12] [--server-arg=ARG ...]
 
-Outputs of chained passes, in host and in device memory, are compared bit by bit with those of
-calls that a thread awaits. Then servers are killed while a worker's passes are under way: the
-worker must have an error, and its GPU's stream back, within a second; no pass that succeeded may
-have other outputs. Without MPS: there the death of a server takes the worker's context along. The
-last line says how it went.
+Outputs of chained passes, in host and in device memory, are compared bit by bit with the outputs of
+calls that a thread awaits. Then servers are killed while a worker's passes are under way. Within a
+second the worker must get an error and its GPU's stream back, and each pass that succeeded must
+have the right outputs. Run it without MPS, because under MPS a server's death ends the worker's
+context too. The last line gives the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAILED: List[str] = []
 
 
 def expect(holds: bool, what: str) -> None:
-    """Notes what does not hold."""
+    """Records a failure."""
     if not holds:
         FAILED.append(what)
         print(f"FAILED: {what}", flush=True)
@@ -71,7 +71,7 @@ class Worker:
         self.sender = Sender()
 
     def a_pass(self, chained: bool) -> torch.Tensor:
-        """The outputs of all layers; its rows are dropped."""
+        """Returns the outputs of all layers and drops the rows."""
         found = torch.zeros((LAYERS, len(self.sequences), HEADS, 128), device="cuda",
                             dtype=torch.bfloat16)
         step = self.client.step([(sequence, 1) for sequence in self.sequences]).begin()

@@ -93,12 +93,12 @@ TEST_F(MlactlAgentsTest, ConversationsFindWhatTheirTurnsBeforeHaveLeft) {
   for (const json& turn : document["turns"]) {
     if (turn["branch"]) continue;
     const int conversation = turn["conversation"];
-    const int found = turn["found_rows"];
+    const int found_rows = turn["found_rows"];
     if (++turns_of[conversation] > 1) {
-      EXPECT_GE(found, last_found[conversation]);
+      EXPECT_GE(found_rows, last_found[conversation]);
     }
-    last_found[conversation] = found;
-    EXPECT_LT(found, turn["input_rows"]);
+    last_found[conversation] = found_rows;
+    EXPECT_LT(found_rows, turn["input_rows"]);
     EXPECT_GT(turn["first_ms"], 0);
   }
   EXPECT_THAT(turns_of, ElementsAre(6, 6, 6));

@@ -153,12 +153,12 @@ TEST_F(HandOverTest, AServerThatIsToExitStaysWhileItHasRows) {
   Track empty = *worker_->Open();
   const auto b = Serve();
   SetSequences(*b, 2);
-  const auto left = blue_->Drain(kDrainMs, /*exit=*/true, Address(*b));
-  ASSERT_TRUE(left.ok()) << left.status();
-  EXPECT_TRUE(left->drained());
-  EXPECT_FALSE(left->exits());
-  EXPECT_NE(left->message().find("the server stays, as 1 sequences"), std::string::npos)
-      << left->message();
+  const auto drain = blue_->Drain(kDrainMs, /*exit=*/true, Address(*b));
+  ASSERT_TRUE(drain.ok()) << drain.status();
+  EXPECT_TRUE(drain->drained());
+  EXPECT_FALSE(drain->exits());
+  EXPECT_NE(drain->message().find("the server stays, as 1 sequences"), std::string::npos)
+      << drain->message();
   EXPECT_FALSE(a_->exit_requested());
   ASSERT_TRUE(blue_->CancelDrain().ok());
   SetSequences(*b, 3);
@@ -224,12 +224,12 @@ TEST_F(HandOverTest, ATryThatWasGivenUpBringsNothing) {
   EXPECT_EQ(give_up(7), 0u);
   EXPECT_EQ(import(7).status().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(SequencesOf(*b), 0u);
-  auto taken = import(8);
-  ASSERT_TRUE(taken.ok()) << taken.status();
+  auto sequence = import(8);
+  ASSERT_TRUE(sequence.ok()) << sequence.status();
   EXPECT_EQ(SequencesOf(*b), 1u);
   EXPECT_EQ(give_up(8), 1u);
   EXPECT_EQ(SequencesOf(*b), 0u);
-  taken->Detach();
+  sequence->Detach();
 }
 
 TEST_F(HandOverTest, OpenStepsAreWaitedForUntilTheDeadline) {

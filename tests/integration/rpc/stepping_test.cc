@@ -200,7 +200,7 @@ TEST(SteppingTest, AStreamStagesNoMoreThanItsShare) {
     for (int i = 0; i < kMessages; ++i) EXPECT_TRUE(stream->Write(query)) << i;
     stream->WritesDone();
   });
-  uint32_t most = 0;
+  uint32_t peak = 0;
   std::thread reader([&] {
     for (int i = 0; i < kMessages; ++i) {
       EXPECT_TRUE(stream->Read(&reply)) << i;
@@ -208,14 +208,14 @@ TEST(SteppingTest, AStreamStagesNoMoreThanItsShare) {
     }
   });
   for (int i = 0; i < 100; ++i) {
-    most = std::max(most, client->GetStats()->requests_waiting());
+    peak = std::max(peak, client->GetStats()->requests_waiting());
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   writer.join();
   reader.join();
   EXPECT_TRUE(stream->Finish().ok());
-  EXPECT_GE(most, 2u);
-  EXPECT_LE(most, 5u);  // the fourth begins below 1 MiB, and one more may be in flight
+  EXPECT_GE(peak, 2u);
+  EXPECT_LE(peak, 5u);  // the fourth begins below 1 MiB, and one more may be in flight
 }
 
 TEST(SteppingTest, HeadSlicesOfTwoParticipants) {

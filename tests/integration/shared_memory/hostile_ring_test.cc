@@ -183,11 +183,12 @@ TEST_F(HostileRingTest, MessagesMayChangeWhileTheyAreRead) {
   const std::string one = Begin(1).SerializeAsString();
   std::string other = one;
   std::atomic<bool> stop{false};
-  std::byte* const at = ring_->region().data() + arena_;
+  std::byte* const target = ring_->region().data() + arena_;
   std::thread writer([&] {
     for (size_t i = 0; !stop; ++i) {
-      at[i % one.size()] = static_cast<std::byte>(i * 7);
-      if (i % 64 == 0) std::copy_n(reinterpret_cast<const std::byte*>(one.data()), one.size(), at);
+      target[i % one.size()] = static_cast<std::byte>(i * 7);
+      if (i % 64 == 0)
+        std::copy_n(reinterpret_cast<const std::byte*>(one.data()), one.size(), target);
     }
   });
   for (int i = 0; i < 500; ++i) {
@@ -449,8 +450,8 @@ TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
   rlimit few = before_limit;
   few.rlim_cur = 512;
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
-  std::vector<int> taken;
-  for (int one = dup(late); one >= 0; one = dup(late)) taken.push_back(one);
+  std::vector<int> descriptors;
+  for (int one = dup(late); one >= 0; one = dup(late)) descriptors.push_back(one);
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   ShmPathOf(server_).copy(address.sun_path, sizeof(address.sun_path) - 1);
@@ -462,7 +463,7 @@ TEST_F(HostileRingTest, AClientIsRefusedWhenDescriptorsRunOut) {
   const auto before = cpu_ms();
   std::this_thread::sleep_for(milliseconds(1000));
   EXPECT_LT(cpu_ms() - before, 500);
-  for (const int one : taken) close(one);
+  for (const int one : descriptors) close(one);
   close(late);
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before_limit), 0);
   const std::string metrics = HttpGet(server_.server().ops_port(), "/metrics");

@@ -200,12 +200,13 @@ class Worker {
   }
 
   void Check(const char* call, const client::Sequence& sequence, const Text& text) {
-    const Text found = Export(sequence);
-    if (found.payload == text.payload) return;
-    const auto zeros = std::count(found.payload.begin(), found.payload.end(), '\0');
-    faults_->Add(absl::StrCat(
-        "rows of ", call, " are others: ", zeros, " of ", found.payload.size(), " bytes are zero, ",
-        std::count(text.payload.begin(), text.payload.end(), '\0'), " should be"));
+    const Text exported = Export(sequence);
+    if (exported.payload == text.payload) return;
+    const auto zeros = std::count(exported.payload.begin(), exported.payload.end(), '\0');
+    faults_->Add(absl::StrCat("rows of ", call, " are others: ", zeros, " of ",
+                              exported.payload.size(), " bytes are zero, ",
+                              std::count(text.payload.begin(), text.payload.end(), '\0'),
+                              " should be"));
   }
 
   bool Import(const Text& text) {

@@ -59,13 +59,13 @@ uint16_t* FakeDevice::Element(int64_t page_table, int64_t layer_offset, int64_t 
     Violation(absl::StrCat("position ", position, " lies on a page that was never published"));
     return nullptr;
   }
-  const int64_t at = tables[static_cast<size_t>(entry)] * kernels::kPageGranuleBytes +
-                     layer_offset + (position % page_size) * row_stride;
-  if (at < 0 || at + row_stride > limits_.kv_pool_bytes) {
-    Violation(absl::StrCat("byte ", at, " of the pool, limit ", limits_.kv_pool_bytes));
+  const int64_t offset = tables[static_cast<size_t>(entry)] * kernels::kPageGranuleBytes +
+                         layer_offset + (position % page_size) * row_stride;
+  if (offset < 0 || offset + row_stride > limits_.kv_pool_bytes) {
+    Violation(absl::StrCat("byte ", offset, " of the pool, limit ", limits_.kv_pool_bytes));
     return nullptr;
   }
-  return &pool_[static_cast<size_t>(at) / 2];
+  return &pool_[static_cast<size_t>(offset) / 2];
 }
 
 void FakeDevice::CheckWords(const uint16_t* first, int64_t count, int tenant, bool fresh,
@@ -343,14 +343,14 @@ void FakeDevice::AttendPiece(const Slot& slot, const kernels::AttentionParams& p
     double logit = 0;
     for (int i = 0; i < dim; ++i) logit += query[i] * FromBits(kv[i]);
     logit *= segment.softmax_scale;
-    const double most = std::max(piece_.most, logit);
-    const double scale = piece_.total > 0 ? std::exp(piece_.most - most) : 0.0;
-    const double weight = std::exp(logit - most);
+    const double maximum = std::max(piece_.most, logit);
+    const double scale = piece_.total > 0 ? std::exp(piece_.most - maximum) : 0.0;
+    const double weight = std::exp(logit - maximum);
     piece_.total = piece_.total * scale + weight;
     for (int i = 0; i < g.kv_lora_rank; ++i) {
       piece_.sums[i] = piece_.sums[i] * scale + weight * FromBits(kv[i]);
     }
-    piece_.most = most;
+    piece_.most = maximum;
   }
 }
 
@@ -389,20 +389,20 @@ void FakeDevice::CombinePlan(Slot& slot, const kernels::AttentionParams& params)
     int64_t packed = 0;
     for (int row = tile.q_begin; row < tile.q_end; ++row) {
       for (int head = tile.head_begin(); head < tile.head_end(); ++head, ++packed) {
-        double most = -std::numeric_limits<double>::infinity();
+        double maximum = -std::numeric_limits<double>::infinity();
         for (int32_t p = plan.reduce_indptr[t]; p < plan.reduce_indptr[t + 1]; ++p) {
-          most = std::max(most, slot.partial_most[plan.reduce_partial_map[p] + packed]);
+          maximum = std::max(maximum, slot.partial_most[plan.reduce_partial_map[p] + packed]);
         }
-        merged_.most = most;
+        merged_.most = maximum;
         merged_.total = 0;
         merged_.sums.assign(lora, 0.0);
         for (int32_t p = plan.reduce_indptr[t]; p < plan.reduce_indptr[t + 1]; ++p) {
-          const int64_t at = plan.reduce_partial_map[p] + packed;
-          if (slot.partial_total[at] == 0) continue;
-          const double scale = std::exp(slot.partial_most[at] - most);
-          merged_.total += slot.partial_total[at] * scale;
+          const int64_t index = plan.reduce_partial_map[p] + packed;
+          if (slot.partial_total[index] == 0) continue;
+          const double scale = std::exp(slot.partial_most[index] - maximum);
+          merged_.total += slot.partial_total[index] * scale;
           for (int i = 0; i < lora; ++i) {
-            merged_.sums[i] += slot.partial_sums[at * lora + i] * scale;
+            merged_.sums[i] += slot.partial_sums[index * lora + i] * scale;
           }
         }
         Store(params, segment, row, head, merged_);

@@ -71,9 +71,9 @@ void HandOverSimulator::CheckText(uint64_t id, Text* text) {
 }
 
 void HandOverSimulator::CheckMoved(uint64_t id, Text* text) {
-  const int to = 1 - text->server;
+  const int target = 1 - text->server;
   SimServer& here = *servers_[static_cast<size_t>(text->server)];
-  SimServer& there = *servers_[static_cast<size_t>(to)];
+  SimServer& there = *servers_[static_cast<size_t>(target)];
   const auto told = here.engine().GetSequences({text->tenant, {id}, ""}).moved;
   if (told.empty()) return Fail("a sequence is lost");
   if (told[0].second != there.address()) return Fail("the wrong server is named");
@@ -82,9 +82,9 @@ void HandOverSimulator::CheckMoved(uint64_t id, Text* text) {
   if (list.sequences.empty()) {
     return Fail(absl::StrCat("a sequence that has moved is not there, as ", text->tenant, "'s"));
   }
-  text->server = to;
+  text->server = target;
   text->epoch = list.sequences[0].epoch;
-  strays_.erase({to, id});
+  strays_.erase({target, id});
   CheckRows(id, *text);
 }
 

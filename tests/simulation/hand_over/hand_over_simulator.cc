@@ -284,13 +284,13 @@ bool HandOverSimulator::Open(int server) {
 }
 
 bool HandOverSimulator::Extend(int server) {
-  const auto at = AnyText(server);
-  if (at == texts_.end()) return false;
-  Text& text = at->second;
+  const auto entry = AnyText(server);
+  if (entry == texts_.end()) return false;
+  Text& text = entry->second;
   RowKeys keys;
   for (uint64_t rows = 1 + Pick(kMostRows); rows > 0; --rows) keys.push_back(next_key_++);
   const auto info = servers_[static_cast<size_t>(server)]->AddRows(
-      text.tenant, at->first, text.epoch, static_cast<int64_t>(text.rows.size()), keys);
+      text.tenant, entry->first, text.epoch, static_cast<int64_t>(text.rows.size()), keys);
   if (server == draining_) {
     ExpectDraining(info.status(), /*opens=*/false);
   } else if (info.ok()) {
@@ -300,12 +300,12 @@ bool HandOverSimulator::Extend(int server) {
 }
 
 bool HandOverSimulator::Truncate(int server) {
-  const auto at = AnyText(server);
-  if (at == texts_.end()) return false;
-  Text& text = at->second;
+  const auto entry = AnyText(server);
+  if (entry == texts_.end()) return false;
+  Text& text = entry->second;
   const uint64_t length = Pick(text.rows.size() + 1);
   const auto info = servers_[static_cast<size_t>(server)]->engine().TruncateSequence(
-      text.tenant, at->first, static_cast<int64_t>(length), text.epoch);
+      text.tenant, entry->first, static_cast<int64_t>(length), text.epoch);
   if (!info.ok()) {
     Fail(absl::StrCat("Truncate: ", info.status().ToString()));
     return true;
@@ -316,12 +316,12 @@ bool HandOverSimulator::Truncate(int server) {
 }
 
 bool HandOverSimulator::Fork(int server) {
-  const auto at = AnyText(server);
-  if (at == texts_.end() || texts_.size() == kMostTexts) return false;
-  Text text = at->second;
+  const auto entry = AnyText(server);
+  if (entry == texts_.end() || texts_.size() == kMostTexts) return false;
+  Text text = entry->second;
   scheduler::ForkArgs args;
   args.tenant = text.tenant;
-  args.parent = at->first;
+  args.parent = entry->first;
   args.expected_epoch = text.epoch;
   const uint64_t length = Pick(text.rows.size() + 1);
   args.length = static_cast<int64_t>(length);
@@ -338,13 +338,14 @@ bool HandOverSimulator::Fork(int server) {
 }
 
 bool HandOverSimulator::Release(int server) {
-  const auto at = AnyText(server);
-  if (at == texts_.end()) return false;
+  const auto entry = AnyText(server);
+  if (entry == texts_.end()) return false;
   std::vector<scheduler::SequenceId> absent;
-  const std::vector<scheduler::SequenceId> ids = {at->first};
-  servers_[static_cast<size_t>(server)]->engine().ReleaseSequences(at->second.tenant, ids, &absent);
+  const std::vector<scheduler::SequenceId> ids = {entry->first};
+  servers_[static_cast<size_t>(server)]->engine().ReleaseSequences(entry->second.tenant, ids,
+                                                                   &absent);
   if (!absent.empty()) Fail("Release: a sequence that is there was not found");
-  texts_.erase(at);
+  texts_.erase(entry);
   return true;
 }
 
@@ -387,7 +388,7 @@ void HandOverSimulator::RunLate(size_t index) {
 }
 
 bool HandOverSimulator::Drain(int from) {
-  const int to = 1 - from;
+  const int target = 1 - from;
   Check();
   if (failed() || texts_.empty()) return false;
   Faults faults;
@@ -401,10 +402,10 @@ bool HandOverSimulator::Drain(int from) {
   }
   faults.client = std::max<uint64_t>(faults.client, Pick(10));
   faults.lost_take_back = Chance(30) ? 40 : 0;
-  auto peer = std::make_unique<Peer>(this, to, faults);
+  auto peer = std::make_unique<Peer>(this, target, faults);
   Peer* const way = peer.get();
   SimServer& here = *servers_[static_cast<size_t>(from)];
-  SimServer& there = *servers_[static_cast<size_t>(to)];
+  SimServer& there = *servers_[static_cast<size_t>(target)];
   const auto connected = server::HandOver::Connect(
       {&here.engine(), &here.counters(), here.boot_id(), there.address()}, std::move(peer));
   if (!connected.ok()) {

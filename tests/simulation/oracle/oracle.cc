@@ -55,19 +55,19 @@ double Oracle::Attend(const OracleStep& step, int layer, int row, Form form, int
     return j < member->start ? cached[j] : fresh[member->offset + j - member->start];
   };
   logits_.assign(visible, -INFINITY);
-  double most = -INFINITY;
+  double maximum = -INFINITY;
   for (int j = 0; j < visible; ++j) {
     if (lists != 0 && !IsListed(lists, row, j)) continue;
     double dot = 0;
     for (int i = 0; i < s.row_dim(); ++i) dot += latent_query_[i] * Row(key_of(j), i, step.tenant);
     logits_[j] = dot * s.scale;
-    most = std::max(most, logits_[j]);
+    maximum = std::max(maximum, logits_[j]);
   }
   double sum = 0;
   latent_.assign(s.lora, 0.0);
   for (int j = 0; j < visible; ++j) {
     if (logits_[j] == -INFINITY) continue;
-    const double weight = std::exp(logits_[j] - most);
+    const double weight = std::exp(logits_[j] - maximum);
     sum += weight;
     for (int i = 0; i < s.lora; ++i) latent_[i] += weight * Row(key_of(j), i, step.tenant);
   }
@@ -82,7 +82,7 @@ double Oracle::Attend(const OracleStep& step, int layer, int row, Form form, int
       }
     }
   }
-  return most + std::log(sum);
+  return maximum + std::log(sum);
 }
 
 const OracleQuota& Oracle::QuotaOf(int tenant) const {
@@ -342,33 +342,33 @@ void Oracle::ShrinkTo(OracleSequence* sequence, int rows) {
 }
 
 int64_t Oracle::GroupsWanted(const OracleBegin& begin) const {
-  int64_t wanted = 0;
-  std::map<int, int> left;  // holders that changed to copies of their own
+  int64_t groups = 0;
+  std::map<int, int> copied;  // holders that changed to copies of their own
   for (size_t i = 0; i < begin.sequences.size(); ++i) {
     const OracleSequence& sequence = *Find(begin.tenant, begin.sequences[i]);
     const int page = models[sequence.model].shape.page;
-    wanted +=
+    groups +=
         PagesOf(sequence, sequence.length() + begin.rows[i]) - PagesOf(sequence, sequence.length());
     if (sequence.length() % page == 0) continue;
     const int last = sequence.groups.back();
-    if (holders_[last] - left[last] <= 1) continue;
-    ++left[last];
-    ++wanted;
+    if (holders_[last] - copied[last] <= 1) continue;
+    ++copied[last];
+    ++groups;
   }
-  return wanted;
+  return groups;
 }
 
 void Oracle::CheckPages(const OracleBegin& begin, Reasons* reasons) const {
   const int64_t bytes = models[begin.model].shape.group_bytes();
-  const int64_t left = std::min(limits_.pool_bytes - bytes_used_,
-                                QuotaOf(begin.tenant).kv_bytes - KvBytesOf(begin.tenant));
+  const int64_t available = std::min(limits_.pool_bytes - bytes_used_,
+                                     QuotaOf(begin.tenant).kv_bytes - KvBytesOf(begin.tenant));
   // A bound may have been set below the current use; a step that needs no more pages is not
   // refused. A tenant that holds nothing gets one group of any size, unless its bound is 0.
-  const int64_t wanted = GroupsWanted(begin);
-  const bool first = wanted == 1 && KvBytesOf(begin.tenant) == 0 &&
+  const int64_t groups = GroupsWanted(begin);
+  const bool first = groups == 1 && KvBytesOf(begin.tenant) == 0 &&
                      QuotaOf(begin.tenant).kv_bytes > 0 &&
                      bytes <= limits_.pool_bytes - bytes_used_;
-  reasons->AddIf(wanted > 0 && wanted * bytes > left && !first, "pages_exhausted");
+  reasons->AddIf(groups > 0 && groups * bytes > available && !first, "pages_exhausted");
 }
 
 void Oracle::CheckMember(const OracleBegin& begin, size_t index, Reasons* reasons) const {
@@ -380,13 +380,13 @@ void Oracle::CheckMember(const OracleBegin& begin, size_t index, Reasons* reason
   }
   const Shape& shape = models[sequence->model].shape;
   const bool twice = std::count(begin.sequences.begin(), begin.sequences.end(), sequence->id) > 1;
-  const int64_t most =
+  const int64_t limit =
       std::min<int64_t>(limits_.max_sequence_rows, int64_t{limits_.max_pages} * shape.page);
   reasons->AddIf(sequence->model != begin.model, "wrong_model");
   reasons->AddIf(sequence->epoch != begin.epochs[index], "epoch_mismatch");
   reasons->AddIf(sequence->busy() || twice, "in_step");
   reasons->AddIf(sequence->length() != begin.starts[index], "position_mismatch");
-  reasons->AddIf(begin.rows[index] + sequence->length() > most, "out_of_range");
+  reasons->AddIf(begin.rows[index] + sequence->length() > limit, "out_of_range");
 }
 
 }  // namespace mla::simulation

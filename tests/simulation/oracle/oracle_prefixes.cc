@@ -7,15 +7,15 @@ namespace mla::simulation {
 
 size_t Oracle::MostFound(int model, const std::string& salt,
                          const std::vector<uint64_t>& pages) const {
-  size_t found = 0;
-  for (; found < pages.size(); ++found) {
-    const auto page = published_.find(pages[found]);
+  size_t count = 0;
+  for (; count < pages.size(); ++count) {
+    const auto page = published_.find(pages[count]);
     if (page == published_.end() || page->second.contents != models[model].contents ||
-        page->second.salt != salt || page->second.index != found) {
+        page->second.salt != salt || page->second.index != count) {
       break;
     }
   }
-  return found;
+  return count;
 }
 
 int Oracle::OfEquals(int model, const std::vector<uint64_t>& pages) const {
@@ -60,14 +60,14 @@ void Oracle::Publish(const OracleSequence& sequence) {
       std::min(sequence.pages.size(), static_cast<size_t>(sequence.length()) / page);
   for (size_t i = 0; i < whole; ++i) {
     if (published_.contains(sequence.pages[i])) continue;
-    Published made{
+    Published page_record{
         sequence.model, models[sequence.model].contents, sequence.salt, i, sequence.groups[i], {}};
     for (const auto& rows : sequence.layers) {
       const auto first = rows.begin() + static_cast<int64_t>(i * page);
-      made.layers.emplace_back(first, first + static_cast<int64_t>(page));
+      page_record.layers.emplace_back(first, first + static_cast<int64_t>(page));
     }
-    published_groups_.insert(made.group);
-    published_.emplace(sequence.pages[i], std::move(made));
+    published_groups_.insert(page_record.group);
+    published_.emplace(sequence.pages[i], std::move(page_record));
   }
 }
 

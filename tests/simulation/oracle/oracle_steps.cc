@@ -55,9 +55,9 @@ bool Oracle::PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const
   // A group of another model keeps at most one slab from this one, or as many as it covers.
   const OracleContents& model = ContentsOf(begin.model);
   // A page whose rows a copy still reads is copied again.
-  const int64_t most = GroupsWanted(begin) + static_cast<int64_t>(begin.sequences.size());
+  const int64_t groups = GroupsWanted(begin) + static_cast<int64_t>(begin.sequences.size());
   const int64_t quota = QuotaOf(begin.tenant).kv_bytes;
-  if (most * model.shape.group_bytes() > quota - KvBytesOf(begin.tenant)) return true;
+  if (groups * model.shape.group_bytes() > quota - KvBytesOf(begin.tenant)) return true;
   const int64_t slab = limits_.pool_bytes / kSlabs;
   int64_t kept = 0;
   for (const OracleContents& other : contents) {
@@ -67,7 +67,7 @@ bool Oracle::PagesInDoubt(const OracleBegin& begin, int64_t groups_pinned) const
   const int64_t sure = limits_.pool_bytes - kept - model.groups * model.shape.group_bytes();
   // The pool need not be a whole number of slabs, nor a slab a whole number of another layout's
   // groups.
-  const int64_t bytes = most * model.shape.group_bytes();
+  const int64_t bytes = groups * model.shape.group_bytes();
   return contents.size() > 1 ? bytes > sure / 2 : bytes > sure;
 }
 

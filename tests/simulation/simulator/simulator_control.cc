@@ -116,9 +116,9 @@ bool Simulator::LoadWeights() {
   const Shape& s = model.shape;
   const std::string tenant = TenantName(model.tenant);
   const scheduler::UploadId upload = engine_->NewUpload();
-  const int wanted = Chance(20) ? static_cast<int>(Pick(s.layers)) : s.layers;
+  const int layer_count = Chance(20) ? static_cast<int>(Pick(s.layers)) : s.layers;
   BeforeCall();
-  for (int layer = 0; layer < wanted; ++layer) {
+  for (int layer = 0; layer < layer_count; ++layer) {
     std::vector<uint16_t> bits;
     for (const bool value : {false, true}) {
       for (int head = 0; head < s.heads; ++head) {
@@ -134,7 +134,7 @@ bool Simulator::LoadWeights() {
   }
   const auto missing = engine_->CommitWeights(tenant, model.name, upload);
   AfterCall();
-  if (!missing.ok() || missing->size() > static_cast<size_t>(s.layers - wanted)) {
+  if (!missing.ok() || missing->size() > static_cast<size_t>(s.layers - layer_count)) {
     Fail("CommitWeights: the missing layers are not the layers that were not sent");
     return true;
   }
@@ -208,19 +208,19 @@ uint64_t Simulator::SendFork(int tenant, const OracleSequence& parent, uint64_t 
   message.set_sequence_id(id);
   message.set_expected_epoch(epoch);
   if (length < parent.length() || Chance(50)) message.set_length(static_cast<uint64_t>(length));
-  const int64_t wanted = message.has_length() ? length : parent.length();
+  const int64_t fork_length = message.has_length() ? length : parent.length();
   message.set_request_id(NewRequestId());
   scheduler::ForkArgs args;
   args.tenant = TenantName(tenant);
   absl::Status status = server::ParseFork(message, engine_->limits(), &args);
   BeforeCall();
-  const Reasons expect = oracle_->CheckFork(tenant, id, epoch, wanted);
+  const Reasons expect = oracle_->CheckFork(tenant, id, epoch, fork_length);
   absl::StatusOr<scheduler::SequenceInfo> info = NotSent(status);
   if (status.ok()) info = engine_->ForkSequence(args);
   const bool granted = Foretold("Fork", info.status(), expect);
   if (granted) {
-    if (info->length != wanted) Fail("Fork: the child has another length");
-    oracle_->ApplyFork(info->id, id, wanted, 0, Now());
+    if (info->length != fork_length) Fail("Fork: the child has another length");
+    oracle_->ApplyFork(info->id, id, fork_length, 0, Now());
     OracleOrigin& origin = oracle_->sequences.at(info->id).origin;
     origin.request_id = message.request_id();
     origin.fork = true;
@@ -229,7 +229,7 @@ uint64_t Simulator::SendFork(int tenant, const OracleSequence& parent, uint64_t 
     if (message.has_length()) origin.length = length;
   }
   AfterCall();
-  Trace(id, static_cast<uint64_t>(wanted), static_cast<uint64_t>(info.status().code()));
+  Trace(id, static_cast<uint64_t>(fork_length), static_cast<uint64_t>(info.status().code()));
   return granted ? info->id : 0;
 }
 

@@ -60,13 +60,13 @@ void Simulator::NoteTaken(SimRequest* request, int64_t offset, int64_t bytes) {
       static_cast<int>(bytes * args.row_count / static_cast<int64_t>(request->q_bytes));
   const Shape& shape = oracle_->models[step->model].shape;
   int least = oracle_limits_.max_sequence_rows;
-  int most = 0;
+  int last_row = 0;
   for (const OracleMember& member : step->members) {
     least = std::min(least, member.start);
-    most = std::max(most, member.start + member.rows);
+    last_row = std::max(last_row, member.start + member.rows);
   }
   least_served_[request->owner] += LeastCost(shape, rows, args.num_heads, least);
-  most_served_[request->owner] += MostCost(shape, rows, args.num_heads, most);
+  most_served_[request->owner] += MostCost(shape, rows, args.num_heads, last_row);
 }
 
 void Simulator::OnSubmitted(uint64_t serial) {
@@ -188,11 +188,11 @@ int64_t Simulator::MostPassedOver(const std::vector<FloodQueue>& flood) const {
     const auto [at, added] = least_cost.emplace(queue.tenant, queue.least_cost);
     if (!added) at->second = std::min(at->second, queue.least_cost);
   }
-  int64_t most = 1;
+  int64_t launches = 1;
   for (const auto& [tenant, cost] : least_cost) {
-    most += 1 + DivideUp(most_served_[light_], cost);
+    launches += 1 + DivideUp(most_served_[light_], cost);
   }
-  return 2 * most;
+  return 2 * launches;
 }
 
 // Prepares steps of a tenant with stored rows.
@@ -248,7 +248,7 @@ bool Simulator::Flood() {
 void Simulator::SendVictim(uint64_t key, const AttendSpec& spec,
                            const std::vector<FloodQueue>& flood) {
   FloodRound(flood);
-  const int64_t most = MostPassedOver(flood);
+  const int64_t limit = MostPassedOver(flood);
   OracleStep* step = oracle_->StepOf(key);
   if (step == nullptr || failed()) return;
   flood_ = -1;
@@ -259,9 +259,9 @@ void Simulator::SendVictim(uint64_t key, const AttendSpec& spec,
                                      [](const auto& request) { return request->flood < 0; });
     if (victim == requests_.end()) return;
     counts_.most_passed_over = std::max(counts_.most_passed_over, (*victim)->passed_over);
-    if ((*victim)->passed_over > most) {
+    if ((*victim)->passed_over > limit) {
       Fail(absl::StrCat("a request that can run was passed over by ", (*victim)->passed_over,
-                        " launches, at most ", most, " are due"));
+                        " launches, at most ", limit, " are due"));
       return;
     }
     if (!FloodRound(flood)) return;

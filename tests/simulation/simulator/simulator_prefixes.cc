@@ -62,15 +62,15 @@ size_t Simulator::CheckFound(const scheduler::SequenceInfo& info, const DrawnPre
                       " were published, leads from ", before, " rows to ", now));
     return 0;
   }
-  const size_t found = (now - before) / page;
-  counts_.pages_found += static_cast<int64_t>(found);
+  const size_t page_count = (now - before) / page;
+  counts_.pages_found += static_cast<int64_t>(page_count);
   const auto first = drawn.pages.begin() + static_cast<int64_t>(before / page);
-  counts_.pages_of_equals +=
-      oracle_->OfEquals(sequence.model, std::vector(first, first + static_cast<int64_t>(found)));
-  if (found > 0 || !drawn.pages.empty()) {
-    oracle_->ApplyMatch(info.id, drawn.pages, drawn.salt, found);
+  counts_.pages_of_equals += oracle_->OfEquals(
+      sequence.model, std::vector(first, first + static_cast<int64_t>(page_count)));
+  if (page_count > 0 || !drawn.pages.empty()) {
+    oracle_->ApplyMatch(info.id, drawn.pages, drawn.salt, page_count);
   }
-  return found;
+  return page_count;
 }
 
 void Simulator::RenameFrom(uint64_t id, size_t found, DrawnPrefix drawn) {
@@ -242,17 +242,17 @@ void Simulator::SendHint(scheduler::HintKind kind, int model, const DrawnPrefix&
   if (!server::ParseHint(message, engine_->limits(), &args).ok()) Fail("ParseHint");
   BeforeCall();
   if (!known.open) return AfterCall();  // its lease has ended, and another model may have its name
-  const size_t most = oracle_->MostFound(model, drawn.salt, drawn.pages);
+  const size_t found_pages = oracle_->MostFound(model, drawn.salt, drawn.pages);
   const auto answer = engine_->Hint(args);
   if (Foretold("Hint", answer.status(), Reasons())) {
     const int64_t all = static_cast<int64_t>(drawn.pages.size()) * known.shape.page;
     const int64_t named = answer->rows_done + answer->rows_deferred;
     const bool done = answer->outcome == scheduler::HintOutcome::kAccepted;
-    if (answer->rows != all || named > static_cast<int64_t>(most) * known.shape.page ||
+    if (answer->rows != all || named > static_cast<int64_t>(found_pages) * known.shape.page ||
         done != (answer->rows_done == all)) {
-      Fail(absl::StrCat("a hint for ", all, " rows, of which ", most, " pages were published, is ",
-                        "done for ", answer->rows_done, " and deferred for ",
-                        answer->rows_deferred));
+      Fail(absl::StrCat("a hint for ", all, " rows, of which ", found_pages,
+                        " pages were published, is ", "done for ", answer->rows_done,
+                        " and deferred for ", answer->rows_deferred));
     }
     oracle_->TouchModel(model, Now());
   }

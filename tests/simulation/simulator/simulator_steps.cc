@@ -35,7 +35,7 @@ OracleBegin Simulator::DrawBegin(int tenant) {
   begin.stream = AnyStream(tenant)->id;
   begin.id = next_step_id_++;
   const int wanted = 1 + static_cast<int>(Pick(oracle_limits_.max_step_sequences));
-  int left = oracle_limits_.max_step_rows;
+  int rows_left = oracle_limits_.max_step_rows;
   for (int i = 0; i < wanted && begin.model >= 0; ++i) {
     const OracleSequence* sequence = AnySequence(tenant, /*free=*/true);
     if (sequence == nullptr || sequence->model != begin.model) continue;
@@ -44,14 +44,14 @@ OracleBegin Simulator::DrawBegin(int tenant) {
     const int page = oracle_->models[begin.model].shape.page;
     const int room = std::min(oracle_limits_.max_sequence_rows, oracle_limits_.max_pages * page) -
                      sequence->length();
-    const int most = std::min({room, left, 9});
+    const int most = std::min({room, rows_left, 9});
     if (most < 1) continue;
     const int rows = 1 + static_cast<int>(Pick(static_cast<uint64_t>(most)));
     begin.sequences.push_back(sequence->id);
     begin.epochs.push_back(sequence->epoch);
     begin.starts.push_back(sequence->length());
     begin.rows.push_back(rows);
-    left -= rows;
+    rows_left -= rows;
   }
   if (oracle_limits_.max_participants > 1 && Chance(35)) {
     begin.participants = 2 + static_cast<int>(Pick(oracle_limits_.max_participants - 1));
@@ -61,22 +61,22 @@ OracleBegin Simulator::DrawBegin(int tenant) {
 }
 
 void Simulator::SpoilBegin(OracleBegin* begin) {
-  const size_t at = Pick(begin->sequences.size());
+  const size_t index = Pick(begin->sequences.size());
   switch (Pick(9)) {
     case 0:
-      begin->epochs[at] += 1;
+      begin->epochs[index] += 1;
       break;
     case 1:
-      begin->starts[at] += 1;
+      begin->starts[index] += 1;
       break;
     case 2:
-      begin->rows[at] = 0;
+      begin->rows[index] = 0;
       break;
     case 3:
-      begin->rows[at] = oracle_limits_.max_step_rows + 1;
+      begin->rows[index] = oracle_limits_.max_step_rows + 1;
       break;
     case 4:
-      begin->sequences[at] = Pick(~uint64_t{0});
+      begin->sequences[index] = Pick(~uint64_t{0});
       break;
     case 5:
       begin->model = -1;
@@ -89,7 +89,7 @@ void Simulator::SpoilBegin(OracleBegin* begin) {
       break;
     default:
       // Any sequence: another tenant's, one in a step, one of another model, or one named twice.
-      begin->sequences[at] = AnySequence(0, /*free=*/false)->id;
+      begin->sequences[index] = AnySequence(0, /*free=*/false)->id;
       break;
   }
 }
@@ -217,11 +217,12 @@ bool Simulator::Query() {
   if (step == nullptr) return false;
   AttendSpec spec = DrawAttend(*step);
   if (step->broken[spec.layer]) return false;
-  const int most = Chance(70) ? static_cast<int>(step->layers[spec.layer].size()) : step->total;
-  if (most == 0) return false;
+  const int row_limit =
+      Chance(70) ? static_cast<int>(step->layers[spec.layer].size()) : step->total;
+  if (row_limit == 0) return false;
   spec.kv = false;
-  spec.row = static_cast<int>(Pick(static_cast<uint64_t>(most)));
-  spec.rows = 1 + static_cast<int>(Pick(static_cast<uint64_t>(most - spec.row)));
+  spec.row = static_cast<int>(Pick(static_cast<uint64_t>(row_limit)));
+  spec.rows = 1 + static_cast<int>(Pick(static_cast<uint64_t>(row_limit - spec.row)));
   spec.head = static_cast<int>(Pick(oracle_->models[step->model].shape.heads));
   spec.heads = 1 + static_cast<int>(Pick(oracle_->models[step->model].shape.heads - spec.head));
   return SendAttend(step, spec);

@@ -37,9 +37,9 @@ void SimRequest::Done(const absl::Status& answer) {
 }
 
 void Simulator::OnDone(SimRequest* request) {
-  const auto found = std::find_if(requests_.begin(), requests_.end(),
-                                  [&](const auto& other) { return other.get() == request; });
-  if (found == requests_.end() || request->answers != 1) {
+  const auto request_it = std::find_if(requests_.begin(), requests_.end(),
+                                       [&](const auto& other) { return other.get() == request; });
+  if (request_it == requests_.end() || request->answers != 1) {
     Fail("a request was answered twice");
     return;
   }
@@ -52,8 +52,8 @@ void Simulator::OnDone(SimRequest* request) {
                 std::byte{0xff});
     memory_.erase(request->memory.data());
   }
-  done_.push_back(std::move(*found));
-  requests_.erase(found);
+  done_.push_back(std::move(*request_it));
+  requests_.erase(request_it);
 }
 
 int Simulator::OnStaged(const void* host, int64_t bytes, uint64_t serial) {
@@ -299,9 +299,9 @@ void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const A
   request->memory.assign(Room(request->kv_bytes) + Room(request->q_bytes) + Room(request->o_bytes) +
                              Room(request->lse_bytes) + Room(request->list_bytes),
                          kGuardByte);
-  std::byte* at = request->memory.data();
+  std::byte* address = request->memory.data();
   if (spec.kv) {
-    args.kv = at;
+    args.kv = address;
     for (int row = 0; row < spec.rows; ++row) {
       const auto& keys = step.layers[spec.layer];
       const size_t number = static_cast<size_t>(spec.row + row);
@@ -310,31 +310,31 @@ void Simulator::FillTensors(SimRequest* request, const OracleStep& step, const A
       if (spec.differs && row == spec.rows - 1) key += uint64_t{1} << 40;
       for (int i = 0; i < shape.row_dim(); ++i) {
         const size_t index = static_cast<size_t>(row) * shape.row_dim() + i;
-        Put(at, spec.f32, index, PatternBits(key, i, step.tenant));
+        Put(address, spec.f32, index, PatternBits(key, i, step.tenant));
       }
     }
   }
-  at += Room(request->kv_bytes);
+  address += Room(request->kv_bytes);
   if (spec.form == Form::kAppend) return;
-  args.q = at;
+  args.q = address;
   const int dim = QueryDim(shape, spec.form);
   for (int row = 0; row < spec.rows; ++row) {
     for (int head = 0; head < spec.heads; ++head) {
       const uint64_t key = request->q_key + static_cast<uint64_t>(row * 8 + head);
       for (int i = 0; i < dim; ++i) {
         const size_t index = (static_cast<size_t>(row) * spec.heads + head) * dim + i;
-        Put(at, spec.f32, index, PatternBits(key, i, step.tenant));
+        Put(address, spec.f32, index, PatternBits(key, i, step.tenant));
       }
     }
   }
-  at += Room(request->q_bytes);
-  args.o = at;
-  std::fill_n(at, request->o_bytes, std::byte{0xff});
-  at += Room(request->o_bytes);
-  if (spec.lists()) FillLists(request, step, spec, at + Room(request->lse_bytes));
+  address += Room(request->q_bytes);
+  args.o = address;
+  std::fill_n(address, request->o_bytes, std::byte{0xff});
+  address += Room(request->o_bytes);
+  if (spec.lists()) FillLists(request, step, spec, address + Room(request->lse_bytes));
   if (!spec.lse) return;
-  args.lse = reinterpret_cast<float*>(at);
-  std::fill_n(at, request->lse_bytes, std::byte{0xff});
+  args.lse = reinterpret_cast<float*>(address);
+  std::fill_n(address, request->lse_bytes, std::byte{0xff});
 }
 
 absl::Status Simulator::ParseRows(const scheduler::ModelSpec& known, const OracleStep& step,
@@ -480,17 +480,17 @@ bool Simulator::Malformed() {
 }
 
 void Simulator::CheckGuards(const SimRequest& request) {
-  size_t at = 0;
+  size_t offset = 0;
   for (const size_t bytes :
        {request.kv_bytes, request.q_bytes, request.o_bytes, request.lse_bytes}) {
-    for (size_t i = at + bytes; i < at + Room(bytes); ++i) {
+    for (size_t i = offset + bytes; i < offset + Room(bytes); ++i) {
       // The inputs were returned, together with the first one's guard.
       const bool scribbled = i < Room(request.kv_bytes) + request.q_bytes;
       if (request.memory[i] == (scribbled ? std::byte{0xff} : kGuardByte)) continue;
       Fail("a launch wrote beyond a tensor");
       return;
     }
-    at += Room(bytes);
+    offset += Room(bytes);
   }
 }
 

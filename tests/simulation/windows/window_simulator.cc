@@ -131,18 +131,18 @@ bool WindowSimulator::Fork() {
   args.expected_epoch = parent->epoch;
   const int length = static_cast<int>(Pick(static_cast<uint64_t>(parent->length()) + 1));
   args.length = length;
-  const auto made = harness_->core().ForkSequence(args);
+  const auto child_info = harness_->core().ForkSequence(args);
   const bool kept = parent->Kept(model(), length);
-  if (made.ok() != kept) {
+  if (child_info.ok() != kept) {
     Fail(absl::StrCat("fork at ", length, " of ", parent->length(), ", ", parent->gone,
-                      " gone: ", made.status().ToString()));
+                      " gone: ", child_info.status().ToString()));
   }
   if (!kept) ++counts_.passed;
-  if (!made.ok()) return true;
+  if (!child_info.ok()) return true;
   forked_ = true;
   WindowText child = *parent;
-  child.id = made->id;
-  child.epoch = made->epoch;
+  child.id = child_info->id;
+  child.epoch = child_info->epoch;
   child.CutTo(model(), length);
   texts_.push_back(std::move(child));
   return true;
@@ -204,26 +204,26 @@ bool WindowSimulator::Export() {
 
 bool WindowSimulator::Import() {
   if (exports_.empty() || texts_.size() == kMostTexts) return false;
-  const size_t at = Pick(exports_.size());
-  WindowText text = exports_[at].text;
+  const size_t index = Pick(exports_.size());
+  WindowText text = exports_[index].text;
   const bool restores = Chance(50), gives_up = Chance(15);
   std::string expected = restores && Find(text.id) != nullptr ? "sequence_open" : "";
   if (expected.empty() && text.length() == 0) expected = "out_of_range";
   const int64_t part_bytes = Chance(50) ? 1 << 20 : 1 + static_cast<int64_t>(Pick(200));
-  const auto made = WindowMoves(harness_.get(), part_bytes)
-                        .In(exports_[at].moved, restores ? text.id : 0, gives_up);
+  const auto imported = WindowMoves(harness_.get(), part_bytes)
+                            .In(exports_[index].moved, restores ? text.id : 0, gives_up);
   Answer();
-  if (DetailOf(made.status()).reason != expected ||
-      (expected.empty() && absl::IsCancelled(made.status()) != gives_up)) {
-    Fail(absl::StrCat("import, foretold \"", expected, "\": ", made.status().ToString()));
+  if (DetailOf(imported.status()).reason != expected ||
+      (expected.empty() && absl::IsCancelled(imported.status()) != gives_up)) {
+    Fail(absl::StrCat("import, foretold \"", expected, "\": ", imported.status().ToString()));
   }
-  if (made.ok() && restores && (made->id != text.id || made->epoch == text.epoch)) {
+  if (imported.ok() && restores && (imported->id != text.id || imported->epoch == text.epoch)) {
     Fail("a restored sequence has another id, or the epoch of before");
   }
-  if (Chance(50)) exports_.erase(exports_.begin() + static_cast<int64_t>(at));
-  if (!made.ok()) return true;
-  text.id = made->id;
-  text.epoch = made->epoch;
+  if (Chance(50)) exports_.erase(exports_.begin() + static_cast<int64_t>(index));
+  if (!imported.ok()) return true;
+  text.id = imported->id;
+  text.epoch = imported->epoch;
   texts_.push_back(std::move(text));
   ++counts_.moves;
   CheckTails();
@@ -404,8 +404,8 @@ void WindowSimulator::Close(size_t at, const std::vector<int>* committed,
 
 bool WindowSimulator::End() {
   if (steps_.empty()) return false;
-  const size_t at = Pick(steps_.size());
-  Step& step = steps_[at];
+  const size_t index = Pick(steps_.size());
+  Step& step = steps_[index];
   for (int layer = 0; layer < model().layers; ++layer) {
     if (step.sent[layer] < step.total) Send(&step, layer, step.total - step.sent[layer]);
   }
@@ -428,7 +428,7 @@ bool WindowSimulator::End() {
   if (!end->status.ok() || !end->answered()) Fail(absl::StrCat("end: ", end->status.ToString()));
   ++counts_.commits;
   const std::vector<int> rows(committed.begin(), committed.end());
-  Close(at, &rows, sent);
+  Close(index, &rows, sent);
   CheckTails();
   return true;
 }

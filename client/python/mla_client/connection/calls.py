@@ -11,9 +11,21 @@ import grpc
 
 from mla_client import errors
 from mla_client.base import deadlines, process
+from mla_client.gen import admin_pb2, admin_pb2_grpc
 
 ATTEMPTS = 4
 FIRST_PAUSE_S = 0.05  # before the first repeat; at most doubled before each further one
+# Longest question which server answers. Within it two answers count as one.
+ASK_S = 1.0
+_OTHERS = {
+    "server_restarted": errors.ServerRestarted(
+        "the server restarted: all sequences are gone",
+        errors.ErrorDetail(reason="server_restarted")),
+    "another_server": errors.AnotherServer(
+        "another server answered on this address, as servers after a balancer do: use the server's "
+        "own address, or a target that names the cluster",
+        errors.ErrorDetail(reason="another_server")),
+}
 
 
 class Calls:
@@ -27,7 +39,8 @@ class Calls:
         self.home = process.Home()
         self.closed = threading.Event()  # ends pauses between repeats
         self.boot_id: Optional[int] = None  # of the server that answered first
-        self._restarted = False
+        self._answered = time.monotonic()   # when that one did last
+        self._other: Optional[errors.MlaError] = None  # why its answers are not to be used
 
     def __call__(self, method: Callable[..., Any], request: Any, *, idempotent: bool = True,
                  requests: Optional[Callable[[], Iterator[Any]]] = None,
@@ -50,12 +63,19 @@ class Calls:
                         or time.monotonic() + pause >= deadline or not self._pause(pause)):
                     raise error from rpc_error
             else:
-                # A drain's answer carries none.
-                self.see_boot_id(getattr(reply, "boot_id", self.boot_id))
-                if self._restarted:
-                    raise errors.ServerRestarted("the server restarted: all sequences are gone")
+                if hasattr(reply, "boot_id"):  # a drain's answer carries none
+                    self.check(reply)
+                elif self._other is not None:
+                    raise self._why_other().again()
                 return reply
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def check(self, reply: Any) -> None:
+        """The same of a reply to a call that was made elsewhere. Raises ServerRestarted or
+        AnotherServer."""
+        self.see_boot_id(reply.boot_id)
+        if self._other is not None:
+            raise self._why_other().again()
 
     def _pause(self, seconds: float) -> bool:
         """Waits before a repeat; false if the client was closed. A connection makes progress only
@@ -69,4 +89,26 @@ class Calls:
     def see_boot_id(self, boot_id: Optional[int]) -> None:
         """An answer came from the server that has this boot id."""
         if self.boot_id is not None and boot_id != self.boot_id:
-            self._restarted = True
+            if self._other is None:
+                self._other = errors.ServerRestarted(
+                    "the server restarted: all sequences are gone")
+        else:
+            self._answered = time.monotonic()
+
+    def _why_other(self) -> errors.MlaError:
+        """A process that ran already when the first one answered last is another server: the address
+        is that of a balancer."""
+        other, asked = self._other, time.monotonic()
+        if isinstance(other, errors.ServerRestarted) and not other.detail.reason:
+            reason = "server_restarted"
+            try:
+                info = admin_pb2_grpc.AdminStub(self._channel).GetServerInfo(
+                    admin_pb2.GetServerInfoRequest(), metadata=self.metadata, timeout=ASK_S)
+                since = asked - self._answered
+                if info.boot_id == self.boot_id or info.uptime_ms / 1e3 > since + ASK_S:
+                    reason = "another_server"
+            except grpc.RpcError:
+                pass  # it says nothing, as one does that has just started
+            self._other = _OTHERS[reason]
+        assert self._other is not None
+        return self._other

@@ -25,7 +25,8 @@ class Fault(enum.Enum):
 
 def fault_of(error: errors.MlaError) -> Fault:
     """The fault behind the error of a call that named a sequence, a step or a model."""
-    if isinstance(error, (errors.ServerRestarted, errors.Unavailable, errors.Cancelled)):
+    if isinstance(error, (errors.ServerRestarted, errors.AnotherServer, errors.Unavailable,
+                          errors.Cancelled)):
         return Fault.AWAY
     if isinstance(error, errors.ResourceExhausted):
         return Fault.NO_ROOM

@@ -14,7 +14,7 @@ METHODS = {
     "Sequences": {name: (getattr(sequence_pb2, name + "Request"),
                          getattr(sequence_pb2, name + "Reply"))
                   for name in ("Open", "Match", "Get", "Fork", "Truncate", "ReadTail", "Release",
-                               "RenewLease")},
+                               "RenewLease", "Probe")},
     "Cache": {"Restore": (cache_pb2.RestoreRequest, cache_pb2.RestoreReply),
               "Explain": (cache_pb2.ExplainRequest, cache_pb2.ExplainReply)},
 }
@@ -106,6 +106,9 @@ class HostileServer:
 
     def _get(self, request, context):
         return sequence_pb2.GetReply(boot_id=BOOT_ID, sequences=[sequence()])
+
+    def _probe(self, request, context):
+        return sequence_pb2.ProbeReply(boot_id=BOOT_ID)
 
     def _fork(self, request, context):
         return sequence_pb2.ForkReply(boot_id=BOOT_ID, sequence=sequence(8))

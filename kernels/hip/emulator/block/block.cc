@@ -60,11 +60,11 @@ Lane* Next(const Lane& from) {
 // Suspends the running lane until it can run again.
 void Leave() {
   Lane& from = *the_lane;
-  Lane* const to = Next(from);
-  if (to == nullptr) Fault("all lanes wait for each other");
-  if (to != &from) {
-    the_lane = to;
-    Switch(from.fiber, to->fiber);
+  Lane* const next = Next(from);
+  if (next == nullptr) Fault("all lanes wait for each other");
+  if (next != &from) {
+    the_lane = next;
+    Switch(from.fiber, next->fiber);
   }
   from.state = Lane::State::kRuns;
 }

@@ -168,16 +168,16 @@ TEST(BlockTest, SharedMemoryHasBoundsAndAlignment) {
 
 TEST(BlockTest, LanesOfAWaveStayTogether) {
   static int slot = 0;
-  static int* const at = &slot;
-  EXPECT_THAT(Launch([](const void*) { Meet(Index() == 3 ? OtherThing : Nothing, at); }),
+  static int* const address = &slot;
+  EXPECT_THAT(Launch([](const void*) { Meet(Index() == 3 ? OtherThing : Nothing, address); }),
               HasSubstr("different instructions"));
   EXPECT_THAT(Launch([](const void*) {
-                if (Index() != 3) Meet(Nothing, at);
+                if (Index() != 3) Meet(Nothing, address);
               }),
               HasSubstr("a lane"));
   EXPECT_THAT(Launch([](const void*) {
                 Uniform(Index() / 31);
-                Meet(Nothing, at);
+                Meet(Nothing, address);
               }),
               HasSubstr("lanes differ in a value that must be the same"));
 }

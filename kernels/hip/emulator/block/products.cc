@@ -12,14 +12,14 @@ void MultiplyColumns(float* d, const float* a, const float* b, int rows, int col
                      int col) {
   for (int r = 0; r < rows; ++r) {
     Floats sum[kVectors];
-    auto* const to = reinterpret_cast<Floats*>(d + r * cols + col);
-    for (int v = 0; v < kVectors; ++v) sum[v] = to[v];
+    auto* const target = reinterpret_cast<Floats*>(d + r * cols + col);
+    for (int v = 0; v < kVectors; ++v) sum[v] = target[v];
     for (int k = 0; k < depth; ++k) {
       const auto* from = reinterpret_cast<const Floats*>(b + k * cols + col);
       const float x = a[r * depth + k];
       for (int v = 0; v < kVectors; ++v) sum[v] += from[v] * x;
     }
-    for (int v = 0; v < kVectors; ++v) to[v] = sum[v];
+    for (int v = 0; v < kVectors; ++v) target[v] = sum[v];
   }
 }
 

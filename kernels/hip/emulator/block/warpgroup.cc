@@ -44,11 +44,11 @@ struct Operand {
   // Loads the 16 bytes from byte `col` of row `row` on. The swizzle acts on bits of the address.
   void Load(int row, int col, float* out) const {
     const uint32_t from_start = static_cast<uint32_t>(col);
-    const uint32_t at = start + static_cast<uint32_t>(row / 8) * group +
-                        static_cast<uint32_t>(row % 8) * pitch + from_start / pitch * block +
-                        from_start % pitch;
+    const uint32_t offset = start + static_cast<uint32_t>(row / 8) * group +
+                            static_cast<uint32_t>(row % 8) * pitch + from_start / pitch * block +
+                            from_start % pitch;
     const char* const from =
-        the_block->shared.base() + (at ^ (at >> 7 & (pitch / kChunkBytes - 1)) << 4);
+        the_block->shared.base() + (offset ^ (offset >> 7 & (pitch / kChunkBytes - 1)) << 4);
     the_block->shared.Read(from, kChunkBytes, the_lane->wave->index);
     uint8_t x[kChunkBytes];
     std::memcpy(x, from, sizeof(x));

@@ -145,6 +145,13 @@ void BadInputTest::TrySequences() {
     v1::MatchReply reply;
     return sequences_->Match(context, request, &reply);
   });
+  v1::ProbeRequest probe;
+  probe.set_model_id("m");
+  probe.mutable_prefix()->add_token_ids(1);
+  TryUnary(probe, [&](auto* context, const auto& request) {
+    v1::ProbeReply reply;
+    return sequences_->Probe(context, request, &reply);
+  });
   v1::TruncateRequest truncate;
   truncate.set_sequence_id(track.sequence.id());
   truncate.set_expected_epoch(track.sequence.epoch());

@@ -1,0 +1,73 @@
+"""All servers of a cluster behind one client.
+
+    client = mla_client.Client.connect("etcd://registry:2379/fleet", tenant="research")
+    model = client.register_model(spec)
+    sequence = model.open_sequence(prefix=mla_client.Prefix(tokens))   # where it costs least
+    try:
+        with client.step([(sequence, rows)]) as step: ...
+    except mla_client.MlaError:
+        client.recover(sequence, mla_client.Prefix(tokens))            # then send the rows again
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional
+
+from mla_client import errors
+
+if TYPE_CHECKING:
+    from mla_client.cluster.client import ClusterClient
+    from mla_client.cluster.members import Member
+
+
+def connect(target: str, *, tls: Any = None, client_id: str = "", timeout_s: float = 30.0,
+            on_peer: Optional[Callable[[Any], None]] = None, home: str = "", costs: Any = None,
+            etcd: Optional[Mapping[str, str]] = None, same_host: bool = True,
+            keep_s: Optional[float] = None, subset: Optional[int] = None,
+            **arguments: Any) -> "ClusterClient":
+    """A client of the servers that a target names. `arguments` are those of Client.connect, for the
+    connection to each of them.
+
+    `home`: the address of the server for sequences that share nothing; `costs`: a
+    placement.Costs; `etcd`: ca, cert and key of the registry, as paths; `same_host` False: servers
+    of this host are reached as others are, not by their unix sockets; `keep_s`: how long the
+    members are used while the registry does not answer (default: ten minutes); `subset`: servers
+    that this worker uses as long as they have room (default: 8; 0: all)."""
+    # Here, as these modules import the client that this package's parent makes.
+    from mla_client.client import Client, Tls
+    from mla_client.cluster import members, placement, registry, targets
+    from mla_client.cluster.client import SUBSET, ClusterClient
+    if isinstance(tls, Mapping):
+        tls = Tls(**tls)
+    if tls is not None and not tls.server_name and target.startswith("dns:///"):
+        # Its certificate has the name, not the addresses that the name has.
+        tls = dataclasses.replace(tls, server_name=targets.dns_target(target).host)
+    source = registry.registry_of(target, **dict(etcd or {}))
+    if client_id == "":
+        client_id = "py-" + os.urandom(8).hex()
+
+    def to_member(member: "Member") -> Client:
+        return Client.connect(_address_of(member, same_host and tls is None), tls=tls,
+                              client_id=client_id, timeout_s=timeout_s, **arguments)
+
+    gone: Callable[[list], None] = lambda addresses: None
+    fleet = members.MemberList(source.read, on_gone=lambda addresses: gone(addresses),
+                               keep_s=members.KEEP_S if keep_s is None else keep_s)
+    client = ClusterClient(fleet, to_member, client_id=client_id, timeout_s=timeout_s, home=home,
+                           costs=costs or placement.Costs(), moved=source.moved, on_peer=on_peer,
+                           subset=SUBSET if subset is None else subset, on_close=source.close)
+    gone = client.gone
+    if not fleet.refresh():
+        error = fleet.error or errors.Unavailable("the registry did not answer")
+        client.close()
+        raise error
+    fleet.start()
+    return client
+
+
+def _address_of(member: "Member", same_host: bool) -> str:
+    here = same_host and member.socket and member.node == socket.gethostname()
+    return f"unix:{member.socket}" if here and os.path.exists(member.socket) else member.address

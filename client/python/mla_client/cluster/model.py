@@ -1,0 +1,98 @@
+"""A model of a cluster: registered on each server where sequences of it come."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence as Seq, Tuple
+
+import numpy.typing as npt
+
+from mla_client import errors, wire
+from mla_client.service import Model, Sequence
+from mla_client.types import ModelSpec, Prefix, WeightsStatus
+
+if TYPE_CHECKING:
+    from mla_client.cluster.client import ClusterClient
+
+
+class ClusterModel(Model):
+    """What is uploaded is kept, by reference, for servers that the model comes to later: arrays
+    must not change. `Client.connect(on_peer=...)` brings weights that are to be read again
+    instead."""
+
+    def __init__(self, cluster: "ClusterClient", spec: ModelSpec, page_group_bytes: int,
+                 lease_ms: int, extras: Dict[str, Any]) -> None:
+        service: Any = cluster
+        super().__init__(service, spec, page_group_bytes)
+        self.lease_ms = lease_ms
+        self.extras = extras  # of the registration
+        # By what they are about: a repeat takes the place of the one before.
+        self.uploads: Dict[Tuple[Any, ...], Callable[[Model], Any]] = {}
+        self._cluster = cluster
+
+    def rows_of(self, prefix: Optional[Prefix]) -> int:
+        """Rows of whole pages that a prefix is about."""
+        if prefix is None:
+            return 0
+        page = self.spec.page_size
+        rows = len(prefix.page_keys) * page or len(prefix.token_ids) // page * page
+        return rows if prefix.max_rows is None else min(rows, prefix.max_rows // page * page)
+
+    def bytes_of(self, rows: int) -> int:
+        """What rows take of a pool."""
+        return -(-max(0, rows) // self.spec.page_size) * self.page_group_bytes
+
+    def open_sequence(self, *, request_id: str = "", lease_ms: int = 0,
+                      prefix: Optional[Prefix] = None, last: str = "") -> Sequence:
+        """As Model's, on the server where it costs least (docs/cluster.md). `last`: the address of
+        the server that had the conversation before ("": what this client remembers)."""
+        wire.check_number("lease_ms", lease_ms)
+        return self._cluster.open_sequence(self, request_id or secrets.token_hex(16), lease_ms,
+                                           prefix, last)
+
+    def adopt_sequence(self, sequence_id: int) -> Sequence:
+        """As Model's, from whichever server has it."""
+        return self._cluster.adopt(self, sequence_id)
+
+    def upload_weights(self, layer: int, w_uk: npt.NDArray, w_uv: npt.NDArray,
+                       head_begin: int = 0) -> WeightsStatus:
+        """As Model's, to all servers that have the model; the last one's status."""
+        status: WeightsStatus = self._upload(
+            ("weights", layer, head_begin),
+            lambda there: there.upload_weights(layer, w_uk, w_uv, head_begin))
+        return status
+
+    def upload_scales(self, scales: Seq[float]) -> None:
+        """As Model's, to all servers that have the model."""
+        self._upload(("scales",), lambda there: there.upload_scales(scales))
+
+    def upload_sinks(self, sinks: Any, layer_begin: int = 0, head_begin: int = 0) -> List[int]:
+        """As Model's, to all servers that have the model."""
+        missing: List[int] = self._upload(
+            ("sinks", layer_begin, head_begin),
+            lambda there: there.upload_sinks(sinks, layer_begin, head_begin))
+        return missing
+
+    def unregister(self) -> None:
+        """Forgets the model on all servers. FailedPrecondition while sequences of it are open."""
+        self._cluster._unregister(self.spec.model_id)
+
+    def replay(self, there: Model) -> None:
+        """Uploads to one server what was uploaded so far."""
+        for upload in list(self.uploads.values()):
+            upload(there)
+
+    def _upload(self, about: Tuple[Any, ...], upload: Callable[[Model], Any]) -> Any:
+        answer, done, last = None, 0, None
+        for owner in self._cluster._used():
+            try:
+                answer = upload(owner.model(self.spec, self.lease_ms, self.extras))
+                done += 1
+            except (errors.Unavailable, errors.DeadlineExceeded, errors.ServerRestarted) as error:
+                owner.failed(error)
+                owner.drop()  # with the next connection it gets all of them
+                last = error
+        if not done:
+            raise last or errors.Unavailable("no server has the model")
+        self.uploads[about] = upload
+        return answer

@@ -1,0 +1,40 @@
+"""Sequences that a drain has moved between servers of a cluster: what Client does with
+`follow_moves`, over the connections that the cluster's client has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable
+
+from mla_client import errors
+from mla_client.moves import Moves
+from mla_client.service import Model
+
+if TYPE_CHECKING:
+    from mla_client.cluster.client import ClusterClient
+
+
+class ClusterMoves(Moves):
+    """Of the connection to one server."""
+
+    def __init__(self, cluster: "ClusterClient") -> None:
+        super().__init__(self._none)
+        self._cluster = cluster
+
+    @staticmethod
+    def _none(peer: str) -> Any:
+        raise errors.Internal(f"a connection to {peer} beside the cluster's")
+
+    def client_of(self, peer: str) -> Any:
+        return self._cluster.owners.at(peer).client
+
+    def prepare(self, model_id: str, prepare: Callable[[Model], None]) -> None:
+        self._cluster._prepare_moved(model_id, prepare)
+
+    def model_of(self, peer: str, model: Model) -> Model:
+        known = self._cluster.models_known.get(model.spec.model_id)
+        if known is None or known.spec != model.spec:
+            return self._cluster.owners.at(peer).model(model.spec, 0, {})
+        return self._cluster.model_at(peer, known)
+
+    def close(self) -> None:
+        """The connections are the cluster's."""

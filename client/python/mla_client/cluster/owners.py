@@ -1,0 +1,273 @@
+"""The servers that a cluster client uses: their connections and models, and what they said last."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import hashlib
+import struct
+import threading
+import time
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence as Seq
+
+import numpy as np
+
+from mla_client import errors
+from mla_client.cluster.members import Member
+from mla_client.cluster.placement import Probe, fill_of
+from mla_client.service import Model, Sequence
+from mla_client.types import ModelSpec, Prefix
+
+# An answer to a probe that takes longer decides nothing: another server is as good.
+PROBE_S = 0.25
+# The first connection to a server, for a probe.
+CONNECT_S = 2.0
+# A server that has failed is asked again after so long, twice as long each time, at most.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+# What a probe said of a server's room counts for so long.
+FRESH_S = 5.0
+# Conversations that are remembered, and rows between two of their marks.
+MOST_MARKS = 1 << 17
+MARK_ROWS = 1024
+
+
+class Owner:
+    """A server. Thread-safe."""
+
+    def __init__(self, address: str, connect: Callable[[], Any],
+                 prepare: Callable[[Model], None], now: Callable[[], float]) -> None:
+        self.address = address
+        self._connect = connect
+        self._prepare = prepare
+        self._now = now
+        self._lock = threading.Lock()  # one thread connects, others wait for it
+        self._client: Any = None
+        self._models: Dict[str, Model] = {}
+        self._failures = 0
+        self._until = 0.0
+        self.last_probe: Optional[Probe] = None
+        self.probed_at = -FRESH_S
+
+    @property
+    def client(self) -> Any:
+        """The connection, made if there is none."""
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect()
+                self._models = {}
+            return self._client
+
+    @property
+    def connected(self) -> Any:
+        """The connection, or None: nothing is waited for."""
+        return self._client
+
+    @property
+    def well(self) -> bool:
+        """False for a while after a failure."""
+        return self._now() >= self._until
+
+    def model(self, spec: ModelSpec, lease_ms: int, extras: Mapping[str, Any]) -> Model:
+        """The model as this server has it, registered and prepared if it was not."""
+        client = self.client
+        known = self._models.get(spec.model_id)
+        if known is not None and known.service is client and known.spec == spec:
+            return known
+        made: Model = client.register_model(spec, lease_ms=lease_ms, **extras)
+        self._prepare(made)
+        self._models[spec.model_id] = made
+        return made
+
+    def failed(self, error: errors.MlaError) -> None:
+        """A call has failed. What says that another process answers ends the connection."""
+        gone = isinstance(error, (errors.ServerRestarted, errors.AnotherServer))
+        if gone or isinstance(error, (errors.Unavailable, errors.DeadlineExceeded)):
+            self._until = self._now() + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** self._failures)
+            self._failures = min(self._failures + 1, 16)
+            self.last_probe = None
+        if gone:
+            self.drop()
+
+    def answered(self, probe: Probe) -> None:
+        """A probe has been answered."""
+        self.last_probe, self.probed_at = probe, self._now()
+        self._failures, self._until = 0, 0.0
+
+    def forget_model(self, model_id: str) -> None:
+        """It was unregistered."""
+        self._models.pop(model_id, None)
+
+    def drop(self) -> None:
+        """Ends the connection; a later use makes another."""
+        with self._lock:
+            client, self._client, self._models = self._client, None, {}
+        if client is not None:
+            try:
+                client.close()
+            except (errors.MlaError, ValueError):
+                pass  # it was broken
+
+
+class Marks:
+    """Which server had a conversation last, by what its rows stand for. Bounded; thread-safe."""
+
+    def __init__(self, most: int = MOST_MARKS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._owners: "collections.OrderedDict[bytes, str]" = collections.OrderedDict()
+
+    def remember(self, model_id: str, prefix: Prefix, address: str) -> None:
+        """Rows that begin so are there now."""
+        with self._lock:
+            for mark in marks_of(model_id, prefix):
+                self._owners[mark] = address
+                self._owners.move_to_end(mark)
+            while len(self._owners) > self._most:
+                self._owners.popitem(last=False)
+
+    def recall(self, model_id: str, prefix: Prefix) -> str:
+        """The server that had the longest beginning; "": none is known."""
+        marks = marks_of(model_id, prefix)
+        with self._lock:
+            return next((self._owners[mark] for mark in reversed(marks)
+                         if mark in self._owners), "")
+
+
+def marks_of(model_id: str, prefix: Prefix) -> List[bytes]:
+    """Digests of the first MARK_ROWS rows, of twice as many, and so on; of a shorter prefix one of
+    all. Where pages are named, of every MARK_ROWS / 64 names."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for text in (model_id.encode(), prefix.salt.encode()):
+        hasher.update(struct.pack("<I", len(text)) + text)
+    if len(prefix.page_keys) > 0:
+        parts: Seq[bytes] = prefix.page_keys
+        step = MARK_ROWS // 64
+    else:
+        tokens = np.asarray(prefix.token_ids, dtype="<u4")
+        parts, step = [tokens[at:at + MARK_ROWS].tobytes()
+                       for at in range(0, len(tokens), MARK_ROWS)], 1
+    if not parts:
+        return []
+    marks: List[bytes] = []
+    for index, part in enumerate(parts):
+        if index == len(parts) - 1 and len(prefix.page_keys) == 0 \
+                and len(prefix.token_ids) % MARK_ROWS and marks:
+            break  # what is left over is another one with the next turn
+        hasher.update(bytes(part))
+        if (index + 1) % step == 0:
+            marks.append(hasher.copy().digest())
+    return marks or [hasher.digest()]
+
+
+class Owners:
+    """All of them. Thread-safe."""
+
+    def __init__(self, connect: Callable[[Member], Any], prepare: Callable[[Model], None], *,
+                 now: Callable[[], float] = time.monotonic, threads: int = 8) -> None:
+        """`connect` makes a client of a member. `threads` connect to servers of which there is no
+        connection while a probe waits for them; 0: the caller's thread does."""
+        self._connect = connect
+        self._prepare = prepare
+        self._now = now
+        self._lock = threading.Lock()
+        self._owners: Dict[str, Owner] = {}
+        self._members: Dict[str, Member] = {}
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            threads, thread_name_prefix="mla-owners") if threads > 0 else None
+
+    def know(self, members: Seq[Member]) -> None:
+        """How members are connected to from now on."""
+        with self._lock:
+            for member in members:
+                self._members[member.address] = member
+
+    def at(self, address: str) -> Owner:
+        """The server of an address, a member or not."""
+        with self._lock:
+            found = self._owners.get(address)
+            if found is None:
+                found = Owner(address, lambda: self._connect(self._member(address)), self._prepare,
+                              self._now)
+                self._owners[address] = found
+            return found
+
+    def of(self, sequence: Sequence) -> Optional[Owner]:
+        """The server that a sequence was on last."""
+        return self.of_client(sequence.model.service)
+
+    def of_client(self, client: Any) -> Optional[Owner]:
+        """The server of a connection; None if that was given up."""
+        return next((one for one in self.all() if one.connected is client), None)
+
+    def all(self) -> List[Owner]:
+        """Those that were used."""
+        with self._lock:
+            return list(self._owners.values())
+
+    def probe(self, addresses: Seq[str], model_id: str, prefix: Prefix,
+              timeout_s: float = PROBE_S) -> Dict[str, Optional[Probe]]:
+        """Asks all of them at the same time. None for one that did not answer in time."""
+        waiting: Dict[str, Callable[[], Probe]] = {}
+        connecting: Dict[str, Any] = {}
+        for address in addresses:
+            owner = self.at(address)
+            if owner.connected is not None or self._pool is None:
+                self._begin(owner, model_id, prefix, timeout_s, waiting)
+            else:
+                connecting[address] = self._pool.submit(lambda one=owner: one.client)
+        if connecting:
+            concurrent.futures.wait(connecting.values(), CONNECT_S)
+        for address, made in connecting.items():
+            if made.done():
+                self._begin(self.at(address), model_id, prefix, timeout_s, waiting)
+        answers: Dict[str, Optional[Probe]] = {address: None for address in addresses}
+        for address, wait in waiting.items():
+            owner = self.at(address)
+            try:
+                answers[address] = wait()
+                owner.answered(answers[address] or Probe())
+            except errors.MlaError as error:
+                answers[address] = _without_probe(error)
+                owner.failed(error)
+        return answers
+
+    def fills(self, members: Seq[Member]) -> Dict[str, float]:
+        """How full members are, as far as it is known: by their latest probe, else by what they
+        have announced."""
+        known: Dict[str, float] = {}
+        for member in members:
+            owner = self._owners.get(member.address)
+            probe = owner.last_probe if owner is not None else None
+            if owner is not None and probe is not None and self._now() - owner.probed_at < FRESH_S:
+                known[member.address] = probe.fill
+            elif member.bytes_total > 0:
+                known[member.address] = fill_of(member.bytes_free - member.bytes_cached,
+                                                member.bytes_total)
+        return known
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for owner in self.all():
+            owner.drop()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    def _member(self, address: str) -> Member:
+        with self._lock:
+            return self._members.get(address) or Member.checked({"address": address})
+
+    def _begin(self, owner: Owner, model_id: str, prefix: Prefix, timeout_s: float,
+               waiting: Dict[str, Callable[[], Probe]]) -> None:
+        try:
+            waiting[owner.address] = owner.client._probe(model_id, prefix, timeout_s)
+        except errors.MlaError as error:
+            owner.failed(error)
+
+
+def _without_probe(error: errors.MlaError) -> Optional[Probe]:
+    """What is taken for the answer of a server that is well and cannot say: one of an older
+    release, or one that does not have the model yet."""
+    if isinstance(error, (errors.Unimplemented, errors.NotFound)) and not isinstance(
+            error, (errors.ServerRestarted, errors.AnotherServer)):
+        return Probe(bytes_free=2**62, bytes_total=2**62)
+    return None

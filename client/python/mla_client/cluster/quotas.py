@@ -1,0 +1,168 @@
+"""Bounds of tenants over a fleet: one process at a time reads what each server's tenants use and
+sets each server's bounds, so that they sum up to the fleet's.
+
+    share of a server = what the tenant uses there + its part of what nobody uses
+
+Bounds that fall are set before others rise, and a server that does not answer keeps what it was
+given: so the sum is never more than the fleet's bound, but for what a tenant used above it before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from mla_client import errors
+from mla_client.cluster.registry import EtcdRegistry
+
+PERIOD_S = 5.0
+LEADER = "quotas/leader"
+LEADER_LEASE_S = 15
+MOST_TENANTS = 4096
+MOST_BOUND = 2**63 - 1
+
+
+def shares(total: int, used: Mapping[str, int], kept: Mapping[str, int] = {}) -> Dict[str, int]:
+    """Each server's bound, by address; their sum is `total`, unless more is in use. `used`: by the
+    servers that answer; `kept`: the bounds of those that do not, which stay."""
+    if not used:
+        return {}
+    left = max(0, total - sum(kept.values()))
+    taken = sum(used.values())
+    if taken >= left:  # nobody gets more; what is in use is not taken away
+        return dict(used)
+    free, count = left - taken, len(used)
+    return {address: amount + free // count + (place < free % count)
+            for place, (address, amount) in enumerate(sorted(used.items()))}
+
+
+def changes(before: Mapping[str, int], after: Mapping[str, int]) -> List[Tuple[str, int]]:
+    """The bounds to set, those that fall first."""
+    new = [(address, bound) for address, bound in after.items() if before.get(address) != bound]
+    return sorted(new, key=lambda one: one[1] - before.get(one[0], MOST_BOUND))
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetQuotas:
+    """Bounds of tenants in the whole fleet, by tenant and resource."""
+
+    bounds: Dict[str, Dict[str, int]]
+
+    @classmethod
+    def from_json(cls, text: str) -> "FleetQuotas":
+        """{"tenant": {"kv_bytes": 1000, ...}, ...}. InvalidArgument names what is wrong."""
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise errors.InvalidArgument(f"quotas: {error}") from error
+        if not isinstance(given, dict) or len(given) > MOST_TENANTS:
+            raise errors.InvalidArgument(
+                f"quotas: must be an object of at most {MOST_TENANTS} tenants")
+        for tenant, bounds in given.items():
+            good = isinstance(bounds, dict) and all(
+                isinstance(bound, int) and not isinstance(bound, bool) and 0 <= bound <= MOST_BOUND
+                for bound in bounds.values())
+            if not good:
+                raise errors.InvalidArgument(
+                    f"quotas.{tenant}: got {bounds!r:.200}, must be numbers by resource",
+                    errors.ErrorDetail(field=f"quotas.{tenant}"))
+        return cls(given)
+
+
+class Reconciler:
+    """Sets the bounds. Belongs to one thread."""
+
+    def __init__(self, quotas: FleetQuotas, clients: Callable[[], Mapping[str, Any]]) -> None:
+        """`clients` makes or keeps an operator's connection to each member, by address."""
+        self._quotas = quotas
+        self._clients = clients
+        self._set: Dict[Tuple[str, str], Dict[str, int]] = {}  # by tenant and resource
+        self.failed: Dict[str, errors.MlaError] = {}  # servers, in the latest turn
+
+    def turn(self) -> int:
+        """Reads and sets once; returns how many bounds were changed."""
+        self.failed, usage = {}, {}
+        clients = self._clients()
+        for address, client in clients.items():
+            try:
+                tenants, _ = client.quotas()
+                usage[address] = {one.tenant: one.resources for one in tenants}
+            except errors.MlaError as error:
+                self.failed[address] = error
+        changed = 0
+        for tenant, bounds in self._quotas.bounds.items():
+            for resource, total in bounds.items():
+                used = {}
+                for address, of_tenants in usage.items():
+                    found = of_tenants.get(tenant, {}).get(resource)
+                    used[address] = found.used if found is not None else 0
+                before = self._set.setdefault((tenant, resource), {})
+                kept = {address: bound for address, bound in before.items()
+                        if address not in used}
+                changed += self._apply(clients, tenant, resource, before,
+                                       shares(total, used, kept))
+        return changed
+
+    def _apply(self, clients: Mapping[str, Any], tenant: str, resource: str,
+               before: Dict[str, int], after: Mapping[str, int]) -> int:
+        changed = 0
+        for address, bound in changes(before, after):
+            try:
+                clients[address].set_quota(tenant, {resource: bound})
+            except errors.MlaError as error:
+                self.failed[address] = error
+                if bound < before.get(address, MOST_BOUND):
+                    return changed  # what did not fall is not given to others
+                continue
+            before[address] = bound
+            changed += 1
+        return changed
+
+
+class Leadership:
+    """Of one process at a time: a key under a lease."""
+
+    def __init__(self, registry: EtcdRegistry, name: str) -> None:
+        self._registry = registry
+        self._name = name
+        self._lease: Any = None
+
+    def held(self) -> bool:
+        """Takes or keeps it. False while another process has it, or the registry is away."""
+        try:
+            if self._lease is not None and self._registry.refresh(self._lease):
+                return True
+            self._lease = None
+            lease = self._registry.grant(LEADER_LEASE_S)
+            if self._registry.create(LEADER, self._name, lease):
+                self._lease = lease
+                return True
+            self._registry.revoke(lease)
+        except errors.MlaError:
+            self._lease = None
+        return False
+
+    def leave(self) -> None:
+        """Lets another process have it."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                self._registry.revoke(lease)
+            except errors.MlaError:
+                pass  # it ends by itself
+
+
+def run(reconciler: Reconciler, leadership: Leadership, stop: threading.Event,
+        report: Optional[Callable[[int, Dict[str, errors.MlaError]], None]] = None) -> None:
+    """Turns every PERIOD_S while this process leads, until `stop`."""
+    try:
+        while not stop.is_set():
+            if leadership.held():
+                changed = reconciler.turn()
+                if report is not None:
+                    report(changed, reconciler.failed)
+            stop.wait(PERIOD_S)
+    finally:
+        leadership.leave()

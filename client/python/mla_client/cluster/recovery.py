@@ -1,0 +1,163 @@
+"""Going on with a sequence whose server has failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, List, NamedTuple, Optional
+
+from mla_client import errors
+from mla_client.cluster.placement import IMPOSSIBLE, Choice
+from mla_client.service import Model, Sequence
+from mla_client.types import Prefix
+
+if TYPE_CHECKING:
+    from mla_client.cluster.client import ClusterClient
+
+# Rows of a peer come over the network: seconds for one of them, and what a try costs beside that.
+FETCH_ROW_S = 30e-6
+FETCH_S = 0.05
+# A server that does not answer for so long is taken for dead.
+ALIVE_S = 1.0
+# Servers that are asked for a checkpoint: with shared storage the first one has it.
+MOST_RESTORES = 4
+
+
+class Recovery(NamedTuple):
+    """What became of a sequence."""
+
+    # "alive": its server has it as before; "moved": a drain has moved it; "checkpoint"; "peer":
+    # rows that another server had; "none": all rows are to be sent again.
+    how: str
+    address: str
+    rows: int  # that it has
+    lost: int  # that it had before and has not now
+
+
+def recover(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefix]) -> Recovery:
+    """See ClusterClient.recover."""
+    before = sequence.length
+    for how, way in (("alive", _alive), ("moved", _moved), ("checkpoint", _checkpoint)):
+        found = way(cluster, sequence)
+        if found:
+            return Recovery(how, found, sequence.length, max(0, before - sequence.length))
+    _forget(cluster, sequence)
+    address = _open_again(cluster, sequence, prefix)
+    return Recovery("peer" if sequence.length else "none", address, sequence.length,
+                    max(0, before - sequence.length))
+
+
+def _alive(cluster: "ClusterClient", sequence: Sequence) -> str:
+    owner = cluster.owners.of(sequence)
+    if owner is None or not owner.well:
+        return ""
+    name = sequence.model.spec.model_id
+    if cluster.owners.probe([owner.address], name, Prefix(), ALIVE_S)[owner.address] is None:
+        return ""
+    try:
+        sequence.refresh()  # it follows where the server itself says that it has moved
+    except errors.MlaError as error:
+        owner.failed(error)
+        return ""
+    return cluster.address_of(sequence)
+
+
+def _moved(cluster: "ClusterClient", sequence: Sequence) -> str:
+    try:
+        address = cluster.moved(sequence.id)
+        return _take(cluster, sequence, address) if address else ""
+    except errors.MlaError:
+        return ""  # the registry is away, or the peer: other ways are left
+
+
+def _take(cluster: "ClusterClient", sequence: Sequence, address: str) -> str:
+    model = _model_at(cluster, address, sequence)
+    client = cluster.owners.at(address).client
+    _become(sequence, client.attach(model, sequence.id))
+    return address
+
+
+def _checkpoint(cluster: "ClusterClient", sequence: Sequence) -> str:
+    for choice in _choices(cluster, sequence, None)[:MOST_RESTORES]:
+        owner = cluster.owners.at(choice.address)
+        try:
+            if "checkpoints" not in owner.client.server_info().capabilities:
+                continue
+            model = _model_at(cluster, choice.address, sequence)
+            restored = owner.client.restore(model, [sequence.id])
+        except errors.MlaError as error:
+            owner.failed(error)
+            continue
+        _become(sequence, restored[0])
+        return choice.address
+    return ""
+
+
+def _open_again(cluster: "ClusterClient", sequence: Sequence, prefix: Optional[Prefix]) -> str:
+    """From rows of a peer, or from nothing."""
+    choices = _choices(cluster, sequence, prefix)
+    best = next((one for one in choices if one.cost_s < IMPOSSIBLE), None)
+    if best is not None and prefix is not None:
+        holder = max(choices, key=lambda one: one.probe.rows if one.probe is not None else 0)
+        more = ((holder.probe.rows if holder.probe is not None else 0)
+                - (best.probe.rows if best.probe is not None else 0))
+        saves = more * (cluster.costs.prefill_row_s - FETCH_ROW_S) - FETCH_S
+        if saves > 0 and _fetch(cluster, sequence, prefix, holder.address, best.address):
+            return best.address
+    known = cluster.models_known.get(sequence.model.spec.model_id)
+    if known is None:
+        raise errors.NotFound(f"model {sequence.model.spec.model_id} is not the cluster's",
+                              errors.ErrorDetail(reason="model_not_found"))
+    _become(sequence, known.open_sequence(prefix=prefix))
+    return cluster.address_of(sequence)
+
+
+def _fetch(cluster: "ClusterClient", sequence: Sequence, prefix: Prefix, holder: str,
+           to: str) -> bool:
+    """Brings the rows that `holder` has of a prefix to another server. False if it did not work."""
+    try:
+        there = _model_at(cluster, holder, sequence)
+        here = _model_at(cluster, to, sequence)
+        from_client, to_client = cluster.owners.at(holder).client, cluster.owners.at(to).client
+        with there.open_sequence(prefix=prefix) as lent:
+            if lent.length == 0:
+                return False
+            made = to_client.import_rows(here, from_client.export_rows(lent))
+        try:
+            made.match(prefix)
+        except errors.MlaError:
+            pass  # nothing is shared with others then; the rows are right all the same
+    except errors.MlaError as error:
+        cluster.owners.at(holder).failed(error)
+        return False
+    _become(sequence, made)
+    return True
+
+
+def _choices(cluster: "ClusterClient", sequence: Sequence,
+             prefix: Optional[Prefix]) -> List[Choice]:
+    known = cluster.models_known.get(sequence.model.spec.model_id)
+    return list(cluster.choices(known, prefix)) if known is not None else []
+
+
+def _model_at(cluster: "ClusterClient", address: str, sequence: Sequence) -> Model:
+    known = cluster.models_known.get(sequence.model.spec.model_id)
+    if known is not None:
+        return cluster.model_at(address, known)
+    return cluster.owners.at(address).model(sequence.model.spec, 0, {})
+
+
+def _become(sequence: Sequence, other: Sequence) -> None:
+    sequence.model, sequence.id = other.model, other.id
+    sequence.epoch, sequence.length = other.epoch, other.length
+    sequence.matched, sequence._said = other.matched, other._said
+    sequence.released = False
+
+
+def _forget(cluster: "ClusterClient", sequence: Sequence) -> None:
+    """Its server, if it is there after all, need not keep it until the lease ends."""
+    owner = cluster.owners.of(sequence)
+    if owner is None or not owner.well:
+        return
+    try:
+        owner.client._release([sequence.id])
+    except errors.MlaError:
+        pass  # the lease does

@@ -1,0 +1,274 @@
+"""The cluster's client: where sequences are opened, and how they are recovered."""
+
+import random
+import unittest
+
+from mla_client import Prefix, errors
+from mla_client.cluster import client as cluster_client
+from mla_client.cluster.members import Member
+from mla_client.cluster.owners import MARK_ROWS, Marks
+from mla_client.cluster.placement import Probe
+from mla_client.service import Sequence
+from mla_client.types import SequenceState
+
+from fakes import SPEC, Fleet
+
+TOKENS = list(range(800))
+ROOM = {"bytes_free": 1 << 30, "bytes_total": 1 << 31}
+GONE = errors.Unavailable("no connection")
+
+
+class PlacementTest(unittest.TestCase):
+    def test_a_prefix_goes_where_its_rows_are(self):
+        fleet = Fleet(4)
+        fleet.servers["s:3"].probe = Probe(rows_asked=800, rows_in_pool=800, **ROOM)
+        sequence = fleet.model.open_sequence(prefix=Prefix(TOKENS), last="s:3")
+        self.assertEqual(fleet.client.address_of(sequence), "s:3")
+
+    def test_at_most_four_servers_are_asked_and_each_once(self):
+        fleet = Fleet(16)
+        for server in fleet.servers.values():
+            server.calls.clear()
+        fleet.model.open_sequence(prefix=Prefix(TOKENS))
+        asked = [one.calls.count("probe") for one in fleet.servers.values()]
+        self.assertLessEqual(sum(asked), 4)
+        self.assertEqual(max(asked), 1)
+
+    def test_nothing_is_asked_for_a_sequence_that_shares_nothing(self):
+        fleet = Fleet(4)
+        home = fleet.client.home
+        sequence = fleet.model.open_sequence()
+        self.assertEqual(fleet.client.address_of(sequence), home)
+        self.assertEqual(sum(one.calls.count("probe") for one in fleet.servers.values()), 0)
+
+    def test_a_home_that_is_full_spills(self):
+        fleet = Fleet(4)
+        home = fleet.client.home
+        fleet.servers[home].errors["open"] = errors.ResourceExhausted(
+            "no pages", errors.ErrorDetail(reason="pages_exhausted"))
+        sequence = fleet.model.open_sequence()
+        self.assertNotEqual(fleet.client.address_of(sequence), home)
+        self.assertEqual(fleet.client.counts["spilled"], 1)
+
+    def test_a_conversation_goes_on_where_it_was(self):
+        fleet = Fleet(16)
+        first = fleet.model.open_sequence(prefix=Prefix(TOKENS[:400]))
+        where = fleet.client.address_of(first)
+        server = fleet.servers[where]
+        server.probe = Probe(rows_asked=800, rows_in_pool=400, **ROOM)
+        again = fleet.model.open_sequence(prefix=Prefix(TOKENS))
+        self.assertEqual(fleet.client.address_of(again), where)
+
+    def test_a_server_that_drains_gets_nothing_new(self):
+        fleet = Fleet(2)
+        fleet.servers["s:1"].probe = Probe(draining=True, rows_in_pool=800, **ROOM)
+        sequence = fleet.model.open_sequence(prefix=Prefix(TOKENS), last="s:1")
+        self.assertEqual(fleet.client.address_of(sequence), "s:2")
+
+    def test_all_that_are_full_say_so(self):
+        fleet = Fleet(3)
+        for server in fleet.servers.values():
+            server.errors["open"] = errors.ResourceExhausted("no pages")
+        with self.assertRaises(errors.ResourceExhausted):
+            fleet.model.open_sequence(prefix=Prefix(TOKENS))
+        self.assertEqual([one.calls.count("open") for one in fleet.servers.values()], [1, 1, 1])
+
+    def test_no_more_servers_are_tried_than_there_is_a_bound_for(self):
+        fleet = Fleet(40)
+        for server in fleet.servers.values():
+            server.errors["open"] = errors.ResourceExhausted("no pages")
+        with self.assertRaises(errors.ResourceExhausted):
+            fleet.model.open_sequence(prefix=Prefix(TOKENS))
+        self.assertEqual(sum(one.calls.count("open") for one in fleet.servers.values()),
+                         cluster_client.MOST_TRIED)
+
+    def test_a_wrong_request_is_not_tried_elsewhere(self):
+        fleet = Fleet(4)
+        for server in fleet.servers.values():
+            server.errors["open"] = errors.InvalidArgument("prefix")
+        with self.assertRaises(errors.InvalidArgument):
+            fleet.model.open_sequence()
+        self.assertEqual(sum(one.calls.count("open") for one in fleet.servers.values()), 1)
+
+    def test_a_server_that_failed_is_left_alone_for_a_while(self):
+        fleet = Fleet(2)
+        fleet.servers["s:1"].error = GONE
+        for _ in range(20):
+            sequence = fleet.model.open_sequence(prefix=Prefix(TOKENS))
+            self.assertEqual(fleet.client.address_of(sequence), "s:2")
+        self.assertLessEqual(len(fleet.servers["s:1"].calls), 2)
+        fleet.servers["s:1"].error = None
+        fleet.now += 60
+        self.assertEqual([one.address for one in fleet.client.usable()], ["s:1", "s:2"])
+
+    def test_older_servers_that_cannot_be_probed_are_used(self):
+        fleet = Fleet(1)
+        fleet.servers["s:1"].errors["probe"] = errors.Unimplemented("no such method")
+        self.assertEqual(fleet.model.open_sequence(prefix=Prefix(TOKENS)).length, 0)
+
+    def test_what_was_uploaded_comes_to_servers_that_are_used_later(self):
+        fleet = Fleet(3)
+        fleet.model.upload_scales([1.0])
+        self.assertEqual([len(one.uploads) for one in fleet.servers.values()].count(1), 1)
+        for address in fleet.servers:
+            fleet.client.model_at(address, fleet.model)
+        self.assertEqual([one.uploads for one in fleet.servers.values()], [[(1.0,)]] * 3)
+
+    def test_a_worker_uses_its_subset(self):
+        fleet = Fleet(32)
+        fleet.servers[fleet.client.home].probe = Probe(bytes_free=1 << 29, bytes_total=1 << 31)
+        for number in range(200):
+            fleet.model.open_sequence(prefix=Prefix(range(number, number + 300)))
+        used = sum(bool(one.sequences) for one in fleet.servers.values())
+        self.assertLessEqual(used, cluster_client.SUBSET)
+        self.assertGreaterEqual(used, cluster_client.SUBSET // 2)
+
+
+class RecoveryTest(unittest.TestCase):
+    def setUp(self):
+        self.where = ""
+        self.fleet = Fleet(4, moved=lambda sequence_id: self.where)
+        self.sequence = self.fleet.model.open_sequence()
+        self.owner = self.fleet.client.address_of(self.sequence)
+        self.sequence.length = 100
+        self.others = [one for address, one in self.fleet.servers.items() if address != self.owner]
+
+    def recover(self, prefix=None):
+        return self.fleet.client.recover(self.sequence, prefix)
+
+    def test_a_server_that_has_it_still_keeps_it(self):
+        state = SequenceState(self.sequence.id, 1, 101)
+        self.fleet.servers[self.owner].sequences[self.sequence.id] = state
+        self.assertEqual(self.recover(), ("alive", self.owner, 101, 0))
+        self.assertEqual(self.sequence.length, 101)
+
+    def test_a_tombstone_leads_to_where_a_drain_has_moved_it(self):
+        self.fleet.servers[self.owner].error = GONE
+        self.where = self.others[1].address
+        self.others[1].sequences[self.sequence.id] = SequenceState(self.sequence.id, 5, 100)
+        self.assertEqual(self.recover(), ("moved", self.where, 100, 0))
+        self.assertEqual(self.sequence.epoch, 5)
+
+    def test_a_tombstone_of_a_server_that_is_gone_too_is_no_end(self):
+        self.fleet.servers[self.owner].error = GONE
+        self.where = self.others[1].address
+        self.others[1].error = GONE
+        self.assertEqual(self.recover().how, "none")
+
+    def test_a_checkpoint_comes_before_rows_of_a_peer(self):
+        self.fleet.servers[self.owner].error = GONE
+        for server in self.others:
+            server.checkpoints = {self.sequence.id: 64}
+            server.probe = Probe(rows_asked=96, rows_in_pool=96, **ROOM)
+        found = self.recover(Prefix(range(100)))
+        self.assertEqual((found.how, found.rows, found.lost), ("checkpoint", 64, 36))
+        self.assertEqual(self.sequence.epoch, 7)
+
+    def test_rows_of_a_peer_are_found_there(self):
+        self.fleet.servers[self.owner].error = GONE
+        for server in self.others:
+            server.probe = Probe(rows_asked=96, rows_in_pool=96, **ROOM)
+        found = self.recover(Prefix(range(100)))
+        self.assertEqual((found.how, found.rows, found.lost), ("peer", 96, 4))
+
+    def test_rows_of_a_peer_that_is_full_are_fetched(self):
+        fleet = Fleet(2)
+        sequence = fleet.client.model_at("s:1", fleet.model).open_sequence()
+        sequence.length = 100_000
+        del fleet.servers["s:1"].sequences[sequence.id]  # it was lost, the server was not
+        # All rows are there, and so little room that no others fit.
+        fleet.servers["s:1"].probe = Probe(rows_asked=100_000, rows_in_pool=90_000,
+                                           bytes_free=10, bytes_total=1 << 31)
+        found = fleet.client.recover(sequence, Prefix(range(100_000)))
+        self.assertEqual((found.how, found.address, found.rows), ("peer", "s:2", 90_000))
+        self.assertIn("export", fleet.servers["s:1"].calls)
+        self.assertIn("match", fleet.servers["s:2"].calls)
+        self.assertEqual(len(fleet.servers["s:1"].sequences), 0)  # the lent one was released
+
+    def test_without_all_of_these_rows_are_to_be_sent_again(self):
+        self.fleet.servers[self.owner].error = GONE
+        before = self.sequence.id
+        found = self.recover(Prefix(range(100)))
+        self.assertEqual((found.how, found.rows, found.lost), ("none", 0, 100))
+        self.assertNotEqual(self.sequence.id, before)
+        self.assertNotEqual(self.fleet.client.address_of(self.sequence), self.owner)
+
+    def test_a_restarted_server_is_connected_to_again(self):
+        self.fleet.servers[self.owner].errors["probe"] = errors.ServerRestarted("gone")
+        old = self.sequence.model.service
+        self.assertEqual(self.recover().how, "none")
+        self.assertTrue(old.closed)
+
+    def test_a_fleet_that_is_gone_says_so_and_leaves_the_sequence_as_it_was(self):
+        for server in self.fleet.servers.values():
+            server.error = GONE
+        before = self.sequence.id
+        with self.assertRaises(errors.Unavailable):
+            self.recover(Prefix(range(100)))
+        self.assertEqual(self.sequence.id, before)
+
+    def test_a_member_that_left_the_registry_is_given_up_only_if_it_does_not_answer(self):
+        service = self.sequence.model.service
+        self.fleet.client.gone([self.owner])
+        self.assertFalse(service.closed)
+        self.fleet.servers[self.owner].error = GONE
+        self.fleet.client.gone([self.owner])
+        self.assertTrue(service.closed)
+
+
+class AttachTest(unittest.TestCase):
+    def test_whichever_server_has_a_sequence_is_found(self):
+        fleet = Fleet(4)
+        fleet.servers["s:3"].sequences[77] = SequenceState(77, 2, 5)
+        found = fleet.client.attach(fleet.model, 77)
+        self.assertEqual((found.length, fleet.client.address_of(found)), (5, "s:3"))
+        with self.assertRaises(errors.NotFound):
+            fleet.client.attach(fleet.model, 78)
+
+    def test_sequences_are_released_wherever_they_are(self):
+        fleet = Fleet(3)
+        made = fleet.sequences(3)
+        self.assertEqual(fleet.client._release([*(one.id for one in made), 5]), [5])
+        self.assertEqual([len(one.sequences) for one in fleet.servers.values()], [0, 0, 0])
+
+    def test_streams_are_one_a_server(self):
+        stream = cluster_client.ClusterStream()
+
+        class Opened:
+            broken = None
+
+        class Service:
+            def open_stream(self):
+                return Opened()
+        one, two = Service(), Service()
+        first = stream.of(one)
+        self.assertIs(stream.of(one), first)
+        self.assertIsNot(stream.of(two), first)
+        first.broken = GONE
+        self.assertIsNot(stream.of(one), first)
+
+
+class MarksTest(unittest.TestCase):
+    def test_the_longest_beginning_counts(self):
+        marks = Marks()
+        text = list(range(5 * MARK_ROWS))
+        marks.remember("m", Prefix(text[:MARK_ROWS + 10]), "a")
+        self.assertEqual(marks.recall("m", Prefix(text)), "a")
+        marks.remember("m", Prefix(text[:3 * MARK_ROWS]), "b")
+        self.assertEqual(marks.recall("m", Prefix(text)), "b")
+        other = [*text[:2 * MARK_ROWS], 1, *text[2 * MARK_ROWS + 1:]]
+        self.assertEqual(marks.recall("m", Prefix(other)), "b")  # two marks agree
+        self.assertEqual(marks.recall("n", Prefix(text)), "")
+        self.assertEqual(marks.recall("m", Prefix(text, salt="s")), "")
+        self.assertEqual(marks.recall("m", Prefix()), "")
+
+    def test_they_are_bounded(self):
+        marks = Marks(most=4)
+        for number in range(10):
+            marks.remember("m", Prefix([number] * 8), f"s:{number}")
+        self.assertEqual([marks.recall("m", Prefix([number] * 8)) for number in (5, 6, 9)],
+                         ["", "s:6", "s:9"])
+
+
+if __name__ == "__main__":
+    unittest.main()

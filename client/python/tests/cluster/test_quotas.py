@@ -1,0 +1,170 @@
+"""Bounds of tenants over a fleet."""
+
+import random
+import unittest
+
+from mla_client import errors
+from mla_client.cluster import quotas
+from mla_client.operations import ResourceUsage, TenantQuota
+
+
+class SharesTest(unittest.TestCase):
+    def test_what_is_used_and_an_equal_part_of_the_rest(self):
+        self.assertEqual(quotas.shares(100, {"a": 10, "b": 30}), {"a": 40, "b": 60})
+        self.assertEqual(quotas.shares(101, {"a": 0, "b": 0}), {"a": 51, "b": 50})
+        self.assertEqual(quotas.shares(100, {}), {})
+
+    def test_the_sum_is_the_fleets_bound(self):
+        rng = random.Random(7)
+        for _ in range(500):
+            used = {f"s:{number}": rng.randrange(100) for number in range(rng.randint(1, 9))}
+            kept = {f"k:{number}": rng.randrange(50) for number in range(rng.randrange(3))}
+            total = sum(used.values()) + sum(kept.values()) + rng.randrange(200)
+            found = quotas.shares(total, used, kept)
+            self.assertEqual(sum(found.values()), total - sum(kept.values()))
+            self.assertTrue(all(found[one] >= used[one] for one in used))
+
+    def test_nothing_is_taken_away_and_nothing_given_where_more_is_in_use(self):
+        self.assertEqual(quotas.shares(50, {"a": 40, "b": 30}), {"a": 40, "b": 30})
+        self.assertEqual(quotas.shares(50, {"a": 40}, {"b": 20}), {"a": 40})
+
+    def test_bounds_that_fall_are_set_first(self):
+        order = quotas.changes({"a": 10, "b": 90, "c": 5}, {"a": 50, "b": 20, "c": 5, "d": 7})
+        self.assertEqual([one[0] for one in order], ["d", "b", "a"])
+
+
+class Server:
+    """A server of an operator."""
+
+    def __init__(self):
+        self.used = 0
+        self.bound = 1 << 40
+        self.error = None
+
+    def quotas(self):
+        if self.error:
+            raise self.error
+        usage = ResourceUsage(self.used, self.bound, "runtime", 0)
+        return [TenantQuota("t", 1, {"kv_bytes": usage})], {}
+
+    def set_quota(self, tenant, bounds):
+        if self.error:
+            raise self.error
+        assert tenant == "t"
+        self.bound = bounds["kv_bytes"]
+
+
+class ReconcilerTest(unittest.TestCase):
+    def setUp(self):
+        self.servers = {f"s:{number}": Server() for number in range(4)}
+        self.reconciler = quotas.Reconciler(
+            quotas.FleetQuotas({"t": {"kv_bytes": 1000}}), lambda: self.servers)
+
+    def bounds(self):
+        return [one.bound for one in self.servers.values()]
+
+    def test_bounds_follow_use_and_never_exceed_the_fleets(self):
+        rng = random.Random(3)
+        self.reconciler.turn()
+        self.assertEqual(self.bounds(), [250] * 4)
+        for _ in range(300):
+            for server in self.servers.values():
+                server.used = min(server.bound, max(0, server.used + rng.randrange(-80, 120)))
+            self.reconciler.turn()
+            self.assertLessEqual(sum(self.bounds()), 1000)
+            self.assertLessEqual(sum(one.used for one in self.servers.values()), 1000)
+
+    def test_a_busy_server_gets_what_others_do_not_use(self):
+        self.reconciler.turn()
+        for _ in range(6):
+            self.servers["s:0"].used = self.servers["s:0"].bound
+            self.reconciler.turn()
+        self.assertGreater(self.servers["s:0"].used, 800)
+
+    def test_a_server_that_does_not_answer_keeps_its_share(self):
+        self.reconciler.turn()
+        self.servers["s:1"].error = errors.Unavailable("no connection")
+        for server in ("s:0", "s:2", "s:3"):
+            self.servers[server].used = self.servers[server].bound
+        self.reconciler.turn()
+        self.assertEqual(self.servers["s:1"].bound, 250)
+        self.assertLessEqual(sum(self.bounds()), 1000)
+        self.assertIn("s:1", self.reconciler.failed)
+
+    def test_a_bound_that_could_not_be_lowered_is_not_given_to_others(self):
+        self.reconciler.turn()
+        self.servers["s:0"].used = 250
+        real = self.servers["s:1"].set_quota
+
+        def refuse(tenant, bounds):
+            raise errors.Unavailable("no connection")
+        self.servers["s:1"].set_quota = refuse
+        self.servers["s:2"].set_quota = refuse
+        self.servers["s:3"].set_quota = refuse
+        self.reconciler.turn()
+        self.assertLessEqual(sum(self.bounds()), 1000)
+        self.servers["s:1"].set_quota = real
+
+    def test_bad_files_are_refused(self):
+        for text in ("", "[]", '{"t": 1}', '{"t": {"kv_bytes": -1}}', '{"t": {"kv_bytes": true}}'):
+            with self.assertRaises(errors.InvalidArgument, msg=text):
+                quotas.FleetQuotas.from_json(text)
+        self.assertEqual(quotas.FleetQuotas.from_json('{"t": {"kv_bytes": 5}}').bounds,
+                         {"t": {"kv_bytes": 5}})
+
+
+class FakeRegistry:
+    """One key under a lease, as etcd has it."""
+
+    def __init__(self):
+        self.leader = None
+        self.away = False
+
+    def check(self):
+        if self.away:
+            raise errors.Unavailable("away")
+
+    def grant(self, ttl_s):
+        self.check()
+        return object()
+
+    def refresh(self, lease):
+        self.check()
+        return self.leader is not None and self.leader[1] is lease
+
+    def create(self, name, text, lease):
+        self.check()
+        if self.leader is None:
+            self.leader = (text, lease)
+            return True
+        return False
+
+    def revoke(self, lease):
+        self.check()
+        if self.leader is not None and self.leader[1] is lease:
+            self.leader = None
+
+
+class LeadershipTest(unittest.TestCase):
+    def test_one_process_at_a_time_leads(self):
+        registry = FakeRegistry()
+        one, two = (quotas.Leadership(registry, name) for name in "ab")
+        self.assertTrue(one.held())
+        self.assertFalse(two.held())
+        self.assertTrue(one.held())
+        one.leave()
+        self.assertTrue(two.held())
+        self.assertFalse(one.held())
+
+    def test_who_cannot_reach_the_registry_does_not_lead(self):
+        registry = FakeRegistry()
+        one = quotas.Leadership(registry, "a")
+        self.assertTrue(one.held())
+        registry.away = True
+        self.assertFalse(one.held())
+        registry.away, registry.leader = False, None  # its lease has ended
+        self.assertTrue(one.held())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,131 @@
+"""What ships for clusters: units of one server a GPU, and examples of scaling out."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SYSTEMD = ROOT / "deploy/systemd"
+
+
+def directives(name):
+    """The directives of a unit, as section, name and value."""
+    section, found = "", []
+    text = re.sub(r"\\\n\s*", "", (SYSTEMD / name).read_text())
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line
+        elif line and not line.startswith("#"):
+            found.append((section, *line.split("=", 1)))
+    return found
+
+
+class UnitsTest(unittest.TestCase):
+    def test_the_template_confines_a_server_as_the_unit_of_one_does(self):
+        def confinement(name):
+            skipped = ("Description", "Environment", "EnvironmentFile", "Wants", "RuntimeDirectory",
+                       "StateDirectory")
+            return [one for one in directives(name) if one[1] not in skipped]
+        self.assertEqual(confinement("mla-server@.service"), confinement("mla-server.service"))
+
+    def test_servers_of_one_node_share_nothing(self):
+        values = {name: value for _, name, value in directives("mla-server@.service")}
+        for name in ("RuntimeDirectory", "StateDirectory", "EnvironmentFile"):
+            self.assertIn("%i", values[name], name)
+        environment = [value for _, name, value in directives("mla-server@.service")
+                       if name == "Environment"]
+        self.assertIn("MLA_GPU_DEVICE=%i", environment)
+        self.assertIn("MLA_SERVER_UNIX_PATH=/run/mla-server-%i/mla.sock", environment)
+
+    def test_what_is_announced_is_the_servers_socket(self):
+        start = next(value for _, name, value in directives("mla-announce@.service")
+                     if name == "ExecStart")
+        self.assertIn("--target=unix:/run/mla-server-%i/mla.sock", start)
+        found = subprocess.run(
+            [sys.executable, "-m", "mla_client.cluster", "announce", "--help"], check=True,
+            capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "client/python")})
+        for option in re.findall(r"--[a-z]+", start):
+            self.assertIn(option, found.stdout)
+
+
+class PlaceTest(unittest.TestCase):
+    """place_instances.py on a made-up /sys."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+
+    def add(self, number, address, numa, cores, vendor="0x1002"):
+        device = self.root / "sys/devices" / address
+        device.mkdir(parents=True)
+        for name, text in (("vendor", vendor), ("numa_node", str(numa)), ("local_cpulist", cores)):
+            (device / name).write_text(text + "\n")
+        render = self.root / f"sys/class/drm/renderD{number}"
+        render.mkdir(parents=True)
+        (render / "device").symlink_to(device)
+
+    def run_it(self, *arguments):
+        return subprocess.run(
+            [sys.executable, str(SYSTEMD / "place_instances.py"), f"--root={self.root}",
+             "--host=node-1", *arguments], capture_output=True, text=True, check=False)
+
+    def read(self, name):
+        return (self.root / "etc" / name).read_text()
+
+    def test_each_gpu_has_addresses_of_its_own_and_its_part_of_its_node(self):
+        # The order of PCI addresses is not that of the devices' numbers.
+        self.add(129, "0000:05:00.0", 0, "0-7")
+        self.add(128, "0000:15:00.0", 0, "0-7")
+        self.add(130, "0000:85:00.0", 1, "8-11,16-19")
+        self.add(131, "0000:99:00.0", 1, "8-11,16-19", vendor="0x1a03")  # no GPU that computes
+        done = self.run_it("--registry=etcd://e/f")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("0000:05:00.0", self.read("mla-server/gpu-0.env"))
+        self.assertIn("MLA_SERVER_LISTEN=0.0.0.0:50553", self.read("mla-server/gpu-1.env"))
+        self.assertEqual(self.read("mla-server/announce-2.env"),
+                         "REGISTRY=etcd://e/f\nADDRESS=node-1:50555\n")
+        places = [self.read(f"systemd/system/mla-server@{number}.service.d/place.conf")
+                  for number in range(3)]
+        self.assertIn("CPUAffinity=0,1,2,3\n", places[0])
+        self.assertIn("CPUAffinity=4,5,6,7\n", places[1])
+        self.assertIn("CPUAffinity=8,9,10,11,16,17,18,19\n", places[2])
+        self.assertIn("NUMAMask=1", places[2])
+        self.assertFalse((self.root / "etc/mla-server/gpu-3.env").exists())
+
+    def test_a_node_that_is_not_known_pins_no_memory(self):
+        self.add(128, "0000:05:00.0", -1, "0-3")
+        self.assertEqual(self.run_it().returncode, 0)
+        self.assertNotIn("NUMA", self.read("systemd/system/mla-server@0.service.d/place.conf"))
+        self.assertFalse((self.root / "etc/mla-server/announce-0.env").exists())
+
+    def test_a_node_without_gpus_is_said(self):
+        done = self.run_it()
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("no GPU", done.stderr)
+
+
+class ScalingTest(unittest.TestCase):
+    def test_examples_never_scale_in_and_name_metrics_that_exist(self):
+        known = (ROOT / "docs/metrics.md").read_text()
+        for name in ("keda.yaml", "hpa.yaml"):
+            text = (ROOT / "deploy/kubernetes" / name).read_text()
+            spec = yaml.safe_load(text)["spec"]
+            behaviour = (spec["advanced"]["horizontalPodAutoscalerConfig"] if "advanced" in spec
+                         else spec)["behavior"]
+            self.assertEqual(behaviour["scaleDown"], {"selectPolicy": "Disabled"}, name)
+            metrics = set(re.findall(r"\bmla_[a-z_]+", text))
+            self.assertEqual(metrics, {"mla_kv_usage_ratio", "mla_oldest_waiting_seconds"}, name)
+            for metric in metrics:
+                self.assertIn(f"`{metric}`", known)
+
+
+if __name__ == "__main__":
+    unittest.main()
