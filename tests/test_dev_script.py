@@ -22,15 +22,17 @@ class DevScriptTest(unittest.TestCase):
         self.assertEqual(listed.returncode, 0)
         self.assertEqual(set(re.findall(r"^  ([a-z-]+) ", listed.stdout, re.M)), self.commands())
 
-    def test_readme_names_every_command(self):
-        text = (ROOT / "README.md").read_text()
+    def test_the_manual_names_every_command(self):
+        text = (ROOT / "CONTRIBUTING.md").read_text()
         for command in self.commands():
             self.assertIn(f"./dev {command}", text)
 
     def test_wrong_use_is_refused(self):
         for arguments, word in ((["nosuch"], "nosuch"), (["test", "some"], "--all"),
                                 (["build", "fast"], "opt, asan"),
-                                (["package", "rpm"], "must be deb")):
+                                (["package", "rpm"], "must be image, deb"),
+                                (["package"], "must be image, deb"),
+                                (["package", "deb", "deb"], "one word")):
             result = dev(*arguments)
             self.assertEqual(result.returncode, 1, arguments)
             self.assertIn(word, result.stderr)

@@ -6,7 +6,7 @@ namespace mla::capi {
 
 // The library's soname carries the first number (BUILD.bazel): another one means that programs must
 // be compiled again.
-inline constexpr char kVersion[] = "0.1.0";
+inline constexpr char kVersion[] = "0.2.0";
 
 }  // namespace mla::capi
 

@@ -82,6 +82,12 @@ def exported_labels():
         name = re.search(r'^\s*(?:nullptr|"\w+"),\s+"(\w+)"', row)
         if name and labelled and "MLA_" in row[:labelled.start()]:
             found[name[1]].setdefault(labelled[1], set()).add(labelled[2])
+    tenants = (ROOT / "server/metrics/tenant_metrics.cc").read_text(encoding="utf-8")
+    for name, first in (("mla_tenant_used", "tenant"), ("mla_tenant_bound", "tenant"),
+                        ("mla_bound_refusals_total", "bound_of")):
+        for label in (first, "resource"):
+            assert f'{{"{label}", ' in tenants, label
+            found[name].setdefault(label, set())
     found["mla_requests_total"]["code"].update(code.name for code in grpc.StatusCode)
     return found
 

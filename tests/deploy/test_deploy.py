@@ -75,19 +75,30 @@ class ShippingTest(unittest.TestCase):
 
     def test_container_runs_without_rights(self):
         dockerfile = read("deploy/container/Dockerfile")
-        stages = re.findall(r"^FROM ", dockerfile, re.M)
-        self.assertEqual(len(stages), 2)
-        last = dockerfile.rsplit("\nFROM ", 1)[1]
-        self.assertRegex(last, r"\nUSER [1-9]\d+:[1-9]\d+\n")
-        self.assertRegex(last, r'HEALTHCHECK .*CMD \["mlactl", "health"\]')
-        self.assertIn("STOPSIGNAL SIGTERM", last)
-        self.assertNotIn("--insecure", last.replace("--listen", ""))
+        stages = dict(re.findall(r"^FROM \S+ AS ([\w-]+)\n(.*?)(?=^FROM |\Z)", dockerfile,
+                                 re.M | re.S))
+        self.assertEqual(set(stages), {"build", "cpu", "rocm-runtime", "rocm"})
+        self.assertTrue(dockerfile.endswith("\nFROM cpu\n"))
+        for name in ("cpu", "rocm"):  # the images: the last user of each counts
+            users = re.findall(r"^USER (\d+):(\d+)$", stages[name], re.M)
+            self.assertEqual(users[-1], ("65532", "65532"), name)
+        self.assertRegex(stages["cpu"], r'HEALTHCHECK .*CMD \["mlactl", "health"\]')
+        self.assertIn("STOPSIGNAL SIGTERM", stages["cpu"])
+        self.assertNotIn("--insecure", stages["cpu"].replace("--listen", ""))
+        # Groups of devices are numbers of the node's: names inside mean other groups.
+        self.assertEqual(re.findall(r"--group-add=(?!\$\(stat -c %g )\S+", dockerfile), [])
+
+    def test_packages_are_installed_before_the_sources_are_copied(self):
+        dockerfile = read("deploy/container/Dockerfile")
+        self.assertLess(dockerfile.index("./dev setup"), dockerfile.index("COPY . ."))
 
     def test_service_waits_longer_than_the_drain(self):
         unit = read("deploy/systemd/mla-server.service")
         stop = int(re.search(r"^TimeoutStopSec=(\d+)$", unit, re.M).group(1))
         self.assertGreater(stop, self.drain_s)
-        for line in ("DynamicUser=yes", "NoNewPrivileges=yes", "ProtectSystem=strict",
+        for line in ("Type=notify", "WatchdogSec=30", "ExecReload=/bin/kill -HUP $MAINPID",
+                     "MemoryMax=90%", "DynamicUser=yes", "NoNewPrivileges=yes",
+                     "ProtectSystem=strict",
                      "CapabilityBoundingSet=", "RestartPreventExitStatus=1"):
             self.assertIn(f"\n{line}\n", unit)
 
@@ -116,7 +127,7 @@ class ShippingTest(unittest.TestCase):
         sections = "|".join(sorted({key.split(".")[0] for key in keys}))
         # These are files, values of the chart with the names of keys, and a group of keys by
         # tenant.
-        others = {"server.yaml", "tls.crt", "tls.enabled", "tenants.quotas"}
+        others = {"server.yaml", "tls.crt", "tls.key", "tls.enabled", "tenants.quotas"}
         files = [path for path in (ROOT / "deploy").rglob("*")
                  if path.is_file() and path.suffix not in (".py", ".pyc")]
         self.assertGreater(len(files), 15)

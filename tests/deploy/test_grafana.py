@@ -11,7 +11,9 @@ import test_prometheus
 import yaml
 
 PATH = promql.ROOT / "deploy/grafana/dashboard.json"
-ROWS = ["Now", "Traffic", "Latency", "Scheduler", "KV cache", "Devices", "Wire"]
+ROWS = ["Now", "Traffic", "Latency", "Scheduler", "KV cache", "Devices", "Wire", "Prefix cache",
+        "Slower tiers", "Checkpoints and hand-over", "Tenants", "Launches in detail",
+        "Configuration and connections"]
 
 
 class DashboardTest(unittest.TestCase):
@@ -34,6 +36,12 @@ class DashboardTest(unittest.TestCase):
         faults = [f"{title}: {fault}" for title, query in self.queries
                   for fault in catalogue.faults(query["expr"])]
         self.assertEqual(faults, [])
+
+    def test_every_metric_is_on_a_panel(self):
+        shown = {name for panel in self.panels for target in panel["targets"]
+                 for name, _ in promql.selectors(target["expr"])}
+        shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
+        self.assertEqual(sorted(set(promql.exported()) - shown), [])
 
     def test_legends_name_labels_that_exist(self):
         labels = promql.Catalogue().labels

@@ -10,7 +10,6 @@ import tempfile
 import unittest
 
 import chart
-import go_template
 import jsonschema
 import test_prometheus
 import yaml
@@ -71,7 +70,8 @@ class SchemaTest(unittest.TestCase):
                        {"config": {"limits": {"decode_rows": 257}}},
                        {"config": {"server": {"drain_deadline_ms": None}}},
                        {"sameHost": {"hostPath": "run"}}, {"gpu": {"resource": "gpu"}},
-                       {"checkpoints": {"size": "100GB"}},
+                       {"checkpoints": {"size": "100GB"}}, {"handOver": {"seconds": 0}},
+                       {"service": {"bindAddress": "localhost"}}, {"extraEnv": {"a": "b"}},
                        {"config": {"checkpoint": {"path": "/x"}}}):
             with self.assertRaises(jsonschema.ValidationError, msg=values):
                 chart.Rendered(values)
@@ -83,14 +83,14 @@ class TemplatesTest(unittest.TestCase):
         cls.rendered = {name: chart.Rendered(over) for name, over in chart.SCENARIOS.items()}
 
     def test_every_value_has_an_effect(self):
-        touched = set().union(*(item.touched for item in self.rendered.values()))
+        touched = chart.values_read()
         unused = [path for path in leaves(chart.load("values.yaml"))
                   if not any(path == read or path.startswith(read + ".") for read in touched)]
         self.assertEqual(unused, [])
 
     def test_servers_nobody_could_reach_are_refused(self):
         for values in ({"tls": {"enabled": False}}, {"tls": {"secretName": ""}}):
-            with self.assertRaises(go_template.TemplateError):
+            with self.assertRaises(chart.TemplateError):
                 chart.Rendered(values)
 
     def test_names_follow_the_release(self):
@@ -158,20 +158,91 @@ class TemplatesTest(unittest.TestCase):
                               "capabilities": {"drop": ["ALL"]}})
             self.assertIs(pod["automountServiceAccountToken"], False)
             self.assertNotIn("hostNetwork", pod)
-            self.assertEqual(item.one("NetworkPolicy")["spec"]["egress"], [])
             for mount in container["volumeMounts"]:
                 self.assertTrue(mount.get("readOnly") or
-                                mount["name"] in ("sockets", "checkpoints"), mount)
+                                mount["name"] in ("sockets", "checkpoints", "nvme"), mount)
         volumes = self.rendered["defaults"].pod()["volumes"]
         self.assertFalse([volume for volume in volumes if "hostPath" in volume])
 
     def test_the_drain_fits_into_the_grace_period(self):
         for item in self.rendered.values():
             grace = item.pod()["terminationGracePeriodSeconds"]
-            command, seconds = item.container()["lifecycle"]["preStop"]["exec"]["command"]
-            drain = item.values["config"]["server"]["drain_deadline_ms"] / 1000
-            self.assertEqual(command, "sleep")
-            self.assertGreater(grace, int(seconds) + drain)
+            words = item.container()["lifecycle"]["preStop"]["exec"]["command"]
+            self.assertEqual(words[:2], ["mlactl", "drain"])
+            options = dict(word.removeprefix("--").split("=", 1) for word in words[2:])
+            spent = sum(int(options.get(name, 0)) for name in (
+                "delay-ms", "timeout-ms", "linger-ms"))
+            drain = item.values["config"]["server"]["drain_deadline_ms"]
+            self.assertEqual(options["deadline-ms"], str(drain))
+            self.assertGreater(grace * 1000, spent + drain)
+
+    def test_a_pod_that_ends_hands_over_to_the_others(self):
+        item = self.rendered["everything"]
+        words = item.container()["lifecycle"]["preStop"]["exec"]["command"]
+        (peers,) = [word.removeprefix("--to=").split(",") for word in words
+                    if word.startswith("--to=")]
+        names = item.one("Certificate")["spec"]["dnsNames"]
+        self.assertEqual(len(peers), 3)
+        self.assertLessEqual({peer.split(":")[0] for peer in peers}, set(names))
+        # They may: each is an operator for the others, by the first name of the certificate.
+        config = yaml.safe_load(item.one("ConfigMap")["data"]["server.yaml"])
+        self.assertEqual(config["server"]["operators"], f"ops,{names[0]}")
+        self.assertIn("client auth", item.one("Certificate")["spec"]["usages"])
+        # They can: names, addresses and both sides of the policy.
+        self.assertIs(item.one("Service")["spec"]["publishNotReadyAddresses"], True)
+        policy = item.one("NetworkPolicy")["spec"]
+        labels = item.one("StatefulSet")["spec"]["selector"]["matchLabels"]
+        self.assertEqual(policy["egress"][0]["to"],
+                         [{"podSelector": {"matchLabels": labels}}])
+        self.assertEqual({port["port"] for port in policy["egress"][1]["ports"]}, {53})
+        self.assertIn([{"podSelector": {"matchLabels": labels}}],
+                      [rule["from"] for rule in policy["ingress"]])
+        # Alone, or without TLS, there is no server to hand over to, and nothing leaves the pod.
+        for name in ("defaults", "no TLS", "unix socket only"):
+            alone = self.rendered[name]
+            self.assertNotIn("--to=", str(alone.container()["lifecycle"]))
+            self.assertEqual(alone.one("NetworkPolicy")["spec"]["egress"], [])
+
+    def test_only_what_needs_a_restart_changes_the_pods(self):
+        manual = read("docs/configuration.md")
+        live = re.findall(r"^### `([\w.]+)`\n(?:(?!^### ).*\n)*?- a running server takes a new",
+                          manual, re.M)
+        self.assertGreater(len(live), 20)
+
+        def checksum(config):
+            item = chart.Rendered({"config": config})
+            return item.one("StatefulSet")["spec"]["template"]["metadata"]["annotations"][
+                "checksum/config"]
+
+        before = checksum({})
+        values = {"log.level": "debug", "server.operators": "x", "server.plain_operators": "none"}
+        for key in live:
+            section, name = key.split(".")
+            self.assertEqual(checksum({section: {name: values.get(key, 12345)}}), before, key)
+        quotas = {"tenants": {"quotas": {"research": {"sequences": 5}}}}
+        offered = chart.schema()["properties"]["config"]["properties"]["tenants"]["properties"]
+        if "quotas" in offered:
+            self.assertEqual(checksum(quotas), before)
+        for config in ({"limits": {"max_models": 3}}, {"tenants": {"metrics": 3}},
+                       {"kv_cache": {"bytes": "1GiB"}}):
+            self.assertNotEqual(checksum(config), before, config)
+
+    def test_the_test_pod_is_no_server(self):
+        item = self.rendered["everything"]
+        pod = item.one("Pod")
+        labels, selector = pod["metadata"]["labels"], item.one("Service")["spec"]["selector"]
+        self.assertFalse(set(selector.items()) <= set(labels.items()))
+        self.assertEqual(pod["metadata"]["annotations"]["helm.sh/hook"], "test")
+        self.assertEqual(pod["spec"]["containers"][0]["command"], ["mlactl", "attend"])
+        (target,) = [variable["value"] for variable in pod["spec"]["containers"][0]["env"]
+                     if variable["name"] == "MLA_TARGET"]
+        self.assertIn(target.split(":")[0], item.one("Certificate")["spec"]["dnsNames"])
+
+    def test_no_library_of_the_node_is_mounted_unless_asked_for(self):
+        item = self.rendered["GPU with its runtime in the image, CPU if there is none"]
+        self.assertFalse([volume for volume in item.pod()["volumes"] if "hostPath" in volume])
+        self.assertIn("WARNING: gpu.supplementalGroups is empty", item.notes)
+        self.assertNotIn("WARNING", self.rendered["everything"].notes)
 
     def test_liveness_outlasts_the_watchdog(self):
         probe = self.rendered["defaults"].container()["livenessProbe"]
@@ -202,7 +273,7 @@ class TemplatesTest(unittest.TestCase):
         self.assertEqual(item.one("ServiceMonitor")["spec"]["endpoints"][0]["port"], "ops")
 
     def test_versions_are_the_servers(self):
-        version = re.search(r'kVersion\[\] = "(.*)"', read("server/process/version.h"))[1]
+        version = re.search(r'kVersion\[\] = "(.*)"', read("base/version/version.h"))[1]
         about = chart.load("Chart.yaml")
         self.assertEqual((about["version"], about["appVersion"]), (version, version))
         self.assertEqual(self.rendered["defaults"].container()["image"], f"mla-server:{version}")
@@ -220,7 +291,14 @@ class TemplatesTest(unittest.TestCase):
         item = self.rendered["everything"]
         groups = [group for name in ("rules.yaml", "alerts.yaml")
                   for group in test_prometheus.load(test_prometheus.FOLDER / name)["groups"]]
-        self.assertEqual(item.one("PrometheusRule")["spec"]["groups"], groups)
+        rendered = item.one("PrometheusRule")["spec"]["groups"]
+        for group in rendered:
+            for rule in group["rules"]:
+                url = rule.get("annotations", {}).get("runbook_url")
+                if url is not None:
+                    self.assertTrue(url.startswith("https://docs.example/docs/runbook.md#"), url)
+                    rule["annotations"]["runbook_url"] = url.removeprefix("https://docs.example/")
+        self.assertEqual(rendered, groups)
         board = item.objects["ConfigMap", "attention-dashboard"]["data"]["mla-server.json"]
         self.assertEqual(board.strip(), read("deploy/grafana/dashboard.json").strip())
         # The label `job`, as the alerts select it.
@@ -257,7 +335,9 @@ class ServerTest(unittest.TestCase):
             result = self.check(item)
             self.assertEqual(result.returncode, 0, f"{name}: {result.stdout}{result.stderr}")
             shown = dict(re.findall(r"^(\S+) += (\S*)", result.stdout, re.M))
-            self.assertEqual(shown["ops.listen"], f"0.0.0.0:{item.values['service']['opsPort']}")
+            service = item.values["service"]
+            self.assertEqual(shown["ops.listen"],
+                             f"{service['bindAddress']}:{service['opsPort']}")
             self.assertEqual(shown["kv_cache.bytes"], item.values["config"]["kv_cache"]["bytes"])
             self.assertEqual(shown["server.drain_deadline_ms"],
                              str(item.values["config"]["server"]["drain_deadline_ms"]))

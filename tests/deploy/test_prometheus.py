@@ -122,9 +122,9 @@ class RulesTest(unittest.TestCase):
         for name, rule in alerts().items():
             self.assertIn(rule["labels"]["severity"], ("critical", "warning"), name)
             notes = rule["annotations"]
-            self.assertEqual(set(notes), {"summary", "description", "runbook"}, name)
+            self.assertEqual(set(notes), {"summary", "description", "runbook_url"}, name)
             self.assertIn("$labels.instance", notes["summary"], name)
-            self.assertEqual(notes["runbook"], f"docs/runbook.md#{name.lower()}")
+            self.assertEqual(notes["runbook_url"], f"docs/runbook.md#{name.lower()}")
             self.assertIn(f"\n## {name}\n", manual)
 
     def test_runbook_has_no_section_of_a_past_alert(self):

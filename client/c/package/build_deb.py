@@ -7,6 +7,7 @@ other by relative paths, so it may be unpacked anywhere.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import shutil
@@ -100,6 +101,11 @@ def build(library, output):
             depends=dependencies(installed, folder), kilobytes=-(-size // 1024)))
         (root / "DEBIAN/triggers").write_text("activate-noawait ldconfig\n")
         root.chmod(0o755)
+        # Two builds of one commit give the same bytes.
+        if "SOURCE_DATE_EPOCH" in os.environ:
+            seconds = int(os.environ["SOURCE_DATE_EPOCH"])
+            for path in [root, *root.rglob("*")]:
+                os.utime(path, (seconds, seconds), follow_symlinks=False)
         output.mkdir(parents=True, exist_ok=True)
         package = output / f"{NAME}_{version()}_{architecture}.deb"
         output_of("dpkg-deb", "--root-owner-group", "--build", root, package)

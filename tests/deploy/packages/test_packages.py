@@ -1,0 +1,237 @@
+"""What ./dev package makes: installed in a clean root, run as an image, the same twice.
+
+These tests need root and download from the machine's package sources, so they belong to the longer
+runs (MLA_TEST_LONG). PackageTextsTest runs always.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "deploy/package"))
+
+# pylint: disable=wrong-import-position
+import common  # noqa: E402
+import debian  # noqa: E402
+import image  # noqa: E402
+import sbom  # noqa: E402
+
+LONG = os.environ.get("MLA_TEST_LONG", "") != ""
+BINARIES = pathlib.Path(os.environ.get("BINARIES_UNDER_TEST", ROOT / ".bazel/bin"))
+MOST_IMAGE_BYTES = 80_000_000
+SMALL = ["--kv-cache-bytes=64MiB", "--limits-weights-bytes=64MiB"]
+
+
+def run(*command, check=True, **options):
+    done = subprocess.run([str(part) for part in command], text=True, check=False,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, **options)
+    if check and done.returncode != 0:
+        raise AssertionError(f"{command} ended with {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+def package(kind, output):
+    """What package.py prints, and the folder that it has filled."""
+    # One time for all calls: a commit may come between two of them.
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1795900000"}
+    return run("/usr/bin/python3", ROOT / "deploy/package/package.py", kind, "--output", output,
+               "--binaries", BINARIES, env=environment)
+
+
+class PackageTextsTest(unittest.TestCase):
+    def test_every_command_of_the_help_gets_a_page(self):
+        text = ("  info                      what the server is\n"
+                "  set-quota TENANT          bounds of one tenant\n"
+                "  drop-checkpoints SEQUENCES\n                            remove checkpoints\n"
+                "  evict-model TENANT MODEL  release a model\n"
+                "  --target=ADDRESS          host:port\n")
+        self.assertEqual(debian.COMMAND.findall(text), [
+            ("info", "what the server is"), ("set-quota", "bounds of one tenant"),
+            ("drop-checkpoints", "remove checkpoints"), ("evict-model", "release a model")])
+
+    def test_bill_of_materials_names_every_package(self):
+        controls = ["Package: b\nVersion: 2-1\nArchitecture: amd64\nMaintainer: B <b@x>",
+                    "Package: a\nVersion: 1\nArchitecture: all\nMaintainer: A <a@x>"]
+        text = sbom.document("mla-server", "0.2.0", "abc", 0, controls, "Apache-2.0")
+        self.assertEqual(text, sbom.document("mla-server", "0.2.0", "abc", 0, controls[::-1],
+                                             "Apache-2.0"))
+        bill = json.loads(text)
+        self.assertEqual(bill["spdxVersion"], "SPDX-2.3")
+        self.assertEqual([item["name"] for item in bill["packages"]], ["mla-server", "a", "b"])
+        self.assertEqual(len(bill["relationships"]), 3)
+        self.assertEqual(bill["packages"][2]["externalRefs"][0]["referenceLocator"],
+                         "pkg:deb/debian/b@2-1?arch=amd64")
+        identities = [item["SPDXID"] for item in bill["packages"]]
+        self.assertEqual(len(set(identities)), 3)
+
+    def test_no_source_of_packages_is_written_down(self):
+        for path in [*(ROOT / "deploy/package").rglob("*"), ROOT / "deploy/container/Dockerfile"]:
+            if path.suffix in (".py", "") and path.is_file():
+                text = path.read_text(encoding="utf-8")
+                self.assertEqual(re.findall(r"https?://|\b[\w.-]+\.(?:org|io|com)/", text), [], path)
+
+    def test_image_is_configured_as_the_dockerfile(self):
+        text = (ROOT / "deploy/container/Dockerfile").read_text(encoding="utf-8")
+        for name, value in image.SETTINGS.items():
+            if name != "PATH":
+                self.assertIn(f"{name}={value}", text)
+        self.assertIn(f"USER {common.USER}:{common.USER}\n", text)
+        self.assertIn(f'"--config={image.CONFIGURATION}"', text)
+        self.assertIn(f"EXPOSE {image.GRPC_PORT}\n", text)
+
+
+class LongTest(unittest.TestCase):
+    """A folder for what is made, and a reason where it cannot be."""
+
+    tools = ()
+
+    def setUp(self):
+        missing = [tool for tool in self.tools if shutil.which(tool) is None]
+        if not LONG:
+            self.skipTest("part of the longer runs: ./dev test --all")
+        if os.geteuid() != 0 or missing:
+            self.skipTest(f"needs root and {', '.join(missing) or 'nothing else'}")
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="mla-packages-"))
+        self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
+
+
+class ImageTest(LongTest):
+    tools = ("buildah", "mmdebstrap", "podman", "runc")
+
+    def podman(self, *words, check=True):
+        state = [f"--root={self.folder}/storage", f"--runroot={self.folder}/state",
+                 "--storage-driver=vfs", "--runtime=runc", "--cgroup-manager=cgroupfs",
+                 "--events-backend=file"]
+        return run("podman", *state, *words, check=check)
+
+    @staticmethod
+    def identity(output):
+        """The digest of the image in the archive that is there, its manifest and configuration."""
+        (archive,) = output.glob("*.oci.tar")
+        with tarfile.open(archive) as tar:
+            def read(name):
+                return json.load(tar.extractfile(name))
+            (entry,) = read("index.json")["manifests"]
+            manifest = read("blobs/" + entry["digest"].replace(":", "/"))
+            config = read("blobs/" + manifest["config"]["digest"].replace(":", "/"))
+        return archive, entry["digest"], config
+
+    def test_image_is_small_serves_without_rights_and_is_the_same_twice(self):
+        package("image", self.folder / "one")
+        package("image", self.folder / "two")
+        archive, digest, config = self.identity(self.folder / "one")
+        self.assertEqual(digest, self.identity(self.folder / "two")[1])
+        self.assertEqual(config["config"]["User"], f"{common.USER}:{common.USER}")
+        labels = config["config"]["Labels"]
+        self.assertEqual(labels["org.opencontainers.image.version"], common.version())
+        self.assertIn("org.opencontainers.image.revision", labels)
+        self.podman("load", "-i", archive)
+        name = f"localhost/mla-server:{common.version()}"
+        size = int(self.podman("image", "inspect", "--format", "{{.Size}}", name))
+        self.assertLess(size, MOST_IMAGE_BYTES)
+        self.podman("run", "--detach", "--name=server", "--read-only", "--cap-drop=ALL",
+                    "--security-opt=no-new-privileges", "--network=none",
+                    "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", name, *SMALL)
+        self.addCleanup(self.podman, "rm", "--force", "server", check=False)
+        for _ in range(100):
+            if "SERVING\n" == self.podman("exec", "server", "mlactl", "health", check=False):
+                break
+            time.sleep(0.2)
+        self.assertIn("agree", self.podman("exec", "server", "mlactl", "attend"))
+        mounted = pathlib.Path(self.podman("mount", "server").strip())
+        status = (mounted / "var/lib/dpkg/status").read_text(encoding="utf-8")
+        bill = json.loads((mounted / "usr/share/doc/mla-server/sbom.spdx.json").read_text())
+        kept = set(re.findall(r"^Package: (\S+)$", status, re.M))
+        self.assertEqual(kept, {item["name"] for item in bill["packages"]} - {common.NAME})
+        self.assertIn("libc6", kept)
+        self.assertFalse((mounted / "bin/sh").exists() or (mounted / "usr/bin/sh").exists())
+        self.podman("stop", "--time=40", "server")
+        state = self.podman("inspect", "--format={{.State.ExitCode}}", "server").strip()
+        self.assertEqual(state, "0", self.podman("logs", "server"))
+        self.assertIn('"event":"drained"', self.podman("logs", "server"))
+
+
+class DebianTest(LongTest):
+    tools = ("mmdebstrap", "reprepro", "gpg", "help2man")
+
+    def test_packages_are_installed_upgraded_and_removed_in_a_clean_root(self):
+        output = self.folder / "packages"
+        package("deb", output)
+        first = {path.name: common.digest(path) for path in output.glob("*.deb")}
+        again = self.folder / "again"
+        package("deb", again)
+        self.assertEqual({path.name: common.digest(path) for path in again.glob("*.deb")}, first)
+        root = self.folder / "root"
+        shutil.copytree(output / "apt", self.folder / "apt")
+        source = self.folder / "mla.list"
+        source.write_text(f"deb [signed-by={self.folder}/apt/mla-server.gpg] "
+                          f"file:{self.folder}/apt stable main\n", encoding="utf-8")
+        # The clean root: Debian's required packages, and apt with this repository as well.
+        run("mmdebstrap", "--variant=apt", "--mode=root", "--format=directory",
+            "--include=mla-server,mlactl,libmla-client",
+            f"--setup-hook=mkdir -p '$1{self.folder}' && cp -r {self.folder}/apt '$1{self.folder}/'"
+            .replace("'", '"'), image.suite(), root, *image.sources(), source)
+        inside = ["chroot", root]
+        self.assertIn(f"mla-server {common.version()}", run(*inside, "mla-server", "--version"))
+        run(*inside, "mla-server", "--check-config", "--config=/etc/mla-server/server.yaml", *SMALL)
+        self.assertIn("mla-workers", run(*inside, "getent", "group", "mla-workers"))
+        script = root / "usr/share/bash-completion/completions/mlactl"
+        self.assertIn("complete", script.read_text(encoding="utf-8"))
+        listed = run(*inside, "dpkg", "--listfiles", "mlactl", "mla-server")
+        for page in ("man1/mlactl.1.gz", "man1/mlactl-set-quota.1.gz", "man8/mla-server.8.gz",
+                     "system/mla-server.service"):
+            self.assertIn(page, listed)
+        # A file that the operator has changed survives an upgrade and a removal, not a purge.
+        settings = root / "etc/mla-server/server.yaml"
+        settings.write_text("log: {level: debug}\n", encoding="utf-8")
+        newer = self.newer(output)
+        shutil.copy(newer, root / "newer.deb")
+        run(*inside, "dpkg", "--install", "/newer.deb")
+        self.assertEqual(settings.read_text(encoding="utf-8"), "log: {level: debug}\n")
+        run(*inside, "dpkg", "--remove", "mla-server", "mlactl", "libmla-client")
+        self.assertTrue(settings.exists())
+        self.assertFalse((root / "usr/bin/mla-server").exists())
+        run(*inside, "dpkg", "--purge", "mla-server")
+        self.assertFalse(settings.exists())
+
+    def newer(self, output):
+        """The server's package again, as of a later version."""
+        (package_file,) = output.glob("mla-server_*.deb")
+        tree = self.folder / "newer"
+        run("dpkg-deb", "--raw-extract", package_file, tree)
+        control = tree / "DEBIAN/control"
+        control.write_text(re.sub(r"^Version: .*$", "Version: 99.0.0", control.read_text(),
+                                  flags=re.M))
+        run("dpkg-deb", "--root-owner-group", "--build", tree, self.folder / "newer.deb")
+        return self.folder / "newer.deb"
+
+
+class WheelTest(LongTest):
+    def test_wheel_and_source_are_the_same_twice_and_can_be_imported(self):
+        package("wheel", self.folder / "one")
+        package("wheel", self.folder / "two")
+        made = [{path.name: common.digest(path) for path in (self.folder / name).iterdir()}
+                for name in ("one", "two")]
+        self.assertEqual(made[0], made[1])
+        self.assertEqual(len(made[0]), 2)
+        (wheel,) = (self.folder / "one").glob("*.whl")
+        target = self.folder / "installed"
+        run("/usr/bin/python3", "-m", "pip", "install", "--no-index", "--no-deps", "--quiet",
+            "--disable-pip-version-check", "--target", target, wheel)
+        shown = run("/usr/bin/python3", "-c", "import mla_client; print(mla_client.__file__)",
+                    env={**os.environ, "PYTHONPATH": str(target)}, cwd=self.folder)
+        self.assertIn(str(target), shown)
+
+
+if __name__ == "__main__":
+    unittest.main()
