@@ -65,8 +65,7 @@ struct EngineOptions {
   std::function<uint64_t()> ids;
   // Secret of the prefix keys. None, as production needs: an unpredictable one.
   std::optional<kvcache::PrefixSecret> prefix_secret;
-  // The file of the slowest tier (Limits::file_tier_bytes); empty: no file tier. Its folder must
-  // exist.
+  // File of the slowest tier (Limits::file_tier_bytes), in an existing folder; empty: no file tier.
   std::string tier_path;
   // Threads that seal and check page groups entering or leaving the slower tiers, and that read and
   // write the file. 0: the engine's thread does this, so that runs can be repeated exactly.
@@ -82,8 +81,7 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       const EngineOptions& options, std::unique_ptr<kernels::AttentionBackend> backend,
       Clock* clock);
-  // Bytes that Create would take with these limits for pool, weights, workspaces and plans. Used by
-  // the start-up check.
+  // Bytes that Create would take for pool, weights, workspaces and plans; for the start-up check.
   static EngineBytes CountBytes(const Limits& limits, const kernels::AttentionBackend& backend);
   // kv_cache_bytes of a server that may choose: device memory left after all other needs of these
   // limits, or the default of Limits if the backend computes in host memory.
@@ -112,11 +110,9 @@ class Engine {
                                           std::span<const float> sinks = {});
   absl::Status UnregisterModel(const std::string& tenant, const std::string& id);
   std::vector<ModelInfo> ListModels(const std::string& tenant);
-  // Models of all tenants, sorted by tenant and id; takes the same lock as FindModel. For
-  // operators.
+  // For operators: models of all tenants, sorted by tenant and id. Takes FindModel's lock.
   std::vector<std::pair<std::string, std::shared_ptr<const ModelSpec>>> AllModels();
-  // Cheap, and holds a lock only briefly: for transports that must know sizes before the engine
-  // sees a request.
+  // For transports that need sizes before the engine sees a request; holds a lock only briefly.
   std::shared_ptr<const ModelSpec> FindModel(const std::string& tenant, const std::string& id);
   // Sets the scale of every layer's rows, for formats that need them (ModelTable::SetScales).
   absl::Status SetScales(const std::string& tenant, const std::string& id,
@@ -134,8 +130,7 @@ class Engine {
   absl::Status LoadWeights(const std::string& tenant, const std::string& id, UploadId upload,
                            int32_t layer, int32_t head_begin, int32_t head_count,
                            std::span<const std::byte> w_uk_w_uv);
-  // Starts using the chunks of an upload that is complete and verified. Returns the layers that are
-  // still incomplete.
+  // Starts using the chunks of a complete, verified upload. Returns the layers still incomplete.
   absl::StatusOr<std::vector<int32_t>> CommitWeights(const std::string& tenant,
                                                      const std::string& id, UploadId upload);
   // Forgets the chunks of an upload that broke off or whose digest did not match.
@@ -168,8 +163,7 @@ class Engine {
   // Starts moving one part. Returns an error, NOT_FOUND if the sequence has gone, or calls
   // move->done later.
   absl::Status StartMove(PageMove* move);
-  // Moves one part and waits until it has moved; uses move->done itself. Must not be called from
-  // Done.
+  // Moves one part, using move->done itself, and waits for it. Must not be called from Done.
   absl::Status MovePart(PageMove* move);
   // The rows have arrived: the sequence has them from now on. Rows from `not_finite_from` on may
   // hold NaN or infinity; kAllFinite says that none do.
@@ -239,8 +233,7 @@ class Engine {
   // For operators. Releases sequences of any tenant, as ReleaseSequences does, and aborts their
   // open steps. A selection without ids means all of its tenant's. `not_found` receives absent ids.
   int32_t EvictSequences(const SequenceSelection& selection, std::vector<SequenceId>* not_found);
-  // Releases the model's sequences, then unregisters the model. Returns how many sequences were
-  // released.
+  // Releases the model's sequences, then unregisters it. Returns the number of sequences released.
   absl::StatusOr<int32_t> EvictModel(const std::string& tenant, const std::string& id);
   // Aborts all open steps and returns their number.
   int32_t AbortAllSteps();

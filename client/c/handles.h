@@ -1,4 +1,4 @@
-// The types behind the opaque types of mla_client.h, and the conversions at the border to C.
+// Defines the opaque types of mla_client.h, and conversions between C and C++.
 //
 // Ownership and threading: as mla_client.h says.
 #ifndef MLA_CLIENT_C_HANDLES_H_

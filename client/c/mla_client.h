@@ -118,7 +118,7 @@ typedef struct mla_connect_options {
   int64_t call_timeout_ms;      // 0: 10000
   int64_t request_timeout_ms;   // of each request of a session; 0: 60000
   int64_t sequence_lease_ms;    // 0: the server's default
-  // Of one session's shared memory; 0: 64 MiB, or less if the server has less left.
+  // Size of one session's shared memory; 0: 64 MiB, or less if the server has less left.
   uint64_t shared_bytes;
   mla_transport transport;
   int32_t no_lease_renewal;  // 1: leases of sequences are not renewed in the background

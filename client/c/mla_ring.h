@@ -50,7 +50,7 @@ typedef struct mla_ring_info {
   void* device_memory;    // an address of the GPU; NULL: there is none
   uint64_t device_bytes;
   uint32_t entries;           // requests that may be under way
-  int32_t nvidia;             // 1: the GPU's driver is CUDA's; 0: HIP's, or there is no GPU
+  int32_t nvidia;             // 1: the GPU's driver is CUDA; 0: HIP or without a GPU
   int32_t chains_in_memory;   // 1: requests with tensors in `memory` can be chained
   int32_t chains_on_device;   // 1: those with tensors in device memory can
   const char* why_no_device;  // these live as long as the ring; empty where there is nothing to say
@@ -63,9 +63,9 @@ typedef struct mla_ring_info {
 #define MLA_RING_HAS_KV 1
 #define MLA_RING_WANT_LSE 2
 #define MLA_RING_ON_DEVICE 64  // tensors are in device memory
-// `stream` waits for the outputs, and the server for `stream`: it is given what writes the tensors
-// before this call, and what reads the outputs behind it. Attends in flight are all chained by one
-// stream, or none is (MLA_FAILED_PRECONDITION).
+// `stream` waits for the outputs, and the server waits for `stream`. Put the work that writes the
+// tensors on the stream before this call, and the work that reads the outputs after it. Attends in
+// flight are all chained by one stream, or none is (MLA_FAILED_PRECONDITION).
 #define MLA_RING_CHAINED 128
 
 // Bytes that the stream of a chained request copies: `rows` of `width` bytes, `*_pitch` bytes from
@@ -89,25 +89,27 @@ typedef struct mla_ring_entry {
   uint32_t layer, row_begin, row_count, head_offset, num_heads, timeout_us;
   uint8_t profile, flags;
   uint8_t q_dtype, o_dtype;  // mla_dtype
-  // Of MLA_RING_CHAINED: what the stream copies before the tensors are there, and once the outputs
-  // are; MLA_RING_MOST_COPIES each at most.
+  // For MLA_RING_CHAINED: what the stream copies before the server reads the tensors, and once the
+  // outputs are there; at most MLA_RING_MOST_COPIES each.
   const mla_ring_copy* in;
   const mla_ring_copy* out;
   uint32_t in_count, out_count;
 } mla_ring_entry;
 
 // `path`: the server's shm.path. MLA_UNAVAILABLE: no server answered in time, or it has no shared
-// memory. Device memory that the server does not grant is no failure here: mla_ring_info says why.
+// memory. The call succeeds even if the server does not grant device memory; mla_ring_info says
+// why.
 MLA_API mla_code mla_ring_open(const char* path, const mla_ring_options* options, mla_ring** out,
                                mla_error** error);
 // Asks nothing. `info->struct_size` must be set.
 MLA_API mla_code mla_ring_describe(const mla_ring* ring, mla_ring_info* info, mla_error** error);
-// The offset of so many bytes of memory, or of device memory; UINT64_MAX: there is no room.
+// Allocates `bytes` of the ring's memory, or of its device memory, and returns their offset;
+// UINT64_MAX if there is not enough room.
 MLA_API uint64_t mla_ring_allocate(mla_ring* ring, uint64_t bytes, int32_t on_device);
-// Of what is not in use by a request.
+// Frees allocated bytes, which no request may be using.
 MLA_API void mla_ring_deallocate(mla_ring* ring, uint64_t offset, int32_t on_device);
-// Sends one. Waits for `room_ms` at most until fewer than all entries are under way:
-// MLA_DEADLINE_EXCEEDED then, and nothing was sent.
+// Sends an attend. Waits, for `room_ms` at most, until an entry is free. MLA_DEADLINE_EXCEEDED if
+// none became free; nothing was sent then.
 MLA_API mla_code mla_ring_attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms,
                                  mla_request** out, mla_error** error);
 // Sends a serialised mla.v1.AttendStreamRequest with begin_step, end_step or abort_step; its tag is
@@ -119,7 +121,7 @@ MLA_API mla_code mla_ring_message(mla_ring* ring, const void* message, size_t by
 // MLA_OK: the request has succeeded. MLA_DEADLINE_EXCEEDED with reason "no_reply_yet": `wait_ms`
 // has passed; wait again. Any other code: it has failed, or the ring has ended.
 MLA_API mla_code mla_request_wait(mla_request* request, int64_t wait_ms, mla_error** error);
-// Of one whose wait succeeded. Each may be NULL.
+// Sets `times` for a request whose wait succeeded. Both may be NULL.
 MLA_API void mla_request_times(const mla_request* request, mla_attend_times* times);
 // The reply to a message, a serialised mla.v1.AttendStreamReply; as long as the request.
 MLA_API const void* mla_request_reply(mla_request* request, size_t* bytes);
@@ -127,8 +129,8 @@ MLA_API const void* mla_request_reply(mla_request* request, size_t* bytes);
 MLA_API void mla_request_free(mla_request* request);
 // MLA_OK while the ring can be used; else why not.
 MLA_API mla_code mla_ring_state(mla_ring* ring, mla_error** error);
-// Ends it: what is under way fails, and streams that wait for it go on. `wait_ms` > 0: lets what is
-// under way end first, and returns once the server has aborted open steps, or then.
+// Ends the ring: requests under way fail, and streams that wait for them go on. If `wait_ms` > 0,
+// first waits for so long at most until requests have ended and the server has aborted open steps.
 MLA_API void mla_ring_end(mla_ring* ring, int64_t wait_ms);
 // Free requests first. In a process that was forked from the one that opened it, does nothing.
 MLA_API void mla_ring_free(mla_ring* ring);

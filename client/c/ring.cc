@@ -33,7 +33,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr int64_t kConnectMs = 10'000, kRequestMs = 60'000;
-// What a clock can be added; 30 years.
+// Longest time that can be added to a clock's time; 30 years.
 constexpr int64_t kMostMs = int64_t{1} << 40;
 constexpr uint64_t kMiB = 1 << 20;
 constexpr int32_t kMostSpinUs = 1'000'000;

@@ -27,11 +27,12 @@ constexpr char kNotes[] =
     "code 5 when the outputs are outside the rule. A first check of a new server; replay is the\n"
     "thorough one.\n";
 
-// Dimensions that every backend supports. With two heads a wrong order of heads is found.
+// Dimensions that every backend supports. Two heads are enough to notice a wrong order of heads.
 constexpr uint32_t kHeads = 2, kLora = 512, kRope = 64, kNope = 128, kV = 128;
 constexpr uint32_t kRow = kLora + kRope;
 constexpr double kScale = 0.135234;
-// Scores then deviate by one half: rows differ, and rounding stays far inside the bounds.
+// Scores then deviate by one half: enough for rows to differ, and little enough for rounding to
+// stay far inside the bounds.
 constexpr double kDeviation = 0.5;
 constexpr uint32_t kPromptRows = 33, kRows = kPromptRows + 1;
 
@@ -59,7 +60,7 @@ v1::ModelSpec Model() {
   return model;
 }
 
-// The textbook form in double precision, on the bytes that are sent.
+// Computes the textbook form in double precision from the bytes that are sent.
 class Example {
  public:
   Example()
@@ -177,7 +178,7 @@ class Registered {
   std::string id_;
 };
 
-// A prompt in EXPANDED, then one more row in ABSORBED. CANCELLED after an interrupt.
+// Runs a prompt in EXPANDED, then one more row in ABSORBED. CANCELLED after an interrupt.
 absl::Status RunSteps(client::Client* client, const Example& example, const std::string& model_id,
                       OutputComparison* comparison, std::string* transport) {
   Registered model(client);

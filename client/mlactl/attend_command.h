@@ -1,4 +1,5 @@
-// `mlactl attend`: a few rows of attention by the server, checked against this program's own.
+// `mlactl attend` lets the server compute a few rows of attention and checks them against this
+// program's own results.
 #ifndef MLA_CLIENT_MLACTL_ATTEND_COMMAND_H_
 #define MLA_CLIENT_MLACTL_ATTEND_COMMAND_H_
 

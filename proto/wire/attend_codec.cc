@@ -29,7 +29,8 @@ struct Reader {
       const uint8_t byte = *at++;
       *value |= static_cast<uint64_t>(byte & 0x7f) << shift;
       if (byte >= 0x80) continue;
-      // Longer than it must be is for protobuf, which takes some of those and refuses others.
+      // A longer encoding than necessary is left to protobuf, which accepts some and refuses
+      // others.
       const bool shortest = byte != 0 || shift == 0;
       return shortest && (shift < 63 || byte <= 1);
     }
@@ -55,7 +56,7 @@ bool ReadNumbers(Reader reader, Set set) {
   return true;
 }
 
-// Wider values are cut or change their sign in the fields, which is protobuf's business.
+// Protobuf decides how wider values are cut or change their sign, so they are left to it.
 bool Fits(uint64_t value) { return value <= std::numeric_limits<int32_t>::max(); }
 
 bool ReadAttend(Reader reader, v1::Attend* attend) {
@@ -252,7 +253,7 @@ class Writer {
     for (; value >= 0x80; value >>= 7) *at_++ = static_cast<char>(value | 0x80);
     *at_++ = static_cast<char>(value);
   }
-  // Zero is not written, as proto3 has it.
+  // Zero is not written, as in proto3.
   void Number(uint32_t field, uint64_t value) {
     if (value == 0) return;
     Varint(Key(field, kVarint));
@@ -296,7 +297,7 @@ class Writer {
 
 bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* request,
                 PayloadRange* payload) {
-  // Most streams send one kind of message, whose parts are used again rather than made again.
+  // Most streams send one kind of message, so its parts are reused instead of being made again.
   if (request->body_case() != v1::AttendStreamRequest::kAttend) request->Clear();
   request->set_tag(0);
   v1::Attend* const attend = request->mutable_attend();

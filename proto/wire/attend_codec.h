@@ -19,7 +19,7 @@
 
 namespace mla::wire {
 
-// Bytes before the payload at most.
+// Most bytes before the payload.
 inline constexpr size_t kMaxAttendHeaderBytes = 224;
 
 // Replaces the contents of the message by an attend request or reply, as ScanMessage and protobuf
@@ -29,8 +29,8 @@ bool ScanAttend(std::span<const Fragment> fragments, v1::AttendStreamRequest* re
 bool ScanAttendReply(std::span<const Fragment> fragments, v1::AttendStreamReply* reply,
                      PayloadRange* payload);
 
-// Writes what EncodeHeader would and returns its length; 0: not of the usual form, nothing written.
-// REQUIRES: room for kMaxAttendHeaderBytes.
+// Writes the same bytes as EncodeHeader and returns their number. Returns 0 and writes nothing if
+// the message does not have the usual form. REQUIRES: room for kMaxAttendHeaderBytes.
 size_t EncodeAttend(const v1::AttendStreamRequest& request, size_t payload_size, char* out);
 size_t EncodeAttendReply(const v1::AttendStreamReply& reply, size_t payload_size, char* out);
 

@@ -21,7 +21,7 @@ namespace mla::wire {
 
 using MacKey = std::array<unsigned char, 32>;
 
-// A key for one purpose, made of another.
+// Derives a key for one purpose from `key`.
 MacKey DeriveKey(const MacKey& key, absl::string_view purpose);
 
 class FrameMac final {

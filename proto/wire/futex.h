@@ -23,7 +23,7 @@ inline void FutexWake(uint32_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Tells the processor that this is a spin.
+// Tells the processor that this is a spinning loop.
 inline void SpinPause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

@@ -7,9 +7,10 @@
 
 namespace mla::wire {
 
-// Bytes that a peer may send on a stream before it hears of a read: a whole message of the default
-// size, so that large messages need no window updates on their way. GRPC_ARG_HTTP2_STREAM_LOOKAHEAD
-// on either end; connections widen it themselves where they find more room.
+// Bytes that a peer may send on a stream before it hears of a read. It is a whole message of the
+// default size, so that large messages need no window updates on their way.
+// GRPC_ARG_HTTP2_STREAM_LOOKAHEAD on either end; connections widen it themselves if they measure
+// that more is useful.
 inline constexpr int kStreamWindowBytes = 4 << 20;
 
 // Freed memory that a process keeps at the top of each heap.
@@ -18,10 +19,10 @@ inline constexpr int kKeptHeapBytes = 256 << 20;
 // Blocks up to this size come from a heap, larger ones straight from the kernel.
 inline constexpr int kHeapBlockBytes = 32 << 20;
 
-// For programs that exchange large messages, once, at their start. gRPC receives a message into
+// Programs that exchange large messages call this once at their start. gRPC receives a message into
 // slices of 64 KiB, which come from the heap and return to it with the message. By default the C
-// library hands the pages back to the kernel each time and takes page faults for the next message:
-// half the time of a message of some megabytes.
+// library hands the pages back to the kernel each time and takes page faults for the next message,
+// which is half the time of a message of some megabytes.
 inline void KeepMessageMemory() {
 #if defined(__GLIBC__)
   mallopt(M_TRIM_THRESHOLD, kKeptHeapBytes);

@@ -7,7 +7,7 @@
 // the other way round: header bytes that end with the payload's tag and length, then the payload's
 // own memory.
 //
-// Knows nothing of gRPC and of no message in particular. Pure functions; any thread.
+// Depends neither on gRPC nor on a particular message. Pure functions; any thread.
 #ifndef MLA_PROTO_WIRE_TENSOR_CODEC_H_
 #define MLA_PROTO_WIRE_TENSOR_CODEC_H_
 
@@ -27,7 +27,7 @@ namespace mla::wire {
 using Fragment = std::span<const std::byte>;
 
 inline constexpr int kPayloadField = 2047;
-// Header bytes of one message at most: a BeginStep of 65536 sequences fits.
+// Most header bytes of one message; a BeginStep of 65536 sequences fits.
 inline constexpr size_t kMaxHeaderBytes = size_t{4} << 20;
 
 struct PayloadRange {
@@ -36,8 +36,8 @@ struct PayloadRange {
 };
 
 // Splits a message into header bytes (appended to the cleared `header`) and the payload's place.
-// INVALID_ARGUMENT when the bytes are not a protobuf message or the header exceeds `most_header`:
-// a parsed header can take many times its bytes, so its reader bounds it before it is parsed.
+// INVALID_ARGUMENT when the bytes are not a protobuf message or the header exceeds `most_header`. A
+// parsed header can take many times its bytes, so it is bounded before it is parsed.
 absl::Status ScanMessage(std::span<const Fragment> fragments, std::string* header,
                          PayloadRange* payload, size_t most_header = kMaxHeaderBytes);
 

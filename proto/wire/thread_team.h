@@ -1,4 +1,4 @@
-// Threads that do one message's work together: copies of large tensors, checks of index lists.
+// Threads that share the work of one message: copies of large tensors, or checks of index lists.
 //
 // One core copies at 6 to 13 GB/s what other cores have written, four at 26 to 38: for megabytes on
 // their way into staging memory or a shared-memory region this is most of a request's cost
@@ -64,8 +64,8 @@ class ThreadTeam final {
   uint64_t helped() const { return helped_.load(std::memory_order_relaxed); }
 
  private:
-  // Pieces of copies. Large enough for the claim to cost nothing, small enough that the last one
-  // does not keep the others waiting.
+  // Size of the pieces of a copy. Large enough that a claim costs little, and small enough that the
+  // threads need not wait long for the last piece.
   static constexpr size_t kPieceBytes = size_t{64} << 10;
 
   // The lock's holder does not change the work before all its pieces are finished. So a thread that
@@ -75,7 +75,7 @@ class ThreadTeam final {
   void Help();
 
   const ThreadTeamOptions options_;
-  Mutex busy_;  // held by the Run that has the helpers
+  Mutex busy_;  // held by the Run call that uses the helpers
   const Work* work_ ABSL_GUARDED_BY(busy_) = nullptr;
   uint32_t pieces_ ABSL_GUARDED_BY(busy_) = 0;
   // Pieces that no thread has claimed.

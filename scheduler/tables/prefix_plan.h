@@ -13,6 +13,7 @@
 #include "scheduler/kvcache/prefix/prefix_hasher.h"
 #include "scheduler/limits.h"
 #include "scheduler/model.h"
+#include "scheduler/probe.h"
 
 namespace mla::scheduler {
 

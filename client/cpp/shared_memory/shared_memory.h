@@ -73,7 +73,7 @@ class SharedMemory final {
   // if the region was to be pinned and none was requested.
   DeviceRegion* device() const { return device_.get(); }
   bool has_device_memory() const { return device_ != nullptr && !device_->memory().empty(); }
-  // Whether calls with tensors in the arena can be chained; else why not.
+  // OK if calls with tensors in the arena can be chained, else the reason why not.
   const absl::Status& pinned() const { return pinned_; }
   const absl::Status& device_status() const { return device_status_; }
 

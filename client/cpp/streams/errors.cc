@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kPayloadUrl[] = "type.googleapis.com/mla.v1.ErrorDetail";
 constexpr char kDetailKey[] = "mla-error-detail-bin";
-// How gRPC says that the reply of a unary call could not be decoded, or that there was none.
+// gRPC's message if the reply of a unary call could not be decoded or is missing.
 constexpr char kNoReply[] = "No message returned for unary request";
 
 // A server may send any number. An error that claims to be OK must not pass as success.

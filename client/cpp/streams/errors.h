@@ -19,12 +19,12 @@ class Status;
 
 namespace mla::client {
 
-// The detail that the server sent with a failure, if it did.
+// The detail that the server sent with a failure, or nullopt.
 std::optional<v1::ErrorDetail> DetailOf(const absl::Status& status);
 
 absl::Status MakeStatus(int32_t code, const std::string& message, const v1::ErrorDetail& detail);
 
-// Of a finished unary call: reads the trailing metadata of `context`.
+// The status of a finished unary call, with the detail from the trailing metadata of `context`.
 absl::Status FromGrpc(const grpc::Status& status, const grpc::ClientContext& context);
 
 // FAILED_PRECONDITION / "forked": a copy of an object of process `pid` was used in another one.

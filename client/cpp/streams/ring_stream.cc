@@ -12,9 +12,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Room for the lengths of thousands of sequences, beside the ring's own reply slots.
+// Room for a reply with the lengths of thousands of sequences, which does not fit the ring's slots.
 constexpr uint64_t kReplyRoom = 65536;
-// Between two looks at a server for which streams wait.
+// Pause between two checks of a server for which streams wait.
 constexpr std::chrono::milliseconds kWatchPause{20};
 
 wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
@@ -86,8 +86,8 @@ bool RingStream::PlaceMessage(std::span<const std::byte> tails, v1::AttendStream
   return true;
 }
 
-// A chained request is not begun before the one before it is answered. Others may overtake, except
-// messages, which the server takes in their turn.
+// The server begins a chained request only when the one before it is answered. Others may overtake,
+// except messages, which the server takes in their turn.
 absl::Status RingStream::CheckChain(const PendingReply& pending, bool is_attend) const {
   const bool in_order = std::all_of(in_flight_.begin(), in_flight_.end(), [&](const auto& other) {
     const PendingReply& before = *other.second.pending;
@@ -316,7 +316,7 @@ void RingStream::TakeMessage(std::string_view bytes, PendingReply* pending) {
   }
 }
 
-// A status that is not OK means that the ring cannot be used any more.
+// Returns an error if the ring cannot be used after this.
 absl::Status RingStream::Finish(const wire::CompletionEntry& entry) {
   if (entry.boot_id != boot_id_) return RestartedError(boot_id_, entry.boot_id);
   const auto found = in_flight_.find(entry.tag);

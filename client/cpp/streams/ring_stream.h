@@ -1,14 +1,14 @@
 // The client's end of one command ring. Internal to the library.
 //
 // Tensors that lie in the ring's own memory (Allocate), in the order and with the padding of the
-// contract, are used where they are; others are copied into it and out of it.
+// contract, are used in place. All other tensors are copied into it and out of it.
 //
-// Streams of a GPU that wait for chained calls may be all that the process waits for. So a thread
-// of this object looks whether the server is still there while such calls are under way, and lets
-// the streams go on where it is not; it is started with the first one.
+// Streams of a GPU wait for chained calls even if no thread of the process does. So while such
+// calls are under way, a thread of this object checks that the server is still there, and lets the
+// streams go on if it is not. The first chained call starts the thread.
 //
-// Ownership: shared by session, steps and pending calls. Threading: any thread; one mutex. Of the
-// threads that wait, one takes completions for all.
+// Ownership: shared by session, steps and pending calls. Threading: any thread; one mutex. One of
+// the waiting threads takes completions for all.
 #ifndef MLA_CLIENT_CPP_STREAMS_RING_STREAM_H_
 #define MLA_CLIENT_CPP_STREAMS_RING_STREAM_H_
 
@@ -45,26 +45,28 @@ class RingStream final : public StepStream {
   bool FillsLists() const override { return true; }
   void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
             const std::shared_ptr<PendingReply>& pending) override;
-  // An attend whose tensors the caller has placed in the region, or in device memory: `entry` has
-  // all but its sequence and tag. DEADLINE_EXCEEDED where there is no room for it until then, which
-  // changes nothing.
-  // Of a chained one: the stream of `pending` makes the copies `in` before the tensors are there,
-  // and `out` when the outputs are.
+  // Sends an attend whose tensors the caller has placed in the region or in device memory. All
+  // fields of `entry` are set except its sequence and tag. DEADLINE_EXCEEDED if no room became free
+  // until `until`; nothing has changed then. If the attend is chained, the stream of `pending`
+  // makes the copies `in` before the server reads the tensors, and the copies `out` when the
+  // outputs are there.
   absl::Status SendPlaced(wire::SubmissionEntry entry, std::span<const DeviceCopy> in,
                           std::span<const DeviceCopy> out,
                           std::chrono::steady_clock::time_point until,
                           const std::shared_ptr<PendingReply>& pending);
-  // The same for a message, with tails of an end_step, which are copied.
+  // Sends a message in the same way. `tails`, for an end_step, are copied.
   absl::Status SendMessage(v1::AttendStreamRequest* request, std::span<const std::byte> tails,
                            std::chrono::steady_clock::time_point until,
                            const std::shared_ptr<PendingReply>& pending);
   absl::Status Wait(PendingReply* pending) override;
-  // Waits until then at most. False: the reply has not come yet, and nothing changes.
+  // Waits until `until` at most. Returns false if the reply has not come yet; nothing has changed
+  // then.
   bool WaitUntil(PendingReply* pending, std::chrono::steady_clock::time_point until);
-  // Why the stream can not be used any more; OK while it can.
+  // OK while the stream can be used, else the reason why it cannot.
   absl::Status broken();
   SharedMemory& memory() { return *memory_; }
-  // Lets what is under way end and the server abort open steps, for so long at most, and ends it.
+  // Ends the stream. First waits, for `wait` at most, until requests under way have ended and the
+  // server has aborted open steps.
   void End(std::chrono::milliseconds wait);
   absl::Status Close() override;
   std::span<std::byte> Allocate(uint64_t bytes) override {
@@ -82,11 +84,12 @@ class RingStream final : public StepStream {
   using Deadline = std::chrono::steady_clock::time_point;
   struct InFlight {
     std::shared_ptr<PendingReply> pending;
-    TensorPlacement room;  // of tensors, or of a message and its reply
-    Deadline deadline;     // of a chained call, for which no thread may wait
+    TensorPlacement room;  // room for the tensors, or for a message and its reply
+    Deadline deadline;     // set for a chained call, because it may be that no thread waits for it
   };
 
-  // Whether replies come in the order of requests, so that a stream may wait for its own.
+  // Checks that replies will come in the order of requests, so that a GPU's stream may wait for its
+  // own.
   absl::Status CheckChain(const PendingReply& pending, bool is_attend) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool PlaceMessage(std::span<const std::byte> tails, v1::AttendStreamRequest* request,
@@ -94,7 +97,8 @@ class RingStream final : public StepStream {
   absl::Status CheckSend(const PendingReply& pending) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool SubmitNext(wire::SubmissionEntry* entry, InFlight* flight)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether the deadline is that of a request, after which the stream is not used any more.
+  // kBreaks: the deadline is a request's, and the stream cannot be used after it. kReturns: the
+  // caller only stops waiting.
   enum class Late { kBreaks, kReturns };
   void SendUntil(Deadline deadline, Late late, v1::AttendStreamRequest* request,
                  const InputTensors& inputs, const std::shared_ptr<PendingReply>& pending);

@@ -23,7 +23,7 @@ namespace mla::client {
 
 class SharedStream final : public StepStream {
  public:
-  // `timeout`: of the region's farewell; the stream brings its own for requests.
+  // `timeout`: time to close the region; the stream has its own timeout for requests.
   SharedStream(std::unique_ptr<SharedMemory> memory, std::shared_ptr<StepStream> stream,
                std::chrono::milliseconds timeout, const wire::ThreadTeamOptions& copies);
   ~SharedStream() override;

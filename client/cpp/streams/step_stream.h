@@ -1,7 +1,7 @@
-// What a session needs of a transport: requests of the stepping protocol sent in order, replies
-// matched to them. stream.h carries it over gRPC, ring_stream.h through shared memory, and
-// shared_stream.h the messages over gRPC and the tensors through shared memory. Internal to
-// the library. Threading: any thread.
+// A session's transport: sends requests of the stepping protocol in order and matches replies to
+// them. stream.h does so over gRPC and ring_stream.h through shared memory; shared_stream.h sends
+// the messages over gRPC and the tensors through shared memory. Internal to the library. Threading:
+// any thread.
 #ifndef MLA_CLIENT_CPP_STREAMS_STEP_STREAM_H_
 #define MLA_CLIENT_CPP_STREAMS_STEP_STREAM_H_
 
@@ -20,64 +20,66 @@
 
 namespace mla::client {
 
-// Tensors of an attend, in the order of the contract; empty where there is none. Of an end_step,
-// its tails in place of kv.
+// Tensors of an attend, in the order of the contract; empty if the attend has no such tensor. For
+// an end_step, `kv` has its tails.
 struct InputTensors {
   std::span<const std::byte> kv, q, lists;
   size_t size() const { return kv.size() + q.size() + lists.size(); }
 };
 
-// What a request waits for. The tensors' places are set by the caller.
+// The reply that a request waits for. The caller sets the places of the tensors.
 struct PendingReply {
   std::span<std::byte> o, lse, chosen;
   void* stream = nullptr;  // AttendCall::stream
   bool chained = false;    // AttendCall::chained
-  // Of the request, as they are sent, where the caller's are not.
+  // Tensors of the request in the form in which they are sent, if that is not the caller's form.
   std::vector<int32_t> lists;
   std::vector<std::byte> kv, q;
-  // What was asked, which a reply that is no error must answer; set by Send.
+  // Kind of the request, which the reply must match unless it is an error; set by Send.
   v1::AttendStreamRequest::BodyCase asked = v1::AttendStreamRequest::BODY_NOT_SET;
   v1::AttendStreamReply reply;
   absl::Status status;
   bool done = false;
-  // Of the request's tensors, those that the transport may still read. 0 after a Wait that failed;
-  // after one that succeeded none is read, though gRPC may hold its views a little longer.
+  // How many of the request's tensors the transport may still read. 0 after a Wait that failed.
+  // After a Wait that succeeded none is read, but gRPC may hold its views a little longer.
   std::atomic<int32_t> borrowed{0};
 };
 
-// DATA_LOSS unless a reply that is no error answers what was asked.
+// DATA_LOSS if a reply that is not an error has another kind than the request.
 absl::Status CheckAnswer(v1::AttendStreamRequest::BodyCase asked,
                          v1::AttendStreamReply::BodyCase answer);
 
-// Belongs to the process that made it. In one that was forked from there, requests fail with the
-// reason "forked", there is no memory, Close ends nothing, and the object must not be destroyed.
+// Belongs to the process that made it. In a forked child, requests fail with the reason "forked",
+// Allocate returns nothing and Close does nothing. The object must not be destroyed there.
 class StepStream {
  public:
   virtual ~StepStream() = default;
-  // Returns true in any other process than the one that made it.
+  // Returns true in a process that did not make the object.
   bool left() const { return home_.left(); }
 
   // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there.
   virtual std::string_view transport() const = 0;
   // Tensor bytes of one request or reply at most.
   virtual uint64_t message_bytes() const = 0;
-  // True if these tensors may go as one request whatever their size: they stay where they are.
+  // Returns true if these tensors may go as one request whatever their size, because they are used
+  // in place.
   virtual bool InPlace(const InputTensors& inputs, const PendingReply& pending) const = 0;
-  // Whether lists must have the model's top_k entries each.
+  // Returns true if each list must have the model's top_k entries.
   virtual bool FillsLists() const { return false; }
   // Sends `request` (its tag is set here) with these tensors. They and the places in `pending` must
   // stay valid until Wait has returned.
   virtual void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
                     const std::shared_ptr<PendingReply>& pending) = 0;
-  // Waits for the reply. When the timeout passes, cancels the stream first, and returns when the
-  // tensors are no longer read.
+  // Waits for the reply. After the timeout it cancels the stream, and returns when the transport
+  // has stopped reading the tensors.
   virtual absl::Status Wait(PendingReply* pending) = 0;
-  // Lets what is under way finish, then ends the stream; cancels it after the timeout.
+  // Waits until requests under way have finished, then ends the stream; cancels it after the
+  // timeout.
   virtual absl::Status Close() = 0;
-  // Memory in which tensors need not be copied, aligned to 64 bytes; empty: there is none.
+  // Memory in which tensors need not be copied, aligned to 64 bytes; empty if it has none left.
   virtual std::span<std::byte> Allocate(uint64_t bytes) = 0;
   virtual void Free(std::span<std::byte> block) = 0;
-  // Device memory of the same use; null: there is none, for the reason given.
+  // Device memory for the same purpose; null if it has none, for the reason in device_status().
   virtual DeviceRegion* device() const { return nullptr; }
   virtual absl::Status device_status() const {
     return absl::UnavailableError("device memory: rings alone have some");
@@ -93,7 +95,7 @@ class StepStream {
   }
 
  protected:
-  // Send and Wait of a copy in another process.
+  // Replace Send and Wait in a forked child.
   void Refuse(PendingReply* pending) const;
   absl::Status WaitElsewhere(PendingReply* pending) const;
 

@@ -18,13 +18,13 @@ constexpr char kMethod[] = "/mla.v1.Attention/Attend";
 constexpr size_t kSocketBytes = size_t{192} << 10;
 // The sender of a request usually waits for it, and polls by itself, long before this.
 constexpr auto kPumpDelay = std::chrono::microseconds(500);
-// So soon a waiting thread takes over from the pump.
+// After this time a waiting thread takes over from the pump.
 constexpr auto kPumpTurn = std::chrono::milliseconds(1);
 // How often a cancelled request checks whether gRPC has released its tensors: no event reports
 // that.
 constexpr auto kBorrowCheck = std::chrono::milliseconds(5);
 
-// What operations are tagged with: there is one of each kind at most.
+// Tags of operations; at most one operation of each kind is under way.
 enum Operation : uintptr_t { kRead = 1, kWritten, kHalfClosed, kFinished };
 void* TagOf(Operation operation) { return reinterpret_cast<void*>(operation); }
 
@@ -96,7 +96,7 @@ bool Stream::PollOnce(Clock::time_point deadline, bool spin) {
     } while (status == Queue::TIMEOUT && Clock::now() < end);
   }
   if (status == Queue::TIMEOUT) {
-    // Not so long that the sum below would overflow; callers look again.
+    // Bounded so that the sum below cannot overflow; callers try again.
     const auto left = std::clamp<Clock::duration>(deadline - Clock::now(), Clock::duration::zero(),
                                                   std::chrono::hours(1));
     status =
@@ -341,7 +341,7 @@ void Stream::StartFinish() {
   if (!std::exchange(finishing_, true)) call_->Finish(&result_, TagOf(kFinished));
 }
 
-// Cancels the call. What is pending fails with `why`.
+// Cancels the call. Pending requests fail with `why`.
 void Stream::Break(absl::Status why) {
   if (broken_.ok()) broken_ = std::move(why);
   context_.TryCancel();

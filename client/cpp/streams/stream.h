@@ -1,14 +1,13 @@
 // The client's end of one Attend stream. Internal to the library.
 //
-// Requests are sent in the order of Send, each from its header bytes and the caller's tensors;
-// replies are matched by tag and their tensors copied once, to where the caller wants them.
+// Requests are sent in the order of Send, each as its header bytes and the caller's tensors.
+// Replies are matched by tag, and their tensors are copied once, to the caller's memory.
 //
-// Waiting threads do the work: the first one in Wait polls the stream's own completion queue,
-// handles whatever arrives, for the others as well, and leaves that to one of them once it has its
-// reply. So no thread is woken between a reply's arrival and its waiter, which spins for a while
-// before it sleeps. Requests that no thread waits for yet go on leaving and arriving through a
-// thread of the stream, which steps in some hundred microseconds later; it is started when it is
-// first needed.
+// Waiting threads do the work: the first one in Wait polls the stream's own completion queue and
+// handles everything that arrives, even for the others. When it has its reply, another one takes
+// over. So no thread is woken between a reply's arrival and its waiter, which spins for a while
+// before it sleeps. If no thread waits yet, a thread of the stream does this work after some
+// hundred microseconds. It is started when it is first needed.
 //
 // A read is under way only while replies are awaited. A stream that the server has ended is
 // therefore noticed by the next Send or Wait.
@@ -49,9 +48,9 @@ namespace mla::client {
 struct StreamOptions {
   std::string tenant;          // sent without TLS only; empty: the server's default
   uint64_t boot_id = 0;        // replies of another server end the stream with ABORTED
-  uint64_t message_bytes = 0;  // of one request or reply at most
-  std::chrono::milliseconds timeout{60000};  // of each request, and of Close
-  std::chrono::microseconds spin{0};         // of a waiting thread, before it sleeps
+  uint64_t message_bytes = 0;  // most tensor bytes of one request or reply
+  std::chrono::milliseconds timeout{60000};  // for each request, and for Close
+  std::chrono::microseconds spin{0};         // how long a waiting thread spins before it sleeps
 };
 
 // How long to spin by default where this process may keep `cpus` busy: a spinning thread needs one
@@ -84,7 +83,7 @@ class Stream final : public StepStream {
   void Pump();
   void WakePump(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // Handling of what the queue says.
+  // Handle the events of the queue.
   void OnReadDone(bool ok);
   void OnWriteDone(bool ok);
   void OnFinished();

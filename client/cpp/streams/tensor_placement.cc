@@ -9,13 +9,13 @@ uint64_t Together(size_t first, size_t second) {
   return second == 0 ? first : wire::AlignShared(first) + second;
 }
 
-// True if `second` lies where the contract wants it behind `first`.
+// Returns true if `second` follows `first` at the distance that the contract asks for.
 bool IsBehind(std::span<const std::byte> first, std::span<const std::byte> second) {
   return first.empty() || second.empty() ||
          second.data() == first.data() + wire::AlignShared(first.size());
 }
 
-// Two tensors that may stay where they are: their common start, else null.
+// Returns the start of two tensors that can be used in place together, else null.
 template <typename Memory>
 const std::byte* InPlace(const Memory& memory, std::span<const std::byte> first,
                          std::span<const std::byte> second) {
@@ -34,8 +34,8 @@ const std::byte* InputsInPlace(const SharedMemory& memory, const InputTensors& i
   return IsBehind(inputs.q, inputs.lists) && memory.Holds(start, size) ? start : nullptr;
 }
 
-// Whether all tensors stay where they are in device memory. Some of them there and others not is no
-// place at all, since the host cannot copy them.
+// Returns true if all tensors lie in device memory and can be used there. It is not enough that
+// some do, because the host cannot copy them.
 bool OnDevice(const SharedMemory& memory, const InputTensors& inputs, const PendingReply& pending) {
   if (memory.device() == nullptr || !inputs.lists.empty()) return false;
   const DeviceRegion& device = *memory.device();
@@ -68,7 +68,7 @@ bool PlaceTensors(SharedMemory* memory, wire::ThreadTeam* copier, const InputTen
     return true;
   }
   const std::byte* in = made.in_bytes == 0 ? nullptr : InputsInPlace(*memory, inputs);
-  // Lists that are returned do not lie behind the others.
+  // A caller's memory for returned lists does not follow the other outputs, so these are copied.
   const bool out_stays = made.out_bytes > 0 && pending.chosen.empty();
   const std::byte* out = out_stays ? InPlace(*memory, pending.o, pending.lse) : nullptr;
   if (made.in_bytes > 0 && in == nullptr) made.in = memory->Allocate(made.in_bytes);

@@ -1,7 +1,7 @@
-// Where the tensors of one attend lie in shared memory. Internal to the library.
+// Finds or makes places in shared memory for the tensors of one attend. Internal to the library.
 //
-// Tensors that the caller made in place (Session::Allocate) stay where they are. Others get blocks
-// of the arena: inputs are copied in at once, outputs are copied out by TakeOutputs.
+// Tensors in memory of Session::Allocate are used in place. Others get blocks of the arena: inputs
+// are copied in at once, outputs are copied out by TakeOutputs.
 #ifndef MLA_CLIENT_CPP_STREAMS_TENSOR_PLACEMENT_H_
 #define MLA_CLIENT_CPP_STREAMS_TENSOR_PLACEMENT_H_
 
@@ -15,28 +15,28 @@
 
 namespace mla::client {
 
-// Requests under way at a time that must find room, so pieces are at most this part of the arena.
+// So many requests must find room at a time; each piece takes at most this part of the arena.
 inline constexpr uint64_t kPiecesInArena = 8;
 
 struct TensorPlacement {
-  std::span<std::byte> in, out;  // blocks of ours; empty when the tensors stay where they are
+  std::span<std::byte> in, out;  // blocks taken here; empty if the tensors are used in place
   uint64_t in_offset = 0, in_bytes = 0;
   uint64_t out_offset = 0, out_bytes = 0;
   bool on_device = false;  // the tensors lie in the ring's device memory
 };
 
-// Places `inputs` and the outputs of `pending`. False when there is no room now;
-// nothing is held then.
+// Places `inputs` and the outputs of `pending`. Returns false and takes nothing if there is not
+// enough room now.
 bool PlaceTensors(SharedMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement);
-// True if a call of these tensors copies nothing, so that it need not be split either.
+// Returns true if a call with these tensors copies nothing, so that it need not be split.
 bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
                 const PendingReply& pending);
-// INVALID_ARGUMENT when some of the tensors, and not all, lie in device memory as it demands: the
-// host can copy none of those.
+// INVALID_ARGUMENT if only some of the tensors lie in device memory, or not as the ring requires,
+// because the host cannot copy them.
 absl::Status CheckDevicePlaces(const SharedMemory& memory, const InputTensors& inputs,
                                const PendingReply& pending);
-// Copies what the server wrote to where `pending` wants it, if it is not there already.
+// Copies the outputs to the places in `pending` unless the server wrote them there.
 void TakeOutputs(const TensorPlacement& placement, wire::ThreadTeam* copier,
                  const PendingReply& pending);
 // Gives the blocks back. REQUIRES: the server does not use them any more.

@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kRound = std::chrono::milliseconds(50);  // period of the thread that watches a run
 constexpr int kRoundsARead = 10;                        // between reads of events
 
-// Which turn goes next. Threading: any thread.
+// Decides which turn goes next. Threading: any thread.
 class Schedule {
  public:
   Schedule(const Trace& trace, double speed, const std::function<bool()>& stopping)
@@ -200,7 +200,7 @@ class SceneRunner {
   std::atomic<bool> stop_ = false;
   const std::function<bool()> stopping_ = [this] { return stop_ || interrupted_; };
   const Clock::time_point start_ = Clock::now();
-  SceneRun run_;  // a turn's result is written by the thread that has it
+  SceneRun run_;  // the thread that runs a turn writes its result
   Mutex mutex_;
   uint64_t answered_ ABSL_GUARDED_BY(mutex_) = 0;
   uint32_t ended_ ABSL_GUARDED_BY(mutex_) = 0;  // workers

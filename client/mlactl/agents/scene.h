@@ -1,4 +1,4 @@
-// `mlactl bench --scene`: runs a trace of agents' conversations on a server.
+// `mlactl bench --scene` runs a trace of agents' conversations on a server.
 //
 // Workers take conversations whose next turn is due. A conversation has one turn at a time, and
 // between its turns only the server's prefix cache keeps rows.
@@ -24,21 +24,22 @@ namespace mla::mlactl {
 
 struct SceneRun {
   Trace trace;
-  std::vector<TurnResult> turns;  // as the trace's; not done: the run ended before
+  // In the trace's order; a turn that is not done was cut off by the end of the run.
+  std::vector<TurnResult> turns;
   double seconds = 0;
   v1::GetStatsReply before, after;  // of the server, for all its clients
   std::string transport;            // in use
   // When rows came back from slower tiers (TierEvents::restored).
   std::vector<std::pair<int64_t, std::string>> restored;
   TierEvents::Rows tiers;      // rows stored in each tier, and moved from it or back
-  bool tiers_complete = true;  // false: some of it was lost
+  bool tiers_complete = true;  // false: some tier events were lost
   bool interrupted = false;
 };
 
 // The trace that the options name or describe; INVALID_ARGUMENT describes the fault.
 absl::StatusOr<Trace> SceneTrace(const BenchOptions& options);
 
-// REQUIRES: options.points has one entry; the model is registered with weights, if it needs them.
+// REQUIRES: options.points has one entry. The model is registered, with weights if it needs them.
 absl::StatusOr<SceneRun> RunScene(const BenchOptions& options, Trace trace, client::Client* client,
                                   const std::string& model_id, Progress* progress,
                                   const std::atomic<bool>& interrupted);

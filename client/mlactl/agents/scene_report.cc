@@ -21,7 +21,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Turns by the share of their rows that was found.
+// Turns grouped by the share of their rows that was found in the cache.
 struct HitClass {
   const char* name;
   double least;  // share
@@ -48,8 +48,8 @@ std::string EndName(v1::MatchEnd end) {
   return absl::AsciiStrToLower(absl::StripPrefix(name, "MATCH_END_"));
 }
 
-// The tier from which rows came back last while the turn's sequence was opened; of several workers,
-// rows of either. The pool where none came.
+// The tier from which rows came back last while the turn's sequence was opened. With several
+// workers these may be the rows of another one. The pool if none came back.
 std::string TierOf(const SceneRun& run, const TurnResult& result) {
   const auto behind =
       std::upper_bound(run.restored.begin(), run.restored.end(), result.open_to_ms,

@@ -29,14 +29,15 @@ class TierEvents final {
   absl::Status Read(client::Client* client);
 
   const Rows& rows() const { return rows_; }
-  // When rows came back to the pool, in Unix milliseconds, and from which tier; in their order.
+  // When rows came back to the pool, in Unix milliseconds, and the tier that they came from;
+  // ordered by time.
   const std::vector<std::pair<int64_t, std::string>>& restored() const { return restored_; }
   bool complete() const { return complete_; }  // false: some events were lost
 
  private:
   const std::string model_id_;
   uint64_t last_ = 0;   // number of the last event that was read
-  bool begun_ = false;  // an event of the model was read
+  bool begun_ = false;  // true once an event of the model has been read
   bool complete_ = true;
   Rows rows_;
   std::vector<std::pair<int64_t, std::string>> restored_;

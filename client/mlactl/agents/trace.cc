@@ -76,7 +76,7 @@ absl::Status ReadBlocks(const Json& line, size_t number, uint32_t block_rows, Tu
 }
 
 absl::Status ReadTurn(const Json& line, size_t number, uint32_t block_rows, Turn* turn) {
-  const uint32_t own = static_cast<uint32_t>(number);  // each line is a conversation of its own
+  const uint32_t own = static_cast<uint32_t>(number);  // each line is a separate conversation
   absl::Status status =
       Read<double>(line, number, "timestamp", 0, kMostMillis, nullptr, &turn->at_ms);
   const auto rows = [&](const char* key, uint32_t* to) {
@@ -255,7 +255,7 @@ Trace GenerateTurn(uint32_t context, double share, uint32_t repeats, uint64_t se
   Trace trace;
   Turn turn;
   turn.output_rows = 1;
-  // Whole blocks, and a block less where nothing would be left to compute.
+  // Whole blocks only, and one block less if otherwise nothing were left to compute.
   uint32_t blocks = BlocksOf(static_cast<uint32_t>(context * share), trace.block_rows);
   blocks = std::max(1u, std::min(blocks, (context - 1) / trace.block_rows));
   const uint32_t cached = blocks * trace.block_rows;

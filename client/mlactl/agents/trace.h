@@ -1,4 +1,5 @@
-// Traces of agents' conversations: which turns there were, how long, and which rows they share.
+// Traces of agents' conversations: which turns there were, how long they were, and which rows they
+// share.
 //
 // A trace is text, a JSON object a line; client/mlactl/agents/README.md has the keys. The first
 // line says how many rows a block has; each other line is a turn. A turn's rows are named by the
@@ -20,7 +21,7 @@
 namespace mla::mlactl {
 
 struct Turn {
-  double at_ms = 0;  // it does not begin before, counted from the first turn's start
+  double at_ms = 0;  // earliest start, counted from the start of the first turn
   uint32_t conversation = 0;
   // Runs on a fork of the last turn that is not a branch; later turns do not see it.
   bool branch = false;
@@ -32,12 +33,12 @@ struct Turn {
 
 struct Trace {
   uint32_t block_rows = 64;
-  std::vector<Turn> turns;  // of a conversation in their order
+  std::vector<Turn> turns;  // turns of a conversation, in order
 
   // Tokens of the rows [first, end) of a turn. Rows after its blocks have no tokens, so the result
   // is then shorter.
   std::vector<uint32_t> Tokens(const Turn& turn, uint32_t first, uint32_t end) const;
-  // Rows at the beginning of both, whole blocks.
+  // The rows that both have in common at the beginning, in whole blocks.
   uint32_t Shared(const Turn& one, const Turn& other) const;
 };
 
@@ -45,7 +46,8 @@ inline constexpr uint32_t kMaxTraceRows = 1u << 24;  // per turn
 inline constexpr uint32_t kMaxBlockRows = 1u << 16;
 inline constexpr size_t kMaxTraceTurns = 1u << 20;
 
-// INVALID_ARGUMENT names the line and the key: no such trace, or a number out of its bounds.
+// INVALID_ARGUMENT names the line and the key if this is not such a trace or a number is out of
+// bounds.
 absl::StatusOr<Trace> ParseTrace(absl::string_view text);
 std::string TraceText(const Trace& trace);
 

@@ -22,7 +22,7 @@ constexpr double kDeviation = 0.1;
 
 uint64_t AlignUp(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// Bytes of the tensors of an attend, which follow each other, each at a multiple of 64 bytes.
+// Bytes of an attend's tensors, which follow each other at multiples of 64 bytes.
 struct CallBytes {
   uint64_t kv, q, o;
   uint64_t sum() const { return AlignUp(kv) + AlignUp(q) + AlignUp(o); }
@@ -76,7 +76,7 @@ absl::Status TurnWorker::Connect(uint32_t index) {
   return absl::OkStatus();
 }
 
-// Inputs in one block and the output in another, as shared memory wants them.
+// Puts inputs in one block and the output in another, as shared memory requires.
 void TurnWorker::PlaceTensors(uint32_t index) {
   const BenchPoint& point = options_.points.front();
   const CallBytes bytes = BytesOf(options_.model, point.profile, most_rows_);
@@ -121,7 +121,8 @@ absl::StatusOr<client::Sequence> TurnWorker::Open(const Trace& trace, const Turn
   const auto name = [&](uint32_t first) {
     const std::vector<uint32_t> tokens = trace.Tokens(turn, first, turn.input_rows);
     prefix.mutable_token_ids()->Assign(tokens.begin(), tokens.end());
-    prefix.set_max_rows(turn.input_rows - 1);  // the last row's output is the first of the turn
+    // The last row is computed, because its output is the first of the turn.
+    prefix.set_max_rows(turn.input_rows - 1);
   };
   v1::PrefixMatch match;
   std::optional<client::Sequence> sequence;

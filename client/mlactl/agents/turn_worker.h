@@ -28,19 +28,20 @@ namespace mla::mlactl {
 // Result of a turn. Times are in nanoseconds.
 struct TurnResult {
   bool done = false;
-  int64_t open_from_ms = 0, open_to_ms = 0;      // the call that opens its sequence, Unix time
+  // Beginning and end of the call that opens its sequence, in Unix time.
+  int64_t open_from_ms = 0, open_to_ms = 0;
   double start_s = 0;                            // since the run began
   uint32_t found = 0;                            // rows of the input that did not have to be sent
   v1::MatchEnd end = v1::MATCH_END_UNSPECIFIED;  // reason why the match ended
-  int64_t first_ns = 0;          // from the call that opens the sequence to the first output
+  int64_t first_ns = 0;          // from the call that opens the sequence until the first output
   std::vector<int64_t> next_ns;  // one step of one row for each later output
   uint32_t refused = 0;          // how often the server had no room and the turn was tried again
 };
 
 class TurnWorker final {
  public:
-  // Connects and opens a session. `options` outlives the worker; `stopping` is asked before each
-  // layer.
+  // Connects and opens a session. `options` must outlive the worker. `stopping` is called before
+  // each layer.
   static absl::StatusOr<std::unique_ptr<TurnWorker>> Create(const BenchOptions& options,
                                                             const std::string& model_id,
                                                             uint32_t index,

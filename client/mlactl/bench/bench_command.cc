@@ -62,7 +62,7 @@ std::string MeasureText(const LoadProgress& progress) {
   return text;
 }
 
-// One run: its workers, and the server's counters before and after.
+// One run with its workers, and the server's counters before and after.
 class BenchRunner {
  public:
   BenchRunner(const BenchOptions& options, const BenchPoint& point, client::Client* client,

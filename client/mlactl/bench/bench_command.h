@@ -1,4 +1,4 @@
-// `mlactl bench`: load on a server, measured.
+// `mlactl bench` puts load on a server and measures it.
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_COMMAND_H_
 #define MLA_CLIENT_MLACTL_BENCH_BENCH_COMMAND_H_
 

@@ -15,7 +15,7 @@ struct Preset {
   const char* name;
   uint32_t heads, layers;
 };
-// All have latent rows of 512 + 64 and heads of 128 + 64 -> 128.
+// All have latent rows of 512 + 64 elements, and heads of 128 + 64 -> 128.
 constexpr Preset kPresets[] = {
     {"small", 16, 4},
     {"deepseek-v2-lite", 16, 27},
@@ -84,7 +84,7 @@ size_t Runs(const BenchArguments& arguments) {
          arguments.rates.size();
 }
 
-// A scene is one run, of the dense model with outputs.
+// A scene must be a single run of the dense model with outputs.
 absl::Status CheckScene(const BenchArguments& arguments) {
   const SceneOptions& scene = arguments.options.scene;
   if (scene.name.empty()) return absl::OkStatus();
@@ -105,7 +105,7 @@ absl::Status CheckScene(const BenchArguments& arguments) {
   return absl::OkStatus();
 }
 
-// Calls `add` with every combination, the last list fastest.
+// Calls `add` with every combination; the last list changes fastest.
 template <typename Add>
 void Combine(const BenchArguments& arguments, Add add) {
   for (const std::string& profile : arguments.profiles) {
@@ -127,7 +127,7 @@ void Combine(const BenchArguments& arguments, Add add) {
   }
 }
 
-// `scene`: with it, decode steps and their options are left out.
+// `scene`: if it is given, decode steps and their options are left out.
 void AddLoad(Command* command, CLI::Option* scene, BenchArguments* arguments) {
   LoadOptions* const load = &arguments->options.load;
   command->Choices(

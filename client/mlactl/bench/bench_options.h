@@ -24,7 +24,7 @@ struct BenchPoint {
   std::string transport = "auto";  // auto, inline, shm, ring-futex or ring-spin
   v1::Profile profile = v1::PROFILE_EXPANDED;
   uint32_t batch = 1;       // sequences of a step
-  uint32_t rows = 1;        // new rows of each sequence in a step
+  uint32_t rows = 1;        // new rows of each sequence in each step
   uint32_t context = 1024;  // rows of each sequence before the first step
   uint32_t concurrency = 1;
   double rate_per_s = 0;  // steps; 0: closed loop
@@ -33,9 +33,9 @@ struct BenchPoint {
   std::string Name() const;
 };
 
-// A scene in place of decode steps: conversations of agents (client/mlactl/agents).
+// A scene is run instead of decode steps: conversations of agents (client/mlactl/agents).
 struct SceneOptions {
-  std::string name;                   // agents or agent-turn; empty: no scene
+  std::string name;                   // agents or agent-turn; empty: there is no scene
   AgentsShape shape;                  // without the context, which the point has
   double share = 0.96;                // for agent-turn: share of the rows that the cache has
   uint32_t repeats = 3;               // agent-turn
@@ -49,12 +49,14 @@ struct BenchOptions {
   client::ClientOptions client;  // for every connection, without transport and sizes: see points
   v1::ModelSpec model;           // without model_id, which the run sets
   std::vector<BenchPoint> points;
-  SceneOptions scene;           // with a scene there is one point
-  LoadOptions load;             // without concurrency and rate: see points
-  bool shared_context = false;  // sequences are forks of one, instead of filled each
-  bool grow = false;            // steps commit their rows; otherwise the context stays as it is
+  SceneOptions scene;           // a scene requires exactly one point
+  LoadOptions load;             // without concurrency and rate, which are in `points`
+  bool shared_context = false;  // sequences are forks of one sequence, instead of each being filled
+  // true: steps commit their rows; false: the context keeps its length
+  bool grow = false;
   bool want_lse = false;
-  bool touch = false;  // every input byte is written and every output byte read, as a model does
+  // Every input byte is written and every output byte read, as a real model would do.
+  bool touch = false;
   v1::DType q_dtype = v1::DTYPE_BF16, kv_row_dtype = v1::DTYPE_BF16;
   v1::DType o_dtype = v1::DTYPE_BF16;
   uint32_t spin_us = kDefaultSpinMicros;  // for ring-spin, on each side
@@ -62,8 +64,8 @@ struct BenchOptions {
   bool quiet = false;                     // no progress
 };
 
-// The command line: values that go into BenchOptions unchanged, names that are still to be
-// resolved, and lists whose combinations are the runs.
+// The command line: values that go into BenchOptions unchanged, names that must still be resolved,
+// and lists, each combination of which is a run.
 struct BenchArguments {
   BenchOptions options;  // without target, client, model and points
   std::string preset = "small", query_precision = "default", arrivals = "poisson";
@@ -71,7 +73,7 @@ struct BenchArguments {
   uint32_t top_k = 0;                // for v32 and v4; 0: their defaults
   uint32_t window = 128, ratio = 4;  // for v4
   std::string query_dtype = "bf16", row_dtype = "bf16", output_dtype = "bf16";
-  uint32_t heads = 0, layers = 0;  // 0: the preset's; of lora 448 with v4, else 512
+  uint32_t heads = 0, layers = 0;  // 0: the preset's; for lora 448 with v4, else 512
   uint32_t lora = 0, rope = 64, nope = 128, v = 128, page_size = 0;
   std::vector<std::string> transports = {"auto"}, profiles = {"expanded"};
   std::vector<uint64_t> batches = {1}, rows = {1}, contexts = {1024}, workers = {1};

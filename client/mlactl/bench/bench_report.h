@@ -13,10 +13,10 @@ namespace mla::mlactl {
 
 struct BenchRun {
   BenchPoint point;
-  std::string transport;  // in use: "inline", "shm" or "ring"
+  std::string transport;  // the transport used: "inline", "shm" or "ring"
   LoadResult result;
-  // Payload bytes that the server copied for each attend, by its counters, which include other
-  // clients.
+  // Payload bytes that the server copied for each attend. Computed from its counters, which include
+  // other clients.
   double copied_bytes_per_attend = 0;
 };
 

@@ -107,7 +107,7 @@ absl::StatusOr<std::unique_ptr<BenchModel>> BenchModel::Create(
     const std::function<bool(double)>& progress) {
   v1::ModelSpec spec = options.model;
   spec.set_model_id(id);
-  // The range of e4m3 holds five deviations.
+  // Chosen so that the range of e4m3 holds five standard deviations.
   std::vector<float> scales;
   if (spec.kv_format() == v1::KV_FORMAT_FP8_TENSOR) {
     scales.assign(spec.layers(), static_cast<float>(5 * kDeviation / 448));
@@ -179,7 +179,7 @@ absl::StatusOr<std::unique_ptr<BenchWorker>> BenchWorker::Create(const BenchOpti
 BenchWorker::~BenchWorker() {
   session_.reset();
   if (sequences_.empty()) return;
-  // One call for all sequences; their destructors would make one call each.
+  // One call for all sequences, because their destructors would make one call each.
   std::vector<uint64_t> ids;
   for (client::Sequence& sequence : sequences_) {
     ids.push_back(sequence.id());
@@ -217,7 +217,7 @@ absl::Status BenchWorker::OpenSequences(uint32_t count) {
   return absl::OkStatus();
 }
 
-// In the shared region if there is one, else in `own`.
+// Takes memory in the shared region if there is one, else in `own`.
 std::byte* BenchWorker::Allocate(uint64_t bytes, std::vector<std::byte>* own) {
   if (bytes == 0) return nullptr;
   if (const std::span<std::byte> shared = session_->Allocate(bytes); !shared.empty()) {
@@ -229,7 +229,7 @@ std::byte* BenchWorker::Allocate(uint64_t bytes, std::vector<std::byte>* own) {
   return static_cast<std::byte*>(std::align(kAlignment, bytes, start, room));
 }
 
-// Writes tensors of 8 bits over what stands in their places.
+// Replaces tensors by their 8-bit forms in the same places.
 void BenchWorker::EncodeTensors(uint32_t index) {
   const TensorBytes bytes = BytesOf(options_, point_);
   const v1::Geometry& geometry = options_.model.geometry();
@@ -283,7 +283,7 @@ void BenchWorker::PlaceTensors(uint32_t index) {
 
 // ------------------------------------------------------------------------------------- Context
 
-// Adds `rows` rows to one sequence. Requests of all layers are in flight together.
+// Appends `rows` rows to one sequence. The requests of all layers are in flight at the same time.
 absl::Status BenchWorker::Append(client::Sequence* sequence, uint32_t rows,
                                  const std::vector<uint16_t>& kv) {
   client::BeginOptions options;
@@ -312,7 +312,7 @@ absl::Status BenchWorker::FillContext(const std::function<bool(double)>& progres
   const v1::Geometry& geometry = options_.model.geometry();
   const uint32_t rows_a_step = std::clamp(client_->info().limits().max_step_rows(), 1u, kFillRows);
   const uint64_t most = std::min(rows_a_step, point_.context);
-  // A row makes one entry whole at most.
+  // A row completes at most one entry.
   std::vector<uint16_t> kv((options_.model.window() > 0 ? 2 : 1) * most *
                            (geometry.kv_lora_rank() + geometry.rope_dim()));
   FillRandomBf16(options_.load.seed, kDeviation, kv);
@@ -341,7 +341,7 @@ absl::Status BenchWorker::FillContext(const std::function<bool(double)>& progres
 
 void BenchWorker::TouchTensors() {
   for (const std::byte byte : out_) touched_ ^= static_cast<uint8_t>(byte);
-  // Writes the same values, so that results do not change.
+  // Writes the same values again, so that results do not change.
   for (std::byte& byte : in_) {
     volatile std::byte* const place = &byte;
     *place = byte;

@@ -1,5 +1,5 @@
-// One simulated model worker of `mlactl bench`: a connection and a session of its own, a batch of
-// sequences filled to the context's length, and steps over them.
+// One simulated model worker of `mlactl bench`. It has its own connection and session, and runs
+// steps over a batch of sequences that it has filled to the context's length.
 //
 // The destructor releases everything that the worker has created. Threading: one thread.
 #ifndef MLA_CLIENT_MLACTL_BENCH_BENCH_WORKER_H_
@@ -25,14 +25,14 @@ namespace mla::mlactl {
 // A registered model, with random weights when a run is EXPANDED. The destructor unregisters it.
 class BenchModel final {
  public:
-  // `id`: a name that no model has. `progress` gets the part that is done, 0..1, and returns
-  // whether to go on; CANCELLED if not.
+  // `id` is a name that no model has. `progress` is called with the part that is done, 0..1, and
+  // returns whether to go on; if it returns false, the call ends with CANCELLED.
   static absl::StatusOr<std::unique_ptr<BenchModel>> Create(
       client::Client* client, const BenchOptions& options, const std::string& id,
       const std::function<bool(double done)>& progress);
   ~BenchModel();
   const std::string& id() const { return id_; }
-  // Unregisters it, after all its sequences are gone. The destructor ignores errors.
+  // Unregisters the model after all its sequences are gone. The destructor ignores errors.
   absl::Status Remove();
 
  private:
@@ -45,16 +45,16 @@ class BenchModel final {
 
 class BenchWorker final {
  public:
-  // Connects, opens the session and the sequences. `index` makes workers' data differ.
+  // Connects, opens the session and the sequences. `index` makes the data of workers different.
   static absl::StatusOr<std::unique_ptr<BenchWorker>> Create(const BenchOptions& options,
                                                              const BenchPoint& point,
                                                              const std::string& model_id,
                                                              uint32_t index);
   ~BenchWorker();
 
-  // Fills the sequences to the context; `progress` as above.
+  // Fills the sequences to the context's length; `progress` is as in BenchModel::Create.
   absl::Status FillContext(const std::function<bool(double done)>& progress);
-  // One step of all layers, each timed. CANCELLED when the recorder is stopping.
+  // Runs one step of all layers and times each. CANCELLED if the recorder is stopping.
   absl::Status Step(LoadRecorder* recorder);
   // The session's transport: "inline", "shm" or "ring".
   std::string transport() const { return std::string(session_->transport()); }
@@ -77,7 +77,7 @@ class BenchWorker final {
   std::vector<client::Sequence> sequences_;
   std::unique_ptr<client::Session> session_;
   std::vector<client::StepRows> rows_;
-  std::vector<uint32_t> keep_;  // committed rows of each sequence; empty: all
+  std::vector<uint32_t> keep_;  // committed rows of each sequence; empty: all rows are committed
   std::vector<std::byte> own_in_, own_out_;
   std::span<std::byte> in_, out_;
   client::AttendCall call_;

@@ -14,7 +14,8 @@ namespace {
 
 constexpr double kWidth = 960, kLeft = 90, kRight = 20, kTop = 40, kBottom = 50, kPlotHeight = 300;
 constexpr double kLegendLine = 18;
-// Distinct for red-green colour blindness too; dashes differ as well.
+// Colours that can be told apart with red-green colour blindness; the lines also differ in their
+// dashes.
 constexpr const char* kColors[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7",
                                    "#e69f00", "#56b4e9", "#000000"};
 constexpr size_t kColorCount = std::size(kColors);

@@ -11,8 +11,9 @@ namespace mla::mlactl {
 
 enum class AxisScale {
   kLinear,
-  kLog,         // values below the smallest positive one are drawn at it
-  kPercentile,  // a quantile 0..1 by the number of nines: 0.9, 0.99, 0.999 are equally far apart
+  kLog,  // values below the smallest positive one are drawn at its place
+  // A quantile 0..1 by its number of nines, so that 0.9, 0.99 and 0.999 are equally far apart.
+  kPercentile,
 };
 
 struct PlotLine {

@@ -14,7 +14,7 @@ enum ExitCode {
   kUsageError = 1,
   kUnreachable = 2,
   kRefused = 3,
-  kNotServing = 4,  // health; or drain, when steps had to be aborted
+  kNotServing = 4,  // of health; also of drain if steps had to be aborted
   kDifferent = 5,   // outputs are outside the rule
   kInterrupted = 130,
 };

@@ -58,7 +58,8 @@ std::string NamesOf(const CLI::App& app) {
   });
 }
 
-// A case for each option with choices; commands may have different ones under the same name.
+// A case for each option with choices, because commands may have options of the same name with
+// different choices.
 std::string BashChoices(const Program& program, const CLI::App& app, const std::string& command) {
   std::string text;
   for (const CLI::Option* option : OptionsOf(app)) {

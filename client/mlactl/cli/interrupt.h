@@ -1,5 +1,5 @@
-// Ctrl-C and SIGTERM: they end a command that has created nothing on the server, and set a flag in
-// one that has to clean up.
+// Handling of Ctrl-C and SIGTERM. They end a command that has created nothing on the server. In a
+// command that must clean up they set a flag.
 #ifndef MLA_CLIENT_MLACTL_CLI_INTERRUPT_H_
 #define MLA_CLIENT_MLACTL_CLI_INTERRUPT_H_
 
@@ -7,11 +7,11 @@
 
 namespace mla::mlactl {
 
-// From now on SIGINT and SIGTERM end the process at once, with kInterrupted.
+// From this call on, SIGINT and SIGTERM end the process at once with kInterrupted.
 void ExitOnInterrupts();
 
-// After the first call, one SIGINT or SIGTERM sets the returned flag; a second one ends the process
-// with the default action.
+// From this call on, the first SIGINT or SIGTERM sets the returned flag, and the second one ends
+// the process with the default action.
 const std::atomic<bool>& CatchInterrupts();
 
 }  // namespace mla::mlactl

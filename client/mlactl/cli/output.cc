@@ -91,8 +91,8 @@ absl::Status WithContext(const std::string& context, const absl::Status& status)
 }
 
 int Fail(const absl::Status& status) {
-  // One line, whatever the server has put into its message. The detail has lines of its own: its
-  // bytes say nothing to people.
+  // Prints one line, whatever the server's message contains. The detail is printed separately: its
+  // bytes mean nothing to people.
   PrintLines(base::Printable(status.ToString(absl::StatusToStringMode::kWithNoExtraData)));
   if (const auto detail = client::DetailOf(status); detail && !detail->reason().empty()) {
     std::string line = "reason " + base::Printable(detail->reason());
@@ -154,7 +154,7 @@ std::string ToJson(const Message& message) {
   options.preserve_proto_field_names = true;
   std::string text;
   if (!google::protobuf::util::MessageToJsonString(message, &text, options).ok()) return "{}\n";
-  // It leaves some characters as they are that a terminal should not get.
+  // The JSON may still contain characters that a terminal should not get.
   return base::Printable(text, "\n");
 }
 

@@ -23,8 +23,8 @@ absl::StatusOr<std::unique_ptr<client::Client>> Connect(const CommonOptions& com
 // A new model name: mlactl-PURPOSE-RANDOM.
 std::string NewModelId(const std::string& purpose);
 
-// Lease of a step: 30 s, because the layers of a large batch and their comparison are slow on a
-// CPU, or the server's maximum if that is less.
+// Lease of a step: 30 s, or the server's maximum if that is less. On a CPU the layers of a large
+// batch and their comparison are slow.
 uint32_t StepLeaseMs(const client::Client& client);
 
 // The same status and detail, with the context before its message.

@@ -39,7 +39,7 @@ class StreamCall final {
 
   // Sends a message. Returns false if the call has ended.
   bool Write(const google::protobuf::MessageLite& message);
-  // Says that no message follows. Once.
+  // Tells the server that no message follows. Call it once at most.
   void WritesDone();
   // Receives a message. Returns false at the end of the call, or if the bytes are not such a
   // message.
@@ -55,7 +55,7 @@ class StreamCall final {
   grpc::Status FinishWith(google::protobuf::MessageLite* reply);
 
  private:
-  // Cancels the call, which then ends with this.
+  // Cancels the call, which then ends with INTERNAL and this text.
   void Fail(const std::string& fault);
   // Waits for the one operation that was started; returns true if it has succeeded.
   bool Done();

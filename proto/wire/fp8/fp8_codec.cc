@@ -15,7 +15,7 @@
 namespace mla::wire {
 namespace {
 
-// Without branches, so that loops over it are vectorised. NaN codes give 480 here.
+// Has no branches, so that loops over it are vectorised. NaN codes give 480 here.
 inline float Magnitude(uint32_t code) {
   const uint32_t magnitude = code & 0x7fu;
   // A denormal code gets the exponent of the smallest normal number, whose value is then
@@ -36,7 +36,7 @@ float Fp8ScaleOf(const float* values, size_t count) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu;
     largest = std::max(largest, magnitude < 0x7f800000u ? magnitude : 0u);
   }
-  // Above 1.75, the mantissa of 448, the next exponent is needed.
+  // If the mantissa exceeds 1.75, which is the mantissa of 448, the next exponent is needed.
   const int exponent = static_cast<int>((largest + 0x1fffffu) >> 23) - 127;
   const int scale = exponent - 8;  // 448 = 1.75 x 2^8
   return std::clamp(std::ldexp(1.0f, std::clamp(scale, -120, 120)), kSmallestFp8Scale,

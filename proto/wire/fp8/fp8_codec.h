@@ -44,7 +44,7 @@ constexpr uint8_t EncodeFp8(float value) {
 }
 
 // The smallest power of two within the bounds of scales under which none of the values saturates.
-// Infinities and NaN are left out; of the others, magnitudes above 448 x kLargestFp8Scale saturate.
+// Infinities and NaN do not count. Magnitudes above 448 x kLargestFp8Scale always saturate.
 float Fp8ScaleOf(const float* values, size_t count);
 
 // Writes the codes of `count` values and returns their scale, Fp8ScaleOf.

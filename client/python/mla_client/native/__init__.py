@@ -4,7 +4,7 @@ It is the file that MLA_CLIENT_LIBRARY of the environment names, or the one in t
 wheels for Linux on x86-64 have. Without it rings are Python's own (mla_client.streams.over_ring),
 which chain nothing. MLA_CLIENT_LIBRARY="" asks for that.
 
-Functions are those of client/c/mla_ring.h. Threading: any thread.
+The functions are declared in client/c/mla_ring.h. Threading: any thread.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def library() -> Optional[Library]:
 
 
 def why_not() -> str:
-    """Why there is no library; empty: there is one."""
+    """Why the library was not loaded; empty if it was."""
     return _find()[1]
 
 

@@ -16,7 +16,7 @@ __all__ = ["Sender", "gpu_arguments", "tensor_of"]
 
 
 def gpu_arguments() -> Dict[str, Any]:
-    """What Client.connect is to be told of the GPU that this process uses; nothing without one."""
+    """Arguments of Client.connect for the GPU that this process uses; empty if it uses none."""
     if not torch.cuda.is_available():
         return {}
     return {"pinned": True, "device": torch.cuda.current_device()}
@@ -45,13 +45,13 @@ def _is_plain(tensor: torch.Tensor, own: torch.Tensor) -> bool:
 
 class Sender:
     """Sends the attention of one layer after another, all in one profile with queries. Tensors
-    travel as bf16 if they are bf16, else as float32; they are written into the transport's own
-    memory where it has room, those of a GPU into the server's GPU if the client has asked for
-    memory there (`device_bytes` of Client.connect). Belongs to one thread at a time."""
+    travel as bf16 if they are bf16, else as float32. They are written into the transport's memory
+    if it has room. GPU tensors are written into the server's GPU memory if the client has asked for
+    some (`device_bytes` of Client.connect). Belongs to one thread at a time."""
 
     def __init__(self, profile: Profile = Profile.EXPANDED, rank: int = 0, ranks: int = 1) -> None:
-        """Of `ranks` that share the heads of a layer, this one sends those of its place, and the
-        first one the rows."""
+        """`ranks` processes share the heads of a layer. Rank `rank` sends its part of the heads;
+        rank 0 also sends the rows."""
         self._profile = profile
         self._rank = rank
         self._ranks = ranks
@@ -69,7 +69,7 @@ class Sender:
                lists: Optional[npt.NDArray] = None) -> torch.Tensor:
         """q [rows, heads, nope + rope], kv [rows, lora + rope] -> o [rows, heads, v] on the device
         and of the type of q; with ABSORBED q [rows, heads, lora + rope] -> o [rows, heads, lora].
-        Heads are those of this rank. `lists` [rows, width], int32: see Step.attend_sparse.
+        `heads` counts the heads of this rank. `lists` [rows, width], int32: see Step.attend_sparse.
         """
         dtype = DType.BF16 if q.dtype == torch.bfloat16 else DType.F32
         buffers = self._room(len(q), dtype, q.is_cuda, step)
@@ -163,8 +163,8 @@ class Sender:
         buffers.release()
 
     def _room(self, rows: int, dtype: DType, gpu: bool, step: Step) -> Buffers:
-        """Buffers of so many rows: those of the last call if they fit. A stream that broke took its
-        memory along."""
+        """Returns buffers for `rows` rows. Reuses the buffers of the last call if they fit and
+        their stream is not broken, because a broken stream's memory is gone."""
         shape = rows, dtype, gpu
         if self._buffers is None or self._shape != shape or self._stream is not step._handle:
             self.release()
@@ -190,7 +190,8 @@ class Sender:
         return service.buffers(step.model, rows, self._profile, **shape)
 
     def _follow(self, device: torch.device) -> int:
-        """Handle of the GPU stream that writes the tensors, behind the one that used them last."""
+        """Returns the handle of the current GPU stream, which writes the tensors. It first waits
+        for the stream that used them last."""
         handle = int(_raw_stream(device.index))
         if self._used is None or self._used.cuda_stream != handle:
             stream = torch.cuda.current_stream(device)

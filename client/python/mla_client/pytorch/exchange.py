@@ -48,7 +48,8 @@ def local_attention(q: torch.Tensor, kv: torch.Tensor, scale: float, lora: int,
 
 
 class Exchange:
-    """Of one worker. Belongs to one thread at a time."""
+    """Exchanges the tensors of one worker's passes with the server. Belongs to one thread at a
+    time."""
 
     def __init__(self, passes: Passes, sender: Sender, scale: float, lora: int,
                  weights: Optional[Weights] = None, profile: Profile = Profile.EXPANDED) -> None:
@@ -62,7 +63,7 @@ class Exchange:
     def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
                output: torch.Tensor) -> None:
         """Writes the outputs of a layer, [rows, heads, v] or flat, into `output`. q and kv are as
-        in Sender.attend_chained; rows are those of the pass."""
+        in Sender.attend_chained, with the rows of the pass."""
         flat = output.view(len(q), q.shape[1], -1)
         self.largest = max(self.largest, len(q))
         if made.step is not None:

@@ -124,9 +124,9 @@ class Step:
               head_offset: int = 0) -> Any:
         """Calls with the tensors of `out` that a GPU's stream waits for and no thread: an object
         with `attend(layer, stream)` for one layer after another, where `stream` is a handle as
-        `torch.cuda.Stream.cuda_stream`. What the stream is given before a call writes kv and q, and
-        what it is given behind it reads o. Whether all outputs are good is known once `end` or
-        `collect` has returned; before, nothing that was made from them may leave the worker.
+        `torch.cuda.Stream.cuda_stream`. Put the work that writes kv and q on the stream before the
+        call, and the work that reads o after it. Only when `end` or `collect` has returned is it
+        known that all outputs are good; until then no result made from them may leave the worker.
 
         None where calls can not be chained: without the C library (mla_client.native), or with
         buffers in memory for which the server or the GPU's driver offers none. All calls of a
@@ -291,8 +291,8 @@ class Step:
         server has no room for them (ResourceExhausted), the step stays open and may be ended
         without them.
 
-        Travels behind chained calls without waiting for them, and raises the error of the first
-        that has failed, whatever became of the step.
+        It follows chained calls without waiting for them. If one of them failed, it raises the
+        error of the first, whether the step was committed or not.
 
         After an interrupt (Ctrl-C) the rows may be committed or dropped: Sequence.refresh tells."""
         self._check_begun("end")

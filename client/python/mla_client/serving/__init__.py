@@ -1,5 +1,6 @@
-"""What the adapters of serving engines share: requests as sequences, passes as steps, prefixes,
-weights, ranks, and what to do when the server is full, away or new. No engine and no torch.
+"""The common parts of the adapters of serving engines. They map requests to sequences and passes to
+steps, handle prefixes, weights and ranks, and decide what to do when the server is full, away or
+new. They import neither an engine nor torch.
 
     options    what a user says of the server; salts; tables of versions
     link       a process's way to the server: connecting, registering, both again

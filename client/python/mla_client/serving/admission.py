@@ -49,7 +49,8 @@ class Admission:
         self._waiting: Dict[str, _Waiting] = {}
         self._salts: Dict[str, str] = {}    # of requests whose rows may be shared
         self._said: Dict[str, Prefix] = {}  # of requests that have ended since the last plan
-        # Of admitted requests whose prompts are not stored yet: rows to come to, and rows there.
+        # For each admitted request whose prompt is not stored yet: the rows that it will have, and
+        # the rows that are stored.
         self._promised: Dict[str, Tuple[int, int]] = {}
         self._turns: Dict[str, int] = {}
         self._turn = secrets.randbits(RUN_BITS) << 20
@@ -97,8 +98,8 @@ class Admission:
             self._said[request] = Prefix(list(tokens)[:-1], salt=salt)
 
     def plan(self, rows: Mapping[str, Tuple[int, int]], gone: Iterable[str]) -> PassPlan:
-        """Of a pass with `rows` (computed, new) of each request, in their order, when those of
-        `gone` have ended or lost their pages."""
+        """The plan of a pass. `rows` gives (computed, new) for each request, in the order of the
+        pass; the requests of `gone` have ended or lost their pages."""
         left = tuple(sorted(set(gone)))
         for request in left:
             self._promised.pop(request, None)

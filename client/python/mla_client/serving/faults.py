@@ -1,4 +1,5 @@
-"""What a failed call means for the requests of an engine, and how long to leave a server alone."""
+"""Decides what a failed call means for an engine's requests, and how long to leave a server alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ LONGEST_PAUSE_S = 5.0
 
 
 class Fault(enum.Enum):
-    """What has happened."""
+    """Kinds of faults, by what the engine does about them."""
 
     NO_ROOM = "no room"  # the server is well and full: later
     LOST = "lost"        # the server is well and has not what was named: from nothing
@@ -23,7 +24,7 @@ class Fault(enum.Enum):
 
 
 def fault_of(error: errors.MlaError) -> Fault:
-    """Of the error of a call that named a sequence, a step or a model."""
+    """The fault behind the error of a call that named a sequence, a step or a model."""
     if isinstance(error, (errors.ServerRestarted, errors.AnotherServer, errors.Unavailable,
                           errors.Cancelled)):
         return Fault.AWAY

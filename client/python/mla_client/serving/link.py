@@ -188,9 +188,9 @@ class Link:
         return model
 
     def _replace(self) -> None:
-        """Unregisters another checkpoint, or shape, of the same name. Waits while sequences of it
-        are open, until those of an engine that was killed have ended. FailedPrecondition
-        (model_in_use) if an engine still uses it."""
+        """Unregisters another checkpoint, or shape, of the same name. Waits as long as its
+        sequences are open, because the sequences of a killed engine end with their leases.
+        FailedPrecondition (model_in_use) if an engine still uses it."""
         assert self._spec is not None
         deadline = time.monotonic() + REPLACE_S
         told = False

@@ -1,4 +1,4 @@
-"""What a user says of the server, and what rows depend on."""
+"""The user's options for the server, and the salt of everything that rows depend on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_PAGE_ROWS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Of one engine. `arguments` are those of Client.connect."""
+    """The options of one engine. `arguments` are passed to Client.connect."""
 
     targets: Tuple[str, ...]
     model_id: str
@@ -32,8 +32,9 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], model_id: str, client_id: str) -> "Options":
-        """Of a user's JSON: `target` (one or a list, tried in this order), `model_id`,
-        `prefix_cache`, `keep_model`, `away_s`, `page_size`, and what Client.connect takes."""
+        """Makes the options from a user's JSON: `target` (one or a list, tried in this order),
+        `model_id`, `prefix_cache`, `keep_model`, `away_s`, `page_size`, and arguments of
+        Client.connect."""
         rest = dict(given)
         target = rest.pop("target", None)
         targets = [target] if isinstance(target, str) else target
@@ -65,7 +66,7 @@ class Options:
         return dataclasses.replace(self, arguments={**arguments, **self.arguments})
 
     def of_stage(self, stage: int, stages: int) -> "Options":
-        """Of one stage of a pipeline, whose layers are a model of their own."""
+        """The options of one stage of a pipeline, whose layers are a separate model."""
         return dataclasses.replace(self, model_id=f"{self.model_id}#{stage + 1}of{stages}")
 
     def connect(self, target: str) -> mla_client.Client:

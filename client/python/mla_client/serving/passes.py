@@ -1,8 +1,8 @@
 """The worker's side: passes of an engine as steps of a service, whatever becomes of the server.
 
-`begin` never raises for what the server does. What cannot be sent is said part by part: rows of a
-request that has none before this pass can be computed by the worker itself, as it has all keys; the
-outputs of others count for nothing, and the engine begins those requests again from nothing.
+`begin` does not raise errors of the server. It marks each part that cannot be sent. If a request
+has no rows before this pass, the worker has all its keys and can compute the rows itself. The
+outputs of other requests are invalid, and the engine begins these requests again from nothing.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Passes:
             self._failed(error)
 
     def _ready(self, each: Scheduled, model: Optional[Model]) -> bool:
-        """Whether the request's sequence has exactly the rows that are right."""
+        """Returns true if the request's sequence has exactly the right rows."""
         request = self._requests.setdefault(each.request, Request(each.request))
         try:
             if each.computed == 0 or each.sequence is not None:
@@ -249,7 +249,8 @@ class Passes:
         return sequence.length == each.computed
 
     def _truncate(self, request: Request, length: int) -> None:
-        """Cuts rows that were not right. Of several ranks one does it; the others see it done."""
+        """Cuts rows that were not right. If there are several ranks, one of them does it and the
+        others find it done."""
         sequence = request.sequence
         assert sequence is not None
         if self._link.ranks.size == 1:
@@ -261,8 +262,8 @@ class Passes:
             sequence.refresh()
 
     def _start(self, made: Pass) -> None:
-        """Begins the step with the parts that are ready. Where there is no room the newest request
-        goes without, so that the others go on."""
+        """Begins the step with the parts that are ready. If the server lacks room, the newest
+        request goes on without the server, so that the others can use it."""
         while made.sent():
             entries: List[Tuple[Sequence, int]] = []
             for part in made.sent():
@@ -301,8 +302,8 @@ class Passes:
             time.sleep(RANKS_PAUSE_S)
 
     def _not_begun(self, made: Pass, error: Exception) -> None:
-        """Decides which parts go without the server: the newest where there is no room, else the
-        ones that are lost, at the worst all."""
+        """Decides which parts go without the server: the newest one if the server lacks room, else
+        the lost ones, in the worst case all."""
         fault = self._failed(error)
         self.counts["failed"] += 1
         parts = made.sent()
@@ -316,7 +317,7 @@ class Passes:
             self._give_up(part)
 
     def _missing(self, parts: List[Part]) -> List[Part]:
-        """Those whose sequences the server does not have as they are known here."""
+        """Returns the parts whose sequences on the server differ from what is known here."""
         found = []
         for part in parts:
             request = self._requests[part.request]
@@ -346,8 +347,8 @@ class Passes:
             self._drop(request.lose())
 
     def _give_up(self, part: Part, void: bool = False) -> None:
-        """What becomes of rows that are not sent; `void`: outputs of layers before this one count
-        for nothing, too."""
+        """Decides what to do with rows that are not sent. `void`: outputs of earlier layers are
+        invalid, too."""
         self._lose(part.request)
         request = self._requests[part.request]
         if part.computed == 0 and not void:
@@ -381,7 +382,7 @@ class Passes:
                 continue
             kept = [min(max(computed.get(part.request, part.end - part.begin + part.computed)
                             - part.computed, 0), part.end - part.begin) for part in made.sent()]
-            if self._deferred:  # a token of each request is no draft
+            if self._deferred:  # one token of each request is not a draft
                 self.counts["drafts_kept"] += sum(
                     max(0, count - 1) for part, count in zip(made.sent(), kept) if part.computed)
             try:
@@ -419,7 +420,8 @@ class Passes:
         if request is None or request.sequence is None or request.state != State.READY or (
                 not request.length or not self._link.ranks.sends_rows):
             return
-        try:  # of the rows that it has: a match would add those that follow elsewhere
+        # Only the rows that it has, because a match would add rows that follow in other sequences.
+        try:
             request.sequence.match(dataclasses.replace(
                 prefix, token_ids=prefix.token_ids[:request.length]))
         except FAILURES as error:

@@ -1,5 +1,5 @@
-"""What an engine's scheduler tells its workers of a pass. Plain values, which travel between
-processes."""
+"""Plans of passes, which an engine's scheduler sends to its workers. Plain values that can travel
+between processes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class PassPlan:
 
 
 class How(enum.Enum):
-    """What becomes of a request's rows at a layer."""
+    """The way in which a request's rows are computed at a layer."""
 
     SENT = "sent"    # the server computes them
     LOCAL = "local"  # the server has nothing of the request, and all its rows are in this pass
-    VOID = "void"    # rows before this pass are missing: the outputs count for nothing
+    VOID = "void"    # rows before this pass are missing: the outputs are invalid
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The place of a process among those that share the heads of a layer."""
+    """The place of a process among the processes that share the heads of a layer."""
 
     rank: int = 0
     size: int = 1

@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What happens to it."""
+    """An event in the life of a request."""
 
     OPEN = "open"
     BEGIN = "begin"

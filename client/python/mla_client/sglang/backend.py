@@ -22,12 +22,13 @@ SCALE_TOLERANCE = 1e-5
 
 
 def _expanded(attn: Any, forward_batch: Any) -> Any:
-    """Of DeepSeek's layers, which else absorb the queries of decoding."""
+    """The forward method of DeepSeek's layers, which otherwise would absorb the queries of
+    decoding."""
     return AttnForwardMethod.MHA
 
 
 class RemoteMlaBackend(AttentionBackend):
-    """Of one model runner."""
+    """The attention backend of one model runner."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -96,7 +97,8 @@ def _check(layer: Any) -> None:
 
 
 def _rows(batch: Any, requests: int) -> List[Tuple[int, int]]:
-    """Of each request of a batch: rows before it, and in it. Entries after the requests pad."""
+    """For each request of a batch: its rows before the batch, and its rows in it. Entries after the
+    requests are padding."""
     if batch.forward_mode.is_decode():
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         return [(length - 1, 1) for length in lengths.tolist()[:requests]]

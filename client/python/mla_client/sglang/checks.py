@@ -1,4 +1,5 @@
-"""What of a configuration is refused, because answers would be wrong, and what rows depend on."""
+"""Refuses configurations with which answers would be wrong, and names everything that rows depend
+on."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from mla_client.sglang import NAME, OPTIONS, plugin
 
 
 def check(runner: Any) -> None:
-    """Unimplemented for what would give wrong answers beside a server."""
+    """Raises Unimplemented for options that would give wrong answers with a server."""
     args = runner.server_args
     graphs = get_exec().graph.cuda_graph_config
     refused: List[Tuple[bool, str]] = [
@@ -49,7 +50,7 @@ def check(runner: Any) -> None:
 
 
 def options() -> Dict[str, Any]:
-    """What the environment says."""
+    """The options that the environment gives."""
     try:
         given = json.loads(os.environ.get(OPTIONS, ""))
     except ValueError:
@@ -67,7 +68,7 @@ def shareable(req: Any) -> bool:
 
 
 def salt(runner: Any, version: str) -> str:
-    """Of all that changes a row's value, beside the tokens."""
+    """A salt of everything that changes a row's value, except the tokens."""
     args, config = runner.server_args, runner.model_config
     text = config.hf_text_config
     return salt_of({
@@ -82,5 +83,5 @@ def salt(runner: Any, version: str) -> str:
 
 
 def salt_of_request(req: Any) -> str:
-    """Of what a request is kept apart by."""
+    """A salt of the keys that keep requests apart."""
     return json.dumps([req.extra_key, req.cache_salt])

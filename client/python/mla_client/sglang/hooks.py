@@ -1,5 +1,5 @@
-"""What is called around functions of SGLang, by its registry of hooks, in an engine that has chosen
-the backend. Each gets the function that it goes around, then that function's arguments."""
+"""Functions that SGLang's registry of hooks calls around its own, in an engine that has chosen the
+backend. Each gets the original function, then the arguments of that function."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def release(free: Callable, pool: Any, req: Any) -> Any:
 
 
 def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> Any:
-    """Requests whose rows the server has lost: what was computed of them counts for nothing. Those
-    that decode begin again, as ones that are put back for want of memory; others fail. So do all
-    with the overlap scheduler, which has launched one more pass of them already: its token would
-    be taken for one of the request's new beginning."""
+    """Handles requests whose rows the server has lost, which makes their results invalid. Decoding
+    requests begin again, like requests that SGLang puts back for lack of memory; others fail. With
+    the overlap scheduler all fail: it has launched one more pass of them already, whose token would
+    be taken for one after the new beginning."""
     lost = runtime.take_lost(batch.reqs)
     again = []
     for req in lost:

@@ -142,7 +142,7 @@ class Runtime:
         self.passes.end()
 
     def take_lost(self, reqs: List[Any]) -> List[Any]:
-        """Those of `reqs` whose rows are lost, each once."""
+        """Returns the requests of `reqs` whose rows are lost; each is returned only once."""
         if self.passes is None:
             return []
         names = set(self.passes.lost())
@@ -221,7 +221,7 @@ class Runtime:
         return self._agreed(lambda: self.admission.plan(rows, gone))  # type: ignore[union-attr]
 
     def _agreed(self, make: Callable[[], _Value]) -> _Value:
-        """What the first rank makes of it."""
+        """Returns on all ranks what `make` returns on the first one."""
         if self._group is None:
             return make()
         value = make() if self._group.rank_in_group == 0 else None

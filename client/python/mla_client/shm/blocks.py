@@ -13,7 +13,7 @@ class Blocks:
         self.used: Dict[int, int] = {}
 
     def take(self, wanted: int) -> Optional[int]:
-        """The offset of so many bytes; None if there is no such room."""
+        """Takes `wanted` bytes and returns their offset; None if no free block is large enough."""
         for offset, there in self._free.items():
             if there >= wanted:
                 break

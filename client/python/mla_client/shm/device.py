@@ -22,7 +22,7 @@ from mla_client.base import process
 from mla_client.shm.blocks import Blocks
 from mla_client.types import Buffers, ModelSpec
 
-# Of DeviceHeader in proto/wire/ring_layout.h.
+# The fields of DeviceHeader in proto/wire/ring_layout.h.
 HEADER = struct.Struct("<IIIIQ16s24s64s")
 HANDLE_BYTES = 64
 DESCRIPTOR, HANDLE = 1, 2  # kinds of memory

@@ -40,7 +40,7 @@ _MOST_ROUNDING = 2 << 20
 
 
 class ConnectReply(NamedTuple):
-    """What the server says about the region that it made."""
+    """The server's description of the region that it made."""
 
     magic: int
     version: int
@@ -98,7 +98,8 @@ def _exchange(path: str, request: bytes, deadline: float) -> Optional[Answer]:
 
 def _converse(connection: socket.socket, path: str, request: bytes,
               deadline: float) -> Tuple[bytes, List[int]]:
-    """The answer's bytes, none if there is no answer, and the descriptors that came with it."""
+    """Returns the bytes of the answer, empty if none came, and the descriptors that came with it.
+    """
     _connect(connection, path, deadline)
     try:
         connection.sendall(request)
@@ -174,7 +175,7 @@ def ring_end(entries: int) -> int:
 
 
 def _device_part(entries: int) -> int:
-    """Bytes behind a ring that say where its device memory is."""
+    """Size of the part after a ring that describes its device memory."""
     size = device_memory.HEADER.size + entries * device_memory.HANDLE_BYTES
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 

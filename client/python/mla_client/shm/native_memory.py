@@ -26,7 +26,7 @@ class _Blocks:
         self.used: Dict[int, int] = {}
 
     def take(self, wanted: int) -> Optional[int]:
-        """The offset of so many bytes; None if there is no such room."""
+        """Takes `wanted` bytes and returns their offset; None if no free block is large enough."""
         offset: int = self._lib.mla_ring_allocate(self._ring, wanted, self._on_device)
         if offset == native.NONE:
             return None

@@ -16,7 +16,7 @@ from mla_client.shm import fence, futex
 from mla_client.shm.handshake import ENTRY_BYTES, RING_HEADER_BYTES
 from mla_client.shm.shared_memory import SharedMemory
 
-# Entries behind their sequence word; proto/wire/ring_layout.h names the fields in this order.
+# The fields of entries after the sequence word, in the order of proto/wire/ring_layout.h.
 SUBMISSION = struct.Struct("<BBBBQQIIIIIIQQ")
 COMPLETION = struct.Struct("<BBHQQIIIIIIQII")
 ATTEND, MESSAGE = 1, 2
@@ -136,7 +136,7 @@ class Ring:
                 words[CLIENT_WAITS] = 0
             if self.ready():
                 return True
-            # What was completed before the end can still be taken, so this comes last.
+            # Requests completed before the end can still be taken, so this check comes last.
             if not self.connected() and not self.ready():
                 raise errors.Unavailable("the shared memory has ended")
             if left <= 0:

@@ -61,11 +61,11 @@ class Placement:
         self.lse: Optional[npt.NDArray] = None
         self.lists: Optional[npt.NDArray] = None
         self.blocks: List[int] = []             # to be freed after the answer
-        self.on_device = False                  # offsets are those of the device memory
+        self.on_device = False                  # offsets count in device memory
 
 
 class DeviceWish(NamedTuple):
-    """Device memory that a client asks for beside a ring."""
+    """Device memory that a client asks for in addition to a ring."""
 
     mib: int = 0       # 0: none
     device: int = 0    # of this process, by the runtime's order
@@ -234,8 +234,8 @@ class SharedMemory:
     # --- Arena
 
     def allocate(self, *sizes: int) -> Optional[List[int]]:
-        """Offsets of that many bytes each, at multiples of 64, or None, and nothing is taken, if
-        there is no such room."""
+        """Takes blocks of these sizes and returns their offsets, which are multiples of 64. Returns
+        None and takes nothing if one of them does not fit."""
         with self._lock:
             offsets: List[int] = []
             for size in sizes:
@@ -276,8 +276,8 @@ class SharedMemory:
 
     def buffers(self, geometry: Geometry, profile: Profile, rows: int, heads: int, row_dim: int,
                 want_lse: bool, dtype: DType, o_dtype: DType) -> Optional[Buffers]:
-        """Memory for the tensors of calls of that shape, with KV rows of `row_dim` elements or, if
-        that is 0, without; None if there is no room."""
+        """Takes memory for the tensors of calls of that shape, with KV rows of `row_dim` elements,
+        or without KV rows if that is 0. None if the memory is not free."""
         in_length, out_length = _lengths(wire.sizes(geometry, profile, rows, heads, row_dim,
                                                     want_lse, dtype, o_dtype))
         offsets = self.allocate(in_length, out_length)
@@ -298,8 +298,8 @@ class SharedMemory:
         self.free((place.in_offset, place.out_offset))
 
     def place(self, args: AttendArgs, chunk: wire.Chunk, geometry: Geometry) -> Optional[Placement]:
-        """Puts one message's inputs into the arena and finds room for its outputs; tensors that lie
-        right already stay where they are. None if there is no room."""
+        """Puts one message's inputs into the arena and finds room for its outputs. Tensors that
+        already lie in the right places are used there. None if the room is not free."""
         placement = Placement()
         out = args.out  # if its memory is of use here
         if out is not None and (out.place is None or out.place.memory is not self
@@ -367,7 +367,8 @@ def _lengths(sizes: wire.Sizes) -> Tuple[int, int]:
 def _tensors(array: Any, place: Place, geometry: Geometry, profile: Profile, rows: int, heads: int,
              row_dim: int, want_lse: bool, dtype: DType,
              o_dtype: DType) -> Tuple[Any, Any, Any, Any]:
-    """kv, q, o and lse of such a place; None for those that the call does not have."""
+    """Returns kv, q, o and lse at the offsets of `place`; None for a tensor that the call does not
+    have."""
     sizes = wire.sizes(geometry, profile, rows, heads, row_dim, want_lse, dtype, o_dtype)
     at_in, at_out = place.in_offset, place.out_offset
     return (array(at_in, (rows, row_dim), dtype.numpy) if row_dim else None,

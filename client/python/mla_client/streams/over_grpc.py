@@ -34,11 +34,11 @@ class _GrpcRequest(stream.Request):
 
     def __init__(self, home: process.Home, body: str, size: int = 0,
                  arrive: Optional[_Finish] = None, finish: Optional[_Finish] = None) -> None:
-        """`arrive` gets every reply, as soon as it is there; `finish` a reply that is no error, on
-        the thread that waits for it."""
+        """`arrive` is called with every reply as soon as it has come. `finish` is called with a
+        reply that is not an error, on the thread that waits for it."""
         self._home = home
         self._done = gates.Latch()
-        self.body = body  # of the request, and of a reply that is no error
+        self.body = body  # of the request, and of its reply unless that is an error
         self.size = size  # of its bytes in flight
         self.arrive = arrive
         self._finish = finish
@@ -170,7 +170,8 @@ class AttendStream(stream.StepStream):
 
     def _with_room(self, memory: SharedMemory, attempt: Callable[[], Optional[_Room]],
                    deadline: float) -> _Room:
-        """What `attempt` takes of the memory. Waits for room there, which replies make."""
+        """Calls `attempt` until it has taken memory, and returns what it returned. Waits for
+        replies between the calls, because they free memory."""
         while True:
             if self._broken is not None:
                 raise self._broken.again()
@@ -274,8 +275,8 @@ class AttendStream(stream.StepStream):
 
     def _take(self, message: bytes) -> int:
         """Completes the request that a reply is for; returns its tag. gRPC calls this as soon as
-        the message is there, on a thread of its own: the waiter is woken without a detour through
-        the thread that reads the stream. What it raises ends the stream."""
+        the message is there, on a thread of its own, so that the waiter is woken without a detour
+        through the thread that reads the stream. An exception raised here ends the stream."""
         received = time.monotonic()
         reply = attention_pb2.AttendStreamReply.FromString(message)
         self._on_boot_id(reply.boot_id)
@@ -329,6 +330,6 @@ def _lists_of(args: AttendArgs) -> int:
     """How index lists come, as the contract numbers it."""
     if args.lists is None:
         return attention_pb2.INDEX_LISTS_UNSPECIFIED
-    # Of top_k entries.
+    # These lists have top_k entries.
     return (attention_pb2.INDEX_LISTS_SERVER if args.selects
             else attention_pb2.INDEX_LISTS_FIXED)

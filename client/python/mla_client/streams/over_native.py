@@ -117,9 +117,9 @@ class _NativeRequest(stream.Request):
 
 
 class Chain:
-    """Calls of one step and one shape that a GPU's stream waits for, and no thread: what the stream
-    is given before a call writes the tensors, what it is given behind it reads the outputs. Whether
-    these are good is known once `collect` has returned. Belongs to one thread at a time."""
+    """Calls of one step and one shape for which a GPU's stream waits and no thread. The work on the
+    stream before a call writes the tensors, and the work after it reads the outputs. Only when
+    `collect` has returned is it known that these are good. Belongs to one thread at a time."""
 
     def __init__(self, owner: "NativeStream", entry: native.Entry, timeout_s: float) -> None:
         self._owner = owner
@@ -296,7 +296,8 @@ class NativeStream(stream.StepStream):
             room_ms = LONGEST_WAIT_MS
 
     def _with_room(self, attempt: Callable[[], Any], deadline: float) -> Any:
-        """What `attempt` takes from the memory; replies make room for it."""
+        """Calls `attempt` until it has taken memory, and returns what it returned. Waits for
+        replies between the calls, because they free memory."""
         while True:
             seen = self.memory.freed
             taken = attempt()

@@ -1,7 +1,8 @@
 """The stream of steps over a command ring.
 
-There is no thread here: a caller that waits for a reply takes completions, for itself and others.
-Threading: any thread. One mutex guards what is in flight; no caller holds it while it waits.
+The stream has no thread of its own: a caller that waits for a reply takes completions, for itself
+and others. Threading: any thread. One mutex guards what is in flight; no caller holds it while it
+waits.
 
 Threads that wait stand in a queue, and the first one takes completions for all. A thread joins it
 inside a `try` and leaves it by a single call in the `finally`: an interrupt cannot come between.
@@ -37,7 +38,7 @@ class _RingRequest(stream.Request):
 
     def __init__(self, owner: "RingStream", body: str, tag: int, blocks: List[int]) -> None:
         self._owner = owner
-        self.body = body      # of the request, and of a reply that is no error
+        self.body = body      # of the request, and of its reply unless that is an error
         self.tag = tag
         self.blocks = blocks  # of the arena, given back with the reply
         self.stream: Optional[int] = None  # of tensors in device memory: what writes them
@@ -75,7 +76,7 @@ class RingStream(stream.StepStream):
     def __init__(self, memory: SharedMemory, message_bytes: int,
                  on_boot_id: Callable[[int], None], spin_s: float = 0.0) -> None:
         """REQUIRES: memory.ring_entries > 0 and not ring.WHY_NOT. `spin_s`: how long a waiter looks
-        at the ring before it sleeps; it takes the interpreter's lock meanwhile."""
+        at the ring before it sleeps. It holds the interpreter's lock during that time."""
         self.memory: SharedMemory = memory
         self.message_bytes = message_bytes
         self._home = process.Home()
@@ -83,7 +84,7 @@ class RingStream(stream.StepStream):
         self._on_boot_id = on_boot_id
         self._mutex = threading.RLock()
         self._queue: Dict[object, None] = {}  # of threads that wait for completions, in their order
-        self._changed = gates.Gates()  # those of them that are not the first
+        self._changed = gates.Gates()  # for the waiting threads that are not the first
         self._broken: Optional[errors.MlaError] = None
         self._in_flight: Dict[int, _RingRequest] = {}
         self._tags = itertools.count(1)
@@ -182,7 +183,8 @@ class RingStream(stream.StepStream):
         return True
 
     def _with_room(self, attempt: Callable[[], Any], deadline: float) -> Any:
-        """What `attempt` takes from the memory; completions make room for it."""
+        """Calls `attempt` until it has taken memory, and returns what it returned. Takes
+        completions between the calls, because they free memory."""
         while True:
             seen = self.memory.freed
             taken = attempt()

@@ -1,4 +1,4 @@
-"""What streams of steps have in common, and how their calls fail.
+"""The common parts of streams of steps, and the errors of their calls.
 
 A step belongs to the stream that began it and dies with it. Requests go out in order; replies come
 in as they complete and are paired by tag. Another transport is another StepStream, which
@@ -6,7 +6,7 @@ in as they complete and are paired by tag. Another transport is another StepStre
 
 An interrupt (Ctrl-C, or any handler of a signal that raises) may come at any instruction. While a
 caller waits for a reply it changes nothing, and the stream goes on. While a request is being sent
-or a reply is taken over, it ends the stream: what has been done is not known then.
+or a reply is taken over, it ends the stream, because it is not known how much of it was done.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class InflightBytes:
         self._changed = gates.Gates()
 
     def fits(self, size: int) -> bool:
-        """Returns true if so many bytes may be sent."""
+        """Returns true if `size` more bytes may be sent now."""
         return not self._used or self._used + size <= self._limit
 
     def take(self, size: int) -> bool:
@@ -157,7 +157,7 @@ def check_body(reply: Any, wanted: str) -> None:
 
 
 def interrupted(error: BaseException) -> errors.Cancelled:
-    """What left a call of a stream's in the middle."""
+    """The error of a stream after `error` has interrupted a call on it."""
     return errors.Cancelled(
         f"the Attend stream ended, since {type(error).__name__} interrupted a call on it")
 

@@ -16,7 +16,7 @@ from mla_client.streams.over_ring import RingStream
 from mla_client.streams.stream import StepStream
 
 TRANSPORTS = ("auto", "inline", "shm", "ring")
-# What a stream asks for when the caller names no size, and the least that is worth having.
+# The memory that a stream asks for if the caller gives no size, and the smallest useful size.
 DEFAULT_SHARED_BYTES = 64 << 20
 LEAST_SHARED_BYTES = 4 << 20
 # The arena must hold the inputs and outputs of several messages.
@@ -135,7 +135,7 @@ class StreamMaker:
                                     timeout_s=self._timeout_s, wish=self._wish)
 
     def _advice(self, error: errors.MlaError) -> str:
-        """What may be done about a refusal for want of room."""
+        """Advice for a refusal because the server lacks room; empty for other errors."""
         if not isinstance(error, errors.ResourceExhausted):
             return ""
         limits = self._info.limits
@@ -145,6 +145,6 @@ class StreamMaker:
                 "shared_bytes)")
 
     def _bound(self, memory: SharedMemory) -> int:
-        """Of one message, as if its header were with it."""
+        """The bound of one message, its header included."""
         most = memory.arena_bytes // MESSAGES_IN_ARENA + wire.HEADER_BYTES
         return min(self._message_bytes or most, most)

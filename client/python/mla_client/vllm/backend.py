@@ -19,7 +19,7 @@ from mla_client.vllm.runtime import Layer, runtime
 
 @dataclasses.dataclass
 class Metadata(AttentionMetadata):
-    """What MLAAttention.forward_impl reads, and which rows are whose."""
+    """The fields that MLAAttention.forward_impl reads, and the request that each row belongs to."""
 
     num_actual_tokens: int
     num_reqs: int
@@ -74,7 +74,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
 
 class Impl(MLAAttentionImpl[Metadata]):
-    """Of one layer."""
+    """The attention of one layer."""
 
     supports_pcp = False
     supports_dcp = False

@@ -27,9 +27,9 @@ class BatchPlan:
 
     def in_order(self, blocks: Seq[int], rows: Seq[int],
                  computed: Optional[Seq[int]] = None) -> List[Scheduled]:
-        """The requests as the batch has them, which writes its first rows of each to these blocks
-        and has so many rows of each. `computed`: what the batch says of it, where drafts were
-        under way as the pass was planned."""
+        """The planned requests in the order of the batch. `blocks` holds the block that the batch
+        writes the first row of each request to, and `rows` its number of rows. `computed`: the
+        computed rows of each request by the batch, for plans made while drafts were under way."""
         by_name = {each.request: each for each in self.plan.scheduled}
         names = [self.blocks.get(block) for block in blocks]
         batch = [by_name[name] for name in names if name is not None]
@@ -74,7 +74,7 @@ class Planner:
         self._blocks: Dict[str, List[int]] = {}
 
     def plan(self, output: Any) -> BatchPlan:
-        """Of a vllm.v1.core.sched.output.SchedulerOutput."""
+        """The plan of a vllm.v1.core.sched.output.SchedulerOutput."""
         gone = {*output.finished_req_ids, *(output.preempted_req_ids or ())}
         for request in gone:
             self._blocks.pop(request, None)

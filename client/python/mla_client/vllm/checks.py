@@ -1,4 +1,5 @@
-"""What of a configuration is refused, because answers would be wrong, and what rows depend on."""
+"""Refuses configurations with which answers would be wrong, and names everything that rows depend
+on."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ OWN_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", 
 
 
 def check(config: Any) -> None:
-    """Unimplemented for what would give wrong answers beside a server."""
+    """Raises Unimplemented for options that would give wrong answers with a server."""
     parallel = config.parallel_config
     refused: List[Tuple[bool, str]] = [
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism: "
@@ -35,7 +36,7 @@ def check(config: Any) -> None:
 
 
 def options_of(config: Any) -> Options:
-    """What --kv-transfer-config says. Both roles have one `client_id`, in which leases are
+    """The options in --kv-transfer-config. Both roles have one `client_id`, in which leases are
     renewed."""
     transfer = config.kv_transfer_config
     if transfer is None:
@@ -47,7 +48,7 @@ def options_of(config: Any) -> Options:
 
 
 def ranks_of(config: Any) -> Ranks:
-    """The place of this process among those that share heads."""
+    """The place of this process among the processes that share heads."""
     parallel = config.parallel_config
     return Ranks(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size)
 
@@ -67,7 +68,7 @@ def shareable(request: Any) -> bool:
 
 
 def salt(config: Any, version: str) -> str:
-    """Of all that changes a row's value, beside the tokens."""
+    """A salt of everything that changes a row's value, except the tokens."""
     model, compilation = config.model_config, config.compilation_config
     text = model.hf_text_config
     parts: Mapping[str, Any] = {

@@ -30,12 +30,12 @@ class PlanMetadata(KVConnectorMetadata):
 
 
 class _Verdict:
-    """Whether what is lost begins again, as it is when that is asked."""
+    """True if lost requests begin again; evaluated each time it is asked."""
 
     def __init__(self, admission: Admission, config: Any) -> None:
         self._admission = admission
-        # The second model runner keeps tokens on the device, also those that are dropped; and
-        # 0.25.1 does not drop the tokens of a pass that was under way.
+        # The second model runner keeps even dropped tokens on the device. Release 0.25.1 does not
+        # drop the tokens of a pass that was under way.
         self._never = bool(getattr(config, "use_v2_model_runner", False)) or (
             config.scheduler_config.async_scheduling and release().note == "pages")
 
@@ -59,7 +59,7 @@ class Policy(str):
 
 
 class MlaServerConnector(KVConnectorBase_V1):
-    """Of both roles. extra_config: see mla_client.serving.Options."""
+    """The connector of both roles. extra_config: see mla_client.serving.Options."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -79,8 +79,8 @@ class MlaServerConnector(KVConnectorBase_V1):
         return False
 
     def _plan_for(self, config: Any) -> None:
-        """The scheduler's side. Prefixes are the server's to find: the engine's own pages hold no
-        rows. What is lost begins again."""
+        """Prepares the scheduler's side. The server finds prefixes, because the engine's own pages
+        hold no rows. Lost requests begin again."""
         config.cache_config.enable_prefix_caching = False
         options = checks.options_of(config)
         speculative = config.speculative_config
@@ -174,10 +174,10 @@ class MlaServerConnector(KVConnectorBase_V1):
         return False, None
 
     def _begin_again(self, request: Any) -> None:
-        """With asynchronous scheduling a pass of the request is under way, whose tokens are dropped
-        as those of a request that is preempted; and a worker has the tokens that came last on its
-        device alone. It gets them again with a request that has missed a pass: so this one misses
-        the next, as if nothing of it were left to compute."""
+        """With asynchronous scheduling a pass of the request is under way. Its tokens are dropped
+        like the tokens of a preempted request. A worker has the latest tokens only on its device,
+        and gets them again only with a request that has missed a pass. So this request misses the
+        next one, as if it had nothing left to compute."""
         if not self._vllm_config.scheduler_config.async_scheduling:
             return
         request.num_output_placeholders = 0

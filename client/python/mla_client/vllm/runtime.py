@@ -1,5 +1,5 @@
-"""What the backend and the connector of a worker process share: the layers as they were built, then
-the link to the server and the passes."""
+"""State that the backend and the connector of a worker process share: the layers in the order of
+their construction, the link to the server and the passes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Layer(NamedTuple):
 
 
 class Runtime:
-    """Of one worker process, and of one thread."""
+    """The shared state of one worker process; used by one thread."""
 
     def __init__(self) -> None:
         self.layers: Dict[int, Layer] = {}
@@ -70,7 +70,7 @@ class Runtime:
         self._exchange: Optional[Exchange] = None
         self._orders = Orders()
         self._begun: Optional[Pass] = None
-        self._places: Dict[int, int] = {}  # of layers among those of this process
+        self._places: Dict[int, int] = {}  # of each layer among the layers of this process
 
     def prepare(self, config: Any) -> None:
         """Before the first layer is built: refuses what cannot be, and looks at the server."""
@@ -152,7 +152,7 @@ class Runtime:
         return {self.plan.first[name] for name in names if name in self.plan.first}
 
     def counts(self) -> Dict[str, int]:
-        """What was seen: rows of the largest pass, passes, those that failed, drafts kept."""
+        """Counts so far: rows of the largest pass, passes, failed passes, drafts kept."""
         if self._exchange is None or self.passes is None:
             return {}
         return {"largest": self._exchange.largest, **self.passes.counts}

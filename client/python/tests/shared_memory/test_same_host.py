@@ -137,7 +137,7 @@ class ChoiceTest(unittest.TestCase):
             clients = [stack.enter_context(connect(server, shared_bytes=None)) for _ in range(3)]
             with self.assertNoLogs("mla_client", "WARNING"):
                 self.assertEqual([client.transport for client in clients[:2]], ["ring", "ring"])
-            # Of 40 MiB, 32 and a ring are taken; 16 and 8 do not fit in the rest, 4 do.
+            # The bound is 40 MiB; 32 and a ring are taken. 16 and 8 do not fit in the rest, 4 do.
             sizes = [client._own_stream().memory.arena_bytes >> 20 for client in clients[:2]]
             self.assertEqual(sizes, [32, 4])
             with self.assertLogs("mla_client", "WARNING") as said:
