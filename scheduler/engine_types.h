@@ -51,7 +51,7 @@ struct SequenceTail {
   uint64_t serial = 0;  // a new tail of the sequence has a higher serial than the old one
 };
 
-// Lease lengths of clients that ask for none, which a running engine may be given anew.
+// Lease lengths of clients that ask for none, which a running engine may be given again.
 struct DefaultLeases {
   int64_t sequence_ms = 0, model_ms = 0, step_ms = 0;  // as in Limits
 };
@@ -81,10 +81,10 @@ struct EngineBytes {
 
 // The contents that rows stand for: token ids, or keys of 32 bytes for whole pages.
 struct PrefixArgs {
-  std::vector<uint32_t> token_ids;
-  std::vector<std::string> page_keys;
-  std::string salt;      // rows are shared between equal salts only
-  int64_t max_rows = 0;  // length limit of the sequence after the match; 0: all declared rows
+  std::vector<uint32_t> token_ids = {};
+  std::vector<std::string> page_keys = {};
+  std::string salt = {};  // rows are shared between equal salts only
+  int64_t max_rows = 0;   // length limit of the sequence after the match; 0: all declared rows
   // Called by the call's thread once it has hashed all this, before it waits for anything; may be
   // empty.
   std::function<void()> hashed = {};

@@ -69,8 +69,8 @@ constexpr std::chrono::milliseconds kLastFlush{1000};
 // Between two looks at the configuration file, and between two reports to the service manager.
 constexpr timespec kLook{0, 500'000'000};
 
-// What the process does while it serves: reads its configuration again, and tells the service
-// manager that it goes on.
+// The work of the main thread while the server serves: it reads the configuration again, and tells
+// the service manager that the server goes on.
 class Attendant final {
  public:
   Attendant(const mla::server::LoadedConfig& loaded, std::string contents,

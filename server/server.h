@@ -50,8 +50,8 @@ class Server final {
   // Takes over the keys of `config` that IsLive says; the others are ignored. For what is opened,
   // admitted or waited for from now on; nothing in use is taken away. Waits for a running launch.
   void Apply(const Config& config);
-  // What the metrics and /readyz?verbose say about the configuration on disk. `why`: it is not in
-  // use because of this; empty: it is.
+  // Tells metrics and /readyz?verbose about the configuration on disk. `why`: the reason for which
+  // it is not in use; empty: it is in use.
   void NoteConfig(const ConfigStats& stats, const std::string& why);
   // Looks at the files of tls.* at once.
   void LookAtTls();

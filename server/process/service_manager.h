@@ -1,4 +1,4 @@
-// What a service manager that started the process is told: systemd's notification protocol, one
+// Reports to the service manager that started the process: systemd's notification protocol, one
 // datagram of NAME=VALUE lines to the socket that $NOTIFY_SOCKET names (sd_notify(3)). Without that
 // variable nothing is sent.
 //
@@ -14,7 +14,7 @@ namespace mla::server {
 // Returns true if a manager has got the text. Never blocks: a manager that does not read misses it.
 bool NotifyManager(const std::string& text);
 
-// "RELOADING=1" with the time that systemd asks for beside it.
+// "RELOADING=1" with the time that systemd asks for.
 std::string ReloadingText();
 
 }  // namespace mla::server

@@ -1,8 +1,8 @@
 // Reads the configuration again while the server runs: when the process is told to (SIGHUP), and
 // when the file has changed.
 //
-// What was read is taken over as a whole or not at all. It is refused where it has a fault, where a
-// key differs that only a restart can change, and where a shorter default lease would end sequences
+// The configuration is taken over as a whole or not at all. It is refused if it has a fault, if a
+// key differs that only a restart can change, and if a shorter default lease would end sequences
 // that connected clients still renew by the old one. Then the last good configuration stays in use.
 //
 // Threading: one thread.

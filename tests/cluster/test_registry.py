@@ -4,7 +4,8 @@ import threading
 import unittest
 
 from mla_client import errors
-from mla_client.cluster import announce, quotas, registry, targets
+from mla_client.cluster import registry, targets
+from mla_client.cluster.operations import announce, quotas
 from mla_client.cluster.members import Member
 from mla_client.cluster.placement import Probe
 

@@ -13,12 +13,12 @@
 `LocalReference` has the same methods and computes in this process with numpy.
 """
 
-from mla_client import pages
+from mla_client import cluster, pages
 from mla_client.bf16 import from_bf16, round_to_bf16, to_bf16
 from mla_client.client import Client, Tls
-from mla_client.errors import (Aborted, AlreadyExists, AnotherServer, Cancelled, DataLoss, DeadlineExceeded,
-                               ErrorDetail, FailedPrecondition, Internal, InvalidArgument, MlaError,
-                               NotFound, OutOfRange, PermissionDenied, ResourceExhausted,
+from mla_client.errors import (Aborted, AlreadyExists, AnotherServer, Cancelled, DataLoss,
+                               DeadlineExceeded, ErrorDetail, FailedPrecondition, Internal,
+                               InvalidArgument, MlaError, NotFound, OutOfRange, PermissionDenied, ResourceExhausted,
                                ServerRestarted, Unauthenticated, Unavailable, Unimplemented,
                                Unknown)
 from mla_client.local import LocalReference
@@ -28,8 +28,9 @@ from mla_client.types import (AttendResult, Buffers, DType, Geometry, ModelSpec,
                               PrefixMatch, Profile, SequenceState, Timings, WeightsStatus)
 
 __all__ = [
-    "Aborted", "AlreadyExists", "AnotherServer", "AttendFuture", "AttendResult", "Buffers", "Cancelled", "Client",
-    "DType", "DataLoss", "DeadlineExceeded", "ErrorDetail", "FailedPrecondition", "Geometry",
+    "Aborted", "AlreadyExists", "AnotherServer", "AttendFuture", "AttendResult", "Buffers",
+    "Cancelled", "Client", "DType", "DataLoss", "DeadlineExceeded", "ErrorDetail",
+    "FailedPrecondition", "Geometry",
     "Internal", "InvalidArgument", "LocalReference", "MlaError", "Model", "ModelSpec", "NotFound",
     "OutOfRange", "PermissionDenied", "Prefix", "PrefixMatch", "Profile", "ResourceExhausted",
     "ResourceUsage", "Sequence", "SequenceState", "ServerRestarted", "Service", "Step",

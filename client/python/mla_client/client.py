@@ -12,9 +12,7 @@ import grpc
 import numpy.typing as npt
 
 from mla_client import errors, messages, wire
-from mla_client.base import deadlines
-from mla_client.cluster.placement import Probe
-from mla_client.cluster.targets import names_cluster
+from mla_client.base import deadlines, schemes
 from mla_client.connection.calls import Calls
 from mla_client.connection.channels import Channels, Tls, TlsFiles, maker_of
 from mla_client.connection.targets import check_socket_owner, shm_path_of, unix_path_of
@@ -30,7 +28,8 @@ from mla_client.shm.shared_memory import DeviceWish
 from mla_client.streams.steps import Steps
 from mla_client.streams.stream import StepStream
 from mla_client.streams.transport import StreamMaker
-from mla_client.types import ModelSpec, Prefix, PrefixMatch, SequenceState, WeightsStatus
+from mla_client.types import (ModelSpec, Prefix, PrefixMatch, Probe, SequenceState,
+                              WeightsStatus)
 
 API_VERSION = "mla.v1"
 # Between two tries while another worker uploads weights of the same model.
@@ -43,7 +42,25 @@ class Client(Steps, Pages, Operations, Following):
     """A connection to a server. Close it, or use it in a `with` block.
 
     Belongs to the process that made it. In a child that was forked from that process every call is
-    FailedPrecondition (reason "forked"), at once; `close` there ends nothing of the parent's."""
+    FailedPrecondition (reason "forked"), at once; `close` there ends nothing of the parent's.
+
+    Options of `connect` that decide how steps travel:
+
+    `transport` says how steps travel: "ring" (messages and tensors in shared memory), "shm"
+    (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), or "auto": the ring
+    where a unix target's server offers one, else inline with the reason in the log. Each stream
+    gets memory of its own: `shared_bytes` (at most the server's limit), or, if that is None, 64
+    MiB, 32 and so on down to 4, depending on what the server has left; 0 asks for none, which
+    leaves "inline". A wait on a ring looks for `spin_us` before it sleeps; so does the server, as
+    far as it allows.
+
+    `device_bytes` (rounded up to MiB) asks for memory of the server's GPU in addition to each
+    stream's ring, for `buffers(..., device="cuda")`. `device` is the GPU that this process uses,
+    and `device_library` its runtime, if it is not under its usual name. A server that does not
+    grant the memory is Unavailable. `pinned` registers each ring's memory with the driver of
+    `device`, so that no thread waits for copies and calls can be chained (`Step.chain`). It has no
+    effect without the C library (mla_client.native).
+    """
 
     def __init__(self, channel: grpc.Channel, *, tenant: str = "default", client_id: str = "",
                  timeout_s: float = 30.0, message_bytes: int = 0, lease_ms: int = 0,
@@ -111,21 +128,6 @@ class Client(Steps, Pages, Operations, Following):
         is open. A path is meant as it stands, whatever characters it has. `http_proxy` connects
         through the proxy that the environment names, except to this host.
 
-        `transport` says how steps travel: "ring" (messages and tensors in shared memory), "shm"
-        (tensors in shared memory, messages over gRPC), "inline" (all over gRPC), or "auto": the
-        ring where a unix target's server offers one, else inline with the reason in the log. Each
-        stream gets memory of its own: `shared_bytes` (at most the server's limit), or, if that is
-        None, 64 MiB, 32 and so on down to 4, depending on what the server has left; 0 asks for
-        none, which leaves "inline". A wait on a ring looks for `spin_us` before it sleeps; so does
-        the server, as far as it allows.
-
-        `device_bytes` (rounded up to MiB) asks for memory of the server's GPU in addition to each
-        stream's ring, for `buffers(..., device="cuda")`. `device` is the GPU that this process
-        uses, and `device_library` its runtime, if it is not under its usual name. A server that
-        does not grant the memory is Unavailable. `pinned` registers each ring's memory with the
-        driver of `device`, so that no thread waits for copies and calls can be chained
-        (`Step.chain`). It has no effect without the C library (mla_client.native).
-
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.
 
@@ -136,9 +138,9 @@ class Client(Steps, Pages, Operations, Following):
         gets each Model there first, to upload them. Without it, such calls are NotFound (reason
         "moved", and `detail.peer`); steps on streams of `open_stream` are so in any case.
         """
-        if names_cluster(target):
-            from mla_client.cluster import connect as connect_cluster
-            return connect_cluster(  # type: ignore[return-value]  # it has the same methods
+        connect_others = schemes.connector_of(target)
+        if connect_others is not None:
+            return connect_others(  # type: ignore[no-any-return]  # it has the same methods
                 target, tenant=tenant, tls=tls, client_id=client_id, timeout_s=timeout_s,
                 message_bytes=message_bytes, lease_ms=lease_ms, transport=transport,
                 shared_bytes=shared_bytes, spin_us=spin_us, server_uid=server_uid,

@@ -13,9 +13,9 @@ from typing import Any, Iterator, List, Optional, Sequence as Seq, Tuple
 import numpy.typing as npt
 
 from mla_client import errors, wire
-from mla_client.cluster.placement import Probe
 from mla_client.gen import model_pb2, sequence_pb2, tensor_pb2
-from mla_client.types import DType, Geometry, ModelSpec, Prefix, PrefixMatch, SequenceState
+from mla_client.types import (DType, Geometry, ModelSpec, Prefix, PrefixMatch, Probe,
+                              SequenceState)
 
 # By number in the contract.
 _PRECISIONS = ("", "bf16", "split")

@@ -318,3 +318,36 @@ class AttendArgs(NamedTuple):
     def q_dtype(self) -> DType:
         """Type of the queries as sent."""
         return DType.F8_E4M3 if self.q_parts else self.dtype
+
+
+def fill_of(free: int, total: int) -> float:
+    """Part of `total` that is taken; 0 if it is not known."""
+    return 0.0 if total <= 0 else min(1.0, max(0.0, 1.0 - free / total))
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a server answered (Sequences.Probe)."""
+
+    boot_id: int = 0
+    rows_asked: int = 0
+    rows_in_pool: int = 0
+    rows_in_host: int = 0
+    rows_in_file: int = 0
+    bytes_free: int = 0
+    bytes_total: int = 0
+    sequences: int = 0
+    queued: int = 0
+    wait_s: float = 0.0
+    draining: bool = False
+    bytes_cached: int = 0  # of bytes_free, those that the prefix cache keeps
+
+    @property
+    def rows(self) -> int:
+        """Rows that need not be computed again."""
+        return self.rows_in_pool + self.rows_in_host + self.rows_in_file
+
+    @property
+    def fill(self) -> float:
+        """Part of the pool that has rows, 0 to 1: those of sequences, and cached ones."""
+        return fill_of(self.bytes_free - self.bytes_cached, self.bytes_total)

@@ -138,7 +138,7 @@ class Server:
         self.make_room()
 
     def expire(self):
-        """Leases that nobody renews."""
+        """Ends leases that no worker has renewed."""
         for sequence in list(self.held.values()):
             if self.world.now - sequence.seen <= LEASE_S:
                 continue
@@ -152,7 +152,8 @@ class Server:
         return Member.checked({
             "address": self.address, "boot_id": self.boot_id, "draining": self.draining,
             "bytes_free": self.free,
-            "bytes_cached": min(self.free, len(self.cache)), "bytes_total": self.pages, "sequences": len(self.held)})
+            "bytes_cached": min(self.free, len(self.cache)), "bytes_total": self.pages,
+            "sequences": len(self.held)})
 
 
 class Registry:
@@ -436,7 +437,7 @@ class World:
         self.by_address = {one.address: one for one in self.servers}
         self.registry = Registry(self)
         self.cut_workers = set()  # (client id, address) that do not reach each other
-        self.cut_servers = set()  # addresses that nobody reaches
+        self.cut_servers = set()  # addresses that no worker reaches
         self.renewing = {}        # client id -> the sequences that it holds
         self.faults = []
         self.stepping = {}        # sequence id -> the server process that has had its steps
@@ -448,7 +449,7 @@ class World:
             (client_id, server.address) not in self.cut_workers
 
     def cut_off(self, server):
-        """Whether nobody reaches it."""
+        """Returns true if no worker reaches it."""
         return server.address in self.cut_servers
 
     def renews(self, client_id, server, sequence_id):

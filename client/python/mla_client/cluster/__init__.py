@@ -17,6 +17,8 @@ import socket
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional
 
 from mla_client import errors
+from mla_client.base import schemes
+from mla_client.cluster.targets import names_cluster
 
 if TYPE_CHECKING:
     from mla_client.cluster.client import ClusterClient
@@ -71,3 +73,6 @@ def connect(target: str, *, tls: Any = None, client_id: str = "", timeout_s: flo
 def _address_of(member: "Member", same_host: bool) -> str:
     here = same_host and member.socket and member.node == socket.gethostname()
     return f"unix:{member.socket}" if here and os.path.exists(member.socket) else member.address
+
+
+schemes.register(names_cluster, connect)

@@ -2,7 +2,7 @@
 
 import sys
 
-from mla_client.cluster.command import main
+from mla_client.cluster.operations.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,9 +14,8 @@ import numpy as np
 
 from mla_client import errors
 from mla_client.cluster.members import Member
-from mla_client.cluster.placement import Probe, fill_of
 from mla_client.service import Model, Sequence
-from mla_client.types import ModelSpec, Prefix
+from mla_client.types import ModelSpec, Prefix, Probe, fill_of
 
 # An answer to a probe that takes longer decides nothing: another server is as good.
 PROBE_S = 0.25

@@ -13,7 +13,7 @@ import random
 import struct
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from mla_client.types import Prefix
+from mla_client.types import Prefix, Probe, fill_of
 
 MOST_CANDIDATES = 4
 BY_HASH = 2
@@ -26,34 +26,6 @@ KEY_ROWS = 256
 # Bytes of a page's name under a fleet's salt.
 NAME_BYTES = 16
 IMPOSSIBLE = float("inf")
-
-
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """What a server answered (Sequences.Probe)."""
-
-    boot_id: int = 0
-    rows_asked: int = 0
-    rows_in_pool: int = 0
-    rows_in_host: int = 0
-    rows_in_file: int = 0
-    bytes_free: int = 0
-    bytes_total: int = 0
-    sequences: int = 0
-    queued: int = 0
-    wait_s: float = 0.0
-    draining: bool = False
-    bytes_cached: int = 0  # of bytes_free, those that the prefix cache keeps
-
-    @property
-    def rows(self) -> int:
-        """Rows that need not be computed again."""
-        return self.rows_in_pool + self.rows_in_host + self.rows_in_file
-
-    @property
-    def fill(self) -> float:
-        """Part of the pool that has rows, 0 to 1: those of sequences, and cached ones."""
-        return fill_of(self.bytes_free - self.bytes_cached, self.bytes_total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +47,6 @@ class Choice(NamedTuple):
     address: str
     cost_s: float
     probe: Optional[Probe]
-
-
-def fill_of(free: int, total: int) -> float:
-    """Part of `total` that is taken; 0 if it is not known."""
-    return 0.0 if total <= 0 else min(1.0, max(0.0, 1.0 - free / total))
 
 
 def key_of(model: str, prefix: Prefix) -> bytes:

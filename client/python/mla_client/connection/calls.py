@@ -96,8 +96,8 @@ class Calls:
             self._answered = time.monotonic()
 
     def _why_other(self) -> errors.MlaError:
-        """A process that ran already when the first one answered last is another server: the address
-        is that of a balancer."""
+        """Returns why another process answers. If it ran already when the first one answered last,
+        it is another server, and the address is a balancer's."""
         other, asked = self._other, time.monotonic()
         if isinstance(other, errors.ServerRestarted) and not other.detail.reason:
             reason = "server_restarted"

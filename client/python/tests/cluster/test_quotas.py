@@ -4,7 +4,7 @@ import random
 import unittest
 
 from mla_client import errors
-from mla_client.cluster import quotas
+from mla_client.cluster.operations import quotas
 from mla_client.operations import ResourceUsage, TenantQuota
 
 

@@ -93,6 +93,7 @@ class BadInputTest : public ::testing::Test {
   }
 
   void TrySequences();
+  void TryTailsAndLeases(const client::Sequence& sequence);
   void TryModels();
   void TryUpload();
   void TryPages();
@@ -161,15 +162,19 @@ void BadInputTest::TrySequences() {
     v1::TruncateReply reply;
     return sequences_->Truncate(context, request, &reply);
   });
+  TryTailsAndLeases(track.sequence);
+}
+
+void BadInputTest::TryTailsAndLeases(const client::Sequence& sequence) {
   v1::ReadTailRequest tail;
-  tail.set_sequence_id(track.sequence.id());
-  tail.set_expected_epoch(track.sequence.epoch());
+  tail.set_sequence_id(sequence.id());
+  tail.set_expected_epoch(sequence.epoch());
   TryUnary(tail, [&](auto* context, const auto& request) {
     v1::ReadTailReply reply;
     return sequences_->ReadTail(context, request, &reply);
   });
   v1::RenewLeaseRequest renew;
-  renew.add_sequence_ids(track.sequence.id());
+  renew.add_sequence_ids(sequence.id());
   TryUnary(renew, [&](auto* context, const auto& request) {
     v1::RenewLeaseReply reply;
     return sequences_->RenewLease(context, request, &reply);

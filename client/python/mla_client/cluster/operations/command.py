@@ -21,8 +21,9 @@ from typing import Any, Callable, Dict, List, Optional
 
 from mla_client import errors
 from mla_client.client import Client, Tls
-from mla_client.cluster import announce, members, quotas, registry
-from mla_client.cluster.drain import drain
+from mla_client.cluster import members, registry
+from mla_client.cluster.operations import announce, quotas
+from mla_client.cluster.operations.drain import drain
 from mla_client.types import Prefix
 
 # Exit codes, as those of mlactl.

@@ -1,0 +1,1 @@
+"""Work of operators on a fleet: announcing servers, drains, shared quotas, and their command."""
