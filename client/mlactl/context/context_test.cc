@@ -14,14 +14,21 @@ namespace {
 
 using ::testing::HasSubstr;
 
+Connection To(const std::string& target, const std::string& tenant = "") {
+  Connection connection;
+  connection.target = target;
+  connection.tenant = tenant;
+  return connection;
+}
+
 // An environment with a file of two contexts.
 struct Sample {
   Sample() {
     variables["MLA_CLIENT_CONTEXTS"] = path;
     Contexts contexts;
     contexts.current = "lab";
-    contexts.all["lab"] = {.target = "lab:1", .tenant = "t"};
-    contexts.all["prod"] = {.target = "prod:2", .tls_ca = "ca", .tls_cert = "c", .tls_key = "k"};
+    contexts.all["lab"] = To("lab:1", "t");
+    contexts.all["prod"] = {"prod:2", "", "ca", "c", "k", ""};
     EXPECT_EQ(WriteContexts(path, contexts), absl::OkStatus());
   }
   ~Sample() { std::remove(path.c_str()); }
@@ -47,10 +54,10 @@ TEST(ContextTest, TheCommandLineThenTheEnvironmentThenTheContext) {
   EXPECT_EQ(sample.Of({}).tenant, "t");
   EXPECT_EQ(sample.Of({}, "prod").target, "prod:2");
   EXPECT_EQ(sample.Of({}, "prod").tls_key, "k");
-  EXPECT_EQ(sample.Of({.tenant = "mine"}, "prod").tenant, "mine");
+  EXPECT_EQ(sample.Of(To("", "mine"), "prod").tenant, "mine");
   sample.variables["MLA_CLIENT_TENANT"] = "env";
   EXPECT_EQ(sample.Of({}).tenant, "env");
-  EXPECT_EQ(sample.Of({.tenant = "mine"}).tenant, "mine");
+  EXPECT_EQ(sample.Of(To("", "mine")).tenant, "mine");
   sample.variables["MLA_CLIENT_CONTEXT"] = "prod";
   EXPECT_EQ(sample.Of({}).target, "prod:2");
 }
@@ -58,7 +65,7 @@ TEST(ContextTest, TheCommandLineThenTheEnvironmentThenTheContext) {
 // Certificates of one server are not shown to another.
 TEST(ContextTest, AnotherTargetDoesNotGetTheCurrentContext) {
   Sample sample;
-  EXPECT_EQ(sample.Of({.target = "unix:/s"}).tenant, "");
+  EXPECT_EQ(sample.Of(To("unix:/s")).tenant, "");
   sample.variables["MLA_TARGET"] = "elsewhere:3";
   EXPECT_EQ(sample.Of({}).target, "elsewhere:3");
   EXPECT_EQ(sample.Of({}).tenant, "");
