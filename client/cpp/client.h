@@ -162,6 +162,10 @@ class Client final {
                                         const std::string& request_id = "",
                                         const v1::Prefix& prefix = {},
                                         v1::PrefixMatch* match = nullptr);
+  // What a sequence with this prefix would find now, in whole pages, and how busy the server is.
+  // Leaves no trace. Without a model and a prefix it is about the server alone. UNIMPLEMENTED by
+  // servers without the capability "probe".
+  absl::StatusOr<v1::ProbeReply> Probe(const std::string& model_id, const v1::Prefix& prefix = {});
   // One that is open already: of another client of the tenant's, or handed over to this server. A
   // failure with the reason "moved" names the server that has it (DetailOf(status)->peer()).
   absl::StatusOr<Sequence> Attach(uint64_t id);

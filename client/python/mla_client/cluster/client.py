@@ -123,9 +123,12 @@ class ClusterClient:
     def gone(self, addresses: Seq[str]) -> None:
         """Members have left the registry, or have restarted. Those that do not answer by themselves
         either are given up, so that steps that wait for them end at once."""
+        now = {one.address: one.boot_id for one in self.members.all()}
         for address in addresses:
             owner = self.owners.at(address)
-            if owner.connected is None:
+            client = owner.connected
+            # What restarted was connected to again before the registry heard of it.
+            if client is None or (now.get(address) and now[address] == client.boot_id):
                 continue
             if self.owners.probe([address], "", Prefix(), GONE_S)[address] is None:
                 owner.drop()

@@ -43,7 +43,7 @@ class FakeServer:
         self.released = []
 
     def member(self):
-        return Member.checked({"address": self.address})
+        return Member.checked({"address": self.address, "boot_id": self.probe.boot_id})
 
 
 class FakeClient(Following):
@@ -53,6 +53,7 @@ class FakeClient(Following):
         self.server = server
         self.timeout_s = 5.0
         self.closed = False
+        self.boot_id = server.probe.boot_id
         self.lease_error = None
 
     def call(self, name):

@@ -211,7 +211,12 @@ class RecoveryTest(unittest.TestCase):
         service = self.sequence.model.service
         self.fleet.client.gone([self.owner])
         self.assertFalse(service.closed)
-        self.fleet.servers[self.owner].error = GONE
+        server = self.fleet.servers[self.owner]
+        server.error, server.probe = GONE, Probe(boot_id=5)
+        service.boot_id = 5
+        self.fleet.members.refresh()  # it tells, and the connection is of this very process
+        self.assertFalse(service.closed)
+        service.boot_id = 4
         self.fleet.client.gone([self.owner])
         self.assertTrue(service.closed)
 
