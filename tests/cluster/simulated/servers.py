@@ -35,6 +35,11 @@ def shown(digest):
     return float(digest & 0xFFFFFF)
 
 
+def no_pages():
+    """What a server without room says."""
+    return errors.ResourceExhausted("no pages", errors.ErrorDetail(reason="pages_exhausted"))
+
+
 class Rows:
     """The rows of a sequence: digests at the ends of pages, and those of the last page by
     themselves."""
@@ -138,7 +143,7 @@ class Server:
         self.make_room()
 
     def expire(self):
-        """Leases that nobody renews."""
+        """Leases that no worker renews."""
         for sequence in list(self.held.values()):
             if self.world.now - sequence.seen <= LEASE_S:
                 continue
@@ -152,7 +157,8 @@ class Server:
         return Member.checked({
             "address": self.address, "boot_id": self.boot_id, "draining": self.draining,
             "bytes_free": self.free,
-            "bytes_cached": min(self.free, len(self.cache)), "bytes_total": self.pages, "sequences": len(self.held)})
+            "bytes_cached": min(self.free, len(self.cache)), "bytes_total": self.pages,
+            "sequences": len(self.held)})
 
 
 class Registry:
@@ -333,7 +339,7 @@ class Client(Following):
             raise errors.Unavailable("draining", errors.ErrorDetail(reason="draining"))
         most = 0 if prefix is None else min(len(prefix.token_ids), prefix.max_rows or 1 << 60)
         if server.free < 1:
-            raise errors.ResourceExhausted("no pages", errors.ErrorDetail(reason="pages_exhausted"))
+            raise no_pages()
         held = Held(self.world.rng.getrandbits(63) | 1, self.client_id, self.world.now)
         for digest in self.world.digests(prefix.token_ids if prefix else (), most // PAGE * PAGE):
             if digest not in server.cache or server.used + 1 > server.pages:
@@ -379,7 +385,7 @@ class Client(Following):
                 raise errors.FailedPrecondition("in a step")
             pages += -(-(sequence.length + rows) // PAGE) - server.count(held)
         if server.used + pages > server.pages:
-            raise errors.ResourceExhausted("no pages", errors.ErrorDetail(reason="pages_exhausted"))
+            raise no_pages()
         for sequence in step.sequences:
             server.held[sequence.id].step = step.step_id
             self.world.stepped(sequence.id, server, step)
@@ -436,7 +442,7 @@ class World:
         self.by_address = {one.address: one for one in self.servers}
         self.registry = Registry(self)
         self.cut_workers = set()  # (client id, address) that do not reach each other
-        self.cut_servers = set()  # addresses that nobody reaches
+        self.cut_servers = set()  # addresses that no worker reaches
         self.renewing = {}        # client id -> the sequences that it holds
         self.faults = []
         self.stepping = {}        # sequence id -> the server process that has had its steps
@@ -448,7 +454,7 @@ class World:
             (client_id, server.address) not in self.cut_workers
 
     def cut_off(self, server):
-        """Whether nobody reaches it."""
+        """Whether no worker reaches it."""
         return server.address in self.cut_servers
 
     def renews(self, client_id, server, sequence_id):

@@ -1,7 +1,7 @@
 """The servers of a cluster, as their registry has them, and a list that outlives the registry.
 
-A member's value in a registry is JSON that the member's own announcer wrote. Whoever may write to
-the registry decides where clients connect, so the registry belongs to the operators of the servers.
+A member's value in a registry is JSON that the member's own announcer wrote. Who may write to the
+registry decides where clients connect, so the registry belongs to the operators of the servers.
 Values are checked all the same: one that is no member is left out, and counted.
 """
 

@@ -1,7 +1,7 @@
 """Bounds of tenants over a fleet: one process at a time reads what each server's tenants use and
 sets each server's bounds, so that they sum up to the fleet's.
 
-    share of a server = what the tenant uses there + its part of what nobody uses
+    share of a server = what the tenant uses there + its part of what no server uses
 
 Bounds that fall are set before others rise, and a server that does not answer keeps what it was
 given: so the sum is never more than the fleet's bound, but for what a tenant used above it before.
@@ -31,7 +31,7 @@ def shares(total: int, used: Mapping[str, int], kept: Mapping[str, int] = {}) ->
         return {}
     left = max(0, total - sum(kept.values()))
     taken = sum(used.values())
-    if taken >= left:  # nobody gets more; what is in use is not taken away
+    if taken >= left:  # no server gets more; what is in use is not taken away
         return dict(used)
     free, count = left - taken, len(used)
     return {address: amount + free // count + (place < free % count)

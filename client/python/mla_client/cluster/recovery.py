@@ -117,10 +117,10 @@ def _fetch(cluster: "ClusterClient", sequence: Sequence, prefix: Prefix, holder:
         there = _model_at(cluster, holder, sequence)
         here = _model_at(cluster, to, sequence)
         from_client, to_client = cluster.owners.at(holder).client, cluster.owners.at(to).client
-        with there.open_sequence(prefix=prefix) as lent:
-            if lent.length == 0:
+        with there.open_sequence(prefix=prefix) as found:
+            if found.length == 0:
                 return False
-            made = to_client.import_rows(here, from_client.export_rows(lent))
+            made = to_client.import_rows(here, from_client.export_rows(found))
         try:
             made.match(prefix)
         except errors.MlaError:

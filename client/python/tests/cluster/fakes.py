@@ -101,6 +101,20 @@ class FakeClient(Following):
         self.server.sequences[number] = state
         return state, PrefixMatch(length, "all")
 
+    def _hand_over(self, sequence_id):
+        self.call("hand_over")
+
+    def stats(self):
+        self.call("stats")
+
+        class Stats:
+            kv_bytes_total, kv_bytes_used, page_groups_used, page_groups_cached = 1000, 100, 4, 1
+            sequences = len(self.server.sequences)
+        return Stats
+
+    def sequences(self):
+        return list(self.server.sequences.values())
+
     def _match(self, sequence_id, epoch, first_row, prefix):
         self.call("match")
         return self.server.sequences[sequence_id], PrefixMatch()
@@ -184,7 +198,10 @@ class FakeClient(Following):
     def _end(self, step, committed, tails):
         self.call("end")
         kept = step.rows if committed is None else committed
-        return [one.length + rows for one, rows in zip(step.sequences, kept)]
+        lengths = [one.length + rows for one, rows in zip(step.sequences, kept)]
+        for one, length in zip(step.sequences, lengths):
+            self.server.sequences[one.id] = SequenceState(one.id, one.epoch, length)
+        return lengths
 
     def _abort(self, step):
         self.call("abort")

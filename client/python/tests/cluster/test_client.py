@@ -183,7 +183,7 @@ class RecoveryTest(unittest.TestCase):
         self.assertEqual((found.how, found.address, found.rows), ("peer", "s:2", 90_000))
         self.assertIn("export", fleet.servers["s:1"].calls)
         self.assertIn("match", fleet.servers["s:2"].calls)
-        self.assertEqual(len(fleet.servers["s:1"].sequences), 0)  # the lent one was released
+        self.assertEqual(len(fleet.servers["s:1"].sequences), 0)  # the one that was opened for it
 
     def test_without_all_of_these_rows_are_to_be_sent_again(self):
         self.fleet.servers[self.owner].error = GONE
