@@ -357,6 +357,15 @@ absl::StatusOr<Sequence> Client::OpenSequence(const std::string& model_id,
   return Sequence(this, reply->sequence());
 }
 
+absl::StatusOr<v1::ProbeReply> Client::Probe(const std::string& model_id,
+                                             const v1::Prefix& prefix) {
+  v1::ProbeRequest request;
+  request.set_model_id(model_id);
+  *request.mutable_prefix() = prefix;
+  return impl_->Unary<v1::ProbeReply>(
+      [&](auto* context, auto* reply) { return impl_->sequences->Probe(context, request, reply); });
+}
+
 absl::StatusOr<v1::MatchReply> Client::MatchSequence(const v1::MatchRequest& request) {
   return impl_->Unary<v1::MatchReply>(
       [&](auto* context, auto* reply) { return impl_->sequences->Match(context, request, reply); });

@@ -6,8 +6,7 @@ the memory of the GPU's NUMA node.
 
 For GPU N: /etc/mla-server/gpu-N.env and announce-N.env, and a drop-in of mla-server@N. The GPUs are
 those of the kernel's driver for AMD (or NVIDIA) devices, in the order of their PCI addresses, which
-is the order in which the runtime numbers them. Existing files are written
-again; nothing is started.
+is the order in which the runtime numbers them. Files are written again; nothing is started.
 """
 
 import argparse
@@ -54,8 +53,8 @@ def write(path, text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--registry", default="", 
-                        help="etcd://HOST:2379/PREFIX; none: not announced")
+    parser.add_argument("--registry", default="",
+                        help="etcd://HOST:2379/PREFIX; none: servers are not announced")
     parser.add_argument("--host", default=socket.gethostname(), help="as workers reach this host")
     parser.add_argument("--port", type=int, default=50551, help="of the first server")
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path("/"))

@@ -21,7 +21,9 @@ class Server:
 
     def server_info(self):
         class Info:
-            device, version = "a gpu", "1.0"
+            class backend:
+                device, name = "a gpu", "hip"
+            server_version = "1.0"
         return Info
 
     def models(self):

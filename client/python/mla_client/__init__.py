@@ -18,9 +18,9 @@ from mla_client.bf16 import from_bf16, round_to_bf16, to_bf16
 from mla_client.client import Client, Tls
 from mla_client.errors import (Aborted, AlreadyExists, AnotherServer, Cancelled, DataLoss,
                                DeadlineExceeded, ErrorDetail, FailedPrecondition, Internal,
-                               InvalidArgument, MlaError, NotFound, OutOfRange, PermissionDenied, ResourceExhausted,
-                               ServerRestarted, Unauthenticated, Unavailable, Unimplemented,
-                               Unknown)
+                               InvalidArgument, MlaError, NotFound, OutOfRange, PermissionDenied,
+                               ResourceExhausted, ServerRestarted, Unauthenticated, Unavailable,
+                               Unimplemented, Unknown)
 from mla_client.local import LocalReference
 from mla_client.operations import ResourceUsage, TenantQuota
 from mla_client.service import AttendFuture, Model, Sequence, Service, Step

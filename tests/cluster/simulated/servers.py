@@ -35,6 +35,11 @@ def shown(digest):
     return float(digest & 0xFFFFFF)
 
 
+def no_pages():
+    """What a server without room says."""
+    return errors.ResourceExhausted("no pages", errors.ErrorDetail(reason="pages_exhausted"))
+
+
 class Rows:
     """The rows of a sequence: digests at the ends of pages, and those of the last page by
     themselves."""
@@ -334,7 +339,7 @@ class Client(Following):
             raise errors.Unavailable("draining", errors.ErrorDetail(reason="draining"))
         most = 0 if prefix is None else min(len(prefix.token_ids), prefix.max_rows or 1 << 60)
         if server.free < 1:
-            raise errors.ResourceExhausted("no pages", errors.ErrorDetail(reason="pages_exhausted"))
+            raise no_pages()
         held = Held(self.world.rng.getrandbits(63) | 1, self.client_id, self.world.now)
         for digest in self.world.digests(prefix.token_ids if prefix else (), most // PAGE * PAGE):
             if digest not in server.cache or server.used + 1 > server.pages:
@@ -380,7 +385,7 @@ class Client(Following):
                 raise errors.FailedPrecondition("in a step")
             pages += -(-(sequence.length + rows) // PAGE) - server.count(held)
         if server.used + pages > server.pages:
-            raise errors.ResourceExhausted("no pages", errors.ErrorDetail(reason="pages_exhausted"))
+            raise no_pages()
         for sequence in step.sequences:
             server.held[sequence.id].step = step.step_id
             self.world.stepped(sequence.id, server, step)

@@ -60,8 +60,8 @@ class Worker:
         self.members = MemberList(world.registry.read, now=lambda: world.now)
         self.client = ClusterClient(
             self.members, lambda member: Client(world, member, self.name), client_id=self.name,
-            moved=world.registry.where, costs=COSTS, rng=random.Random(world.rng.getrandbits(32)),
-            threads=0, now=lambda: world.now)
+            moved=world.registry.where, costs=COSTS, threads=0, now=lambda: world.now,
+            rng=random.Random(world.rng.getrandbits(32)))
         self.read_at = -1.0
         self.model = None
         self.last_error = None

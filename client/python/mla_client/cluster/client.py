@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence as Seq, Tuple
+from typing import (Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional,
+                    Sequence as Seq, Tuple)
 
 from mla_client import errors
 from mla_client.cluster import placement
@@ -18,7 +19,7 @@ from mla_client.cluster.recovery import Recovery, recover
 from mla_client.cluster.step import ClusterStep
 from mla_client.service import Model, Sequence
 from mla_client.service.step import Step
-from mla_client.types import Buffers, ModelSpec, Prefix, Profile, SequenceState
+from mla_client.types import Buffers, ModelSpec, Prefix, PrefixMatch, Profile, SequenceState
 
 # Servers that one worker uses: a server has no more connections than its share of the workers.
 SUBSET = 8
@@ -26,6 +27,16 @@ SUBSET = 8
 MOST_TRIED = 16
 # A server that has left the registry has so long to answer.
 GONE_S = 1.0
+
+
+class FleetStats(NamedTuple):
+    """Some of what Admin.GetStats has, of several servers."""
+
+    kv_bytes_total: int = 0
+    kv_bytes_used: int = 0
+    page_groups_used: int = 0
+    page_groups_cached: int = 0
+    sequences: int = 0
 
 
 class ClusterStream:
@@ -123,9 +134,12 @@ class ClusterClient:
     def gone(self, addresses: Seq[str]) -> None:
         """Members have left the registry, or have restarted. Those that do not answer by themselves
         either are given up, so that steps that wait for them end at once."""
+        now = {one.address: one.boot_id for one in self.members.all()}
         for address in addresses:
             owner = self.owners.at(address)
-            if owner.connected is None:
+            client = owner.connected
+            # What restarted was connected to again before the registry heard of it.
+            if client is None or (now.get(address) and now[address] == client.boot_id):
                 continue
             if self.owners.probe([address], "", Prefix(), GONE_S)[address] is None:
                 owner.drop()
@@ -182,7 +196,9 @@ class ClusterClient:
                 sequence = owner.model(model.spec, model.lease_ms, model.extras).open_sequence(
                     request_id=request_id, lease_ms=lease_ms, prefix=prefix)
             except (errors.ResourceExhausted, errors.Unavailable, errors.DeadlineExceeded,
-                    errors.ServerRestarted, errors.AnotherServer) as failure:
+                    errors.NotFound) as failure:
+                if failure.detail.reason == "model_not_found":
+                    owner.forget_model(model.spec.model_id)  # its lease has ended there
                 owner.failed(failure)
                 error = failure
                 continue
@@ -195,6 +211,38 @@ class ClusterClient:
             raise error
         raise errors.Unavailable("no server of the cluster was found to try",
                                  errors.ErrorDetail(reason="no_servers"))
+
+    def _open(self, model_id: str, request_id: str, lease_ms: int,
+              prefix: Optional[Prefix]) -> Tuple[SequenceState, PrefixMatch]:
+        """For who hands the sequence over to another process (Model.adopt_sequence)."""
+        known = self.models_known.get(model_id)
+        if known is None:
+            raise errors.NotFound(f"model {model_id} is not the cluster's",
+                                  errors.ErrorDetail(reason="model_not_found"))
+        made = self.open_sequence(known, request_id or secrets.token_hex(16), lease_ms, prefix, "")
+        return SequenceState(made.id, made.epoch, made.length, model_id=model_id), made.matched
+
+    def _hand_over(self, sequence_id: int) -> None:
+        for owner in self._used():
+            owner.client._hand_over(sequence_id)
+
+    def stats(self) -> FleetStats:
+        """Sums over the servers that this worker uses, as far as they answer."""
+        total = FleetStats()
+        for address in placement.subset_of(self.client_id, [one.address for one in self.usable()],
+                                           self._subset):
+            owner = self.owners.at(address)
+            try:
+                one = owner.client.stats()
+            except (errors.Unavailable, errors.DeadlineExceeded, errors.NotFound) as error:
+                owner.failed(error)
+                continue
+            total = FleetStats(*(mine + getattr(one, name) for name, mine
+                                 in zip(FleetStats._fields, total)))
+        if total.kv_bytes_total == 0:
+            raise errors.Unavailable("no server of the cluster answers",
+                                     errors.ErrorDetail(reason="no_servers"))
+        return total
 
     def choices(self, model: ClusterModel, prefix: Optional[Prefix],
                 last: str = "") -> Iterator[Choice]:
@@ -357,12 +405,17 @@ class ClusterClient:
 
     def _unregister(self, model_id: str) -> None:
         self.models_known.pop(model_id, None)
+        refused: Optional[errors.MlaError] = None
         for owner in self._used():
             owner.forget_model(model_id)
             try:
                 owner.client._unregister(model_id)
             except errors.NotFound:
                 pass  # it was not there
+            except errors.MlaError as error:
+                refused = error  # the others need not keep it for that
+        if refused is not None:
+            raise refused
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
         """Returns those that no server had."""

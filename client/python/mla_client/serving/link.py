@@ -94,6 +94,9 @@ class Link:
     def failed(self, error: errors.MlaError) -> Fault:
         """Takes note of what a call has raised; says what it means."""
         fault = fault_of(error)
+        if self.fleet is not None and self.fleet.outlives(error):
+            # One server of many: what it had begins again elsewhere.
+            return Fault.LOST if fault == Fault.AWAY else fault
         gone = error.detail.reason in ("model_not_found", "weights_missing")
         if fault == Fault.AWAY or gone:
             if self._model is not None or self.client is not None:
@@ -106,6 +109,11 @@ class Link:
         elif fault == Fault.OTHER:
             LOG.error("mla: a call was refused: %s", error)
         return fault
+
+    @property
+    def fleet(self) -> Any:
+        """The client, if its target names a cluster; else None: it is one server's."""
+        return self.client if hasattr(self.client, "outlives") else None
 
     @property
     def absent_s(self) -> float:
@@ -210,8 +218,11 @@ class Link:
 
     def _upload(self) -> Model:
         assert self._spec is not None
+        if self.fleet is not None:  # each server gets the weights when it gets the model
+            self.fleet._prepare_moved(self._spec.model_id, self._send)
         model: Model = self.client.register_model(self._spec, lease_ms=MODEL_LEASE_MS)
-        self._send(model)
+        if self.fleet is None:
+            self._send(model)
         return model
 
     def _send(self, model: Model) -> None:

@@ -43,7 +43,7 @@ class FakeServer:
         self.released = []
 
     def member(self):
-        return Member.checked({"address": self.address})
+        return Member.checked({"address": self.address, "boot_id": self.probe.boot_id})
 
 
 class FakeClient(Following):
@@ -53,6 +53,7 @@ class FakeClient(Following):
         self.server = server
         self.timeout_s = 5.0
         self.closed = False
+        self.boot_id = server.probe.boot_id
         self.lease_error = None
 
     def call(self, name):
@@ -99,6 +100,20 @@ class FakeClient(Following):
         state = SequenceState(number, 1, length)
         self.server.sequences[number] = state
         return state, PrefixMatch(length, "all")
+
+    def _hand_over(self, sequence_id):
+        self.call("hand_over")
+
+    def stats(self):
+        self.call("stats")
+
+        class Stats:
+            kv_bytes_total, kv_bytes_used, page_groups_used, page_groups_cached = 1000, 100, 4, 1
+            sequences = len(self.server.sequences)
+        return Stats
+
+    def sequences(self):
+        return list(self.server.sequences.values())
 
     def _match(self, sequence_id, epoch, first_row, prefix):
         self.call("match")
@@ -183,7 +198,10 @@ class FakeClient(Following):
     def _end(self, step, committed, tails):
         self.call("end")
         kept = step.rows if committed is None else committed
-        return [one.length + rows for one, rows in zip(step.sequences, kept)]
+        lengths = [one.length + rows for one, rows in zip(step.sequences, kept)]
+        for one, length in zip(step.sequences, lengths):
+            self.server.sequences[one.id] = SequenceState(one.id, one.epoch, length)
+        return lengths
 
     def _abort(self, step):
         self.call("abort")

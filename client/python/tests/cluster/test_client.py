@@ -183,7 +183,7 @@ class RecoveryTest(unittest.TestCase):
         self.assertEqual((found.how, found.address, found.rows), ("peer", "s:2", 90_000))
         self.assertIn("export", fleet.servers["s:1"].calls)
         self.assertIn("match", fleet.servers["s:2"].calls)
-        self.assertEqual(len(fleet.servers["s:1"].sequences), 0)  # the one that rows came from was released
+        self.assertEqual(len(fleet.servers["s:1"].sequences), 0)  # the one that was opened for it
 
     def test_without_all_of_these_rows_are_to_be_sent_again(self):
         self.fleet.servers[self.owner].error = GONE
@@ -211,7 +211,12 @@ class RecoveryTest(unittest.TestCase):
         service = self.sequence.model.service
         self.fleet.client.gone([self.owner])
         self.assertFalse(service.closed)
-        self.fleet.servers[self.owner].error = GONE
+        server = self.fleet.servers[self.owner]
+        server.error, server.probe = GONE, Probe(boot_id=5)
+        service.boot_id = 5
+        self.fleet.members.refresh()  # it tells, and the connection is of this very process
+        self.assertFalse(service.closed)
+        service.boot_id = 4
         self.fleet.client.gone([self.owner])
         self.assertTrue(service.closed)
 

@@ -16,6 +16,7 @@ from typing import Any, Callable, Optional
 
 from mla_client import errors
 from mla_client.cluster.members import MOST_DIGESTS, MOST_TEXT, Member
+from mla_client.cluster.placement import Probe
 from mla_client.cluster.registry import EtcdRegistry
 from mla_client.connection.targets import unix_path_of
 from mla_client.types import Prefix
@@ -27,6 +28,11 @@ PERIOD_S = 1.0
 ANSWER_S = 2.0
 # What seldom changes (device, version, models) is asked for once in so many turns.
 SELDOM = 10
+
+
+def _shown(text: str) -> str:
+    """What a registry takes of a server's words."""
+    return "".join(c for c in text if c.isprintable())[:MOST_TEXT]
 
 
 class Announcer:
@@ -102,14 +108,25 @@ class Announcer:
         if not self._seldom or self._turn % SELDOM == 0:
             info = self._client.server_info()
             digests = {spec.weights_digest.hex() for spec in self._client.models()}
-            self._seldom = {"device": info.device[:MOST_TEXT], "version": info.version[:MOST_TEXT],
+            self._seldom = {"device": _shown(info.backend.device or info.backend.name),
+                            "version": _shown(info.server_version),
                             "models": tuple(sorted(digests - {""}))[:MOST_DIGESTS]}
-        probe = self._client._probe("", Prefix(), ANSWER_S)()
+        probe = self._probe()
         return Member.checked({
             "address": self._address, "boot_id": probe.boot_id, "node": self._node,
             "socket": self._socket, "draining": probe.draining, "bytes_free": probe.bytes_free,
             "bytes_cached": probe.bytes_cached, "bytes_total": probe.bytes_total,
             "sequences": probe.sequences, **self._seldom})
+
+    def _probe(self) -> Probe:
+        try:
+            answer: Probe = self._client._probe("", Prefix(), ANSWER_S)()
+            return answer
+        except errors.Unimplemented:  # a release that cannot be probed: its counters say the same
+            stats = self._client.stats()
+            return Probe(boot_id=stats.boot_id, bytes_total=stats.kv_bytes_total,
+                         bytes_free=max(0, stats.kv_bytes_total - stats.kv_bytes_used),
+                         sequences=stats.sequences)
 
     def _leave_server(self) -> None:
         client, self._client = self._client, None

@@ -1,0 +1,151 @@
+"""Emptying a server, and what commands say."""
+
+import contextlib
+import io
+import json
+import unittest
+from unittest import mock
+
+from mla_client import errors
+from mla_client.cluster import command, drain, registry, targets
+from mla_client.cluster.members import Member
+from mla_client.cluster.placement import Probe
+from mla_client.gen import admin_pb2
+
+MOVED, KEPT, REFUSED = (admin_pb2.HAND_OVER_OUTCOME_MOVED, admin_pb2.HAND_OVER_OUTCOME_KEPT,
+                        admin_pb2.HAND_OVER_OUTCOME_REFUSED)
+
+
+class Server:
+    """A server that has sequences, and peers that take some of them."""
+
+    def __init__(self, rooms, sequences):
+        self.rooms = dict(rooms)
+        self.sequences = list(sequences)
+        self.calls = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        pass
+
+    def cancel_drain(self):
+        self.calls.append("cancel")
+
+    def drain(self, deadline_ms, exit, to):
+        self.calls.append(to)
+        room = self.rooms[to]
+        if isinstance(room, Exception):
+            raise room
+        reply = admin_pb2.DrainReply(drained=True)
+        for place, one in enumerate(list(self.sequences)):
+            moved = place < room
+            reply.handed_over.add(sequence_id=one, rows=8, outcome=MOVED if moved else REFUSED,
+                                  reason="" if moved else "pages_exhausted")
+            if moved:
+                self.sequences.remove(one)
+        return reply
+
+
+class Tombstones(registry.EtcdRegistry):
+    """A registry in memory."""
+
+    def __init__(self, members):
+        super().__init__(targets.etcd_target("etcd://e/f"))
+        self.members, self.values = members, {}
+
+    def read(self):
+        return self.members
+
+    def grant(self, ttl_s):
+        return ttl_s
+
+    def put(self, name, text, lease=None):
+        self.values[name] = (text, lease)
+
+
+MEMBERS = [Member("a:1", bytes_free=10), Member("b:1", bytes_free=50), Member("c:1", bytes_free=90),
+           Member("d:1", bytes_free=99, draining=True)]
+
+
+class DrainTest(unittest.TestCase):
+    def test_sequences_go_to_the_emptiest_and_what_is_left_to_the_next(self):
+        source = Tombstones(MEMBERS)
+        server = Server({"c:1": 3, "b:1": 9}, range(1, 6))
+        self.assertEqual(drain.drain(source, lambda address: server, "a:1"), 0)
+        self.assertEqual(server.calls, ["c:1", "cancel", "b:1"])
+        self.assertEqual(source.values, {
+            f"moved/{one:016x}": ("c:1" if one < 4 else "b:1", drain.TOMBSTONE_S)
+            for one in range(1, 6)})
+
+    def test_a_peer_that_does_not_answer_is_passed_over(self):
+        server = Server({"c:1": errors.Unavailable("peer_unreachable"), "b:1": 9}, [1])
+        self.assertEqual(drain.drain(Tombstones(MEMBERS), lambda address: server, "a:1"), 0)
+        server = Server({"c:1": errors.Unavailable("x"), "b:1": errors.Unavailable("x")}, [1])
+        with self.assertRaises(errors.Unavailable):
+            drain.drain(Tombstones(MEMBERS), lambda address: server, "a:1")
+
+    def test_what_no_peer_takes_is_said(self):
+        server = Server({"c:1": 1, "b:1": 0}, [1, 2])
+        self.assertEqual(drain.drain(Tombstones(MEMBERS), lambda address: server, "a:1"), 1)
+
+    def test_a_server_without_peers_is_refused(self):
+        with self.assertRaises(errors.FailedPrecondition):
+            drain.drain(Tombstones(MEMBERS[:1]), lambda address: None, "a:1")
+
+
+class Answering:
+    """A client of a server that answers, or not."""
+
+    def __init__(self, probe):
+        self.probe = probe
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        pass
+
+    def _probe(self, model_id, prefix, timeout_s):
+        return lambda: self.probe
+
+
+class CommandTest(unittest.TestCase):
+    def run_it(self, servers, *arguments):
+        def connect(args, address):
+            if isinstance(servers[address], Exception):
+                raise servers[address]
+            return Answering(servers[address])
+        out, err = io.StringIO(), io.StringIO()
+        with mock.patch.object(command, "_connect", connect), contextlib.redirect_stdout(out), \
+                contextlib.redirect_stderr(err):
+            status = command.main(list(arguments))
+        return status, out.getvalue(), err.getvalue()
+
+    def test_status_says_how_each_member_is(self):
+        servers = {"a:1": Probe(bytes_free=25, bytes_total=100, sequences=7),
+                   "b:1": Probe(draining=True), "c:1": errors.Unavailable("no connection")}
+        status, out, _ = self.run_it(servers, "status", "--cluster=a:1,b:1,c:1", "--json")
+        self.assertEqual(status, command.NOT_SERVING)
+        rows = {row["address"]: row for row in json.loads(out)}
+        self.assertEqual([rows[one]["state"] for one in ("a:1", "b:1", "c:1")],
+                         ["serving", "draining", "away"])
+        self.assertEqual((rows["a:1"]["kv_percent"], rows["a:1"]["sequences"]), (75, 7))
+        self.assertIn("no connection", rows["c:1"]["why"])
+        status, out, _ = self.run_it({"a:1": servers["a:1"], "d:1": servers["a:1"]}, "status",
+                                     "--cluster=a:1,d:1")
+        self.assertEqual(status, command.GOOD)
+        self.assertIn("serving", out)
+
+    def test_bad_targets_are_said_and_none_is_a_trace(self):
+        for arguments in (("status", "--cluster=a:1,a:1"),
+                          ("announce", "--registry=a:1,b:1", "--target=a:1", "--address=a:1"),
+                          ("quotas", "--cluster=a:1,b:1", "--file=/nonexistent")):
+            status, _, err = self.run_it({}, *arguments)
+            self.assertEqual(status, command.REFUSED, arguments)
+            self.assertTrue(err.startswith("mla_client.cluster: "), err)
+
+
+if __name__ == "__main__":
+    unittest.main()
