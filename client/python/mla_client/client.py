@@ -116,10 +116,9 @@ class Client(Steps, Pages, Operations, Following):
 
         `device_bytes` (rounded up to MiB) asks for so much memory of the server's GPU beside each
         stream's ring, for `buffers(..., device="cuda")`; `device` is the GPU that this process
-        uses, and `device_library` its runtime, if not under its usual name. A server that does not
-        grant them is Unavailable. `pinned` registers each ring's memory with the driver of `device`,
-        so that copies between it and the GPU wait for nobody and calls can be chained
-        (`Step.chain`); it needs the C library (mla_client.native), and does nothing without.
+        uses, and `device_library` its runtime, if not under its usual name. Unavailable where the
+        server grants none. `pinned` registers each ring's memory with the driver of `device`, so
+        that calls can be chained (`Step.chain`); it does nothing without mla_client.native.
 
         `server_uid` is the user of a unix target's server, where that is neither root nor this
         process's: in a folder that every user may write to, sockets of others are refused.

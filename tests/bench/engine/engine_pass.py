@@ -1,14 +1,16 @@
-"""What attention on a server adds to a pass of an engine: a model's layers in PyTorch, eager, a token
-at a time, beside the same layers with attention that returns what is in its buffer.
+"""What attention on a server adds to a pass of an engine: a model's layers in PyTorch, eager, a
+token at a time, beside the same layers with attention that returns what is in its buffer.
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 python3 tests/bench/engine/engine_pass.py
         --server .bazel/bin/server/mla-server [--server-arg=ARG ...] [--layers 61] [--batch 1,32]
-        [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7] [--json FILE]
+        [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7]
+        [--bare] [--json FILE] [--profile FOLDER]
 
-Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is what
-a layer adds: the median over turns, which alternate with those of no attention. `pass_ms` is one
-pass, its sampling (argmax, copied to the host) included; `thread_us` the time of the worker's thread
-in a call. All ways give the same tokens, or the program fails. With --profile FOLDER one pass of each way is written as a trace that Chrome shows.
+Each way is a transport of tensors, awaited by a thread at each layer or chained. `us_a_layer` is
+what a layer adds: the median over turns, which alternate with those of no attention. `pass_ms` is
+one pass, its sampling (argmax, copied to the host) included; `thread_us` the time of the worker's
+thread in a call. All ways give the same tokens, or the program fails. With --profile one pass of
+each way is written as a trace, which pass_picture.py draws.
 """
 
 from __future__ import annotations

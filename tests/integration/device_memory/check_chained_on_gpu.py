@@ -1,4 +1,4 @@
-"""Whether passes of chained calls on a real GPU are those of awaited ones, and end with their server.
+"""Whether chained passes on a real GPU are those of awaited calls, and end with their server.
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 python3 PATH/check_chained_on_gpu.py
         --server .bazel/bin/server/mla-server [--kills 12] [--server-arg=ARG ...]
@@ -6,8 +6,8 @@
 Outputs of chained passes, in host and in device memory, are compared bit by bit with those of calls
 that a thread awaits. Then servers are killed while a worker's passes are under way: the worker must
 have an error, and its GPU's stream back, within a second; no pass that succeeded may have other
-outputs. Without MPS: there the death of a server takes the worker's context along. The last line says how it
-went.
+outputs. Without MPS: there the death of a server takes the worker's context along. The last line
+says how it went.
 """
 
 from __future__ import annotations
