@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "client" / "python")]
 
 from mla_client import Client, Geometry, ModelSpec, Prefix, Profile, errors  # noqa: E402
 from mla_client.bf16 import round_to_bf16  # noqa: E402
-from mla_client.cluster.announce import Announcer  # noqa: E402
+from mla_client.cluster.operations.announce import Announcer  # noqa: E402
 from mla_client.cluster.step import OwnersFailed  # noqa: E402
 from mla_client.testing import ServerProcess  # noqa: E402
 

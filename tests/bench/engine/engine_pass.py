@@ -4,13 +4,15 @@ only returns its output buffer.
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 python3 tests/bench/engine/engine_pass.py
         --server .bazel/bin/server/mla-server [--server-arg=ARG ...] [--layers 61] [--batch 1,32]
-        [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7] [--json FILE]
+        [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7]
+        [--bare] [--json FILE] [--profile FOLDER]
 
 Each way is a transport of tensors, with calls that a thread awaits at each layer or with chained
 calls. `us_a_layer` is the added time of one layer: the median over turns, which alternate with
 turns without attention. `pass_ms` is one pass with its sampling (argmax, copied to the host).
 `thread_us` is the time of the worker's thread in a call. The program fails if two ways give
-different tokens. With --profile FOLDER it writes one pass of each way as a trace for Chrome.
+different tokens. With --profile it writes one pass of each way as a trace, which pass_picture.py
+draws.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ from typing import Any, Dict, List, Tuple
 WIDTH, LEFT, BAR, BAND, TOP = 1200, 130, 22, 100, 30
 COLOURS = {"attention": "#c0504d", "thread": "#9db4d3", "gpu": "#4f7942", "copy": "#d99a2b"}
 Span = Tuple[float, float, str]  # begin and end in microseconds, kind
+BEFORE_US = 200  # of what comes before the first call of attention
 
 
 def spans_of(trace: Dict[str, Any]) -> Tuple[List[Span], List[Span]]:
-    """Of the thread and of the GPU, from the beginning of the first one."""
+    """Of the thread and of the GPU, from shortly before the first call of attention on."""
     thread: List[Span] = []
     gpu: List[Span] = []
     for event in trace["traceEvents"]:
@@ -39,9 +40,12 @@ def spans_of(trace: Dict[str, Any]) -> Tuple[List[Span], List[Span]]:
             gpu.append((begin, end, "copy"))
     if not thread or not gpu:
         raise SystemExit("the trace has no thread, or no kernels")
-    first = min(begin for begin, _, _ in thread)
-    return tuple([(begin - first, end - first, kind)  # type: ignore[return-value]
-                  for begin, end, kind in sorted(spans)] for spans in (thread, gpu))
+    first = min(begin for begin, _, kind in thread if kind == "attention") - BEFORE_US
+
+    def later(spans: List[Span]) -> List[Span]:
+        return [(max(begin - first, 0.0), end - first, kind) for begin, end, kind in sorted(spans)
+                if end > first]
+    return later(thread), later(gpu)
 
 
 def picture(named: List[Tuple[str, Dict[str, Any]]]) -> str:

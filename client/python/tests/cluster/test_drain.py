@@ -7,7 +7,8 @@ import unittest
 from unittest import mock
 
 from mla_client import errors
-from mla_client.cluster import command, drain, registry, targets
+from mla_client.cluster import registry, targets
+from mla_client.cluster.operations import command, drain
 from mla_client.cluster.members import Member
 from mla_client.cluster.placement import Probe
 from mla_client.gen import admin_pb2

@@ -244,6 +244,36 @@ class NativeTest(unittest.TestCase):
         finally:
             server.stop()
 
+    def test_bad_input_is_refused_with_its_field(self):
+        client, model = self.pinned()
+        lib, ring = native.library(), client._own_stream().memory.ring
+        entry = native.sized(native.Entry, flags=128, profile=1, q_dtype=1, o_dtype=1)
+        copies = (native.Copy * 9)(*[native.Copy(1, 1, 2, 1, 2, 2)] * 9)
+        entry.copies_in = copies
+
+        def refused(**fields):
+            for name, value in fields.items():
+                setattr(entry, name, value)
+            error, request = ctypes.c_void_p(), ctypes.c_void_p()
+            code = lib.mla_ring_attend(ring, ctypes.byref(entry), 0, ctypes.byref(request),
+                                       ctypes.byref(error))
+            self.assertEqual(code, 3)
+            return lib.error(error).detail.field
+        self.assertEqual(refused(in_count=9), "entry.in")
+        copies[0].from_pitch = 1  # rows of two bytes
+        self.assertEqual(refused(in_count=1), "entry.in")
+        self.assertEqual(refused(flags=0), "entry.in_count")
+        self.assertEqual(refused(in_count=0, q_dtype=16), "entry.q_dtype")
+        for options, field in (({"gpu": -2}, "options.gpu"), ({"connect_ms": -1},
+                                                              "options.connect_ms"),
+                               ({"gpu": -1, "device_bytes": 1}, "options.device_bytes")):
+            error, opened = ctypes.c_void_p(), ctypes.c_void_p()
+            code = lib.mla_ring_open(b"/nowhere", ctypes.byref(native.sized(native.Options,
+                                                                            **options)),
+                                     ctypes.byref(opened), ctypes.byref(error))
+            self.assertEqual(code, 3)
+            self.assertEqual(lib.error(error).detail.field, field)
+
     def test_what_the_environment_names_must_be_there(self):
         with mock.patch.dict(os.environ, {native.VARIABLE: "/nowhere.so"}):
             with self.assertRaises(errors.FailedPrecondition):
