@@ -43,6 +43,254 @@
 
 namespace mla::scheduler {
 
+<<<<<<< HEAD
+=======
+using kvcache::ExportArgs;
+using kvcache::ImportArgs;
+using kvcache::MovingPages;
+using kvcache::PageMove;
+using kvcache::PageTags;
+using kvcache::SequenceState;
+
+// What a worker keeps of a sequence beside its rows and entries (mla.v1.EndStep.tails): bytes that
+// the engine never looks at. Sequences, forks and exports share them; they count against the tenant
+// until the last of these is gone. Written by who made it, before the engine gets it.
+struct Tail {
+  Tail(size_t bytes, TenantUse taken)
+      : data(std::make_unique_for_overwrite<std::byte[]>(bytes)),
+        size(bytes),
+        use(std::move(taken)) {}
+  const std::unique_ptr<std::byte[]> data;
+  const size_t size;
+  const TenantUse use;
+};
+
+// The tail of a sequence, and the length that it belongs to.
+struct SequenceTail {
+  int64_t position = 0;
+  std::shared_ptr<const Tail> tail;
+  uint64_t serial = 0;  // of the sequence's tails: what takes a tail's place has a higher one
+};
+
+// Lease lengths for clients that ask for none. A running engine takes other ones over.
+struct DefaultLeases {
+  int64_t sequence_ms = 0, model_ms = 0, step_ms = 0;  // as in Limits
+};
+
+struct SequenceInfo {
+  SequenceId id = 0;
+  uint64_t epoch = 0;
+  int64_t length = 0;
+  int64_t lease_ms = 0;
+  int64_t lease_left_ms = 0;
+  bool in_step = false;
+  StepId open_step = 0;
+  std::string model_id;
+  std::string client_id;
+  int64_t page_groups = 0;
+  int64_t declared = 0;                  // rows of which is known what they stand for
+  kvcache::PrefixMatch matched;          // the last match
+  std::optional<int64_t> tail_position;  // absent: it has no tail
+};
+
+// Memory that an engine takes.
+struct EngineBytes {
+  int64_t host = 0;
+  int64_t device = 0;  // of a backend whose memory is not the host's
+  int64_t sum() const { return host + device; }
+};
+
+// What rows stand for: token ids, or keys of 32 bytes for whole pages.
+struct PrefixArgs {
+  std::vector<uint32_t> token_ids;
+  std::vector<std::string> page_keys;
+  std::string salt;      // rows are shared between equal salts only
+  int64_t max_rows = 0;  // of the sequence after the match; 0: as many as are declared
+  // Called by the call's thread once it has hashed all this, before it waits for anything; empty:
+  // nobody asks.
+  std::function<void()> hashed = {};
+  bool empty() const { return token_ids.empty() && page_keys.empty(); }
+};
+
+struct OpenArgs {
+  std::string tenant;
+  std::string model_id;
+  std::string request_id;  // empty: not idempotent
+  std::string client_id;
+  int64_t lease_ms = 0;  // 0: Limits::sequence_lease_ms
+  PrefixArgs prefix;     // what its first rows stand for; those that are cached are there at once
+  SequenceId restored_id = 0;  // of a sequence that was checkpointed; 0: a new id
+  // For rows of slower tiers, where it is less than Limits::tier_wait_ms.
+  int64_t most_wait_ms = std::numeric_limits<int64_t>::max();
+};
+
+struct MatchArgs {
+  std::string tenant;
+  SequenceId id = 0;
+  uint64_t expected_epoch = 0;
+  int64_t first_row = 0;  // that `prefix` is about; at most what was declared before
+  PrefixArgs prefix;
+  int64_t most_wait_ms = std::numeric_limits<int64_t>::max();  // as of OpenArgs
+};
+
+// What a client asks for cached rows. Numbers of mla.v1.HintKind.
+enum class HintKind : uint8_t {
+  kPin = 1,   // they stay in the pool for ttl_ms; 0: no more
+  kRetain,    // they go later than others
+  kPrefetch,  // they come back from slower tiers
+  kDemote,    // they go to a slower tier
+};
+
+struct HintArgs {
+  std::string tenant;
+  HintKind kind = HintKind::kPin;
+  SequenceId id = 0;  // whose declared rows are meant; 0: those of `prefix`
+  uint64_t expected_epoch = 0;
+  std::string model_id;
+  PrefixArgs prefix;
+  int64_t ttl_ms = 0;
+  int32_t priority = 0;  // 0 .. PrefixCache::kMostPriority
+};
+
+// What became of it. Numbers of mla.v1.HintOutcome.
+enum class HintOutcome : uint8_t { kAccepted = 1, kClipped, kDeferred, kRefused };
+
+struct HintAnswer {
+  HintOutcome outcome = HintOutcome::kRefused;
+  int64_t rows = 0;           // that the hint named
+  int64_t rows_done = 0;      // for which it is done
+  int64_t rows_deferred = 0;  // that are on their way between tiers
+  const char* reason = "";    // a stable token: why it was not all of them
+};
+
+struct ForkArgs {
+  std::string tenant;
+  SequenceId parent = 0;
+  uint64_t expected_epoch = 0;
+  std::optional<int64_t> length;  // absent: all committed rows
+  std::string request_id;
+  std::string client_id;  // empty: the parent's
+  int64_t lease_ms = 0;
+};
+
+struct SequenceSelection {
+  std::string tenant;
+  std::vector<SequenceId> ids;  // empty: all of the tenant's, or of client_id if given
+  std::string client_id;
+};
+
+struct SequenceList {
+  std::vector<SequenceInfo> sequences;
+  std::vector<SequenceId> not_found;
+  std::vector<std::pair<SequenceId, std::string>> moved;  // of these, and to which server
+};
+
+// A sequence, and whose it is.
+struct TenantSequence {
+  std::string tenant;
+  SequenceInfo info;
+};
+
+// What a slower tier has, and what has passed through it.
+struct TierFigures {
+  int64_t bytes_total = 0, bytes_used = 0, groups = 0;
+  uint64_t groups_in = 0, bytes_in = 0;    // copies that were put there
+  uint64_t groups_out = 0, bytes_out = 0;  // page groups that came back to the pool from there
+  int64_t ns_in = 0, ns_out = 0;           // from the beginning of such a move to its end
+  uint64_t dropped = 0;                    // copies whose room was needed
+  uint64_t damaged = 0;                    // copies that were not what had been put there
+  uint64_t failed = 0;                     // reads and writes that the system refused
+};
+
+struct TierStats {
+  TierFigures host, file;
+  int32_t moving = 0;  // page groups on their way
+};
+
+struct EngineStats {
+  int32_t sequences = 0, open_steps = 0, models = 0, streams = 0;
+  int32_t requests_waiting = 0, requests_running = 0;
+  // Since the arrival of the oldest request that waits: decode, extend, prefill, and any of these
+  // that waits for KV rows which have not arrived.
+  std::array<int64_t, 4> oldest_waiting_ns = {};
+  uint64_t requests_total = 0, requests_failed = 0;
+  uint64_t launches = 0, launches_mixed_layers = 0, launches_mixed_clients = 0;
+  int64_t longest_launch_ns = 0;  // on the device, since start
+  uint64_t plan_hits = 0, plan_misses = 0;
+  int64_t kv_bytes_total = 0, kv_bytes_used = 0, page_groups_used = 0, page_groups_shared = 0;
+  int64_t page_groups_free = 0;
+  uint64_t copies_on_write = 0, kv_bytes_copied = 0, page_groups_scrubbed = 0;
+  // Given back, and kept until page work on them is done; part of neither used nor free.
+  int64_t page_groups_pinned = 0, kv_bytes_pinned = 0;
+  // Page groups handed out, and given back by reason; the difference is page_groups_used and
+  // page_groups_cached.
+  uint64_t page_groups_taken = 0;
+  uint64_t page_groups_released = 0, page_groups_expired = 0, page_groups_truncated = 0;
+  uint64_t page_groups_uncommitted = 0, page_groups_evicted = 0;
+  // Held by the prefix cache alone; part of neither used nor free.
+  int64_t page_groups_cached = 0, kv_bytes_cached = 0;
+  int64_t page_groups_kept = 0, kv_bytes_kept = 0;  // by pins of hints
+  kvcache::PrefixStats prefix;
+  TierStats tiers;
+  uint64_t kv_bytes_read = 0;  // KV rows that attention records cover, each record once
+  uint64_t leases_expired = 0, steps_aborted = 0, models_expired = 0;
+  uint64_t pauses = 0;  // of the process, which leases do not count
+  // Requests whose tensors were not there: handed back, and launches of such that waited too long.
+  uint64_t requests_handed_back = 0, launches_late = 0;
+  uint64_t launches_ahead = 0;  // that were submitted before their tensors were there
+  uint64_t rounds_refused = 0;  // launches whose expanded form has more rounds than there may be
+  uint64_t slices_fused = 0, slice_waits_expired = 0, slice_waits_skipped = 0;
+  uint64_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
+  kernels::HostWork host_work;
+};
+
+// One launch, as reported to the observer after it completed. Durations in nanoseconds.
+struct LaunchReport {
+  int32_t requests = 0, records = 0, layers = 0, clients = 0;
+  int32_t rows_decode = 0, rows_extend = 0, rows_prefill = 0;
+  int32_t slices_fused = 0;         // requests that were computed as one with their siblings
+  int32_t slice_waits_expired = 0;  // times that a sibling slice did not come in time
+  int32_t slice_waits_skipped = 0;  // times that such a sibling was not waited for again
+  int32_t rounds_refused = 0;       // 1: in the absorbed form for want of rounds of the other
+  int64_t kv_bytes_read = 0;        // KV rows that the records cover, each record once
+  int64_t schedule_ns = 0;          // choosing the batch and recording it
+  int64_t plan_ns = 0;
+  int64_t kernel_ns = 0;
+  int64_t predicted_ns = 0;  // of kernel_ns, before the launch
+  int64_t complete_ns = 0;
+  int32_t work_items = 0, partials = 0;
+  double imbalance = 1.0;  // max / mean work of a unit
+  bool plan_reused = false;
+  bool ok = true;
+};
+
+// One request, as reported to the observer once its answer is delivered. Durations in nanoseconds.
+struct RequestReport {
+  RequestKind kind;
+  bool ok;
+  int64_t queue_ns;  // of an Attend: from its arrival until a launch took its first rows
+  int64_t total_ns;  // from its arrival to its answer
+};
+
+// Receives what happened; must not block or allocate in the steady state.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  // Called once the answers of the launch are delivered, mostly without the role: threads may call
+  // it at the same time, and in another order than that of the launches.
+  virtual void OnLaunch(const LaunchReport& report) = 0;
+  // Every request once, in the same way.
+  virtual void OnRequest(const RequestReport& report) = 0;
+  // A sequence is gone: the rows it had, and for how long it was open.
+  virtual void OnSequenceClosed(int64_t rows, int64_t open_ns) {
+    static_cast<void>(rows);
+    static_cast<void>(open_ns);
+  }
+  // Of a sample of the page groups: for how long one was in use.
+  virtual void OnPageGroupFreed(int64_t held_ns) { static_cast<void>(held_ns); }
+};
+
+>>>>>>> 923dbacb (moved form of w39)
 struct EngineOptions {
   Limits limits;
   // Bounds of the tenants. max_tenants and the server-wide bounds come from `limits`.
