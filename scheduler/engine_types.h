@@ -51,7 +51,7 @@ struct SequenceTail {
   uint64_t serial = 0;  // a new tail of the sequence has a higher serial than the old one
 };
 
-// Lease lengths of clients that ask for none, which a running engine may be given again.
+// Lease lengths for clients that ask for none. A running engine takes other ones over.
 struct DefaultLeases {
   int64_t sequence_ms = 0, model_ms = 0, step_ms = 0;  // as in Limits
 };
