@@ -167,8 +167,8 @@ class Client final {
                                         const std::string& request_id = "",
                                         const v1::Prefix& prefix = {},
                                         v1::PrefixMatch* match = nullptr);
-  // Answers what a sequence with this prefix would find now, in whole pages, and how busy the server
-  // is. Leaves no trace. Without a model and a prefix the answer is about the server alone.
+  // Answers what a sequence with this prefix would find now, in whole pages, and how busy the
+  // server is. Leaves no trace. Without a model and a prefix the answer is about the server alone.
   // UNIMPLEMENTED from servers without the capability "probe".
   absl::StatusOr<v1::ProbeReply> Probe(const std::string& model_id, const v1::Prefix& prefix = {});
   // A sequence that is open already: opened by another client of the tenant, or handed over to this

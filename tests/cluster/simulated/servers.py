@@ -13,11 +13,10 @@ import numpy as np
 
 from mla_client import errors
 from mla_client.cluster.members import Member
-from mla_client.cluster.placement import Probe
 from mla_client.gen import sequence_pb2
 from mla_client.moves import Following
 from mla_client.service import AttendFuture, Model, Sequence
-from mla_client.types import AttendResult, PrefixMatch, SequenceState
+from mla_client.types import AttendResult, PrefixMatch, Probe, SequenceState
 
 PAGE = 8
 LEASE_S = 120.0

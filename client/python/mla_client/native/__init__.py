@@ -1,7 +1,7 @@
 """The C library of mla-server in this process: rings whose calls a GPU's stream may wait for.
 
-It is the file that MLA_CLIENT_LIBRARY of the environment names, or libmla_client.so.0 in this folder,
-where who builds the package has put it. Without it rings are Python's own (mla_client.streams.over_ring),
+MLA_CLIENT_LIBRARY of the environment names its file; else it is libmla_client.so.0 in this folder,
+if the package was built with it. Without it rings are Python's own (mla_client.streams.over_ring),
 which chain nothing. MLA_CLIENT_LIBRARY="" asks for that.
 
 The functions are declared in client/c/mla_ring.h. Threading: any thread.
