@@ -87,7 +87,7 @@ TEST(CommandsTest, BashCompletesCommandsOptionsAndChoices) {
   EXPECT_EQ(Completed("mlactl replay --transport =", 3), "auto inline shm ring-futex ring-spin\n");
   EXPECT_EQ(Completed("mlactl bench --arrivals uni", 3), "uniform\n");
   EXPECT_EQ(Completed("mlactl bench --output = j", 4), "json\n");
-  EXPECT_EQ(Completed("mlactl --output = t", 3), "text\n");
+  EXPECT_EQ(Completed("mlactl --output = t", 3), "text table\n");
 }
 
 TEST(CommandsTest, OtherShellsHaveScriptsToo) {

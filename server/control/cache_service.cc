@@ -190,7 +190,7 @@ absl::Status CacheService::ReadHead(const Identity& who, UploadReader* in,
 absl::Status CacheService::CheckCheckpoints(int ids) const {
   if (checkpoints_ == nullptr) {
     return MakeError(absl::StatusCode::kUnimplemented,
-                     "this server keeps not a checkpoints: checkpoint.path is empty",
+                     "this server keeps no checkpoints: checkpoint.path is empty",
                      {.reason = "no_checkpoints"});
   }
   return CheckRange("sequence_ids", ids, 0, rpc_.engine->limits().max_sequences);

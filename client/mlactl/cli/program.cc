@@ -241,7 +241,8 @@ void Program::AddCommonOptions() {
       {"target", "ADDRESS", "host:port or unix:PATH (default $MLA_TARGET, else 127.0.0.1:50551)"},
       &common_.target);
   common_options.Text(
-      {"context", "NAME", "a server by its name in the contexts ($MLA_CLIENT_CONTEXT)"}, &context_);
+      {"server-context", "NAME", "a server by its name in the contexts ($MLA_CLIENT_CONTEXT)"},
+      &context_);
   common_options.Choice(
       {"output", "FORMAT", "text, wide, json or yaml on standard output (default text)", "o"},
       {"text", "table", "wide", "json", "yaml"}, &output_);

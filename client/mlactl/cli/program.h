@@ -142,7 +142,7 @@ class Program final {
   const std::unique_ptr<CLI::App> app_;
   CommonOptions common_;
   std::string json_, output_ = "text";
-  std::string context_;       // --context
+  std::string context_;       // --server-context
   double watch_seconds_ = 0;  // 0: once
   std::vector<std::string> faults_;
   std::map<const CLI::Option*, std::vector<std::string>> choices_;

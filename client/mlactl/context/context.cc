@@ -133,7 +133,8 @@ absl::StatusOr<Connection> Complete(const Connection& given, const std::string& 
   if (wanted.empty()) return connection;
   const auto found = contexts->all.find(wanted);
   if (found == contexts->all.end()) {
-    return absl::NotFoundError(absl::StrCat("--context: got \"", wanted, "\", not in ", path));
+    return absl::NotFoundError(
+        absl::StrCat("--server-context: got \"", wanted, "\", not in ", path));
   }
   // A context that is named outweighs a variable that is always set.
   if (!name.empty()) {

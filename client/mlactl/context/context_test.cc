@@ -75,7 +75,7 @@ TEST(ContextTest, AnotherTargetDoesNotGetTheCurrentContext) {
 TEST(ContextTest, WhatIsWrongIsNamed) {
   Sample sample;
   EXPECT_THAT(std::string(Complete({}, "none", sample.environment()).status().message()),
-              HasSubstr("--context: got \"none\", not in "));
+              HasSubstr("--server-context: got \"none\", not in "));
   for (const auto& [text, what] : {std::pair("[", "no JSON object"),
                                    {"{}", "contexts: must be"},
                                    {R"({"contexts": {"a": 1}})", "contexts.a: no object"},

@@ -83,7 +83,8 @@ TEST_F(EngineExpandedTest, PromptsWithTooManyRoundsTakeTheAbsorbedForm) {
       ASSERT_EQ(got.size(), want.size());
       for (size_t i = 0; i < got.size(); ++i) {
         SCOPED_TRACE(i);
-        ExpectSame(*got[i], *want[i]);
+        // Outputs are averages of many values, so the rows see larger values than any output.
+        ExpectSame(*got[i], *want[i], 1.25f * LargestOutput(*want[i]));
       }
       EXPECT_EQ(gpu.harness().core().Stats().rounds_refused, most == 1 ? 4u : 1u);
       EXPECT_EQ(control_->expanded_launches > 0, most > 1);

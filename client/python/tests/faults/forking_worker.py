@@ -194,7 +194,7 @@ def awaiting(parent):
     service = AsyncService(parent.client)
     calls = {"checkpoints": service.checkpoints, "begin": service.step(
         [(parent.other, 1)]).__aenter__, "close": service.close}
-    asyncio.run(service.checkpoints())  # its threads are there
+    outcome(lambda: asyncio.run(service.checkpoints()))  # starts its threads
     said = forked(lambda: {name: outcome(lambda: asyncio.run(call()))
                            for name, call in calls.items()})
     asyncio.run(service.close())
