@@ -140,7 +140,7 @@ class Client(Steps, Pages, Operations, Following):
         """
         connect_others = schemes.connector_of(target)
         if connect_others is not None:
-            return connect_others(  # type: ignore[no-any-return]  # it has the same methods
+            return connect_others(  # its client has the same methods
                 target, tenant=tenant, tls=tls, client_id=client_id, timeout_s=timeout_s,
                 message_bytes=message_bytes, lease_ms=lease_ms, transport=transport,
                 shared_bytes=shared_bytes, spin_us=spin_us, server_uid=server_uid,
