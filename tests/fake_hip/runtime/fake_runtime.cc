@@ -116,6 +116,17 @@ using mla::fake_hip::kMultiprocessorCount;
 using mla::fake_hip::State;
 namespace fake = mla::fake_hip;
 
+namespace {
+
+// Calls that free memory wait for the device. This matters if events were reported complete before
+// their work, which then still uses the memory.
+void FinishEarlyWork() {
+  if (!State().control.early_events) return;
+  for (mla::fake_hip::Stream* const stream : State().streams) stream->RunTo(stream->enqueued);
+}
+
+}  // namespace
+
 extern "C" {
 
 fake::Control* fake_hip_control() { return &State().control; }
@@ -195,10 +206,7 @@ int hipMalloc(void** at, size_t bytes) {
 }
 int hipFree(void* at) {
   const std::lock_guard<std::recursive_mutex> lock(State().mutex);
-  // hipFree waits for the device. This matters if events were reported complete before their work.
-  if (State().control.early_events) {
-    for (fake::Stream* const stream : State().streams) stream->RunTo(stream->enqueued);
-  }
+  FinishEarlyWork();
   const auto allocation = State().device_memory.find(at);
   if (allocation == State().device_memory.end()) return fake::kInvalidValue;
   const auto bytes = static_cast<size_t>(allocation->second);
@@ -215,6 +223,8 @@ int hipHostMalloc(void** at, size_t bytes, unsigned) {
   return 0;
 }
 int hipHostFree(void* at) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  FinishEarlyWork();
   ::operator delete(at, std::align_val_t{256});
   return 0;
 }
@@ -381,6 +391,8 @@ int hipModuleLoadData(fake::Module** module, const void* bytes) {
   return 0;
 }
 int hipModuleUnload(fake::Module* module) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  FinishEarlyWork();
   delete module;
   return 0;
 }
