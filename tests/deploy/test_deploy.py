@@ -122,7 +122,7 @@ class ShippingTest(unittest.TestCase):
 
     def test_variables_and_keys_in_shipped_files_exist(self):
         manual = read("docs/configuration.md")
-        variables = set(re.findall(r"`(MLA_[A-Z_]+)`", manual)) | {"MLA_TARGET"}
+        variables = set(re.findall(r"`(MLA_[A-Z_]+)`", manual + read("client/mlactl/README.md")))
         keys = set(re.findall(r"^### `([a-z_]+\.[a-z_]+)`", manual, re.M))
         sections = "|".join(sorted({key.split(".")[0] for key in keys}))
         # These are files, values of the chart with the names of keys, and a group of keys by

@@ -74,8 +74,9 @@ class CPackageTest(unittest.TestCase):
         run("g++", "-Wall", "-Werror", "-fsyntax-only", "-x", "c++",
             self.root / "usr/include/mla_client.h")
 
-    def test_exactly_the_functions_of_the_header_are_exported(self):
-        header = (ROOT / "client/c/mla_client.h").read_text()
+    def test_exactly_the_functions_of_the_headers_are_exported(self):
+        header = "".join((ROOT / "client/c" / name).read_text()
+                         for name in ("mla_client.h", "mla_ring.h"))
         declared = set(re.findall(r"^MLA_API [^;]*?\b(mla_\w+)\(", header, re.M))
         symbols = run("nm", "-D", "--defined-only", self.shared).splitlines()
         # The linker keeps some functions of std::string that the C++ library also exports.
