@@ -115,8 +115,8 @@ class TrainedModelTest(unittest.TestCase):
     def test_bits_per_byte_are_as_stated(self):
         windows = corpus.held_out_windows()[::64]
         bits = trained.bits_per_byte(trained.logits_of(self.model, windows), windows)
-        self.assertAlmostEqual(bits, self.stated(r"windows 0, 64 and 128 of them: \*\*([\d.]+)\*\*"),
-                               delta=0.002)
+        stated = self.stated(r"windows 0, 64 and 128 of them: \*\*([\d.]+)\*\*")
+        self.assertAlmostEqual(bits, stated, delta=0.002)
 
     def test_the_rule_holds_in_every_format(self):
         """Within each format's own bound; and with 8-bit rows, that they were in force shows."""
