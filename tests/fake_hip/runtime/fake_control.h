@@ -59,8 +59,7 @@ struct Control {
   int fail_seen = 0;  // calls of `fail_call` since the test named it
   // If true, every call fails with hipErrorLaunchFailure (719). A kernel fault sets this.
   bool lost = false;
-  bool hang = false;          // events never complete
-  bool early_events = false;  // events are reported complete before the work is done
+  bool hang = false;  // events never complete
   // Number of a stream's wait for an event, from 0, that is accepted but not performed.
   int ignored_wait = -1;
   int stream_waits = 0;

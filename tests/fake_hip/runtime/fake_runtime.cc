@@ -116,17 +116,6 @@ using mla::fake_hip::kMultiprocessorCount;
 using mla::fake_hip::State;
 namespace fake = mla::fake_hip;
 
-namespace {
-
-// Calls that free memory wait for the device. This matters if events were reported complete before
-// their work, which then still uses the memory.
-void FinishEarlyWork() {
-  if (!State().control.early_events) return;
-  for (mla::fake_hip::Stream* const stream : State().streams) stream->RunTo(stream->enqueued);
-}
-
-}  // namespace
-
 extern "C" {
 
 fake::Control* fake_hip_control() { return &State().control; }
@@ -206,7 +195,6 @@ int hipMalloc(void** at, size_t bytes) {
 }
 int hipFree(void* at) {
   const std::lock_guard<std::recursive_mutex> lock(State().mutex);
-  FinishEarlyWork();
   const auto allocation = State().device_memory.find(at);
   if (allocation == State().device_memory.end()) return fake::kInvalidValue;
   const auto bytes = static_cast<size_t>(allocation->second);
@@ -223,8 +211,6 @@ int hipHostMalloc(void** at, size_t bytes, unsigned) {
   return 0;
 }
 int hipHostFree(void* at) {
-  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
-  FinishEarlyWork();
   ::operator delete(at, std::align_val_t{256});
   return 0;
 }
@@ -247,12 +233,9 @@ int hipHostUnregister(void* at) {
 int hipStreamCreateWithFlags(fake::Stream** stream, unsigned) {
   FAKE_ENTER("hipStreamCreateWithFlags");
   *stream = new fake::Stream;
-  State().streams.insert(*stream);
   return 0;
 }
 int hipStreamDestroy(fake::Stream* stream) {
-  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
-  State().streams.erase(stream);
   delete stream;
   return 0;
 }
@@ -315,7 +298,7 @@ int hipEventQuery(fake::Event* event) {
   FAKE_ENTER("hipEventQuery");
   if (event->shared != nullptr) return event->shared->Done() ? 0 : fake::kNotReady;
   if (State().control.hang) return fake::kNotReady;
-  if (!State().control.early_events) event->Complete();
+  event->Complete();
   return 0;
 }
 int hipEventElapsedTime(float* ms, fake::Event*, fake::Event*) {
@@ -391,8 +374,6 @@ int hipModuleLoadData(fake::Module** module, const void* bytes) {
   return 0;
 }
 int hipModuleUnload(fake::Module* module) {
-  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
-  FinishEarlyWork();
   delete module;
   return 0;
 }

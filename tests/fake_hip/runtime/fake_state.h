@@ -9,7 +9,6 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -72,7 +71,6 @@ struct Runtime {
   Control control;
   std::unordered_map<const void*, int64_t> device_memory;
   std::unordered_map<const void*, int64_t> registered;
-  std::unordered_set<Stream*> streams;
   // The last copy from the host, for StaleReplay::kInputs alone.
   struct LastInput {
     void* to = nullptr;
