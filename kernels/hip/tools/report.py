@@ -421,7 +421,7 @@ def main():
         print(f"{r.arch:8}{r.kernel:32}{r.vgpr:6}{r.agpr:6}{r.sgpr:6}{r.lds:8}{r.scratch:9}"
               f"{r.spills:8}{r.occupancy:12}")
     accesses = lds_banks.Accesses(
-        (folder / "host/shared_accesses.txt").read_text(encoding="utf-8"))
+        (folder / "host_images/shared_accesses.txt").read_text(encoding="utf-8"))
     faults = [fault for r in records for fault in r.faults()]
     loops = read_loops(records, accesses, folder, faults)
     for r, loop, counts, turn in loops:
