@@ -202,8 +202,8 @@ class Engine {
   const kernels::BackendInfo& backend_info() const;
   // As of the start: what SetDefaultLeases has changed since is not in it.
   const Limits& limits() const;
-  // In force for what is opened, registered or begun from now on. REQUIRES: none is longer than
-  // Limits::max_lease_ms, and sequence_ms and step_ms are above 0.
+  // Sets the leases of sequences, models and steps that start from now on. REQUIRES: none is longer
+  // than Limits::max_lease_ms, and sequence_ms and step_ms are above 0.
   void SetDefaultLeases(const DefaultLeases& leases);
   absl::Status Healthy();  // AttentionBackend::Healthy
   // AttentionBackend::StuckCall. Does not take the role, because a stuck call may hold it.

@@ -1,4 +1,4 @@
-// What a probe of the engine finds.
+// The answer of a probe of the engine.
 #ifndef MLA_SCHEDULER_PROBE_H_
 #define MLA_SCHEDULER_PROBE_H_
 
@@ -6,12 +6,12 @@
 
 namespace mla::scheduler {
 
-// What a sequence with a prefix would find, and how busy the engine is.
+// Rows that a sequence with a prefix would find, and how busy the engine is.
 struct ProbeAnswer {
   int64_t rows_asked = 0;  // of whole pages
   int64_t rows_in_pool = 0, rows_in_host = 0, rows_in_file = 0;
-  int64_t kv_bytes_free = 0;    // those that the prefix cache alone holds count as free
-  int64_t kv_bytes_cached = 0;  // of these
+  int64_t kv_bytes_free = 0;    // with the bytes that only the prefix cache holds
+  int64_t kv_bytes_cached = 0;  // part of kv_bytes_free
   int64_t kv_bytes_total = 0;
   int32_t sequences = 0;        // open ones of all tenants
   int32_t queued_requests = 0;  // accepted and not answered, of all tenants

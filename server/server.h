@@ -47,8 +47,9 @@ class Server final {
 
   // Returns true while /livez is 200: see docs/operations.md. Any thread.
   bool Alive() const;
-  // Takes over the keys of `config` that IsLive says; the others are ignored. For what is opened,
-  // admitted or waited for from now on; nothing in use is taken away. Waits for a running launch.
+  // Applies the keys of `config` for which IsLive is true, and ignores the others. They count for
+  // calls, sequences and waits that begin from now on; nothing in use is taken away. Waits for a
+  // running launch.
   void Apply(const Config& config);
   // Tells metrics and /readyz?verbose about the configuration on disk. `why`: the reason for which
   // it is not in use; empty: it is in use.

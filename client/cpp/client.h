@@ -175,7 +175,8 @@ class Client final {
   // server. A failure with the reason "moved" names the server that has it
   // (DetailOf(status)->peer()).
   absl::StatusOr<Sequence> Attach(uint64_t id);
-  // Without ids: all sequences of the tenant, or only those of this client.
+  // If `ids` is empty, returns the sequences that this client opened (own_only) or all of the
+  // tenant's sequences.
   absl::StatusOr<v1::GetReply> GetSequences(const std::vector<uint64_t>& ids, bool own_only);
   absl::StatusOr<v1::ReleaseReply> ReleaseSequences(const std::vector<uint64_t>& ids);
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases();

@@ -143,7 +143,8 @@ bool Left(const v1::DrainReply& reply) {
                      });
 }
 
-// Asks one server after the other to take what is left. The reply of the last that answered.
+// Asks one server after another to take the sequences that are left. Returns the reply of the last
+// server that answered.
 absl::StatusOr<v1::DrainReply> DrainToOneOf(client::Client* client, const DrainOptions& options) {
   std::vector<std::string> peers = PeersOf(options.to, OwnHost());
   if (peers.empty()) peers.emplace_back();  // sequences stay
@@ -216,7 +217,7 @@ int ShowQuota(const CommonOptions& common, const v1::GetQuotaRequest& request) {
   return CallAndPrint(
       common, [&](client::Client* client) { return client->GetQuota(request); },
       [&](const v1::GetQuotaReply& reply) {
-        // Of one tenant everything is shown.
+        // The table of a single tenant has every column.
         return request.all() ? QuotaText(reply.tenants(), reply.server(), common.wide)
                              : QuotaText(reply.tenants(), {}, true);
       });

@@ -11,9 +11,9 @@ namespace mla::mlactl {
 
 void AddOperatorCommands(Program* program);
 
-// The servers of `list` (HOST:PORT, separated by commas) in the order in which they are asked:
-// those behind the one whose host begins with the label `own`, then those before it, without
-// itself.
+// Returns the servers of `list` (HOST:PORT, separated by commas) in the order in which they are
+// asked. The order starts after the server whose host begins with the label `own`, wraps around at
+// the end of the list and leaves that server out.
 std::vector<std::string> PeersOf(const std::string& list, const std::string& own);
 
 }  // namespace mla::mlactl

@@ -179,7 +179,7 @@ int Watch(const CommonOptions& common, const WatchOptions& options) {
                             StateName(update.state()), update.percent(), update.open_steps(),
                             update.sequences(), WithPlainTexts(update).message());
         if (common.json) line = absl::StrReplaceAll(ToJson(update), {{"\n ", " "}, {"\n}", "}"}});
-        // What has not changed is said again only where a number of lines is asked for.
+        // An unchanged line is printed again only if the user asked for a number of lines.
         if (options.count != 0 || line != last) Print(line);
         last = line;
         std::fflush(stdout);

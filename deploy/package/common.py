@@ -38,7 +38,7 @@ def version():
 
 
 def revision():
-    """As the binary says it: what it was built from, not what is checked out now."""
+    """Returns the revision that the binary was built from, which may not be checked out now."""
     shown = run(BINARIES / "server/mla-server", "--version")
     found = re.search(r"^revision (\S+)$", shown, re.M)
     return found.group(1) if found else "unknown"

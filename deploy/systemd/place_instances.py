@@ -21,7 +21,7 @@ MOST_GPUS = 64
 
 
 def gpus(root):
-    """Of each GPU its PCI address, NUMA node (-1: unknown) and cores."""
+    """Returns the PCI address, NUMA node (-1: unknown) and cores of each GPU."""
     found = {}
     for render in (root / "sys/class/drm").glob("renderD*"):
         device = (render / "device").resolve()

@@ -20,7 +20,7 @@ import urllib.parse
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STYLE = pathlib.Path(__file__).with_name("extra.css")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# (heading, pages); what is not listed is found by search and by links.
+# (heading, pages). Readers find the other pages by search and by links.
 NAVIGATION = [
     ("Begin", ["README.md", "docs/start/status.md", "client/quickstart.md",
                "docs/tutorials/transformers.md", "docs/tutorials/vllm.md",
@@ -91,7 +91,7 @@ def configuration(source, site):
 
 
 class Links(html.parser.HTMLParser):
-    """What a page refers to, and the anchors that it has."""
+    """The links and the anchors of a page."""
 
     def __init__(self, text):
         super().__init__()

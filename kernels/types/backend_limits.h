@@ -1,4 +1,4 @@
-// What a backend must have room for: it takes all its memory once, in AttentionBackend::Configure.
+// Sizes for which a backend takes all its memory once, in AttentionBackend::Configure.
 #ifndef MLA_KERNELS_TYPES_BACKEND_LIMITS_H_
 #define MLA_KERNELS_TYPES_BACKEND_LIMITS_H_
 

@@ -22,7 +22,7 @@ class EngineLoad final {
     const int64_t mean = wait_ns_.load(std::memory_order_relaxed);
     wait_ns_.store(mean + (nanos - mean) / kWaitPart, std::memory_order_relaxed);
   }
-  // `bytes_cached`, of the free ones, are those that the prefix cache alone holds.
+  // `bytes_cached` are the part of `bytes_free` that only the prefix cache holds.
   void NotePool(int64_t bytes_total, int64_t bytes_free, int64_t bytes_cached) {
     bytes_total_.store(bytes_total, std::memory_order_relaxed);
     bytes_cached_.store(bytes_cached, std::memory_order_relaxed);

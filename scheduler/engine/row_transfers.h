@@ -1,5 +1,5 @@
-// Exports and imports: which rows of a sequence move, what they mean, and what is held during the
-// move.
+// Exports and imports: chooses the rows of a sequence that move, checks their meaning, and holds
+// their pages during the move.
 //
 // An export holds its rows by means of a fork of the sequence. An import reserves the pages of its
 // rows, which are committed together when all have come. Launches carry the bytes (PageMover).

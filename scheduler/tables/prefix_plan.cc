@@ -14,7 +14,7 @@ namespace {
 using kvcache::PrefixChain;
 using kvcache::PrefixKey;
 
-// Of a look: hashed before the directory is asked for them.
+// Pages whose keys a probe hashes before it looks them up in the directory.
 constexpr size_t kPagesAtOnce = 32;
 
 template <typename T>

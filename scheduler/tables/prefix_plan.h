@@ -47,7 +47,7 @@ class PrefixPlanner final {
                          const kvcache::PageDirectory& directory, ProbeAnswer* answer) const;
 
  private:
-  // Of rows that a declaration names, before others are added to them.
+  // Returns how many rows `args` names. Refuses more than a sequence may have after `first_row`.
   absl::StatusOr<int64_t> RowsOf(const PrefixArgs& args, int64_t first_row,
                                  int32_t page_size) const;
   kvcache::PrefixKey RootOf(const std::string& tenant, const ModelSpec& spec,

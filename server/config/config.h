@@ -5,7 +5,7 @@
 // docs/configuration.md and deploy/config/example.yaml are all derived from it, so they cannot
 // disagree.
 //
-// Sources, each overriding those before it: built-in default, YAML file, environment, flags.
+// Sources: built-in default, YAML file, environment, flags. Each overrides the ones before it.
 // Loading reports all faults at once, each with its key and with the place from which the value
 // came.
 //

@@ -1,4 +1,4 @@
-// What a running server takes over when its configuration is read again.
+// Keys of the configuration that a running server can reload.
 #include <algorithm>
 #include <string>
 #include <string_view>

@@ -29,7 +29,7 @@ namespace mla::server {
 
 // Byte sizes of an attend message's tensors, checked against overflow and the message limit.
 struct AttendSizes {
-  // Sizes that the engine reads; for kv and q those after decoding.
+  // Sizes that the engine reads. The sizes of kv and q are the decoded ones.
   int64_t kv_bytes = 0;
   int64_t q_bytes = 0;
   int64_t o_bytes = 0;

@@ -1,4 +1,4 @@
-// The server's metrics for Prometheus: the manual's table, what is exposed, and its bounds.
+// The server's metrics for Prometheus: the manual's table, the exposed families, and bounds.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

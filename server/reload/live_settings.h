@@ -1,5 +1,5 @@
-// Settings that a reload replaces while services read them. All of one configuration are set
-// together; a reader sees those of one configuration or of the next.
+// Settings that a reload replaces while services read them. A reader sees all settings of one
+// configuration or all of the next.
 //
 // Threading: all methods from any thread.
 #ifndef MLA_SERVER_RELOAD_LIVE_SETTINGS_H_

@@ -231,7 +231,8 @@ void CommandRing::RefuseUnready(AttendMessage* message) {
                              .reason = "device_not_ready"}));
 }
 
-// Of the client's own memory the host may have to read some.
+// Entries whose tensors lie in the client's own memory cannot go ahead: the host may have to read
+// them.
 bool CommandRing::MayGoAhead() const {
   return goes_ahead_ && held_.ready.word != nullptr && OnDevice(held_.entry);
 }

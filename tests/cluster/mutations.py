@@ -98,7 +98,7 @@ def planted(folder, module, old, new):
 
 
 def commands():
-    """What must find a fault, the cheapest first."""
+    """Yields the commands that must find a fault, the cheapest first."""
     simulate = [sys.executable, str(HERE / "simulate.py")]
     small = ["--servers=12", "--workers=20", "--ops=8000"]
     yield "faults", [*simulate, *small, "--faults=0.08", "--seed=2"]
@@ -109,7 +109,7 @@ def commands():
 
 
 def found_by(module, old, new):
-    """What finds a fault; "" if nothing does."""
+    """Returns the name of the command that finds a fault, or "" if none does."""
     with tempfile.TemporaryDirectory(prefix="mla-mutant-") as folder:
         planted(pathlib.Path(folder), module, old, new)
         environment = {**os.environ, "CLIENT_UNDER_TEST": folder,

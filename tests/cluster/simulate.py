@@ -27,7 +27,7 @@ AGENTS = 4
 SYSTEMS = 8
 # Seconds of the simulated clock between two batches, of all workers together.
 PACE_S = 40.0
-# Bounds of what is measured.
+# Bounds of the measured figures.
 MOST_FILL, LEAST_HITS, MOST_CONNECTIONS = 1.25, 0.93, 200
 # With fewer agents a server than so many, chance alone makes some servers fuller.
 MANY_AGENTS, MOST_FILL_OF_FEW = 50, 1.6

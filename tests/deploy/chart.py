@@ -53,7 +53,7 @@ SCENARIOS = {
 
 
 class TemplateError(Exception):
-    """What `fail`, `required` or a missing key raise."""
+    """Raised by `fail`, `required` and missing keys of a template."""
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,4 +1,4 @@
-"""What ships for clusters: units of one server a GPU, and examples of scaling out."""
+"""Shipped files for clusters: systemd units with one server for each GPU, and scaling examples."""
 
 import os
 import pathlib

@@ -1,5 +1,5 @@
 // The planner with arbitrary lengths and traits. It must plan every valid batch, with every pair of
-// rows once and inside its arrays, and must say what is wrong with the others. Lengths come from
+// rows once and inside its arrays, and must refuse the others with a reason. Lengths come from
 // clients, so a plan that read or wrote past its arrays would be an attack.
 #include <algorithm>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Recordings come from elsewhere: mlactl replay must read them, or say what is wrong with them.
+// Recordings come from elsewhere: mlactl replay must read them or refuse them with a reason.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -18,13 +18,13 @@ def releases():
 
 
 def git(*words):
-    """What git says; None where it fails, as without a repository."""
+    """Returns git's output, or None if git fails, for example without a repository."""
     done = subprocess.run(["git", *words], cwd=ROOT, check=False, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 class Build:
-    """A release, built below build/releases; a second use takes what is there."""
+    """A release, built below build/releases and kept there for the next use."""
 
     def __init__(self, release):
         self.version = release["version"]

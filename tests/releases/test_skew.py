@@ -26,7 +26,7 @@ PROGRAM = pathlib.Path(__file__).with_name("skew_client.py")
 
 
 class Side:
-    """What one version brings: a server, mlactl, a Python client."""
+    """The programs of one version: a server, mlactl, a Python client."""
 
     def __init__(self, name, server, mlactl, python):
         self.name, self.server, self.mlactl, self.python = name, server, mlactl, python

@@ -28,7 +28,7 @@ MEMBER = re.compile(r"^(?! )(?:[\w:<>,&* ]*[ *&])?([A-Z]\w+)::~?\w+\(", re.M)
 
 
 def git(*arguments):
-    """What git prints."""
+    """Returns the output of git."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True,
                           check=True).stdout
 

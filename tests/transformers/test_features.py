@@ -10,7 +10,7 @@ import torch
 
 ENVIRONMENT = "transformers"
 torch.set_num_threads(1)
-# The model is small, except in the dimensions that the server uses: those of a head and of a row.
+# The model is small, except in the dimensions of heads and rows, which the server uses.
 _SMALL = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
           "q_lora_rank": 64, "intermediate_size": 256, "moe_intermediate_size": 64,
           "num_hidden_layers": 3}

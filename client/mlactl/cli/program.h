@@ -9,7 +9,7 @@
 //   grow.Run([size](const CommonOptions& common) { return Grow(common, *size); });
 //   return program.Run(words);
 //
-// What the command line does not say of the server comes from the environment, then from the
+// Settings of the connection come from the command line; then from the environment; then from the
 // context (client/mlactl/context/context.h).
 //
 // Options are --NAME=VALUE or --NAME VALUE; the last of several counts. The common options may

@@ -37,7 +37,7 @@ std::string Value(const Environment& environment, const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// What is empty in `connection` is taken from `other`.
+// Copies each field from `other` that is empty in `connection`.
 void Fill(const Connection& other, Connection* connection) {
   for (const Field& field : kFields) {
     if ((connection->*field.member).empty()) connection->*field.member = other.*field.member;

@@ -6,8 +6,8 @@
 
 namespace mla::mlactl {
 
-// A JSON text as a YAML document of the same values, in the same order. Texts are quoted as in
-// JSON, which YAML reads alike. A text that is no JSON comes back as it is.
+// Returns a YAML document with the values of a JSON text, in the same order. Strings keep JSON's
+// quotes, which YAML reads in the same way. Returns a text that is not JSON unchanged.
 std::string YamlOfJson(const std::string& json);
 
 }  // namespace mla::mlactl

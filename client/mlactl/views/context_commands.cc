@@ -47,7 +47,7 @@ int List(const CommonOptions& common) {
   return Emit(common, json + "]}\n", text);
 }
 
-// Changes the file by `change`, which returns what is wrong.
+// Applies `change` to the file of contexts. `change` returns an error, or OK.
 template <typename Change>
 int Edit(Change change) {
   auto contexts = ReadContexts(Path());

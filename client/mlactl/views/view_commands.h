@@ -1,4 +1,4 @@
-// What is no single reply of a server: version, top, size, contexts.
+// Commands that show more than one reply of a server: version, top, size, contexts.
 #ifndef MLA_CLIENT_MLACTL_VIEWS_VIEW_COMMANDS_H_
 #define MLA_CLIENT_MLACTL_VIEWS_VIEW_COMMANDS_H_
 

@@ -307,8 +307,9 @@ class Client(Steps, Pages, Operations, Following):
         return wait
 
     def probe(self, model: Model, prefix: Prefix = Prefix(), *, timeout_s: float = 1.0) -> Probe:
-        """What a sequence with this prefix would find now, and how busy the server is. Leaves no
-        trace. Whole pages count alone. Unimplemented by servers without the capability "probe"."""
+        """Returns how many rows of this prefix the server has now, and how busy it is. Changes
+        nothing on the server. Counts whole pages only. Raises Unimplemented if the server lacks
+        the capability "probe"."""
         return self._probe(model.spec.model_id, prefix, timeout_s)()
 
     def _match(self, sequence_id: int, epoch: int, first_row: int,

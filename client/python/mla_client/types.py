@@ -349,5 +349,5 @@ class Probe:
 
     @property
     def fill(self) -> float:
-        """Part of the pool that has rows, 0 to 1: those of sequences, and cached ones."""
+        """Part of the pool, 0 to 1, that has rows of sequences or cached rows."""
         return fill_of(self.bytes_free - self.bytes_cached, self.bytes_total)

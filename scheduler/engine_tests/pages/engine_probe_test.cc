@@ -1,4 +1,4 @@
-// What a probe finds of a prefix, and that it leaves no trace and waits for nothing. Pages of 3
+// A probe counts the rows of a prefix, changes nothing and waits for nothing. Pages of 3
 // rows.
 #include <functional>
 #include <memory>

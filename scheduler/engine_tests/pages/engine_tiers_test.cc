@@ -132,7 +132,7 @@ class EngineTiersTest : public EngineCoreTest {
       return event.kind == kind && event.tier == tier;
     }));
   }
-  // What a probe finds of a text.
+  // Rows of a text that a probe finds.
   ProbeAnswer Held(int text) {
     ProbeAnswer answer;
     PrefixArgs prefix;

@@ -22,7 +22,7 @@ BEFORE_US = 200  # of what comes before the first call of attention
 
 
 def spans_of(trace: Dict[str, Any]) -> Tuple[List[Span], List[Span]]:
-    """Of the thread and of the GPU, from shortly before the first call of attention on."""
+    """Returns the spans of the thread and of the GPU, from shortly before the first attend on."""
     thread: List[Span] = []
     gpu: List[Span] = []
     for event in trace["traceEvents"]:

@@ -30,18 +30,18 @@ def extend(digest, token):
 
 
 def shown(digest):
-    """What an output says of a digest: what a float32 holds exactly."""
+    """Returns the bits of a digest that a float32 output holds exactly."""
     return float(digest & 0xFFFFFF)
 
 
 def no_pages():
-    """What a server without room says."""
+    """Returns the error of a server whose pool is full."""
     return errors.ResourceExhausted("no pages", errors.ErrorDetail(reason="pages_exhausted"))
 
 
 class Rows:
-    """The rows of a sequence: digests at the ends of pages, and those of the last page by
-    themselves."""
+    """The rows of a sequence: a digest at the end of each page, and one for each row of the last
+    page."""
 
     def __init__(self):
         self.pages = array.array("Q")
@@ -124,7 +124,7 @@ class Server:
         return len(sequence.rows.pages) + bool(sequence.rows.rest)
 
     def make_room(self):
-        """Cached pages yield to those of sequences, the oldest first."""
+        """Evicts cached pages, oldest first, for pages of sequences."""
         while self.used + len(self.cache) > self.pages and self.cache:
             self.cache.popitem(last=False)
 
@@ -225,7 +225,7 @@ class Client(Following):
         self.boot_id = self.server.boot_id
         self.server.connections.add(client_id)
 
-    # What the renewer and the event of closing are for this class.
+    # Stand in for the client's renewer and its closing event.
     def wait(self, seconds):
         self.world.advance(seconds)
         return self.closed
@@ -238,7 +238,7 @@ class Client(Following):
         self.server.connections.discard(self.client_id)
 
     def reach(self):
-        """What a call meets before the server has it."""
+        """Raises the errors that a call can meet before it reaches the server."""
         self.world.calls += 1
         if self.closed:
             raise errors.Unavailable("the client is closed")

@@ -40,7 +40,7 @@ class Agent:
         for place, token in enumerate(self.all):
             digest = extend(digest, token)
             self.shown[place] = shown(digest)
-        # Of each turn, one array that stays: the world keeps digests by it.
+        # One array for each turn. It must stay, because the world finds digests by its identity.
         self.texts = [self.all[:len(system) + (turn + 1) * ROWS_A_TURN] for turn in range(TURNS)]
 
     @property

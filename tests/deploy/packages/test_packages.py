@@ -1,4 +1,4 @@
-"""What ./dev package makes: installed in a clean root, run as an image, the same twice.
+"""The packages of ./dev package: installed in a clean root, run as an image, the same twice.
 
 These tests need root and download from the machine's package sources, so they belong to the longer
 runs (MLA_TEST_LONG). PackageTextsTest runs always.
@@ -41,7 +41,7 @@ def run(*command, check=True, **options):
 
 
 def package(kind, output):
-    """What package.py prints, and the folder that it has filled."""
+    """Runs package.py, which fills the folder `output`. Returns what it prints."""
     # One time for all calls: a commit may come between two of them.
     environment = {**os.environ, "SOURCE_DATE_EPOCH": "1795900000"}
     return run("/usr/bin/python3", ROOT / "deploy/package/package.py", kind, "--output", output,
@@ -91,7 +91,7 @@ class PackageTextsTest(unittest.TestCase):
 
 
 class LongTest(unittest.TestCase):
-    """A folder for what is made, and a reason where it cannot be."""
+    """Gives a test its folder for packages. Skips it in the quick run and without root or tools."""
 
     tools = ()
 

@@ -45,7 +45,7 @@ func toYaml(value interface{}) (string, error) {
 	return strings.TrimSuffix(string(out), "\n"), err
 }
 
-// JSON's maps have texts as keys; those of YAML may have others.
+// JSON objects have string keys; YAML maps may have others.
 func plain(value interface{}) interface{} {
 	switch typed := value.(type) {
 	case map[interface{}]interface{}:

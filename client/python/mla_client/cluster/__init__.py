@@ -30,8 +30,8 @@ def connect(target: str, *, tls: Any = None, client_id: str = "", timeout_s: flo
             etcd: Optional[Mapping[str, str]] = None, same_host: bool = True,
             keep_s: Optional[float] = None, subset: Optional[int] = None,
             **arguments: Any) -> "ClusterClient":
-    """A client of the servers that a target names. `arguments` are those of Client.connect, for the
-    connection to each of them.
+    """Returns a client of the servers that a target names. `arguments` go to Client.connect for
+    each server.
 
     `home`: the address of the server for sequences that share nothing; `costs`: a
     placement.Costs; `etcd`: ca, cert and key of the registry, as paths; `same_host` False: servers

@@ -23,7 +23,7 @@ from mla_client.types import Buffers, ModelSpec, Prefix, PrefixMatch, Profile, S
 
 # Servers that one worker uses: a server has no more connections than its share of the workers.
 SUBSET = 8
-# Servers that are tried for a new sequence, those that were asked included.
+# Servers that are tried for a new sequence. Servers that were probed count too.
 MOST_TRIED = 16
 # A server that has left the registry has so long to answer.
 GONE_S = 1.0
@@ -111,8 +111,8 @@ class ClusterClient:
     # --- Servers
 
     def usable(self) -> List[Member]:
-        """Members that take new sequences, without those that have failed a moment ago. Unavailable
-        where there are none."""
+        """Returns the members that take new sequences and have not failed recently. Raises
+        Unavailable if there are none."""
         members = self.members.all()
         self.owners.know(members)
         taking = [one for one in members if not one.draining]
@@ -138,7 +138,7 @@ class ClusterClient:
         for address in addresses:
             owner = self.owners.at(address)
             client = owner.connected
-            # What restarted was connected to again before the registry heard of it.
+            # A server that restarted can be connected again before the registry lists its new boot.
             if client is None or (now.get(address) and now[address] == client.boot_id):
                 continue
             if self.owners.probe([address], "", Prefix(), GONE_S)[address] is None:
@@ -370,7 +370,7 @@ class ClusterClient:
     # --- Operation
 
     def server_info(self) -> Any:
-        """Of the first server that answers: the home, if it does."""
+        """Returns the info of the first server that answers. The home is asked first."""
         return self._first(lambda client: client.server_info())
 
     def models(self) -> List[ModelSpec]:
@@ -418,7 +418,7 @@ class ClusterClient:
             raise refused
 
     def _release(self, sequence_ids: List[int]) -> List[int]:
-        """Returns those that no server had."""
+        """Returns the ids that no server had."""
         absent = list(sequence_ids)
         for owner in self._used():
             if absent:

@@ -48,8 +48,8 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str) -> "Member":
-        """InvalidArgument, with the field, for what is no member. Fields that are not known here
-        are a newer announcer's, and are left out."""
+        """Parses a member. Raises InvalidArgument, with the field, if `text` is not one. Ignores
+        unknown fields, which a newer announcer may write."""
         if len(text) > MOST_VALUE_BYTES:
             raise _wrong("value", f"{len(text)} characters", f"at most {MOST_VALUE_BYTES}")
         try:
@@ -63,7 +63,7 @@ class Member:
 
     @classmethod
     def checked(cls, fields: Mapping[str, Any]) -> "Member":
-        """Of fields whose values may be anything."""
+        """Makes a member of unchecked fields. Raises InvalidArgument, with the field."""
         good: Dict[str, Any] = {}
         for name, value in fields.items():
             if name in ("boot_id", "bytes_free", "bytes_cached", "bytes_total", "sequences"):

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class ClusterModel(Model):
-    """What is uploaded is kept, by reference, for servers that the model comes to later: arrays
-    must not change. `Client.connect(on_peer=...)` brings weights that are to be read again
-    instead."""
+    """A model on the servers of a cluster. It keeps references to uploaded arrays for servers that
+    get the model later, so the arrays must not change. `Client.connect(on_peer=...)` reads the
+    weights again instead."""
 
     def __init__(self, cluster: "ClusterClient", spec: ModelSpec, page_group_bytes: int,
                  lease_ms: int, extras: Dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ class ClusterModel(Model):
         return rows if prefix.max_rows is None else min(rows, prefix.max_rows // page * page)
 
     def bytes_of(self, rows: int) -> int:
-        """What rows take of a pool."""
+        """Returns the bytes that `rows` rows take in a pool."""
         return -(-max(0, rows) // self.spec.page_size) * self.page_group_bytes
 
     def open_sequence(self, *, request_id: str = "", lease_ms: int = 0,

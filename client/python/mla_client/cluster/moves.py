@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ClusterMoves(Moves):
-    """Of the connection to one server."""
+    """Moves of sequences over the connection to one server."""
 
     def __init__(self, cluster: "ClusterClient") -> None:
         super().__init__(self._none)

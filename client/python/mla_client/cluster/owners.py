@@ -23,7 +23,7 @@ PROBE_S = 0.25
 CONNECT_S = 2.0
 # A server that has failed is asked again after so long, twice as long each time, at most.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-# What a probe said of a server's room counts for so long.
+# Free memory that a probe reported is used for this long.
 FRESH_S = 5.0
 # Conversations that are remembered, and rows between two of their marks.
 MOST_MARKS = 1 << 17
@@ -163,8 +163,8 @@ class Owners:
 
     def __init__(self, connect: Callable[[Member], Any], prepare: Callable[[Model], None], *,
                  now: Callable[[], float] = time.monotonic, threads: int = 8) -> None:
-        """`connect` makes a client of a member. `threads` connect to servers of which there is no
-        connection while a probe waits for them; 0: the caller's thread does."""
+        """`connect` makes a client of a member. While a probe waits, `threads` threads connect to
+        servers that have no connection yet. If `threads` is 0, the caller's thread connects."""
         self._connect = connect
         self._prepare = prepare
         self._now = now
@@ -264,8 +264,8 @@ class Owners:
 
 
 def _without_probe(error: errors.MlaError) -> Optional[Probe]:
-    """What is taken for the answer of a server that is well and cannot say: one of an older
-    release, or one that does not have the model yet."""
+    """Returns the answer to assume for a healthy server that cannot be probed, because its release
+    is older or it does not have the model yet. None: the server is not healthy."""
     if isinstance(error, (errors.Unimplemented, errors.NotFound)) and not isinstance(
             error, (errors.ServerRestarted, errors.AnotherServer)):
         return Probe(bytes_free=2**62, bytes_total=2**62)

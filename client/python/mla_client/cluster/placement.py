@@ -30,8 +30,8 @@ IMPOSSIBLE = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What decides between servers, in seconds. The defaults are of DeepSeek-V3's size on one GPU;
-    their ratios matter, not their sizes."""
+    """Costs that placement compares, in seconds. The defaults fit DeepSeek-V3 on one GPU. Only
+    their ratios matter."""
 
     prefill_row_s: float = 100e-6    # of a row that is computed again, in the worker and here
     host_row_s: float = 4e-6         # of a row that comes back from host memory
@@ -50,8 +50,8 @@ class Choice(NamedTuple):
 
 
 def key_of(model: str, prefix: Prefix) -> bytes:
-    """What decides which servers a prefix belongs to. Equal for equal first rows, models and
-    salts."""
+    """Returns the key by which a prefix chooses its servers. Equal first rows, models and salts
+    give equal keys."""
     hasher = hashlib.blake2b(digest_size=16)
     for text in (model.encode(), prefix.salt.encode()):
         hasher.update(struct.pack("<I", len(text)) + text)
@@ -79,8 +79,8 @@ def page_names(token_ids: Sequence[int], page_size: int, salt: bytes) -> List[by
 
 
 def by_hash(key: bytes, addresses: Sequence[str]) -> List[str]:
-    """Rendezvous: all addresses, those that a key belongs to first. Where an address comes or goes,
-    the order of the others stays."""
+    """Rendezvous hashing: returns all addresses, best first for this key. If an address comes or
+    goes, the order of the others stays."""
     def weight(address: str) -> bytes:
         return hashlib.blake2b(address.encode(), key=key[:64], digest_size=8).digest()
     return sorted(addresses, key=weight, reverse=True)

@@ -12,7 +12,7 @@ from mla_client.types import Prefix
 if TYPE_CHECKING:
     from mla_client.cluster.client import ClusterClient
 
-# Rows of a peer come over the network: seconds for one of them, and what a try costs beside that.
+# Rows of a peer come over the network: seconds for each row, and seconds for each attempt.
 FETCH_ROW_S = 30e-6
 FETCH_S = 0.05
 # A server that does not answer for so long is taken for dead.
@@ -22,7 +22,7 @@ MOST_RESTORES = 4
 
 
 class Recovery(NamedTuple):
-    """What became of a sequence."""
+    """How a sequence was recovered."""
 
     # "alive": its server has it as before; "moved": a drain has moved it; "checkpoint"; "peer":
     # rows that another server had; "none": all rows are to be sent again.

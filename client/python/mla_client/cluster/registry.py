@@ -40,8 +40,8 @@ class StaticRegistry(Registry):
 
 
 class DnsRegistry(Registry):
-    """Every address of a name. In Kubernetes a headless service has those of pods that are ready:
-    one that drains is not."""
+    """Every address of a DNS name. In Kubernetes a headless service lists the pods that are ready.
+    A pod that drains is not ready."""
 
     def __init__(self, name: targets.Endpoint,
                  look_up: Callable[..., List[Any]] = socket.getaddrinfo) -> None:
@@ -180,8 +180,8 @@ class EtcdRegistry(Registry):
 
 
 def registry_of(target: str, ca: str = "", cert: str = "", key: str = "") -> Registry:
-    """The registry that a target names. The paths are those of etcd's authorities and of a
-    certificate of this client's."""
+    """Returns the registry that a target names. `ca` is the path of the certificate authorities for
+    etcd; `cert` and `key` are paths of this client's certificate."""
     if target.startswith(("etcd://", "etcds://")):
         return EtcdRegistry(targets.etcd_target(target), ca=ca, cert=cert, key=key)
     if target.startswith("dns:///"):

@@ -19,10 +19,10 @@ from mla_client.types import AttendResult, Buffers, DType, Profile
 
 
 class OwnersFailed(errors.Aborted):
-    """Some owners of a step have failed, and others have not. `failed`: the sequences of those that
-    have, each with the error of its owner. `result`: of attend, the outputs with NaN in the rows of
-    failed owners. `lengths`: of end, what sequences have now; those of failed owners are unknown
-    until `Sequence.refresh`, and None."""
+    """Some owners of a step have failed, and others have not. `failed` maps each sequence of a
+    failed owner to the owner's error. After attend, `result` has the outputs, with NaN in the
+    rows of failed owners. After end, `lengths` has each sequence's length now, and None for
+    sequences of failed owners until `Sequence.refresh` asks again."""
 
     def __init__(self, failed: Mapping[Sequence, errors.MlaError],
                  result: Optional[AttendResult] = None,
@@ -102,7 +102,7 @@ class _Whole(AttendFuture):
 
 
 class _Shapes(NamedTuple):
-    """Of the outputs of one call."""
+    """Shapes of the outputs of one call."""
 
     o: Optional[Tuple[int, int]]  # heads, o dim
     heads: Optional[int]          # of the log-sum-exp

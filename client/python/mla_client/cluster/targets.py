@@ -47,7 +47,7 @@ def names_cluster(target: str) -> bool:
 
 
 def etcd_target(target: str) -> EtcdTarget:
-    """InvalidArgument says what is wrong."""
+    """Parses a target of etcd. Raises InvalidArgument with the reason."""
     if "@" in target:
         raise _wrong("etcd://...@...", "without a user: a target is shown in logs")
     parts = _ETCD.match(target)

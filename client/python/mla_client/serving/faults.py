@@ -24,7 +24,7 @@ class Fault(enum.Enum):
 
 
 def fault_of(error: errors.MlaError) -> Fault:
-    """The fault behind the error of a call that named a sequence, a step or a model."""
+    """Returns the fault that caused the error of a call for a sequence, a step or a model."""
     if isinstance(error, (errors.ServerRestarted, errors.AnotherServer, errors.Unavailable,
                           errors.Cancelled)):
         return Fault.AWAY

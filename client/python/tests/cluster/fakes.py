@@ -1,5 +1,5 @@
-"""A service in memory for tests of the cluster's client: rows are counted, and what is attended to
-is the number of the row's sequence."""
+"""A service in memory for tests of the cluster's client. It counts rows; each output is the number
+of the row's sequence."""
 
 import numpy as np
 

@@ -1,5 +1,4 @@
-"""What the adapters share, over a cluster: passes of an engine whose requests are on several
-servers."""
+"""Passes of an engine whose requests are on several servers, as the adapters run them."""
 
 import unittest
 

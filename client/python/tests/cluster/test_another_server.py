@@ -1,4 +1,4 @@
-"""Whose answer it is: a server that has restarted, or another one behind a balancer."""
+"""Answers of a server that has restarted, or of another server that a balancer chose."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-// What a block of kSmallThreads threads does together: searches, copies, and reductions of a wave.
+// Searches and copies by a block of kSmallThreads threads, and reductions of a wave.
 #ifndef MLA_KERNELS_HIP_DEVICE_PRIMITIVES_BLOCK_H_
 #define MLA_KERNELS_HIP_DEVICE_PRIMITIVES_BLOCK_H_
 

@@ -24,19 +24,19 @@ from mla_client.types import Prefix
 # The registry forgets a server after so long without news of it; news come so often.
 LEASE_S = 5
 PERIOD_S = 1.0
-# A server that does not answer for so long is taken out.
+# A server that does not answer within this time is removed from the registry.
 ANSWER_S = 2.0
-# What seldom changes (device, version, models) is asked for once in so many turns.
+# Turns between two questions for device, version and models, which seldom change.
 SELDOM = 10
 
 
 def _shown(text: str) -> str:
-    """What a registry takes of a server's words."""
+    """Returns `text` as a registry accepts it: printable and at most MOST_TEXT long."""
     return "".join(c for c in text if c.isprintable())[:MOST_TEXT]
 
 
 class Announcer:
-    """Of one server. Belongs to one thread."""
+    """Announces one server to the registry. Belongs to one thread."""
 
     def __init__(self, registry: EtcdRegistry, connect: Callable[[], Any], address: str,
                  target: str = "", node: str = "") -> None:

@@ -26,12 +26,12 @@ from mla_client.cluster.operations import announce, quotas
 from mla_client.cluster.operations.drain import drain
 from mla_client.types import Prefix
 
-# Exit codes, as those of mlactl.
+# Exit codes, the same as mlactl's.
 GOOD, USAGE, AWAY, REFUSED, NOT_SERVING = 0, 1, 2, 3, 4
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands."""
+    """Returns the parser of all commands."""
     top = argparse.ArgumentParser(prog="mla_client.cluster", description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
@@ -90,7 +90,7 @@ def _connect(args: argparse.Namespace, address: str) -> Client:
 
 
 def _each(args: argparse.Namespace, act: Callable[[Client], Any]) -> Dict[str, Any]:
-    """What `act` gives for each member, or the error."""
+    """Returns the result of `act`, or its error, for each member."""
     source = _registry(args, args.cluster)
     found: Dict[str, Any] = {}
     for member in source.read():

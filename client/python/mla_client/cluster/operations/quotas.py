@@ -39,7 +39,7 @@ def shares(total: int, used: Mapping[str, int], kept: Mapping[str, int] = {}) ->
 
 
 def changes(before: Mapping[str, int], after: Mapping[str, int]) -> List[Tuple[str, int]]:
-    """The bounds to set, those that fall first."""
+    """Returns the bounds to set. Bounds that fall come first."""
     new = [(address, bound) for address, bound in after.items() if before.get(address) != bound]
     return sorted(new, key=lambda one: one[1] - before.get(one[0], MOST_BOUND))
 
@@ -122,7 +122,7 @@ class Reconciler:
 
 
 class Leadership:
-    """Of one process at a time: a key under a lease."""
+    """Lets one process at a time lead. The leader holds a key under a lease."""
 
     def __init__(self, registry: EtcdRegistry, name: str) -> None:
         self._registry = registry
