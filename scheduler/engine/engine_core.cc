@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "scheduler/engine/cache_stats.h"
 #include "scheduler/kvcache/prefix/random_ids.h"
 #include "scheduler/launching/launch_sizes.h"
 
@@ -453,7 +454,6 @@ int32_t EngineCore::AbortAllSteps(const std::string& why) {
 
 EngineStats EngineCore::Stats() const {
   EngineStats stats = stats_;
-  const kvcache::KvCacheStats cache = cache_->stats();
   stats.sequences = sequences_->size();
   stats.open_steps = static_cast<int32_t>(steps_->open().size());
   stats.models = models_->size();
@@ -471,29 +471,8 @@ EngineStats EngineCore::Stats() const {
   }
   stats.plan_hits = launcher_->plan_stats().hits;
   stats.plan_misses = launcher_->plan_stats().misses;
-  stats.kv_bytes_total = cache.bytes_total;
-  stats.kv_bytes_used = cache.bytes_used;
-  stats.page_groups_used = cache.groups_used;
-  stats.page_groups_free = cache.groups_free;
-  stats.page_groups_shared = cache.groups_shared;
-  stats.page_groups_pinned = cache.groups_pinned;
-  stats.kv_bytes_pinned = cache.bytes_pinned;
-  stats.page_groups_taken = cache.allocations;
-  const auto freed = [&cache](kvcache::Freed why) { return cache.freed[static_cast<size_t>(why)]; };
-  stats.page_groups_released = freed(kvcache::Freed::kReleased);
-  stats.page_groups_expired = freed(kvcache::Freed::kExpired);
-  stats.page_groups_truncated = freed(kvcache::Freed::kTruncated);
-  stats.page_groups_uncommitted = freed(kvcache::Freed::kUncommitted);
-  stats.page_groups_evicted = freed(kvcache::Freed::kEvicted);
-  stats.page_groups_cached = cache.groups_cached;
-  stats.kv_bytes_cached = cache.bytes_cached;
-  stats.page_groups_kept = cache_->prefixes().pinned_groups();
-  stats.kv_bytes_kept = cache_->prefixes().pinned_bytes();
-  stats.prefix = cache_->prefix_stats();
+  AddCacheStats(*cache_, &stats);
   if (tiers_ != nullptr) stats.tiers = tiers_->stats();
-  stats.copies_on_write = cache.copies_on_write;
-  stats.kv_bytes_copied = cache.bytes_copied;
-  stats.page_groups_scrubbed = cache.scrubs;
   stats.host_work = backend_->Work();
   for (const Step* step : steps_->open()) stats.requests_running += step->inflight;
   return stats;

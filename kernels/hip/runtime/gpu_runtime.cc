@@ -2,11 +2,11 @@
 
 #include <dlfcn.h>
 
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/hip/runtime/call_watch.h"
+#include "kernels/hip/runtime/runtime_table.h"
 
 namespace mla::kernels::hip {
 namespace {
@@ -31,160 +31,6 @@ constexpr int kAmdDeviceToHost = 2;
 constexpr int kAmdDeviceToDevice = 3;
 constexpr unsigned kNvidiaHostMemory = 1, kNvidiaDeviceMemory = 2;
 
-struct NvidiaLaunchAttribute {
-  unsigned id;
-  char pad[4];
-  union {
-    char reserved[64];
-    int flag;
-  } value;
-};
-struct NvidiaCopySide {
-  size_t x, y;
-  unsigned type;
-  void* host;
-  DevicePtr device;
-  void* array;
-  size_t pitch;
-};
-struct NvidiaCopyRows {
-  NvidiaCopySide from, to;
-  size_t bytes, rows;
-};
-static_assert(sizeof(NvidiaCopyRows) == 128);
-struct NvidiaLaunchConfig {
-  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
-  Stream stream;
-  NvidiaLaunchAttribute* attributes;
-  unsigned attribute_count;
-};
-
-}  // namespace
-
-struct RuntimeTable {
-  int (*init)(unsigned);
-  int (*device_count)(int*);
-  int (*device_name)(char*, int, int);
-  int (*device_attribute)(int*, int, int);
-  int (*memory_info)(size_t*, size_t*);
-  int (*allocate)(DevicePtr*, size_t);
-  int (*free)(DevicePtr);
-  int (*allocate_host)(void**, size_t, unsigned);
-  int (*free_host)(void*);
-  int (*register_host)(void*, size_t, unsigned);
-  int (*unregister_host)(void*);
-  int (*stream_create)(Stream*, unsigned);
-  int (*stream_destroy)(Stream);
-  int (*stream_wait)(Stream, Event, unsigned);
-  int (*stream_synchronize)(Stream);
-  int (*event_create)(Event*, unsigned);
-  int (*event_destroy)(Event);
-  int (*event_record)(Event, Stream);
-  int (*event_query)(Event);
-  int (*event_elapsed)(float*, Event, Event);
-  int (*copy_in)(DevicePtr, const void*, size_t, Stream);
-  int (*copy_out)(void*, DevicePtr, size_t, Stream);
-  int (*copy_device)(DevicePtr, DevicePtr, size_t, Stream);
-  int (*fill)(DevicePtr, unsigned char, size_t, Stream);
-  int (*store_word)(Stream, DevicePtr, uint32_t, unsigned);  // null if the library lacks it
-  int (*module_load)(Module*, const void*);
-  int (*module_unload)(Module);
-  int (*module_function)(Function*, Module, const char*);
-  int (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                Stream, void**, void**);
-  // AMD only.
-  const char* (*amd_error_text)(int);
-  int (*amd_version)(int*);
-  int (*amd_host_address)(void**, void*, unsigned);
-  int (*amd_set_device)(int);
-  int (*amd_properties)(void*, int);
-  int (*amd_copy_rows)(void*, size_t, const void*, size_t, size_t, size_t, int, Stream);
-  // NVIDIA only.
-  int (*nvidia_error_text)(int, const char**);
-  int (*nvidia_retain_context)(void**, int);
-  int (*nvidia_set_context)(void*);
-  int (*nvidia_copy_rows)(const NvidiaCopyRows*, Stream);
-  int (*nvidia_function_attribute)(Function, int, int);
-  int (*nvidia_launch)(const NvidiaLaunchConfig*, Function, void**, void**);
-};
-
-namespace {
-
-struct Alias {
-  const char* amd;  // null: the vendor has no such call
-  const char* nvidia;
-  size_t offset;
-};
-
-#define MLA_ALIAS(field, amd, nvidia) \
-  Alias { amd, nvidia, offsetof(RuntimeTable, field) }
-constexpr Alias kAliases[] = {
-    MLA_ALIAS(init, "hipInit", "cuInit"),
-    MLA_ALIAS(device_count, "hipGetDeviceCount", "cuDeviceGetCount"),
-    MLA_ALIAS(device_name, "hipDeviceGetName", "cuDeviceGetName"),
-    MLA_ALIAS(device_attribute, "hipDeviceGetAttribute", "cuDeviceGetAttribute"),
-    MLA_ALIAS(memory_info, "hipMemGetInfo", "cuMemGetInfo_v2"),
-    MLA_ALIAS(allocate, "hipMalloc", "cuMemAlloc_v2"),
-    MLA_ALIAS(free, "hipFree", "cuMemFree_v2"),
-    MLA_ALIAS(allocate_host, "hipHostMalloc", "cuMemHostAlloc"),
-    MLA_ALIAS(free_host, "hipHostFree", "cuMemFreeHost"),
-    MLA_ALIAS(register_host, "hipHostRegister", "cuMemHostRegister_v2"),
-    MLA_ALIAS(unregister_host, "hipHostUnregister", "cuMemHostUnregister"),
-    MLA_ALIAS(stream_create, "hipStreamCreateWithFlags", "cuStreamCreate"),
-    MLA_ALIAS(stream_destroy, "hipStreamDestroy", "cuStreamDestroy_v2"),
-    MLA_ALIAS(stream_wait, "hipStreamWaitEvent", "cuStreamWaitEvent"),
-    MLA_ALIAS(stream_synchronize, "hipStreamSynchronize", "cuStreamSynchronize"),
-    MLA_ALIAS(event_create, "hipEventCreateWithFlags", "cuEventCreate"),
-    MLA_ALIAS(event_destroy, "hipEventDestroy", "cuEventDestroy_v2"),
-    MLA_ALIAS(event_record, "hipEventRecord", "cuEventRecord"),
-    MLA_ALIAS(event_query, "hipEventQuery", "cuEventQuery"),
-    MLA_ALIAS(event_elapsed, "hipEventElapsedTime", "cuEventElapsedTime"),
-    MLA_ALIAS(copy_in, "hipMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"),
-    MLA_ALIAS(copy_out, "hipMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"),
-    MLA_ALIAS(copy_device, "hipMemcpyDtoDAsync", "cuMemcpyDtoDAsync_v2"),
-    MLA_ALIAS(fill, "hipMemsetD8Async", "cuMemsetD8Async"),
-    MLA_ALIAS(module_load, "hipModuleLoadData", "cuModuleLoadData"),
-    MLA_ALIAS(module_unload, "hipModuleUnload", "cuModuleUnload"),
-    MLA_ALIAS(module_function, "hipModuleGetFunction", "cuModuleGetFunction"),
-    MLA_ALIAS(launch, "hipModuleLaunchKernel", "cuLaunchKernel"),
-    MLA_ALIAS(amd_error_text, "hipGetErrorString", nullptr),
-    MLA_ALIAS(amd_version, "hipRuntimeGetVersion", nullptr),
-    MLA_ALIAS(amd_host_address, "hipHostGetDevicePointer", nullptr),
-    MLA_ALIAS(amd_set_device, "hipSetDevice", nullptr),
-    MLA_ALIAS(amd_properties, "hipGetDevicePropertiesR0600", nullptr),
-    MLA_ALIAS(amd_copy_rows, "hipMemcpy2DAsync", nullptr),
-    MLA_ALIAS(nvidia_error_text, nullptr, "cuGetErrorString"),
-    MLA_ALIAS(nvidia_retain_context, nullptr, "cuDevicePrimaryCtxRetain"),
-    MLA_ALIAS(nvidia_set_context, nullptr, "cuCtxSetCurrent"),
-    MLA_ALIAS(nvidia_copy_rows, nullptr, "cuMemcpy2DAsync_v2"),
-    MLA_ALIAS(nvidia_function_attribute, nullptr, "cuFuncSetAttribute"),
-    MLA_ALIAS(nvidia_launch, nullptr, "cuLaunchKernelEx"),
-};
-constexpr Alias kOptional[] = {
-    MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
-};
-#undef MLA_ALIAS
-
-void Set(RuntimeTable* table, const Alias& alias, void* entry) {
-  std::memcpy(reinterpret_cast<char*>(table) + alias.offset, &entry, sizeof(entry));
-}
-
-absl::Status Resolve(Vendor vendor, void* library, RuntimeTable* table) {
-  for (const Alias& alias : kAliases) {
-    const char* name = vendor == Vendor::kAmd ? alias.amd : alias.nvidia;
-    if (name == nullptr) continue;
-    void* entry = dlsym(library, name);
-    if (entry == nullptr) {
-      return absl::UnavailableError(absl::StrCat("the GPU runtime has no entry point ", name));
-    }
-    Set(table, alias, entry);
-  }
-  for (const Alias& alias : kOptional) {
-    Set(table, alias, dlsym(library, vendor == Vendor::kAmd ? alias.amd : alias.nvidia));
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
@@ -195,8 +41,7 @@ absl::StatusOr<std::unique_ptr<GpuRuntime>> GpuRuntime::Open(
   absl::StatusOr<OpenedLibrary> opened = OpenRuntimeLibrary(names);
   if (!opened.ok()) return opened.status();
   auto table = std::make_unique<RuntimeTable>();
-  std::memset(table.get(), 0, sizeof(RuntimeTable));
-  if (absl::Status s = Resolve(vendor, opened->handle, table.get()); !s.ok()) return s;
+  if (absl::Status s = FindEntryPoints(vendor, opened->handle, table.get()); !s.ok()) return s;
   std::unique_ptr<GpuRuntime> runtime(
       new GpuRuntime(vendor, opened->name, opened->handle, std::move(table)));
   if (absl::Status s = runtime->OpenDevice(device); !s.ok()) return s;

@@ -49,7 +49,7 @@ struct LaunchShape {
   bool operator==(const LaunchShape&) const = default;
 };
 
-// Entry points as the vendors' libraries export them; gpu_runtime.cc finds them by name.
+// Entry points as the vendors' libraries export them; runtime_table.h has them.
 struct RuntimeTable;
 
 class GpuRuntime final {
