@@ -19,7 +19,7 @@
 #include "server/memory/shared_region.h"
 #include "server/shared_memory/command_ring.h"
 #include "tests/fuzz/harness/target.h"
-#include "tests/integration/shared_memory/ring_hand.h"
+#include "tests/integration/shared_memory/ring/ring_hand.h"
 
 namespace mla::fuzz {
 namespace {

@@ -15,11 +15,6 @@ UNIT = re.compile(r"(?:_test)?\.(?:cc|h|hip|py|proto|c|inc)$")
 TOO_FULL = {
     "client/demo": 14,
     "client/python/mla_client": 13,
-    "client/python/tests": 15,
-    "scheduler/engine_tests": 14,
-    "tests/integration/process": 15,
-    "tests/integration/rpc": 14,
-    "tests/integration/shared_memory": 13,
 }
 
 # Folders of a package from the lowest floor up. A source includes headers of its own floor and of

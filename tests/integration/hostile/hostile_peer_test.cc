@@ -10,8 +10,8 @@
 #include "client/cpp/streams/errors.h"
 #include "mla/v1/admin.pb.h"
 #include "mla/v1/cache.pb.h"
+#include "tests/integration/hand_over/hand_over_fixture.h"
 #include "tests/integration/hostile/hostile_server.h"
-#include "tests/integration/process/hand_over_fixture.h"
 
 namespace mla::integration {
 namespace {

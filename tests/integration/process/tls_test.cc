@@ -24,7 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/streams/errors.h"
 #include "mla/v1/admin.grpc.pb.h"
-#include "tests/integration/process/authority.h"
+#include "tests/integration/hand_over/authority.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 

@@ -20,7 +20,7 @@
 #include "server/memory/shared_region.h"
 #include "server/metrics/metrics.h"
 #include "server/shared_memory/shared_memory_listener.h"
-#include "tests/integration/shared_memory/ring_hand.h"
+#include "tests/integration/shared_memory/ring/ring_hand.h"
 
 namespace mla::integration {
 namespace {

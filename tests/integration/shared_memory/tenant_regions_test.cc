@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "mla/v1/attention.grpc.pb.h"
-#include "tests/integration/shared_memory/ring_hand.h"
+#include "tests/integration/shared_memory/ring/ring_hand.h"
 #include "tests/integration/shared_memory/shared_memory_harness.h"
 #include "tests/integration/worker.h"
 

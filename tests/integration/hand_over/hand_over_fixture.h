@@ -1,6 +1,6 @@
 // Two servers with mutual TLS. One has sequences and drains to the other.
-#ifndef MLA_TESTS_INTEGRATION_PROCESS_HAND_OVER_FIXTURE_H_
-#define MLA_TESTS_INTEGRATION_PROCESS_HAND_OVER_FIXTURE_H_
+#ifndef MLA_TESTS_INTEGRATION_HAND_OVER_HAND_OVER_FIXTURE_H_
+#define MLA_TESTS_INTEGRATION_HAND_OVER_HAND_OVER_FIXTURE_H_
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@
 #include "client/cpp/streams/errors.h"
 #include "kernels/reference/reference_backend.h"
 #include "scheduler/testing/faulty_backend.h"
-#include "tests/integration/process/authority.h"
+#include "tests/integration/hand_over/authority.h"
 #include "tests/integration/test_server.h"
 #include "tests/integration/worker.h"
 
@@ -144,4 +144,4 @@ class HandOverTest : public ::testing::Test {
 
 }  // namespace mla::integration
 
-#endif  // MLA_TESTS_INTEGRATION_PROCESS_HAND_OVER_FIXTURE_H_
+#endif  // MLA_TESTS_INTEGRATION_HAND_OVER_HAND_OVER_FIXTURE_H_

@@ -1,4 +1,4 @@
-#include "tests/integration/shared_memory/ring_hand.h"
+#include "tests/integration/shared_memory/ring/ring_hand.h"
 
 #include <poll.h>
 #include <sys/mman.h>

@@ -4,8 +4,8 @@
 // ShmConnection performs the handshake with any bytes. RingHand writes any entries into a ring and
 // reads its completions. It works on a region from a server and on memory in this process.
 // Threading: one thread each.
-#ifndef MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_HAND_H_
-#define MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_HAND_H_
+#ifndef MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_RING_HAND_H_
+#define MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_RING_HAND_H_
 
 #include <chrono>
 #include <cstddef>
@@ -83,4 +83,4 @@ class ShmConnection final {
 
 }  // namespace mla::integration
 
-#endif  // MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_HAND_H_
+#endif  // MLA_TESTS_INTEGRATION_SHARED_MEMORY_RING_RING_HAND_H_

@@ -1,6 +1,6 @@
 // A proxy whose first connection breaks.
-#ifndef MLA_TESTS_INTEGRATION_PROCESS_CUTTING_PROXY_H_
-#define MLA_TESTS_INTEGRATION_PROCESS_CUTTING_PROXY_H_
+#ifndef MLA_TESTS_INTEGRATION_HAND_OVER_CUTTING_PROXY_H_
+#define MLA_TESTS_INTEGRATION_HAND_OVER_CUTTING_PROXY_H_
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -79,4 +79,4 @@ class CuttingProxy final {
 
 }  // namespace mla::integration
 
-#endif  // MLA_TESTS_INTEGRATION_PROCESS_CUTTING_PROXY_H_
+#endif  // MLA_TESTS_INTEGRATION_HAND_OVER_CUTTING_PROXY_H_

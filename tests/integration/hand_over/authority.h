@@ -1,6 +1,6 @@
 // Keys and certificates, which tests make with the openssl command at run time.
-#ifndef MLA_TESTS_INTEGRATION_PROCESS_AUTHORITY_H_
-#define MLA_TESTS_INTEGRATION_PROCESS_AUTHORITY_H_
+#ifndef MLA_TESTS_INTEGRATION_HAND_OVER_AUTHORITY_H_
+#define MLA_TESTS_INTEGRATION_HAND_OVER_AUTHORITY_H_
 
 #include <gtest/gtest.h>
 
@@ -119,4 +119,4 @@ class Authority final {
 
 }  // namespace mla::integration
 
-#endif  // MLA_TESTS_INTEGRATION_PROCESS_AUTHORITY_H_
+#endif  // MLA_TESTS_INTEGRATION_HAND_OVER_AUTHORITY_H_

@@ -25,7 +25,7 @@
 
 #include "mla/v1/attention.pb.h"
 #include "tests/integration/dense_model.h"
-#include "tests/integration/shared_memory/ring_hand.h"
+#include "tests/integration/shared_memory/ring/ring_hand.h"
 #include "tests/integration/shared_memory/shared_memory_harness.h"
 #include "tests/integration/worker.h"
 
