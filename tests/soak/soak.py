@@ -178,11 +178,12 @@ class Soak:
         return counts
 
     def kill_all(self):
-        """Ends all processes after a failure."""
+        """Ends every process that still runs: workers, and the server after a failure."""
         for process, _ in self._workers.values():
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        self._server.kill()
 
 
 def soak(seconds, seed, server, plant=False):
