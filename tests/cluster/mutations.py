@@ -19,7 +19,7 @@ ROOT = HERE.parents[1]
 PACKAGE = ROOT / "client" / "python"
 TESTS = PACKAGE / "tests" / "cluster"
 RUN_S = 600  # of one command: beyond it a fault counts as found
-# Name, module, text, what takes its place.
+# Name, module of mla_client.cluster, text, what takes its place.
 MUTATIONS = [
     ("all_members_drain_unseen", "client", "if not one.draining]", "if True]"),
     ("failed_servers_are_asked_on", "owners", "self._until = self._now() + min(",
@@ -32,7 +32,7 @@ MUTATIONS = [
      "return [*chosen, *rest][:6]"),
     ("rows_that_are_there_count_for_nothing", "placement", "max(0, rows - probe.rows)", "rows"),
     ("fill_counts_for_nothing", "placement", "probe.fill ** 2 * costs.full_s", "0.0"),
-    ("cached_rows_are_no_fill", "placement",
+    ("cached_rows_are_no_fill", "../types",
      "fill_of(self.bytes_free - self.bytes_cached, self.bytes_total)",
      "fill_of(self.bytes_free, self.bytes_total)"),
     ("draining_server_possible", "placement", "probe is None or probe.draining or",

@@ -41,9 +41,11 @@ class FakeServer:
         self.uploads = []
         self.checkpoints = {}
         self.released = []
+        self.draining = False
 
     def member(self):
-        return Member.checked({"address": self.address, "boot_id": self.probe.boot_id})
+        return Member.checked({"address": self.address, "boot_id": self.probe.boot_id,
+                               "draining": self.draining})
 
 
 class FakeClient(Following):

@@ -59,6 +59,30 @@ class PlacementTest(unittest.TestCase):
         again = fleet.model.open_sequence(prefix=Prefix(TOKENS))
         self.assertEqual(fleet.client.address_of(again), where)
 
+    def test_the_last_owner_is_asked_although_nothing_else_leads_there(self):
+        fleet = Fleet(16, home="s:1", subset=0)
+        fleet.servers["s:1"].errors["open"] = errors.ResourceExhausted("no pages")
+        text = list(range(MARK_ROWS + 200))
+        where = fleet.client.address_of(
+            fleet.model.open_sequence(prefix=Prefix(text[:MARK_ROWS + 100])))
+        # So full that neither its hash nor chance chooses it.
+        fleet.servers[where].probe = Probe(bytes_free=1, bytes_total=1 << 31)
+        fleet.client.owners.probe([where], "m", Prefix())
+        fleet.servers[where].calls.clear()
+        fleet.model.open_sequence(prefix=Prefix(text))
+        self.assertIn("probe", fleet.servers[where].calls)
+
+    def test_members_that_are_announced_as_draining_are_not_used(self):
+        fleet = Fleet(2)
+        fleet.servers["s:1"].draining = True
+        fleet.members.refresh()
+        self.assertEqual([one.address for one in fleet.client.usable()], ["s:2"])
+        fleet.servers["s:2"].draining = True
+        fleet.members.refresh()
+        with self.assertRaises(errors.Unavailable) as caught:
+            fleet.model.open_sequence()
+        self.assertEqual(caught.exception.detail.reason, "no_servers")
+
     def test_a_server_that_drains_gets_nothing_new(self):
         fleet = Fleet(2)
         fleet.servers["s:1"].probe = Probe(draining=True, rows_in_pool=800, **ROOM)
