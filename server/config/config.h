@@ -144,6 +144,16 @@ struct Config {
     std::string level = "info";
   } log;
 
+  struct Tracing {
+    std::string otlp_target;  // empty: no collector
+    std::string file;         // empty: no file
+    int64_t file_bytes = int64_t{256} << 20;
+    int32_t sample_every = 0;  // 0: traces of callers only
+    int32_t traces_per_s = 100;
+    int32_t tenant_traces_per_s = 50;
+    int32_t queue_spans = 16384;
+  } tracing;
+
   int64_t drain_deadline_ms = 30000;
   // An engine silent for this long makes the server NOT_SERVING.
   int64_t unhealthy_after_ms = 10000;

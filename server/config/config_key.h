@@ -2,6 +2,7 @@
 #ifndef MLA_SERVER_CONFIG_CONFIG_KEY_H_
 #define MLA_SERVER_CONFIG_CONFIG_KEY_H_
 
+#include <string>
 #include <vector>
 
 #include "server/config/config.h"
@@ -47,6 +48,9 @@ inline ConfigKey Choice(const char* name, const char* choices, const char* meani
 void AddCacheKeys(std::vector<ConfigKey>* keys);
 // The keys of section gpu.
 void AddGpuKeys(std::vector<ConfigKey>* keys);
+// The keys of section tracing, and the rules that they obey together with others.
+void AddTracingKeys(std::vector<ConfigKey>* keys);
+void CheckTracing(const Config& config, std::vector<std::string>* faults);
 
 }  // namespace mla::server
 

@@ -20,7 +20,7 @@ TOO_FULL = {
 # Folders of a package from the lowest floor up. A source includes headers of its own floor and of
 # those below; tests and testing/ may include all.
 FLOORS = {
-    "server": ["logging", "process", "config", "grpc", "memory", "metrics", "reload",
+    "server": ["logging", "tracing", "process", "config", "grpc", "memory", "metrics", "reload",
                "lifecycle", "admission", "index_lists", "attend", "shared_memory", "connections",
                "pages", "hand_over", "control", "operations", ""],
     "kernels": ["formats", "types", "", "testing", "host_memory", "reference", "cpu/simd",

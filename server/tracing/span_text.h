@@ -1,0 +1,34 @@
+// The forms in which spans leave the server: OTLP messages and lines of JSON.
+//
+// Pure functions; any thread.
+#ifndef MLA_SERVER_TRACING_SPAN_TEXT_H_
+#define MLA_SERVER_TRACING_SPAN_TEXT_H_
+
+#include <string>
+#include <vector>
+
+#include "otlp/trace_service.pb.h"
+#include "server/tracing/tracer.h"
+
+namespace mla::server {
+
+// What every span of this process has in common: the resource of OTLP.
+struct TraceResource {
+  std::string service;   // service.name
+  std::string version;   // service.version
+  std::string instance;  // service.instance.id
+};
+
+namespace otlp = ::opentelemetry::proto::collector::trace::v1;
+
+void ToOtlp(const TraceResource& resource, const std::vector<TraceSpan>& spans,
+            otlp::ExportTraceServiceRequest* request);
+
+// One object of JSON on one line, without its end: trace_id, span_id, parent_span_id (absent for a
+// root), name, start_unix_ns, end_unix_ns, the attributes by their OTLP names, and error if it
+// failed.
+std::string ToJsonLine(const TraceResource& resource, const TraceSpan& span);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_TRACING_SPAN_TEXT_H_
