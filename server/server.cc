@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/version/version.h"
 #include "proto/wire/thread_team.h"
 #include "scheduler/clock.h"
 #include "scheduler/engine.h"
@@ -36,6 +37,8 @@
 #include "server/process/socket_files.h"
 #include "server/reload/live_settings.h"
 #include "server/shared_memory/shared_memory_listener.h"
+#include "server/tracing/exporters.h"
+#include "server/tracing/tracer.h"
 #include "server/warm_up.h"
 #include "server/wire_threads.h"
 
@@ -78,6 +81,7 @@ struct Server::Parts {
   ServerState state;
   LiveSettings live;
   Metrics metrics;
+  std::unique_ptr<Tracer> tracer = std::make_unique<Tracer>();
   std::vector<kernels::BackendCandidate> candidates;
   int64_t counted_bytes = 0;
   std::unique_ptr<scheduler::Engine> engine;
@@ -108,6 +112,7 @@ struct Server::Parts {
   bool shut_down = false;
 
   absl::Status OpenCheckpoints();
+  absl::Status MakeTracer();
   absl::Status MakeEngine();
   void MakeRegions();
   void MakeServices();
@@ -133,6 +138,24 @@ absl::Status Server::Parts::OpenCheckpoints() {
                                        .counters = &metrics.checkpoints()});
   if (!opened.ok()) return opened.status();
   checkpoints = *std::move(opened);
+  return absl::OkStatus();
+}
+
+absl::Status Server::Parts::MakeTracer() {
+  const Config::Tracing& config = options.config.tracing;
+  const TraceResource resource = {"mla-server", base::FullVersion(), absl::StrCat(boot_id)};
+  std::vector<std::unique_ptr<SpanExporter>> exporters;
+  if (!config.otlp_target.empty()) {
+    exporters.push_back(MakeOtlpExporter(config.otlp_target, resource));
+  }
+  if (!config.file.empty()) {
+    auto file = MakeJsonExporter(config.file, config.file_bytes, resource);
+    if (!file.ok()) return file.status();
+    exporters.push_back(*std::move(file));
+  }
+  tracer = std::make_unique<Tracer>(TracerOptions{config.sample_every, config.traces_per_s,
+                                                  config.tenant_traces_per_s, config.queue_spans},
+                                    std::move(exporters));
   return absl::OkStatus();
 }
 
@@ -187,7 +210,8 @@ void Server::Parts::MakeServices() {
                           ControlReserve(options.config),
                           options.config.listen.unix_tenant,
                           &abandoned,
-                          &turns};
+                          &turns,
+                          tracer.get()};
   drain.emplace(engine.get(), &state);
   WireContext wire;
   wire.unix_tenant = options.config.listen.unix_tenant;
@@ -199,6 +223,7 @@ void Server::Parts::MakeServices() {
   wire.team = team.get();
   wire.regions = regions.get();
   wire.boot_id = boot_id;
+  wire.tracer = tracer.get();
   attention = std::make_unique<AttentionService>(wire);
   sequences = std::make_unique<SequenceService>(rpc);
   const int64_t chunk_bytes = options.config.wire.weight_chunk_bytes;
@@ -334,6 +359,8 @@ absl::Status Server::Parts::StartOps() {
     status->Note();
     metrics.SetServing(state.Get().serving());
     if (tls != nullptr) metrics.SetTls(TlsFiguresOf(tls->status()));
+    const TracerStats traces = tracer->stats();
+    metrics.SetTraces({traces.exported, traces.dropped, traces.refused});
     return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
                      metrics.Expose(watchdog->Stats())};
   };
@@ -383,6 +410,7 @@ absl::Status Server::Parts::OpenListener() {
   listener_options.pool = pool;
   listener_options.team = team.get();
   listener_options.boot_id = boot_id;
+  listener_options.tracer = tracer.get();
   listener_options.path = shm_path;
   listener_options.shm = options.config.shm;
   listener_options.any_user = !options.config.listen.socket_group.empty();
@@ -427,6 +455,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(ServerOptions options) {
     if (!files.ok()) return files.status();
     parts->tls = *std::move(files);
   }
+  if (absl::Status status = parts->MakeTracer(); !status.ok()) return status;
   if (absl::Status status = parts->MakeEngine(); !status.ok()) return status;
   parts->MakeRegions();
   parts->MakeServices();

@@ -276,6 +276,9 @@ typedef struct mla_step_options {
   uint64_t step_id;       // 0: chosen by the library; participants agree on one
   uint32_t participants;  // sessions that take part; 0: 1
   uint32_t lease_ms;      // 0: the server's default
+  // Header of W3C Trace Context: the span that the step belongs to. A server that records traces
+  // then records the step as its child. NULL: none.
+  const char* traceparent;
 } mla_step_options;
 
 // One layer of a step, or some of its rows or heads. Tensors are row-major; kv, q and o begin with

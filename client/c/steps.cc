@@ -90,6 +90,7 @@ absl::Status Begin(mla_session* session, const char* model_id, std::span<const m
   client::BeginOptions options;
   options.step_id = known.step_id;
   options.lease_ms = known.lease_ms;
+  if (known.traceparent != nullptr) options.traceparent = known.traceparent;
   if (known.participants != 0) options.participants = known.participants;
   std::vector<client::StepRows> sequences;
   for (const mla_step_rows& one : rows) {

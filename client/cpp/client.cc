@@ -119,6 +119,8 @@ const v1::GetServerInfoReply& Client::info() const { return impl_->info; }
 const std::string& Client::client_id() const { return impl_->options.client_id; }
 uint64_t Client::NewStepId() { return impl_->next_step.fetch_add(1); }
 
+std::string Client::Traceparent() const { return impl_->Traceparent(); }
+
 absl::StatusOr<v1::GetServerInfoReply> Client::GetServerInfo() {
   return impl_->Unary<v1::GetServerInfoReply>(
       [&](auto* context, auto* reply) { return impl_->admin->GetServerInfo(context, {}, reply); });

@@ -64,6 +64,9 @@ struct ClientOptions {
   int device = 0;  // the GPU that this process uses, as numbered by the GPU's runtime
   // Library of the GPU's runtime; empty: looked for under its usual names.
   std::string device_library;
+  // Returns the W3C Trace Context header `traceparent` of the calling thread's span, or "". Called
+  // for each unary call and each step, on the caller's thread. Empty: no trace.
+  std::function<std::string()> traceparent;
   uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
   // For unix targets: the server's user, if that is neither root nor this process's user. In a
   // folder that every user may write to, sockets of other users are refused with PERMISSION_DENIED.
@@ -221,6 +224,7 @@ class Client final {
   friend class Session;
   struct Impl;
   uint64_t NewStepId();
+  std::string Traceparent() const;  // ClientOptions::traceparent's, or ""
   absl::StatusOr<v1::ForkReply> ForkSequence(uint64_t id, uint64_t epoch,
                                              std::optional<uint64_t> length);
   absl::StatusOr<v1::MatchReply> MatchSequence(const v1::MatchRequest& request);

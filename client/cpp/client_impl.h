@@ -101,9 +101,14 @@ struct Client::Impl {
 
   void Prepare(grpc::ClientContext* context, Millis extra = Millis(0)) const {
     if (!options.tenant.empty()) context->AddMetadata("mla-tenant", options.tenant);
+    const std::string header = Traceparent();
+    if (!header.empty()) context->AddMetadata("traceparent", header);
     context->set_deadline(std::chrono::system_clock::now() + Millis(options.call_timeout_ms) +
                           extra);
   }
+
+  // Of the calling thread; "" if it has none.
+  std::string Traceparent() const { return options.traceparent ? options.traceparent() : ""; }
 
   absl::Status CheckBoot(uint64_t boot_id) {
     const MutexLock lock(mutex);

@@ -384,6 +384,8 @@ absl::StatusOr<std::unique_ptr<Step>> Session::Begin(const std::string& model_id
   begin->set_model_id(model_id);
   begin->set_participants(options.participants);
   begin->set_lease_ms(options.lease_ms);
+  begin->set_traceparent(options.traceparent.empty() ? client_->Traceparent()
+                                                     : options.traceparent);
   for (const StepRows& one : rows) {
     v1::StepSequence* sequence = begin->add_sequences();
     sequence->set_sequence_id(one.sequence->id());

@@ -43,6 +43,9 @@ struct BeginOptions {
   uint64_t step_id = 0;       // 0: the session chooses one; all participants must use the same
   uint32_t participants = 1;  // streams that take part
   uint32_t lease_ms = 0;      // 0: the server's default
+  // Header of W3C Trace Context: the span that the step belongs to. A server that records traces
+  // then records the step as its child. Empty: ClientOptions::traceparent says it.
+  std::string traceparent = {};
 };
 
 // Index lists of an AttendCall, for models with sparse attention: a row attends only to the

@@ -46,6 +46,7 @@ void AttendMessage::Recycle() {
   ring_index = 0;
   begin_order = 0;
   answered_ns = 0;
+  trace = {};
   next = nullptr;
   stream = 0;
   step_id = 0;

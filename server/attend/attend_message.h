@@ -27,6 +27,7 @@
 #include "server/grpc/request_validator.h"
 #include "server/memory/shared_region.h"
 #include "server/memory/staging_pool.h"
+#include "server/tracing/step_traces.h"
 
 namespace mla::server {
 
@@ -67,6 +68,7 @@ class AttendMessage final : public scheduler::StreamRequest {
   // For a BeginStep: its number in the stream; 0: not listed there.
   uint64_t begin_order = 0;
   int64_t answered_ns = 0;  // steady clock; of streams alone
+  MessageTrace trace;
   AttendMessage* next = nullptr;
 
  private:

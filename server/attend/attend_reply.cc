@@ -28,6 +28,9 @@ void FillReply(const AttendMessage& message, uint64_t boot_id, v1::AttendStreamR
     error->set_code(static_cast<int32_t>(message.answer.code()));
     error->set_message(std::string(message.answer.message()));
     *error->mutable_detail() = ToErrorDetail(message.answer);
+    if (message.trace.on()) {
+      error->mutable_detail()->set_trace_id(TraceIdText(message.trace.step.trace));
+    }
     error->set_step_aborted(message.step_aborted);
     return;
   }

@@ -95,13 +95,15 @@ scheduler::TenantRef RowOf(const scheduler::Engine& engine, const std::string& t
 }  // namespace
 
 AttendRequestBuilder::AttendRequestBuilder(scheduler::Engine* engine, std::string tenant,
-                                           wire::ThreadTeam* team)
+                                           wire::ThreadTeam* team, Tracer* tracer,
+                                           const TraceContext& trace)
     : engine_(engine),
       tenant_(std::move(tenant)),
       row_(RowOf(*engine, tenant_)),
       stream_(engine->OpenStream(tenant_, &steps_)),
       team_(team),
-      list_checker_(team) {}
+      list_checker_(team),
+      traces_(tracer, tenant_, trace) {}
 
 uint64_t AttendRequestBuilder::SharedInBytes(const AttendSizes& sizes) {
   return Behind(Behind(static_cast<uint64_t>(sizes.kv_sent()), sizes.q_sent()), sizes.list_bytes);
@@ -112,7 +114,17 @@ uint64_t AttendRequestBuilder::SharedOutBytes(const AttendSizes& sizes) {
                 sizes.lists_out_bytes);
 }
 
+// Notes the arrival of a message of a recorded step.
+void AttendRequestBuilder::Trace(AttendMessage* message) const {
+  message->trace.step = traces_.Find(message->step_id);
+  if (message->trace.on()) message->trace.received_ns = SteadyNanos();
+}
+
 absl::Status AttendRequestBuilder::Submit(AttendMessage* message) {
+  // A message that the engine handed back is submitted again; its time in the queue began before.
+  if (message->trace.on() && message->trace.submitted_ns == 0) {
+    message->trace.submitted_ns = SteadyNanos();
+  }
   message->tenant = row_.get();
   return engine_->Submit(message);
 }
@@ -127,6 +139,7 @@ absl::Status AttendRequestBuilder::Prepare(const v1::AttendStreamRequest& header
     case v1::AttendStreamRequest::kAbortStep:
       message->kind = RequestKind::kAbortStep;
       message->step_id = header.abort_step().step_id();
+      Trace(message);
       return absl::OkStatus();
     default:
       return RefuseField("body", "nothing", "begin_step, attend, end_step or abort_step",
@@ -138,6 +151,7 @@ absl::Status AttendRequestBuilder::PrepareEnd(const v1::EndStep& end, size_t byt
                                               const ReadTails& read, AttendMessage* message) {
   message->kind = RequestKind::kEndStep;
   message->step_id = end.step_id();
+  Trace(message);
   absl::Status status = ParseEndStep(end, engine_->limits(), &message->end);
   if (!status.ok() || message->end.tails.empty()) return status;
   return TakeTails(bytes, read, message);
@@ -195,6 +209,9 @@ absl::Status AttendRequestBuilder::PrepareBegin(const v1::BeginStep& begin,
                                                 AttendMessage* message) {
   message->kind = RequestKind::kBeginStep;
   message->step_id = begin.step_id();
+  const int64_t now = SteadyNanos();
+  message->trace.step = traces_.Begin(message->step_id, begin.traceparent(), now, begin.model_id());
+  message->trace.received_ns = now;
   scheduler::StepShape shape;
   absl::Status status = ParseBeginStep(begin, engine_->limits(), &message->begin, &shape.rows);
   if (!status.ok()) return status;
@@ -237,6 +254,7 @@ absl::Status AttendRequestBuilder::PrepareAttend(const v1::Attend& attend, int64
                                                  int64_t reply_bytes, AttendMessage* message) {
   message->kind = RequestKind::kAttend;
   message->step_id = attend.step_id();
+  Trace(message);
   scheduler::StepShape shape;
   // Meant for the case that the step's BeginStep was prepared for a dense model, but another model
   // of that name replaced it before the engine got the message. Such a step has no positions, so
@@ -406,6 +424,7 @@ absl::Status AttendRequestBuilder::PointIntoDevice(const kernels::SharedDeviceMe
 
 void AttendRequestBuilder::Release(AttendMessage* message) {
   message->end.tails.clear();  // refused, or replaced by others
+  if (message->trace.on()) message->trace.answered_ns = SteadyNanos();
   if (message->begin_order == 0) return;
   const MutexLock lock(mutex_);
   const auto begin = std::find_if(

@@ -40,7 +40,9 @@ class AttendRequestBuilder final {
  public:
   // `engine` and `team` must outlive it; the threads of `team` copy and check large index lists.
   // `team` may be null. The constructor waits for the engine role.
-  AttendRequestBuilder(scheduler::Engine* engine, std::string tenant, wire::ThreadTeam* team);
+  // `tracer` must outlive it too and may be null; `trace` is the parent of steps that name none.
+  AttendRequestBuilder(scheduler::Engine* engine, std::string tenant, wire::ThreadTeam* team,
+                       Tracer* tracer = nullptr, const TraceContext& trace = {});
 
   const std::string& tenant() const { return tenant_; }
   scheduler::StreamId stream() const { return stream_; }
@@ -112,6 +114,12 @@ class AttendRequestBuilder final {
   // BeginSteps, and tails that the engine did not keep. The client can use their room at once. Call
   // it for every message before its answer is sent.
   void Release(AttendMessage* message);
+  // Records the spans of a message that is traced. Call it when the message's reply is written.
+  void NoteWritten(const AttendMessage& message) {
+    if (message.trace.on()) {
+      traces_.Written(message, message.trace, message.answer, SteadyNanos());
+    }
+  }
 
  private:
   // A BeginStep that has not been answered yet. A client may send the step's rows without waiting
@@ -127,6 +135,7 @@ class AttendRequestBuilder final {
   absl::Status TakeTails(size_t bytes, const ReadTails& read, AttendMessage* message);
   absl::Status PrepareBegin(const v1::BeginStep& begin, AttendMessage* message);
   bool FindShape(scheduler::StepId id, scheduler::StepShape* shape);
+  void Trace(AttendMessage* message) const;
 
   scheduler::Engine* const engine_;
   const std::string tenant_;
@@ -138,6 +147,7 @@ class AttendRequestBuilder final {
   std::atomic<int32_t> begins_pending_{0};
   wire::ThreadTeam* const team_;
   ListChecker list_checker_;  // used by Prepare*
+  StepTraces traces_;
   Mutex mutex_;
   std::vector<PendingBegin> begins_ ABSL_GUARDED_BY(mutex_);  // by order
   uint64_t last_begin_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -10,6 +10,7 @@
 #include "proto/wire/attend_codec.h"
 #include "server/attend/attend_reply.h"
 #include "server/grpc/grpc_status.h"
+#include "server/grpc/identity.h"
 #include "server/grpc/request_validator.h"
 
 namespace mla::server {
@@ -42,7 +43,8 @@ AttendStream::AttendStream(const WireContext& shared, AttendStreamRegistry* regi
       registry_(registry),
       call_(std::move(call)),
       tenant_(std::move(tenant)),
-      builder_(shared.engine, tenant_->name(), shared.team),
+      builder_(shared.engine, tenant_->name(), shared.team, shared.tracer,
+               TraceOf(call_->context())),
       requests_(shared.metrics->ForTenant(tenant_->name())),
       in_place_(in_place) {
   shared_.metrics->wire().streams.fetch_add(1);
@@ -397,6 +399,7 @@ void AttendStream::OnWriteDone(bool ok) {
     const int64_t now = SteadyNanos();
     shared_.metrics->wire().write_blocked_ns.fetch_add(
         static_cast<uint64_t>(now - write_started_ns_), std::memory_order_relaxed);
+    builder_.NoteWritten(*writing_message_);
     ReleaseBytes(std::exchange(writing_message_, nullptr));
     if (!ok) cancelled_ = true;
     if (!cancelled_ && !broken_ && queue_head_ != nullptr) {

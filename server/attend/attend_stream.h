@@ -61,7 +61,8 @@ struct WireContext {
   wire::ThreadTeam* team = nullptr;
   SharedRegionTable* regions = nullptr;  // null: the path is off
   uint64_t boot_id = 0;
-  std::string unix_tenant;  // server.unix_tenant
+  std::string unix_tenant;   // server.unix_tenant
+  Tracer* tracer = nullptr;  // null: no traces
 };
 
 class AttendStream;

@@ -71,11 +71,37 @@ absl::Status RpcContext::BeginTurn(const grpc::ServerContextBase& caller) const 
                    {.reason = "cancelled"});
 }
 
-void RpcContext::Note(const char* rpc, const std::string& tenant,
-                      const absl::Status& status) const {
+void RpcContext::Note(const char* rpc, const std::string& tenant, const absl::Status& status,
+                      const std::string& trace_id) const {
   metrics->ForTenant(tenant.empty() ? "unknown" : tenant)->Count(status.code());
-  Log(LogLevel::kDebug, "rpc",
-      {{"rpc", rpc}, {"tenant", tenant}, {"code", absl::StatusCodeToString(status.code())}});
+  LogFields fields = {
+      {"rpc", rpc}, {"tenant", tenant}, {"code", absl::StatusCodeToString(status.code())}};
+  if (!trace_id.empty()) fields.emplace_back("trace_id", trace_id);
+  Log(LogLevel::kDebug, "rpc", fields);
+}
+
+std::string RpcContext::Trace(const grpc::ServerContextBase& context, const char* rpc,
+                              const std::string& tenant, const absl::Status& status,
+                              int64_t began_ns) const {
+  if (tracer == nullptr || !tracer->on()) return "";
+  const TraceContext parent = TraceOf(context);
+  const TraceContext own = tracer->Sample(parent, tenant);
+  if (!own.valid()) return "";
+  TraceSpan span;
+  span.trace = own.trace;
+  span.id = own.span;
+  span.parent = parent.span;
+  span.name = rpc;
+  span.server = true;
+  span.begin_ns = began_ns;
+  span.end_ns = Tracer::Now();
+  span.tenant = tenant;
+  if (!status.ok()) {
+    const std::string reason = DetailOf(status).reason;
+    span.error = reason.empty() ? absl::StatusCodeToString(status.code()) : reason;
+  }
+  tracer->Record({std::move(span)});
+  return TraceIdText(own.trace);
 }
 
 }  // namespace mla::server

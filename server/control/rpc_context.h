@@ -23,6 +23,7 @@
 #include "server/hand_over/abandoned_imports.h"
 #include "server/metrics/metrics.h"
 #include "server/reload/live_settings.h"
+#include "server/tracing/tracer.h"
 
 namespace mla::server {
 
@@ -43,6 +44,7 @@ struct RpcContext {
   // imports that other servers have given up; must outlive the context
   AbandonedImports* abandoned = nullptr;
   PrefixTurns* turns = nullptr;  // outlives the context too
+  Tracer* tracer = nullptr;      // outlives it too; null: no traces
 
   // Like Serve, for RPCs that change the server for all tenants: PERMISSION_DENIED for callers that
   // are not operators.
@@ -63,13 +65,16 @@ struct RpcContext {
                      CallClass call_class = CallClass::kOrdinary) const {
     const auto identity =
         Identify(*context, static_cast<size_t>(engine->limits().max_name_bytes), unix_tenant);
+    const int64_t began_ns = tracer != nullptr ? Tracer::Now() : 0;
     absl::Status status = identity.status();
     if (status.ok()) {
       const absl::StatusOr<scheduler::TenantUse> slot = Admit(*identity, call_class);
       status = slot.ok() ? body(*identity) : slot.status();
     }
-    Note(rpc, identity.ok() ? identity->tenant : "", status);
-    return ToGrpcStatus(status, context);
+    const std::string tenant = identity.ok() ? identity->tenant : "";
+    const std::string trace_id = Trace(*context, rpc, tenant, status, began_ns);
+    Note(rpc, tenant, status, trace_id);
+    return ToGrpcStatus(status, context, trace_id);
   }
 
   // RESOURCE_EXHAUSTED if the tenant, or all tenants together, already have as many control calls
@@ -84,7 +89,12 @@ struct RpcContext {
   // Admit, since waiting calls hold threads; CANCELLED if the client gives up.
   absl::Status BeginTurn(const grpc::ServerContextBase& caller) const;
   // Counts a finished call and logs it at debug level.
-  void Note(const char* rpc, const std::string& tenant, const absl::Status& status) const;
+  void Note(const char* rpc, const std::string& tenant, const absl::Status& status,
+            const std::string& trace_id = "") const;
+  // Records the span of a finished call that began at `began_ns` (Tracer::Now), if it is traced.
+  // Returns its trace id, or "".
+  std::string Trace(const grpc::ServerContextBase& context, const char* rpc,
+                    const std::string& tenant, const absl::Status& status, int64_t began_ns) const;
 };
 
 }  // namespace mla::server

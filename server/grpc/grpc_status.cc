@@ -32,10 +32,13 @@ v1::ErrorDetail ToErrorDetail(const absl::Status& status) {
   return detail;
 }
 
-grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* context) {
+grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* context,
+                          const std::string& trace_id) {
   if (status.ok()) return grpc::Status::OK;
   if (context != nullptr) {
-    context->AddTrailingMetadata(kErrorDetailKey, ToErrorDetail(status).SerializeAsString());
+    v1::ErrorDetail detail = ToErrorDetail(status);
+    detail.set_trace_id(trace_id);
+    context->AddTrailingMetadata(kErrorDetailKey, detail.SerializeAsString());
   }
   // Both enumerations number the canonical codes alike.
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));

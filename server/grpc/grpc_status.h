@@ -8,6 +8,8 @@
 
 #include <grpcpp/support/status.h>
 
+#include <string>
+
 #include "absl/status/status.h"
 #include "mla/v1/error.pb.h"
 
@@ -22,8 +24,10 @@ inline constexpr char kErrorDetailKey[] = "mla-error-detail-bin";
 // The detail of `status`, or an empty one.
 v1::ErrorDetail ToErrorDetail(const absl::Status& status);
 
-// Adds the trailer to `context` unless the status is OK or `context` is null.
-grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* context);
+// Adds the trailer to `context` unless the status is OK or `context` is null. `trace_id`: of the
+// trace in which the call is recorded, as the detail says it.
+grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContextBase* context,
+                          const std::string& trace_id = "");
 
 }  // namespace mla::server
 

@@ -99,4 +99,11 @@ absl::StatusOr<Identity> Identify(const grpc::ServerContextBase& context, size_t
   return identity;
 }
 
+TraceContext TraceOf(const grpc::ServerContextBase& context) {
+  const auto& metadata = context.client_metadata();
+  const auto found = metadata.find(kTraceparentKey);
+  if (found == metadata.end()) return {};
+  return ParseTraceparent({found->second.data(), found->second.size()});
+}
+
 }  // namespace mla::server

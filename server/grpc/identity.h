@@ -14,6 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "scheduler/request.h"
+#include "server/tracing/trace_context.h"
 
 namespace grpc {
 class ServerContextBase;
@@ -53,6 +54,9 @@ bool IsLocalPeer(const std::string& peer);
 // this host or others as far as the policy says so. Otherwise PERMISSION_DENIED with the reason
 // "not_an_operator".
 absl::Status CheckOperator(const Identity& who, const OperatorPolicy& policy);
+
+// The trace context that a caller sent in metadata; invalid if there is none.
+TraceContext TraceOf(const grpc::ServerContextBase& context);
 
 // Returns true if `name` is a valid name of a tenant.
 bool IsTenantName(const std::string& name, size_t max_name_bytes);

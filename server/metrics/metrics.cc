@@ -82,6 +82,12 @@ constexpr Declaration kDeclarations[] = {
      "Changes of the configuration while serving, by result: used, or refused as a whole."},
     {"mla_config_refused", kGauge,
      "1 while the configuration on disk cannot be used and the last good one is."},
+    {"mla_trace_spans_total", kCounter,
+     "Spans of recorded steps and calls, by result: exported, or dropped because the queue was "
+     "full "
+     "or the export failed."},
+    {"mla_traces_refused_total", kCounter,
+     "Steps and calls that were to be recorded and were not, beyond the bounds of tracing.*."},
     {"mla_serving", kGauge,
      "1 while new work is taken, as health says; 0 while warming, draining or unhealthy."},
     {"mla_backend_info", kGauge, "1, with the backend in use as labels."},
@@ -162,6 +168,9 @@ struct Metrics::Impl {
   Gauge& config_refused_now = OneGauge("mla_config_refused");
   Gauge& tls_files_refused = OneGauge("mla_tls_files_refused");
   Family<Gauge>& tls_expiry = GaugeFamily("mla_tls_expiry_timestamp_seconds");
+  Counter& spans_exported = One("mla_trace_spans_total", {{"result", "exported"}});
+  Counter& spans_dropped = One("mla_trace_spans_total", {{"result", "dropped"}});
+  Counter& traces_refused = One("mla_traces_refused_total");
   Gauge& serving = OneGauge("mla_serving");
   Family<Gauge>& memory = GaugeFamily("mla_device_memory_bytes");
   Family<Gauge>& backend = GaugeFamily("mla_backend_info");
@@ -309,6 +318,13 @@ void Metrics::SetTls(const TlsStats& stats) {
   expires("cert", stats.cert_expires);
   expires("client_ca", stats.client_ca_expires);
   expires("client_crl", stats.client_crl_expires);
+}
+
+void Metrics::SetTraces(const TraceStats& stats) {
+  const MutexLock lock(impl_->mutex);
+  RaiseTo(impl_->spans_exported, static_cast<double>(stats.exported));
+  RaiseTo(impl_->spans_dropped, static_cast<double>(stats.dropped));
+  RaiseTo(impl_->traces_refused, static_cast<double>(stats.refused));
 }
 
 std::vector<TenantTotals> Metrics::Tenants() const {

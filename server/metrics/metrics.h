@@ -52,6 +52,11 @@ struct ConfigStats {
   bool refused_now = false;  // the configuration on disk is refused
 };
 
+// Figures of the spans of traces, from Tracer.
+struct TraceStats {
+  uint64_t exported = 0, dropped = 0, refused = 0;
+};
+
 // Calls and requests of one tenant, as counted in mla_requests_total.
 struct TenantTotals {
   std::string name;
@@ -88,6 +93,7 @@ class Metrics final : public scheduler::EngineObserver {
 
   void SetTls(const TlsStats& stats);
   void SetConfig(const ConfigStats& stats);
+  void SetTraces(const TraceStats& stats);
 
   // From now on Expose shows what tenants use: first tenants with a quota in the configuration,
   // then those with the largest share of a bound. `most` of them are shown by name, and the others

@@ -60,7 +60,7 @@ CommandRing::CommandRing(CommandRingOptions options, std::shared_ptr<SharedRegio
       completions_(reinterpret_cast<wire::CompletionEntry*>(
           region_->data() + wire::CompletionsOffset(options_.entries))),
       words_(header_, completions_, options_.entries),
-      builder_(options_.engine, options_.tenant, options_.team),
+      builder_(options_.engine, options_.tenant, options_.team, options_.tracer),
       requests_(options_.metrics->ForTenant(options_.tenant)),
       goes_ahead_(options_.engine->limits().ahead_us > 0 &&
                   options_.engine->backend_info().waits_for_words),
@@ -390,6 +390,7 @@ void CommandRing::OnAnswered(AttendMessage* message) {
     const MutexLock lock(completion_mutex_);
     Complete(*message);
   }
+  builder_.NoteWritten(*message);
   message->Unref();
   if (ahead) ahead_.fetch_sub(1, std::memory_order_release);
   WakeClient();

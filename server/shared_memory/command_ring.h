@@ -61,6 +61,7 @@ struct CommandRingOptions {
   std::shared_ptr<AttendMessagePool> pool;
   wire::ThreadTeam* team = nullptr;  // for large index lists; outlives the ring
   Metrics* metrics = nullptr;        // outlives the ring
+  Tracer* tracer = nullptr;          // outlives the ring; null: no traces
   std::string tenant;
   std::function<void()>
       on_disconnect;  // called once, from the ring's thread, when the client is disconnected

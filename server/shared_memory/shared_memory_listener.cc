@@ -400,6 +400,7 @@ absl::Status SharedMemoryListener::MakeRing(const wire::ConnectRequest& connect_
   ring.pool = options_.pool;
   ring.team = options_.team;
   ring.metrics = options_.metrics;
+  ring.tracer = options_.tracer;
   ring.tenant = connection->tenant;
   // This ends the connection, and the end of the connection ends the ring.
   ring.on_disconnect = [descriptor = connection->descriptor] { shutdown(descriptor, SHUT_RDWR); };

@@ -36,6 +36,8 @@ class ErrorDetail:
     # "HOST:PORT" of the server to go to: it has the sequence now (reason "moved"), or this one
     # drains and its sequences move there, so that a new one may be opened there ("draining").
     peer: str = ""
+    # 32 hex digits: the trace in which the server recorded the failed call; "" if it did not.
+    trace_id: str = ""
 
     @classmethod
     def from_proto(cls, message: Any) -> "ErrorDetail":
@@ -43,7 +45,8 @@ class ErrorDetail:
         return cls(message.field, message.limit, message.got, message.retry_after_ms,
                    message.reason, message.last_good_position, message.resource, message.wanted,
                    message.free, message.bound, message.bound_of,
-                   message.next_row if message.HasField("next_row") else None, message.peer)
+                   message.next_row if message.HasField("next_row") else None, message.peer,
+                   message.trace_id)
 
 
 class MlaError(Exception):
@@ -69,7 +72,7 @@ class MlaError(Exception):
         detail = self.detail
         for name, value in (("field", detail.field), ("got", detail.got),
                             ("limit", detail.limit), ("reason", detail.reason),
-                            ("peer", detail.peer)):
+                            ("peer", detail.peer), ("trace", detail.trace_id)):
             if value and value not in self.message:
                 parts.append(f"{name} {value}")
         return "; ".join(parts)

@@ -78,6 +78,7 @@ struct Options {
   int32_t spin_us = 1000;
   int32_t poll_threads = 4;
   int32_t copy_threads = 4;
+  int32_t trace_every = 0;
   int32_t touch_threads =
       std::clamp(static_cast<int32_t>(std::thread::hardware_concurrency()) / 4, 1, 4);
   uint64_t piece_bytes = (4 << 20) - 1024;  // bytes of a piece that a session sends
@@ -367,6 +368,7 @@ int Main(const Options& options) {
   shared->poll_threads = options.poll_threads;
   shared->touch_threads = options.touch_threads;
   shared->copy_threads = options.copy_threads;
+  shared->trace_every = options.trace_every;
   char name[] = "/tmp/mla-wire-XXXXXX";
   const std::string folder = mkdtemp(name);
   // Forks before any side has a thread. The stock server runs without our setting of the heap.
@@ -408,6 +410,8 @@ int main(int argc, char** argv) {
       options.poll_threads = std::atoi(argv[++i]);
     } else if (argument == "--copy-threads" && more) {
       options.copy_threads = std::max(std::atoi(argv[++i]), 1);
+    } else if (argument == "--trace-every" && more) {
+      options.trace_every = std::max(std::atoi(argv[++i]), 0);
     } else if (argument == "--touch-threads" && more) {
       options.touch_threads = std::max(std::atoi(argv[++i]), 1);
     } else if (argument == "--piece-bytes" && more) {
@@ -420,7 +424,7 @@ int main(int argc, char** argv) {
       std::fprintf(stderr,
                    "usage: wire_benchmark [--json FILE] [--seconds S] [--spin-us U] "
                    "[--paths A,B] [--shapes A,B] [--turns T] [--piece-bytes B] [--poll-threads N] "
-                   "[--touch-threads M] [--copy-threads K]\n");
+                   "[--touch-threads M] [--copy-threads K] [--trace-every N]\n");
       return 2;
     }
   }

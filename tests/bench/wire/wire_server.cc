@@ -27,6 +27,7 @@
 #include "server/logging/logging.h"
 #include "server/metrics/metrics.h"
 #include "server/shared_memory/shared_memory_listener.h"
+#include "server/tracing/tracer.h"
 #include "tests/bench/wire/null_backend.h"
 #include "tests/bench/wire/parallel_touch.h"
 
@@ -216,11 +217,27 @@ std::unique_ptr<server::SharedMemoryListener> OpenListener(const server::WireCon
   listener.metrics = wire.metrics;
   listener.pool = wire.pool;
   listener.boot_id = wire.boot_id;
+  listener.tracer = wire.tracer;
   listener.path = path;
   listener.shm = shm;
   auto opened = server::SharedMemoryListener::Open(std::move(listener));
   if (!opened.ok()) Die(opened.status());
   return *std::move(opened);
+}
+
+// Drops every span, so that only the cost of making them is measured.
+class NoExporter final : public server::SpanExporter {
+ public:
+  absl::Status Export(const std::vector<server::TraceSpan>&) override { return absl::OkStatus(); }
+};
+
+std::unique_ptr<server::Tracer> MakeTracer(int32_t every) {
+  std::vector<std::unique_ptr<server::SpanExporter>> exporters;
+  if (every > 0) exporters.push_back(std::make_unique<NoExporter>());
+  return std::make_unique<server::Tracer>(
+      server::TracerOptions{
+          .sample_every = every, .traces_per_s = 1000000, .tenant_traces_per_s = 1000000},
+      std::move(exporters));
 }
 
 }  // namespace
@@ -253,6 +270,8 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   wire.team = &copies;
   wire.regions = &regions;
   wire.boot_id = 1;
+  const std::unique_ptr<server::Tracer> tracer = MakeTracer(shared->trace_every);
+  wire.tracer = tracer.get();
   const server::RpcContext rpc{engine->get(), &metrics, wire.boot_id};
   server::AttentionService attention(wire);
   server::SequenceService sequences(rpc);

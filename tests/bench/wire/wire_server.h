@@ -26,6 +26,7 @@ struct Shared {
   std::atomic<int32_t> spin_us{0};  // of the thread that polls the streams
   int32_t poll_threads = 4;         // before Serve
   int32_t copy_threads = 1;         // before Serve
+  int32_t trace_every = 0;          // before Serve: one of this many steps is traced; 0: no tracer
   // N > 0: the receiver of tensor bytes reads each once and the sender writes each once, with one
   // thread (1) or with `touch_threads` (more).
   std::atomic<int32_t> touch{0};

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Optional, Tuple
 import grpc
 
 from mla_client import errors
-from mla_client.base import deadlines, process
+from mla_client.base import deadlines, process, tracing
 from mla_client.gen import admin_pb2, admin_pb2_grpc
 
 ATTEMPTS = 4
@@ -52,7 +52,8 @@ class Calls:
         deadline = time.monotonic() + timeout_s
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                reply = method(requests() if requests else request, metadata=self.metadata,
+                reply = method(requests() if requests else request,
+                               metadata=self.metadata + tracing.metadata(),
                                timeout=max(0.001, deadline - time.monotonic()))
             except grpc.RpcError as rpc_error:
                 error = errors.from_rpc(rpc_error)

@@ -7,7 +7,7 @@ import time
 from typing import Any, List, Optional, Tuple
 
 from mla_client import errors, messages, wire
-from mla_client.base import process
+from mla_client.base import process, tracing
 from mla_client.gen import attention_pb2
 from mla_client.service import AttendFuture, Service, Step
 from mla_client.shm.shared_memory import SharedMemory
@@ -83,6 +83,7 @@ class Steps(Service):
         body = attention_pb2.BeginStep(
             step_id=step.step_id, model_id=step.model.spec.model_id,
             participants=step.participants, lease_ms=step.lease_ms,
+            traceparent=tracing.traceparent(),
             sequences=[attention_pb2.StepSequence(
                 sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
                 rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
