@@ -132,7 +132,7 @@ class ClusterClient:
         return placement.subset_of(self.client_id, usable, 1)[0]
 
     def gone(self, addresses: Seq[str]) -> None:
-        """Members have left the registry, or have restarted. Each is asked itself; a member that does
+        """Members have left the registry, or have restarted. Each is asked itself; one that does
         not answer is given up, so that steps that wait for it end at once."""
         now = {one.address: one.boot_id for one in self.members.all()}
         for address in addresses:

@@ -1,8 +1,8 @@
 """Emptying a server: its sequences go to the others, the one with the most room first.
 
-A drain hands sequences over to one peer. Sequences for which that peer has no room go to the next:
-the drain is cancelled in between, and the server may take a sequence or two in that moment, which
-go with the others. The registry gets each sequence's new server, for workers that ask when the old one
+A drain hands sequences over to one peer. Sequences for which that peer has no room go to the next.
+The drain is cancelled in between, and the server may take a sequence or two in that moment. They go
+with the others. The registry gets each sequence's new server, for workers that ask when the old one
 has ended.
 """
 
