@@ -27,7 +27,7 @@ NAVIGATION = [
                "docs/tutorials/eight_gpus.md", "docs/start/sizing.md", "docs/start/comparison.md",
                "docs/start/faq.md", "docs/start/glossary.md"]),
     ("Install and run", ["docs/install/packages.md", "docs/configuration.md", "docs/operations.md",
-                         "docs/runbook.md", "docs/metrics.md", "docs/security.md",
+                         "docs/cluster.md", "docs/runbook.md", "docs/metrics.md", "docs/security.md",
                          "docs/install/releases.md", "CHANGELOG.md", "client/mlactl/README.md"]),
     ("Use", ["client/python/README.md", "docs/clients/c.md", "client/cpp/README.md",
              "docs/clients/transformers.md", "docs/clients/vllm.md", "docs/clients/sglang.md",
