@@ -85,7 +85,7 @@ typedef struct mla_ring_entry {
   uint64_t step_id;
   uint64_t in_offset;   // kv, then q, then lists, each at the next multiple of 64
   uint64_t out_offset;  // o, then lse, then lists
-  void* stream;         // a CUstream or hipStream_t; of MLA_RING_ON_DEVICE or MLA_RING_CHAINED
+  void* stream;         // a CUstream or hipStream_t, for MLA_RING_ON_DEVICE or MLA_RING_CHAINED
   uint32_t layer, row_begin, row_count, head_offset, num_heads, timeout_us;
   uint8_t profile, flags;
   uint8_t q_dtype, o_dtype;  // mla_dtype

@@ -44,7 +44,8 @@ std::vector<std::byte> Encode(wire::Fp8Tensor tensor, std::span<const float> val
   return sent;
 }
 
-// Vectors [first, first + count) of a tensor whose codes and scales lie apart.
+// Returns vectors [first, first + count) of a tensor that stores the scales of all vectors after
+// the codes of all vectors. The result has the same form.
 std::vector<std::byte> SliceFp8(const wire::Fp8Tensor& whole, const void* sent, uint64_t first,
                                 uint64_t count) {
   const auto* const codes = static_cast<const std::byte*>(sent);

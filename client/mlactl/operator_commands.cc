@@ -105,11 +105,9 @@ bool ReadBound(absl::string_view text, v1::QuotaBound* bound) {
 // ------------------------------------------------------------------------------------- Drain
 
 constexpr char kDrainNotes[] =
-    "Of several servers in --to the one behind this host in the list is asked first, and each of "
-    "the\n"
-    "others while sequences are left. This host's own name is passed over, so all pods of a set "
-    "can\n"
-    "have the same list.\n";
+    "If --to names several servers, the one after this host in the list is asked first, then each\n"
+    "of the others while sequences are left. This host's own name is passed over, so all pods of\n"
+    "a set can have the same list.\n";
 
 struct DrainOptions {
   uint32_t deadline_ms = 0;  // 0: the server's

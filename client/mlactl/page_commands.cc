@@ -231,7 +231,7 @@ std::string EventText(const v1::CacheEvent& event) {
   }
   if (!event.key().empty()) absl::StrAppend(&text, " page ", absl::BytesToHexString(event.key()));
   if (!event.parent().empty()) {
-    absl::StrAppend(&text, " behind ", absl::BytesToHexString(event.parent()));
+    absl::StrAppend(&text, " after ", absl::BytesToHexString(event.parent()));
   }
   if (event.tier() == v1::CACHE_TIER_HOST) absl::StrAppend(&text, " of host memory");
   if (event.tier() == v1::CACHE_TIER_FILE) absl::StrAppend(&text, " of the file");

@@ -54,7 +54,8 @@ constexpr uint8_t EncodeFp8(float value, Fp8Kind kind) {
   if (magnitude > 0x7f800000u) return Fp8NaN(kind);
   const uint32_t largest = std::bit_cast<uint32_t>(Fp8Largest(kind));
   if (magnitude > largest) magnitude = largest;
-  // kE4m3Fnuz needs twice the number, because the same code is half as large there.
+  // The steps below encode kE4m3Fn. A code means half as much in kE4m3Fnuz, so that kind gets the
+  // code of twice the number.
   const float number = std::bit_cast<float>(magnitude) * (kind == Fp8Kind::kE4m3Fn ? 1.0f : 2.0f);
   uint32_t code = 0;
   if (number < 0x1p-6f) {

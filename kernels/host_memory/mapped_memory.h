@@ -1,8 +1,10 @@
 // Anonymous memory for pools and workspaces: sparse, zero-filled on first touch, page aligned.
 //
-// A mapping reserves address space only; a page costs memory when it is first written. So a pool of
+// A mapping reserves address space only; a page costs memory from its first write on. So a pool of
 // many gigabytes can be configured (and tested) on a small machine while little of it is used.
-// Ownership: move-only; the mapping goes away with the object. Threading: none needed.
+// Ownership: move-only; the mapping ends with the object, and with it every pointer into it.
+// Threading: the object has no lock. Its methods may be called from any thread while no thread
+// moves or destroys it; who may touch which bytes is the user's matter.
 #ifndef MLA_KERNELS_HOST_MEMORY_MAPPED_MEMORY_H_
 #define MLA_KERNELS_HOST_MEMORY_MAPPED_MEMORY_H_
 

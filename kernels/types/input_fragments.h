@@ -23,7 +23,7 @@ struct FragmentedInput {
   // In the order of the whole, without gaps. The last fragment ends at or after the tensor's end.
   std::span<const InputFragment> fragments;
   int64_t offset = 0;  // offset of the tensor's first byte in the whole
-  int64_t bytes = 0;   // 0: not in fragments
+  int64_t bytes = 0;   // 0 if the tensor does not come in fragments
 };
 
 // Returns the element of record `index` in a list that is empty or has one element a record.

@@ -1,5 +1,5 @@
 // Settings that both ends of a gRPC connection share, chosen by measurement
-// (docs/benchmarks/wire.md).
+// (docs/adr/0005-what-a-message-costs.md).
 #ifndef MLA_PROTO_WIRE_GRPC_TUNING_H_
 #define MLA_PROTO_WIRE_GRPC_TUNING_H_
 

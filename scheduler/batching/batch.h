@@ -130,7 +130,7 @@ class RequestCost {
 // (row_runs.cc).
 void FindRowRuns(Batch* batch);
 
-// Most ranges of page work in one launch: its metadata has room for this many.
+// The most ranges of page work in one launch, because its metadata has room for this many.
 inline constexpr int32_t kPageRanges = 4096;
 
 // Bound of the pieces in one batch for plans with fixed cuts (PlanTraits::fixed_split_rows). A

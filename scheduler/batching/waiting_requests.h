@@ -3,7 +3,8 @@
 //
 // Service is counted by start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant, and
 // each queue within it, has a virtual time. It advances by the KV bytes of the work launched for
-// it, divided by the tenant's weight. The tenant with the least goes first. A tenant that was idle,
+// it; a tenant's advances by these bytes divided by its weight. The tenant with the least virtual
+// time goes first, and within it the queue with the least. A tenant that was idle,
 // or whose requests could not go, starts at the time of the tenant now served. So it neither saves
 // up service nor pays for the service of others.
 //
@@ -34,7 +35,7 @@ struct RequestQueue {
   BatchKey key;
   StreamRequest* head = nullptr;
   StreamRequest* tail = nullptr;
-  int64_t virtual_time = 0;  // among the tenant's queues
+  int64_t virtual_time = 0;  // among the tenant's queues; KV bytes
 };
 
 struct TenantShare {
@@ -76,8 +77,8 @@ class WaitingRequests {
   static StreamRequest* NextInQueue(const StreamRequest* request) {
     return request->engine.queue_next;
   }
-  // Counts work that a launch takes from the queue: `units` more served to the tenant and, within
-  // it, to the queue.
+  // Counts work that a launch takes from the queue, for the tenant and for the queue. `units`: KV
+  // bytes (LaunchUnits::sum).
   void AddService(RequestQueue* queue, int64_t units);
   // Counts `units` more served to a tenant whose request a launch has taken already.
   void Charge(TenantKey tenant, int32_t weight, int64_t units);

@@ -175,7 +175,7 @@ class EngineCore {
   // Any thread.
   std::atomic<int32_t>& owned() { return owned_; }
   int32_t owned() const { return owned_; }
-  // For any thread; NoteLoad, with the role, brings it up to date.
+  // Any thread may read it. NoteLoad brings it up to date; only the engine role may call that.
   const EngineLoad& load() const { return load_; }
   void NoteLoad() {
     const kvcache::KvCacheStats cache = cache_->stats();

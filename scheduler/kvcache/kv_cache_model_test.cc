@@ -255,8 +255,8 @@ class Simulation {
     const auto tables_before = host_tables_;
     const KvCacheStats stats_before = cache_->stats();
     const int64_t work = PageWork();
-    // A copy of the same step or of one before, not done yet, may make a sequence copy a page that
-    // it could have kept.
+    // While copies that this step or an earlier one asked for are not done, a sequence may have to
+    // copy a page that it could otherwise have kept.
     const auto more = static_cast<int64_t>(rows.size());
     const absl::Status status = cache_->Reserve(rows);
     const bool evicts = cache_->prefix_stats().evicted != evicted;

@@ -6,8 +6,10 @@
 // Only groups that the prefix cache alone holds leave the pool: the oldest of a layout, once less
 // than tier_low_percent of the pool, or of what its tenant may have, is free, until
 // tier_high_percent are. A copy stays while its tier has room, so a group that returns to the pool
-// and leaves again is not copied again. The host tier passes groups that tier_file_hits matches
-// have used on to the file. It drops other groups, the oldest first.
+// and leaves again is not copied again. With a file, host memory is freed between the same two
+// marks, the oldest copies first. A copy is dropped if the pool or the file has the rows too. A
+// group that at least tier_file_hits matches have used goes to the file; other groups are
+// forgotten.
 //
 // Bytes move with launches (PageMover) and on the store's threads; the role only keeps the books.
 // Every copy is checked, by its digest or its seal, before its rows can be seen and before its
@@ -67,8 +69,10 @@ class TierMoves final {
   // queued pages are not dropped.
   std::shared_ptr<TierWait> Restore(kvcache::LayoutId layout, const kvcache::PrefixChain& chain,
                                     int64_t first_row, int64_t most_rows, bool waits = true);
-  // Moves the idle group of a known node out of the pool, at once if it has a copy, else as soon as
-  // it has been copied. Returns false and does nothing if too many wait already.
+  // Moves the group of a node of the prefix cache out of the pool: at once if it has a copy in a
+  // slower tier, else as soon as it has been copied. Groups that are in use when their turn comes
+  // stay. Returns false and does nothing during the pause after a failed launch, or if too many
+  // groups wait already.
   bool Leave(int32_t node);
   // `wake` is called from other threads when Pump has something to do. Call it before any move
   // starts.

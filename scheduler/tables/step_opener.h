@@ -55,7 +55,8 @@ class StepOpener final {
   absl::Status CheckBegin(TenantKey tenant, const BeginStepArgs& args, Model** model);
   absl::Status CheckBeginSequence(TenantKey tenant, const Model& model,
                                   const StepSequenceArgs& args, size_t index);
-  // Compares a step's arguments for a sequence of this length with the engine's state of it.
+  // Checks that a step's arguments continue the sequence, which has `length` rows: the same model
+  // and epoch, in no other step, and beginning at `length`. `index` is for the path of the error.
   absl::Status CheckContinues(const Sequence& sequence, int64_t length, const Model& model,
                               const StepSequenceArgs& args, size_t index) const;
   absl::Status RefusePages(const std::vector<StepEntry>& entries, const Model& model,

@@ -15,7 +15,8 @@ namespace {
 
 using scheduler::RequestKind;
 
-// End of an aligned tensor that follows `others` bytes.
+// Returns the offset of the end of a tensor of `bytes` that begins at the first aligned offset
+// after `others` bytes; `others` itself if the tensor is empty.
 uint64_t Behind(uint64_t others, int64_t bytes) {
   return bytes == 0 ? others : wire::AlignShared(others) + static_cast<uint64_t>(bytes);
 }

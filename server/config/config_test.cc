@@ -77,7 +77,7 @@ TEST(ConfigTest, TenantsHaveSharesAndQuotas) {
   EXPECT_EQ(options.default_bounds[Resource::kOpenSteps], 5);
   EXPECT_EQ(options.server_bounds[Resource::kOpenSteps], 9);
   EXPECT_EQ(options.default_bounds[Resource::kRegions], loaded.config.shm.tenant_regions);
-  // Uploads never take the last control call, and the reserve is not theirs.
+  // Uploads can take neither the last control call nor one of the reserve.
   EXPECT_LT(options.server_bounds[Resource::kUploads],
             options.server_bounds[Resource::kControlCalls]);
   EXPECT_EQ(options.server_bounds[Resource::kControlCalls],

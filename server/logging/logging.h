@@ -24,7 +24,7 @@ namespace mla::server {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-// A text, a number or a truth value, each written as such in JSON.
+// A value of a log line: a text, a number or a boolean. JSON output keeps the difference.
 class LogValue {
  public:
   LogValue(std::string text) : value_(std::move(text)) {}  // NOLINT: implicit

@@ -175,7 +175,7 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
   const auto take = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(account.mutex) {
     if (device_bytes > limits_.device_bytes - account.device_bytes) {
       return absl::ResourceExhaustedError(
-          absl::StrCat("device memory of regions: got ", device_bytes, " bytes beside ",
+          absl::StrCat("device memory of regions: got ", device_bytes, " bytes in addition to ",
                        account.device_bytes, ", limit shm.device_bytes ", limits_.device_bytes));
     }
     absl::Status status = tenants.Take(tenant, Resource::kRegions, 1, "");
@@ -184,7 +184,7 @@ absl::Status SharedRegionTable::Reserve(scheduler::Tenant& tenant, int64_t bytes
     if (bytes > limits_.total_bytes - account.bytes) {
       tenants.Return(tenant, Resource::kRegions, 1);
       return absl::ResourceExhaustedError(
-          absl::StrCat("shared memory: got ", bytes, " bytes beside ", account.bytes,
+          absl::StrCat("shared memory: got ", bytes, " bytes in addition to ", account.bytes,
                        ", limit shm.total_bytes ", limits_.total_bytes));
     }
     status = tenants.Take(tenant, Resource::kRegionBytes, bytes + device_bytes, "");

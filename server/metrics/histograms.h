@@ -25,7 +25,8 @@ struct MetricFamily;
 
 namespace mla::server {
 
-// Numbers of observations up to each bound, cumulative, and at the end of all observations.
+// A cumulative histogram: counts[i] is the number of observations up to bounds[i], and the last
+// count, one more than there are bounds, is that of all observations.
 struct Distribution {
   std::vector<double> bounds;
   std::vector<uint64_t> counts;

@@ -75,7 +75,7 @@ struct Stat {
   uint64_t (*read)(const StatSources&);
   const char* label;        // null: the metric does not have a label
   const char* label_value;  // null exactly where `label` is
-  double unit;              // the number's unit, in the unit of the metric's name
+  double unit;  // the metric is the number times this: 1e-9 for nanoseconds in a metric of seconds
 };
 
 std::span<const Stat> AllStats();

@@ -21,7 +21,7 @@ namespace mla::server {
 inline constexpr int64_t kSentChunkBytes = int64_t{1} << 20;
 
 using PartSink = std::function<absl::Status(const v1::PagesPart&)>;
-// The next part, which may be changed; null at the end.
+// Returns the next part, or null after the last one. The caller may change the part.
 using PartSource = std::function<absl::StatusOr<v1::PagesPart*>()>;
 
 // Sends all parts of an export that has begun. If `sink` returns an error, stops and returns it.

@@ -83,7 +83,8 @@ class ChainWords {
   uint64_t offset_ = 0;
   Mutex mutex_;
   std::vector<kernels::WordValue> later_ ABSL_GUARDED_BY(mutex_);
-  std::vector<kernels::WordValue> taken_;  // buffer of StoreLater for later_
+  // Words that StoreLater has taken out of later_; a member so that its memory is used again.
+  std::vector<kernels::WordValue> taken_;
   std::atomic<bool> any_later_{false};
 };
 

@@ -85,8 +85,8 @@ absl::Status CommandRing::PrepareAttend(const wire::SubmissionEntry& entry,
   bool stalled = false;
   if (status.ok()) status = builder_.StageShared(options_.pool.get(), message, &stalled);
   if (stalled) {
-    // The ring's thread has other entries to serve, so it does not wait for memory; the tenant can
-    // wait for answers of its own.
+    // The ring's thread has other entries to serve, so it does not wait for memory. The client can
+    // try again once one of its tenant's requests is answered, which frees memory.
     return MakeError(absl::StatusCode::kResourceExhausted,
                      "in_offset: no staging memory is free at present",
                      {.field = "in_offset",

@@ -165,8 +165,8 @@ void Stream::Pump() {
   }
 }
 
-// A request of `bytes` was sent: the pump must look after it if it may not
-// have been sent completely by that call, or if it is one of several.
+// Called when a request of `bytes` is handed to gRPC. Wakes the pump if that call may not send all
+// of it, or if several requests are under way.
 void Stream::WakePump(size_t bytes) {
   if (pumping_ || (bytes < kSocketBytes && unsent_.empty() && pending_.size() < 2)) return;
   pumping_ = true;

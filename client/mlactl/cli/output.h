@@ -42,7 +42,7 @@ int FailUsage(const absl::Status& status);
 // for ends of lines: names and messages of a server may hold anything.
 void Print(const std::string& text);
 
-// Escapes such characters, ends of lines among them, in all texts of a message.
+// Escapes invisible characters and terminal controls, ends of lines too, in all texts of a message.
 void EscapeTexts(google::protobuf::Message* message);
 template <typename M>
 M WithPlainTexts(M message) {

@@ -70,7 +70,7 @@ absl::StatusOr<Contexts> ReadContexts(const std::string& path) {
   text.resize(static_cast<size_t>(file.gcount()));
   if (text.size() > kMostFileBytes) return Malformed(path, "has more than a megabyte");
   const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) return Malformed(path, "is no JSON object");
+  if (!json.is_object()) return Malformed(path, "is not a JSON object");
   if (const auto current = json.find("current"); current != json.end()) {
     if (!current->is_string()) return Malformed(path, "current: must be a text");
     contexts.current = current->get<std::string>();

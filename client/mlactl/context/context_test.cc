@@ -76,7 +76,7 @@ TEST(ContextTest, WhatIsWrongIsNamed) {
   Sample sample;
   EXPECT_THAT(std::string(Complete({}, "none", sample.environment()).status().message()),
               HasSubstr("--server-context: got \"none\", not in "));
-  for (const auto& [text, what] : {std::pair("[", "no JSON object"),
+  for (const auto& [text, what] : {std::pair("[", "not a JSON object"),
                                    {"{}", "contexts: must be"},
                                    {R"({"contexts": {"a": 1}})", "contexts.a: no object"},
                                    {R"({"contexts": {"a": {"target": 1}}})", "contexts.a.target"},

@@ -89,7 +89,7 @@ TEST_F(LoadLoopTest, OpenLoopChargesAStallToEveryArrivalThatItDelays) {
   EXPECT_GT(Millis(steps.ValueAt(0.85)), 250);
   EXPECT_LT(Millis(steps.ValueAt(0.40)), 200);
   EXPECT_GT(Millis(open.counts.of(Stage::kStartDelay).ValueAt(0.95)), 450);
-  // On a busy machine some are left at the end.
+  // On a busy machine some steps are unfinished when the time is up.
   EXPECT_NEAR(static_cast<double>(open.counts.steps + open.counts.unfinished), 99, 4);
 }
 

@@ -71,8 +71,8 @@ class RecordingReader final {
 
   const std::string& header_line() const { return header_line_; }  // without its '\n'
   const std::vector<v1::ModelSpec>& models() const { return models_; }
-  // The next record; the last one is kDone, and nothing may follow it. The record's spans are valid
-  // until the next call with the same record.
+  // Reads the next record. The last one is kDone; bytes after it are an error. The record's spans
+  // are valid until the next call with the same record.
   absl::Status Next(Record* record);
   uint64_t records() const { return records_; }
   double fraction_read() const;

@@ -327,7 +327,7 @@ def fill_of(free: int, total: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What a server answered (Sequences.Probe)."""
+    """A server's answer to Sequences.Probe."""
 
     boot_id: int = 0
     rows_asked: int = 0
@@ -340,7 +340,7 @@ class Probe:
     queued: int = 0
     wait_s: float = 0.0
     draining: bool = False
-    bytes_cached: int = 0  # of bytes_free, those that the prefix cache keeps
+    bytes_cached: int = 0  # the part of bytes_free that the prefix cache keeps
 
     @property
     def rows(self) -> int:

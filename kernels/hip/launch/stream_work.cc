@@ -21,8 +21,9 @@ constexpr int32_t kMostOwnRows = 4;
 // Counters for tiles with this many partial rows: each share of a tile has one within these.
 int64_t MeetingsFor(int64_t partial_rows) { return partial_rows + kMostSplitShares; }
 
-// Bounds of the time that a block waits for queries (StreamArgs). It is many times the time of a
-// bus that brings 4 GB/s, and at most half the range of a 32-bit clock of nanoseconds.
+// Bounds of the time that a block waits for queries (StreamArgs). It is the least time plus that of
+// a bus of 4 GB/s, because every bus that GPUs have is many times faster. The most is less than
+// half the range of a 32-bit clock of nanoseconds, so that differences of times keep their sign.
 constexpr int64_t kLeastPatienceNs = 1'000'000, kMostPatienceNs = 2'000'000'000;
 constexpr int64_t kBytesPerNs = 4;
 

@@ -202,7 +202,7 @@ AttentionParams Form(const Data& d, const Work& work, bool expanded) {
   return params;
 }
 
-// Pages of the sequence in a permuted order, with gaps.
+// Returns the page table of the sequence: its pages lie in the pool out of order, with gaps.
 std::vector<uint32_t> Pages(const Shape& shape) {
   const int32_t pages = (shape.kv_rows + shape.page_size - 1) / shape.page_size;
   const int64_t granules = shape.layers * GranulesOf(shape);

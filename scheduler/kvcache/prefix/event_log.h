@@ -47,7 +47,7 @@ enum class EventKind : uint8_t {
   kPreempted,
 };
 
-// The tier where rows are, or were. Numbers of mla.v1.CacheTier.
+// The tier where rows are, or were. The values are those of mla.v1.CacheTier.
 enum class Tier : uint8_t { kPool = 1, kCheckpoint, kHost, kFile };
 
 struct Event {
@@ -106,7 +106,7 @@ class EventLog final {
   Cursor After(TenantKey tenant, uint64_t after) const;
   // A cursor after all events.
   Cursor End() const;
-  // Before all that are kept.
+  // A cursor before all kept events.
   Cursor Begin() const;
   // Returns the next events, at most `most`; moves the cursor past them.
   std::vector<Event> Read(std::optional<TenantKey> tenant, size_t most, Cursor* cursor) const;

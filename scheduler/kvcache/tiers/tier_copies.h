@@ -1,9 +1,10 @@
-// Copies of the prefix cache's nodes in slower tiers: copies, by node and by age.
+// Books of the copies that slower tiers have of the prefix cache's nodes: where each lies, and
+// which is the oldest. Bytes are moved by TierMoves.
 //
-// The copies of a layout in a tier are in order of when they were put there or used last. If a tier
-// has no room, its oldest copy is dropped, or the oldest copy of the layout's owner once that owner
-// has its share. A node that a move works on (Hold) keeps its rooms until the move ends (Release),
-// even if the node itself is forgotten before.
+// A layout's copies in a tier are ordered by the time when each was put there or last used. If a
+// tier has no room, its oldest copy is dropped, or the oldest copy of the layout's owner once that
+// owner has its share. A node that a move works on (Hold) keeps its rooms until the move ends
+// (Release), even if the node itself is forgotten before.
 //
 // Ownership: borrows cache and store. Threading: owned by the engine role.
 #ifndef MLA_SCHEDULER_KVCACHE_TIERS_TIER_COPIES_H_

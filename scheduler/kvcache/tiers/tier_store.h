@@ -126,7 +126,7 @@ class TierStore final {
   void OnDisk(TierJob* job);
   void Queue(TierJob* job);
   void Work();
-  // The job has ended.
+  // Called by the thread that has ended the job: Collect returns it from then on.
   void End(TierJob* job);
 
   GroupMac mac_;

@@ -274,8 +274,8 @@ TEST_F(MlactlPagesTest, EventsAndMissesAreShown) {
   ASSERT_EQ(events.code, 0) << events.output;
   const std::string stored = absl::StrCat("stored   m sequence ", Id(track_.sequence), " rows 4");
   EXPECT_THAT(events.output, MatchesRegex(absl::StrCat(
-                                 "[0-9]+ ", stored, " page [0-9a-f]+ behind [0-9a-f]+\n[0-9]+ ",
-                                 stored, " from 4 page [0-9a-f]+ behind [0-9a-f]+\n")));
+                                 "[0-9]+ ", stored, " page [0-9a-f]+ after [0-9a-f]+\n[0-9]+ ",
+                                 stored, " from 4 page [0-9a-f]+ after [0-9a-f]+\n")));
   const Result one = Shell(a_.Mlactl("events --all --count=1 --json"));
   const json event = json::parse(one.output);
   EXPECT_EQ(event["kind"], "CACHE_EVENT_KIND_STORED");

@@ -132,8 +132,8 @@ class ClusterClient:
         return placement.subset_of(self.client_id, usable, 1)[0]
 
     def gone(self, addresses: Seq[str]) -> None:
-        """Members have left the registry, or have restarted. Those that do not answer by themselves
-        either are given up, so that steps that wait for them end at once."""
+        """Members have left the registry, or have restarted. Each is asked itself; one that does
+        not answer is given up, so that steps that wait for it end at once."""
         now = {one.address: one.boot_id for one in self.members.all()}
         for address in addresses:
             owner = self.owners.at(address)
@@ -246,8 +246,8 @@ class ClusterClient:
 
     def choices(self, model: ClusterModel, prefix: Optional[Prefix],
                 last: str = "") -> Iterator[Choice]:
-        """Servers for a sequence with this prefix, the cheapest first. Those that were asked and
-        can take it come first, then others, in the order of the prefix's hash."""
+        """Yields servers for a sequence with this prefix: first the servers that were asked and can
+        take it, the cheapest first, then others in the order of the prefix's hash."""
         members = self.usable()
         everyone = [one.address for one in members]
         fills = self.owners.fills(members)

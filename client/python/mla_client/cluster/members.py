@@ -2,7 +2,7 @@
 
 A member's value in a registry is JSON that the member's own announcer wrote. All who may write to
 the registry decide where clients connect, so the registry belongs to the operators of the servers.
-Values are checked all the same: one that is no member is left out, and counted.
+Values are checked nevertheless: a value that does not describe a member is left out and counted.
 """
 
 from __future__ import annotations

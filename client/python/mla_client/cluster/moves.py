@@ -22,7 +22,7 @@ class ClusterMoves(Moves):
 
     @staticmethod
     def _none(peer: str) -> Any:
-        raise errors.Internal(f"a connection to {peer} beside the cluster's")
+        raise errors.Internal(f"a connection to {peer} that is not one of the cluster's")
 
     def client_of(self, peer: str) -> Any:
         return self._cluster.owners.at(peer).client

@@ -78,7 +78,7 @@ class Owner:
         return made
 
     def failed(self, error: errors.MlaError) -> None:
-        """A call has failed. What says that another process answers ends the connection."""
+        """A call has failed. The connection ends if the error says that another process answers."""
         gone = isinstance(error, (errors.ServerRestarted, errors.AnotherServer))
         if gone or isinstance(error, (errors.Unavailable, errors.DeadlineExceeded)):
             self._until = self._now() + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** self._failures)
@@ -199,7 +199,7 @@ class Owners:
         return next((one for one in self.all() if one.connected is client), None)
 
     def all(self) -> List[Owner]:
-        """Those that were used."""
+        """Returns the owners that were used."""
         with self._lock:
             return list(self._owners.values())
 

@@ -1,8 +1,8 @@
 """Where a sequence is to be: pure functions over what members say of themselves.
 
 A turn of a conversation asks at most MOST_CANDIDATES servers what they hold of its prefix: the last
-owner, the first two by rendezvous hash of the prefix's first pages among those that are not fuller
-than BOUND times the mean, and the emptier of two random ones. The cheapest gets it.
+owner, the first two by rendezvous hash of the prefix's first pages among servers that are not
+fuller than BOUND times the mean, and the emptier of two random ones. The cheapest gets it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mla_client.types import Prefix, Probe, fill_of
 
 MOST_CANDIDATES = 4
 BY_HASH = 2
-# A server that is fuller than so many times the mean is passed over, unless the difference is
-# smaller than SLACK of a whole server: at the beginning all are nearly empty.
+# A server whose fill is more than this multiple of the mean is passed over, unless the difference
+# is smaller than SLACK of a whole server: at the beginning all are nearly empty.
 BOUND = 1.25
 SLACK = 0.05
 # Rows that decide which servers a prefix belongs to: its first ones.
@@ -67,7 +67,7 @@ def page_names(token_ids: Sequence[int], page_size: int, salt: bytes) -> List[by
     """Names of 16 bytes for whole pages, for Prefix.page_keys: each stands for its page's tokens
     and all before them, and says nothing of them to who does not have the fleet's salt. 32k tokens
     in pages of 64 rows are 8 KB of names. Every client of the fleet must use the same salt, of at
-    most 64 bytes; rows that were named so and those of token ids do not find each other."""
+    most 64 bytes. Rows named in this way and rows of token ids do not find each other."""
     names: List[bytes] = []
     last = b""
     for begin in range(0, len(token_ids) - page_size + 1, page_size):
@@ -87,7 +87,7 @@ def by_hash(key: bytes, addresses: Sequence[str]) -> List[str]:
 
 
 def bounded(addresses: Sequence[str], fills: Mapping[str, float]) -> List[str]:
-    """Those that are not fuller than BOUND times the mean of all; where none is known, all."""
+    """Returns the servers that are not fuller than BOUND times the mean of all servers."""
     known = [fills.get(address, 0.0) for address in addresses]
     mean = sum(known) / len(known) if known else 0.0
     most = max(BOUND * mean, mean + SLACK)
@@ -139,7 +139,7 @@ def ranked(probes: Mapping[str, Optional[Probe]], rows: int, bytes_of_rows: Dict
 
 
 def subset_of(worker: str, addresses: Sequence[str], most: int) -> List[str]:
-    """Servers that a worker uses, its home first; 0: all. They stay the same as members come and
-    go, but for those that do."""
+    """Returns the servers that a worker uses, its home first; with `most` 0 all. A member that
+    comes or goes changes nothing in the order of the others."""
     order = by_hash(hashlib.blake2b(worker.encode(), digest_size=16).digest(), addresses)
     return order[:most] if most > 0 else order

@@ -10,7 +10,7 @@ from mla_client import errors
 from mla_client.cluster import targets
 from mla_client.cluster.members import MOST_VALUE_BYTES, Member
 
-# A call to the registry: short, as the cached list does meanwhile.
+# The longest time of a call to the registry. It is short because the cached list serves until then.
 CALL_S = 2.0
 
 
@@ -139,7 +139,7 @@ class EtcdRegistry(Registry):
                 return answer
             except errors.MlaError:
                 raise
-            except Exception as error:  # the library's, and those of what it is made of
+            except Exception as error:  # of etcd3gw, or of the libraries that it uses
                 last = error
         raise errors.Unavailable(f"etcd at {', '.join(map(str, endpoints))}: {last}",
                                  errors.ErrorDetail(reason="registry_away"))

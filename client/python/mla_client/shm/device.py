@@ -448,4 +448,4 @@ def check_call(q: Any, kv: Any, out: Optional[Buffers], lists: Any,
                                      "they are, and no lists")
     elif spec.window > 0:
         raise errors.InvalidArgument("attend.out: got buffers of a GPU, must lie in host memory: "
-                                     "entries of the model come behind its rows")
+                                     "the model's entries follow its rows")

@@ -158,7 +158,7 @@ def cache_name(model: Any) -> str:
         if name in parameters:
             return name
     raise errors.Unimplemented(
-        f"{type(model).__name__}: its forward pass takes none of {', '.join(_CACHE_NAMES)}")
+        f"{type(model).__name__}: its forward pass has no parameter {', '.join(_CACHE_NAMES)}")
 
 
 def _check_replaceable(past: Any, name: str) -> None:

@@ -100,8 +100,8 @@ class KvStream {
   MLA_DEVICE int first(int n) const { return source.begin + n * kTileKv; }
   MLA_DEVICE int left(int n) const { return source.end - first(n); }
 #if MLA_AMD
-  // Bit i says whether the query row sees the entry of place i of tile n. REQUIRES: the tile has
-  // been looked up. The same in every lane.
+  // Bit i of the result is set if the query row sees the entry at place i of tile n. Every lane
+  // gets the same result. REQUIRES: tile n has been looked up.
   using Bits = std::conditional_t<kTileKv == 64, uint64_t, uint32_t>;
   MLA_DEVICE Bits seen(int n) const {
     static_assert(kLists && (kTileKv == 64 || kTileKv == 32));

@@ -6,7 +6,7 @@
 //   thread_index, block_index, block_index_y, block_barrier
 //   uniform            a value that is the same in every lane of a wave, kept in a scalar register
 //   exp2_fast, log2_fast, max_f, fma_f, leading_zeros, bits_to_float, float_to_bits
-//   bit_as_mask        bit `at` of a word for all bits of the result
+//   bit_as_mask        a word all of whose bits are bit `at` of the given word
 //   pack_bf16          two floats to packed bf16, round to nearest even; `lo` lands in the low half
 //   load_words, store_words   kWords (1, 2 or 4) words at once, at a multiple of their size
 //   as_global          addresses that are known to be in global memory

@@ -1,5 +1,5 @@
-// A thread block on the host: one fiber a lane. Lanes are run in orders that do not by chance give
-// what a device does not promise.
+// A thread block on the host: one fiber a lane. The order in which lanes run is chosen so that code
+// which relies on more than a device promises gives wrong results here.
 //
 // A lane runs until it has to wait for others. The lanes of a wave wait for each other at
 // instructions that read other lanes (Meet); the last lane to arrive carries the instruction out

@@ -1,9 +1,9 @@
-"""Keeps a server in the registry: `mlactl announce` for etcd, to be run next to each server.
+"""Keeps a server in the registry (etcd): one such process runs next to each server.
 
     python3 -m mla_client.cluster announce --registry etcd://etcd-0:2379/fleet \\
         --target unix:/run/mla-server/0.sock --address node-3:50551
 
-The server itself opens no connections. What is announced goes by itself LEASE_S after this process,
+The server itself opens no connections. The entry in the registry ends LEASE_S after this process,
 its host or its network has failed, and at once when the server does not answer or this is stopped.
 """
 

@@ -1,8 +1,9 @@
 """Emptying a server: its sequences go to the others, the one with the most room first.
 
-A drain hands sequences over to one peer. What that one has no room for goes to the next: the drain
-is cancelled in between, and the server may take a sequence or two in that moment, which go with the
-others. Where each has gone is written to the registry, for workers that ask after the server's end.
+A drain hands sequences over to one peer. Sequences for which that peer has no room go to the next.
+The drain is cancelled in between, and the server may take a sequence or two in that moment. They go
+with the others. The registry gets each sequence's new server, for workers that ask when the old one
+has ended.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ sets each server's bounds, so that they sum up to the fleet's.
     share of a server = what the tenant uses there + its part of what no tenant uses
 
 Bounds that fall are set before others rise, and a server that does not answer keeps what it was
-given: so the sum is never more than the fleet's bound, but for what a tenant used above it before.
+given. So the sum is never more than the fleet's bound, unless a tenant used more than that before.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MOST_BOUND = 2**63 - 1
 
 
 def shares(total: int, used: Mapping[str, int], kept: Mapping[str, int] = {}) -> Dict[str, int]:
-    """Each server's bound, by address; their sum is `total`, unless more is in use. `used`: by the
-    servers that answer; `kept`: the bounds of those that do not, which stay."""
+    """Returns each server's bound, by address; their sum is `total`, unless more is in use. `used`:
+    the tenant's use of each server that answers; `kept`: the bounds of the others, which stay."""
     if not used:
         return {}
     left = max(0, total - sum(kept.values()))

@@ -8,7 +8,8 @@
 
 namespace mla::kernels::hip {
 
-// Layout of the shared memory. An object holds only an address, so every thread has its own.
+// Layout of the shared memory. An object holds only the address where the block's shared memory
+// begins, so every thread makes its own.
 //
 //   bins      counts of ranks, by their first bits
 //   keys      for each stage, warp and share of its rows: a chunk of 16 codes a lane

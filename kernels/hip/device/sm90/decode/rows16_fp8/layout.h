@@ -1,4 +1,4 @@
-// Shared memory of attend_fp8.h and the barriers in it.
+// Places in the shared memory of a block of attend_fp8.h, and the barriers between its groups.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_LAYOUT_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS16_FP8_LAYOUT_H_
 
@@ -12,7 +12,8 @@ namespace mla::kernels::hip {
 // Chunk c of a row of 64 bytes lies at position c ^ narrow_swizzle(row).
 constexpr int narrow_swizzle(int row) { return row >> 1 & 3; }
 
-// An object holds only an address, so every thread has its own.
+// An object holds only the address where the block's shared memory begins, so every thread makes
+// its own.
 //
 //   queries        blocks of 64 columns [kRows x 64], binary16 in the order of query_place; for
 //                  fp8_row the rotated columns are bf16

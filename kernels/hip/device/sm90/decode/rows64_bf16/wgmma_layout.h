@@ -9,7 +9,8 @@
 
 namespace mla::kernels::hip {
 
-// Sizes, addresses and barriers. An object holds only an address, so every thread has its own.
+// Sizes, addresses and barriers. An object holds only the address where the block's shared memory
+// begins, so every thread makes its own.
 template <class C>
 struct WgmmaLayout {
   using lds_t = tile::lds_t;

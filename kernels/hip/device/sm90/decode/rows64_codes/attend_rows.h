@@ -73,7 +73,7 @@ class AttendE4m3Rows {
   using L = E4m3RowsLayout<C>;
   static constexpr int kThreads = L::kThreads;
   static constexpr int kSharedBytes = L::kSharedBytes;
-  // Registers of a block of this size.
+  // A thread of a block of three groups gets at most 168 registers; the groups share them out.
   static_assert(2 * C::kComputeRegisters + C::kCopyRegisters <= 3 * 168);
 
   MLA_DEVICE static void run(const AttendArgs& args) {

@@ -1,4 +1,4 @@
-// Shared memory of attend_e4m3.h and the barriers in it.
+// Places in the shared memory of a block of attend_e4m3.h, and the barriers between its groups.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_LAYOUT_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_LAYOUT_H_
 
@@ -7,12 +7,25 @@
 
 namespace mla::kernels::hip {
 
-// An object holds only an address, so every thread has its own.
+// An object holds only the address where the block's shared memory begins, so every thread makes
+// its own. The block computes one item after the other. An item has up to 64 packed rows (rows of
+// queries times heads) and any number of keys, which pass through kSlots slots in tiles of 64.
+// In shared memory lie, one after the other:
 //
-//   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
-//                     [64 x 64 e4m3]
-//   probabilities     of the tile in a slot: [64 x 64 keys] e4m3, each 16 keys in the order
-//                     of values.h
+//   queries         64 packed rows: four blocks of 128 columns [64 x 128 e4m3], and the rotated
+//                   part [64 x 64 e4m3]
+//   slots           64 keys each, arranged as the queries are
+//   probabilities   for each slot [64 packed rows x 64 keys] e4m3; every 16 keys are in the order
+//                   that columns.h gives
+//   ones            an operand of ones, by which the scorers sum probabilities
+//   seen            for each slot, with index lists only: a bit a key
+//   stats           arrays of one fp32 number for each packed row
+//   moved           for each slot: one word a scorer warp
+//   barriers        of 8 bytes
+//
+// The copying group fills slots, the scorers (group 0) turn a slot into probabilities, and the two
+// groups of values (E4m3Values) sum the slot's rows by these. Each barrier hands one of these
+// places from a group that has written it to a group that reads it, or back when it has been read.
 template <class C>
 struct E4m3Layout {
   using lds_t = tile::lds_t;
@@ -29,10 +42,10 @@ struct E4m3Layout {
   static constexpr int kQueryBytes = kLatentBytes + kRopeBytes;
   static constexpr int kSlotBytes = kQueryBytes;
   static constexpr int kProbabilityBytes = kRows * kKeys;
-  // Bytes a slot: a bit for each row of a list, set if it is seen.
+  // Bytes a slot: bit i is set if the queries see key i of the tile.
   static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
-  // By packed row: scale of the queries, scale of the results, and for each slot the factors of new
-  // and of old sums.
+  // Bytes of one array of stats. There are query_scale, result_scale, and for each slot factor and
+  // old_factor.
   static constexpr int kStatBytes = kRows * 4;
   static constexpr int kStats = 2 + 2 * kSlots;
   static constexpr int kBarriers = 4 * kSlots + 2;
@@ -57,11 +70,15 @@ struct E4m3Layout {
   MLA_DEVICE lds_t ones() const { return probabilities(kSlots); }
   MLA_DEVICE lds_t seen(int s) const { return ones() + kOnesBytes + s * kSeenBytes; }
   MLA_DEVICE lds_t stats(int i) const { return seen(kSlots) + i * kStatBytes; }
+  // A product of a query and a key times query_scale is a logit of base 2. A sum of values times
+  // result_scale is an output.
   MLA_DEVICE lds_t query_scale() const { return stats(0); }
   MLA_DEVICE lds_t result_scale() const { return stats(1); }
+  // The sum over all tiles so far becomes old sum * old_factor + sum over this tile * factor.
   MLA_DEVICE lds_t factor(int s) const { return stats(2 + s); }
   MLA_DEVICE lds_t old_factor(int s) const { return stats(2 + kSlots + s); }
-  // A word a warp of scores: nonzero if the old factor of one of its rows is not one.
+  // One word for each of the four scorer warps: nonzero if the old factor of one of its 16 rows is
+  // not 1. If all are zero, the groups of values do not rescale their old sums.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
   MLA_DEVICE lds_t barrier(int i) const { return moved(kSlots) + i * 8; }
   // filled: a slot's keys have arrived. emptied: they are no longer needed.
@@ -80,7 +97,7 @@ struct E4m3Layout {
         // The bits of seen list rows are ordinary stores, not copies, so each warp arrives for them
         // itself.
         tile::barrier_init(filled(s), kGroupThreads + (kLists ? kGroupWarps : 0));
-        tile::barrier_init(emptied(s), kValueWarps);  // they use a slot after the scorers
+        tile::barrier_init(emptied(s), kValueWarps);  // the scorers are done with it by then
         tile::barrier_init(published(s), kGroupThreads);
         tile::barrier_init(adopted(s), kValueWarps);
       }

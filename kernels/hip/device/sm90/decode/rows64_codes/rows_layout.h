@@ -1,4 +1,4 @@
-// Shared memory of attend_rows.h and the barriers in it.
+// Places in the shared memory of a block of attend_rows.h, and the barriers between its groups.
 #ifndef MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ROWS_LAYOUT_H_
 #define MLA_KERNELS_HIP_DEVICE_SM90_DECODE_ROWS64_CODES_ROWS_LAYOUT_H_
 
@@ -7,11 +7,12 @@
 
 namespace mla::kernels::hip {
 
-// An object holds only an address, so every thread has its own.
+// An object holds only the address where the block's shared memory begins, so every thread makes
+// its own. Items, tiles and slots are those of E4m3Layout (layout.h). It differs in these places:
 //
-//   queries, a slot   64 rows: four blocks of 128 columns [64 x 128 e4m3]; rotated part
-//                     [64 x 64 bf16]. Slots also hold the rows' scales as loaded
-//   probabilities     of a group's tile: [64 x 64 keys] binary16
+//   queries         the rotated part is [64 x 64 bf16]
+//   slots           as the queries, and the keys' scales as they were loaded
+//   probabilities   for each of the two computing groups: [64 packed rows x 64 keys] binary16
 template <class C>
 struct E4m3RowsLayout {
   using lds_t = tile::lds_t;
@@ -30,12 +31,12 @@ struct E4m3RowsLayout {
   static constexpr int kSlotBytes = kQueryBytes + kRawScaleBytes;
   static constexpr int kProbabilityBytes = kRows * 128;
   // Bytes a slot. For each key: a power of two that none of its scales exceeds, as its inverse and
-  // its logarithm, both bf16; and each block's scale divided by that power, as binary16. And a bit
-  // for each row of a list, set if it is seen.
+  // its logarithm, both bf16; and each block's scale divided by that power, as binary16.
   static constexpr int kKeyScaleBytes = kKeys * 4 + kBlocks * kKeys * 2;
+  // Bytes a slot: bit i is set if the queries see key i of the tile.
   static constexpr int kSeenBytes = kLists ? kKeys / 8 : 0;
-  // By packed row: scale of the queries, sums of both groups, and for each slot origins and factors
-  // of old sums.
+  // Bytes of one array of stats: one fp32 number for each packed row. There are query_scale, sums
+  // of both groups, and for each slot origin and old_factor.
   static constexpr int kStatBytes = kRows * 4;
   static constexpr int kStats = 3 + 2 * kSlots;
   static constexpr int kBarriers = 2 * kSlots + 4;
@@ -82,7 +83,7 @@ struct E4m3RowsLayout {
   MLA_DEVICE lds_t sums(int group) const { return stats(1 + group); }
   MLA_DEVICE lds_t origin(int s) const { return stats(3 + s); }
   MLA_DEVICE lds_t old_factor(int s) const { return stats(3 + kSlots + s); }
-  // A word a warp: nonzero if the old factor of one of its rows is not one.
+  // A word for each warp that scores: nonzero if the old factor of one of its rows is not 1.
   MLA_DEVICE lds_t moved(int s) const { return stats(kStats) + s * kMovedBytes; }
   // A word a copying warp: nonzero if each of its rows has one scale, a power of two.
   MLA_DEVICE lds_t one_scale(int s) const { return moved(kSlots) + s * kOneScaleBytes; }
