@@ -8,9 +8,9 @@ from typing import Callable, List, Optional, Tuple
 import torch
 
 from mla_client.pytorch import Rows, Sender, whole
-from mla_client.serving import How, Part, Pass, Passes
+from mla_client.serving import How, Part, Pass, Passes, Ranks
 from mla_client.serving.passes import FAILURES
-from mla_client.types import Profile
+from mla_client.types import ModelSpec, Profile
 
 # Query rows whose scores are held at a time.
 LOCAL_ROWS = 256
@@ -59,6 +59,12 @@ class Exchange:
         self._lora = lora
         self._weights = weights if profile == Profile.EXPANDED else None
         self.largest = 0  # rows of the largest pass
+
+    @classmethod
+    def of(cls, passes: Passes, ranks: Ranks, spec: ModelSpec, weights: Weights) -> "Exchange":
+        """The exchange of one of the ranks that share a model's heads."""
+        return cls(passes, Sender(rank=ranks.rank, ranks=ranks.size), spec.softmax_scale,
+                   spec.geometry.kv_lora_rank, weights)
 
     def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
                output: torch.Tensor) -> None:

@@ -198,3 +198,27 @@ class Admission:
         except (errors.MlaError, ValueError):
             pass  # its lease does it
 
+
+class _Verdict:
+    """What a question is answered with, each time it is asked."""
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        self._answer = answer
+
+    def __bool__(self) -> bool:
+        return self._answer()
+
+
+class Policy(str):
+    """The name of a policy that an engine compares with `name` once, when it starts. What it gets
+    for an answer holds only as long as `answer` does."""
+
+    def __new__(cls, name: str, answer: Callable[[], bool]) -> "Policy":
+        made = super().__new__(cls, name)
+        made._name, made._verdict = str(name), _Verdict(answer)  # type: ignore[attr-defined]
+        return made
+
+    def __eq__(self, other: object) -> Any:
+        return self._verdict if other == self._name else False  # type: ignore[attr-defined]
+
+    __hash__ = str.__hash__

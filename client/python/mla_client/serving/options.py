@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+import os
+import platform
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
 import mla_client
 from mla_client import errors
@@ -89,9 +91,37 @@ def salt_of(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32] + " "
 
 
+def salt_of_rows(engine: str, version: str, text: Any, **parts: Any) -> str:
+    """As salt_of, with what every engine has: its name and version, the machine, and the rope of
+    `text`, the model's configuration."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    return salt_of({**parts, "engine": engine, "version": version, "rope": str(rope),
+                    "machine": platform.machine()})
+
+
+def refuse(cases: Iterable[Tuple[Any, str]]) -> None:
+    """Raises Unimplemented with the text of the first case that is so."""
+    for bad, what in cases:
+        if bad:
+            raise errors.Unimplemented(what)
+
+
+def options_in(variable: str) -> Dict[str, Any]:
+    """The options that a variable of the environment gives as JSON."""
+    try:
+        given = json.loads(os.environ.get(variable, ""))
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or "target" not in given:
+        raise errors.InvalidArgument(f'{variable} of the environment: must be JSON like '
+                                     '{"target": "unix:/run/mla/mla.sock"}')
+    return given
+
+
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """A release of an engine that was tried, or a range of them."""
+    """A release of an engine that was tried, or a range of them. With two numbers an end stands for
+    all releases that begin with them."""
 
     first: Tuple[int, ...]
     last: Tuple[int, ...]
@@ -109,7 +139,7 @@ def check_version(engine: str, version: str, table: Tuple[Release, ...],
         numbers.append(int(part))
     found = tuple(numbers + [0] * (3 - len(numbers)))
     for row in table:
-        if numbers and row.first <= found <= row.last:
+        if numbers and row.first <= found and found[:len(row.last)] <= row.last:
             return row
     tried = ", ".join("{} to {}".format(*(".".join(map(str, one)) for one in (row.first, row.last)))
                       if row.first != row.last else ".".join(map(str, row.first)) for row in table)

@@ -64,7 +64,7 @@ def match(init: Callable, req: Any, tree_cache: Any = None, *args: Any, **kwargs
 
 def admit(add: Callable, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """A request for which the server has no room waits."""
-    if runtime.waits(req):
+    if runtime.requests is not None and runtime.requests.waits(req.rid):
         return AddReqResult.NO_TOKEN
     return add(adder, req, *args, **kwargs)
 
@@ -81,16 +81,18 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
     requests begin again, like requests that SGLang puts back for lack of memory; others fail. With
     the overlap scheduler all fail: it has launched one more pass of them already, whose token would
     be taken for one after the new beginning."""
-    lost = runtime.take_lost(batch.reqs)
-    again = []
-    for req in lost:
+    requests, again = runtime.requests, []
+    lost = set(requests.take_lost([req.rid for req in batch.reqs]) if requests is not None else ())
+    for req in batch.reqs:
+        if requests is None or req.rid not in lost:
+            continue
         if (batch.forward_mode.is_decode() and not scheduler.enable_overlap
-                and req in scheduler.running_batch.reqs and runtime.patient()):
+                and req in scheduler.running_batch.reqs and requests.patient):
             again.append(req)
             req.is_retracted = True  # its new token is skipped
         else:
             req.discard_output_reason = req.to_finish = FINISH_ABORT(
-                f"mla-server: {runtime.reason()}", UNAVAILABLE, "ServiceUnavailable")
+                f"mla-server: {requests.reason}", UNAVAILABLE, "ServiceUnavailable")
     processed = process(scheduler, batch, result)
     for req in again:
         _put_back(scheduler, req)

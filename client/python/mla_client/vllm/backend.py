@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (AttentionBackend, AttentionMetadata,
 
 from mla_client import errors
 from mla_client.types import Geometry
-from mla_client.vllm.runtime import Layer, runtime
+from mla_client.vllm.runtime import runtime
 
 
 @dataclasses.dataclass
@@ -96,8 +96,7 @@ class Impl(MLAAttentionImpl[Metadata]):
         self.kv_lora_rank = kv_lora_rank
         geometry = Geometry(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
         # LinearBase keeps its name: "model.layers.3.self_attn.kv_b_proj".
-        self._number = runtime.add(kv_b_proj.prefix, Layer(geometry, self.scale, kv_b_proj,
-                                                           torch.get_default_dtype()))
+        self._number = runtime.add(kv_b_proj.prefix, geometry, self.scale, kv_b_proj)
 
     def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
         """The rows go to the server with the queries."""

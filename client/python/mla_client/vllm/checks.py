@@ -3,21 +3,16 @@ on."""
 
 from __future__ import annotations
 
-import platform
-from typing import Any, List, Mapping, Tuple
+from typing import Any
 
 from mla_client import errors
-from mla_client.serving import Options, Ranks, salt_of
-
-# Methods that draft without a model, or with one whose layers the engine keeps.
-OWN_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa",
-              "mlp_speculator", "deepseek_mtp")
+from mla_client.serving import Options, Ranks, refuse, salt_of_rows
 
 
 def check(config: Any) -> None:
     """Raises Unimplemented for options that would give wrong answers with a server."""
     parallel = config.parallel_config
-    refused: List[Tuple[bool, str]] = [
+    refuse([
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism: "
          "a rank has rows of which others need the attention"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism: "
@@ -29,10 +24,7 @@ def check(config: Any) -> None:
         (bool(getattr(config.kv_transfer_config, "kv_connector", "") != "MlaServerConnector"),
          "--attention-backend CUSTOM without the KV connector MlaServerConnector: rows of a pass "
          "could not be told apart"),
-    ]
-    for bad, what in refused:
-        if bad:
-            raise errors.Unimplemented(what)
+    ])
 
 
 def options_of(config: Any) -> Options:
@@ -70,16 +62,11 @@ def shareable(request: Any) -> bool:
 def salt(config: Any, version: str) -> str:
     """A salt of everything that changes a row's value, except the tokens."""
     model, compilation = config.model_config, config.compilation_config
-    text = model.hf_text_config
-    parts: Mapping[str, Any] = {
-        "engine": "vllm", "version": version, "machine": platform.machine(),
-        "device": getattr(config.device_config, "device_type", ""),
-        "mode": str(compilation.mode), "custom_ops": list(compilation.custom_ops),
-        "backend": str(compilation.backend),
-        "ops": str(getattr(getattr(config, "kernel_config", None), "ir_op_priority", "")),
-        "dtype": str(model.dtype), "revision": model.revision, "model": model.model,
-        "quantization": str(model.quantization),
-        "rope": str(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)),
-        "overrides": str(getattr(model, "hf_overrides", None)),
-        "experts": bool(config.parallel_config.enable_expert_parallel)}
-    return salt_of(parts)
+    return salt_of_rows(
+        "vllm", version, model.hf_text_config,
+        device=getattr(config.device_config, "device_type", ""), mode=str(compilation.mode),
+        custom_ops=list(compilation.custom_ops), backend=str(compilation.backend),
+        ops=str(getattr(getattr(config, "kernel_config", None), "ir_op_priority", "")),
+        dtype=str(model.dtype), revision=model.revision, model=model.model,
+        quantization=str(model.quantization), overrides=str(getattr(model, "hf_overrides", None)),
+        experts=bool(config.parallel_config.enable_expert_parallel))
