@@ -116,6 +116,10 @@ class Case:
             self.servers[number].kill()
         elif what == "start":
             self.servers[number].start()
+        elif what == "drain":
+            import mla_client  # pylint: disable=import-outside-toplevel
+            with mla_client.Client.connect(self.servers[number].target) as client:
+                client.drain()
         elif what == "abort":
             self.engine.tokenizer_manager.abort_request(rid=self._name(number))
         else:

@@ -104,6 +104,16 @@ class OneProcessTest(EngineCase):
         self.assertEqual(counts["sequences"], [0])
 
 
+    def test_a_drain_goes_on_at_the_second_server(self):
+        model = self.model("deepseek_v3")
+        rounds, counts = self.run_case(
+            model, [{"logprobs": False, "events": [[30, "drain", 0]]}, {}], server=[[], []],
+            engine={"disable_overlap_schedule": True})
+        self.compare(model, rounds[0], prompts=False)
+        self.compare(model, rounds[1])
+        self.assertEqual(counts["sequences"], [0, 0])
+
+
 class RanksTest(EngineCase):
     """Two processes, over gloo."""
 

@@ -37,6 +37,16 @@ def model(kind="deepseek_v3", *options):
     return folder
 
 
+def reference(folder):
+    """Writes the library's results for a model that is in the folder."""
+    code = ("import json, pathlib, sys, torch, transformers, models; torch.set_num_threads(1); "
+            "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(); "
+            "pathlib.Path(sys.argv[1], 'reference.json').write_text(json.dumps("
+            "models.reference(model, models.prompts())))")
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=TIMEOUT_S,
+                   stdout=subprocess.DEVNULL)
+
+
 def run(case):
     """Returns the rounds and counts of a case. Raises AssertionError with the end of its log."""
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from mla_client.serving import Options, Ranks, refuse, salt_of_rows
 
 def check(config: Any) -> None:
     """Raises Unimplemented for options that would give wrong answers with a server."""
-    parallel = config.parallel_config
+    parallel, lora = config.parallel_config, config.lora_config
     refuse([
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism: "
          "a rank has rows of which others need the attention"),
@@ -24,7 +24,17 @@ def check(config: Any) -> None:
         (bool(getattr(config.kv_transfer_config, "kv_connector", "") != "MlaServerConnector"),
          "--attention-backend CUSTOM without the KV connector MlaServerConnector: rows of a pass "
          "could not be told apart"),
+        (lora is not None and "kv_b_proj" in (lora.target_modules or ("kv_b_proj",)),
+         "LoRA of kv_b_proj, of which the server has the base model's: name the modules that "
+         "adapters change, without this one (--lora-target-modules)"),
+        (top_k_of(config) and parallel.pipeline_parallel_size > 1, "pipeline parallelism of a "
+         "model whose indexer chooses positions: a later stage may need lists of an earlier one"),
     ])
+
+
+def top_k_of(config: Any) -> int:
+    """The positions that the model's indexer chooses for each row; 0: a row attends to all."""
+    return int(getattr(config.model_config.hf_text_config, "index_topk", None) or 0)
 
 
 def options_of(config: Any) -> Options:

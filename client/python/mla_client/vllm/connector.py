@@ -79,7 +79,8 @@ class MlaServerConnector(KVConnectorBase_V1):
         speculative = config.speculative_config
         ahead = config.scheduler_config.async_scheduling and speculative is not None
         admission = Admission(Link(options), checks.salt(config, __version__),
-                              options.prefix_cache,
+                              # The keys of an indexer are not with the rows that are found.
+                              options.prefix_cache and not checks.top_k_of(config),
                               opens=config.parallel_config.pipeline_parallel_size == 1)
         self._planner = Planner(
             admission, config.cache_config.block_size,

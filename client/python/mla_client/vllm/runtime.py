@@ -20,6 +20,9 @@ LOG = logging.getLogger("mla_client")
 # The most that pages without rows take of the engine's memory: a byte a token and layer.
 PAGES_BYTES = 256 << 20
 LARGEST_BLOCK = 256  # rows, where the engine has not chosen yet
+# Rows with which a quantised layer is compared, and the part of their norm by which they may
+# differ: the inputs are rounded to eight bits, too. Other weights differ by more than the norm.
+PROBES, QUANTISED_ERROR = 4, 0.2
 
 
 class Layer(NamedTuple):
@@ -34,8 +37,27 @@ class Layer(NamedTuple):
         # pylint: disable=import-outside-toplevel
         from vllm.model_executor.layers.quantization.utils.quant_utils import (
             get_and_maybe_dequant_weights)
-        return split(get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=self.dtype),
-                     self.geometry)
+        matrix = get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=self.dtype)
+        if self._differs(matrix):
+            # A kernel has packed them in an order of its own: the layer itself says what they are.
+            method, eye = self.kv_b_proj.quant_method, torch.eye(
+                self.geometry.kv_lora_rank, dtype=self.dtype, device=matrix.device)
+            matrix = method.apply(self.kv_b_proj, eye, bias=None).T.to(self.dtype)
+            if self._differs(matrix):
+                raise errors.Unimplemented(
+                    f"kv_b_proj: its weights cannot be read back from {type(method).__name__}")
+        return split(matrix, self.geometry)
+
+    def _differs(self, matrix: torch.Tensor) -> bool:
+        """True if a quantised layer computes something else than this matrix does."""
+        method = getattr(self.kv_b_proj, "quant_method", None)
+        if method is None or type(method).__name__ == "UnquantizedLinearMethod":
+            return False
+        given = torch.linspace(-1, 1, PROBES * self.geometry.kv_lora_rank, dtype=self.dtype,
+                               device=matrix.device).view(PROBES, -1)
+        got = method.apply(self.kv_b_proj, given, bias=None).float()
+        want = given.float() @ matrix.float().T
+        return float((got - want).norm()) > QUANTISED_ERROR * float(want.norm())
 
 
 class Runtime:
@@ -45,6 +67,7 @@ class Runtime:
         self.layers = Layers()
         self.worker: Optional[Worker[Exchange]] = None
         self.plan: Optional[BatchPlan] = None  # of the pass under way; None: a pass without a plan
+        self.top_k = 0  # positions that an indexer chooses for each row; 0: there is none
         self._config: Any = None
         self._orders = Orders()
 
@@ -54,10 +77,11 @@ class Runtime:
             return
         checks.check(config)
         self.__init__()  # type: ignore[misc]  # of another engine in one process
-        self._config = config
+        self._config, self.top_k = config, checks.top_k_of(config)
         self.worker = Worker(checks.options_of(config).with_defaults(gpu_arguments()),
                              checks.ranks_of(config))
-        self._bound_pages(self.worker)
+        if not self.top_k:
+            self._bound_pages(self.worker)
 
     def add(self, name: str, geometry: Geometry, scale: float, kv_b_proj: Any) -> int:
         """A layer that is built; returns its number."""
@@ -80,21 +104,23 @@ class Runtime:
                 "--attention-backend CUSTOM is missing, or the model has no MLA")
         options, layers = worker.link.options, self.layers.in_order()
         ranks = worker.link.ranks
-        spec = self.layers.spec(options.model_id, ranks, options.page_size)
+        sparse = {"attention": "sparse_v32", "top_k": self.top_k} if self.top_k else {}
+        spec = self.layers.spec(options.model_id, ranks, options.page_size, **sparse)
         worker.start(spec, weights_of(layers, Layer.weights),
                      lambda passes: Exchange.of(passes, ranks, spec,
                                                 lambda place: layers[place].weights()),
                      deferred=self._config.speculative_config is not None)
 
     def attend(self, number: int, q: torch.Tensor, kv: Rows, metadata: Any,
-               output: torch.Tensor) -> None:
+               output: torch.Tensor, chosen: Optional[torch.Tensor] = None) -> None:
         """Attention of a layer: q [rows, heads, nope + rope], kv [rows, lora] and [rows, rope] ->
-        `output` [rows, heads * v]; zeros in a pass without a plan."""
+        `output` [rows, heads * v]; zeros in a pass without a plan. With `chosen` [rows, top_k], the
+        positions of each row, q and `output` are absorbed."""
         if self.plan is None or self.worker is None or self.worker.exchange is None:
             output.zero_()
             return
         made = self.worker.made or self._begin(self.worker, self.plan, metadata)
-        self.worker.exchange.attend(made, self.layers.place(number), q, kv, output)
+        self.worker.exchange.attend(made, self.layers.place(number), q, kv, output, chosen)
 
     def finish(self) -> None:
         """The pass is over: commits it, unless a later one is to say what of it was right."""
