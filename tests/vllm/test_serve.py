@@ -21,7 +21,7 @@ import server_binary
 
 ENVIRONMENT = "vllm"
 GATE = False
-START_S, ASK_S = 400, 120
+START_S, ASK_S = 3000, 600
 TOP = 5  # log-probabilities of a token, at most what the API gives
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import pathlib
 import platform
 from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
@@ -91,12 +92,23 @@ def salt_of(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32] + " "
 
 
-def salt_of_rows(engine: str, version: str, text: Any, **parts: Any) -> str:
-    """As salt_of, with what every engine has: its name and version, the machine, and the rope of
-    `text`, the model's configuration."""
+def checkpoint_of(model: str, text: Any) -> Any:
+    """What changes with the weights of a model: of a folder the names, sizes and times of its
+    files, because nothing else tells that they were replaced; of a name the commit that was loaded,
+    as far as `text`, the model's configuration, says."""
+    folder = pathlib.Path(model)
+    if not folder.is_dir():
+        return getattr(text, "_commit_hash", None)
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+
+
+def salt_of_rows(engine: str, version: str, model: str, text: Any, **parts: Any) -> str:
+    """As salt_of, with what every engine has: its name and version, the machine, and the model, its
+    checkpoint and the rope of `text`, its configuration."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    return salt_of({**parts, "engine": engine, "version": version, "rope": str(rope),
-                    "machine": platform.machine()})
+    return salt_of({**parts, "engine": engine, "version": version, "machine": platform.machine(),
+                    "model": model, "checkpoint": checkpoint_of(model, text), "rope": str(rope)})
 
 
 def refuse(cases: Iterable[Tuple[Any, str]]) -> None:

@@ -51,8 +51,8 @@ def salt(runner: Any, version: str) -> str:
     """A salt of everything that changes a row's value, except the tokens."""
     args, config = runner.server_args, runner.model_config
     return salt_of_rows(
-        "sglang", version, config.hf_text_config, device=args.device, dtype=str(config.dtype),
-        model=args.model_path, revision=args.revision, quantization=str(config.quantization),
+        "sglang", version, args.model_path, config.hf_text_config, device=args.device,
+        dtype=str(config.dtype), revision=args.revision, quantization=str(config.quantization),
         overrides=args.json_model_override_args,
         kernels=[args.moe_runner_backend, args.fp8_gemm_runner_backend,
                  args.enable_deterministic_inference, args.enable_torch_compile],

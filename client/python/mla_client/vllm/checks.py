@@ -73,10 +73,10 @@ def salt(config: Any, version: str) -> str:
     """A salt of everything that changes a row's value, except the tokens."""
     model, compilation = config.model_config, config.compilation_config
     return salt_of_rows(
-        "vllm", version, model.hf_text_config,
+        "vllm", version, model.model, model.hf_text_config,
         device=getattr(config.device_config, "device_type", ""), mode=str(compilation.mode),
         custom_ops=list(compilation.custom_ops), backend=str(compilation.backend),
         ops=str(getattr(getattr(config, "kernel_config", None), "ir_op_priority", "")),
-        dtype=str(model.dtype), revision=model.revision, model=model.model,
+        dtype=str(model.dtype), revision=model.revision,
         quantization=str(model.quantization), overrides=str(getattr(model, "hf_overrides", None)),
         experts=bool(config.parallel_config.enable_expert_parallel))
