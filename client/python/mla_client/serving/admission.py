@@ -136,10 +136,14 @@ class Admission:
         """Why the server is away, if it is."""
         return self._link.error
 
-    def close(self) -> None:
-        """Releases what was not taken over, and ends the connection."""
+    def forget(self) -> None:
+        """Releases what was not taken over."""
         for request in list(self._waiting):
             self._forget(request)
+
+    def close(self) -> None:
+        """As `forget`, and ends the connection."""
+        self.forget()
         self._link.close()
 
     def _admitted(self, request: str, tokens: Seq[int], salt: str, shareable: bool

@@ -186,9 +186,10 @@ class Requests:
         return agreed(self._group, make)
 
     def close(self) -> None:
-        """Releases what was not taken over."""
+        """Releases what was not taken over, then closes the worker, which releases the model."""
         if self._admission is not None:
-            self._admission.close()
+            self._admission.forget()
+        self._worker.close()
 
     @property
     def _first(self) -> Admission:

@@ -64,10 +64,9 @@ class Runtime:
 
     def close(self) -> None:
         """Releases what the server has and ends the connection."""
-        if self.worker is not None:
-            self.worker.close()
-        if self.requests is not None:
-            self.requests.close()
+        ending = self.requests or self.worker
+        if ending is not None:
+            ending.close()
         self.__init__()  # type: ignore[misc]
 
     @property
