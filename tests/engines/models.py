@@ -45,7 +45,9 @@ def build(kind: str, experts: bool, yarn: bool, drafts: bool = False) -> Any:
         qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096,
         rope_parameters=dict(_YARN if yarn else _ROPE),
         bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False)
-    config.moe_layer_freq = 1  # as the released models' files have it
+    config.moe_layer_freq = 1  # as the released models' files have it, and the next two
+    config.scoring_func = "softmax" if kind == "deepseek_v2" else "sigmoid"
+    config.topk_method = "greedy" if kind == "deepseek_v2" else "noaux_tc"
     config.architectures = [f"{NAMES[kind]}ForCausalLM"]
     torch.manual_seed(2)
     model = getattr(transformers, f"{NAMES[kind]}ForCausalLM")(config).eval()

@@ -124,11 +124,12 @@ class Requests:
         self._gone: Set[str] = set()      # of requests that have not been released
         self._lost: Set[str] = set()
 
-    def admit(self, rid: Any, owner: Any, tokens: Seq[int], salt: str, shares: bool) -> int:
-        """Rows that are there for a request of these tokens. `owner` is the engine's request: where
-        it is dropped before it was scheduled, its reservation is given back."""
+    def admit(self, rid: Any, owner: Any, tokens: Seq[int], salt: str, shareable: bool,
+              finds: bool = True) -> int:
+        """Rows that are there for a request, as of Admission.admit. `owner` is the engine's
+        request: where it is dropped before it was scheduled, its reservation is given back."""
         name = self._named(rid, owner)
-        rows = self.agreed(lambda: self._first.admit(name, tokens, salt, shares))
+        rows = self.agreed(lambda: self._first.admit(name, tokens, salt, shareable, finds))
         self._waiting.discard(name)
         if rows is None:
             self._waiting.add(name)

@@ -28,6 +28,8 @@ class Runtime:
     def __init__(self) -> None:
         self.worker: Optional[Worker[Exchange]] = None
         self.requests: Optional[Requests] = None  # None: the model is not there yet
+        # Requests that begin again as soon as the pass under way is over, which still has them.
+        self.put_out: List[Any] = []
         self._group: Any = None  # of the ranks that share heads; None: there is one
         self._config: Any = None  # of the model
 
@@ -89,7 +91,7 @@ class Runtime:
         tokens = req.full_untruncated_fill_ids
         limit = req._compute_max_prefix_len(len(tokens)) if tree.supports_prefix_sharing() else 0
         rows = self.requests.admit(req.rid, req, tokens, checks.salt_of_request(req),
-                               limit > 0 and checks.shareable(req))
+                                   checks.shareable(req), limit > 0)
         want = min(rows, limit) // tree.page_size * tree.page_size
         if req.prefix_len < want:
             _grow(req, tree, want)

@@ -62,11 +62,14 @@ def stage_of(config: Any) -> int:
 
 
 def shareable(request: Any) -> bool:
-    """True if the rows of a request follow from its tokens and salt alone, and none of them must be
-    computed for what the request asks for."""
+    """True if the rows of a request follow from its tokens and salt alone."""
     return (request.lora_request is None and not request.mm_features
-            and request.prompt_embeds is None and not getattr(request, "resumable", False)
-            and not getattr(request, "skip_reading_prefix_cache", False))
+            and request.prompt_embeds is None and not getattr(request, "resumable", False))
+
+
+def finds(request: Any) -> bool:
+    """True if none of a request's rows must be computed for what it asks for."""
+    return not getattr(request, "skip_reading_prefix_cache", False)
 
 
 def salt(config: Any, version: str) -> str:

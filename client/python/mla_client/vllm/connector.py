@@ -134,7 +134,8 @@ class MlaServerConnector(KVConnectorBase_V1):
         if num_computed_tokens > 0:
             return 0, False
         rows = self._planner.admission.admit(request.request_id, request.all_token_ids,
-                                             request.cache_salt or "", checks.shareable(request))
+                                             request.cache_salt or "",
+                                             checks.shareable(request), checks.finds(request))
         return rows, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
