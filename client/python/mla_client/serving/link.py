@@ -130,10 +130,12 @@ class Link:
         return self._error
 
     def close(self) -> None:
-        """Releases the model, unless others use it or it is to be kept, and ends the connection."""
+        """Releases the model, unless others use it or it is to be kept, and ends the connection. A
+        link that has found the model does so, too: its reservations may have outlived the other
+        one."""
         self._closed = True
         model, self._model = self._model, None
-        if model is not None and self._spec is not None and not self.options.keep_model:
+        if model is not None and not self.options.keep_model:
             try:
                 model.unregister()
             except errors.MlaError as error:

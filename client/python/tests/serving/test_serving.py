@@ -307,6 +307,19 @@ class Admitted(unittest.TestCase):
         self.admission.close()
         self.assertEqual(len(self.server.sequences), 0)
 
+    def test_the_last_of_an_engine_releases_the_model(self):
+        """A worker ends before its scheduler, whose reservations keep the model until then."""
+        for keep in (False, True):
+            server = FakeServer()
+            worker = Link(options(server, keep_model=keep))
+            worker.start(SPEC, None)
+            admission = Admission(Link(options(server, keep_model=keep)), "s", False)
+            admission.admit("waits", range(3))
+            worker.close()
+            self.assertEqual(len(server.models), 1)
+            admission.close()
+            self.assertEqual((len(server.models), len(server.sequences)), (int(keep), 0))
+
     def test_ranks_share_a_step_and_one_ends_it(self):
         second = Link(options(self.server), Ranks(1, 2), Pause(0.0, 0.0))
         second.start(SPEC, None)
