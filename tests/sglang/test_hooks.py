@@ -77,6 +77,98 @@ class HooksTest(unittest.TestCase):
                                              types.SimpleNamespace(rid=rid)), want)
 
 
+class Batch:
+    """A batch of requests, which SGLang copies where passes overlap."""
+
+    def __init__(self, reqs):
+        self.reqs = list(reqs)
+        self.forward_mode = types.SimpleNamespace(is_decode=lambda: True)
+
+    def release_req(self, index, remaining, offload_kv):
+        req = self.reqs[index]
+        req.kv.holds_kv, req.is_retracted = False, True
+        req.events.append("released")
+
+    def filter_batch(self, reqs_to_exclude):
+        self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]
+
+
+class BeginAgainTest(unittest.TestCase):
+    """Requests whose rows the server has lost, in SGLang's two loops."""
+
+    def setUp(self):
+        self.lost, self.patient = set(), True
+        requests = types.SimpleNamespace(reason="it is away")
+        requests.take_lost = lambda rids: [rid for rid in rids if rid in self.taken()]
+        type(requests).patient = property(lambda _: self.patient)
+        self.addCleanup(delattr, type(requests), "patient")
+        patched = mock.patch.object(runtime, "requests", requests)
+        patched.start()
+        self.addCleanup(patched.stop)
+        runtime.put_out = []
+        self.reqs = [types.SimpleNamespace(
+            rid=rid, tokens=0, events=[], is_retracted=False, to_finish=None,
+            finished=lambda: False, kv=types.SimpleNamespace(holds_kv=True)) for rid in "abc"]
+        self.queue = []
+
+    def taken(self):
+        lost, self.lost = self.lost, set()
+        return lost
+
+    def scheduler(self, overlap):
+        return types.SimpleNamespace(
+            enable_overlap=overlap, running_batch=Batch(self.reqs),
+            batch_result_processor=types.SimpleNamespace(enable_overlap=overlap),
+            _add_request_to_queue=lambda req, is_retracted: self.queue.append(req.rid))
+
+    @staticmethod
+    def process(scheduler, batch, result):
+        """As SGLang's: a token for each, but for those put back if the processor skips them."""
+        for req in batch.reqs:
+            if not (scheduler.batch_result_processor.enable_overlap and req.is_retracted):
+                req.tokens += 1
+        return result
+
+    def check(self, scheduler):
+        a, b, c = self.reqs
+        self.assertEqual((a.tokens, b.tokens), (0, 0))
+        self.assertEqual((a.events, b.events, c.events), (["released"], ["released"], []))
+        self.assertEqual(self.queue, ["a", "b"])
+        self.assertEqual([req.rid for req in scheduler.running_batch.reqs], ["c"])
+        self.assertFalse(scheduler.running_batch.batch_is_full)
+
+    def test_passes_one_after_another(self):
+        scheduler = self.scheduler(False)
+        self.lost = {"a", "b"}
+        self.assertEqual(hooks.begin_again(self.process, scheduler, scheduler.running_batch, "r"),
+                         "r")
+        self.check(scheduler)
+        self.assertEqual(self.reqs[2].tokens, 1)
+        self.assertFalse(scheduler.batch_result_processor.enable_overlap)
+
+    def test_passes_that_overlap(self):
+        """They are put back when the pass that had been launched already is over."""
+        scheduler = self.scheduler(True)
+        first, second = Batch(self.reqs), Batch(self.reqs)
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, first, None)
+        self.assertEqual((self.queue, len(scheduler.running_batch.reqs)), ([], 1))
+        self.lost = {"a"}  # the launched pass has lost it, too
+        hooks.begin_again(self.process, scheduler, second, None)
+        self.check(scheduler)
+        self.assertEqual(self.reqs[2].tokens, 2)
+        self.assertEqual(runtime.put_out, [])
+
+    def test_after_too_long_they_fail(self):
+        self.patient = False
+        scheduler = self.scheduler(False)
+        self.lost = {"b"}
+        hooks.begin_again(self.process, scheduler, scheduler.running_batch, None)
+        self.assertEqual(self.queue, [])
+        self.assertEqual([req.to_finish is not None for req in self.reqs], [False, True, False])
+        self.assertIn("mla-server: it is away", str(vars(self.reqs[1].to_finish)))
+
+
 class PluginTest(unittest.TestCase):
     def test_another_release_is_refused_by_name_when_the_backend_is_asked_for(self):
         made = {}

@@ -103,18 +103,19 @@ def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> A
         processed = process(scheduler, batch, result)
     finally:
         processor.enable_overlap = overlaps
-    if again:
+    ready = again
+    if scheduler.enable_overlap:
+        ready, runtime.put_out = put_out, again
+    for req in ready:
+        _put_back(scheduler, batch, req)
+    if again:  # the same object as `batch` where passes do not overlap
         scheduler.running_batch.filter_batch(reqs_to_exclude=again)
         scheduler.running_batch.batch_is_full = False
-    if scheduler.enable_overlap:
-        runtime.put_out, again = again, put_out
-    for req in again:
-        _put_back(scheduler, batch, req)
     return processed
 
 
 def _put_back(scheduler: Any, batch: Any, req: Any) -> None:
-    """Queues a request that is in no batch any more; `batch` is one that it was in."""
+    """Queues a request of a batch whose pass is over."""
     if req.finished() or not req.kv.holds_kv:
         return
     batch.release_req(batch.reqs.index(req), len(batch.reqs), offload_kv=False)
