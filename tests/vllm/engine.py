@@ -4,10 +4,10 @@
 
 CASE: "model" (a folder of tests/engines/models.py), "llm" (arguments of LLM), "extra" (of the
 connector), "async", "own" (the engine's own attention), "kept" (a name of a backend that stays the
-engine's own), "lora" (a folder with an adapter that requests ask for), "server" (arguments of mla-server; a
-list of lists: several), and "rounds", each with "prompts" (lists of ids; absent: the model's),
-"tokens", "logprobs" and "events": [step, what, argument], which happen before that step of the
-engine's loop. OUT: for each round its rows, as compare.py reads them, and counts."""
+engine's own), "lora" (a folder with an adapter that requests ask for), "server" (arguments of
+mla-server; a list of lists: several), and "rounds", each with "prompts" (lists of ids; absent: the
+model's), "tokens", "logprobs" and "events": [step, what, argument], which happen before that step
+of the engine's loop. OUT: for each round its rows, as compare.py reads them, and counts."""
 
 import json
 import os
