@@ -207,6 +207,22 @@ class QuantisedTest(unittest.TestCase):
             self.weights()
 
 
+class PagesTest(unittest.TestCase):
+    def test_pages_are_bounded_where_all_of_them_are_small(self):
+        """A draft model's pages have its rows: a bound for pages of a byte would be far too low."""
+        worker = space(rows_of_pool=lambda row_dim, layers: 1000)
+        for drafts, want in ((None, 1000 * LAYERS + BLOCK * LAYERS),
+                             ({"method": "ngram"}, 1000 * LAYERS + BLOCK * LAYERS),
+                             ({"method": "mtp"}, None), ({"method": "eagle"}, None)):
+            runtime._config = config(**({} if drafts is None else {"speculative_config": drafts}))
+            self.addCleanup(runtime.close)
+            runtime._bound_pages(worker)
+            self.assertEqual(runtime._config.cache_config.kv_cache_memory_bytes, want)
+        runtime._config = config(cache_config={"kv_cache_memory_bytes": 5})
+        runtime._bound_pages(worker)
+        self.assertEqual(runtime._config.cache_config.kv_cache_memory_bytes, 5)
+
+
 class ChecksTest(unittest.TestCase):
     def test_what_is_refused_is_named(self):
         for changes, text in (

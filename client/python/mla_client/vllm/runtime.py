@@ -20,6 +20,7 @@ LOG = logging.getLogger("mla_client")
 # The most that pages without rows take of the engine's memory: a byte a token and layer.
 PAGES_BYTES = 256 << 20
 LARGEST_BLOCK = 256  # rows, where the engine has not chosen yet
+DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 # Rows with which a quantised layer is compared, and the part of their norm by which they may
 # differ: the inputs are rounded to eight bits, too. Other weights differ by more than the norm.
 PROBES, QUANTISED_ERROR = 4, 0.2
@@ -163,9 +164,10 @@ class Runtime:
     def _bound_pages(self, worker: Worker) -> None:
         """As many blocks as the server's pool has rows for, unless the user says how much memory;
         a number of blocks that the user gives is the engine's to heed."""
-        cache = self._config.cache_config
-        if cache.kv_cache_memory_bytes is not None:
-            return
+        cache, drafts = self._config.cache_config, self._config.speculative_config
+        if cache.kv_cache_memory_bytes is not None or (
+                drafts is not None and drafts.method not in DRAFTS_WITHOUT_LAYERS):
+            return  # the rows of a draft model's layers are the engine's, and are larger
         parallel, text = self._config.parallel_config, self._config.model_config.hf_text_config
         layers = text.num_hidden_layers
         rows = worker.rows_of_pool(text.kv_lora_rank + text.qk_rope_head_dim, layers)
