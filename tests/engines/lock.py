@@ -37,6 +37,12 @@ _CUDA = ["nvidia-cublas==13.1.1.3", "nvidia-cuda-cupti==13.0.85", "nvidia-cuda-n
          "nvidia-curand==10.4.0.35", "nvidia-cusparse==12.6.3.3", "nvidia-nvjitlink==13.0.88"]
 
 
+def excluded(given: List[str]) -> List[str]:
+    """The packages that are left out of an environment with these requirements."""
+    return [part for part in EXCLUDED
+            if not any(each.startswith(part + "==") for each in given)]
+
+
 def _wheel(package: Dict[str, Any], supported: Dict[Any, int]) -> Dict[str, Any]:
     """The wheel of a package that this Python takes first."""
     # pylint: disable=import-outside-toplevel
@@ -61,9 +67,7 @@ def lock(name: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         (folder / "in.txt").write_text("\n".join([*_ALL, *_CUDA, *REQUIREMENTS[name]]))
-        (folder / "excluded.txt").write_text("\n".join(
-            part for part in EXCLUDED
-            if not any(given.startswith(part + "==") for given in REQUIREMENTS[name])))
+        (folder / "excluded.txt").write_text("\n".join(excluded(REQUIREMENTS[name])))
         (folder / "overrides.txt").write_text("\n".join(
             part for part in _ALL if part.startswith("torch")))
         environments.run_installer(

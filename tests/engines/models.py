@@ -1,6 +1,6 @@
 """Small models of DeepSeek's architectures, saved as engines load them, with what the library says.
 
-    python3 tests/engines/models.py deepseek_v3 FOLDER [--experts] [--yarn]
+    python3 tests/engines/models.py deepseek_v3 FOLDER [--experts] [--yarn] [--drafts]
 
 Runs in an environment with torch and transformers. Weights are random, with gains by which
 attention matters; kv_lora_rank 512 and rope 64 are those of the released models, which engines'
@@ -17,6 +17,7 @@ import json
 import pathlib
 from typing import Any, Dict, List
 
+import safetensors.torch
 import torch
 import transformers
 
@@ -32,19 +33,21 @@ _YARN = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_emb
          "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
-def build(kind: str, experts: bool, yarn: bool) -> Any:
+def build(kind: str, experts: bool, yarn: bool, drafts: bool = False) -> Any:
     """A model of three layers: dense ones, or with experts in all but the first; `yarn`: positions
     are scaled as in the released models, which changes the scale of scores, too."""
     config = getattr(transformers, f"{NAMES[kind]}Config")(
         vocab_size=256, hidden_size=512, num_attention_heads=16, num_key_value_heads=16,
         num_hidden_layers=3, intermediate_size=1024, moe_intermediate_size=64, n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1,
-        first_k_dense_replace=1 if experts else 3,
+        first_k_dense_replace=1 if experts else 4 if drafts else 3,
         q_lora_rank=None if kind == "deepseek_v2" else 192, kv_lora_rank=512,
         qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=4096,
         rope_parameters=dict(_YARN if yarn else _ROPE),
         bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False)
-    config.moe_layer_freq = 1  # as the released models' files have it
+    config.moe_layer_freq = 1  # as the released models' files have it, and the next two
+    config.scoring_func = "softmax" if kind == "deepseek_v2" else "sigmoid"
+    config.topk_method = "greedy" if kind == "deepseek_v2" else "noaux_tc"
     config.architectures = [f"{NAMES[kind]}ForCausalLM"]
     torch.manual_seed(2)
     model = getattr(transformers, f"{NAMES[kind]}ForCausalLM")(config).eval()
@@ -89,10 +92,33 @@ def reference(model: Any, given: List[List[int]]) -> List[Dict[str, Any]]:
     return rows
 
 
-def write(kind: str, folder: pathlib.Path, experts: bool = False, yarn: bool = False) -> None:
+def add_drafts(folder: pathlib.Path) -> None:
+    """Gives a saved model of dense layers one more, which drafts the next token: it has the weights
+    of the last one, and passes on what that one has found."""
+    path = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    for name in [name for name in weights if name.startswith("model.layers.2.")]:
+        weights[name.replace(".2.", ".3.", 1)] = weights[name].clone()
+    width = weights["model.norm.weight"].shape[0]
+    eye = torch.eye(width)
+    more = {"enorm": torch.ones(width), "hnorm": torch.ones(width),
+            "eh_proj": torch.cat((0.1 * eye, eye), dim=1),
+            "embed_tokens": weights["model.embed_tokens.weight"].clone(),
+            "shared_head.norm": weights["model.norm.weight"].clone(),
+            "shared_head.head": weights["lm_head.weight"].clone()}
+    weights.update({f"model.layers.3.{name}.weight": one for name, one in more.items()})
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+
+
+def write(kind: str, folder: pathlib.Path, experts: bool = False, yarn: bool = False,
+          drafts: bool = False) -> None:
     """Makes the model and all files in `folder`."""
-    model = build(kind, experts, yarn)
+    model = build(kind, experts, yarn, drafts)
     model.save_pretrained(folder)
+    if drafts:
+        add_drafts(folder)
     given = prompts()
     (folder / "prompts.json").write_text(json.dumps(given))
     (folder / "reference.json").write_text(json.dumps(reference(model, given)))
@@ -107,9 +133,10 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--yarn", action="store_true")
+    parser.add_argument("--drafts", action="store_true", help="one more layer, which drafts")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    write(args.kind, args.folder, args.experts, args.yarn)
+    write(args.kind, args.folder, args.experts, args.yarn, args.drafts)
 
 
 if __name__ == "__main__":

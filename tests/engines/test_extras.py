@@ -1,5 +1,5 @@
 """The extras of the package, as `pip install` sees them: they ask for releases that the adapters
-know, and what `[transformers]` brings into a clean environment works."""
+know, and what each brings into a clean environment works: the engine finds the adapter there."""
 
 import pathlib
 import re
@@ -15,12 +15,41 @@ import lock
 ENVIRONMENT = "transformers"
 GATE = False
 PACKAGE = environments.ROOT / "client" / "python"
-PROGRAM = """
+# By extra what is run where it was installed: the engine finds the package by its entry points.
+POINTS = """
+import importlib.metadata
+points = {group: [point.load for point in importlib.metadata.entry_points(group=group)
+                  if point.dist.name == "mla-client"]
+          for group in ("vllm.general_plugins", "sglang.srt.plugins")}
+"""
+PROGRAMS = {
+    "transformers": """
 import mla_client, torch, transformers
 from mla_client.transformers.probe import check_version
 check_version()
 print(mla_client.__file__)
-"""
+""",
+    "vllm": POINTS + """
+import mla_client, vllm
+(load,) = points["vllm.general_plugins"]
+load()()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+assert AttentionBackendEnum.CUSTOM.get_path() == "mla_client.vllm.backend.MlaServerBackend"
+connector = KVConnectorFactory._registry["MlaServerConnector"]()
+assert connector.__module__ == "mla_client.vllm.connector", connector
+print(mla_client.__file__)
+""",
+    "sglang": POINTS + """
+import mla_client, sglang
+(load,) = points["sglang.srt.plugins"]
+load()()
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+assert ATTENTION_BACKENDS["mla_server"].__module__ == "mla_client.sglang.plugin"
+print(mla_client.__file__)
+"""}
+# The compiled kernels of SGLang load on GPUs alone.
+STANDIN = environments.ROOT / "tests" / "sglang" / "standin"
 
 
 class ExtrasTest(unittest.TestCase):
@@ -52,21 +81,39 @@ class ExtrasTest(unittest.TestCase):
                 newest = environments.RELEASES[extra][-1]
                 self.assertEqual(found.split(".")[:newest.count(".") + 1], newest.split("."))
 
-    def test_transformers_works_in_a_clean_environment(self):
-        python = environments._bare(self.folder / "clean")
-        excluded = self.folder / "excluded.txt"
-        excluded.write_text("\n".join(lock.EXCLUDED))
-        constraints = self.folder / "constraints.txt"
-        constraints.write_text(re.sub(r" --hash=\S+", "", (
-            environments.LOCKS / f"{environments.newest('transformers')}.txt").read_text()))
+    def installed(self, extra):
+        """Runs the extra's program in a clean environment that has the extra alone."""
+        folder = self.folder / extra
+        python = environments._bare(folder)
+        given = lock.REQUIREMENTS[environments.newest(extra)]
+        # One torch is on disk for all, with the parts of it that the CPU loads.
+        others = [each for each in (*lock._ALL, *given) if each.startswith("torch")]
+        for name, lines in (("excluded", lock.excluded(given)), ("overrides", others),
+                            ("more", lock._CUDA)):
+            (self.folder / f"{name}.txt").write_text("\n".join(lines))
         environments.run_installer(
-            ["pip", "install", "--quiet", "--python", str(python), "--excludes", str(excluded),
-             "--constraints", str(constraints),
-             f"mla-client[transformers] @ {self.source.as_uri()}"])
-        said = subprocess.run([str(python), "-c", PROGRAM], cwd=self.folder, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+            ["pip", "install", "--quiet", "--python", str(python),
+             "--excludes", str(self.folder / "excluded.txt"),
+             "--overrides", str(self.folder / "overrides.txt"),
+             "--requirements", str(self.folder / "more.txt"),
+             f"mla-client[{extra}] @ {self.source.as_uri()}"])
+        said = subprocess.run(
+            [str(python), "-c", PROGRAMS[extra]], cwd=self.folder, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={
+                "HOME": str(folder), "PATH": "/usr/bin:/bin",
+                "PYTHONPATH": str(STANDIN) if extra == "sglang" else ""})
         self.assertEqual(said.returncode, 0, said.stdout)
-        self.assertIn(str(self.folder / "clean"), said.stdout)
+        self.assertIn(str(folder), said.stdout.splitlines()[-1])
+        shutil.rmtree(folder)
+
+    def test_transformers_works_in_a_clean_environment(self):
+        self.installed("transformers")
+
+    def test_vllm_works_in_a_clean_environment(self):
+        self.installed("vllm")
+
+    def test_sglang_works_in_a_clean_environment(self):
+        self.installed("sglang")
 
 
 if __name__ == "__main__":

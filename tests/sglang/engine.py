@@ -57,6 +57,11 @@ class Case:
         os.environ["MLA_SGLANG"] = json.dumps({
             "target": [server.target for server in self.servers], "model_id": self.model.name,
             "timeout_s": 5.0, **self.case.get("options", {})})
+        ranks = self.case.get("engine", {}).get("tp_size", 1)
+        if ranks > 1:  # by default each rank takes a node of memory of its own
+            cores = sorted(os.sched_getaffinity(0))
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(cores[rank % len(cores)]) for rank in range(ranks))
         begun = time.monotonic()
         self.engine = sglang.Engine(model_path=str(self.model),
                                     **{**OPTIONS, **self.case.get("engine", {})})
@@ -116,6 +121,10 @@ class Case:
             self.servers[number].kill()
         elif what == "start":
             self.servers[number].start()
+        elif what == "drain":
+            import mla_client  # pylint: disable=import-outside-toplevel
+            with mla_client.Client.connect(self.servers[number].target) as client:
+                client.drain()
         elif what == "abort":
             self.engine.tokenizer_manager.abort_request(rid=self._name(number))
         else:

@@ -104,6 +104,25 @@ class OneProcessTest(EngineCase):
         self.assertEqual(counts["sequences"], [0])
 
 
+    def test_a_restart_while_passes_overlap(self):
+        """As SGLang starts by default: one more pass of lost requests is under way."""
+        model = self.model("deepseek_v3")
+        rounds, counts = self.run_case(
+            model, [{"logprobs": False, "events": [[40, "kill", 0], [41, "start", 0]]}, {}])
+        self.compare(model, rounds[0], prompts=False)
+        self.compare(model, rounds[1])
+        self.assertEqual(counts["sequences"], [0])
+
+    def test_a_drain_goes_on_at_the_second_server(self):
+        model = self.model("deepseek_v3")
+        rounds, counts = self.run_case(
+            model, [{"logprobs": False, "events": [[30, "drain", 0]]}, {}], server=[[], []],
+            engine={"disable_overlap_schedule": True})
+        self.compare(model, rounds[0], prompts=False)
+        self.compare(model, rounds[1])
+        self.assertEqual(counts["sequences"], [0, 0])
+
+
 class RanksTest(EngineCase):
     """Two processes, over gloo."""
 

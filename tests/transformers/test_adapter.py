@@ -17,6 +17,7 @@ import seeded
 import torch
 import transformers
 from mla_client import transformers as adapter
+from mla_client.serving.layers import dense
 from mla_client.transformers import attachment, models
 
 ENVIRONMENT = "transformers"
@@ -342,9 +343,9 @@ class RegistrationTest(unittest.TestCase):
 
     def test_weights_are_cut_by_head(self):
         model = small()
-        module = models.attention_modules(model)[0]
-        geometry, scale = models.geometry_of([module])
-        w_uk, w_uv = models.weights_of(module, geometry)
+        layers = models.layers_of(model)
+        module, geometry, scale = layers.in_order()[0], layers.geometry, layers.scale
+        w_uk, w_uv = dense(models.pair_of(module, geometry))
         latent = torch.randn(512)
         expanded = module.kv_b_proj(latent).view(4, 256).detach().numpy()
         np.testing.assert_allclose(w_uk @ latent.numpy(), expanded[:, :128], atol=1e-4)

@@ -8,7 +8,7 @@ import mla_client
 import test_adapter
 import torch
 from mla_client import transformers as adapter
-from mla_client.transformers.batch import RemoteBatch
+from mla_client.serving.batch import RemoteBatch
 from tests import peers
 
 ENVIRONMENT = "transformers"

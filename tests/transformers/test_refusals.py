@@ -45,6 +45,25 @@ class RefusalTest(unittest.TestCase):
             cache = transformers.DynamicCache(offloading=True)
         self.refuses("cache_implementation", **{CACHE: cache})
 
+    def test_continuous_batching(self):
+        """The library takes no names of attention but its own there. Were it to use another one, it
+        would hand over its own cache, which is refused."""
+        with adapter.attach(self.model, self.service), torch.no_grad():
+            with self.assertRaisesRegex(ValueError, "mla_server"):
+                self.model.generate_batch([[3, 1, 4]], transformers.GenerationConfig(
+                    max_new_tokens=2, do_sample=False, eos_token_id=1))
+
+            class PagedAttentionCache:
+                """It has the rows of all requests."""
+            with self.assertRaisesRegex(mla_client.Unimplemented, "got PagedAttentionCache"):
+                self.model(**self.inputs, **{CACHE: PagedAttentionCache()})
+
+    def test_the_librarys_own_server(self):
+        """`transformers serve` takes no names of attention but its own."""
+        from transformers.cli.serving import model_manager
+        with self.assertRaisesRegex(ValueError, "Unsupported attention implementation: 'mla_serv"):
+            model_manager.ModelManager(attn_implementation="mla_server")
+
     def test_a_mask_of_four_dimensions(self):
         self.refuses(r"must be \[batch, positions\]", attention_mask=torch.zeros(1, 1, 9, 9))
 
@@ -97,7 +116,7 @@ class RefusalTest(unittest.TestCase):
         for release in ("5.16.2", "5.25.0", "6.0.0"):
             with mock.patch.object(transformers, "__version__", release):
                 with self.assertRaisesRegex(mla_client.Unimplemented,
-                                            f"transformers {release}: must be 5.17 to 5.24"):
+                                            f"transformers {release}: .* 5.17 to 5.24;"):
                     adapter.attach(self.model, self.service)
 
     def test_two_caches(self):

@@ -3,10 +3,11 @@
     engine.py CASE.json OUT.json
 
 CASE: "model" (a folder of tests/engines/models.py), "llm" (arguments of LLM), "extra" (of the
-connector), "async" and "own" (the engine's own attention), "server" (arguments of mla-server; a
-list of lists: several), and "rounds", each with "prompts" (lists of ids; absent: the model's),
-"tokens", "logprobs" and "events": [step, what, argument], which happen before that step of the
-engine's loop. OUT: for each round its rows, as compare.py reads them, and counts."""
+connector), "async", "own" (the engine's own attention), "kept" (a name of a backend that stays the
+engine's own), "lora" (a folder with an adapter that requests ask for), "server" (arguments of
+mla-server; a list of lists: several), and "rounds", each with "prompts" (lists of ids; absent: the
+model's), "tokens", "logprobs" and "events": [step, what, argument], which happen before that step
+of the engine's loop. OUT: for each round its rows, as compare.py reads them, and counts."""
 
 import json
 import os
@@ -18,7 +19,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "client" / "python"), str(ROOT / "client" / "python" / "tests"),
-                str(HERE)]
+                str(HERE), str(HERE / "standin")]
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -39,7 +40,7 @@ def entry_points(folder):
         "[vllm.general_plugins]\nmla_zz_cpu = mla_vllm_cpu:register\n")
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(folder), *sys.path[1:4], os.environ.get("PYTHONPATH", "")])
+        [str(folder), *sys.path[1:5], os.environ.get("PYTHONPATH", "")])
 
 
 class Case:
@@ -51,7 +52,7 @@ class Case:
         self.case = case
         self.model = pathlib.Path(case["model"])
         self.servers = [server_binary.start(*arguments) for arguments in case.get("server", [[]])]
-        self.counts = {"found": 0, "preempted": 0}
+        self.counts = {"found": 0, "preempted": 0, "drafted": 0}
         self.llm = None
 
     def close(self):
@@ -79,12 +80,17 @@ class Case:
         # pylint: disable=import-outside-toplevel
         from vllm import LLM
         from vllm.v1.core.sched.scheduler import Scheduler
-        preempt = Scheduler._preempt_request
+        preempt, draft = Scheduler._preempt_request, Scheduler.update_draft_token_ids
 
         def counted(*args, **kwargs):
             self.counts["preempted"] += 1
             return preempt(*args, **kwargs)
         Scheduler._preempt_request = counted
+
+        def drafted(scheduler, given):
+            self.counts["drafted"] += sum(map(len, given.draft_token_ids))
+            return draft(scheduler, given)
+        Scheduler.update_draft_token_ids = drafted
         options = {**OPTIONS, **self.case.get("llm", {})}
         if not self.case.get("own"):
             targets = [server.target for server in self.servers]
@@ -108,9 +114,14 @@ class Case:
         params = SamplingParams(temperature=0, max_tokens=given.get("tokens", 24), ignore_eos=True,
                                 detokenize=False, logprobs=8,
                                 prompt_logprobs=0 if given.get("logprobs", True) else None)
+        lora = None
+        if self.case.get("lora"):
+            from vllm.lora.request import LoRARequest  # pylint: disable=import-outside-toplevel
+            lora = LoRARequest("adapter", 1, self.case["lora"])
         engine, done, steps = self.llm.llm_engine, {}, 0
         for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, params,
+                               lora_request=lora)
         events = sorted(given.get("events", []))
         while engine.has_unfinished_requests():
             while events and events[0][0] <= steps:
@@ -175,7 +186,8 @@ def main(case_path, out_path):
     case = json.loads(pathlib.Path(case_path).read_text())
     os.environ.update(SETTINGS)
     os.environ.update({"MLA_TEST_OWN": "1" if case.get("own") else "0",
-                       "MLA_TEST_ASYNC": "1" if case.get("async") else "0", **case.get("env", {})})
+                       "MLA_TEST_ASYNC": "1" if case.get("async") else "0",
+                       "MLA_TEST_KEPT": case.get("kept", ""), **case.get("env", {})})
     with tempfile.TemporaryDirectory() as folder:
         entry_points(folder)
         run = Case(case)

@@ -20,9 +20,9 @@ def register():
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    own = os.environ.get("MLA_TEST_OWN") == "1"
+    own, kept = os.environ.get("MLA_TEST_OWN") == "1", os.environ.get("MLA_TEST_KEPT")
     for name in () if own else ("CPU_MLA", "AMX_MLA"):
-        if name in AttentionBackendEnum.__members__:
+        if name != kept and name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], BACKEND)
     if hasattr(CpuPlatform, "mla_before"):
         return

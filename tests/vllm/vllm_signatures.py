@@ -1,9 +1,11 @@
 """Signatures of vLLM that the adapter relies on.
 
     python3 tests/vllm/vllm_signatures.py [--write]
+    python3 tests/vllm/vllm_signatures.py --source FOLDER RELEASE
 
 compares the installed vLLM's signatures with the file of the tested release next to this program.
-No output means that they are equal.
+No output means that they are equal. With --source it writes the file of a release that cannot be
+installed here, from the folder that its wheel was unpacked in.
 """
 
 import os
@@ -23,7 +25,8 @@ NAMES = {
     "vllm.v1.attention.backend": [
         "AttentionBackend.customize_spec", "AttentionMetadataBuilder.__init__",
         "AttentionMetadataBuilder.build", "MLAAttentionImpl.__init__",
-        "MLAAttentionImpl.forward_mha", "CommonAttentionMetadata.__init__"],
+        "MLAAttentionImpl.forward_mha", "MLAAttentionImpl.forward_mqa",
+        "MLAAttentionImpl.do_kv_cache_update", "CommonAttentionMetadata.__init__"],
     "vllm.v1.attention.backends.registry": ["register_backend"],
     "vllm.v1.core.sched.output": ["NewRequestData.__init__", "CachedRequestData.__init__",
                                   "SchedulerOutput.__init__"],
@@ -43,7 +46,19 @@ def differences():
     return library_signatures.differences(NAMES, library_signatures.read(PATH))
 
 
+def between(older, newer):
+    """Names whose signatures differ in the files of two releases."""
+    before, after = (library_signatures.read(PATH.with_name(f"signatures_{release}.json"))
+                     for release in (older, newer))
+    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+
+
 if __name__ == "__main__":
+    if "--source" in sys.argv:
+        library_signatures.write(
+            library_signatures.in_source(NAMES, pathlib.Path(sys.argv[2])),
+            PATH.with_name(f"signatures_{sys.argv[3]}.json"))
+        sys.exit()
     if "--write" in sys.argv:
-        library_signatures.write(NAMES, PATH)
+        library_signatures.write(library_signatures.installed(NAMES), PATH)
     sys.exit("\n".join(differences()))

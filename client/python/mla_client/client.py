@@ -15,10 +15,10 @@ from mla_client import errors, messages, wire
 from mla_client.base import deadlines, schemes
 from mla_client.connection.calls import Calls
 from mla_client.connection.channels import Channels, Tls, TlsFiles, maker_of
+from mla_client.connection.leases import LeaseRenewer
 from mla_client.connection.targets import check_socket_owner, shm_path_of, unix_path_of
 from mla_client.gen import (admin_pb2, admin_pb2_grpc, cache_pb2_grpc, model_pb2, model_pb2_grpc,
                             sequence_pb2, sequence_pb2_grpc)
-from mla_client.leases import LeaseRenewer
 from mla_client.messages import state_of
 from mla_client.moves import Following, Moves
 from mla_client.operations import Operations

@@ -13,8 +13,8 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Sequence as Seq, Tuple
 
 from mla_client import errors
+from mla_client.connection.leases import LeaseRenewer
 from mla_client.gen import sequence_pb2
-from mla_client.leases import LeaseRenewer
 from mla_client.messages import only_of
 from mla_client.service import Model, Sequence, Service
 from mla_client.service.step import gather

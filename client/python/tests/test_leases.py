@@ -4,7 +4,7 @@ import threading
 import unittest
 
 import mla_client
-from mla_client.leases import LeaseRenewer, LeaseSchedule
+from mla_client.connection.leases import LeaseRenewer, LeaseSchedule
 
 
 class LeaseScheduleTest(unittest.TestCase):

@@ -1,1 +1,2 @@
-"""How a client reaches its server: channels of gRPC, and control calls over them."""
+"""How a client reaches its server: channels of gRPC, control calls over them, and leases that it
+renews."""

@@ -8,10 +8,11 @@ from typing import Callable, List, Optional, Tuple
 import torch
 
 from mla_client.pytorch import Rows, Sender, whole
-from mla_client.serving import How, Part, Pass, Passes
+from mla_client.serving import How, Part, Pass, Passes, Ranks
 from mla_client.serving.passes import FAILURES
-from mla_client.types import Profile
+from mla_client.types import ModelSpec, Profile
 
+DENSE = ""  # of ModelSpec.attention
 # Query rows whose scores are held at a time.
 LOCAL_ROWS = 256
 # W_UK [heads, nope, lora] and W_UV [heads, lora, v] of a layer, of this rank's heads.
@@ -60,15 +61,26 @@ class Exchange:
         self._weights = weights if profile == Profile.EXPANDED else None
         self.largest = 0  # rows of the largest pass
 
-    def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
-               output: torch.Tensor) -> None:
+    @classmethod
+    def of(cls, passes: Passes, ranks: Ranks, spec: ModelSpec, weights: Weights) -> "Exchange":
+        """The exchange of one of the ranks that share a model's heads. Where an indexer chooses
+        positions, queries and outputs are absorbed, and no part is computed here."""
+        sparse = spec.attention != DENSE
+        profile = Profile.ABSORBED if sparse else Profile.EXPANDED
+        passes.computes_locally = not sparse
+        return cls(passes, Sender(profile, ranks.rank, ranks.size), spec.softmax_scale,
+                   spec.geometry.kv_lora_rank, weights, profile)
+
+    def attend(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
+               chosen: Optional[torch.Tensor] = None) -> None:
         """Writes the outputs of a layer, [rows, heads, v] or flat, into `output`. q and kv are as
-        in Sender.attend_chained, with the rows of the pass."""
+        in Sender.attend_chained, with the rows of the pass. `chosen` [rows, width]: the positions
+        that each row attends to; None: to all."""
         flat = output.view(len(q), q.shape[1], -1)
         self.largest = max(self.largest, len(q))
         if made.step is not None:
             try:
-                self._send(made, layer, q, kv, flat)
+                self._send(made, layer, q, kv, flat, chosen)
             except FAILURES as error:
                 self._sender.forget()
                 self._passes.fail(made, error)
@@ -81,20 +93,25 @@ class Exchange:
         """Gives the transport's memory back."""
         self._sender.release()
 
-    def _send(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
-              output: torch.Tensor) -> None:
+    def _send(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
+              chosen: Optional[torch.Tensor]) -> None:
         if made.whole:
-            self._exchange(made, layer, q, kv, output)
+            self._exchange(made, layer, q, kv, output, chosen)
             return
         rows = torch.cat([torch.arange(part.begin, part.end) for part in made.sent()]).to(q.device)
         found = output.new_empty((len(rows), *output.shape[1:]))
-        self._exchange(made, layer, q[rows], whole(kv)[rows], found)
+        self._exchange(made, layer, q[rows], whole(kv)[rows], found,
+                       None if chosen is None else chosen[rows])
         output[rows] = found
 
-    def _exchange(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows,
-                  output: torch.Tensor) -> None:
+    def _exchange(self, made: Pass, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor,
+                  chosen: Optional[torch.Tensor]) -> None:
         """Chained where that can be: then the pass says at its end whether outputs are good."""
         assert made.step is not None
+        if chosen is not None:
+            lists = chosen.to(device="cpu", dtype=torch.int32).numpy()
+            output.copy_(self._sender.attend(made.step, layer, q, whole(kv), lists))
+            return
         if (made.chained or made.layers == 0) and self._sender.attend_chained(
                 made.step, layer, q, kv, output):
             made.chained = True

@@ -58,10 +58,11 @@ class Admission:
         self._free = (-1.0, 0)  # when it was asked, and rows
         self.counts = {"asked": 0, "found": 0, "waits": 0}
 
-    def admit(self, request: str, tokens: Seq[int], salt: str = "", shareable: bool = True
-              ) -> Optional[int]:
+    def admit(self, request: str, tokens: Seq[int], salt: str = "", shareable: bool = True,
+              finds: bool = True) -> Optional[int]:
         """Rows that are there for a request of these tokens; the same until it is scheduled. None:
-        it is to wait, as the server has no room for it now or is away."""
+        it is to wait, as the server has no room for it now or is away. `shareable`: its rows follow
+        from tokens and salt alone. `finds`: it may begin with rows that are there."""
         known = self._waiting.get(request)
         if known is not None and known.state is not None:
             return known.state.length
@@ -69,7 +70,7 @@ class Admission:
             return None
         for again in (True, False):  # the connection may be one to a server that has restarted
             try:
-                return self._admitted(request, tokens, salt, shareable)
+                return self._admitted(request, tokens, salt, shareable, finds)
             except errors.MlaError as error:
                 fault = self._link.failed(error)
                 if fault == Fault.AWAY and again:
@@ -136,18 +137,22 @@ class Admission:
         """Why the server is away, if it is."""
         return self._link.error
 
-    def close(self) -> None:
-        """Releases what was not taken over, and ends the connection."""
+    def forget(self) -> None:
+        """Releases what was not taken over."""
         for request in list(self._waiting):
             self._forget(request)
+
+    def close(self) -> None:
+        """As `forget`, and ends the connection."""
+        self.forget()
         self._link.close()
 
-    def _admitted(self, request: str, tokens: Seq[int], salt: str, shareable: bool
+    def _admitted(self, request: str, tokens: Seq[int], salt: str, shareable: bool, finds: bool
                   ) -> Optional[int]:
         model = self._link.model()
         need = len(tokens) + 1
-        prefix = None
-        if self._shares and shareable and len(tokens) > 1:
+        prefix, shares = None, self._shares and shareable
+        if shares and finds and len(tokens) > 1:
             prefix = Prefix(list(tokens), salt=self._salt + salt, max_rows=len(tokens) - 1)
         if prefix is None and need > self._room(model):
             self._wait(request)
@@ -165,8 +170,8 @@ class Admission:
         self.counts["found"] += state.length
         self._waiting[request] = _Waiting(state)
         self._promised[request] = need, state.length
-        if prefix is not None:
-            self._salts[request] = prefix.salt
+        if shares:
+            self._salts[request] = self._salt + salt
         return state.length
 
     def _room(self, model: Model) -> int:
@@ -198,3 +203,27 @@ class Admission:
         except (errors.MlaError, ValueError):
             pass  # its lease does it
 
+
+class _Verdict:
+    """What a question is answered with, each time it is asked."""
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        self._answer = answer
+
+    def __bool__(self) -> bool:
+        return self._answer()
+
+
+class Policy(str):
+    """The name of a policy that an engine compares with `name` once, when it starts. What it gets
+    for an answer holds only as long as `answer` does."""
+
+    def __new__(cls, name: str, answer: Callable[[], bool]) -> "Policy":
+        made = super().__new__(cls, name)
+        made._name, made._verdict = str(name), _Verdict(answer)  # type: ignore[attr-defined]
+        return made
+
+    def __eq__(self, other: object) -> Any:
+        return self._verdict if other == self._name else False  # type: ignore[attr-defined]
+
+    __hash__ = str.__hash__

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Callable, List, Optional, Tuple
-
-import numpy.typing as npt
+from typing import Any, Callable, List, Optional
 
 import mla_client
 from mla_client import errors
 from mla_client.serving.faults import Fault, Pause, fault_of
+from mla_client.serving.layers import Pair, upload
 from mla_client.serving.options import LEASE_MS, MODEL_LEASE_MS, Options
 from mla_client.serving.plan import Ranks
 from mla_client.service import Model
@@ -21,8 +20,8 @@ LOG = logging.getLogger("mla_client")
 # An engine that was killed leaves its sequences, and with them its model, until their leases end.
 REPLACE_S = LEASE_MS / 1e3 + 5.0
 REPLACE_PAUSE_S = 0.5
-# W_UK [heads, nope, lora] and W_UV [heads, lora, v] of a layer, of this rank's heads.
-Weights = Callable[[int], Tuple[npt.NDArray, npt.NDArray]]
+# Gives the pair of a layer, of this rank's heads.
+Weights = Callable[[int], Pair]
 
 
 class Link:
@@ -131,10 +130,12 @@ class Link:
         return self._error
 
     def close(self) -> None:
-        """Releases the model, unless others use it or it is to be kept, and ends the connection."""
+        """Releases the model, unless others use it or it is to be kept, and ends the connection. A
+        link that has found the model does so, too: its reservations may have outlived the other
+        one."""
         self._closed = True
         model, self._model = self._model, None
-        if model is not None and self._spec is not None and not self.options.keep_model:
+        if model is not None and not self.options.keep_model:
             try:
                 model.unregister()
             except errors.MlaError as error:
@@ -226,11 +227,8 @@ class Link:
         return model
 
     def _send(self, model: Model) -> None:
-        if self._weights is None:
-            return
-        first, _ = self.ranks.heads(model.spec.geometry.num_heads)
-        for layer in range(model.spec.layers):
-            model.upload_weights(layer, *self._weights(layer), head_begin=first)
+        if self._weights is not None:
+            upload(model, self._weights, self.ranks)
 
     def _found(self) -> Model:
         """The model that a worker of this engine has registered."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+import os
+import pathlib
+import platform
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
 import mla_client
 from mla_client import errors
@@ -89,9 +92,48 @@ def salt_of(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32] + " "
 
 
+def checkpoint_of(model: str, text: Any) -> Any:
+    """What changes with the weights of a model: of a folder the names, sizes and times of its
+    files, because nothing else tells that they were replaced; of a name the commit that was loaded,
+    as far as `text`, the model's configuration, says."""
+    folder = pathlib.Path(model)
+    if not folder.is_dir():
+        return getattr(text, "_commit_hash", None)
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+
+
+def salt_of_rows(engine: str, version: str, model: str, text: Any, **parts: Any) -> str:
+    """As salt_of, with what every engine has: its name and version, the machine, and the model, its
+    checkpoint and the rope of `text`, its configuration."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    return salt_of({**parts, "engine": engine, "version": version, "machine": platform.machine(),
+                    "model": model, "checkpoint": checkpoint_of(model, text), "rope": str(rope)})
+
+
+def refuse(cases: Iterable[Tuple[Any, str]]) -> None:
+    """Raises Unimplemented with the text of the first case that is so."""
+    for bad, what in cases:
+        if bad:
+            raise errors.Unimplemented(what)
+
+
+def options_in(variable: str) -> Dict[str, Any]:
+    """The options that a variable of the environment gives as JSON."""
+    try:
+        given = json.loads(os.environ.get(variable, ""))
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or "target" not in given:
+        raise errors.InvalidArgument(f'{variable} of the environment: must be JSON like '
+                                     '{"target": "unix:/run/mla/mla.sock"}')
+    return given
+
+
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """A release of an engine that was tried, or a range of them."""
+    """A release of an engine that was tried, or a range of them. With two numbers an end stands for
+    all releases that begin with them."""
 
     first: Tuple[int, ...]
     last: Tuple[int, ...]
@@ -109,7 +151,7 @@ def check_version(engine: str, version: str, table: Tuple[Release, ...],
         numbers.append(int(part))
     found = tuple(numbers + [0] * (3 - len(numbers)))
     for row in table:
-        if numbers and row.first <= found <= row.last:
+        if numbers and row.first <= found and found[:len(row.last)] <= row.last:
             return row
     tried = ", ".join("{} to {}".format(*(".".join(map(str, one)) for one in (row.first, row.last)))
                       if row.first != row.last else ".".join(map(str, row.first)) for row in table)

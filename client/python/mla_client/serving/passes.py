@@ -70,6 +70,8 @@ class Passes:
         self._requests: Dict[str, Request] = {}
         self._open: List[Pass] = []
         self._generation = link.generation if link.client is not None else 0
+        # False where a worker cannot compute a part by itself, though it has all keys of it.
+        self.computes_locally = True
         self.last_error: Optional[errors.MlaError] = None
         self.counts = {"passes": 0, "failed": 0, "drafts_kept": 0}
 
@@ -351,7 +353,7 @@ class Passes:
         invalid, too."""
         self._lose(part.request)
         request = self._requests[part.request]
-        if part.computed == 0 and not void:
+        if part.computed == 0 and not void and self.computes_locally:
             # The outputs are right all the same: the engine is told when they are missed.
             part.how, request.told, request.local = How.LOCAL, True, True
         else:

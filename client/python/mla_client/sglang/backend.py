@@ -14,11 +14,9 @@ from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods
     AttnForwardMethod)
 
 from mla_client import errors
+from mla_client.serving.layers import SCALE_TOLERANCE
 from mla_client.sglang import NAME
 from mla_client.sglang.runtime import runtime
-
-# Two float32 of one scale that were computed on different ways.
-SCALE_TOLERANCE = 1e-5
 
 
 def _expanded(attn: Any, forward_batch: Any) -> Any:
@@ -42,8 +40,8 @@ class RemoteMlaBackend(AttentionBackend):
             raise errors.Unimplemented("CUDA graphs: turn them off")
         self._handed = None
         rids = forward_batch.rids
-        if forward_batch.forward_mode.is_idle() or not rids:  # of SGLang's own making, or an idle
-            runtime.begin_empty()                             # rank's
+        if forward_batch.forward_mode.is_idle() or not rids:
+            runtime.begin([], [])  # a pass of SGLang's own making, or an idle rank's
             return
         runtime.begin(rids, _rows(forward_batch, len(rids)))
 

@@ -4,22 +4,19 @@ on."""
 from __future__ import annotations
 
 import json
-import os
-import platform
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 from sglang.srt.runtime_context import get_exec
 
-from mla_client import errors
-from mla_client.serving import salt_of
-from mla_client.sglang import NAME, OPTIONS, plugin
+from mla_client.serving import refuse, salt_of_rows
+from mla_client.sglang import NAME, plugin
 
 
 def check(runner: Any) -> None:
     """Raises Unimplemented for options that would give wrong answers with a server."""
     args = runner.server_args
-    graphs = get_exec().graph.cuda_graph_config
-    refused: List[Tuple[bool, str]] = [
+    graphs, missing = get_exec().graph.cuda_graph_config, plugin.hooks_missing()
+    refuse([
         (not runner.use_mla_backend, "attention that is not MLA"),
         (runner.is_draft_worker or args.speculative_algorithm is not None,
          "speculative decoding: rows of drafts would be taken for right ones; turn it off"),
@@ -40,25 +37,8 @@ def check(runner: Any) -> None:
          "a quantised KV cache: say how the server keeps rows when it registers the model"),
         ({runner.prefill_attention_backend_str, runner.decode_attention_backend_str} != {NAME},
          "another backend for prefill or decoding"),
-    ]
-    for bad, what in refused:
-        if bad:
-            raise errors.Unimplemented(what)
-    missing = plugin.hooks_missing()
-    if missing:
-        raise errors.Unimplemented(f"SGLang has put no hook around {', '.join(missing)}")
-
-
-def options() -> Dict[str, Any]:
-    """The options that the environment gives."""
-    try:
-        given = json.loads(os.environ.get(OPTIONS, ""))
-    except ValueError:
-        given = None
-    if not isinstance(given, dict) or "target" not in given:
-        raise errors.InvalidArgument(f'{OPTIONS} of the environment: must be JSON like '
-                                     '{"target": "unix:/run/mla/mla.sock"}')
-    return given
+        (missing, f"SGLang has put no hook around {', '.join(missing)}"),
+    ])
 
 
 def shareable(req: Any) -> bool:
@@ -70,16 +50,13 @@ def shareable(req: Any) -> bool:
 def salt(runner: Any, version: str) -> str:
     """A salt of everything that changes a row's value, except the tokens."""
     args, config = runner.server_args, runner.model_config
-    text = config.hf_text_config
-    return salt_of({
-        "engine": "sglang", "version": version, "machine": platform.machine(),
-        "device": args.device, "dtype": str(config.dtype), "model": args.model_path,
-        "revision": args.revision, "quantization": str(config.quantization),
-        "overrides": args.json_model_override_args,
-        "kernels": [args.moe_runner_backend, args.fp8_gemm_runner_backend,
-                    args.enable_deterministic_inference, args.enable_torch_compile],
-        "rope": str(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)),
-        "parallel": [args.ep_size, args.enable_dp_attention]})
+    return salt_of_rows(
+        "sglang", version, args.model_path, config.hf_text_config, device=args.device,
+        dtype=str(config.dtype), revision=args.revision, quantization=str(config.quantization),
+        overrides=args.json_model_override_args,
+        kernels=[args.moe_runner_backend, args.fp8_gemm_runner_backend,
+                 args.enable_deterministic_inference, args.enable_torch_compile],
+        parallel=[args.ep_size, args.enable_dp_attention])
 
 
 def salt_of_request(req: Any) -> str:

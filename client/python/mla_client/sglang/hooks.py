@@ -64,7 +64,7 @@ def match(init: Callable, req: Any, tree_cache: Any = None, *args: Any, **kwargs
 
 def admit(add: Callable, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """A request for which the server has no room waits."""
-    if runtime.waits(req):
+    if runtime.requests is not None and runtime.requests.waits(req.rid):
         return AddReqResult.NO_TOKEN
     return add(adder, req, *args, **kwargs)
 
@@ -78,30 +78,45 @@ def release(free: Callable, pool: Any, req: Any) -> Any:
 
 def begin_again(process: Callable, scheduler: Any, batch: Any, result: Any) -> Any:
     """Handles requests whose rows the server has lost, which makes their results invalid. Decoding
-    requests begin again, like requests that SGLang puts back for lack of memory; others fail. With
-    the overlap scheduler all fail: it has launched one more pass of them already, whose token would
-    be taken for one after the new beginning."""
-    lost = runtime.take_lost(batch.reqs)
-    again = []
-    for req in lost:
-        if (batch.forward_mode.is_decode() and not scheduler.enable_overlap
-                and req in scheduler.running_batch.reqs and runtime.patient()):
+    requests begin again, like requests that SGLang puts back for lack of memory; others fail. The
+    overlap scheduler has launched one more pass of them already: they are put back after that."""
+    requests, processor = runtime.requests, scheduler.batch_result_processor
+    if requests is None:
+        return process(scheduler, batch, result)
+    put_out, runtime.put_out = runtime.put_out, []
+    lost, again = set(requests.take_lost([req.rid for req in batch.reqs])), []
+    for req in batch.reqs:
+        if req.rid not in lost or req in put_out:
+            continue
+        if (batch.forward_mode.is_decode() and req in scheduler.running_batch.reqs
+                and requests.patient):
             again.append(req)
-            req.is_retracted = True  # its new token is skipped
+            req.is_retracted = True
         else:
             req.discard_output_reason = req.to_finish = FINISH_ABORT(
-                f"mla-server: {runtime.reason()}", UNAVAILABLE, "ServiceUnavailable")
-    processed = process(scheduler, batch, result)
-    for req in again:
-        _put_back(scheduler, req)
+                f"mla-server: {requests.reason}", UNAVAILABLE, "ServiceUnavailable")
+    overlaps = processor.enable_overlap
+    # With it the processor skips new tokens of requests that were put back, which it needs not do
+    # for SGLang itself where passes do not overlap.
+    processor.enable_overlap = overlaps or bool(again)
+    try:
+        processed = process(scheduler, batch, result)
+    finally:
+        processor.enable_overlap = overlaps
+    ready = again
+    if scheduler.enable_overlap:
+        ready, runtime.put_out = put_out, again
+    for req in ready:
+        _put_back(scheduler, batch, req)
+    if again:  # the same object as `batch` where passes do not overlap
+        scheduler.running_batch.filter_batch(reqs_to_exclude=again)
+        scheduler.running_batch.batch_is_full = False
     return processed
 
 
-def _put_back(scheduler: Any, req: Any) -> None:
-    batch = scheduler.running_batch
+def _put_back(scheduler: Any, batch: Any, req: Any) -> None:
+    """Queues a request of a batch whose pass is over."""
     if req.finished() or not req.kv.holds_kv:
         return
     batch.release_req(batch.reqs.index(req), len(batch.reqs), offload_kv=False)
-    batch.filter_batch(reqs_to_exclude=[req])
-    batch.batch_is_full = False
     scheduler._add_request_to_queue(req, is_retracted=True)

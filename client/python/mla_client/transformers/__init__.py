@@ -16,7 +16,7 @@ from mla_client.service import Service
 from mla_client.transformers.attachment import STEP_LEASE_MS, Attachment, attach_checked
 from mla_client.transformers.attention import register
 from mla_client.transformers.cache import RemoteCache
-from mla_client.transformers.models import MODEL_TYPES, attention_modules
+from mla_client.transformers.models import MODEL_TYPES, layers_of
 from mla_client.transformers.probe import check_library, check_version
 
 # Makes the name known to `from_pretrained(attn_implementation="mla_server")`.
@@ -39,6 +39,6 @@ def attach(model: Any, service: Service, *, model_id: str = "", kv_format: str =
     pass.
     """
     check_version()
-    attention_modules(model)
+    layers_of(model)
     check_library(model)
     return attach_checked(model, service, model_id, kv_format, page_size, step_lease_ms)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import queue
-import threading
 import weakref
 from typing import Any, Optional, Tuple
 
@@ -13,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from mla_client import errors
 from mla_client.service import Model, Service
+from mla_client.serving.batch import Keeper
 from mla_client.transformers import attention, models
 from mla_client.transformers.cache import RemoteCache, Rows, is_sparse
 
@@ -20,56 +19,11 @@ from mla_client.transformers.cache import RemoteCache, Rows, is_sparse
 STEP_LEASE_MS = 30_000
 # The last step of a pass is ended after that time if nothing follows.
 IDLE_S = 1.0
+THREAD = "mla-transformers"
 # The argument of a forward pass that is the cache. transformers 5.24 gave it the first name, and
 # takes the second one from callers until 5.40.
 _CACHE_NAMES = ("cache", "past_key_values")
 _attached: "weakref.WeakSet[Any]" = weakref.WeakSet()  # models
-
-
-class Keeper:
-    """A thread that releases caches which were dropped, and ends steps that nothing has
-    followed."""
-
-    def __init__(self, idle_s: float) -> None:
-        self._idle_s = idle_s
-        self._dropped: "queue.SimpleQueue[Optional[Rows]]" = queue.SimpleQueue()
-        self._kept: "weakref.WeakSet[Rows]" = weakref.WeakSet()
-        self._thread = threading.Thread(target=self._run, name="mla-transformers", daemon=True)
-        self._thread.start()
-
-    def keep(self, cache: RemoteCache) -> None:
-        """Watches over a cache until it is dropped."""
-        self._kept.add(cache.rows)
-        # The queue may be used from a finalizer, which runs at any point of any thread.
-        weakref.finalize(cache, self._dropped.put, cache.rows).atexit = False
-
-    def close(self) -> None:
-        """Releases all caches and ends the thread."""
-        self._dropped.put(None)
-        self._thread.join()
-        for rows in list(self._kept):
-            _release(rows)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                dropped = self._dropped.get(timeout=self._idle_s / 2)
-                if dropped is None:
-                    return
-                self._kept.discard(dropped)
-                _release(dropped)
-                del dropped
-            except queue.Empty:
-                pass
-            for rows in list(self._kept):
-                rows.batch.end_if_idle(self._idle_s)
-
-
-def _release(rows: Rows) -> None:
-    try:
-        rows.release()
-    except (errors.MlaError, ValueError):
-        pass  # the client is closed or the server gone: the leases free the sequences
 
 
 class Attachment:
@@ -91,7 +45,7 @@ class Attachment:
         if model.config._attn_implementation != name:
             raise errors.Unimplemented(f"{type(model).__name__}: its attention cannot be replaced")
         _attached.add(model)
-        self._keeper = Keeper(min(IDLE_S, step_lease_ms / 2e3))
+        self._keeper = Keeper(THREAD, min(IDLE_S, step_lease_ms / 2e3))
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def __enter__(self) -> "Attachment":
@@ -107,7 +61,7 @@ class Attachment:
         """An empty cache, to pass as `cache`, which was `past_key_values` before transformers 5.24:
         a call of generate() goes on from what another one left. Without it each makes its own."""
         cache = RemoteCache(Rows(self.model, self._step_lease_ms))
-        self._keeper.keep(cache)
+        self._keeper.keep(cache, cache.rows)
         return cache
 
     def detach(self) -> None:
@@ -179,6 +133,6 @@ def _check_replaceable(past: Any, name: str) -> None:
 def attach_checked(model: Any, service: Service, model_id: str, kv_format: str, page_size: int,
                    step_lease_ms: int) -> Attachment:
     """Attaches without checking the library."""
-    modules = models.attention_modules(model)
-    registered = models.register(service, model, modules, model_id, kv_format, page_size)
+    registered = models.register(service, model, models.layers_of(model), model_id, kv_format,
+                                 page_size)
     return Attachment(model, registered, step_lease_ms)

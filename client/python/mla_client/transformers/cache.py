@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mla_client import errors
 from mla_client.service import Model
-from mla_client.transformers.batch import Forward, RemoteBatch
+from mla_client.serving.batch import Forward, RemoteBatch
 from mla_client.transformers.exchange import Exchange
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mla_client.pytorch import Sender
 from mla_client.service import Model
-from mla_client.transformers.batch import Forward
+from mla_client.serving.batch import Forward
 
 
 class Exchange:

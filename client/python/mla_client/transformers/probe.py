@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Dict, Set
 
 import torch
 import transformers
 
-from mla_client import errors
+from mla_client import errors, serving
 from mla_client.local import LocalReference
+from mla_client.serving import Release
 from mla_client.transformers.attachment import STEP_LEASE_MS, attach_checked, cache_name
 
-# The first release whose models cache latents, and the newest one that was tested.
-OLDEST, NEWEST = (5, 17), (5, 24)
+# From the first release whose models cache latents to the newest one that was tested.
+RELEASES = (Release((5, 17), (5, 24)),)
 # The largest difference of logits, which are about 1, between the library's own attention and this
 # package's, both in float32.
 TOLERANCE = 1e-3
@@ -42,12 +42,7 @@ _passed: Set[Any] = set()  # classes of models, with and without low-rank querie
 
 def check_version() -> None:
     """Unimplemented if transformers is not one of the tested releases."""
-    version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    if not OLDEST <= version <= NEWEST:
-        oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
-        raise errors.Unimplemented(
-            f"transformers {transformers.__version__}: must be {oldest} to {newest}, the releases "
-            "that were tested")
+    serving.check_version("transformers", transformers.__version__, RELEASES)
 
 
 def check_library(model: Any) -> None:

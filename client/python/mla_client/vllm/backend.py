@@ -1,5 +1,9 @@
 """The attention backend: every row is one of a prompt to MLAAttention.forward_impl, which then
-hands over the queries before absorption and the new latent rows."""
+hands over the queries before absorption and the new latent rows.
+
+Where an indexer chooses positions, every row is one of a decode instead: the queries are absorbed,
+and the new rows lie in the engine's pages, of which only they are read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from vllm.v1.attention.backend import (AttentionBackend, AttentionMetadata,
 
 from mla_client import errors
 from mla_client.types import Geometry
-from mla_client.vllm.runtime import Layer, runtime
+from mla_client.vllm import checks
+from mla_client.vllm.runtime import runtime
 
 
 @dataclasses.dataclass
@@ -96,10 +101,11 @@ class Impl(MLAAttentionImpl[Metadata]):
         self.kv_lora_rank = kv_lora_rank
         geometry = Geometry(num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
         # LinearBase keeps its name: "model.layers.3.self_attn.kv_b_proj".
-        self._number = runtime.add(kv_b_proj.prefix, Layer(geometry, self.scale, kv_b_proj,
-                                                           torch.get_default_dtype()))
+        self._number = runtime.add(kv_b_proj.prefix, geometry, self.scale, kv_b_proj)
 
-    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
+    def do_kv_cache_update(self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor,
+                           kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *args: Any,
+                           **kwargs: Any) -> None:
         """The rows go to the server with the queries."""
 
     def forward_mha(self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor,
@@ -116,6 +122,42 @@ class Impl(MLAAttentionImpl[Metadata]):
         return False
 
 
+class SparseImpl(Impl):
+    """The attention of one layer whose rows each attend to the positions of a list."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False  # every row goes to forward_mqa
+    masked_mha_available = False
+
+    def __init__(self, *args: Any, topk_indices_buffer: torch.Tensor, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self._chosen = topk_indices_buffer  # [rows, top_k], of the last indexer that ran; -1: none
+
+    def record_logical_topk_ready(self) -> None:
+        """The buffer has the lists of this layer's rows."""
+
+    def do_kv_cache_update(self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor,
+                           kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *args: Any,
+                           **kwargs: Any) -> None:
+        """Puts the rows where forward_mqa finds them; some models do that themselves."""
+        if kv_cache.numel():
+            slots = slot_mapping.flatten()
+            rows = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)[:len(slots)]
+            real = slots >= 0  # those of padding are not
+            kv_cache.view(-1, kv_cache.shape[-1])[slots[real]] = rows[real].to(kv_cache.dtype)
+
+    def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Metadata,
+                    layer: Any) -> Any:
+        """q [rows, heads, lora + rope], or its two parts -> outputs [rows, heads, lora]."""
+        if not isinstance(q, torch.Tensor):
+            q = torch.cat(q, dim=-1)
+        pages = kv_c_and_k_pe_cache.view(-1, kv_c_and_k_pe_cache.shape[-1])
+        output = q.new_empty(len(q), q.shape[1], self.kv_lora_rank)
+        runtime.attend(self._number, q, pages[attn_metadata.slots[:len(q)]].to(q.dtype),
+                       attn_metadata, output, self._chosen[:len(q)])
+        return output, None
+
+
 class MlaServerBackend(AttentionBackend):
     """`--attention-backend CUSTOM`."""
 
@@ -127,9 +169,13 @@ class MlaServerBackend(AttentionBackend):
     def get_name() -> str:
         return "CUSTOM"
 
-    @staticmethod
-    def get_impl_cls() -> type:
-        return Impl
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return checks.top_k_of(get_current_vllm_config()) > 0
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return SparseImpl if cls.is_sparse() else Impl
 
     @staticmethod
     def get_builder_cls() -> type:
@@ -150,5 +196,8 @@ class MlaServerBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A byte a token: the block manager stays as it is, memory is not needed."""
+        """A byte a token: the block manager stays as it is, memory is not needed. Pages that rows
+        are read from stay as they are."""
+        if runtime.top_k:
+            return spec
         return dataclasses.replace(spec, head_size=1, dtype=torch.uint8)

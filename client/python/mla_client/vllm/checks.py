@@ -3,21 +3,16 @@ on."""
 
 from __future__ import annotations
 
-import platform
-from typing import Any, List, Mapping, Tuple
+from typing import Any
 
 from mla_client import errors
-from mla_client.serving import Options, Ranks, salt_of
-
-# Methods that draft without a model, or with one whose layers the engine keeps.
-OWN_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa",
-              "mlp_speculator", "deepseek_mtp")
+from mla_client.serving import Options, Ranks, refuse, salt_of_rows
 
 
 def check(config: Any) -> None:
     """Raises Unimplemented for options that would give wrong answers with a server."""
-    parallel = config.parallel_config
-    refused: List[Tuple[bool, str]] = [
+    parallel, lora = config.parallel_config, config.lora_config
+    refuse([
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism: "
          "a rank has rows of which others need the attention"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism: "
@@ -29,10 +24,17 @@ def check(config: Any) -> None:
         (bool(getattr(config.kv_transfer_config, "kv_connector", "") != "MlaServerConnector"),
          "--attention-backend CUSTOM without the KV connector MlaServerConnector: rows of a pass "
          "could not be told apart"),
-    ]
-    for bad, what in refused:
-        if bad:
-            raise errors.Unimplemented(what)
+        (lora is not None and "kv_b_proj" in (lora.target_modules or ("kv_b_proj",)),
+         "LoRA of kv_b_proj, of which the server has the base model's: name the modules that "
+         "adapters change, without this one (--lora-target-modules)"),
+        (top_k_of(config) and parallel.pipeline_parallel_size > 1, "pipeline parallelism of a "
+         "model whose indexer chooses positions: a later stage may need lists of an earlier one"),
+    ])
+
+
+def top_k_of(config: Any) -> int:
+    """The positions that the model's indexer chooses for each row; 0: a row attends to all."""
+    return int(getattr(config.model_config.hf_text_config, "index_topk", None) or 0)
 
 
 def options_of(config: Any) -> Options:
@@ -60,26 +62,24 @@ def stage_of(config: Any) -> int:
 
 
 def shareable(request: Any) -> bool:
-    """True if the rows of a request follow from its tokens and salt alone, and none of them must be
-    computed for what the request asks for."""
+    """True if the rows of a request follow from its tokens and salt alone."""
     return (request.lora_request is None and not request.mm_features
-            and request.prompt_embeds is None and not getattr(request, "resumable", False)
-            and not getattr(request, "skip_reading_prefix_cache", False))
+            and request.prompt_embeds is None and not getattr(request, "resumable", False))
+
+
+def finds(request: Any) -> bool:
+    """True if none of a request's rows must be computed for what it asks for."""
+    return not getattr(request, "skip_reading_prefix_cache", False)
 
 
 def salt(config: Any, version: str) -> str:
     """A salt of everything that changes a row's value, except the tokens."""
     model, compilation = config.model_config, config.compilation_config
-    text = model.hf_text_config
-    parts: Mapping[str, Any] = {
-        "engine": "vllm", "version": version, "machine": platform.machine(),
-        "device": getattr(config.device_config, "device_type", ""),
-        "mode": str(compilation.mode), "custom_ops": list(compilation.custom_ops),
-        "backend": str(compilation.backend),
-        "ops": str(getattr(getattr(config, "kernel_config", None), "ir_op_priority", "")),
-        "dtype": str(model.dtype), "revision": model.revision, "model": model.model,
-        "quantization": str(model.quantization),
-        "rope": str(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)),
-        "overrides": str(getattr(model, "hf_overrides", None)),
-        "experts": bool(config.parallel_config.enable_expert_parallel)}
-    return salt_of(parts)
+    return salt_of_rows(
+        "vllm", version, model.model, model.hf_text_config,
+        device=getattr(config.device_config, "device_type", ""), mode=str(compilation.mode),
+        custom_ops=list(compilation.custom_ops), backend=str(compilation.backend),
+        ops=str(getattr(getattr(config, "kernel_config", None), "ir_op_priority", "")),
+        dtype=str(model.dtype), revision=model.revision,
+        quantization=str(model.quantization), overrides=str(getattr(model, "hf_overrides", None)),
+        experts=bool(config.parallel_config.enable_expert_parallel))

@@ -13,9 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V
                                                                KVConnectorRole)
 from vllm.version import __version__
 
-from mla_client.serving import Admission, Link
+from mla_client.serving import Admission, BatchPlan, Given, Link, Planner, Policy
 from mla_client.vllm import checks
-from mla_client.vllm.batches import BatchPlan, Planner
 from mla_client.vllm.plugin import release
 from mla_client.vllm.runtime import runtime
 
@@ -29,33 +28,27 @@ class PlanMetadata(KVConnectorMetadata):
     plan: BatchPlan
 
 
-class _Verdict:
-    """True if lost requests begin again; evaluated each time it is asked."""
-
-    def __init__(self, admission: Admission, config: Any) -> None:
-        self._admission = admission
-        # The second model runner keeps even dropped tokens on the device. Release 0.25.1 does not
-        # drop the tokens of a pass that was under way.
-        self._never = bool(getattr(config, "use_v2_model_runner", False)) or (
-            config.scheduler_config.async_scheduling and release().note == "pages")
-
-    def __bool__(self) -> bool:
-        return not self._never and self._admission.patient
+def _never_again(config: Any) -> bool:
+    """True where requests that have lost rows cannot begin again. The second model runner keeps
+    even dropped tokens on the device. Release 0.25.1 does not drop the tokens of a pass that was
+    under way."""
+    return bool(getattr(config, "use_v2_model_runner", False)) or (
+        config.scheduler_config.async_scheduling and release().note == "pages")
 
 
-class Policy(str):
-    """The engine's kv_load_failure_policy, which it compares with "recompute" once, when it starts:
-    the answer holds as long as a server that is away is waited for. Later requests fail."""
-
-    def __new__(cls, text: str, admission: Admission, config: Any) -> "Policy":
-        made = super().__new__(cls, text)
-        made._verdict = _Verdict(admission, config)  # type: ignore[attr-defined]
-        return made
-
-    def __eq__(self, other: object) -> Any:
-        return self._verdict if other == "recompute" else False  # type: ignore[attr-defined]
-
-    __hash__ = str.__hash__
+def _given(output: Any) -> List[Given]:
+    """What a vllm.v1.core.sched.output.SchedulerOutput says of each request."""
+    rows: Dict[str, int] = output.num_scheduled_tokens
+    found = {new.req_id: Given(new.req_id, new.num_computed_tokens, rows.get(new.req_id, 0),
+                               tuple(new.block_ids[0]), begins=True)
+             for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids,
+                                      cached.num_computed_tokens):
+        found[name] = Given(name, computed, rows.get(name, 0), tuple(blocks[0] if blocks else ()),
+                            begins=name in cached.resumed_req_ids)
+    return sorted(found.values(), key=lambda each: list(rows).index(each.request)
+                  if each.request in rows else len(rows))
 
 
 class MlaServerConnector(KVConnectorBase_V1):
@@ -86,13 +79,14 @@ class MlaServerConnector(KVConnectorBase_V1):
         speculative = config.speculative_config
         ahead = config.scheduler_config.async_scheduling and speculative is not None
         admission = Admission(Link(options), checks.salt(config, __version__),
-                              options.prefix_cache,
+                              # The keys of an indexer are not with the rows that are found.
+                              options.prefix_cache and not checks.top_k_of(config),
                               opens=config.parallel_config.pipeline_parallel_size == 1)
         self._planner = Planner(
             admission, config.cache_config.block_size,
             2 * (1 + speculative.num_speculative_tokens) if ahead else 0)
-        config.kv_transfer_config.kv_load_failure_policy = Policy("recompute", admission,
-                                                                    config)
+        config.kv_transfer_config.kv_load_failure_policy = Policy(
+            "recompute", lambda: not _never_again(config) and admission.patient)
 
     # --- Worker
 
@@ -140,7 +134,8 @@ class MlaServerConnector(KVConnectorBase_V1):
         if num_computed_tokens > 0:
             return 0, False
         rows = self._planner.admission.admit(request.request_id, request.all_token_ids,
-                                             request.cache_salt or "", checks.shareable(request))
+                                             request.cache_salt or "",
+                                             checks.shareable(request), checks.finds(request))
         return rows, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -151,17 +146,17 @@ class MlaServerConnector(KVConnectorBase_V1):
         for request in self._again:  # none of them is in this pass
             request.num_computed_tokens = 0
         self._again.clear()
-        return PlanMetadata(self._planner.plan(scheduler_output))
+        return PlanMetadata(self._planner.plan(_given(scheduler_output), {
+            *scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())}))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Requests that begin again: what of them is under way counts for nothing."""
         lost = connector_output.invalid_block_ids
         if not lost or self._planner is None:
             return
-        for name, block in self._planner.first_blocks().items():
-            request = self._requests.get(name)
-            if block in lost and request is not None and request.num_computed_tokens == 0:
-                self._begin_again(request)
+        for name in self._planner.held(lost, self._requests):
+            if self._requests[name].num_computed_tokens == 0:
+                self._begin_again(self._requests[name])
 
     def request_finished(self, request: Any, block_ids: list[int]
                          ) -> tuple[bool, dict[str, Any] | None]:

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from mla_client import errors
-from mla_client.serving import Admission, How, Link, Passes, Pause, State
+from mla_client.serving import Admission, How, Link, Passes, Pause, Requests, State, Worker
 from serving.fake_server import SPEC, FakeServer, options
 
 DEPTH = 6
@@ -91,27 +91,35 @@ class Engine:
 
     def settle(self, made, rows):
         """The engine's work after a pass: it counts tokens, and begins requests again."""
-        lost = self.passes.lost()
+        lost = self.lost()
         assert len(lost) == len(set(lost)), lost
-        for part in made.parts:
+        for part, name in zip(made.parts, rows):
             if part.how == How.VOID:
-                assert part.request in lost, (part, lost)
+                assert name in lost, (part, lost)
             assert part.how != How.LOCAL or part.computed == 0, part
-            if part.request in lost:
-                self.computed[part.request] = 0
+            if name in lost:
+                self.computed[name] = 0
             else:
-                self.computed[part.request] += rows[part.request][1]
-                self.tokens[part.request] += 1
+                self.computed[name] += rows[name][1]
+                self.tokens[name] += 1
         for name in lost:
             assert name in self.computed, name
+
+    def lost(self):
+        return self.passes.lost()
+
+    def known(self, name):
+        """The name by which the core knows a request."""
+        return name
 
     def end(self):
         """All requests end; then nothing may be left."""
         for _ in range(4):  # lost requests come back
             self.run()
         for name in self.running:
-            assert self.passes.state(name) == State.READY, (name, self.passes.state(name))
-            assert self.passes.length(name) == self.computed[name]
+            state = self.passes.state(self.known(name))
+            assert state == State.READY, (name, state)
+            assert self.passes.length(self.known(name)) == self.computed[name]
         while self.running:
             self.abort()
         self.run()
@@ -120,16 +128,72 @@ class Engine:
         assert self.passes._requests == {}
 
 
+class OneProcess(Engine):
+    """As Engine, in one thread: a request that is put back has its rows released at once, and is
+    another request to the core afterwards."""
+
+    def __init__(self):
+        self.server = FakeServer()
+        made = options(self.server)
+        made.arguments.update(client_id="engine")
+        self.worker = Worker(made)
+        self.worker.link._pause = Pause(0.0, 0.0)
+        self.worker.start(SPEC, lambda layer: WEIGHTS, lambda passes: None)
+        self.passes = self.worker.passes
+        self.requests = Requests(self.worker, Admission(self.worker.link, "salt", False))
+        self.tokens, self.computed, self.owners = {}, {}, {}
+        self.running, self.failing, self.born = [], False, 0
+
+    def preempt(self):
+        if self.running:
+            self.free(self.running[-1])
+            self.computed[self.running[-1]] = 0
+
+    def abort(self):
+        if self.running:
+            name = self.running.pop(0)
+            self.free(name)
+            del self.tokens[name], self.computed[name]
+
+    def free(self, name):
+        self.requests.freed(name, range(self.tokens[name]))
+        self.owners.pop(name, None)
+
+    def run(self):
+        rows = {}
+        for name in self.running:
+            if self.computed[name] == 0:
+                owner = self.owners.setdefault(name, Owner())
+                assert self.requests.admit(name, owner, range(self.tokens[name]), "", False) == 0
+                assert not self.requests.waits(name)
+            rows[name] = self.computed[name], self.tokens[name] - self.computed[name]
+        made = self.requests.begin(list(rows), list(rows.values()))
+        self.layers(made)
+        self.worker.end()
+        self.settle(made, rows)
+
+    def lost(self):
+        return self.requests.take_lost(list(self.running))
+
+    def known(self, name):
+        return self.requests._names[name]
+
+
+class Owner:
+    """A request of the engine's."""
+
+
 class Orders(unittest.TestCase):
-    def test_all_orders(self):
+    def walk(self, make):
+        """Runs all orders of an engine that `make` makes."""
         logging.disable(logging.CRITICAL)
         self.addCleanup(logging.disable, logging.NOTSET)
+        count = 0
         with mock.patch("mla_client.serving.passes.AWAY_PAUSE_S", 0.0):
-            count = 0
             for order in itertools.product(EVENTS, repeat=DEPTH):
                 if order[0] != "admit":
                     continue  # all other events have no effect on an empty engine
-                engine = Engine()
+                engine = make()
                 try:
                     for event in order:
                         engine.happens(event)
@@ -137,7 +201,13 @@ class Orders(unittest.TestCase):
                 except Exception as error:
                     raise AssertionError(f"{order}: {error!r}") from error
                 count += 1
-            self.assertEqual(count, len(EVENTS) ** (DEPTH - 1))
+        self.assertEqual(count, len(EVENTS) ** (DEPTH - 1))
+
+    def test_all_orders_of_a_scheduler_and_a_worker(self):
+        self.walk(Engine)
+
+    def test_all_orders_of_one_process(self):
+        self.walk(OneProcess)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Options, tables of versions, pauses, links and admission of the core."""
 
+import os
+import pathlib
 import subprocess
 import sys
+import tempfile
+import types
 import unittest
 from unittest import mock
 
@@ -11,11 +15,13 @@ from mla_client import errors
 from mla_client.serving import link as link_module
 from mla_client.serving import (Admission, Event, Fault, How, Link, Options, Passes, Pause, Ranks,
                                 Release, Request, Scheduled, State, check_version, fault_of,
-                                salt_of)
+                                salt_of, salt_of_rows)
 from mla_client.serving.states import MOVES
 from serving.fake_server import SPEC, FakeServer, options
 
 TABLE = (Release((0, 25, 1), (0, 25, 1), "pages"), Release((0, 29, 0), (0, 32, 0)))
+# The core's lines, as a part of the adapters' lines: what is shared is written once.
+LEAST_SHARE = 0.6
 WEIGHTS = np.zeros((2, 2, 4)), np.zeros((2, 4, 2))
 
 
@@ -64,6 +70,26 @@ class Given(unittest.TestCase):
             base, {**base, "a": 2}, {**base, "b": ["x", "y"]}, {"a": 1}, {**base, "c": None})}
         self.assertEqual(len(salts), 5)
         self.assertEqual(salt_of(base), salt_of({"b": ["x"], "a": 1}))
+
+    def test_salt_depends_on_the_files_of_a_folder(self):
+        """Another checkpoint in the same folder may have the same attention, and other rows."""
+        with tempfile.TemporaryDirectory() as folder:
+            def salt(model=folder, **text):
+                return salt_of_rows("engine", "1", model, types.SimpleNamespace(**text), dtype="x")
+            path = pathlib.Path(folder) / "model.safetensors"
+            path.write_bytes(b"weights")
+            os.utime(path, ns=(1, 1))
+            salts = [salt(), salt()]
+            os.utime(path, ns=(1, 2))
+            salts.append(salt())
+            path.write_bytes(b"weights more")
+            os.utime(path, ns=(1, 2))
+            salts.append(salt())
+            (pathlib.Path(folder) / "more.safetensors").write_bytes(b"")
+            salts += [salt(), salt(rope_parameters={"a": 1}), salt("name/model"),
+                      salt("name/model", _commit_hash="c"), salt("other/model")]
+        self.assertEqual(salts[0], salts[1])
+        self.assertEqual(len(set(salts)), len(salts) - 1)
 
     def test_heads_of_ranks(self):
         self.assertEqual([Ranks(rank, 4).heads(16) for rank in range(4)],
@@ -281,6 +307,19 @@ class Admitted(unittest.TestCase):
         self.admission.close()
         self.assertEqual(len(self.server.sequences), 0)
 
+    def test_the_last_of_an_engine_releases_the_model(self):
+        """A worker ends before its scheduler, whose reservations keep the model until then."""
+        for keep in (False, True):
+            server = FakeServer()
+            worker = Link(options(server, keep_model=keep))
+            worker.start(SPEC, None)
+            admission = Admission(Link(options(server, keep_model=keep)), "s", False)
+            admission.admit("waits", range(3))
+            worker.close()
+            self.assertEqual(len(server.models), 1)
+            admission.close()
+            self.assertEqual((len(server.models), len(server.sequences)), (int(keep), 0))
+
     def test_ranks_share_a_step_and_one_ends_it(self):
         second = Link(options(self.server), Ranks(1, 2), Pause(0.0, 0.0))
         second.start(SPEC, None)
@@ -309,6 +348,15 @@ class Packaged(unittest.TestCase):
         got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                              check=True, env={"PYTHONPATH": ":".join(sys.path)})
         self.assertEqual(got.stdout.strip(), "[]")
+
+    def test_the_core_has_most_of_what_adapters_need(self):
+        package = pathlib.Path(link_module.__file__).parents[1]
+
+        def lines(name):
+            return sum(len(path.read_text(encoding="utf-8").splitlines())
+                       for path in (package / name).glob("*.py"))
+        adapters = sum(map(lines, ("vllm", "sglang", "transformers")))
+        self.assertGreater(lines("serving"), LEAST_SHARE * adapters)
 
 
 if __name__ == "__main__":

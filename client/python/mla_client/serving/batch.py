@@ -13,9 +13,11 @@ numpy only: neither torch nor transformers.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from typing import Dict, List, Optional, Tuple
+import weakref
+from typing import Any, Dict, List, Optional, Protocol, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -255,3 +257,58 @@ class RemoteBatch:
             sequence.released = True
         for service, there in ids.items():
             service._release(there)
+
+
+class Kept(Protocol):
+    """What a Keeper watches over: the rows of one cache."""
+
+    batch: RemoteBatch
+
+    def release(self) -> None:
+        """Releases the sequences on the server, and what else belongs to the cache."""
+
+
+class Keeper:
+    """A thread that releases caches which were dropped, and ends steps that nothing has
+    followed."""
+
+    def __init__(self, name: str, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._dropped: "queue.SimpleQueue[Optional[Kept]]" = queue.SimpleQueue()
+        self._kept: "weakref.WeakSet[Kept]" = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def keep(self, cache: Any, rows: Kept) -> None:
+        """Watches over the rows of a cache until the cache is dropped."""
+        self._kept.add(rows)
+        # The queue may be used from a finalizer, which runs at any point of any thread.
+        weakref.finalize(cache, self._dropped.put, rows).atexit = False
+
+    def close(self) -> None:
+        """Releases all rows and ends the thread."""
+        self._dropped.put(None)
+        self._thread.join()
+        for rows in list(self._kept):
+            _release(rows)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                dropped = self._dropped.get(timeout=self._idle_s / 2)
+                if dropped is None:
+                    return
+                self._kept.discard(dropped)
+                _release(dropped)
+                del dropped
+            except queue.Empty:
+                pass
+            for rows in list(self._kept):
+                rows.batch.end_if_idle(self._idle_s)
+
+
+def _release(rows: Kept) -> None:
+    try:
+        rows.release()
+    except (errors.MlaError, ValueError):
+        pass  # the client is closed or the server gone: the leases free the sequences

@@ -1,4 +1,4 @@
-"""Which rows of a batch are whose, without vLLM and torch.
+"""Which rows of a batch are whose, in engines whose workers know blocks and no names.
 
 The scheduler says which blocks a request writes to in a pass; a batch says in which slots its rows
 lie. No two requests write to one block.
@@ -7,10 +7,11 @@ lie. No two requests write to one block.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Sequence as Seq, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence as Seq, Tuple
 
 from mla_client import errors
-from mla_client.serving import Admission, PassPlan, Scheduled
+from mla_client.serving.admission import Admission
+from mla_client.serving.plan import PassPlan, Scheduled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,10 @@ class BatchPlan:
     def key(self) -> Tuple[Tuple[str, int], ...]:
         """Equal in two passes in a row: then their batches have one order."""
         return tuple((each.request, each.new) for each in self.plan.scheduled)
+
+    def first_of(self, names: Iterable[str]) -> set:
+        """The first blocks of those of the requests that are in this pass."""
+        return {self.first[name] for name in names if name in self.first}
 
     def in_order(self, blocks: Seq[int], rows: Seq[int],
                  computed: Optional[Seq[int]] = None) -> List[Scheduled]:
@@ -63,6 +68,17 @@ class Orders:
         return batch
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a scheduler has decided about one request of a pass."""
+
+    request: str
+    computed: int  # tokens before this pass that are right
+    new: int       # tokens in it
+    blocks: Tuple[int, ...] = ()  # in addition to those that it has
+    begins: bool = False          # with `blocks` alone: it is new, or has lost those that it had
+
+
 class Planner:
     """The scheduler's side: blocks by request, and plans."""
 
@@ -73,34 +89,28 @@ class Planner:
         self._drafts = drafts
         self._blocks: Dict[str, List[int]] = {}
 
-    def plan(self, output: Any) -> BatchPlan:
-        """The plan of a vllm.v1.core.sched.output.SchedulerOutput."""
-        gone = {*output.finished_req_ids, *(output.preempted_req_ids or ())}
-        for request in gone:
+    def plan(self, given: Seq[Given], gone: Iterable[str]) -> BatchPlan:
+        """The plan of a pass of these requests; those of `gone` have ended or lost their blocks."""
+        left = set(gone)
+        for request in left:
             self._blocks.pop(request, None)
-        computed: Dict[str, int] = {}
-        for new in output.scheduled_new_reqs:
-            self._blocks[new.req_id] = list(new.block_ids[0])
-            computed[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for index, request in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[index]
-            if request in cached.resumed_req_ids:
-                self._blocks[request] = []
-            if blocks is not None:
-                self._blocks.setdefault(request, []).extend(blocks[0])
-            computed[request] = cached.num_computed_tokens[index]
-        rows = {request: (computed[request], new)
-                for request, new in output.num_scheduled_tokens.items()}
+        rows: Dict[str, Tuple[int, int]] = {}
         written: Dict[int, str] = {}
-        for request, (before, new) in rows.items():
-            begin = max(0, before - self._drafts) // self._block_size
-            end = (before + new - 1) // self._block_size
-            for block in self._blocks[request][begin:end + 1]:
-                written[block] = request
-        plan = self.admission.plan(rows, gone)
+        for each in given:
+            held = [] if each.begins else self._blocks.setdefault(each.request, [])
+            held.extend(each.blocks)
+            self._blocks[each.request] = held
+            if not each.new:
+                continue
+            rows[each.request] = each.computed, each.new
+            begin = max(0, each.computed - self._drafts) // self._block_size
+            end = (each.computed + each.new - 1) // self._block_size
+            written.update(dict.fromkeys(held[begin:end + 1], each.request))
+        plan = self.admission.plan(rows, left)
         return BatchPlan(plan, written, {request: self._blocks[request][0] for request in rows})
 
-    def first_blocks(self) -> Dict[str, int]:
-        """The first block of every request that has some."""
-        return {request: blocks[0] for request, blocks in self._blocks.items() if blocks}
+    def held(self, blocks: Iterable[int], names: Mapping[str, Any]) -> List[str]:
+        """Those of the requests whose first block is one of `blocks`."""
+        wanted = set(blocks)
+        return [name for name, held in self._blocks.items()
+                if held and held[0] in wanted and name in names]

@@ -1,0 +1,201 @@
+"""What the hooks around SGLang's own functions do, with its own classes and without an engine."""
+
+import importlib
+import pathlib
+import sys
+import types
+import unittest
+from unittest import mock
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "standin"))
+
+# pylint: disable=wrong-import-position
+import torch
+from mla_client import errors
+from mla_client.sglang import NAME, OPTIONS, backend, hooks, plugin
+from mla_client.sglang.runtime import runtime
+from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+    AttnForwardMethod)
+
+ENVIRONMENT = "sglang"
+GATE = False
+REGISTRY = "sglang.srt.layers.attention.attention_registry"
+
+
+class HooksTest(unittest.TestCase):
+    def test_every_target_is_a_function_of_this_release(self):
+        for target, name in plugin.HOOKS.items():
+            module, owner, method = f"sglang.srt.{target}".rsplit(".", 2)
+            found = getattr(getattr(importlib.import_module(module), owner), method)
+            self.assertTrue(callable(found), target)
+            self.assertTrue(callable(getattr(hooks, name)), name)
+
+    def test_the_pool_takes_the_memory_of_one_row(self):
+        pool = object.__new__(MLATokenToKVPool)
+        pool.size, pool.page_size, pool.layer_num = 4096, 64, 3
+        pool.kv_cache_dim, pool.store_dtype, pool.device = 576, torch.bfloat16, "cpu"
+        hooks.create_no_buffers(None, pool)
+        self.assertEqual([tuple(one.shape) for one in pool.kv_buffer], [(4160, 1, 576)] * 3)
+        self.assertEqual({one.untyped_storage().nbytes() for one in pool.kv_buffer}, {1152})
+        self.assertEqual(len({one.data_ptr() for one in pool.kv_buffer}), 1)
+
+        class Other(MLATokenToKVPool):
+            """A pool of another kind."""
+        with self.assertRaisesRegex(errors.Unimplemented, "a KV pool of type Other"):
+            hooks.create_no_buffers(None, object.__new__(Other))
+
+    def test_the_pool_has_the_servers_rows(self):
+        asked = []
+        configurator = types.SimpleNamespace(
+            calculate_pool_sizes_from_max_tokens=lambda *args: asked.append(args))
+        with mock.patch.object(runtime, "rows_of_pool", lambda: 1000):
+            hooks.size_pool(None, configurator, 1 << 40, 64)
+        with mock.patch.object(runtime, "rows_of_pool", lambda: 1 << 40):
+            hooks.size_pool(None, configurator, 1 << 40, 1)
+        self.assertEqual(asked, [(960, 64), (hooks.MAX_TOKENS, 1)])
+        self.assertEqual(hooks.need_no_bytes(None, configurator), 0)
+
+    def test_queries_are_never_absorbed(self):
+        self.assertEqual(backend._expanded(None, None), AttnForwardMethod.MHA)
+
+    def test_a_request_that_gives_its_slot_back_is_released_before_the_hook_returns(self):
+        freed = []
+        requests = types.SimpleNamespace(freed=lambda *args: freed.append(args))
+        req = types.SimpleNamespace(rid="r", origin_input_ids=[1, 2], output_ids=[3])
+        with mock.patch.object(runtime, "requests", requests):
+            self.assertEqual(hooks.release(lambda pool, one: (pool, one), "pool", req),
+                             ("pool", req))
+        self.assertEqual(freed, [("r", [1, 2, 3])])
+
+    def test_a_request_without_room_waits(self):
+        requests = types.SimpleNamespace(waits=lambda rid: rid == "waits")
+        with mock.patch.object(runtime, "requests", requests):
+            for rid, want in (("waits", AddReqResult.NO_TOKEN), ("runs", "added")):
+                self.assertEqual(hooks.admit(lambda adder, req: "added", None,
+                                             types.SimpleNamespace(rid=rid)), want)
+
+
+class Batch:
+    """A batch of requests, which SGLang copies where passes overlap."""
+
+    def __init__(self, reqs):
+        self.reqs = list(reqs)
+        self.forward_mode = types.SimpleNamespace(is_decode=lambda: True)
+
+    def release_req(self, index, remaining, offload_kv):
+        req = self.reqs[index]
+        req.kv.holds_kv, req.is_retracted = False, True
+        req.events.append("released")
+
+    def filter_batch(self, reqs_to_exclude):
+        self.reqs = [req for req in self.reqs if req not in reqs_to_exclude]
+
+
+class BeginAgainTest(unittest.TestCase):
+    """Requests whose rows the server has lost, in SGLang's two loops."""
+
+    def setUp(self):
+        self.lost, self.patient = set(), True
+        requests = types.SimpleNamespace(reason="it is away")
+        requests.take_lost = lambda rids: [rid for rid in rids if rid in self.taken()]
+        type(requests).patient = property(lambda _: self.patient)
+        self.addCleanup(delattr, type(requests), "patient")
+        patched = mock.patch.object(runtime, "requests", requests)
+        patched.start()
+        self.addCleanup(patched.stop)
+        runtime.put_out = []
+        self.reqs = [types.SimpleNamespace(
+            rid=rid, tokens=0, events=[], is_retracted=False, to_finish=None,
+            finished=lambda: False, kv=types.SimpleNamespace(holds_kv=True)) for rid in "abc"]
+        self.queue = []
+
+    def taken(self):
+        lost, self.lost = self.lost, set()
+        return lost
+
+    def scheduler(self, overlap):
+        return types.SimpleNamespace(
+            enable_overlap=overlap, running_batch=Batch(self.reqs),
+            batch_result_processor=types.SimpleNamespace(enable_overlap=overlap),
+            _add_request_to_queue=lambda req, is_retracted: self.queue.append(req.rid))
+
+    @staticmethod
+    def process(scheduler, batch, result):
+        """As SGLang's: a token for each, but for those put back if the processor skips them."""
+        for req in batch.reqs:
+            if not (scheduler.batch_result_processor.enable_overlap and req.is_retracted):
+                req.tokens += 1
+        return result
+
+    def check(self, scheduler):
+        a, b, c = self.reqs
+        self.assertEqual((a.tokens, b.tokens), (0, 0))
+        self.assertEqual((a.events, b.events, c.events), (["released"], ["released"], []))
+        self.assertEqual(self.queue, ["a", "b"])
+        self.assertEqual([req.rid for req in scheduler.running_batch.reqs], ["c"])
+        self.assertFalse(scheduler.running_batch.batch_is_full)
+
+    def test_passes_one_after_another(self):
+        scheduler = self.scheduler(False)
+        self.lost = {"a", "b"}
+        self.assertEqual(hooks.begin_again(self.process, scheduler, scheduler.running_batch, "r"),
+                         "r")
+        self.check(scheduler)
+        self.assertEqual(self.reqs[2].tokens, 1)
+        self.assertFalse(scheduler.batch_result_processor.enable_overlap)
+
+    def test_passes_that_overlap(self):
+        """They are put back when the pass that had been launched already is over."""
+        scheduler = self.scheduler(True)
+        first, second = Batch(self.reqs), Batch(self.reqs)
+        self.lost = {"a", "b"}
+        hooks.begin_again(self.process, scheduler, first, None)
+        self.assertEqual((self.queue, len(scheduler.running_batch.reqs)), ([], 1))
+        self.lost = {"a"}  # the launched pass has lost it, too
+        hooks.begin_again(self.process, scheduler, second, None)
+        self.check(scheduler)
+        self.assertEqual(self.reqs[2].tokens, 2)
+        self.assertEqual(runtime.put_out, [])
+
+    def test_after_too_long_they_fail(self):
+        self.patient = False
+        scheduler = self.scheduler(False)
+        self.lost = {"b"}
+        hooks.begin_again(self.process, scheduler, scheduler.running_batch, None)
+        self.assertEqual(self.queue, [])
+        self.assertEqual([req.to_finish is not None for req in self.reqs], [False, True, False])
+        self.assertIn("mla-server: it is away", str(vars(self.reqs[1].to_finish)))
+
+
+class PluginTest(unittest.TestCase):
+    def test_another_release_is_refused_by_name_when_the_backend_is_asked_for(self):
+        made = {}
+        with mock.patch("sglang.version.__version__", "0.5.24"), \
+                mock.patch(f"{REGISTRY}.ATTENTION_BACKENDS", {}), \
+                mock.patch(f"{REGISTRY}.register_attention_backend",
+                           lambda name: lambda create: made.update({name: create})):
+            plugin.register()
+        with self.assertRaisesRegex(errors.Unimplemented, "SGLang 0.5.24: .* 0.5.23; install"):
+            made[NAME](None)
+
+    def test_hooks_without_the_backend_change_nothing(self):
+        hook = plugin._lazy("need_no_bytes")
+        with mock.patch.object(hooks, "chosen", lambda: False):
+            self.assertEqual(hook(lambda *args: args, 1, 2), (1, 2))
+        with mock.patch.object(hooks, "chosen", lambda: True):
+            self.assertEqual(hook(lambda *args: args, 1, 2), 0)
+
+    def test_options_come_from_the_environment(self):
+        from mla_client.serving import options_in
+        for text in ("", "[]", "{}", "{"):
+            with mock.patch.dict("os.environ", {OPTIONS: text}):
+                with self.assertRaisesRegex(errors.InvalidArgument, "MLA_SGLANG of the environ"):
+                    options_in(OPTIONS)
+        with mock.patch.dict("os.environ", {OPTIONS: '{"target": "a", "away_s": 2}'}):
+            self.assertEqual(options_in(OPTIONS), {"target": "a", "away_s": 2})
+
+
+if __name__ == "__main__":
+    unittest.main()
