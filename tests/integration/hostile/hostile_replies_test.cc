@@ -218,6 +218,57 @@ TEST_F(HostileRepliesTest, TheCLibraryReportsUploadsWithoutReply) {
   mla_client_free(client);
 }
 
+TEST_F(HostileRepliesTest, TheCLibraryTakesNoOtherShapeAndNoOtherLengths) {
+  mla_client* client = nullptr;
+  ASSERT_EQ(mla_connect(server_.target().c_str(), nullptr, &client, nullptr), MLA_OK);
+  const auto answer = [this](uint32_t v_dim) {
+    v1::RegisterReply registered;
+    registered.set_boot_id(1);
+    *registered.mutable_model() = Model(v_dim);
+    server_.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
+    v1::ListModelsReply listed;
+    listed.set_boot_id(1);
+    *listed.add_models()->mutable_model() = Model(v_dim);
+    server_.Answer("/mla.v1.Models/List", Of({listed.SerializeAsString()}));
+  };
+  mla_model model{};
+  model.struct_size = sizeof(model);
+  model.model_id = "m";
+  model.layers = model.num_heads = model.kv_lora_rank = model.rope_dim = model.nope_dim = 1;
+  model.v_dim = 4;
+  answer(1 << 20);
+  EXPECT_EQ(mla_register_model(client, &model, nullptr, nullptr), MLA_DATA_LOSS);
+  answer(4);
+  EXPECT_EQ(mla_register_model(client, &model, nullptr, nullptr), MLA_OK);
+
+  v1::OpenReply opened;
+  opened.set_boot_id(1);
+  opened.mutable_sequence()->set_sequence_id(7);
+  server_.Answer("/mla.v1.Sequences/Open", Of({opened.SerializeAsString()}));
+  mla_sequence* sequence = nullptr;
+  ASSERT_EQ(mla_sequence_open(client, "m", nullptr, &sequence, nullptr), MLA_OK);
+  v1::AttendStreamReply begun, ended;
+  begun.set_tag(1);
+  ended.set_tag(2);
+  for (v1::AttendStreamReply* const reply : {&begun, &ended}) reply->set_boot_id(1);
+  begun.mutable_begin_step()->set_total_rows(1);
+  ended.mutable_end_step();  // without the length of the step's sequence
+  HostileAnswer attend = Of({begun.SerializeAsString(), ended.SerializeAsString()});
+  attend.reads = attend.ends = false;
+  server_.Answer("/mla.v1.Attention/Attend", attend);
+  mla_session* session = nullptr;
+  mla_step* step = nullptr;
+  ASSERT_EQ(mla_session_open(client, &session, nullptr), MLA_OK);
+  const mla_step_rows rows = {sequence, 1};
+  ASSERT_EQ(mla_step_begin(session, "m", &rows, 1, nullptr, &step, nullptr), MLA_OK);
+  EXPECT_EQ(mla_step_end(step, nullptr, nullptr), MLA_DATA_LOSS);
+  EXPECT_EQ(mla_sequence_length(sequence), 0u);
+  mla_step_free(step);
+  mla_session_free(session);
+  mla_sequence_free(sequence);
+  mla_client_free(client);
+}
+
 TEST_F(HostileRepliesTest, MlactlReportsAnImportWithoutReply) {
   const TempFolder folder;
   const std::string file = folder.File("rows.mlapages");
