@@ -5,6 +5,7 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@ namespace {
 
 constexpr char kInfo[] = "/mla.v1.Admin/GetServerInfo";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
+constexpr char kRenew[] = "/mla.v1.Sequences/RenewLease";
 constexpr char kUpload[] = "/mla.v1.Models/UploadWeights";
 
 HostileAnswer Of(std::vector<std::string> messages) {
@@ -219,8 +221,11 @@ TEST_F(HostileRepliesTest, TheCLibraryReportsUploadsWithoutReply) {
 }
 
 TEST_F(HostileRepliesTest, TheCLibraryTakesNoOtherShapeAndNoOtherLengths) {
+  mla_connect_options options{};
+  options.struct_size = sizeof(options);
+  options.request_timeout_ms = 2000;  // of the abort at the end, which gets no answer
   mla_client* client = nullptr;
-  ASSERT_EQ(mla_connect(server_.target().c_str(), nullptr, &client, nullptr), MLA_OK);
+  ASSERT_EQ(mla_connect(server_.target().c_str(), &options, &client, nullptr), MLA_OK);
   const auto answer = [this](uint32_t v_dim) {
     v1::RegisterReply registered;
     registered.set_boot_id(1);
@@ -267,6 +272,36 @@ TEST_F(HostileRepliesTest, TheCLibraryTakesNoOtherShapeAndNoOtherLengths) {
   mla_session_free(session);
   mla_sequence_free(sequence);
   mla_client_free(client);
+}
+
+// Waits until the server has got as many renewals more. The thread that sends them has no one to
+// tell when it ends, and all sequences would end with their leases.
+void AwaitRenewals(const HostileServer& server, int count) {
+  const int before = server.calls(kRenew);
+  while (server.calls(kRenew) < before + count) std::this_thread::yield();
+}
+
+TEST_F(HostileRepliesTest, RenewalsGoOnWhateverTheServerAnswers) {
+  HostileAnswer undecodable;
+  undecodable.status = {grpc::StatusCode::FAILED_PRECONDITION, "a proxy is between"};
+  undecodable.trailers = {{"mla-error-detail-bin", "\xff\xff\xff"}};
+  client::ClientOptions options;
+  options.sequence_lease_ms = 300;
+  mla_connect_options c_options{};
+  c_options.struct_size = sizeof(c_options);
+  c_options.sequence_lease_ms = 300;
+  for (const HostileAnswer& answer : {Of({"\xff\xff\xff\xff"}), Of({}), undecodable}) {
+    server_.Answer(kRenew, answer);
+    {
+      const auto client = client::Client::Connect(server_.target(), options);
+      ASSERT_TRUE(client.ok()) << client.status();
+      AwaitRenewals(server_, 4);
+    }
+    mla_client* client = nullptr;
+    ASSERT_EQ(mla_connect(server_.target().c_str(), &c_options, &client, nullptr), MLA_OK);
+    AwaitRenewals(server_, 4);
+    mla_client_free(client);
+  }
 }
 
 TEST_F(HostileRepliesTest, MlactlReportsAnImportWithoutReply) {
