@@ -206,6 +206,8 @@ def main():
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    # SIGTERM ends the processes of the soak, too; by default it would end this program alone.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     failed, counts, faults, folder = soak(arguments.minutes * 60, arguments.seed, arguments.server)
     for name, count in sorted({**counts, **faults}.items()):
         print(f"{count:8d} {name}")

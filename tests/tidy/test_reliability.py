@@ -49,5 +49,39 @@ class ReliabilityTest(unittest.TestCase):
                          ["nosuch_test: no such file", "test_tidy: no test test_nosuch"])
 
 
+class DriverCallsTest(unittest.TestCase):
+    """docs/kernels/driver_calls.md gives a reason for each call of a GPU's driver."""
+
+    TABLES = ("kernels/hip/runtime/runtime_table.cc", "kernels/hip/runtime/device_sharing.cc",
+              "kernels/hip/runtime/kernel_graphs.cc")
+    ALIAS = re.compile(r'MLA_ALIAS\(\w+, (nullptr|"hip\w+"), (nullptr|"cu\w+")\)')
+
+    LOADS_CODE = "kernels/hip/device_state/kernel_set.cc"
+
+    def entry_points(self):
+        """CUDA's name of each call, or HIP's if CUDA has none, without the number of a version."""
+        aliases = [alias for table in self.TABLES
+                   for alias in self.ALIAS.findall(test_tidy.read(table))]
+        self.assertGreater(len(aliases), 50)
+        self.assertIn("cuFuncLoad", test_tidy.read(self.LOADS_CODE))
+        names = {nvidia if nvidia != "nullptr" else amd for amd, nvidia in aliases}
+        # HIP's own name for what CUDA calls otherwise.
+        others = {'"hipGetErrorString"', '"hipMemcpy2DAsync"'}
+        return sorted({re.sub(r"(_v2|R0600)$", "", name.strip('"')) for name in names - others}
+                      | {"cuFuncLoad"})
+
+    def test_each_call_has_its_reason(self):
+        page = test_tidy.read("docs/kernels/driver_calls.md").split("## Driver calls")[1]
+        table = page.split("## When a call")[0]
+        self.assertEqual([name for name in self.entry_points() if f"`{name}`" not in table], [])
+
+    def test_no_other_file_looks_calls_up(self):
+        found = [path for path in test_tidy.tracked(".cc", ".h")
+                 if path.startswith(("kernels/hip/", "server/", "scheduler/"))
+                 and not path.endswith("_test.cc")
+                 and re.search(r'"(cu|hip)[A-Z]\w+"', test_tidy.read(path))]
+        self.assertEqual(sorted(set(found) - set(self.TABLES)), [self.LOADS_CODE])
+
+
 if __name__ == "__main__":
     unittest.main()

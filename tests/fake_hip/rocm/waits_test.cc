@@ -1,6 +1,7 @@
 // Tests that a launch's outputs are in host memory when Wait returns, for each way that outputs
 // take. The fake's streams run only when a caller waits for them. The tests also show that each
-// wait between streams is needed.
+// wait between streams is needed, and that a runtime is refused if its events are complete before
+// copies to the host have arrived.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -8,12 +9,15 @@
 #include <string>
 #include <vector>
 
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/hip_backend.h"
 #include "tests/fake_hip/backend_fixture.h"
 
 namespace mla::kernels::hip {
 namespace {
+
+using ::testing::HasSubstr;
 
 constexpr size_t kRowElements = 576;
 constexpr int32_t kRows = 3;
@@ -144,6 +148,25 @@ TEST_P(WaitsTest, EachWaitBetweenStreamsIsNeeded) {
     EXPECT_EQ(Compare(), wanted) << wait;
   }
   EXPECT_EQ(needed > 0, waits > 0);
+}
+
+// No wait of the backend can help where the runtime's events are wrong, so the self-test has to
+// find it.
+TEST_P(WaitsTest, ARuntimeWhoseEventsAreTooEarlyIsNotUsed) {
+  EXPECT_EQ(Compare(), kWanted);
+  control_->late_copies_out = true;
+  rows_[5] = 0x4000;  // makes the outputs differ from those of the previous launch
+  const std::vector<int32_t> right = {1, 0, 1};
+  // A single launch's kernels that reach the host's memory write outputs there, without a copy.
+  EXPECT_EQ(Compare() == right, GetParam().reached && GetParam().alone);
+  HipBackendOptions options = Options();
+  options.self_test = true;
+  options.self_test_options.parts = {"pages"};
+  const absl::Status refused = HipBackend::Create(options).status();
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("failed self-test"));
+  control_->late_copies_out = false;
+  EXPECT_EQ(Compare(), right);
+  EXPECT_TRUE(HipBackend::Create(options).ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, WaitsTest,

@@ -60,6 +60,9 @@ struct Control {
   // If true, every call fails with hipErrorLaunchFailure (719). A kernel fault sets this.
   bool lost = false;
   bool hang = false;  // events never complete
+  // If true, events do not wait for copies to pinned memory of the host: such a copy arrives when a
+  // caller waits for a stream or gives memory back. HIP itself waits for copies to other memory.
+  bool late_copies_out = false;
   // Number of a stream's wait for an event, from 0, that is accepted but not performed.
   int ignored_wait = -1;
   int stream_waits = 0;

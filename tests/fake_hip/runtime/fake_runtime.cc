@@ -13,6 +13,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kernels/hip/args/expanded_args.h"
@@ -108,6 +109,32 @@ void Enqueue(const PendingLaunch& launch, Stream& stream) {
   });
 }
 
+bool IsPinned(const void* at) {
+  for (const auto* const memory : {&State().registered, &State().host_memory}) {
+    for (const auto& [begin, bytes] : *memory) {
+      if (at >= begin && at < static_cast<const std::byte*>(begin) + bytes) return true;
+    }
+  }
+  return false;
+}
+
+// Work of a stream: copies to the host, now or later.
+void CopyOut(void* to, const void* from, size_t bytes) {
+  if (!State().control.late_copies_out || !IsPinned(to)) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  const auto* const first = static_cast<const std::byte*>(from);
+  State().late_copies.push_back({to, {first, first + bytes}});
+}
+
+// Lets late copies arrive. Their order does not change.
+void FinishCopiesOut() {
+  for (const Runtime::LateCopy& copy : std::exchange(State().late_copies, {})) {
+    std::memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+  }
+}
+
 }  // namespace mla::fake_hip
 
 using mla::fake_hip::Enter;
@@ -201,6 +228,7 @@ int hipFree(void* at) {
   State().control.live_bytes -= allocation->second;
   State().device_memory.erase(allocation);
   State().last_input = {};
+  fake::FinishCopiesOut();
   fake::GiveMemory(at, bytes);
   return 0;
 }
@@ -208,9 +236,15 @@ int hipHostMalloc(void** at, size_t bytes, unsigned) {
   FAKE_ENTER("hipHostMalloc");
   ++State().control.allocations;
   *at = ::operator new(bytes, std::align_val_t{256});
+  State().host_memory[*at] = static_cast<int64_t>(bytes);
+  // So that no output is right before it has arrived, because the same was there before.
+  if (State().control.late_copies_out) std::memset(*at, 0xff, bytes);
   return 0;
 }
 int hipHostFree(void* at) {
+  const std::lock_guard<std::recursive_mutex> lock(State().mutex);
+  fake::FinishCopiesOut();
+  State().host_memory.erase(at);
   ::operator delete(at, std::align_val_t{256});
   return 0;
 }
@@ -225,6 +259,7 @@ int hipHostUnregister(void* at) {
   FAKE_ENTER("hipHostUnregister");
   const auto found = State().registered.find(at);
   if (found == State().registered.end()) return fake::kInvalidValue;
+  fake::FinishCopiesOut();
   State().control.registered_bytes -= found->second;
   State().registered.erase(found);
   return 0;
@@ -248,6 +283,7 @@ int hipStreamWaitEvent(fake::Stream* stream, fake::Event* event, unsigned) {
 int hipStreamSynchronize(fake::Stream* stream) {
   FAKE_ENTER("hipStreamSynchronize");
   stream->RunTo(stream->enqueued);
+  fake::FinishCopiesOut();
   return 0;
 }
 int hipEventCreateWithFlags(fake::Event** event, unsigned flags) {
@@ -336,8 +372,13 @@ int hipMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pi
   if (direction == 2) control.last_copied_out = to;
   stream->Add([=] {
     for (size_t row = 0; row < rows; ++row) {
-      std::memcpy(static_cast<char*>(to) + row * to_pitch,
-                  static_cast<const char*>(from) + row * from_pitch, bytes);
+      char* const row_to = static_cast<char*>(to) + row * to_pitch;
+      const char* const row_from = static_cast<const char*>(from) + row * from_pitch;
+      if (direction == 2) {
+        fake::CopyOut(row_to, row_from, bytes);
+      } else {
+        std::memcpy(row_to, row_from, bytes);
+      }
     }
   });
   return 0;
@@ -346,7 +387,7 @@ int hipMemcpyDtoHAsync(void* to, const void* from, size_t bytes, fake::Stream* s
   FAKE_ENTER("hipMemcpyDtoHAsync");
   ++State().control.copies_out;
   State().control.last_copied_out = to;
-  stream->Add([=] { std::memcpy(to, from, bytes); });
+  stream->Add([=] { fake::CopyOut(to, from, bytes); });
   return 0;
 }
 int hipMemcpyDtoDAsync(void* to, const void* from, size_t bytes, fake::Stream* stream) {

@@ -71,12 +71,19 @@ struct Runtime {
   Control control;
   std::unordered_map<const void*, int64_t> device_memory;
   std::unordered_map<const void*, int64_t> registered;
+  std::unordered_map<const void*, int64_t> host_memory;  // of hipHostMalloc
   // The last copy from the host, for StaleReplay::kInputs alone.
   struct LastInput {
     void* to = nullptr;
     std::vector<std::byte> before;
   };
   LastInput last_input;
+  // A copy to the host that has not arrived yet, for Control::late_copies_out alone.
+  struct LateCopy {
+    void* to;
+    std::vector<std::byte> bytes;
+  };
+  std::vector<LateCopy> late_copies;
 };
 Runtime& State();
 // Every entry point calls this first. Returns 0 to continue, else the code to return.

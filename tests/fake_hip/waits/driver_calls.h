@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -25,9 +26,10 @@ inline constexpr char kWaitingLibrary[] = "tests/fake_hip/waits/libwaiting_drive
 // The driver's entry points for a test.
 class DriverCalls {
  public:
-  // `image` is a module's image and must outlive this object.
-  explicit DriverCalls(const void* image)
-      : library_(dlopen(kWaitingLibrary, RTLD_NOW | RTLD_LOCAL)), image_(image) {
+  // `image` is a module's image and must outlive this object. Calls have CUDA's names below; with
+  // `hip` those of HIP with the same meaning are made.
+  explicit DriverCalls(const void* image, bool hip = false)
+      : library_(dlopen(kWaitingLibrary, RTLD_NOW | RTLD_LOCAL)), image_(image), hip_(hip) {
     EXPECT_NE(library_, nullptr) << dlerror();
   }
 
@@ -61,6 +63,7 @@ class DriverCalls {
   // Makes the context current, as a server's thread does before its first call.
   void Bind() const {
     void* context = nullptr;
+    if (hip_) return;  // device 0 is every thread's
     EXPECT_EQ(Entry<int(void**, int)>("cuDevicePrimaryCtxRetain")(&context, 0), 0);
     EXPECT_EQ(Entry<int(void*)>("cuCtxSetCurrent")(context), 0);
   }
@@ -68,9 +71,34 @@ class DriverCalls {
  private:
   static constexpr size_t kBytes = size_t{2} << 20;  // granularity of virtual memory
 
+  static const char* HipNameOf(std::string_view name) {
+    static constexpr std::pair<std::string_view, const char*> kNames[] = {
+        {"waiting_driver_control", "waiting_driver_control"},
+        {"cuCtxSynchronize", "hipDeviceSynchronize"},
+        {"cuMemAlloc_v2", "hipMalloc"},
+        {"cuMemFree_v2", "hipFree"},
+        {"cuMemHostAlloc", "hipHostMalloc"},
+        {"cuMemFreeHost", "hipHostFree"},
+        {"cuMemHostRegister_v2", "hipHostRegister"},
+        {"cuMemHostUnregister", "hipHostUnregister"},
+        {"cuModuleLoadData", "hipModuleLoadData"},
+        {"cuModuleUnload", "hipModuleUnload"},
+        {"cuMemCreate", "hipMemCreate"},
+        {"cuMemMap", "hipMemMap"},
+        {"cuMemSetAccess", "hipMemSetAccess"},
+        {"cuMemUnmap", "hipMemUnmap"},
+        {"cuMemRelease", "hipMemRelease"},
+        {"cuMemAddressReserve", "hipMemAddressReserve"},
+        {"cuMemAddressFree", "hipMemAddressFree"}};
+    for (const auto& [cuda, hip] : kNames) {
+      if (name == cuda) return hip;
+    }
+    return "";
+  }
+
   template <class Call>
   Call* Entry(const char* name) const {
-    auto* const entry = reinterpret_cast<Call*>(dlsym(library_, name));
+    auto* const entry = reinterpret_cast<Call*>(dlsym(library_, hip_ ? HipNameOf(name) : name));
     EXPECT_NE(entry, nullptr) << name;
     return entry;
   }
@@ -115,6 +143,7 @@ class DriverCalls {
                      load();
                      return Of<int(void*)>("cuModuleUnload", at_);
                    }});
+    if (hip_) return;  // HIP has no such call
     all.push_back({"cuFuncLoad",
                    [this, load] {
                      load();
@@ -164,6 +193,7 @@ class DriverCalls {
 
   void* const library_;
   const void* const image_;
+  const bool hip_;
   void* at_ = nullptr;
   uint64_t handle_ = 0;
   std::vector<std::byte> memory_;

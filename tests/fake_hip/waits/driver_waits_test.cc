@@ -1,6 +1,6 @@
-// Submits launches while another thread makes driver calls that wait for the device, between any
-// two calls of Submit. A kernel must never wait for work that is not enqueued yet, because that
-// call would then block both.
+// Submits launches, on NVIDIA and AMD devices, while another thread makes driver calls that wait
+// for the device, between any two calls of Submit. A kernel must never wait for work that is not
+// enqueued yet, because that call would then block both.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -8,9 +8,11 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -186,14 +188,17 @@ class DriverWaitsTest : public ::testing::Test {
   }
 
   void MakeBackend(int64_t stuck_ms = 0) {
-    backend_.reset();
     HipBackendOptions options;
     options.vendor = Vendor::kNvidia;
     options.libraries = {fake_hip::kWaitingLibrary};
     options.images = {Image("sm_90", kImage90)};
+    options.stuck_ms = stuck_ms;
+    MakeBackend(std::move(options));
+  }
+  void MakeBackend(HipBackendOptions options) {
+    backend_.reset();
     options.self_test = false;
     options.watchdog_ms = 60'000;
-    options.stuck_ms = stuck_ms;
     auto backend = HipBackend::Create(options);
     ASSERT_TRUE(backend.ok()) << backend.status();
     backend_ = *std::move(backend);
@@ -223,7 +228,7 @@ class DriverWaitsTest : public ::testing::Test {
       for (int place = 0; made; ++place) {
         SCOPED_TRACE(place);
         launch.Prepare();
-        fake_hip::Intrusion intrusion(driver_, call, place);
+        fake_hip::Intrusion intrusion(*driver_, call, place);
         const absl::Status submitted = launch.Submit();
         made = intrusion.made();
         waited += intrusion.waited();
@@ -238,7 +243,7 @@ class DriverWaitsTest : public ::testing::Test {
   }
 
   fake_hip::Control* control_ = nullptr;
-  fake_hip::DriverCalls driver_{kImage90};
+  std::optional<fake_hip::DriverCalls> driver_{std::in_place, kImage90};
   std::unique_ptr<HipBackend> backend_;
 };
 
@@ -256,14 +261,14 @@ TEST_F(DriverWaitsTest, NoCallOfAnotherThreadHoldsAStreamUp) {
     EXPECT_EQ(launch.outputs(), want);
   }
   const int64_t before = backend_->Work().late_copies;
-  const int waited = Intrude(launch, driver_.All(), [&] { ASSERT_EQ(launch.outputs(), want); });
+  const int waited = Intrude(launch, driver_->All(), [&] { ASSERT_EQ(launch.outputs(), want); });
   EXPECT_GT(waited, 0);
   EXPECT_GT(backend_->Work().late_copies, before) << "no kernel has read its queries itself";
 }
 
 // The same test with kernels that are launched one by one.
 TEST_F(DriverWaitsTest, NorOneOfTheFirstStreams) {
-  const std::vector<fake_hip::DriverCalls::Waiting> all = driver_.All();
+  const std::vector<fake_hip::DriverCalls::Waiting> all = driver_->All();
   std::vector<float> want;
   bool made = true;
   for (int place = 0; made; ++place) {
@@ -273,7 +278,7 @@ TEST_F(DriverWaitsTest, NorOneOfTheFirstStreams) {
     ASSERT_NO_FATAL_FAILURE(launch.Append());
     ASSERT_NO_FATAL_FAILURE(launch.Prepare());
     {
-      fake_hip::Intrusion intrusion(driver_, all[0], place);
+      fake_hip::Intrusion intrusion(*driver_, all[0], place);
       ASSERT_TRUE(launch.Submit().ok());
       made = intrusion.made();
       ASSERT_TRUE(launch.Wait().ok());
@@ -285,9 +290,35 @@ TEST_F(DriverWaitsTest, NorOneOfTheFirstStreams) {
 
 TEST_F(DriverWaitsTest, NoCallOfAnotherThreadHoldsAGateUp) {
   GatedLaunch launch(*backend_);
-  const int waited = Intrude(launch, driver_.All(), [&] { ASSERT_TRUE(backend_->WasLate(1)); });
+  const int waited = Intrude(launch, driver_->All(), [&] { ASSERT_TRUE(backend_->WasLate(1)); });
   EXPECT_GT(waited, 0);
 }
+
+// AMD devices have gates and no streamed kernels.
+class HipWaitsTest : public DriverWaitsTest, public ::testing::WithParamInterface<const char*> {
+ protected:
+  void SetUp() override {
+    control_ = FakeControl();
+    ASSERT_NE(control_, nullptr);
+    control_->arch = GetParam();
+    HipBackendOptions options;
+    options.libraries = {fake_hip::kWaitingLibrary};
+    options.images = {Image("gfx950", kImage950), Image("gfx942", kImage942)};
+    MakeBackend(std::move(options));
+    ASSERT_TRUE(backend_->Info().waits_for_words);
+  }
+};
+
+TEST_P(HipWaitsTest, NoCallOfAnotherThreadHoldsAGateUp) {
+  const char* const image = std::string(GetParam()) == "gfx950" ? kImage950 : kImage942;
+  driver_.emplace(image, /*hip=*/true);
+  GatedLaunch launch(*backend_);
+  const int waited = Intrude(launch, driver_->All(), [&] { ASSERT_TRUE(backend_->WasLate(1)); });
+  EXPECT_GT(waited, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, HipWaitsTest, ::testing::Values("gfx950", "gfx942"),
+                         [](const auto& arch) { return std::string(arch.param); });
 
 // A launch that loads code would wait for all earlier launches.
 TEST_F(DriverWaitsTest, AllCodeIsLoadedBeforeTheFirstLaunch) {
@@ -296,8 +327,8 @@ TEST_F(DriverWaitsTest, AllCodeIsLoadedBeforeTheFirstLaunch) {
   ASSERT_NO_FATAL_FAILURE(streamed.Prepare());
   ASSERT_TRUE(streamed.Submit().ok());
   ASSERT_TRUE(streamed.Wait().ok());
-  EXPECT_GT(driver_.control().kernels, 0);
-  EXPECT_EQ(driver_.control().lazy_loads, 0);
+  EXPECT_GT(driver_->control().kernels, 0);
+  EXPECT_EQ(driver_->control().lazy_loads, 0);
 }
 
 // A driver call that does not return is reported while it lasts, with the backend's current
@@ -309,7 +340,7 @@ TEST_F(DriverWaitsTest, ACallThatDoesNotReturnIsNamed) {
   ASSERT_NO_FATAL_FAILURE(launch.Prepare());
   static std::atomic<bool> stands, may_go_on;
   stands = may_go_on = false;
-  driver_.control().before_call = [](const char* call) {
+  driver_->control().before_call = [](const char* call) {
     if (std::strcmp(call, "cuMemcpyHtoDAsync") != 0 || stands.exchange(true)) return;
     while (!may_go_on) std::this_thread::yield();
   };
@@ -321,7 +352,7 @@ TEST_F(DriverWaitsTest, ACallThatDoesNotReturnIsNamed) {
   EXPECT_TRUE(stuck.ends_with(" its last GPU call is copy to device")) << stuck;
   may_go_on = true;
   submits.join();
-  driver_.control().before_call = nullptr;
+  driver_->control().before_call = nullptr;
   EXPECT_EQ(backend_->StuckCall(), "");
   EXPECT_TRUE(launch.Wait().ok());
 }

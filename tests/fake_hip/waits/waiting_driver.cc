@@ -1,45 +1,20 @@
-// A fake CUDA driver that blocks as the real one was observed to. All calls take one lock of the
-// context, and some hold it while they wait for the device, so other threads that enqueue work
-// wait too. Each stream works in its own thread, so kernels run while the host continues.
-//
-// The fake runtime (tests/fake_hip/runtime), which this library opens, provides memory, modules
-// and attributes. This file provides streams, events, copies, launches and graphs. Kernels run one
-// after another, because the emulated device runs one at a time; copies and words run in parallel.
-//
-// Only for some calls of the real driver it is known that they wait. Here every call waits that
-// allocates, frees or maps memory or loads code, so a program that passes here also works if fewer
-// calls wait.
-#include "tests/fake_hip/waits/waiting_driver.h"
-
-#include <dlfcn.h>
-
+// CUDA's entry points of the waiting fake driver (waiting_calls.h).
 #include <array>
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <mutex>
-#include <set>
-#include <utility>
 #include <vector>
 
 #include "tests/fake_hip/runtime/fake_state.h"
 #include "tests/fake_hip/waits/device_queue.h"
+#include "tests/fake_hip/waits/waiting_calls.h"
+#include "tests/fake_hip/waits/waiting_driver.h"
 
 namespace mla::fake_hip {
 namespace {
 
-constexpr int kSuccess = 0;
-constexpr int kNotReady = 600;
 constexpr unsigned kHostMemory = 1;
 constexpr size_t kHandleBytes = 64;
-constexpr char kLibrary[] = "tests/fake_hip/libfake_hip.so";
 
-struct WaitingEvent {
-  DeviceQueue* stream = nullptr;
-  uint64_t position = 0;
-};
 struct CopySide {
   size_t x, y;
   unsigned type;
@@ -82,77 +57,6 @@ PendingLaunch LaunchOf(const CudaKernelNode& node) {
                         .shared_bytes = node.shared_bytes});
 }
 
-struct Driver {
-  WaitingControl control;
-  void* runtime;    // the fake runtime's library
-  std::mutex lock;  // the context's lock; it guards all members below
-  std::set<DeviceQueue*> streams;
-  std::set<const Function*> loaded;
-};
-Driver& TheDriver() {
-  static Driver& driver = *[] {
-    auto* const made = new Driver;
-    made->runtime = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-    if (made->runtime == nullptr) {
-      std::fprintf(stderr, "fake driver: %s\n", dlerror());
-      std::abort();
-    }
-    return made;
-  }();
-  return driver;
-}
-
-// Returns the runtime's entry point of this name.
-template <class Entry>
-Entry* Of(const char* name) {
-  auto* const entry = reinterpret_cast<Entry*>(dlsym(TheDriver().runtime, name));
-  if (entry != nullptr) return entry;
-  std::fprintf(stderr, "fake driver: no %s\n", name);
-  std::abort();
-}
-
-// Holds the lock during its lifetime.
-class Call {
- public:
-  explicit Call(const char* name) : name_(name) {
-    Driver& driver = TheDriver();
-    if (driver.control.before_call != nullptr) driver.control.before_call(name);
-    driver.lock.lock();
-  }
-  ~Call() { TheDriver().lock.unlock(); }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-
-  void AwaitDevice() const {
-    Driver& driver = TheDriver();
-    bool idle = true;
-    for (DeviceQueue* const stream : driver.streams) idle &= stream->Idle();
-    if (idle) return;
-    ++driver.control.waits;
-    ++driver.control.waiting;
-    for (DeviceQueue* const stream : driver.streams) stream->AwaitAll(name_);
-    --driver.control.waiting;
-  }
-  void AwaitLoaded(const Function* function) const {
-    Driver& driver = TheDriver();
-    if (!driver.loaded.insert(function).second) return;
-    ++driver.control.lazy_loads;
-    AwaitDevice();
-  }
-
- private:
-  const char* const name_;
-};
-
-void Run(const PendingLaunch& launch) {
-  const Function& function = *launch.function;
-  const char* const fault = function.image->run(*function.kernel, launch.grid, launch.args.data());
-  ++TheDriver().control.kernels;
-  if (fault == nullptr) return;
-  std::fprintf(stderr, "fake device: %s: %s\n", function.name.c_str(), fault);
-  std::abort();
-}
-
 }  // namespace
 }  // namespace mla::fake_hip
 
@@ -165,26 +69,7 @@ using fake::Run;
 using fake::TheDriver;
 using fake::WaitingEvent;
 
-// Forwards a call to the runtime while holding the lock. FORWARD_WAITING also waits until the
-// device is idle.
-#define FORWARD(name, parameters, arguments)    \
-  int name parameters {                         \
-    const Call call(#name);                     \
-    return Of<int parameters>(#name) arguments; \
-  }
-#define FORWARD_WAITING(name, parameters, arguments) \
-  int name parameters {                              \
-    const Call call(#name);                          \
-    call.AwaitDevice();                              \
-    return Of<int parameters>(#name) arguments;      \
-  }
-// Forwards without the lock, because these calls are very frequent.
-#define FORWARD_FREE(name, parameters, arguments) \
-  int name parameters { return Of<int parameters>(#name) arguments; }
-
 extern "C" {
-
-fake::WaitingControl* waiting_driver_control() { return &TheDriver().control; }
 
 FORWARD_FREE(cuCtxSetCurrent, (void* context), (context))
 FORWARD_FREE(cuGetErrorString, (int code, const char** text), (code, text))

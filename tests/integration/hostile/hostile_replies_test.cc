@@ -5,6 +5,7 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@ namespace {
 
 constexpr char kInfo[] = "/mla.v1.Admin/GetServerInfo";
 constexpr char kImport[] = "/mla.v1.Cache/Import";
+constexpr char kRenew[] = "/mla.v1.Sequences/RenewLease";
 constexpr char kUpload[] = "/mla.v1.Models/UploadWeights";
 
 HostileAnswer Of(std::vector<std::string> messages) {
@@ -216,6 +218,90 @@ TEST_F(HostileRepliesTest, TheCLibraryReportsUploadsWithoutReply) {
     mla_error_free(error);
   }
   mla_client_free(client);
+}
+
+TEST_F(HostileRepliesTest, TheCLibraryTakesNoOtherShapeAndNoOtherLengths) {
+  mla_connect_options options{};
+  options.struct_size = sizeof(options);
+  options.request_timeout_ms = 2000;  // of the abort at the end, which gets no answer
+  mla_client* client = nullptr;
+  ASSERT_EQ(mla_connect(server_.target().c_str(), &options, &client, nullptr), MLA_OK);
+  const auto answer = [this](uint32_t v_dim) {
+    v1::RegisterReply registered;
+    registered.set_boot_id(1);
+    *registered.mutable_model() = Model(v_dim);
+    server_.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
+    v1::ListModelsReply listed;
+    listed.set_boot_id(1);
+    *listed.add_models()->mutable_model() = Model(v_dim);
+    server_.Answer("/mla.v1.Models/List", Of({listed.SerializeAsString()}));
+  };
+  mla_model model{};
+  model.struct_size = sizeof(model);
+  model.model_id = "m";
+  model.layers = model.num_heads = model.kv_lora_rank = model.rope_dim = model.nope_dim = 1;
+  model.v_dim = 4;
+  answer(1 << 20);
+  EXPECT_EQ(mla_register_model(client, &model, nullptr, nullptr), MLA_DATA_LOSS);
+  answer(4);
+  EXPECT_EQ(mla_register_model(client, &model, nullptr, nullptr), MLA_OK);
+
+  v1::OpenReply opened;
+  opened.set_boot_id(1);
+  opened.mutable_sequence()->set_sequence_id(7);
+  server_.Answer("/mla.v1.Sequences/Open", Of({opened.SerializeAsString()}));
+  mla_sequence* sequence = nullptr;
+  ASSERT_EQ(mla_sequence_open(client, "m", nullptr, &sequence, nullptr), MLA_OK);
+  v1::AttendStreamReply begun, ended;
+  begun.set_tag(1);
+  ended.set_tag(2);
+  for (v1::AttendStreamReply* const reply : {&begun, &ended}) reply->set_boot_id(1);
+  begun.mutable_begin_step()->set_total_rows(1);
+  ended.mutable_end_step();  // without the length of the step's sequence
+  HostileAnswer attend = Of({begun.SerializeAsString(), ended.SerializeAsString()});
+  attend.reads = attend.ends = false;
+  server_.Answer("/mla.v1.Attention/Attend", attend);
+  mla_session* session = nullptr;
+  mla_step* step = nullptr;
+  ASSERT_EQ(mla_session_open(client, &session, nullptr), MLA_OK);
+  const mla_step_rows rows = {sequence, 1};
+  ASSERT_EQ(mla_step_begin(session, "m", &rows, 1, nullptr, &step, nullptr), MLA_OK);
+  EXPECT_EQ(mla_step_end(step, nullptr, nullptr), MLA_DATA_LOSS);
+  EXPECT_EQ(mla_sequence_length(sequence), 0u);
+  mla_step_free(step);
+  mla_session_free(session);
+  mla_sequence_free(sequence);
+  mla_client_free(client);
+}
+
+// Waits until the server has got as many renewals more. The thread that sends them has no one to
+// tell when it ends, and all sequences would end with their leases.
+void AwaitRenewals(const HostileServer& server, int count) {
+  const int before = server.calls(kRenew);
+  while (server.calls(kRenew) < before + count) std::this_thread::yield();
+}
+
+TEST_F(HostileRepliesTest, RenewalsGoOnWhateverTheServerAnswers) {
+  HostileAnswer undecodable;
+  undecodable.status = {grpc::StatusCode::FAILED_PRECONDITION, "a proxy is between"};
+  undecodable.trailers = {{"mla-error-detail-bin", "\xff\xff\xff"}};
+  client::ClientOptions options;
+  options.sequence_lease_ms = 300;
+  mla_connect_options c_options{};
+  c_options.struct_size = sizeof(c_options);
+  c_options.sequence_lease_ms = 300;
+  for (const HostileAnswer& answer : {Of({"\xff\xff\xff\xff"}), Of({}), undecodable}) {
+    server_.Answer(kRenew, answer);
+    {
+      const auto client = client::Client::Connect(server_.target(), options);
+      ASSERT_TRUE(client.ok()) << client.status();
+      AwaitRenewals(server_, 4);
+    }
+    mla_client* client = nullptr;
+    ASSERT_EQ(mla_connect(server_.target().c_str(), &c_options, &client, nullptr), MLA_OK);
+    AwaitRenewals(server_, 4);
+    mla_client_free(client);
+  }
 }
 
 TEST_F(HostileRepliesTest, MlactlReportsAnImportWithoutReply) {

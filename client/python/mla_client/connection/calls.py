@@ -80,8 +80,11 @@ class Calls:
 
     def _pause(self, seconds: float) -> bool:
         """Waits before a repeat; false if the client was closed. A connection makes progress only
-        while a thread looks after it, and a call that fails at once does not."""
-        connecting = grpc.channel_ready_future(self._channel)
+        while a thread looks after it: here that of a call which waits for the connection. The
+        thread of channel_ready_future would end by an error if the client is closed meanwhile."""
+        connecting = admin_pb2_grpc.AdminStub(self._channel).GetServerInfo.future(
+            admin_pb2.GetServerInfoRequest(), metadata=self.metadata, timeout=seconds,
+            wait_for_ready=True)
         try:
             return not self.closed.wait(seconds)
         finally:

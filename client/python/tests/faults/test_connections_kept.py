@@ -12,7 +12,7 @@ import mla_client
 import numpy as np
 import server_binary
 from mla_client import Geometry, ModelSpec, Profile
-from mla_client.connection import channels, targets
+from mla_client.connection import calls, channels, targets
 from mla_client.gen import admin_pb2, admin_pb2_grpc
 
 SPEC = ModelSpec("kept", Geometry(2, 32, 16), 1, 0.1)
@@ -212,6 +212,26 @@ class LossTest(unittest.TestCase):
                 admin_pb2.GetServerInfoRequest(), timeout=WAIT_S, wait_for_ready=True)
             self.assertTrue(wanted.wait(WAIT_S))
             pending.cancel()
+
+
+    def test_a_close_during_a_pause_ends_no_thread_by_an_error(self):
+        failed, before = [], set(threading.enumerate())
+        channel = grpc.insecure_channel("127.0.0.1:1")  # nothing listens there
+        control = calls.Calls(channel, (), WAIT_S)
+
+        class Closes:
+            """Closes the channel during the pause, as another thread may."""
+
+            def wait(self, _seconds):
+                channel.close()
+                for thread in set(threading.enumerate()) - before:
+                    thread.join()
+                return True
+        control.closed = Closes()
+        with mock.patch.object(threading, "excepthook",
+                               side_effect=lambda hook: failed.append(hook.exc_value)):
+            self.assertFalse(control._pause(WAIT_S))
+        self.assertEqual(failed, [])
 
 
 class MessageBytesTest(unittest.TestCase):

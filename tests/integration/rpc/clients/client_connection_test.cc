@@ -1,4 +1,5 @@
-// How the C++ client reaches a server: socket paths, proxies from the environment, connections.
+// How the C++ client and the C client reach a server: socket paths, proxies from the environment,
+// connections that were lost, timeouts.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -8,17 +9,33 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/c/mla_client.h"
 #include "client/cpp/client.h"
 #include "client/cpp/session.h"
+#include "tests/integration/rpc/clients/forgetful_relay.h"
 #include "tests/integration/test_server.h"
+#include "tests/integration/worker.h"
 
 namespace mla::integration {
 namespace {
+
+// Connects by the C library. Returns its answer.
+mla_code ConnectC(const std::string& target, int64_t call_timeout_ms = 0) {
+  mla_connect_options options{};
+  options.struct_size = sizeof(options);
+  options.call_timeout_ms = call_timeout_ms;
+  mla_client* client = nullptr;
+  const mla_code code = mla_connect(target.c_str(), &options, &client, nullptr);
+  if (code == MLA_OK) mla_client_free(client);
+  return code;
+}
 
 TEST(ClientConnectionTest, PathsOfSocketsMeanThemselves) {
   const TempFolder folder;
@@ -33,10 +50,12 @@ TEST(ClientConnectionTest, PathsOfSocketsMeanThemselves) {
       const auto session = (*client)->OpenSession();
       ASSERT_TRUE(session.ok()) << path << session.status();
       EXPECT_EQ((*session)->transport(), "ring") << path;
+      EXPECT_EQ(ConnectC(scheme + path), MLA_OK) << path;
     }
   }
   const auto refused = client::Client::Connect("unix:/tmp/a,b/s.sock", {});
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument) << refused.status();
+  EXPECT_EQ(ConnectC("unix:/tmp/a,b/s.sock"), MLA_INVALID_ARGUMENT);
 }
 
 // A port in place of a proxy, and the requests that it gets.
@@ -89,12 +108,16 @@ TEST(ClientConnectionTest, ProxiesAreAskedForOtherHostsAlone) {
           absl::StrCat("ipv4:127.0.0.1:", server.server().tcp_port())}) {
       const auto client = client::Client::Connect(target, options);
       EXPECT_TRUE(client.ok()) << target << client.status();
+      EXPECT_EQ(ConnectC(target), MLA_OK) << target;
       EXPECT_EQ(proxy.Asked(), "") << target;
     }
     // An address reserved for documentation, which has no host.
     EXPECT_FALSE(client::Client::Connect("192.0.2.1:50551", options).ok());
     EXPECT_EQ(proxy.Asked().substr(0, 23), wanted ? "CONNECT 192.0.2.1:50551" : "");
   }
+  // The C library has no option for a proxy.
+  EXPECT_EQ(ConnectC("192.0.2.1:50551", 1000), MLA_UNAVAILABLE);
+  EXPECT_EQ(proxy.Asked(), "");
 }
 
 // By default a server serves 128 calls of one connection.
@@ -118,6 +141,91 @@ TEST(ClientConnectionTest, CallsDoNotWaitForSessions) {
   }
   const auto stats = client->GetStats();
   ASSERT_TRUE(stats.ok()) << stats.status();
+}
+
+// Runs the call until it does not say that the connection was lost, and returns its status. The
+// first call after the loss ends when a probe has found it, which takes half a minute.
+template <class Call>
+absl::Status AfterLoss(const Call& call) {
+  absl::Status status;
+  for (int i = 0; i < 10; ++i) {
+    status = call();
+    if (!absl::IsUnavailable(status)) break;
+  }
+  return status;
+}
+
+// Without probes a call waits for its whole deadline, and so do all after it: nothing tells that
+// packets vanish.
+TEST(ClientConnectionTest, AConnectionThatWasForgottenIsMadeAgain) {
+  const TestServer server;
+  ForgetfulRelay relay(server.server().tcp_port());
+  client::ClientOptions options;
+  options.call_timeout_ms = options.request_timeout_ms = 300'000;
+  options.sequence_lease_ms = 600'000;
+  const auto client = client::Client::Connect(relay.target(), options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  Worker worker(client->get(), {}, "m", 1);
+  Track track = *worker.Open();
+  ASSERT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus());
+
+  mla_connect_options c_options{};
+  c_options.struct_size = sizeof(c_options);
+  c_options.call_timeout_ms = c_options.request_timeout_ms = 300'000;
+  c_options.sequence_lease_ms = 600'000;
+  mla_client* c_client = nullptr;
+  mla_sequence* c_sequence = nullptr;
+  ASSERT_EQ(mla_connect(relay.target().c_str(), &c_options, &c_client, nullptr), MLA_OK);
+  ASSERT_EQ(mla_sequence_open(c_client, "m", nullptr, &c_sequence, nullptr), MLA_OK);
+
+  relay.Forget();
+  absl::Status c_status;
+  std::thread in_c([&] {
+    c_status = AfterLoss([&] {
+      mla_error* error = nullptr;
+      const mla_code code = mla_sequence_refresh(c_sequence, &error);
+      const absl::Status status(static_cast<absl::StatusCode>(code), mla_error_message(error));
+      mla_error_free(error);
+      return status;
+    });
+  });
+  absl::Status lost;  // of the stream that the session had
+  std::thread in_stream([&] {
+    lost = worker.session().Begin("m", {{&track.sequence, 1}}).status();
+  });
+  EXPECT_EQ(AfterLoss([&] { return track.sequence.Refresh(); }), absl::OkStatus());
+  in_c.join();
+  in_stream.join();
+  EXPECT_EQ(c_status, absl::OkStatus());
+  EXPECT_TRUE(absl::IsUnavailable(lost)) << lost;
+  Worker again(client->get(), {}, "m", 1);
+  EXPECT_EQ(again.Step({&track}, {1}, v1::PROFILE_ABSORBED), absl::OkStatus());
+  mla_sequence_free(c_sequence);
+  mla_client_free(c_client);
+}
+
+TEST(ClientConnectionTest, TimeoutsMayBeAsLongAsOneLikes) {
+  const TestServer server;
+  constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+  for (const auto transport :
+       {client::ClientOptions::Transport::kInline, client::ClientOptions::Transport::kShm,
+        client::ClientOptions::Transport::kRing}) {
+    for (const int64_t timeout_ms : {kForever, kForever / 1'000'000, int64_t{1} << 32}) {
+      client::ClientOptions options;
+      options.transport = transport;
+      options.call_timeout_ms = options.request_timeout_ms = timeout_ms;
+      const auto client = server.Connect(options);
+      Worker worker(client.get(), {}, "m", 1);
+      Track track = *worker.Open();
+      EXPECT_EQ(worker.Step({&track}, {2}, v1::PROFILE_ABSORBED), absl::OkStatus()) << timeout_ms;
+    }
+  }
+  EXPECT_EQ(ConnectC(server.unix_target(), kForever), MLA_OK);
+  EXPECT_EQ(ConnectC(server.unix_target(), -1), MLA_INVALID_ARGUMENT);
+  client::ClientOptions options;
+  options.request_timeout_ms = -1;
+  const auto refused = client::Client::Connect(server.unix_target(), options);
+  EXPECT_EQ(refused.status().message(), "request_timeout_ms: got -1, must be at least 0");
 }
 
 }  // namespace

@@ -1,0 +1,47 @@
+// A relay between clients and a server that can forget its connections: what they send then
+// vanishes, as after the restart of a firewall. New connections work.
+#ifndef MLA_TESTS_INTEGRATION_RPC_CLIENTS_FORGETFUL_RELAY_H_
+#define MLA_TESTS_INTEGRATION_RPC_CLIENTS_FORGETFUL_RELAY_H_
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace mla::integration {
+
+// Threading: Forget may be called by any thread.
+class ForgetfulRelay final {
+ public:
+  // Relays to a port of the loopback, from a free one.
+  explicit ForgetfulRelay(int server_port);
+  ~ForgetfulRelay();
+  ForgetfulRelay(const ForgetfulRelay&) = delete;
+  ForgetfulRelay& operator=(const ForgetfulRelay&) = delete;
+
+  std::string target() const;
+  // Forgets all connections that exist now.
+  void Forget();
+
+ private:
+  struct Link {
+    int client, server;
+    bool known = true;
+  };
+
+  void Run();
+  // Passes on what has come. Returns false at the connection's end.
+  static bool Carry(int from, int to, bool known);
+
+  const int server_port_;
+  int listener_ = -1, port_ = 0;
+  std::atomic<bool> stop_{false}, forget_{false};
+  std::vector<Link> links_;
+  std::thread thread_;
+};
+
+}  // namespace mla::integration
+
+#endif  // MLA_TESTS_INTEGRATION_RPC_CLIENTS_FORGETFUL_RELAY_H_
