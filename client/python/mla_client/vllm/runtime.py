@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Collection, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import numpy.typing as npt
 import torch
@@ -17,7 +17,7 @@ from mla_client.pytorch.exchange import Exchange
 from mla_client.serving import Link, Pass, Passes
 from mla_client.types import Geometry, ModelSpec
 from mla_client.vllm import checks
-from mla_client.vllm.batches import BatchPlan, Orders
+from mla_client.vllm.batches import BatchPlan, LostBlocks, Orders
 
 LOG = logging.getLogger("mla_client")
 # The most that pages without rows take of the engine's memory: a byte a token and layer.
@@ -138,18 +138,23 @@ class Runtime:
         if self._begun is None:  # without tokens
             plan = self.plan.plan
             self._begun = self.passes.begin((), plan.gone, plan.said, plan.number)
-        self.passes.end()
+        # With asynchronous scheduling another thread hands out what a pass has found.
+        self.passes.end(ahead=not self._config.scheduler_config.async_scheduling)
 
     def bind(self, plan: Optional[BatchPlan]) -> None:
         """The pass that comes; None: it is over."""
         self.plan, self._begun = plan, None
 
-    def lost_blocks(self) -> set:
-        """First blocks of requests that must begin again."""
+    def lost_blocks(self) -> Collection[int]:
+        """First blocks of requests that must begin again. While the pass is ending they are found
+        when they are asked for, because the stream's work on samples need not wait for that."""
         if self.passes is None or self.plan is None:
             return set()
-        names = self.passes.lost()
-        return {self.plan.first[name] for name in names if name in self.plan.first}
+        passes, first = self.passes, self.plan.first
+
+        def found() -> Set[int]:
+            return {first[name] for name in passes.lost() if name in first}
+        return LostBlocks(found) if passes.ending else found()
 
     def counts(self) -> Dict[str, int]:
         """Counts so far: rows of the largest pass, passes, failed passes, drafts kept."""
