@@ -112,6 +112,23 @@ MLA_API void mla_ring_deallocate(mla_ring* ring, uint64_t offset, int32_t on_dev
 // none became free; nothing was sent then.
 MLA_API mla_code mla_ring_attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms,
                                  mla_request** out, mla_error** error);
+// Chained requests in a graph of the GPU's runtime. While `entry->stream` captures a graph (CUDA's
+// or HIP's), mla_graph_capture captures the copies and the words of one attend; nothing is sent,
+// and entry->step_id counts for nothing. For each launch of an instance of the graph,
+// mla_graph_send first sends the captured attends as attends of step `step_id`. Then launch `exec`
+// once, on `stream`. Tensors stay at their offsets as long as the graph is used. A graph belongs to
+// one ring; the kernels in it, and what is captured next to it, are the program's.
+typedef struct mla_graph mla_graph;
+MLA_API mla_code mla_graph_new(mla_ring* ring, mla_graph** out, mla_error** error);
+MLA_API mla_code mla_graph_capture(mla_graph* graph, const mla_ring_entry* entry,
+                                   mla_error** error);
+// Attends that were captured: mla_graph_send writes so many requests to `out`. If it fails, nothing
+// was sent, and `exec` must not be launched. MLA_FAILED_PRECONDITION: calls of another kind or
+// stream are under way. MLA_RESOURCE_EXHAUSTED: the ring has fewer entries than the graph attends.
+MLA_API size_t mla_graph_size(const mla_graph* graph);
+MLA_API mla_code mla_graph_send(mla_graph* graph, uint64_t step_id, void* exec, void* stream,
+                                int64_t room_ms, mla_request** out, mla_error** error);
+MLA_API void mla_graph_free(mla_graph* graph);
 // Sends a serialised mla.v1.AttendStreamRequest with begin_step, end_step or abort_step; its tag is
 // set here. `tails`, of an end_step, are copied. `room_ms` as above. Chained requests may be under
 // way: the server takes it in its turn.
@@ -127,6 +144,11 @@ MLA_API void mla_request_times(const mla_request* request, mla_attend_times* tim
 MLA_API const void* mla_request_reply(mla_request* request, size_t* bytes);
 // May come before the reply: the memory of its tensors must stay as it is until then.
 MLA_API void mla_request_free(mla_request* request);
+// As mla_request_wait, for all of them: MLA_OK if all have succeeded, else the error of the first
+// that has failed. None may be NULL.
+MLA_API mla_code mla_requests_wait(mla_request* const* requests, size_t count, int64_t wait_ms,
+                                   mla_error** error);
+MLA_API void mla_requests_free(mla_request* const* requests, size_t count);
 // MLA_OK while the ring can be used; else why not.
 MLA_API mla_code mla_ring_state(mla_ring* ring, mla_error** error);
 // Ends the ring: requests under way fail, and streams that wait for them go on. If `wait_ms` > 0,

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
@@ -24,6 +26,11 @@ struct mla_request {
   std::shared_ptr<mla::client::RingStream> stream;
   std::shared_ptr<mla::client::PendingReply> pending;
   std::string reply;
+};
+
+struct mla_graph {
+  std::shared_ptr<mla::client::RingStream> stream;
+  std::vector<mla::client::SharedMemory::GraphEntry> calls;
 };
 
 namespace mla::capi {
@@ -157,37 +164,86 @@ absl::Status ReadCopies(std::string_view field, const mla_ring_copy* given, uint
   return status;
 }
 
-std::unique_ptr<mla_request> NewRequest(const mla_ring& ring) {
+std::unique_ptr<mla_request> NewRequest(std::shared_ptr<client::RingStream> stream) {
   auto request = std::make_unique<mla_request>();
-  request->stream = ring.stream;
+  request->stream = std::move(stream);
   request->pending = std::make_shared<client::PendingReply>();
   return request;
 }
 
-absl::Status Attend(mla_ring* ring, const mla_ring_entry* given, int64_t room_ms,
-                    mla_request** out) {
-  mla_ring_entry known;
-  absl::Status status = CheckNotNull(ring, "ring");
-  if (status.ok()) status = CheckNotNull(out, "out");
-  if (status.ok()) status = Read(given, true, "entry", &known);
-  if (status.ok()) status = CheckRange("room_ms", room_ms, 0, kMostMs);
+// An attend as a program gives it, checked.
+struct Given {
+  mla_ring_entry entry;
+  Copies before, after;
+  std::span<const client::DeviceCopy> in() const { return {before.data(), entry.in_count}; }
+  std::span<const client::DeviceCopy> out() const { return {after.data(), entry.out_count}; }
+};
+
+absl::Status ReadEntry(const mla_ring_entry* from, Given* given) {
+  mla_ring_entry& known = given->entry;
+  absl::Status status = Read(from, true, "entry", &known);
   if (status.ok()) status = CheckRange("entry.q_dtype", known.q_dtype, 0, 15);
   if (status.ok()) status = CheckRange("entry.o_dtype", known.o_dtype, 0, 15);
-  if (!status.ok()) return status;
-  auto request = NewRequest(*ring);
-  request->pending->stream = known.stream;
-  request->pending->chained = (known.flags & MLA_RING_CHAINED) != 0;
-  if (known.in_count + known.out_count > 0 && !request->pending->chained) {
+  if (status.ok() && known.in_count + known.out_count > 0 &&
+      (known.flags & MLA_RING_CHAINED) == 0) {
     return Refuse("entry.in_count", "0 without MLA_RING_CHAINED", std::to_string(known.in_count));
   }
-  Copies before, behind;
-  status = ReadCopies("entry.in", known.in, known.in_count, &before);
-  if (status.ok()) status = ReadCopies("entry.out", known.out, known.out_count, &behind);
+  if (status.ok()) status = ReadCopies("entry.in", known.in, known.in_count, &given->before);
+  if (status.ok()) status = ReadCopies("entry.out", known.out, known.out_count, &given->after);
+  return status;
+}
+
+absl::Status Attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms,
+                    mla_request** out) {
+  Given given;
+  absl::Status status = CheckNotNull(ring, "ring");
+  if (status.ok()) status = CheckNotNull(out, "out");
+  if (status.ok()) status = CheckRange("room_ms", room_ms, 0, kMostMs);
+  if (status.ok()) status = ReadEntry(entry, &given);
   if (!status.ok()) return status;
-  status = ring->stream->SendPlaced(EntryOf(known), {before.data(), known.in_count},
-                                    {behind.data(), known.out_count},
+  auto request = NewRequest(ring->stream);
+  request->pending->stream = given.entry.stream;
+  request->pending->chained = (given.entry.flags & MLA_RING_CHAINED) != 0;
+  status = ring->stream->SendPlaced(EntryOf(given.entry), given.in(), given.out(),
                                     Clock::now() + milliseconds(room_ms), request->pending);
   if (status.ok()) *out = request.release();
+  return status;
+}
+
+absl::Status Capture(mla_graph* graph, const mla_ring_entry* entry) {
+  Given given;
+  absl::Status status = CheckNotNull(graph, "graph");
+  if (status.ok()) status = ReadEntry(entry, &given);
+  if (status.ok() && (given.entry.flags & MLA_RING_CHAINED) == 0) {
+    status = Refuse("entry.flags", "MLA_RING_CHAINED", std::to_string(given.entry.flags));
+  }
+  if (!status.ok()) return status;
+  graph->calls.reserve(graph->calls.size() + 1);
+  auto call =
+      graph->stream->Capture(EntryOf(given.entry), given.in(), given.out(), given.entry.stream);
+  if (call.ok()) graph->calls.push_back(*call);
+  return call.status();
+}
+
+absl::Status SendGraph(mla_graph* graph, uint64_t step_id, void* exec, void* stream,
+                       int64_t room_ms, mla_request** out) {
+  absl::Status status = CheckNotNull(graph, "graph");
+  if (status.ok()) status = CheckNotNull(exec, "exec");
+  if (status.ok()) status = CheckNotNull(out, "out");
+  if (status.ok()) status = CheckRange("room_ms", room_ms, 0, kMostMs);
+  if (!status.ok()) return status;
+  std::vector<std::unique_ptr<mla_request>> requests;
+  std::vector<std::shared_ptr<client::PendingReply>> pending;
+  for (size_t i = 0; i < graph->calls.size(); ++i) {
+    requests.push_back(NewRequest(graph->stream));
+    pending.push_back(requests.back()->pending);
+    pending.back()->asked = v1::AttendStreamRequest::kAttend;
+    pending.back()->stream = stream;
+    pending.back()->chained = true;
+  }
+  status = graph->stream->Replay(graph->calls, step_id, exec, stream,
+                                 Clock::now() + milliseconds(room_ms), pending);
+  for (size_t i = 0; status.ok() && i < requests.size(); ++i) out[i] = requests[i].release();
   return status;
 }
 
@@ -204,23 +260,29 @@ absl::Status Message(mla_ring* ring, const void* message, size_t bytes, const vo
       !parsed.ParseFromArray(message, static_cast<int>(bytes)) || parsed.has_attend()) {
     return Refuse("message", "an AttendStreamRequest without attend", "other bytes");
   }
-  auto request = NewRequest(*ring);
+  auto request = NewRequest(ring->stream);
   status = ring->stream->SendMessage(&parsed, {static_cast<const std::byte*>(tails), tail_bytes},
                                      Clock::now() + milliseconds(room_ms), request->pending);
   if (status.ok()) *out = request.release();
   return status;
 }
 
-absl::Status WaitFor(mla_request* request, int64_t wait_ms) {
-  absl::Status status = CheckNotNull(request, "request");
-  if (status.ok()) status = CheckRange("wait_ms", wait_ms, 0, kMostMs);
-  if (!status.ok()) return status;
-  if (request->stream->WaitUntil(request->pending.get(), Clock::now() + milliseconds(wait_ms))) {
-    return request->pending->status;
+absl::Status WaitFor(std::span<mla_request* const> requests, int64_t wait_ms) {
+  absl::Status status = CheckRange("wait_ms", wait_ms, 0, kMostMs);
+  for (const mla_request* request : requests) {
+    if (status.ok()) status = CheckNotNull(request, "request");
   }
-  v1::ErrorDetail detail;
-  detail.set_reason("no_reply_yet");
-  return client::MakeStatus(MLA_DEADLINE_EXCEEDED, "no reply yet", detail);
+  if (!status.ok()) return status;
+  const auto until = Clock::now() + milliseconds(wait_ms);
+  for (mla_request* request : requests) {
+    if (!request->stream->WaitUntil(request->pending.get(), until)) {
+      v1::ErrorDetail detail;
+      detail.set_reason("no_reply_yet");
+      return client::MakeStatus(MLA_DEADLINE_EXCEEDED, "no reply yet", detail);
+    }
+    if (status.ok()) status = request->pending->status;
+  }
+  return status;
 }
 
 }  // namespace
@@ -277,6 +339,29 @@ mla_code mla_ring_attend(mla_ring* ring, const mla_ring_entry* entry, int64_t ro
   return Guard(error, [&] { return mla::capi::Attend(ring, entry, room_ms, out); });
 }
 
+mla_code mla_graph_new(mla_ring* ring, mla_graph** out, mla_error** error) {
+  return Guard(error, [&]() -> absl::Status {
+    absl::Status status = mla::capi::CheckNotNull(ring, "ring");
+    if (status.ok()) status = mla::capi::CheckNotNull(out, "out");
+    if (status.ok()) *out = new mla_graph{ring->stream, {}};
+    return status;
+  });
+}
+
+mla_code mla_graph_capture(mla_graph* graph, const mla_ring_entry* entry, mla_error** error) {
+  return Guard(error, [&] { return mla::capi::Capture(graph, entry); });
+}
+
+size_t mla_graph_size(const mla_graph* graph) { return graph == nullptr ? 0 : graph->calls.size(); }
+
+mla_code mla_graph_send(mla_graph* graph, uint64_t step_id, void* exec, void* stream,
+                        int64_t room_ms, mla_request** out, mla_error** error) {
+  return Guard(error,
+               [&] { return mla::capi::SendGraph(graph, step_id, exec, stream, room_ms, out); });
+}
+
+void mla_graph_free(mla_graph* graph) { delete graph; }
+
 mla_code mla_ring_message(mla_ring* ring, const void* message, size_t bytes, const void* tails,
                           size_t tail_bytes, int64_t room_ms, mla_request** out,
                           mla_error** error) {
@@ -286,7 +371,15 @@ mla_code mla_ring_message(mla_ring* ring, const void* message, size_t bytes, con
 }
 
 mla_code mla_request_wait(mla_request* request, int64_t wait_ms, mla_error** error) {
-  return Guard(error, [&] { return mla::capi::WaitFor(request, wait_ms); });
+  return Guard(error, [&] { return mla::capi::WaitFor({&request, 1}, wait_ms); });
+}
+
+mla_code mla_requests_wait(mla_request* const* requests, size_t count, int64_t wait_ms,
+                           mla_error** error) {
+  return Guard(error, [&] {
+    const absl::Status named = mla::capi::CheckNotNull(requests, "requests");
+    return count > 0 && !named.ok() ? named : mla::capi::WaitFor({requests, count}, wait_ms);
+  });
 }
 
 void mla_request_times(const mla_request* request, mla_attend_times* times) {
@@ -313,6 +406,10 @@ const void* mla_request_reply(mla_request* request, size_t* bytes) {
 }
 
 void mla_request_free(mla_request* request) { delete request; }
+
+void mla_requests_free(mla_request* const* requests, size_t count) {
+  for (size_t i = 0; requests != nullptr && i < count; ++i) delete requests[i];
+}
 
 mla_code mla_ring_state(mla_ring* ring, mla_error** error) {
   return Guard(error, [&]() -> absl::Status {

@@ -31,6 +31,11 @@ absl::Status RegisterGpuBackends(BackendRegistry& registry, const HipBackendOpti
         name, rank,
         [vendor,
          base](const BackendOptions& options) -> absl::StatusOr<std::unique_ptr<AttentionBackend>> {
+          if (options.deterministic) {
+            return absl::UnimplementedError(
+                "backend.deterministic: got true, must be false: the cuts and kernels of a GPU's "
+                "launch depend on all of its requests; the CPU backend has it");
+          }
           auto backend = HipBackend::Create(OptionsOf(base, vendor, options));
           if (!backend.ok()) return backend.status();
           return std::unique_ptr<AttentionBackend>(*std::move(backend));

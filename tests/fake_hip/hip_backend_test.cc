@@ -78,6 +78,22 @@ TEST_F(HipBackendTest, RegistryFallsBackWithTheReason) {
   }
 }
 
+TEST_F(HipBackendTest, RefusesAPromiseOfEqualBitsInAnyBatch) {
+  BackendRegistry registry;
+  ASSERT_TRUE(RegisterGpuBackends(registry, Options()).ok());
+  ASSERT_TRUE(RegisterReference(registry).ok());
+  BackendOptions options;
+  options.gpu_memory_fraction = 0.25;
+  EXPECT_TRUE(registry.Select("hip", options).ok());
+  options.deterministic = true;
+  const auto forced = registry.Select("hip", options);
+  EXPECT_EQ(forced.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(forced.status().message(), HasSubstr("backend.deterministic: got true"));
+  const auto any = registry.Select("auto", options);
+  ASSERT_TRUE(any.ok()) << any.status();
+  EXPECT_THAT(any->candidates[0].reason, HasSubstr("the CPU backend has it"));
+}
+
 // Runs cases through the whole host code of a fake device and compares with the oracle.
 conformance::SuiteReport RunCases(const HipBackendOptions& options,
                                   std::vector<conformance::CaseSpec> cases) {

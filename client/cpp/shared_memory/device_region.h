@@ -10,6 +10,7 @@
 #ifndef MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_REGION_H_
 #define MLA_CLIENT_CPP_SHARED_MEMORY_DEVICE_REGION_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -75,21 +76,34 @@ class DeviceRegion final {
   absl::Status MapWords(std::span<std::byte> memory);
   // Gives `stream` copies. Does not wait for them.
   absl::Status Copy(std::span<const DeviceCopy> copies, void* stream);
+  struct Word {
+    uint32_t* word = nullptr;
+    uint32_t value = 0;
+  };
+  // Words that a stream stores, in this order; then it waits for one.
+  struct Turn {
+    std::array<Word, 2> stores;  // the last one may have no word
+    Word awaited;
+  };
   // Stores the word once `stream` has finished its work so far. Does not wait itself.
   absl::Status StoreWord(uint32_t* word, uint32_t value, void* stream);
   // Work given to `stream` from now on waits until the word is `value` or a later one, where 0
   // follows 2^32 - 1. Does not wait itself.
   absl::Status AwaitWord(uint32_t* word, uint32_t value, void* stream);
+  // StoreWord of each, and AwaitWord.
+  absl::Status PassTurn(const Turn& turn, void* stream);
+  // As PassTurn on a stream whose work is captured in a graph. Returns the graph's node. The turn's
+  // values are those of the graph's launches until SetTurn sets others.
+  // FAILED_PRECONDITION: nothing is captured; UNIMPLEMENTED: the runtime lacks a call for it.
+  absl::StatusOr<void*> CaptureTurn(const Turn& turn, void* stream);
+  // Sets the turn of such a node in `exec`, an instance of its graph, for launches from now on.
+  absl::Status SetTurn(const Turn& turn, void* exec, void* node);
   // The device address of the word at `offset` of the words in device memory, for StoreWord and
   // AwaitWord; null without such words, or if MapWords was not called.
   uint32_t* Nearby(uint64_t offset) const;
   // Stores such words whatever the process's streams wait for, and waits for that. Takes a tenth of
   // a second: it makes a context.
-  struct NearbyWord {
-    uint32_t* word;
-    uint32_t value;
-  };
-  absl::Status ReleaseNearby(std::span<const NearbyWord> words);
+  absl::Status ReleaseNearby(std::span<const Word> words);
   // Stores all words of a ring of `entries`, and waits for that. Does nothing if there are no
   // words.
   absl::Status SetNearby(uint32_t entries, uint32_t value);

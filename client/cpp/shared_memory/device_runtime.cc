@@ -56,6 +56,10 @@ constexpr Alias kOptional[] = {
     MLA_ALIAS(store_word, "hipStreamWriteValue32", "cuStreamWriteValue32_v2"),
     MLA_ALIAS(amd_await_word, "hipStreamWaitValue32", nullptr),
     MLA_ALIAS(nvidia_await_word, nullptr, "cuStreamWaitValue32_v2"),
+    MLA_ALIAS(batch_words, "hipStreamBatchMemOp", "cuStreamBatchMemOp_v2"),
+    MLA_ALIAS(capture_info, "hipStreamGetCaptureInfo_v2", "cuStreamGetCaptureInfo_v2"),
+    MLA_ALIAS(set_word_node, "hipGraphExecBatchMemOpNodeSetParams",
+              "cuGraphExecBatchMemOpNodeSetParams"),
     MLA_ALIAS(amd_copy_rows, "hipMemcpy2DAsync", nullptr),
     MLA_ALIAS(nvidia_copy_rows, nullptr, "cuMemcpy2DAsync_v2"),
 };

@@ -32,6 +32,23 @@ struct DeviceRuntime {
     } from, to;
     size_t width, rows;
   };
+  // CUstreamBatchMemOpParams and hipStreamBatchMemOpParams.
+  struct WordOperation {
+    static constexpr int kAwait = 1, kStore = 2;
+    int operation = 0;
+    void* word = nullptr;
+    uint64_t value = 0;
+    unsigned flags = 0;
+    uint64_t alias = 0, reserved = 0;
+  };
+  static_assert(sizeof(WordOperation) == 48);
+  // CUDA_BATCH_MEM_OP_NODE_PARAMS and hipBatchMemOpNodeParams.
+  struct WordNode {
+    void* context = nullptr;
+    unsigned count = 0;
+    WordOperation* operations = nullptr;
+    unsigned flags = 0;
+  };
   // As hipRuntimeGetVersion counts: from ROCm 7.1 on a descriptor is imported by value, as CUDA's
   // are. Before, the call is given the address of one.
   static constexpr int kAmdImportsByValue = 70100000;
@@ -74,6 +91,9 @@ struct DeviceRuntime {
   int (*store_word)(void*, void*, uint32_t, unsigned);
   int (*amd_await_word)(void*, void*, uint32_t, unsigned, uint32_t);
   int (*nvidia_await_word)(void*, void*, uint32_t, unsigned);
+  int (*batch_words)(void*, unsigned, WordOperation*, unsigned);
+  int (*capture_info)(void*, int*, uint64_t*, void**, void* const**, size_t*);
+  int (*set_word_node)(void*, void*, const WordNode*);
   int (*amd_copy_rows)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
   int (*nvidia_copy_rows)(const CopyRows*, void*);
 };

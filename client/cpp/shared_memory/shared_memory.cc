@@ -344,29 +344,65 @@ absl::Status SharedMemory::MapWords(std::span<std::byte> memory) {
   return s;
 }
 
+DeviceRegion::Turn SharedMemory::TurnOf(uint64_t index) const {
+  const uint32_t slot = index & (connect_reply_.ring_entries - 1);
+  const uint32_t value = wire::PublishedSequence(index);
+  uint32_t* const nearby = device_->Nearby(0);
+  if (nearby == nullptr) {
+    return {{{{&header_->ready, value}, {}}}, {&completions_[slot].done, value}};
+  }
+  return {{{{nearby, value}, {&header_->ready, value}}},
+          {device_->Nearby(wire::NearbyDoneOffset(slot)), value}};
+}
+
+// Before a chained entry of this index.
+absl::Status SharedMemory::BeginChain(uint64_t index, void* stream) {
+  absl::Status s;
+  if (!words_mapped_) s = MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
+  if (!device_->chains() || returned_.load(std::memory_order_acquire) < chain_end_) return s;
+  const uint32_t before = wire::PublishedSequence(index) - 1;
+  if (s.ok() && index - chain_end_ >= options_.words_last) s = ForgetWords(before);
+  Atomic(header_->ready).store(before, std::memory_order_release);
+  uint32_t* const nearby = device_->Nearby(0);
+  return s.ok() && nearby != nullptr ? device_->StoreWord(nearby, before, stream) : s;
+}
+
 // Before the entry of this index is published.
 absl::Status SharedMemory::RecordEvent(uint64_t index, void* stream, bool chained) {
   const uint32_t slot = index & (connect_reply_.ring_entries - 1);
   if (!chained) return device_->Record(slot, stream);
-  absl::Status s;
-  if (!words_mapped_) s = MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
-  const uint32_t value = wire::PublishedSequence(index);
+  absl::Status s = BeginChain(index, stream);
   if (!device_->chains()) {
     if (s.ok()) s = device_->Record(slot, stream);
-    return s.ok() ? device_->AwaitWord(&completions_[slot].sequence, value, stream) : s;
+    return s.ok() ? device_->AwaitWord(&completions_[slot].sequence, wire::PublishedSequence(index),
+                                       stream)
+                  : s;
   }
-  uint32_t* const nearby = device_->Nearby(0);
-  if (returned_.load(std::memory_order_acquire) >= chain_end_) {
-    if (s.ok() && index - chain_end_ >= options_.words_last) s = ForgetWords(value - 1);
-    Atomic(header_->ready).store(value - 1, std::memory_order_release);
-    if (s.ok() && nearby != nullptr) s = device_->StoreWord(nearby, value - 1, stream);
-  }
-  if (s.ok() && nearby != nullptr) s = device_->StoreWord(nearby, value, stream);
-  if (s.ok()) s = device_->StoreWord(&header_->ready, value, stream);
+  if (s.ok()) s = device_->PassTurn(TurnOf(index), stream);
   chain_end_ = index + 1;
-  uint32_t* const done =
-      nearby != nullptr ? device_->Nearby(wire::NearbyDoneOffset(slot)) : &completions_[slot].done;
-  return s.ok() ? device_->AwaitWord(done, value, stream) : s;
+  return s;
+}
+
+absl::StatusOr<void*> SharedMemory::CaptureTurn(void* stream) {
+  if (device_ == nullptr) return device_status_;
+  if (!device_->chains()) return absl::UnimplementedError("chained: the server has no such words");
+  if (!words_mapped_) {
+    absl::Status s = MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
+    if (!s.ok()) return s;
+  }
+  return device_->CaptureTurn(TurnOf(submitted_), stream);
+}
+
+absl::Status SharedMemory::SubmitGraph(std::span<const GraphEntry> entries, void* exec,
+                                       void* stream) {
+  absl::Status s = BeginChain(submitted_, stream);
+  for (size_t i = 0; i < entries.size() && s.ok(); ++i) {
+    s = device_->SetTurn(TurnOf(submitted_ + i), exec, entries[i].node);
+  }
+  if (!s.ok()) return s;
+  chain_end_ = submitted_ + entries.size();
+  for (const GraphEntry& entry : entries) Publish(entry.entry);
+  return s;
 }
 
 // Streams do not wait for any of them, because no entry is in flight.
@@ -380,7 +416,7 @@ absl::Status SharedMemory::ForgetWords(uint32_t value) {
 
 void SharedMemory::ReleaseStreams() {
   if (!words_mapped_ || std::exchange(released_, true)) return;
-  std::vector<DeviceRegion::NearbyWord> nearby;
+  std::vector<DeviceRegion::Word> nearby;
   // Completions of messages between chained entries say nothing of those; words only go on.
   const uint64_t entries = connect_reply_.ring_entries;
   for (uint64_t index = submitted_ - std::min(submitted_, entries); index < submitted_; ++index) {
@@ -408,6 +444,11 @@ bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream, bool chaine
     device_status_.Update(RecordEvent(submitted_, stream, chained));
     if (!device_status_.ok()) return false;
   }
+  Publish(entry);
+  return true;
+}
+
+void SharedMemory::Publish(const wire::SubmissionEntry& entry) {
   wire::SubmissionEntry& slot = submissions_[submitted_ & (connect_reply_.ring_entries - 1)];
   std::memcpy(reinterpret_cast<char*>(&slot) + sizeof(slot.sequence),
               reinterpret_cast<const char*>(&entry) + sizeof(entry.sequence),
@@ -419,7 +460,6 @@ bool SharedMemory::Submit(wire::SubmissionEntry entry, void* stream, bool chaine
     Atomic(header_->submit_doorbell).fetch_add(1);
     wire::FutexWake(&header_->submit_doorbell);
   }
-  return true;
 }
 
 bool SharedMemory::Ready() const {

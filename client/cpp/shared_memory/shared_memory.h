@@ -98,6 +98,18 @@ class SharedMemory final {
   // work that `stream` has been given so far (DeviceRegion::Record). `chained`: later work of
   // `stream` waits for the outputs of this entry; REQUIRES kEntryOnDevice or pinned().
   bool Submit(wire::SubmissionEntry entry, void* stream = nullptr, bool chained = false);
+  // A chained call in a graph: an entry, and the node in which the graph's stream waits for it.
+  struct GraphEntry {
+    wire::SubmissionEntry entry{};
+    void* node = nullptr;
+  };
+  // Captures the words of a chained entry in the graph of `stream`; returns the node. Errors: as
+  // DeviceRegion::CaptureTurn.
+  absl::StatusOr<void*> CaptureTurn(void* stream);
+  // Publishes entries for the next launch of `exec`, an instance of the graph that has their nodes.
+  // The caller launches it on `stream` afterwards, once. REQUIRES: the ring has room for all of
+  // them. Nothing was published if it fails; `exec` must not be launched then.
+  absl::Status SubmitGraph(std::span<const GraphEntry> entries, void* exec, void* stream);
   // Releases streams that wait for completions which will not come any more; call it once. Nothing
   // may be submitted afterwards.
   void ReleaseStreams();
@@ -129,6 +141,9 @@ class SharedMemory final {
   void Pin();
   bool Ready() const;
   void GiveBack();
+  DeviceRegion::Turn TurnOf(uint64_t index) const;
+  absl::Status BeginChain(uint64_t index, void* stream);
+  void Publish(const wire::SubmissionEntry& entry);
   absl::Status RecordEvent(uint64_t index, void* stream, bool chained);
   absl::Status MapWords(std::span<std::byte> memory);
   absl::Status ForgetWords(uint32_t value);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/streams/errors.h"
@@ -173,12 +174,14 @@ bool RingStream::SubmitNext(wire::SubmissionEntry* entry, InFlight* flight) {
   entry->tag = next_tag_;
   if (!memory_->Submit(*entry, pending.stream, pending.chained)) return false;
   ++next_tag_;
-  if (pending.chained) {
-    flight->deadline = Clock::now() + timeout_;
-    if (!std::exchange(watched_, true)) watch_.NotifyOne();
-  }
+  if (pending.chained) NoteChained(flight);
   in_flight_[entry->tag] = std::move(*flight);
   return true;
+}
+
+void RingStream::NoteChained(InFlight* flight) {
+  flight->deadline = Clock::now() + timeout_;
+  if (!std::exchange(watched_, true)) watch_.NotifyOne();
 }
 
 absl::Status RingStream::CheckSend(const PendingReply& pending) {
@@ -208,6 +211,57 @@ absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, std::span<const
     }
     status = TakeOne(&lock, until, Late::kReturns);
     if (status.ok()) status = CheckSend(*pending);
+  }
+  return status;
+}
+
+absl::StatusOr<SharedMemory::GraphEntry> RingStream::Capture(wire::SubmissionEntry entry,
+                                                             std::span<const DeviceCopy> in,
+                                                             std::span<const DeviceCopy> out,
+                                                             void* stream) {
+  const bool on_device = (entry.flags & wire::kEntryOnDevice) != 0;
+  if (on_device && !memory_->has_device_memory()) return device_status();
+  if (!on_device && !memory_->pinned().ok()) return memory_->pinned();
+  const MutexLock lock(mutex_);
+  if (!broken_.ok()) return broken_;
+  absl::Status status = memory_->device()->Copy(in, stream);
+  if (!status.ok()) return status;
+  const absl::StatusOr<void*> node = memory_->CaptureTurn(stream);
+  if (!node.ok()) return node.status();
+  if (!out.empty()) status = memory_->device()->Copy(out, stream);
+  if (!status.ok()) return status;
+  entry.flags |= wire::kEntryChained;
+  return SharedMemory::GraphEntry{entry, *node};
+}
+
+absl::Status RingStream::Replay(std::span<const SharedMemory::GraphEntry> calls, uint64_t step_id,
+                                void* exec, void* stream, Deadline until,
+                                std::span<const std::shared_ptr<PendingReply>> pending) {
+  if (calls.empty()) return absl::OkStatus();
+  if (calls.size() > memory_->ring_entries()) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "graph: ", calls.size(), " calls, and the ring has ", memory_->ring_entries(), " entries"));
+  }
+  std::vector<SharedMemory::GraphEntry> entries(calls.begin(), calls.end());
+  MutexLock lock(mutex_);
+  absl::Status status = CheckSend(*pending[0]);
+  if (status.ok()) status = StartWatch();
+  while (status.ok() && memory_->in_flight() + entries.size() > memory_->ring_entries()) {
+    status = TakeOne(&lock, until, Late::kReturns);
+    if (status.ok()) status = CheckSend(*pending[0]);
+  }
+  if (!status.ok()) return status;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    entries[i].entry.step_id = step_id;
+    entries[i].entry.tag = next_tag_ + i;
+  }
+  status = memory_->SubmitGraph(entries, exec, stream);
+  if (!status.ok()) return status;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    InFlight flight;
+    flight.pending = pending[i];
+    NoteChained(&flight);
+    in_flight_[next_tag_++] = std::move(flight);
   }
   return status;
 }

@@ -54,6 +54,17 @@ class RingStream final : public StepStream {
                           std::span<const DeviceCopy> out,
                           std::chrono::steady_clock::time_point until,
                           const std::shared_ptr<PendingReply>& pending);
+  // Captures such a call, which is chained, in the graph of `stream`, with its copies. Nothing is
+  // sent.
+  absl::StatusOr<SharedMemory::GraphEntry> Capture(wire::SubmissionEntry entry,
+                                                   std::span<const DeviceCopy> in,
+                                                   std::span<const DeviceCopy> out, void* stream);
+  // Sends captured calls, as calls of step `step_id`, for the next launch of `exec` on `stream`.
+  // Each has a pending reply of the stream's. Errors: as SendPlaced; RESOURCE_EXHAUSTED if the ring
+  // has fewer entries. Nothing was sent then.
+  absl::Status Replay(std::span<const SharedMemory::GraphEntry> calls, uint64_t step_id, void* exec,
+                      void* stream, std::chrono::steady_clock::time_point until,
+                      std::span<const std::shared_ptr<PendingReply>> pending);
   // Sends a message in the same way. `tails`, for an end_step, are copied.
   absl::Status SendMessage(v1::AttendStreamRequest* request, std::span<const std::byte> tails,
                            std::chrono::steady_clock::time_point until,
@@ -97,6 +108,8 @@ class RingStream final : public StepStream {
   absl::Status CheckSend(const PendingReply& pending) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool SubmitNext(wire::SubmissionEntry* entry, InFlight* flight)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A chained call is under way.
+  void NoteChained(InFlight* flight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // kBreaks: the deadline is a request's, and the stream cannot be used after it. kReturns: the
   // caller only stops waiting.
   enum class Late { kBreaks, kReturns };

@@ -138,6 +138,9 @@ int hipStreamDestroy(void*);
 int hipStreamWaitEvent(void*, void*, unsigned);
 int hipStreamSynchronize(void*);
 int hipStreamWaitValue32(void*, void*, uint32_t, unsigned, uint32_t);
+int hipStreamBatchMemOp(void*, unsigned, void*, unsigned);
+int hipStreamGetCaptureInfo_v2(void*, int*, uint64_t*, void**, void* const**, size_t*);
+int hipGraphExecBatchMemOpNodeSetParams(void*, void*, const void*);
 int hipStreamWriteValue32(void*, void*, uint32_t, unsigned);
 int hipEventCreateWithFlags(void**, unsigned);
 int hipEventDestroy(void*);
@@ -260,6 +263,16 @@ int cuStreamWaitValue32_v2(void* stream, void* word, uint32_t value, unsigned fl
 int cuStreamWriteValue32_v2(void* stream, void* word, uint32_t value, unsigned flags) {
   if (fake_hip_control()->busy_connections && current == &the_context) return kSuccess;
   IN_CONTEXT(hipStreamWriteValue32(stream, word, value, flags));
+}
+int cuStreamBatchMemOp_v2(void* stream, unsigned count, void* operations, unsigned flags) {
+  IN_CONTEXT(hipStreamBatchMemOp(stream, count, operations, flags));
+}
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph,
+                              void* const** nodes, size_t* count) {
+  IN_CONTEXT(hipStreamGetCaptureInfo_v2(stream, status, id, graph, nodes, count));
+}
+int cuGraphExecBatchMemOpNodeSetParams(void* exec, void* node, const void* params) {
+  IN_CONTEXT(hipGraphExecBatchMemOpNodeSetParams(exec, node, params));
 }
 int cuMemHostGetDevicePointer_v2(void** there, void* here, unsigned flags) {
   *there = here;

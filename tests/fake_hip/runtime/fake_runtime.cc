@@ -363,6 +363,10 @@ int hipMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pi
   FAKE_ENTER("hipMemcpy2DAsync");
   if (direction < 1 || direction > 3) return fake::kInvalidValue;
   if (bytes > to_pitch || bytes > from_pitch) return fake::kInvalidValue;
+  const bool captured = fake::AddCaptured(stream, [=](fake::Stream* other) {
+    return hipMemcpy2DAsync(to, to_pitch, from, from_pitch, bytes, rows, direction, other);
+  });
+  if (captured) return 0;
   fake::Control& control = State().control;
   ++(direction == 1   ? control.copies_in
      : direction == 2 ? control.copies_out

@@ -91,6 +91,8 @@ int Enter(const char* call);
 // Tells the test about a launch before it is enqueued. Called without the lock.
 void Announce(const PendingLaunch& launch);
 void Enqueue(const PendingLaunch& launch, Stream& stream);
+// Returns true if the stream's work is being captured; `run` is a node of its graph then.
+bool AddCaptured(Stream* stream, std::function<int(Stream*)> run);
 
 }  // namespace mla::fake_hip
 

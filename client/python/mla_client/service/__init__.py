@@ -124,6 +124,11 @@ class Service(abc.ABC):
     def _begin(self, step: Step) -> Any:
         """Returns a handle that the other step calls get."""
 
+    def _begin_ahead(self, step: Step) -> Optional[Tuple[Any, Callable[[], None]]]:
+        """Sends the begin and does not wait. Returns the handle, and a function that waits for the
+        answer and raises a refusal; None where calls are not chained, and nothing was sent."""
+        return None
+
     @abc.abstractmethod
     def _attend(self, step: Step, args: AttendArgs) -> AttendFuture: ...
 
@@ -131,6 +136,12 @@ class Service(abc.ABC):
     def _end(self, step: Step, committed: Optional[List[int]],
              tails: List[Tuple[int, bytes]]) -> List[int]:
         """Returns the new lengths. `tails`: with the place in the step, ascending."""
+
+    def _end_ahead(self, step: Step, committed: Optional[List[int]]
+                   ) -> Optional[Callable[[], List[int]]]:
+        """Sends the end and does not wait. Returns a function that waits for the new lengths; None
+        where calls are not chained, and nothing was sent."""
+        return None
 
     @abc.abstractmethod
     def _abort(self, step: Step) -> None: ...
@@ -141,6 +152,10 @@ class Service(abc.ABC):
 
     def _chain(self, step: Step, out: Buffers, profile: Profile, head_offset: int) -> Any:
         """Calls with these buffers that a GPU's stream waits for; None: there are none here."""
+        return None
+
+    def _capture(self, out: Buffers, profile: Profile, head_offset: int, stream: Any) -> Any:
+        """Calls with these buffers in a graph; None: there are none here."""
         return None
 
     def _shared_memory(self, stream: Any) -> Any:
@@ -176,6 +191,14 @@ class Service(abc.ABC):
         own (`Client.open_stream`), all with `participants` set.
         """
         return Step(self, rows, participants, lease_ms, step_id, stream)
+
+    def capture(self, out: Buffers, profile: Profile = Profile.EXPANDED, *, head_offset: int = 0,
+                stream: Any = None) -> Any:
+        """Chained calls with the tensors of `out` in a graph of the GPU's runtime: an object with
+        `attend(layer, stream)` as Step.chain has it, to be called while `stream` captures the graph.
+        Nothing is sent then. Before each launch of the graph `Step.replay` sends all calls. The
+        buffers must stay as long as the graph is used. None where calls can not be chained."""
+        return self._capture(out, Profile(profile), head_offset, stream)
 
     def buffers(self, model: "Model", rows: int, profile: Profile = Profile.EXPANDED, *,
                 heads: Optional[int] = None, kv: bool = True, want_lse: bool = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, List, Mapping, Optional, Sequence as Seq, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Mapping, Optional, Sequence as Seq, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ class Step:
                  lease_ms: int, step_id: Optional[int], stream: Any) -> None:
         if not rows:
             raise errors.InvalidArgument("step: needs at least one sequence")
-        if any(sequence.model.spec != rows[0][0].model.spec for sequence, _ in rows):
+        spec = rows[0][0].model.spec
+        if any(one.model.spec is not spec and one.model.spec != spec for one, _ in rows):
             raise errors.InvalidArgument("step: all sequences must be of one model")
         for index, (_, count) in enumerate(rows):
             wire.check_number(f"step.rows[{index}]", count)
@@ -54,6 +55,9 @@ class Step:
         self.joined = 1  # participants when this one came; the first, and it alone, ends the step
         self._handle: Any = None
         self._chains: List[Any] = []
+        # They wait for the answers to a begin and an end that went ahead.
+        self._beginning: Optional[Callable[[], None]] = None
+        self._ending: Optional[Callable[[], List[int]]] = None
 
     def __repr__(self) -> str:
         return (f"<Step {self.step_id:#x}, {self.total_rows} rows, "
@@ -84,11 +88,16 @@ class Step:
             self._give_up()
             raise
 
-    def begin(self) -> Step:
+    def begin(self, ahead: bool = False) -> Step:
         """Reserves pages for all rows of all layers, or fails as a whole. After an interrupt
-        (Ctrl-C) it is not open: if it had begun, it ends soon."""
+        (Ctrl-C) it is not open: if it had begun, it ends soon.
+
+        With `ahead` it does not wait for the answer where calls can be chained: `collect`, `end` or
+        `finish` raises a refusal, and the step's calls have failed then. Sequences that have moved
+        to another server are not followed."""
         try:
-            self._begin()
+            if not (ahead and self._begin_ahead()):
+                self._begin()
         except errors.MlaError:
             raise
         except BaseException:  # an interrupt, which may have come after the step had begun
@@ -100,6 +109,29 @@ class Step:
         """It is not open any more, or soon is not: nothing is known of the server's side."""
         self.open = False
         self.service._give_up(self)
+
+    def _begin_ahead(self) -> bool:
+        """Returns true if the begin is under way."""
+        if self.participants > 1:
+            return False
+        self.service = self.sequences[0].model.service
+        sent = self.service._begin_ahead(self)
+        if sent is None:
+            return False
+        self._handle, self._beginning = sent
+        self.open = True
+        return True
+
+    def _settle(self) -> None:
+        """Waits for the answer to a begin that went ahead."""
+        wait, self._beginning = self._beginning, None
+        if wait is None:
+            return
+        try:
+            wait()
+        except errors.MlaError:
+            self.open = False
+            raise
 
     def _begin(self) -> None:
         deadline = time.monotonic() + self.service.timeout_s
@@ -137,11 +169,26 @@ class Step:
             self._chains.append(made)
         return made
 
+    def replay(self, captured: Any, graph_exec: int, gpu_stream: int) -> None:
+        """Sends the calls that a graph has captured (`Service.capture`), as calls of this step.
+        Launch `graph_exec` next, once, on that stream: the handle of an instance of the graph, as
+        `torch.cuda.CUDAGraph.raw_cuda_graph_exec` gives it. It must not be launched if this raises.
+        As for a chain, `end` or `collect` says whether the outputs are good."""
+        self._check_begun("replay")
+        captured.replay(self.step_id, graph_exec, gpu_stream)
+        if captured not in self._chains:
+            self._chains.append(captured)
+
     def collect(self) -> None:
         """Waits for all chained calls so far. Raises the error of the first that has failed."""
-        chains = self._chains
-        for chain in chains:
-            chain.collect()
+        first: Optional[errors.MlaError] = None
+        for wait in (self._settle, *(chain.collect for chain in self._chains)):
+            try:
+                wait()
+            except errors.MlaError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def attend(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                profile: Profile = Profile.EXPANDED, *, row_begin: int = 0, head_offset: int = 0,
@@ -304,7 +351,40 @@ class Step:
             self._give_up()
             raise
 
-    def _end(self, committed: Optional[Seq[int]], tails: Mapping[int, bytes]) -> List[int]:
+    def end_ahead(self, committed: Optional[Seq[int]] = None) -> None:
+        """As `end`, without waiting for the answer where calls can be chained. `finish` waits for
+        it; until then the sequences' lengths are those of before, and nothing else may be done with
+        the sequences."""
+        self._check_begun("end")
+        try:
+            kept = self._counts(committed)
+            self._ending = self.service._end_ahead(self, kept)
+            if self._ending is None:
+                self._end(committed, {})
+        except errors.MlaError:
+            raise
+        except BaseException:  # an interrupt, which may have come before the end was sent
+            self._give_up()
+            raise
+        self.open = False
+
+    def finish(self) -> None:
+        """Waits for the end that went ahead, and all calls before it. Raises the error of the first
+        call that has failed, whether the step was committed or not."""
+        wait, self._ending = self._ending, None
+        lengths: Optional[List[int]] = None
+        failure: Optional[errors.MlaError] = None
+        try:
+            lengths = wait() if wait is not None else None
+        except errors.MlaError as error:
+            failure = error
+        self.collect()  # a call that has failed says more
+        if failure is not None:
+            raise failure
+        for sequence, length in zip(self.sequences, lengths or []):
+            sequence.length = length
+
+    def _counts(self, committed: Optional[Seq[int]]) -> Optional[List[int]]:
         # Arrays are sequences too, but have no truth value.
         kept = None if committed is None else [_count(count) for count in committed]
         if kept is not None and len(kept) != len(self.rows):
@@ -314,6 +394,10 @@ class Step:
                     field="end.committed", got=str(len(kept)), limit=str(len(self.rows))))
         for index, count in enumerate(kept or []):
             wire.check_number(f"end.committed[{index}]", count)
+        return kept
+
+    def _end(self, committed: Optional[Seq[int]], tails: Mapping[int, bytes]) -> List[int]:
+        kept = self._counts(committed)
         sent = sorted(tails.items())
         tail_bytes = self.model.spec.tail_bytes
         for place, tail in sent:
@@ -335,6 +419,10 @@ class Step:
     def abort(self) -> None:
         """Drops the step; the sequences are as they were before it."""
         self._check_begun("abort")
+        try:
+            self._settle()
+        except errors.MlaError:
+            return  # it never began
         self.open = False
         self.service._abort(self)
 

@@ -16,7 +16,7 @@ new. They import neither an engine nor torch.
 """
 
 from mla_client.serving.admission import Admission, Policy
-from mla_client.serving.blocks import BatchPlan, Given, Orders, Planner
+from mla_client.serving.blocks import BatchPlan, Given, LostBlocks, Orders, Planner
 from mla_client.serving.faults import Fault, Pause, fault_of
 from mla_client.serving.layers import Layers
 from mla_client.serving.link import Link
@@ -27,7 +27,8 @@ from mla_client.serving.plan import How, Part, PassPlan, Ranks, Scheduled
 from mla_client.serving.states import Event, Request, State
 from mla_client.serving.worker import Requests, Worker, agreed
 
-__all__ = ["Admission", "BatchPlan", "Event", "Fault", "Given", "How", "Layers", "Link", "Options",
-           "Orders", "Part", "Pass", "PassPlan", "Passes", "Pause", "Planner", "Policy", "Ranks",
-           "Release", "Request", "Requests", "Scheduled", "State", "Worker", "agreed",
-           "check_version", "fault_of", "options_in", "refuse", "salt_of", "salt_of_rows"]
+__all__ = ["Admission", "BatchPlan", "Event", "Fault", "Given", "How", "Layers", "Link",
+           "LostBlocks", "Options", "Orders", "Part", "Pass", "PassPlan", "Passes", "Pause",
+           "Planner", "Policy", "Ranks", "Release", "Request", "Requests", "Scheduled", "State",
+           "Worker", "agreed", "check_version", "fault_of", "options_in", "refuse", "salt_of",
+           "salt_of_rows"]

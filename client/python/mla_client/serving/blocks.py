@@ -6,8 +6,10 @@ lie. No two requests write to one block.
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence as Seq, Tuple
+from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional,
+                    Sequence as Seq, Set, Tuple)
 
 from mla_client import errors
 from mla_client.serving.admission import Admission
@@ -114,3 +116,37 @@ class Planner:
         wanted = set(blocks)
         return [name for name, held in self._blocks.items()
                 if held and held[0] in wanted and name in names]
+
+
+class LostBlocks(collections.abc.Set):
+    """Blocks that are looked for when they are asked for the first time. A copy that travels to
+    another process is a plain set. Belongs to one thread at a time."""
+
+    def __init__(self, find: Callable[[], Set[int]]) -> None:
+        self._find: Optional[Callable[[], Set[int]]] = find
+        self._found: Set[int] = set()
+
+    def _blocks(self) -> Set[int]:
+        find, self._find = self._find, None
+        if find is not None:
+            self._found = find()
+        return self._found
+
+    @classmethod
+    def _from_iterable(cls, it: Any) -> Set[int]:  # type: ignore[override]
+        return set(it)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks())
+
+    def __len__(self) -> int:
+        return len(self._blocks())
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        return set, (list(self._blocks()),)
+
+    def __repr__(self) -> str:
+        return repr(self._blocks())

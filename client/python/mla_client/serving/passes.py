@@ -29,6 +29,8 @@ RANKS_WAIT_S = 5.0
 RANKS_PAUSE_S = 0.0005
 # A pass of which nothing is sent and nothing counts takes at least this long.
 AWAY_PAUSE_S = 0.05
+# What is known of the pool's room holds this long.
+ROOM_S = 1.0
 # A call raises one of these after its connection was closed: gRPC's own is a ValueError.
 FAILURES = (errors.MlaError, ValueError)
 
@@ -69,6 +71,9 @@ class Passes:
         self._drops_newest = drops_newest
         self._requests: Dict[str, Request] = {}
         self._open: List[Pass] = []
+        self._ending: List[Tuple[Pass, List[int]]] = []  # whose ends are not answered yet
+        self._smooth = False  # the last chained pass was good
+        self._free = -ROOM_S, 0  # when the room was asked for, and page groups of it
         self._generation = link.generation if link.client is not None else 0
         # False where a worker cannot compute a part by itself, though it has all keys of it.
         self.computes_locally = True
@@ -121,6 +126,7 @@ class Passes:
     def fail(self, made: Pass, error: Exception) -> None:
         """A layer of the pass has failed: from this layer on its rows are not sent."""
         fault = self._failed(error)
+        self._smooth = False
         self.counts["failed"] += 1
         LOG.warning("mla: pass %d failed at layer %d: %s", made.number, made.layers, error)
         step, made.step = made.step, None
@@ -134,11 +140,12 @@ class Passes:
         made.layers += 1
         return made.layers == self._layers
 
-    def end(self) -> None:
+    def end(self, ahead: bool = False) -> None:
         """Keeps all rows of the pass, unless passes end with later ones. Outputs of chained calls
-        are good, or their requests lost, once this has returned."""
+        are good, or their requests lost, once this has returned. With `ahead` that is so once
+        `settle` has returned: the end of a pass whose calls were chained is not waited for."""
         if not self._deferred:
-            self._finish({})
+            self._finish({}, ahead)
             return
         made = self.current
         if made is not None and made.step is not None and made.chained:
@@ -147,8 +154,26 @@ class Passes:
             except FAILURES as error:
                 self.fail(made, error)
 
+    @property
+    def ending(self) -> bool:
+        """True while `settle` has something to wait for."""
+        return bool(self._ending)
+
+    def settle(self) -> None:
+        """Waits for ends that went ahead."""
+        ending, self._ending = self._ending, []
+        for made, kept in ending:
+            assert made.step is not None
+            try:
+                made.step.finish()
+            except FAILURES as error:
+                self.fail(made, error)
+                continue
+            self._note_ended(made, kept)
+
     def lost(self) -> List[str]:
         """Requests that the engine must begin again from nothing, each once."""
+        self.settle()
         names = [name for name, one in self._requests.items()
                  if one.state == State.LOST and not one.told]
         for name in names:
@@ -165,6 +190,7 @@ class Passes:
     def close(self) -> None:
         """Releases all sequences; open steps go with them."""
         self._open.clear()
+        self.settle()
         self.release(tuple(self._requests))
 
     # --- Beginning
@@ -294,7 +320,7 @@ class Passes:
             steps = self._link.fleet or entries[0][0].model.service
             step = steps.step(entries, participants=size, step_id=number, lease_ms=self._lease_ms)
             try:
-                step.begin()
+                step.begin(self._goes_ahead(made, entries))
                 made.leads = step.joined <= 1
                 return step
             except errors.FailedPrecondition as error:
@@ -303,10 +329,39 @@ class Passes:
                     raise
             time.sleep(RANKS_PAUSE_S)
 
+    def _goes_ahead(self, made: Pass, entries: List[Tuple[Sequence, int]]) -> bool:
+        """Returns true if the answer to the begin need not be waited for. A refusal would lose all
+        requests of the pass, so there must be room, and the last pass was good."""
+        if (not self._smooth or self._link.ranks.size > 1 or self._link.fleet is not None
+                or self._link.options.arguments.get("follow_moves")
+                or any(part.computed == 0 for part in made.parts)):
+            return False
+        page = entries[0][0].model.spec.page_size or 1
+        need = sum(-(-(sequence.length + rows) // page) - -(-sequence.length // page)
+                   for sequence, rows in entries)
+        asked, groups = self._free
+        if need > groups or time.monotonic() - asked > ROOM_S:
+            groups = self._room(entries[0][0].model)
+            asked = time.monotonic()
+        self._free = asked, groups - need
+        return need <= groups
+
+    def _room(self, model: Model) -> int:
+        """Half of the page groups that the pool has free: others take some, too."""
+        try:
+            stats = self._link.client.stats()
+        except FAILURES as error:
+            self._failed(error)
+            return 0
+        total = stats.kv_bytes_total // max(1, model.page_group_bytes)
+        free: int = total - stats.page_groups_used + stats.page_groups_cached
+        return free // 2
+
     def _not_begun(self, made: Pass, error: Exception) -> None:
         """Decides which parts go without the server: the newest one if the server lacks room, else
         the lost ones, in the worst case all."""
         fault = self._failed(error)
+        self._smooth = False
         self.counts["failed"] += 1
         parts = made.sent()
         if fault == Fault.NO_ROOM:
@@ -375,9 +430,10 @@ class Passes:
 
     # --- Ending
 
-    def _finish(self, computed: Mapping[str, int]) -> None:
+    def _finish(self, computed: Mapping[str, int], ahead: bool = False) -> None:
         """Ends the passes before, of which the rows below `computed` stay; requests that it does
         not name keep theirs."""
+        self.settle()
         passes, self._open = self._open, []
         for made in passes:
             if made.step is None:
@@ -388,11 +444,11 @@ class Passes:
                 self.counts["drafts_kept"] += sum(
                     max(0, count - 1) for part, count in zip(made.sent(), kept) if part.computed)
             try:
-                self._commit(made, kept)
+                self._commit(made, kept, ahead and made.chained)
             except FAILURES as error:
                 self.fail(made, error)
 
-    def _commit(self, made: Pass, kept: List[int]) -> None:
+    def _commit(self, made: Pass, kept: List[int], ahead: bool) -> None:
         step = made.step
         assert step is not None
         if made.layers < self._layers:
@@ -403,10 +459,18 @@ class Passes:
                 sequence = self._requests[part.request].sequence
                 assert sequence is not None
                 sequence.length += count
+        elif any(kept) and ahead:
+            step.end_ahead(kept)
+            self._ending.append((made, kept))
+            return
         elif any(kept):
             step.end(kept)
         else:
             step.abort()
+        self._note_ended(made, kept)
+
+    def _note_ended(self, made: Pass, kept: List[int]) -> None:
+        self._smooth = made.chained
         for part in made.sent():
             self._requests[part.request].move(Event.COMMIT if any(kept) else Event.ABORT)
 

@@ -64,10 +64,10 @@ class Worker(Generic[_Exchange]):
                                       plan.said, plan.number)
         return self.made
 
-    def end(self) -> None:
-        """Ends the pass; none is under way then."""
+    def end(self, ahead: bool = False) -> None:
+        """Ends the pass; none is under way then. `ahead`: as Passes.end."""
         assert self.passes is not None
-        self.passes.end()
+        self.passes.end(ahead)
         self.made = None
 
     def check_turn(self, layer: int, rows: int) -> int:

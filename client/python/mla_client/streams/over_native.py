@@ -127,7 +127,7 @@ class Chain:
         self._entry_at = ctypes.byref(entry)
         self._in, self._out = (native.Copy * MOST_COPIES)(), (native.Copy * MOST_COPIES)()
         entry.copies_in, entry.copies_out = self._in, self._out
-        self._requests: List[_NativeRequest] = []
+        self._handles: List[int] = []  # of the library's requests
         self._timeout_s = timeout_s
 
     def clear(self) -> None:
@@ -150,19 +150,22 @@ class Chain:
                to: int = 0) -> None:
         """The next layer. Waits only for room in the ring. `sources`: addresses that are copied
         from, in the order of copy_in; `to`: where to copy_out copies."""
-        owner, entry = self._owner, self._entry
-        entry.layer, entry.stream = layer, gpu_stream or None
-        for place, source in enumerate(sources):
-            self._in[place].source = source
-        self._out[0].to = to or None
+        owner = self._owner
+        self._place(layer, gpu_stream, sources, to)
         try:
-            handle = owner.send(self._send, time.monotonic() + self._timeout_s)
-            self._requests.append(_NativeRequest(owner, handle, "attend", []))
+            self._handles.append(owner.send(self._send, time.monotonic() + self._timeout_s).value)
         except errors.MlaError:
             raise
         except BaseException as error:
             owner.fail(stream.interrupted(error))
             raise
+
+    def _place(self, layer: int, gpu_stream: int, sources: Sequence[int], to: int) -> None:
+        entry = self._entry
+        entry.layer, entry.stream = layer, gpu_stream or None
+        for place, source in enumerate(sources):
+            self._in[place].source = source
+        self._out[0].to = to or None
 
     def _send(self, room_ms: int, out: Any, error: Any) -> int:
         memory = self._owner.memory
@@ -171,22 +174,95 @@ class Chain:
 
     def collect(self) -> None:
         """Waits for all calls so far. Raises the first one's error that has failed."""
-        requests, self._requests = self._requests, []
-        deadline = time.monotonic() + self._timeout_s
-        first: Optional[errors.MlaError] = None
-        for request in requests:
-            try:
-                request.wait(deadline)
-            except errors.MlaError as error:
-                first = first or error
-        if first is not None:
-            raise first
+        count = len(self._handles)
+        if not count:
+            return
+        memory, deadline = self._owner.memory, time.monotonic() + self._timeout_s
+        handles = (ctypes.c_void_p * count)(*self._handles)
+        try:
+            while not self._all_came(handles, deadline):
+                if time.monotonic() >= deadline:
+                    raise stream.no_reply()
+        except errors.MlaError as error:
+            raise self._owner.why(error).again()
+        except BaseException as interrupt:
+            self._owner.fail(stream.interrupted(interrupt))
+            raise
+        finally:
+            self._handles.clear()
+            if not memory._home.left:
+                memory.lib.mla_requests_free(handles, count)
+
+    def _all_came(self, handles: Any, deadline: float) -> bool:
+        memory, pointer = self._owner.memory, ctypes.c_void_p()
+        left = min(max(int((deadline - time.monotonic()) * 1e3) + 1, 0), LONGEST_WAIT_MS)
+        code = memory.lib.mla_requests_wait(handles, len(handles), left, ctypes.byref(pointer))
+        if not code:
+            return True
+        waits = (code == native.DEADLINE_EXCEEDED
+                 and memory.lib.mla_error_reason(pointer) == native.NO_REPLY_YET)
+        error = memory.lib.error(pointer)
+        if not waits:
+            raise error
+        return False
+
+    def __del__(self) -> None:
+        if self._handles and not self._owner.memory._home.left:
+            handles = (ctypes.c_void_p * len(self._handles))(*self._handles)
+            self._owner.memory.lib.mla_requests_free(handles, len(self._handles))
+
+
+class Captured(Chain):
+    """Calls in a graph of the GPU's runtime. `attend`, while the stream captures the graph, sends
+    nothing. Before each launch of an instance of the graph, `replay` sends all of them."""
+
+    def __init__(self, owner: "NativeStream", entry: native.Entry, timeout_s: float) -> None:
+        super().__init__(owner, entry, timeout_s)
+        self._calls = 0
+        self._graph, error = ctypes.c_void_p(), ctypes.c_void_p()
+        memory = owner.memory
+        memory.lib.check(memory.lib.mla_graph_new(memory.ring, ctypes.byref(self._graph),
+                                                  ctypes.byref(error)), error)
+
+    def attend(self, layer: int, gpu_stream: int, sources: Sequence[int] = (),
+               to: int = 0) -> None:
+        self._place(layer, gpu_stream, sources, to)
+        memory, error = self._owner.memory, ctypes.c_void_p()
+        memory.lib.check(memory.lib.mla_graph_capture(self._graph, self._entry_at,
+                                                      ctypes.byref(error)), error)
+        self._calls += 1
+
+    def replay(self, step_id: int, graph_exec: int, gpu_stream: int) -> None:
+        """Sends the calls as calls of that step. `graph_exec`: the handle of the instance, as
+        `torch.cuda.CUDAGraph.raw_cuda_graph_exec` gives it, which is launched next on this stream.
+        """
+        handles = (ctypes.c_void_p * self._calls)()
+
+        def send(room_ms: int, _: Any, error: Any) -> int:
+            memory = self._owner.memory
+            code: int = memory.lib.mla_graph_send(self._graph, step_id, graph_exec,
+                                                  gpu_stream or None, room_ms, handles, error)
+            return code
+        try:
+            self._owner.send(send, time.monotonic() + self._timeout_s)
+            self._handles.extend(handles)
+        except errors.MlaError:
+            raise
+        except BaseException as interrupt:
+            self._owner.fail(stream.interrupted(interrupt))
+            raise
+
+    def __del__(self) -> None:
+        super().__del__()
+        if self._graph and not self._owner.memory._home.left:
+            self._owner.memory.lib.mla_graph_free(self._graph)
 
 
 class NativeStream(stream.StepStream):
     """A stream of steps over one ring of the library's."""
 
     transport = "ring"
+    chains = True
 
     def __init__(self, memory: NativeMemory, message_bytes: int,
                  on_boot_id: Callable[[int], None]) -> None:
@@ -263,6 +339,17 @@ class NativeStream(stream.StepStream):
     def chain(self, step_id: int, out: Buffers, profile: Profile, head_offset: int,
               timeout_s: float) -> Optional[Chain]:
         """Calls with these buffers that are chained; None: they can not be."""
+        entry = self._chained_entry(step_id, out, profile, head_offset)
+        return None if entry is None else Chain(self, entry, timeout_s)
+
+    def capture(self, out: Buffers, profile: Profile, head_offset: int, timeout_s: float
+                ) -> Optional[Captured]:
+        """Such calls in a graph."""
+        entry = self._chained_entry(0, out, profile, head_offset)
+        return None if entry is None else Captured(self, entry, timeout_s)
+
+    def _chained_entry(self, step_id: int, out: Buffers, profile: Profile, head_offset: int
+                       ) -> Optional[native.Entry]:
         memory, place = self.memory, out.place
         if place is None or place.memory is not memory or out.q is None or out.o is None:
             return None
@@ -272,10 +359,9 @@ class NativeStream(stream.StepStream):
         flags = (ring.HAS_KV * (out.kv is not None) | ring.WANT_LSE * (out.lse is not None)
                  | ring.ON_DEVICE * place.on_device | CHAINED)
         o_dtype = DType.BF16 if out.o.dtype == np.uint16 else DType.F32
-        return Chain(self, _entry(step_id, 0, 0, rows, head_offset, heads, profile=profile,
-                                  flags=flags, q_dtype=out.dtype, o_dtype=o_dtype,
-                                  in_offset=place.in_offset, out_offset=place.out_offset),
-                     timeout_s)
+        return _entry(step_id, 0, 0, rows, head_offset, heads, profile=profile, flags=flags,
+                      q_dtype=out.dtype, o_dtype=o_dtype, in_offset=place.in_offset,
+                      out_offset=place.out_offset)
 
     def send(self, call: Callable[[int, Any, Any], int], deadline: float) -> Any:
         """The handle of a request that `call` (milliseconds for room, where to put the handle, and

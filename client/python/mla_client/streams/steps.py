@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 from mla_client import errors, messages, wire
 from mla_client.base import process, tracing
@@ -41,6 +41,21 @@ class _Pending(AttendFuture):
             self._result = self._assembler.result()
             self._requests.clear()
         return self._result
+
+
+def _begin_of(step: Step) -> Any:
+    return attention_pb2.BeginStep(
+        step_id=step.step_id, model_id=step.model.spec.model_id, participants=step.participants,
+        lease_ms=step.lease_ms, traceparent=tracing.traceparent(),
+        sequences=[attention_pb2.StepSequence(
+            sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
+            rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
+
+
+def _lengths_of(step: Step, committed: Optional[List[int]], reply: Any) -> List[int]:
+    kept = step.rows if committed is None else committed
+    return messages.lengths_of(reply, [sequence.length + count
+                                       for sequence, count in zip(step.sequences, kept)])
 
 
 class Steps(Service):
@@ -80,20 +95,23 @@ class Steps(Service):
 
     def _begin(self, step: Step) -> StepStream:
         stream = step.stream or self._own_stream()
-        body = attention_pb2.BeginStep(
-            step_id=step.step_id, model_id=step.model.spec.model_id,
-            participants=step.participants, lease_ms=step.lease_ms,
-            traceparent=tracing.traceparent(),
-            sequences=[attention_pb2.StepSequence(
-                sequence_id=sequence.id, epoch=sequence.epoch, start_position=sequence.length,
-                rows=rows) for sequence, rows in zip(step.sequences, step.rows)])
-        reply = self._ask(stream, begin_step=body)
+        self._note_begun(step, self._ask(stream, begin_step=_begin_of(step)))
+        return stream
+
+    def _begin_ahead(self, step: Step) -> Optional[Tuple[Any, Callable[[], None]]]:
+        stream = step.stream or self._own_stream()
+        if not stream.chains:
+            return None
+        deadline = time.monotonic() + self.timeout_s
+        request = stream.ask(deadline, begin_step=_begin_of(step))
+        return stream, lambda: self._note_begun(step, request.wait(deadline))
+
+    def _note_begun(self, step: Step, reply: Any) -> None:
         if reply.begin_step.total_rows != step.total_rows:
             self._give_up(step)
             raise messages.wrong_answer("begin_step", "total_rows", reply.begin_step.total_rows,
                                         step.total_rows)
         step.joined = reply.begin_step.joined
-        return stream
 
     def _attend(self, step: Step, args: AttendArgs) -> AttendFuture:
         geometry = step.model.spec.geometry
@@ -113,6 +131,10 @@ class Steps(Service):
         stream: StepStream = step._handle
         return stream.chain(step.step_id, out, profile, head_offset, self.timeout_s)
 
+    def _capture(self, out: Buffers, profile: Profile, head_offset: int, stream: Any) -> Any:
+        own: StepStream = stream or self._own_stream()
+        return own.capture(out, profile, head_offset, self.timeout_s)
+
     def _shared_memory(self, stream: Any) -> Optional[SharedMemory]:
         return (stream or self._own_stream()).memory
 
@@ -122,9 +144,18 @@ class Steps(Service):
                                      tails=[place for place, _ in tails])
         reply = self._ask(step._handle, REPLY_BYTES + LENGTH_BYTES * len(step.sequences),
                           b"".join(tail for _, tail in tails), end_step=body)
-        kept = step.rows if committed is None else committed
-        return messages.lengths_of(reply, [sequence.length + count
-                                           for sequence, count in zip(step.sequences, kept)])
+        return _lengths_of(step, committed, reply)
+
+    def _end_ahead(self, step: Step, committed: Optional[List[int]]
+                   ) -> Optional[Callable[[], List[int]]]:
+        stream: StepStream = step._handle
+        if not stream.chains:
+            return None
+        deadline = time.monotonic() + self.timeout_s
+        request = stream.ask(deadline, REPLY_BYTES + LENGTH_BYTES * len(step.sequences),
+                             end_step=attention_pb2.EndStep(step_id=step.step_id,
+                                                            committed_rows=committed or []))
+        return lambda: _lengths_of(step, committed, request.wait(deadline))
 
     def _abort(self, step: Step) -> None:
         self._ask(step._handle, abort_step=attention_pb2.AbortStep(step_id=step.step_id))

@@ -45,6 +45,7 @@ class StepStream(abc.ABC):
     transport: str       # "inline", "shm" or "ring"
     message_bytes: int   # attend calls are split so that no message carries more than that
     memory: Optional[SharedMemory] = None
+    chains: bool = False  # the server may take messages that wait between calls in their turn
 
     @property
     @abc.abstractmethod
@@ -68,6 +69,10 @@ class StepStream(abc.ABC):
               timeout_s: float) -> Any:
         """Calls with these buffers that a GPU's stream waits for (over_native.Chain); None: there
         are none here."""
+        return None
+
+    def capture(self, out: Buffers, profile: Profile, head_offset: int, timeout_s: float) -> Any:
+        """Such calls in a graph (over_native.Captured); None: there are none here."""
         return None
 
     @abc.abstractmethod

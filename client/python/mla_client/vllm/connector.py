@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Dict, List, Optional
+from typing import Any, Collection, Dict, List, Optional
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V1,
                                                                KVConnectorMetadata,
@@ -115,7 +115,7 @@ class MlaServerConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         runtime.finish()
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> Collection[int]:
         return runtime.lost_blocks()
 
     def shutdown(self) -> None:

@@ -4,14 +4,14 @@ their construction, and what the process has of the server."""
 from __future__ import annotations
 
 import logging
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Collection, Dict, NamedTuple, Optional, Set
 
 import torch
 
 from mla_client import errors
 from mla_client.pytorch import Rows, gpu_arguments
 from mla_client.pytorch.exchange import Exchange
-from mla_client.serving import BatchPlan, Layers, Orders, Pass, Worker
+from mla_client.serving import BatchPlan, Layers, LostBlocks, Orders, Pass, Worker
 from mla_client.serving.layers import Pair, number_of, split, weights_of
 from mla_client.types import Geometry
 from mla_client.vllm import checks
@@ -129,7 +129,8 @@ class Runtime:
             return
         if self.worker.made is None:  # without tokens
             self.worker.begin(self.plan.plan, ())
-        self.worker.end()
+        # With asynchronous scheduling another thread hands out what a pass has found.
+        self.worker.end(ahead=not self._config.scheduler_config.async_scheduling)
 
     def bind(self, plan: Optional[BatchPlan]) -> None:
         """The pass that comes; None: it is over."""
@@ -137,11 +138,16 @@ class Runtime:
         if self.worker is not None:
             self.worker.made = None
 
-    def lost_blocks(self) -> set:
-        """First blocks of requests that must begin again."""
+    def lost_blocks(self) -> Collection[int]:
+        """First blocks of requests that must begin again. While the pass is ending they are found
+        when they are asked for, because the stream's work on samples need not wait for that."""
         if self.worker is None or self.worker.passes is None or self.plan is None:
             return set()
-        return self.plan.first_of(self.worker.passes.lost())
+        passes, plan = self.worker.passes, self.plan
+
+        def found() -> Set[int]:
+            return plan.first_of(passes.lost())
+        return LostBlocks(found) if passes.ending else found()
 
     def counts(self) -> Dict[str, int]:
         """As Worker.counts."""

@@ -47,6 +47,8 @@ class FakeClient(Service):
             raise errors.Unavailable("connection refused")
         self.server, self.boot, self.closed = server, server.boot, False
         self.fail_next = None  # raised by the next attend
+        self.refuse_next = None  # the answer to the next begin that goes ahead
+        self.begun_ahead = []  # steps
 
     def _there(self):
         if self.closed:
@@ -146,6 +148,34 @@ class FakeClient(Service):
             raise errors.ResourceExhausted("pages", errors.ErrorDetail(reason="pages_exhausted"))
         step.joined = 1
         return self
+
+    def _begin_ahead(self, step):
+        """The server takes it at once, and its answer is seen later."""
+        failure, self.refuse_next = self.refuse_next, None
+        self.begun_ahead.append(step)
+        try:
+            if failure is None:
+                self._begin(step)
+        except errors.MlaError as error:
+            failure = error
+
+        def wait():
+            if failure is not None:
+                raise failure
+        return self, wait
+
+    def _end_ahead(self, step, committed):
+        answer = failure = None
+        try:
+            answer = self._end(step, committed, [])
+        except errors.MlaError as error:
+            failure = error
+
+        def wait():
+            if failure is not None:
+                raise failure
+            return answer
+        return wait
 
     def attend(self, step):
         """A layer of a step; raises the planted error."""

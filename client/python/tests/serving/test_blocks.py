@@ -1,9 +1,10 @@
 """Assigns the rows of a batch to requests by the blocks that they are written to."""
 
+import pickle
 import unittest
 
 from mla_client import errors
-from mla_client.serving import Admission, Given, Link, Orders, Pause, Planner
+from mla_client.serving import Admission, Given, Link, LostBlocks, Orders, Pause, Planner
 from serving.fake_server import SPEC, FakeServer, options
 
 BLOCK = 4
@@ -82,6 +83,21 @@ class Batches(unittest.TestCase):
         plan = self.planner.plan(given(cached=[("a", [8], 4, 1)]), ["b"])
         self.assertEqual([each.request for each in orders.of(plan, [1], lambda: read([8]))], ["a"])
         self.assertEqual(len(reads), 3)
+
+    def test_lost_blocks_are_looked_for_once_and_when_they_are_asked_for(self):
+        for ask, answer in ((bool, True), (len, 2), (sorted, [3, 8]), (lambda lost: 8 in lost, True),
+                            (lambda lost: {4} | lost, {3, 4, 8}), (lambda lost: lost | {4}, {3, 4, 8})):
+            searches = []
+
+            def find():
+                searches.append(1)
+                return {8, 3}
+            lost = LostBlocks(find)
+            self.assertEqual(searches, [])
+            self.assertEqual(ask(lost), answer)
+            sent = pickle.loads(pickle.dumps(lost))  # to the engine in another process
+            self.assertEqual((type(sent), sent, len(searches)), (set, {3, 8}, 1))
+        self.assertFalse(LostBlocks(set))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,68 @@ class ChainedPassesTest(unittest.TestCase):
         self.assertEqual((chain.collected, passes.lost()), (1, []))
         self.assertTrue(made.step.open)
 
+    def ahead(self, passes, scheduled, error=None):
+        """A chained pass whose end is not waited for; the chain."""
+        made, chain = self.begun(passes, scheduled, error)
+        passes.end(ahead=True)
+        return chain
+
+    def test_an_end_that_goes_ahead_is_known_when_it_is_asked_for(self):
+        passes = self.passes()
+        self.old(passes)
+        chain = self.ahead(passes, [Scheduled("old", 3, 1)])
+        self.assertTrue(passes.ending)
+        self.assertEqual((chain.collected, passes.state("old")), (0, State.STEPPING))
+        self.assertEqual(passes.lost(), [])
+        self.assertEqual((chain.collected, passes.state("old"), passes.length("old")),
+                         (1, State.READY, 4))
+        # The next pass settles the one before by itself.
+        chain = self.ahead(passes, [Scheduled("old", 4, 1)])
+        made = passes.begin([Scheduled("old", 5, 1)], number=2)
+        self.assertEqual((chain.collected, made.whole), (1, True))
+
+    def test_a_call_that_fails_after_the_end_loses_the_requests_all_the_same(self):
+        passes = self.passes()
+        self.old(passes)
+        self.ahead(passes, [Scheduled("old", 3, 1)], errors.InvalidArgument("a call"))
+        self.assertEqual((passes.lost(), passes.state("old")), (["old"], State.LOST))
+        self.assertEqual(passes.lost(), [])
+
+    def test_begins_go_ahead_while_passes_are_good_and_there_is_room(self):
+        self.server = FakeServer(pages=16, page=4)
+        self.link = Link(options(self.server))
+        self.link.start(SPEC, lambda layer: WEIGHTS)
+        passes = self.passes()
+        self.old(passes)
+        waited = []  # passes whose begin was waited for
+        for number in range(4, 40):
+            before = len(self.link.client.begun_ahead)
+            self.ahead(passes, [Scheduled("old", number - 1, 1)])
+            if len(self.link.client.begun_ahead) == before:
+                waited.append(number - 1)
+        # The first, since no chained pass was good before; and where a page is needed and half of
+        # the free ones are none.
+        self.assertEqual(waited[0], 3)
+        self.assertTrue(all(rows % 4 == 0 and rows >= 32 for rows in waited[1:]), waited)
+        self.assertEqual((passes.lost(), passes.length("old")), ([], 39))
+
+    def test_a_begin_that_went_ahead_and_is_refused_loses_its_pass_and_the_next_one_waits(self):
+        passes = self.passes()
+        self.old(passes)
+        for rows in (3, 4):  # the second one's begin goes ahead
+            self.ahead(passes, [Scheduled("old", rows, 1)])
+            self.assertEqual(passes.lost(), [])
+        self.assertEqual(len(self.link.client.begun_ahead), 1)
+        self.link.client.refuse_next = errors.ResourceExhausted(
+            "pages", errors.ErrorDetail(reason="pages_exhausted"))
+        self.ahead(passes, [Scheduled("old", 5, 1)])
+        self.assertEqual(passes.lost(), ["old"])
+        self.assertEqual(passes.last_error.detail.reason, "pages_exhausted")
+        ahead = len(self.link.client.begun_ahead)
+        made = passes.begin([Scheduled("old", 0, 6, turn=1)], number=9)
+        self.assertTrue(made.whole)
+        self.assertEqual(len(self.link.client.begun_ahead), ahead)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -52,6 +52,20 @@ class Gpu:
         """Waits until the stream has done what it was given."""
         self.call("hipStreamSynchronize", self.stream)
 
+    def capture(self, work):
+        """The graph of what `work` gives the stream; it is its only instance, too."""
+        self.call("fake_hip_begin_capture", self.stream)
+        try:
+            work()
+        finally:
+            self.library.fake_hip_end_capture.restype = ctypes.c_void_p
+            graph = self.library.fake_hip_end_capture(self.stream)
+        return graph
+
+    def launch(self, graph):
+        """Gives the stream the graph's work."""
+        self.call("fake_hip_launch_captured", ctypes.c_void_p(graph), self.stream)
+
 
 class NativeTest(unittest.TestCase):
     steps = itertools.count(1)
@@ -187,6 +201,49 @@ class NativeTest(unittest.TestCase):
             good[1].collect()
             good[2].wait(deadline)
 
+    def test_steps_begin_and_end_without_waiting(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            for turn in range(3):
+                step = client.step([(sequence, 3)]).begin(ahead=True)
+                self.assertIsNotNone(step._beginning)
+                chain = step.chain(buffers, Profile.ABSORBED)
+                for layer in range(LAYERS):
+                    chain.attend(layer, gpu.stream.value)
+                step.end_ahead([3])
+                self.assertEqual(sequence.length, 3 * turn)  # as before
+                step.finish()
+                self.assertEqual((sequence.length, step.open), (3 * turn + 3, False))
+            gpu.finish()
+
+    def test_what_went_ahead_and_was_refused_raises_at_the_end(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        with model.open_sequence() as sequence:
+            buffers = self.filled(client, model)
+            for ending in ("finish", "end", "collect", "abort"):
+                with mock.patch.object(sequence, "epoch", 99):
+                    step = client.step([(sequence, 3)]).begin(ahead=True)
+                chain = step.chain(buffers, Profile.ABSORBED)
+                for layer in range(LAYERS):
+                    chain.attend(layer, gpu.stream.value)
+                if ending == "finish":
+                    step.end_ahead()
+                with self.subTest(ending):
+                    if ending == "abort":
+                        step.abort()
+                        continue
+                    with self.assertRaises(errors.MlaError) as caught:
+                        getattr(step, ending)()
+                    self.assertEqual(caught.exception.detail.reason, "epoch_mismatch")
+                self.assertEqual((sequence.length, step.open), (0, False))
+            gpu.finish()
+            with client.step([(sequence, 3)]) as step:
+                step.attend(0, self.q, self.kv, Profile.ABSORBED)
+                step.abort()
+
     def test_the_stream_copies(self):
         client, model = self.pinned()
         gpu = Gpu()
@@ -211,6 +268,89 @@ class NativeTest(unittest.TestCase):
                     np.testing.assert_allclose(mla_client.from_bf16(o), self.want, atol=2e-2,
                                                rtol=2e-2)
                 step.abort()
+
+    def captured(self, client, model, gpu, layers=range(LAYERS)):
+        """A graph with a call for each layer, which copies q in and o out; its calls, the source of
+        q and what o is copied to."""
+        buffers = self.filled(client, model)
+        calls = client.capture(buffers, Profile.ABSORBED)
+        q, found = buffers.q.copy(), np.zeros((LAYERS, *buffers.o.shape), buffers.o.dtype)
+        calls.copy_in(buffers.q.ctypes.data, q.nbytes)
+        calls.copy_out(buffers.o.ctypes.data, buffers.o.nbytes)
+
+        def work():
+            for place, layer in enumerate(layers):
+                calls.attend(layer, gpu.stream.value, [q.ctypes.data], found[place].ctypes.data)
+        graph = gpu.capture(work)
+        self.addCleanup(gpu.library.fake_hip_free_captured, ctypes.c_void_p(graph))
+        self.addCleanup(lambda: buffers)  # as long as the graph
+        return graph, calls, q, found
+
+    def test_a_graph_is_launched_again_and_again(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        graph, calls, q, found = self.captured(client, model, gpu)
+        with model.open_sequence() as sequence:
+            for turn in range(30):  # many times around the ring, at other slots each time
+                found[...] = 0
+                step = client.step([(sequence, 3)]).begin(ahead=turn % 2 == 1)
+                step.replay(calls, graph, gpu.stream.value)
+                gpu.launch(graph)
+                gpu.finish()
+                step.end_ahead([0])
+                for layer in range(LAYERS):
+                    np.testing.assert_allclose(mla_client.from_bf16(found[layer]),
+                                               self.expected_of(layer), atol=2e-2, rtol=2e-2)
+                step.finish()
+            # Calls of a chain go between launches of graphs.
+            buffers = self.filled(client, model)
+            with client.step([(sequence, 3)]) as step:
+                chain = step.chain(buffers, Profile.ABSORBED)
+                chain.attend(0, gpu.stream.value)
+                gpu.finish()
+                np.testing.assert_allclose(mla_client.from_bf16(buffers.o), self.expected_of(0),
+                                           atol=2e-2, rtol=2e-2)
+                step.abort()
+
+    def expected_of(self, layer):
+        return self.worker.expected(layer, self.q, self.kv, Profile.ABSORBED)[0]
+
+    def test_a_graph_whose_call_fails_lets_the_stream_go_on_and_says_so(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        graph, calls, _, _ = self.captured(client, model, gpu, layers=(0, LAYERS))
+        with model.open_sequence() as sequence:
+            step = client.step([(sequence, 3)]).begin()
+            step.replay(calls, graph, gpu.stream.value)
+            gpu.launch(graph)
+            gpu.finish()
+            with self.assertRaises(errors.InvalidArgument) as caught:
+                step.collect()
+            self.assertEqual(caught.exception.detail.field, "attend.layer")
+            step.abort()
+
+    def test_a_stream_that_captures_nothing_is_refused(self):
+        client, model = self.pinned()
+        buffers, gpu = self.filled(client, model), Gpu()
+        calls = client.capture(buffers, Profile.ABSORBED)
+        with self.assertRaises(errors.FailedPrecondition) as caught:
+            calls.attend(0, gpu.stream.value)
+        self.assertIn("captures no graph", caught.exception.message)
+
+    def test_a_graph_of_more_calls_than_the_ring_has_entries_is_refused(self):
+        client, model = self.pinned()
+        gpu = Gpu()
+        buffers = self.filled(client, model)
+        calls = client.capture(buffers, Profile.ABSORBED)
+        entries = client._own_stream().memory.ring_entries
+        graph = gpu.capture(lambda: [calls.attend(0, gpu.stream.value)
+                                     for _ in range(entries + 1)])
+        with model.open_sequence() as sequence, client.step([(sequence, 3)]) as step:
+            with self.assertRaises(errors.ResourceExhausted) as caught:
+                step.replay(calls, graph, gpu.stream.value)
+            self.assertIn(f"the ring has {entries} entries", caught.exception.message)
+            step.abort()
+        gpu.library.fake_hip_free_captured(ctypes.c_void_p(graph))
 
     def test_without_a_gpu_nothing_is_chained(self):
         client, model = self.connect()
