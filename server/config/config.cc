@@ -16,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "server/config/config_key.h"
 #include "server/config/yaml_file.h"
 
 namespace mla::server {
@@ -415,6 +416,7 @@ void CheckTiers(const Config& config, std::vector<std::string>* faults) {
 void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   CheckListen(config, faults);
   CheckTiers(config, faults);
+  CheckUcx(config, faults);
   const auto at_most = [&](const char* small, auto small_value, const char* large,
                            auto large_value) {
     if (small_value <= large_value) return;

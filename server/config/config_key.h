@@ -47,6 +47,9 @@ inline ConfigKey Choice(const char* name, const char* choices, const char* meani
 void AddCacheKeys(std::vector<ConfigKey>* keys);
 // The keys of section gpu.
 void AddGpuKeys(std::vector<ConfigKey>* keys);
+// The keys of section ucx, and the rules that involve several of them.
+void AddUcxKeys(std::vector<ConfigKey>* keys);
+void CheckUcx(const Config& config, std::vector<std::string>* faults);
 
 }  // namespace mla::server
 
