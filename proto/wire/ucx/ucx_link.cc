@@ -74,6 +74,11 @@ absl::Status UcxLink::Init(const UcxLinkOptions& options) {
     if (setting.value.empty() || !status.ok()) continue;
     status = Check(api_.config_modify(config, setting.name, setting.value.c_str()), setting.name);
   }
+  // UCX 1.13's older protocols end the process if a peer is lost in the middle of a large payload.
+  // Versions without a choice do not know the name.
+  if (std::getenv("UCX_PROTO_ENABLE") == nullptr) {
+    (void)api_.config_modify(config, "PROTO_ENABLE", "y");
+  }
   // Without it, transports in shared memory do not connect to peers that may be lost.
   if (UsesSharedMemory(options.transports)) {
     (void)api_.config_modify(config, "MM_ERROR_HANDLING", "y");

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <fstream>
@@ -106,6 +107,31 @@ TEST_P(UcxTest, SeveralSessionsOfAClientDoNotMixTheirSteps) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// At twelve points of a step with tensors of megabytes: the process of the client goes on, its calls
+// end with a reason, and the next session works.
+TEST_P(UcxTest, ARelayMayBeKilledAtAnyPoint) {
+  const TestServer server(With(GetParam()));
+  const auto client = server.Connect(Options(GetParam()));
+  for (int point = 0; point < 12; ++point) {
+    Worker worker(client.get(), {}, "m", 1);
+    Track track = *worker.Open();
+    std::atomic<bool> over{false};
+    absl::Status status;
+    std::thread steps([&] {
+      while (status.ok()) status = worker.Step({&track}, {256}, v1::PROFILE_ABSORBED);
+      over = true;
+    });
+    std::this_thread::sleep_for(std::chrono::microseconds(1500 * point));
+    for (const pid_t relay : Relays()) kill(relay, SIGKILL);
+    EXPECT_TRUE(BecomesTrue([&] { return over.load(); }));
+    steps.join();
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status;
+  }
+  Worker worker(client.get(), {}, "m", 1);
+  Track track = *worker.Open();
+  EXPECT_EQ(worker.Step({&track}, {3}, v1::PROFILE_ABSORBED), absl::OkStatus());
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, UcxTest, testing::Values("tcp", "posix", "sysv", "posix,cma"),
