@@ -109,8 +109,8 @@ TEST_P(UcxTest, SeveralSessionsOfAClientDoNotMixTheirSteps) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// At twelve points of a step with tensors of megabytes: the process of the client goes on, its calls
-// end with a reason, and the next session works.
+// At twelve points of a step with tensors of megabytes: the process of the client goes on, its
+// calls end with a reason, and the next session works.
 TEST_P(UcxTest, ARelayMayBeKilledAtAnyPoint) {
   const TestServer server(With(GetParam()));
   const auto client = server.Connect(Options(GetParam()));
