@@ -18,6 +18,7 @@
 #include "mla/v1/model.pb.h"
 #include "mla/v1/sequence.pb.h"
 #include "mla/v1/tensor.pb.h"
+#include "mla/v1/transport.pb.h"
 
 namespace mla {
 namespace {
@@ -82,7 +83,8 @@ TEST(DescriptorGoldenTest, NothingReleasedHasChanged) {
        {v1::AttendStreamRequest::descriptor()->file(), v1::OpenRequest::descriptor()->file(),
         v1::ModelSpec::descriptor()->file(), v1::GetStatsReply::descriptor()->file(),
         v1::Geometry::descriptor()->file(), v1::ErrorDetail::descriptor()->file(),
-        v1::PagesHeader::descriptor()->file(), v1::CheckpointHeader::descriptor()->file()}) {
+        v1::PagesHeader::descriptor()->file(), v1::CheckpointHeader::descriptor()->file(),
+        v1::OpenUcxRequest::descriptor()->file()}) {
     List(file, &lines);
   }
   std::sort(lines.begin(), lines.end());

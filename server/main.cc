@@ -27,6 +27,8 @@
 #include "server/process/service_manager.h"
 #include "server/reload/config_reloader.h"
 #include "server/server.h"
+#include "server/ucx/relay_channel.h"
+#include "server/ucx/relay_main.h"
 
 extern char** environ;
 
@@ -134,6 +136,7 @@ class Attendant final {
 int main(int argc, char** argv) {
   namespace server = mla::server;
   const std::vector<std::string> arguments(argv + 1, argv + argc);
+  if (!arguments.empty() && arguments.front() == server::kRelayCommand) return server::RunRelay();
   const auto loaded = server::LoadConfig(arguments, Environment());
   const std::string contents = server::FileContents(loaded.file);
   for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());

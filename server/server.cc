@@ -39,6 +39,7 @@
 #include "server/shared_memory/shared_memory_listener.h"
 #include "server/tracing/exporters.h"
 #include "server/tracing/tracer.h"
+#include "server/ucx/transport_service.h"
 #include "server/warm_up.h"
 #include "server/wire_threads.h"
 
@@ -99,9 +100,10 @@ struct Server::Parts {
   std::optional<Watchers> watchers;
   std::unique_ptr<ModelService> models;
   std::unique_ptr<CacheService> cache;
+  std::unique_ptr<TransportService> transports;
   std::unique_ptr<AdminService> admin;
   std::unique_ptr<HealthService> health;
-  // gRPC's interface to the four services above
+  // gRPC's interface to the five services above
   std::vector<std::unique_ptr<BoundedService>> control;
   std::unique_ptr<Watchdog> watchdog;
   std::shared_ptr<TlsFiles> tls;  // null: no TLS
@@ -232,7 +234,10 @@ void Server::Parts::MakeServices() {
   watchers.emplace(&state, options.config.wire.max_watchers);
   cache =
       std::make_unique<CacheService>(rpc, chunk_bytes, idle.get(), checkpoints.get(), &*watchers);
+  transports = std::make_unique<TransportService>(
+      rpc, TransportOptions{options.config.ucx, options.relay_program}, &state);
   AdminOptions admin_options;
+  admin_options.ucx = transports->usable();
   admin_options.watchers = &*watchers;
   admin_options.drain = &*drain;
   if (tls != nullptr) {
@@ -263,11 +268,13 @@ void Server::Parts::MakeServices() {
   serve(sequences.get(), v1::Sequences::service_full_name());
   serve(models.get(), v1::Models::service_full_name());
   serve(cache.get(), v1::Cache::service_full_name());
+  serve(transports.get(), v1::Transports::service_full_name());
   serve(admin.get(), v1::Admin::service_full_name());
   HealthOptions health_options;
-  health_options.services = {v1::Attention::service_full_name(), v1::Sequences::service_full_name(),
-                             v1::Models::service_full_name(), v1::Cache::service_full_name(),
-                             v1::Admin::service_full_name()};
+  health_options.services = {
+      v1::Attention::service_full_name(),  v1::Sequences::service_full_name(),
+      v1::Models::service_full_name(),     v1::Cache::service_full_name(),
+      v1::Transports::service_full_name(), v1::Admin::service_full_name()};
   health_options.max_watchers = options.config.wire.max_health_calls;
   health_options.max_name_bytes = static_cast<size_t>(options.config.limits.max_name_bytes);
   health_options.unix_tenant = options.config.listen.unix_tenant;
@@ -420,6 +427,7 @@ absl::Status Server::Parts::OpenListener() {
   auto opened = SharedMemoryListener::Open(std::move(listener_options));
   if (!opened.ok()) return opened.status();
   listener = *std::move(opened);
+  transports->Offer(listener.get());
   if (options.config.listen.socket_group.empty()) return absl::OkStatus();
   return GiveToGroup(shm_path, options.config.listen.socket_group);
 }
@@ -429,6 +437,7 @@ DrainResult Server::Parts::Shutdown(std::chrono::milliseconds drain_deadline) {
   if (std::exchange(shut_down, true)) return result;
   if (drain) result = drain->Run(drain_deadline, /*for_good=*/true);
   state.Move(Phase::kStopped, 100, "stopped");
+  if (transports != nullptr) transports->Withdraw();
   listener.reset();
   listeners.acceptor.reset();
   if (listeners.server != nullptr) {

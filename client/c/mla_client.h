@@ -104,7 +104,8 @@ typedef enum mla_transport MLA_INT_ENUM {
   MLA_TRANSPORT_AUTO = 0,    // the ring where a unix target offers it, else inline
   MLA_TRANSPORT_INLINE = 1,  // all in gRPC messages
   MLA_TRANSPORT_SHM = 2,     // messages over gRPC, tensors in shared memory
-  MLA_TRANSPORT_RING = 3     // all in shared memory
+  MLA_TRANSPORT_RING = 3,    // all in shared memory
+  MLA_TRANSPORT_UCX = 4      // as the ring, to a server of any host over UCX (docs/rdma.md)
 } mla_transport;
 
 typedef struct mla_connect_options {
@@ -311,7 +312,7 @@ typedef struct mla_attend_times {
 } mla_attend_times;
 
 MLA_API mla_code mla_session_open(mla_client* client, mla_session** out, mla_error** error);
-// "inline", "shm" or "ring".
+// "inline", "shm", "ring" or "ucx".
 MLA_API const char* mla_session_transport(const mla_session* session);
 // Shared memory in which tensors are used where they lie: put kv and q into one block, and o and
 // lse into another, the second tensor of each at the next multiple of 64 bytes. NULL without shared

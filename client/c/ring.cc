@@ -109,7 +109,7 @@ absl::StatusOr<std::unique_ptr<mla_ring>> Open(const char* path, const mla_ring_
 }
 
 mla_ring_info InfoOf(const mla_ring& ring) {
-  client::SharedMemory& memory = ring.stream->memory();
+  client::RingMemory& memory = ring.stream->memory();
   const client::DeviceRegion* const device = memory.device();
   mla_ring_info info{};
   info.boot_id = ring.boot_id;
@@ -314,7 +314,7 @@ mla_code mla_ring_describe(const mla_ring* ring, mla_ring_info* info, mla_error*
 
 uint64_t mla_ring_allocate(mla_ring* ring, uint64_t bytes, int32_t on_device) {
   if (ring == nullptr || bytes == 0) return UINT64_MAX;
-  mla::client::SharedMemory& memory = ring->stream->memory();
+  mla::client::RingMemory& memory = ring->stream->memory();
   if (on_device == 0) {
     const auto block = memory.Allocate(bytes);
     return block.empty() ? UINT64_MAX : memory.OffsetOf(block.data());
@@ -326,7 +326,7 @@ uint64_t mla_ring_allocate(mla_ring* ring, uint64_t bytes, int32_t on_device) {
 
 void mla_ring_deallocate(mla_ring* ring, uint64_t offset, int32_t on_device) {
   if (ring == nullptr) return;
-  mla::client::SharedMemory& memory = ring->stream->memory();
+  mla::client::RingMemory& memory = ring->stream->memory();
   if (on_device == 0) {
     if (offset < memory.region().size()) memory.Free(memory.region().subspan(offset, 1));
   } else if (memory.has_device_memory() && offset < memory.device()->memory().size()) {

@@ -51,9 +51,11 @@ struct ClientOptions {
   int64_t sequence_lease_ms = 0;       // 0: the server's default; at most 2^32 - 1
   bool renew_leases = true;
   // How sessions travel. kInline: all in gRPC messages. kShm: messages over gRPC, tensors in shared
-  // memory. kRing: all in shared memory. kAuto: kRing if a unix target's server offers it, else
-  // kInline. With the others, OpenSession fails with UNIMPLEMENTED without shared memory.
-  enum class Transport { kAuto, kInline, kShm, kRing } transport = Transport::kAuto;
+  // memory. kRing: all in shared memory. kUcx: as kRing, to a server of any host over UCX, which is
+  // opened at run time (docs/rdma.md). kAuto: kRing if a unix target's server offers it, else
+  // kInline. With the others, OpenSession fails with UNIMPLEMENTED if the server does not offer
+  // them.
+  enum class Transport { kAuto, kInline, kShm, kRing, kUcx } transport = Transport::kAuto;
   // Size of one session's region, at most the server's limit. 0: 64 MiB, or 32, 16, 8 or 4 if the
   // server has less left. Another size is granted exactly or refused.
   uint64_t shared_bytes = 0;
@@ -68,6 +70,9 @@ struct ClientOptions {
   // for each unary call and each step, on the caller's thread. Empty: no trace.
   std::function<std::string()> traceparent;
   uint32_t spin_us = 20;  // how long a session spins on its ring before it sleeps
+  // For kUcx: its library (empty: libucp.so.0 where the loader finds it); transports and network
+  // devices, as of UCX_TLS and UCX_NET_DEVICES (empty: of the environment, or UCX's choice).
+  std::string ucx_library, ucx_transports, ucx_devices;
   // For unix targets: the server's user, if that is neither root nor this process's user. In a
   // folder that every user may write to, sockets of other users are refused with PERMISSION_DENIED.
   // -1: no other user.

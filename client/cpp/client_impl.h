@@ -29,6 +29,7 @@
 #include "client/cpp/streams/ring_stream.h"
 #include "client/cpp/streams/shared_stream.h"
 #include "client/cpp/streams/stream.h"
+#include "client/cpp/ucx/ucx_session.h"
 #include "mla/v1/admin.grpc.pb.h"
 #include "mla/v1/cache.grpc.pb.h"
 #include "mla/v1/model.grpc.pb.h"
@@ -204,16 +205,53 @@ struct Client::Impl {
     if ((*memory)->boot_id() != info.boot_id()) {
       return RestartedError(info.boot_id(), (*memory)->boot_id());
     }
-    const Millis timeout(options.request_timeout_ms);
+    if (ring) return RingOver(*std::move(memory));
+    return Owned(new SharedStream(*std::move(memory), OpenStream(),
+                                  Millis(options.request_timeout_ms), Copies()));
+  }
+
+  // Threads that copy tensors into memory of a session and out of it.
+  wire::ThreadTeamOptions Copies() const {
     const int32_t cpus = base::UsableCpuCount();
-    const wire::ThreadTeamOptions copies{
-        std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),
-        DefaultStreamSpin(cpus).count() == 0 ? 0 : kCopySpinMicros};
-    if (!ring) {
-      return Owned(new SharedStream(*std::move(memory), OpenStream(), timeout, copies));
+    return {std::clamp(options.copy_threads, 1, std::min(cpus, kMostCopyThreads)),
+            DefaultStreamSpin(cpus).count() == 0 ? 0 : kCopySpinMicros};
+  }
+
+  std::shared_ptr<StepStream> RingOver(std::unique_ptr<RingMemory> memory) const {
+    return Owned(new RingStream(std::move(memory), info.boot_id(),
+                                Millis(options.request_timeout_ms), info.limits().message_bytes(),
+                                Copies()));
+  }
+
+  // Opens a ring that travels over UCX.
+  absl::StatusOr<std::shared_ptr<StepStream>> OpenUcx() {
+    UcxSessionOptions wanted;
+    wanted.tenant = options.tenant;
+    wanted.boot_id = info.boot_id();
+    wanted.bytes = std::min(options.shared_bytes > 0 ? options.shared_bytes : kSharedBytes,
+                            info.limits().shm_region_bytes());
+    wanted.timeout = Millis(std::clamp<int64_t>(options.call_timeout_ms, 0, INT32_MAX));
+    wanted.memory.library = options.ucx_library;
+    wanted.memory.link = {options.ucx_transports, options.ucx_devices};
+    wanted.memory.spin = std::chrono::microseconds(options.spin_us);
+    const std::shared_ptr<StreamCarrier> carrier = TakeCarrier();
+    auto memory = OpenUcxRing(carrier->channel, wanted);
+    while (options.shared_bytes == 0 && absl::IsResourceExhausted(memory.status()) &&
+           wanted.bytes / 2 >= kLeastSharedBytes) {
+      wanted.bytes /= 2;
+      memory = OpenUcxRing(carrier->channel, wanted);
     }
-    return Owned(new RingStream(*std::move(memory), info.boot_id(), timeout,
-                                info.limits().message_bytes(), copies));
+    if (!memory.ok()) {
+      --carrier->streams;
+      return memory.status();
+    }
+    std::shared_ptr<StepStream> stream = RingOver(*std::move(memory));
+    // The connection has room for another stream once this one is gone.
+    return std::shared_ptr<StepStream>(stream.get(), [carrier, stream](StepStream*) mutable {
+      const bool left = stream->left();
+      stream.reset();
+      if (!left) --carrier->streams;
+    });
   }
 
   absl::StatusOr<v1::RenewLeaseReply> RenewLeases(Millis timeout) {

@@ -201,7 +201,7 @@ class Session final {
   absl::StatusOr<std::unique_ptr<Step>> Begin(const std::string& model_id,
                                               const std::vector<StepRows>& rows,
                                               const BeginOptions& options = {});
-  // The transport of the session: "inline", "shm" or "ring" (ClientOptions::Transport).
+  // The transport of the session: "inline", "shm", "ring" or "ucx" (ClientOptions::Transport).
   std::string_view transport() const;
   // Memory of the shared region, whose tensors are used in place instead of being copied: put kv
   // and q into one block and o and lse into another, the second tensor of each at the next multiple

@@ -417,6 +417,7 @@ void CheckConfig(const Config& config, std::vector<std::string>* faults) {
   CheckListen(config, faults);
   CheckTiers(config, faults);
   CheckTracing(config, faults);
+  CheckUcx(config, faults);
   const auto at_most = [&](const char* small, auto small_value, const char* large,
                            auto large_value) {
     if (small_value <= large_value) return;

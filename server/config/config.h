@@ -116,6 +116,15 @@ struct Config {
     int64_t device_wait_ms = 1000;  // for work on a client's GPU that a request must wait for
   } shm;
 
+  // Rings that travel over UCX: docs/rdma.md.
+  struct Ucx {
+    bool enabled = false;
+    std::string library;              // empty: where the loader finds it
+    std::string transports, devices;  // as of UCX_TLS and UCX_NET_DEVICES
+    int32_t sessions = 16;
+    int64_t open_ms = 10000;
+  } ucx;
+
   struct Tls {
     std::string cert, key, client_ca;  // PEM files
     std::string client_crl;            // PEM file of revocation lists; empty: none

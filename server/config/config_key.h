@@ -51,6 +51,9 @@ void AddGpuKeys(std::vector<ConfigKey>* keys);
 // The keys of section tracing, and the rules that they obey together with others.
 void AddTracingKeys(std::vector<ConfigKey>* keys);
 void CheckTracing(const Config& config, std::vector<std::string>* faults);
+// The keys of section ucx, and the rules that involve several of them.
+void AddUcxKeys(std::vector<ConfigKey>* keys);
+void CheckUcx(const Config& config, std::vector<std::string>* faults);
 
 }  // namespace mla::server
 

@@ -480,9 +480,10 @@ void AddBackendKeys(std::vector<ConfigKey>* keys) {
 const std::vector<ConfigKey>& ConfigKeys() {
   static const std::vector<ConfigKey>* keys = [] {
     auto* const all = new std::vector<ConfigKey>();
-    for (const auto add : {AddListenKeys, AddTlsAndOpsKeys, AddTracingKeys, AddCacheKeys, AddWireKeys,
-                           AddConnectionKeys, AddTenantKeys, AddShmKeys, AddCapacityKeys,
-                           AddSchedulingKeys, AddLeaseKeys, AddBackendKeys, AddGpuKeys}) {
+    for (const auto add :
+         {AddListenKeys, AddTlsAndOpsKeys, AddTracingKeys, AddCacheKeys, AddWireKeys,
+          AddConnectionKeys, AddTenantKeys, AddShmKeys, AddUcxKeys, AddCapacityKeys,
+          AddSchedulingKeys, AddLeaseKeys, AddBackendKeys, AddGpuKeys}) {
       add(all);
     }
     return all;

@@ -147,6 +147,7 @@ grpc::Status AdminService::GetServerInfo(grpc::ServerContext* context,
         if (formats.size() > 1) reply->add_capabilities("fp8");
         if (rpc_.engine->backend_info().sparse) reply->add_capabilities("sparse");
         if (rpc_.engine->backend_info().selects) reply->add_capabilities("indexer");
+        if (options_.ucx) reply->add_capabilities("ucx");
         if (options_.checkpoints) reply->add_capabilities("checkpoints");
         if (rpc_.engine->backend_info().windows) {
           for (const char* capability : {"window", "tails", "sinks"}) {

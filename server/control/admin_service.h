@@ -33,6 +33,7 @@ struct AdminOptions {
   std::vector<kernels::BackendCandidate> candidates;
   Config config;
   bool shared_memory = false;  // the listener is open
+  bool ucx = false;            // rings over UCX can be opened
   bool checkpoints = false;    // whether a folder for checkpoints is configured
   // Source of figures for GetStats and WatchStatus that does not wait for a launch. Empty:
   // Engine::Stats.

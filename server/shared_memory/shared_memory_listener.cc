@@ -137,11 +137,12 @@ absl::Status SharedMemoryListener::Bind() {
   listener_ = listener;  // from here on this listener removes the socket file
   events_ = epoll_create1(EPOLL_CLOEXEC);
   stop_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  introduced_event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   spare_ = OpenSpare();
-  if (listen(listener_, kBacklog) != 0 || events_ < 0 || stop_event_ < 0) {
+  if (listen(listener_, kBacklog) != 0 || events_ < 0 || stop_event_ < 0 || introduced_event_ < 0) {
     return failed("listen");
   }
-  for (const int descriptor : {listener_, stop_event_}) {
+  for (const int descriptor : {listener_, stop_event_, introduced_event_}) {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.fd = descriptor;
@@ -161,6 +162,8 @@ SharedMemoryListener::~SharedMemoryListener() {
   }
   if (events_ >= 0) close(events_);
   if (stop_event_ >= 0) close(stop_event_);
+  if (introduced_event_ >= 0) close(introduced_event_);
+  for (const Introduced& one : introduced_) close(one.descriptor);
   if (spare_ >= 0) close(spare_);
 }
 
@@ -175,6 +178,8 @@ void SharedMemoryListener::Run() {
         stop = true;
       } else if (descriptor == listener_) {
         Accept();
+      } else if (descriptor == introduced_event_) {
+        TakeIntroduced();
       } else if (const auto found = connections_.find(descriptor); found != connections_.end()) {
         // Any event after the ConnectRequest ends the connection.
         if (found->second.connect_request_ns == 0 && (events[i].events & EPOLLIN) != 0) {
@@ -258,6 +263,49 @@ void SharedMemoryListener::Accept() {
   connection.since_ns = SteadyNanos();
   unsent_.Add(descriptor, *user);
   Handshake(&connection);  // the request may have arrived already
+}
+
+absl::StatusOr<int> SharedMemoryListener::ConnectFor(const std::string& tenant) {
+  int pair[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0 ||
+      InDescriptorReserve(std::max(pair[0], pair[1]))) {
+    const int error = errno;
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no descriptor for a ring: ", std::strerror(error)));
+  }
+  const MutexLock lock(introduced_mutex_);
+  introduced_.push_back({pair[0], tenant});
+  const uint64_t one = 1;
+  if (write(introduced_event_, &one, sizeof(one)) < 0 && errno != EAGAIN) {
+    return absl::InternalError(absl::StrCat("a ring's connection: ", std::strerror(errno)));
+  }
+  return pair[1];
+}
+
+void SharedMemoryListener::TakeIntroduced() {
+  uint64_t count = 0;
+  if (read(introduced_event_, &count, sizeof(count)) < 0) return;
+  std::vector<Introduced> introduced;
+  {
+    const MutexLock lock(introduced_mutex_);
+    introduced.swap(introduced_);
+  }
+  for (const Introduced& one : introduced) {
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLRDHUP;
+    event.data.fd = one.descriptor;
+    if (epoll_ctl(events_, EPOLL_CTL_ADD, one.descriptor, &event) != 0) {
+      close(one.descriptor);
+      continue;
+    }
+    Connection& connection = connections_[one.descriptor];
+    connection.descriptor = one.descriptor;
+    connection.user = geteuid();
+    connection.since_ns = SteadyNanos();
+    connection.tenant = one.tenant;
+    connection.introduced = true;
+    Handshake(&connection);
+  }
 }
 
 // Makes room for a new connection of `user`, which has not sent its request yet.
@@ -345,10 +393,12 @@ absl::Status SharedMemoryListener::Admit(const wire::ConnectRequest& connect_req
     return absl::UnimplementedError(absl::StrCat("version: got ", connect_request.version,
                                                  ", must be ", wire::kHandshakeVersion));
   }
-  connection->tenant =
-      UnixTenant(options_.unix_tenant,
-                 std::string(connect_request.tenant,
-                             strnlen(connect_request.tenant, sizeof(connect_request.tenant))));
+  if (!connection->introduced) {
+    connection->tenant =
+        UnixTenant(options_.unix_tenant,
+                   std::string(connect_request.tenant,
+                               strnlen(connect_request.tenant, sizeof(connect_request.tenant))));
+  }
   if (!IsTenantName(connection->tenant, options_.max_name_bytes)) {
     return absl::InvalidArgumentError("tenant: must be printable ASCII characters");
   }

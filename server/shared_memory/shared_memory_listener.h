@@ -24,6 +24,8 @@
 // that; without it the listener pauses. Once a second regions are checked: a client that has taken
 // pages out of its region is disconnected.
 //
+// Other parts of the server may introduce connections, too, whose tenants they have authenticated.
+//
 // Threading: one thread serves all connections. Call Open and the destructor from one thread.
 #ifndef MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_
 #define MLA_SERVER_SHARED_MEMORY_SHARED_MEMORY_LISTENER_H_
@@ -39,8 +41,10 @@
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/mutex.h"
 #include "server/attend/attend_message.h"
 #include "server/config/config.h"
 #include "server/memory/shared_region.h"
@@ -79,6 +83,11 @@ class SharedMemoryListener final {
   // Ends every connection as if its client had gone.
   ~SharedMemoryListener();
 
+  // Makes a connection of `tenant`, which the caller has authenticated, and returns its other end:
+  // as if a client had connected to the socket. The tenant in its request is not read. Any thread.
+  // RESOURCE_EXHAUSTED: no descriptor is left.
+  absl::StatusOr<int> ConnectFor(const std::string& tenant);
+
  private:
   struct Connection {
     int descriptor = -1;
@@ -87,6 +96,7 @@ class SharedMemoryListener final {
     int64_t connect_request_ns = 0;  // when connect_request came; 0: not yet
     wire::ConnectRequest connect_request{};
     std::string tenant;
+    bool introduced = false;               // by ConnectFor, with its tenant
     std::shared_ptr<SharedRegion> region;  // null until the connect_reply
     std::unique_ptr<CommandRing> ring;
   };
@@ -95,6 +105,7 @@ class SharedMemoryListener final {
   absl::Status Bind();
   void Run();
   void Accept();
+  void TakeIntroduced();
   void MakeRoomFor(uid_t user);
   void NoteDisplaced(uid_t user);
   void NoteOutOfDescriptors();
@@ -115,7 +126,15 @@ class SharedMemoryListener final {
   void Sweep();
 
   const SharedMemoryListenerOptions options_;
+  struct Introduced {
+    int descriptor;
+    std::string tenant;
+  };
+
   int listener_ = -1, events_ = -1, stop_event_ = -1;
+  int introduced_event_ = -1;
+  Mutex introduced_mutex_;
+  std::vector<Introduced> introduced_ ABSL_GUARDED_BY(introduced_mutex_);  // by ConnectFor
   // A spare descriptor, to accept and refuse a connection when none is left.
   int spare_ = -1;
   bool exhausted_ = false;       // there was no descriptor for the last connection

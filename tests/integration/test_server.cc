@@ -55,6 +55,8 @@ server::Config SmallConfig() {
   config.wire.message_bytes = int64_t{1} << 20;
   config.wire.inflight_bytes = int64_t{4} << 20;
   config.wire.staging_bytes = int64_t{32} << 20;
+  // Set by tests that have a relay's program among their data.
+  config.ucx.enabled = std::getenv("MLA_TEST_UCX") != nullptr;
   return config;
 }
 
@@ -69,8 +71,12 @@ TestServer::TestServer(const std::function<void(server::Config&)>& change,
 
 void TestServer::Restart() {
   server_.reset();
-  auto started = server::Server::Start(
-      {config_, [this] { exit_requested_ = true; }, backend_ ? backend_() : nullptr});
+  server::ServerOptions options;
+  options.config = config_;
+  options.on_exit_request = [this] { exit_requested_ = true; };
+  if (backend_) options.backend = backend_();
+  options.relay_program = "tests/integration/ucx/ucx_relay";
+  auto started = server::Server::Start(std::move(options));
   if (!started.ok()) {
     std::fprintf(stderr, "the server did not start: %s\n", started.status().ToString().c_str());
     std::abort();

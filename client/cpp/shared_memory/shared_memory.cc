@@ -108,9 +108,28 @@ absl::Status SharedMemory::Handshake(const std::string& shm_path) {
   absl::Status status;
   // A server with too many connections may close one before it has read the request.
   for (int attempt = 0; attempt < kAttempts && closed; ++attempt) {
+    status = Dial(shm_path, deadline);
+    if (!status.ok()) return status;
     status = Exchange(shm_path, deadline, &descriptors, &closed);
   }
+  return status.ok() ? TakeReply(&descriptors) : status;
+}
+
+absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Attach(
+    int socket, const SharedMemoryOptions& options) {
+  std::unique_ptr<SharedMemory> channel(new SharedMemory(options));
+  channel->socket_ = socket;
+  Descriptors descriptors;
+  bool closed = false;
+  const auto deadline = steady_clock::now() + std::chrono::milliseconds(options.connect_timeout_ms);
+  absl::Status status = channel->Exchange("a connected socket", deadline, &descriptors, &closed);
+  if (status.ok()) status = channel->TakeReply(&descriptors);
   if (!status.ok()) return status;
+  return channel;
+}
+
+absl::Status SharedMemory::TakeReply(Descriptors* received) {
+  Descriptors& descriptors = *received;
   if (connect_reply_.code != 0) {
     descriptors.Close();
     return absl::Status(
@@ -118,7 +137,7 @@ absl::Status SharedMemory::Handshake(const std::string& shm_path) {
         std::string(connect_reply_.message,
                     strnlen(connect_reply_.message, sizeof(connect_reply_.message))));
   }
-  status = Map(std::exchange(descriptors.region, -1));
+  absl::Status status = Map(std::exchange(descriptors.region, -1));
   if (status.ok() && options_.device_mib > 0 && options_.ring) MapDevice(descriptors.device);
   if (status.ok() && options_.pins && options_.ring) Pin();
   descriptors.Close();
@@ -131,12 +150,8 @@ void SharedMemory::Descriptors::Close() {
   }
 }
 
-// Connects, sends the request and reads the reply, with the descriptor that comes with it.
-// `*closed` says whether the server ended the connection without a reply.
-absl::Status SharedMemory::Exchange(const std::string& path,
-                                    std::chrono::steady_clock::time_point deadline,
-                                    Descriptors* descriptors, bool* closed) {
-  *closed = false;
+absl::Status SharedMemory::Dial(const std::string& path,
+                                std::chrono::steady_clock::time_point deadline) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   path.copy(address.sun_path, path.size());
@@ -150,10 +165,15 @@ absl::Status SharedMemory::Exchange(const std::string& path,
         "shared memory: ", path, ": ",
         errno == EAGAIN ? "the server does not accept connections in time" : std::strerror(errno)));
   }
-  if (absl::Status status = CheckSocketPeer(socket_, path, TrustedUsersWith(options_.server_uid));
-      !status.ok()) {
-    return status;
-  }
+  return CheckSocketPeer(socket_, path, TrustedUsersWith(options_.server_uid));
+}
+
+// Sends the request and reads the reply, with the descriptor that comes with it. `*closed` says
+// whether the server ended the connection without a reply.
+absl::Status SharedMemory::Exchange(const std::string& path,
+                                    std::chrono::steady_clock::time_point deadline,
+                                    Descriptors* descriptors, bool* closed) {
+  *closed = false;
   wire::ConnectRequest connect_request{};
   connect_request.magic = wire::kHandshakeMagic;
   connect_request.version = wire::kHandshakeVersion;
@@ -257,15 +277,15 @@ absl::Status SharedMemory::Map(int descriptor) {
     return absl::ResourceExhaustedError(
         absl::StrCat("shared memory: cannot map: ", std::strerror(errno)));
   }
-  region_ = {static_cast<std::byte*>(at), connect_reply_.region_bytes};
-  guard_.emplace(&socket_, region_);
-  blocks_.Add(connect_reply_.arena_offset, arena_bytes());
+  SetRegion({static_cast<std::byte*>(at), connect_reply_.region_bytes},
+            connect_reply_.arena_offset);
+  guard_.emplace(&socket_, region());
   if (connect_reply_.ring_entries == 0) return absl::OkStatus();
-  header_ = reinterpret_cast<wire::RingHeader*>(region_.data());
+  header_ = reinterpret_cast<wire::RingHeader*>(region().data());
   submissions_ =
-      reinterpret_cast<wire::SubmissionEntry*>(region_.data() + wire::SubmissionsOffset());
+      reinterpret_cast<wire::SubmissionEntry*>(region().data() + wire::SubmissionsOffset());
   completions_ = reinterpret_cast<wire::CompletionEntry*>(
-      region_.data() + wire::CompletionsOffset(connect_reply_.ring_entries));
+      region().data() + wire::CompletionsOffset(connect_reply_.ring_entries));
   return CheckRing();
 }
 
@@ -280,7 +300,7 @@ void SharedMemory::MapDevice(int descriptor) {
   }
   const uint32_t entries = connect_reply_.ring_entries;
   auto mapped =
-      DeviceRegion::Map(region_.subspan(wire::RingBytes(entries), wire::DevicePartBytes(entries)),
+      DeviceRegion::Map(region().subspan(wire::RingBytes(entries), wire::DevicePartBytes(entries)),
                         descriptor, entries, options_.device);
   device_status_ = mapped.status();
   if (mapped.ok()) device_ = *std::move(mapped);
@@ -298,14 +318,14 @@ void SharedMemory::Pin() {
   if (pinned_.ok() && Atomic(header_->chains).load() == 0) {
     pinned_ = absl::UnimplementedError("shared memory: the server takes no chains there");
   }
-  if (pinned_.ok()) pinned_ = MapWords(region_);
+  if (pinned_.ok()) pinned_ = MapWords(region());
 }
 
 SharedMemory::~SharedMemory() {
   guard_.reset();
   device_.reset();  // before the server frees the memory that it maps
   if (socket_ >= 0) close(socket_);
-  if (region_.data() != nullptr) munmap(region_.data(), region_.size());
+  if (region().data() != nullptr) munmap(region().data(), region().size());
 }
 
 void SharedMemory::Close(std::chrono::milliseconds timeout) {
@@ -316,24 +336,6 @@ void SharedMemory::Close(std::chrono::milliseconds timeout) {
 }
 
 void SharedMemory::Disconnect() { shutdown(socket_, SHUT_RDWR); }
-
-// -------------------------------------------------------------------------------------- Arena
-
-std::span<std::byte> SharedMemory::Allocate(uint64_t bytes) {
-  const std::optional<uint64_t> at = blocks_.Take(bytes);
-  return at ? region_.subspan(*at, bytes) : std::span<std::byte>();
-}
-
-void SharedMemory::Free(std::span<std::byte> block) {
-  if (block.data() != nullptr) blocks_.Return(OffsetOf(block.data()));
-}
-
-bool SharedMemory::Holds(const void* data, uint64_t bytes) const {
-  const auto* const from = static_cast<const std::byte*>(data);
-  const std::byte* const arena = region_.data() + connect_reply_.arena_offset;
-  const std::byte* const end = region_.data() + region_.size();
-  return from >= arena && from <= end && bytes <= static_cast<uint64_t>(end - from);
-}
 
 // --------------------------------------------------------------------------------------- Ring
 
@@ -358,7 +360,7 @@ DeviceRegion::Turn SharedMemory::TurnOf(uint64_t index) const {
 // Before a chained entry of this index.
 absl::Status SharedMemory::BeginChain(uint64_t index, void* stream) {
   absl::Status s;
-  if (!words_mapped_) s = MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
+  if (!words_mapped_) s = MapWords(region().first(wire::RingBytes(connect_reply_.ring_entries)));
   if (!device_->chains() || returned_.load(std::memory_order_acquire) < chain_end_) return s;
   const uint32_t before = wire::PublishedSequence(index) - 1;
   if (s.ok() && index - chain_end_ >= options_.words_last) s = ForgetWords(before);
@@ -387,7 +389,7 @@ absl::StatusOr<void*> SharedMemory::CaptureTurn(void* stream) {
   if (device_ == nullptr) return device_status_;
   if (!device_->chains()) return absl::UnimplementedError("chained: the server has no such words");
   if (!words_mapped_) {
-    absl::Status s = MapWords(region_.first(wire::RingBytes(connect_reply_.ring_entries)));
+    absl::Status s = MapWords(region().first(wire::RingBytes(connect_reply_.ring_entries)));
     if (!s.ok()) return s;
   }
   return device_->CaptureTurn(TurnOf(submitted_), stream);
@@ -483,15 +485,6 @@ bool SharedMemory::Poll(wire::CompletionEntry* entry) {
   held_ = true;
   if (entry->kind != wire::kEntryMessage) GiveBack();
   return true;
-}
-
-std::string_view SharedMemory::Message(const wire::CompletionEntry& entry) const {
-  if (entry.message_offset > region_.size() ||
-      entry.message_length > region_.size() - entry.message_offset) {
-    return {};
-  }
-  return {reinterpret_cast<const char*>(region_.data()) + entry.message_offset,
-          entry.message_length};
 }
 
 bool SharedMemory::Connected() const {

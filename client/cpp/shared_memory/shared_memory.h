@@ -27,9 +27,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "client/cpp/shared_memory/block_list.h"
 #include "client/cpp/shared_memory/device_region.h"
 #include "client/cpp/shared_memory/home.h"
+#include "client/cpp/shared_memory/ring_memory.h"
 #include "proto/wire/ring_layout.h"
 
 namespace mla::client {
@@ -50,7 +50,7 @@ struct SharedMemoryOptions {
   uint64_t words_last = wire::kChainWordsLast;  // tests have less
 };
 
-class SharedMemory final {
+class SharedMemory final : public RingMemory {
  public:
   // `shm_path` is the server's shm.path. UNAVAILABLE if the server does not exist, or does not
   // accept and reply within connect_timeout_ms. UNIMPLEMENTED if the memory is not sealed, sized
@@ -58,71 +58,41 @@ class SharedMemory final {
   // user (socket_owner.h). Otherwise the status with which the server refused.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Connect(const std::string& shm_path,
                                                                const SharedMemoryOptions& options);
-  ~SharedMemory();
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
+  // Like Connect, for a socket that is connected to the server's listener already. Takes the socket
+  // over, also if it fails.
+  static absl::StatusOr<std::unique_ptr<SharedMemory>> Attach(int socket,
+                                                              const SharedMemoryOptions& options);
+  ~SharedMemory() override;
 
   uint64_t boot_id() const { return connect_reply_.boot_id; }
   std::string_view handle() const {
     return {reinterpret_cast<const char*>(connect_reply_.handle), wire::kHandleBytes};
   }
-  std::span<std::byte> region() const { return region_; }
-  uint64_t arena_bytes() const { return region_.size() - connect_reply_.arena_offset; }
-  uint32_t ring_entries() const { return connect_reply_.ring_entries; }
-  // Null if none was requested, or device_status() has the reason. Without device memory of its own
-  // if the region was to be pinned and none was requested.
-  DeviceRegion* device() const { return device_.get(); }
-  bool has_device_memory() const { return device_ != nullptr && !device_->memory().empty(); }
-  // OK if calls with tensors in the arena can be chained, else the reason why not.
-  const absl::Status& pinned() const { return pinned_; }
-  const absl::Status& device_status() const { return device_status_; }
+  uint32_t server_spin_us() const { return connect_reply_.spin_us; }  // as granted
+  uint64_t arena_offset() const { return connect_reply_.arena_offset; }
+  std::string_view transport() const override { return "ring"; }
+  uint32_t ring_entries() const override { return connect_reply_.ring_entries; }
+  DeviceRegion* device() const override { return device_.get(); }
+  absl::Status pinned() const override { return pinned_; }
+  absl::Status device_status() const override { return device_status_; }
 
-  // Memory for tensors, aligned to 64 bytes; empty without a contiguous part of that size.
-  std::span<std::byte> Allocate(uint64_t bytes);
-  void Free(std::span<std::byte> block);
-  // True if [data, data + bytes) is arena memory.
-  bool Holds(const void* data, uint64_t bytes) const;
-  uint64_t OffsetOf(const void* data) const {
-    return static_cast<uint64_t>(static_cast<const std::byte*>(data) - region_.data());
-  }
+  void Close(std::chrono::milliseconds timeout) override;
+  void Disconnect() override;
 
-  // Gives the connection up and returns once the server has ended its side (the ring's steps are
-  // aborted then), or after `timeout`.
-  void Close(std::chrono::milliseconds timeout);
-  // Gives the connection up at once.
-  void Disconnect();
-
-  // --- The ring. REQUIRES: ring_entries() > 0. Publishes an entry (its sequence is set here) and
-  // wakes the server if it sleeps. Returns false if the ring is full: as many requests as it has
-  // entries wait for their completions to be taken. With kEntryOnDevice the server waits for the
-  // work that `stream` has been given so far (DeviceRegion::Record). `chained`: later work of
-  // `stream` waits for the outputs of this entry; REQUIRES kEntryOnDevice or pinned().
+  // --- The ring. REQUIRES: ring_entries() > 0.
   bool Submit(wire::SubmissionEntry entry, void* stream = nullptr, bool chained = false);
-  // A chained call in a graph: an entry, and the node in which the graph's stream waits for it.
-  struct GraphEntry {
-    wire::SubmissionEntry entry{};
-    void* node = nullptr;
-  };
-  // Captures the words of a chained entry in the graph of `stream`; returns the node. Errors: as
-  // DeviceRegion::CaptureTurn.
-  absl::StatusOr<void*> CaptureTurn(void* stream);
-  // Publishes entries for the next launch of `exec`, an instance of the graph that has their nodes.
-  // The caller launches it on `stream` afterwards, once. REQUIRES: the ring has room for all of
-  // them. Nothing was published if it fails; `exec` must not be launched then.
-  absl::Status SubmitGraph(std::span<const GraphEntry> entries, void* exec, void* stream);
-  // Releases streams that wait for completions which will not come any more; call it once. Nothing
-  // may be submitted afterwards.
-  void ReleaseStreams();
-  // Takes the next completion if there is one. For kEntryMessage, Message must be read before the
-  // next call of Poll or Wait, which gives its slot back.
-  bool Poll(wire::CompletionEntry* entry);
-  std::string_view Message(const wire::CompletionEntry& entry) const;
-  // Poll that spins, then sleeps. DEADLINE_EXCEEDED; UNAVAILABLE when the connection has ended.
-  absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout);
-  // False once either side has given the connection up.
-  bool Connected() const;
-  // Requests whose completions have not been given back; of the submitting thread.
-  uint64_t in_flight() const { return submitted_ - returned_.load(std::memory_order_acquire); }
+  absl::StatusOr<void*> CaptureTurn(void* stream) override;
+  absl::Status SubmitGraph(std::span<const GraphEntry> entries, void* exec, void* stream) override;
+  bool Submit(wire::SubmissionEntry entry, const RingPlaces&, void* stream, bool chained) override {
+    return Submit(entry, stream, chained);
+  }
+  void ReleaseStreams() override;
+  bool Poll(wire::CompletionEntry* entry) override;
+  absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) override;
+  bool Connected() const override;
+  uint64_t in_flight() const override {
+    return submitted_ - returned_.load(std::memory_order_acquire);
+  }
 
  private:
   struct Descriptors {
@@ -131,8 +101,10 @@ class SharedMemory final {
   };
   explicit SharedMemory(const SharedMemoryOptions& options) : options_(options) {}
   absl::Status Handshake(const std::string& shm_path);
+  absl::Status Dial(const std::string& path, std::chrono::steady_clock::time_point deadline);
   absl::Status Exchange(const std::string& path, std::chrono::steady_clock::time_point deadline,
                         Descriptors* descriptors, bool* closed);
+  absl::Status TakeReply(Descriptors* descriptors);
   bool has_device() const { return (connect_reply_.flags & wire::kHasDevice) != 0; }
   absl::Status CheckRegion(int descriptor) const;
   absl::Status CheckRing() const;
@@ -151,14 +123,12 @@ class SharedMemory final {
   const SharedMemoryOptions options_;
   int socket_ = -1;
   wire::ConnectReply connect_reply_{};
-  std::span<std::byte> region_;
   wire::RingHeader* header_ = nullptr;
   wire::SubmissionEntry* submissions_ = nullptr;
   wire::CompletionEntry* completions_ = nullptr;
   uint64_t submitted_ = 0, taken_ = 0;
   std::atomic<uint64_t> returned_{0};  // as the server has been told
   bool held_ = false;                  // the last completion's slot has not been given back
-  BlockList blocks_;                   // blocks of the arena
   std::unique_ptr<DeviceRegion> device_;
   bool words_mapped_ = false;  // there have been chained entries
   uint64_t chain_end_ = 0;     // number after the last chained entry

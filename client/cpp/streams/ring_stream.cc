@@ -42,7 +42,7 @@ wire::SubmissionEntry EntryOf(const v1::Attend& attend) {
 
 }  // namespace
 
-RingStream::RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
+RingStream::RingStream(std::unique_ptr<RingMemory> memory, uint64_t boot_id,
                        std::chrono::milliseconds timeout, uint64_t message_bytes,
                        const wire::ThreadTeamOptions& copies)
     : memory_(std::move(memory)),
@@ -84,6 +84,8 @@ bool RingStream::PlaceMessage(std::span<const std::byte> tails, v1::AttendStream
   entry->num_heads = static_cast<uint32_t>(kReplyRoom);
   entry->in_offset = memory_->OffsetOf(message);
   entry->out_offset = memory_->OffsetOf(room.out.data());
+  room.in_offset = memory_->OffsetOf(room.in.data());
+  room.in_bytes = message_at + entry->row_count;
   return true;
 }
 
@@ -172,7 +174,8 @@ void RingStream::SendUntil(Deadline deadline, Late late, v1::AttendStreamRequest
 bool RingStream::SubmitNext(wire::SubmissionEntry* entry, InFlight* flight) {
   const PendingReply& pending = *flight->pending;
   entry->tag = next_tag_;
-  if (!memory_->Submit(*entry, pending.stream, pending.chained)) return false;
+  const RingPlaces places{flight->room.in_offset, flight->room.in_bytes, flight->room.out_bytes};
+  if (!memory_->Submit(*entry, places, pending.stream, pending.chained)) return false;
   ++next_tag_;
   if (pending.chained) NoteChained(flight);
   in_flight_[entry->tag] = std::move(*flight);

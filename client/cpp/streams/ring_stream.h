@@ -23,7 +23,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "base/mutex.h"
-#include "client/cpp/shared_memory/shared_memory.h"
+#include "client/cpp/shared_memory/ring_memory.h"
 #include "client/cpp/streams/step_stream.h"
 #include "client/cpp/streams/tensor_placement.h"
 #include "proto/wire/ring_layout.h"
@@ -32,12 +32,12 @@ namespace mla::client {
 
 class RingStream final : public StepStream {
  public:
-  RingStream(std::unique_ptr<SharedMemory> memory, uint64_t boot_id,
+  RingStream(std::unique_ptr<RingMemory> memory, uint64_t boot_id,
              std::chrono::milliseconds timeout, uint64_t message_bytes,
              const wire::ThreadTeamOptions& copies);
   ~RingStream() override;
 
-  std::string_view transport() const override { return "ring"; }
+  std::string_view transport() const override { return memory_->transport(); }
   uint64_t message_bytes() const override { return message_bytes_; }
   bool InPlace(const InputTensors& inputs, const PendingReply& pending) const override {
     return AreInPlace(*memory_, inputs, pending);
@@ -75,7 +75,7 @@ class RingStream final : public StepStream {
   bool WaitUntil(PendingReply* pending, std::chrono::steady_clock::time_point until);
   // OK while the stream can be used, else the reason why it cannot.
   absl::Status broken();
-  SharedMemory& memory() { return *memory_; }
+  RingMemory& memory() { return *memory_; }
   // Ends the stream. First waits, for `wait` at most, until requests under way have ended and the
   // server has aborted open steps.
   void End(std::chrono::milliseconds wait);
@@ -125,7 +125,7 @@ class RingStream final : public StepStream {
   absl::Status Finish(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Break(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  const std::unique_ptr<SharedMemory> memory_;
+  const std::unique_ptr<RingMemory> memory_;
   const uint64_t boot_id_;
   const std::chrono::milliseconds timeout_;
   const uint64_t message_bytes_;

@@ -57,7 +57,8 @@ class StepStream {
   // Returns true in a process that did not make the object.
   bool left() const { return home_.left(); }
 
-  // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there.
+  // "inline": all of it in gRPC messages; "shm": tensors in shared memory; "ring": all of it there;
+  // "ucx": all of it over UCX.
   virtual std::string_view transport() const = 0;
   // Tensor bytes of one request or reply at most.
   virtual uint64_t message_bytes() const = 0;

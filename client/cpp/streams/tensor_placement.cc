@@ -26,7 +26,7 @@ const std::byte* InPlace(const Memory& memory, std::span<const std::byte> first,
   return fits ? start : nullptr;
 }
 
-const std::byte* InputsInPlace(const SharedMemory& memory, const InputTensors& inputs) {
+const std::byte* InputsInPlace(const RingMemory& memory, const InputTensors& inputs) {
   const std::byte* const start = InPlace(memory, inputs.kv, inputs.q);
   if (inputs.lists.empty() || start == nullptr) return start;
   const uint64_t size =
@@ -36,7 +36,7 @@ const std::byte* InputsInPlace(const SharedMemory& memory, const InputTensors& i
 
 // Returns true if all tensors lie in device memory and can be used there. It is not enough that
 // some do, because the host cannot copy them.
-bool OnDevice(const SharedMemory& memory, const InputTensors& inputs, const PendingReply& pending) {
+bool OnDevice(const RingMemory& memory, const InputTensors& inputs, const PendingReply& pending) {
   if (memory.device() == nullptr || !inputs.lists.empty()) return false;
   const DeviceRegion& device = *memory.device();
   const bool no_output = pending.o.empty() && pending.lse.empty();
@@ -44,7 +44,7 @@ bool OnDevice(const SharedMemory& memory, const InputTensors& inputs, const Pend
          (no_output || InPlace(device, pending.o, pending.lse) != nullptr);
 }
 
-uint64_t DeviceOffset(const SharedMemory& memory, std::span<const std::byte> first,
+uint64_t DeviceOffset(const RingMemory& memory, std::span<const std::byte> first,
                       std::span<const std::byte> second) {
   const std::byte* const start = first.empty() ? second.data() : first.data();
   return start == nullptr ? 0 : memory.device()->OffsetOf(start);
@@ -52,7 +52,7 @@ uint64_t DeviceOffset(const SharedMemory& memory, std::span<const std::byte> fir
 
 }  // namespace
 
-bool PlaceTensors(SharedMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
+bool PlaceTensors(RingMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement) {
   TensorPlacement made;
   const uint64_t lists_at = wire::AlignShared(Together(inputs.kv.size(), inputs.q.size()));
@@ -91,8 +91,7 @@ bool PlaceTensors(SharedMemory* memory, wire::ThreadTeam* copier, const InputTen
   return true;
 }
 
-bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
-                const PendingReply& pending) {
+bool AreInPlace(const RingMemory& memory, const InputTensors& inputs, const PendingReply& pending) {
   if (OnDevice(memory, inputs, pending)) return true;
   const bool no_input = inputs.size() == 0;
   const bool no_output = pending.o.empty() && pending.lse.empty();
@@ -100,7 +99,7 @@ bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
          (no_output || InPlace(memory, pending.o, pending.lse) != nullptr);
 }
 
-absl::Status CheckDevicePlaces(const SharedMemory& memory, const InputTensors& inputs,
+absl::Status CheckDevicePlaces(const RingMemory& memory, const InputTensors& inputs,
                                const PendingReply& pending) {
   if (memory.device() == nullptr || OnDevice(memory, inputs, pending)) return absl::OkStatus();
   const std::span<const std::byte> tensors[] = {inputs.kv, inputs.q, inputs.lists, pending.o,
@@ -125,7 +124,7 @@ void TakeOutputs(const TensorPlacement& placement, wire::ThreadTeam* copier,
   copier->Copy(placement.out.last(pending.chosen.size()), pending.chosen.data());
 }
 
-void FreeTensors(SharedMemory* memory, TensorPlacement* placement) {
+void FreeTensors(RingMemory* memory, TensorPlacement* placement) {
   memory->Free(placement->in);
   memory->Free(placement->out);
   placement->in = placement->out = {};

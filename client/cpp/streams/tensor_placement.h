@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <span>
 
-#include "client/cpp/shared_memory/shared_memory.h"
+#include "client/cpp/shared_memory/ring_memory.h"
 #include "client/cpp/streams/step_stream.h"
 #include "proto/wire/thread_team.h"
 
@@ -27,20 +27,19 @@ struct TensorPlacement {
 
 // Places `inputs` and the outputs of `pending`. Returns false and takes nothing if there is not
 // enough room now.
-bool PlaceTensors(SharedMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
+bool PlaceTensors(RingMemory* memory, wire::ThreadTeam* copier, const InputTensors& inputs,
                   const PendingReply& pending, TensorPlacement* placement);
 // Returns true if a call with these tensors copies nothing, so that it need not be split.
-bool AreInPlace(const SharedMemory& memory, const InputTensors& inputs,
-                const PendingReply& pending);
+bool AreInPlace(const RingMemory& memory, const InputTensors& inputs, const PendingReply& pending);
 // INVALID_ARGUMENT if only some of the tensors lie in device memory, or not as the ring requires,
 // because the host cannot copy them.
-absl::Status CheckDevicePlaces(const SharedMemory& memory, const InputTensors& inputs,
+absl::Status CheckDevicePlaces(const RingMemory& memory, const InputTensors& inputs,
                                const PendingReply& pending);
 // Copies the outputs to the places in `pending` unless the server wrote them there.
 void TakeOutputs(const TensorPlacement& placement, wire::ThreadTeam* copier,
                  const PendingReply& pending);
 // Gives the blocks back. REQUIRES: the server does not use them any more.
-void FreeTensors(SharedMemory* memory, TensorPlacement* placement);
+void FreeTensors(RingMemory* memory, TensorPlacement* placement);
 
 }  // namespace mla::client
 

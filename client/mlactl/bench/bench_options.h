@@ -21,7 +21,7 @@ inline constexpr size_t kMaxBenchRuns = 100;
 
 // One run.
 struct BenchPoint {
-  std::string transport = "auto";  // auto, inline, shm, ring-futex or ring-spin
+  std::string transport = "auto";  // auto, inline, shm, ring-futex, ring-spin or ucx
   v1::Profile profile = v1::PROFILE_EXPANDED;
   uint32_t batch = 1;       // sequences of a step
   uint32_t rows = 1;        // new rows of each sequence in each step
@@ -59,7 +59,7 @@ struct BenchOptions {
   bool touch = false;
   v1::DType q_dtype = v1::DTYPE_BF16, kv_row_dtype = v1::DTYPE_BF16;
   v1::DType o_dtype = v1::DTYPE_BF16;
-  uint32_t spin_us = kDefaultSpinMicros;  // for ring-spin, on each side
+  uint32_t spin_us = kDefaultSpinMicros;  // for ring-spin and ucx, on each side
   std::string plot_file;                  // empty: no plot
   bool quiet = false;                     // no progress
 };

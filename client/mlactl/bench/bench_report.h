@@ -13,7 +13,7 @@ namespace mla::mlactl {
 
 struct BenchRun {
   BenchPoint point;
-  std::string transport;  // the transport used: "inline", "shm" or "ring"
+  std::string transport;  // the transport used: "inline", "shm", "ring" or "ucx"
   LoadResult result;
   // Payload bytes that the server copied for each attend. Computed from its counters, which include
   // other clients.

@@ -11,14 +11,16 @@ const std::vector<std::string>& TransportNames() {
 void AddTransport(Command* command, std::string* name) {
   std::vector<std::string> names = TransportNames();
   names.insert(names.begin(), "auto");
-  command->Choice({"transport", "NAME", "inline, shm, ring-futex, ring-spin, or auto (default)"},
-                  names, name);
+  names.emplace_back(kUcx);
+  command->Choice(
+      {"transport", "NAME", "inline, shm, ring-futex, ring-spin, ucx, or auto (default)"}, names,
+      name);
 }
 
 void AddSpin(Command* command, uint32_t* spin_us) {
-  command->Number(
-      {"spin-us", "N", "how long each side of ring-spin spins before it sleeps (default 100)"}, 1,
-      10'000'000, spin_us);
+  command->Number({"spin-us", "N",
+                   "how long each side of ring-spin and ucx spins before it sleeps (default 100)"},
+                  1, 10'000'000, spin_us);
 }
 
 void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options) {
@@ -27,10 +29,9 @@ void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptio
   if (name == "inline") options->transport = Transport::kInline;
   if (name == "shm") options->transport = Transport::kShm;
   if (name == "ring-futex") options->transport = Transport::kRing;
-  if (name == "ring-spin") {
-    options->transport = Transport::kRing;
-    options->spin_us = spin_us;
-  }
+  if (name == "ring-spin") options->transport = Transport::kRing;
+  if (name == kUcx) options->transport = Transport::kUcx;
+  if (name == "ring-spin" || name == kUcx) options->spin_us = spin_us;
 }
 
 }  // namespace mla::mlactl

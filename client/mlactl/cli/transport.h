@@ -13,7 +13,11 @@ namespace mla::mlactl {
 
 inline constexpr uint32_t kDefaultSpinMicros = 100;
 
-// inline, shm, ring-futex, ring-spin: without auto, which leaves the choice to the client library.
+// A ring over UCX, to a server that offers it.
+inline constexpr char kUcx[] = "ucx";
+
+// inline, shm, ring-futex, ring-spin: without auto, which leaves the choice to the client library,
+// and kUcx, which few servers offer.
 const std::vector<std::string>& TransportNames();
 
 // Defines --transport with one name, auto included.
@@ -21,7 +25,7 @@ void AddTransport(Command* command, std::string* name);
 // Defines --spin-us.
 void AddSpin(Command* command, uint32_t* spin_us);
 
-// `spin_us`: how long each side of ring-spin spins before it sleeps; unused by the others.
+// `spin_us`: how long each side of ring-spin and ucx spins before it sleeps; unused by the others.
 void SetTransport(const std::string& name, uint32_t spin_us, client::ClientOptions* options);
 
 }  // namespace mla::mlactl

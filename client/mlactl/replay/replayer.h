@@ -49,7 +49,7 @@ class Replayer final {
   const ReplayCounts& counts() const { return counts_; }
   // The server's names of the models that it has registered.
   std::vector<std::string> model_ids() const;
-  // "inline", "shm" or "ring". REQUIRES: Run has begun.
+  // "inline", "shm", "ring" or "ucx". REQUIRES: Run has begun.
   std::string transport() const { return std::string(session_->transport()); }
 
  private:

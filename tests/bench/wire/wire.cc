@@ -17,8 +17,9 @@
 // does. inline_staged gathers the queries into staging memory, as for a GPU. shm has tensors in
 // shared memory. NAME_sleep is the same path without spinning. grpc_stream_stock uses gRPC's
 // synchronous interface (wire_stock.h). ring_futex and ring_spin are the command ring with both
-// sides sleeping or spinning. The kernel computes nothing. One request is in flight at a time: a
-// decode step is 61 dependent calls.
+// sides sleeping or spinning. inline_tcp is inline over TCP. ucx_tcp and ucx_shm are the command
+// ring over UCX, by a relay; relay and client spin like gRPC paths. The kernel computes nothing.
+// One request is in flight at a time: a decode step is 61 dependent calls.
 //
 // p50_us and p99_us: one attend, from submitting the request to holding its reply. gbps: tensor
 // bytes of both directions, divided by that time plus the time in which one thread writes each byte
@@ -50,7 +51,10 @@
 
 #include "mla/v1/sequence.grpc.pb.h"
 #include "proto/wire/grpc_tuning.h"
+#include "server/ucx/relay_channel.h"
+#include "server/ucx/relay_main.h"
 #include "tests/bench/wire/parallel_touch.h"
+#include "tests/bench/wire/ucx_path.h"
 #include "tests/bench/wire/wire_paths.h"
 #include "tests/bench/wire/wire_server.h"
 #include "tests/bench/wire/wire_stock.h"
@@ -59,12 +63,13 @@ namespace mla::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// Paths that take turns. kAlone has the machine for itself, because a spinning ring's thread would
-// take a core from the others.
+// Paths that take turns. Those of kAlone have the machine for themselves, because a spinning ring's
+// thread would take a core from the others.
 constexpr const char* kPaths[] = {
     "grpc_stream",       "grpc_unary",   "inline",    "inline_staged", "shm",
     "grpc_stream_sleep", "inline_sleep", "shm_sleep", "ring_futex",    "grpc_stream_stock"};
-constexpr char kAlone[] = "ring_spin";
+constexpr const char* kAlone[] = {"ring_spin",     "inline_tcp", "inline_tcp_sleep", "ucx_tcp",
+                                  "ucx_tcp_sleep", "ucx_shm",    "ucx_shm_sleep"};
 constexpr Shape kShapes[] = {
     {"EXPANDED-1", v1::PROFILE_EXPANDED, 1},     {"EXPANDED-32", v1::PROFILE_EXPANDED, 32},
     {"EXPANDED-128", v1::PROFILE_EXPANDED, 128}, {"ABSORBED-1", v1::PROFILE_ABSORBED, 1},
@@ -202,12 +207,21 @@ class Benchmark {
     // the next stream is opened.
     shared_->in_place = name != "inline_staged";
     Settle();
+    if (name.starts_with("inline_tcp")) {
+      return std::make_unique<ServiceStream>(OverTcp(), shape, spin, nullptr, options_.piece_bytes);
+    }
     if (name.starts_with("inline")) {
       return std::make_unique<ServiceStream>(channel_, shape, spin, nullptr, options_.piece_bytes);
     }
+    const uint64_t bytes = shape.in() + shape.o() + (1 << 20);
+    if (name.starts_with("ucx")) {
+      const std::string transports = name.starts_with("ucx_tcp") ? "tcp" : "posix,cma";
+      return std::make_unique<Ring>(shape,
+                                    OpenUcxRing(folder_ + "/s.shm", bytes, transports, spin));
+    }
     client::SharedMemoryOptions options;
     options.ring = name.starts_with("ring");
-    options.bytes = shape.in() + shape.o() + (1 << 20);
+    options.bytes = bytes;
     if (name == "ring_spin") options.spin_us = options.server_spin_us = kLongestSpinMicros;
     auto memory = SharedMemory::Connect(folder_ + "/s.shm", options);
     Check(memory.status());
@@ -215,6 +229,15 @@ class Benchmark {
       return std::make_unique<ServiceStream>(channel_, shape, spin, *std::move(memory));
     }
     return std::make_unique<Ring>(shape, *std::move(memory));
+  }
+
+  std::shared_ptr<grpc::Channel> OverTcp() const {
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(-1);
+    arguments.SetMaxSendMessageSize(-1);
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
+    return grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(shared_->tcp_port.load()),
+                                     grpc::InsecureChannelCredentials(), arguments);
   }
 
   // Spin time of both sides of a gRPC path.
@@ -347,7 +370,9 @@ void RunClient(const std::string& folder, Shared* shared, const Options& options
   for (const Shape& shape : kShapes) {
     if (!Names(options.shapes, shape.name)) continue;
     std::vector<Row> rows = benchmark.Measure(together, shape);
-    if (Names(options.paths, kAlone)) rows.push_back(benchmark.Measure({kAlone}, shape)[0]);
+    for (const char* path : kAlone) {
+      if (Names(options.paths, path)) rows.push_back(benchmark.Measure({path}, shape)[0]);
+    }
     Print(rows);
     all.insert(all.end(), rows.begin(), rows.end());
   }
@@ -392,6 +417,9 @@ int Main(const Options& options) {
 }  // namespace mla::bench
 
 int main(int argc, char** argv) {
+  if (argc > 1 && std::string_view(argv[1]) == mla::server::kRelayCommand) {
+    return mla::server::RunRelay();
+  }
   mla::bench::Options options;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];

@@ -282,7 +282,8 @@ class ServiceStream final : public Path {
 // --- The service over a command ring.
 class Ring final : public Path {
  public:
-  Ring(const Shape& shape, std::unique_ptr<SharedMemory> memory) : memory_(std::move(memory)) {
+  Ring(const Shape& shape, std::unique_ptr<client::RingMemory> memory)
+      : out_bytes_(shape.o()), memory_(std::move(memory)) {
     in = memory_->Allocate(shape.in());
     out = memory_->Allocate(shape.o());
     message_ = memory_->Allocate(65536);
@@ -302,7 +303,7 @@ class Ring final : public Path {
     entry.in_offset = memory_->OffsetOf(message_.data());
     entry.out_offset = entry.in_offset + 32768;
     request.SerializeToArray(message_.data(), static_cast<int>(entry.row_count));
-    const wire::CompletionEntry done = Do(entry);
+    const wire::CompletionEntry done = Do(entry, {entry.in_offset, entry.row_count, 0});
     v1::AttendStreamReply reply;
     if (!reply.ParseFromString(std::string(memory_->Message(done))) || reply.has_error()) {
       Die(reply.ShortDebugString());
@@ -311,19 +312,20 @@ class Ring final : public Path {
   void Attend(uint64_t step, uint32_t layer) override {
     entry_.step_id = step;
     entry_.layer = layer;
-    const wire::CompletionEntry done = Do(entry_);
+    const wire::CompletionEntry done = Do(entry_, {entry_.in_offset, in.size(), out_bytes_});
     if (done.kind != wire::kEntryAttend) Die("an attend failed");
   }
 
  private:
-  wire::CompletionEntry Do(const wire::SubmissionEntry& entry) {
-    if (!memory_->Submit(entry)) Die("the ring is full");
+  wire::CompletionEntry Do(const wire::SubmissionEntry& entry, const client::RingPlaces& places) {
+    if (!memory_->Submit(entry, places, nullptr, false)) Die("the ring is full");
     wire::CompletionEntry done;
     Check(memory_->Wait(&done, kTimeout));
     return done;
   }
 
-  const std::unique_ptr<SharedMemory> memory_;
+  const uint64_t out_bytes_;
+  const std::unique_ptr<client::RingMemory> memory_;
   std::span<std::byte> message_;
   wire::SubmissionEntry entry_{};
 };

@@ -284,6 +284,8 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   builder.SetMaxReceiveMessageSize(-1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, wire::kStreamWindowBytes);
   builder.AddListeningPort("unix:" + folder + "/s", grpc::InsecureServerCredentials());
+  int tcp_port = 0;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &tcp_port);
   builder.RegisterService(&attention);
   builder.RegisterService(&sequences);
   builder.RegisterService(&admin);
@@ -294,6 +296,7 @@ void Serve(const std::string& folder, Shared* shared, uint32_t layers) {
   attention.Serve(&poller);
   poller.Start();
   auto listener = OpenListener(wire, config.shm, folder + "/s.shm");
+  shared->tcp_port = tcp_port;
   shared->ready = 1;
   while (shared->stop.load() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));

@@ -160,14 +160,9 @@ TEST_P(Fp8WireTest, ValuesThatAreNoNumbersReachTheResults) {
   EXPECT_TRUE(std::isnan(got->o[0]));
 }
 
-std::string TransportName(const ::testing::TestParamInfo<Transport>& info) {
-  return info.param == Transport::kInline ? "inline"
-         : info.param == Transport::kShm  ? "shm"
-                                          : "ring";
-}
-
 INSTANTIATE_TEST_SUITE_P(Transports, Fp8WireTest,
-                         ::testing::Values(Transport::kInline, Transport::kShm, Transport::kRing),
+                         ::testing::Values(Transport::kInline, Transport::kShm, Transport::kRing,
+                                           Transport::kUcx),
                          TransportName);
 
 }  // namespace

@@ -202,14 +202,9 @@ TEST_P(ListsTest, PositionsThatTheRowDoesNotSeeAreRefused) {
       << "the stream goes on, and the refused step left nothing";
 }
 
-std::string TransportName(const ::testing::TestParamInfo<Transport>& info) {
-  return info.param == Transport::kInline ? "inline"
-         : info.param == Transport::kShm  ? "shm"
-                                          : "ring";
-}
-
 INSTANTIATE_TEST_SUITE_P(Transports, ListsTest,
-                         ::testing::Values(Transport::kInline, Transport::kShm, Transport::kRing),
+                         ::testing::Values(Transport::kInline, Transport::kShm, Transport::kRing,
+                                           Transport::kUcx),
                          TransportName);
 
 }  // namespace

@@ -25,6 +25,24 @@ inline client::ClientOptions Over(client::ClientOptions::Transport transport,
   return options;
 }
 
+// Names of tests with this parameter.
+inline std::string TransportName(
+    const ::testing::TestParamInfo<client::ClientOptions::Transport>& info) {
+  switch (info.param) {
+    case client::ClientOptions::Transport::kAuto:
+      return "auto";
+    case client::ClientOptions::Transport::kInline:
+      return "inline";
+    case client::ClientOptions::Transport::kShm:
+      return "shm";
+    case client::ClientOptions::Transport::kRing:
+      return "ring";
+    case client::ClientOptions::Transport::kUcx:
+      return "ucx";
+  }
+  return "other";
+}
+
 inline std::string ShmPathOf(const TestServer& server) {
   return server.folder().File("mla.sock.shm");
 }

@@ -263,12 +263,6 @@ TEST_P(WindowTest, RowsOfEightBitsAreRefused) {
   EXPECT_EQ(client::DetailOf(refused)->reason(), "no_fp8_rows_here");
 }
 
-std::string TransportName(const ::testing::TestParamInfo<Transport>& info) {
-  return info.param == Transport::kInline ? "inline"
-         : info.param == Transport::kShm  ? "shm"
-                                          : "ring";
-}
-
 // Each number of a window, changed so that it becomes invalid.
 TEST(WindowModelTest, RegistrationsAreChecked) {
   const TestServer server;
@@ -354,7 +348,8 @@ TEST(WindowModelTest, SinksMayComeAfterTheRegistration) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, WindowTest,
-                         ::testing::Values(Transport::kInline, Transport::kShm, Transport::kRing),
+                         ::testing::Values(Transport::kInline, Transport::kShm, Transport::kRing,
+                                           Transport::kUcx),
                          TransportName);
 
 }  // namespace

@@ -1,0 +1,313 @@
+#include "client/cpp/ucx/ucx_memory.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/wire/futex.h"
+
+namespace mla::client {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr int kSpinsPerClock = 32;
+constexpr uint32_t kMostRingEntries = 4096;
+constexpr uint64_t kMostRounding = 2 << 20;  // of an arena beyond the wanted size
+// UCX's descriptor misses events in some versions; a sleep that missed one takes this long.
+constexpr milliseconds kLongestSleep{5};
+// How long the pump waits for a thread that waits, and how long it goes on without work.
+constexpr std::chrono::milliseconds kPumpPause{1};
+constexpr std::chrono::milliseconds kPumpRest{100};
+
+absl::Status Mismatch(const char* field, uint64_t got, const std::string& expected) {
+  return absl::UnimplementedError(
+      absl::StrCat("UCX ring: ", field, ": got ", got, ", must be ", expected));
+}
+
+absl::Status CheckRing(const UcxRing& ring) {
+  if (ring.token.size() != wire::kUcxTokenBytes) {
+    return Mismatch("token bytes", ring.token.size(), absl::StrCat(wire::kUcxTokenBytes));
+  }
+  if (ring.entries == 0 || ring.entries > kMostRingEntries || !std::has_single_bit(ring.entries)) {
+    return Mismatch("ring_entries", ring.entries,
+                    absl::StrCat("a power of two up to ", kMostRingEntries));
+  }
+  const uint64_t arena = wire::RingBytes(ring.entries);
+  if (ring.arena_offset != arena) {
+    return Mismatch("arena_offset", ring.arena_offset, absl::StrCat(arena));
+  }
+  const uint64_t size = ring.region_bytes;
+  if (size < arena || size - arena < ring.arena_bytes ||
+      size - arena - ring.arena_bytes > kMostRounding) {
+    return Mismatch("region_bytes", size,
+                    absl::StrCat(ring.arena_bytes, " next to the ring, as it was asked for"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+UcxMemory::UcxMemory(const UcxMemoryOptions& options)
+    : options_(options), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+
+absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const UcxMemoryOptions& options) {
+  const absl::StatusOr<wire::UcxApi> api = wire::OpenUcxApi(options.library);
+  if (!api.ok()) return api.status();
+  return Open(*api, options);
+}
+
+absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const wire::UcxApi& api,
+                                                           const UcxMemoryOptions& options) {
+  std::unique_ptr<UcxMemory> memory(new UcxMemory(options));
+  if (memory->wake_ < 0) return absl::ResourceExhaustedError("UCX ring: no descriptor is left");
+  const MutexLock lock(memory->mutex_);
+  auto link = wire::UcxLink::Open(api, options.link, memory.get());
+  if (!link.ok()) return link.status();
+  memory->link_ = *std::move(link);
+  memory->address_ = memory->link_->address();
+  memory->event_ = memory->link_->event_descriptor();
+  return memory;
+}
+
+absl::Status UcxMemory::Connect(const UcxRing& ring) {
+  if (absl::Status status = CheckRing(ring); !status.ok()) return status;
+  std::memcpy(token_.data(), ring.token.data(), token_.size());
+  entries_ = ring.entries;
+  slots_ = std::vector<Slot>(entries_);
+  void* const at = mmap(nullptr, ring.region_bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (at == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("UCX ring: cannot map: ", std::strerror(errno)));
+  }
+  SetRegion({static_cast<std::byte*>(at), ring.region_bytes}, ring.arena_offset);
+  MutexLock lock(mutex_);
+  link_->Register(region()).IgnoreError();  // payloads take slower ways without it
+  if (absl::Status status = link_->Connect(ring.worker_address); !status.ok()) return status;
+  try {
+    pump_ = std::thread([this] { Pump(); });
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat("UCX ring: no thread: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+UcxMemory::~UcxMemory() {
+  GiveUp();
+  give_up_ = nullptr;  // from here on nobody calls SetEnded
+  {
+    const MutexLock lock(mutex_);
+    stop_ = true;
+    changed_.NotifyAll();
+  }
+  if (pump_.joinable()) pump_.join();
+  {
+    const MutexLock lock(mutex_);
+    link_.reset();  // before the memory that it uses
+  }
+  if (region().data() != nullptr) munmap(region().data(), region().size());
+  if (wake_ >= 0) close(wake_);
+}
+
+// ----------------------------------------------------------------------------------------- Ending
+
+void UcxMemory::SetEnded(const absl::Status& why) {
+  const MutexLock lock(mutex_);
+  if (why_ended_.ok()) {
+    why_ended_ = why.ok() ? absl::UnavailableError("the server has ended the UCX ring") : why;
+  }
+  ended_there_ = true;
+  ended_.store(true, std::memory_order_release);
+  changed_.NotifyAll();
+  const uint64_t one = 1;
+  if (write(wake_, &one, sizeof(one)) < 0) return;  // it is full, so nobody sleeps
+}
+
+void UcxMemory::GiveUp() {
+  if (!gave_up_.exchange(true) && give_up_) give_up_();
+}
+
+void UcxMemory::Disconnect() {
+  ended_.store(true, std::memory_order_release);
+  GiveUp();
+}
+
+void UcxMemory::Close(milliseconds timeout) {
+  GiveUp();
+  MutexLock lock(mutex_);
+  changed_.WaitFor(lock, timeout,
+                   [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return ended_there_; });
+  ended_.store(true, std::memory_order_release);
+}
+
+absl::Status UcxMemory::EndStatus() {
+  const MutexLock lock(mutex_);
+  return why_ended_.ok() ? absl::UnavailableError("the UCX ring has ended") : why_ended_;
+}
+
+// ------------------------------------------------------------------------------------------ Frames
+
+absl::StatusOr<std::byte*> UcxMemory::Place(std::span<const std::byte> header, size_t bytes) {
+  wire::UcxCompletionFrame frame;
+  if (!wire::ReadFrame(header, token_, &frame)) {
+    return absl::DataLossError("UCX ring: a frame of another connection");
+  }
+  const uint64_t ahead = frame.number - returned_.load(std::memory_order_acquire);
+  Slot& slot = slots_[frame.number & (entries_ - 1)];
+  if (ahead >= entries_ || frame.number >= submitted_.load() || slot.state != SlotState::kFree) {
+    return absl::DataLossError(absl::StrCat("UCX ring: a completion to nothing: ", frame.number));
+  }
+  if (frame.place > region().size() || bytes > region().size() - frame.place) {
+    return absl::DataLossError(absl::StrCat("UCX ring: place: got ", frame.place, " + ", bytes,
+                                            ", must be within 0..", region().size()));
+  }
+  slot.state = SlotState::kArriving;
+  slot.entry = frame.entry;
+  return region().data() + frame.place;
+}
+
+void UcxMemory::OnArrived(std::span<const std::byte> header) {
+  wire::UcxCompletionFrame frame;
+  if (!wire::ReadFrame(header, token_, &frame)) return;  // Place has checked it
+  ++arrived_;
+  slots_[frame.number & (entries_ - 1)].state.store(SlotState::kArrived, std::memory_order_release);
+}
+
+void UcxMemory::OnSent(uint64_t) { --sending_; }
+
+bool UcxMemory::Submit(wire::SubmissionEntry entry, const RingPlaces& places, void*, bool chained) {
+  if (in_flight() >= entries_ || chained || (entry.flags & wire::kEntryOnDevice) != 0) return false;
+  wire::UcxRequestFrame frame{};
+  frame.token = token_;
+  frame.number = submitted_.load();
+  frame.place = places.in_bytes > 0 ? places.in_offset : 0;
+  frame.out_bytes = entry.kind == wire::kEntryAttend ? places.out_bytes : 0;
+  frame.entry = entry;
+  const MutexLock lock(mutex_);
+  submitted_.store(frame.number + 1);
+  ++sending_;
+  const absl::Status sent =
+      link_->Send(std::as_bytes(std::span<const wire::UcxRequestFrame, 1>(&frame, 1)),
+                  region().subspan(frame.place, places.in_bytes), frame.number);
+  // A failure shows as the end of the ring, to whoever waits.
+  if (!sent.ok()) {
+    why_ended_.Update(sent);
+    ended_.store(true, std::memory_order_release);
+  }
+  if (parked_) changed_.NotifyAll();
+  return true;
+}
+
+// -------------------------------------------------------------------------------------- Progress
+
+bool UcxMemory::Progress() {
+  const MutexLock lock(mutex_);
+  const bool moved = link_->Progress();
+  if (!link_->status().ok()) {
+    why_ended_.Update(link_->status());
+    ended_.store(true, std::memory_order_release);
+  }
+  return moved;
+}
+
+// Until UCX has something to do, or for this time.
+void UcxMemory::Sleep(std::chrono::nanoseconds longest) {
+  const auto wait = std::min<std::chrono::nanoseconds>(longest, kLongestSleep);
+  {
+    const MutexLock lock(mutex_);
+    if (!link_->Arm()) return;
+  }
+  const timespec time{0, static_cast<long>(std::max<int64_t>(wait.count(), 0))};
+  pollfd waits[] = {{wake_, POLLIN, 0}, {event_, POLLIN, 0}};
+  ppoll(waits, std::size(waits), &time, nullptr);
+  uint64_t wakes = 0;
+  if (waits[0].revents != 0 && read(wake_, &wakes, sizeof(wakes)) < 0) return;
+}
+
+// Moves what is under way while nobody waits. Stays awake for a while, so that calls in a row need
+// not wake it.
+void UcxMemory::Pump() {
+  MutexLock lock(mutex_);
+  auto last_work = Clock::now();
+  while (!stop_) {
+    if (HasWork() && !ended_) last_work = Clock::now();
+    if (Clock::now() - last_work > kPumpRest) {
+      parked_ = true;
+      changed_.Wait(lock);
+      parked_ = false;
+      last_work = Clock::now();
+      continue;
+    }
+    changed_.WaitFor(lock, kPumpPause);
+    while (waiting_.load() == 0 && !stop_ && HasWork() && !ended_) {
+      lock.Unlock();
+      if (!Progress()) Sleep(kPumpPause);
+      lock.Lock();
+    }
+  }
+}
+
+bool UcxMemory::Ready() const {
+  return slots_[taken_ & (entries_ - 1)].state.load(std::memory_order_acquire) ==
+         SlotState::kArrived;
+}
+
+// The previous completion's places may be written again from here on.
+void UcxMemory::GiveBack() {
+  if (!held_) return;
+  held_ = false;
+  returned_.store(taken_, std::memory_order_release);
+}
+
+bool UcxMemory::Poll(wire::CompletionEntry* entry) {
+  GiveBack();
+  if (!Ready()) return false;
+  Slot& slot = slots_[taken_ & (entries_ - 1)];
+  *entry = slot.entry;
+  slot.state.store(SlotState::kFree, std::memory_order_release);
+  ++taken_;
+  held_ = true;
+  if (entry->kind != wire::kEntryMessage) GiveBack();
+  return true;
+}
+
+absl::Status UcxMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) {
+  const auto start = Clock::now();
+  waiting_.fetch_add(1);
+  absl::Status status;
+  for (auto last_work = start;;) {
+    bool moved = false;
+    for (int i = 0; i < kSpinsPerClock && !moved && !Ready(); ++i) {
+      moved = Progress();
+      if (!moved) wire::SpinPause();
+    }
+    if (Poll(entry)) break;
+    const auto now = Clock::now();
+    if (moved) last_work = now;
+    const auto left = timeout - (now - start);
+    if (!Connected() && !Ready()) {
+      status = EndStatus();
+      break;
+    }
+    if (left.count() <= 0) {
+      status = absl::DeadlineExceededError("no completion in time");
+      break;
+    }
+    if (now - last_work >= options_.spin) Sleep(left);
+  }
+  waiting_.fetch_sub(1);
+  return status;
+}
+
+}  // namespace mla::client

@@ -1,0 +1,139 @@
+// A mirror of a command ring's region, whose entries and tensors travel over UCX (docs/rdma.md).
+//
+//   auto memory = UcxMemory::Open(options);
+//   ... Transports.OpenUcx with (*memory)->address(), over gRPC ...
+//   (*memory)->Connect(ring);      // from the reply
+//   (*memory)->SetEnded(status);   // when that call has ended
+//
+// Tensors that lie in the mirror are sent from there, and outputs are received there. UCX moves
+// large ones only while someone calls it: a thread in Wait does, and a thread of this object when
+// none does.
+//
+// Ownership and threading: as RingMemory. SetEnded from any thread.
+#ifndef MLA_CLIENT_CPP_UCX_UCX_MEMORY_H_
+#define MLA_CLIENT_CPP_UCX_UCX_MEMORY_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "client/cpp/shared_memory/ring_memory.h"
+#include "proto/wire/ucx/frames.h"
+#include "proto/wire/ucx/ucx_link.h"
+
+namespace mla::client {
+
+struct UcxMemoryOptions {
+  std::string library;                // of UCX; empty: libucp.so.0 where the loader finds it
+  wire::UcxLinkOptions link;          // transports and devices
+  std::chrono::microseconds spin{0};  // how long Wait polls before it sleeps
+};
+
+// What the server has said about a ring.
+struct UcxRing {
+  std::string_view worker_address;
+  std::string_view token;
+  uint64_t region_bytes = 0, arena_offset = 0;
+  uint32_t entries = 0;
+  uint64_t arena_bytes = 0;  // as wanted
+};
+
+class UcxMemory final : public RingMemory, private wire::UcxReceiver {
+ public:
+  // UNAVAILABLE: UCX cannot be opened or started, with its reason.
+  static absl::StatusOr<std::unique_ptr<UcxMemory>> Open(const UcxMemoryOptions& options);
+  // As above, with these entry points.
+  static absl::StatusOr<std::unique_ptr<UcxMemory>> Open(const wire::UcxApi& api,
+                                                         const UcxMemoryOptions& options);
+  ~UcxMemory() override;
+
+  // Of this side's worker. Does not change.
+  const std::string& address() const { return address_; }
+  // Makes the mirror and connects. UNIMPLEMENTED if the ring is not laid out as this protocol says.
+  absl::Status Connect(const UcxRing& ring);
+  // Called by Close, Disconnect and the destructor, once: asks the server to end the ring, which
+  // SetEnded tells. Destroyed by the destructor; after that SetEnded must not be called.
+  void OnGivenUp(std::function<void()> give_up) { give_up_ = std::move(give_up); }
+  // The ring has ended at the server.
+  void SetEnded(const absl::Status& why);
+
+  std::string_view transport() const override { return "ucx"; }
+  uint32_t ring_entries() const override { return entries_; }
+  bool Submit(wire::SubmissionEntry entry, const RingPlaces& places, void* stream,
+              bool chained) override;
+  bool Poll(wire::CompletionEntry* entry) override;
+  absl::Status Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) override;
+  bool Connected() const override { return !ended_.load(std::memory_order_acquire); }
+  uint64_t in_flight() const override {
+    return submitted_ - returned_.load(std::memory_order_acquire);
+  }
+  void Close(std::chrono::milliseconds timeout) override;
+  void Disconnect() override;
+
+ private:
+  enum class SlotState : uint8_t { kFree, kArriving, kArrived };
+  struct Slot {
+    std::atomic<SlotState> state{SlotState::kFree};
+    wire::CompletionEntry entry;
+  };
+
+  explicit UcxMemory(const UcxMemoryOptions& options);
+  absl::StatusOr<std::byte*> Place(std::span<const std::byte> header, size_t bytes) override
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnArrived(std::span<const std::byte> header) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnSent(uint64_t number) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Ready() const;
+  void GiveBack();
+  bool Progress();
+  void Sleep(std::chrono::nanoseconds longest);
+  void GiveUp();
+  absl::Status EndStatus();
+  void Pump();
+  bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return sending_ > 0 || submitted_ != arrived_;
+  }
+
+  const UcxMemoryOptions options_;
+  std::string address_;
+  wire::UcxToken token_{};
+  uint32_t entries_ = 0;
+  std::vector<Slot> slots_;  // completions, by number % entries
+  std::function<void()> give_up_;
+  std::atomic<bool> gave_up_{false};
+  int event_ = -1;  // UCX's descriptor; -1: none
+  int wake_ = -1;   // an eventfd that ends sleeps
+
+  uint64_t taken_ = 0;                 // completions, by the thread in Poll or Wait
+  bool held_ = false;                  // the last completion's places are in use
+  std::atomic<uint64_t> returned_{0};  // completions whose places may be used again
+  std::atomic<uint64_t> submitted_{0};
+  std::atomic<bool> ended_{false};
+  std::atomic<int32_t> waiting_{0};  // threads in Wait
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::unique_ptr<wire::UcxLink> link_ ABSL_GUARDED_BY(mutex_);
+  absl::Status why_ended_ ABSL_GUARDED_BY(mutex_);
+  bool ended_there_ ABSL_GUARDED_BY(mutex_) = false;  // SetEnded was called
+  uint64_t sending_ ABSL_GUARDED_BY(mutex_) = 0;      // frames whose payload UCX still reads
+  uint64_t arrived_ ABSL_GUARDED_BY(mutex_) = 0;      // completions, in any order
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  bool parked_ ABSL_GUARDED_BY(mutex_) = false;  // the pump sleeps until it is notified
+  std::thread pump_;
+};
+
+}  // namespace mla::client
+
+#endif  // MLA_CLIENT_CPP_UCX_UCX_MEMORY_H_

@@ -1,0 +1,106 @@
+#include "client/cpp/ucx/ucx_session.h"
+
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/streams/errors.h"
+#include "mla/v1/transport.grpc.pb.h"
+
+namespace mla::client {
+namespace {
+
+// The call that a ring belongs to. Its thread reads until the call ends.
+class UcxCall final {
+ public:
+  // `memory` outlives the call.
+  UcxCall(std::shared_ptr<grpc::Channel> channel, UcxMemory* memory)
+      : channel_(std::move(channel)), stub_(v1::Transports::NewStub(channel_)), memory_(memory) {}
+  ~UcxCall() {
+    context_.TryCancel();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  // Returns the server's reply.
+  absl::StatusOr<v1::OpenUcxReply> Start(const UcxSessionOptions& options) {
+    if (!options.tenant.empty()) context_.AddMetadata("mla-tenant", options.tenant);
+    v1::OpenUcxRequest request;
+    request.set_version(wire::kUcxVersion);
+    request.set_worker_address(memory_->address());
+    request.set_bytes(options.bytes);
+    request.set_spin_us(static_cast<uint32_t>(options.memory.spin.count()));
+    reader_ = stub_->OpenUcx(&context_, request);
+    try {
+      thread_ = std::thread([this] { Read(); });
+    } catch (const std::system_error& error) {
+      return absl::ResourceExhaustedError(absl::StrCat("UCX ring: no thread: ", error.what()));
+    }
+    MutexLock lock(mutex_);
+    const auto answered = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return reply_.has_value() || end_.has_value();
+    };
+    if (!changed_.WaitFor(lock, options.timeout, answered)) {
+      return absl::DeadlineExceededError("UCX ring: the server did not open it in time");
+    }
+    if (reply_.has_value()) return *reply_;
+    return end_->ok() ? absl::DataLossError("UCX ring: the server has described none") : *end_;
+  }
+
+  void Cancel() { context_.TryCancel(); }
+
+ private:
+  void Read() {
+    v1::OpenUcxReply reply;
+    while (reader_->Read(&reply)) {
+      const MutexLock lock(mutex_);
+      if (!reply_.has_value()) reply_ = reply;
+      changed_.NotifyAll();
+    }
+    const absl::Status end = FromGrpc(reader_->Finish(), context_);
+    {
+      const MutexLock lock(mutex_);
+      end_ = end;
+      changed_.NotifyAll();
+    }
+    memory_->SetEnded(end);
+  }
+
+  const std::shared_ptr<grpc::Channel> channel_;
+  const std::unique_ptr<v1::Transports::Stub> stub_;
+  UcxMemory* const memory_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReader<v1::OpenUcxReply>> reader_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::optional<v1::OpenUcxReply> reply_ ABSL_GUARDED_BY(mutex_);
+  std::optional<absl::Status> end_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcxRing(std::shared_ptr<grpc::Channel> channel,
+                                                       const UcxSessionOptions& options) {
+  auto memory = UcxMemory::Open(options.memory);
+  if (!memory.ok()) return memory.status();
+  auto call = std::make_shared<UcxCall>(std::move(channel), memory->get());
+  (*memory)->OnGivenUp([call] { call->Cancel(); });
+  const absl::StatusOr<v1::OpenUcxReply> reply = call->Start(options);
+  if (!reply.ok()) return reply.status();
+  if (reply->boot_id() != options.boot_id) {
+    return RestartedError(options.boot_id, reply->boot_id());
+  }
+  UcxRing ring;
+  ring.worker_address = reply->worker_address();
+  ring.token = reply->token();
+  ring.region_bytes = reply->region_bytes();
+  ring.arena_offset = reply->arena_offset();
+  ring.entries = reply->ring_entries();
+  ring.arena_bytes = options.bytes;
+  if (absl::Status status = (*memory)->Connect(ring); !status.ok()) return status;
+  return memory;
+}
+
+}  // namespace mla::client

@@ -1,0 +1,300 @@
+#include "proto/wire/ucx/ucx_link.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "proto/wire/ucx/frames.h"
+
+namespace mla::wire {
+namespace {
+
+// The interface that this code uses; newer libraries keep it.
+constexpr unsigned kApiMajor = 1, kApiMinor = 12;
+// Closing an endpoint by force waits for no peer; UCX may still need some rounds.
+constexpr std::chrono::milliseconds kCloseWait{500};
+
+struct Setting {
+  const char* name;
+  std::string value;
+};
+
+// UCX warns of settings that no transport reads.
+bool UsesSharedMemory(std::string transports) {
+  const char* const environment = std::getenv("UCX_TLS");
+  if (transports.empty() && environment != nullptr) transports = environment;
+  if (transports.empty() || transports.front() == '^') return true;
+  for (const absl::string_view name : absl::StrSplit(transports, ',')) {
+    for (const char* known : {"all", "shm", "sm", "mm", "posix", "sysv"}) {
+      if (name == known) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+// A frame under way. UCX reads the header of one that is sent until that is complete.
+struct UcxLink::Frame {
+  UcxLink* link = nullptr;
+  std::array<std::byte, kMostHeaderBytes> header;
+  size_t header_bytes = 0;
+  uint64_t tag = 0;
+
+  std::span<const std::byte> head() const { return {header.data(), header_bytes}; }
+};
+
+UcxLink::UcxLink(const UcxApi& api, UcxReceiver* receiver) : api_(api), receiver_(receiver) {}
+
+absl::Status UcxLink::Check(ucs_status_t code, const char* call) const {
+  if (code == UCS_OK) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("UCX: ", call, ": ", api_.status_string(code)));
+}
+
+void UcxLink::Fail(const absl::Status& status) {
+  if (status_.ok()) status_ = status;
+}
+
+absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Open(const UcxApi& api,
+                                                       const UcxLinkOptions& options,
+                                                       UcxReceiver* receiver) {
+  std::unique_ptr<UcxLink> link(new UcxLink(api, receiver));
+  if (absl::Status status = link->Init(options); !status.ok()) return status;
+  return link;
+}
+
+absl::Status UcxLink::Init(const UcxLinkOptions& options) {
+  ucp_config_t* config = nullptr;
+  absl::Status status = Check(api_.config_read(nullptr, nullptr, &config), "configuration");
+  if (!status.ok()) return status;
+  for (const Setting& setting :
+       {Setting{"TLS", options.transports}, Setting{"NET_DEVICES", options.devices}}) {
+    if (setting.value.empty() || !status.ok()) continue;
+    status = Check(api_.config_modify(config, setting.name, setting.value.c_str()), setting.name);
+  }
+  // UCX 1.13's older protocols end the process if a peer is lost in the middle of a large payload.
+  // Versions without a choice do not know the name.
+  if (std::getenv("UCX_PROTO_ENABLE") == nullptr) {
+    (void)api_.config_modify(config, "PROTO_ENABLE", "y");
+  }
+  // Without it, transports in shared memory do not connect to peers that may be lost.
+  if (UsesSharedMemory(options.transports)) {
+    (void)api_.config_modify(config, "MM_ERROR_HANDLING", "y");
+  }
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
+  // Without remote memory access, which this does not use: UCX then has no handlers for it either.
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  params.name = "mla";
+  if (status.ok()) {
+    status = Check(api_.init_version(kApiMajor, kApiMinor, &params, config, &context_), "init");
+  }
+  api_.config_release(config);
+  if (!status.ok()) return status;
+  ucp_worker_params_t worker{};
+  worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  // Calls come from several threads, one at a time.
+  worker.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  status = Check(api_.worker_create(context_, &worker, &worker_), "worker");
+  if (!status.ok()) return status;
+  if (api_.worker_get_efd(worker_, &event_descriptor_) != UCS_OK) event_descriptor_ = -1;
+  ucp_am_handler_param_t handler{};
+  handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
+                       UCP_AM_HANDLER_PARAM_FIELD_ARG;
+  handler.id = kUcxFrameId;
+  handler.cb = OnFrame;
+  handler.arg = this;
+  status = Check(api_.worker_set_am_recv_handler(worker_, &handler), "handler");
+  if (!status.ok()) return status;
+  ucp_address_t* address = nullptr;
+  size_t bytes = 0;
+  status = Check(api_.worker_get_address(worker_, &address, &bytes), "address");
+  if (!status.ok()) return status;
+  address_.assign(reinterpret_cast<const char*>(address), bytes);
+  api_.worker_release_address(worker_, address);
+  if (bytes > kUcxMostAddressBytes) {
+    return absl::UnavailableError(absl::StrCat("UCX: its address has ", bytes, " bytes, at most ",
+                                               kUcxMostAddressBytes,
+                                               " are possible: name devices"));
+  }
+  return status;
+}
+
+UcxLink::~UcxLink() {
+  if (endpoint_ != nullptr) {
+    ucp_request_param_t param{};
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    ucs_status_ptr_t closing = api_.ep_close_nbx(endpoint_, &param);
+    if (UCS_PTR_IS_PTR(closing)) {
+      const auto end = std::chrono::steady_clock::now() + kCloseWait;
+      while (api_.request_check_status(closing) == UCS_INPROGRESS &&
+             std::chrono::steady_clock::now() < end) {
+        api_.worker_progress(worker_);
+      }
+      api_.request_free(closing);
+    }
+  }
+  for (ucp_mem_h memory : registered_) (void)api_.mem_unmap(context_, memory);
+  if (worker_ != nullptr) api_.worker_destroy(worker_);
+  if (context_ != nullptr) api_.cleanup(context_);
+}
+
+absl::Status UcxLink::Register(std::span<std::byte> memory) {
+  ucp_mem_map_params_t params{};
+  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
+  params.address = memory.data();
+  params.length = memory.size();
+  ucp_mem_h handle = nullptr;
+  absl::Status status = Check(api_.mem_map(context_, &params, &handle), "memory");
+  if (status.ok()) registered_.push_back(handle);
+  return status;
+}
+
+absl::Status UcxLink::Connect(std::string_view address) {
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  // Otherwise UCX ends the process when a peer is lost.
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.cb = OnPeerLost;
+  params.err_handler.arg = this;
+  absl::Status status = Check(api_.ep_create(worker_, &params, &endpoint_), "connection");
+  if (!status.ok()) {
+    endpoint_ = nullptr;
+    Fail(status);
+  }
+  return status;
+}
+
+// ---------------------------------------------------------------------------------------- Frames
+
+UcxLink::Frame* UcxLink::TakeFrame(std::span<const std::byte> header, uint64_t tag) {
+  if (free_.empty()) {
+    if (frames_.size() == 2 * kMostFrames) return nullptr;
+    frames_.push_back(std::make_unique<Frame>());
+    frames_.back()->link = this;
+    free_.push_back(frames_.back().get());
+  }
+  Frame* const frame = free_.back();
+  free_.pop_back();
+  std::memcpy(frame->header.data(), header.data(), header.size());
+  frame->header_bytes = header.size();
+  frame->tag = tag;
+  return frame;
+}
+
+void UcxLink::ReturnFrame(Frame* frame) { free_.push_back(frame); }
+
+absl::Status UcxLink::Send(std::span<const std::byte> header, std::span<const std::byte> payload,
+                           uint64_t tag) {
+  if (!status_.ok()) return status_;
+  Frame* const frame = TakeFrame(header, tag);
+  if (frame == nullptr) return absl::ResourceExhaustedError("UCX: too many frames are under way");
+  ucp_request_param_t param{};
+  param.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.cb.send = OnFrameSent;
+  param.user_data = frame;
+  param.memory_type = UCS_MEMORY_TYPE_HOST;  // not looked up for each frame
+  ++sending_;
+  ucs_status_ptr_t const sent =
+      api_.am_send_nbx(endpoint_, kUcxFrameId, frame->header.data(), frame->header_bytes,
+                       payload.data(), payload.size(), &param);
+  if (UCS_PTR_IS_PTR(sent)) return absl::OkStatus();  // OnFrameSent will be called
+  --sending_;
+  ReturnFrame(frame);
+  if (UCS_PTR_IS_ERR(sent)) {
+    Fail(Check(UCS_PTR_STATUS(sent), "send"));
+    return status_;
+  }
+  receiver_->OnSent(tag);
+  return absl::OkStatus();
+}
+
+void UcxLink::OnFrameSent(void* request, ucs_status_t code, void* user_data) {
+  auto* const frame = static_cast<Frame*>(user_data);
+  UcxLink* const link = frame->link;
+  const uint64_t tag = frame->tag;
+  link->api_.request_free(request);
+  link->ReturnFrame(frame);
+  --link->sending_;
+  if (code != UCS_OK) return link->Fail(link->Check(code, "send"));
+  link->receiver_->OnSent(tag);
+}
+
+ucs_status_t UcxLink::OnFrame(void* user_data, const void* header, size_t header_bytes, void* data,
+                              size_t bytes, const ucp_am_recv_param_t* param) {
+  const bool arrives = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+  return static_cast<UcxLink*>(user_data)->Receive(
+      {static_cast<const std::byte*>(header), header_bytes}, data, bytes, arrives);
+}
+
+// `arrives`: the payload is still with the peer, and `data` names it.
+ucs_status_t UcxLink::Receive(std::span<const std::byte> header, void* data, size_t bytes,
+                              bool arrives) {
+  if (!status_.ok()) return UCS_OK;  // dropped
+  if (header.size() > kMostHeaderBytes) {
+    Fail(absl::InvalidArgumentError(absl::StrCat("UCX: a header of ", header.size(), " bytes")));
+    return UCS_OK;
+  }
+  const absl::StatusOr<std::byte*> place = receiver_->Place(header, bytes);
+  if (!place.ok()) {
+    Fail(place.status());
+    return UCS_OK;
+  }
+  if (!arrives) {
+    if (bytes > 0) std::memcpy(*place, data, bytes);
+    receiver_->OnArrived(header);
+    return UCS_OK;
+  }
+  Frame* const frame = TakeFrame(header, 0);
+  if (frame == nullptr) {
+    Fail(absl::ResourceExhaustedError("UCX: too many frames are under way"));
+    return UCS_OK;
+  }
+  ucp_request_param_t param{};
+  param.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.cb.recv_am = OnFrameReceived;
+  param.user_data = frame;
+  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  ucs_status_ptr_t const receiving = api_.am_recv_data_nbx(worker_, data, *place, bytes, &param);
+  if (UCS_PTR_IS_PTR(receiving)) return UCS_OK;  // OnFrameReceived will be called
+  ReturnFrame(frame);
+  if (UCS_PTR_IS_ERR(receiving)) {
+    Fail(Check(UCS_PTR_STATUS(receiving), "receive"));
+  } else {
+    receiver_->OnArrived(header);
+  }
+  return UCS_OK;
+}
+
+void UcxLink::OnFrameReceived(void* request, ucs_status_t code, size_t, void* user_data) {
+  auto* const frame = static_cast<Frame*>(user_data);
+  UcxLink* const link = frame->link;
+  link->api_.request_free(request);
+  if (code != UCS_OK) {
+    link->Fail(link->Check(code, "receive"));
+  } else if (link->status_.ok()) {
+    link->receiver_->OnArrived(frame->head());
+  }
+  link->ReturnFrame(frame);
+}
+
+void UcxLink::OnPeerLost(void* user_data, ucp_ep_h, ucs_status_t code) {
+  auto* const link = static_cast<UcxLink*>(user_data);
+  link->Fail(link->Check(code, "the peer is lost"));
+}
+
+bool UcxLink::Progress() { return api_.worker_progress(worker_) != 0; }
+
+bool UcxLink::Arm() {
+  if (event_descriptor_ < 0) return true;
+  return api_.worker_arm(worker_) == UCS_OK;
+}
+
+}  // namespace mla::wire

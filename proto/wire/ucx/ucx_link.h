@@ -1,0 +1,116 @@
+// One connection over UCX: a context, a worker and an endpoint, which carry frames.
+//
+//   auto link = UcxLink::Open(api, options, &receiver);
+//   (*link)->Connect(address of the peer);  // who has got (*link)->address()
+//   (*link)->Send(header, payload, tag);
+//   while (...) (*link)->Progress();
+//
+// Nothing moves without Progress, which calls the receiver.
+//
+// Ownership: api and receiver outlive the link. Threading: one thread at a time, the constructor
+// and destructor included.
+#ifndef MLA_PROTO_WIRE_UCX_UCX_LINK_H_
+#define MLA_PROTO_WIRE_UCX_UCX_LINK_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/wire/ucx/ucx_api.h"
+
+namespace mla::wire {
+
+class UcxReceiver {
+ public:
+  virtual ~UcxReceiver() = default;
+  // Room for the payload of a frame, which stays valid until OnArrived or the end of the link. An
+  // error refuses the frame and ends the link. `header` is valid during the call.
+  virtual absl::StatusOr<std::byte*> Place(std::span<const std::byte> header,
+                                           size_t payload_bytes) = 0;
+  // The payload is in its place. Frames may arrive in another order than they were sent.
+  virtual void OnArrived(std::span<const std::byte> header) = 0;
+  // The payload of Send with this tag may be changed from now on.
+  virtual void OnSent(uint64_t tag) = 0;
+};
+
+struct UcxLinkOptions {
+  // As of UCX_TLS and UCX_NET_DEVICES; empty: of the environment, or UCX's choice.
+  std::string transports, devices;
+};
+
+class UcxLink final {
+ public:
+  static constexpr size_t kMostHeaderBytes = 128;
+  static constexpr size_t kMostFrames = 8192;  // under way in each direction
+
+  // UNAVAILABLE: UCX cannot start, with its reason.
+  static absl::StatusOr<std::unique_ptr<UcxLink>> Open(const UcxApi& api,
+                                                       const UcxLinkOptions& options,
+                                                       UcxReceiver* receiver);
+  // Gives the endpoint up without waiting for frames under way.
+  ~UcxLink();
+  UcxLink(const UcxLink&) = delete;
+  UcxLink& operator=(const UcxLink&) = delete;
+
+  const std::string& address() const { return address_; }
+  // Tells UCX of memory that will hold payloads, so that it is registered once. It must be mapped
+  // until the link is destroyed. If this fails, payloads take slower ways.
+  absl::Status Register(std::span<std::byte> memory);
+  // Once. The connection is made by the first frame.
+  absl::Status Connect(std::string_view address);
+
+  // `payload` must stay unchanged until OnSent(tag), which Send may call itself. REQUIRES: the
+  // header has at most kMostHeaderBytes. Returns status() if the link has ended.
+  absl::Status Send(std::span<const std::byte> header, std::span<const std::byte> payload,
+                    uint64_t tag);
+  // Returns true if something has moved.
+  bool Progress();
+  // Becomes readable when there is something for Progress, if Arm was called and returned true.
+  // False: call Progress first. -1 if UCX has no such descriptor: then sleep for short times.
+  int event_descriptor() const { return event_descriptor_; }
+  bool Arm();
+
+  // OK, or the reason why the link has ended.
+  const absl::Status& status() const { return status_; }
+  size_t sending() const { return sending_; }
+
+ private:
+  struct Frame;
+  UcxLink(const UcxApi& api, UcxReceiver* receiver);
+  absl::Status Init(const UcxLinkOptions& options);
+  absl::Status Check(ucs_status_t code, const char* call) const;
+  void Fail(const absl::Status& status);
+  Frame* TakeFrame(std::span<const std::byte> header, uint64_t tag);
+  void ReturnFrame(Frame* frame);
+  ucs_status_t Receive(std::span<const std::byte> header, void* data, size_t bytes, bool arrives);
+
+  static ucs_status_t OnFrame(void* link, const void* header, size_t header_bytes, void* data,
+                              size_t bytes, const ucp_am_recv_param_t* param);
+  static void OnFrameSent(void* request, ucs_status_t code, void* frame);
+  static void OnFrameReceived(void* request, ucs_status_t code, size_t bytes, void* frame);
+  static void OnPeerLost(void* link, ucp_ep_h endpoint, ucs_status_t code);
+
+  const UcxApi api_;
+  UcxReceiver* const receiver_;
+  ucp_context_h context_ = nullptr;
+  ucp_worker_h worker_ = nullptr;
+  ucp_ep_h endpoint_ = nullptr;
+  std::vector<ucp_mem_h> registered_;
+  std::string address_;
+  int event_descriptor_ = -1;
+  absl::Status status_;
+  std::vector<std::unique_ptr<Frame>> frames_;  // all
+  std::vector<Frame*> free_;
+  size_t sending_ = 0;
+};
+
+}  // namespace mla::wire
+
+#endif  // MLA_PROTO_WIRE_UCX_UCX_LINK_H_

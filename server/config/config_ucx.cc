@@ -1,0 +1,47 @@
+#include "absl/strings/str_cat.h"
+#include "server/config/config_key.h"
+
+namespace mla::server {
+
+void AddUcxKeys(std::vector<ConfigKey>* keys) {
+  keys->insert(
+      keys->end(),
+      {
+          Bool("ucx.enabled", "Offer command rings over UCX to clients of other hosts.",
+               "UCX encrypts nothing and knows no peers: on networks of trusted hosts only "
+               "(docs/rdma.md). Needs shm.enabled and a unix socket.",
+               MLA_SLOT(ucx.enabled)),
+          Text("ucx.library", "The library libucp; empty: libucp.so.0 where the loader finds it.",
+               "Without it the server logs the reason and offers no UCX.", MLA_SLOT(ucx.library)),
+          Text("ucx.transports",
+               "Transports that UCX may use, as of UCX_TLS; empty: of the environment, or all.",
+               "A list that the client's does not meet lets no connection come about.",
+               MLA_SLOT(ucx.transports)),
+          Text("ucx.devices",
+               "Network devices that UCX may use, as of UCX_NET_DEVICES; empty: of the "
+               "environment, or all.",
+               "Name the devices of the network between the hosts: its sockets listen on all that "
+               "are used.",
+               MLA_SLOT(ucx.devices)),
+          Int("ucx.sessions", 1, 1024, "Rings over UCX at a time, all tenants together.",
+              "Each has a process, a region of shm.* and a control thread; one tenant may have "
+              "half of them.",
+              MLA_SLOT(ucx.sessions)),
+          Millis("ucx.open_ms", 100, kDayMs, "How long opening a ring over UCX may take.",
+                 "UCX looks at all devices of the host for that.", MLA_SLOT(ucx.open_ms)),
+      });
+}
+
+void CheckUcx(const Config& config, std::vector<std::string>* faults) {
+  if (!config.ucx.enabled) return;
+  if (!config.shm.enabled) {
+    faults->push_back("ucx.enabled: got true, must be false without shm.enabled");
+  }
+  if (config.ucx.sessions >= config.wire.control_threads) {
+    faults->push_back(absl::StrCat("ucx.sessions: got ", config.ucx.sessions,
+                                   ", must be less than wire.control_threads (",
+                                   config.wire.control_threads, ")"));
+  }
+}
+
+}  // namespace mla::server

@@ -1,0 +1,267 @@
+#include "server/ucx/relay.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "proto/wire/futex.h"
+
+namespace mla::server {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Longest sleep of either thread. UCX's descriptor misses events in some versions, which then wait
+// for this long.
+constexpr int kLongestSleepMillis = 20;
+constexpr int kSpinsPerClock = 32;
+
+absl::Status Broken(const char* field, const std::string& got, const std::string& limit) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("a frame's ", field, ": got ", got, ", must be ", limit));
+}
+
+}  // namespace
+
+Relay::Relay(RelayOptions options, client::RingMemory* memory)
+    : options_(std::move(options)),
+      memory_(memory),
+      mask_(memory->ring_entries() - 1),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      slots_(memory->ring_entries()) {}
+
+absl::StatusOr<std::unique_ptr<Relay>> Relay::Open(const wire::UcxApi& api, RelayOptions options,
+                                                   client::RingMemory* memory) {
+  std::unique_ptr<Relay> relay(new Relay(std::move(options), memory));
+  if (relay->wake_ < 0) return absl::ResourceExhaustedError("no descriptor is left");
+  const MutexLock lock(relay->mutex_);
+  auto link = wire::UcxLink::Open(api, relay->options_.link, relay.get());
+  if (!link.ok()) return link.status();
+  relay->link_ = *std::move(link);
+  // Payloads take slower ways without it.
+  relay->link_->Register(memory->region()).IgnoreError();
+  return relay;
+}
+
+Relay::~Relay() {
+  {
+    const MutexLock lock(mutex_);
+    link_.reset();
+  }
+  if (wake_ >= 0) close(wake_);
+}
+
+std::string Relay::address() {
+  const MutexLock lock(mutex_);
+  return link_->address();
+}
+
+absl::Status Relay::Connect(std::string_view client) {
+  const MutexLock lock(mutex_);
+  return link_->Connect(client);
+}
+
+absl::Status Relay::status() {
+  const MutexLock lock(mutex_);
+  return status_.ok() ? link_->status() : status_;
+}
+
+void Relay::Fail(const absl::Status& status) {
+  if (status_.ok()) status_ = status;
+}
+
+// -------------------------------------------------------------------------------------- Requests
+
+absl::Status Relay::CheckPlaces(const wire::UcxRequestFrame& frame, size_t payload_bytes) const {
+  const uint64_t size = memory_->region().size();
+  const uint64_t arena = size - memory_->arena_bytes();
+  const auto holds = [&](uint64_t offset, uint64_t bytes) {
+    return bytes == 0 || (offset >= arena && offset <= size && bytes <= size - offset);
+  };
+  const std::string limit = absl::StrCat("within ", arena, "..", size);
+  if (!holds(frame.place, payload_bytes)) {
+    return Broken("place", absl::StrCat(frame.place, " + ", payload_bytes), limit);
+  }
+  const uint64_t out = frame.entry.out_offset;
+  if (!holds(out, frame.out_bytes)) {
+    return Broken("out_bytes", absl::StrCat(out, " + ", frame.out_bytes), limit);
+  }
+  constexpr int kElsewhere = wire::kEntryOnDevice | wire::kEntryChained;
+  if (frame.entry.kind == wire::kEntryAttend && (frame.entry.flags & kElsewhere) != 0) {
+    return Broken("flags", absl::StrCat(int{frame.entry.flags}), "without 64 and 128");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::byte*> Relay::Place(std::span<const std::byte> header, size_t bytes) {
+  wire::UcxRequestFrame frame;
+  if (!wire::ReadFrame(header, options_.token, &frame)) {
+    return absl::PermissionDeniedError("a frame of another connection");
+  }
+  const uint64_t ahead = frame.number - next_;  // large for earlier ones
+  Slot& slot = slots_[frame.number & mask_];
+  if (ahead > mask_ || slot.state != SlotState::kFree) {
+    return Broken("number", absl::StrCat(frame.number),
+                  absl::StrCat("one of ", mask_ + 1, " from ", next_, " on, once each"));
+  }
+  if (absl::Status status = CheckPlaces(frame, bytes); !status.ok()) return status;
+  slot.state = SlotState::kArriving;
+  slot.frame = frame;
+  return memory_->region().data() + (bytes > 0 ? frame.place : 0);
+}
+
+void Relay::OnArrived(std::span<const std::byte> header) {
+  wire::UcxRequestFrame frame;
+  if (!wire::ReadFrame(header, options_.token, &frame)) return;  // Place has checked it
+  slots_[frame.number & mask_].state = SlotState::kArrived;
+  SubmitArrived();
+}
+
+// In the order of their numbers: a step's messages must not overtake each other.
+void Relay::SubmitArrived() {
+  for (;;) {
+    Slot& slot = slots_[next_ & mask_];
+    if (slot.state != SlotState::kArrived) return;
+    const wire::SubmissionEntry& entry = slot.frame.entry;
+    if (entry.kind == wire::kEntryAttend) {
+      outputs_[entry.tag] = {entry.out_offset, slot.frame.out_bytes};
+    }
+    if (!memory_->Submit(entry, {}, nullptr, false)) {
+      return Fail(
+          absl::ResourceExhaustedError("more requests in flight than the ring has entries"));
+    }
+    slot.state = SlotState::kFree;
+    ++next_;
+  }
+}
+
+// ----------------------------------------------------------------------------------- Completions
+
+void Relay::Complete(const wire::CompletionEntry& entry) {
+  wire::UcxCompletionFrame frame{};
+  frame.token = options_.token;
+  frame.number = completed_++;
+  frame.entry = entry;
+  std::span<const std::byte> payload;
+  const auto outputs = outputs_.find(entry.tag);
+  if (entry.kind == wire::kEntryMessage) {
+    const std::string_view message = memory_->Message(entry);
+    const auto bytes = std::as_bytes(std::span<const char>(message));
+    auto copy = std::make_unique<std::vector<std::byte>>(bytes.begin(), bytes.end());
+    payload = *copy;
+    frame.place = entry.message_offset;
+    messages_[frame.number] = std::move(copy);
+  } else if (outputs != outputs_.end()) {
+    frame.place = outputs->second.offset;
+    payload = memory_->region().subspan(frame.place, outputs->second.bytes);
+  }
+  if (outputs != outputs_.end()) outputs_.erase(outputs);
+  sending_.fetch_add(1);
+  const absl::Status sent =
+      link_->Send(std::as_bytes(std::span<const wire::UcxCompletionFrame, 1>(&frame, 1)), payload,
+                  frame.number);
+  if (!sent.ok()) Fail(sent);
+}
+
+void Relay::OnSent(uint64_t number) {
+  messages_.erase(number);
+  sending_.fetch_sub(1);
+}
+
+// --------------------------------------------------------------------------------------- Running
+
+bool Relay::Progress() {
+  const MutexLock lock(mutex_);
+  const bool moved = link_->Progress();
+  Fail(link_->status());
+  return moved;
+}
+
+bool Relay::Step() {
+  bool moved = Progress();
+  wire::CompletionEntry entry;
+  while (sending_.load() <= mask_ && memory_->Poll(&entry)) {
+    const MutexLock lock(mutex_);
+    Complete(entry);
+    moved = true;
+  }
+  return moved;
+}
+
+// The loop of the second thread. A client that takes no frames gets no more of them, and the ring
+// holds what comes.
+void Relay::SendCompletions() {
+  while (!stop_) {
+    if (sending_.load() > mask_) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      continue;
+    }
+    wire::CompletionEntry entry;
+    const absl::Status status =
+        memory_->Wait(&entry, std::chrono::milliseconds(kLongestSleepMillis));
+    if (absl::IsDeadlineExceeded(status)) continue;
+    wanted_.fetch_add(1);
+    {
+      const MutexLock lock(mutex_);
+      wanted_.fetch_sub(1);
+      if (status.ok()) {
+        Complete(entry);
+        link_->Progress();  // most frames are gone after that
+      } else {
+        Fail(status);
+      }
+    }
+    if (!status.ok() || sending_.load() > 0) Wake();
+    if (!status.ok()) return;
+  }
+}
+
+void Relay::Wake() const {
+  const uint64_t one = 1;
+  if (write(wake_, &one, sizeof(one)) < 0) return;  // it is full, so Run is awake
+}
+
+// Returns true if the events of the link will end a sleep.
+bool Relay::MaySleep() {
+  const MutexLock lock(mutex_);
+  return status_.ok() && link_->Arm();
+}
+
+absl::Status Relay::Run(int control) {
+  std::thread completions([this] { SendCompletions(); });
+  int event = -1;
+  {
+    const MutexLock lock(mutex_);
+    event = link_->event_descriptor();
+  }
+  pollfd waits[] = {{control, POLLIN, 0}, {wake_, POLLIN, 0}, {event, POLLIN, 0}};
+  Clock::time_point last_work = Clock::now(), looked = last_work;
+  absl::Status ended;
+  for (;;) {
+    bool moved = false;
+    for (int i = 0; i < kSpinsPerClock && !moved; ++i) {
+      moved = Progress();
+      if (!moved) wire::SpinPause();
+      if (wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
+    }
+    if (ended = status(); !ended.ok()) break;
+    const Clock::time_point now = Clock::now();
+    if (moved) last_work = now;
+    const bool sleeps = now - last_work >= options_.spin && MaySleep();
+    if (!sleeps && now - looked < std::chrono::milliseconds(kLongestSleepMillis)) continue;
+    looked = now;
+    poll(waits, std::size(waits), sleeps ? kLongestSleepMillis : 0);
+    if (waits[0].revents != 0) break;
+    uint64_t wakes = 0;
+    if (waits[1].revents != 0 && read(wake_, &wakes, sizeof(wakes)) < 0) continue;
+  }
+  stop_ = true;
+  completions.join();
+  return ended;
+}
+
+}  // namespace mla::server

@@ -1,0 +1,105 @@
+// One end of a command ring that travels over UCX: takes requests from frames and puts them into
+// the ring, and sends what the ring completes.
+//
+// Payloads are received into the ring's memory and sent from there. The client is not trusted: each
+// frame's token, number and places are checked before its payload is received, and whatever breaks
+// a rule ends the relay. The server checks the entries themselves, as those of any client.
+//
+// Ownership: the memory outlives the relay. Threading: Open, Connect, Step and the destructor from
+// one thread; Run starts a second thread and ends it. `mutex_` holds the link and all that its
+// frames need.
+#ifndef MLA_SERVER_UCX_RELAY_H_
+#define MLA_SERVER_UCX_RELAY_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "client/cpp/shared_memory/ring_memory.h"
+#include "proto/wire/ucx/frames.h"
+#include "proto/wire/ucx/ucx_link.h"
+
+namespace mla::server {
+
+struct RelayOptions {
+  wire::UcxToken token{};
+  wire::UcxLinkOptions link;
+  std::chrono::microseconds spin{0};  // how long to poll before sleeping
+};
+
+class Relay final : private wire::UcxReceiver {
+ public:
+  // UNAVAILABLE as UcxLink::Open.
+  static absl::StatusOr<std::unique_ptr<Relay>> Open(const wire::UcxApi& api, RelayOptions options,
+                                                     client::RingMemory* memory);
+  ~Relay() override;
+
+  std::string address();
+  absl::Status Connect(std::string_view client);
+
+  // One round of both directions, for tests. Returns true if something has moved.
+  bool Step();
+  // Works until `control` has something to read or its other end has been closed: OK. Otherwise
+  // returns the reason for ending: the client is lost or has broken a rule, or the ring has ended.
+  absl::Status Run(int control);
+  absl::Status status();
+
+ private:
+  enum class SlotState : uint8_t { kFree, kArriving, kArrived };
+  struct Slot {
+    SlotState state = SlotState::kFree;
+    wire::UcxRequestFrame frame;
+  };
+  struct Outputs {
+    uint64_t offset, bytes;
+  };
+
+  Relay(RelayOptions options, client::RingMemory* memory);
+  absl::StatusOr<std::byte*> Place(std::span<const std::byte> header, size_t bytes) override
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnArrived(std::span<const std::byte> header) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnSent(uint64_t number) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  absl::Status CheckPlaces(const wire::UcxRequestFrame& frame, size_t payload_bytes) const;
+  void SubmitArrived() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Complete(const wire::CompletionEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Fail(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Progress();
+  void SendCompletions();
+  bool MaySleep();
+  void Wake() const;
+
+  const RelayOptions options_;
+  client::RingMemory* const memory_;
+  const uint64_t mask_;             // of slots
+  int wake_ = -1;                   // an eventfd that ends the sleep of Run
+  std::atomic<int32_t> wanted_{0};  // threads that wait for the mutex while Run polls
+  std::atomic<bool> stop_{false};
+  std::atomic<uint32_t> sending_{0};  // frames whose payload UCX still reads
+
+  Mutex mutex_;
+  std::unique_ptr<wire::UcxLink> link_ ABSL_GUARDED_BY(mutex_);
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Slot> slots_ ABSL_GUARDED_BY(mutex_);  // by number & mask_
+  uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;        // number of the next request for the ring
+  absl::flat_hash_map<uint64_t, Outputs> outputs_ ABSL_GUARDED_BY(mutex_);  // by tag, of attends
+  uint64_t completed_ ABSL_GUARDED_BY(mutex_) = 0;                          // frames sent
+  // Copies of messages, by number, until they are sent: their places in the ring are free sooner.
+  absl::flat_hash_map<uint64_t, std::unique_ptr<std::vector<std::byte>>> messages_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_UCX_RELAY_H_

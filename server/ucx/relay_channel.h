@@ -1,0 +1,82 @@
+// What a server and its relay say to each other over the socket between them: the server sends one
+// RelaySetup and gets one RelayReply. A relay that ends for a reason of its own sends another reply
+// with it. The relay ends when the server closes the socket.
+//
+// Both are the same program, so nothing here has a version. Plain data: any thread.
+#ifndef MLA_SERVER_UCX_RELAY_CHANNEL_H_
+#define MLA_SERVER_UCX_RELAY_CHANNEL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "absl/status/status.h"
+#include "proto/wire/ucx/frames.h"
+
+namespace mla::server {
+
+// First argument of this program's command line that makes it a relay.
+inline constexpr char kRelayCommand[] = "ucx-relay";
+// Descriptors of a relay: a connection to the listener for shared memory, and the socket to its
+// server.
+inline constexpr int kRelayRing = 3;
+inline constexpr int kRelayControl = 4;
+
+inline constexpr size_t kRelayTextBytes = 512;
+
+struct RelayText {
+  char bytes[kRelayTextBytes];
+
+  // Cuts a text that is too long.
+  void Set(const std::string& text) {
+    std::memset(bytes, 0, sizeof(bytes));
+    text.copy(bytes, sizeof(bytes) - 1);
+  }
+  std::string Get() const { return std::string(bytes, strnlen(bytes, sizeof(bytes))); }
+};
+
+struct RelayAddress {
+  uint32_t size;
+  char bytes[wire::kUcxMostAddressBytes];
+
+  // False if the address is too long.
+  bool Set(std::string_view address) {
+    if (address.size() > sizeof(bytes)) return false;
+    size = static_cast<uint32_t>(address.size());
+    address.copy(bytes, size);
+    return true;
+  }
+  std::string_view Get() const { return {bytes, size <= sizeof(bytes) ? size : sizeof(bytes)}; }
+};
+
+struct RelaySetup {
+  uint64_t arena_bytes;  // 0: only say if UCX works
+  uint32_t spin_us;
+  uint32_t ring_ms;  // time for the server to make the ring
+  wire::UcxToken token;
+  RelayText library, transports, devices;  // as of wire::OpenUcxApi and wire::UcxLinkOptions
+  RelayAddress client;
+};
+
+struct RelayReply {
+  int32_t code;  // canonical status code
+  uint32_t ring_entries;
+  uint64_t boot_id, region_bytes, arena_offset;
+  uint32_t spin_us;  // as granted
+  RelayText text;    // of an error; else UCX's version
+  RelayAddress address;
+
+  absl::Status status() const {
+    return absl::Status(static_cast<absl::StatusCode>(code), text.Get());
+  }
+};
+
+static_assert(std::is_trivially_copyable_v<RelaySetup>);
+static_assert(std::is_trivially_copyable_v<RelayReply>);
+
+}  // namespace mla::server
+
+#endif  // MLA_SERVER_UCX_RELAY_CHANNEL_H_

@@ -1,0 +1,114 @@
+#include "server/ucx/relay_main.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "client/cpp/shared_memory/shared_memory.h"
+#include "server/ucx/relay.h"
+#include "server/ucx/relay_channel.h"
+
+namespace mla::server {
+namespace {
+
+// Time for the server to abort the ring's steps and free its memory.
+constexpr std::chrono::milliseconds kCloseWait{1000};
+
+void Send(const RelayReply& reply) {
+  // Without a receiver the relay has nobody to tell.
+  (void)send(kRelayControl, &reply, sizeof(reply), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void SendError(const absl::Status& status) {
+  RelayReply reply{};
+  reply.code = static_cast<int32_t>(status.code());
+  reply.text.Set(std::string(status.message()));
+  Send(reply);
+}
+
+class NoReceiver final : public wire::UcxReceiver {
+ public:
+  absl::StatusOr<std::byte*> Place(std::span<const std::byte>, size_t) override {
+    return absl::PermissionDeniedError("there is no connection");
+  }
+  void OnArrived(std::span<const std::byte>) override {}
+  void OnSent(uint64_t) override {}
+};
+
+// Says whether UCX can be used, and which version it is.
+absl::Status Probe(const wire::UcxApi& api, const wire::UcxLinkOptions& options) {
+  NoReceiver receiver;
+  const auto link = wire::UcxLink::Open(api, options, &receiver);
+  if (!link.ok()) return link.status();
+  RelayReply reply{};
+  reply.text.Set(wire::UcxVersionText(api));
+  Send(reply);
+  return absl::OkStatus();
+}
+
+absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOptions options) {
+  client::SharedMemoryOptions region;
+  region.bytes = setup.arena_bytes;
+  region.server_spin_us = region.spin_us = setup.spin_us;
+  region.connect_timeout_ms = static_cast<int32_t>(setup.ring_ms);
+  auto memory = client::SharedMemory::Attach(kRelayRing, region);
+  if (!memory.ok()) return memory.status();
+  options.spin = std::chrono::microseconds((*memory)->server_spin_us());
+  auto relay = Relay::Open(api, std::move(options), memory->get());
+  if (!relay.ok()) return relay.status();
+  absl::Status status = (*relay)->Connect(setup.client.Get());
+  if (!status.ok()) return status;
+  RelayReply reply{};
+  reply.ring_entries = (*memory)->ring_entries();
+  reply.boot_id = (*memory)->boot_id();
+  reply.region_bytes = (*memory)->region().size();
+  reply.arena_offset = (*memory)->arena_offset();
+  reply.spin_us = (*memory)->server_spin_us();
+  reply.text.Set(wire::UcxVersionText(api));
+  if (!reply.address.Set((*relay)->address())) {
+    return absl::UnavailableError("UCX: its address is too long");
+  }
+  Send(reply);
+  status = (*relay)->Run(kRelayControl);
+  relay->reset();
+  (*memory)->Close(kCloseWait);
+  return status;
+}
+
+}  // namespace
+
+int RunRelay() {
+  prctl(PR_SET_NAME, "mla-ucx-relay");
+  // A dump would hold tensors; setuid programs are of no use here.
+  const rlimit no_core{0, 0};
+  setrlimit(RLIMIT_CORE, &no_core);
+  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  // The server decides when its relays end, also if a signal comes to all processes of a service.
+  for (const int number : {SIGTERM, SIGINT, SIGHUP, SIGPIPE}) signal(number, SIG_IGN);
+  auto setup = std::make_unique<RelaySetup>();
+  if (recv(kRelayControl, setup.get(), sizeof(*setup), 0) != static_cast<ssize_t>(sizeof(*setup))) {
+    return 1;
+  }
+  RelayOptions options;
+  options.token = setup->token;
+  options.link.transports = setup->transports.Get();
+  options.link.devices = setup->devices.Get();
+  const absl::StatusOr<wire::UcxApi> api = wire::OpenUcxApi(setup->library.Get());
+  absl::Status status = api.status();
+  if (status.ok()) {
+    status = setup->arena_bytes == 0 ? Probe(*api, options.link)
+                                     : Serve(*api, *setup, std::move(options));
+  }
+  if (status.ok()) return 0;
+  SendError(status);
+  return 1;
+}
+
+}  // namespace mla::server

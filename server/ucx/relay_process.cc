@@ -1,0 +1,137 @@
+#include "server/ucx/relay_process.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "server/process/process_usage.h"
+
+extern char** environ;
+
+namespace mla::server {
+namespace {
+
+// A relay that has been asked to end waits a second for its ring.
+constexpr std::chrono::milliseconds kEndWait{1500};
+constexpr std::chrono::milliseconds kLook{5};
+// Descriptors are moved above those that the relay gets, which they must not overwrite.
+constexpr int kLeastDescriptor = 10;
+
+class Descriptor final {
+ public:
+  explicit Descriptor(int value = -1) : value_(value) {}
+  ~Descriptor() { Reset(-1); }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  void Reset(int value) {
+    if (value_ >= 0) close(value_);
+    value_ = value;
+  }
+  int get() const { return value_; }
+  int Release() { return std::exchange(value_, -1); }
+
+ private:
+  int value_;
+};
+
+absl::Status Exhausted(const char* what, int error) {
+  return absl::ResourceExhaustedError(absl::StrCat("UCX: ", what, ": ", std::strerror(error)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<RelayProcess>> RelayProcess::Start(
+    const std::string& program, const RelaySetup& setup, int ring,
+    std::chrono::milliseconds timeout) {
+  std::unique_ptr<RelayProcess> relay(new RelayProcess());
+  if (absl::Status status = relay->Spawn(program, ring); !status.ok()) return status;
+  if (send(relay->control_, &setup, sizeof(setup), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(sizeof(setup))) {
+    return absl::UnavailableError(absl::StrCat("UCX: the relay has ended: ", std::strerror(errno)));
+  }
+  if (!relay->Receive(timeout)) {
+    return absl::DeadlineExceededError("UCX: the relay did not answer in time");
+  }
+  if (absl::Status status = relay->reply_->status(); !status.ok()) return status;
+  return relay;
+}
+
+absl::Status RelayProcess::Spawn(const std::string& program, int ring) {
+  int pair[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0) {
+    return Exhausted("no socket for a relay", errno);
+  }
+  control_ = pair[0];
+  Descriptor theirs(pair[1]);
+  if (InDescriptorReserve(control_)) return Exhausted("no socket for a relay", EMFILE);
+  Descriptor control(fcntl(theirs.get(), F_DUPFD_CLOEXEC, kLeastDescriptor));
+  Descriptor memory(ring < 0 ? -1 : fcntl(ring, F_DUPFD_CLOEXEC, kLeastDescriptor));
+  if (control.get() < 0 || (ring >= 0 && memory.get() < 0)) {
+    return Exhausted("no descriptor for a relay", errno);
+  }
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  if (memory.get() >= 0) posix_spawn_file_actions_adddup2(&actions, memory.get(), kRelayRing);
+  posix_spawn_file_actions_adddup2(&actions, control.get(), kRelayControl);
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  sigset_t none;
+  sigemptyset(&none);
+  posix_spawnattr_setsigmask(&attributes, &none);  // the server's threads block signals
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
+  std::string name = "mla-server", command = kRelayCommand;
+  char* const arguments[] = {name.data(), command.data(), nullptr};
+  const int error = posix_spawn(&pid_, program.c_str(), &actions, &attributes, arguments, environ);
+  posix_spawn_file_actions_destroy(&actions);
+  posix_spawnattr_destroy(&attributes);
+  if (error == 0) return absl::OkStatus();
+  pid_ = -1;
+  return Exhausted("no process for a relay", error);
+}
+
+bool RelayProcess::Receive(std::chrono::milliseconds timeout) {
+  pollfd ready{control_, POLLIN, 0};
+  if (poll(&ready, 1, static_cast<int>(timeout.count())) <= 0) return false;
+  if (recv(control_, reply_.get(), sizeof(*reply_), MSG_DONTWAIT) ==
+      static_cast<ssize_t>(sizeof(*reply_))) {
+    return true;
+  }
+  *reply_ = {};
+  reply_->code = static_cast<int32_t>(absl::StatusCode::kUnavailable);
+  reply_->text.Set("UCX: the relay has crashed");
+  return true;
+}
+
+std::optional<absl::Status> RelayProcess::EndedAfter(std::chrono::milliseconds pause) {
+  if (!Receive(pause)) return std::nullopt;
+  absl::Status status = reply_->status();
+  return status.ok() ? absl::InternalError("UCX: the relay replied twice") : status;
+}
+
+bool RelayProcess::Gone(std::chrono::milliseconds wait) {
+  const auto end = std::chrono::steady_clock::now() + wait;
+  for (;;) {
+    const pid_t gone = waitpid(pid_, nullptr, WNOHANG);
+    if (gone == pid_ || (gone < 0 && errno == ECHILD)) return true;
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::sleep_for(kLook);
+  }
+}
+
+RelayProcess::~RelayProcess() {
+  if (control_ >= 0) close(control_);
+  if (pid_ < 0 || Gone(kEndWait)) return;
+  kill(pid_, SIGKILL);
+  waitpid(pid_, nullptr, 0);
+}
+
+}  // namespace mla::server

@@ -1,0 +1,145 @@
+#include "server/ucx/transport_service.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "server/grpc/grpc_status.h"
+#include "server/logging/logging.h"
+
+namespace mla::server {
+namespace {
+
+// Between two looks at a ring's relay and its call. The end of either ends the other then.
+constexpr std::chrono::milliseconds kLook{20};
+
+absl::Status CheckRequest(const v1::OpenUcxRequest& request) {
+  if (request.version() != wire::kUcxVersion) {
+    return RefuseField("version", absl::StrCat(request.version()), absl::StrCat(wire::kUcxVersion),
+                       "unknown_version", absl::StatusCode::kUnimplemented);
+  }
+  const size_t address = request.worker_address().size();
+  if (address == 0 || address > wire::kUcxMostAddressBytes) {
+    return RefuseField("worker_address", absl::StrCat(address, " bytes"),
+                       absl::StrCat("1..", wire::kUcxMostAddressBytes, " bytes"));
+  }
+  if (request.bytes() == 0) return RefuseField("bytes", "0", "at least 1");
+  return absl::OkStatus();
+}
+
+absl::Status RandomToken(wire::UcxToken* token) {
+  if (getrandom(token->data(), token->size(), 0) == static_cast<ssize_t>(token->size())) {
+    return absl::OkStatus();
+  }
+  return absl::InternalError("UCX: no random bytes");
+}
+
+}  // namespace
+
+TransportService::TransportService(const RpcContext& rpc, TransportOptions options,
+                                   const ServerState* state)
+    : rpc_(rpc),
+      options_(std::move(options)),
+      program_(options_.program.empty() ? "/proc/self/exe" : options_.program),
+      sessions_(state, options_.ucx.sessions),
+      usable_(absl::UnimplementedError("the server offers no UCX: ucx.enabled is false")) {
+  if (options_.ucx.enabled) usable_ = Probe();
+}
+
+absl::Status TransportService::Probe() const {
+  const auto relay = RelayProcess::Start(program_, SetupOf({}), -1,
+                                         std::chrono::milliseconds(options_.ucx.open_ms));
+  if (!relay.ok()) {
+    Log(LogLevel::kWarning, "ucx_unusable", {{"why", std::string(relay.status().message())}});
+    return absl::UnimplementedError(
+        absl::StrCat("the server offers no UCX: ", relay.status().message()));
+  }
+  Log(LogLevel::kInfo, "ucx", {{"version", (*relay)->reply().text.Get()}});
+  return absl::OkStatus();
+}
+
+void TransportService::Offer(SharedMemoryListener* listener) {
+  const MutexLock lock(mutex_);
+  listener_ = listener;
+}
+
+RelaySetup TransportService::SetupOf(const v1::OpenUcxRequest& request) const {
+  RelaySetup setup{};
+  setup.arena_bytes = request.bytes();
+  setup.spin_us = request.spin_us();
+  setup.ring_ms = static_cast<uint32_t>(options_.ucx.open_ms);
+  setup.library.Set(options_.ucx.library);
+  setup.transports.Set(options_.ucx.transports);
+  setup.devices.Set(options_.ucx.devices);
+  setup.client.Set(request.worker_address());
+  return setup;
+}
+
+absl::StatusOr<std::unique_ptr<RelayProcess>> TransportService::StartRelay(
+    const Identity& who, const RelaySetup& setup) {
+  absl::StatusOr<int> ring;
+  {
+    const MutexLock lock(mutex_);
+    if (listener_ == nullptr) {
+      return absl::UnimplementedError("the server offers no UCX: it has no shared memory");
+    }
+    ring = listener_->ConnectFor(who.tenant);
+  }
+  if (!ring.ok()) return ring.status();
+  auto relay =
+      RelayProcess::Start(program_, setup, *ring, std::chrono::milliseconds(options_.ucx.open_ms));
+  close(*ring);  // the relay has its own; its end ends the ring
+  return relay;
+}
+
+absl::Status TransportService::Serve(grpc::ServerContext* context, const Identity& who,
+                                     const v1::OpenUcxRequest& request,
+                                     grpc::ServerWriter<v1::OpenUcxReply>* writer) {
+  const Watchers::Place place(&sessions_, who.tenant);
+  if (absl::Status status = place.Check("OpenUcx"); !status.ok()) return status;
+  RelaySetup setup = SetupOf(request);
+  absl::Status status = RandomToken(&setup.token);
+  if (!status.ok()) return status;
+  auto relay = StartRelay(who, setup);
+  if (!relay.ok()) return relay.status();
+  const RelayReply& made = (*relay)->reply();
+  Log(LogLevel::kDebug, "ucx_ring_opened", {{"tenant", who.tenant}, {"relay", (*relay)->pid()}});
+  v1::OpenUcxReply reply;
+  reply.set_boot_id(rpc_.boot_id);
+  reply.set_worker_address(std::string(made.address.Get()));
+  reply.set_token(std::string(setup.token.begin(), setup.token.end()));
+  reply.set_region_bytes(made.region_bytes);
+  reply.set_arena_offset(made.arena_offset);
+  reply.set_ring_entries(made.ring_entries);
+  reply.set_spin_us(made.spin_us);
+  if (!writer->Write(reply)) return absl::CancelledError("the client has gone");
+  while (!sessions_.OverAfter(*context, std::chrono::milliseconds(0))) {
+    const std::optional<absl::Status> ended = (*relay)->EndedAfter(kLook);
+    if (!ended.has_value()) continue;
+    Log(LogLevel::kWarning, "ucx_ring_ended",
+        {{"tenant", who.tenant}, {"why", std::string(ended->message())}});
+    return *ended;
+  }
+  return absl::OkStatus();
+}
+
+grpc::Status TransportService::OpenUcx(grpc::ServerContext* context,
+                                       const v1::OpenUcxRequest* request,
+                                       grpc::ServerWriter<v1::OpenUcxReply>* writer) {
+  const auto who = Identify(*context, static_cast<size_t>(rpc_.engine->limits().max_name_bytes),
+                            rpc_.unix_tenant);
+  absl::Status status = who.status();
+  if (status.ok()) status = usable_;
+  if (status.ok()) status = CheckRequest(*request);
+  // Not counted among the tenant's control calls, which a few rings would use up for good:
+  // `sessions_` bounds them.
+  if (status.ok()) status = Serve(context, *who, *request, writer);
+  rpc_.Note("Transports.OpenUcx", who.ok() ? who->tenant : "", status);
+  return ToGrpcStatus(status, context);
+}
+
+}  // namespace mla::server

@@ -1,0 +1,71 @@
+#include "tests/bench/wire/ucx_path.h"
+
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "client/cpp/ucx/ucx_memory.h"
+#include "server/ucx/relay_process.h"
+
+namespace mla::bench {
+namespace {
+
+constexpr std::chrono::milliseconds kTimeout{10000};
+
+void Check(const absl::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "wire_benchmark: %s\n", status.ToString().c_str());
+  std::exit(1);
+}
+
+int Dial(const std::string& path) {
+  const int connected = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  if (connect(connected, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+    Check(absl::UnavailableError(path));
+  }
+  return connected;
+}
+
+}  // namespace
+
+std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
+                                                const std::string& transports,
+                                                std::chrono::microseconds spin) {
+  client::UcxMemoryOptions options;
+  options.link.transports = transports;
+  options.spin = spin;
+  auto memory = client::UcxMemory::Open(options);
+  Check(memory.status());
+  server::RelaySetup setup{};
+  setup.arena_bytes = bytes;
+  setup.spin_us = static_cast<uint32_t>(spin.count());
+  setup.ring_ms = kTimeout.count();
+  setup.transports.Set(transports);
+  setup.token.fill(1);
+  setup.client.Set((*memory)->address());
+  const int ring = Dial(listener);
+  auto started = server::RelayProcess::Start("/proc/self/exe", setup, ring, kTimeout);
+  close(ring);
+  Check(started.status());
+  const std::shared_ptr<server::RelayProcess> relay = *std::move(started);
+  (*memory)->OnGivenUp([relay] {});  // the relay lives as long as the memory
+  const server::RelayReply& reply = relay->reply();
+  client::UcxRing described;
+  described.worker_address = reply.address.Get();
+  described.token = {reinterpret_cast<const char*>(setup.token.data()), setup.token.size()};
+  described.region_bytes = reply.region_bytes;
+  described.arena_offset = reply.arena_offset;
+  described.entries = reply.ring_entries;
+  described.arena_bytes = bytes;
+  Check((*memory)->Connect(described));
+  return *std::move(memory);
+}
+
+}  // namespace mla::bench

@@ -1,0 +1,24 @@
+// Opens a command ring over UCX for wire_benchmark: with a relay of its own, without the gRPC call
+// that a session makes for it.
+#ifndef MLA_TESTS_BENCH_WIRE_UCX_PATH_H_
+#define MLA_TESTS_BENCH_WIRE_UCX_PATH_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "client/cpp/shared_memory/ring_memory.h"
+
+namespace mla::bench {
+
+// `listener` is the path of the server's listener for shared memory, `bytes` the size of the arena,
+// `transports` as of UCX_TLS. This process's program must be a relay if its first argument is
+// server::kRelayCommand. Failures end the program.
+std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uint64_t bytes,
+                                                const std::string& transports,
+                                                std::chrono::microseconds spin);
+
+}  // namespace mla::bench
+
+#endif  // MLA_TESTS_BENCH_WIRE_UCX_PATH_H_

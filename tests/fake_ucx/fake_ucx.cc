@@ -1,0 +1,441 @@
+#include "tests/fake_ucx/fake_ucx.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <vector>
+
+namespace mla::fake_ucx {
+namespace {
+
+constexpr size_t kAddressBytes = 24;
+
+struct Worker;
+
+struct Endpoint {
+  Worker* own = nullptr;
+  std::string peer;
+  ucp_err_handler_t on_error{};
+  bool lost = false, told = false;
+};
+
+// What UCX calls a request: an operation under way.
+struct Request {
+  Worker* owner = nullptr;
+  ucs_status_t status = UCS_INPROGRESS;
+  ucp_send_nbx_callback_t sent = nullptr;
+  ucp_am_recv_data_nbx_callback_t received = nullptr;
+  void* user_data = nullptr;
+  size_t bytes = 0;
+  // Of a receive: where to, and the message that it takes.
+  void* to = nullptr;
+};
+
+struct Message {
+  std::string header;
+  std::string eager;
+  const void* payload = nullptr;  // of a rendezvous
+  size_t bytes = 0;
+  Request* sending = nullptr;  // of a rendezvous
+};
+
+// A receive that was asked for.
+struct Pull {
+  std::unique_ptr<Message> message;
+  Request* receiving;
+};
+
+struct Worker {
+  std::string address;
+  int event = -1;
+  ucp_am_handler_param_t handler{};
+  std::deque<std::unique_ptr<Message>> inbox;
+  std::vector<std::unique_ptr<Message>> offered;  // to a callback that runs now
+  std::deque<Pull> pulls;
+  std::deque<Request*> done;  // whose callbacks are due
+  std::vector<Endpoint*> endpoints;
+};
+
+struct World {
+  std::mutex mutex;
+  Faults faults;
+  std::mt19937_64 random{1};
+  uint64_t next_address = 1;
+  std::map<std::string, Worker*> workers;
+  Counts counts;
+};
+
+World& TheWorld() {
+  static World* const world = new World();
+  return *world;
+}
+
+bool Fails(const char* call) { return TheWorld().faults.fails == call; }
+
+void Notify(const Worker& worker) {
+  const uint64_t one = 1;
+  if (worker.event >= 0 && write(worker.event, &one, sizeof(one)) < 0) return;
+}
+
+template <typename Queue>
+typename Queue::value_type TakeOne(Queue* queue) {
+  World& world = TheWorld();
+  const size_t at = world.faults.reorder == 0 ? 0 : world.random() % queue->size();
+  typename Queue::value_type one = std::move((*queue)[at]);
+  queue->erase(queue->begin() + static_cast<std::ptrdiff_t>(at));
+  return one;
+}
+
+Worker* AsWorker(ucp_worker_h handle) { return reinterpret_cast<Worker*>(handle); }
+Endpoint* AsEndpoint(ucp_ep_h handle) { return reinterpret_cast<Endpoint*>(handle); }
+
+void Lose(Worker* worker) {
+  for (Endpoint* endpoint : worker->endpoints) endpoint->lost = true;
+  Notify(*worker);
+}
+
+void Finish(Request* request, ucs_status_t status) {
+  request->status = status;
+  request->owner->done.push_back(request);
+  Notify(*request->owner);
+}
+
+// ------------------------------------------------------------------------------------ The calls
+
+void GetVersion(unsigned* major, unsigned* minor, unsigned* release) {
+  *major = 1;
+  *minor = 13;
+  *release = 1;
+}
+
+ucs_status_t ConfigRead(const char*, const char*, ucp_config_t** config) {
+  *config = reinterpret_cast<ucp_config_t*>(new int(0));
+  return UCS_OK;
+}
+ucs_status_t ConfigModify(ucp_config_t*, const char*, const char*) { return UCS_OK; }
+void ConfigRelease(ucp_config_t* config) { delete reinterpret_cast<int*>(config); }
+
+ucs_status_t InitVersion(unsigned, unsigned, const ucp_params_t*, const ucp_config_t*,
+                         ucp_context_h* context) {
+  if (Fails("init")) return UCS_ERR_NO_DEVICE;
+  *context = reinterpret_cast<ucp_context_h>(new int(0));
+  return UCS_OK;
+}
+void Cleanup(ucp_context_h context) { delete reinterpret_cast<int*>(context); }
+
+ucs_status_t WorkerCreate(ucp_context_h, const ucp_worker_params_t*, ucp_worker_h* worker) {
+  if (Fails("worker")) return UCS_ERR_NO_MEMORY;
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  auto* const made = new Worker();
+  made->address = "worker " + std::to_string(world.next_address++);
+  made->address.resize(kAddressBytes, '.');
+  if (!world.faults.no_descriptor) made->event = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  world.workers[made->address] = made;
+  *worker = reinterpret_cast<ucp_worker_h>(made);
+  return UCS_OK;
+}
+
+// Takes back what a worker has sent and nobody has received.
+void TakeBack(const Worker* sender, Worker* other) {
+  const auto is_theirs = [sender](const Message& message) {
+    return message.sending != nullptr && message.sending->owner == sender;
+  };
+  const auto drop = [](Request* request) {
+    --TheWorld().counts.live_requests;
+    delete request;
+  };
+  std::erase_if(other->inbox, [&](const std::unique_ptr<Message>& message) {
+    if (!is_theirs(*message)) return false;
+    drop(message->sending);
+    return true;
+  });
+  std::erase_if(other->pulls, [&](Pull& pull) {
+    if (!is_theirs(*pull.message)) return false;
+    drop(pull.message->sending);
+    Finish(pull.receiving, UCS_ERR_CONNECTION_RESET);
+    return true;
+  });
+}
+
+void WorkerDestroy(ucp_worker_h handle) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  Worker* const worker = AsWorker(handle);
+  world.workers.erase(worker->address);
+  // Peers see that it is gone.
+  for (const auto& [address, other] : world.workers) {
+    for (Endpoint* endpoint : other->endpoints) {
+      if (endpoint->peer == worker->address) endpoint->lost = true;
+    }
+    TakeBack(worker, other);
+    Notify(*other);
+  }
+  for (Endpoint* endpoint : worker->endpoints) delete endpoint;
+  for (Request* request : worker->done) {
+    --world.counts.live_requests;
+    delete request;
+  }
+  for (Pull& pull : worker->pulls) {
+    Finish(pull.message->sending, UCS_ERR_CONNECTION_RESET);
+    --world.counts.live_requests;
+    delete pull.receiving;
+  }
+  for (const std::unique_ptr<Message>& message : worker->inbox) {
+    if (message->sending != nullptr) Finish(message->sending, UCS_ERR_CONNECTION_RESET);
+  }
+  if (worker->event >= 0) close(worker->event);
+  delete worker;
+}
+
+ucs_status_t WorkerGetAddress(ucp_worker_h handle, ucp_address_t** address, size_t* bytes) {
+  const std::string& text = AsWorker(handle)->address;
+  *bytes = text.size();
+  char* const copy = static_cast<char*>(std::malloc(text.size()));
+  std::memcpy(copy, text.data(), text.size());
+  *address = reinterpret_cast<ucp_address_t*>(copy);
+  return UCS_OK;
+}
+void WorkerReleaseAddress(ucp_worker_h, ucp_address_t* address) { std::free(address); }
+
+ucs_status_t SetHandler(ucp_worker_h handle, const ucp_am_handler_param_t* param) {
+  AsWorker(handle)->handler = *param;
+  return UCS_OK;
+}
+
+// Runs the callback of an operation without the lock.
+void RunCallback(Request* request, std::unique_lock<std::mutex>* lock) {
+  lock->unlock();
+  if (request->sent != nullptr) {
+    request->sent(request, request->status, request->user_data);
+  } else if (request->received != nullptr) {
+    request->received(request, request->status, request->bytes, request->user_data);
+  }
+  lock->lock();
+}
+
+void Deliver(Worker* worker, std::unique_lock<std::mutex>* lock) {
+  std::unique_ptr<Message> message = TakeOne(&worker->inbox);
+  Message* const raw = message.get();
+  ucp_am_recv_param_t param{};
+  void* data = raw->eager.data();
+  if (raw->sending != nullptr) {
+    param.recv_attr = UCP_AM_RECV_ATTR_FLAG_RNDV;
+    data = raw;
+    worker->offered.push_back(std::move(message));
+  }
+  const std::string header = raw->header;
+  const size_t bytes = raw->bytes;
+  lock->unlock();
+  worker->handler.cb(worker->handler.arg, header.data(), header.size(), data, bytes, &param);
+  lock->lock();
+  // One that nobody has asked for is dropped; its sender is told that it is gone.
+  for (std::unique_ptr<Message>& left : worker->offered) Finish(left->sending, UCS_OK);
+  worker->offered.clear();
+}
+
+unsigned WorkerProgress(ucp_worker_h handle) {
+  World& world = TheWorld();
+  std::unique_lock<std::mutex> lock(world.mutex);
+  Worker* const worker = AsWorker(handle);
+  for (Endpoint* endpoint : worker->endpoints) {
+    if (!endpoint->lost || std::exchange(endpoint->told, true)) continue;
+    const ucp_err_handler_t handler = endpoint->on_error;
+    lock.unlock();
+    handler.cb(handler.arg, reinterpret_cast<ucp_ep_h>(endpoint), UCS_ERR_CONNECTION_RESET);
+    return 1;
+  }
+  if (!worker->done.empty()) {
+    RunCallback(TakeOne(&worker->done), &lock);
+    return 1;
+  }
+  if (world.faults.stalled) return 0;
+  if (!worker->pulls.empty()) {
+    Pull pull = TakeOne(&worker->pulls);
+    std::memcpy(pull.receiving->to, pull.message->payload, pull.message->bytes);
+    world.counts.payload_bytes += pull.message->bytes;
+    pull.receiving->bytes = pull.message->bytes;
+    Finish(pull.message->sending, UCS_OK);
+    Finish(pull.receiving, UCS_OK);
+    return 1;
+  }
+  if (worker->inbox.empty() || worker->handler.cb == nullptr) return 0;
+  Deliver(worker, &lock);
+  return 1;
+}
+
+ucs_status_t WorkerArm(ucp_worker_h handle) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  Worker* const worker = AsWorker(handle);
+  uint64_t count = 0;
+  if (worker->event >= 0 && read(worker->event, &count, sizeof(count)) < 0) count = 0;
+  const bool busy = !worker->inbox.empty() || !worker->pulls.empty() || !worker->done.empty();
+  return busy && !world.faults.stalled ? UCS_ERR_BUSY : UCS_OK;
+}
+
+ucs_status_t WorkerGetEfd(ucp_worker_h handle, int* descriptor) {
+  *descriptor = AsWorker(handle)->event;
+  return *descriptor < 0 ? UCS_ERR_UNSUPPORTED : UCS_OK;
+}
+
+ucs_status_t EpCreate(ucp_worker_h handle, const ucp_ep_params_t* params, ucp_ep_h* endpoint) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  if (Fails("connection")) return UCS_ERR_UNREACHABLE;
+  const std::string address(reinterpret_cast<const char*>(params->address), kAddressBytes);
+  if (!world.workers.contains(address)) return UCS_ERR_INVALID_ADDR;
+  auto* const made = new Endpoint();
+  made->own = AsWorker(handle);
+  made->peer = address;
+  made->on_error = params->err_handler;
+  made->own->endpoints.push_back(made);
+  *endpoint = reinterpret_cast<ucp_ep_h>(made);
+  return UCS_OK;
+}
+
+ucs_status_ptr_t EpClose(ucp_ep_h, const ucp_request_param_t*) { return nullptr; }
+
+Request* NewRequest(Worker* owner, const ucp_request_param_t* param) {
+  auto* const request = new Request();
+  request->owner = owner;
+  request->user_data = param->user_data;
+  ++TheWorld().counts.live_requests;
+  return request;
+}
+
+ucs_status_ptr_t AmSend(ucp_ep_h handle, unsigned, const void* header, size_t header_bytes,
+                        const void* payload, size_t bytes, const ucp_request_param_t* param) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  Endpoint* const endpoint = AsEndpoint(handle);
+  const auto peer = world.workers.find(endpoint->peer);
+  if (Fails("send")) return UCS_STATUS_PTR(UCS_ERR_NO_MEMORY);
+  if (endpoint->lost || peer == world.workers.end()) {
+    return UCS_STATUS_PTR(UCS_ERR_CONNECTION_RESET);
+  }
+  if (world.faults.lost_after == 0) {
+    Lose(endpoint->own);
+    Lose(peer->second);
+  } else if (world.faults.lost_after > 0) {
+    --world.faults.lost_after;
+  }
+  ++world.counts.messages;
+  auto message = std::make_unique<Message>();
+  message->header.assign(static_cast<const char*>(header), header_bytes);
+  message->bytes = bytes;
+  Request* request = nullptr;
+  if (bytes > kEagerBytes) {
+    request = NewRequest(endpoint->own, param);
+    request->sent = param->cb.send;
+    message->payload = payload;
+    message->sending = request;
+  } else {
+    message->eager.assign(static_cast<const char*>(payload), bytes);
+    world.counts.payload_bytes += bytes;
+  }
+  peer->second->inbox.push_back(std::move(message));
+  Notify(*peer->second);
+  return request;
+}
+
+ucs_status_ptr_t AmReceive(ucp_worker_h handle, void* descriptor, void* to, size_t,
+                           const ucp_request_param_t* param) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  Worker* const worker = AsWorker(handle);
+  std::unique_ptr<Message> message;
+  for (auto it = worker->offered.begin(); it != worker->offered.end(); ++it) {
+    if (it->get() != descriptor) continue;
+    message = std::move(*it);
+    worker->offered.erase(it);
+    break;
+  }
+  if (message == nullptr) std::abort();  // not a descriptor of this callback
+  if (Fails("receive")) {
+    Finish(message->sending, UCS_ERR_CANCELED);
+    return UCS_STATUS_PTR(UCS_ERR_NO_MEMORY);
+  }
+  Request* const request = NewRequest(worker, param);
+  request->received = param->cb.recv_am;
+  request->to = to;
+  worker->pulls.push_back({std::move(message), request});
+  return request;
+}
+
+ucs_status_t CheckStatus(void* request) { return static_cast<Request*>(request)->status; }
+void FreeRequest(void* request) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  --world.counts.live_requests;
+  delete static_cast<Request*>(request);
+}
+
+ucs_status_t MemMap(ucp_context_h, const ucp_mem_map_params_t*, ucp_mem_h* memory) {
+  if (Fails("memory")) return UCS_ERR_NO_MEMORY;
+  ++TheWorld().counts.registered;
+  *memory = reinterpret_cast<ucp_mem_h>(new int(0));
+  return UCS_OK;
+}
+ucs_status_t MemUnmap(ucp_context_h, ucp_mem_h memory) {
+  delete reinterpret_cast<int*>(memory);
+  --TheWorld().counts.registered;
+  return UCS_OK;
+}
+
+const char* StatusString(ucs_status_t) { return "a failure of the fake"; }
+
+}  // namespace
+
+void Reset(const Faults& wanted) {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  world.faults = wanted;
+  world.random.seed(wanted.reorder);
+  world.counts = {};
+}
+
+Faults& faults() { return TheWorld().faults; }
+
+Counts counts() {
+  World& world = TheWorld();
+  const std::lock_guard<std::mutex> lock(world.mutex);
+  return world.counts;
+}
+
+wire::UcxApi Api() {
+  wire::UcxApi api{};
+  api.get_version = GetVersion;
+  api.config_read = ConfigRead;
+  api.config_modify = ConfigModify;
+  api.config_release = ConfigRelease;
+  api.init_version = InitVersion;
+  api.cleanup = Cleanup;
+  api.worker_create = WorkerCreate;
+  api.worker_destroy = WorkerDestroy;
+  api.worker_get_address = WorkerGetAddress;
+  api.worker_release_address = WorkerReleaseAddress;
+  api.worker_set_am_recv_handler = SetHandler;
+  api.worker_progress = WorkerProgress;
+  api.worker_arm = WorkerArm;
+  api.worker_get_efd = WorkerGetEfd;
+  api.ep_create = EpCreate;
+  api.ep_close_nbx = EpClose;
+  api.am_send_nbx = AmSend;
+  api.am_recv_data_nbx = AmReceive;
+  api.request_check_status = CheckStatus;
+  api.request_free = FreeRequest;
+  api.mem_map = MemMap;
+  api.mem_unmap = MemUnmap;
+  api.status_string = StatusString;
+  return api;
+}
+
+}  // namespace mla::fake_ucx
