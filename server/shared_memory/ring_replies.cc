@@ -15,7 +15,7 @@ constexpr size_t kArenaBytes = 65536;
 constexpr size_t kReplyFixedBytes = 64;
 constexpr size_t kLengthBytes = 10;
 // A StepError whose texts have at most this length fits a slot.
-constexpr size_t kMaxErrorText = 152;
+constexpr size_t kMaxErrorText = 153;
 constexpr size_t kTraceIdText = 32;
 static_assert(kReplyFixedBytes < wire::kReplySlotBytes);
 static_assert(5 * (kMaxErrorText + 3) + scheduler::kMostPeerBytes + 3 + kTraceIdText + 2 +

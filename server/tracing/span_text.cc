@@ -12,7 +12,7 @@ namespace {
 template <typename Text, typename Number>
 void ForEachAttribute(const TraceSpan& span, const Text& text, const Number& number) {
   const auto add_text = [&](const char* name, const std::string& value) {
-    // Names come from clients. What is not printable text is replaced.
+    // Names come from clients. Anything but printable text is replaced.
     if (!value.empty()) text(name, base::Printable(value));
   };
   const auto add_number = [&](const char* name, int64_t value) {

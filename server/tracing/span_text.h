@@ -12,7 +12,7 @@
 
 namespace mla::server {
 
-// What every span of this process has in common: the resource of OTLP.
+// The resource of OTLP: attributes that all spans of this process have.
 struct TraceResource {
   std::string service;   // service.name
   std::string version;   // service.version

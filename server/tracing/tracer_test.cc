@@ -12,7 +12,7 @@
 namespace mla::server {
 namespace {
 
-// What an exporter got, and when it lets the tracer's thread go on.
+// Spans that an exporter got, and when it lets the tracer's thread go on.
 struct Sink {
   Mutex mutex;
   CondVar changed;
