@@ -30,7 +30,7 @@ struct mla_request {
 
 struct mla_graph {
   std::shared_ptr<mla::client::RingStream> stream;
-  std::vector<mla::client::SharedMemory::GraphEntry> calls;
+  std::vector<mla::client::RingMemory::GraphEntry> calls;
 };
 
 namespace mla::capi {

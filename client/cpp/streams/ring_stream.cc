@@ -218,10 +218,10 @@ absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, std::span<const
   return status;
 }
 
-absl::StatusOr<SharedMemory::GraphEntry> RingStream::Capture(wire::SubmissionEntry entry,
-                                                             std::span<const DeviceCopy> in,
-                                                             std::span<const DeviceCopy> out,
-                                                             void* stream) {
+absl::StatusOr<RingMemory::GraphEntry> RingStream::Capture(wire::SubmissionEntry entry,
+                                                           std::span<const DeviceCopy> in,
+                                                           std::span<const DeviceCopy> out,
+                                                           void* stream) {
   const bool on_device = (entry.flags & wire::kEntryOnDevice) != 0;
   if (on_device && !memory_->has_device_memory()) return device_status();
   if (!on_device && !memory_->pinned().ok()) return memory_->pinned();
@@ -234,10 +234,10 @@ absl::StatusOr<SharedMemory::GraphEntry> RingStream::Capture(wire::SubmissionEnt
   if (!out.empty()) status = memory_->device()->Copy(out, stream);
   if (!status.ok()) return status;
   entry.flags |= wire::kEntryChained;
-  return SharedMemory::GraphEntry{entry, *node};
+  return RingMemory::GraphEntry{entry, *node};
 }
 
-absl::Status RingStream::Replay(std::span<const SharedMemory::GraphEntry> calls, uint64_t step_id,
+absl::Status RingStream::Replay(std::span<const RingMemory::GraphEntry> calls, uint64_t step_id,
                                 void* exec, void* stream, Deadline until,
                                 std::span<const std::shared_ptr<PendingReply>> pending) {
   if (calls.empty()) return absl::OkStatus();
@@ -245,7 +245,7 @@ absl::Status RingStream::Replay(std::span<const SharedMemory::GraphEntry> calls,
     return absl::ResourceExhaustedError(absl::StrCat(
         "graph: ", calls.size(), " calls, and the ring has ", memory_->ring_entries(), " entries"));
   }
-  std::vector<SharedMemory::GraphEntry> entries(calls.begin(), calls.end());
+  std::vector<RingMemory::GraphEntry> entries(calls.begin(), calls.end());
   MutexLock lock(mutex_);
   absl::Status status = CheckSend(*pending[0]);
   if (status.ok()) status = StartWatch();

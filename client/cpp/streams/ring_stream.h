@@ -56,13 +56,13 @@ class RingStream final : public StepStream {
                           const std::shared_ptr<PendingReply>& pending);
   // Captures such a call, which is chained, in the graph of `stream`, with its copies. Nothing is
   // sent.
-  absl::StatusOr<SharedMemory::GraphEntry> Capture(wire::SubmissionEntry entry,
-                                                   std::span<const DeviceCopy> in,
-                                                   std::span<const DeviceCopy> out, void* stream);
+  absl::StatusOr<RingMemory::GraphEntry> Capture(wire::SubmissionEntry entry,
+                                                 std::span<const DeviceCopy> in,
+                                                 std::span<const DeviceCopy> out, void* stream);
   // Sends captured calls, as calls of step `step_id`, for the next launch of `exec` on `stream`.
   // Each has a pending reply of the stream's. Errors: as SendPlaced; RESOURCE_EXHAUSTED if the ring
   // has fewer entries. Nothing was sent then.
-  absl::Status Replay(std::span<const SharedMemory::GraphEntry> calls, uint64_t step_id, void* exec,
+  absl::Status Replay(std::span<const RingMemory::GraphEntry> calls, uint64_t step_id, void* exec,
                       void* stream, std::chrono::steady_clock::time_point until,
                       std::span<const std::shared_ptr<PendingReply>> pending);
   // Sends a message in the same way. `tails`, for an end_step, are copied.
