@@ -8,11 +8,12 @@
 Outputs of chained passes, in host and in device memory, are compared bit by bit with the outputs of
 calls that a thread awaits. A server cuts requests by the time that launches took, so the first
 passes may have other cuts, and a busy GPU others again: next to other work outputs may differ by a
-rounding. Then servers are killed at the points of a worker's pass in turn. Within
-a second the worker must get an error and its GPU's stream back, and each pass that succeeded must
-have the right outputs. Several kills at a time share the GPU in turns, and take longer. With --workers, workers are killed and stopped at these points while another
-one's passes must stay right and quick. Run it without MPS, because under MPS a death ends the
-others' contexts too. The last line gives the result.
+rounding. Then servers are killed at the points of a worker's pass in turn. Within a second the
+worker must get an error and its GPU's stream back, and each pass that succeeded must have the right
+outputs. Several kills at a time share the GPU in turns, and take longer. With --workers, workers
+are killed and stopped at these points while another one's passes must stay right and quick. Run it
+without MPS, because under MPS a death ends the others' contexts too. The last line gives the
+result.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
         [--device 0] [--server-arg=ARG ...]
 
 Starts a server and workers, which are processes that use PyTorch. Outputs must be equal with either
-memory, up to a rounding where the host's queries are streamed, also when the worker's kernels are late, and where the calls lie in a CUDA graph (with
-MLA_CLIENT_LIBRARY). If the kernels never end, the answer must still
-come in time. Workers are killed or stopped at 12 points while another one continues, and their
-device memory must return. The last line gives the result.
+memory, up to a rounding where the host's queries are streamed, also when the worker's kernels are
+late, and where the calls lie in a CUDA graph (with MLA_CLIENT_LIBRARY). If the kernels never end,
+the answer must still come in time. Workers are killed or stopped at 12 points while another one
+continues, and their device memory must return. The last line gives the result.
 
 Under MPS (CUDA_MPS_PIPE_DIRECTORY) no worker is killed while its kernels run, because this would
 end the contexts of all MPS clients, including the server's.
