@@ -116,8 +116,9 @@ MLA_API mla_code mla_ring_attend(mla_ring* ring, const mla_ring_entry* entry, in
 // or HIP's), mla_graph_capture captures the copies and the words of one attend; nothing is sent,
 // and entry->step_id counts for nothing. For each launch of an instance of the graph,
 // mla_graph_send first sends the captured attends as attends of step `step_id`. Then launch `exec`
-// once, on `stream`. Tensors stay at their offsets as long as the graph is used. A graph belongs to
-// one ring; the kernels in it, and what is captured next to it, are the program's.
+// once, on `stream`. Tensors stay at their offsets, and the graph itself stays, as long as
+// instances of it are launched. A graph belongs to one ring; the kernels in it, and what is
+// captured next to it, are the program's.
 typedef struct mla_graph mla_graph;
 MLA_API mla_code mla_graph_new(mla_ring* ring, mla_graph** out, mla_error** error);
 MLA_API mla_code mla_graph_capture(mla_graph* graph, const mla_ring_entry* entry,

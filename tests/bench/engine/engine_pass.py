@@ -4,15 +4,16 @@ only returns its output buffer.
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 python3 tests/bench/engine/engine_pass.py
         --server .bazel/bin/server/mla-server [--server-arg=ARG ...] [--layers 61] [--batch 1,32]
-        [--context 1024] [--ways host,device,host-chained,device-chained] [--turns 7]
+        [--context 1024] [--ways host,device,host-chained,device-chained,device-graph] [--turns 7]
         [--bare] [--json FILE] [--profile FOLDER]
 
-Each way is a transport of tensors, with calls that a thread awaits at each layer or with chained
-calls. `us_a_layer` is the added time of one layer: the median over turns, which alternate with
-turns without attention. `pass_ms` is one pass with its sampling (argmax, copied to the host).
-`thread_us` is the time of the worker's thread in a call. The program fails if two ways give
-different tokens. With --profile it writes one pass of each way as a trace, which pass_picture.py
-draws.
+Each way is a transport of tensors, with calls that a thread awaits at each layer, with chained
+calls, or with chained calls in a CUDA graph of the whole pass, which is compared with such a graph
+without attention. `us_a_layer` is the added time of one layer: the median over turns, which
+alternate with turns without attention. `pass_ms` is one pass with its sampling (argmax, copied to
+the host). `thread_us` is the time of the worker's thread in a call. The program fails if two ways
+give different tokens. With --profile it writes one pass of each way as a trace, which
+pass_picture.py draws.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ sys.path.insert(0, str(ROOT / "client" / "python"))
 import mla_client
 import torch
 from mla_client import Profile, bf16
-from mla_client.pytorch import Sender
+from mla_client.pytorch import GraphSender, Sender
 from mla_client.testing import ServerProcess
 
 HEADS, NOPE, ROPE, LORA, V, HIDDEN = 128, 128, 64, 512, 128, 2048
-WAYS = ("host", "device", "host-chained", "device-chained")
+WAYS = ("host", "device", "host-chained", "device-chained", "host-graph", "device-graph")
 PASSES = 10  # in a turn
 PREFILL_ROWS = 2048
 CLIENT = "engine-pass"
@@ -134,18 +135,37 @@ class Worker:
             arguments["pinned"] = True
         self.client = mla_client.Client.connect(target, client_id=CLIENT, transport="ring",
                                                 shared_bytes=256 << 20, **arguments)
-        self.chained = bool(chained)
-        model = self.client.register_model(owner.spec)
-        self.sequences = [model.adopt_sequence(one.id) for one in owner.sequences[:batch]]
+        self.chained, self.graph = bool(chained), chained == "graph"
+        self.model = self.client.register_model(owner.spec)
+        self.sequences = [self.model.adopt_sequence(one.id) for one in owner.sequences[:batch]]
         self.sender = Sender()
+        self.captured: Any = None  # sender, graph, tokens and what it finds
         self.spent: List[float] = []  # seconds of each call in the calling thread
         self.output = torch.empty((0, HEADS, V), device="cuda", dtype=torch.bfloat16)
+        self.step: Any = None  # that has not been finished
 
     def a_pass(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Runs one pass. Its rows are committed and dropped again, so all passes are alike."""
+        self.settle()
         step = self.client.step([(sequence, 1) for sequence in self.sequences])
-        step.begin()
+        step.begin(ahead=self.chained)
+        found = self.launched(step, model, tokens) if self.graph else self.eager(
+            step, model, tokens)
+        if self.chained:
+            step.end_ahead([0] * len(self.sequences))
+            self.step = step
+        else:
+            step.end([0] * len(self.sequences))
+        return found
 
+    def settle(self) -> None:
+        """Learns whether the pass before was good, as an engine does once it has its tokens."""
+        step, self.step = self.step, None
+        if step is not None:
+            step.finish()
+
+    def eager(self, step: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """A pass whose layers are given to the stream one by one."""
         def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             begin = time.perf_counter()
             with torch.profiler.record_function("attention") if PROFILED else NOTHING:
@@ -162,16 +182,46 @@ class Worker:
             if not self.sender.attend_chained(step, layer, q, kv, self.output):
                 raise SystemExit("calls can not be chained here")
             return self.output
-        found = model.run(tokens, attend)
-        step.end([0] * len(self.sequences))
+        return model.run(tokens, attend)
+
+    def launched(self, step: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """A pass that is one launch of a graph."""
+        if self.captured is None:
+            sender = GraphSender(self.client, self.model, len(self.sequences))
+            output = torch.empty((len(self.sequences), HEADS, V), device="cuda",
+                                 dtype=torch.bfloat16)
+
+            def attend(layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+                sender.capture(layer, q, kv, output)
+                return output
+            self.captured = sender, *captured(model, tokens, attend)
+        sender, graph, own, found = self.captured
+        begin = time.perf_counter()
+        sender.send(step, graph)
+        self.spent.append((time.perf_counter() - begin) / model.layers)
+        own.copy_(tokens)
+        graph.replay()
         return found
 
     def close(self) -> None:
         """Ends it."""
+        self.settle()
+        if self.captured is not None:
+            self.captured[0].release()
         self.sender.release()
         for sequence in self.sequences:
             sequence.hand_over()
         self.client.close()
+
+
+def captured(model: Any, tokens: torch.Tensor, attend: Callable[..., torch.Tensor]) -> Any:
+    """A graph of a pass, its tokens, and what it finds. Libraries have their memory already."""
+    graph, own = torch.cuda.CUDAGraph(keep_graph=True), tokens.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = model.run(own, attend)
+    graph.instantiate()
+    return graph, own, found
 
 
 def timed(run: Callable[[], torch.Tensor]) -> float:
@@ -224,14 +274,21 @@ def main() -> None:
             tokens = torch.arange(batch, device="cuda") % 1024
             zeros = torch.zeros((batch, HEADS, V), device="cuda", dtype=torch.bfloat16)
             model: Any = Bare(whole, batch) if flags.bare else whole
-            without: Callable[[], torch.Tensor] = lambda: model.run(tokens, lambda *_: zeros)
+            eager: Callable[[], torch.Tensor] = lambda: model.run(tokens, lambda *_: zeros)
+            eager()
+            graph, _, of_zeros = captured(model, tokens, lambda *_: zeros)
+
+            def launched() -> torch.Tensor:
+                graph.replay()
+                return of_zeros
             results = {}
             for way in flags.ways.split(","):
                 worker = Worker(server.target, way, owner, batch)
                 run: Callable[[], torch.Tensor] = lambda: worker.a_pass(model, tokens)
-                results[way] = run().cpu()
+                without = launched if worker.graph else eager
                 run(), without()
                 pairs = [(timed(run), timed(without)) for _ in range(flags.turns)]
+                results[way] = run().cpu().clone()  # the server's cuts have settled
                 profile(flags.profile, f"{way}_{batch}", run)
                 worker.close()
                 passes = statistics.median(one for one, _ in pairs)

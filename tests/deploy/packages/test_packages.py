@@ -24,6 +24,7 @@ import common  # noqa: E402
 import debian  # noqa: E402
 import image  # noqa: E402
 import sbom  # noqa: E402
+import wheel as wheel_rules  # noqa: E402
 
 LONG = os.environ.get("MLA_TEST_LONG", "") != ""
 BINARIES = pathlib.Path(os.environ.get("BINARIES_UNDER_TEST", ROOT / ".bazel/bin"))
@@ -231,6 +232,23 @@ class WheelTest(LongTest):
         shown = run("/usr/bin/python3", "-c", "import mla_client; print(mla_client.__file__)",
                     env={**os.environ, "PYTHONPATH": str(target)}, cwd=self.folder)
         self.assertIn(str(target), shown)
+        # Rings of the C library work where the machine has none of its libraries installed: all
+        # but those of every system come from the package.
+        native = target / "mla_client/native"
+        library = native / "libmla_client.so.0"
+        said = run("ldd", library)
+        for line in said.splitlines():
+            name, _, place = line.strip().partition(" => ")
+            if place and not wheel_rules.EVERYWHERE.fullmatch(name):
+                self.assertIn(str(native), place)
+        self.assertIn("libprotobuf", said)
+        self.assertTrue((native / "licences").is_dir())
+        script = ("from mla_client import native; "
+                  "print(native.why_not() or native.library().path)")
+        environment = {name: value for name, value in os.environ.items()
+                       if name != "MLA_CLIENT_LIBRARY"}
+        self.assertEqual(run("/usr/bin/python3", "-c", script, cwd=self.folder,
+                             env={**environment, "PYTHONPATH": str(target)}).strip(), str(library))
 
 
 if __name__ == "__main__":

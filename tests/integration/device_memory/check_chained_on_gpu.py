@@ -2,23 +2,30 @@
 
     MLA_CLIENT_LIBRARY=libmla_client.so.0 \\
     python3 tests/integration/device_memory/check_chained_on_gpu.py
-        --server .bazel/bin/server/mla-server [--kills 12] [--server-arg=ARG ...]
+        --server .bazel/bin/server/mla-server [--kills 12] [--jobs 1] [--workers]
+        [--server-arg=ARG ...]
 
 Outputs of chained passes, in host and in device memory, are compared bit by bit with the outputs of
-calls that a thread awaits. Then servers are killed while a worker's passes are under way. Within a
-second the worker must get an error and its GPU's stream back, and each pass that succeeded must
-have the right outputs. Run it without MPS, because under MPS a server's death ends the worker's
-context too. The last line gives the result.
+calls that a thread awaits. A server cuts requests by the time that launches took, so the first
+passes may have other cuts, and a busy GPU others again: next to other work outputs may differ by a
+rounding. Then servers are killed at the points of a worker's pass in turn. Within a second the
+worker must get an error and its GPU's stream back, and each pass that succeeded must have the right
+outputs. Several kills at a time share the GPU in turns, and take longer. With --workers, workers
+are killed and stopped at these points while another one's passes must stay right and quick. Run it
+without MPS, because under MPS a death ends the others' contexts too. The last line gives the
+result.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
+import signal
+import subprocess
 import sys
-import threading
 import time
-from typing import Any, List
+from typing import Any, Callable, List
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "client" / "python"))
@@ -32,6 +39,11 @@ from mla_client.testing import ServerProcess
 
 HEADS, LAYERS, ROWS = 128, 8, 300
 LONGEST_END_S = 1.0
+SETTLED, MOST_SETTLING = 4, 50  # passes with equal outputs, and how often they are waited for
+ROUNDING = 2.0 ** -7  # of the largest output
+LONGEST_PASS_S = 2.0  # of a worker next to one that was stopped
+# Points of a chained pass in the worker's program; its GPU is behind them.
+POINTS = ("before", "begun", *[f"layer {layer}" for layer in range(LAYERS)], "ended", "finished")
 FAILED: List[str] = []
 
 
@@ -40,6 +52,14 @@ def expect(holds: bool, what: str) -> None:
     if not holds:
         FAILED.append(what)
         print(f"FAILED: {what}", flush=True)
+
+
+@functools.lru_cache(maxsize=1)
+def values() -> Any:
+    """Weights of a layer, and rows."""
+    generator = torch.Generator().manual_seed(1)
+    return [bf16.to_bf16((torch.randn(shape, generator=generator) / 23).numpy())
+            for shape in ((HEADS, 128, 512), (HEADS, 512, 128), (ROWS, 576))]
 
 
 class Worker:
@@ -52,12 +72,7 @@ class Worker:
         geometry = mla_client.Geometry(HEADS, 512, 64, 128, 128)
         self.model = self.client.register_model(
             mla_client.ModelSpec("check", geometry, LAYERS, 0.0721687))
-        generator = torch.Generator().manual_seed(1)
-
-        def made(*shape: int) -> Any:
-            return bf16.to_bf16((torch.randn(shape, generator=generator) / 23).numpy())
-        w_uk, w_uv = made(HEADS, 128, 512), made(HEADS, 512, 128)
-        rows = made(ROWS, 576)
+        w_uk, w_uv, rows = values()
         for layer in range(LAYERS):
             self.model.upload_weights(layer, w_uk, w_uv)
         self.sequences = [self.model.open_sequence() for _ in range(batch)]
@@ -70,11 +85,14 @@ class Worker:
                            for shape in ((LAYERS, batch, HEADS, 192), (LAYERS, batch, 576)))
         self.sender = Sender()
 
-    def a_pass(self, chained: bool) -> torch.Tensor:
-        """Returns the outputs of all layers and drops the rows."""
+    def a_pass(self, chained: bool, reached: Callable[[str], None] = lambda point: None
+               ) -> torch.Tensor:
+        """Returns the outputs of all layers and drops the rows. `reached` is told each point."""
         found = torch.zeros((LAYERS, len(self.sequences), HEADS, 128), device="cuda",
                             dtype=torch.bfloat16)
-        step = self.client.step([(sequence, 1) for sequence in self.sequences]).begin()
+        reached("before")
+        step = self.client.step([(sequence, 1) for sequence in self.sequences]).begin(chained)
+        reached("begun")
         for layer in range(LAYERS):
             if chained:
                 kv = self.kv[layer]
@@ -83,8 +101,25 @@ class Worker:
                     raise SystemExit("calls can not be chained here")
             else:
                 found[layer] = self.sender.attend(step, layer, self.q[layer], self.kv[layer])
-        step.end([0] * len(self.sequences))
+            reached(f"layer {layer}")
+        step.end_ahead([0] * len(self.sequences))
+        reached("ended")
+        step.finish()
+        reached("finished")
         return found
+
+    def settled(self) -> torch.Tensor:
+        """The outputs of awaited passes once the server's cuts stay as they are."""
+        before = self.a_pass(False)
+        for _ in range(MOST_SETTLING):
+            for _ in range(SETTLED):
+                found = self.a_pass(False)
+                if not torch.equal(found, before):
+                    break
+            else:
+                return found
+            before = found
+        return before
 
     def close(self) -> None:
         """Ends it."""
@@ -99,7 +134,7 @@ def same_bits(target: str) -> None:
     for batch in (1, 5, 32):
         for device in (False, True):
             worker = Worker(target, batch, device)
-            awaited = worker.a_pass(False)
+            awaited = worker.settled()
             expect(bool(awaited.isfinite().all()) and bool(awaited.any()), "outputs")
             for turn in range(20):
                 chained = worker.a_pass(True)
@@ -109,30 +144,106 @@ def same_bits(target: str) -> None:
             print(f"same bits: batch {batch}, {'device' if device else 'host'} memory", flush=True)
 
 
+def right(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """True if outputs are equal up to the rounding of other cuts. Stale ones are far from that."""
+    most = ROUNDING * wanted.float().abs().amax(dim=(1, 2, 3), keepdim=True)
+    return bool(((found.float() - wanted.float()).abs() <= most).all())
+
+
 def a_kill(binary: str, arguments: List[str], number: int) -> float:
     """Seconds from the server's death to the worker's error."""
     server = ServerProcess(binary, arguments).start()
-    worker = Worker(server.target, 4, number % 2 == 1)
-    wanted = worker.a_pass(False)
+    worker = Worker(server.target, (1, 4, 32)[number // 2 % 3], number % 2 == 1)
+    wanted = worker.settled()
+    expect(right(worker.a_pass(True), wanted), f"kill {number}: other outputs before it")
     killed: List[float] = []
+    point, passes = POINTS[number % len(POINTS)], 2 + number % 3
 
-    def kill() -> None:
-        killed.append(time.monotonic())
-        server.kill()
-    timer = threading.Timer(0.05 + 0.013 * number, kill)
-    timer.start()
+    def reached(name: str) -> None:
+        nonlocal passes
+        passes -= name == "before"
+        if passes <= 0 and name == point and not killed:
+            killed.append(time.monotonic())
+            server.kill()
     try:
-        while True:
-            found = worker.a_pass(True)
-            expect(torch.equal(found, wanted), f"kill {number}: a pass with other bits succeeded")
+        while not killed or time.monotonic() < killed[0] + 5 * LONGEST_END_S:
+            found = worker.a_pass(True, reached)
+            expect(right(found, wanted), f"kill {number}: a pass with other outputs succeeded")
+        expect(False, f"kill {number}: passes go on without a server")
     except errors.MlaError:
-        torch.cuda.synchronize()
-        ended = time.monotonic()
-    timer.join()
+        pass
+    torch.cuda.synchronize()
+    ended = time.monotonic()
     worker.sender.forget()
     worker.client.close()
     server.stop()
     return ended - killed[0]
+
+
+def kills(flags: argparse.Namespace, arguments: List[str]) -> None:
+    """Kills number `--first`, `--first` + `--jobs` and so on; all of them by `--jobs` processes."""
+    if flags.first is None and flags.jobs > 1:
+        command = [sys.executable, __file__, *sys.argv[1:], "--first"]
+        shares = [subprocess.Popen([*command, str(place)]) for place in range(flags.jobs)]
+        expect(not any([share.wait() for share in shares]), "a share of the kills")
+        return
+    begin = time.monotonic()
+    times: List[float] = []
+    for number in range(flags.first or 0, flags.kills, flags.jobs):
+        if time.monotonic() - begin < flags.seconds:
+            times.append(a_kill(flags.server, arguments, number))
+    if times:
+        print(f"{len(times)} kills, seconds to the error: " +
+              " ".join(f"{one:.2f}" for one in times), flush=True)
+        expect(max(times) <= LONGEST_END_S, f"a worker ended {max(times):.2f} s after its server")
+
+
+def dying(target: str, point: str) -> None:
+    """A worker that stays at a point of its third pass."""
+    torch.zeros(1, device="cuda")
+    worker = Worker(target, 4, POINTS.index(point) % 2 == 1)
+    for _ in range(2):
+        worker.a_pass(True)
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+    def reached(name: str) -> None:
+        if name == point:
+            print("there", flush=True)
+            signal.pause()
+    worker.a_pass(True, reached)
+
+
+def workers_end(target: str) -> None:
+    """Another worker's passes next to workers that are killed or stopped."""
+    others = [(point, number, subprocess.Popen(
+        [sys.executable, __file__, "--server", "-", "--dies-at", point, "--target", target],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+              for number in (signal.SIGKILL, signal.SIGSTOP) for point in POINTS]
+    worker = Worker(target, 4, True)
+    wanted = worker.settled()
+    longest = 0.0
+    for point, number, process in others:
+        assert process.stdin and process.stdout
+        what = f"a worker with signal {int(number)} at {point!r}"
+        expect(process.stdout.readline().strip() == "ready", f"{what}: it is not ready")
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        expect(process.stdout.readline().strip() == "there", f"{what}: it is not there")
+        process.send_signal(number)
+        for _ in range(5):
+            begin = time.monotonic()
+            found = worker.a_pass(True)
+            torch.cuda.synchronize()
+            longest = max(longest, time.monotonic() - begin)
+            expect(right(found, wanted), f"{what}: another worker's outputs")
+    for _, _, process in others:
+        process.kill()
+        process.wait()
+    worker.close()
+    print(f"{len(others)} workers killed or stopped: another one's longest pass took "
+          f"{longest * 1e3:.1f} ms", flush=True)
+    expect(longest <= LONGEST_PASS_S, "another worker waited")
 
 
 def main() -> int:
@@ -142,17 +253,27 @@ def main() -> int:
     parser.add_argument("--server", required=True)
     parser.add_argument("--server-arg", action="append", default=[])
     parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--jobs", type=int, default=1, help="kills at a time")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no kill begins later")
+    parser.add_argument("--workers", action="store_true", help="kill and stop workers, too")
+    parser.add_argument("--first", type=int, help="be one of the jobs")
+    parser.add_argument("--dies-at", choices=POINTS, help="be one of the workers")
+    parser.add_argument("--target", help="of a worker")
     flags = parser.parse_args()
+    if flags.dies_at:
+        dying(flags.target, flags.dies_at)
+        return 0
     arguments = ["--backend=cuda", "--kv-cache-bytes=2GiB", "--limits-weights-bytes=2GiB",
-                 "--shm-device-bytes=512MiB", "--shm-total-bytes=2GiB", "--log-level=warning",
-                 *flags.server_arg]
-    with ServerProcess(flags.server, arguments) as server:
-        same_bits(server.target)
-    times = [a_kill(flags.server, arguments, number) for number in range(flags.kills)]
-    if times:
-        print("seconds from a kill to the error: " + " ".join(f"{one:.2f}" for one in times))
-        expect(max(times) <= LONGEST_END_S, f"a worker ended {max(times):.2f} s after its server")
-    print("FAILED" if FAILED else "all is well", flush=True)
+                 "--shm-device-bytes=2GiB", "--shm-total-bytes=4GiB", "--tenants-region-bytes=6GiB",
+                 "--shm-tenant-regions=40", "--log-level=warning", *flags.server_arg]
+    if flags.first is None:
+        with ServerProcess(flags.server, arguments) as server:
+            same_bits(server.target)
+            if flags.workers:
+                workers_end(server.target)
+    kills(flags, arguments)
+    if flags.first is None:
+        print("FAILED" if FAILED else "all is well", flush=True)
     return bool(FAILED)
 
 

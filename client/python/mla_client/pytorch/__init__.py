@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import numpy as np
@@ -9,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from mla_client import errors
-from mla_client.service import Step
+from mla_client.service import Model, Service, Step
 from mla_client.types import Buffers, DType, Profile
 
-__all__ = ["Sender", "gpu_arguments", "tensor_of"]
+__all__ = ["GraphSender", "Sender", "gpu_arguments", "tensor_of"]
 
 
 def gpu_arguments() -> Dict[str, Any]:
@@ -103,6 +104,11 @@ class Sender:
         chain = self._chain
         if chain is None:
             return False
+        self._give(chain, layer, q, kv, output)
+        return True
+
+    def _give(self, chain: Any, layer: int, q: torch.Tensor, kv: Rows,
+              output: torch.Tensor) -> None:
         stream = self._follow(q.device)
         parts = (kv,) if isinstance(kv, torch.Tensor) else kv
         own_kv, own_q, own_o = self._tensors
@@ -124,7 +130,6 @@ class Sender:
                      output.data_ptr() if layout[1] else 0)
         if not layout[1]:
             output.copy_(own_o, non_blocking=True)
-        return True
 
     def _lay_out(self, chain: Any, layout: Tuple[Any, ...],
                  parts: Tuple[torch.Tensor, ...]) -> List[bool]:
@@ -199,6 +204,35 @@ class Sender:
                 stream.wait_stream(self._used)
             self._used = stream
         return handle
+
+
+class GraphSender(Sender):
+    """Attention in a torch.cuda.CUDAGraph. `capture`, for one layer after another, belongs among
+    the work that is captured. Before each replay of the graph `send` sends all these calls. Belongs
+    to one thread at a time."""
+
+    def __init__(self, service: Service, model: Model, rows: int, *,
+                 dtype: torch.dtype = torch.bfloat16, profile: Profile = Profile.EXPANDED) -> None:
+        """Takes buffers for `rows` rows, which stay until `release`. Make it before the capture
+        begins. FailedPrecondition where calls can not be chained."""
+        super().__init__(profile)
+        place: Any = types.SimpleNamespace(service=service, model=model, _handle=None)
+        sent = DType.BF16 if dtype == torch.bfloat16 else DType.F32
+        buffers = self._room(rows, sent, True, place)
+        self._chain = service.capture(buffers, profile)
+        if self._chain is None:
+            raise errors.FailedPrecondition("graph: calls can not be chained here")
+
+    def capture(self, layer: int, q: torch.Tensor, kv: Rows, output: torch.Tensor) -> None:
+        """As Sender.attend_chained, while the current stream is captured. Nothing is sent."""
+        self._give(self._chain, layer, q, kv, output)
+
+    def send(self, step: Step, graph: torch.cuda.CUDAGraph) -> None:
+        """Sends the calls as calls of `step`. Replay the graph next, on the current stream. Whether
+        its outputs are good is known when Step.end or collect has returned. The graph is one of
+        `torch.cuda.CUDAGraph(keep_graph=True)`, since the nodes of others are gone."""
+        device = torch.cuda.current_device()
+        step.replay(self._chain, graph.raw_cuda_graph_exec(), int(_raw_stream(device)))
 
 
 def _stream_of(index: int) -> int:

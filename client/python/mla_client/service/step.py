@@ -172,7 +172,8 @@ class Step:
     def replay(self, captured: Any, graph_exec: int, gpu_stream: int) -> None:
         """Sends the calls that a graph has captured (`Service.capture`), as calls of this step.
         Launch `graph_exec` next, once, on that stream: the handle of an instance of the graph, as
-        `torch.cuda.CUDAGraph.raw_cuda_graph_exec` gives it. It must not be launched if this raises.
+        `torch.cuda.CUDAGraph.raw_cuda_graph_exec` gives it. The graph itself, whose nodes change
+        with each launch, must still be there. It must not be launched if this raises.
         As for a chain, `end` or `collect` says whether the outputs are good."""
         self._check_begun("replay")
         captured.replay(self.step_id, graph_exec, gpu_stream)

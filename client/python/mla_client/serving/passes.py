@@ -45,11 +45,12 @@ class Pass:
     layers: int = 0              # that are done
     leads: bool = True           # this process began the step, and ends it
     chained: bool = False        # whether its outputs are good is known at its end alone
+    given_up: bool = False       # parts of it are not sent
 
     @property
     def whole(self) -> bool:
         """True if the step has all rows of the pass."""
-        return self.step is not None and all(part.how == How.SENT for part in self.parts)
+        return self.step is not None and not self.given_up
 
     def sent(self) -> List[Part]:
         """The parts that the step has, in its order."""
@@ -119,6 +120,7 @@ class Passes:
             self._try(made, scheduled)
             if self._link.client is not None or not again:
                 break
+        made.given_up = any(part.how != How.SENT for part in made.parts)
         if made.step is None and any(part.how == How.VOID for part in made.parts):
             time.sleep(AWAY_PAUSE_S)  # the engine would begin them again as fast as it can
         return made
@@ -134,6 +136,7 @@ class Passes:
             self._abort(step)
         for part in made.sent():
             self._give_up(part, made.chained)
+            made.given_up = True
 
     def layer_done(self, made: Pass) -> bool:
         """A layer has its outputs. Returns True if that was the last one of this process."""
