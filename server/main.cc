@@ -27,8 +27,8 @@
 #include "server/process/service_manager.h"
 #include "server/reload/config_reloader.h"
 #include "server/server.h"
-#include "server/ucx/relay_channel.h"
-#include "server/ucx/relay_main.h"
+#include "relay/relay_channel.h"
+#include "relay/relay_main.h"
 
 extern char** environ;
 
@@ -136,7 +136,9 @@ class Attendant final {
 int main(int argc, char** argv) {
   namespace server = mla::server;
   const std::vector<std::string> arguments(argv + 1, argv + argc);
-  if (!arguments.empty() && arguments.front() == server::kRelayCommand) return server::RunRelay();
+  if (!arguments.empty() && arguments.front() == mla::relay::kRelayCommand) {
+    return mla::relay::RunRelay();
+  }
   const auto loaded = server::LoadConfig(arguments, Environment());
   const std::string contents = server::FileContents(loaded.file);
   for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());

@@ -113,6 +113,7 @@ struct Server::Parts {
   absl::Status MakeEngine();
   void MakeRegions();
   void MakeServices();
+  void MakeHealth();
   absl::Status StartOps();
   absl::Status OpenListener();
   Services ServicesToServe();
@@ -245,6 +246,10 @@ void Server::Parts::MakeServices() {
   serve(cache.get(), v1::Cache::service_full_name());
   serve(transports.get(), v1::Transports::service_full_name());
   serve(admin.get(), v1::Admin::service_full_name());
+  MakeHealth();
+}
+
+void Server::Parts::MakeHealth() {
   HealthOptions health_options;
   health_options.services = {
       v1::Attention::service_full_name(),  v1::Sequences::service_full_name(),

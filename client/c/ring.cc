@@ -10,21 +10,9 @@
 
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
+#include "client/c/ring_handles.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/errors.h"
-#include "client/cpp/streams/ring_stream.h"
-
-struct mla_ring {
-  std::shared_ptr<mla::client::RingStream> stream;
-  uint64_t boot_id = 0;
-  std::string why_no_device, why_no_chains, warning;
-};
-
-struct mla_request {
-  std::shared_ptr<mla::client::RingStream> stream;
-  std::shared_ptr<mla::client::PendingReply> pending;
-  std::string reply;
-};
 
 namespace mla::capi {
 namespace {
@@ -164,6 +152,19 @@ std::unique_ptr<mla_request> NewRequest(const mla_ring& ring) {
   return request;
 }
 
+// The places of an attend, inside the memory that travels.
+absl::StatusOr<client::RingPlaces> PlacesOf(const mla_ring& ring, const mla_ring_entry& entry) {
+  if (ring.ucx == nullptr) return client::RingPlaces();
+  const uint64_t size = ring.ucx->region().size();
+  if (entry.in_offset > size || entry.in_bytes > size - entry.in_offset) {
+    return Refuse("entry.in_bytes", "within the ring's memory", std::to_string(entry.in_bytes));
+  }
+  if (entry.out_offset > size || entry.out_bytes > size - entry.out_offset) {
+    return Refuse("entry.out_bytes", "within the ring's memory", std::to_string(entry.out_bytes));
+  }
+  return client::RingPlaces{entry.in_offset, entry.in_bytes, entry.out_bytes};
+}
+
 absl::Status Attend(mla_ring* ring, const mla_ring_entry* given, int64_t room_ms,
                     mla_request** out) {
   mla_ring_entry known;
@@ -184,7 +185,9 @@ absl::Status Attend(mla_ring* ring, const mla_ring_entry* given, int64_t room_ms
   status = ReadCopies("entry.in", known.in, known.in_count, &before);
   if (status.ok()) status = ReadCopies("entry.out", known.out, known.out_count, &behind);
   if (!status.ok()) return status;
-  status = ring->stream->SendPlaced(EntryOf(known), {before.data(), known.in_count},
+  const absl::StatusOr<client::RingPlaces> places = PlacesOf(*ring, known);
+  if (!places.ok()) return places.status();
+  status = ring->stream->SendPlaced(EntryOf(known), *places, {before.data(), known.in_count},
                                     {behind.data(), known.out_count},
                                     Clock::now() + milliseconds(room_ms), request->pending);
   if (status.ok()) *out = request.release();

@@ -1,4 +1,4 @@
-#include "server/ucx/relay.h"
+#include "relay/relay.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "proto/wire/futex.h"
 
-namespace mla::server {
+namespace mla::relay {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -58,6 +58,11 @@ Relay::~Relay() {
 std::string Relay::address() {
   const MutexLock lock(mutex_);
   return link_->address();
+}
+
+bool Relay::handles_losses() {
+  const MutexLock lock(mutex_);
+  return link_->handles_losses();
 }
 
 absl::Status Relay::Connect(std::string_view client) {
@@ -264,4 +269,4 @@ absl::Status Relay::Run(int control) {
   return ended;
 }
 
-}  // namespace mla::server
+}  // namespace mla::relay
