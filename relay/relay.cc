@@ -244,11 +244,13 @@ absl::Status Relay::Run(int control) {
     event = link_->event_descriptor();
   }
   pollfd waits[] = {{control, POLLIN, 0}, {wake_, POLLIN, 0}, {event, POLLIN, 0}};
+  // Each look at a transport may be a system call.
+  const int spins = options_.spin.count() > 0 ? kSpinsPerClock : 1;
   Clock::time_point last_work = Clock::now(), looked = last_work;
   absl::Status ended;
   for (;;) {
     bool moved = false;
-    for (int i = 0; i < kSpinsPerClock && !moved; ++i) {
+    for (int i = 0; i < spins && !moved; ++i) {
       moved = Progress();
       if (!moved) wire::SpinPause();
       if (wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();

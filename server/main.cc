@@ -18,6 +18,8 @@
 #include "absl/strings/str_join.h"
 #include "base/version/version.h"
 #include "proto/wire/grpc_tuning.h"
+#include "relay/relay_channel.h"
+#include "relay/relay_main.h"
 #include "server/config/config.h"
 #include "server/logging/library_logs.h"
 #include "server/logging/logging.h"
@@ -27,8 +29,6 @@
 #include "server/process/service_manager.h"
 #include "server/reload/config_reloader.h"
 #include "server/server.h"
-#include "relay/relay_channel.h"
-#include "relay/relay_main.h"
 
 extern char** environ;
 

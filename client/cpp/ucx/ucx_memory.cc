@@ -285,11 +285,13 @@ bool UcxMemory::Poll(wire::CompletionEntry* entry) {
 
 absl::Status UcxMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) {
   const auto start = Clock::now();
+  // Each look at a transport may be a system call.
+  const int spins = options_.spin.count() > 0 ? kSpinsPerClock : 1;
   waiting_.fetch_add(1);
   absl::Status status;
   for (auto last_work = start;;) {
     bool moved = false;
-    for (int i = 0; i < kSpinsPerClock && !moved && !Ready(); ++i) {
+    for (int i = 0; i < spins && !moved && !Ready(); ++i) {
       moved = Progress();
       if (!moved) wire::SpinPause();
     }

@@ -11,17 +11,14 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import unittest
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "client/python"), str(ROOT / "client/python/tests")]
-
-# pylint: disable=wrong-import-position
 import mla_client
 import server_binary
+from mla_client.testing import ServerProcess
 
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE, THERE = f"mla-a-{os.getpid()}", f"mla-b-{os.getpid()}"
 SERVER_ADDRESS, CLIENT_ADDRESS = "10.213.7.1", "10.213.7.2"
 PORT = 50771
@@ -83,7 +80,7 @@ class TwoHostsTest(unittest.TestCase):
         cls.hosts = two_hosts()
         cls.hosts.__enter__()
         cls.addClassCleanup(cls.hosts.__exit__, None, None, None)
-        server = mla_client.testing.ServerProcess(
+        server = ServerProcess(
             server_binary.path(),
             ["--kv-cache-bytes=256MiB", "--limits-max-models=64", "--insecure=true",
              "--ucx-enabled=true", "--ucx-devices=cable", "--ucx-transports=tcp",

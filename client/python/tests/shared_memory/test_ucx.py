@@ -80,11 +80,11 @@ class UcxTest(unittest.TestCase):
     def test_buffers_are_sent_from_their_places(self):
         client = self.connect()
         model = client.register_model(SPEC)
-        with model.open_sequence() as sequence, client.buffers(model, 2) as buffers, \
+        with model.open_sequence() as sequence, client.buffers(model, 2, Profile.ABSORBED) as buffers, \
                 client.step([(sequence, 2)]) as step:
             for layer in range(LAYERS):
                 buffers.q[...], buffers.kv[...] = 0x3f80, 0x3f80  # 1.0
-                step.attend(layer, buffers.q, buffers.kv, out=buffers)
+                step.attend(layer, buffers.q, buffers.kv, Profile.ABSORBED, out=buffers)
                 np.testing.assert_array_equal(buffers.o, 0x3f80)
 
     def test_the_end_of_a_client_ends_its_relay(self):
