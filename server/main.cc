@@ -18,6 +18,8 @@
 #include "absl/strings/str_join.h"
 #include "base/version/version.h"
 #include "proto/wire/grpc_tuning.h"
+#include "relay/relay_channel.h"
+#include "relay/relay_main.h"
 #include "server/config/config.h"
 #include "server/logging/library_logs.h"
 #include "server/logging/logging.h"
@@ -27,8 +29,6 @@
 #include "server/process/service_manager.h"
 #include "server/reload/config_reloader.h"
 #include "server/server.h"
-#include "server/ucx/relay_channel.h"
-#include "server/ucx/relay_main.h"
 
 extern char** environ;
 
@@ -136,7 +136,9 @@ class Attendant final {
 int main(int argc, char** argv) {
   namespace server = mla::server;
   const std::vector<std::string> arguments(argv + 1, argv + argc);
-  if (!arguments.empty() && arguments.front() == server::kRelayCommand) return server::RunRelay();
+  if (!arguments.empty() && arguments.front() == mla::relay::kRelayCommand) {
+    return mla::relay::RunRelay();
+  }
   const auto loaded = server::LoadConfig(arguments, Environment());
   const std::string contents = server::FileContents(loaded.file);
   for (const std::string& fault : loaded.faults) std::fprintf(stderr, "%s\n", fault.c_str());

@@ -31,8 +31,8 @@ struct ServerOptions {
   std::unique_ptr<kernels::AttentionBackend> backend = nullptr;
   // A registry to choose from instead of AllBackends(), also for such tests. Null: AllBackends().
   const kernels::BackendRegistry* registry = nullptr;
-  // The program of relays of UCX (server/ucx), for tests whose own program is not mla-server.
-  // Empty: this process's own.
+  // The program of relays (relay/), for tests whose own program is not mla-server. Empty: this
+  // process's own.
   std::string relay_program = {};
 };
 

@@ -94,6 +94,9 @@ typedef struct mla_ring_entry {
   const mla_ring_copy* in;
   const mla_ring_copy* out;
   uint32_t in_count, out_count;
+  // For rings over UCX: bytes of the inputs from in_offset on, and of the outputs from out_offset
+  // on, gaps included.
+  uint64_t in_bytes, out_bytes;
 } mla_ring_entry;
 
 // `path`: the server's shm.path. MLA_UNAVAILABLE: no server answered in time, or it has no shared
@@ -157,6 +160,52 @@ MLA_API mla_code mla_ring_state(mla_ring* ring, mla_error** error);
 MLA_API void mla_ring_end(mla_ring* ring, int64_t wait_ms);
 // Free requests first. In a process that was forked from the one that opened it, does nothing.
 MLA_API void mla_ring_free(mla_ring* ring);
+
+// --- Rings over UCX (docs/rdma.md), to a server of any host. The caller makes the call
+// mla.v1.Transports.OpenUcx, with its own means: after mla_ucx_start, and with what that gives. The
+// reply goes to mla_ucx_open. The ring lives as long as the call.
+
+typedef struct mla_ucx mla_ucx;
+
+typedef struct mla_ucx_options {
+  size_t struct_size;
+  const char* library;     // of UCX; NULL: libucp.so.0 where the loader finds it
+  const char* transports;  // as of UCX_TLS; NULL: of the environment, or UCX's choice
+  const char* devices;     // as of UCX_NET_DEVICES; NULL: likewise
+  int32_t spin_us;         // of mla_request_wait before it sleeps
+  int32_t reserved;        // 0
+} mla_ucx_options;
+
+typedef struct mla_ucx_reply {
+  size_t struct_size;
+  // Fields of OpenUcxReply.
+  uint64_t boot_id;
+  const void* worker_address;
+  size_t worker_address_bytes;
+  const void* token;
+  size_t token_bytes;
+  uint64_t region_bytes, arena_offset;
+  uint32_t ring_entries;
+  uint32_t reserved;   // 0
+  uint64_t bytes;      // of the request
+  int64_t request_ms;  // 0: 60000
+  // Called once, by any thread, when the ring is given up: the caller then ends its call.
+  void (*give_up)(void* argument);
+  void* argument;
+} mla_ucx_reply;
+
+// MLA_UNAVAILABLE: UCX cannot be opened or started, with its reason.
+MLA_API mla_code mla_ucx_start(const mla_ucx_options* options, mla_ucx** out, mla_error** error);
+// For the request's worker_address; as long as the object, or its ring.
+MLA_API const void* mla_ucx_address(const mla_ucx* ucx, size_t* bytes);
+// For the request's handles_losses.
+MLA_API int32_t mla_ucx_handles_losses(const mla_ucx* ucx);
+// Makes the ring. May be called once for each object, which stays to be freed.
+MLA_API mla_code mla_ucx_open(mla_ucx* ucx, const mla_ucx_reply* reply, mla_ring** out,
+                              mla_error** error);
+MLA_API void mla_ucx_free(mla_ucx* ucx);
+// The call has ended, for this reason. Not after mla_ring_free; nothing for other rings.
+MLA_API void mla_ring_call_ended(mla_ring* ring, const char* why);
 
 #ifdef __cplusplus
 }

@@ -12,21 +12,9 @@
 
 #include "client/c/handles.h"
 #include "client/c/mla_ring.h"
+#include "client/c/ring_handles.h"
 #include "client/cpp/shared_memory/shared_memory.h"
 #include "client/cpp/streams/errors.h"
-#include "client/cpp/streams/ring_stream.h"
-
-struct mla_ring {
-  std::shared_ptr<mla::client::RingStream> stream;
-  uint64_t boot_id = 0;
-  std::string why_no_device, why_no_chains, warning;
-};
-
-struct mla_request {
-  std::shared_ptr<mla::client::RingStream> stream;
-  std::shared_ptr<mla::client::PendingReply> pending;
-  std::string reply;
-};
 
 struct mla_graph {
   std::shared_ptr<mla::client::RingStream> stream;
@@ -171,6 +159,19 @@ std::unique_ptr<mla_request> NewRequest(std::shared_ptr<client::RingStream> stre
   return request;
 }
 
+// The places of an attend, inside the memory that travels.
+absl::StatusOr<client::RingPlaces> PlacesOf(const mla_ring& ring, const mla_ring_entry& entry) {
+  if (ring.ucx == nullptr) return client::RingPlaces();
+  const uint64_t size = ring.ucx->region().size();
+  if (entry.in_offset > size || entry.in_bytes > size - entry.in_offset) {
+    return Refuse("entry.in_bytes", "within the ring's memory", std::to_string(entry.in_bytes));
+  }
+  if (entry.out_offset > size || entry.out_bytes > size - entry.out_offset) {
+    return Refuse("entry.out_bytes", "within the ring's memory", std::to_string(entry.out_bytes));
+  }
+  return client::RingPlaces{entry.in_offset, entry.in_bytes, entry.out_bytes};
+}
+
 // An attend as a program gives it, checked.
 struct Given {
   mla_ring_entry entry;
@@ -201,10 +202,12 @@ absl::Status Attend(mla_ring* ring, const mla_ring_entry* entry, int64_t room_ms
   if (status.ok()) status = CheckRange("room_ms", room_ms, 0, kMostMs);
   if (status.ok()) status = ReadEntry(entry, &given);
   if (!status.ok()) return status;
+  const absl::StatusOr<client::RingPlaces> places = PlacesOf(*ring, given.entry);
+  if (!places.ok()) return places.status();
   auto request = NewRequest(ring->stream);
   request->pending->stream = given.entry.stream;
   request->pending->chained = (given.entry.flags & MLA_RING_CHAINED) != 0;
-  status = ring->stream->SendPlaced(EntryOf(given.entry), given.in(), given.out(),
+  status = ring->stream->SendPlaced(EntryOf(given.entry), *places, given.in(), given.out(),
                                     Clock::now() + milliseconds(room_ms), request->pending);
   if (status.ok()) *out = request.release();
   return status;

@@ -209,6 +209,9 @@ constexpr Bad kBad[] = {
     {"--shm-ring-entries=96", "shm.ring_entries: got 96, must be a power of two"},
     {"--shm-region-bytes=512MiB", "shm.region_bytes: got 536870912, must be at most"},
     {"--shm-regions-max=0", "shm.regions_max"},
+    {"--ucx-sessions=0", "ucx.sessions: got \"0\", must be 1 .. 1024"},
+    {"--ucx-sessions=64", "ucx.sessions: got 64, must be less than wire.control_threads (64)"},
+    {"--ucx-open-ms=1", "ucx.open_ms"},
     {"--tls-cert=a.pem", "tls.cert: tls.cert, tls.key and tls.client_ca go together; 1 of 3"},
     {"--client-ca=a.pem", "1 of 3 given"},
     {"--tls-reload-ms=1", "tls.reload_ms"},
@@ -291,6 +294,9 @@ TEST(ConfigTest, NothingToServe) {
   EXPECT_THAT(LoadConfig({"--unix-path=/run/a,b/mla.sock"}, {}).faults,
               ElementsAre(HasSubstr("without a comma")));
   EXPECT_THAT(LoadConfig({"--listen=0.0.0.0:1", "--insecure"}, {}).faults, IsEmpty());
+  EXPECT_THAT(LoadConfig({"--ucx-enabled", "--no-shm-enabled"}, {}).faults,
+              ElementsAre(HasSubstr("ucx.enabled: got true, must be false without shm.enabled")));
+  EXPECT_THAT(LoadConfig({"--ucx-enabled"}, {}).faults, IsEmpty());
   EXPECT_THAT(
       LoadConfig({"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k", "--client-ca=a"}, {}).faults,
       IsEmpty());

@@ -33,8 +33,7 @@ void AddUcxKeys(std::vector<ConfigKey>* keys) {
 }
 
 void CheckUcx(const Config& config, std::vector<std::string>* faults) {
-  if (!config.ucx.enabled) return;
-  if (!config.shm.enabled) {
+  if (config.ucx.enabled && !config.shm.enabled) {
     faults->push_back("ucx.enabled: got true, must be false without shm.enabled");
   }
   if (config.ucx.sessions >= config.wire.control_threads) {

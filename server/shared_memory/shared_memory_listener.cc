@@ -265,49 +265,6 @@ void SharedMemoryListener::Accept() {
   Handshake(&connection);  // the request may have arrived already
 }
 
-absl::StatusOr<int> SharedMemoryListener::ConnectFor(const std::string& tenant) {
-  int pair[2];
-  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0 ||
-      InDescriptorReserve(std::max(pair[0], pair[1]))) {
-    const int error = errno;
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no descriptor for a ring: ", std::strerror(error)));
-  }
-  const MutexLock lock(introduced_mutex_);
-  introduced_.push_back({pair[0], tenant});
-  const uint64_t one = 1;
-  if (write(introduced_event_, &one, sizeof(one)) < 0 && errno != EAGAIN) {
-    return absl::InternalError(absl::StrCat("a ring's connection: ", std::strerror(errno)));
-  }
-  return pair[1];
-}
-
-void SharedMemoryListener::TakeIntroduced() {
-  uint64_t count = 0;
-  if (read(introduced_event_, &count, sizeof(count)) < 0) return;
-  std::vector<Introduced> introduced;
-  {
-    const MutexLock lock(introduced_mutex_);
-    introduced.swap(introduced_);
-  }
-  for (const Introduced& one : introduced) {
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLRDHUP;
-    event.data.fd = one.descriptor;
-    if (epoll_ctl(events_, EPOLL_CTL_ADD, one.descriptor, &event) != 0) {
-      close(one.descriptor);
-      continue;
-    }
-    Connection& connection = connections_[one.descriptor];
-    connection.descriptor = one.descriptor;
-    connection.user = geteuid();
-    connection.since_ns = SteadyNanos();
-    connection.tenant = one.tenant;
-    connection.introduced = true;
-    Handshake(&connection);
-  }
-}
-
 // Makes room for a new connection of `user`, which has not sent its request yet.
 void SharedMemoryListener::MakeRoomFor(uid_t user) {
   while (const auto displaced = unsent_.Displaced(user)) {
@@ -481,12 +438,13 @@ void SharedMemoryListener::End(int descriptor) {
 // Ends connections that did not send their request in time, or broke a rule of their region.
 void SharedMemoryListener::Sweep() {
   const int64_t now = SteadyNanos();
-  const int64_t longest = options_.shm.handshake_ms * kNanosPerMilli;
   if (now - swept_ns_ < int64_t{kSweepMillis} * kNanosPerMilli) return;
   swept_ns_ = now;
+  const int64_t longest = options_.shm.handshake_ms * kNanosPerMilli;
   std::vector<int> ending;
   for (const auto& [descriptor, connection] : connections_) {
-    if (connection.connect_request_ns == 0 && now - connection.since_ns > longest) {
+    const bool unsent = connection.connect_request_ns == 0 && !connection.introduced;
+    if (unsent && now - connection.since_ns > longest) {
       ending.push_back(descriptor);
     } else if (connection.region != nullptr && connection.region->HasHoles()) {
       options_.metrics->wire().regions_disconnected.fetch_add(1);

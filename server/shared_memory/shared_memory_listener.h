@@ -84,8 +84,8 @@ class SharedMemoryListener final {
   ~SharedMemoryListener();
 
   // Makes a connection of `tenant`, which the caller has authenticated, and returns its other end:
-  // as if a client had connected to the socket. The tenant in its request is not read. Any thread.
-  // RESOURCE_EXHAUSTED: no descriptor is left.
+  // as if a client had connected to the socket. The tenant in its request is not read, and the
+  // caller bounds the time until it is sent. Any thread. RESOURCE_EXHAUSTED: no descriptor is left.
   absl::StatusOr<int> ConnectFor(const std::string& tenant);
 
  private:

@@ -23,7 +23,7 @@ namespace {
 // A relay that has been asked to end waits a second for its ring.
 constexpr std::chrono::milliseconds kEndWait{1500};
 constexpr std::chrono::milliseconds kLook{5};
-// Descriptors are moved above those that the relay gets, which they must not overwrite.
+// Descriptors are moved above the ones that the relay gets.
 constexpr int kLeastDescriptor = 10;
 
 class Descriptor final {
@@ -50,7 +50,7 @@ absl::Status Exhausted(const char* what, int error) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RelayProcess>> RelayProcess::Start(
-    const std::string& program, const RelaySetup& setup, int ring,
+    const std::string& program, const relay::RelaySetup& setup, int ring,
     std::chrono::milliseconds timeout) {
   std::unique_ptr<RelayProcess> relay(new RelayProcess());
   if (absl::Status status = relay->Spawn(program, ring); !status.ok()) return status;
@@ -80,15 +80,16 @@ absl::Status RelayProcess::Spawn(const std::string& program, int ring) {
   }
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  if (memory.get() >= 0) posix_spawn_file_actions_adddup2(&actions, memory.get(), kRelayRing);
-  posix_spawn_file_actions_adddup2(&actions, control.get(), kRelayControl);
+  if (memory.get() >= 0)
+    posix_spawn_file_actions_adddup2(&actions, memory.get(), relay::kRelayRing);
+  posix_spawn_file_actions_adddup2(&actions, control.get(), relay::kRelayControl);
   posix_spawnattr_t attributes;
   posix_spawnattr_init(&attributes);
   sigset_t none;
   sigemptyset(&none);
   posix_spawnattr_setsigmask(&attributes, &none);  // the server's threads block signals
   posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
-  std::string name = "mla-server", command = kRelayCommand;
+  std::string name = "mla-server", command = relay::kRelayCommand;
   char* const arguments[] = {name.data(), command.data(), nullptr};
   const int error = posix_spawn(&pid_, program.c_str(), &actions, &attributes, arguments, environ);
   posix_spawn_file_actions_destroy(&actions);

@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/ucx/relay_channel.h"
+#include "relay/relay_channel.h"
 
 namespace mla::server {
 
@@ -23,20 +23,21 @@ class RelayProcess final {
   // -1: none), and waits for its reply, at most `timeout`. Returns the relay's error if it has one.
   // RESOURCE_EXHAUSTED: no process or descriptor is left. DEADLINE_EXCEEDED: no reply came in time.
   static absl::StatusOr<std::unique_ptr<RelayProcess>> Start(const std::string& program,
-                                                             const RelaySetup& setup, int ring,
+                                                             const relay::RelaySetup& setup,
+                                                             int ring,
                                                              std::chrono::milliseconds timeout);
   // Ends the relay, and returns when the process is gone: within a second or two.
   ~RelayProcess();
   RelayProcess(const RelayProcess&) = delete;
   RelayProcess& operator=(const RelayProcess&) = delete;
 
-  const RelayReply& reply() const { return *reply_; }
+  const relay::RelayReply& reply() const { return *reply_; }
   pid_t pid() const { return pid_; }
   // Waits for `pause`. Returns the reason if the relay has ended, or is ending.
   std::optional<absl::Status> EndedAfter(std::chrono::milliseconds pause);
 
  private:
-  RelayProcess() : reply_(std::make_unique<RelayReply>()) {}
+  RelayProcess() : reply_(std::make_unique<relay::RelayReply>()) {}
   absl::Status Spawn(const std::string& program, int ring);
   // False if nothing came in time. An end without words gives UNAVAILABLE.
   bool Receive(std::chrono::milliseconds timeout);
@@ -44,7 +45,7 @@ class RelayProcess final {
 
   pid_t pid_ = -1;
   int control_ = -1;
-  std::unique_ptr<RelayReply> reply_;
+  std::unique_ptr<relay::RelayReply> reply_;
 };
 
 }  // namespace mla::server

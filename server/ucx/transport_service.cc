@@ -67,10 +67,11 @@ void TransportService::Offer(SharedMemoryListener* listener) {
   listener_ = listener;
 }
 
-RelaySetup TransportService::SetupOf(const v1::OpenUcxRequest& request) const {
-  RelaySetup setup{};
+relay::RelaySetup TransportService::SetupOf(const v1::OpenUcxRequest& request) const {
+  relay::RelaySetup setup{};
   setup.arena_bytes = request.bytes();
   setup.spin_us = request.spin_us();
+  setup.handles_losses = request.handles_losses();
   setup.ring_ms = static_cast<uint32_t>(options_.ucx.open_ms);
   setup.library.Set(options_.ucx.library);
   setup.transports.Set(options_.ucx.transports);
@@ -80,7 +81,7 @@ RelaySetup TransportService::SetupOf(const v1::OpenUcxRequest& request) const {
 }
 
 absl::StatusOr<std::unique_ptr<RelayProcess>> TransportService::StartRelay(
-    const Identity& who, const RelaySetup& setup) {
+    const Identity& who, const relay::RelaySetup& setup) {
   absl::StatusOr<int> ring;
   {
     const MutexLock lock(mutex_);
@@ -101,12 +102,12 @@ absl::Status TransportService::Serve(grpc::ServerContext* context, const Identit
                                      grpc::ServerWriter<v1::OpenUcxReply>* writer) {
   const Watchers::Place place(&sessions_, who.tenant);
   if (absl::Status status = place.Check("OpenUcx"); !status.ok()) return status;
-  RelaySetup setup = SetupOf(request);
+  relay::RelaySetup setup = SetupOf(request);
   absl::Status status = RandomToken(&setup.token);
   if (!status.ok()) return status;
   auto relay = StartRelay(who, setup);
   if (!relay.ok()) return relay.status();
-  const RelayReply& made = (*relay)->reply();
+  const relay::RelayReply& made = (*relay)->reply();
   Log(LogLevel::kDebug, "ucx_ring_opened", {{"tenant", who.tenant}, {"relay", (*relay)->pid()}});
   v1::OpenUcxReply reply;
   reply.set_boot_id(rpc_.boot_id);

@@ -35,7 +35,7 @@ class TransportService final : public v1::Transports::Service {
   // True if UCX is offered and can be used here.
   bool usable() const { return usable_.ok(); }
   // Connections are made through `listener` from now on; it must exist until Withdraw returns.
-  // Null: there is no shared memory, so there is no UCX either.
+  // Null: rings are refused.
   void Offer(SharedMemoryListener* listener);
   void Withdraw() { Offer(nullptr); }
 
@@ -44,9 +44,9 @@ class TransportService final : public v1::Transports::Service {
 
  private:
   absl::Status Probe() const;
-  RelaySetup SetupOf(const v1::OpenUcxRequest& request) const;
+  relay::RelaySetup SetupOf(const v1::OpenUcxRequest& request) const;
   absl::StatusOr<std::unique_ptr<RelayProcess>> StartRelay(const Identity& who,
-                                                           const RelaySetup& setup);
+                                                           const relay::RelaySetup& setup);
   absl::Status Serve(grpc::ServerContext* context, const Identity& who,
                      const v1::OpenUcxRequest& request,
                      grpc::ServerWriter<v1::OpenUcxReply>* writer);

@@ -26,7 +26,7 @@ struct Endpoint {
   bool lost = false, told = false;
 };
 
-// What UCX calls a request: an operation under way.
+// An operation under way.
 struct Request {
   Worker* owner = nullptr;
   ucs_status_t status = UCS_INPROGRESS;
@@ -34,7 +34,7 @@ struct Request {
   ucp_am_recv_data_nbx_callback_t received = nullptr;
   void* user_data = nullptr;
   size_t bytes = 0;
-  // Of a receive: where to, and the message that it takes.
+  // Where a receive puts the payload.
   void* to = nullptr;
 };
 
@@ -143,8 +143,8 @@ ucs_status_t WorkerCreate(ucp_context_h, const ucp_worker_params_t*, ucp_worker_
   return UCS_OK;
 }
 
-// Takes back what a worker has sent and nobody has received.
-void TakeBack(const Worker* sender, Worker* other) {
+// Recalls what a worker has sent and no other has received.
+void Recall(const Worker* sender, Worker* other) {
   const auto is_theirs = [sender](const Message& message) {
     return message.sending != nullptr && message.sending->owner == sender;
   };
@@ -175,7 +175,7 @@ void WorkerDestroy(ucp_worker_h handle) {
     for (Endpoint* endpoint : other->endpoints) {
       if (endpoint->peer == worker->address) endpoint->lost = true;
     }
-    TakeBack(worker, other);
+    Recall(worker, other);
     Notify(*other);
   }
   for (Endpoint* endpoint : worker->endpoints) delete endpoint;
@@ -236,7 +236,7 @@ void Deliver(Worker* worker, std::unique_lock<std::mutex>* lock) {
   lock->unlock();
   worker->handler.cb(worker->handler.arg, header.data(), header.size(), data, bytes, &param);
   lock->lock();
-  // One that nobody has asked for is dropped; its sender is told that it is gone.
+  // One that was not asked for is dropped; its sender is told that it is gone.
   for (std::unique_ptr<Message>& left : worker->offered) Finish(left->sending, UCS_OK);
   worker->offered.clear();
 }

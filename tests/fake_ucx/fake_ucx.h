@@ -22,7 +22,7 @@ struct Faults {
   uint64_t reorder = 0;
   // Name of the call that fails: "init", "worker", "connection", "memory", "send", "receive".
   std::string fails = {};
-  // After so many further messages the peer is lost to both sides; -1: never.
+  // Number of messages until the peer is lost to both sides; -1: it never is.
   int64_t lost_after = -1;
   // Messages are kept back.
   bool stalled = false;

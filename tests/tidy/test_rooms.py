@@ -21,7 +21,7 @@ TOO_FULL = {
 FLOORS = {
     "server": ["logging", "tracing", "process", "config", "grpc", "memory", "metrics", "reload",
                "lifecycle", "admission", "index_lists", "attend", "shared_memory", "connections",
-               "pages", "hand_over", "control", "operations", ""],
+               "pages", "hand_over", "control", "ucx", "operations", ""],
     "kernels": ["formats", "types", "", "testing", "host_memory", "reference", "cpu/simd",
                 "cpu/levels", "cpu/emulation", "cpu/workers", "cpu/items", "cpu", "hip/args",
                 "hip/emulator/block", "hip/device/target", "hip/device/primitives",

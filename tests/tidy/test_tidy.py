@@ -34,7 +34,8 @@ FORBIDDEN_INCLUDES = [
     ("scheduler/", r"grpc|google/protobuf|spdlog|mla/v1/|proto/|server/|client/|tests/"),
     ("server/", r"client/|tests/"),
     ("client/", r"server/|scheduler/|kernels/|tests/"),
-    ("proto/", r"server/|scheduler/|kernels/|client/|tests/"),
+    ("proto/", r"server/|scheduler/|kernels/|client/|tests/|relay/"),
+    ("relay/", r"server/|scheduler/|kernels/|tests/|grpc|google/protobuf|mla/v1/"),
 ]
 
 # Folders that depend on their sub-folders: no file below them includes a header that lies in them.

@@ -193,9 +193,9 @@ absl::Status RingStream::CheckSend(const PendingReply& pending) {
   return CheckChain(pending, true);
 }
 
-absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, std::span<const DeviceCopy> in,
-                                    std::span<const DeviceCopy> out, Deadline until,
-                                    const std::shared_ptr<PendingReply>& pending) {
+absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, const RingPlaces& places,
+                                    std::span<const DeviceCopy> in, std::span<const DeviceCopy> out,
+                                    Deadline until, const std::shared_ptr<PendingReply>& pending) {
   pending->asked = v1::AttendStreamRequest::kAttend;
   const bool on_device = (entry.flags & wire::kEntryOnDevice) != 0;
   if (on_device && !memory_->has_device_memory()) return device_status();
@@ -207,6 +207,9 @@ absl::Status RingStream::SendPlaced(wire::SubmissionEntry entry, std::span<const
     if (memory_->in_flight() < memory_->ring_entries()) {
       InFlight flight;
       flight.pending = pending;
+      flight.room.in_offset = places.in_offset;
+      flight.room.in_bytes = places.in_bytes;
+      flight.room.out_bytes = places.out_bytes;
       if (!in.empty()) status = memory_->device()->Copy(in, pending->stream);
       if (!status.ok()) return status;
       if (!SubmitNext(&entry, &flight)) return memory_->device_status();

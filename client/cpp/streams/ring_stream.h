@@ -46,12 +46,13 @@ class RingStream final : public StepStream {
   void Send(v1::AttendStreamRequest* request, const InputTensors& inputs,
             const std::shared_ptr<PendingReply>& pending) override;
   // Sends an attend whose tensors the caller has placed in the region or in device memory. All
-  // fields of `entry` are set except its sequence and tag. DEADLINE_EXCEEDED if no room became free
+  // fields of `entry` are set except its sequence and tag; `places` matter where tensors travel.
+  // DEADLINE_EXCEEDED if no room became free
   // until `until`; nothing has changed then. If the attend is chained, the stream of `pending`
   // makes the copies `in` before the server reads the tensors, and the copies `out` when the
   // outputs are there.
-  absl::Status SendPlaced(wire::SubmissionEntry entry, std::span<const DeviceCopy> in,
-                          std::span<const DeviceCopy> out,
+  absl::Status SendPlaced(wire::SubmissionEntry entry, const RingPlaces& places,
+                          std::span<const DeviceCopy> in, std::span<const DeviceCopy> out,
                           std::chrono::steady_clock::time_point until,
                           const std::shared_ptr<PendingReply>& pending);
   // Captures such a call, which is chained, in the graph of `stream`, with its copies. Nothing is

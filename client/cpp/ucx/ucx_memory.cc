@@ -76,6 +76,7 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Open(const wire::UcxApi& a
   if (!link.ok()) return link.status();
   memory->link_ = *std::move(link);
   memory->address_ = memory->link_->address();
+  memory->handles_losses_ = memory->link_->handles_losses();
   memory->event_ = memory->link_->event_descriptor();
   return memory;
 }
@@ -105,7 +106,7 @@ absl::Status UcxMemory::Connect(const UcxRing& ring) {
 
 UcxMemory::~UcxMemory() {
   GiveUp();
-  give_up_ = nullptr;  // from here on nobody calls SetEnded
+  give_up_ = nullptr;  // from here on SetEnded is not called
   {
     const MutexLock lock(mutex_);
     stop_ = true;
@@ -131,7 +132,7 @@ void UcxMemory::SetEnded(const absl::Status& why) {
   ended_.store(true, std::memory_order_release);
   changed_.NotifyAll();
   const uint64_t one = 1;
-  if (write(wake_, &one, sizeof(one)) < 0) return;  // it is full, so nobody sleeps
+  if (write(wake_, &one, sizeof(one)) < 0) return;  // it is full, so no thread sleeps
 }
 
 void UcxMemory::GiveUp() {
@@ -200,7 +201,7 @@ bool UcxMemory::Submit(wire::SubmissionEntry entry, const RingPlaces& places, vo
   const absl::Status sent =
       link_->Send(std::as_bytes(std::span<const wire::UcxRequestFrame, 1>(&frame, 1)),
                   region().subspan(frame.place, places.in_bytes), frame.number);
-  // A failure shows as the end of the ring, to whoever waits.
+  // A failure shows as the end of the ring, to the thread that waits.
   if (!sent.ok()) {
     why_ended_.Update(sent);
     ended_.store(true, std::memory_order_release);
@@ -235,8 +236,8 @@ void UcxMemory::Sleep(std::chrono::nanoseconds longest) {
   if (waits[0].revents != 0 && read(wake_, &wakes, sizeof(wakes)) < 0) return;
 }
 
-// Moves what is under way while nobody waits. Stays awake for a while, so that calls in a row need
-// not wake it.
+// Moves what is under way while no thread waits. Stays awake for a while, so that calls in a row
+// need not wake it.
 void UcxMemory::Pump() {
   MutexLock lock(mutex_);
   auto last_work = Clock::now();
@@ -284,11 +285,13 @@ bool UcxMemory::Poll(wire::CompletionEntry* entry) {
 
 absl::Status UcxMemory::Wait(wire::CompletionEntry* entry, std::chrono::nanoseconds timeout) {
   const auto start = Clock::now();
+  // Each look at a transport may be a system call.
+  const int spins = options_.spin.count() > 0 ? kSpinsPerClock : 1;
   waiting_.fetch_add(1);
   absl::Status status;
   for (auto last_work = start;;) {
     bool moved = false;
-    for (int i = 0; i < kSpinsPerClock && !moved && !Ready(); ++i) {
+    for (int i = 0; i < spins && !moved && !Ready(); ++i) {
       moved = Progress();
       if (!moved) wire::SpinPause();
     }

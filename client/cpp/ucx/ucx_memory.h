@@ -61,6 +61,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
 
   // Of this side's worker. Does not change.
   const std::string& address() const { return address_; }
+  bool handles_losses() const { return handles_losses_; }  // as of wire::UcxLink
   // Makes the mirror and connects. UNIMPLEMENTED if the ring is not laid out as this protocol says.
   absl::Status Connect(const UcxRing& ring);
   // Called by Close, Disconnect and the destructor, once: asks the server to end the ring, which
@@ -107,6 +108,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
 
   const UcxMemoryOptions options_;
   std::string address_;
+  bool handles_losses_ = false;
   wire::UcxToken token_{};
   uint32_t entries_ = 0;
   std::vector<Slot> slots_;  // completions, by number % entries

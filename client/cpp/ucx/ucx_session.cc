@@ -30,6 +30,7 @@ class UcxCall final {
     request.set_version(wire::kUcxVersion);
     request.set_worker_address(memory_->address());
     request.set_bytes(options.bytes);
+    request.set_handles_losses(memory_->handles_losses());
     request.set_spin_us(static_cast<uint32_t>(options.memory.spin.count()));
     reader_ = stub_->OpenUcx(&context_, request);
     try {

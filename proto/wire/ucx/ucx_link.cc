@@ -1,8 +1,12 @@
 #include "proto/wire/ucx/ucx_link.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <initializer_list>
+#include <system_error>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -21,17 +25,41 @@ struct Setting {
   std::string value;
 };
 
-// UCX warns of settings that no transport reads.
-bool UsesSharedMemory(std::string transports) {
+// The first version whose only protocols are those that 1.13 had for trial.
+constexpr unsigned kNewProtocolsMinor = 15;
+
+bool HasOldProtocols(const UcxApi& api) {
+  unsigned major = 0, minor = 0, release = 0;
+  api.get_version(&major, &minor, &release);
+  return major == 1 && minor < kNewProtocolsMinor;
+}
+
+std::string InForce(const std::string& transports) {
   const char* const environment = std::getenv("UCX_TLS");
-  if (transports.empty() && environment != nullptr) transports = environment;
+  return transports.empty() && environment != nullptr ? environment : transports;
+}
+
+// Returns true if the list, which UCX reads, may mean one of these transports.
+bool MayMean(const std::string& transports, std::initializer_list<absl::string_view> known) {
   if (transports.empty() || transports.front() == '^') return true;
   for (const absl::string_view name : absl::StrSplit(transports, ',')) {
-    for (const char* known : {"all", "shm", "sm", "mm", "posix", "sysv"}) {
-      if (name == known) return true;
-    }
+    if (name == "all" || std::find(known.begin(), known.end(), name) != known.end()) return true;
   }
   return false;
+}
+
+// UCX warns of settings that no transport reads.
+bool UsesSharedMemory(const std::string& transports) {
+  return MayMean(InForce(transports), {"shm", "sm", "mm", "posix", "sysv"});
+}
+
+bool UsesRdma(const std::string& transports) {
+  std::error_code none;
+  const std::filesystem::directory_iterator devices("/sys/class/infiniband", none);
+  const bool any = !none && devices != std::filesystem::directory_iterator();
+  return any && MayMean(InForce(transports),
+                        {"ib", "rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ud", "ud_x", "ud_v",
+                         "ud_mlx5", "ud_verbs", "dc", "dc_x", "dc_mlx5"});
 }
 
 }  // namespace
@@ -66,6 +94,7 @@ absl::StatusOr<std::unique_ptr<UcxLink>> UcxLink::Open(const UcxApi& api,
 }
 
 absl::Status UcxLink::Init(const UcxLinkOptions& options) {
+  handles_losses_ = !HasOldProtocols(api_) || UsesRdma(options.transports);
   ucp_config_t* config = nullptr;
   absl::Status status = Check(api_.config_read(nullptr, nullptr, &config), "configuration");
   if (!status.ok()) return status;
@@ -74,13 +103,13 @@ absl::Status UcxLink::Init(const UcxLinkOptions& options) {
     if (setting.value.empty() || !status.ok()) continue;
     status = Check(api_.config_modify(config, setting.name, setting.value.c_str()), setting.name);
   }
-  // UCX 1.13's older protocols end the process if a peer is lost in the middle of a large payload.
-  // Versions without a choice do not know the name.
-  if (std::getenv("UCX_PROTO_ENABLE") == nullptr) {
-    (void)api_.config_modify(config, "PROTO_ENABLE", "y");
+  // In these versions each protocol survives the loss of a peer in one of the two modes only, and
+  // ends the process in the other.
+  if (HasOldProtocols(api_)) {
+    (void)api_.config_modify(config, "PROTO_ENABLE", handles_losses_ ? "y" : "n");
   }
   // Without it, transports in shared memory do not connect to peers that may be lost.
-  if (UsesSharedMemory(options.transports)) {
+  if (handles_losses_ && UsesSharedMemory(options.transports)) {
     (void)api_.config_modify(config, "MM_ERROR_HANDLING", "y");
   }
   ucp_params_t params{};
@@ -123,7 +152,7 @@ absl::Status UcxLink::Init(const UcxLinkOptions& options) {
 }
 
 UcxLink::~UcxLink() {
-  if (endpoint_ != nullptr) {
+  if (endpoint_ != nullptr && handles_losses_) {
     ucp_request_param_t param{};
     param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     param.flags = UCP_EP_CLOSE_FLAG_FORCE;
@@ -158,8 +187,7 @@ absl::Status UcxLink::Connect(std::string_view address) {
   params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                       UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.address = reinterpret_cast<const ucp_address_t*>(address.data());
-  // Otherwise UCX ends the process when a peer is lost.
-  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_mode = handles_losses_ ? UCP_ERR_HANDLING_MODE_PEER : UCP_ERR_HANDLING_MODE_NONE;
   params.err_handler.cb = OnPeerLost;
   params.err_handler.arg = this;
   absl::Status status = Check(api_.ep_create(worker_, &params, &endpoint_), "connection");

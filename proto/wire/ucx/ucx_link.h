@@ -77,6 +77,10 @@ class UcxLink final {
   int event_descriptor() const { return event_descriptor_; }
   bool Arm();
 
+  // Mode of UCX in which it tells of a lost peer; both ends must have the same. Without RDMA, UCX
+  // before 1.15 copies all payloads in this mode, so it is off there: a lost peer then shows as
+  // silence, and the user of the link has another way to notice.
+  bool handles_losses() const { return handles_losses_; }
   // OK, or the reason why the link has ended.
   const absl::Status& status() const { return status_; }
   size_t sending() const { return sending_; }
@@ -105,6 +109,7 @@ class UcxLink final {
   std::vector<ucp_mem_h> registered_;
   std::string address_;
   int event_descriptor_ = -1;
+  bool handles_losses_ = true;
   absl::Status status_;
   std::vector<std::unique_ptr<Frame>> frames_;  // all
   std::vector<Frame*> free_;

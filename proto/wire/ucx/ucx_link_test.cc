@@ -51,7 +51,7 @@ class UcxLinkTest : public testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
     auto api = OpenUcxApi("");
-    if (!api.ok()) GTEST_SKIP() << api.status();
+    if (!api.ok()) GTEST_SKIP() << "no UCX: " << api.status();
     api_ = *api;
     for (int side = 0; side < 2; ++side) {
       auto link = UcxLink::Open(api_, {.transports = GetParam(), .devices = ""}, &ends_[side]);

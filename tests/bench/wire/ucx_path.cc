@@ -43,10 +43,11 @@ std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uin
   options.spin = spin;
   auto memory = client::UcxMemory::Open(options);
   Check(memory.status());
-  server::RelaySetup setup{};
+  relay::RelaySetup setup{};
   setup.arena_bytes = bytes;
   setup.spin_us = static_cast<uint32_t>(spin.count());
   setup.ring_ms = kTimeout.count();
+  setup.handles_losses = (*memory)->handles_losses();
   setup.transports.Set(transports);
   setup.token.fill(1);
   setup.client.Set((*memory)->address());
@@ -56,7 +57,7 @@ std::unique_ptr<client::RingMemory> OpenUcxRing(const std::string& listener, uin
   Check(started.status());
   const std::shared_ptr<server::RelayProcess> relay = *std::move(started);
   (*memory)->OnGivenUp([relay] {});  // the relay lives as long as the memory
-  const server::RelayReply& reply = relay->reply();
+  const relay::RelayReply& reply = relay->reply();
   client::UcxRing described;
   described.worker_address = reply.address.Get();
   described.token = {reinterpret_cast<const char*>(setup.token.data()), setup.token.size()};

@@ -51,8 +51,8 @@
 
 #include "mla/v1/sequence.grpc.pb.h"
 #include "proto/wire/grpc_tuning.h"
-#include "server/ucx/relay_channel.h"
-#include "server/ucx/relay_main.h"
+#include "relay/relay_channel.h"
+#include "relay/relay_main.h"
 #include "tests/bench/wire/parallel_touch.h"
 #include "tests/bench/wire/ucx_path.h"
 #include "tests/bench/wire/wire_paths.h"
@@ -417,8 +417,8 @@ int Main(const Options& options) {
 }  // namespace mla::bench
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::string_view(argv[1]) == mla::server::kRelayCommand) {
-    return mla::server::RunRelay();
+  if (argc > 1 && std::string_view(argv[1]) == mla::relay::kRelayCommand) {
+    return mla::relay::RunRelay();
   }
   mla::bench::Options options;
   for (int i = 1; i < argc; ++i) {

@@ -63,7 +63,28 @@ class Entry(ctypes.Structure):
                 ("row_count", _U32), ("head_offset", _U32), ("num_heads", _U32),
                 ("timeout_us", _U32), ("profile", _U8), ("flags", _U8), ("q_dtype", _U8),
                 ("o_dtype", _U8), ("copies_in", ctypes.POINTER(Copy)),
-                ("copies_out", ctypes.POINTER(Copy)), ("in_count", _U32), ("out_count", _U32)]
+                ("copies_out", ctypes.POINTER(Copy)), ("in_count", _U32), ("out_count", _U32),
+                ("in_bytes", _U64), ("out_bytes", _U64)]
+
+
+GiveUp = ctypes.CFUNCTYPE(None, _P)  # of UcxReply
+
+
+class UcxOptions(ctypes.Structure):
+    """mla_ucx_options."""
+
+    _fields_ = [("struct_size", _SIZE), ("library", _TEXT), ("transports", _TEXT),
+                ("devices", _TEXT), ("spin_us", _I32), ("reserved", _I32)]
+
+
+class UcxReply(ctypes.Structure):
+    """mla_ucx_reply."""
+
+    _fields_ = [("struct_size", _SIZE), ("boot_id", _U64), ("worker_address", _TEXT),
+                ("worker_address_bytes", _SIZE), ("token", _TEXT), ("token_bytes", _SIZE),
+                ("region_bytes", _U64), ("arena_offset", _U64), ("ring_entries", _U32),
+                ("reserved", _U32), ("bytes", _U64), ("request_ms", _I64), ("give_up", GiveUp),
+                ("argument", _P)]
 
 
 class Times(ctypes.Structure):
@@ -101,6 +122,12 @@ _FUNCTIONS = {
     "mla_ring_state": (ctypes.c_int, [_P, _P]),
     "mla_ring_end": (None, [_P, _I64]),
     "mla_ring_free": (None, [_P]),
+    "mla_ucx_start": (ctypes.c_int, [_P, _P, _P]),
+    "mla_ucx_address": (_P, [_P, _P]),
+    "mla_ucx_handles_losses": (_I32, [_P]),
+    "mla_ucx_open": (ctypes.c_int, [_P, _P, _P, _P]),
+    "mla_ucx_free": (None, [_P]),
+    "mla_ring_call_ended": (None, [_P, _TEXT]),
 }
 
 

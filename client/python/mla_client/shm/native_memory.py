@@ -83,8 +83,12 @@ class NativeDevice:
 class NativeMemory(SharedMemory):
     """A ring of the library's, and its memory."""
 
-    def __init__(self, lib: native.Library, ring: int, wish: DeviceWish) -> None:
-        """Takes the ring over. Objects that use its memory keep this one."""
+    transport = "ring"
+
+    def __init__(self, lib: native.Library, ring: int, wish: DeviceWish,
+                 owner: Any = None) -> None:
+        """Takes the ring over. Objects that use its memory keep `owner`, which frees it; None:
+        one that does no more than that."""
         self.lib: Any = lib
         self.ring = ctypes.c_void_p(ring)
         self._home = process.Home()
@@ -101,7 +105,7 @@ class NativeMemory(SharedMemory):
         # Arrays keep the buffer that they lie in, and that keeps the ring.
         kind: Any = type("_Region", (ctypes.c_ubyte * info.memory_bytes,), {})
         region = kind.from_address(info.memory)
-        region.owner = _Owner(lib, self.ring, self._home)
+        region.owner = owner or _Owner(lib, self.ring, self._home)
         self.map = region
         self.ended = False
         self.freed = 0

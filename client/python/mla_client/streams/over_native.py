@@ -267,6 +267,7 @@ class NativeStream(stream.StepStream):
     def __init__(self, memory: NativeMemory, message_bytes: int,
                  on_boot_id: Callable[[int], None]) -> None:
         self.memory: NativeMemory = memory
+        self.transport = memory.transport
         self.message_bytes = message_bytes
         self._home = process.Home()
         self._on_boot_id = on_boot_id
@@ -297,7 +298,8 @@ class NativeStream(stream.StepStream):
                            args.head_offset + chunk.head_begin, chunk.heads,
                            timeout_us=stream.timeout_us(args.timeout_s), profile=args.profile,
                            flags=flags, q_dtype=args.q_dtype, o_dtype=args.o_dtype,
-                           in_offset=placed.in_offset, out_offset=placed.out_offset)
+                           in_offset=placed.in_offset, out_offset=placed.out_offset,
+                           in_bytes=placed.in_length, out_bytes=placed.out_length)
             if placed.on_device and args.out is not None:
                 entry.stream = args.out.stream or None
             try:

@@ -42,7 +42,7 @@ class StepStream(abc.ABC):
     When it breaks, every unanswered request fails and `broken` says why; the owner opens another.
     """
 
-    transport: str       # "inline", "shm" or "ring"
+    transport: str       # "inline", "shm", "ring" or "ucx"
     message_bytes: int   # attend calls are split so that no message carries more than that
     memory: Optional[SharedMemory] = None
     chains: bool = False  # the server may take messages that wait between calls in their turn

@@ -1,4 +1,5 @@
-"""How a client's streams travel: gRPC messages, tensors in shared memory, or a command ring."""
+"""How a client's streams travel: gRPC messages, tensors in shared memory, or a command ring, which
+lies in shared memory or travels over UCX."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from mla_client.connection.channels import STOCK_MESSAGE_BYTES, Channels
 from mla_client.shm import ring
 from mla_client.shm.native_memory import NativeMemory
 from mla_client.shm.shared_memory import DeviceWish, SharedMemory
+from mla_client.shm.ucx_memory import UcxMemory
 from mla_client.streams.over_grpc import AttendStream
 from mla_client.streams.over_native import NativeStream
 from mla_client.streams.over_ring import RingStream
 from mla_client.streams.stream import StepStream
 
-TRANSPORTS = ("auto", "inline", "shm", "ring")
+TRANSPORTS = ("auto", "inline", "shm", "ring", "ucx")
 # The memory that a stream asks for if the caller gives no size, and the smallest useful size.
 DEFAULT_SHARED_BYTES = 64 << 20
 LEAST_SHARED_BYTES = 4 << 20
 # The arena must hold the inputs and outputs of several messages.
 MESSAGES_IN_ARENA = 4
-_CAPABILITY = {"shm": "shared_memory", "ring": "command_ring"}
+_CAPABILITY = {"shm": "shared_memory", "ring": "command_ring", "ucx": "ucx"}
 _log = logging.getLogger("mla_client")
 
 
@@ -42,7 +44,7 @@ class StreamMaker:
             raise errors.InvalidArgument(f"shared_bytes: got {shared_bytes}, must be 0 or more")
         if shared_bytes == 0 and transport in _CAPABILITY:
             raise errors.InvalidArgument(f"shared_bytes: got 0, transport {transport} needs some")
-        if wish.mib > 0 and (transport in ("inline", "shm") or shared_bytes == 0):
+        if wish.mib > 0 and (transport in ("inline", "shm", "ucx") or shared_bytes == 0):
             raise errors.InvalidArgument(f"device_bytes: got {wish.mib} MiB, needs the ring")
         if message_bytes < 0:
             raise errors.InvalidArgument(f"message_bytes: got {message_bytes}, must be 0 or more")
@@ -87,10 +89,12 @@ class StreamMaker:
                             self._on_boot_id, memory)
 
     def _over_memory(self, kind: str) -> StepStream:
-        if not self._shm_path:
+        if not self._shm_path and kind != "ucx":
             raise errors.InvalidArgument(f"transport: {kind} needs a unix: target without TLS")
         if _CAPABILITY[kind] not in self._info.capabilities:
             raise errors.Unimplemented(f"transport: the server offers no {_CAPABILITY[kind]}")
+        if kind == "ucx" and native.library() is None:
+            raise errors.Unimplemented(f"transport: ucx: {native.why_not()}")
         if kind == "ring" and ring.WHY_NOT and native.library() is None:
             raise errors.Unimplemented(f"transport: ring: {ring.WHY_NOT}")
         memory = self._region(kind)
@@ -125,7 +129,10 @@ class StreamMaker:
             return memory
 
     def _connect(self, kind: str, size: int) -> SharedMemory:
-        lib = native.library() if kind == "ring" else None
+        lib = native.library() if kind in ("ring", "ucx") else None
+        if lib is not None and kind == "ucx":
+            return UcxMemory.open_call(lib, self._channels, self._metadata, size=size,
+                                       spin_us=self._spin_us, timeout_s=self._timeout_s)
         if lib is not None:
             return NativeMemory.open(lib, self._shm_path, tenant=self._tenant, size=size,
                                      spin_us=self._spin_us, timeout_s=self._timeout_s,

@@ -1,5 +1,5 @@
-// A client's mirror of a ring over a fake UCX: order, bounds, a server that breaks rules or is lost,
-// and transfers while nobody waits.
+// A client's mirror of a ring over a fake UCX: order, bounds, a server that breaks rules or is
+// lost, and transfers while no thread waits.
 #include "client/cpp/ucx/ucx_memory.h"
 
 #include <gtest/gtest.h>

@@ -1,10 +1,11 @@
-#include "server/ucx/relay_main.h"
+#include "relay/relay_main.h"
 
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <memory>
@@ -12,17 +13,17 @@
 #include <utility>
 
 #include "client/cpp/shared_memory/shared_memory.h"
-#include "server/ucx/relay.h"
-#include "server/ucx/relay_channel.h"
+#include "relay/relay.h"
+#include "relay/relay_channel.h"
 
-namespace mla::server {
+namespace mla::relay {
 namespace {
 
 // Time for the server to abort the ring's steps and free its memory.
 constexpr std::chrono::milliseconds kCloseWait{1000};
 
 void Send(const RelayReply& reply) {
-  // Without a receiver the relay has nobody to tell.
+  // A failure means that the server has gone.
   (void)send(kRelayControl, &reply, sizeof(reply), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
@@ -63,6 +64,11 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
   options.spin = std::chrono::microseconds((*memory)->server_spin_us());
   auto relay = Relay::Open(api, std::move(options), memory->get());
   if (!relay.ok()) return relay.status();
+  if ((*relay)->handles_losses() != setup.handles_losses) {
+    return absl::FailedPreconditionError(
+        "UCX: server and client are in different modes; let both have the same version of UCX, or "
+        "name the same transports for both (ucx.transports, UCX_TLS)");
+  }
   absl::Status status = (*relay)->Connect(setup.client.Get());
   if (!status.ok()) return status;
   RelayReply reply{};
@@ -86,6 +92,8 @@ absl::Status Serve(const wire::UcxApi& api, const RelaySetup& setup, RelayOption
 
 int RunRelay() {
   prctl(PR_SET_NAME, "mla-ucx-relay");
+  // The server's descriptors are not its relays', even if one was not marked so.
+  close_range(kRelayControl + 1, ~0u, 0);
   // A dump would hold tensors; setuid programs are of no use here.
   const rlimit no_core{0, 0};
   setrlimit(RLIMIT_CORE, &no_core);
@@ -111,4 +119,4 @@ int RunRelay() {
   return 1;
 }
 
-}  // namespace mla::server
+}  // namespace mla::relay

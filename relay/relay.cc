@@ -1,4 +1,4 @@
-#include "server/ucx/relay.h"
+#include "relay/relay.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "proto/wire/futex.h"
 
-namespace mla::server {
+namespace mla::relay {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -58,6 +58,11 @@ Relay::~Relay() {
 std::string Relay::address() {
   const MutexLock lock(mutex_);
   return link_->address();
+}
+
+bool Relay::handles_losses() {
+  const MutexLock lock(mutex_);
+  return link_->handles_losses();
 }
 
 absl::Status Relay::Connect(std::string_view client) {
@@ -239,11 +244,13 @@ absl::Status Relay::Run(int control) {
     event = link_->event_descriptor();
   }
   pollfd waits[] = {{control, POLLIN, 0}, {wake_, POLLIN, 0}, {event, POLLIN, 0}};
+  // Each look at a transport may be a system call.
+  const int spins = options_.spin.count() > 0 ? kSpinsPerClock : 1;
   Clock::time_point last_work = Clock::now(), looked = last_work;
   absl::Status ended;
   for (;;) {
     bool moved = false;
-    for (int i = 0; i < kSpinsPerClock && !moved; ++i) {
+    for (int i = 0; i < spins && !moved; ++i) {
       moved = Progress();
       if (!moved) wire::SpinPause();
       if (wanted_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
@@ -264,4 +271,4 @@ absl::Status Relay::Run(int control) {
   return ended;
 }
 
-}  // namespace mla::server
+}  // namespace mla::relay

@@ -1,5 +1,5 @@
 // A relay between a fake UCX and a ring of this test: order, bounds, hostile frames and lost peers.
-#include "server/ucx/relay.h"
+#include "relay/relay.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@
 
 #include "tests/fake_ucx/fake_ucx.h"
 
-namespace mla::server {
+namespace mla::relay {
 namespace {
 
 constexpr uint32_t kEntries = 8;
@@ -454,4 +454,4 @@ TEST_F(RelayTest, EndsWithItsRing) {
 }
 
 }  // namespace
-}  // namespace mla::server
+}  // namespace mla::relay

@@ -3,13 +3,13 @@
 //
 // Payloads are received into the ring's memory and sent from there. The client is not trusted: each
 // frame's token, number and places are checked before its payload is received, and whatever breaks
-// a rule ends the relay. The server checks the entries themselves, as those of any client.
+// a rule ends the relay. The server checks the entries.
 //
 // Ownership: the memory outlives the relay. Threading: Open, Connect, Step and the destructor from
 // one thread; Run starts a second thread and ends it. `mutex_` holds the link and all that its
 // frames need.
-#ifndef MLA_SERVER_UCX_RELAY_H_
-#define MLA_SERVER_UCX_RELAY_H_
+#ifndef MLA_RELAY_RELAY_H_
+#define MLA_RELAY_RELAY_H_
 
 #include <atomic>
 #include <chrono>
@@ -30,7 +30,7 @@
 #include "proto/wire/ucx/frames.h"
 #include "proto/wire/ucx/ucx_link.h"
 
-namespace mla::server {
+namespace mla::relay {
 
 struct RelayOptions {
   wire::UcxToken token{};
@@ -46,6 +46,7 @@ class Relay final : private wire::UcxReceiver {
   ~Relay() override;
 
   std::string address();
+  bool handles_losses();  // as of wire::UcxLink
   absl::Status Connect(std::string_view client);
 
   // One round of both directions, for tests. Returns true if something has moved.
@@ -100,6 +101,6 @@ class Relay final : private wire::UcxReceiver {
       ABSL_GUARDED_BY(mutex_);
 };
 
-}  // namespace mla::server
+}  // namespace mla::relay
 
-#endif  // MLA_SERVER_UCX_RELAY_H_
+#endif  // MLA_RELAY_RELAY_H_

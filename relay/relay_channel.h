@@ -1,10 +1,10 @@
-// What a server and its relay say to each other over the socket between them: the server sends one
-// RelaySetup and gets one RelayReply. A relay that ends for a reason of its own sends another reply
+// Messages of a server and its relay over the socket between them: the server sends one RelaySetup
+// and gets one RelayReply. A relay that ends for a reason of its own sends another reply
 // with it. The relay ends when the server closes the socket.
 //
 // Both are the same program, so nothing here has a version. Plain data: any thread.
-#ifndef MLA_SERVER_UCX_RELAY_CHANNEL_H_
-#define MLA_SERVER_UCX_RELAY_CHANNEL_H_
+#ifndef MLA_RELAY_RELAY_CHANNEL_H_
+#define MLA_RELAY_RELAY_CHANNEL_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "proto/wire/ucx/frames.h"
 
-namespace mla::server {
+namespace mla::relay {
 
 // First argument of this program's command line that makes it a relay.
 inline constexpr char kRelayCommand[] = "ucx-relay";
@@ -55,7 +55,8 @@ struct RelayAddress {
 struct RelaySetup {
   uint64_t arena_bytes;  // 0: only say if UCX works
   uint32_t spin_us;
-  uint32_t ring_ms;  // time for the server to make the ring
+  uint32_t ring_ms;     // time for the server to make the ring
+  bool handles_losses;  // as of wire::UcxLink, of the client's
   wire::UcxToken token;
   RelayText library, transports, devices;  // as of wire::OpenUcxApi and wire::UcxLinkOptions
   RelayAddress client;
@@ -77,6 +78,6 @@ struct RelayReply {
 static_assert(std::is_trivially_copyable_v<RelaySetup>);
 static_assert(std::is_trivially_copyable_v<RelayReply>);
 
-}  // namespace mla::server
+}  // namespace mla::relay
 
-#endif  // MLA_SERVER_UCX_RELAY_CHANNEL_H_
+#endif  // MLA_RELAY_RELAY_CHANNEL_H_

@@ -1,0 +1,122 @@
+"""The transport "ucx": steps over UCX's TCP and shared memory on this machine, its errors and ends.
+
+Needs the C library and UCX; without them the tests say so and are skipped.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import unittest
+
+import mla_client
+import numpy as np
+import server_binary
+from mla_client import errors, native
+from mla_client.types import DType, Profile
+from service_contract import GEOMETRY, LAYERS, SCALE
+
+SPEC = mla_client.ModelSpec("m", GEOMETRY, LAYERS, SCALE, page_size=4)
+
+
+def why_not():
+    """The reason why the tests cannot run here, or an empty string."""
+    if native.library() is None:
+        return native.why_not()
+    try:
+        ctypes.CDLL("libucp.so.0")
+    except OSError as error:
+        return f"no UCX: {error}"
+    return ""
+
+
+def steps(client, tokens=3):
+    """The outputs of a step of a new sequence, by layer."""
+    random = np.random.default_rng(1)
+    model = client.register_model(SPEC)
+    outputs = []
+    with model.open_sequence() as sequence, client.step([(sequence, tokens)]) as step:
+        for layer in range(LAYERS):
+            kv = random.standard_normal((tokens, GEOMETRY.row_dim), np.float32)
+            q = random.standard_normal(
+                (tokens, GEOMETRY.num_heads, GEOMETRY.q_dim(Profile.ABSORBED)), np.float32)
+            outputs.append(np.array(step.attend(layer, q, kv, Profile.ABSORBED,
+                                                o_dtype=DType.F32).o))
+    return outputs
+
+
+class UcxTest(unittest.TestCase):
+    """One server with UCX."""
+
+    @classmethod
+    def setUpClass(cls):
+        reason = why_not()
+        if reason:
+            raise unittest.SkipTest(reason)
+        os.environ["UCX_TLS"] = "tcp"
+        cls.addClassCleanup(os.environ.pop, "UCX_TLS")
+        cls.server = server_binary.start("--ucx-enabled=true")
+        cls.addClassCleanup(cls.server.stop)
+
+    def connect(self, transport="ucx", **options):
+        """A client of the server, closed with the test."""
+        client = mla_client.Client.connect(self.server.target, transport=transport, **options)
+        self.addCleanup(client.close)
+        return client
+
+    def relays(self):
+        """Processes of relays."""
+        found = subprocess.run(["pgrep", "-P", str(self.server.pid), "-f", "ucx-relay"],
+                               capture_output=True, check=False).stdout.split()
+        return [int(pid) for pid in found]
+
+    def test_outputs_are_those_of_grpc(self):
+        client = self.connect()
+        self.assertEqual(client.transport, "ucx")
+        for ours, theirs in zip(steps(client), steps(self.connect("inline"))):
+            np.testing.assert_array_equal(ours, theirs)
+
+    def test_buffers_are_sent_from_their_places(self):
+        client = self.connect()
+        model = client.register_model(SPEC)
+        with model.open_sequence() as sequence, client.buffers(model, 2, Profile.ABSORBED) as buffers, \
+                client.step([(sequence, 2)]) as step:
+            for layer in range(LAYERS):
+                buffers.q[...], buffers.kv[...] = 0x3f80, 0x3f80  # 1.0
+                step.attend(layer, buffers.q, buffers.kv, Profile.ABSORBED, out=buffers)
+                np.testing.assert_array_equal(buffers.o, 0x3f80)
+
+    def test_the_end_of_a_client_ends_its_relay(self):
+        client = mla_client.Client.connect(self.server.target, transport="ucx", tenant="ends")
+        steps(client)
+        before = len(self.relays())
+        client.close()
+        del client
+        end = time.monotonic() + 30
+        while len(self.relays()) >= before:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.02)
+
+    def test_the_end_of_a_relay_is_an_error(self):
+        client = self.connect(tenant="relay")
+        steps(client)
+        for pid in self.relays():
+            os.kill(pid, signal.SIGKILL)
+        with self.assertRaises(errors.Unavailable):
+            for _ in range(100):
+                steps(client)
+                time.sleep(0.02)
+
+    def test_a_server_without_ucx_refuses(self):
+        with server_binary.start() as server, self.assertRaises(errors.Unimplemented) as caught:
+            mla_client.Client.connect(server.target, transport="ucx")
+        self.assertIn("ucx", str(caught.exception))
+
+    def test_device_memory_does_not_travel(self):
+        with self.assertRaises(errors.InvalidArgument):
+            self.connect(device_bytes=1 << 20)
+
+
+if __name__ == "__main__":
+    unittest.main()
