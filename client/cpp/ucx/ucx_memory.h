@@ -80,6 +80,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
   uint64_t in_flight() const override {
     return submitted_ - returned_.load(std::memory_order_acquire);
   }
+  // Returns when the call has ended. The server aborts the ring's steps soon after that.
   void Close(std::chrono::milliseconds timeout) override;
   void Disconnect() override;
 

@@ -86,6 +86,25 @@ class SharedMemoryListenerTest : public ::testing::Test {
   std::unique_ptr<SharedMemoryListener> listener_;
 };
 
+TEST_F(SharedMemoryListenerTest, AnIntroducedConnectionHasTheTenantThatItWasGiven) {
+  const absl::StatusOr<int> socket = listener_->ConnectFor("alice");
+  ASSERT_TRUE(socket.ok()) << socket.status();
+  client::SharedMemoryOptions options;
+  options.tenant = "mallory";  // not read
+  options.ring = false;
+  options.bytes = 4096;
+  auto memory = SharedMemory::Attach(*socket, options);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  const std::string handle((*memory)->handle());
+  EXPECT_NE(regions_->Find("alice", handle), nullptr);
+  EXPECT_EQ(regions_->Find("mallory", handle), nullptr);
+  memory->reset();
+  for (int i = 0; i < 5000 && regions_->Find("alice", handle) != nullptr; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(regions_->Find("alice", handle), nullptr);
+}
+
 TEST_F(SharedMemoryListenerTest, WhoWaitsForRoomKeepsNobodyElseWaiting) {
   LeaveRegionClosing("a", 1);
   const auto begin = steady_clock::now();

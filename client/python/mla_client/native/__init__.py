@@ -122,6 +122,9 @@ _FUNCTIONS = {
     "mla_ring_state": (ctypes.c_int, [_P, _P]),
     "mla_ring_end": (None, [_P, _I64]),
     "mla_ring_free": (None, [_P]),
+}
+# Libraries of before 0.2 do not have these.
+_UCX_FUNCTIONS = {
     "mla_ucx_start": (ctypes.c_int, [_P, _P, _P]),
     "mla_ucx_address": (_P, [_P, _P]),
     "mla_ucx_handles_losses": (_I32, [_P]),
@@ -143,7 +146,9 @@ class Library:
         """OSError, or AttributeError, where it cannot be used."""
         self.path = path
         opened = ctypes.CDLL(path)
-        for name, (result, arguments) in _FUNCTIONS.items():
+        self.has_ucx = hasattr(opened, "mla_ucx_start")
+        functions = {**_FUNCTIONS, **(_UCX_FUNCTIONS if self.has_ucx else {})}
+        for name, (result, arguments) in functions.items():
             function = getattr(opened, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)

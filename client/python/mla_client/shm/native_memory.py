@@ -84,6 +84,7 @@ class NativeMemory(SharedMemory):
     """A ring of the library's, and its memory."""
 
     transport = "ring"
+    travels = False  # entries say how long their tensors are
 
     def __init__(self, lib: native.Library, ring: int, wish: DeviceWish,
                  owner: Any = None) -> None:

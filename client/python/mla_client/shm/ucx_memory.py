@@ -87,6 +87,7 @@ class UcxMemory(NativeMemory):
     """A ring over UCX, and this side's copy of its memory."""
 
     transport = "ucx"
+    travels = True
 
     @classmethod
     def open_call(cls, lib: native.Library, channels: Any, metadata: Tuple[Tuple[str, str], ...],

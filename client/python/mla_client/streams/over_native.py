@@ -298,8 +298,9 @@ class NativeStream(stream.StepStream):
                            args.head_offset + chunk.head_begin, chunk.heads,
                            timeout_us=stream.timeout_us(args.timeout_s), profile=args.profile,
                            flags=flags, q_dtype=args.q_dtype, o_dtype=args.o_dtype,
-                           in_offset=placed.in_offset, out_offset=placed.out_offset,
-                           in_bytes=placed.in_length, out_bytes=placed.out_length)
+                           in_offset=placed.in_offset, out_offset=placed.out_offset)
+            if memory.travels:
+                entry.in_bytes, entry.out_bytes = placed.in_length, placed.out_length
             if placed.on_device and args.out is not None:
                 entry.stream = args.out.stream or None
             try:

@@ -93,8 +93,8 @@ class StreamMaker:
             raise errors.InvalidArgument(f"transport: {kind} needs a unix: target without TLS")
         if _CAPABILITY[kind] not in self._info.capabilities:
             raise errors.Unimplemented(f"transport: the server offers no {_CAPABILITY[kind]}")
-        if kind == "ucx" and native.library() is None:
-            raise errors.Unimplemented(f"transport: ucx: {native.why_not()}")
+        if kind == "ucx":
+            self._check_ucx()
         if kind == "ring" and ring.WHY_NOT and native.library() is None:
             raise errors.Unimplemented(f"transport: ring: {ring.WHY_NOT}")
         memory = self._region(kind)
@@ -104,6 +104,15 @@ class StreamMaker:
         if kind == "ring":
             return RingStream(memory, self._bound(memory), self._on_boot_id, self._spin_us / 1e6)
         return self._over_grpc(memory)
+
+    @staticmethod
+    def _check_ucx() -> None:
+        """Unimplemented where this process cannot carry rings over UCX."""
+        lib = native.library()
+        if lib is None:
+            raise errors.Unimplemented(f"transport: ucx: {native.why_not()}")
+        if not lib.has_ucx:
+            raise errors.Unimplemented(f"transport: ucx: {lib.path} is too old for it")
 
     def _region(self, kind: str) -> SharedMemory:
         """Memory of the wanted size, or of what the server has left if none was asked for."""
