@@ -216,8 +216,10 @@ typedef struct mla_prefix {
   size_t token_count;
   const void* page_keys;  // 32 bytes for each whole page
   size_t page_key_count;
-  const char* salt;   // rows of other salts are not shared; NULL: ""
-  uint64_t max_rows;  // the most rows of the sequence after the match; 0: all cached rows
+  const char* salt;  // rows of other salts are not shared; NULL: ""
+  // The most rows of the sequence after the match; 0: all cached rows. So a prompt of which the
+  // last row is to be computed, and which has no other, is opened without a prefix.
+  uint64_t max_rows;
 } mla_prefix;
 
 typedef enum mla_match_end MLA_INT_ENUM {

@@ -34,7 +34,8 @@ POOL_BYTES = 64 << 20
 FAULT_PAUSE_S = (0.5, 4.0)  # pause between faults
 STOP_S = (0.2, 6.0)         # time for which a worker is stopped: up to one and a half leases
 SERVER_KILL_PERCENT = 3     # share of all faults
-FINISH_S = 60.0             # time for workers to compare their rows
+BEGIN_S = 600.0             # time for workers to begin
+FINISH_S = 300.0            # time for workers to compare their rows; they hang if it is over
 # After the run, each of these has succeeded at least once.
 VERBS = ("step", "open_sequence", "fork", "truncate", "match", "release", "copy_rows", "save",
          "restore", "hint", "check_rows")
@@ -51,6 +52,7 @@ class Soak:
         self._retired = []  # logs of workers that this program has killed
         self._stopped = {}  # place: time at which it continues
         self._plant = False
+        self._serving = False
         self.faults = {}
         (folder / "checkpoints").mkdir()
         self._server = ServerProcess(server, [
@@ -63,6 +65,7 @@ class Soak:
         """Starts everything. If `plant` is true, the first worker sometimes sends a wrong row."""
         self._plant = plant
         self._server.start()
+        self._serving = True
         for place in range(WORKERS):
             self._start_worker(place)
 
@@ -80,7 +83,14 @@ class Soak:
         self._workers[place] = (subprocess.Popen(arguments, env=environment), log)
 
     def run(self, seconds):
-        """Injects random faults for this time. Returns the error, or ""."""
+        """Injects random faults for this time, once every worker has begun a step. Returns the
+        error, or ""."""
+        last = time.monotonic() + BEGIN_S
+        while not all(self._has_begun(log) for _, log in self._workers.values()):
+            time.sleep(0.1)
+            ended = self._ended()
+            if ended or time.monotonic() > last:
+                return ended or f"workers did not begin within {BEGIN_S:.0f} s"
         end = time.monotonic() + seconds
         next_fault = time.monotonic() + self._random.uniform(*FAULT_PAUSE_S)
         while time.monotonic() < end:
@@ -93,6 +103,10 @@ class Soak:
                 self._fault()
                 next_fault = time.monotonic() + self._random.uniform(*FAULT_PAUSE_S)
         return ""
+
+    @staticmethod
+    def _has_begun(log):
+        return log.exists() and '"op": "step"' in log.read_text(encoding="ascii")
 
     def _ended(self):
         for place, (process, log) in self._workers.items():
@@ -154,23 +168,27 @@ class Soak:
         operations)."""
         self._continue_stopped(float("inf"))
         failed = ""
+        with self._operator() as operator:  # an export counts as a sequence
+            for tenant in TENANTS:
+                operator.set_quota(tenant, {}, reset=True)
         for process, _ in self._workers.values():
             process.terminate()
         for place, (process, log) in self._workers.items():
             try:
-                if process.wait(FINISH_S) != 0:
+                if process.wait(FINISH_S) != 0 and log.exists():
                     failed = failed or f"worker {place}: status {process.returncode}: {log}"
             except subprocess.TimeoutExpired:
                 failed = failed or f"worker {place} did not end: {log}"
                 process.kill()
         status = self._server.stop()
+        self._serving = False
         if status != 0:
             failed = failed or f"the server ended with status {status}"
         return failed, self._counts()
 
     def _counts(self):
         counts = {}
-        for _, log in self._workers.values():
+        for log in (log for _, log in self._workers.values() if log.exists()):
             for line in log.read_text(encoding="ascii").splitlines():
                 entry = json.loads(line)
                 for name, count in entry.get("counts", {}).items():
@@ -183,7 +201,8 @@ class Soak:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        self._server.kill()
+        if self._serving:
+            self._server.kill()
 
 
 def soak(seconds, seed, server, plant=False):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 import sys
+import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -17,7 +18,8 @@ import soak
 SERVER = os.environ.get("SERVER_UNDER_TEST", str(ROOT / ".bazel/bin/server/mla-server"))
 LONG = bool(os.environ.get("MLA_TEST_LONG"))
 SECONDS = 1800 if LONG else 8
-PLANTED_SECONDS = 120  # at most; a wrong row is found at once
+SECONDS_OF_ENDS = 5
+PLANTED_SECONDS = 1800  # at most; the run ends with the first wrong row
 
 
 class SoakTest(unittest.TestCase):
@@ -30,6 +32,22 @@ class SoakTest(unittest.TestCase):
         if LONG:
             self.assertEqual([verb for verb in soak.VERBS if not counts.get(verb)], [])
         shutil.rmtree(folder)
+
+    def test_a_run_ends_well_whatever_was_done_last(self):
+        """Bounds below what tenants use, and a worker that has just begun."""
+        with tempfile.TemporaryDirectory(prefix="mla-soak-") as folder:
+            run = soak.Soak(pathlib.Path(folder), 22, SERVER)
+            try:
+                run.start()
+                self.assertEqual(run.run(SECONDS_OF_ENDS), "")
+                with run._operator() as operator:
+                    for tenant in soak.TENANTS:
+                        operator.set_quota(tenant, {"sequences": 1})
+                run._kill()
+                failed, _ = run.finish()
+            finally:
+                run.kill_all()
+            self.assertEqual(failed, "")
 
     def test_a_wrong_row_is_found(self):
         failed, _, _, folder = soak.soak(PLANTED_SECONDS, 21, SERVER, plant=True)

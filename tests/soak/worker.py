@@ -455,8 +455,9 @@ class Worker:
         for held in list(self._held):
             try:
                 self.check_rows(held)
-            except mla_client.NotFound:
-                self._drop(held)
+                self._count("check_rows")
+            except mla_client.MlaError as error:
+                self._fail("check_rows", error)
         self._note("counts", counts=self.counts)
         self._client.close()
 
@@ -467,9 +468,10 @@ def main():
         parser.add_argument("--" + name, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--plant", action="store_true", help="send a wrong row now and then")
-    worker = Worker(parser.parse_args())
     ended = []
+    # Before the log exists: a worker without one was told to end before it had begun.
     signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+    worker = Worker(parser.parse_args())
     try:
         worker.connect()
         worker.run(lambda: bool(ended))
