@@ -11,7 +11,8 @@ import unittest
 import test_tidy
 
 TABLES = ("server/config/config_table.cc", "server/config/config_cache.cc",
-          "server/config/config_gpu.cc", "server/config/config_ucx.cc")
+          "server/config/config_gpu.cc", "server/config/config_tracing.cc",
+          "server/config/config_ucx.cc")
 TENANT_TABLE = "scheduler/tenant_table.cc"
 REFERENCE = "docs/configuration.md"
 EXAMPLE = "deploy/config/example.yaml"
