@@ -21,7 +21,8 @@ CLIENT = common.ROOT / "client/python"
 LIBRARY = "client/c/libmla_ring.so"
 NATIVE = "mla_client/native"
 # Libraries that every manylinux system has (PEP 600).
-EVERYWHERE = re.compile(r"(libc|libm|libdl|libpthread|librt|libgcc_s|libstdc\+\+|libz|ld-linux.*)\.so\..*")
+EVERYWHERE = re.compile(
+    r"(libc|libm|libdl|libpthread|librt|libgcc_s|libstdc\+\+|libz|ld-linux.*)\.so\..*")
 TAGS = '''"""Tags of a wheel for any Python 3 of one system."""
 from setuptools import setup
 from wheel.bdist_wheel import bdist_wheel

@@ -100,8 +100,10 @@ class Batches(unittest.TestCase):
         self.assertEqual(len(reads), 3)
 
     def test_lost_blocks_are_looked_for_once_and_when_they_are_asked_for(self):
-        for ask, answer in ((bool, True), (len, 2), (sorted, [3, 8]), (lambda lost: 8 in lost, True),
-                            (lambda lost: {4} | lost, {3, 4, 8}), (lambda lost: lost | {4}, {3, 4, 8})):
+        for ask, answer in ((bool, True), (len, 2), (sorted, [3, 8]),
+                            (lambda lost: 8 in lost, True),
+                            (lambda lost: {4} | lost, {3, 4, 8}),
+                            (lambda lost: lost | {4}, {3, 4, 8})):
             searches = []
 
             def find():

@@ -196,8 +196,8 @@ class Service(abc.ABC):
                 stream: Any = None) -> Any:
         """Chained calls with the tensors of `out` in a graph of the GPU's runtime: an object with
         `attend(layer, stream)` as Step.chain has it, to be called while `stream` captures the
-        graph. Nothing is sent then. Before each launch of the graph `Step.replay` sends all calls. The
-        buffers must stay as long as the graph is used. None where calls can not be chained."""
+        graph. Nothing is sent then. Before each launch of the graph `Step.replay` sends all calls.
+        The buffers must stay as long as the graph is used. None where calls can not be chained."""
         return self._capture(out, Profile(profile), head_offset, stream)
 
     def buffers(self, model: "Model", rows: int, profile: Profile = Profile.EXPANDED, *,
