@@ -5,15 +5,15 @@
         --server .bazel/bin/server/mla-server [--kills 12] [--jobs 1] [--workers]
         [--server-arg=ARG ...]
 
-Outputs of chained passes, in host and in device memory, are compared bit by bit with the outputs of
-calls that a thread awaits. A server cuts requests by the time that launches took, so the first
-passes may have other cuts, and a busy GPU others again: next to other work outputs may differ by a
-rounding. Then servers are killed at the points of a worker's pass in turn. Within a second the
-worker must get an error and its GPU's stream back, and each pass that succeeded must have the right
-outputs. Several kills at a time share the GPU in turns, and take longer. With --workers, workers
-are killed and stopped at these points while another one's passes must stay right and quick. Run it
-without MPS, because under MPS a death ends the others' contexts too. The last line gives the
-result.
+Outputs of chained passes, in host and in device memory, given call by call and as a graph, are
+compared bit by bit with the outputs of calls that a thread awaits. A server cuts requests by the
+time that launches took, so the first passes may have other cuts, and a busy GPU others again: next
+to other work outputs may differ by a rounding. Then servers are killed at the points of a worker's
+pass in turn. Within a second the worker must get an error and its GPU's stream back, and each pass
+that succeeded must have the right outputs. Several kills at a time share the GPU in turns, and take
+longer. With --workers, workers are killed and stopped at these points while another one's passes
+must stay right and quick. Run it without MPS, because under MPS a death ends the others' contexts
+too. The last line gives the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT / "client" / "python"))
 import mla_client
 import torch
 from mla_client import Profile, bf16, errors
-from mla_client.pytorch import Sender
+from mla_client.pytorch import GraphSender, Sender
 from mla_client.testing import ServerProcess
 
 HEADS, LAYERS, ROWS = 128, 8, 300
@@ -129,8 +129,31 @@ class Worker:
         self.client.close()
 
 
+def graph_has(worker: Worker, wanted: torch.Tensor) -> bool:
+    """True if launches of a graph with all layers have these outputs."""
+    sender = GraphSender(worker.client, worker.model, len(worker.sequences))
+    found = torch.zeros_like(wanted)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for layer in range(LAYERS):
+            sender.capture(layer, worker.q[layer], worker.kv[layer], found[layer])
+    graph.instantiate()
+    good = True
+    for _ in range(20):
+        found.zero_()
+        step = worker.client.step([(sequence, 1) for sequence in worker.sequences]).begin(True)
+        sender.send(step, graph)
+        graph.replay()
+        step.end_ahead([0] * len(worker.sequences))
+        step.finish()
+        good = good and torch.equal(found, wanted)
+    sender.release()
+    return good
+
+
 def same_bits(target: str) -> None:
-    """Chained and awaited, in either memory."""
+    """Chained, in a graph and awaited, in either memory."""
     for batch in (1, 5, 32):
         for device in (False, True):
             worker = Worker(target, batch, device)
@@ -140,6 +163,7 @@ def same_bits(target: str) -> None:
                 chained = worker.a_pass(True)
                 expect(torch.equal(chained, awaited),
                        f"batch {batch}, device {device}, turn {turn}: other bits")
+            expect(graph_has(worker, awaited), f"batch {batch}, device {device}: other in a graph")
             worker.close()
             print(f"same bits: batch {batch}, {'device' if device else 'host'} memory", flush=True)
 

@@ -161,8 +161,9 @@ class ClusterStep(Step):
         """Servers that have part in it."""
         return len(self._parts)
 
-    def begin(self) -> "ClusterStep":
-        """Begins the sub-steps. Where any fails and not `partial`, the others are aborted."""
+    def begin(self, ahead: bool = False) -> "ClusterStep":
+        """Begins the sub-steps. Where any fails and not `partial`, the others are aborted. Always
+        waits for the answers."""
         for part in self._parts:
             try:
                 part.step.begin()
@@ -179,6 +180,11 @@ class ClusterStep(Step):
             raise OwnersFailed(self.failed)
         self.joined = max(part.step.joined for part in self._parts if part.error is None)
         return self
+
+    def chain(self, out: Buffers, profile: Profile = Profile.EXPANDED, *,
+              head_offset: int = 0) -> Any:
+        """None: a GPU's stream waits for the words of one server."""
+        return None
 
     def attend_async(self, layer: int, q: Optional[npt.NDArray], kv: Optional[npt.NDArray] = None,
                      profile: Profile = Profile.EXPANDED, *, row_begin: int = 0,

@@ -133,7 +133,7 @@ class LostBlocks(collections.abc.Set):
         return self._found
 
     @classmethod
-    def _from_iterable(cls, it: Any) -> Set[int]:  # type: ignore[override]
+    def _from_iterable(cls, it: Any) -> Set[int]:
         return set(it)
 
     def __contains__(self, block: object) -> bool:

@@ -46,6 +46,11 @@ class StepsTest(unittest.TestCase):
         np.testing.assert_array_equal(got.lse[:, 1], np.arange(8))
         self.assertEqual([one.length for one, _ in rows], [2, 3, 1, 2])
 
+    def test_calls_to_several_servers_are_not_chained(self):
+        with self.client.step([(self.a, 1), (self.b, 1)]) as step:
+            self.assertIsNone(step.chain(Buffers(None, None, None, None, DType.BF16)))
+            step.abort()
+
     def test_ranges_of_rows_are_those_of_the_whole_step(self):
         rows = [(self.a, 2), (self.b, 3), (self.c, 2)]
         with self.client.step(rows) as step:
