@@ -30,7 +30,7 @@ MOST_ROWS = 320          # largest length of one sequence
 MOST_STEP_ROWS = 40
 SHARED_TEXTS = 6         # prompts that a tenant's workers share
 PROMPT_ROWS = (20, 130)  # their length
-RECONNECT_S = 30.0       # a server that starts again is there by then
+RECONNECT_S = 600.0      # a server that starts again is there by then, on a busy machine too
 
 
 class WrongAnswer(Exception):
