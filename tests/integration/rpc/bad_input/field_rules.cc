@@ -317,6 +317,7 @@ std::map<std::string, FieldRule> StreamRules() {
       {"BeginStep.model_id", {1, kMostName, "begin_step.model_id", {}}},
       {"BeginStep.participants", {0, 4, "begin_step.participants", {}}},
       {"BeginStep.lease_ms", {0, kMostStepLease, "begin_step.lease_ms", {}}},
+      {"BeginStep.traceparent", any},  // anything but a header is ignored
       {"StepSequence.sequence_id", any},
       {"StepSequence.epoch", any},
       {"StepSequence.start_position", {0, 4096, sequence + "start_position", {}}},
