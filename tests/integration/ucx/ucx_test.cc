@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <string>
@@ -143,7 +144,13 @@ std::string NameOf(const testing::TestParamInfo<const char*>& info) {
 }
 INSTANTIATE_TEST_SUITE_P(Transports, UcxTest, testing::Values("tcp", "posix", "sysv", "posix,cma"),
                          NameOf);
-INSTANTIATE_TEST_SUITE_P(Transports, UcxKillTest, testing::Values("tcp", "posix,cma"), NameOf);
+// An assertion of UCX 1.13 can end this program, the client, when a relay is killed over TCP
+// (docs/rdma.md), so TCP is left to the long run.
+std::vector<const char*> TransportsToKill() {
+  if (std::getenv("MLA_TEST_LONG") == nullptr) return {"posix,cma"};
+  return {"posix,cma", "tcp"};
+}
+INSTANTIATE_TEST_SUITE_P(Transports, UcxKillTest, testing::ValuesIn(TransportsToKill()), NameOf);
 
 TEST_F(UcxTest, RefusalsAreThoseOfTheStream) {
   const TestServer server(With("tcp"));
