@@ -80,7 +80,8 @@ class UcxTest(unittest.TestCase):
     def test_buffers_are_sent_from_their_places(self):
         client = self.connect()
         model = client.register_model(SPEC)
-        with model.open_sequence() as sequence, client.buffers(model, 2, Profile.ABSORBED) as buffers, \
+        with model.open_sequence() as sequence, \
+                client.buffers(model, 2, Profile.ABSORBED) as buffers, \
                 client.step([(sequence, 2)]) as step:
             for layer in range(LAYERS):
                 buffers.q[...], buffers.kv[...] = 0x3f80, 0x3f80  # 1.0
