@@ -103,14 +103,20 @@ void fake_hip_free_captured(fake::Captured* graph) { delete graph; }
 
 int hipStreamBatchMemOp(fake::Stream* stream, unsigned count, fake::WordOperation* operations,
                         unsigned) {
-  FAKE_ENTER("hipStreamBatchMemOp");
   const std::vector<fake::WordOperation> words(operations, operations + count);
-  const auto found = fake::Captures().find(stream);
-  if (found == fake::Captures().end()) return fake::RunWords(stream, words);
-  found->second->nodes.push_back(
-      std::make_unique<fake::CapturedNode>(fake::CapturedNode{words, nullptr}));
-  found->second->last = found->second->nodes.back().get();
-  return 0;
+  {
+    FAKE_ENTER("hipStreamBatchMemOp");
+    const auto found = fake::Captures().find(stream);
+    if (found != fake::Captures().end()) {
+      found->second->nodes.push_back(
+          std::make_unique<fake::CapturedNode>(fake::CapturedNode{words, nullptr}));
+      found->second->last = found->second->nodes.back().get();
+      return 0;
+    }
+  }
+  // Without the lock, because a store waits here for the word before it, which another thread of
+  // this process may have to set by calls of its own.
+  return fake::RunWords(stream, words);
 }
 int hipStreamGetCaptureInfo_v2(fake::Stream* stream, int* status, uint64_t* id, void** graph,
                                void* const** nodes, size_t* count) {
