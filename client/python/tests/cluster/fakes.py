@@ -9,7 +9,7 @@ from mla_client.cluster.members import Member, MemberList
 from mla_client.cluster.placement import Probe
 from mla_client.moves import Following
 from mla_client.service import AttendFuture, Model, Sequence
-from mla_client.types import AttendResult, PrefixMatch, SequenceState
+from mla_client.types import AttendResult, PrefixMatch, SequenceState, WeightsStatus
 
 SPEC = ModelSpec("m", Geometry(2, 4, 0), 1, 1.0, 8)
 ROW = SPEC.geometry.row_dim
@@ -93,7 +93,7 @@ class FakeClient(Following):
     def _upload(self, spec, layer, head_begin, w_uk, w_uv):
         self.call("weights")
         self.server.uploads.append((layer, head_begin))
-        return None
+        return WeightsStatus(True, [], 0)
 
     def _open(self, model_id, request_id, lease_ms, prefix):
         self.call("open")
