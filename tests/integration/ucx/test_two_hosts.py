@@ -110,6 +110,14 @@ class TwoHostsTest(unittest.TestCase):
         text, _ = done.communicate(timeout=WAIT_S)
         self.assertEqual(done.returncode, 0, text.decode())
 
+    def wait_for_network(self):
+        """Until the server answers at the other end: the kernel remembers for some seconds that it
+        could not be reached."""
+        end = time.monotonic() + WAIT_S
+        while self.start("health").wait(WAIT_S) != 0:
+            self.assertLess(time.monotonic(), end, "the network is back")
+            time.sleep(0.2)
+
     def becomes(self, what, holds):
         """Waits until the server's figures are as wanted."""
         end = time.monotonic() + WAIT_S
@@ -162,6 +170,7 @@ class TwoHostsTest(unittest.TestCase):
                 self.assertGreater(client.returncode, 0, "it was not ended by a signal")
         finally:
             ip("-n", HERE, "link", "set", "cable", "up")
+        self.wait_for_network()
         self.check_attend()
 
 
