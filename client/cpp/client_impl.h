@@ -108,7 +108,7 @@ struct Client::Impl {
                           extra);
   }
 
-  // Of the calling thread; "" if it has none.
+  // The calling thread's header; "" if it has none.
   std::string Traceparent() const { return options.traceparent ? options.traceparent() : ""; }
 
   absl::Status CheckBoot(uint64_t boot_id) {

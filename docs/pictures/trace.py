@@ -5,6 +5,7 @@ draws the client's and the server's spans under each other. `./dev picture trace
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import secrets
@@ -34,18 +35,13 @@ class Clock:
     def __init__(self):
         self.spans = []
 
+    @contextlib.contextmanager
     def span(self, name):
-        """A context that records a span."""
-        clock = self
-
-        class Timed:
-            def __enter__(self):
-                self.begin = time.time_ns()
-
-            def __exit__(self, *exc_info):
-                clock.spans.append({"name": name, "start_unix_ns": self.begin,
-                                    "end_unix_ns": time.time_ns(), "client": True})
-        return Timed()
+        """Records the span of a block."""
+        begin = time.time_ns()
+        yield
+        self.spans.append({"name": name, "start_unix_ns": begin, "end_unix_ns": time.time_ns(),
+                           "client": True})
 
 
 def decode(client, clock):

@@ -116,7 +116,7 @@ class HostTensors {
     }
   }
 
-  // Returns the request's new KV rows, without those that earlier launches have stored.
+  // Returns the request's new KV rows, except rows that earlier launches have stored.
   const std::byte* Kv() {
     const int64_t row_bytes = request_.engine.step->model->spec->sent_row_dim() *
                               static_cast<int64_t>(ElementSize(args_.q_dtype));

@@ -96,10 +96,7 @@ std::string RpcContext::Trace(const grpc::ServerContextBase& context, const char
   span.begin_ns = began_ns;
   span.end_ns = Tracer::Now();
   span.tenant = tenant;
-  if (!status.ok()) {
-    const std::string reason = DetailOf(status).reason;
-    span.error = reason.empty() ? absl::StatusCodeToString(status.code()) : reason;
-  }
+  span.error = SpanError(status);
   tracer->Record({std::move(span)});
   return TraceIdText(own.trace);
 }

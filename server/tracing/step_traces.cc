@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/error.h"
 
 namespace mla::server {
 namespace {
@@ -26,12 +25,6 @@ const char* NameOf(RequestKind kind) {
   return "message";
 }
 
-std::string ErrorOf(const absl::Status& answer) {
-  if (answer.ok()) return "";
-  std::string reason = DetailOf(answer).reason;
-  return reason.empty() ? absl::StatusCodeToString(answer.code()) : reason;
-}
-
 }  // namespace
 
 StepTraces::StepTraces(Tracer* tracer, std::string tenant, const TraceContext& stream)
@@ -47,11 +40,10 @@ TraceContext StepTraces::Begin(scheduler::StepId id, std::string_view traceparen
   const MutexLock lock(mutex_);
   // An id that is used again: its old step is over, and this stream has not been told so yet.
   std::erase_if(open_, [id](const Open& open) { return open.id == id; });
-  if (open_.size() < kMaxOpen) {
-    open_.push_back({id, context, parent.span, now_ns, model});
-  }
+  const bool room = open_.size() < kMaxOpen;
+  if (room) open_.push_back({id, context, parent.span, now_ns, model});
   open_count_.store(open_.size(), std::memory_order_relaxed);
-  return context;
+  return room ? context : TraceContext();
 }
 
 TraceContext StepTraces::Find(scheduler::StepId id) const {
@@ -81,7 +73,7 @@ void StepTraces::End(const StreamRequest& message, const absl::Status& answer, i
   span.tenant = tenant_;
   span.model = found->model;
   span.step = absl::StrCat(message.step_id);
-  span.error = ErrorOf(answer);
+  span.error = SpanError(answer);
   spans->push_back(std::move(span));
   open_.erase(found);
   open_count_.store(open_.size(), std::memory_order_relaxed);
@@ -106,7 +98,7 @@ void StepTraces::Written(const StreamRequest& message, const MessageTrace& trace
   TraceSpan& whole = add(NameOf(message.kind), trace.step.span, trace.received_ns, now_ns);
   whole.tenant = tenant_;
   whole.step = absl::StrCat(message.step_id);
-  whole.error = ErrorOf(answer);
+  whole.error = SpanError(answer);
   const SpanId id = whole.id;
   if (message.kind == RequestKind::kBeginStep) {
     whole.model = message.begin.model_id;

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "base/error.h"
 #include "server/logging/logging.h"
 
 namespace mla::server {
@@ -23,6 +24,12 @@ int64_t Nanos() {
 
 }  // namespace
 
+std::string SpanError(const absl::Status& status) {
+  if (status.ok()) return "";
+  const std::string reason = DetailOf(status).reason;
+  return reason.empty() ? absl::StatusCodeToString(status.code()) : reason;
+}
+
 Tracer::Tracer(TracerOptions options, std::vector<std::unique_ptr<SpanExporter>> exporters)
     : options_(options),
       exporters_(std::move(exporters)),
@@ -30,6 +37,7 @@ Tracer::Tracer(TracerOptions options, std::vector<std::unique_ptr<SpanExporter>>
   std::random_device seed;
   std::seed_seq seeds{seed(), seed(), seed(), seed()};
   random_.seed(seeds);
+  next_span_ = random_();
   if (on()) thread_ = std::thread([this] { Run(); });
 }
 
@@ -81,16 +89,9 @@ TraceContext Tracer::Sample(const TraceContext& parent, const std::string& tenan
     return id;
   };
   if (!parent.valid()) context.trace = {draw(), draw()};
-  context.span = draw();
+  context.span = NewSpanId();
   context.sampled = true;
   return context;
-}
-
-SpanId Tracer::NewSpanId() {
-  const MutexLock lock(mutex_);
-  SpanId id = 0;
-  while (id == 0) id = random_();
-  return id;
 }
 
 void Tracer::Record(std::vector<TraceSpan> spans) {

@@ -47,6 +47,9 @@ struct TraceSpan {
   std::string error;  // empty: it went well
 };
 
+// How a span says that it failed: the reason of the error, or its code; "" if it went well.
+std::string SpanError(const absl::Status& status);
+
 // Sends spans to somewhere.
 class SpanExporter {
  public:
@@ -84,7 +87,10 @@ class Tracer {
   // recorded; else its span is the id for the span of the step or call itself, whose parent is
   // parent.span.
   TraceContext Sample(const TraceContext& parent, const std::string& tenant);
-  SpanId NewSpanId();
+  SpanId NewSpanId() {
+    const SpanId id = next_span_.fetch_add(1, std::memory_order_relaxed);
+    return id != 0 ? id : NewSpanId();
+  }
   // Takes finished spans of one trace.
   void Record(std::vector<TraceSpan> spans);
   TracerStats stats() const;
@@ -98,6 +104,7 @@ class Tracer {
   const std::vector<std::unique_ptr<SpanExporter>> exporters_;
   const int64_t unix_offset_ns_ = 0;  // Unix time - steady clock
   std::atomic<uint64_t> seen_{0};     // steps and calls without a traceparent
+  std::atomic<SpanId> next_span_{0};  // from a random one on
   std::atomic<uint64_t> exported_{0}, dropped_{0}, refused_{0};
 
   Mutex mutex_;

@@ -93,7 +93,7 @@ class DeviceRegion final {
   // StoreWord of each, and AwaitWord.
   absl::Status PassTurn(const Turn& turn, void* stream);
   // As PassTurn on a stream whose work is captured in a graph. Returns the graph's node. The turn's
-  // values are those of the graph's launches until SetTurn sets others.
+  // values are used by the graph's launches until SetTurn sets others.
   // FAILED_PRECONDITION: nothing is captured; UNIMPLEMENTED: the runtime lacks a call for it.
   absl::StatusOr<void*> CaptureTurn(const Turn& turn, void* stream);
   // Sets the turn of such a node in `exec`, an instance of its graph, for launches from now on.

@@ -41,7 +41,7 @@ struct UcxMemoryOptions {
   std::chrono::microseconds spin{0};  // how long Wait polls before it sleeps
 };
 
-// What the server has said about a ring.
+// A ring as the server describes it.
 struct UcxRing {
   std::string_view worker_address;
   std::string_view token;
@@ -59,7 +59,7 @@ class UcxMemory final : public RingMemory, private wire::UcxReceiver {
                                                          const UcxMemoryOptions& options);
   ~UcxMemory() override;
 
-  // Of this side's worker. Does not change.
+  // The address of this side's worker. Does not change.
   const std::string& address() const { return address_; }
   bool handles_losses() const { return handles_losses_; }  // as of wire::UcxLink
   // Makes the mirror and connects. UNIMPLEMENTED if the ring is not laid out as this protocol says.

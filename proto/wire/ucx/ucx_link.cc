@@ -25,7 +25,7 @@ struct Setting {
   std::string value;
 };
 
-// The first version whose only protocols are those that 1.13 had for trial.
+// The first version without the older protocols, which 1.13 takes unless it is told otherwise.
 constexpr unsigned kNewProtocolsMinor = 15;
 
 bool HasOldProtocols(const UcxApi& api) {

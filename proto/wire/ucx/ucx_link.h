@@ -41,7 +41,7 @@ class UcxReceiver {
 };
 
 struct UcxLinkOptions {
-  // As of UCX_TLS and UCX_NET_DEVICES; empty: of the environment, or UCX's choice.
+  // Values of UCX_TLS and UCX_NET_DEVICES; empty: the environment's, or UCX's choice.
   std::string transports, devices;
 };
 

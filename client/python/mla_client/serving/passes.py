@@ -29,7 +29,7 @@ RANKS_WAIT_S = 5.0
 RANKS_PAUSE_S = 0.0005
 # A pass of which nothing is sent and nothing counts takes at least this long.
 AWAY_PAUSE_S = 0.05
-# What is known of the pool's room holds this long.
+# The pool's room is asked for again after this long.
 ROOM_S = 1.0
 # A call raises one of these after its connection was closed: gRPC's own is a ValueError.
 FAILURES = (errors.MlaError, ValueError)

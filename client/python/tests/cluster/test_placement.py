@@ -128,7 +128,7 @@ class CostTest(unittest.TestCase):
         free = placement.cost(Probe(bytes_free=9, bytes_total=10), 0, 0, Costs(), True)
         full = placement.cost(Probe(bytes_free=1, bytes_total=10), 0, 0, Costs(), True)
         self.assertLess(free, full)
-        # Rows that the prefix cache keeps are those of conversations that will come back.
+        # The prefix cache keeps rows of conversations that will come back.
         self.assertAlmostEqual(Probe(bytes_free=10, bytes_cached=9, bytes_total=10).fill, 0.9)
 
     def test_who_cannot_take_it_is_impossible(self):

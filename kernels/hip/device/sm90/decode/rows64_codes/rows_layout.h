@@ -8,7 +8,7 @@
 namespace mla::kernels::hip {
 
 // An object holds only the address where the block's shared memory begins, so every thread makes
-// its own. Items, tiles and slots are those of E4m3Layout (layout.h). It differs in these places:
+// its own. Items, tiles and slots are as in E4m3Layout (layout.h). It differs in these places:
 //
 //   queries         the rotated part is [64 x 64 bf16]
 //   slots           as the queries, and the keys' scales as they were loaded
