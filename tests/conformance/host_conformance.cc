@@ -173,6 +173,7 @@ constexpr const char* kDirectedStreams[] = {
     "absorbed:32:2,767,64/4,254,16,full:8",
 };
 
+constexpr kernels::Geometry kWide{1, 512, 64, 192, 256};
 constexpr size_t kGroup = std::size(kDirected);  // cases that share a backend
 
 // Cases with 8-bit products whose weights spread, so that rounding them shows.
@@ -189,34 +190,63 @@ void AddSpreadCases(SamplerOptions sampler, int32_t count, std::vector<CaseSpec>
   }
 }
 
+// How many of the cases a run has.
+struct Extent {
+  size_t lists;  // times that the directed lists are repeated
+  int32_t edges;
+  int64_t samples;
+  int32_t prefill, sparse, spread;
+};
+
+Extent ExtentOf(const Flags& flags) {
+  if (kSlow) return {2, 20, 10, 0, 6, 4};
+  if (flags.many) return {6, 600, 400, 4, 400, 40};
+  return {3, 48, 14, 1, 10, 8};
+}
+
+// Returns true if the run has directed case `index` in the format of this number. A run of many
+// cases has each case in each format. Other runs have it in one; neighbouring cases, and the
+// repetitions of a case, are in different formats.
+bool Chosen(const Flags& flags, size_t index, size_t repetition, size_t format, size_t formats) {
+  return flags.many || (index + repetition + format) % formats == 0;
+}
+
+// Directed cases with rows of the sampler's only format, number `format` of `formats`.
+std::vector<CaseSpec> DirectedCases(const Flags& flags, SamplerOptions sampler, size_t format,
+                                    size_t formats) {
+  std::vector<CaseSpec> selected;
+  const auto add = [&](uint64_t number, size_t index, size_t repetition, const char* text) {
+    if (!Chosen(flags, index, repetition, format, formats)) return;
+    auto spec = ParseCase(sampler, number, text);
+    if (spec.ok()) selected.push_back(*std::move(spec));
+  };
+  for (size_t i = 0; i < 2 * kGroup; ++i) {
+    const char* text = kDirected[i % kGroup];
+    if (i >= kGroup && text == kManyParts) text = kManyPartsAgain;
+    add(5000000 + i, i % kGroup, i / kGroup, text);
+  }
+  const size_t lists = std::size(kDirectedLists);
+  for (size_t i = 0; i < ExtentOf(flags).lists * lists; ++i) {
+    add(7000000 + i * 7, i % lists, i / lists, kDirectedLists[i % lists]);
+  }
+  sampler.full = kWide;
+  for (size_t i = 0; i < std::size(kDirectedWide); ++i) add(6000000 + i, i, 0, kDirectedWide[i]);
+  return selected;
+}
+
 std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& backend) {
   SamplerOptions sampler;
   sampler.seed = flags.seed;
-  const kernels::Geometry wide{1, 512, 64, 192, 256};
-  sampler.geometries = {wide, {1, 512, 64, 128, 128}};
+  sampler.geometries = {kWide, {1, 512, 64, 128, 128}};
   sampler.typical_flop = 2e6;
   sampler.max_flop = 1e7;
   std::vector<CaseSpec> selected;
-  // With each workspace, and in each format.
-  for (const kernels::KvFormat format : backend.Info().kv_formats) {
+  const auto& formats = backend.Info().kv_formats;
+  for (size_t f = 0; f < formats.size(); ++f) {
     SamplerOptions of_format = sampler;
-    of_format.kv_formats = {format};
-    for (size_t i = 0; i < 2 * kGroup; ++i) {
-      const char* text = kDirected[i % kGroup];
-      if (i >= kGroup && text == kManyParts) text = kManyPartsAgain;
-      auto spec = ParseCase(of_format, 5000000 + i, text);
-      if (spec.ok()) selected.push_back(*std::move(spec));
-    }
-    of_format.full = wide;
-    for (size_t i = 0; i < std::size(kDirectedWide); ++i) {
-      auto spec = ParseCase(of_format, 6000000 + i, kDirectedWide[i]);
-      if (spec.ok()) selected.push_back(*std::move(spec));
-    }
-    of_format.full = sampler.full;
-    for (size_t i = 0; i < (kSlow ? 2 : flags.many ? 6 : 3) * std::size(kDirectedLists); ++i) {
-      auto spec =
-          ParseCase(of_format, 7000000 + i * 7, kDirectedLists[i % std::size(kDirectedLists)]);
-      if (spec.ok()) selected.push_back(*std::move(spec));
+    of_format.kv_formats = {formats[f]};
+    for (CaseSpec& spec : DirectedCases(flags, of_format, f, formats.size())) {
+      selected.push_back(std::move(spec));
     }
   }
   sampler.kv_formats = {kernels::KvFormat::kBf16};
@@ -227,19 +257,13 @@ std::vector<CaseSpec> Cases(const Flags& flags, const kernels::hip::HipBackend& 
     selected.push_back(*std::move(spec));
   }
   sampler.kv_formats = backend.Info().kv_formats;
-  const int32_t edges = kSlow ? 20 : flags.many ? 600 : 143;
-  const int64_t samples = kSlow ? 10 : flags.many ? 400 : 40;
-  for (const auto& more : {EdgeCases(sampler, 0, edges), SampleCases(sampler, 0, samples),
-                           PrefillCases(sampler, kSlow        ? 0
-                                                 : flags.many ? 4
-                                                              : 1),
-                           SparseCases(sampler, 0,
-                                       kSlow        ? 6
-                                       : flags.many ? 400
-                                                    : 28)}) {
+  const Extent extent = ExtentOf(flags);
+  for (const auto& more :
+       {EdgeCases(sampler, 0, extent.edges), SampleCases(sampler, 0, extent.samples),
+        PrefillCases(sampler, extent.prefill), SparseCases(sampler, 0, extent.sparse)}) {
     selected.insert(selected.end(), more.begin(), more.end());
   }
-  AddSpreadCases(sampler, kSlow ? 4 : flags.many ? 40 : 8, selected);
+  AddSpreadCases(sampler, extent.spread, selected);
   std::vector<CaseSpec> cases;
   for (CaseSpec& spec : selected) {
     if (flags.fp8 && !ComputeInFp8(spec)) continue;
