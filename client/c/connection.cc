@@ -59,15 +59,6 @@ v1::ModelSpec SpecOf(const mla_model& model) {
   return spec;
 }
 
-absl::StatusOr<v1::Geometry> GeometryOf(client::Client* client, const std::string& model_id) {
-  const auto list = client->ListModels();
-  if (!list.ok()) return list.status();
-  for (const v1::ModelInfo& info : list->models()) {
-    if (info.model().model_id() == model_id) return info.model().geometry();
-  }
-  return absl::NotFoundError("no such model: " + model_id);
-}
-
 // Cuts weights into chunks of as many heads as a message may hold.
 class ChunkSource final {
  public:
@@ -116,9 +107,10 @@ absl::Status Upload(mla_client* client, const char* model_id, std::span<const ml
       if (!status.ok()) return status;
     }
   }
-  const auto geometry = GeometryOf(client->client.get(), model_id);
-  if (!geometry.ok()) return geometry.status();
-  ChunkSource chunks(*geometry, client->client->info().limits().weight_chunk_bytes(), weights);
+  const auto model = client->client->RegisteredModel(model_id);
+  if (!model.ok()) return model.status();
+  ChunkSource chunks(model->geometry(), client->client->info().limits().weight_chunk_bytes(),
+                     weights);
   const auto reply = client->client->UploadWeights(model_id, [&chunks] { return chunks.Next(); });
   if (reply.ok() && complete != nullptr) *complete = reply->complete() ? 1 : 0;
   return reply.status();

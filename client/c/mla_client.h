@@ -199,7 +199,8 @@ typedef struct mla_weights {
 MLA_API mla_code mla_register_model(mla_client* client, const mla_model* model,
                                     mla_model_info* info, mla_error** error);
 // Sends weights with a digest; several calls may bring a model's. *complete, if not NULL: 1 once
-// all layers and heads are there, which EXPANDED needs.
+// all layers and heads are there, which EXPANDED needs. This client must have registered the model:
+// its shape, and not the server's answer, says how many bytes of the weights are read.
 MLA_API mla_code mla_upload_weights(mla_client* client, const char* model_id,
                                     const mla_weights* weights, size_t count, int32_t* complete,
                                     mla_error** error);

@@ -255,6 +255,14 @@ absl::Status Client::Impl::CheckModel(const v1::ModelSpec& model) {
                                           " in another shape than was registered"));
 }
 
+absl::StatusOr<v1::ModelSpec> Client::RegisteredModel(const std::string& model_id) const {
+  const MutexLock lock(impl_->mutex);
+  const auto own = impl_->registered.find(model_id);
+  if (own != impl_->registered.end()) return own->second;
+  return absl::FailedPreconditionError(
+      absl::StrCat("model_id: this client has not registered model ", model_id));
+}
+
 absl::Status Client::UploadScales(const std::string& model_id, std::span<const float> scales) {
   v1::UploadScalesRequest request;
   request.set_model_id(model_id);

@@ -153,6 +153,9 @@ class Client final {
   absl::StatusOr<v1::RegisterReply> RegisterModel(const v1::ModelSpec& model, uint32_t lease_ms = 0,
                                                   std::span<const float> kv_scales = {},
                                                   std::span<const float> sinks = {});
+  // Returns the model as this client registered it; FAILED_PRECONDITION if it has not. A shape that
+  // only the server reports says nothing about the size of a caller's tensors.
+  absl::StatusOr<v1::ModelSpec> RegisteredModel(const std::string& model_id) const;
   absl::Status UploadScales(const std::string& model_id, std::span<const float> scales);
   // Sets sinks for the layers and heads of `slice`, [layer_count, head_count], layer by layer.
   // Present values may be sent again, other values only while no sequence of the model is open:

@@ -240,7 +240,8 @@ TEST(CClientTest, WeightsAreCutByHeads) {
   EXPECT_EQ(complete, 1);
   EXPECT_EQ(mla_upload_weights(client.get(), "m", &both, 1, &complete, &error), MLA_OK)
       << mla_error_message(error);
-  EXPECT_EQ(mla_upload_weights(client.get(), "absent", &both, 1, &complete, &error), MLA_NOT_FOUND);
+  EXPECT_EQ(mla_upload_weights(client.get(), "absent", &both, 1, &complete, &error),
+            MLA_FAILED_PRECONDITION);
   mla_error_free(error);
 }
 

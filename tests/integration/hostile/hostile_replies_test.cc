@@ -1,5 +1,6 @@
 // Clients whose server sends arbitrary replies. The C++ library, the C library and mlactl report an
 // error within bounded time, and their process goes on.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -201,17 +202,27 @@ TEST_F(HostileRepliesTest, TheCLibraryReportsUploadsWithoutReply) {
   mla_error* error = nullptr;
   ASSERT_EQ(mla_connect(server_.target().c_str(), nullptr, &client, &error), MLA_OK)
       << mla_error_message(error);
+  const uint16_t weights[4] = {};
+  const mla_weights head = {0, 0, 1, weights, weights};
+  // Sizes come from the shape that the caller registered, never from the server.
   v1::ListModelsReply models;
   models.set_boot_id(1);
-  v1::ModelSpec* const model = models.add_models()->mutable_model();
-  model->set_model_id("m");
-  for (const auto set :
-       {&v1::Geometry::set_kv_lora_rank, &v1::Geometry::set_nope_dim, &v1::Geometry::set_v_dim}) {
-    (model->mutable_geometry()->*set)(1);
-  }
+  *models.add_models()->mutable_model() = Model(1 << 20);
   server_.Answer("/mla.v1.Models/List", Of({models.SerializeAsString()}));
-  const uint16_t weights[1] = {};
-  const mla_weights head = {0, 0, 1, weights, weights};
+  EXPECT_EQ(mla_upload_weights(client, "m", &head, 1, nullptr, &error), MLA_FAILED_PRECONDITION);
+  EXPECT_THAT(mla_error_message(error), ::testing::HasSubstr("model_id: this client has not"));
+  mla_error_free(error);
+  v1::RegisterReply registered;
+  registered.set_boot_id(1);
+  *registered.mutable_model() = Model(4);
+  server_.Answer("/mla.v1.Models/Register", Of({registered.SerializeAsString()}));
+  mla_model model{};
+  model.struct_size = sizeof(model);
+  model.model_id = "m";
+  model.layers = model.num_heads = model.kv_lora_rank = model.rope_dim = model.nope_dim = 1;
+  model.v_dim = 4;
+  ASSERT_EQ(mla_register_model(client, &model, nullptr, &error), MLA_OK)
+      << mla_error_message(error);
   for (const HostileAnswer& answer : NoReplies()) {
     server_.Answer(kUpload, answer);
     EXPECT_EQ(mla_upload_weights(client, "m", &head, 1, nullptr, &error), MLA_INTERNAL);
